@@ -1,0 +1,1 @@
+"""What trains: meshes, expert dispatch, FSDP2 wrapping, loading, optimizers and the glue to verl."""

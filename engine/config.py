@@ -1,0 +1,166 @@
+"""Every setting of the engine, as verl-style dataclasses that check themselves.
+
+``conf/engine/epfsdp2.yaml`` is the same list for Hydra. A setting that means what verl's ``FSDPEngineConfig`` means has
+its name. Whoever instantiates one of these classes also registers the engine with verl, so that a worker that got its
+config has its engine.
+"""
+
+import difflib
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from verl.workers.config.actor import ActorConfig
+from verl.workers.config.critic import CriticConfig
+from verl.workers.config.engine import EngineConfig
+
+from .errors import SettingError
+
+__all__ = ["STRATEGY", "EPFSDP2ActorConfig", "EPFSDP2CriticConfig", "EPFSDP2EngineConfig", "engine_config"]
+
+STRATEGY = "epfsdp2"
+
+
+@dataclass
+class EPFSDP2EngineConfig(EngineConfig):
+    """Settings of the EP + FSDP2 engine; the YAML says what each of them does.
+
+    ``ep * ep_fsdp * dp_replicate == world``, with ``ep = ep_size``, ``dp_replicate = world / fsdp_size`` (1 where
+    ``fsdp_size`` is -1) and ``ep_fsdp`` what is left.
+    """
+
+    _mutable_fields = EngineConfig._mutable_fields | {"ulysses_sequence_parallel_size"}
+
+    strategy: str = STRATEGY
+    ep_size: int = 1
+    expert_shard_dim: Any = "auto"
+    fsdp_size: int = -1
+    ulysses_sequence_parallel_size: int = 1
+    model_dtype: str = "fp32"
+    mixed_precision: dict[str, Any] | None = None
+    reshard_after_forward: bool = True
+    prefetch_depth: int = 1
+    offload_policy: bool = False
+    use_no_sync_for_gradient_accumulation: bool = False
+    entropy_from_logits_with_chunking: bool = False
+    entropy_from_logits_chunk_size: int = 2048
+    entropy_checkpointing: bool = False
+    use_torch_compile: bool = False
+    pad_to_length: bool = False
+    pad_to_length_bucket: int = 1024
+    sync_gather_megabytes: int = 2048
+    sync_timeout_seconds: float = 40.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_engine_values(self)
+        from . import actor as _registers_itself  # noqa: F401
+
+
+def check_engine_values(config: EPFSDP2EngineConfig) -> None:
+    """Refuse values that no model and no number of ranks could make right.
+
+    Raises:
+        SettingError: naming the first such setting.
+    """
+    if config.strategy != STRATEGY:
+        raise SettingError("engine.strategy", config.strategy, "this engine has one strategy.", STRATEGY)
+    for name in ("ep_size", "ulysses_sequence_parallel_size"):
+        value = getattr(config, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise SettingError(f"engine.{name}", value, "has to be a positive whole number.", f"engine.{name}=1")
+    if config.expert_shard_dim not in ("auto", 0, 1):
+        raise SettingError(
+            "engine.expert_shard_dim",
+            config.expert_shard_dim,
+            "experts are sharded over ep_fsdp along dim 0 (whole experts), dim 1, or what fits best.",
+            "engine.expert_shard_dim=auto",
+        )
+    if config.fsdp_size != -1 and config.fsdp_size < 1:
+        raise SettingError(
+            "engine.fsdp_size", config.fsdp_size, "is a number of ranks, or -1 for all of them.", "engine.fsdp_size=-1"
+        )
+    if config.prefetch_depth < 0:
+        raise SettingError(
+            "engine.prefetch_depth",
+            config.prefetch_depth,
+            "is the number of layers gathered ahead, 0 for none.",
+            "engine.prefetch_depth=1",
+        )
+    if config.ulysses_sequence_parallel_size > 1:
+        raise SettingError(
+            "engine.ulysses_sequence_parallel_size",
+            config.ulysses_sequence_parallel_size,
+            "sequence parallelism is not supported by this version of the engine.",
+            "engine.ulysses_sequence_parallel_size=1",
+        )
+    if config.router_replay.mode != "disabled":
+        raise SettingError(
+            "engine.router_replay.mode",
+            config.router_replay.mode,
+            "router replay is not supported by this version of the engine.",
+            "engine.router_replay.mode=disabled",
+        )
+    if config.sync_gather_megabytes < 1 or config.sync_timeout_seconds <= 0:
+        name = "sync_gather_megabytes" if config.sync_gather_megabytes < 1 else "sync_timeout_seconds"
+        raise SettingError(f"engine.{name}", getattr(config, name), "has to be positive.", "leave it at its default")
+
+
+def engine_config(**settings: Any) -> EPFSDP2EngineConfig:
+    """Build the engine's config from the keys under ``engine.``; Hydra's ``_target_`` of that node.
+
+    Raises:
+        SettingError: for a key that the engine does not have, with the nearest one that it has.
+    """
+    known = [f.name for f in fields(EPFSDP2EngineConfig) if not f.name.startswith("_")]
+    for key in settings:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            works = f"engine.{near[0]}" if near else f"one of: {', '.join(sorted(known))}"
+            raise SettingError(f"engine.{key}", settings[key], "the engine has no such setting.", works)
+    return EPFSDP2EngineConfig(**settings)
+
+
+@dataclass
+class EPFSDP2ActorConfig(ActorConfig):
+    """Actor, and with ``forward_only`` the reference policy: verl's settings, and the one engine node.
+
+    ``rollout`` carries the rollout settings that the driver checks together with the engine's (see ``preflight``).
+    """
+
+    strategy: str = STRATEGY
+    forward_only: bool = False
+    use_remove_padding: bool = False
+    use_rollout_log_probs: bool = False
+    rollout: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.engine = _engine_of(self.engine, self.forward_only)
+
+    def validate(self, n_gpus: int, train_batch_size: int, model_config: dict | None = None) -> None:
+        """Check what only the whole run knows, on the driver, before Ray starts.
+
+        Raises:
+            SettingError: see ``preflight.check_run``.
+        """
+        super().validate(n_gpus, train_batch_size, model_config)
+        from .preflight import check_run
+
+        check_run(self.engine, n_gpus, model_config or {}, self.rollout)
+
+
+@dataclass
+class EPFSDP2CriticConfig(CriticConfig):
+    """Critic: verl's settings, and the one engine node."""
+
+    strategy: str = STRATEGY
+    grad_clip: float = 1.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.engine = _engine_of(self.engine, forward_only=False)
+
+
+def _engine_of(engine: EPFSDP2EngineConfig, forward_only: bool) -> EPFSDP2EngineConfig:
+    """A config of its own for each role: verl writes batch sizes into it."""
+    return replace(engine, forward_only=forward_only)

@@ -1,0 +1,1 @@
+"""Find experts modules, dispatch tokens to their experts, and compute them."""

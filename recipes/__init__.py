@@ -1,0 +1,1 @@
+"""Runnable recipes: the CPU quickstart and one per model and cluster shape."""

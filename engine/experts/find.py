@@ -5,6 +5,7 @@ transformers decorates every experts class that can be computed by a registered 
 ``is_transposed``, and hold their weights stacked along dim 0, one slice per expert.
 """
 
+import os
 from dataclasses import dataclass
 
 from torch import nn
@@ -13,7 +14,8 @@ __all__ = ["ExpertsInfo", "UnsupportedModelError", "find_experts", "is_experts",
 
 _INTERFACE_FLAGS = ("has_gate", "has_bias", "is_transposed")
 # What experts of families outside transformers' experts interface are called there; only used to say why a model is
-# refused (transformers 5.9: llama4, longcat_flash, granitemoe*, jetmoe, dbrx, aria, switch_transformers, nllb_moe, doge).
+# refused (transformers 5.9: llama4, longcat_flash, granitemoe*, jetmoe, dbrx, aria, switch_transformers, nllb_moe and
+# doge).
 _OUTSIDE_MARKS = ("expert", "moe", "groupedgemm")
 
 
@@ -50,16 +52,21 @@ def find_experts(model: nn.Module) -> list[ExpertsInfo]:
     if found:
         return found
     name = type(model).__name__
-    outside = sorted(
-        {type(m).__name__ for m in model.modules() if any(mark in type(m).__name__.lower() for mark in _OUTSIDE_MARKS)}
-        - {name}
-    )
+    outside = _looks_like_experts(model)
     if outside:
         raise UnsupportedModelError(
             f"{name} keeps its experts in {', '.join(outside[:4])}, outside transformers' experts interface "
             "(ALL_EXPERTS_FUNCTIONS), so they can't be dispatched."
         )
     raise UnsupportedModelError(f"{name} is a dense model: it has no experts to shard.")
+
+
+def _looks_like_experts(model: nn.Module) -> list[str]:
+    """Classes in the model that are called experts or MoE, beyond what the whole family is called (GraniteMoe...)."""
+    family = type(model).__name__
+    names = {type(m).__name__ for m in model.modules()} - {family}
+    own = {name: name.removeprefix(os.path.commonprefix([name, family])).lower() for name in names}
+    return sorted(name for name, part in own.items() if any(mark in part for mark in _OUTSIDE_MARKS))
 
 
 def _stacked(module: nn.Module) -> list[nn.Parameter]:

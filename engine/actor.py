@@ -1,0 +1,279 @@
+"""The engine as verl sees it: actor, reference policy and SFT.
+
+Thin on purpose. Preparing packed inputs and turning logits into log-probs and entropy is verl's own code
+(``FSDPEngineWithLMHead``); everything about sharding is in the rooms beside this file.
+"""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from verl.models.transformers.monkey_patch import apply_monkey_patch
+from verl.utils.device import get_device_id, get_device_name
+from verl.utils.model import get_hf_auto_model_class
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.config.optimizer import build_optimizer
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import EngineEvalModeCtx, EngineTrainModeCtx, FSDPEngineWithLMHead
+
+from ..rollout import naming, server_adapter, stream
+from . import checkpoint
+from .clip import clip_grad_norm_
+from .config import STRATEGY, EPFSDP2EngineConfig
+from .errors import SettingError
+from .loading import load_weights, open_checkpoint
+from .mesh import Topology, build_meshes
+from .modeling import build_on_meta, materialize
+from .optimizer import build_multi_optimizer
+from .parallelize import ShardingOptions, layer_names, parallelize
+
+__all__ = ["DEVICES", "EPFSDP2EngineWithLMHead"]
+
+logger = logging.getLogger(__name__)
+
+DEVICES = ["cuda", "npu", "cpu"]
+
+
+class EPFSDP2Engine(FSDPEngineWithLMHead):
+    """EP + FSDP2 behind verl's engine interface (verl 0.9.1, ``workers/engine/base.py``)."""
+
+    engine_config: EPFSDP2EngineConfig
+
+    def __init__(self, model_config, engine_config, optimizer_config, checkpoint_config):
+        _refuse_unsupported(model_config)
+        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+        # fp32 is what verl's forward takes as "no autocast"; the gathered parameters have this dtype anyway.
+        self._autocast_dtype = self._sharding_options().param_dtype
+        if engine_config.offload_policy:
+            # FSDP moves parameters itself; verl must not.
+            self._is_offload_param = self._is_offload_optimizer = False
+        self._saved: list[Path] = []
+        if not engine_config.forward_only:
+            server_adapter.install(engine_config.sync_timeout_seconds)
+
+    # -- building -----------------------------------------------------------------------------------------------
+
+    def _init_device_mesh(self) -> None:
+        topology = Topology.plan(dist.get_world_size(), self.engine_config.ep_size, self.engine_config.fsdp_size)
+        self.meshes = build_meshes(get_device_name(), topology)
+        self.device_mesh = self.meshes.dense
+        self.ulysses_device_mesh = None
+        self.ulysses_parallel_group = None
+        self.ulysses_sequence_parallel_size = 1
+        self.use_ulysses_sp = False
+        if self.rank == 0:
+            t = topology
+            print(f"[epfsdp2] {t.world} ranks = dp_replicate {t.dp_replicate} x ep_fsdp {t.ep_fsdp} x ep {t.ep}")
+
+    def initialize(self) -> None:
+        self._build_model_optimizer()
+        self.to("cpu", model=self._is_offload_param, optimizer=self._is_offload_optimizer, grad=self._is_offload_param)
+
+    def _build_model_optimizer(self) -> None:
+        """Build on meta, shard, allocate, load this rank's bytes; then optimizer and schedule."""
+        files = open_checkpoint(self.model_config.local_path)
+        module = self._build_module()
+        # verl passes cumulative lengths where the model's forward takes them; the families here read position ids.
+        self.pass_packed_cu_seqlens = False
+        parallelize(module, self.meshes, self._sharding_options())
+        materialize(module, get_device_id())
+        load_weights(module, files, self.meshes, self._initialize_missing)
+        self.layer_names = layer_names(module)
+
+        self.module: Any = module
+        self.optimizer = self.lr_scheduler = None
+        if not self.engine_config.forward_only:
+            self.optimizer = self._build_optimizer(module)
+            self.lr_scheduler = self._build_lr_scheduler(self.optimizer)
+
+    def _build_module(self) -> nn.Module:
+        module = build_on_meta(
+            self._auto_class(),
+            self.model_config.hf_config,
+            PrecisionType.to_dtype(self.engine_config.model_dtype),
+            self.model_config.trust_remote_code,
+        )
+        fused = self.model_config.fused_kernel_options
+        apply_monkey_patch(
+            model=module,
+            use_remove_padding=self.use_remove_padding,
+            ulysses_sp_size=1,
+            use_fused_kernels=self.model_config.use_fused_kernels,
+            fused_kernels_backend=fused.get("impl_backend") if fused is not None else None,
+        )
+        if self.model_config.enable_gradient_checkpointing:
+            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return module
+
+    def _auto_class(self) -> Any:
+        return get_hf_auto_model_class(hf_config=self.model_config.hf_config)
+
+    def _initialize_missing(self, name: str, tensor: torch.Tensor) -> bool:
+        """A causal LM has nothing that a checkpoint may lack."""
+        return False
+
+    def _sharding_options(self) -> ShardingOptions:
+        config = self.engine_config
+        precision = config.mixed_precision or {}
+        return ShardingOptions(
+            param_dtype=PrecisionType.to_dtype(precision.get("param_dtype", "bf16")),
+            reduce_dtype=PrecisionType.to_dtype(precision.get("reduce_dtype", "fp32")),
+            reshard_after_forward=config.reshard_after_forward,
+            prefetch_depth=config.prefetch_depth,
+            expert_shard_dim=config.expert_shard_dim,
+            cpu_offload=config.offload_policy,
+        )
+
+    def _build_optimizer(self, module: nn.Module):
+        return build_multi_optimizer(module, lambda params: build_optimizer(params, self.optimizer_config))
+
+    # -- running ------------------------------------------------------------------------------------------------
+
+    def train_mode(self, **kwargs):
+        return _TrainMode(self, **kwargs)
+
+    def eval_mode(self, **kwargs):
+        return _EvalMode(self, **kwargs)
+
+    def optimizer_step(self) -> float:
+        """Clip and step; a norm that is not finite skips the step, on all ranks alike.
+
+        Returns:
+            The gradient norm before clipping.
+        """
+        norm = clip_grad_norm_(self.module.parameters(), self.optimizer_config.clip_grad, self.meshes)
+        if torch.isfinite(norm):
+            self.optimizer.step()
+        else:
+            self.optimizer.zero_grad()
+            if self.rank == 0:
+                logger.warning("epfsdp2: the gradient norm is %s, this step is skipped on all ranks", norm.item())
+        return norm.item()
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        if self.engine_config.offload_policy:
+            return
+        if model:
+            self.module.to(get_device_id() if device == get_device_name() else device)
+        if optimizer and self.optimizer is not None:
+            _move_optimizer(self.optimizer, get_device_id() if device == get_device_name() else device)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None, **kwargs) -> None:
+        """Write what ``checkpoint.save_contents`` names under ``local_path`` (``checkpoint.py`` has the layout)."""
+        contents = _contents(self.checkpoint_config, "save_contents")
+        folder = Path(local_path)
+        self._saved = checkpoint.remove_old(self._saved, (max_ckpt_to_keep or 0) - 1)
+        checkpoint.save_checkpoint(folder, self.module, self.optimizer, self.lr_scheduler, contents, global_step)
+        hf = folder / "huggingface"
+        if self.rank == 0:
+            self._save_hf_config(hf)
+        if "hf_model" in contents:
+            checkpoint.write_hf_weights(hf, self._tensors(naming.as_checkpoint))
+        dist.barrier()
+        self._saved.append(folder)
+
+    def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=True, **kwargs) -> None:
+        contents = _contents(self.checkpoint_config, "load_contents")
+        checkpoint.load_checkpoint(Path(local_path), self.module, self.optimizer, self.lr_scheduler, contents)
+        # A forward-only pass may have left the root gathered, with the weights from before.
+        self.module.reshard()
+
+    def _save_hf_config(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.module.config.save_pretrained(folder)
+        if getattr(self.module, "generation_config", None) is not None:
+            self.module.generation_config.save_pretrained(folder)
+        processor = self.model_config.get_processor()
+        if processor is not None:
+            processor.save_pretrained(folder)
+
+    # -- weights out --------------------------------------------------------------------------------------------
+
+    def get_per_tensor_param(self, layered_summon=False, base_sync_done=False, **kwargs):
+        """Full tensors for the rollout, under names that vLLM's loader takes; every rank has to drain it."""
+        return self._tensors(naming.for_vllm), None
+
+    def _tensors(self, names) -> Iterator[tuple[str, torch.Tensor]]:
+        full = stream.full_tensors(
+            self.module, self.meshes, self.layer_names, self.engine_config.sync_gather_megabytes << 20
+        )
+        return names(self.module, full)
+
+    def get_per_tensor_param_shard(self, **kwargs):
+        raise SettingError(
+            "actor_rollout_ref.rollout.checkpoint_engine.backend",
+            "delta_sharded",
+            "needs a shard export, which this version of the engine does not have.",
+            "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl",
+        )
+
+
+@EngineRegistry.register(model_type="language_model", backend=[STRATEGY], device=DEVICES)
+class EPFSDP2EngineWithLMHead(EPFSDP2Engine):
+    """Actor, reference policy, SFT."""
+
+
+class _Mode:
+    """What both modes owe FSDP2 when they end."""
+
+    engine: EPFSDP2Engine
+
+    def _leave(self, exc_type) -> None:
+        module = self.engine.module
+        if exc_type is not None and isinstance(module, FSDPModule) and hasattr(module, "reset_iter_state"):
+            # torch 2.13: after an error inside forward or backward FSDP's state is undefined until this is called.
+            module.reset_iter_state()
+
+
+class _TrainMode(_Mode, EngineTrainModeCtx):
+    def __exit__(self, exc_type, exc_value, traceback):
+        self._leave(exc_type)
+        super().__exit__(exc_type, exc_value, traceback)
+
+
+class _EvalMode(_Mode, EngineEvalModeCtx):
+    def __exit__(self, exc_type, exc_value, traceback):
+        self._leave(exc_type)
+        # The root stays gathered after a forward without a backward. verl reshards it only where fsdp_size > 1, and
+        # its default is -1 (fsdp/transformer_impl.py:1114).
+        self.engine.module.reshard()
+        super().__exit__(exc_type, exc_value, traceback)
+
+
+def _contents(config: Any, key: str) -> set[str]:
+    contents = set(config.get(key, None) or ())
+    unknown = contents - checkpoint.KNOWN_CONTENTS
+    if unknown:
+        raise SettingError(
+            f"checkpoint.{key}",
+            sorted(contents),
+            f"{sorted(unknown)} is not something that can be saved.",
+            f"some of {sorted(checkpoint.KNOWN_CONTENTS)}",
+        )
+    return contents
+
+
+def _move_optimizer(optimizer: torch.optim.Optimizer, device: Any) -> None:
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                state[key] = value.to(device, non_blocking=True)
+
+
+def _refuse_unsupported(model_config: Any) -> None:
+    """Say no to what verl's model settings can ask for and this engine would silently not do."""
+    asked = {
+        "actor_rollout_ref.model.lora_rank": getattr(model_config, "lora_rank", 0) or 0,
+        "actor_rollout_ref.model.use_liger": getattr(model_config, "use_liger", False),
+        "actor_rollout_ref.model.enable_activation_offload": getattr(model_config, "enable_activation_offload", False),
+    }
+    for setting, value in asked.items():
+        if value:
+            raise SettingError(setting, value, "is not supported by engine=epfsdp2.", f"{setting}={type(value)(0)}")

@@ -1,0 +1,170 @@
+"""Save and resume, and export to Hugging Face format.
+
+A checkpoint folder of one role holds
+
+    dist_ckpt/          torch distributed checkpoint: model and optimizer by parameter name, with real placements
+    trainer_state.json  learning-rate schedule and step
+    rng/                random state of each rank
+    huggingface/        config, tokenizer; with ``hf_model`` also the weights in the family's checkpoint layout
+"""
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from .optimizer import MultiOptimizer
+
+__all__ = ["KNOWN_CONTENTS", "load_checkpoint", "remove_old", "save_checkpoint", "write_hf_weights"]
+
+KNOWN_CONTENTS = frozenset({"model", "optimizer", "extra", "hf_model"})
+_SHARDS, _STATE, _RNG = "dist_ckpt", "trainer_state.json", "rng"
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_HF_FILE_BYTES = 5 << 30
+
+
+def save_checkpoint(
+    folder: Path,
+    model: nn.Module,
+    optimizer: MultiOptimizer | None,
+    lr_scheduler: Any,
+    contents: Iterable[str],
+    step: int,
+) -> None:
+    """Write ``model``, ``optimizer`` and ``extra`` of ``contents``; collective.
+
+    Files appear in a sibling folder that gets its name when all ranks have written.
+    """
+    contents = set(contents)
+    partial = folder.with_name(folder.name + ".partial")
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        (partial / _RNG).mkdir(parents=True)
+    dist.barrier()
+    state = _sharded_state(model, optimizer, contents)
+    if state:
+        dcp.save(state, checkpoint_id=partial / _SHARDS)
+    if "extra" in contents:
+        save_file({"cpu": torch.get_rng_state()}, partial / _RNG / f"{dist.get_rank():05d}.safetensors")
+        if dist.get_rank() == 0:
+            schedule = lr_scheduler.state_dict() if lr_scheduler is not None else None
+            (partial / _STATE).write_text(json.dumps({"step": step, "lr_scheduler": schedule}))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in partial.iterdir():
+            target = folder / path.name
+            if target.is_dir():
+                shutil.rmtree(target)
+            path.replace(target)
+        partial.rmdir()
+    dist.barrier()
+
+
+def load_checkpoint(
+    folder: Path, model: nn.Module, optimizer: MultiOptimizer | None, lr_scheduler: Any, contents: Iterable[str]
+) -> None:
+    """Restore what ``contents`` names, on any arrangement of ranks; collective.
+
+    Raises:
+        FileNotFoundError: if the folder holds no checkpoint of this engine.
+    """
+    contents = set(contents)
+    if not (folder / _SHARDS).is_dir():
+        raise FileNotFoundError(f"{folder} holds no {_SHARDS}/: it is no checkpoint of this engine.")
+    state = _sharded_state(model, optimizer, contents)
+    dcp.load(state, checkpoint_id=folder / _SHARDS)
+    if "model" in state:
+        set_model_state_dict(model, state["model"])
+    if "optimizer" in state and optimizer is not None:
+        set_optimizer_state_dict(
+            model, list(optimizer.optimizers.values()), optim_state_dict=state["optimizer"], options=_FLAT
+        )
+    if "extra" in contents and (folder / _STATE).is_file():
+        schedule = json.loads((folder / _STATE).read_text())["lr_scheduler"]
+        if lr_scheduler is not None and schedule is not None:
+            lr_scheduler.load_state_dict(schedule)
+        rng = folder / _RNG / f"{dist.get_rank():05d}.safetensors"
+        if rng.is_file():
+            torch.set_rng_state(load_file(rng)["cpu"])
+    dist.barrier()
+
+
+def write_hf_weights(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Write full tensors, under checkpoint names, as sharded safetensors with an index; rank 0 writes, all drain.
+
+    Args:
+        tensors: collective stream; the same on all ranks.
+    """
+    writer = dist.get_rank() == 0
+    pending: dict[str, torch.Tensor] = {}
+    pending_bytes, files, total = 0, [], 0
+
+    def flush() -> None:
+        nonlocal pending, pending_bytes
+        if pending:
+            files.append(sorted(pending))
+            save_file(pending, folder / f"part-{len(files):05d}.safetensors", metadata={"format": "pt"})
+            pending, pending_bytes = {}, 0
+
+    if writer:
+        folder.mkdir(parents=True, exist_ok=True)
+    for name, tensor in tensors:
+        if not writer:
+            continue
+        if pending_bytes + tensor.nbytes > _HF_FILE_BYTES:
+            flush()
+        pending[name] = tensor.cpu().contiguous()
+        pending_bytes += tensor.nbytes
+        total += tensor.nbytes
+    if writer:
+        flush()
+        _name_hf_files(folder, files, total)
+    dist.barrier()
+
+
+def remove_old(saved: list[Path], max_to_keep: int | None) -> list[Path]:
+    """Delete the oldest of ``saved`` (oldest first) beyond ``max_to_keep``; returns what is left."""
+    if not max_to_keep or max_to_keep < 1:
+        return saved
+    for path in saved[:-max_to_keep]:
+        if dist.get_rank() == 0:
+            shutil.rmtree(path, ignore_errors=True)
+    return saved[-max_to_keep:]
+
+
+def _sharded_state(model: nn.Module, optimizer: MultiOptimizer | None, contents: set[str]) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    if "model" in contents:
+        state["model"] = get_model_state_dict(model)
+    if "optimizer" in contents and optimizer is not None:
+        state["optimizer"] = get_optimizer_state_dict(model, list(optimizer.optimizers.values()), options=_FLAT)
+    return state
+
+
+def _name_hf_files(folder: Path, files: Sequence[Sequence[str]], total: int) -> None:
+    """Give the written parts the names that ``from_pretrained`` looks for."""
+    if len(files) == 1:
+        (folder / "part-00001.safetensors").replace(folder / "model.safetensors")
+        return
+    weight_map = {}
+    for i, names in enumerate(files, start=1):
+        file = f"model-{i:05d}-of-{len(files):05d}.safetensors"
+        (folder / f"part-{i:05d}.safetensors").replace(folder / file)
+        weight_map.update(dict.fromkeys(names, file))
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

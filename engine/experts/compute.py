@@ -1,0 +1,103 @@
+"""The experts function that transformers calls in place of an experts module's forward.
+
+One function for every family on transformers' experts interface: the layout of the weights is read from the flags of
+the module, the activation is the module's own.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from .dispatch import combine, dispatch
+
+__all__ = ["EXPERTS_IMPLEMENTATION", "ExpertParallel", "attach"]
+
+EXPERTS_IMPLEMENTATION = "epfsdp2"
+_HANDLE = "_epfsdp2"
+
+
+@dataclass(frozen=True)
+class ExpertParallel:
+    """What the experts function needs to know about one module; the only thing attached to it."""
+
+    num_experts: int
+    group: dist.ProcessGroup | None
+    """The EP group, ``None`` where a single rank holds all experts."""
+
+
+def attach(module: nn.Module, runtime: ExpertParallel) -> None:
+    """Tell an experts module how its experts are spread."""
+    setattr(module, _HANDLE, runtime)
+
+
+def experts_forward(
+    self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Dispatch, compute the local experts, combine.
+
+    Args:
+        self: the experts module, its parameters gathered over ``ep_fsdp``.
+        hidden_states: ``(T, D)``.
+        top_k_index: ``(T, K)`` global expert ids; not modified, a token may list an expert twice.
+        top_k_weights: ``(T, K)`` routing weights, any float dtype.
+
+    Returns:
+        ``(T, D)`` in the dtype of ``hidden_states``.
+    """
+    runtime: ExpertParallel = getattr(self, _HANDLE)
+    weight = {name: _local(p) for name, p in self.named_parameters(recurse=False)}
+    up, down = ("gate_up_proj" if self.has_gate else "up_proj"), "down_proj"
+
+    hidden = hidden_states.to(weight[up].dtype)
+    sent = dispatch(hidden, top_k_index, runtime.num_experts, runtime.group)
+    h = grouped_linear(sent.rows_RD, weight[up], sent.counts_e, weight.get(f"{up}_bias"), self.is_transposed)
+    h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
+    out = grouped_linear(h, weight[down], sent.counts_e, weight.get(f"{down}_bias"), self.is_transposed)
+    return combine(out, sent, top_k_weights, runtime.group).to(hidden_states.dtype)
+
+
+def grouped_linear(
+    rows: torch.Tensor, weight: torch.Tensor, counts_e: torch.Tensor, bias: torch.Tensor | None, is_transposed: bool
+) -> torch.Tensor:
+    """Apply expert ``i``'s linear to the ``i``-th group of rows.
+
+    Args:
+        rows: ``(R, in)`` grouped by expert; ``R`` may be 0.
+        weight: ``(e, out, in)``, or ``(e, in, out)`` where ``is_transposed``.
+        counts_e: int64 ``(e,)``, rows per expert, summing to ``R``; entries may be 0.
+        bias: ``(e, out)`` or ``None``.
+
+    Returns:
+        ``(R, out)``. The gradient of the weight is dense: zero for experts without rows, never ``None``, which FSDP
+        would skip on this rank only.
+    """
+    in_out = weight if is_transposed else weight.transpose(-2, -1)
+    offsets = torch.cumsum(counts_e, dim=0).to(torch.int32)
+    with torch.autocast(rows.device.type, enabled=False):
+        out = _grouped_mm(rows, in_out, offsets)
+    if bias is not None:
+        out = out + torch.repeat_interleave(bias, counts_e, dim=0)
+    return out
+
+
+def _grouped_mm(rows: torch.Tensor, in_out: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    if _native_grouped_mm is not None and (rows.device.type == "cpu" or rows.dtype == torch.bfloat16):
+        return _native_grouped_mm(rows, in_out, offs=offsets)
+    bounds = [0, *offsets.tolist()]
+    pieces = [rows[a:b] @ in_out[i] for i, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False))]
+    return torch.cat(pieces)
+
+
+def _local(param: torch.Tensor) -> torch.Tensor:
+    # FSDP gathers back to the parameter's type before sharding: a DTensor over ``ep`` alone.
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
+_native_grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, experts_forward)

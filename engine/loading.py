@@ -1,0 +1,181 @@
+"""Hugging Face safetensors -> the shards of this rank.
+
+Nothing is broadcast and no tensor is held whole that a rank needs a part of, where the file layout allows: a rank opens
+the files and reads its experts of a stack and its rows of a dense weight. Names and layouts go through transformers'
+own weight converters (``core_model_loading.py``), on the owned experts only.
+"""
+
+import copy
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from .errors import SettingError
+from .mesh import Meshes
+from .shards import box_of, cuts_of, local_tensor, persistent_buffers
+
+__all__ = ["CheckpointFiles", "load_weights", "open_checkpoint"]
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_FIRST = 5  # how many offenders an error lists
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """Where each tensor of a checkpoint is."""
+
+    folder: Path
+    file_of: Mapping[str, str]
+
+    def read(self, key: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
+        """Read one tensor, or the part of it that ``index`` cuts; only those bytes are touched."""
+        with safe_open(self.folder / self.file_of[key], framework="pt") as file:
+            return file.get_slice(key)[index] if index else file.get_tensor(key)
+
+
+def open_checkpoint(folder: str | Path) -> CheckpointFiles:
+    """Find the safetensors of a Hugging Face checkpoint.
+
+    Raises:
+        SettingError: if the folder is missing or holds no safetensors.
+    """
+    folder = Path(folder)
+    setting = "actor_rollout_ref.model.path"
+    if not folder.is_dir():
+        raise SettingError(setting, folder, "is not a folder.", "the folder of a Hugging Face checkpoint")
+    if (folder / _INDEX).is_file():
+        return CheckpointFiles(folder, json.loads((folder / _INDEX).read_text())["weight_map"])
+    files = [folder / _SINGLE] if (folder / _SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise SettingError(
+            setting,
+            folder,
+            "has no *.safetensors file.",
+            "a checkpoint saved with safetensors (model.save_pretrained writes them)",
+        )
+    file_of: dict[str, str] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as handle:
+            file_of.update(dict.fromkeys(handle.keys(), file.name))
+    return CheckpointFiles(folder, file_of)
+
+
+@dataclass
+class _Source:
+    """How one target tensor comes from checkpoint tensors: a plain copy, or a converter over lists of them."""
+
+    converter: WeightConverter | None = None
+    keys: list[tuple[str | None, str]] = field(default_factory=list)
+    """(source pattern of the converter, checkpoint key), in natural order."""
+
+
+def load_weights(
+    model: nn.Module,
+    files: CheckpointFiles,
+    meshes: Meshes,
+    initialize: Callable[[str, torch.Tensor], bool] = lambda name, tensor: False,
+) -> None:
+    """Fill the parameters and persistent buffers of a sharded, materialised model from a checkpoint.
+
+    Args:
+        initialize: called with the name and the local tensor of what the checkpoint lacks; fills it and returns True,
+            or returns False to have it reported.
+
+    Raises:
+        ValueError: naming the first missing or ill-shaped tensors. Tensors that the model has no place for are
+            reported by a warning of the caller's: ``unexpected`` names them.
+    """
+    sources = _plan(model, files)
+    targets: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **persistent_buffers(model)}
+
+    missing = []
+    with torch.no_grad():
+        for name, target in targets.items():
+            if name in sources:
+                _fill(name, target, sources[name], model, files, meshes)
+            elif not initialize(name, local_tensor(target)):
+                missing.append(name)
+    if missing:
+        raise ValueError(
+            f"{files.folder} lacks {len(missing)} tensors that {type(model).__name__} needs, first: "
+            f"{', '.join(missing[:_FIRST])}."
+        )
+
+
+def _plan(model: nn.Module, files: CheckpointFiles) -> dict[str, _Source]:
+    """For each target name the checkpoint tensors it is made of; no tensor is read."""
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    known = model.state_dict()
+    prefix = model.base_model_prefix
+
+    sources: dict[str, _Source] = {}
+    for key in sorted(files.file_of, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix=prefix, meta_state_dict=known)
+        if name not in known and key in known:
+            name, pattern = key, None
+        converter = by_pattern[pattern] if pattern is not None else None
+        for target in _targets(name, converter):
+            sources.setdefault(target, _Source(converter)).keys.append((pattern, key))
+    return sources
+
+
+def _targets(name: str, converter: WeightConverter | None) -> list[str]:
+    """A converter names its first target; it may make several."""
+    if converter is None:
+        return [name]
+    first = converter.target_patterns[0]
+    return [name.replace(first, pattern) for pattern in converter.target_patterns]
+
+
+def _fill(
+    name: str, target: torch.Tensor, source: _Source, model: nn.Module, files: CheckpointFiles, meshes: Meshes
+) -> None:
+    """Read what this rank holds of ``target`` and copy it there."""
+    box = box_of(target, meshes.topology, meshes.fsdp_rank)
+    local = local_tensor(target)
+    if local.numel() == 0:
+        return
+    if source.converter is None:
+        value = files.read(source.keys[-1][1], box if isinstance(target, DTensor) else None)
+    else:
+        value = _convert(name, target, source, box, model, files)
+    if value.shape != local.shape:
+        raise ValueError(
+            f"{files.folder}: {name} should give this rank {tuple(local.shape)} of {tuple(target.shape)}, but "
+            f"{source.keys[0][1]} and its likes give {tuple(value.shape)}."
+        )
+    local.copy_(value)
+
+
+def _convert(
+    name: str, target: torch.Tensor, source: _Source, box: tuple[slice, ...], model: nn.Module, files: CheckpointFiles
+) -> torch.Tensor:
+    """Run transformers' converter, on the owned experts alone where the checkpoint stores them one by one."""
+    by_pattern: dict[str | None, list[str]] = {}
+    for pattern, key in source.keys:
+        by_pattern.setdefault(pattern, []).append(key)
+    experts = box[0] if any(cut.dim == 0 for cut in cuts_of(target)) else slice(0, target.shape[0])
+    one_by_one = all(len(keys) == target.shape[0] for keys in by_pattern.values())
+
+    converter = copy.deepcopy(source.converter)
+    assert converter is not None
+    for pattern, keys in by_pattern.items():
+        for key in keys[experts] if one_by_one else keys:
+            converter.add_tensor(name, key, pattern, partial(files.read, key))
+    made = converter.convert(name, model=model, config=model.config)
+    value = made[name]
+    value = value[0] if isinstance(value, list) else value
+    return value[(slice(None), *box[1:])] if one_by_one else value[box]

@@ -1,0 +1,128 @@
+"""Ranks -> meshes. The only file that does rank arithmetic.
+
+Experts live on ``(dp_replicate, ep_fsdp, ep)``, ``ep`` fastest, so that an EP group is a block of neighbours. Everything
+else lives on ``(dp_replicate, fsdp)``. A *replica* is the block of ``ep_fsdp * ep == fsdp`` ranks that holds the model
+once; both meshes cut it over exactly these ranks:
+
+    dp_replicate * ep_fsdp * ep == dp_replicate * fsdp == world
+
+For 16 ranks, ``ep_size=8``, one replica:
+
+    rank          0  1  2  3  4  5  6  7 |  8  9 10 11 12 13 14 15
+    ep            0  1  2  3  4  5  6  7 |  0  1  2  3  4  5  6  7
+    ep_fsdp       0  0  0  0  0  0  0  0 |  1  1  1  1  1  1  1  1
+    fsdp          0  1  2  3  4  5  6  7 |  8  9 10 11 12 13 14 15
+"""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .errors import SettingError
+
+__all__ = ["Meshes", "Topology", "build_meshes"]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """How ``world`` ranks are arranged; sizes only."""
+
+    world: int
+    ep: int
+    ep_fsdp: int
+    dp_replicate: int
+
+    @classmethod
+    def plan(cls, world: int, ep_size: int, fsdp_size: int = -1) -> "Topology":
+        """Arrange ``world`` ranks.
+
+        Args:
+            ep_size: ranks that share one set of experts.
+            fsdp_size: ranks that share one copy of the model; -1 for all.
+
+        Raises:
+            SettingError: if the sizes do not multiply to ``world``.
+        """
+        replica = world if fsdp_size == -1 else fsdp_size
+        if replica < 1 or world % replica:
+            raise SettingError(
+                "engine.fsdp_size",
+                fsdp_size,
+                f"has to divide the number of ranks, {world}.",
+                f"engine.fsdp_size=-1, or one of {_divisors(world)}",
+            )
+        if ep_size < 1 or replica % ep_size:
+            copies = "" if replica == world else f" of one copy of the model (engine.fsdp_size={fsdp_size})"
+            raise SettingError(
+                "engine.ep_size",
+                ep_size,
+                f"has to divide the number of ranks{copies}, {replica} (ep * ep_fsdp * dp_replicate == {world}).",
+                f"engine.ep_size= one of {_divisors(replica)}",
+            )
+        return cls(world=world, ep=ep_size, ep_fsdp=replica // ep_size, dp_replicate=world // replica)
+
+    @property
+    def fsdp(self) -> int:
+        """Ranks that share one copy of the model, ``ep_fsdp * ep``."""
+        return self.ep_fsdp * self.ep
+
+    def expert_coordinate(self, fsdp_rank: int) -> tuple[int, int]:
+        """``(ep_fsdp, ep)`` coordinate of the ``fsdp_rank``-th rank of a replica."""
+        return divmod(fsdp_rank, self.ep)
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """The two device meshes of one topology.
+
+    ``experts`` has the axes ``(dp_replicate, ep_fsdp, ep)`` and ``dense`` ``(dp_replicate, fsdp)``; both keep axes of
+    size 1, so that placements always have the same length.
+    """
+
+    topology: Topology
+    dense: DeviceMesh
+    experts: DeviceMesh
+
+    @property
+    def dense_shard(self) -> DeviceMesh:
+        """Mesh for ``fully_shard`` of dense parameters: 2-D (HSDP) only where there are replicas."""
+        return self.dense if self.topology.dp_replicate > 1 else self.dense["fsdp"]
+
+    @property
+    def experts_shard(self) -> DeviceMesh:
+        """Mesh for ``fully_shard`` of experts, within one EP rank."""
+        return self.experts["dp_replicate", "ep_fsdp"] if self.topology.dp_replicate > 1 else self.experts["ep_fsdp"]
+
+    @property
+    def ep(self) -> DeviceMesh:
+        return self.experts["ep"]
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup:
+        """The ranks that hold this rank's copy of the model, in ``fsdp`` order."""
+        return self.dense.get_group("fsdp")
+
+    @property
+    def fsdp_rank(self) -> int:
+        return self.dense.get_local_rank("fsdp")
+
+
+def build_meshes(device_type: str, topology: Topology) -> Meshes:
+    """Create the process groups of ``topology``; every rank has to call it.
+
+    Two root meshes rather than one flattened one: public API in every torch we support, and no operation of ours mixes
+    parameters of the two.
+    """
+    t = topology
+    return Meshes(
+        topology=t,
+        dense=init_device_mesh(device_type, (t.dp_replicate, t.fsdp), mesh_dim_names=("dp_replicate", "fsdp")),
+        experts=init_device_mesh(
+            device_type, (t.dp_replicate, t.ep_fsdp, t.ep), mesh_dim_names=("dp_replicate", "ep_fsdp", "ep")
+        ),
+    )
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

@@ -9,6 +9,8 @@ import difflib
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from hydra.errors import CompactHydraException
+from verl.utils.device import get_device_name, is_support_ipc
 from verl.workers.config.actor import ActorConfig
 from verl.workers.config.critic import CriticConfig
 from verl.workers.config.engine import EngineConfig
@@ -18,6 +20,30 @@ from .errors import SettingError
 __all__ = ["STRATEGY", "EPFSDP2ActorConfig", "EPFSDP2CriticConfig", "EPFSDP2EngineConfig", "engine_config"]
 
 STRATEGY = "epfsdp2"
+_MODEL_DTYPES = ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16")
+_PRECISION_KEYS = ("param_dtype", "reduce_dtype", "buffer_dtype")
+# Fields of EngineConfig that verl's trainer fills in from the actor's and the model's settings.
+_SET_BY_VERL = {
+    "use_dynamic_bsz",
+    "max_token_len_per_gpu",
+    "micro_batch_size_per_gpu",
+    "infer_max_token_len_per_gpu",
+    "infer_micro_batch_size_per_gpu",
+    "use_fused_kernels",
+    "use_remove_padding",
+}
+
+
+class DriverError(SettingError, CompactHydraException):
+    """A ``SettingError`` that Hydra prints as the paragraph it is, without a traceback."""
+
+    def __repr__(self) -> str:
+        # Hydra quotes errors of a config's _target_ by their repr.
+        return str(self)
+
+    @classmethod
+    def of(cls, error: SettingError) -> "DriverError":
+        return cls(error.setting, error.value, error.rule, error.works)
 
 
 @dataclass
@@ -79,6 +105,21 @@ def check_engine_values(config: EPFSDP2EngineConfig) -> None:
         raise SettingError(
             "engine.fsdp_size", config.fsdp_size, "is a number of ranks, or -1 for all of them.", "engine.fsdp_size=-1"
         )
+    if config.model_dtype not in _MODEL_DTYPES:
+        raise SettingError(
+            "engine.model_dtype",
+            config.model_dtype,
+            f"is one of {', '.join(_MODEL_DTYPES)}.",
+            "engine.model_dtype=fp32",
+        )
+    unknown = sorted(set(config.mixed_precision or {}) - set(_PRECISION_KEYS))
+    if unknown:
+        raise SettingError(
+            f"engine.mixed_precision.{unknown[0]}",
+            config.mixed_precision[unknown[0]],
+            "there is no such key.",
+            f"keys {', '.join(_PRECISION_KEYS)}",
+        )
     if config.prefetch_depth < 0:
         raise SettingError(
             "engine.prefetch_depth",
@@ -109,15 +150,24 @@ def engine_config(**settings: Any) -> EPFSDP2EngineConfig:
     """Build the engine's config from the keys under ``engine.``; Hydra's ``_target_`` of that node.
 
     Raises:
-        SettingError: for a key that the engine does not have, with the nearest one that it has.
+        DriverError: for a key that the engine does not have, with the nearest one that it has; or for a value that no
+            model could make right.
     """
-    known = [f.name for f in fields(EPFSDP2EngineConfig) if not f.name.startswith("_")]
+    known = sorted(engine_settings())
     for key in settings:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
-            works = f"engine.{near[0]}" if near else f"one of: {', '.join(sorted(known))}"
-            raise SettingError(f"engine.{key}", settings[key], "the engine has no such setting.", works)
-    return EPFSDP2EngineConfig(**settings)
+            works = f"engine.{near[0]}" if near else f"one of: {', '.join(known)}"
+            raise DriverError(f"engine.{key}", settings[key], "the engine has no such setting.", works)
+    try:
+        return EPFSDP2EngineConfig(**settings)
+    except SettingError as error:
+        raise DriverError.of(error) from error
+
+
+def engine_settings() -> set[str]:
+    """Names of the settings under ``engine.`` that a user may give."""
+    return {f.name for f in fields(EPFSDP2EngineConfig) if not f.name.startswith("_")} - _SET_BY_VERL
 
 
 @dataclass
@@ -141,12 +191,22 @@ class EPFSDP2ActorConfig(ActorConfig):
         """Check what only the whole run knows, on the driver, before Ray starts.
 
         Raises:
-            SettingError: see ``preflight.check_run``.
+            DriverError: see ``preflight.check_run``.
         """
         super().validate(n_gpus, train_batch_size, model_config)
         from .preflight import check_run
 
-        check_run(self.engine, n_gpus, model_config or {}, self.rollout)
+        try:
+            check_run(
+                self.engine,
+                n_gpus,
+                model_config or {},
+                self.rollout,
+                device=get_device_name(),
+                ipc=is_support_ipc(),
+            )
+        except SettingError as error:
+            raise DriverError.of(error) from error
 
 
 @dataclass
@@ -159,6 +219,20 @@ class EPFSDP2CriticConfig(CriticConfig):
     def __post_init__(self):
         super().__post_init__()
         self.engine = _engine_of(self.engine, forward_only=False)
+
+    def validate(self, n_gpus: int, train_batch_size: int) -> None:
+        """As the actor's, for the critic's model.
+
+        Raises:
+            DriverError: see ``preflight.check_training``.
+        """
+        super().validate(n_gpus, train_batch_size)
+        from .preflight import check_training
+
+        try:
+            check_training(self.engine, n_gpus, self.model, device=get_device_name(), setting="critic.model")
+        except SettingError as error:
+            raise DriverError.of(error) from error
 
 
 def _engine_of(engine: EPFSDP2EngineConfig, forward_only: bool) -> EPFSDP2EngineConfig:

@@ -1,0 +1,363 @@
+"""Each wrong setting ends in one paragraph that names it, its value, the rule and what works."""
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from types import SimpleNamespace
+
+import pytest
+import torch
+from epfsdp2.engine import preflight
+from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.preflight import check_rollout, check_run, check_training, check_versions, inspect_model
+from hydra import compose, initialize_config_module
+from hydra.errors import InstantiationException
+from safetensors.torch import save_file
+from transformers import AutoConfig
+
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 64,
+}
+# Elements of the largest tensor of that model: gate_up_proj [E, 2I, D].
+GATE_UP = 8 * 2 * 16 * 32
+DISK = namedtuple("DISK", "total used free")
+MODEL = "actor_rollout_ref.model"
+BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
+
+
+def engine(**settings):
+    return SimpleNamespace(**{"ep_size": 1, "fsdp_size": -1, "model_dtype": "fp32", **settings})
+
+
+def checkpoint(folder, kind="qwen3_moe", **settings):
+    """A folder with a config and a safetensors file: all that is looked at."""
+    config = AutoConfig.for_model(kind, **(TINY if kind == "qwen3_moe" else {}), **settings)
+    config.save_pretrained(folder)
+    save_file({"x": torch.zeros(1)}, str(folder / "model.safetensors"))
+    return {"path": str(folder), "override_config": {"attn_implementation": "sdpa"}}
+
+
+@pytest.fixture
+def model(tmp_path):
+    return checkpoint(tmp_path)
+
+
+def paragraph(error: SettingError, setting: str, value: object) -> str:
+    text = str(error)
+    assert text.startswith(f"{setting}={value}: ")
+    assert "What works: " in text and "\n" not in text
+    return text
+
+
+def test_a_right_run_passes_and_is_counted(model):
+    facts = check_training(engine(ep_size=4), 8, model, device="cpu")
+    assert facts.experts == (8, 8)
+    assert facts.largest == ("model.layers.0.mlp.experts.gate_up_proj", GATE_UP)
+
+
+@pytest.mark.parametrize("ep_size, world, works", [(3, 8, "[1, 2, 4, 8]"), (4, 6, "[1, 2, 3, 6]"), (8, 4, "[1, 2, 4]")])
+def test_ep_size_has_to_divide_the_ranks(model, ep_size, world, works):
+    with pytest.raises(SettingError) as caught:
+        check_training(engine(ep_size=ep_size), world, model, device="cpu")
+    text = paragraph(caught.value, "engine.ep_size", ep_size)
+    assert "number of ranks" in text and works in text
+
+
+def test_ep_size_has_to_divide_the_ranks_of_one_copy(model):
+    with pytest.raises(SettingError, match=r"engine.ep_size=8: .*engine.fsdp_size=4"):
+        check_training(engine(ep_size=8, fsdp_size=4), 16, model, device="cpu")
+    with pytest.raises(SettingError, match=r"engine.fsdp_size=3: .*\[1, 2, 4, 8\]"):
+        check_training(engine(fsdp_size=3), 8, model, device="cpu")
+
+
+def test_ep_size_has_to_divide_the_experts(tmp_path):
+    model = checkpoint(tmp_path)
+    model["override_config"]["num_experts"] = 6
+    with pytest.raises(SettingError) as caught:
+        check_training(engine(ep_size=4), 12, model, device="cpu")
+    text = paragraph(caught.value, "engine.ep_size", 4)
+    assert "number of experts" in text and "6 in Qwen3MoeForCausalLM" in text and "[1, 2, 3, 6]" in text
+
+
+def test_a_dense_model_is_refused(tmp_path):
+    model = checkpoint(tmp_path, "qwen3", num_hidden_layers=1, hidden_size=32, vocab_size=64)
+    with pytest.raises(SettingError, match="Qwen3ForCausalLM is a dense model") as caught:
+        inspect_model(model)
+    paragraph(caught.value, f"{MODEL}.path", model["path"])
+
+
+@pytest.mark.parametrize(
+    "kind, experts",
+    [
+        ("llama4_text", "Llama4TextExperts"),
+        ("granitemoe", "GraniteMoeParallelExperts"),
+        ("jetmoe", "JetMoeParallelExperts"),
+        ("longcat_flash", "LongcatFlashExperts"),
+        ("dbrx", "DbrxExperts"),
+    ],
+)
+def test_experts_outside_the_interface_are_refused_by_their_class(tmp_path, kind, experts):
+    settings = {"n_layers": 1} if kind == "dbrx" else {"num_hidden_layers": 2}
+    settings |= {"num_layers": 1} if kind == "longcat_flash" else {}
+    if kind == "dbrx":
+        # transformers 5.9 builds dbrx only from a config that says so itself.
+        settings["attn_config"] = {"model_type": "", "rope_theta": 1e4, "kv_n_heads": 1, "clip_qkv": 8}
+    model = checkpoint(tmp_path, kind, **settings)
+    with pytest.raises(SettingError, match="outside transformers' experts interface") as caught:
+        inspect_model(model)
+    text = paragraph(caught.value, f"{MODEL}.path", model["path"])
+    assert experts in text and "Attention" not in text and "Norm" not in text
+
+
+@pytest.mark.parametrize("use_remove_padding", [True, False])
+def test_eager_attention_is_refused_for_packed_inputs_only(model, use_remove_padding):
+    model |= {"use_remove_padding": use_remove_padding, "override_config": {"attn_implementation": "eager"}}
+    if not use_remove_padding:
+        assert check_training(engine(), 2, model, device="cpu") is not None
+        return
+    with pytest.raises(SettingError) as caught:
+        check_training(engine(), 2, model, device="cpu")
+    text = paragraph(caught.value, f"{MODEL}.override_config.attn_implementation", "eager")
+    assert "does not keep packed sequences apart" in text
+    assert text.endswith(f"+{MODEL}.override_config.attn_implementation=sdpa")
+
+
+def test_gpt_oss_has_no_sdpa_and_needs_unpacked_inputs_without_an_accelerator(tmp_path):
+    model = checkpoint(tmp_path, "gpt_oss", num_hidden_layers=1)
+    with pytest.raises(SettingError, match="GptOssForCausalLM does not support it"):
+        check_training(engine(), 2, model, device="cpu")
+    model["override_config"] = {"attn_implementation": "eager"}
+    with pytest.raises(SettingError, match="use_remove_padding=False"):
+        check_training(engine(), 2, model, device="cpu")
+    with pytest.raises(SettingError, match="attn_implementation=flash_attention_2"):
+        check_training(engine(), 2, model, device="cuda")
+    assert check_training(engine(), 2, model | {"use_remove_padding": False}, device="cpu") is not None
+
+
+def test_verls_default_attention_needs_an_accelerator(model):
+    del model["override_config"]
+    assert check_training(engine(), 2, model, device="cuda") is not None
+    with pytest.raises(SettingError, match="needs an accelerator") as caught:
+        check_training(engine(), 2, model, device="cpu", setting="model")
+    text = paragraph(caught.value, "model.override_config.attn_implementation", "flash_attention_2")
+    assert text.endswith("+model.override_config.attn_implementation=sdpa")
+
+
+@pytest.mark.parametrize("path", ["/no/such/model", "~/no-such-model", "./no/such", "a/b/c"])
+def test_a_path_that_is_not_there(path):
+    with pytest.raises(SettingError, match="there is no such folder") as caught:
+        inspect_model({"path": path})
+    paragraph(caught.value, f"{MODEL}.path", path)
+
+
+def test_a_folder_without_safetensors(tmp_path, model):
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(SettingError, match="has no .*safetensors") as caught:
+        inspect_model(model)
+    paragraph(caught.value, f"{MODEL}.path", model["path"])
+
+
+def test_an_index_with_missing_shards(tmp_path, model):
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(SettingError, match="model-00002.safetensors, which is not there"):
+        inspect_model(model)
+
+
+@pytest.mark.parametrize("path", ["hdfs://host/model", "no-such-org/no-such-model-123"])
+def test_what_is_not_here_yet_is_not_checked_and_said_so(path, caplog):
+    with caplog.at_level(logging.WARNING, "epfsdp2"):
+        assert check_training(engine(), 2, {"path": path}, device="cpu") is None
+    assert [record.getMessage() for record in caplog.records] == [
+        f"epfsdp2: {MODEL}.path={path} is not on this machine yet, so it is not checked"
+    ]
+    with pytest.raises(SettingError, match="number of ranks"):
+        check_training(engine(ep_size=3), 8, {"path": path}, device="cpu")
+
+
+def test_a_hub_id_in_the_cache_is_checked(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(preflight, "try_to_load_from_cache", lambda path, name: str(tmp_path / name))
+    assert inspect_model({"path": "some-org/some-model"}).experts == (8, 8)
+
+
+def test_a_config_that_transformers_cannot_build(tmp_path, model):
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "no_such_type"}))
+    with pytest.raises(SettingError, match="transformers can't build") as caught:
+        inspect_model(model)
+    paragraph(caught.value, f"{MODEL}.path", model["path"])
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(SettingError, match="transformers can't build"):
+        inspect_model(model)
+
+
+@pytest.mark.parametrize("name", ["verl", "ray", "vllm"])
+def test_a_missing_distribution_is_refused(monkeypatch, name):
+    version = preflight._version
+    monkeypatch.setattr(preflight, "_version", lambda asked: None if asked == name else version(asked))
+    with pytest.raises(SettingError, match=f"(?i){name} is not installed.*pip install"):
+        check_versions("vllm")
+    if name == "vllm":
+        check_versions("sglang")
+
+
+@pytest.mark.parametrize("name, version", [("verl", "0.10.1"), ("vllm", "0.23.0"), ("transformers", "5.6.0")])
+def test_an_untested_version_is_warned_of_with_the_tested_range(monkeypatch, caplog, name, version):
+    installed = preflight._version
+    monkeypatch.setattr(preflight, "_version", lambda asked: version if asked == name else installed(asked))
+    with caplog.at_level(logging.WARNING, "epfsdp2"):
+        check_versions("vllm")
+    (record,) = caplog.records
+    assert f"{name} {version} is untested; tested: " in record.getMessage()
+    assert "<" in record.getMessage()
+
+
+def test_the_installed_versions_are_tested_ones(caplog):
+    with caplog.at_level(logging.WARNING, "epfsdp2"):
+        check_versions("vllm")
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("dtype, megabytes", [("fp32", 16), ("bf16", 8)])
+def test_the_bucket_has_to_hold_the_largest_tensor_whole(tmp_path, monkeypatch, dtype, megabytes):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: DISK(0, 0, 1 << 40))
+    model = checkpoint(tmp_path)
+    # [8, 2 * 256, 1024]: 16 MB in float32; one expert of it is 2 MB.
+    model["override_config"] |= {"hidden_size": 1024, "moe_intermediate_size": 256}
+    rollout = {"name": "vllm", "n_gpus_per_node": 2, "update_weights_bucket_megabytes": megabytes}
+    settings = engine(model_dtype=dtype)
+    check_run(settings, 2, model, rollout, device="cpu", ipc=False)
+    with pytest.raises(SettingError) as caught:
+        too_small = rollout | {"update_weights_bucket_megabytes": megabytes - 1}
+        check_run(settings, 2, model, too_small, device="cpu", ipc=False)
+    text = paragraph(caught.value, BUCKET, megabytes - 1)
+    assert "gate_up_proj" in text and text.endswith(f"{BUCKET}={megabytes}")
+    # Where device memory is shared, what does not fit is sent by itself.
+    check_run(settings, 2, model, too_small, device="cpu", ipc=True)
+
+
+def test_dev_shm_has_to_hold_one_bucket_per_local_rank(model, monkeypatch):
+    facts = inspect_model(model)
+    rollout = {"n_gpus_per_node": 4, "update_weights_bucket_megabytes": 100}
+
+    def free(megabytes):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: DISK(0, 0, megabytes << 20))
+
+    free(464)
+    check_rollout(engine(), 8, rollout, facts)
+    free(463)
+    with pytest.raises(SettingError) as caught:
+        check_rollout(engine(), 8, rollout, facts)
+    text = paragraph(caught.value, BUCKET, 100)
+    assert "4 ranks" in text and "463 MB are free" in text and f"{BUCKET}=99" in text
+    check_rollout(engine(), 3, rollout, facts)
+    free(64)
+    with pytest.raises(SettingError, match=r"a /dev/shm of 68 MB or more \(docker run --shm-size\)"):
+        check_rollout(engine(), 8, rollout, facts)
+
+
+# The same through verl: its own validate_config, which main_ppo calls before it starts Ray.
+
+RUN = [
+    "engine=epfsdp2",
+    "algorithm.adv_estimator=grpo",
+    "data.train_batch_size=8",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+    f"{BUCKET}=4",
+    "trainer.n_gpus_per_node=2",
+    "trainer.device=cpu",
+]
+
+
+def validate(model, *overrides):
+    from verl.utils.config import validate_config
+
+    path = f"{MODEL}.path={model['path']}"
+    attention = f"+{MODEL}.override_config.attn_implementation={model['override_config']['attn_implementation']}"
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", [*RUN, path, attention, *overrides])
+    validate_config(config, use_reference_policy=False, use_critic=False)
+
+
+def test_validate_config_lets_a_right_run_pass(model):
+    validate(model, "engine.ep_size=2")
+
+
+@pytest.mark.parametrize(
+    "override, rule",
+    [
+        ("engine.ep_size=3", "engine.ep_size=3: has to divide the number of ranks"),
+        (f"{MODEL}.path=/no/such/model", f"{MODEL}.path=/no/such/model: there is no such folder"),
+        (f"+{MODEL}.override_config.num_experts=7", "engine.ep_size=2: has to divide the number of experts"),
+        (f"{BUCKET}=0", f"{BUCKET}=0: the largest tensor"),
+        (f"{BUCKET}=100000000", f"{BUCKET}=100000000: each of the 2 ranks of a node"),
+    ],
+)
+def test_validate_config_refuses(model, override, rule):
+    with pytest.raises(SettingError) as caught:
+        validate(model, "engine.ep_size=2", override)
+    assert str(caught.value).startswith(rule)
+
+
+@pytest.mark.parametrize(
+    "override, words",
+    [
+        ("engine.ep_size=0", "engine.ep_size=0: has to be a positive whole number. What works: engine.ep_size=1"),
+        ("engine.ep_size=-2", "engine.ep_size=-2: has to be a positive whole number. What works: engine.ep_size=1"),
+        ("engine.epsize=2", "engine.epsize=2: the engine has no such setting. What works: engine.ep_size"),
+        ("+engine.epsize=2", "engine.epsize=2: the engine has no such setting. What works: engine.ep_size"),
+    ],
+)
+def test_validate_config_refuses_values_and_keys_by_themselves(model, override, words):
+    with pytest.raises(InstantiationException) as caught:
+        validate(model, override)
+    assert words in str(caught.value).splitlines()
+    assert isinstance(caught.value.__cause__, SettingError)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    "override, words",
+    [
+        ("engine.ep_size=3", "engine.ep_size=3: has to divide the number of ranks, 2"),
+        ("engine.epsize=2", "engine.epsize=2: the engine has no such setting. What works: engine.ep_size"),
+        (f"{MODEL}.path=/no/such/model", f"{MODEL}.path=/no/such/model: there is no such folder"),
+    ],
+)
+def test_main_ppo_ends_with_the_paragraph_and_never_starts_ray(tmp_path, model, override, words):
+    ray = tmp_path / "ray"
+    ray.mkdir()
+    attention = f"+{MODEL}.override_config.attn_implementation=sdpa"
+    command = [
+        sys.executable,
+        "-m",
+        "verl.trainer.main_ppo",
+        *RUN,
+        f"{MODEL}.path={model['path']}",
+        attention,
+        override,
+    ]
+    environment = {**os.environ, "RAY_TMPDIR": str(ray), "VERL_PLATFORM": "cpu"}
+    environment.pop("RAY_ADDRESS", None)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith(words)]
+    assert "What works: " in line
+    assert "Traceback" not in done.stderr
+    assert not list(ray.iterdir())

@@ -1,0 +1,44 @@
+"""The two commands that the quickstart runs, from the override files beside this one."""
+
+import shlex
+import sys
+from pathlib import Path
+from string import Template
+
+import yaml
+
+__all__ = ["grpo_command", "overrides", "pretty", "warmup_command"]
+
+_HERE = Path(__file__).parent
+ENGINE = ["engine=epfsdp2", "engine.ep_size=2"]
+RANKS = 2
+
+
+def overrides(name: str, values: dict) -> list[str]:
+    """The overrides of ``<name>.yaml`` with its ``$names`` filled in.
+
+    Raises:
+        KeyError: for a name that ``values`` lacks.
+    """
+    lines = yaml.safe_load((_HERE / f"{name}.yaml").read_text())
+    return [Template(line).substitute(values) for line in lines]
+
+
+def warmup_command(values: dict) -> list[str]:
+    """verl's SFT trainer on two ranks. ``torch.distributed.run`` is torchrun, for this very interpreter."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    return [*torchrun, "-m", "verl.trainer.sft_trainer", *ENGINE, *overrides("warmup", values)]
+
+
+def grpo_command(values: dict, extra: list[str]) -> list[str]:
+    """verl's PPO trainer; ``extra`` overrides come last and win."""
+    return [sys.executable, "-m", "verl.trainer.main_ppo", *ENGINE, *overrides("grpo", values), *extra]
+
+
+def pretty(command: list[str]) -> str:
+    """The command as it can be pasted into a shell, one override per line."""
+    words = [shlex.quote(word) for word in command]
+    if command[0] == sys.executable:
+        words[0] = "python"
+    first = next((i for i, word in enumerate(command) if "=" in word), len(words))
+    return " \\\n    ".join([" ".join(words[: first + 2]), *words[first + 2 :]])

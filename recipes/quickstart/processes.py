@@ -1,0 +1,131 @@
+"""Starts verl's commands and leaves nothing of them behind.
+
+Ray's daemons, Ray's workers and vLLM's engines are grandchildren in sessions of their own. Instead of looking for them
+by name, the quickstart becomes the *child subreaper* (``man 2 prctl``): whatever of its descendants loses its parent is
+handed to it by the kernel, so that its process tree is complete at any time, and ending the tree ends everything.
+"""
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+__all__ = ["Interrupted", "ProcessTree"]
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+# Ray's own shutdown takes about two seconds; what has not gone by then is killed.
+_GRACE_SECONDS = 8.0
+_POLL_SECONDS = 0.3
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Interrupted(BaseException):
+    """SIGINT, SIGTERM or SIGHUP arrived. Not an ``Exception``: nothing but the clean-up should catch it."""
+
+    def __init__(self, number: int):
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+def _interrupt(number, _frame):
+    raise Interrupted(number)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
+
+
+def _die_with_parent() -> None:
+    # For the one way out that leaves no time to clean up: SIGKILL of the quickstart. Ray's daemons follow the driver.
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class ProcessTree:
+    """Context manager: commands run inside it, and when it ends nothing of them is left.
+
+    It owns a temporary directory (``folder``) for Ray's session; its path is short because a unix socket's path may
+    have 107 characters and Ray puts about 60 below it.
+    """
+
+    def __init__(self):
+        self.folder = Path()
+
+    def __enter__(self) -> "ProcessTree":
+        if sys.platform == "linux":
+            _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, _interrupt)
+        self.folder = Path(tempfile.mkdtemp(prefix="epfsdp2-", dir="/tmp"))
+        return self
+
+    def __exit__(self, *_exc) -> None:
+        # A second Ctrl-C must not stop the clean-up half-way; it takes a bounded time.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        self._end_descendants()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def run(self, command: list[str], env: dict[str, str], log: Path, on_tick: Callable[[], None]) -> int:
+        """Run ``command`` with its output in ``log``, calling ``on_tick`` a few times a second; its exit status.
+
+        The command gets a session of its own: a Ctrl-C in the terminal reaches the quickstart alone, which then ends
+        the command in order. Descendants that outlive the command are ended before this returns.
+        """
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            )
+            while (status := process.poll()) is None:
+                on_tick()
+                time.sleep(_POLL_SECONDS)
+        on_tick()
+        self._end_descendants()
+        return status
+
+    def _end_descendants(self) -> None:
+        """SIGTERM to direct children, whose own clean-up is the most orderly one; SIGKILL to all that remain."""
+        for child in _living(psutil.Process().children()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.terminate()
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while _reap_and_list() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        # Killing an orphan's parent hands us its children, so one pass may not be the last.
+        while descendants := _reap_and_list():
+            for process in descendants:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            time.sleep(0.05)
+
+
+def _reap_and_list() -> list[psutil.Process]:
+    """Living descendants, after collecting the exit status of those that were handed to us and have ended."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    return list(_living(psutil.Process().children(recursive=True)))
+
+
+def _living(processes: list[psutil.Process]) -> Iterator[psutil.Process]:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                yield process

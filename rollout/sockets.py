@@ -1,0 +1,103 @@
+"""ZMQ sockets that do not wait for ever.
+
+verl's bucketed sender and receiver take their socket from ``self.zmq_context`` and block on it without a time-out
+(verl 0.9.1, ``vllm_rollout/bucketed_weight_transfer.py``). Handing them a ``WatchedContext`` instead of the process's
+own context gives every wait an end, without touching verl.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+__all__ = ["WatchedContext", "WeightSyncError"]
+
+_POLL_MILLISECONDS = 200
+
+
+class WeightSyncError(RuntimeError):
+    """A weight sync that can't be completed, in one paragraph: which side, how far it came, and the cause."""
+
+
+class WatchedContext:
+    """Stands in for ``zmq.Context``: its sockets raise where a plain one would block for ever.
+
+    Args:
+        context: the real context.
+        timeout_seconds: longest wait of one send or receive.
+        waits_for: who is at the other end, for the error's text.
+        check: called several times a second while waiting; raises when the wait has become pointless.
+        linger_seconds: how long a closed socket may go on delivering what was already sent.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context,
+        timeout_seconds: float,
+        waits_for: str,
+        check: Callable[[], None] = lambda: None,
+        linger_seconds: float = 0.0,
+    ):
+        self._context = context
+        self._timeout_seconds = timeout_seconds
+        self._waits_for = waits_for
+        self._check = check
+        self._linger_seconds = linger_seconds
+        self.shared_memory_name: str | None = None
+
+    def socket(self, kind: int) -> "_WatchedSocket":
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, int(self._linger_seconds * 1000))
+        return _WatchedSocket(socket, self)
+
+    def wait(self, socket: zmq.Socket, event: int) -> None:
+        """Return once ``socket`` is ready for ``event``.
+
+        Raises:
+            WeightSyncError: nothing happened for ``timeout_seconds``.
+        """
+        deadline = time.monotonic() + self._timeout_seconds
+        while not socket.poll(_POLL_MILLISECONDS, event):
+            self._check()
+            if time.monotonic() >= deadline:
+                raise WeightSyncError(
+                    f"no answer from {self._waits_for} within {self._timeout_seconds:g} s; "
+                    "it was killed, raised, or hangs"
+                )
+
+
+class _WatchedSocket:
+    """The few methods of ``zmq.Socket`` that verl's sender and receiver call."""
+
+    def __init__(self, socket: zmq.Socket, context: WatchedContext):
+        self._socket = socket
+        self._context = context
+
+    def bind(self, address: str) -> None:
+        self._socket.bind(address)
+
+    def connect(self, address: str) -> None:
+        self._socket.connect(address)
+
+    def send(self, message: bytes) -> None:
+        self._context.wait(self._socket, zmq.POLLOUT)
+        self._socket.send(message)
+
+    def send_pyobj(self, message: Any) -> None:
+        # The first message names the segment; verl's sender forgets it when the answer to this message never comes.
+        if isinstance(message, dict) and "name" in message and "size" in message:
+            self._context.shared_memory_name = message["name"]
+        self._context.wait(self._socket, zmq.POLLOUT)
+        self._socket.send_pyobj(message)
+
+    def recv(self) -> bytes:
+        self._context.wait(self._socket, zmq.POLLIN)
+        return self._socket.recv()
+
+    def recv_pyobj(self) -> Any:
+        self._context.wait(self._socket, zmq.POLLIN)
+        return self._socket.recv_pyobj()
+
+    def close(self) -> None:
+        self._socket.close()

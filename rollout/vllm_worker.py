@@ -1,0 +1,371 @@
+"""The vLLM side of the weight road: what runs inside a vLLM worker process when weights arrive.
+
+verl's own extension calls ``model.load_weights`` in place and then post-processes the model once more. That is right
+only where a kernel's layout equals the checkpoint's: vLLM's CPU build drops the linear weights it packed, and several
+GPU kernels permute theirs. Here weights go through vLLM's layer-wise reload
+(``vllm/model_executor/model_loader/reload``): a layer's tensors wait until it has all of them, are loaded and processed
+as at start-up, and are copied into the storage that kernels and CUDA graphs already know.
+
+Select it with ``actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls``.
+"""
+
+import functools
+import logging
+import re
+import traceback
+from typing import Any
+
+import torch
+from verl.utils.device import get_device_name
+from verl.utils.vllm.vllm_quant_utils import is_quantized_model
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+from verl.workers.rollout.vllm_rollout.weight_update_utils import apply_buffer_updates
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
+from vllm.platforms import current_platform
+
+from .sockets import WatchedContext, WeightSyncError
+
+__all__ = ["WeightSyncExtension"]
+
+logger = logging.getLogger(__name__)
+
+# For a sender that names no time-out: longer than any gather between two buckets, and yet not for ever.
+_DEFAULT_TIMEOUT_SECONDS = 300.0
+_LISTED = 5
+
+
+class WeightSyncExtension(vLLMColocateWorkerExtension):
+    """verl's worker extension with a strict layer-wise reload. See the module's docstring.
+
+    Full standard weights are handled here; LoRA adapters, quantised and quantisation-aware models go to verl's class.
+    """
+
+    def __new__(cls, **kwargs):
+        _let_float32_experts_run_on_amx()
+        return super().__new__(cls, **kwargs)
+
+    def update_weights_from_ipc(
+        self,
+        peft_config: dict | None = None,
+        base_sync_done: bool = False,
+        use_shm: bool = False,
+        sync_timeout_seconds: float = _DEFAULT_TIMEOUT_SECONDS,
+    ) -> None:
+        """Receive every weight of the model from this worker's trainer rank and load them.
+
+        Args:
+            peft_config, base_sync_done, use_shm: as in verl's method.
+            sync_timeout_seconds: longest wait for one message of the sender.
+
+        Raises:
+            WeightSyncError: the sender went silent, a layer did not receive every element, or a name was not used.
+        """
+        quantised = self._is_qat_model or self._is_modelopt_qat or is_quantized_model(self.model_runner.vllm_config)
+        if peft_config or quantised:
+            return super().update_weights_from_ipc(peft_config, base_sync_done, use_shm)
+
+        from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
+
+        if self.device is None:
+            self.device = torch.device(f"{get_device_name()}:{self.local_rank}")
+        receiver = BucketedWeightReceiver(self._get_zmq_handle(), device=self.device, use_shm=use_shm)
+        receiver.zmq_context = WatchedContext(
+            receiver.zmq_context,
+            sync_timeout_seconds,
+            waits_for=f"the trainer rank behind {receiver.zmq_handle}",
+            # The last acknowledgement is sent just before the socket is closed.
+            linger_seconds=5.0,
+        )
+        models = list(self._iter_all_models_with_config())
+        reload = _Reload(models, self.model_runner.vllm_config.parallel_config)
+        failure: str | None = None
+
+        def on_bucket(weights: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
+            # An error must not leave this function: its traceback would keep views of the shared memory alive, whose
+            # release then fails and hides the cause. The remaining buckets are taken and dropped instead, which also
+            # keeps the trainer ranks, who gather together, in step until the cause reaches them.
+            nonlocal failure
+            if failure is None:
+                try:
+                    reload.load(weights)
+                except Exception as error:
+                    logger.error("weight sync failed:\n%s", traceback.format_exc())
+                    failure = f"{type(error).__name__}: {error}"
+
+        with set_current_vllm_config(self.model_runner.vllm_config), torch.no_grad():
+            try:
+                reload.start()
+                receiver.receive_weights(on_bucket_received=on_bucket)
+                if failure is not None:
+                    raise WeightSyncError(f"loading the received weights failed, {failure}")
+                reload.finish()
+            except BaseException:
+                reload.abandon()
+                raise
+
+
+class _Layer:
+    """What one layer of the model has to receive, and what it has received so far."""
+
+    def __init__(self, name: str, layer: torch.nn.Module):
+        self.name, self.layer, self.info = name, layer, get_layerwise_info(layer)
+        self.kernel_parameters = list(self.info.kernel_tensors[0].values())
+        self.expected = {
+            name: _unpadded_numel(layer, name, parameter)
+            for name, parameter in layer._parameters.items()
+            if parameter is not None and name not in SKIP_LOAD_TENSORS
+        }
+        self.received = dict.fromkeys(layer._parameters | layer._buffers, 0)
+        self._last, self._counted = None, 0
+
+    def note(self, tensor_name: str | None) -> None:
+        """Book what vLLM counted since the last call; it counts a tensor right after it has kept it."""
+        if self._last is not None:
+            self.received[self._last] = self.received.get(self._last, 0) + self.info.load_numel - self._counted
+        self._last, self._counted = tensor_name, self.info.load_numel
+
+    @property
+    def is_loaded(self) -> bool:
+        return not self.info.can_load()
+
+    def counts(self) -> tuple[int, int]:
+        """Elements of parameters received and expected, of a layer that is not loaded yet."""
+        self.note(None)
+        return sum(min(self.received[name], most) for name, most in self.expected.items()), sum(self.expected.values())
+
+
+class _Kept(list):
+    """vLLM's list of the loader calls that a layer waits with; tells the reload about each."""
+
+    def __init__(self, record: _Layer, reload: "_Reload"):
+        super().__init__()
+        self._record, self._reload = record, reload
+
+    def append(self, call) -> None:
+        name, arguments = call
+        self._record.note(name)
+        self._reload.loader_calls += 1
+        for value in arguments.arguments.values():
+            if isinstance(value, torch.Tensor) and not value.is_meta:
+                self._reload.touched_storages.add(value.untyped_storage().data_ptr())
+        super().append(call)
+
+
+class _Reload:
+    """One layer-wise reload of every model that takes weights (the actor, and a draft model beside it)."""
+
+    def __init__(self, models: list[tuple[torch.nn.Module, Any]], parallel_config: Any):
+        self._models = models
+        self._parallel = parallel_config
+        self._layers: list[_Layer] = []
+        self._buffer_names: set[str] = set()
+        self._buffer_updates: list[tuple[str, torch.Tensor]] = []
+        self._kept_buffers: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        self.names: set[str] = set()
+        self.unused: list[str] = []
+        self.loader_calls = 0
+        self.touched_storages: set[int] = set()
+
+    def start(self) -> None:
+        for model, _ in self._models:
+            self._buffer_names.update(name for name, _ in model.named_buffers())
+            for name, layer in model.named_modules():
+                _prepare_layer(layer)
+                self._keep_buffers(name, layer)
+            initialize_layerwise_reload(model)
+            known = {id(record.layer) for record in self._layers}
+            for name, layer in model.named_modules():
+                # vLLM starts a layer that two models share (a draft model's embedding) once, and so do we.
+                if id(layer) not in known and not isinstance(layer, (Attention, MLAAttention)):
+                    record = _Layer(name, layer)
+                    record.info.loaded_weights = _Kept(record, self)
+                    self._layers.append(record)
+
+    def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        """Take one bucket; its memory may be reused as soon as this returns.
+
+        Raises:
+            WeightSyncError: a name came twice. vLLM counts elements, so a repeated tensor would hide a missing one.
+        """
+        kept: list[tuple[str, torch.Tensor]] = []
+        for name, tensor in weights:
+            if name in self.names:
+                raise WeightSyncError(f"the tensor {name} was sent twice in one weight sync")
+            self.names.add(name)
+            # A layer waits with its tensors until it has all of them, and buckets are reused: it needs its own.
+            (self._buffer_updates if name in self._buffer_names else kept).append((name, tensor.clone()))
+        self.touched_storages.clear()
+        used: set[str] = set()
+        for model, _ in self._models:
+            model.load_weights(self._follow(kept, used))
+        for name, tensor in kept:
+            if name not in used and tensor.untyped_storage().data_ptr() not in self.touched_storages:
+                self.unused.append(name)
+
+    def _follow(self, weights, used: set[str]):
+        """Hand the tensors over one by one and note which of them made a weight loader run."""
+        for name, tensor in weights:
+            before = self.loader_calls
+            yield name, tensor
+            if self.loader_calls > before:
+                used.add(name)
+
+    def finish(self) -> None:
+        """Process what is left and put the model back to work.
+
+        Raises:
+            WeightSyncError: a layer did not receive every element, or a name reached no parameter.
+        """
+        tied = self._check_complete()
+        self._check_unused()
+        for model, config in self._models:
+            finalize_layerwise_reload(model, config)
+        for record in tied:
+            # A tied layer shares the parameter but may hold a packed copy of it, which nothing else refreshes.
+            record.layer.quant_method.process_weights_after_loading(record.layer)
+        updated = {name for name, _ in self._buffer_updates}
+        for name, buffer, before in self._kept_buffers:
+            if name not in updated:
+                buffer.copy_(before)
+        for model, _ in self._models:
+            apply_buffer_updates(model, self._buffer_updates)
+
+    def abandon(self) -> None:
+        """Give the model its parameters back (what was loaded stays loaded), so that nothing is left on meta."""
+        for record in self._layers:
+            if not record.is_loaded:
+                record.info.load_numel = 0
+                record.info.loaded_weights.clear()
+        for model, config in self._models:
+            finalize_layerwise_reload(model, config)
+
+    def _keep_buffers(self, prefix: str, layer: torch.nn.Module) -> None:
+        # vLLM copies a fresh, uninitialised buffer over a persistent one that no loader filled.
+        if not any(parameter is not None for parameter in layer._parameters.values()):
+            return
+        for name, buffer in layer._buffers.items():
+            if buffer is not None and name not in layer._non_persistent_buffers_set:
+                self._kept_buffers.append((f"{prefix}.{name}" if prefix else name, buffer, buffer.clone()))
+
+    def _check_complete(self) -> list[_Layer]:
+        """Raise unless all layers are complete; return those that share their parameters with a complete one."""
+        owners: dict[int, list[_Layer]] = {}
+        for record in self._layers:
+            for parameter in record.kernel_parameters:
+                owners.setdefault(id(parameter), []).append(record)
+        tied, missing = [], []
+        for record in self._layers:
+            if record.is_loaded:
+                continue
+            received, expected = record.counts()
+            if received >= expected:
+                continue
+            others = [[o for o in owners[id(p)] if o is not record] for p in record.kernel_parameters]
+            if received == 0 and all(any(_is_complete(o) for o in found) for found in others):
+                tied.append(record)
+            else:
+                missing.append(f"{record.name or type(record.layer).__name__} ({received} of {expected})")
+        if missing:
+            raise WeightSyncError(
+                f"{len(missing)} layers of vLLM's model did not receive every element in this weight sync of "
+                f"{len(self.names)} tensors; elements received of expected: {', '.join(missing[:_LISTED])}"
+                f"{', ...' if len(missing) > _LISTED else ''}. {self._unused_text()}"
+            )
+        return tied
+
+    def _check_unused(self) -> None:
+        if self._parallel.pipeline_parallel_size > 1:
+            return  # a stage rightly drops the other stages' tensors
+        if any(not self._may_be_unused(name) for name in self.unused):
+            raise WeightSyncError(self._unused_text())
+
+    def _unused_text(self) -> str:
+        names = [name for name in self.unused if not self._may_be_unused(name)]
+        if not names:
+            return "Every tensor that was sent reached a parameter."
+        return (
+            f"{len(names)} tensors were sent that vLLM's model silently ignored, so their names are not its checkpoint "
+            f"names: {', '.join(names[:_LISTED])}{', ...' if len(names) > _LISTED else ''}."
+        )
+
+    def _may_be_unused(self, name: str) -> bool:
+        config = self._models[0][1].hf_text_config
+        last = name.rpartition(".")[2]
+        if last in SKIP_LOAD_TENSORS or last == "inv_freq":
+            return True  # loaded past the counting wrappers; computed, not loaded
+        if name.endswith("lm_head.weight") and config.tie_word_embeddings:
+            return True
+        if self._parallel.enable_expert_parallel and ".experts." in name:
+            return True  # other ranks' experts are dropped once this rank's are complete
+        # Multi-token-prediction layers come after the model's own, and without a draft model nobody takes them.
+        numbers = re.findall(r"(?:^|\.)layers\.(\d+)\.", name)
+        return name.startswith("mtp.") or any(int(n) >= config.num_hidden_layers for n in numbers)
+
+
+def _is_complete(record: _Layer) -> bool:
+    if record.is_loaded:
+        return True
+    received, expected = record.counts()
+    return received >= expected
+
+
+def _unpadded_numel(layer: torch.nn.Module, name: str, parameter: torch.Tensor) -> int:
+    """Elements that a checkpoint holds for a parameter of this rank; vLLM pads vocabularies and some experts."""
+    if isinstance(layer, VocabParallelEmbedding) and parameter.shape[0] == layer.num_embeddings_per_partition:
+        return parameter.numel() // parameter.shape[0] * layer.shard_indices.num_org_elements
+    moe = getattr(layer, "moe_config", None)
+    if moe is None or not name.startswith(("w13_", "w2_")):
+        return parameter.numel()
+    numel = parameter.numel()
+    for padded, true in (
+        (moe.hidden_dim, moe.hidden_dim_unpadded),
+        (moe.intermediate_size_per_partition, moe.intermediate_size_per_partition_unpadded),
+    ):
+        if true and true != padded and any(size in (padded, 2 * padded) for size in parameter.shape[1:]):
+            numel = numel // padded * true
+    return numel
+
+
+def _prepare_layer(layer: torch.nn.Module) -> None:
+    """Remedies for what the layer-wise reload trips over; each is a no-op where its cause is absent."""
+    if current_platform.is_cpu() and getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
+        # With a kernel in place vLLM 0.28 to 0.32 takes the reload for an in-place update and skips the CPU packing.
+        layer.quant_method.moe_kernel = None
+    recorded = get_layerwise_info(layer).restore_metadata
+    for tensor in [*layer._parameters.values(), *recorded[0].values(), *recorded[1].values()]:
+        loader = getattr(tensor, "weight_loader", None)
+        if isinstance(loader, functools.partial) and not hasattr(loader, "__name__"):
+            loader.__name__ = "partial_weight_loader"  # vLLM tells wrapped loaders by their name
+
+
+def _let_float32_experts_run_on_amx() -> None:
+    """Shim: vLLM 0.27 refuses every MoE that is not bfloat16 on a CPU that has AMX.
+
+    Its vector kernel takes float32 on the same CPU and is what a CPU without AMX uses
+    (``fused_moe/cpu_fused_moe.py``, ``check_grouped_gemm``), so a refusal for that reason falls through to it.
+    """
+    if not current_platform.is_cpu():
+        return
+    from vllm.model_executor.layers.fused_moe import cpu_fused_moe
+
+    kernel = getattr(cpu_fused_moe, "CPUFusedMOE", None)
+    refusing = getattr(kernel, "check_grouped_gemm", None)
+    if refusing is None or hasattr(refusing, "__wrapped__"):
+        return
+
+    @functools.wraps(refusing)
+    def check_grouped_gemm(self, layer):
+        try:
+            return refusing(self, layer)
+        except RuntimeError:
+            if layer.w13_weight.dtype == torch.bfloat16:
+                raise
+            aligned = layer.w13_weight.size(1) % 32 == 0 and layer.w2_weight.size(1) % 32 == 0
+            return (True, "vec") if aligned else (False, "none")
+
+    kernel.check_grouped_gemm = check_grouped_gemm

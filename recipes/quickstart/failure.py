@@ -8,8 +8,8 @@ __all__ = ["cause"]
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 # What Ray puts before a line that a worker printed: "(TaskRunnerV1 pid=123) ".
 _RAY_PREFIX = re.compile(r"^\((?:\S+ )?pid=\d+(?:, [^)]*)?\)\s?")
-# The last line of a traceback, at its start or after a logger's prefix: "package.SomeError: text".
-_ERROR_LINE = re.compile(r"^(?:[\w.]*\.)?\w*(?:Error|Exception|Interrupt|Exit)\b\s*(?::|$)")
+# The last line of a traceback, "package.SomeError: text", or what Hydra says of one, "SomeError('text')".
+_ERROR_LINE = re.compile(r"^(?:[\w.]*\.)?\w*(?:Error|Exception|Interrupt|Exit)\b\s*(?::|\(|$)")
 _HYDRA = ("Could not override", "Error merging", "In '", "Could not find", "Key '", "Could not load")
 _SHOWN = 12
 _READ_BYTES = 1 << 20

@@ -1,0 +1,338 @@
+"""The quickstart's plain functions: task, model, commands, verdict, causes, and that it ends what it started."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import psutil
+import pytest
+import torch
+from epfsdp2.recipes.quickstart import cli, commands, failure, metrics, model, report, task
+from rich.console import Console
+from safetensors import safe_open
+
+# ---------------------------------------------------------------------------------------------------------- the task
+
+
+def test_reward_is_exact():
+    score = lambda answer: task.compute_score(task.DATA_SOURCE, answer, "12", {"index": 0})  # noqa: E731
+    assert score("12") == 1.0
+    assert [score(wrong) for wrong in ("", "1", "2", "012", "12 ", "123", "13")] == [0.0] * 7
+
+
+def test_reward_refuses_other_data():
+    with pytest.raises(ValueError, match="gsm8k"):
+        task.compute_score("openai/gsm8k", "12", "12")
+
+
+def test_problems_are_right():
+    assert len(set(task.problems())) == 100
+    assert all(eval(question.rstrip("=")) == int(answer) for question, answer in task.problems())
+
+
+def test_labels_are_noisy_as_asked_and_right_answers_win():
+    answers = dict(task.problems())
+    rows = task.warmup_rows(seed=3, copies=200, right_share=0.4)
+    told = pd.DataFrame([(m[0]["content"], m[1]["content"]) for m in (row["messages"] for row in rows)])
+    assert (told[0].map(answers) == told[1]).mean() == pytest.approx(0.4, abs=0.02)
+    for question, labels in told.groupby(0)[1]:
+        counts = labels.value_counts()
+        assert counts.index[0] == answers[question]
+        assert counts.iloc[1] < counts.iloc[0] / 2
+
+
+@pytest.mark.parametrize("share", [0.0, -0.1, 1.1])
+def test_share_of_right_labels_is_checked(share):
+    with pytest.raises(ValueError, match="right_share"):
+        task.warmup_rows(1, 1, share)
+
+
+def test_data_depends_on_the_seed_alone(tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        task.write_datasets(tmp_path / name, seed, copies=2, right_share=0.5)
+    for file in ("warmup.parquet", "grpo.parquet"):
+        a, b, c = (pd.read_parquet(tmp_path / name / file).to_json() for name in "abc")
+        assert a == b
+        assert a != c
+
+
+# --------------------------------------------------------------------------------------------------------- the model
+
+
+@pytest.fixture(scope="module")
+def saved_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    model.write_model(folder, seed=1)
+    return folder
+
+
+def test_tokenizer_survives_the_round_trip(saved_model):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(saved_model)
+    for question, answer in task.problems():
+        ids = tokenizer(question + answer)["input_ids"]
+        assert len(ids) == len(question + answer)
+        assert tokenizer.unk_token_id not in ids
+        assert tokenizer.decode(ids) == question + answer
+    assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == question + answer
+
+
+def test_chat_template_is_the_sum_of_its_turns(saved_model):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(saved_model)
+    turns = task.warmup_rows(1, 1, 0.5)[0]["messages"]
+    apply = lambda messages, **kw: tokenizer.apply_chat_template(messages, return_dict=False, **kw)  # noqa: E731
+    assert apply(turns) == apply(turns[:1]) + apply(turns[1:])
+    prompt = apply(turns[:1], add_generation_prompt=True)
+    assert prompt == apply(turns)[: len(prompt)]
+    assert apply(turns)[-1] == tokenizer.eos_token_id
+
+
+def test_vocabulary_is_exactly_the_tokenizers(saved_model):
+    """vLLM masks logits beyond the tokenizer; one row too many would be a constant log-prob difference."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    config, tokenizer = AutoConfig.from_pretrained(saved_model), AutoTokenizer.from_pretrained(saved_model)
+    assert config.vocab_size == len(tokenizer)
+    with safe_open(saved_model / "model.safetensors", "pt") as file:
+        assert file.get_tensor("lm_head.weight").shape[0] == len(tokenizer)
+
+
+def test_checkpoint_has_the_original_names_and_useful_shapes(saved_model):
+    with safe_open(saved_model / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+        gate = file.get_tensor("model.layers.1.mlp.experts.15.gate_proj.weight")
+    assert not any("gate_up_proj" in name for name in names)
+    assert gate.dtype == torch.float32
+    inner, hidden = gate.shape
+    assert hidden != inner and hidden != 2 * inner
+    assert hidden % 32 == inner % 32 == 0
+
+
+def test_model_depends_on_the_seed_alone_and_leaves_torch_alone():
+    tokenizer = model.build_tokenizer()
+    before = torch.get_rng_state()
+    a, b, c = (model.build_model(tokenizer, seed).lm_head.weight for seed in (1, 1, 2))
+    assert torch.equal(a, b)
+    assert not torch.equal(a, c)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_buckets_hold_every_expert_tensor_and_not_the_model(tmp_path):
+    experts = model.build_model(model.build_tokenizer(), 1)
+    bucket = next(o for o in commands.overrides("grpo", _values(tmp_path)) if "bucket_megabytes" in o)
+    size = int(bucket.split("=")[1]) << 20
+    bytes_of = [p.numel() * p.element_size() for p in experts.parameters()]
+    assert max(bytes_of) < size
+    assert sum(bytes_of) > 2 * size
+
+
+# ------------------------------------------------------------------------------------------------------ the commands
+
+
+def _values(folder: Path) -> dict:
+    names = ("output", "model", "warmup_data", "grpo_data", "reward_file", "ray_dir")
+    return vars(cli.parse([])) | {name: folder / name for name in names}
+
+
+def test_commands_are_verls_own(tmp_path):
+    words = commands.grpo_command(_values(tmp_path), ["trainer.save_freq=5"])
+    assert words[1:5] == ["-m", "verl.trainer.main_ppo", "engine=epfsdp2", "engine.ep_size=2"]
+    assert words[-1] == "trainer.save_freq=5"
+    words = commands.warmup_command(_values(tmp_path))
+    at = words.index("verl.trainer.sft_trainer")
+    assert words[at + 1 : at + 3] == ["engine=epfsdp2", "engine.ep_size=2"]
+
+
+@pytest.mark.parametrize("name", ["grpo", "warmup"])
+def test_no_name_is_left_unfilled(name, tmp_path):
+    filled = commands.overrides(name, _values(tmp_path))
+    assert not [line for line in filled if "$" in line or "None" in line]
+    keys = [line.split("=")[0].lstrip("+") for line in filled]
+    assert len(keys) == len(set(keys))
+
+
+def test_pretty_command_is_the_command(tmp_path):
+    words = commands.grpo_command(_values(tmp_path), [])
+    printed = subprocess.run(
+        ["bash", "-c", f'python() {{ printf "%s\\n" "$@"; }}; {commands.pretty(words)}'],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert printed.stdout.splitlines() == words[1:]
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["--steps", "1"], "--steps is 1"),
+        (["--batch-size", "7"], "even"),
+        (["--batch-size", "102"], "100 questions"),
+        (["--model", "/nowhere"], "no config.json"),
+    ],
+)
+def test_options_are_checked(arguments, says, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.parse(arguments)
+    assert stopped.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------- the verdict
+
+
+def _steps(rewards, probs_diff=1e-8):
+    phases = dict.fromkeys(metrics.PHASES, 0.5)
+    return [metrics.Step(i + 1, r, probs_diff, 1000.0, 2.5, phases) for i, r in enumerate(rewards)]
+
+
+def _ramp(first, last, count=40):
+    return [first + (last - first) * i / (count - 1) for i in range(count)]
+
+
+def test_a_rising_reward_passes():
+    verdict = metrics.judge(_steps(_ramp(0.4, 0.97)), 40, 128)
+    assert verdict.passed
+    assert verdict.window == 4
+    assert verdict.first < 0.45 < 0.9 < verdict.last
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        pytest.param([0.45] * 40, id="flat"),
+        pytest.param(_ramp(0.4, 0.48), id="less than a tenth up"),
+        pytest.param(_ramp(0.9, 0.4), id="falling"),
+        pytest.param([0.3, 0.6] * 18 + [0.3, 0.6, 0.6, 0.6], id="noise"),
+        pytest.param([math.nan] * 40, id="not a number"),
+    ],
+)
+def test_a_reward_that_does_not_clearly_rise_fails(rewards):
+    verdict = metrics.judge(_steps(rewards), 40, 128)
+    assert not verdict.passed
+    assert "did not clearly rise" in verdict.failures[0]
+
+
+def test_few_samples_need_a_larger_rise():
+    """Two equal neighbours are no proof of precision: 4 samples a step scatter by 0.25 whatever the window shows."""
+    rewards = [0.5, 0.5] + [0.6] * 16 + [0.75, 0.75]
+    assert metrics.judge(_steps(rewards), 20, 1024).passed
+    assert not metrics.judge(_steps(rewards), 20, 4).passed
+
+
+@pytest.mark.parametrize("diff", [6e-3, math.nan])
+def test_one_step_of_disagreement_fails(diff):
+    steps = _steps(_ramp(0.4, 0.97))
+    steps[17] = _steps([0.6] * 18, diff)[17]
+    verdict = metrics.judge(steps, 40, 128)
+    assert len(verdict.failures) == 1
+    assert "at step 18" in verdict.failures[0]
+
+
+def test_missing_steps_fail():
+    assert "only 30 of 40" in metrics.judge(_steps(_ramp(0.4, 0.97, 30)), 40, 128).failures[0]
+    assert "only 0 of 40" in metrics.judge([], 40, 128).failures[0]
+
+
+def test_steps_are_read_as_they_are_written(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    reader = metrics.StepReader(path)
+    assert reader.new_steps() == []
+    line = json.dumps({"step": 1, "data": {metrics.REWARD: 0.5, metrics.PROBS_DIFF: None, "timing_s/gen": 2.0}}) + "\n"
+    path.write_text(json.dumps({"step": 0, "data": {"val/acc": 1}}) + "\n" + line + line[:20])
+    (step,) = reader.new_steps()
+    assert (step.reward, step.phases["generation"]) == (0.5, 2.0)
+    assert math.isnan(step.probs_diff)
+    with path.open("a") as file:
+        file.write(line[20:].replace('"step": 1', '"step": 2'))
+    assert len(reader.new_steps()) == 1
+    assert len(reader.steps) == 2
+
+
+def test_plot_and_summary(tmp_path):
+    steps = _steps(_ramp(0.4, 0.97))
+    report.write_plot(steps, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    console = Console(record=True, width=100)
+    report.print_summary(console, steps, metrics.judge(steps, 40, 128))
+    text = console.export_text()
+    assert "400" in text  # 1000 tokens in 2.5 seconds
+    assert all(name in text for name in metrics.PHASES)
+
+
+# -------------------------------------------------------------------------------------------------------- the causes
+
+
+@pytest.mark.parametrize(
+    "log, says",
+    [
+        (
+            "\x1b[36m(TaskRunnerV1 pid=7)\x1b[0m Traceback (most recent call last):\n"
+            "\x1b[36m(TaskRunnerV1 pid=7)\x1b[0m   File x\n"
+            "\x1b[36m(TaskRunnerV1 pid=7)\x1b[0m ValueError: the real reason\n"
+            "ray.exceptions.RayTaskError(RuntimeError): wrapper\n",
+            ["ValueError: the real reason", "ray.exceptions.RayTaskError(RuntimeError): wrapper"],
+        ),
+        (
+            "Could not override 'engine.mixed'.\nKey 'mixed' is not in struct\n",
+            ["Could not override 'engine.mixed'.", "Key 'mixed' is not in struct"],
+        ),
+        ("all is well\nKilled\n", ["all is well", "Killed"]),
+    ],
+)
+def test_cause_of_a_failure(log, says, tmp_path):
+    (tmp_path / "log").write_text(log)
+    assert failure.cause(tmp_path / "log") == says
+
+
+# ----------------------------------------------------------------------------------------------------- the processes
+
+# A command whose daemon leaves its session and its parent, as Ray's do.
+_DAEMON = """
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(600)
+    os._exit(0)
+open(sys.argv[1], "w").write("ready")
+time.sleep(float(sys.argv[2]))
+"""
+_RUNNER = """
+import pathlib, sys
+from epfsdp2.recipes.quickstart.processes import Interrupted, ProcessTree
+try:
+    with ProcessTree() as tree:
+        print(tree.folder, flush=True)
+        command = [sys.executable, "-c", sys.argv[1], sys.argv[2], sys.argv[3]]
+        sys.exit(tree.run(command, {}, pathlib.Path(sys.argv[2] + ".log"), lambda: None))
+except Interrupted as interrupted:
+    sys.exit(100 + interrupted.number)
+"""
+
+
+@pytest.mark.parametrize("number", [None, signal.SIGINT, signal.SIGTERM])
+def test_nothing_outlives_the_tree(number, tmp_path):
+    seconds = "0" if number is None else "600"
+    words = [sys.executable, "-c", _RUNNER, _DAEMON, str(tmp_path / "ready"), seconds]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as runner:
+        family = [psutil.Process(runner.pid)]
+        while runner.poll() is None and not (tmp_path / "ready").exists():
+            time.sleep(0.05)
+        family += family[0].children(recursive=True) if runner.poll() is None else []
+        if number is not None:
+            assert len(family) >= 3
+            os.kill(runner.pid, number)
+        folder = Path(runner.stdout.readline().strip())
+        assert runner.wait(timeout=30) == (0 if number is None else 100 + number)
+    assert not folder.exists()
+    assert not [p for p in family if p.is_running()]

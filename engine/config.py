@@ -179,6 +179,7 @@ class EPFSDP2ActorConfig(ActorConfig):
 
     strategy: str = STRATEGY
     forward_only: bool = False
+    grad_clip: float = 1.0
     use_remove_padding: bool = False
     use_rollout_log_probs: bool = False
     rollout: dict[str, Any] = field(default_factory=dict)

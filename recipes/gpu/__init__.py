@@ -1,0 +1,1 @@
+"""Recipes for GPU clusters: overrides of one command, and nothing else."""

@@ -1,0 +1,254 @@
+"""``engine=epfsdp2`` composes wherever verl composes, and every stock choice is what it was without this package."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import verl.trainer.config
+from epfsdp2.conf.search_path import with_engine_entry
+from epfsdp2.engine.config import EPFSDP2EngineConfig, engine_settings
+from hydra import compose, initialize_config_dir, initialize_config_module
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from verl.utils.config import omega_conf_to_dataclass
+
+VERL_CONFIG = os.path.dirname(verl.trainer.config.__file__)
+EXTENSION = "epfsdp2.rollout.vllm_worker.WeightSyncExtension"
+VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+SIZES = [
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+    "critic.ppo_micro_batch_size_per_gpu=2",
+]
+SFT_ENGINES = ["fsdp", "veomni", "megatron", "torchtitan", "automodel"]
+# Stock verl: the primary config, and what may be chosen. sft's other optimizers only go with their own engine.
+STOCK = [
+    ("ppo_trainer", []),
+    *[("ppo_trainer", [f"model_engine={name}"]) for name in ("dp", "veomni", "megatron", "torchtitan")],
+    ("ppo_trainer", ["actor@actor_rollout_ref.actor=dp_actor", "critic@critic=dp_critic", "trainer.nnodes=2"]),
+    ("sft_trainer_engine", []),
+    *[("sft_trainer_engine", [f"engine={name}", f"optim={name}"]) for name in SFT_ENGINES],
+]
+
+COMPOSE = """
+import json, sys
+import verl
+from hydra import compose, initialize_config_dir, initialize_config_module
+from omegaconf import OmegaConf
+folder, cases, here = json.load(sys.stdin)
+result = []
+for initialize, where in ((initialize_config_dir, folder), (initialize_config_module, here)):
+    with initialize(where, version_base=None):
+        for name, overrides in cases:
+            result.append(OmegaConf.to_yaml(compose(name, overrides), resolve=False))
+print("COMPOSED" + json.dumps([result, "epfsdp2.conf.search_path" in sys.modules]))
+"""
+
+
+def composed(name, *overrides, module=False):
+    if module:
+        context = initialize_config_module("verl.trainer.config", version_base=None)
+    else:
+        context = initialize_config_dir(VERL_CONFIG, version_base=None)
+    with context:
+        return compose(name, list(overrides))
+
+
+def raw(node):
+    """The node as it is written, interpolations and all."""
+    return OmegaConf.to_container(OmegaConf.create({"node": node}), resolve=False)["node"]
+
+
+def compose_in_process(plugins):
+    done = subprocess.run(
+        [sys.executable, "-c", COMPOSE],
+        input=json.dumps([VERL_CONFIG, STOCK, "verl.trainer.config"]),
+        env={**os.environ, "VERL_USE_EXTERNAL_PLUGINS": plugins},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.partition("COMPOSED")[2])
+
+
+def test_stock_choices_compose_to_what_they_were():
+    with_us, loaded = compose_in_process("auto")
+    without_us, absent = compose_in_process("none")
+    assert loaded and not absent
+    for (name, overrides), ours, theirs in zip(STOCK * 2, with_us, without_us, strict=True):
+        assert ours == theirs, (name, overrides)
+        assert "epfsdp2" not in ours
+    # They are different choices indeed, not one config eleven times.
+    assert len(set(with_us)) >= len(STOCK) - 2
+
+
+@pytest.mark.parametrize("module", [False, True], ids=["file", "pkg"])
+@pytest.mark.parametrize(
+    "choice",
+    [["engine=epfsdp2"], ["model_engine=epfsdp2"], ["engine=epfsdp2", "model_engine=epfsdp2"]],
+    ids=["engine", "model_engine", "both"],
+)
+def test_main_ppo_has_one_engine_node_that_all_roles_follow(choice, module):
+    config = composed("ppo_trainer", *choice, "engine.ep_size=8", "engine.seed=7", *SIZES, module=module)
+    roles = {
+        "actor": config.actor_rollout_ref.actor,
+        "ref": config.actor_rollout_ref.ref,
+        "critic": config.critic,
+    }
+    for role, node in roles.items():
+        assert OmegaConf.to_container(node, resolve=False)["engine"] == "${engine}", role
+        assert (node.strategy, node.engine.ep_size, node.engine.seed) == ("epfsdp2", 8, 7), role
+        assert "fsdp_config" not in node and "fsdp" not in node
+        assert node._target_.startswith("epfsdp2.engine.config.")
+    assert config.model_engine == "epfsdp2"
+    assert config.actor_rollout_ref.actor.optim._target_ == "verl.workers.config.FSDPOptimizerConfig"
+    assert config.critic.optim._target_ == "verl.workers.config.FSDPOptimizerConfig"
+
+
+def test_every_choice_of_it_composes_to_the_same():
+    choices = [["engine=epfsdp2"], ["model_engine=epfsdp2"], ["engine=epfsdp2", "model_engine=epfsdp2"]]
+    yaml = {OmegaConf.to_yaml(composed("ppo_trainer", *choice), sort_keys=True) for choice in choices}
+    assert len(yaml) == 1
+
+
+def test_everything_else_stays_verls():
+    stock = composed("ppo_trainer")
+    ours = composed("ppo_trainer", "engine=epfsdp2")
+    for key in stock:
+        if key not in ("actor_rollout_ref", "critic", "model_engine"):
+            assert raw(stock[key]) == raw(ours[key]), key
+    del ours.actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls
+    for key in ("model", "rollout"):
+        assert raw(stock.actor_rollout_ref[key]) == raw(ours.actor_rollout_ref[key]), key
+    # A setting of verl's FSDP actor that means anything here is there too.
+    known = set(ours.actor_rollout_ref.actor) | {"fsdp_config"} | engine_settings()
+    assert set(stock.actor_rollout_ref.actor) <= known
+
+
+@pytest.mark.parametrize("choice", ["engine=epfsdp2", "model_engine=epfsdp2"])
+def test_the_vllm_worker_extension_is_the_default_and_the_user_wins(choice):
+    assert OmegaConf.select(composed("ppo_trainer", choice), f"{VLLM}.worker_extension_cls") == EXTENSION
+    mine = composed("ppo_trainer", choice, f"{VLLM}.worker_extension_cls=my.Extension", f"+{VLLM}.swap_space=1")
+    assert mine.actor_rollout_ref.rollout.engine_kwargs.vllm == {
+        "worker_extension_cls": "my.Extension",
+        "swap_space": 1,
+    }
+    assert OmegaConf.select(composed("ppo_trainer"), VLLM) == {}
+
+
+@pytest.mark.parametrize("module", [False, True], ids=["file", "pkg"])
+def test_sft_trainer(module):
+    config = composed("sft_trainer_engine", "engine=epfsdp2", "engine.ep_size=4", module=module)
+    engine = omega_conf_to_dataclass(config.engine)
+    assert isinstance(engine, EPFSDP2EngineConfig) and engine.ep_size == 4
+    stock = composed("sft_trainer_engine")
+    for key in stock:
+        if key != "engine":
+            assert raw(stock[key]) == raw(config[key]), key
+
+
+def test_grad_clip_means_something():
+    # verl's FSDP actor has both and reads optim.clip_grad alone.
+    for role in ("actor_rollout_ref.actor", "critic"):
+        for override in (f"{role}.grad_clip=0.3", f"{role}.optim.clip_grad=0.3"):
+            config = composed("ppo_trainer", "engine=epfsdp2", override)
+            assert OmegaConf.select(config, f"{role}.optim.clip_grad") == 0.3
+
+
+def test_an_engine_of_sft_is_refused_by_main_ppo_with_what_works():
+    with pytest.raises(HydraException, match="engine=veomni is for sft_trainer; here say model_engine=veomni"):
+        composed("ppo_trainer", "engine=veomni")
+
+
+def test_roles_are_instantiated_with_a_config_of_their_own():
+    config = composed("ppo_trainer", "engine=epfsdp2", "engine.ep_size=2", *SIZES)
+    OmegaConf.resolve(config)  # as verl's TaskRunner does before it hands the nodes to the workers
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    ref = config.actor_rollout_ref.ref
+    OmegaConf.set_struct(ref, False)
+    for ours, theirs in (
+        ("ppo_micro_batch_size", "log_prob_micro_batch_size"),
+        ("ppo_micro_batch_size_per_gpu", "log_prob_micro_batch_size_per_gpu"),
+        ("use_dynamic_bsz", "log_prob_use_dynamic_bsz"),
+        ("ppo_max_token_len_per_gpu", "log_prob_max_token_len_per_gpu"),
+    ):
+        ref[ours] = ref.pop(theirs)  # as verl's worker does (engine_workers.py, init_model)
+    ref.ppo_micro_batch_size_per_gpu = 1
+    ref = omega_conf_to_dataclass(ref)
+    assert (actor.engine.ep_size, actor.engine.forward_only) == (2, False)
+    assert (ref.engine.ep_size, ref.engine.forward_only) == (2, True)
+    assert ref.use_remove_padding and actor.use_remove_padding
+    actor.engine.micro_batch_size_per_gpu = 3
+    assert ref.engine.micro_batch_size_per_gpu is None
+
+
+def test_the_yaml_lists_every_setting_with_its_default_and_a_comment():
+    path = Path(__file__).parents[2] / "conf" / "engine" / "epfsdp2.yaml"
+    listed = OmegaConf.to_container(OmegaConf.load(path))
+    router_replay = listed.pop("router_replay")
+    assert listed.pop("_target_") == "epfsdp2.engine.config.engine_config"
+    assert set(listed) == engine_settings() - {"router_replay"}
+    default = EPFSDP2EngineConfig()
+    assert listed == {name: getattr(default, name) for name in listed}
+    assert router_replay["mode"] == default.router_replay.mode
+
+
+@pytest.mark.parametrize("path", sorted(Path(__file__).parents[2].glob("conf/**/*.yaml")), ids=lambda p: p.stem)
+def test_yaml_format_is_verls(path):
+    previous = ""
+    for line in path.read_text().splitlines():
+        entry = line.strip()
+        if entry and not entry.startswith("#"):
+            assert " #" not in line, f"inline comment: {line}"
+            assert entry in ("- _self_",) or previous.startswith("#") or entry.endswith(":"), f"no comment: {line}"
+        previous = entry
+
+
+def test_layouts_that_are_not_known_are_left_alone():
+    known = [{"model_engine": "dp"}, {"actor@a.actor": "${model_engine}_actor"}, "legacy", "_self_"]
+    new = with_engine_entry(known)
+    assert new[1] == {"engine": None} and len(new) == len(known) + 1
+    assert known[1] == {"actor@a.actor": "${model_engine}_actor"}
+    for layout in (
+        [{"actor@a.actor": "dp_actor"}, "_self_"],
+        [{"model_engine": "dp"}, {"actor@a.actor": "dp_actor"}],
+        [{"model_engine": "dp"}, {"engine@engine": "fsdp"}, {"actor@a.actor": "${model_engine}_actor"}],
+        ["_self_"],
+    ):
+        assert with_engine_entry(layout) is None
+
+
+def test_an_unknown_layout_is_said_once_when_the_engine_is_asked_for(tmp_path, monkeypatch, capsys):
+    from epfsdp2.conf import search_path
+
+    (tmp_path / "ppo_trainer.yaml").write_text("defaults:\n  - _self_\n\ntrainer: 1\n")
+    monkeypatch.setattr(search_path, "_verl_config_folder", lambda: os.path.realpath(tmp_path))
+    for argv, said in ((["main_ppo"], 0), (["main_ppo", "engine=epfsdp2"], 1)):
+        monkeypatch.setattr(sys, "argv", argv)
+        with initialize_config_dir(str(tmp_path), version_base=None):
+            assert compose("ppo_trainer").trainer == 1
+        assert capsys.readouterr().err.count("engine=epfsdp2 can't be offered") == said
+
+
+def test_configs_that_are_not_verls_are_left_alone(tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults:\n  - model_engine: dp\n  - other: ${model_engine}_x\n  - _self_\n")
+    for folder, text in {"model_engine/dp.yaml": "a: 1\n", "other/dp_x.yaml": "b: 2\n"}.items():
+        (tmp_path / folder).parent.mkdir(exist_ok=True)
+        (tmp_path / folder).write_text(text)
+    with initialize_config_dir(str(tmp_path), version_base=None):
+        assert OmegaConf.to_container(compose("mine")) == {"model_engine": {"a": 1}, "other": {"b": 2}}
+        with pytest.raises(HydraException, match="engine"):
+            compose("mine", ["engine=epfsdp2"])
+
+
+def test_a_primary_config_of_the_users_own_takes_model_engine(tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        f"hydra:\n  searchpath: [file://{VERL_CONFIG}]\ndefaults:\n  - ppo_trainer\n  - _self_\nengine:\n  ep_size: 4\n"
+    )
+    with initialize_config_dir(str(tmp_path), version_base=None):
+        config = compose("mine", ["model_engine=epfsdp2", "engine.seed=3"])
+    assert (config.actor_rollout_ref.actor.engine.ep_size, config.critic.engine.seed) == (4, 3)

@@ -1,0 +1,94 @@
+"""EP + FSDP2 against the plain Hugging Face model in one process on the concatenated batch, float32."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from epfsdp2.engine.clip import clip_grad_norm_
+from epfsdp2.engine.optimizer import build_multi_optimizer
+from tests.support.engine import sharded_model
+from tests.support.models import VOCAB, reference_model, save_qwen3_moe, token_loss
+from tests.support.ranks import run_ranks
+
+WORLD = 4
+RELATIVE = 1e-5
+CLIP = 0.5
+
+
+def _adam(params):
+    return torch.optim.AdamW(params, lr=1e-3, eps=1e-6)
+
+
+def _batch():
+    return torch.randint(0, VOCAB, (2 * WORLD, 17), generator=torch.Generator().manual_seed(1))
+
+
+def _relative(value, reference):
+    return ((value - reference).norm() / reference.norm().clamp_min(1e-12)).item()
+
+
+def _two_steps_equal_the_reference(folder, cases):
+    ids, rank = _batch(), dist.get_rank()
+    reference = reference_model(folder).train()
+    optimizer = _adam(reference.parameters())
+    expected = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = token_loss(reference, ids)
+        loss.backward()
+        grads = {n: p.grad.clone() for n, p in reference.named_parameters()}
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), CLIP)
+        optimizer.step()
+        expected.append((grads, norm, {n: p.detach().clone() for n, p in reference.named_parameters()}))
+
+    for ep, fsdp_size, options in cases:
+        where = f"ep={ep} fsdp_size={fsdp_size} {options}"
+        model, meshes = sharded_model(folder, WORLD, ep, fsdp_size, **options)
+        model.train()
+        optimizer = build_multi_optimizer(model, _adam)
+        for grads, norm, params in expected:
+            optimizer.zero_grad()
+            token_loss(model, ids[2 * rank : 2 * rank + 2]).backward()
+            for name, param in model.named_parameters():
+                assert _relative(param.grad.full_tensor(), grads[name]) < RELATIVE, (where, name)
+            got = clip_grad_norm_(model.parameters(), CLIP, meshes)
+            assert abs(got.item() / norm.item() - 1) < RELATIVE, where
+            optimizer.step()
+            for name, param in model.named_parameters():
+                assert _relative(param.detach().full_tensor(), params[name]) < RELATIVE, (where, name)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_norm_and_steps_on_every_mesh(tmp_path, tied):
+    folder = save_qwen3_moe(tmp_path, tie_word_embeddings=tied)
+    meshes = [(1, -1), (2, -1), (4, -1), (1, 2), (2, 2), (1, 1)]
+    options = [{"expert_shard_dim": "auto", "checkpointing": True}, {"expert_shard_dim": 0}]
+    cases = [(ep, fsdp, option) for (ep, fsdp), option in itertools.product(meshes, options)]
+    if not tied:
+        cases += [
+            (2, -1, {"prefetch_depth": 0}),
+            (2, -1, {"prefetch_depth": 2}),
+            (2, -1, {"reshard_after_forward": False}),
+            (2, -1, {"cpu_offload": True}),
+        ]
+    run_ranks(_two_steps_equal_the_reference, WORLD, folder, cases)
+
+
+def _wrong_factor_is_seen(folder):
+    model, _ = sharded_model(folder, WORLD, 2)
+    for module in model.modules():
+        if hasattr(module, "set_gradient_divide_factor"):
+            module.set_gradient_divide_factor(2.0)
+    ids, rank = _batch(), dist.get_rank()
+    reference = reference_model(folder)
+    token_loss(reference, ids).backward()
+    token_loss(model, ids[2 * rank : 2 * rank + 2]).backward()
+    wanted = dict(reference.named_parameters())
+    errors = [_relative(p.grad.full_tensor(), wanted[n].grad) for n, p in model.named_parameters()]
+    assert min(errors) > 1e4 * RELATIVE
+
+
+def test_a_wrong_divide_factor_fails_by_orders_of_magnitude(tmp_path):
+    run_ranks(_wrong_factor_is_seen, WORLD, save_qwen3_moe(tmp_path))

@@ -1,0 +1,56 @@
+"""Run a function on several real ranks over gloo, with an outer time-out and nothing left behind."""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+__all__ = ["run_ranks"]
+
+
+def run_ranks(function: Callable[..., None], world: int, *args: Any, timeout: float = 240.0) -> None:
+    """Call ``function(*args)`` on ``world`` processes that form a gloo group; returns when all have ended well.
+
+    Raises:
+        Exception: what the first failing rank raised, or TimeoutError; the other ranks are ended first.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.start_processes(
+            _rank, (world, folder, function, args), nprocs=world, join=False, start_method="spawn"
+        )
+        deadline = time.monotonic() + timeout
+        try:
+            while not context.join(timeout=1.0):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{function.__name__} on {world} ranks did not end within {timeout:g} s")
+        finally:
+            for process in context.processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+
+
+def _rank(rank: int, world: int, folder: str, function: Callable[..., None], args: tuple) -> None:
+    # verl reads these; the rendezvous itself is a file, so no port is needed.
+    names = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    os.environ.update({name: str(value) for name, value in names.items()}, GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "cpu:gloo",
+        init_method=f"file://{Path(folder) / 'store'}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),
+    )
+    try:
+        function(*args)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()

@@ -1,6 +1,7 @@
 """The quickstart's command line: make a model and data, warm up, train with GRPO, say what came of it."""
 
 import argparse
+import json
 import os
 import shutil
 import time
@@ -11,7 +12,7 @@ from rich.console import Console
 from . import task
 from .commands import grpo_command, pretty, warmup_command
 from .failure import cause
-from .metrics import Step, StepReader, judge
+from .metrics import Step, StepReader, judge, summary
 from .processes import Interrupted, ProcessTree
 from .report import print_summary, write_plot
 
@@ -87,6 +88,7 @@ class Quickstart:
         self.tree = tree
         self.output = options.output.resolve()
         self.model = options.model.resolve() if options.model else self.output / "model"
+        self.phase_seconds: dict[str, float] = {}
         self.env = {k: v for k, v in os.environ.items() if k not in _RAY_ENV} | _CHILD_ENV
 
     def run(self) -> int:
@@ -120,7 +122,7 @@ class Quickstart:
         folders += ["model", "warmup"] if self.options.model is None else []
         for name in folders:
             shutil.rmtree(self.output / name, ignore_errors=True)
-        for name in ("metrics.jsonl", "warmup.jsonl", "quickstart.png"):
+        for name in ("metrics.jsonl", "warmup.jsonl", "summary.json", "quickstart.png"):
             (self.output / name).unlink(missing_ok=True)
         options = self.options
         rows = options.warmup_steps * options.warmup_batch_size
@@ -177,7 +179,8 @@ class Quickstart:
         if status != 0:
             lines = "\n  ".join(cause(log))
             raise PhaseFailed(f"{name} ended with status {status}. The cause, from {log}:\n  {lines}")
-        return time.monotonic() - started
+        self.phase_seconds[name] = time.monotonic() - started
+        return self.phase_seconds[name]
 
     def _show(self, name: str, command: list[str]) -> None:
         self.console.print(f"\n{name}:")
@@ -190,6 +193,8 @@ class Quickstart:
         if steps:
             write_plot(steps, self.output / "quickstart.png")
             print_summary(self.console, steps, verdict)
+        facts = summary(steps, verdict) | {"seconds": {**self.phase_seconds, "total": seconds}}
+        (self.output / "summary.json").write_text(json.dumps(facts, indent=2) + "\n")
         self.console.print(f"metrics: {self.output / 'metrics.jsonl'}   plot: {self.output / 'quickstart.png'}")
         if verdict.passed:
             self.console.print(f"[green]the reward rose[/] ({seconds:.0f} s in all)")

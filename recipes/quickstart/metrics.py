@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, variance
 
-__all__ = ["PHASES", "Step", "StepReader", "Verdict", "judge", "tokens_per_second"]
+__all__ = ["PHASES", "Step", "StepReader", "Verdict", "judge", "seconds_per_step", "summary", "tokens_per_second"]
 
 PHASES = {
     "generation": "timing_s/gen",
@@ -139,3 +139,26 @@ def _variance_of_mean(rewards: list[float], samples_per_step: int) -> float:
 def tokens_per_second(steps: list[Step]) -> float:
     """Prompt and response tokens of all ranks, over the whole step's seconds."""
     return sum(s.tokens for s in steps) / sum(s.seconds for s in steps)
+
+
+def seconds_per_step(steps: list[Step]) -> dict[str, float]:
+    """Mean seconds of a step and of its phases, without the first step, which also warms up."""
+    settled = steps[1:] or steps
+    phases = {name: fmean(s.phases[name] for s in settled) for name in PHASES}
+    return {"step": fmean(s.seconds for s in settled), **phases}
+
+
+def summary(steps: list[Step], verdict: Verdict) -> dict:
+    """The run in figures, for ``summary.json``."""
+    facts = {"steps": len(steps), "passed": verdict.passed, "failures": list(verdict.failures)}
+    if not steps:
+        return facts
+    return facts | {
+        "first_reward": verdict.first,
+        "last_reward": verdict.last,
+        "window_steps": verdict.window,
+        "standard_error": verdict.standard_error,
+        "worst_probs_diff": verdict.worst_probs_diff,
+        "tokens_per_second": tokens_per_second(steps),
+        "seconds_per_step": seconds_per_step(steps),
+    }

@@ -1,12 +1,11 @@
 """The quickstart's plot and its closing table."""
 
 from pathlib import Path
-from statistics import fmean
 
 from rich.console import Console
 from rich.table import Table
 
-from .metrics import LARGEST_PROBS_DIFF, PHASES, Step, Verdict, tokens_per_second
+from .metrics import LARGEST_PROBS_DIFF, PHASES, Step, Verdict, seconds_per_step, tokens_per_second
 
 __all__ = ["print_summary", "write_plot"]
 
@@ -35,7 +34,7 @@ def write_plot(steps: list[Step], path: Path) -> None:
 
 
 def print_summary(console: Console, steps: list[Step], verdict: Verdict) -> None:
-    """Rewards, agreement, speed and seconds per phase. Phases leave out the first step, which also warms up."""
+    """Rewards, agreement, speed and seconds per phase. Seconds leave out the first step."""
     table = Table(title="quickstart", show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
@@ -43,8 +42,8 @@ def print_summary(console: Console, steps: list[Step], verdict: Verdict) -> None
     table.add_row(f"reward, last {verdict.window} steps", f"{verdict.last:.3f} (± {verdict.standard_error:.3f})")
     table.add_row("largest train/rollout difference", f"{verdict.worst_probs_diff:.1e}")
     table.add_row("tokens per second", f"{tokens_per_second(steps):.0f}")
-    settled = steps[1:] or steps
-    table.add_row("seconds per step", f"{fmean(s.seconds for s in settled):.2f}")
+    seconds = seconds_per_step(steps)
+    table.add_row("seconds per step", f"{seconds['step']:.2f}")
     for name in PHASES:
-        table.add_row(f"  {name}", f"{fmean(s.phases[name] for s in settled):.2f}")
+        table.add_row(f"  {name}", f"{seconds[name]:.2f}")
     console.print(table)

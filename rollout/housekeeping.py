@@ -1,0 +1,127 @@
+"""Remove what a weight sync and vLLM leave behind on a machine: shared-memory segments and socket files.
+
+A normal end of a verl job with vLLM leaves a few ``psm_*`` segments in /dev/shm, a killed one also its weight bucket
+(``verl_weights_*``) and its sockets. Only what nobody uses is removed: a segment of this user that no process maps or
+holds open, a socket file that nobody has bound. Standard library only; Linux (/proc).
+"""
+
+import atexit
+import contextlib
+import glob
+import os
+import re
+import stat
+import sys
+import time
+from collections.abc import Iterable
+
+__all__ = ["install_at_exit", "remove_leftovers", "unused_segments", "unused_sockets"]
+
+# verl's weight buckets, Python's unnamed segments (vLLM's message queues), the CPU build's tensor-parallel collectives.
+SEGMENTS = ("/dev/shm/verl_weights_*", "/dev/shm/psm_*", "/dev/shm/*-cpushm_*")
+SOCKETS = ("/tmp/rl-colocate-zmq-*.sock",)
+
+# A segment younger than this may be between its creation and its first mapping.
+_MINIMUM_AGE_SECONDS = 2.0
+
+_installed = False
+
+
+def unused_segments(patterns: Iterable[str] = SEGMENTS, minimum_age: float = _MINIMUM_AGE_SECONDS) -> list[str]:
+    """Paths of this user's shared-memory segments that no process has mapped or open.
+
+    Args:
+        patterns: globs of absolute paths.
+        minimum_age: seconds; what changed later is taken for in use.
+    """
+    found = [path for path in _own(patterns, stat.S_ISREG) if _age(path) >= minimum_age]
+    if not found:
+        return []
+    used = _used_files()
+    # By name and not by device and inode: /proc/*/maps can show another device number than stat does.
+    return [path for path in found if path not in used]
+
+
+def unused_sockets(patterns: Iterable[str] = SOCKETS) -> list[str]:
+    """Paths of this user's socket files that no process has bound."""
+    found = _own(patterns, stat.S_ISSOCK)
+    if not found:
+        return []
+    with open("/proc/net/unix") as table:
+        bound = {line.split()[-1] for line in table}
+    return [path for path in found if path not in bound]
+
+
+def remove_leftovers() -> list[str]:
+    """Remove unused segments and sockets; return the paths that are gone."""
+    gone = []
+    for path in [*unused_segments(), *unused_sockets()]:
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            os.unlink(path)
+            gone.append(path)
+    return gone
+
+
+def install_at_exit(wait_seconds: float = 10.0) -> None:
+    """Clean up now, and again when this process ends. For the driver; once per process.
+
+    At the end Ray is shut down first where this process started it: as long as its workers live, their segments are in
+    use. Those that appeared since now are waited for.
+
+    Args:
+        wait_seconds: how long to wait at the end for the segments' users to be gone.
+    """
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    remove_leftovers()
+    before = set(_own(SEGMENTS, stat.S_ISREG))
+    atexit.register(_clean_up_at_exit, before, wait_seconds)
+
+
+def _clean_up_at_exit(before: set[str], wait_seconds: float) -> None:
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        ray.shutdown()
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        remove_leftovers()
+        # Another job's segments may be among the new ones; that costs the wait and nothing else.
+        if set(_own(SEGMENTS, stat.S_ISREG)) <= before or time.monotonic() >= deadline:
+            return
+        time.sleep(0.2)
+
+
+def _own(patterns: Iterable[str], kind) -> list[str]:
+    found = []
+    for path in sorted(path for pattern in patterns for path in glob.glob(pattern)):
+        with contextlib.suppress(FileNotFoundError):
+            status = os.lstat(path)
+            if status.st_uid == os.getuid() and kind(status.st_mode):
+                found.append(path)
+    return found
+
+
+def _age(path: str) -> float:
+    try:
+        return time.time() - os.lstat(path).st_ctime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _used_files() -> set[str]:
+    """Every file that a process which we may look into has mapped or open.
+
+    Other users' processes can't be looked into without privileges; they can't open this user's segments either, which
+    Python creates with mode 0600.
+    """
+    used: set[str] = set()
+    for process in glob.glob("/proc/[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, PermissionError, ProcessLookupError):
+            with open(f"{process}/maps") as maps:
+                used.update(re.findall(r"(/dev/shm/\S+)", maps.read()))
+            for descriptor in os.listdir(f"{process}/fd"):
+                with contextlib.suppress(FileNotFoundError):
+                    used.add(os.readlink(f"{process}/fd/{descriptor}"))
+    return used

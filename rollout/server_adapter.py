@@ -1,0 +1,217 @@
+"""The trainer's side of the weight road: verl's vLLM server adapter, with an end to every wait.
+
+Stock verl blocks in ``BucketedWeightSender`` until the vLLM worker answers; a worker that was killed never does, and
+the run hangs (seen with verl 0.9.1). The adapter here sends the same way and stops as soon as the remote call that
+receives has failed, or after a time-out, with the cause.
+"""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Callable, Iterable
+from functools import cache
+from multiprocessing import shared_memory
+from typing import Any
+
+import torch
+import zmq
+
+from .sockets import WatchedContext, WeightSyncError
+
+__all__ = ["WeightSyncError", "install"]
+
+_ADAPTER = "WatchedServerAdapter"
+# What is known only to our worker extension is sent only to it.
+_EXTENSION = "epfsdp2.rollout.vllm_worker.WeightSyncExtension"
+
+_timeout_seconds = 40.0
+
+
+def install(timeout_seconds: float) -> None:
+    """Make verl build the watched adapter in this process. Call it before verl builds the rollout.
+
+    Args:
+        timeout_seconds: longest wait for one answer during a weight sync, on both sides.
+    """
+    from verl.workers.rollout import base
+
+    global _timeout_seconds
+    _timeout_seconds = timeout_seconds
+    base._ROLLOUT_REGISTRY[("vllm", "async")] = f"{__name__}.{_ADAPTER}"
+
+
+def __getattr__(name: str) -> Any:
+    # verl's adapter pulls in Ray and looks for vLLM; a process that trains without a rollout needs neither.
+    if name != _ADAPTER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _adapter_class()
+
+
+@cache
+def _adapter_class() -> type:
+    from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
+
+    return type(_ADAPTER, (WatchedUpdates, ServerAdapter), {"__module__": __name__})
+
+
+class WatchedUpdates:
+    """Mix-in over verl's ``ServerAdapter``: replaces how full tensors are sent, and nothing else."""
+
+    async def update_weights(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        global_steps: int | None = None,
+        wire_format: str = "named_tensors",
+        **kwargs,
+    ) -> None:
+        """Send every tensor of ``weights`` to this rank's vLLM worker. Arguments as in verl's method.
+
+        Raises:
+            WeightSyncError: the worker raised, died or went silent. Names this rank, how far it came, and the cause.
+        """
+        if wire_format != "named_tensors":
+            return await super().update_weights(weights, global_steps, wire_format=wire_format, **kwargs)
+
+        kwargs["use_shm"] = self.use_shm
+        engine_kwargs = (self.config.get("engine_kwargs") or {}).get("vllm") or {}
+        if engine_kwargs.get("worker_extension_cls") == _EXTENSION:
+            kwargs["sync_timeout_seconds"] = _timeout_seconds
+        future = await self._execute_method("update_weights_from_ipc", non_block=True, kwargs=kwargs)
+        await send_weights(
+            weights,
+            zmq_handle=self.zmq_handle,
+            bucket_megabytes=self.config.checkpoint_engine.update_weights_bucket_megabytes,
+            use_shm=self.use_shm,
+            timeout_seconds=_timeout_seconds,
+            rank=int(os.environ.get("RANK", self.rollout_rank)),
+            future=future,
+        )
+        if self._has_server:
+            # What was computed with the old weights must not be reused.
+            await self.server_handle.clear_kv_cache.remote()
+            if global_steps is not None:
+                await self.server_handle.set_global_steps.remote(global_steps)
+
+
+async def send_weights(
+    weights: Iterable[tuple[str, torch.Tensor]],
+    *,
+    zmq_handle: str,
+    bucket_megabytes: int,
+    use_shm: bool,
+    timeout_seconds: float,
+    rank: int,
+    future: Any = None,
+    failure_of: Callable[[Any], BaseException | None] | None = None,
+) -> None:
+    """Send ``weights`` through verl's bucketed transport, and wait for the receiving call to end.
+
+    Whatever happens, ``weights`` is closed, and the socket file and the shared-memory segment are gone afterwards.
+
+    Args:
+        future: the remote call that receives, an awaitable; None on ranks that did not make it.
+        failure_of: tells, without waiting, the exception that ``future`` ended with; Ray's by default.
+
+    Raises:
+        WeightSyncError: see ``WatchedUpdates.update_weights``.
+    """
+    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+
+    failure_of = failure_of or _failure_of_ray_call
+    progress = _Progress()
+
+    def check() -> None:
+        if future is not None and (cause := failure_of(future)) is not None:
+            raise cause
+
+    sender = BucketedWeightSender(zmq_handle, bucket_size_mb=bucket_megabytes, use_shm=use_shm)
+    sender.zmq_context = context = WatchedContext(
+        zmq.Context.instance(), timeout_seconds, waits_for=f"the vLLM worker behind {zmq_handle}", check=check
+    )
+    try:
+        await sender.async_send_weights(progress.follow(weights))
+        if future is not None:
+            await _finished(future, timeout_seconds)
+    except Exception as error:
+        if progress.failed_in_source:
+            raise  # the trainer's own error, not the road's
+        cause = (failure_of(future) if future is not None else None) or error
+        raise WeightSyncError(
+            f"weight sync failed on trainer rank {rank} after {progress.sent} tensors "
+            f"(last: {progress.last or 'none'}): {_in_words(cause)}"
+        ) from cause
+    finally:
+        await _close(weights)
+        _release(zmq_handle, context.shared_memory_name)
+
+
+class _Progress:
+    """Which tensors a sender has taken out of the stream, and whether the stream itself failed."""
+
+    def __init__(self):
+        self.sent, self.last, self.failed_in_source = 0, "", False
+
+    async def follow(self, weights: Iterable[tuple[str, torch.Tensor]]) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        from verl.workers.rollout.utils import ensure_async_iterator
+
+        stream = ensure_async_iterator(weights)
+        while True:
+            try:
+                name, tensor = await anext(stream)
+            except StopAsyncIteration:
+                return
+            except BaseException:
+                self.failed_in_source = True
+                raise
+            self.last = name
+            yield name, tensor
+            self.sent += 1
+
+
+async def _finished(future: Any, timeout_seconds: float) -> None:
+    async def result() -> Any:
+        return await future
+
+    try:
+        await asyncio.wait_for(result(), timeout_seconds)
+    except asyncio.TimeoutError:
+        raise WeightSyncError(
+            f"vLLM took every tensor and did not finish the update within {timeout_seconds:g} s"
+        ) from None
+
+
+def _failure_of_ray_call(reference: Any) -> Exception | None:
+    import ray
+
+    if not ray.wait([reference], timeout=0)[0]:
+        return None
+    try:
+        ray.get(reference, timeout=0)
+    except Exception as error:  # whatever the remote side raised is what is asked for
+        return error
+    return None
+
+
+def _in_words(cause: BaseException) -> str:
+    """The cause without Ray's wrapping and its remote traceback, which the chained exception still shows."""
+    cause = getattr(cause, "cause", None) or cause
+    return f"{type(cause).__name__}: {cause}" if not isinstance(cause, WeightSyncError) else str(cause)
+
+
+async def _close(weights: Any) -> None:
+    # A generator that gathers holds collectives' buffers, and verl drops it without closing it.
+    if hasattr(weights, "aclose"):
+        await weights.aclose()
+    elif hasattr(weights, "close"):
+        weights.close()
+
+
+def _release(zmq_handle: str, shared_memory_name: str | None) -> None:
+    """Remove the socket file, and the segment that verl's sender forgets when its first message stays unanswered."""
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(zmq_handle.removeprefix("ipc://"))
+    if shared_memory_name is not None:
+        with contextlib.suppress(FileNotFoundError):
+            segment = shared_memory.SharedMemory(name=shared_memory_name)
+            segment.close()
+            segment.unlink()

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import psutil
 
+from ...rollout.housekeeping import remove_leftovers, unused_segments
+
 __all__ = ["Interrupted", "ProcessTree"]
 
 _PR_SET_PDEATHSIG = 1
@@ -74,6 +76,7 @@ class ProcessTree:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         self._end_descendants()
+        _remove_leftovers()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def run(self, command: list[str], env: dict[str, str], log: Path, on_tick: Callable[[], None]) -> int:
@@ -114,6 +117,15 @@ class ProcessTree:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             time.sleep(0.05)
+
+
+def _remove_leftovers() -> None:
+    """Shared memory and sockets of processes that were killed; a segment is spared until it is a moment old."""
+    deadline = time.monotonic() + 4.0
+    remove_leftovers()
+    while unused_segments(minimum_age=0.0) and time.monotonic() < deadline:
+        time.sleep(0.5)
+        remove_leftovers()
 
 
 def _reap_and_list() -> list[psutil.Process]:

@@ -33,7 +33,9 @@ def install() -> None:
     def initialize_global_process_group(timeout_second=36000):
         if get_device_name() != "cpu":
             return with_torchrun(timeout_second)
-        torch.distributed.init_process_group("cpu:gloo", timeout=timedelta(seconds=timeout_second))
+        torch.distributed.init_process_group(
+            "cpu:gloo", timeout=timedelta(seconds=timeout_second), init_method=os.environ.get("DIST_INIT_METHOD")
+        )
         return tuple(int(os.environ[name]) for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"))
 
     verl_distributed.initialize_global_process_group_ray = initialize_global_process_group_ray

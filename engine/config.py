@@ -6,6 +6,7 @@ config has its engine.
 """
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from hydra.errors import CompactHydraException
 from verl.utils.device import get_device_name, is_support_ipc
 from verl.workers.config.actor import ActorConfig
 from verl.workers.config.critic import CriticConfig
-from verl.workers.config.engine import EngineConfig
+from verl.workers.config.engine import EngineConfig, EngineRouterReplayConfig
 
 from .errors import SettingError
 
@@ -153,16 +154,23 @@ def engine_config(**settings: Any) -> EPFSDP2EngineConfig:
         DriverError: for a key that the engine does not have, with the nearest one that it has; or for a value that no
             model could make right.
     """
-    known = sorted(engine_settings())
-    for key in settings:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            works = f"engine.{near[0]}" if near else f"one of: {', '.join(known)}"
-            raise DriverError(f"engine.{key}", settings[key], "the engine has no such setting.", works)
+    _check_keys("engine", settings, engine_settings())
+    replay = settings.get("router_replay")
+    if replay is not None and not isinstance(replay, EngineRouterReplayConfig):
+        _check_keys("engine.router_replay", replay, {f.name for f in fields(EngineRouterReplayConfig)})
+        settings["router_replay"] = EngineRouterReplayConfig(**replay)
     try:
         return EPFSDP2EngineConfig(**settings)
     except SettingError as error:
         raise DriverError.of(error) from error
+
+
+def _check_keys(node: str, settings: Mapping[str, Any], known: set[str]) -> None:
+    for key in settings:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            works = f"{node}.{near[0]}" if near else f"one of: {', '.join(sorted(known))}"
+            raise DriverError(f"{node}.{key}", settings[key], "the engine has no such setting.", works)
 
 
 def engine_settings() -> set[str]:

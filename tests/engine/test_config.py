@@ -37,6 +37,7 @@ from verl.workers.config.engine import EngineRouterReplayConfig, FSDPEngineConfi
         ({"sync_gather_megabytes": 0}, "engine.sync_gather_megabytes=0: "),
         ({"sync_timeout_seconds": 0}, "engine.sync_timeout_seconds=0: "),
         ({"epsize": 2}, "engine.epsize=2: the engine has no such setting. What works: engine.ep_size"),
+        ({"router_replay": {"mod": "R2"}}, "engine.router_replay.mod=R2: the engine has no such setting. What works: "),
         ({"reshard_after_foward": True}, "engine.reshard_after_foward=True: "),
         ({"use_remove_padding": True}, "engine.use_remove_padding=True: the engine has no such setting."),
     ],
@@ -97,7 +98,10 @@ def test_settings_that_mean_what_verls_mean_have_its_names_and_defaults():
 
 def test_router_replay_that_is_not_supported_is_refused():
     with pytest.raises(SettingError, match="engine.router_replay.mode=R2"):
-        engine_config(router_replay=EngineRouterReplayConfig(mode="R2"))
+        engine_config(router_replay={"mode": "R2"})
+    assert engine_config(router_replay={"mode": "disabled"}) == engine_config()
+    with pytest.raises(SettingError, match="engine.router_replay.mode=R2"):
+        EPFSDP2EngineConfig(router_replay=EngineRouterReplayConfig(mode="R2"))
 
 
 def test_each_role_has_an_engine_config_of_its_own():

@@ -1,0 +1,208 @@
+"""Tiny checkpoints, and real vLLM engines in processes of their own."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import glob
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from multiprocessing.connection import Listener
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+OURS = "epfsdp2.rollout.vllm_worker.WeightSyncExtension"
+PROMPTS = [[5, 6, 7, 8], [9, 3, 100, 42, 17, 150], [199]]
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@dataclass
+class Checkpoint:
+    """A tiny Qwen3-MoE on disk, and its weights as a trainer hands them over (experts fused)."""
+
+    path: str
+    config: object
+    weights: dict
+
+
+def make_checkpoint(path: Path, seed: int, tied: bool = False) -> Checkpoint:
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    # Nothing square: hidden != 2 x intermediate, so that a transposed expert can't pass; a vocabulary that is padded.
+    config = Qwen3MoeConfig(
+        vocab_size=200,
+        hidden_size=96,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+    )
+    generator = torch.Generator().manual_seed(seed)
+    model = Qwen3MoeForCausalLM(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(mean=0.0 if parameter.dim() > 1 else 1.0, std=0.2, generator=generator)
+    model.save_pretrained(path)
+    return Checkpoint(str(path), config, {name: p.detach() for name, p in model.named_parameters()})
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory) -> list[Checkpoint]:
+    """Two untied ones with different weights, then two tied ones."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    return [make_checkpoint(root / str(seed), seed, tied=seed > 2) for seed in (1, 2, 3, 4)]
+
+
+class Engine:
+    """One vLLM engine: remote calls, generation, and weight syncs over verl's real transport."""
+
+    def __init__(self, model: str, tp_size: int = 1, extension: str = OURS):
+        self.job = f"test{os.getpid()}x{id(self)}"
+        self.tp_size = tp_size
+        folder = tempfile.mkdtemp()
+        self._log = Path(f"{folder}/log").open("w+")  # noqa: SIM115  (closed in stop)
+        self._listener = Listener(f"{folder}/socket")
+        settings = {"model": model, "tensor_parallel_size": tp_size, "worker_extension_cls": extension}
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "vllm_process.py"), f"{folder}/socket", json.dumps(settings)],
+            env={**os.environ, **_ENVIRONMENT, "VERL_RAY_JOB_ID": self.job, "PYTHONPATH": str(HERE)},
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        # One thread, so that calls come one after the other; the first waits for the engine.
+        self._calls = concurrent.futures.ThreadPoolExecutor(1)
+        self._connection = self._calls.submit(self._accept).result(timeout=240)
+
+    def _accept(self):
+        self._listener._listener._socket.settimeout(200)
+        connection = self._listener.accept()
+        connection.recv()
+        return connection
+
+    def _ask(self, command, arguments, timeout):
+        self._connection.send((command, arguments))
+        if not self._connection.poll(timeout):
+            raise TimeoutError(f"{command}: no answer within {timeout} s\n{self.log()}")
+        kind, answer = self._connection.recv()
+        if kind == "error":
+            raise RuntimeError(answer)
+        return answer
+
+    def call(self, command: str, timeout: float = 60.0, **arguments) -> concurrent.futures.Future:
+        return self._calls.submit(self._ask, command, arguments, timeout)
+
+    def generate(self):
+        return self._calls.submit(self._ask, "generate", PROMPTS, 60.0).result()
+
+    def digests(self) -> list[dict]:
+        return [answer["digests"] for answer in self.call("epfsdp2_digests").result()]
+
+    def difference(self, checkpoint: Checkpoint, weights: dict | None = None) -> str:
+        """How what the workers hold differs from a checkpoint's weights (or from ``weights``); empty if it does not."""
+        from epfsdp2.rollout import verify
+
+        found = self.digests()
+        assert len(found) == self.tp_size
+        state = checkpoint.weights if weights is None else weights
+        reports = [
+            verify.compare(verify.expected_digests(state, checkpoint.config, self.tp_size, rank), digests)
+            for rank, digests in enumerate(found)
+        ]
+        return "\n".join(filter(None, reports))
+
+    def handle(self, rank: int = 0) -> str:
+        return f"ipc:///tmp/rl-colocate-zmq-{self.job}-replica-0-rank-{rank}.sock"
+
+    def sync(self, weights, timeout_seconds: float = 30.0, watched: bool = True) -> None:
+        """One weight sync: a sender per worker, the first of which also watches the receiving call.
+
+        Args:
+            weights: what each rank sends; a function of the rank, called in the sender's thread.
+            watched: False leaves the first sender without that call, as all other ranks are.
+        """
+        from epfsdp2.rollout.server_adapter import send_weights
+
+        receiving = self.call("update_weights_from_ipc", use_shm=True, sync_timeout_seconds=timeout_seconds)
+
+        async def send(rank: int):
+            watches = rank == 0 and watched
+            await send_weights(
+                weights(rank),
+                zmq_handle=self.handle(rank),
+                bucket_megabytes=1,
+                use_shm=True,
+                timeout_seconds=timeout_seconds,
+                rank=rank,
+                future=asyncio.wrap_future(receiving) if watches else None,
+                failure_of=lambda _: receiving.exception() if receiving.done() else None,
+            )
+
+        with concurrent.futures.ThreadPoolExecutor(self.tp_size) as senders:
+            results = [senders.submit(asyncio.run, send(rank)) for rank in range(self.tp_size)]
+        for result in results:
+            result.result()
+
+    def leftovers(self) -> list[str]:
+        return glob.glob("/dev/shm/verl_weights_*") + glob.glob(f"/tmp/rl-colocate-zmq-{self.job}-*")
+
+    def workers(self) -> list[int]:
+        import psutil
+
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        # vLLM's worker processes title themselves; the resource tracker beside them has none of that.
+        return [child.pid for child in family if "Worker" in " ".join(child.cmdline() + [child.name()])]
+
+    def log(self) -> str:
+        self._log.flush()
+        return Path(self._log.name).read_text()[-4000:]
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired, AttributeError):
+                self._connection.send(("exit", None))
+                self.process.wait(20)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self._calls.shutdown(wait=False)
+        self._listener.close()
+        self._log.close()
+
+
+@pytest.fixture(scope="module")
+def start_engine():
+    """Start engines one at a time: a new one stops the one before it."""
+    running: list[Engine] = []
+
+    def start(model: str, **settings) -> Engine:
+        while running:
+            running.pop().stop()
+        running.append(Engine(model, **settings))
+        return running[-1]
+
+    yield start
+    for engine in running:
+        engine.stop()

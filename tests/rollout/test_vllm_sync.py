@@ -1,0 +1,200 @@
+"""Weights over verl's real transport into a real vLLM engine, tensor-parallel size 1."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from epfsdp2.rollout.server_adapter import WeightSyncError
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def engine(start_engine, checkpoints):
+    return start_engine(checkpoints[0].path)
+
+
+def same_on_all_ranks(weights: dict):
+    return lambda rank: iter(weights.items())
+
+
+@pytest.fixture(scope="module")
+def synced(engine, checkpoints):
+    """What was generated before any sync, and after a sync to the other checkpoint's weights."""
+    outputs = {"fresh 1": engine.generate()}
+    assert engine.difference(checkpoints[0]) == ""
+    assert engine.difference(checkpoints[1]) != ""
+    engine.sync(same_on_all_ranks(checkpoints[1].weights))
+    outputs["synced 2"] = engine.generate()
+    return outputs
+
+
+def test_two_syncs_leave_exactly_the_senders_weights(engine, checkpoints, synced):
+    assert engine.difference(checkpoints[1]) == ""
+    engine.sync(same_on_all_ranks(checkpoints[0].weights))
+    assert engine.difference(checkpoints[0]) == ""
+    assert engine.generate() == synced["fresh 1"]
+    assert synced["synced 2"] != synced["fresh 1"]
+    assert engine.leftovers() == []
+
+
+def test_values_can_be_read_back(engine, checkpoints):
+    engine.sync(same_on_all_ranks(checkpoints[0].weights))
+    name = "model.layers.1.mlp.experts.w2_weight"
+    dtype, shape, data = engine.call("epfsdp2_read_parameters", names=[name]).result()[0][name]
+    found = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).view(shape)
+    assert torch.equal(found, checkpoints[0].weights["model.layers.1.mlp.experts.down_proj"])
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "shows_in"),
+    [
+        ("model.layers.1.mlp.experts.down_proj", (5, 7, 9), "model.layers.1.mlp.experts.w2_weight"),
+        ("model.layers.0.mlp.experts.gate_up_proj", (7, 127, 95), "model.layers.0.mlp.experts.w13_weight"),
+        ("model.layers.0.self_attn.k_proj.weight", (63, 0), "model.layers.0.self_attn.qkv_proj.weight"),
+        ("lm_head.weight", (199, 95), "lm_head.weight"),
+    ],
+)
+def test_one_changed_element_changes_one_digest(engine, checkpoints, name, index, shows_in):
+    """The digests see what is inside the model: the sync brings the change, the sender's old weights lack it."""
+    changed = {**checkpoints[0].weights, name: checkpoints[0].weights[name].clone()}
+    changed[name][index] += 1e-6
+    engine.sync(same_on_all_ranks(changed))
+    assert engine.difference(checkpoints[0], changed) == ""
+    report = engine.difference(checkpoints[0])
+    assert report.startswith("1 of 21 tensors differ:")
+    assert f"\n{shows_in}: is" in report
+
+
+def test_one_expert_at_a_time_is_accepted(engine, checkpoints):
+    """Families whose loader knows no fused tensors send one tensor per expert and projection."""
+    single = {}
+    for name, tensor in checkpoints[1].weights.items():
+        prefix = name.rpartition(".")[0]
+        if name.endswith("gate_up_proj"):
+            for e, (gate, up) in enumerate(zip(*tensor.chunk(2, 1), strict=True)):
+                single[f"{prefix}.{e}.gate_proj.weight"], single[f"{prefix}.{e}.up_proj.weight"] = gate, up
+        elif name.endswith("down_proj"):
+            single.update({f"{prefix}.{e}.down_proj.weight": down for e, down in enumerate(tensor)})
+        else:
+            single[name] = tensor
+    assert len(single) == 69
+    engine.sync(same_on_all_ranks(single))
+    assert engine.difference(checkpoints[1]) == ""
+    del single["model.layers.1.mlp.experts.6.up_proj.weight"]
+    with pytest.raises(WeightSyncError, match=r"model\.layers\.1\.mlp\.experts\S* \(141312 of 147456\)"):
+        engine.sync(same_on_all_ranks(single))
+
+
+def _without(weights, name):
+    return {key: value for key, value in weights.items() if key != name}
+
+
+GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda w: {**w, GATE_UP: w[GATE_UP][:7]}, r"1 layers .*layers\.0\.mlp\.experts\S* \(135168 of 147456\)"),
+        (lambda w: _without(w, "model.norm.weight"), r"1 layers .*model\.norm \(0 of 96\)"),
+        (lambda w: _without(w, "lm_head.weight"), r"1 layers .*lm_head \(0 of 19200\)"),
+        (lambda w: _without(w, "model.layers.1.self_attn.v_proj.weight"), r"qkv_proj \(18432 of 24576\)"),
+        (
+            lambda w: {(k.replace("gate_up_proj", "w13") if k == GATE_UP else k): v for k, v in w.items()},
+            r"1 layers .*1 tensors were sent that vLLM's model silently ignored.*layers\.0\.mlp\.experts\.w13",
+        ),
+        (lambda w: {**w, "model.layers.0.mlp.experts.more": w[GATE_UP]}, r"silently ignored.*experts\.more"),
+        (lambda w: {**w, "model.norm.weight": torch.zeros(95)}, r"after 25 tensors .*loading the received weights"),
+    ],
+    ids=["expert missing", "layer missing", "head missing", "projection missing", "renamed", "unknown", "wrong shape"],
+)
+def test_an_incomplete_or_wrong_stream_is_an_error(engine, checkpoints, spoil, message):
+    with pytest.raises(WeightSyncError, match=message) as caught:
+        engine.sync(same_on_all_ranks(spoil(checkpoints[0].weights)))
+    assert "trainer rank 0" in str(caught.value)
+    assert engine.leftovers() == []
+
+
+def test_a_name_sent_twice_is_an_error(engine, checkpoints):
+    twice = [*checkpoints[0].weights.items(), ("model.norm.weight", torch.zeros(96))]
+    # Far enough apart to travel in two buckets: within one, verl's transport keeps the last.
+    twice.insert(0, twice.pop())
+    with pytest.raises(WeightSyncError, match="model.norm.weight was sent twice"):
+        engine.sync(lambda rank: iter(twice))
+
+
+def test_after_errors_a_good_sync_is_exact_again(engine, checkpoints, synced):
+    engine.sync(same_on_all_ranks(checkpoints[0].weights))
+    assert engine.difference(checkpoints[0]) == ""
+    assert engine.generate() == synced["fresh 1"]
+
+
+def test_an_error_of_the_stream_itself_comes_through(engine, checkpoints):
+    def failing(rank):
+        yield next(iter(checkpoints[0].weights.items()))
+        raise ZeroDivisionError("from the gather")
+
+    with pytest.raises(ZeroDivisionError, match="from the gather"):
+        engine.sync(failing, timeout_seconds=3)
+    assert engine.leftovers() == []
+
+
+def test_a_killed_trainer_rank_ends_the_receiving_call(engine, checkpoints):
+    from epfsdp2.rollout import housekeeping
+
+    script = Path(__file__).parent / "sender_process.py"
+    socket = Path(engine.handle().removeprefix("ipc://"))
+    sender = subprocess.Popen([sys.executable, str(script), engine.handle()], stdout=subprocess.PIPE, text=True)
+    try:
+        while not socket.exists():
+            assert sender.poll() is None
+            time.sleep(0.1)
+        receiving = engine.call("update_weights_from_ipc", use_shm=True, sync_timeout_seconds=4)
+        while sender.stdout.readline() != "hanging\n":
+            assert sender.poll() is None
+    finally:
+        sender.send_signal(signal.SIGKILL)
+        sender.wait()
+    with pytest.raises(RuntimeError, match="no answer from the trainer rank behind .* within 4 s"):
+        receiving.result(60)
+    assert socket.exists()
+    time.sleep(2)
+    housekeeping.remove_leftovers()
+    assert engine.leftovers() == []
+    engine.sync(same_on_all_ranks(checkpoints[0].weights))
+    assert engine.difference(checkpoints[0]) == ""
+
+
+def test_a_killed_vllm_worker_ends_the_sender_before_its_time_out(engine, checkpoints):
+    killed_at = None
+
+    def killing(rank):
+        nonlocal killed_at
+        for index, item in enumerate(checkpoints[0].weights.items()):
+            if index == 15:
+                (worker,) = engine.workers()
+                os.kill(worker, signal.SIGKILL)
+                killed_at = time.monotonic()
+            yield item
+
+    with pytest.raises(WeightSyncError, match=r"trainer rank 0 after \d+ tensors \(last: .*Error") as caught:
+        engine.sync(killing, timeout_seconds=50)
+    assert time.monotonic() - killed_at < 25
+    assert "no answer" not in str(caught.value)  # the cause is vLLM's own
+    assert engine.leftovers() == []
+
+
+def test_a_disabled_sync_is_seen_and_a_fresh_engine_agrees(engine, start_engine, checkpoints, synced):
+    fresh = start_engine(checkpoints[1].path, extension="disabled_extension.DisabledSync")
+    # The engine above was started on the first checkpoint and synced to the second, this one was started on it.
+    assert fresh.generate() == synced["synced 2"]
+    assert fresh.difference(checkpoints[1]) == ""
+    fresh.sync(same_on_all_ranks(checkpoints[0].weights))
+    assert "tensors differ" in fresh.difference(checkpoints[0])
+    assert fresh.generate() == synced["synced 2"]

@@ -41,7 +41,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3MoeForCausalLM:
-    """2 MoE layers of 16 experts, 2 of them per token; 2.6 million parameters in float32.
+    """2 MoE layers of 16 experts, 2 of them per token; 2.5 million parameters in float32.
 
     ``vocab_size == len(tokenizer)``: vLLM masks logits beyond the tokenizer and the actor does not, so any padding of
     the vocabulary would show as a constant difference of log-probs. Expert matrices are not square, and their sides

@@ -105,7 +105,7 @@ def folder(tmp_path_factory):
 def first_run(folder):
     """A short quickstart from nothing. What it leaves is checked by the test that asks for it."""
     before = shared_memory()
-    with running(folder / "first", "--steps", "16") as run:
+    with running(folder / "first", "--steps", "12") as run:
         run.wait()
     run.left = unmapped(shared_memory() - before)
     return run
@@ -120,7 +120,7 @@ def warmed_up(first_run):
 def test_reward_rises_and_vllm_has_the_trainers_weights(first_run):
     assert first_run.process.returncode == 0, first_run.text()[-3000:]
     steps = first_run.steps()
-    assert len(steps) == 16
+    assert len(steps) == 12
     assert all(step["training/rollout_probs_diff_mean"] < 5e-3 for step in steps)
     summary = json.loads((first_run.output / "summary.json").read_text())
     assert summary["passed"]
@@ -151,12 +151,12 @@ def test_without_the_weight_sync_the_reward_check_fails(folder, warmed_up):
 
     It runs in the interrupted run's folder: an interrupted quickstart starts again cleanly.
     """
-    options = ["--model", warmed_up, "--steps", "10"]
+    options = ["--model", warmed_up, "--steps", "8"]
     options += ["--override", f"{EXTENSION}=dropped_weights.DroppedWeights"]
     options += ["--override", "actor_rollout_ref.rollout.load_format=auto"]
     with running(folder / "second", *options) as run:
         run.wait()
-    assert len(run.steps()) == 10, run.text()[-3000:]
+    assert len(run.steps()) == 8, run.text()[-3000:]
     assert run.process.returncode == 1
     summary = json.loads((run.output / "summary.json").read_text())
     assert any("the reward did not clearly rise" in failure for failure in summary["failures"])

@@ -13,9 +13,10 @@ import pandas as pd
 import psutil
 import pytest
 import torch
-from epfsdp2.recipes.quickstart import cli, commands, failure, metrics, model, report, task
 from rich.console import Console
 from safetensors import safe_open
+
+from epfsdp2.recipes.quickstart import cli, commands, failure, metrics, model, report, task
 
 # ---------------------------------------------------------------------------------------------------------- the task
 

@@ -1,7 +1,8 @@
 """A test hook: vLLM takes part in every weight sync, and throws away what arrives."""
 
-from epfsdp2.rollout.vllm_worker import WeightSyncExtension
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
+
+from epfsdp2.rollout.vllm_worker import WeightSyncExtension
 
 
 class DroppedWeights(WeightSyncExtension):

@@ -130,8 +130,12 @@ class Quickstart:
         task.write_datasets(self.output / "data", options.seed, copies, options.right_share)
         if options.model is None:
             with self.console.status("making a model, a tokenizer and data"):
+                # Late, because torch and transformers take seconds to import and --help needs neither.
+                from transformers.utils import logging
+
                 from .model import write_model
 
+                logging.disable_progress_bar()
                 write_model(self.model, options.seed)
         self.console.print(f"model and data in {self.output}")
 

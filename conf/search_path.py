@@ -92,7 +92,8 @@ def with_engine_entry(defaults: list[Any]) -> list[Any] | None:
 def _add_engine_entry(config: Any, name: str) -> None:
     if not isinstance(config, DictConfig) or "defaults" not in config:
         return
-    extended = with_engine_entry(OmegaConf.to_container(config, resolve=False)["defaults"])
+    plain: Any = OmegaConf.to_container(config, resolve=False)
+    extended = with_engine_entry(plain["defaults"])
     if extended is not None:
         config["defaults"] = extended
     elif name == "ppo_trainer.yaml" and f"engine={ENGINE}" in sys.argv:

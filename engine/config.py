@@ -80,7 +80,7 @@ class EPFSDP2EngineConfig(EngineConfig):
     def __post_init__(self):
         super().__post_init__()
         check_engine_values(self)
-        from . import actor as _registers_itself  # noqa: F401
+        from . import actor, critic  # noqa: F401  (they register themselves with verl)
 
 
 def check_engine_values(config: EPFSDP2EngineConfig) -> None:
@@ -113,11 +113,12 @@ def check_engine_values(config: EPFSDP2EngineConfig) -> None:
             f"is one of {', '.join(_MODEL_DTYPES)}.",
             "engine.model_dtype=fp32",
         )
-    unknown = sorted(set(config.mixed_precision or {}) - set(_PRECISION_KEYS))
+    precision = config.mixed_precision or {}
+    unknown = sorted(set(precision) - set(_PRECISION_KEYS))
     if unknown:
         raise SettingError(
             f"engine.mixed_precision.{unknown[0]}",
-            config.mixed_precision[unknown[0]],
+            precision[unknown[0]],
             "there is no such key.",
             f"keys {', '.join(_PRECISION_KEYS)}",
         )
@@ -186,6 +187,7 @@ class EPFSDP2ActorConfig(ActorConfig):
     """
 
     strategy: str = STRATEGY
+    engine: Any = field(default_factory=EPFSDP2EngineConfig)
     forward_only: bool = False
     grad_clip: float = 1.0
     use_remove_padding: bool = False
@@ -202,7 +204,7 @@ class EPFSDP2ActorConfig(ActorConfig):
         Raises:
             DriverError: see ``preflight.check_run``.
         """
-        super().validate(n_gpus, train_batch_size, model_config)
+        super().validate(n_gpus, train_batch_size, model_config or {})
         from .preflight import check_run
 
         try:
@@ -223,6 +225,7 @@ class EPFSDP2CriticConfig(CriticConfig):
     """Critic: verl's settings, and the one engine node."""
 
     strategy: str = STRATEGY
+    engine: Any = field(default_factory=EPFSDP2EngineConfig)
     grad_clip: float = 1.0
 
     def __post_init__(self):
@@ -244,6 +247,6 @@ class EPFSDP2CriticConfig(CriticConfig):
             raise DriverError.of(error) from error
 
 
-def _engine_of(engine: EPFSDP2EngineConfig, forward_only: bool) -> EPFSDP2EngineConfig:
+def _engine_of(engine: Any, forward_only: bool) -> EPFSDP2EngineConfig:
     """A config of its own for each role: verl writes batch sizes into it."""
     return replace(engine, forward_only=forward_only)

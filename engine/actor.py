@@ -82,17 +82,20 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         self.pass_packed_cu_seqlens = False
         parallelize(module, self.meshes, self._sharding_options())
         materialize(module, get_device_id())
-        load_weights(module, files, self.meshes, self._initialize_missing)
+        unused = load_weights(module, files, self.meshes, self._initialize_missing, progress=self.rank == 0)
+        if unused and self.rank == 0:
+            print(f"[epfsdp2] {len(unused)} tensors of the checkpoint have no place in the model, e.g. {unused[:3]}")
         self.layer_names = layer_names(module)
 
         self.module: Any = module
-        self.optimizer = self.lr_scheduler = None
+        self.optimizer: Any = None
+        self.lr_scheduler: Any = None
         if not self.engine_config.forward_only:
             self.optimizer = self._build_optimizer(module)
             self.lr_scheduler = self._build_lr_scheduler(self.optimizer)
 
     def _build_module(self) -> nn.Module:
-        module = build_on_meta(
+        module: Any = build_on_meta(
             self._auto_class(),
             self.model_config.hf_config,
             PrecisionType.to_dtype(self.engine_config.model_dtype),
@@ -121,7 +124,7 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         config = self.engine_config
         precision = config.mixed_precision or {}
         return ShardingOptions(
-            param_dtype=PrecisionType.to_dtype(precision.get("param_dtype", "bf16")),
+            param_dtype=PrecisionType.to_dtype(precision.get("param_dtype", config.dtype)),
             reduce_dtype=PrecisionType.to_dtype(precision.get("reduce_dtype", "fp32")),
             reshard_after_forward=config.reshard_after_forward,
             prefetch_depth=config.prefetch_depth,

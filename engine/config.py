@@ -16,6 +16,7 @@ from verl.workers.config.actor import ActorConfig
 from verl.workers.config.critic import CriticConfig
 from verl.workers.config.engine import EngineConfig, EngineRouterReplayConfig
 
+from ..rollout import housekeeping
 from .errors import SettingError
 
 __all__ = ["STRATEGY", "EPFSDP2ActorConfig", "EPFSDP2CriticConfig", "EPFSDP2EngineConfig", "engine_config"]
@@ -218,6 +219,7 @@ class EPFSDP2ActorConfig(ActorConfig):
             )
         except SettingError as error:
             raise DriverError.of(error) from error
+        housekeeping.install_at_exit()
 
 
 @dataclass

@@ -16,12 +16,13 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
+from tqdm import tqdm
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from .errors import SettingError
 from .mesh import Meshes
-from .shards import box_of, cuts_of, local_tensor, persistent_buffers
+from .shards import box_of, local_tensor, persistent_buffers
 
 __all__ = ["CheckpointFiles", "load_weights", "open_checkpoint"]
 
@@ -36,6 +37,11 @@ class CheckpointFiles:
 
     folder: Path
     file_of: Mapping[str, str]
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Shape of one tensor, from the file's header."""
+        with safe_open(self.folder / self.file_of[key], framework="pt") as file:
+            return tuple(file.get_slice(key).get_shape())
 
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
         """Read one tensor, or the part of it that ``index`` cuts; only those bytes are touched."""
@@ -84,23 +90,27 @@ def load_weights(
     files: CheckpointFiles,
     meshes: Meshes,
     initialize: Callable[[str, torch.Tensor], bool] = lambda name, tensor: False,
-) -> None:
+    progress: bool = False,
+) -> list[str]:
     """Fill the parameters and persistent buffers of a sharded, materialised model from a checkpoint.
 
     Args:
         initialize: called with the name and the local tensor of what the checkpoint lacks; fills it and returns True,
             or returns False to have it reported.
+        progress: show a bar.
+
+    Returns:
+        Names of what the checkpoint has and the model has no place for.
 
     Raises:
-        ValueError: naming the first missing or ill-shaped tensors. Tensors that the model has no place for are
-            reported by a warning of the caller's: ``unexpected`` names them.
+        ValueError: naming the first missing or ill-shaped tensors.
     """
     sources = _plan(model, files)
     targets: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **persistent_buffers(model)}
 
     missing = []
     with torch.no_grad():
-        for name, target in targets.items():
+        for name, target in tqdm(targets.items(), desc="Loading weights", disable=not progress):
             if name in sources:
                 _fill(name, target, sources[name], model, files, meshes)
             elif not initialize(name, local_tensor(target)):
@@ -110,6 +120,7 @@ def load_weights(
             f"{files.folder} lacks {len(missing)} tensors that {type(model).__name__} needs, first: "
             f"{', '.join(missing[:_FIRST])}."
         )
+    return [name for name in sources if name not in model.state_dict()]
 
 
 def _plan(model: nn.Module, files: CheckpointFiles) -> dict[str, _Source]:
@@ -144,20 +155,15 @@ def _fill(
     name: str, target: torch.Tensor, source: _Source, model: nn.Module, files: CheckpointFiles, meshes: Meshes
 ) -> None:
     """Read what this rank holds of ``target`` and copy it there."""
-    box = box_of(target, meshes.topology, meshes.fsdp_rank)
     local = local_tensor(target)
-    if local.numel() == 0:
+    box = box_of(target, meshes.topology, meshes.fsdp_rank)
+    if source.converter is not None:
+        local.copy_(_convert(name, target, source, box, model, files))
         return
-    if source.converter is None:
-        value = files.read(source.keys[-1][1], box if isinstance(target, DTensor) else None)
-    else:
-        value = _convert(name, target, source, box, model, files)
-    if value.shape != local.shape:
-        raise ValueError(
-            f"{files.folder}: {name} should give this rank {tuple(local.shape)} of {tuple(target.shape)}, but "
-            f"{source.keys[0][1]} and its likes give {tuple(value.shape)}."
-        )
-    local.copy_(value)
+    key = source.keys[-1][1]
+    _check_shape(files, name, target.shape, files.shape(key), key)
+    if local.numel():
+        local.copy_(files.read(key, box if isinstance(target, DTensor) else None))
 
 
 def _convert(
@@ -167,15 +173,32 @@ def _convert(
     by_pattern: dict[str | None, list[str]] = {}
     for pattern, key in source.keys:
         by_pattern.setdefault(pattern, []).append(key)
-    experts = box[0] if any(cut.dim == 0 for cut in cuts_of(target)) else slice(0, target.shape[0])
-    one_by_one = all(len(keys) == target.shape[0] for keys in by_pattern.values())
+    one_by_one = any(len(keys) > 1 for keys in by_pattern.values())
+    owned = box[0] if one_by_one else slice(None)
 
     converter = copy.deepcopy(source.converter)
     assert converter is not None
     for pattern, keys in by_pattern.items():
-        for key in keys[experts] if one_by_one else keys:
+        if one_by_one and len(keys) != target.shape[0]:
+            raise ValueError(
+                f"{files.folder}: {name} stacks {target.shape[0]} experts, but the checkpoint has {len(keys)} tensors "
+                f"like {keys[0]}."
+            )
+        for key in keys[owned]:
             converter.add_tensor(name, key, pattern, partial(files.read, key))
+    if one_by_one and owned.start == owned.stop:
+        return target.new_empty(0).view(*(s.stop - s.start for s in box))
     made = converter.convert(name, model=model, config=model.config)
     value = made[name]
     value = value[0] if isinstance(value, list) else value
+    experts = owned.stop - owned.start if one_by_one else target.shape[0]
+    _check_shape(files, name, (experts, *target.shape[1:]), tuple(value.shape), source.keys[0][1])
     return value[(slice(None), *box[1:])] if one_by_one else value[box]
+
+
+def _check_shape(files: CheckpointFiles, name: str, wanted: tuple[int, ...], found: tuple[int, ...], key: str) -> None:
+    if tuple(wanted) != tuple(found):
+        raise ValueError(
+            f"{files.folder}: {name} of the model has the shape {tuple(wanted)}, but {key} and its likes give "
+            f"{tuple(found)}."
+        )

@@ -52,7 +52,7 @@ def _parameters_on_meta() -> Iterator[None]:
             meta.__dict__.update(kwargs)
             module._parameters[name] = meta
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

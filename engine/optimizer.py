@@ -26,10 +26,28 @@ class MultiOptimizer(Optimizer):
     def __init__(self, optimizers: dict[str, Optimizer]):
         if not optimizers:
             raise ValueError("MultiOptimizer needs at least one optimizer.")
+        self.optimizers: dict[str, Optimizer] = {}
+        super().__init__([p for o in optimizers.values() for group in o.param_groups for p in group["params"]], {})
         self.optimizers = optimizers
-        # The very dicts of the inner optimizers: a scheduler that sets ``lr`` here sets it there.
-        super().__init__([group for o in optimizers.values() for group in o.param_groups], defaults={})
-        self.state = _ChainedState(list(optimizers.values()))  # type: ignore[assignment]
+
+    # Read from the inner optimizers each time: their load_state_dict replaces these objects. torch.optim.Optimizer
+    # assigns both in its __init__, which the setters ignore.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of all optimizers: a scheduler that sets ``lr`` here sets it there."""
+        return [group for o in self.optimizers.values() for group in o.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, _groups: list[dict[str, Any]]) -> None: ...
+
+    @property
+    def state(self) -> Any:
+        """The state of all optimizers, by parameter."""
+        return _ChainedState(list(self.optimizers.values()))
+
+    @state.setter
+    def state(self, _state: MutableMapping[Any, Any]) -> None: ...
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

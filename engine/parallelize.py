@@ -11,6 +11,7 @@ backward have been launched when FSDP launches that module's reduce-scatter: no 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -58,7 +59,7 @@ class _Block:
         return [m for m in (self.layer, *self.experts) if isinstance(m, FSDPModule)]
 
 
-def parallelize(model: nn.Module, meshes: Meshes, options: ShardingOptions) -> nn.Module:
+def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Module:
     """Shard ``model`` in place over ``meshes`` and return it, an ``FSDPModule``.
 
     The model may be on the meta device. Its experts are computed by ``experts_forward`` from here on.
@@ -80,7 +81,7 @@ def parallelize(model: nn.Module, meshes: Meshes, options: ShardingOptions) -> n
     # Routing weights may be float32 on purpose: the experts cast their hidden states themselves.
     expert_precision = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype, cast_forward_inputs=False)
     precision = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype)
-    common = {"reshard_after_forward": options.reshard_after_forward, "offload_policy": offload}
+    common: dict[str, Any] = {"reshard_after_forward": options.reshard_after_forward, "offload_policy": offload}
 
     for info in experts:
         fully_shard(

@@ -41,7 +41,7 @@ def cuts_of(param: torch.Tensor) -> tuple[Cut, ...]:
     names = mesh.mesh_dim_names
     assert names is not None, "our meshes have named axes"
     sharded = [
-        (type(placement) is not Shard, Cut(placement.dim, names[axis], mesh.size(axis)))
+        (type(placement) is not Shard, Cut(placement.dim, names[axis], mesh.size(axis)))  # type: ignore[attr-defined]
         for axis, placement in enumerate(param.placements)
         if placement.is_shard() or hasattr(placement, "split_factor")
     ]

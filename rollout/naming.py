@@ -6,9 +6,9 @@ there: Qwen3-30B-A3B is 531 tensors instead of 18,867, and vLLM's loader scans i
 """
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
-from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
 __all__ = ["FUSED_IN_VLLM", "as_checkpoint", "for_vllm"]
@@ -19,12 +19,12 @@ __all__ = ["FUSED_IN_VLLM", "as_checkpoint", "for_vllm"]
 FUSED_IN_VLLM = frozenset({"qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe", "dots1", "ernie4_5_moe", "gpt_oss"})
 
 
-def for_vllm(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def for_vllm(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """The names that vLLM's loader of this family takes, fused where it can; order is kept."""
     return iter(tensors) if model.config.model_type in FUSED_IN_VLLM else as_checkpoint(model, tensors)
 
 
-def as_checkpoint(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def as_checkpoint(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """The names and the layout of the family's Hugging Face checkpoints; order is kept.
 
     Args:

@@ -5,6 +5,7 @@ the module, the activation is the module's own.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ def attach(module: nn.Module, runtime: ExpertParallel) -> None:
 
 
 def experts_forward(
-    self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """Dispatch, compute the local experts, combine.
 

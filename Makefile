@@ -1,0 +1,34 @@
+# Everything runs from a virtual environment of its own, made by `make setup` (idempotent).
+#   make setup       the CPU stack where there is no GPU, the GPU extra where there is one
+#   make quickstart  GRPO on a tiny Mixture-of-Experts, start to end
+#   make test        the whole test suite
+#   make lint        ruff check, ruff format, mypy
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help setup quickstart test lint clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml .ci/setup .ci/requirements-cpu.txt .ci/requirements-dev.txt
+	PYTHON=$(PYTHON) bash .ci/setup $(VENV)
+	@touch $@
+
+quickstart: setup
+	$(BIN)/python -m epfsdp2.recipes.quickstart $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python .ci/typecheck.py
+
+clean:
+	rm -rf build runs outputs *.egg-info

@@ -1,0 +1,67 @@
+"""The full stream: every tensor whole and exact on every rank, one gather per layer, bounded memory."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from epfsdp2.engine.parallelize import layer_names
+from epfsdp2.rollout import naming, stream
+from tests.support.engine import sharded_model
+from tests.support.models import reference_model, save_qwen3_moe
+from tests.support.ranks import run_ranks
+
+
+def _counted(model, meshes, bound):
+    """The stream's tensors, and the bytes of each of its gathers."""
+    gathers = []
+    original = dist.all_gather_into_tensor
+
+    def counting(output, tensor, group=None):
+        gathers.append(output.nbytes)
+        return original(output, tensor, group=group)
+
+    dist.all_gather_into_tensor = counting
+    try:
+        return dict(stream.full_tensors(model, meshes, layer_names(model), bound)), gathers
+    finally:
+        dist.all_gather_into_tensor = original
+
+
+def _streams(folder, cases):
+    reference = reference_model(folder)
+    wanted = dict(reference.named_parameters())
+    for ep, fsdp_size, dim in cases:
+        model, meshes = sharded_model(folder, dist.get_world_size(), ep, fsdp_size, expert_shard_dim=dim)
+        full, gathers = _counted(model, meshes, 1 << 30)
+        assert list(full) == list(wanted)
+        for name, tensor in full.items():
+            assert torch.equal(tensor, wanted[name]), (ep, fsdp_size, dim, name)
+        # Embedding, three layers, and what follows them: five gathers for 31 tensors.
+        assert len(gathers) == len(layer_names(model)) + 2
+
+        largest = stream.largest_tensor_bytes(model)
+        again, bounded = _counted(model, meshes, largest)
+        assert all(torch.equal(again[name], wanted[name]) for name in wanted)
+        assert len(bounded) > len(gathers)
+        # Padding: at most one alignment per tensor and rank.
+        assert max(bounded) <= largest + 16 * len(wanted) * dist.get_world_size()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_full_tensors_on_every_placement(tmp_path, tied):
+    cases = [(1, -1, "auto"), (2, -1, "auto"), (4, -1, "auto"), (2, -1, 0), (2, 2, "auto"), (1, 1, "auto")]
+    run_ranks(_streams, 4, save_qwen3_moe(tmp_path, tie_word_embeddings=tied), cases)
+
+
+def test_fused_names_for_vllm_and_checkpoint_names_for_files(tmp_path):
+    model = reference_model(save_qwen3_moe(tmp_path))
+    tensors = dict(model.named_parameters())
+    fused = dict(naming.for_vllm(model, tensors.items()))
+    assert fused.keys() == tensors.keys()
+    assert fused["model.layers.0.mlp.experts.gate_up_proj"].shape == (8, 96, 64)
+    plain = dict(naming.as_checkpoint(model, tensors.items()))
+    assert plain["model.layers.0.mlp.experts.3.up_proj.weight"].shape == (48, 64)
+    assert len(plain) == len(fused) + 2 * (3 * 8 - 2)
+
+    model.config.model_type = "some_other_moe"
+    assert dict(naming.for_vllm(model, tensors.items())).keys() == plain.keys()

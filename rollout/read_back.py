@@ -25,7 +25,7 @@ def running_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
     multiplies the hidden states, also where it is tied to the embedding.
 
     Raises:
-        NotImplementedError: an experts kernel whose layout is not known here.
+        RuntimeError: an experts kernel whose layout is not known here.
     """
     heads = {id(layer) for name, layer in model.named_modules(remove_duplicate=False) if name.endswith("lm_head")}
     for name, layer in model.named_modules():
@@ -80,7 +80,7 @@ def _expert_weights(layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]
     if kernel is None:
         backend = getattr(getattr(method, "unquantized_backend", None), "name", "NONE")
         if backend not in _PLAIN_EXPERT_BACKENDS:
-            raise NotImplementedError(
+            raise RuntimeError(
                 f"reading the experts of vLLM's {backend} backend back: its weight layout is not known here"
             )
         return layer.w13_weight.detach(), layer.w2_weight.detach()
@@ -114,7 +114,7 @@ def unpack_by_index(packed: torch.Tensor, pack: Callable[[torch.Tensor], torch.T
         pack: the packing, ``[E, N, K] -> [E, N, K]``; called on one expert whose elements are their own indices.
 
     Raises:
-        NotImplementedError: ``pack`` is not a permutation within an expert.
+        RuntimeError: ``pack`` is not a permutation within an expert.
     """
     experts, rows, columns = packed.shape
     index = torch.arange(rows * columns)
@@ -126,7 +126,7 @@ def unpack_by_index(packed: torch.Tensor, pack: Callable[[torch.Tensor], torch.T
         source += pack(digit).flatten().long() * base
         base *= 256
     if not torch.equal(source.sort().values, index):
-        raise NotImplementedError(f"this packing of a {rows} x {columns} expert is not a permutation")
+        raise RuntimeError(f"this packing of a {rows} x {columns} expert is not a permutation")
     plain = torch.empty_like(packed).view(experts, -1)
     plain[:, source] = packed.reshape(experts, -1)
     return plain.view(experts, rows, columns)

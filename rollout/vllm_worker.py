@@ -25,12 +25,12 @@ from verl.workers.rollout.vllm_rollout.weight_update_utils import apply_buffer_u
 from vllm.config import set_current_vllm_config
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.attention import Attention, MLAAttention
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.platforms import current_platform
 
+from .completeness import KeptCalls, LayerRecord
 from .read_back import running_tensors
 from .sockets import WatchedContext, WeightSyncError
 from .verify import digest
@@ -154,81 +154,35 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
             yield from running_tensors(self.model_runner.model)
 
 
-class _Layer:
-    """What one layer of the model has to receive, and what it has received so far."""
-
-    def __init__(self, name: str, layer: torch.nn.Module):
-        self.name, self.layer, self.info = name, layer, get_layerwise_info(layer)
-        self.kernel_parameters = list(self.info.kernel_tensors[0].values())
-        self.expected = {
-            name: _unpadded_numel(layer, name, parameter)
-            for name, parameter in layer._parameters.items()
-            if parameter is not None and name not in SKIP_LOAD_TENSORS
-        }
-        self.received = dict.fromkeys(layer._parameters | layer._buffers, 0)
-        self._last, self._counted = None, 0
-
-    def note(self, tensor_name: str | None) -> None:
-        """Book what vLLM counted since the last call; it counts a tensor right after it has kept it."""
-        if self._last is not None:
-            self.received[self._last] = self.received.get(self._last, 0) + self.info.load_numel - self._counted
-        self._last, self._counted = tensor_name, self.info.load_numel
-
-    @property
-    def is_loaded(self) -> bool:
-        return not self.info.can_load()
-
-    def counts(self) -> tuple[int, int]:
-        """Elements of parameters received and expected, of a layer that is not loaded yet."""
-        self.note(None)
-        return sum(min(self.received[name], most) for name, most in self.expected.items()), sum(self.expected.values())
-
-
-class _Kept(list):
-    """vLLM's list of the loader calls that a layer waits with; tells the reload about each."""
-
-    def __init__(self, record: _Layer, reload: "_Reload"):
-        super().__init__()
-        self._record, self._reload = record, reload
-
-    def append(self, call) -> None:
-        name, arguments = call
-        self._record.note(name)
-        self._reload.loader_calls += 1
-        for value in arguments.arguments.values():
-            if isinstance(value, torch.Tensor) and not value.is_meta:
-                self._reload.touched_storages.add(value.untyped_storage().data_ptr())
-        super().append(call)
-
-
 class _Reload:
     """One layer-wise reload of every model that takes weights (the actor, and a draft model beside it)."""
 
     def __init__(self, models: list[tuple[torch.nn.Module, Any]], parallel_config: Any):
         self._models = models
         self._parallel = parallel_config
-        self._layers: list[_Layer] = []
+        self._layers: list[LayerRecord] = []
         self._buffer_names: set[str] = set()
         self._buffer_updates: list[tuple[str, torch.Tensor]] = []
-        self._kept_buffers: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        self._kept_buffers: list[tuple[str, torch.nn.Module, torch.Tensor, torch.Tensor]] = []
         self.names: set[str] = set()
         self.unused: list[str] = []
         self.loader_calls = 0
         self.touched_storages: set[int] = set()
 
     def start(self) -> None:
+        """Put every layer on meta, ready to take its tensors."""
         for model, _ in self._models:
             self._buffer_names.update(name for name, _ in model.named_buffers())
-            for name, layer in model.named_modules():
+            for layer in model.modules():
                 _prepare_layer(layer)
-                self._keep_buffers(name, layer)
+                self._keep_buffers(layer)
             initialize_layerwise_reload(model)
             known = {id(record.layer) for record in self._layers}
             for name, layer in model.named_modules():
                 # vLLM starts a layer that two models share (a draft model's embedding) once, and so do we.
                 if id(layer) not in known and not isinstance(layer, (Attention, MLAAttention)):
-                    record = _Layer(name, layer)
-                    record.info.loaded_weights = _Kept(record, self)
+                    record = LayerRecord(name, layer, get_layerwise_info(layer), SKIP_LOAD_TENSORS)
+                    record.info.loaded_weights = KeptCalls(record, self)
                     self._layers.append(record)
 
     def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
@@ -273,9 +227,9 @@ class _Reload:
         for record in tied:
             # A tied layer shares the parameter but may hold a packed copy of it, which nothing else refreshes.
             record.layer.quant_method.process_weights_after_loading(record.layer)
-        updated = {name for name, _ in self._buffer_updates}
-        for name, buffer, before in self._kept_buffers:
-            if name not in updated:
+        loaded = {(id(record.layer), name) for record in self._layers for name in record.called}
+        for name, layer, buffer, before in self._kept_buffers:
+            if (id(layer), name) not in loaded:
                 buffer.copy_(before)
         for model, _ in self._models:
             apply_buffer_updates(model, self._buffer_updates)
@@ -289,17 +243,17 @@ class _Reload:
         for model, config in self._models:
             finalize_layerwise_reload(model, config)
 
-    def _keep_buffers(self, prefix: str, layer: torch.nn.Module) -> None:
+    def _keep_buffers(self, layer: torch.nn.Module) -> None:
         # vLLM copies a fresh, uninitialised buffer over a persistent one that no loader filled.
         if not any(parameter is not None for parameter in layer._parameters.values()):
             return
         for name, buffer in layer._buffers.items():
             if buffer is not None and name not in layer._non_persistent_buffers_set:
-                self._kept_buffers.append((f"{prefix}.{name}" if prefix else name, buffer, buffer.clone()))
+                self._kept_buffers.append((name, layer, buffer, buffer.clone()))
 
-    def _check_complete(self) -> list[_Layer]:
+    def _check_complete(self) -> list[LayerRecord]:
         """Raise unless all layers are complete; return those that share their parameters with a complete one."""
-        owners: dict[int, list[_Layer]] = {}
+        owners: dict[int, list[LayerRecord]] = {}
         for record in self._layers:
             for parameter in record.kernel_parameters:
                 owners.setdefault(id(parameter), []).append(record)
@@ -311,7 +265,7 @@ class _Reload:
             if received >= expected:
                 continue
             others = [[o for o in owners[id(p)] if o is not record] for p in record.kernel_parameters]
-            if received == 0 and all(any(_is_complete(o) for o in found) for found in others):
+            if received == 0 and all(any(o.is_complete for o in found) for found in others):
                 tied.append(record)
             else:
                 missing.append(f"{record.name or type(record.layer).__name__} ({received} of {expected})")
@@ -343,37 +297,13 @@ class _Reload:
         last = name.rpartition(".")[2]
         if last in SKIP_LOAD_TENSORS or last == "inv_freq":
             return True  # loaded past the counting wrappers; computed, not loaded
-        if name.endswith("lm_head.weight") and config.tie_word_embeddings:
+        if name.endswith("lm_head.weight") and getattr(config, "tie_word_embeddings", False):
             return True
         if self._parallel.enable_expert_parallel and ".experts." in name:
             return True  # other ranks' experts are dropped once this rank's are complete
         # Multi-token-prediction layers come after the model's own, and without a draft model nobody takes them.
         numbers = re.findall(r"(?:^|\.)layers\.(\d+)\.", name)
         return name.startswith("mtp.") or any(int(n) >= config.num_hidden_layers for n in numbers)
-
-
-def _is_complete(record: _Layer) -> bool:
-    if record.is_loaded:
-        return True
-    received, expected = record.counts()
-    return received >= expected
-
-
-def _unpadded_numel(layer: torch.nn.Module, name: str, parameter: torch.Tensor) -> int:
-    """Elements that a checkpoint holds for a parameter of this rank; vLLM pads vocabularies and some experts."""
-    if isinstance(layer, VocabParallelEmbedding) and parameter.shape[0] == layer.num_embeddings_per_partition:
-        return parameter.numel() // parameter.shape[0] * layer.shard_indices.num_org_elements
-    moe = getattr(layer, "moe_config", None)
-    if moe is None or not name.startswith(("w13_", "w2_")):
-        return parameter.numel()
-    numel = parameter.numel()
-    for padded, true in (
-        (moe.hidden_dim, moe.hidden_dim_unpadded),
-        (moe.intermediate_size_per_partition, moe.intermediate_size_per_partition_unpadded),
-    ):
-        if true and true != padded and any(size in (padded, 2 * padded) for size in parameter.shape[1:]):
-            numel = numel // padded * true
-    return numel
 
 
 def _prepare_layer(layer: torch.nn.Module) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from epfsdp2.rollout.server_adapter import WeightSyncError
 
 pytestmark = pytest.mark.e2e

@@ -5,6 +5,7 @@ import signal
 import time
 
 import pytest
+
 from epfsdp2.rollout.server_adapter import WeightSyncError
 
 pytestmark = pytest.mark.e2e

@@ -1,0 +1,191 @@
+"""The watched adapter over a stand-in for verl's, and the watched sockets, without vLLM."""
+
+import asyncio
+import concurrent.futures
+import glob
+import os
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import zmq
+
+from epfsdp2.rollout import server_adapter
+from epfsdp2.rollout.server_adapter import WatchedUpdates, WeightSyncError, send_weights
+
+
+@pytest.fixture
+def handle():
+    path = f"/tmp/rl-colocate-zmq-test{os.getpid()}x{time.monotonic_ns()}-replica-0-rank-0.sock"
+    before = set(glob.glob("/dev/shm/verl_weights_*"))
+    yield f"ipc://{path}"
+    assert not os.path.exists(path)
+    assert set(glob.glob("/dev/shm/verl_weights_*")) <= before
+
+
+class Stream:
+    """A weights generator that knows whether it was closed."""
+
+    def __init__(self, count: int = 4):
+        self.closed = False
+        self._items = iter([(f"tensor.{i}", torch.full((200_000,), float(i))) for i in range(count)])
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self._items)
+
+    def close(self):
+        self.closed = True
+
+
+def send(handle: str, stream, timeout_seconds=1.0, **kwargs):
+    return asyncio.run(
+        send_weights(
+            stream,
+            zmq_handle=handle,
+            bucket_megabytes=1,
+            use_shm=True,
+            timeout_seconds=timeout_seconds,
+            rank=5,
+            **kwargs,
+        )
+    )
+
+
+def receive(handle: str, buckets: int | None) -> threading.Thread:
+    """A worker that takes so many buckets and is then gone without a word."""
+
+    def work():
+        socket = zmq.Context().socket(zmq.REP)
+        socket.connect(handle)
+        taken = 0
+        while buckets is None or taken < buckets:
+            message = socket.recv_pyobj()
+            socket.send(b"")
+            taken += 1
+            if message.get("is_last"):
+                break
+        socket.close(linger=1000)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_everything_is_sent_and_closed(handle):
+    stream = Stream()
+    worker = receive(handle, None)
+    send(handle, stream)
+    worker.join(5)
+    assert stream.closed and not worker.is_alive()
+
+
+@pytest.mark.parametrize(("buckets", "sent"), [(0, 0), (1, 1), (2, 2)], ids=["nobody", "greeted", "first bucket"])
+def test_silence_ends_by_the_time_out(handle, buckets, sent):
+    stream = Stream()
+    if buckets:
+        receive(handle, buckets)
+    started = time.monotonic()
+    with pytest.raises(WeightSyncError, match=rf"trainer rank 5 after {sent} tensors .*within 1 s") as caught:
+        send(handle, stream)
+    assert time.monotonic() - started < 6
+    assert stream.closed
+    assert f"last: tensor.{sent}" in str(caught.value) or sent == 0
+
+
+def test_the_receiving_calls_failure_ends_the_wait_at_once(handle):
+    failed = concurrent.futures.Future()
+    threading.Timer(0.5, failed.set_exception, [RuntimeError("vLLM's own words")]).start()
+    stream, started = Stream(), time.monotonic()
+    with pytest.raises(WeightSyncError, match="RuntimeError: vLLM's own words") as caught:
+        send(handle, stream, 60.0, future=failed, failure_of=lambda f: f.exception() if f.done() else None)
+    assert time.monotonic() - started < 10
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert stream.closed
+
+
+def test_a_call_that_never_returns_ends_by_the_time_out(handle):
+    async def never():
+        await asyncio.sleep(600)
+
+    receive(handle, None)
+    with pytest.raises(WeightSyncError, match="did not finish the update within 1 s"):
+        send(handle, Stream(), future=never(), failure_of=lambda _: None)
+
+
+class StockAdapter:
+    """What the mix-in uses of verl's ServerAdapter."""
+
+    def __init__(self, handle: str, extension: str | None):
+        self.zmq_handle, self.use_shm, self.rollout_rank, self._has_server = handle, True, 0, True
+        self.config = {"engine_kwargs": {"vllm": {"worker_extension_cls": extension}}}
+        self.config = type("Config", (dict,), {})(self.config)
+        self.config.checkpoint_engine = SimpleNamespace(update_weights_bucket_megabytes=1)
+        self.calls = []
+
+        def remote(name):
+            async def call(*arguments):
+                self.calls.append((name, *arguments))
+
+            return SimpleNamespace(remote=call)
+
+        self.server_handle = SimpleNamespace(
+            clear_kv_cache=remote("clear_kv_cache"), set_global_steps=remote("set_global_steps")
+        )
+
+    async def _execute_method(self, method, non_block, kwargs):
+        self.calls.append((method, kwargs))
+        return None
+
+    async def update_weights(self, weights, global_steps=None, wire_format="named_tensors", **kwargs):
+        self.calls.append(("stock", wire_format))
+
+
+class Adapter(WatchedUpdates, StockAdapter):
+    pass
+
+
+@pytest.mark.parametrize("extension", ["epfsdp2.rollout.vllm_worker.WeightSyncExtension", "theirs.Extension", None])
+def test_the_adapter_asks_sends_and_clears(handle, monkeypatch, extension):
+    monkeypatch.setattr(server_adapter, "_timeout_seconds", 7.0)
+    adapter = Adapter(handle, extension)
+    receive(handle, None)
+    asyncio.run(adapter.update_weights(Stream(), global_steps=3, peft_config=None))
+    ours = {"sync_timeout_seconds": 7.0} if str(extension).startswith("epfsdp2") else {}
+    assert adapter.calls == [
+        ("update_weights_from_ipc", {"peft_config": None, "use_shm": True, **ours}),
+        ("clear_kv_cache",),
+        ("set_global_steps", 3),
+    ]
+
+
+def test_deltas_go_verls_own_way(handle):
+    adapter = Adapter(handle, None)
+    asyncio.run(adapter.update_weights(Stream(), wire_format="delta_flush"))
+    assert adapter.calls == [("stock", "delta_flush")]
+
+
+def test_install_is_light_and_verl_then_builds_the_watched_adapter():
+    code = """
+import sys
+from epfsdp2.rollout import server_adapter
+assert "ray" not in sys.modules and "verl" not in sys.modules and "vllm" not in sys.modules
+server_adapter.install(7.0)
+from verl.workers.rollout.base import get_rollout_class
+adapter = get_rollout_class("vllm", "async")
+from verl.workers.rollout.vllm_rollout import ServerAdapter
+assert adapter.__mro__[1:3] == (server_adapter.WatchedUpdates, ServerAdapter), adapter.__mro__
+assert server_adapter._timeout_seconds == 7.0
+# What the mix-in replaces, and what it calls, is still there.
+import inspect
+update = list(inspect.signature(ServerAdapter.update_weights).parameters)
+assert update[1:4] == ["weights", "global_steps", "wire_format"], update
+assert {"method", "non_block", "kwargs"} <= set(inspect.signature(ServerAdapter._execute_method).parameters)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,0 +1,112 @@
+"""What each tensor-parallel rank must hold, and how differences read; no vLLM."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from epfsdp2.rollout import verify
+from epfsdp2.rollout.completeness import unpadded_numel
+from epfsdp2.rollout.read_back import unpack_by_index
+
+CONFIG = SimpleNamespace(
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=3,
+    hidden_size=5,
+    num_hidden_layers=1,
+    num_experts=2,
+    tie_word_embeddings=False,
+)
+LAYER = "model.layers.0"
+
+
+def state() -> dict[str, torch.Tensor]:
+    shapes = {
+        "model.embed_tokens.weight": (70, 5),
+        f"{LAYER}.self_attn.q_proj.weight": (12, 5),
+        f"{LAYER}.self_attn.k_proj.weight": (6, 5),
+        f"{LAYER}.self_attn.v_proj.weight": (6, 5),
+        f"{LAYER}.self_attn.o_proj.weight": (5, 12),
+        f"{LAYER}.self_attn.q_norm.weight": (3,),
+        f"{LAYER}.self_attn.k_norm.weight": (3,),
+        f"{LAYER}.input_layernorm.weight": (5,),
+        f"{LAYER}.post_attention_layernorm.weight": (5,),
+        f"{LAYER}.mlp.gate.weight": (2, 5),
+        f"{LAYER}.mlp.experts.gate_up_proj": (2, 16, 5),
+        f"{LAYER}.mlp.experts.down_proj": (2, 5, 8),
+        "model.norm.weight": (5,),
+        "lm_head.weight": (70, 5),
+    }
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def test_slices_of_four_ranks():
+    """Four ranks and two key-value heads: neighbours share a head; the padded vocabulary ends in zeros."""
+    full = state()
+    ranks = [dict(verify.expected_tensors(full, CONFIG, 4, rank)) for rank in range(4)]
+    qkv = ranks[3][f"{LAYER}.self_attn.qkv_proj.weight"]
+    assert torch.equal(qkv[:3], full[f"{LAYER}.self_attn.q_proj.weight"][9:])
+    assert torch.equal(qkv[3:6], full[f"{LAYER}.self_attn.k_proj.weight"][3:])
+    assert torch.equal(qkv[6:], full[f"{LAYER}.self_attn.v_proj.weight"][3:])
+    gate_up = full[f"{LAYER}.mlp.experts.gate_up_proj"]
+    w13 = ranks[1][f"{LAYER}.mlp.experts.w13_weight"]
+    assert torch.equal(w13, torch.cat([gate_up[:, 2:4], gate_up[:, 10:12]], 1))
+    w2 = torch.cat([rank[f"{LAYER}.mlp.experts.w2_weight"] for rank in ranks], 2)
+    assert torch.equal(w2, full[f"{LAYER}.mlp.experts.down_proj"])
+    head = torch.cat([rank["lm_head.weight"] for rank in ranks])
+    assert head.shape == (128, 5) and torch.equal(head[:70], full["lm_head.weight"]) and not head[70:].any()
+
+
+def test_a_foreign_tensor_and_a_missing_one_are_errors():
+    with pytest.raises(ValueError, match="1 tensors are not of a Qwen3-MoE: model.extra"):
+        verify.expected_digests({**state(), "model.extra": torch.zeros(1)}, CONFIG)
+    with pytest.raises(KeyError, match="model.norm.weight"):
+        verify.expected_digests({k: v for k, v in state().items() if k != "model.norm.weight"}, CONFIG)
+
+
+def test_a_digest_tells_values_shapes_and_dtypes_apart():
+    ones = torch.ones(2, 3)
+    others = [ones.view(3, 2), ones.to(torch.float64), ones.bfloat16(), torch.nextafter(ones, 2 * ones), ones.int()]
+    assert len({verify.digest(t) for t in [ones, *others]}) == 6
+    assert verify.digest(torch.tensor([-0.0])) == verify.digest(torch.tensor([0.0]))
+    assert verify.digest(torch.ones(3, 2).t()) == verify.digest(ones)
+    assert verify.digest(torch.tensor(1.0)).startswith("float32[]:")
+
+
+def test_the_report_names_every_kind_of_difference():
+    assert verify.compare({"a": "1"}, {"a": "1"}) == ""
+    report = verify.compare({"a": "1", "b": "2", "c": "3"}, {"a": "9", "b": "2", "d": "4"}, listed=2)
+    assert report.splitlines() == [
+        "3 of 4 tensors differ:",
+        "a: is 9, should be 1",
+        "c: missing, should be 3",
+        "... and 1 more",
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packing_is_inverted_in_every_dtype(dtype):
+    def pack(weight):
+        return weight.view(-1, 20, 4, 30).transpose(1, 3).contiguous().view(weight.shape)
+
+    plain = torch.randn(3, 80, 30).to(dtype)
+    assert torch.equal(unpack_by_index(pack(plain), pack), plain)
+    with pytest.raises(RuntimeError, match="80 x 30 expert is not a permutation"):
+        unpack_by_index(plain, lambda weight: weight.clamp(max=7))
+
+
+def test_padding_is_not_waited_for():
+    parameter = torch.empty(64, 6, device="meta")
+    shards = SimpleNamespace(num_org_elements=50)
+    embedding = SimpleNamespace(shard_indices=shards, num_embeddings_per_partition=64)
+    assert unpadded_numel(embedding, "weight", parameter) == 300
+    sizes = {"hidden_dim": 8, "hidden_dim_unpadded": 6, "intermediate_size_per_partition": 32}
+    experts = SimpleNamespace(
+        moe_config=SimpleNamespace(**sizes, intermediate_size_per_partition_unpadded=24), shard_indices=None
+    )
+    del experts.shard_indices
+    assert unpadded_numel(experts, "w13_weight", torch.empty(5, 64, 8, device="meta")) == 5 * 48 * 6
+    assert unpadded_numel(experts, "w2_weight", torch.empty(5, 8, 32, device="meta")) == 5 * 6 * 24
+    assert unpadded_numel(experts, "w2_bias", torch.empty(5, 8, device="meta")) == 5 * 6

@@ -1,0 +1,72 @@
+"""What the extension does to single layers before a reload, and to vLLM's experts kernel; vLLM's classes, no engine."""
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def worker():
+    return pytest.importorskip("epfsdp2.rollout.vllm_worker")
+
+
+def test_a_partial_loader_gets_the_name_that_the_reload_asks_for(worker):
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload, record_metadata_for_reloading
+
+    def layer():
+        linear = torch.nn.Linear(3, 2, bias=False)
+        linear.weight.weight_loader = functools.partial(lambda extra, param, loaded: param.data.copy_(loaded), 1)
+        record_metadata_for_reloading(linear)
+        return linear
+
+    with pytest.raises(AttributeError, match="__name__"):
+        initialize_layerwise_reload(layer())
+    prepared = layer()
+    worker._prepare_layer(prepared)
+    initialize_layerwise_reload(prepared)
+    assert prepared.weight.is_meta
+
+
+def test_a_kernel_that_would_skip_the_cpu_packing_is_dropped_on_a_cpu_alone(worker, monkeypatch):
+    for is_cpu in (True, False):
+        monkeypatch.setattr(worker, "current_platform", SimpleNamespace(is_cpu=lambda answer=is_cpu: answer))
+        layer = torch.nn.Identity()
+        layer.quant_method = SimpleNamespace(moe_kernel=object())
+        worker._prepare_layer(layer)
+        assert (layer.quant_method.moe_kernel is None) == is_cpu
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "answer"),
+    [
+        (torch.float32, 64, (True, "vec")),
+        (torch.float32, 48, (False, "none")),
+        (torch.bfloat16, 64, (True, "amx")),
+        (torch.bfloat16, 48, None),
+    ],
+)
+def test_float32_experts_run_on_a_cpu_with_amx(worker, monkeypatch, dtype, rows, answer):
+    from vllm.model_executor.layers.fused_moe import cpu_fused_moe
+
+    if not hasattr(torch.ops._C, "prepack_moe_weight") or not worker.current_platform.is_cpu():
+        pytest.skip("not vLLM's CPU build for x86")
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    kernel = object.__new__(cpu_fused_moe.CPUFusedMOE)
+    layer = SimpleNamespace(
+        w13_weight=torch.empty(1, rows, 32, dtype=dtype), w2_weight=torch.empty(1, 32, rows // 2, dtype=dtype)
+    )
+    stock = cpu_fused_moe.CPUFusedMOE.check_grouped_gemm
+    stock = getattr(stock, "__wrapped__", stock)
+    if dtype == torch.float32:
+        with pytest.raises(RuntimeError):  # the day it does not, the shim can go
+            stock(kernel, layer)
+    worker._let_float32_experts_run_on_amx()
+    if answer is None:
+        with pytest.raises(RuntimeError):
+            kernel.check_grouped_gemm(layer)
+    else:
+        assert kernel.check_grouped_gemm(layer) == answer

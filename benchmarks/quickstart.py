@@ -97,7 +97,7 @@ def measure(output: Path, options: list[str], interval_seconds: float) -> dict:
     if status != 0:
         raise RuntimeError(f"the quickstart ended with status {status}")
     return {
-        "command": ["python", *command[1:]],
+        "options": options,
         "wall_seconds": time.monotonic() - started,
         "peak_pss_gib": memory.peak_bytes / _GIB,
         "processes_at_peak": memory.peak_processes,

@@ -22,7 +22,7 @@ class LayerRecord:
         never_loaded: names of tensors that vLLM does not count (``SKIP_LOAD_TENSORS``).
     """
 
-    def __init__(self, name: str, layer: torch.nn.Module, info: Any, never_loaded: Collection[str]):
+    def __init__(self, name: str, layer: Any, info: Any, never_loaded: Collection[str]):
         self.name, self.layer, self.info = name, layer, info
         self.kernel_parameters = list(self.info.kernel_tensors[0].values())
         self.expected = {
@@ -83,7 +83,7 @@ class KeptCalls(list):
         super().append(call)
 
 
-def unpadded_numel(layer: torch.nn.Module, name: str, parameter: torch.Tensor) -> int:
+def unpadded_numel(layer: Any, name: str, parameter: torch.Tensor) -> int:
     """Elements that a checkpoint holds for a parameter of this rank; vLLM pads vocabularies and some experts."""
     if hasattr(layer, "shard_indices") and parameter.shape[0] == layer.num_embeddings_per_partition:
         return parameter.numel() // parameter.shape[0] * layer.shard_indices.num_org_elements

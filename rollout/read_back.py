@@ -8,6 +8,7 @@ permutation that packing the indices reveals. Imports torch alone; vLLM's object
 
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -44,7 +45,7 @@ def running_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
             yield f"{name}.weight", _packed_linear(layer)
 
 
-def _own_tensors(layer: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _own_tensors(layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in layer._parameters.items():
         if parameter is not None:
             yield name, parameter
@@ -54,14 +55,14 @@ def _own_tensors(layer: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, buffer
 
 
-def _packed_linear(layer: torch.nn.Module) -> torch.Tensor:
+def _packed_linear(layer: Any) -> torch.Tensor:
     """The ``[out, in]`` matrix behind a packed CPU linear layer, by applying the layer to the identity."""
     size = getattr(layer, "input_size_per_partition", None) or getattr(layer, "embedding_dim", None) or layer.input_size
     dtype = getattr(layer, "params_dtype", None) or layer.weight.dtype
     return layer.quant_method.apply(layer, torch.eye(size, dtype=dtype)).t().contiguous()
 
 
-def _experts(prefix: str, layer: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _experts(prefix: str, layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
     w13, w2 = _expert_weights(layer)
     size, padded = layer.moe_config.intermediate_size_per_partition, w2.shape[2]
     if size != padded:
@@ -74,7 +75,7 @@ def _experts(prefix: str, layer: torch.nn.Module) -> Iterator[tuple[str, torch.T
             yield prefix + name, tensor.detach()
 
 
-def _expert_weights(layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+def _expert_weights(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     method = layer.quant_method
     kernel = getattr(method, "cpu_fused_moe", None)
     if kernel is None:

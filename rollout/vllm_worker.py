@@ -50,6 +50,8 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
     Full standard weights are handled here; LoRA adapters, quantised and quantisation-aware models go to verl's class.
     """
 
+    device: torch.device | None  # vLLM's worker sets it
+
     def __new__(cls, **kwargs):
         _let_float32_experts_run_on_amx()
         return super().__new__(cls, **kwargs)
@@ -157,7 +159,7 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
 class _Reload:
     """One layer-wise reload of every model that takes weights (the actor, and a draft model beside it)."""
 
-    def __init__(self, models: list[tuple[torch.nn.Module, Any]], parallel_config: Any):
+    def __init__(self, models: list[tuple[Any, Any]], parallel_config: Any):
         self._models = models
         self._parallel = parallel_config
         self._layers: list[LayerRecord] = []
@@ -306,7 +308,7 @@ class _Reload:
         return name.startswith("mtp.") or any(int(n) >= config.num_hidden_layers for n in numbers)
 
 
-def _prepare_layer(layer: torch.nn.Module) -> None:
+def _prepare_layer(layer: Any) -> None:
     """Remedies for what the layer-wise reload trips over; each is a no-op where its cause is absent."""
     if current_platform.is_cpu() and getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
         # With a kernel in place vLLM 0.28 to 0.32 takes the reload for an in-place update and skips the CPU packing.
@@ -315,7 +317,7 @@ def _prepare_layer(layer: torch.nn.Module) -> None:
     for tensor in [*layer._parameters.values(), *recorded[0].values(), *recorded[1].values()]:
         loader = getattr(tensor, "weight_loader", None)
         if isinstance(loader, functools.partial) and not hasattr(loader, "__name__"):
-            loader.__name__ = "partial_weight_loader"  # vLLM tells wrapped loaders by their name
+            setattr(loader, "__name__", "partial_weight_loader")  # noqa: B010 - vLLM tells wrapped loaders by their name
 
 
 def _let_float32_experts_run_on_amx() -> None:
@@ -328,7 +330,7 @@ def _let_float32_experts_run_on_amx() -> None:
         return
     from vllm.model_executor.layers.fused_moe import cpu_fused_moe
 
-    kernel = getattr(cpu_fused_moe, "CPUFusedMOE", None)
+    kernel: Any = getattr(cpu_fused_moe, "CPUFusedMOE", None)
     refusing = getattr(kernel, "check_grouped_gemm", None)
     if refusing is None or hasattr(refusing, "__wrapped__"):
         return

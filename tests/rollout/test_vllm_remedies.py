@@ -52,7 +52,10 @@ def test_a_kernel_that_would_skip_the_cpu_packing_is_dropped_on_a_cpu_alone(work
 def test_float32_experts_run_on_a_cpu_with_amx(worker, monkeypatch, dtype, rows, answer):
     from vllm.model_executor.layers.fused_moe import cpu_fused_moe
 
-    if not hasattr(torch.ops._C, "prepack_moe_weight") or not worker.current_platform.is_cpu():
+    platform = pytest.importorskip("vllm.platforms.cpu").CpuPlatform
+    platform.import_kernels()
+    monkeypatch.setattr(worker, "current_platform", SimpleNamespace(is_cpu=lambda: True))
+    if not hasattr(torch.ops._C, "prepack_moe_weight"):
         pytest.skip("not vLLM's CPU build for x86")
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     kernel = object.__new__(cpu_fused_moe.CPUFusedMOE)

@@ -39,8 +39,18 @@ class Interrupted(BaseException):
         self.number = number
 
 
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 def _interrupt(number, _frame):
+    # Once: a second signal, however soon, must not stop the clean-up that the first one starts.
+    _ignore_signals()
     raise Interrupted(number)
+
+
+def _ignore_signals() -> None:
+    for number in _STOPPING:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _prctl(option: int, value: int) -> None:
@@ -66,18 +76,18 @@ class ProcessTree:
     def __enter__(self) -> "ProcessTree":
         if sys.platform == "linux":
             _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, _interrupt)
         self.folder = Path(tempfile.mkdtemp(prefix="epfsdp2-", dir="/tmp"))
+        for number in _STOPPING:
+            signal.signal(number, _interrupt)
         return self
 
     def __exit__(self, *_exc) -> None:
-        # A second Ctrl-C must not stop the clean-up half-way; it takes a bounded time.
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
-        self._end_descendants()
-        _remove_leftovers()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        try:
+            _ignore_signals()
+        finally:  # also where the first signal arrives just now
+            self._end_descendants()
+            _remove_leftovers()
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def run(self, command: list[str], env: dict[str, str], log: Path, on_tick: Callable[[], None]) -> int:
         """Run ``command`` with its output in ``log``, calling ``on_tick`` a few times a second; its exit status.

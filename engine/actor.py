@@ -31,6 +31,7 @@ from .mesh import Topology, build_meshes
 from .modeling import build_on_meta, materialize
 from .optimizer import build_multi_optimizer
 from .parallelize import ShardingOptions, layer_names, parallelize
+from .preflight import check_training
 
 __all__ = ["DEVICES", "EPFSDP2EngineWithLMHead"]
 
@@ -46,6 +47,8 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
 
     def __init__(self, model_config, engine_config, optimizer_config, checkpoint_config):
         _refuse_unsupported(model_config)
+        # The driver checked this for main_ppo; sft_trainer has no driver.
+        check_training(engine_config, dist.get_world_size(), model_config, device=get_device_name(), setting="model")
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
         # fp32 is what verl's forward takes as "no autocast"; the gathered parameters have this dtype anyway.
         self._autocast_dtype = self._sharding_options().param_dtype

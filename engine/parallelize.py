@@ -18,10 +18,10 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from .errors import SettingError
 from .experts.compute import EXPERTS_IMPLEMENTATION, ExpertParallel, attach
 from .experts.find import ExpertsInfo, find_experts
 from .mesh import Meshes
-from .errors import SettingError
 
 __all__ = ["ShardingOptions", "check_experts_divide", "layer_names", "parallelize"]
 
@@ -136,8 +136,8 @@ def _blocks(model: nn.Module, experts: Sequence[ExpertsInfo]) -> list[_Block]:
 def expert_placement(shape: Sequence[int], ep: int, ep_fsdp: int, dim: int | str) -> Shard:
     """Where ``ep_fsdp`` cuts an expert parameter of global ``shape`` ``[E, ...]``.
 
-    ``auto`` takes the first of dims 1, 2, ... that divides (dim 1 as in VeOmni: no tie between the number of experts and
-    the number of ranks), else dim 0, which alone may be cut unevenly (torch ``_fsdp_param.py``).
+    ``auto`` takes the first of dims 1, 2, ... that divides (dim 1 as in VeOmni: no tie between the number of experts
+    and the number of ranks), else dim 0, which alone may be cut unevenly (torch ``_fsdp_param.py``).
 
     Raises:
         SettingError: for an explicit dim that does not divide.
@@ -150,7 +150,7 @@ def expert_placement(shape: Sequence[int], ep: int, ep_fsdp: int, dim: int | str
         raise SettingError(
             "engine.expert_shard_dim",
             dim,
-            f"an expert weight has {local[dim]} along this dim on one EP rank, which ep_fsdp={ep_fsdp} does not divide.",
+            f"an expert weight has {local[dim]} along it on one EP rank, which ep_fsdp={ep_fsdp} does not divide.",
             "engine.expert_shard_dim=auto",
         )
     return Shard(dim)

@@ -3,8 +3,8 @@
 ``importlib.metadata`` finds distributions through ``sys.meta_path``, so one finder there answers for the missing name
 with the installed CPU build. It is asked last and only for that name: a real ``vllm`` always wins.
 
-The version carries the local label ``+cpu``, by which vLLM knows its CPU build (``vllm/platforms/__init__.py`` looks for
-"cpu" in the version of ``vllm``); without it vLLM would find no platform.
+The version carries the local label ``+cpu``, by which vLLM knows its CPU build (``vllm/platforms/__init__.py`` looks
+for "cpu" in the version of ``vllm``); without it vLLM would find no platform.
 """
 
 import importlib.metadata

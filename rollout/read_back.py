@@ -86,18 +86,20 @@ def _expert_weights(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
             )
         return layer.w13_weight.detach(), layer.w2_weight.detach()
     if type(kernel).__name__ == "SGLFusedMOE":
-        pack = torch.ops._C.convert_weight_packed
+        pack: Callable[..., torch.Tensor] = torch.ops._C.convert_weight_packed
     elif kernel.forward_method.__name__ == "forward_grouped_gemm":
         pack = functools.partial(_prepack, isa=kernel.isa)
     else:
         # One closure per expert, applied to the identity like any linear layer.
-        return tuple(
-            torch.stack([linear(torch.eye(size, dtype=layer.moe_config.in_dtype)).t() for linear in linears])
+        dtype, moe = layer.moe_config.in_dtype, layer.moe_config
+        up, down = (
+            torch.stack([linear(torch.eye(size, dtype=dtype)).t() for linear in linears])
             for linears, size in (
-                (layer.gate_up_linear, layer.moe_config.hidden_dim),
-                (layer.down_linear, layer.moe_config.intermediate_size_per_partition),
+                (layer.gate_up_linear, moe.hidden_dim),
+                (layer.down_linear, moe.intermediate_size_per_partition),
             )
         )
+        return up, down
     return unpack_by_index(layer.w13_weight.detach(), pack), unpack_by_index(layer.w2_weight.detach(), pack)
 
 

@@ -57,6 +57,15 @@ def _adapter_class() -> type:
 class WatchedUpdates:
     """Mix-in over verl's ``ServerAdapter``: replaces how full tensors are sent, and nothing else."""
 
+    # What verl's class brings.
+    config: Any
+    rollout_rank: int
+    server_handle: Any
+    use_shm: bool
+    zmq_handle: str
+    _execute_method: Callable[..., Any]
+    _has_server: bool
+
     async def update_weights(
         self,
         weights: Iterable[tuple[str, torch.Tensor]],
@@ -70,7 +79,8 @@ class WatchedUpdates:
             WeightSyncError: the worker raised, died or went silent. Names this rank, how far it came, and the cause.
         """
         if wire_format != "named_tensors":
-            return await super().update_weights(weights, global_steps, wire_format=wire_format, **kwargs)
+            stock = super().update_weights  # type: ignore[misc]
+            return await stock(weights, global_steps, wire_format=wire_format, **kwargs)
 
         kwargs["use_shm"] = self.use_shm
         engine_kwargs = (self.config.get("engine_kwargs") or {}).get("vllm") or {}
@@ -83,7 +93,7 @@ class WatchedUpdates:
             bucket_megabytes=self.config.checkpoint_engine.update_weights_bucket_megabytes,
             use_shm=self.use_shm,
             timeout_seconds=_timeout_seconds,
-            rank=int(os.environ.get("RANK", self.rollout_rank)),
+            rank=int(os.environ.get("RANK", str(self.rollout_rank))),
             future=future,
         )
         if self._has_server:

@@ -19,7 +19,7 @@ def digest(tensor: torch.Tensor) -> str:
     """Dtype, shape and hash of the values' bytes, e.g. ``float32[8, 128, 96]:0a1b...``; ``-0.0`` counts as ``0.0``."""
     plain = (tensor.detach().cpu() + 0).contiguous()  # reading through a matrix product turns -0.0 into 0.0
     dtype = str(plain.dtype).removeprefix("torch.")
-    data = hashlib.blake2b(plain.reshape(-1).view(torch.uint8).numpy(), digest_size=16).hexdigest()
+    data = hashlib.blake2b(plain.reshape(-1).view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()
     return f"{dtype}{list(plain.shape)}:{data}"
 
 

@@ -30,6 +30,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.platforms import current_platform
 
+from . import amx_shim
 from .completeness import KeptCalls, LayerRecord
 from .read_back import running_tensors
 from .sockets import WatchedContext, WeightSyncError
@@ -53,7 +54,7 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
     device: torch.device | None  # vLLM's worker sets it
 
     def __new__(cls, **kwargs):
-        _let_float32_experts_run_on_amx()
+        amx_shim.install()
         return super().__new__(cls, **kwargs)
 
     def update_weights_from_ipc(
@@ -318,31 +319,3 @@ def _prepare_layer(layer: Any) -> None:
         loader = getattr(tensor, "weight_loader", None)
         if isinstance(loader, functools.partial) and not hasattr(loader, "__name__"):
             setattr(loader, "__name__", "partial_weight_loader")  # noqa: B010 - vLLM tells wrapped loaders by their name
-
-
-def _let_float32_experts_run_on_amx() -> None:
-    """Shim: vLLM 0.27 refuses every MoE that is not bfloat16 on a CPU that has AMX.
-
-    Its vector kernel takes float32 on the same CPU and is what a CPU without AMX uses
-    (``fused_moe/cpu_fused_moe.py``, ``check_grouped_gemm``), so a refusal for that reason falls through to it.
-    """
-    if not current_platform.is_cpu():
-        return
-    from vllm.model_executor.layers.fused_moe import cpu_fused_moe
-
-    kernel: Any = getattr(cpu_fused_moe, "CPUFusedMOE", None)
-    refusing = getattr(kernel, "check_grouped_gemm", None)
-    if refusing is None or hasattr(refusing, "__wrapped__"):
-        return
-
-    @functools.wraps(refusing)
-    def check_grouped_gemm(self, layer):
-        try:
-            return refusing(self, layer)
-        except RuntimeError:
-            if layer.w13_weight.dtype == torch.bfloat16:
-                raise
-            aligned = layer.w13_weight.size(1) % 32 == 0 and layer.w2_weight.size(1) % 32 == 0
-            return (True, "vec") if aligned else (False, "none")
-
-    kernel.check_grouped_gemm = check_grouped_gemm

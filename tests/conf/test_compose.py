@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import verl.trainer.config
-from epfsdp2.conf.search_path import with_engine_entry
-from epfsdp2.engine.config import EPFSDP2EngineConfig, engine_settings
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
+
+from epfsdp2.conf.search_path import with_engine_entry
+from epfsdp2.engine.config import EPFSDP2EngineConfig, engine_settings
 
 VERL_CONFIG = os.path.dirname(verl.trainer.config.__file__)
 EXTENSION = "epfsdp2.rollout.vllm_worker.WeightSyncExtension"

@@ -5,6 +5,10 @@ import pickle
 
 import pytest
 import verl.trainer.config
+from hydra.errors import CompactHydraException
+from omegaconf import OmegaConf
+from verl.workers.config.engine import EngineRouterReplayConfig, FSDPEngineConfig
+
 from epfsdp2.engine.config import (
     STRATEGY,
     DriverError,
@@ -15,9 +19,6 @@ from epfsdp2.engine.config import (
     engine_settings,
 )
 from epfsdp2.engine.errors import SettingError
-from hydra.errors import CompactHydraException
-from omegaconf import OmegaConf
-from verl.workers.config.engine import EngineRouterReplayConfig, FSDPEngineConfig
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ import pytest
 import torch
 import verl
 import verl.utils.distributed as verl_distributed
+from verl.plugin.platform.platform_manager import PlatformRegistry
+
 from epfsdp2.engine import cpu_backend_shim, vllm_distribution
 from epfsdp2.engine.cpu_platform import PlatformCPU, torch_is_cpu_only
-from verl.plugin.platform.platform_manager import PlatformRegistry
 
 VERL = Path(verl.__file__).parent
 

@@ -11,13 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from epfsdp2.engine import preflight
-from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.preflight import check_rollout, check_run, check_training, check_versions, inspect_model
 from hydra import compose, initialize_config_module
 from hydra.errors import InstantiationException
 from safetensors.torch import save_file
 from transformers import AutoConfig
+
+from epfsdp2.engine import preflight
+from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.preflight import check_rollout, check_run, check_training, check_versions, inspect_model
 
 TINY = {
     "hidden_size": 32,

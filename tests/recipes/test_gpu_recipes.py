@@ -8,15 +8,16 @@ import sys
 
 import pytest
 import torch
-from epfsdp2.engine import config as engine_config_module
-from epfsdp2.engine.mesh import Topology
-from epfsdp2.engine.preflight import check_rollout, inspect_model
-from epfsdp2.recipes.gpu.run import ALGORITHMS, CLUSTERS, command, overrides
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from verl.utils.config import omega_conf_to_dataclass, validate_config
+
+from epfsdp2.engine import config as engine_config_module
+from epfsdp2.engine.mesh import Topology
+from epfsdp2.engine.preflight import check_rollout, inspect_model
+from epfsdp2.recipes.gpu.run import ALGORITHMS, CLUSTERS, command, overrides
 
 # Sizes from config.json of the model's repository on the Hugging Face hub, and the total number of parameters (1e9)
 # that its model card gives: if a size were wrong, the count would be.

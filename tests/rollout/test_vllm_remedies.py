@@ -49,12 +49,13 @@ def test_a_kernel_that_would_skip_the_cpu_packing_is_dropped_on_a_cpu_alone(work
         (torch.bfloat16, 48, None),
     ],
 )
-def test_float32_experts_run_on_a_cpu_with_amx(worker, monkeypatch, dtype, rows, answer):
+def test_float32_experts_run_on_a_cpu_with_amx(monkeypatch, dtype, rows, answer):
+    amx_shim = pytest.importorskip("epfsdp2.rollout.amx_shim")
     from vllm.model_executor.layers.fused_moe import cpu_fused_moe
 
     platform = pytest.importorskip("vllm.platforms.cpu").CpuPlatform
     platform.import_kernels()
-    monkeypatch.setattr(worker, "current_platform", SimpleNamespace(is_cpu=lambda: True))
+    monkeypatch.setattr(amx_shim, "current_platform", SimpleNamespace(is_cpu=lambda: True))
     if not hasattr(torch.ops._C, "prepack_moe_weight"):
         pytest.skip("not vLLM's CPU build for x86")
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
@@ -67,7 +68,7 @@ def test_float32_experts_run_on_a_cpu_with_amx(worker, monkeypatch, dtype, rows,
     if dtype == torch.float32:
         with pytest.raises(RuntimeError):  # the day it does not, the shim can go
             stock(kernel, layer)
-    worker._let_float32_experts_run_on_amx()
+    amx_shim.install()
     if answer is None:
         with pytest.raises(RuntimeError):
             kernel.check_grouped_gemm(layer)

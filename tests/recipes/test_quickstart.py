@@ -287,6 +287,14 @@ def test_plot_and_summary(tmp_path):
             "Could not override 'engine.mixed'.\nKey 'mixed' is not in struct\n",
             ["Could not override 'engine.mixed'.", "Key 'mixed' is not in struct"],
         ),
+        (
+            "\x1b[36m(Worker pid=7)\x1b[0m KeyError: what came before\n"
+            "ray.exceptions.RayTaskError(WeightSyncError): wrapper\n"
+            "pkg.WeightSyncError: rank 0: the cause\n\n"
+            "Set the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.\n"
+            "\x1b[36m(Worker pid=7)\x1b[0m WARNING what came after\n",
+            ["pkg.WeightSyncError: rank 0: the cause"],
+        ),
         ("all is well\nKilled\n", ["all is well", "Killed"]),
     ],
 )

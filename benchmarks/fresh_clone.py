@@ -1,0 +1,70 @@
+"""What a person waits for on a fresh machine: seconds and peak memory of the make targets in a clean clone.
+
+    python benchmarks/fresh_clone.py [--targets setup quickstart test]
+
+clones this repository's HEAD into an empty folder, runs the targets there one after the other with a virtual
+environment of its own, and writes ``benchmarks/results/fresh_clone.json`` and ``fresh_clone.md``. Packages come through
+pip as on any machine, so set-up depends on the network.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from quickstart import HERE, TreeMemory, machine
+
+LIMITS = {"setup": 6, "quickstart": 10, "test": 25}  # minutes, of the project's own promise
+_GIB = 1 << 30
+
+
+def measure(clone: Path, target: str) -> dict:
+    """Run one make target to its end.
+
+    Raises:
+        RuntimeError: it failed; its output has been shown.
+    """
+    started = time.monotonic()
+    process = subprocess.Popen(["make", target], cwd=clone)
+    memory = TreeMemory(process.pid, interval_seconds=2.0)
+    memory.start()
+    status = process.wait()
+    memory.end()
+    if status != 0:
+        raise RuntimeError(f"make {target} ended with status {status}")
+    return {"minutes": (time.monotonic() - started) / 60, "peak_pss_gib": memory.peak_bytes / _GIB}
+
+
+def as_markdown(result: dict) -> str:
+    """One table a person reads."""
+    where = result["machine"]
+    rows = "\n".join(
+        f"| `make {target}` | {run['minutes']:.1f} | {LIMITS[target]} | {run['peak_pss_gib']:.1f} |"
+        for target, run in result["targets"].items()
+    )
+    return (
+        "# A fresh clone\n\nWritten by `python benchmarks/fresh_clone.py`.\n\n"
+        f"{where['cpu']}, {where['cores']} cores, {where['memory_gib']} GiB; Python {where['python']}; "
+        f"commit {where['commit'][:12]}, {where['date']}.\n\n"
+        f"| | minutes | promised | peak memory (PSS), GiB |\n|---|---|---|---|\n{rows}\n"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", nargs="+", choices=LIMITS, default=list(LIMITS), help="make targets, in order")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="fresh-") as folder:
+        clone = Path(folder) / "epfsdp2"
+        subprocess.run(["git", "clone", "--quiet", str(HERE.parent), str(clone)], check=True)
+        result = {"machine": machine(), "targets": {target: measure(clone, target) for target in arguments.targets}}
+    (HERE / "results" / "fresh_clone.json").write_text(json.dumps(result, indent=2) + "\n")
+    (HERE / "results" / "fresh_clone.md").write_text(as_markdown(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

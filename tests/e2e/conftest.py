@@ -1,0 +1,111 @@
+"""One quickstart process and everything that descends from it; the short first run that the other tests start from."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+HOOKS = Path(__file__).parent / "hooks"
+SECONDS = 420
+EXTENSION = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls"
+
+
+class Run:
+    """One quickstart process and everything that ever descended from it."""
+
+    def __init__(self, output: Path, *options: str):
+        self.output = output
+        self.log = output.with_suffix(".out")
+        words = [sys.executable, "-m", "epfsdp2.recipes.quickstart", "--output", str(output), *options]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join([str(HOOKS), os.environ.get("PYTHONPATH", "")]).rstrip(":")}
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(words, env=env, stdout=log, stderr=subprocess.STDOUT)
+        self.family = {psutil.Process(self.process.pid)}
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait(self, until=lambda: False) -> None:
+        """Until the process has ended or ``until`` says so."""
+        deadline = time.monotonic() + SECONDS
+        while self.process.poll() is None and not until():
+            if time.monotonic() > deadline:
+                pytest.fail(f"not done after {SECONDS} s:\n{self.text()[-3000:]}")
+            try:
+                self.family |= set(psutil.Process(self.process.pid).children(recursive=True))
+            except psutil.NoSuchProcess:
+                break
+            time.sleep(0.2)
+
+    def interrupt(self, number: int) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(timeout=40)
+
+    def living(self) -> list[str]:
+        alive = []
+        for process in self.family:
+            try:
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    alive.append(f"{process.pid} {process.name()}")
+            except psutil.NoSuchProcess:
+                continue
+        return alive
+
+    def steps(self) -> list[dict]:
+        path = self.output / "metrics.jsonl"
+        return [json.loads(line)["data"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@contextmanager
+def running(*arguments):
+    run = Run(*arguments)
+    try:
+        yield run
+    finally:
+        if run.process.poll() is None:
+            run.interrupt(signal.SIGTERM)
+
+
+def shared_memory() -> set[str]:
+    """Segments that a weight sync, or vLLM and Python beside it, make."""
+    return {p.name for p in Path("/dev/shm").iterdir() if p.name.startswith(("verl_weights_", "psm_"))}
+
+
+def unmapped(names: set[str]) -> set[str]:
+    """Those that no process uses; another run's on the same machine are not our leavings."""
+    mapped = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            mapped |= set(re.findall(r"/dev/shm/(\S+)", maps.read_text()))
+        except OSError:
+            continue
+    return names - mapped
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("quickstart")
+
+
+@pytest.fixture(scope="session")
+def first_run(folder):
+    """A short quickstart from nothing. What it leaves is checked by the test that asks for it."""
+    before = shared_memory()
+    with running(folder / "first", "--steps", "12") as run:
+        run.wait()
+    run.left = unmapped(shared_memory() - before)
+    return run
+
+
+@pytest.fixture(scope="session")
+def warmed_up(first_run):
+    (model,) = (first_run.output / "warmup").glob("global_step_*/huggingface")
+    return str(model)

@@ -8,8 +8,11 @@ import json
 import signal
 
 import pytest
+from transformers import AutoConfig
 
+from epfsdp2.rollout import verify
 from tests.e2e.conftest import EXTENSION, running, shared_memory, unmapped
+from tests.support.models import reference_model
 
 pytestmark = pytest.mark.e2e
 
@@ -31,19 +34,48 @@ def test_a_run_that_ends_leaves_nothing(first_run):
     assert first_run.left == set()
 
 
-def test_an_interrupted_run_leaves_nothing(folder, warmed_up):
+@pytest.fixture(scope="module")
+def interrupted_run(folder, warmed_up):
+    """Saves the weights of every step, writes down what vLLM holds after every sync, and is interrupted in step 3."""
+    options = ["--model", warmed_up, "--steps", "200", "--override", f"{EXTENSION}=digests.WritesDigests"]
+    options += ["--override", "trainer.save_freq=1"]
+    options += ["--override", "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]"]
     before = shared_memory()
-    with running(folder / "second", "--model", warmed_up, "--steps", "200") as run:
-        run.wait(until=lambda: len(run.steps()) >= 2)
-        assert run.process.poll() is None, run.text()[-3000:]
-        assert len(run.family) > 10
-        assert run.interrupt(signal.SIGINT) == 130
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EPFSDP2_TEST_DIGESTS", str(folder / "digests"))
+        with running(folder / "second", *options) as run:
+            run.wait(until=lambda: len(run.steps()) >= 2)
+            run.status_before = run.process.poll()
+            run.status = run.interrupt(signal.SIGINT)
+    run.left = unmapped(shared_memory() - before)
+    return run
+
+
+def test_every_vllm_worker_holds_the_trainers_weights_after_each_sync(folder, interrupted_run):
+    """The first sync is the one before the first step; those after steps 1 and 2 are compared with what was saved."""
+    config = AutoConfig.from_pretrained(folder / "second/checkpoints/global_step_1/actor/huggingface")
+    held = {}
+    for step in (1, 2):
+        saved = reference_model(folder / f"second/checkpoints/global_step_{step}/actor/huggingface")
+        wanted = verify.expected_digests(dict(saved.named_parameters()), config)
+        for replica in (0, 1):
+            answer = json.loads((folder / f"digests.sync-{step + 1}.replica-{replica}.rank-0.json").read_text())
+            assert verify.compare(wanted, answer["digests"]) == "", (step, replica)
+            held[step, replica] = answer["digests"]
+    assert held[1, 0] != held[2, 0]
+
+
+def test_an_interrupted_run_leaves_nothing(interrupted_run):
+    run = interrupted_run
+    assert run.status_before is None, run.text()[-3000:]
+    assert len(run.family) > 10
+    assert run.status == 130
     assert "interrupted by SIGINT" in run.text()
     assert run.living() == []
-    assert unmapped(shared_memory() - before) == set()
+    assert run.left == set()
 
 
-def test_without_the_weight_sync_the_reward_check_fails(folder, warmed_up):
+def test_without_the_weight_sync_the_reward_check_fails(folder, warmed_up, interrupted_run):
     """vLLM starts from the same checkpoint as the trainer and then never learns: the reward stays where it was.
 
     It runs in the interrupted run's folder: an interrupted quickstart starts again cleanly.

@@ -1,0 +1,14 @@
+"""A test hook: after each weight sync the vLLM worker writes down what its model really holds."""
+
+import os
+
+from epfsdp2.rollout.vllm_worker import WeightSyncExtension
+
+
+class WritesDigests(WeightSyncExtension):
+    syncs = 0
+
+    def update_weights_from_ipc(self, *args, **kwargs):
+        super().update_weights_from_ipc(*args, **kwargs)
+        self.syncs += 1
+        self.epfsdp2_digests(path=f"{os.environ['EPFSDP2_TEST_DIGESTS']}.sync-{self.syncs}")

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from verl.models.transformers.monkey_patch import apply_monkey_patch
-from verl.utils.device import get_device_id, get_device_name
+from verl.utils.device import get_device_id, get_device_name, get_torch_device
 from verl.utils.model import get_hf_auto_model_class
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.config.optimizer import build_optimizer
-from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import EngineEvalModeCtx, EngineTrainModeCtx, FSDPEngineWithLMHead
 
 from ..rollout import naming, server_adapter, stream
@@ -26,11 +26,11 @@ from . import checkpoint
 from .clip import clip_grad_norm_
 from .config import STRATEGY, EPFSDP2EngineConfig
 from .errors import SettingError
-from .loading import load_weights, open_checkpoint
+from .loading import load_weights, local_checkpoint, open_checkpoint
 from .mesh import Topology, build_meshes
 from .modeling import build_on_meta, materialize
 from .optimizer import build_multi_optimizer
-from .parallelize import ShardingOptions, layer_names, parallelize
+from .parallelize import ShardingOptions, layer_names, parallelize, reshard_all
 from .preflight import check_training
 
 __all__ = ["DEVICES", "EPFSDP2EngineWithLMHead"]
@@ -79,13 +79,13 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
 
     def _build_model_optimizer(self) -> None:
         """Build on meta, shard, allocate, load this rank's bytes; then optimizer and schedule."""
-        files = open_checkpoint(self.model_config.local_path)
+        files = open_checkpoint(local_checkpoint(self.model_config.local_path))
         module = self._build_module()
         # verl passes cumulative lengths where the model's forward takes them; the families here read position ids.
         self.pass_packed_cu_seqlens = False
         parallelize(module, self.meshes, self._sharding_options())
-        materialize(module, get_device_id())
-        unused = load_weights(module, files, self.meshes, self._initialize_missing, progress=self.rank == 0)
+        materialize(module, get_device_id(), shards="cpu" if self.engine_config.offload_policy else None)
+        unused = load_weights(module, files, self.meshes, self._initialize, progress=self.rank == 0)
         if unused and self.rank == 0:
             print(f"[epfsdp2] {len(unused)} tensors of the checkpoint have no place in the model, e.g. {unused[:3]}")
         self.layer_names = layer_names(module)
@@ -119,8 +119,8 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
     def _auto_class(self) -> Any:
         return get_hf_auto_model_class(hf_config=self.model_config.hf_config)
 
-    def _initialize_missing(self, name: str, tensor: torch.Tensor) -> bool:
-        """A causal LM has nothing that a checkpoint may lack."""
+    def _initialize(self, name: str, tensor: torch.Tensor, in_checkpoint: bool) -> bool:
+        """Fill what does not come from the checkpoint (``load_weights``): a causal LM has nothing such."""
         return False
 
     def _sharding_options(self) -> ShardingOptions:
@@ -162,12 +162,17 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         return norm.item()
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        BaseEngine.to(self, device=device, model=model, optimizer=optimizer, grad=grad)
         if self.engine_config.offload_policy:
             return
         if model:
             self.module.to(get_device_id() if device == get_device_name() else device)
         if optimizer and self.optimizer is not None:
             _move_optimizer(self.optimizer, get_device_id() if device == get_device_name() else device)
+        if device == "cpu":
+            # Copies to the host may be under way, and what they freed is wanted by another process on this device.
+            get_torch_device().synchronize()
+            get_torch_device().empty_cache()
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
@@ -175,7 +180,6 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         """Write what ``checkpoint.save_contents`` names under ``local_path`` (``checkpoint.py`` has the layout)."""
         contents = _contents(self.checkpoint_config, "save_contents")
         folder = Path(local_path)
-        self._saved = checkpoint.remove_old(self._saved, (max_ckpt_to_keep or 0) - 1)
         checkpoint.save_checkpoint(folder, self.module, self.optimizer, self.lr_scheduler, contents, global_step)
         hf = folder / "huggingface"
         if self.rank == 0:
@@ -183,13 +187,15 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         if "hf_model" in contents:
             checkpoint.write_hf_weights(hf, self._tensors(naming.as_checkpoint))
         dist.barrier()
-        self._saved.append(folder)
+        # The oldest goes when the newest is there.
+        self._saved = checkpoint.remove_old([*self._saved, folder], max_ckpt_to_keep)
 
     def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=True, **kwargs) -> None:
         contents = _contents(self.checkpoint_config, "load_contents")
         checkpoint.load_checkpoint(Path(local_path), self.module, self.optimizer, self.lr_scheduler, contents)
-        # A forward-only pass may have left the root gathered, with the weights from before.
-        self.module.reshard()
+        # A forward-only pass may have left parameters gathered, with the weights from before.
+        reshard_all(self.module)
+        self.to("cpu", model=False, optimizer=self._is_offload_optimizer, grad=False)
 
     def _save_hf_config(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -247,9 +253,9 @@ class _TrainMode(_Mode, EngineTrainModeCtx):
 class _EvalMode(_Mode, EngineEvalModeCtx):
     def __exit__(self, exc_type, exc_value, traceback):
         self._leave(exc_type)
-        # The root stays gathered after a forward without a backward. verl reshards it only where fsdp_size > 1, and
-        # its default is -1 (fsdp/transformer_impl.py:1114).
-        self.engine.module.reshard()
+        # After a forward without a backward the root stays gathered, and without reshard_after_forward every layer.
+        # verl reshards the root alone, and only where fsdp_size > 1 (fsdp/transformer_impl.py:1114; default -1).
+        reshard_all(self.engine.module)
         super().__exit__(exc_type, exc_value, traceback)
 
 

@@ -4,7 +4,7 @@ A checkpoint folder of one role holds
 
     dist_ckpt/          torch distributed checkpoint: model and optimizer by parameter name, with real placements
     trainer_state.json  learning-rate schedule and step
-    rng/                random state of each rank
+    rng/                torch's random state on each rank, of the CPU and of its device
     huggingface/        config, tokenizer; with ``hf_model`` also the weights in the family's checkpoint layout
 """
 
@@ -53,13 +53,14 @@ def save_checkpoint(
     partial = folder.with_name(folder.name + ".partial")
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
-        (partial / _RNG).mkdir(parents=True)
+        partial.mkdir(parents=True)
     dist.barrier()
     state = _sharded_state(model, optimizer, contents)
     if state:
         dcp.save(state, checkpoint_id=partial / _SHARDS)
     if "extra" in contents:
-        save_file({"cpu": torch.get_rng_state()}, partial / _RNG / f"{dist.get_rank():05d}.safetensors")
+        (partial / _RNG).mkdir(parents=True, exist_ok=True)
+        save_file(_random_state(), partial / _RNG / f"{dist.get_rank():05d}.safetensors")
         if dist.get_rank() == 0:
             schedule = lr_scheduler.state_dict() if lr_scheduler is not None else None
             (partial / _STATE).write_text(json.dumps({"step": step, "lr_scheduler": schedule}))
@@ -100,7 +101,10 @@ def load_checkpoint(
             lr_scheduler.load_state_dict(schedule)
         rng = folder / _RNG / f"{dist.get_rank():05d}.safetensors"
         if rng.is_file():
-            torch.set_rng_state(load_file(rng)["cpu"])
+            state = load_file(rng)
+            torch.set_rng_state(state["cpu"])
+            if "device" in state and torch.accelerator.is_available():
+                torch.get_device_module().set_rng_state(state["device"])
     dist.barrier()
 
 
@@ -145,6 +149,13 @@ def remove_old(saved: list[Path], max_to_keep: int | None) -> list[Path]:
         if dist.get_rank() == 0:
             shutil.rmtree(path, ignore_errors=True)
     return saved[-max_to_keep:]
+
+
+def _random_state() -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.accelerator.is_available():
+        state["device"] = torch.get_device_module().get_rng_state()
+    return state
 
 
 def _sharded_state(model: nn.Module, optimizer: MultiOptimizer | None, contents: set[str]) -> dict[str, Any]:

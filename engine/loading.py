@@ -7,12 +7,16 @@ own weight converters (``core_model_loading.py``), on the owned experts only.
 
 import copy
 import json
+import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -24,10 +28,11 @@ from .errors import SettingError
 from .mesh import Meshes
 from .shards import box_of, local_tensor, persistent_buffers
 
-__all__ = ["CheckpointFiles", "load_weights", "open_checkpoint"]
+__all__ = ["CheckpointFiles", "load_weights", "local_checkpoint", "open_checkpoint"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FIRST = 5  # how many offenders an error lists
 
 
@@ -47,6 +52,20 @@ class CheckpointFiles:
         """Read one tensor, or the part of it that ``index`` cuts; only those bytes are touched."""
         with safe_open(self.folder / self.file_of[key], framework="pt") as file:
             return file.get_slice(key)[index] if index else file.get_tensor(key)
+
+
+def local_checkpoint(path: str) -> str:
+    """The folder of a checkpoint given as a folder or as an id on the Hugging Face hub; collective.
+
+    verl hands a hub id on as it is. One rank of each node downloads, the others find it in the cache.
+    """
+    if os.path.isdir(path) or not _HUB_ID.fullmatch(path):
+        return path
+    wanted = ["*.safetensors", "*.safetensors.index.json"]
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0 or dist.get_rank() == 0:
+        snapshot_download(path, allow_patterns=wanted)
+    dist.barrier()
+    return snapshot_download(path, allow_patterns=wanted, local_files_only=True)
 
 
 def open_checkpoint(folder: str | Path) -> CheckpointFiles:
@@ -89,14 +108,14 @@ def load_weights(
     model: nn.Module,
     files: CheckpointFiles,
     meshes: Meshes,
-    initialize: Callable[[str, torch.Tensor], bool] = lambda name, tensor: False,
+    initialize: Callable[[str, torch.Tensor, bool], bool] = lambda name, tensor, in_checkpoint: False,
     progress: bool = False,
 ) -> list[str]:
     """Fill the parameters and persistent buffers of a sharded, materialised model from a checkpoint.
 
     Args:
-        initialize: called with the name and the local tensor of what the checkpoint lacks; fills it and returns True,
-            or returns False to have it reported.
+        initialize: called with name, local tensor and whether the checkpoint has it; fills the tensor and returns
+            True, or returns False to have it read, or reported if it is missing.
         progress: show a bar.
 
     Returns:
@@ -111,9 +130,11 @@ def load_weights(
     missing = []
     with torch.no_grad():
         for name, target in tqdm(targets.items(), desc="Loading weights", disable=not progress):
+            if initialize(name, local_tensor(target), name in sources):
+                continue
             if name in sources:
                 _fill(name, target, sources[name], model, files, meshes)
-            elif not initialize(name, local_tensor(target)):
+            else:
                 missing.append(name)
     if missing:
         raise ValueError(

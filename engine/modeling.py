@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 from transformers.initialization import no_init_weights
 
@@ -27,12 +28,21 @@ def build_on_meta(
         return auto_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
-def materialize(model: nn.Module, device: torch.device | str) -> None:
-    """Allocate this rank's shards on ``device``, uninitialised, and move buffers there.
+def materialize(model: nn.Module, device: torch.device | str, shards: torch.device | str | None = None) -> None:
+    """Allocate this rank's shards, uninitialised, and move buffers to ``device``.
 
     Ties between parameters, which moving off the meta device breaks, are tied again.
+
+    Args:
+        shards: where the shards go; ``device`` by default, ``cpu`` under FSDP's CPU offload policy.
     """
-    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta:
+            return tensor.to(device)
+        return torch.empty_like(tensor, device=shards if isinstance(tensor, DTensor) and shards else device)
+
+    model._apply(move)
     tie = getattr(model, "tie_weights", None)
     if tie is not None:
         tie()

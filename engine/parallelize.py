@@ -23,7 +23,7 @@ from .experts.compute import EXPERTS_IMPLEMENTATION, ExpertParallel, attach
 from .experts.find import ExpertsInfo, find_experts
 from .mesh import Meshes
 
-__all__ = ["ShardingOptions", "check_experts_divide", "layer_names", "parallelize"]
+__all__ = ["ShardingOptions", "check_experts_divide", "layer_names", "parallelize", "reshard_all"]
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,13 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
     _divide_gradients(model, {e.module for e in experts}, meshes)
     _prefetch(layers, options.prefetch_depth)
     return model
+
+
+def reshard_all(model: nn.Module) -> None:
+    """Free every gathered parameter; ``FSDPModule.reshard`` alone frees one module's."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def check_experts_divide(num_experts: Sequence[int], ep: int) -> None:

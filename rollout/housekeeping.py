@@ -15,16 +15,22 @@ import sys
 import time
 from collections.abc import Iterable
 
-__all__ = ["install_at_exit", "remove_leftovers", "unused_segments", "unused_sockets"]
+__all__ = ["SEGMENTS", "existing_segments", "install_at_exit", "remove_leftovers", "unused_segments", "unused_sockets"]
 
 # verl's weight buckets, Python's unnamed segments (vLLM's message queues), the CPU build's tensor-parallel collectives.
-SEGMENTS = ("/dev/shm/verl_weights_*", "/dev/shm/psm_*", "/dev/shm/*-cpushm_*")
+NAMED_SEGMENTS = ("/dev/shm/verl_weights_*", "/dev/shm/*-cpushm_*")
+SEGMENTS = (*NAMED_SEGMENTS, "/dev/shm/psm_*")
 SOCKETS = ("/tmp/rl-colocate-zmq-*.sock",)
 
 # A segment younger than this may be between its creation and its first mapping.
 _MINIMUM_AGE_SECONDS = 2.0
 
 _installed = False
+
+
+def existing_segments() -> set[str]:
+    """Paths of all of this user's segments of the kinds that a run makes, in use or not."""
+    return set(_own(SEGMENTS, stat.S_ISREG))
 
 
 def unused_segments(patterns: Iterable[str] = SEGMENTS, minimum_age: float = _MINIMUM_AGE_SECONDS) -> list[str]:
@@ -52,10 +58,15 @@ def unused_sockets(patterns: Iterable[str] = SOCKETS) -> list[str]:
     return [path for path in found if path not in bound]
 
 
-def remove_leftovers() -> list[str]:
-    """Remove unused segments and sockets; return the paths that are gone."""
+def remove_leftovers(patterns: Iterable[str] = NAMED_SEGMENTS, keep: Iterable[str] = ()) -> list[str]:
+    """Remove unused segments and sockets; return the paths that are gone.
+
+    Args:
+        patterns: of segments; by default only those whose names say that they are a weight sync's or vLLM's.
+        keep: paths to leave alone.
+    """
     gone = []
-    for path in [*unused_segments(), *unused_sockets()]:
+    for path in {*unused_segments(patterns), *unused_sockets()} - set(keep):
         with contextlib.suppress(FileNotFoundError, PermissionError):
             os.unlink(path)
             gone.append(path)
@@ -76,7 +87,7 @@ def install_at_exit(wait_seconds: float = 10.0) -> None:
         return
     _installed = True
     remove_leftovers()
-    before = set(_own(SEGMENTS, stat.S_ISREG))
+    before = existing_segments()
     atexit.register(_clean_up_at_exit, before, wait_seconds)
 
 
@@ -86,9 +97,10 @@ def _clean_up_at_exit(before: set[str], wait_seconds: float) -> None:
         ray.shutdown()
     deadline = time.monotonic() + wait_seconds
     while True:
-        remove_leftovers()
+        # Python gives every program's unnamed segments the same prefix: only those that came since then may be ours.
+        remove_leftovers(SEGMENTS, keep=before)
         # Another job's segments may be among the new ones; that costs the wait and nothing else.
-        if set(_own(SEGMENTS, stat.S_ISREG)) <= before or time.monotonic() >= deadline:
+        if existing_segments() <= before or time.monotonic() >= deadline:
             return
         time.sleep(0.2)
 

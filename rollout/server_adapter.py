@@ -205,7 +205,11 @@ def _failure_of_ray_call(reference: Any) -> Exception | None:
 def _in_words(cause: BaseException) -> str:
     """The cause without Ray's wrapping and its remote traceback, which the chained exception still shows."""
     cause = getattr(cause, "cause", None) or cause
-    return f"{type(cause).__name__}: {cause}" if not isinstance(cause, WeightSyncError) else str(cause)
+    if isinstance(cause, WeightSyncError):
+        return str(cause)
+    # vLLM cancels the calls of an engine whose worker is gone, and says no more than that.
+    gone = " (the vLLM worker process died or was killed)" if "cancelled" in str(cause) else ""
+    return f"{type(cause).__name__}: {cause}{gone}"
 
 
 async def _close(weights: Any) -> None:

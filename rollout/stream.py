@@ -14,7 +14,7 @@ from torch import nn
 from ..engine.mesh import Meshes
 from ..engine.shards import box_of, local_tensor, persistent_buffers
 
-__all__ = ["full_tensors", "largest_tensor_bytes"]
+__all__ = ["full_tensors"]
 
 _ALIGNMENT = 16  # bytes; enough to view the flat buffer as any dtype
 
@@ -39,7 +39,8 @@ def full_tensors(
 
     Args:
         layers: FQNs of the layers; the parameters of one are gathered together.
-        max_gather_bytes: bound of one gather; a layer beyond it is gathered in several, a larger tensor alone.
+        max_gather_bytes: bound of one gather; a layer beyond it is gathered in several, a larger tensor alone. Beside
+            a gather's shards a rank holds the tensor it has just yielded and the one it assembles.
     """
     group: list[tuple[str, torch.Tensor]] = []
     group_bytes, group_layer = 0, None
@@ -53,11 +54,6 @@ def full_tensors(
     yield from _gather(group, meshes)
     for name, buffer in persistent_buffers(model).items():
         yield name, buffer.detach().clone()
-
-
-def largest_tensor_bytes(model: nn.Module) -> int:
-    """Bytes of the largest tensor that ``full_tensors`` yields."""
-    return max(p.nbytes for _, p in model.named_parameters())
 
 
 def _gather(group: Sequence[tuple[str, torch.Tensor]], meshes: Meshes) -> Iterator[tuple[str, torch.Tensor]]:

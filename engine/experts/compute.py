@@ -80,18 +80,24 @@ def grouped_linear(
     in_out = weight if is_transposed else weight.transpose(-2, -1)
     offsets = torch.cumsum(counts_e, dim=0).to(torch.int32)
     with torch.autocast(rows.device.type, enabled=False):
-        out = _grouped_mm(rows, in_out, offsets)
+        # Under autocast an activation may come back in another dtype than it was given.
+        out = _grouped_mm(rows.to(weight.dtype), in_out, offsets)
     if bias is not None:
-        out = out + torch.repeat_interleave(bias, counts_e, dim=0)
+        out = out + torch.repeat_interleave(bias, counts_e, dim=0, output_size=rows.shape[0])
     return out
 
 
 def _grouped_mm(rows: torch.Tensor, in_out: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    if _native_grouped_mm is not None and (rows.device.type == "cpu" or rows.dtype == torch.bfloat16):
+    if _native_grouped_mm is not None and (rows.device.type == "cpu" or _fits_the_kernel(rows, in_out)):
         return _native_grouped_mm(rows, in_out, offs=offsets)
     bounds = [0, *offsets.tolist()]
     pieces = [rows[a:b] @ in_out[i] for i, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False))]
     return torch.cat(pieces)
+
+
+def _fits_the_kernel(rows: torch.Tensor, in_out: torch.Tensor) -> bool:
+    """What torch's grouped GEMM asks for on an accelerator: bfloat16, 16-byte rows, and at least one of them."""
+    return rows.dtype == torch.bfloat16 and rows.shape[0] > 0 and all(size % 8 == 0 for size in in_out.shape[-2:])
 
 
 def _local(param: torch.Tensor) -> torch.Tensor:

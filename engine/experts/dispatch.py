@@ -45,7 +45,8 @@ def dispatch(
     """
     slots = experts_TK.reshape(-1).long()
     slot_order = torch.argsort(slots, stable=True)
-    counts_E = torch.bincount(slots, minlength=num_experts)
+    # Not bincount: on an accelerator it waits for the device to learn its output's size.
+    counts_E = slots.new_zeros(num_experts).scatter_add_(0, slots, torch.ones_like(slots))
     sent_SD = _TokensToSlots.apply(hidden_TD, slot_order, experts_TK.shape[-1])
     if group is None:
         return Dispatched(sent_SD, counts_E, slot_order, None, [], [])
@@ -59,7 +60,8 @@ def dispatch(
 
     received_RD = _AllToAll.apply(sent_SD, recv_splits, send_splits, group)
     local_expert = torch.arange(num_experts // ep, device=slots.device).repeat(ep)
-    row_order = torch.argsort(torch.repeat_interleave(local_expert, arriving.reshape(-1)), stable=True)
+    row_expert = torch.repeat_interleave(local_expert, arriving.reshape(-1), output_size=sum(recv_splits))
+    row_order = torch.argsort(row_expert, stable=True)
     rows_RD = _Permute.apply(received_RD, row_order)
     return Dispatched(rows_RD, arriving.sum(0), slot_order, row_order, send_splits, recv_splits)
 

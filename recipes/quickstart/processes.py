@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from ...rollout.housekeeping import remove_leftovers, unused_segments
+from ...rollout.housekeeping import SEGMENTS, existing_segments, remove_leftovers
 
 __all__ = ["Interrupted", "ProcessTree"]
 
@@ -76,6 +76,7 @@ class ProcessTree:
     def __enter__(self) -> "ProcessTree":
         if sys.platform == "linux":
             _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        self._segments_before = existing_segments()
         self.folder = Path(tempfile.mkdtemp(prefix="epfsdp2-", dir="/tmp"))
         for number in _STOPPING:
             signal.signal(number, _interrupt)
@@ -86,7 +87,7 @@ class ProcessTree:
             _ignore_signals()
         finally:  # also where the first signal arrives just now
             self._end_descendants()
-            _remove_leftovers()
+            self._remove_leftovers()
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def run(self, command: list[str], env: dict[str, str], log: Path, on_tick: Callable[[], None]) -> int:
@@ -128,14 +129,13 @@ class ProcessTree:
                     process.kill()
             time.sleep(0.05)
 
-
-def _remove_leftovers() -> None:
-    """Shared memory and sockets of processes that were killed; a segment is spared until it is a moment old."""
-    deadline = time.monotonic() + 4.0
-    remove_leftovers()
-    while unused_segments(minimum_age=0.0) and time.monotonic() < deadline:
-        time.sleep(0.5)
-        remove_leftovers()
+    def _remove_leftovers(self) -> None:
+        """Shared memory and sockets of processes that were killed; a segment is spared until it is a moment old."""
+        deadline = time.monotonic() + 4.0
+        remove_leftovers(SEGMENTS, keep=self._segments_before)
+        while existing_segments() - self._segments_before and time.monotonic() < deadline:
+            time.sleep(0.5)
+            remove_leftovers(SEGMENTS, keep=self._segments_before)
 
 
 def _reap_and_list() -> list[psutil.Process]:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.e2e
     ("fault", "causes"),
     [
         ("raise", ["WeightSyncError", "a fault that the test injected"]),
-        ("kill_worker", ["WeightSyncError", "vLLM"]),
+        ("kill_worker", ["WeightSyncError", "the vLLM worker process died or was killed"]),
         ("kill_trainer", ["died"]),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -71,6 +72,24 @@ def _bytes_read(folder):
 
 def test_a_rank_reads_its_own_experts_only(tmp_path):
     run_ranks(_bytes_read, 2, save_qwen3_moe(tmp_path))
+
+
+def _loads_from_the_hub_cache(cache, hub_id, folder):
+    os.environ.update(HF_HUB_CACHE=str(cache), HF_HUB_OFFLINE="1")
+    import huggingface_hub.constants as hub
+
+    hub.HF_HUB_CACHE, hub.HF_HUB_OFFLINE = str(cache), True
+    found = loading.open_checkpoint(loading.local_checkpoint(hub_id))
+    assert found.file_of.keys() == loading.open_checkpoint(folder).file_of.keys()
+
+
+def test_a_hub_id_is_found_in_the_cache(tmp_path):
+    folder = save_qwen3_moe(tmp_path / "model")
+    repository = tmp_path / "cache" / "models--some--moe"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(folder, repository / "snapshots" / ("0" * 40))
+    run_ranks(_loads_from_the_hub_cache, 2, tmp_path / "cache", "some/moe", folder)
 
 
 def _fails_with(folder, parts):

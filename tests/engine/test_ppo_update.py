@@ -9,6 +9,7 @@ from tests.support.ranks import run_ranks
 
 WORLD, PER_RANK, PROMPT, RESPONSE = 4, 4, 5, 9
 RELATIVE = 1e-5
+SAVED = ["model", "optimizer", "extra"]
 
 
 def _samples():
@@ -74,7 +75,7 @@ def _reference_update(model, samples):
     return loss.item()
 
 
-def _worker(folder, ep, fsdp_size, dynamic, forward_only=False):
+def _worker(folder, ep, fsdp_size=-1, dynamic=False, **settings):
     from functools import partial
 
     from verl.trainer.config import CheckpointConfig
@@ -93,7 +94,7 @@ def _worker(folder, ep, fsdp_size, dynamic, forward_only=False):
         infer_max_token_len_per_gpu=40,
         micro_batch_size_per_gpu=2,
         infer_micro_batch_size_per_gpu=2,
-        forward_only=forward_only,
+        **settings,
     )
     config = TrainingWorkerConfig(
         model_type="language_model",
@@ -102,7 +103,7 @@ def _worker(folder, ep, fsdp_size, dynamic, forward_only=False):
         ),
         engine_config=engine,
         optimizer_config=FSDPOptimizerConfig(lr=1e-3, clip_grad=1e9, total_training_steps=10),
-        checkpoint_config=CheckpointConfig(),
+        checkpoint_config=CheckpointConfig(save_contents=SAVED, load_contents=SAVED),
     )
     worker = TrainingWorker(config)
     worker.reset()
@@ -123,9 +124,9 @@ def _ppo_update(folder, cases):
     wanted_norm = torch.stack([g.square().sum() for g in wanted.values()]).sum().sqrt().item()
     mine = samples[rank * PER_RANK : (rank + 1) * PER_RANK]
 
-    for ep, fsdp_size, dynamic in cases:
-        where = f"ep={ep} fsdp_size={fsdp_size} dynamic={dynamic}"
-        worker = _worker(folder, ep, fsdp_size, dynamic)
+    for settings in cases:
+        where = str(settings)
+        worker = _worker(folder, **settings)
 
         # Log-probs as the actor and the reference policy compute them.
         infer = _batch(mine)
@@ -137,7 +138,7 @@ def _ppo_update(folder, cases):
                 want = full[:-1].gather(-1, ids[1:, None])[:, 0]
                 torch.testing.assert_close(got[:-1], want, rtol=1e-5, atol=1e-5)
 
-        # zero_grad=False of the exit is not verl's; read the gradients where the step would use them.
+        # train_mode drops the gradients when it ends, so read them where the step uses them.
         seen = {}
         step = worker.engine.optimizer.step
         worker.engine.optimizer.step = lambda *a, seen=seen, engine=worker.engine, step=step: (
@@ -154,23 +155,87 @@ def _ppo_update(folder, cases):
 
 
 def test_gradients_and_norm_equal_the_plain_model(tmp_path):
-    cases = [(1, -1, False), (2, -1, False), (4, -1, False), (2, -1, True), (2, 2, False)]
-    run_ranks(_ppo_update, WORLD, save_qwen3_moe(tmp_path), cases, timeout=400)
+    cases = [
+        {"ep": 1},
+        {"ep": 2},
+        {"ep": 4},
+        {"ep": 2, "fsdp_size": 2},
+        {"ep": 2, "dynamic": True},
+        {"ep": 2, "use_no_sync_for_gradient_accumulation": True},
+        {"ep": 2, "param_offload": True, "optimizer_offload": True},
+        {"ep": 2, "offload_policy": True},
+        {"ep": 2, "pad_to_length": True, "pad_to_length_bucket": 32},
+        {"ep": 2, "entropy_from_logits_with_chunking": True, "entropy_from_logits_chunk_size": 8},
+        {"ep": 2, "entropy_checkpointing": True, "reshard_after_forward": False},
+    ]
+    run_ranks(_ppo_update, WORLD, save_qwen3_moe(tmp_path), cases, timeout=500)
 
 
 def _reference_policy(folder):
     from verl.utils import tensordict_utils as tu
 
-    worker = _worker(folder, 2, -1, False, forward_only=True)
+    worker = _worker(folder, 2, forward_only=True)
     assert worker.engine.optimizer is None
-    mine = _samples()[:2]
+    reference, mine = reference_model(folder), _samples()[2 * dist.get_rank() :][:2]
     infer = _batch(mine)
     tu.assign_non_tensor(infer, compute_loss=False)
     output = worker.infer_batch(infer)
-    assert {"log_probs", "entropy"} <= set(output.keys())
+    for i, (ids, *_) in enumerate(mine):
+        with torch.no_grad():
+            log_probs = (reference(input_ids=ids[None], use_cache=False).logits[0] / 0.7).log_softmax(-1)
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+        taken = log_probs[:-1].gather(-1, ids[1:, None])[:, 0]
+        torch.testing.assert_close(tu.get(output, "log_probs")[i][:-1], taken, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(tu.get(output, "entropy")[i], entropy, rtol=1e-5, atol=1e-5)
     with pytest.raises(AssertionError):
         worker.train_batch(_batch(mine))
 
 
 def test_reference_policy_is_forward_only(tmp_path):
     run_ranks(_reference_policy, 2, save_qwen3_moe(tmp_path))
+
+
+def _weights_after_evaluation(folder):
+    """Without reshard_after_forward an evaluation gathers every layer; what is handed over is still every tensor."""
+    from verl.utils import tensordict_utils as tu
+
+    worker = _worker(folder, 2, reshard_after_forward=False)
+    infer = _batch(_samples()[:2])
+    tu.assign_non_tensor(infer, compute_loss=False)
+    worker.infer_batch(infer)
+    weights, peft = worker.engine.get_per_tensor_param(layered_summon=False, base_sync_done=True)
+    wanted = dict(reference_model(folder).named_parameters())
+    got = dict(weights)
+    assert peft is None and got.keys() == wanted.keys()
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+def test_weights_handed_over_after_an_evaluation(tmp_path):
+    run_ranks(_weights_after_evaluation, 2, save_qwen3_moe(tmp_path))
+
+
+def _saves_and_resumes(folder, out):
+    from verl.utils import tensordict_utils as tu
+
+    rank = dist.get_rank()
+    mine = _samples()[4 * rank : 4 * rank + 4]
+    worker = _worker(folder, 2, optimizer_offload=True)
+    for step in (1, 2):
+        worker.train_batch(_batch(mine))
+        worker.save_checkpoint(str(out / f"global_step_{step}"), global_step=step, max_ckpt_to_keep=1)
+    assert not (out / "global_step_1").exists()
+    after = worker.train_batch(_batch(mine))
+
+    resumed = _worker(folder, 1, optimizer_offload=True)
+    resumed.load_checkpoint(str(out / "global_step_2"))
+    again = resumed.train_batch(_batch(mine))
+    norms = [tu.get(output, "metrics")["grad_norm"] for output in (after, again)]
+    assert abs(norms[1] / norms[0] - 1) < 1e-5
+    for (name, a), (_, b) in zip(
+        worker.engine.module.named_parameters(), resumed.engine.module.named_parameters(), strict=True
+    ):
+        torch.testing.assert_close(a.detach().full_tensor(), b.detach().full_tensor(), rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_saves_keeps_the_newest_and_resumes_on_another_mesh(tmp_path):
+    run_ranks(_saves_and_resumes, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "out")

@@ -82,6 +82,7 @@ class Engine:
     def __init__(self, model: str, tp_size: int = 1, extension: str = OURS):
         self.job = f"test{os.getpid()}x{id(self)}"
         self.tp_size = tp_size
+        self._buckets_before = set(glob.glob("/dev/shm/verl_weights_*"))  # other jobs'
         folder = tempfile.mkdtemp()
         self._log = Path(f"{folder}/log").open("w+")  # noqa: SIM115  (closed in stop)
         self._listener = Listener(f"{folder}/socket")
@@ -167,7 +168,8 @@ class Engine:
             result.result()
 
     def leftovers(self) -> list[str]:
-        return glob.glob("/dev/shm/verl_weights_*") + glob.glob(f"/tmp/rl-colocate-zmq-{self.job}-*")
+        buckets = set(glob.glob("/dev/shm/verl_weights_*")) - self._buckets_before
+        return sorted(buckets) + glob.glob(f"/tmp/rl-colocate-zmq-{self.job}-*")
 
     def workers(self) -> list[int]:
         import psutil

@@ -3,11 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from epfsdp2.engine.parallelize import layer_names
 from epfsdp2.rollout import naming, stream
 from tests.support.engine import sharded_model
-from tests.support.models import reference_model, save_qwen3_moe
+from tests.support.models import reference_model, save_glm4_moe, save_qwen3_moe
 from tests.support.ranks import run_ranks
 
 
@@ -39,7 +40,7 @@ def _streams(folder, cases):
         # Embedding, three layers, and what follows them: five gathers for 31 tensors.
         assert len(gathers) == len(layer_names(model)) + 2
 
-        largest = stream.largest_tensor_bytes(model)
+        largest = max(p.nbytes for p in wanted.values())
         again, bounded = _counted(model, meshes, largest)
         assert all(torch.equal(again[name], wanted[name]) for name in wanted)
         assert len(bounded) > len(gathers)
@@ -51,6 +52,39 @@ def _streams(folder, cases):
 def test_full_tensors_on_every_placement(tmp_path, tied):
     cases = [(1, -1, "auto"), (2, -1, "auto"), (4, -1, "auto"), (2, -1, 0), (2, 2, "auto"), (1, 1, "auto")]
     run_ranks(_streams, 4, save_qwen3_moe(tmp_path, tie_word_embeddings=tied), cases)
+
+
+def _buffers_too(folder):
+    model, meshes = sharded_model(folder, dist.get_world_size(), 2)
+    full = dict(stream.full_tensors(model, meshes, layer_names(model), 1 << 30))
+    wanted = reference_model(folder).state_dict()
+    assert any("correction_bias" in name for name in wanted)
+    assert full.keys() == wanted.keys()
+    assert all(torch.equal(full[name], wanted[name]) for name in wanted)
+
+
+def test_persistent_buffers_are_loaded_and_streamed(tmp_path):
+    run_ranks(_buffers_too, 2, save_glm4_moe(tmp_path))
+
+
+def test_a_30b_is_531_tensors_and_not_18867():
+    config = Qwen3MoeConfig(
+        vocab_size=151936,
+        hidden_size=2048,
+        moe_intermediate_size=768,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        tie_word_embeddings=False,
+    )
+    with torch.device("meta"):
+        model = Qwen3MoeForCausalLM(config)
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(30.5, abs=0.05)
+    assert len(list(naming.for_vllm(model, model.named_parameters()))) == 531
+    assert sum(1 for _ in naming.as_checkpoint(model, model.named_parameters())) == 18867
 
 
 def test_fused_names_for_vllm_and_checkpoint_names_for_files(tmp_path):

@@ -4,9 +4,16 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
-__all__ = ["reference_model", "save_qwen3_moe", "token_loss", "VOCAB"]
+__all__ = ["VOCAB", "reference_model", "save_glm4_moe", "save_qwen3_moe", "token_loss"]
 
 VOCAB = 96
 
@@ -32,11 +39,40 @@ def save_qwen3_moe(folder: Path, seed: int = 0, **overrides) -> Path:
             **overrides,
         }
     )
+    return _save_random(Qwen3MoeForCausalLM(config), folder, seed)
+
+
+def save_glm4_moe(folder: Path, seed: int = 0) -> Path:
+    """Save a GLM-4-MoE: sigmoid routing with a correction bias (a persistent buffer), shared experts, a dense layer."""
+    config = Glm4MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=48,
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+    )
+    return _save_random(Glm4MoeForCausalLM(config), folder, seed)
+
+
+def _save_random(model: nn.Module, folder: Path, seed: int) -> Path:
     torch.manual_seed(seed)
-    model = Qwen3MoeForCausalLM(config)
     with torch.no_grad():
         for param in model.parameters():
             param.normal_(std=0.1) if param.dim() > 1 else param.uniform_(0.5, 1.5)
+        for name, buffer in model.named_buffers():
+            if "correction_bias" in name:
+                buffer.uniform_(-0.1, 0.1)
     model.save_pretrained(folder)
     return folder
 

@@ -1,0 +1,111 @@
+"""One value update through verl's TrainingWorker on 2 ranks against the plain model in one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+
+from tests.engine.test_ppo_update import PER_RANK, PROMPT, RELATIVE, RESPONSE, _batch, _samples
+from tests.support.models import save_glm4_moe, save_qwen3_moe
+from tests.support.ranks import run_ranks
+
+WORLD = 2
+
+
+def _worker(folder, ep):
+    from functools import partial
+
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
+    from verl.workers.utils.losses import value_loss
+
+    from epfsdp2.engine.config import EPFSDP2CriticConfig, EPFSDP2EngineConfig
+
+    engine = EPFSDP2EngineConfig(
+        ep_size=ep,
+        mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32"},
+        use_dynamic_bsz=False,
+        micro_batch_size_per_gpu=2,
+        infer_micro_batch_size_per_gpu=2,
+    )
+    config = TrainingWorkerConfig(
+        model_type="value_model",
+        model_config=HFModelConfig(
+            path=str(folder), load_tokenizer=False, override_config={"attn_implementation": "sdpa"}
+        ),
+        engine_config=engine,
+        optimizer_config=FSDPOptimizerConfig(lr=1e-3, clip_grad=1e9, total_training_steps=10),
+        checkpoint_config=CheckpointConfig(),
+    )
+    worker = TrainingWorker(config)
+    worker.reset()
+    worker.set_loss_fn(partial(value_loss, config=EPFSDP2CriticConfig(engine=engine, ppo_micro_batch_size_per_gpu=2)))
+    return worker
+
+
+def _plain_model(folder, own_class, head):
+    """The model in one process with the worker's head; the head's rows are drawn, so they are copied."""
+    config = AutoConfig.from_pretrained(folder, attn_implementation="sdpa", num_labels=1, classifier_dropout=0.0)
+    auto = AutoModelForTokenClassification if own_class else AutoModelForCausalLM
+    model = auto.from_pretrained(folder, config=config, dtype=torch.float32)
+    if not own_class:
+        model.set_output_embeddings(torch.nn.Linear(config.hidden_size, 1, bias=False))
+    model.load_state_dict(head, strict=False)
+    return model
+
+
+def _value_update(folder, own_class):
+    rank, samples = dist.get_rank(), _samples()[: WORLD * PER_RANK]
+    worker = _worker(folder, 2)
+    seen = {}
+    step = worker.engine.optimizer.step
+
+    def spying(*args):
+        seen.update({n: p.grad.full_tensor() for n, p in worker.engine.module.named_parameters() if p.grad is not None})
+        return step(*args)
+
+    worker.engine.optimizer.step = spying
+    head = {
+        name: p.detach().full_tensor()
+        for name, p in worker.engine.module.named_parameters()
+        if name.startswith(("score.", "lm_head."))
+    }
+    assert sum(tensor.numel() for name, tensor in head.items() if name.endswith("weight")) == 64
+
+    def batch(chosen):
+        data = _batch(chosen)
+        response = [len(old) for _, _, old, _ in chosen]
+        values, returns = torch.zeros(len(chosen), RESPONSE), torch.zeros(len(chosen), RESPONSE)
+        for i, (_, _, old, advantage) in enumerate(chosen):
+            returns[i, : response[i]] = advantage
+            values[i, : response[i]] = old * 0.1
+        data["returns"], data["values"] = returns, values
+        from verl.utils import tensordict_utils as tu
+
+        tu.assign_non_tensor(data, global_batch_size=WORLD * PER_RANK)
+        return data
+
+    worker.train_batch(batch(samples[rank * PER_RANK : (rank + 1) * PER_RANK]))
+
+    model = _plain_model(folder, own_class, head)
+    tokens = sum(len(old) for _, _, old, _ in samples)
+    losses = []
+    for ids, prompt, old, advantage in samples:
+        values = model(input_ids=ids[None], use_cache=False).logits[0, prompt - 1 : -1, 0]
+        clipped = torch.minimum(torch.maximum(values, old * 0.1 - 0.5), old * 0.1 + 0.5)
+        losses.append(0.5 * torch.maximum((values - advantage) ** 2, (clipped - advantage) ** 2).sum())
+    (torch.stack(losses).sum() / tokens).backward()
+    wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert wanted.keys() == seen.keys()
+    for name, want in wanted.items():
+        error = ((seen[name] - want).norm() / want.norm().clamp_min(1e-12)).item()
+        assert error < RELATIVE, (name, error)
+
+
+@pytest.mark.parametrize("own_class", [True, False])
+def test_gradients_equal_the_plain_model(tmp_path, own_class):
+    """Qwen3-MoE has a token-classification class in transformers, GLM-4-MoE has none."""
+    folder = save_qwen3_moe(tmp_path) if own_class else save_glm4_moe(tmp_path)
+    assert PROMPT > 1
+    run_ranks(_value_update, WORLD, folder, own_class)

@@ -15,14 +15,22 @@ from verl.utils.device import get_device_name, is_support_ipc
 from verl.workers.config.actor import ActorConfig
 from verl.workers.config.critic import CriticConfig
 from verl.workers.config.engine import EngineConfig, EngineRouterReplayConfig
+from verl.workers.config.model import HFModelConfig
 
 from ..rollout import housekeeping
 from .errors import SettingError
+from .preflight import DTYPES, check_model_path, check_run, check_training
 
-__all__ = ["STRATEGY", "EPFSDP2ActorConfig", "EPFSDP2CriticConfig", "EPFSDP2EngineConfig", "engine_config"]
+__all__ = [
+    "STRATEGY",
+    "EPFSDP2ActorConfig",
+    "EPFSDP2CriticConfig",
+    "EPFSDP2EngineConfig",
+    "critic_model",
+    "engine_config",
+]
 
 STRATEGY = "epfsdp2"
-_MODEL_DTYPES = ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16")
 _PRECISION_KEYS = ("param_dtype", "reduce_dtype", "buffer_dtype")
 # Fields of EngineConfig that verl's trainer fills in from the actor's and the model's settings.
 _SET_BY_VERL = {
@@ -94,27 +102,28 @@ def check_engine_values(config: EPFSDP2EngineConfig) -> None:
         raise SettingError("engine.strategy", config.strategy, "this engine has one strategy.", STRATEGY)
     for name in ("ep_size", "ulysses_sequence_parallel_size"):
         value = getattr(config, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not _is_whole(value) or value < 1:
             raise SettingError(f"engine.{name}", value, "has to be a positive whole number.", f"engine.{name}=1")
-    if config.expert_shard_dim not in ("auto", 0, 1):
+    if config.expert_shard_dim != "auto" and not (
+        _is_whole(config.expert_shard_dim) and 0 <= config.expert_shard_dim < 2
+    ):
         raise SettingError(
             "engine.expert_shard_dim",
             config.expert_shard_dim,
             "experts are sharded over ep_fsdp along dim 0 (whole experts), dim 1, or what fits best.",
             "engine.expert_shard_dim=auto",
         )
-    if config.fsdp_size != -1 and config.fsdp_size < 1:
+    if not _is_whole(config.fsdp_size) or (config.fsdp_size != -1 and config.fsdp_size < 1):
         raise SettingError(
             "engine.fsdp_size", config.fsdp_size, "is a number of ranks, or -1 for all of them.", "engine.fsdp_size=-1"
         )
-    if config.model_dtype not in _MODEL_DTYPES:
-        raise SettingError(
-            "engine.model_dtype",
-            config.model_dtype,
-            f"is one of {', '.join(_MODEL_DTYPES)}.",
-            "engine.model_dtype=fp32",
-        )
+    _check_dtype("model_dtype", config.model_dtype)
+    _check_dtype("dtype", config.dtype)
     precision = config.mixed_precision or {}
+    if not isinstance(precision, Mapping):
+        raise SettingError(
+            "engine.mixed_precision", precision, "is null or a mapping.", "engine.mixed_precision={param_dtype:bf16}"
+        )
     unknown = sorted(set(precision) - set(_PRECISION_KEYS))
     if unknown:
         raise SettingError(
@@ -123,7 +132,17 @@ def check_engine_values(config: EPFSDP2EngineConfig) -> None:
             "there is no such key.",
             f"keys {', '.join(_PRECISION_KEYS)}",
         )
-    if config.prefetch_depth < 0:
+    for key, value in precision.items():
+        _check_dtype(f"mixed_precision.{key}", value)
+    buffers = precision.get("buffer_dtype", "fp32")
+    if DTYPES[buffers].itemsize != 4:
+        raise SettingError(
+            "engine.mixed_precision.buffer_dtype",
+            buffers,
+            "buffers are never cast: they stay float32.",
+            "engine.mixed_precision.buffer_dtype=fp32, or leave the key out",
+        )
+    if not _is_whole(config.prefetch_depth) or config.prefetch_depth < 0:
         raise SettingError(
             "engine.prefetch_depth",
             config.prefetch_depth,
@@ -147,6 +166,21 @@ def check_engine_values(config: EPFSDP2EngineConfig) -> None:
     if config.sync_gather_megabytes < 1 or config.sync_timeout_seconds <= 0:
         name = "sync_gather_megabytes" if config.sync_gather_megabytes < 1 else "sync_timeout_seconds"
         raise SettingError(f"engine.{name}", getattr(config, name), "has to be positive.", "leave it at its default")
+
+
+def _is_whole(value: Any) -> bool:
+    # True == 1 and 2.0 == 2, and a command line gives both by mistake.
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_dtype(name: str, value: Any) -> None:
+    if not isinstance(value, str) or value not in DTYPES:
+        raise SettingError(
+            f"engine.{name}",
+            value,
+            f"is one of {', '.join(DTYPES)}: float16 would need its loss scaled, which this engine does not do.",
+            f"engine.{name}={'fp32' if name == 'model_dtype' else 'bf16'}",
+        )
 
 
 def engine_config(**settings: Any) -> EPFSDP2EngineConfig:
@@ -206,14 +240,13 @@ class EPFSDP2ActorConfig(ActorConfig):
             DriverError: see ``preflight.check_run``.
         """
         super().validate(n_gpus, train_batch_size, model_config or {})
-        from .preflight import check_run
-
         try:
             check_run(
                 self.engine,
                 n_gpus,
                 model_config or {},
                 self.rollout,
+                checkpoint=self.checkpoint,
                 device=get_device_name(),
                 ipc=is_support_ipc(),
             )
@@ -241,12 +274,32 @@ class EPFSDP2CriticConfig(CriticConfig):
             DriverError: see ``preflight.check_training``.
         """
         super().validate(n_gpus, train_batch_size)
-        from .preflight import check_training
-
         try:
-            check_training(self.engine, n_gpus, self.model, device=get_device_name(), setting="critic.model")
+            check_training(
+                self.engine,
+                n_gpus,
+                self.model,
+                checkpoint=self.checkpoint,
+                device=get_device_name(),
+                setting="critic.model",
+            )
         except SettingError as error:
             raise DriverError.of(error) from error
+
+
+def critic_model(**settings: Any) -> HFModelConfig:
+    """Build verl's config of the critic's model; Hydra's ``_target_`` of ``critic.model``.
+
+    verl's class asks the hub for any path that is not there, before the critic could check it.
+
+    Raises:
+        DriverError: if there is no such model.
+    """
+    try:
+        check_model_path(settings, "critic.model")
+    except SettingError as error:
+        raise DriverError.of(error) from error
+    return HFModelConfig(**settings)
 
 
 def _engine_of(engine: Any, forward_only: bool) -> EPFSDP2EngineConfig:

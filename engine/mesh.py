@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .errors import SettingError
 
-__all__ = ["Meshes", "Topology", "build_meshes"]
+__all__ = ["Meshes", "Topology", "build_meshes", "divisors"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Topology:
                 "engine.fsdp_size",
                 fsdp_size,
                 f"has to divide the number of ranks, {world}.",
-                f"engine.fsdp_size=-1, or one of {_divisors(world)}",
+                f"engine.fsdp_size=-1, or one of {divisors(world)}",
             )
         if ep_size < 1 or replica % ep_size:
             copies = "" if replica == world else f" of one copy of the model (engine.fsdp_size={fsdp_size})"
@@ -58,7 +58,7 @@ class Topology:
                 "engine.ep_size",
                 ep_size,
                 f"has to divide the number of ranks{copies}, {replica} (ep * ep_fsdp * dp_replicate == {world}).",
-                f"engine.ep_size= one of {_divisors(replica)}",
+                f"engine.ep_size= one of {divisors(replica)}",
             )
         return cls(world=world, ep=ep_size, ep_fsdp=replica // ep_size, dp_replicate=world // replica)
 
@@ -124,5 +124,6 @@ def build_meshes(device_type: str, topology: Topology) -> Meshes:
     )
 
 
-def _divisors(n: int) -> list[int]:
+def divisors(n: int) -> list[int]:
+    """What divides ``n``, in order."""
     return [d for d in range(1, n + 1) if n % d == 0]

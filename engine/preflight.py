@@ -11,7 +11,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,22 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 from transformers.initialization import no_init_weights
 
+from ..rollout.naming import FUSED_IN_VLLM, as_checkpoint
+from .checkpoint import KNOWN_CONTENTS
 from .errors import SettingError
-from .experts.find import UnsupportedModelError, find_experts
+from .experts.find import ExpertsInfo, UnsupportedModelError, find_experts
 from .loading import open_checkpoint
-from .mesh import Topology
+from .mesh import Topology, divisors
+from .parallelize import expert_placement
 
 __all__ = [
+    "DTYPES",
     "ModelFacts",
     "check_attention",
+    "check_checkpoint",
     "check_experts",
+    "check_model_path",
+    "check_model_settings",
     "check_rollout",
     "check_run",
     "check_training",
@@ -43,6 +50,16 @@ __all__ = [
 logger = logging.getLogger("epfsdp2")
 
 ACTOR_MODEL = "actor_rollout_ref.model"
+# What a setting of the engine may call a dtype. No float16: there is no loss scaling here, and its reduction would be
+# divided twice where a shard group has one rank.
+DTYPES = {"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
+# How a user calls the checkpoint's node, by how they call the model's.
+_CHECKPOINTS = {
+    ACTOR_MODEL: "actor_rollout_ref.actor.checkpoint",
+    "critic.model": "critic.checkpoint",
+    "model": "checkpoint",
+}
+_BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 _BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
 _SHM = Path("/dev/shm")
 # Left free in /dev/shm besides the buckets: verl's and gloo's own segments are small.
@@ -50,8 +67,16 @@ _SHM_MARGIN = 64 << 20
 # verl's lower bound; our tests run with 2.60. The other ranges are those that our distribution declares.
 _RAY = ">=2.41,<3"
 _DEFAULT_ATTENTION = "flash_attention_2"  # verl 0.9.1, workers/config/model.py
-_DTYPES = {"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
-_DTYPES |= {"fp16": torch.float16, "float16": torch.float16}
+# verl's model settings that ask for what this engine does not do, and the value that does not ask for it.
+_UNSUPPORTED = {
+    "lora_rank": 0,
+    "lora_adapter_path": "null",
+    "lora.rank": 0,
+    "use_liger": False,
+    "enable_activation_offload": False,
+    "tiled_mlp.enabled": False,
+    "mtp.enable": False,
+}
 
 
 @dataclass(frozen=True)
@@ -61,12 +86,15 @@ class ModelFacts:
     Args:
         name: its class.
         experts: number of experts of each experts module, in the model's order.
-        largest: name and number of elements of its largest parameter; a fused expert stack counts whole.
+        stacked: the different shapes ``[E, ...]`` of its stacked expert parameters.
+        largest: name and number of elements of the largest tensor that goes to the rollout: a fused expert stack whole
+            where vLLM takes it so, else the checkpoint's tensors.
         sdpa, flash, flex: attention implementations of transformers that its class supports.
     """
 
     name: str
     experts: tuple[int, ...]
+    stacked: tuple[tuple[int, ...], ...]
     largest: tuple[str, int]
     sdpa: bool
     flash: bool
@@ -79,6 +107,7 @@ def check_run(
     model: Mapping[str, Any],
     rollout: Mapping[str, Any],
     *,
+    checkpoint: Mapping[str, Any] | None = None,
     device: str = "cuda",
     ipc: bool = True,
 ) -> None:
@@ -89,6 +118,7 @@ def check_run(
         n_gpus: ranks of the trainer.
         model: verl's model settings.
         rollout: ``name``, ``n_gpus_per_node``, ``backend`` and ``update_weights_bucket_megabytes``.
+        checkpoint: the actor's checkpoint settings.
         device: verl's device name; ``cpu`` where there is no accelerator.
         ipc: whether weights reach vLLM through device memory; through /dev/shm otherwise.
 
@@ -96,18 +126,26 @@ def check_run(
         SettingError: for the first setting that can't work.
     """
     check_versions(rollout.get("name"))
-    facts = check_training(engine, n_gpus, model, device=device)
+    _check_road(rollout)
+    facts = check_training(engine, n_gpus, model, checkpoint=checkpoint, device=device)
     if not ipc and rollout.get("name") and rollout.get("backend", "naive") == "naive":
         check_rollout(engine, n_gpus, rollout, facts)
 
 
 def check_training(
-    engine: Any, world: int, model: Mapping[str, Any], *, device: str = "cuda", setting: str = ACTOR_MODEL
+    engine: Any,
+    world: int,
+    model: Mapping[str, Any],
+    *,
+    checkpoint: Mapping[str, Any] | None = None,
+    device: str = "cuda",
+    setting: str = ACTOR_MODEL,
 ) -> ModelFacts | None:
     """Checks of the engine and the model, without a rollout.
 
     Args:
         world: number of ranks.
+        checkpoint: the role's checkpoint settings.
         setting: how the user calls the model's node: ``model`` in ``sft_trainer``.
 
     Returns:
@@ -117,11 +155,62 @@ def check_training(
         SettingError: for the first setting that can't work.
     """
     topology = Topology.plan(world, engine.ep_size, engine.fsdp_size)
+    check_model_settings(model, setting)
+    check_checkpoint(checkpoint or {}, _CHECKPOINTS.get(setting, "checkpoint"))
     facts = inspect_model(model, setting)
     if facts is not None:
-        check_experts(topology, facts)
-        check_attention(model, facts, device=device, setting=setting)
+        check_experts(topology, facts, engine.expert_shard_dim)
+    check_attention(model, facts, device=device, setting=setting)
     return facts
+
+
+def check_model_settings(model: Any, setting: str = ACTOR_MODEL) -> None:
+    """Say no to what verl's model settings can ask for and this engine would silently not do.
+
+    Args:
+        model: verl's model settings, as a mapping or as ``HFModelConfig``.
+        setting: how the user calls their node.
+
+    Raises:
+        SettingError: for the first of them.
+    """
+    for name, off in _UNSUPPORTED.items():
+        value: Any = model
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
+        if value:
+            raise SettingError(
+                f"{setting}.{name}", value, "is not supported by this engine.", f"{setting}.{name}={off}"
+            )
+
+
+def check_checkpoint(checkpoint: Mapping[str, Any], setting: str) -> None:
+    """What is saved and loaded has to be something that there is.
+
+    Raises:
+        SettingError: with what there is.
+    """
+    for key in ("save_contents", "load_contents"):
+        contents = _plain(checkpoint.get(key) or ())
+        wanted = {contents} if isinstance(contents, str) else set(contents)
+        unknown = sorted(str(entry) for entry in wanted - KNOWN_CONTENTS)
+        if unknown:
+            known = ",".join(sorted(KNOWN_CONTENTS))
+            raise SettingError(
+                f"{setting}.{key}",
+                contents,
+                f"there is no {' and no '.join(unknown)} in a checkpoint.",
+                f"{setting}.{key}=[{known}], or some of them",
+            )
+
+
+def check_model_path(model: Mapping[str, Any], setting: str = ACTOR_MODEL) -> str | None:
+    """The folder with the model's config; None if it is not on this machine: a hub id outside the cache, or remote.
+
+    Raises:
+        SettingError: if it is no such folder and can't be a hub id, or the folder has no complete safetensors.
+    """
+    return _model_folder(str(model.get("path")), f"{setting}.path")
 
 
 def check_versions(rollout_name: str | None) -> None:
@@ -158,7 +247,7 @@ def inspect_model(model: Mapping[str, Any], setting: str = ACTOR_MODEL) -> Model
             experts are not on transformers' experts interface.
     """
     path = str(model.get("path"))
-    folder = _model_folder(path, f"{setting}.path")
+    folder = check_model_path(model, setting)
     if folder is None:
         logger.warning("epfsdp2: %s.path=%s is not on this machine yet, so it is not checked", setting, path)
         return None
@@ -168,52 +257,68 @@ def inspect_model(model: Mapping[str, Any], setting: str = ACTOR_MODEL) -> Model
     except UnsupportedModelError as error:
         works = "a Mixture-of-Experts whose experts are on that interface, e.g. Qwen3-MoE, Mixtral, GLM-4.5 or gpt-oss"
         raise SettingError(f"{setting}.path", path, str(error), works) from None
-    return _facts(built, tuple(info.num_experts for info in experts))
+    return _facts(built, experts)
 
 
-def check_experts(topology: Topology, facts: ModelFacts) -> None:
-    """``ep_size`` has to divide the number of experts of every layer.
+def check_experts(topology: Topology, facts: ModelFacts, shard_dim: int | str = "auto") -> None:
+    """``ep_size`` has to divide the number of experts of every layer, and ``ep_fsdp`` what is left of them.
+
+    Args:
+        shard_dim: ``engine.expert_shard_dim``.
 
     Raises:
         SettingError: with the values that divide the ranks too.
     """
     for count in sorted(set(facts.experts)):
         if count % topology.ep:
-            fits = _divisors(math.gcd(topology.fsdp, *facts.experts))
+            fits = divisors(math.gcd(topology.fsdp, *facts.experts))
             raise SettingError(
                 "engine.ep_size",
                 topology.ep,
                 f"has to divide the number of experts of a layer, which is {count} in {facts.name}.",
                 f"engine.ep_size= one of {fits}",
             )
+    for shape in facts.stacked:
+        expert_placement(shape, topology.ep, topology.ep_fsdp, shard_dim)
 
 
 def check_attention(
-    model: Mapping[str, Any], facts: ModelFacts, *, device: str = "cuda", setting: str = ACTOR_MODEL
+    model: Mapping[str, Any], facts: ModelFacts | None, *, device: str = "cuda", setting: str = ACTOR_MODEL
 ) -> None:
     """The attention has to exist for this model on this device, and to keep packed sequences apart.
 
     Eager attention gets no mask between the sequences of a packed row: they see each other, silently (gpt-oss, packed
     in pairs: log-probs off by 0.95).
 
+    Args:
+        facts: None for a model that is not on this machine: what does not depend on it is checked.
+
     Raises:
         SettingError: with an implementation that works.
     """
     name = f"{setting}.override_config.attn_implementation"
     wanted = str(_overrides(model).get("attn_implementation", _DEFAULT_ATTENTION))
-    accelerator = device != "cpu"
-    supported = {
-        _DEFAULT_ATTENTION: facts.flash and accelerator,
-        "sdpa": facts.sdpa,
-        "flex_attention": facts.flex and accelerator,
-    }
-    packs = [option for option, works in supported.items() if works]
-    works = f"+{name}={packs[0]}" if packs else f"+{name}=eager with {setting}.use_remove_padding=False"
     kind = _DEFAULT_ATTENTION if "flash" in wanted else wanted.rpartition("|")[2]
+    accelerator = device != "cpu"
+    # On an NPU transformers takes torch_npu's.
+    installed = device != "cuda" or _version("flash-attn") is not None
+    in_class = {
+        _DEFAULT_ATTENTION: facts is None or facts.flash,
+        "sdpa": facts is None or facts.sdpa,
+        "flex_attention": facts is None or facts.flex,
+    }
+    here = {_DEFAULT_ATTENTION: accelerator and installed, "sdpa": True, "flex_attention": accelerator}
+    packs = [option for option in in_class if in_class[option] and here[option]]
+    works = f"+{name}={packs[0]}" if packs else f"+{name}=eager with {setting}.use_remove_padding=False"
     if kind == _DEFAULT_ATTENTION and not accelerator:
         raise SettingError(name, wanted, "flash attention (verl's default) needs an accelerator; here is none.", works)
-    if not supported.get(kind, True):
+    if facts is not None and not in_class.get(kind, True):
         raise SettingError(name, wanted, f"{facts.name} does not support it in transformers.", works)
+    if kind == "flex_attention" and not accelerator:
+        raise SettingError(name, wanted, "flex attention needs an accelerator; here is none.", works)
+    if wanted.rpartition("|")[2] == _DEFAULT_ATTENTION and not installed:
+        rule = "flash attention 2 (verl's default) needs the distribution flash-attn, which is not installed."
+        raise SettingError(name, wanted, rule, f"pip install 'verl[vllm,fsdp]' (it brings flash-attn), or {works}")
     if kind == "eager" and model.get("use_remove_padding", True):
         rule = (
             f"eager attention does not keep packed sequences apart, and {setting}.use_remove_padding=True packs them."
@@ -233,7 +338,7 @@ def check_rollout(engine: Any, n_gpus: int, rollout: Mapping[str, Any], facts: M
     needed = 1
     if facts is not None:
         name, elements = facts.largest
-        nbytes = elements * _DTYPES[engine.model_dtype].itemsize
+        nbytes = elements * DTYPES[engine.model_dtype].itemsize
         needed = -(-nbytes >> 20)
         if nbytes > megabytes << 20:
             raise SettingError(
@@ -257,6 +362,17 @@ def check_rollout(engine: Any, n_gpus: int, rollout: Mapping[str, Any], facts: M
             f"({_SHM_MARGIN >> 20} MB of them are kept for others).",
             f"{_BUCKET}={fits}, or less down to {needed}" if fits >= needed else more,
         )
+
+
+def _check_road(rollout: Mapping[str, Any]) -> None:
+    """Weights leave under names, and along a road, that vLLM's workers take."""
+    name, backend = rollout.get("name"), rollout.get("backend")
+    if name not in (None, "vllm"):
+        rule = "this engine hands weights over under vLLM's names."
+        raise SettingError("actor_rollout_ref.rollout.name", name, rule, "actor_rollout_ref.rollout.name=vllm")
+    if backend == "delta_sharded":
+        rule = "needs a shard export, which this version of the engine does not have."
+        raise SettingError(_BACKEND, backend, rule, f"{_BACKEND}=nccl, or naive")
 
 
 def _version(name: str) -> str | None:
@@ -320,15 +436,33 @@ def _auto_class(config: PretrainedConfig, trust: bool) -> Any:
     return AutoModelForCausalLM
 
 
-def _facts(model: nn.Module, experts: tuple[int, ...]) -> ModelFacts:
+def _facts(model: Any, experts: Sequence[ExpertsInfo]) -> ModelFacts:
+    stacked = {
+        tuple(param.shape)
+        for info in experts
+        for param in info.module.parameters(recurse=False)
+        if param.shape[0] == info.num_experts
+    }
     return ModelFacts(
         name=type(model).__name__,
-        experts=experts,
-        largest=max(((n, p.numel()) for n, p in model.named_parameters()), key=lambda item: item[1]),
+        experts=tuple(info.num_experts for info in experts),
+        stacked=tuple(sorted(stacked)),
+        largest=_largest_sent(model),
         sdpa=bool(getattr(model, "_supports_sdpa", False)),
         flash=bool(getattr(model, "_supports_flash_attn", False)),
         flex=bool(getattr(model, "_supports_flex_attn", False)),
     )
+
+
+def _largest_sent(model: Any) -> tuple[str, int]:
+    """Name and number of elements of the largest tensor that ``rollout.naming.for_vllm`` yields for this model."""
+    largest = ("", 0)
+    for name, param in sorted(model.named_parameters(), key=lambda item: -item[1].numel()):
+        if param.numel() <= largest[1]:
+            break
+        sent = [(name, param)] if model.config.model_type in FUSED_IN_VLLM else as_checkpoint(model, [(name, param)])
+        largest = max(largest, *((n, t.numel()) for n, t in sent), key=lambda item: item[1])
+    return largest
 
 
 def _overrides(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -351,7 +485,3 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "__iter__") and not isinstance(value, str):
         return [_plain(item) for item in value]
     return value
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

@@ -7,6 +7,8 @@ import pytest
 import verl.trainer.config
 from hydra.errors import CompactHydraException
 from omegaconf import OmegaConf
+from verl.trainer.config import CheckpointConfig
+from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.config.engine import EngineRouterReplayConfig, FSDPEngineConfig
 
 from epfsdp2.engine.config import (
@@ -15,10 +17,12 @@ from epfsdp2.engine.config import (
     EPFSDP2ActorConfig,
     EPFSDP2CriticConfig,
     EPFSDP2EngineConfig,
+    critic_model,
     engine_config,
     engine_settings,
 )
 from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.preflight import DTYPES
 
 
 @pytest.mark.parametrize(
@@ -30,10 +34,25 @@ from epfsdp2.engine.errors import SettingError
         ({"ep_size": True}, "engine.ep_size=True: "),
         ({"strategy": "fsdp2"}, "engine.strategy=fsdp2: "),
         ({"expert_shard_dim": 2}, "engine.expert_shard_dim=2: "),
+        ({"expert_shard_dim": True}, "engine.expert_shard_dim=True: "),
+        ({"expert_shard_dim": False}, "engine.expert_shard_dim=False: "),
+        ({"expert_shard_dim": 1.0}, "engine.expert_shard_dim=1.0: "),
         ({"fsdp_size": 0}, "engine.fsdp_size=0: "),
+        ({"fsdp_size": 2.0}, "engine.fsdp_size=2.0: "),
+        ({"fsdp_size": True}, "engine.fsdp_size=True: "),
+        ({"prefetch_depth": 1.5}, "engine.prefetch_depth=1.5: "),
         ({"fsdp_size": -2}, "engine.fsdp_size=-2: "),
         ({"prefetch_depth": -1}, "engine.prefetch_depth=-1: "),
         ({"model_dtype": "fp8"}, "engine.model_dtype=fp8: "),
+        ({"model_dtype": "fp16"}, "engine.model_dtype=fp16: is one of fp32, float32, bf16, bfloat16"),
+        ({"dtype": "float16"}, "engine.dtype=float16: "),
+        ({"dtype": 16}, "engine.dtype=16: "),
+        ({"mixed_precision": {"param_dtype": "fp16"}}, "engine.mixed_precision.param_dtype=fp16: "),
+        ({"mixed_precision": {"reduce_dtype": "float16"}}, "engine.mixed_precision.reduce_dtype=float16: "),
+        ({"mixed_precision": {"reduce_dtype": None}}, "engine.mixed_precision.reduce_dtype=None: "),
+        ({"mixed_precision": {"buffer_dtype": "bf16"}}, "engine.mixed_precision.buffer_dtype=bf16: buffers are never"),
+        ({"mixed_precision": {"buffer_dtype": "fp16"}}, "engine.mixed_precision.buffer_dtype=fp16: "),
+        ({"mixed_precision": "bf16"}, "engine.mixed_precision=bf16: is null or a mapping"),
         ({"mixed_precision": {"params": "bf16"}}, "engine.mixed_precision.params=bf16: "),
         ({"sync_gather_megabytes": 0}, "engine.sync_gather_megabytes=0: "),
         ({"sync_timeout_seconds": 0}, "engine.sync_timeout_seconds=0: "),
@@ -48,6 +67,47 @@ def test_wrong_settings(settings, words):
         engine_config(**settings)
     text = str(caught.value)
     assert text.startswith(words) and "What works: " in text and "\n" not in text
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "float32", "bf16", "bfloat16"])
+def test_right_dtypes(dtype):
+    precision = {"param_dtype": dtype, "reduce_dtype": dtype, "buffer_dtype": "fp32"}
+    config = engine_config(model_dtype=dtype, dtype=dtype, mixed_precision=precision)
+    assert (config.model_dtype, config.dtype, config.mixed_precision) == (dtype, dtype, precision)
+    engine_config(mixed_precision={"buffer_dtype": "float32"})
+    assert DTYPES[dtype] == PrecisionType.to_dtype(dtype)  # as engine/actor.py reads it
+
+
+def test_right_shard_dims():
+    for dim in ("auto", 0, 1):
+        assert engine_config(expert_shard_dim=dim).expert_shard_dim == dim
+
+
+def critic(folder):
+    return EPFSDP2CriticConfig(ppo_micro_batch_size_per_gpu=1, model={"path": str(folder)})
+
+
+def test_a_critic_whose_model_is_not_there(tmp_path):
+    for path, rule in (("/no/such/critic", "there is no such folder"), (tmp_path, "safetensors")):
+        with pytest.raises(DriverError, match=rule) as caught:
+            critic(path).validate(2, 256)
+        assert str(caught.value).startswith(f"critic.model.path={path}: ")
+        with pytest.raises(DriverError, match=rule) as caught:
+            critic_model(path=str(path))
+        assert str(caught.value).startswith(f"critic.model.path={path}: ")
+
+
+def test_what_is_saved_has_to_be_known_for_each_role(tmp_path):
+    wrong = CheckpointConfig(save_contents=["model", "hf"], load_contents=["model"])
+    actor = EPFSDP2ActorConfig(rollout_n=1, ppo_micro_batch_size_per_gpu=1, checkpoint=wrong)
+    with pytest.raises(DriverError, match="there is no hf in a checkpoint") as caught:
+        actor.validate(2, 256, {"path": str(tmp_path)})
+    assert caught.value.setting == "actor_rollout_ref.actor.checkpoint.save_contents"
+    config = critic(tmp_path)
+    config.checkpoint.load_contents.append("optimiser")
+    with pytest.raises(DriverError, match="there is no optimiser in a checkpoint") as caught:
+        config.validate(2, 256)
+    assert caught.value.setting == "critic.checkpoint.load_contents"
 
 
 def test_what_it_names_as_working_works():
@@ -93,7 +153,7 @@ def test_settings_that_mean_what_verls_mean_have_its_names_and_defaults():
     shared = engine_settings() & set(theirs) - {"strategy"}
     assert {"fsdp_size", "model_dtype", "reshard_after_forward", "offload_policy", "param_offload", "seed"} <= shared
     different = {name for name in shared if getattr(ours, name) != theirs[name]}
-    # Nothing is compiled unless it is asked for.
+    # Nothing is compiled unless it is asked for: it costs start-up time.
     assert different == {"use_torch_compile"} and not ours.use_torch_compile
 
 

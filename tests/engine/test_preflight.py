@@ -2,23 +2,39 @@
 
 import json
 import logging
+import math
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections import namedtuple
+from dataclasses import fields
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import verl.trainer.config
 from hydra import compose, initialize_config_module
 from hydra.errors import InstantiationException
+from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from transformers import AutoConfig
+from verl.workers.config.model import HFModelConfig, MtpConfig
 
+from epfsdp2.engine import config as engine_config_module
 from epfsdp2.engine import preflight
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.preflight import check_rollout, check_run, check_training, check_versions, inspect_model
+from epfsdp2.engine.preflight import (
+    check_attention,
+    check_model_settings,
+    check_rollout,
+    check_run,
+    check_training,
+    check_versions,
+    inspect_model,
+)
 
 TINY = {
     "hidden_size": 32,
@@ -36,11 +52,15 @@ TINY = {
 GATE_UP = 8 * 2 * 16 * 32
 DISK = namedtuple("DISK", "total used free")
 MODEL = "actor_rollout_ref.model"
+BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
+SDPA = {"override_config": {"attn_implementation": "sdpa"}}
 BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
 
 
 def engine(**settings):
-    return SimpleNamespace(**{"ep_size": 1, "fsdp_size": -1, "model_dtype": "fp32", **settings})
+    return SimpleNamespace(
+        **{"ep_size": 1, "fsdp_size": -1, "model_dtype": "fp32", "expert_shard_dim": "auto", **settings}
+    )
 
 
 def checkpoint(folder, kind="qwen3_moe", **settings):
@@ -66,7 +86,21 @@ def paragraph(error: SettingError, setting: str, value: object) -> str:
 def test_a_right_run_passes_and_is_counted(model):
     facts = check_training(engine(ep_size=4), 8, model, device="cpu")
     assert facts.experts == (8, 8)
+    assert facts.stacked == ((8, 32, 16), (8, 32, 32))
     assert facts.largest == ("model.layers.0.mlp.experts.gate_up_proj", GATE_UP)
+
+
+@pytest.fixture
+def flash_attn(monkeypatch):
+    """Whether flash-attn is installed, whatever is installed here."""
+
+    def install(there):
+        version = preflight._version
+        monkeypatch.setattr(
+            preflight, "_version", lambda name: ("2.8.3" if there else None) if name == "flash-attn" else version(name)
+        )
+
+    return install
 
 
 @pytest.mark.parametrize("ep_size, world, works", [(3, 8, "[1, 2, 4, 8]"), (4, 6, "[1, 2, 3, 6]"), (8, 4, "[1, 2, 4]")])
@@ -136,7 +170,8 @@ def test_eager_attention_is_refused_for_packed_inputs_only(model, use_remove_pad
     assert text.endswith(f"+{MODEL}.override_config.attn_implementation=sdpa")
 
 
-def test_gpt_oss_has_no_sdpa_and_needs_unpacked_inputs_without_an_accelerator(tmp_path):
+def test_gpt_oss_has_no_sdpa_and_needs_unpacked_inputs_without_an_accelerator(tmp_path, flash_attn):
+    flash_attn(True)
     model = checkpoint(tmp_path, "gpt_oss", num_hidden_layers=1)
     with pytest.raises(SettingError, match="GptOssForCausalLM does not support it"):
         check_training(engine(), 2, model, device="cpu")
@@ -145,16 +180,127 @@ def test_gpt_oss_has_no_sdpa_and_needs_unpacked_inputs_without_an_accelerator(tm
         check_training(engine(), 2, model, device="cpu")
     with pytest.raises(SettingError, match="attn_implementation=flash_attention_2"):
         check_training(engine(), 2, model, device="cuda")
+    flash_attn(False)
+    with pytest.raises(SettingError, match="attn_implementation=flex_attention"):
+        check_training(engine(), 2, model, device="cuda")
     assert check_training(engine(), 2, model | {"use_remove_padding": False}, device="cpu") is not None
+    model["override_config"] = {"attn_implementation": "flex_attention"}
+    assert check_training(engine(), 2, model, device="cuda") is not None
+    with pytest.raises(SettingError, match="flex attention needs an accelerator"):
+        check_training(engine(), 2, model, device="cpu")
 
 
-def test_verls_default_attention_needs_an_accelerator(model):
+def test_verls_default_attention_needs_an_accelerator(model, flash_attn):
+    flash_attn(True)
     del model["override_config"]
     assert check_training(engine(), 2, model, device="cuda") is not None
     with pytest.raises(SettingError, match="needs an accelerator") as caught:
         check_training(engine(), 2, model, device="cpu", setting="model")
     text = paragraph(caught.value, "model.override_config.attn_implementation", "flash_attention_2")
     assert text.endswith("+model.override_config.attn_implementation=sdpa")
+
+
+@pytest.mark.parametrize("wanted", [None, "flash_attention_2", "paged|flash_attention_2"])
+def test_flash_attention_2_on_a_gpu_needs_flash_attn(model, flash_attn, wanted):
+    model["override_config"] = {} if wanted is None else {"attn_implementation": wanted}
+    flash_attn(True)
+    assert check_training(engine(), 2, model, device="cuda") is not None
+    flash_attn(False)
+    for facts in (inspect_model(model), None):
+        with pytest.raises(SettingError, match="flash-attn, which is not installed") as caught:
+            check_attention(model, facts, device="cuda")
+        text = paragraph(caught.value, f"{MODEL}.override_config.attn_implementation", wanted or "flash_attention_2")
+        assert "pip install 'verl[vllm,fsdp]'" in text
+        assert text.endswith(f"+{MODEL}.override_config.attn_implementation=sdpa")
+    # Neither transformers' path on an NPU nor flash attention 3 takes it from that distribution.
+    check_attention(model, inspect_model(model), device="npu")
+    check_attention({"override_config": {"attn_implementation": "flash_attention_3"}}, None, device="cuda")
+
+
+@pytest.mark.parametrize("setting", [MODEL, "critic.model", "model"])
+@pytest.mark.parametrize(
+    "name, value, settings",
+    [
+        ("lora_rank", 8, {"lora_rank": 8}),
+        ("lora_adapter_path", "/adapter", {"lora_adapter_path": "/adapter"}),
+        ("lora.rank", 4, {"lora": {"rank": 4}}),
+        ("use_liger", True, {"use_liger": True}),
+        ("enable_activation_offload", True, {"enable_activation_offload": True}),
+        ("tiled_mlp.enabled", True, {"tiled_mlp": {"enabled": True, "num_shards": 4}}),
+        ("mtp.enable", True, {"mtp": {"enable": True}}),
+    ],
+)
+def test_what_the_engine_does_not_do_is_refused(model, setting, name, value, settings):
+    for asked in (settings, SimpleNamespace(**settings), OmegaConf.create(settings)):
+        with pytest.raises(SettingError) as caught:
+            check_model_settings(asked, setting)
+        text = paragraph(caught.value, f"{setting}.{name}", value)
+        assert text.endswith("=null" if name == "lora_adapter_path" else ("=0" if value is not True else "=False"))
+    with pytest.raises(SettingError, match="is not supported by this engine"):
+        check_training(engine(), 2, model | settings, device="cpu", setting=setting)
+    with pytest.raises(SettingError, match="is not supported by this engine"):
+        check_training(engine(), 2, {"path": "some-org/not-here"} | settings, device="cpu", setting=setting)
+
+
+def test_verls_own_model_settings_ask_for_nothing_else():
+    path = Path(verl.trainer.config.__file__).parent / "model" / "hf_model.yaml"
+    check_model_settings(OmegaConf.load(path))
+    assert {name.partition(".")[0] for name in preflight._UNSUPPORTED} <= {f.name for f in fields(HFModelConfig)}
+    nothing = {"lora": {"rank": 0}, "tiled_mlp": {"enabled": False}, "mtp": None, "lora_adapter_path": None}
+    check_model_settings(nothing)
+    check_model_settings(SimpleNamespace(mtp=MtpConfig()))
+    with pytest.raises(SettingError, match=r"model\.mtp\.enable=True"):
+        check_model_settings(SimpleNamespace(mtp=MtpConfig(enable=True)), "model")
+
+
+@pytest.mark.parametrize("key", ["save_contents", "load_contents"])
+@pytest.mark.parametrize("setting", [MODEL, "critic.model", "model"])
+def test_checkpoint_contents_have_to_be_known(model, key, setting):
+    node = {MODEL: "actor_rollout_ref.actor.checkpoint", "critic.model": "critic.checkpoint"}.get(setting, "checkpoint")
+    for contents, unknown in ((["model", "hf"], "hf"), (["optim"], "optim"), ("modle", "modle")):
+        with pytest.raises(SettingError) as caught:
+            check_training(engine(), 2, model, checkpoint={key: contents}, device="cpu", setting=setting)
+        assert f"there is no {unknown} in a checkpoint" in paragraph(caught.value, f"{node}.{key}", contents)
+    for contents in (None, [], ["model"], OmegaConf.create(["model", "optimizer", "extra", "hf_model"])):
+        assert check_training(engine(), 2, model, checkpoint={key: contents}, device="cpu", setting=setting)
+
+
+def test_the_rollout_is_vllm_and_takes_full_tensors(model):
+    road = {"name": "vllm", "update_weights_bucket_megabytes": 1024}
+    for backend in ("naive", "nccl", None):
+        check_run(engine(), 2, model, road | {"backend": backend}, device="cpu")
+    check_run(engine(), 2, model, {"name": None}, device="cpu")
+    with pytest.raises(SettingError) as caught:
+        check_run(engine(), 2, model, road | {"name": "sglang"}, device="cpu")
+    paragraph(caught.value, "actor_rollout_ref.rollout.name", "sglang")
+    with pytest.raises(SettingError, match="needs a shard export") as caught:
+        check_run(engine(), 2, model, road | {"backend": "delta_sharded"}, device="cpu")
+    paragraph(caught.value, "actor_rollout_ref.rollout.checkpoint_engine.backend", "delta_sharded")
+
+
+@pytest.mark.parametrize(
+    "dim, ep, world, rest",
+    # gate_up_proj [8, 32, 32], down_proj [8, 32, 16]
+    [
+        (0, 2, 4, None),
+        (0, 8, 8, None),
+        (0, 4, 12, 2),
+        (0, 2, 32, 4),
+        (1, 2, 64, None),
+        (1, 2, 6, 32),
+        ("auto", 2, 6, None),
+    ],
+)
+def test_an_explicit_expert_shard_dim_has_to_divide(model, dim, ep, world, rest):
+    def check():
+        check_training(engine(ep_size=ep, expert_shard_dim=dim), world, model, device="cpu")
+
+    if rest is None:
+        return check()
+    with pytest.raises(SettingError) as caught:
+        check()
+    text = paragraph(caught.value, "engine.expert_shard_dim", dim)
+    assert f"{rest} along it" in text and f"ep_fsdp={world // ep} " in text
 
 
 @pytest.mark.parametrize("path", ["/no/such/model", "~/no-such-model", "./no/such", "a/b/c"])
@@ -181,12 +327,20 @@ def test_an_index_with_missing_shards(tmp_path, model):
 @pytest.mark.parametrize("path", ["hdfs://host/model", "no-such-org/no-such-model-123"])
 def test_what_is_not_here_yet_is_not_checked_and_said_so(path, caplog):
     with caplog.at_level(logging.WARNING, "epfsdp2"):
-        assert check_training(engine(), 2, {"path": path}, device="cpu") is None
+        assert check_training(engine(), 2, {"path": path} | SDPA, device="cpu") is None
     assert [record.getMessage() for record in caplog.records] == [
         f"epfsdp2: {MODEL}.path={path} is not on this machine yet, so it is not checked"
     ]
     with pytest.raises(SettingError, match="number of ranks"):
         check_training(engine(ep_size=3), 8, {"path": path}, device="cpu")
+    # What does not depend on the model is.
+    eager = {"path": path, "override_config": {"attn_implementation": "eager"}}
+    for device in ("cpu", "cuda"):
+        with pytest.raises(SettingError, match="does not keep packed sequences apart"):
+            check_training(engine(), 2, eager, device=device)
+        assert check_training(engine(), 2, eager | {"use_remove_padding": False}, device=device) is None
+    with pytest.raises(SettingError, match="needs an accelerator"):
+        check_training(engine(), 2, {"path": path}, device="cpu")
 
 
 def test_a_hub_id_in_the_cache_is_checked(tmp_path, model, monkeypatch):
@@ -250,6 +404,23 @@ def test_the_bucket_has_to_hold_the_largest_tensor_whole(tmp_path, monkeypatch, 
     check_run(settings, 2, model, too_small, device="cpu", ipc=True)
 
 
+def test_the_bucket_has_to_hold_one_expert_where_vllm_takes_them_one_by_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: DISK(0, 0, 1 << 40))
+    sizes = {"hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 1, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_local_experts": 8}
+    model = checkpoint(tmp_path, "mixtral", **sizes, **heads)
+    facts = inspect_model(model)
+    assert max(math.prod(shape) for shape in facts.stacked) == 8 * 2 << 20
+    assert facts.largest[1] == 1 << 20 and ".experts.0." in facts.largest[0]
+    rollout = {"name": "vllm", "n_gpus_per_node": 2, "update_weights_bucket_megabytes": 4}
+    check_run(engine(), 2, model, rollout, device="cpu", ipc=False)
+    with pytest.raises(SettingError, match=f"{BUCKET}=3: the largest tensor, {re.escape(facts.largest[0])}, "):
+        check_run(engine(), 2, model, rollout | {"update_weights_bucket_megabytes": 3}, device="cpu", ipc=False)
+    # A dense tensor that is larger counts.
+    model["override_config"] |= {"vocab_size": 4096}
+    assert inspect_model(model).largest[1] == 4096 * 1024
+
+
 def test_dev_shm_has_to_hold_one_bucket_per_local_rank(model, monkeypatch):
     facts = inspect_model(model)
     rollout = {"n_gpus_per_node": 4, "update_weights_bucket_megabytes": 100}
@@ -286,14 +457,21 @@ RUN = [
 ]
 
 
-def validate(model, *overrides):
+@pytest.fixture(autouse=True)
+def no_device(monkeypatch):
+    """The same on a machine with an accelerator."""
+    monkeypatch.setattr(engine_config_module, "get_device_name", lambda: "cpu")
+    monkeypatch.setattr(engine_config_module, "is_support_ipc", lambda: False)
+
+
+def validate(model, *overrides, critic=False):
     from verl.utils.config import validate_config
 
     path = f"{MODEL}.path={model['path']}"
     attention = f"+{MODEL}.override_config.attn_implementation={model['override_config']['attn_implementation']}"
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("ppo_trainer", [*RUN, path, attention, *overrides])
-    validate_config(config, use_reference_policy=False, use_critic=False)
+    validate_config(config, use_reference_policy=False, use_critic=critic)
 
 
 def test_validate_config_lets_a_right_run_pass(model):
@@ -306,6 +484,14 @@ def test_validate_config_lets_a_right_run_pass(model):
         ("engine.ep_size=3", "engine.ep_size=3: has to divide the number of ranks"),
         (f"{MODEL}.path=/no/such/model", f"{MODEL}.path=/no/such/model: there is no such folder"),
         (f"+{MODEL}.override_config.num_experts=7", "engine.ep_size=2: has to divide the number of experts"),
+        (f"{MODEL}.lora_rank=8", f"{MODEL}.lora_rank=8: is not supported"),
+        (f"{MODEL}.mtp.enable=True", f"{MODEL}.mtp.enable=True: is not supported"),
+        ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.name=sglang: this engine"),
+        (f"{BACKEND}=delta_sharded", f"{BACKEND}=delta_sharded: needs a shard export"),
+        (
+            "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf]",
+            "actor_rollout_ref.actor.checkpoint.save_contents=['model', 'hf']: there is no hf",
+        ),
         (f"{BUCKET}=0", f"{BUCKET}=0: the largest tensor"),
         (f"{BUCKET}=100000000", f"{BUCKET}=100000000: each of the 2 ranks of a node"),
     ],
@@ -330,6 +516,13 @@ def test_validate_config_refuses_values_and_keys_by_themselves(model, override, 
         validate(model, override)
     assert words in str(caught.value).splitlines()
     assert isinstance(caught.value.__cause__, SettingError)
+
+
+def test_validate_config_refuses_a_critic_without_a_model(model):
+    with pytest.raises(InstantiationException) as caught:
+        validate(model, "critic.model.path=/no/such/critic", "critic.ppo_micro_batch_size_per_gpu=1", critic=True)
+    (line,) = [line for line in str(caught.value).splitlines() if line.startswith("critic.model.path=/no/such/critic")]
+    assert "there is no such folder. What works: " in line
 
 
 @pytest.mark.e2e

@@ -7,6 +7,7 @@ import shutil
 import time
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from . import task
@@ -90,6 +91,9 @@ class Quickstart:
         self.model = options.model.resolve() if options.model else self.output / "model"
         self.phase_seconds: dict[str, float] = {}
         self.env = {k: v for k, v in os.environ.items() if k not in _RAY_ENV} | _CHILD_ENV
+        if not torch.accelerator.is_available():
+            # Also where torch is a CUDA build on a machine without a GPU, which the platform can't tell by itself.
+            self.env["VERL_PLATFORM"] = "cpu"
 
     def run(self) -> int:
         started = time.monotonic()

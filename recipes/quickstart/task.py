@@ -1,7 +1,7 @@
 """The quickstart's task: sums of two digits, an answer that a program can check, and data made from a seed.
 
-The policy first learns from labels that are wrong more often than not, so what it samples is right only about as often
-as the labels were. GRPO then has something to sharpen: the right answer is the most likely one, but not yet the habit.
+The policy first learns from labels of which a share is wrong, so what it samples is right only about as often as the
+labels were. GRPO then has something to sharpen: the right answer is the most likely one, but not yet the habit.
 """
 
 import random

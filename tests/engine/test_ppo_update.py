@@ -223,6 +223,7 @@ def _saves_and_resumes(folder, out):
     for step in (1, 2):
         worker.train_batch(_batch(mine))
         worker.save_checkpoint(str(out / f"global_step_{step}"), global_step=step, max_ckpt_to_keep=1)
+    dist.barrier()  # rank 0 deletes
     assert not (out / "global_step_1").exists()
     after = worker.train_batch(_batch(mine))
 

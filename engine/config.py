@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from hydra.errors import CompactHydraException
+from hydra.utils import instantiate
 from verl.utils.device import get_device_name, is_support_ipc
 from verl.workers.config.actor import ActorConfig
 from verl.workers.config.critic import CriticConfig
 from verl.workers.config.engine import EngineConfig, EngineRouterReplayConfig
-from verl.workers.config.model import HFModelConfig
 
 from ..rollout import housekeeping
 from .errors import SettingError
@@ -26,7 +26,7 @@ __all__ = [
     "EPFSDP2ActorConfig",
     "EPFSDP2CriticConfig",
     "EPFSDP2EngineConfig",
-    "critic_model",
+    "critic_config",
     "engine_config",
 ]
 
@@ -287,19 +287,22 @@ class EPFSDP2CriticConfig(CriticConfig):
             raise DriverError.of(error) from error
 
 
-def critic_model(**settings: Any) -> HFModelConfig:
-    """Build verl's config of the critic's model; Hydra's ``_target_`` of ``critic.model``.
+def critic_config(**settings: Any) -> EPFSDP2CriticConfig:
+    """Build the critic's config; Hydra's ``_target_`` of ``critic``, with ``_recursive_: false``.
 
-    verl's class asks the hub for any path that is not there, before the critic could check it.
+    Building ``critic.model`` would ask the hub for a path that is not there, so that is looked at first.
 
     Raises:
         DriverError: if there is no such model.
     """
     try:
-        check_model_path(settings, "critic.model")
+        check_model_path(settings["model"], "critic.model")
     except SettingError as error:
         raise DriverError.of(error) from error
-    return HFModelConfig(**settings)
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            settings[key] = instantiate(value, _convert_="partial")
+    return EPFSDP2CriticConfig(**settings)
 
 
 def _engine_of(engine: Any, forward_only: bool) -> EPFSDP2EngineConfig:

@@ -7,14 +7,21 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import verl.trainer.config
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
+from safetensors.torch import save_file
+from transformers import Qwen3MoeConfig
+from verl.trainer.config import CheckpointConfig
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.profiler import ProfilerConfig
+from verl.workers.config import FSDPOptimizerConfig
+from verl.workers.config.model import HFModelConfig, MtpConfig
 
 from epfsdp2.conf.search_path import with_engine_entry
-from epfsdp2.engine.config import EPFSDP2EngineConfig, engine_settings
+from epfsdp2.engine.config import EPFSDP2CriticConfig, EPFSDP2EngineConfig, engine_settings
 
 VERL_CONFIG = os.path.dirname(verl.trainer.config.__file__)
 EXTENSION = "epfsdp2.rollout.vllm_worker.WeightSyncExtension"
@@ -163,6 +170,31 @@ def test_grad_clip_means_something():
 def test_an_engine_of_sft_is_refused_by_main_ppo_with_what_works():
     with pytest.raises(HydraException, match="engine=veomni is for sft_trainer; here say model_engine=veomni"):
         composed("ppo_trainer", "engine=veomni")
+
+
+def test_the_critic_is_built_of_verls_parts_and_follows_its_own_token_limit(tmp_path):
+    Qwen3MoeConfig(num_hidden_layers=1, architectures=["Qwen3MoeForCausalLM"]).save_pretrained(tmp_path)
+    save_file({"x": torch.zeros(1)}, str(tmp_path / "model.safetensors"))
+    model = [f"critic.model.path={tmp_path}", "+critic.model.load_tokenizer=False"]
+    config = composed("ppo_trainer", "engine=epfsdp2", "engine.ep_size=2", *SIZES, *model)
+    assert config.critic.ppo_infer_max_token_len_per_gpu == 32768
+    config.critic.ppo_max_token_len_per_gpu = 8192
+    for resolve in (False, True):
+        if resolve:
+            OmegaConf.resolve(config)
+        critic = omega_conf_to_dataclass(config.critic)
+        assert type(critic) is EPFSDP2CriticConfig and critic.engine.ep_size == 2
+        assert type(critic.model) is HFModelConfig and type(critic.model.mtp) is MtpConfig
+        assert type(critic.optim) is FSDPOptimizerConfig and type(critic.checkpoint) is CheckpointConfig
+        assert type(critic.profiler) is ProfilerConfig and critic.checkpoint.load_contents == [
+            "model",
+            "optimizer",
+            "extra",
+        ]
+        # What verl's trainers (v1: trainer_base.py, 267) give the engine.
+        assert (critic.ppo_max_token_len_per_gpu, critic.ppo_infer_max_token_len_per_gpu) == (8192, 8192)
+    mine = composed("ppo_trainer", "engine=epfsdp2", "critic.ppo_infer_max_token_len_per_gpu=4096")
+    assert mine.critic.ppo_infer_max_token_len_per_gpu == 4096
 
 
 def test_roles_are_instantiated_with_a_config_of_their_own():

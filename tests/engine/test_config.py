@@ -17,7 +17,7 @@ from epfsdp2.engine.config import (
     EPFSDP2ActorConfig,
     EPFSDP2CriticConfig,
     EPFSDP2EngineConfig,
-    critic_model,
+    critic_config,
     engine_config,
     engine_settings,
 )
@@ -93,7 +93,7 @@ def test_a_critic_whose_model_is_not_there(tmp_path):
             critic(path).validate(2, 256)
         assert str(caught.value).startswith(f"critic.model.path={path}: ")
         with pytest.raises(DriverError, match=rule) as caught:
-            critic_model(path=str(path))
+            critic_config(model={"path": str(path)})
         assert str(caught.value).startswith(f"critic.model.path={path}: ")
 
 

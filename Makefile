@@ -2,13 +2,14 @@
 #   make setup       the CPU stack where there is no GPU, the GPU extra where there is one
 #   make quickstart  GRPO on a tiny Mixture-of-Experts, start to end
 #   make test        the whole test suite
+#   make test-long   what the suite leaves out for its time
 #   make lint        ruff check, ruff format, mypy
 
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help setup quickstart test lint clean
+.PHONY: help setup quickstart test test-long lint clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -23,7 +24,10 @@ quickstart: setup
 	$(BIN)/python -m epfsdp2.recipes.quickstart $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -m "not long" $(ARGS)
+
+test-long: setup
+	$(BIN)/python -m pytest -m long $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.e2e
 @pytest.mark.parametrize(
     ("fault", "causes"),
     [
-        ("raise", ["WeightSyncError", "a fault that the test injected"]),
+        pytest.param("raise", ["WeightSyncError", "a fault that the test injected"], marks=pytest.mark.long),
         ("kill_worker", ["WeightSyncError", "the vLLM worker process died or was killed"]),
         ("kill_trainer", ["died"]),
     ],

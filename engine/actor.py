@@ -46,9 +46,15 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
     engine_config: EPFSDP2EngineConfig
 
     def __init__(self, model_config, engine_config, optimizer_config, checkpoint_config):
-        _refuse_unsupported(model_config)
         # The driver checked this for main_ppo; sft_trainer has no driver.
-        check_training(engine_config, dist.get_world_size(), model_config, device=get_device_name(), setting="model")
+        check_training(
+            engine_config,
+            dist.get_world_size(),
+            model_config,
+            device=get_device_name(),
+            setting="model",
+            checkpoint=checkpoint_config,
+        )
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
         # fp32 is what verl's forward takes as "no autocast"; the gathered parameters have this dtype anyway.
         self._autocast_dtype = self._sharding_options().param_dtype
@@ -178,7 +184,7 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
 
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None, **kwargs) -> None:
         """Write what ``checkpoint.save_contents`` names under ``local_path`` (``checkpoint.py`` has the layout)."""
-        contents = _contents(self.checkpoint_config, "save_contents")
+        contents = set(self.checkpoint_config.get("save_contents") or ())
         folder = Path(local_path)
         checkpoint.save_checkpoint(folder, self.module, self.optimizer, self.lr_scheduler, contents, global_step)
         hf = folder / "huggingface"
@@ -191,7 +197,7 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         self._saved = checkpoint.remove_old([*self._saved, folder], max_ckpt_to_keep)
 
     def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=True, **kwargs) -> None:
-        contents = _contents(self.checkpoint_config, "load_contents")
+        contents = set(self.checkpoint_config.get("load_contents") or ())
         checkpoint.load_checkpoint(Path(local_path), self.module, self.optimizer, self.lr_scheduler, contents)
         # A forward-only pass may have left parameters gathered, with the weights from before.
         reshard_all(self.module)
@@ -259,33 +265,8 @@ class _EvalMode(_Mode, EngineEvalModeCtx):
         super().__exit__(exc_type, exc_value, traceback)
 
 
-def _contents(config: Any, key: str) -> set[str]:
-    contents = set(config.get(key, None) or ())
-    unknown = contents - checkpoint.KNOWN_CONTENTS
-    if unknown:
-        raise SettingError(
-            f"checkpoint.{key}",
-            sorted(contents),
-            f"{sorted(unknown)} is not something that can be saved.",
-            f"some of {sorted(checkpoint.KNOWN_CONTENTS)}",
-        )
-    return contents
-
-
 def _move_optimizer(optimizer: torch.optim.Optimizer, device: Any) -> None:
     for state in optimizer.state.values():
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 state[key] = value.to(device, non_blocking=True)
-
-
-def _refuse_unsupported(model_config: Any) -> None:
-    """Say no to what verl's model settings can ask for and this engine would silently not do."""
-    asked = {
-        "actor_rollout_ref.model.lora_rank": getattr(model_config, "lora_rank", 0) or 0,
-        "actor_rollout_ref.model.use_liger": getattr(model_config, "use_liger", False),
-        "actor_rollout_ref.model.enable_activation_offload": getattr(model_config, "enable_activation_offload", False),
-    }
-    for setting, value in asked.items():
-        if value:
-            raise SettingError(setting, value, "is not supported by engine=epfsdp2.", f"{setting}={type(value)(0)}")

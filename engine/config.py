@@ -19,7 +19,8 @@ from verl.workers.config.engine import EngineConfig, EngineRouterReplayConfig
 
 from ..rollout import housekeeping
 from .errors import SettingError
-from .preflight import DTYPES, check_model_path, check_run, check_training
+from .model_facts import check_model_path
+from .preflight import DTYPES, check_run, check_training
 
 __all__ = [
     "STRATEGY",

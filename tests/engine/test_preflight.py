@@ -26,6 +26,7 @@ from verl.workers.config.model import HFModelConfig, MtpConfig
 from epfsdp2.engine import config as engine_config_module
 from epfsdp2.engine import preflight
 from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.model_facts import inspect_model
 from epfsdp2.engine.preflight import (
     check_attention,
     check_model_settings,
@@ -33,7 +34,6 @@ from epfsdp2.engine.preflight import (
     check_run,
     check_training,
     check_versions,
-    inspect_model,
 )
 
 TINY = {

@@ -1,0 +1,183 @@
+"""What a model's config says of it: counted on the meta device, which takes a second and no memory."""
+
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+from transformers.initialization import no_init_weights
+
+from ..rollout.naming import FUSED_IN_VLLM, as_checkpoint
+from .errors import SettingError
+from .experts.find import ExpertsInfo, UnsupportedModelError, find_experts
+from .loading import open_checkpoint
+
+__all__ = ["ACTOR_MODEL", "ModelFacts", "check_model_path", "inspect_model", "overrides_of", "plain"]
+
+logger = logging.getLogger("epfsdp2")
+
+ACTOR_MODEL = "actor_rollout_ref.model"
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the checks need to know of a model.
+
+    Args:
+        name: its class.
+        experts: number of experts of each experts module, in the model's order.
+        stacked: the different shapes ``[E, ...]`` of its stacked expert parameters.
+        largest: name and number of elements of the largest tensor that goes to the rollout: a fused expert stack whole
+            where vLLM takes it so, else the checkpoint's tensors.
+        sdpa, flash, flex: attention implementations of transformers that its class supports.
+    """
+
+    name: str
+    experts: tuple[int, ...]
+    stacked: tuple[tuple[int, ...], ...]
+    largest: tuple[str, int]
+    sdpa: bool
+    flash: bool
+    flex: bool
+
+
+def check_model_path(model: Mapping[str, Any], setting: str = ACTOR_MODEL) -> str | None:
+    """The folder with the model's config; None if it is not on this machine: a hub id outside the cache, or remote.
+
+    Raises:
+        SettingError: if it is no such folder and can't be a hub id, or the folder has no complete safetensors.
+    """
+    return _model_folder(str(model.get("path")), f"{setting}.path")
+
+
+def inspect_model(model: Mapping[str, Any], setting: str = ACTOR_MODEL) -> ModelFacts | None:
+    """Read the model's config, build it without weights and count.
+
+    Returns:
+        None, with one line of log, if it is not on this machine: a hub id outside the cache, or a remote path.
+
+    Raises:
+        SettingError: if there is no such folder, it has no safetensors, the config is wrong, the model is dense, or its
+            experts are not on transformers' experts interface.
+    """
+    path = str(model.get("path"))
+    folder = check_model_path(model, setting)
+    if folder is None:
+        logger.warning("epfsdp2: %s.path=%s is not on this machine yet, so it is not checked", setting, path)
+        return None
+    built = _build(model, str(model.get("hf_config_path") or folder), setting)
+    try:
+        experts = find_experts(built)
+    except UnsupportedModelError as error:
+        works = "a Mixture-of-Experts whose experts are on that interface, e.g. Qwen3-MoE, Mixtral, GLM-4.5 or gpt-oss"
+        raise SettingError(f"{setting}.path", path, str(error), works) from None
+    return _facts(built, experts)
+
+
+def _model_folder(path: str, setting: str) -> str | None:
+    """The local folder with the model's config, or None if there is none yet but may be later."""
+    local = os.path.expanduser(path)
+    if os.path.isdir(local):
+        try:
+            checkpoint = open_checkpoint(local)
+        except SettingError as error:
+            raise SettingError(setting, path, error.rule, error.works) from None
+        missing = sorted({file for file in checkpoint.file_of.values() if not (checkpoint.folder / file).is_file()})
+        if missing:
+            rule = f"its index names {', '.join(missing[:3])}, which {'is' if len(missing) == 1 else 'are'} not there."
+            raise SettingError(setting, path, rule, "a complete checkpoint")
+        return local
+    if "://" in path:
+        return None
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", path):
+        raise SettingError(
+            setting, path, "there is no such folder.", "an existing folder with config.json and *.safetensors"
+        )
+    cached = try_to_load_from_cache(path, "config.json")
+    return os.path.dirname(cached) if isinstance(cached, str) else None
+
+
+def _build(model: Mapping[str, Any], config_path: str, setting: str) -> nn.Module:
+    """The model on the meta device, from its config with the user's overrides."""
+    trust = bool(model.get("trust_remote_code", False))
+    overrides = overrides_of(model)
+    # Built with eager attention, which every class has; what it supports is read from the class.
+    overrides.pop("attn_implementation", None)
+    try:
+        config = AutoConfig.from_pretrained(config_path, trust_remote_code=trust, attn_implementation="eager")
+        _override(config, overrides)
+        # All of it on meta, buffers too: nothing is computed, and a fused stack can be larger than the driver's memory.
+        with torch.device("meta"), no_init_weights():
+            return _auto_class(config, trust).from_config(config, dtype=torch.float32, trust_remote_code=trust)
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, ImportError) as error:
+        reason = " ".join(str(error).split())[:300]
+        rule = f"transformers can't build a model from its config: {type(error).__name__}: {reason}."
+        works = f"a config.json of a causal language model; and look at {setting}.override_config"
+        raise SettingError(f"{setting}.path", model.get("path"), rule, works) from error
+
+
+def _auto_class(config: PretrainedConfig, trust: bool) -> Any:
+    # As verl's get_hf_auto_model_class chooses.
+    remote = getattr(config, "auto_map", None) or {}
+    for auto in (AutoModelForImageTextToText, AutoModelForCausalLM):
+        if (trust and auto.__name__ in remote) or type(config) in auto._model_mapping:
+            return auto
+    return AutoModelForCausalLM
+
+
+def _facts(model: Any, experts: Sequence[ExpertsInfo]) -> ModelFacts:
+    stacked = {
+        tuple(param.shape)
+        for info in experts
+        for param in info.module.parameters(recurse=False)
+        if param.shape[0] == info.num_experts
+    }
+    return ModelFacts(
+        name=type(model).__name__,
+        experts=tuple(info.num_experts for info in experts),
+        stacked=tuple(sorted(stacked)),
+        largest=_largest_sent(model),
+        sdpa=bool(getattr(model, "_supports_sdpa", False)),
+        flash=bool(getattr(model, "_supports_flash_attn", False)),
+        flex=bool(getattr(model, "_supports_flex_attn", False)),
+    )
+
+
+def _largest_sent(model: Any) -> tuple[str, int]:
+    """Name and number of elements of the largest tensor that ``rollout.naming.for_vllm`` yields for this model."""
+    largest = ("", 0)
+    for name, param in sorted(model.named_parameters(), key=lambda item: -item[1].numel()):
+        if param.numel() <= largest[1]:
+            break
+        sent = [(name, param)] if model.config.model_type in FUSED_IN_VLLM else as_checkpoint(model, [(name, param)])
+        largest = max(largest, *((n, t.numel()) for n, t in sent), key=lambda item: item[1])
+    return largest
+
+
+def overrides_of(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's changes of the model's config, in either of the places where verl takes them."""
+    overrides = plain(model.get("override_config") or {})
+    return overrides.get("model_config", overrides)
+
+
+def _override(config: Any, overrides: Mapping[str, Any]) -> None:
+    for key, value in overrides.items():
+        if isinstance(value, dict):
+            _override(getattr(config, key), value)
+        else:
+            setattr(config, key, value)
+
+
+def plain(value: Any) -> Any:
+    """omegaconf containers as dicts and lists, without importing omegaconf."""
+    if isinstance(value, Mapping):
+        return {key: plain(value[key]) for key in value}
+    if hasattr(value, "__iter__") and not isinstance(value, str):
+        return [plain(item) for item in value]
+    return value

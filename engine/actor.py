@@ -184,6 +184,10 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
 
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None, **kwargs) -> None:
         """Write what ``checkpoint.save_contents`` names under ``local_path`` (``checkpoint.py`` has the layout)."""
+        if hdfs_path is not None and self.rank == 0:
+            logger.warning(
+                "epfsdp2: nothing is copied to hdfs_path=%s; checkpoints are written to local paths", hdfs_path
+            )
         contents = set(self.checkpoint_config.get("save_contents") or ())
         folder = Path(local_path)
         checkpoint.save_checkpoint(folder, self.module, self.optimizer, self.lr_scheduler, contents, global_step)

@@ -24,7 +24,7 @@ from transformers import AutoConfig
 from verl.workers.config.model import HFModelConfig, MtpConfig
 
 from epfsdp2.engine import config as engine_config_module
-from epfsdp2.engine import preflight
+from epfsdp2.engine import model_facts, preflight
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.model_facts import inspect_model
 from epfsdp2.engine.preflight import (
@@ -344,7 +344,7 @@ def test_what_is_not_here_yet_is_not_checked_and_said_so(path, caplog):
 
 
 def test_a_hub_id_in_the_cache_is_checked(tmp_path, model, monkeypatch):
-    monkeypatch.setattr(preflight, "try_to_load_from_cache", lambda path, name: str(tmp_path / name))
+    monkeypatch.setattr(model_facts, "try_to_load_from_cache", lambda path, name: str(tmp_path / name))
     assert inspect_model({"path": "some-org/some-model"}).experts == (8, 8)
 
 

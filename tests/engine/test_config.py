@@ -174,3 +174,11 @@ def test_each_role_has_an_engine_config_of_its_own():
     assert [role.engine.forward_only for role in (actor, ref, critic)] == [False, True, False]
     actor.engine.use_remove_padding = False  # as verl's worker does
     assert engine.use_remove_padding and ref.engine.use_remove_padding and critic.engine.use_remove_padding
+
+
+@pytest.mark.parametrize("model_type", ["language_model", "value_model"])
+def test_whoever_builds_the_settings_finds_the_engine_on_every_device(model_type):
+    from verl.workers.engine.base import EngineRegistry
+
+    engine_config()
+    assert set(EngineRegistry._engines[model_type]["epfsdp2"]) == {"cuda", "npu", "cpu"}

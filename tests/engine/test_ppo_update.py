@@ -6,10 +6,10 @@ import torch.distributed as dist
 
 from tests.support.models import VOCAB, reference_model, save_qwen3_moe
 from tests.support.ranks import run_ranks
+from tests.support.verl_worker import training_worker
 
 WORLD, PER_RANK, PROMPT, RESPONSE = 4, 4, 5, 9
 RELATIVE = 1e-5
-SAVED = ["model", "optimizer", "extra"]
 
 
 def _samples():
@@ -78,9 +78,6 @@ def _reference_update(model, samples):
 def _worker(folder, ep, fsdp_size=-1, dynamic=False, **settings):
     from functools import partial
 
-    from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
-    from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
     from verl.workers.utils.losses import ppo_loss
 
     from epfsdp2.engine.config import EPFSDP2ActorConfig, EPFSDP2EngineConfig
@@ -96,22 +93,10 @@ def _worker(folder, ep, fsdp_size=-1, dynamic=False, **settings):
         infer_micro_batch_size_per_gpu=2,
         **settings,
     )
-    config = TrainingWorkerConfig(
-        model_type="language_model",
-        model_config=HFModelConfig(
-            path=str(folder), load_tokenizer=False, override_config={"attn_implementation": "sdpa"}
-        ),
-        engine_config=engine,
-        optimizer_config=FSDPOptimizerConfig(lr=1e-3, clip_grad=1e9, total_training_steps=10),
-        checkpoint_config=CheckpointConfig(save_contents=SAVED, load_contents=SAVED),
-    )
-    worker = TrainingWorker(config)
-    worker.reset()
     actor = EPFSDP2ActorConfig(
         engine=engine, rollout_n=1, ppo_micro_batch_size_per_gpu=2, entropy_coeff=0.01, clip_ratio_c=3.0
     )
-    worker.set_loss_fn(partial(ppo_loss, config=actor))
-    return worker
+    return training_worker(folder, "language_model", engine, partial(ppo_loss, config=actor))
 
 
 def _ppo_update(folder, cases):

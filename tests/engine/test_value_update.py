@@ -5,9 +5,10 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
-from tests.engine.test_ppo_update import PER_RANK, PROMPT, RELATIVE, RESPONSE, _batch, _samples
+from tests.engine.test_ppo_update import PER_RANK, RELATIVE, RESPONSE, _batch, _samples
 from tests.support.models import save_glm4_moe, save_qwen3_moe
 from tests.support.ranks import run_ranks
+from tests.support.verl_worker import training_worker
 
 WORLD = 2
 
@@ -15,9 +16,6 @@ WORLD = 2
 def _worker(folder, ep):
     from functools import partial
 
-    from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
-    from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
     from verl.workers.utils.losses import value_loss
 
     from epfsdp2.engine.config import EPFSDP2CriticConfig, EPFSDP2EngineConfig
@@ -29,19 +27,8 @@ def _worker(folder, ep):
         micro_batch_size_per_gpu=2,
         infer_micro_batch_size_per_gpu=2,
     )
-    config = TrainingWorkerConfig(
-        model_type="value_model",
-        model_config=HFModelConfig(
-            path=str(folder), load_tokenizer=False, override_config={"attn_implementation": "sdpa"}
-        ),
-        engine_config=engine,
-        optimizer_config=FSDPOptimizerConfig(lr=1e-3, clip_grad=1e9, total_training_steps=10),
-        checkpoint_config=CheckpointConfig(),
-    )
-    worker = TrainingWorker(config)
-    worker.reset()
-    worker.set_loss_fn(partial(value_loss, config=EPFSDP2CriticConfig(engine=engine, ppo_micro_batch_size_per_gpu=2)))
-    return worker
+    critic = EPFSDP2CriticConfig(engine=engine, ppo_micro_batch_size_per_gpu=2)
+    return training_worker(folder, "value_model", engine, partial(value_loss, config=critic))
 
 
 def _plain_model(folder, own_class, head):
@@ -107,5 +94,4 @@ def _value_update(folder, own_class):
 def test_gradients_equal_the_plain_model(tmp_path, own_class):
     """Qwen3-MoE has a token-classification class in transformers, GLM-4-MoE has none."""
     folder = save_qwen3_moe(tmp_path) if own_class else save_glm4_moe(tmp_path)
-    assert PROMPT > 1
     run_ranks(_value_update, WORLD, folder, own_class)

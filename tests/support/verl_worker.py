@@ -1,0 +1,36 @@
+"""verl's own TrainingWorker around this engine, on this rank."""
+
+from pathlib import Path
+from typing import Any
+
+__all__ = ["training_worker"]
+
+
+def training_worker(
+    folder: Path, model_type: str, engine: Any, loss: Any, saved: tuple[str, ...] = ("model", "optimizer", "extra")
+) -> Any:
+    """A worker with its model built and its loss set.
+
+    Args:
+        model_type: ``language_model`` or ``value_model``.
+        engine: ``EPFSDP2EngineConfig``.
+        loss: what verl's ``set_loss_fn`` takes.
+        saved: contents of its checkpoints.
+    """
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
+
+    model = HFModelConfig(path=str(folder), load_tokenizer=False, override_config={"attn_implementation": "sdpa"})
+    worker = TrainingWorker(
+        TrainingWorkerConfig(
+            model_type=model_type,
+            model_config=model,
+            engine_config=engine,
+            optimizer_config=FSDPOptimizerConfig(lr=1e-3, clip_grad=1e9, total_training_steps=10),
+            checkpoint_config=CheckpointConfig(save_contents=list(saved), load_contents=list(saved)),
+        )
+    )
+    worker.reset()
+    worker.set_loss_fn(loss)
+    return worker

@@ -91,6 +91,8 @@ class Quickstart:
         self.model = options.model.resolve() if options.model else self.output / "model"
         self.phase_seconds: dict[str, float] = {}
         self.env = {k: v for k, v in os.environ.items() if k not in _RAY_ENV} | _CHILD_ENV
+        # vLLM's sockets go where this run cleans up, not into /tmp itself.
+        self.env["VLLM_RPC_BASE_PATH"] = str(tree.folder)
         if not torch.accelerator.is_available():
             # Also where torch is a CUDA build on a machine without a GPU, which the platform can't tell by itself.
             self.env["VERL_PLATFORM"] = "cpu"

@@ -74,14 +74,15 @@ def running(*arguments):
             run.interrupt(signal.SIGTERM)
 
 
-def shared_memory() -> set[str]:
-    """Segments that a weight sync, or vLLM and Python beside it, make."""
-    return {p.name for p in Path("/dev/shm").iterdir() if p.name.startswith(("verl_weights_", "psm_"))}
+def leavings() -> set[str]:
+    """Segments that a weight sync, or vLLM and Python beside it, make, and sockets in /tmp."""
+    segments = {p.name for p in Path("/dev/shm").iterdir() if p.name.startswith(("verl_weights_", "psm_"))}
+    return segments | {str(p) for p in Path("/tmp").iterdir() if p.is_socket()}
 
 
-def unmapped(names: set[str]) -> set[str]:
+def unused(names: set[str]) -> set[str]:
     """Those that no process uses; another run's on the same machine are not our leavings."""
-    mapped = set()
+    mapped = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()}
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             mapped |= set(re.findall(r"/dev/shm/(\S+)", maps.read_text()))
@@ -98,10 +99,10 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def first_run(folder):
     """A short quickstart from nothing. What it leaves is checked by the test that asks for it."""
-    before = shared_memory()
+    before = leavings()
     with running(folder / "first", "--steps", "12") as run:
         run.wait()
-    run.left = unmapped(shared_memory() - before)
+    run.left = unused(leavings() - before)
     return run
 
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from tests.e2e.conftest import EXTENSION, running, shared_memory, unmapped
+from tests.e2e.conftest import EXTENSION, leavings, running, unused
 
 pytestmark = pytest.mark.e2e
 
@@ -21,7 +21,7 @@ def test_a_failed_sync_ends_the_run_with_its_cause(folder, warmed_up, monkeypatc
     happened = folder / f"{fault}.time"
     monkeypatch.setenv("EPFSDP2_TEST_FAULT", fault)
     monkeypatch.setenv("EPFSDP2_TEST_FAULT_TIME", str(happened))
-    before = shared_memory()
+    before = leavings()
     options = ["--model", warmed_up, "--steps", "200", "--override", f"{EXTENSION}=faults.FailsInTheSecondSync"]
     with running(folder / fault, *options) as run:
         run.wait()
@@ -33,4 +33,4 @@ def test_a_failed_sync_ends_the_run_with_its_cause(folder, warmed_up, monkeypatc
     for cause in causes:
         assert cause in run.text(), run.text()[-3000:]
     assert run.living() == []
-    assert unmapped(shared_memory() - before) == set()
+    assert unused(leavings() - before) == set()

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoConfig
 
 from epfsdp2.rollout import verify
-from tests.e2e.conftest import EXTENSION, running, shared_memory, unmapped
+from tests.e2e.conftest import EXTENSION, leavings, running, unused
 from tests.support.models import reference_model
 
 pytestmark = pytest.mark.e2e
@@ -40,14 +40,14 @@ def interrupted_run(folder, warmed_up):
     options = ["--model", warmed_up, "--steps", "200", "--override", f"{EXTENSION}=digests.WritesDigests"]
     options += ["--override", "trainer.save_freq=1"]
     options += ["--override", "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]"]
-    before = shared_memory()
+    before = leavings()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EPFSDP2_TEST_DIGESTS", str(folder / "digests"))
         with running(folder / "second", *options) as run:
             run.wait(until=lambda: len(run.steps()) >= 2)
             run.status_before = run.process.poll()
             run.status = run.interrupt(signal.SIGINT)
-    run.left = unmapped(shared_memory() - before)
+    run.left = unused(leavings() - before)
     return run
 
 

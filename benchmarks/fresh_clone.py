@@ -3,7 +3,7 @@
     python benchmarks/fresh_clone.py [--targets setup quickstart test]
 
 clones this repository's HEAD into an empty folder, runs the targets there one after the other with a virtual
-environment of its own, and writes ``benchmarks/results/fresh_clone.json`` and ``fresh_clone.md``. Packages come through
+environment of its own, and writes their rows of ``benchmarks/results/fresh_clone.json`` and ``fresh_clone.md``. Packages come through
 pip as on any machine, so set-up depends on the network.
 """
 
@@ -42,14 +42,14 @@ def as_markdown(result: dict) -> str:
     """One table a person reads."""
     where = result["machine"]
     rows = "\n".join(
-        f"| `make {target}` | {run['minutes']:.1f} | {LIMITS[target]} | {run['peak_pss_gib']:.1f} |"
+        f"| `make {target}` | {run['minutes']:.1f} | {LIMITS[target]} | {run['peak_pss_gib']:.1f} | {run['commit'][:12]} |"
         for target, run in result["targets"].items()
     )
     return (
         "# A fresh clone\n\nWritten by `python benchmarks/fresh_clone.py`.\n\n"
         f"{where['cpu']}, {where['cores']} cores, {where['memory_gib']} GiB; Python {where['python']}; "
-        f"commit {where['commit'][:12]}, {where['date']}.\n\n"
-        f"| | minutes | promised | peak memory (PSS), GiB |\n|---|---|---|---|\n{rows}\n"
+        f"{where['date']}.\n\n"
+        f"| | minutes | promised | peak memory (PSS), GiB | commit |\n|---|---|---|---|---|\n{rows}\n"
     )
 
 
@@ -60,9 +60,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="fresh-") as folder:
         clone = Path(folder) / "epfsdp2"
         subprocess.run(["git", "clone", "--quiet", str(HERE.parent), str(clone)], check=True)
-        result = {"machine": machine(), "targets": {target: measure(clone, target) for target in arguments.targets}}
-    (HERE / "results" / "fresh_clone.json").write_text(json.dumps(result, indent=2) + "\n")
-    (HERE / "results" / "fresh_clone.md").write_text(as_markdown(result))
+        results = HERE / "results" / "fresh_clone.json"
+        targets = json.loads(results.read_text())["targets"] if results.exists() else {}
+        for target in arguments.targets:
+            # Written after each: one that fails does not take the others' figures with it.
+            targets[target] = measure(clone, target) | {"commit": machine()["commit"]}
+            result = {"machine": machine(), "targets": targets}
+            results.write_text(json.dumps(result, indent=2) + "\n")
+            results.with_suffix(".md").write_text(as_markdown(result))
     return 0
 
 

@@ -151,6 +151,9 @@ class Engine:
 
         async def send(rank: int):
             watches = rank == 0 and watched
+            future = asyncio.wrap_future(receiving) if watches else None
+            if future is not None:  # nobody may wait for it once the sender has failed
+                future.add_done_callback(lambda done: done.cancelled() or done.exception())
             await send_weights(
                 weights(rank),
                 zmq_handle=self.handle(rank),
@@ -158,7 +161,7 @@ class Engine:
                 use_shm=True,
                 timeout_seconds=timeout_seconds,
                 rank=rank,
-                future=asyncio.wrap_future(receiving) if watches else None,
+                future=future,
                 failure_of=lambda _: receiving.exception() if receiving.done() else None,
             )
 

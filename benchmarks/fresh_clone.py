@@ -3,8 +3,8 @@
     python benchmarks/fresh_clone.py [--targets setup quickstart test]
 
 clones this repository's HEAD into an empty folder, runs the targets there one after the other with a virtual
-environment of its own, and writes their rows of ``benchmarks/results/fresh_clone.json`` and ``fresh_clone.md``. Packages come through
-pip as on any machine, so set-up depends on the network.
+environment of its own, and writes their rows of ``benchmarks/results/fresh_clone.json`` and ``fresh_clone.md``.
+Packages come through pip as on any machine, so set-up depends on the network.
 """
 
 import argparse
@@ -42,7 +42,8 @@ def as_markdown(result: dict) -> str:
     """One table a person reads."""
     where = result["machine"]
     rows = "\n".join(
-        f"| `make {target}` | {run['minutes']:.1f} | {LIMITS[target]} | {run['peak_pss_gib']:.1f} | {run['commit'][:12]} |"
+        f"| `make {target}` | {run['minutes']:.1f} | {LIMITS[target]} | {run['peak_pss_gib']:.1f} "
+        f"| {run['commit'][:12]} |"
         for target, run in result["targets"].items()
     )
     return (

@@ -141,7 +141,8 @@ def load_weights(
             f"{files.folder} lacks {len(missing)} tensors that {type(model).__name__} needs, first: "
             f"{', '.join(missing[:_FIRST])}."
         )
-    return [name for name in sources if name not in model.state_dict()]
+    known = model.state_dict().keys()
+    return [name for name in sources if name not in known]
 
 
 def _plan(model: nn.Module, files: CheckpointFiles) -> dict[str, _Source]:

@@ -7,7 +7,7 @@ Thin on purpose. Preparing packed inputs and turning logits into log-probs and e
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from verl.workers.engine.fsdp.transformer_impl import EngineEvalModeCtx, EngineT
 
 from ..rollout import naming, server_adapter, stream
 from . import checkpoint
+from .checkpointing import Checkpointing
 from .clip import clip_grad_norm_
 from .config import STRATEGY, EPFSDP2EngineConfig
 from .errors import SettingError
@@ -56,8 +57,9 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
             checkpoint=checkpoint_config,
         )
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
-        # fp32 is what verl's forward takes as "no autocast"; the gathered parameters have this dtype anyway.
-        self._autocast_dtype = self._sharding_options().param_dtype
+        # float32 is what verl's forward takes as "no autocast". FSDP gathers parameters in their compute dtype, and
+        # autocast would run in bfloat16 what a model computes in float32 on purpose, such as routers.
+        self._autocast_dtype = torch.float32
         if engine_config.offload_policy:
             # FSDP moves parameters itself; verl must not.
             self._is_offload_param = self._is_offload_optimizer = False
@@ -118,8 +120,6 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
             use_fused_kernels=self.model_config.use_fused_kernels,
             fused_kernels_backend=fused.get("impl_backend") if fused is not None else None,
         )
-        if self.model_config.enable_gradient_checkpointing:
-            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return module
 
     def _auto_class(self) -> Any:
@@ -135,11 +135,23 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         return ShardingOptions(
             param_dtype=PrecisionType.to_dtype(precision.get("param_dtype", config.dtype)),
             reduce_dtype=PrecisionType.to_dtype(precision.get("reduce_dtype", "fp32")),
+            fp32_modules=config.fp32_modules,
             reshard_after_forward=config.reshard_after_forward,
+            reshard_experts_after_forward=config.reshard_experts_after_forward,
             prefetch_depth=config.prefetch_depth,
             expert_shard_dim=config.expert_shard_dim,
+            expert_plan=config.expert_plan,
+            checkpointing=self._checkpointing(),
+            compile_dense=config.compile_dense,
+            head_in_root=self.model_config.use_fused_kernels,
             cpu_offload=config.offload_policy,
         )
+
+    def _checkpointing(self) -> Checkpointing:
+        setting = self.engine_config.activation_checkpointing
+        if setting == "auto":
+            return "full" if self.model_config.enable_gradient_checkpointing else "none"
+        return cast(Checkpointing, setting)
 
     def _build_optimizer(self, module: nn.Module):
         return build_multi_optimizer(module, lambda params: build_optimizer(params, self.optimizer_config))

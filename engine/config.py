@@ -18,6 +18,7 @@ from verl.workers.config.critic import CriticConfig
 from verl.workers.config.engine import EngineConfig, EngineRouterReplayConfig
 
 from ..rollout import housekeeping
+from .checkpointing import CHECKPOINTING
 from .errors import SettingError
 from .model_facts import check_model_path
 from .preflight import DTYPES, check_run, check_training
@@ -70,11 +71,16 @@ class EPFSDP2EngineConfig(EngineConfig):
     strategy: str = STRATEGY
     ep_size: int = 1
     expert_shard_dim: Any = "auto"
+    expert_plan: dict[str, int] = field(default_factory=dict)
     fsdp_size: int = -1
     ulysses_sequence_parallel_size: int = 1
     model_dtype: str = "fp32"
     mixed_precision: dict[str, Any] | None = None
+    fp32_modules: list[str] = field(default_factory=list)
     reshard_after_forward: bool = True
+    reshard_experts_after_forward: bool | None = None
+    activation_checkpointing: str = "auto"
+    compile_dense: bool = False
     prefetch_depth: int = 1
     offload_policy: bool = False
     use_no_sync_for_gradient_accumulation: bool = False
@@ -150,6 +156,14 @@ def check_engine_values(config: EPFSDP2EngineConfig) -> None:
             "is the number of layers gathered ahead, 0 for none.",
             "engine.prefetch_depth=1",
         )
+    if config.activation_checkpointing not in ("auto", *CHECKPOINTING):
+        raise SettingError(
+            "engine.activation_checkpointing",
+            config.activation_checkpointing,
+            f"is one of auto, {', '.join(CHECKPOINTING)}.",
+            "engine.activation_checkpointing=auto",
+        )
+    _check_patterns(config)
     if config.ulysses_sequence_parallel_size > 1:
         raise SettingError(
             "engine.ulysses_sequence_parallel_size",
@@ -167,6 +181,25 @@ def check_engine_values(config: EPFSDP2EngineConfig) -> None:
     if config.sync_gather_megabytes < 1 or config.sync_timeout_seconds <= 0:
         name = "sync_gather_megabytes" if config.sync_gather_megabytes < 1 else "sync_timeout_seconds"
         raise SettingError(f"engine.{name}", getattr(config, name), "has to be positive.", "leave it at its default")
+
+
+def _check_patterns(config: EPFSDP2EngineConfig) -> None:
+    """The two settings that name parts of a model; whether they are there is seen when the model is built."""
+    plan, islands = config.expert_plan, config.fp32_modules
+    if not isinstance(plan, Mapping) or not all(_is_whole(dim) and dim >= 0 for dim in plan.values()):
+        raise SettingError(
+            "engine.expert_plan",
+            plan,
+            "maps patterns of parameter names to the dim that counts the experts.",
+            "engine.expert_plan='{model.layers.*.moe.w1: 0}'",
+        )
+    if isinstance(islands, str) or not all(isinstance(pattern, str) for pattern in islands):
+        raise SettingError(
+            "engine.fp32_modules",
+            islands,
+            "is a list of patterns of module names.",
+            "engine.fp32_modules=['*.mlp.gate']",
+        )
 
 
 def _is_whole(value: Any) -> bool:

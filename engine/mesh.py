@@ -26,12 +26,17 @@ __all__ = ["Meshes", "Topology", "build_meshes", "divisors"]
 
 @dataclass(frozen=True)
 class Topology:
-    """How ``world`` ranks are arranged; sizes only."""
+    """How ``world`` ranks are arranged; sizes only.
+
+    ``inner`` are further axes of the experts' mesh inside ``ep``, e.g. ``(("etp", 1),)``; part of a replica as well:
+    ``ep_fsdp * ep * inner == fsdp``.
+    """
 
     world: int
     ep: int
     ep_fsdp: int
     dp_replicate: int
+    inner: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def plan(cls, world: int, ep_size: int, fsdp_size: int = -1) -> "Topology":
@@ -64,20 +69,33 @@ class Topology:
 
     @property
     def fsdp(self) -> int:
-        """Ranks that share one copy of the model, ``ep_fsdp * ep``."""
-        return self.ep_fsdp * self.ep
+        """Ranks that share one copy of the model."""
+        return self.world // self.dp_replicate
 
-    def expert_coordinate(self, fsdp_rank: int) -> tuple[int, int]:
-        """``(ep_fsdp, ep)`` coordinate of the ``fsdp_rank``-th rank of a replica."""
-        return divmod(fsdp_rank, self.ep)
+    @property
+    def expert_axes(self) -> dict[str, int]:
+        """Axes of the experts' mesh and their sizes, slowest first."""
+        return {"dp_replicate": self.dp_replicate, "ep_fsdp": self.ep_fsdp, "ep": self.ep, **dict(self.inner)}
+
+    @property
+    def model_parallel_axes(self) -> tuple[str, ...]:
+        """The axes that cut the experts before FSDP does: ``ep``, and what is inside it."""
+        return tuple(self.expert_axes)[2:]
+
+    def coordinate(self, fsdp_rank: int) -> dict[str, int]:
+        """Where the ``fsdp_rank``-th rank of a replica is on each axis that shards, of both meshes."""
+        at, rest = {"fsdp": fsdp_rank}, fsdp_rank
+        for axis, size in reversed(list(self.expert_axes.items())[1:]):
+            rest, at[axis] = divmod(rest, size)
+        return at
 
 
 @dataclass(frozen=True)
 class Meshes:
     """The two device meshes of one topology.
 
-    ``experts`` has the axes ``(dp_replicate, ep_fsdp, ep)`` and ``dense`` ``(dp_replicate, fsdp)``; both keep axes of
-    size 1, so that placements always have the same length.
+    ``experts`` has the axes of ``Topology.expert_axes`` and ``dense`` ``(dp_replicate, fsdp)``; both keep axes of size
+    1, so that placements always have the same length.
     """
 
     topology: Topology
@@ -99,6 +117,11 @@ class Meshes:
         return self.experts["ep"]
 
     @property
+    def model_parallel(self) -> DeviceMesh:
+        """The experts' mesh without the axes that FSDP works on."""
+        return self.experts[self.topology.model_parallel_axes]
+
+    @property
     def replica_group(self) -> dist.ProcessGroup:
         """The ranks that hold this rank's copy of the model, in ``fsdp`` order."""
         return self.dense.get_group("fsdp")
@@ -118,9 +141,7 @@ def build_meshes(device_type: str, topology: Topology) -> Meshes:
     return Meshes(
         topology=t,
         dense=init_device_mesh(device_type, (t.dp_replicate, t.fsdp), mesh_dim_names=("dp_replicate", "fsdp")),
-        experts=init_device_mesh(
-            device_type, (t.dp_replicate, t.ep_fsdp, t.ep), mesh_dim_names=("dp_replicate", "ep_fsdp", "ep")
-        ),
+        experts=init_device_mesh(device_type, tuple(t.expert_axes.values()), mesh_dim_names=tuple(t.expert_axes)),
     )
 
 

@@ -16,6 +16,7 @@ from transformers.initialization import no_init_weights
 from ..rollout.naming import FUSED_IN_VLLM, as_checkpoint
 from .errors import SettingError
 from .experts.find import ExpertsInfo, UnsupportedModelError, find_experts
+from .islands import find_islands
 from .loading import open_checkpoint
 
 __all__ = ["ACTOR_MODEL", "ModelFacts", "check_model_path", "inspect_model", "overrides_of", "plain"]
@@ -32,7 +33,8 @@ class ModelFacts:
     Args:
         name: its class.
         experts: number of experts of each experts module, in the model's order.
-        stacked: the different shapes ``[E, ...]`` of its stacked expert parameters.
+        stacked: the different shapes ``[E, ...]`` of its stacked expert parameters, each with the dim that counts the
+            experts.
         largest: name and number of elements of the largest tensor that goes to the rollout: a fused expert stack whole
             where vLLM takes it so, else the checkpoint's tensors.
         sdpa, flash, flex: attention implementations of transformers that its class supports.
@@ -40,7 +42,7 @@ class ModelFacts:
 
     name: str
     experts: tuple[int, ...]
-    stacked: tuple[tuple[int, ...], ...]
+    stacked: tuple[tuple[tuple[int, ...], int], ...]
     largest: tuple[str, int]
     sdpa: bool
     flash: bool
@@ -56,8 +58,16 @@ def check_model_path(model: Mapping[str, Any], setting: str = ACTOR_MODEL) -> st
     return _model_folder(str(model.get("path")), f"{setting}.path")
 
 
-def inspect_model(model: Mapping[str, Any], setting: str = ACTOR_MODEL) -> ModelFacts | None:
+def inspect_model(
+    model: Mapping[str, Any],
+    setting: str = ACTOR_MODEL,
+    expert_plan: Mapping[str, int] | None = None,
+    fp32_modules: Sequence[str] = (),
+) -> ModelFacts | None:
     """Read the model's config, build it without weights and count.
+
+    Args:
+        expert_plan, fp32_modules: the engine's settings that name parts of the model.
 
     Returns:
         None, with one line of log, if it is not on this machine: a hub id outside the cache, or a remote path.
@@ -73,10 +83,11 @@ def inspect_model(model: Mapping[str, Any], setting: str = ACTOR_MODEL) -> Model
         return None
     built = _build(model, str(model.get("hf_config_path") or folder), setting)
     try:
-        experts = find_experts(built)
+        experts = find_experts(built, expert_plan)
     except UnsupportedModelError as error:
         works = "a Mixture-of-Experts whose experts are on that interface, e.g. Qwen3-MoE, Mixtral, GLM-4.5 or gpt-oss"
         raise SettingError(f"{setting}.path", path, str(error), works) from None
+    find_islands(built, [info.module for info in experts], fp32_modules)
     return _facts(built, experts)
 
 
@@ -132,12 +143,7 @@ def _auto_class(config: PretrainedConfig, trust: bool) -> Any:
 
 
 def _facts(model: Any, experts: Sequence[ExpertsInfo]) -> ModelFacts:
-    stacked = {
-        tuple(param.shape)
-        for info in experts
-        for param in info.module.parameters(recurse=False)
-        if param.shape[0] == info.num_experts
-    }
+    stacked = {(tuple(info.module.get_parameter(n).shape), d) for info in experts for n, d in info.ep_dims.items()}
     return ModelFacts(
         name=type(model).__name__,
         experts=tuple(info.num_experts for info in experts),

@@ -1,29 +1,36 @@
 """The recipe: experts over ``ep``, then FSDP2 bottom-up, then prefetch.
 
     for each layer:
-        experts   -> Shard(0) over ep, then fully_shard over ep_fsdp
-        layer     -> fully_shard over fsdp
-    model         -> fully_shard over fsdp
+        experts       -> cut over ep, then fully_shard over ep_fsdp
+        islands       -> fully_shard over fsdp, in float32
+        layer         -> fully_shard over fsdp
+    embeddings, head  -> fully_shard over fsdp
+    model             -> fully_shard over fsdp
 
 The experts are FSDP modules of their own, and dispatch and combine run inside their forward. So both all-to-alls of a
 backward have been launched when FSDP launches that module's reduce-scatter: no rank can see them interleaved.
 """
 
-from collections.abc import Sequence
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from .errors import SettingError
+from .checkpointing import Checkpointing, checkpoint_layers
+from .compiling import compile_dense_parts
 from .experts.compute import EXPERTS_IMPLEMENTATION, ExpertParallel, attach
 from .experts.find import ExpertsInfo, find_experts
+from .islands import Island, find_islands
 from .mesh import Meshes
+from .placement import check_experts_divide, ep_fsdp_dim, model_parallel_placements
 
-__all__ = ["ShardingOptions", "check_experts_divide", "layer_names", "parallelize", "reshard_all"]
+__all__ = ["ShardingOptions", "layer_names", "parallelize", "reshard_all"]
 
 
 @dataclass(frozen=True)
@@ -33,30 +40,32 @@ class ShardingOptions:
     Args:
         param_dtype: dtype of the gathered parameters and of the compute.
         reduce_dtype: dtype of the gradient reduction.
+        fp32_modules: FQN patterns of modules that compute in float32 (``islands.py``).
         reshard_after_forward: free gathered parameters between forward and backward.
-        prefetch_depth: how many layers ahead are gathered while one computes, forward and backward; 0 for none.
+        reshard_experts_after_forward: the same for the experts alone; ``None`` for as the rest.
+        prefetch_depth: how many units ahead are gathered while one computes, forward and backward; 0 for none. A unit
+            is a layer, the input embeddings, or the head.
         expert_shard_dim: dim of an expert weight that ``ep_fsdp`` cuts: 0 (whole experts), 1, or ``"auto"``.
+        expert_plan: where the experts of a model of the user's own are (``find_experts``).
+        checkpointing: which activations are computed again in backward (``checkpointing.py``).
+        compile_dense: ``torch.compile`` the parts of the layers without experts.
+        head_in_root: leave the head to the root, for code that reads its weight without calling it (fused linear
+            cross-entropy).
         cpu_offload: FSDP2's CPU offload policy.
     """
 
     param_dtype: torch.dtype = torch.bfloat16
     reduce_dtype: torch.dtype = torch.float32
+    fp32_modules: Sequence[str] = ()
     reshard_after_forward: bool = True
+    reshard_experts_after_forward: bool | None = None
     prefetch_depth: int = 1
     expert_shard_dim: int | str = "auto"
+    expert_plan: Mapping[str, int] = field(default_factory=dict)
+    checkpointing: Checkpointing = "none"
+    compile_dense: bool = False
+    head_in_root: bool = False
     cpu_offload: bool = False
-
-
-@dataclass
-class _Block:
-    """What is gathered for one layer, in the order in which its forward needs it."""
-
-    layer: nn.Module
-    experts: list[nn.Module] = field(default_factory=list)
-
-    @property
-    def fsdp_modules(self) -> list[FSDPModule]:
-        return [m for m in (self.layer, *self.experts) if isinstance(m, FSDPModule)]
 
 
 def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Module:
@@ -66,41 +75,48 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
 
     Raises:
         UnsupportedModelError: if it has no experts that can be dispatched.
-        SettingError: if the expert-parallel size does not divide the number of experts, or the wanted shard dim does
-            not divide.
+        SettingError: if the expert-parallel size does not divide the number of experts, the wanted shard dim does not
+            divide, or a pattern matches nothing.
     """
-    experts = find_experts(model)
-    check_experts_divide([e.num_experts for e in experts], meshes.topology.ep)
-    layers = _blocks(model, experts)
+    topology = meshes.topology
+    experts = find_experts(model, options.expert_plan)
+    check_experts_divide([e.num_experts for e in experts], topology, type(model).__name__)
+    stacks = {e.module for e in experts}
+    layers = {fqn: model.get_submodule(fqn) for fqn in layer_names(model)}
 
     for info in experts:
         _shard_over_ep(info, meshes)
     model.set_experts_implementation(EXPERTS_IMPLEMENTATION)
+    if options.compile_dense:
+        compile_dense_parts(layers.values(), stacks)
+    checkpoint_layers(layers.values(), stacks, max(e.num_experts for e in experts), options.checkpointing)
 
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if options.cpu_offload else OffloadPolicy()
-    # Routing weights may be float32 on purpose: the experts cast their hidden states themselves.
-    expert_precision = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype, cast_forward_inputs=False)
     precision = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype)
-    common: dict[str, Any] = {"reshard_after_forward": options.reshard_after_forward, "offload_policy": offload}
-
+    wrap = functools.partial(fully_shard, mesh=meshes.dense_shard, mp_policy=precision, offload_policy=offload)
     for info in experts:
-        fully_shard(
-            info.module,
-            mesh=meshes.experts_shard,
-            mp_policy=expert_precision,
-            shard_placement_fn=lambda p: expert_placement(
-                p.shape, meshes.topology.ep, meshes.topology.ep_fsdp, options.expert_shard_dim
-            ),
-            **common,
-        )
-    for block in layers:
-        fully_shard(block.layer, mesh=meshes.dense_shard, mp_policy=precision, **common)
+        _wrap_experts(info, meshes, options, offload)
+    if options.param_dtype != torch.float32:
+        for island in find_islands(model, [e.module for e in experts], options.fp32_modules):
+            _wrap_island(island, wrap, options)
+    for layer in layers.values():
+        if not isinstance(layer, FSDPModule):  # a whole layer may be an island
+            wrap(layer, reshard_after_forward=options.reshard_after_forward)
+    ends = _Ends.of(model, options.head_in_root)
+    if ends.embeddings is not None:
+        wrap(ends.embeddings, reshard_after_forward=options.reshard_after_forward)
+        if isinstance(ends.embeddings, nn.Embedding):
+            cast(FSDPModule, ends.embeddings).set_unshard_in_backward(False)  # their gradient does not read them
+    if ends.head is not None:
+        # Its backward comes right after its forward.
+        wrap(ends.head, reshard_after_forward=False)
     # The root decides for itself: it keeps its own parameters between forward and backward, which fused linear
     # cross-entropy kernels need (they save lm_head.weight for backward).
-    fully_shard(model, mesh=meshes.dense_shard, mp_policy=precision, offload_policy=offload)
+    wrap(model)
 
-    _divide_gradients(model, {e.module for e in experts}, meshes)
-    _prefetch(layers, options.prefetch_depth)
+    _divide_gradients(model, stacks, meshes)
+    if options.prefetch_depth:
+        _prefetch(model, ends, layers, stacks, options.prefetch_depth)
     return model
 
 
@@ -111,20 +127,6 @@ def reshard_all(model: nn.Module) -> None:
             module.reshard()
 
 
-def check_experts_divide(num_experts: Sequence[int], ep: int) -> None:
-    """Refuse an expert-parallel size that would split an expert.
-
-    Raises:
-        SettingError: with the sizes that work for all experts modules of the model.
-    """
-    for n in sorted(set(num_experts)):
-        if n % ep:
-            works = [d for d in range(1, n + 1) if all(m % d == 0 for m in num_experts)]
-            raise SettingError(
-                "engine.ep_size", ep, f"has to divide the model's number of experts, {n}.", f"engine.ep_size={works}"
-            )
-
-
 def layer_names(model: nn.Module) -> list[str]:
     """FQNs of the model's layers, in order: the modules of a class in its ``_no_split_modules``."""
     classes = set(getattr(model, "_no_split_modules", None) or ())
@@ -132,50 +134,63 @@ def layer_names(model: nn.Module) -> list[str]:
     return [fqn for fqn, m in model.named_modules() if classes & {c.__name__ for c in type(m).__mro__}]
 
 
-def _blocks(model: nn.Module, experts: Sequence[ExpertsInfo]) -> list[_Block]:
-    """The layers in order, each with the experts modules inside it."""
-    return [
-        _Block(model.get_submodule(fqn), [e.module for e in experts if e.fqn == fqn or e.fqn.startswith(fqn + ".")])
-        for fqn in layer_names(model)
-    ]
+def _wrap_experts(info: ExpertsInfo, meshes: Meshes, options: ShardingOptions, offload: OffloadPolicy) -> None:
+    ep_dim = {info.module.get_parameter(name): dim for name, dim in info.ep_dims.items()}
+
+    def placement(param: nn.Parameter) -> Shard:
+        dim = ep_fsdp_dim(param.shape, meshes.topology, options.expert_shard_dim, ep_dim.get(param, 0))
+        return Shard(dim)
+
+    reshard = options.reshard_experts_after_forward
+    fully_shard(
+        info.module,
+        mesh=meshes.experts_shard,
+        # Routing weights may be float32 on purpose: the experts cast their hidden states themselves.
+        mp_policy=MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype, cast_forward_inputs=False),
+        offload_policy=offload,
+        reshard_after_forward=options.reshard_after_forward if reshard is None else reshard,
+        shard_placement_fn=placement,
+    )
 
 
-def expert_placement(shape: Sequence[int], ep: int, ep_fsdp: int, dim: int | str) -> Shard:
-    """Where ``ep_fsdp`` cuts an expert parameter of global ``shape`` ``[E, ...]``.
+def _wrap_island(island: Island, wrap: Callable[..., Any], options: ShardingOptions) -> None:
+    if island.mainland:
+        wrap(list(island.mainland), reshard_after_forward=options.reshard_after_forward)
+    precision = MixedPrecisionPolicy(torch.float32, options.reduce_dtype, cast_forward_inputs=island.casts_inputs)
+    wrap(island.module, mp_policy=precision, reshard_after_forward=options.reshard_after_forward)
 
-    ``auto`` takes the first of dims 1, 2, ... that divides (dim 1 as in VeOmni: no tie between the number of experts
-    and the number of ranks), else dim 0, which alone may be cut unevenly (torch ``_fsdp_param.py``).
 
-    Raises:
-        SettingError: for an explicit dim that does not divide.
-    """
-    local = [shape[0] // ep, *shape[1:]]
-    if dim == "auto":
-        return Shard(next((d for d in range(1, len(local)) if local[d] % ep_fsdp == 0), 0))
-    dim = int(dim)
-    if local[dim] % ep_fsdp:
-        raise SettingError(
-            "engine.expert_shard_dim",
-            dim,
-            f"an expert weight has {local[dim]} along it on one EP rank, which ep_fsdp={ep_fsdp} does not divide.",
-            "engine.expert_shard_dim=auto",
-        )
-    return Shard(dim)
+@dataclass(frozen=True)
+class _Ends:
+    """The input embeddings and the head, where FSDP can wrap them: none of their parameters is used elsewhere too."""
+
+    embeddings: nn.Module | None
+    head: nn.Module | None
+
+    @classmethod
+    def of(cls, model: Any, head_in_root: bool) -> "_Ends":
+        users = Counter(p for module in model.modules() for p in module.parameters(recurse=False))
+
+        def own(module: nn.Module | None) -> nn.Module | None:
+            return module if module is not None and all(users[p] == 1 for p in module.parameters()) else None
+
+        return cls(own(model.get_input_embeddings()), None if head_in_root else own(model.get_output_embeddings()))
 
 
 def _shard_over_ep(info: ExpertsInfo, meshes: Meshes) -> None:
-    """Make every stacked parameter of an experts module a DTensor of its full shape, ``Shard(0)`` over ``ep``."""
-    for name, param in list(info.module.named_parameters(recurse=False)):
-        if param.shape[0] != info.num_experts:
-            continue
+    """Make every stacked parameter of an experts module a DTensor of its full shape, cut over ``ep``."""
+    mesh = meshes.model_parallel
+    for name, ep_dim in info.ep_dims.items():
+        param = info.module.get_parameter(name)
+        placements = model_parallel_placements(meshes.topology.model_parallel_axes, ep_dim)
         # No source rank: each rank cuts what it has (nothing yet, on the meta device).
-        sharded = distribute_tensor(param.detach(), meshes.ep, [Shard(0)], src_data_rank=None)
+        sharded = distribute_tensor(param.detach(), mesh, placements, src_data_rank=None)
         info.module.register_parameter(name, nn.Parameter(sharded, requires_grad=param.requires_grad))
     group = meshes.ep.get_group() if meshes.topology.ep > 1 else None
     attach(info.module, ExpertParallel(info.num_experts, group))
 
 
-def _divide_gradients(model: nn.Module, experts: set[nn.Module], meshes: Meshes) -> None:
+def _divide_gradients(model: nn.Module, experts: Iterable[nn.Module], meshes: Meshes) -> None:
     """Give every FSDP module the one factor that the gradient is divided by: the ranks the loss is averaged over.
 
     By default FSDP divides by the size of a module's own mesh. For experts that is ``world / ep``, while the backward
@@ -193,13 +208,41 @@ def _divide_gradients(model: nn.Module, experts: set[nn.Module], meshes: Meshes)
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _prefetch(layers: Sequence[_Block], depth: int) -> None:
-    """Gather the next ``depth`` layers while one computes, dense parameters before experts, both ways."""
-    if depth == 0:
-        return
-    for i, block in enumerate(layers):
-        following = layers[i + 1 : i + 1 + depth]
-        preceding = layers[max(0, i - depth) : i][::-1]
-        if isinstance(block.layer, FSDPModule):
-            block.layer.set_modules_to_forward_prefetch([m for b in following for m in b.fsdp_modules])
-            block.layer.set_modules_to_backward_prefetch([m for b in preceding for m in b.fsdp_modules])
+def _prefetch(
+    model: nn.Module, ends: _Ends, layers: Mapping[str, nn.Module], experts: Iterable[nn.Module], depth: int
+) -> None:
+    """Gather the next ``depth`` units while one computes, dense parameters before experts, both ways.
+
+    Units run root, embeddings, layers, head. Layers in a list without experts (a vision tower) may be left out by a
+    batch, so they are a chain of their own: what is gathered ahead must be sure to be used.
+    """
+    stacks = set(experts)
+    lists: dict[str, list[nn.Module]] = {}
+    for fqn, layer in layers.items():
+        lists.setdefault(fqn.rpartition(".")[0], []).append(layer)
+    main = next((chain for chain in lists.values() if any(stacks & set(layer.modules()) for layer in chain)), [])
+    for chain in lists.values():
+        if chain is not main:
+            _chain(chain, chain[::-1], stacks, depth)
+    first, last = ([m] if m is not None else [] for m in (ends.embeddings, ends.head))
+    # The root comes first in backward too; and the gradient of embeddings reads no weight.
+    _chain([model, *first, *main, *last], [model, *last, *main[::-1]], stacks, depth)
+
+
+def _chain(forward: Sequence[nn.Module], backward: Sequence[nn.Module], experts: set[nn.Module], depth: int) -> None:
+    """Tell each unit what to gather ahead; both sequences are in the order in which their pass runs."""
+
+    def ahead(units: Sequence[nn.Module], i: int) -> list[FSDPModule]:
+        following = [_fsdp_modules(unit, experts) for unit in units[i + 1 : i + 1 + depth]]
+        return [module for modules in following for module in modules]
+
+    for i, unit in enumerate(forward):
+        cast(FSDPModule, unit).set_modules_to_forward_prefetch(ahead(forward, i))
+    for i, unit in enumerate(backward):
+        cast(FSDPModule, unit).set_modules_to_backward_prefetch(ahead(backward, i))
+
+
+def _fsdp_modules(unit: nn.Module, experts: set[nn.Module]) -> list[FSDPModule]:
+    """What is gathered for a unit, its experts last."""
+    modules = [m for m in unit.modules() if isinstance(m, FSDPModule)]
+    return sorted(modules, key=lambda m: m in experts)

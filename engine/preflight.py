@@ -7,7 +7,6 @@ which has no driver, can call on each rank before a byte of weights is read. Eve
 
 import importlib.metadata
 import logging
-import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,9 +18,9 @@ from packaging.specifiers import SpecifierSet
 
 from .checkpoint import KNOWN_CONTENTS
 from .errors import SettingError
-from .mesh import Topology, divisors
+from .mesh import Topology
 from .model_facts import ACTOR_MODEL, ModelFacts, inspect_model, overrides_of, plain
-from .parallelize import expert_placement
+from .placement import check_experts_divide, ep_fsdp_dim
 
 __all__ = [
     "DTYPES",
@@ -122,7 +121,7 @@ def check_training(
     topology = Topology.plan(world, engine.ep_size, engine.fsdp_size)
     check_model_settings(model, setting)
     check_checkpoint(checkpoint or {}, _CHECKPOINTS.get(setting, "checkpoint"))
-    facts = inspect_model(model, setting)
+    facts = inspect_model(model, setting, engine.expert_plan, engine.fp32_modules)
     if facts is not None:
         check_experts(topology, facts, engine.expert_shard_dim)
     check_attention(model, facts, device=device, setting=setting)
@@ -201,17 +200,9 @@ def check_experts(topology: Topology, facts: ModelFacts, shard_dim: int | str = 
     Raises:
         SettingError: with the values that divide the ranks too.
     """
-    for count in sorted(set(facts.experts)):
-        if count % topology.ep:
-            fits = divisors(math.gcd(topology.fsdp, *facts.experts))
-            raise SettingError(
-                "engine.ep_size",
-                topology.ep,
-                f"has to divide the number of experts of a layer, which is {count} in {facts.name}.",
-                f"engine.ep_size= one of {fits}",
-            )
-    for shape in facts.stacked:
-        expert_placement(shape, topology.ep, topology.ep_fsdp, shard_dim)
+    check_experts_divide(facts.experts, topology, facts.name)
+    for shape, ep_dim in facts.stacked:
+        ep_fsdp_dim(shape, topology, shard_dim, ep_dim)
 
 
 def check_attention(

@@ -50,8 +50,7 @@ def cuts_of(param: torch.Tensor) -> tuple[Cut, ...]:
 
 def box_of(param: torch.Tensor, topology: Topology, fsdp_rank: int) -> tuple[slice, ...]:
     """The slice per dim of ``param`` that the ``fsdp_rank``-th rank of a replica holds."""
-    ep_fsdp, ep = topology.expert_coordinate(fsdp_rank)
-    coordinate = {"fsdp": fsdp_rank, "ep_fsdp": ep_fsdp, "ep": ep}
+    coordinate = topology.coordinate(fsdp_rank)
     box = [(0, size) for size in param.shape]
     for cut in cuts_of(param):
         box[cut.dim] = chunk_range(*box[cut.dim], cut.parts, coordinate[cut.axis])

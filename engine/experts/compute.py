@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from .dispatch import combine, dispatch
+from .find import ComputesItself
 
 __all__ = ["EXPERTS_IMPLEMENTATION", "ExpertParallel", "attach"]
 
@@ -33,7 +34,10 @@ class ExpertParallel:
 
 def attach(module: nn.Module, runtime: ExpertParallel) -> None:
     """Tell an experts module how its experts are spread."""
-    setattr(module, _HANDLE, runtime)
+    if isinstance(module, ComputesItself):
+        module.set_expert_parallel(runtime)
+    else:
+        setattr(module, _HANDLE, runtime)
 
 
 def experts_forward(

@@ -3,14 +3,23 @@
 transformers decorates every experts class that can be computed by a registered function
 (``transformers.integrations.moe.use_experts_implementation``): instances carry ``has_gate``, ``has_bias`` and
 ``is_transposed``, and hold their weights stacked along dim 0, one slice per expert.
+
+A model of the user's own whose experts are not on that interface is described by a *plan*: patterns of parameter names
+and the dim of each that counts the experts. Such a module computes its local experts itself (``ComputesItself``).
 """
 
+import difflib
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
-__all__ = ["ExpertsInfo", "UnsupportedModelError", "find_experts", "is_experts", "num_experts"]
+from ..errors import SettingError
+
+__all__ = ["ComputesItself", "ExpertsInfo", "UnsupportedModelError", "find_experts"]
 
 _INTERFACE_FLAGS = ("has_gate", "has_bias", "is_transposed")
 # What experts of families outside transformers' experts interface are called there; only used to say why a model is
@@ -23,6 +32,18 @@ class UnsupportedModelError(ValueError):
     """The model has no experts that this engine can shard; the message says what it has instead."""
 
 
+@runtime_checkable
+class ComputesItself(Protocol):
+    """An experts module outside transformers' interface that can compute with a part of its experts.
+
+    Its forward sees its planned parameters cut to this rank's experts (as DTensors over ``ep``; ``to_local()`` gives
+    them) and brings tokens there and back with ``experts.dispatch.dispatch`` and ``combine``.
+    """
+
+    def set_expert_parallel(self, expert_parallel: Any) -> None:
+        """Called once with an ``experts.compute.ExpertParallel``, before the first forward."""
+
+
 @dataclass(frozen=True)
 class ExpertsInfo:
     """One experts module: its name in the model, the module, and how many experts it stacks."""
@@ -30,27 +51,26 @@ class ExpertsInfo:
     fqn: str
     module: nn.Module
     num_experts: int
+    ep_dims: Mapping[str, int] = field(default_factory=dict)
+    """The dim that counts the experts, of each of the module's own parameters that has one."""
 
 
-def is_experts(module: nn.Module) -> bool:
-    """Whether the module is dispatched through transformers' experts interface."""
-    return all(hasattr(module, flag) for flag in _INTERFACE_FLAGS) and len(_stacked(module)) >= 2
-
-
-def num_experts(module: nn.Module) -> int:
-    """Number of experts of an experts module: the size of dim 0 that its stacked 3-D weights share."""
-    return _stacked(module)[0].shape[0]
-
-
-def find_experts(model: nn.Module) -> list[ExpertsInfo]:
+def find_experts(model: nn.Module, plan: Mapping[str, int] | None = None) -> list[ExpertsInfo]:
     """All experts modules, in the model's order.
+
+    Args:
+        plan: for experts that can't be found by what they are: pattern of a parameter's FQN (``*`` matches anything)
+            -> the dim that counts the experts. It decides for the modules whose parameters it names.
 
     Raises:
         UnsupportedModelError: if there is none: the model is dense, or its experts are outside the interface.
+        SettingError: if the plan names no parameter, or what it names can't be split over experts.
     """
-    found = [ExpertsInfo(fqn, m, num_experts(m)) for fqn, m in model.named_modules() if is_experts(m)]
-    if found:
-        return found
+    planned = _planned(model, plan or {})
+    found = [planned.get(fqn) or _on_interface(fqn, m) for fqn, m in model.named_modules()]
+    experts = [info for info in found if info is not None]
+    if experts:
+        return experts
     name = type(model).__name__
     outside = _looks_like_experts(model)
     if outside:
@@ -61,15 +81,70 @@ def find_experts(model: nn.Module) -> list[ExpertsInfo]:
     raise UnsupportedModelError(f"{name} is a dense model: it has no experts to shard.")
 
 
+def _on_interface(fqn: str, module: nn.Module) -> ExpertsInfo | None:
+    """The module, if transformers dispatches it: its own 3-D weights agree on the number of experts."""
+    if not _has_flags(module):
+        return None
+    own = dict(module.named_parameters(recurse=False))
+    counts = [p.shape[0] for p in own.values() if p.dim() == 3]
+    if len(counts) < 2 or len(set(counts)) != 1:
+        return None
+    return ExpertsInfo(fqn, module, counts[0], {name: 0 for name, p in own.items() if p.shape[0] == counts[0]})
+
+
+def _has_flags(module: nn.Module) -> bool:
+    return all(hasattr(module, flag) for flag in _INTERFACE_FLAGS)
+
+
+def _planned(model: nn.Module, plan: Mapping[str, int]) -> dict[str, ExpertsInfo]:
+    """What the user's plan says, by the FQN of the experts module."""
+    params = dict(model.named_parameters())
+    dims: dict[str, dict[str, int]] = {}
+    for pattern, dim in plan.items():
+        names = [name for name in params if fnmatchcase(name, pattern)]
+        if not names:
+            near = difflib.get_close_matches(pattern, params, n=3, cutoff=0.3)
+            raise SettingError("engine.expert_plan", pattern, "matches no parameter of the model.", f"one like {near}")
+        for name in names:
+            _check_plan(name, params[name], pattern, dim)
+            module, _, own = name.rpartition(".")
+            dims.setdefault(module, {})[own] = dim
+    return {fqn: _planned_module(fqn, model.get_submodule(fqn), ep_dims) for fqn, ep_dims in dims.items()}
+
+
+def _check_plan(name: str, param: nn.Parameter, pattern: str, dim: Any) -> None:
+    if isinstance(dim, bool) or not isinstance(dim, int) or not 0 <= dim < param.dim():
+        raise SettingError(
+            f"engine.expert_plan.{pattern}",
+            dim,
+            f"is the dim of {name}, of shape {tuple(param.shape)}, that counts the experts.",
+            f"one of {list(range(param.dim()))}",
+        )
+
+
+def _planned_module(fqn: str, module: nn.Module, ep_dims: Mapping[str, int]) -> ExpertsInfo:
+    counts = {name: module.get_parameter(name).shape[dim] for name, dim in ep_dims.items()}
+    if len(set(counts.values())) != 1:
+        rule = f"the parameters of {fqn} disagree on the number of experts."
+        raise SettingError("engine.expert_plan", counts, rule, "the dim of each that counts the experts")
+    if not _has_flags(module) and not isinstance(module, ComputesItself):
+        raise SettingError(
+            "engine.expert_plan",
+            fqn,
+            f"{type(module).__name__} is not on transformers' experts interface, and has no set_expert_parallel by "
+            "which it would learn which experts it holds.",
+            "decorate the class with transformers.integrations.moe.use_experts_implementation, or give it that method "
+            "(engine/experts/find.py, ComputesItself)",
+        )
+    if _has_flags(module) and set(ep_dims.values()) != {0}:
+        rule = f"{type(module).__name__} is on transformers' experts interface, which stacks experts along dim 0."
+        raise SettingError("engine.expert_plan", dict(ep_dims), rule, "dim 0, or leave the module out of the plan")
+    return ExpertsInfo(fqn, module, next(iter(counts.values())), dict(ep_dims))
+
+
 def _looks_like_experts(model: nn.Module) -> list[str]:
     """Classes in the model that are called experts or MoE, beyond what the whole family is called (GraniteMoe...)."""
     family = type(model).__name__
     names = {type(m).__name__ for m in model.modules()} - {family}
     own = {name: name.removeprefix(os.path.commonprefix([name, family])).lower() for name in names}
     return sorted(name for name, part in own.items() if any(mark in part for mark in _OUTSIDE_MARKS))
-
-
-def _stacked(module: nn.Module) -> list[nn.Parameter]:
-    """The module's own 3-D weights, if they agree on dim 0."""
-    stacked = [p for p in module.parameters(recurse=False) if p.dim() == 3]
-    return stacked if len({p.shape[0] for p in stacked}) == 1 else []

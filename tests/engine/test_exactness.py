@@ -64,13 +64,16 @@ def _two_steps_equal_the_reference(folder, cases):
 def test_gradients_norm_and_steps_on_every_mesh(tmp_path, tied):
     folder = save_qwen3_moe(tmp_path, tie_word_embeddings=tied)
     meshes = [(1, -1), (2, -1), (4, -1), (1, 2), (2, 2), (1, 1)]
-    options = [{"expert_shard_dim": "auto", "checkpointing": True}, {"expert_shard_dim": 0}]
+    options = [{"expert_shard_dim": "auto", "checkpointing": "full"}, {"expert_shard_dim": 0}]
     cases = [(ep, fsdp, option) for (ep, fsdp), option in itertools.product(meshes, options)]
     if not tied:
         cases += [
             (2, -1, {"prefetch_depth": 0}),
             (2, -1, {"prefetch_depth": 2}),
             (2, -1, {"reshard_after_forward": False}),
+            (2, -1, {"reshard_experts_after_forward": False}),
+            (2, -1, {"checkpointing": "selective"}),
+            (2, -1, {"head_in_root": True}),
             (2, -1, {"cpu_offload": True}),
         ]
     run_ranks(_two_steps_equal_the_reference, WORLD, folder, cases)

@@ -14,15 +14,15 @@ def test_every_divisor_gives_a_mesh_whose_axes_multiply_to_the_world(world):
             t = Topology.plan(world, ep, replica)
             assert t.ep * t.ep_fsdp * t.dp_replicate == world
             assert t.fsdp == replica
-            coordinates = [t.expert_coordinate(r) for r in range(t.fsdp)]
-            assert len(set(coordinates)) == t.fsdp
-            assert all(0 <= f < t.ep_fsdp and 0 <= e < t.ep for f, e in coordinates)
+            coordinates = [t.coordinate(r) for r in range(t.fsdp)]
+            assert len({(at["ep_fsdp"], at["ep"]) for at in coordinates}) == t.fsdp
+            assert all(0 <= at["ep_fsdp"] < t.ep_fsdp and 0 <= at["ep"] < t.ep for at in coordinates)
 
 
 def test_ep_groups_are_neighbours():
     t = Topology.plan(16, 8)
-    assert [t.expert_coordinate(r)[1] for r in range(16)] == [*range(8), *range(8)]
-    assert [t.expert_coordinate(r)[0] for r in range(16)] == [0] * 8 + [1] * 8
+    assert [t.coordinate(r)["ep"] for r in range(16)] == [*range(8), *range(8)]
+    assert [t.coordinate(r)["ep_fsdp"] for r in range(16)] == [0] * 8 + [1] * 8
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,9 @@ BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_mega
 
 def engine(**settings):
     return SimpleNamespace(
-        **{"ep_size": 1, "fsdp_size": -1, "model_dtype": "fp32", "expert_shard_dim": "auto", **settings}
+        expert_plan={},
+        fp32_modules=(),
+        **{"ep_size": 1, "fsdp_size": -1, "model_dtype": "fp32", "expert_shard_dim": "auto", **settings},
     )
 
 
@@ -86,7 +88,7 @@ def paragraph(error: SettingError, setting: str, value: object) -> str:
 def test_a_right_run_passes_and_is_counted(model):
     facts = check_training(engine(ep_size=4), 8, model, device="cpu")
     assert facts.experts == (8, 8)
-    assert facts.stacked == ((8, 32, 16), (8, 32, 32))
+    assert facts.stacked == (((8, 32, 16), 0), ((8, 32, 32), 0))
     assert facts.largest == ("model.layers.0.mlp.experts.gate_up_proj", GATE_UP)
 
 
@@ -410,7 +412,7 @@ def test_the_bucket_has_to_hold_one_expert_where_vllm_takes_them_one_by_one(tmp_
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_local_experts": 8}
     model = checkpoint(tmp_path, "mixtral", **sizes, **heads)
     facts = inspect_model(model)
-    assert max(math.prod(shape) for shape in facts.stacked) == 8 * 2 << 20
+    assert max(math.prod(shape) for shape, _ in facts.stacked) == 8 * 2 << 20
     assert facts.largest[1] == 1 << 20 and ".experts.0." in facts.largest[0]
     rollout = {"name": "vllm", "n_gpus_per_node": 2, "update_weights_bucket_megabytes": 4}
     check_run(engine(), 2, model, rollout, device="cpu", ipc=False)

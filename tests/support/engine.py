@@ -14,16 +14,12 @@ from epfsdp2.engine.parallelize import ShardingOptions, parallelize
 __all__ = ["sharded_model"]
 
 
-def sharded_model(
-    folder: Path, world: int, ep: int, fsdp_size: int = -1, checkpointing: bool = False, **options
-) -> tuple[nn.Module, Meshes]:
-    """Build, shard and load a checkpoint in float32."""
+def sharded_model(folder: Path, world: int, ep: int, fsdp_size: int = -1, **options) -> tuple[nn.Module, Meshes]:
+    """Build, shard and load a checkpoint in float32; ``options`` are those of ``ShardingOptions``."""
     meshes = build_meshes("cpu", Topology.plan(world, ep, fsdp_size))
     config = AutoConfig.from_pretrained(folder, attn_implementation="sdpa")
     model = build_on_meta(AutoModelForCausalLM, config, torch.float32)
-    if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    parallelize(model, meshes, ShardingOptions(param_dtype=torch.float32, **options))
+    parallelize(model, meshes, ShardingOptions(**{"param_dtype": torch.float32, **options}))
     materialize(model, "cpu")
     load_weights(model, open_checkpoint(folder), meshes)
     return model, meshes

@@ -1,0 +1,113 @@
+"""Activation checkpointing that routes a token the same way when it is computed again.
+
+Recomputing a router in another kernel, or after a reduction in another order, may flip near ties: the all-to-alls of
+the recomputed layer would then have other sizes than those of the forward (NVIDIA-NeMo/Automodel#3156). So the ids that
+``topk`` chose are kept from the forward, and a recomputation takes the scores at these ids.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["CHECKPOINTING", "Checkpointing", "checkpoint_layers"]
+
+Checkpointing = Literal["none", "selective", "full"]
+CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
+_TOPK = (torch.topk, torch.Tensor.topk)
+_CACHES = ("past_key_value", "past_key_values", "layer_past")
+
+
+def checkpoint_layers(
+    layers: Iterable[nn.Module], experts: Iterable[nn.Module], num_experts: int, mode: Checkpointing
+) -> None:
+    """Have layers, or parts of them, computed again in backward instead of keeping their activations.
+
+    Args:
+        experts: the experts modules of the model.
+        num_experts: the largest number of experts: a ``topk`` over more than these is no routing.
+        mode: ``full`` recomputes each layer whole, dispatch and experts included; ``selective`` the parts of a layer
+            that hold no experts (attention, norms, dense MLPs), so that no all-to-all runs twice.
+    """
+    for unit in _units(layers, experts, mode):
+        # On the instance: modules keep their class and parameters their names, and hooks stay outside.
+        unit.forward = functools.partial(_recomputed, unit, unit.forward, num_experts)  # type: ignore[method-assign]
+
+
+def _units(layers: Iterable[nn.Module], experts: Iterable[nn.Module], mode: Checkpointing) -> list[nn.Module]:
+    if mode == "none":
+        return []
+    if mode == "full":
+        return list(layers)
+    holding = set(experts)
+    parts = [child for layer in layers for child in layer.children()]
+    return [part for part in parts if not holding & set(part.modules()) and any(True for _ in part.parameters())]
+
+
+def _recomputed(module: nn.Module, forward: Callable[..., Any], num_experts: int, *args: Any, **kwargs: Any) -> Any:
+    if not (module.training and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+    # A cache would be appended to a second time.
+    kwargs = {name: None if name in _CACHES else value for name, value in kwargs.items()}
+    context = functools.partial(_routing_contexts, num_experts)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=context, **kwargs)
+
+
+def _routing_contexts(num_experts: int) -> tuple[AbstractContextManager, AbstractContextManager]:
+    """For one checkpointed call: what surrounds its forward, and what surrounds its recomputation."""
+    tape: list[torch.Tensor] = []
+    return _KeepRouting(tape, num_experts, replay=False), _KeepRouting(tape, num_experts, replay=True)
+
+
+class _KeepRouting(TorchFunctionMode):
+    """Records the ids of each routing ``topk``, or hands them out again in the same order."""
+
+    def __init__(self, tape: list[torch.Tensor], num_experts: int, replay: bool):
+        super().__init__()
+        self.tape, self.num_experts, self.replay = tape, num_experts, replay
+
+    def __enter__(self):
+        self.next = 0
+        return super().__enter__()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func not in _TOPK:
+            return func(*args, **kwargs)
+        scores, dim = _scores(*args, **kwargs)
+        if scores.shape[dim] > self.num_experts or "out" in kwargs:
+            return func(*args, **kwargs)
+        if self.replay:
+            ids = self.tape[self.next].long()
+            self.next += 1
+        else:
+            with torch.no_grad():
+                ids = func(*args, **kwargs).indices
+            self.tape.append(ids.to(torch.int16) if scores.shape[dim] < 2**15 else ids)
+        # Taken in the same way both times, so that autograd keeps the same tensors.
+        return torch.return_types.topk((_TakeAlong.apply(scores, ids, dim), ids))
+
+
+def _scores(input: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True, out: Any = None):
+    """``topk``'s own signature: the scores and the dim that it selects along."""
+    return input, dim
+
+
+class _TakeAlong(torch.autograd.Function):
+    """``gather`` of distinct ids; its gradient is written, not added up, so it is deterministic."""
+
+    @staticmethod
+    def forward(ctx, scores, ids, dim):
+        ctx.save_for_backward(ids)
+        ctx.shape, ctx.dim = scores.shape, dim
+        return scores.gather(dim, ids)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (ids,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.shape).scatter(ctx.dim, ids, grad), None, None

@@ -1,0 +1,85 @@
+"""Modules that compute in float32 while the rest of the model computes in a lower precision.
+
+Two kinds, wrapped as FSDP modules of their own:
+
+* what the model's class keeps in float32 whatever dtype it is loaded in (``_keep_in_fp32_modules_strict``): its code
+  expects float32 parameters there and casts for itself, so inputs are left alone;
+* what the user names (``engine.fp32_modules``), e.g. routers: their inputs are cast to float32 as well.
+
+Buffers (correction biases of most families) are never cast and need none of this.
+"""
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from .errors import SettingError
+
+__all__ = ["Island", "find_islands"]
+
+
+@dataclass(frozen=True)
+class Island:
+    """A module to wrap in float32.
+
+    ``mainland`` are modules below it that stay in the lower precision, to be wrapped together before it.
+    """
+
+    module: nn.Module
+    mainland: tuple[nn.Module, ...] = ()
+    casts_inputs: bool = False
+
+
+def find_islands(model: nn.Module, experts: Sequence[nn.Module], patterns: Sequence[str] = ()) -> list[Island]:
+    """The model's float32 islands, inner ones first.
+
+    Args:
+        experts: the experts modules, which are never in float32 alone.
+        patterns: FQNs of modules, ``*`` matches anything.
+
+    Raises:
+        SettingError: if a pattern matches no module that has parameters, or one that holds experts.
+    """
+    named = _named(model, set(experts), patterns)
+    strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    # As transformers matches them: anywhere in a parameter's name.
+    kept = re.compile("|".join(name.replace("*", ".*") for name in strict) or r"(?!)")
+    kept_params = {p for name, p in model.named_parameters() if kept.search(name)}
+    islands = [Island(module, casts_inputs=True) for module in named]
+    islands += _owners(model, kept_params - {p for module in named for p in module.parameters()})
+    return islands
+
+
+def _named(model: nn.Module, experts: set[nn.Module], patterns: Sequence[str]) -> list[nn.Module]:
+    found: dict[nn.Module, None] = {}
+    with_params = {fqn: m for fqn, m in model.named_modules() if fqn and any(True for _ in m.parameters())}
+    for pattern in patterns:
+        matching = [m for fqn, m in with_params.items() if fnmatchcase(fqn, pattern)]
+        if not matching:
+            near = difflib.get_close_matches(pattern, with_params, n=3, cutoff=0.3)
+            raise SettingError("engine.fp32_modules", pattern, "matches no module of the model.", f"one like {near}")
+        if any(experts & set(module.modules()) for module in matching):
+            rule = "matches a module that holds experts, which compute in engine.dtype."
+            raise SettingError("engine.fp32_modules", pattern, rule, "the router alone, e.g. '*.mlp.gate'")
+        found.update(dict.fromkeys(reversed(matching)))  # a module comes before what is below it
+    return list(found)
+
+
+def _owners(model: nn.Module, kept: set[nn.Parameter]) -> Iterator[Island]:
+    """The largest modules that hold nothing but ``kept``, and the modules that hold some of it directly."""
+    todo = [model]
+    while todo:
+        module = todo.pop()
+        below = set(module.parameters())
+        if not below & kept:
+            continue
+        if below <= kept:
+            yield Island(module)
+            continue
+        todo.extend(module.children())
+        if kept & set(module.parameters(recurse=False)):
+            yield Island(module, tuple(c for c in module.children() if set(c.parameters()) - kept))

@@ -50,6 +50,12 @@ class _Fallback:
             return compiled(*args, **kwargs)
         except (TorchDynamoException, InductorError) as error:
             self.failed = True
-            cause = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            logger.warning("epfsdp2: engine.compile_dense: %s could not be compiled (%s); running eagerly", name, cause)
+            inner = getattr(error, "inner_exception", None) or error
+            reason = next((line for line in str(inner).splitlines() if line.strip()), "no reason given")
+            logger.warning(
+                "epfsdp2: engine.compile_dense: %s could not be compiled (%s: %s); running eagerly",
+                name,
+                type(inner).__name__,
+                reason,
+            )
             return eager(*args, **kwargs)

@@ -25,7 +25,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from .checkpointing import Checkpointing, checkpoint_layers
 from .compiling import compile_dense_parts
 from .experts.compute import EXPERTS_IMPLEMENTATION, ExpertParallel, attach
-from .experts.find import ExpertsInfo, find_experts
+from .experts.find import ComputesItself, ExpertsInfo, find_experts
 from .islands import Island, find_islands
 from .mesh import Meshes
 from .placement import check_experts_divide, ep_fsdp_dim, model_parallel_placements
@@ -86,7 +86,8 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
 
     for info in experts:
         _shard_over_ep(info, meshes)
-    model.set_experts_implementation(EXPERTS_IMPLEMENTATION)
+    if any(not isinstance(module, ComputesItself) for module in stacks):
+        model.set_experts_implementation(EXPERTS_IMPLEMENTATION)
     if options.compile_dense:
         compile_dense_parts(layers.values(), stacks)
     checkpoint_layers(layers.values(), stacks, max(e.num_experts for e in experts), options.checkpointing)

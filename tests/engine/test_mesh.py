@@ -1,9 +1,21 @@
-"""Mesh arithmetic, without processes."""
+"""Mesh arithmetic, without processes; and one mesh with an axis that is not used yet."""
+
+import dataclasses
+from collections import Counter
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard
 
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.mesh import Topology
+from epfsdp2.engine.mesh import Topology, divisors
+from epfsdp2.engine.placement import ep_fsdp_dim, model_parallel_placements
+from tests.support.engine import sharded_model
+from tests.support.models import VOCAB, reference_model, save_qwen3_moe, token_loss
+from tests.support.ranks import run_ranks
+
+WORLD = 4
 
 
 @pytest.mark.parametrize("world", [1, 2, 6, 8, 12, 16, 64, 96, 512, 4096])
@@ -40,3 +52,61 @@ def test_a_mesh_that_cannot_be_built_names_setting_and_value(world, ep, fsdp, na
     with pytest.raises(SettingError) as error:
         Topology.plan(world, ep, fsdp)
     assert all(name in str(error.value) for name in [*names, "What works:"])
+
+
+@pytest.mark.parametrize("world", [8, 24, 96, 512, 4096])
+def test_every_rank_finds_itself_in_groups_of_the_right_ranks(world):
+    for replica in (d for d in divisors(world) if world // d <= 4):
+        for ep in divisors(replica):
+            t = Topology.plan(world, ep, replica)
+            at = [t.coordinate(r) for r in range(t.fsdp)]
+            # Neighbours share an EP group; the ranks of one ep_fsdp group are ep apart.
+            assert all(a["ep_fsdp"] == r // ep and a["ep"] == r % ep for r, a in enumerate(at))
+            assert Counter(a["ep"] for a in at) == dict.fromkeys(range(ep), t.ep_fsdp)
+
+
+@pytest.mark.parametrize(
+    ("shape", "ep", "ep_fsdp", "dim"),
+    [
+        ((128, 1536, 2048), 8, 16, 1),  # Qwen3-30B-A3B on 128 ranks
+        ((256, 4096, 7168), 64, 64, 1),  # DeepSeek-V3 on 4096 ranks
+        ((12, 10, 9), 3, 3, 2),
+        ((12, 10, 7), 3, 4, 0),
+        ((12, 10, 7), 3, 3, 0),  # uneven, which dim 0 alone may be
+        ((32, 5760), 4, 8, 1),  # a bias
+    ],
+)
+def test_auto_takes_the_first_dim_that_divides(shape, ep, ep_fsdp, dim):
+    assert ep_fsdp_dim(shape, Topology.plan(ep * ep_fsdp, ep)) == dim
+
+
+def test_an_explicit_dim_that_does_not_divide_is_refused():
+    with pytest.raises(SettingError, match="expert_shard_dim=1.*10.*ep_fsdp=4.*auto"):
+        ep_fsdp_dim((12, 10, 7), Topology.plan(12, 3), 1)
+
+
+def test_a_further_axis_gets_coordinates_and_placements_from_the_same_place():
+    t = dataclasses.replace(Topology.plan(8, 2), ep_fsdp=2, inner=(("etp", 2),))
+    assert t.expert_axes == {"dp_replicate": 1, "ep_fsdp": 2, "ep": 2, "etp": 2} and t.fsdp == 8
+    assert t.coordinate(5) == {"fsdp": 5, "ep_fsdp": 1, "ep": 0, "etp": 1}
+    assert model_parallel_placements(t.model_parallel_axes, 0) == [Shard(0), Replicate()]
+
+
+def _step_with_an_extra_axis(folder):
+    rank = dist.get_rank()
+    ids = torch.randint(0, VOCAB, (WORLD, 9), generator=torch.Generator().manual_seed(1))
+    reference = reference_model(folder)
+    token_loss(reference, ids).backward()
+    wanted = dict(reference.named_parameters())
+    topology = dataclasses.replace(Topology.plan(WORLD, 2), inner=(("etp", 1),))
+    for dim in (0, 1):
+        model, meshes = sharded_model(folder, topology, expert_shard_dim=dim)
+        assert meshes.experts.mesh_dim_names == ("dp_replicate", "ep_fsdp", "ep", "etp")
+        token_loss(model, ids[rank : rank + 1]).backward()
+        for name, param in model.named_parameters():
+            want = wanted[name].grad
+            assert (param.grad.full_tensor() - want).norm() <= 1e-5 * want.norm(), name
+
+
+def test_a_mesh_with_an_extra_axis_of_size_1_trains_the_same(tmp_path):
+    run_ranks(_step_with_an_extra_axis, WORLD, save_qwen3_moe(tmp_path))

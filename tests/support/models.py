@@ -13,7 +13,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-__all__ = ["VOCAB", "reference_model", "save_glm4_moe", "save_qwen3_moe", "token_loss"]
+__all__ = ["VOCAB", "reference_model", "save_glm4_moe", "save_qwen3_moe", "save_random", "token_loss"]
 
 VOCAB = 96
 
@@ -39,7 +39,7 @@ def save_qwen3_moe(folder: Path, seed: int = 0, **overrides) -> Path:
             **overrides,
         }
     )
-    return _save_random(Qwen3MoeForCausalLM(config), folder, seed)
+    return save_random(Qwen3MoeForCausalLM(config), folder, seed)
 
 
 def save_glm4_moe(folder: Path, seed: int = 0) -> Path:
@@ -62,10 +62,11 @@ def save_glm4_moe(folder: Path, seed: int = 0) -> Path:
         max_position_embeddings=256,
         tie_word_embeddings=False,
     )
-    return _save_random(Glm4MoeForCausalLM(config), folder, seed)
+    return save_random(Glm4MoeForCausalLM(config), folder, seed)
 
 
-def _save_random(model: nn.Module, folder: Path, seed: int) -> Path:
+def save_random(model: nn.Module, folder: Path, seed: int) -> Path:
+    """Save a model with every weight, and every correction bias, drawn from ``seed``."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for param in model.parameters():

@@ -1,0 +1,74 @@
+"""Compiling the dense parts: the same numbers, and eager with a clear line of log where compiling fails."""
+
+import logging
+
+import torch
+import torch.distributed as dist
+
+from epfsdp2.engine import compiling, parallelize
+from tests.support.engine import sharded_model
+from tests.support.models import VOCAB, save_qwen3_moe, token_loss
+from tests.support.ranks import run_ranks
+
+WORLD = 2
+
+
+def _gradients(folder, backend, **options):
+    compile_dense = compiling.compile_dense_parts
+    parallelize.compile_dense_parts = lambda layers, experts: compile_dense(layers, experts, backend)
+    model, _ = sharded_model(folder, WORLD, 2, **options)
+    parallelize.compile_dense_parts = compile_dense
+    model.train()
+    ids = torch.randint(0, VOCAB, (2, 11), generator=torch.Generator().manual_seed(dist.get_rank()))
+    token_loss(model, ids).backward()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def _equal(got, want):
+    for name, grad in want.items():
+        assert (got[name] - grad).norm() <= 1e-5 * grad.norm(), name
+
+
+class _Records(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def _compiled_and_broken(folder):
+    log = _Records()
+    logging.getLogger("epfsdp2").addHandler(log)
+    compiled = []
+
+    def counting(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    def broken(graph, inputs):
+        raise RuntimeError("no compiler on this machine")
+
+    want = _gradients(folder, None)
+    for checkpointing in ("none", "full"):
+        compiled.clear()
+        _equal(_gradients(folder, counting, compile_dense=True, checkpointing=checkpointing), want)
+        assert compiled and not log.lines
+        torch._dynamo.reset()
+    _equal(_gradients(folder, broken, compile_dense=True), want)
+    assert len(log.lines) == 1
+    assert "engine.compile_dense" in log.lines[0] and "no compiler on this machine" in log.lines[0]
+
+
+def test_compiled_parts_give_the_eager_gradients_and_fall_back_with_one_line(tmp_path):
+    run_ranks(_compiled_and_broken, WORLD, save_qwen3_moe(tmp_path))
+
+
+def test_nothing_with_experts_is_compiled(tmp_path):
+    layer = torch.nn.Module()
+    layer.attention, layer.norm = torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)
+    layer.mlp = torch.nn.Module()
+    layer.mlp.experts = torch.nn.Linear(2, 2)
+    layer.dropout = torch.nn.Dropout()
+    assert compiling.compile_dense_parts([layer], [layer.mlp.experts], "eager") == 2

@@ -1,0 +1,133 @@
+"""A model of the user's own, its experts named by a plan, against itself in one process."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.experts.dispatch import combine, dispatch
+from epfsdp2.engine.experts.find import UnsupportedModelError, find_experts
+from epfsdp2.engine.mesh import Topology, build_meshes
+from epfsdp2.engine.parallelize import ShardingOptions, parallelize
+from tests.support.models import VOCAB, reference_model, save_qwen3_moe, token_loss
+from tests.support.ranks import run_ranks
+
+WORLD, EXPERTS, HIDDEN, INNER = 4, 12, 8, 6
+PLAN = {"*.pool.w_in": 1, "*.pool.w_out": 0}
+
+
+class Pool(nn.Module):
+    """Experts outside transformers' interface: another layout, other names, and a forward that knows dispatch."""
+
+    def __init__(self):
+        super().__init__()
+        self.w_in = nn.Parameter(torch.randn(HIDDEN, EXPERTS, INNER) / 3)
+        self.w_out = nn.Parameter(torch.randn(EXPERTS, INNER, HIDDEN) / 3)
+        self.group = None
+
+    def set_expert_parallel(self, expert_parallel):
+        self.group = expert_parallel.group
+
+    def forward(self, hidden, ids, weights):
+        w_in, w_out = (p.to_local() if isinstance(p, DTensor) else p for p in (self.w_in, self.w_out))
+        sent = dispatch(hidden, ids, EXPERTS, self.group)
+        expert = torch.repeat_interleave(torch.arange(w_out.shape[0]), sent.counts_e)
+        up = torch.einsum("rd,rdi->ri", sent.rows_RD, w_in.transpose(0, 1)[expert])
+        return combine(torch.einsum("ri,rid->rd", F.gelu(up), w_out[expert]), sent, weights, self.group)
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.pool = nn.Linear(HIDDEN, EXPERTS), Pool()
+
+    def forward(self, x):
+        flat = x.reshape(-1, HIDDEN)
+        weights, ids = torch.topk(self.router(flat).softmax(-1), 2)
+        return x + self.pool(flat, ids, weights).view_as(x)
+
+
+class OwnModel(PreTrainedModel):
+    config_class = PretrainedConfig
+    _no_split_modules = ["Layer"]
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed, self.head = nn.Embedding(VOCAB, HIDDEN), nn.Linear(HIDDEN, VOCAB)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def get_input_embeddings(self):
+        return self.embed
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def forward(self, input_ids, use_cache=False):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return CausalLMOutput(logits=self.head(x))
+
+
+def _model():
+    torch.manual_seed(0)
+    return OwnModel(PretrainedConfig())
+
+
+def _planned_model_is_exact():
+    rank = dist.get_rank()
+    ids = torch.randint(0, VOCAB, (WORLD, 9), generator=torch.Generator().manual_seed(1))
+    reference = _model()
+    model = copy.deepcopy(reference)
+    token_loss(reference, ids).backward()
+    wanted = dict(reference.named_parameters())
+    for ep, dim in [(4, "auto"), (2, "auto"), (2, 0), (1, 0)]:
+        sharded = copy.deepcopy(model)
+        meshes = build_meshes("cpu", Topology.plan(WORLD, ep))
+        options = ShardingOptions(param_dtype=torch.float32, expert_plan=PLAN, expert_shard_dim=dim)
+        parallelize(sharded, meshes, options)
+        local = sharded.layers[0].pool.w_in.to_local()
+        assert local.numel() * WORLD == HIDDEN * EXPERTS * INNER
+        token_loss(sharded, ids[rank : rank + 1]).backward()
+        for name, param in sharded.named_parameters():
+            want = wanted[name].grad
+            assert (param.grad.full_tensor() - want).norm() <= 1e-5 * want.norm(), (ep, dim, name)
+
+
+def test_a_planned_model_has_the_gradients_of_the_unsharded_one():
+    run_ranks(_planned_model_is_exact, WORLD)
+
+
+def test_without_the_plan_the_model_is_refused():
+    with pytest.raises(UnsupportedModelError, match="OwnModel"):
+        find_experts(_model())
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"*.pool.w_inn": 0}, ["*.pool.w_inn", "matches no parameter", "layers.0.pool.w_in"]),
+        ({"*.pool.w_in": 3}, ["engine.expert_plan.*.pool.w_in=3", "(8, 12, 6)", "[0, 1, 2]"]),
+        ({"*.pool.w_in": 0, "*.pool.w_out": 0}, ["disagree", "'w_in': 8", "'w_out': 12"]),
+        ({"*.router.weight": 0}, ["Linear", "set_expert_parallel", "use_experts_implementation"]),
+    ],
+)
+def test_a_wrong_plan_says_what_is_wrong(plan, words):
+    with pytest.raises(SettingError) as error:
+        find_experts(_model(), plan)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_experts_on_the_interface_are_planned_along_dim_0_only(tmp_path):
+    model = reference_model(save_qwen3_moe(tmp_path))
+    found = find_experts(model, {"model.layers.0.mlp.experts.*": 0})
+    assert [info.fqn for info in found] == ["model.layers.0.mlp.experts", "model.layers.2.mlp.experts"]
+    with pytest.raises(SettingError, match="dim 0"):
+        find_experts(model, {"model.layers.0.mlp.experts.gate_up_proj": 1})

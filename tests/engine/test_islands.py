@@ -1,0 +1,128 @@
+"""Float32 islands in a bfloat16 model."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
+
+from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.islands import find_islands
+from tests.support.engine import sharded_model
+from tests.support.models import VOCAB, save_qwen3_moe, save_random, token_loss
+from tests.support.ranks import run_ranks
+
+WORLD = 2
+
+
+def _dtypes(model, patterns):
+    """dtypes of each matching module's first parameter and of its output, as a forward sees them."""
+    seen = {}
+
+    def hooks(name):
+        def before(module, args):
+            seen[name] = [next(module.parameters()).dtype]
+
+        def after(module, args, output):
+            seen[name].append((output[0] if isinstance(output, tuple) else output).dtype)
+
+        return before, after
+
+    for name, module in model.named_modules():
+        if any(name.endswith(pattern) for pattern in patterns):
+            before, after = hooks(name)
+            module.register_forward_pre_hook(before)
+            module.register_forward_hook(after)
+    return seen
+
+
+def _routers_stay(folder):
+    model, _ = sharded_model(
+        folder, WORLD, 2, param_dtype=torch.bfloat16, fp32_modules=["*.mlp.gate"], checkpointing="full"
+    )
+    model.train()
+    seen = _dtypes(model, [".mlp.gate", ".self_attn.q_proj", ".mlp.experts"])
+    loss = token_loss(model, torch.randint(0, VOCAB, (2, 9)))
+    low, full = torch.bfloat16, torch.float32
+    for name, dtypes in seen.items():
+        assert dtypes[:2] == ([full, full] if name.endswith("gate") else [low, low]), (name, dtypes)
+    assert sum(name.endswith("gate") for name in seen) == 2
+    loss.backward()
+    assert all(p.grad is not None and torch.isfinite(p.grad.full_tensor()).all() for p in model.parameters())
+
+
+def test_named_routers_compute_in_float32_and_the_rest_in_bfloat16(tmp_path):
+    run_ranks(_routers_stay, WORLD, save_qwen3_moe(tmp_path))
+
+
+def _save_ernie(folder):
+    config = Ernie4_5_MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        moe_num_experts=8,
+        moe_k=2,
+        moe_num_shared_experts=1,
+        moe_layer_start_index=1,
+        tie_word_embeddings=False,
+    )
+    return save_random(Ernie4_5_MoeForCausalLM(config), folder, seed=0)
+
+
+def _strict_names_stay(folder):
+    # Masters of a float32 value that bfloat16 can't hold: a cast would show.
+    model, _ = sharded_model(folder, WORLD, 2, param_dtype=torch.bfloat16)
+    model.train()
+    gate = model.model.layers[1].mlp.gate
+    before = gate.weight.full_tensor().clone()
+    seen = []
+    gate.register_forward_pre_hook(lambda m, args: seen.append((m.weight.detach().clone(), args[0].dtype)))
+    token_loss(model, torch.randint(0, VOCAB, (2, 9))).backward()
+    (weight, dtype), *_ = seen
+    assert not torch.equal(before, before.bfloat16().float())
+    assert torch.equal(weight, before)
+    assert dtype == torch.bfloat16, "a family's own float32 module casts for itself"
+    assert gate.weight.grad is not None and dist.get_world_size() == WORLD
+
+
+def test_what_the_class_keeps_in_float32_is_not_rounded(tmp_path):
+    run_ranks(_strict_names_stay, WORLD, _save_ernie(tmp_path))
+
+
+class _Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.sinks = nn.Parameter(torch.zeros(4))
+        self.q, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+
+def _model(strict):
+    model = nn.Module()
+    model.attention, model.gate = _Attention(), nn.Linear(4, 4)
+    model._keep_in_fp32_modules_strict = strict
+    return model
+
+
+def test_a_parameter_among_others_gets_its_owner_and_leaves_the_owners_children():
+    model = _model(["sinks", "norm"])
+    islands = {island.module: island.mainland for island in find_islands(model, [])}
+    assert islands == {model.attention: (model.attention.q,), model.attention.norm: ()}
+
+
+def test_inner_islands_come_first():
+    model = _model([])
+    order = [island.module for island in find_islands(model, [], ["attention*"])]
+    assert order == [model.attention.norm, model.attention.q, model.attention]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "rule"), [("*.rooter", "matches no module"), ("*", "holds experts"), ("attention", "holds experts")]
+)
+def test_a_wrong_pattern_is_refused(pattern, rule):
+    model = _model([])
+    with pytest.raises(SettingError, match=rule):
+        find_islands(model, [model.attention.q], [pattern])

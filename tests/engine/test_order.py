@@ -1,0 +1,154 @@
+"""The order of collectives and compute in a step, recorded on real ranks under routing that differs on each of them."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+from tests.support.engine import sharded_model
+from tests.support.models import VOCAB, save_qwen3_moe, token_loss
+from tests.support.ranks import run_ranks
+
+WORLD, LAYERS = 4, 4
+
+
+class _Recorder:
+    """Everything that a rank issues in a step, in order, by the FQN of the module that it is for."""
+
+    def __init__(self, model):
+        self.events = []
+        self.model = model
+        for i, layer in enumerate(model.model.layers):
+            before, after = self._hooks(f"experts {i}")
+            layer.mlp.experts.register_forward_pre_hook(before)
+            layer.mlp.experts.register_forward_hook(after)
+
+    def _hooks(self, name):
+        def before(module, args):
+            # A recomputation may stop before the end of the experts: nothing after it is needed.
+            phase = "recompute" if torch._C._current_graph_task_id() != -1 else "forward"
+            self.events.append((phase, name))
+
+        def after(module, args, output):
+            output.register_hook(lambda grad: self.events.append(("backward", name)))
+
+        return before, after
+
+    def __enter__(self):
+        gather, reduce = _fsdp_param_group.foreach_all_gather, _fsdp_param_group.foreach_reduce
+        exchange = dist.all_to_all_single
+
+        def all_gather(params, *args, **kwargs):
+            self.events.append(("gather", _module(params)))
+            return gather(params, *args, **kwargs)
+
+        def reduce_scatter(params, *args, **kwargs):
+            self.events.append(("reduce", _module(params)))
+            return reduce(params, *args, **kwargs)
+
+        def all_to_all(output, *args, **kwargs):
+            self.events.append(("all-to-all", output.dtype))
+            return exchange(output, *args, **kwargs)
+
+        self.patches = [
+            patch.object(_fsdp_param_group, "foreach_all_gather", all_gather),
+            patch.object(_fsdp_param_group, "foreach_reduce", reduce_scatter),
+            patch.object(dist, "all_to_all_single", all_to_all),
+        ]
+        for p in self.patches:
+            p.start()
+        return self
+
+    def __exit__(self, *exc):
+        for p in self.patches:
+            p.stop()
+
+
+def _module(params):
+    """Where a group's first parameter lives: ``layers.2`` for anything dense in it, else ``layers.2.experts``, ..."""
+    name = params[0]._param_fqn.removeprefix("model.")
+    if "experts" in name:
+        return name.partition(".mlp")[0] + ".experts"
+    return ".".join(name.split(".")[:2]) if name.startswith("layers") else name.split(".")[0]
+
+
+def _step(model, rank, step):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    ids = torch.randint(0, VOCAB, (1, 5 + 7 * rank), generator=generator)
+    token_loss(model, ids).backward()
+
+
+def _recorded(folder, options, depth):
+    rank = dist.get_rank()
+    model, _ = sharded_model(folder, WORLD, 2, prefetch_depth=depth, **options)
+    model.train()
+    recorder = _Recorder(model)
+    with recorder:
+        for step in range(3):
+            _step(model, rank, step)
+    everyone = [None] * WORLD
+    dist.all_gather_object(everyone, recorder.events)
+    assert all(events == everyone[0] for events in everyone), "ranks issued different sequences"
+    return recorder.events[len(recorder.events) * 2 // 3 :]
+
+
+def _gathers_run_ahead(folder, options, depth):
+    events = _recorded(folder, options, depth)
+    recomputes = options.get("checkpointing") == "full"
+    first_backward = events.index(("backward", f"experts {LAYERS - 1}"))
+    turn = max(i for i, e in enumerate(events) if e[0] == "forward") + 1
+    assert turn <= first_backward
+    forward, backward = events[:turn], events[turn:]
+    for i in range(LAYERS):
+        ahead = [f"layers.{j}{part}" for j in range(i + 1, min(i + 1 + depth, LAYERS)) for part in ("", ".experts")]
+        ahead += ["lm_head"] if i + depth >= LAYERS else []
+        for name in ahead:
+            assert forward.index(("gather", name)) < forward.index(("forward", f"experts {i}")), (i, name)
+        ahead = [f"layers.{j}{part}" for j in range(max(i - depth, 0), i) for part in ("", ".experts")]
+        start = ("recompute" if recomputes else "backward", f"experts {i}")
+        for name in ahead:
+            assert backward.index(("gather", name)) < backward.index(start), (i, name)
+    # Not further ahead than asked for: that is memory.
+    beyond = ("gather", f"layers.{1 + depth}.experts")
+    assert forward.index(beyond) > forward.index(("forward", "experts 0"))
+    # The embeddings' gradient reads no weight.
+    assert ("gather", "embed_tokens") in forward and ("gather", "embed_tokens") not in backward
+    # Both all-to-alls of an experts module's backward come before its reduction.
+    for i in range(LAYERS):
+        start, end = backward.index(("backward", f"experts {i}")), backward.index(("reduce", f"layers.{i}.experts"))
+        assert backward[start:end].count(("all-to-all", torch.float32)) >= 2
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"checkpointing": "full"}], ids=["kept", "recomputed"])
+def test_the_next_layers_are_gathered_before_this_layers_experts_compute(tmp_path, options, depth):
+    folder = save_qwen3_moe(tmp_path, num_hidden_layers=LAYERS, mlp_only_layers=[])
+    run_ranks(_gathers_run_ahead, WORLD, folder, options, depth)
+
+
+def _nothing_runs_ahead(folder):
+    events = _recorded(folder, {}, 0)
+    for i in range(LAYERS - 1):
+        assert events.index(("gather", f"layers.{i + 1}.experts")) > events.index(("forward", f"experts {i}"))
+
+
+def test_without_prefetch_the_recorder_sees_no_gather_ahead(tmp_path):
+    folder = save_qwen3_moe(tmp_path, num_hidden_layers=LAYERS, mlp_only_layers=[])
+    run_ranks(_nothing_runs_ahead, WORLD, folder)
+
+
+def _experts_stay(folder):
+    events = _recorded(folder, {"reshard_experts_after_forward": False}, 1)
+    turn = max(i for i, e in enumerate(events) if e[0] == "forward") + 1
+    gathered = {name for what, name in events[turn:] if what == "gather"}
+    assert gathered == {f"layers.{i}" for i in range(LAYERS)}
+    events = _recorded(folder, {"checkpointing": "selective"}, 1)
+    assert not any(what == "recompute" for what, _ in events)
+    assert sum(e == ("all-to-all", torch.float32) for e in events) == 4 * LAYERS
+
+
+def test_experts_stay_gathered_and_are_not_recomputed_where_asked(tmp_path):
+    folder = save_qwen3_moe(tmp_path, num_hidden_layers=LAYERS, mlp_only_layers=[])
+    run_ranks(_experts_stay, WORLD, folder)

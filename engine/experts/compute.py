@@ -92,16 +92,16 @@ def grouped_linear(
 
 
 def _grouped_mm(rows: torch.Tensor, in_out: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    if _native_grouped_mm is not None and (rows.device.type == "cpu" or _fits_the_kernel(rows, in_out)):
+    if _native_grouped_mm is not None and _fits_the_kernel(rows, in_out):
         return _native_grouped_mm(rows, in_out, offs=offsets)
-    bounds = [0, *offsets.tolist()]
-    pieces = [rows[a:b] @ in_out[i] for i, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False))]
-    return torch.cat(pieces)
+    groups = rows.tensor_split(offsets[:-1].tolist())
+    return torch.cat([group @ weight for group, weight in zip(groups, in_out.unbind(), strict=True)])
 
 
 def _fits_the_kernel(rows: torch.Tensor, in_out: torch.Tensor) -> bool:
-    """What torch's grouped GEMM asks for on an accelerator: bfloat16, 16-byte rows, and at least one of them."""
-    return rows.dtype == torch.bfloat16 and rows.shape[0] > 0 and all(size % 8 == 0 for size in in_out.shape[-2:])
+    """What torch's grouped GEMM asks for: 16-byte rows; and on an accelerator bfloat16, and at least one row."""
+    aligned = all(size * in_out.element_size() % 16 == 0 for size in in_out.shape[-2:])
+    return aligned and (rows.device.type == "cpu" or (rows.dtype == torch.bfloat16 and rows.shape[0] > 0))
 
 
 def _local(param: torch.Tensor) -> torch.Tensor:

@@ -21,8 +21,8 @@ def _adam(params):
     return torch.optim.AdamW(params, lr=1e-3, eps=1e-6)
 
 
-def _batch():
-    return torch.randint(0, VOCAB, (2 * WORLD, 17), generator=torch.Generator().manual_seed(1))
+def _batch(world):
+    return torch.randint(0, VOCAB, (2 * world, 17), generator=torch.Generator().manual_seed(1))
 
 
 def _relative(value, reference):
@@ -30,7 +30,8 @@ def _relative(value, reference):
 
 
 def _two_steps_equal_the_reference(folder, cases):
-    ids, rank = _batch(), dist.get_rank()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    ids = _batch(world)
     reference = reference_model(folder).train()
     optimizer = _adam(reference.parameters())
     expected = []
@@ -45,7 +46,7 @@ def _two_steps_equal_the_reference(folder, cases):
 
     for ep, fsdp_size, options in cases:
         where = f"ep={ep} fsdp_size={fsdp_size} {options}"
-        model, meshes = sharded_model(folder, WORLD, ep, fsdp_size, **options)
+        model, meshes = sharded_model(folder, world, ep, fsdp_size, **options)
         model.train()
         optimizer = build_multi_optimizer(model, _adam)
         for grads, norm, params in expected:
@@ -79,12 +80,22 @@ def test_gradients_norm_and_steps_on_every_mesh(tmp_path, tied):
     run_ranks(_two_steps_equal_the_reference, WORLD, folder, cases)
 
 
+@pytest.mark.parametrize(
+    ("world", "meshes"), [(3, [(1, -1), (3, -1)]), (6, [(1, -1), (2, -1), (3, -1), (6, -1), (3, 3)])]
+)
+def test_ranks_and_experts_that_are_no_powers_of_two(tmp_path, world, meshes):
+    folder = save_qwen3_moe(tmp_path, num_experts=12, hidden_size=60, moe_intermediate_size=18)
+    cases = [(ep, fsdp, {"expert_shard_dim": "auto", "checkpointing": "full"}) for ep, fsdp in meshes]
+    cases += [(ep, fsdp, {"expert_shard_dim": 0}) for ep, fsdp in meshes]
+    run_ranks(_two_steps_equal_the_reference, world, folder, cases)
+
+
 def _wrong_factor_is_seen(folder):
     model, _ = sharded_model(folder, WORLD, 2)
     for module in model.modules():
         if hasattr(module, "set_gradient_divide_factor"):
             module.set_gradient_divide_factor(2.0)
-    ids, rank = _batch(), dist.get_rank()
+    ids, rank = _batch(WORLD), dist.get_rank()
     reference = reference_model(folder)
     token_loss(reference, ids).backward()
     token_loss(model, ids[2 * rank : 2 * rank + 2]).backward()

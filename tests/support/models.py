@@ -79,9 +79,11 @@ def save_random(model: nn.Module, folder: Path, seed: int) -> Path:
 
 
 def reference_model(folder: Path) -> nn.Module:
-    """The plain Hugging Face model, float32."""
+    """The plain Hugging Face model, float32, its experts computed by its own loop (sizes may be odd)."""
     config = AutoConfig.from_pretrained(folder, attn_implementation="sdpa")
-    return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, config=config, dtype=torch.float32, experts_implementation="eager"
+    )
 
 
 def token_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:

@@ -19,13 +19,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from .optimizer import MultiOptimizer
 
@@ -33,7 +28,6 @@ __all__ = ["KNOWN_CONTENTS", "load_checkpoint", "remove_old", "save_checkpoint",
 
 KNOWN_CONTENTS = frozenset({"model", "optimizer", "extra", "hf_model"})
 _SHARDS, _STATE, _RNG = "dist_ckpt", "trainer_state.json", "rng"
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _HF_FILE_BYTES = 5 << 30
 
 
@@ -83,18 +77,21 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: if the folder holds no checkpoint of this engine.
+        ValueError: if the optimizer's state was not saved, or is of another model or another algorithm; before a
+            parameter has changed.
     """
     contents = set(contents)
     if not (folder / _SHARDS).is_dir():
         raise FileNotFoundError(f"{folder} holds no {_SHARDS}/: it is no checkpoint of this engine.")
-    state = _sharded_state(model, optimizer, contents)
-    dcp.load(state, checkpoint_id=folder / _SHARDS)
+    state = _sharded_state(model, None, contents)
+    if "optimizer" in contents and optimizer is not None:
+        state["optimizer"] = _optimizer_template(folder / _SHARDS, optimizer)
+    if state:
+        dcp.load(state, checkpoint_id=folder / _SHARDS)
     if "model" in state:
         set_model_state_dict(model, state["model"])
     if "optimizer" in state and optimizer is not None:
-        set_optimizer_state_dict(
-            model, list(optimizer.optimizers.values()), optim_state_dict=state["optimizer"], options=_FLAT
-        )
+        optimizer.load_state_dict(state["optimizer"])
     if "extra" in contents and (folder / _STATE).is_file():
         schedule = json.loads((folder / _STATE).read_text())["lr_scheduler"]
         if lr_scheduler is not None and schedule is not None:
@@ -163,8 +160,46 @@ def _sharded_state(model: nn.Module, optimizer: MultiOptimizer | None, contents:
     if "model" in contents:
         state["model"] = get_model_state_dict(model)
     if "optimizer" in contents and optimizer is not None:
-        state["optimizer"] = get_optimizer_state_dict(model, list(optimizer.optimizers.values()), options=_FLAT)
+        packed = optimizer.state_dict()
+        # As a tuple the groups are one entry of the checkpoint, read without knowing how many there are.
+        state["optimizer"] = {"state": packed["state"], "param_groups": tuple(packed["param_groups"])}
     return state
+
+
+def _optimizer_template(shards: Path, optimizer: MultiOptimizer) -> dict[str, Any]:
+    """What the checkpoint has of the optimizer's state, as this optimizer's own tensors, to be read into; collective.
+
+    Raises:
+        ValueError: if it does not fit.
+    """
+    metadata = dcp.FileSystemReader(shards).read_metadata()
+    if "optimizer.param_groups" not in metadata.state_dict_metadata:
+        raise ValueError(f"{shards.parent} holds no optimizer state: leave the optimizer out of what is loaded.")
+    groups: dict[str, Any] = {"optimizer": {"param_groups": ()}}
+    dcp.load(groups, checkpoint_id=shards)
+    optimizer.check_groups(groups["optimizer"]["param_groups"])
+    saved = _saved_state(metadata)
+    # torch makes state at the first step; what is read needs somewhere to go.
+    optimizer.init_state()
+    own = optimizer.state_dict()["state"]
+    for fqn, entries in saved.items():
+        if entries.keys() != own[fqn].keys():
+            raise ValueError(f"The saved state of {fqn} is {sorted(entries)}, the optimizer's is {sorted(own[fqn])}.")
+        for key, entry in entries.items():
+            shape = getattr(own[fqn][key], "shape", None)
+            if isinstance(entry, TensorStorageMetadata) and entry.size != shape:
+                raise ValueError(f"The saved {key} of {fqn} is {tuple(entry.size)}, the optimizer's is {shape}.")
+    # A parameter that had no gradient yet when the checkpoint was written has no state in it.
+    return {"state": {fqn: own[fqn] for fqn in own if fqn in saved}, "param_groups": ()}
+
+
+def _saved_state(metadata: Metadata) -> dict[str, dict[str, Any]]:
+    """Parameter name -> entry of its optimizer state -> what is stored."""
+    saved: dict[str, dict[str, Any]] = {}
+    for key, path in metadata.planner_data.items():
+        if path[:2] == ("optimizer", "state"):
+            saved.setdefault(path[2], {})[path[3]] = metadata.state_dict_metadata[key]
+    return saved
 
 
 def _name_hf_files(folder: Path, files: Sequence[Sequence[str]], total: int) -> None:

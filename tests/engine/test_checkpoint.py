@@ -10,8 +10,10 @@ from safetensors.torch import load_file
 
 from epfsdp2.engine import checkpoint
 from epfsdp2.engine.clip import clip_grad_norm_
-from epfsdp2.engine.optimizer import MultiOptimizer, build_multi_optimizer
+from epfsdp2.engine.muon import Muon
+from epfsdp2.engine.optimizer import build_multi_optimizer
 from epfsdp2.engine.parallelize import layer_names
+from epfsdp2.engine.scheduler import build_multi_lr_scheduler
 from epfsdp2.rollout import naming, stream
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, reference_model, save_qwen3_moe, token_loss
@@ -20,10 +22,13 @@ from tests.support.ranks import run_ranks
 ALL = {"model", "optimizer", "extra"}
 
 
-def _trainer(folder, ep, fsdp_size=-1, dim="auto"):
+def _trainer(folder, ep, fsdp_size=-1, dim="auto", muon=False):
     model, meshes = sharded_model(folder, dist.get_world_size(), ep, fsdp_size, expert_shard_dim=dim)
-    optimizer = build_multi_optimizer(model, lambda params: torch.optim.AdamW(params, lr=1e-2))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    matrices = (lambda groups: Muon(groups, lr=1e-2, weight_decay=0.01)) if muon else None
+    optimizer = build_multi_optimizer(model, lambda params: torch.optim.AdamW(params, lr=1e-2), matrices)
+    schedule = build_multi_lr_scheduler(
+        optimizer, lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 1 / (step + 1))
+    )
     return model, meshes, optimizer, schedule
 
 
@@ -41,32 +46,112 @@ def _full(model, meshes):
     return dict(stream.full_tensors(model, meshes, layer_names(model), 1 << 30))
 
 
-def _resumes_elsewhere(folder, out, elsewhere):
+def _resumes_elsewhere(folder, out, elsewhere, muon):
     ids = torch.randint(0, VOCAB, (8, 11), generator=torch.Generator().manual_seed(2))
-    trainer = _trainer(folder, 2)
+    trainer = _trainer(folder, 2, muon=muon)
     _step(trainer, ids)
     model, meshes, optimizer, schedule = trainer
     checkpoint.save_checkpoint(out, model, optimizer, schedule, ALL, step=1)
     saved = _full(model, meshes)
     _step(trainer, ids)
+    _step(trainer, ids)
     continued = _full(model, meshes)
     for ep, fsdp_size, dim in elsewhere:
-        other = _trainer(folder, ep, fsdp_size, dim)
+        other = _trainer(folder, ep, fsdp_size, dim, muon)
         checkpoint.load_checkpoint(out, other[0], other[2], other[3], ALL)
         for name, tensor in _full(*other[:2]).items():
             assert torch.equal(tensor, saved[name]), (ep, fsdp_size, dim, name)
-        assert other[3].last_epoch == 1 and other[2].param_groups[-1]["lr"] == 5e-3
+        assert other[3].last_epoch == 1 and {group["lr"] for group in other[2].param_groups} == {5e-3}
+        _step(other, ids)
         _step(other, ids)
         for name, tensor in _full(*other[:2]).items():
             torch.testing.assert_close(tensor, continued[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_resume_on_other_meshes(tmp_path):
+@pytest.mark.parametrize("muon", [False, True])
+def test_resume_on_other_meshes(tmp_path, muon):
     folder = save_qwen3_moe(tmp_path / "model")
     elsewhere = [(2, -1, "auto"), (4, -1, "auto"), (1, -1, 0), (2, -1, 0), (1, 2, "auto")]
-    run_ranks(_resumes_elsewhere, 4, folder, tmp_path / "ckpt", elsewhere)
+    run_ranks(_resumes_elsewhere, 4, folder, tmp_path / "ckpt", elsewhere, muon)
     assert json.loads((tmp_path / "ckpt/trainer_state.json").read_text())["step"] == 1
     assert not (tmp_path / "ckpt.partial").exists()
+
+
+def _resumes_on_fewer(folder, out, muon):
+    ids = torch.randint(0, VOCAB, (8, 11), generator=torch.Generator().manual_seed(2))
+    model, meshes, optimizer, schedule = trainer = _trainer(folder, 1, muon=muon)
+    checkpoint.load_checkpoint(out, model, optimizer, schedule, ALL)
+    _step(trainer, ids)
+    full = _full(model, meshes)
+    if dist.get_rank() == 0:
+        torch.save(full, out / f"after_{dist.get_world_size()}.pt")
+
+
+def _trains_and_saves(folder, out, muon):
+    ids = torch.randint(0, VOCAB, (8, 11), generator=torch.Generator().manual_seed(2))
+    trainer = _trainer(folder, 2, muon=muon)
+    _step(trainer, ids)
+    checkpoint.save_checkpoint(out, trainer[0], trainer[2], trainer[3], ALL, step=1)
+
+
+def test_muon_resumes_on_another_number_of_ranks(tmp_path):
+    folder, out = save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt"
+    run_ranks(_trains_and_saves, 4, folder, out, True)
+    for world in (1, 2):
+        run_ranks(_resumes_on_fewer, world, folder, out, True)
+    one, two = torch.load(out / "after_1.pt"), torch.load(out / "after_2.pt")
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def _other_algorithms_are_refused(folder, out):
+    ids = torch.randint(0, VOCAB, (8, 11), generator=torch.Generator().manual_seed(2))
+    for saves in (False, True):
+        trainer = _trainer(folder, 2, muon=saves)
+        _step(trainer, ids)
+        checkpoint.save_checkpoint(out, trainer[0], trainer[2], trainer[3], ALL, step=1)
+        model, _, optimizer, schedule = _trainer(folder, 2, muon=not saves)
+        before = {name: param.to_local().clone() for name, param in model.named_parameters()}
+        was, now = ("Muon", "AdamW") if saves else ("AdamW", "Muon")
+        with pytest.raises(ValueError, match=rf"self_attn.*q_proj.* is {was}'s, this run's optimizer for it is {now}"):
+            checkpoint.load_checkpoint(out, model, optimizer, schedule, {"model", "optimizer"})
+        assert all(torch.equal(before[name], param.to_local()) for name, param in model.named_parameters())
+        assert not optimizer.state
+        dist.barrier()
+
+
+def test_a_checkpoint_of_another_algorithm_is_refused_before_anything_changes(tmp_path):
+    run_ranks(_other_algorithms_are_refused, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
+
+
+def _weights_alone_hold_no_optimizer(folder, out):
+    model, _, optimizer, schedule = _trainer(folder, 1)
+    checkpoint.save_checkpoint(out, model, optimizer, schedule, {"model", "extra"}, step=1)
+    with pytest.raises(ValueError, match="holds no optimizer state: leave the optimizer out"):
+        checkpoint.load_checkpoint(out, model, optimizer, schedule, ALL)
+    checkpoint.load_checkpoint(out, model, optimizer, schedule, {"model", "extra"})
+
+
+def test_a_checkpoint_without_the_optimizer_says_so(tmp_path):
+    run_ranks(_weights_alone_hold_no_optimizer, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
+
+
+def _unstepped_parameters(folder, out):
+    model, _, optimizer, schedule = _trainer(folder, 2, muon=True)
+    name = "model.layers.0.mlp.experts.down_proj"
+    for fqn, param in model.named_parameters():
+        param.grad = None if fqn == name else torch.ones_like(param)
+    optimizer.step()
+    checkpoint.save_checkpoint(out, model, optimizer, schedule, ALL, step=1)
+    other, _, fresh, schedule = _trainer(folder, 1, muon=True)
+    checkpoint.load_checkpoint(out, other, fresh, schedule, ALL)
+    state = fresh.state_dict()["state"]
+    assert name not in state and state.keys() == {n for n, _ in other.named_parameters()} - {name}
+    assert all(param.grad is None for param in other.parameters())
+
+
+def test_a_parameter_that_was_never_stepped_has_no_state_after_resume_either(tmp_path):
+    run_ranks(_unstepped_parameters, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
 
 
 def _export(folder, out, file_bytes):
@@ -92,25 +177,6 @@ def test_export_is_the_checkpoint_again(tmp_path, file_bytes):
 
 def _files_of(folder: Path) -> set[str]:
     return set(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values())
-
-
-def test_multi_optimizer_is_one_optimizer():
-    a, b = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))
-    multi = MultiOptimizer({"dense": torch.optim.AdamW([a], lr=0.1), "experts": torch.optim.SGD([b], lr=0.1)})
-    assert isinstance(multi, torch.optim.Optimizer)
-    schedule = torch.optim.lr_scheduler.LambdaLR(multi, lambda step: 0.5**step)
-    (a.sum() + b.sum()).backward()
-    multi.step()
-    schedule.step()
-    assert [group["lr"] for o in multi.optimizers.values() for group in o.param_groups] == [0.05, 0.05]
-    assert set(multi.state) == {a} and multi.state[a]["exp_avg"].shape == (3,)
-    assert torch.equal(b.detach(), torch.full((2,), 0.9))
-    state = multi.state_dict()
-    multi.load_state_dict(state)
-    with pytest.raises(ValueError, match="experts"):
-        multi.load_state_dict({"dense": state["dense"]})
-    multi.zero_grad()
-    assert a.grad is None and b.grad is None
 
 
 def test_a_folder_that_is_no_checkpoint_is_named(tmp_path):

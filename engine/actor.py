@@ -140,7 +140,7 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
             reshard_experts_after_forward=config.reshard_experts_after_forward,
             prefetch_depth=config.prefetch_depth,
             expert_shard_dim=config.expert_shard_dim,
-            expert_plan=config.expert_plan,
+            expert_plan=config.expert_plan or {},
             checkpointing=self._checkpointing(),
             compile_dense=config.compile_dense,
             head_in_root=self.model_config.use_fused_kernels,

@@ -71,7 +71,7 @@ class EPFSDP2EngineConfig(EngineConfig):
     strategy: str = STRATEGY
     ep_size: int = 1
     expert_shard_dim: Any = "auto"
-    expert_plan: dict[str, int] = field(default_factory=dict)
+    expert_plan: dict[str, int] | None = None
     fsdp_size: int = -1
     ulysses_sequence_parallel_size: int = 1
     model_dtype: str = "fp32"
@@ -156,6 +156,10 @@ def check_engine_values(config: EPFSDP2EngineConfig) -> None:
             "is the number of layers gathered ahead, 0 for none.",
             "engine.prefetch_depth=1",
         )
+    for name in ("reshard_after_forward", "compile_dense"):
+        _check_flag(f"engine.{name}", getattr(config, name))
+    if config.reshard_experts_after_forward is not None:
+        _check_flag("engine.reshard_experts_after_forward", config.reshard_experts_after_forward)
     if config.activation_checkpointing not in ("auto", *CHECKPOINTING):
         raise SettingError(
             "engine.activation_checkpointing",
@@ -185,7 +189,7 @@ def check_engine_values(config: EPFSDP2EngineConfig) -> None:
 
 def _check_patterns(config: EPFSDP2EngineConfig) -> None:
     """The two settings that name parts of a model; whether they are there is seen when the model is built."""
-    plan, islands = config.expert_plan, config.fp32_modules
+    plan, islands = config.expert_plan or {}, config.fp32_modules
     if not isinstance(plan, Mapping) or not all(_is_whole(dim) and dim >= 0 for dim in plan.values()):
         raise SettingError(
             "engine.expert_plan",
@@ -205,6 +209,11 @@ def _check_patterns(config: EPFSDP2EngineConfig) -> None:
 def _is_whole(value: Any) -> bool:
     # True == 1 and 2.0 == 2, and a command line gives both by mistake.
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise SettingError(name, value, "is true or false.", f"{name}=true")
 
 
 def _check_dtype(name: str, value: Any) -> None:

@@ -290,3 +290,18 @@ def test_a_primary_config_of_the_users_own_takes_model_engine(tmp_path):
     with initialize_config_dir(str(tmp_path), version_base=None):
         config = compose("mine", ["model_engine=epfsdp2", "engine.seed=3"])
     assert (config.actor_rollout_ref.actor.engine.ep_size, config.critic.engine.seed) == (4, 3)
+
+
+def test_plans_and_islands_are_given_on_the_command_line():
+    config = composed(
+        "ppo_trainer",
+        "engine=epfsdp2",
+        "engine.expert_plan={model.layers.*.moe.w1:0,model.layers.*.moe.w2:1}",
+        "engine.fp32_modules=['*.mlp.gate']",
+        "engine.reshard_experts_after_forward=false",
+        *SIZES,
+    )
+    OmegaConf.resolve(config)
+    engine = omega_conf_to_dataclass(config.actor_rollout_ref.actor).engine
+    assert engine.expert_plan == {"model.layers.*.moe.w1": 0, "model.layers.*.moe.w2": 1}
+    assert engine.fp32_modules == ["*.mlp.gate"] and engine.reshard_experts_after_forward is False

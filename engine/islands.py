@@ -6,12 +6,13 @@ Two kinds, wrapped as FSDP modules of their own:
   expects float32 parameters there and casts for itself, so inputs are left alone;
 * what the user names (``engine.fp32_modules``), e.g. routers: their inputs are cast to float32 as well.
 
-Buffers (correction biases of most families) are never cast and need none of this.
+Correction biases are never cast either. In most families they are buffers, which FSDP leaves alone; where they are
+frozen parameters FSDP is told to (``correction_biases``).
 """
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -19,7 +20,7 @@ from torch import nn
 
 from .errors import SettingError
 
-__all__ = ["Island", "find_islands"]
+__all__ = ["Island", "correction_biases", "find_islands"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,11 @@ def find_islands(model: nn.Module, experts: Sequence[nn.Module], patterns: Seque
     islands = [Island(module, casts_inputs=True) for module in named]
     islands += _owners(model, kept_params - {p for module in named for p in module.parameters()})
     return islands
+
+
+def correction_biases(model: nn.Module, num_experts: Collection[int]) -> set[nn.Parameter]:
+    """Frozen parameters with one entry per expert, which are added to routing scores (Afmoe, Laguna, Ernie 4.5)."""
+    return {p for p in model.parameters() if not p.requires_grad and p.numel() in num_experts}
 
 
 def _named(model: nn.Module, experts: set[nn.Module], patterns: Sequence[str]) -> list[nn.Module]:

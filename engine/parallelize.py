@@ -2,7 +2,7 @@
 
     for each layer:
         experts       -> cut over ep, then fully_shard over ep_fsdp
-        islands       -> fully_shard over fsdp, in float32
+        islands       -> fully_shard over fsdp, in float32; correction biases stay whole
         layer         -> fully_shard over fsdp
     embeddings, head  -> fully_shard over fsdp
     model             -> fully_shard over fsdp
@@ -26,7 +26,7 @@ from .checkpointing import Checkpointing, checkpoint_layers
 from .compiling import compile_dense_parts
 from .experts.compute import EXPERTS_IMPLEMENTATION, ExpertParallel, attach
 from .experts.find import ComputesItself, ExpertsInfo, find_experts
-from .islands import Island, find_islands
+from .islands import Island, correction_biases, find_islands
 from .mesh import Meshes
 from .placement import check_experts_divide, ep_fsdp_dim, model_parallel_placements
 
@@ -94,7 +94,13 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
 
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if options.cpu_offload else OffloadPolicy()
     precision = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype)
-    wrap = functools.partial(fully_shard, mesh=meshes.dense_shard, mp_policy=precision, offload_policy=offload)
+    wrap = functools.partial(
+        fully_shard,
+        mesh=meshes.dense_shard,
+        mp_policy=precision,
+        offload_policy=offload,
+        ignored_params=correction_biases(model, {e.num_experts for e in experts}),
+    )
     for info in experts:
         _wrap_experts(info, meshes, options, offload)
     if options.param_dtype != torch.float32:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
+from transformers import AfmoeConfig, AfmoeForCausalLM, Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
 
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.islands import find_islands
@@ -91,6 +91,43 @@ def _strict_names_stay(folder):
 
 def test_what_the_class_keeps_in_float32_is_not_rounded(tmp_path):
     run_ranks(_strict_names_stay, WORLD, _save_ernie(tmp_path))
+
+
+def _save_afmoe(folder):
+    config = AfmoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_hidden_layers=2,
+        num_dense_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=8,
+        num_experts_per_tok=2,
+        tie_word_embeddings=False,
+    )
+    model = AfmoeForCausalLM(config)
+    bias = torch.empty(8).uniform_(-0.1, 0.1, generator=torch.Generator().manual_seed(3))
+    save_random(model, folder, seed=0)
+    model.model.layers[1].mlp.expert_bias.data.copy_(bias)
+    model.save_pretrained(folder)
+    return folder, bias
+
+
+def _frozen_bias_stays(folder, bias):
+    model, _ = sharded_model(folder, WORLD, 2, param_dtype=torch.bfloat16)
+    model.train()
+    block, seen = model.model.layers[1].mlp, []
+    block.router.register_forward_pre_hook(lambda m, args: seen.append(args[1].detach().clone()))
+    token_loss(model, torch.randint(0, VOCAB, (2, 9))).backward()
+    assert torch.equal(seen[0], bias) and not torch.equal(bias, bias.bfloat16().float())
+    assert block.expert_bias.grad is None
+
+
+def test_a_correction_bias_that_is_a_frozen_parameter_is_neither_cast_nor_cut(tmp_path):
+    run_ranks(_frozen_bias_stays, WORLD, *_save_afmoe(tmp_path))
 
 
 class _Attention(nn.Module):

@@ -3,13 +3,15 @@
 #   make quickstart  GRPO on a tiny Mixture-of-Experts, start to end
 #   make test        the whole test suite
 #   make test-long   what the suite leaves out for its time
+#   make parity      every family on every mesh against the plain model; prints and writes the table (about an hour)
+#   make memory      peak memory of a step against the arithmetic; prints and writes the table
 #   make lint        ruff check, ruff format, mypy
 
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help setup quickstart test test-long lint clean
+.PHONY: help setup quickstart test test-long parity memory lint clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -28,6 +30,12 @@ test: setup
 
 test-long: setup
 	$(BIN)/python -m pytest -m long $(ARGS)
+
+parity: setup
+	$(BIN)/python -m tests.parity $(ARGS)
+
+memory: setup
+	$(BIN)/python benchmarks/memory.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -114,7 +114,9 @@ def _routers(model: nn.Module, experts: list[ExpertsInfo]) -> set[nn.Module]:
         recorded = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", [])
         for entry in recorded if isinstance(recorded, (list, tuple)) else [recorded]:
             target = getattr(entry, "target_class", entry)
-            classes += [target] if isinstance(target, type) else []
+            # jamba records the linears of a certain name: those stand beside experts.
+            named = isinstance(target, type) and not issubclass(nn.Linear, target)
+            classes += [target] if named else []
     tops = [m for m in model.modules() if isinstance(m, tuple(classes))]
     routers = {m for top in tops for m in top.modules()}
     for info in experts:

@@ -115,8 +115,8 @@ def _routers(model: nn.Module, experts: list[ExpertsInfo]) -> set[nn.Module]:
         for entry in recorded if isinstance(recorded, (list, tuple)) else [recorded]:
             target = getattr(entry, "target_class", entry)
             # jamba records the linears of a certain name: those stand beside experts.
-            named = isinstance(target, type) and not issubclass(nn.Linear, target)
-            classes += [target] if named else []
+            if isinstance(target, type) and not issubclass(nn.Linear, target):
+                classes.append(target)
     tops = [m for m in model.modules() if isinstance(m, tuple(classes))]
     routers = {m for top in tops for m in top.modules()}
     for info in experts:

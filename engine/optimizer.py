@@ -135,9 +135,10 @@ class MultiOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what ``state_dict`` gave, here or on another arrangement of ranks.
 
-        Which optimizer and which group a parameter was in makes no difference. Tensors that are cut otherwise than
-        the parameter are gathered and cut, one at a time; a checkpoint is read in place instead (``checkpoint.py``).
-        Kernels (``fused`` and the like) stay as they are here. Nothing is changed if anything does not fit.
+        Which optimizer and which group a parameter was in makes no difference. Tensors are taken over, not copied, as
+        by torch's optimizers. Those that are cut otherwise than the parameter are gathered and cut, one at a time; a
+        checkpoint is read in place instead (``checkpoint.py``). Kernels (``fused`` and the like) stay as they are here.
+        Nothing is changed if anything does not fit.
 
         Raises:
             ValueError: naming the first parameters that are missing, too many, or of another algorithm or shape.

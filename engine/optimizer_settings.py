@@ -130,6 +130,8 @@ def _arguments_by_verl(config: Any) -> dict[str, Any]:
 def _near(wanted: str, known: Iterable[str]) -> str:
     """The closest of what there is, else all of it."""
     lower = {name.lower(): name for name in known}
+    if wanted.lower() in lower:
+        return lower[wanted.lower()]
     near = difflib.get_close_matches(wanted.lower(), lower, n=3, cutoff=0.5)
     names = [lower[n] for n in near] or list(lower.values())
     return names[0] if len(names) == 1 else f"one of {names}"

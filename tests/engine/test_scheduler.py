@@ -1,0 +1,106 @@
+"""One schedule over several optimizers."""
+
+import json
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from epfsdp2.engine.optimizer import MultiOptimizer
+from epfsdp2.engine.scheduler import MultiLRScheduler, build_multi_lr_scheduler
+
+
+def _optimizer():
+    names = {name: nn.Parameter(torch.ones(2)) for name in "abc"}
+    inner = {
+        "dense": torch.optim.AdamW([{"params": [names["a"]]}, {"params": [names["b"]], "lr": 0.5}], lr=0.1),
+        "experts": torch.optim.SGD([names["c"]], lr=1.0),
+    }
+    return MultiOptimizer(inner, names.items())
+
+
+def _halving(optimizer):
+    return LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+def _warming_up(optimizer):
+    return LambdaLR(optimizer, lambda step: min(1.0, step / 4))
+
+
+def test_rates_are_those_of_the_groups_in_their_order():
+    optimizer = _optimizer()
+    schedule = build_multi_lr_scheduler(optimizer, _halving)
+    assert isinstance(schedule, LRScheduler) and schedule.optimizer is optimizer
+    for step in range(3):
+        rates = [0.1 * 0.5**step, 0.5 * 0.5**step, 0.5**step]
+        assert schedule.get_last_lr() == pytest.approx(rates)
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx(rates)
+        assert schedule.last_epoch == step and schedule.base_lrs == [0.1, 0.5, 1.0]
+        optimizer.step()
+        schedule.step()
+
+
+def test_stepping_in_the_right_order_warns_of_nothing_and_in_the_wrong_one_does():
+    optimizer = _optimizer()
+    schedule = build_multi_lr_scheduler(optimizer, _halving)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            optimizer.step()
+            schedule.step()
+    with pytest.warns(UserWarning, match="before `optimizer.step"):
+        build_multi_lr_scheduler(_optimizer(), _halving).step()
+
+
+def test_the_state_is_plain_json_and_goes_on_with_its_rates():
+    optimizer = _optimizer()
+    schedule = build_multi_lr_scheduler(optimizer, _warming_up)
+    for _ in range(3):
+        optimizer.step()
+        schedule.step()
+    state = json.loads(json.dumps(schedule.state_dict()))
+    assert state.keys() == {"dense", "experts"}
+    other = _optimizer()
+    resumed = build_multi_lr_scheduler(other, _warming_up)
+    assert {group["lr"] for group in other.param_groups} == {0.0}
+    resumed.load_state_dict(state)
+    # Also where the optimizer's own state isn't loaded: the next step is not at the first step's rate.
+    assert [group["lr"] for group in other.param_groups] == pytest.approx([0.075, 0.375, 0.75])
+    other.step()
+    resumed.step()
+    optimizer.step()
+    schedule.step()
+    assert resumed.get_last_lr() == schedule.get_last_lr() == [0.1, 0.5, 1.0]
+
+
+def test_a_schedule_of_other_optimizers_is_refused():
+    schedule = build_multi_lr_scheduler(_optimizer(), _halving)
+    with pytest.raises(ValueError, match=r"of the optimizers \['dense'\], this run has \['dense', 'experts'\]"):
+        schedule.load_state_dict({"dense": schedule.state_dict()["dense"]})
+    optimizer = _optimizer()
+    with pytest.raises(ValueError, match="are not those of"):
+        MultiLRScheduler(optimizer, {"dense": _halving(optimizer.optimizers["dense"])})
+    with pytest.raises(ValueError, match="'experts' is of another optimizer"):
+        MultiLRScheduler(optimizer, {name: _halving(optimizer.optimizers["dense"]) for name in optimizer.optimizers})
+
+
+def test_verl_s_schedules_work():
+    functional = pytest.importorskip("verl.utils.torch_functional")
+    optimizer = _optimizer()
+    schedule = build_multi_lr_scheduler(
+        optimizer, lambda inner: functional.get_cosine_schedule_with_warmup(inner, 2, 6, min_lr_ratio=0.1)
+    )
+    rates = []
+    for _ in range(6):
+        optimizer.step()
+        schedule.step()
+        rates.append(schedule.get_last_lr()[0])
+    assert rates[0] == pytest.approx(0.05) and rates[1] == pytest.approx(0.1) and rates[5] == pytest.approx(0.01)
+    constant = build_multi_lr_scheduler(
+        _optimizer(), lambda inner: functional.get_constant_schedule_with_warmup(inner, 1)
+    )
+    constant.optimizer.step()
+    constant.step()
+    assert constant.get_last_lr() == [0.1, 0.5, 1.0]

@@ -151,6 +151,10 @@ class Block:
     """By rank of the group."""
 
     @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def cost(self) -> int:
         count, rows, cols = self.shape
         short, long = sorted((rows, cols))
@@ -189,27 +193,41 @@ def plan_buckets(
         dtype = ns_dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
         ranks = cut.parts if cut else 1
         rank, group = (mesh.get_local_rank(cut.axis), mesh.get_group(cut.axis)) if cut else (0, None)
-        blocks: list[Block] = []
-        size = 0
-        for block in (b for p in members for b in _blocks(p, cut, layout, bucket_bytes // dtype.itemsize)):
-            nbytes = math.prod(block.shape) * dtype.itemsize
-            if blocks and size + nbytes > ranks * bucket_bytes:
-                buckets.append(Bucket(_deal(blocks, ranks), group, rank, device, dtype))
-                blocks, size = [], 0
-            blocks.append(block)
-            size += nbytes
-        buckets.append(Bucket(_deal(blocks, ranks), group, rank, device, dtype))
+        blocks = [b for p in members for b in _blocks(p, cut, layout, bucket_bytes // dtype.itemsize)]
+        total = [0] * ranks
+        for filled in _fill(blocks, ranks * bucket_bytes // dtype.itemsize, ranks):
+            buckets.append(Bucket(_deal(filled, total), group, rank, device, dtype))
     return buckets
 
 
-def _deal(blocks: Sequence[Block], ranks: int) -> tuple[tuple[Block, ...], ...]:
-    """The most expensive first, each to whom has least to do."""
-    hands: list[list[Block]] = [[] for _ in range(ranks)]
-    load = [0] * ranks
+def _fill(blocks: Sequence[Block], limit: int, ranks: int) -> Iterator[list[Block]]:
+    """Neighbouring blocks, together of at most ``limit`` elements or of one per rank, for nobody is to wait idle.
+
+    None where a rank holds no expert: more ranks than experts share a dim 0.
+    """
+    if not blocks:
+        return
+    limit = max(limit, ranks * max(block.numel for block in blocks))
+    filled: list[Block] = []
+    size = 0
+    for block in blocks:
+        if filled and size + block.numel > limit:
+            yield filled
+            filled, size = [], 0
+        filled.append(block)
+        size += block.numel
+    yield filled
+
+
+def _deal(blocks: Sequence[Block], total: list[int]) -> tuple[tuple[Block, ...], ...]:
+    """The most expensive first, each to the rank with least to do in this bucket, then in all so far (``total``)."""
+    hands: list[list[Block]] = [[] for _ in total]
+    load = [0] * len(total)
     for block in sorted(blocks, key=lambda b: -b.cost):
-        owner = load.index(min(load))
+        owner = min(range(len(total)), key=lambda rank: (load[rank], total[rank]))
         hands[owner].append(block)
         load[owner] += block.cost
+        total[owner] += block.cost
     return tuple(tuple(hand) for hand in hands)
 
 

@@ -21,6 +21,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from epfsdp2.engine import matrices
 from epfsdp2.engine import muon as muon_module
 from epfsdp2.engine.matrices import Layout, local_box, matrix_cut, matrix_groups, muon_parameters
 from epfsdp2.engine.mesh import Topology, build_meshes
@@ -57,6 +58,8 @@ CONFIGS = {
     "qwen3": lambda: _qwen3(hidden_size=20, intermediate_size=5, moe_intermediate_size=22, num_experts=8),
     # 12 experts, and 2I = 46, which 4 does not divide: ep_fsdp=4 cuts columns.
     "qwen3-odd": lambda: _qwen3(hidden_size=28, intermediate_size=9, moe_intermediate_size=23, num_experts=12),
+    # Nothing but the 6 experts can be cut over 4 ranks: 2, 2, 2 and none.
+    "qwen3-uneven": lambda: _qwen3(hidden_size=26, intermediate_size=9, moe_intermediate_size=23, num_experts=6),
     "gpt-oss": lambda: GptOssConfig(
         **COMMON, hidden_size=20, intermediate_size=14, num_local_experts=4, num_experts_per_tok=2, num_hidden_layers=2
     ),
@@ -196,7 +199,7 @@ def _equals_torch(family, cases, options):
 
 @pytest.mark.parametrize("family", list(CONFIGS))
 def test_every_mesh_and_layout_steps_like_torch_muon_on_split_matrices(family):
-    cases = [(*mesh, {"expert_shard_dim": "auto"}) for mesh in MESHES]
+    cases = [(*mesh, {"expert_shard_dim": "auto"}) for mesh in MESHES if family != "qwen3-uneven" or mesh[0] < 4]
     if family in ("qwen3", "nemotron-h"):
         # 8 experts: whole ones on each rank, whatever the mesh.
         cases += [(*mesh, {"expert_shard_dim": 0}) for mesh in MESHES]
@@ -503,3 +506,27 @@ def test_frozen_parameters_are_nobody_s():
     model = _model(CONFIGS["qwen3"]())
     model.model.layers[0].mlp.experts.down_proj.requires_grad_(False)
     assert "model.layers.0.mlp.experts.down_proj" not in muon_parameters(model)
+
+
+# -- who orthogonalises what -------------------------------------------------------------------------------------------
+
+
+def test_work_is_dealt_out_evenly_bucket_by_bucket_and_in_all():
+    shapes = [(24, 40)] * 5 + [(40, 40)] * 3 + [(8, 200)] * 7 + [(100, 100)]
+    blocks = [matrices.Block(None, (1, *shape), ()) for shape in shapes * 3]
+    total = [0] * 4
+    buckets = list(matrices._fill(blocks, 4 * 4000, 4))
+    dealt = [matrices._deal(bucket, total) for bucket in buckets]
+    assert [b for bucket in buckets for b in bucket] == blocks and len(buckets) > 1
+    for bucket, hands in zip(buckets, dealt, strict=True):
+        # The largest matrix is more than a rank's share of bytes: then a bucket has as much as four such.
+        assert sum(block.numel for block in bucket) <= 4 * 100 * 100
+        loads = [sum(block.cost for block in hand) for hand in hands]
+        assert max(loads) - min(loads) <= max(block.cost for block in bucket)
+    assert sum(total) == sum(block.cost for block in blocks)
+    assert max(total) - min(total) <= 1.5 * max(block.cost for block in blocks)
+
+
+def test_matrices_too_large_for_a_bucket_still_give_every_rank_one():
+    blocks = [matrices.Block(None, (1, 100, 100), ()) for _ in range(8)]
+    assert [len(bucket) for bucket in matrices._fill(blocks, 1, 4)] == [4, 4]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .experts.find import ExpertsInfo, UnsupportedModelError, find_experts
+from .experts.find import UnsupportedModelError, find_experts
 from .parallelize import layer_names
 from .shards import Cut, chunk_range, cuts_of
 
@@ -60,7 +60,10 @@ def muon_parameters(model: nn.Module) -> dict[str, Layout]:
     output or one input; experts that only a user's plan describes, for their layout isn't known.
     """
     found: dict[str, Layout] = {}
-    experts = _experts(model)
+    try:
+        experts = find_experts(model)
+    except UnsupportedModelError:
+        experts = []
     for info in experts:
         module: Any = info.module
         out_dim = -1 if module.is_transposed else -2
@@ -70,7 +73,7 @@ def muon_parameters(model: nn.Module) -> dict[str, Layout]:
                 parts = Layout(2, out_dim, _alternate(module)) if gated else Layout(1, out_dim)
                 found[f"{info.fqn}.{name}"] = parts
     layers = tuple(f"{name}." for name in layer_names(model))
-    routers = _routers(model, experts)
+    routers = _routers(model, {info.fqn: info.num_experts for info in experts} | _planned_experts(model))
     for fqn, module in model.named_modules():
         linear = isinstance(module, nn.Linear) and fqn.startswith(layers) and module not in routers
         if linear and module.weight.dim() == 2 and min(module.weight.shape) > 1:
@@ -99,16 +102,23 @@ def _alternate(experts: Any) -> bool:
     return first != other
 
 
-def _experts(model: nn.Module) -> list[ExpertsInfo]:
-    try:
-        return find_experts(model)
-    except UnsupportedModelError:
-        return []
+def _planned_experts(model: nn.Module) -> dict[str, int]:
+    """Modules whose parameters are cut over ``ep``, with their number of experts: a user's plan may have said so."""
+    found = {}
+    for name, param in model.named_parameters():
+        for cut in cuts_of(param):
+            if cut.axis == "ep":
+                found[name.rpartition(".")[0]] = param.shape[cut.dim]
+    return found
 
 
-def _routers(model: nn.Module, experts: list[ExpertsInfo]) -> set[nn.Module]:
+def _routers(model: nn.Module, experts: Mapping[str, int]) -> set[nn.Module]:
     """Modules that score experts: those that transformers records as such, and what stands beside the experts with one
-    output per expert."""
+    output per expert.
+
+    Args:
+        experts: name of each experts module -> number of its experts.
+    """
     classes: list[type] = []
     for module in model.modules():
         recorded = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", [])
@@ -119,9 +129,9 @@ def _routers(model: nn.Module, experts: list[ExpertsInfo]) -> set[nn.Module]:
                 classes.append(target)
     tops = [m for m in model.modules() if isinstance(m, tuple(classes))]
     routers = {m for top in tops for m in top.modules()}
-    for info in experts:
-        block = model.get_submodule(info.fqn.rpartition(".")[0])
-        routers |= {m for m in block.modules() if isinstance(m, nn.Linear) and m.out_features == info.num_experts}
+    for fqn, count in experts.items():
+        block = model.get_submodule(fqn.rpartition(".")[0])
+        routers |= {m for m in block.modules() if isinstance(m, nn.Linear) and m.out_features == count}
     return routers
 
 

@@ -31,8 +31,7 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 class MultiOptimizer(Optimizer):
     """Steps several optimizers as one.
 
-    Its hooks run once per step; so do not the hooks that torch keeps for all optimizers of the process, which see the
-    inner ones too.
+    Its hooks run once per step. Those that torch keeps for all optimizers of a process see the inner ones as well.
 
     Args:
         optimizers: by name; their parameters must not overlap.

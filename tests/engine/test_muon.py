@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import _muon as torch_muon
 from transformers import (
     AutoModelForCausalLM,
@@ -500,6 +502,29 @@ def test_routers_that_are_linears_are_left_out(config, router):
     assert any("experts.gate_up_proj" in name for name in found)
     assert any(name.endswith(("q_proj.weight", "q_b_proj.weight")) for name in found)
     assert not any(".experts." not in name and model.get_parameter(name).shape[0] == 8 for name in found)
+
+
+class _PlannedExperts(nn.Module):
+    def __init__(self, mesh):
+        super().__init__()
+        self.weight = nn.Parameter(distribute_tensor(torch.ones(6, 4, 10), mesh, [Shard(1)]))
+
+
+class _PlannedLayer(nn.Module):
+    def __init__(self, mesh):
+        super().__init__()
+        self.proj, self.gate, self.experts = nn.Linear(6, 6), nn.Linear(6, 4), _PlannedExperts(mesh)
+
+
+def _a_plan_s_experts():
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ep_fsdp", "ep"))["ep"]
+    model = nn.Sequential(_PlannedLayer(mesh))
+    model._no_split_modules = ["_PlannedLayer"]
+    assert list(muon_parameters(model)) == ["0.proj.weight"]
+
+
+def test_experts_of_a_user_s_plan_and_their_router_are_left_to_adamw():
+    run_ranks(_a_plan_s_experts, 2)
 
 
 def test_frozen_parameters_are_nobody_s():

@@ -24,15 +24,16 @@ from verl.workers.engine.fsdp.transformer_impl import EngineEvalModeCtx, EngineT
 from ..rollout import naming, server_adapter, stream
 from . import checkpoint
 from .checkpointing import Checkpointing
-from .clip import clip_grad_norm_
+from .clip import ClippedStep
 from .config import STRATEGY, EPFSDP2EngineConfig
 from .errors import SettingError
 from .loading import load_weights, local_checkpoint, open_checkpoint
 from .mesh import Topology, build_meshes
 from .modeling import build_on_meta, materialize
-from .optimizer import build_multi_optimizer
+from .optimizer import optimizer_from_config
 from .parallelize import ShardingOptions, layer_names, parallelize, reshard_all
 from .preflight import check_training
+from .scheduler import build_multi_lr_scheduler
 
 __all__ = ["DEVICES", "EPFSDP2EngineWithLMHead"]
 
@@ -55,6 +56,7 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
             device=get_device_name(),
             setting="model",
             checkpoint=checkpoint_config,
+            optim=None if engine_config.forward_only else optimizer_config,
         )
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
         # float32 is what verl's forward takes as "no autocast". FSDP gathers parameters in their compute dtype, and
@@ -103,7 +105,8 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         self.lr_scheduler: Any = None
         if not self.engine_config.forward_only:
             self.optimizer = self._build_optimizer(module)
-            self.lr_scheduler = self._build_lr_scheduler(self.optimizer)
+            self.lr_scheduler = build_multi_lr_scheduler(self.optimizer, self._build_lr_scheduler)
+            self.clipped_step = ClippedStep(self.optimizer_config.clip_grad, self.meshes)
 
     def _build_module(self) -> nn.Module:
         module: Any = build_on_meta(
@@ -154,7 +157,8 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         return cast(Checkpointing, setting)
 
     def _build_optimizer(self, module: nn.Module):
-        return build_multi_optimizer(module, lambda params: build_optimizer(params, self.optimizer_config))
+        config = self.optimizer_config
+        return optimizer_from_config(module, config, lambda params: build_optimizer(params, config))
 
     # -- running ------------------------------------------------------------------------------------------------
 
@@ -164,20 +168,19 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
     def eval_mode(self, **kwargs):
         return _EvalMode(self, **kwargs)
 
+    def train_batch(self, data, loss_function):
+        outputs = super().train_batch(data, loss_function)
+        if self.is_mp_src_rank_with_outputs():
+            outputs["metrics"]["skipped_steps"] = float(self.clipped_step.skipped)
+        return outputs
+
     def optimizer_step(self) -> float:
         """Clip and step; a norm that is not finite skips the step, on all ranks alike.
 
         Returns:
             The gradient norm before clipping.
         """
-        norm = clip_grad_norm_(self.module.parameters(), self.optimizer_config.clip_grad, self.meshes)
-        if torch.isfinite(norm):
-            self.optimizer.step()
-        else:
-            self.optimizer.zero_grad()
-            if self.rank == 0:
-                logger.warning("epfsdp2: the gradient norm is %s, this step is skipped on all ranks", norm.item())
-        return norm.item()
+        return self.clipped_step(self.optimizer).item()
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         BaseEngine.to(self, device=device, model=model, optimizer=optimizer, grad=grad)

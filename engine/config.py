@@ -290,6 +290,7 @@ class EPFSDP2ActorConfig(ActorConfig):
                 model_config or {},
                 self.rollout,
                 checkpoint=self.checkpoint,
+                optim=self.optim,
                 device=get_device_name(),
                 ipc=is_support_ipc(),
             )
@@ -323,6 +324,7 @@ class EPFSDP2CriticConfig(CriticConfig):
                 n_gpus,
                 self.model,
                 checkpoint=self.checkpoint,
+                optim=self.optim,
                 device=get_device_name(),
                 setting="critic.model",
             )

@@ -20,6 +20,7 @@ from .checkpoint import KNOWN_CONTENTS
 from .errors import SettingError
 from .mesh import Topology
 from .model_facts import ACTOR_MODEL, ModelFacts, inspect_model, overrides_of, plain
+from .optimizer_settings import ACTOR_OPTIM, check_optimizer
 from .placement import check_experts_divide, ep_fsdp_dim
 
 __all__ = [
@@ -45,6 +46,7 @@ _CHECKPOINTS = {
     "critic.model": "critic.checkpoint",
     "model": "checkpoint",
 }
+_OPTIMIZERS = {ACTOR_MODEL: ACTOR_OPTIM, "critic.model": "critic.optim", "model": "optim"}
 _BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 _BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
 _SHM = Path("/dev/shm")
@@ -72,6 +74,7 @@ def check_run(
     rollout: Mapping[str, Any],
     *,
     checkpoint: Mapping[str, Any] | None = None,
+    optim: Any = None,
     device: str = "cuda",
     ipc: bool = True,
 ) -> None:
@@ -83,6 +86,7 @@ def check_run(
         model: verl's model settings.
         rollout: ``name``, ``n_gpus_per_node``, ``backend`` and ``update_weights_bucket_megabytes``.
         checkpoint: the actor's checkpoint settings.
+        optim: the actor's optimizer settings.
         device: verl's device name; ``cpu`` where there is no accelerator.
         ipc: whether weights reach vLLM through device memory; through /dev/shm otherwise.
 
@@ -91,7 +95,7 @@ def check_run(
     """
     check_versions(rollout.get("name"))
     _check_road(rollout)
-    facts = check_training(engine, n_gpus, model, checkpoint=checkpoint, device=device)
+    facts = check_training(engine, n_gpus, model, checkpoint=checkpoint, optim=optim, device=device)
     if not ipc and rollout.get("name") and rollout.get("backend", "naive") == "naive":
         check_rollout(engine, n_gpus, rollout, facts)
 
@@ -102,6 +106,7 @@ def check_training(
     model: Mapping[str, Any],
     *,
     checkpoint: Mapping[str, Any] | None = None,
+    optim: Any = None,
     device: str = "cuda",
     setting: str = ACTOR_MODEL,
 ) -> ModelFacts | None:
@@ -110,6 +115,7 @@ def check_training(
     Args:
         world: number of ranks.
         checkpoint: the role's checkpoint settings.
+        optim: the role's optimizer settings; None where there is none.
         setting: how the user calls the model's node: ``model`` in ``sft_trainer``.
 
     Returns:
@@ -125,6 +131,8 @@ def check_training(
     if facts is not None:
         check_experts(topology, facts, engine.expert_shard_dim)
     check_attention(model, facts, device=device, setting=setting)
+    if optim is not None:
+        check_optimizer(optim, _OPTIMIZERS.get(setting, "optim"))
     return facts
 
 

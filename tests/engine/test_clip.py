@@ -1,0 +1,131 @@
+"""The gradient norm over both meshes, and the step that hangs on it."""
+
+import itertools
+import logging
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from epfsdp2.engine.clip import ClippedStep, clip_grad_norm_
+from epfsdp2.engine.mesh import Topology, build_meshes
+from epfsdp2.engine.optimizer import MultiOptimizer
+from tests.support.ranks import run_ranks
+
+WORLD = 4
+MESHES = [(1, -1), (2, -1), (4, -1), (1, 2), (2, 2), (1, 1)]
+
+
+def _parameters(meshes, dtype=torch.float32, scale=1.0):
+    """Dense and expert parameters with gradients, equal on all ranks as global tensors; and these gradients."""
+    generator = torch.Generator().manual_seed(0)
+    axes = [(meshes.dense, [Replicate(), Shard(0)]), (meshes.experts, [Replicate(), Shard(1), Shard(0)])]
+    shapes = [(8, 5), (7,), (8, 8, 3), (4, 4)]
+    params, grads = [], []
+    for shape, (mesh, placements) in zip(shapes, [axes[0], axes[0], axes[1], axes[1]], strict=True):
+        grads.append((torch.randn(shape, generator=generator) * scale).to(dtype))
+        param = nn.Parameter(distribute_tensor(torch.zeros(shape, dtype=dtype), mesh, placements))
+        param.grad = distribute_tensor(grads[-1], mesh, placements)
+        params.append(param)
+    return [*params, nn.Parameter(torch.zeros(3))], grads  # the last has no gradient
+
+
+def _reference(grads):
+    return torch.linalg.vector_norm(torch.cat([g.double().reshape(-1) for g in grads]))
+
+
+def _one_norm_and_one_coefficient():
+    for ep, fsdp_size in MESHES:
+        meshes = build_meshes("cpu", Topology.plan(WORLD, ep, fsdp_size))
+        for dtype, max_norm in itertools.product((torch.float32, torch.bfloat16), (0.5, 1e9, None, 0.0, float("inf"))):
+            params, grads = _parameters(meshes, dtype)
+            with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
+                norm = clip_grad_norm_(params, max_norm, meshes)
+            assert reduced.call_count == 1
+            want = _reference(grads)
+            assert norm.dtype == torch.float32 and abs(norm / want - 1) < 1e-6, (ep, fsdp_size, dtype)
+            factor = 0.5 / (want + 1e-6) if max_norm == 0.5 else 1.0
+            for param, grad in zip(params, grads, strict=False):
+                torch.testing.assert_close(param.grad.full_tensor(), (grad * factor).to(dtype))
+
+
+def test_one_norm_one_all_reduce_and_one_coefficient_over_all_meshes():
+    run_ranks(_one_norm_and_one_coefficient, WORLD)
+
+
+def _accumulated_in_float32():
+    meshes = build_meshes("cpu", Topology.plan(WORLD, 2))
+    ones = distribute_tensor(torch.ones(2**16, dtype=torch.bfloat16), meshes.dense, [Replicate(), Shard(0)])
+    param = nn.Parameter(torch.zeros_like(ones))
+    param.grad = ones
+    # bfloat16 stops counting at 256.
+    assert clip_grad_norm_([param], None, meshes).item() == 256.0
+    params, grads = _parameters(meshes, torch.bfloat16, scale=1e15)
+    assert abs(clip_grad_norm_(params, None, meshes) / _reference(grads) - 1) < 1e-6
+
+
+def test_squares_are_summed_in_float32():
+    run_ranks(_accumulated_in_float32, WORLD)
+
+
+def _copies_count_once():
+    meshes = build_meshes("cpu", Topology.plan(WORLD, 2))
+    grad = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    for mesh, placements in (
+        (meshes.experts, [Replicate(), Replicate(), Shard(0)]),
+        (meshes.experts, [Replicate(), Shard(0), Replicate()]),
+        (meshes.dense, [Replicate(), Replicate()]),
+    ):
+        param = nn.Parameter(distribute_tensor(torch.zeros(8, 6), mesh, placements))
+        param.grad = distribute_tensor(grad, mesh, placements)
+        assert abs(clip_grad_norm_([param], None, meshes) / grad.norm() - 1) < 1e-6
+
+
+def test_what_several_ranks_hold_alike_counts_once():
+    run_ranks(_copies_count_once, WORLD)
+
+
+class _Records(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def _skipped_everywhere(bad):
+    log, rank = _Records(), dist.get_rank()
+    logging.getLogger("epfsdp2").addHandler(log)
+    meshes = build_meshes("cpu", Topology.plan(WORLD, 2))
+    params, _ = _parameters(meshes)
+    dense, experts = [params[0], params[1]], [params[2], params[3]]
+    inner = {"dense": torch.optim.AdamW(dense), "experts": torch.optim.AdamW(experts)}
+    optimizer = MultiOptimizer(inner, [(f"p{i}", p) for i, p in enumerate(params)])
+    step = ClippedStep(0.5, meshes)
+    assert torch.isfinite(step(optimizer)) and step.skipped == 0
+    before = [p.detach().full_tensor() for p in params[:4]]
+    moments = [optimizer.state[p]["exp_avg"].full_tensor() for p in params[:4]]
+    for count in (1, 2):
+        fresh, _ = _parameters(meshes)
+        for param, other in zip(params[:4], fresh, strict=False):
+            param.grad = other.grad
+        if rank == 2:  # on one rank only, in an expert
+            params[2].grad.to_local()[0] = bad
+        assert not torch.isfinite(step(optimizer))
+        assert step.skipped == count
+        assert all(p.grad is None for p in params[:4])
+    for param, value, moment in zip(params, before, moments, strict=False):
+        assert torch.equal(param.detach().full_tensor(), value)
+        assert torch.equal(optimizer.state[param]["exp_avg"].full_tensor(), moment)
+        assert optimizer.state[param]["step"] == 1
+    assert len(log.lines) == (2 if rank == 0 else 0)
+    assert rank or ("skipped on all ranks (2 so far)" in log.lines[1])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(bad):
+    run_ranks(_skipped_everywhere, WORLD, bad)

@@ -1,0 +1,158 @@
+"""``python -m tests.parity``: every family on every mesh against the plain model, as a table."""
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from tests.parity import families
+from tests.parity.compare import BOUND, WORLD, Case, Row, cases, compare, fast_case
+from tests.support.ranks import run_ranks
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.parity", description=__doc__)
+    parser.add_argument("--families", default="", help="names, separated by commas; all by default")
+    parser.add_argument("--fast", action="store_true", help="one case per family; writes no result file")
+    asked = parser.parse_args()
+    names = asked.families.split(",") if asked.families else list(families.FAMILIES)
+    unknown = sorted(set(names) - set(families.FAMILIES))
+    if unknown:
+        parser.error(f"there is no family {', '.join(unknown)}; there are {', '.join(families.FAMILIES)}")
+
+    console, rows, start = Console(width=150), [], time.monotonic()
+    with Progress(console=console) as progress:
+        for i, name in enumerate(progress.track(names, description="Families")):
+            rows += [] if families.FAMILIES[name].skip else run_family(name, [fast_case(i)] if asked.fast else cases())
+            console.print(_cells(name, [row for row in rows if row.family == name]), highlight=False)
+    minutes = (time.monotonic() - start) / 60
+    console.print(_table(names, rows))
+    good = all(row.good for row in rows)
+    console.print(_summary(rows, minutes))
+    if not asked.fast and not asked.families:
+        _write(names, rows, minutes)
+    return 0 if good else 1
+
+
+def run_family(name: str, todo: list[Case]) -> list[Row]:
+    """All cases; one that takes its ranks down is a failed row, and the rest run in new ones."""
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = families.save(name, Path(folder) / name)
+        while todo:
+            results = Path(folder) / "results.jsonl"
+            results.write_text("")
+            crash = ""
+            try:
+                run_ranks(compare, WORLD, [(name, checkpoint, todo)], results, timeout=1800)
+            except Exception as error:  # becomes a failed row
+                crash = " ".join(str(error).split())[-300:]
+            lines = [json.loads(line) for line in results.read_text().splitlines()]
+            done = [Row.of_json(line["row"]) for line in lines if "row" in line]
+            rows += done
+            if crash and len(done) < len(todo):
+                rows.append(Row(name, todo[len(done)], failed=crash))
+                todo = todo[len(done) + 1 :]
+            else:
+                todo = []
+    return rows
+
+
+def _cells(name: str, rows: list[Row]) -> str:
+    bad = [row for row in rows if not row.good]
+    note = families.FAMILIES[name].skip or families.FAMILIES[name].note
+    worst = max((row.worst for row in rows), default=0.0)
+    failures = "".join(f"\n    {row.case}: {row.failed}" for row in bad)
+    return f"{name}: {len(rows) - len(bad)} of {len(rows)} good, worst {worst:.1e} {note}{failures}"
+
+
+def _columns(rows: list[Row]) -> list[str]:
+    return list(dict.fromkeys(row.case.mesh for row in rows if row.case.dtype == "float32"))
+
+
+def _lines(names: list[str], rows: list[Row]) -> list[list[str]]:
+    """A line per family: the worst error per mesh over dims and checkpointing, then bfloat16, then a note."""
+    lines = []
+    for name in names:
+        mine = [row for row in rows if row.family == name]
+        line = [name]
+        for mesh in _columns(rows):
+            line.append(_cell([r for r in mine if r.case.mesh == mesh and r.case.dtype == "float32"]))
+        low = [r for r in mine if r.case.dtype != "float32"]
+        line.append("" if not low else "no" if low[0].failed else "yes")
+        refused = sum(bool(r.refused) for r in mine)
+        notes = [families.FAMILIES[name].skip or families.FAMILIES[name].note]
+        notes += [f"{refused} refused: the dim does not divide"] if refused else []
+        lines.append([*line, "; ".join(note for note in notes if note)])
+    return lines
+
+
+def _cell(rows: list[Row]) -> str:
+    if any(row.failed for row in rows):
+        return "FAILED"
+    ran = [row for row in rows if not row.refused]
+    return f"{max(row.worst for row in ran):.0e}" if ran else "refused" if rows else ""
+
+
+def _table(names: list[str], rows: list[Row]) -> Table:
+    table = Table(
+        title=f"Worst relative error, float32, dp_replicate x ep_fsdp x ep on {WORLD} ranks (bound {BOUND:.0e})"
+    )
+    for heading in ["family", *_columns(rows), "bf16 runs", "note"]:
+        table.add_column(heading)
+    for line in _lines(names, rows):
+        table.add_row(*line)
+    return table
+
+
+def _summary(rows: list[Row], minutes: float) -> str:
+    refused, failed = sum(bool(r.refused) for r in rows), sum(not r.good for r in rows)
+    worst = max((r.worst for r in rows), default=0.0)
+    return f"{len(rows)} cases, {failed} failed, {refused} refused, worst {worst:.1e}, {minutes:.0f} min"
+
+
+def _write(names: list[str], rows: list[Row], minutes: float) -> None:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    about = {
+        "date": date.today().isoformat(),
+        "commit": commit.stdout.strip(),
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "minutes": round(minutes),
+    }
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    report = {**about, "rows": [row.as_json() for row in rows]}
+    (RESULTS / "parity.json").write_text(json.dumps(report, indent=1) + "\n")
+    head = ["family", *_columns(rows), "bf16 runs", "note"]
+    table = [head, ["---"] * len(head), *_lines(names, rows)]
+    text = [
+        "# Every family against the plain Hugging Face model",
+        "",
+        f"Float32, {WORLD} ranks (`dp_replicate x ep_fsdp x ep`), against one process on the concatenated batch: the",
+        "worst relative error of any logits, gradient, gradient norm, parameter and AdamW moment over two steps, over",
+        "expert shard dims 0 and 1 and checkpointing none, selective and full. "
+        f"Bound {BOUND:.0e}. {_summary(rows, minutes)}.",
+        "",
+        ", ".join(f"{key} {value}" for key, value in about.items()) + ". `make parity` writes this file.",
+        "",
+        *("| " + " | ".join(line) + " |" for line in table),
+    ]
+    (RESULTS / "parity.md").write_text("\n".join(text) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,226 @@
+"""One family's sharded model against the plain Hugging Face model in one process, over a matrix of settings."""
+
+import itertools
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from epfsdp2.engine.clip import clip_grad_norm_
+from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.loading import load_weights, open_checkpoint
+from epfsdp2.engine.mesh import Topology, build_meshes
+from epfsdp2.engine.modeling import build_on_meta, materialize
+from epfsdp2.engine.optimizer import build_multi_optimizer
+from epfsdp2.engine.parallelize import ShardingOptions, parallelize
+from tests.parity import families
+from tests.support.models import VOCAB
+
+__all__ = ["BOUND", "WORLD", "Case", "Row", "cases", "compare", "fast_case"]
+
+WORLD = 4
+BOUND = 1e-5  # relative, ||ours - theirs|| / ||theirs|| per tensor
+_ROWS_PER_RANK, _LENGTH, _CLIP, _STEPS = 2, 13, 0.5, 2
+_MESHES = ((1, -1), (2, -1), (4, -1), (1, 2), (2, 2))  # (ep, fsdp_size); fsdp_size=2 gives two replicas
+
+
+@dataclass(frozen=True)
+class Case:
+    """One setting of the matrix; ``dtype`` bfloat16 only asks whether the model runs."""
+
+    ep: int
+    fsdp_size: int
+    shard_dim: int | str
+    checkpointing: str
+    dtype: str = "float32"
+
+    @property
+    def mesh(self) -> str:
+        replicas = 1 if self.fsdp_size == -1 else WORLD // self.fsdp_size
+        return f"{replicas} x {WORLD // replicas // self.ep} x {self.ep}"
+
+
+@dataclass
+class Row:
+    """What came out: the worst relative error of each quantity over tensors, steps and ranks; or why there is none."""
+
+    family: str
+    case: Case
+    errors: dict[str, float] = field(default_factory=dict)
+    refused: str = ""
+    failed: str = ""
+
+    @property
+    def worst(self) -> float:
+        return max(self.errors.values(), default=0.0)
+
+    @property
+    def good(self) -> bool:
+        return not self.failed and self.worst < BOUND
+
+    def as_json(self) -> dict:
+        return {**asdict(self), "mesh": self.case.mesh}
+
+    @classmethod
+    def of_json(cls, row: dict) -> "Row":
+        row.pop("mesh")
+        return cls(**{**row, "case": Case(**row["case"])})
+
+
+def cases() -> list[Case]:
+    """The whole matrix of one family."""
+    checkpointing = ("none", "selective", "full")
+    matrix = [Case(*mesh, dim, ac) for mesh, dim, ac in itertools.product(_MESHES, (0, 1), checkpointing)]
+    return [*matrix, Case(2, -1, "auto", "full", "bfloat16")]
+
+
+def fast_case(index: int) -> Case:
+    """One case for the ``index``-th family, so that the families together meet every setting."""
+    ep, fsdp_size = [(2, -1), (4, -1), (2, 2)][index % 3]
+    return Case(ep, fsdp_size, "auto" if index % 2 else 0, ("full", "none", "selective")[index // 2 % 3])
+
+
+def compare(work: Sequence[tuple[str, Path, Sequence[Case]]], results: Path) -> None:
+    """Run cases on this rank; rank 0 appends to ``results`` a line when a case starts, and one with its row."""
+    rank = dist.get_rank()
+    for name, folder, todo in work:
+        reference = _Reference.run(name, folder)
+        for case in todo:
+            if rank == 0:
+                _append(results, {"started": [name, asdict(case)], "time": time.time()})
+            row = _compare(name, folder, case, reference)
+            if rank == 0:
+                _append(results, {"row": row.as_json()})
+
+
+def _append(path: Path, line: dict) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _batch() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, VOCAB, (WORLD * _ROWS_PER_RANK, _LENGTH), generator=generator)
+
+
+def _adam(params) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-3, eps=1e-6)
+
+
+@dataclass
+class _Reference:
+    """What the plain model does in each step, on the whole batch."""
+
+    kind: type[nn.Module]
+    config: object
+    steps: list[dict]
+
+    @classmethod
+    def run(cls, name: str, folder: Path) -> "_Reference":
+        model = families.load(name, folder).train(families.FAMILIES[name].train)
+        optimizer, steps = _adam([p for p in model.parameters() if p.requires_grad]), []
+        for _ in range(_STEPS):
+            optimizer.zero_grad()
+            logits = families.logits(model, _batch())
+            families.loss(name, logits, _batch()).backward()
+            grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), _CLIP)
+            optimizer.step()
+            steps.append(
+                {
+                    "logits": logits.detach(),
+                    "gradients": grads,
+                    "norm": norm,
+                    "parameters": {n: p.detach().clone() for n, p in model.named_parameters()},
+                    "moments": {n: _moments(optimizer, p) for n, p in model.named_parameters()},
+                }
+            )
+        return cls(type(model), model.config, steps)
+
+
+def _moments(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> dict[str, torch.Tensor]:
+    state = optimizer.state.get(param, {})
+    return {key: _full(state[key]).clone() for key in ("exp_avg", "exp_avg_sq") if key in state}
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _sharded(folder: Path, case: Case, reference: _Reference):
+    meshes = build_meshes("cpu", Topology.plan(WORLD, case.ep, case.fsdp_size))
+    kind = SimpleNamespace(from_config=lambda config, dtype, **_: reference.kind._from_config(config, dtype=dtype))
+    model = build_on_meta(kind, reference.config, torch.float32)
+    options = ShardingOptions(
+        param_dtype=getattr(torch, case.dtype), expert_shard_dim=case.shard_dim, checkpointing=case.checkpointing
+    )
+    parallelize(model, meshes, options)
+    materialize(model, "cpu")
+    load_weights(model, open_checkpoint(folder), meshes)
+    return model, meshes
+
+
+def _compare(name: str, folder: Path, case: Case, reference: _Reference) -> Row:
+    family = families.FAMILIES[name]
+    try:
+        model, meshes = _sharded(folder, case, reference)
+    except SettingError as error:  # alike on all ranks: nothing has been sent
+        return Row(name, case, refused=str(error))
+    model.train(family.train)
+    rows = slice(dist.get_rank() * _ROWS_PER_RANK, (dist.get_rank() + 1) * _ROWS_PER_RANK)
+    if case.dtype != "float32":
+        families.loss(name, families.logits(model, _batch()[rows]), _batch()[rows]).backward()
+        finite = [bool(torch.isfinite(_full(p.grad)).all()) for p in model.parameters() if p.grad is not None]
+        return Row(name, case, failed="" if finite and all(finite) else "a gradient is not finite")
+    optimizer = build_multi_optimizer(model, _adam)
+    found: list[tuple[str, str, float]] = []
+    for expected in reference.steps:
+        optimizer.zero_grad()
+        logits = families.logits(model, _batch()[rows])
+        families.loss(name, logits, _batch()[rows]).backward()
+        found.append(("logits", "", _relative(logits.detach(), expected["logits"][rows])))
+        found += _gradients(model, expected["gradients"])
+        norm = clip_grad_norm_(model.parameters(), _CLIP, meshes)
+        found.append(("norm", "", _relative(norm, expected["norm"])))
+        optimizer.step()
+        for param_name, param in model.named_parameters():
+            found.append(("parameters", param_name, _relative(_full(param), expected["parameters"][param_name])))
+            moments, wanted = _moments(optimizer, param), expected["moments"][param_name]
+            found += [("moments", param_name, _relative(moments.get(k), wanted[k])) for k in wanted]
+    return _row(name, case, found)
+
+
+def _gradients(model: nn.Module, wanted: dict[str, torch.Tensor]) -> Iterator[tuple[str, str, float]]:
+    for name, param in model.named_parameters():
+        if param.grad is None and name not in wanted:
+            continue
+        # No gradient, as of an expert that no token met, is a gradient of zero.
+        ours = torch.zeros(param.shape) if param.grad is None else _full(param.grad)
+        yield "gradients", name, _relative(ours, wanted.get(name, torch.zeros(param.shape)))
+
+
+def _relative(value: torch.Tensor | None, reference: torch.Tensor) -> float:
+    if value is None:
+        return float("inf")
+    difference = (value.double() - reference.double()).norm()
+    return (difference / reference.double().norm().clamp_min(1e-12)).item()
+
+
+def _row(name: str, case: Case, found: list[tuple[str, str, float]]) -> Row:
+    """The worst of all ranks; a bad one is named."""
+    everyone: list = [None] * WORLD
+    dist.all_gather_object(everyone, found)
+    errors: dict[str, float] = {}
+    bad: list[str] = []
+    for quantity, tensor, error in itertools.chain(*everyone):
+        errors[quantity] = max(errors.get(quantity, 0.0), error)
+        if not error < BOUND:
+            bad.append(f"{quantity} {tensor} {error:.1e}".replace("  ", " "))
+    return Row(name, case, errors, failed="; ".join(dict.fromkeys(bad[:4])))

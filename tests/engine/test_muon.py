@@ -355,6 +355,37 @@ def test_a_step_is_deterministic_and_exchanges_in_one_order_whatever_the_gradien
     run_ranks(_steps_alike, WORLD, 4096)
 
 
+def _bfloat16_is_sent():
+    config = CONFIGS["qwen3"]()
+    reference = _reference(config)
+    model = _sharded(config, reference, 2, -1)
+    plain = {name: param for name, param in reference.named_parameters() if param.dim() > 1}
+    for name, param in model.named_parameters():
+        if param.dim() > 1:
+            plain[name].grad = _gradient(name, param.shape, 0)
+            param.grad = torch.zeros_like(param)
+            local_tensor(param.grad).copy_(_mine(param, plain[name].grad))
+    dtypes, call = set(), dist.all_to_all_single
+
+    def spy(output, given, *args, **kwargs):
+        dtypes.update((output.dtype, given.dtype))
+        return call(output, given, *args, **kwargs)
+
+    with mock.patch.object(muon_module.dist, "all_to_all_single", spy):
+        Muon(matrix_groups(model), weight_decay=0.0, ns_dtype="bf16").step()
+    assert dtypes == {torch.bfloat16}
+    before = {name: param.detach().clone() for name, param in plain.items()}
+    Muon(matrix_groups(reference), weight_decay=0.0, ns_dtype="bf16").step()
+    for name in muon_parameters(reference):
+        moved, should = model.get_parameter(name).detach().full_tensor() - before[name], plain[name] - before[name]
+        # The same roundings of the same matrices, but for the order of sums in a batch of another size.
+        assert _relative(moved, should.detach()) < 2**-8, name
+
+
+def test_in_bfloat16_half_as_much_is_sent_and_a_step_is_that_of_one_process():
+    run_ranks(_bfloat16_is_sent, WORLD)
+
+
 def test_bfloat16_newton_schulz_is_torch_s():
     torch.manual_seed(0)
     coefficients = (3.4445, -4.7750, 2.0315)

@@ -201,12 +201,9 @@ def _convert(
     converter = copy.deepcopy(source.converter)
     assert converter is not None
     for pattern, keys in by_pattern.items():
-        if one_by_one and len(keys) != target.shape[0]:
-            raise ValueError(
-                f"{files.folder}: {name} stacks {target.shape[0]} experts, but the checkpoint has {len(keys)} tensors "
-                f"like {keys[0]}."
-            )
-        for key in keys[owned]:
+        if one_by_one:
+            keys = _owned_keys(name, keys, target.shape[0], len(converter.target_patterns), owned, files)
+        for key in keys:
             converter.add_tensor(name, key, pattern, partial(files.read, key))
     if one_by_one and owned.start == owned.stop:
         return target.new_empty(0).view(*(s.stop - s.start for s in box))
@@ -216,6 +213,18 @@ def _convert(
     experts = owned.stop - owned.start if one_by_one else target.shape[0]
     _check_shape(files, name, (experts, *target.shape[1:]), tuple(value.shape), source.keys[0][1])
     return value[(slice(None), *box[1:])] if one_by_one else value[box]
+
+
+def _owned_keys(
+    name: str, keys: list[str], experts: int, targets: int, owned: slice, files: CheckpointFiles
+) -> list[str]:
+    """The wanted ones of one tensor per expert; a converter with several targets deals them out in equal parts."""
+    if len(keys) != targets * experts:
+        raise ValueError(
+            f"{files.folder}: {name} stacks {experts} experts, but the checkpoint has {len(keys)} tensors like "
+            f"{keys[0]}."
+        )
+    return [key for i in range(targets) for key in keys[i * experts : (i + 1) * experts][owned]]
 
 
 def _check_shape(files: CheckpointFiles, name: str, wanted: tuple[int, ...], found: tuple[int, ...], key: str) -> None:

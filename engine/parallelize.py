@@ -135,10 +135,11 @@ def reshard_all(model: nn.Module) -> None:
 
 
 def layer_names(model: nn.Module) -> list[str]:
-    """FQNs of the model's layers, in order: the modules of a class in its ``_no_split_modules``."""
+    """FQNs of the model's layers, in order: the innermost modules of a class in its ``_no_split_modules``."""
     classes = set(getattr(model, "_no_split_modules", None) or ())
     # fully_shard puts a subclass in front of a module's own class.
-    return [fqn for fqn, m in model.named_modules() if classes & {c.__name__ for c in type(m).__mro__}]
+    named = [fqn for fqn, m in model.named_modules() if classes & {c.__name__ for c in type(m).__mro__}]
+    return [fqn for fqn in named if not any(other.startswith(fqn + ".") for other in named)]
 
 
 def _wrap_experts(info: ExpertsInfo, meshes: Meshes, options: ShardingOptions, offload: OffloadPolicy) -> None:
@@ -161,6 +162,8 @@ def _wrap_experts(info: ExpertsInfo, meshes: Meshes, options: ShardingOptions, o
 
 
 def _wrap_island(island: Island, wrap: Callable[..., Any], options: ShardingOptions) -> None:
+    if not island.casts_inputs:
+        island.module.register_forward_hook(_norms_keep_the_dtype)
     if island.mainland:
         wrap(list(island.mainland), reshard_after_forward=options.reshard_after_forward)
     precision = MixedPrecisionPolicy(torch.float32, options.reduce_dtype, cast_forward_inputs=island.casts_inputs)
@@ -213,6 +216,14 @@ def _divide_gradients(model: nn.Module, experts: Iterable[nn.Module], meshes: Me
         shard_ranks = meshes.topology.ep_fsdp if module in experts else meshes.topology.fsdp
         if meshes.dense.device_type == "cpu" and shard_ranks > 1:
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _norms_keep_the_dtype(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """A float32 weight makes some families' norms return float32, which the next linear can't take (DeepSeek-V4)."""
+    like = args[0] if args else None
+    if isinstance(output, torch.Tensor) and isinstance(like, torch.Tensor) and output.shape == like.shape:
+        return output.to(like.dtype)
+    return output
 
 
 def _prefetch(

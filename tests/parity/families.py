@@ -1,0 +1,372 @@
+"""A tiny random model of every family on transformers' experts interface; as a command, each is run in one process."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from tests.support.models import VOCAB
+
+__all__ = ["FAMILIES", "Family", "load", "logits", "loss", "save"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """How to make one.
+
+    Args:
+        model: class in transformers, ``<Name>ForCausalLM`` or what else gives logits from ids.
+        config: class of its config.
+        sizes: arguments of the config.
+        std: spread of the random weights, and ``vectors`` the range of those with one dim (norms, decays): such that
+            rounding errors are not magnified beyond what 1e-5 can tell from a mistake.
+        train: whether it is compared in training mode.
+        note: printed in the table.
+        skip: why it can't be run at all.
+    """
+
+    model: str
+    config: str
+    sizes: dict[str, Any]
+    std: float = 0.1
+    vectors: tuple[float, float] = (0.5, 1.5)
+    train: bool = True
+    note: str = ""
+    skip: str = ""
+
+    def build(self) -> Any:
+        config = getattr(transformers, self.config)(**self.sizes)
+        config._attn_implementation = "eager"
+        return _model_class(self.model)(config)
+
+
+def _model_class(name: str) -> Any:
+    if hasattr(transformers, name):
+        return getattr(transformers, name)
+    if name.startswith("Qwen3_5Moe"):
+        from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as module
+    elif name.startswith("Ernie4_5_VLMoe"):
+        from transformers.models.ernie4_5_vl_moe import modeling_ernie4_5_vl_moe as module
+    else:
+        raise AttributeError(f"transformers has no {name}")
+    return getattr(module, name)
+
+
+def _sizes(**own: Any) -> dict[str, Any]:
+    """Nothing square and few powers of two; what a config does not know it keeps as an attribute."""
+    return {
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **own,
+    }
+
+
+def _of(name: str, head: str = "ForCausalLM", **own: Any) -> Family:
+    options = {key: own.pop(key) for key in ("std", "vectors", "train", "note", "skip") if key in own}
+    config = own.pop("config", name + "Config")
+    return Family(name + head, config, _sizes(**own), **options)
+
+
+_QWEN = {"intermediate_size": 40, "moe_intermediate_size": 18, "num_experts": 8, "num_experts_per_tok": 2}
+_DEEPSEEK = {
+    "intermediate_size": 40,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+}
+_MLA = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "head_dim": 8,
+}
+_SPARSE_LAYERS = ["dense", "sparse", "sparse"]
+_LOCAL = {"intermediate_size": 20, "num_local_experts": 8, "num_experts_per_tok": 2}
+_LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "shared_expert_intermediate_size": 20,
+}
+_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
+
+FAMILIES: dict[str, Family] = {
+    "afmoe": _of("Afmoe", **_QWEN, num_dense_layers=1, num_shared_experts=1, layer_types=["full_attention"] * 3),
+    "cohere2_moe": _of("Cohere2Moe", **{**_QWEN, "intermediate_size": 20}, layer_types=["full_attention"] * 3),
+    # group_limited_greedy reads an attribute that transformers 5.9 does not set.
+    "deepseek_v2": _of("DeepseekV2", **{**_DEEPSEEK, **_MLA}, topk_method="greedy"),
+    "deepseek_v3": _of("DeepseekV3", **{**_DEEPSEEK, **_MLA}),
+    "deepseek_v4": _of(
+        "DeepseekV4",
+        # Two layers: its hyper-connections magnify rounding errors with every layer.
+        **{**_DEEPSEEK, "q_lora_rank": 20, "o_lora_rank": 12, "o_groups": 2, "num_key_value_heads": 1, "head_dim": 16},
+        partial_rotary_factor=0.5,
+        hc_mult=3,
+        hc_sinkhorn_iters=3,
+        index_n_heads=2,
+        index_head_dim=8,
+        index_topk=4,
+        num_nextn_predict_layers=0,
+        sliding_window=8,
+        num_hidden_layers=2,
+        mlp_layer_types=["hash_moe", "moe"],
+    ),
+    "dots1": _of("Dots1", **_DEEPSEEK, layer_types=["full_attention"] * 3),
+    "ernie4_5_moe": _of(
+        "Ernie4_5_Moe",
+        intermediate_size=40,
+        moe_intermediate_size=18,
+        moe_num_experts=8,
+        moe_k=2,
+        moe_num_shared_experts=1,
+        moe_layer_start_index=1,
+    ),
+    "ernie4_5_vl_moe": _of(
+        "Ernie4_5_VLMoe",
+        "ForConditionalGeneration",
+        config="Ernie4_5_VLMoeConfig",
+        text_config=_sizes(
+            intermediate_size=40,
+            moe_intermediate_size=[20, 12],
+            moe_num_experts=8,
+            moe_k=2,
+            moe_num_shared_experts=1,
+            mlp_layer_types=_SPARSE_LAYERS,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]},
+        ),
+        vision_config={"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2},
+        note="two experts modules in a layer; text alone",
+    ),
+    "exaone_moe": _of("ExaoneMoe", **_QWEN, mlp_layer_types=_SPARSE_LAYERS, layer_types=["full_attention"] * 3),
+    "flex_olmo": _of("FlexOlmo", **{**_QWEN, "intermediate_size": 20, "num_experts": 12}),
+    "gemma4": _of(
+        "Gemma4",
+        config="Gemma4TextConfig",
+        **{**_QWEN, "num_hidden_layers": 2},
+        enable_moe_block=True,
+        top_k_experts=2,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=8,
+        global_head_dim=12,
+        hidden_size_per_layer_input=0,
+        vocab_size_per_layer_input=VOCAB,
+        num_kv_shared_layers=0,
+    ),
+    "glm4_moe": _of("Glm4Moe", **_DEEPSEEK),
+    "glm4_moe_lite": _of("Glm4MoeLite", **{**_DEEPSEEK, **_MLA}, mlp_layer_types=_SPARSE_LAYERS),
+    "glm4v_moe": _of(
+        "Glm4vMoe",
+        "ForConditionalGeneration",
+        text_config=_sizes(
+            **_DEEPSEEK,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [1, 1, 1],
+                "partial_rotary_factor": 0.5,
+            },
+        ),
+        vision_config={**_VISION, "image_size": 28, "patch_size": 14},
+        note="text alone",
+    ),
+    "glm_moe_dsa": _of(
+        "GlmMoeDsa",
+        **{**_DEEPSEEK, **_MLA},
+        mlp_layer_types=_SPARSE_LAYERS,
+        index_topk=64,
+        index_head_dim=16,
+        index_n_heads=2,
+    ),
+    "gpt_oss": _of("GptOss", **_LOCAL, layer_types=["sliding_attention", "full_attention", "full_attention"]),
+    "hunyuan_v1_moe": _of("HunYuanMoEV1", intermediate_size=20, num_experts=8, moe_topk=2),
+    "hy_v3": _of("HYV3", **_QWEN, num_shared_experts=1, mlp_layer_types=_SPARSE_LAYERS),
+    "jamba": _of(
+        "Jamba",
+        intermediate_size=20,
+        num_experts=8,
+        num_experts_per_tok=2,
+        attn_layer_period=3,
+        attn_layer_offset=1,
+        expert_layer_period=2,
+        expert_layer_offset=0,
+        use_mamba_kernels=False,
+        mamba_d_state=8,
+        mamba_dt_rank=8,
+    ),
+    "laguna": _of(
+        "Laguna",
+        **_QWEN,
+        shared_expert_intermediate_size=20,
+        mlp_layer_types=_SPARSE_LAYERS,
+        layer_types=["full_attention"] * 3,
+        num_attention_heads_per_layer=[4, 4, 4],
+    ),
+    "lfm2_moe": _of("Lfm2Moe", **_QWEN, num_dense_layers=1, layer_types=["conv", "full_attention", "conv"]),
+    "minimax": _of(
+        "MiniMax", **_LOCAL, layer_types=["linear_attention", "full_attention", "full_attention"], block_size=8
+    ),
+    "minimax_m2": _of("MiniMaxM2", **_LOCAL),
+    "mistral4": _of("Mistral4", **{**_DEEPSEEK, **_MLA, "head_dim": 20}),
+    "mixtral": _of("Mixtral", **_LOCAL),
+    "nemotron_h": _of(
+        "NemotronH",
+        **{**_DEEPSEEK, "n_groups": 2},
+        layers_block_type=["mamba", "moe", "attention", "moe"],
+        moe_shared_expert_intermediate_size=20,
+        use_mamba_kernels=False,
+        ssm_state_size=8,
+        mamba_num_heads=4,
+        mamba_head_dim=12,
+        chunk_size=8,
+    ),
+    "nemotron_h_latent": _of(
+        "NemotronH",
+        **{**_DEEPSEEK, "n_groups": 2},
+        layers_block_type=["mamba", "moe", "moe"],
+        moe_shared_expert_intermediate_size=20,
+        moe_latent_size=20,
+        use_mamba_kernels=False,
+        ssm_state_size=8,
+        mamba_num_heads=4,
+        mamba_head_dim=12,
+        chunk_size=8,
+    ),
+    "olmoe": _of("Olmoe", intermediate_size=20, num_experts=8, num_experts_per_tok=2),
+    "openai_privacy_filter": _of("OpenAIPrivacyFilter", "ForTokenClassification", **_LOCAL, num_labels=VOCAB),
+    "phimoe": _of(
+        "Phimoe",
+        **_LOCAL,
+        router_jitter_noise=0.0,
+        train=False,
+        note="in eval mode: in training sparsemixer draws at random",
+    ),
+    "qwen2_moe": _of("Qwen2Moe", **_QWEN, shared_expert_intermediate_size=20),
+    "qwen3_moe": _of("Qwen3Moe", **_QWEN, norm_topk_prob=True, mlp_only_layers=[1]),
+    "qwen3_moe_12": _of("Qwen3Moe", **{**_QWEN, "num_experts": 12, "num_experts_per_tok": 3}, tie_word_embeddings=True),
+    "qwen3_next": _of("Qwen3Next", **_QWEN, **_LINEAR, norm_topk_prob=True, std=0.05, vectors=(0.1, 0.5)),
+    "qwen3_5_moe": _of("Qwen3_5Moe", config="Qwen3_5MoeTextConfig", **_QWEN, **_LINEAR, std=0.05, vectors=(0.1, 0.5)),
+    "qwen3_omni_moe": _of(
+        "Qwen3OmniMoeThinker",
+        "ForConditionalGeneration",
+        text_config=_sizes(
+            **_QWEN, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}
+        ),
+        vision_config={**_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        vision_start_token_id=90,
+        audio_start_token_id=91,
+        audio_config={
+            "num_mel_bins": 8,
+            "d_model": 16,
+            "encoder_layers": 1,
+            "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 16,
+            "output_dim": 48,
+            "downsample_hidden_size": 8,
+        },
+        note="the thinker; text alone",
+    ),
+    "qwen3_vl_moe": _of(
+        "Qwen3VLMoe",
+        "ForConditionalGeneration",
+        text_config=_sizes(
+            **_QWEN, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}
+        ),
+        vision_config={**_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        note="text alone",
+    ),
+    "solar_open": _of("SolarOpen", **_DEEPSEEK),
+}
+
+
+def save(name: str, folder: Path) -> Path:
+    """Save the family's model with every weight and every correction bias random, from a seed."""
+    family = FAMILIES[name]
+    torch.manual_seed(12)
+    model = family.build()
+    with torch.no_grad():
+        for param in model.parameters():
+            if not param.requires_grad:
+                param.uniform_(-0.1, 0.1)
+            elif param.dim() > 1:
+                param.normal_(std=family.std)
+            else:
+                param.uniform_(*family.vectors)
+        for buffer_name, buffer in model.named_buffers():
+            if "bias" in buffer_name:
+                buffer.uniform_(-0.1, 0.1)
+            elif "tid2eid" in buffer_name:  # a router that looks experts up by token
+                buffer.random_(0, 8)
+    model.save_pretrained(folder)
+    return folder
+
+
+def load(name: str, folder: Path) -> Any:
+    """The plain Hugging Face model in float32, its experts computed by its own loop."""
+    kind = _model_class(FAMILIES[name].model)
+    return kind.from_pretrained(
+        folder, dtype=torch.float32, experts_implementation="eager", attn_implementation="eager"
+    )
+
+
+def logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """``(B, S, VOCAB)`` of ids ``(B, S)``."""
+    return model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float()
+
+
+def loss(name: str, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Mean next-token loss."""
+    return nn.functional.cross_entropy(scores[:, :-1].reshape(-1, scores.shape[-1]), ids[:, 1:].reshape(-1))
+
+
+def _check(name: str, folder: Path) -> str:
+    """What is wrong with a family in one process; empty if nothing is."""
+    model = load(name, save(name, folder)).train(FAMILIES[name].train)
+    ids = torch.randint(0, VOCAB, (8, 13), generator=torch.Generator().manual_seed(1))
+    loss(name, logits(model, ids), ids).backward()
+    whole = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    bad = [n for n, g in whole.items() if not torch.isfinite(g).all()]
+    if bad:
+        return f"gradients that are not finite: {bad[:3]}"
+    model.zero_grad()
+    for part in ids.split(2):
+        (loss(name, logits(model, part), part) / 4).backward()
+    apart = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    worst = max((((apart[n] - g).norm() / g.norm().clamp_min(1e-12)).item(), n) for n, g in whole.items())
+    frozen = sum(not p.requires_grad for p in model.parameters())
+    return f"{len(whole)} gradients, {frozen} frozen, in parts {worst[0]:.0e} {worst[1] if worst[0] > 1e-5 else ''}"
+
+
+if __name__ == "__main__":
+    import sys
+    import tempfile
+    import traceback
+
+    for family_name in sys.argv[1:] or FAMILIES:
+        with tempfile.TemporaryDirectory() as parent:
+            try:
+                print(family_name, _check(family_name, Path(parent)), flush=True)
+            except Exception:
+                print(family_name, "FAILED", traceback.format_exc().strip().splitlines()[-1][:300], flush=True)

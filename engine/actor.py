@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from verl.models.transformers.monkey_patch import apply_monkey_patch
@@ -23,13 +24,14 @@ from verl.workers.engine.fsdp.transformer_impl import EngineEvalModeCtx, EngineT
 
 from ..rollout import naming, server_adapter, stream
 from . import checkpoint
+from .agreement import check_agreement, model_facts
 from .checkpointing import Checkpointing
 from .clip import ClippedStep
 from .config import STRATEGY, EPFSDP2EngineConfig
 from .errors import SettingError
 from .loading import load_weights, local_checkpoint, open_checkpoint
 from .mesh import Topology, build_meshes
-from .modeling import build_on_meta, materialize
+from .modeling import build_on_meta, check_initialized, materialize
 from .optimizer import optimizer_from_config
 from .parallelize import ShardingOptions, layer_names, parallelize, reshard_all
 from .preflight import check_training
@@ -57,6 +59,15 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
             setting="model",
             checkpoint=checkpoint_config,
             optim=None if engine_config.forward_only else optimizer_config,
+        )
+        check_agreement(
+            {
+                "engine": vars(engine_config),
+                "optimizer": vars(optimizer_config) if optimizer_config is not None else {},
+                "model config": model_config.hf_config.to_dict(),
+                "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+            },
+            device=get_device_name(),
         )
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
         # float32 is what verl's forward takes as "no autocast". FSDP gathers parameters in their compute dtype, and
@@ -91,11 +102,13 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         """Build on meta, shard, allocate, load this rank's bytes; then optimizer and schedule."""
         files = open_checkpoint(local_checkpoint(self.model_config.local_path))
         module = self._build_module()
+        check_agreement({"model": model_facts(module), "checkpoint": files.file_of}, device=get_device_name())
         # verl passes cumulative lengths where the model's forward takes them; the families here read position ids.
         self.pass_packed_cu_seqlens = False
         parallelize(module, self.meshes, self._sharding_options())
         materialize(module, get_device_id(), shards="cpu" if self.engine_config.offload_policy else None)
         unused = load_weights(module, files, self.meshes, self._initialize, progress=self.rank == 0)
+        check_initialized(module, get_device_name())
         if unused and self.rank == 0:
             print(f"[epfsdp2] {len(unused)} tensors of the checkpoint have no place in the model, e.g. {unused[:3]}")
         self.layer_names = layer_names(module)

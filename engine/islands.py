@@ -11,7 +11,6 @@ frozen parameters FSDP is told to (``correction_biases``).
 """
 
 import difflib
-import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -19,6 +18,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from .errors import SettingError
+from .modeling import kept_in_float32
 
 __all__ = ["Island", "correction_biases", "find_islands"]
 
@@ -46,9 +46,7 @@ def find_islands(model: nn.Module, experts: Sequence[nn.Module], patterns: Seque
         SettingError: if a pattern matches no module that has parameters, or one that holds experts.
     """
     named = _named(model, set(experts), patterns)
-    strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    # As transformers matches them: anywhere in a parameter's name.
-    kept = re.compile("|".join(name.replace("*", ".*") for name in strict) or r"(?!)")
+    kept = kept_in_float32(model)
     kept_params = {p for name, p in model.named_parameters() if kept.search(name)}
     islands = [Island(module, casts_inputs=True) for module in named]
     islands += _owners(model, kept_params - {p for module in named for p in module.parameters()})

@@ -103,7 +103,7 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
     )
     for info in experts:
         _wrap_experts(info, meshes, options, offload)
-    if options.param_dtype != torch.float32:
+    if {options.param_dtype, *(p.dtype for p in model.parameters())} != {torch.float32}:
         for island in find_islands(model, [e.module for e in experts], options.fp32_modules):
             _wrap_island(island, wrap, options)
     for layer in layers.values():

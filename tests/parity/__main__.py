@@ -144,7 +144,7 @@ def _write(names: list[str], rows: list[Row], minutes: float) -> None:
         "",
         f"Float32, {WORLD} ranks (`dp_replicate x ep_fsdp x ep`), against one process on the concatenated batch: the",
         "worst relative error of any logits, gradient, gradient norm, parameter and AdamW moment over two steps, over",
-        "expert shard dims 0 and 1 and checkpointing none, selective and full. "
+        "expert shard dims 0 and 1, checkpointing none and full, and once selective. "
         f"Bound {BOUND:.0e}. {_summary(rows, minutes)}.",
         "",
         ", ".join(f"{key} {value}" for key, value in about.items()) + ". `make parity` writes this file.",

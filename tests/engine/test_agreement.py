@@ -1,0 +1,75 @@
+"""Ranks that were given different models or settings fail alike, at once."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from epfsdp2.engine.agreement import DisagreementError, check_agreement, model_facts
+from tests.support.ranks import run_ranks
+
+WORLD = 4
+
+
+def _model(layers=2, dtype=torch.float32, frozen=False):
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(3, 3, dtype=dtype) for _ in range(layers)))
+    model[0].weight.requires_grad_(not frozen)
+    return model
+
+
+def _facts(rank, what):
+    odd = rank == 2
+    return {
+        "settings": {"ep_size": 2 if odd and what == "ep_size" else 4, "prefetch_depth": 1},
+        "model": model_facts(
+            _model(
+                layers=3 if odd and what == "layers" else 2,
+                dtype=torch.bfloat16 if odd and what == "dtype" else torch.float32,
+                frozen=odd and what == "frozen",
+            )
+        ),
+    }
+
+
+def _disagree(what, words):
+    start = time.monotonic()
+    with pytest.raises(DisagreementError) as error:
+        check_agreement(_facts(dist.get_rank(), what))
+    assert time.monotonic() - start < 10
+    assert all(word in str(error.value) for word in words), str(error.value)
+    said = [None] * WORLD
+    dist.all_gather_object(said, str(error.value))
+    assert set(said) == {said[0]}
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("ep_size", ["settings: ep_size: 4 on ranks 0, 1, 3; 2 on rank 2"]),
+        ("layers", ["model: 2.weight: (not there) on ranks 0, 1, 3; (3, 3) torch.float32 trained on rank 2"]),
+        ("dtype", ["model: 0.weight", "(3, 3) torch.bfloat16 trained on rank 2"]),
+        ("frozen", ["model: 0.weight", "frozen on rank 2"]),
+    ],
+)
+def test_one_rank_of_another_mind_is_an_error_on_all(what, words):
+    run_ranks(_disagree, WORLD, what, words)
+
+
+def _agree():
+    check_agreement(_facts(dist.get_rank(), "nothing"))
+
+
+def test_ranks_that_agree_go_on():
+    run_ranks(_agree, WORLD)
+
+
+def _many():
+    with pytest.raises(DisagreementError, match="and 15 more"):
+        check_agreement({"settings": {str(i): dist.get_rank() for i in range(20)}})
+
+
+def test_only_the_first_differences_are_listed():
+    run_ranks(_many, 2)

@@ -1,0 +1,67 @@
+"""A thousand steps of random routing: no hang, and memory that does not grow."""
+
+import gc
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from epfsdp2.engine.clip import ClippedStep
+from epfsdp2.engine.optimizer import build_multi_optimizer
+from tests.support.engine import sharded_model
+from tests.support.models import VOCAB, save_qwen3_moe, token_loss
+from tests.support.ranks import run_ranks
+
+WORLD, STEPS, WARM_UP = 4, 1000, 200
+GROWTH_BYTES = 8 << 20  # what allocators and caches may still take after the warm-up, on each rank
+
+
+def _live_tensors():
+    gc.collect()
+    return sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+
+
+def _steps(folder, steps, warm_up, leak):
+    """Train; returns bytes and tensors that were added after the warm-up."""
+    rank = dist.get_rank()
+    model, meshes = sharded_model(folder, WORLD, 2, expert_shard_dim=1, checkpointing="full")
+    model.train()
+    optimizer = build_multi_optimizer(model, lambda params: torch.optim.AdamW(params, lr=1e-4))
+    step_if_finite = ClippedStep(1.0, meshes)
+    generator = torch.Generator().manual_seed(rank)
+    process, kept, before = psutil.Process(), [], None
+    for step in range(steps):
+        if step == warm_up:
+            before = process.memory_info().rss, _live_tensors()
+        # Between 1 and 24 tokens, of few kinds or many: some experts, and some ranks, get nothing.
+        length = int(torch.randint(2, 24, (), generator=generator))
+        kinds = 1 if step % 7 == rank else VOCAB
+        ids = torch.randint(0, kinds, (1, length), generator=generator)
+        token_loss(model, ids).backward()
+        step_if_finite(optimizer)
+        optimizer.zero_grad()
+        if leak:
+            kept.append(torch.ones(1 << 18))
+    assert step_if_finite.skipped == 0
+    return process.memory_info().rss - before[0], _live_tensors() - before[1]
+
+
+def _soak(folder):
+    grown, tensors = _steps(folder, STEPS, WARM_UP, leak=False)
+    assert grown < GROWTH_BYTES, f"{grown >> 20} MB more after {STEPS - WARM_UP} steps"
+    assert tensors <= 0, f"{tensors} more tensors after {STEPS - WARM_UP} steps"
+
+
+def _planted_leak(folder):
+    grown, tensors = _steps(folder, 60, 20, leak=True)
+    assert grown > GROWTH_BYTES and tensors >= 40
+
+
+def test_a_planted_leak_is_seen(tmp_path):
+    run_ranks(_planted_leak, WORLD, save_qwen3_moe(tmp_path))
+
+
+@pytest.mark.long
+def test_a_thousand_steps_of_random_routing_end_and_leave_memory_flat(tmp_path):
+    run_ranks(_soak, WORLD, save_qwen3_moe(tmp_path, num_hidden_layers=2, mlp_only_layers=[]), timeout=1500)

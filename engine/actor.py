@@ -184,7 +184,8 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
     def train_batch(self, data, loss_function):
         outputs = super().train_batch(data, loss_function)
         if self.is_mp_src_rank_with_outputs():
-            outputs["metrics"]["skipped_steps"] = float(self.clipped_step.skipped)
+            # A list, as verl joins the lists of ranks and mini-batches before it takes the mean.
+            outputs["metrics"]["skipped_steps"] = [float(self.clipped_step.skipped)]
         return outputs
 
     def optimizer_step(self) -> float:

@@ -1,0 +1,322 @@
+"""Peak memory of a training step on each rank, allocation by allocation, beside what arithmetic says.
+
+    python benchmarks/memory.py [--fast]
+
+Four ranks on a CPU train a tiny Qwen3-MoE in float32. torch's profiler records every allocation and every release of
+the CPU allocator; the peak of the second step is compared with the sum of what has to be there.
+"""
+
+import argparse
+import bisect
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.quickstart import machine
+from epfsdp2.engine.clip import clip_grad_norm_
+from epfsdp2.engine.mesh import Topology, build_meshes
+from epfsdp2.engine.modeling import build_on_meta, materialize
+from epfsdp2.engine.optimizer import build_multi_optimizer
+from epfsdp2.engine.parallelize import ShardingOptions, parallelize
+from epfsdp2.engine.shards import local_tensor
+from tests.support.ranks import run_ranks
+
+COLUMNS = [
+    "mesh",
+    "shard dim",
+    "depth",
+    "reshard",
+    "checkpointing",
+    "tokens",
+    "measured",
+    "predicted",
+    "ratio",
+    "largest",
+]
+RESULTS = Path(__file__).parent / "results"
+WORLD, FLOAT = 4, 4
+MODEL = {
+    "vocab_size": 256,
+    "hidden_size": 192,
+    "moe_intermediate_size": 384,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 48,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting, and what came out, in bytes on the rank where it is largest."""
+
+    ep: int
+    fsdp_size: int = -1
+    shard_dim: int | str = "auto"
+    checkpointing: str = "full"
+    depth: int = 1
+    reshard: bool = True
+    tokens: int = 16
+    measured: int = 0
+    predicted: int = 0
+    largest: int = 0  # single allocation
+    stack: int = 0  # of all experts' gate_up_proj in a layer
+
+    @property
+    def ratio(self) -> float:
+        return self.measured / self.predicted
+
+    @property
+    def holds(self) -> bool:
+        """Within 10 %; and under expert parallelism nothing as large as a stack of all experts was allocated."""
+        return abs(self.ratio - 1) <= 0.1 and (self.ep == 1 or self.largest < self.stack)
+
+    @property
+    def mesh(self) -> str:
+        replicas = 1 if self.fsdp_size == -1 else WORLD // self.fsdp_size
+        return f"{replicas} x {WORLD // replicas // self.ep} x {self.ep}"
+
+
+ROWS = [
+    Row(1),
+    Row(2),
+    Row(4),
+    Row(2, shard_dim=0),
+    Row(1, fsdp_size=2),
+    Row(2, fsdp_size=2),
+    Row(2, depth=0),
+    Row(2, depth=2),
+    Row(2, reshard=False),
+    Row(2, checkpointing="none"),
+    Row(4, checkpointing="none", tokens=1024),
+    Row(4, checkpointing="full", tokens=1024),
+]
+FAST = ROWS[1:4]
+
+
+def predict(row: Row) -> int:
+    """Bytes at the peak, from sizes alone.
+
+    Resident are the shards and AdamW's two moments. To that comes the largest of these moments of a layer, where X is
+    the experts of one layer on a rank, their ``ep_fsdp`` shards put together (a layer over ``ep``), and "ahead" are the
+    layers whose gathers are under way, ``depth`` of them:
+
+    - gathering, in forward and backward: a buffer of X for this layer and each ahead; the weights copied out of it, X;
+      a copy of these, X, if they are cut along another dim than the first (and gloo's copy, X, of what it receives,
+      should a gather be under way just then: a matter of time, left out);
+    - computing gradients: the buffers ahead, the weights, X, and their gradients, X;
+    - packing gradients to be reduced: the buffers ahead; X of gradients (a copy, and down_proj's own third, if they are
+      cut along another dim than the first), and X packed;
+    - reducing: the buffers ahead; X packed; X that gloo copies; the rank's shard of the sum; down_proj's third.
+
+    In backward, the gradients of the layers that are done are there too, and the saved inputs of those to come. Where
+    no other rank shares a rank's experts (``ep_fsdp`` = 1) nothing is gathered. Without resharding after the forward,
+    the weights of all layers up to this one stay, and the backward gathers nothing.
+    """
+    shards = WORLD if row.fsdp_size == -1 else row.fsdp_size
+    D, M, E, n = MODEL["hidden_size"], MODEL["moe_intermediate_size"], MODEL["num_experts"], MODEL["num_hidden_layers"]
+    q, kv = MODEL["num_attention_heads"] * MODEL["head_dim"], MODEL["num_key_value_heads"] * MODEL["head_dim"]
+    dense = 2 * D * q + 2 * D * kv + E * D + 2 * D + 2 * MODEL["head_dim"]
+    ep_fsdp = shards // row.ep
+    X = 3 * D * M * E // row.ep
+    buffer = X if ep_fsdp > 1 else 0
+    copies = buffer if row.shard_dim != 0 else 0  # every size here divides, so "auto" is dim 1
+    third = buffer / 3
+    layer_shard = dense / shards + X / ep_fsdp
+    shard = n * layer_shard + (2 * MODEL["vocab_size"] + 1) * D / shards
+    layer_activations = _activations(row.tokens)
+
+    def gathering(ahead: int) -> float:
+        return (1 + ahead) * buffer + X + copies
+
+    def reducing(ahead: int) -> float:
+        packing = (copies + third if copies else X) + X
+        sending = X + X + X / ep_fsdp + third
+        return ahead * buffer + max(2 * X, packing, sending)
+
+    peaks = []
+    for i in range(n):
+        inputs = row.tokens * D if row.checkpointing == "full" else layer_activations
+        saved = i * inputs + layer_activations + (3 * row.tokens * MODEL["vocab_size"] if i == n - 1 else 0)
+        kept = saved + (0 if row.reshard else i * (X + dense))
+        forward, backward = min(row.depth, n - 1 - i), min(row.depth, i) if row.reshard else 0
+        peaks.append(kept + (1 + forward) * dense + gathering(forward))
+        done = (n - 1 - i) * layer_shard
+        peaks.append(kept + done + (1 + backward) * dense + reducing(backward))
+        if row.reshard:
+            peaks.append(kept + done + (1 + backward) * dense + gathering(backward))
+    return int(FLOAT * (3 * shard + max(peaks)))
+
+
+def _activations(tokens: int) -> int:
+    """Elements that autograd keeps for the backward of one layer of Qwen3-MoE."""
+    D, M, E, K = (
+        MODEL["hidden_size"],
+        MODEL["moe_intermediate_size"],
+        MODEL["num_experts"],
+        MODEL["num_experts_per_tok"],
+    )
+    q, kv = MODEL["num_attention_heads"] * MODEL["head_dim"], MODEL["num_key_value_heads"] * MODEL["head_dim"]
+    norms = 2 * 3 * D  # input, normalised, scaled (the next linear's input)
+    attention = (
+        2 * (q + kv) + 3 * q + 2 * q
+    )  # q and k before and after their norm; q, k, v expanded; output and its copy
+    routing = 2 * E
+    rows = K * (D + 2 * M + M + M + D)  # rows in, gate and up, activated gate, product, slots out
+    return tokens * (norms + attention + routing + rows)
+
+
+def measure(folder: Path, row: Row, out: Path) -> None:
+    """Train two steps on this rank; rank 0 writes the largest peak of all ranks in the second, and allocation."""
+    rank = dist.get_rank()
+    meshes = build_meshes("cpu", Topology.plan(WORLD, row.ep, row.fsdp_size))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        model = build_on_meta(_Kind, Qwen3MoeConfig(**MODEL, attn_implementation="sdpa"), torch.float32)
+        options = ShardingOptions(
+            param_dtype=torch.float32,
+            expert_shard_dim=row.shard_dim,
+            checkpointing=row.checkpointing,
+            prefetch_depth=row.depth,
+            reshard_after_forward=row.reshard,
+        )
+        parallelize(model, meshes, options)
+        materialize(model, "cpu")
+        with torch.no_grad():
+            for param in model.parameters():
+                local_tensor(param).normal_(std=0.05)
+        model.train()
+        optimizer = build_multi_optimizer(model, lambda params: torch.optim.AdamW(params, lr=1e-4))
+        for step in range(2):
+            ids = torch.randint(0, MODEL["vocab_size"], (1, row.tokens), generator=torch.Generator().manual_seed(rank))
+            with record_function(f"step {step}"):
+                logits = model(input_ids=ids, use_cache=False).logits
+                torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]).backward()
+                del logits
+                clip_grad_norm_(model.parameters(), 1.0, meshes)
+                optimizer.step()
+                optimizer.zero_grad()
+    peak, largest = _peak(profiler)
+    figures = torch.tensor([peak, largest])
+    dist.all_reduce(figures, op=dist.ReduceOp.MAX)
+    if rank == 0:
+        out.write_text(json.dumps(figures.tolist()))
+
+
+class _Kind:
+    @staticmethod
+    def from_config(config, dtype, trust_remote_code):
+        return Qwen3MoeForCausalLM._from_config(config, dtype=dtype)
+
+
+def _peak(profiler: profile) -> tuple[int, int]:
+    """Most bytes that were allocated at once in the second step, and the largest single allocation in it.
+
+    Where the last to hold a buffer is a thread of gloo's, the profiler does not see its release. So what is allocated
+    again at its address ends it.
+    """
+    kineto: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    window = next(e for e in kineto.events() if e.name() == "step 1")
+    start, end = window.start_ns(), window.start_ns() + window.duration_ns()
+
+    live: dict[int, int] = {}  # address -> bytes
+    addresses: list[int] = []  # sorted
+    allocated = peak = largest = 0
+
+    def release(address: int) -> int:
+        del addresses[bisect.bisect_left(addresses, address)]
+        return live.pop(address)
+
+    for event in sorted(_allocations(kineto.experimental_event_tree()), key=lambda e: e.start_time_ns):
+        address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
+        if size < 0:
+            allocated -= release(address) if address in live else 0
+            continue
+        first = max(bisect.bisect_right(addresses, address) - 1, 0)
+        last = bisect.bisect_left(addresses, address + size)
+        for gone in [a for a in addresses[first:last] if a + live[a] > address]:
+            allocated -= release(gone)
+        bisect.insort(addresses, address)
+        live[address] = size
+        allocated += size
+        if start <= event.start_time_ns <= end:
+            peak, largest = max(peak, allocated), max(largest, size)
+    return peak, largest
+
+
+def _allocations(events: list) -> Iterator[Any]:
+    for event in events:
+        if event.tag == _EventType.Allocation:
+            yield event
+        yield from _allocations(event.children)
+
+
+def run(row: Row) -> Row:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "figures.json"
+        run_ranks(measure, WORLD, Path(folder), row, out)
+        peak, largest = json.loads(out.read_text())
+    stack = FLOAT * MODEL["num_experts"] * 2 * MODEL["moe_intermediate_size"] * MODEL["hidden_size"]
+    return Row(**{**asdict(row), "measured": peak, "predicted": predict(row), "largest": largest, "stack": stack})
+
+
+def cells(row: Row) -> list[str]:
+    mib = [f"{bytes_ / 2**20:.1f}" for bytes_ in (row.measured, row.predicted)]
+    options = [row.mesh, row.shard_dim, row.depth, row.reshard, row.checkpointing, row.tokens]
+    return [*map(str, options), *mib, f"{row.ratio:.3f}", f"{row.largest / row.stack:.2f}"]
+
+
+def write(rows: list[Row]) -> None:
+    where = machine()
+    result = {"machine": where, "model": MODEL, "rows": [{**asdict(row), "ratio": round(row.ratio, 3)} for row in rows]}
+    (RESULTS / "memory.json").write_text(json.dumps(result, indent=1) + "\n")
+    lines = [
+        "# Peak memory of a step",
+        "",
+        "Written by `make memory`.",
+        "",
+        f"{where['cpu']}; torch {where['versions']['torch']}; {where['date']}; commit {where['commit'][:12]}.",
+        "",
+        "Four ranks on CPU, float32, AdamW, the second step. MiB on the rank with the largest peak. Predicted:",
+        "`predict` in `benchmarks/memory.py`, from sizes alone. Largest: the largest single allocation over the stack",
+        "`[E, 2I, D]` of a layer's `gate_up_proj`. With `ep` = 1 FSDP gathers whole stacks by design; that is what EP is for.",
+        "",
+        *(f"| {' | '.join(line)} |" for line in (COLUMNS, ["---"] * len(COLUMNS), *map(cells, rows))),
+    ]
+    (RESULTS / "memory.md").write_text("\n".join(lines) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fast", action="store_true", help="three rows; writes no result file")
+    asked = parser.parse_args()
+    rows = [run(row) for row in track(FAST if asked.fast else ROWS, "measuring", console=Console(stderr=True))]
+    shown = Table(*COLUMNS)
+    for row in rows:
+        shown.add_row(*cells(row))
+    Console(width=140).print(shown)
+    if not asked.fast:
+        write(rows)
+    return 0 if all(row.holds for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -297,7 +297,7 @@ def write(rows: list[Row]) -> None:
         "",
         "Four ranks on CPU, float32, AdamW, the second step. MiB on the rank with the largest peak. Predicted:",
         "`predict` in `benchmarks/memory.py`, from sizes alone. Largest: the largest single allocation over the stack",
-        "`[E, 2I, D]` of a layer's `gate_up_proj`. With `ep` = 1 FSDP gathers whole stacks by design; that is what EP is for.",
+        "`[E, 2I, D]` of a layer's `gate_up_proj`. With `ep` = 1 FSDP gathers whole stacks by design; EP is for that.",
         "",
         *(f"| {' | '.join(line)} |" for line in (COLUMNS, ["---"] * len(COLUMNS), *map(cells, rows))),
     ]

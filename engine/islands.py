@@ -8,6 +8,9 @@ Two kinds, wrapped as FSDP modules of their own:
 
 Correction biases are never cast either. In most families they are buffers, which FSDP leaves alone; where they are
 frozen parameters FSDP is told to (``correction_biases``).
+
+FSDP casts parameters, not buffers. Where a module multiplies float32 buffers of its own into its activations, these
+are float32 when they meet the next weight. Such modules run under autocast (``mixing_buffers``).
 """
 
 import difflib
@@ -20,7 +23,7 @@ from torch import nn
 from .errors import SettingError
 from .modeling import kept_in_float32
 
-__all__ = ["Island", "correction_biases", "find_islands"]
+__all__ = ["Island", "correction_biases", "find_islands", "mixing_buffers"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,21 @@ def find_islands(model: nn.Module, experts: Sequence[nn.Module], patterns: Seque
 def correction_biases(model: nn.Module, num_experts: Collection[int]) -> set[nn.Parameter]:
     """Frozen parameters with one entry per expert, which are added to routing scores (Afmoe, Laguna, Ernie 4.5)."""
     return {p for p in model.parameters() if not p.requires_grad and p.numel() in num_experts}
+
+
+def mixing_buffers(model: nn.Module, experts: Collection[nn.Module]) -> list[nn.Module]:
+    """Modules with linears and floating-point buffers of their own, but no experts: MiniMax's linear attention.
+
+    Not so routers, whose buffers are correction biases, and rotary embeddings: they cast for themselves, and have no
+    linear below them.
+    """
+
+    def mixes(module: nn.Module) -> bool:
+        below = list(module.modules())[1:]
+        buffers = any(buffer.is_floating_point() for buffer in module.buffers(recurse=False))
+        return buffers and any(isinstance(m, nn.Linear) for m in below) and not any(m in experts for m in below)
+
+    return [module for module in model.modules() if mixes(module)]
 
 
 def _named(model: nn.Module, experts: set[nn.Module], patterns: Sequence[str]) -> list[nn.Module]:

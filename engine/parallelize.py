@@ -26,7 +26,7 @@ from .checkpointing import Checkpointing, checkpoint_layers
 from .compiling import compile_dense_parts
 from .experts.compute import EXPERTS_IMPLEMENTATION, ExpertParallel, attach
 from .experts.find import ComputesItself, ExpertsInfo, find_experts
-from .islands import Island, correction_biases, find_islands
+from .islands import Island, correction_biases, find_islands, mixing_buffers
 from .mesh import Meshes
 from .placement import check_experts_divide, ep_fsdp_dim, model_parallel_placements
 
@@ -88,6 +88,10 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
         _shard_over_ep(info, meshes)
     if any(not isinstance(module, ComputesItself) for module in stacks):
         model.set_experts_implementation(EXPERTS_IMPLEMENTATION)
+    if options.param_dtype != torch.float32:
+        autocast = torch.autocast(meshes.dense.device_type, options.param_dtype)
+        for module in mixing_buffers(model, stacks):
+            module.forward = autocast(module.forward)  # type: ignore[method-assign]
     if options.compile_dense:
         compile_dense_parts(layers.values(), stacks)
     checkpoint_layers(layers.values(), stacks, max(e.num_experts for e in experts), options.checkpointing)

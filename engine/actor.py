@@ -50,16 +50,20 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
     engine_config: EPFSDP2EngineConfig
 
     def __init__(self, model_config, engine_config, optimizer_config, checkpoint_config):
-        # The driver checked this for main_ppo; sft_trainer has no driver.
-        check_training(
-            engine_config,
-            dist.get_world_size(),
-            model_config,
-            device=get_device_name(),
-            setting="model",
-            checkpoint=checkpoint_config,
-            optim=None if engine_config.forward_only else optimizer_config,
-        )
+        failure = None
+        try:
+            # The driver checked this for main_ppo; sft_trainer has no driver.
+            check_training(
+                engine_config,
+                dist.get_world_size(),
+                model_config,
+                device=get_device_name(),
+                setting="model",
+                checkpoint=checkpoint_config,
+                optim=None if engine_config.forward_only else optimizer_config,
+            )
+        except Exception as error:
+            failure = error
         check_agreement(
             {
                 "engine": vars(engine_config),
@@ -68,6 +72,7 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
                 "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
             },
             device=get_device_name(),
+            failure=failure,
         )
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
         # float32 is what verl's forward takes as "no autocast". FSDP gathers parameters in their compute dtype, and
@@ -100,9 +105,13 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
 
     def _build_model_optimizer(self) -> None:
         """Build on meta, shard, allocate, load this rank's bytes; then optimizer and schedule."""
-        files = open_checkpoint(local_checkpoint(self.model_config.local_path))
-        module = self._build_module()
-        check_agreement({"model": model_facts(module), "checkpoint": files.file_of}, device=get_device_name())
+        folder, facts, failure = local_checkpoint(self.model_config.local_path), {}, None
+        try:
+            files, module = open_checkpoint(folder), self._build_module()
+            facts = {"model": model_facts(module), "checkpoint": files.file_of}
+        except Exception as error:
+            failure = error
+        check_agreement(facts, device=get_device_name(), failure=failure)
         # verl passes cumulative lengths where the model's forward takes them; the families here read position ids.
         self.pass_packed_cu_seqlens = False
         parallelize(module, self.meshes, self._sharding_options())
@@ -141,7 +150,7 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
     def _auto_class(self) -> Any:
         return get_hf_auto_model_class(hf_config=self.model_config.hf_config)
 
-    def _initialize(self, name: str, tensor: torch.Tensor, in_checkpoint: bool) -> bool:
+    def _initialize(self, name: str, tensor: torch.Tensor, fits: bool) -> bool:
         """Fill what does not come from the checkpoint (``load_weights``): a causal LM has nothing such."""
         return False
 
@@ -231,10 +240,12 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
 
     def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=True, **kwargs) -> None:
         contents = set(self.checkpoint_config.get("load_contents") or ())
+        # Optimizer state is created where the parameters are.
+        self.to(get_device_name(), model=self._is_offload_param, optimizer=False, grad=False)
         checkpoint.load_checkpoint(Path(local_path), self.module, self.optimizer, self.lr_scheduler, contents)
         # A forward-only pass may have left parameters gathered, with the weights from before.
         reshard_all(self.module)
-        self.to("cpu", model=False, optimizer=self._is_offload_optimizer, grad=False)
+        self.to("cpu", model=self._is_offload_param, optimizer=self._is_offload_optimizer, grad=False)
 
     def _save_hf_config(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -25,27 +25,43 @@ class DisagreementError(RuntimeError):
 
 
 def check_agreement(
-    facts: Mapping[str, Mapping[str, Any]], group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
+    facts: Mapping[str, Mapping[str, Any]],
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+    failure: Exception | None = None,
 ) -> None:
     """Compare named sections of facts over the ranks of ``group``; collective.
 
     Args:
         facts: section -> entry -> value; values as ``str`` shows them.
         device: where the group's backend takes tensors from.
+        failure: what this rank's own checks raised: a rank that raised it alone would leave the others waiting.
 
     Raises:
-        DisagreementError: on every rank alike, naming sections, entries, ranks and their values.
+        DisagreementError: on every rank alike, naming sections, entries, ranks and their values, or what failed where.
+        Exception: ``failure``, where all ranks have the same.
     """
+    failed = "" if failure is None else f"{type(failure).__name__}: {failure}"
     mine = {section: {str(k): str(v) for k, v in entries.items()} for section, entries in facts.items()}
-    digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).digest()
+    digest = hashlib.sha256(json.dumps([failed, mine], sort_keys=True).encode()).digest()
     sent = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
     received = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
     dist.all_gather(received, sent, group=group)
     if all(torch.equal(other, received[0]) for other in received):
+        if failure is not None:
+            raise failure
         return
     everyone: list[Any] = [None] * len(received)
-    dist.all_gather_object(everyone, mine, group=group)
-    raise DisagreementError("The ranks do not agree on what to run:\n" + "\n".join(_differences(everyone)))
+    dist.all_gather_object(everyone, (failed, mine), group=group)
+    failures: dict[str, list[int]] = {}
+    for rank, (text, _) in enumerate(everyone):
+        if text:
+            failures.setdefault(text, []).append(rank)
+    if failures:
+        lines = [f"  {_ranks(ranks)}: {text}" for text, ranks in failures.items()]
+        raise DisagreementError("\n".join(["Some ranks can't run what they are to run:", *lines])) from failure
+    differences = _differences([facts for _, facts in everyone])
+    raise DisagreementError("\n".join(["The ranks do not agree on what to run:", *differences]))
 
 
 def model_facts(model: nn.Module) -> dict[str, str]:

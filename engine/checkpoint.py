@@ -77,12 +77,17 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: if the folder holds no checkpoint of this engine.
-        ValueError: if the optimizer's state was not saved, or is of another model or another algorithm; before a
-            parameter has changed.
+        ValueError: if the optimizer's state was not saved, or is of another model or another algorithm, or the
+            schedule is of other optimizers; before a parameter has changed.
     """
     contents = set(contents)
     if not (folder / _SHARDS).is_dir():
         raise FileNotFoundError(f"{folder} holds no {_SHARDS}/: it is no checkpoint of this engine.")
+    schedule = None
+    if "extra" in contents and (folder / _STATE).is_file() and lr_scheduler is not None:
+        schedule = json.loads((folder / _STATE).read_text())["lr_scheduler"]
+        if schedule is not None:
+            lr_scheduler.check_state_dict(schedule)
     state = _sharded_state(model, None, contents)
     if "optimizer" in contents and optimizer is not None:
         state["optimizer"] = _optimizer_template(folder / _SHARDS, optimizer)
@@ -93,7 +98,6 @@ def load_checkpoint(
     if "optimizer" in state and optimizer is not None:
         optimizer.load_state_dict(state["optimizer"])
     if "extra" in contents and (folder / _STATE).is_file():
-        schedule = json.loads((folder / _STATE).read_text())["lr_scheduler"]
         if lr_scheduler is not None and schedule is not None:
             lr_scheduler.load_state_dict(schedule)
         rng = folder / _RNG / f"{dist.get_rank():05d}.safetensors"

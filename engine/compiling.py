@@ -4,7 +4,6 @@ What is compiled holds no experts and issues no collective, so a rank that falls
 with the others. The experts stay eager: their sizes change with every batch.
 """
 
-import functools
 import logging
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -24,38 +23,50 @@ def compile_dense_parts(
 ) -> int:
     """Compile the children of each layer that hold parameters but no experts; returns how many.
 
-    The first failure of the compiler is logged once with its cause, and everything runs eagerly from there on.
+    The first failure of the compiler in a forward is logged with its cause; that part, and every part that has not been
+    compiled by then, runs eagerly from there on. A part that was compiled stays so: under activation checkpointing it
+    is computed again in backward, and has to be computed alike. A backward that can't be compiled is an error.
     """
     holding = set(experts)
-    fallback = _Fallback()
+    failure = _Failure()
     count = 0
     for child in (c for layer in layers for c in layer.children()):
         if any(True for _ in child.parameters()) and not holding & set(child.modules()):
             compiled = torch.compile(child.forward, backend=backend)
-            child.forward = functools.partial(fallback, type(child).__name__, compiled, child.forward)  # type: ignore[method-assign]
+            child.forward = _Fallback(failure, type(child).__name__, compiled, child.forward)  # type: ignore[method-assign]
             count += 1
     return count
 
 
-class _Fallback:
-    """Calls the compiled forward until compiling fails for the first time, then the eager one."""
+class _Failure:
+    """Whether the compiler has failed on any part."""
 
     def __init__(self) -> None:
-        self.failed = False
+        self.happened = False
 
-    def __call__(self, name: str, compiled: Callable, eager: Callable, *args: Any, **kwargs: Any) -> Any:
-        if self.failed:
-            return eager(*args, **kwargs)
+
+class _Fallback:
+    """A part's forward: the compiled one until compiling fails, then the eager one."""
+
+    def __init__(self, failure: _Failure, name: str, compiled: Callable, eager: Callable):
+        self.failure, self.name, self.compiled, self.eager = failure, name, compiled, eager
+        self.has_compiled = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.failure.happened and not self.has_compiled:
+            return self.eager(*args, **kwargs)
         try:
-            return compiled(*args, **kwargs)
+            output = self.compiled(*args, **kwargs)
         except (TorchDynamoException, InductorError) as error:
-            self.failed = True
+            self.failure.happened, self.has_compiled = True, False
             inner = getattr(error, "inner_exception", None) or error
             reason = next((line for line in str(inner).splitlines() if line.strip()), "no reason given")
             logger.warning(
                 "epfsdp2: engine.compile_dense: %s could not be compiled (%s: %s); running eagerly",
-                name,
+                self.name,
                 type(inner).__name__,
                 reason,
             )
-            return eager(*args, **kwargs)
+            return self.eager(*args, **kwargs)
+        self.has_compiled = True
+        return output

@@ -44,10 +44,10 @@ class EPFSDP2EngineWithValueHead(EPFSDP2Engine, FSDPEngineWithValueHead):
     def _has_own_class(self) -> bool:
         return type(self.model_config.hf_config) in AutoModelForTokenClassification._model_mapping
 
-    def _initialize(self, name: str, tensor: torch.Tensor, in_checkpoint: bool) -> bool:
+    def _initialize(self, name: str, tensor: torch.Tensor, fits: bool) -> bool:
         """Draw the head's rows where the checkpoint has none that fits; equal on all replicas."""
         head = "score." if self._has_own_class() else "lm_head."
-        if not name.startswith(head) or (in_checkpoint and self._has_own_class()):
+        if fits or not name.startswith(head):
             return False
         generator = torch.Generator().manual_seed(self.engine_config.seed + self.meshes.fsdp_rank)
         scale = getattr(self.model_config.hf_config, "initializer_range", 0.02) if name.endswith("weight") else 0.0

@@ -26,6 +26,10 @@ from .modeling import kept_in_float32
 __all__ = ["Island", "correction_biases", "find_islands", "mixing_buffers"]
 
 
+# FSDP gathers a module's weight when the module is called.
+_READ_WITHOUT_A_CALL = {("DeepseekV2Moe", "gate")}
+
+
 @dataclass(frozen=True)
 class Island:
     """A module to wrap in float32.
@@ -87,6 +91,11 @@ def _named(model: nn.Module, experts: set[nn.Module], patterns: Sequence[str]) -
         if any(experts & set(module.modules()) for module in matching):
             rule = "matches a module that holds experts, which compute in engine.dtype."
             raise SettingError("engine.fp32_modules", pattern, rule, "the router alone, e.g. '*.mlp.gate'")
+        for fqn, _ in ((fqn, m) for fqn, m in with_params.items() if m in matching):
+            parent, _, own = fqn.rpartition(".")
+            if (type(model.get_submodule(parent)).__name__, own) in _READ_WITHOUT_A_CALL:
+                rule = f"matches {fqn}, whose weight the model's code reads without calling it, and casts to float32."
+                raise SettingError("engine.fp32_modules", pattern, rule, "leave it out")
         found.update(dict.fromkeys(reversed(matching)))  # a module comes before what is below it
     return list(found)
 

@@ -108,14 +108,14 @@ def load_weights(
     model: nn.Module,
     files: CheckpointFiles,
     meshes: Meshes,
-    initialize: Callable[[str, torch.Tensor, bool], bool] = lambda name, tensor, in_checkpoint: False,
+    initialize: Callable[[str, torch.Tensor, bool], bool] = lambda name, tensor, fits: False,
     progress: bool = False,
 ) -> list[str]:
     """Fill the parameters and persistent buffers of a sharded, materialised model from a checkpoint.
 
     Args:
-        initialize: called with name, local tensor and whether the checkpoint has it; fills the tensor and returns
-            True, or returns False to have it read, or reported if it is missing.
+        initialize: called with name, local tensor and whether the checkpoint has it in the model's shape; fills the
+            tensor and returns True, or returns False to have it read, or reported if it is missing or ill-shaped.
         progress: show a bar.
 
     Returns:
@@ -130,7 +130,7 @@ def load_weights(
     missing = []
     with torch.no_grad():
         for name, target in tqdm(targets.items(), desc="Loading weights", disable=not progress):
-            if initialize(name, local_tensor(target), name in sources):
+            if initialize(name, local_tensor(target), _fits(target, sources.get(name), files)):
                 continue
             if name in sources:
                 _fill(name, target, sources[name], model, files, meshes)
@@ -173,6 +173,13 @@ def _targets(name: str, converter: WeightConverter | None) -> list[str]:
     return [name.replace(first, pattern) for pattern in converter.target_patterns]
 
 
+def _fits(target: torch.Tensor, source: _Source | None, files: CheckpointFiles) -> bool:
+    """Whether the checkpoint has the tensor; in its shape, where no converter makes it."""
+    if source is None or source.converter is not None:
+        return source is not None
+    return tuple(files.shape(source.keys[-1][1])) == tuple(target.shape)
+
+
 def _fill(
     name: str, target: torch.Tensor, source: _Source, model: nn.Module, files: CheckpointFiles, meshes: Meshes
 ) -> None:
@@ -206,7 +213,7 @@ def _convert(
         for key in keys:
             converter.add_tensor(name, key, pattern, partial(files.read, key))
     if one_by_one and owned.start == owned.stop:
-        return target.new_empty(0).view(*(s.stop - s.start for s in box))
+        return torch.empty([s.stop - s.start for s in box], dtype=target.dtype)  # target may be a DTensor
     made = converter.convert(name, model=model, config=model.config)
     value = made[name]
     value = value[0] if isinstance(value, list) else value

@@ -14,23 +14,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .boxes import Cut
 from .experts.find import UnsupportedModelError, find_experts
 from .parallelize import layer_names
-from .shards import Cut, chunk_range, cuts_of
+from .shards import cuts_of, local_box
 
 __all__ = [
     "Block",
     "Bucket",
     "Layout",
     "Piece",
-    "local_box",
     "matrix_cut",
     "matrix_groups",
     "muon_parameters",
     "plan_buckets",
 ]
 
-Box = tuple[tuple[int, int], ...]
+Bounds = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,8 @@ def _deal(blocks: Sequence[Block], total: list[int]) -> tuple[tuple[Block, ...],
 def _blocks(param: torch.Tensor, cut: Cut | None, layout: Layout, limit: int) -> Iterator[Block]:
     """The blocks of a parameter: small enough to give every rank some, and to have at most ``limit`` elements."""
     ranks = cut.parts if cut else 1
-    boxes = [local_box(param, {cut.axis: rank} if cut else {}) for rank in range(ranks)]
+    held = [local_box(param, {cut.axis: rank} if cut else {}) for rank in range(ranks)]
+    boxes: list[Bounds] = [tuple(zip(box.low, box.high, strict=True)) for box in held]
     # A single matrix is a stack of one.
     boxes = [((0, 1), *box) if param.dim() == 2 else box for box in boxes]
     first, last = boxes[0][0]
@@ -265,7 +266,7 @@ def _blocks(param: torch.Tensor, cut: Cut | None, layout: Layout, limit: int) ->
             yield Block(param, (stop - start, shape[0], shape[1]), pieces)
 
 
-def _piece(box: Box, wanted: Sequence[slice]) -> Piece:
+def _piece(box: Bounds, wanted: Sequence[slice]) -> Piece:
     """What a rank with ``box`` of a parameter holds of the (strided) region ``wanted`` of it."""
     held, whole = [], []
     for (start, stop), want in zip(box, wanted, strict=True):
@@ -288,13 +289,3 @@ def matrix_cut(param: torch.Tensor) -> Cut | None:
     if len(cuts) > 1:
         raise ValueError(f"Muon can't bring together matrices that two mesh axes cut: {[cut.axis for cut in cuts]}.")
     return cuts[0] if cuts else None
-
-
-def local_box(param: torch.Tensor, at: Mapping[str, int] | None = None) -> Box:
-    """Start and stop per dim of what this rank holds of ``param``; of what another one holds, by where it is ``at``."""
-    box = [(0, size) for size in param.shape]
-    for cut in cuts_of(param):
-        assert isinstance(param, DTensor)
-        index = (at or {}).get(cut.axis, param.device_mesh.get_local_rank(cut.axis))
-        box[cut.dim] = chunk_range(*box[cut.dim], cut.parts, index)
-    return tuple(box)

@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .matrices import local_box, matrix_groups
+from .matrices import matrix_groups
 from .muon import Muon
 from .optimizer_settings import adamw_arguments, check_optimizer, muon_arguments, wants_muon
-from .shards import is_expert_parameter
+from .shards import is_expert_parameter, local_box
 
 __all__ = ["MultiOptimizer", "build_multi_optimizer", "check_optimizer", "optimizer_from_config"]
 
@@ -176,7 +176,7 @@ class MultiOptimizer(Optimizer):
             was, now = group_of[other[0]]["algorithm"], own[other[0]]
             raise ValueError(
                 f"The saved optimizer state of {_some(other)} is {was}'s, this run's optimizer for it is {now}. Train "
-                f"on with {was}, or leave the optimizer out of what is loaded."
+                f"on with {was}, or leave optimizer and extra out of checkpoint.load_contents."
             )
         return group_of
 
@@ -299,7 +299,7 @@ def _sharded_like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         full = value.full_tensor()
     if full.shape != param.shape:
         return full
-    local = full[tuple(slice(*bounds) for bounds in local_box(param))].clone()
+    local = full[local_box(param).slices].clone()
     return DTensor.from_local(
         local.to(param.to_local().device),
         param.device_mesh,

@@ -125,7 +125,7 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
     # cross-entropy kernels need (they save lm_head.weight for backward).
     wrap(model)
 
-    _divide_gradients(model, stacks, meshes)
+    _divide_gradients(model, stacks, meshes, options.reduce_dtype)
     if options.prefetch_depth:
         _prefetch(model, ends, layers, stacks, options.prefetch_depth)
     return model
@@ -204,7 +204,9 @@ def _shard_over_ep(info: ExpertsInfo, meshes: Meshes) -> None:
     attach(info.module, ExpertParallel(info.num_experts, group))
 
 
-def _divide_gradients(model: nn.Module, experts: Iterable[nn.Module], meshes: Meshes) -> None:
+def _divide_gradients(
+    model: nn.Module, experts: Iterable[nn.Module], meshes: Meshes, reduce_dtype: torch.dtype
+) -> None:
     """Give every FSDP module the one factor that the gradient is divided by: the ranks the loss is averaged over.
 
     By default FSDP divides by the size of a module's own mesh. For experts that is ``world / ep``, while the backward
@@ -215,10 +217,12 @@ def _divide_gradients(model: nn.Module, experts: Iterable[nn.Module], meshes: Me
         if not isinstance(module, FSDPModule):
             continue
         module.set_gradient_divide_factor(world)
-        # gloo has no PREMUL_SUM. With plain sums torch 2.13 divides twice where the shard group has one rank
+        # FSDP divides by PREMUL_SUM, which NCCL alone has, and which its float16 and bfloat16 kernels get a factor of
+        # zero for (pytorch#190745). With plain sums torch 2.13 divides twice where the shard group has one rank
         # (_fsdp_collectives.py: once in the world_size == 1 branch, once as post factor), so not there.
         shard_ranks = meshes.topology.ep_fsdp if module in experts else meshes.topology.fsdp
-        if meshes.dense.device_type == "cpu" and shard_ranks > 1:
+        premultiplies = meshes.dense.device_type == "cuda" and reduce_dtype == torch.float32
+        if not premultiplies and shard_ranks > 1:
             module.set_force_sum_reduction_for_comms(True)
 
 

@@ -42,6 +42,8 @@ def ep_fsdp_dim(shape: Sequence[int], topology: Topology, wanted: int | str = "a
         others = [d for d in range(len(local)) if d != ep_dim]
         return next((d for d in others if local[d] % topology.ep_fsdp == 0), 0)
     dim = int(wanted)
+    if dim >= len(local):
+        dim = ep_dim  # a bias or a scale, one entry per expert
     if local[dim] % topology.ep_fsdp:
         raise SettingError(
             "engine.expert_shard_dim",

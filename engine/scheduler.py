@@ -58,6 +58,14 @@ class MultiLRScheduler(LRScheduler):
         """The state of each scheduler under its optimizer's name."""
         return {name: scheduler.state_dict() for name, scheduler in self.schedulers.items()}
 
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raise ``ValueError`` if the state is of other optimizers than this run's."""
+        if state_dict.keys() != self.schedulers.keys():
+            raise ValueError(
+                f"The saved schedule is of the optimizers {sorted(state_dict)}, this run has {sorted(self.schedulers)}."
+                " Leave extra out of checkpoint.load_contents to start a new schedule."
+            )
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state, with its rates in the optimizer.
 
@@ -67,10 +75,7 @@ class MultiLRScheduler(LRScheduler):
         Raises:
             ValueError: if the state is of other optimizers.
         """
-        if state_dict.keys() != self.schedulers.keys():
-            raise ValueError(
-                f"The saved schedule is of the optimizers {sorted(state_dict)}, this run has {sorted(self.schedulers)}."
-            )
+        self.check_state_dict(state_dict)
         for name, scheduler in self.schedulers.items():
             scheduler.load_state_dict(state_dict[name])
             for group, lr in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):

@@ -1,32 +1,15 @@
-"""Which box of a parameter each rank holds: one rule for loading, for the gradient norm and for export.
+"""Which box of a parameter each rank holds: one rule for loading, for the gradient norm and for export."""
 
-FSDP2 cuts like ``torch.chunk``: equal pieces of ``ceil(n / parts)``, the last ones shorter or empty.
-"""
-
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from .boxes import Box, Cut, cut_box
 from .mesh import Topology
 
-__all__ = ["Cut", "box_of", "chunk_range", "cuts_of", "is_expert_parameter", "local_tensor", "persistent_buffers"]
-
-
-@dataclass(frozen=True)
-class Cut:
-    """One step of sharding: ``dim`` cut over the mesh axis ``axis`` in ``parts`` pieces."""
-
-    dim: int
-    axis: str
-    parts: int
-
-
-def chunk_range(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
-    """The ``index``-th of ``parts`` pieces of ``[start, stop)``, as ``torch.chunk`` cuts it."""
-    piece = -(-(stop - start) // parts)
-    return min(start + index * piece, stop), min(start + (index + 1) * piece, stop)
+__all__ = ["box_of", "cuts_of", "is_expert_parameter", "local_box", "local_tensor", "persistent_buffers"]
 
 
 def cuts_of(param: torch.Tensor) -> tuple[Cut, ...]:
@@ -50,11 +33,15 @@ def cuts_of(param: torch.Tensor) -> tuple[Cut, ...]:
 
 def box_of(param: torch.Tensor, topology: Topology, fsdp_rank: int) -> tuple[slice, ...]:
     """The slice per dim of ``param`` that the ``fsdp_rank``-th rank of a replica holds."""
-    coordinate = topology.coordinate(fsdp_rank)
-    box = [(0, size) for size in param.shape]
-    for cut in cuts_of(param):
-        box[cut.dim] = chunk_range(*box[cut.dim], cut.parts, coordinate[cut.axis])
-    return tuple(slice(*bounds) for bounds in box)
+    return cut_box(param.shape, cuts_of(param), topology.coordinate(fsdp_rank)).slices
+
+
+def local_box(param: torch.Tensor, at: Mapping[str, int] | None = None) -> Box:
+    """What this rank holds of ``param``; what another one holds, by where it is ``at`` on some axes."""
+    mesh = param.device_mesh if isinstance(param, DTensor) else None
+    cuts = cuts_of(param)
+    here = {cut.axis: mesh.get_local_rank(cut.axis) for cut in cuts} if mesh is not None else {}
+    return cut_box(param.shape, cuts, {**here, **(at or {})})
 
 
 def local_tensor(param: torch.Tensor) -> torch.Tensor:

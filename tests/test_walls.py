@@ -49,7 +49,14 @@ def test_only_the_named_files_import(module):
 
 def test_the_core_imports_without_verl_and_vllm():
     core = ["engine.parallelize", "engine.loading", "engine.checkpoint", "engine.clip", "engine.optimizer"]
-    core += ["engine.preflight", "rollout.naming", "rollout.stream", "rollout.verify", "rollout.housekeeping"]
+    core += [
+        "engine.preflight",
+        "rollout.naming",
+        "rollout.stream",
+        "rollout.verify",
+        "rollout.housekeeping",
+        "rollout.plan",
+    ]
     code = (
         "import sys\n"
         + "".join(f"import epfsdp2.{name}\n" for name in core)

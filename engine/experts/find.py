@@ -69,6 +69,8 @@ def find_experts(model: nn.Module, plan: Mapping[str, int] | None = None) -> lis
     planned = _planned(model, plan or {})
     found = [planned.get(fqn) or _on_interface(fqn, m) for fqn, m in model.named_modules()]
     experts = [info for info in found if info is not None]
+    for info in experts:
+        _check_nothing_else(info)
     if experts:
         return experts
     name = type(model).__name__
@@ -119,6 +121,18 @@ def _check_plan(name: str, param: nn.Parameter, pattern: str, dim: Any) -> None:
             dim,
             f"is the dim of {name}, of shape {tuple(param.shape)}, that counts the experts.",
             f"one of {list(range(param.dim()))}",
+        )
+
+
+def _check_nothing_else(info: ExpertsInfo) -> None:
+    """Experts' gradients are reduced among the ranks that share them: not enough for what all ranks have a copy of."""
+    others = [name for name, p in info.module.named_parameters() if p.requires_grad and name not in info.ep_dims]
+    if others:
+        raise SettingError(
+            "engine.expert_plan",
+            {f"{info.fqn}.{name}": dim for name, dim in info.ep_dims.items()},
+            f"{type(info.module).__name__} has parameters without a dim for its experts: {', '.join(others[:4])}.",
+            "a module that holds what is cut over experts and nothing else; move the rest to its parent",
         )
 
 

@@ -66,6 +66,20 @@ def test_ranks_that_agree_go_on():
     run_ranks(_agree, WORLD)
 
 
+def _fails(ranks):
+    failure = ValueError("ep_size=3 does not divide") if dist.get_rank() in ranks else None
+    wanted = ValueError if len(ranks) == WORLD else DisagreementError
+    with pytest.raises(wanted, match="ep_size=3 does not divide") as error:
+        check_agreement({} if failure else _facts(dist.get_rank(), "nothing"), failure=failure)
+    if wanted is DisagreementError:
+        assert "ranks 1, 3: ValueError" in str(error.value)
+
+
+@pytest.mark.parametrize("ranks", [[1, 3], [0, 1, 2, 3]])
+def test_what_fails_on_some_ranks_is_an_error_on_all(ranks):
+    run_ranks(_fails, WORLD, ranks)
+
+
 def _many():
     with pytest.raises(DisagreementError, match="and 15 more"):
         check_agreement({"settings": {str(i): dist.get_rank() for i in range(20)}})

@@ -117,6 +117,12 @@ def _other_algorithms_are_refused(folder, out):
             checkpoint.load_checkpoint(out, model, optimizer, schedule, {"model", "optimizer"})
         assert all(torch.equal(before[name], param.to_local()) for name, param in model.named_parameters())
         assert not optimizer.state
+        with pytest.raises(ValueError, match="Leave extra out of checkpoint.load_contents"):
+            checkpoint.load_checkpoint(out, model, optimizer, schedule, {"model", "extra"})
+        assert all(torch.equal(before[name], param.to_local()) for name, param in model.named_parameters())
+        checkpoint.load_checkpoint(out, model, optimizer, schedule, {"model"})
+        trained = dict(trainer[0].named_parameters())
+        assert all(torch.equal(trained[name].to_local(), p.to_local()) for name, p in model.named_parameters())
         dist.barrier()
 
 

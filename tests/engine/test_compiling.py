@@ -60,6 +60,17 @@ def _compiled_and_broken(folder):
     assert len(log.lines) == 1
     assert "engine.compile_dense" in log.lines[0] and "no compiler on this machine" in log.lines[0]
 
+    def breaks_later(graph, inputs):
+        compiled.append(graph)
+        return graph.forward if len(compiled) < 3 else broken(graph, inputs)
+
+    # What was compiled before is computed again in backward, and has to keep the same tensors.
+    for checkpointing in ("selective", "full"):
+        torch._dynamo.reset()
+        log.lines.clear(), compiled.clear()
+        _equal(_gradients(folder, breaks_later, compile_dense=True, checkpointing=checkpointing), want)
+        assert len(log.lines) == 1 and len(compiled) == 3
+
 
 def test_compiled_parts_give_the_eager_gradients_and_fall_back_with_one_line(tmp_path):
     run_ranks(_compiled_and_broken, WORLD, save_qwen3_moe(tmp_path))

@@ -1,11 +1,15 @@
 """EP + FSDP2 against the plain Hugging Face model in one process on the concatenated batch, float32."""
 
 import itertools
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
+from epfsdp2.engine import parallelize
 from epfsdp2.engine.clip import clip_grad_norm_
 from epfsdp2.engine.optimizer import build_multi_optimizer
 from tests.support.engine import sharded_model
@@ -102,6 +106,24 @@ def _wrong_factor_is_seen(folder):
     wanted = dict(reference.named_parameters())
     errors = [_relative(p.grad.full_tensor(), wanted[n].grad) for n, p in model.named_parameters()]
     assert min(errors) > 1e4 * RELATIVE
+
+
+def _sums_where_nccl_would_multiply_by_zero(folder):
+    model, meshes = sharded_model(folder, WORLD, 2)
+    experts = {m for name, m in model.named_modules() if name.endswith(".experts")}
+    on_gpu = SimpleNamespace(topology=meshes.topology, dense=SimpleNamespace(device_type="cuda"))
+    for dtype, summed in (
+        (torch.float32, 0),
+        (torch.bfloat16, sum(isinstance(m, FSDPModule) for m in model.modules())),
+    ):
+        with mock.patch.object(FSDPModule, "set_force_sum_reduction_for_comms") as sums:
+            parallelize._divide_gradients(model, experts, on_gpu, dtype)
+        assert sums.call_count == summed
+
+
+def test_a_bfloat16_reduction_on_a_gpu_sums_and_divides_after(tmp_path):
+    """NCCL's PREMUL_SUM gets a factor of zero there (pytorch#190745)."""
+    run_ranks(_sums_where_nccl_would_multiply_by_zero, WORLD, save_qwen3_moe(tmp_path))
 
 
 def test_a_wrong_divide_factor_fails_by_orders_of_magnitude(tmp_path):

@@ -125,6 +125,14 @@ def test_a_wrong_plan_says_what_is_wrong(plan, words):
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
+def test_what_is_not_cut_over_experts_may_not_be_in_their_module():
+    model = _model()
+    model.layers[1].pool.scale = nn.Parameter(torch.ones(HIDDEN))
+    with pytest.raises(SettingError, match=r"Pool has parameters without a dim for its experts: scale") as error:
+        find_experts(model, PLAN)
+    assert "move the rest to its parent" in str(error.value)
+
+
 def test_experts_on_the_interface_are_planned_along_dim_0_only(tmp_path):
     model = reference_model(save_qwen3_moe(tmp_path))
     found = find_experts(model, {"model.layers.0.mlp.experts.*": 0})

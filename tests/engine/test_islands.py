@@ -4,7 +4,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AfmoeConfig, AfmoeForCausalLM, Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
+from transformers import (
+    AfmoeConfig,
+    AfmoeForCausalLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
+)
 
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.islands import find_islands
@@ -53,6 +60,13 @@ def _routers_stay(folder):
 
 def test_named_routers_compute_in_float32_and_the_rest_in_bfloat16(tmp_path):
     run_ranks(_routers_stay, WORLD, save_qwen3_moe(tmp_path))
+
+
+def test_a_router_that_is_not_called_can_not_be_named():
+    with torch.device("meta"):
+        model = DeepseekV2ForCausalLM(DeepseekV2Config(num_hidden_layers=2, first_k_dense_replace=1))
+    with pytest.raises(SettingError, match=r"model.layers.1.mlp.gate, whose weight the model's code reads"):
+        find_islands(model, [model.model.layers[1].mlp.experts], ["*.mlp.gate"])
 
 
 def _save_ernie(folder):

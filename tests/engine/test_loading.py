@@ -47,6 +47,11 @@ def test_one_file_on_every_placement(tmp_path):
     run_ranks(_every_parameter_in_all, 3, folder, [(1, -1, "auto"), (3, -1, "auto"), (1, -1, 0), (1, 1, "auto")])
 
 
+def test_a_rank_that_holds_no_expert_loads_the_rest(tmp_path):
+    """8 experts on 5 ranks that no other dim divides by: 2, 2, 2, 2 and none."""
+    run_ranks(_every_parameter_in_all, 5, save_qwen3_moe(tmp_path), [(1, -1, "auto")])
+
+
 def test_several_files_and_tied_weights(tmp_path):
     folder = _sharded_into_files(save_qwen3_moe(tmp_path, tie_word_embeddings=True))
     run_ranks(_every_parameter_in_all, 2, folder, [(2, -1, "auto"), (1, -1, 0)])

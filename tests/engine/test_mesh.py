@@ -85,6 +85,10 @@ def test_an_explicit_dim_that_does_not_divide_is_refused():
         ep_fsdp_dim((12, 10, 7), Topology.plan(12, 3), 1)
 
 
+def test_a_vector_with_one_entry_per_expert_is_cut_along_it():
+    assert ep_fsdp_dim((8,), Topology.plan(4, 2), 1) == 0
+
+
 def test_a_further_axis_gets_coordinates_and_placements_from_the_same_place():
     t = dataclasses.replace(Topology.plan(8, 2), ep_fsdp=2, inner=(("etp", 2),))
     assert t.expert_axes == {"dp_replicate": 1, "ep_fsdp": 2, "ep": 2, "etp": 2} and t.fsdp == 8

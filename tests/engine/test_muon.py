@@ -25,13 +25,13 @@ from transformers import (
 
 from epfsdp2.engine import matrices
 from epfsdp2.engine import muon as muon_module
-from epfsdp2.engine.matrices import Layout, local_box, matrix_cut, matrix_groups, muon_parameters
+from epfsdp2.engine.matrices import Layout, matrix_cut, matrix_groups, muon_parameters
 from epfsdp2.engine.mesh import Topology, build_meshes
 from epfsdp2.engine.modeling import build_on_meta, materialize
 from epfsdp2.engine.muon import Muon, newton_schulz
 from epfsdp2.engine.optimizer import build_multi_optimizer
 from epfsdp2.engine.parallelize import ShardingOptions, parallelize
-from epfsdp2.engine.shards import local_tensor
+from epfsdp2.engine.shards import local_box, local_tensor
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, reference_model, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks
@@ -115,7 +115,7 @@ def _sharded(config, reference, ep, fsdp_size, **options):
 
 
 def _mine(param, full):
-    return full[tuple(slice(*bounds) for bounds in local_box(param))]
+    return full[local_box(param).slices]
 
 
 def _gradient(name, shape, step):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from tests.engine.test_ppo_update import PER_RANK, RELATIVE, RESPONSE, _batch, _samples
@@ -40,6 +41,20 @@ def _plain_model(folder, own_class, head):
         model.set_output_embeddings(torch.nn.Linear(config.hidden_size, 1, bias=False))
     model.load_state_dict(head, strict=False)
     return model
+
+
+def _keeps_its_head(folder):
+    worker = _worker(folder, 2)
+    head = dict(worker.engine.module.named_parameters())["lm_head.weight"].full_tensor()
+    assert torch.equal(head, load_file(folder / "model.safetensors")["lm_head.weight"])
+
+
+def test_a_trained_head_is_read_also_where_transformers_has_no_class_for_it(tmp_path):
+    folder = save_glm4_moe(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = torch.randn(1, tensors["lm_head.weight"].shape[1])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    run_ranks(_keeps_its_head, WORLD, folder)
 
 
 def _value_update(folder, own_class):

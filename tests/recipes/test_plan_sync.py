@@ -1,0 +1,77 @@
+"""The planner's command line, on published sizes."""
+
+import pytest
+from transformers import GlmMoeDsaConfig, Qwen3Config, Qwen3MoeConfig
+
+from epfsdp2.recipes.plan_sync import main
+
+
+@pytest.fixture(scope="module")
+def qwen3_30b(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen3-30b")
+    Qwen3MoeConfig(
+        vocab_size=151936,
+        hidden_size=2048,
+        moe_intermediate_size=768,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        tie_word_embeddings=False,
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+def _rows(text):
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
+    return {row[0]: row[1:] for row in cells}
+
+
+def test_it_prints_the_bytes_of_each_stream(qwen3_30b, capsys):
+    assert main(["--model", qwen3_30b, "--world", "16", "--ep", "8", "--rollout-tp", "8", "--rollout-ep"]) == 0
+    text = capsys.readouterr().out
+    rows = _rows(text)
+    assert "61.06 GB in bf16, 531 tensors; trainer 1 x 2 x 8" in text
+    assert rows["full"][:4] == ["61.06", "3.82", "57.25", "30.53"]
+    assert rows["expert_local"][:4] == ["10.33", "3.82", "6.51", "5.16"]
+    assert rows["sliced"][:4] == ["7.68", "3.77", "4.05", "3.99"]
+    assert rows["sliced"][-1] == "0.09"
+
+
+def test_a_standalone_rollout_has_nothing_of_its_own(qwen3_30b, capsys):
+    assert main(["--model", qwen3_30b, "--world", "16", "--ep", "8", "--rollout-tp", "4", "--standalone", "8"]) == 0
+    assert _rows(capsys.readouterr().out)["sliced"][:4] == ["15.29", "0.00", "15.29", "15.29"]
+
+
+def test_a_family_whose_layout_in_vllm_is_unknown_has_the_full_stream(tmp_path, capsys):
+    GlmMoeDsaConfig(num_hidden_layers=4).save_pretrained(tmp_path)
+    assert main(["--model", str(tmp_path), "--world", "8", "--ep", "8"]) == 0
+    text = capsys.readouterr().out
+    assert "How vLLM cuts a glm_moe_dsa is not known" in text
+    assert set(_rows(text)) == {"full"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--world", "16", "--ep", "3"], "engine.ep_size"),
+        (["--world", "96", "--ep", "96"], "one of [1, 2, 4, 8, 16, 32]"),
+        (["--world", "16", "--ep", "8", "--rollout-tp", "16", "--round-megabytes", "1", "--dtype", "fp32"], "fp32"),
+    ],
+)
+def test_what_can_not_be_is_said(qwen3_30b, capsys, options, words):
+    main(["--model", qwen3_30b, *options])
+    assert words in capsys.readouterr().out
+
+
+def test_a_dense_model_is_refused(tmp_path, capsys):
+    Qwen3Config(num_hidden_layers=2).save_pretrained(tmp_path)
+    assert main(["--model", str(tmp_path), "--world", "8"]) == 1
+    assert "dense model" in capsys.readouterr().out
+
+
+def test_workers_that_make_no_whole_replica_are_refused(qwen3_30b, capsys):
+    with pytest.raises(SystemExit):
+        main(["--model", qwen3_30b, "--world", "8", "--rollout-tp", "3"])
+    assert "--world is 8, which a replica" in capsys.readouterr().err

@@ -1,0 +1,287 @@
+"""The planner: every element once, bytes that add up, bounded rounds, and slices that vLLM would hold."""
+
+import math
+from collections import Counter, defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from epfsdp2.engine.boxes import Box, Cut, cut_box
+from epfsdp2.engine.mesh import Topology
+from epfsdp2.rollout.placement import STREAMS, Heads, Rollout, Tensor, needs
+from epfsdp2.rollout.plan import Targets, make_plan
+from epfsdp2.rollout.verify import expected_tensors
+
+PREFIX = "model.layers.0."
+
+
+@st.composite
+def _problems(draw):
+    """A small model of two layers, a trainer, a rollout, and how they meet."""
+    replicas, ep_fsdp, ep = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 4]))
+    topology = Topology(replicas * ep_fsdp * ep, ep, ep_fsdp, replicas)
+    tp, dp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2]))
+    rollout = Rollout(tp, dp, draw(st.booleans()))
+    kv = draw(st.sampled_from([1, 2, 4]))
+    heads = Heads(kv * draw(st.sampled_from([1, 2])) * (4 // kv), kv, draw(st.sampled_from([3, 4])))
+    hidden, inner = draw(st.integers(2, 9)), ep_fsdp * 4 * draw(st.integers(1, 2))
+    experts, vocabulary = ep * draw(st.integers(1, 3)), draw(st.integers(3, 90))
+    shard_dim = draw(st.sampled_from([0, 1] if experts // ep % ep_fsdp == 0 else [1]))
+    dense, over_ep = (Cut(0, "fsdp", topology.fsdp),), Cut(0, "ep", ep)
+    stacks = (over_ep, Cut(shard_dim, "ep_fsdp", ep_fsdp))
+    down = stacks if shard_dim == 0 or hidden % ep_fsdp == 0 else (over_ep, Cut(2, "ep_fsdp", ep_fsdp))
+    inside = {
+        "self_attn.q_proj.weight": ((heads.queries * heads.dim, hidden), dense),
+        "self_attn.k_proj.weight": ((heads.keys * heads.dim, hidden), dense),
+        "self_attn.o_proj.weight": ((hidden, heads.queries * heads.dim), dense),
+        "mlp.gate.weight": ((experts, hidden), dense),
+        "mlp.gate.e_score_correction_bias": ((experts,), ()),
+        "mlp.experts.gate_up_proj": ((experts, 2 * inner, hidden), stacks),
+        "mlp.experts.down_proj": ((experts, hidden, inner), down),
+        "mlp.shared_expert.up_proj.weight": ((inner, hidden), dense),
+        "input_layernorm.weight": ((hidden,), dense),
+    }
+    tensors = [Tensor("model.embed_tokens.weight", (vocabulary, hidden), 2, dense)]
+    tensors += [Tensor(f"model.layers.{i}.{n}", shape, 2, cuts) for i in (0, 1) for n, (shape, cuts) in inside.items()]
+    tensors += [
+        Tensor("model.norm.weight", (hidden,), 2, dense),
+        Tensor("lm_head.weight", (vocabulary, hidden), 2, dense),
+    ]
+    colocated = draw(st.booleans())
+    targets = Targets(topology.world if colocated else rollout.workers * draw(st.integers(1, 2)), colocated)
+    return tensors, topology, rollout, heads, targets, draw(st.sampled_from(STREAMS)), draw(st.integers(2000, 20000))
+
+
+def _plan(tensors, topology, rollout, heads, targets, stream, limit):
+    def needs_of(tensor, worker):
+        return needs(tensor, rollout, worker % rollout.workers, heads, stream)
+
+    layers = ["model.layers.0", "model.layers.1"]
+    return make_plan(tensors, layers, topology, targets, needs_of, limit), needs_of
+
+
+@settings(max_examples=150, deadline=None)
+@given(_problems())
+def test_a_plan_brings_every_element_once_within_the_bound(problem):
+    tensors, topology, rollout, heads, targets, stream, limit = problem
+    plan, needs_of = _plan(*problem)
+    whole = {t.name: torch.arange(math.prod(t.shape)).view(t.shape) for t in tensors}
+    by_name = {t.name: t for t in tensors}
+    assert [name for name, _ in plan.tensors()] == [t.name for t in tensors]
+
+    # What each trainer rank has; anything else it could send is -1.
+    def held(name, rank):
+        tensor, mine = by_name[name], torch.full(by_name[name].shape, -1)
+        box = cut_box(tensor.shape, tensor.cuts, topology.coordinate(rank % topology.fsdp))
+        mine[box.slices] = whole[name][box.slices]
+        return mine
+
+    arrived = defaultdict(lambda: None)
+    sent_total, received_total = Counter(), Counter()
+    for pieces in plan.rounds:
+        sent, received = Counter(), Counter()
+        for piece in pieces:
+            name, tensor_plan = plan.tensor(piece)
+            for transfer in plan.transfers(piece):
+                nbytes = transfer.box.numel * 2
+                assert nbytes > 0
+                if not tensor_plan.is_local(transfer):
+                    sent[transfer.source] += nbytes
+                    received[transfer.target] += nbytes
+                at = (name, transfer.target)
+                if arrived[at] is None:
+                    arrived[at] = torch.full(by_name[name].shape, -1)
+                taken = arrived[at][transfer.box.slices]
+                assert (taken == -1).all(), "an element came twice"
+                taken.copy_(held(name, transfer.source)[transfer.box.slices])
+        assert max([*sent.values(), *received.values(), 0]) <= limit
+        sent_total += sent
+        received_total += received
+    assert sent_total == Counter(plan.sent)
+    assert received_total == Counter(plan.received)
+
+    for worker in range(targets.count):
+        wanted = 0
+        for tensor in tensors:
+            mask = torch.zeros(tensor.shape, dtype=torch.bool)
+            for need in needs_of(tensor, worker):
+                assert not mask[need.box.slices].any(), "two needs overlap"
+                mask[need.box.slices] = True
+            got = arrived[tensor.name, worker]
+            if got is None:
+                got = torch.full(tensor.shape, -1)
+            assert torch.equal(got != -1, mask)
+            assert torch.equal(got[mask], whole[tensor.name][mask])
+            wanted += 2 * int(mask.sum())
+        local = plan.needed.get(worker, 0) - plan.received.get(worker, 0)
+        assert plan.needed.get(worker, 0) == wanted
+        assert local >= 0 and (targets.colocated or local == 0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(_problems())
+def test_equal_plans_have_equal_digests_and_other_ones_others(problem):
+    plan, _ = _plan(*problem)
+    assert plan.digest() == _plan(*problem)[0].digest()
+    tensors, topology, rollout, heads, targets, stream, limit = problem
+    assert plan.digest() != _plan(tensors, topology, rollout, heads, targets, stream, limit + 1)[0].digest()
+    assert plan.digest() != _plan(tensors[:-1], topology, rollout, heads, targets, stream, limit)[0].digest()
+
+
+def _qwen3_moe(hidden, heads, inner, experts, layers, vocabulary, topology, itemsize=2):
+    """Tensors of a Qwen3-MoE as the trainer holds them."""
+    dense = (Cut(0, "fsdp", topology.fsdp),)
+    stacks = (Cut(0, "ep", topology.ep), Cut(1, "ep_fsdp", topology.ep_fsdp))
+    q, kv = heads.queries * heads.dim, heads.keys * heads.dim
+    inside = {
+        "self_attn.q_proj.weight": (q, hidden),
+        "self_attn.k_proj.weight": (kv, hidden),
+        "self_attn.v_proj.weight": (kv, hidden),
+        "self_attn.o_proj.weight": (hidden, q),
+        "self_attn.q_norm.weight": (heads.dim,),
+        "self_attn.k_norm.weight": (heads.dim,),
+        "mlp.gate.weight": (experts, hidden),
+        "mlp.experts.gate_up_proj": (experts, 2 * inner, hidden),
+        "mlp.experts.down_proj": (experts, hidden, inner),
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    shapes = {"model.embed_tokens.weight": (vocabulary, hidden)}
+    shapes |= {f"model.layers.{i}.{name}": shape for i in range(layers) for name, shape in inside.items()}
+    shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
+    return [Tensor(n, s, itemsize, stacks if ".experts." in n else dense) for n, s in shapes.items()]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_placed_slices_are_what_vllm_holds(tp):
+    """Against ``verify.expected_tensors``, which other tests compare with real vLLM workers bit for bit."""
+    topology, heads = Topology.plan(4, 2), Heads(4, 2, 6)
+    tensors = _qwen3_moe(20, heads, 12, 6, 2, 100, topology)
+    torch.manual_seed(0)
+    state = {t.name: torch.randn(t.shape) for t in tensors}
+    config = SimpleNamespace(
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=6,
+        num_hidden_layers=2,
+        num_experts=6,
+        hidden_size=20,
+        tie_word_embeddings=False,
+    )
+    for rank in range(tp):
+        placed = {name: torch.zeros_like(t) for name, t in expected_tensors(state, config, tp, rank)}
+        for tensor in tensors:
+            for need in needs(tensor, Rollout(tp), rank, heads):
+                target = Box(need.at, tuple(a + s for a, s in zip(need.at, need.box.shape, strict=True)))
+                placed[need.parameter][target.slices] = state[tensor.name][need.box.slices]
+        for name, want in expected_tensors(state, config, tp, rank):
+            assert torch.equal(placed[name], want), (name, rank)
+
+
+GIGA = 1e9
+QWEN3_30B = (2048, Heads(32, 4, 128), 768, 128, 48, 151936)
+QWEN3_235B = (4096, Heads(64, 4, 128), 1536, 128, 94, 151936)
+
+
+def _figures(model, topology, rollout, stream="sliced", node=8, targets=None):
+    tensors = _qwen3_moe(*model, topology)
+    layers = [f"model.layers.{i}" for i in range(model[4])]
+    targets = targets or Targets(topology.world)
+    plan = make_plan(
+        tensors,
+        layers,
+        topology,
+        targets,
+        lambda tensor, worker: needs(tensor, rollout, worker % rollout.workers, model[1], stream),
+        512 << 20,
+    )
+    shift = 0 if targets.colocated else topology.world
+    nic = plan.between_nodes(lambda s: s // node, lambda t: (t + shift) // node)
+    return plan, [max(amount.values(), default=0) / GIGA for amount in (plan.needed, plan.received, nic)]
+
+
+@pytest.mark.parametrize(
+    ("rollout", "stream", "need", "received", "nic"),
+    [
+        (Rollout(2), "sliced", 30.54, 28.71, 15.84),
+        (Rollout(4), "sliced", 15.29, 14.37, 7.92),
+        (Rollout(8), "sliced", 7.68, 7.22, 3.99),
+        (Rollout(8, expert_parallel=True), "sliced", 7.68, 4.05, 3.99),
+        (Rollout(1, 8, expert_parallel=True), "sliced", 10.33, 6.51, 5.16),
+        (Rollout(8, expert_parallel=True), "expert_local", 10.33, 6.51, 5.16),
+        (Rollout(2), "full", 61.06, 57.25, None),
+    ],
+)
+def test_the_published_bytes_of_qwen3_30b_on_16_gpus(rollout, stream, need, received, nic):
+    _, figures = _figures(QWEN3_30B, Topology.plan(16, 8), rollout, stream)
+    assert figures[0] == pytest.approx(need, abs=0.011)
+    assert figures[1] == pytest.approx(received, abs=0.011)
+    assert nic is None or figures[2] == pytest.approx(nic, abs=0.011)
+
+
+class _EpFsdpFastest(Topology):
+    """The other order of ranks, ``e * ep_fsdp + f``, for which some of the published figures hold."""
+
+    def coordinate(self, fsdp_rank):
+        e, f = divmod(fsdp_rank, self.ep_fsdp)
+        return {"fsdp": fsdp_rank, "ep": e, "ep_fsdp": f}
+
+
+@pytest.mark.parametrize(
+    ("model", "topology", "rollout", "need", "received", "nic"),
+    [
+        (QWEN3_30B, (16, 8, 2, 1), Rollout(8, expert_parallel=True), 7.68, 7.67, 7.62),
+        (QWEN3_235B, (64, 8, 8, 1), Rollout(8), 58.96, 58.65, 51.75),
+        (QWEN3_235B, (64, 32, 2, 1), Rollout(8), 58.96, 58.06, 51.75),
+        (QWEN3_235B, (64, 8, 8, 1), Rollout(8, expert_parallel=True), 58.96, 58.95, 58.85),
+        (QWEN3_235B, (64, 8, 8, 1), Rollout(16, expert_parallel=True), 29.63, 29.62, 29.57),
+        (QWEN3_235B, (64, 8, 8, 1), Rollout(1, 8, expert_parallel=True), 72.77, 72.5, 70.8),
+    ],
+)
+def test_the_published_bytes_in_the_other_order_of_ranks(model, topology, rollout, need, received, nic):
+    _, figures = _figures(model, _EpFsdpFastest(*topology), rollout)
+    assert figures[0] == pytest.approx(need, abs=0.011)
+    assert figures[1] == pytest.approx(received, abs=0.06)
+    assert figures[2] == pytest.approx(nic, abs=0.06)
+
+
+@pytest.mark.parametrize(
+    ("model", "topology", "rollout", "workers", "need"),
+    [
+        (QWEN3_30B, (16, 8), Rollout(2), 16, 30.54),
+        (QWEN3_30B, (16, 8), Rollout(8, expert_parallel=True), 16, 7.68),
+        (QWEN3_235B, (64, 8), Rollout(8), 64, 58.96),
+        (QWEN3_235B, (64, 8), Rollout(16, expert_parallel=True), 64, 29.63),
+    ],
+)
+def test_a_standalone_rollout_receives_what_it_needs(model, topology, rollout, workers, need):
+    targets = Targets(workers, colocated=False)
+    plan, figures = _figures(model, Topology.plan(*topology), rollout, targets=targets)
+    assert figures[:2] == pytest.approx([need, need], abs=0.011)
+    assert sum(plan.sent.values()) == sum(plan.needed.values())
+    # Senders are busy alike.
+    assert max(plan.sent.values()) < 1.1 * sum(plan.sent.values()) / topology[0]
+
+
+def test_the_rounds_of_qwen3_235b_are_nearly_as_few_as_can_be():
+    plan, _ = _figures(QWEN3_235B, Topology.plan(64, 8), Rollout(8))
+    least = math.ceil(max(max(plan.received.values()), max(plan.sent.values())) / (512 << 20))
+    assert least <= len(plan.rounds) <= 1.25 * least
+
+
+def test_a_round_smaller_than_a_row_is_refused():
+    problem = _qwen3_moe(20, Heads(4, 2, 6), 12, 6, 1, 100, Topology.plan(4, 2)), Topology.plan(4, 2)
+    plan, _ = _plan(*problem, Rollout(2), Heads(4, 2, 6), Targets(4), "sliced", 8)
+    with pytest.raises(
+        ValueError, match=r"one row of model.embed_tokens.weight \[100, 20\] is .* more than the 8 bytes"
+    ):
+        len(plan.rounds)
+
+
+def test_a_tensor_parallel_size_that_cuts_no_head_is_named():
+    tensor = Tensor("model.layers.0.self_attn.k_proj.weight", (18, 8), 2)
+    with pytest.raises(ValueError, match="self_attn.k_proj.weight has 6 heads, which tensor parallelism 4"):
+        needs(tensor, Rollout(4), 0, Heads(12, 6, 3))

@@ -2,8 +2,8 @@
 #   make setup       the CPU stack where there is no GPU, the GPU extra where there is one
 #   make quickstart  GRPO on a tiny Mixture-of-Experts, start to end
 #   make test        the whole test suite
-#   make test-long   what the suite leaves out for its time
-#   make parity      every family on every mesh against the plain model; prints and writes the table (about an hour)
+#   make test-long   what the suite leaves out for its time; writes what came of it
+#   make parity      every family on every mesh against the plain model; prints and writes the table (about 20 min)
 #   make memory      peak memory of a step against the arithmetic; prints and writes the table
 #   make lint        ruff check, ruff format, mypy
 
@@ -29,7 +29,7 @@ test: setup
 	$(BIN)/python -m pytest -m "not long" $(ARGS)
 
 test-long: setup
-	$(BIN)/python -m pytest -m long $(ARGS)
+	$(BIN)/python benchmarks/long_tests.py $(ARGS)
 
 parity: setup
 	$(BIN)/python -m tests.parity $(ARGS)

@@ -5,7 +5,7 @@ Thin on purpose. Preparing packed inputs and turning logits into log-probs and e
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,7 +33,7 @@ from .loading import load_weights, local_checkpoint, open_checkpoint
 from .mesh import Topology, build_meshes
 from .modeling import build_on_meta, check_initialized, materialize
 from .optimizer import optimizer_from_config
-from .parallelize import ShardingOptions, layer_names, parallelize, reshard_all
+from .parallelize import ShardingOptions, compute_dtypes, layer_names, parallelize, reshard_all
 from .preflight import check_training
 from .scheduler import build_multi_lr_scheduler
 
@@ -114,13 +114,15 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         check_agreement(facts, device=get_device_name(), failure=failure)
         # verl passes cumulative lengths where the model's forward takes them; the families here read position ids.
         self.pass_packed_cu_seqlens = False
-        parallelize(module, self.meshes, self._sharding_options())
+        options = self._sharding_options()
+        parallelize(module, self.meshes, options)
         materialize(module, get_device_id(), shards="cpu" if self.engine_config.offload_policy else None)
         unused = load_weights(module, files, self.meshes, self._initialize, progress=self.rank == 0)
         check_initialized(module, get_device_name())
         if unused and self.rank == 0:
             print(f"[epfsdp2] {len(unused)} tensors of the checkpoint have no place in the model, e.g. {unused[:3]}")
         self.layer_names = layer_names(module)
+        self.compute_dtypes = compute_dtypes(module, options)
 
         self.module: Any = module
         self.optimizer: Any = None
@@ -259,14 +261,17 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
     # -- weights out --------------------------------------------------------------------------------------------
 
     def get_per_tensor_param(self, layered_summon=False, base_sync_done=False, **kwargs):
-        """Full tensors for the rollout, under names that vLLM's loader takes; every rank has to drain it."""
-        return self._tensors(naming.for_vllm), None
+        """Full tensors for the rollout, under names that vLLM's loader takes; every rank has to drain it.
 
-    def _tensors(self, names) -> Iterator[tuple[str, torch.Tensor]]:
-        full = stream.full_tensors(
-            self.module, self.meshes, self.layer_names, self.engine_config.sync_gather_megabytes << 20
-        )
-        return names(self.module, full)
+        In the dtype that this engine's own forward computes with: masters are cast before they are gathered.
+        """
+        return self._tensors(naming.for_vllm, self.compute_dtypes), None
+
+    def _tensors(
+        self, names: Callable, dtypes: Mapping[str, torch.dtype] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        limit = self.engine_config.sync_gather_megabytes << 20
+        return names(self.module, stream.full_tensors(self.module, self.meshes, self.layer_names, limit, dtypes))
 
     def get_per_tensor_param_shard(self, **kwargs):
         raise SettingError(

@@ -30,7 +30,7 @@ from .islands import Island, correction_biases, find_islands, mixing_buffers
 from .mesh import Meshes
 from .placement import check_experts_divide, ep_fsdp_dim, model_parallel_placements
 
-__all__ = ["ShardingOptions", "layer_names", "parallelize", "reshard_all"]
+__all__ = ["ShardingOptions", "compute_dtypes", "layer_names", "parallelize", "reshard_all"]
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,21 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
     if options.prefetch_depth:
         _prefetch(model, ends, layers, stacks, options.prefetch_depth)
     return model
+
+
+def compute_dtypes(model: nn.Module, options: ShardingOptions) -> dict[str, torch.dtype]:
+    """The dtype in which the forward of a model sharded with ``options`` reads each parameter, by name."""
+    experts = find_experts(model, options.expert_plan)
+    as_stored = correction_biases(model, {e.num_experts for e in experts})
+    in_float32: set[nn.Parameter] = set()
+    for island in find_islands(model, [e.module for e in experts], options.fp32_modules):
+        mainland = {p for module in island.mainland for p in module.parameters()}
+        in_float32 |= set(island.module.parameters()) - mainland
+
+    def of(param: nn.Parameter) -> torch.dtype:
+        return param.dtype if param in as_stored else torch.float32 if param in in_float32 else options.param_dtype
+
+    return {name: of(param) for name, param in model.named_parameters()}
 
 
 def reshard_all(model: nn.Module) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import (
     AfmoeConfig,
     AfmoeForCausalLM,
@@ -15,6 +16,7 @@ from transformers import (
 
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.islands import find_islands
+from epfsdp2.engine.parallelize import ShardingOptions, compute_dtypes
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, save_qwen3_moe, save_random, token_loss
 from tests.support.ranks import run_ranks
@@ -87,6 +89,13 @@ def _save_ernie(folder):
     return save_random(Ernie4_5_MoeForCausalLM(config), folder, seed=0)
 
 
+def _as_fsdp_gathers(model):
+    """dtype of every parameter that FSDP gathers, as its own records have it."""
+    groups = [m._get_fsdp_state()._fsdp_param_groups for m in model.modules() if isinstance(m, FSDPModule)]
+    params = [p for found in groups for group in found for p in group.fsdp_params]
+    return {p._param_fqn: p.param_dtype or p.orig_dtype for p in params}
+
+
 def _strict_names_stay(folder):
     # Masters of a float32 value that bfloat16 can't hold: a cast would show.
     model, _ = sharded_model(folder, WORLD, 2, param_dtype=torch.bfloat16)
@@ -101,6 +110,10 @@ def _strict_names_stay(folder):
     assert torch.equal(weight, before)
     assert dtype == torch.bfloat16, "a family's own float32 module casts for itself"
     assert gate.weight.grad is not None and dist.get_world_size() == WORLD
+    expected = compute_dtypes(model, ShardingOptions(param_dtype=torch.bfloat16))
+    biases = [name for name, p in model.named_parameters() if not p.requires_grad]
+    assert [expected.pop(name) for name in biases] == [torch.float32]
+    assert _as_fsdp_gathers(model) == expected  # after a forward, which names the parameters
 
 
 def test_what_the_class_keeps_in_float32_is_not_rounded(tmp_path):
@@ -132,12 +145,16 @@ def _save_afmoe(folder):
 
 def _frozen_bias_stays(folder, bias):
     model, _ = sharded_model(folder, WORLD, 2, param_dtype=torch.bfloat16)
+    expected = compute_dtypes(model, ShardingOptions(param_dtype=torch.bfloat16))
+    bias_name = "model.layers.1.mlp.expert_bias"
+    assert expected.pop(bias_name) == torch.float32
     model.train()
     block, seen = model.model.layers[1].mlp, []
     block.router.register_forward_pre_hook(lambda m, args: seen.append(args[1].detach().clone()))
     token_loss(model, torch.randint(0, VOCAB, (2, 9))).backward()
     assert torch.equal(seen[0], bias) and not torch.equal(bias, bias.bfloat16().float())
     assert block.expert_bias.grad is None
+    assert _as_fsdp_gathers(model) == expected  # after a forward, which names the parameters
 
 
 def test_a_correction_bias_that_is_a_frozen_parameter_is_neither_cast_nor_cut(tmp_path):

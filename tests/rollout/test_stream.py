@@ -5,14 +5,14 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from epfsdp2.engine.parallelize import layer_names
+from epfsdp2.engine.parallelize import ShardingOptions, compute_dtypes, layer_names
 from epfsdp2.rollout import naming, stream
 from tests.support.engine import sharded_model
 from tests.support.models import reference_model, save_glm4_moe, save_qwen3_moe
 from tests.support.ranks import run_ranks
 
 
-def _counted(model, meshes, bound):
+def _counted(model, meshes, bound, dtypes=None):
     """The stream's tensors, and the bytes of each of its gathers."""
     gathers = []
     original = dist.all_gather_into_tensor
@@ -23,7 +23,7 @@ def _counted(model, meshes, bound):
 
     dist.all_gather_into_tensor = counting
     try:
-        return dict(stream.full_tensors(model, meshes, layer_names(model), bound)), gathers
+        return dict(stream.full_tensors(model, meshes, layer_names(model), bound, dtypes)), gathers
     finally:
         dist.all_gather_into_tensor = original
 
@@ -52,6 +52,24 @@ def _streams(folder, cases):
 def test_full_tensors_on_every_placement(tmp_path, tied):
     cases = [(1, -1, "auto"), (2, -1, "auto"), (4, -1, "auto"), (2, -1, 0), (2, 2, "auto"), (1, 1, "auto")]
     run_ranks(_streams, 4, save_qwen3_moe(tmp_path, tie_word_embeddings=tied), cases)
+
+
+def _narrower(folder):
+    low = torch.bfloat16
+    options = {"param_dtype": low, "fp32_modules": ["*.mlp.gate"]}
+    model, meshes = sharded_model(folder, dist.get_world_size(), 2, **options)
+    dtypes = compute_dtypes(model, ShardingOptions(**options))
+    wide, wide_bytes = _counted(model, meshes, 1 << 30)
+    full, sent_bytes = _counted(model, meshes, 1 << 30, dtypes)
+    for name, tensor in full.items():
+        stays = name.endswith("mlp.gate.weight")
+        assert tensor.dtype == (torch.float32 if stays else low), name
+        assert torch.equal(tensor, wide[name].to(tensor.dtype)), name
+    assert sum(sent_bytes) < 0.55 * sum(wide_bytes)
+
+
+def test_masters_are_cast_before_the_gather_but_for_islands(tmp_path):
+    run_ranks(_narrower, 2, save_qwen3_moe(tmp_path))
 
 
 def _buffers_too(folder):

@@ -1,0 +1,121 @@
+"""Rounds of all-to-alls among real ranks bring each worker its slices, in as many bytes as the plan says."""
+
+import itertools
+
+import torch
+import torch.distributed as dist
+
+from epfsdp2.engine.parallelize import layer_names
+from epfsdp2.rollout.exchange import Exchange
+from epfsdp2.rollout.placement import Heads, Rollout, holders, needs
+from epfsdp2.rollout.plan import Targets, make_plan
+from epfsdp2.rollout.source import sharded_tensors, tensors_before_sharding
+from tests.support.engine import sharded_model
+from tests.support.models import reference_model, save_glm4_moe, save_qwen3_moe
+from tests.support.ranks import run_ranks
+
+WORLD = 4
+LIMIT = 6000
+
+
+def _exchange(model, meshes, rollout, stream, limit=LIMIT, dtype=torch.float32):
+    rank, heads = dist.get_rank(), Heads.of(model.config)
+
+    def needs_of(tensor, worker=rank):
+        return needs(tensor, rollout, worker % rollout.workers, heads, stream)
+
+    targets = Targets(WORLD)
+    plan = make_plan(
+        sharded_tensors(model, dtype.itemsize), layer_names(model), meshes.topology, targets, needs_of, limit
+    )
+    return plan, Exchange(plan, needs_of, rank, "cpu")
+
+
+def _state(model):
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _facts(tensor, meshes):
+    return tensor.name, tensor.shape, tensor.itemsize, holders(tensor, meshes.topology)
+
+
+def _brings_the_slices(folder, cases):
+    rank, whole = dist.get_rank(), _state(reference_model(folder))
+    for ep, fsdp_size, dim, rollout, stream, dtype in cases:
+        where = str((ep, fsdp_size, dim, rollout, stream, dtype))
+        model, meshes = sharded_model(folder, WORLD, ep, fsdp_size, expert_shard_dim=dim)
+        tensors = sharded_tensors(model, dtype.itemsize)
+        before = tensors_before_sharding(reference_model(folder), meshes.topology, dim, itemsize=dtype.itemsize)
+        assert [_facts(t, meshes) for t in tensors] == [_facts(t, meshes) for t in before], where
+        plan, exchange = _exchange(model, meshes, rollout, stream, dtype=dtype)
+        dtypes = {t.name: dtype if t.name in dict(model.named_parameters()) else torch.float32 for t in tensors}
+        order = []
+        for name, need, values in exchange.run(_state(model), dtypes):
+            assert torch.equal(values, whole[name][need.box.slices].to(dtypes[name])), (where, name)
+            order.append((name, need))
+        heads = Heads.of(model.config)
+        wanted = [(t.name, n) for t in tensors for n in needs(t, rollout, rank % rollout.workers, heads, stream)]
+        assert sorted(order, key=str) == sorted(wanted, key=str), where
+        assert len(plan.rounds) > 5
+        assert exchange.traffic.sent == plan.sent.get(rank, 0), where
+        assert exchange.traffic.received == plan.received.get(rank, 0), where
+        digests = [None] * WORLD
+        dist.all_gather_object(digests, plan.digest())
+        assert len(set(digests)) == 1
+
+
+CASES = [
+    (2, -1, "auto", Rollout(2), "sliced", torch.float32),
+    (4, -1, "auto", Rollout(4), "sliced", torch.bfloat16),
+    (1, -1, 0, Rollout(1, 2), "sliced", torch.float32),
+    (2, 2, "auto", Rollout(2), "sliced", torch.bfloat16),
+    (2, -1, 0, Rollout(4, expert_parallel=True), "sliced", torch.float32),
+    (2, -1, "auto", Rollout(2, 2, expert_parallel=True), "expert_local", torch.bfloat16),
+    (4, -1, "auto", Rollout(2), "full", torch.float32),
+]
+
+
+def test_every_worker_gets_its_slices_in_the_plans_bytes(tmp_path):
+    run_ranks(_brings_the_slices, WORLD, save_qwen3_moe(tmp_path), CASES, timeout=400)
+
+
+def test_persistent_buffers_come_too(tmp_path):
+    cases = [(2, -1, "auto", Rollout(2, expert_parallel=True), "expert_local", torch.bfloat16)]
+    run_ranks(_brings_the_slices, WORLD, save_glm4_moe(tmp_path), cases)
+
+
+def _one_stops_early(folder):
+    model, meshes = sharded_model(folder, WORLD, 2)
+    plan, exchange = _exchange(model, meshes, Rollout(2), "sliced")
+    dtypes = dict.fromkeys(_state(model), torch.float32)
+    stream = exchange.run(_state(model), dtypes)
+    taken = list(itertools.islice(stream, 3 if dist.get_rank() == 1 else None))
+    stream.close()
+    assert len(taken) == 3 or dist.get_rank() != 1
+    assert exchange.traffic.received == plan.received[dist.get_rank()]
+    dist.barrier()
+
+
+def test_a_consumer_that_stops_early_leaves_nobody_waiting(tmp_path):
+    run_ranks(_one_stops_early, WORLD, save_qwen3_moe(tmp_path))
+
+
+def _bounded(folder):
+    model, meshes = sharded_model(folder, WORLD, 2)
+    _, exchange = _exchange(model, meshes, Rollout(2), "sliced")
+    sizes = []
+    all_to_all = dist.all_to_all_single
+
+    def recording(received, sent, *args, **kwargs):
+        sizes.extend([received.numel(), sent.numel()])
+        return all_to_all(received, sent, *args, **kwargs)
+
+    dist.all_to_all_single = recording
+    for _ in exchange.run(_state(model), dict.fromkeys(_state(model), torch.float32)):
+        pass
+    dist.all_to_all_single = all_to_all
+    assert max(sizes) <= LIMIT and sum(size > LIMIT // 2 for size in sizes) > len(sizes) // 2
+
+
+def test_no_buffer_is_larger_than_the_limit(tmp_path):
+    run_ranks(_bounded, WORLD, save_qwen3_moe(tmp_path))

@@ -5,7 +5,6 @@ Thin on purpose. Preparing packed inputs and turning logits into log-probs and e
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +22,7 @@ from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import EngineEvalModeCtx, EngineTrainModeCtx, FSDPEngineWithLMHead
 
 from ..rollout import naming, server_adapter, stream
+from ..rollout.streams import RolloutSync, SyncSettings
 from . import checkpoint
 from .agreement import check_agreement, model_facts
 from .checkpointing import Checkpointing
@@ -122,7 +122,14 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         if unused and self.rank == 0:
             print(f"[epfsdp2] {len(unused)} tensors of the checkpoint have no place in the model, e.g. {unused[:3]}")
         self.layer_names = layer_names(module)
-        self.compute_dtypes = compute_dtypes(module, options)
+        config = self.engine_config
+        self.rollout_sync = RolloutSync(
+            module,
+            self.meshes,
+            self.layer_names,
+            compute_dtypes(module, options),
+            SyncSettings(config.rollout_sync, config.sync_gather_megabytes << 20, config.sync_round_megabytes << 20),
+        )
 
         self.module: Any = module
         self.optimizer: Any = None
@@ -235,7 +242,9 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         if self.rank == 0:
             self._save_hf_config(hf)
         if "hf_model" in contents:
-            checkpoint.write_hf_weights(hf, self._tensors(naming.as_checkpoint))
+            limit = self.engine_config.sync_gather_megabytes << 20
+            full = stream.full_tensors(self.module, self.meshes, self.layer_names, limit)
+            checkpoint.write_hf_weights(hf, naming.as_checkpoint(self.module, full))
         dist.barrier()
         # The oldest goes when the newest is there.
         self._saved = checkpoint.remove_old([*self._saved, folder], max_ckpt_to_keep)
@@ -261,17 +270,11 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
     # -- weights out --------------------------------------------------------------------------------------------
 
     def get_per_tensor_param(self, layered_summon=False, base_sync_done=False, **kwargs):
-        """Full tensors for the rollout, under names that vLLM's loader takes; every rank has to drain it.
+        """The weights for the rollout: iterated, full tensors under names that vLLM's loader takes, on every rank.
 
         In the dtype that this engine's own forward computes with: masters are cast before they are gathered.
         """
-        return self._tensors(naming.for_vllm, self.compute_dtypes), None
-
-    def _tensors(
-        self, names: Callable, dtypes: Mapping[str, torch.dtype] | None = None
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        limit = self.engine_config.sync_gather_megabytes << 20
-        return names(self.module, stream.full_tensors(self.module, self.meshes, self.layer_names, limit, dtypes))
+        return self.rollout_sync.weights(), None
 
     def get_per_tensor_param_shard(self, **kwargs):
         raise SettingError(

@@ -18,6 +18,7 @@ from verl.workers.config.critic import CriticConfig
 from verl.workers.config.engine import EngineConfig, EngineRouterReplayConfig
 
 from ..rollout import housekeeping
+from ..rollout.placement import WANTED
 from .checkpointing import CHECKPOINTING
 from .errors import SettingError
 from .model_facts import check_model_path
@@ -90,7 +91,9 @@ class EPFSDP2EngineConfig(EngineConfig):
     use_torch_compile: bool = False
     pad_to_length: bool = False
     pad_to_length_bucket: int = 1024
+    rollout_sync: str = "full"
     sync_gather_megabytes: int = 2048
+    sync_round_megabytes: int = 512
     sync_timeout_seconds: float = 40.0
 
     def __post_init__(self):
@@ -182,9 +185,15 @@ def check_engine_values(config: EPFSDP2EngineConfig) -> None:
             "router replay is not supported by this version of the engine.",
             "engine.router_replay.mode=disabled",
         )
-    if config.sync_gather_megabytes < 1 or config.sync_timeout_seconds <= 0:
-        name = "sync_gather_megabytes" if config.sync_gather_megabytes < 1 else "sync_timeout_seconds"
-        raise SettingError(f"engine.{name}", getattr(config, name), "has to be positive.", "leave it at its default")
+    if config.rollout_sync not in WANTED:
+        raise SettingError(
+            "engine.rollout_sync", config.rollout_sync, f"is one of {', '.join(WANTED)}.", "engine.rollout_sync=full"
+        )
+    for name in ("sync_gather_megabytes", "sync_round_megabytes", "sync_timeout_seconds"):
+        if getattr(config, name) <= 0:
+            raise SettingError(
+                f"engine.{name}", getattr(config, name), "has to be positive.", "leave it at its default"
+            )
 
 
 def _check_patterns(config: EPFSDP2EngineConfig) -> None:

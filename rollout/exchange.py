@@ -5,7 +5,7 @@ two buffers that it sends from and two that it receives into, each bounded by th
 tensor that it is putting together.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -67,7 +67,7 @@ class Exchange:
 
     def run(
         self, tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]
-    ) -> Iterator[tuple[str, Need, torch.Tensor]]:
+    ) -> Generator[tuple[str, Need, torch.Tensor], None, None]:
         """Yield ``(tensor's name, need, values)``, in the model's order; collective.
 
         Every round is issued on every rank, also where the consumer stops early: what is left is then received and
@@ -103,13 +103,13 @@ class Exchange:
         for piece in pieces:
             name, itemsize = self._tensor(piece)
             held = local_box(tensors[name])
-            local = local_tensor(tensors[name])
+            local = local_tensor(tensors[name]).detach()
             for transfer in self._transfers(piece):
                 if transfer.source == transfer.target:
                     continue
                 if transfer.source == self.rank:
                     values = local[_inside(transfer.box, held)].to(self.device, dtypes[name])
-                    outgoing[transfer.target].append(values.reshape(-1).view(torch.uint8))
+                    outgoing[transfer.target].append(values.reshape(-1).contiguous().view(torch.uint8))
                 else:
                     receive_splits[transfer.source] += transfer.box.numel * itemsize
         send_splits = [sum(part.numel() for part in parts) for parts in outgoing]
@@ -140,7 +140,7 @@ class Exchange:
                 if transfer.target != self.rank:
                     continue
                 if transfer.source == self.rank:
-                    values = local_tensor(tensors[name])[_inside(transfer.box, local_box(tensors[name]))]
+                    values = local_tensor(tensors[name]).detach()[_inside(transfer.box, local_box(tensors[name]))]
                 else:
                     start = at[transfer.source]
                     at[transfer.source] = stop = start + transfer.box.numel * itemsize

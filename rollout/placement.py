@@ -22,10 +22,23 @@ from typing import Any, Literal, Protocol
 
 from ..engine.boxes import Box, Cut, cut_box
 
-__all__ = ["ANALYTIC", "STREAMS", "Heads", "Need", "Rollout", "Stream", "Tensor", "Topology", "holders", "needs"]
+__all__ = [
+    "ANALYTIC",
+    "STREAMS",
+    "WANTED",
+    "Heads",
+    "Need",
+    "Rollout",
+    "Stream",
+    "Tensor",
+    "Topology",
+    "holders",
+    "needs",
+]
 
 Stream = Literal["full", "expert_local", "sliced"]
 STREAMS: tuple[Stream, ...] = ("full", "expert_local", "sliced")
+WANTED = ("auto", *STREAMS)
 # Families whose layout in vLLM the rules below describe, as tests show against what vLLM itself holds.
 ANALYTIC = frozenset({"qwen3_moe"})
 _VOCABULARY_MULTIPLE = 64

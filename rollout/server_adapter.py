@@ -17,6 +17,7 @@ import torch
 import zmq
 
 from .sockets import WatchedContext, WeightSyncError
+from .streams import for_this_worker
 
 __all__ = ["WeightSyncError", "install"]
 
@@ -84,8 +85,10 @@ class WatchedUpdates:
 
         kwargs["use_shm"] = self.use_shm
         engine_kwargs = (self.config.get("engine_kwargs") or {}).get("vllm") or {}
-        if engine_kwargs.get("worker_extension_cls") == _EXTENSION:
+        is_ours = engine_kwargs.get("worker_extension_cls") == _EXTENSION
+        if is_ours:
             kwargs["sync_timeout_seconds"] = _timeout_seconds
+        weights = for_this_worker(weights, self.config, self.rollout_rank, is_ours)
         future = await self._execute_method("update_weights_from_ipc", non_block=True, kwargs=kwargs)
         await send_weights(
             weights,

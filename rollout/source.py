@@ -15,11 +15,11 @@ from .placement import Tensor
 __all__ = ["sharded_tensors", "tensors_before_sharding"]
 
 
-def sharded_tensors(model: nn.Module, itemsize: int | None = None) -> list[Tensor]:
+def sharded_tensors(model: nn.Module, itemsize: Mapping[str, int] | int | None = None) -> list[Tensor]:
     """Parameters and persistent buffers of a model that ``parallelize`` has sharded, in the model's order.
 
     Args:
-        itemsize: bytes of an element of a parameter when it is sent; by default those it has.
+        itemsize: bytes of an element of a parameter when it is sent, of all or by name; by default those it has.
     """
     return list(_tensors(model, {name: cuts_of(p) for name, p in model.named_parameters()}, itemsize))
 
@@ -50,8 +50,11 @@ def tensors_before_sharding(
     return list(_tensors(model, cuts, itemsize))
 
 
-def _tensors(model: nn.Module, cuts: Mapping[str, tuple[Cut, ...]], itemsize: int | None) -> Iterator[Tensor]:
+def _tensors(
+    model: nn.Module, cuts: Mapping[str, tuple[Cut, ...]], itemsize: Mapping[str, int] | int | None
+) -> Iterator[Tensor]:
     for name, param in model.named_parameters():
-        yield Tensor(name, tuple(param.shape), itemsize or param.element_size(), cuts[name])
+        size = itemsize.get(name) if isinstance(itemsize, Mapping) else itemsize
+        yield Tensor(name, tuple(param.shape), size or param.element_size(), cuts[name])
     for name, buffer in persistent_buffers(model).items():
         yield Tensor(name, tuple(buffer.shape), buffer.element_size())

@@ -26,13 +26,15 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, make_online_process_loader
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
+from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 from vllm.platforms import current_platform
 
 from . import amx_shim
 from .completeness import KeptCalls, LayerRecord
 from .read_back import running_tensors
+from .slices import is_slice, parse_slice
 from .sockets import WatchedContext, WeightSyncError
 from .verify import digest
 
@@ -171,6 +173,8 @@ class _Reload:
         self.unused: list[str] = []
         self.loader_calls = 0
         self.touched_storages: set[int] = set()
+        self._owners: dict[str, tuple[torch.nn.Module, str]] = {}
+        self._loaders: list[tuple[torch.Tensor, Any]] = []
 
     def start(self) -> None:
         """Put every layer on meta, ready to take its tensors."""
@@ -199,6 +203,9 @@ class _Reload:
             if name in self.names:
                 raise WeightSyncError(f"the tensor {name} was sent twice in one weight sync")
             self.names.add(name)
+            if is_slice(name):
+                self._place(*parse_slice(name), tensor.clone())
+                continue
             # A layer waits with its tensors until it has all of them, and buckets are reused: it needs its own.
             (self._buffer_updates if name in self._buffer_names else kept).append((name, tensor.clone()))
         self.touched_storages.clear()
@@ -208,6 +215,46 @@ class _Reload:
         for name, tensor in kept:
             if name not in used and tensor.untyped_storage().data_ptr() not in self.touched_storages:
                 self.unused.append(name)
+
+    def _place(self, parameter: str, corner: tuple[int, ...], values: torch.Tensor) -> None:
+        """Take a slice of one of this worker's own parameters, from ``corner`` on.
+
+        Raises:
+            WeightSyncError: there is no such parameter, or the slice does not fit.
+        """
+        if parameter in self._buffer_names:
+            self._buffer_updates.append((parameter, values))
+            return
+        if not self._owners:
+            self._owners = self._take_slices()
+        if parameter not in self._owners:
+            raise WeightSyncError(f"a slice of {parameter} was sent, which vLLM's model does not have on this worker")
+        layer, own = self._owners[parameter]
+        target = getattr(layer, own)
+        stop = [c + s for c, s in zip(corner, values.shape, strict=False)]
+        fits = len(corner) == target.dim() == values.dim() and all(
+            a <= b for a, b in zip(stop, target.shape, strict=True)
+        )
+        if not fits:
+            raise WeightSyncError(
+                f"a slice {list(values.shape)} at {list(corner)} was sent for {parameter}, which is "
+                f"{list(target.shape)} on this worker"
+            )
+        target.weight_loader(target, values, corner)
+
+    def _take_slices(self) -> dict[str, tuple[torch.nn.Module, str]]:
+        """Have every layer that waits take slices of its parameters instead of tensors of a checkpoint."""
+        owners = {}
+        for record in self._layers:
+            prefix = record.name.replace(".routed_experts", "") + "." if record.name else ""
+            for own, tensor in get_layer_tensors(record.layer).items():
+                if own not in SKIP_LOAD_TENSORS:
+                    owners[prefix + own] = (record.layer, own)
+                    self._loaders.append((tensor, getattr(tensor, "weight_loader", None)))
+                    is_vocabulary = hasattr(record.layer, "shard_indices")
+                    tensor.weight_loader = _load_vocabulary_slice if is_vocabulary else _load_slice
+                    tensor.weight_loader = make_online_process_loader(record.layer, own)
+        return owners
 
     def _follow(self, weights, used: set[str]):
         """Hand the tensors over one by one and note which of them made a weight loader run."""
@@ -225,8 +272,7 @@ class _Reload:
         """
         tied = self._check_complete()
         self._check_unused()
-        for model, config in self._models:
-            finalize_layerwise_reload(model, config)
+        self._finalize()
         for record in tied:
             # A tied layer shares the parameter but may hold a packed copy of it, which nothing else refreshes.
             record.layer.quant_method.process_weights_after_loading(record.layer)
@@ -243,8 +289,17 @@ class _Reload:
             if not record.is_loaded:
                 record.info.load_numel = 0
                 record.info.loaded_weights.clear()
+        self._finalize()
+
+    def _finalize(self) -> None:
         for model, config in self._models:
             finalize_layerwise_reload(model, config)
+        # vLLM keeps the meta tensors for the next reload, which may bring whole tensors.
+        for tensor, loader in self._loaders:
+            if loader is None:
+                del tensor.weight_loader  # type: ignore[attr-defined]
+            else:
+                tensor.weight_loader = loader  # type: ignore[attr-defined]
 
     def _keep_buffers(self, layer: torch.nn.Module) -> None:
         # vLLM copies a fresh, uninitialised buffer over a persistent one that no loader filled.
@@ -307,6 +362,17 @@ class _Reload:
         # Multi-token-prediction layers come after the model's own, and without a draft model nobody takes them.
         numbers = re.findall(r"(?:^|\.)layers\.(\d+)\.", name)
         return name.startswith("mtp.") or any(int(n) >= config.num_hidden_layers for n in numbers)
+
+
+def _load_slice(param: torch.Tensor, values: torch.Tensor, corner: tuple[int, ...]) -> None:
+    """A weight loader that places its values as they are."""
+    param.data[tuple(slice(c, c + n) for c, n in zip(corner, values.shape, strict=True))].copy_(values)
+
+
+def _load_vocabulary_slice(param: torch.Tensor, values: torch.Tensor, corner: tuple[int, ...]) -> None:
+    """The same for a vocabulary, whose rows beyond those of the checkpoint are zero."""
+    _load_slice(param, values, corner)
+    param.data[corner[0] + values.shape[0] :].zero_()
 
 
 def _prepare_layer(layer: Any) -> None:

@@ -61,6 +61,8 @@ from epfsdp2.engine.preflight import DTYPES
         ({"mixed_precision": "bf16"}, "engine.mixed_precision=bf16: is null or a mapping"),
         ({"mixed_precision": {"params": "bf16"}}, "engine.mixed_precision.params=bf16: "),
         ({"sync_gather_megabytes": 0}, "engine.sync_gather_megabytes=0: "),
+        ({"sync_round_megabytes": 0}, "engine.sync_round_megabytes=0: "),
+        ({"rollout_sync": "slices"}, "engine.rollout_sync=slices: is one of auto, full, expert_local, sliced."),
         ({"sync_timeout_seconds": 0}, "engine.sync_timeout_seconds=0: "),
         ({"epsize": 2}, "engine.epsize=2: the engine has no such setting. What works: engine.ep_size"),
         ({"router_replay": {"mod": "R2"}}, "engine.router_replay.mod=R2: the engine has no such setting. What works: "),

@@ -36,7 +36,7 @@ def main() -> int:
     console, rows, start = Console(width=150), [], time.monotonic()
     with Progress(console=console) as progress:
         for i, name in enumerate(progress.track(names, description="Families")):
-            rows += [] if families.FAMILIES[name].skip else run_family(name, [fast_case(i)] if asked.fast else cases())
+            rows += run_family(name, [fast_case(i)] if asked.fast else cases())
             console.print(_cells(name, [row for row in rows if row.family == name]), highlight=False)
     minutes = (time.monotonic() - start) / 60
     console.print(_table(names, rows))
@@ -73,7 +73,7 @@ def run_family(name: str, todo: list[Case]) -> list[Row]:
 
 def _cells(name: str, rows: list[Row]) -> str:
     bad = [row for row in rows if not row.good]
-    note = families.FAMILIES[name].skip or families.FAMILIES[name].note
+    note = families.FAMILIES[name].note
     worst = max((row.worst for row in rows), default=0.0)
     failures = "".join(f"\n    {row.case}: {row.failed}" for row in bad)
     return f"{name}: {len(rows) - len(bad)} of {len(rows)} good, worst {worst:.1e} {note}{failures}"
@@ -94,7 +94,7 @@ def _lines(names: list[str], rows: list[Row]) -> list[list[str]]:
         low = [r for r in mine if r.case.dtype != "float32"]
         line.append("" if not low else "no" if low[0].failed else "yes")
         refused = sum(bool(r.refused) for r in mine)
-        notes = [families.FAMILIES[name].skip or families.FAMILIES[name].note]
+        notes = [families.FAMILIES[name].note]
         notes += [f"{refused} refused: the dim does not divide"] if refused else []
         lines.append([*line, "; ".join(note for note in notes if note)])
     return lines

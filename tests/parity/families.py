@@ -25,7 +25,6 @@ class Family:
             rounding errors are not magnified beyond what 1e-5 can tell from a mistake.
         train: whether it is compared in training mode.
         note: printed in the table.
-        skip: why it can't be run at all.
     """
 
     model: str
@@ -35,7 +34,6 @@ class Family:
     vectors: tuple[float, float] = (0.5, 1.5)
     train: bool = True
     note: str = ""
-    skip: str = ""
 
     def build(self) -> Any:
         config = getattr(transformers, self.config)(**self.sizes)
@@ -74,7 +72,7 @@ def _sizes(**own: Any) -> dict[str, Any]:
 
 
 def _of(name: str, head: str = "ForCausalLM", **own: Any) -> Family:
-    options = {key: own.pop(key) for key in ("std", "vectors", "train", "note", "skip") if key in own}
+    options = {key: own.pop(key) for key in ("std", "vectors", "train", "note") if key in own}
     config = own.pop("config", name + "Config")
     return Family(name + head, config, _sizes(**own), **options)
 

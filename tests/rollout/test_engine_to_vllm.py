@@ -1,4 +1,4 @@
-"""The whole road: experts sharded over two ranks, the full stream, verl's transport, two real vLLM workers."""
+"""The whole road: experts sharded over two ranks, a stream, verl's transport, two real vLLM workers."""
 
 import asyncio
 import shutil
@@ -17,30 +17,33 @@ from tests.support.ranks import run_ranks
 pytestmark = pytest.mark.e2e
 
 
-def _train_and_sync(folder: str, exports: list[str], handles: list[str]) -> None:
+def _train_and_sync(folder: str, exports: list[str], handles: list[str], kind: str) -> None:
     """Before each sync one optimizer step; every state that is synced is exported too."""
     from epfsdp2.engine.checkpoint import write_hf_weights
     from epfsdp2.engine.optimizer import build_multi_optimizer
     from epfsdp2.engine.parallelize import layer_names
     from epfsdp2.rollout import naming, stream
+    from epfsdp2.rollout.placement import Rollout
     from epfsdp2.rollout.server_adapter import send_weights
+    from epfsdp2.rollout.streams import RolloutSync, SyncSettings
 
     rank = dist.get_rank()
     model, meshes = sharded_model(Path(folder), 2, ep=2)
     optimizer = build_multi_optimizer(model, lambda params: torch.optim.AdamW(params, lr=0.05))
 
-    def weights(names):
-        return names(model, stream.full_tensors(model, meshes, layer_names(model), 1 << 30))
+    layers = layer_names(model)
+    sync = RolloutSync(model, meshes, layers, {}, SyncSettings(kind, 1 << 30, 1 << 18))
 
     for i, export in enumerate(exports):
         ids = torch.randint(0, 200, (2, 9), generator=torch.Generator().manual_seed(2 * i + rank))
         optimizer.zero_grad()
         token_loss(model, ids).backward()
         optimizer.step()
-        write_hf_weights(Path(export), weights(naming.as_checkpoint))
+        full = stream.full_tensors(model, meshes, layers, 1 << 30)
+        write_hf_weights(Path(export), naming.as_checkpoint(model, full))
         asyncio.run(
             send_weights(
-                weights(naming.for_vllm),
+                sync.weights().for_worker(kind, Rollout(2), rank),
                 zmq_handle=handles[rank],
                 bucket_megabytes=1,
                 use_shm=True,
@@ -60,7 +63,8 @@ def _exported(folder: Path) -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def test_workers_hold_the_trainers_weights_after_each_of_two_syncs(start_engine, checkpoints, tmp_path):
+@pytest.mark.parametrize("kind", ["full", "sliced"])
+def test_workers_hold_the_trainers_weights_after_each_of_two_syncs(start_engine, checkpoints, tmp_path, kind):
     from epfsdp2.rollout import verify
 
     checkpoint = checkpoints[0]
@@ -71,9 +75,8 @@ def test_workers_hold_the_trainers_weights_after_each_of_two_syncs(start_engine,
     for _ in exports:
         engine.call("update_weights_from_ipc", timeout=120.0, use_shm=True, sync_timeout_seconds=100.0)
         answers.append(engine.call("epfsdp2_digests"))
-    run_ranks(
-        _train_and_sync, 2, checkpoint.path, [str(e) for e in exports], [engine.handle(rank) for rank in range(2)]
-    )
+    handles = [engine.handle(rank) for rank in range(2)]
+    run_ranks(_train_and_sync, 2, checkpoint.path, [str(e) for e in exports], handles, kind)
     config = AutoConfig.from_pretrained(checkpoint.path)
     held = [[answer["digests"] for answer in answered.result()] for answered in answers]
     for export, digests in zip(exports, held, strict=True):

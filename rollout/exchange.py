@@ -1,8 +1,7 @@
 """Carries out a plan among the trainer's ranks: rounds of one all-to-all each, one under way while another is taken.
 
-What a rank hands on are the boxes that its own worker needs, whole, tensor by tensor in the model's order. A rank holds
-two buffers that it sends from and two that it receives into, each bounded by the plan's limit, and the boxes of the
-tensor that it is putting together.
+What arrives is handed on as it is: boxes that lie inside what the rank's own worker needs, in the model's order. A rank
+holds two buffers that it sends from and two that it receives into, each bounded by the plan's limit.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from ..engine.shards import local_box, local_tensor
 from .placement import Need, Tensor
 from .plan import Piece, Plan, Transfer
 
-__all__ = ["Exchange", "Traffic"]
+__all__ = ["Arrival", "Exchange", "Traffic", "inside"]
 
 
 @dataclass
@@ -27,13 +26,29 @@ class Traffic:
     received: int = 0
 
 
+@dataclass(frozen=True)
+class Arrival:
+    """The values of a box of a tensor. They are the caller's until it asks for the next."""
+
+    tensor: Tensor
+    box: Box
+    values: torch.Tensor
+
+
+@dataclass
+class _Buffers:
+    """What a round is sent from and received into; two take turns."""
+
+    out: torch.Tensor
+    in_: torch.Tensor
+
+
 @dataclass
 class _Round:
-    """One all-to-all under way; its buffers live until it is taken."""
+    """One all-to-all under way."""
 
-    pieces: Sequence[Piece]
+    index: int
     work: dist.Work
-    sent: torch.Tensor
     received: torch.Tensor
 
 
@@ -63,108 +78,131 @@ class Exchange:
             [[t for t in tensor.transfers if rank in (t.source, t.target)] for tensor in template.tensors]
             for template in plan.templates
         ]
+        self._splits = [self._split(pieces) for pieces in plan.rounds]
         self.traffic = Traffic()
+
+    def assembled(
+        self, tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]
+    ) -> Generator[tuple[str, Need, torch.Tensor], None, None]:
+        """Yield ``(tensor's name, need, values)``, each need whole and the caller's own; otherwise as ``run``."""
+        arriving = self.run(tensors, dtypes)
+        name, missing = "", 0
+        parts: list[tuple[Need, torch.Tensor]] = []
+        try:
+            for arrival in arriving:
+                if not missing:
+                    name = arrival.tensor.name
+                    parts = [
+                        (need, torch.empty(need.box.shape, dtype=dtypes[name], device=self.device))
+                        for need in self._needs_of(arrival.tensor)
+                    ]
+                    missing = sum(need.box.numel for need, _ in parts)
+                for need, buffer in parts:
+                    if arrival.box.shared_with(need.box) is not None:
+                        buffer[inside(arrival.box, need.box)] = arrival.values
+                missing -= arrival.box.numel
+                while parts and not missing:
+                    yield name, *parts.pop(0)
+        finally:
+            arriving.close()
 
     def run(
         self, tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]
-    ) -> Generator[tuple[str, Need, torch.Tensor], None, None]:
-        """Yield ``(tensor's name, need, values)``, in the model's order; collective.
+    ) -> Generator[Arrival, None, None]:
+        """Yield what this rank's worker needs, box by box, in the model's order; collective.
 
-        Every round is issued on every rank, also where the consumer stops early: what is left is then received and
-        dropped when the iterator is closed.
+        Each box lies inside one need. Every round is issued on every rank, also where the consumer stops early: what
+        is left is then received and dropped when the iterator is closed.
 
         Args:
             tensors: the trainer's parameters and buffers by name, sharded.
             dtypes: in which each is sent; cast before it is.
         """
         self.traffic = Traffic()
-        rounds = self.plan.rounds
-        coming = self._start(rounds[0], tensors, dtypes) if rounds else None
+        buffers = [
+            _Buffers(*(torch.empty(most, dtype=torch.uint8, device=self.device) for most in self._largest()))
+            for _ in range(min(2, len(self._splits)))
+        ]
+        coming = self._start(0, buffers, tensors, dtypes)
         issued = 1
-        half_done: dict[str, list[torch.Tensor]] = {}
         try:
             while coming is not None:
                 taken = coming
-                coming = self._start(rounds[issued], tensors, dtypes) if issued < len(rounds) else None
+                coming = self._start(issued, buffers, tensors, dtypes)
                 issued += 1
                 taken.work.wait()
-                yield from self._take(taken, half_done, tensors, dtypes)
+                yield from self._take(taken, tensors, dtypes)
         finally:
             while coming is not None:
                 coming.work.wait()
-                coming = self._start(rounds[issued], tensors, dtypes) if issued < len(rounds) else None
+                coming = self._start(issued, buffers, tensors, dtypes)
                 issued += 1
 
-    def _start(
-        self, pieces: Sequence[Piece], tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]
-    ) -> _Round:
-        outgoing: list[list[torch.Tensor]] = [[] for _ in range(self._ranks)]
-        receive_splits = [0] * self._ranks
+    def _largest(self) -> tuple[int, int]:
+        """Most bytes that this rank sends, and that it receives, in one round."""
+        return max(sum(out) for out, _ in self._splits), max(sum(in_) for _, in_ in self._splits)
+
+    def _split(self, pieces: Sequence[Piece]) -> tuple[list[int], list[int]]:
+        """Bytes to, and from, each rank in a round."""
+        out, in_ = [0] * self._ranks, [0] * self._ranks
         for piece in pieces:
-            name, itemsize = self._tensor(piece)
-            held = local_box(tensors[name])
-            local = local_tensor(tensors[name]).detach()
+            itemsize = self.plan.tensor(piece)[1].tensor.itemsize
             for transfer in self._transfers(piece):
                 if transfer.source == transfer.target:
                     continue
                 if transfer.source == self.rank:
-                    values = local[_inside(transfer.box, held)].to(self.device, dtypes[name])
-                    outgoing[transfer.target].append(values.reshape(-1).contiguous().view(torch.uint8))
+                    out[transfer.target] += transfer.box.numel * itemsize
                 else:
-                    receive_splits[transfer.source] += transfer.box.numel * itemsize
-        send_splits = [sum(part.numel() for part in parts) for parts in outgoing]
-        flat = [part for parts in outgoing for part in parts]
-        sent = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8, device=self.device)
-        received = torch.empty(sum(receive_splits), dtype=torch.uint8, device=self.device)
+                    in_[transfer.source] += transfer.box.numel * itemsize
+        return out, in_
+
+    def _start(
+        self,
+        index: int,
+        buffers: Sequence[_Buffers],
+        tensors: Mapping[str, torch.Tensor],
+        dtypes: Mapping[str, torch.dtype],
+    ) -> _Round | None:
+        """Issue a round; None if there is none of that index."""
+        if index >= len(self._splits):
+            return None
+        send_splits, receive_splits = self._splits[index]
+        buffer = buffers[index % 2]
+        sent, received = buffer.out[: sum(send_splits)], buffer.in_[: sum(receive_splits)]
+        at = _starts(send_splits)
+        for piece in self.plan.rounds[index]:
+            name = self.plan.tensor(piece)[0]
+            held, local, dtype = local_box(tensors[name]), local_tensor(tensors[name]).detach(), dtypes[name]
+            for transfer in self._transfers(piece):
+                if self.rank != transfer.source or transfer.source == transfer.target:
+                    continue
+                start = at[transfer.target]
+                at[transfer.target] = stop = start + transfer.box.numel * dtype.itemsize
+                _write(sent[start:stop], local[inside(transfer.box, held)], dtype)
         self.traffic.sent += sent.numel()
         self.traffic.received += received.numel()
         work = dist.all_to_all_single(received, sent, receive_splits, send_splits, group=self.group, async_op=True)
         assert work is not None
-        return _Round(pieces, work, sent, received)
+        return _Round(index, work, received)
 
     def _take(
-        self,
-        taken: _Round,
-        half_done: dict[str, list[torch.Tensor]],
-        tensors: Mapping[str, torch.Tensor],
-        dtypes: Mapping[str, torch.dtype],
-    ) -> Iterator[tuple[str, Need, torch.Tensor]]:
-        """Sort what a round brought into the needs, and yield those of each tensor whose last piece it was."""
-        at = self._offsets(taken.pieces)
-        for piece in taken.pieces:
-            name, itemsize = self._tensor(piece)
-            needs = self._needs_of(replace(self.plan.tensor(piece)[1].tensor, name=name))
-            if name not in half_done:
-                half_done[name] = [torch.empty(n.box.shape, dtype=dtypes[name], device=self.device) for n in needs]
+        self, taken: _Round, tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]
+    ) -> Iterator[Arrival]:
+        at = _starts(self._splits[taken.index][1])
+        for piece in self.plan.rounds[taken.index]:
+            name, plan = self.plan.tensor(piece)
+            tensor, dtype = replace(plan.tensor, name=name), dtypes[name]
             for transfer in self._transfers(piece):
                 if transfer.target != self.rank:
                     continue
                 if transfer.source == self.rank:
-                    values = local_tensor(tensors[name]).detach()[_inside(transfer.box, local_box(tensors[name]))]
+                    local = local_tensor(tensors[name]).detach()
+                    values = local[inside(transfer.box, local_box(tensors[name]))].to(self.device, dtype)
                 else:
                     start = at[transfer.source]
-                    at[transfer.source] = stop = start + transfer.box.numel * itemsize
-                    values = taken.received[start:stop].view(dtypes[name]).view(transfer.box.shape)
-                for need, buffer in zip(needs, half_done[name], strict=True):
-                    if transfer.box.shared_with(need.box) is not None:
-                        buffer[_inside(transfer.box, need.box)] = values
-            if piece.part == piece.parts - 1:
-                for need, buffer in zip(needs, half_done.pop(name), strict=True):
-                    yield name, need, buffer
-
-    def _offsets(self, pieces: Sequence[Piece]) -> list[int]:
-        """Where each source's bytes begin in what a round received."""
-        sizes = [0] * self._ranks
-        for piece in pieces:
-            itemsize = self._tensor(piece)[1]
-            for transfer in self._transfers(piece):
-                if transfer.target == self.rank != transfer.source:
-                    sizes[transfer.source] += transfer.box.numel * itemsize
-        return [sum(sizes[:rank]) for rank in range(self._ranks)]
-
-    def _tensor(self, piece: Piece) -> tuple[str, int]:
-        name, plan = self.plan.tensor(piece)
-        return name, plan.tensor.itemsize
+                    at[transfer.source] = stop = start + transfer.box.numel * dtype.itemsize
+                    values = _read(taken.received[start:stop], dtype).view(transfer.box.shape)
+                yield Arrival(tensor, transfer.box, values)
 
     def _transfers(self, piece: Piece) -> Iterator[Transfer]:
         """This rank's part of a piece."""
@@ -174,8 +212,24 @@ class Exchange:
                 yield part
 
 
-def _inside(box: Box, outer: Box) -> tuple[slice, ...]:
+def inside(box: Box, outer: Box) -> tuple[slice, ...]:
     """``box`` in coordinates of ``outer``."""
     return tuple(
         slice(low - origin, high - origin) for low, high, origin in zip(box.low, box.high, outer.low, strict=True)
     )
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    return [sum(sizes[:i]) for i in range(len(sizes))]
+
+
+def _write(flat: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> None:
+    """Cast and copy in one pass, where the bytes are aligned for ``dtype``."""
+    if flat.storage_offset() % dtype.itemsize == 0:
+        flat.view(dtype).view(values.shape).copy_(values)
+    else:
+        flat.copy_(values.to(flat.device, dtype).reshape(-1).contiguous().view(torch.uint8))
+
+
+def _read(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return (flat if flat.storage_offset() % dtype.itemsize == 0 else flat.clone()).view(dtype)

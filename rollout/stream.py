@@ -1,32 +1,41 @@
 """Full tensors out of sharded parameters, a layer at a time.
 
 Every parameter, dense or expert, is cut over exactly the ranks of one replica (``engine/mesh.py``). So one all-gather
-of bytes brings all shards of a whole layer, where a gather per tensor would need two for each expert weight.
+of bytes brings all shards of a whole layer, where a gather per tensor would need two for each expert weight. The next
+gather is under way while one is taken.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..engine.boxes import Box, cut_box
 from ..engine.mesh import Meshes
-from ..engine.shards import box_of, local_tensor, persistent_buffers
+from ..engine.shards import cuts_of, local_tensor, persistent_buffers
 
-__all__ = ["full_tensors", "narrower"]
+__all__ = ["Gathered", "full_tensors", "gathered", "narrower"]
 
 _ALIGNMENT = 16  # bytes; enough to view the flat buffer as any dtype
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """One rank's shard of one parameter inside that rank's flat buffer."""
+class Gathered:
+    """A tensor in its shards, which lie in a buffer that is used again: the caller's until it asks for the next."""
 
-    box: tuple[slice, ...]
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
+    name: str
+    shape: torch.Size
+    shards: list[tuple[Box, torch.Tensor]]
+
+    def assembled(self) -> torch.Tensor:
+        """The tensor whole, the caller's own."""
+        first = self.shards[0][1]
+        full = torch.empty(self.shape, dtype=first.dtype, device=first.device)
+        for box, values in self.shards:
+            full[box.slices] = values
+        return full
 
 
 @dataclass(frozen=True)
@@ -42,38 +51,96 @@ class _Sent:
         return self.param.numel() * self.dtype.itemsize
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """One rank's shard of one parameter inside that rank's flat buffer."""
+
+    box: Box
+    offset: int
+    nbytes: int
+
+
+class _Group:
+    """Parameters that are gathered together, and where each rank's shards lie in what it sends."""
+
+    def __init__(self, members: Sequence[_Sent], meshes: Meshes):
+        self.members = members
+        self.layouts = [_layout(members, meshes, rank) for rank in range(meshes.topology.fsdp)]
+        # Bytes that a rank sends.
+        self.slot = max(pieces[-1].offset + _aligned(pieces[-1].nbytes) for pieces in self.layouts)
+
+
 def full_tensors(
     model: nn.Module,
     meshes: Meshes,
     layers: Sequence[str],
     max_gather_bytes: int,
     dtypes: Mapping[str, torch.dtype] | None = None,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every parameter and persistent buffer of the model whole, on every rank, in the model's order.
+) -> Generator[tuple[str, torch.Tensor], None, None]:
+    """Yield ``(name, tensor)`` of what ``gathered`` brings; each tensor is whole and the caller's own."""
+    shards = gathered(model, meshes, layers, max_gather_bytes, dtypes)
+    try:
+        for tensor in shards:
+            yield tensor.name, tensor.assembled()
+    finally:
+        shards.close()
 
-    All ranks have to consume it to its end, in step: it holds collectives. A tied parameter comes once. Each yielded
-    tensor is the caller's own.
+
+def gathered(
+    model: nn.Module,
+    meshes: Meshes,
+    layers: Sequence[str],
+    max_gather_bytes: int,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> Generator[Gathered, None, None]:
+    """Bring every parameter and persistent buffer of the model to every rank, in the model's order; collective.
+
+    A tied parameter comes once. Every gather is issued on every rank, also where the consumer stops early: what is left
+    is then received and dropped when the iterator is closed.
 
     Args:
         layers: FQNs of the layers; the parameters of one are gathered together.
-        max_gather_bytes: bound of one gather; a layer beyond it is gathered in several, a larger tensor alone. Beside
-            a gather's shards a rank holds the tensor it has just yielded and the one it assembles.
+        max_gather_bytes: bound of one gather; a layer beyond it is gathered in several, a larger tensor alone. A rank
+            holds two gathers at most, one that is taken and one that is under way.
         dtypes: parameters are sent in these, where they are narrower than what they are stored in: cast before the
             gather, which then moves fewer bytes.
     """
-    group: list[_Sent] = []
-    group_bytes, group_layer = 0, None
-    for name, param in model.named_parameters():
-        layer = next((fqn for fqn in layers if name.startswith(fqn + ".")), None)
-        sent = _Sent(name, param.detach(), narrower(param.dtype, (dtypes or {}).get(name)))
-        if group and (layer != group_layer or group_bytes + sent.nbytes > max_gather_bytes):
-            yield from _gather(group, meshes)
-            group, group_bytes = [], 0
-        group.append(sent)
-        group_bytes, group_layer = group_bytes + sent.nbytes, layer
-    yield from _gather(group, meshes)
-    for name, buffer in persistent_buffers(model).items():
-        yield name, buffer.detach().clone()
+    groups = [_Group(members, meshes) for members in _groups(model, layers, max_gather_bytes, dtypes or {})]
+    device, ranks = torch.device(meshes.dense.device_type), meshes.topology.fsdp
+    slot = max((group.slot for group in groups), default=0)
+    buffers = [torch.empty((ranks + 1) * slot, dtype=torch.uint8, device=device) for _ in groups[:2]]
+    issued = 0
+
+    def start() -> tuple[_Group, torch.Tensor, dist.Work] | None:
+        """Issue the next gather; None after the last."""
+        nonlocal issued
+        if issued == len(groups):
+            return None
+        group, buffer = groups[issued], buffers[issued % 2]
+        mine, everyone = buffer[: group.slot], buffer[slot : slot + ranks * group.slot]
+        for sent, piece in zip(group.members, group.layouts[meshes.fsdp_rank], strict=True):
+            if piece.nbytes:
+                shard = mine[piece.offset : piece.offset + piece.nbytes].view(sent.dtype)
+                shard.view(piece.box.shape).copy_(local_tensor(sent.param))
+        work = dist.all_gather_into_tensor(everyone, mine, group=meshes.replica_group, async_op=True)
+        assert work is not None
+        issued += 1
+        return group, everyone, work
+
+    coming = start()
+    try:
+        while coming is not None:
+            group, everyone, work = coming
+            coming = start()
+            work.wait()
+            for i, sent in enumerate(group.members):
+                yield Gathered(sent.name, sent.param.shape, list(_shards(group, i, everyone)))
+        for name, buffer in persistent_buffers(model).items():
+            yield Gathered(name, buffer.shape, [(Box.of(buffer.shape), buffer.detach().to(device))])
+    finally:
+        while coming is not None:
+            coming[2].wait()
+            coming = start()
 
 
 def narrower(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
@@ -81,41 +148,41 @@ def narrower(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     return wanted if wanted is not None and wanted.itemsize < stored.itemsize else stored
 
 
-def _gather(group: Sequence[_Sent], meshes: Meshes) -> Iterator[tuple[str, torch.Tensor]]:
-    """One all-gather for all parameters of ``group``, then one assembled tensor at a time."""
-    if not group:
-        return
-    device = torch.device(meshes.dense.device_type)
-    ranks = meshes.topology.fsdp
-    layouts = [_layout(group, meshes, rank) for rank in range(ranks)]
-    slot = max(pieces[-1].offset + _aligned(pieces[-1].nbytes) for pieces in layouts)
+def _groups(
+    model: nn.Module, layers: Sequence[str], max_gather_bytes: int, dtypes: Mapping[str, torch.dtype]
+) -> Iterator[list[_Sent]]:
+    group: list[_Sent] = []
+    group_bytes, group_layer = 0, None
+    for name, param in model.named_parameters():
+        layer = next((fqn for fqn in layers if name.startswith(fqn + ".")), None)
+        sent = _Sent(name, param.detach(), narrower(param.dtype, dtypes.get(name)))
+        if group and (layer != group_layer or group_bytes + sent.nbytes > max_gather_bytes):
+            yield group
+            group, group_bytes = [], 0
+        group.append(sent)
+        group_bytes, group_layer = group_bytes + sent.nbytes, layer
+    if group:
+        yield group
 
-    mine = torch.empty(slot, dtype=torch.uint8, device=device)
-    for sent, piece in zip(group, layouts[meshes.fsdp_rank], strict=True):
+
+def _shards(group: _Group, index: int, everyone: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Each shard of a group's ``index``-th parameter, in what was gathered."""
+    dtype = group.members[index].dtype
+    for rank, pieces in enumerate(group.layouts):
+        piece = pieces[index]
         if piece.nbytes:
-            local = local_tensor(sent.param).to(device, sent.dtype).contiguous()
-            mine[piece.offset : piece.offset + piece.nbytes] = local.view(-1).view(torch.uint8)
-    everyone = torch.empty(ranks * slot, dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(everyone, mine, group=meshes.replica_group)
-    del mine
-
-    for i, sent in enumerate(group):
-        full = torch.empty(sent.param.shape, dtype=sent.dtype, device=device)
-        for rank, pieces in enumerate(layouts):
-            piece = pieces[i]
-            if piece.nbytes:
-                start = rank * slot + piece.offset
-                full[piece.box] = everyone[start : start + piece.nbytes].view(sent.dtype).view(piece.shape)
-        yield sent.name, full
+            start = rank * group.slot + piece.offset
+            yield piece.box, everyone[start : start + piece.nbytes].view(dtype).view(piece.box.shape)
 
 
 def _layout(group: Sequence[_Sent], meshes: Meshes, rank: int) -> list[_Piece]:
     pieces, offset = [], 0
     for sent in group:
-        box = box_of(sent.param, meshes.topology, rank)
-        shape = tuple(s.stop - s.start for s in box)
-        nbytes = sent.dtype.itemsize * torch.Size(shape).numel()
-        pieces.append(_Piece(box, shape, offset, nbytes))
+        cuts = cuts_of(sent.param)
+        box = cut_box(sent.param.shape, cuts, meshes.topology.coordinate(rank))
+        # What every rank holds whole comes from the first.
+        nbytes = sent.dtype.itemsize * box.numel if cuts or rank == 0 else 0
+        pieces.append(_Piece(box, offset, nbytes))
         offset += _aligned(nbytes)
     return pieces
 

@@ -4,19 +4,21 @@ Iterated, the weights of a sync are the ``full`` stream, which every backend of 
 its worker is asks for that worker's stream instead (``RolloutWeights.for_worker``).
 """
 
+import contextlib
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
+from ..engine.boxes import Box
 from ..engine.mesh import Meshes
 from ..engine.shards import persistent_buffers
 from . import naming, stream
-from .exchange import Exchange
+from .exchange import Exchange, inside
 from .placement import ANALYTIC, Heads, Need, Rollout, Stream, Tensor, needs
 from .plan import Targets, make_plan
 from .slices import slice_name
@@ -47,8 +49,7 @@ def choose_stream(wanted: str, family: str, rollout: Rollout, obstacle: str = ""
         return "full", obstacle
     if wanted != "auto":
         return cast(Stream, wanted), ""
-    # A worker that keeps everything gains nothing by slices.
-    return ("sliced" if rollout.tp > 1 or rollout.expert_parallel else "full"), ""
+    return "sliced", ""
 
 
 def obstacle(config: Any, is_ours: bool) -> str:
@@ -119,6 +120,7 @@ class RolloutSync:
         stored = {name: p.dtype for name, p in model.named_parameters()}
         self.dtypes = {name: stream.narrower(dtype, dtypes.get(name)) for name, dtype in stored.items()}
         self.dtypes |= {name: buffer.dtype for name, buffer in persistent_buffers(model).items()}
+        self._heads = Heads.of(model.config.get_text_config())
         self._exchanges: dict[tuple[Stream, Rollout, int], Exchange] = {}
 
     def weights(self) -> "RolloutWeights":
@@ -126,18 +128,24 @@ class RolloutSync:
         return RolloutWeights(self)
 
     def full(self) -> Iterator[tuple[str, torch.Tensor]]:
-        whole = stream.full_tensors(self.model, self.meshes, self.layers, self.settings.gather_bytes, self.dtypes)
-        return naming.for_vllm(self.model, whole)
+        arriving = self._gathered()
+        with contextlib.closing(arriving):
+            yield from naming.for_vllm(self.model, ((tensor.name, tensor.assembled()) for tensor in arriving))
+
+    def _gathered(self) -> Generator[stream.Gathered, None, None]:
+        return stream.gathered(self.model, self.meshes, self.layers, self.settings.gather_bytes, self.dtypes)
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        return {**dict(self.model.named_parameters()), **persistent_buffers(self.model)}
 
     def exchange(self, kind: Stream, rollout: Rollout, worker: int) -> Exchange:
         """The exchange that feeds ``worker`` of each replica; collective only when it is run."""
         key = (kind, rollout, worker)
         if key not in self._exchanges:
-            heads = Heads.of(self.model.config.get_text_config())
             world = dist.get_world_size()
 
             def needs_of(tensor: Tensor, index: int) -> list[Need]:
-                return needs(tensor, rollout, index % rollout.workers, heads, kind)
+                return needs(tensor, rollout, index % rollout.workers, self._heads, kind)
 
             plan = make_plan(
                 sharded_tensors(self.model, {name: dtype.itemsize for name, dtype in self.dtypes.items()}),
@@ -154,17 +162,44 @@ class RolloutSync:
     def for_worker(self, kind: Stream, rollout: Rollout, worker: int) -> Iterator[tuple[str, torch.Tensor]]:
         if kind == "full":
             yield from self.full()
-            return
-        state: dict[str, torch.Tensor] = {**dict(self.model.named_parameters()), **persistent_buffers(self.model)}
-        arriving = self.exchange(kind, rollout, worker).run(state, self.dtypes)
-        try:
-            for name, need, values in arriving:
-                if kind == "sliced":
-                    yield slice_name(need.parameter, need.at), values
-                else:
-                    yield from self._local_experts(name, need, values)
-        finally:
-            arriving.close()
+        elif kind == "expert_local":
+            yield from self._expert_local(rollout, worker)
+        elif rollout.workers == 1:
+            yield from self._placed_gathers(rollout, worker)
+        else:
+            yield from self._slices(rollout, worker)
+
+    def _expert_local(self, rollout: Rollout, worker: int) -> Iterator[tuple[str, torch.Tensor]]:
+        whole = self.exchange("expert_local", rollout, worker).assembled(self._state(), self.dtypes)
+        with contextlib.closing(whole):
+            for name, need, values in whole:
+                yield from self._local_experts(name, need, values)
+
+    def _slices(self, rollout: Rollout, worker: int) -> Iterator[tuple[str, torch.Tensor]]:
+        arriving = self.exchange("sliced", rollout, worker).run(self._state(), self.dtypes)
+        with contextlib.closing(arriving):
+            for arrival in arriving:
+                yield from self._placed(arrival.tensor, arrival.box, arrival.values, rollout, worker)
+
+    def _placed_gathers(self, rollout: Rollout, worker: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """The slices of a worker that keeps everything: gathers cross a node's border once, where rounds would for
+        each of its ranks."""
+        arriving = self._gathered()
+        with contextlib.closing(arriving):
+            for whole in arriving:
+                tensor = Tensor(whole.name, tuple(whole.shape), self.dtypes[whole.name].itemsize)
+                for box, values in whole.shards:
+                    yield from self._placed(tensor, box, values, rollout, worker)
+
+    def _placed(
+        self, tensor: Tensor, box: Box, values: torch.Tensor, rollout: Rollout, worker: int
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The part of a box that lies in each need, under the name that says where it goes."""
+        for need in needs(tensor, rollout, worker, self._heads, "sliced"):
+            shared = box.shared_with(need.box)
+            if shared is not None:
+                corner = [a + s - n for a, s, n in zip(need.at, shared.low, need.box.low, strict=True)]
+                yield slice_name(need.parameter, corner), values[inside(shared, box)]
 
     def _local_experts(self, name: str, need: Need, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Names of a checkpoint, experts one by one: vLLM would take a part of a stack for its first experts."""

@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -251,8 +252,7 @@ class _Reload:
                 if own not in SKIP_LOAD_TENSORS:
                     owners[prefix + own] = (record.layer, own)
                     self._loaders.append((tensor, getattr(tensor, "weight_loader", None)))
-                    is_vocabulary = hasattr(record.layer, "shard_indices")
-                    tensor.weight_loader = _load_vocabulary_slice if is_vocabulary else _load_slice
+                    tensor.weight_loader = _slice_loader(record.layer)
                     tensor.weight_loader = make_online_process_loader(record.layer, own)
         return owners
 
@@ -364,15 +364,16 @@ class _Reload:
         return name.startswith("mtp.") or any(int(n) >= config.num_hidden_layers for n in numbers)
 
 
-def _load_slice(param: torch.Tensor, values: torch.Tensor, corner: tuple[int, ...]) -> None:
-    """A weight loader that places its values as they are."""
-    param.data[tuple(slice(c, c + n) for c, n in zip(corner, values.shape, strict=True))].copy_(values)
+def _slice_loader(layer: Any) -> Callable[..., None]:
+    """A weight loader that places its values as they are, and zeroes the rows that vLLM pads a vocabulary with."""
+    rows = layer.shard_indices.num_org_elements if hasattr(layer, "shard_indices") else None
 
+    def load(param: torch.Tensor, values: torch.Tensor, corner: tuple[int, ...]) -> None:
+        param.data[tuple(slice(c, c + n) for c, n in zip(corner, values.shape, strict=True))].copy_(values)
+        if rows is not None:
+            param.data[rows:].zero_()
 
-def _load_vocabulary_slice(param: torch.Tensor, values: torch.Tensor, corner: tuple[int, ...]) -> None:
-    """The same for a vocabulary, whose rows beyond those of the checkpoint are zero."""
-    _load_slice(param, values, corner)
-    param.data[corner[0] + values.shape[0] :].zero_()
+    return load
 
 
 def _prepare_layer(layer: Any) -> None:

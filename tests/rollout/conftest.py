@@ -77,16 +77,20 @@ def checkpoints(tmp_path_factory) -> list[Checkpoint]:
 
 
 class Engine:
-    """One vLLM engine: remote calls, generation, and weight syncs over verl's real transport."""
+    """One vLLM engine: remote calls, generation, and weight syncs over verl's real transport.
 
-    def __init__(self, model: str, tp_size: int = 1, extension: str = OURS):
+    Args:
+        settings: more of vLLM's, beside those of ``vllm_process.py``.
+    """
+
+    def __init__(self, model: str, tp_size: int = 1, extension: str = OURS, **settings):
         self.job = f"test{os.getpid()}x{id(self)}"
         self.tp_size = tp_size
         self._buckets_before = set(glob.glob("/dev/shm/verl_weights_*"))  # other jobs'
         folder = tempfile.mkdtemp()
         self._log = Path(f"{folder}/log").open("w+")  # noqa: SIM115  (closed in stop)
         self._listener = Listener(f"{folder}/socket")
-        settings = {"model": model, "tensor_parallel_size": tp_size, "worker_extension_cls": extension}
+        settings |= {"model": model, "tensor_parallel_size": tp_size, "worker_extension_cls": extension}
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "vllm_process.py"), f"{folder}/socket", json.dumps(settings)],
             env={**os.environ, **_ENVIRONMENT, "VERL_RAY_JOB_ID": self.job, "PYTHONPATH": str(HERE)},

@@ -50,7 +50,7 @@ def _brings_the_slices(folder, cases):
         plan, exchange = _exchange(model, meshes, rollout, stream, dtype=dtype)
         dtypes = {t.name: dtype if t.name in dict(model.named_parameters()) else torch.float32 for t in tensors}
         order = []
-        for name, need, values in exchange.run(_state(model), dtypes):
+        for name, need, values in exchange.assembled(_state(model), dtypes):
             assert torch.equal(values, whole[name][need.box.slices].to(dtypes[name])), (where, name)
             order.append((name, need))
         heads = Heads.of(model.config)

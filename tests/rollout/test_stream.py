@@ -1,5 +1,7 @@
 """The full stream: every tensor whole and exact on every rank, one gather per layer, bounded memory."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,9 +19,9 @@ def _counted(model, meshes, bound, dtypes=None):
     gathers = []
     original = dist.all_gather_into_tensor
 
-    def counting(output, tensor, group=None):
+    def counting(output, tensor, **options):
         gathers.append(output.nbytes)
-        return original(output, tensor, group=group)
+        return original(output, tensor, **options)
 
     dist.all_gather_into_tensor = counting
     try:
@@ -52,6 +54,19 @@ def _streams(folder, cases):
 def test_full_tensors_on_every_placement(tmp_path, tied):
     cases = [(1, -1, "auto"), (2, -1, "auto"), (4, -1, "auto"), (2, -1, 0), (2, 2, "auto"), (1, 1, "auto")]
     run_ranks(_streams, 4, save_qwen3_moe(tmp_path, tie_word_embeddings=tied), cases)
+
+
+def _one_stops_early(folder):
+    model, meshes = sharded_model(folder, dist.get_world_size(), 2)
+    arriving = stream.full_tensors(model, meshes, layer_names(model), 1 << 16)
+    taken = list(itertools.islice(arriving, 3 if dist.get_rank() == 1 else None))
+    arriving.close()
+    assert len(taken) == 3 or dist.get_rank() != 1
+    dist.barrier()
+
+
+def test_a_consumer_that_stops_early_leaves_nobody_waiting(tmp_path):
+    run_ranks(_one_stops_early, 2, save_qwen3_moe(tmp_path))
 
 
 def _narrower(folder):

@@ -18,7 +18,7 @@ WORLD = 4
 @pytest.mark.parametrize(
     ("wanted", "family", "rollout", "hindrance", "stream", "reason"),
     [
-        ("auto", "qwen3_moe", Rollout(1), "", "full", ""),
+        ("auto", "qwen3_moe", Rollout(1), "", "sliced", ""),
         ("auto", "qwen3_moe", Rollout(2), "", "sliced", ""),
         ("auto", "qwen3_moe", Rollout(1, 2, expert_parallel=True), "", "sliced", ""),
         ("auto", "mixtral", Rollout(2), "", "full", "how vLLM cuts a mixtral is not known"),

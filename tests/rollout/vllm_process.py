@@ -9,17 +9,17 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     settings = json.loads(sys.argv[2])
-    engine = LLM(
-        dtype="float32",
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        enable_prefix_caching=False,
-        max_model_len=64,
-        max_num_seqs=4,
-        kv_cache_memory_bytes=16 << 20,
-        distributed_executor_backend="mp",
-        **settings,
-    )
+    defaults = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        "max_model_len": 64,
+        "max_num_seqs": 4,
+        "kv_cache_memory_bytes": 16 << 20,
+        "distributed_executor_backend": "mp",
+    }
+    engine = LLM(**{**defaults, **settings})
     sampling = SamplingParams(temperature=0, max_tokens=8, logprobs=3, prompt_logprobs=3, detokenize=False)
 
     def generate(prompts):

@@ -5,13 +5,14 @@
 #   make test-long   what the suite leaves out for its time; writes what came of it
 #   make parity      every family on every mesh against the plain model; prints and writes the table (about 20 min)
 #   make memory      peak memory of a step against the arithmetic; prints and writes the table
+#   make bench-sync  a weight sync against verl's stock export; prints and writes the table (about 10 min)
 #   make lint        ruff check, ruff format, mypy
 
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help setup quickstart test test-long parity memory lint clean
+.PHONY: help setup quickstart test test-long parity memory bench-sync lint clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -36,6 +37,9 @@ parity: setup
 
 memory: setup
 	$(BIN)/python benchmarks/memory.py $(ARGS)
+
+bench-sync: setup
+	$(BIN)/python benchmarks/weight_sync.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

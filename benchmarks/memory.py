@@ -214,7 +214,7 @@ def measure(folder: Path, row: Row, out: Path) -> None:
                 clip_grad_norm_(model.parameters(), 1.0, meshes)
                 optimizer.step()
                 optimizer.zero_grad()
-    peak, largest = _peak(profiler)
+    peak, largest = peak_of(profiler, "step 1")
     figures = torch.tensor([peak, largest])
     dist.all_reduce(figures, op=dist.ReduceOp.MAX)
     if rank == 0:
@@ -227,14 +227,16 @@ class _Kind:
         return Qwen3MoeForCausalLM._from_config(config, dtype=dtype)
 
 
-def _peak(profiler: profile) -> tuple[int, int]:
-    """Most bytes that were allocated at once in the second step, and the largest single allocation in it.
+def peak_of(profiler: profile, window: str) -> tuple[int, int]:
+    """Most bytes that were allocated at once in what is recorded as ``window``, and the largest single allocation.
+
+    What was allocated before the profiler began is not counted.
 
     Where the last to hold a buffer is a thread of gloo's, the profiler does not see its release. So what is allocated
     again at its address ends it.
     """
     kineto: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
-    window = next(e for e in kineto.events() if e.name() == "step 1")
+    window = next(e for e in kineto.events() if e.name() == window)
     start, end = window.start_ns(), window.start_ns() + window.duration_ns()
 
     live: dict[int, int] = {}  # address -> bytes

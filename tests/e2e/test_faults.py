@@ -9,21 +9,43 @@ from tests.e2e.conftest import EXTENSION, leavings, running, unused
 pytestmark = pytest.mark.e2e
 
 
+INJECTED = "a fault that the test injected"
+GONE = "the vLLM worker process died or was killed"
+# Rollouts with one worker per replica, and one replica of two workers that are sent their slices.
+WHOLE = ["engine.rollout_sync=full"]
+SLICED = ["engine.rollout_sync=sliced", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"]
+
+
+def _case(fault: str, rollout: list[str], *causes: str, long: bool = True):
+    return pytest.param(fault, rollout, causes, marks=[pytest.mark.long] if long else [], id=fault)
+
+
 @pytest.mark.parametrize(
-    ("fault", "causes"),
+    ("fault", "rollout", "causes"),
     [
-        pytest.param("raise", ["WeightSyncError", "a fault that the test injected"], marks=pytest.mark.long),
-        ("kill_worker", ["WeightSyncError", "the vLLM worker process died or was killed"]),
-        ("kill_trainer", ["died"]),
+        _case("worker:kill:bucket2", WHOLE, "WeightSyncError", GONE, long=False),
+        _case("trainer:kill:bucket2", SLICED, "died", long=False),
+        _case("worker:raise:start", WHOLE, "WeightSyncError", INJECTED),
+        _case("worker:raise:bucket1", SLICED, "WeightSyncError", INJECTED),
+        _case("worker:raise:finish", SLICED, "WeightSyncError", INJECTED),
+        _case("worker:kill:start", SLICED, "WeightSyncError", GONE),
+        _case("worker:kill:finish", WHOLE, "WeightSyncError", GONE),
+        _case("trainer:kill:bucket1", WHOLE, "died"),
+        _case("trainer:raise:first", SLICED, INJECTED),
+        _case("trainer:raise:middle", WHOLE, INJECTED),
+        _case("trainer:raise:last", SLICED, INJECTED),
     ],
 )
-def test_a_failed_sync_ends_the_run_with_its_cause(folder, warmed_up, monkeypatch, fault, causes):
-    happened = folder / f"{fault}.time"
+def test_a_failed_sync_ends_the_run_with_its_cause(folder, warmed_up, monkeypatch, fault, rollout, causes):
+    """The first sync of each of these runs is the next start after the failure before it."""
+    run_folder = folder / fault.replace(":", "-")
+    happened = run_folder.with_suffix(".time")
     monkeypatch.setenv("EPFSDP2_TEST_FAULT", fault)
     monkeypatch.setenv("EPFSDP2_TEST_FAULT_TIME", str(happened))
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "faults")
     before = leavings()
-    options = ["--model", warmed_up, "--steps", "200", "--override", f"{EXTENSION}=faults.FailsInTheSecondSync"]
-    with running(folder / fault, *options) as run:
+    overrides = [f"{EXTENSION}=faults.FailsInTheSecondSync", *rollout]
+    with running(run_folder, "--model", warmed_up, "--steps", "200", *(f"--override={o}" for o in overrides)) as run:
         run.wait()
         ended = time.time()
     assert happened.exists(), run.text()[-3000:]

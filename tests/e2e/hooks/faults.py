@@ -1,7 +1,11 @@
-"""A test hook: something fails in the middle of the second weight sync, as ``EPFSDP2_TEST_FAULT`` says.
+"""A test hook: something fails in the second weight sync, as ``EPFSDP2_TEST_FAULT=<who>:<how>:<where>`` says.
 
-``raise``: the vLLM worker raises. ``kill_worker``: it is killed. ``kill_trainer``: the trainer rank that feeds it is.
-When it happened goes into the file ``EPFSDP2_TEST_FAULT_TIME``.
+``who``: ``worker``, one vLLM worker, or ``trainer``, a rank that feeds one. ``how``: ``raise`` or ``kill``. ``where``:
+``start``, ``bucket1``, ``bucket2`` or ``finish`` of the worker's update; for a trainer that raises, the ``first`` or a
+``middle`` tensor of what it hands on, or ``last``, after all of them. When it happened goes into the file
+``EPFSDP2_TEST_FAULT_TIME``.
+
+vLLM's workers take it as their extension; trainer ranks as one of verl's external modules.
 """
 
 import os
@@ -9,40 +13,15 @@ import re
 import signal
 import time
 from pathlib import Path
-from unittest import mock
 
-from epfsdp2.rollout import vllm_worker
-
-
-class FailsInTheSecondSync(vllm_worker.WeightSyncExtension):
-    syncs = 0
-
-    def update_weights_from_ipc(self, *args, **kwargs):
-        self.syncs += 1
-        if self.syncs != 2 or os.environ["VERL_REPLICA_RANK"] != "0":
-            return super().update_weights_from_ipc(*args, **kwargs)
-        with mock.patch.object(vllm_worker._Reload, "load", _after_the_first_bucket(vllm_worker._Reload.load)):
-            return super().update_weights_from_ipc(*args, **kwargs)
+WHO, HOW, WHERE = os.environ["EPFSDP2_TEST_FAULT"].split(":")
 
 
-def _after_the_first_bucket(load):
-    buckets = 0
-
-    def failing(reload, weights):
-        nonlocal buckets
-        buckets += 1
-        if buckets == 2:
-            Path(os.environ["EPFSDP2_TEST_FAULT_TIME"]).write_text(str(time.time()))
-            _fail(os.environ["EPFSDP2_TEST_FAULT"])
-        load(reload, weights)
-
-    return failing
-
-
-def _fail(kind: str) -> None:
-    if kind == "raise":
+def _fail() -> None:
+    Path(os.environ["EPFSDP2_TEST_FAULT_TIME"]).write_text(str(time.time()))
+    if HOW == "raise":
         raise RuntimeError("a fault that the test injected")
-    os.kill(os.getpid() if kind == "kill_worker" else _sender(), signal.SIGKILL)
+    os.kill(os.getpid() if WHO == "worker" else _sender(), signal.SIGKILL)
     time.sleep(600)
 
 
@@ -56,3 +35,77 @@ def _sender() -> int:
         except OSError:
             continue
     raise RuntimeError(f"nobody else maps {bucket}")
+
+
+def _fails_in_the_worker() -> type:
+    from vllm.distributed import get_tp_group
+
+    from epfsdp2.rollout import vllm_worker
+
+    class Failing(vllm_worker._Reload):
+        buckets = 0
+
+        def start(self):
+            if WHERE == "start":
+                _fail()
+            super().start()
+
+        def load(self, weights):
+            self.buckets += 1
+            if f"bucket{self.buckets}" == WHERE:
+                _fail()
+            super().load(weights)
+
+        def finish(self):
+            if WHERE == "finish":
+                _fail()
+            super().finish()
+
+    class FailsInTheSecondSync(vllm_worker.WeightSyncExtension):
+        syncs = 0
+
+        def update_weights_from_ipc(self, *args, **kwargs):
+            self.syncs += 1
+            here = os.environ["VERL_REPLICA_RANK"] == "0" and get_tp_group().rank_in_group == 0
+            if not here or self.syncs != 2 or (WHO, HOW) == ("trainer", "raise"):
+                return super().update_weights_from_ipc(*args, **kwargs)
+            whole, vllm_worker._Reload = vllm_worker._Reload, Failing
+            try:
+                return super().update_weights_from_ipc(*args, **kwargs)
+            finally:
+                vllm_worker._Reload = whole
+
+    return FailsInTheSecondSync
+
+
+def _fail_in_the_trainer() -> None:
+    """Have the second sync's stream of rank 1 raise."""
+    from epfsdp2.rollout import server_adapter
+
+    hand_on = server_adapter.for_this_worker
+    syncs = 0
+
+    def failing(*arguments):
+        nonlocal syncs
+        syncs += 1
+        weights = hand_on(*arguments)
+        return _raising(weights) if syncs == 2 and os.environ["RANK"] == "1" else weights
+
+    def _raising(weights):
+        for count, tensor in enumerate(weights):
+            if count == {"first": 0, "middle": 5}.get(WHERE):
+                _fail()
+            yield tensor
+        _fail()
+
+    server_adapter.for_this_worker = failing
+
+
+def __getattr__(name: str):
+    if name == "FailsInTheSecondSync":
+        return _fails_in_the_worker()
+    raise AttributeError(name)
+
+
+if (WHO, HOW) == ("trainer", "raise"):
+    _fail_in_the_trainer()

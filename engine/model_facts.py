@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 from transformers.initialization import no_init_weights
 
-from ..rollout.naming import FUSED_IN_VLLM, as_checkpoint
+from ..rollout.naming import for_vllm
 from .errors import SettingError
 from .experts.find import ExpertsInfo, UnsupportedModelError, find_experts
 from .islands import find_islands
@@ -161,8 +161,8 @@ def _largest_sent(model: Any) -> tuple[str, int]:
     for name, param in sorted(model.named_parameters(), key=lambda item: -item[1].numel()):
         if param.numel() <= largest[1]:
             break
-        sent = [(name, param)] if model.config.model_type in FUSED_IN_VLLM else as_checkpoint(model, [(name, param)])
-        largest = max(largest, *((n, t.numel()) for n, t in sent), key=lambda item: item[1])
+        sent = ((n, t.numel()) for n, t in for_vllm(model, [(name, param)]))
+        largest = max(largest, *sent, key=lambda item: item[1])
     return largest
 
 

@@ -13,15 +13,30 @@ from transformers.core_model_loading import revert_weight_conversion
 
 __all__ = ["FUSED_IN_VLLM", "as_checkpoint", "for_vllm"]
 
-# Families whose fused names ``experts.gate_up_proj`` / ``experts.down_proj`` were seen to load bit-exactly into the CPU
-# builds of vLLM 0.27 and 0.30; an unknown fused name is dropped there without a word, so nothing is assumed. gpt_oss
-# checkpoints are fused themselves.
-FUSED_IN_VLLM = frozenset({"qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe", "dots1", "ernie4_5_moe", "gpt_oss"})
+_OWN = {"gate_up_proj": "gate_up_proj", "down_proj": "down_proj"}
+_LETTERED = {"gate_up_proj": "w13", "down_proj": "w2"}
+
+# Families whose stacks of experts were seen to load bit-exactly in the CPU builds of vLLM 0.27 and 0.30, and the names
+# that the stacks load under. An unknown fused name is dropped there without a word, so nothing is assumed: a family not
+# listed gets its checkpoint's names (which are fused ones for gpt_oss, gemma4 and qwen3_vl_moe).
+FUSED_IN_VLLM: dict[str, dict[str, str]] = {
+    **dict.fromkeys(("qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe", "dots1", "ernie4_5_moe"), _OWN),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), _OWN),
+    **dict.fromkeys(("mixtral", "minimax_m2"), _LETTERED),
+}
 
 
 def for_vllm(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """The names that vLLM's loader of this family takes, fused where it can; order is kept."""
-    return iter(tensors) if model.config.model_type in FUSED_IN_VLLM else as_checkpoint(model, tensors)
+    fused = FUSED_IN_VLLM.get(model.config.model_type, {})
+    for name, tensor in tensors:
+        module, _, own = name.rpartition(".")
+        if own in fused and module.endswith(".experts"):
+            # The checkpoint's module may be another one than the model's (Mixtral: block_sparse_moe, mlp).
+            single, _ = next(as_checkpoint(model, [(name, tensor.to("meta"))]))
+            yield f"{single.rpartition('.experts.')[0]}.experts.{fused[own]}", tensor
+        else:
+            yield from as_checkpoint(model, [(name, tensor)])
 
 
 def as_checkpoint(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

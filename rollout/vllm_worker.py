@@ -9,7 +9,6 @@ as at start-up, and are copied into the storage that kernels and CUDA graphs alr
 Select it with ``actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls``.
 """
 
-import functools
 import json
 import logging
 import os
@@ -30,9 +29,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, make_online_process_loader
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
-from vllm.platforms import current_platform
 
-from . import amx_shim
+from . import amx_shim, vllm_remedies
 from .completeness import KeptCalls, LayerRecord
 from .read_back import running_tensors
 from .slices import is_slice, parse_slice
@@ -168,6 +166,7 @@ class _Reload:
         self._parallel = parallel_config
         self._layers: list[LayerRecord] = []
         self._buffer_names: set[str] = set()
+        self._left_out: set[str] = set()
         self._buffer_updates: list[tuple[str, torch.Tensor]] = []
         self._kept_buffers: list[tuple[str, torch.nn.Module, torch.Tensor, torch.Tensor]] = []
         self.names: set[str] = set()
@@ -181,12 +180,15 @@ class _Reload:
         """Put every layer on meta, ready to take its tensors."""
         for model, _ in self._models:
             self._buffer_names.update(name for name, _ in model.named_buffers())
+            vllm_remedies.prepare_model(model)
             for layer in model.modules():
-                _prepare_layer(layer)
+                vllm_remedies.prepare_layer(layer)
                 self._keep_buffers(layer)
             initialize_layerwise_reload(model)
             known = {id(record.layer) for record in self._layers}
             for name, layer in model.named_modules():
+                if type(layer).__name__ == "StageMissingLayer":  # a tower for inputs that the user has excluded
+                    self._left_out.add(name)
                 # vLLM starts a layer that two models share (a draft model's embedding) once, and so do we.
                 if id(layer) not in known and not isinstance(layer, (Attention, MLAAttention)):
                     record = LayerRecord(name, layer, get_layerwise_info(layer), SKIP_LOAD_TENSORS)
@@ -359,6 +361,8 @@ class _Reload:
             return True
         if self._parallel.enable_expert_parallel and ".experts." in name:
             return True  # other ranks' experts are dropped once this rank's are complete
+        if any(f".{tower}." in f".{name}" for tower in self._left_out):
+            return True
         # Multi-token-prediction layers come after the model's own, and without a draft model nobody takes them.
         numbers = re.findall(r"(?:^|\.)layers\.(\d+)\.", name)
         return name.startswith("mtp.") or any(int(n) >= config.num_hidden_layers for n in numbers)
@@ -374,15 +378,3 @@ def _slice_loader(layer: Any) -> Callable[..., None]:
             param.data[rows:].zero_()
 
     return load
-
-
-def _prepare_layer(layer: Any) -> None:
-    """Remedies for what the layer-wise reload trips over; each is a no-op where its cause is absent."""
-    if current_platform.is_cpu() and getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
-        # With a kernel in place vLLM 0.28 to 0.32 takes the reload for an in-place update and skips the CPU packing.
-        layer.quant_method.moe_kernel = None
-    recorded = get_layerwise_info(layer).restore_metadata
-    for tensor in [*layer._parameters.values(), *recorded[0].values(), *recorded[1].values()]:
-        loader = getattr(tensor, "weight_loader", None)
-        if isinstance(loader, functools.partial) and not hasattr(loader, "__name__"):
-            setattr(loader, "__name__", "partial_weight_loader")  # noqa: B010 - vLLM tells wrapped loaders by their name

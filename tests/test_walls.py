@@ -19,7 +19,7 @@ MAY_IMPORT = {
         "rollout/vllm_worker.py",
         "rollout/server_adapter.py",
     },
-    "vllm": {"rollout/vllm_worker.py", "rollout/amx_shim.py"},
+    "vllm": {"rollout/vllm_worker.py", "rollout/vllm_remedies.py", "rollout/amx_shim.py"},
     "ray": {"rollout/server_adapter.py"},
     "hydra": {"conf/search_path.py", "engine/config.py"},
 }

@@ -409,8 +409,8 @@ def test_the_bucket_has_to_hold_the_largest_tensor_whole(tmp_path, monkeypatch, 
 def test_the_bucket_has_to_hold_one_expert_where_vllm_takes_them_one_by_one(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: DISK(0, 0, 1 << 40))
     sizes = {"hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 1, "vocab_size": 64}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_local_experts": 8}
-    model = checkpoint(tmp_path, "mixtral", **sizes, **heads)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_experts": 8}
+    model = checkpoint(tmp_path, "hunyuan_v1_moe", **sizes, **heads)
     facts = inspect_model(model)
     assert max(math.prod(shape) for shape, _ in facts.stacked) == 8 * 2 << 20
     assert facts.largest[1] == 1 << 20 and ".experts.0." in facts.largest[0]

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from multiprocessing.connection import Listener
 from pathlib import Path
@@ -80,10 +81,13 @@ class Engine:
     """One vLLM engine: remote calls, generation, and weight syncs over verl's real transport.
 
     Args:
+        environment: more of the process's environment variables.
         settings: more of vLLM's, beside those of ``vllm_process.py``.
     """
 
-    def __init__(self, model: str, tp_size: int = 1, extension: str = OURS, **settings):
+    def __init__(
+        self, model: str, tp_size: int = 1, extension: str = OURS, environment: dict | None = None, **settings
+    ):
         self.job = f"test{os.getpid()}x{id(self)}"
         self.tp_size = tp_size
         self._buckets_before = set(glob.glob("/dev/shm/verl_weights_*"))  # other jobs'
@@ -91,9 +95,11 @@ class Engine:
         self._log = Path(f"{folder}/log").open("w+")  # noqa: SIM115  (closed in stop)
         self._listener = Listener(f"{folder}/socket")
         settings |= {"model": model, "tensor_parallel_size": tp_size, "worker_extension_cls": extension}
+        environment = environment or {}
+        paths = os.pathsep.join(filter(None, [str(HERE), environment.get("PYTHONPATH")]))
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "vllm_process.py"), f"{folder}/socket", json.dumps(settings)],
-            env={**os.environ, **_ENVIRONMENT, "VERL_RAY_JOB_ID": self.job, "PYTHONPATH": str(HERE)},
+            env={**os.environ, **_ENVIRONMENT, "VERL_RAY_JOB_ID": self.job, **environment, "PYTHONPATH": paths},
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -103,8 +109,16 @@ class Engine:
         self._connection = self._calls.submit(self._accept).result(timeout=240)
 
     def _accept(self):
-        self._listener._listener._socket.settimeout(200)
-        connection = self._listener.accept()
+        socket = self._listener._listener._socket
+        socket.settimeout(1)
+        deadline = time.monotonic() + 200
+        while True:
+            try:
+                connection = self._listener.accept()
+                break
+            except TimeoutError:
+                if self.process.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(f"vLLM did not start\n{self.log()}") from None
         connection.recv()
         return connection
 

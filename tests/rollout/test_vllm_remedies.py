@@ -10,11 +10,11 @@ pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
-def worker():
-    return pytest.importorskip("epfsdp2.rollout.vllm_worker")
+def remedies():
+    return pytest.importorskip("epfsdp2.rollout.vllm_remedies")
 
 
-def test_a_partial_loader_gets_the_name_that_the_reload_asks_for(worker):
+def test_a_partial_loader_gets_the_name_that_the_reload_asks_for(remedies):
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload, record_metadata_for_reloading
 
     def layer():
@@ -26,18 +26,51 @@ def test_a_partial_loader_gets_the_name_that_the_reload_asks_for(worker):
     with pytest.raises(AttributeError, match="__name__"):
         initialize_layerwise_reload(layer())
     prepared = layer()
-    worker._prepare_layer(prepared)
+    remedies.prepare_layer(prepared)
     initialize_layerwise_reload(prepared)
     assert prepared.weight.is_meta
 
 
-def test_a_kernel_that_would_skip_the_cpu_packing_is_dropped_on_a_cpu_alone(worker, monkeypatch):
+def test_a_kernel_that_would_skip_the_cpu_packing_is_dropped_on_a_cpu_alone(remedies, monkeypatch):
     for is_cpu in (True, False):
-        monkeypatch.setattr(worker, "current_platform", SimpleNamespace(is_cpu=lambda answer=is_cpu: answer))
+        monkeypatch.setattr(remedies, "current_platform", SimpleNamespace(is_cpu=lambda answer=is_cpu: answer))
         layer = torch.nn.Identity()
         layer.quant_method = SimpleNamespace(moe_kernel=object())
-        worker._prepare_layer(layer)
+        remedies.prepare_layer(layer)
         assert (layer.quant_method.moe_kernel is None) == is_cpu
+
+
+@pytest.mark.parametrize("name", ["GptOssModel", "AnotherModel"])
+def test_a_loader_that_copies_straight_into_parameters_is_followed(remedies, name):
+    """vLLM's own reload loses such tensors, which is why gpt-oss needs it; other models are left as they are."""
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+        record_metadata_for_reloading,
+    )
+
+    def load(model, value):
+        params = dict(model.named_parameters())
+        with torch.no_grad():
+            params["experts.w13_weight"].copy_(torch.full((2, 3), value))
+            params["experts.sinks"].data.copy_(torch.full((4,), value))
+
+    model = type(name, (torch.nn.Module,), {})()
+    model.experts = torch.nn.Module()
+    model.experts.w13_weight = torch.nn.Parameter(torch.empty(2, 3), requires_grad=False)
+    model.experts.sinks = torch.nn.Parameter(torch.empty(4), requires_grad=False)
+    kernels = list(model.parameters())
+    record_metadata_for_reloading(model)
+    load(model, 1.0)
+    for value in (2.0, 3.0):
+        remedies.prepare_model(model)
+        initialize_layerwise_reload(model)
+        load(model, value)
+        finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.float32))
+        assert [id(p) for p in model.parameters()] == [id(p) for p in kernels]
+        assert {type(p) for p in model.parameters()} == {torch.nn.Parameter}
+        expected = value if name == "GptOssModel" else 1.0
+        assert all(torch.equal(p, torch.full_like(p, expected)) for p in kernels)
 
 
 @pytest.mark.parametrize(

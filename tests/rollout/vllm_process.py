@@ -1,5 +1,6 @@
 """A vLLM engine in a process of its own, driven over a pipe: ``python vllm_process.py <socket> <settings as JSON>``."""
 
+import gc
 import json
 import sys
 from multiprocessing.connection import Client
@@ -7,19 +8,23 @@ from multiprocessing.connection import Client
 
 def main() -> None:
     from vllm import LLM, SamplingParams
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    def start(settings: dict) -> LLM:
+        defaults = {
+            "dtype": "float32",
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+            "enable_prefix_caching": False,
+            "max_model_len": 64,
+            "max_num_seqs": 4,
+            "kv_cache_memory_bytes": 16 << 20,
+            "distributed_executor_backend": "mp",
+        }
+        return LLM(**{**defaults, **settings})
 
     settings = json.loads(sys.argv[2])
-    defaults = {
-        "dtype": "float32",
-        "enforce_eager": True,
-        "skip_tokenizer_init": True,
-        "enable_prefix_caching": False,
-        "max_model_len": 64,
-        "max_num_seqs": 4,
-        "kv_cache_memory_bytes": 16 << 20,
-        "distributed_executor_backend": "mp",
-    }
-    engine = LLM(**{**defaults, **settings})
+    engine = start(settings)
     sampling = SamplingParams(temperature=0, max_tokens=8, logprobs=3, prompt_logprobs=3, detokenize=False)
 
     def generate(prompts):
@@ -42,6 +47,12 @@ def main() -> None:
             try:
                 if command == "generate":
                     answer = generate(arguments)
+                elif command == "start":
+                    del engine
+                    gc.collect()
+                    cleanup_dist_env_and_memory()
+                    engine = start({**settings, **arguments})
+                    answer = None
                 else:
                     answer = engine.collective_rpc(command, kwargs=arguments)
                 connection.send(("ok", answer))

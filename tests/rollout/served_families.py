@@ -1,0 +1,228 @@
+"""A tiny random model of every family that vLLM's CPU build runs, and what it takes to run it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from epfsdp2.engine.parallelize import ShardingOptions, compute_dtypes
+from epfsdp2.engine.shards import persistent_buffers
+from epfsdp2.rollout import naming
+from epfsdp2.rollout.stream import narrower
+from tests.parity.families import Family
+
+__all__ = ["SERVED", "Served", "build", "export", "randomise", "sent"]
+
+
+@dataclass(frozen=True)
+class Served:
+    """How a family is made, and served.
+
+    Args:
+        family: the model. Its matrices aren't square (hidden is neither the experts' size nor twice it), its vocabulary
+            is one that vLLM pads, and the sizes of its experts are multiples of 32 (the CPU kernel's rows).
+        dtype: what vLLM runs it in.
+        settings: of vLLM's engine, that its CPU build needs for this family.
+        environment: the same.
+    """
+
+    family: Family
+    dtype: str = "float32"
+    settings: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+VOCAB = 200
+
+
+def _sizes(**own: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCAB,
+        "hidden_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **own,
+    }
+
+
+def _of(name: str, config: str = "", **sizes: Any) -> Family:
+    return Family(f"{name}ForCausalLM", config or f"{name}Config", _sizes(**sizes))
+
+
+_QWEN = {"intermediate_size": 128, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
+_DEEPSEEK = {
+    "intermediate_size": 128,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+}
+_LOCAL = {"intermediate_size": 64, "num_local_experts": 8, "num_experts_per_tok": 2}
+_LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+    "shared_expert_intermediate_size": 64,
+}
+# The head size of these configs is hidden / heads, and vLLM's CPU attention takes 32.
+_THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3}
+# vLLM's operator for rotary embeddings works in place, which the CPU build gets wrong on strided views.
+_PLAIN_ROTARY = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+# vLLM's classes of these families import torchvision, whose builds on PyPI do not load beside a CPU build of torch.
+_TORCHVISION = {} if find_spec("torchvision") else {"PYTHONPATH": str(Path(__file__).parent / "stubs")}
+
+SERVED: dict[str, Served] = {
+    "qwen3_moe": Served(_of("Qwen3Moe", **_QWEN, norm_topk_prob=True, mlp_only_layers=[1])),
+    "qwen3_moe_tied": Served(_of("Qwen3Moe", **_QWEN, norm_topk_prob=True, tie_word_embeddings=True)),
+    "qwen2_moe": Served(_of("Qwen2Moe", **_QWEN, shared_expert_intermediate_size=160, **_THREE_HEADS)),
+    "olmoe": Served(_of("Olmoe", intermediate_size=64, num_experts=8, num_experts_per_tok=2, **_THREE_HEADS)),
+    "glm4_moe": Served(_of("Glm4Moe", **_DEEPSEEK)),
+    # Its routing biases and its gates are in float32 in a bfloat16 model.
+    "glm4_moe_bf16": Served(_of("Glm4Moe", **_DEEPSEEK), dtype="bfloat16"),
+    "dots1": Served(_of("Dots1", **_DEEPSEEK, layer_types=["full_attention"] * 2)),
+    "mixtral": Served(_of("Mixtral", **_LOCAL)),
+    "minimax_m2": Served(
+        _of("MiniMaxM2", **_LOCAL, use_routing_bias=True, scoring_func="sigmoid", rotary_dim=32),
+        settings={"hf_overrides": {"scoring_func": "softmax"}},
+    ),
+    "ernie4_5_moe": Served(
+        _of(
+            "Ernie4_5_Moe",
+            intermediate_size=128,
+            moe_intermediate_size=64,
+            moe_num_experts=8,
+            moe_k=2,
+            moe_num_shared_experts=1,
+            moe_layer_start_index=1,
+        )
+    ),
+    "hunyuan_v1_moe": Served(
+        _of(
+            "HunYuanMoEV1",
+            intermediate_size=64,
+            moe_intermediate_size=64,
+            num_experts=8,
+            moe_topk=2,
+            use_mixed_mlp_moe=True,
+            use_qk_norm=True,
+            num_shared_expert=1,
+        )
+    ),
+    "gemma4": Served(
+        _of(
+            "Gemma4",
+            config="Gemma4TextConfig",
+            **_QWEN,
+            enable_moe_block=True,
+            top_k_experts=2,
+            layer_types=["sliding_attention", "full_attention"],
+            sliding_window=8,
+            global_head_dim=32,
+            hidden_size_per_layer_input=0,
+            vocab_size_per_layer_input=VOCAB,
+            num_kv_shared_layers=0,
+            tie_word_embeddings=True,
+        )
+    ),
+    "deepseek_v3": Served(
+        _of(
+            "DeepseekV3",
+            **_DEEPSEEK,
+            topk_method="noaux_tc",
+            num_key_value_heads=4,
+            q_lora_rank=64,
+            kv_lora_rank=512,
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=64,
+            v_head_dim=64,
+            head_dim=64,
+        ),
+        settings=_PLAIN_ROTARY,
+        environment={"VLLM_MLA_DISABLE": "1"},
+    ),
+    "gpt_oss": Served(
+        _of("GptOss", **_LOCAL, layer_types=["sliding_attention", "full_attention"]),
+        dtype="bfloat16",
+    ),
+    "qwen3_next": Served(_of("Qwen3Next", **_QWEN, **_LINEAR, norm_topk_prob=True), dtype="bfloat16"),
+    "qwen3_5_moe": Served(
+        _of("Qwen3_5Moe", config="Qwen3_5MoeTextConfig", **_QWEN, **_LINEAR),
+        dtype="bfloat16",
+        environment=_TORCHVISION,
+    ),
+    "qwen3_vl_moe": Served(
+        Family(
+            "Qwen3VLMoeForConditionalGeneration",
+            "Qwen3VLMoeConfig",
+            {
+                "text_config": _sizes(
+                    **_QWEN,
+                    norm_topk_prob=True,
+                    rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4]},
+                ),
+                "vision_config": {
+                    "depth": 1,
+                    "hidden_size": 64,
+                    "intermediate_size": 96,
+                    "num_heads": 2,
+                    "out_hidden_size": 96,
+                    "deepstack_visual_indexes": [0],
+                    "num_position_embeddings": 16,
+                },
+                "tie_word_embeddings": False,
+            },
+        ),
+        settings={"limit_mm_per_prompt": {"image": 0, "video": 0}},
+        environment=_TORCHVISION,
+    ),
+}
+
+
+def build(name: str) -> Any:
+    """The family's model in float32 on the CPU, as a trainer's master weights are."""
+    return SERVED[name].family.build().float()
+
+
+def randomise(model: Any, seed: int) -> None:
+    """Give every parameter and every persistent buffer new random values."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *persistent_buffers(model).values()):
+            is_matrix = tensor.dim() > 1
+            tensor.copy_(torch.empty(tensor.shape).normal_(0.0 if is_matrix else 1.0, 0.2, generator=generator))
+
+
+def export(model: Any, dtype: torch.dtype, folder: Path) -> str:
+    """Write the model as a trainer exports what it computes with; ``folder`` as a string."""
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    weights = {name: t.contiguous() for name, t in naming.as_checkpoint(model, sent(model, dtype))}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+def sent(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers under the model's own names, as ``rollout/stream.py`` yields them."""
+    dtypes = compute_dtypes(model, ShardingOptions(param_dtype=dtype))
+    for name, param in model.named_parameters():
+        yield name, param.detach().to(narrower(param.dtype, dtypes[name]))
+    for name, buffer in persistent_buffers(model).items():
+        yield name, buffer.detach().clone()

@@ -1,0 +1,48 @@
+"""Every family that vLLM's CPU build runs: a sync gives the engine that a fresh start on the same weights does."""
+
+import pytest
+import torch
+
+from epfsdp2.rollout import naming
+
+from .served_families import SERVED, build, export, randomise, sent
+
+pytestmark = pytest.mark.e2e
+
+# One whose loader needs a remedy, one with names of its own, one with tied embeddings; the others take too long for
+# every run of the suite.
+QUICK = ("gpt_oss", "mixtral", "gemma4")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.long) for n in SERVED])
+def test_three_syncs_give_what_a_fresh_engine_has(name, start_engine, tmp_path):
+    served = SERVED[name]
+    dtype = getattr(torch, served.dtype)
+    model = build(name)
+    folders = []
+    for seed in range(4):
+        randomise(model, seed)
+        folders.append(export(model, dtype, tmp_path / str(seed)))
+    engine = start_engine(
+        folders[1],
+        environment=served.environment,
+        # In one process all engines of a test start in the time of two.
+        distributed_executor_backend="uni",
+        dtype=served.dtype,
+        **served.settings,
+    )
+    fresh = [(engine.digests(), engine.generate())]
+    for folder in (*folders[2:], folders[0]):
+        engine.call("start", timeout=120, model=folder).result()
+        fresh.append((engine.digests(), engine.generate()))
+    *wanted, (digests, outputs) = fresh
+    for seed, (wanted_digests, wanted_outputs) in enumerate(wanted, start=1):
+        # Nothing may pass because it does not change.
+        assert [key for key, value in wanted_digests[0].items() if digests[0][key] == value] == []
+        assert outputs != wanted_outputs
+        randomise(model, seed)
+        engine.sync(lambda rank: naming.for_vllm(model, sent(model, dtype)))
+        digests, outputs = engine.digests(), engine.generate()
+        assert digests == wanted_digests
+        assert outputs == wanted_outputs
+    assert engine.leftovers() == []

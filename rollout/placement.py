@@ -16,7 +16,7 @@ Sources: vLLM ``model_executor/layers/linear.py``, ``vocab_parallel_embedding.py
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -39,8 +39,6 @@ __all__ = [
 Stream = Literal["full", "expert_local", "sliced"]
 STREAMS: tuple[Stream, ...] = ("full", "expert_local", "sliced")
 WANTED = ("auto", *STREAMS)
-# Families whose layout in vLLM the rules below describe, as tests show against what vLLM itself holds.
-ANALYTIC = frozenset({"qwen3_moe"})
 _VOCABULARY_MULTIPLE = 64
 
 
@@ -98,23 +96,27 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Heads:
-    """Attention heads of a model."""
+    """Attention heads of a model, and of which family (``model_type``) it is, for what that has of its own."""
 
     queries: int
     keys: int
     dim: int
+    family: str = ""
 
     @classmethod
     def of(cls, config: Any) -> "Heads":
         """From a Hugging Face text config."""
         queries = config.num_attention_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // queries
-        return cls(queries, getattr(config, "num_key_value_heads", None) or queries, dim)
+        return cls(queries, getattr(config, "num_key_value_heads", None) or queries, dim, config.model_type)
 
 
 @dataclass(frozen=True)
 class Need:
-    """A box of a trainer's tensor, and where a worker puts it: from corner ``at`` of its parameter ``parameter``."""
+    """A box of a trainer's tensor, and where a worker puts it: from corner ``at`` of its parameter ``parameter``.
+
+    Leading dims of size 1 that the parameter does not have are dropped: ``at`` is shorter then.
+    """
 
     box: Box
     parameter: str
@@ -146,23 +148,24 @@ def needs(tensor: Tensor, rollout: Rollout, worker: int, heads: Heads, stream: S
     is_experts = _EXPERTS.search(tensor.name) is not None
     if stream == "full" or (not is_experts and stream == "expert_local"):
         return whole
+    family = _FAMILIES.get(heads.family, _Family())
     if is_experts and rollout.expert_parallel:
-        return _whole_experts(tensor, rollout.workers, worker)
+        return family.named(_whole_experts(tensor, rollout.workers, worker))
     if stream == "expert_local":
         return whole
     rank = worker % rollout.tp
-    for pattern, rule in _RULES:
+    for pattern, rule in (*family.rules, *_RULES):
         found = pattern.search(tensor.name)
         if found:
-            return [need for need in rule(tensor, rollout.tp, rank, heads, found[1]) if need.box.numel]
-    return whole
+            return family.named(rule(tensor, rollout.tp, rank, heads, found[1]))
+    return family.named(whole)
 
 
 def _whole_experts(tensor: Tensor, workers: int, worker: int) -> list[Need]:
     each, more = divmod(tensor.shape[0], workers)
     first = worker * each + min(worker, more)
     box = Box.of(tensor.shape).along(0, first, first + each + (worker < more))
-    return [Need(box, _vllm_experts(tensor.name), (0,) * len(tensor.shape))] if box.numel else []
+    return [Need(box, _vllm_experts(tensor.name), (0,) * len(tensor.shape))]
 
 
 def _vllm_experts(name: str) -> str:
@@ -196,8 +199,8 @@ def _experts_down(tensor: Tensor, tp: int, rank: int, heads: Heads, kind: str) -
     return [Need(_part(tensor, 2, tp, rank), _vllm_experts(tensor.name), _at(tensor))]
 
 
-def _attention_in(tensor: Tensor, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[Need]:
-    """Queries, keys and values lie one after the other in vLLM's fused parameter."""
+def _heads_of(tensor: Tensor, tp: int, rank: int, heads: Heads, kind: str) -> tuple[Box, int]:
+    """The rows of the rank's heads of this kind, and how many rows of other kinds come before them where all are one."""
 
     def of(total: int) -> tuple[int, int]:
         """First head of this rank, and how many."""
@@ -209,9 +212,18 @@ def _attention_in(tensor: Tensor, tp: int, rank: int, heads: Heads, kind: str) -
     counts = {"q": of(heads.queries), "k": of(heads.keys), "v": of(heads.keys)}
     before = {"q": 0, "k": counts["q"][1], "v": counts["q"][1] + counts["k"][1]}
     first, each = counts[kind]
-    box = Box.of(tensor.shape).along(0, first * heads.dim, (first + each) * heads.dim)
-    name = tensor.name.replace(f"{kind}_proj", "qkv_proj")
-    return [Need(box, name, _at(tensor, 0, before[kind] * heads.dim))]
+    return Box.of(tensor.shape).along(0, first * heads.dim, (first + each) * heads.dim), before[kind] * heads.dim
+
+
+def _attention_in(tensor: Tensor, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[Need]:
+    """Queries, keys and values lie one after the other in vLLM's fused parameter."""
+    box, before = _heads_of(tensor, tp, rank, heads, kind)
+    return [Need(box, tensor.name.replace(f"{kind}_proj", "qkv_proj"), _at(tensor, 0, before))]
+
+
+def _attention_norm(tensor: Tensor, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[Need]:
+    """A norm over the whole width of queries or keys, of which a rank has the part of its heads."""
+    return [Need(_heads_of(tensor, tp, rank, heads, kind)[0], tensor.name, _at(tensor))]
 
 
 def _gate_or_up(tensor: Tensor, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[Need]:
@@ -231,8 +243,13 @@ def _vocabulary(tensor: Tensor, tp: int, rank: int, heads: Heads, kind: str) -> 
     return [Need(box, tensor.name, _at(tensor))]
 
 
+def _without_first_dim(tensor: Tensor, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[Need]:
+    return [Need(Box.of(tensor.shape), tensor.name, _at(tensor)[1:])]
+
+
 _EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
-_RULES = [
+_Rule = Callable[[Tensor, int, int, Heads, str], Iterable[Need]]
+_RULES: list[tuple[re.Pattern[str], _Rule]] = [
     (re.compile(r"\.experts\.(gate_up_proj)$"), _experts_up),
     (re.compile(r"\.experts\.(down_proj)$"), _experts_down),
     (re.compile(r"\.self_attn\.(q|k|v)_proj\.(?:weight|bias)$"), _attention_in),
@@ -240,3 +257,44 @@ _RULES = [
     (re.compile(r"\.(o|down)_proj\.weight$"), _row_parallel),
     (re.compile(r"(?:^|\.)(embed_tokens|lm_head)\.weight$"), _vocabulary),
 ]
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What a family has of its own in vLLM.
+
+    Args:
+        renamed: parts of names that are others there.
+        rules: that come before the common ones.
+    """
+
+    renamed: tuple[tuple[str, str], ...] = ()
+    rules: tuple[tuple[re.Pattern[str], _Rule], ...] = ()
+
+    def named(self, needs: Iterable[Need]) -> list[Need]:
+        """Those that are not empty, under vLLM's names."""
+        found = []
+        for need in needs:
+            parameter = need.parameter
+            for own, theirs in self.renamed:
+                parameter = parameter.replace(own, theirs)
+            if need.box.numel:
+                found.append(Need(need.box, parameter, need.at))
+        return found
+
+
+_FAMILIES = {
+    **dict.fromkeys(("dots1", "glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe"), _Family()),
+    "ernie4_5_moe": _Family(
+        ((".gate.moe_statics.", ".gate."),),
+        ((re.compile(r"\.moe_statics\.(e_score_correction_bias)$"), _without_first_dim),),
+    ),
+    "hunyuan_v1_moe": _Family(((".mlp.gate.wg.", ".mlp.gate."),)),
+    "minimax_m2": _Family(
+        ((".mlp.", ".block_sparse_moe."),),
+        ((re.compile(r"\.self_attn\.(q|k)_norm\.weight$"), _attention_norm),),
+    ),
+    "mixtral": _Family(((".mlp.", ".block_sparse_moe."),)),
+}
+# Families whose layout in vLLM these rules describe, as tests show against what vLLM's own loaders do.
+ANALYTIC = frozenset(_FAMILIES)

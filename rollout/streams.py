@@ -198,7 +198,9 @@ class RolloutSync:
         for need in needs(tensor, rollout, worker, self._heads, "sliced"):
             shared = box.shared_with(need.box)
             if shared is not None:
-                corner = [a + s - n for a, s, n in zip(need.at, shared.low, need.box.low, strict=True)]
+                dropped = len(shared.low) - len(need.at)
+                begins = zip(need.at, shared.low[dropped:], need.box.low[dropped:], strict=True)
+                corner = [at + low - need_low for at, low, need_low in begins]
                 yield slice_name(need.parameter, corner), values[inside(shared, box)]
 
     def _local_experts(self, name: str, need: Need, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -11,10 +11,11 @@ Select it with ``actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_c
 
 import json
 import logging
+import math
 import os
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +33,9 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from . import amx_shim, vllm_remedies
 from .completeness import KeptCalls, LayerRecord
+from .placement import Need
 from .read_back import running_tensors
+from .recorded import Recorder, View
 from .slices import is_slice, parse_slice
 from .sockets import WatchedContext, WeightSyncError
 from .verify import digest
@@ -153,6 +156,23 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
             for name in names
         }
 
+    def epfsdp2_layout(self, views: Sequence[View]) -> dict[str, list[Need]]:
+        """Where this worker's loaders put every element of a checkpoint, see ``recorded.py``; its weights stay.
+
+        Args:
+            views: of the checkpoint (``recorded.checkpoint_views``).
+
+        Raises:
+            ValueError: a loader does more than copy boxes.
+        """
+        reload = _Reload(list(self._iter_all_models_with_config())[:1], self.model_runner.vllm_config.parallel_config)
+        with set_current_vllm_config(self.model_runner.vllm_config), torch.no_grad():
+            try:
+                reload.start()
+                return reload.record(views)
+            finally:
+                reload.abandon()
+
     def _running_tensors(self):
         with set_current_vllm_config(self.model_runner.vllm_config), torch.no_grad():
             yield from running_tensors(self.model_runner.model)
@@ -234,6 +254,9 @@ class _Reload:
             raise WeightSyncError(f"a slice of {parameter} was sent, which vLLM's model does not have on this worker")
         layer, own = self._owners[parameter]
         target = getattr(layer, own)
+        extra = max(0, values.dim() - len(corner))
+        if math.prod(values.shape[:extra]) == 1:  # leading dims that the parameter does not have
+            values = values.reshape(values.shape[extra:])
         stop = [c + s for c, s in zip(corner, values.shape, strict=False)]
         fits = len(corner) == target.dim() == values.dim() and all(
             a <= b for a, b in zip(stop, target.shape, strict=True)
@@ -248,15 +271,35 @@ class _Reload:
     def _take_slices(self) -> dict[str, tuple[torch.nn.Module, str]]:
         """Have every layer that waits take slices of its parameters instead of tensors of a checkpoint."""
         owners = {}
-        for record in self._layers:
-            prefix = record.name.replace(".routed_experts", "") + "." if record.name else ""
-            for own, tensor in get_layer_tensors(record.layer).items():
-                if own not in SKIP_LOAD_TENSORS:
-                    owners[prefix + own] = (record.layer, own)
-                    self._loaders.append((tensor, getattr(tensor, "weight_loader", None)))
-                    tensor.weight_loader = _slice_loader(record.layer)
-                    tensor.weight_loader = make_online_process_loader(record.layer, own)
+        for prefix, layer in self._prefixes():
+            for own, tensor in get_layer_tensors(layer).items():
+                if own in SKIP_LOAD_TENSORS and own in layer._buffers:
+                    continue
+                owners[prefix + own] = (layer, own)
+                self._loaders.append((tensor, getattr(tensor, "weight_loader", None)))
+                tensor.weight_loader = _slice_loader(layer)
+                if own not in SKIP_LOAD_TENSORS:  # vLLM neither waits for these nor puts them on meta
+                    tensor.weight_loader = make_online_process_loader(layer, own)
         return owners
+
+    def record(self, views: Sequence[View]) -> dict[str, list[Need]]:
+        """Have the models load tensors without values, and note what would have gone where."""
+        for record in self._layers:
+            record.info.load_numel = -(1 << 62)  # never enough, so that no layer is processed
+        parameters = {
+            prefix + own: tensor
+            for prefix, layer in self._prefixes()
+            for own, tensor in get_layer_tensors(layer).items()
+        }
+        with Recorder(views, parameters) as recorder:
+            for model, _ in self._models:
+                model.load_weights(recorder.weights())
+        return recorder.needs()
+
+    def _prefixes(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Every layer, and what its tensors' names begin with."""
+        for record in self._layers:
+            yield (record.name.replace(".routed_experts", "") + "." if record.name else ""), record.layer
 
     def _follow(self, weights, used: set[str]):
         """Hand the tensors over one by one and note which of them made a weight loader run."""

@@ -135,7 +135,10 @@ class Engine:
         return self._calls.submit(self._ask, command, arguments, timeout)
 
     def generate(self):
-        return self._calls.submit(self._ask, "generate", PROMPTS, 60.0).result()
+        return self.generating().result()
+
+    def generating(self) -> concurrent.futures.Future:
+        return self._calls.submit(self._ask, "generate", PROMPTS, 60.0)
 
     def digests(self) -> list[dict]:
         return [answer["digests"] for answer in self.call("epfsdp2_digests").result()]

@@ -11,6 +11,8 @@ and data parallelism:
   experts, in linear order, the first ones one more where they do not divide;
 * everything else is whole on each worker.
 
+What a family has of its own is in one table; ``recorded.py`` is the other way to know all this, and the measure of it.
+
 Sources: vLLM ``model_executor/layers/linear.py``, ``vocab_parallel_embedding.py``, ``fused_moe/routed_experts.py``,
 ``fused_moe/expert_map_manager.py``.
 """
@@ -200,7 +202,7 @@ def _experts_down(tensor: Tensor, tp: int, rank: int, heads: Heads, kind: str) -
 
 
 def _heads_of(tensor: Tensor, tp: int, rank: int, heads: Heads, kind: str) -> tuple[Box, int]:
-    """The rows of the rank's heads of this kind, and how many rows of other kinds come before them where all are one."""
+    """The rows of the rank's heads of this kind, and how many rows of other kinds are before them in a fused one."""
 
     def of(total: int) -> tuple[int, int]:
         """First head of this rank, and how many."""
@@ -253,7 +255,7 @@ _RULES: list[tuple[re.Pattern[str], _Rule]] = [
     (re.compile(r"\.experts\.(gate_up_proj)$"), _experts_up),
     (re.compile(r"\.experts\.(down_proj)$"), _experts_down),
     (re.compile(r"\.self_attn\.(q|k|v)_proj\.(?:weight|bias)$"), _attention_in),
-    (re.compile(r"\.(gate|up)_proj\.weight$"), _gate_or_up),
+    (re.compile(r"\.(gate|up)_proj\.(?:weight|bias)$"), _gate_or_up),
     (re.compile(r"\.(o|down)_proj\.weight$"), _row_parallel),
     (re.compile(r"(?:^|\.)(embed_tokens|lm_head)\.weight$"), _vocabulary),
 ]

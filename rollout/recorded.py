@@ -46,7 +46,7 @@ def checkpoint_views(model: Any, tensors: Iterable[Tensor]) -> list[View]:
             raise ValueError(f"{name} is not a view of one of the trainer's tensors, but made of them.")
         own = names[_storage(part)]
         shape = tuple(stand_ins[own].shape)
-        views.append(View(name, own, shape, tuple(part.shape), tuple(part.stride()), part.storage_offset()))
+        views.append(View(name, own, shape, tuple(part.shape), tuple(part.stride()), int(part.storage_offset())))
     return views
 
 

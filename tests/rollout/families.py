@@ -20,11 +20,13 @@ class Family:
         config: class in transformers.
         sizes: arguments of it, beside those that all have.
         served_as: what of the config vLLM's CPU build can't run is something else there; no layout depends on it.
+        may_be_tied: whether vLLM's class knows a head that is the embedding.
     """
 
     config: str
     sizes: dict[str, Any]
     served_as: dict[str, Any] = field(default_factory=dict)
+    may_be_tied: bool = True
 
 
 _SIZES: dict[str, Any] = {
@@ -59,14 +61,15 @@ _LOCAL = {"intermediate_size": 64, "num_local_experts": 8, "num_experts_per_tok"
 FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family("Qwen3MoeConfig", {**_QWEN, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "qwen2_moe": Family("Qwen2MoeConfig", {**_QWEN, **_WIDE, "shared_expert_intermediate_size": 160}),
-    "olmoe": Family("OlmoeConfig", {**_QWEN, **_WIDE, "intermediate_size": 96}),
-    "glm4_moe": Family("Glm4MoeConfig", {**_DEEPSEEK, "use_qk_norm": True, "attention_bias": True}),
+    "olmoe": Family("OlmoeConfig", {**_QWEN, **_WIDE, "intermediate_size": 96}, may_be_tied=False),
+    "glm4_moe": Family("Glm4MoeConfig", {**_DEEPSEEK, "use_qk_norm": True, "attention_bias": True}, may_be_tied=False),
     "dots1": Family("Dots1Config", {**_DEEPSEEK, "layer_types": ["full_attention"] * 2}),
     "mixtral": Family("MixtralConfig", _LOCAL),
     "minimax_m2": Family(
         "MiniMaxM2Config",
         {**_LOCAL, "use_routing_bias": True, "rotary_dim": 32, "scoring_func": "sigmoid"},
         served_as={"scoring_func": "softmax"},
+        may_be_tied=False,
     ),
     "ernie4_5_moe": Family(
         "Ernie4_5_MoeConfig",

@@ -21,7 +21,7 @@ WORLD = 4
         ("auto", "qwen3_moe", Rollout(1), "", "sliced", ""),
         ("auto", "qwen3_moe", Rollout(2), "", "sliced", ""),
         ("auto", "qwen3_moe", Rollout(1, 2, expert_parallel=True), "", "sliced", ""),
-        ("auto", "mixtral", Rollout(2), "", "full", "how vLLM cuts a mixtral is not known"),
+        ("auto", "gpt_oss", Rollout(2), "", "full", "how vLLM cuts a gpt_oss is not known"),
         ("sliced", "qwen3_moe", Rollout(1), "", "sliced", ""),
         (
             "sliced",
@@ -33,7 +33,7 @@ WORLD = 4
         ),
         ("expert_local", "qwen3_moe", Rollout(2, expert_parallel=True), "", "expert_local", ""),
         ("expert_local", "qwen3_moe", Rollout(2), "", "full", "vLLM runs without expert parallelism"),
-        ("full", "mixtral", Rollout(2), "anything", "full", ""),
+        ("full", "gpt_oss", Rollout(2), "anything", "full", ""),
     ],
 )
 def test_the_stream_and_why(wanted, family, rollout, hindrance, stream, reason):

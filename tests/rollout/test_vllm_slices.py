@@ -3,8 +3,10 @@
 import pytest
 
 from epfsdp2.rollout.placement import Heads, Rollout, Tensor, needs
+from epfsdp2.rollout.recorded import checkpoint_views, joined
 from epfsdp2.rollout.server_adapter import WeightSyncError
 from epfsdp2.rollout.slices import slice_name
+from tests.rollout.families import model_on_meta
 
 pytestmark = pytest.mark.e2e
 
@@ -16,6 +18,15 @@ def _slices(checkpoint, tp, rank):
             yield slice_name(need.parameter, need.at), weight[need.box.slices].contiguous()
 
 
+def _records_where_slices_go(engine, checkpoint, tp):
+    tensors = [Tensor(name, tuple(w.shape), w.element_size()) for name, w in checkpoint.weights.items()]
+    views = checkpoint_views(model_on_meta(checkpoint.config), tensors)
+    heads = Heads.of(checkpoint.config)
+    for rank, layout in enumerate(engine.call("epfsdp2_layout", views=views).result()):
+        computed = {tensor.name: joined(needs(tensor, Rollout(tp), rank, heads)) for tensor in tensors}
+        assert layout == computed
+
+
 @pytest.mark.parametrize(("tp", "first"), [(1, 0), (2, 0), (2, 2)], ids=["one", "two", "two, tied"])
 def test_three_syncs_of_slices(start_engine, checkpoints, tp, first):
     old, new = checkpoints[first : first + 2]
@@ -25,6 +36,8 @@ def test_three_syncs_of_slices(start_engine, checkpoints, tp, first):
         engine.sync(lambda rank, checkpoint=checkpoint: _slices(checkpoint, tp, rank))
         assert engine.difference(checkpoint) == ""
         assert (engine.generate() == fresh) == (checkpoint is old)
+    _records_where_slices_go(engine, new, tp)
+    assert engine.difference(new) == "", "recording leaves the weights alone"
     engine.sync(lambda rank: iter(old.weights.items()))
     assert engine.difference(old) == "", "whole tensors are taken again after slices"
     assert engine.leftovers() == []

@@ -34,6 +34,11 @@ class Box:
     def slices(self) -> tuple[slice, ...]:
         return tuple(map(slice, self.low, self.high))
 
+    def inside(self, outer: "Box") -> tuple[slice, ...]:
+        """The slices that cut this box out of the values of ``outer``."""
+        bounds = zip(self.low, self.high, outer.low, strict=True)
+        return tuple(slice(low - origin, high - origin) for low, high, origin in bounds)
+
     def along(self, dim: int, start: int, stop: int) -> "Box":
         """The same box but for ``[start, stop)`` along ``dim``."""
         return Box((*self.low[:dim], start, *self.low[dim + 1 :]), (*self.high[:dim], stop, *self.high[dim + 1 :]))

@@ -15,7 +15,7 @@ from ..engine.shards import local_box, local_tensor
 from .placement import Need, Tensor
 from .plan import Piece, Plan, Transfer
 
-__all__ = ["Arrival", "Exchange", "Traffic", "inside"]
+__all__ = ["Arrival", "Exchange", "Traffic"]
 
 
 @dataclass
@@ -99,7 +99,7 @@ class Exchange:
                     missing = sum(need.box.numel for need, _ in parts)
                 for need, buffer in parts:
                     if arrival.box.shared_with(need.box) is not None:
-                        buffer[inside(arrival.box, need.box)] = arrival.values
+                        buffer[arrival.box.inside(need.box)] = arrival.values
                 missing -= arrival.box.numel
                 while parts and not missing:
                     yield name, *parts.pop(0)
@@ -178,7 +178,7 @@ class Exchange:
                     continue
                 start = at[transfer.target]
                 at[transfer.target] = stop = start + transfer.box.numel * dtype.itemsize
-                _write(sent[start:stop], local[inside(transfer.box, held)], dtype)
+                _write(sent[start:stop], local[transfer.box.inside(held)], dtype)
         self.traffic.sent += sent.numel()
         self.traffic.received += received.numel()
         work = dist.all_to_all_single(received, sent, receive_splits, send_splits, group=self.group, async_op=True)
@@ -197,7 +197,7 @@ class Exchange:
                     continue
                 if transfer.source == self.rank:
                     local = local_tensor(tensors[name]).detach()
-                    values = local[inside(transfer.box, local_box(tensors[name]))].to(self.device, dtype)
+                    values = local[transfer.box.inside(local_box(tensors[name]))].to(self.device, dtype)
                 else:
                     start = at[transfer.source]
                     at[transfer.source] = stop = start + transfer.box.numel * dtype.itemsize
@@ -210,13 +210,6 @@ class Exchange:
             part = transfer.part(piece.part, piece.parts)
             if part is not None:
                 yield part
-
-
-def inside(box: Box, outer: Box) -> tuple[slice, ...]:
-    """``box`` in coordinates of ``outer``."""
-    return tuple(
-        slice(low - origin, high - origin) for low, high, origin in zip(box.low, box.high, outer.low, strict=True)
-    )
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:

@@ -1,11 +1,31 @@
-"""How a slice of a vLLM parameter is called on its way to a worker: both ends' side of one name."""
+"""Slices of vLLM's parameters on their way to a worker, and how they are called: both ends' side of one name."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["is_slice", "parse_slice", "slice_name"]
+import torch
+
+from ..engine.boxes import Box
+from .placement import Need
+
+__all__ = ["is_slice", "parse_slice", "placed", "slice_name"]
 
 # No checkpoint has such a name, so a receiver that does not know it fails: there is no such module.
 _MARK = "__epfsdp2__"
+
+
+def placed(box: Box, values: torch.Tensor, needs: Iterable[Need]) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a worker needs of the values of a box, each part under the name that says where it goes.
+
+    Args:
+        needs: of the tensor that the box is of.
+    """
+    for need in needs:
+        shared = box.shared_with(need.box)
+        if shared is not None:
+            dropped = len(shared.low) - len(need.at)
+            begins = zip(need.at, shared.low[dropped:], need.box.low[dropped:], strict=True)
+            corner = [at + low - need_low for at, low, need_low in begins]
+            yield slice_name(need.parameter, corner), values[shared.inside(box)]
 
 
 def slice_name(parameter: str, at: Sequence[int]) -> str:

@@ -14,14 +14,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from ..engine.boxes import Box
 from ..engine.mesh import Meshes
 from ..engine.shards import persistent_buffers
 from . import naming, stream
-from .exchange import Exchange, inside
+from .exchange import Exchange
 from .placement import ANALYTIC, Heads, Need, Rollout, Stream, Tensor, needs
 from .plan import Targets, make_plan
-from .slices import slice_name
+from .slices import placed
 from .source import sharded_tensors
 
 __all__ = ["RolloutSync", "RolloutWeights", "SyncSettings", "choose_stream", "for_this_worker", "obstacle"]
@@ -179,7 +178,7 @@ class RolloutSync:
         arriving = self.exchange("sliced", rollout, worker).run(self._state(), self.dtypes)
         with contextlib.closing(arriving):
             for arrival in arriving:
-                yield from self._placed(arrival.tensor, arrival.box, arrival.values, rollout, worker)
+                yield from placed(arrival.box, arrival.values, self._needs(arrival.tensor, rollout, worker))
 
     def _placed_gathers(self, rollout: Rollout, worker: int) -> Iterator[tuple[str, torch.Tensor]]:
         """The slices of a worker that keeps everything: gathers cross a node's border once, where rounds would for
@@ -189,19 +188,10 @@ class RolloutSync:
             for whole in arriving:
                 tensor = Tensor(whole.name, tuple(whole.shape), self.dtypes[whole.name].itemsize)
                 for box, values in whole.shards:
-                    yield from self._placed(tensor, box, values, rollout, worker)
+                    yield from placed(box, values, self._needs(tensor, rollout, worker))
 
-    def _placed(
-        self, tensor: Tensor, box: Box, values: torch.Tensor, rollout: Rollout, worker: int
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The part of a box that lies in each need, under the name that says where it goes."""
-        for need in needs(tensor, rollout, worker, self._heads, "sliced"):
-            shared = box.shared_with(need.box)
-            if shared is not None:
-                dropped = len(shared.low) - len(need.at)
-                begins = zip(need.at, shared.low[dropped:], need.box.low[dropped:], strict=True)
-                corner = [at + low - need_low for at, low, need_low in begins]
-                yield slice_name(need.parameter, corner), values[inside(shared, box)]
+    def _needs(self, tensor: Tensor, rollout: Rollout, worker: int) -> list[Need]:
+        return needs(tensor, rollout, worker, self._heads, "sliced")
 
     def _local_experts(self, name: str, need: Need, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Names of a checkpoint, experts one by one: vLLM would take a part of a stack for its first experts."""

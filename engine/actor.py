@@ -128,7 +128,12 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
             self.meshes,
             self.layer_names,
             compute_dtypes(module, options),
-            SyncSettings(config.rollout_sync, config.sync_gather_megabytes << 20, config.sync_round_megabytes << 20),
+            SyncSettings(
+                config.rollout_sync,
+                config.sync_gather_megabytes << 20,
+                config.sync_round_megabytes << 20,
+                config.rollout_sync_verify,
+            ),
         )
 
         self.module: Any = module
@@ -204,6 +209,9 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         if self.is_mp_src_rank_with_outputs():
             # A list, as verl joins the lists of ranks and mini-batches before it takes the mean.
             outputs["metrics"]["skipped_steps"] = [float(self.clipped_step.skipped)]
+            if self.rollout_sync.last_report is not None:  # verl drops what the sync itself returns
+                synced = self.rollout_sync.last_report.metrics()
+                outputs["metrics"] |= {name: [value] for name, value in synced.items()}
         return outputs
 
     def optimizer_step(self) -> float:

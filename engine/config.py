@@ -91,7 +91,8 @@ class EPFSDP2EngineConfig(EngineConfig):
     use_torch_compile: bool = False
     pad_to_length: bool = False
     pad_to_length_bucket: int = 1024
-    rollout_sync: str = "full"
+    rollout_sync: str = "auto"
+    rollout_sync_verify: int = 2
     sync_gather_megabytes: int = 2048
     sync_round_megabytes: int = 512
     sync_timeout_seconds: float = 40.0
@@ -187,7 +188,14 @@ def check_engine_values(config: EPFSDP2EngineConfig) -> None:
         )
     if config.rollout_sync not in WANTED:
         raise SettingError(
-            "engine.rollout_sync", config.rollout_sync, f"is one of {', '.join(WANTED)}.", "engine.rollout_sync=full"
+            "engine.rollout_sync", config.rollout_sync, f"is one of {', '.join(WANTED)}.", "engine.rollout_sync=auto"
+        )
+    if not _is_whole(config.rollout_sync_verify) or config.rollout_sync_verify < -1:
+        raise SettingError(
+            "engine.rollout_sync_verify",
+            config.rollout_sync_verify,
+            "is the number of syncs that are verified, or -1 for all of them.",
+            "engine.rollout_sync_verify=2",
         )
     for name in ("sync_gather_megabytes", "sync_round_megabytes", "sync_timeout_seconds"):
         if getattr(config, name) <= 0:

@@ -4,7 +4,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ class ModelFacts:
         largest: name and number of elements of the largest tensor that goes to the rollout: a fused expert stack whole
             where vLLM takes it so, else the checkpoint's tensors.
         sdpa, flash, flex: attention implementations of transformers that its class supports.
+        model: it, on the meta device.
     """
 
     name: str
@@ -47,6 +48,7 @@ class ModelFacts:
     sdpa: bool
     flash: bool
     flex: bool
+    model: Any = field(compare=False, repr=False)
 
 
 def check_model_path(model: Mapping[str, Any], setting: str = ACTOR_MODEL) -> str | None:
@@ -152,6 +154,7 @@ def _facts(model: Any, experts: Sequence[ExpertsInfo]) -> ModelFacts:
         sdpa=bool(getattr(model, "_supports_sdpa", False)),
         flash=bool(getattr(model, "_supports_flash_attn", False)),
         flex=bool(getattr(model, "_supports_flex_attn", False)),
+        model=model,
     )
 
 

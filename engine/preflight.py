@@ -5,7 +5,6 @@ which has no driver, can call on each rank before a byte of weights is read. Eve
 ``config.json``: it is built on the meta device, which takes a second and no memory.
 """
 
-import importlib.metadata
 import logging
 import shutil
 from collections.abc import Mapping
@@ -13,14 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
+from ..rollout.choice import check_placement, choose_stream, rollout_of
+from ..rollout.placement import Heads, Need, Tensor, needs
+from ..rollout.plan import Targets, make_plan
+from ..rollout.source import tensors_before_sharding
+from . import versions
 from .checkpoint import KNOWN_CONTENTS
 from .errors import SettingError
 from .mesh import Topology
 from .model_facts import ACTOR_MODEL, ModelFacts, inspect_model, overrides_of, plain
 from .optimizer_settings import ACTOR_OPTIM, check_optimizer
+from .parallelize import layer_names
 from .placement import check_experts_divide, ep_fsdp_dim
 
 __all__ = [
@@ -31,6 +34,7 @@ __all__ = [
     "check_model_settings",
     "check_rollout",
     "check_run",
+    "check_stream",
     "check_training",
     "check_versions",
 ]
@@ -49,11 +53,11 @@ _CHECKPOINTS = {
 _OPTIMIZERS = {ACTOR_MODEL: ACTOR_OPTIM, "critic.model": "critic.optim", "model": "optim"}
 _BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 _BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
+_TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+_ROUND = "engine.sync_round_megabytes"
 _SHM = Path("/dev/shm")
 # Left free in /dev/shm besides the buckets: verl's and gloo's own segments are small.
 _SHM_MARGIN = 64 << 20
-# verl's lower bound; our tests run with 2.60. The other ranges are those that our distribution declares.
-_RAY = ">=2.41,<3"
 _DEFAULT_ATTENTION = "flash_attention_2"  # verl 0.9.1, workers/config/model.py
 # verl's model settings that ask for what this engine does not do, and the value that does not ask for it.
 _UNSUPPORTED = {
@@ -84,7 +88,8 @@ def check_run(
         engine: the engine's settings (``EPFSDP2EngineConfig`` or anything with its fields).
         n_gpus: ranks of the trainer.
         model: verl's model settings.
-        rollout: ``name``, ``n_gpus_per_node``, ``backend`` and ``update_weights_bucket_megabytes``.
+        rollout: ``n_gpus_per_node``, ``backend`` and ``update_weights_bucket_megabytes``, and under their own names
+            those of verl's rollout settings that say how it is placed (``rollout/choice.py`` reads them).
         checkpoint: the actor's checkpoint settings.
         optim: the actor's optimizer settings.
         device: verl's device name; ``cpu`` where there is no accelerator.
@@ -96,7 +101,10 @@ def check_run(
     check_versions(rollout.get("name"))
     _check_road(rollout)
     facts = check_training(engine, n_gpus, model, checkpoint=checkpoint, optim=optim, device=device)
-    if not ipc and rollout.get("name") and rollout.get("backend", "naive") == "naive":
+    colocated = (rollout.get("backend") or "naive") == "naive"
+    if rollout.get("name"):
+        check_stream(engine, n_gpus, rollout, facts, colocated=colocated)
+    if not ipc and rollout.get("name") and colocated:
         check_rollout(engine, n_gpus, rollout, facts)
 
 
@@ -182,21 +190,19 @@ def check_versions(rollout_name: str | None) -> None:
     Raises:
         SettingError: for the first distribution that is missing.
     """
-    tested = {"ray": SpecifierSet(_RAY)}
-    for line in importlib.metadata.requires("epfsdp2") or []:
-        requirement = Requirement(line)
-        tested.setdefault(requirement.name, requirement.specifier)
     for name in ("verl", "ray", "torch", "transformers", "vllm"):
         if name == "vllm" and rollout_name != "vllm":
             continue
-        version = _version(name)
+        version = versions.installed(name)
         if version is None and name == "vllm":
             works = "pip install 'epfsdp2[gpu]', or on a machine without a GPU 'epfsdp2[cpu]'"
             raise SettingError("actor_rollout_ref.rollout.name", "vllm", "vLLM is not installed.", works)
         if version is None:
-            raise SettingError(name, None, f"{name} is not installed.", f"pip install '{name}{tested[name]}'")
-        if not tested[name].contains(version, prereleases=True):
-            logger.warning("epfsdp2: %s %s is untested; tested: %s", name, version, tested[name])
+            raise SettingError(
+                name, None, f"{name} is not installed.", f"pip install '{name}{versions.tested()[name]}'"
+            )
+        if warning := versions.untested(name):
+            logger.warning("epfsdp2: %s", warning)
 
 
 def check_experts(topology: Topology, facts: ModelFacts, shard_dim: int | str = "auto") -> None:
@@ -232,7 +238,7 @@ def check_attention(
     kind = _DEFAULT_ATTENTION if "flash" in wanted else wanted.rpartition("|")[2]
     accelerator = device != "cpu"
     # On an NPU transformers takes torch_npu's.
-    installed = device != "cuda" or _version("flash-attn") is not None
+    installed = device != "cuda" or versions.installed("flash-attn") is not None
     in_class = {
         _DEFAULT_ATTENTION: facts is None or facts.flash,
         "sdpa": facts is None or facts.sdpa,
@@ -295,6 +301,57 @@ def check_rollout(engine: Any, n_gpus: int, rollout: Mapping[str, Any], facts: M
         )
 
 
+def check_stream(
+    engine: Any, n_gpus: int, rollout: Mapping[str, Any], facts: ModelFacts | None, *, colocated: bool = True
+) -> None:
+    """The rollout has to be one that weights can reach, and by the stream that was asked for.
+
+    Args:
+        colocated: whether each rank feeds the worker beside it; the workers are other processes otherwise.
+
+    Raises:
+        SettingError: for the placement, the stream, or a round that is too small for it.
+    """
+    config = None if facts is None else facts.model.config.get_text_config()
+    check_placement(rollout, n_gpus if colocated else 0, config)
+    kind, _ = choose_stream(
+        engine.rollout_sync,
+        rollout,
+        None if config is None else config.model_type,
+        untested_vllm=versions.untested("vllm"),
+        backend=rollout.get("backend") or "naive",
+    )
+    if config is None or facts is None or kind == "full":
+        return
+    placement, heads = rollout_of(rollout), Heads.of(config)
+
+    def needs_of(tensor: Tensor, worker: int) -> list[Need]:
+        return needs(tensor, placement, worker % placement.workers, heads, kind)
+
+    topology = Topology.plan(n_gpus, engine.ep_size, engine.fsdp_size)
+    tensors = tensors_before_sharding(
+        facts.model, topology, engine.expert_shard_dim, engine.expert_plan, _sent_itemsize(engine)
+    )
+    try:
+        # Of workers that are other processes one replica is enough: any other has the same needs.
+        targets = Targets(n_gpus if colocated else placement.workers, colocated)
+        plan = make_plan(tensors, layer_names(facts.model), topology, targets, needs_of, 1)
+    except ValueError as error:
+        rule, works = f"vLLM can't cut this model so: {error}", "a smaller one that divides"
+        raise SettingError(_TP, placement.tp, rule, works) from None
+    least, name = plan.least_limit
+    megabytes = engine.sync_round_megabytes
+    if least > megabytes << 20:
+        rule = f"one row of {name} is {least} bytes on a rank, more than a round of a {kind} sync may have."
+        raise SettingError(_ROUND, megabytes, rule, f"{_ROUND}={-(-least >> 20)}")
+
+
+def _sent_itemsize(engine: Any) -> int:
+    """Bytes of an element as it is sent: that of the forward's dtype, where it is narrower than the parameters'."""
+    wanted = (engine.mixed_precision or {}).get("param_dtype", engine.dtype)
+    return min(DTYPES[name].itemsize for name in (wanted, engine.model_dtype))
+
+
 def _check_road(rollout: Mapping[str, Any]) -> None:
     """Weights leave under names, and along a road, that vLLM's workers take."""
     name, backend = rollout.get("name"), rollout.get("backend")
@@ -304,13 +361,3 @@ def _check_road(rollout: Mapping[str, Any]) -> None:
     if backend == "delta_sharded":
         rule = "needs a shard export, which this version of the engine does not have."
         raise SettingError(_BACKEND, backend, rule, f"{_BACKEND}=nccl, or naive")
-
-
-def _version(name: str) -> str | None:
-    # The CPU build of vLLM is a distribution of its own.
-    for distribution in (name, f"{name}-cpu") if name == "vllm" else (name,):
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None

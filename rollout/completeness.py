@@ -4,12 +4,13 @@ vLLM counts elements per layer and only warns when some are missing; a loader sk
 know without a word. Imports torch alone: vLLM's own objects come as arguments.
 """
 
+import math
 from collections.abc import Collection
 from typing import Any, Protocol
 
 import torch
 
-__all__ = ["KeptCalls", "LayerRecord", "unpadded_numel"]
+__all__ = ["KeptCalls", "LayerRecord", "unpadded_numel", "unpadded_shape"]
 
 
 class LayerRecord:
@@ -84,17 +85,23 @@ class KeptCalls(list):
 
 
 def unpadded_numel(layer: Any, name: str, parameter: torch.Tensor) -> int:
-    """Elements that a checkpoint holds for a parameter of this rank; vLLM pads vocabularies and some experts."""
-    if hasattr(layer, "shard_indices") and parameter.shape[0] == layer.num_embeddings_per_partition:
-        return parameter.numel() // parameter.shape[0] * layer.shard_indices.num_org_elements
+    """Elements that a checkpoint holds for a parameter of this rank."""
+    return math.prod(unpadded_shape(layer, name, parameter))
+
+
+def unpadded_shape(layer: Any, name: str, parameter: torch.Tensor) -> list[int]:
+    """What a checkpoint holds for a parameter of this rank; vLLM pads vocabularies and some experts."""
+    shape = list(parameter.shape)
+    if hasattr(layer, "shard_indices") and shape[0] == layer.num_embeddings_per_partition:
+        return [layer.shard_indices.num_org_elements, *shape[1:]]
     moe = getattr(layer, "moe_config", None)
     if moe is None or not name.startswith(("w13_", "w2_")):
-        return parameter.numel()
-    numel = parameter.numel()
+        return shape
     for padded, true in (
         (moe.hidden_dim, moe.hidden_dim_unpadded),
         (moe.intermediate_size_per_partition, moe.intermediate_size_per_partition_unpadded),
     ):
-        if true and true != padded and any(size in (padded, 2 * padded) for size in parameter.shape[1:]):
-            numel = numel // padded * true
-    return numel
+        dim = next((d for d, size in enumerate(shape) if d and size in (padded, 2 * padded)), None)
+        if true and true != padded and dim is not None:
+            shape[dim] = shape[dim] // padded * true
+    return shape

@@ -14,16 +14,9 @@ from ..engine.boxes import Box
 from ..engine.shards import local_box, local_tensor
 from .placement import Need, Tensor
 from .plan import Piece, Plan, Transfer
+from .traffic import Traffic
 
-__all__ = ["Arrival", "Exchange", "Traffic"]
-
-
-@dataclass
-class Traffic:
-    """Bytes that went over the wire for this rank; what it had itself is not counted."""
-
-    sent: int = 0
-    received: int = 0
+__all__ = ["Arrival", "Exchange"]
 
 
 @dataclass(frozen=True)
@@ -82,10 +75,13 @@ class Exchange:
         self.traffic = Traffic()
 
     def assembled(
-        self, tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        dtypes: Mapping[str, torch.dtype],
+        traffic: Traffic | None = None,
     ) -> Generator[tuple[str, Need, torch.Tensor], None, None]:
         """Yield ``(tensor's name, need, values)``, each need whole and the caller's own; otherwise as ``run``."""
-        arriving = self.run(tensors, dtypes)
+        arriving = self.run(tensors, dtypes, traffic)
         name, missing = "", 0
         parts: list[tuple[Need, torch.Tensor]] = []
         try:
@@ -97,17 +93,23 @@ class Exchange:
                         for need in self._needs_of(arrival.tensor)
                     ]
                     missing = sum(need.box.numel for need, _ in parts)
+                    self.traffic.hold(sum(buffer.nbytes for _, buffer in parts))
                 for need, buffer in parts:
                     if arrival.box.shared_with(need.box) is not None:
                         buffer[arrival.box.inside(need.box)] = arrival.values
                 missing -= arrival.box.numel
                 while parts and not missing:
-                    yield name, *parts.pop(0)
+                    need, buffer = parts.pop(0)
+                    yield name, need, buffer
+                    self.traffic.release(buffer.nbytes)
         finally:
             arriving.close()
 
     def run(
-        self, tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        dtypes: Mapping[str, torch.dtype],
+        traffic: Traffic | None = None,
     ) -> Generator[Arrival, None, None]:
         """Yield what this rank's worker needs, box by box, in the model's order; collective.
 
@@ -117,12 +119,15 @@ class Exchange:
         Args:
             tensors: the trainer's parameters and buffers by name, sharded.
             dtypes: in which each is sent; cast before it is.
+            traffic: counts what this run moves and holds.
         """
-        self.traffic = Traffic()
+        self.traffic = traffic = traffic or Traffic()
         buffers = [
             _Buffers(*(torch.empty(most, dtype=torch.uint8, device=self.device) for most in self._largest()))
             for _ in range(min(2, len(self._splits)))
         ]
+        held = sum(buffer.out.nbytes + buffer.in_.nbytes for buffer in buffers)
+        traffic.hold(held)
         coming = self._start(0, buffers, tensors, dtypes)
         issued = 1
         try:
@@ -137,6 +142,7 @@ class Exchange:
                 coming.work.wait()
                 coming = self._start(issued, buffers, tensors, dtypes)
                 issued += 1
+            traffic.release(held)
 
     def _largest(self) -> tuple[int, int]:
         """Most bytes that this rank sends, and that it receives, in one round."""

@@ -27,6 +27,7 @@ from ..engine.boxes import Box, Cut, cut_box
 __all__ = [
     "ANALYTIC",
     "STREAMS",
+    "VOCABULARY_MULTIPLE",
     "WANTED",
     "Heads",
     "Need",
@@ -41,7 +42,7 @@ __all__ = [
 Stream = Literal["full", "expert_local", "sliced"]
 STREAMS: tuple[Stream, ...] = ("full", "expert_local", "sliced")
 WANTED = ("auto", *STREAMS)
-_VOCABULARY_MULTIPLE = 64
+VOCABULARY_MULTIPLE = 64
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,12 @@ class Need:
     box: Box
     parameter: str
     at: tuple[int, ...]
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """The corner of the parameter opposite ``at``."""
+        shape = self.box.shape[len(self.box.shape) - len(self.at) :]
+        return tuple(low + size for low, size in zip(self.at, shape, strict=True))
 
 
 def holders(tensor: Tensor, topology: Topology) -> dict[Box, list[int]]:
@@ -240,7 +247,7 @@ def _row_parallel(tensor: Tensor, tp: int, rank: int, heads: Heads, kind: str) -
 
 def _vocabulary(tensor: Tensor, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[Need]:
     rows = tensor.shape[0]
-    each = -(-rows // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE // tp
+    each = -(-rows // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE // tp
     box = Box.of(tensor.shape).along(0, min(rank * each, rows), min((rank + 1) * each, rows))
     return [Need(box, tensor.name, _at(tensor))]
 

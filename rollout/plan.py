@@ -84,6 +84,11 @@ class TensorPlan:
                 received[piece.target] = received.get(piece.target, 0) + nbytes
         return sent, received
 
+    @property
+    def finest(self) -> int:
+        """In how many parts the tensor can be sent at most."""
+        return max((max(t.box.shape, default=1) for t in self.travelling), default=1)
+
     def parts_within(self, limit: int) -> int:
         """How many parts the tensor is to be sent in, so that no rank sends or receives more than ``limit`` bytes.
 
@@ -92,7 +97,7 @@ class TensorPlan:
         Raises:
             ValueError: if one row of it is more than ``limit``.
         """
-        finest = max((max(t.box.shape, default=1) for t in self.travelling), default=1)
+        finest = self.finest
         parts = min(finest, max(1, -(-4 * self.largest_load() // limit)))
         while (load := self.largest_load(0, parts)) > limit / 4 and parts < finest:  # the first part is the largest
             parts = min(finest, parts + max(1, parts // 8))
@@ -167,6 +172,12 @@ class Plan:
     def sent(self) -> dict[int, int]:
         """Bytes that each trainer rank sends."""
         return self.total(lambda plan, transfer: not plan.is_local(transfer), lambda t: t.source)
+
+    @cached_property
+    def least_limit(self) -> tuple[int, str]:
+        """The smallest limit with which the rounds can be made, and the tensor whose row is that large."""
+        plans = [plan for template in self.templates for plan in template.tensors]
+        return max((plan.largest_load(0, plan.finest), plan.tensor.name) for plan in plans)
 
     def between_nodes(
         self, node_of_source: Callable[[int], int], node_of_target: Callable[[int], int]

@@ -18,12 +18,15 @@ __all__ = ["running_tensors", "unpack_by_index"]
 _PLAIN_EXPERT_BACKENDS = ("TRITON", "BATCHED_TRITON", "NONE")
 
 
-def running_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def running_tensors(model: torch.nn.Module, packed_linears: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield ``(name, tensor)`` of every parameter and persistent buffer of this rank's share of the model.
 
     Names are vLLM's, with experts at ``<moe>.experts.w13_weight`` ``[E, 2 I / tp, D]`` and ``...w2_weight``
     ``[E, D, I / tp]`` whatever the version calls the module in between. The language-model head comes as what
     multiplies the hidden states, also where it is tied to the embedding.
+
+    Args:
+        packed_linears: also those of linear layers that can only be read by applying them to an identity matrix.
 
     Raises:
         RuntimeError: an experts kernel whose layout is not known here.
@@ -37,9 +40,11 @@ def running_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
         for tensor_name, tensor in _own_tensors(layer):
             is_table = hasattr(layer, "shard_indices") and id(layer) not in heads
             if tensor_name == "weight" and hasattr(layer, "cpu_linear") and not is_table:
+                if not packed_linears:
+                    continue
                 tensor = _packed_linear(layer)
             yield prefix + tensor_name, tensor.detach()
-    for name, layer in model.named_modules(remove_duplicate=False):
+    for name, layer in model.named_modules(remove_duplicate=False) if packed_linears else ():
         # An embedding that is also the head was read as the table it is; this is what its packed copy holds.
         if name.endswith("lm_head") and hasattr(layer, "cpu_linear") and type(layer).__name__ != "ParallelLMHead":
             yield f"{name}.weight", _packed_linear(layer)

@@ -8,6 +8,7 @@ receives has failed, or after a time-out, with the cause.
 import asyncio
 import contextlib
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from functools import cache
 from multiprocessing import shared_memory
@@ -16,14 +17,15 @@ from typing import Any
 import torch
 import zmq
 
+from .checksums import with_checksums
+from .choice import has_our_extension
 from .sockets import WatchedContext, WeightSyncError
-from .streams import for_this_worker
+from .streams import RolloutWeights, WorkerStream
+from .traffic import Handover
 
 __all__ = ["WeightSyncError", "install"]
 
 _ADAPTER = "WatchedServerAdapter"
-# What is known only to our worker extension is sent only to it.
-_EXTENSION = "epfsdp2.rollout.vllm_worker.WeightSyncExtension"
 
 _timeout_seconds = 40.0
 
@@ -66,6 +68,7 @@ class WatchedUpdates:
     zmq_handle: str
     _execute_method: Callable[..., Any]
     _has_server: bool
+    _agreed_on = ""
 
     async def update_weights(
         self,
@@ -84,26 +87,58 @@ class WatchedUpdates:
             return await stock(weights, global_steps, wire_format=wire_format, **kwargs)
 
         kwargs["use_shm"] = self.use_shm
-        engine_kwargs = (self.config.get("engine_kwargs") or {}).get("vllm") or {}
-        is_ours = engine_kwargs.get("worker_extension_cls") == _EXTENSION
-        if is_ours:
+        rank = int(os.environ.get("RANK", str(self.rollout_rank)))
+        stream = weights.for_rollout(self.config, self.rollout_rank) if isinstance(weights, RolloutWeights) else None
+        if stream is not None:
+            await self._agree(stream)
+            weights = stream.tensors()
+        # What is known only to our worker extension is sent only to it.
+        if has_our_extension(self.config):
             kwargs["sync_timeout_seconds"] = _timeout_seconds
-        weights = for_this_worker(weights, self.config, self.rollout_rank, is_ours)
+            if stream is not None and stream.is_verified:
+                kwargs["verify"] = True
+                weights = with_checksums(stream.tensors())
         future = await self._execute_method("update_weights_from_ipc", non_block=True, kwargs=kwargs)
-        await send_weights(
+        handover = await send_weights(
             weights,
             zmq_handle=self.zmq_handle,
             bucket_megabytes=self.config.checkpoint_engine.update_weights_bucket_megabytes,
             use_shm=self.use_shm,
             timeout_seconds=_timeout_seconds,
-            rank=int(os.environ.get("RANK", str(self.rollout_rank))),
+            rank=rank,
             future=future,
         )
+        if stream is not None:
+            report = stream.report(handover)
+            if rank == 0:
+                print(f"[epfsdp2] {report}", flush=True)
         if self._has_server:
             # What was computed with the old weights must not be reused.
             await self.server_handle.clear_kv_cache.remote()
             if global_steps is not None:
                 await self.server_handle.set_global_steps.remote(global_steps)
+
+    async def _agree(self, stream: WorkerStream) -> None:
+        """Compare what the trainer plans with what vLLM's workers have, before the first sync sends them anything.
+
+        verl builds the rollout before its server, so nothing can be asked of the workers any earlier.
+
+        Raises:
+            WeightSyncError: on all ranks, with the first difference.
+        """
+        if stream.kind in ("full", self._agreed_on):
+            return
+        failure: Exception | None = None
+        try:
+            future = await self._execute_method(
+                "epfsdp2_check_layout", non_block=True, kwargs={"layouts": stream.layouts()}
+            )
+            if future is not None:
+                await _finished(future, _timeout_seconds, "vLLM did not compare its layout with the trainer's")
+        except Exception as error:
+            failure = WeightSyncError(_in_words(error))
+        stream.agree(failure)
+        self._agreed_on = stream.kind
 
 
 async def send_weights(
@@ -116,7 +151,7 @@ async def send_weights(
     rank: int,
     future: Any = None,
     failure_of: Callable[[Any], BaseException | None] | None = None,
-) -> None:
+) -> Handover:
     """Send ``weights`` through verl's bucketed transport, and wait for the receiving call to end.
 
     Whatever happens, ``weights`` is closed, and the socket file and the shared-memory segment are gone afterwards.
@@ -125,13 +160,16 @@ async def send_weights(
         future: the remote call that receives, an awaitable; None on ranks that did not make it.
         failure_of: tells, without waiting, the exception that ``future`` ended with; Ray's by default.
 
+    Returns:
+        How much went, and where the time did.
+
     Raises:
         WeightSyncError: see ``WatchedUpdates.update_weights``.
     """
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
     failure_of = failure_of or _failure_of_ray_call
-    progress = _Progress()
+    progress, started = _Progress(), time.monotonic()
 
     def check() -> None:
         if future is not None and (cause := failure_of(future)) is not None:
@@ -143,8 +181,13 @@ async def send_weights(
     )
     try:
         await sender.async_send_weights(progress.follow(weights))
+        sent = time.monotonic()
         if future is not None:
-            await _finished(future, timeout_seconds)
+            await _finished(future, timeout_seconds, "vLLM took every tensor and did not finish the update")
+        finishing = time.monotonic() - sent
+        wire = sent - started - progress.gather_seconds - context.waited_seconds
+        load = context.waited_seconds + finishing
+        return Handover(progress.sent, progress.nbytes, progress.gather_seconds, wire, load)
     except Exception as error:
         if progress.failed_in_source:
             raise  # the trainer's own error, not the road's
@@ -159,16 +202,18 @@ async def send_weights(
 
 
 class _Progress:
-    """Which tensors a sender has taken out of the stream, and whether the stream itself failed."""
+    """What a sender has taken out of the stream, how long that took, and whether the stream itself failed."""
 
     def __init__(self):
         self.sent, self.last, self.failed_in_source = 0, "", False
+        self.nbytes, self.gather_seconds = 0, 0.0
 
     async def follow(self, weights: Iterable[tuple[str, torch.Tensor]]) -> AsyncIterator[tuple[str, torch.Tensor]]:
         from verl.workers.rollout.utils import ensure_async_iterator
 
         stream = ensure_async_iterator(weights)
         while True:
+            started = time.monotonic()
             try:
                 name, tensor = await anext(stream)
             except StopAsyncIteration:
@@ -176,21 +221,22 @@ class _Progress:
             except BaseException:
                 self.failed_in_source = True
                 raise
+            finally:
+                self.gather_seconds += time.monotonic() - started
             self.last = name
             yield name, tensor
             self.sent += 1
+            self.nbytes += tensor.nbytes
 
 
-async def _finished(future: Any, timeout_seconds: float) -> None:
+async def _finished(future: Any, timeout_seconds: float, otherwise: str) -> None:
     async def result() -> Any:
         return await future
 
     try:
         await asyncio.wait_for(result(), timeout_seconds)
     except asyncio.TimeoutError:
-        raise WeightSyncError(
-            f"vLLM took every tensor and did not finish the update within {timeout_seconds:g} s"
-        ) from None
+        raise WeightSyncError(f"{otherwise} within {timeout_seconds:g} s") from None
 
 
 def _failure_of_ray_call(reference: Any) -> Exception | None:

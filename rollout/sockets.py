@@ -29,6 +29,9 @@ class WatchedContext:
         waits_for: who is at the other end, for the error's text.
         check: called several times a second while waiting; raises when the wait has become pointless.
         linger_seconds: how long a closed socket may go on delivering what was already sent.
+
+    Attributes:
+        waited_seconds: in all, over its sockets.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class WatchedContext:
         self._check = check
         self._linger_seconds = linger_seconds
         self.shared_memory_name: str | None = None
+        self.waited_seconds = 0.0
 
     def socket(self, kind: int) -> "_WatchedSocket":
         socket = self._context.socket(kind)
@@ -57,14 +61,15 @@ class WatchedContext:
         Raises:
             WeightSyncError: nothing happened for ``timeout_seconds``.
         """
-        deadline = time.monotonic() + self._timeout_seconds
+        started = time.monotonic()
         while not socket.poll(_POLL_MILLISECONDS, event):
             self._check()
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= started + self._timeout_seconds:
                 raise WeightSyncError(
                     f"no answer from {self._waits_for} within {self._timeout_seconds:g} s; "
                     "it was killed, raised, or hangs"
                 )
+        self.waited_seconds += time.monotonic() - started
 
 
 class _WatchedSocket:

@@ -5,7 +5,8 @@ of bytes brings all shards of a whole layer, where a gather per tensor would nee
 gather is under way while one is taken.
 """
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +16,9 @@ from torch import nn
 from ..engine.boxes import Box, cut_box
 from ..engine.mesh import Meshes
 from ..engine.shards import cuts_of, local_tensor, persistent_buffers
+from .traffic import Traffic
 
-__all__ = ["Gathered", "full_tensors", "gathered", "narrower"]
+__all__ = ["Gathered", "assembled", "full_tensors", "gathered", "narrower"]
 
 _ALIGNMENT = 16  # bytes; enough to view the flat buffer as any dtype
 
@@ -76,14 +78,22 @@ def full_tensors(
     layers: Sequence[str],
     max_gather_bytes: int,
     dtypes: Mapping[str, torch.dtype] | None = None,
+    traffic: Traffic | None = None,
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
     """Yield ``(name, tensor)`` of what ``gathered`` brings; each tensor is whole and the caller's own."""
-    shards = gathered(model, meshes, layers, max_gather_bytes, dtypes)
-    try:
-        for tensor in shards:
-            yield tensor.name, tensor.assembled()
-    finally:
-        shards.close()
+    traffic = traffic or Traffic()
+    arriving = gathered(model, meshes, layers, max_gather_bytes, dtypes, traffic)
+    with contextlib.closing(arriving):
+        yield from assembled(arriving, traffic)
+
+
+def assembled(arriving: Iterable[Gathered], traffic: Traffic) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor whole, under its name; ``traffic`` counts what is held."""
+    for tensor in arriving:
+        whole = tensor.assembled()
+        traffic.hold(whole.nbytes)
+        yield tensor.name, whole
+        traffic.release(whole.nbytes)
 
 
 def gathered(
@@ -92,6 +102,7 @@ def gathered(
     layers: Sequence[str],
     max_gather_bytes: int,
     dtypes: Mapping[str, torch.dtype] | None = None,
+    traffic: Traffic | None = None,
 ) -> Generator[Gathered, None, None]:
     """Bring every parameter and persistent buffer of the model to every rank, in the model's order; collective.
 
@@ -104,11 +115,14 @@ def gathered(
             holds two gathers at most, one that is taken and one that is under way.
         dtypes: parameters are sent in these, where they are narrower than what they are stored in: cast before the
             gather, which then moves fewer bytes.
+        traffic: counts what the gathers move and hold.
     """
+    traffic = traffic or Traffic()
     groups = [_Group(members, meshes) for members in _groups(model, layers, max_gather_bytes, dtypes or {})]
     device, ranks = torch.device(meshes.dense.device_type), meshes.topology.fsdp
     slot = max((group.slot for group in groups), default=0)
     buffers = [torch.empty((ranks + 1) * slot, dtype=torch.uint8, device=device) for _ in groups[:2]]
+    traffic.hold(sum(buffer.nbytes for buffer in buffers))
     issued = 0
 
     def start() -> tuple[_Group, torch.Tensor, dist.Work] | None:
@@ -122,6 +136,9 @@ def gathered(
             if piece.nbytes:
                 shard = mine[piece.offset : piece.offset + piece.nbytes].view(sent.dtype)
                 shard.view(piece.box.shape).copy_(local_tensor(sent.param))
+        # Each shard goes to all other ranks, and all of theirs come.
+        traffic.sent += everyone.numel() - mine.numel()
+        traffic.received += everyone.numel() - mine.numel()
         work = dist.all_gather_into_tensor(everyone, mine, group=meshes.replica_group, async_op=True)
         assert work is not None
         issued += 1
@@ -141,6 +158,7 @@ def gathered(
         while coming is not None:
             coming[2].wait()
             coming = start()
+        traffic.release(sum(buffer.nbytes for buffer in buffers))
 
 
 def narrower(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

@@ -7,95 +7,50 @@ its worker is asks for that worker's stream instead (``RolloutWeights.for_worker
 import contextlib
 import logging
 import re
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..engine import versions
+from ..engine.agreement import check_agreement
 from ..engine.mesh import Meshes
-from ..engine.shards import persistent_buffers
+from ..engine.shards import local_tensor, persistent_buffers
 from . import naming, stream
+from .choice import choose_stream, rollout_of
 from .exchange import Exchange
-from .placement import ANALYTIC, Heads, Need, Rollout, Stream, Tensor, needs
+from .layout import layout
+from .placement import Heads, Need, Rollout, Stream, Tensor, needs
 from .plan import Targets, make_plan
 from .slices import placed
+from .sockets import WeightSyncError
 from .source import sharded_tensors
+from .traffic import Handover, SyncReport, Traffic
 
-__all__ = ["RolloutSync", "RolloutWeights", "SyncSettings", "choose_stream", "for_this_worker", "obstacle"]
+__all__ = ["RolloutSync", "RolloutWeights", "SyncSettings", "WorkerStream"]
 
 logger = logging.getLogger("epfsdp2")
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
-def choose_stream(wanted: str, family: str, rollout: Rollout, obstacle: str = "") -> tuple[Stream, str]:
-    """The stream for a rollout, and why it is not a smaller one (empty if it is what was asked for).
-
-    Args:
-        wanted: the user's setting.
-        family: ``model_type`` of the text config.
-        obstacle: what about the rollout allows no other stream than ``full``; empty if nothing.
-    """
-    if wanted == "full":
-        return "full", ""
-    if not obstacle and family not in ANALYTIC:
-        obstacle = f"how vLLM cuts a {family} is not known"
-    if not obstacle and wanted == "expert_local" and not rollout.expert_parallel:
-        obstacle = "vLLM runs without expert parallelism"
-    if obstacle:
-        return "full", obstacle
-    if wanted != "auto":
-        return cast(Stream, wanted), ""
-    return "sliced", ""
-
-
-def obstacle(config: Any, is_ours: bool) -> str:
-    """What about verl's rollout config allows no other stream than ``full``; empty if nothing.
-
-    Args:
-        is_ours: whether vLLM's workers have our extension, which alone knows slices.
-    """
-    vllm = (config.get("engine_kwargs") or {}).get("vllm") or {}
-    disaggregation = config.get("disaggregation")
-    if not is_ours:
-        return "engine_kwargs.vllm.worker_extension_cls is another one than epfsdp2's"
-    if config.get("pipeline_model_parallel_size", 1) > 1:
-        return "the rollout is pipeline-parallel"
-    if vllm.get("enable_eplb"):
-        return "vLLM moves experts to balance their load"
-    if disaggregation is not None and disaggregation.get("enabled"):
-        return "prefill and decode are on different workers"
-    if config.get("quantization"):
-        return "vLLM quantises the weights"
-    return ""
-
-
-def for_this_worker(weights: Any, config: Any, worker: int, is_ours: bool) -> Iterable[tuple[str, torch.Tensor]]:
-    """What the worker with this index in its replica is sent, of weights that may be anybody's.
-
-    Args:
-        config: verl's rollout config.
-    """
-    if not isinstance(weights, RolloutWeights):
-        return weights
-    rollout = Rollout(
-        config.tensor_model_parallel_size, config.data_parallel_size, config.get("expert_parallel_size", 1) > 1
-    )
-    kind, reason = choose_stream(weights.wanted, weights.family, rollout, obstacle(config, is_ours))
-    if reason and dist.get_rank() == 0:
-        logger.warning("epfsdp2: engine.rollout_sync=%s: full stream, since %s", weights.wanted, reason)
-    return weights.for_worker(kind, rollout, worker)
-
-
 @dataclass(frozen=True)
 class SyncSettings:
-    """Bounds in bytes: of one gather of the full stream, and of what a rank sends, or receives, in one round."""
+    """What a user may set.
+
+    Args:
+        wanted: ``engine.rollout_sync``.
+        gather_bytes: bound of one gather of the full stream.
+        round_bytes: bound of what a rank sends, and receives, in one round of the others.
+        verified: how many syncs carry checksums; -1 for all of them.
+    """
 
     wanted: str
     gather_bytes: int
     round_bytes: int
+    verified: int = 0
 
 
 class RolloutSync:
@@ -119,23 +74,47 @@ class RolloutSync:
         stored = {name: p.dtype for name, p in model.named_parameters()}
         self.dtypes = {name: stream.narrower(dtype, dtypes.get(name)) for name, dtype in stored.items()}
         self.dtypes |= {name: buffer.dtype for name, buffer in persistent_buffers(model).items()}
-        self._heads = Heads.of(model.config.get_text_config())
+        self.heads = Heads.of(model.config.get_text_config())
         self._exchanges: dict[tuple[Stream, Rollout, int], Exchange] = {}
+        self._said = ""
+        self._begun = 0
+        self.last_report: SyncReport | None = None
 
     def weights(self) -> "RolloutWeights":
         """The weights of one sync."""
         return RolloutWeights(self)
 
-    def full(self) -> Iterator[tuple[str, torch.Tensor]]:
-        arriving = self._gathered()
+    def choose(self, config: Any) -> Stream:
+        """The stream for a rollout; says once, on one rank, why ``auto`` came to ``full``."""
+        family = self.model.config.get_text_config().model_type
+        kind, reason = choose_stream(self.settings.wanted, config, family, untested_vllm=versions.untested("vllm"))
+        if reason and reason != self._said and dist.get_rank() == 0:
+            logger.warning("epfsdp2: engine.rollout_sync=auto: full stream, since %s", reason)
+        self._said = reason
+        return kind
+
+    def full(self, traffic: Traffic | None = None) -> Generator[tuple[str, torch.Tensor]]:
+        traffic = traffic or Traffic()
+        arriving = self.gathered(traffic)
         with contextlib.closing(arriving):
-            yield from naming.for_vllm(self.model, ((tensor.name, tensor.assembled()) for tensor in arriving))
+            yield from naming.for_vllm(self.model, stream.assembled(arriving, traffic))
 
-    def _gathered(self) -> Generator[stream.Gathered, None, None]:
-        return stream.gathered(self.model, self.meshes, self.layers, self.settings.gather_bytes, self.dtypes)
+    def gathered(self, traffic: Traffic) -> Generator[stream.Gathered, None, None]:
+        limit = self.settings.gather_bytes
+        return stream.gathered(self.model, self.meshes, self.layers, limit, self.dtypes, traffic)
 
-    def _state(self) -> dict[str, torch.Tensor]:
+    def state(self) -> dict[str, torch.Tensor]:
+        """Parameters and persistent buffers, sharded, by name."""
         return {**dict(self.model.named_parameters()), **persistent_buffers(self.model)}
+
+    def tensors(self) -> list[Tensor]:
+        """What there is to hand over, as the planner takes it."""
+        return sharded_tensors(self.model, {name: dtype.itemsize for name, dtype in self.dtypes.items()})
+
+    def stream(self, kind: Stream, rollout: Rollout, worker: int) -> "WorkerStream":
+        """The weights of one sync for the worker with this index in its replica."""
+        self._begun += 1
+        return WorkerStream(self, self._begun, kind, rollout, worker)
 
     def exchange(self, kind: Stream, rollout: Rollout, worker: int) -> Exchange:
         """The exchange that feeds ``worker`` of each replica; collective only when it is run."""
@@ -144,10 +123,10 @@ class RolloutSync:
             world = dist.get_world_size()
 
             def needs_of(tensor: Tensor, index: int) -> list[Need]:
-                return needs(tensor, rollout, index % rollout.workers, self._heads, kind)
+                return needs(tensor, rollout, index % rollout.workers, self.heads, kind)
 
             plan = make_plan(
-                sharded_tensors(self.model, {name: dtype.itemsize for name, dtype in self.dtypes.items()}),
+                self.tensors(),
                 self.layers,
                 self.meshes.topology,
                 Targets(world),
@@ -158,51 +137,111 @@ class RolloutSync:
             self._exchanges[key] = Exchange(plan, lambda tensor: needs_of(tensor, worker), dist.get_rank(), device)
         return self._exchanges[key]
 
-    def for_worker(self, kind: Stream, rollout: Rollout, worker: int) -> Iterator[tuple[str, torch.Tensor]]:
-        if kind == "full":
-            yield from self.full()
-        elif kind == "expert_local":
-            yield from self._expert_local(rollout, worker)
-        elif rollout.workers == 1:
-            yield from self._placed_gathers(rollout, worker)
-        else:
-            yield from self._slices(rollout, worker)
 
-    def _expert_local(self, rollout: Rollout, worker: int) -> Iterator[tuple[str, torch.Tensor]]:
-        whole = self.exchange("expert_local", rollout, worker).assembled(self._state(), self.dtypes)
+class WorkerStream:
+    """The weights of one sync for one worker.
+
+    Attributes:
+        kind: what is handed over.
+        is_verified: whether its checksums are to come after the tensors.
+        traffic: what it has moved so far.
+    """
+
+    def __init__(self, sync: RolloutSync, number: int, kind: Stream, rollout: Rollout, worker: int):
+        self._sync, self._number, self.kind, self._rollout, self._worker = sync, number, kind, rollout, worker
+        verified = sync.settings.verified
+        self.is_verified = verified < 0 or number <= verified
+        self.traffic = Traffic()
+
+    def tensors(self) -> Generator[tuple[str, torch.Tensor]]:
+        """What the worker takes, under names that it knows; collective."""
+        if self.kind == "full":
+            return self._sync.full(self.traffic)
+        if self.kind == "expert_local":
+            return self._expert_local()
+        keeps_all = self._rollout.tp == 1 and not self._rollout.expert_parallel
+        return self._slices_of_gathers() if keeps_all else self._slices()
+
+    def _expert_local(self) -> Generator[tuple[str, torch.Tensor]]:
+        whole = self._exchange.assembled(self._sync.state(), self._sync.dtypes, self.traffic)
         with contextlib.closing(whole):
             for name, need, values in whole:
                 yield from self._local_experts(name, need, values)
 
-    def _slices(self, rollout: Rollout, worker: int) -> Iterator[tuple[str, torch.Tensor]]:
-        arriving = self.exchange("sliced", rollout, worker).run(self._state(), self.dtypes)
+    def _slices(self) -> Generator[tuple[str, torch.Tensor]]:
+        arriving = self._exchange.run(self._sync.state(), self._sync.dtypes, self.traffic)
         with contextlib.closing(arriving):
             for arrival in arriving:
-                yield from placed(arrival.box, arrival.values, self._needs(arrival.tensor, rollout, worker))
+                yield from placed(arrival.box, arrival.values, self._needs(arrival.tensor))
 
-    def _placed_gathers(self, rollout: Rollout, worker: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """The slices of a worker that keeps everything: gathers cross a node's border once, where rounds would for
-        each of its ranks."""
-        arriving = self._gathered()
+    def _slices_of_gathers(self) -> Generator[tuple[str, torch.Tensor]]:
+        """For a worker that keeps everything. Gathers cross a node's border once, rounds would for each rank in it."""
+        arriving = self._sync.gathered(self.traffic)
         with contextlib.closing(arriving):
             for whole in arriving:
-                tensor = Tensor(whole.name, tuple(whole.shape), self.dtypes[whole.name].itemsize)
+                tensor = Tensor(whole.name, tuple(whole.shape), self._sync.dtypes[whole.name].itemsize)
                 for box, values in whole.shards:
-                    yield from placed(box, values, self._needs(tensor, rollout, worker))
+                    yield from placed(box, values, self._needs(tensor))
 
-    def _needs(self, tensor: Tensor, rollout: Rollout, worker: int) -> list[Need]:
-        return needs(tensor, rollout, worker, self._heads, "sliced")
+    @property
+    def _exchange(self) -> Exchange:
+        return self._sync.exchange(self.kind, self._rollout, self._worker)
+
+    def _needs(self, tensor: Tensor) -> list[Need]:
+        return needs(tensor, self._rollout, self._worker, self._sync.heads, self.kind)
 
     def _local_experts(self, name: str, need: Need, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Names of a checkpoint, experts one by one: vLLM would take a part of a stack for its first experts."""
         first = need.box.low[0] if need.box.low else 0
-        for own, tensor in naming.as_checkpoint(self.model, [(name, values)]):
+        for own, tensor in naming.as_checkpoint(self._sync.model, [(name, values)]):
             expert = _EXPERT.search(own)
             yield own.replace(expert[0], f".experts.{int(expert[1]) + first}.") if expert else own, tensor
 
+    def agree(self, failure: Exception | None) -> None:
+        """Before anything is sent, have all ranks know that all plans are one plan, and what failed; collective.
+
+        Args:
+            failure: of this rank.
+
+        Raises:
+            WeightSyncError: on all ranks alike.
+        """
+        digest = ""
+        try:
+            plan = self._exchange.plan
+            digest = plan.digest() if plan.rounds else ""
+        except Exception as error:
+            failure = failure or error
+        try:
+            check_agreement({"plan": {"digest": digest}}, device=self._sync.meshes.dense.device_type, failure=failure)
+        except Exception as error:
+            raise WeightSyncError(str(error)) from error
+
+    def layouts(self) -> list[dict[str, str]]:
+        """What each worker of the replica keeps, as this engine plans it (``layout.py``)."""
+        tensors = self._sync.tensors()
+        return [layout(tensors, self._rollout, worker, self._sync.heads) for worker in range(self._rollout.workers)]
+
+    def least(self) -> int:
+        """Bytes that this rank can't do without: what it hands over but does not have itself."""
+        if self.kind != "full":
+            plan = self._exchange.plan
+            return plan.received.get(dist.get_rank(), 0)
+        state = dict(self._sync.model.named_parameters())
+        missing = (
+            (p.numel() - local_tensor(p).numel()) * self._sync.dtypes[name].itemsize for name, p in state.items()
+        )
+        return sum(missing)
+
+    def report(self, handover: Handover) -> SyncReport:
+        """What there is to say at its end."""
+        report = SyncReport(self._number, self.kind, self.traffic, self.least(), handover)
+        self._sync.last_report = report
+        return report
+
 
 class RolloutWeights:
-    """The weights of one sync. Iterating is collective, and so is the iterator of ``for_worker``; use one of them."""
+    """The weights of one sync. Iterating is collective, and so is what the methods give; use one of them."""
 
     def __init__(self, sync: RolloutSync):
         self._sync = sync
@@ -210,16 +249,14 @@ class RolloutWeights:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._sync.full()
 
-    @property
-    def family(self) -> str:
-        """``model_type`` of the model."""
-        return self._sync.model.config.get_text_config().model_type
+    def for_rollout(self, config: Any, worker: int) -> WorkerStream:
+        """What the worker with this index in its replica takes; ``config`` is verl's rollout config.
 
-    @property
-    def wanted(self) -> str:
-        """The user's ``engine.rollout_sync``."""
-        return self._sync.settings.wanted
+        Raises:
+            SettingError: if the rollout can't take the stream that was asked for by its name.
+        """
+        return self._sync.stream(self._sync.choose(config), rollout_of(config), worker)
 
     def for_worker(self, kind: Stream, rollout: Rollout, worker: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """What the worker with this index in its replica takes."""
-        return self._sync.for_worker(kind, rollout, worker)
+        """The same for a stream that is chosen already."""
+        return self._sync.stream(kind, rollout, worker).tensors()

@@ -32,8 +32,10 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from . import amx_shim, vllm_remedies
+from .checksums import Arrivals, Placements
 from .completeness import KeptCalls, LayerRecord
-from .placement import Need
+from .layout import difference, held_layout, rank_entry
+from .placement import Need, Rollout
 from .read_back import running_tensors
 from .recorded import Recorder, View
 from .slices import is_slice, parse_slice
@@ -67,15 +69,19 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
         base_sync_done: bool = False,
         use_shm: bool = False,
         sync_timeout_seconds: float = _DEFAULT_TIMEOUT_SECONDS,
+        verify: bool = False,
     ) -> None:
         """Receive every weight of the model from this worker's trainer rank and load them.
 
         Args:
             peft_config, base_sync_done, use_shm: as in verl's method.
             sync_timeout_seconds: longest wait for one message of the sender.
+            verify: the sender's checksums come last: compare them with what arrived, and slices with what is computed
+                with.
 
         Raises:
-            WeightSyncError: the sender went silent, a layer did not receive every element, or a name was not used.
+            WeightSyncError: the sender went silent, a layer did not receive every element, a name was not used, or
+                values are not those that were sent.
         """
         quantised = self._is_qat_model or self._is_modelopt_qat or is_quantized_model(self.model_runner.vllm_config)
         if peft_config or quantised:
@@ -94,7 +100,8 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
             linger_seconds=5.0,
         )
         models = list(self._iter_all_models_with_config())
-        reload = _Reload(models, self.model_runner.vllm_config.parallel_config)
+        reload = _Reload(models, self.model_runner.vllm_config.parallel_config, verify)
+        arrivals = Arrivals(verify)
         failure: str | None = None
 
         def on_bucket(weights: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
@@ -104,7 +111,7 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
             nonlocal failure
             if failure is None:
                 try:
-                    reload.load(weights)
+                    reload.load(arrivals.take(weights))
                 except Exception as error:
                     logger.error("weight sync failed:\n%s", traceback.format_exc())
                     failure = f"{type(error).__name__}: {error}"
@@ -115,10 +122,43 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
                 receiver.receive_weights(on_bucket_received=on_bucket)
                 if failure is not None:
                     raise WeightSyncError(f"loading the received weights failed, {failure}")
+                if wrong := arrivals.difference():
+                    raise WeightSyncError(wrong)
                 reload.finish()
             except BaseException:
                 reload.abandon()
                 raise
+
+    def epfsdp2_check_layout(self, layouts: list[dict[str, str]]) -> None:
+        """Compare what the trainer plans for the workers of this replica with what this worker has.
+
+        Args:
+            layouts: by worker, see ``layout.py``.
+
+        Raises:
+            WeightSyncError: they differ; with both digests and the first difference.
+        """
+        parallel, group = self.model_runner.vllm_config.parallel_config, get_tp_group()
+        rollout = Rollout(group.world_size, parallel.data_parallel_size, parallel.enable_expert_parallel)
+        worker = parallel.data_parallel_rank * group.world_size + group.rank_in_group
+        if len(layouts) != rollout.workers:
+            raise WeightSyncError(f"the trainer plans for {len(layouts)} workers a replica; vLLM has {rollout.workers}")
+        model, config = next(iter(self._iter_all_models_with_config()))
+        tied = getattr(config.hf_text_config, "tie_word_embeddings", False)
+
+        def is_needed(name: str, own: str, is_parameter: bool) -> bool:
+            is_optional = not is_parameter or own in SKIP_LOAD_TENSORS or (tied and name == "lm_head.weight")
+            return name in layouts[worker] or not is_optional
+
+        layers = (
+            (name, layer, {**recorded[0], **recorded[1]})
+            for name, layer in model.named_modules()
+            if not isinstance(layer, (Attention, MLAAttention))
+            and (recorded := get_layerwise_info(layer).restore_metadata)
+        )
+        held = held_layout(layers, rank_entry(group.rank_in_group, rollout), is_needed)
+        if wrong := difference(layouts[worker], held):
+            raise WeightSyncError(f"worker {worker} of a replica: {wrong}. engine.rollout_sync=full needs no plan.")
 
     def epfsdp2_digests(self, path: str | None = None) -> dict:
         """Digests of what this worker's model computes with, for ``verify.compare``.
@@ -181,8 +221,10 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
 class _Reload:
     """One layer-wise reload of every model that takes weights (the actor, and a draft model beside it)."""
 
-    def __init__(self, models: list[tuple[Any, Any]], parallel_config: Any):
+    def __init__(self, models: list[tuple[Any, Any]], parallel_config: Any, verify: bool = False):
         self._models = models
+        self._verify = verify
+        self._placed = Placements()
         self._parallel = parallel_config
         self._layers: list[LayerRecord] = []
         self._buffer_names: set[str] = set()
@@ -266,6 +308,8 @@ class _Reload:
                 f"a slice {list(values.shape)} at {list(corner)} was sent for {parameter}, which is "
                 f"{list(target.shape)} on this worker"
             )
+        if self._verify:
+            self._placed.add(parameter, corner, values.to(target.dtype))
         target.weight_loader(target, values, corner)
 
     def _take_slices(self) -> dict[str, tuple[torch.nn.Module, str]]:
@@ -313,7 +357,7 @@ class _Reload:
         """Process what is left and put the model back to work.
 
         Raises:
-            WeightSyncError: a layer did not receive every element, or a name reached no parameter.
+            WeightSyncError: a layer did not receive every element, a name reached no parameter, or a slice got lost.
         """
         tied = self._check_complete()
         self._check_unused()
@@ -327,6 +371,9 @@ class _Reload:
                 buffer.copy_(before)
         for model, _ in self._models:
             apply_buffer_updates(model, self._buffer_updates)
+        # What it takes a computation to read is left out.
+        if wrong := self._placed.difference(running_tensors(self._models[0][0], packed_linears=False)):
+            raise WeightSyncError(wrong)
 
     def abandon(self) -> None:
         """Give the model its parameters back (what was loaded stays loaded), so that nothing is left on meta."""

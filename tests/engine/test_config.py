@@ -62,6 +62,8 @@ from epfsdp2.engine.preflight import DTYPES
         ({"mixed_precision": {"params": "bf16"}}, "engine.mixed_precision.params=bf16: "),
         ({"sync_gather_megabytes": 0}, "engine.sync_gather_megabytes=0: "),
         ({"sync_round_megabytes": 0}, "engine.sync_round_megabytes=0: "),
+        ({"rollout_sync_verify": -2}, "engine.rollout_sync_verify=-2: is the number of syncs that are verified"),
+        ({"rollout_sync_verify": True}, "engine.rollout_sync_verify=True: is the number of syncs that are verified"),
         ({"rollout_sync": "slices"}, "engine.rollout_sync=slices: is one of auto, full, expert_local, sliced."),
         ({"sync_timeout_seconds": 0}, "engine.sync_timeout_seconds=0: "),
         ({"epsize": 2}, "engine.epsize=2: the engine has no such setting. What works: engine.ep_size"),

@@ -24,7 +24,7 @@ from transformers import AutoConfig
 from verl.workers.config.model import HFModelConfig, MtpConfig
 
 from epfsdp2.engine import config as engine_config_module
-from epfsdp2.engine import model_facts, preflight
+from epfsdp2.engine import model_facts, preflight, versions
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.model_facts import inspect_model
 from epfsdp2.engine.preflight import (
@@ -35,6 +35,7 @@ from epfsdp2.engine.preflight import (
     check_training,
     check_versions,
 )
+from epfsdp2.rollout.choice import EXTENSION
 
 TINY = {
     "hidden_size": 32,
@@ -54,15 +55,14 @@ DISK = namedtuple("DISK", "total used free")
 MODEL = "actor_rollout_ref.model"
 BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 SDPA = {"override_config": {"attn_implementation": "sdpa"}}
+TENSOR_PARALLEL = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
 
 
 def engine(**settings):
-    return SimpleNamespace(
-        expert_plan={},
-        fp32_modules=(),
-        **{"ep_size": 1, "fsdp_size": -1, "model_dtype": "fp32", "expert_shard_dim": "auto", **settings},
-    )
+    defaults = {"ep_size": 1, "fsdp_size": -1, "model_dtype": "fp32", "expert_shard_dim": "auto"}
+    defaults |= {"dtype": "bf16", "mixed_precision": None, "rollout_sync": "auto", "sync_round_megabytes": 512}
+    return SimpleNamespace(expert_plan={}, fp32_modules=(), **defaults | settings)
 
 
 def checkpoint(folder, kind="qwen3_moe", **settings):
@@ -97,9 +97,9 @@ def flash_attn(monkeypatch):
     """Whether flash-attn is installed, whatever is installed here."""
 
     def install(there):
-        version = preflight._version
+        version = versions.installed
         monkeypatch.setattr(
-            preflight, "_version", lambda name: ("2.8.3" if there else None) if name == "flash-attn" else version(name)
+            versions, "installed", lambda name: ("2.8.3" if there else None) if name == "flash-attn" else version(name)
         )
 
     return install
@@ -363,8 +363,8 @@ def test_a_config_that_transformers_cannot_build(tmp_path, model):
 
 @pytest.mark.parametrize("name", ["verl", "ray", "vllm"])
 def test_a_missing_distribution_is_refused(monkeypatch, name):
-    version = preflight._version
-    monkeypatch.setattr(preflight, "_version", lambda asked: None if asked == name else version(asked))
+    version = versions.installed
+    monkeypatch.setattr(versions, "installed", lambda asked: None if asked == name else version(asked))
     with pytest.raises(SettingError, match=f"(?i){name} is not installed.*pip install"):
         check_versions("vllm")
     if name == "vllm":
@@ -373,8 +373,8 @@ def test_a_missing_distribution_is_refused(monkeypatch, name):
 
 @pytest.mark.parametrize("name, version", [("verl", "0.10.1"), ("vllm", "0.23.0"), ("transformers", "5.6.0")])
 def test_an_untested_version_is_warned_of_with_the_tested_range(monkeypatch, caplog, name, version):
-    installed = preflight._version
-    monkeypatch.setattr(preflight, "_version", lambda asked: version if asked == name else installed(asked))
+    installed = versions.installed
+    monkeypatch.setattr(versions, "installed", lambda asked: version if asked == name else installed(asked))
     with caplog.at_level(logging.WARNING, "epfsdp2"):
         check_versions("vllm")
     (record,) = caplog.records
@@ -443,6 +443,139 @@ def test_dev_shm_has_to_hold_one_bucket_per_local_rank(model, monkeypatch):
         check_rollout(engine(), 8, rollout, facts)
 
 
+def rollout(tp=2, **settings):
+    """A rollout of verl's that slices can be sent to; keys of ``vllm`` are vLLM's own."""
+    vllm = {"worker_extension_cls": EXTENSION, **settings.pop("vllm", {})}
+    return {"name": "vllm", "tensor_model_parallel_size": tp, "engine_kwargs": {"vllm": vllm}, **settings}
+
+
+@pytest.mark.parametrize("wanted", ["full", "auto", "sliced", "expert_local"])
+def test_a_stream_that_the_rollout_takes(model, wanted):
+    expert_parallel = rollout(2, data_parallel_size=2, expert_parallel_size=4)
+    check_run(engine(rollout_sync=wanted), 8, model, expert_parallel, device="cpu")
+    if wanted != "expert_local":
+        check_run(engine(rollout_sync=wanted), 8, model, rollout(), device="cpu")
+
+
+VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+OBSTACLES = [
+    ({"vllm": {"worker_extension_cls": "theirs.Extension"}}, f"{VLLM}.worker_extension_cls=theirs.Extension"),
+    ({"engine_kwargs": None}, f"{VLLM}.worker_extension_cls=None"),
+    ({"vllm": {"expert_placement_strategy": "round_robin"}}, f"{VLLM}.expert_placement_strategy=round_robin"),
+    ({"pipeline_model_parallel_size": 2}, "actor_rollout_ref.rollout.pipeline_model_parallel_size=2"),
+    ({"disaggregation": {"enabled": True}}, "actor_rollout_ref.rollout.disaggregation.enabled=True"),
+    ({"quantization": "fp8"}, "actor_rollout_ref.rollout.quantization=fp8"),
+    ({"vllm": {"quantization": "fp8"}}, f"{VLLM}.quantization=fp8"),
+    ({"qat": {"enable": True}}, "actor_rollout_ref.rollout.qat.enable=True"),
+    ({"backend": "nccl"}, f"{BACKEND}=nccl"),
+]
+
+
+@pytest.mark.parametrize("wanted", ["sliced", "expert_local"])
+@pytest.mark.parametrize("settings, named", OBSTACLES)
+def test_a_stream_that_the_rollout_cannot_take_is_refused_by_name_alone(model, wanted, settings, named):
+    placed = rollout(2, **{"data_parallel_size": 2, "expert_parallel_size": 4, **settings})
+    with pytest.raises(SettingError) as caught:
+        check_run(engine(rollout_sync=wanted), 8, model, placed, device="cpu")
+    text = paragraph(caught.value, "engine.rollout_sync", wanted)
+    assert f"can't be with {named}: " in text and "What works: engine.rollout_sync=auto, or " in text
+    for other in ("auto", "full"):
+        check_run(engine(rollout_sync=other), 8, model, placed, device="cpu")
+
+
+def test_whole_experts_need_expert_parallelism(model):
+    with pytest.raises(SettingError) as caught:
+        check_run(engine(rollout_sync="expert_local"), 8, model, rollout(2, data_parallel_size=2), device="cpu")
+    text = paragraph(caught.value, "engine.rollout_sync", "expert_local")
+    assert text.endswith("engine.rollout_sync=auto, or actor_rollout_ref.rollout.expert_parallel_size=4")
+
+
+def test_slices_need_a_family_and_a_vllm_that_are_known(tmp_path, model, monkeypatch, caplog):
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4}
+    other = checkpoint(tmp_path / "other", "minimax", **sizes, **heads)
+    with pytest.raises(SettingError, match="can't be with actor_rollout_ref.model=minimax: how vLLM cuts it"):
+        check_run(engine(rollout_sync="sliced"), 2, other, rollout(), device="cpu")
+    check_run(engine(), 2, other, rollout(), device="cpu")
+
+    # Of a model that is not here yet, what can be judged is.
+    later = {"path": "some-org/not-here", **SDPA}
+    check_run(engine(rollout_sync="sliced"), 2, later, rollout(), device="cpu")
+    with pytest.raises(SettingError, match="quantization=fp8"):
+        check_run(engine(rollout_sync="sliced"), 2, later, rollout(quantization="fp8"), device="cpu")
+
+    installed = versions.installed
+    monkeypatch.setattr(versions, "installed", lambda asked: "0.99.0" if asked == "vllm" else installed(asked))
+    with pytest.raises(SettingError, match="vllm 0.99.0 is untested; tested: .*a layout may have changed") as caught:
+        check_run(engine(rollout_sync="sliced"), 2, model, rollout(), device="cpu")
+    assert paragraph(caught.value, "engine.rollout_sync", "sliced").endswith("engine.rollout_sync=auto")
+    check_run(engine(), 2, model, rollout(), device="cpu")
+
+
+@pytest.mark.parametrize("wanted", ["auto", "full", "sliced"])
+@pytest.mark.parametrize(
+    "settings, setting, value, words",
+    [
+        ({"vllm": {"enable_eplb": True}}, f"{VLLM}.enable_eplb", True, "wrong, silently"),
+        ({"vllm": {"tensor_parallel_size": 4}}, f"{VLLM}.tensor_parallel_size", 4, "feeds the wrong ones"),
+        ({"vllm": {"pipeline_parallel_size": 2}}, f"{VLLM}.pipeline_parallel_size", 2, "feeds the wrong ones"),
+        ({"vllm": {"data_parallel_size": 2}}, f"{VLLM}.data_parallel_size", 2, "feeds the wrong ones"),
+        ({"expert_parallel_size": 3}, "actor_rollout_ref.rollout.expert_parallel_size", 3, "all workers of a replica"),
+        ({"data_parallel_size": 0}, "actor_rollout_ref.rollout.data_parallel_size", 0, "at least 1"),
+        ({"tp": 3}, TENSOR_PARALLEL, 3, "the 8 ranks are not a multiple"),
+        ({"tp": 2, "data_parallel_size": 8}, TENSOR_PARALLEL, 2, "takes 16 workers"),
+        ({"tp": 4}, TENSOR_PARALLEL, 4, "vLLM can't cut 2 attention heads so. What works: .* one of [1, 2]"),
+    ],
+)
+def test_a_rollout_that_nothing_reaches_is_refused(model, wanted, settings, setting, value, words):
+    with pytest.raises(SettingError) as caught:
+        check_run(engine(rollout_sync=wanted), 8, model, rollout(**settings), device="cpu")
+    assert re.search(words.replace("[", r"\["), paragraph(caught.value, setting, value))
+
+
+@pytest.mark.parametrize(
+    "sizes, tp, words",
+    [
+        ({"num_attention_heads": 6, "moe_intermediate_size": 48}, 3, "a vocabulary of 64, padded to 64 "),
+        ({"num_attention_heads": 12, "num_key_value_heads": 4}, 6, "4 key-value heads"),
+        (
+            {"num_attention_heads": 8, "moe_intermediate_size": 4},
+            8,
+            "intermediate size 4 of an expert",
+        ),
+        ({"num_attention_heads": 16, "num_experts": 8}, 16, "8 experts"),
+    ],
+)
+def test_what_vllm_cannot_cut(model, sizes, tp, words):
+    model["override_config"] |= sizes
+    with pytest.raises(SettingError) as caught:
+        check_run(engine(), 48, model, rollout(tp), device="cpu")
+    assert words in paragraph(caught.value, TENSOR_PARALLEL, tp)
+    # With as many ranks as heads and fewer key-value heads, neighbours hold the same one.
+    check_run(engine(), 48, model, rollout(2), device="cpu")
+
+
+def test_a_dense_part_that_does_not_divide_is_found_by_the_plan(model):
+    model["override_config"] |= {"intermediate_size": 33, "mlp_only_layers": [0]}
+    with pytest.raises(SettingError, match=r"gate_proj.weight has 33 along dim 0, which tensor parallelism 2"):
+        check_run(engine(), 2, model, rollout(), device="cpu")
+    check_run(engine(), 2, model, rollout(1), device="cpu")
+
+
+@pytest.mark.parametrize("wanted, expert_parallel", [("sliced", 1), ("auto", 1), ("expert_local", 2)])
+def test_a_round_has_to_hold_one_row(model, wanted, expert_parallel):
+    # gate_up_proj [2048, 2048, 2048] in bfloat16: a worker takes half of it, half of that from the other rank, in 2048
+    # parts at most: 2 MB each.
+    model["override_config"] |= {"num_experts": 2048, "moe_intermediate_size": 1024, "hidden_size": 2048}
+    placed = rollout(expert_parallel_size=expert_parallel)
+    check_run(engine(rollout_sync=wanted, sync_round_megabytes=2), 2, model, placed, device="cpu")
+    with pytest.raises(SettingError) as caught:
+        check_run(engine(rollout_sync=wanted, sync_round_megabytes=1), 2, model, placed, device="cpu")
+    text = paragraph(caught.value, "engine.sync_round_megabytes", 1)
+    assert f"{2 << 20} bytes on a rank" in text and text.endswith("engine.sync_round_megabytes=2")
+    check_run(engine(rollout_sync="full", sync_round_megabytes=1), 2, model, placed, device="cpu")
+
+
 # The same through verl: its own validate_config, which main_ppo calls before it starts Ray.
 
 RUN = [
@@ -494,6 +627,12 @@ def test_validate_config_lets_a_right_run_pass(model):
             "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf]",
             "actor_rollout_ref.actor.checkpoint.save_contents=['model', 'hf']: there is no hf",
         ),
+        ("engine.rollout_sync=expert_local", "engine.rollout_sync=expert_local: can't be with"),
+        (f"{TENSOR_PARALLEL}=4", f"{TENSOR_PARALLEL}=4: a replica of vLLM takes 4 workers"),
+        (
+            "+actor_rollout_ref.rollout.engine_kwargs.vllm.enable_eplb=True",
+            "actor_rollout_ref.rollout.engine_kwargs.vllm.enable_eplb=True: ",
+        ),
         (f"{BUCKET}=0", f"{BUCKET}=0: the largest tensor"),
         (f"{BUCKET}=100000000", f"{BUCKET}=100000000: each of the 2 ranks of a node"),
     ],
@@ -527,10 +666,30 @@ def test_validate_config_refuses_a_critic_without_a_model(model):
     assert "there is no such folder. What works: " in line
 
 
+@pytest.mark.parametrize(
+    "override, named",
+    [
+        ("actor_rollout_ref.rollout.disaggregation.enabled=True", "rollout.disaggregation.enabled=True"),
+        ("actor_rollout_ref.rollout.quantization=fp8", "rollout.quantization=fp8"),
+        ("actor_rollout_ref.rollout.pipeline_model_parallel_size=2", "rollout.pipeline_model_parallel_size=2"),
+        (f"{VLLM}.worker_extension_cls=theirs.Extension", f"{VLLM}.worker_extension_cls=theirs.Extension"),
+        (f"+{VLLM}.expert_placement_strategy=round_robin", "expert_placement_strategy=round_robin"),
+        (f"{BACKEND}=nccl", f"{BACKEND}=nccl"),
+    ],
+)
+def test_validate_config_sees_all_that_decides_on_the_stream(model, override, named):
+    whole = ["engine.ep_size=2", "trainer.n_gpus_per_node=4", override]
+    validate(model, *whole)
+    with pytest.raises(SettingError) as caught:
+        validate(model, *whole, "engine.rollout_sync=sliced")
+    assert named in paragraph(caught.value, "engine.rollout_sync", "sliced")
+
+
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     "override, words",
     [
+        ("engine.rollout_sync=expert_local", "engine.rollout_sync=expert_local: can't be with"),
         ("engine.ep_size=3", "engine.ep_size=3: has to divide the number of ranks, 2"),
         ("engine.epsize=2", "engine.epsize=2: the engine has no such setting. What works: engine.ep_size"),
         (f"{MODEL}.path=/no/such/model", f"{MODEL}.path=/no/such/model: there is no such folder"),

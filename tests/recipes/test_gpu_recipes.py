@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from epfsdp2.engine import config as engine_config_module
-from epfsdp2.engine import preflight
+from epfsdp2.engine import versions
 from epfsdp2.engine.mesh import Topology
 from epfsdp2.engine.model_facts import inspect_model
 from epfsdp2.engine.preflight import check_rollout
@@ -243,8 +243,8 @@ def test_memory(cluster, algorithm, local_model):
 def test_verl_validates_it_with_the_real_sizes(cluster, algorithm, local_model, monkeypatch):
     monkeypatch.setattr(engine_config_module, "get_device_name", lambda: "cuda")
     monkeypatch.setattr(engine_config_module, "is_support_ipc", lambda: True)
-    version = preflight._version
-    monkeypatch.setattr(preflight, "_version", lambda name: "2.8.3" if name == "flash-attn" else version(name))
+    version = versions.installed
+    monkeypatch.setattr(versions, "installed", lambda name: "2.8.3" if name == "flash-attn" else version(name))
     folder = local_model(composed(cluster, algorithm))
     config = composed(
         cluster,

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from epfsdp2.rollout.traffic import Handover
+
 HERE = Path(__file__).parent
 OURS = "epfsdp2.rollout.vllm_worker.WeightSyncExtension"
 PROMPTS = [[5, 6, 7, 8], [9, 3, 100, 42, 17, 150], [199]]
@@ -159,23 +161,31 @@ class Engine:
     def handle(self, rank: int = 0) -> str:
         return f"ipc:///tmp/rl-colocate-zmq-{self.job}-replica-0-rank-{rank}.sock"
 
-    def sync(self, weights, timeout_seconds: float = 30.0, watched: bool = True) -> None:
+    def sync(
+        self, weights, timeout_seconds: float = 30.0, watched: bool = True, verify: bool = False
+    ) -> list[Handover]:
         """One weight sync: a sender per worker, the first of which also watches the receiving call.
 
         Args:
             weights: what each rank sends; a function of the rank, called in the sender's thread.
             watched: False leaves the first sender without that call, as all other ranks are.
+            verify: have the workers check what arrives.
+
+        Returns:
+            How each rank's weights went.
         """
         from epfsdp2.rollout.server_adapter import send_weights
 
-        receiving = self.call("update_weights_from_ipc", use_shm=True, sync_timeout_seconds=timeout_seconds)
+        receiving = self.call(
+            "update_weights_from_ipc", use_shm=True, sync_timeout_seconds=timeout_seconds, verify=verify
+        )
 
         async def send(rank: int):
             watches = rank == 0 and watched
             future = asyncio.wrap_future(receiving) if watches else None
             if future is not None:  # nobody may wait for it once the sender has failed
                 future.add_done_callback(lambda done: done.cancelled() or done.exception())
-            await send_weights(
+            return await send_weights(
                 weights(rank),
                 zmq_handle=self.handle(rank),
                 bucket_megabytes=1,
@@ -188,8 +198,7 @@ class Engine:
 
         with concurrent.futures.ThreadPoolExecutor(self.tp_size) as senders:
             results = [senders.submit(asyncio.run, send(rank)) for rank in range(self.tp_size)]
-        for result in results:
-            result.result()
+        return [result.result() for result in results]
 
     def leftovers(self) -> list[str]:
         buckets = set(glob.glob("/dev/shm/verl_weights_*")) - self._buckets_before

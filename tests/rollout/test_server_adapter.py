@@ -15,7 +15,9 @@ import torch
 import zmq
 
 from epfsdp2.rollout import server_adapter
+from epfsdp2.rollout.choice import EXTENSION
 from epfsdp2.rollout.server_adapter import WatchedUpdates, WeightSyncError, send_weights
+from epfsdp2.rollout.streams import RolloutWeights
 
 
 @pytest.fixture
@@ -165,6 +167,81 @@ def test_the_adapter_asks_sends_and_clears(handle, monkeypatch, extension):
     ]
 
 
+class OneWorkersStream:
+    """What the adapter uses of a ``WorkerStream``."""
+
+    def __init__(self, kind: str = "sliced", is_verified: bool = True):
+        self.kind, self.is_verified, self.handover, self.agreed = kind, is_verified, None, []
+
+    def tensors(self):
+        yield "a", torch.ones(2)
+
+    def layouts(self):
+        return [{"a": "[2] from 0"}]
+
+    def agree(self, failure):
+        self.agreed.append(failure)
+        if failure is not None:
+            raise failure
+
+    def report(self, handover):
+        self.handover = handover
+        return "a report"
+
+
+def sync(adapter, stream):
+    engine = SimpleNamespace(choose=lambda config: stream.kind, stream=lambda kind, rollout, worker: stream)
+    asyncio.run(adapter.update_weights(RolloutWeights(engine)))
+
+
+def test_layouts_are_compared_before_the_first_sync_and_the_end_is_reported(handle, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    adapter = Adapter(handle, EXTENSION)
+    streams = [OneWorkersStream(), OneWorkersStream(is_verified=False)]
+    for stream in streams:
+        receive(handle, None)
+        sync(adapter, stream)
+    asked = [(name, *rest) for name, *rest in adapter.calls if name != "clear_kv_cache"]
+    timeout = {"sync_timeout_seconds": server_adapter._timeout_seconds}
+    assert asked == [
+        ("epfsdp2_check_layout", {"layouts": [{"a": "[2] from 0"}]}),
+        ("update_weights_from_ipc", {"use_shm": True, **timeout, "verify": True}),
+        ("update_weights_from_ipc", {"use_shm": True, **timeout}),
+    ]
+    assert [stream.agreed for stream in streams] == [[None], []]
+    # The checksums are the second tensor.
+    assert [stream.handover.tensors for stream in streams] == [2, 1]
+    assert all(stream.handover.wire_seconds > 0 and stream.handover.load_seconds > 0 for stream in streams)
+    assert capsys.readouterr().out == "[epfsdp2] a report\n" * 2
+
+
+def test_a_full_stream_needs_no_comparison_and_another_extension_no_checksums(handle, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    adapter, stream = Adapter(handle, "theirs.Extension"), OneWorkersStream("full")
+    receive(handle, None)
+    sync(adapter, stream)
+    assert adapter.calls[0] == ("update_weights_from_ipc", {"use_shm": True})
+    assert stream.handover.tensors == 1 and stream.agreed == []
+    assert capsys.readouterr().out == ""
+
+
+def test_a_disagreement_ends_the_run_before_anything_is_sent(handle):
+    class Disagrees(Adapter):
+        async def _execute_method(self, method, non_block, kwargs):
+            await super()._execute_method(method, non_block, kwargs)
+
+            async def fails():
+                raise RuntimeError("worker 0 of a replica: they differ")
+
+            return fails()
+
+    adapter, stream = Disagrees(handle, EXTENSION), OneWorkersStream()
+    for _ in range(2):  # it is asked again
+        with pytest.raises(WeightSyncError, match="RuntimeError: worker 0 of a replica: they differ"):
+            sync(adapter, stream)
+    assert [name for name, *_ in adapter.calls] == ["epfsdp2_check_layout"] * 2
+
+
 def test_deltas_go_verls_own_way(handle):
     adapter = Adapter(handle, None)
     asyncio.run(adapter.update_weights(Stream(), wire_format="delta_flush"))
@@ -175,6 +252,7 @@ def test_install_is_light_and_verl_then_builds_the_watched_adapter():
     code = """
 import sys
 from epfsdp2.rollout import server_adapter
+from epfsdp2.rollout.choice import EXTENSION
 assert "ray" not in sys.modules and "verl" not in sys.modules and "vllm" not in sys.modules
 server_adapter.install(7.0)
 from verl.workers.rollout.base import get_rollout_class

@@ -3,11 +3,17 @@
 import pytest
 import torch
 import torch.distributed as dist
+from verl.workers.config import RolloutConfig
 
+from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.parallelize import layer_names
-from epfsdp2.rollout import naming
+from epfsdp2.engine.shards import local_tensor
+from epfsdp2.rollout import naming, streams
+from epfsdp2.rollout.choice import EXTENSION, choose_stream, rollout_of
 from epfsdp2.rollout.placement import Rollout
-from epfsdp2.rollout.streams import RolloutSync, SyncSettings, choose_stream, for_this_worker, obstacle
+from epfsdp2.rollout.sockets import WeightSyncError
+from epfsdp2.rollout.streams import RolloutSync, SyncSettings
+from epfsdp2.rollout.traffic import Handover
 from tests.support.engine import sharded_model
 from tests.support.models import reference_model, save_qwen3_moe
 from tests.support.ranks import run_ranks
@@ -15,50 +21,39 @@ from tests.support.ranks import run_ranks
 WORLD = 4
 
 
-@pytest.mark.parametrize(
-    ("wanted", "family", "rollout", "hindrance", "stream", "reason"),
-    [
-        ("auto", "qwen3_moe", Rollout(1), "", "sliced", ""),
-        ("auto", "qwen3_moe", Rollout(2), "", "sliced", ""),
-        ("auto", "qwen3_moe", Rollout(1, 2, expert_parallel=True), "", "sliced", ""),
-        ("auto", "gpt_oss", Rollout(2), "", "full", "how vLLM cuts a gpt_oss is not known"),
-        ("sliced", "qwen3_moe", Rollout(1), "", "sliced", ""),
-        (
-            "sliced",
-            "qwen3_moe",
-            Rollout(2),
-            "the rollout is pipeline-parallel",
-            "full",
-            "the rollout is pipeline-parallel",
-        ),
-        ("expert_local", "qwen3_moe", Rollout(2, expert_parallel=True), "", "expert_local", ""),
-        ("expert_local", "qwen3_moe", Rollout(2), "", "full", "vLLM runs without expert parallelism"),
-        ("full", "gpt_oss", Rollout(2), "anything", "full", ""),
-    ],
-)
-def test_the_stream_and_why(wanted, family, rollout, hindrance, stream, reason):
-    assert choose_stream(wanted, family, rollout, hindrance) == (stream, reason)
+OURS = {"engine_kwargs": {"vllm": {"worker_extension_cls": EXTENSION}}}
+TP2 = {"tensor_model_parallel_size": 2, **OURS}
+EP2 = {"data_parallel_size": 2, "expert_parallel_size": 2, **OURS}
 
 
 @pytest.mark.parametrize(
-    ("config", "is_ours", "words"),
+    ("wanted", "family", "config", "stream", "reason"),
     [
-        ({}, True, ""),
-        ({}, False, "worker_extension_cls"),
-        ({"pipeline_model_parallel_size": 2}, True, "pipeline"),
-        ({"engine_kwargs": {"vllm": {"enable_eplb": True}}}, True, "moves experts"),
-        ({"disaggregation": {"enabled": True}}, True, "prefill"),
-        ({"quantization": "fp8"}, True, "quantises"),
+        ("auto", "qwen3_moe", OURS, "full", ""),
+        ("auto", "qwen3_moe", TP2, "sliced", ""),
+        ("auto", "qwen3_moe", EP2, "sliced", ""),
+        ("auto", "no_such", TP2, "full", "actor_rollout_ref.model=no_such: how vLLM cuts it is not known"),
+        ("auto", "no_such", {}, "full", ""),
+        ("auto", "qwen3_moe", {"tensor_model_parallel_size": 2}, "full", "worker_extension_cls=None: only this"),
+        ("auto", "qwen3_moe", {**TP2, "quantization": "fp8"}, "full", "rollout.quantization=fp8: vLLM quantises"),
+        ("sliced", "qwen3_moe", OURS, "sliced", ""),
+        ("expert_local", "qwen3_moe", EP2, "expert_local", ""),
+        ("full", "no_such", {**TP2, "quantization": "fp8"}, "full", ""),
     ],
 )
-def test_what_allows_the_full_stream_alone(config, is_ours, words):
-    said = obstacle(config, is_ours)
-    assert words in said and bool(said) == bool(words)
+def test_the_stream_and_why(wanted, family, config, stream, reason):
+    kind, why = choose_stream(wanted, config, family)
+    assert kind == stream and reason in why and bool(reason) == bool(why)
 
 
-def test_what_is_not_of_this_engine_is_left_alone():
-    weights = iter([("a", torch.ones(1))])
-    assert for_this_worker(weights, None, 0, True) is weights
+def test_the_dataclass_of_verl_is_read_as_the_mapping_is():
+    verls = RolloutConfig(name="vllm", tensor_model_parallel_size=2, engine_kwargs={"vllm": {}})
+    assert rollout_of(verls) == Rollout(2)
+    with pytest.raises(SettingError, match="worker_extension_cls=None"):
+        choose_stream("sliced", verls, "qwen3_moe")
+    verls = RolloutConfig(name="vllm", tensor_model_parallel_size=2, disaggregation={"enabled": True}, **OURS)
+    with pytest.raises(SettingError, match="disaggregation.enabled=True"):
+        choose_stream("sliced", verls, "qwen3_moe")
 
 
 def _whole_experts(folder):
@@ -77,3 +72,84 @@ def _whole_experts(folder):
 
 def test_a_worker_with_whole_experts_gets_its_own_under_their_names(tmp_path):
     run_ranks(_whole_experts, WORLD, save_qwen3_moe(tmp_path))
+
+
+def _said_once(folder):
+    model, meshes = sharded_model(folder, 2, 2)
+    sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("auto", 1 << 30, 6000))
+    lines = []
+    streams.logger.addFilter(lambda record: lines.append(record.getMessage()))
+    config = {**TP2, "quantization": "fp8"}
+    for _ in range(3):
+        for name, tensor in sync.weights().for_rollout(config, dist.get_rank()).tensors():
+            assert tensor.shape == reference_model(folder).get_parameter(name).shape
+    said = "epfsdp2: engine.rollout_sync=auto: full stream, since actor_rollout_ref.rollout.quantization=fp8: "
+    assert [line.startswith(said) for line in lines] == [True] * (dist.get_rank() == 0)
+
+
+def test_auto_says_once_and_on_one_rank_why_it_is_full(tmp_path):
+    run_ranks(_said_once, 2, save_qwen3_moe(tmp_path))
+
+
+HANDOVER = Handover(tensors=3, nbytes=2_000_000_000, gather_seconds=1.0, wire_seconds=0.25, load_seconds=2.0)
+
+
+def _counted(folder):
+    rank = dist.get_rank()
+    model, meshes = sharded_model(folder, WORLD, 2)
+    sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("auto", 1 << 30, 6000, verified=2))
+    whole = sum(p.numel() * 4 for p in reference_model(folder).parameters())
+    own = sum(local_tensor(p).numel() * 4 for p in model.parameters())
+    reports = []
+    for config in (OURS, TP2, TP2):
+        stream = sync.weights().for_rollout(config, rank % 2)
+        assert stream.is_verified == (len(reports) < 2)
+        handed = sum(tensor.nbytes for _, tensor in stream.tensors())
+        assert handed == whole if stream.kind == "full" else handed < 0.6 * whole
+        reports.append(stream.report(HANDOVER))
+        assert sync.last_report is reports[-1]
+    full, sliced, again = reports
+    assert full.least == whole - own
+    # Shards are padded to 16 bytes, and to the largest rank's.
+    assert full.least <= full.traffic.received == full.traffic.sent <= 1.2 * full.least
+    layer = max(sum(p.numel() * 4 for n, p in model.named_parameters() if f".{i}." in n) for i in range(3))
+    assert layer <= full.traffic.peak <= 2.5 * layer
+    plan = sync.exchange("sliced", Rollout(2), rank % 2).plan
+    assert sliced.traffic.received == sliced.least == plan.received[rank]
+    assert sliced.traffic.sent == plan.sent[rank]
+    largest = max(p.numel() * 4 for p in model.parameters())
+    assert 6000 < sliced.traffic.peak <= 5 * 6000 + largest
+    assert (again.traffic, again.number) == (sliced.traffic, 3)
+    assert str(sliced).startswith(
+        "weight sync 2, sliced: 3 tensors, 2.000 GB in 3.25 s (gather 1.00, wire 0.25, load 2.00)"
+    )
+    assert sliced.metrics()["sync_received_gb"] == sliced.least / 1e9
+
+
+def test_bytes_and_buffers_are_counted(tmp_path):
+    run_ranks(_counted, WORLD, save_qwen3_moe(tmp_path))
+
+
+def _one_plan(folder):
+    rank = dist.get_rank()
+    model, meshes = sharded_model(folder, 2, 2)
+    layers = layer_names(model)
+
+    def stream(limit):
+        sync = RolloutSync(model, meshes, layers, {}, SyncSettings("sliced", 1 << 30, limit))
+        return sync.weights().for_rollout(TP2, rank)
+
+    stream(6000).agree(None)
+    with pytest.raises(
+        WeightSyncError, match="do not agree.*\n  plan: digest: [0-9a-f]+ on rank 0; [0-9a-f]+ on rank 1"
+    ):
+        stream(6000 + rank).agree(None)
+    with pytest.raises(WeightSyncError, match="rank 1: WeightSyncError: the worker has another layout"):
+        stream(6000).agree(WeightSyncError("the worker has another layout") if rank == 1 else None)
+    # More than a round may hold, on one rank alone.
+    with pytest.raises(WeightSyncError, match="rank 0: ValueError: one row of"):
+        stream(6000 if rank else 1).agree(None)
+
+
+def test_ranks_compare_their_plans_before_anything_is_sent(tmp_path):
+    run_ranks(_one_plan, 2, save_qwen3_moe(tmp_path))

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from epfsdp2.engine.mesh import Topology
+from epfsdp2.rollout.layout import layout
 from epfsdp2.rollout.placement import Heads, Rollout, holders, needs
-from tests.rollout.families import FAMILIES, save
+from epfsdp2.rollout.source import tensors_before_sharding
+from tests.rollout.families import FAMILIES, config_of, model_on_meta, save
 from tests.support.engine import sharded_model
 from tests.support.ranks import run_ranks
 
@@ -51,6 +54,12 @@ def _sync(syncs: list[tuple[str, str]], handles: list[str], expert_parallel: boo
         assert exchange.traffic.sent == exchange.plan.sent.get(rank, 0)
 
 
+def _layouts(config, workers, expert_parallel):
+    model, rollout = model_on_meta(config), Rollout(workers, expert_parallel=expert_parallel)
+    tensors = tensors_before_sharding(model, Topology.plan(workers))
+    return [layout(tensors, rollout, worker, Heads.of(config)) for worker in range(workers)]
+
+
 def _matches_fresh_engines(start_engine, folder, family, tp, kinds, *, expert_parallel=False, **sizes):
     """``kinds`` are the streams of the syncs, by turns of the second and of the first of two checkpoints."""
     first, second = (str(save(family, folder / str(seed), seed, **sizes)) for seed in (1, 2))
@@ -68,6 +77,7 @@ def _matches_fresh_engines(start_engine, folder, family, tp, kinds, *, expert_pa
 
     engine = start_engine(first, **settings)
     fresh = {first: found(computes(engine))}
+    engine.call("epfsdp2_check_layout", layouts=_layouts(config_of(family, **sizes), tp, expert_parallel)).result()
     syncs = [([second, first][i % 2], kind) for i, kind in enumerate(kinds)]
     after = []
     for _ in syncs:

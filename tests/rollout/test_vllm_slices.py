@@ -2,6 +2,8 @@
 
 import pytest
 
+from epfsdp2.rollout.checksums import CHECKSUMS, with_checksums
+from epfsdp2.rollout.layout import RANK, digest, layout
 from epfsdp2.rollout.placement import Heads, Rollout, Tensor, needs
 from epfsdp2.rollout.recorded import checkpoint_views, joined
 from epfsdp2.rollout.server_adapter import WeightSyncError
@@ -9,6 +11,11 @@ from epfsdp2.rollout.slices import slice_name
 from tests.rollout.families import model_on_meta
 
 pytestmark = pytest.mark.e2e
+
+
+def _layouts(checkpoint, tp):
+    tensors = [Tensor(name, tuple(w.shape), w.element_size()) for name, w in checkpoint.weights.items()]
+    return [layout(tensors, Rollout(tp), worker, Heads.of(checkpoint.config)) for worker in range(tp)]
 
 
 def _slices(checkpoint, tp, rank):
@@ -22,9 +29,9 @@ def _records_where_slices_go(engine, checkpoint, tp):
     tensors = [Tensor(name, tuple(w.shape), w.element_size()) for name, w in checkpoint.weights.items()]
     views = checkpoint_views(model_on_meta(checkpoint.config), tensors)
     heads = Heads.of(checkpoint.config)
-    for rank, layout in enumerate(engine.call("epfsdp2_layout", views=views).result()):
+    for rank, recorded in enumerate(engine.call("epfsdp2_layout", views=views).result()):
         computed = {tensor.name: joined(needs(tensor, Rollout(tp), rank, heads)) for tensor in tensors}
-        assert layout == computed
+        assert recorded == computed
 
 
 @pytest.mark.parametrize(("tp", "first"), [(1, 0), (2, 0), (2, 2)], ids=["one", "two", "two, tied"])
@@ -32,8 +39,10 @@ def test_three_syncs_of_slices(start_engine, checkpoints, tp, first):
     old, new = checkpoints[first : first + 2]
     engine = start_engine(old.path, tp_size=tp)
     fresh = engine.generate()
-    for checkpoint in (new, old, new):
-        engine.sync(lambda rank, checkpoint=checkpoint: _slices(checkpoint, tp, rank))
+    for times, checkpoint in enumerate((new, old, new)):
+        # Before the first sync, and after it, the layouts of both sides are the same.
+        engine.call("epfsdp2_check_layout", layouts=_layouts(old, tp)).result()
+        engine.sync(lambda rank, checkpoint=checkpoint: with_checksums(_slices(checkpoint, tp, rank)), verify=times < 2)
         assert engine.difference(checkpoint) == ""
         assert (engine.generate() == fresh) == (checkpoint is old)
     _records_where_slices_go(engine, new, tp)
@@ -41,6 +50,79 @@ def test_three_syncs_of_slices(start_engine, checkpoints, tp, first):
     engine.sync(lambda rank: iter(old.weights.items()))
     assert engine.difference(old) == "", "whole tensors are taken again after slices"
     assert engine.leftovers() == []
+
+
+def _refused(engine, layouts):
+    with pytest.raises(RuntimeError) as caught:
+        engine.call("epfsdp2_check_layout", layouts=layouts).result()
+    return str(caught.value)
+
+
+def test_a_plan_for_another_layout_is_refused_with_the_first_difference(start_engine, checkpoints):
+    engine = start_engine(checkpoints[0].path, tp_size=1)
+    (right,) = _layouts(checkpoints[0], 1)
+    engine.call("epfsdp2_check_layout", layouts=[right]).result()
+    missing = dict(right)
+    del missing["model.layers.1.mlp.experts.w13_weight"]
+    said = _refused(engine, [missing])
+    assert "differ in 1 of " in said
+    assert "first model.layers.1.mlp.experts.w13_weight: nothing is planned, [8, 128, 96] from 0 is there" in said
+    said = _refused(engine, [{**right, "model.layers.1.mlp.gate.bias": "[8] from 0"}])
+    assert "[8] from 0 is planned, nothing is there" in said
+    assert "plans for 2 workers a replica; vLLM has 1" in _refused(engine, [right, right])
+    engine.call("epfsdp2_check_layout", layouts=[right]).result()
+
+
+def test_each_worker_compares_its_own(start_engine, checkpoints):
+    engine = start_engine(checkpoints[0].path, tp_size=2)
+    first, second = _layouts(checkpoints[0], 2)
+    engine.call("epfsdp2_check_layout", layouts=[first, second]).result()
+    said = _refused(engine, [first, {**second, "lm_head.weight": "[72, 96] from 0"}])
+    assert "worker 1 of a replica: the trainer's plan (digest " in said and "differ in 1 of " in said
+    assert "first lm_head.weight: [72, 96] from 0 is planned, [72, 96] from 128 is there" in said
+    said = _refused(engine, [second, first])
+    assert f"worker 0 of a replica: the trainer's plan (digest {digest(second)}) and vLLM's model (digest " in said
+    assert f"first {RANK}: 1 of 2 in tensor parallel, experts cut is planned, 0 of 2 in tensor " in said
+
+
+def _flipped(tensors, wrong):
+    """One value of one tensor is changed after its checksum was taken."""
+    for name, values in tensors:
+        if name == wrong:
+            values = values.clone()
+            values.view(-1)[7] += 1e-3
+        yield name, values
+
+
+def test_a_flipped_value_is_seen(start_engine, checkpoints):
+    checkpoint = checkpoints[0]
+    engine = start_engine(checkpoint.path, tp_size=1)
+    wrong = slice_name("model.layers.1.mlp.experts.w2_weight", (0, 0, 0))
+
+    def sums():
+        return with_checksums(_slices(checkpoint, 1, 0))
+
+    with pytest.raises(WeightSyncError, match=f"the values of {wrong} that arrived are not those that were sent"):
+        engine.sync(lambda rank: _flipped(sums(), wrong), verify=True)
+    with pytest.raises(WeightSyncError, match="the values of lm_head.weight that arrived are not"):
+        whole = with_checksums(item for item in checkpoint.weights.items())
+        engine.sync(lambda rank: _flipped(whole, "lm_head.weight"), verify=True)
+    with pytest.raises(WeightSyncError, match="the checksums of the tensors did not arrive"):
+        engine.sync(lambda rank: (item for item in sums() if item[0] != CHECKSUMS), verify=True)
+    with pytest.raises(WeightSyncError, match=r"\d+ tensors arrived of \d+ that were sent"):
+        engine.sync(lambda rank: (item for item in sums() if item[0] != wrong), verify=True)
+    engine.sync(lambda rank: sums(), verify=True)
+    assert engine.difference(checkpoint) == ""
+
+
+def test_values_that_vllm_does_not_keep_are_seen(start_engine, checkpoints):
+    """A worker whose loaders lose a value: what arrived is right, and what is there is not."""
+    checkpoint = checkpoints[0]
+    engine = start_engine(checkpoint.path, tp_size=1, extension="losing_extension.LosesAValue")
+    with pytest.raises(
+        WeightSyncError, match="the values of model.layers.0.mlp.experts.w2_weight in vLLM are not those"
+    ):
+        engine.sync(lambda rank: with_checksums(_slices(checkpoint, 1, rank)), verify=True)
 
 
 def test_wrong_slices_are_refused(start_engine, checkpoints):

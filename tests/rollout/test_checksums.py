@@ -1,0 +1,108 @@
+"""A checksum sees every change of a value and every exchange of rows, whatever the dtype and where the tensor lies."""
+
+import pytest
+import torch
+
+from epfsdp2.rollout.checksums import CHECKSUMS, Arrivals, Placements, checksum, with_checksums
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float64, torch.int32]
+
+
+def values(shape, dtype):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-100, 100, shape, generator=generator).to(torch.float32).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (16,), (3, 5), (4, 8), (2, 3, 7)])
+def test_any_single_value(shape, dtype):
+    tensor = values(shape, dtype)
+    whole = checksum(tensor)
+    assert whole.dtype == torch.int64 and whole.dim() == 0 and checksum(tensor.clone()) == whole
+    for index in range(tensor.numel()):
+        changed = tensor.clone()
+        bits = changed.view(-1).view(torch.uint8)
+        bits[index * tensor.element_size()] ^= 1
+        assert checksum(changed) != whole, index
+
+
+@pytest.mark.parametrize("shape", [(8,), (8, 6), (8, 3, 4)])
+def test_rows_that_change_places(shape):
+    tensor = values(shape, torch.float32)
+    order = torch.tensor([1, 0, 2, 3, 4, 5, 6, 7])
+    assert checksum(tensor[order]) != checksum(tensor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_where_a_tensor_lies_does_not_matter(dtype):
+    tensor = values((6, 8), dtype)
+    for before in range(4):
+        bucket = torch.empty((before + tensor.numel()) * tensor.element_size(), dtype=torch.uint8)
+        copy = bucket[before * tensor.element_size() :].view(dtype).view(6, 8)
+        copy.copy_(tensor)
+        assert checksum(copy) == checksum(tensor)
+    assert checksum(tensor.t().contiguous().t()) == checksum(tensor)
+
+
+def test_an_empty_tensor():
+    assert checksum(torch.empty(2, 0)) == 0
+
+
+def sent():
+    return with_checksums((name, values((4, 4), torch.bfloat16) + n) for n, name in enumerate("abc"))
+
+
+def test_what_arrives_is_compared_in_its_order():
+    for check in (True, False):
+        arrivals = Arrivals(check)
+        buckets = list(sent())
+        assert [name for name, _ in buckets] == ["a", "b", "c", CHECKSUMS]
+        assert [name for part in (buckets[:2], buckets[2:]) for name, _ in arrivals.take(part)] == ["a", "b", "c"]
+        assert arrivals.difference() == ""
+
+    def after(change):
+        arrivals = Arrivals(True)
+        arrivals.take(change(list(sent())))
+        return arrivals.difference()
+
+    assert after(lambda items: [items[0], ("b", items[1][1] + 1), *items[2:]]).startswith(
+        "the values of b that arrived"
+    )
+    assert after(lambda items: [items[1], items[0], *items[2:]]).startswith("the values of b that arrived")
+    assert after(lambda items: items[1:]) == "2 tensors arrived of 3 that were sent"
+    assert after(lambda items: items[:-1]) == "the checksums of the tensors did not arrive"
+
+
+def test_a_stream_that_is_closed_early_closes_what_it_wraps():
+    closed = []
+
+    def source():
+        try:
+            yield "a", torch.ones(1)
+            yield "b", torch.ones(1)
+        finally:
+            closed.append(True)
+
+    stream = with_checksums(source())
+    next(stream)
+    stream.close()
+    assert closed == [True]
+    assert list(with_checksums(iter_nothing())) == []
+
+
+def iter_nothing():
+    yield from ()
+
+
+def test_placed_slices_are_found_again():
+    held = torch.zeros(6, 8)
+    placements = Placements()
+    assert placements.difference([("w", held)]) == ""
+    for corner in ((0, 0), (3, 4)):
+        part = values((3, 4), torch.float32)
+        part[0, 0] = -0.0  # reads back as 0.0
+        held[corner[0] : corner[0] + 3, corner[1] : corner[1] + 4] = part + 0
+        placements.add("w", corner, part)
+    assert placements.difference([("other", held), ("w", held)]) == ""
+    held[3, 4] += 1
+    assert placements.difference([("w", held)]) == "the values of w in vLLM are not those that arrived"

@@ -1,0 +1,74 @@
+"""What the trainer plans for a worker, in the form in which it is compared."""
+
+from types import SimpleNamespace
+
+import torch
+
+from epfsdp2.rollout.layout import RANK, difference, digest, held_layout, layout, rank_entry
+from epfsdp2.rollout.placement import Heads, Rollout, Tensor
+
+HEADS = Heads(queries=4, keys=2, dim=16)
+TENSORS = [
+    Tensor("model.embed_tokens.weight", (200, 64), 2),
+    Tensor("model.layers.0.self_attn.q_proj.weight", (64, 64), 2),
+    Tensor("model.layers.0.self_attn.k_proj.weight", (32, 64), 2),
+    Tensor("model.layers.0.self_attn.v_proj.weight", (32, 64), 2),
+    Tensor("model.layers.0.mlp.gate.weight", (6, 64), 2),
+    Tensor("model.layers.0.mlp.experts.gate_up_proj", (6, 96, 64), 2),
+    Tensor("model.layers.0.mlp.experts.down_proj", (6, 64, 48), 2),
+]
+
+
+def test_tensor_parallel():
+    planned = [layout(TENSORS, Rollout(2), worker, HEADS) for worker in (0, 1)]
+    assert planned[1] == {
+        RANK: "1 of 2 in tensor parallel, experts cut",
+        "model.embed_tokens.weight": "[72, 64] from 128",
+        "model.layers.0.self_attn.qkv_proj.weight": "[64, 64] from 0",
+        "model.layers.0.mlp.gate.weight": "[6, 64] from 0",
+        "model.layers.0.mlp.experts.w13_weight": "[6, 48, 64] from 0",
+        "model.layers.0.mlp.experts.w2_weight": "[6, 64, 24] from 0",
+    }
+    assert planned[0]["model.embed_tokens.weight"] == "[128, 64] from 0"
+    assert digest(planned[0]) != digest(planned[1]) and difference(planned[1], planned[1]) == ""
+
+
+def test_whole_experts_uneven():
+    planned = [layout(TENSORS, Rollout(2, 2, expert_parallel=True), worker, HEADS) for worker in range(4)]
+    assert [p["model.layers.0.mlp.experts.w2_weight"] for p in planned] == [
+        "[2, 64, 48] from 0",
+        "[2, 64, 48] from 2",
+        "[1, 64, 48] from 4",
+        "[1, 64, 48] from 5",
+    ]
+    assert planned[2][RANK] == "0 of 2 in tensor parallel, experts whole"
+
+
+def _held(places):
+    """A worker's model of one experts layer, whose map says where each expert is."""
+    layer = torch.nn.Module()
+    layer.w2_weight = torch.nn.Parameter(torch.empty(2, 64, 48, device="meta"))
+    layer._expert_map = torch.tensor(places)
+    layer.moe_config = SimpleNamespace(
+        hidden_dim=64,
+        hidden_dim_unpadded=64,
+        intermediate_size_per_partition=48,
+        intermediate_size_per_partition_unpadded=40,
+    )
+    layers = [("mlp.experts.routed_experts", layer, {"w2_weight": layer.w2_weight, "_expert_map": layer._expert_map})]
+    return held_layout(layers, rank_entry(0, Rollout(1)), lambda name, own, is_parameter: is_parameter)
+
+
+def test_a_worker_says_which_experts_it_has_without_its_padding():
+    assert _held([-1, -1, 0, 1])["mlp.experts.w2_weight"] == "[2, 64, 40] from 2"
+    assert _held([0, -1, 1, -1])["mlp.experts.w2_weight"] == "[2, 64, 40] from experts [0, 2]"
+    assert _held([1, 0, -1, -1])["mlp.experts.w2_weight"] == "[2, 64, 40] from experts [1, 0]"
+    assert set(_held([0, 1, -1, -1])) == {RANK, "mlp.experts.w2_weight"}
+
+
+def test_the_first_difference_comes_in_the_workers_order():
+    held = {"a": "[1] from 0", "b": "[2] from 0", "c": "[3] from 0"}
+    planned = {"c": "[4] from 0", "b": "[5] from 0", "d": "[1] from 0"}
+    said = difference(planned, held)
+    assert said.endswith("differ in 4 of 4 entries, first a: nothing is planned, [1] from 0 is there")
+    assert f"plan (digest {digest(planned)}) and vLLM's model (digest {digest(held)})" in said

@@ -29,7 +29,7 @@ EP2 = {"data_parallel_size": 2, "expert_parallel_size": 2, **OURS}
 @pytest.mark.parametrize(
     ("wanted", "family", "config", "stream", "reason"),
     [
-        ("auto", "qwen3_moe", OURS, "full", ""),
+        ("auto", "qwen3_moe", OURS, "sliced", ""),
         ("auto", "qwen3_moe", TP2, "sliced", ""),
         ("auto", "qwen3_moe", EP2, "sliced", ""),
         ("auto", "no_such", TP2, "full", "actor_rollout_ref.model=no_such: how vLLM cuts it is not known"),

@@ -64,8 +64,10 @@ def held_layout(
         # Some versions of vLLM have a module of their own between an experts layer and its weights.
         prefix = name.replace(".routed_experts", "") + "." if name else ""
         for own, tensor in tensors.items():
-            if is_needed(prefix + own, own, own in layer._parameters):
-                found[prefix + own] = entry(unpadded_shape(layer, own, tensor), _first_row(layer, own))
+            shape = unpadded_shape(layer, own, tensor)
+            # All that the last worker has of a small vocabulary may be padding.
+            if all(shape) and is_needed(prefix + own, own, own in layer._parameters):
+                found[prefix + own] = entry(shape, _first_row(layer, own))
     return found
 
 

@@ -92,12 +92,11 @@ class WatchedUpdates:
         if stream is not None:
             await self._agree(stream)
             weights = stream.tensors()
-        # What is known only to our worker extension is sent only to it.
-        if has_our_extension(self.config):
-            kwargs["sync_timeout_seconds"] = _timeout_seconds
-            if stream is not None and stream.is_verified:
+            if has_our_extension(self.config) and stream.is_verified:
                 kwargs["verify"] = True
-                weights = with_checksums(stream.tensors())
+                weights = with_checksums(weights)
+        if has_our_extension(self.config):  # verl's own does not know it
+            kwargs["sync_timeout_seconds"] = _timeout_seconds
         future = await self._execute_method("update_weights_from_ipc", non_block=True, kwargs=kwargs)
         handover = await send_weights(
             weights,

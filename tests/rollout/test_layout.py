@@ -66,6 +66,20 @@ def test_a_worker_says_which_experts_it_has_without_its_padding():
     assert set(_held([0, 1, -1, -1])) == {RANK, "mlp.experts.w2_weight"}
 
 
+def test_a_worker_with_nothing_but_padding_of_a_vocabulary_has_nothing():
+    table = Tensor("embed_tokens.weight", (32, 16), 2)
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(torch.empty(32, 16, device="meta"))
+    layer.num_embeddings_per_partition = 32
+    for worker, rows in ((0, 32), (1, 0)):
+        layer.shard_indices = SimpleNamespace(num_org_elements=rows, org_vocab_start_index=0 if rows else 32)
+        held = held_layout(
+            [("embed_tokens", layer, {"weight": layer.weight})], rank_entry(worker, Rollout(2)), lambda *_: True
+        )
+        assert difference(layout([table], Rollout(2), worker, HEADS), held) == ""
+        assert (table.name in held) == (rows > 0)
+
+
 def test_the_first_difference_comes_in_the_workers_order():
     held = {"a": "[1] from 0", "b": "[2] from 0", "c": "[3] from 0"}
     planned = {"c": "[4] from 0", "b": "[5] from 0", "d": "[1] from 0"}

@@ -56,7 +56,7 @@ def _sync(syncs: list[tuple[str, str]], handles: list[str], expert_parallel: boo
 
 def _layouts(config, workers, expert_parallel):
     model, rollout = model_on_meta(config), Rollout(workers, expert_parallel=expert_parallel)
-    tensors = tensors_before_sharding(model, Topology.plan(workers))
+    tensors = tensors_before_sharding(model, Topology.plan(workers, 1))
     return [layout(tensors, rollout, worker, Heads.of(config)) for worker in range(workers)]
 
 

@@ -5,8 +5,9 @@ vLLM's loaders take the checkpoint's names always, and for some families the fus
 there: Qwen3-30B-A3B is 531 tensors instead of 18,867, and vLLM's loader scans its whole expert mapping for each.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers.core_model_loading import revert_weight_conversion
@@ -26,17 +27,33 @@ FUSED_IN_VLLM: dict[str, dict[str, str]] = {
 }
 
 
+# Asking the converters takes over a millisecond per tensor, and a sync has to hand over gigabytes in a second.
+_KNOWN: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()
+
+
 def for_vllm(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """The names that vLLM's loader of this family takes, fused where it can; order is kept."""
-    fused = FUSED_IN_VLLM.get(model.config.model_type, {})
+    fused = FUSED_IN_VLLM.get(model.config.model_type)
+    if fused is None:
+        yield from as_checkpoint(model, tensors)
+        return
+    known = _KNOWN.setdefault(model, {})
     for name, tensor in tensors:
-        module, _, own = name.rpartition(".")
-        if own in fused and module.endswith(".experts"):
-            # The checkpoint's module may be another one than the model's (Mixtral: block_sparse_moe, mlp).
-            single, _ = next(as_checkpoint(model, [(name, tensor.to("meta"))]))
-            yield f"{single.rpartition('.experts.')[0]}.experts.{fused[own]}", tensor
-        else:
-            yield from as_checkpoint(model, [(name, tensor)])
+        if name not in known:
+            known[name] = _fused_name(model, name, tensor, fused)
+        yield known[name], tensor
+
+
+def _fused_name(model: Any, name: str, tensor: torch.Tensor, stacks: Mapping[str, str]) -> str:
+    """Where a tensor of a family with fused names goes whole."""
+    parts = [part for part, _ in as_checkpoint(model, [(name, tensor.to("meta"))])]
+    module, _, own = name.rpartition(".")
+    if own in stacks and module.endswith(".experts"):
+        # The checkpoint's module may be another one than the model's (Mixtral: block_sparse_moe, mlp).
+        return f"{parts[0].rpartition('.experts.')[0]}.experts.{stacks[own]}"
+    if len(parts) != 1:
+        raise ValueError(f"{name} is {len(parts)} tensors in a checkpoint of {model.config.model_type}")
+    return parts[0]
 
 
 def as_checkpoint(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from epfsdp2.rollout import naming
+from epfsdp2.rollout import naming, verify
 
 from .served_families import SERVED, build, export, randomise, sent
 
@@ -43,6 +43,6 @@ def test_three_syncs_give_what_a_fresh_engine_has(name, start_engine, tmp_path):
         randomise(model, seed)
         engine.sync(lambda rank: naming.for_vllm(model, sent(model, dtype)))
         digests, outputs = engine.digests(), engine.generate()
-        assert digests == wanted_digests
+        assert verify.compare(wanted_digests[0], digests[0]) == ""
         assert outputs == wanted_outputs
     assert engine.leftovers() == []

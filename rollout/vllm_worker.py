@@ -387,7 +387,7 @@ class _Reload:
         for model, config in self._models:
             finalize_layerwise_reload(model, config)
         # vLLM keeps the meta tensors for the next reload, which may bring whole tensors.
-        for tensor, loader in self._loaders:
+        for tensor, loader in reversed(self._loaders):  # a tensor that two layers share was noted twice
             if loader is None:
                 del tensor.weight_loader  # type: ignore[attr-defined]
             else:

@@ -3,8 +3,9 @@
 Two things are missing in stock verl. Its search path does not know this package's folder, which a
 ``SearchPathPlugin`` adds. And ``ppo_trainer.yaml`` has no ``engine`` in its defaults list (only ``model_engine``), so
 that Hydra refuses ``engine=...``; therefore verl's folder is served by a ``ConfigSource`` of ours, which adds that one
-entry to the list as it is read and lets it decide over ``model_engine``. Nothing else of what verl ships is changed:
-every stock choice composes to what it was.
+entry to the list as it is read and lets it decide over ``model_engine``. A second entry, after verl's rollout, is there
+for an engine of ours alone: what verl's rollout sets to null can't be set before it. Nothing else of what verl ships is
+changed: every stock choice composes to what it was.
 
 Imports Hydra alone: this runs at ``import verl`` in every process.
 """
@@ -26,6 +27,7 @@ __all__ = ["EPFSDP2ConfigSource", "EPFSDP2SearchPath", "install", "with_engine_e
 ENGINE = "epfsdp2"
 _SCHEME = "epfsdp2"
 _RESOLVER = "epfsdp2.model_engine"
+_AFTER_ROLLOUT = "after_rollout"
 _HERE = os.path.dirname(os.path.realpath(__file__))
 _VERL_MODULE = "verl.trainer.config"
 
@@ -86,6 +88,8 @@ def with_engine_entry(defaults: list[Any]) -> list[Any] | None:
         new.append(entry)
         if isinstance(entry, dict) and "model_engine" in entry:
             new.append({"engine": None})
+        if isinstance(entry, dict) and any(key.startswith("rollout@") for key in entry):
+            new.append({f"optional {_AFTER_ROLLOUT}": choice})
     return new if any(choice in str(entry) for entry in new) else None
 
 

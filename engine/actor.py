@@ -23,7 +23,7 @@ from verl.workers.engine.fsdp.transformer_impl import EngineEvalModeCtx, EngineT
 
 from ..rollout import naming, server_adapter, stream
 from ..rollout.streams import RolloutSync, SyncSettings
-from . import checkpoint
+from . import checkpoint, separation_shim
 from .agreement import check_agreement, model_facts
 from .checkpointing import Checkpointing
 from .clip import ClippedStep
@@ -84,6 +84,7 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         self._saved: list[Path] = []
         if not engine_config.forward_only:
             server_adapter.install(engine_config.sync_timeout_seconds)
+            separation_shim.install()
 
     # -- building -----------------------------------------------------------------------------------------------
 

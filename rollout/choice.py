@@ -10,11 +10,12 @@ from typing import Any, cast
 from ..engine.errors import SettingError
 from .placement import ANALYTIC, VOCABULARY_MULTIPLE, Rollout, Stream
 
-__all__ = ["EXTENSION", "check_placement", "choose_stream", "has_our_extension", "rollout_of"]
+__all__ = ["BACKEND", "EXTENSION", "check_placement", "choose_stream", "has_our_extension", "rollout_of"]
 
 EXTENSION = "epfsdp2.rollout.vllm_worker.WeightSyncExtension"
 # Checkpoint-engine backends that carry slices; every other one but the colocated path broadcasts whole tensors.
-_CARRY_SLICES = ("naive", "epfsdp2_p2p")
+BACKEND = "epfsdp2_p2p"
+_CARRY_SLICES = ("naive", BACKEND)
 _ROLLOUT = "actor_rollout_ref.rollout"
 _VLLM = f"{_ROLLOUT}.engine_kwargs.vllm"
 _TP = f"{_ROLLOUT}.tensor_model_parallel_size"

@@ -4,7 +4,7 @@ What arrives is handed on as it is: boxes that lie inside what the rank's own wo
 holds two buffers that it sends from and two that it receives into, each bounded by the plan's limit.
 """
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +16,7 @@ from .placement import Need, Tensor
 from .plan import Piece, Plan, Transfer
 from .traffic import Traffic
 
-__all__ = ["Arrival", "Exchange"]
+__all__ = ["Arrival", "Buffers", "Exchange", "Round", "starts"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Arrival:
 
 
 @dataclass
-class _Buffers:
+class Buffers:
     """What a round is sent from and received into; two take turns."""
 
     out: torch.Tensor
@@ -37,12 +37,12 @@ class _Buffers:
 
 
 @dataclass
-class _Round:
-    """One all-to-all under way."""
+class Round:
+    """One all-to-all under way, out of and into ``buffers``."""
 
     index: int
     work: dist.Work
-    received: torch.Tensor
+    buffers: Buffers
 
 
 class Exchange:
@@ -71,7 +71,7 @@ class Exchange:
             [[t for t in tensor.transfers if rank in (t.source, t.target)] for tensor in template.tensors]
             for template in plan.templates
         ]
-        self._splits = [self._split(pieces) for pieces in plan.rounds]
+        self._splits = [self._split(pieces, self._at_once) for pieces in plan.rounds]
         self.traffic = Traffic()
 
     def assembled(
@@ -123,7 +123,7 @@ class Exchange:
         """
         self.traffic = traffic = traffic or Traffic()
         buffers = [
-            _Buffers(*(torch.empty(most, dtype=torch.uint8, device=self.device) for most in self._largest()))
+            Buffers(*(torch.empty(most, dtype=torch.uint8, device=self.device) for most in self._largest()))
             for _ in range(min(2, len(self._splits)))
         ]
         held = sum(buffer.out.nbytes + buffer.in_.nbytes for buffer in buffers)
@@ -135,25 +135,27 @@ class Exchange:
                 taken = coming
                 coming = self._start(issued, buffers, tensors, dtypes)
                 issued += 1
-                taken.work.wait()
-                yield from self._take(taken, tensors, dtypes)
+                yield from self._take(taken.index, self._finish(taken), tensors, dtypes)
         finally:
-            while coming is not None:
-                coming.work.wait()
+            while coming is not None:  # in the order of the others, who go on
+                taken = coming
                 coming = self._start(issued, buffers, tensors, dtypes)
                 issued += 1
+                self._finish(taken)
             traffic.release(held)
 
     def _largest(self) -> tuple[int, int]:
         """Most bytes that this rank sends, and that it receives, in one round."""
         return max(sum(out) for out, _ in self._splits), max(sum(in_) for _, in_ in self._splits)
 
-    def _split(self, pieces: Sequence[Piece]) -> tuple[list[int], list[int]]:
-        """Bytes to, and from, each rank in a round."""
+    def _split(
+        self, pieces: Sequence[Piece], transfers: Callable[[Piece], Iterable[Transfer]]
+    ) -> tuple[list[int], list[int]]:
+        """Bytes to, and from, each rank in a round, of these transfers."""
         out, in_ = [0] * self._ranks, [0] * self._ranks
         for piece in pieces:
             itemsize = self.plan.tensor(piece)[1].tensor.itemsize
-            for transfer in self._transfers(piece):
+            for transfer in transfers(piece):
                 if transfer.source == transfer.target:
                     continue
                 if transfer.source == self.rank:
@@ -165,21 +167,21 @@ class Exchange:
     def _start(
         self,
         index: int,
-        buffers: Sequence[_Buffers],
+        buffers: Sequence[Buffers],
         tensors: Mapping[str, torch.Tensor],
         dtypes: Mapping[str, torch.dtype],
-    ) -> _Round | None:
+    ) -> Round | None:
         """Issue a round; None if there is none of that index."""
         if index >= len(self._splits):
             return None
         send_splits, receive_splits = self._splits[index]
         buffer = buffers[index % 2]
         sent, received = buffer.out[: sum(send_splits)], buffer.in_[: sum(receive_splits)]
-        at = _starts(send_splits)
+        at = starts(send_splits)
         for piece in self.plan.rounds[index]:
             name = self.plan.tensor(piece)[0]
             held, local, dtype = local_box(tensors[name]), local_tensor(tensors[name]).detach(), dtypes[name]
-            for transfer in self._transfers(piece):
+            for transfer in self._at_once(piece):
                 if self.rank != transfer.source or transfer.source == transfer.target:
                     continue
                 start = at[transfer.target]
@@ -189,13 +191,26 @@ class Exchange:
         self.traffic.received += received.numel()
         work = dist.all_to_all_single(received, sent, receive_splits, send_splits, group=self.group, async_op=True)
         assert work is not None
-        return _Round(index, work, received)
+        return Round(index, work, buffer)
+
+    def _finish(self, taken: Round) -> torch.Tensor:
+        """Wait for a round; returns what it brought, source by source."""
+        taken.work.wait()
+        return taken.buffers.in_[: sum(self._arriving(taken.index))]
+
+    def _arriving(self, index: int) -> list[int]:
+        """Bytes that a round brings from each source."""
+        return self._splits[index][1]
 
     def _take(
-        self, taken: _Round, tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]
+        self,
+        index: int,
+        received: torch.Tensor,
+        tensors: Mapping[str, torch.Tensor],
+        dtypes: Mapping[str, torch.dtype],
     ) -> Iterator[Arrival]:
-        at = _starts(self._splits[taken.index][1])
-        for piece in self.plan.rounds[taken.index]:
+        at = starts(self._arriving(index))
+        for piece in self.plan.rounds[index]:
             name, plan = self.plan.tensor(piece)
             tensor, dtype = replace(plan.tensor, name=name), dtypes[name]
             for transfer in self._transfers(piece):
@@ -207,8 +222,12 @@ class Exchange:
                 else:
                     start = at[transfer.source]
                     at[transfer.source] = stop = start + transfer.box.numel * dtype.itemsize
-                    values = _read(taken.received[start:stop], dtype).view(transfer.box.shape)
+                    values = _read(received[start:stop], dtype).view(transfer.box.shape)
                 yield Arrival(tensor, transfer.box, values)
+
+    def _at_once(self, piece: Piece) -> Iterator[Transfer]:
+        """Those of this rank's that a round begins with: all, where nobody passes on."""
+        return self._transfers(piece)
 
     def _transfers(self, piece: Piece) -> Iterator[Transfer]:
         """This rank's part of a piece."""
@@ -218,7 +237,8 @@ class Exchange:
                 yield part
 
 
-def _starts(sizes: Sequence[int]) -> list[int]:
+def starts(sizes: Sequence[int]) -> list[int]:
+    """Where each part begins that follows the ones before it."""
     return [sum(sizes[:i]) for i in range(len(sizes))]
 
 

@@ -20,7 +20,7 @@ import zmq
 from .checksums import with_checksums
 from .choice import has_our_extension
 from .sockets import WatchedContext, WeightSyncError
-from .streams import RolloutWeights, WorkerStream
+from .streams import WorkerStream
 from .traffic import Handover
 
 __all__ = ["WeightSyncError", "install"]
@@ -88,13 +88,15 @@ class WatchedUpdates:
 
         kwargs["use_shm"] = self.use_shm
         rank = int(os.environ.get("RANK", str(self.rollout_rank)))
-        stream = weights.for_rollout(self.config, self.rollout_rank) if isinstance(weights, RolloutWeights) else None
+        # Weights of another engine are full tensors.
+        stream = weights.for_rollout(self.config, self.rollout_rank) if hasattr(weights, "for_rollout") else None
         if stream is not None:
             await self._agree(stream)
-            weights = stream.tensors()
+            tensors = stream.tensors()
             if has_our_extension(self.config) and stream.is_verified:
                 kwargs["verify"] = True
-                weights = with_checksums(weights)
+                tensors = with_checksums(tensors)
+            weights = tensors
         if has_our_extension(self.config):  # verl's own does not know it
             kwargs["sync_timeout_seconds"] = _timeout_seconds
         future = await self._execute_method("update_weights_from_ipc", non_block=True, kwargs=kwargs)

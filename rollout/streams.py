@@ -249,6 +249,11 @@ class RolloutWeights:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._sync.full()
 
+    @property
+    def sync(self) -> RolloutSync:
+        """The engine's side, for a road of another kind."""
+        return self._sync
+
     def for_rollout(self, config: Any, worker: int) -> WorkerStream:
         """What the worker with this index in its replica takes; ``config`` is verl's rollout config.
 

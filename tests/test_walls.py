@@ -18,9 +18,11 @@ MAY_IMPORT = {
         "engine/cpu_backend_shim.py",
         "rollout/vllm_worker.py",
         "rollout/server_adapter.py",
+        "rollout/checkpoint_backend.py",
+        "rollout/shard_export.py",
     },
     "vllm": {"rollout/vllm_worker.py", "rollout/vllm_remedies.py", "rollout/amx_shim.py"},
-    "ray": {"rollout/server_adapter.py"},
+    "ray": {"rollout/server_adapter.py", "rollout/checkpoint_backend.py"},
     "hydra": {"conf/search_path.py", "engine/config.py"},
 }
 SOURCES = sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*.py") if "__pycache__" not in p.parts)

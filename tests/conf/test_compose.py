@@ -130,6 +130,8 @@ def test_everything_else_stays_verls():
         if key not in ("actor_rollout_ref", "critic", "model_engine"):
             assert raw(stock[key]) == raw(ours[key]), key
     del ours.actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls
+    del ours.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.epfsdp2_p2p
+    ours.actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module = None
     for key in ("model", "rollout"):
         assert raw(stock.actor_rollout_ref[key]) == raw(ours.actor_rollout_ref[key]), key
     # A setting of verl's FSDP actor that means anything here is there too.
@@ -246,10 +248,23 @@ def test_the_search_path_imports_hydra_alone():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.parametrize("choice", ["engine=epfsdp2", "model_engine=epfsdp2"])
+def test_the_backend_for_separate_rollouts_needs_no_other_setting(choice):
+    road = "actor_rollout_ref.rollout.checkpoint_engine"
+    backend = f"{road}.backend=epfsdp2_p2p"
+    config = composed("ppo_trainer", *SIZES, choice, backend, "engine.sync_timeout_seconds=7").actor_rollout_ref.rollout
+    assert config.checkpoint_engine.custom_backend_module == "epfsdp2.rollout.checkpoint_backend"
+    assert config.checkpoint_engine.engine_kwargs.epfsdp2_p2p == {"timeout_seconds": 7}
+    mine = composed("ppo_trainer", *SIZES, choice, f"{road}.custom_backend_module=mine").actor_rollout_ref.rollout
+    assert mine.checkpoint_engine.custom_backend_module == "mine"
+
+
 def test_layouts_that_are_not_known_are_left_alone():
     known = [{"model_engine": "dp"}, {"actor@a.actor": "${model_engine}_actor"}, "legacy", "_self_"]
     new = with_engine_entry(known)
     assert new[1] == {"engine": None} and len(new) == len(known) + 1
+    after = with_engine_entry([*known, {"rollout@a.rollout": "rollout"}, "_self_"])
+    assert list(after[-2]) == ["optional after_rollout"] and len(after) == len(new) + 3
     assert known[1] == {"actor@a.actor": "${model_engine}_actor"}
     for layout in (
         [{"actor@a.actor": "dp_actor"}, "_self_"],

@@ -1,0 +1,246 @@
+"""The checkpoint backend between a trainer's ranks and rollout ranks that are in another torch world."""
+
+import asyncio
+import os
+import pickle
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from verl.checkpoint_engine import CheckpointEngineRegistry
+from verl.workers.config import RolloutConfig
+
+from epfsdp2.engine.mesh import Topology
+from epfsdp2.engine.parallelize import layer_names
+from epfsdp2.rollout import checkpoint_backend
+from epfsdp2.rollout.placement import Heads, Rollout, needs
+from epfsdp2.rollout.slices import slice_name
+from epfsdp2.rollout.sockets import WeightSyncError
+from epfsdp2.rollout.source import tensors_before_sharding
+from epfsdp2.rollout.streams import RolloutSync, SyncSettings, for_this_worker
+from tests.support.engine import sharded_model
+from tests.support.models import reference_model, save_qwen3_moe
+from tests.support.ranks import run_ranks
+
+TRAINERS, TP = 2, 2
+LIMIT = 6000
+SECONDS = 10.0
+
+
+class Member:
+    """One process: the first ``TRAINERS`` ranks of a test are a trainer's, the others a rollout's on another node."""
+
+    def __init__(self, folder):
+        self.folder, self.rank, self.world = folder, dist.get_rank(), dist.get_world_size()
+        self.is_trainer = self.rank < TRAINERS
+        self.index = self.rank if self.is_trainer else self.rank - TRAINERS
+        self.facts, self.syncs = dist.FileStore(str(folder / "facts"), self.world), 0
+        dist.destroy_process_group()
+        dist.init_process_group(
+            "cpu:gloo",
+            init_method=f"file://{folder / ('trainer' if self.is_trainer else 'rollout')}",
+            rank=self.index,
+            world_size=TRAINERS if self.is_trainer else self.world - TRAINERS,
+            timeout=timedelta(seconds=60),
+        )
+        checkpoint_backend._address = lambda: "127.0.0.1"
+        checkpoint_backend._node = lambda: "trainer" if self.is_trainer else "rollout"
+        self.new_engine()
+        self.whole = dict(reference_model(folder / "model").named_parameters())
+        if self.is_trainer:
+            self.model, self.meshes = sharded_model(folder / "model", TRAINERS, 2)
+
+    def new_engine(self):
+        role = {"is_master": self.index == 0} if self.is_trainer else {}
+        self.engine = CheckpointEngineRegistry.new("epfsdp2_p2p", bucket_size=LIMIT, timeout_seconds=SECONDS, **role)
+
+    def connect(self):
+        """What verl's manager does before each sync."""
+        self.syncs += 1
+        self.facts.set(f"{self.syncs}/{self.rank}", pickle.dumps(self.engine.prepare()))
+        metadata = [pickle.loads(self.facts.get(f"{self.syncs}/{rank}")) for rank in range(self.world)]
+        both = self.engine.build_topology(TRAINERS, self.world - TRAINERS, metadata)
+        kwargs = both[0 if self.is_trainer else 1]
+        self.engine.init_process_group(**{name: values[self.index] for name, values in kwargs.items()})
+
+    def finalize(self):
+        """What verl's manager does after each sync that ended well, when all members have."""
+        self.facts.set(f"{self.syncs}/{self.rank} done", "")
+        self.facts.wait([f"{self.syncs}/{rank} done" for rank in range(self.world)])
+        self.engine.finalize()
+
+    def weights(self, wanted="auto"):
+        settings = SyncSettings(wanted, 1 << 20, LIMIT)
+        return RolloutSync(self.model, self.meshes, layer_names(self.model), {}, settings).weights()
+
+    def send(self, weights):
+        return asyncio.run(self.engine.send_weights(weights))
+
+    def receive(self, is_ours=True):
+        config = RolloutConfig(name="vllm", tensor_model_parallel_size=TP)
+        return for_this_worker(self.engine.receive_weights(), config, self.index % TP, is_ours)
+
+    def sync(self, wanted="auto", is_ours=True, weights=None):
+        """A whole sync; what a rollout rank received, and how many bytes crossed from here to the other node."""
+        self.connect()
+        with _crossing() as crossed:
+            got = self.send(weights or self.weights(wanted)) if self.is_trainer else dict(self.receive(is_ours))
+        self.finalize()
+        return got, sum(crossed)
+
+    def slices(self, factor=1):
+        """What a rollout rank keeps."""
+        model = reference_model(self.folder / "model")
+        return {
+            slice_name(need.parameter, need.at): self.whole[tensor.name][need.box.slices] * factor
+            for tensor in tensors_before_sharding(model, Topology.plan(TRAINERS, 2))
+            for need in needs(tensor, Rollout(TP), self.index % TP, Heads.of(model.config))
+        }
+
+
+@contextmanager
+def _crossing():
+    """Counts the bytes that all-to-alls carry from a trainer's rank to the rollout's node."""
+    crossed, stock = [], dist.all_to_all_single
+
+    def counting(received, sent, receive_splits, send_splits, group, **kwargs):
+        assert max(received.numel(), sent.numel()) <= LIMIT
+        if group.rank() < TRAINERS:
+            crossed.append(sum(send_splits[TRAINERS:]))
+        return stock(received, sent, receive_splits, send_splits, group=group, **kwargs)
+
+    dist.all_to_all_single = counting
+    try:
+        yield crossed
+    finally:
+        dist.all_to_all_single = stock
+
+
+def _equal(got, wanted):
+    assert got.keys() == wanted.keys()
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+def _syncs(folder):
+    member = Member(folder)
+    model_bytes = sum(tensor.nbytes for tensor in member.whole.values())
+
+    crossed = torch.zeros(1, dtype=torch.int64)
+    for factor in (1, 2, 4):
+        got, crossed[0] = member.sync()
+        if member.is_trainer:
+            dist.all_reduce(crossed)
+            # Two replicas on one node take the model twice; it crosses once.
+            assert crossed.item() == model_bytes
+            if member.rank == 0:
+                assert model_bytes / 2 <= got["weight_sync/sent_megabytes"] * 2**20 < model_bytes * 0.6
+            else:
+                assert got == {}
+            with torch.no_grad():
+                for param in member.model.parameters():
+                    param.mul_(2)
+        else:
+            _equal(got, member.slices(factor))
+    full = {name: tensor * 8 for name, tensor in member.whole.items()}
+
+    # One worker that can't take slices, or a trainer that does not want them: all get full tensors.
+    for case in ({"is_ours": member.rank != TRAINERS}, {"wanted": "full"}):
+        got, _ = member.sync(**case)
+        if not member.is_trainer:
+            _equal(got, full)
+
+    # Weights of an engine that is not ours.
+    got, _ = member.sync(weights=iter([("a", torch.arange(5000.0)), ("b", torch.ones(3, dtype=torch.bfloat16))]))
+    if not member.is_trainer:
+        _equal(got, {"a": torch.arange(5000.0), "b": torch.ones(3, dtype=torch.bfloat16)})
+
+    # A consumer that stops early keeps nobody waiting, and the group stays as it is.
+    group = member.engine._peers.group
+    for wanted in ("auto", "full"):
+        member.connect()
+        if member.is_trainer:
+            member.send(member.weights(wanted))
+        else:
+            arriving = member.receive()
+            for _ in zip(range(3), arriving, strict=False):
+                pass
+            arriving.close()
+        member.finalize()
+    assert member.engine._peers.group is group
+
+    # A rollout rank that was started again: everybody makes a new group.
+    if member.rank == TRAINERS:
+        member.new_engine()
+    got, _ = member.sync()
+    assert member.engine._peers.group is not group
+    if not member.is_trainer:
+        _equal(got, member.slices(8))
+
+
+def test_rollout_ranks_get_what_they_keep_sync_after_sync(tmp_path):
+    save_qwen3_moe(tmp_path / "model")
+    run_ranks(_syncs, TRAINERS + 2 * TP, tmp_path, timeout=400)
+
+
+def _raising():
+    yield "a", torch.ones(4000)
+    raise ValueError("a fault that the test injected")
+
+
+def _faults(folder):
+    member = Member(folder)
+    got, _ = member.sync()
+
+    # A trainer's rank raises in the middle: the others learn the cause, and the next sync works.
+    member.connect()
+    started = time.monotonic()
+    with pytest.raises(WeightSyncError, match="a fault that the test injected"):
+        if member.is_trainer:
+            member.send(_raising() if member.rank == 0 else iter([]))
+            # The other rank only takes part among the trainer's ranks, whose error is the trainer's own.
+            raise WeightSyncError("a fault that the test injected")
+        dict(member.receive())
+    assert time.monotonic() - started < SECONDS
+    got, _ = member.sync()
+    if not member.is_trainer:
+        _equal(got, member.slices())
+
+    # A rank that never comes: a wait has an end.
+    member.connect()
+    started = time.monotonic()
+    if member.is_trainer:
+        with pytest.raises(WeightSyncError, match=r"no other rank said 'want 2' within|trainer rank 0: no other rank"):
+            member.send(member.weights())
+        assert time.monotonic() - started < SECONDS + 5
+    elif member.rank == TRAINERS + 1:
+        with pytest.raises(WeightSyncError, match="no other rank said 'want 2'"):
+            dict(member.receive())
+    else:
+        time.sleep(SECONDS + 2)
+    got, _ = member.sync()
+
+    # A rollout rank is killed in the middle of a sync.
+    member.connect()
+    started = time.monotonic()
+    if member.is_trainer:
+        with pytest.raises(WeightSyncError, match="rank"):
+            member.send(member.weights())
+    else:
+        arriving = iter(member.receive())
+        next(arriving)
+        if member.rank == TRAINERS:
+            dist.destroy_process_group()
+            os._exit(0)
+        with pytest.raises(WeightSyncError, match="is gone|Connection"):
+            dict(arriving)
+        dist.destroy_process_group()
+        os._exit(0)
+    assert time.monotonic() - started < SECONDS
+
+
+def test_a_failure_ends_both_sides_with_its_cause_and_leaves_nothing_behind(tmp_path):
+    save_qwen3_moe(tmp_path / "model")
+    run_ranks(_faults, TRAINERS + TP, tmp_path, timeout=300)

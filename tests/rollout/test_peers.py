@@ -1,0 +1,76 @@
+"""A process group made by hand, outside of any torch world, and the facts that its members tell each other."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from epfsdp2.rollout.peers import Members, Peers
+from epfsdp2.rollout.sockets import WeightSyncError
+from tests.support.peers import three_members
+
+SECONDS = 3.0
+
+
+@pytest.fixture
+def together():
+    with three_members(SECONDS) as members:
+        yield members
+
+
+def _all_to_all(peers):
+    sent, received = torch.arange(3.0) + 10 * peers.rank, torch.empty(3)
+    dist.all_to_all_single(received, sent, [1, 1, 1], [1, 1, 1], group=peers.group)
+    return received.tolist()
+
+
+def test_members_exchange_and_trainer_0_broadcasts_to_the_rollout(together):
+    members, each = together
+    assert each(_all_to_all, members) == [[r, 10.0 + r, 20.0 + r] for r in range(3)]
+    buckets = [torch.full((2,), float(rank)) for rank in range(3)]
+    each(lambda peers: None if peers.rank == 1 else peers.broadcast(buckets[peers.rank]).wait(), members)
+    assert [bucket[0].item() for bucket in buckets] == [0.0, 1.0, 0.0]
+
+
+def test_a_fact_is_there_for_one_sync(together):
+    (first, second, _), _ = together
+    first.begin(), second.begin()
+    first.tell("a", {"b": (1, torch.bfloat16)})
+    assert second.ask("a") == {"b": (1, torch.bfloat16)}
+    second.begin()
+    with pytest.raises(WeightSyncError, match="no other rank said 'a' within 3 s"):
+        second.ask("a")
+    first.end()
+    third = Peers.__new__(Peers)
+    third.__dict__ |= first.__dict__
+    third.timeout_seconds = 0.1
+    with pytest.raises(WeightSyncError, match="said 'a'"):
+        third.ask("a")
+
+
+def test_who_fails_says_why_and_nobody_waits(together):
+    members, each = together
+
+    def part(peers):
+        with pytest.raises(WeightSyncError) as caught, peers.guarded():
+            if peers.rank == 2:
+                raise ValueError("a fault that the test injected")
+            _all_to_all(peers)
+        return str(caught.value)
+
+    started = time.monotonic()
+    said = each(part, members)
+    assert time.monotonic() - started < SECONDS
+    assert said[2] == "weight sync failed on rollout rank 0: ValueError: a fault that the test injected"
+    for rank in (0, 1):
+        cause = "rollout rank 0: ValueError: a fault that the test injected"
+        assert said[rank] == f"weight sync failed on trainer rank {rank}: {cause}"
+    assert all(peers.failed for peers in members)
+    with pytest.raises(WeightSyncError, match="a fault that the test injected"):
+        members[0].ask("anything")
+
+
+def test_other_devices_are_refused():
+    with pytest.raises(WeightSyncError, match="neither of which works on xpu"):
+        Peers(dist.HashStore(), 0, Members(1, ("one",)), "xpu", SECONDS)

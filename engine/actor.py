@@ -22,13 +22,13 @@ from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import EngineEvalModeCtx, EngineTrainModeCtx, FSDPEngineWithLMHead
 
 from ..rollout import naming, server_adapter, stream
+from ..rollout.shard_export import ExpertsSpec, ShardExport, experts_entry
 from ..rollout.streams import RolloutSync, SyncSettings
 from . import checkpoint, separation_shim
 from .agreement import check_agreement, model_facts
 from .checkpointing import Checkpointing
 from .clip import ClippedStep
 from .config import STRATEGY, EPFSDP2EngineConfig
-from .errors import SettingError
 from .loading import load_weights, local_checkpoint, open_checkpoint
 from .mesh import Topology, build_meshes
 from .modeling import build_on_meta, check_initialized, materialize
@@ -136,6 +136,8 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
                 config.rollout_sync_verify,
             ),
         )
+
+        self.shard_export = ShardExport(module, self.meshes)
 
         self.module: Any = module
         self.optimizer: Any = None
@@ -286,12 +288,13 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         return self.rollout_sync.weights(), None
 
     def get_per_tensor_param_shard(self, **kwargs):
-        raise SettingError(
-            "actor_rollout_ref.rollout.checkpoint_engine.backend",
-            "delta_sharded",
-            "needs a shard export, which this version of the engine does not have.",
-            "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl",
-        )
+        """``(name, flat values, spec)`` of this rank's shards, for verl's ``delta_sharded`` backend; in bfloat16."""
+        return self.shard_export.shards(), None
+
+    def _hf_delta_entry(self, name, spec, place, lidx, lval):
+        if isinstance(spec, ExpertsSpec):
+            return experts_entry(spec, lidx, lval)
+        return super()._hf_delta_entry(name, spec, place, lidx, lval)
 
 
 @EngineRegistry.register(model_type="language_model", backend=[STRATEGY], device=DEVICES)

@@ -51,7 +51,6 @@ _CHECKPOINTS = {
     "model": "checkpoint",
 }
 _OPTIMIZERS = {ACTOR_MODEL: ACTOR_OPTIM, "critic.model": "critic.optim", "model": "optim"}
-_BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 _BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
 _TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _ROUND = "engine.sync_round_megabytes"
@@ -354,10 +353,7 @@ def _sent_itemsize(engine: Any) -> int:
 
 def _check_road(rollout: Mapping[str, Any]) -> None:
     """Weights leave under names, and along a road, that vLLM's workers take."""
-    name, backend = rollout.get("name"), rollout.get("backend")
+    name = rollout.get("name")
     if name not in (None, "vllm"):
         rule = "this engine hands weights over under vLLM's names."
         raise SettingError("actor_rollout_ref.rollout.name", name, rule, "actor_rollout_ref.rollout.name=vllm")
-    if backend == "delta_sharded":
-        rule = "needs a shard export, which this version of the engine does not have."
-        raise SettingError(_BACKEND, backend, rule, f"{_BACKEND}=nccl, or naive")

@@ -267,17 +267,14 @@ def test_checkpoint_contents_have_to_be_known(model, key, setting):
         assert check_training(engine(), 2, model, checkpoint={key: contents}, device="cpu", setting=setting)
 
 
-def test_the_rollout_is_vllm_and_takes_full_tensors(model):
+def test_the_rollout_is_vllm_behind_any_backend(model):
     road = {"name": "vllm", "update_weights_bucket_megabytes": 1024}
-    for backend in ("naive", "nccl", None):
+    for backend in ("naive", "nccl", "epfsdp2_p2p", "delta_sharded", None):
         check_run(engine(), 2, model, road | {"backend": backend}, device="cpu")
     check_run(engine(), 2, model, {"name": None}, device="cpu")
     with pytest.raises(SettingError) as caught:
         check_run(engine(), 2, model, road | {"name": "sglang"}, device="cpu")
     paragraph(caught.value, "actor_rollout_ref.rollout.name", "sglang")
-    with pytest.raises(SettingError, match="needs a shard export") as caught:
-        check_run(engine(), 2, model, road | {"backend": "delta_sharded"}, device="cpu")
-    paragraph(caught.value, "actor_rollout_ref.rollout.checkpoint_engine.backend", "delta_sharded")
 
 
 @pytest.mark.parametrize(
@@ -622,7 +619,6 @@ def test_validate_config_lets_a_right_run_pass(model):
         (f"{MODEL}.lora_rank=8", f"{MODEL}.lora_rank=8: is not supported"),
         (f"{MODEL}.mtp.enable=True", f"{MODEL}.mtp.enable=True: is not supported"),
         ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.name=sglang: this engine"),
-        (f"{BACKEND}=delta_sharded", f"{BACKEND}=delta_sharded: needs a shard export"),
         (
             "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf]",
             "actor_rollout_ref.actor.checkpoint.save_contents=['model', 'hf']: there is no hf",

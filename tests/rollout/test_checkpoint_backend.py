@@ -16,11 +16,12 @@ from verl.workers.config import RolloutConfig
 from epfsdp2.engine.mesh import Topology
 from epfsdp2.engine.parallelize import layer_names
 from epfsdp2.rollout import checkpoint_backend
+from epfsdp2.rollout.choice import EXTENSION
 from epfsdp2.rollout.placement import Heads, Rollout, needs
-from epfsdp2.rollout.slices import slice_name
+from epfsdp2.rollout.slices import is_slice, parse_slice, slice_name
 from epfsdp2.rollout.sockets import WeightSyncError
 from epfsdp2.rollout.source import tensors_before_sharding
-from epfsdp2.rollout.streams import RolloutSync, SyncSettings, for_this_worker
+from epfsdp2.rollout.streams import RolloutSync, SyncSettings
 from tests.support.engine import sharded_model
 from tests.support.models import reference_model, save_qwen3_moe
 from tests.support.ranks import run_ranks
@@ -80,25 +81,43 @@ class Member:
         return asyncio.run(self.engine.send_weights(weights))
 
     def receive(self, is_ours=True):
-        config = RolloutConfig(name="vllm", tensor_model_parallel_size=TP)
-        return for_this_worker(self.engine.receive_weights(), config, self.index % TP, is_ours)
+        engine_kwargs = {"vllm": {"worker_extension_cls": EXTENSION if is_ours else "another"}}
+        config = RolloutConfig(name="vllm", tensor_model_parallel_size=TP, engine_kwargs=engine_kwargs)
+        return self.engine.receive_weights().for_rollout(config, self.index % TP).tensors()
 
     def sync(self, wanted="auto", is_ours=True, weights=None):
         """A whole sync; what a rollout rank received, and how many bytes crossed from here to the other node."""
         self.connect()
         with _crossing() as crossed:
-            got = self.send(weights or self.weights(wanted)) if self.is_trainer else dict(self.receive(is_ours))
+            got = self.send(weights or self.weights(wanted)) if self.is_trainer else _taken(self.receive(is_ours))
         self.finalize()
         return got, sum(crossed)
 
     def slices(self, factor=1):
         """What a rollout rank keeps."""
         model = reference_model(self.folder / "model")
-        return {
-            slice_name(need.parameter, need.at): self.whole[tensor.name][need.box.slices] * factor
+        return _taken(
+            (slice_name(need.parameter, need.at), self.whole[tensor.name][need.box.slices] * factor)
             for tensor in tensors_before_sharding(model, Topology.plan(TRAINERS, 2))
             for need in needs(tensor, Rollout(TP), self.index % TP, Heads.of(model.config))
-        }
+        )
+
+
+def _taken(arriving):
+    """Full tensors as they come; slices pasted into the parameters that they are of."""
+    whole, slices = {}, {}
+    for name, values in arriving:
+        if is_slice(name):
+            parameter, corner = parse_slice(name)
+            slices.setdefault(parameter, []).append((corner, values.clone()))
+        else:
+            whole[name] = values
+    for parameter, parts in slices.items():
+        ends = zip(*([c + n for c, n in zip(corner, v.shape, strict=True)] for corner, v in parts), strict=True)
+        whole[parameter] = torch.full([max(end) for end in ends], torch.nan)
+        for corner, values in parts:
+            whole[parameter][tuple(slice(c, c + n) for c, n in zip(corner, values.shape, strict=True))] = values
+    return whole
 
 
 @contextmanager
@@ -121,7 +140,8 @@ def _crossing():
 
 def _equal(got, wanted):
     assert got.keys() == wanted.keys()
-    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+    for name, values in wanted.items():
+        assert torch.equal(got[name], values), name
 
 
 def _syncs(folder):

@@ -1,0 +1,154 @@
+"""Shards under checkpoint names: put together they are the checkpoint, and changes of them are changes of it."""
+
+import sys
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from verl.workers.engine.spec import derive_dtensor_placement
+from verl.workers.engine.utils import _hf_entry_identity, hf_delta_export, prime_delta_snapshots
+
+from epfsdp2.rollout.shard_export import ExpertsSpec, ShardExport, experts_entry
+from tests.support.engine import sharded_model
+from tests.support.models import save_glm4_moe, save_qwen3_moe
+from tests.support.ranks import run_ranks
+
+WORLD = 4
+# ep, fsdp_size, expert_shard_dim: experts cut in two dims, over ep alone, whole in replicas, cut twice along dim 0.
+MESHES = [(2, -1, 1), (4, -1, "auto"), (2, 2, "auto"), (2, -1, 0)]
+
+
+def _checkpoint(folder, dtype=None):
+    tensors = load_file(folder / "model.safetensors")
+    return {name: t.to(dtype) if dtype is not None and t.is_floating_point() else t for name, t in tensors.items()}
+
+
+def _assembled(export):
+    """What verl's description of the shards says the whole is, on rank 0."""
+    whole, order = {}, []
+    for name, values, spec in export.shards():
+        order.append(name)
+        if spec.place is None:
+            place, contributes, group = derive_dtensor_placement(spec)
+            assert (place, group) == (0, None)
+            whole[name] = values.view(spec.full_shape)
+            continue
+        blocks = [None] * WORLD
+        dist.all_gather_object(blocks, (values, spec.place, spec.contributes))
+        full = torch.full(spec.full_shape, float("nan"), dtype=values.dtype)
+        for block, place, contributes in blocks:
+            if contributes:
+                corner = tuple(slice(o, o + n) for o, n in zip(place.global_offset, place.local_shape, strict=True))
+                assert full[corner].isnan().all()
+                full[corner] = block.view(place.local_shape)
+        if spec.to_hf_chunk is None:
+            whole[name] = full
+            continue
+        slots = spec.to_hf_chunk(0, full[:3]) + spec.to_hf_chunk(3, full[3:])
+        assert [(own, tuple(values.shape)) for own, values in slots] == spec.hf_slots
+        whole |= dict(slots)
+    orders = [None] * WORLD
+    dist.all_gather_object(orders, order)
+    assert all(other == order for other in orders)
+    return whole
+
+
+def _shards(folder, meshes):
+    for ep, fsdp_size, dim in meshes:
+        model, built = sharded_model(folder, WORLD, ep, fsdp_size, expert_shard_dim=dim)
+        for dtype in (torch.float32, torch.bfloat16):
+            whole, wanted = _assembled(ShardExport(model, built, dtype)), _checkpoint(folder, dtype)
+            assert whole.keys() == wanted.keys()
+            assert all(torch.equal(whole[name], wanted[name]) for name in wanted), (ep, fsdp_size, dim)
+
+
+@pytest.mark.parametrize("save", [save_qwen3_moe, save_glm4_moe])
+def test_the_shards_of_all_ranks_are_the_checkpoint(tmp_path, save):
+    run_ranks(_shards, WORLD, save(tmp_path), MESHES if save is save_qwen3_moe else MESHES[:1])
+
+
+def test_a_tied_parameter_comes_once(tmp_path):
+    run_ranks(_shards, WORLD, save_qwen3_moe(tmp_path, tie_word_embeddings=True), MESHES[:1])
+
+
+def _entry(name, spec, place, lidx, lval):
+    if isinstance(spec, ExpertsSpec):
+        return experts_entry(spec, lidx, lval)
+    return _hf_entry_identity(name, spec, place, lidx, lval)
+
+
+def _verls_backend():
+    """verl's delta engine, of which only the import needs cupy; it sends with CUDA."""
+    sys.modules.setdefault("cupy", types.ModuleType("cupy"))
+    sys.modules["cupy"].ndarray = object
+    from verl.checkpoint_engine import delta_checkpoint_engine
+
+    return delta_checkpoint_engine
+
+
+def _deltas(folder):
+    backend, seen = _verls_backend(), _checkpoint(folder, torch.bfloat16)
+    for ep, fsdp_size, dim in MESHES:
+        model, meshes = sharded_model(folder, WORLD, ep, fsdp_size, expert_shard_dim=dim)
+        export, snapshots, held = ShardExport(model, meshes), {}, {name: t.clone() for name, t in seen.items()}
+        prime_delta_snapshots(export.shards(), snapshots, pin=False)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            with torch.no_grad():
+                for param in model.parameters():
+                    # Alike on all ranks, replicas included: a whole tensor's values, of which each takes its own.
+                    changed = torch.rand(param.shape, generator=generator) < (0.05 if step else 0.5)
+                    _local(param).add_(_mine(changed.float(), param))
+            wanted = _assembled(export)
+            counted, pieces = torch.zeros(1), []
+
+            def consume(name, dtype, shape, numel, positions, values, pieces=pieces):
+                pieces.append(backend._FlushPiece(name, dtype, list(shape), positions, values))
+
+            queue = backend._GatherQueue(7, 1 << 12, dist.get_rank() == 0, consume)
+            for slots, dtype, counts, positions, values, group in hf_delta_export(export.shards(), snapshots, _entry):
+                assert [len(slots), sum(counts).item()] == [len(counts), len(positions)] and dtype == "bfloat16"
+                counted += len(positions)
+                queue.put(group, slots, dtype, counts, positions, values)
+            queue.flush_all()
+            dist.all_reduce(counted)
+            if dist.get_rank() == 0:
+                different = sum(int((held[name] != wanted[name]).sum()) for name in wanted)
+                assert counted.item() == sum(len(p.idx) for p in pieces) == different > 0
+                _apply(_flush(backend, pieces), held)
+                assert all(torch.equal(held[name], wanted[name]) for name in wanted), (ep, fsdp_size, dim, step)
+
+
+def _flush(backend, pieces):
+    """As rank 0 puts them together for the wire."""
+    engine = backend.DeltaShardedCheckpointEngine.__new__(backend.DeltaShardedCheckpointEngine)
+    engine.encoding, engine.rollout_dtype = "indices", torch.bfloat16
+    return engine._assemble_flush(pieces)
+
+
+def _apply(flush, held):
+    """What verl's consumer does with a flush (``decode_delta_payload``, whose import needs vLLM's patch interface)."""
+    from verl.checkpoint_engine.delta_sync import checksum
+
+    assert checksum(flush.positions_cpu, flush.values_gpu) == flush.checksum
+    for param in flush.params:
+        assert list(held[param.name].shape) == param.shape
+        positions = flush.positions_cpu[param.pos_start : param.pos_end].view(torch.int32).long()
+        assert positions.unique().numel() == positions.numel()
+        held[param.name].view(-1)[positions] = flush.values_gpu[param.val_start : param.val_end]
+
+
+def _local(param):
+    return param.to_local() if hasattr(param, "to_local") else param
+
+
+def _mine(whole, param):
+    from epfsdp2.engine.shards import local_box
+
+    return whole[local_box(param).slices]
+
+
+def test_changes_of_shards_are_the_changes_of_the_checkpoint(tmp_path):
+    run_ranks(_deltas, WORLD, save_qwen3_moe(tmp_path))

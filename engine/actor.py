@@ -129,12 +129,7 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
             self.meshes,
             self.layer_names,
             compute_dtypes(module, options),
-            SyncSettings(
-                config.rollout_sync,
-                config.sync_gather_megabytes << 20,
-                config.sync_round_megabytes << 20,
-                config.rollout_sync_verify,
-            ),
+            SyncSettings(config.rollout_sync, config.sync_megabytes << 20, config.rollout_sync_verify),
         )
 
         self.shard_export = ShardExport(module, self.meshes)
@@ -253,7 +248,7 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         if self.rank == 0:
             self._save_hf_config(hf)
         if "hf_model" in contents:
-            limit = self.engine_config.sync_gather_megabytes << 20
+            limit = self.engine_config.sync_megabytes << 20
             full = stream.full_tensors(self.module, self.meshes, self.layer_names, limit)
             checkpoint.write_hf_weights(hf, naming.as_checkpoint(self.module, full))
         dist.barrier()

@@ -93,8 +93,7 @@ class EPFSDP2EngineConfig(EngineConfig):
     pad_to_length_bucket: int = 1024
     rollout_sync: str = "auto"
     rollout_sync_verify: int = 2
-    sync_gather_megabytes: int = 2048
-    sync_round_megabytes: int = 512
+    sync_megabytes: int = 2048
     sync_timeout_seconds: float = 40.0
 
     def __post_init__(self):
@@ -197,7 +196,7 @@ def check_engine_values(config: EPFSDP2EngineConfig) -> None:
             "is the number of syncs that are verified, or -1 for all of them.",
             "engine.rollout_sync_verify=2",
         )
-    for name in ("sync_gather_megabytes", "sync_round_megabytes", "sync_timeout_seconds"):
+    for name in ("sync_megabytes", "sync_timeout_seconds"):
         if getattr(config, name) <= 0:
             raise SettingError(
                 f"engine.{name}", getattr(config, name), "has to be positive.", "leave it at its default"

@@ -15,7 +15,7 @@ import torch
 
 from ..rollout.choice import check_placement, choose_stream, rollout_of
 from ..rollout.placement import Heads, Need, Tensor, needs
-from ..rollout.plan import Targets, make_plan
+from ..rollout.plan import ROUND_BUFFERS, Targets, make_plan, round_bytes
 from ..rollout.source import tensors_before_sharding
 from . import versions
 from .checkpoint import KNOWN_CONTENTS
@@ -53,7 +53,7 @@ _CHECKPOINTS = {
 _OPTIMIZERS = {ACTOR_MODEL: ACTOR_OPTIM, "critic.model": "critic.optim", "model": "optim"}
 _BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
 _TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
-_ROUND = "engine.sync_round_megabytes"
+_MEMORY = "engine.sync_megabytes"
 _SHM = Path("/dev/shm")
 # Left free in /dev/shm besides the buckets: verl's and gloo's own segments are small.
 _SHM_MARGIN = 64 << 20
@@ -339,10 +339,10 @@ def check_stream(
         rule, works = f"vLLM can't cut this model so: {error}", "a smaller one that divides"
         raise SettingError(_TP, placement.tp, rule, works) from None
     least, name = plan.least_limit
-    megabytes = engine.sync_round_megabytes
-    if least > megabytes << 20:
-        rule = f"one row of {name} is {least} bytes on a rank, more than a round of a {kind} sync may have."
-        raise SettingError(_ROUND, megabytes, rule, f"{_ROUND}={-(-least >> 20)}")
+    megabytes = engine.sync_megabytes
+    if least > round_bytes(megabytes << 20):
+        rule = f"one row of {name} is {least} bytes on a rank, and a {kind} sync holds {ROUND_BUFFERS} times that."
+        raise SettingError(_MEMORY, megabytes, rule, f"{_MEMORY}={-(-ROUND_BUFFERS * least >> 20)}")
 
 
 def _sent_itemsize(engine: Any) -> int:

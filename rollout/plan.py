@@ -17,7 +17,15 @@ from functools import cached_property
 from ..engine.boxes import Box, chunk_range
 from .placement import Need, Tensor, Topology, holders
 
-__all__ = ["Piece", "Plan", "Targets", "Template", "Transfer", "make_plan"]
+__all__ = ["ROUND_BUFFERS", "Piece", "Plan", "Targets", "Template", "Transfer", "make_plan", "round_bytes"]
+
+# Two that a rank sends from, two that it receives into, and what it casts of its own meanwhile.
+ROUND_BUFFERS = 5
+
+
+def round_bytes(memory_bytes: int) -> int:
+    """What a rank may send, and receive, in one round, so that all that it holds for the rounds is within a bound."""
+    return memory_bytes // ROUND_BUFFERS
 
 
 @dataclass(frozen=True, order=True)

@@ -22,7 +22,7 @@ from .exchange import Exchange
 from .layout import layout
 from .peers import Peers
 from .placement import Heads, Need, Rollout, Stream, Tensor, needs
-from .plan import Targets, make_plan
+from .plan import Targets, make_plan, round_bytes
 from .relay import RelayedExchange, relayed
 from .slices import placed
 from .sockets import WeightSyncError
@@ -88,7 +88,7 @@ def _offer(weights: Any, bucket_bytes: int) -> Offer:
         tuple(sync.tensors()), tuple(sync.dtypes.items()), tuple(sync.layers), sync.meshes.topology, sync.heads
     )
     settings = sync.settings
-    return Offer(settings.wanted, settings.verified, sync.heads.family, settings.round_bytes, facts)
+    return Offer(settings.wanted, settings.verified, sync.heads.family, round_bytes(settings.memory_bytes), facts)
 
 
 class _Road:

@@ -18,7 +18,7 @@ from ..engine.mesh import Meshes
 from ..engine.shards import cuts_of, local_tensor, persistent_buffers
 from .traffic import Traffic
 
-__all__ = ["Gathered", "assembled", "full_tensors", "gathered", "narrower"]
+__all__ = ["Gathered", "assembled", "full_tensors", "gather_bytes", "gathered", "narrower"]
 
 _ALIGNMENT = 16  # bytes; enough to view the flat buffer as any dtype
 
@@ -76,13 +76,13 @@ def full_tensors(
     model: nn.Module,
     meshes: Meshes,
     layers: Sequence[str],
-    max_gather_bytes: int,
+    max_bytes: int,
     dtypes: Mapping[str, torch.dtype] | None = None,
     traffic: Traffic | None = None,
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
     """Yield ``(name, tensor)`` of what ``gathered`` brings; each tensor is whole and the caller's own."""
     traffic = traffic or Traffic()
-    arriving = gathered(model, meshes, layers, max_gather_bytes, dtypes, traffic)
+    arriving = gathered(model, meshes, layers, max_bytes, dtypes, traffic)
     with contextlib.closing(arriving):
         yield from assembled(arriving, traffic)
 
@@ -100,7 +100,7 @@ def gathered(
     model: nn.Module,
     meshes: Meshes,
     layers: Sequence[str],
-    max_gather_bytes: int,
+    max_bytes: int,
     dtypes: Mapping[str, torch.dtype] | None = None,
     traffic: Traffic | None = None,
 ) -> Generator[Gathered, None, None]:
@@ -111,15 +111,16 @@ def gathered(
 
     Args:
         layers: FQNs of the layers; the parameters of one are gathered together.
-        max_gather_bytes: bound of one gather; a layer beyond it is gathered in several, a larger tensor alone. A rank
-            holds two gathers at most, one that is taken and one that is under way.
+        max_bytes: bound of the buffers of two gathers, one that is taken and one that is under way. A layer beyond
+            that is gathered in several, a larger tensor alone.
         dtypes: parameters are sent in these, where they are narrower than what they are stored in: cast before the
             gather, which then moves fewer bytes.
         traffic: counts what the gathers move and hold.
     """
     traffic = traffic or Traffic()
-    groups = [_Group(members, meshes) for members in _groups(model, layers, max_gather_bytes, dtypes or {})]
     device, ranks = torch.device(meshes.dense.device_type), meshes.topology.fsdp
+    limit = gather_bytes(max_bytes, ranks)
+    groups = [_Group(members, meshes) for members in _groups(model, layers, limit, dtypes or {})]
     slot = max((group.slot for group in groups), default=0)
     buffers = [torch.empty((ranks + 1) * slot, dtype=torch.uint8, device=device) for _ in groups[:2]]
     traffic.hold(sum(buffer.nbytes for buffer in buffers))
@@ -159,6 +160,11 @@ def gathered(
             coming[2].wait()
             coming = start()
         traffic.release(sum(buffer.nbytes for buffer in buffers))
+
+
+def gather_bytes(max_bytes: int, ranks: int) -> int:
+    """What is brought together at once, of two buffers that hold it and a rank's own part of it."""
+    return max_bytes * ranks // (2 * (ranks + 1))
 
 
 def narrower(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

@@ -23,7 +23,7 @@ from .choice import choose_stream, rollout_of
 from .exchange import Exchange
 from .layout import layout
 from .placement import Heads, Need, Rollout, Stream, Tensor, needs
-from .plan import Targets, make_plan
+from .plan import Targets, make_plan, round_bytes
 from .slices import placed
 from .sockets import WeightSyncError
 from .source import sharded_tensors
@@ -42,14 +42,12 @@ class SyncSettings:
 
     Args:
         wanted: ``engine.rollout_sync``.
-        gather_bytes: bound of one gather of the full stream.
-        round_bytes: bound of what a rank sends, and receives, in one round of the others.
+        memory_bytes: bound of the buffers that a rank holds.
         verified: how many syncs carry checksums; -1 for all of them.
     """
 
     wanted: str
-    gather_bytes: int
-    round_bytes: int
+    memory_bytes: int
     verified: int = 0
 
 
@@ -100,8 +98,14 @@ class RolloutSync:
             yield from naming.for_vllm(self.model, stream.assembled(arriving, traffic))
 
     def gathered(self, traffic: Traffic) -> Generator[stream.Gathered, None, None]:
-        limit = self.settings.gather_bytes
+        limit = self.settings.memory_bytes
         return stream.gathered(self.model, self.meshes, self.layers, limit, self.dtypes, traffic)
+
+    @property
+    def gathers_fit(self) -> bool:
+        """Whether no tensor is larger than a gather may be."""
+        limit = stream.gather_bytes(self.settings.memory_bytes, self.meshes.topology.fsdp)
+        return all(p.numel() * self.dtypes[name].itemsize <= limit for name, p in self.model.named_parameters())
 
     def state(self) -> dict[str, torch.Tensor]:
         """Parameters and persistent buffers, sharded, by name."""
@@ -131,7 +135,7 @@ class RolloutSync:
                 self.meshes.topology,
                 Targets(world),
                 needs_of,
-                self.settings.round_bytes,
+                round_bytes(self.settings.memory_bytes),
             )
             device = self.meshes.dense.device_type
             self._exchanges[key] = Exchange(plan, lambda tensor: needs_of(tensor, worker), dist.get_rank(), device)
@@ -160,7 +164,7 @@ class WorkerStream:
         if self.kind == "expert_local":
             return self._expert_local()
         keeps_all = self._rollout.tp == 1 and not self._rollout.expert_parallel
-        return self._slices_of_gathers() if keeps_all else self._slices()
+        return self._slices_of_gathers() if keeps_all and self._sync.gathers_fit else self._slices()
 
     def _expert_local(self) -> Generator[tuple[str, torch.Tensor]]:
         whole = self._exchange.assembled(self._sync.state(), self._sync.dtypes, self.traffic)

@@ -61,7 +61,7 @@ BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_mega
 
 def engine(**settings):
     defaults = {"ep_size": 1, "fsdp_size": -1, "model_dtype": "fp32", "expert_shard_dim": "auto"}
-    defaults |= {"dtype": "bf16", "mixed_precision": None, "rollout_sync": "auto", "sync_round_megabytes": 512}
+    defaults |= {"dtype": "bf16", "mixed_precision": None, "rollout_sync": "auto", "sync_megabytes": 2048}
     return SimpleNamespace(expert_plan={}, fp32_modules=(), **defaults | settings)
 
 
@@ -565,12 +565,12 @@ def test_a_round_has_to_hold_one_row(model, wanted, expert_parallel):
     # parts at most: 2 MB each.
     model["override_config"] |= {"num_experts": 2048, "moe_intermediate_size": 1024, "hidden_size": 2048}
     placed = rollout(expert_parallel_size=expert_parallel)
-    check_run(engine(rollout_sync=wanted, sync_round_megabytes=2), 2, model, placed, device="cpu")
+    check_run(engine(rollout_sync=wanted, sync_megabytes=10), 2, model, placed, device="cpu")
     with pytest.raises(SettingError) as caught:
-        check_run(engine(rollout_sync=wanted, sync_round_megabytes=1), 2, model, placed, device="cpu")
-    text = paragraph(caught.value, "engine.sync_round_megabytes", 1)
-    assert f"{2 << 20} bytes on a rank" in text and text.endswith("engine.sync_round_megabytes=2")
-    check_run(engine(rollout_sync="full", sync_round_megabytes=1), 2, model, placed, device="cpu")
+        check_run(engine(rollout_sync=wanted, sync_megabytes=9), 2, model, placed, device="cpu")
+    text = paragraph(caught.value, "engine.sync_megabytes", 9)
+    assert f"{2 << 20} bytes on a rank" in text and text.endswith("engine.sync_megabytes=10")
+    check_run(engine(rollout_sync="full", sync_megabytes=1), 2, model, placed, device="cpu")
 
 
 # The same through verl: its own validate_config, which main_ppo calls before it starts Ray.

@@ -74,7 +74,7 @@ class Member:
         self.engine.finalize()
 
     def weights(self, wanted="auto"):
-        settings = SyncSettings(wanted, 1 << 20, LIMIT)
+        settings = SyncSettings(wanted, 5 * LIMIT)
         return RolloutSync(self.model, self.meshes, layer_names(self.model), {}, settings).weights()
 
     def send(self, weights):

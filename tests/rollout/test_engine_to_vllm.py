@@ -32,7 +32,7 @@ def _train_and_sync(folder: str, exports: list[str], handles: list[str], kind: s
     optimizer = build_multi_optimizer(model, lambda params: torch.optim.AdamW(params, lr=0.05))
 
     layers = layer_names(model)
-    sync = RolloutSync(model, meshes, layers, {}, SyncSettings(kind, 1 << 30, 1 << 18))
+    sync = RolloutSync(model, meshes, layers, {}, SyncSettings(kind, 5 << 18))
 
     for i, export in enumerate(exports):
         ids = torch.randint(0, 200, (2, 9), generator=torch.Generator().manual_seed(2 * i + rank))

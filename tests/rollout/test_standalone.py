@@ -63,7 +63,7 @@ class _Fixed(standalone._Road):
 
 def test_members_with_another_plan_stop_and_equal_ones_are_not_planned_again(together):
     members, each = together
-    roads, offers = [_Fixed(peers) for peers in members], [standalone.Offer("auto", "a", n) for n in (1, 1, 2)]
+    roads, offers = [_Fixed(peers) for peers in members], [standalone.Offer("auto", 0, "a", n) for n in (1, 1, 2)]
     for road, says in zip(roads, "aab", strict=True):
         road.says = says
 

@@ -31,7 +31,7 @@ def _sync(syncs: list[tuple[str, str]], handles: list[str], expert_parallel: boo
     rollout = Rollout(workers, expert_parallel=expert_parallel)
     for folder, kind in syncs:
         model, meshes = sharded_model(Path(folder), workers, ep=workers)
-        sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings(kind, 1 << 30, 1 << 18))
+        sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings(kind, 5 << 18))
         sending = send_weights(
             sync.weights().for_worker(kind, rollout, rank),
             zmq_handle=handles[rank],

@@ -26,7 +26,7 @@ def test_reward_rises_and_vllm_has_the_trainers_weights(first_run):
     assert all(step["actor/sync_received_gb"] >= step["actor/sync_least_gb"] > 0 for step in steps)
     assert all(step["actor/sync_load_seconds"] > 0 for step in steps)
     log = (first_run.output / "logs" / "grpo.log").read_text(errors="replace")
-    said = re.findall(r"\[epfsdp2\] weight sync (\d+), full: \d+ tensors, .* held \S+ at most", log)
+    said = re.findall(r"\[epfsdp2\] weight sync (\d+), sliced: \d+ tensors, .* held \S+ at most", log)
     assert said == [str(i + 1) for i in range(13)]
     summary = json.loads((first_run.output / "summary.json").read_text())
     assert summary["passed"]

@@ -14,6 +14,8 @@ import signal
 import time
 from pathlib import Path
 
+from epfsdp2.rollout import choice
+
 WHO, HOW, WHERE = os.environ["EPFSDP2_TEST_FAULT"].split(":")
 
 
@@ -80,15 +82,14 @@ def _fails_in_the_worker() -> type:
 
 def _fail_in_the_trainer() -> None:
     """Have the second sync's stream of rank 1 raise."""
-    from epfsdp2.rollout import server_adapter
+    from epfsdp2.rollout import streams
 
-    hand_on = server_adapter.for_this_worker
-    syncs = 0
+    stock, syncs = streams.WorkerStream.tensors, 0
 
-    def failing(*arguments):
+    def failing(stream):
         nonlocal syncs
         syncs += 1
-        weights = hand_on(*arguments)
+        weights = stock(stream)
         return _raising(weights) if syncs == 2 and os.environ["RANK"] == "1" else weights
 
     def _raising(weights):
@@ -98,7 +99,7 @@ def _fail_in_the_trainer() -> None:
             yield tensor
         _fail()
 
-    server_adapter.for_this_worker = failing
+    streams.WorkerStream.tensors = failing
 
 
 def __getattr__(name: str):
@@ -107,5 +108,7 @@ def __getattr__(name: str):
     raise AttributeError(name)
 
 
+# Slices are sent to this extension as to the one that it is made of.
+choice.EXTENSION = "faults.FailsInTheSecondSync"
 if (WHO, HOW) == ("trainer", "raise"):
     _fail_in_the_trainer()

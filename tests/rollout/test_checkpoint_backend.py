@@ -28,13 +28,14 @@ from tests.support.ranks import run_ranks
 
 TRAINERS, TP = 2, 2
 LIMIT = 6000
-SECONDS = 10.0
+SECONDS = 15.0
 
 
 class Member:
     """One process: the first ``TRAINERS`` ranks of a test are a trainer's, the others a rollout's on another node."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, seconds=60.0):
+        self.seconds = seconds
         self.folder, self.rank, self.world = folder, dist.get_rank(), dist.get_world_size()
         self.is_trainer = self.rank < TRAINERS
         self.index = self.rank if self.is_trainer else self.rank - TRAINERS
@@ -56,7 +57,9 @@ class Member:
 
     def new_engine(self):
         role = {"is_master": self.index == 0} if self.is_trainer else {}
-        self.engine = CheckpointEngineRegistry.new("epfsdp2_p2p", bucket_size=LIMIT, timeout_seconds=SECONDS, **role)
+        self.engine = CheckpointEngineRegistry.new(
+            "epfsdp2_p2p", bucket_size=LIMIT, timeout_seconds=self.seconds, **role
+        )
 
     def connect(self):
         """What verl's manager does before each sync."""
@@ -211,7 +214,7 @@ def _raising():
 
 
 def _faults(folder):
-    member = Member(folder)
+    member = Member(folder, SECONDS)
     got, _ = member.sync()
 
     # A trainer's rank raises in the middle: the others learn the cause, and the next sync works.

@@ -1,0 +1,298 @@
+"""A weight sync end to end: verl's stock export beside this engine's streams, into the same vLLM.
+
+    python benchmarks/weight_sync.py [--repeats 5]
+
+Two trainer ranks hold a Qwen3-MoE of half a gigabyte in bfloat16, once sharded by verl's fsdp2, once by this engine
+with ``ep_size=2``; masters are float32, as is both engines' default. Their weights go over verl's bucketed transport
+into vLLM's CPU build, at TP 1 (a replica per rank) and at TP 2 (one replica). All sides take turns in one run; medians
+are compared. Every side is received by this engine's extension: verl's own fails on vLLM's CPU build. ``stock-bf16``
+is verl's export of parameters that are stored in bfloat16: the same bytes as ours.
+
+A second figure is the trainer's part alone, gathering and one copy into a buffer, beside the bare collectives of the
+same bytes and one copy. The last is the most memory that it had allocated at once.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.memory import peak_of
+from benchmarks.quickstart import machine
+from epfsdp2.engine.parallelize import ShardingOptions, compute_dtypes, layer_names
+from epfsdp2.rollout.placement import Rollout
+from epfsdp2.rollout.server_adapter import send_weights
+from epfsdp2.rollout.streams import RolloutSync, SyncSettings, WorkerStream
+from tests.rollout.conftest import Engine
+from tests.support.engine import sharded_model
+from tests.support.ranks import run_ranks
+
+RESULTS = Path(__file__).parent / "results"
+WORLD = 2
+SIDES = ("stock", "stock-bf16", "full", "sliced")
+BUCKET_MEGABYTES, SYNC_MEGABYTES = 128, 256
+COLUMNS = ["rollout", "side", "GB", "end to end s", "against stock", "trainer's part s", "against bare", "peak MB"]
+MODEL = {
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "moe_intermediate_size": 384,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "num_experts": 64,
+    "num_experts_per_tok": 4,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+
+
+class Trainer:
+    """One rank's models of all sides, and their streams."""
+
+    def __init__(self, folder: Path, tp: int):
+        self.rank, self.rollout = dist.get_rank(), Rollout(tp)
+        options = {"param_dtype": torch.bfloat16}
+        self.model, meshes = sharded_model(folder, WORLD, 2, **options)
+        dtypes = compute_dtypes(self.model, ShardingOptions(**options))
+        settings = SyncSettings("auto", SYNC_MEGABYTES << 20)
+        self.sync = RolloutSync(self.model, meshes, layer_names(self.model), dtypes, settings)
+        self.stock = {"stock": _verls(folder, torch.float32), "stock-bf16": _verls(folder, torch.bfloat16)}
+
+    def weights(self, side: str):
+        """A side's generator, new for each sync."""
+        if side in self.stock:
+            from verl.workers.engine.fsdp.utils import unfuse_moe_params
+
+            # As verl's FSDPEngine.get_per_tensor_param.
+            full = (
+                (name, p.to("cpu").full_tensor() if isinstance(p, DTensor) else p)
+                for name, p in self.stock[side].state_dict().items()
+            )
+            return unfuse_moe_params(full, "qwen3_moe")
+        return WorkerStream(self.sync, 1, side, self.rollout, self.rank % self.rollout.workers).tensors()
+
+
+def _verls(folder: Path, dtype: torch.dtype):
+    """The model as verl's fsdp2 engine shards it (``fsdp/transformer_impl.py``, ``_build_fsdp_module``)."""
+    from verl.utils.fsdp_utils import apply_fsdp2
+
+    config = AutoConfig.from_pretrained(folder, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype)
+    precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=True)
+    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("fsdp",))
+    apply_fsdp2(model, {"mesh": mesh, "mp_policy": precision, "reshard_after_forward": True}, {})
+    return model
+
+
+def ranks(folder: Path, tp: int, handles: list[str], turns: list[str], out: Path) -> None:
+    """Send the weights of each turn; write when each began, and what the trainer's part takes alone."""
+    trainer = Trainer(folder, tp)
+    began = []
+    for side in turns:
+        dist.barrier()
+        began.append(time.monotonic())
+        asyncio.run(
+            send_weights(
+                trainer.weights(side),
+                zmq_handle=handles[trainer.rank],
+                bucket_megabytes=BUCKET_MEGABYTES,
+                use_shm=True,
+                timeout_seconds=300,
+                rank=trainer.rank,
+            )
+        )
+    alone = [trainers_part(trainer, side) for side in turns]
+    peaks = {side: peak_memory(trainer, side) for side in SIDES}
+    if trainer.rank == 0:
+        out.write_text(json.dumps({"began": began, "alone": alone, "peaks": peaks}))
+
+
+def trainers_part(trainer: Trainer, side: str) -> dict:
+    """Seconds to take a stream and copy each tensor into a buffer; of ``sliced``, also of the bare collectives."""
+    buffer = torch.zeros(BUCKET_MEGABYTES << 20, dtype=torch.uint8)
+    dist.barrier()
+    start = time.monotonic()
+    handed = _hand_over(trainer.weights(side), buffer)
+    took = time.monotonic() - start
+    bare = _bare(trainer, handed, buffer) if side == "sliced" else None
+    return {"seconds": took, "bytes": handed, "bare_seconds": bare}
+
+
+def _hand_over(weights, buffer: torch.Tensor) -> int:
+    """Copy tensors into a buffer, as verl's sender does; returns how many bytes."""
+    handed = at = 0
+    for _, tensor in weights:
+        at = at if at + tensor.nbytes <= buffer.numel() else 0
+        buffer[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        at += -(-tensor.nbytes // 16) * 16
+        handed += tensor.nbytes
+    return handed
+
+
+def _bare(trainer: Trainer, handed: int, buffer: torch.Tensor) -> float:
+    """Seconds of a sync's collectives, one after the other out of buffers that are there, and of one copy."""
+    calls = []
+    original = {name: getattr(dist, name) for name in ("all_to_all_single", "all_gather_into_tensor")}
+
+    def recording(name):
+        def call(output, input_, *splits, group=None, async_op=False):
+            calls.append((name, output.numel(), input_.numel(), splits, group))
+            return original[name](output, input_, *splits, group=group, async_op=async_op)
+
+        return call
+
+    for name in original:
+        setattr(dist, name, recording(name))
+    try:
+        for _ in trainer.weights("sliced"):
+            pass
+    finally:
+        for name, function in original.items():
+            setattr(dist, name, function)
+    into = torch.zeros(max(call[1] for call in calls), dtype=torch.uint8)
+    out_of = torch.zeros(max(call[2] for call in calls), dtype=torch.uint8)
+    copied = torch.zeros(buffer.numel(), dtype=torch.uint8)
+    dist.barrier()
+    start = time.monotonic()
+    for name, received, sent, splits, group in calls:
+        original[name](into[:received], out_of[:sent], *splits, group=group)
+    for first in range(0, handed, buffer.numel()):
+        count = min(buffer.numel(), handed - first)
+        buffer[:count].copy_(copied[:count])
+    return time.monotonic() - start
+
+
+def peak_memory(trainer: Trainer, side: str) -> int:
+    """Most bytes that a stream had allocated at once."""
+    buffer = torch.zeros(BUCKET_MEGABYTES << 20, dtype=torch.uint8)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, record_function("sync"):
+        _hand_over(trainer.weights(side), buffer)
+    return peak_of(profiler, "sync")[0]
+
+
+def run(tp: int, repeats: int) -> list[dict]:
+    """Medians of each side at one rollout TP."""
+    turns = [side for _ in range(repeats + 1) for side in SIDES]  # the first of each warms up
+    with tempfile.TemporaryDirectory() as name:
+        folder, out = Path(name) / "model", Path(name) / "figures.json"
+        torch.manual_seed(0)
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**MODEL)).float()
+        model.save_pretrained(folder)
+        engines = [Engine(str(folder), tp_size=tp, dtype="bfloat16") for _ in range(WORLD // tp)]
+        try:
+            ended = [[_when_done(engine) for _ in turns] for engine in engines]
+            handles = [engine.handle(rank) for engine in engines for rank in range(tp)]
+            run_ranks(ranks, WORLD, folder, tp, handles, turns, out, timeout=1800)
+            figures = json.loads(out.read_text())
+            took = [max(e[i]() for e in ended) - began for i, began in enumerate(figures["began"])]
+        finally:
+            for engine in engines:
+                engine.stop()
+    rows = []
+    for side in SIDES:
+        chosen = [i for i, turn in enumerate(turns) if turn == side][1:]
+        alone = [figures["alone"][i] for i in chosen]
+        row = {
+            "tp": tp,
+            "side": side,
+            "seconds": statistics.median(took[i] for i in chosen),
+            "handed_gigabytes": alone[0]["bytes"] / 1e9,
+            "trainers_part_seconds": statistics.median(a["seconds"] for a in alone),
+            "peak_megabytes": figures["peaks"][side] / 2**20,
+        }
+        if side == "sliced":
+            row["bare_seconds"] = statistics.median(a["bare_seconds"] for a in alone)
+        rows.append({**row, "times_stock": (rows[0] if rows else row)["seconds"] / row["seconds"]})
+    return rows
+
+
+def _when_done(engine: Engine):
+    """Ask for one sync; returns what tells, once it has ended, when that was."""
+    ended: list[float] = []
+    done = threading.Event()
+    future = engine.call("update_weights_from_ipc", timeout=600.0, use_shm=True, sync_timeout_seconds=500.0)
+
+    def note(_):
+        ended.append(time.monotonic())
+        done.set()
+
+    future.add_done_callback(note)
+
+    def when() -> float:
+        future.result()
+        done.wait()
+        return ended[0]
+
+    return when
+
+
+def cells(row: dict) -> list[str]:
+    bare = f"{row['trainers_part_seconds'] / row['bare_seconds']:.2f} x" if "bare_seconds" in row else ""
+    return [
+        f"TP {row['tp']}",
+        row["side"],
+        f"{row['handed_gigabytes']:.2f}",
+        f"{row['seconds']:.2f}",
+        f"{row['times_stock']:.1f} x",
+        f"{row['trainers_part_seconds']:.2f}",
+        bare,
+        f"{row['peak_megabytes']:.0f}",
+    ]
+
+
+def write(rows: list[dict], repeats: int) -> None:
+    where = machine()
+    result = {"machine": where, "model": MODEL, "repeats": repeats, "rows": rows}
+    (RESULTS / "weight_sync.json").write_text(json.dumps(result, indent=1) + "\n")
+    lines = [
+        "# A weight sync, end to end",
+        "",
+        "Written by `make bench-sync`.",
+        "",
+        f"{where['cpu']}, {where['cores']} cores; torch {where['versions']['torch']}; {where['date']}; "
+        f"commit {where['commit'][:12]}.",
+        "",
+        "Two trainer ranks with a Qwen3-MoE of 0.48 GB in bfloat16 (masters float32) send it to vLLM's CPU build;",
+        f"sides take turns, medians of {repeats}. GB: handed to one worker. Against stock: verl's fsdp2 engine with",
+        "float32 masters, its default; `stock-bf16` stores bfloat16. Trainer's part: gathering and one copy, against",
+        f"the bare collectives and one copy. Peak: most bytes allocated at once, with {SYNC_MEGABYTES} MB allowed.",
+        "",
+        *(f"| {' | '.join(line)} |" for line in (COLUMNS, ["---"] * len(COLUMNS), *map(cells, rows))),
+    ]
+    (RESULTS / "weight_sync.md").write_text("\n".join(lines) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5, help="syncs per side and placement that count")
+    parser.add_argument("--tp", type=int, nargs="+", default=[1, 2], choices=[1, 2], help="vLLM's tensor parallelism")
+    asked = parser.parse_args()
+    rows = [row for tp in asked.tp for row in run(tp, asked.repeats)]
+    shown = Table(*COLUMNS)
+    for row in rows:
+        shown.add_row(*cells(row))
+    Console(width=140).print(shown)
+    write(rows, asked.repeats)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

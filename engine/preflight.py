@@ -103,8 +103,8 @@ def check_run(
     colocated = (rollout.get("backend") or "naive") == "naive"
     if rollout.get("name"):
         check_stream(engine, n_gpus, rollout, facts, colocated=colocated)
-    if not ipc and rollout.get("name") and colocated:
-        check_rollout(engine, n_gpus, rollout, facts)
+    if not ipc and rollout.get("name"):
+        check_rollout(engine, n_gpus if colocated else 0, rollout, facts)
 
 
 def check_training(
@@ -267,6 +267,9 @@ def check_rollout(engine: Any, n_gpus: int, rollout: Mapping[str, Any], facts: M
 
     Each local rank has one bucket. Only this node's /dev/shm can be looked at; the others are taken to be alike.
 
+    Args:
+        n_gpus: ranks of the trainer that keep a bucket; 0 where other processes do, on nodes that are not known.
+
     Raises:
         SettingError: with a size that works.
     """
@@ -284,7 +287,7 @@ def check_rollout(engine: Any, n_gpus: int, rollout: Mapping[str, Any], facts: M
                 "memory in one piece.",
                 f"{_BUCKET}={needed}",
             )
-    if not _SHM.is_dir():
+    if not n_gpus or not _SHM.is_dir():
         return
     ranks = min(n_gpus, int(rollout.get("n_gpus_per_node") or n_gpus))
     free = shutil.disk_usage(_SHM).free
@@ -316,7 +319,7 @@ def check_stream(
     kind, _ = choose_stream(
         engine.rollout_sync,
         rollout,
-        None if config is None else config.model_type,
+        None if facts is None else facts.model.config.model_type,
         untested_vllm=versions.untested("vllm"),
         backend=rollout.get("backend") or "naive",
     )

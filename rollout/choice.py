@@ -50,7 +50,7 @@ def choose_stream(
 
     Args:
         wanted: ``engine.rollout_sync``.
-        family: ``model_type`` of the text config; None if it is not known yet, which is then no obstacle.
+        family: ``model_type`` of the whole model; None if it is not known yet, which is then no obstacle.
         untested_vllm: what is wrong with vLLM's version, ``versions.untested("vllm")``.
         backend: the checkpoint engine's.
 

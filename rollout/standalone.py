@@ -59,7 +59,7 @@ class Offer:
     Args:
         wanted: the user's ``engine.rollout_sync``.
         verified: how many syncs carry checksums; -1 for all of them.
-        family: ``model_type`` of the text config.
+        family: ``model_type`` of the model.
         limit: bytes of one round, or of one bucket of full tensors.
         sharded: None for weights that are not this engine's: they are full tensors only.
     """
@@ -88,7 +88,7 @@ def _offer(weights: Any, bucket_bytes: int) -> Offer:
         tuple(sync.tensors()), tuple(sync.dtypes.items()), tuple(sync.layers), sync.meshes.topology, sync.heads
     )
     settings = sync.settings
-    return Offer(settings.wanted, settings.verified, sync.heads.family, round_bytes(settings.memory_bytes), facts)
+    return Offer(settings.wanted, settings.verified, sync.family, round_bytes(settings.memory_bytes), facts)
 
 
 class _Road:

@@ -82,10 +82,15 @@ class RolloutSync:
         """The weights of one sync."""
         return RolloutWeights(self)
 
+    @property
+    def family(self) -> str:
+        """``model_type`` of the model."""
+        return self.model.config.model_type
+
     def choose(self, config: Any) -> Stream:
         """The stream for a rollout; says once, on one rank, why ``auto`` came to ``full``."""
-        family = self.model.config.get_text_config().model_type
-        kind, reason = choose_stream(self.settings.wanted, config, family, untested_vllm=versions.untested("vllm"))
+        wanted, untested = self.settings.wanted, versions.untested("vllm")
+        kind, reason = choose_stream(wanted, config, self.family, untested_vllm=untested)
         if reason and reason != self._said and dist.get_rank() == 0:
             logger.warning("epfsdp2: engine.rollout_sync=auto: full stream, since %s", reason)
         self._said = reason

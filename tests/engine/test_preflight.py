@@ -420,6 +420,14 @@ def test_the_bucket_has_to_hold_one_expert_where_vllm_takes_them_one_by_one(tmp_
     assert inspect_model(model).largest[1] == 4096 * 1024
 
 
+def test_rollouts_in_other_processes_have_buckets_too_but_elsewhere(model, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: DISK(1, 1, 0))
+    apart = {"name": "vllm", "backend": "epfsdp2_p2p", "update_weights_bucket_megabytes": 1}
+    check_run(engine(), 2, model, apart, device="cpu", ipc=False)
+    with pytest.raises(SettingError, match=f"{BUCKET}=0: the largest tensor"):
+        check_run(engine(), 2, model, apart | {"update_weights_bucket_megabytes": 0}, device="cpu", ipc=False)
+
+
 def test_dev_shm_has_to_hold_one_bucket_per_local_rank(model, monkeypatch):
     facts = inspect_model(model)
     rollout = {"n_gpus_per_node": 4, "update_weights_bucket_megabytes": 100}

@@ -126,6 +126,7 @@ class Exchange:
             Buffers(*(torch.empty(most, dtype=torch.uint8, device=self.device) for most in self._largest()))
             for _ in range(min(2, len(self._splits)))
         ]
+        self._own = torch.empty(0, dtype=torch.uint8, device=self.device)
         held = sum(buffer.out.nbytes + buffer.in_.nbytes for buffer in buffers)
         traffic.hold(held)
         coming = self._start(0, buffers, tensors, dtypes)
@@ -142,7 +143,8 @@ class Exchange:
                 coming = self._start(issued, buffers, tensors, dtypes)
                 issued += 1
                 self._finish(taken)
-            traffic.release(held)
+            traffic.release(held + self._own.nbytes)
+            del self._own
 
     def _largest(self) -> tuple[int, int]:
         """Most bytes that this rank sends, and that it receives, in one round."""
@@ -218,12 +220,22 @@ class Exchange:
                     continue
                 if transfer.source == self.rank:
                     local = local_tensor(tensors[name]).detach()
-                    values = local[transfer.box.inside(local_box(tensors[name]))].to(self.device, dtype)
+                    values = self._cast(local[transfer.box.inside(local_box(tensors[name]))], dtype)
                 else:
                     start = at[transfer.source]
                     at[transfer.source] = stop = start + transfer.box.numel * dtype.itemsize
                     values = _read(received[start:stop], dtype).view(transfer.box.shape)
                 yield Arrival(tensor, transfer.box, values)
+
+    def _cast(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """This rank's own values as they are sent, in a buffer that is used again where they have to be copied."""
+        if values.dtype == dtype and values.device == self.device:
+            return values
+        nbytes = values.numel() * dtype.itemsize
+        if nbytes > self._own.numel():
+            self.traffic.hold(nbytes - self._own.numel())
+            self._own = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return self._own[:nbytes].view(dtype).view(values.shape).copy_(values)
 
     def _at_once(self, piece: Piece) -> Iterator[Transfer]:
         """Those of this rank's that a round begins with: all, where nobody passes on."""

@@ -5,11 +5,12 @@
 Two trainer ranks hold a Qwen3-MoE of half a gigabyte in bfloat16, once sharded by verl's fsdp2, once by this engine
 with ``ep_size=2``; masters are float32, as is both engines' default. Their weights go over verl's bucketed transport
 into vLLM's CPU build, at TP 1 (a replica per rank) and at TP 2 (one replica). All sides take turns in one run; medians
-are compared. Every side is received by this engine's extension: verl's own fails on vLLM's CPU build. ``stock-bf16``
-is verl's export of parameters that are stored in bfloat16: the same bytes as ours.
+are compared. Every side is received by this engine's extension: verl's own fails on vLLM's CPU build. Sides that end in
+``-bf16`` have their parameters stored in bfloat16: nothing is cast, and the stock export has the same bytes as ours.
 
-A second figure is the trainer's part alone, gathering and one copy into a buffer, beside the bare collectives of the
-same bytes and one copy. The last is the most memory that it had allocated at once.
+A second figure is the trainer's part alone, gathering and one copy into a buffer. It is held against the bare
+collectives of the same bytes and one copy of what is handed over, as bfloat16; and against the same with a copy that
+reads what is stored, which for float32 masters is a cast. The last is the most memory that it had allocated at once.
 """
 
 import argparse
@@ -46,9 +47,10 @@ from tests.support.ranks import run_ranks
 
 RESULTS = Path(__file__).parent / "results"
 WORLD = 2
-SIDES = ("stock", "stock-bf16", "full", "sliced")
-BUCKET_MEGABYTES, SYNC_MEGABYTES = 128, 256
-COLUMNS = ["rollout", "side", "GB", "end to end s", "against stock", "trainer's part s", "against bare", "peak MB"]
+SIDES = ("stock", "stock-bf16", "full", "sliced", "sliced-bf16")
+BUCKET_MEGABYTES, SYNC_MEGABYTES = 64, 128
+COLUMNS = ["rollout", "side", "GB", "end to end s", "against stock", "trainer's part s", "against bare"]
+COLUMNS += ["against bare, cast", "peak MB"]
 MODEL = {
     "vocab_size": 8192,
     "hidden_size": 512,
@@ -69,11 +71,7 @@ class Trainer:
 
     def __init__(self, folder: Path, tp: int):
         self.rank, self.rollout = dist.get_rank(), Rollout(tp)
-        options = {"param_dtype": torch.bfloat16}
-        self.model, meshes = sharded_model(folder, WORLD, 2, **options)
-        dtypes = compute_dtypes(self.model, ShardingOptions(**options))
-        settings = SyncSettings("auto", SYNC_MEGABYTES << 20)
-        self.sync = RolloutSync(self.model, meshes, layer_names(self.model), dtypes, settings)
+        self.ours = {"": _ours(folder, torch.float32), "-bf16": _ours(folder, torch.bfloat16)}
         self.stock = {"stock": _verls(folder, torch.float32), "stock-bf16": _verls(folder, torch.bfloat16)}
 
     def weights(self, side: str):
@@ -87,7 +85,15 @@ class Trainer:
                 for name, p in self.stock[side].state_dict().items()
             )
             return unfuse_moe_params(full, "qwen3_moe")
-        return WorkerStream(self.sync, 1, side, self.rollout, self.rank % self.rollout.workers).tensors()
+        kind, stored, _ = side.partition("-bf16")
+        return WorkerStream(self.ours[stored], 1, kind, self.rollout, self.rank % self.rollout.workers).tensors()
+
+
+def _ours(folder: Path, dtype: torch.dtype) -> RolloutSync:
+    options = {"param_dtype": torch.bfloat16}
+    model, meshes = sharded_model(folder, WORLD, 2, dtype=dtype, **options)
+    dtypes = compute_dtypes(model, ShardingOptions(**options))
+    return RolloutSync(model, meshes, layer_names(model), dtypes, SyncSettings("auto", SYNC_MEGABYTES << 20))
 
 
 def _verls(folder: Path, dtype: torch.dtype):
@@ -105,6 +111,7 @@ def _verls(folder: Path, dtype: torch.dtype):
 def ranks(folder: Path, tp: int, handles: list[str], turns: list[str], out: Path) -> None:
     """Send the weights of each turn; write when each began, and what the trainer's part takes alone."""
     trainer = Trainer(folder, tp)
+    peaks = {side: peak_memory(trainer, side) for side in SIDES}  # of first syncs: on a CPU buffers stay
     began = []
     for side in turns:
         dist.barrier()
@@ -120,20 +127,19 @@ def ranks(folder: Path, tp: int, handles: list[str], turns: list[str], out: Path
             )
         )
     alone = [trainers_part(trainer, side) for side in turns]
-    peaks = {side: peak_memory(trainer, side) for side in SIDES}
     if trainer.rank == 0:
         out.write_text(json.dumps({"began": began, "alone": alone, "peaks": peaks}))
 
 
 def trainers_part(trainer: Trainer, side: str) -> dict:
-    """Seconds to take a stream and copy each tensor into a buffer; of ``sliced``, also of the bare collectives."""
+    """Seconds to take a stream and copy each tensor into a buffer; of ``sliced``, also those of ``_bare``."""
     buffer = torch.zeros(BUCKET_MEGABYTES << 20, dtype=torch.uint8)
     dist.barrier()
     start = time.monotonic()
     handed = _hand_over(trainer.weights(side), buffer)
     took = time.monotonic() - start
-    bare = _bare(trainer, handed, buffer) if side == "sliced" else None
-    return {"seconds": took, "bytes": handed, "bare_seconds": bare}
+    bare = _bare(trainer, side, handed, buffer) if side.startswith("sliced") else {}
+    return {"seconds": took, "bytes": handed, **bare}
 
 
 def _hand_over(weights, buffer: torch.Tensor) -> int:
@@ -147,8 +153,12 @@ def _hand_over(weights, buffer: torch.Tensor) -> int:
     return handed
 
 
-def _bare(trainer: Trainer, handed: int, buffer: torch.Tensor) -> float:
-    """Seconds of a sync's collectives, one after the other out of buffers that are there, and of one copy."""
+def _bare(trainer: Trainer, side: str, handed: int, buffer: torch.Tensor) -> dict[str, float]:
+    """Seconds of a sync's collectives, one after the other out of buffers that are there, and of one copy.
+
+    Returns:
+        ``bare_seconds`` with a copy of what is handed over, ``cast_seconds`` with one that reads what is stored.
+    """
     calls = []
     original = {name: getattr(dist, name) for name in ("all_to_all_single", "all_gather_into_tensor")}
 
@@ -162,21 +172,35 @@ def _bare(trainer: Trainer, handed: int, buffer: torch.Tensor) -> float:
     for name in original:
         setattr(dist, name, recording(name))
     try:
-        for _ in trainer.weights("sliced"):
+        for _ in trainer.weights(side):
             pass
     finally:
         for name, function in original.items():
             setattr(dist, name, function)
     into = torch.zeros(max(call[1] for call in calls), dtype=torch.uint8)
     out_of = torch.zeros(max(call[2] for call in calls), dtype=torch.uint8)
-    copied = torch.zeros(buffer.numel(), dtype=torch.uint8)
     dist.barrier()
     start = time.monotonic()
     for name, received, sent, splits, group in calls:
         original[name](into[:received], out_of[:sent], *splits, group=group)
-    for first in range(0, handed, buffer.numel()):
-        count = min(buffer.numel(), handed - first)
-        buffer[:count].copy_(copied[:count])
+    collectives = time.monotonic() - start
+    stored = torch.float32 if side == "sliced" else torch.bfloat16
+    return {
+        "bare_seconds": collectives + _copy_seconds(handed, buffer, torch.bfloat16),
+        "cast_seconds": collectives + _copy_seconds(handed, buffer, stored),
+    }
+
+
+def _copy_seconds(handed: int, buffer: torch.Tensor, stored: torch.dtype) -> float:
+    """Seconds to fill a buffer again and again with bfloat16 out of memory of another dtype, on all ranks at once."""
+    into = buffer.view(torch.bfloat16)
+    out_of = torch.zeros(into.numel(), dtype=stored)
+    total = handed // into.itemsize
+    dist.barrier()
+    start = time.monotonic()
+    for first in range(0, total, into.numel()):
+        count = min(into.numel(), total - first)
+        into[:count].copy_(out_of[:count])
     return time.monotonic() - start
 
 
@@ -218,8 +242,8 @@ def run(tp: int, repeats: int) -> list[dict]:
             "trainers_part_seconds": statistics.median(a["seconds"] for a in alone),
             "peak_megabytes": figures["peaks"][side] / 2**20,
         }
-        if side == "sliced":
-            row["bare_seconds"] = statistics.median(a["bare_seconds"] for a in alone)
+        if side.startswith("sliced"):
+            row |= {key: statistics.median(a[key] for a in alone) for key in ("bare_seconds", "cast_seconds")}
         rows.append({**row, "times_stock": (rows[0] if rows else row)["seconds"] / row["seconds"]})
     return rows
 
@@ -245,7 +269,8 @@ def _when_done(engine: Engine):
 
 
 def cells(row: dict) -> list[str]:
-    bare = f"{row['trainers_part_seconds'] / row['bare_seconds']:.2f} x" if "bare_seconds" in row else ""
+    keys = ("bare_seconds", "cast_seconds")
+    bare = [f"{row['trainers_part_seconds'] / row[key]:.2f} x" if key in row else "" for key in keys]
     return [
         f"TP {row['tp']}",
         row["side"],
@@ -253,7 +278,7 @@ def cells(row: dict) -> list[str]:
         f"{row['seconds']:.2f}",
         f"{row['times_stock']:.1f} x",
         f"{row['trainers_part_seconds']:.2f}",
-        bare,
+        *bare,
         f"{row['peak_megabytes']:.0f}",
     ]
 
@@ -272,8 +297,10 @@ def write(rows: list[dict], repeats: int) -> None:
         "",
         "Two trainer ranks with a Qwen3-MoE of 0.48 GB in bfloat16 (masters float32) send it to vLLM's CPU build;",
         f"sides take turns, medians of {repeats}. GB: handed to one worker. Against stock: verl's fsdp2 engine with",
-        "float32 masters, its default; `stock-bf16` stores bfloat16. Trainer's part: gathering and one copy, against",
-        f"the bare collectives and one copy. Peak: most bytes allocated at once, with {SYNC_MEGABYTES} MB allowed.",
+        "float32 masters, its default; `-bf16`: parameters are stored in bfloat16, nothing is cast. Trainer's part:",
+        "gathering and one copy, against the bare collectives and one copy of what is handed over; then against the",
+        "same with a copy that reads what is stored, which for float32 masters is a cast. Peak: most bytes allocated",
+        f"at once, with {SYNC_MEGABYTES} MB allowed; `full` has a layer's stack of experts whole, as verl asks.",
         "",
         *(f"| {' | '.join(line)} |" for line in (COLUMNS, ["---"] * len(COLUMNS), *map(cells, rows))),
     ]

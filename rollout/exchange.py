@@ -45,6 +45,31 @@ class Round:
     buffers: Buffers
 
 
+class _Shards:
+    """What this rank holds of the trainer's tensors, looked up once each.
+
+    Args:
+        boxes: of the shards by the tensor's name, which stay as they are from sync to sync.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype], boxes: dict[str, Box]):
+        self._tensors, self._dtypes, self._boxes = tensors, dtypes, boxes
+        self._local: dict[str, torch.Tensor] = {}
+
+    def dtype(self, name: str) -> torch.dtype:
+        """In which a tensor is sent."""
+        return self._dtypes[name]
+
+    def values(self, name: str, box: Box) -> torch.Tensor:
+        """Of a box inside this rank's shard, as they are stored."""
+        if name not in self._boxes:
+            self._boxes[name] = local_box(self._tensors[name])
+        if name not in self._local:
+            with torch.no_grad():
+                self._local[name] = local_tensor(self._tensors[name]).detach()
+        return self._local[name][box.inside(self._boxes[name])]
+
+
 class Exchange:
     """A rank's part in a plan, to be run once per sync.
 
@@ -71,6 +96,10 @@ class Exchange:
             [[t for t in tensor.transfers if rank in (t.source, t.target)] for tensor in template.tensors]
             for template in plan.templates
         ]
+        self._parts: dict[tuple[int, int, int, int], list[Transfer]] = {}
+        self._boxes: dict[str, Box] = {}
+        self._buffers: list[Buffers] = []
+        self._own = self._empty(0)
         self._splits = [self._split(pieces, self._at_once) for pieces in plan.rounds]
         self.traffic = Traffic()
 
@@ -122,29 +151,43 @@ class Exchange:
             traffic: counts what this run moves and holds.
         """
         self.traffic = traffic = traffic or Traffic()
-        buffers = [
-            Buffers(*(torch.empty(most, dtype=torch.uint8, device=self.device) for most in self._largest()))
-            for _ in range(min(2, len(self._splits)))
-        ]
-        self._own = torch.empty(0, dtype=torch.uint8, device=self.device)
+        buffers = self._take_buffers()
         held = sum(buffer.out.nbytes + buffer.in_.nbytes for buffer in buffers)
         traffic.hold(held)
-        coming = self._start(0, buffers, tensors, dtypes)
+        shards = _Shards(tensors, dtypes, self._boxes)
+        coming = self._start(0, buffers, shards)
         issued = 1
         try:
             while coming is not None:
                 taken = coming
-                coming = self._start(issued, buffers, tensors, dtypes)
+                coming = self._start(issued, buffers, shards)
                 issued += 1
-                yield from self._take(taken.index, self._finish(taken), tensors, dtypes)
+                yield from self._take(taken.index, self._finish(taken), shards)
         finally:
             while coming is not None:  # in the order of the others, who go on
                 taken = coming
-                coming = self._start(issued, buffers, tensors, dtypes)
+                coming = self._start(issued, buffers, shards)
                 issued += 1
                 self._finish(taken)
             traffic.release(held + self._own.nbytes)
-            del self._own
+            if self.device.type != "cpu":
+                self._buffers, self._own = [], self._empty(0)
+
+    def _take_buffers(self) -> list[Buffers]:
+        """What rounds are sent from and received into, in turn.
+
+        On a GPU the caching allocator has them for others between syncs. A CPU has none, and there the faults of fresh
+        pages take as long as half of the copies, so they stay.
+        """
+        if not self._buffers:
+            self._buffers = [
+                Buffers(*(self._empty(most) for most in self._largest())) for _ in range(min(2, len(self._splits)))
+            ]
+        self.traffic.hold(self._own.nbytes)
+        return self._buffers
+
+    def _empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def _largest(self) -> tuple[int, int]:
         """Most bytes that this rank sends, and that it receives, in one round."""
@@ -166,13 +209,7 @@ class Exchange:
                     in_[transfer.source] += transfer.box.numel * itemsize
         return out, in_
 
-    def _start(
-        self,
-        index: int,
-        buffers: Sequence[Buffers],
-        tensors: Mapping[str, torch.Tensor],
-        dtypes: Mapping[str, torch.dtype],
-    ) -> Round | None:
+    def _start(self, index: int, buffers: Sequence[Buffers], shards: _Shards) -> Round | None:
         """Issue a round; None if there is none of that index."""
         if index >= len(self._splits):
             return None
@@ -182,13 +219,13 @@ class Exchange:
         at = starts(send_splits)
         for piece in self.plan.rounds[index]:
             name = self.plan.tensor(piece)[0]
-            held, local, dtype = local_box(tensors[name]), local_tensor(tensors[name]).detach(), dtypes[name]
+            dtype = shards.dtype(name)
             for transfer in self._at_once(piece):
                 if self.rank != transfer.source or transfer.source == transfer.target:
                     continue
                 start = at[transfer.target]
                 at[transfer.target] = stop = start + transfer.box.numel * dtype.itemsize
-                _write(sent[start:stop], local[transfer.box.inside(held)], dtype)
+                _write(sent[start:stop], shards.values(name, transfer.box), dtype)
         self.traffic.sent += sent.numel()
         self.traffic.received += received.numel()
         work = dist.all_to_all_single(received, sent, receive_splits, send_splits, group=self.group, async_op=True)
@@ -204,23 +241,16 @@ class Exchange:
         """Bytes that a round brings from each source."""
         return self._splits[index][1]
 
-    def _take(
-        self,
-        index: int,
-        received: torch.Tensor,
-        tensors: Mapping[str, torch.Tensor],
-        dtypes: Mapping[str, torch.dtype],
-    ) -> Iterator[Arrival]:
+    def _take(self, index: int, received: torch.Tensor, shards: _Shards) -> Iterator[Arrival]:
         at = starts(self._arriving(index))
         for piece in self.plan.rounds[index]:
             name, plan = self.plan.tensor(piece)
-            tensor, dtype = replace(plan.tensor, name=name), dtypes[name]
+            tensor, dtype = replace(plan.tensor, name=name), shards.dtype(name)
             for transfer in self._transfers(piece):
                 if transfer.target != self.rank:
                     continue
                 if transfer.source == self.rank:
-                    local = local_tensor(tensors[name]).detach()
-                    values = self._cast(local[transfer.box.inside(local_box(tensors[name]))], dtype)
+                    values = self._cast(shards.values(name, transfer.box), dtype)
                 else:
                     start = at[transfer.source]
                     at[transfer.source] = stop = start + transfer.box.numel * dtype.itemsize
@@ -234,19 +264,21 @@ class Exchange:
         nbytes = values.numel() * dtype.itemsize
         if nbytes > self._own.numel():
             self.traffic.hold(nbytes - self._own.numel())
-            self._own = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            self._own = self._empty(nbytes)
         return self._own[:nbytes].view(dtype).view(values.shape).copy_(values)
 
-    def _at_once(self, piece: Piece) -> Iterator[Transfer]:
+    def _at_once(self, piece: Piece) -> Iterable[Transfer]:
         """Those of this rank's that a round begins with: all, where nobody passes on."""
         return self._transfers(piece)
 
-    def _transfers(self, piece: Piece) -> Iterator[Transfer]:
-        """This rank's part of a piece."""
-        for transfer in self._mine[self.plan.layers[piece.group][1]][piece.index]:
-            part = transfer.part(piece.part, piece.parts)
-            if part is not None:
-                yield part
+    def _transfers(self, piece: Piece) -> list[Transfer]:
+        """This rank's part of a piece; the same for layers that are alike."""
+        template = self.plan.layers[piece.group][1]
+        key = (template, piece.index, piece.part, piece.parts)
+        if key not in self._parts:
+            parts = (transfer.part(piece.part, piece.parts) for transfer in self._mine[template][piece.index])
+            self._parts[key] = [part for part in parts if part is not None]
+        return self._parts[key]
 
 
 def starts(sizes: Sequence[int]) -> list[int]:

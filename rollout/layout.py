@@ -13,7 +13,7 @@ from typing import Any
 from .completeness import unpadded_shape
 from .placement import Heads, Need, Rollout, Tensor, needs
 
-__all__ = ["RANK", "difference", "digest", "entry", "held_layout", "layout", "rank_entry"]
+__all__ = ["RANK", "difference", "digest", "entry", "held_layout", "layout", "prefix_of", "rank_entry"]
 
 # The entry that says which worker it is; no parameter has such a name.
 RANK = "worker"
@@ -27,6 +27,14 @@ def entry(shape: Iterable[int], first: int | str = 0) -> str:
 def rank_entry(tp_rank: int, rollout: Rollout) -> str:
     """``1 of 2 in tensor parallel, experts whole``."""
     return f"{tp_rank} of {rollout.tp} in tensor parallel, experts {'whole' if rollout.expert_parallel else 'cut'}"
+
+
+def prefix_of(layer: str) -> str:
+    """What the names of a layer's tensors begin with, given the layer's name in vLLM's model.
+
+    Some versions of vLLM have a module of their own between an experts layer and its weights; names do not.
+    """
+    return layer.replace(".routed_experts", "") + "." if layer else ""
 
 
 def layout(tensors: Iterable[Tensor], rollout: Rollout, worker: int, heads: Heads) -> dict[str, str]:
@@ -61,8 +69,7 @@ def held_layout(
     """
     found = {RANK: rank}
     for name, layer, tensors in layers:
-        # Some versions of vLLM have a module of their own between an experts layer and its weights.
-        prefix = name.replace(".routed_experts", "") + "." if name else ""
+        prefix = prefix_of(name)
         for own, tensor in tensors.items():
             shape = unpadded_shape(layer, own, tensor)
             # All that the last worker has of a small vocabulary may be padding.

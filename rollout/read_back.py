@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from .layout import prefix_of
+
 __all__ = ["running_tensors", "unpack_by_index"]
 
 # Kernels that compute with w13_weight and w2_weight as vLLM's loader leaves them.
@@ -33,7 +35,7 @@ def running_tensors(model: torch.nn.Module, packed_linears: bool = True) -> Iter
     """
     heads = {id(layer) for name, layer in model.named_modules(remove_duplicate=False) if name.endswith("lm_head")}
     for name, layer in model.named_modules():
-        prefix = name.replace(".routed_experts", "") + "." if name else ""
+        prefix = prefix_of(name)
         if hasattr(layer, "w13_weight"):
             yield from _experts(prefix, layer)
             continue

@@ -5,7 +5,7 @@ relayed plan is the same plan but for its sources: of the workers of a node that
 trainer's rank that owns it, and is the source of the others. Workers on the source's own node are fed directly.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -59,10 +59,10 @@ class RelayedExchange(Exchange):
         self._passes_on = any(t.source >= sources for t in transfers)
         self._passed = [self._split(pieces, self._afterwards) for pieces in self.plan.rounds]
 
-    def _at_once(self, piece: Piece) -> Iterator[Transfer]:
+    def _at_once(self, piece: Piece) -> Iterable[Transfer]:
         return (t for t in self._transfers(piece) if t.source < self._sources)
 
-    def _afterwards(self, piece: Piece) -> Iterator[Transfer]:
+    def _afterwards(self, piece: Piece) -> Iterable[Transfer]:
         return (t for t in self._transfers(piece) if t.source >= self._sources)
 
     def _largest(self) -> tuple[int, int]:

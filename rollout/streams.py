@@ -7,7 +7,7 @@ its worker is asks for that worker's stream instead (``RolloutWeights.for_worker
 import contextlib
 import logging
 import re
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,7 @@ class RolloutSync:
         self.dtypes |= {name: buffer.dtype for name, buffer in persistent_buffers(model).items()}
         self.heads = Heads.of(model.config.get_text_config())
         self._exchanges: dict[tuple[Stream, Rollout, int], Exchange] = {}
+        self._needs: dict[tuple[Stream, Rollout, int], dict[str, list[Need]]] = {}
         self._said = ""
         self._begun = 0
         self.last_report: SyncReport | None = None
@@ -125,6 +126,17 @@ class RolloutSync:
         self._begun += 1
         return WorkerStream(self, self._begun, kind, rollout, worker)
 
+    def needs_of(self, kind: Stream, rollout: Rollout, worker: int) -> Callable[[Tensor], list[Need]]:
+        """Tells what a worker takes of a tensor; remembers it by name, since every sync asks."""
+        known = self._needs.setdefault((kind, rollout, worker), {})
+
+        def of(tensor: Tensor) -> list[Need]:
+            if tensor.name not in known:
+                known[tensor.name] = needs(tensor, rollout, worker, self.heads, kind)
+            return known[tensor.name]
+
+        return of
+
     def exchange(self, kind: Stream, rollout: Rollout, worker: int) -> Exchange:
         """The exchange that feeds ``worker`` of each replica; collective only when it is run."""
         key = (kind, rollout, worker)
@@ -143,7 +155,7 @@ class RolloutSync:
                 round_bytes(self.settings.memory_bytes),
             )
             device = self.meshes.dense.device_type
-            self._exchanges[key] = Exchange(plan, lambda tensor: needs_of(tensor, worker), dist.get_rank(), device)
+            self._exchanges[key] = Exchange(plan, self.needs_of(*key), dist.get_rank(), device)
         return self._exchanges[key]
 
 
@@ -160,6 +172,7 @@ class WorkerStream:
         self._sync, self._number, self.kind, self._rollout, self._worker = sync, number, kind, rollout, worker
         verified = sync.settings.verified
         self.is_verified = verified < 0 or number <= verified
+        self._needs = sync.needs_of(kind, rollout, worker)
         self.traffic = Traffic()
 
     def tensors(self) -> Generator[tuple[str, torch.Tensor]]:
@@ -195,9 +208,6 @@ class WorkerStream:
     @property
     def _exchange(self) -> Exchange:
         return self._sync.exchange(self.kind, self._rollout, self._worker)
-
-    def _needs(self, tensor: Tensor) -> list[Need]:
-        return needs(tensor, self._rollout, self._worker, self._sync.heads, self.kind)
 
     def _local_experts(self, name: str, need: Need, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Names of a checkpoint, experts one by one: vLLM would take a part of a stack for its first experts."""

@@ -2,45 +2,36 @@
 
 verl's own extension calls ``model.load_weights`` in place and then post-processes the model once more. That is right
 only where a kernel's layout equals the checkpoint's: vLLM's CPU build drops the linear weights it packed, and several
-GPU kernels permute theirs. Here weights go through vLLM's layer-wise reload
-(``vllm/model_executor/model_loader/reload``): a layer's tensors wait until it has all of them, are loaded and processed
-as at start-up, and are copied into the storage that kernels and CUDA graphs already know.
+GPU kernels permute theirs. Here weights go through vLLM's layer-wise reload (``vllm_reload.py``).
 
 Select it with ``actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls``.
 """
 
 import json
 import logging
-import math
 import os
-import re
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from verl.utils.device import get_device_name
 from verl.utils.vllm.vllm_quant_utils import is_quantized_model
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
-from verl.workers.rollout.vllm_rollout.weight_update_utils import apply_buffer_updates
 from vllm.config import set_current_vllm_config
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.attention import Attention, MLAAttention
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, make_online_process_loader
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
-from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
-from . import amx_shim, vllm_remedies
-from .checksums import Arrivals, Placements
-from .completeness import KeptCalls, LayerRecord
+from . import amx_shim
+from .checksums import Arrivals
 from .layout import difference, held_layout, rank_entry
 from .placement import Need, Rollout
 from .read_back import running_tensors
-from .recorded import Recorder, View
-from .slices import is_slice, parse_slice
+from .recorded import View
 from .sockets import WatchedContext, WeightSyncError
 from .verify import digest
+from .vllm_reload import Reload
 
 __all__ = ["WeightSyncExtension"]
 
@@ -48,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 # For a sender that names no time-out: longer than any gather between two buckets, and yet not for ever.
 _DEFAULT_TIMEOUT_SECONDS = 300.0
-_LISTED = 5
 
 
 class WeightSyncExtension(vLLMColocateWorkerExtension):
@@ -100,7 +90,7 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
             linger_seconds=5.0,
         )
         models = list(self._iter_all_models_with_config())
-        reload = _Reload(models, self.model_runner.vllm_config.parallel_config, verify)
+        reload = Reload(models, self.model_runner.vllm_config.parallel_config, verify)
         arrivals = Arrivals(verify)
         failure: str | None = None
 
@@ -205,7 +195,7 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
         Raises:
             ValueError: a loader does more than copy boxes.
         """
-        reload = _Reload(list(self._iter_all_models_with_config())[:1], self.model_runner.vllm_config.parallel_config)
+        reload = Reload(list(self._iter_all_models_with_config())[:1], self.model_runner.vllm_config.parallel_config)
         with set_current_vllm_config(self.model_runner.vllm_config), torch.no_grad():
             try:
                 reload.start()
@@ -216,255 +206,3 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
     def _running_tensors(self):
         with set_current_vllm_config(self.model_runner.vllm_config), torch.no_grad():
             yield from running_tensors(self.model_runner.model)
-
-
-class _Reload:
-    """One layer-wise reload of every model that takes weights (the actor, and a draft model beside it)."""
-
-    def __init__(self, models: list[tuple[Any, Any]], parallel_config: Any, verify: bool = False):
-        self._models = models
-        self._verify = verify
-        self._placed = Placements()
-        self._parallel = parallel_config
-        self._layers: list[LayerRecord] = []
-        self._buffer_names: set[str] = set()
-        self._left_out: set[str] = set()
-        self._buffer_updates: list[tuple[str, torch.Tensor]] = []
-        self._kept_buffers: list[tuple[str, torch.nn.Module, torch.Tensor, torch.Tensor]] = []
-        self.names: set[str] = set()
-        self.unused: list[str] = []
-        self.loader_calls = 0
-        self.touched_storages: set[int] = set()
-        self._owners: dict[str, tuple[torch.nn.Module, str]] = {}
-        self._loaders: list[tuple[torch.Tensor, Any]] = []
-
-    def start(self) -> None:
-        """Put every layer on meta, ready to take its tensors."""
-        for model, _ in self._models:
-            self._buffer_names.update(name for name, _ in model.named_buffers())
-            vllm_remedies.prepare_model(model)
-            for layer in model.modules():
-                vllm_remedies.prepare_layer(layer)
-                self._keep_buffers(layer)
-            initialize_layerwise_reload(model)
-            known = {id(record.layer) for record in self._layers}
-            for name, layer in model.named_modules():
-                if type(layer).__name__ == "StageMissingLayer":  # a tower for inputs that the user has excluded
-                    self._left_out.add(name)
-                # vLLM starts a layer that two models share (a draft model's embedding) once, and so do we.
-                if id(layer) not in known and not isinstance(layer, (Attention, MLAAttention)):
-                    record = LayerRecord(name, layer, get_layerwise_info(layer), SKIP_LOAD_TENSORS)
-                    record.info.loaded_weights = KeptCalls(record, self)
-                    self._layers.append(record)
-
-    def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        """Take one bucket; its memory may be reused as soon as this returns.
-
-        Raises:
-            WeightSyncError: a name came twice. vLLM counts elements, so a repeated tensor would hide a missing one.
-        """
-        kept: list[tuple[str, torch.Tensor]] = []
-        for name, tensor in weights:
-            if name in self.names:
-                raise WeightSyncError(f"the tensor {name} was sent twice in one weight sync")
-            self.names.add(name)
-            if is_slice(name):
-                self._place(*parse_slice(name), tensor.clone())
-                continue
-            # A layer waits with its tensors until it has all of them, and buckets are reused: it needs its own.
-            (self._buffer_updates if name in self._buffer_names else kept).append((name, tensor.clone()))
-        self.touched_storages.clear()
-        used: set[str] = set()
-        for model, _ in self._models:
-            model.load_weights(self._follow(kept, used))
-        for name, tensor in kept:
-            if name not in used and tensor.untyped_storage().data_ptr() not in self.touched_storages:
-                self.unused.append(name)
-
-    def _place(self, parameter: str, corner: tuple[int, ...], values: torch.Tensor) -> None:
-        """Take a slice of one of this worker's own parameters, from ``corner`` on.
-
-        Raises:
-            WeightSyncError: there is no such parameter, or the slice does not fit.
-        """
-        if parameter in self._buffer_names:
-            self._buffer_updates.append((parameter, values))
-            return
-        if not self._owners:
-            self._owners = self._take_slices()
-        if parameter not in self._owners:
-            raise WeightSyncError(f"a slice of {parameter} was sent, which vLLM's model does not have on this worker")
-        layer, own = self._owners[parameter]
-        target = getattr(layer, own)
-        extra = max(0, values.dim() - len(corner))
-        if math.prod(values.shape[:extra]) == 1:  # leading dims that the parameter does not have
-            values = values.reshape(values.shape[extra:])
-        stop = [c + s for c, s in zip(corner, values.shape, strict=False)]
-        fits = len(corner) == target.dim() == values.dim() and all(
-            a <= b for a, b in zip(stop, target.shape, strict=True)
-        )
-        if not fits:
-            raise WeightSyncError(
-                f"a slice {list(values.shape)} at {list(corner)} was sent for {parameter}, which is "
-                f"{list(target.shape)} on this worker"
-            )
-        if self._verify:
-            self._placed.add(parameter, corner, values.to(target.dtype))
-        target.weight_loader(target, values, corner)
-
-    def _take_slices(self) -> dict[str, tuple[torch.nn.Module, str]]:
-        """Have every layer that waits take slices of its parameters instead of tensors of a checkpoint."""
-        owners = {}
-        for prefix, layer in self._prefixes():
-            for own, tensor in get_layer_tensors(layer).items():
-                if own in SKIP_LOAD_TENSORS and own in layer._buffers:
-                    continue
-                owners[prefix + own] = (layer, own)
-                self._loaders.append((tensor, getattr(tensor, "weight_loader", None)))
-                tensor.weight_loader = _slice_loader(layer)
-                if own not in SKIP_LOAD_TENSORS:  # vLLM neither waits for these nor puts them on meta
-                    tensor.weight_loader = make_online_process_loader(layer, own)
-        return owners
-
-    def record(self, views: Sequence[View]) -> dict[str, list[Need]]:
-        """Have the models load tensors without values, and note what would have gone where."""
-        for record in self._layers:
-            record.info.load_numel = -(1 << 62)  # never enough, so that no layer is processed
-        parameters = {
-            prefix + own: tensor
-            for prefix, layer in self._prefixes()
-            for own, tensor in get_layer_tensors(layer).items()
-        }
-        with Recorder(views, parameters) as recorder:
-            for model, _ in self._models:
-                model.load_weights(recorder.weights())
-        return recorder.needs()
-
-    def _prefixes(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Every layer, and what its tensors' names begin with."""
-        for record in self._layers:
-            yield (record.name.replace(".routed_experts", "") + "." if record.name else ""), record.layer
-
-    def _follow(self, weights, used: set[str]):
-        """Hand the tensors over one by one and note which of them made a weight loader run."""
-        for name, tensor in weights:
-            before = self.loader_calls
-            yield name, tensor
-            if self.loader_calls > before:
-                used.add(name)
-
-    def finish(self) -> None:
-        """Process what is left and put the model back to work.
-
-        Raises:
-            WeightSyncError: a layer did not receive every element, a name reached no parameter, or a slice got lost.
-        """
-        tied = self._check_complete()
-        self._check_unused()
-        self._finalize()
-        for record in tied:
-            # A tied layer shares the parameter but may hold a packed copy of it, which nothing else refreshes.
-            record.layer.quant_method.process_weights_after_loading(record.layer)
-        loaded = {(id(record.layer), name) for record in self._layers for name in record.called}
-        for name, layer, buffer, before in self._kept_buffers:
-            if (id(layer), name) not in loaded:
-                buffer.copy_(before)
-        for model, _ in self._models:
-            apply_buffer_updates(model, self._buffer_updates)
-        # What it takes a computation to read is left out.
-        if wrong := self._placed.difference(running_tensors(self._models[0][0], packed_linears=False)):
-            raise WeightSyncError(wrong)
-
-    def abandon(self) -> None:
-        """Give the model its parameters back (what was loaded stays loaded), so that nothing is left on meta."""
-        for record in self._layers:
-            if not record.is_loaded:
-                record.info.load_numel = 0
-                record.info.loaded_weights.clear()
-        self._finalize()
-
-    def _finalize(self) -> None:
-        for model, config in self._models:
-            finalize_layerwise_reload(model, config)
-        # vLLM keeps the meta tensors for the next reload, which may bring whole tensors.
-        for tensor, loader in reversed(self._loaders):  # a tensor that two layers share was noted twice
-            if loader is None:
-                del tensor.weight_loader  # type: ignore[attr-defined]
-            else:
-                tensor.weight_loader = loader  # type: ignore[attr-defined]
-
-    def _keep_buffers(self, layer: torch.nn.Module) -> None:
-        # vLLM copies a fresh, uninitialised buffer over a persistent one that no loader filled.
-        if not any(parameter is not None for parameter in layer._parameters.values()):
-            return
-        for name, buffer in layer._buffers.items():
-            if buffer is not None and name not in layer._non_persistent_buffers_set:
-                self._kept_buffers.append((name, layer, buffer, buffer.clone()))
-
-    def _check_complete(self) -> list[LayerRecord]:
-        """Raise unless all layers are complete; return those that share their parameters with a complete one."""
-        owners: dict[int, list[LayerRecord]] = {}
-        for record in self._layers:
-            for parameter in record.kernel_parameters:
-                owners.setdefault(id(parameter), []).append(record)
-        tied, missing = [], []
-        for record in self._layers:
-            if record.is_loaded:
-                continue
-            received, expected = record.counts()
-            if received >= expected:
-                continue
-            others = [[o for o in owners[id(p)] if o is not record] for p in record.kernel_parameters]
-            if received == 0 and all(any(o.is_complete for o in found) for found in others):
-                tied.append(record)
-            else:
-                missing.append(f"{record.name or type(record.layer).__name__} ({received} of {expected})")
-        if missing:
-            raise WeightSyncError(
-                f"{len(missing)} layers of vLLM's model did not receive every element in this weight sync of "
-                f"{len(self.names)} tensors; elements received of expected: {', '.join(missing[:_LISTED])}"
-                f"{', ...' if len(missing) > _LISTED else ''}. {self._unused_text()}"
-            )
-        return tied
-
-    def _check_unused(self) -> None:
-        if self._parallel.pipeline_parallel_size > 1:
-            return  # a stage rightly drops the other stages' tensors
-        if any(not self._may_be_unused(name) for name in self.unused):
-            raise WeightSyncError(self._unused_text())
-
-    def _unused_text(self) -> str:
-        names = [name for name in self.unused if not self._may_be_unused(name)]
-        if not names:
-            return "Every tensor that was sent reached a parameter."
-        return (
-            f"{len(names)} tensors were sent that vLLM's model silently ignored, so their names are not its checkpoint "
-            f"names: {', '.join(names[:_LISTED])}{', ...' if len(names) > _LISTED else ''}."
-        )
-
-    def _may_be_unused(self, name: str) -> bool:
-        config = self._models[0][1].hf_text_config
-        last = name.rpartition(".")[2]
-        if last in SKIP_LOAD_TENSORS or last == "inv_freq":
-            return True  # loaded past the counting wrappers; computed, not loaded
-        if name.endswith("lm_head.weight") and getattr(config, "tie_word_embeddings", False):
-            return True
-        if self._parallel.enable_expert_parallel and ".experts." in name:
-            return True  # other ranks' experts are dropped once this rank's are complete
-        if any(f".{tower}." in f".{name}" for tower in self._left_out):
-            return True
-        # Multi-token-prediction layers come after the model's own, and without a draft model nobody takes them.
-        numbers = re.findall(r"(?:^|\.)layers\.(\d+)\.", name)
-        return name.startswith("mtp.") or any(int(n) >= config.num_hidden_layers for n in numbers)
-
-
-def _slice_loader(layer: Any) -> Callable[..., None]:
-    """A weight loader that places its values as they are, and zeroes the rows that vLLM pads a vocabulary with."""
-    rows = layer.shard_indices.num_org_elements if hasattr(layer, "shard_indices") else None
-
-    def load(param: torch.Tensor, values: torch.Tensor, corner: tuple[int, ...]) -> None:
-        param.data[tuple(slice(c, c + n) for c, n in zip(corner, values.shape, strict=True))].copy_(values)
-        if rows is not None:
-            param.data[rows:].zero_()
-
-    return load

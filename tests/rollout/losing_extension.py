@@ -1,16 +1,21 @@
 """A worker extension whose loaders lose one value of one parameter."""
 
-from epfsdp2.rollout import vllm_worker
+from epfsdp2.rollout import vllm_reload, vllm_worker
 
 
-def _loses_a_value(param, values, corner):
-    vllm_worker_load(param, values, corner)
-    if param.dim() == 3 and not param.is_meta and param.shape[1] == 96:  # w2_weight [E, D, I]
-        param.data[-1, -1, -1] += 1
+def _losing_loader(*args):
+    load = stock(*args)
+
+    def loses_a_value(param, values, corner):
+        load(param, values, corner)
+        if param.dim() == 3 and not param.is_meta and param.shape[1] == 96:  # w2_weight [E, D, I]
+            param.data[-1, -1, -1] += 1
+
+    return loses_a_value
 
 
-vllm_worker_load = vllm_worker._load_slice
-vllm_worker._load_slice = _loses_a_value
+stock = vllm_reload.slice_loader
+vllm_reload.slice_loader = _losing_loader
 
 
 class LosesAValue(vllm_worker.WeightSyncExtension):

@@ -15,13 +15,19 @@ __all__ = ["sharded_model"]
 
 
 def sharded_model(
-    folder: Path, world: int | Topology, ep: int = 1, fsdp_size: int = -1, attention: str = "sdpa", **options
+    folder: Path,
+    world: int | Topology,
+    ep: int = 1,
+    fsdp_size: int = -1,
+    attention: str = "sdpa",
+    dtype: torch.dtype = torch.float32,
+    **options,
 ) -> tuple[nn.Module, Meshes]:
-    """Build, shard and load a checkpoint in float32; ``options`` are those of ``ShardingOptions``."""
+    """Build, shard and load a checkpoint, stored in ``dtype``; ``options`` are those of ``ShardingOptions``."""
     topology = world if isinstance(world, Topology) else Topology.plan(world, ep, fsdp_size)
     meshes = build_meshes("cpu", topology)
     config = AutoConfig.from_pretrained(folder, attn_implementation=attention)
-    model = build_on_meta(AutoModelForCausalLM, config, torch.float32)
+    model = build_on_meta(AutoModelForCausalLM, config, dtype)
     parallelize(model, meshes, ShardingOptions(**{"param_dtype": torch.float32, **options}))
     materialize(model, "cpu")
     load_weights(model, open_checkpoint(folder), meshes)

@@ -44,7 +44,7 @@ def _fails_in_the_worker() -> type:
 
     from epfsdp2.rollout import vllm_worker
 
-    class Failing(vllm_worker._Reload):
+    class Failing(vllm_worker.Reload):
         buckets = 0
 
         def start(self):
@@ -71,11 +71,11 @@ def _fails_in_the_worker() -> type:
             here = os.environ["VERL_REPLICA_RANK"] == "0" and get_tp_group().rank_in_group == 0
             if not here or self.syncs != 2 or (WHO, HOW) == ("trainer", "raise"):
                 return super().update_weights_from_ipc(*args, **kwargs)
-            whole, vllm_worker._Reload = vllm_worker._Reload, Failing
+            whole, vllm_worker.Reload = vllm_worker.Reload, Failing
             try:
                 return super().update_weights_from_ipc(*args, **kwargs)
             finally:
-                vllm_worker._Reload = whole
+                vllm_worker.Reload = whole
 
     return FailsInTheSecondSync
 

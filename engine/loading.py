@@ -26,7 +26,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 from .errors import SettingError
 from .mesh import Meshes
-from .shards import box_of, local_tensor, persistent_buffers
+from .shards import box_of, checkpointed, local_tensor
 
 __all__ = ["CheckpointFiles", "load_weights", "local_checkpoint", "open_checkpoint"]
 
@@ -125,7 +125,7 @@ def load_weights(
         ValueError: naming the first missing or ill-shaped tensors.
     """
     sources = _plan(model, files)
-    targets: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **persistent_buffers(model)}
+    targets = checkpointed(model)
 
     missing = []
     with torch.no_grad():

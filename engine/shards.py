@@ -9,7 +9,15 @@ from torch.distributed.tensor import DTensor, Shard
 from .boxes import Box, Cut, cut_box
 from .mesh import Topology
 
-__all__ = ["box_of", "cuts_of", "is_expert_parameter", "local_box", "local_tensor", "persistent_buffers"]
+__all__ = [
+    "box_of",
+    "checkpointed",
+    "cuts_of",
+    "is_expert_parameter",
+    "local_box",
+    "local_tensor",
+    "persistent_buffers",
+]
 
 
 def cuts_of(param: torch.Tensor) -> tuple[Cut, ...]:
@@ -53,6 +61,11 @@ def is_expert_parameter(param: torch.Tensor) -> bool:
     """Whether the parameter lives on the experts' mesh."""
     names = param.device_mesh.mesh_dim_names if isinstance(param, DTensor) else None
     return names is not None and "ep" in names
+
+
+def checkpointed(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by name: what a checkpoint holds of a model."""
+    return {**dict(model.named_parameters()), **persistent_buffers(model)}
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

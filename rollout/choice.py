@@ -69,8 +69,7 @@ def choose_stream(
         return ("sliced" if wanted == "auto" else cast(Stream, wanted)), ""
     if wanted == "auto":
         # A worker that keeps everything is sent the same bytes either way.
-        keeps_all = rollout.tp == 1 and not rollout.expert_parallel
-        return "full", "" if keeps_all else f"{found.setting}={found.value}: {found.reason}"
+        return "full", "" if rollout.keeps_all else f"{found.setting}={found.value}: {found.reason}"
     works = f"{_SETTING}=auto" + (f", or {found.setting}={found.works}" if found.works else "")
     raise SettingError(_SETTING, wanted, f"can't be with {found.setting}={found.value}: {found.reason}", works)
 

@@ -5,6 +5,7 @@ vLLM's loaders take the checkpoint's names always, and for some families the fus
 there: Qwen3-30B-A3B is 531 tensors instead of 18,867, and vLLM's loader scans its whole expert mapping for each.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,8 +13,9 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
-__all__ = ["FUSED_IN_VLLM", "as_checkpoint", "for_vllm"]
+__all__ = ["FUSED_IN_VLLM", "as_checkpoint", "for_vllm", "is_of_expert", "of_later_expert"]
 
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _OWN = {"gate_up_proj": "gate_up_proj", "down_proj": "down_proj"}
 _LETTERED = {"gate_up_proj": "w13", "down_proj": "w2"}
 
@@ -54,6 +56,16 @@ def _fused_name(model: Any, name: str, tensor: torch.Tensor, stacks: Mapping[str
     if len(parts) != 1:
         raise ValueError(f"{name} is {len(parts)} tensors in a checkpoint of {model.config.model_type}")
     return parts[0]
+
+
+def is_of_expert(name: str) -> bool:
+    """Whether a checkpoint's tensor is one of a single expert."""
+    return _EXPERT.search(name) is not None
+
+
+def of_later_expert(name: str, by: int) -> str:
+    """The same tensor of the expert that comes ``by`` later; the name as it is if it is of no single expert."""
+    return _EXPERT.sub(lambda found: f".experts.{int(found[1]) + by}.", name)
 
 
 def as_checkpoint(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -96,6 +96,11 @@ class Rollout:
         """Workers of a replica."""
         return self.tp * self.dp
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether each worker keeps the whole model."""
+        return self.tp == 1 and not self.expert_parallel
+
 
 @dataclass(frozen=True)
 class Heads:

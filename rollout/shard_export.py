@@ -6,7 +6,6 @@ what has changed goes to rank 0 by name and position in the checkpoint (verl 0.9
 element of a stack becomes which is found by sending positions, instead of values, through transformers' own converter.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,13 +16,10 @@ from torch import nn
 from verl.workers.engine.spec import BlockPlacement, ShardSpec, translate_flat_indices
 
 from ..engine.mesh import Meshes
-from ..engine.shards import cuts_of, local_box, local_tensor, persistent_buffers
+from ..engine.shards import checkpointed, cuts_of, local_box, local_tensor
 from . import naming
 
 __all__ = ["ExpertsSpec", "ShardExport", "experts_entry"]
-
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
-_FIRST = ".experts.0."
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,7 @@ class ShardExport:
             ValueError: for a tensor that the checkpoint holds in another form, but for stacks of experts.
         """
         device = self.meshes.dense.device_type
-        tensors = {**dict(self.model.named_parameters()), **persistent_buffers(self.model)}
+        tensors = checkpointed(self.model)
         for name, tensor in tensors.items():
             values = local_tensor(tensor).detach().to(device)
             if values.is_floating_point():
@@ -94,13 +90,17 @@ class ShardExport:
         rows = self._stacks.get(name)
         if rows is None:
             return ShardSpec(**placed)
-        slots = [(_of_expert(slot, expert), size) for expert in range(shape[0]) for slot, size in rows.slots]
+        slots = [
+            (naming.of_later_expert(slot, expert), size) for expert in range(shape[0]) for slot, size in rows.slots
+        ]
         return ExpertsSpec(**placed, hf_slots=slots, to_hf_chunk=partial(self._chunk, name), rows=rows)
 
     def _chunk(self, name: str, start: int, segment: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """Experts from ``start`` on, as the checkpoint has them: expert by expert, as ``hf_slots`` lists them."""
         one_by_one = (naming.as_checkpoint(self.model, [(name, row[None])]) for row in segment)
-        return [(_of_expert(own, start + i), values) for i, row in enumerate(one_by_one) for own, values in row]
+        return [
+            (naming.of_later_expert(own, start + i), values) for i, row in enumerate(one_by_one) for own, values in row
+        ]
 
     def _checkpoint_name(self, name: str, tensor: torch.Tensor) -> str:
         if name not in self._names:
@@ -112,7 +112,7 @@ class ShardExport:
         found = list(naming.as_checkpoint(self.model, [(name, whole)]))
         if len(found) == 1 and found[0][1] is whole:
             return found[0][0]
-        if _EXPERT.search(found[0][0]):
+        if naming.is_of_expert(found[0][0]):
             self._stacks[name] = self._probe(name, tuple(tensor.shape[1:]))
             return name
         raise ValueError(f"{name} is no tensor of its own in a checkpoint of {self.model.config.model_type}.")
@@ -152,7 +152,3 @@ def experts_entry(
     order = torch.argsort(slot, stable=True)
     counts = torch.bincount(slot, minlength=len(slots)).cpu()
     return slots, str(lval.dtype).removeprefix("torch."), counts, rows.position[element][order], lval[order]
-
-
-def _of_expert(name: str, expert: int) -> str:
-    return name.replace(_FIRST, f".experts.{expert}.")

@@ -6,7 +6,6 @@ its worker is asks for that worker's stream instead (``RolloutWeights.for_worker
 
 import contextlib
 import logging
-import re
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from ..engine import versions
 from ..engine.agreement import check_agreement
 from ..engine.mesh import Meshes
-from ..engine.shards import local_tensor, persistent_buffers
+from ..engine.shards import checkpointed, local_tensor, persistent_buffers
 from . import naming, stream
 from .choice import choose_stream, rollout_of
 from .exchange import Exchange
@@ -32,8 +31,6 @@ from .traffic import Handover, SyncReport, Traffic
 __all__ = ["RolloutSync", "RolloutWeights", "SyncSettings", "WorkerStream"]
 
 logger = logging.getLogger("epfsdp2")
-
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -115,7 +112,7 @@ class RolloutSync:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Parameters and persistent buffers, sharded, by name."""
-        return {**dict(self.model.named_parameters()), **persistent_buffers(self.model)}
+        return checkpointed(self.model)
 
     def tensors(self) -> list[Tensor]:
         """What there is to hand over, as the planner takes it."""
@@ -181,8 +178,8 @@ class WorkerStream:
             return self._sync.full(self.traffic)
         if self.kind == "expert_local":
             return self._expert_local()
-        keeps_all = self._rollout.tp == 1 and not self._rollout.expert_parallel
-        return self._slices_of_gathers() if keeps_all and self._sync.gathers_fit else self._slices()
+        in_gathers = self._rollout.keeps_all and self._sync.gathers_fit
+        return self._slices_of_gathers() if in_gathers else self._slices()
 
     def _expert_local(self) -> Generator[tuple[str, torch.Tensor]]:
         whole = self._exchange.assembled(self._sync.state(), self._sync.dtypes, self.traffic)
@@ -213,8 +210,7 @@ class WorkerStream:
         """Names of a checkpoint, experts one by one: vLLM would take a part of a stack for its first experts."""
         first = need.box.low[0] if need.box.low else 0
         for own, tensor in naming.as_checkpoint(self._sync.model, [(name, values)]):
-            expert = _EXPERT.search(own)
-            yield own.replace(expert[0], f".experts.{int(expert[1]) + first}.") if expert else own, tensor
+            yield naming.of_later_expert(own, first), tensor
 
     def agree(self, failure: Exception | None) -> None:
         """Before anything is sent, have all ranks know that all plans are one plan, and what failed; collective.

@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 
 from epfsdp2.engine.boxes import Box
-from epfsdp2.engine.shards import persistent_buffers
+from epfsdp2.engine.shards import checkpointed
 from epfsdp2.rollout.placement import ANALYTIC, Heads, Need, Rollout, Tensor, needs
 from epfsdp2.rollout.recorded import Recorder, View, checkpoint_views, joined
 from tests.rollout.families import FAMILIES, config_of, model_on_meta
+from tests.rollout.served_families import SERVED
 from tests.support.ranks import run_ranks
 
 _ENVIRONMENT = {
@@ -63,7 +64,7 @@ def _compare(folder, cases):
 
 
 def _tensors(model) -> list[Tensor]:
-    state = {**dict(model.named_parameters()), **persistent_buffers(model)}
+    state = checkpointed(model)
     return [Tensor(name, tuple(t.shape), t.element_size()) for name, t in state.items()]
 
 
@@ -81,7 +82,7 @@ def _record(engine, model):
 def _cases(family: str) -> list:
     """Cut by two; with one key-value head on both; with whole experts, of which one worker has more."""
     counts = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-    experts = next(name for name in counts if name in FAMILIES[family].sizes)
+    experts = next(name for name in counts if name in SERVED[family].family.sizes)
     return [
         (family, {}, False),
         (family, {"num_key_value_heads": 1}, False),

@@ -12,6 +12,7 @@ from epfsdp2.rollout.layout import layout
 from epfsdp2.rollout.placement import Heads, Rollout, holders, needs
 from epfsdp2.rollout.source import tensors_before_sharding
 from tests.rollout.families import FAMILIES, config_of, model_on_meta, save
+from tests.rollout.served_families import SERVED
 from tests.support.engine import sharded_model
 from tests.support.ranks import run_ranks
 
@@ -63,7 +64,7 @@ def _layouts(config, workers, expert_parallel):
 def _matches_fresh_engines(start_engine, folder, family, tp, kinds, *, expert_parallel=False, **sizes):
     """``kinds`` are the streams of the syncs, by turns of the second and of the first of two checkpoints."""
     first, second = (str(save(family, folder / str(seed), seed, **sizes)) for seed in (1, 2))
-    settings = {"tp_size": tp, "hf_overrides": FAMILIES[family].served_as}
+    settings = {"tp_size": tp, **SERVED[family].settings}
     if expert_parallel:
         settings["enable_expert_parallel"] = True
 

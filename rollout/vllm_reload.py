@@ -133,6 +133,8 @@ class Reload:
                 self._landings[parameter] = torch.empty_like(target, device=device, requires_grad=False)
             place = self._landings[parameter][_at(corner, values)]
             values = place.copy_(values)
+        else:  # a bias: vLLM leaves it where it is, and yet has its values wait
+            values = values.clone()
         target.weight_loader(target, values, corner)
 
     def _take_slices(self) -> dict[str, tuple[torch.nn.Module, str]]:

@@ -21,7 +21,8 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, SKIP_TENSORS
+from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from . import amx_shim
 from .checksums import Arrivals
@@ -140,11 +141,16 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
             is_optional = not is_parameter or own in SKIP_LOAD_TENSORS or (tied and name == "lm_head.weight")
             return name in layouts[worker] or not is_optional
 
+        def built(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+            """Tensors as they were when the model was built; some, as biases, never change and are not recorded."""
+            parameters, buffers = get_layerwise_info(layer).restore_metadata
+            unchanged = {name: t for name, t in get_layer_tensors(layer).items() if name in SKIP_TENSORS}
+            return {**unchanged, **parameters, **buffers}
+
         layers = (
-            (name, layer, {**recorded[0], **recorded[1]})
+            (name, layer, built(layer))
             for name, layer in model.named_modules()
             if not isinstance(layer, (Attention, MLAAttention))
-            and (recorded := get_layerwise_info(layer).restore_metadata)
         )
         held = held_layout(layers, rank_entry(group.rank_in_group, rollout), is_needed)
         if wrong := difference(layouts[worker], held):

@@ -95,11 +95,12 @@ def _matches_fresh_engines(start_engine, folder, family, tp, kinds, *, expert_pa
 
 
 def test_slices_and_whole_experts_under_expert_parallelism(start_engine, tmp_path):
-    _matches_fresh_engines(start_engine, tmp_path, "qwen3_moe", 2, BOTH, expert_parallel=True)
+    """Of a family with biases, which vLLM's reload treats otherwise than weights."""
+    _matches_fresh_engines(start_engine, tmp_path, "qwen2_moe", 2, BOTH, expert_parallel=True)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "qwen3_moe"])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "qwen2_moe"])
 def test_the_same_of_every_other_family(start_engine, tmp_path, family):
     _matches_fresh_engines(start_engine, tmp_path, family, 2, BOTH, expert_parallel=True)
 

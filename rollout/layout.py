@@ -1,8 +1,8 @@
 """What a vLLM worker keeps of a model, said in one form by both sides, so that they can be compared before a sync.
 
 The trainer's side follows from its plan (``layout``), the worker's from its own model
-(``WeightSyncExtension.epfsdp2_check_layout``). An entry is a parameter's shape without vLLM's padding, and, where it is
-made of rows of a single tensor, the first of them: which rows of the vocabulary, or which experts.
+(``WeightSyncExtension.epfsdp2_check_layout``). An entry is a parameter's shape without vLLM's padding, and the first of
+its rows where the worker knows that: which rows of the vocabulary, or which experts.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from .completeness import unpadded_shape
-from .placement import Heads, Need, Rollout, Tensor, needs
+from .placement import Heads, Need, Rollout, Tensor, is_numbered, needs
 
 __all__ = ["RANK", "difference", "digest", "entry", "held_layout", "layout", "prefix_of", "rank_entry"]
 
@@ -44,14 +44,16 @@ def layout(tensors: Iterable[Tensor], rollout: Rollout, worker: int, heads: Head
         ValueError: if vLLM could not cut a tensor so.
     """
     placed: dict[str, list[Need]] = {}
+    first: dict[str, int] = {}
     for tensor in tensors:
         for need in needs(tensor, rollout, worker, heads):
             placed.setdefault(need.parameter, []).append(need)
+            if is_numbered(tensor.name):
+                first[need.parameter] = need.box.low[0]
     found = {RANK: rank_entry(worker % rollout.tp, rollout)}
     for parameter, parts in placed.items():
         ends = zip(*(need.end for need in parts), strict=True)
-        first = parts[0].box.low[0] if len(parts) == 1 and parts[0].box.low else 0
-        found[parameter] = entry((max(end) for end in ends), first)
+        found[parameter] = entry((max(end) for end in ends), first.get(parameter, 0))
     return found
 
 

@@ -36,6 +36,7 @@ __all__ = [
     "Tensor",
     "Topology",
     "holders",
+    "is_numbered",
     "needs",
 ]
 
@@ -175,6 +176,11 @@ def needs(tensor: Tensor, rollout: Rollout, worker: int, heads: Heads, stream: S
     return family.named(whole)
 
 
+def is_numbered(name: str) -> bool:
+    """Whether a worker of vLLM knows which rows of a tensor it has: those of a vocabulary and of experts."""
+    return (_EXPERTS.search(name) or _VOCABULARY.search(name)) is not None
+
+
 def _whole_experts(tensor: Tensor, workers: int, worker: int) -> list[Need]:
     each, more = divmod(tensor.shape[0], workers)
     first = worker * each + min(worker, more)
@@ -262,6 +268,7 @@ def _without_first_dim(tensor: Tensor, tp: int, rank: int, heads: Heads, kind: s
 
 
 _EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
+_VOCABULARY = re.compile(r"(?:^|\.)(embed_tokens|lm_head)\.weight$")
 _Rule = Callable[[Tensor, int, int, Heads, str], Iterable[Need]]
 _RULES: list[tuple[re.Pattern[str], _Rule]] = [
     (re.compile(r"\.experts\.(gate_up_proj)$"), _experts_up),
@@ -269,7 +276,7 @@ _RULES: list[tuple[re.Pattern[str], _Rule]] = [
     (re.compile(r"\.self_attn\.(q|k|v)_proj\.(?:weight|bias)$"), _attention_in),
     (re.compile(r"\.(gate|up)_proj\.(?:weight|bias)$"), _gate_or_up),
     (re.compile(r"\.(o|down)_proj\.weight$"), _row_parallel),
-    (re.compile(r"(?:^|\.)(embed_tokens|lm_head)\.weight$"), _vocabulary),
+    (_VOCABULARY, _vocabulary),
 ]
 
 

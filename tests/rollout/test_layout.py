@@ -33,6 +33,16 @@ def test_tensor_parallel():
     assert digest(planned[0]) != digest(planned[1]) and difference(planned[1], planned[1]) == ""
 
 
+def test_a_norm_that_is_cut_by_heads_is_compared_by_what_the_worker_knows():
+    norm = Tensor("model.layers.0.self_attn.q_norm.weight", (64,), 2)
+    planned = layout([norm], Rollout(2), 1, Heads(queries=4, keys=2, dim=16, family="minimax_m2"))
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(torch.empty(32, device="meta"))
+    layers = [("model.layers.0.self_attn.q_norm", layer, {"weight": layer.weight})]
+    held = held_layout(layers, rank_entry(1, Rollout(2)), lambda name, own, is_parameter: True)
+    assert difference(planned, held) == ""
+
+
 def test_whole_experts_uneven():
     planned = [layout(TENSORS, Rollout(2, 2, expert_parallel=True), worker, HEADS) for worker in range(4)]
     assert [p["model.layers.0.mlp.experts.w2_weight"] for p in planned] == [

@@ -2,7 +2,8 @@
 
     python benchmarks/long_tests.py [pytest's arguments]
 
-writes ``benchmarks/results/test_long.json`` and ``test_long.md``.
+writes ``benchmarks/results/test_long.json`` and ``test_long.md``. What of an earlier run was not run again stays, with
+the commit that it ran at.
 """
 
 import json
@@ -27,19 +28,25 @@ def outcomes(report: Path) -> list[dict]:
     return found
 
 
+def merged(before: list[dict], now: list[dict]) -> list[dict]:
+    """The newest outcome of every test, in the order of their names."""
+    newest = {row["test"]: row for row in (*before, *now)}
+    return [newest[name] for name in sorted(newest)]
+
+
 def as_markdown(result: dict) -> str:
     where = result["machine"]
-    rows = [f"| `{r['test']}` | {r['outcome']} | {r['seconds']:.0f} |" for r in result["tests"]]
+    rows = [f"| `{r['test']}` | {r['outcome']} | {r['seconds']:.0f} | {r['commit'][:9]} |" for r in result["tests"]]
     return "\n".join(
         [
             "# The long tests",
             "",
             "Written by `make test-long`.",
             "",
-            f"{where['cpu']}, {where['cores']} cores; {where['date']}; commit {where['commit'][:12]}.",
+            f"{where['cpu']}, {where['cores']} cores; {where['date']}.",
             "",
-            "| test | outcome | seconds |",
-            "|---|---|---|",
+            "| test | outcome | seconds | commit |",
+            "|---|---|---|---|",
             *rows,
             "",
         ]
@@ -53,8 +60,12 @@ def main() -> int:
         status = subprocess.run(pytest, cwd=HERE.parent, check=False).returncode
         if not report.exists():
             return status
-        result = {"machine": machine(), "tests": outcomes(report)}
-    (RESULTS / "test_long.json").write_text(json.dumps(result, indent=1) + "\n")
+        where = machine()
+        now = [{**row, "commit": where["commit"]} for row in outcomes(report)]
+    path = RESULTS / "test_long.json"
+    before = json.loads(path.read_text())["tests"] if path.exists() else []
+    result = {"machine": where, "tests": merged(before, now)}
+    path.write_text(json.dumps(result, indent=1) + "\n")
     (RESULTS / "test_long.md").write_text(as_markdown(result))
     return status
 

@@ -28,6 +28,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.quickstart import machine
+from benchmarks.tables import write_table
 from epfsdp2.engine.clip import clip_grad_norm_
 from epfsdp2.engine.mesh import Topology, build_meshes
 from epfsdp2.engine.modeling import build_on_meta, materialize
@@ -48,7 +49,6 @@ COLUMNS = [
     "ratio",
     "largest",
 ]
-RESULTS = Path(__file__).parent / "results"
 WORLD, FLOAT = 4, 4
 MODEL = {
     "vocab_size": 256,
@@ -289,21 +289,13 @@ def cells(row: Row) -> list[str]:
 def write(rows: list[Row]) -> None:
     where = machine()
     result = {"machine": where, "model": MODEL, "rows": [{**asdict(row), "ratio": round(row.ratio, 3)} for row in rows]}
-    (RESULTS / "memory.json").write_text(json.dumps(result, indent=1) + "\n")
-    lines = [
-        "# Peak memory of a step",
-        "",
-        "Written by `make memory`.",
-        "",
-        f"{where['cpu']}; torch {where['versions']['torch']}; {where['date']}; commit {where['commit'][:12]}.",
-        "",
+    text = [
         "Four ranks on CPU, float32, AdamW, the second step. MiB on the rank with the largest peak. Predicted:",
         "`predict` in `benchmarks/memory.py`, from sizes alone. Largest: the largest single allocation over the stack",
         "`[E, 2I, D]` of a layer's `gate_up_proj`. With `ep` = 1 FSDP gathers whole stacks by design; EP is for that.",
-        "",
-        *(f"| {' | '.join(line)} |" for line in (COLUMNS, ["---"] * len(COLUMNS), *map(cells, rows))),
     ]
-    (RESULTS / "memory.md").write_text("\n".join(lines) + "\n")
+    on = f"{where['cpu']}; torch {where['versions']['torch']}"
+    write_table("memory", result, "Peak memory of a step", "make memory", on, text, COLUMNS, [*map(cells, rows)])
 
 
 def main() -> int:

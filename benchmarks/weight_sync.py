@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.memory import peak_of
 from benchmarks.quickstart import machine
+from benchmarks.tables import write_table
 from epfsdp2.engine.parallelize import ShardingOptions, compute_dtypes, layer_names
 from epfsdp2.rollout.placement import Rollout
 from epfsdp2.rollout.server_adapter import send_weights
@@ -45,7 +46,6 @@ from tests.rollout.conftest import Engine
 from tests.support.engine import sharded_model
 from tests.support.ranks import run_ranks
 
-RESULTS = Path(__file__).parent / "results"
 WORLD = 2
 SIDES = ("stock", "stock-bf16", "full", "sliced", "sliced-bf16")
 BUCKET_MEGABYTES, SYNC_MEGABYTES = 64, 128
@@ -286,25 +286,17 @@ def cells(row: dict) -> list[str]:
 def write(rows: list[dict], repeats: int) -> None:
     where = machine()
     result = {"machine": where, "model": MODEL, "repeats": repeats, "rows": rows}
-    (RESULTS / "weight_sync.json").write_text(json.dumps(result, indent=1) + "\n")
-    lines = [
-        "# A weight sync, end to end",
-        "",
-        "Written by `make bench-sync`.",
-        "",
-        f"{where['cpu']}, {where['cores']} cores; torch {where['versions']['torch']}; {where['date']}; "
-        f"commit {where['commit'][:12]}.",
-        "",
+    text = [
         "Two trainer ranks with a Qwen3-MoE of 0.48 GB in bfloat16 (masters float32) send it to vLLM's CPU build;",
         f"sides take turns, medians of {repeats}. GB: handed to one worker. Against stock: verl's fsdp2 engine with",
         "float32 masters, its default; `-bf16`: parameters are stored in bfloat16, nothing is cast. Trainer's part:",
         "gathering and one copy, against the bare collectives and one copy of what is handed over; then against the",
         "same with a copy that reads what is stored, which for float32 masters is a cast. Peak: most bytes allocated",
         f"at once, with {SYNC_MEGABYTES} MB allowed; `full` has a layer's stack of experts whole, as verl asks.",
-        "",
-        *(f"| {' | '.join(line)} |" for line in (COLUMNS, ["---"] * len(COLUMNS), *map(cells, rows))),
     ]
-    (RESULTS / "weight_sync.md").write_text("\n".join(lines) + "\n")
+    on = f"{where['cpu']}, {where['cores']} cores; torch {where['versions']['torch']}"
+    heading = "A weight sync, end to end"
+    write_table("weight_sync", result, heading, "make bench-sync", on, text, COLUMNS, [*map(cells, rows)])
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 """What a trainer rank hands to the rollout: everything, or what the worker beside it keeps.
 
 Iterated, the weights of a sync are the ``full`` stream, which every backend of verl takes. An adapter that knows where
-its worker is asks for that worker's stream instead (``RolloutWeights.for_worker``).
+its worker is asks for that worker's stream instead (``RolloutWeights.for_rollout``).
 """
 
 import contextlib

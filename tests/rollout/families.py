@@ -28,7 +28,7 @@ class Family:
 
 # Heads that divide, where the head size is hidden / heads and vLLM's CPU attention takes 32.
 _WIDE = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-# vLLM takes these by layer, and so does its loader of a single one.
+# Its configs may also have these by layer.
 _BY_LAYER = {"moe_intermediate_size": [64, 64], "moe_topk": [2, 2], "num_shared_expert": [1, 1]}
 
 FAMILIES: dict[str, Family] = {

@@ -1,0 +1,42 @@
+"""How a benchmark's result is kept: figures as JSON, and a table with the machine that they hold for as Markdown."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["write_table"]
+
+_RESULTS = Path(__file__).parent / "results"
+
+
+def write_table(
+    name: str,
+    result: dict,
+    heading: str,
+    made_by: str,
+    machine: str,
+    text: Sequence[str],
+    columns: Sequence[str],
+    cells: Sequence[Sequence[str]],
+) -> None:
+    """Write ``results/<name>.json`` and ``<name>.md``.
+
+    Args:
+        result: what the JSON holds; its entry ``machine`` says at which date and commit.
+        machine: what of the machine matters to these figures.
+        text: lines between it and the table.
+    """
+    where = result["machine"]
+    lines = [
+        f"# {heading}",
+        "",
+        f"Written by `{made_by}`.",
+        "",
+        f"{machine}; {where['date']}; commit {where['commit'][:12]}.",
+        "",
+        *text,
+        "",
+        *(f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *cells)),
+    ]
+    (_RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (_RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n")

@@ -30,6 +30,7 @@ from .checkpointing import Checkpointing
 from .clip import ClippedStep
 from .config import STRATEGY, EPFSDP2EngineConfig
 from .loading import load_weights, local_checkpoint, open_checkpoint
+from .manifest import alike
 from .mesh import Topology, build_meshes
 from .modeling import build_on_meta, check_initialized, materialize
 from .optimizer import optimizer_from_config
@@ -242,16 +243,20 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
                 "epfsdp2: nothing is copied to hdfs_path=%s; checkpoints are written to local paths", hdfs_path
             )
         contents = set(self.checkpoint_config.get("save_contents") or ())
+
+        def also(folder: Path) -> None:
+            hf = folder / "huggingface"
+            with alike(get_device_name()):
+                if self.rank == 0:
+                    self._save_hf_config(hf)
+            if "hf_model" in contents:
+                limit = self.engine_config.sync_megabytes << 20
+                full = stream.full_tensors(self.module, self.meshes, self.layer_names, limit)
+                checkpoint.write_hf_weights(hf, naming.as_checkpoint(self.module, full), get_device_name())
+
         folder = Path(local_path)
-        checkpoint.save_checkpoint(folder, self.module, self.optimizer, self.lr_scheduler, contents, global_step)
-        hf = folder / "huggingface"
-        if self.rank == 0:
-            self._save_hf_config(hf)
-        if "hf_model" in contents:
-            limit = self.engine_config.sync_megabytes << 20
-            full = stream.full_tensors(self.module, self.meshes, self.layer_names, limit)
-            checkpoint.write_hf_weights(hf, naming.as_checkpoint(self.module, full))
-        dist.barrier()
+        state = (self.module, self.optimizer, self.lr_scheduler)
+        checkpoint.save_checkpoint(folder, *state, contents, global_step, also, get_device_name())
         # The oldest goes when the newest is there.
         self._saved = checkpoint.remove_old([*self._saved, folder], max_ckpt_to_keep)
 
@@ -259,7 +264,8 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         contents = set(self.checkpoint_config.get("load_contents") or ())
         # Optimizer state is created where the parameters are.
         self.to(get_device_name(), model=self._is_offload_param, optimizer=False, grad=False)
-        checkpoint.load_checkpoint(Path(local_path), self.module, self.optimizer, self.lr_scheduler, contents)
+        state = (self.module, self.optimizer, self.lr_scheduler)
+        checkpoint.load_checkpoint(Path(local_path), *state, contents, get_device_name())
         # A forward-only pass may have left parameters gathered, with the weights from before.
         reshard_all(self.module)
         self.to("cpu", model=self._is_offload_param, optimizer=self._is_offload_optimizer, grad=False)

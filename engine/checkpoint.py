@@ -2,17 +2,21 @@
 
 A checkpoint folder of one role holds
 
-    dist_ckpt/          torch distributed checkpoint: model and optimizer by parameter name, with real placements
-    trainer_state.json  learning-rate schedule and step
-    rng/                torch's random state on each rank, of the CPU and of its device
-    huggingface/        config, tokenizer; with ``hf_model`` also the weights in the family's checkpoint layout
+    epfsdp2_checkpoint.json  format, and size and checksum of every other file (``manifest.py``)
+    dist_ckpt/               torch distributed checkpoint in safetensors: model and optimizer by parameter name, with
+                             real placements
+    trainer_state.json       step, learning-rate schedule, the optimizer's settings
+    rng/                     torch's random state on each rank, of the CPU and of its device
+    huggingface/             config, tokenizer; with ``hf_model`` also the weights in the family's checkpoint layout
+
+It is safetensors and JSON throughout: nothing in it is ever unpickled.
 """
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,13 +26,16 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
+from .manifest import CheckpointError, alike, check_whole, written_whole
 from .optimizer import MultiOptimizer
 
 __all__ = ["KNOWN_CONTENTS", "load_checkpoint", "remove_old", "save_checkpoint", "write_hf_weights"]
 
 KNOWN_CONTENTS = frozenset({"model", "optimizer", "extra", "hf_model"})
 _SHARDS, _STATE, _RNG = "dist_ckpt", "trainer_state.json", "rng"
+_MODEL, _OPTIMIZER = "model.", "optimizer."
 _HF_FILE_BYTES = 5 << 30
+_FIRST = 5  # how many offenders an error lists
 
 
 def save_checkpoint(
@@ -38,84 +45,93 @@ def save_checkpoint(
     lr_scheduler: Any,
     contents: Iterable[str],
     step: int,
+    also: Callable[[Path], None] = lambda folder: None,
+    device: torch.device | str = "cpu",
 ) -> None:
     """Write ``model``, ``optimizer`` and ``extra`` of ``contents``; collective.
 
-    Files appear in a sibling folder that gets its name when all ranks have written.
+    Args:
+        also: writes what else belongs into the folder, before it counts as complete; collective.
+        device: where the default group's backend takes tensors from.
     """
     contents = set(contents)
-    partial = folder.with_name(folder.name + ".partial")
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    state = _sharded_state(model, optimizer, contents)
-    if state:
-        dcp.save(state, checkpoint_id=partial / _SHARDS)
-    if "extra" in contents:
-        (partial / _RNG).mkdir(parents=True, exist_ok=True)
-        save_file(_random_state(), partial / _RNG / f"{dist.get_rank():05d}.safetensors")
-        if dist.get_rank() == 0:
-            schedule = lr_scheduler.state_dict() if lr_scheduler is not None else None
-            (partial / _STATE).write_text(json.dumps({"step": step, "lr_scheduler": schedule}))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in partial.iterdir():
-            target = folder / path.name
-            if target.is_dir():
-                shutil.rmtree(target)
-            path.replace(target)
-        partial.rmdir()
-    dist.barrier()
+    with written_whole(folder, device) as partial:
+        tensors, groups = _sharded_state(model, optimizer, contents)
+        if tensors:
+            writer = dcp.HuggingFaceStorageWriter(str(partial / _SHARDS), save_distributed=True)
+            dcp.save(tensors, storage_writer=writer)
+        with alike(device):
+            if "extra" in contents:
+                (partial / _RNG).mkdir(exist_ok=True)
+                save_file(_random_state(), partial / _RNG / f"{dist.get_rank():05d}.safetensors")
+            if dist.get_rank() == 0:
+                extra = "extra" in contents and lr_scheduler is not None
+                schedule = lr_scheduler.state_dict() if extra else None
+                facts = {"step": step, "lr_scheduler": schedule, "param_groups": groups}
+                (partial / _STATE).write_text(json.dumps(facts, default=_plain))
+        also(partial)
 
 
 def load_checkpoint(
-    folder: Path, model: nn.Module, optimizer: MultiOptimizer | None, lr_scheduler: Any, contents: Iterable[str]
+    folder: Path,
+    model: nn.Module,
+    optimizer: MultiOptimizer | None,
+    lr_scheduler: Any,
+    contents: Iterable[str],
+    device: torch.device | str = "cpu",
 ) -> None:
     """Restore what ``contents`` names, on any arrangement of ranks; collective.
 
     Raises:
-        FileNotFoundError: if the folder holds no checkpoint of this engine.
+        CheckpointError: the folder holds no complete checkpoint, files are damaged, or its tensors are not the model's.
         ValueError: if the optimizer's state was not saved, or is of another model or another algorithm, or the
-            schedule is of other optimizers; before a parameter has changed.
+            schedule is of other optimizers. In all cases before a parameter has changed.
     """
     contents = set(contents)
-    if not (folder / _SHARDS).is_dir():
-        raise FileNotFoundError(f"{folder} holds no {_SHARDS}/: it is no checkpoint of this engine.")
-    schedule = None
-    if "extra" in contents and (folder / _STATE).is_file() and lr_scheduler is not None:
-        schedule = json.loads((folder / _STATE).read_text())["lr_scheduler"]
-        if schedule is not None:
-            lr_scheduler.check_state_dict(schedule)
-    state = _sharded_state(model, None, contents)
+    check_whole(folder, device)
+    facts = json.loads((folder / _STATE).read_text())
+    schedule = facts["lr_scheduler"] if "extra" in contents and lr_scheduler is not None else None
+    if schedule is not None:
+        lr_scheduler.check_state_dict(schedule)
+    reader = dcp.HuggingFaceStorageReader(str(folder / _SHARDS))
+    metadata = reader.read_metadata()
+    state: dict[str, torch.Tensor] = {}
+    if "model" in contents:
+        own = _of_model(model)
+        _check_tensors(folder, metadata, own)
+        state |= own
+    packed = None
     if "optimizer" in contents and optimizer is not None:
-        state["optimizer"] = _optimizer_template(folder / _SHARDS, optimizer)
+        packed = _optimizer_template(folder, facts["param_groups"], metadata, optimizer)
+        state |= _flat(packed["state"])
     if state:
-        dcp.load(state, checkpoint_id=folder / _SHARDS)
-    if "model" in state:
-        set_model_state_dict(model, state["model"])
-    if "optimizer" in state and optimizer is not None:
-        optimizer.load_state_dict(state["optimizer"])
-    if "extra" in contents and (folder / _STATE).is_file():
-        if lr_scheduler is not None and schedule is not None:
+        dcp.load(state, storage_reader=reader)
+    if "model" in contents:
+        set_model_state_dict(model, {name.removeprefix(_MODEL): state[name] for name in own})
+    if packed is not None and optimizer is not None:
+        optimizer.load_state_dict(packed)
+    if "extra" in contents:
+        if schedule is not None:
             lr_scheduler.load_state_dict(schedule)
         rng = folder / _RNG / f"{dist.get_rank():05d}.safetensors"
         if rng.is_file():
-            state = load_file(rng)
-            torch.set_rng_state(state["cpu"])
-            if "device" in state and torch.accelerator.is_available():
-                torch.get_device_module().set_rng_state(state["device"])
+            random = load_file(rng)
+            torch.set_rng_state(random["cpu"])
+            if "device" in random and torch.accelerator.is_available():
+                torch.get_device_module().set_rng_state(random["device"])
     dist.barrier()
 
 
-def write_hf_weights(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+def write_hf_weights(
+    folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], device: torch.device | str = "cpu"
+) -> None:
     """Write full tensors, under checkpoint names, as sharded safetensors with an index; rank 0 writes, all drain.
 
     Args:
         tensors: collective stream; the same on all ranks.
     """
     writer = dist.get_rank() == 0
+    failure: OSError | None = None
     pending: dict[str, torch.Tensor] = {}
     pending_bytes, files, total = 0, [], 0
 
@@ -129,17 +145,22 @@ def write_hf_weights(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]]) 
     if writer:
         folder.mkdir(parents=True, exist_ok=True)
     for name, tensor in tensors:
-        if not writer:
+        if not writer or failure is not None:
             continue
         if pending_bytes + tensor.nbytes > _HF_FILE_BYTES:
-            flush()
+            try:
+                flush()
+            except OSError as error:  # the others are still gathering
+                failure = error
         pending[name] = tensor.cpu().contiguous()
         pending_bytes += tensor.nbytes
         total += tensor.nbytes
-    if writer:
-        flush()
-        _name_hf_files(folder, files, total)
-    dist.barrier()
+    with alike(device):
+        if failure is not None:
+            raise failure
+        if writer:
+            flush()
+            _name_hf_files(folder, files, total)
 
 
 def remove_old(saved: list[Path], max_to_keep: int | None) -> list[Path]:
@@ -159,29 +180,64 @@ def _random_state() -> dict[str, torch.Tensor]:
     return state
 
 
-def _sharded_state(model: nn.Module, optimizer: MultiOptimizer | None, contents: set[str]) -> dict[str, Any]:
-    state: dict[str, Any] = {}
+def _sharded_state(
+    model: nn.Module, optimizer: MultiOptimizer | None, contents: set[str]
+) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]] | None]:
+    """Tensors by name, and the optimizer's groups."""
+    tensors: dict[str, torch.Tensor] = {}
     if "model" in contents:
-        state["model"] = get_model_state_dict(model)
-    if "optimizer" in contents and optimizer is not None:
-        packed = optimizer.state_dict()
-        # As a tuple the groups are one entry of the checkpoint, read without knowing how many there are.
-        state["optimizer"] = {"state": packed["state"], "param_groups": tuple(packed["param_groups"])}
-    return state
+        tensors |= _of_model(model)
+    if "optimizer" not in contents or optimizer is None:
+        return tensors, None
+    packed = optimizer.state_dict()
+    return tensors | _flat(packed["state"]), packed["param_groups"]
 
 
-def _optimizer_template(shards: Path, optimizer: MultiOptimizer) -> dict[str, Any]:
+def _of_model(model: nn.Module) -> dict[str, torch.Tensor]:
+    state = cast(dict[str, torch.Tensor], get_model_state_dict(model))
+    return {_MODEL + name: tensor for name, tensor in state.items()}
+
+
+def _flat(state: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {f"{_OPTIMIZER}{fqn}.{key}": value for fqn, entries in state.items() for key, value in entries.items()}
+
+
+def _plain(value: Any) -> Any:
+    """What JSON does not know of an optimizer's settings."""
+    return value.item() if isinstance(value, torch.Tensor) else str(value)
+
+
+def _check_tensors(folder: Path, metadata: Metadata, own: Mapping[str, torch.Tensor]) -> None:
+    """Compare names and shapes of the saved model with this one's.
+
+    Raises:
+        CheckpointError: with the first that are missing, unknown or of another shape, and the files of the latter.
+    """
+    saved = {name: size for name, size in _sizes(metadata).items() if name.startswith(_MODEL)}
+    file_of = {index.fqn: Path(info.relative_path).name for index, info in metadata.storage_data.items()}
+    wrong = [f"{name} is missing" for name in own if name not in saved]
+    wrong += [f"{name} (in {file_of[name]}) is no tensor of the model" for name in saved if name not in own]
+    wrong += [
+        f"{name} (in {file_of[name]}) is {saved[name]}, the model's is {tuple(own[name].shape)}"
+        for name in own
+        if name in saved and saved[name] != tuple(own[name].shape)
+    ]
+    if wrong:
+        more = f"; and {len(wrong) - _FIRST} more" if len(wrong) > _FIRST else ""
+        raise CheckpointError(f"{folder} is of another model: {'; '.join(wrong[:_FIRST])}{more}.")
+
+
+def _optimizer_template(
+    folder: Path, groups: list[dict[str, Any]] | None, metadata: Metadata, optimizer: MultiOptimizer
+) -> dict[str, Any]:
     """What the checkpoint has of the optimizer's state, as this optimizer's own tensors, to be read into; collective.
 
     Raises:
         ValueError: if it does not fit.
     """
-    metadata = dcp.FileSystemReader(shards).read_metadata()
-    if "optimizer.param_groups" not in metadata.state_dict_metadata:
-        raise ValueError(f"{shards.parent} holds no optimizer state: leave the optimizer out of what is loaded.")
-    groups: dict[str, Any] = {"optimizer": {"param_groups": ()}}
-    dcp.load(groups, checkpoint_id=shards)
-    optimizer.check_groups(groups["optimizer"]["param_groups"])
+    if groups is None:
+        raise ValueError(f"{folder} holds no optimizer state: leave the optimizer out of what is loaded.")
+    optimizer.check_groups(groups)
     saved = _saved_state(metadata)
     # torch makes state at the first step; what is read needs somewhere to go.
     optimizer.init_state()
@@ -189,21 +245,28 @@ def _optimizer_template(shards: Path, optimizer: MultiOptimizer) -> dict[str, An
     for fqn, entries in saved.items():
         if entries.keys() != own[fqn].keys():
             raise ValueError(f"The saved state of {fqn} is {sorted(entries)}, the optimizer's is {sorted(own[fqn])}.")
-        for key, entry in entries.items():
-            shape = getattr(own[fqn][key], "shape", None)
-            if isinstance(entry, TensorStorageMetadata) and entry.size != shape:
-                raise ValueError(f"The saved {key} of {fqn} is {tuple(entry.size)}, the optimizer's is {shape}.")
+        for key, size in entries.items():
+            shape = tuple(own[fqn][key].shape)
+            if size != shape:
+                raise ValueError(f"The saved {key} of {fqn} is {size}, the optimizer's is {shape}.")
     # A parameter that had no gradient yet when the checkpoint was written has no state in it.
-    return {"state": {fqn: own[fqn] for fqn in own if fqn in saved}, "param_groups": ()}
+    return {"state": {fqn: own[fqn] for fqn in own if fqn in saved}, "param_groups": groups}
 
 
-def _saved_state(metadata: Metadata) -> dict[str, dict[str, Any]]:
-    """Parameter name -> entry of its optimizer state -> what is stored."""
-    saved: dict[str, dict[str, Any]] = {}
-    for key, path in metadata.planner_data.items():
-        if path[:2] == ("optimizer", "state"):
-            saved.setdefault(path[2], {})[path[3]] = metadata.state_dict_metadata[key]
+def _saved_state(metadata: Metadata) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Parameter name -> entry of its optimizer state -> its shape."""
+    saved: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, size in _sizes(metadata).items():
+        if name.startswith(_OPTIMIZER):
+            fqn, _, key = name.removeprefix(_OPTIMIZER).rpartition(".")
+            saved.setdefault(fqn, {})[key] = size
     return saved
+
+
+def _sizes(metadata: Metadata) -> dict[str, tuple[int, ...]]:
+    """Shape of every saved tensor."""
+    entries = metadata.state_dict_metadata.items()
+    return {name: tuple(entry.size) for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
 
 def _name_hf_files(folder: Path, files: Sequence[Sequence[str]], total: int) -> None:

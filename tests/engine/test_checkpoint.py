@@ -1,5 +1,6 @@
 """Save, resume on other ranks, export to Hugging Face format."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from epfsdp2.engine import checkpoint
+from epfsdp2.engine.agreement import DisagreementError
 from epfsdp2.engine.clip import clip_grad_norm_
+from epfsdp2.engine.manifest import MANIFEST, CheckpointError
 from epfsdp2.engine.muon import Muon
 from epfsdp2.engine.optimizer import build_multi_optimizer
 from epfsdp2.engine.parallelize import layer_names
@@ -185,9 +188,93 @@ def _files_of(folder: Path) -> set[str]:
     return set(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values())
 
 
+def _no_checkpoint(folder):
+    with pytest.raises(CheckpointError, match="no complete checkpoint of this engine"):
+        checkpoint.load_checkpoint(folder, None, None, None, ALL)
+
+
 def test_a_folder_that_is_no_checkpoint_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no checkpoint of this engine"):
-        checkpoint.load_checkpoint(tmp_path, None, None, None, ALL)
+    run_ranks(_no_checkpoint, 2, tmp_path)
+
+
+def _damaged(folder, out):
+    model, _, optimizer, schedule = trainer = _trainer(folder, 2)
+    _step(trainer, torch.randint(0, VOCAB, (8, 11), generator=torch.Generator().manual_seed(2)))
+    checkpoint.save_checkpoint(out, model, optimizer, schedule, ALL, step=1)
+    before = {name: param.to_local().clone() for name, param in model.named_parameters()}
+
+    def is_refused(words, change, path):
+        content = path.read_bytes()
+        if dist.get_rank() == 0:
+            change(path, content)
+        dist.barrier()
+        with pytest.raises(CheckpointError, match=words):
+            checkpoint.load_checkpoint(out, model, optimizer, schedule, ALL)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            path.write_bytes(content)
+
+    shard = next((out / "dist_ckpt").glob("*00002*.safetensors"))
+    flipped = lambda path, content: path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # noqa: E731
+    is_refused(rf"{shard.name} \(its checksum is another one\)", flipped, shard)
+    cut_off = lambda path, content: path.write_bytes(content[:-8])  # noqa: E731
+    is_refused(rf"{shard.name} \(\d+ of \d+ bytes\)", cut_off, shard)
+    is_refused(rf"{shard.name} \(missing\)", lambda path, content: path.unlink(), shard)
+    manifest = out / MANIFEST
+    newer = lambda path, content: path.write_bytes(content.replace(b'"format": 2', b'"format": 3'))  # noqa: E731
+    is_refused("newer format 3; this version of epfsdp2 reads 2", newer, manifest)
+    is_refused(f"{MANIFEST} is damaged", cut_off, manifest)
+    assert all(torch.equal(before[name], param.to_local()) for name, param in model.named_parameters())
+    dist.barrier()
+    checkpoint.load_checkpoint(out, model, optimizer, schedule, ALL)
+
+
+def test_damaged_files_are_named_on_every_rank(tmp_path):
+    run_ranks(_damaged, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
+
+
+def _of_another_model(folder, other, out):
+    model, _, _, schedule = _trainer(folder, 2)
+    checkpoint.save_checkpoint(out, model, None, schedule, {"model"}, step=1)
+    different, *_ = _trainer(other, 2)
+    with pytest.raises(CheckpointError, match=r"another model: .*weight \(in .*safetensors\) is \(.*the model's is"):
+        checkpoint.load_checkpoint(out, different, None, None, {"model"})
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    other = save_qwen3_moe(tmp_path / "other", hidden_size=32)
+    run_ranks(_of_another_model, 2, save_qwen3_moe(tmp_path / "model"), other, tmp_path / "ckpt")
+
+
+def _fails_on_one_rank(folder, out):
+    model, _, optimizer, schedule = _trainer(folder, 2)
+    checkpoint.save_checkpoint(out, model, optimizer, schedule, ALL, step=1)
+    if dist.get_rank() == 1:
+        checkpoint.save_file = _full_disk
+    with pytest.raises((OSError, DisagreementError), match="No space left on device"):
+        checkpoint.save_checkpoint(out, model, optimizer, schedule, ALL, step=2)
+    assert not out.with_name("ckpt.partial").exists() or dist.get_rank() != 0
+    checkpoint.load_checkpoint(out, model, optimizer, schedule, ALL)
+    assert json.loads((out / "trainer_state.json").read_text())["step"] == 1
+
+
+def _full_disk(*args):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_replaces_nothing(tmp_path):
+    run_ranks(_fails_on_one_rank, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
+
+
+def test_nothing_is_unpickled(tmp_path):
+    run_ranks(_without_pickle, 1, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
+
+
+def _without_pickle(folder, out):
+    model, _, optimizer, schedule = trainer = _trainer(folder, 1)
+    _step(trainer, torch.randint(0, VOCAB, (8, 11), generator=torch.Generator().manual_seed(2)))
+    checkpoint.save_checkpoint(out, model, optimizer, schedule, ALL, step=1)
+    assert {path.suffix for path in out.rglob("*") if path.is_file()} == {".safetensors", ".json"}
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path):

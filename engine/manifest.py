@@ -1,0 +1,190 @@
+"""A checkpoint folder is complete, or it is not there.
+
+It is written beside its place, under a name that ends in ``.partial``. When every rank has written its part, all files
+are listed with their sizes and checksums in a manifest, which is the last to be written, and the folder gets its name.
+A save that is killed at any moment leaves the folder that was there before, or none.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .agreement import check_agreement
+
+__all__ = ["FORMAT", "MANIFEST", "CheckpointError", "alike", "check_whole", "written_whole"]
+
+FORMAT = 2
+MANIFEST = "epfsdp2_checkpoint.json"
+_FIRST = 5  # how many offenders an error lists
+_CHUNK = 16 << 20
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is not what it should be; names the folder and the first files or tensors that are wrong."""
+
+
+@contextlib.contextmanager
+def written_whole(folder: Path, device: torch.device | str = "cpu") -> Iterator[Path]:
+    """Yield where to write what will be ``folder``; collective.
+
+    What was in ``folder`` before is replaced, once all ranks have left the block. What a rank does alone in the block
+    and may fail in, it does ``alike``.
+
+    Args:
+        device: where the default group's backend takes tensors from.
+
+    Raises:
+        DisagreementError: with what failed on which rank; nothing is replaced then.
+    """
+    partial, is_first = _partial(folder), dist.get_rank() == 0
+    with alike(device):
+        if is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+    try:
+        yield partial
+        dist.barrier()
+        mine: dict[str, dict[str, int]] = {}
+        with alike(device):
+            mine = {name: _facts(partial / name, sync=True) for name in _share(_files(partial))}
+        files = {name: facts for part in _gathered(mine) for name, facts in part.items()}
+        with alike(device):
+            if is_first:
+                _write(partial / MANIFEST, json.dumps({"format": FORMAT, "files": files}, indent=1))
+                _put(partial, folder)
+    except BaseException:
+        if is_first:
+            shutil.rmtree(partial, ignore_errors=True)  # gives its space back
+        raise
+
+
+def check_whole(folder: Path, device: torch.device | str = "cpu") -> None:
+    """Compare every file with the manifest, each rank a part of them; collective.
+
+    Raises:
+        CheckpointError: on every rank: there is no checkpoint, it is of another format, or files are missing, cut off
+            or damaged.
+    """
+    with alike(device):
+        if dist.get_rank() == 0 and not folder.exists() and (_partial(folder) / MANIFEST).is_file():
+            _partial(folder).replace(folder)  # the save was ended between its last two steps
+    wrong: list[str] = []
+    with alike(device):
+        files = _manifest(folder)["files"]
+        wrong = [f"{name} ({fault})" for name in _share(files) if (fault := _fault(folder / name, files[name]))]
+    _raise_for(folder, sorted(entry for part in _gathered(wrong) for entry in part))
+
+
+@contextlib.contextmanager
+def alike(device: torch.device | str = "cpu") -> Iterator[None]:
+    """Have all ranks leave the block alike: if one of them fails in it, all raise; collective.
+
+    The block itself must hold no collective, which a rank that fails before it would not take part in.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    check_agreement({}, device=device, failure=failure)
+
+
+def _gathered(mine: Any) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise CheckpointError(f"{folder} holds no {MANIFEST}: it is no complete checkpoint of this engine.")
+    try:
+        manifest = json.loads(path.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    if manifest["format"] != FORMAT:
+        age = "newer" if manifest["format"] > FORMAT else "older"
+        raise CheckpointError(
+            f"{folder} is of the {age} format {manifest['format']}; this version of epfsdp2 reads {FORMAT}."
+        )
+    return manifest
+
+
+def _raise_for(folder: Path, wrong: list[str]) -> None:
+    if wrong:
+        more = f" and {len(wrong) - _FIRST} more" if len(wrong) > _FIRST else ""
+        raise CheckpointError(f"{folder}: {len(wrong)} files are damaged: {', '.join(wrong[:_FIRST])}{more}.")
+
+
+def _fault(path: Path, facts: dict[str, int]) -> str:
+    """What is wrong with a file; empty if nothing is."""
+    if not path.is_file():
+        return "missing"
+    found = path.stat().st_size
+    if found != facts["bytes"]:
+        return f"{found} of {facts['bytes']} bytes"
+    return "" if _facts(path) == facts else "its checksum is another one"
+
+
+def _facts(path: Path, sync: bool = False) -> dict[str, int]:
+    """Size and checksum of a file, which ``sync`` has reached the disk by then."""
+    checksum = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            checksum = zlib.crc32(chunk, checksum)
+        if sync:
+            os.fsync(file.fileno())
+    return {"bytes": path.stat().st_size, "crc32": checksum}
+
+
+def _put(partial: Path, folder: Path) -> None:
+    """Have ``partial`` in the place of ``folder``; at each moment one of them is complete."""
+    if folder.exists():
+        old = folder.with_name(folder.name + ".old")
+        shutil.rmtree(old, ignore_errors=True)
+        folder.replace(old)
+        partial.replace(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        partial.replace(folder)
+    with _opened(folder.parent) as directory:
+        os.fsync(directory)
+
+
+def _write(path: Path, text: str) -> None:
+    with path.with_suffix(".new").open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    path.with_suffix(".new").replace(path)
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    directory = os.open(folder, os.O_RDONLY)
+    try:
+        yield directory
+    finally:
+        os.close(directory)
+
+
+def _partial(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".partial")
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def _share(names: Iterable[str]) -> list[str]:
+    """This rank's part of a list that all ranks have."""
+    return sorted(names)[dist.get_rank() :: dist.get_world_size()]

@@ -35,6 +35,7 @@ KNOWN_CONTENTS = frozenset({"model", "optimizer", "extra", "hf_model"})
 _SHARDS, _STATE, _RNG = "dist_ckpt", "trainer_state.json", "rng"
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 _HF_FILE_BYTES = 5 << 30
+_TRACKER = "latest_checkpointed_iteration.txt"  # verl's
 _FIRST = 5  # how many offenders an error lists
 
 
@@ -164,13 +165,27 @@ def write_hf_weights(
 
 
 def remove_old(saved: list[Path], max_to_keep: int | None) -> list[Path]:
-    """Delete the oldest of ``saved`` (oldest first) beyond ``max_to_keep``; returns what is left."""
+    """Delete the oldest of ``saved`` (oldest first) beyond ``max_to_keep``; returns what is left.
+
+    verl names the checkpoint to resume from in a file that it writes after a save, so until the next save that is the
+    one before the newest. It stays, even if it is one too many.
+    """
     if not max_to_keep or max_to_keep < 1:
         return saved
-    for path in saved[:-max_to_keep]:
-        if dist.get_rank() == 0:
+    old = [path for path in saved[:-max_to_keep] if not _is_named(path)]
+    if dist.get_rank() == 0:
+        for path in old:
             shutil.rmtree(path, ignore_errors=True)
-    return saved[-max_to_keep:]
+    return [path for path in saved if path not in old]
+
+
+def _is_named(path: Path) -> bool:
+    """Whether verl would resume from the ``global_step_<n>`` that the folder is, or is in."""
+    for step in (path, *path.parents):
+        tracker = step.parent / _TRACKER
+        if step.name.startswith("global_step_") and tracker.is_file():
+            return tracker.read_text().strip() == step.name.removeprefix("global_step_")
+    return False
 
 
 def _random_state() -> dict[str, torch.Tensor]:

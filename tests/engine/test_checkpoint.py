@@ -288,3 +288,18 @@ def _keeps(folder):
     assert checkpoint.remove_old(paths, None) == paths
     assert checkpoint.remove_old(paths, 2) == paths[2:]
     assert [p.exists() for p in paths] == [False, False, True, True]
+
+
+def test_the_checkpoint_that_verl_would_resume_from_is_kept(tmp_path):
+    run_ranks(_keeps_the_named, 1, tmp_path)
+
+
+def _keeps_the_named(folder):
+    paths = [folder / f"global_step_{i}/actor" for i in range(4)]
+    for path in paths:
+        path.mkdir(parents=True)
+    (folder / "latest_checkpointed_iteration.txt").write_text("2")
+    assert checkpoint.remove_old(paths, 1) == paths[2:]
+    (folder / "latest_checkpointed_iteration.txt").write_text("3")
+    assert checkpoint.remove_old(paths[2:], 1) == paths[3:]
+    assert [p.exists() for p in paths] == [False, False, False, True]

@@ -245,7 +245,7 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         contents = set(self.checkpoint_config.get("save_contents") or ())
 
         def also(folder: Path) -> None:
-            hf = folder / "huggingface"
+            hf = folder / checkpoint.HF
             with alike(get_device_name()):
                 if self.rank == 0:
                     self._save_hf_config(hf)

@@ -16,7 +16,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,16 +24,26 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from .manifest import CheckpointError, alike, check_whole, written_whole
 from .optimizer import MultiOptimizer
+from .shards import checkpointed
 
-__all__ = ["KNOWN_CONTENTS", "load_checkpoint", "remove_old", "save_checkpoint", "write_hf_weights"]
+__all__ = [
+    "HF",
+    "KNOWN_CONTENTS",
+    "MODEL",
+    "SHARDS",
+    "load_checkpoint",
+    "remove_old",
+    "save_checkpoint",
+    "write_hf_weights",
+]
 
 KNOWN_CONTENTS = frozenset({"model", "optimizer", "extra", "hf_model"})
-_SHARDS, _STATE, _RNG = "dist_ckpt", "trainer_state.json", "rng"
-_MODEL, _OPTIMIZER = "model.", "optimizer."
+SHARDS, HF = "dist_ckpt", "huggingface"
+_STATE, _RNG = "trainer_state.json", "rng"
+MODEL, _OPTIMIZER = "model.", "optimizer."  # what names in SHARDS begin with
 _HF_FILE_BYTES = 5 << 30
 _TRACKER = "latest_checkpointed_iteration.txt"  # verl's
 _FIRST = 5  # how many offenders an error lists
@@ -59,7 +69,7 @@ def save_checkpoint(
     with written_whole(folder, device) as partial:
         tensors, groups = _sharded_state(model, optimizer, contents)
         if tensors:
-            writer = dcp.HuggingFaceStorageWriter(str(partial / _SHARDS), save_distributed=True)
+            writer = dcp.HuggingFaceStorageWriter(str(partial / SHARDS), save_distributed=True)
             dcp.save(tensors, storage_writer=writer)
         with alike(device):
             if "extra" in contents:
@@ -94,7 +104,7 @@ def load_checkpoint(
     schedule = facts["lr_scheduler"] if "extra" in contents and lr_scheduler is not None else None
     if schedule is not None:
         lr_scheduler.check_state_dict(schedule)
-    reader = dcp.HuggingFaceStorageReader(str(folder / _SHARDS))
+    reader = dcp.HuggingFaceStorageReader(str(folder / SHARDS))
     metadata = reader.read_metadata()
     state: dict[str, torch.Tensor] = {}
     if "model" in contents:
@@ -107,8 +117,6 @@ def load_checkpoint(
         state |= _flat(packed["state"])
     if state:
         dcp.load(state, storage_reader=reader)
-    if "model" in contents:
-        set_model_state_dict(model, {name.removeprefix(_MODEL): state[name] for name in own})
     if packed is not None and optimizer is not None:
         optimizer.load_state_dict(packed)
     if "extra" in contents:
@@ -209,8 +217,8 @@ def _sharded_state(
 
 
 def _of_model(model: nn.Module) -> dict[str, torch.Tensor]:
-    state = cast(dict[str, torch.Tensor], get_model_state_dict(model))
-    return {_MODEL + name: tensor for name, tensor in state.items()}
+    """What is saved of a model, and read into it in place; a tied parameter once."""
+    return {MODEL + name: tensor.detach() for name, tensor in checkpointed(model).items()}
 
 
 def _flat(state: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -228,7 +236,7 @@ def _check_tensors(folder: Path, metadata: Metadata, own: Mapping[str, torch.Ten
     Raises:
         CheckpointError: with the first that are missing, unknown or of another shape, and the files of the latter.
     """
-    saved = {name: size for name, size in _sizes(metadata).items() if name.startswith(_MODEL)}
+    saved = {name: size for name, size in _sizes(metadata).items() if name.startswith(MODEL)}
     file_of = {index.fqn: Path(info.relative_path).name for index, info in metadata.storage_data.items()}
     wrong = [f"{name} is missing" for name in own if name not in saved]
     wrong += [f"{name} (in {file_of[name]}) is no tensor of the model" for name in saved if name not in own]

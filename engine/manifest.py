@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from .agreement import check_agreement
 
-__all__ = ["FORMAT", "MANIFEST", "CheckpointError", "alike", "check_whole", "written_whole"]
+__all__ = ["FORMAT", "MANIFEST", "CheckpointError", "alike", "check_files", "check_whole", "written_whole"]
 
 FORMAT = 2
 MANIFEST = "epfsdp2_checkpoint.json"
@@ -79,8 +79,13 @@ def check_whole(folder: Path, device: torch.device | str = "cpu") -> None:
     wrong: list[str] = []
     with alike(device):
         files = _manifest(folder)["files"]
-        wrong = [f"{name} ({fault})" for name in _share(files) if (fault := _fault(folder / name, files[name]))]
+        wrong = _faults(folder, {name: files[name] for name in _share(files)})
     _raise_for(folder, sorted(entry for part in _gathered(wrong) for entry in part))
+
+
+def check_files(folder: Path) -> None:
+    """The same in one process, all files."""
+    _raise_for(folder, _faults(folder, _manifest(folder)["files"]))
 
 
 @contextlib.contextmanager
@@ -123,6 +128,10 @@ def _raise_for(folder: Path, wrong: list[str]) -> None:
     if wrong:
         more = f" and {len(wrong) - _FIRST} more" if len(wrong) > _FIRST else ""
         raise CheckpointError(f"{folder}: {len(wrong)} files are damaged: {', '.join(wrong[:_FIRST])}{more}.")
+
+
+def _faults(folder: Path, files: dict[str, dict[str, int]]) -> list[str]:
+    return [f"{name} ({fault})" for name, facts in files.items() if (fault := _fault(folder / name, facts))]
 
 
 def _fault(path: Path, facts: dict[str, int]) -> str:

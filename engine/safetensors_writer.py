@@ -1,0 +1,102 @@
+"""Safetensors files that are written tensor by tensor, so that only one has to be in memory.
+
+The format (https://huggingface.co/docs/safetensors): the length of a JSON header in eight bytes, the header with dtype,
+shape and place of each tensor, then the tensors.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+__all__ = ["Entry", "write_safetensors"]
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor that is to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def write_safetensors(
+    folder: Path, entries: Sequence[Entry], tensors: Iterable[tuple[str, torch.Tensor]], file_bytes: int
+) -> None:
+    """Write tensors into files of at most ``file_bytes``, named and indexed as ``from_pretrained`` looks for them.
+
+    Args:
+        entries: of all tensors, in the order in which they come.
+        tensors: on the CPU; one is held at a time.
+
+    Raises:
+        ValueError: a tensor is not what its entry says, or there are not as many.
+    """
+    files = _files(entries, file_bytes)
+    names = [SAFE_WEIGHTS_NAME]
+    if len(files) > 1:
+        names = [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+        weight_map = {entry.name: name for name, members in zip(names, files, strict=True) for entry in members}
+        index = {"metadata": {"total_size": sum(e.nbytes for e in entries)}, "weight_map": weight_map}
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2))
+    coming = iter(tensors)
+    for name, members in zip(names, files, strict=True):
+        with (folder / name).open("wb") as file:
+            file.write(_header(members))
+            for entry in members:
+                found, tensor = next(coming, ("nothing", torch.empty(0)))
+                if (found, tuple(tensor.shape), tensor.dtype) != (entry.name, entry.shape, entry.dtype):
+                    raise ValueError(f"{entry} was to be written to {name}, and {found} came.")
+                file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    if (more := next(coming, None)) is not None:
+        raise ValueError(f"{more[0]} came after all that was to be written.")
+
+
+def _files(entries: Sequence[Entry], file_bytes: int) -> list[list[Entry]]:
+    files: list[list[Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        if files[-1] and size + entry.nbytes > file_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(entry)
+        size += entry.nbytes
+    return files
+
+
+def _header(entries: Sequence[Entry]) -> bytes:
+    header: dict[str, Mapping] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for entry in entries:
+        header[entry.name] = {
+            "dtype": _DTYPES[entry.dtype],
+            "shape": entry.shape,
+            "data_offsets": (at, at + entry.nbytes),
+        }
+        at += entry.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,46 @@
+"""A run's checkpoint becomes a Hugging Face model again, bit for bit."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from epfsdp2.engine import checkpoint
+from epfsdp2.recipes import export
+from tests.support.engine import sharded_model
+from tests.support.models import save_qwen3_moe
+from tests.support.ranks import run_ranks
+
+
+def _saves(folder, out):
+    model, _ = sharded_model(folder, 4, 2)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(1.5)
+
+    def also(partial):
+        (partial / checkpoint.HF).mkdir(exist_ok=True)
+        AutoConfig.from_pretrained(folder).save_pretrained(partial / checkpoint.HF)
+
+    checkpoint.save_checkpoint(out, model, None, None, {"model"}, 1, also)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_trained_weights_bit_for_bit(tmp_path, tied):
+    folder, saved, out = save_qwen3_moe(tmp_path / "model", tie_word_embeddings=tied), tmp_path / "c", tmp_path / "out"
+    run_ranks(_saves, 4, folder, saved)
+    assert export.main([str(saved), str(out), "--file-gigabytes", "0.0001"]) == 0
+    original = load_file(folder / "model.safetensors")
+    exported = {name: t for file in out.glob("*.safetensors") for name, t in load_file(file).items()}
+    assert len(list(out.glob("*.safetensors"))) > 1
+    assert exported.keys() == original.keys()
+    assert all(torch.equal(exported[name], original[name] * 1.5) for name in original)
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert torch.equal(model.model.norm.weight, original["model.norm.weight"] * 1.5)
+
+
+def test_bad_input_is_named(tmp_path, capsys):
+    (tmp_path / "c").mkdir()
+    assert export.main([str(tmp_path / "c"), str(tmp_path / "out")]) == 1
+    assert "no complete checkpoint" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

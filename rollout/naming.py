@@ -13,7 +13,15 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
-__all__ = ["FUSED_IN_VLLM", "as_checkpoint", "for_vllm", "is_of_expert", "of_later_expert"]
+__all__ = [
+    "FUSED_IN_VLLM",
+    "as_checkpoint",
+    "experts_from",
+    "for_vllm",
+    "is_by_expert",
+    "is_of_expert",
+    "of_later_expert",
+]
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _OWN = {"gate_up_proj": "gate_up_proj", "down_proj": "down_proj"}
@@ -66,6 +74,21 @@ def is_of_expert(name: str) -> bool:
 def of_later_expert(name: str, by: int) -> str:
     """The same tensor of the expert that comes ``by`` later; the name as it is if it is of no single expert."""
     return _EXPERT.sub(lambda found: f".experts.{int(found[1]) + by}.", name)
+
+
+def is_by_expert(model: Any, name: str, shape: torch.Size) -> bool:
+    """Whether a checkpoint of the family has a parameter expert by expert."""
+    parts = as_checkpoint(model, [(name, torch.empty(shape, device="meta"))])
+    return all(is_of_expert(part) for part, _ in parts)
+
+
+def experts_from(model: Any, name: str, values: torch.Tensor, first: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """The names and the layout of checkpoints for a stack that begins with the ``first``-th expert.
+
+    What is of no single expert comes as it is.
+    """
+    for own, tensor in as_checkpoint(model, [(name, values)]):
+        yield of_later_expert(own, first), tensor
 
 
 def as_checkpoint(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -6,58 +6,94 @@ gather is under way while one is taken.
 """
 
 import contextlib
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..engine.boxes import Box, cut_box
+from ..engine.boxes import Box, chunk_range, cut_box
 from ..engine.mesh import Meshes
 from ..engine.shards import cuts_of, local_tensor, persistent_buffers
 from .traffic import Traffic
 
-__all__ = ["Gathered", "assembled", "full_tensors", "gather_bytes", "gathered", "narrower"]
+__all__ = ["Gathered", "Rows", "assembled", "full_tensors", "gather_bytes", "gathered", "narrower"]
 
 _ALIGNMENT = 16  # bytes; enough to view the flat buffer as any dtype
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """A tensor in its shards, which lie in a buffer that is used again: the caller's until it asks for the next."""
+    """A tensor in its shards, which lie in a buffer that is used again: the caller's until it asks for the next.
+
+    Attributes:
+        is_whole: False for a part of each shard, some of its rows.
+    """
 
     name: str
     shape: torch.Size
     shards: list[tuple[Box, torch.Tensor]]
+    is_whole: bool = True
 
-    def assembled(self) -> torch.Tensor:
-        """The tensor whole, the caller's own."""
-        first = self.shards[0][1]
-        full = torch.empty(self.shape, dtype=first.dtype, device=first.device)
+    def assembled(self) -> Iterator["Rows"]:
+        """The tensor whole; of a part, each run of rows that the ranks with the same experts hold together."""
+        runs: dict[tuple[int, int] | None, list[tuple[Box, torch.Tensor]]] = {}
         for box, values in self.shards:
-            full[box.slices] = values
-        return full
+            runs.setdefault(None if self.is_whole else (box.low[0], box.high[0]), []).append((box, values))
+        for rows, shards in runs.items():
+            box = Box.of(self.shape) if rows is None else Box.of(self.shape).along(0, *rows)
+            first = shards[0][1]
+            values = torch.empty(box.shape, dtype=first.dtype, device=first.device)
+            for held, part in shards:
+                values[held.inside(box)] = part
+            yield Rows(self.name, None if rows is None else rows[0], values)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Neighbouring rows of a tensor, the caller's own.
+
+    Attributes:
+        first: index of the first row; None for a tensor that is whole.
+    """
+
+    name: str
+    first: int | None
+    values: torch.Tensor
 
 
 @dataclass(frozen=True)
 class _Sent:
-    """A parameter, and the dtype in which it is sent."""
+    """A parameter, or of each rank's shard the ``part``-th of ``parts``, and the dtype in which it is sent."""
 
     name: str
     param: torch.Tensor
     dtype: torch.dtype
+    part: int = 0
+    parts: int = 1
 
     @property
     def nbytes(self) -> int:
-        return self.param.numel() * self.dtype.itemsize
+        return self.param.numel() * self.dtype.itemsize // self.parts
+
+    def box(self, held: Box) -> Box:
+        """What is sent of a shard."""
+        if self.parts == 1:
+            return held
+        return held.along(0, *chunk_range(held.low[0], held.high[0], self.parts, self.part))
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """One rank's shard of one parameter inside that rank's flat buffer."""
+    """What one rank sends of one parameter, and where it lies inside that rank's flat buffer.
+
+    Args:
+        inside: where it is in the rank's shard.
+    """
 
     box: Box
+    inside: tuple[slice, ...]
     offset: int
     nbytes: int
 
@@ -82,27 +118,30 @@ def full_tensors(
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
     """Yield ``(name, tensor)`` of what ``gathered`` brings; each tensor is whole and the caller's own."""
     traffic = traffic or Traffic()
-    arriving = gathered(model, meshes, layers, max_bytes, dtypes, traffic)
+    limit = gather_bytes(max_bytes, meshes.topology.fsdp, is_assembled=True)
+    arriving = gathered(model, meshes, layers, limit, dtypes, traffic)
     with contextlib.closing(arriving):
-        yield from assembled(arriving, traffic)
+        for whole in assembled(arriving, traffic):
+            yield whole.name, whole.values
 
 
-def assembled(arriving: Iterable[Gathered], traffic: Traffic) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor whole, under its name; ``traffic`` counts what is held."""
+def assembled(arriving: Iterable[Gathered], traffic: Traffic) -> Iterator[Rows]:
+    """What comes, put together; ``traffic`` counts what is held."""
     for tensor in arriving:
-        whole = tensor.assembled()
-        traffic.hold(whole.nbytes)
-        yield tensor.name, whole
-        traffic.release(whole.nbytes)
+        for rows in tensor.assembled():
+            traffic.hold(rows.values.nbytes)
+            yield rows
+            traffic.release(rows.values.nbytes)
 
 
 def gathered(
     model: nn.Module,
     meshes: Meshes,
     layers: Sequence[str],
-    max_bytes: int,
+    max_gather_bytes: int,
     dtypes: Mapping[str, torch.dtype] | None = None,
     traffic: Traffic | None = None,
+    may_split: Callable[[str], bool] = lambda name: False,
 ) -> Generator[Gathered, None, None]:
     """Bring every parameter and persistent buffer of the model to every rank, in the model's order; collective.
 
@@ -111,16 +150,27 @@ def gathered(
 
     Args:
         layers: FQNs of the layers; the parameters of one are gathered together.
-        max_bytes: bound of the buffers of two gathers, one that is taken and one that is under way. A layer beyond
+        max_gather_bytes: of one gather (``gather_bytes``); one is taken while another is under way. A layer beyond
             that is gathered in several, a larger tensor alone.
         dtypes: parameters are sent in these, where they are narrower than what they are stored in: cast before the
             gather, which then moves fewer bytes.
         traffic: counts what the gathers move and hold.
+        may_split: tells of a parameter that is too large for one gather whether it may come in parts: each is some
+            rows of every rank's shard, at least one.
     """
     traffic = traffic or Traffic()
     device, ranks = torch.device(meshes.dense.device_type), meshes.topology.fsdp
-    limit = gather_bytes(max_bytes, ranks)
-    groups = [_Group(members, meshes) for members in _groups(model, layers, limit, dtypes or {})]
+    members = [
+        part
+        for name, param in model.named_parameters()
+        for part in _parts(
+            _Sent(name, param.detach(), narrower(param.dtype, (dtypes or {}).get(name))),
+            meshes,
+            max_gather_bytes,
+            may_split,
+        )
+    ]
+    groups = [_Group(group, meshes) for group in _groups(members, layers, max_gather_bytes)]
     slot = max((group.slot for group in groups), default=0)
     buffers = [torch.empty((ranks + 1) * slot, dtype=torch.uint8, device=device) for _ in groups[:2]]
     traffic.hold(sum(buffer.nbytes for buffer in buffers))
@@ -136,7 +186,7 @@ def gathered(
         for sent, piece in zip(group.members, group.layouts[meshes.fsdp_rank], strict=True):
             if piece.nbytes:
                 shard = mine[piece.offset : piece.offset + piece.nbytes].view(sent.dtype)
-                shard.view(piece.box.shape).copy_(local_tensor(sent.param))
+                shard.view(piece.box.shape).copy_(local_tensor(sent.param)[piece.inside])
         # Each shard goes to all other ranks, and all of theirs come.
         traffic.sent += everyone.numel() - mine.numel()
         traffic.received += everyone.numel() - mine.numel()
@@ -152,7 +202,7 @@ def gathered(
             coming = start()
             work.wait()
             for i, sent in enumerate(group.members):
-                yield Gathered(sent.name, sent.param.shape, list(_shards(group, i, everyone)))
+                yield Gathered(sent.name, sent.param.shape, list(_shards(group, i, everyone)), sent.parts == 1)
         for name, buffer in persistent_buffers(model).items():
             yield Gathered(name, buffer.shape, [(Box.of(buffer.shape), buffer.detach().to(device))])
     finally:
@@ -162,9 +212,12 @@ def gathered(
         traffic.release(sum(buffer.nbytes for buffer in buffers))
 
 
-def gather_bytes(max_bytes: int, ranks: int) -> int:
-    """What is brought together at once, of two buffers that hold it and a rank's own part of it."""
-    return max_bytes * ranks // (2 * (ranks + 1))
+def gather_bytes(max_bytes: int, ranks: int, is_assembled: bool = False) -> int:
+    """What is brought together at once, so that no more than ``max_bytes`` are held.
+
+    There are two buffers, with a rank's own part of it beside; ``is_assembled``, it is copied out of them too.
+    """
+    return max_bytes * ranks // (2 * (ranks + 1) + (ranks if is_assembled else 0))
 
 
 def narrower(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
@@ -172,14 +225,23 @@ def narrower(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     return wanted if wanted is not None and wanted.itemsize < stored.itemsize else stored
 
 
-def _groups(
-    model: nn.Module, layers: Sequence[str], max_gather_bytes: int, dtypes: Mapping[str, torch.dtype]
-) -> Iterator[list[_Sent]]:
+def _parts(whole: _Sent, meshes: Meshes, max_gather_bytes: int, may_split: Callable[[str], bool]) -> Iterator[_Sent]:
+    """A parameter as one, or in as many parts as it takes for each to fit."""
+    if whole.nbytes <= max_gather_bytes or not may_split(whole.name):
+        yield whole
+        return
+    # The first rank has the most rows.
+    rows = cut_box(whole.param.shape, cuts_of(whole.param), meshes.topology.coordinate(0)).shape[0]
+    parts = -(-rows // max(1, rows * max_gather_bytes // whole.nbytes))
+    for part in range(parts):
+        yield replace(whole, part=part, parts=parts)
+
+
+def _groups(members: Iterable[_Sent], layers: Sequence[str], max_gather_bytes: int) -> Iterator[list[_Sent]]:
     group: list[_Sent] = []
     group_bytes, group_layer = 0, None
-    for name, param in model.named_parameters():
-        layer = next((fqn for fqn in layers if name.startswith(fqn + ".")), None)
-        sent = _Sent(name, param.detach(), narrower(param.dtype, dtypes.get(name)))
+    for sent in members:
+        layer = next((fqn for fqn in layers if sent.name.startswith(fqn + ".")), None)
         if group and (layer != group_layer or group_bytes + sent.nbytes > max_gather_bytes):
             yield group
             group, group_bytes = [], 0
@@ -203,10 +265,11 @@ def _layout(group: Sequence[_Sent], meshes: Meshes, rank: int) -> list[_Piece]:
     pieces, offset = [], 0
     for sent in group:
         cuts = cuts_of(sent.param)
-        box = cut_box(sent.param.shape, cuts, meshes.topology.coordinate(rank))
+        held = cut_box(sent.param.shape, cuts, meshes.topology.coordinate(rank))
+        box = sent.box(held)
         # What every rank holds whole comes from the first.
         nbytes = sent.dtype.itemsize * box.numel if cuts or rank == 0 else 0
-        pieces.append(_Piece(box, offset, nbytes))
+        pieces.append(_Piece(box, box.inside(held), offset, nbytes))
         offset += _aligned(nbytes)
     return pieces
 

@@ -72,6 +72,7 @@ class RolloutSync:
         self.heads = Heads.of(model.config.get_text_config())
         self._exchanges: dict[tuple[Stream, Rollout, int], Exchange] = {}
         self._needs: dict[tuple[Stream, Rollout, int], dict[str, list[Need]]] = {}
+        self._by_expert: dict[str, bool] = {}
         self._said = ""
         self._begun = 0
         self.last_report: SyncReport | None = None
@@ -95,20 +96,42 @@ class RolloutSync:
         return kind
 
     def full(self, traffic: Traffic | None = None) -> Generator[tuple[str, torch.Tensor]]:
+        """Everything under names that vLLM takes; a stack that is too large comes as its experts, if it may."""
         traffic = traffic or Traffic()
-        arriving = self.gathered(traffic)
+        limit = stream.gather_bytes(self.settings.memory_bytes, self.meshes.topology.fsdp, is_assembled=True)
+        arriving = self._gathered(limit, traffic, self._has_names_by_expert)
         with contextlib.closing(arriving):
-            yield from naming.for_vllm(self.model, stream.assembled(arriving, traffic))
+            for rows in stream.assembled(arriving, traffic):
+                if rows.first is None:
+                    yield from naming.for_vllm(self.model, [(rows.name, rows.values)])
+                else:
+                    yield from naming.experts_from(self.model, rows.name, rows.values, rows.first)
 
-    def gathered(self, traffic: Traffic) -> Generator[stream.Gathered, None, None]:
-        limit = self.settings.memory_bytes
-        return stream.gathered(self.model, self.meshes, self.layers, limit, self.dtypes, traffic)
-
-    @property
-    def gathers_fit(self) -> bool:
-        """Whether no tensor is larger than a gather may be."""
+    def shards(self, traffic: Traffic) -> Generator[stream.Gathered, None, None]:
+        """Everything in the shards of all ranks."""
         limit = stream.gather_bytes(self.settings.memory_bytes, self.meshes.topology.fsdp)
-        return all(p.numel() * self.dtypes[name].itemsize <= limit for name, p in self.model.named_parameters())
+        return self._gathered(limit, traffic, lambda name: True)
+
+    def _gathered(
+        self, limit: int, traffic: Traffic, may_split: Callable[[str], bool]
+    ) -> Generator[stream.Gathered, None, None]:
+        return stream.gathered(self.model, self.meshes, self.layers, limit, self.dtypes, traffic, may_split)
+
+    def _has_names_by_expert(self, name: str) -> bool:
+        """Whether a checkpoint has a parameter expert by expert; warns, once, of a large one that it has whole."""
+        if name not in self._by_expert:
+            param = self.model.get_parameter(name)
+            self._by_expert[name] = by_expert = naming.is_by_expert(self.model, name, param.shape)
+            if not by_expert and list(self._by_expert.values()).count(False) == 1 and dist.get_rank() == 0:
+                logger.warning(
+                    "epfsdp2: the full stream holds %s whole, %d bytes: no checkpoint of %s has it in parts; "
+                    "engine.sync_megabytes=%d is less than four times that",
+                    name,
+                    param.numel() * self.dtypes[name].itemsize,
+                    self.family,
+                    self.settings.memory_bytes >> 20,
+                )
+        return self._by_expert[name]
 
     def state(self) -> dict[str, torch.Tensor]:
         """Parameters and persistent buffers, sharded, by name."""
@@ -178,14 +201,15 @@ class WorkerStream:
             return self._sync.full(self.traffic)
         if self.kind == "expert_local":
             return self._expert_local()
-        in_gathers = self._rollout.keeps_all and self._sync.gathers_fit
-        return self._slices_of_gathers() if in_gathers else self._slices()
+        return self._slices_of_gathers() if self._rollout.keeps_all else self._slices()
 
     def _expert_local(self) -> Generator[tuple[str, torch.Tensor]]:
         whole = self._exchange.assembled(self._sync.state(), self._sync.dtypes, self.traffic)
         with contextlib.closing(whole):
             for name, need, values in whole:
-                yield from self._local_experts(name, need, values)
+                # vLLM would take a part of a stack for its first experts.
+                first = need.box.low[0] if need.box.low else 0
+                yield from naming.experts_from(self._sync.model, name, values, first)
 
     def _slices(self) -> Generator[tuple[str, torch.Tensor]]:
         arriving = self._exchange.run(self._sync.state(), self._sync.dtypes, self.traffic)
@@ -195,7 +219,7 @@ class WorkerStream:
 
     def _slices_of_gathers(self) -> Generator[tuple[str, torch.Tensor]]:
         """For a worker that keeps everything. Gathers cross a node's border once, rounds would for each rank in it."""
-        arriving = self._sync.gathered(self.traffic)
+        arriving = self._sync.shards(self.traffic)
         with contextlib.closing(arriving):
             for whole in arriving:
                 tensor = Tensor(whole.name, tuple(whole.shape), self._sync.dtypes[whole.name].itemsize)
@@ -205,12 +229,6 @@ class WorkerStream:
     @property
     def _exchange(self) -> Exchange:
         return self._sync.exchange(self.kind, self._rollout, self._worker)
-
-    def _local_experts(self, name: str, need: Need, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names of a checkpoint, experts one by one: vLLM would take a part of a stack for its first experts."""
-        first = need.box.low[0] if need.box.low else 0
-        for own, tensor in naming.as_checkpoint(self._sync.model, [(name, values)]):
-            yield naming.of_later_expert(own, first), tensor
 
     def agree(self, failure: Exception | None) -> None:
         """Before anything is sent, have all ranks know that all plans are one plan, and what failed; collective.

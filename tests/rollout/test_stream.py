@@ -7,10 +7,15 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from epfsdp2.engine.boxes import cut_box
 from epfsdp2.engine.parallelize import ShardingOptions, compute_dtypes, layer_names
-from epfsdp2.rollout import naming, stream
+from epfsdp2.engine.shards import cuts_of
+from epfsdp2.rollout import naming, stream, streams
+from epfsdp2.rollout.streams import RolloutSync, SyncSettings
+from epfsdp2.rollout.traffic import Traffic
+from tests.rollout.served_families import build
 from tests.support.engine import sharded_model
-from tests.support.models import reference_model, save_glm4_moe, save_qwen3_moe
+from tests.support.models import reference_model, save_glm4_moe, save_qwen3_moe, save_random
 from tests.support.ranks import run_ranks
 
 
@@ -48,6 +53,62 @@ def _streams(folder, cases):
         assert len(bounded) > len(gathers)
         # Padding: at most one alignment per tensor and rank.
         assert max(bounded) <= largest + 16 * len(wanted) * dist.get_world_size()
+
+
+def _in_parts(folder, cases):
+    reference = reference_model(folder)
+    wanted = dict(naming.as_checkpoint(reference, reference.state_dict().items()))
+    for ep, fsdp_size, dim in cases:
+        model, meshes = sharded_model(folder, dist.get_world_size(), ep, fsdp_size, expert_shard_dim=dim)
+        stack = model.get_parameter("model.layers.0.mlp.experts.gate_up_proj")
+        largest = max(p.nbytes for name, p in reference.named_parameters() if "experts" not in name)
+        assert 3 * largest < stack.numel() * stack.element_size(), "the stacks are what does not fit"
+        sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("full", 4 * largest))
+        traffic = Traffic()
+        got = list(sync.full(traffic))
+        assert sorted(name for name, _ in got) == sorted(wanted)
+        for name, tensor in got:
+            assert torch.equal(tensor, wanted[name]), (ep, fsdp_size, dim, name)
+        # The least that a gather can bring is one expert of each rank; two of them, a rank's own, and one assembled.
+        ranks = meshes.topology.fsdp
+        firsts = {cut_box(stack.shape, cuts_of(stack), meshes.topology.coordinate(r)).low[0] for r in range(ranks)}
+        at_once = len(firsts) * stack.shape[1:].numel() * 4
+        assert traffic.peak <= max(4 * largest, (2 * (ranks + 1) / ranks + 1) * at_once), (ep, fsdp_size, dim)
+        together = {name: tensor for whole in sync.shards(Traffic()) for name, tensor in _copied(whole)}
+        assert all(torch.equal(values, reference.state_dict()[name]) for name, values in together.items())
+
+
+_COPIES: dict[str, torch.Tensor] = {}
+
+
+def _copied(arrived):
+    """What came so far of a tensor, under its name."""
+    if arrived.name not in _COPIES or arrived.shards[0][0].low == (0,) * len(arrived.shape):
+        _COPIES[arrived.name] = torch.full(arrived.shape, torch.nan)
+    for box, values in arrived.shards:
+        _COPIES[arrived.name][box.slices] = values
+    yield arrived.name, _COPIES[arrived.name]
+
+
+def test_a_stack_that_is_too_large_comes_as_its_experts(tmp_path):
+    cases = [(1, -1, "auto"), (2, -1, "auto"), (4, -1, "auto"), (2, -1, 0), (2, 2, "auto")]
+    run_ranks(_in_parts, 4, save_qwen3_moe(tmp_path, num_experts=24, vocab_size=64), cases)
+
+
+def _stays_whole(folder):
+    model, meshes = sharded_model(folder, dist.get_world_size(), 2, attention="eager")
+    lines = []
+    streams.logger.addFilter(lambda record: lines.append(record.getMessage()))
+    sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("full", 4096))
+    for _ in range(2):
+        got = dict(sync.full())
+    assert got.keys() == model.state_dict().keys()
+    wanted = "epfsdp2: the full stream holds model.embed_tokens.weight whole, "
+    assert [line.startswith(wanted) for line in lines] == [True] * (dist.get_rank() == 0)
+
+
+def test_a_family_whose_checkpoints_have_stacks_gets_them_whole_and_says_so_once(tmp_path):
+    run_ranks(_stays_whole, 2, save_random(build("gpt_oss"), tmp_path, 0))
 
 
 @pytest.mark.parametrize("tied", [False, True])

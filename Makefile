@@ -6,13 +6,14 @@
 #   make parity      every family on every mesh against the plain model; prints and writes the table (about 20 min)
 #   make memory      peak memory of a step against the arithmetic; prints and writes the table
 #   make bench-sync  a weight sync against verl's stock export; prints and writes the table (about 10 min)
+#   make bench-checkpoint  memory to load and export, and what a save in the background costs (about 3 min)
 #   make lint        ruff check, ruff format, mypy
 
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help setup quickstart test test-long parity memory bench-sync lint clean
+.PHONY: help setup quickstart test test-long parity memory bench-sync bench-checkpoint lint clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -40,6 +41,9 @@ memory: setup
 
 bench-sync: setup
 	$(BIN)/python benchmarks/weight_sync.py $(ARGS)
+
+bench-checkpoint: setup
+	$(BIN)/python benchmarks/checkpoint.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

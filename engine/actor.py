@@ -5,6 +5,7 @@ Thin on purpose. Preparing packed inputs and turning logits into log-probs and e
 """
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,18 +22,19 @@ from verl.workers.config.optimizer import build_optimizer
 from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import EngineEvalModeCtx, EngineTrainModeCtx, FSDPEngineWithLMHead
 
-from ..rollout import naming, server_adapter, stream
+from ..rollout import server_adapter
 from ..rollout.shard_export import ExpertsSpec, ShardExport, experts_entry
 from ..rollout.streams import RolloutSync, SyncSettings
 from . import checkpoint, separation_shim
-from .agreement import check_agreement, model_facts
+from .agreement import alike, check_agreement, model_facts
+from .background import Background
+from .checkpoint_files import local_checkpoint, open_checkpoint
 from .checkpointing import Checkpointing
 from .clip import ClippedStep
 from .config import STRATEGY, EPFSDP2EngineConfig
-from .loading import load_weights, local_checkpoint, open_checkpoint
-from .manifest import alike
+from .loading import load_weights, verify_experts
 from .mesh import Topology, build_meshes
-from .modeling import build_on_meta, check_initialized, materialize
+from .modeling import build_on_meta, check_initialized, check_not_quantised, materialize
 from .optimizer import optimizer_from_config
 from .parallelize import ShardingOptions, compute_dtypes, layer_names, parallelize, reshard_all
 from .preflight import check_training
@@ -49,6 +51,7 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
     """EP + FSDP2 behind verl's engine interface (verl 0.9.1, ``workers/engine/base.py``)."""
 
     engine_config: EPFSDP2EngineConfig
+    _may_be_unused = r"(?!)"  # what a checkpoint may have and the model not, as a pattern (``load_weights``)
 
     def __init__(self, model_config, engine_config, optimizer_config, checkpoint_config):
         failure = None
@@ -83,6 +86,7 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
             # FSDP moves parameters itself; verl must not.
             self._is_offload_param = self._is_offload_optimizer = False
         self._saved: list[Path] = []
+        self._saves: Background | None = None
         if not engine_config.forward_only:
             server_adapter.install(engine_config.sync_timeout_seconds)
             separation_shim.install()
@@ -109,6 +113,7 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         """Build on meta, shard, allocate, load this rank's bytes; then optimizer and schedule."""
         folder, facts, failure = local_checkpoint(self.model_config.local_path), {}, None
         try:
+            check_not_quantised(self.model_config.hf_config, folder)
             files, module = open_checkpoint(folder), self._build_module()
             facts = {"model": model_facts(module), "checkpoint": files.file_of}
         except Exception as error:
@@ -119,8 +124,12 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         options = self._sharding_options()
         parallelize(module, self.meshes, options)
         materialize(module, get_device_id(), shards="cpu" if self.engine_config.offload_policy else None)
-        unused = load_weights(module, files, self.meshes, self._initialize, progress=self.rank == 0)
+        may_be_unused = "" if self.engine_config.allow_unused_weights else self._may_be_unused
+        progress = self.rank == 0
+        unused = load_weights(module, files, self.meshes, self._initialize, progress, may_be_unused)
         check_initialized(module, get_device_name())
+        with alike(get_device_name()):
+            verify_experts(module, files, self.meshes)
         if unused and self.rank == 0:
             print(f"[epfsdp2] {len(unused)} tensors of the checkpoint have no place in the model, e.g. {unused[:3]}")
         self.layer_names = layer_names(module)
@@ -237,30 +246,58 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None, **kwargs) -> None:
-        """Write what ``checkpoint.save_contents`` names under ``local_path`` (``checkpoint.py`` has the layout)."""
+        """Write what ``checkpoint.save_contents`` names under ``local_path`` (``checkpoint.py`` has the layout).
+
+        With ``checkpoint.async_save`` the training goes on once the state is copied to the host's memory. Such a save
+        ends before the next one begins, and the run's last before this returns; verl then leaves it to the engine to
+        say which checkpoint is the latest.
+        """
         if hdfs_path is not None and self.rank == 0:
             logger.warning(
                 "epfsdp2: nothing is copied to hdfs_path=%s; checkpoints are written to local paths", hdfs_path
             )
-        contents = set(self.checkpoint_config.get("save_contents") or ())
-
-        def also(folder: Path) -> None:
-            hf = folder / checkpoint.HF
-            with alike(get_device_name()):
-                if self.rank == 0:
-                    self._save_hf_config(hf)
-            if "hf_model" in contents:
-                limit = self.engine_config.sync_megabytes << 20
-                full = stream.full_tensors(self.module, self.meshes, self.layer_names, limit)
-                checkpoint.write_hf_weights(hf, naming.as_checkpoint(self.module, full), get_device_name())
-
-        folder = Path(local_path)
+        self._saves_ended()
+        contents = self.checkpoint_config.get("save_contents") or ()
         state = (self.module, self.optimizer, self.lr_scheduler)
-        checkpoint.save_checkpoint(folder, *state, contents, global_step, also, get_device_name())
+        snapshot, folder = checkpoint.Snapshot.of(*state, contents, global_step), Path(local_path)
+        if self._saves_in_background(folder):
+            self._saves = self._saves or Background()
+            job = partial(self._save, snapshot.on_host(), folder, max_ckpt_to_keep, self._saves.group)
+            self._saves.start(f"saving {folder}", job)
+            if global_step >= self.optimizer_config.total_training_steps:
+                self._saves.wait()
+        else:
+            self._save(snapshot, folder, max_ckpt_to_keep)
+
+    def _saves_in_background(self, folder: Path) -> bool:
+        wanted = bool(self.checkpoint_config.get("async_save"))
+        if wanted and folder.name.startswith("global_step_"):
+            # sft_trainer has no roles, and calls a checkpoint the latest as soon as it is asked to be saved.
+            if self.rank == 0:
+                logger.warning("epfsdp2: checkpoint.async_save is for main_ppo; %s is waited for", folder)
+            return False
+        return wanted
+
+    def _save(
+        self,
+        snapshot: checkpoint.Snapshot,
+        folder: Path,
+        max_to_keep: int | None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Write it, by the ``group`` of a save in the background or by the default one; collective."""
+        snapshot.write(folder, self._save_hf_config, get_device_name() if group is None else "cpu", group)
+        if group is not None and self.rank == 0:
+            checkpoint.name_as_latest(folder, snapshot.facts["step"])
         # The oldest goes when the newest is there.
-        self._saved = checkpoint.remove_old([*self._saved, folder], max_ckpt_to_keep)
+        self._saved = checkpoint.remove_old([*self._saved, folder], max_to_keep)
+
+    def _saves_ended(self) -> None:
+        if self._saves is not None:
+            self._saves.wait()
 
     def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=True, **kwargs) -> None:
+        self._saves_ended()
         contents = set(self.checkpoint_config.get("load_contents") or ())
         # Optimizer state is created where the parameters are.
         self.to(get_device_name(), model=self._is_offload_param, optimizer=False, grad=False)
@@ -271,7 +308,6 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         self.to("cpu", model=self._is_offload_param, optimizer=self._is_offload_optimizer, grad=False)
 
     def _save_hf_config(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self.module.config.save_pretrained(folder)
         if getattr(self.module, "generation_config", None) is not None:
             self.module.generation_config.save_pretrained(folder)

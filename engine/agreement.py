@@ -5,16 +5,17 @@ or that one of them never issues. So each rank sends digests of what it was give
 sent.
 """
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["DisagreementError", "check_agreement", "model_facts"]
+__all__ = ["DisagreementError", "alike", "check_agreement", "model_facts"]
 
 _FIRST = 5  # how many differences an error lists
 _SHOWN = 120  # characters of a value
@@ -62,6 +63,20 @@ def check_agreement(
         raise DisagreementError("\n".join(["Some ranks can't run what they are to run:", *lines])) from failure
     differences = _differences([facts for _, facts in everyone])
     raise DisagreementError("\n".join(["The ranks do not agree on what to run:", *differences]))
+
+
+@contextlib.contextmanager
+def alike(device: torch.device | str = "cpu", group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Have all ranks of ``group`` leave the block alike: if one of them fails in it, all raise; collective.
+
+    The block itself must hold no collective, which a rank that fails before it would not take part in.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    check_agreement({}, group, device, failure)
 
 
 def model_facts(model: nn.Module) -> dict[str, str]:

@@ -14,7 +14,8 @@ It is safetensors and JSON throughout: nothing in it is ever unpickled.
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,28 +26,110 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from .manifest import CheckpointError, alike, check_whole, written_whole
+from .agreement import alike
+from .export import MODEL, write_hf_weights
+from .manifest import CheckpointError, check_whole, written_whole
 from .optimizer import MultiOptimizer
 from .shards import checkpointed
 
 __all__ = [
     "HF",
     "KNOWN_CONTENTS",
-    "MODEL",
+    "OPTIMIZER",
+    "RNG",
     "SHARDS",
+    "STATE",
+    "Snapshot",
     "load_checkpoint",
+    "name_as_latest",
+    "plain_value",
     "remove_old",
     "save_checkpoint",
-    "write_hf_weights",
 ]
 
 KNOWN_CONTENTS = frozenset({"model", "optimizer", "extra", "hf_model"})
 SHARDS, HF = "dist_ckpt", "huggingface"
-_STATE, _RNG = "trainer_state.json", "rng"
-MODEL, _OPTIMIZER = "model.", "optimizer."  # what names in SHARDS begin with
-_HF_FILE_BYTES = 5 << 30
+STATE, RNG, _FOR_HF = "trainer_state.json", "rng", "for_hf"
+OPTIMIZER = "optimizer."  # what names in SHARDS begin with
 _TRACKER = "latest_checkpointed_iteration.txt"  # verl's
 _FIRST = 5  # how many offenders an error lists
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint is to hold of a trainer at one step.
+
+    Args:
+        tensors: by their names in SHARDS, sharded.
+        facts: the content of ``trainer_state.json``.
+    """
+
+    model: nn.Module
+    contents: frozenset[str]
+    tensors: dict[str, torch.Tensor]
+    facts: dict[str, Any]
+    random: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, optimizer: MultiOptimizer | None, lr_scheduler: Any, contents: Iterable[str], step: int
+    ) -> "Snapshot":
+        """What is named in ``contents`` as it is now; the tensors are those that are trained."""
+        contents = frozenset(contents)
+        tensors = _of_model(model) if contents & {"model", "hf_model"} else {}
+        groups = None
+        if "optimizer" in contents and optimizer is not None:
+            packed = optimizer.state_dict()
+            tensors |= _flat(packed["state"])
+            groups = packed["param_groups"]
+        schedule = lr_scheduler.state_dict() if "extra" in contents and lr_scheduler is not None else None
+        facts = json.loads(
+            json.dumps({"step": step, "lr_scheduler": schedule, "param_groups": groups}, default=plain_value)
+        )
+        return cls(model, contents, tensors, facts, _random_state() if "extra" in contents else {})
+
+    def on_host(self) -> "Snapshot":
+        """The same in memory of its own, which training does not change."""
+        return replace(self, tensors={name: t.detach().to("cpu", copy=True) for name, t in self.tensors.items()})
+
+    def write(
+        self,
+        folder: Path,
+        describe: Callable[[Path], None],
+        device: torch.device | str = "cpu",
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Write the folder; collective.
+
+        Args:
+            describe: writes config and tokenizer into a folder; called on one rank.
+            device: where the group's backend takes tensors from.
+            group: of all ranks, the default one by default.
+        """
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        with written_whole(folder, device, group) as partial:
+            shards = partial / SHARDS
+            of_model = {name: t for name, t in self.tensors.items() if name.startswith(MODEL)}
+            if "model" in self.contents:
+                _write_shards(shards, self.tensors, group)
+            else:
+                _write_shards(shards, {n: t for n, t in self.tensors.items() if n not in of_model}, group)
+                shards = partial / _FOR_HF
+                _write_shards(shards, of_model, group)
+            with alike(device, group):
+                if self.random:
+                    (partial / RNG).mkdir(exist_ok=True)
+                    save_file(self.random, partial / RNG / f"{rank:05d}.safetensors")
+                (partial / HF).mkdir(exist_ok=True)
+                if rank == 0:
+                    (partial / STATE).write_text(json.dumps(self.facts))
+                    describe(partial / HF)
+                if "hf_model" in self.contents:
+                    dtypes = dict.fromkeys(name.removeprefix(MODEL) for name in of_model)
+                    write_hf_weights(self.model, shards, partial / HF, dtypes, share=(rank, ranks))
+            with alike(device, group):
+                if rank == 0:
+                    shutil.rmtree(partial / _FOR_HF, ignore_errors=True)
 
 
 def save_checkpoint(
@@ -56,31 +139,11 @@ def save_checkpoint(
     lr_scheduler: Any,
     contents: Iterable[str],
     step: int,
-    also: Callable[[Path], None] = lambda folder: None,
+    describe: Callable[[Path], None] = lambda folder: None,
     device: torch.device | str = "cpu",
 ) -> None:
-    """Write ``model``, ``optimizer`` and ``extra`` of ``contents``; collective.
-
-    Args:
-        also: writes what else belongs into the folder, before it counts as complete; collective.
-        device: where the default group's backend takes tensors from.
-    """
-    contents = set(contents)
-    with written_whole(folder, device) as partial:
-        tensors, groups = _sharded_state(model, optimizer, contents)
-        if tensors:
-            writer = dcp.HuggingFaceStorageWriter(str(partial / SHARDS), save_distributed=True)
-            dcp.save(tensors, storage_writer=writer)
-        with alike(device):
-            if "extra" in contents:
-                (partial / _RNG).mkdir(exist_ok=True)
-                save_file(_random_state(), partial / _RNG / f"{dist.get_rank():05d}.safetensors")
-            if dist.get_rank() == 0:
-                extra = "extra" in contents and lr_scheduler is not None
-                schedule = lr_scheduler.state_dict() if extra else None
-                facts = {"step": step, "lr_scheduler": schedule, "param_groups": groups}
-                (partial / _STATE).write_text(json.dumps(facts, default=_plain))
-        also(partial)
+    """Write what ``contents`` names; collective. See ``Snapshot``."""
+    Snapshot.of(model, optimizer, lr_scheduler, contents, step).write(folder, describe, device)
 
 
 def load_checkpoint(
@@ -100,7 +163,7 @@ def load_checkpoint(
     """
     contents = set(contents)
     check_whole(folder, device)
-    facts = json.loads((folder / _STATE).read_text())
+    facts = json.loads((folder / STATE).read_text())
     schedule = facts["lr_scheduler"] if "extra" in contents and lr_scheduler is not None else None
     if schedule is not None:
         lr_scheduler.check_state_dict(schedule)
@@ -122,54 +185,13 @@ def load_checkpoint(
     if "extra" in contents:
         if schedule is not None:
             lr_scheduler.load_state_dict(schedule)
-        rng = folder / _RNG / f"{dist.get_rank():05d}.safetensors"
+        rng = folder / RNG / f"{dist.get_rank():05d}.safetensors"
         if rng.is_file():
             random = load_file(rng)
             torch.set_rng_state(random["cpu"])
             if "device" in random and torch.accelerator.is_available():
                 torch.get_device_module().set_rng_state(random["device"])
     dist.barrier()
-
-
-def write_hf_weights(
-    folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], device: torch.device | str = "cpu"
-) -> None:
-    """Write full tensors, under checkpoint names, as sharded safetensors with an index; rank 0 writes, all drain.
-
-    Args:
-        tensors: collective stream; the same on all ranks.
-    """
-    writer = dist.get_rank() == 0
-    failure: OSError | None = None
-    pending: dict[str, torch.Tensor] = {}
-    pending_bytes, files, total = 0, [], 0
-
-    def flush() -> None:
-        nonlocal pending, pending_bytes
-        if pending:
-            files.append(sorted(pending))
-            save_file(pending, folder / f"part-{len(files):05d}.safetensors", metadata={"format": "pt"})
-            pending, pending_bytes = {}, 0
-
-    if writer:
-        folder.mkdir(parents=True, exist_ok=True)
-    for name, tensor in tensors:
-        if not writer or failure is not None:
-            continue
-        if pending_bytes + tensor.nbytes > _HF_FILE_BYTES:
-            try:
-                flush()
-            except OSError as error:  # the others are still gathering
-                failure = error
-        pending[name] = tensor.cpu().contiguous()
-        pending_bytes += tensor.nbytes
-        total += tensor.nbytes
-    with alike(device):
-        if failure is not None:
-            raise failure
-        if writer:
-            flush()
-            _name_hf_files(folder, files, total)
 
 
 def remove_old(saved: list[Path], max_to_keep: int | None) -> list[Path]:
@@ -185,6 +207,14 @@ def remove_old(saved: list[Path], max_to_keep: int | None) -> list[Path]:
         for path in old:
             shutil.rmtree(path, ignore_errors=True)
     return [path for path in saved if path not in old]
+
+
+def name_as_latest(folder: Path, step: int) -> None:
+    """Have verl resume from this role's folder of a step, as its trainers do after a save that they wait for."""
+    tracker = folder.parent.parent / _TRACKER
+    written = tracker.with_suffix(".new")
+    written.write_text(str(step))
+    written.replace(tracker)
 
 
 def _is_named(path: Path) -> bool:
@@ -203,17 +233,13 @@ def _random_state() -> dict[str, torch.Tensor]:
     return state
 
 
-def _sharded_state(
-    model: nn.Module, optimizer: MultiOptimizer | None, contents: set[str]
-) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]] | None]:
-    """Tensors by name, and the optimizer's groups."""
-    tensors: dict[str, torch.Tensor] = {}
-    if "model" in contents:
-        tensors |= _of_model(model)
-    if "optimizer" not in contents or optimizer is None:
-        return tensors, None
-    packed = optimizer.state_dict()
-    return tensors | _flat(packed["state"]), packed["param_groups"]
+def _write_shards(folder: Path, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    if tensors:
+        dcp.save(
+            tensors,
+            storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True),
+            process_group=group,
+        )
 
 
 def _of_model(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -222,10 +248,10 @@ def _of_model(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _flat(state: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {f"{_OPTIMIZER}{fqn}.{key}": value for fqn, entries in state.items() for key, value in entries.items()}
+    return {f"{OPTIMIZER}{fqn}.{key}": value for fqn, entries in state.items() for key, value in entries.items()}
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """What JSON does not know of an optimizer's settings."""
     return value.item() if isinstance(value, torch.Tensor) else str(value)
 
@@ -280,8 +306,8 @@ def _saved_state(metadata: Metadata) -> dict[str, dict[str, tuple[int, ...]]]:
     """Parameter name -> entry of its optimizer state -> its shape."""
     saved: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, size in _sizes(metadata).items():
-        if name.startswith(_OPTIMIZER):
-            fqn, _, key = name.removeprefix(_OPTIMIZER).rpartition(".")
+        if name.startswith(OPTIMIZER):
+            fqn, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
             saved.setdefault(fqn, {})[key] = size
     return saved
 
@@ -290,17 +316,3 @@ def _sizes(metadata: Metadata) -> dict[str, tuple[int, ...]]:
     """Shape of every saved tensor."""
     entries = metadata.state_dict_metadata.items()
     return {name: tuple(entry.size) for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
-
-
-def _name_hf_files(folder: Path, files: Sequence[Sequence[str]], total: int) -> None:
-    """Give the written parts the names that ``from_pretrained`` looks for."""
-    if len(files) == 1:
-        (folder / "part-00001.safetensors").replace(folder / "model.safetensors")
-        return
-    weight_map = {}
-    for i, names in enumerate(files, start=1):
-        file = f"model-{i:05d}-of-{len(files):05d}.safetensors"
-        (folder / f"part-{i:05d}.safetensors").replace(folder / file)
-        weight_map.update(dict.fromkeys(names, file))
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

@@ -76,6 +76,7 @@ class EPFSDP2EngineConfig(EngineConfig):
     fsdp_size: int = -1
     ulysses_sequence_parallel_size: int = 1
     model_dtype: str = "fp32"
+    allow_unused_weights: bool = False
     mixed_precision: dict[str, Any] | None = None
     fp32_modules: list[str] = field(default_factory=list)
     reshard_after_forward: bool = True
@@ -159,7 +160,7 @@ def check_engine_values(config: EPFSDP2EngineConfig) -> None:
             "is the number of layers gathered ahead, 0 for none.",
             "engine.prefetch_depth=1",
         )
-    for name in ("reshard_after_forward", "compile_dense"):
+    for name in ("reshard_after_forward", "compile_dense", "allow_unused_weights"):
         _check_flag(f"engine.{name}", getattr(config, name))
     if config.reshard_experts_after_forward is not None:
         _check_flag("engine.reshard_experts_after_forward", config.reshard_experts_after_forward)

@@ -22,6 +22,8 @@ class EPFSDP2EngineWithValueHead(EPFSDP2Engine, FSDPEngineWithValueHead):
     one-output head in the place of the language-model head.
     """
 
+    _may_be_unused = r"^(lm_head|score)\."  # another head than this model's
+
     def _build_module(self) -> nn.Module:
         config = self.model_config.hf_config
         config.num_labels = 1

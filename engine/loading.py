@@ -1,98 +1,36 @@
 """Hugging Face safetensors -> the shards of this rank.
 
-Nothing is broadcast and no tensor is held whole that a rank needs a part of, where the file layout allows: a rank opens
-the files and reads its experts of a stack and its rows of a dense weight. Names and layouts go through transformers'
-own weight converters (``core_model_loading.py``), on the owned experts only.
+No tensor is read that a rank needs a part of: it opens the files and reads the rows and columns of its shards, expert
+by expert where the checkpoint has them so (``regions.py``). Replicas of the model get theirs from the first. Names and
+layouts are those of transformers' own weight converters (``core_model_loading.py``).
 """
 
 import copy
-import json
-import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from huggingface_hub import snapshot_download
-from safetensors import safe_open
 from torch import nn
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from .errors import SettingError
+from .agreement import alike
+from .boxes import Box
+from .checkpoint_files import CheckpointFiles
 from .mesh import Meshes
-from .shards import box_of, checkpointed, local_tensor
+from .regions import Region, find_regions
+from .shards import box_of, checkpointed, is_expert_parameter, local_box, local_tensor
 
-__all__ = ["CheckpointFiles", "load_weights", "local_checkpoint", "open_checkpoint"]
+__all__ = ["load_weights", "verify_experts"]
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FIRST = 5  # how many offenders an error lists
-
-
-@dataclass(frozen=True)
-class CheckpointFiles:
-    """Where each tensor of a checkpoint is."""
-
-    folder: Path
-    file_of: Mapping[str, str]
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of one tensor, from the file's header."""
-        with safe_open(self.folder / self.file_of[key], framework="pt") as file:
-            return tuple(file.get_slice(key).get_shape())
-
-    def read(self, key: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
-        """Read one tensor, or the part of it that ``index`` cuts; only those bytes are touched."""
-        with safe_open(self.folder / self.file_of[key], framework="pt") as file:
-            return file.get_slice(key)[index] if index else file.get_tensor(key)
-
-
-def local_checkpoint(path: str) -> str:
-    """The folder of a checkpoint given as a folder or as an id on the Hugging Face hub; collective.
-
-    verl hands a hub id on as it is. One rank of each node downloads, the others find it in the cache.
-    """
-    if os.path.isdir(path) or not _HUB_ID.fullmatch(path):
-        return path
-    wanted = ["*.safetensors", "*.safetensors.index.json"]
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0 or dist.get_rank() == 0:
-        snapshot_download(path, allow_patterns=wanted)
-    dist.barrier()
-    return snapshot_download(path, allow_patterns=wanted, local_files_only=True)
-
-
-def open_checkpoint(folder: str | Path) -> CheckpointFiles:
-    """Find the safetensors of a Hugging Face checkpoint.
-
-    Raises:
-        SettingError: if the folder is missing or holds no safetensors.
-    """
-    folder = Path(folder)
-    setting = "actor_rollout_ref.model.path"
-    if not folder.is_dir():
-        raise SettingError(setting, folder, "is not a folder.", "the folder of a Hugging Face checkpoint")
-    if (folder / _INDEX).is_file():
-        return CheckpointFiles(folder, json.loads((folder / _INDEX).read_text())["weight_map"])
-    files = [folder / _SINGLE] if (folder / _SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise SettingError(
-            setting,
-            folder,
-            "has no *.safetensors file.",
-            "a checkpoint saved with safetensors (model.save_pretrained writes them)",
-        )
-    file_of: dict[str, str] = {}
-    for file in files:
-        with safe_open(file, framework="pt") as handle:
-            file_of.update(dict.fromkeys(handle.keys(), file.name))
-    return CheckpointFiles(folder, file_of)
+# Computed where they are needed, and yet in old checkpoints; transformers leaves them out too.
+_COMPUTED = r"rotary_emb\.inv_freq$"
 
 
 @dataclass
@@ -103,6 +41,27 @@ class _Source:
     keys: list[tuple[str | None, str]] = field(default_factory=list)
     """(source pattern of the converter, checkpoint key), in natural order."""
 
+    def by_pattern(self) -> dict[str | None, list[str]]:
+        found: dict[str | None, list[str]] = {}
+        for pattern, key in self.keys:
+            found.setdefault(pattern, []).append(key)
+        return found
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor that is to be filled.
+
+    Args:
+        regions: what the checkpoint's tensors have of it, each with its keys, expert by expert, or its only one; None
+            where a converter has to make it out of whole tensors.
+    """
+
+    name: str
+    target: torch.Tensor
+    source: _Source
+    regions: list[tuple[Region, list[str]]] | None
+
 
 def load_weights(
     model: nn.Module,
@@ -110,39 +69,91 @@ def load_weights(
     meshes: Meshes,
     initialize: Callable[[str, torch.Tensor, bool], bool] = lambda name, tensor, fits: False,
     progress: bool = False,
+    may_be_unused: str = r"(?!)",
 ) -> list[str]:
-    """Fill the parameters and persistent buffers of a sharded, materialised model from a checkpoint.
+    """Fill the parameters and persistent buffers of a sharded, materialised model from a checkpoint; collective.
+
+    Names and shapes are compared before anything is read.
 
     Args:
         initialize: called with name, local tensor and whether the checkpoint has it in the model's shape; fills the
             tensor and returns True, or returns False to have it read, or reported if it is missing or ill-shaped.
         progress: show a bar.
+        may_be_unused: matches, anywhere in a name, what the checkpoint may have and the model not, besides what the
+            model's class leaves out itself.
 
     Returns:
         Names of what the checkpoint has and the model has no place for.
 
     Raises:
-        ValueError: naming the first missing or ill-shaped tensors.
+        ValueError: with the first tensors that are missing, unknown or of another shape, and their files.
+        DisagreementError: a part of the ranks could not read theirs.
+    """
+    unused: list[str] = []
+    device = meshes.dense.device_type
+    first_replica = meshes.dense.get_local_rank("dp_replicate") == 0
+    with alike(device), torch.no_grad():
+        sources = _plan(model, files)
+        wanted: list[_Tensor] = []
+        wrong: list[str] = []
+        for name, target in checkpointed(model).items():
+            source = sources.get(name)
+            if initialize(name, local_tensor(target), _fits(target, source, files)):
+                continue
+            if source is None:
+                wrong.append(f"{name} is missing")
+                continue
+            tensor = _Tensor(name, target, source, _regions(name, target, source, model, files))
+            wrong += _faults(tensor, files)
+            wanted.append(tensor)
+        unused = [name for name in sources if name not in model.state_dict()]
+        wrong += _unknown([name for name in unused if not re.search(may_be_unused, name)], sources, model, files)
+        if wrong:
+            more = f"; and {len(wrong) - _FIRST} more" if len(wrong) > _FIRST else ""
+            kind = type(model).__name__.removeprefix("FSDP")
+            raise ValueError(f"{files.folder} is no checkpoint of {kind}: {'; '.join(wrong[:_FIRST])}{more}.")
+        for tensor in tqdm(wanted if first_replica else (), desc="Loading weights", disable=not progress):
+            _fill(tensor, model, files, meshes)
+    if meshes.topology.dp_replicate > 1:
+        for target in checkpointed(model).values():
+            _copy_of_first_replica(local_tensor(target), meshes)
+    return unused
+
+
+def verify_experts(model: nn.Module, files: CheckpointFiles, meshes: Meshes, count: int = 2) -> list[str]:
+    """Make a few of this rank's experts again, by transformers' converter from whole tensors, and compare.
+
+    Args:
+        count: experts, each of another stack, the stacks far apart.
+
+    Returns:
+        ``<stack>[<expert>]`` of each that was compared.
+
+    Raises:
+        ValueError: one is not what the checkpoint has.
     """
     sources = _plan(model, files)
-    targets = checkpointed(model)
-
-    missing = []
-    with torch.no_grad():
-        for name, target in tqdm(targets.items(), desc="Loading weights", disable=not progress):
-            if initialize(name, local_tensor(target), _fits(target, sources.get(name), files)):
-                continue
-            if name in sources:
-                _fill(name, target, sources[name], model, files, meshes)
-            else:
-                missing.append(name)
-    if missing:
-        raise ValueError(
-            f"{files.folder} lacks {len(missing)} tensors that {type(model).__name__} needs, first: "
-            f"{', '.join(missing[:_FIRST])}."
-        )
-    known = model.state_dict().keys()
-    return [name for name in sources if name not in known]
+    held = {
+        name: target
+        for name, target in checkpointed(model).items()
+        if is_expert_parameter(target) and target.dim() == 3 and name in sources and local_tensor(target).numel()
+    }
+    names, done = list(held), []
+    count = min(count, len(names))
+    for index in (round(i * (len(names) - 1) / max(1, count - 1)) for i in range(count)):
+        name, target = names[index], held[names[index]]
+        box = local_box(target)
+        expert = box.low[0] + index % (box.high[0] - box.low[0])
+        one = box.along(0, expert, expert + 1)
+        if sources[name].converter is None:
+            wanted = files.read(sources[name].keys[-1][1], one.slices)
+        else:
+            wanted = _convert(name, target, sources[name], one.slices, model, files)
+        found = local_tensor(target).detach()[one.inside(box)].cpu()
+        if not torch.equal(found, wanted.to(found.dtype)):
+            raise ValueError(f"{name}[{expert}] is not what {files.folder} has, after loading.")
+        done.append(f"{name}[{expert}]")
+    return done
 
 
 def _plan(model: nn.Module, files: CheckpointFiles) -> dict[str, _Source]:
@@ -177,31 +188,93 @@ def _fits(target: torch.Tensor, source: _Source | None, files: CheckpointFiles) 
     """Whether the checkpoint has the tensor; in its shape, where no converter makes it."""
     if source is None or source.converter is not None:
         return source is not None
-    return tuple(files.shape(source.keys[-1][1])) == tuple(target.shape)
+    return files.shape(source.keys[-1][1]) == tuple(target.shape)
 
 
-def _fill(
-    name: str, target: torch.Tensor, source: _Source, model: nn.Module, files: CheckpointFiles, meshes: Meshes
-) -> None:
-    """Read what this rank holds of ``target`` and copy it there."""
-    local = local_tensor(target)
-    box = box_of(target, meshes.topology, meshes.fsdp_rank)
-    if source.converter is not None:
-        local.copy_(_convert(name, target, source, box, model, files))
+def _regions(
+    name: str, target: torch.Tensor, source: _Source, model: Any, files: CheckpointFiles
+) -> list[tuple[Region, list[str]]] | None:
+    """What the checkpoint's tensors have of a target; see ``_Tensor``.
+
+    Raises:
+        ValueError: if it has not as many experts as the target.
+    """
+    if source.converter is None:
+        shape = tuple(target.shape)
+        dims = tuple(d if size > 1 else None for d, size in enumerate(shape))
+        return [(Region(name, shape, dims, (1,) * len(shape), (0,) * len(shape)), [source.keys[-1][1]])]
+    by_pattern = source.by_pattern()
+    one_by_one = any(len(keys) > 1 for keys in by_pattern.values())
+    if one_by_one:
+        for keys in by_pattern.values():
+            _check_experts(name, keys, target.shape[0], len(source.converter.target_patterns), files)
+    if len(source.converter.target_patterns) > 1:
+        return None
+    is_stack = one_by_one or is_expert_parameter(target)
+    found = find_regions(model, name, target.shape, is_stack)
+    keys_of = {keys[0]: keys for keys in by_pattern.values()}
+    if found is None or {region.name for region in found} != keys_of.keys():
+        return None
+    return [(region, keys_of[region.name]) for region in found]
+
+
+def _faults(tensor: _Tensor, files: CheckpointFiles) -> list[str]:
+    """Which of the checkpoint's tensors have not the shape that they should."""
+    wrong = []
+    for region, keys in tensor.regions or ():
+        shape = region.expected(tensor.target.shape[0] if is_expert_parameter(tensor.target) else None)
+        for key in keys:
+            if files.shape(key) != shape:
+                where = f"{key} (in {files.file_of[key]})"
+                wrong.append(f"{where} is {files.shape(key)}, and {tensor.name} of the model needs {shape}")
+    return wrong
+
+
+def _unknown(names: list[str], sources: Mapping[str, _Source], model: Any, files: CheckpointFiles) -> list[str]:
+    patterns = [_COMPUTED, *(model._keys_to_ignore_on_load_unexpected or ())]
+    keys = [sources[name].keys[0][1] for name in names if not any(re.search(p, name) for p in patterns)]
+    return [f"{key} (in {files.file_of[key]}) is no tensor of the model" for key in keys]
+
+
+def _fill(tensor: _Tensor, model: nn.Module, files: CheckpointFiles, meshes: Meshes) -> None:
+    """Read what this rank holds of a tensor and copy it there."""
+    local = local_tensor(tensor.target)
+    if not local.numel():
         return
-    key = source.keys[-1][1]
-    _check_shape(files, name, target.shape, files.shape(key), key)
-    if local.numel():
-        local.copy_(files.read(key, box if isinstance(target, DTensor) else None))
+    slices = box_of(tensor.target, meshes.topology, meshes.fsdp_rank)
+    if tensor.regions is None:
+        local.copy_(_convert(tensor.name, tensor.target, tensor.source, slices, model, files))
+        return
+    box = Box(tuple(s.start for s in slices), tuple(s.stop for s in slices))
+    for region, keys in tensor.regions:
+        for key, held, into in _keys_in(keys, box, local):
+            part = region.part(held, files.shape(key))
+            if part is not None:
+                part.copy(files.read(key, part.source), into)
+
+
+def _keys_in(keys: list[str], box: Box, local: torch.Tensor) -> Iterator[tuple[str, Box, torch.Tensor]]:
+    """A region's keys with the part of a box that each may have something of, as if it were the first expert's."""
+    if len(keys) == 1:
+        yield keys[0], box, local
+        return
+    for expert in range(box.low[0], box.high[0]):
+        yield keys[expert], box.along(0, 0, 1), local[expert - box.low[0]].unsqueeze(0)
+
+
+def _copy_of_first_replica(local: torch.Tensor, meshes: Meshes) -> None:
+    """Have what the first replica read; collective."""
+    sent = local.detach().to(meshes.dense.device_type)  # shards may be on the CPU, where the backend takes none from
+    dist.broadcast(sent, group=meshes.dense.get_group("dp_replicate"), group_src=0)
+    if sent.data_ptr() != local.data_ptr():
+        local.detach().copy_(sent)
 
 
 def _convert(
     name: str, target: torch.Tensor, source: _Source, box: tuple[slice, ...], model: nn.Module, files: CheckpointFiles
 ) -> torch.Tensor:
-    """Run transformers' converter, on the owned experts alone where the checkpoint stores them one by one."""
-    by_pattern: dict[str | None, list[str]] = {}
-    for pattern, key in source.keys:
-        by_pattern.setdefault(pattern, []).append(key)
+    """Run transformers' converter, on the box's experts alone where the checkpoint stores them one by one."""
+    by_pattern = source.by_pattern()
     one_by_one = any(len(keys) > 1 for keys in by_pattern.values())
     owned = box[0] if one_by_one else slice(None)
 
@@ -209,34 +282,26 @@ def _convert(
     assert converter is not None
     for pattern, keys in by_pattern.items():
         if one_by_one:
-            keys = _owned_keys(name, keys, target.shape[0], len(converter.target_patterns), owned, files)
+            # A converter with several targets deals the experts of each out in equal parts.
+            parts = range(len(converter.target_patterns))
+            keys = [key for i in parts for key in keys[i * target.shape[0] : (i + 1) * target.shape[0]][owned]]
         for key in keys:
             converter.add_tensor(name, key, pattern, partial(files.read, key))
-    if one_by_one and owned.start == owned.stop:
-        return torch.empty([s.stop - s.start for s in box], dtype=target.dtype)  # target may be a DTensor
     made = converter.convert(name, model=model, config=model.config)
     value = made[name]
     value = value[0] if isinstance(value, list) else value
     experts = owned.stop - owned.start if one_by_one else target.shape[0]
-    _check_shape(files, name, (experts, *target.shape[1:]), tuple(value.shape), source.keys[0][1])
+    if tuple(value.shape) != (experts, *target.shape[1:]):
+        raise ValueError(
+            f"{files.folder}: {name} of the model has the shape {tuple(target.shape)}, but {source.keys[0][1]} and its "
+            f"likes give {tuple(value.shape)}."
+        )
     return value[(slice(None), *box[1:])] if one_by_one else value[box]
 
 
-def _owned_keys(
-    name: str, keys: list[str], experts: int, targets: int, owned: slice, files: CheckpointFiles
-) -> list[str]:
-    """The wanted ones of one tensor per expert; a converter with several targets deals them out in equal parts."""
+def _check_experts(name: str, keys: list[str], experts: int, targets: int, files: CheckpointFiles) -> None:
     if len(keys) != targets * experts:
         raise ValueError(
             f"{files.folder}: {name} stacks {experts} experts, but the checkpoint has {len(keys)} tensors like "
             f"{keys[0]}."
-        )
-    return [key for i in range(targets) for key in keys[i * experts : (i + 1) * experts][owned]]
-
-
-def _check_shape(files: CheckpointFiles, name: str, wanted: tuple[int, ...], found: tuple[int, ...], key: str) -> None:
-    if tuple(wanted) != tuple(found):
-        raise ValueError(
-            f"{files.folder}: {name} of the model has the shape {tuple(wanted)}, but {key} and its likes give "
-            f"{tuple(found)}."
         )

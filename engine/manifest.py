@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .agreement import check_agreement
+from .agreement import alike
 
-__all__ = ["FORMAT", "MANIFEST", "CheckpointError", "alike", "check_files", "check_whole", "written_whole"]
+__all__ = ["FORMAT", "MANIFEST", "CheckpointError", "check_files", "check_whole", "written_alone", "written_whole"]
 
 FORMAT = 2
 MANIFEST = "epfsdp2_checkpoint.json"
@@ -32,37 +32,53 @@ class CheckpointError(RuntimeError):
 
 
 @contextlib.contextmanager
-def written_whole(folder: Path, device: torch.device | str = "cpu") -> Iterator[Path]:
+def written_whole(
+    folder: Path, device: torch.device | str = "cpu", group: dist.ProcessGroup | None = None
+) -> Iterator[Path]:
     """Yield where to write what will be ``folder``; collective.
 
     What was in ``folder`` before is replaced, once all ranks have left the block. What a rank does alone in the block
     and may fail in, it does ``alike``.
 
     Args:
-        device: where the default group's backend takes tensors from.
+        device: where the group's backend takes tensors from.
+        group: of all ranks, the default one by default.
 
     Raises:
         DisagreementError: with what failed on which rank; nothing is replaced then.
     """
     partial, is_first = _partial(folder), dist.get_rank() == 0
-    with alike(device):
+    with alike(device, group):
         if is_first:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
     try:
         yield partial
-        dist.barrier()
+        dist.barrier(group)
         mine: dict[str, dict[str, int]] = {}
-        with alike(device):
+        with alike(device, group):
             mine = {name: _facts(partial / name, sync=True) for name in _share(_files(partial))}
-        files = {name: facts for part in _gathered(mine) for name, facts in part.items()}
-        with alike(device):
+        files = {name: facts for part in _gathered(mine, group) for name, facts in part.items()}
+        with alike(device, group):
             if is_first:
-                _write(partial / MANIFEST, json.dumps({"format": FORMAT, "files": files}, indent=1))
-                _put(partial, folder)
+                _finish(partial, folder, files)
     except BaseException:
         if is_first:
             shutil.rmtree(partial, ignore_errors=True)  # gives its space back
+        raise
+
+
+@contextlib.contextmanager
+def written_alone(folder: Path) -> Iterator[Path]:
+    """``written_whole`` in one process, without a group."""
+    partial = _partial(folder)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        _finish(partial, folder, {name: _facts(partial / name, sync=True) for name in _files(partial)})
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
@@ -88,23 +104,9 @@ def check_files(folder: Path) -> None:
     _raise_for(folder, _faults(folder, _manifest(folder)["files"]))
 
 
-@contextlib.contextmanager
-def alike(device: torch.device | str = "cpu") -> Iterator[None]:
-    """Have all ranks leave the block alike: if one of them fails in it, all raise; collective.
-
-    The block itself must hold no collective, which a rank that fails before it would not take part in.
-    """
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    check_agreement({}, device=device, failure=failure)
-
-
-def _gathered(mine: Any) -> list[Any]:
+def _gathered(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    dist.all_gather_object(everyone, mine, group)
     return everyone
 
 
@@ -153,6 +155,12 @@ def _facts(path: Path, sync: bool = False) -> dict[str, int]:
         if sync:
             os.fsync(file.fileno())
     return {"bytes": path.stat().st_size, "crc32": checksum}
+
+
+def _finish(partial: Path, folder: Path, files: dict[str, dict[str, int]]) -> None:
+    """List the files, and give the folder its name."""
+    _write(partial / MANIFEST, json.dumps({"format": FORMAT, "files": files}, indent=1))
+    _put(partial, folder)
 
 
 def _put(partial: Path, folder: Path) -> None:

@@ -14,10 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.initialization import no_init_weights
 
 from ..rollout.naming import for_vllm
+from .checkpoint_files import open_checkpoint
 from .errors import SettingError
 from .experts.find import ExpertsInfo, UnsupportedModelError, find_experts
 from .islands import find_islands
-from .loading import open_checkpoint
+from .modeling import check_not_quantised
 
 __all__ = ["ACTOR_MODEL", "ModelFacts", "check_model_path", "inspect_model", "overrides_of", "plain"]
 
@@ -125,9 +126,12 @@ def _build(model: Mapping[str, Any], config_path: str, setting: str) -> nn.Modul
     try:
         config = AutoConfig.from_pretrained(config_path, trust_remote_code=trust, attn_implementation="eager")
         _override(config, overrides)
+        check_not_quantised(config, str(model.get("path")), setting)
         # All of it on meta, buffers too: nothing is computed, and a fused stack can be larger than the driver's memory.
         with torch.device("meta"), no_init_weights():
             return _auto_class(config, trust).from_config(config, dtype=torch.float32, trust_remote_code=trust)
+    except SettingError:
+        raise
     except (OSError, ValueError, TypeError, AttributeError, KeyError, ImportError) as error:
         reason = " ".join(str(error).split())[:300]
         rule = f"transformers can't build a model from its config: {type(error).__name__}: {reason}."

@@ -17,9 +17,17 @@ from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig
 from transformers.initialization import no_init_weights
 
+from .errors import SettingError
 from .shards import local_tensor
 
-__all__ = ["UninitializedError", "build_on_meta", "check_initialized", "kept_in_float32", "materialize"]
+__all__ = [
+    "UninitializedError",
+    "build_on_meta",
+    "check_initialized",
+    "check_not_quantised",
+    "kept_in_float32",
+    "materialize",
+]
 
 _SMALL = 1 << 20  # elements; what is larger goes to meta at once, without memory
 _CHUNK = 1 << 24  # elements looked at together
@@ -107,6 +115,25 @@ def check_initialized(model: nn.Module, device: torch.device | str = "cpu") -> N
     raise UninitializedError(
         f"{len(holders)} parameters or buffers of {type(model).__name__} hold NaN after loading: nothing has filled "
         f"them, or the checkpoint itself holds NaN. First: {'; '.join(first)}."
+    )
+
+
+def check_not_quantised(config: PretrainedConfig, path: str, setting: str = "actor_rollout_ref.model") -> None:
+    """
+    Raises:
+        SettingError: the checkpoint's weights are MXFP4, FP8 or the like.
+    """
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is None:
+        return
+    found = quantised if isinstance(quantised, dict) else quantised.to_dict()
+    kind = found.get("quant_method", "unknown")
+    raise SettingError(
+        f"{setting}.path",
+        path,
+        f"its config says that the weights are quantised ({kind}); what is trained has to be in bfloat16 or float32.",
+        "the same model dequantised: from_pretrained with a quantization_config that has dequantize=True (Mxfp4Config, "
+        "FineGrainedFP8Config), then save_pretrained",
     )
 
 

@@ -181,6 +181,9 @@ def check_checkpoint(checkpoint: Mapping[str, Any], setting: str) -> None:
                 f"there is no {' and no '.join(unknown)} in a checkpoint.",
                 f"{setting}.{key}=[{known}], or some of them",
             )
+    if checkpoint.get("async_save") and setting == _CHECKPOINTS["critic.model"]:
+        rule = "a step is complete, and named the latest, when the actor's part is; the critic's has to be there then."
+        raise SettingError(f"{setting}.async_save", True, rule, f"{setting}.async_save=False")
 
 
 def check_versions(rollout_name: str | None) -> None:

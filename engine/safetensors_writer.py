@@ -5,14 +5,14 @@ shape and place of each tensor, then the tensors.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-__all__ = ["Entry", "write_safetensors"]
+__all__ = ["Entry", "write_file", "write_index", "write_safetensors"]
 
 _DTYPES = {
     torch.float64: "F64",
@@ -56,23 +56,37 @@ def write_safetensors(
         ValueError: a tensor is not what its entry says, or there are not as many.
     """
     files = _files(entries, file_bytes)
-    names = [SAFE_WEIGHTS_NAME]
-    if len(files) > 1:
-        names = [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
-        weight_map = {entry.name: name for name, members in zip(names, files, strict=True) for entry in members}
-        index = {"metadata": {"total_size": sum(e.nbytes for e in entries)}, "weight_map": weight_map}
-        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2))
     coming = iter(tensors)
-    for name, members in zip(names, files, strict=True):
-        with (folder / name).open("wb") as file:
-            file.write(_header(members))
-            for entry in members:
-                found, tensor = next(coming, ("nothing", torch.empty(0)))
-                if (found, tuple(tensor.shape), tensor.dtype) != (entry.name, entry.shape, entry.dtype):
-                    raise ValueError(f"{entry} was to be written to {name}, and {found} came.")
-                file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    for name, members in zip(write_index(folder, files), files, strict=True):
+        write_file(folder / name, members, coming)
     if (more := next(coming, None)) is not None:
         raise ValueError(f"{more[0]} came after all that was to be written.")
+
+
+def write_index(folder: Path, files: Sequence[Sequence[Entry]]) -> list[str]:
+    """The names under which ``from_pretrained`` looks for these files; writes the index where there are several."""
+    if len(files) == 1:
+        return [SAFE_WEIGHTS_NAME]
+    names = [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+    weight_map = {entry.name: name for name, members in zip(names, files, strict=True) for entry in members}
+    index = {"metadata": {"total_size": sum(e.nbytes for file in files for e in file)}, "weight_map": weight_map}
+    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2))
+    return names
+
+
+def write_file(path: Path, entries: Sequence[Entry], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Write one file with as many of the tensors as there are entries.
+
+    Raises:
+        ValueError: a tensor is not what its entry says, or there are not as many.
+    """
+    with path.open("wb") as file:
+        file.write(_header(entries))
+        for entry in entries:
+            found, tensor = next(tensors, ("nothing", torch.empty(0)))
+            if (found, tuple(tensor.shape), tensor.dtype) != (entry.name, entry.shape, entry.dtype):
+                raise ValueError(f"{entry} was to be written to {path.name}, and {found} came.")
+            file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _files(entries: Sequence[Entry], file_bytes: int) -> list[list[Entry]]:

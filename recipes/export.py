@@ -9,25 +9,19 @@ family's own checkpoints, so transformers and vLLM load the result; the values a
 import argparse
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed.checkpoint as dcp
 import transformers
 from rich.console import Console
-from safetensors import safe_open
-from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from tqdm import tqdm
 
-from ..engine.checkpoint import HF, MODEL, SHARDS
+from ..engine.checkpoint import HF, SHARDS
+from ..engine.export import FILE_BYTES, write_hf_weights
 from ..engine.manifest import CheckpointError, check_files
 from ..engine.modeling import build_on_meta
-from ..engine.safetensors_writer import Entry, write_safetensors
 from ..engine.shards import checkpointed
-from ..rollout import naming
 
 __all__ = ["export", "main"]
 
@@ -43,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("checkpoint", type=Path, help="folder of a role, e.g. .../global_step_100/actor")
     parser.add_argument("out", type=Path, help="folder to write; must not exist")
     parser.add_argument("--dtype", choices=_DTYPES, default="trained", help="what to store; trained: as it is")
-    parser.add_argument("--file-gigabytes", type=float, default=5.0, help="size of a file, at most")
+    parser.add_argument("--file-gigabytes", type=float, default=FILE_BYTES / 1e9, help="size of a file, at most")
     options = parser.parse_args(arguments)
     console = Console(highlight=False, soft_wrap=True, stderr=True)
     try:
@@ -55,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, file_bytes: int = 5 * 10**9) -> None:
+def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, file_bytes: int = FILE_BYTES) -> None:
     """Write the model of a checkpoint to ``out``.
 
     Args:
@@ -68,44 +62,19 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, file_b
     check_files(checkpoint)
     if out.exists():
         raise FileExistsError(f"{out} is there already.")
-    metadata = dcp.HuggingFaceStorageReader(str(checkpoint / SHARDS)).read_metadata()
-    if not any(name.startswith(MODEL) for name in metadata.state_dict_metadata):
-        raise CheckpointError(f"{checkpoint} holds no model: checkpoint.save_contents was without it.")
     config = transformers.AutoConfig.from_pretrained(checkpoint / HF)
     model_class = getattr(transformers, config.architectures[0])
     model = build_on_meta(_Class(model_class), config, dtype or torch.float32)
     cast(Any, model).tie_weights()  # which going to meta has undone
+    dtypes = {
+        name: own.dtype if dtype is not None and own.is_floating_point() else None
+        for name, own in checkpointed(model).items()
+    }
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(checkpoint / HF, partial, ignore=shutil.ignore_patterns("*.safetensors*"))
-    entries = [
-        Entry(name, tuple(tensor.shape), tensor.dtype)
-        for name, tensor in naming.as_checkpoint(model, _tensors(model, metadata, dtype, "meta"))
-    ]
-    values = tqdm(naming.as_checkpoint(model, _tensors(model, metadata, dtype, "cpu")), "Exporting", len(entries))
-    write_safetensors(partial, entries, values, file_bytes)
+    write_hf_weights(model, checkpoint / SHARDS, partial, dtypes, file_bytes, progress=True)
     partial.replace(out)
-
-
-def _tensors(
-    model: nn.Module, metadata: Metadata, dtype: torch.dtype | None, device: str
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The model's tensors, whole, one at a time; without values on ``meta``."""
-    pieces: dict[str, list[tuple[torch.Size, str]]] = {}
-    for index, stored in metadata.storage_data.items():
-        pieces.setdefault(index.fqn, []).append((index.offset, stored.relative_path))
-    missing = [name for name in checkpointed(model) if MODEL + name not in pieces]
-    if missing:
-        raise CheckpointError(f"the checkpoint lacks {len(missing)} tensors of the model, first {missing[0]}.")
-    for name, own in checkpointed(model).items():
-        entry = metadata.state_dict_metadata[MODEL + name]
-        assert isinstance(entry, TensorStorageMetadata), "safetensors hold nothing else"
-        tensor = torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
-        for offset, path in pieces[MODEL + name] if device != "meta" else ():
-            with safe_open(path, framework="pt") as file:
-                values = file.get_tensor(MODEL + name)
-            tensor[tuple(slice(at, at + size) for at, size in zip(offset, values.shape, strict=True))] = values
-        yield name, tensor.to(own.dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
 class _Class:

@@ -2,22 +2,27 @@
 
 import errno
 import json
+import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from epfsdp2.engine import checkpoint
 from epfsdp2.engine.agreement import DisagreementError
+from epfsdp2.engine.background import Background
 from epfsdp2.engine.clip import clip_grad_norm_
+from epfsdp2.engine.export import write_hf_weights
 from epfsdp2.engine.manifest import MANIFEST, CheckpointError
 from epfsdp2.engine.muon import Muon
 from epfsdp2.engine.optimizer import build_multi_optimizer
 from epfsdp2.engine.parallelize import layer_names
 from epfsdp2.engine.scheduler import build_multi_lr_scheduler
-from epfsdp2.rollout import naming, stream
+from epfsdp2.rollout import stream
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, reference_model, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks
@@ -163,23 +168,26 @@ def test_a_parameter_that_was_never_stepped_has_no_state_after_resume_either(tmp
     run_ranks(_unstepped_parameters, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
 
 
-def _export(folder, out, file_bytes):
-    checkpoint._HF_FILE_BYTES = file_bytes
-    model, meshes = sharded_model(folder, dist.get_world_size(), 2)
-    full = stream.full_tensors(model, meshes, layer_names(model), 1 << 16)
-    checkpoint.write_hf_weights(out, naming.as_checkpoint(model, full))
+def _export(folder, out, file_bytes, contents):
+    checkpoint.write_hf_weights = partial(write_hf_weights, file_bytes=file_bytes)
+    model, _ = sharded_model(folder, dist.get_world_size(), 2)
+    describe = AutoConfig.from_pretrained(folder).save_pretrained
+    checkpoint.save_checkpoint(out, model, None, None, contents, 1, describe)
 
 
+@pytest.mark.parametrize("contents", [{"hf_model"}, {"model", "hf_model"}])
 @pytest.mark.parametrize("file_bytes", [1 << 30, 1 << 16])
-def test_export_is_the_checkpoint_again(tmp_path, file_bytes):
-    folder, out = save_qwen3_moe(tmp_path / "model"), tmp_path / "out"
-    run_ranks(_export, 4, folder, out, file_bytes)
+def test_export_is_the_checkpoint_again(tmp_path, file_bytes, contents):
+    folder, saved = save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt"
+    run_ranks(_export, 4, folder, saved, file_bytes, contents)
+    assert (saved / checkpoint.SHARDS).exists() == ("model" in contents)
+    assert {path.name for path in saved.iterdir()} <= {MANIFEST, checkpoint.SHARDS, checkpoint.HF, "trainer_state.json"}
+    out = saved / checkpoint.HF
     original = load_file(folder / "model.safetensors")
     exported = {k: v for file in out.glob("*.safetensors") for k, v in load_file(file).items()}
     assert exported.keys() == original.keys()
     assert all(torch.equal(exported[name], original[name]) for name in original)
     assert len(list(out.glob("*.safetensors"))) == (1 if file_bytes == 1 << 30 else len(_files_of(out)))
-    (out / "config.json").write_text((folder / "config.json").read_text())
     reloaded, reference = reference_model(out), reference_model(folder)
     assert all(torch.equal(a, b) for a, b in zip(reloaded.parameters(), reference.parameters(), strict=True))
 
@@ -264,6 +272,63 @@ def _full_disk(*args):
 
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_replaces_nothing(tmp_path):
     run_ranks(_fails_on_one_rank, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
+
+
+def _in_background(folder, out):
+    ids = torch.randint(0, VOCAB, (8, 11), generator=torch.Generator().manual_seed(2))
+    model, meshes, optimizer, schedule = trainer = _trainer(folder, 2)
+    _step(trainer, ids)
+    step = out / "global_step_1"
+    wanted = _full(model, meshes)
+    saves = Background()
+    may_write = threading.Event()
+    snapshot = checkpoint.Snapshot.of(model, optimizer, schedule, ALL, 1).on_host()
+    describe = AutoConfig.from_pretrained(folder).save_pretrained
+
+    def job():
+        may_write.wait()
+        snapshot.write(step / "actor", describe, "cpu", saves.group)
+        if dist.get_rank() == 0:
+            checkpoint.name_as_latest(step / "actor", 1)
+
+    saves.start("a save", job)
+    _step(trainer, ids)  # with collectives of its own, while the save waits
+    assert not (step / "actor").exists()
+    may_write.set()
+    saves.wait()
+    assert (out / "latest_checkpointed_iteration.txt").read_text() == "1"
+    other = _trainer(folder, 1)
+    checkpoint.load_checkpoint(step / "actor", other[0], other[2], other[3], ALL)
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in _full(*other[:2]).items())
+    assert other[3].last_epoch == 1
+
+
+def test_a_save_in_the_background_has_what_was_there_when_it_began(tmp_path):
+    run_ranks(_in_background, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "run")
+
+
+def _fails_in_background(folder, out):
+    model, _, optimizer, schedule = _trainer(folder, 2)
+    saves = Background()
+
+    def save(step):
+        snapshot = checkpoint.Snapshot.of(model, optimizer, schedule, ALL, step).on_host()
+        job = partial(snapshot.write, out, lambda folder: None, "cpu", saves.group)
+        saves.start(f"saving {step}", job)
+
+    save(1)
+    saves.wait()
+    if dist.get_rank() == 1:
+        checkpoint.save_file = _full_disk
+    save(2)
+    with pytest.raises((OSError, DisagreementError), match="No space left on device"):
+        save(3)
+    assert json.loads((out / "trainer_state.json").read_text())["step"] == 1
+    saves.wait()
+
+
+def test_a_save_in_the_background_that_fails_is_told_when_the_next_begins(tmp_path):
+    run_ranks(_fails_in_background, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
 
 
 def test_nothing_is_unpickled(tmp_path):

@@ -8,9 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3MoeConfig
 
-from epfsdp2.engine import loading
+from epfsdp2.engine import checkpoint_files, loading
+from epfsdp2.engine.agreement import DisagreementError
 from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.modeling import check_not_quantised
 from epfsdp2.engine.shards import is_expert_parameter
 from tests.support.engine import sharded_model
 from tests.support.models import reference_model, save_qwen3_moe
@@ -57,26 +60,50 @@ def test_several_files_and_tied_weights(tmp_path):
     run_ranks(_every_parameter_in_all, 2, folder, [(2, -1, "auto"), (1, -1, 0)])
 
 
-def _bytes_read(folder):
-    """Count what is read of the files for experts."""
-    read = []
-    original = loading.CheckpointFiles.read
+def _counted(folder, cases):
+    """Count what is read of the files."""
+    world = dist.get_world_size()
+    read: dict[str, int] = {}
+    original = checkpoint_files.CheckpointFiles.read
 
     def counting(self, key, index=None):
         tensor = original(self, key, index)
-        if ".experts." in key:
-            read.append(tensor.nbytes)
+        read[key] = read.get(key, 0) + tensor.nbytes
         return tensor
 
-    loading.CheckpointFiles.read = counting
-    model, _ = sharded_model(folder, dist.get_world_size(), dist.get_world_size())
-    loading.CheckpointFiles.read = original
-    own = sum(p.to_local().nbytes for p in model.parameters() if is_expert_parameter(p))
-    assert sum(read) == own
+    checkpoint_files.CheckpointFiles.read = counting
+    for ep, fsdp_size, dim in cases:
+        read.clear()
+        model, meshes = sharded_model(folder, world, ep, fsdp_size, expert_shard_dim=dim)
+        is_first = meshes.dense.get_local_rank("dp_replicate") == 0
+        for of_experts in (True, False):
+            found = sum(nbytes for key, nbytes in read.items() if (".experts." in key) == of_experts)
+            held = [p for p in model.parameters() if is_expert_parameter(p) == of_experts]
+            assert found == is_first * sum(p.to_local().nbytes for p in held), (ep, fsdp_size, dim, of_experts)
+    checkpoint_files.CheckpointFiles.read = original
 
 
-def test_a_rank_reads_its_own_experts_only(tmp_path):
-    run_ranks(_bytes_read, 2, save_qwen3_moe(tmp_path))
+def test_a_rank_reads_its_shards_and_nothing_else_and_a_second_replica_nothing(tmp_path):
+    cases = [(4, -1, "auto"), (2, -1, "auto"), (1, -1, 1), (2, -1, 0), (2, 2, "auto")]
+    run_ranks(_counted, 4, save_qwen3_moe(tmp_path), cases)
+
+
+def _verified(folder):
+    model, meshes = sharded_model(folder, dist.get_world_size(), 1, expert_shard_dim=1)
+    files = checkpoint_files.open_checkpoint(folder)
+    first, last = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.2.mlp.experts.down_proj"
+    assert loading.verify_experts(model, files, meshes) == [f"{first}[0]", f"{last}[3]"]
+    assert len(loading.verify_experts(model, files, meshes, 100)) == 4
+    # Gate and up of one expert change places: every element is there, and in the wrong one.
+    local = model.get_parameter(first).to_local()
+    with torch.no_grad():
+        local[0] = local[0].flip(0)
+    with pytest.raises(ValueError, match=r"experts.gate_up_proj\[0\] is not what"):
+        loading.verify_experts(model, files, meshes)
+
+
+def test_a_few_experts_are_made_again_and_compared(tmp_path):
+    run_ranks(_verified, 2, save_qwen3_moe(tmp_path))
 
 
 def _loads_from_the_hub_cache(cache, hub_id, folder):
@@ -84,8 +111,8 @@ def _loads_from_the_hub_cache(cache, hub_id, folder):
     import huggingface_hub.constants as hub
 
     hub.HF_HUB_CACHE, hub.HF_HUB_OFFLINE = str(cache), True
-    found = loading.open_checkpoint(loading.local_checkpoint(hub_id))
-    assert found.file_of.keys() == loading.open_checkpoint(folder).file_of.keys()
+    found = checkpoint_files.open_checkpoint(checkpoint_files.local_checkpoint(hub_id))
+    assert found.file_of.keys() == checkpoint_files.open_checkpoint(folder).file_of.keys()
 
 
 def test_a_hub_id_is_found_in_the_cache(tmp_path):
@@ -108,7 +135,7 @@ def test_a_missing_tensor_is_named_on_every_rank(tmp_path):
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    run_ranks(_fails_with, 2, folder, ["model.norm.weight", str(folder), "lacks 1"])
+    run_ranks(_fails_with, 2, folder, ["model.norm.weight is missing", str(folder)])
 
 
 def test_a_wrong_shape_is_named_on_every_rank(tmp_path):
@@ -116,7 +143,57 @@ def test_a_wrong_shape_is_named_on_every_rank(tmp_path):
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"] = torch.ones(66)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    run_ranks(_fails_with, 2, folder, ["model.norm.weight", "66"])
+    run_ranks(_fails_with, 2, folder, ["model.norm.weight (in model.safetensors) is (66,)", "needs (64,)"])
+
+
+def test_the_first_offenders_are_listed_together(tmp_path):
+    folder = save_qwen3_moe(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["some.new.weight"], tensors["model.norm.weight"] = torch.ones(3), torch.ones(66)
+    del tensors["model.embed_tokens.weight"]
+    one = "model.layers.0.mlp.experts.5.up_proj.weight"
+    tensors[one] = tensors[one].T.contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    parts = ["model.embed_tokens.weight is missing", f"{one} (in model.safetensors) is (64, 48)"]
+    parts += ["some.new.weight (in model.safetensors) is no tensor of the model", "model.norm.weight (in "]
+    run_ranks(_fails_with, 2, folder, [*parts, "no checkpoint of Qwen3MoeForCausalLM"])
+
+
+def _allowed(folder):
+    model, meshes = sharded_model(folder, dist.get_world_size())
+    tensors = load_file(folder / "model.safetensors")
+    tensors["some.new.weight"] = torch.ones(3)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    dist.barrier()
+    files = checkpoint_files.open_checkpoint(folder)
+    assert loading.load_weights(model, files, meshes, may_be_unused="") == ["some.new.weight"]
+
+
+def test_unused_tensors_may_be_allowed(tmp_path):
+    run_ranks(_allowed, 2, save_qwen3_moe(tmp_path))
+
+
+def _unreadable_on_one(folder):
+    own = folder if dist.get_rank() == 0 else folder.with_name("damaged")
+    with pytest.raises(DisagreementError, match=r"(?s)rank 1: OSError: .*damaged/model-00002-of-00003.safetensors"):
+        sharded_model(own, dist.get_world_size(), 2)
+
+
+def test_a_file_that_is_cut_off_is_named_on_every_rank(tmp_path):
+    folder = _sharded_into_files(save_qwen3_moe(tmp_path / "model"))
+    shutil.copytree(folder, tmp_path / "damaged")
+    with (tmp_path / "damaged" / "model-00002-of-00003.safetensors").open("r+b") as file:
+        file.truncate(5000)
+    run_ranks(_unreadable_on_one, 2, folder)
+
+
+def test_quantised_weights_are_refused():
+    config = Qwen3MoeConfig(quantization_config={"quant_method": "fp8"})
+    with pytest.raises(SettingError, match=r"model.path=some/moe: .* quantised \(fp8\).*dequantize=True"):
+        check_not_quantised(config, "some/moe")
+    check_not_quantised(Qwen3MoeConfig(), "some/moe")
 
 
 def test_a_missing_expert_is_named(tmp_path):
@@ -129,6 +206,6 @@ def test_a_missing_expert_is_named(tmp_path):
 
 def test_a_folder_without_safetensors_is_refused(tmp_path):
     with pytest.raises(SettingError, match="no \\*.safetensors"):
-        loading.open_checkpoint(tmp_path)
+        checkpoint_files.open_checkpoint(tmp_path)
     with pytest.raises(SettingError, match="is not a folder"):
-        loading.open_checkpoint(tmp_path / "nowhere")
+        checkpoint_files.open_checkpoint(tmp_path / "nowhere")

@@ -267,6 +267,16 @@ def test_checkpoint_contents_have_to_be_known(model, key, setting):
         assert check_training(engine(), 2, model, checkpoint={key: contents}, device="cpu", setting=setting)
 
 
+def test_a_critic_is_not_saved_in_the_background(model):
+    def check(setting):
+        check_training(engine(), 2, model, checkpoint={"async_save": True}, device="cpu", setting=setting)
+
+    check(MODEL)
+    with pytest.raises(SettingError) as caught:
+        check("critic.model")
+    paragraph(caught.value, "critic.checkpoint.async_save", True)
+
+
 def test_the_rollout_is_vllm_behind_any_backend(model):
     road = {"name": "vllm", "update_weights_bucket_megabytes": 1024}
     for backend in ("naive", "nccl", "epfsdp2_p2p", "delta_sharded", None):

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from epfsdp2.engine.checkpoint_files import open_checkpoint
 from epfsdp2.engine.clip import clip_grad_norm_
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.loading import load_weights, open_checkpoint
+from epfsdp2.engine.loading import load_weights
 from epfsdp2.engine.mesh import Meshes, Topology, build_meshes
 from epfsdp2.engine.modeling import build_on_meta, check_initialized, materialize
 from epfsdp2.engine.optimizer import build_multi_optimizer

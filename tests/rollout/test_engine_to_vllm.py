@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from tests.support.engine import sharded_model
@@ -19,7 +19,6 @@ pytestmark = pytest.mark.e2e
 
 def _train_and_sync(folder: str, exports: list[str], handles: list[str], kind: str) -> None:
     """Before each sync one optimizer step; every state that is synced is exported too."""
-    from epfsdp2.engine.checkpoint import write_hf_weights
     from epfsdp2.engine.optimizer import build_multi_optimizer
     from epfsdp2.engine.parallelize import layer_names
     from epfsdp2.rollout import naming, stream
@@ -40,7 +39,10 @@ def _train_and_sync(folder: str, exports: list[str], handles: list[str], kind: s
         token_loss(model, ids).backward()
         optimizer.step()
         full = stream.full_tensors(model, meshes, layers, 1 << 30)
-        write_hf_weights(Path(export), naming.as_checkpoint(model, full))
+        weights = {name: tensor.contiguous() for name, tensor in naming.as_checkpoint(model, full)}
+        if rank == 0:
+            Path(export).mkdir(exist_ok=True)
+            save_file(weights, Path(export) / "model.safetensors", metadata={"format": "pt"})
         asyncio.run(
             send_weights(
                 sync.weights().for_worker(kind, Rollout(2), rank),

@@ -1,0 +1,120 @@
+"""Sharded tensors of a checkpoint as files that ``from_pretrained`` reads: the family's own names and layout.
+
+Each rank writes some of the files and holds one of the model's tensors at a time.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from tqdm import tqdm
+
+from ..rollout import naming
+from .manifest import CheckpointError
+from .safetensors_writer import Entry, write_file, write_index
+
+__all__ = ["FILE_BYTES", "MODEL", "write_hf_weights"]
+
+MODEL = "model."  # what the names of a model's tensors begin with in a checkpoint
+FILE_BYTES = 5 * 10**9
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor of the checkpoint, and what it is written as."""
+
+    name: str
+    shape: tuple[int, ...]
+    stored: torch.dtype
+    dtype: torch.dtype
+    pieces: list[tuple[torch.Size, str]]
+    """Offset and file of each of its shards."""
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def read(self) -> torch.Tensor:
+        """The tensor whole."""
+        tensor = torch.empty(self.shape, dtype=self.stored)
+        for offset, path in self.pieces:
+            with safe_open(path, framework="pt") as file:
+                values = file.get_tensor(MODEL + self.name)
+            tensor[tuple(slice(at, at + size) for at, size in zip(offset, values.shape, strict=True))] = values
+        return tensor.to(self.dtype)
+
+
+def write_hf_weights(
+    model: Any,
+    shards: Path,
+    out: Path,
+    dtypes: Mapping[str, torch.dtype | None],
+    file_bytes: int = FILE_BYTES,
+    share: tuple[int, int] = (0, 1),
+    progress: bool = False,
+) -> None:
+    """Write what the model's tensors are in ``shards`` to ``out``.
+
+    Args:
+        model: says how a checkpoint of its family calls them; its own values are not looked at.
+        dtypes: the names of its tensors, with what is stored; None: as it is.
+        file_bytes: of a file, at most, unless one tensor is larger.
+        share: rank and number of those that each write some of the files; the first writes the index.
+
+    Raises:
+        CheckpointError: ``shards`` lacks tensors of the model.
+    """
+    metadata = dcp.HuggingFaceStorageReader(str(shards)).read_metadata()
+    files = _files(_stored(metadata, dtypes), file_bytes)
+    entries = [[entry for tensor in file for entry in _entries(model, tensor)] for file in files]
+    rank, ranks = share
+    names = write_index(out, entries)
+    mine = list(zip(names, files, entries, strict=True))[rank::ranks]
+    with tqdm(total=sum(len(file) for _, file, _ in mine), desc="Exporting", disable=not progress) as bar:
+        for name, file, members in mine:
+            write_file(out / name, members, _values(model, file, bar))
+
+
+def _stored(metadata: Metadata, dtypes: Mapping[str, torch.dtype | None]) -> list[_Stored]:
+    pieces: dict[str, list[tuple[torch.Size, str]]] = {}
+    for index, stored in metadata.storage_data.items():
+        pieces.setdefault(index.fqn, []).append((index.offset, stored.relative_path))
+    missing = [name for name in dtypes if MODEL + name not in pieces]
+    if missing:
+        raise CheckpointError(f"the checkpoint lacks {len(missing)} tensors of the model, first {missing[0]}.")
+    found = []
+    for name, dtype in dtypes.items():
+        entry = metadata.state_dict_metadata[MODEL + name]
+        assert isinstance(entry, TensorStorageMetadata), "safetensors hold nothing else"
+        stored = entry.properties.dtype
+        found.append(_Stored(name, tuple(entry.size), stored, dtype or stored, pieces[MODEL + name]))
+    return found
+
+
+def _files(tensors: list[_Stored], file_bytes: int) -> list[list[_Stored]]:
+    files: list[list[_Stored]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if files[-1] and size + tensor.nbytes > file_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(tensor)
+        size += tensor.nbytes
+    return files
+
+
+def _entries(model: Any, tensor: _Stored) -> list[Entry]:
+    values = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    parts = naming.as_checkpoint(model, [(tensor.name, values)])
+    return [Entry(name, tuple(part.shape), part.dtype) for name, part in parts]
+
+
+def _values(model: Any, tensors: list[_Stored], bar: tqdm) -> Iterator[tuple[str, torch.Tensor]]:
+    for tensor in tensors:
+        yield from naming.as_checkpoint(model, [(tensor.name, tensor.read())])
+        bar.update()

@@ -1,0 +1,234 @@
+"""What is exported is the checkpoint that was loaded, bit for bit; and of the experts a rank reads its own."""
+
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import deserialize, safe_open
+from torch import nn
+
+from epfsdp2.engine import checkpoint, checkpoint_files
+from epfsdp2.engine.loading import load_weights
+from epfsdp2.engine.mesh import Meshes, Topology, build_meshes
+from epfsdp2.engine.modeling import build_on_meta, check_initialized, materialize
+from epfsdp2.engine.parallelize import ShardingOptions, parallelize
+from epfsdp2.engine.shards import checkpointed, is_expert_parameter
+from epfsdp2.rollout import naming
+from tests.parity.families import FAMILIES
+from tests.support.ranks import run_ranks
+
+EXPERT = re.compile(r"\.experts\.")  # in the name of a checkpoint's tensor; shared experts are others
+EXPORTED = f"saved/{checkpoint.HF}"
+EP = 2
+
+
+@dataclass(frozen=True)
+class Trip:
+    """A family's checkpoint, and how many ranks load and export it.
+
+    Args:
+        file_size: of the checkpoint's files, at most.
+    """
+
+    family: str
+    world: int
+    dtype: str = "float32"
+    file_size: str = "1GB"
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}-{self.world}-{self.dtype}"
+
+
+# One family for each way in which checkpoints hold experts, and more that have something of their own beside them. On
+# 4 ranks the experts of an EP rank are cut as well.
+_CUT = (
+    "cohere2_moe",
+    "deepseek_v3",
+    "deepseek_v4",
+    "ernie4_5_moe",
+    "gemma4",
+    "glm4_moe",
+    "gpt_oss",
+    "jamba",
+    "mixtral",
+    "nemotron_h",
+    "qwen3_moe_12",
+    "qwen3_next",
+    "qwen3_vl_moe",
+)
+TRIPS = [
+    *(Trip(family, 2) for family in FAMILIES),
+    *(Trip(family, 4, file_size="40KB") for family in _CUT),
+    *(Trip(family, 4, "bfloat16", "40KB") for family in ("glm4_moe", "gpt_oss")),
+]
+each_trip = pytest.mark.parametrize("trip", TRIPS, ids=lambda trip: trip.name)
+
+
+class _Counting:
+    """In place of ``safe_open``: counts the bytes of each tensor that are asked for."""
+
+    def __init__(self):
+        self.bytes = Counter()
+
+    def __call__(self, path, **options):
+        return _CountingFile(safe_open(path, **options), self.bytes)
+
+
+class _CountingFile:
+    def __init__(self, file, read):
+        self.file, self.read = file, read
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return self.file.__exit__(*error)
+
+    def keys(self):
+        return self.file.keys()
+
+    def get_tensor(self, key):
+        tensor = self.file.get_tensor(key)
+        self.read[key] += tensor.nbytes
+        return tensor
+
+    def get_slice(self, key):
+        return _CountingSlice(self.file.get_slice(key), key, self.read)
+
+
+class _CountingSlice:
+    def __init__(self, whole, key, read):
+        self.whole, self.key, self.read = whole, key, read
+
+    def get_shape(self):
+        return self.whole.get_shape()
+
+    def __getitem__(self, index):
+        part = self.whole[index]
+        self.read[self.key] += part.nbytes
+        return part
+
+
+def _save(trip: Trip, folder: Path) -> None:
+    """What transformers saves of a model whose parameters and persistent buffers are all random."""
+    model = FAMILIES[trip.family].build()
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for tensor in checkpointed(model).values():
+            if tensor.is_floating_point():
+                tensor.normal_(std=0.2, generator=generator)
+            else:
+                tensor.random_(0, 8, generator=generator)
+    model.save_pretrained(folder, max_shard_size=trip.file_size)
+    if trip.dtype != "float32":
+        narrow = type(model).from_pretrained(folder, dtype=trip.dtype)
+        narrow.save_pretrained(folder, max_shard_size=trip.file_size)
+
+
+class _AsAuto:
+    """A model's class in place of an auto class."""
+
+    def __init__(self, kind: type):
+        self.kind = kind
+
+    def from_config(self, config, dtype, **_):
+        return self.kind._from_config(config, dtype=dtype)
+
+
+def _travel(trips: list[Trip], folder: Path) -> None:
+    """Load and export on this rank, which writes how many bytes of experts it read and holds, or what failed."""
+    meshes = build_meshes("cpu", Topology.plan(dist.get_world_size(), EP))
+    for trip in trips:
+        report = {}
+        try:
+            model = _loaded(trip, folder / trip.name / "original", meshes, report)
+            checkpoint.save_checkpoint(folder / trip.name / "saved", model, None, None, {"hf_model"}, step=1)
+        except Exception as error:  # alike on all ranks, and the other families can go on
+            report["failure"] = f"{type(error).__name__}: {error}"
+        (folder / trip.name / f"{dist.get_rank()}.json").write_text(json.dumps(report))
+
+
+def _loaded(trip: Trip, original: Path, meshes: Meshes, report: dict) -> nn.Module:
+    plain, dtype = FAMILIES[trip.family].build(), getattr(torch, trip.dtype)
+    model = build_on_meta(_AsAuto(type(plain)), plain.config, dtype)
+    parallelize(model, meshes, ShardingOptions(param_dtype=dtype))
+    materialize(model, "cpu")
+    with mock.patch.object(checkpoint_files, "safe_open", _Counting()) as counting:
+        assert not load_weights(model, checkpoint_files.open_checkpoint(original), meshes)
+    check_initialized(model)
+    report["read"] = sum(count for key, count in counting.bytes.items() if EXPERT.search(key))
+    report["own"] = sum(param.to_local().nbytes for param in model.parameters() if is_expert_parameter(param))
+    return model
+
+
+def _travel_all(world: int, folder: Path) -> Path:
+    trips = [trip for trip in TRIPS if trip.world == world]
+    for trip in trips:
+        _save(trip, folder / trip.name / "original")
+    run_ranks(_travel, world, trips, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def on_2_ranks(tmp_path_factory):
+    return _travel_all(2, tmp_path_factory.mktemp("on_2_ranks"))
+
+
+@pytest.fixture(scope="module")
+def on_4_ranks(tmp_path_factory):
+    return _travel_all(4, tmp_path_factory.mktemp("on_4_ranks"))
+
+
+@pytest.fixture
+def travelled(trip, request):
+    """Where the trip was made, in one go with all others on as many ranks."""
+    return request.getfixturevalue(f"on_{trip.world}_ranks") / trip.name
+
+
+def _tensors(folder: Path) -> dict[str, dict]:
+    """Dtype, shape and bytes of every tensor of every file."""
+    found = [entry for file in sorted(folder.glob("*.safetensors")) for entry in deserialize(file.read_bytes())]
+    assert len(dict(found)) == len(found) > 0
+    return dict(found)
+
+
+def _reports(travelled: Path) -> list[dict]:
+    return [json.loads(path.read_text()) for path in sorted(travelled.glob("*.json"))]
+
+
+@each_trip
+def test_what_is_exported_is_the_checkpoint_bit_for_bit(travelled, trip):
+    failures = {report["failure"] for report in _reports(travelled) if "failure" in report}
+    assert not failures
+    original, exported = (_tensors(travelled / name) for name in ("original", EXPORTED))
+    assert exported.keys() == original.keys()
+    assert not [name for name in original if exported[name] != original[name]]
+    files = len(list((travelled / "original").glob("*.safetensors")))
+    assert files == 1 if trip.file_size == "1GB" else files > 2
+
+
+@each_trip
+def test_of_the_experts_a_rank_reads_its_own(travelled, trip):
+    ranks = _reports(travelled)
+    assert all("read" in rank for rank in ranks), ranks
+    stored = {name: len(facts["data"]) for name, facts in _tensors(travelled / "original").items()}
+    assert sum(rank["own"] for rank in ranks) == sum(size for name, size in stored.items() if EXPERT.search(name)) > 0
+    factors = [rank["read"] / rank["own"] for rank in ranks]
+    assert min(factors) >= 1 and max(factors) <= 1.1, factors
+
+
+TIED = [trip for trip in TRIPS if FAMILIES[trip.family].sizes.get("tie_word_embeddings")]
+
+
+@pytest.mark.parametrize("trip", TIED, ids=lambda trip: trip.name)
+def test_tied_weights_are_exported_under_the_name_of_the_embeddings(travelled, trip):
+    """As transformers saves them."""
+    names = _tensors(travelled / EXPORTED).keys()
+    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names

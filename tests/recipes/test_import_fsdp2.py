@@ -1,0 +1,336 @@
+"""What verl's own fsdp2 engine saved is a checkpoint of this engine, bit for bit, and trains on as there."""
+
+import json
+import os
+import shutil
+import zipfile
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForTokenClassification
+
+from epfsdp2.engine import checkpoint
+from epfsdp2.engine.optimizer import build_multi_optimizer
+from epfsdp2.engine.scheduler import build_multi_lr_scheduler
+from epfsdp2.recipes import import_fsdp2
+from tests.support.engine import sharded_model
+from tests.support.models import VOCAB, reference_model, save_qwen3_moe, token_loss
+from tests.support.ranks import run_ranks
+
+STEP, WORLD = "global_step_2", 3
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+def _batch():
+    ids = torch.randint(0, VOCAB, (12, 11), generator=torch.Generator().manual_seed(3))
+    return ids.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def _adamw(params, lr=1e-3):
+    # An eps near the gradients' size, or AdamW's first steps would magnify rounding errors of tiny gradients.
+    return torch.optim.AdamW(params, lr=lr, eps=1e-4)
+
+
+def _schedule(optimizer):
+    from verl.utils.torch_functional import get_cosine_schedule_with_warmup
+
+    return get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=2, num_training_steps=10, min_lr_ratio=0.1)
+
+
+def _value_loss(model, ids):
+    return model(input_ids=ids, use_cache=False).logits.square().mean()
+
+
+def _step(model, optimizer, schedule, loss=token_loss):
+    optimizer.zero_grad()
+    loss(model, _batch()).backward()
+    optimizer.step()
+    schedule.step()
+
+
+def _whole(tensors):
+    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in tensors}
+
+
+def _saves_with_verl(folder, out, fsdp_size=-1, value_model=False):
+    """Two steps as verl's fsdp2 engine takes them and its checkpoint; further, what is in it and a third step."""
+    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+    from verl.utils.fsdp_utils import apply_fsdp2
+    from verl.workers.engine.fsdp.utils import create_device_mesh
+
+    model, loss = (_value_model(folder), _value_loss) if value_model else (reference_model(folder), token_loss)
+    policy = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=True)
+    mesh = create_device_mesh(dist.get_world_size(), fsdp_size)
+    apply_fsdp2(model, {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": True}, {})
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+    optimizer = _adamw(model.parameters())
+    schedule = _schedule(optimizer)
+    for _ in range(2):
+        _step(model, optimizer, schedule, loss)
+    FSDPCheckpointManager(model, optimizer, schedule).save_checkpoint(str(out), global_step=2)
+    names = {param: name for name, param in model.named_parameters()}
+    facts = {
+        "saved": _whole(model.named_parameters()),
+        "moments": {
+            names[param]: _whole((key, entries[key]) for key in MOMENTS) for param, entries in optimizer.state.items()
+        },
+        "rates": schedule.get_last_lr(),
+        "random": torch.get_rng_state(),
+    }
+    _step(model, optimizer, schedule, loss)
+    facts |= {"after": _whole(model.named_parameters()), "rates after": schedule.get_last_lr()}
+    if dist.get_rank() == 0:
+        torch.save(facts, _facts_of(out))
+
+
+def _value_model(folder):
+    """As verl's value engine has it, its head drawn alike on all ranks."""
+    torch.manual_seed(5)
+    config = AutoConfig.from_pretrained(folder, num_labels=1)
+    return AutoModelForTokenClassification.from_pretrained(
+        folder, config=config, dtype=torch.float32, experts_implementation="eager"
+    )
+
+
+def _facts_of(out):
+    return out.parent.parent / f"{out.name}.pt"
+
+
+def _resumes(folder, saved, facts):
+    model, _ = sharded_model(folder, dist.get_world_size(), ep=2)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    optimizer = build_multi_optimizer(model, lambda params: _adamw(params, lr=1.0))
+    schedule = build_multi_lr_scheduler(optimizer, _schedule)
+    checkpoint.load_checkpoint(saved, model, optimizer, schedule, {"model", "optimizer", "extra"})
+    verls = torch.load(facts)
+    parameters = _whole(model.named_parameters())
+    assert parameters.keys() == verls["saved"].keys()
+    assert all(torch.equal(tensor, verls["saved"][name]) for name, tensor in parameters.items())
+    state = optimizer.state_dict()["state"]
+    assert state.keys() == verls["moments"].keys()
+    for name, entries in state.items():
+        moments = _whole(entries.items())
+        assert moments.keys() == set(MOMENTS)
+        assert all(torch.equal(moments[key], verls["moments"][name][key]) for key in MOMENTS), name
+    assert schedule.last_epoch == 2 and set(schedule.get_last_lr()) == set(verls["rates"])
+    assert {group["lr"] for group in optimizer.param_groups} == set(verls["rates"])
+    assert all(group["eps"] == 1e-4 for group in optimizer.param_groups)
+    if dist.get_rank() == 0:
+        assert torch.equal(torch.get_rng_state(), verls["random"])
+    _step(model, optimizer, schedule)
+    assert set(schedule.get_last_lr()) == set(verls["rates after"])
+    for name, tensor in _whole(model.named_parameters()).items():
+        torch.testing.assert_close(tensor, verls["after"][name], rtol=1e-5, atol=1e-6, msg=name)
+        assert not torch.equal(tensor, verls["saved"][name]), name
+
+
+def _imported(out):
+    return {name: t for file in (out / checkpoint.SHARDS).glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+@pytest.fixture(scope="module")
+def verls(tmp_path_factory):
+    """Of three ranks, which cut few tensors into equal parts; with the model beside it."""
+    folder = tmp_path_factory.mktemp("verl")
+    saved = folder / STEP / "actor"
+    run_ranks(_saves_with_verl, WORLD, save_qwen3_moe(folder / "model"), saved)
+    return saved
+
+
+def test_a_run_of_verls_goes_on_here(verls, tmp_path):
+    out = tmp_path / STEP / "actor"
+    assert import_fsdp2.main([str(verls), str(out)]) == 0
+    assert json.loads((out / "trainer_state.json").read_text())["step"] == 2
+    assert (out / "huggingface/config.json").read_text() == (verls / "huggingface/config.json").read_text()
+    assert [path.name for path in out.parent.iterdir()] == ["actor"]
+    run_ranks(_resumes, 2, verls.parent.parent / "model", out, _facts_of(verls))
+
+
+def _is_what_was_saved(out, saved):
+    facts, found = torch.load(_facts_of(saved)), _imported(out)
+    expected = {f"model.{name}": tensor for name, tensor in facts["saved"].items()} | {
+        f"optimizer.{name}.{key}": tensor for name, of in facts["moments"].items() for key, tensor in of.items()
+    }
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def _save_actor_and_critic(folder, step):
+    _saves_with_verl(folder, step / "actor", 2)
+    _saves_with_verl(folder, step / "critic", 2, value_model=True)
+
+
+def test_replicas_and_tied_parameters_are_taken_once_and_value_models_too(tmp_path):
+    run_ranks(_save_actor_and_critic, 4, save_qwen3_moe(tmp_path / "model", tie_word_embeddings=True), tmp_path / STEP)
+    for role, has in (("actor", "model.model.norm.weight"), ("critic", "model.score.weight")):
+        out = tmp_path / "out" / role
+        assert import_fsdp2.main([str(tmp_path / STEP / role), str(out)]) == 0
+        _is_what_was_saved(out, tmp_path / STEP / role)
+        assert has in _imported(out) and "model.lm_head.weight" not in _imported(out)
+
+
+def _as_from_a_gpu(path):
+    """Have a file say ``cuda:0`` wherever it says ``cpu``."""
+    with zipfile.ZipFile(path) as file:
+        members = {name: file.read(name) for name in file.namelist()}
+    with zipfile.ZipFile(path, "w") as file:
+        for name, content in members.items():
+            if name.endswith("data.pkl"):
+                assert b"X\x03\0\0\0cpu" in content
+                content = content.replace(b"X\x03\0\0\0cpu", b"X\x06\0\0\0cuda:0")
+            file.writestr(name, content)
+
+
+def test_what_a_gpu_wrote_is_read_without_one(verls, tmp_path):
+    saved, out = shutil.copytree(verls, tmp_path / STEP / "actor"), tmp_path / "out"
+    random = torch.arange(16, dtype=torch.uint8)
+    _rewrite(saved, "extra_state", lambda extra: extra["rng"].update(cuda=random))
+    for kind in ("model", "optim"):
+        for rank in range(WORLD):
+            _as_from_a_gpu(_rank_file(saved, kind, rank))
+    assert import_fsdp2.main([str(saved), str(out)]) == 0
+    _is_what_was_saved(out, verls)
+    assert torch.equal(load_file(out / "rng/00001.safetensors")["device"], random)
+
+
+def test_weights_alone_are_imported_and_the_rest_is_said_to_be_missing(verls, tmp_path, capsys):
+    saved, out = shutil.copytree(verls, tmp_path / STEP / "actor"), tmp_path / "out"
+    for kind in ("optim", "extra_state"):
+        for rank in range(WORLD):
+            _rank_file(saved, kind, rank).unlink()
+    assert import_fsdp2.main([str(saved), str(out)]) == 0
+    told = capsys.readouterr().err
+    assert "holds no optimizer state" in told and "holds no learning-rate schedule" in told
+    parameters = torch.load(_facts_of(verls))["saved"]
+    assert _imported(out).keys() == {f"model.{name}" for name in parameters}
+    facts = json.loads((out / "trainer_state.json").read_text())
+    assert facts == {"step": 2, "lr_scheduler": None, "param_groups": None}
+
+
+def _is_refused(saved, out, capsys, *words):
+    before = sorted(out.parent.rglob("*"))
+    assert import_fsdp2.main([str(saved), str(out)]) == 1
+    told = capsys.readouterr().err
+    assert all(word in told for word in words), told
+    assert sorted(out.parent.rglob("*")) == before
+
+
+def _rank_file(saved, kind, rank=1):
+    return saved / f"{kind}_world_size_{WORLD}_rank_{rank}.pt"
+
+
+class _Runs:
+    """What runs a command when it is unpickled."""
+
+    def __init__(self, command):
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def _lacks(kind):
+    return lambda saved: _rank_file(saved, kind).unlink()
+
+
+def _rewrite(saved, kind, change, ranks=range(WORLD)):
+    """Have ``change`` alter what ranks saved, in place."""
+    for rank in ranks:
+        state = torch.load(_rank_file(saved, kind, rank), weights_only=False)
+        change(state)
+        torch.save(state, _rank_file(saved, kind, rank))
+
+
+def _of_other_ranks(saved):
+    shutil.copy(_rank_file(saved, "model"), saved / "model_world_size_4_rank_3.pt")
+
+
+def _of_fsdp1(saved):
+    (saved / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 1, "world_size": WORLD}))
+
+
+def _runs_a_command(saved):
+    torch.save({"state": {}, "param_groups": [_Runs(f"touch {saved.parent / 'executed'}")]}, _rank_file(saved, "optim"))
+
+
+def _flipped(saved):
+    path = _rank_file(saved, "optim")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def _cut_off(saved):
+    path = _rank_file(saved, "extra_state", 0)
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _of_another_model(saved):
+    shutil.rmtree(saved / "huggingface")
+    save_qwen3_moe(saved / "huggingface", hidden_size=32)
+
+
+def _with_adapters(saved):
+    _rewrite(saved, "model", lambda state: state.update({"layers.0.q_proj.lora_A.weight": torch.ones(1)}))
+
+
+def _of_another_order(saved):
+    _rewrite(saved, "optim", lambda optimizer: optimizer["param_groups"][0]["params"].reverse())
+
+
+def _of_another_optimizer(saved):
+    _rewrite(saved, "optim", lambda optimizer: optimizer["param_groups"][0].pop("amsgrad"))
+
+
+def _of_another_count(saved):
+    _rewrite(saved, "optim", lambda optimizer: optimizer["state"][0]["step"].add_(1), ranks=[1])
+
+
+@pytest.mark.parametrize(
+    "spoil, words",
+    [
+        (lambda saved: (saved / "fsdp_config.json").unlink(), ["holds no fsdp_config.json"]),
+        (_lacks("model"), ["is not complete", "lacks model_world_size_3_rank_1.pt"]),
+        (_lacks("optim"), ["is not complete", "lacks optim_world_size_3_rank_1.pt"]),
+        (_of_other_ranks, ["is of 3 ranks", "model_world_size_4_rank_3.pt"]),
+        (_of_fsdp1, ["is of FSDP version 1"]),
+        (_runs_a_command, ["optim_world_size_3_rank_1.pt is refused: it would call posix.system"]),
+        (_flipped, ["optim_world_size_3_rank_1.pt is damaged: the checksum"]),
+        (_cut_off, ["extra_state_world_size_3_rank_0.pt is damaged"]),
+        (
+            _of_another_model,
+            ["model_world_size_3_rank_0.pt to model_world_size_3_rank_2.pt are not of the model", "more"],
+        ),
+        (_with_adapters, ["model_world_size_3_rank_0.pt holds LoRA adapters"]),
+        (_of_another_order, ["optim_world_size_3_rank_0.pt to", "model.norm.weight.exp_avg is (64, 64)", "more"]),
+        (_of_another_optimizer, ["optim_world_size_3_rank_0.pt does not say whose state it is", "--optimizer"]),
+        (_of_another_count, ["step in", "optim_world_size_3_rank_1.pt is another one"]),
+    ],
+)
+def test_bad_input_is_named_and_leaves_nothing(verls, tmp_path, capsys, spoil, words):
+    saved, out = tmp_path / STEP / "actor", tmp_path / "out/actor"
+    shutil.copytree(verls, saved)
+    spoil(saved)
+    out.parent.mkdir()
+    _is_refused(saved, out, capsys, *words)
+    assert not (saved.parent / "executed").exists()
+
+
+def test_what_is_there_stays_and_the_step_has_to_be_known(verls, tmp_path, capsys):
+    out = tmp_path / "out/actor"
+    out.mkdir(parents=True)
+    _is_refused(verls, out, capsys, "is there already")
+    saved = shutil.copytree(verls, tmp_path / "nowhere/actor")
+    _is_refused(saved, tmp_path / "out/other", capsys, "--step")
+    assert import_fsdp2.main([str(saved), str(tmp_path / "out/other"), "--step", "7", "--optimizer", "Lion"]) == 0
+    facts = json.loads((tmp_path / "out/other/trainer_state.json").read_text())
+    assert facts["step"] == 7 and {group["algorithm"] for group in facts["param_groups"]} == {"Lion"}
+    assert set(facts["lr_scheduler"]) == {"dense", "experts"}

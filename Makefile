@@ -28,7 +28,7 @@ quickstart: setup
 	$(BIN)/python -m epfsdp2.recipes.quickstart $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -m "not long" $(ARGS)
+	$(BIN)/python -m pytest -m "not long" --durations=25 $(ARGS)
 
 test-long: setup
 	$(BIN)/python benchmarks/long_tests.py $(ARGS)

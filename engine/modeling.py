@@ -5,8 +5,9 @@ end of loading is found, instead of training on whatever was in memory.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from transformers import PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForTokenClassification,
+    PretrainedConfig,
+)
 from transformers.initialization import no_init_weights
 
 from .errors import SettingError
@@ -27,6 +34,7 @@ __all__ = [
     "check_not_quantised",
     "kept_in_float32",
     "materialize",
+    "model_of_checkpoint",
 ]
 
 _SMALL = 1 << 20  # elements; what is larger goes to meta at once, without memory
@@ -58,6 +66,24 @@ def build_on_meta(
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.is_floating_point() and kept.search(f"{module_name}.{name}"):
                     tensor.data = tensor.data.float()
+    return model
+
+
+def model_of_checkpoint(folder: Path, names: Iterable[str], dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The model on meta that a config and the names of a checkpoint's tensors are of; with a value head if they are.
+
+    Raises:
+        ValueError: transformers has no such class for the config.
+    """
+    config = AutoConfig.from_pretrained(folder)
+    kinds: list[Any] = [AutoModelForImageTextToText, AutoModelForCausalLM]
+    if any(name.startswith("score.") for name in names):
+        config.num_labels, kinds = 1, [AutoModelForTokenClassification]
+    auto_class = next((kind for kind in kinds if type(config) in kind._model_mapping), None)
+    if auto_class is None:
+        raise ValueError(f"{folder} is of {type(config).__name__}, for which transformers has no such model.")
+    model: Any = build_on_meta(auto_class, config, dtype)
+    model.tie_weights()  # which going to meta has undone
     return model
 
 

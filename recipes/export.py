@@ -11,16 +11,15 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
 
 import torch
-import transformers
+import torch.distributed.checkpoint as dcp
 from rich.console import Console
 
 from ..engine.checkpoint import HF, SHARDS
-from ..engine.export import FILE_BYTES, write_hf_weights
+from ..engine.export import FILE_BYTES, MODEL, write_hf_weights
 from ..engine.manifest import CheckpointError, check_files
-from ..engine.modeling import build_on_meta
+from ..engine.modeling import model_of_checkpoint
 from ..engine.shards import checkpointed
 
 __all__ = ["export", "main"]
@@ -62,10 +61,11 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, file_b
     check_files(checkpoint)
     if out.exists():
         raise FileExistsError(f"{out} is there already.")
-    config = transformers.AutoConfig.from_pretrained(checkpoint / HF)
-    model_class = getattr(transformers, config.architectures[0])
-    model = build_on_meta(_Class(model_class), config, dtype or torch.float32)
-    cast(Any, model).tie_weights()  # which going to meta has undone
+    metadata = dcp.HuggingFaceStorageReader(str(checkpoint / SHARDS)).read_metadata()
+    names = [name.removeprefix(MODEL) for name in metadata.state_dict_metadata if name.startswith(MODEL)]
+    if not names:
+        raise CheckpointError(f"{checkpoint} holds no model: checkpoint.save_contents was without it.")
+    model = model_of_checkpoint(checkpoint / HF, names, dtype or torch.float32)
     dtypes = {
         name: own.dtype if dtype is not None and own.is_floating_point() else None
         for name, own in checkpointed(model).items()
@@ -75,16 +75,6 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, file_b
     shutil.copytree(checkpoint / HF, partial, ignore=shutil.ignore_patterns("*.safetensors*"))
     write_hf_weights(model, checkpoint / SHARDS, partial, dtypes, file_bytes, progress=True)
     partial.replace(out)
-
-
-class _Class:
-    """A model class in the place of an auto class."""
-
-    def __init__(self, model_class: type[transformers.PreTrainedModel]):
-        self._class = model_class
-
-    def from_config(self, config, dtype: torch.dtype, trust_remote_code: bool = False):
-        return self._class._from_config(config, dtype=dtype)
 
 
 if __name__ == "__main__":

@@ -18,10 +18,10 @@ import re
 import shutil
 import sys
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,13 +30,12 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification
 
 from ..engine.checkpoint import HF, OPTIMIZER, RNG, SHARDS, STATE, plain_value
 from ..engine.experts.find import find_experts
 from ..engine.export import FILE_BYTES, MODEL
 from ..engine.manifest import CheckpointError, written_alone
-from ..engine.modeling import build_on_meta
+from ..engine.modeling import model_of_checkpoint
 from ..engine.safetensors_writer import Entry, write_safetensors
 from ..engine.shards import checkpointed
 
@@ -101,7 +100,7 @@ def import_fsdp2(checkpoint: Path, out: Path, step: int | None = None, optimizer
     files = _rank_files(checkpoint)
     step = _global_step(checkpoint, out) if step is None else step
     saved = {kind: [_read(path) for path in tqdm(paths, f"Reading {kind}")] for kind, paths in files.items()}
-    model = _meta_model(checkpoint / HF, saved["model"][0].keys())
+    model = model_of_checkpoint(checkpoint / HF, saved["model"][0])
     tensors = {MODEL + name: stored for name, stored in _model(checkpoint, files["model"], saved["model"], model)}
     groups = None
     if "optim" in saved:
@@ -220,20 +219,6 @@ def _without_word_of_groups() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def _meta_model(folder: Path, names: Iterable[str]) -> nn.Module:
-    """The role's model on meta: a value model if the checkpoint has its head."""
-    config = AutoConfig.from_pretrained(folder)
-    kinds: list[Any] = [AutoModelForImageTextToText, AutoModelForCausalLM]
-    if any(name.startswith("score.") for name in names):
-        kinds = [AutoModelForTokenClassification]
-    auto_class = next((kind for kind in kinds if type(config) in kind._model_mapping), None)
-    if auto_class is None:
-        raise CheckpointError(f"{folder} is of {type(config).__name__}, for which transformers has no such model.")
-    model = build_on_meta(auto_class, config, torch.float32)
-    cast(Any, model).tie_weights()  # which going to meta has undone
-    return model
 
 
 def _model(

@@ -19,11 +19,12 @@ from epfsdp2.engine.mesh import Meshes, Topology, build_meshes
 from epfsdp2.engine.modeling import build_on_meta, check_initialized, materialize
 from epfsdp2.engine.parallelize import ShardingOptions, parallelize
 from epfsdp2.engine.shards import checkpointed, is_expert_parameter
-from epfsdp2.rollout import naming
 from tests.parity.families import FAMILIES
 from tests.support.ranks import run_ranks
 
-EXPERT = re.compile(r"\.experts\.")  # in the name of a checkpoint's tensor; shared experts are others
+EXPERT = re.compile(
+    r"\.experts\.(?!e_score_correction_bias)"
+)  # in the name of a checkpoint's tensor; shared experts are others
 EXPORTED = f"saved/{checkpoint.HF}"
 EP = 2
 

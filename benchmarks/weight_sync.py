@@ -292,7 +292,7 @@ def write(rows: list[dict], repeats: int) -> None:
         "float32 masters, its default; `-bf16`: parameters are stored in bfloat16, nothing is cast. Trainer's part:",
         "gathering and one copy, against the bare collectives and one copy of what is handed over; then against the",
         "same with a copy that reads what is stored, which for float32 masters is a cast. Peak: most bytes allocated",
-        f"at once, with {SYNC_MEGABYTES} MB allowed; `full` has a layer's stack of experts whole, as verl asks.",
+        f"at once, with {SYNC_MEGABYTES} MB allowed.",
     ]
     on = f"{where['cpu']}, {where['cores']} cores; torch {where['versions']['torch']}"
     heading = "A weight sync, end to end"

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import deserialize, safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from epfsdp2.engine import checkpoint, checkpoint_files
@@ -22,9 +23,8 @@ from epfsdp2.engine.shards import checkpointed, is_expert_parameter
 from tests.parity.families import FAMILIES
 from tests.support.ranks import run_ranks
 
-EXPERT = re.compile(
-    r"\.experts\.(?!e_score_correction_bias)"
-)  # in the name of a checkpoint's tensor; shared experts are others
+# In the name of a checkpoint's tensor. Shared experts have other names.
+EXPERT = re.compile(r"\.experts\.(?!e_score_correction_bias)")
 EXPORTED = f"saved/{checkpoint.HF}"
 EP = 2
 
@@ -35,20 +35,22 @@ class Trip:
 
     Args:
         file_size: of the checkpoint's files, at most.
+        loaded: what is loaded: ``original`` is what transformers saves, ``swapped`` has rows and columns of stacks of
+            experts the other way round, as the published checkpoints of Qwen3-VL have them.
     """
 
     family: str
     world: int
     dtype: str = "float32"
     file_size: str = "1GB"
+    loaded: str = "original"
 
     @property
     def name(self) -> str:
-        return f"{self.family}-{self.world}-{self.dtype}"
+        return f"{self.family}-{self.world}-{self.dtype}-{self.loaded}"
 
 
-# One family for each way in which checkpoints hold experts, and more that have something of their own beside them. On
-# 4 ranks the experts of an EP rank are cut as well.
+# On 4 ranks the experts of an EP rank are cut as well. Each way in which checkpoints hold experts is among these.
 _CUT = (
     "cohere2_moe",
     "deepseek_v3",
@@ -66,10 +68,16 @@ _CUT = (
 )
 TRIPS = [
     *(Trip(family, 2) for family in FAMILIES),
+    *(Trip("qwen3_vl_moe", world, loaded="swapped") for world in (2, 4)),
     *(Trip(family, 4, file_size="40KB") for family in _CUT),
     *(Trip(family, 4, "bfloat16", "40KB") for family in ("glm4_moe", "gpt_oss")),
 ]
-each_trip = pytest.mark.parametrize("trip", TRIPS, ids=lambda trip: trip.name)
+# Its text and its vision experts are one list in a checkpoint, of which transformers converts all or nothing.
+TWO_STACKS = pytest.mark.xfail(strict=True, reason="a list of experts that is two stacks is read and written as one")
+each_trip = pytest.mark.parametrize(
+    "trip",
+    [pytest.param(t, id=t.name, marks=[TWO_STACKS] if t.family == "ernie4_5_vl_moe" else []) for t in TRIPS],
+)
 
 
 class _Counting:
@@ -133,6 +141,16 @@ def _save(trip: Trip, folder: Path) -> None:
         narrow.save_pretrained(folder, max_shard_size=trip.file_size)
 
 
+def _swap(original: Path, swapped: Path) -> None:
+    swapped.mkdir()
+    for file in original.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in tensors:
+            if EXPERT.search(name):
+                tensors[name] = tensors[name].transpose(1, 2).contiguous()
+        save_file(tensors, swapped / file.name)
+
+
 class _AsAuto:
     """A model's class in place of an auto class."""
 
@@ -149,20 +167,20 @@ def _travel(trips: list[Trip], folder: Path) -> None:
     for trip in trips:
         report = {}
         try:
-            model = _loaded(trip, folder / trip.name / "original", meshes, report)
+            model = _loaded(trip, folder / trip.name / trip.loaded, meshes, report)
             checkpoint.save_checkpoint(folder / trip.name / "saved", model, None, None, {"hf_model"}, step=1)
         except Exception as error:  # alike on all ranks, and the other families can go on
             report["failure"] = f"{type(error).__name__}: {error}"
         (folder / trip.name / f"{dist.get_rank()}.json").write_text(json.dumps(report))
 
 
-def _loaded(trip: Trip, original: Path, meshes: Meshes, report: dict) -> nn.Module:
+def _loaded(trip: Trip, files: Path, meshes: Meshes, report: dict) -> nn.Module:
     plain, dtype = FAMILIES[trip.family].build(), getattr(torch, trip.dtype)
     model = build_on_meta(_AsAuto(type(plain)), plain.config, dtype)
     parallelize(model, meshes, ShardingOptions(param_dtype=dtype))
     materialize(model, "cpu")
     with mock.patch.object(checkpoint_files, "safe_open", _Counting()) as counting:
-        assert not load_weights(model, checkpoint_files.open_checkpoint(original), meshes)
+        assert not load_weights(model, checkpoint_files.open_checkpoint(files), meshes)
     check_initialized(model)
     report["read"] = sum(count for key, count in counting.bytes.items() if EXPERT.search(key))
     report["own"] = sum(param.to_local().nbytes for param in model.parameters() if is_expert_parameter(param))
@@ -173,6 +191,8 @@ def _travel_all(world: int, folder: Path) -> Path:
     trips = [trip for trip in TRIPS if trip.world == world]
     for trip in trips:
         _save(trip, folder / trip.name / "original")
+        if trip.loaded == "swapped":
+            _swap(folder / trip.name / "original", folder / trip.name / "swapped")
     run_ranks(_travel, world, trips, folder)
     return folder
 

@@ -4,7 +4,7 @@ FSDP2 cuts like ``torch.chunk``: equal pieces of ``ceil(n / parts)``, the last o
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 __all__ = ["Box", "Cut", "chunk_range", "cut_box"]
@@ -42,16 +42,6 @@ class Box:
     def along(self, dim: int, start: int, stop: int) -> "Box":
         """The same box but for ``[start, stop)`` along ``dim``."""
         return Box((*self.low[:dim], start, *self.low[dim + 1 :]), (*self.high[:dim], stop, *self.high[dim + 1 :]))
-
-    def parts_of(self, numel: int) -> "Iterator[Box]":
-        """This box in parts of about ``numel`` elements, cut along its first dim that has more than one row."""
-        dim = next((d for d, size in enumerate(self.shape) if size > 1), None)
-        if dim is None:
-            yield self
-            return
-        rows = max(1, numel * self.shape[dim] // self.numel)
-        for start in range(self.low[dim], self.high[dim], rows):
-            yield self.along(dim, start, min(start + rows, self.high[dim]))
 
     def shared_with(self, other: "Box") -> "Box | None":
         """What both contain; ``None`` if that is nothing."""

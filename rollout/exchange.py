@@ -18,8 +18,6 @@ from .traffic import Traffic
 
 __all__ = ["Arrival", "Buffers", "Exchange", "Round", "starts"]
 
-_IN_CACHE = 1 << 20  # bytes that a core's own cache keeps while they are written and read again
-
 
 @dataclass(frozen=True)
 class Arrival:
@@ -252,18 +250,12 @@ class Exchange:
                 if transfer.target != self.rank:
                     continue
                 if transfer.source == self.rank:
-                    yield from self._own_values(tensor, transfer.box, shards)
-                    continue
-                start = at[transfer.source]
-                at[transfer.source] = stop = start + transfer.box.numel * dtype.itemsize
-                yield Arrival(tensor, transfer.box, _read(received[start:stop], dtype).view(transfer.box.shape))
-
-    def _own_values(self, tensor: Tensor, box: Box, shards: _Shards) -> Iterator[Arrival]:
-        """What this rank has itself. A cast is made in parts that are still in the CPU's cache when they are taken."""
-        stored, dtype = shards.values(tensor.name, box), shards.dtype(tensor.name)
-        is_cast = stored.dtype != dtype and self.device.type == "cpu"
-        for part in box.parts_of(_IN_CACHE // dtype.itemsize) if is_cast else (box,):
-            yield Arrival(tensor, part, self._cast(stored[part.inside(box)], dtype))
+                    values = self._cast(shards.values(name, transfer.box), dtype)
+                else:
+                    start = at[transfer.source]
+                    at[transfer.source] = stop = start + transfer.box.numel * dtype.itemsize
+                    values = _read(received[start:stop], dtype).view(transfer.box.shape)
+                yield Arrival(tensor, transfer.box, values)
 
     def _cast(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """This rank's own values as they are sent, in a buffer that is used again where they have to be copied."""

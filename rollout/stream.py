@@ -215,9 +215,10 @@ def gathered(
 def gather_bytes(max_bytes: int, ranks: int, is_assembled: bool = False) -> int:
     """What is brought together at once, so that no more than ``max_bytes`` are held.
 
-    There are two buffers, with a rank's own part of it beside; ``is_assembled``, it is copied out of them too.
+    There are two buffers, with a rank's own part of it beside; ``is_assembled``, it is copied out of them too, and may
+    be once more into the layout of a checkpoint.
     """
-    return max_bytes * ranks // (2 * (ranks + 1) + (ranks if is_assembled else 0))
+    return max_bytes * ranks // (2 * (ranks + 1) + (2 * ranks if is_assembled else 0))
 
 
 def narrower(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

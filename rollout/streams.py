@@ -124,12 +124,12 @@ class RolloutSync:
             self._by_expert[name] = by_expert = naming.is_by_expert(self.model, name, param.shape)
             if not by_expert and list(self._by_expert.values()).count(False) == 1 and dist.get_rank() == 0:
                 logger.warning(
-                    "epfsdp2: the full stream holds %s whole, %d bytes: no checkpoint of %s has it in parts; "
-                    "engine.sync_megabytes=%d is less than four times that",
+                    "epfsdp2: the full stream holds %s whole, %d bytes, which is more than engine.sync_megabytes=%d "
+                    "has room for: checkpoints of %s have it in one tensor",
                     name,
                     param.numel() * self.dtypes[name].itemsize,
-                    self.family,
                     self.settings.memory_bytes >> 20,
+                    self.family,
                 )
         return self._by_expert[name]
 

@@ -17,7 +17,13 @@ import torch.distributed as dist
 from torch import nn
 from tqdm import tqdm
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import (
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 
 from .agreement import alike
 from .boxes import Box
@@ -199,10 +205,8 @@ def _regions(
     Raises:
         ValueError: if it has not as many experts as the target.
     """
-    if source.converter is None:
-        shape = tuple(target.shape)
-        dims = tuple(d if size > 1 else None for d, size in enumerate(shape))
-        return [(Region(name, shape, dims, (1,) * len(shape), (0,) * len(shape)), [source.keys[-1][1]])]
+    if source.converter is None or _is_as_it_is(target, source, files):
+        return [(Region.whole(name, tuple(target.shape)), [source.keys[-1][1]])]
     by_pattern = source.by_pattern()
     one_by_one = any(len(keys) > 1 for keys in by_pattern.values())
     if one_by_one:
@@ -216,6 +220,15 @@ def _regions(
     if found is None or {region.name for region in found} != keys_of.keys():
         return None
     return [(region, keys_of[region.name]) for region in found]
+
+
+def _is_as_it_is(target: torch.Tensor, source: _Source, files: CheckpointFiles) -> bool:
+    """Whether the converter only transposes what has not the target's shape yet, and this has it."""
+    operations = source.converter.operations if source.converter is not None else []
+    lenient = all(
+        isinstance(operation, Transpose) and getattr(operation, "check_dims", False) for operation in operations
+    )
+    return lenient and files.shape(source.keys[-1][1]) == tuple(target.shape)
 
 
 def _faults(tensor: _Tensor, files: CheckpointFiles) -> list[str]:

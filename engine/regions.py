@@ -57,6 +57,12 @@ class Region:
     steps: tuple[int, ...]
     at: tuple[int, ...]
 
+    @classmethod
+    def whole(cls, name: str, shape: tuple[int, ...]) -> "Region":
+        """Of a tensor that is the parameter."""
+        dims = tuple(d if size > 1 else None for d, size in enumerate(shape))
+        return cls(name, shape, dims, (1,) * len(shape), (0,) * len(shape))
+
     def expected(self, experts: int | None) -> tuple[int, ...]:
         """The tensor's shape in a checkpoint of that many experts."""
         return tuple(

@@ -1,0 +1,251 @@
+"""A run that is saved on some ranks and resumed on others goes on as if it had not stopped."""
+
+import functools
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+
+from epfsdp2.engine import checkpoint
+from epfsdp2.engine.clip import clip_grad_norm_
+from epfsdp2.engine.mesh import Topology, build_meshes, divisors
+from epfsdp2.engine.muon import Muon
+from epfsdp2.engine.optimizer import build_multi_optimizer
+from epfsdp2.engine.scheduler import build_multi_lr_scheduler
+from epfsdp2.engine.shards import checkpointed, local_box, local_tensor
+from tests.support.engine import sharded_model
+from tests.support.models import VOCAB, save_qwen3_moe, token_loss
+from tests.support.ranks import run_ranks
+
+CONTENTS = {"model", "optimizer", "extra"}
+OPTIMIZERS = ("adamw", "muon")
+BEFORE, AFTER = 2, 2  # steps before a run is saved, and after
+ROWS = 8
+# By the largest entry of a tensor, on another mesh: it adds the same float32 numbers in another order. Parameters are
+# then some roundings of 1.2e-7 apart. Moments are of gradients, sums in which most cancels, and of their squares.
+PARAMETERS, MOMENTS = 1e-6, 4e-6
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """``replicas`` copies of the model; ``dim`` is the expert weights' that ``ep_fsdp`` cuts."""
+
+    world: int
+    ep: int = 1
+    replicas: int = 1
+    dim: int | str = "auto"
+
+    @property
+    def name(self) -> str:
+        copies = f"-{self.replicas}copies" if self.replicas > 1 else ""
+        return f"{self.world}ranks-ep{self.ep}{copies}" + ("-dim0" if self.dim == 0 else "")
+
+
+def _meshes(world: int) -> list[Mesh]:
+    """All of as many ranks: plain and HSDP, every ``ep``; both dims where ``ep_fsdp`` cuts at all."""
+    return [
+        Mesh(world, ep, replicas, dim)
+        for replicas in divisors(world)[:-1] or [1]
+        for ep in divisors(world // replicas)
+        for dim in (("auto", 0) if world // replicas > ep else ("auto",))
+    ]
+
+
+WORLDS = (1, 2, 4, 8)
+ALL = {mesh.name: mesh for world in WORLDS for mesh in _meshes(world)}
+FAST = [
+    ("1ranks-ep1", "2ranks-ep2"),
+    ("1ranks-ep1", "4ranks-ep2-2copies"),
+    ("2ranks-ep2", "1ranks-ep1"),
+    ("2ranks-ep2", "2ranks-ep2"),
+    ("2ranks-ep2", "4ranks-ep4"),
+    ("4ranks-ep2", "1ranks-ep1"),
+    ("4ranks-ep2", "2ranks-ep1-dim0"),
+    ("4ranks-ep2", "4ranks-ep2"),
+    ("4ranks-ep2", "4ranks-ep1-dim0"),
+    ("4ranks-ep2-2copies", "2ranks-ep1-dim0"),
+    ("4ranks-ep2-2copies", "4ranks-ep4"),
+    ("4ranks-ep2-2copies", "4ranks-ep2-2copies"),
+]
+
+
+# A process group holds sockets and threads, and there are many trainers in a process.
+_shared_meshes = functools.cache(build_meshes)
+
+
+class _Trainer:
+    def __init__(self, folder: Path, mesh: Mesh, optimizer: str):
+        topology = Topology.plan(mesh.world, mesh.ep, mesh.world // mesh.replicas)
+        with mock.patch("tests.support.engine.build_meshes", _shared_meshes):
+            self.model, self.meshes = sharded_model(folder, topology, expert_shard_dim=mesh.dim)
+        matrices = (lambda groups: Muon(groups, lr=1e-3, weight_decay=0.01)) if optimizer == "muon" else None
+        self.optimizer = build_multi_optimizer(self.model, _adamw, matrices)
+        self.schedule = build_multi_lr_scheduler(
+            self.optimizer, lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 1 / (step + 1))
+        )
+
+    def train(self, steps: range) -> None:
+        rank, each = dist.get_rank(), ROWS // dist.get_world_size()
+        for step in steps:
+            ids = torch.randint(0, VOCAB, (ROWS, 11), generator=torch.Generator().manual_seed(step))
+            self.optimizer.zero_grad()
+            token_loss(self.model, ids[rank * each : (rank + 1) * each]).backward()
+            clip_grad_norm_(self.model.parameters(), 1.0, self.meshes)
+            self.optimizer.step()
+            self.schedule.step()
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in checkpointed(self.model).items():
+            yield name, tensor.detach()
+        for name, entries in self.optimizer.state_dict()["state"].items():
+            for key, tensor in entries.items():
+                yield f"{name}|{key}", tensor
+
+    def rates(self) -> list:
+        """Where the schedule is."""
+        return json.loads(json.dumps([self.schedule.state_dict(), [g["lr"] for g in self.optimizer.param_groups]]))
+
+    def write(self, path: Path) -> None:
+        """Every tensor, whole."""
+        whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in self.tensors()}
+        if dist.get_rank() == 0:
+            save_file({name: tensor.contiguous() for name, tensor in whole.items()}, path)
+
+    def differences(self, path: Path) -> dict[str, float]:
+        """How far this rank's tensors are from those that were written, by the largest entry of each."""
+        wanted, found = load_file(path), {}
+        for name, tensor in self.tensors():
+            whole = wanted.pop(name)
+            local, part = local_tensor(tensor), whole[local_box(tensor).slices]
+            found[name] = 0.0
+            if not torch.equal(local, part):
+                found[name] = ((local - part).abs().max() / whole.abs().max()).nan_to_num(torch.inf).item()
+        assert not wanted, list(wanted)
+        return found
+
+
+def _adamw(params):
+    # An eps near the gradients' size: AdamW's sign-like step for tiny gradients would magnify their rounding errors.
+    return torch.optim.AdamW(params, lr=1e-3, eps=1e-3)
+
+
+def _train_and_save(folder: Path, out: Path, optimizers: Sequence[str], sources: Sequence[Mesh]) -> None:
+    """Each run is saved, and goes on."""
+    for optimizer in optimizers:
+        for source in sources:
+            at = out / optimizer / source.name
+            trainer = _Trainer(folder, source, optimizer)
+            trainer.train(range(BEFORE))
+            state = (trainer.model, trainer.optimizer, trainer.schedule)
+            checkpoint.save_checkpoint(at, *state, CONTENTS, step=BEFORE)
+            trainer.write(at / "saved.safetensors")
+            (at / "rates.json").write_text(json.dumps(trainer.rates()))
+            trainer.train(range(BEFORE, BEFORE + AFTER))
+            trainer.write(at / "continued.safetensors")
+
+
+def _resume(folder: Path, out: Path, results: Path, pairs: Sequence[tuple[str, Mesh, Mesh]]) -> None:
+    """Resume every source on every target; rank 0 writes a line for each with the worst differences of all ranks."""
+    trainers: dict[tuple[str, Mesh], _Trainer] = {}
+    for optimizer, source, target in pairs:
+        at = out / optimizer / source.name
+        if (optimizer, target) not in trainers:
+            trainers = {(optimizer, target): _Trainer(folder, target, optimizer)}
+        trainer = trainers[optimizer, target]
+        checkpoint.load_checkpoint(at, trainer.model, trainer.optimizer, trainer.schedule, CONTENTS)
+        loaded = trainer.differences(at / "saved.safetensors")
+        rates_differ = trainer.rates() != json.loads((at / "rates.json").read_text())
+        trainer.train(range(BEFORE, BEFORE + AFTER))
+        mine = (loaded, trainer.differences(at / "continued.safetensors"), rates_differ)
+        everyone: list = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        row = {
+            "optimizer": optimizer,
+            "source": source.name,
+            "target": target.name,
+            "loaded": _worst([loaded for loaded, _, _ in everyone]),
+            "continued": _worst([continued for _, continued, _ in everyone]),
+            "rates_differ": any(differ for _, _, differ in everyone),
+        }
+        if dist.get_rank() == 0:
+            with results.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def _worst(differences: list[dict[str, float]]) -> list[tuple[float, str]]:
+    """The largest difference of the parameters, and of the moments, each with the name of the tensor."""
+    found = [(size, name) for each in differences for name, size in each.items()]
+    return [max(entry for entry in found if ("|" in entry[1]) == is_moment) for is_moment in (False, True)]
+
+
+def _faults(row: dict) -> list[str]:
+    """What is wrong with one resume."""
+    is_same = row["source"] == row["target"]
+    limits = {"loaded": (0.0, 0.0), "continued": (0.0, 0.0) if is_same else (PARAMETERS, MOMENTS)}
+    faults = ["the learning rates are others"] if row["rates_differ"] else []
+    return faults + [
+        f"{when}: {name} is {size:.1e} off, {limit:.0e} is allowed"
+        for when in limits
+        for (size, name), limit in zip(row[when], limits[when], strict=True)
+        if size > limit
+    ]
+
+
+def _save_all(tmp_path: Path, names: Iterable[str]) -> tuple[Path, Path]:
+    """The model and the checkpoints of all optimizers on the meshes of these names."""
+    sizes = {"num_hidden_layers": 2, "mlp_only_layers": [], "hidden_size": 32, "head_dim": 8}
+    model, out = save_qwen3_moe(tmp_path / "model", moe_intermediate_size=24, **sizes), tmp_path / "runs"
+    sources = sorted(set(names))
+    for world in WORLDS:
+        of_world = [ALL[name] for name in sources if ALL[name].world == world]
+        if of_world:
+            run_ranks(_train_and_save, world, model, out, OPTIMIZERS, of_world, timeout=1200)
+    return model, out
+
+
+def _resume_all(model: Path, out: Path, results: Path, pairs: Sequence[tuple[str, str, str]]) -> list[dict]:
+    """Resume every (optimizer, source, target), each target's one after the other."""
+    for world in WORLDS:
+        todo = [(o, ALL[source], ALL[target]) for o, source, target in pairs if ALL[target].world == world]
+        if todo:
+            todo.sort(key=lambda pair: (pair[0], pair[2].name))
+            run_ranks(_resume, world, model, out, results, todo, timeout=7200)
+    return [json.loads(line) for line in results.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    """What came of each of the fast ones."""
+    tmp_path = tmp_path_factory.mktemp("fast")
+    model, out = _save_all(tmp_path, [source for source, _ in FAST])
+    rows = _resume_all(model, out, tmp_path / "results.jsonl", [(o, *pair) for o in OPTIMIZERS for pair in FAST])
+    return {(row["optimizer"], row["source"], row["target"]): row for row in rows}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("source", "target"), FAST, ids=lambda name: name)
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(resumed, source, target, optimizer):
+    assert not _faults(resumed[optimizer, source, target])
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return _save_all(tmp_path_factory.mktemp("all"), ALL)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("world", WORLDS, ids=lambda world: f"{world}ranks")
+def test_a_run_saved_on_any_mesh_goes_on_on_any_other(saved, tmp_path, world, optimizer):
+    pairs = [(optimizer, source, target) for target in ALL if ALL[target].world == world for source in ALL]
+    rows = _resume_all(*saved, tmp_path / "results.jsonl", pairs)
+    assert {(row["optimizer"], row["source"], row["target"]) for row in rows} == set(pairs)
+    wrong = {f"{optimizer}: {row['source']} -> {row['target']}": _faults(row) for row in rows if _faults(row)}
+    assert not wrong, json.dumps(wrong, indent=1)

@@ -36,18 +36,31 @@ class Gathered:
     shards: list[tuple[Box, torch.Tensor]]
     is_whole: bool = True
 
-    def assembled(self) -> Iterator["Rows"]:
-        """The tensor whole; of a part, each run of rows that the ranks with the same experts hold together."""
-        runs: dict[tuple[int, int] | None, list[tuple[Box, torch.Tensor]]] = {}
-        for box, values in self.shards:
-            runs.setdefault(None if self.is_whole else (box.low[0], box.high[0]), []).append((box, values))
-        for rows, shards in runs.items():
-            box = Box.of(self.shape) if rows is None else Box.of(self.shape).along(0, *rows)
-            first = shards[0][1]
-            values = torch.empty(box.shape, dtype=first.dtype, device=first.device)
-            for held, part in shards:
-                values[held.inside(box)] = part
-            yield Rows(self.name, None if rows is None else rows[0], values)
+    def assembled(self, max_bytes: int) -> Iterator["Rows"]:
+        """The tensor whole; of a part, rows that ranks with the same experts hold, ``max_bytes`` of them at a time."""
+        box = Box.of(self.shape)
+        if self.is_whole:
+            yield Rows(self.name, None, _joined(box, self.shards))
+            return
+        runs: dict[tuple[int, int], list[tuple[Box, torch.Tensor]]] = {}
+        for held, values in self.shards:
+            runs.setdefault((held.low[0], held.high[0]), []).append((held, values))
+        itemsize = self.shards[0][1].itemsize
+        count = max(1, max_bytes // (self.shape[1:].numel() * itemsize))
+        for (low, high), shards in runs.items():
+            for first in range(low, high, count):
+                yield Rows(self.name, first, _joined(box.along(0, first, min(first + count, high)), shards))
+
+
+def _joined(box: Box, shards: Sequence[tuple[Box, torch.Tensor]]) -> torch.Tensor:
+    """The values of a box that the shards cover."""
+    first = shards[0][1]
+    joined = torch.empty(box.shape, dtype=first.dtype, device=first.device)
+    for held, values in shards:
+        shared = held.shared_with(box)
+        if shared is not None:
+            joined[shared.inside(box)] = values[shared.inside(held)]
+    return joined
 
 
 @dataclass(frozen=True)
@@ -121,14 +134,17 @@ def full_tensors(
     limit = gather_bytes(max_bytes, meshes.topology.fsdp, is_assembled=True)
     arriving = gathered(model, meshes, layers, limit, dtypes, traffic)
     with contextlib.closing(arriving):
-        for whole in assembled(arriving, traffic):
+        for whole in assembled(arriving, traffic, limit):
             yield whole.name, whole.values
 
 
-def assembled(arriving: Iterable[Gathered], traffic: Traffic) -> Iterator[Rows]:
-    """What comes, put together; ``traffic`` counts what is held."""
+def assembled(arriving: Iterable[Gathered], traffic: Traffic, max_gather_bytes: int) -> Iterator[Rows]:
+    """What comes, put together; ``traffic`` counts what is held.
+
+    Of parts a quarter of a gather at a time: converters copy, and the last one's may be held while the next are made.
+    """
     for tensor in arriving:
-        for rows in tensor.assembled():
+        for rows in tensor.assembled(max_gather_bytes // 4):
             traffic.hold(rows.values.nbytes)
             yield rows
             traffic.release(rows.values.nbytes)
@@ -215,10 +231,10 @@ def gathered(
 def gather_bytes(max_bytes: int, ranks: int, is_assembled: bool = False) -> int:
     """What is brought together at once, so that no more than ``max_bytes`` are held.
 
-    There are two buffers, with a rank's own part of it beside; ``is_assembled``, it is copied out of them too, and may
-    be once more into the layout of a checkpoint.
+    There are two buffers, with a rank's own part of it beside. ``is_assembled``, it is copied out of them too, and may
+    be once more into the layout of a checkpoint; and there is room for what gloo holds of a gather under way.
     """
-    return max_bytes * ranks // (2 * (ranks + 1) + (2 * ranks if is_assembled else 0))
+    return max_bytes * ranks // (2 * (ranks + 1) + (3 * ranks if is_assembled else 0))
 
 
 def narrower(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

@@ -101,7 +101,7 @@ class RolloutSync:
         limit = stream.gather_bytes(self.settings.memory_bytes, self.meshes.topology.fsdp, is_assembled=True)
         arriving = self._gathered(limit, traffic, self._has_names_by_expert)
         with contextlib.closing(arriving):
-            for rows in stream.assembled(arriving, traffic):
+            for rows in stream.assembled(arriving, traffic, limit):
                 if rows.first is None:
                     yield from naming.for_vllm(self.model, [(rows.name, rows.values)])
                 else:

@@ -63,7 +63,7 @@ def _in_parts(folder, cases):
         stack = model.get_parameter("model.layers.0.mlp.experts.gate_up_proj")
         largest = max(p.nbytes for name, p in reference.named_parameters() if "experts" not in name)
         assert 3 * largest < stack.numel() * stack.element_size(), "the stacks are what does not fit"
-        sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("full", 5 * largest))
+        sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("full", 6 * largest))
         traffic = Traffic()
         got = list(sync.full(traffic))
         assert sorted(name for name, _ in got) == sorted(wanted)
@@ -73,7 +73,7 @@ def _in_parts(folder, cases):
         ranks = meshes.topology.fsdp
         firsts = {cut_box(stack.shape, cuts_of(stack), meshes.topology.coordinate(r)).low[0] for r in range(ranks)}
         at_once = len(firsts) * stack.shape[1:].numel() * 4
-        assert traffic.peak <= max(5 * largest, (2 * (ranks + 1) / ranks + 1) * at_once), (ep, fsdp_size, dim)
+        assert traffic.peak <= max(6 * largest, (2 * (ranks + 1) / ranks + 1) * at_once), (ep, fsdp_size, dim)
         together = {name: tensor for whole in sync.shards(Traffic()) for name, tensor in _copied(whole)}
         assert all(torch.equal(values, reference.state_dict()[name]) for name, values in together.items())
 

@@ -19,7 +19,7 @@ from tests.support.models import reference_model, save_qwen3_moe
 from tests.support.ranks import run_ranks
 
 WORLD = 4
-MEMORY, ROOMY = 30_000, 1 << 20
+MEMORY, ROOMY = 30_000, 1 << 22
 
 
 OURS = {"engine_kwargs": {"vllm": {"worker_extension_cls": EXTENSION}}}

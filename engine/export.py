@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from ..rollout import naming
 from .manifest import CheckpointError
-from .safetensors_writer import Entry, write_file, write_index
+from .safetensors_writer import Entry, in_files, write_file, write_index
 
 __all__ = ["FILE_BYTES", "MODEL", "write_hf_weights"]
 
@@ -70,7 +70,7 @@ def write_hf_weights(
         CheckpointError: ``shards`` lacks tensors of the model.
     """
     metadata = dcp.HuggingFaceStorageReader(str(shards)).read_metadata()
-    files = _files(_stored(metadata, dtypes), file_bytes)
+    files = in_files(_stored(metadata, dtypes), file_bytes)
     entries = [[entry for tensor in file for entry in _entries(model, tensor)] for file in files]
     rank, ranks = share
     names = write_index(out, entries)
@@ -94,18 +94,6 @@ def _stored(metadata: Metadata, dtypes: Mapping[str, torch.dtype | None]) -> lis
         stored = entry.properties.dtype
         found.append(_Stored(name, tuple(entry.size), stored, dtype or stored, pieces[MODEL + name]))
     return found
-
-
-def _files(tensors: list[_Stored], file_bytes: int) -> list[list[_Stored]]:
-    files: list[list[_Stored]] = [[]]
-    size = 0
-    for tensor in tensors:
-        if files[-1] and size + tensor.nbytes > file_bytes:
-            files.append([])
-            size = 0
-        files[-1].append(tensor)
-        size += tensor.nbytes
-    return files
 
 
 def _entries(model: Any, tensor: _Stored) -> list[Entry]:

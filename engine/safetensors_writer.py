@@ -8,11 +8,12 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import torch
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-__all__ = ["Entry", "write_file", "write_index", "write_safetensors"]
+__all__ = ["Entry", "in_files", "write_file", "write_index", "write_safetensors"]
 
 _DTYPES = {
     torch.float64: "F64",
@@ -28,6 +29,14 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+
+
+class _HasSize(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+_Sized = TypeVar("_Sized", bound=_HasSize)
 
 
 @dataclass(frozen=True)
@@ -55,7 +64,7 @@ def write_safetensors(
     Raises:
         ValueError: a tensor is not what its entry says, or there are not as many.
     """
-    files = _files(entries, file_bytes)
+    files = in_files(entries, file_bytes)
     coming = iter(tensors)
     for name, members in zip(write_index(folder, files), files, strict=True):
         write_file(folder / name, members, coming)
@@ -89,15 +98,16 @@ def write_file(path: Path, entries: Sequence[Entry], tensors: Iterator[tuple[str
             file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
-def _files(entries: Sequence[Entry], file_bytes: int) -> list[list[Entry]]:
-    files: list[list[Entry]] = [[]]
+def in_files(tensors: Iterable[_Sized], file_bytes: int) -> list[list[_Sized]]:
+    """What goes into each file, in order; one that is larger than ``file_bytes`` has a file of its own."""
+    files: list[list[_Sized]] = [[]]
     size = 0
-    for entry in entries:
-        if files[-1] and size + entry.nbytes > file_bytes:
+    for tensor in tensors:
+        if files[-1] and size + tensor.nbytes > file_bytes:
             files.append([])
             size = 0
-        files[-1].append(entry)
-        size += entry.nbytes
+        files[-1].append(tensor)
+        size += tensor.nbytes
     return files
 
 

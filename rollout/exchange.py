@@ -21,7 +21,11 @@ __all__ = ["Arrival", "Buffers", "Exchange", "Round", "starts"]
 
 @dataclass(frozen=True)
 class Arrival:
-    """The values of a box of a tensor. They are the caller's until it asks for the next."""
+    """The values of a box of a tensor. They are the caller's until it asks for the next.
+
+    Args:
+        values: in the dtype in which they are sent; as they are stored where this rank has them itself.
+    """
 
     tensor: Tensor
     box: Box
@@ -99,7 +103,6 @@ class Exchange:
         self._parts: dict[tuple[int, int, int, int], list[Transfer]] = {}
         self._boxes: dict[str, Box] = {}
         self._buffers: list[Buffers] = []
-        self._own = self._empty(0)
         self._splits = [self._split(pieces, self._at_once) for pieces in plan.rounds]
         self.traffic = Traffic()
 
@@ -169,9 +172,9 @@ class Exchange:
                 coming = self._start(issued, buffers, shards)
                 issued += 1
                 self._finish(taken)
-            traffic.release(held + self._own.nbytes)
+            traffic.release(held)
             if self.device.type != "cpu":
-                self._buffers, self._own = [], self._empty(0)
+                self._buffers = []
 
     def _take_buffers(self) -> list[Buffers]:
         """What rounds are sent from and received into, in turn.
@@ -183,7 +186,6 @@ class Exchange:
             self._buffers = [
                 Buffers(*(self._empty(most) for most in self._largest())) for _ in range(min(2, len(self._splits)))
             ]
-        self.traffic.hold(self._own.nbytes)
         return self._buffers
 
     def _empty(self, nbytes: int) -> torch.Tensor:
@@ -250,22 +252,12 @@ class Exchange:
                 if transfer.target != self.rank:
                     continue
                 if transfer.source == self.rank:
-                    values = self._cast(shards.values(name, transfer.box), dtype)
+                    values = shards.values(name, transfer.box)
                 else:
                     start = at[transfer.source]
                     at[transfer.source] = stop = start + transfer.box.numel * dtype.itemsize
                     values = _read(received[start:stop], dtype).view(transfer.box.shape)
                 yield Arrival(tensor, transfer.box, values)
-
-    def _cast(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """This rank's own values as they are sent, in a buffer that is used again where they have to be copied."""
-        if values.dtype == dtype and values.device == self.device:
-            return values
-        nbytes = values.numel() * dtype.itemsize
-        if nbytes > self._own.numel():
-            self.traffic.hold(nbytes - self._own.numel())
-            self._own = self._empty(nbytes)
-        return self._own[:nbytes].view(dtype).view(values.shape).copy_(values)
 
     def _at_once(self, piece: Piece) -> Iterable[Transfer]:
         """Those of this rank's that a round begins with: all, where nobody passes on."""

@@ -18,6 +18,7 @@ from ..engine.agreement import check_agreement
 from ..engine.mesh import Meshes
 from ..engine.shards import checkpointed, local_tensor, persistent_buffers
 from . import naming, stream
+from .cast import CastOnCopy
 from .choice import choose_stream, rollout_of
 from .exchange import Exchange
 from .layout import layout
@@ -215,7 +216,17 @@ class WorkerStream:
         arriving = self._exchange.run(self._sync.state(), self._sync.dtypes, self.traffic)
         with contextlib.closing(arriving):
             for arrival in arriving:
-                yield from placed(arrival.box, arrival.values, self._needs(arrival.tensor))
+                dtype = self._sync.dtypes[arrival.tensor.name]
+                for name, values in placed(arrival.box, arrival.values, self._needs(arrival.tensor)):
+                    yield name, self._as_sent(values, dtype)
+
+    def _as_sent(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Values that this rank has itself and stores in another dtype, or elsewhere than it sends from."""
+        device = torch.device(self._sync.meshes.dense.device_type)
+        if values.dtype == dtype and values.device.type == device.type:
+            return values
+        # A GPU makes casts faster than anything else here, and its transport may hand memory over as it is.
+        return CastOnCopy(values, dtype) if device.type == "cpu" else values.to(device, dtype)
 
     def _slices_of_gathers(self) -> Generator[tuple[str, torch.Tensor]]:
         """For a worker that keeps everything. Gathers cross a node's border once, rounds would for each rank in it."""

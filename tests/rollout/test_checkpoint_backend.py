@@ -15,7 +15,7 @@ from verl.workers.config import RolloutConfig
 
 from epfsdp2.engine.mesh import Topology
 from epfsdp2.engine.parallelize import layer_names
-from epfsdp2.rollout import checkpoint_backend
+from epfsdp2.rollout import checkpoint_backend, naming
 from epfsdp2.rollout.choice import EXTENSION
 from epfsdp2.rollout.placement import Heads, Rollout, needs
 from epfsdp2.rollout.slices import is_slice, parse_slice, slice_name
@@ -167,9 +167,10 @@ def _syncs(folder):
                     param.mul_(2)
         else:
             _equal(got, member.slices(factor))
-    full = {name: tensor * 8 for name, tensor in member.whole.items()}
-
-    # One worker that can't take slices, or a trainer that does not want them: all get full tensors.
+    # One worker that can't take slices, or a trainer that does not want them: all get full tensors, experts one by one
+    # where a stack does not fit the memory.
+    full = dict(naming.as_checkpoint(reference_model(folder / "model"), member.whole.items()))
+    full = {name: tensor * 8 for name, tensor in full.items()}
     for case in ({"is_ours": member.rank != TRAINERS}, {"wanted": "full"}):
         got, _ = member.sync(**case)
         if not member.is_trainer:

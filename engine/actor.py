@@ -264,7 +264,7 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
             self._saves = self._saves or Background()
             job = partial(self._save, snapshot.on_host(), folder, max_ckpt_to_keep, self._saves.group)
             self._saves.start(f"saving {folder}", job)
-            if global_step >= self.optimizer_config.total_training_steps:
+            if 0 < self.optimizer_config.total_training_steps <= global_step:  # the last
                 self._saves.wait()
         else:
             self._save(snapshot, folder, max_ckpt_to_keep)

@@ -1,5 +1,10 @@
-"""Run a function on several real ranks over gloo, with an outer time-out and nothing left behind."""
+"""Run a function on several real ranks over gloo, with an outer time-out and nothing left behind.
 
+Ranks are forked from a process of their own that has imported what most of them need and started no thread: the imports
+take longer than most tests.
+"""
+
+import multiprocessing
 import os
 import tempfile
 import time
@@ -14,6 +19,8 @@ import torch.multiprocessing as mp
 
 __all__ = ["run_ranks"]
 
+multiprocessing.set_forkserver_preload(["tests.support.models", "tests.support.engine"])
+
 
 def run_ranks(function: Callable[..., None], world: int, *args: Any, timeout: float = 240.0) -> None:
     """Call ``function(*args)`` on ``world`` processes that form a gloo group; returns when all have ended well.
@@ -23,7 +30,11 @@ def run_ranks(function: Callable[..., None], world: int, *args: Any, timeout: fl
     """
     with tempfile.TemporaryDirectory() as folder:
         context = mp.start_processes(
-            _rank, (world, folder, function, args), nprocs=world, join=False, start_method="spawn"
+            _rank,
+            (world, folder, dict(os.environ), function, args),
+            nprocs=world,
+            join=False,
+            start_method="forkserver",
         )
         deadline = time.monotonic() + timeout
         try:
@@ -37,7 +48,11 @@ def run_ranks(function: Callable[..., None], world: int, *args: Any, timeout: fl
                 process.join()
 
 
-def _rank(rank: int, world: int, folder: str, function: Callable[..., None], args: tuple) -> None:
+def _rank(
+    rank: int, world: int, folder: str, environment: dict[str, str], function: Callable[..., None], args: tuple
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)  # of now; that of the process that forks is of its start
     # verl reads these; the rendezvous itself is a file, so no port is needed.
     names = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
     os.environ.update({name: str(value) for name, value in names.items()}, GLOO_SOCKET_IFNAME="lo")

@@ -4,6 +4,7 @@
 
 Four ranks on a CPU load a Qwen3-MoE of about 0.2 GB; torch's profiler records every allocation and release, and the
 peak is compared with a rank's shard and one layer. So is the export's, which runs in one process and has no shard.
+Files are mapped, not read; their pages are the system's and not counted.
 Then two ranks save model and AdamW's moments, in turns waiting for it and in the background; the time that a step loses
 to the latter is compared with a bare copy of the same tensors.
 """
@@ -60,7 +61,7 @@ def loads(folder: Path, out: Path, fsdp_size: int, ep: int, dim: int | str) -> N
         materialize(model, "cpu")
         load_weights(model, files, meshes)
     shard = sum(local_tensor(p).nbytes for p in model.parameters())
-    figures = torch.tensor([peak_of(profiler, "load")[0], shard])
+    figures = torch.tensor([peak_of(profiler, "load", _sizes(folder))[0], shard])
     dist.all_reduce(figures, op=dist.ReduceOp.MAX)
     if dist.get_rank() == 0:
         out.write_text(json.dumps(figures.tolist()))
@@ -107,7 +108,11 @@ def export_peak(folder: Path, scratch: Path) -> int:
     run_ranks(saves_once, WORLD, folder, scratch / "saved")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, record_function("export"):
         export(scratch / "saved", scratch / "exported")
-    return peak_of(profiler, "export")[0]
+    return peak_of(profiler, "export", _sizes(scratch / "saved" / checkpoint.SHARDS))[0]
+
+
+def _sizes(folder: Path) -> set[int]:
+    return {path.stat().st_size for path in folder.glob("*.safetensors")}
 
 
 def run(repeats: int) -> tuple[list[dict], dict[str, float]]:

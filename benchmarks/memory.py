@@ -11,7 +11,7 @@ import bisect
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -227,13 +227,16 @@ class _Kind:
         return Qwen3MoeForCausalLM._from_config(config, dtype=dtype)
 
 
-def peak_of(profiler: profile, window: str) -> tuple[int, int]:
+def peak_of(profiler: profile, window: str, mapped: Collection[int] = ()) -> tuple[int, int]:
     """Most bytes that were allocated at once in what is recorded as ``window``, and the largest single allocation.
 
     What was allocated before the profiler began is not counted.
 
     Where the last to hold a buffer is a thread of gloo's, the profiler does not see its release. So what is allocated
     again at its address ends it.
+
+    Args:
+        mapped: sizes of files that are mapped, which the profiler takes for allocations; their pages are the system's.
     """
     kineto: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
     window = next(e for e in kineto.events() if e.name() == window)
@@ -251,6 +254,8 @@ def peak_of(profiler: profile, window: str) -> tuple[int, int]:
         address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
         if size < 0:
             allocated -= release(address) if address in live else 0
+            continue
+        if size in mapped:
             continue
         first = max(bisect.bisect_right(addresses, address) - 1, 0)
         last = bisect.bisect_left(addresses, address + size)

@@ -9,6 +9,7 @@ from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.parallelize import layer_names
 from epfsdp2.engine.shards import local_tensor
 from epfsdp2.rollout import naming, streams
+from epfsdp2.rollout.cast import CastOnCopy
 from epfsdp2.rollout.choice import EXTENSION, choose_stream, rollout_of
 from epfsdp2.rollout.placement import Rollout
 from epfsdp2.rollout.sockets import WeightSyncError
@@ -74,6 +75,34 @@ def _whole_experts(folder):
 
 def test_a_worker_with_whole_experts_gets_its_own_under_their_names(tmp_path):
     run_ranks(_whole_experts, WORLD, save_qwen3_moe(tmp_path))
+
+
+def _cast_slices(folder):
+    rank = dist.get_rank()
+    model, meshes = sharded_model(folder, WORLD, 2)
+    layers, low = layer_names(model), torch.bfloat16
+    dtypes = dict.fromkeys((name for name, p in model.named_parameters() if "norm" not in name), low)
+
+    def slices(dtypes):
+        sync = RolloutSync(model, meshes, layers, dtypes, SyncSettings("auto", ROOMY))
+        arriving = sync.weights().for_worker("sliced", Rollout(2), rank % 2)
+        # As the transport does: a tensor is the sender's until the next is asked for.
+        kinds, found = set(), {}
+        for name, tensor in arriving:
+            kinds.add(type(tensor))
+            found[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+        return kinds, found
+
+    (plain, wide), (kinds, narrow) = slices({}), slices(dtypes)
+    assert plain == {torch.Tensor} and kinds == {torch.Tensor, CastOnCopy}, "its own are cast, what came was"
+    assert wide.keys() == narrow.keys()
+    for name, values in narrow.items():
+        assert values.dtype == (torch.float32 if "norm" in name else low)
+        assert torch.equal(values, wide[name].to(values.dtype)), name
+
+
+def test_slices_of_wider_masters_are_their_casts(tmp_path):
+    run_ranks(_cast_slices, WORLD, save_qwen3_moe(tmp_path))
 
 
 def _said_once(folder):

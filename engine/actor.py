@@ -129,7 +129,7 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         unused = load_weights(module, files, self.meshes, self._initialize, progress, may_be_unused)
         check_initialized(module, get_device_name())
         with alike(get_device_name()):
-            verify_experts(module, files, self.meshes)
+            verify_experts(module, files)
         if unused and self.rank == 0:
             print(f"[epfsdp2] {len(unused)} tensors of the checkpoint have no place in the model, e.g. {unused[:3]}")
         self.layer_names = layer_names(module)

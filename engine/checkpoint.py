@@ -27,6 +27,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from .agreement import alike
+from .errors import listed
 from .export import MODEL, write_hf_weights
 from .manifest import CheckpointError, check_whole, written_whole
 from .optimizer import MultiOptimizer
@@ -52,7 +53,6 @@ SHARDS, HF = "dist_ckpt", "huggingface"
 STATE, RNG, _FOR_HF = "trainer_state.json", "rng", "for_hf"
 OPTIMIZER = "optimizer."  # what names in SHARDS begin with
 _TRACKER = "latest_checkpointed_iteration.txt"  # verl's
-_FIRST = 5  # how many offenders an error lists
 
 
 @dataclass(frozen=True)
@@ -272,8 +272,7 @@ def _check_tensors(folder: Path, metadata: Metadata, own: Mapping[str, torch.Ten
         if name in saved and saved[name] != tuple(own[name].shape)
     ]
     if wrong:
-        more = f"; and {len(wrong) - _FIRST} more" if len(wrong) > _FIRST else ""
-        raise CheckpointError(f"{folder} is of another model: {'; '.join(wrong[:_FIRST])}{more}.")
+        raise CheckpointError(f"{folder} is of another model: {listed(wrong)}.")
 
 
 def _optimizer_template(

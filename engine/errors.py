@@ -1,6 +1,8 @@
-"""The one way in which a wrong setting is reported."""
+"""The one way in which a wrong setting is reported, and offenders are listed."""
 
-__all__ = ["SettingError"]
+from collections.abc import Sequence
+
+__all__ = ["SettingError", "listed"]
 
 
 class SettingError(ValueError):
@@ -20,3 +22,9 @@ class SettingError(ValueError):
     def __reduce__(self):
         # Ray pickles exceptions by their args; ours has four.
         return type(self), (self.setting, self.value, self.rule, self.works)
+
+
+def listed(offenders: Sequence[str], most: int = 5) -> str:
+    """The first of them and how many there are besides, for an error."""
+    more = f"; and {len(offenders) - most} more" if len(offenders) > most else ""
+    return "; ".join(offenders[:most]) + more

@@ -28,13 +28,13 @@ from transformers.core_model_loading import (
 from .agreement import alike
 from .boxes import Box
 from .checkpoint_files import CheckpointFiles
+from .errors import listed
 from .mesh import Meshes
 from .regions import Region, find_regions
-from .shards import box_of, checkpointed, is_expert_parameter, local_box, local_tensor
+from .shards import checkpointed, is_expert_parameter, local_box, local_tensor
 
 __all__ = ["load_weights", "verify_experts"]
 
-_FIRST = 5  # how many offenders an error lists
 # Computed where they are needed, and yet in old checkpoints; transformers leaves them out too.
 _COMPUTED = r"rotary_emb\.inv_freq$"
 
@@ -115,18 +115,17 @@ def load_weights(
         unused = [name for name in sources if name not in model.state_dict()]
         wrong += _unknown([name for name in unused if not re.search(may_be_unused, name)], sources, model, files)
         if wrong:
-            more = f"; and {len(wrong) - _FIRST} more" if len(wrong) > _FIRST else ""
             kind = type(model).__name__.removeprefix("FSDP")
-            raise ValueError(f"{files.folder} is no checkpoint of {kind}: {'; '.join(wrong[:_FIRST])}{more}.")
+            raise ValueError(f"{files.folder} is no checkpoint of {kind}: {listed(wrong)}.")
         for tensor in tqdm(wanted if first_replica else (), desc="Loading weights", disable=not progress):
-            _fill(tensor, model, files, meshes)
+            _fill(tensor, model, files)
     if meshes.topology.dp_replicate > 1:
         for target in checkpointed(model).values():
             _copy_of_first_replica(local_tensor(target), meshes)
     return unused
 
 
-def verify_experts(model: nn.Module, files: CheckpointFiles, meshes: Meshes, count: int = 2) -> list[str]:
+def verify_experts(model: nn.Module, files: CheckpointFiles, count: int = 2) -> list[str]:
     """Make a few of this rank's experts again, by transformers' converter from whole tensors, and compare.
 
     Args:
@@ -249,16 +248,15 @@ def _unknown(names: list[str], sources: Mapping[str, _Source], model: Any, files
     return [f"{key} (in {files.file_of[key]}) is no tensor of the model" for key in keys]
 
 
-def _fill(tensor: _Tensor, model: nn.Module, files: CheckpointFiles, meshes: Meshes) -> None:
+def _fill(tensor: _Tensor, model: nn.Module, files: CheckpointFiles) -> None:
     """Read what this rank holds of a tensor and copy it there."""
     local = local_tensor(tensor.target)
     if not local.numel():
         return
-    slices = box_of(tensor.target, meshes.topology, meshes.fsdp_rank)
+    box = local_box(tensor.target)
     if tensor.regions is None:
-        local.copy_(_convert(tensor.name, tensor.target, tensor.source, slices, model, files))
+        local.copy_(_convert(tensor.name, tensor.target, tensor.source, box.slices, model, files))
         return
-    box = Box(tuple(s.start for s in slices), tuple(s.stop for s in slices))
     for region, keys in tensor.regions:
         for key, held, into in _keys_in(keys, box, local):
             part = region.part(held, files.shape(key))

@@ -19,7 +19,16 @@ import torch.distributed as dist
 
 from .agreement import alike
 
-__all__ = ["FORMAT", "MANIFEST", "CheckpointError", "check_files", "check_whole", "written_alone", "written_whole"]
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "CheckpointError",
+    "check_files",
+    "check_whole",
+    "written_alone",
+    "written_beside",
+    "written_whole",
+]
 
 FORMAT = 2
 MANIFEST = "epfsdp2_checkpoint.json"
@@ -61,7 +70,8 @@ def written_whole(
         files = {name: facts for part in _gathered(mine, group) for name, facts in part.items()}
         with alike(device, group):
             if is_first:
-                _finish(partial, folder, files)
+                _list(partial, files)
+                _put(partial, folder)
     except BaseException:
         if is_first:
             shutil.rmtree(partial, ignore_errors=True)  # gives its space back
@@ -71,12 +81,20 @@ def written_whole(
 @contextlib.contextmanager
 def written_alone(folder: Path) -> Iterator[Path]:
     """``written_whole`` in one process, without a group."""
+    with written_beside(folder) as partial:
+        yield partial
+        _list(partial, {name: _facts(partial / name, sync=True) for name in _files(partial)})
+
+
+@contextlib.contextmanager
+def written_beside(folder: Path) -> Iterator[Path]:
+    """Yield where one process writes what will be ``folder``, of whatever kind: whole, or not there."""
     partial = _partial(folder)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         yield partial
-        _finish(partial, folder, {name: _facts(partial / name, sync=True) for name in _files(partial)})
+        _put(partial, folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -157,10 +175,8 @@ def _facts(path: Path, sync: bool = False) -> dict[str, int]:
     return {"bytes": path.stat().st_size, "crc32": checksum}
 
 
-def _finish(partial: Path, folder: Path, files: dict[str, dict[str, int]]) -> None:
-    """List the files, and give the folder its name."""
+def _list(partial: Path, files: dict[str, dict[str, int]]) -> None:
     _write(partial / MANIFEST, json.dumps({"format": FORMAT, "files": files}, indent=1))
-    _put(partial, folder)
 
 
 def _put(partial: Path, folder: Path) -> None:

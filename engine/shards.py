@@ -7,10 +7,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from .boxes import Box, Cut, cut_box
-from .mesh import Topology
 
 __all__ = [
-    "box_of",
     "checkpointed",
     "cuts_of",
     "is_expert_parameter",
@@ -37,11 +35,6 @@ def cuts_of(param: torch.Tensor) -> tuple[Cut, ...]:
         if placement.is_shard() or hasattr(placement, "split_factor")
     ]
     return tuple(cut for _, cut in sorted(sharded, key=lambda entry: entry[0]))
-
-
-def box_of(param: torch.Tensor, topology: Topology, fsdp_rank: int) -> tuple[slice, ...]:
-    """The slice per dim of ``param`` that the ``fsdp_rank``-th rank of a replica holds."""
-    return cut_box(param.shape, cuts_of(param), topology.coordinate(fsdp_rank)).slices
 
 
 def local_box(param: torch.Tensor, at: Mapping[str, int] | None = None) -> Box:

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from ..engine.checkpoint import HF, SHARDS
 from ..engine.export import FILE_BYTES, MODEL, write_hf_weights
-from ..engine.manifest import CheckpointError, check_files
+from ..engine.manifest import CheckpointError, check_files, written_beside
 from ..engine.modeling import model_of_checkpoint
 from ..engine.shards import checkpointed
 
@@ -70,11 +70,10 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, file_b
         name: own.dtype if dtype is not None and own.is_floating_point() else None
         for name, own in checkpointed(model).items()
     }
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(checkpoint / HF, partial, ignore=shutil.ignore_patterns("*.safetensors*"))
-    write_hf_weights(model, checkpoint / SHARDS, partial, dtypes, file_bytes, progress=True)
-    partial.replace(out)
+    with written_beside(out) as partial:
+        ignored = shutil.ignore_patterns("*.safetensors*")
+        shutil.copytree(checkpoint / HF, partial, ignore=ignored, dirs_exist_ok=True)
+        write_hf_weights(model, checkpoint / SHARDS, partial, dtypes, file_bytes, progress=True)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tqdm import tqdm
 
 from ..engine.checkpoint import HF, OPTIMIZER, RNG, SHARDS, STATE, plain_value
+from ..engine.errors import listed
 from ..engine.experts.find import find_experts
 from ..engine.export import FILE_BYTES, MODEL
 from ..engine.manifest import CheckpointError, written_alone
@@ -43,7 +44,6 @@ __all__ = ["import_fsdp2", "main"]
 
 _CONFIG = "fsdp_config.json"
 _KINDS = ("model", "optim", "extra_state")  # what verl's files of a rank begin with
-_FIRST = 5  # how many offenders an error lists
 # Of numpy's random state, which lies beside torch's; numpy 1 has another path for the first.
 _RECONSTRUCT = np.zeros(0).__reduce__()[0]
 _NUMPY: list[Any] = [
@@ -167,12 +167,12 @@ def _rank_files(checkpoint: Path) -> dict[str, list[Path]]:
     found = {path for kind in _KINDS for path in checkpoint.glob(f"{kind}_world_size_*_rank_*.pt")}
     others = sorted(path.name for path in found.difference(*files.values()))
     if others:
-        raise CheckpointError(f"{checkpoint} is of {world} ranks by its {_CONFIG}, and it holds {_some(others)}.")
+        raise CheckpointError(f"{checkpoint} is of {world} ranks by its {_CONFIG}, and it holds {listed(others)}.")
     files = {kind: paths for kind, paths in files.items() if kind == "model" or found & set(paths)}
     missing = [path.name for paths in files.values() for path in paths if path not in found]
     missing += [] if (checkpoint / HF / "config.json").is_file() else [f"{HF}/config.json"]
     if missing:
-        raise CheckpointError(f"{checkpoint} is not complete, it lacks {_some(missing)}.")
+        raise CheckpointError(f"{checkpoint} is not complete, it lacks {listed(missing)}.")
     return files
 
 
@@ -202,7 +202,8 @@ def _read(path: Path) -> dict[str, Any]:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
-        why = f"it would call {named[1]}" if named else "it is no state dict of torch.save"
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        why = f"it would call {named[1]}" if named else f"it is no state dict of torch.save ({reason})"
         raise CheckpointError(f"{path} is refused: {why}; only tensors and plain values are read.") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} holds no state dict.")
@@ -230,7 +231,7 @@ def _model(
         CheckpointError: they are not the model's.
     """
     if adapters := [name for name in of_ranks[0] if "lora_" in name]:
-        raise CheckpointError(f"{files[0]} holds LoRA adapters, which this engine does not train: {_some(adapters)}.")
+        raise CheckpointError(f"{files[0]} holds LoRA adapters, which this engine does not train: {listed(adapters)}.")
     saved, own, tied = _joined(files, of_ranks), checkpointed(model), model.state_dict().keys()
     wrong = [f"{name} is missing" for name in own if name not in saved]
     wrong += [f"{name} is no tensor of the model" for name in saved if name not in own and name not in tied]
@@ -301,7 +302,7 @@ def _joined(files: Sequence[Path], of_ranks: Sequence[Mapping[str, Any]]) -> dic
     for path, state in zip(files, of_ranks, strict=True):
         if state.keys() != of_ranks[0].keys():
             others = sorted(state.keys() ^ of_ranks[0].keys())
-            raise CheckpointError(f"{path} and {files[0].name} differ in {_some(others)}.")
+            raise CheckpointError(f"{path} and {files[0].name} differ in {listed(others)}.")
     try:
         return {name: _stored(files, name, [state[name] for state in of_ranks]) for name in of_ranks[0]}
     except AttributeError as error:
@@ -342,7 +343,7 @@ def _raise_for(checkpoint: Path, files: Sequence[Path], wrong: Sequence[str]) ->
     if wrong:
         raise CheckpointError(
             f"{checkpoint}: {files[0].name} to {files[-1].name} are not of the model that {HF}/config.json describes: "
-            f"{_some(wrong)}."
+            f"{listed(wrong)}."
         )
 
 
@@ -356,10 +357,6 @@ def _random_state(saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """torch's of a rank, of the CPU and of its device, whose name verl keeps it under."""
     device = [state for name, state in saved.items() if name not in ("cpu", "numpy", "random")]
     return {"cpu": saved["cpu"], **({"device": device[0]} if device else {})}
-
-
-def _some(names: Sequence[str]) -> str:
-    return "; ".join(names[:_FIRST]) + (f"; and {len(names) - _FIRST} more" if len(names) > _FIRST else "")
 
 
 if __name__ == "__main__":

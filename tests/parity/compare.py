@@ -22,7 +22,7 @@ from epfsdp2.engine.mesh import Meshes, Topology, build_meshes
 from epfsdp2.engine.modeling import build_on_meta, check_initialized, materialize
 from epfsdp2.engine.optimizer import build_multi_optimizer
 from epfsdp2.engine.parallelize import ShardingOptions, parallelize
-from epfsdp2.engine.shards import box_of, local_tensor
+from epfsdp2.engine.shards import local_box, local_tensor
 from tests.parity import families
 from tests.support.models import VOCAB
 
@@ -220,7 +220,7 @@ def _errors(
     for i, (_, _, ours, wanted) in enumerate(pairs):
         if ours is not None:
             part = local_tensor(ours.detach()).double()
-            theirs = 0.0 if wanted is None else wanted[box_of(ours, meshes.topology, meshes.fsdp_rank)].double()
+            theirs = 0.0 if wanted is None else wanted[local_box(ours).slices].double()
             squares[i, 0] = (part - theirs).square().sum()
             squares[i, 1] = 0.0 if wanted is None else theirs.square().sum()
     dist.all_reduce(squares, group=meshes.replica_group)

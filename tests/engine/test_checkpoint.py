@@ -239,6 +239,7 @@ def _in_background(folder, out):
     assert not (step / "actor").exists()
     may_write.set()
     saves.wait()
+    dist.barrier()  # rank 0 names the checkpoint, the others' jobs may end before
     assert (out / "latest_checkpointed_iteration.txt").read_text() == "1"
     other = _trainer(folder, 1)
     checkpoint.load_checkpoint(step / "actor", other[0], other[2], other[3], ALL)

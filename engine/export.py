@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from tqdm import tqdm
 
 from ..rollout import naming
+from .conversion import reverts_with
 from .manifest import CheckpointError
 from .safetensors_writer import Entry, in_files, write_file, write_index
 
@@ -49,6 +50,17 @@ class _Stored:
         return tensor.to(self.dtype)
 
 
+@dataclass(frozen=True)
+class _Together:
+    """Tensors of the model that have to be there at once to be written; mostly one."""
+
+    members: list[_Stored]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.members)
+
+
 def write_hf_weights(
     model: Any,
     shards: Path,
@@ -70,8 +82,8 @@ def write_hf_weights(
         CheckpointError: ``shards`` lacks tensors of the model.
     """
     metadata = dcp.HuggingFaceStorageReader(str(shards)).read_metadata()
-    files = in_files(_stored(metadata, dtypes), file_bytes)
-    entries = [[entry for tensor in file for entry in _entries(model, tensor)] for file in files]
+    files = in_files(_together(model, _stored(metadata, dtypes)), file_bytes)
+    entries = [[entry for together in file for entry in _entries(model, together)] for file in files]
     rank, ranks = share
     names = write_index(out, entries)
     mine = list(zip(names, files, entries, strict=True))[rank::ranks]
@@ -96,13 +108,19 @@ def _stored(metadata: Metadata, dtypes: Mapping[str, torch.dtype | None]) -> lis
     return found
 
 
-def _entries(model: Any, tensor: _Stored) -> list[Entry]:
-    values = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    parts = naming.as_checkpoint(model, [(tensor.name, values)])
-    return [Entry(name, tuple(part.shape), part.dtype) for name, part in parts]
+def _together(model: Any, tensors: list[_Stored]) -> list[_Together]:
+    """At the place of the first of those that belong together."""
+    by_name = {tensor.name: tensor for tensor in tensors}
+    groups = dict.fromkeys(reverts_with(model, name) for name in by_name)
+    return [_Together([by_name[name] for name in names]) for names in groups]
 
 
-def _values(model: Any, tensors: list[_Stored], bar: tqdm) -> Iterator[tuple[str, torch.Tensor]]:
-    for tensor in tensors:
-        yield from naming.as_checkpoint(model, [(tensor.name, tensor.read())])
+def _entries(model: Any, together: _Together) -> list[Entry]:
+    values = [(t.name, torch.empty(t.shape, dtype=t.dtype, device="meta")) for t in together.members]
+    return [Entry(name, tuple(part.shape), part.dtype) for name, part in naming.as_checkpoint(model, values)]
+
+
+def _values(model: Any, file: list[_Together], bar: tqdm) -> Iterator[tuple[str, torch.Tensor]]:
+    for together in file:
+        yield from naming.as_checkpoint(model, ((t.name, t.read()) for t in together.members))
         bar.update()

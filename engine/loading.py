@@ -28,6 +28,7 @@ from transformers.core_model_loading import (
 from .agreement import alike
 from .boxes import Box
 from .checkpoint_files import CheckpointFiles
+from .conversion import converter_targets
 from .errors import listed
 from .mesh import Meshes
 from .regions import Region, find_regions
@@ -41,9 +42,14 @@ _COMPUTED = r"rotary_emb\.inv_freq$"
 
 @dataclass
 class _Source:
-    """How one target tensor comes from checkpoint tensors: a plain copy, or a converter over lists of them."""
+    """How one target tensor comes from checkpoint tensors: a plain copy, or a converter over lists of them.
+
+    Args:
+        part: which of the converter's targets it is.
+    """
 
     converter: WeightConverter | None = None
+    part: int = 0
     keys: list[tuple[str | None, str]] = field(default_factory=list)
     """(source pattern of the converter, checkpoint key), in natural order."""
 
@@ -176,17 +182,9 @@ def _plan(model: nn.Module, files: CheckpointFiles) -> dict[str, _Source]:
         if name not in known and key in known:
             name, pattern = key, None
         converter = by_pattern[pattern] if pattern is not None else None
-        for target in _targets(name, converter):
-            sources.setdefault(target, _Source(converter)).keys.append((pattern, key))
+        for part, target in enumerate(converter_targets(name, converter)):
+            sources.setdefault(target, _Source(converter, part)).keys.append((pattern, key))
     return sources
-
-
-def _targets(name: str, converter: WeightConverter | None) -> list[str]:
-    """A converter names its first target; it may make several."""
-    if converter is None:
-        return [name]
-    first = converter.target_patterns[0]
-    return [name.replace(first, pattern) for pattern in converter.target_patterns]
 
 
 def _fits(target: torch.Tensor, source: _Source | None, files: CheckpointFiles) -> bool:
@@ -206,16 +204,17 @@ def _regions(
     """
     if source.converter is None or _is_as_it_is(target, source, files):
         return [(Region.whole(name, tuple(target.shape)), [source.keys[-1][1]])]
-    by_pattern = source.by_pattern()
-    one_by_one = any(len(keys) > 1 for keys in by_pattern.values())
+    lists = list(source.by_pattern().values())
+    one_by_one = any(len(keys) > 1 for keys in lists)
     if one_by_one:
-        for keys in by_pattern.values():
-            _check_experts(name, keys, target.shape[0], len(source.converter.target_patterns), files)
-    if len(source.converter.target_patterns) > 1:
-        return None
+        # A converter with several targets deals the experts of each out in equal parts.
+        experts = target.shape[0]
+        for keys in lists:
+            _check_experts(name, keys, experts, len(source.converter.target_patterns), files)
+        lists = [keys[source.part * experts : (source.part + 1) * experts] for keys in lists]
     is_stack = one_by_one or is_expert_parameter(target)
     found = find_regions(model, name, target.shape, is_stack)
-    keys_of = {keys[0]: keys for keys in by_pattern.values()}
+    keys_of = {keys[0]: keys for keys in lists}
     if found is None or {region.name for region in found} != keys_of.keys():
         return None
     return [(region, keys_of[region.name]) for region in found]

@@ -168,7 +168,7 @@ def _largest_sent(model: Any) -> tuple[str, int]:
     for name, param in sorted(model.named_parameters(), key=lambda item: -item[1].numel()):
         if param.numel() <= largest[1]:
             break
-        sent = ((n, t.numel()) for n, t in for_vllm(model, [(name, param)]))
+        sent = ((n, t.numel()) for n, t in for_vllm(model, [(name, param)], waiting={}))
         largest = max(largest, *sent, key=lambda item: item[1])
     return largest
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.core_model_loading import revert_weight_conversion
 
 from .boxes import Box
+from .conversion import revert, reverts_with
 
 __all__ = ["Part", "Region", "find_regions"]
 
@@ -107,13 +107,16 @@ def find_regions(model: Any, name: str, shape: Sequence[int], is_stack: bool) ->
             expert's only the first one's are returned.
 
     Returns:
-        None where it is not a mere arrangement of the elements (something is computed, or split over two dims).
+        None where it is not a mere arrangement of the elements (something is computed, or split over two dims), or
+        they share a tensor with another parameter's.
     """
+    if len(reverts_with(model, name)) > 1:
+        return None
     asked = (min(2, shape[0]), *shape[1:]) if is_stack else tuple(shape)
     found: dict[str, list[torch.Tensor]] = {}
     for dim, size in enumerate(asked):
         places = torch.arange(size).view([-1 if d == dim else 1 for d in range(len(asked))]).expand(asked)
-        for tensor, values in revert_weight_conversion(model, {name: places}).items():
+        for tensor, values in revert(model, name, places).items():
             found.setdefault(tensor, []).append(values)
     regions = [_region(tensor, coordinates, asked) for tensor, coordinates in found.items()]
     if any(region is None for region in regions):

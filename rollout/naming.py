@@ -13,6 +13,8 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
+from ..engine.conversion import revert, reverts_with
+
 __all__ = [
     "FUSED_IN_VLLM",
     "as_checkpoint",
@@ -41,11 +43,13 @@ FUSED_IN_VLLM: dict[str, dict[str, str]] = {
 _KNOWN: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()
 
 
-def for_vllm(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The names that vLLM's loader of this family takes, fused where it can; order is kept."""
+def for_vllm(
+    model: Any, tensors: Iterable[tuple[str, torch.Tensor]], waiting: dict[str, torch.Tensor] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The names that vLLM's loader of this family takes, fused where it can; else as ``as_checkpoint``."""
     fused = FUSED_IN_VLLM.get(model.config.model_type)
     if fused is None:
-        yield from as_checkpoint(model, tensors)
+        yield from as_checkpoint(model, tensors, waiting)
         return
     known = _KNOWN.setdefault(model, {})
     for name, tensor in tensors:
@@ -78,8 +82,9 @@ def of_later_expert(name: str, by: int) -> str:
 
 def is_by_expert(model: Any, name: str, shape: torch.Size) -> bool:
     """Whether a checkpoint of the family has a parameter expert by expert."""
-    parts = as_checkpoint(model, [(name, torch.empty(shape, device="meta"))])
-    return all(is_of_expert(part) for part, _ in parts)
+    if len(reverts_with(model, name)) > 1:
+        return False
+    return all(is_of_expert(part) for part in revert(model, name, torch.empty(shape, device="meta")))
 
 
 def experts_from(model: Any, name: str, values: torch.Tensor, first: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -91,14 +96,30 @@ def experts_from(model: Any, name: str, values: torch.Tensor, first: int) -> Ite
         yield of_later_expert(own, first), tensor
 
 
-def as_checkpoint(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def as_checkpoint(
+    model: Any, tensors: Iterable[tuple[str, torch.Tensor]], waiting: dict[str, torch.Tensor] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The names and the layout of the family's Hugging Face checkpoints; order is kept.
 
     Args:
         tensors: full tensors under their names in the model.
+        waiting: copies of those that a checkpoint's tensor is made of together with others, until these come too; the
+            same for all calls that share a model's tensors out.
 
     Returns:
         Views where the layouts allow it, e.g. one matrix per expert of a stack.
+
+    Raises:
+        ValueError: some are left to wait, and no ``waiting`` was given.
     """
+    kept: dict[str, torch.Tensor] = {} if waiting is None else waiting
     for name, tensor in tensors:
-        yield from revert_weight_conversion(model, {name: tensor}).items()
+        together = reverts_with(model, name)
+        if len(together) == 1:
+            yield from revert(model, name, tensor).items()
+            continue
+        kept[name] = tensor.clone()  # the caller may use its memory again
+        if all(other in kept for other in together):
+            yield from revert_weight_conversion(model, {other: kept.pop(other) for other in together}).items()
+    if waiting is None and kept:
+        raise ValueError(f"{', '.join(kept)}: only a part of what a checkpoint's tensor is made of.")

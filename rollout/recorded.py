@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..engine.boxes import Box
+from ..engine.conversion import storage_of
 from . import naming
 from .placement import Need, Tensor
 
@@ -39,12 +40,12 @@ def checkpoint_views(model: Any, tensors: Iterable[Tensor]) -> list[View]:
         ValueError: naming makes a new tensor of several, or of a part that is no view.
     """
     stand_ins = {t.name: torch.empty(t.shape, device="meta") for t in tensors}
-    names = {_storage(t): name for name, t in stand_ins.items()}
+    names = {storage_of(t): name for name, t in stand_ins.items()}
     views = []
     for name, part in naming.as_checkpoint(model, stand_ins.items()):
-        if _storage(part) not in names:
+        if storage_of(part) not in names:
             raise ValueError(f"{name} is not a view of one of the trainer's tensors, but made of them.")
-        own = names[_storage(part)]
+        own = names[storage_of(part)]
         shape = tuple(stand_ins[own].shape)
         views.append(View(name, own, shape, tuple(part.shape), tuple(part.stride()), int(part.storage_offset())))
     return views
@@ -63,10 +64,10 @@ class Recorder(TorchDispatchMode):
         self._views = views
         self._tensors = {view.tensor: torch.empty(view.shape, device="meta") for view in views}
         # The shape comes from here: ``parameter.data`` in a loader is another tensor of the same storage.
-        self._sources = {_storage(tensor): (name, tensor) for name, tensor in self._tensors.items()}
+        self._sources = {storage_of(tensor): (name, tensor) for name, tensor in self._tensors.items()}
         self._targets: dict[int, tuple[str, torch.Tensor]] = {}
         for name, tensor in parameters.items():  # of a parameter with several names, the first one counts
-            self._targets.setdefault(_storage(tensor), (name, tensor))
+            self._targets.setdefault(storage_of(tensor), (name, tensor))
         self._needs: dict[str, set[Need]] = {}
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
@@ -82,14 +83,14 @@ class Recorder(TorchDispatchMode):
         if func is not torch.ops.aten.copy_.default:
             return func(*args, **(kwargs or {}))
         target, source = args[:2]
-        if _storage(source) not in self._sources:
+        if storage_of(source) not in self._sources:
             if source.is_meta:
                 raise ValueError("a loader copies a tensor that it has made, and not a view of one that it was given.")
             return func(*args, **(kwargs or {}))
-        name, tensor = self._sources[_storage(source)]
-        if _storage(target) not in self._targets:
+        name, tensor = self._sources[storage_of(source)]
+        if storage_of(target) not in self._targets:
             raise ValueError(f"a loader copies {name} to a place that is no parameter.")
-        parameter, whole = self._targets[_storage(target)]
+        parameter, whole = self._targets[storage_of(target)]
         box, dims = _box(tensor.shape, source)
         there, dims_there = _box(whole.shape, target)
         dropped = tensor.dim() - whole.dim()
@@ -141,7 +142,3 @@ def _box(shape: Sequence[int], view: torch.Tensor) -> tuple[Box, tuple[int, ...]
         high[dim] = low[dim] + size
         dims.append(dim)
     return Box(tuple(low), tuple(high)), tuple(dims)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata

@@ -109,10 +109,10 @@ class ShardExport:
 
     def _look_up(self, name: str, tensor: torch.Tensor) -> str:
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        found = list(naming.as_checkpoint(self.model, [(name, whole)]))
+        found = list(naming.as_checkpoint(self.model, [(name, whole)], waiting={}))
         if len(found) == 1 and found[0][1] is whole:
             return found[0][0]
-        if naming.is_of_expert(found[0][0]):
+        if found and naming.is_of_expert(found[0][0]):
             self._stacks[name] = self._probe(name, tuple(tensor.shape[1:]))
             return name
         raise ValueError(f"{name} is no tensor of its own in a checkpoint of {self.model.config.model_type}.")

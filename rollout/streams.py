@@ -101,10 +101,11 @@ class RolloutSync:
         traffic = traffic or Traffic()
         limit = stream.gather_bytes(self.settings.memory_bytes, self.meshes.topology.fsdp, is_assembled=True)
         arriving = self._gathered(limit, traffic, self._has_names_by_expert)
+        waiting: dict[str, torch.Tensor] = {}
         with contextlib.closing(arriving):
             for rows in stream.assembled(arriving, traffic, limit):
                 if rows.first is None:
-                    yield from naming.for_vllm(self.model, [(rows.name, rows.values)])
+                    yield from naming.for_vllm(self.model, [(rows.name, rows.values)], waiting)
                 else:
                     yield from naming.experts_from(self.model, rows.name, rows.values, rows.first)
 

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from epfsdp2.rollout import naming
+from tests.parity.families import FAMILIES
 
 from .served_families import SERVED, build, randomise, sent
 
@@ -53,3 +55,34 @@ def test_a_tensor_is_the_same_under_either_name(name):
                 assert torch.equal(part, written.pop(f"{prefix}.{expert}.{kind}.weight"))
     assert written == {}
     assert (whole > 0) == (model.config.model_type in naming.FUSED_IN_VLLM)
+
+
+def test_parameters_that_share_tensors_of_a_checkpoint(tmp_path):
+    """ERNIE 4.5-VL: text and vision experts are one list, and their routing biases are two rows of one tensor."""
+    model = FAMILIES["ernie4_5_vl_moe"].build()
+    randomise(model, 1)
+    model.save_pretrained(tmp_path)
+    wanted = load_file(tmp_path / "model.safetensors")
+
+    waiting: dict = {}
+    found = {}
+    for name, tensor in model.state_dict().items():
+        used_again = tensor.clone()
+        found |= {key: part.clone() for key, part in naming.for_vllm(model, [(name, used_again)], waiting)}
+        used_again.fill_(torch.nan)
+    assert not waiting
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+    moe = "model.language_model.layers.1.mlp"
+    stack = f"{moe}.vision_moe.experts.down_proj"
+    last = model.get_parameter(stack)[6:]
+    assert naming.is_by_expert(model, stack, last.shape)
+    parts = dict(naming.experts_from(model, stack, last, 6))
+    assert list(parts) == [f"model.layers.1.mlp.experts.{i}.down_proj.weight" for i in (14, 15)]
+    assert all(torch.equal(part, wanted[key]) for key, part in parts.items())
+
+    bias = f"{moe}.text_moe.gate.moe_statics.e_score_correction_bias"
+    assert not naming.is_by_expert(model, bias, model.state_dict()[bias].shape)
+    with pytest.raises(ValueError, match=r"text_moe.*e_score_correction_bias: only a part of what a checkpoint's"):
+        list(naming.as_checkpoint(model, [(bias, model.state_dict()[bias])]))

@@ -264,10 +264,19 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
             self._saves = self._saves or Background()
             job = partial(self._save, snapshot.on_host(), folder, max_ckpt_to_keep, self._saves.group)
             self._saves.start(f"saving {folder}", job)
-            if 0 < self.optimizer_config.total_training_steps <= global_step:  # the last
+            if self._trained_to_the_end(global_step):
                 self._saves.wait()
         else:
             self._save(snapshot, folder, max_ckpt_to_keep)
+
+    def _trained_to_the_end(self, global_step: int) -> bool:
+        """Whether a save at this step is the run's last.
+
+        verl counts the optimizer's steps in its trainers' own, or in updates where some of those make a step, as the
+        schedule does (``trainer.v1.separate_async.parameter_sync_step``).
+        """
+        total = self.optimizer_config.total_training_steps
+        return 0 < total <= global_step or self.lr_scheduler.last_epoch == total
 
     def _saves_in_background(self, folder: Path) -> bool:
         wanted = bool(self.checkpoint_config.get("async_save"))

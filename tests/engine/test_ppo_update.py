@@ -1,5 +1,8 @@
 """One PPO update through verl's own TrainingWorker on 4 ranks against the plain model in one process."""
 
+import threading
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -225,3 +228,27 @@ def _saves_and_resumes(folder, out):
 
 def test_saves_keeps_the_newest_and_resumes_on_another_mesh(tmp_path):
     run_ranks(_saves_and_resumes, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "out")
+
+
+def _waits_for_the_last(folder, out):
+    """As ``separate_async`` with two updates in each of its steps."""
+    worker = _worker(folder, 2)
+    engine = worker.engine
+    engine.checkpoint_config = replace(engine.checkpoint_config, async_save=True)
+    engine.optimizer_config = replace(engine.optimizer_config, total_training_steps=4)
+    tracker = out / "latest_checkpointed_iteration.txt"
+    may_write = threading.Event()
+    engine._save_hf_config = lambda folder: may_write.wait()  # rank 0 writes it, and all write together
+    for step in (1, 2):
+        if step == 2:
+            assert not tracker.exists()
+            may_write.set()
+        for _ in range(2):
+            engine.lr_scheduler_step()
+        worker.save_checkpoint(str(out / f"global_step_{step}" / "actor"), global_step=step)
+    dist.barrier()  # rank 0 names it
+    assert tracker.read_text() == "2"
+
+
+def test_of_saves_in_the_background_the_run_s_last_is_waited_for(tmp_path):
+    run_ranks(_waits_for_the_last, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "out")

@@ -44,10 +44,12 @@ class CheckpointFiles:
         """
         name = self.file_of[key]
         if name not in self._open:
+            path = self.folder / name
             try:
-                self._open[name] = safe_open(self.folder / name, framework="pt")
+                path.open("rb").close()  # safetensors says of any file that it can't open that there is none
+                self._open[name] = safe_open(path, framework="pt")
             except (OSError, SafetensorError) as error:
-                raise OSError(f"{self.folder / name} can't be read: {error}") from error
+                raise OSError(f"{path} can't be read: {error}") from error
         return self._open[name]
 
 

@@ -147,7 +147,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
 def _raise_for(folder: Path, wrong: list[str]) -> None:
     if wrong:
         more = f" and {len(wrong) - _FIRST} more" if len(wrong) > _FIRST else ""
-        raise CheckpointError(f"{folder}: {len(wrong)} files are damaged: {', '.join(wrong[:_FIRST])}{more}.")
+        raise CheckpointError(f"{folder}: {len(wrong)} files are not as saved: {', '.join(wrong[:_FIRST])}{more}.")
 
 
 def _faults(folder: Path, files: dict[str, dict[str, int]]) -> list[str]:
@@ -156,12 +156,15 @@ def _faults(folder: Path, files: dict[str, dict[str, int]]) -> list[str]:
 
 def _fault(path: Path, facts: dict[str, int]) -> str:
     """What is wrong with a file; empty if nothing is."""
-    if not path.is_file():
-        return "missing"
-    found = path.stat().st_size
-    if found != facts["bytes"]:
-        return f"{found} of {facts['bytes']} bytes"
-    return "" if _facts(path) == facts else "its checksum is another one"
+    try:
+        if not path.is_file():
+            return "missing"
+        found = path.stat().st_size
+        if found != facts["bytes"]:
+            return f"{found} of {facts['bytes']} bytes"
+        return "" if _facts(path) == facts else "its checksum is another one"
+    except OSError as error:
+        return f"can't be read: {error.strerror}"
 
 
 def _facts(path: Path, sync: bool = False) -> dict[str, int]:

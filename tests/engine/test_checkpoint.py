@@ -25,6 +25,7 @@ from epfsdp2.engine.scheduler import build_multi_lr_scheduler
 from epfsdp2.rollout import stream
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, reference_model, save_qwen3_moe, token_loss
+from tests.support.permissions import obey_permissions
 from tests.support.ranks import run_ranks
 
 ALL = {"model", "optimizer", "extra"}
@@ -182,6 +183,41 @@ def _damaged(folder, out):
 
 def test_damaged_files_are_named_on_every_rank(tmp_path):
     run_ranks(_damaged, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
+
+
+def _without_permission(folder, out, read_only):
+    model, _, optimizer, schedule = _trainer(folder, 2)
+    checkpoint.save_checkpoint(out, model, optimizer, schedule, ALL, step=1)
+    shard = next((out / "dist_ckpt").glob("*00002*.safetensors"))
+    obey_permissions()
+
+    def is_refused(path, mode, words, save_to=None):
+        before = path.stat().st_mode
+        dist.barrier()
+        if dist.get_rank() == 0:
+            path.chmod(mode)
+        dist.barrier()
+        with pytest.raises((CheckpointError, PermissionError, DisagreementError), match=words):
+            if save_to is not None:
+                checkpoint.save_checkpoint(save_to, model, optimizer, schedule, ALL, step=2)
+            else:
+                checkpoint.load_checkpoint(out, model, optimizer, schedule, ALL)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            path.chmod(before)
+        dist.barrier()
+
+    is_refused(shard, 0o000, rf"{shard.name} \(can't be read: Permission denied\)")
+    is_refused(out / MANIFEST, 0o000, rf"Permission denied: .*{MANIFEST}")
+    is_refused(out, 0o000, f"Permission denied: .*{out.name}")
+    is_refused(read_only, 0o500, "Permission denied: .*global_step_2", read_only / "global_step_2" / "actor")
+    checkpoint.load_checkpoint(out, model, optimizer, schedule, ALL)
+
+
+def test_what_there_is_no_permission_for_is_named_on_every_rank(tmp_path):
+    (tmp_path / "read_only").mkdir()
+    folder = save_qwen3_moe(tmp_path / "model")
+    run_ranks(_without_permission, 2, folder, tmp_path / "ckpt", tmp_path / "read_only")
 
 
 def _of_another_model(folder, other, out):

@@ -17,6 +17,7 @@ from epfsdp2.engine.modeling import check_not_quantised
 from epfsdp2.engine.shards import is_expert_parameter
 from tests.support.engine import sharded_model
 from tests.support.models import reference_model, save_qwen3_moe
+from tests.support.permissions import obey_permissions
 from tests.support.ranks import run_ranks
 
 
@@ -187,6 +188,18 @@ def test_a_file_that_is_cut_off_is_named_on_every_rank(tmp_path):
     with (tmp_path / "damaged" / "model-00002-of-00003.safetensors").open("r+b") as file:
         file.truncate(5000)
     run_ranks(_unreadable_on_one, 2, folder)
+
+
+def _without_permission(folder):
+    obey_permissions()
+    with pytest.raises(OSError, match=r"model-00002-of-00003.safetensors can't be read: .*Permission denied"):
+        sharded_model(folder, dist.get_world_size(), 2)
+
+
+def test_a_file_that_there_is_no_permission_for_is_named_on_every_rank(tmp_path):
+    folder = _sharded_into_files(save_qwen3_moe(tmp_path / "model"))
+    (folder / "model-00002-of-00003.safetensors").chmod(0o000)
+    run_ranks(_without_permission, 2, folder)
 
 
 def test_quantised_weights_are_refused():

@@ -1,15 +1,14 @@
 """The whole road: experts sharded over two ranks, a stream, verl's transport, two real vLLM workers."""
 
 import asyncio
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from epfsdp2.engine.checkpoint import HF
 from tests.support.engine import sharded_model
 from tests.support.models import token_loss
 from tests.support.ranks import run_ranks
@@ -18,10 +17,10 @@ pytestmark = pytest.mark.e2e
 
 
 def _train_and_sync(folder: str, exports: list[str], handles: list[str], kind: str) -> None:
-    """Before each sync one optimizer step; every state that is synced is exported too."""
+    """Before each sync one optimizer step; every state that is synced is exported too, as ``hf_model`` is."""
+    from epfsdp2.engine import checkpoint
     from epfsdp2.engine.optimizer import build_multi_optimizer
     from epfsdp2.engine.parallelize import layer_names
-    from epfsdp2.rollout import naming, stream
     from epfsdp2.rollout.placement import Rollout
     from epfsdp2.rollout.server_adapter import send_weights
     from epfsdp2.rollout.streams import RolloutSync, SyncSettings
@@ -38,11 +37,8 @@ def _train_and_sync(folder: str, exports: list[str], handles: list[str], kind: s
         optimizer.zero_grad()
         token_loss(model, ids).backward()
         optimizer.step()
-        full = stream.full_tensors(model, meshes, layers, 1 << 30)
-        weights = {name: tensor.contiguous() for name, tensor in naming.as_checkpoint(model, full)}
-        if rank == 0:
-            Path(export).mkdir(exist_ok=True)
-            save_file(weights, Path(export) / "model.safetensors", metadata={"format": "pt"})
+        describe = AutoConfig.from_pretrained(folder).save_pretrained
+        checkpoint.save_checkpoint(Path(export).parent, model, None, None, {"hf_model"}, i, describe)
         asyncio.run(
             send_weights(
                 sync.weights().for_worker(kind, Rollout(2), rank),
@@ -59,9 +55,7 @@ def _exported(folder: Path) -> dict[str, torch.Tensor]:
     """The exported checkpoint's tensors, experts stacked as a trainer hands them over."""
     from transformers import AutoModelForCausalLM
 
-    shutil.copy(folder.parent / "config.json", folder / "config.json")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    assert load_file(folder / "model.safetensors")
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
@@ -70,8 +64,7 @@ def test_workers_hold_the_trainers_weights_after_each_of_two_syncs(start_engine,
     from epfsdp2.rollout import verify
 
     checkpoint = checkpoints[0]
-    shutil.copy(Path(checkpoint.path) / "config.json", tmp_path / "config.json")
-    exports = [tmp_path / "first", tmp_path / "second"]
+    exports = [tmp_path / name / HF for name in ("first", "second")]
     engine = start_engine(checkpoint.path, tp_size=2)
     answers = []
     for _ in exports:

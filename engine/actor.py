@@ -4,6 +4,7 @@ Thin on purpose. Preparing packed inputs and turning logits into log-probs and e
 (``FSDPEngineWithLMHead``); everything about sharding is in the rooms beside this file.
 """
 
+import contextlib
 import logging
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import transformers
+from tensordict import TensorDict
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from verl.models.transformers.monkey_patch import apply_monkey_patch
@@ -32,12 +34,14 @@ from .checkpoint_files import local_checkpoint, open_checkpoint
 from .checkpointing import Checkpointing
 from .clip import ClippedStep
 from .config import STRATEGY, EPFSDP2EngineConfig
+from .experts.find import find_experts
 from .loading import load_weights, verify_experts
 from .mesh import Topology, build_meshes
 from .modeling import build_on_meta, check_initialized, check_not_quantised, materialize
 from .optimizer import optimizer_from_config
 from .parallelize import ShardingOptions, compute_dtypes, layer_names, parallelize, reshard_all
 from .preflight import check_training
+from .replay import ReplayError, RouterReplay
 from .scheduler import build_multi_lr_scheduler
 
 __all__ = ["DEVICES", "EPFSDP2EngineWithLMHead"]
@@ -347,6 +351,60 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
 class EPFSDP2EngineWithLMHead(EPFSDP2Engine):
     """Actor, reference policy, SFT."""
 
+    _replay: RouterReplay | None = None
+    _records = False  # in this pass
+
+    def _build_module(self) -> nn.Module:
+        module: Any = super()._build_module()
+        config = self.engine_config
+        if config.router_replay.mode != "disabled" and not config.forward_only:  # the reference routes for itself
+            experts = find_experts(module, config.expert_plan)
+            self._replay = RouterReplay(module, experts, module.config.get_text_config().num_hidden_layers)
+        return module
+
+    def train_batch(self, data, loss_function):
+        if self._replay is not None:
+            self._replay.differing()  # that of the log-probs is not of this step
+        outputs = super().train_batch(data, loss_function)
+        differing = self._replay.differing() if self._replay is not None else None
+        if differing is not None and self.is_mp_src_rank_with_outputs():
+            outputs["metrics"]["router_replay_differing"] = [differing]
+        return outputs
+
+    def forward_step(self, micro_batch, loss_function, forward_only):
+        self._records = forward_only and self.engine_config.router_replay.mode == "R2"
+        return super().forward_step(micro_batch, loss_function, forward_only)
+
+    def prepare_model_inputs(self, micro_batch):
+        inputs, arguments = super().prepare_model_inputs(micro_batch)
+        if self._replay is not None:
+            tokens = inputs["input_ids"].numel()
+            if self._records:
+                self._replay.record()
+            else:
+                self._replay.replay(self._routes(micro_batch, tokens))
+        return inputs, arguments
+
+    def _routes(self, micro_batch: TensorDict, tokens: int) -> torch.Tensor:
+        """What is to be replayed, ``[tokens, layers, k]``; the rows of padding are zeros."""
+        mode = self.engine_config.router_replay.mode
+        routes = micro_batch.get("routed_experts", None)
+        if routes is None:
+            source = "compute_log_prob" if mode == "R2" else "the rollout"
+            raise ReplayError(f"engine.router_replay.mode={mode}: {source} has left no routed_experts in the batch.")
+        routes = routes.values()
+        padded = routes.new_zeros((tokens, *routes.shape[1:]))
+        padded[: routes.shape[0]] = routes
+        return padded
+
+    def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
+        outputs = super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+        if self._replay is not None and self._records:
+            offsets = micro_batch["input_ids"].offsets()
+            routes = self._replay.recorded()[: micro_batch["input_ids"].values().shape[0]]
+            outputs["routed_experts"] = torch.nested.nested_tensor_from_jagged(routes, offsets)
+        return outputs
+
 
 class _Mode:
     """What both modes owe FSDP2 when they end."""
@@ -357,7 +415,9 @@ class _Mode:
         module = self.engine.module
         if exc_type is not None and isinstance(module, FSDPModule) and hasattr(module, "reset_iter_state"):
             # torch 2.13: after an error inside forward or backward FSDP's state is undefined until this is called.
-            module.reset_iter_state()
+            # Before the first forward there is none, which it fails at; what ended the mode is the error to see.
+            with contextlib.suppress(AttributeError):
+                module.reset_iter_state()
 
 
 class _TrainMode(_Mode, EngineTrainModeCtx):

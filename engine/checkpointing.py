@@ -12,14 +12,14 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
+
+from .routing import RoutingMode
 
 __all__ = ["CHECKPOINTING", "Checkpointing", "checkpoint_layers"]
 
 Checkpointing = Literal["none", "selective", "full"]
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
-_TOPK = (torch.topk, torch.Tensor.topk)
 _CACHES = ("past_key_value", "past_key_values", "layer_past")
 
 
@@ -64,50 +64,22 @@ def _routing_contexts(num_experts: int) -> tuple[AbstractContextManager, Abstrac
     return _KeepRouting(tape, num_experts, replay=False), _KeepRouting(tape, num_experts, replay=True)
 
 
-class _KeepRouting(TorchFunctionMode):
+class _KeepRouting(RoutingMode):
     """Records the ids of each routing ``topk``, or hands them out again in the same order."""
 
     def __init__(self, tape: list[torch.Tensor], num_experts: int, replay: bool):
-        super().__init__()
-        self.tape, self.num_experts, self.replay = tape, num_experts, replay
+        super().__init__(num_experts)
+        self.tape, self.replay = tape, replay
 
     def __enter__(self):
         self.next = 0
         return super().__enter__()
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func not in _TOPK:
-            return func(*args, **kwargs)
-        scores, dim = _scores(*args, **kwargs)
-        if scores.shape[dim] > self.num_experts or "out" in kwargs:
-            return func(*args, **kwargs)
-        if self.replay:
-            ids = self.tape[self.next].long()
-            self.next += 1
-        else:
-            with torch.no_grad():
-                ids = func(*args, **kwargs).indices
-            self.tape.append(ids.to(torch.int16) if scores.shape[dim] < 2**15 else ids)
+    def choose(self, scores: torch.Tensor, dim: int, native: Callable[[], torch.Tensor]) -> torch.Tensor:
         # Taken in the same way both times, so that autograd keeps the same tensors.
-        return torch.return_types.topk((_TakeAlong.apply(scores, ids, dim), ids))
-
-
-def _scores(input: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True, out: Any = None):
-    """``topk``'s own signature: the scores and the dim that it selects along."""
-    return input, dim
-
-
-class _TakeAlong(torch.autograd.Function):
-    """``gather`` of distinct ids; its gradient is written, not added up, so it is deterministic."""
-
-    @staticmethod
-    def forward(ctx, scores, ids, dim):
-        ctx.save_for_backward(ids)
-        ctx.shape, ctx.dim = scores.shape, dim
-        return scores.gather(dim, ids)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (ids,) = ctx.saved_tensors
-        return grad.new_zeros(ctx.shape).scatter(ctx.dim, ids, grad), None, None
+        if self.replay:
+            self.next += 1
+            return self.tape[self.next - 1].long()
+        ids = native()
+        self.tape.append(ids.to(torch.int16) if scores.shape[dim] < 2**15 else ids)
+        return ids

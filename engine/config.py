@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 STRATEGY = "epfsdp2"
+_REPLAY_MODES = ("disabled", "R2", "R3")
 _PRECISION_KEYS = ("param_dtype", "reduce_dtype", "buffer_dtype")
 # Fields of EngineConfig that verl's trainer fills in from the actor's and the model's settings.
 _SET_BY_VERL = {
@@ -179,13 +180,12 @@ def check_engine_values(config: EPFSDP2EngineConfig) -> None:
             "sequence parallelism is not supported by this version of the engine.",
             "engine.ulysses_sequence_parallel_size=1",
         )
-    if config.router_replay.mode != "disabled":
-        raise SettingError(
-            "engine.router_replay.mode",
-            config.router_replay.mode,
-            "router replay is not supported by this version of the engine.",
-            "engine.router_replay.mode=disabled",
-        )
+    for name in ("record_file", "replay_file"):
+        if getattr(config.router_replay, name) is not None:
+            rule = "routes are kept in the batch, and in no file."
+            raise SettingError(
+                f"engine.router_replay.{name}", getattr(config.router_replay, name), rule, "leave it out"
+            )
     if config.rollout_sync not in WANTED:
         raise SettingError(
             "engine.rollout_sync", config.rollout_sync, f"is one of {', '.join(WANTED)}.", "engine.rollout_sync=auto"
@@ -254,6 +254,9 @@ def engine_config(**settings: Any) -> EPFSDP2EngineConfig:
     replay = settings.get("router_replay")
     if replay is not None and not isinstance(replay, EngineRouterReplayConfig):
         _check_keys("engine.router_replay", replay, {f.name for f in fields(EngineRouterReplayConfig)})
+        if replay.get("mode", "disabled") not in _REPLAY_MODES:
+            rule = f"is one of {', '.join(_REPLAY_MODES)}."
+            raise DriverError("engine.router_replay.mode", replay["mode"], rule, "engine.router_replay.mode=disabled")
         settings["router_replay"] = EngineRouterReplayConfig(**replay)
     try:
         return EPFSDP2EngineConfig(**settings)

@@ -20,11 +20,13 @@ from ..rollout.source import tensors_before_sharding
 from . import versions
 from .checkpoint import KNOWN_CONTENTS
 from .errors import SettingError
+from .experts.find import UnsupportedModelError, find_experts
 from .mesh import Topology
 from .model_facts import ACTOR_MODEL, ModelFacts, inspect_model, overrides_of, plain
 from .optimizer_settings import ACTOR_OPTIM, check_optimizer
 from .parallelize import layer_names
 from .placement import check_experts_divide, ep_fsdp_dim
+from .replay import check_replayable
 
 __all__ = [
     "DTYPES",
@@ -32,7 +34,9 @@ __all__ = [
     "check_checkpoint",
     "check_experts",
     "check_model_settings",
+    "check_replay",
     "check_rollout",
+    "check_routes",
     "check_run",
     "check_stream",
     "check_training",
@@ -54,6 +58,11 @@ _OPTIMIZERS = {ACTOR_MODEL: ACTOR_OPTIM, "critic.model": "critic.optim", "model"
 _BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
 _TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _MEMORY = "engine.sync_megabytes"
+_REPLAY = "engine.router_replay.mode"
+_ROUTES = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+_BYPASS = "algorithm.rollout_correction.bypass_mode"
+# Families that choose experts in another way than all others.
+_NOT_BY_TOPK = {"phimoe": "its routers choose by a maximum, and another one over what is left."}
 _SHM = Path("/dev/shm")
 # Left free in /dev/shm besides the buckets: verl's and gloo's own segments are small.
 _SHM_MARGIN = 64 << 20
@@ -99,7 +108,9 @@ def check_run(
     """
     check_versions(rollout.get("name"))
     _check_road(rollout)
+    check_routes(engine, rollout)
     facts = check_training(engine, n_gpus, model, checkpoint=checkpoint, optim=optim, device=device)
+    check_replay(engine, model, facts)
     colocated = (rollout.get("backend") or "naive") == "naive"
     if rollout.get("name"):
         check_stream(engine, n_gpus, rollout, facts, colocated=colocated)
@@ -263,6 +274,54 @@ def check_attention(
             f"eager attention does not keep packed sequences apart, and {setting}.use_remove_padding=True packs them."
         )
         raise SettingError(name, wanted, rule, works)
+
+
+def check_replay(engine: Any, model: Mapping[str, Any], facts: ModelFacts | None) -> None:
+    """Router replay needs packed rows, and a model whose layers each choose several experts by ``topk``.
+
+    Args:
+        facts: None for a model that is not on this machine: what does not depend on it is checked.
+
+    Raises:
+        SettingError: for the mode, or for the packing.
+    """
+    mode = engine.router_replay.mode
+    if mode == "disabled":
+        return
+    if not model.get("use_remove_padding", True):
+        rule = f"routes are replayed along a packed row (engine.router_replay.mode={mode})."
+        name = f"{ACTOR_MODEL}.use_remove_padding"
+        raise SettingError(name, False, rule, f"{name}=True")
+    if facts is None:
+        return
+    config = facts.model.config.get_text_config()
+    rule = _NOT_BY_TOPK.get(config.model_type, "")
+    if getattr(config, "num_experts_per_tok", 0) == 1:
+        rule = "a token takes one expert, and no route can't be told from that to expert 0."
+    try:
+        check_replayable(find_experts(facts.model, engine.expert_plan), config.num_hidden_layers)
+    except UnsupportedModelError as error:
+        rule = f"{error}."
+    if rule:
+        raise SettingError(_REPLAY, mode, f"can't be with {facts.name}: {rule}", f"{_REPLAY}=disabled")
+
+
+def check_routes(engine: Any, rollout: Mapping[str, Any]) -> None:
+    """The routes that are replayed have to come from somewhere, and from one place.
+
+    Raises:
+        SettingError: for the mode, or for the rollout's setting.
+    """
+    mode, recorded = engine.router_replay.mode, bool(rollout.get("enable_rollout_routing_replay"))
+    if mode == "R3" and not recorded:
+        rule = f"{_REPLAY}=R3 replays what the rollout records."
+        raise SettingError(_ROUTES, False, rule, f"{_ROUTES}=True, or {_REPLAY}=R2")
+    if mode == "R2" and recorded:
+        rule = f"{_REPLAY}=R2 replays what the log-probs record, and the batch has room for one."
+        raise SettingError(_ROUTES, True, rule, f"{_REPLAY}=R3, or {_ROUTES}=False")
+    if mode == "R2" and rollout.get("bypass_mode"):
+        rule = "R2 replays what the old log-probs record, and in bypass mode nobody computes them."
+        raise SettingError(_REPLAY, mode, rule, f"{_REPLAY}=R3 with {_ROUTES}=True, or {_BYPASS}=False")
 
 
 def check_rollout(engine: Any, n_gpus: int, rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:

@@ -9,7 +9,7 @@ from hydra.errors import CompactHydraException
 from omegaconf import OmegaConf
 from verl.trainer.config import CheckpointConfig
 from verl.utils.torch_dtypes import PrecisionType
-from verl.workers.config.engine import EngineRouterReplayConfig, FSDPEngineConfig
+from verl.workers.config.engine import FSDPEngineConfig
 
 from epfsdp2.engine.config import (
     STRATEGY,
@@ -166,12 +166,13 @@ def test_settings_that_mean_what_verls_mean_have_its_names_and_defaults():
     assert different == {"use_torch_compile"} and not ours.use_torch_compile
 
 
-def test_router_replay_that_is_not_supported_is_refused():
-    with pytest.raises(SettingError, match="engine.router_replay.mode=R2"):
-        engine_config(router_replay={"mode": "R2"})
+def test_router_replay():
+    assert engine_config(router_replay={"mode": "R2"}).router_replay.mode == "R2"
     assert engine_config(router_replay={"mode": "disabled"}) == engine_config()
-    with pytest.raises(SettingError, match="engine.router_replay.mode=R2"):
-        EPFSDP2EngineConfig(router_replay=EngineRouterReplayConfig(mode="R2"))
+    with pytest.raises(SettingError, match="engine.router_replay.mode=R4: is one of disabled, R2, R3"):
+        engine_config(router_replay={"mode": "R4"})
+    with pytest.raises(SettingError, match="engine.router_replay.record_file=routes.pt: routes are kept in the batch"):
+        engine_config(router_replay={"mode": "R2", "record_file": "routes.pt"})
 
 
 def test_each_role_has_an_engine_config_of_its_own():

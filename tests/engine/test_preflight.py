@@ -62,7 +62,8 @@ BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_mega
 def engine(**settings):
     defaults = {"ep_size": 1, "fsdp_size": -1, "model_dtype": "fp32", "expert_shard_dim": "auto"}
     defaults |= {"dtype": "bf16", "mixed_precision": None, "rollout_sync": "auto", "sync_megabytes": 2048}
-    return SimpleNamespace(expert_plan={}, fp32_modules=(), **defaults | settings)
+    replay = SimpleNamespace(mode=settings.pop("replay", "disabled"))
+    return SimpleNamespace(expert_plan={}, fp32_modules=(), router_replay=replay, **defaults | settings)
 
 
 def checkpoint(folder, kind="qwen3_moe", **settings):
@@ -275,6 +276,40 @@ def test_a_critic_is_not_saved_in_the_background(model):
     with pytest.raises(SettingError) as caught:
         check("critic.model")
     paragraph(caught.value, "critic.checkpoint.async_save", True)
+
+
+REPLAY = "engine.router_replay.mode"
+ROUTES = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+RECORDED = {"enable_rollout_routing_replay": True}
+
+
+def test_what_is_replayed_has_to_be_recorded(model):
+    for mode, rollout in (("disabled", {}), ("disabled", RECORDED), ("R2", {}), ("R3", RECORDED)):
+        check_run(engine(replay=mode), 2, model, {"name": None} | rollout, device="cpu")
+    bypass = {"bypass_mode": True}
+    check_run(engine(replay="R3"), 2, model, {"name": None} | RECORDED | bypass, device="cpu")
+    for mode, rollout, setting, value in (
+        ("R3", {}, ROUTES, False),
+        ("R2", RECORDED, ROUTES, True),
+        ("R2", bypass, REPLAY, "R2"),
+    ):
+        with pytest.raises(SettingError) as caught:
+            check_run(engine(replay=mode), 2, model, {"name": None} | rollout, device="cpu")
+        assert REPLAY in paragraph(caught.value, setting, value)
+
+
+def test_what_cannot_be_replayed(tmp_path, model):
+    def refused(model, setting, value, words):
+        with pytest.raises(SettingError) as caught:
+            check_run(engine(replay="R2"), 2, model, {"name": None}, device="cpu")
+        assert words in paragraph(caught.value, setting, value)
+
+    refused(model | {"use_remove_padding": False}, f"{MODEL}.use_remove_padding", False, "along a packed row")
+    phimoe = checkpoint(tmp_path / "phimoe", "phimoe", num_hidden_layers=2, num_local_experts=8)
+    refused(phimoe, REPLAY, "R2", "choose by a maximum")
+    (tmp_path / "one").mkdir()
+    one = checkpoint(tmp_path / "one", "mixtral", num_hidden_layers=2, num_experts_per_tok=1)
+    refused(one, REPLAY, "R2", "a token takes one expert")
 
 
 def test_the_rollout_is_vllm_behind_any_backend(model):

@@ -1,5 +1,6 @@
 """The core without verl: a sharded model on this rank."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,13 +23,19 @@ def sharded_model(
     fsdp_size: int = -1,
     attention: str = "sdpa",
     dtype: torch.dtype = torch.float32,
+    before: Callable[[nn.Module], object] = lambda model: None,
     **options,
 ) -> tuple[nn.Module, Meshes]:
-    """Build, shard and load a checkpoint, stored in ``dtype``; ``options`` are those of ``ShardingOptions``."""
+    """Build, shard and load a checkpoint, stored in ``dtype``; ``options`` are those of ``ShardingOptions``.
+
+    Args:
+        before: is handed the model before it is sharded.
+    """
     topology = world if isinstance(world, Topology) else Topology.plan(world, ep, fsdp_size)
     meshes = build_meshes("cpu", topology)
     config = AutoConfig.from_pretrained(folder, attn_implementation=attention)
     model = build_on_meta(AutoModelForCausalLM, config, dtype)
+    before(model)
     parallelize(model, meshes, ShardingOptions(**{"param_dtype": torch.float32, **options}))
     materialize(model, "cpu")
     load_weights(model, open_checkpoint(folder), meshes)

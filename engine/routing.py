@@ -1,0 +1,70 @@
+"""Between a router's scores and the experts that it chooses: ``topk``, which every family on the interface calls."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["RoutingMode"]
+
+_TOPK = (torch.topk, torch.Tensor.topk)
+
+
+class RoutingMode(TorchFunctionMode):
+    """Where it is entered, ``choose`` has the last word on what each routing ``topk`` returns.
+
+    Thread-local, and backward may run in another thread: it has to be entered inside what is recomputed there.
+
+    Args:
+        num_experts: the largest number of experts: a ``topk`` over more than these is no routing.
+    """
+
+    def __init__(self, num_experts: int):
+        super().__init__()
+        self.num_experts = num_experts
+
+    def choose(self, scores: torch.Tensor, dim: int, native: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+        """The ids along ``dim``, distinct ones; None to leave ``topk`` alone.
+
+        Args:
+            native: what ``topk`` would choose.
+        """
+        raise NotImplementedError
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func not in _TOPK:
+            return func(*args, **kwargs)
+        scores, dim = _scores(*args, **kwargs)
+        if scores.shape[dim] > self.num_experts or "out" in kwargs:
+            return func(*args, **kwargs)
+
+        def native() -> torch.Tensor:
+            with torch.no_grad():
+                return func(*args, **kwargs).indices
+
+        ids = self.choose(scores, dim, native)
+        if ids is None:
+            return func(*args, **kwargs)
+        return torch.return_types.topk((_TakeAlong.apply(scores, ids, dim), ids))
+
+
+def _scores(input: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True, out: Any = None):
+    """``topk``'s own signature: the scores and the dim that it selects along."""
+    return input, dim
+
+
+class _TakeAlong(torch.autograd.Function):
+    """``gather`` of distinct ids; its gradient is written, not added up, so it is deterministic."""
+
+    @staticmethod
+    def forward(ctx, scores, ids, dim):
+        ctx.save_for_backward(ids)
+        ctx.shape, ctx.dim = scores.shape, dim
+        return scores.gather(dim, ids)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (ids,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.shape).scatter(ctx.dim, ids, grad), None, None

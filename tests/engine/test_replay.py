@@ -1,0 +1,205 @@
+"""Tokens take the experts that they took before, in every family, and what was computed is what is computed again."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from epfsdp2.engine.checkpointing import CHECKPOINTING
+from epfsdp2.engine.experts.find import UnsupportedModelError, find_experts
+from epfsdp2.engine.replay import ReplayError, RouterReplay
+from tests.engine import test_ppo_update as ppo
+from tests.parity.families import FAMILIES
+from tests.support.engine import sharded_model
+from tests.support.models import VOCAB, reference_model, save_qwen3_moe, token_loss
+from tests.support.ranks import run_ranks
+
+# Two experts modules in a layer; no topk.
+NOT_REPLAYED = ("ernie4_5_vl_moe", "phimoe")
+REPLAYED = [name for name in FAMILIES if name not in NOT_REPLAYED]
+
+
+def _with_replay(model: nn.Module) -> RouterReplay:
+    return RouterReplay(model, find_experts(model), model.config.get_text_config().num_hidden_layers)
+
+
+def _family(family: str):
+    torch.manual_seed(0)
+    model = FAMILIES[family].build().eval()
+    model.set_experts_implementation("eager")
+    for name, buffer in model.named_buffers():
+        if name.endswith("tid2eid"):  # experts by token: no router
+            first = torch.arange(len(buffer)) % 8
+            buffer.copy_(torch.stack([first, (first + 3) % 8], dim=1))
+    return model, torch.randint(3, 60, (2, 7))
+
+
+def _shifted(routes: torch.Tensor, layers: Sequence[int], num_experts: int) -> torch.Tensor:
+    shifted = routes.clone()
+    shifted[:, layers] = (routes[:, layers] + 1) % num_experts
+    return shifted
+
+
+def _arriving(model: nn.Module) -> list[torch.Tensor]:
+    """Filled with the ids of every call of experts."""
+    ids: list[torch.Tensor] = []
+    for info in find_experts(model):
+        info.module.register_forward_pre_hook(lambda module, args: ids.append(args[1].clone()))
+    return ids
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+@torch.no_grad()
+def test_every_family_replays(name):
+    model, ids = _family(name)
+    replay = _with_replay(model)
+    arriving = _arriving(model)
+
+    def logits():
+        arriving.clear()
+        return model(input_ids=ids, use_cache=False).logits
+
+    native = logits()
+    replay.record()
+    assert torch.equal(logits(), native)
+    routes = replay.recorded()
+    layers = sorted(replay._layers)
+    assert routes.shape[:2] == (ids.numel(), model.config.get_text_config().num_hidden_layers)
+    assert all(torch.equal(routes[:, layer].long(), own) for layer, own in zip(layers, arriving, strict=True))
+
+    replay.replay(routes)
+    assert torch.equal(logits(), native)
+    assert replay.differing() == 0.0
+
+    chosen = [layer for layer in layers if replay._layers[layer].is_replayed]
+    assert chosen == (layers[1:] if name == "deepseek_v4" else layers)  # its first layer's experts go by the token
+    shifted = _shifted(routes, chosen, find_experts(model)[0].num_experts)
+    replay.replay(shifted)
+    other = logits()
+    assert other.isfinite().all() and not torch.equal(other, native)
+    assert all(torch.equal(shifted[:, layer].long(), own) for layer, own in zip(layers, arriving, strict=True))
+    assert replay.differing() > 0.9
+
+    # What was not recorded is routed as the router likes: the first layer still sees what it saw.
+    half, first = ids.numel() // 2, layers.index(chosen[0])
+    shifted[half:] = 0
+    replay.replay(shifted)
+    logits()
+    assert torch.equal(arriving[first][:half], shifted[:half, chosen[0]].long())
+    assert torch.equal(arriving[first][half:], routes[half:, chosen[0]].long())
+
+    replay.stop()
+    assert torch.equal(logits(), native)
+
+
+def test_what_cannot_be_replayed_says_so():
+    model, _ = _family("ernie4_5_vl_moe")
+    with pytest.raises(UnsupportedModelError, match=r"both .*text_moe.experts and .*vision_moe.experts are in it"):
+        _with_replay(model)
+    model, ids = _family("phimoe")
+    replay = _with_replay(model)
+    replay.record()
+    model(input_ids=ids, use_cache=False)
+    routes = replay.recorded()
+    replay.replay(_shifted(routes, sorted(replay._layers), 8))
+    with pytest.raises(ReplayError, match=r"layers.0.mlp.experts takes .* experts that no topk over 8 chose"):
+        model(input_ids=ids, use_cache=False)
+    with pytest.raises(ReplayError, match=r"are \(14, 5, 2\), where \[tokens, 3, k\] is needed"):
+        replay.replay(torch.zeros(14, 5, 2))
+    with pytest.raises(ReplayError, match="one expert per token"):
+        replay.replay(torch.zeros(14, 3, 1))
+    with pytest.raises(ReplayError, match="not called once"):
+        replay.recorded()
+
+
+def test_routing_weights_are_the_present_routers_and_have_their_gradient():
+    """In Mixtral they are a softmax over all experts, taken at the chosen ones and made to add up to one."""
+    model, ids = _family("mixtral")
+    replay = _with_replay(model)
+    replay.record()
+    with torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    routes = _shifted(replay.recorded(), sorted(replay._layers), 8)
+    block = model.model.layers[0].mlp
+    seen = {}
+    block.gate.register_forward_hook(lambda module, args, output: seen.update(hidden=args[0]))
+    block.experts.register_forward_pre_hook(lambda module, args: seen.update(weights=args[2]))
+    replay.replay(routes)
+    model(input_ids=ids, use_cache=False)
+    scores = (seen["hidden"].reshape(-1, 48) @ block.gate.weight.T).softmax(-1).gather(1, routes[:, 0].long())
+    torch.testing.assert_close(seen["weights"], scores / scores.sum(-1, keepdim=True))
+    (weight,) = torch.autograd.grad(seen["weights"][:, 0].sum(), block.gate.weight)
+    assert weight.abs().max() > 0
+
+
+def _on_ranks(folder):
+    """Experts over two ranks; with every checkpointing the replayed gradients are those of the plain model."""
+    rank = dist.get_rank()
+    ids = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(3))
+    plain = reference_model(folder)
+    replay = _with_replay(plain)
+    replay.record()
+    with torch.no_grad():
+        plain(input_ids=ids, use_cache=False)
+    routes = _shifted(replay.recorded(), sorted(replay._layers), 8)
+    replay.replay(routes)
+    token_loss(plain, ids).backward()
+    wanted = {name: p.grad for name, p in plain.named_parameters()}
+    for checkpointing in CHECKPOINTING:
+        installed = []
+
+        def install(model, installed=installed):
+            installed.append(_with_replay(model))
+
+        model, _ = sharded_model(folder, 2, 2, before=install, checkpointing=checkpointing)
+        model.train()
+        installed[0].replay(routes.view(2, 9, *routes.shape[1:])[rank])
+        token_loss(model, ids[rank : rank + 1]).backward()
+        for name, param in model.named_parameters():
+            found = param.grad.full_tensor()
+            torch.testing.assert_close(found, wanted[name], rtol=1e-4, atol=1e-6, msg=f"{checkpointing}: {name}")
+
+
+def test_gradients_of_replayed_routes_with_every_checkpointing(tmp_path):
+    run_ranks(_on_ranks, 2, save_qwen3_moe(tmp_path))
+
+
+def _two(folder):
+    """verl's worker: what the log-probs recorded is what the update takes (R2)."""
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.config import EngineRouterReplayConfig
+
+    mine = ppo._samples()[4 * dist.get_rank() : 4 * dist.get_rank() + 4]
+    results, routes = {}, []
+    for mode in ("disabled", "R2", "R3"):
+        worker = ppo._worker(folder, 2, router_replay=EngineRouterReplayConfig(mode=mode))
+        infer, train = ppo._batch(mine), ppo._batch(mine)
+        if mode == "R3":
+            # Of a rollout with another router: each token takes the experts after those that it would.
+            others = torch.nested.as_nested_tensor([(own + 1) % 8 for own in routes], layout=torch.jagged)
+            infer["routed_experts"] = train["routed_experts"] = others
+        tu.assign_non_tensor(infer, compute_loss=False)
+        output = worker.infer_batch(infer)
+        recorded = tu.get(output, "routed_experts")
+        assert (recorded is not None) == (mode == "R2")
+        if mode == "R2":
+            train["routed_experts"], routes = recorded, recorded.unbind()
+        results[mode] = tu.get(worker.train_batch(train), "metrics")
+        results[mode]["log_probs"] = tu.get(output, "log_probs").values()
+
+    plain, again, other = (results[mode] for mode in ("disabled", "R2", "R3"))
+    assert torch.equal(again["log_probs"], plain["log_probs"]) and again["grad_norm"] == plain["grad_norm"]
+    assert not torch.equal(other["log_probs"], plain["log_probs"]) and other["grad_norm"] != plain["grad_norm"]
+    assert "router_replay_differing" not in plain
+    assert again["router_replay_differing"] == [[0.0], [0.0]]  # of both ranks
+    assert min(share for (share,) in other["router_replay_differing"]) > 0.9
+
+    worker = ppo._worker(folder, 2, router_replay=EngineRouterReplayConfig(mode="R3"))
+    with pytest.raises(ReplayError, match=r"router_replay.mode=R3: the rollout has left no routed_experts"):
+        worker.train_batch(ppo._batch(mine))
+
+
+def test_a_ppo_update_takes_the_recorded_routes(tmp_path):
+    run_ranks(_two, 2, save_qwen3_moe(tmp_path))

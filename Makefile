@@ -7,13 +7,14 @@
 #   make memory      peak memory of a step against the arithmetic; prints and writes the table
 #   make bench-sync  a weight sync against verl's stock export; prints and writes the table (about 10 min)
 #   make bench-checkpoint  memory to load and export, and what a save in the background costs (about 3 min)
+#   make bench-features  what router replay and offloading cost a step (about 5 min)
 #   make lint        ruff check, ruff format, mypy
 
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help setup quickstart test test-long parity memory bench-sync bench-checkpoint lint clean
+.PHONY: help setup quickstart test test-long parity memory bench-sync bench-checkpoint bench-features lint clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -44,6 +45,9 @@ bench-sync: setup
 
 bench-checkpoint: setup
 	$(BIN)/python benchmarks/checkpoint.py $(ARGS)
+
+bench-features: setup
+	$(BIN)/python benchmarks/features.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

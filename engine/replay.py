@@ -100,15 +100,15 @@ class RouterReplay:
             ReplayError: a layer's experts were not called, or called twice.
         """
         self._is_recording = False
-        missing = [layer.fqn for layer in self._layers.values() if layer.chosen is None]
-        if missing:
-            raise ReplayError(f"{missing[0]} was not called once in a forward, so its routes are not known.")
-        first = next(iter(self._layers.values())).chosen
-        assert first is not None
-        routes = first.new_zeros((first.shape[0], self.num_layers, first.shape[1]), dtype=torch.int16)
+        routes: torch.Tensor | None = None
         for layer in self._layers.values():
-            routes[:, layer.index] = layer.chosen
-            layer.chosen = None
+            chosen, layer.chosen = layer.chosen, None
+            if chosen is None:
+                raise ReplayError(f"{layer.fqn} was not called once in a forward, so its routes are not known.")
+            if routes is None:
+                routes = chosen.new_zeros((chosen.shape[0], self.num_layers, chosen.shape[1]))
+            routes[:, layer.index] = chosen
+        assert routes is not None, "a model without experts has no replay"
         return routes
 
     def replay(self, routes: torch.Tensor) -> None:

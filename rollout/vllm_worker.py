@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, SKIP_TENSORS
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
-from . import amx_shim
+from . import amx_shim, routes_shim
 from .checksums import Arrivals
 from .layout import difference, held_layout, rank_entry
 from .placement import Need, Rollout
@@ -52,6 +52,7 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
 
     def __new__(cls, **kwargs):
         amx_shim.install()
+        routes_shim.install()
         return super().__new__(cls, **kwargs)
 
     def update_weights_from_ipc(

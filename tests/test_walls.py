@@ -22,7 +22,13 @@ MAY_IMPORT = {
         "rollout/checkpoint_backend.py",
         "rollout/shard_export.py",
     },
-    "vllm": {"rollout/vllm_reload.py", "rollout/vllm_worker.py", "rollout/vllm_remedies.py", "rollout/amx_shim.py"},
+    "vllm": {
+        "rollout/vllm_reload.py",
+        "rollout/vllm_worker.py",
+        "rollout/vllm_remedies.py",
+        "rollout/amx_shim.py",
+        "rollout/routes_shim.py",
+    },
     "ray": {"rollout/server_adapter.py", "rollout/checkpoint_backend.py"},
     "hydra": {"conf/search_path.py", "engine/config.py"},
 }

@@ -1,18 +1,34 @@
 """Router replay with real vLLM: what it recorded while it generated is what the trainer takes."""
 
+import shutil
+from pathlib import Path
+
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.e2e.conftest import running
 
 pytestmark = pytest.mark.e2e
 
-# In bfloat16 trainer and vLLM round differently, and routers have near ties.
+# In bfloat16 trainer and vLLM round differently.
 BFLOAT16 = ["engine.mixed_precision=null", "engine.dtype=bfloat16", "actor_rollout_ref.rollout.dtype=bfloat16"]
 REPLAY = ["engine.router_replay.mode=R3", "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"]
-STEPS = 3
+STEPS = 2
 
 
-def _steps(folder, model: str, *settings: str) -> list[dict]:
+def _with_near_ties(model: Path, out: Path) -> str:
+    """The same model but for what rounding does: its routers' scores are close together, and far from zero."""
+    shutil.copytree(model, out)
+    tensors = load_file(out / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("mlp.gate.weight")]:
+        columns = tensors[name].shape[1]
+        tensors[name] += 4 * torch.randn(columns, generator=torch.Generator().manual_seed(1))
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return str(out)
+
+
+def _steps(folder: Path, model: str, *settings: str) -> list[dict]:
     options = ["--model", model, "--steps", str(STEPS)]
     for setting in settings:
         options += ["--override", setting]
@@ -24,11 +40,11 @@ def _steps(folder, model: str, *settings: str) -> list[dict]:
 
 def test_routes_of_the_rollout_bring_trainer_and_rollout_together(folder, warmed_up):
     """R3 against the same seed without it."""
-    native = _steps(folder / "native", warmed_up, *BFLOAT16)
-    replayed = _steps(folder / "replayed", warmed_up, *BFLOAT16, *REPLAY)
-    share = [step["actor/router_replay_differing"] for step in replayed]
-    assert all(0 < s < 0.2 for s in share), share
+    model = _with_near_ties(Path(warmed_up), folder / "near_ties")
+    native = _steps(folder / "native", model, *BFLOAT16)
+    replayed = _steps(folder / "replayed", model, *BFLOAT16, *REPLAY)
     assert "actor/router_replay_differing" not in native[0]
-    # The first step: both have the same weights, prompts and seeds.
-    for metric in ("training/rollout_probs_diff_mean", "training/rollout_probs_diff_max"):
-        assert replayed[0][metric] < native[0][metric], (metric, native[0], replayed[0])
+    assert all(step["actor/router_replay_differing"] > 0.02 for step in replayed)
+    # The first step: both have the same weights, prompts and seeds. What is left is rounding.
+    for metric in ("training/rollout_probs_diff_mean", "rollout_corr/k3_kl"):
+        assert replayed[0][metric] < native[0][metric], (metric, native[0][metric], replayed[0][metric])

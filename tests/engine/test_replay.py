@@ -10,10 +10,10 @@ from torch import nn
 from epfsdp2.engine.checkpointing import CHECKPOINTING
 from epfsdp2.engine.experts.find import UnsupportedModelError, find_experts
 from epfsdp2.engine.replay import ReplayError, RouterReplay
-from tests.engine import test_ppo_update as ppo
 from tests.parity.families import FAMILIES
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, reference_model, save_qwen3_moe, token_loss
+from tests.support.ppo import ppo_batch, ppo_samples, ppo_worker
 from tests.support.ranks import run_ranks
 
 # Two experts modules in a layer; no topk.
@@ -171,11 +171,11 @@ def _two(folder):
     from verl.utils import tensordict_utils as tu
     from verl.workers.config import EngineRouterReplayConfig
 
-    mine = ppo._samples()[4 * dist.get_rank() : 4 * dist.get_rank() + 4]
+    mine = ppo_samples()[4 * dist.get_rank() : 4 * dist.get_rank() + 4]
     results, routes = {}, []
     for mode in ("disabled", "R2", "R3"):
-        worker = ppo._worker(folder, 2, router_replay=EngineRouterReplayConfig(mode=mode))
-        infer, train = ppo._batch(mine), ppo._batch(mine)
+        worker = ppo_worker(folder, 2, router_replay=EngineRouterReplayConfig(mode=mode))
+        infer, train = ppo_batch(mine), ppo_batch(mine)
         if mode == "R3":
             # Of a rollout with another router: each token takes the experts after those that it would.
             others = torch.nested.as_nested_tensor([(own + 1) % 8 for own in routes], layout=torch.jagged)
@@ -196,9 +196,9 @@ def _two(folder):
     assert again["router_replay_differing"] == [[0.0], [0.0]]  # of both ranks
     assert min(share for (share,) in other["router_replay_differing"]) > 0.9
 
-    worker = ppo._worker(folder, 2, router_replay=EngineRouterReplayConfig(mode="R3"))
+    worker = ppo_worker(folder, 2, router_replay=EngineRouterReplayConfig(mode="R3"))
     with pytest.raises(ReplayError, match=r"router_replay.mode=R3: the rollout has left no routed_experts"):
-        worker.train_batch(ppo._batch(mine))
+        worker.train_batch(ppo_batch(mine))
 
 
 def test_a_ppo_update_takes_the_recorded_routes(tmp_path):

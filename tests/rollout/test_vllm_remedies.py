@@ -107,3 +107,44 @@ def test_float32_experts_run_on_a_cpu_with_amx(monkeypatch, dtype, rows, answer)
             kernel.check_grouped_gemm(layer)
     else:
         assert kernel.check_grouped_gemm(layer) == answer
+
+
+def test_routes_are_captured_where_the_cpu_kernel_chooses_experts_itself(monkeypatch):
+    routes_shim = pytest.importorskip("epfsdp2.rollout.routes_shim")
+    from vllm.model_executor.layers.fused_moe import cpu_fused_moe, unquantized_fused_moe_method
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+    from vllm.v1.worker import gpu_model_runner
+
+    monkeypatch.setattr(routes_shim, "current_platform", SimpleNamespace(is_cpu=lambda: True))
+    monkeypatch.setattr(cpu_fused_moe, "select_experts", cpu_fused_moe.select_experts)
+    runner = gpu_model_runner.GPUModelRunner
+    stock = runner._bind_routed_experts_capturer
+    monkeypatch.setattr(runner, "_bind_routed_experts_capturer", getattr(stock, "__wrapped__", stock))
+    on_cpu = SimpleNamespace(unquantized_backend=unquantized_fused_moe_method.UnquantizedMoeBackend.CPU)
+    kind = unquantized_fused_moe_method.UnquantizedFusedMoEMethod
+    assert kind.is_monolithic.fget(on_cpu)  # the day it is not, the shim can go
+
+    class Layer(MoERunner):
+        layer_id = 3
+        _quant_method = None
+
+        def __init__(self):
+            torch.nn.Module.__init__(self)
+
+    def apply(hidden, logits):
+        return cpu_fused_moe.select_experts(hidden, logits, 2, False, True)
+
+    layer = Layer()
+    layer._quant_method = SimpleNamespace(is_monolithic=True, apply_monolithic=apply, moe_kernel=None)
+    held = SimpleNamespace(model=torch.nn.ModuleList([layer]))
+    captured = []
+    capturer = SimpleNamespace(capture=lambda number, ids: captured.append((number, ids)))
+    with pytest.raises(ValueError, match="monolithic MoE kernel"):
+        runner._bind_routed_experts_capturer(held, capturer)
+    routes_shim.install()
+    runner._bind_routed_experts_capturer(held, capturer)
+    logits = torch.tensor([[0.0, 3.0, 2.0, 1.0], [5.0, 0.0, 1.0, 6.0]])
+    layer._quant_method.apply_monolithic(torch.zeros(2, 4), logits)
+    apply(torch.zeros(2, 4), logits)  # of another layer, without a capturer
+    ((number, ids),) = captured
+    assert number == 3 and [set(row) for row in ids.tolist()] == [{1, 2}, {0, 3}]

@@ -1,0 +1,146 @@
+"""What a feature costs a step: tokens per second and peak memory against the same run without it.
+
+    python benchmarks/features.py [--repeats 7]
+
+Two ranks on a CPU update an actor through verl's own worker, with and without each feature, in turns; a step is old
+log-probs and one update. Peak memory: most bytes allocated at once in a step, on the rank with the most, tracked
+allocation by allocation. The model is a Qwen3-MoE of about 0.2 GB in float32, experts over both ranks. On a machine
+without an accelerator what is offloaded moves nowhere, so the rows of offloading show its overhead alone.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.memory import MODEL, peak_of
+from benchmarks.quickstart import machine
+from benchmarks.tables import write_table
+from tests.support.ppo import ppo_batch, ppo_samples, ppo_worker
+from tests.support.ranks import run_ranks
+
+WORLD, PER_RANK, PROMPT, RESPONSE = 2, 4, 64, 448
+R3_LIMIT = 0.03  # of a step
+FEATURES = {
+    "none": {},
+    "router replay R3": {"router_replay": "R3"},
+    "param_offload, optimizer_offload": {"param_offload": True, "optimizer_offload": True},
+    "offload_policy (FSDP2's own)": {"offload_policy": True},
+}
+COLUMNS = ["feature", "tokens/s", "time of a step without", "peak MiB", "peak without MiB"]
+
+
+def measure(folder: Path, out: Path, repeats: int) -> None:
+    """Rank 0 writes, per feature, seconds of each step and peak bytes; and the tokens of a step of all ranks."""
+    samples = ppo_samples(WORLD * PER_RANK, PROMPT, RESPONSE)
+    mine = samples[dist.get_rank() * PER_RANK : (dist.get_rank() + 1) * PER_RANK]
+    workers = {name: _worker(folder, **settings) for name, settings in FEATURES.items()}
+    routes = _routes(mine)
+    seconds: dict[str, list[float]] = {name: [] for name in FEATURES}
+    for _ in range(repeats + 1):
+        for name, worker in workers.items():
+            dist.barrier()
+            began = time.monotonic()
+            _step(worker, mine, routes)
+            dist.barrier()
+            seconds[name].append(time.monotonic() - began)
+    peaks = {}
+    for name, worker in workers.items():
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, record_function("step"):
+            _step(worker, mine, routes)
+        peak = torch.tensor(peak_of(profiler, "step")[0])
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        peaks[name] = peak.item()
+    if dist.get_rank() == 0:
+        tokens = sum(len(ids) for ids, *_ in samples)
+        out.write_text(
+            json.dumps({"seconds": {n: s[1:] for n, s in seconds.items()}, "peaks": peaks, "tokens": tokens})
+        )
+
+
+def _worker(folder: Path, router_replay: str = "disabled", **settings):
+    from verl.workers.config import EngineRouterReplayConfig
+
+    return ppo_worker(
+        folder, WORLD, micro_batch=PER_RANK, router_replay=EngineRouterReplayConfig(mode=router_replay), **settings
+    )
+
+
+def _routes(samples) -> list[torch.Tensor]:
+    """Of a rollout whose routers differ: two experts of each token in each layer."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    layers, experts = MODEL["num_hidden_layers"], MODEL["num_experts"]
+    first = [torch.randint(0, experts, (len(ids), layers, 1), generator=generator) for ids, *_ in samples]
+    return [torch.cat([ids, (ids + 1) % experts], dim=-1).to(torch.int16) for ids in first]
+
+
+def _step(worker, samples, routes) -> None:
+    from verl.utils import tensordict_utils as tu
+
+    infer, train = (ppo_batch(samples, WORLD * PER_RANK, PROMPT, RESPONSE) for _ in range(2))
+    if worker.engine.engine_config.router_replay.mode == "R3":
+        infer["routed_experts"] = torch.nested.as_nested_tensor(routes, layout=torch.jagged)
+        train["routed_experts"] = torch.nested.as_nested_tensor(routes, layout=torch.jagged)
+    tu.assign_non_tensor(infer, compute_loss=False)
+    worker.infer_batch(infer)
+    worker.train_batch(train)
+
+
+def rows_of(figures: dict) -> list[dict]:
+    """Medians, and ratios that are taken within each turn."""
+    seconds, without = figures["seconds"], figures["seconds"]["none"]
+    return [
+        {
+            "feature": name,
+            "tokens_per_second": figures["tokens"] / statistics.median(took),
+            "ratio": statistics.median(a / b for a, b in zip(took, without, strict=True)),
+            "peak": figures["peaks"][name],
+            "peak_without": figures["peaks"]["none"],
+        }
+        for name, took in seconds.items()
+    ]
+
+
+def cells(row: dict) -> list[str]:
+    mib = [f"{row[key] / 2**20:.0f}" for key in ("peak", "peak_without")]
+    return [row["feature"], f"{row['tokens_per_second']:.0f}", f"{row['ratio']:.3f} x", *mib]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=7, help="steps of each kind that count")
+    repeats = parser.parse_args().repeats
+    with tempfile.TemporaryDirectory() as name:
+        folder, out = Path(name) / "model", Path(name) / "figures.json"
+        torch.manual_seed(0)
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**MODEL)).float().save_pretrained(folder)
+        run_ranks(measure, WORLD, folder, out, repeats, timeout=1200)
+        rows = rows_of(json.loads(out.read_text()))
+    shown = Table(*COLUMNS)
+    for row in rows:
+        shown.add_row(*cells(row))
+    Console(width=140).print(shown)
+    where = machine()
+    text = [f"Two ranks on CPU, float32; medians of {repeats} steps, in turns. A step is old log-probs and one update."]
+    on = f"{where['cpu']}; torch {where['versions']['torch']}"
+    result = {"machine": where, "model": MODEL, "rows": rows}
+    lines = [*map(cells, rows)]
+    write_table("features", result, "What a feature costs a step", "make bench-features", on, text, COLUMNS, lines)
+    (replay,) = (row for row in rows if row["feature"] == "router replay R3")
+    return 0 if replay["ratio"] <= 1 + R3_LIMIT else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,8 +1,8 @@
 """Every setting of the engine, as verl-style dataclasses that check themselves.
 
 ``conf/engine/epfsdp2.yaml`` is the same list for Hydra. A setting that means what verl's ``FSDPEngineConfig`` means has
-its name. Whoever instantiates one of these classes also registers the engine with verl, so that a worker that got its
-config has its engine.
+its name. Whoever instantiates or unpickles ``EPFSDP2EngineConfig`` also registers the engine with verl, so that a
+worker that got its config has its engine.
 """
 
 import difflib
@@ -101,7 +101,16 @@ class EPFSDP2EngineConfig(EngineConfig):
     def __post_init__(self):
         super().__post_init__()
         check_engine_values(self)
-        from . import actor, critic  # noqa: F401  (they register themselves with verl)
+        _register()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A critic's worker is handed the config that the driver made.
+        self.__dict__.update(state)
+        _register()
+
+
+def _register() -> None:
+    from . import actor, critic  # noqa: F401  (they register themselves with verl)
 
 
 def check_engine_values(config: EPFSDP2EngineConfig) -> None:

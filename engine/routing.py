@@ -1,5 +1,6 @@
 """Between a router's scores and the experts that it chooses: ``topk``, which every family on the interface calls."""
 
+import abc
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ __all__ = ["RoutingMode"]
 _TOPK = (torch.topk, torch.Tensor.topk)
 
 
-class RoutingMode(TorchFunctionMode):
+class RoutingMode(TorchFunctionMode, abc.ABC):
     """Where it is entered, ``choose`` has the last word on what each routing ``topk`` returns.
 
     Thread-local, and backward may run in another thread: it has to be entered inside what is recomputed there.
@@ -24,13 +25,13 @@ class RoutingMode(TorchFunctionMode):
         super().__init__()
         self.num_experts = num_experts
 
+    @abc.abstractmethod
     def choose(self, scores: torch.Tensor, dim: int, native: Callable[[], torch.Tensor]) -> torch.Tensor | None:
         """The ids along ``dim``, distinct ones; None to leave ``topk`` alone.
 
         Args:
             native: what ``topk`` would choose.
         """
-        raise NotImplementedError
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

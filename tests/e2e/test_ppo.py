@@ -7,7 +7,7 @@ from tests.e2e.conftest import running
 
 pytestmark = pytest.mark.e2e
 
-STEPS = 12
+STEPS = 10
 
 
 def test_the_reward_of_ppo_with_critic_and_reference_rises(folder, warmed_up):

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.e2e.conftest import running
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 # In bfloat16 trainer and vLLM round differently.
 BFLOAT16 = ["engine.mixed_precision=null", "engine.dtype=bfloat16", "actor_rollout_ref.rollout.dtype=bfloat16"]

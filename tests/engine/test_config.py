@@ -2,6 +2,8 @@
 
 import os
 import pickle
+import subprocess
+import sys
 
 import pytest
 import verl.trainer.config
@@ -192,3 +194,20 @@ def test_whoever_builds_the_settings_finds_the_engine_on_every_device(model_type
 
     engine_config()
     assert set(EngineRegistry._engines[model_type]["epfsdp2"]) == {"cuda", "npu", "cpu"}
+
+
+def test_a_process_that_is_handed_a_config_has_the_engine(tmp_path):
+    """As verl hands the critic's to its workers, which make none of their own."""
+    (tmp_path / "config").write_bytes(pickle.dumps(engine_config(ep_size=2)))
+    code = """if True:
+        import pickle, sys
+        from verl.workers.engine.base import EngineRegistry
+        config = pickle.load(open(sys.argv[1], "rb"))
+        assert config.ep_size == 2
+        for model_type in ("language_model", "value_model"):
+            print(EngineRegistry.get_engine_cls(model_type, config.strategy).__name__)
+    """
+    found = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "config"], capture_output=True, text=True, timeout=120
+    )
+    assert found.stdout.split() == ["EPFSDP2EngineWithLMHead", "EPFSDP2EngineWithValueHead"], found.stderr[-2000:]

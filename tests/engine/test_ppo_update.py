@@ -51,7 +51,7 @@ def _ppo_update(folder, cases):
         # Log-probs as the actor and the reference policy compute them.
         infer = ppo_batch(mine)
         tu.assign_non_tensor(infer, compute_loss=False)
-        log_probs = tu.get(worker.inferppo_batch(infer), "log_probs")
+        log_probs = tu.get(worker.infer_batch(infer), "log_probs")
         with torch.no_grad():
             for (ids, *_), got in zip(mine, log_probs.unbind(), strict=True):
                 full = (reference(input_ids=ids[None], use_cache=False).logits[0] / 0.7).log_softmax(-1)
@@ -65,7 +65,7 @@ def _ppo_update(folder, cases):
             seen.update({n: p.grad.full_tensor() for n, p in engine.module.named_parameters()}),
             step(*a),
         )
-        metrics = tu.get(worker.trainppo_batch(ppo_batch(mine)), "metrics")
+        metrics = tu.get(worker.train_batch(ppo_batch(mine)), "metrics")
         for name, want in wanted.items():
             error = ((seen[name] - want).norm() / want.norm()).item()
             assert error < RELATIVE, (where, name, error)
@@ -99,7 +99,7 @@ def _reference_policy(folder):
     reference, mine = reference_model(folder), ppo_samples()[2 * dist.get_rank() :][:2]
     infer = ppo_batch(mine)
     tu.assign_non_tensor(infer, compute_loss=False)
-    output = worker.inferppo_batch(infer)
+    output = worker.infer_batch(infer)
     for i, (ids, *_) in enumerate(mine):
         with torch.no_grad():
             log_probs = (reference(input_ids=ids[None], use_cache=False).logits[0] / 0.7).log_softmax(-1)
@@ -108,7 +108,7 @@ def _reference_policy(folder):
         torch.testing.assert_close(tu.get(output, "log_probs")[i][:-1], taken, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(tu.get(output, "entropy")[i], entropy, rtol=1e-5, atol=1e-5)
     with pytest.raises(AssertionError):
-        worker.trainppo_batch(ppo_batch(mine))
+        worker.train_batch(ppo_batch(mine))
 
 
 def test_reference_policy_is_forward_only(tmp_path):
@@ -122,7 +122,7 @@ def _weights_after_evaluation(folder):
     worker = ppo_worker(folder, 2, reshard_after_forward=False)
     infer = ppo_batch(ppo_samples()[:2])
     tu.assign_non_tensor(infer, compute_loss=False)
-    worker.inferppo_batch(infer)
+    worker.infer_batch(infer)
     weights, peft = worker.engine.get_per_tensor_param(layered_summon=False, base_sync_done=True)
     wanted = dict(reference_model(folder).named_parameters())
     got = dict(weights)
@@ -141,15 +141,15 @@ def _saves_and_resumes(folder, out):
     mine = ppo_samples()[4 * rank : 4 * rank + 4]
     worker = ppo_worker(folder, 2, optimizer_offload=True)
     for step in (1, 2):
-        worker.trainppo_batch(ppo_batch(mine))
+        worker.train_batch(ppo_batch(mine))
         worker.save_checkpoint(str(out / f"global_step_{step}"), global_step=step, max_ckpt_to_keep=1)
     dist.barrier()  # rank 0 deletes
     assert not (out / "global_step_1").exists()
-    after = worker.trainppo_batch(ppo_batch(mine))
+    after = worker.train_batch(ppo_batch(mine))
 
     resumed = ppo_worker(folder, 1, optimizer_offload=True)
     resumed.load_checkpoint(str(out / "global_step_2"))
-    again = resumed.trainppo_batch(ppo_batch(mine))
+    again = resumed.train_batch(ppo_batch(mine))
     norms = [tu.get(output, "metrics")["grad_norm"] for output in (after, again)]
     assert abs(norms[1] / norms[0] - 1) < 1e-5
     for (name, a), (_, b) in zip(

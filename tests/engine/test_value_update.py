@@ -6,12 +6,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
-from tests.engine.test_ppo_update import PER_RANK, RELATIVE, RESPONSE, _batch, _samples
 from tests.support.models import save_glm4_moe, save_qwen3_moe
+from tests.support.ppo import RESPONSE, ppo_batch, ppo_samples
 from tests.support.ranks import run_ranks
 from tests.support.verl_worker import training_worker
 
-WORLD = 2
+WORLD, PER_RANK = 2, 4
+RELATIVE = 1e-5
 
 
 def _worker(folder, ep):
@@ -58,7 +59,7 @@ def test_a_trained_head_is_read_also_where_transformers_has_no_class_for_it(tmp_
 
 
 def _value_update(folder, own_class):
-    rank, samples = dist.get_rank(), _samples()[: WORLD * PER_RANK]
+    rank, samples = dist.get_rank(), ppo_samples(WORLD * PER_RANK)
     worker = _worker(folder, 2)
     seen = {}
     step = worker.engine.optimizer.step
@@ -76,7 +77,7 @@ def _value_update(folder, own_class):
     assert sum(tensor.numel() for name, tensor in head.items() if name.endswith("weight")) == 64
 
     def batch(chosen):
-        data = _batch(chosen)
+        data = ppo_batch(chosen)
         response = [len(old) for _, _, old, _ in chosen]
         values, returns = torch.zeros(len(chosen), RESPONSE), torch.zeros(len(chosen), RESPONSE)
         for i, (_, _, old, advantage) in enumerate(chosen):

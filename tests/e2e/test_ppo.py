@@ -5,7 +5,7 @@ import pytest
 from epfsdp2.engine.manifest import MANIFEST
 from tests.e2e.conftest import running
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 STEPS = 10
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from .agreement import alike
+from .errors import listed
 
 __all__ = [
     "FORMAT",
@@ -32,7 +33,6 @@ __all__ = [
 
 FORMAT = 2
 MANIFEST = "epfsdp2_checkpoint.json"
-_FIRST = 5  # how many offenders an error lists
 _CHUNK = 16 << 20
 
 
@@ -146,8 +146,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 def _raise_for(folder: Path, wrong: list[str]) -> None:
     if wrong:
-        more = f" and {len(wrong) - _FIRST} more" if len(wrong) > _FIRST else ""
-        raise CheckpointError(f"{folder}: {len(wrong)} files are not as saved: {', '.join(wrong[:_FIRST])}{more}.")
+        raise CheckpointError(f"{folder}: {len(wrong)} files are not as saved: {listed(wrong)}.")
 
 
 def _faults(folder: Path, files: dict[str, dict[str, int]]) -> list[str]:

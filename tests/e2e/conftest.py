@@ -64,6 +64,11 @@ class Run:
         return [json.loads(line)["data"] for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def overrides(*settings: str) -> list[str]:
+    """The quickstart's options that hand settings to Hydra."""
+    return [f"--override={setting}" for setting in settings]
+
+
 @contextmanager
 def running(*arguments):
     run = Run(*arguments)

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from tests.e2e.conftest import EXTENSION, leavings, running, unused
+from tests.e2e.conftest import EXTENSION, leavings, overrides, running, unused
 
 pytestmark = pytest.mark.e2e
 
@@ -44,8 +44,8 @@ def test_a_failed_sync_ends_the_run_with_its_cause(folder, warmed_up, monkeypatc
     monkeypatch.setenv("EPFSDP2_TEST_FAULT_TIME", str(happened))
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "faults")
     before = leavings()
-    overrides = [f"{EXTENSION}=faults.FailsInTheSecondSync", *rollout]
-    with running(run_folder, "--model", warmed_up, "--steps", "200", *(f"--override={o}" for o in overrides)) as run:
+    settings = overrides(f"{EXTENSION}=faults.FailsInTheSecondSync", *rollout)
+    with running(run_folder, "--model", warmed_up, "--steps", "200", *settings) as run:
         run.wait()
         ended = time.time()
     assert happened.exists(), run.text()[-3000:]

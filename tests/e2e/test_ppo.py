@@ -3,7 +3,7 @@
 import pytest
 
 from epfsdp2.engine.manifest import MANIFEST
-from tests.e2e.conftest import running
+from tests.e2e.conftest import overrides, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -12,8 +12,7 @@ STEPS = 10
 
 def test_the_reward_of_ppo_with_critic_and_reference_rises(folder, warmed_up):
     kept = folder / "ppo_kept"
-    options = ["--model", warmed_up, "--steps", str(STEPS)]
-    for setting in (
+    settings = overrides(
         "algorithm.adv_estimator=gae",
         f"critic.model.path={warmed_up}",
         "+critic.model.override_config.attn_implementation=sdpa",
@@ -28,9 +27,8 @@ def test_the_reward_of_ppo_with_critic_and_reference_rises(folder, warmed_up):
         "algorithm.kl_ctrl.kl_coef=0.001",
         f"trainer.save_freq={STEPS}",
         f"trainer.default_local_dir={kept}",
-    ):
-        options += ["--override", setting]
-    with running(folder / "ppo", *options) as run:
+    )
+    with running(folder / "ppo", "--model", warmed_up, "--steps", str(STEPS), *settings) as run:
         run.wait()
     steps = run.steps()
     assert len(steps) == STEPS, run.text()[-3000:]

@@ -5,22 +5,21 @@ import json
 import pytest
 
 from epfsdp2.engine.manifest import MANIFEST
-from tests.e2e.conftest import running
+from tests.e2e.conftest import overrides, running
 
 pytestmark = pytest.mark.e2e
 
 
 def test_a_run_goes_on_from_what_was_saved_in_the_background(folder, warmed_up):
     kept = folder / "kept"
-    options = ["--model", warmed_up]
-    for setting in (
+    settings = overrides(
         "trainer.resume_mode=auto",
         "trainer.save_freq=1",
         f"trainer.default_local_dir={kept}",
         "trainer.max_actor_ckpt_to_keep=1",
         "actor_rollout_ref.actor.checkpoint.async_save=True",
-    ):
-        options += ["--override", setting]
+    )
+    options = ["--model", warmed_up, *settings]
     with running(folder / "before", *options, "--steps", "2") as run:
         run.wait()
     assert [step["training/global_step"] for step in run.steps()] == [1, 2], run.text()[-3000:]
@@ -28,7 +27,7 @@ def test_a_run_goes_on_from_what_was_saved_in_the_background(folder, warmed_up):
     assert (kept / "global_step_2/actor" / MANIFEST).is_file()
     assert not (kept / "global_step_1/actor").exists()
 
-    with running(folder / "after", *options, "--steps", "3", "--override", "engine.ep_size=1") as run:
+    with running(folder / "after", *options, "--steps", "3", *overrides("engine.ep_size=1")) as run:
         run.wait()
     assert [step["training/global_step"] for step in run.steps()] == [3], run.text()[-3000:]
     assert run.steps()[0]["training/rollout_probs_diff_mean"] < 5e-3

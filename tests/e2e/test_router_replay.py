@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.conftest import running
+from tests.e2e.conftest import overrides, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -29,10 +29,7 @@ def _with_near_ties(model: Path, out: Path) -> str:
 
 
 def _steps(folder: Path, model: str, *settings: str) -> list[dict]:
-    options = ["--model", model, "--steps", str(STEPS)]
-    for setting in settings:
-        options += ["--override", setting]
-    with running(folder, *options) as run:
+    with running(folder, "--model", model, "--steps", str(STEPS), *overrides(*settings)) as run:
         run.wait()
     assert len(run.steps()) == STEPS, run.text()[-3000:]
     return run.steps()

@@ -3,7 +3,7 @@
 import pytest
 
 from epfsdp2.recipes.quickstart.model import write_model
-from tests.e2e.conftest import running
+from tests.e2e.conftest import overrides, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -28,9 +28,7 @@ def test_a_separate_rollout_follows_the_trainer(tmp_path, monkeypatch):
     # verl 0.9.1 logs with an argument that logging does not have, at info level, where there are no hybrid replicas.
     monkeypatch.setenv("VERL_LOGGING_LEVEL", "WARNING")
     write_model(tmp_path / "model", 1)
-    options = ["--model", str(tmp_path / "model"), "--steps", "4"]
-    for override in OVERRIDES:
-        options += ["--override", override]
+    options = ["--model", str(tmp_path / "model"), "--steps", "4", *overrides(*OVERRIDES)]
     with running(tmp_path / "run", *options) as run:
         run.wait()
     steps = run.steps()

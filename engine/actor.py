@@ -42,6 +42,7 @@ from .optimizer import optimizer_from_config
 from .parallelize import ShardingOptions, compute_dtypes, layer_names, parallelize, reshard_all
 from .preflight import check_training
 from .replay import ReplayError, RouterReplay
+from .router_losses import RouterLosses
 from .scheduler import build_multi_lr_scheduler
 
 __all__ = ["DEVICES", "EPFSDP2EngineWithLMHead"]
@@ -89,6 +90,7 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         if engine_config.offload_policy:
             # FSDP moves parameters itself; verl must not.
             self._is_offload_param = self._is_offload_optimizer = False
+        self._routers: RouterLosses | None = None
         self._saved: list[Path] = []
         self._saves: Background | None = None
         if not engine_config.forward_only:
@@ -171,6 +173,10 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
             use_fused_kernels=self.model_config.use_fused_kernels,
             fused_kernels_backend=fused.get("impl_backend") if fused is not None else None,
         )
+        config = self.engine_config
+        aux, z = config.router_aux_loss_coef, config.router_z_loss_coef
+        if not config.forward_only and (aux or z or config.router_metrics):
+            self._routers = RouterLosses(module, find_experts(module, config.expert_plan), aux, z)
         return module
 
     def _auto_class(self) -> Any:
@@ -218,13 +224,36 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
 
     def train_batch(self, data, loss_function):
         outputs = super().train_batch(data, loss_function)
+        routers = self._routers.metrics() if self._routers is not None else {}
         if self.is_mp_src_rank_with_outputs():
+            outputs["metrics"] |= {name: [value] for name, value in routers.items()}
             # A list, as verl joins the lists of ranks and mini-batches before it takes the mean.
             outputs["metrics"]["skipped_steps"] = [float(self.clipped_step.skipped)]
             if self.rollout_sync.last_report is not None:  # verl drops what the sync itself returns
                 synced = self.rollout_sync.last_report.metrics()
                 outputs["metrics"] |= {name: [value] for name, value in synced.items()}
         return outputs
+
+    def forward_backward_batch(self, data, loss_function, forward_only=False):
+        if self._routers is not None and not forward_only:
+            tokens = torch.tensor(data["input_ids"].values().numel(), device=get_device_id())
+            dist.all_reduce(tokens, group=self.get_data_parallel_group())
+            self._routers.begin(int(tokens))
+        return super().forward_backward_batch(data, loss_function, forward_only)
+
+    def forward_step(self, micro_batch, loss_function, forward_only):
+        if self._routers is None or forward_only:
+            return super().forward_step(micro_batch, loss_function, forward_only)
+        self._routers.watch()
+        loss, output = super().forward_step(micro_batch, loss_function, forward_only)
+        added = self._routers.loss(self._is_token)
+        return loss if added is None else loss + added, output
+
+    def prepare_model_inputs(self, micro_batch):
+        inputs, arguments = super().prepare_model_inputs(micro_batch)
+        if self._routers is not None:
+            self._is_token = _is_token(inputs, micro_batch)
+        return inputs, arguments
 
     def optimizer_step(self) -> float:
         """Clip and step; a norm that is not finite skips the step, on all ranks alike.
@@ -433,6 +462,14 @@ class _EvalMode(_Mode, EngineEvalModeCtx):
         # verl reshards the root alone, and only where fsdp_size > 1 (fsdp/transformer_impl.py:1114; default -1).
         reshard_all(self.engine.module)
         super().__exit__(exc_type, exc_value, traceback)
+
+
+def _is_token(inputs: dict[str, Any], micro_batch: TensorDict) -> torch.Tensor:
+    """bool ``[rows]``: what of the model's input is no padding."""
+    if inputs.get("attention_mask") is not None:
+        return inputs["attention_mask"].reshape(-1).bool()
+    rows = torch.arange(inputs["input_ids"].numel(), device=inputs["input_ids"].device)
+    return rows < micro_batch["input_ids"].values().shape[0]
 
 
 def _move_optimizer(optimizer: torch.optim.Optimizer, device: Any) -> None:

@@ -93,6 +93,9 @@ class EPFSDP2EngineConfig(EngineConfig):
     use_torch_compile: bool = False
     pad_to_length: bool = False
     pad_to_length_bucket: int = 1024
+    router_aux_loss_coef: float = 0.0
+    router_z_loss_coef: float = 0.0
+    router_metrics: bool = False
     rollout_sync: str = "auto"
     rollout_sync_verify: int = 2
     sync_megabytes: int = 2048
@@ -170,7 +173,7 @@ def check_engine_values(config: EPFSDP2EngineConfig) -> None:
             "is the number of layers gathered ahead, 0 for none.",
             "engine.prefetch_depth=1",
         )
-    for name in ("reshard_after_forward", "compile_dense", "allow_unused_weights"):
+    for name in ("reshard_after_forward", "compile_dense", "allow_unused_weights", "router_metrics"):
         _check_flag(f"engine.{name}", getattr(config, name))
     if config.reshard_experts_after_forward is not None:
         _check_flag("engine.reshard_experts_after_forward", config.reshard_experts_after_forward)
@@ -206,6 +209,10 @@ def check_engine_values(config: EPFSDP2EngineConfig) -> None:
             "is the number of syncs that are verified, or -1 for all of them.",
             "engine.rollout_sync_verify=2",
         )
+    for name in ("router_aux_loss_coef", "router_z_loss_coef"):
+        value = getattr(config, name)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
+            raise SettingError(f"engine.{name}", value, "is a weight of a loss: 0 or more.", f"engine.{name}=0.001")
     for name in ("sync_megabytes", "sync_timeout_seconds"):
         if getattr(config, name) <= 0:
             raise SettingError(

@@ -20,13 +20,13 @@ from ..rollout.source import tensors_before_sharding
 from . import versions
 from .checkpoint import KNOWN_CONTENTS
 from .errors import SettingError
-from .experts.find import UnsupportedModelError, find_experts
+from .experts.find import UnsupportedModelError, experts_by_layer, find_experts
 from .mesh import Topology
 from .model_facts import ACTOR_MODEL, ModelFacts, inspect_model, overrides_of, plain
 from .optimizer_settings import ACTOR_OPTIM, check_optimizer
 from .parallelize import layer_names
 from .placement import check_experts_divide, ep_fsdp_dim
-from .replay import check_replayable
+from .router_losses import check_watchable
 
 __all__ = [
     "DTYPES",
@@ -36,6 +36,7 @@ __all__ = [
     "check_model_settings",
     "check_replay",
     "check_rollout",
+    "check_routers",
     "check_routes",
     "check_run",
     "check_stream",
@@ -148,6 +149,7 @@ def check_training(
     facts = inspect_model(model, setting, engine.expert_plan, engine.fp32_modules)
     if facts is not None:
         check_experts(topology, facts, engine.expert_shard_dim)
+        check_routers(engine, facts)
     check_attention(model, facts, device=device, setting=setting)
     if optim is not None:
         check_optimizer(optim, _OPTIMIZERS.get(setting, "optim"))
@@ -299,11 +301,30 @@ def check_replay(engine: Any, model: Mapping[str, Any], facts: ModelFacts | None
     if getattr(config, "num_experts_per_tok", 0) == 1:
         rule = "a token takes one expert, and no route can't be told from that to expert 0."
     try:
-        check_replayable(find_experts(facts.model, engine.expert_plan), config.num_hidden_layers)
+        experts_by_layer(find_experts(facts.model, engine.expert_plan), config.num_hidden_layers)
     except UnsupportedModelError as error:
         rule = f"{error}."
     if rule:
         raise SettingError(_REPLAY, mode, f"can't be with {facts.name}: {rule}", f"{_REPLAY}=disabled")
+
+
+def check_routers(engine: Any, facts: ModelFacts) -> None:
+    """Losses and metrics of the routers need layers that each have one.
+
+    Raises:
+        SettingError: for the first of their settings.
+    """
+    for name in ("router_aux_loss_coef", "router_z_loss_coef", "router_metrics"):
+        value = getattr(engine, name)
+        if not value:
+            continue
+        try:
+            layers = facts.model.config.get_text_config().num_hidden_layers
+            check_watchable(find_experts(facts.model, engine.expert_plan), layers)
+        except UnsupportedModelError as error:
+            raise SettingError(
+                f"engine.{name}", value, f"can't be with {facts.name}: {error}", "leave it out"
+            ) from None
 
 
 def check_routes(engine: Any, rollout: Mapping[str, Any]) -> None:

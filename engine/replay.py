@@ -10,7 +10,6 @@ A family's own code stays as it is. In the block around an experts module the ro
 """
 
 import functools
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,34 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .experts.find import ComputesItself, ExpertsInfo, UnsupportedModelError
+from .experts.find import ExpertsInfo, experts_by_layer
 from .routing import RoutingMode
 
-__all__ = ["ReplayError", "RouterReplay", "check_replayable"]
-
-_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)(?:\.|$)")
-
-
-def check_replayable(experts: Sequence[ExpertsInfo], num_layers: int) -> dict[int, ExpertsInfo]:
-    """The experts of each layer, by its index in the model.
-
-    Raises:
-        UnsupportedModelError: a layer has two experts modules, or no number, or experts that compute themselves.
-    """
-    found: dict[int, ExpertsInfo] = {}
-    for info in experts:
-        numbers = _LAYER.findall(info.fqn)
-        index = int(numbers[-1]) if numbers else -1
-        if not 0 <= index < num_layers:
-            raise UnsupportedModelError(f"routes are replayed by the number of a layer, and {info.fqn} names none.")
-        if index in found:
-            raise UnsupportedModelError(f"a route has one layer, and both {found[index].fqn} and {info.fqn} are in it.")
-        if isinstance(info.module, ComputesItself):
-            raise UnsupportedModelError(
-                f"{info.fqn} computes its experts itself, and what they are handed is not known."
-            )
-        found[index] = info
-    return found
+__all__ = ["ReplayError", "RouterReplay"]
 
 
 class ReplayError(RuntimeError):
@@ -72,7 +47,7 @@ class RouterReplay:
         num_layers: of the model, those without experts included.
 
     Raises:
-        UnsupportedModelError: see ``check_replayable``.
+        UnsupportedModelError: see ``experts_by_layer``.
     """
 
     def __init__(self, model: nn.Module, experts: Sequence[ExpertsInfo], num_layers: int):
@@ -81,7 +56,7 @@ class RouterReplay:
         self._is_recording = False
         self._differing: list[torch.Tensor] = []
         self._layers: dict[int, _Layer] = {}
-        for index, info in check_replayable(experts, num_layers).items():
+        for index, info in experts_by_layer(experts, num_layers).items():
             self._layers[index] = layer = _Layer(index, info.fqn, info.num_experts)
             info.module.register_forward_pre_hook(functools.partial(self._arrive, layer), with_kwargs=True)
             block = model.get_submodule(info.fqn.rpartition(".")[0])

@@ -17,19 +17,21 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from .dispatch import combine, dispatch
 from .find import ComputesItself
 
-__all__ = ["EXPERTS_IMPLEMENTATION", "ExpertParallel", "attach"]
+__all__ = ["EXPERTS_IMPLEMENTATION", "ExpertParallel", "attach", "rows_computed"]
 
 EXPERTS_IMPLEMENTATION = "epfsdp2"
 _HANDLE = "_epfsdp2"
 
 
-@dataclass(frozen=True)
+@dataclass
 class ExpertParallel:
     """What the experts function needs to know about one module; the only thing attached to it."""
 
     num_experts: int
     group: dist.ProcessGroup | None
     """The EP group, ``None`` where a single rank holds all experts."""
+    rows_computed: int = 0
+    """By this rank's experts so far, recomputations included."""
 
 
 def attach(module: nn.Module, runtime: ExpertParallel) -> None:
@@ -38,6 +40,12 @@ def attach(module: nn.Module, runtime: ExpertParallel) -> None:
         module.set_expert_parallel(runtime)
     else:
         setattr(module, _HANDLE, runtime)
+
+
+def rows_computed(module: nn.Module) -> int | None:
+    """(token, expert) pairs that a module's experts on this rank have computed; None if it computes them itself."""
+    runtime: ExpertParallel | None = getattr(module, _HANDLE, None)
+    return None if runtime is None else runtime.rows_computed
 
 
 def experts_forward(
@@ -60,6 +68,7 @@ def experts_forward(
 
     hidden = hidden_states.to(weight[up].dtype)
     sent = dispatch(hidden, top_k_index, runtime.num_experts, runtime.group)
+    runtime.rows_computed += sent.rows_RD.shape[0]
     h = grouped_linear(sent.rows_RD, weight[up], sent.counts_e, weight.get(f"{up}_bias"), self.is_transposed)
     h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
     out = grouped_linear(h, weight[down], sent.counts_e, weight.get(f"{down}_bias"), self.is_transposed)

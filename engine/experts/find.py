@@ -10,7 +10,8 @@ and the dim of each that counts the experts. Such a module computes its local ex
 
 import difflib
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Protocol, runtime_checkable
@@ -19,8 +20,9 @@ from torch import nn
 
 from ..errors import SettingError
 
-__all__ = ["ComputesItself", "ExpertsInfo", "UnsupportedModelError", "find_experts"]
+__all__ = ["ComputesItself", "ExpertsInfo", "UnsupportedModelError", "experts_by_layer", "find_experts"]
 
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)(?:\.|$)")
 _INTERFACE_FLAGS = ("has_gate", "has_bias", "is_transposed")
 # What experts of families outside transformers' experts interface are called there; only used to say why a model is
 # refused (transformers 5.9: llama4, longcat_flash, granitemoe*, jetmoe, dbrx, aria, switch_transformers, nllb_moe and
@@ -81,6 +83,30 @@ def find_experts(model: nn.Module, plan: Mapping[str, int] | None = None) -> lis
             "(ALL_EXPERTS_FUNCTIONS), so they can't be dispatched."
         )
     raise UnsupportedModelError(f"{name} is a dense model: it has no experts to shard.")
+
+
+def experts_by_layer(experts: Sequence[ExpertsInfo], num_layers: int) -> dict[int, ExpertsInfo]:
+    """The experts of each layer, by its index in the model; what follows the routing of each token needs this.
+
+    Raises:
+        UnsupportedModelError: a layer has two experts modules, or no number, or experts that compute themselves.
+    """
+    found: dict[int, ExpertsInfo] = {}
+    for info in experts:
+        numbers = _LAYER.findall(info.fqn)
+        index = int(numbers[-1]) if numbers else -1
+        if not 0 <= index < num_layers:
+            raise UnsupportedModelError(f"experts are known by the number of their layer, and {info.fqn} names none.")
+        if index in found:
+            raise UnsupportedModelError(
+                f"experts are known by the number of their layer, and both {found[index].fqn} and {info.fqn} are in it."
+            )
+        if isinstance(info.module, ComputesItself):
+            raise UnsupportedModelError(
+                f"{info.fqn} computes its experts itself, and what they are handed is not known."
+            )
+        found[index] = info
+    return found
 
 
 def _on_interface(fqn: str, module: nn.Module) -> ExpertsInfo | None:

@@ -63,7 +63,9 @@ def engine(**settings):
     defaults = {"ep_size": 1, "fsdp_size": -1, "model_dtype": "fp32", "expert_shard_dim": "auto"}
     defaults |= {"dtype": "bf16", "mixed_precision": None, "rollout_sync": "auto", "sync_megabytes": 2048}
     replay = SimpleNamespace(mode=settings.pop("replay", "disabled"))
-    return SimpleNamespace(expert_plan={}, fp32_modules=(), router_replay=replay, **defaults | settings)
+    routers = {"router_aux_loss_coef": 0.0, "router_z_loss_coef": 0.0, "router_metrics": False}
+    given = routers | defaults | settings
+    return SimpleNamespace(expert_plan={}, fp32_modules=(), router_replay=replay, **given)
 
 
 def checkpoint(folder, kind="qwen3_moe", **settings):

@@ -1,0 +1,176 @@
+"""Load-balancing loss and z-loss on the routers of every family, over the tokens of all ranks; the experts' load."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from epfsdp2.engine.checkpointing import CHECKPOINTING
+from epfsdp2.engine.config import EPFSDP2EngineConfig
+from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.experts.find import UnsupportedModelError, find_experts
+from epfsdp2.engine.preflight import check_training
+from epfsdp2.engine.router_losses import RouterLosses
+from tests.parity.families import FAMILIES, save
+from tests.support.models import reference_model, save_glm4_moe, save_qwen3_moe
+from tests.support.ppo import SAMPLES, ppo_batch, ppo_samples, ppo_worker
+from tests.support.ranks import run_ranks
+
+AUX, Z = 0.3, 0.05
+WORLD = 2
+# Two experts modules in a layer.
+NOT_WATCHED = ("ernie4_5_vl_moe",)
+WATCHED = [name for name in FAMILIES if name not in NOT_WATCHED]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path_factory.mktemp('one')}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _formula(logits: torch.Tensor, ids: torch.Tensor, sigmoid: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both losses of one layer, token by token."""
+    tokens, experts = logits.shape
+    scores = logits.sigmoid() if sigmoid else logits.exp()
+    probs = scores / scores.sum(-1, keepdim=True)
+    aux = sum(experts * (ids == expert).sum() / tokens * probs[:, expert].sum() / tokens for expert in range(experts))
+    return aux, torch.stack([row.exp().sum().log() ** 2 for row in logits]).mean()
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_every_family_has_its_losses(name):
+    """A router's weight is the one parameter of [experts, hidden] beside the experts."""
+    torch.manual_seed(0)
+    model = FAMILIES[name].build().eval()
+    model.set_experts_implementation("eager")
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("tid2eid"):
+            buffer.random_(0, 8)
+    experts = find_experts(model)
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for info in experts:
+        info.module.register_forward_pre_hook(lambda module, args: seen.append((args[0], args[1])))
+    losses = RouterLosses(model, experts, AUX, Z)
+    ids = torch.randint(3, 60, (2, 7))
+    native = model(input_ids=ids, use_cache=False).logits
+    losses.begin(ids.numel())
+    losses.watch()
+    watched = model(input_ids=ids, use_cache=False).logits
+    assert torch.equal(watched, native)
+    loss = losses.loss(torch.ones(ids.numel(), dtype=torch.bool))
+    assert loss is not None and loss.isfinite()
+    loss.backward()
+    moved = {n for n, p in model.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
+    for info in experts:
+        block = info.fqn.rpartition(".")[0]
+        routers = [n for n, p in model.named_parameters() if n.startswith(block) and p.shape[0] == info.num_experts]
+        assert any(n in moved for n in routers if n.rpartition(".")[0] != info.fqn), (info.fqn, routers, moved)
+    found = losses.metrics()
+    assert found["router_load_max"] >= 1 >= found["router_load_min"]
+    assert loss.item() == pytest.approx(AUX * found["router_aux_loss"] + Z * found["router_z_loss"], rel=1e-5)
+
+
+def _plain_losses(model: nn.Module, sigmoid: bool, samples) -> tuple[torch.Tensor, torch.Tensor]:
+    """Means over the layers, of samples as one micro-batch."""
+    experts = find_experts(model)
+    logits: dict[str, list[torch.Tensor]] = {info.fqn: [] for info in experts}
+    ids: dict[str, list[torch.Tensor]] = {info.fqn: [] for info in experts}
+
+    def arrive(info, module, args):
+        gate = model.get_submodule(info.fqn.rpartition(".")[0]).gate
+        logits[info.fqn].append(args[0] @ gate.weight.T)
+        ids[info.fqn].append(args[1])
+
+    hooks = [info.module.register_forward_pre_hook(partial(arrive, info)) for info in experts]
+    for tokens, *_ in samples:
+        model(input_ids=tokens[None], use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    pairs = [_formula(torch.cat(logits[fqn]), torch.cat(ids[fqn]), sigmoid) for fqn in logits]
+    return torch.stack([aux for aux, _ in pairs]).mean(), torch.stack([z for _, z in pairs]).mean()
+
+
+def _mean_losses(model: nn.Module, sigmoid: bool, samples, per_rank: int, micro_batch: int):
+    """Means over the tokens of a step, whose micro-batches are of all ranks."""
+    aux, z, tokens = [], [], []
+    for first in range(0, per_rank, micro_batch):
+        ranks = [samples[own + first : own + first + micro_batch] for own in range(0, len(samples), per_rank)]
+        together = [sample for own in ranks for sample in own]
+        tokens.append(sum(len(ids) for ids, *_ in together))
+        losses = _plain_losses(model, sigmoid, together)
+        aux.append(losses[0] * tokens[-1])
+        z.append(losses[1] * tokens[-1])
+    return sum(aux) / sum(tokens), sum(z) / sum(tokens)
+
+
+def _updates(folder, sigmoid, cases):
+    """The gradients of an update are those without the losses, and the losses' own over all ranks' tokens."""
+    rank, samples = dist.get_rank(), ppo_samples()
+    per_rank = SAMPLES // dist.get_world_size()
+    mine = samples[rank * per_rank : (rank + 1) * per_rank]
+    reference = reference_model(folder)
+    for micro_batch, settings in cases:
+        reference.zero_grad()
+        aux, z = _mean_losses(reference, sigmoid, samples, per_rank, micro_batch)
+        (AUX * aux + Z * z).backward()
+        wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+        gradients = []
+        for losses in ({}, {"router_aux_loss_coef": AUX, "router_z_loss_coef": Z, "router_metrics": True}):
+            worker = ppo_worker(folder, micro_batch=micro_batch, **settings, **losses)
+            gradients.append(_gradients(worker, ppo_batch(mine)))
+        (without, _), (with_losses, metrics) = gradients
+        assert metrics["router_aux_loss"] == pytest.approx(aux.item(), rel=1e-5), settings
+        assert metrics["router_z_loss"] == pytest.approx(z.item(), rel=1e-5), settings
+        assert metrics["router_dropped"] == 0, settings
+        for name, grad in wanted.items():
+            added = with_losses[name] - without[name]
+            error = (added - grad).norm() / grad.norm()
+            assert error < 1e-4, (settings, name, error.item())
+
+
+def _gradients(worker, batch):
+    """Full gradients before the optimizer's step, by name, and the update's metrics."""
+    from verl.utils import tensordict_utils as tu
+
+    seen = {}
+    engine = worker.engine
+    step = engine.clipped_step
+
+    def keep(optimizer):
+        for name, p in engine.module.named_parameters():
+            grad = torch.zeros_like(p) if p.grad is None else p.grad
+            seen[name] = (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
+        return step(optimizer)
+
+    engine.clipped_step = keep
+    keep.skipped = 0
+    metrics = tu.get(worker.train_batch(batch), "metrics")
+    return seen, {
+        name: torch.tensor(value).mean().item() for name, value in metrics.items() if name.startswith("router_")
+    }
+
+
+@pytest.mark.parametrize(("save_model", "sigmoid"), [(save_qwen3_moe, False), (save_glm4_moe, True)])
+def test_the_losses_are_those_of_all_ranks_tokens(tmp_path, save_model, sigmoid):
+    half, whole = SAMPLES // WORLD // 2, SAMPLES // WORLD
+    cases = [(whole, {"ep": 2, "activation_checkpointing": kind}) for kind in CHECKPOINTING]
+    cases += [(half, {"ep": 2}), (whole, {"ep": 1, "pad_to_length": True, "pad_to_length_bucket": 64})]
+    run_ranks(_updates, WORLD, save_model(tmp_path), sigmoid, cases)
+
+
+def test_what_cannot_be_watched_is_refused(tmp_path):
+    model = FAMILIES["ernie4_5_vl_moe"].build()
+    with pytest.raises(UnsupportedModelError, match="both .*text_moe.experts and .*vision_moe.experts are in it"):
+        RouterLosses(model, find_experts(model), AUX)
+    folder = save("ernie4_5_vl_moe", tmp_path)
+    settings = EPFSDP2EngineConfig(router_metrics=True)
+    with pytest.raises(SettingError, match=r"engine.router_metrics=True.*are in it"):
+        check_training(
+            settings, 2, {"path": str(folder), "override_config": {"attn_implementation": "sdpa"}}, device="cpu"
+        )
+    with pytest.raises(SettingError, match=r"engine.router_z_loss_coef=-1.*0 or more"):
+        EPFSDP2EngineConfig(router_z_loss_coef=-1)

@@ -199,6 +199,7 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
             expert_shard_dim=config.expert_shard_dim,
             expert_plan=config.expert_plan or {},
             checkpointing=self._checkpointing(),
+            activation_offload=self.model_config.enable_activation_offload,
             compile_dense=config.compile_dense,
             head_in_root=self.model_config.use_fused_kernels,
             cpu_offload=config.offload_policy,

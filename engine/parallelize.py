@@ -48,6 +48,7 @@ class ShardingOptions:
         expert_shard_dim: dim of an expert weight that ``ep_fsdp`` cuts: 0 (whole experts), 1, or ``"auto"``.
         expert_plan: where the experts of a model of the user's own are (``find_experts``).
         checkpointing: which activations are computed again in backward (``checkpointing.py``).
+        activation_offload: keep on the host what is kept of them for that.
         compile_dense: ``torch.compile`` the parts of the layers without experts.
         head_in_root: leave the head to the root, for code that reads its weight without calling it (fused linear
             cross-entropy).
@@ -63,6 +64,7 @@ class ShardingOptions:
     expert_shard_dim: int | str = "auto"
     expert_plan: Mapping[str, int] = field(default_factory=dict)
     checkpointing: Checkpointing = "none"
+    activation_offload: bool = False
     compile_dense: bool = False
     head_in_root: bool = False
     cpu_offload: bool = False
@@ -94,7 +96,8 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
             module.forward = autocast(module.forward)  # type: ignore[method-assign]
     if options.compile_dense:
         compile_dense_parts(layers.values(), stacks)
-    checkpoint_layers(layers.values(), stacks, max(e.num_experts for e in experts), options.checkpointing)
+    most = max(e.num_experts for e in experts)
+    checkpoint_layers(layers.values(), stacks, most, options.checkpointing, options.activation_offload)
 
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if options.cpu_offload else OffloadPolicy()
     precision = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype)

@@ -30,6 +30,7 @@ from .router_losses import check_watchable
 
 __all__ = [
     "DTYPES",
+    "check_activation_offload",
     "check_attention",
     "check_checkpoint",
     "check_experts",
@@ -74,7 +75,6 @@ _UNSUPPORTED = {
     "lora_adapter_path": "null",
     "lora.rank": 0,
     "use_liger": False,
-    "enable_activation_offload": False,
     "tiled_mlp.enabled": False,
     "mtp.enable": False,
 }
@@ -145,6 +145,7 @@ def check_training(
     """
     topology = Topology.plan(world, engine.ep_size, engine.fsdp_size)
     check_model_settings(model, setting)
+    check_activation_offload(engine, model, setting)
     check_checkpoint(checkpoint or {}, _CHECKPOINTS.get(setting, "checkpoint"))
     facts = inspect_model(model, setting, engine.expert_plan, engine.fp32_modules)
     if facts is not None:
@@ -167,13 +168,38 @@ def check_model_settings(model: Any, setting: str = ACTOR_MODEL) -> None:
         SettingError: for the first of them.
     """
     for name, off in _UNSUPPORTED.items():
-        value: Any = model
-        for part in name.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
+        value = _setting(model, name)
         if value:
             raise SettingError(
                 f"{setting}.{name}", value, "is not supported by this engine.", f"{setting}.{name}={off}"
             )
+
+
+def check_activation_offload(engine: Any, model: Any, setting: str = ACTOR_MODEL) -> None:
+    """What is offloaded is what whole layers are computed again from.
+
+    Raises:
+        SettingError: layers are not computed again whole.
+    """
+    if not _setting(model, "enable_activation_offload"):
+        return
+    checkpointing = engine.activation_checkpointing
+    if checkpointing == "full" or (checkpointing == "auto" and _setting(model, "enable_gradient_checkpointing")):
+        return
+    raise SettingError(
+        f"{setting}.enable_activation_offload",
+        True,
+        "offloads what goes into layers that are computed again in backward, and nothing else is kept of those.",
+        f"engine.activation_checkpointing=full, or {setting}.enable_activation_offload=False",
+    )
+
+
+def _setting(model: Any, name: str) -> Any:
+    """A setting of verl's model node by its dotted name; None if it has no such."""
+    value = model
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
+    return value
 
 
 def check_checkpoint(checkpoint: Mapping[str, Any], setting: str) -> None:

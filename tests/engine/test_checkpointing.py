@@ -6,6 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from epfsdp2.engine import checkpointing
@@ -59,7 +60,7 @@ def test_a_recomputed_router_chooses_the_experts_of_the_forward(tmp_path):
 
 
 def _routing_changes_without(folder):
-    def plain(module, forward, num_experts, *args, **kwargs):
+    def plain(module, forward, num_experts, inputs_on_host, *args, **kwargs):
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     with patch.object(checkpointing, "_recomputed", plain):
@@ -95,6 +96,32 @@ def _selective_keeps_the_experts(folder):
 
 def test_selective_recomputes_attention_and_keeps_the_experts(tmp_path):
     run_ranks(_selective_keeps_the_experts, WORLD, save_qwen3_moe(tmp_path))
+
+
+def _inputs_on_host(folder):
+    """What the layers are handed is gone from the device once they have run, and the gradients are the same."""
+    ids, gradients = _batch(dist.get_rank()), []
+    for offload in (False, True):
+        model, _ = sharded_model(folder, WORLD, 2, checkpointing="full", activation_offload=offload)
+        model.train()
+        inputs = []
+
+        def keep(module, args, kwargs, inputs=inputs):
+            hidden = args[0] if args else kwargs["hidden_states"]
+            inputs.append(StorageWeakRef(hidden.untyped_storage()))
+
+        hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in model.model.layers]
+        loss = token_loss(model, ids)
+        assert [storage.expired() for storage in inputs] == [offload] * len(model.model.layers)
+        for hook in hooks:
+            hook.remove()
+        loss.backward()
+        gradients.append([p.grad.full_tensor() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_offloaded_inputs_leave_the_device_and_change_nothing(tmp_path):
+    run_ranks(_inputs_on_host, WORLD, save_qwen3_moe(tmp_path))
 
 
 @pytest.mark.parametrize("experts", [8, 40000])

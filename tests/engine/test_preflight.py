@@ -63,8 +63,9 @@ def engine(**settings):
     defaults = {"ep_size": 1, "fsdp_size": -1, "model_dtype": "fp32", "expert_shard_dim": "auto"}
     defaults |= {"dtype": "bf16", "mixed_precision": None, "rollout_sync": "auto", "sync_megabytes": 2048}
     replay = SimpleNamespace(mode=settings.pop("replay", "disabled"))
-    routers = {"router_aux_loss_coef": 0.0, "router_z_loss_coef": 0.0, "router_metrics": False}
-    given = routers | defaults | settings
+    others = {"router_aux_loss_coef": 0.0, "router_z_loss_coef": 0.0, "router_metrics": False}
+    others["activation_checkpointing"] = "auto"
+    given = others | defaults | settings
     return SimpleNamespace(expert_plan={}, fp32_modules=(), router_replay=replay, **given)
 
 
@@ -230,7 +231,6 @@ def test_flash_attention_2_on_a_gpu_needs_flash_attn(model, flash_attn, wanted):
         ("lora_adapter_path", "/adapter", {"lora_adapter_path": "/adapter"}),
         ("lora.rank", 4, {"lora": {"rank": 4}}),
         ("use_liger", True, {"use_liger": True}),
-        ("enable_activation_offload", True, {"enable_activation_offload": True}),
         ("tiled_mlp.enabled", True, {"tiled_mlp": {"enabled": True, "num_shards": 4}}),
         ("mtp.enable", True, {"mtp": {"enable": True}}),
     ],
@@ -245,6 +245,20 @@ def test_what_the_engine_does_not_do_is_refused(model, setting, name, value, set
         check_training(engine(), 2, model | settings, device="cpu", setting=setting)
     with pytest.raises(SettingError, match="is not supported by this engine"):
         check_training(engine(), 2, {"path": "some-org/not-here"} | settings, device="cpu", setting=setting)
+
+
+@pytest.mark.parametrize("setting", [MODEL, "critic.model", "model"])
+def test_activations_are_offloaded_where_layers_are_computed_again(model, setting):
+    for checkpointing, recomputed in (("none", True), ("selective", True), ("auto", False)):
+        asked = model | {"enable_activation_offload": True, "enable_gradient_checkpointing": recomputed}
+        with pytest.raises(SettingError) as caught:
+            check_training(engine(activation_checkpointing=checkpointing), 2, asked, device="cpu", setting=setting)
+        assert "activation_checkpointing=full" in paragraph(caught.value, f"{setting}.enable_activation_offload", True)
+        asked["enable_activation_offload"] = False
+        check_training(engine(activation_checkpointing=checkpointing), 2, asked, device="cpu", setting=setting)
+    for checkpointing, recomputed in (("full", False), ("auto", True)):
+        asked = model | {"enable_activation_offload": True, "enable_gradient_checkpointing": recomputed}
+        check_training(engine(activation_checkpointing=checkpointing), 2, asked, device="cpu", setting=setting)
 
 
 def test_verls_own_model_settings_ask_for_nothing_else():

@@ -232,10 +232,8 @@ def _expected(plain, loss, batch_of, with_entropy, distillation, by_micro_batch)
 def _spied(worker):
     """The gradients that the next step takes; parameters stay as they are."""
     seen = {}
-    module = worker.engine.module
-    worker.engine.optimizer.step = lambda *a: seen.update(
-        {n: p.grad.full_tensor() for n, p in module.named_parameters()}
-    )
+    named = dict(worker.engine.module.named_parameters())
+    worker.engine.optimizer.step = lambda *_: seen.update({n: p.grad.full_tensor() for n, p in named.items()})
     return seen
 
 
@@ -285,3 +283,12 @@ def _update_by_every_algorithm(folder, configs):
 def test_an_update_by_every_algorithm_equals_the_plain_model(tmp_path):
     configs = {name: _composed(overrides) for name, overrides in ALGORITHMS.items()}
     run_ranks(_update_by_every_algorithm, WORLD, save_qwen3_moe(tmp_path), configs, timeout=400)
+
+
+def test_no_policy_loss_of_verl_is_left_out():
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+    from verl.workers.config import PolicyLossConfig
+
+    said = " ".join(setting for settings in ALGORITHMS.values() for setting in settings).split()
+    chosen = {setting.partition("=")[2] for setting in said if setting.startswith(f"{LOSS}.loss_mode=")}
+    assert chosen | {PolicyLossConfig().loss_mode} == set(POLICY_LOSS_REGISTRY)

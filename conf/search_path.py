@@ -30,6 +30,7 @@ _RESOLVER = "epfsdp2.model_engine"
 _AFTER_ROLLOUT = "after_rollout"
 _HERE = os.path.dirname(os.path.realpath(__file__))
 _VERL_MODULE = "verl.trainer.config"
+_OTHER_TRAINERS = "verl.experimental."
 
 
 def install() -> None:
@@ -40,13 +41,22 @@ def install() -> None:
 
 
 class EPFSDP2SearchPath(SearchPathPlugin):
-    """Appends this folder, and has verl's folder served by ``EPFSDP2ConfigSource``."""
+    """Appends this folder, and has verl's folder served by ``EPFSDP2ConfigSource``.
+
+    verl's one-step-off and fully-async trainers have primary configs elsewhere, made of a ``ppo_trainer`` that they
+    look for in a checkout (``file://verl/trainer/config``). For them verl's folder is appended: it is found first, and
+    without a checkout.
+    """
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         verl_folder = _verl_config_folder()
-        for element in search_path.get_path():
-            if element.provider == "main" and element.path is not None and _is_verl(element.path, verl_folder):
+        for element in list(search_path.get_path()):
+            if element.provider != "main" or element.path is None:
+                continue
+            if _is_verl(element.path, verl_folder):
                 element.path = f"{_SCHEME}://{verl_folder}"
+            elif _is_other_trainer(element.path, verl_folder):
+                search_path.append("epfsdp2", f"{_SCHEME}://{verl_folder}")
         search_path.append("epfsdp2", f"{_SCHEME}://{_HERE}")
 
 
@@ -129,3 +139,13 @@ def _is_verl(path: str, verl_folder: str) -> bool:
     if separator and scheme == "pkg":
         return bool(verl_folder) and rest.replace("/", ".") == _VERL_MODULE
     return bool(verl_folder) and (not separator or scheme == "file") and os.path.realpath(rest or path) == verl_folder
+
+
+def _is_other_trainer(path: str, verl_folder: str) -> bool:
+    """Whether a search path element has the primary config of one of verl's trainers outside ``verl.trainer``."""
+    scheme, separator, rest = path.partition("://")
+    if separator and scheme == "pkg":
+        return rest.replace("/", ".").startswith(_OTHER_TRAINERS)
+    others = os.path.join(os.path.dirname(os.path.dirname(verl_folder)), *_OTHER_TRAINERS.split(".")[1:])
+    here = os.path.realpath(rest or path)
+    return bool(verl_folder) and (not separator or scheme == "file") and here.startswith(others)

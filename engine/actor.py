@@ -27,7 +27,7 @@ from verl.workers.engine.fsdp.transformer_impl import EngineEvalModeCtx, EngineT
 from ..rollout import server_adapter
 from ..rollout.shard_export import ExpertsSpec, ShardExport, experts_entry
 from ..rollout.streams import RolloutSync, SyncSettings
-from . import checkpoint, separation_shim
+from . import checkpoint, distillation_shim, separation_shim
 from .agreement import alike, check_agreement, model_facts
 from .background import Background
 from .checkpoint_files import local_checkpoint, open_checkpoint
@@ -40,7 +40,7 @@ from .mesh import Topology, build_meshes
 from .modeling import build_on_meta, check_initialized, check_not_quantised, materialize
 from .optimizer import optimizer_from_config
 from .parallelize import ShardingOptions, compute_dtypes, layer_names, parallelize, reshard_all
-from .preflight import check_training
+from .preflight import check_replay, check_training
 from .replay import ReplayError, RouterReplay
 from .router_losses import RouterLosses
 from .scheduler import build_multi_lr_scheduler
@@ -96,6 +96,7 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         if not engine_config.forward_only:
             server_adapter.install(engine_config.sync_timeout_seconds)
             separation_shim.install()
+            distillation_shim.install()
 
     # -- building -----------------------------------------------------------------------------------------------
 
@@ -388,6 +389,7 @@ class EPFSDP2EngineWithLMHead(EPFSDP2Engine):
         module: Any = super()._build_module()
         config = self.engine_config
         if config.router_replay.mode != "disabled" and not config.forward_only:  # the reference routes for itself
+            check_replay(config, self.model_config, None)  # not every trainer of verl has its settings checked
             experts = find_experts(module, config.expert_plan)
             self._replay = RouterReplay(module, experts, module.config.get_text_config().num_hidden_layers)
         return module

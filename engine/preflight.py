@@ -33,7 +33,9 @@ __all__ = [
     "check_activation_offload",
     "check_attention",
     "check_checkpoint",
+    "check_distillation",
     "check_experts",
+    "check_fused_kernels",
     "check_model_settings",
     "check_replay",
     "check_rollout",
@@ -65,6 +67,9 @@ _ROUTES = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 _BYPASS = "algorithm.rollout_correction.bypass_mode"
 # Families that choose experts in another way than all others.
 _NOT_BY_TOPK = {"phimoe": "its routers choose by a maximum, and another one over what is left."}
+# What a config may ask to be done with a head's logits.
+_AFTER_THE_HEAD = ("logit_scale", "logits_scaling", "final_logit_softcapping")
+_TOP_K_DISTILLATION = ("forward_kl_topk",)
 _SHM = Path("/dev/shm")
 # Left free in /dev/shm besides the buckets: verl's and gloo's own segments are small.
 _SHM_MARGIN = 64 << 20
@@ -112,6 +117,7 @@ def check_run(
     check_routes(engine, rollout)
     facts = check_training(engine, n_gpus, model, checkpoint=checkpoint, optim=optim, device=device)
     check_replay(engine, model, facts)
+    check_distillation(engine, model, rollout)
     colocated = (rollout.get("backend") or "naive") == "naive"
     if rollout.get("name"):
         check_stream(engine, n_gpus, rollout, facts, colocated=colocated)
@@ -152,6 +158,7 @@ def check_training(
         check_experts(topology, facts, engine.expert_shard_dim)
         check_routers(engine, facts)
     check_attention(model, facts, device=device, setting=setting)
+    check_fused_kernels(model, facts, device=device, setting=setting)
     if optim is not None:
         check_optimizer(optim, _OPTIMIZERS.get(setting, "optim"))
     return facts
@@ -302,6 +309,53 @@ def check_attention(
             f"eager attention does not keep packed sequences apart, and {setting}.use_remove_padding=True packs them."
         )
         raise SettingError(name, wanted, rule, works)
+
+
+def check_fused_kernels(
+    model: Mapping[str, Any], facts: ModelFacts | None, *, device: str = "cuda", setting: str = ACTOR_MODEL
+) -> None:
+    """verl's fused linear cross-entropy multiplies by the head's weight, and does nothing else that a head may do.
+
+    Args:
+        facts: None for a model that is not on this machine: what does not depend on it is checked.
+
+    Raises:
+        SettingError: where log-probs would silently be others, and where there are none.
+    """
+    if not model.get("use_fused_kernels", False):
+        return
+    name, rule = f"{setting}.use_fused_kernels", ""
+    options = f"{setting}.fused_kernel_options.impl_backend"
+    if device == "cpu" and (model.get("fused_kernel_options") or {}).get("impl_backend") == "triton":
+        raise SettingError(options, "triton", "Triton's kernels need an accelerator; here is none.", f"{options}=torch")
+    if setting == "critic.model":
+        rule = "they compute log-probs, and a critic has none."
+    elif facts is not None:
+        config = facts.model.config.get_text_config()
+        head = facts.model.get_output_embeddings()
+        besides = [f"its {key}" for key in _AFTER_THE_HEAD if getattr(config, key, None) not in (None, 0, 1)]
+        besides += ["the head's bias"] if getattr(head, "bias", None) is not None else []
+        if besides:
+            rule = f"they compute log-probs by the head's weight alone; besides, {facts.name} has {', '.join(besides)}."
+    if rule:
+        raise SettingError(name, True, rule, f"{name}=False")
+
+
+def check_distillation(engine: Any, model: Mapping[str, Any], rollout: Mapping[str, Any]) -> None:
+    """verl's top-k distillation reads whole logits, one for each token of the batch.
+
+    Raises:
+        SettingError: for the setting that leaves it without them.
+    """
+    if not rollout.get("distillation") or rollout.get("distillation_loss") not in _TOP_K_DISTILLATION:
+        return
+    loss = f"distillation.distillation_loss.loss_mode={rollout.get('distillation_loss')}"
+    if model.get("use_fused_kernels", False):
+        name = f"{ACTOR_MODEL}.use_fused_kernels"
+        raise SettingError(name, True, f"{loss} needs the logits, which fused kernels never hold.", f"{name}=False")
+    if engine.pad_to_length:
+        rule = f"{loss} has a teacher's log-probs for each token, and none for what rounds a micro-batch up."
+        raise SettingError("engine.pad_to_length", True, rule, "engine.pad_to_length=False")
 
 
 def check_replay(engine: Any, model: Mapping[str, Any], facts: ModelFacts | None) -> None:

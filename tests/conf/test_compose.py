@@ -41,17 +41,30 @@ STOCK = [
     *[("sft_trainer_engine", [f"engine={name}", f"optim={name}"]) for name in SFT_ENGINES],
 ]
 
+# verl's other trainers: where their primary configs are, and what these look for in a checkout.
+OTHER_TRAINERS = [
+    (os.path.join(os.path.dirname(verl.__file__), "experimental", policy, "config"), name)
+    for policy, name in (
+        ("one_step_off_policy", "one_step_off_ppo_trainer"),
+        ("fully_async_policy", "fully_async_ppo_trainer"),
+    )
+]
+IN_THE_PACKAGE = "hydra.searchpath=[pkg://verl.trainer.config]"
+
 COMPOSE = """
 import json, sys
 import verl
 from hydra import compose, initialize_config_dir, initialize_config_module
 from omegaconf import OmegaConf
-folder, cases, here = json.load(sys.stdin)
+folder, cases, here, others, path = json.load(sys.stdin)
 result = []
 for initialize, where in ((initialize_config_dir, folder), (initialize_config_module, here)):
     with initialize(where, version_base=None):
         for name, overrides in cases:
             result.append(OmegaConf.to_yaml(compose(name, overrides), resolve=False))
+for folder, name in others:
+    with initialize_config_dir(folder, version_base=None):
+        result.append(OmegaConf.to_yaml(compose(name, [path]), resolve=False))
 print("COMPOSED" + json.dumps([result, "epfsdp2.conf.search_path" in sys.modules]))
 """
 
@@ -73,7 +86,7 @@ def raw(node):
 def compose_in_process(plugins):
     done = subprocess.run(
         [sys.executable, "-c", COMPOSE],
-        input=json.dumps([VERL_CONFIG, STOCK, "verl.trainer.config"]),
+        input=json.dumps([VERL_CONFIG, STOCK, "verl.trainer.config", OTHER_TRAINERS, IN_THE_PACKAGE]),
         env={**os.environ, "VERL_USE_EXTERNAL_PLUGINS": plugins},
         capture_output=True,
         text=True,
@@ -87,7 +100,8 @@ def test_stock_choices_compose_to_what_they_were():
     with_us, loaded = compose_in_process("auto")
     without_us, absent = compose_in_process("none")
     assert loaded and not absent
-    for (name, overrides), ours, theirs in zip(STOCK * 2, with_us, without_us, strict=True):
+    others = [(name, IN_THE_PACKAGE) for _, name in OTHER_TRAINERS]
+    for (name, overrides), ours, theirs in zip([*STOCK * 2, *others], with_us, without_us, strict=True):
         assert ours == theirs, (name, overrides)
         assert "epfsdp2" not in ours
     # They are different choices indeed, not one config eleven times.
@@ -159,6 +173,18 @@ def test_sft_trainer(module):
     for key in stock:
         if key != "engine":
             assert raw(stock[key]) == raw(config[key]), key
+
+
+@pytest.mark.parametrize("path", [[], [IN_THE_PACKAGE]], ids=["as it is", "pkg"])
+@pytest.mark.parametrize(("folder", "name"), OTHER_TRAINERS, ids=[name for _, name in OTHER_TRAINERS])
+@pytest.mark.filterwarnings("ignore:provider=hydra.searchpath")  # verl's own entry, where there is no checkout
+def test_other_trainers_take_the_engine(folder, name, path):
+    with initialize_config_dir(folder, version_base=None):
+        config = compose(name, ["engine=epfsdp2", "engine.ep_size=2", *path, *SIZES])
+    assert config.actor_rollout_ref.actor.strategy == "epfsdp2" and config.critic.engine.ep_size == 2
+    road = config.actor_rollout_ref.rollout.checkpoint_engine
+    assert road.custom_backend_module == "epfsdp2.rollout.checkpoint_backend"
+    assert OmegaConf.select(config, f"{VLLM}.worker_extension_cls") == EXTENSION
 
 
 def test_grad_clip_means_something():

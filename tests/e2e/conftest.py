@@ -19,12 +19,17 @@ EXTENSION = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls"
 
 
 class Run:
-    """One quickstart process and everything that ever descended from it."""
+    """One quickstart process and everything that ever descended from it.
 
-    def __init__(self, output: Path, *options: str):
+    Args:
+        trainer: the module of the trainer that it runs; verl's ``main_ppo`` where there is none.
+    """
+
+    def __init__(self, output: Path, *options: str, trainer: str | None = None):
         self.output = output
         self.log = output.with_suffix(".out")
-        words = [sys.executable, "-m", "epfsdp2.recipes.quickstart", "--output", str(output), *options]
+        program = ["epfsdp2.recipes.quickstart"] if trainer is None else ["other_trainer", trainer]
+        words = [sys.executable, "-m", *program, "--output", str(output), *options]
         env = os.environ | {"PYTHONPATH": os.pathsep.join([str(HOOKS), os.environ.get("PYTHONPATH", "")]).rstrip(":")}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(words, env=env, stdout=log, stderr=subprocess.STDOUT)
@@ -70,8 +75,8 @@ def overrides(*settings: str) -> list[str]:
 
 
 @contextmanager
-def running(*arguments):
-    run = Run(*arguments)
+def running(*arguments, **keywords):
+    run = Run(*arguments, **keywords)
     try:
         yield run
     finally:

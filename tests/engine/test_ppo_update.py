@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.models import reference_model, save_qwen3_moe
-from tests.support.ppo import SAMPLES, ppo_batch, ppo_samples, ppo_worker
+from tests.support.ppo import PADDED, SAMPLES, ppo_batch, ppo_samples, ppo_worker, reference_update
 from tests.support.ranks import run_ranks
 
 WORLD = 4
@@ -16,30 +16,12 @@ PER_RANK = SAMPLES // WORLD
 RELATIVE = 1e-5
 
 
-def _reference_update(model, samples):
-    """verl's formula on one sample at a time: clipped ratio, mean over all response tokens, entropy bonus."""
-    tokens = sum(len(old) for _, _, old, _ in samples)
-    losses = []
-    for ids, prompt, old, advantage in samples:
-        logits = model(input_ids=ids[None], use_cache=False).logits[0, prompt - 1 : -1] / 0.7
-        log_probs = logits.log_softmax(-1)
-        entropy = -(log_probs.exp() * log_probs).sum(-1)
-        log_prob = log_probs.gather(-1, ids[prompt:, None])[:, 0]
-        ratio = (log_prob - old).clamp(-20, 20).exp()
-        clipped = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
-        dual = torch.minimum(-advantage * 3.0, clipped)
-        losses.append((torch.where(advantage < 0, dual, clipped) - 0.01 * entropy).sum())
-    loss = torch.stack(losses).sum() / tokens
-    loss.backward()
-    return loss.item()
-
-
 def _ppo_update(folder, cases):
     from verl.utils import tensordict_utils as tu
 
     rank, samples = dist.get_rank(), ppo_samples()
     reference = reference_model(folder)
-    loss = _reference_update(reference, samples)
+    loss = reference_update(reference, samples)
     wanted = {n: p.grad for n, p in reference.named_parameters()}
     wanted_norm = torch.stack([g.square().sum() for g in wanted.values()]).sum().sqrt().item()
     mine = samples[rank * PER_RANK : (rank + 1) * PER_RANK]
@@ -87,14 +69,43 @@ def test_gradients_and_norm_equal_the_plain_model(tmp_path):
         {"ep": 2, "pad_to_length": True, "pad_to_length_bucket": 32},
         {"ep": 2, "entropy_from_logits_with_chunking": True, "entropy_from_logits_chunk_size": 8},
         {"ep": 2, "entropy_checkpointing": True, "reshard_after_forward": False},
+        {"ep": 4, "entropy_checkpointing": True, "entropy_from_logits_with_chunking": True},
+        {"ep": 2, "model": PADDED},
+        {"ep": 4, "model": PADDED, "dynamic": True, "entropy_checkpointing": True},
     ]
     run_ranks(_ppo_update, WORLD, save_qwen3_moe(tmp_path), cases, timeout=500)
 
 
-def _reference_policy(folder):
+def _uneven(folder):
+    """One rank has the short sequences and one the long; the plain model has them all."""
     from verl.utils import tensordict_utils as tu
 
-    worker = ppo_worker(folder, 2, forward_only=True)
+    samples = sorted(ppo_samples(), key=lambda sample: len(sample[0]))
+    mine = samples[8 * dist.get_rank() :][:8]
+    tokens = [sum(len(ids) for ids, *_ in part) for part in (samples[:8], samples[8:])]
+    assert -(-tokens[0] // 40) < -(-tokens[1] // 40)  # what each rank would need by itself
+    reference = reference_model(folder)
+    reference_update(reference, samples)
+    norm = torch.stack([p.grad.square().sum() for p in reference.parameters()]).sum().sqrt().item()
+    for model in (None, PADDED):
+        worker = ppo_worker(folder, 2, dynamic=True, model=model)
+        passes = []
+        worker.engine.module.register_forward_hook(lambda *_, passes=passes: passes.append(1))
+        metrics = tu.get(worker.train_batch(ppo_batch(mine)), "metrics")
+        everywhere = [None, None]
+        dist.all_gather_object(everywhere, len(passes))
+        assert everywhere[0] == everywhere[1] >= -(-tokens[1] // 40)
+        assert abs(metrics["grad_norm"] / norm - 1) < RELATIVE
+
+
+def test_ranks_with_less_to_do_take_as_many_micro_batches(tmp_path):
+    run_ranks(_uneven, 2, save_qwen3_moe(tmp_path))
+
+
+def _reference_policy(folder, model):
+    from verl.utils import tensordict_utils as tu
+
+    worker = ppo_worker(folder, 2, forward_only=True, model=model)
     assert worker.engine.optimizer is None
     reference, mine = reference_model(folder), ppo_samples()[2 * dist.get_rank() :][:2]
     infer = ppo_batch(mine)
@@ -111,8 +122,9 @@ def _reference_policy(folder):
         worker.train_batch(ppo_batch(mine))
 
 
-def test_reference_policy_is_forward_only(tmp_path):
-    run_ranks(_reference_policy, 2, save_qwen3_moe(tmp_path))
+@pytest.mark.parametrize("model", [{}, PADDED], ids=["packed", "padded"])
+def test_reference_policy_is_forward_only(tmp_path, model):
+    run_ranks(_reference_policy, 2, save_qwen3_moe(tmp_path), model)
 
 
 def _weights_after_evaluation(folder):

@@ -328,6 +328,24 @@ def test_what_cannot_be_replayed(tmp_path, model):
     refused(one, REPLAY, "R2", "a token takes one expert")
 
 
+def test_top_k_distillation_needs_logits_of_the_batch_s_tokens(model):
+    def run(engine, model, loss="forward_kl_topk", enabled=True):
+        rollout = {"name": None, "distillation": enabled, "distillation_loss": loss}
+        check_run(engine, 2, model, rollout, device="cpu")
+
+    fused, plain, padded = model | {"use_fused_kernels": True}, engine(pad_to_length=False), engine(pad_to_length=True)
+    run(plain, model)
+    run(padded, fused, enabled=False)
+    run(padded, fused, loss="k3")
+    for settings, setting in (
+        ((plain, fused), f"{MODEL}.use_fused_kernels"),
+        ((padded, model), "engine.pad_to_length"),
+    ):
+        with pytest.raises(SettingError) as caught:
+            run(*settings)
+        assert "distillation_loss.loss_mode=forward_kl_topk" in paragraph(caught.value, setting, True)
+
+
 def test_the_rollout_is_vllm_behind_any_backend(model):
     road = {"name": "vllm", "update_weights_bucket_megabytes": 1024}
     for backend in ("naive", "nccl", "epfsdp2_p2p", "delta_sharded", None):

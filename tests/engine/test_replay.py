@@ -8,12 +8,13 @@ import torch.distributed as dist
 from torch import nn
 
 from epfsdp2.engine.checkpointing import CHECKPOINTING
+from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.experts.find import UnsupportedModelError, find_experts
 from epfsdp2.engine.replay import ReplayError, RouterReplay
 from tests.parity.families import FAMILIES
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, reference_model, save_qwen3_moe, token_loss
-from tests.support.ppo import ppo_batch, ppo_samples, ppo_worker
+from tests.support.ppo import PADDED, ppo_batch, ppo_samples, ppo_worker
 from tests.support.ranks import run_ranks
 
 # Two experts modules in a layer; no topk.
@@ -199,6 +200,8 @@ def _two(folder):
     worker = ppo_worker(folder, 2, router_replay=EngineRouterReplayConfig(mode="R3"))
     with pytest.raises(ReplayError, match=r"router_replay.mode=R3: the rollout has left no routed_experts"):
         worker.train_batch(ppo_batch(mine))
+    with pytest.raises(SettingError, match=r"use_remove_padding=False: .*along a packed row"):
+        ppo_worker(folder, 2, model=PADDED, router_replay=EngineRouterReplayConfig(mode="R3"))
 
 
 def test_a_ppo_update_takes_the_recorded_routes(tmp_path):

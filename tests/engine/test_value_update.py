@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from tests.support.models import save_glm4_moe, save_qwen3_moe
-from tests.support.ppo import RESPONSE, ppo_batch, ppo_samples
+from tests.support.ppo import PADDED, RESPONSE, ppo_batch, ppo_samples
 from tests.support.ranks import run_ranks
 from tests.support.verl_worker import training_worker
 
@@ -15,7 +15,7 @@ WORLD, PER_RANK = 2, 4
 RELATIVE = 1e-5
 
 
-def _worker(folder, ep):
+def _worker(folder, ep, **model):
     from functools import partial
 
     from verl.workers.utils.losses import value_loss
@@ -30,7 +30,7 @@ def _worker(folder, ep):
         infer_micro_batch_size_per_gpu=2,
     )
     critic = EPFSDP2CriticConfig(engine=engine, ppo_micro_batch_size_per_gpu=2)
-    return training_worker(folder, "value_model", engine, partial(value_loss, config=critic))
+    return training_worker(folder, "value_model", engine, partial(value_loss, config=critic), **model)
 
 
 def _plain_model(folder, own_class, head):
@@ -58,9 +58,9 @@ def test_a_trained_head_is_read_also_where_transformers_has_no_class_for_it(tmp_
     run_ranks(_keeps_its_head, WORLD, folder)
 
 
-def _value_update(folder, own_class):
+def _value_update(folder, own_class, model):
     rank, samples = dist.get_rank(), ppo_samples(WORLD * PER_RANK)
-    worker = _worker(folder, 2)
+    worker = _worker(folder, 2, **model)
     seen = {}
     step = worker.engine.optimizer.step
 
@@ -91,23 +91,27 @@ def _value_update(folder, own_class):
 
     worker.train_batch(batch(samples[rank * PER_RANK : (rank + 1) * PER_RANK]))
 
-    model = _plain_model(folder, own_class, head)
+    plain = _plain_model(folder, own_class, head)
     tokens = sum(len(old) for _, _, old, _ in samples)
     losses = []
     for ids, prompt, old, advantage in samples:
-        values = model(input_ids=ids[None], use_cache=False).logits[0, prompt - 1 : -1, 0]
+        values = plain(input_ids=ids[None], use_cache=False).logits[0, prompt - 1 : -1, 0]
         clipped = torch.minimum(torch.maximum(values, old * 0.1 - 0.5), old * 0.1 + 0.5)
         losses.append(0.5 * torch.maximum((values - advantage) ** 2, (clipped - advantage) ** 2).sum())
     (torch.stack(losses).sum() / tokens).backward()
-    wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     assert wanted.keys() == seen.keys()
     for name, want in wanted.items():
         error = ((seen[name] - want).norm() / want.norm().clamp_min(1e-12)).item()
         assert error < RELATIVE, (name, error)
 
 
-@pytest.mark.parametrize("own_class", [True, False])
-def test_gradients_equal_the_plain_model(tmp_path, own_class):
+@pytest.mark.parametrize(
+    ("own_class", "model"),
+    [(True, {}), (True, PADDED), (False, {})],
+    ids=["own class", "own class, padded", "other head"],
+)
+def test_gradients_equal_the_plain_model(tmp_path, own_class, model):
     """Qwen3-MoE has a token-classification class in transformers, GLM-4-MoE has none."""
     folder = save_qwen3_moe(tmp_path) if own_class else save_glm4_moe(tmp_path)
-    run_ranks(_value_update, WORLD, folder, own_class)
+    run_ranks(_value_update, WORLD, folder, own_class, model)

@@ -1,18 +1,20 @@
 """PPO updates through verl's own TrainingWorker: samples, the batch that verl makes of them, an actor."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from .models import VOCAB
 from .verl_worker import training_worker
 
-__all__ = ["PROMPT", "RESPONSE", "SAMPLES", "ppo_batch", "ppo_samples", "ppo_worker"]
+__all__ = ["PADDED", "PROMPT", "RESPONSE", "SAMPLES", "ppo_batch", "ppo_samples", "ppo_worker", "reference_update"]
 
 SAMPLES, PROMPT, RESPONSE = 16, 5, 9
+PADDED = {"use_remove_padding": False}
 
 Sample = tuple[torch.Tensor, int, torch.Tensor, torch.Tensor]
 
@@ -67,9 +69,15 @@ def ppo_batch(samples: Sequence[Sample], of_all_ranks: int = SAMPLES, prompt: in
 
 
 def ppo_worker(
-    folder: Path, ep: int, fsdp_size: int = -1, dynamic: bool = False, micro_batch: int = 2, **settings: Any
+    folder: Path,
+    ep: int,
+    fsdp_size: int = -1,
+    dynamic: bool = False,
+    micro_batch: int = 2,
+    model: Mapping[str, Any] | None = None,
+    **settings: Any,
 ) -> Any:
-    """An actor in float32; ``settings`` are the engine's."""
+    """An actor in float32; ``model`` are verl's settings of the model, ``settings`` the engine's."""
     from verl.workers.utils.losses import ppo_loss
 
     from epfsdp2.engine.config import EPFSDP2ActorConfig, EPFSDP2EngineConfig
@@ -88,4 +96,25 @@ def ppo_worker(
     actor = EPFSDP2ActorConfig(
         engine=engine, rollout_n=1, ppo_micro_batch_size_per_gpu=micro_batch, entropy_coeff=0.01, clip_ratio_c=3.0
     )
-    return training_worker(folder, "language_model", engine, partial(ppo_loss, config=actor))
+    return training_worker(folder, "language_model", engine, partial(ppo_loss, config=actor), **(model or {}))
+
+
+def reference_update(model: nn.Module, samples: Sequence[Sample]) -> float:
+    """verl's formula on one sample at a time: clipped ratio, mean over all response tokens, entropy bonus.
+
+    The gradients are left in the parameters.
+    """
+    tokens = sum(len(old) for _, _, old, _ in samples)
+    losses = []
+    for ids, prompt, old, advantage in samples:
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, prompt - 1 : -1] / 0.7
+        log_probs = logits.log_softmax(-1)
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+        log_prob = log_probs.gather(-1, ids[prompt:, None])[:, 0]
+        ratio = (log_prob - old).clamp(-20, 20).exp()
+        clipped = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
+        dual = torch.minimum(-advantage * 3.0, clipped)
+        losses.append((torch.where(advantage < 0, dual, clipped) - 0.01 * entropy).sum())
+    loss = torch.stack(losses).sum() / tokens
+    loss.backward()
+    return loss.item()

@@ -7,7 +7,12 @@ __all__ = ["training_worker"]
 
 
 def training_worker(
-    folder: Path, model_type: str, engine: Any, loss: Any, saved: tuple[str, ...] = ("model", "optimizer", "extra")
+    folder: Path,
+    model_type: str,
+    engine: Any,
+    loss: Any,
+    saved: tuple[str, ...] = ("model", "optimizer", "extra"),
+    **model: Any,
 ) -> Any:
     """A worker with its model built and its loss set.
 
@@ -16,16 +21,17 @@ def training_worker(
         engine: ``EPFSDP2EngineConfig``.
         loss: what verl's ``set_loss_fn`` takes.
         saved: contents of its checkpoints.
+        model: verl's settings of the model.
     """
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
 
-    model = HFModelConfig(path=str(folder), load_tokenizer=False, override_config={"attn_implementation": "sdpa"})
+    sdpa = {"attn_implementation": "sdpa"}
     worker = TrainingWorker(
         TrainingWorkerConfig(
             model_type=model_type,
-            model_config=model,
+            model_config=HFModelConfig(path=str(folder), load_tokenizer=False, override_config=sdpa, **model),
             engine_config=engine,
             optimizer_config=FSDPOptimizerConfig(lr=1e-3, clip_grad=1e9, total_training_steps=10),
             checkpoint_config=CheckpointConfig(save_contents=list(saved), load_contents=list(saved)),

@@ -1,0 +1,90 @@
+"""verl's fused linear cross-entropy (``model.use_fused_kernels``): what the plain model computes, or a no."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.preflight import check_fused_kernels
+from tests.parity.families import FAMILIES
+from tests.support.models import reference_model, save_qwen3_moe
+from tests.support.ppo import PADDED, ppo_batch, ppo_samples, ppo_worker, reference_update
+from tests.support.ranks import run_ranks
+
+FUSED = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}
+# verl has forwards of its own for models with images.
+TEXT = [name for name, family in FAMILIES.items() if family.model.endswith("ForCausalLM")]
+
+
+@pytest.mark.parametrize("name", TEXT)
+@torch.no_grad()
+def test_every_family_is_exact_or_refused(name, monkeypatch):
+    from verl.models.transformers.monkey_patch import patch_forward_with_backends
+
+    torch.manual_seed(0)
+    model = FAMILIES[name].build().eval()
+    for param in model.parameters():
+        param.normal_(std=0.1) if param.dim() > 1 else param.uniform_(0.5, 1.5)
+    model.set_experts_implementation("eager")
+    ids = torch.randint(3, 60, (2, 7))
+    labels = ids.roll(-1, dims=-1)
+    wanted = (model(input_ids=ids, use_cache=False).logits / 0.7).log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+
+    monkeypatch.setattr(type(model), "forward", type(model).forward)  # so that it comes back
+    patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend="torch")
+    found = model(input_ids=ids, use_cache=False, temperature=0.7, shift_labels=labels, return_dict=True).log_probs
+    exact = torch.allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    try:
+        check_fused_kernels(FUSED, SimpleNamespace(model=model, name=type(model).__name__))
+    except SettingError as error:
+        assert not exact
+        assert "by the head's weight alone" in str(error)
+    else:
+        assert exact
+
+
+def test_a_critic_has_no_log_probs_and_triton_needs_an_accelerator():
+    with pytest.raises(SettingError, match="critic.model.use_fused_kernels=True: .* a critic has none"):
+        check_fused_kernels(FUSED, None, setting="critic.model")
+    triton = FUSED | {"fused_kernel_options": {"impl_backend": "triton"}}
+    check_fused_kernels(triton, None, device="cuda")
+    with pytest.raises(SettingError, match="impl_backend=triton: .*impl_backend=torch"):
+        check_fused_kernels(triton, None, device="cpu")
+
+
+def _update(folder):
+    from verl.utils import tensordict_utils as tu
+
+    plain, samples = reference_model(folder), ppo_samples()
+    loss = reference_update(plain, samples)
+    gradients = {name: p.grad for name, p in plain.named_parameters()}
+    mine = samples[8 * dist.get_rank() :][:8]
+    with torch.no_grad():
+        every = [(plain(input_ids=ids[None]).logits[0] / 0.7).log_softmax(-1) for ids, *_ in mine]
+    # From here on the class has the fused forward, for the plain model too.
+    for model in (FUSED, FUSED | PADDED):
+        worker = ppo_worker(folder, 2, model=model)
+        infer = ppo_batch(mine)
+        tu.assign_non_tensor(infer, compute_loss=False)
+        output = worker.infer_batch(infer)
+        for i, (ids, *_) in enumerate(mine):
+            log_probs, entropy = (tu.get(output, name).unbind()[i] for name in ("log_probs", "entropy"))
+            wanted = every[i][:-1].gather(-1, ids[1:, None])[:, 0]
+            torch.testing.assert_close(log_probs[:-1], wanted, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(entropy, -(every[i].exp() * every[i]).sum(-1), rtol=1e-5, atol=1e-5)
+        seen = {}
+        named = dict(worker.engine.module.named_parameters())
+        worker.engine.optimizer.step = lambda *_, seen=seen, named=named: seen.update(
+            {name: p.grad.full_tensor() for name, p in named.items()}
+        )
+        metrics = tu.get(worker.train_batch(ppo_batch(mine)), "metrics")
+        assert abs(metrics["loss"] - loss) < 1e-5 * abs(loss) + 1e-6
+        for name, want in gradients.items():
+            error = ((seen[name] - want).norm() / want.norm()).item()
+            assert error < 1e-5, (model, name, error)
+
+
+def test_an_update_equals_the_plain_model(tmp_path):
+    run_ranks(_update, 2, save_qwen3_moe(tmp_path))

@@ -1,0 +1,60 @@
+"""What a rank holds between verl's phases: its shards, their moments once it has stepped, and nothing else."""
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from tests.support.models import save_qwen3_moe
+from tests.support.ppo import ppo_batch, ppo_samples, ppo_worker
+from tests.support.ranks import run_ranks
+
+
+def _held() -> int:
+    """Bytes of all tensors that Python knows of."""
+    gc.collect()
+    storages = {}
+    for entry in gc.get_objects():
+        if type(entry) in (torch.Tensor, torch.nn.Parameter) and entry.device.type == "cpu" and not entry.is_nested:
+            storage = entry.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _phases(folder, reshard):
+    from verl.utils import tensordict_utils as tu
+
+    mine = ppo_samples()[4 * dist.get_rank() :][:4]
+    worker = ppo_worker(folder, 2, reshard_after_forward=reshard)
+    params = list(worker.engine.module.parameters())
+    shards = sum(p.to_local().nbytes for p in params if isinstance(p, DTensor))
+    little = 0.05 * shards
+    inside = []
+    worker.engine.module.register_forward_hook(lambda *_: inside.append(_held()))
+
+    def evaluate():
+        infer = ppo_batch(mine)
+        tu.assign_non_tensor(infer, compute_loss=False)
+        worker.infer_batch(infer)
+
+    evaluate()  # what is made once, such as position embeddings
+    before = _held()
+    inside.clear()
+    evaluate()
+    # The root stays gathered after a forward, and without reshard_after_forward all of the model.
+    assert max(inside) - before > (little if reshard else shards)
+    assert abs(_held() - before) < little
+    for _ in range(2):
+        worker.train_batch(ppo_batch(mine))
+        assert abs(_held() - before - 2 * shards) < little
+    evaluate()
+    assert abs(_held() - before - 2 * shards) < little
+    list(worker.engine.get_per_tensor_param()[0])
+    assert abs(_held() - before - 2 * shards) < little
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_what_was_gathered_is_given_back(tmp_path, reshard):
+    run_ranks(_phases, 2, save_qwen3_moe(tmp_path), reshard)

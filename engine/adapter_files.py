@@ -1,9 +1,9 @@
 """Adapters as peft saves and loads them: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-peft has linears as ``target_modules``, and stacks of experts as ``target_parameters``: there it keeps the experts side by
-side, ``A`` as ``[E * r, in]`` and ``B`` as ``[out, r * E]``, and nests what belongs to one module (peft 0.21,
-``tuners/lora/layer.py``, ``ParamWrapper``). For some MoE families it takes names such as ``gate_proj`` for those of experts
-wherever they are (``_MOE_TARGET_MODULE_MAPPING``), so linears of such names are written as parameters too.
+peft has linears as ``target_modules``, and stacks of experts as ``target_parameters``: there it keeps the experts side
+by side, ``A`` as ``[E * r, in]`` and ``B`` as ``[out, r * E]``, and nests what belongs to one module (peft 0.21,
+``tuners/lora/layer.py``, ``ParamWrapper``). For some MoE families it takes names such as ``gate_proj`` for those of
+experts wherever they are (``_MOE_TARGET_MODULE_MAPPING``), so linears of such names are written as parameters too.
 """
 
 import json

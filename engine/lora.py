@@ -2,8 +2,8 @@
 
 An adapter is two more parameters of the module that owns the weight: ``<weight>_lora_A`` ``[r, in]`` and
 ``<weight>_lora_B`` ``[out, r]``; of a stack of experts a pair per expert, ``[E, r, in]`` and ``[E, out, r]``. No module
-is wrapped, so every other name in the model stays what it is; and adapters of experts, which lie beside the weights that
-they adapt, are cut, gathered and reduced as those are: they take part in no other collective.
+is wrapped, so every other name in the model stays what it is. Adapters of experts lie beside the weights that they
+adapt, and are cut, gathered and reduced with them: they need no collective of their own.
 """
 
 import contextlib

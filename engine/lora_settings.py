@@ -121,6 +121,10 @@ def _names(value: Any) -> str | tuple[str, ...]:
     return value if isinstance(value, str) else tuple(value)
 
 
+def _typed(names: str | tuple[str, ...]) -> str | list[str]:
+    return names if isinstance(names, str) else list(names)
+
+
 @dataclass(frozen=True)
 class Target:
     """A weight that gets an adapter.
@@ -150,7 +154,7 @@ def find_targets(model: nn.Module, settings: LoraSettings, plan: Mapping[str, in
     """The weights that the settings name: linears, then stacks of experts, in the model's order.
 
     Linears of the layers go by their name, stacks of experts by their own and by those of the tensors that a checkpoint
-    has in their place (``gate_proj`` and ``up_proj``). Heads, embeddings and routers that are no linear have no adapter.
+    has in their place (``gate_proj`` and ``up_proj``). Heads, embeddings, and routers that are no linear have none.
 
     Args:
         model: not sharded yet.
@@ -177,12 +181,13 @@ def find_targets(model: nn.Module, settings: LoraSettings, plan: Mapping[str, in
         if missing and any(named.values()):
             rule = f"{name} is one tensor, of which {', '.join(missing)} is a part too."
             works = f"one that names {', '.join(missing)} besides, or none of it"
-            raise SettingError(f"{settings.node}.target_modules", settings.target_modules, rule, works)
+            raise SettingError(f"{settings.node}.target_modules", _typed(settings.target_modules), rule, works)
         if all(named.values()) if named else whole:
             chosen.append(target)
     if not chosen:
         rule = "with exclude_modules, no weight is left to adapt."
-        raise SettingError(f"{settings.node}.exclude_modules", settings.exclude_modules, rule, "a narrower one")
+        name = f"{settings.node}.exclude_modules"
+        raise SettingError(name, _typed(settings.exclude_modules), rule, "a narrower one")
     return chosen
 
 
@@ -248,7 +253,7 @@ def _check_entries(settings: LoraSettings, names: Mapping[str, Sequence[str]]) -
                 ends = sorted({name.rpartition(".")[2] for name in everything})
                 near = difflib.get_close_matches(said, ends, n=3, cutoff=0.3) or ends[:6]
                 rule = f"{said} matches no linear of a layer, and no weight of experts."
-                raise SettingError(f"{settings.node}.{key}", wanted, rule, f"{_ALL}, or some of {near}")
+                raise SettingError(f"{settings.node}.{key}", _typed(wanted), rule, f"{_ALL}, or some of {near}")
     if not settings.target_modules and not settings.target_parameters:
         rule = "there is nothing to adapt."
         raise SettingError(f"{settings.node}.target_modules", "null", rule, f"{settings.node}.target_modules={_ALL}")

@@ -277,7 +277,7 @@ def check_lora(
 
 
 def _check_merged(model: Any, rollout: Mapping[str, Any]) -> None:
-    """vLLM is handed weights; adapters of their own it would take in its kernels for GPUs alone, and for some families."""
+    """vLLM is handed weights. What it does with an adapter of experts, it does in kernels that only GPUs have."""
     lora = model.get("lora") or {}
     if model.get("lora_rank") and rollout.get("name") and not lora.get("merge"):
         rule = "this engine hands adapters to vLLM merged into the weights, and in no other way."

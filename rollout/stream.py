@@ -162,8 +162,8 @@ def gathered(
 ) -> Generator[Gathered, None, None]:
     """Bring every parameter and persistent buffer of the model to every rank, in the model's order; collective.
 
-    A tied parameter comes once; adapters are merged into the weights that they adapt. Every gather is issued on every rank, also where the consumer stops early: what is left
-    is then received and dropped when the iterator is closed.
+    A tied parameter comes once; adapters are merged into the weights that they adapt. Every gather is issued on every
+    rank, also where the consumer stops early: what is left is then received and dropped when the iterator is closed.
 
     Args:
         layers: FQNs of the layers; the parameters of one are gathered together.

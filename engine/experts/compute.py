@@ -49,7 +49,7 @@ def attach(module: nn.Module, runtime: ExpertParallel) -> None:
 
 
 def adapt_experts(module: nn.Module, adapters: Adapters) -> None:
-    """Have ``<weight>_lora_A`` ``[E, r, in]`` and ``<weight>_lora_B`` ``[E, out, r]`` of an experts module take part."""
+    """Have an experts module's ``<weight>_lora_A`` ``[E, r, in]`` and ``<weight>_lora_B`` ``[E, out, r]`` take part."""
     setattr(module, _ADAPTERS, adapters)
 
 

@@ -1,17 +1,35 @@
 """Low-rank adapters against the plain Hugging Face model that computes with ``W + scaling * B @ A``, float32."""
 
+import json
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from torch.func import functional_call
 
+from epfsdp2.engine.adapter_files import ADAPTER, read_adapter
+from epfsdp2.engine.checkpoint import HF, load_checkpoint, save_checkpoint
 from epfsdp2.engine.clip import clip_grad_norm_
+from epfsdp2.engine.config import EPFSDP2EngineConfig
+from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.lora import A, B, Lora, lora_of
 from epfsdp2.engine.lora_settings import LoraSettings
+from epfsdp2.engine.manifest import CheckpointError
 from epfsdp2.engine.optimizer import build_multi_optimizer
-from epfsdp2.engine.shards import is_adapter
+from epfsdp2.engine.parallelize import layer_names
+from epfsdp2.engine.preflight import check_training
+from epfsdp2.engine.shards import is_adapter, local_box
+from epfsdp2.recipes.export import export
+from epfsdp2.rollout import naming
+from epfsdp2.rollout.placement import Rollout
+from epfsdp2.rollout.shard_export import ShardExport
+from epfsdp2.rollout.streams import RolloutSync, SyncSettings
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, reference_model, save_qwen3_moe
+from tests.support.ppo import ppo_batch, ppo_samples, ppo_worker
 from tests.support.ranks import run_ranks
 
 WORLD = 4
@@ -192,3 +210,261 @@ def _begins_as_the_base(folder):
 
 def test_a_run_begins_as_the_base_and_its_reference_is_the_base(tmp_path):
     run_ranks(_begins_as_the_base, WORLD, save_qwen3_moe(tmp_path))
+
+
+def _wanted_weights(folder, model):
+    """The plain model's weights with the adapters of a sharded one merged, by hand."""
+    adapters = {name: _whole(param) for name, param in _adapters(model).items()}
+    return _merged({n: p.detach() for n, p in reference_model(folder).named_parameters()}, adapters)
+
+
+def _handed_over(folder, cases):
+    worker = dist.get_rank() % 2
+    for ep, fsdp_size, options in cases:
+        where = f"ep={ep} fsdp_size={fsdp_size} {options}"
+        model, meshes, lora = _sharded(folder, ep, fsdp_size, **options)
+        lora.initialize(model, 0, _stirred(model))
+        before = {name: _whole(param).clone() for name, param in model.named_parameters()}
+        wanted = _wanted_weights(folder, model)
+        sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("auto", 1 << 17))
+
+        plain = {name: value for name, value in before.items() if not is_adapter(name)}
+        full = {name: tensor.clone() for name, tensor in sync.full()}
+        by_expert = dict(naming.as_checkpoint(model, wanted.items()))
+        split = [name for name in full if name not in wanted]
+        unmerged = dict(naming.as_checkpoint(model, plain.items()))[split[0]]
+        assert not torch.allclose(full[split[0]], unmerged, atol=1e-3)
+        assert split and not any(is_adapter(name) for name in full)  # a stack that is too large comes as its experts
+        for name, tensor in full.items():
+            torch.testing.assert_close(tensor, {**by_expert, **wanted}[name], rtol=1e-6, atol=1e-7, msg=where + name)
+
+        sliced = sync.exchange("sliced", Rollout(2), worker)
+        for arrival in sliced.run(sync.state(), sync.dtypes, values=sync.values()):
+            name = arrival.tensor.name
+            slices = wanted[name][arrival.box.slices]
+            torch.testing.assert_close(arrival.values, slices, rtol=1e-6, atol=1e-7, msg=where + name)
+
+        local = sync.stream("expert_local", Rollout(2, expert_parallel=True), worker).tensors()
+        local = {name: tensor.clone() for name, tensor in local if ".experts." in name}
+        assert len(local) == 2 * 3 * 4  # two layers, three matrices, four of eight experts
+        for name, tensor in local.items():
+            torch.testing.assert_close(tensor, by_expert[name], rtol=1e-6, atol=1e-7, msg=where + name)
+
+        changed = ShardExport(model, meshes, torch.float32).shards()
+        for name, values, spec in changed:
+            if name in wanted and spec.place is not None:
+                slices = wanted[name][local_box(model.get_parameter(name)).slices].reshape(-1)
+                torch.testing.assert_close(values, slices, rtol=1e-6, atol=1e-7, msg=where + name)
+        assert all(torch.equal(_whole(param), before[name]) for name, param in model.named_parameters()), where
+
+
+def test_every_stream_hands_over_merged_weights(tmp_path):
+    cases = [
+        (2, -1, {}),
+        (4, -1, {}),
+        (1, -1, {"expert_shard_dim": 0}),
+        (2, -1, {"expert_shard_dim": 0}),
+        (2, 2, {"cpu_offload": True}),
+    ]
+    run_ranks(_handed_over, WORLD, save_qwen3_moe(tmp_path), cases)
+
+
+def _saves(folder, out):
+    """Two updates, a checkpoint with everything, and one more; a resumed run on another mesh does the same."""
+    rank = dist.get_rank()
+    ids = _batch(dist.get_world_size())
+
+    def update(model, meshes, optimizer):
+        optimizer.zero_grad()
+        _loss(_logits(model, ids[2 * rank : 2 * rank + 2]), ids[2 * rank : 2 * rank + 2]).backward()
+        clip_grad_norm_(model.parameters(), CLIP, meshes)
+        optimizer.step()
+
+    model, meshes, _ = _sharded(folder, 2)
+    optimizer = build_multi_optimizer(model, _adam)
+    for _ in range(2):
+        update(model, meshes, optimizer)
+    contents = ("model", "optimizer", "hf_model")
+    save_checkpoint(out / "saved", model, optimizer, None, contents, 2, model.config.save_pretrained)
+    wanted = _wanted_weights(folder, model)
+    update(model, meshes, optimizer)
+
+    for ep, options in ((4, {}), (1, {"expert_shard_dim": 0}), (2, {})):
+        resumed, other, _ = _sharded(folder, ep, seed=99, **options)
+        again = build_multi_optimizer(resumed, _adam)
+        load_checkpoint(out / "saved", resumed, again, None, ("model", "optimizer"))
+        update(resumed, other, again)
+        for (name, a), (_, b) in zip(model.named_parameters(), resumed.named_parameters(), strict=True):
+            torch.testing.assert_close(_whole(a), _whole(b), rtol=1e-5, atol=1e-7, msg=f"{ep} {name}")
+
+    differing, _, _ = _sharded(folder, 2, changes={"lora_alpha": 4})
+    with pytest.raises(CheckpointError, match="'alpha': 12"):
+        load_checkpoint(out / "saved", differing, None, None, ("model",))
+    if rank == 0:
+        exported = reference_model(out / "saved" / HF)
+        for name, param in exported.named_parameters():
+            torch.testing.assert_close(param.detach(), wanted[name], rtol=1e-6, atol=1e-7, msg=name)
+        export(out / "saved", out / "exported")
+        assert (out / "exported" / "model.safetensors").read_bytes() == (
+            out / "saved" / HF / "model.safetensors"
+        ).read_bytes()
+
+
+def test_resumes_on_another_mesh_and_exports_merged_weights(tmp_path):
+    folder, out = save_qwen3_moe(tmp_path / "model"), tmp_path / "out"
+    run_ranks(_saves, WORLD, folder, out)
+
+
+def _writes_an_adapter(folder, out, changes):
+    model, _, lora = _sharded(folder, 2, changes=changes)
+    lora.initialize(model, 0, _stirred(model))
+    save_checkpoint(out, model, None, None, ("model",), 1, model.config.save_pretrained)
+    ids = _batch(1)
+    with torch.no_grad():
+        logits = _logits(model.eval(), ids)
+    if dist.get_rank() == 0:
+        save_file({"logits": logits}, out.with_suffix(".logits"))
+    again, _, lora = _sharded(folder, 1, changes={"lora_adapter_path": str(out / ADAPTER)})
+    lora.initialize(again, 0, read_adapter(out / ADAPTER, lora.targets, "lora_adapter_path"))
+    for name, param in _adapters(again).items():
+        assert torch.equal(_whole(param), _whole(model.get_parameter(name))), name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"target_modules": ["q_proj", "o_proj"]}, {"target_modules": ["experts.down_proj", "layers.1.mlp.up_proj"]}],
+    ids=["everything", "attention", "experts"],
+)
+def test_peft_loads_what_was_saved(tmp_path, changes):
+    folder, out = save_qwen3_moe(tmp_path / "model"), tmp_path / "out"
+    run_ranks(_writes_an_adapter, 2, folder, out, changes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # peft warns of keys that it misses, or has no place for
+        adapted = PeftModel.from_pretrained(reference_model(folder), out / ADAPTER)
+    with torch.no_grad():
+        logits = adapted(input_ids=_batch(1), use_cache=False).logits
+        with adapted.disable_adapter():
+            base = adapted(input_ids=_batch(1), use_cache=False).logits
+    torch.testing.assert_close(logits, load_file(out.with_suffix(".logits"))["logits"], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(logits, base, atol=1e-2)
+    # What peft saves itself is what we read.
+    adapted.save_pretrained(out.with_suffix(".peft"))
+    ours, theirs = (load_file(path / "adapter_model.safetensors") for path in (out / ADAPTER, out.with_suffix(".peft")))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def _by_verl(folder, out):
+    """Log-probs, an update, the reference policy, weights and checkpoints, through verl's own worker."""
+    from verl.utils import tensordict_utils as tu
+
+    mine = ppo_samples()[4 * dist.get_rank() :][:4]
+    of_model = SETTINGS | {"lora": {"merge": True}}
+    worker = ppo_worker(folder, 2, of_model=of_model, param_offload=True)
+    module, plain = worker.engine.module, reference_model(folder)
+
+    def log_probs(worker, **flags):
+        batch = ppo_batch(mine)
+        tu.assign_non_tensor(batch, compute_loss=False, **flags)
+        return [taken[:-1] for taken in tu.get(worker.infer_batch(batch), "log_probs").unbind()]
+
+    def plain_log_probs(model):
+        with torch.no_grad():
+            whole = [(model(input_ids=ids[None], use_cache=False).logits[0] / 0.7).log_softmax(-1) for ids, *_ in mine]
+        return [row[:-1].gather(-1, ids[1:, None])[:, 0] for row, (ids, *_) in zip(whole, mine, strict=True)]
+
+    base = log_probs(worker)
+    for _ in range(2):
+        worker.train_batch(ppo_batch(mine))
+    trained, reference = log_probs(worker), log_probs(worker, no_lora_adapter=True)
+    weights, peft_config = worker.engine.get_per_tensor_param(layered_summon=False, base_sync_done=True)
+    merged = reference_model(folder)
+    with torch.no_grad():
+        for name, tensor in weights:
+            merged.get_parameter(name).copy_(tensor)
+    assert peft_config is None
+    for i, want in enumerate(plain_log_probs(plain)):
+        torch.testing.assert_close(reference[i], want, rtol=1e-5, atol=1e-5)
+        assert torch.equal(reference[i], base[i])
+    for i, want in enumerate(plain_log_probs(merged)):
+        torch.testing.assert_close(trained[i], want, rtol=1e-5, atol=1e-5)
+    assert max((a - b).abs().max() for a, b in zip(trained, base, strict=True)) > 1e-3
+    for name, param in plain.named_parameters():
+        assert torch.equal(_whole(module.get_parameter(name)), param), name
+
+    worker.save_checkpoint(str(out), global_step=2)
+    resumed = ppo_worker(folder, 1, of_model=of_model)
+    resumed.load_checkpoint(str(out))
+    gone_on = ppo_worker(folder, 1, of_model=of_model | {"lora_adapter_path": str(out / ADAPTER)})
+    for other in (resumed, gone_on):
+        for a, b in zip(log_probs(other), trained, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_an_actor_of_verl_with_its_base_as_the_reference(tmp_path):
+    run_ranks(_by_verl, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "out")
+
+
+@pytest.fixture
+def checked(tmp_path):
+    """``check_training`` of a run with adapters, with changes to verl's model settings."""
+    folder = save_qwen3_moe(tmp_path / "model")
+    (tmp_path / "adapter").mkdir()
+    config = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "use_dora": False}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+
+    def check(changes=None, setting="actor_rollout_ref.model", optim=None, **engine):
+        model = {"path": str(folder), "override_config": {"attn_implementation": "sdpa"}, **SETTINGS, **(changes or {})}
+        model = {
+            key: value.replace("$", str(tmp_path)) if isinstance(value, str) else value for key, value in model.items()
+        }
+        return check_training(EPFSDP2EngineConfig(**engine), 8, model, device="cpu", setting=setting, optim=optim)
+
+    return check
+
+
+def test_a_right_run_passes(checked):
+    assert checked().name == "Qwen3MoeForCausalLM"
+    assert checked(ep_size=8, fsdp_size=8) is not None
+    assert checked({"target_modules": None, "target_parameters": ["experts.down_proj"]}) is not None
+    assert checked({"target_modules": r".*self_attn\.[qv]_proj"}) is not None
+    assert checked({"lora_rank": 0}) is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "rest", "said"),
+    [
+        ({"target_modules": ["qproj"]}, {}, "target_modules=['qproj']: qproj matches no linear of a layer"),
+        ({"target_modules": "q_proj"}, {}, "target_modules=q_proj: q_proj matches no linear of a layer"),
+        ({"target_modules": ["lm_head"]}, {}, "target_modules=['lm_head']: lm_head matches no linear of a layer"),
+        ({"target_modules": ["up_proj"]}, {}, "target_modules=['up_proj']: model.layers.0.mlp.experts.gate_up_proj is"),
+        ({"target_modules": None}, {}, "target_modules=null: there is nothing to adapt"),
+        ({"target_parameters": ["experts.w1"]}, {}, "target_parameters=['experts.w1']: experts.w1 matches no"),
+        ({"exclude_modules": ["x_proj"]}, {}, "exclude_modules=['x_proj']: x_proj matches no"),
+        ({"exclude_modules": ".*"}, {}, "exclude_modules=.*: with exclude_modules, no weight is left"),
+        ({"lora_rank": -1}, {}, "lora_rank=-1: is a whole number"),
+        ({"lora_rank": 2.0}, {}, "lora_rank=2.0: is a whole number"),
+        ({"lora_alpha": 0}, {}, "lora_alpha=0: is a positive number"),
+        ({"lora": {"rank": 8}}, {}, "lora.rank=8: is verl's setting for Megatron"),
+        ({"lora_adapter_path": "/no/such"}, {}, "lora_adapter_path=/no/such: there is no adapter_config.json"),
+        ({"lora_adapter_path": "$/adapter"}, {}, "lora_adapter_path=$/adapter: there is no adapter_model.safetensors"),
+        ({"lora_adapter_path": "$/adapter", "lora_rank": 0}, {}, "lora_rank=0: is another rank than that of"),
+        ({}, {"setting": "critic.model"}, "lora_rank=4: a critic's head is trained whole"),
+        ({}, {"optim": {"optimizer": "Muon"}}, "optimizer=Muon: orthogonalises whole matrices"),
+        ({"lora_rank": 6}, {"expert_shard_dim": 1}, "engine.expert_shard_dim=1: an expert weight has 6 along it"),
+    ],
+)
+def test_bad_settings_are_refused(checked, tmp_path, changes, rest, said):
+    with pytest.raises(SettingError) as caught:
+        checked(changes, **rest)
+    assert said.replace("$", str(tmp_path)) in str(caught.value)
+
+
+def test_an_adapter_of_another_kind_is_refused(checked, tmp_path):
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"use_dora": True}))
+    with pytest.raises(SettingError, match="its use_dora is True"):
+        checked({"lora_adapter_path": "$/adapter"})
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"use_dora": False}))
+    save_file({"base_model.model.q_proj.lora_A.weight": torch.zeros(1)}, path.with_name("adapter_model.safetensors"))
+    with pytest.raises(SettingError, match="q_proj.lora_A.weight is missing"):
+        checked({"lora_adapter_path": "$/adapter"})

@@ -1,6 +1,6 @@
 """PPO updates through verl's own TrainingWorker: samples, the batch that verl makes of them, an actor."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,9 +67,15 @@ def ppo_batch(samples: Sequence[Sample], of_all_ranks: int = SAMPLES, prompt: in
 
 
 def ppo_worker(
-    folder: Path, ep: int, fsdp_size: int = -1, dynamic: bool = False, micro_batch: int = 2, **settings: Any
+    folder: Path,
+    ep: int,
+    fsdp_size: int = -1,
+    dynamic: bool = False,
+    micro_batch: int = 2,
+    of_model: Mapping[str, Any] | None = None,
+    **settings: Any,
 ) -> Any:
-    """An actor in float32; ``settings`` are the engine's."""
+    """An actor in float32; ``settings`` are the engine's, ``of_model`` those of verl's model node."""
     from verl.workers.utils.losses import ppo_loss
 
     from epfsdp2.engine.config import EPFSDP2ActorConfig, EPFSDP2EngineConfig
@@ -88,4 +94,4 @@ def ppo_worker(
     actor = EPFSDP2ActorConfig(
         engine=engine, rollout_n=1, ppo_micro_batch_size_per_gpu=micro_batch, entropy_coeff=0.01, clip_ratio_c=3.0
     )
-    return training_worker(folder, "language_model", engine, partial(ppo_loss, config=actor))
+    return training_worker(folder, "language_model", engine, partial(ppo_loss, config=actor), of_model=of_model)

@@ -1,5 +1,6 @@
 """verl's own TrainingWorker around this engine, on this rank."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,12 @@ __all__ = ["training_worker"]
 
 
 def training_worker(
-    folder: Path, model_type: str, engine: Any, loss: Any, saved: tuple[str, ...] = ("model", "optimizer", "extra")
+    folder: Path,
+    model_type: str,
+    engine: Any,
+    loss: Any,
+    saved: tuple[str, ...] = ("model", "optimizer", "extra"),
+    of_model: Mapping[str, Any] | None = None,
 ) -> Any:
     """A worker with its model built and its loss set.
 
@@ -16,12 +22,15 @@ def training_worker(
         engine: ``EPFSDP2EngineConfig``.
         loss: what verl's ``set_loss_fn`` takes.
         saved: contents of its checkpoints.
+        of_model: further settings of verl's model node.
     """
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
 
-    model = HFModelConfig(path=str(folder), load_tokenizer=False, override_config={"attn_implementation": "sdpa"})
+    model = HFModelConfig(
+        path=str(folder), load_tokenizer=False, override_config={"attn_implementation": "sdpa"}, **(of_model or {})
+    )
     worker = TrainingWorker(
         TrainingWorkerConfig(
             model_type=model_type,

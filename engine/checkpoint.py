@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -133,7 +133,7 @@ class Snapshot:
                     scaling = None if lora is None else lora.scaling
                     write_hf_weights(self.model, shards, partial / HF, dtypes, scaling=scaling, share=(rank, ranks))
                 if lora is not None and of_model and rank == 0:
-                    base = self.model.config.name_or_path
+                    base = cast(Any, self.model).config.name_or_path
                     write_adapter(partial / ADAPTER, lora, base, reader(shards))
             with alike(device, group):
                 if rank == 0:

@@ -209,10 +209,11 @@ def _stacks(model: nn.Module, plan: Mapping[str, int] | None) -> dict[str, Targe
     except UnsupportedModelError:
         return {}
     for info in experts:
+        transposed: Any = getattr(info.module, "is_transposed", None)
         for own in ("gate_up_proj", "up_proj", "down_proj"):
-            if getattr(info.module, "is_transposed", None) is not None and own in info.ep_dims:
+            if transposed is not None and own in info.ep_dims:
                 name = f"{info.fqn}.{own}"
-                found[name] = Target(name, info.module, own, info.num_experts, info.module.is_transposed)
+                found[name] = Target(name, info.module, own, info.num_experts, transposed)
     return found
 
 

@@ -1,5 +1,6 @@
 """Low-rank adapters against the plain Hugging Face model that computes with ``W + scaling * B @ A``, float32."""
 
+import copy
 import json
 import warnings
 
@@ -12,21 +13,27 @@ from torch.func import functional_call
 
 from epfsdp2.engine.adapter_files import ADAPTER, read_adapter
 from epfsdp2.engine.checkpoint import HF, load_checkpoint, save_checkpoint
+from epfsdp2.engine.checkpoint_files import open_checkpoint
 from epfsdp2.engine.clip import clip_grad_norm_
 from epfsdp2.engine.config import EPFSDP2EngineConfig
 from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.loading import load_weights
 from epfsdp2.engine.lora import A, B, Lora, lora_of
 from epfsdp2.engine.lora_settings import LoraSettings
 from epfsdp2.engine.manifest import CheckpointError
+from epfsdp2.engine.mesh import Topology, build_meshes
+from epfsdp2.engine.modeling import build_on_meta, materialize
 from epfsdp2.engine.optimizer import build_multi_optimizer
-from epfsdp2.engine.parallelize import layer_names
+from epfsdp2.engine.parallelize import ShardingOptions, layer_names, parallelize
 from epfsdp2.engine.preflight import check_training
 from epfsdp2.engine.shards import is_adapter, local_box
 from epfsdp2.recipes.export import export
 from epfsdp2.rollout import naming
 from epfsdp2.rollout.placement import Rollout
 from epfsdp2.rollout.shard_export import ShardExport
+from epfsdp2.rollout.stream import full_tensors
 from epfsdp2.rollout.streams import RolloutSync, SyncSettings
+from tests.parity import families
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, reference_model, save_qwen3_moe
 from tests.support.ppo import ppo_batch, ppo_samples, ppo_worker
@@ -468,3 +475,107 @@ def test_an_adapter_of_another_kind_is_refused(checked, tmp_path):
     save_file({"base_model.model.q_proj.lora_A.weight": torch.zeros(1)}, path.with_name("adapter_model.safetensors"))
     with pytest.raises(SettingError, match="q_proj.lora_A.weight is missing"):
         checked({"lora_adapter_path": "$/adapter"})
+
+
+class _OfConfig:
+    """An auto class of one model class."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def from_config(self, config, dtype, **_):
+        return self.kind._from_config(config, dtype=dtype)
+
+
+def _families(work, results):
+    """Logits and adapters' gradients of each family on two ranks against the plain model, and merged weights."""
+    rank = dist.get_rank()
+    ids = torch.randint(0, VOCAB, (4, 13), generator=torch.Generator().manual_seed(1))
+    mine = slice(2 * rank, 2 * rank + 2)
+    meshes = build_meshes("cpu", Topology.plan(2, 2, -1))
+    for name, folder in work:
+        train = families.FAMILIES[name].train
+        plain = families.load(name, folder).train(train)
+        model = build_on_meta(_OfConfig(type(plain)), copy.deepcopy(plain.config), torch.float32)
+        lora = Lora(model, lora_settings())
+        parallelize(model, meshes, ShardingOptions(param_dtype=torch.float32))
+        materialize(model, "cpu")
+        load_weights(model, open_checkpoint(folder), meshes, lambda name, tensor, fits: is_adapter(name))
+        lora.initialize(model, 0, _stirred(model))
+        lora.freeze_the_rest(model)
+        model.train(train)
+
+        leaves = {n: _whole(p).clone().requires_grad_() for n, p in _adapters(model).items()}
+        weights = {n: p.detach() for n, p in plain.named_parameters()}
+        for target in lora.targets.values():
+            delta = SCALING * leaves[target.name + B] @ leaves[target.name + A]
+            weights[target.name] = weights[target.name] + (delta.mT if target.is_transposed else delta)
+        wanted = functional_call(
+            plain, weights, kwargs={"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+        ).logits
+        families.loss(name, wanted, ids).backward()
+        logits = families.logits(model, ids[mine])
+        families.loss(name, logits, ids[mine]).backward()
+        worst = {
+            n: _relative(p.grad.full_tensor(), leaves[n].grad) if p.grad is not None else 1.0
+            for n, p in _adapters(model).items()
+            if leaves[n].grad.norm() > 1e-7
+        }
+        handed = dict(full_tensors(model, meshes, layer_names(model), 1 << 20))
+        off = max((handed[n] - weights[n].detach()).abs().max().item() for n in lora.targets)
+        row = {
+            "family": name,
+            "targets": len(lora.targets),
+            "logits": _relative(logits.detach(), wanted.detach()[mine]),
+            "gradient": max(worst.values()),
+            "of": max(worst, key=worst.get),
+            "merged": off,
+        }
+        if rank == 0:
+            with results.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def _compare_families(tmp_path, names):
+    results = tmp_path / "results.jsonl"
+    run_ranks(_families, 2, [(name, families.save(name, tmp_path / name)) for name in names], results, timeout=600)
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [row["family"] for row in rows] == names
+    off = [row for row in rows if max(row["logits"], row["gradient"]) > RELATIVE or row["merged"] > 1e-6]
+    assert not off, off
+
+
+def test_transposed_experts_with_biases_and_shared_experts(tmp_path):
+    _compare_families(tmp_path, ["gpt_oss", "glm4_moe"])
+
+
+@pytest.mark.long
+def test_every_family(tmp_path):
+    _compare_families(tmp_path, list(families.FAMILIES))
+
+
+def _routes_of_the_reference(folder):
+    """R2: what the log-probs record is not what the reference policy, the same module, takes."""
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.config.engine import EngineRouterReplayConfig
+
+    replay = EngineRouterReplayConfig(mode="R2")
+    worker = ppo_worker(folder, 2, of_model=SETTINGS, router_replay=replay)
+    mine = ppo_samples()[4 * dist.get_rank() :][:4]
+
+    def infer(**flags):
+        batch = ppo_batch(mine)
+        tu.assign_non_tensor(batch, compute_loss=False, **flags)
+        return worker.infer_batch(batch)
+
+    routes = tu.get(infer(), "routed_experts")
+    reference = infer(no_lora_adapter=True)
+    assert routes is not None and "routed_experts" not in reference.keys()
+    batch = ppo_batch(mine)
+    batch["routed_experts"] = routes
+    metrics = tu.get(worker.train_batch(batch), "metrics")
+    assert metrics["router_replay_differing"] == [[0.0], [0.0]]
+
+
+def test_router_replay_leaves_the_reference_alone(tmp_path):
+    run_ranks(_routes_of_the_reference, 2, save_qwen3_moe(tmp_path))

@@ -28,6 +28,7 @@ from ..rollout import server_adapter
 from ..rollout.shard_export import ExpertsSpec, ShardExport, experts_entry
 from ..rollout.streams import RolloutSync, SyncSettings
 from . import checkpoint, distillation_shim, separation_shim
+from .adapter_files import read_adapter
 from .agreement import alike, check_agreement, model_facts
 from .background import Background
 from .checkpoint_files import local_checkpoint, open_checkpoint
@@ -36,6 +37,8 @@ from .clip import ClippedStep
 from .config import STRATEGY, EPFSDP2EngineConfig
 from .experts.find import find_experts
 from .loading import load_weights, verify_experts
+from .lora import Lora
+from .lora_settings import LoraSettings
 from .mesh import Topology, build_meshes
 from .modeling import build_on_meta, check_initialized, check_not_quantised, materialize
 from .optimizer import optimizer_from_config
@@ -44,6 +47,7 @@ from .preflight import check_replay, check_training
 from .replay import ReplayError, RouterReplay
 from .router_losses import RouterLosses
 from .scheduler import build_multi_lr_scheduler
+from .shards import is_adapter
 
 __all__ = ["DEVICES", "EPFSDP2EngineWithLMHead"]
 
@@ -91,6 +95,7 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
             # FSDP moves parameters itself; verl must not.
             self._is_offload_param = self._is_offload_optimizer = False
         self._routers: RouterLosses | None = None
+        self._lora: Lora | None = None
         self._saved: list[Path] = []
         self._saves: Background | None = None
         if not engine_config.forward_only:
@@ -134,6 +139,8 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         may_be_unused = "" if self.engine_config.allow_unused_weights else self._may_be_unused
         progress = self.rank == 0
         unused = load_weights(module, files, self.meshes, self._initialize, progress, may_be_unused)
+        if self._lora is not None:
+            self._initialize_adapters(self._lora, module)
         check_initialized(module, get_device_name())
         with alike(get_device_name()):
             verify_experts(module, files)
@@ -150,6 +157,9 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         )
 
         self.shard_export = ShardExport(module, self.meshes)
+
+        if self._lora is not None:
+            self._lora.freeze_the_rest(module)
 
         self.module: Any = module
         self.optimizer: Any = None
@@ -175,6 +185,9 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
             fused_kernels_backend=fused.get("impl_backend") if fused is not None else None,
         )
         config = self.engine_config
+        lora = LoraSettings.of(self.model_config, "model")
+        if lora is not None:
+            self._lora = Lora(module, lora, config.expert_plan)
         aux, z = config.router_aux_loss_coef, config.router_z_loss_coef
         if not config.forward_only and (aux or z or config.router_metrics):
             self._routers = RouterLosses(module, find_experts(module, config.expert_plan), aux, z)
@@ -184,8 +197,14 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         return get_hf_auto_model_class(hf_config=self.model_config.hf_config)
 
     def _initialize(self, name: str, tensor: torch.Tensor, fits: bool) -> bool:
-        """Fill what does not come from the checkpoint (``load_weights``): a causal LM has nothing such."""
-        return False
+        """Fill what does not come from the checkpoint (``load_weights``). Adapters get their values after it."""
+        return is_adapter(name)
+
+    def _initialize_adapters(self, lora: Lora, module: nn.Module) -> None:
+        folder = lora.settings.adapter
+        with alike(get_device_name()):
+            read = None if folder is None else read_adapter(folder, lora.targets, "model.lora_adapter_path")
+            lora.initialize(module, self.engine_config.seed, read)
 
     def _sharding_options(self) -> ShardingOptions:
         config = self.engine_config
@@ -359,12 +378,17 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         if processor is not None:
             processor.save_pretrained(folder)
 
+    def disable_adapter(self) -> contextlib.AbstractContextManager[None]:
+        """The model without its adapters: verl's reference policy where there are some."""
+        return contextlib.nullcontext() if self._lora is None else self._lora.disabled()
+
     # -- weights out --------------------------------------------------------------------------------------------
 
     def get_per_tensor_param(self, layered_summon=False, base_sync_done=False, **kwargs):
         """The weights for the rollout: iterated, full tensors under names that vLLM's loader takes, on every rank.
 
-        In the dtype that this engine's own forward computes with: masters are cast before they are gathered.
+        In the dtype that this engine's own forward computes with: masters are cast before they are gathered. Adapters
+        are merged into what they adapt, so there is none for the rollout.
         """
         return self.rollout_sync.weights(), None
 
@@ -404,18 +428,26 @@ class EPFSDP2EngineWithLMHead(EPFSDP2Engine):
         return outputs
 
     def forward_step(self, micro_batch, loss_function, forward_only):
-        self._records = forward_only and self.engine_config.router_replay.mode == "R2"
+        records = forward_only and self.engine_config.router_replay.mode == "R2"
+        self._records = records and not self._routes_for_itself
+        if self._replay is not None and self._routes_for_itself:
+            self._replay.stop()
         return super().forward_step(micro_batch, loss_function, forward_only)
 
     def prepare_model_inputs(self, micro_batch):
         inputs, arguments = super().prepare_model_inputs(micro_batch)
-        if self._replay is not None:
+        if self._replay is not None and not self._routes_for_itself:
             tokens = inputs["input_ids"].numel()
             if self._records:
                 self._replay.record()
             else:
                 self._replay.replay(self._routes(micro_batch, tokens))
         return inputs, arguments
+
+    @property
+    def _routes_for_itself(self) -> bool:
+        """The reference policy does, also where it is the actor without its adapters."""
+        return self._lora is not None and not self._lora.enabled
 
     def _routes(self, micro_batch: TensorDict, tokens: int) -> torch.Tensor:
         """What is to be replayed, ``[tokens, layers, k]``; the rows of padding are zeros."""

@@ -7,7 +7,9 @@ A checkpoint folder of one role holds
                              real placements
     trainer_state.json       step, learning-rate schedule, the optimizer's settings
     rng/                     torch's random state on each rank, of the CPU and of its device
-    huggingface/             config, tokenizer; with ``hf_model`` also the weights in the family's checkpoint layout
+    huggingface/             config, tokenizer; with ``hf_model`` also the weights in the family's checkpoint layout,
+                             adapters merged
+    lora_adapter/            adapters, if there are any, as peft saves them
 
 It is safetensors and JSON throughout: nothing in it is ever unpickled.
 """
@@ -17,7 +19,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,12 +28,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from .adapter_files import ADAPTER, write_adapter
 from .agreement import alike
 from .errors import listed
-from .export import MODEL, write_hf_weights
+from .export import MODEL, reader, write_hf_weights
+from .lora import lora_of
 from .manifest import CheckpointError, check_whole, written_whole
 from .optimizer import MultiOptimizer
-from .shards import checkpointed
+from .shards import checkpointed, is_adapter
 
 __all__ = [
     "HF",
@@ -83,9 +87,8 @@ class Snapshot:
             tensors |= _flat(packed["state"])
             groups = packed["param_groups"]
         schedule = lr_scheduler.state_dict() if "extra" in contents and lr_scheduler is not None else None
-        facts = json.loads(
-            json.dumps({"step": step, "lr_scheduler": schedule, "param_groups": groups}, default=plain_value)
-        )
+        facts = {"step": step, "lr_scheduler": schedule, "param_groups": groups, "lora": _lora_facts(model)}
+        facts = json.loads(json.dumps(facts, default=plain_value))
         return cls(model, contents, tensors, facts, _random_state() if "extra" in contents else {})
 
     def on_host(self) -> "Snapshot":
@@ -124,9 +127,14 @@ class Snapshot:
                 if rank == 0:
                     (partial / STATE).write_text(json.dumps(self.facts))
                     describe(partial / HF)
+                lora = lora_of(self.model)
                 if "hf_model" in self.contents:
-                    dtypes = dict.fromkeys(name.removeprefix(MODEL) for name in of_model)
-                    write_hf_weights(self.model, shards, partial / HF, dtypes, share=(rank, ranks))
+                    dtypes = dict.fromkeys(n.removeprefix(MODEL) for n in of_model if not is_adapter(n))
+                    scaling = None if lora is None else lora.scaling
+                    write_hf_weights(self.model, shards, partial / HF, dtypes, scaling=scaling, share=(rank, ranks))
+                if lora is not None and of_model and rank == 0:
+                    base = cast(Any, self.model).config.name_or_path
+                    write_adapter(partial / ADAPTER, lora, base, reader(shards))
             with alike(device, group):
                 if rank == 0:
                     shutil.rmtree(partial / _FOR_HF, ignore_errors=True)
@@ -164,6 +172,8 @@ def load_checkpoint(
     contents = set(contents)
     check_whole(folder, device)
     facts = json.loads((folder / STATE).read_text())
+    if "model" in contents and facts.get("lora") != _lora_facts(model):
+        raise CheckpointError(f"{folder} has adapters {facts.get('lora')}, and this run's are {_lora_facts(model)}.")
     schedule = facts["lr_scheduler"] if "extra" in contents and lr_scheduler is not None else None
     if schedule is not None:
         lr_scheduler.check_state_dict(schedule)
@@ -224,6 +234,11 @@ def _is_named(path: Path) -> bool:
         if step.name.startswith("global_step_") and tracker.is_file():
             return tracker.read_text().strip() == step.name.removeprefix("global_step_")
     return False
+
+
+def _lora_facts(model: nn.Module) -> dict[str, float] | None:
+    lora = lora_of(model)
+    return None if lora is None else lora.facts()
 
 
 def _random_state() -> dict[str, torch.Tensor]:

@@ -3,8 +3,8 @@
 Each rank writes some of the files and holds one of the model's tensors at a time.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,12 @@ from tqdm import tqdm
 
 from ..rollout import naming
 from .conversion import reverts_with
+from .lora import A, B
+from .lora_merge import merged
 from .manifest import CheckpointError
 from .safetensors_writer import Entry, in_files, write_file, write_index
 
-__all__ = ["FILE_BYTES", "MODEL", "write_hf_weights"]
+__all__ = ["FILE_BYTES", "MODEL", "reader", "write_hf_weights"]
 
 MODEL = "model."  # what the names of a model's tensors begin with in a checkpoint
 FILE_BYTES = 5 * 10**9
@@ -27,7 +29,11 @@ FILE_BYTES = 5 * 10**9
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor of the checkpoint, and what it is written as."""
+    """A tensor of the checkpoint, and what it is written as.
+
+    Args:
+        adapter: that is merged into it.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -35,6 +41,7 @@ class _Stored:
     dtype: torch.dtype
     pieces: list[tuple[torch.Size, str]]
     """Offset and file of each of its shards."""
+    adapter: "_Adapter | None" = None
 
     @property
     def nbytes(self) -> int:
@@ -47,7 +54,20 @@ class _Stored:
             with safe_open(path, framework="pt") as file:
                 values = file.get_tensor(MODEL + self.name)
             tensor[tuple(slice(at, at + size) for at, size in zip(offset, values.shape, strict=True))] = values
-        return tensor.to(self.dtype)
+        return (tensor if self.adapter is None else self.adapter.merged_into(tensor)).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class _Adapter:
+    """Both halves, and how they are merged (``lora_merge.merged``)."""
+
+    a: _Stored
+    b: _Stored
+    scaling: float
+    is_transposed: bool
+
+    def merged_into(self, weight: torch.Tensor) -> torch.Tensor:
+        return merged(weight, self.a.read(), self.b.read(), self.scaling, self.is_transposed)
 
 
 @dataclass(frozen=True)
@@ -67,6 +87,7 @@ def write_hf_weights(
     out: Path,
     dtypes: Mapping[str, torch.dtype | None],
     file_bytes: int = FILE_BYTES,
+    scaling: float | None = None,
     share: tuple[int, int] = (0, 1),
     progress: bool = False,
 ) -> None:
@@ -76,13 +97,14 @@ def write_hf_weights(
         model: says how a checkpoint of its family calls them; its own values are not looked at.
         dtypes: the names of its tensors, with what is stored; None: as it is.
         file_bytes: of a file, at most, unless one tensor is larger.
+        scaling: of the adapters in ``shards``, which are merged; None where there are none.
         share: rank and number of those that each write some of the files; the first writes the index.
 
     Raises:
         CheckpointError: ``shards`` lacks tensors of the model.
     """
     metadata = dcp.HuggingFaceStorageReader(str(shards)).read_metadata()
-    files = in_files(_together(model, _stored(metadata, dtypes)), file_bytes)
+    files = in_files(_together(model, _with_adapters(model, metadata, _stored(metadata, dtypes), scaling)), file_bytes)
     entries = [[entry for together in file for entry in _entries(model, together)] for file in files]
     rank, ranks = share
     names = write_index(out, entries)
@@ -90,6 +112,26 @@ def write_hf_weights(
     with tqdm(total=sum(len(file) for _, file, _ in mine), desc="Exporting", disable=not progress) as bar:
         for name, file, members in mine:
             write_file(out / name, members, _values(model, file, bar))
+
+
+def reader(shards: Path) -> Callable[[str], torch.Tensor]:
+    """What gives one of the model's tensors whole, by its name."""
+    metadata = dcp.HuggingFaceStorageReader(str(shards)).read_metadata()
+    return lambda name: _stored(metadata, {name: None})[0].read()
+
+
+def _with_adapters(model: Any, metadata: Metadata, tensors: list[_Stored], scaling: float | None) -> list[_Stored]:
+    if scaling is None:
+        return tensors
+
+    def adapted(tensor: _Stored) -> _Stored:
+        if MODEL + tensor.name + A not in metadata.state_dict_metadata:
+            return tensor
+        a, b = _stored(metadata, {tensor.name + A: None, tensor.name + B: None})
+        module = model.get_submodule(tensor.name.rpartition(".")[0])
+        return replace(tensor, adapter=_Adapter(a, b, scaling, getattr(module, "is_transposed", False)))
+
+    return [adapted(tensor) for tensor in tensors]
 
 
 def _stored(metadata: Metadata, dtypes: Mapping[str, torch.dtype | None]) -> list[_Stored]:

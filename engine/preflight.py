@@ -18,12 +18,15 @@ from ..rollout.placement import Heads, Need, Tensor, needs
 from ..rollout.plan import ROUND_BUFFERS, Targets, make_plan, round_bytes
 from ..rollout.source import tensors_before_sharding
 from . import versions
+from .adapter_files import read_adapter
 from .checkpoint import KNOWN_CONTENTS
 from .errors import SettingError
 from .experts.find import UnsupportedModelError, experts_by_layer, find_experts
+from .lora import Lora
+from .lora_settings import LoraSettings
 from .mesh import Topology
 from .model_facts import ACTOR_MODEL, ModelFacts, inspect_model, overrides_of, plain
-from .optimizer_settings import ACTOR_OPTIM, check_optimizer
+from .optimizer_settings import ACTOR_OPTIM, check_optimizer, wants_muon
 from .parallelize import layer_names
 from .placement import check_experts_divide, ep_fsdp_dim
 from .router_losses import check_watchable
@@ -36,6 +39,7 @@ __all__ = [
     "check_distillation",
     "check_experts",
     "check_fused_kernels",
+    "check_lora",
     "check_model_settings",
     "check_replay",
     "check_rollout",
@@ -76,9 +80,6 @@ _SHM_MARGIN = 64 << 20
 _DEFAULT_ATTENTION = "flash_attention_2"  # verl 0.9.1, workers/config/model.py
 # verl's model settings that ask for what this engine does not do, and the value that does not ask for it.
 _UNSUPPORTED = {
-    "lora_rank": 0,
-    "lora_adapter_path": "null",
-    "lora.rank": 0,
     "use_liger": False,
     "tiled_mlp.enabled": False,
     "mtp.enable": False,
@@ -116,6 +117,7 @@ def check_run(
     _check_road(rollout)
     check_routes(engine, rollout)
     facts = check_training(engine, n_gpus, model, checkpoint=checkpoint, optim=optim, device=device)
+    _check_merged(model, rollout)
     check_replay(engine, model, facts)
     check_distillation(engine, model, rollout)
     colocated = (rollout.get("backend") or "naive") == "naive"
@@ -159,6 +161,7 @@ def check_training(
         check_routers(engine, facts)
     check_attention(model, facts, device=device, setting=setting)
     check_fused_kernels(model, facts, device=device, setting=setting)
+    check_lora(engine, topology, model, facts, optim, setting)
     if optim is not None:
         check_optimizer(optim, _OPTIMIZERS.get(setting, "optim"))
     return facts
@@ -265,6 +268,55 @@ def check_experts(topology: Topology, facts: ModelFacts, shard_dim: int | str = 
     check_experts_divide(facts.experts, topology, facts.name)
     for shape, ep_dim in facts.stacked:
         ep_fsdp_dim(shape, topology, shard_dim, ep_dim)
+
+
+def check_lora(
+    engine: Any,
+    topology: Topology,
+    model: Any,
+    facts: ModelFacts | None,
+    optim: Any = None,
+    setting: str = ACTOR_MODEL,
+) -> None:
+    """Adapters have to be of weights that there are, and something that can be trained and cut.
+
+    Args:
+        facts: None for a model that is not on this machine: what does not depend on it is checked. Its model gets the
+            adapters.
+
+    Raises:
+        SettingError: for the first setting that can't work.
+    """
+    megatron = model.get("lora") if isinstance(model, Mapping) else getattr(model, "lora", None)
+    if megatron and megatron.get("rank"):
+        rule = "is verl's setting for Megatron."
+        raise SettingError(f"{setting}.lora.rank", megatron["rank"], rule, f"{setting}.lora_rank={megatron['rank']}")
+    settings = LoraSettings.of(model, setting)
+    if settings is None:
+        return
+    if setting == "critic.model":
+        rule = "a critic's head is trained whole, and adapters leave everything else as it is."
+        raise SettingError(f"{setting}.lora_rank", settings.rank, rule, f"{setting}.lora_rank=0")
+    if optim is not None and wants_muon(optim):
+        rule = f"orthogonalises whole matrices, and with {setting}.lora_rank={settings.rank} thin ones are trained."
+        name = f"{_OPTIMIZERS.get(setting, 'optim')}.optimizer"
+        raise SettingError(name, "Muon", rule, f"{name}=AdamW")
+    if facts is None:
+        return
+    lora = Lora(facts.model, settings, engine.expert_plan)
+    if settings.adapter is not None:
+        read_adapter(settings.adapter, lora.targets, f"{setting}.lora_adapter_path")
+    for info in find_experts(facts.model, engine.expert_plan):
+        for name, dim in info.ep_dims.items():
+            ep_fsdp_dim(info.module.get_parameter(name).shape, topology, engine.expert_shard_dim, dim)
+
+
+def _check_merged(model: Any, rollout: Mapping[str, Any]) -> None:
+    """vLLM is handed weights. What it does with an adapter of experts, it does in kernels that only GPUs have."""
+    lora = model.get("lora") or {}
+    if model.get("lora_rank") and rollout.get("name") and not lora.get("merge"):
+        rule = "this engine hands adapters to vLLM merged into the weights, and in no other way."
+        raise SettingError(f"{ACTOR_MODEL}.lora.merge", False, rule, f"{ACTOR_MODEL}.lora.merge=True")
 
 
 def check_attention(

@@ -11,6 +11,7 @@ from .boxes import Box, Cut, cut_box
 __all__ = [
     "checkpointed",
     "cuts_of",
+    "is_adapter",
     "is_expert_parameter",
     "local_box",
     "local_tensor",
@@ -54,6 +55,11 @@ def is_expert_parameter(param: torch.Tensor) -> bool:
     """Whether the parameter lives on the experts' mesh."""
     names = param.device_mesh.mesh_dim_names if isinstance(param, DTensor) else None
     return names is not None and "ep" in names
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of that name is one half of a low-rank adapter (``lora.py``)."""
+    return name.endswith(("_lora_A", "_lora_B"))
 
 
 def checkpointed(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -4,9 +4,11 @@
 
 Runs on one process without a GPU and holds one of the model's tensors at a time. Names and layout are those of the
 family's own checkpoints, so transformers and vLLM load the result; the values are the trained ones, bit for bit.
+Low-rank adapters are merged into the weights that they adapt.
 """
 
 import argparse
+import json
 import shutil
 import sys
 from collections.abc import Sequence
@@ -16,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from rich.console import Console
 
-from ..engine.checkpoint import HF, SHARDS
+from ..engine.checkpoint import HF, SHARDS, STATE
 from ..engine.export import FILE_BYTES, MODEL, write_hf_weights
 from ..engine.manifest import CheckpointError, check_files, written_beside
 from ..engine.modeling import model_of_checkpoint
@@ -73,7 +75,9 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, file_b
     with written_beside(out) as partial:
         ignored = shutil.ignore_patterns("*.safetensors*")
         shutil.copytree(checkpoint / HF, partial, ignore=ignored, dirs_exist_ok=True)
-        write_hf_weights(model, checkpoint / SHARDS, partial, dtypes, file_bytes, progress=True)
+        lora = json.loads((checkpoint / STATE).read_text()).get("lora")
+        scaling = None if lora is None else lora["alpha"] / lora["rank"]
+        write_hf_weights(model, checkpoint / SHARDS, partial, dtypes, file_bytes, scaling, progress=True)
 
 
 if __name__ == "__main__":

@@ -231,7 +231,7 @@ def _model(
         CheckpointError: they are not the model's.
     """
     if adapters := [name for name in of_ranks[0] if "lora_" in name]:
-        raise CheckpointError(f"{files[0]} holds LoRA adapters, which this engine does not train: {listed(adapters)}.")
+        raise CheckpointError(f"{files[0]} holds LoRA adapters, which have other names here: {listed(adapters)}.")
     saved, own, tied = _joined(files, of_ranks), checkpointed(model), model.state_dict().keys()
     wrong = [f"{name} is missing" for name in own if name not in saved]
     wrong += [f"{name} is no tensor of the model" for name in saved if name not in own and name not in tied]

@@ -4,13 +4,14 @@ What arrives is handed on as it is: boxes that lie inside what the rank's own wo
 holds two buffers that it sends from and two that it receives into, each bounded by the plan's limit.
 """
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from ..engine.boxes import Box
+from ..engine.lora_merge import LocalValues
 from ..engine.shards import local_box, local_tensor
 from .placement import Need, Tensor
 from .plan import Piece, Plan, Transfer
@@ -54,10 +55,18 @@ class _Shards:
 
     Args:
         boxes: of the shards by the tensor's name, which stay as they are from sync to sync.
+        values: what there is of a tensor; its shard by default.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype], boxes: dict[str, Box]):
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        dtypes: Mapping[str, torch.dtype],
+        boxes: dict[str, Box],
+        values: LocalValues | None,
+    ):
         self._tensors, self._dtypes, self._boxes = tensors, dtypes, boxes
+        self._values = values or (lambda name, tensor: local_tensor(tensor).detach())
         self._local: dict[str, torch.Tensor] = {}
 
     def dtype(self, name: str) -> torch.dtype:
@@ -70,8 +79,12 @@ class _Shards:
             self._boxes[name] = local_box(self._tensors[name])
         if name not in self._local:
             with torch.no_grad():
-                self._local[name] = local_tensor(self._tensors[name]).detach()
+                self._local[name] = self._values(name, self._tensors[name])
         return self._local[name][box.inside(self._boxes[name])]
+
+    def keep(self, names: Collection[str]) -> None:
+        """Let go of all others: what is merged with an adapter is memory of its own."""
+        self._local = {name: local for name, local in self._local.items() if name in names}
 
 
 class Exchange:
@@ -111,9 +124,10 @@ class Exchange:
         tensors: Mapping[str, torch.Tensor],
         dtypes: Mapping[str, torch.dtype],
         traffic: Traffic | None = None,
+        values: LocalValues | None = None,
     ) -> Generator[tuple[str, Need, torch.Tensor], None, None]:
         """Yield ``(tensor's name, need, values)``, each need whole and the caller's own; otherwise as ``run``."""
-        arriving = self.run(tensors, dtypes, traffic)
+        arriving = self.run(tensors, dtypes, traffic, values)
         name, missing = "", 0
         parts: list[tuple[Need, torch.Tensor]] = []
         try:
@@ -142,6 +156,7 @@ class Exchange:
         tensors: Mapping[str, torch.Tensor],
         dtypes: Mapping[str, torch.dtype],
         traffic: Traffic | None = None,
+        values: LocalValues | None = None,
     ) -> Generator[Arrival, None, None]:
         """Yield what this rank's worker needs, box by box, in the model's order; collective.
 
@@ -152,12 +167,13 @@ class Exchange:
             tensors: the trainer's parameters and buffers by name, sharded.
             dtypes: in which each is sent; cast before it is.
             traffic: counts what this run moves and holds.
+            values: what this rank holds of a tensor, as it is to be sent; its shard by default.
         """
         self.traffic = traffic = traffic or Traffic()
         buffers = self._take_buffers()
         held = sum(buffer.out.nbytes + buffer.in_.nbytes for buffer in buffers)
         traffic.hold(held)
-        shards = _Shards(tensors, dtypes, self._boxes)
+        shards = _Shards(tensors, dtypes, self._boxes, values)
         coming = self._start(0, buffers, shards)
         issued = 1
         try:
@@ -215,6 +231,14 @@ class Exchange:
         """Issue a round; None if there is none of that index."""
         if index >= len(self._splits):
             return None
+        # The round before is still to be taken.
+        shards.keep(
+            {
+                self.plan.tensor(piece)[0]
+                for pieces in self.plan.rounds[max(0, index - 1) : index + 1]
+                for piece in pieces
+            }
+        )
         send_splits, receive_splits = self._splits[index]
         buffer = buffers[index % 2]
         sent, received = buffer.out[: sum(send_splits)], buffer.in_[: sum(receive_splits)]

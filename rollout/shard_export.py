@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from verl.workers.engine.spec import BlockPlacement, ShardSpec, translate_flat_indices
 
+from ..engine.lora_merge import local_values
 from ..engine.mesh import Meshes
-from ..engine.shards import checkpointed, cuts_of, local_box, local_tensor
+from ..engine.shards import checkpointed, cuts_of, is_adapter, local_box
 from . import naming
 
 __all__ = ["ExpertsSpec", "ShardExport", "experts_entry"]
@@ -63,15 +64,16 @@ class ShardExport:
         """``(name, values, spec)`` of every parameter and persistent buffer, in an order that all ranks share.
 
         Names are those of the checkpoint; of a stack of experts, whose matrices ``spec.hf_slots`` names, the model's.
-        Values are this rank's shard, flat. A tied parameter comes once.
+        Values are this rank's shard, flat, with its adapter merged. A tied parameter comes once.
 
         Raises:
             ValueError: for a tensor that the checkpoint holds in another form, but for stacks of experts.
         """
         device = self.meshes.dense.device_type
-        tensors = checkpointed(self.model)
+        tensors = {name: tensor for name, tensor in checkpointed(self.model).items() if not is_adapter(name)}
+        local = local_values(self.model, device)
         for name, tensor in tensors.items():
-            values = local_tensor(tensor).detach().to(device)
+            values = local(name, tensor).to(device)
             if values.is_floating_point():
                 values = values.to(self.dtype)
             yield self._checkpoint_name(name, tensor), values.reshape(-1), self._spec(name, tensor)

@@ -7,6 +7,7 @@ from torch import nn
 from ..engine.boxes import Cut
 from ..engine.experts.find import find_experts
 from ..engine.islands import correction_biases
+from ..engine.lora_merge import weights
 from ..engine.mesh import Topology
 from ..engine.placement import ep_fsdp_dim
 from ..engine.shards import cuts_of, persistent_buffers
@@ -16,7 +17,7 @@ __all__ = ["sharded_tensors", "tensors_before_sharding"]
 
 
 def sharded_tensors(model: nn.Module, itemsize: Mapping[str, int] | int | None = None) -> list[Tensor]:
-    """Parameters and persistent buffers of a model that ``parallelize`` has sharded, in the model's order.
+    """Weights and persistent buffers of a model that ``parallelize`` has sharded, in the model's order.
 
     Args:
         itemsize: bytes of an element of a parameter when it is sent, of all or by name; by default those it has.
@@ -53,7 +54,7 @@ def tensors_before_sharding(
 def _tensors(
     model: nn.Module, cuts: Mapping[str, tuple[Cut, ...]], itemsize: Mapping[str, int] | int | None
 ) -> Iterator[Tensor]:
-    for name, param in model.named_parameters():
+    for name, param in weights(model):
         size = itemsize.get(name) if isinstance(itemsize, Mapping) else itemsize
         yield Tensor(name, tuple(param.shape), size or param.element_size(), cuts[name])
     for name, buffer in persistent_buffers(model).items():

@@ -174,7 +174,7 @@ class Sender(_Road):
         return {"weight_sync/sent_megabytes": sent / 2**20, "weight_sync/seconds": time.monotonic() - started}
 
     def _slices(self, sync: RolloutSync, exchange: Exchange) -> int:
-        for _ in exchange.run(sync.state(), sync.dtypes):
+        for _ in exchange.run(sync.state(), sync.dtypes, values=sync.values()):
             raise AssertionError("a trainer rank receives nothing")
         return max(exchange.plan.sent.get(rank, 0) for rank in range(self.peers.members.trainers))
 

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ..engine.boxes import Box, chunk_range, cut_box
+from ..engine.lora_merge import local_values, weights
 from ..engine.mesh import Meshes
-from ..engine.shards import cuts_of, local_tensor, persistent_buffers
+from ..engine.shards import cuts_of, persistent_buffers
 from .traffic import Traffic
 
 __all__ = ["Gathered", "Rows", "assembled", "full_tensors", "gather_bytes", "gathered", "narrower"]
@@ -161,8 +162,8 @@ def gathered(
 ) -> Generator[Gathered, None, None]:
     """Bring every parameter and persistent buffer of the model to every rank, in the model's order; collective.
 
-    A tied parameter comes once. Every gather is issued on every rank, also where the consumer stops early: what is left
-    is then received and dropped when the iterator is closed.
+    A tied parameter comes once; adapters are merged into the weights that they adapt. Every gather is issued on every
+    rank, also where the consumer stops early: what is left is then received and dropped when the iterator is closed.
 
     Args:
         layers: FQNs of the layers; the parameters of one are gathered together.
@@ -178,7 +179,7 @@ def gathered(
     device, ranks = torch.device(meshes.dense.device_type), meshes.topology.fsdp
     members = [
         part
-        for name, param in model.named_parameters()
+        for name, param in weights(model)
         for part in _parts(
             _Sent(name, param.detach(), narrower(param.dtype, (dtypes or {}).get(name))),
             meshes,
@@ -190,7 +191,7 @@ def gathered(
     slot = max((group.slot for group in groups), default=0)
     buffers = [torch.empty((ranks + 1) * slot, dtype=torch.uint8, device=device) for _ in groups[:2]]
     traffic.hold(sum(buffer.nbytes for buffer in buffers))
-    issued = 0
+    issued, values = 0, local_values(model, device)
 
     def start() -> tuple[_Group, torch.Tensor, dist.Work] | None:
         """Issue the next gather; None after the last."""
@@ -202,7 +203,7 @@ def gathered(
         for sent, piece in zip(group.members, group.layouts[meshes.fsdp_rank], strict=True):
             if piece.nbytes:
                 shard = mine[piece.offset : piece.offset + piece.nbytes].view(sent.dtype)
-                shard.view(piece.box.shape).copy_(local_tensor(sent.param)[piece.inside])
+                shard.view(piece.box.shape).copy_(values(sent.name, sent.param)[piece.inside])
         # Each shard goes to all other ranks, and all of theirs come.
         traffic.sent += everyone.numel() - mine.numel()
         traffic.received += everyone.numel() - mine.numel()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ..engine import versions
 from ..engine.agreement import check_agreement
+from ..engine.lora_merge import LocalValues, local_values, weights
 from ..engine.mesh import Meshes
 from ..engine.shards import checkpointed, local_tensor, persistent_buffers
 from . import naming, stream
@@ -67,7 +68,7 @@ class RolloutSync:
         settings: SyncSettings,
     ):
         self.model, self.meshes, self.layers, self.settings = model, meshes, layers, settings
-        stored = {name: p.dtype for name, p in model.named_parameters()}
+        stored = {name: p.dtype for name, p in weights(model)}
         self.dtypes = {name: stream.narrower(dtype, dtypes.get(name)) for name, dtype in stored.items()}
         self.dtypes |= {name: buffer.dtype for name, buffer in persistent_buffers(model).items()}
         self.heads = Heads.of(model.config.get_text_config())
@@ -139,6 +140,10 @@ class RolloutSync:
         """Parameters and persistent buffers, sharded, by name."""
         return checkpointed(self.model)
 
+    def values(self) -> LocalValues:
+        """What this rank holds of each, as it is sent: with adapters merged; collective."""
+        return local_values(self.model, self.meshes.dense.device_type)
+
     def tensors(self) -> list[Tensor]:
         """What there is to hand over, as the planner takes it."""
         return sharded_tensors(self.model, {name: dtype.itemsize for name, dtype in self.dtypes.items()})
@@ -206,7 +211,7 @@ class WorkerStream:
         return self._slices_of_gathers() if self._rollout.keeps_all else self._slices()
 
     def _expert_local(self) -> Generator[tuple[str, torch.Tensor]]:
-        whole = self._exchange.assembled(self._sync.state(), self._sync.dtypes, self.traffic)
+        whole = self._exchange.assembled(self._sync.state(), self._sync.dtypes, self.traffic, self._sync.values())
         with contextlib.closing(whole):
             for name, need, values in whole:
                 # vLLM would take a part of a stack for its first experts.
@@ -214,7 +219,7 @@ class WorkerStream:
                 yield from naming.experts_from(self._sync.model, name, values, first)
 
     def _slices(self) -> Generator[tuple[str, torch.Tensor]]:
-        arriving = self._exchange.run(self._sync.state(), self._sync.dtypes, self.traffic)
+        arriving = self._exchange.run(self._sync.state(), self._sync.dtypes, self.traffic, self._sync.values())
         with contextlib.closing(arriving):
             for arrival in arriving:
                 dtype = self._sync.dtypes[arrival.tensor.name]
@@ -272,7 +277,7 @@ class WorkerStream:
         if self.kind != "full":
             plan = self._exchange.plan
             return plan.received.get(dist.get_rank(), 0)
-        state = dict(self._sync.model.named_parameters())
+        state = dict(weights(self._sync.model))
         missing = (
             (p.numel() - local_tensor(p).numel()) * self._sync.dtypes[name].itemsize for name, p in state.items()
         )

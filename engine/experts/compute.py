@@ -4,8 +4,9 @@ One function for every family on transformers' experts interface: the layout of 
 the module, the activation is the module's own.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,10 +18,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from .dispatch import combine, dispatch
 from .find import ComputesItself
 
-__all__ = ["EXPERTS_IMPLEMENTATION", "ExpertParallel", "attach", "rows_computed"]
+__all__ = ["EXPERTS_IMPLEMENTATION", "Adapters", "ExpertParallel", "adapt_experts", "attach", "rows_computed"]
 
 EXPERTS_IMPLEMENTATION = "epfsdp2"
-_HANDLE = "_epfsdp2"
+_HANDLE, _ADAPTERS = "_epfsdp2", "_epfsdp2_adapters"
 
 
 @dataclass
@@ -34,12 +35,24 @@ class ExpertParallel:
     """By this rank's experts so far, recomputations included."""
 
 
+class Adapters(Protocol):
+    """What the experts function needs to know about low-rank adapters (``lora.py``)."""
+
+    enabled: bool
+    scaling: float
+
+
 def attach(module: nn.Module, runtime: ExpertParallel) -> None:
     """Tell an experts module how its experts are spread."""
     if isinstance(module, ComputesItself):
         module.set_expert_parallel(runtime)
     else:
         setattr(module, _HANDLE, runtime)
+
+
+def adapt_experts(module: nn.Module, adapters: Adapters) -> None:
+    """Have an experts module's ``<weight>_lora_A`` ``[E, r, in]`` and ``<weight>_lora_B`` ``[E, out, r]`` take part."""
+    setattr(module, _ADAPTERS, adapters)
 
 
 def rows_computed(module: nn.Module) -> int | None:
@@ -69,10 +82,22 @@ def experts_forward(
     hidden = hidden_states.to(weight[up].dtype)
     sent = dispatch(hidden, top_k_index, runtime.num_experts, runtime.group)
     runtime.rows_computed += sent.rows_RD.shape[0]
-    h = grouped_linear(sent.rows_RD, weight[up], sent.counts_e, weight.get(f"{up}_bias"), self.is_transposed)
+    h = _linear(self, sent.rows_RD, up, weight, sent.counts_e)
     h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
-    out = grouped_linear(h, weight[down], sent.counts_e, weight.get(f"{down}_bias"), self.is_transposed)
+    out = _linear(self, h, down, weight, sent.counts_e)
     return combine(out, sent, top_k_weights, runtime.group).to(hidden_states.dtype)
+
+
+def _linear(
+    module: Any, rows: torch.Tensor, name: str, weight: Mapping[str, torch.Tensor], counts_e: torch.Tensor
+) -> torch.Tensor:
+    """One of the experts' linears, with its adapter if it has one."""
+    out = grouped_linear(rows, weight[name], counts_e, weight.get(f"{name}_bias"), module.is_transposed)
+    adapters: Adapters | None = getattr(module, _ADAPTERS, None)
+    if adapters is None or not adapters.enabled or f"{name}_lora_A" not in weight:
+        return out
+    low = grouped_linear(rows, weight[f"{name}_lora_A"], counts_e, None, False)
+    return out + adapters.scaling * grouped_linear(low, weight[f"{name}_lora_B"], counts_e, None, False)
 
 
 def grouped_linear(

@@ -24,12 +24,14 @@ def sharded_model(
     attention: str = "sdpa",
     dtype: torch.dtype = torch.float32,
     before: Callable[[nn.Module], object] = lambda model: None,
+    initialize: Callable[[str, torch.Tensor, bool], bool] = lambda name, tensor, fits: False,
     **options,
 ) -> tuple[nn.Module, Meshes]:
     """Build, shard and load a checkpoint, stored in ``dtype``; ``options`` are those of ``ShardingOptions``.
 
     Args:
         before: is handed the model before it is sharded.
+        initialize: as ``load_weights``'s.
     """
     topology = world if isinstance(world, Topology) else Topology.plan(world, ep, fsdp_size)
     meshes = build_meshes("cpu", topology)
@@ -38,5 +40,5 @@ def sharded_model(
     before(model)
     parallelize(model, meshes, ShardingOptions(**{"param_dtype": torch.float32, **options}))
     materialize(model, "cpu")
-    load_weights(model, open_checkpoint(folder), meshes)
+    load_weights(model, open_checkpoint(folder), meshes, initialize)
     return model, meshes

@@ -1,0 +1,581 @@
+"""Low-rank adapters against the plain Hugging Face model that computes with ``W + scaling * B @ A``, float32."""
+
+import copy
+import json
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch.func import functional_call
+
+from epfsdp2.engine.adapter_files import ADAPTER, read_adapter
+from epfsdp2.engine.checkpoint import HF, load_checkpoint, save_checkpoint
+from epfsdp2.engine.checkpoint_files import open_checkpoint
+from epfsdp2.engine.clip import clip_grad_norm_
+from epfsdp2.engine.config import EPFSDP2EngineConfig
+from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.loading import load_weights
+from epfsdp2.engine.lora import A, B, Lora, lora_of
+from epfsdp2.engine.lora_settings import LoraSettings
+from epfsdp2.engine.manifest import CheckpointError
+from epfsdp2.engine.mesh import Topology, build_meshes
+from epfsdp2.engine.modeling import build_on_meta, materialize
+from epfsdp2.engine.optimizer import build_multi_optimizer
+from epfsdp2.engine.parallelize import ShardingOptions, layer_names, parallelize
+from epfsdp2.engine.preflight import check_training
+from epfsdp2.engine.shards import is_adapter, local_box
+from epfsdp2.recipes.export import export
+from epfsdp2.rollout import naming
+from epfsdp2.rollout.placement import Rollout
+from epfsdp2.rollout.shard_export import ShardExport
+from epfsdp2.rollout.stream import full_tensors
+from epfsdp2.rollout.streams import RolloutSync, SyncSettings
+from tests.parity import families
+from tests.support.engine import sharded_model
+from tests.support.models import VOCAB, reference_model, save_qwen3_moe
+from tests.support.ppo import ppo_batch, ppo_samples, ppo_worker
+from tests.support.ranks import run_ranks
+
+WORLD = 4
+RELATIVE = 1e-5
+CLIP = 0.5
+SETTINGS = {"lora_rank": 4, "lora_alpha": 12, "target_modules": "all-linear"}
+SCALING = 3.0
+
+
+def lora_settings(**changes):
+    return LoraSettings.of(SETTINGS | changes, "actor_rollout_ref.model")
+
+
+def _sharded(folder, ep, fsdp_size=-1, seed=0, changes=None, **options):
+    """A sharded model with adapters, as the engine makes it."""
+    model, meshes = sharded_model(
+        folder,
+        dist.get_world_size(),
+        ep,
+        fsdp_size,
+        before=lambda model: Lora(model, lora_settings(**(changes or {}))),
+        initialize=lambda name, tensor, fits: is_adapter(name),
+        **options,
+    )
+    lora = lora_of(model)
+    lora.initialize(model, seed)
+    lora.freeze_the_rest(model)
+    return model.train(), meshes, lora
+
+
+def _adapters(model):
+    return {name: param for name, param in model.named_parameters() if is_adapter(name)}
+
+
+def _stirred(model, seed=5):
+    """Adapters that change something: each drawn whole, and cut as it is here."""
+
+    def read(name):
+        generator = torch.Generator().manual_seed(seed + len(name) + sum(name.encode()))
+        return torch.randn(model.get_parameter(name).shape, generator=generator) * 0.1
+
+    return read
+
+
+def _merged(weights, adapters):
+    """The weights that a plain model with these adapters has."""
+    changed = dict(weights)
+    for name in weights:
+        if name + A in adapters:
+            changed[name] = weights[name] + SCALING * adapters[name + B] @ adapters[name + A]
+    return changed
+
+
+class _Reference:
+    """The plain model, its frozen weights, and leaves for the adapters."""
+
+    def __init__(self, folder, adapters):
+        self.model = reference_model(folder).train()
+        self.weights = {name: param.detach() for name, param in self.model.named_parameters()}
+        self.adapters = {name: value.clone().requires_grad_() for name, value in adapters.items()}
+
+    def logits(self, ids):
+        with_adapters = _merged(self.weights, self.adapters)
+        return functional_call(self.model, with_adapters, kwargs={"input_ids": ids, "use_cache": False}).logits
+
+    def loss(self, ids):
+        return _loss(self.logits(ids), ids)
+
+
+def _loss(logits, ids):
+    return torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), ids[:, 1:].reshape(-1))
+
+
+def _logits(model, ids):
+    return model(input_ids=ids, use_cache=False).logits
+
+
+def _adam(params):
+    return torch.optim.AdamW(params, lr=1e-3, eps=1e-6)
+
+
+def _batch(world):
+    return torch.randint(0, VOCAB, (2 * world, 17), generator=torch.Generator().manual_seed(1))
+
+
+def _relative(value, reference):
+    return ((value - reference).norm() / reference.norm().clamp_min(1e-12)).item()
+
+
+def _whole(param):
+    return param.detach().full_tensor()
+
+
+def _two_updates(folder, cases):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    ids = _batch(world)
+    mine = slice(2 * rank, 2 * rank + 2)
+    expected = None
+    for ep, fsdp_size, options in cases:
+        where = f"ep={ep} fsdp_size={fsdp_size} {options}"
+        model, meshes, lora = _sharded(folder, ep, fsdp_size, **options)
+        lora.initialize(model, 0, _stirred(model))
+        base = {n: _whole(p).clone() for n, p in model.named_parameters() if not is_adapter(n)}
+        if expected is None:
+            expected = _updates(_Reference(folder, {n: _whole(p) for n, p in _adapters(model).items()}), ids)
+        optimizer = build_multi_optimizer(model, _adam)
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        assert {id(p) for p in held} == {id(p) for p in _adapters(model).values()}
+        for logits, grads, norm, params in expected:
+            optimizer.zero_grad()
+            got = _logits(model, ids[mine])
+            torch.testing.assert_close(got.detach().log_softmax(-1), logits[mine], rtol=1e-5, atol=1e-5)
+            _loss(got, ids[mine]).backward()
+            assert all(p.grad is None for n, p in model.named_parameters() if not is_adapter(n)), where
+            for name, param in _adapters(model).items():
+                assert _relative(param.grad.full_tensor(), grads[name]) < RELATIVE, (where, name)
+            got = clip_grad_norm_(model.parameters(), CLIP, meshes)
+            assert abs(got.item() / norm.item() - 1) < RELATIVE, where
+            optimizer.step()
+            for name, param in _adapters(model).items():
+                assert _relative(_whole(param), params[name]) < RELATIVE, (where, name)
+        assert all(torch.equal(_whole(p), base[n]) for n, p in model.named_parameters() if n in base), where
+
+
+def _updates(reference, ids):
+    """Log-probs, gradients, norm and adapters of two updates of the plain model."""
+    optimizer = _adam(list(reference.adapters.values()))
+    expected = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        logits = reference.logits(ids)
+        _loss(logits, ids).backward()
+        grads = {n: p.grad.clone() for n, p in reference.adapters.items()}
+        norm = torch.nn.utils.clip_grad_norm_(reference.adapters.values(), CLIP)
+        optimizer.step()
+        params = {n: p.detach().clone() for n, p in reference.adapters.items()}
+        expected.append((logits.detach().log_softmax(-1), grads, norm, params))
+    return expected
+
+
+def test_log_probs_gradients_and_two_updates_equal_the_plain_model(tmp_path):
+    cases = [
+        (1, -1, {"checkpointing": "full"}),
+        (2, -1, {}),
+        (4, -1, {"checkpointing": "selective"}),
+        (2, 2, {}),
+        (2, -1, {"expert_shard_dim": 0}),
+        (2, -1, {"cpu_offload": True}),
+    ]
+    run_ranks(_two_updates, WORLD, save_qwen3_moe(tmp_path), cases)
+
+
+def _begins_as_the_base(folder):
+    ids = _batch(dist.get_world_size())
+    drawn = None
+    for ep in (1, 2, 4):
+        model, _, lora = _sharded(folder, ep, seed=7)
+        adapters = {name: _whole(param) for name, param in _adapters(model).items()}
+        assert all(not value.any() for name, value in adapters.items() if name.endswith(B))
+        assert all(value.abs().max() <= value.shape[-1] ** -0.5 for value in adapters.values())
+        assert len({value.flatten()[0].item() for name, value in adapters.items() if name.endswith(A)}) > 10
+        drawn = drawn or adapters
+        assert all(torch.equal(value, drawn[name]) for name, value in adapters.items()), ep
+        with torch.no_grad():
+            with_adapters = _logits(model, ids)
+            with lora.disabled():
+                without = _logits(model, ids)
+        assert torch.equal(with_adapters, without)
+        lora.initialize(model, 0, _stirred(model))
+        with torch.no_grad():
+            assert not torch.allclose(_logits(model, ids), without, atol=1e-2)
+            with lora.disabled():
+                assert torch.equal(_logits(model, ids), without)
+    plain = reference_model(folder)
+    with torch.no_grad():
+        torch.testing.assert_close(without, _logits(plain, ids), rtol=1e-5, atol=1e-5)
+
+
+def test_a_run_begins_as_the_base_and_its_reference_is_the_base(tmp_path):
+    run_ranks(_begins_as_the_base, WORLD, save_qwen3_moe(tmp_path))
+
+
+def _wanted_weights(folder, model):
+    """The plain model's weights with the adapters of a sharded one merged, by hand."""
+    adapters = {name: _whole(param) for name, param in _adapters(model).items()}
+    return _merged({n: p.detach() for n, p in reference_model(folder).named_parameters()}, adapters)
+
+
+def _handed_over(folder, cases):
+    worker = dist.get_rank() % 2
+    for ep, fsdp_size, options in cases:
+        where = f"ep={ep} fsdp_size={fsdp_size} {options}"
+        model, meshes, lora = _sharded(folder, ep, fsdp_size, **options)
+        lora.initialize(model, 0, _stirred(model))
+        before = {name: _whole(param).clone() for name, param in model.named_parameters()}
+        wanted = _wanted_weights(folder, model)
+        sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("auto", 1 << 17))
+
+        plain = {name: value for name, value in before.items() if not is_adapter(name)}
+        full = {name: tensor.clone() for name, tensor in sync.full()}
+        by_expert = dict(naming.as_checkpoint(model, wanted.items()))
+        split = [name for name in full if name not in wanted]
+        unmerged = dict(naming.as_checkpoint(model, plain.items()))[split[0]]
+        assert not torch.allclose(full[split[0]], unmerged, atol=1e-3)
+        assert split and not any(is_adapter(name) for name in full)  # a stack that is too large comes as its experts
+        for name, tensor in full.items():
+            torch.testing.assert_close(tensor, {**by_expert, **wanted}[name], rtol=1e-6, atol=1e-7, msg=where + name)
+
+        sliced = sync.exchange("sliced", Rollout(2), worker)
+        for arrival in sliced.run(sync.state(), sync.dtypes, values=sync.values()):
+            name = arrival.tensor.name
+            slices = wanted[name][arrival.box.slices]
+            torch.testing.assert_close(arrival.values, slices, rtol=1e-6, atol=1e-7, msg=where + name)
+
+        local = sync.stream("expert_local", Rollout(2, expert_parallel=True), worker).tensors()
+        local = {name: tensor.clone() for name, tensor in local if ".experts." in name}
+        assert len(local) == 2 * 3 * 4  # two layers, three matrices, four of eight experts
+        for name, tensor in local.items():
+            torch.testing.assert_close(tensor, by_expert[name], rtol=1e-6, atol=1e-7, msg=where + name)
+
+        changed = ShardExport(model, meshes, torch.float32).shards()
+        for name, values, spec in changed:
+            if name in wanted and spec.place is not None:
+                slices = wanted[name][local_box(model.get_parameter(name)).slices].reshape(-1)
+                torch.testing.assert_close(values, slices, rtol=1e-6, atol=1e-7, msg=where + name)
+        assert all(torch.equal(_whole(param), before[name]) for name, param in model.named_parameters()), where
+
+
+def test_every_stream_hands_over_merged_weights(tmp_path):
+    cases = [
+        (2, -1, {}),
+        (4, -1, {}),
+        (1, -1, {"expert_shard_dim": 0}),
+        (2, -1, {"expert_shard_dim": 0}),
+        (2, 2, {"cpu_offload": True}),
+    ]
+    run_ranks(_handed_over, WORLD, save_qwen3_moe(tmp_path), cases)
+
+
+def _saves(folder, out):
+    """Two updates, a checkpoint with everything, and one more; a resumed run on another mesh does the same."""
+    rank = dist.get_rank()
+    ids = _batch(dist.get_world_size())
+
+    def update(model, meshes, optimizer):
+        optimizer.zero_grad()
+        _loss(_logits(model, ids[2 * rank : 2 * rank + 2]), ids[2 * rank : 2 * rank + 2]).backward()
+        clip_grad_norm_(model.parameters(), CLIP, meshes)
+        optimizer.step()
+
+    model, meshes, _ = _sharded(folder, 2)
+    optimizer = build_multi_optimizer(model, _adam)
+    for _ in range(2):
+        update(model, meshes, optimizer)
+    contents = ("model", "optimizer", "hf_model")
+    save_checkpoint(out / "saved", model, optimizer, None, contents, 2, model.config.save_pretrained)
+    wanted = _wanted_weights(folder, model)
+    update(model, meshes, optimizer)
+
+    for ep, options in ((4, {}), (1, {"expert_shard_dim": 0}), (2, {})):
+        resumed, other, _ = _sharded(folder, ep, seed=99, **options)
+        again = build_multi_optimizer(resumed, _adam)
+        load_checkpoint(out / "saved", resumed, again, None, ("model", "optimizer"))
+        update(resumed, other, again)
+        for (name, a), (_, b) in zip(model.named_parameters(), resumed.named_parameters(), strict=True):
+            torch.testing.assert_close(_whole(a), _whole(b), rtol=1e-5, atol=1e-7, msg=f"{ep} {name}")
+
+    differing, _, _ = _sharded(folder, 2, changes={"lora_alpha": 4})
+    with pytest.raises(CheckpointError, match="'alpha': 12"):
+        load_checkpoint(out / "saved", differing, None, None, ("model",))
+    if rank == 0:
+        exported = reference_model(out / "saved" / HF)
+        for name, param in exported.named_parameters():
+            torch.testing.assert_close(param.detach(), wanted[name], rtol=1e-6, atol=1e-7, msg=name)
+        export(out / "saved", out / "exported")
+        assert (out / "exported" / "model.safetensors").read_bytes() == (
+            out / "saved" / HF / "model.safetensors"
+        ).read_bytes()
+
+
+def test_resumes_on_another_mesh_and_exports_merged_weights(tmp_path):
+    folder, out = save_qwen3_moe(tmp_path / "model"), tmp_path / "out"
+    run_ranks(_saves, WORLD, folder, out)
+
+
+def _writes_an_adapter(folder, out, changes):
+    model, _, lora = _sharded(folder, 2, changes=changes)
+    lora.initialize(model, 0, _stirred(model))
+    save_checkpoint(out, model, None, None, ("model",), 1, model.config.save_pretrained)
+    ids = _batch(1)
+    with torch.no_grad():
+        logits = _logits(model.eval(), ids)
+    if dist.get_rank() == 0:
+        save_file({"logits": logits}, out.with_suffix(".logits"))
+    again, _, lora = _sharded(folder, 1, changes={"lora_adapter_path": str(out / ADAPTER)})
+    lora.initialize(again, 0, read_adapter(out / ADAPTER, lora.targets, "lora_adapter_path"))
+    for name, param in _adapters(again).items():
+        assert torch.equal(_whole(param), _whole(model.get_parameter(name))), name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"target_modules": ["q_proj", "o_proj"]}, {"target_modules": ["experts.down_proj", "layers.1.mlp.up_proj"]}],
+    ids=["everything", "attention", "experts"],
+)
+def test_peft_loads_what_was_saved(tmp_path, changes):
+    folder, out = save_qwen3_moe(tmp_path / "model"), tmp_path / "out"
+    run_ranks(_writes_an_adapter, 2, folder, out, changes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # peft warns of keys that it misses, or has no place for
+        adapted = PeftModel.from_pretrained(reference_model(folder), out / ADAPTER)
+    with torch.no_grad():
+        logits = adapted(input_ids=_batch(1), use_cache=False).logits
+        with adapted.disable_adapter():
+            base = adapted(input_ids=_batch(1), use_cache=False).logits
+    torch.testing.assert_close(logits, load_file(out.with_suffix(".logits"))["logits"], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(logits, base, atol=1e-2)
+    # What peft saves itself is what we read.
+    adapted.save_pretrained(out.with_suffix(".peft"))
+    ours, theirs = (load_file(path / "adapter_model.safetensors") for path in (out / ADAPTER, out.with_suffix(".peft")))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def _by_verl(folder, out):
+    """Log-probs, an update, the reference policy, weights and checkpoints, through verl's own worker."""
+    from verl.utils import tensordict_utils as tu
+
+    mine = ppo_samples()[4 * dist.get_rank() :][:4]
+    model_settings = SETTINGS | {"lora": {"merge": True}}
+    worker = ppo_worker(folder, 2, model=model_settings, param_offload=True)
+    module, plain = worker.engine.module, reference_model(folder)
+
+    def log_probs(worker, **flags):
+        batch = ppo_batch(mine)
+        tu.assign_non_tensor(batch, compute_loss=False, **flags)
+        return [taken[:-1] for taken in tu.get(worker.infer_batch(batch), "log_probs").unbind()]
+
+    def plain_log_probs(model):
+        with torch.no_grad():
+            whole = [(model(input_ids=ids[None], use_cache=False).logits[0] / 0.7).log_softmax(-1) for ids, *_ in mine]
+        return [row[:-1].gather(-1, ids[1:, None])[:, 0] for row, (ids, *_) in zip(whole, mine, strict=True)]
+
+    base = log_probs(worker)
+    for _ in range(2):
+        worker.train_batch(ppo_batch(mine))
+    trained, reference = log_probs(worker), log_probs(worker, no_lora_adapter=True)
+    weights, peft_config = worker.engine.get_per_tensor_param(layered_summon=False, base_sync_done=True)
+    merged = reference_model(folder)
+    with torch.no_grad():
+        for name, tensor in weights:
+            merged.get_parameter(name).copy_(tensor)
+    assert peft_config is None
+    for i, want in enumerate(plain_log_probs(plain)):
+        torch.testing.assert_close(reference[i], want, rtol=1e-5, atol=1e-5)
+        assert torch.equal(reference[i], base[i])
+    for i, want in enumerate(plain_log_probs(merged)):
+        torch.testing.assert_close(trained[i], want, rtol=1e-5, atol=1e-5)
+    assert max((a - b).abs().max() for a, b in zip(trained, base, strict=True)) > 1e-3
+    for name, param in plain.named_parameters():
+        assert torch.equal(_whole(module.get_parameter(name)), param), name
+
+    worker.save_checkpoint(str(out), global_step=2)
+    resumed = ppo_worker(folder, 1, model=model_settings)
+    resumed.load_checkpoint(str(out))
+    gone_on = ppo_worker(folder, 1, model=model_settings | {"lora_adapter_path": str(out / ADAPTER)})
+    for other in (resumed, gone_on):
+        for a, b in zip(log_probs(other), trained, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_an_actor_of_verl_with_its_base_as_the_reference(tmp_path):
+    run_ranks(_by_verl, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "out")
+
+
+@pytest.fixture
+def checked(tmp_path):
+    """``check_training`` of a run with adapters, with changes to verl's model settings."""
+    folder = save_qwen3_moe(tmp_path / "model")
+    (tmp_path / "adapter").mkdir()
+    config = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "use_dora": False}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+
+    def check(changes=None, setting="actor_rollout_ref.model", optim=None, **engine):
+        model = {"path": str(folder), "override_config": {"attn_implementation": "sdpa"}, **SETTINGS, **(changes or {})}
+        model = {
+            key: value.replace("$", str(tmp_path)) if isinstance(value, str) else value for key, value in model.items()
+        }
+        return check_training(EPFSDP2EngineConfig(**engine), 8, model, device="cpu", setting=setting, optim=optim)
+
+    return check
+
+
+def test_a_right_run_passes(checked):
+    assert checked().name == "Qwen3MoeForCausalLM"
+    assert checked(ep_size=8, fsdp_size=8) is not None
+    assert checked({"target_modules": None, "target_parameters": ["experts.down_proj"]}) is not None
+    assert checked({"target_modules": r".*self_attn\.[qv]_proj"}) is not None
+    assert checked({"lora_rank": 0}) is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "rest", "said"),
+    [
+        ({"target_modules": ["qproj"]}, {}, "target_modules=['qproj']: qproj matches no linear of a layer"),
+        ({"target_modules": "q_proj"}, {}, "target_modules=q_proj: q_proj matches no linear of a layer"),
+        ({"target_modules": ["lm_head"]}, {}, "target_modules=['lm_head']: lm_head matches no linear of a layer"),
+        ({"target_modules": ["up_proj"]}, {}, "target_modules=['up_proj']: model.layers.0.mlp.experts.gate_up_proj is"),
+        ({"target_modules": None}, {}, "target_modules=null: there is nothing to adapt"),
+        ({"target_parameters": ["experts.w1"]}, {}, "target_parameters=['experts.w1']: experts.w1 matches no"),
+        ({"exclude_modules": ["x_proj"]}, {}, "exclude_modules=['x_proj']: x_proj matches no"),
+        ({"exclude_modules": ".*"}, {}, "exclude_modules=.*: with exclude_modules, no weight is left"),
+        ({"lora_rank": -1}, {}, "lora_rank=-1: is a whole number"),
+        ({"lora_rank": 2.0}, {}, "lora_rank=2.0: is a whole number"),
+        ({"lora_alpha": 0}, {}, "lora_alpha=0: is a positive number"),
+        ({"lora": {"rank": 8}}, {}, "lora.rank=8: is verl's setting for Megatron"),
+        ({"lora_adapter_path": "/no/such"}, {}, "lora_adapter_path=/no/such: there is no adapter_config.json"),
+        ({"lora_adapter_path": "$/adapter"}, {}, "lora_adapter_path=$/adapter: there is no adapter_model.safetensors"),
+        ({"lora_adapter_path": "$/adapter", "lora_rank": 0}, {}, "lora_rank=0: is another rank than that of"),
+        ({}, {"setting": "critic.model"}, "lora_rank=4: a critic's head is trained whole"),
+        ({}, {"optim": {"optimizer": "Muon"}}, "optimizer=Muon: orthogonalises whole matrices"),
+        ({"lora_rank": 6}, {"expert_shard_dim": 1}, "engine.expert_shard_dim=1: an expert weight has 6 along it"),
+    ],
+)
+def test_bad_settings_are_refused(checked, tmp_path, changes, rest, said):
+    with pytest.raises(SettingError) as caught:
+        checked(changes, **rest)
+    assert said.replace("$", str(tmp_path)) in str(caught.value)
+
+
+def test_an_adapter_of_another_kind_is_refused(checked, tmp_path):
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"use_dora": True}))
+    with pytest.raises(SettingError, match="its use_dora is True"):
+        checked({"lora_adapter_path": "$/adapter"})
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"use_dora": False}))
+    save_file({"base_model.model.q_proj.lora_A.weight": torch.zeros(1)}, path.with_name("adapter_model.safetensors"))
+    with pytest.raises(SettingError, match="q_proj.lora_A.weight is missing"):
+        checked({"lora_adapter_path": "$/adapter"})
+
+
+class _OfConfig:
+    """An auto class of one model class."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def from_config(self, config, dtype, **_):
+        return self.kind._from_config(config, dtype=dtype)
+
+
+def _families(work, results):
+    """Logits and adapters' gradients of each family on two ranks against the plain model, and merged weights."""
+    rank = dist.get_rank()
+    ids = torch.randint(0, VOCAB, (4, 13), generator=torch.Generator().manual_seed(1))
+    mine = slice(2 * rank, 2 * rank + 2)
+    meshes = build_meshes("cpu", Topology.plan(2, 2, -1))
+    for name, folder in work:
+        train = families.FAMILIES[name].train
+        plain = families.load(name, folder).train(train)
+        model = build_on_meta(_OfConfig(type(plain)), copy.deepcopy(plain.config), torch.float32)
+        lora = Lora(model, lora_settings())
+        parallelize(model, meshes, ShardingOptions(param_dtype=torch.float32))
+        materialize(model, "cpu")
+        load_weights(model, open_checkpoint(folder), meshes, lambda name, tensor, fits: is_adapter(name))
+        lora.initialize(model, 0, _stirred(model))
+        lora.freeze_the_rest(model)
+        model.train(train)
+
+        leaves = {n: _whole(p).clone().requires_grad_() for n, p in _adapters(model).items()}
+        weights = {n: p.detach() for n, p in plain.named_parameters()}
+        for target in lora.targets.values():
+            delta = SCALING * leaves[target.name + B] @ leaves[target.name + A]
+            weights[target.name] = weights[target.name] + (delta.mT if target.is_transposed else delta)
+        wanted = functional_call(
+            plain, weights, kwargs={"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+        ).logits
+        families.loss(name, wanted, ids).backward()
+        logits = families.logits(model, ids[mine])
+        families.loss(name, logits, ids[mine]).backward()
+        worst = {
+            n: _relative(p.grad.full_tensor(), leaves[n].grad) if p.grad is not None else 1.0
+            for n, p in _adapters(model).items()
+            if leaves[n].grad.norm() > 1e-7
+        }
+        handed = dict(full_tensors(model, meshes, layer_names(model), 1 << 20))
+        off = max((handed[n] - weights[n].detach()).abs().max().item() for n in lora.targets)
+        row = {
+            "family": name,
+            "targets": len(lora.targets),
+            "logits": _relative(logits.detach(), wanted.detach()[mine]),
+            "gradient": max(worst.values()),
+            "of": max(worst, key=worst.get),
+            "merged": off,
+        }
+        if rank == 0:
+            with results.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def _compare_families(tmp_path, names):
+    results = tmp_path / "results.jsonl"
+    run_ranks(_families, 2, [(name, families.save(name, tmp_path / name)) for name in names], results, timeout=600)
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [row["family"] for row in rows] == names
+    off = [row for row in rows if max(row["logits"], row["gradient"]) > RELATIVE or row["merged"] > 1e-6]
+    assert not off, off
+
+
+def test_transposed_experts_with_biases_and_shared_experts(tmp_path):
+    _compare_families(tmp_path, ["gpt_oss", "glm4_moe"])
+
+
+@pytest.mark.long
+def test_every_family(tmp_path):
+    _compare_families(tmp_path, list(families.FAMILIES))
+
+
+def _routes_of_the_reference(folder):
+    """R2: what the log-probs record is not what the reference policy, the same module, takes."""
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.config.engine import EngineRouterReplayConfig
+
+    replay = EngineRouterReplayConfig(mode="R2")
+    worker = ppo_worker(folder, 2, model=SETTINGS, router_replay=replay)
+    mine = ppo_samples()[4 * dist.get_rank() :][:4]
+
+    def infer(**flags):
+        batch = ppo_batch(mine)
+        tu.assign_non_tensor(batch, compute_loss=False, **flags)
+        return worker.infer_batch(batch)
+
+    routes = tu.get(infer(), "routed_experts")
+    reference = infer(no_lora_adapter=True)
+    assert routes is not None and tu.get(reference, "routed_experts", None) is None
+    batch = ppo_batch(mine)
+    batch["routed_experts"] = routes
+    metrics = tu.get(worker.train_batch(batch), "metrics")
+    assert metrics["router_replay_differing"] == [[0.0], [0.0]]
+
+
+def test_router_replay_leaves_the_reference_alone(tmp_path):
+    run_ranks(_routes_of_the_reference, 2, save_qwen3_moe(tmp_path))

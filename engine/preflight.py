@@ -21,12 +21,14 @@ from . import versions
 from .checkpoint import KNOWN_CONTENTS
 from .errors import SettingError
 from .experts.find import UnsupportedModelError, find_experts
-from .mesh import Topology
+from .mesh import Topology, check_sequence_size
 from .model_facts import ACTOR_MODEL, ModelFacts, inspect_model, overrides_of, plain
 from .optimizer_settings import ACTOR_OPTIM, check_optimizer
 from .parallelize import layer_names
 from .placement import check_experts_divide, ep_fsdp_dim
 from .replay import check_replayable
+from .sequence_parallel import SETTING as SEQUENCE
+from .sequence_parallel import check_attention_splits
 
 __all__ = [
     "DTYPES",
@@ -38,6 +40,7 @@ __all__ = [
     "check_rollout",
     "check_routes",
     "check_run",
+    "check_sequence_parallel",
     "check_stream",
     "check_training",
     "check_versions",
@@ -149,6 +152,7 @@ def check_training(
     if facts is not None:
         check_experts(topology, facts, engine.expert_shard_dim)
     check_attention(model, facts, device=device, setting=setting)
+    check_sequence_parallel(engine.ulysses_sequence_parallel_size, world, model, facts, setting=setting)
     if optim is not None:
         check_optimizer(optim, _OPTIMIZERS.get(setting, "optim"))
     return facts
@@ -274,6 +278,32 @@ def check_attention(
             f"eager attention does not keep packed sequences apart, and {setting}.use_remove_padding=True packs them."
         )
         raise SettingError(name, wanted, rule, works)
+
+
+def check_sequence_parallel(
+    size: int, world: int, model: Mapping[str, Any], facts: ModelFacts | None, *, setting: str = ACTOR_MODEL
+) -> None:
+    """Rows have to be packed, the ranks to divide, and the model to mix tokens by attention over heads that divide.
+
+    Args:
+        size: ranks that share a row.
+        facts: None for a model that is not on this machine: what does not depend on it is checked.
+
+    Raises:
+        SettingError: for the size, or for the packing.
+    """
+    if size == 1:
+        return
+    check_sequence_size(world, size)
+    if not model.get("use_remove_padding", True):
+        name = f"{setting}.use_remove_padding"
+        raise SettingError(name, False, f"it is packed rows that are cut ({SEQUENCE}={size}).", f"{name}=True")
+    if facts is None:
+        return
+    try:
+        check_attention_splits(facts.model, size)
+    except UnsupportedModelError as error:
+        raise SettingError(SEQUENCE, size, f"can't be with {facts.name}: {error}", f"{SEQUENCE}=1") from None
 
 
 def check_replay(engine: Any, model: Mapping[str, Any], facts: ModelFacts | None) -> None:

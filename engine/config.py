@@ -306,6 +306,11 @@ class EPFSDP2ActorConfig(ActorConfig):
         super().__post_init__()
         self.engine = _engine_of(self.engine, self.forward_only)
 
+    @property
+    def ulysses_sequence_parallel_size(self) -> int:
+        """Where verl looks for it when it checks batch sizes."""
+        return self.engine.ulysses_sequence_parallel_size
+
     def validate(self, n_gpus: int, train_batch_size: int, model_config: dict | None = None) -> None:
         """Check what only the whole run knows, on the driver, before Ray starts.
 

@@ -21,7 +21,12 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    and_masks,
+    find_packed_sequence_indices,
+    packed_sequence_mask_function,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .errors import SettingError
@@ -118,7 +123,7 @@ class SequenceParallel:
     def __init__(self, model: Any, group: dist.ProcessGroup):
         self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
         check_attention_splits(model, self.size)
-        self._positions: torch.Tensor | None = None
+        self._positions = torch.empty(0)
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)
         for module in model.modules():
@@ -150,6 +155,22 @@ class SequenceParallel:
         if kwargs.get("position_ids") is None:
             return None
         return args, {**kwargs, "position_ids": own_part(kwargs["position_ids"], 1, self.group)}
+
+    def mask(self, make: Callable[..., Any], *, mask_function: Callable[..., Any], **kwargs: Any) -> Any:
+        """That of the whole row: which tokens see each other is a function of their places in it.
+
+        Args:
+            make: transformers' maker of masks for the attention that runs.
+            mask_function: the family's. gpt-oss and AFMoE (transformers 5.9) do not ask for the sequences of a row to
+                be kept apart, so they are here, for all.
+        """
+        sequences = find_packed_sequence_indices(self._positions)
+        if sequences is not None:
+            mask_function = and_masks(mask_function, packed_sequence_mask_function(sequences))
+            kwargs["allow_is_causal_skip"] = False
+        for length in ("q_length", "kv_length"):
+            kwargs[length] *= self.size
+        return make(mask_function=mask_function, **kwargs)
 
     def attend(
         self,
@@ -230,10 +251,9 @@ def _attention(real: Callable[..., Any], module: nn.Module, *args: Any, **kwargs
     return real(module, *args, **kwargs) if parallel is None else parallel.attend(real, module, *args, **kwargs)
 
 
-def _mask(real: Callable[..., Any], *, q_length: int, kv_length: int, **kwargs: Any) -> Any:
-    """The mask of the whole row; which tokens see each other is a function of their places in it."""
-    size = 1 if SequenceParallel.running is None else SequenceParallel.running.size
-    return real(q_length=q_length * size, kv_length=kv_length * size, **kwargs)
+def _mask(real: Callable[..., Any], **kwargs: Any) -> Any:
+    parallel = SequenceParallel.running
+    return real(**kwargs) if parallel is None else parallel.mask(real, **kwargs)
 
 
 class _Regrouped:

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from tests.support.models import save_glm4_moe, save_qwen3_moe
-from tests.support.ppo import RESPONSE, ppo_batch, ppo_samples
+from tests.support.ppo import RESPONSE, of_this_rank, ppo_batch, ppo_samples
 from tests.support.ranks import run_ranks
 from tests.support.verl_worker import training_worker
 
@@ -15,7 +14,7 @@ WORLD, PER_RANK = 2, 4
 RELATIVE = 1e-5
 
 
-def _worker(folder, ep):
+def _worker(folder, ep, **settings):
     from functools import partial
 
     from verl.workers.utils.losses import value_loss
@@ -28,6 +27,7 @@ def _worker(folder, ep):
         use_dynamic_bsz=False,
         micro_batch_size_per_gpu=2,
         infer_micro_batch_size_per_gpu=2,
+        **settings,
     )
     critic = EPFSDP2CriticConfig(engine=engine, ppo_micro_batch_size_per_gpu=2)
     return training_worker(folder, "value_model", engine, partial(value_loss, config=critic))
@@ -58,9 +58,9 @@ def test_a_trained_head_is_read_also_where_transformers_has_no_class_for_it(tmp_
     run_ranks(_keeps_its_head, WORLD, folder)
 
 
-def _value_update(folder, own_class):
-    rank, samples = dist.get_rank(), ppo_samples(WORLD * PER_RANK)
-    worker = _worker(folder, 2)
+def _value_update(folder, own_class, settings):
+    samples = ppo_samples(WORLD * PER_RANK)
+    worker = _worker(folder, 2, **settings)
     seen = {}
     step = worker.engine.optimizer.step
 
@@ -89,7 +89,7 @@ def _value_update(folder, own_class):
         tu.assign_non_tensor(data, global_batch_size=WORLD * PER_RANK)
         return data
 
-    worker.train_batch(batch(samples[rank * PER_RANK : (rank + 1) * PER_RANK]))
+    worker.train_batch(batch(of_this_rank(worker, samples)))
 
     model = _plain_model(folder, own_class, head)
     tokens = sum(len(old) for _, _, old, _ in samples)
@@ -107,7 +107,8 @@ def _value_update(folder, own_class):
 
 
 @pytest.mark.parametrize("own_class", [True, False])
-def test_gradients_equal_the_plain_model(tmp_path, own_class):
+@pytest.mark.parametrize("settings", [{}, {"ulysses_sequence_parallel_size": 2}], ids=["rows_apart", "shared_rows"])
+def test_gradients_equal_the_plain_model(tmp_path, own_class, settings):
     """Qwen3-MoE has a token-classification class in transformers, GLM-4-MoE has none."""
     folder = save_qwen3_moe(tmp_path) if own_class else save_glm4_moe(tmp_path)
-    run_ranks(_value_update, WORLD, folder, own_class)
+    run_ranks(_value_update, WORLD, folder, own_class, settings)

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.memory import MODEL, peak_of
 from benchmarks.quickstart import machine
 from benchmarks.tables import write_table
-from tests.support.ppo import ppo_batch, ppo_samples, ppo_worker
+from tests.support.ppo import of_this_rank, ppo_batch, ppo_samples, ppo_worker
 from tests.support.ranks import run_ranks
 
 WORLD, PER_RANK, PROMPT, RESPONSE = 2, 4, 64, 448
@@ -36,6 +36,7 @@ R3_LIMIT = 0.03  # of a step
 FEATURES = {
     "none": {},
     "router replay R3": {"router_replay": "R3"},
+    "sequence parallelism over both ranks": {"ulysses_sequence_parallel_size": 2, "micro_batch": 2 * PER_RANK},
     "param_offload, optimizer_offload": {"param_offload": True, "optimizer_offload": True},
     "offload_policy (FSDP2's own)": {"offload_policy": True},
 }
@@ -45,21 +46,21 @@ COLUMNS = ["feature", "tokens/s", "time of a step without", "peak MiB", "peak wi
 def measure(folder: Path, out: Path, repeats: int) -> None:
     """Rank 0 writes, per feature, seconds of each step and peak bytes; and the tokens of a step of all ranks."""
     samples = ppo_samples(WORLD * PER_RANK, PROMPT, RESPONSE)
-    mine = samples[dist.get_rank() * PER_RANK : (dist.get_rank() + 1) * PER_RANK]
     workers = {name: _worker(folder, **settings) for name, settings in FEATURES.items()}
-    routes = _routes(mine)
+    mine = {name: of_this_rank(worker, samples) for name, worker in workers.items()}
+    routes = _routes(mine["none"])
     seconds: dict[str, list[float]] = {name: [] for name in FEATURES}
     for _ in range(repeats + 1):
         for name, worker in workers.items():
             dist.barrier()
             began = time.monotonic()
-            _step(worker, mine, routes)
+            _step(worker, mine[name], routes)
             dist.barrier()
             seconds[name].append(time.monotonic() - began)
     peaks = {}
     for name, worker in workers.items():
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, record_function("step"):
-            _step(worker, mine, routes)
+            _step(worker, mine[name], routes)
         peak = torch.tensor(peak_of(profiler, "step")[0])
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         peaks[name] = peak.item()
@@ -73,9 +74,8 @@ def measure(folder: Path, out: Path, repeats: int) -> None:
 def _worker(folder: Path, router_replay: str = "disabled", **settings):
     from verl.workers.config import EngineRouterReplayConfig
 
-    return ppo_worker(
-        folder, WORLD, micro_batch=PER_RANK, router_replay=EngineRouterReplayConfig(mode=router_replay), **settings
-    )
+    settings = {"micro_batch": PER_RANK, **settings}
+    return ppo_worker(folder, WORLD, router_replay=EngineRouterReplayConfig(mode=router_replay), **settings)
 
 
 def _routes(samples) -> list[torch.Tensor]:

@@ -39,7 +39,7 @@ from .experts.find import find_experts
 from .loading import load_weights, verify_experts
 from .lora import Lora
 from .lora_settings import LoraSettings
-from .mesh import Topology, build_meshes
+from .mesh import Topology, build_meshes, build_sequence_mesh
 from .modeling import build_on_meta, check_initialized, check_not_quantised, materialize
 from .optimizer import optimizer_from_config
 from .parallelize import ShardingOptions, compute_dtypes, layer_names, parallelize, reshard_all
@@ -47,6 +47,7 @@ from .preflight import check_replay, check_training
 from .replay import ReplayError, RouterReplay
 from .router_losses import RouterLosses
 from .scheduler import build_multi_lr_scheduler
+from .sequence_parallel import SequenceParallel, gather_parts, own_part
 from .shards import is_adapter
 
 __all__ = ["DEVICES", "EPFSDP2EngineWithLMHead"]
@@ -61,6 +62,7 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
 
     engine_config: EPFSDP2EngineConfig
     _may_be_unused = r"(?!)"  # what a checkpoint may have and the model not, as a pattern (``load_weights``)
+    _veomni_handles_position_ids = True  # verl then leaves positions whole, as ``SequenceParallel`` needs them
 
     def __init__(self, model_config, engine_config, optimizer_config, checkpoint_config):
         failure = None
@@ -109,13 +111,16 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         topology = Topology.plan(dist.get_world_size(), self.engine_config.ep_size, self.engine_config.fsdp_size)
         self.meshes = build_meshes(get_device_name(), topology)
         self.device_mesh = self.meshes.dense
-        self.ulysses_device_mesh = None
-        self.ulysses_parallel_group = None
-        self.ulysses_sequence_parallel_size = 1
-        self.use_ulysses_sp = False
+        sp = self.engine_config.ulysses_sequence_parallel_size
+        mesh = build_sequence_mesh(get_device_name(), topology.world, sp) if sp > 1 else None
+        self.ulysses_device_mesh = mesh
+        self.ulysses_parallel_group = None if mesh is None else mesh.get_group("sp")
+        self.ulysses_sequence_parallel_size = sp
+        self.use_ulysses_sp = sp > 1
         if self.rank == 0:
             t = topology
-            print(f"[epfsdp2] {t.world} ranks = dp_replicate {t.dp_replicate} x ep_fsdp {t.ep_fsdp} x ep {t.ep}")
+            rows = "" if sp == 1 else f" = dp {t.world // sp} x sp {sp}"
+            print(f"[epfsdp2] {t.world} ranks = dp_replicate {t.dp_replicate} x ep_fsdp {t.ep_fsdp} x ep {t.ep}{rows}")
 
     def initialize(self) -> None:
         self._build_model_optimizer()
@@ -180,10 +185,12 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         apply_monkey_patch(
             model=module,
             use_remove_padding=self.use_remove_padding,
-            ulysses_sp_size=1,
+            ulysses_sp_size=1,  # verl's is for flash attention and for a few families: SequenceParallel is ours
             use_fused_kernels=self.model_config.use_fused_kernels,
             fused_kernels_backend=fused.get("impl_backend") if fused is not None else None,
         )
+        if self.ulysses_parallel_group is not None:
+            SequenceParallel(module, self.ulysses_parallel_group)
         config = self.engine_config
         lora = LoraSettings.of(self.model_config, "model")
         if lora is not None:
@@ -273,8 +280,16 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
     def prepare_model_inputs(self, micro_batch):
         inputs, arguments = super().prepare_model_inputs(micro_batch)
         if self._routers is not None:
-            self._is_token = _is_token(inputs, micro_batch)
+            self._is_token = self._find_tokens(inputs, micro_batch)
         return inputs, arguments
+
+    def _find_tokens(self, inputs: dict[str, Any], micro_batch: TensorDict) -> torch.Tensor:
+        """bool ``[rows]``: what of the model's input is no padding."""
+        if inputs.get("attention_mask") is not None:
+            return inputs["attention_mask"].reshape(-1).bool()
+        ids = inputs["input_ids"]
+        rows = torch.arange(ids.numel() * self.ulysses_sequence_parallel_size, device=ids.device)
+        return own_part(rows < micro_batch["input_ids"].values().shape[0], 0, self.ulysses_parallel_group)
 
     def optimizer_step(self) -> float:
         """Clip and step; a norm that is not finite skips the step, on all ranks alike.
@@ -422,7 +437,7 @@ class EPFSDP2EngineWithLMHead(EPFSDP2Engine):
         if self._replay is not None:
             self._replay.differing()  # that of the log-probs is not of this step
         outputs = super().train_batch(data, loss_function)
-        differing = self._replay.differing() if self._replay is not None else None
+        differing = self._replay.differing(self.ulysses_parallel_group) if self._replay is not None else None
         if differing is not None and self.is_mp_src_rank_with_outputs():
             outputs["metrics"]["router_replay_differing"] = [differing]
         return outputs
@@ -450,22 +465,23 @@ class EPFSDP2EngineWithLMHead(EPFSDP2Engine):
         return self._lora is not None and not self._lora.enabled
 
     def _routes(self, micro_batch: TensorDict, tokens: int) -> torch.Tensor:
-        """What is to be replayed, ``[tokens, layers, k]``; the rows of padding are zeros."""
+        """What is to be replayed for this rank's tokens, ``[tokens, layers, k]``; the rows of padding are zeros."""
         mode = self.engine_config.router_replay.mode
         routes = micro_batch.get("routed_experts", None)
         if routes is None:
             source = "compute_log_prob" if mode == "R2" else "the rollout"
             raise ReplayError(f"engine.router_replay.mode={mode}: {source} has left no routed_experts in the batch.")
         routes = routes.values()
-        padded = routes.new_zeros((tokens, *routes.shape[1:]))
+        padded = routes.new_zeros((tokens * self.ulysses_sequence_parallel_size, *routes.shape[1:]))
         padded[: routes.shape[0]] = routes
-        return padded
+        return own_part(padded, 0, self.ulysses_parallel_group)
 
     def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
         outputs = super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
         if self._replay is not None and self._records:
             offsets = micro_batch["input_ids"].offsets()
-            routes = self._replay.recorded()[: micro_batch["input_ids"].values().shape[0]]
+            routes = gather_parts(self._replay.recorded(), self.ulysses_parallel_group)
+            routes = routes[: micro_batch["input_ids"].values().shape[0]]
             outputs["routed_experts"] = torch.nested.nested_tensor_from_jagged(routes, offsets)
         return outputs
 
@@ -497,14 +513,6 @@ class _EvalMode(_Mode, EngineEvalModeCtx):
         # verl reshards the root alone, and only where fsdp_size > 1 (fsdp/transformer_impl.py:1114; default -1).
         reshard_all(self.engine.module)
         super().__exit__(exc_type, exc_value, traceback)
-
-
-def _is_token(inputs: dict[str, Any], micro_batch: TensorDict) -> torch.Tensor:
-    """bool ``[rows]``: what of the model's input is no padding."""
-    if inputs.get("attention_mask") is not None:
-        return inputs["attention_mask"].reshape(-1).bool()
-    rows = torch.arange(inputs["input_ids"].numel(), device=inputs["input_ids"].device)
-    return rows < micro_batch["input_ids"].values().shape[0]
 
 
 def _move_optimizer(optimizer: torch.optim.Optimizer, device: Any) -> None:

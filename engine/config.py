@@ -185,12 +185,13 @@ def check_engine_values(config: EPFSDP2EngineConfig) -> None:
             "engine.activation_checkpointing=auto",
         )
     _check_patterns(config)
-    if config.ulysses_sequence_parallel_size > 1:
+    if config.ulysses_sequence_parallel_size > 1 and config.compile_dense:
         raise SettingError(
-            "engine.ulysses_sequence_parallel_size",
-            config.ulysses_sequence_parallel_size,
-            "sequence parallelism is not supported by this version of the engine.",
-            "engine.ulysses_sequence_parallel_size=1",
+            "engine.compile_dense",
+            config.compile_dense,
+            "what is compiled may hold no collective, and with sequence parallelism "
+            f"(engine.ulysses_sequence_parallel_size={config.ulysses_sequence_parallel_size}) attention does.",
+            "engine.compile_dense=False",
         )
     for name in ("record_file", "replay_file"):
         if getattr(config.router_replay, name) is not None:
@@ -311,6 +312,11 @@ class EPFSDP2ActorConfig(ActorConfig):
     def __post_init__(self):
         super().__post_init__()
         self.engine = _engine_of(self.engine, self.forward_only)
+
+    @property
+    def ulysses_sequence_parallel_size(self) -> int:
+        """Where verl looks for it when it checks batch sizes."""
+        return self.engine.ulysses_sequence_parallel_size
 
     def validate(self, n_gpus: int, train_batch_size: int, model_config: dict | None = None) -> None:
         """Check what only the whole run knows, on the driver, before Ray starts.

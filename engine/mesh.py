@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .errors import SettingError
 
-__all__ = ["Meshes", "Topology", "build_meshes", "divisors"]
+__all__ = ["Meshes", "Topology", "build_meshes", "build_sequence_mesh", "check_sequence_size", "divisors"]
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,30 @@ def build_meshes(device_type: str, topology: Topology) -> Meshes:
         dense=init_device_mesh(device_type, (t.dp_replicate, t.fsdp), mesh_dim_names=("dp_replicate", "fsdp")),
         experts=init_device_mesh(device_type, tuple(t.expert_axes.values()), mesh_dim_names=tuple(t.expert_axes)),
     )
+
+
+def check_sequence_size(world: int, size: int) -> None:
+    """
+    Raises:
+        SettingError: ``size`` ranks to a row do not divide ``world``.
+    """
+    if world % size:
+        raise SettingError(
+            "engine.ulysses_sequence_parallel_size",
+            size,
+            f"has to divide the number of ranks, {world} (dp * sp == {world}).",
+            f"engine.ulysses_sequence_parallel_size= one of {divisors(world)}",
+        )
+
+
+def build_sequence_mesh(device_type: str, world: int, size: int) -> DeviceMesh:
+    """``(dp, sp)``: neighbours share rows. It says who computes what, and is crossed by no parameter.
+
+    Raises:
+        SettingError: see ``check_sequence_size``.
+    """
+    check_sequence_size(world, size)
+    return init_device_mesh(device_type, (world // size, size), mesh_dim_names=("dp", "sp"))
 
 
 def divisors(n: int) -> list[int]:

@@ -24,12 +24,14 @@ from .errors import SettingError
 from .experts.find import UnsupportedModelError, experts_by_layer, find_experts
 from .lora import Lora
 from .lora_settings import LoraSettings
-from .mesh import Topology
+from .mesh import Topology, check_sequence_size
 from .model_facts import ACTOR_MODEL, ModelFacts, inspect_model, overrides_of, plain
 from .optimizer_settings import ACTOR_OPTIM, check_optimizer, wants_muon
 from .parallelize import layer_names
 from .placement import check_experts_divide, ep_fsdp_dim
 from .router_losses import check_watchable
+from .sequence_parallel import SETTING as SEQUENCE
+from .sequence_parallel import check_attention_splits
 
 __all__ = [
     "DTYPES",
@@ -46,6 +48,7 @@ __all__ = [
     "check_routers",
     "check_routes",
     "check_run",
+    "check_sequence_parallel",
     "check_stream",
     "check_training",
     "check_versions",
@@ -162,6 +165,7 @@ def check_training(
     check_attention(model, facts, device=device, setting=setting)
     check_fused_kernels(model, facts, device=device, setting=setting)
     check_lora(engine, topology, model, facts, optim, setting)
+    check_sequence_parallel(engine.ulysses_sequence_parallel_size, world, model, facts, setting=setting)
     if optim is not None:
         check_optimizer(optim, _OPTIMIZERS.get(setting, "optim"))
     return facts
@@ -408,6 +412,32 @@ def check_distillation(engine: Any, model: Mapping[str, Any], rollout: Mapping[s
     if engine.pad_to_length:
         rule = f"{loss} has a teacher's log-probs for each token, and none for what rounds a micro-batch up."
         raise SettingError("engine.pad_to_length", True, rule, "engine.pad_to_length=False")
+
+
+def check_sequence_parallel(
+    size: int, world: int, model: Mapping[str, Any], facts: ModelFacts | None, *, setting: str = ACTOR_MODEL
+) -> None:
+    """Rows have to be packed, the ranks to divide, and the model to mix tokens by attention over heads that divide.
+
+    Args:
+        size: ranks that share a row.
+        facts: None for a model that is not on this machine: what does not depend on it is checked.
+
+    Raises:
+        SettingError: for the size, or for the packing.
+    """
+    if size == 1:
+        return
+    check_sequence_size(world, size)
+    if not model.get("use_remove_padding", True):
+        name = f"{setting}.use_remove_padding"
+        raise SettingError(name, False, f"it is packed rows that are cut ({SEQUENCE}={size}).", f"{name}=True")
+    if facts is None:
+        return
+    try:
+        check_attention_splits(facts.model, size)
+    except UnsupportedModelError as error:
+        raise SettingError(SEQUENCE, size, f"can't be with {facts.name}: {error}", f"{SEQUENCE}=1") from None
 
 
 def check_replay(engine: Any, model: Mapping[str, Any], facts: ModelFacts | None) -> None:

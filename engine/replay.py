@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from .experts.find import ExpertsInfo, experts_by_layer
@@ -107,11 +108,18 @@ class RouterReplay:
         """Route natively again."""
         self._is_recording, self._routes = False, None
 
-    def differing(self) -> float | None:
-        """The share of replayed tokens, over all layers, for which the router chose other experts; since last asked."""
+    def differing(self, group: dist.ProcessGroup | None = None) -> float | None:
+        """The share of replayed tokens, over all layers, for which the router chose other experts; since last asked.
+
+        Args:
+            group: ranks whose tokens are counted together, all of which ask.
+        """
         if not self._differing:
             return None
-        differing, replayed = torch.stack(self._differing).sum(0).tolist()
+        counts = torch.stack(self._differing).sum(0)
+        if group is not None:
+            dist.all_reduce(counts, group=group)
+        differing, replayed = counts.tolist()
         self._differing.clear()
         return differing / max(replayed, 1)
 

@@ -67,6 +67,11 @@ from epfsdp2.engine.preflight import DTYPES
         ({"rollout_sync_verify": True}, "engine.rollout_sync_verify=True: is the number of syncs that are verified"),
         ({"rollout_sync": "slices"}, "engine.rollout_sync=slices: is one of auto, full, expert_local, sliced."),
         ({"sync_timeout_seconds": 0}, "engine.sync_timeout_seconds=0: "),
+        ({"ulysses_sequence_parallel_size": 0}, "engine.ulysses_sequence_parallel_size=0: "),
+        (
+            {"ulysses_sequence_parallel_size": 2, "compile_dense": True},
+            "engine.compile_dense=True: what is compiled may",
+        ),
         ({"epsize": 2}, "engine.epsize=2: the engine has no such setting. What works: engine.ep_size"),
         ({"router_replay": {"mod": "R2"}}, "engine.router_replay.mod=R2: the engine has no such setting. What works: "),
         ({"reshard_after_foward": True}, "engine.reshard_after_foward=True: "),
@@ -186,6 +191,16 @@ def test_each_role_has_an_engine_config_of_its_own():
     assert [role.engine.forward_only for role in (actor, ref, critic)] == [False, True, False]
     actor.engine.use_remove_padding = False  # as verl's worker does
     assert engine.use_remove_padding and ref.engine.use_remove_padding and critic.engine.use_remove_padding
+
+
+def test_verl_counts_the_ranks_that_share_rows(tmp_path):
+    """Two samples at once are too few for four ranks, but not for two pairs of them."""
+    batches = {"rollout_n": 1, "ppo_mini_batch_size": 8, "ppo_micro_batch_size": 2}
+    with pytest.raises(ValueError, match=r"ulysses_sequence_parallel_size \(1\) must be >= n_gpus \(4\)"):
+        EPFSDP2ActorConfig(**batches).validate(4, 8, {"path": str(tmp_path)})
+    engine = engine_config(ulysses_sequence_parallel_size=2)
+    with pytest.raises(DriverError, match="safetensors"):  # the next thing that is wrong
+        EPFSDP2ActorConfig(**batches, engine=engine).validate(4, 8, {"path": str(tmp_path)})
 
 
 @pytest.mark.parametrize("model_type", ["language_model", "value_model"])

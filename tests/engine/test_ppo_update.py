@@ -8,52 +8,11 @@ import torch
 import torch.distributed as dist
 
 from tests.support.models import reference_model, save_qwen3_moe
-from tests.support.ppo import PADDED, SAMPLES, ppo_batch, ppo_samples, ppo_worker, reference_update
+from tests.support.ppo import PADDED, check_ppo_updates, ppo_batch, ppo_samples, ppo_worker, reference_update
 from tests.support.ranks import run_ranks
 
 WORLD = 4
-PER_RANK = SAMPLES // WORLD
 RELATIVE = 1e-5
-
-
-def _ppo_update(folder, cases):
-    from verl.utils import tensordict_utils as tu
-
-    rank, samples = dist.get_rank(), ppo_samples()
-    reference = reference_model(folder)
-    loss = reference_update(reference, samples)
-    wanted = {n: p.grad for n, p in reference.named_parameters()}
-    wanted_norm = torch.stack([g.square().sum() for g in wanted.values()]).sum().sqrt().item()
-    mine = samples[rank * PER_RANK : (rank + 1) * PER_RANK]
-
-    for settings in cases:
-        where = str(settings)
-        worker = ppo_worker(folder, **settings)
-
-        # Log-probs as the actor and the reference policy compute them.
-        infer = ppo_batch(mine)
-        tu.assign_non_tensor(infer, compute_loss=False)
-        log_probs = tu.get(worker.infer_batch(infer), "log_probs")
-        with torch.no_grad():
-            for (ids, *_), got in zip(mine, log_probs.unbind(), strict=True):
-                full = (reference(input_ids=ids[None], use_cache=False).logits[0] / 0.7).log_softmax(-1)
-                want = full[:-1].gather(-1, ids[1:, None])[:, 0]
-                torch.testing.assert_close(got[:-1], want, rtol=1e-5, atol=1e-5)
-
-        # train_mode drops the gradients when it ends, so read them where the step uses them.
-        seen = {}
-        step = worker.engine.optimizer.step
-        worker.engine.optimizer.step = lambda *a, seen=seen, engine=worker.engine, step=step: (
-            seen.update({n: p.grad.full_tensor() for n, p in engine.module.named_parameters()}),
-            step(*a),
-        )
-        metrics = tu.get(worker.train_batch(ppo_batch(mine)), "metrics")
-        for name, want in wanted.items():
-            error = ((seen[name] - want).norm() / want.norm()).item()
-            assert error < RELATIVE, (where, name, error)
-        assert abs(metrics["grad_norm"] / wanted_norm - 1) < RELATIVE, where
-        assert abs(metrics["loss"] - loss) < 1e-5 * abs(loss) + 1e-6, where
-        assert all(p.grad is None for p in worker.engine.module.parameters())
 
 
 def test_gradients_and_norm_equal_the_plain_model(tmp_path):
@@ -73,7 +32,7 @@ def test_gradients_and_norm_equal_the_plain_model(tmp_path):
         {"ep": 2, "model": PADDED},
         {"ep": 4, "model": PADDED, "dynamic": True, "entropy_checkpointing": True},
     ]
-    run_ranks(_ppo_update, WORLD, save_qwen3_moe(tmp_path), cases, timeout=500)
+    run_ranks(check_ppo_updates, WORLD, save_qwen3_moe(tmp_path), cases, timeout=500)
 
 
 def _uneven(folder):

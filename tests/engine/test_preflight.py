@@ -62,6 +62,7 @@ BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_mega
 def engine(**settings):
     defaults = {"ep_size": 1, "fsdp_size": -1, "model_dtype": "fp32", "expert_shard_dim": "auto"}
     defaults |= {"dtype": "bf16", "mixed_precision": None, "rollout_sync": "auto", "sync_megabytes": 2048}
+    defaults |= {"ulysses_sequence_parallel_size": 1}
     replay = SimpleNamespace(mode=settings.pop("replay", "disabled"))
     others = {"router_aux_loss_coef": 0.0, "router_z_loss_coef": 0.0, "router_metrics": False}
     others["activation_checkpointing"] = "auto"
@@ -416,6 +417,29 @@ def test_what_is_not_here_yet_is_not_checked_and_said_so(path, caplog):
         assert check_training(engine(), 2, eager | {"use_remove_padding": False}, device=device) is None
     with pytest.raises(SettingError, match="needs an accelerator"):
         check_training(engine(), 2, {"path": path}, device="cpu")
+
+
+SEQUENCE = "engine.ulysses_sequence_parallel_size"
+
+
+def test_ranks_that_share_rows(model, tmp_path):
+    """The model has two heads."""
+    assert check_training(engine(ulysses_sequence_parallel_size=2), 4, model, device="cpu") is not None
+
+    def refused(size, world, model, words, name=SEQUENCE, value=None):
+        with pytest.raises(SettingError) as caught:
+            check_training(engine(ulysses_sequence_parallel_size=size), world, model, device="cpu")
+        assert words in paragraph(caught.value, name, size if value is None else value)
+
+    works = "What works: engine.ulysses_sequence_parallel_size= one of [1, 2]"
+    refused(4, 6, model, "has to divide the number of ranks, 6 (dp * sp == 6)")
+    refused(4, 4, model, f"has to divide the number of attention heads of Qwen3MoeForCausalLM, 2. {works}")
+    unpacked, name = model | {"use_remove_padding": False}, f"{MODEL}.use_remove_padding"
+    refused(2, 4, unpacked, f"it is packed rows that are cut ({SEQUENCE}=2). What works: {name}=True", name, "False")
+    refused(2, 4, {"path": "hdfs://host/model"} | SDPA | {"use_remove_padding": False}, "packed rows", name, "False")
+    linear = {"num_hidden_layers": 2, "num_experts": 8, "layer_types": ["linear_attention", "full_attention"]}
+    next_ = checkpoint(tmp_path / "next", "qwen3_next", **{**TINY, **linear})
+    refused(2, 4, next_, "model.layers.0 of Qwen3NextForCausalLM has no attention on transformers' interface, but ")
 
 
 def test_a_hub_id_in_the_cache_is_checked(tmp_path, model, monkeypatch):

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from tests.support.models import save_glm4_moe, save_qwen3_moe
-from tests.support.ppo import PADDED, RESPONSE, ppo_batch, ppo_samples
+from tests.support.ppo import PADDED, RESPONSE, of_this_rank, ppo_batch, ppo_samples
 from tests.support.ranks import run_ranks
 from tests.support.verl_worker import training_worker
 
@@ -15,7 +14,7 @@ WORLD, PER_RANK = 2, 4
 RELATIVE = 1e-5
 
 
-def _worker(folder, ep, **model):
+def _worker(folder, ep, model=None, **settings):
     from functools import partial
 
     from verl.workers.utils.losses import value_loss
@@ -28,9 +27,10 @@ def _worker(folder, ep, **model):
         use_dynamic_bsz=False,
         micro_batch_size_per_gpu=2,
         infer_micro_batch_size_per_gpu=2,
+        **settings,
     )
     critic = EPFSDP2CriticConfig(engine=engine, ppo_micro_batch_size_per_gpu=2)
-    return training_worker(folder, "value_model", engine, partial(value_loss, config=critic), **model)
+    return training_worker(folder, "value_model", engine, partial(value_loss, config=critic), **(model or {}))
 
 
 def _plain_model(folder, own_class, head):
@@ -58,9 +58,9 @@ def test_a_trained_head_is_read_also_where_transformers_has_no_class_for_it(tmp_
     run_ranks(_keeps_its_head, WORLD, folder)
 
 
-def _value_update(folder, own_class, model):
-    rank, samples = dist.get_rank(), ppo_samples(WORLD * PER_RANK)
-    worker = _worker(folder, 2, **model)
+def _value_update(folder, own_class, model, settings):
+    samples = ppo_samples(WORLD * PER_RANK)
+    worker = _worker(folder, 2, model, **settings)
     seen = {}
     step = worker.engine.optimizer.step
 
@@ -89,7 +89,7 @@ def _value_update(folder, own_class, model):
         tu.assign_non_tensor(data, global_batch_size=WORLD * PER_RANK)
         return data
 
-    worker.train_batch(batch(samples[rank * PER_RANK : (rank + 1) * PER_RANK]))
+    worker.train_batch(batch(of_this_rank(worker, samples)))
 
     plain = _plain_model(folder, own_class, head)
     tokens = sum(len(old) for _, _, old, _ in samples)
@@ -106,12 +106,15 @@ def _value_update(folder, own_class, model):
         assert error < RELATIVE, (name, error)
 
 
+SHARED = {"ulysses_sequence_parallel_size": 2}
+
+
 @pytest.mark.parametrize(
-    ("own_class", "model"),
-    [(True, {}), (True, PADDED), (False, {})],
-    ids=["own class", "own class, padded", "other head"],
+    ("own_class", "model", "settings"),
+    [(True, {}, {}), (True, PADDED, {}), (False, {}, {}), (True, {}, SHARED), (False, {}, SHARED)],
+    ids=["own class", "own class, padded", "other head", "own class, shared rows", "other head, shared rows"],
 )
-def test_gradients_equal_the_plain_model(tmp_path, own_class, model):
+def test_gradients_equal_the_plain_model(tmp_path, own_class, model, settings):
     """Qwen3-MoE has a token-classification class in transformers, GLM-4-MoE has none."""
     folder = save_qwen3_moe(tmp_path) if own_class else save_glm4_moe(tmp_path)
-    run_ranks(_value_update, WORLD, folder, own_class, model)
+    run_ranks(_value_update, WORLD, folder, own_class, model, settings)

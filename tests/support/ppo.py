@@ -1,4 +1,4 @@
-"""PPO updates through verl's own TrainingWorker: samples, the batch that verl makes of them, an actor."""
+"""PPO updates through verl's own TrainingWorker: samples, the batch that verl makes of them, an actor; and a check."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -8,13 +8,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from .models import VOCAB
-from .verl_worker import training_worker
+from .models import VOCAB, reference_model
+from .verl_worker import optimizer_config, training_worker
 
-__all__ = ["PADDED", "PROMPT", "RESPONSE", "SAMPLES", "ppo_batch", "ppo_samples", "ppo_worker", "reference_update"]
+__all__ = [
+    "PADDED",
+    "PROMPT",
+    "RESPONSE",
+    "SAMPLES",
+    "check_ppo_updates",
+    "of_this_rank",
+    "ppo_batch",
+    "ppo_samples",
+    "ppo_worker",
+    "reference_update",
+]
 
 SAMPLES, PROMPT, RESPONSE = 16, 5, 9
 PADDED = {"use_remove_padding": False}
+_RELATIVE = 1e-5
 
 Sample = tuple[torch.Tensor, int, torch.Tensor, torch.Tensor]
 
@@ -118,3 +130,68 @@ def reference_update(model: nn.Module, samples: Sequence[Sample]) -> float:
     loss = torch.stack(losses).sum() / tokens
     loss.backward()
     return loss.item()
+
+
+def of_this_rank(worker: Any, samples: Sequence[Any]) -> Sequence[Any]:
+    """What verl's dispatch hands this rank: ranks that share rows get the same."""
+    rank, each = worker.engine.get_data_parallel_rank(), len(samples) // worker.engine.get_data_parallel_size()
+    return samples[rank * each : (rank + 1) * each]
+
+
+def check_ppo_updates(folder: Path, cases: Sequence[dict[str, Any]]) -> None:
+    """On each rank: log-probs, loss, gradients, norm and parameters of an update are the plain model's.
+
+    Args:
+        cases: arguments of ``ppo_worker``.
+    """
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.config.optimizer import build_optimizer
+
+    samples, reference = ppo_samples(), reference_model(folder)
+    with torch.no_grad():
+        log_probs = [_log_probs(reference, ids) for ids, *_ in samples]
+    loss = reference_update(reference, samples)
+    wanted = {n: p.grad for n, p in reference.named_parameters()}
+    wanted_norm = torch.stack([g.square().sum() for g in wanted.values()]).sum().sqrt().item()
+    build_optimizer(reference.parameters(), optimizer_config()).step()
+
+    for settings in cases:
+        where = str(settings)
+        worker = ppo_worker(folder, **settings)
+        mine = of_this_rank(worker, samples)
+
+        # Log-probs as the actor and the reference policy compute them.
+        infer = ppo_batch(mine)
+        tu.assign_non_tensor(infer, compute_loss=False)
+        output = worker.infer_batch(infer)
+        if worker.engine.is_mp_src_rank_with_outputs():
+            wanted_here = of_this_rank(worker, log_probs)
+            for want, got in zip(wanted_here, tu.get(output, "log_probs").unbind(), strict=True):
+                torch.testing.assert_close(got[:-1], want, rtol=1e-5, atol=1e-5)
+
+        # train_mode drops the gradients when it ends, so read them where the step uses them.
+        seen = {}
+        step = worker.engine.optimizer.step
+        worker.engine.optimizer.step = lambda *a, seen=seen, engine=worker.engine, step=step: (
+            seen.update({n: p.grad.full_tensor() for n, p in engine.module.named_parameters()}),
+            step(*a),
+        )
+        output = worker.train_batch(ppo_batch(mine))
+        for name, want in wanted.items():
+            error = ((seen[name] - want).norm() / want.norm()).item()
+            assert error < _RELATIVE, (where, name, error)
+        after = dict(worker.engine.module.named_parameters())
+        for name, want in reference.named_parameters():
+            error = ((after[name].detach().full_tensor() - want.detach()).norm() / want.detach().norm()).item()
+            assert error < _RELATIVE, (where, name, error)
+        assert all(p.grad is None for p in after.values())
+        if worker.engine.is_mp_src_rank_with_outputs():
+            metrics = tu.get(output, "metrics")
+            assert abs(metrics["grad_norm"] / wanted_norm - 1) < _RELATIVE, where
+            assert abs(metrics["loss"] - loss) < 1e-5 * abs(loss) + 1e-6, where
+
+
+def _log_probs(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """Of each token but the first."""
+    full = (model(input_ids=ids[None], use_cache=False).logits[0] / 0.7).log_softmax(-1)
+    return full[:-1].gather(-1, ids[1:, None])[:, 0]

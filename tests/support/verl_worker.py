@@ -3,7 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-__all__ = ["training_worker"]
+__all__ = ["optimizer_config", "training_worker"]
+
+
+def optimizer_config() -> Any:
+    """AdamW without clipping."""
+    from verl.workers.config import FSDPOptimizerConfig
+
+    return FSDPOptimizerConfig(lr=1e-3, clip_grad=1e9, total_training_steps=10)
 
 
 def training_worker(
@@ -24,7 +31,7 @@ def training_worker(
         model: verl's settings of the model.
     """
     from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.config import HFModelConfig
     from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
 
     sdpa = {"attn_implementation": "sdpa"}
@@ -33,7 +40,7 @@ def training_worker(
             model_type=model_type,
             model_config=HFModelConfig(path=str(folder), load_tokenizer=False, override_config=sdpa, **model),
             engine_config=engine,
-            optimizer_config=FSDPOptimizerConfig(lr=1e-3, clip_grad=1e9, total_training_steps=10),
+            optimizer_config=optimizer_config(),
             checkpoint_config=CheckpointConfig(save_contents=list(saved), load_contents=list(saved)),
         )
     )

@@ -1,0 +1,253 @@
+"""Ranks that share rows compute what the plain model does in one process."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
+from epfsdp2.engine.checkpointing import checkpoint_layers
+from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.experts.find import UnsupportedModelError
+from epfsdp2.engine.parallelize import layer_names
+from epfsdp2.engine.sequence_parallel import SequenceParallel, check_attention_splits
+from tests.parity.families import FAMILIES
+from tests.support.models import VOCAB, save_qwen3_moe
+from tests.support.ppo import check_ppo_updates, of_this_rank, ppo_batch, ppo_samples, ppo_worker
+from tests.support.ranks import run_ranks
+
+WORLD = 4
+RELATIVE = 1e-5
+LENGTHS = (11, 1, 14, 6)  # of the sequences of a row, 32 tokens; slices end within them
+# The windows of sliding layers are shorter than sequences.
+WINDOWS = {
+    "afmoe": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 5},
+    "gpt_oss": {"sliding_window": 5},
+    "mixtral": {"sliding_window": 5},
+}
+NOT_SPLIT = {
+    "deepseek_v4": "indexer",
+    "glm_moe_dsa": "indexer",
+    "jamba": "JambaMambaMixer",
+    "lfm2_moe": "Lfm2MoeShortConv",
+    "minimax": "MiniMaxLightningAttention",
+    "nemotron_h": "NemotronHMamba2Mixer",
+    "nemotron_h_latent": "NemotronHMamba2Mixer",
+    "qwen3_next": "Qwen3NextGatedDeltaNet",
+    "qwen3_5_moe": "Qwen3_5MoeGatedDeltaNet",
+    "ernie4_5_vl_moe": "no text",
+    "glm4v_moe": "no text",
+    "qwen3_omni_moe": "no text",
+    "qwen3_vl_moe": "no text",
+}
+# A classifier that sees both ways, and has no attention on transformers' interface that runs on a CPU.
+SPLIT = [name for name in FAMILIES if name not in NOT_SPLIT and name != "openai_privacy_filter"]
+# Keys of fewer heads than ranks; windows and full attention in turns; values narrower than keys; sinks; queries that
+# are scaled by their position.
+KINDS = ["qwen3_moe", "gemma4", "deepseek_v3", "gpt_oss", "mistral4"]
+
+
+def _sinks(module, query, key, value, attention_mask, s_aux, **kwargs):
+    """gpt-oss' own attention, with the sinks that it is handed: of what is on the interface none has any on a CPU."""
+    module = SimpleNamespace(sinks=s_aux, training=False, num_key_value_groups=module.num_key_value_groups)
+    return eager_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+def _family(name):
+    """The model, for packed rows."""
+    ALL_ATTENTION_FUNCTIONS.register("sinks", _sinks)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("sinks", eager_mask)
+    family = FAMILIES[name]
+    torch.manual_seed(5)
+    model = type(family)(**{**vars(family), "sizes": {**family.sizes, **WINDOWS.get(name, {})}}).build()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_(std=family.std) if param.dim() > 1 else param.uniform_(*family.vectors)
+    model.config._attn_implementation = "sinks" if name == "gpt_oss" else "sdpa"
+    model.set_experts_implementation("eager")
+    return model.train(family.train)
+
+
+def _row():
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(3, VOCAB, (1, length), generator=generator) for length in LENGTHS]
+    return ids, torch.randn(1, sum(LENGTHS), VOCAB, generator=generator)
+
+
+def _one_by_one(name):
+    """Logits and gradients of the sequences of a row, each computed alone."""
+    model, (ids, weights) = _family(name), _row()
+    logits = torch.cat([model(input_ids=each, use_cache=False).logits for each in ids], dim=1)
+    (logits * weights).sum().backward()
+    return logits.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _slices(name, group, checkpointing="none"):
+    """The same by the ranks of a group: this rank's logits, and everyone's gradients added up."""
+    model, (ids, weights) = _family(name), _row()
+    SequenceParallel(model, group)
+    layers = [model.get_submodule(fqn) for fqn in layer_names(model)]
+    checkpoint_layers(layers, (), 8, checkpointing)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    own = _own(group)
+    logits = model(input_ids=torch.cat(ids, 1)[:, own], position_ids=positions, use_cache=False).logits
+    (logits * weights[:, own]).sum().backward()
+    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    for grad in grads.values():
+        dist.all_reduce(grad, group=group)
+    return logits.detach(), grads
+
+
+def _own(group):
+    each = sum(LENGTHS) // dist.get_world_size(group)
+    return slice(dist.get_rank(group) * each, (dist.get_rank(group) + 1) * each)
+
+
+def _error(found, wanted):
+    return ((found - wanted).norm() / wanted.norm().clamp_min(1e-12)).item()
+
+
+def _errors(name, group, wanted, **how):
+    logits, grads = _slices(name, group, **how)
+    errors = {f"gradient of {n}": _error(grads[n], grad) for n, grad in wanted[1].items()}
+    return {"logits": _error(logits, wanted[0][:, _own(group)]), **errors}
+
+
+def _groups():
+    """This rank's group of two, and all."""
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    return [pairs[dist.get_rank() // 2], dist.group.WORLD]
+
+
+def _compare(names, checkpointings):
+    groups = _groups()
+    for i, name in enumerate(names):
+        wanted = _one_by_one(name)
+        for group in groups:
+            how = checkpointings[i % len(checkpointings)]
+            bad = {n: error for n, error in _errors(name, group, wanted, checkpointing=how).items() if error > RELATIVE}
+            assert not bad, (name, dist.get_world_size(group), how, bad)
+
+
+def test_every_kind_of_attention_equals_the_plain_model():
+    run_ranks(_compare, WORLD, KINDS, ["none", "full"])
+
+
+@pytest.mark.long
+def test_every_family_equals_the_plain_model():
+    run_ranks(_compare, WORLD, SPLIT, ["none", "full", "selective"], timeout=500)
+
+
+def _wrong_ones_differ():
+    """The masks of the slices alone, and heads that came back in another order."""
+    group = dist.group.WORLD
+    wanted = _one_by_one("qwen3_moe")
+    assert _errors("qwen3_moe", group, wanted)["logits"] < RELATIVE
+    with pytest.MonkeyPatch.context() as patch:
+        to_tokens = SequenceParallel._to_tokens
+        patch.setattr(SequenceParallel, "_to_tokens", lambda self, output: to_tokens(self, output).flip(2))
+        assert _errors("qwen3_moe", group, wanted)["logits"] > 1e-2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "sdpa", _mask_of_slices)
+        assert _errors("qwen3_moe", group, wanted)["logits"] > 1e-2
+
+
+def _mask_of_slices(*, q_length, kv_length, **kwargs):
+    """Each slice sees itself, and nothing of the sequence that began before it."""
+    inside = torch.ones(q_length // 2, kv_length // 2, dtype=torch.bool).tril()
+    return torch.block_diag(*[inside] * 2)[None, None].bool()
+
+
+def test_the_comparison_tells_wrong_ones():
+    run_ranks(_wrong_ones_differ, 2)
+
+
+def _sp(size, ep, **settings):
+    return {"ep": ep, "ulysses_sequence_parallel_size": size, **settings}
+
+
+def test_a_ppo_update_equals_the_plain_model(tmp_path):
+    """The model has two heads of keys, so four ranks have each of them twice."""
+    cases = [
+        _sp(2, 2, dynamic=True, pad_to_length=True, pad_to_length_bucket=17),
+        _sp(4, 4, activation_checkpointing="full"),
+    ]
+    run_ranks(check_ppo_updates, WORLD, save_qwen3_moe(tmp_path), cases, timeout=300)
+
+
+@pytest.mark.long
+def test_a_ppo_update_equals_the_plain_model_on_every_mesh(tmp_path):
+    cases = [_sp(sp, ep) for sp in (2, 4) for ep in (1, 2, 4)]
+    cases += [
+        _sp(2, 2, fsdp_size=2),
+        _sp(4, 1, fsdp_size=2),  # a row across two copies of the model
+        _sp(2, 2, activation_checkpointing="selective"),
+        _sp(2, 2, dynamic=True, use_no_sync_for_gradient_accumulation=True),
+        _sp(2, 2, param_offload=True, optimizer_offload=True),
+        _sp(2, 2, offload_policy=True),
+        _sp(2, 4, pad_to_length=True, pad_to_length_bucket=32),
+        _sp(2, 2, entropy_from_logits_with_chunking=True, entropy_from_logits_chunk_size=8),
+        _sp(2, 2, entropy_checkpointing=True, reshard_after_forward=False),
+    ]
+    run_ranks(check_ppo_updates, WORLD, save_qwen3_moe(tmp_path), cases, timeout=600)
+
+
+def _replays(folder):
+    """Routes of the log-probs, and of a rollout with another router: the same with rows apart and with rows shared."""
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.config import EngineRouterReplayConfig
+
+    samples, results = ppo_samples(), {}
+    for sp, mode in ((1, "R2"), (2, "R2"), (1, "R3"), (2, "R3")):
+        worker = ppo_worker(folder, **_sp(sp, 2, router_replay=EngineRouterReplayConfig(mode=mode)))
+        infer, train = (ppo_batch(of_this_rank(worker, samples)) for _ in range(2))
+        if mode == "R3":
+            others = [(own + 1) % 8 for own in of_this_rank(worker, results[1, "R2"]["routes"])]
+            infer["routed_experts"] = train["routed_experts"] = torch.nested.as_nested_tensor(
+                others, layout=torch.jagged
+            )
+        tu.assign_non_tensor(infer, compute_loss=False)
+        output = worker.infer_batch(infer)
+        found = [None] * 2
+        if mode == "R2":  # a worker of a row's other ranks returns nothing: verl's dispatch hands them the first's
+            dist.all_gather_object(found, None if output is None else list(tu.get(output, "routed_experts").unbind()))
+            routes = [own for part in found if part is not None for own in part]
+            here = of_this_rank(worker, routes)
+            train["routed_experts"] = torch.nested.as_nested_tensor(list(here), layout=torch.jagged)
+            results[sp, mode] = {"routes": routes}
+        trained = worker.train_batch(train)
+        dist.all_gather_object(found, None if trained is None else tu.get(trained, "metrics"))
+        results.setdefault((sp, mode), {})["metrics"] = found[0]
+
+    apart, shared = results[1, "R2"], results[2, "R2"]
+    assert len(apart["routes"]) == len(shared["routes"]) == len(samples)
+    assert all(torch.equal(a, b) for a, b in zip(apart["routes"], shared["routes"], strict=True))
+    for mode in ("R2", "R3"):
+        norms = [results[sp, mode]["metrics"]["grad_norm"] for sp in (1, 2)]
+        assert abs(norms[1] / norms[0] - 1) < RELATIVE, (mode, norms)
+    assert shared["metrics"]["router_replay_differing"] == [[0.0]]
+    # Of all tokens of a row, not of the first rank's.
+    of_ranks = [share for (share,) in results[1, "R3"]["metrics"]["router_replay_differing"]]
+    ((of_all,),) = results[2, "R3"]["metrics"]["router_replay_differing"]
+    assert min(of_ranks) - 1e-9 <= of_all <= max(of_ranks) + 1e-9 and of_all > 0.9
+
+
+def test_router_replay_of_shared_rows(tmp_path):
+    run_ranks(_replays, 2, save_qwen3_moe(tmp_path))
+
+
+@pytest.mark.parametrize("name", NOT_SPLIT)
+def test_what_mixes_tokens_otherwise_is_refused(name):
+    with torch.device("meta"), pytest.raises(UnsupportedModelError, match=NOT_SPLIT[name]):
+        check_attention_splits(FAMILIES[name].build(), 2)
+
+
+def test_heads_have_to_divide():
+    with torch.device("meta"):
+        model = FAMILIES["qwen3_moe"].build()
+    check_attention_splits(model, 4)
+    with pytest.raises(SettingError, match=r"Qwen3MoeForCausalLM, 4\. What works: .*size= one of \[1, 2, 4\]"):
+        check_attention_splits(model, 3)

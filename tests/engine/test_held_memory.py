@@ -55,6 +55,6 @@ def _phases(folder, reshard):
     assert abs(_held() - before - 2 * shards) < little
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", [pytest.param(True, marks=pytest.mark.long), False])
 def test_what_was_gathered_is_given_back(tmp_path, reshard):
     run_ranks(_phases, 2, save_qwen3_moe(tmp_path), reshard)

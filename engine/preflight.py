@@ -161,7 +161,7 @@ def check_training(
     facts = inspect_model(model, setting, engine.expert_plan, engine.fp32_modules)
     if facts is not None:
         check_experts(topology, facts, engine.expert_shard_dim)
-        check_routers(engine, facts)
+        check_routers(engine, model, facts)
     check_attention(model, facts, device=device, setting=setting)
     check_fused_kernels(model, facts, device=device, setting=setting)
     check_lora(engine, topology, model, facts, optim, setting)
@@ -470,8 +470,8 @@ def check_replay(engine: Any, model: Mapping[str, Any], facts: ModelFacts | None
         raise SettingError(_REPLAY, mode, f"can't be with {facts.name}: {rule}", f"{_REPLAY}=disabled")
 
 
-def check_routers(engine: Any, facts: ModelFacts) -> None:
-    """Losses and metrics of the routers need layers that each have one.
+def check_routers(engine: Any, model: Any, facts: ModelFacts) -> None:
+    """Losses and metrics of the routers need layers that each have one, and losses its logits.
 
     Raises:
         SettingError: for the first of their settings.
@@ -480,6 +480,9 @@ def check_routers(engine: Any, facts: ModelFacts) -> None:
         value = getattr(engine, name)
         if not value:
             continue
+        if name != "router_metrics" and _setting(model, "lora_rank"):
+            rule = "adapters may be a part of a router's logits, and the loss would not see it."
+            raise SettingError(f"engine.{name}", value, rule, f"engine.{name}=0")
         try:
             layers = facts.model.config.get_text_config().num_hidden_layers
             check_watchable(find_experts(facts.model, engine.expert_plan), layers)

@@ -224,7 +224,7 @@ class SequenceParallel:
     def _to_tokens(self, output: torch.Tensor) -> torch.Tensor:
         """``[B, S, H / sp, D]`` -> ``[B, s, H, D]``."""
         by_rank = output.unflatten(1, (self.size, -1)).transpose(0, 1)  # [sp, B, s, H / sp, D]
-        return _Exchange.apply(by_rank, self.group).permute(1, 2, 0, 3, 4).flatten(2, 3)
+        return _Exchange.apply(by_rank, self.group).permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous()
 
 
 def _calls_the_interface(kind: type[nn.Module]) -> bool:

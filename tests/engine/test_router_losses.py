@@ -174,5 +174,8 @@ def test_what_cannot_be_watched_is_refused(tmp_path):
         check_training(
             settings, 2, {"path": str(folder), "override_config": {"attn_implementation": "sdpa"}}, device="cpu"
         )
+    adapters = {"path": str(save_qwen3_moe(tmp_path / "qwen3")), "lora_rank": 4}
+    with pytest.raises(SettingError, match=r"engine.router_z_loss_coef=0.1: adapters may be"):
+        check_training(EPFSDP2EngineConfig(router_z_loss_coef=0.1), 2, adapters, device="cuda")
     with pytest.raises(SettingError, match=r"engine.router_z_loss_coef=-1.*0 or more"):
         EPFSDP2EngineConfig(router_z_loss_coef=-1)

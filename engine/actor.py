@@ -43,6 +43,7 @@ from .parallelize import ShardingOptions, compute_dtypes, layer_names, paralleli
 from .preflight import check_training
 from .replay import ReplayError, RouterReplay
 from .scheduler import build_multi_lr_scheduler
+from .towers import Towers, keeping_its_forward
 
 __all__ = ["DEVICES", "EPFSDP2EngineWithLMHead"]
 
@@ -56,6 +57,7 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
 
     engine_config: EPFSDP2EngineConfig
     _may_be_unused = r"(?!)"  # what a checkpoint may have and the model not, as a pattern (``load_weights``)
+    _towers: Towers | None = None
 
     def __init__(self, model_config, engine_config, optimizer_config, checkpoint_config):
         failure = None
@@ -137,6 +139,8 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         if unused and self.rank == 0:
             print(f"[epfsdp2] {len(unused)} tensors of the checkpoint have no place in the model, e.g. {unused[:3]}")
         self.layer_names = layer_names(module)
+        if hasattr(module.config, "vision_config"):
+            self._towers = Towers(module)
         config = self.engine_config
         self.rollout_sync = RolloutSync(
             module,
@@ -164,13 +168,14 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
             self.model_config.trust_remote_code,
         )
         fused = self.model_config.fused_kernel_options
-        apply_monkey_patch(
-            model=module,
-            use_remove_padding=self.use_remove_padding,
-            ulysses_sp_size=1,
-            use_fused_kernels=self.model_config.use_fused_kernels,
-            fused_kernels_backend=fused.get("impl_backend") if fused is not None else None,
-        )
+        with keeping_its_forward(module):
+            apply_monkey_patch(
+                model=module,
+                use_remove_padding=self.use_remove_padding,
+                ulysses_sp_size=1,
+                use_fused_kernels=self.model_config.use_fused_kernels,
+                fused_kernels_backend=fused.get("impl_backend") if fused is not None else None,
+            )
         return module
 
     def _auto_class(self) -> Any:
@@ -215,6 +220,17 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
 
     def eval_mode(self, **kwargs):
         return _EvalMode(self, **kwargs)
+
+    def forward_backward_batch(self, data, loss_function, forward_only=False):
+        if self._towers is not None:
+            self._towers.agree(data.get("multi_modal_inputs", ()), get_device_id())
+        return super().forward_backward_batch(data, loss_function, forward_only)
+
+    def prepare_model_inputs(self, micro_batch):
+        inputs, arguments = super().prepare_model_inputs(micro_batch)
+        if self._towers is not None:
+            self._towers.fill(inputs)
+        return inputs, arguments
 
     def train_batch(self, data, loss_function):
         outputs = super().train_batch(data, loss_function)

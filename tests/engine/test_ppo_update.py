@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.models import reference_model, save_qwen3_moe
-from tests.support.ppo import SAMPLES, ppo_batch, ppo_samples, ppo_worker
+from tests.support.ppo import SAMPLES, plain_ppo_loss, ppo_batch, ppo_samples, ppo_worker
 from tests.support.ranks import run_ranks
 
 WORLD = 4
@@ -16,30 +16,14 @@ PER_RANK = SAMPLES // WORLD
 RELATIVE = 1e-5
 
 
-def _reference_update(model, samples):
-    """verl's formula on one sample at a time: clipped ratio, mean over all response tokens, entropy bonus."""
-    tokens = sum(len(old) for _, _, old, _ in samples)
-    losses = []
-    for ids, prompt, old, advantage in samples:
-        logits = model(input_ids=ids[None], use_cache=False).logits[0, prompt - 1 : -1] / 0.7
-        log_probs = logits.log_softmax(-1)
-        entropy = -(log_probs.exp() * log_probs).sum(-1)
-        log_prob = log_probs.gather(-1, ids[prompt:, None])[:, 0]
-        ratio = (log_prob - old).clamp(-20, 20).exp()
-        clipped = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
-        dual = torch.minimum(-advantage * 3.0, clipped)
-        losses.append((torch.where(advantage < 0, dual, clipped) - 0.01 * entropy).sum())
-    loss = torch.stack(losses).sum() / tokens
-    loss.backward()
-    return loss.item()
-
-
 def _ppo_update(folder, cases):
     from verl.utils import tensordict_utils as tu
 
     rank, samples = dist.get_rank(), ppo_samples()
     reference = reference_model(folder)
-    loss = _reference_update(reference, samples)
+    loss = plain_ppo_loss(samples, [reference(input_ids=ids[None], use_cache=False).logits[0] for ids, *_ in samples])
+    loss.backward()
+    loss = loss.item()
     wanted = {n: p.grad for n, p in reference.named_parameters()}
     wanted_norm = torch.stack([g.square().sum() for g in wanted.values()]).sum().sqrt().item()
     mine = samples[rank * PER_RANK : (rank + 1) * PER_RANK]

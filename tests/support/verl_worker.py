@@ -1,5 +1,6 @@
 """verl's own TrainingWorker around this engine, on this rank."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,12 @@ __all__ = ["training_worker"]
 
 
 def training_worker(
-    folder: Path, model_type: str, engine: Any, loss: Any, saved: tuple[str, ...] = ("model", "optimizer", "extra")
+    folder: Path,
+    model_type: str,
+    engine: Any,
+    loss: Any,
+    saved: tuple[str, ...] = ("model", "optimizer", "extra"),
+    optimizer: Mapping[str, Any] | None = None,
 ) -> Any:
     """A worker with its model built and its loss set.
 
@@ -16,6 +22,7 @@ def training_worker(
         engine: ``EPFSDP2EngineConfig``.
         loss: what verl's ``set_loss_fn`` takes.
         saved: contents of its checkpoints.
+        optimizer: what torch's AdamW takes besides the learning rate.
     """
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
@@ -27,7 +34,9 @@ def training_worker(
             model_type=model_type,
             model_config=model,
             engine_config=engine,
-            optimizer_config=FSDPOptimizerConfig(lr=1e-3, clip_grad=1e9, total_training_steps=10),
+            optimizer_config=FSDPOptimizerConfig(
+                lr=1e-3, clip_grad=1e9, total_training_steps=10, override_optimizer_config=dict(optimizer or {})
+            ),
             checkpoint_config=CheckpointConfig(save_contents=list(saved), load_contents=list(saved)),
         )
     )

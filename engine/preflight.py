@@ -24,6 +24,7 @@ from .experts.find import UnsupportedModelError, find_experts
 from .mesh import Topology
 from .model_facts import ACTOR_MODEL, ModelFacts, inspect_model, overrides_of, plain
 from .optimizer_settings import ACTOR_OPTIM, check_optimizer
+from .packing import why_not_packed
 from .parallelize import layer_names
 from .placement import check_experts_divide, ep_fsdp_dim
 from .replay import check_replayable
@@ -274,6 +275,11 @@ def check_attention(
             f"eager attention does not keep packed sequences apart, and {setting}.use_remove_padding=True packs them."
         )
         raise SettingError(name, wanted, rule, works)
+    if facts is not None and model.get("use_remove_padding", True):
+        why = why_not_packed(facts.model.config, flash=kind == _DEFAULT_ATTENTION)
+        if why:
+            packing = f"{setting}.use_remove_padding"
+            raise SettingError(packing, True, f"packs sequences, and in {facts.name} {why}.", f"{packing}=False")
 
 
 def check_replay(engine: Any, model: Mapping[str, Any], facts: ModelFacts | None) -> None:

@@ -1,5 +1,6 @@
 """Tiny models that see images, and samples of which some have images."""
 
+import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,14 +8,26 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from .models import VOCAB, save_random
 from .ppo import PROMPT, RESPONSE, SAMPLES, Sample, ppo_batch, ppo_samples
 
-__all__ = ["VLMS", "VlmSample", "plain_vlm", "save_vlm", "vlm_batch", "vlm_logits", "vlm_samples"]
+__all__ = [
+    "IMAGE_TOKENS",
+    "VLMS",
+    "VlmSample",
+    "plain_vlm",
+    "processor_config",
+    "save_processor",
+    "save_vlm",
+    "vlm_batch",
+    "vlm_logits",
+    "vlm_samples",
+]
 
 _START, _END, _IMAGE, _VIDEO = 92, 93, 94, 95
-_TOKENS = {
+IMAGE_TOKENS = {
     "image_token_id": _IMAGE,
     "video_token_id": _VIDEO,
     "vision_start_token_id": _START,
@@ -71,7 +84,14 @@ VLMS: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4vMoe",
         {
             "text_config": _text(
-                n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, n_group=2, topk_group=1, rope_parameters=_MROPE
+                n_routed_experts=8,
+                n_shared_experts=1,
+                first_k_dense_replace=1,
+                n_group=2,
+                topk_group=1,
+                # Of a key's bias attention sees next to nothing, and its gradient is rounding errors for the most part.
+                attention_bias=False,
+                rope_parameters=_MROPE,
             ),
             "vision_config": {**_VISION, **_PATCHES, "image_size": 16},
         },
@@ -89,7 +109,7 @@ VLMS: dict[str, tuple[str, dict[str, Any]]] = {
 def save_vlm(name: str, folder: Path, seed: int = 0) -> Path:
     """Save the family's model, every weight random."""
     kind, sizes = VLMS[name]
-    config = getattr(transformers, f"{kind}Config")(**sizes, **_TOKENS, tie_word_embeddings=False)
+    config = getattr(transformers, f"{kind}Config")(**sizes, **IMAGE_TOKENS, tie_word_embeddings=False)
     return save_random(getattr(transformers, f"{kind}ForConditionalGeneration")(config), folder, seed)
 
 
@@ -98,6 +118,37 @@ def plain_vlm(folder: Path) -> Any:
     return transformers.AutoModelForImageTextToText.from_pretrained(
         folder, dtype=torch.float32, experts_implementation="eager", attn_implementation="sdpa"
     )
+
+
+def save_processor(folder: Path, vocab_size: int, patch_size: int) -> None:
+    """Beside a model, what turns words ``t0 t1 ...`` and images into its inputs; written without torchvision."""
+    names = {_START: "<|vision_start|>", _END: "<|vision_end|>", _IMAGE: "<|image_pad|>", _VIDEO: "<|video_pad|>"}
+    vocab = {names.get(i, f"t{i}"): i for i in range(vocab_size)}
+    words = Tokenizer(models.WordLevel(vocab, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "t0", "eos_token": "t2", "additional_special_tokens": list(names.values())}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
+    processor_config(folder, patch_size)
+
+
+def processor_config(folder: Path, patch_size: int, chat_template: str | None = None) -> None:
+    """What a ``Qwen3VLProcessor`` is loaded from, beside its tokenizer: images of one to four by four tokens."""
+    patches = {"patch_size": patch_size, "temporal_patch_size": 2, "merge_size": 2}
+    spread = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    token = (2 * patch_size) ** 2
+    processor = {
+        "processor_class": "Qwen3VLProcessor",
+        "image_processor": {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "size": {"shortest_edge": token, "longest_edge": 4 * token},
+            **patches,
+            **spread,
+        },
+        "video_processor": {"video_processor_type": "Qwen3VLVideoProcessor", **patches, **spread},
+    }
+    (folder / "processor_config.json").write_text(json.dumps(processor))
+    if chat_template is not None:
+        (folder / "chat_template.jinja").write_text(chat_template)
 
 
 @dataclass(frozen=True)

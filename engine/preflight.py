@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pyarrow import parquet
 
 from ..rollout.choice import check_placement, choose_stream, rollout_of
 from ..rollout.placement import Heads, Need, Tensor, needs
@@ -28,12 +29,14 @@ from .packing import why_not_packed
 from .parallelize import layer_names
 from .placement import check_experts_divide, ep_fsdp_dim
 from .replay import check_replayable
+from .towers import images_refused, why_not_images
 
 __all__ = [
     "DTYPES",
     "check_attention",
     "check_checkpoint",
     "check_experts",
+    "check_images",
     "check_model_settings",
     "check_replay",
     "check_rollout",
@@ -112,6 +115,7 @@ def check_run(
     check_routes(engine, rollout)
     facts = check_training(engine, n_gpus, model, checkpoint=checkpoint, optim=optim, device=device)
     check_replay(engine, model, facts)
+    check_images(rollout, facts)
     colocated = (rollout.get("backend") or "naive") == "naive"
     if rollout.get("name"):
         check_stream(engine, n_gpus, rollout, facts, colocated=colocated)
@@ -328,6 +332,23 @@ def check_routes(engine: Any, rollout: Mapping[str, Any]) -> None:
     if mode == "R2" and rollout.get("bypass_mode"):
         rule = "R2 replays what the old log-probs record, and in bypass mode nobody computes them."
         raise SettingError(_REPLAY, mode, rule, f"{_REPLAY}=R3 with {_ROUTES}=True, or {_BYPASS}=False")
+
+
+def check_images(rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:
+    """Data with a column of images need a model that can be trained on them; a model without a tower ignores them.
+
+    Args:
+        rollout: besides, ``train_files``, of which local Parquet files are looked at, and ``image_key``.
+
+    Raises:
+        SettingError: with the reason.
+    """
+    if facts is None or not hasattr(facts.model.config, "vision_config"):
+        return
+    why, files = why_not_images(facts.model), plain(rollout.get("train_files") or ())
+    for file in [files] if isinstance(files, str) else files:
+        if why and Path(file).is_file() and rollout.get("image_key") in parquet.read_schema(file).names:
+            raise images_refused(facts.name, why)
 
 
 def check_rollout(engine: Any, n_gpus: int, rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:

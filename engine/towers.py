@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .experts.find import UnsupportedModelError
+from .errors import SettingError
 
-__all__ = ["Towers", "keeping_its_forward", "why_not_images"]
+__all__ = ["Towers", "images_refused", "keeping_its_forward", "why_not_images"]
 
 # Pixels, their grid, and the method that computes their features.
 _KINDS = {
@@ -45,6 +45,14 @@ def why_not_images(model: Any) -> str | None:
     return _NOT_YET.get(model.config.model_type)
 
 
+def images_refused(name: str, why: str) -> SettingError:
+    """What is said where a model is given images that it can't be trained on."""
+    rule = f"{name} can't be trained on images: {why}."
+    return SettingError(
+        "data.train_files", "data with images", rule, "data without images, or Qwen3-VL-MoE or GLM-4.5V"
+    )
+
+
 class Towers:
     """The vision towers of one model.
 
@@ -55,6 +63,7 @@ class Towers:
     def __init__(self, model: Any):
         self._model = model
         self._refused = why_not_images(model)
+        self._rows = any(hasattr(part, "get_rope_index") for part in (model, model.base_model))
         self._widths = dict.fromkeys(_KINDS, 0)  # of a row of patches, by kind; 0 where no rank of this batch has any
         self._missing: list[str] = []  # kinds that this micro-batch lacks and another rank may have
         # After FSDP's own hooks, and before the model looks at its images.
@@ -68,7 +77,7 @@ class Towers:
             device: where the default group's backend takes tensors from.
 
         Raises:
-            UnsupportedModelError: on all ranks alike, if a sample has images and the model can't be trained on them.
+            SettingError: on all ranks alike, if a sample has what the model can't be trained on here.
         """
         own = [sample for sample in map(_unwrapped, samples) if sample]
         widths = [max((s[kind].shape[-1] for s in own if s.get(kind) is not None), default=0) for kind in _KINDS]
@@ -76,23 +85,25 @@ class Towers:
         agreed = torch.tensor([*widths, int(other)], device=device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
         *widths, other = agreed.tolist()
+        name = type(self._model).__name__
         if any(widths) and self._refused is not None:
-            raise UnsupportedModelError(f"{type(self._model).__name__} can't be trained on images: {self._refused}.")
+            raise images_refused(name, self._refused)
         if other:
-            raise UnsupportedModelError(f"{type(self._model).__name__} can't be trained on audio by this engine.")
+            rule = f"{name} can't be trained on audio by this engine."
+            raise SettingError("data.train_files", "data with audio", rule, "data without it")
         self._widths = dict(zip(_KINDS, widths, strict=True))
 
     def fill(self, inputs: dict[str, Any]) -> None:
         """Prepare for the forward of one micro-batch.
 
         Args:
-            inputs: the arguments of the model's forward. Position ids ``(1, T)`` become ``(4, 1, T)``: most families
-                keep packed sequences apart by the first of four rows, some by nothing else.
+            inputs: the arguments of the model's forward. Position ids ``(1, T)`` become ``(4, 1, T)`` where images have
+                rows of positions: such models may keep packed sequences apart by the first of four rows alone.
         """
         self._missing = [kind for kind, width in self._widths.items() if width and inputs.get(kind) is None]
         inputs.pop("images_seqlens", None)  # verl counts FLOPs by it
         positions = inputs.get("position_ids")
-        if positions is not None and positions.dim() == 2 and inputs.get("attention_mask") is None:
+        if self._rows and positions is not None and positions.dim() == 2 and inputs.get("attention_mask") is None:
             inputs["position_ids"] = positions.expand(4, *positions.shape)
 
     def _add_nothing(self, module: nn.Module, args: tuple[Any, ...], embeddings: torch.Tensor) -> torch.Tensor:

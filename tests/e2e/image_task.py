@@ -60,6 +60,7 @@ def write_task(folder: Path, rows: int) -> tuple[Path, Path]:
     text = {
         **sizes["text_config"],
         **{"vocab_size": len(tokenizer), "hidden_size": 96, "moe_intermediate_size": 64, "head_dim": 32},
+        "norm_topk_prob": True,  # transformers always does; vLLM asks
         **{"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id},
         "rope_parameters": {
             "rope_type": "default",

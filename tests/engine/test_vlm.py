@@ -1,9 +1,16 @@
 """Updates of models that see images, through verl's TrainingWorker, against the plain model in one process."""
 
+from types import SimpleNamespace
+
+import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
 
+from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.preflight import check_images
+from epfsdp2.engine.towers import Towers
+from tests.parity.families import FAMILIES
 from tests.support.ppo import SAMPLES, plain_ppo_loss, ppo_worker
 from tests.support.ranks import run_ranks
 from tests.support.vlm import plain_vlm, save_vlm, vlm_batch, vlm_logits, vlm_samples
@@ -94,6 +101,27 @@ def _updates(folder, cases):
 
 def _tower(model):
     return model.get_submodule("model.visual")
+
+
+def _refuses_on_all_ranks(name):
+    model = FAMILIES[name].build()
+    own = [{"pixel_values": torch.zeros(4, 6)}] if dist.get_rank() == 0 else [None, {}]
+    towers = Towers(model)
+    towers.agree([{}], "cpu")
+    with pytest.raises(SettingError, match=f"{type(model).__name__} can't be trained on images: "):
+        towers.agree(own, "cpu")
+
+
+@pytest.mark.parametrize("name", ["ernie4_5_vl_moe", "qwen3_omni_moe"])
+def test_images_that_would_go_wrong_are_refused_on_all_ranks_and_on_the_driver(tmp_path, name):
+    run_ranks(_refuses_on_all_ranks, 2, name)
+    data = tmp_path / "train.parquet"
+    facts = SimpleNamespace(model=FAMILIES[name].build(), name=name)
+    pd.DataFrame({"prompt": ["?"]}).to_parquet(data)
+    check_images({"train_files": str(data), "image_key": "images"}, facts)
+    pd.DataFrame({"prompt": ["?"], "images": [[b""]]}).to_parquet(data)
+    with pytest.raises(SettingError, match=f"data.train_files=data with images: {name} can't be trained on images"):
+        check_images({"train_files": [str(data)], "image_key": "images"}, facts)
 
 
 def test_two_updates_equal_the_plain_model(tmp_path):

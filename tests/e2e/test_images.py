@@ -25,6 +25,8 @@ def test_grpo_on_images(tmp_path, monkeypatch):
         f"data.custom_cls.path={image_task.__file__}",
         "data.custom_cls.name=Pictures",
         f"reward.custom_reward_function.path={image_task.__file__}",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
         "actor_rollout_ref.rollout.max_num_batched_tokens=64",
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.limit_mm_per_prompt={image:1,video:0}",
     )

@@ -109,7 +109,13 @@ def ppo_worker(
     tokens: int = 40,
     **settings: Any,
 ) -> Any:
-    """An actor in float32; ``settings`` are the engine's, ``tokens`` how many a dynamic micro-batch may have."""
+    """An actor in float32.
+
+    Args:
+        optimizer: what torch's AdamW takes besides the learning rate.
+        tokens: how many a dynamic micro-batch may have.
+        settings: the engine's.
+    """
     from verl.workers.utils.losses import ppo_loss
 
     from epfsdp2.engine.config import EPFSDP2ActorConfig, EPFSDP2EngineConfig
@@ -117,13 +123,12 @@ def ppo_worker(
     engine = EPFSDP2EngineConfig(
         ep_size=ep,
         fsdp_size=fsdp_size,
-        mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32"},
         use_dynamic_bsz=dynamic,
         max_token_len_per_gpu=tokens,
         infer_max_token_len_per_gpu=tokens,
         micro_batch_size_per_gpu=micro_batch,
         infer_micro_batch_size_per_gpu=micro_batch,
-        **settings,
+        **{"mixed_precision": {"param_dtype": "fp32", "reduce_dtype": "fp32"}, **settings},
     )
     actor = EPFSDP2ActorConfig(
         engine=engine, rollout_n=1, ppo_micro_batch_size_per_gpu=micro_batch, entropy_coeff=0.01, clip_ratio_c=3.0

@@ -49,6 +49,7 @@ from .router_losses import RouterLosses
 from .scheduler import build_multi_lr_scheduler
 from .sequence_parallel import SequenceParallel, gather_parts, own_part
 from .shards import is_adapter
+from .towers import Towers, keeping_its_forward
 
 __all__ = ["DEVICES", "EPFSDP2EngineWithLMHead"]
 
@@ -63,6 +64,7 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
     engine_config: EPFSDP2EngineConfig
     _may_be_unused = r"(?!)"  # what a checkpoint may have and the model not, as a pattern (``load_weights``)
     _veomni_handles_position_ids = True  # verl then leaves positions whole, as ``SequenceParallel`` needs them
+    _towers: Towers | None = None
 
     def __init__(self, model_config, engine_config, optimizer_config, checkpoint_config):
         failure = None
@@ -152,6 +154,8 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         if unused and self.rank == 0:
             print(f"[epfsdp2] {len(unused)} tensors of the checkpoint have no place in the model, e.g. {unused[:3]}")
         self.layer_names = layer_names(module)
+        if hasattr(module.config, "vision_config"):
+            self._towers = Towers(module)
         config = self.engine_config
         self.rollout_sync = RolloutSync(
             module,
@@ -182,13 +186,14 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
             self.model_config.trust_remote_code,
         )
         fused = self.model_config.fused_kernel_options
-        apply_monkey_patch(
-            model=module,
-            use_remove_padding=self.use_remove_padding,
-            ulysses_sp_size=1,  # verl's is for flash attention and for a few families: SequenceParallel is ours
-            use_fused_kernels=self.model_config.use_fused_kernels,
-            fused_kernels_backend=fused.get("impl_backend") if fused is not None else None,
-        )
+        with keeping_its_forward(module):
+            apply_monkey_patch(
+                model=module,
+                use_remove_padding=self.use_remove_padding,
+                ulysses_sp_size=1,  # verl's is for flash attention and a few families: SequenceParallel is ours
+                use_fused_kernels=self.model_config.use_fused_kernels,
+                fused_kernels_backend=fused.get("impl_backend") if fused is not None else None,
+            )
         if self.ulysses_parallel_group is not None:
             SequenceParallel(module, self.ulysses_parallel_group)
         config = self.engine_config
@@ -263,6 +268,8 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         return outputs
 
     def forward_backward_batch(self, data, loss_function, forward_only=False):
+        if self._towers is not None:
+            self._towers.agree(data.get("multi_modal_inputs", ()), get_device_id())
         if self._routers is not None and not forward_only:
             tokens = torch.tensor(data["input_ids"].values().numel(), device=get_device_id())
             dist.all_reduce(tokens, group=self.get_data_parallel_group())
@@ -279,6 +286,8 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
 
     def prepare_model_inputs(self, micro_batch):
         inputs, arguments = super().prepare_model_inputs(micro_batch)
+        if self._towers is not None:
+            self._towers.fill(inputs)
         if self._routers is not None:
             self._is_token = self._find_tokens(inputs, micro_batch)
         return inputs, arguments

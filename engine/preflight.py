@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pyarrow import parquet
 
 from ..rollout.choice import check_placement, choose_stream, rollout_of
 from ..rollout.placement import Heads, Need, Tensor, needs
@@ -27,11 +28,13 @@ from .lora_settings import LoraSettings
 from .mesh import Topology, check_sequence_size
 from .model_facts import ACTOR_MODEL, ModelFacts, inspect_model, overrides_of, plain
 from .optimizer_settings import ACTOR_OPTIM, check_optimizer, wants_muon
+from .packing import why_not_packed
 from .parallelize import layer_names
 from .placement import check_experts_divide, ep_fsdp_dim
 from .router_losses import check_watchable
 from .sequence_parallel import SETTING as SEQUENCE
 from .sequence_parallel import check_attention_splits
+from .towers import images_refused, why_not_images
 
 __all__ = [
     "DTYPES",
@@ -42,6 +45,7 @@ __all__ = [
     "check_experts",
     "check_fused_kernels",
     "check_lora",
+    "check_images",
     "check_model_settings",
     "check_replay",
     "check_rollout",
@@ -123,6 +127,7 @@ def check_run(
     _check_merged(model, rollout)
     check_replay(engine, model, facts)
     check_distillation(engine, model, rollout)
+    check_images(rollout, facts)
     colocated = (rollout.get("backend") or "naive") == "naive"
     if rollout.get("name"):
         check_stream(engine, n_gpus, rollout, facts, colocated=colocated)
@@ -365,6 +370,11 @@ def check_attention(
             f"eager attention does not keep packed sequences apart, and {setting}.use_remove_padding=True packs them."
         )
         raise SettingError(name, wanted, rule, works)
+    if facts is not None and model.get("use_remove_padding", True):
+        why = why_not_packed(facts.model.config, flash=kind == _DEFAULT_ATTENTION)
+        if why:
+            packing = f"{setting}.use_remove_padding"
+            raise SettingError(packing, True, f"packs sequences, and in {facts.name} {why}.", f"{packing}=False")
 
 
 def check_fused_kernels(
@@ -508,6 +518,23 @@ def check_routes(engine: Any, rollout: Mapping[str, Any]) -> None:
     if mode == "R2" and rollout.get("bypass_mode"):
         rule = "R2 replays what the old log-probs record, and in bypass mode nobody computes them."
         raise SettingError(_REPLAY, mode, rule, f"{_REPLAY}=R3 with {_ROUTES}=True, or {_BYPASS}=False")
+
+
+def check_images(rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:
+    """Data with a column of images need a model that can be trained on them; a model without a tower ignores them.
+
+    Args:
+        rollout: besides, ``train_files``, of which local Parquet files are looked at, and ``image_key``.
+
+    Raises:
+        SettingError: with the reason.
+    """
+    if facts is None or not hasattr(facts.model.config, "vision_config"):
+        return
+    why, files = why_not_images(facts.model), plain(rollout.get("train_files") or ())
+    for file in [files] if isinstance(files, str) else files:
+        if why and Path(file).is_file() and rollout.get("image_key") in parquet.read_schema(file).names:
+            raise images_refused(facts.name, why)
 
 
 def check_rollout(engine: Any, n_gpus: int, rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:

@@ -139,8 +139,9 @@ class Engine:
     def generate(self):
         return self.generating().result()
 
-    def generating(self) -> concurrent.futures.Future:
-        return self._calls.submit(self._ask, "generate", PROMPTS, 60.0)
+    def generating(self, prompts: list | None = None) -> concurrent.futures.Future:
+        """``prompts`` are ids, or what else vLLM takes."""
+        return self._calls.submit(self._ask, "generate", prompts or PROMPTS, 60.0)
 
     def digests(self) -> list[dict]:
         return [answer["digests"] for answer in self.call("epfsdp2_digests").result()]

@@ -14,6 +14,7 @@ from epfsdp2.engine.shards import persistent_buffers
 from epfsdp2.rollout import naming
 from epfsdp2.rollout.stream import narrower
 from tests.parity.families import Family
+from tests.support.vlm import IMAGE_TOKENS
 
 __all__ = ["SERVED", "Served", "build", "export", "randomise", "sent"]
 
@@ -176,7 +177,13 @@ SERVED: dict[str, Served] = {
                 "text_config": _sizes(
                     **_QWEN,
                     norm_topk_prob=True,
-                    rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4]},
+                    # transformers interleaves whatever this says; vLLM does if it does.
+                    rope_parameters={
+                        "rope_type": "default",
+                        "rope_theta": 1e4,
+                        "mrope_section": [8, 4, 4],
+                        "mrope_interleaved": True,
+                    },
                 ),
                 "vision_config": {
                     "depth": 1,
@@ -188,6 +195,7 @@ SERVED: dict[str, Served] = {
                     "num_position_embeddings": 16,
                 },
                 "tie_word_embeddings": False,
+                **IMAGE_TOKENS,
             },
         ),
         settings={"limit_mm_per_prompt": {"image": 0, "video": 0}},

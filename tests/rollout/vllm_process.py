@@ -28,7 +28,8 @@ def main() -> None:
     sampling = SamplingParams(temperature=0, max_tokens=8, logprobs=3, prompt_logprobs=3, detokenize=False)
 
     def generate(prompts):
-        outputs = engine.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
+        prompts = [p if isinstance(p, dict) else {"prompt_token_ids": p} for p in prompts]
+        outputs = engine.generate(prompts, sampling, use_tqdm=False)
         return [
             (
                 list(output.outputs[0].token_ids),
@@ -47,6 +48,10 @@ def main() -> None:
             try:
                 if command == "generate":
                     answer = generate(arguments)
+                elif command == "clear":  # what verl's server does after a sync (clear_kv_cache)
+                    answer = engine.reset_prefix_cache()
+                    engine.llm_engine.reset_mm_cache()
+                    engine.llm_engine.reset_encoder_cache()
                 elif command == "start":
                     del engine
                     gc.collect()

@@ -16,8 +16,10 @@ __all__ = [
     "PROMPT",
     "RESPONSE",
     "SAMPLES",
+    "Sample",
     "check_ppo_updates",
     "of_this_rank",
+    "plain_ppo_loss",
     "ppo_batch",
     "ppo_samples",
     "ppo_worker",
@@ -48,17 +50,48 @@ def ppo_samples(count: int = SAMPLES, prompt: int = PROMPT, response: int = RESP
     return samples
 
 
-def ppo_batch(samples: Sequence[Sample], of_all_ranks: int = SAMPLES, prompt: int = PROMPT, response: int = RESPONSE):
-    """verl's no-padding batch of some samples, which are a part of so many."""
+def plain_ppo_loss(samples: Sequence[Sample], logits: Sequence[torch.Tensor]) -> torch.Tensor:
+    """verl's formula: clipped ratio, mean over all response tokens, entropy bonus.
+
+    Args:
+        logits: of each sample the plain model's, ``(T, VOCAB)``.
+    """
+    losses = []
+    for (ids, prompt, old, advantage), scores in zip(samples, logits, strict=True):
+        log_probs = (scores[prompt - 1 : -1] / 0.7).log_softmax(-1)
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+        log_prob = log_probs.gather(-1, ids[prompt:, None])[:, 0]
+        ratio = (log_prob - old).clamp(-20, 20).exp()
+        clipped = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
+        dual = torch.minimum(-advantage * 3.0, clipped)
+        losses.append((torch.where(advantage < 0, dual, clipped) - 0.01 * entropy).sum())
+    return torch.stack(losses).sum() / sum(len(old) for _, _, old, _ in samples)
+
+
+def ppo_batch(
+    samples: Sequence[Sample],
+    of_all_ranks: int = SAMPLES,
+    prompt: int = PROMPT,
+    response: int = RESPONSE,
+    positions: Sequence[torch.Tensor] | None = None,
+    images: Sequence[Mapping[str, torch.Tensor]] | None = None,
+):
+    """verl's no-padding batch of some samples, which are a part of so many.
+
+    Args:
+        positions: of each sample the position ids, ``(4, T)`` with images.
+        images: of each sample what verl calls its ``multi_modal_inputs``.
+    """
     from tensordict import TensorDict
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.padding import left_right_2_no_padding
 
     n, width = len(samples), prompt + response
+    positions = positions or [torch.arange(len(ids)) for ids, *_ in samples]
     data = {
         "input_ids": torch.zeros(n, width, dtype=torch.long),
         "attention_mask": torch.zeros(n, width, dtype=torch.long),
-        "position_ids": torch.zeros(n, width, dtype=torch.long),
+        "position_ids": torch.zeros(n, *positions[0].shape[:-1], width, dtype=torch.long),
         "prompts": torch.zeros(n, prompt, dtype=torch.long),
         "responses": torch.zeros(n, response, dtype=torch.long),
         "response_mask": torch.zeros(n, response, dtype=torch.long),
@@ -69,7 +102,7 @@ def ppo_batch(samples: Sequence[Sample], of_all_ranks: int = SAMPLES, prompt: in
         after, start = len(ids) - before, prompt - before
         data["input_ids"][i, start : start + len(ids)] = ids
         data["attention_mask"][i, start : start + len(ids)] = 1
-        data["position_ids"][i, start : start + len(ids)] = torch.arange(len(ids))
+        data["position_ids"][i, ..., start : start + len(ids)] = positions[i]
         data["prompts"][i, start:] = ids[:before]
         data["responses"][i, :after] = ids[before:]
         data["response_mask"][i, :after] = 1
@@ -77,6 +110,8 @@ def ppo_batch(samples: Sequence[Sample], of_all_ranks: int = SAMPLES, prompt: in
         data["advantages"][i, :after] = advantage
     batch = left_right_2_no_padding(TensorDict(data, batch_size=[n]))
     tu.assign_non_tensor(batch, global_batch_size=of_all_ranks, temperature=0.7, calculate_entropy=True)
+    if images is not None:
+        tu.assign_non_tensor_stack(batch, "multi_modal_inputs", list(images))
     return batch
 
 
@@ -87,9 +122,18 @@ def ppo_worker(
     dynamic: bool = False,
     micro_batch: int = 2,
     model: Mapping[str, Any] | None = None,
+    optimizer: Mapping[str, Any] | None = None,
+    tokens: int = 40,
     **settings: Any,
 ) -> Any:
-    """An actor in float32; ``model`` are verl's settings of the model, ``settings`` the engine's."""
+    """An actor in float32.
+
+    Args:
+        model: verl's settings of the model.
+        optimizer: what torch's AdamW takes besides the learning rate.
+        tokens: how many a dynamic micro-batch may have.
+        settings: the engine's.
+    """
     from verl.workers.utils.losses import ppo_loss
 
     from epfsdp2.engine.config import EPFSDP2ActorConfig, EPFSDP2EngineConfig
@@ -97,37 +141,23 @@ def ppo_worker(
     engine = EPFSDP2EngineConfig(
         ep_size=ep,
         fsdp_size=fsdp_size,
-        mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32"},
         use_dynamic_bsz=dynamic,
-        max_token_len_per_gpu=40,
-        infer_max_token_len_per_gpu=40,
+        max_token_len_per_gpu=tokens,
+        infer_max_token_len_per_gpu=tokens,
         micro_batch_size_per_gpu=micro_batch,
         infer_micro_batch_size_per_gpu=micro_batch,
-        **settings,
+        **{"mixed_precision": {"param_dtype": "fp32", "reduce_dtype": "fp32"}, **settings},
     )
     actor = EPFSDP2ActorConfig(
         engine=engine, rollout_n=1, ppo_micro_batch_size_per_gpu=micro_batch, entropy_coeff=0.01, clip_ratio_c=3.0
     )
-    return training_worker(folder, "language_model", engine, partial(ppo_loss, config=actor), **(model or {}))
+    loss = partial(ppo_loss, config=actor)
+    return training_worker(folder, "language_model", engine, loss, optimizer=optimizer, **(model or {}))
 
 
 def reference_update(model: nn.Module, samples: Sequence[Sample]) -> float:
-    """verl's formula on one sample at a time: clipped ratio, mean over all response tokens, entropy bonus.
-
-    The gradients are left in the parameters.
-    """
-    tokens = sum(len(old) for _, _, old, _ in samples)
-    losses = []
-    for ids, prompt, old, advantage in samples:
-        logits = model(input_ids=ids[None], use_cache=False).logits[0, prompt - 1 : -1] / 0.7
-        log_probs = logits.log_softmax(-1)
-        entropy = -(log_probs.exp() * log_probs).sum(-1)
-        log_prob = log_probs.gather(-1, ids[prompt:, None])[:, 0]
-        ratio = (log_prob - old).clamp(-20, 20).exp()
-        clipped = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
-        dual = torch.minimum(-advantage * 3.0, clipped)
-        losses.append((torch.where(advantage < 0, dual, clipped) - 0.01 * entropy).sum())
-    loss = torch.stack(losses).sum() / tokens
+    """The loss of the plain model, one sample at a time; the gradients are left in its parameters."""
+    loss = plain_ppo_loss(samples, [model(input_ids=ids[None], use_cache=False).logits[0] for ids, *_ in samples])
     loss.backward()
     return loss.item()
 

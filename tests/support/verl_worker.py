@@ -1,16 +1,17 @@
 """verl's own TrainingWorker around this engine, on this rank."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 __all__ = ["optimizer_config", "training_worker"]
 
 
-def optimizer_config() -> Any:
-    """AdamW without clipping."""
+def optimizer_config(**override: Any) -> Any:
+    """AdamW without clipping; ``override`` is what torch's takes besides the learning rate."""
     from verl.workers.config import FSDPOptimizerConfig
 
-    return FSDPOptimizerConfig(lr=1e-3, clip_grad=1e9, total_training_steps=10)
+    return FSDPOptimizerConfig(lr=1e-3, clip_grad=1e9, total_training_steps=10, override_optimizer_config=override)
 
 
 def training_worker(
@@ -19,6 +20,7 @@ def training_worker(
     engine: Any,
     loss: Any,
     saved: tuple[str, ...] = ("model", "optimizer", "extra"),
+    optimizer: Mapping[str, Any] | None = None,
     **model: Any,
 ) -> Any:
     """A worker with its model built and its loss set.
@@ -28,6 +30,7 @@ def training_worker(
         engine: ``EPFSDP2EngineConfig``.
         loss: what verl's ``set_loss_fn`` takes.
         saved: contents of its checkpoints.
+        optimizer: what torch's AdamW takes besides the learning rate.
         model: verl's settings of the model.
     """
     from verl.trainer.config import CheckpointConfig
@@ -40,7 +43,7 @@ def training_worker(
             model_type=model_type,
             model_config=HFModelConfig(path=str(folder), load_tokenizer=False, override_config=sdpa, **model),
             engine_config=engine,
-            optimizer_config=optimizer_config(),
+            optimizer_config=optimizer_config(**(optimizer or {})),
             checkpoint_config=CheckpointConfig(save_contents=list(saved), load_contents=list(saved)),
         )
     )

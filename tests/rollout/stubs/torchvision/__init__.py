@@ -1,10 +1,17 @@
-"""Stands in for torchvision where it is not installed: can be imported, and does nothing.
+"""Stands in for torchvision where it is not installed.
 
-vLLM's classes of Qwen3-VL and Qwen3.5 import the image processors, which import torchvision; text does without.
+vLLM's classes of Qwen3-VL and Qwen3.5 import the image processors, which import torchvision. What these call for images
+is here (``transforms.v2.functional``); the rest can be imported, and does nothing.
 """
 
 import sys
 from unittest import mock
 
-for _name in ("io", "transforms", "transforms.functional", "transforms.v2", "transforms.v2.functional"):
+for _name in ("io", "transforms", "transforms.functional", "transforms.v2"):
     sys.modules[f"{__name__}.{_name}"] = mock.MagicMock(name=_name)
+
+from . import functional  # noqa: E402
+
+sys.modules[f"{__name__}.transforms.v2.functional"] = functional
+sys.modules[f"{__name__}.transforms.v2"].functional = functional
+sys.modules[f"{__name__}.transforms"].InterpolationMode = functional.InterpolationMode

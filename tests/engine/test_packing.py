@@ -1,0 +1,52 @@
+"""Sequences packed into one row against the same apart, for every family of the parity table."""
+
+import pytest
+import torch
+
+from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.packing import why_not_packed
+from epfsdp2.engine.preflight import check_attention
+from epfsdp2.engine.towers import Towers
+from tests.parity import families
+from tests.support.models import VOCAB
+
+
+def _model(name, folder):
+    kind = families._model_class(families.FAMILIES[name].model)
+    return kind.from_pretrained(
+        families.save(name, folder), dtype=torch.float32, experts_implementation="eager", attn_implementation="sdpa"
+    ).eval()
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_packed_sequences_are_apart_or_refused(tmp_path, name):
+    try:
+        model = _model(name, tmp_path)
+    except ValueError as error:
+        assert "does not support an attention implementation" in str(error)  # which the driver refuses
+        return
+    generator = torch.Generator().manual_seed(1)
+    parts = [torch.randint(3, VOCAB - 6, (1, length), generator=generator) for length in (9, 7)]
+    inputs = {
+        "input_ids": torch.cat(parts, 1),
+        "position_ids": torch.cat([torch.arange(part.shape[1]) for part in parts])[None],
+        "attention_mask": None,
+    }
+    if hasattr(model.config, "vision_config"):
+        Towers(model).fill(inputs)
+    with torch.no_grad():
+        apart = torch.cat([model(input_ids=part, use_cache=False).logits for part in parts], 1)
+        packed = model(**inputs, use_cache=False).logits
+    same = (packed - apart).abs().max() < 1e-4
+    assert same == (why_not_packed(model.config, flash=False) is None)
+
+
+def test_it_is_refused_on_the_driver(tmp_path):
+    from epfsdp2.engine.model_facts import inspect_model
+
+    model = {"path": str(families.save("qwen3_next", tmp_path))}
+    model["override_config"] = {"attn_implementation": "sdpa"}
+    facts = inspect_model(model)
+    with pytest.raises(SettingError, match=r"use_remove_padding=True: packs .* carry a state .*=False"):
+        check_attention(model, facts, device="cpu")
+    check_attention(model | {"use_remove_padding": False}, facts, device="cpu")

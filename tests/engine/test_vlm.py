@@ -1,0 +1,188 @@
+"""Updates of models that see images, through verl's TrainingWorker, against the plain model in one process."""
+
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+import torch
+import torch.distributed as dist
+
+from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.preflight import check_images
+from epfsdp2.engine.towers import Towers
+from tests.parity.families import FAMILIES
+from tests.support.ppo import SAMPLES, plain_ppo_loss, ppo_worker
+from tests.support.ranks import run_ranks
+from tests.support.vlm import plain_vlm, save_vlm, vlm_batch, vlm_logits, vlm_samples
+
+WORLD = 4
+PER_RANK = SAMPLES // WORLD
+RELATIVE = 1e-5
+UPDATES = 2
+# An eps near the gradients' size: AdamW's sign-like step for tiny gradients would magnify their rounding errors.
+ADAM = {"eps": 1e-4}
+
+# Numbers of the samples without an image. Micro-batches are pairs, and each rank has four samples.
+WITHOUT = {
+    "all have images": (),
+    "some have none": (1, 6, 7, 12),  # one of a pair, and a pair
+    "one rank has none": (4, 5, 6, 7, 11),
+    "none has any": range(SAMPLES),
+}
+
+
+def _relative(value, wanted):
+    return ((value - wanted).norm() / wanted.norm().clamp_min(1e-12)).item()
+
+
+def _plain_updates(folder, without):
+    """Of each update: log-probs before it, gradients, norm, loss, and the parameters after it."""
+    model = plain_vlm(folder)
+    samples = vlm_samples(model, without)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, **ADAM)
+    found = []
+    for _ in range(UPDATES):
+        optimizer.zero_grad()
+        logits = vlm_logits(model, samples)
+        loss = plain_ppo_loss([s.sample for s in samples], logits)
+        loss.backward()
+        grads = {n: p.grad.clone() if p.grad is not None else None for n, p in model.named_parameters()}
+        norm = torch.stack([g.square().sum() for g in grads.values() if g is not None]).sum().sqrt().item()
+        optimizer.step()
+        after = {n: p.detach().clone() for n, p in model.named_parameters()}
+        log_probs = [(scores.detach() / 0.7).log_softmax(-1) for scores in logits]
+        taken = [s[:-1].gather(-1, e.sample[0][1:, None])[:, 0] for s, e in zip(log_probs, samples, strict=True)]
+        found.append((taken, grads, norm, loss.item(), after))
+    return samples, found
+
+
+def _updates(folder, cases):
+    from verl.utils import tensordict_utils as tu
+
+    rank = dist.get_rank()
+    mine = slice(rank * PER_RANK, (rank + 1) * PER_RANK)
+    plain = {}
+    for which, _ in cases:
+        plain[which] = plain.get(which) or _plain_updates(folder, WITHOUT[which])
+    for which, settings in cases:
+        where = f"{which} {settings}"
+        samples, wanted = plain[which]
+        worker = ppo_worker(folder, optimizer=ADAM, tokens=90, **settings)
+        calls: list[int] = []
+        _tower(worker.engine.module).register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        for log_probs, grads, norm, loss, after in wanted:
+            infer = vlm_batch(samples[mine])
+            tu.assign_non_tensor(infer, compute_loss=False)
+            for got, want in zip(tu.get(worker.infer_batch(infer), "log_probs"), log_probs[mine], strict=True):
+                torch.testing.assert_close(got[:-1], want, rtol=1e-5, atol=1e-5, msg=where)
+            # train_mode drops the gradients when it ends, so read them where the step uses them.
+            seen, step = {}, worker.engine.optimizer.step
+            worker.engine.optimizer.step = lambda *a, seen=seen, engine=worker.engine, step=step: (
+                seen.update(
+                    {n: p.grad if p.grad is None else p.grad.full_tensor() for n, p in engine.module.named_parameters()}
+                ),
+                step(*a),
+            )
+            metrics = tu.get(worker.train_batch(vlm_batch(samples[mine])), "metrics")
+            worker.engine.optimizer.step = step
+            for name, want in grads.items():
+                if want is None:
+                    assert seen[name] is None, (where, name)
+                else:
+                    assert _relative(seen[name], want) < RELATIVE, (where, name, _relative(seen[name], want))
+            assert abs(metrics["grad_norm"] / norm - 1) < RELATIVE, where
+            assert abs(metrics["loss"] - loss) < 1e-5 * abs(loss) + 1e-6, where
+            for name, param in worker.engine.module.named_parameters():
+                assert _relative(param.detach().full_tensor(), after[name]) < RELATIVE, (where, name)
+        everyone: list = [None] * WORLD
+        dist.all_gather_object(everyone, len(calls))
+        assert len(set(everyone)) == 1 and (everyone[0] > 0) == (which != "none has any"), (where, everyone)
+
+
+def _tower(model):
+    return model.get_submodule("model.visual")
+
+
+def _refuses_on_all_ranks(name):
+    model = FAMILIES[name].build()
+    own = [{"pixel_values": torch.zeros(4, 6)}] if dist.get_rank() == 0 else [None, {}]
+    towers = Towers(model)
+    towers.agree([{}], "cpu")
+    with pytest.raises(SettingError, match=f"{type(model).__name__} can't be trained on images: "):
+        towers.agree(own, "cpu")
+
+
+@pytest.mark.parametrize("name", ["ernie4_5_vl_moe", "qwen3_omni_moe"])
+def test_images_that_would_go_wrong_are_refused_on_all_ranks_and_on_the_driver(tmp_path, name):
+    run_ranks(_refuses_on_all_ranks, 2, name)
+    data = tmp_path / "train.parquet"
+    facts = SimpleNamespace(model=FAMILIES[name].build(), name=name)
+    pd.DataFrame({"prompt": ["?"]}).to_parquet(data)
+    check_images({"train_files": str(data), "image_key": "images"}, facts)
+    pd.DataFrame({"prompt": ["?"], "images": [[b""]]}).to_parquet(data)
+    with pytest.raises(SettingError, match=f"data.train_files=data with images: {name} can't be trained on images"):
+        check_images({"train_files": [str(data)], "image_key": "images"}, facts)
+
+
+def test_two_updates_equal_the_plain_model(tmp_path):
+    cases = [("one rank has none", {"ep": 2}), ("none has any", {"ep": 2}), ("some have none", {"ep": 4})]
+    run_ranks(_updates, WORLD, save_vlm("qwen3_vl_moe", tmp_path), cases)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_whoever_has_images(tmp_path, ep):
+    cases = [(which, {"ep": ep}) for which in WITHOUT]
+    run_ranks(_updates, WORLD, save_vlm("qwen3_vl_moe", tmp_path), cases, timeout=500)
+
+
+@pytest.mark.long
+def test_with_every_setting(tmp_path):
+    settings = [
+        {"ep": 2, "fsdp_size": 2},
+        {"ep": 2, "dynamic": True},
+        {"ep": 2, "use_no_sync_for_gradient_accumulation": True},
+        {"ep": 2, "param_offload": True, "optimizer_offload": True},
+        {"ep": 2, "offload_policy": True},
+        {"ep": 2, "pad_to_length": True, "pad_to_length_bucket": 32},
+        {"ep": 2, "activation_checkpointing": "full"},
+        {"ep": 2, "activation_checkpointing": "selective", "reshard_after_forward": False},
+        {"ep": 2, "prefetch_depth": 2, "micro_batch": 1},
+    ]
+    cases = [("one rank has none", each) for each in settings]
+    run_ranks(_updates, WORLD, save_vlm("qwen3_vl_moe", tmp_path), cases, timeout=500)
+
+
+@pytest.mark.long
+def test_glm4v_moe(tmp_path):
+    cases = [(which, {"ep": ep}) for which in WITHOUT for ep in (2, 4)]
+    run_ranks(_updates, WORLD, save_vlm("glm4v_moe", tmp_path), cases, timeout=500)
+
+
+def _no_further_from_float32(folder):
+    from verl.utils import tensordict_utils as tu
+
+    plain = plain_vlm(folder)
+    samples = vlm_samples(plain, WITHOUT["one rank has none"])
+    mine = samples[slice(dist.get_rank() * PER_RANK, (dist.get_rank() + 1) * PER_RANK)]
+
+    def log_probs(model):
+        with torch.no_grad():
+            full = [(scores.float() / 0.7).log_softmax(-1) for scores in vlm_logits(model, mine)]
+        return torch.cat([s[:-1].gather(-1, e.sample[0][1:, None])[:, 0] for s, e in zip(full, mine, strict=True)])
+
+    worker = ppo_worker(folder, ep=2, mixed_precision={"param_dtype": "bf16", "reduce_dtype": "fp32"})
+    infer = vlm_batch(mine)
+    tu.assign_non_tensor(infer, compute_loss=False)
+    ours = torch.cat([each[:-1] for each in tu.get(worker.infer_batch(infer), "log_probs").unbind()])
+    wanted = log_probs(plain)
+    errors = torch.stack([(found - wanted).abs().mean() for found in (ours.float(), log_probs(plain.bfloat16()))])
+    dist.all_reduce(errors)
+    assert 0 < errors[0] < 1.2 * errors[1], errors
+    metrics = tu.get(worker.train_batch(vlm_batch(mine)), "metrics")
+    assert 0 < metrics["grad_norm"] < float("inf")
+
+
+@pytest.mark.long
+def test_bfloat16_is_no_further_from_float32_than_the_plain_model(tmp_path):
+    run_ranks(_no_further_from_float32, WORLD, save_vlm("qwen3_vl_moe", tmp_path))

@@ -249,7 +249,8 @@ class Exchange:
         at = starts(self._splits[index][0])
         for piece in self.plan.rounds[index]:
             share = self._share(piece)
-            dtype, begins = shards.dtype(share.tensor.name), []
+            dtype = shards.dtype(share.tensor.name)
+            begins: list[int] = []
             for transfer in share.given:
                 begins.append(at[transfer.target])
                 if transfer.target != self.rank:

@@ -6,8 +6,9 @@ FSDP2 cuts like ``torch.chunk``: equal pieces of ``ceil(n / parts)``, the last o
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-__all__ = ["Box", "Cut", "chunk_range", "cut_box"]
+__all__ = ["Box", "Cut", "box_around", "chunk_range", "cut_box"]
 
 
 @dataclass(frozen=True, order=True)
@@ -22,11 +23,11 @@ class Box:
         """The whole tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         return tuple(high - low for low, high in zip(self.low, self.high, strict=True))
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
@@ -43,6 +44,10 @@ class Box:
         """The same box but for ``[start, stop)`` along ``dim``."""
         return Box((*self.low[:dim], start, *self.low[dim + 1 :]), (*self.high[:dim], stop, *self.high[dim + 1 :]))
 
+    def before(self, rows: "Box") -> int:
+        """How many elements of this come before those of some of its rows."""
+        return (rows.low[0] - self.low[0]) * math.prod(self.shape[1:]) if self.low else 0
+
     def shared_with(self, other: "Box") -> "Box | None":
         """What both contain; ``None`` if that is nothing."""
         low = tuple(map(max, self.low, other.low))
@@ -57,6 +62,12 @@ class Cut:
     dim: int
     axis: str
     parts: int
+
+
+def box_around(boxes: Sequence[Box]) -> Box:
+    """The smallest box that has all of these inside."""
+    lows, highs = zip(*((box.low, box.high) for box in boxes), strict=True)
+    return Box(tuple(map(min, *lows, lows[0])), tuple(map(max, *highs, highs[0])))
 
 
 def chunk_range(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:

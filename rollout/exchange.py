@@ -1,16 +1,17 @@
 """Carries out a plan among the trainer's ranks: rounds of one all-to-all each, one under way while another is taken.
 
 What arrives is handed on as it is: boxes that lie inside what the rank's own worker needs, in the model's order. A rank
-holds two buffers that it sends from and two that it receives into, each bounded by the plan's limit.
+holds two buffers that it sends from, two that it receives into and one of casts, each bounded by the plan's limit.
 """
 
+import contextlib
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
-from ..engine.boxes import Box
+from ..engine.boxes import Box, box_around
 from ..engine.lora_merge import LocalValues
 from ..engine.shards import local_box, local_tensor
 from .placement import Need, Tensor
@@ -19,13 +20,15 @@ from .traffic import Traffic
 
 __all__ = ["Arrival", "Buffers", "Exchange", "Round", "starts"]
 
+_CACHED_BYTES = 4 << 20  # what is cast and then taken apart should still be in a cache
+
 
 @dataclass(frozen=True)
 class Arrival:
     """The values of a box of a tensor. They are the caller's until it asks for the next.
 
     Args:
-        values: in the dtype in which they are sent; as they are stored where this rank has them itself.
+        values: in the dtype in which they are sent; maybe as they are stored where this rank has them itself.
     """
 
     tensor: Tensor
@@ -48,6 +51,22 @@ class Round:
     index: int
     work: dist.Work
     buffers: Buffers
+
+
+@dataclass(frozen=True)
+class _Share:
+    """A rank's part in a piece.
+
+    Args:
+        given: what it sends when the round begins, and what its worker takes of its own.
+        taken: what reaches it.
+        rows: that are around what is given, where that is columns of the same rows; as many at a time as may be cast.
+    """
+
+    tensor: Tensor
+    given: list[Transfer]
+    taken: list[Transfer]
+    rows: list[Box]
 
 
 class _Shards:
@@ -73,14 +92,14 @@ class _Shards:
         """In which a tensor is sent."""
         return self._dtypes[name]
 
-    def values(self, name: str, box: Box) -> torch.Tensor:
-        """Of a box inside this rank's shard, as they are stored."""
+    def shard(self, name: str) -> tuple[Box, torch.Tensor]:
+        """A box of a tensor and its values, as they are stored."""
         if name not in self._boxes:
             self._boxes[name] = local_box(self._tensors[name])
         if name not in self._local:
             with torch.no_grad():
                 self._local[name] = self._values(name, self._tensors[name])
-        return self._local[name][box.inside(self._boxes[name])]
+        return self._boxes[name], self._local[name]
 
     def keep(self, names: Collection[str]) -> None:
         """Let go of all others: what is merged with an adapter is memory of its own."""
@@ -114,8 +133,10 @@ class Exchange:
             for template in plan.templates
         ]
         self._parts: dict[tuple[int, int, int, int], list[Transfer]] = {}
+        self._shares: dict[Piece, _Share] = {}
         self._boxes: dict[str, Box] = {}
         self._buffers: list[Buffers] = []
+        self._cast = self._empty(0)
         self._splits = [self._split(pieces, self._at_once) for pieces in plan.rounds]
         self.traffic = Traffic()
 
@@ -128,28 +149,26 @@ class Exchange:
     ) -> Generator[tuple[str, Need, torch.Tensor], None, None]:
         """Yield ``(tensor's name, need, values)``, each need whole and the caller's own; otherwise as ``run``."""
         arriving = self.run(tensors, dtypes, traffic, values)
-        name, missing = "", 0
-        parts: list[tuple[Need, torch.Tensor]] = []
-        try:
+        parts: dict[str, list[tuple[Need, torch.Tensor]]] = {}
+        missing: dict[str, int] = {}
+        with contextlib.closing(arriving):
             for arrival in arriving:
-                if not missing:
-                    name = arrival.tensor.name
-                    parts = [
+                name = arrival.tensor.name
+                if name not in parts:
+                    parts[name] = [
                         (need, torch.empty(need.box.shape, dtype=dtypes[name], device=self.device))
                         for need in self._needs_of(arrival.tensor)
                     ]
-                    missing = sum(need.box.numel for need, _ in parts)
-                    self.traffic.hold(sum(buffer.nbytes for _, buffer in parts))
-                for need, buffer in parts:
+                    missing[name] = sum(need.box.numel for need, _ in parts[name])
+                    self.traffic.hold(sum(buffer.nbytes for _, buffer in parts[name]))
+                for need, buffer in parts[name]:
                     if arrival.box.shared_with(need.box) is not None:
                         buffer[arrival.box.inside(need.box)] = arrival.values
-                missing -= arrival.box.numel
-                while parts and not missing:
-                    need, buffer = parts.pop(0)
+                missing[name] -= arrival.box.numel
+                while parts[name] and not missing[name]:
+                    need, buffer = parts[name].pop(0)
                     yield name, need, buffer
                     self.traffic.release(buffer.nbytes)
-        finally:
-            arriving.close()
 
     def run(
         self,
@@ -158,10 +177,11 @@ class Exchange:
         traffic: Traffic | None = None,
         values: LocalValues | None = None,
     ) -> Generator[Arrival, None, None]:
-        """Yield what this rank's worker needs, box by box, in the model's order; collective.
+        """Yield what this rank's worker needs, box by box; collective.
 
-        Each box lies inside one need. Every round is issued on every rank, also where the consumer stops early: what
-        is left is then received and dropped when the iterator is closed.
+        Each box lies inside one need. Rounds come in the model's order; what this rank has itself of one is yielded
+        while it is made ready, so before what comes with the one before. Every round is issued on every rank, also
+        where the consumer stops early: what is left is then received and dropped when the iterator is closed.
 
         Args:
             tensors: the trainer's parameters and buffers by name, sharded.
@@ -170,39 +190,52 @@ class Exchange:
             values: what this rank holds of a tensor, as it is to be sent; its shard by default.
         """
         self.traffic = traffic = traffic or Traffic()
-        buffers = self._take_buffers()
-        held = sum(buffer.out.nbytes + buffer.in_.nbytes for buffer in buffers)
-        traffic.hold(held)
         shards = _Shards(tensors, dtypes, self._boxes, values)
-        coming = self._start(0, buffers, shards)
-        issued = 1
+        self._make_buffers(shards)
+        held = sum(buffer.out.nbytes + buffer.in_.nbytes for buffer in self._buffers) + self._cast.nbytes
+        traffic.hold(held)
+        arriving = self._arrivals(shards)
         try:
-            while coming is not None:
-                taken = coming
-                coming = self._start(issued, buffers, shards)
-                issued += 1
-                yield from self._take(taken.index, self._finish(taken), shards)
+            for arrival in arriving:  # noqa: UP028  (which would close it)
+                yield arrival
         finally:
-            while coming is not None:  # in the order of the others, who go on
-                taken = coming
-                coming = self._start(issued, buffers, shards)
-                issued += 1
-                self._finish(taken)
+            for _ in arriving:  # in the order of the others, who go on
+                pass
             traffic.release(held)
             if self.device.type != "cpu":
                 self._buffers = []
 
-    def _take_buffers(self) -> list[Buffers]:
-        """What rounds are sent from and received into, in turn.
+    def _arrivals(self, shards: _Shards) -> Iterator[Arrival]:
+        coming: Round | None = None
+        for index in range(len(self._splits)):
+            buffers = self._buffers[index % 2]
+            yield from self._fill(index, buffers.out, shards)
+            issued = self._issue(index, buffers)
+            if coming is not None:
+                yield from self._take(coming, shards)
+            coming = issued
+        if coming is not None:
+            yield from self._take(coming, shards)
+
+    def _make_buffers(self, shards: _Shards) -> None:
+        """What rounds are sent from and received into, in turn, and what rows are cast into.
 
         On a GPU the caching allocator has them for others between syncs. A CPU has none, and there the faults of fresh
         pages take as long as half of the copies, so they stay.
         """
-        if not self._buffers:
-            self._buffers = [
-                Buffers(*(self._empty(most) for most in self._largest())) for _ in range(min(2, len(self._splits)))
-            ]
-        return self._buffers
+        if self._buffers:
+            return
+        self._buffers = [
+            Buffers(*(self._empty(most) for most in self._largest())) for _ in range(min(2, len(self._splits)))
+        ]
+        shares = (self._share(piece) for pieces in self.plan.rounds for piece in pieces)
+        cast = (
+            rows.numel * share.tensor.itemsize
+            for share in shares
+            if self._is_cast_first(share, shards)
+            for rows in share.rows
+        )
+        self._cast = self._empty(max(cast, default=0))
 
     def _empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -227,36 +260,60 @@ class Exchange:
                     in_[transfer.source] += transfer.box.numel * itemsize
         return out, in_
 
-    def _start(self, index: int, buffers: Sequence[Buffers], shards: _Shards) -> Round | None:
-        """Issue a round; None if there is none of that index."""
-        if index >= len(self._splits):
-            return None
-        # The round before is still to be taken.
-        shards.keep(
-            {
-                self.plan.tensor(piece)[0]
-                for pieces in self.plan.rounds[max(0, index - 1) : index + 1]
-                for piece in pieces
-            }
-        )
-        send_splits, receive_splits = self._splits[index]
-        buffer = buffers[index % 2]
-        sent, received = buffer.out[: sum(send_splits)], buffer.in_[: sum(receive_splits)]
-        at = starts(send_splits)
+    def _fill(self, index: int, out: torch.Tensor, shards: _Shards) -> Iterator[Arrival]:
+        """Write what a round sends, and yield what this rank's worker takes of its own."""
+        shards.keep({self.plan.tensor(piece)[0] for piece in self.plan.rounds[index]})
+        at = starts(self._splits[index][0])
         for piece in self.plan.rounds[index]:
-            name = self.plan.tensor(piece)[0]
-            dtype = shards.dtype(name)
-            for transfer in self._at_once(piece):
-                if self.rank != transfer.source or transfer.source == transfer.target:
-                    continue
-                start = at[transfer.target]
-                at[transfer.target] = stop = start + transfer.box.numel * dtype.itemsize
-                _write(sent[start:stop], shards.values(name, transfer.box), dtype)
+            share = self._share(piece)
+            dtype = shards.dtype(share.tensor.name)
+            begins: list[int] = []
+            for transfer in share.given:
+                begins.append(at[transfer.target])
+                if transfer.target != self.rank:
+                    at[transfer.target] += transfer.box.numel * dtype.itemsize
+            for held, values in self._held(share, shards):
+                for transfer, begin in zip(share.given, begins, strict=True):
+                    box = transfer.box.shared_with(held)
+                    if box is None:
+                        continue
+                    part = values[box.inside(held)]
+                    if transfer.target == self.rank:
+                        yield Arrival(share.tensor, box, part)
+                        continue
+                    start = begin + transfer.box.before(box) * dtype.itemsize
+                    _write(out[start : start + box.numel * dtype.itemsize], part, dtype)
+
+    def _held(self, share: _Share, shards: _Shards) -> Iterator[tuple[Box, torch.Tensor]]:
+        """What this rank has around what it gives: its shard, or rows of that, cast, some at a time.
+
+        To read columns takes a CPU about as long as to read their rows whole. So boxes that are columns of the same
+        rows would take as long as that many casts of the rows, if each were cast while it is copied.
+        """
+        box, values = shards.shard(share.tensor.name)
+        if not self._is_cast_first(share, shards):
+            yield box, values
+            return
+        for rows in share.rows:
+            nbytes = rows.numel * share.tensor.itemsize
+            cast = self._cast[:nbytes].view(shards.dtype(share.tensor.name)).view(rows.shape)
+            yield rows, cast.copy_(values[rows.inside(box)])
+
+    def _is_cast_first(self, share: _Share, shards: _Shards) -> bool:
+        if not share.rows:
+            return False
+        values = shards.shard(share.tensor.name)[1]
+        on_cpu = self.device.type == values.device.type == "cpu"
+        return on_cpu and values.dtype != shards.dtype(share.tensor.name)
+
+    def _issue(self, index: int, buffers: Buffers) -> Round:
+        send_splits, receive_splits = self._splits[index]
+        sent, received = buffers.out[: sum(send_splits)], buffers.in_[: sum(receive_splits)]
         self.traffic.sent += sent.numel()
         self.traffic.received += received.numel()
         work = dist.all_to_all_single(received, sent, receive_splits, send_splits, group=self.group, async_op=True)
         assert work is not None
-        return Round(index, work, buffer)
+        return Round(index, work, buffers)
 
     def _finish(self, taken: Round) -> torch.Tensor:
         """Wait for a round; returns what it brought, source by source."""
@@ -267,21 +324,26 @@ class Exchange:
         """Bytes that a round brings from each source."""
         return self._splits[index][1]
 
-    def _take(self, index: int, received: torch.Tensor, shards: _Shards) -> Iterator[Arrival]:
-        at = starts(self._arriving(index))
-        for piece in self.plan.rounds[index]:
+    def _take(self, coming: Round, shards: _Shards) -> Iterator[Arrival]:
+        """Wait for a round; yield what it brings."""
+        received, at = self._finish(coming), starts(self._arriving(coming.index))
+        for piece in self.plan.rounds[coming.index]:
+            share = self._share(piece)
+            for transfer in share.taken:
+                start = at[transfer.source]
+                at[transfer.source] = stop = start + transfer.box.numel * share.tensor.itemsize
+                values = _read(received[start:stop], shards.dtype(share.tensor.name)).view(transfer.box.shape)
+                yield Arrival(share.tensor, transfer.box, values)
+
+    def _share(self, piece: Piece) -> _Share:
+        if piece not in self._shares:
             name, plan = self.plan.tensor(piece)
-            tensor, dtype = replace(plan.tensor, name=name), shards.dtype(name)
-            for transfer in self._transfers(piece):
-                if transfer.target != self.rank:
-                    continue
-                if transfer.source == self.rank:
-                    values = shards.values(name, transfer.box)
-                else:
-                    start = at[transfer.source]
-                    at[transfer.source] = stop = start + transfer.box.numel * dtype.itemsize
-                    values = _read(received[start:stop], dtype).view(transfer.box.shape)
-                yield Arrival(tensor, transfer.box, values)
+            given = [t for t in self._at_once(piece) if t.source == self.rank]
+            taken = [t for t in self._transfers(piece) if t.target == self.rank != t.source]
+            most = min(_CACHED_BYTES, self.plan.limit) // plan.tensor.itemsize
+            rows = list(_shared_rows([t.box for t in given], most))
+            self._shares[piece] = _Share(replace(plan.tensor, name=name), given, taken, rows)
+        return self._shares[piece]
 
     def _at_once(self, piece: Piece) -> Iterable[Transfer]:
         """Those of this rank's that a round begins with: all, where nobody passes on."""
@@ -312,3 +374,18 @@ def _write(flat: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> None
 
 def _read(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (flat if flat.storage_offset() % dtype.itemsize == 0 else flat.clone()).view(dtype)
+
+
+def _shared_rows(boxes: Sequence[Box], most: int) -> Iterator[Box]:
+    """The rows of which these boxes are columns, at most so many elements at a time.
+
+    Nothing, if they are anything else or leave columns out, or if a row has more elements.
+    """
+    if len(boxes) < 2 or not boxes[0].low:
+        return
+    rows = box_around(boxes)
+    each = most // (rows.numel // rows.shape[0])
+    are_columns = any(box.shape[-1] < rows.shape[-1] for box in boxes)
+    if each and are_columns and rows.numel <= sum(box.numel for box in boxes):
+        for first in range(rows.low[0], rows.high[0], each):
+            yield rows.along(0, first, min(first + each, rows.high[0]))

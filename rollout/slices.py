@@ -7,25 +7,35 @@ import torch
 from ..engine.boxes import Box
 from .placement import Need
 
-__all__ = ["is_slice", "parse_slice", "placed", "slice_name"]
+__all__ = ["Place", "is_slice", "parse_slice", "placed", "places", "slice_name"]
 
 # No checkpoint has such a name, so a receiver that does not know it fails: there is no such module.
 _MARK = "__epfsdp2__"
+# The name under which a part of a box is handed over, and where in the box that is.
+Place = tuple[str, tuple[slice, ...]]
 
 
-def placed(box: Box, values: torch.Tensor, needs: Iterable[Need]) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a worker needs of the values of a box, each part under the name that says where it goes.
+def places(box: Box, needs: Iterable[Need]) -> list[Place]:
+    """What a worker needs of a box: the name that says where each part goes, and where in the box that is.
 
     Args:
         needs: of the tensor that the box is of.
     """
+    found = []
     for need in needs:
         shared = box.shared_with(need.box)
         if shared is not None:
             dropped = len(shared.low) - len(need.at)
             begins = zip(need.at, shared.low[dropped:], need.box.low[dropped:], strict=True)
             corner = [at + low - need_low for at, low, need_low in begins]
-            yield slice_name(need.parameter, corner), values[shared.inside(box)]
+            found.append((slice_name(need.parameter, corner), shared.inside(box)))
+    return found
+
+
+def placed(box: Box, values: torch.Tensor, needs: Iterable[Need]) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a worker needs of the values of a box, each part under its name."""
+    for name, inside in places(box, needs):
+        yield name, values[inside]
 
 
 def slice_name(parameter: str, at: Sequence[int]) -> str:

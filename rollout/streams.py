@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ..engine import versions
 from ..engine.agreement import check_agreement
+from ..engine.boxes import Box
 from ..engine.lora_merge import LocalValues, local_values, weights
 from ..engine.mesh import Meshes
 from ..engine.shards import checkpointed, local_tensor, persistent_buffers
@@ -25,7 +26,7 @@ from .exchange import Exchange
 from .layout import layout
 from .placement import Heads, Need, Rollout, Stream, Tensor, needs
 from .plan import Targets, make_plan, round_bytes
-from .slices import placed
+from .slices import Place, places
 from .sockets import WeightSyncError
 from .source import sharded_tensors
 from .traffic import Handover, SyncReport, Traffic
@@ -74,6 +75,7 @@ class RolloutSync:
         self.heads = Heads.of(model.config.get_text_config())
         self._exchanges: dict[tuple[Stream, Rollout, int], Exchange] = {}
         self._needs: dict[tuple[Stream, Rollout, int], dict[str, list[Need]]] = {}
+        self._places: dict[tuple[Stream, Rollout, int], dict[tuple[str, Box], list[Place]]] = {}
         self._by_expert: dict[str, bool] = {}
         self._said = ""
         self._begun = 0
@@ -164,6 +166,18 @@ class RolloutSync:
 
         return of
 
+    def places_of(self, kind: Stream, rollout: Rollout, worker: int) -> Callable[[Tensor, Box], list[Place]]:
+        """Tells what of a box of a tensor goes where in a worker; remembers that too."""
+        needs_of = self.needs_of(kind, rollout, worker)
+        known = self._places.setdefault((kind, rollout, worker), {})
+
+        def of(tensor: Tensor, box: Box) -> list[Place]:
+            if (tensor.name, box) not in known:
+                known[tensor.name, box] = places(box, needs_of(tensor))
+            return known[tensor.name, box]
+
+        return of
+
     def exchange(self, kind: Stream, rollout: Rollout, worker: int) -> Exchange:
         """The exchange that feeds ``worker`` of each replica; collective only when it is run."""
         key = (kind, rollout, worker)
@@ -199,7 +213,7 @@ class WorkerStream:
         self._sync, self._number, self.kind, self._rollout, self._worker = sync, number, kind, rollout, worker
         verified = sync.settings.verified
         self.is_verified = verified < 0 or number <= verified
-        self._needs = sync.needs_of(kind, rollout, worker)
+        self._places = sync.places_of(kind, rollout, worker)
         self.traffic = Traffic()
 
     def tensors(self) -> Generator[tuple[str, torch.Tensor]]:
@@ -223,8 +237,8 @@ class WorkerStream:
         with contextlib.closing(arriving):
             for arrival in arriving:
                 dtype = self._sync.dtypes[arrival.tensor.name]
-                for name, values in placed(arrival.box, arrival.values, self._needs(arrival.tensor)):
-                    yield name, self._as_sent(values, dtype)
+                for name, inside in self._places(arrival.tensor, arrival.box):
+                    yield name, self._as_sent(arrival.values[inside], dtype)
 
     def _as_sent(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Values that this rank has itself and stores in another dtype, or elsewhere than it sends from."""
@@ -241,7 +255,8 @@ class WorkerStream:
             for whole in arriving:
                 tensor = Tensor(whole.name, tuple(whole.shape), self._sync.dtypes[whole.name].itemsize)
                 for box, values in whole.shards:
-                    yield from placed(box, values, self._needs(tensor))
+                    for name, inside in self._places(tensor, box):
+                        yield name, values[inside]
 
     @property
     def _exchange(self) -> Exchange:

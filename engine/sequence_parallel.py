@@ -204,8 +204,7 @@ class SequenceParallel:
         if copies > 1:  # each rank needs those of its queries, and they may be those of other ranks' too
             key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
             module = _Regrouped(module, heads // (kv_heads * copies))
-        if kwargs.get("position_ids") is not None:
-            kwargs["position_ids"] = self._positions
+        kwargs["position_ids"] = self._positions  # by which flash attention keeps sequences apart
         if kwargs.get("s_aux") is not None:
             kwargs["s_aux"] = kwargs["s_aux"].chunk(self.size)[self.rank]
         output, _ = attention(module, *self._to_heads(query, key, value), attention_mask, **kwargs)
@@ -241,9 +240,12 @@ def _embeds_positions(module: nn.Module) -> bool:
 
 def _wrap(interface: Any, name: str, wrapper: Callable[..., Any]) -> None:
     """Put ``wrapper`` around a function of an interface of transformers, once."""
-    real = interface[name]
-    if getattr(real, "func", None) is not wrapper:
-        interface.register(name, functools.partial(wrapper, real))
+    real = inner = interface[name]
+    while isinstance(inner, functools.partial):
+        if inner.func is wrapper:
+            return
+        inner = inner.args[0] if inner.args else inner.func
+    interface.register(name, functools.partial(wrapper, real))
 
 
 def _attention(real: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -117,19 +117,27 @@ def write_hf_weights(
 def reader(shards: Path) -> Callable[[str], torch.Tensor]:
     """What gives one of the model's tensors whole, by its name."""
     metadata = dcp.HuggingFaceStorageReader(str(shards)).read_metadata()
-    return lambda name: _stored(metadata, {name: None})[0].read()
+    names = [name.removeprefix(MODEL) for name in metadata.state_dict_metadata if name.startswith(MODEL)]
+    known = {tensor.name: tensor for tensor in _stored(metadata, dict.fromkeys(names))}
+    return lambda name: known[name].read()
 
 
 def _with_adapters(model: Any, metadata: Metadata, tensors: list[_Stored], scaling: float | None) -> list[_Stored]:
     if scaling is None:
         return tensors
+    names = [tensor.name for tensor in tensors if MODEL + tensor.name + A in metadata.state_dict_metadata]
+    halves = {
+        half.name: half for half in _stored(metadata, dict.fromkeys(n + suffix for n in names for suffix in (A, B)))
+    }
 
     def adapted(tensor: _Stored) -> _Stored:
-        if MODEL + tensor.name + A not in metadata.state_dict_metadata:
+        if tensor.name + A not in halves:
             return tensor
-        a, b = _stored(metadata, {tensor.name + A: None, tensor.name + B: None})
         module = model.get_submodule(tensor.name.rpartition(".")[0])
-        return replace(tensor, adapter=_Adapter(a, b, scaling, getattr(module, "is_transposed", False)))
+        is_transposed = getattr(module, "is_transposed", False)
+        return replace(
+            tensor, adapter=_Adapter(halves[tensor.name + A], halves[tensor.name + B], scaling, is_transposed)
+        )
 
     return [adapted(tensor) for tensor in tensors]
 

@@ -12,7 +12,7 @@ _WITH_ANY_ATTENTION = {
     **dict.fromkeys(("jamba", "lfm2_moe", "minimax", "nemotron_h", "qwen3_next", "qwen3_5_moe_text"), _STATE),
     "glm_moe_dsa": _NO_POSITIONS,
 }
-_WITH_MASKS = {"afmoe": _NO_POSITIONS}
+_WITH_MASKS = {"afmoe": _NO_POSITIONS, "gpt_oss": _NO_POSITIONS}
 _WITH_FLASH = {"glm4v_moe_text": _MANY_ROWS, "ernie4_5_vl_moe_text": _MANY_ROWS}
 
 

@@ -340,8 +340,13 @@ def _writes_an_adapter(folder, out, changes):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"target_modules": ["q_proj", "o_proj"]}, {"target_modules": ["experts.down_proj", "layers.1.mlp.up_proj"]}],
-    ids=["everything", "attention", "experts"],
+    [
+        pytest.param({}, id="everything"),
+        pytest.param({"target_modules": ["q_proj", "o_proj"]}, id="attention", marks=pytest.mark.long),
+        pytest.param(
+            {"target_modules": ["experts.down_proj", "layers.1.mlp.up_proj"]}, id="experts", marks=pytest.mark.long
+        ),
+    ],
 )
 def test_peft_loads_what_was_saved(tmp_path, changes):
     folder, out = save_qwen3_moe(tmp_path / "model"), tmp_path / "out"
@@ -557,11 +562,6 @@ def test_transposed_experts_with_biases_and_shared_experts(tmp_path):
     _compare_families(tmp_path, ["gpt_oss", "glm4_moe"])
 
 
-@pytest.mark.long
-def test_every_family(tmp_path):
-    _compare_families(tmp_path, list(families.FAMILIES))
-
-
 def _routes_of_the_reference(folder):
     """R2: what the log-probs record is not what the reference policy, the same module, takes."""
     from verl.utils import tensordict_utils as tu
@@ -578,12 +578,13 @@ def _routes_of_the_reference(folder):
 
     routes = tu.get(infer(), "routed_experts")
     reference = infer(no_lora_adapter=True)
-    assert routes is not None and tu.get(reference, "routed_experts", None) is None
+    assert routes is not None and reference.get("routed_experts", None) is None
     batch = ppo_batch(mine)
     batch["routed_experts"] = routes
     metrics = tu.get(worker.train_batch(batch), "metrics")
     assert metrics["router_replay_differing"] == [[0.0], [0.0]]
 
 
+@pytest.mark.long
 def test_router_replay_leaves_the_reference_alone(tmp_path):
     run_ranks(_routes_of_the_reference, 2, save_qwen3_moe(tmp_path))

@@ -5,14 +5,16 @@ from typing import Any
 __all__ = ["why_not_packed"]
 
 _STATE = "some of its layers carry a state from one packed sequence into the next"
+_COMPRESSED = "some of its layers compress windows of a row into one key, across sequences"
 _NO_POSITIONS = "its mask is not made from the positions that tell packed sequences apart"
 _MANY_ROWS = "flash attention is handed its three rows of positions, where one tells packed sequences apart"
 
 _WITH_ANY_ATTENTION = {
     **dict.fromkeys(("jamba", "lfm2_moe", "minimax", "nemotron_h", "qwen3_next", "qwen3_5_moe_text"), _STATE),
+    "deepseek_v4": _COMPRESSED,
     "glm_moe_dsa": _NO_POSITIONS,
 }
-_WITH_MASKS = {"afmoe": _NO_POSITIONS, "gpt_oss": _NO_POSITIONS}
+_WITH_MASKS = dict.fromkeys(("afmoe", "gpt_oss", "openai_privacy_filter"), _NO_POSITIONS)
 _WITH_FLASH = {"glm4v_moe_text": _MANY_ROWS, "ernie4_5_vl_moe_text": _MANY_ROWS}
 
 

@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.quickstart import machine
 from benchmarks.tables import write_table
 from epfsdp2.engine.clip import clip_grad_norm_
+from epfsdp2.engine.memory_plan import Backend, Batch, ModelSizes, peak
 from epfsdp2.engine.mesh import Topology, build_meshes
 from epfsdp2.engine.modeling import build_on_meta, materialize
 from epfsdp2.engine.optimizer import build_multi_optimizer
@@ -114,75 +115,24 @@ FAST = ROWS[1:4]
 
 
 def predict(row: Row) -> int:
-    """Bytes at the peak, from sizes alone.
-
-    Resident are the shards and AdamW's two moments. To that comes the largest of these moments of a layer, where X is
-    the experts of one layer on a rank, their ``ep_fsdp`` shards put together (a layer over ``ep``), and "ahead" are the
-    layers whose gathers are under way, ``depth`` of them:
-
-    - gathering, in forward and backward: a buffer of X for this layer and each ahead; the weights copied out of it, X;
-      a copy of these, X, if they are cut along another dim than the first (and gloo's copy, X, of what it receives,
-      should a gather be under way just then: a matter of time, left out);
-    - computing gradients: the buffers ahead, the weights, X, and their gradients, X;
-    - packing gradients to be reduced: the buffers ahead; X of gradients (a copy, and down_proj's own third, if they are
-      cut along another dim than the first), and X packed;
-    - reducing: the buffers ahead; X packed; X that gloo copies; the rank's shard of the sum; down_proj's third.
-
-    In backward, the gradients of the layers that are done are there too, and the saved inputs of those to come. Where
-    no other rank shares a rank's experts (``ep_fsdp`` = 1) nothing is gathered. Without resharding after the forward,
-    the weights of all layers up to this one stay, and the backward gathers nothing.
-    """
-    shards = WORLD if row.fsdp_size == -1 else row.fsdp_size
-    D, M, E, n = MODEL["hidden_size"], MODEL["moe_intermediate_size"], MODEL["num_experts"], MODEL["num_hidden_layers"]
-    q, kv = MODEL["num_attention_heads"] * MODEL["head_dim"], MODEL["num_key_value_heads"] * MODEL["head_dim"]
-    dense = 2 * D * q + 2 * D * kv + E * D + 2 * D + 2 * MODEL["head_dim"]
-    ep_fsdp = shards // row.ep
-    X = 3 * D * M * E // row.ep
-    buffer = X if ep_fsdp > 1 else 0
-    copies = buffer if row.shard_dim != 0 else 0  # every size here divides, so "auto" is dim 1
-    third = buffer / 3
-    layer_shard = dense / shards + X / ep_fsdp
-    shard = n * layer_shard + (2 * MODEL["vocab_size"] + 1) * D / shards
-    layer_activations = _activations(row.tokens)
-
-    def gathering(ahead: int) -> float:
-        return (1 + ahead) * buffer + X + copies
-
-    def reducing(ahead: int) -> float:
-        packing = (copies + third if copies else X) + X
-        sending = X + X + X / ep_fsdp + third
-        return ahead * buffer + max(2 * X, packing, sending)
-
-    peaks = []
-    for i in range(n):
-        inputs = row.tokens * D if row.checkpointing == "full" else layer_activations
-        saved = i * inputs + layer_activations + (3 * row.tokens * MODEL["vocab_size"] if i == n - 1 else 0)
-        kept = saved + (0 if row.reshard else i * (X + dense))
-        forward, backward = min(row.depth, n - 1 - i), min(row.depth, i) if row.reshard else 0
-        peaks.append(kept + (1 + forward) * dense + gathering(forward))
-        done = (n - 1 - i) * layer_shard
-        peaks.append(kept + done + (1 + backward) * dense + reducing(backward))
-        if row.reshard:
-            peaks.append(kept + done + (1 + backward) * dense + gathering(backward))
-    return int(FLOAT * (3 * shard + max(peaks)))
+    """Bytes at the peak, from sizes alone (``engine/memory_plan.py``)."""
+    topology, options = Topology.plan(WORLD, row.ep, row.fsdp_size), sharding(row)
+    backend = Backend(copies=True, foreach=False)
+    return peak(_sizes(options), topology, options, Batch(row.tokens), backend=backend).total
 
 
-def _activations(tokens: int) -> int:
-    """Elements that autograd keeps for the backward of one layer of Qwen3-MoE."""
-    D, M, E, K = (
-        MODEL["hidden_size"],
-        MODEL["moe_intermediate_size"],
-        MODEL["num_experts"],
-        MODEL["num_experts_per_tok"],
+def _sizes(options: ShardingOptions) -> ModelSizes:
+    return ModelSizes.of(_Kind, Qwen3MoeConfig(**MODEL, attn_implementation="sdpa"), options)
+
+
+def sharding(row: Row) -> ShardingOptions:
+    return ShardingOptions(
+        param_dtype=torch.float32,
+        expert_shard_dim=row.shard_dim,
+        checkpointing=row.checkpointing,
+        prefetch_depth=row.depth,
+        reshard_after_forward=row.reshard,
     )
-    q, kv = MODEL["num_attention_heads"] * MODEL["head_dim"], MODEL["num_key_value_heads"] * MODEL["head_dim"]
-    norms = 2 * 3 * D  # input, normalised, scaled (the next linear's input)
-    attention = (
-        2 * (q + kv) + 3 * q + 2 * q
-    )  # q and k before and after their norm; q, k, v expanded; output and its copy
-    routing = 2 * E
-    rows = K * (D + 2 * M + M + M + D)  # rows in, gate and up, activated gate, product, slots out
-    return tokens * (norms + attention + routing + rows)
 
 
 def measure(folder: Path, row: Row, out: Path) -> None:
@@ -191,14 +141,7 @@ def measure(folder: Path, row: Row, out: Path) -> None:
     meshes = build_meshes("cpu", Topology.plan(WORLD, row.ep, row.fsdp_size))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         model = build_on_meta(_Kind, Qwen3MoeConfig(**MODEL, attn_implementation="sdpa"), torch.float32)
-        options = ShardingOptions(
-            param_dtype=torch.float32,
-            expert_shard_dim=row.shard_dim,
-            checkpointing=row.checkpointing,
-            prefetch_depth=row.depth,
-            reshard_after_forward=row.reshard,
-        )
-        parallelize(model, meshes, options)
+        parallelize(model, meshes, sharding(row))
         materialize(model, "cpu")
         with torch.no_grad():
             for param in model.parameters():
@@ -296,7 +239,7 @@ def write(rows: list[Row]) -> None:
     result = {"machine": where, "model": MODEL, "rows": [{**asdict(row), "ratio": round(row.ratio, 3)} for row in rows]}
     text = [
         "Four ranks on CPU, float32, AdamW, the second step. MiB on the rank with the largest peak. Predicted:",
-        "`predict` in `benchmarks/memory.py`, from sizes alone. Largest: the largest single allocation over the stack",
+        "`engine/memory_plan.py`, from sizes alone. Largest: the largest single allocation over the stack",
         "`[E, 2I, D]` of a layer's `gate_up_proj`. With `ep` = 1 FSDP gathers whole stacks by design; EP is for that.",
     ]
     on = f"{where['cpu']}; torch {where['versions']['torch']}"

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .routing import RoutingMode
 
-__all__ = ["CHECKPOINTING", "Checkpointing", "checkpoint_layers"]
+__all__ = ["CHECKPOINTING", "Checkpointing", "checkpoint_layers", "units_recomputed"]
 
 Checkpointing = Literal["none", "selective", "full"]
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
@@ -40,13 +40,14 @@ def checkpoint_layers(
             that hold no experts (attention, norms, dense MLPs), so that no all-to-all runs twice.
         inputs_on_host: keep what goes into them, all that is kept under ``full``, in the host's memory.
     """
-    for unit in _units(layers, experts, mode):
+    for unit in units_recomputed(layers, experts, mode):
         # On the instance: modules keep their class and parameters their names, and hooks stay outside.
         forward = functools.partial(_recomputed, unit, unit.forward, num_experts, inputs_on_host)
         unit.forward = forward  # type: ignore[method-assign]
 
 
-def _units(layers: Iterable[nn.Module], experts: Iterable[nn.Module], mode: Checkpointing) -> list[nn.Module]:
+def units_recomputed(layers: Iterable[nn.Module], experts: Iterable[nn.Module], mode: Checkpointing) -> list[nn.Module]:
+    """The modules that are computed again as a whole."""
     if mode == "none":
         return []
     if mode == "full":

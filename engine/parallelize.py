@@ -30,7 +30,7 @@ from .islands import Island, correction_biases, find_islands, mixing_buffers
 from .mesh import Meshes
 from .placement import check_experts_divide, ep_fsdp_dim, model_parallel_placements
 
-__all__ = ["ShardingOptions", "compute_dtypes", "layer_names", "parallelize", "reshard_all"]
+__all__ = ["Ends", "ShardingOptions", "compute_dtypes", "layer_names", "parallelize", "reshard_all"]
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
     for layer in layers.values():
         if not isinstance(layer, FSDPModule):  # a whole layer may be an island
             wrap(layer, reshard_after_forward=options.reshard_after_forward)
-    ends = _Ends.of(model, options.head_in_root)
+    ends = Ends.of(model, options.head_in_root)
     if ends.embeddings is not None:
         wrap(ends.embeddings, reshard_after_forward=options.reshard_after_forward)
         if isinstance(ends.embeddings, nn.Embedding):
@@ -193,14 +193,14 @@ def _wrap_island(island: Island, wrap: Callable[..., Any], options: ShardingOpti
 
 
 @dataclass(frozen=True)
-class _Ends:
+class Ends:
     """The input embeddings and the head, where FSDP can wrap them: none of their parameters is used elsewhere too."""
 
     embeddings: nn.Module | None
     head: nn.Module | None
 
     @classmethod
-    def of(cls, model: Any, head_in_root: bool) -> "_Ends":
+    def of(cls, model: Any, head_in_root: bool) -> "Ends":
         users = Counter(p for module in model.modules() for p in module.parameters(recurse=False))
 
         def own(module: nn.Module | None) -> nn.Module | None:
@@ -253,7 +253,7 @@ def _norms_keep_the_dtype(module: nn.Module, args: tuple[Any, ...], output: Any)
 
 
 def _prefetch(
-    model: nn.Module, ends: _Ends, layers: Mapping[str, nn.Module], experts: Iterable[nn.Module], depth: int
+    model: nn.Module, ends: Ends, layers: Mapping[str, nn.Module], experts: Iterable[nn.Module], depth: int
 ) -> None:
     """Gather the next ``depth`` units while one computes, dense parameters before experts, both ways.
 

@@ -1,0 +1,321 @@
+"""Whether a model fits a cluster, and with which settings, before one is rented.
+
+    python -m epfsdp2.recipes.plan --model Qwen3-30B-A3B --nodes 2 --gpus 8 --gib 80 --tokens 16384 --sequences 4
+
+lists every legal mesh with its memory by part, its traffic and the least time of a step, and recommends one. It needs
+no GPU, no weights and no network.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from ..engine.checkpointing import CHECKPOINTING
+from ..engine.errors import SettingError
+from ..engine.experts.find import UnsupportedModelError
+from ..engine.memory_plan import Batch, ModelSizes, Moment, group_sizes, peak
+from ..engine.mesh import Topology, divisors
+from ..engine.parallelize import ShardingOptions
+from .cards import CARDS, config_of
+from .roofline import Cluster, Collective, Roofline, collectives, roofline
+
+__all__ = ["Choice", "choices", "main", "parse", "recommended", "smallest"]
+
+_GIB, _GB = 1 << 30, 1e9
+_MOST_NODES = 128
+_WIDTH = 150
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_LEGEND = (
+    "GiB on the rank that needs most, at its peak; with the reserve, in all. dense, experts, tokens: GB that a rank "
+    "receives in a step (gathers and reductions of the dense part, of the experts, rows to and from experts). Seconds "
+    "are a roofline: nothing waits but for bandwidth. sync: seconds for a rank to receive the weights that it lacks."
+)
+_COLUMNS = ("ep", "ep_fsdp", "dp_replicate", "sp", "params", "grads", "optim", "buffers", "activ.", "logits")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked: ``batch`` is of one rank with ``sp`` = 1, in ``sequences`` sequences to a micro-batch."""
+
+    sizes: ModelSizes
+    heads: int
+    options: ShardingOptions
+    batch: Batch
+    sequences: int
+    optimizer: Any = "adamw"
+    reserve: float = 4.0
+    margin: float = 0.1
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One mesh, what it needs and what it takes."""
+
+    topology: Topology
+    sp: int
+    peak: Moment
+    traffic: tuple[Collective, ...]
+    time: Roofline
+    sync: float
+    limit: float
+    reserve: float
+
+    @property
+    def gib(self) -> float:
+        return self.peak.total / _GIB + self.reserve
+
+    @property
+    def fits(self) -> bool:
+        return self.gib <= self.limit
+
+    @property
+    def settings(self) -> list[str]:
+        """As on the command line."""
+        fsdp = -1 if self.topology.dp_replicate == 1 else self.topology.fsdp
+        values = {"ep_size": self.topology.ep, "fsdp_size": fsdp, "ulysses_sequence_parallel_size": self.sp}
+        return [f"engine.{name}={value}" for name, value in values.items()]
+
+    def wire(self, kind: str) -> float:
+        """Bytes of a kind that the rank receives in a step."""
+        return sum(c.wire for c in self.traffic if c.name.endswith(kind))
+
+    def as_json(self) -> dict[str, Any]:
+        t = self.topology
+        return {
+            "ep": t.ep,
+            "ep_fsdp": t.ep_fsdp,
+            "dp_replicate": t.dp_replicate,
+            "sp": self.sp,
+            "settings": self.settings,
+            "peak": self.peak.when,
+            "bytes": {**self.peak.parts, "total": self.peak.total},
+            "gib_with_reserve": self.gib,
+            "fits": self.fits,
+            "collectives": [{**asdict(c), "wire": c.wire} for c in self.traffic],
+            "seconds": {**asdict(self.time), "step": self.time.step, "sync": self.sync},
+        }
+
+
+def choices(request: Request, cluster: Cluster) -> list[Choice]:
+    """Every mesh that ``engine/mesh.py`` and ``placement.py`` allow, by time."""
+    found = []
+    for topology in _topologies(request, cluster.world):
+        for sp in divisors(cluster.world):
+            if request.heads % sp == 0 and request.batch.tokens % sp == 0:
+                found.append(_choice(request, cluster, topology, sp))
+    return sorted(found, key=lambda c: (c.time.step, c.gib))
+
+
+def _topologies(request: Request, world: int) -> Iterator[Topology]:
+    for fsdp in divisors(world):
+        for ep in divisors(fsdp):
+            topology = Topology.plan(world, ep, fsdp)
+            try:
+                request.sizes.check(topology)
+                group_sizes(request.sizes, topology, request.options.expert_shard_dim)
+            except SettingError:
+                continue
+            yield topology
+
+
+def _choice(request: Request, cluster: Cluster, topology: Topology, sp: int) -> Choice:
+    sizes, options = request.sizes, request.options
+    # The ranks of a sequence share its micro-batch, so each has as many more of them.
+    batch = replace(request.batch, tokens=request.batch.tokens // sp, micro_batches=request.batch.micro_batches * sp)
+    length = request.batch.tokens // request.sequences
+    return Choice(
+        topology,
+        sp,
+        peak(sizes, topology, options, batch, request.optimizer),
+        tuple(collectives(sizes, topology, options, batch, sp)),
+        roofline(sizes, topology, options, batch, cluster, length, sp),
+        _sync(sizes, topology, options, cluster),
+        cluster.gib * (1 - request.margin),
+        request.reserve,
+    )
+
+
+def _sync(sizes: ModelSizes, topology: Topology, options: ShardingOptions, cluster: Cluster) -> float:
+    """Seconds of the full stream: every rank receives what it does not hold (``plan_sync`` has the others)."""
+    itemsize = options.param_dtype.itemsize
+    whole = sum(size.full for _, _, size in group_sizes(sizes, Topology.plan(1, 1))) * itemsize
+    return Collective("all-gather", topology.fsdp, 1, 1, whole).seconds(cluster)
+
+
+def recommended(found: Sequence[Choice]) -> Choice | None:
+    """The fastest that fits."""
+    return next((choice for choice in found if choice.fits), None)
+
+
+def smallest(request: Request, cluster: Cluster) -> tuple[Cluster, Choice] | None:
+    """The fewest nodes of the same shape on which the model fits, and how."""
+    alone = Topology.plan(1, 1)
+    elements = sum(size.full for _, _, size in group_sizes(request.sizes, alone))
+    states = 1 if request.optimizer == "muon" else 2
+    resident = (2 + states) * elements * request.sizes.master.itemsize / _GIB
+    for nodes in range(cluster.nodes + 1, _MOST_NODES + 1):
+        larger = replace(cluster, nodes=nodes)
+        if resident / larger.world + request.reserve > cluster.gib * (1 - request.margin):
+            continue
+        best = recommended(choices(request, larger))
+        if best is not None:
+            return larger, best
+    return None
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m epfsdp2.recipes.plan",
+        description="Whether a model fits a cluster, and with which settings: memory, traffic and time of a step.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--model", required=True, help=f"folder with config.json, or one of {', '.join(CARDS)}")
+    parser.add_argument("--nodes", type=int, default=1, help="nodes of the cluster")
+    parser.add_argument("--gpus", type=int, default=8, help="GPUs of a node")
+    parser.add_argument("--gib", type=float, default=80.0, help="memory of a GPU (H100 80, H200 141)")
+    parser.add_argument("--inside", type=float, default=400.0, help="GB/s of a GPU to others of its node")
+    parser.add_argument("--between", type=float, default=45.0, help="GB/s of a GPU's network interface")
+    parser.add_argument(
+        "--tflops", type=float, default=989.0, help="bfloat16 matrix TFLOP/s, as published (H100, H200)"
+    )
+    parser.add_argument("--efficiency", type=float, default=0.5, help="share of these that is reached")
+    parser.add_argument("--hbm", type=float, default=3350.0, help="GB/s of a GPU's memory (H200 4800)")
+    parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch of a rank (before sp cuts it)")
+    parser.add_argument("--sequences", type=int, default=1, help="of a micro-batch, of equal length")
+    parser.add_argument("--micro-batches", type=int, default=1, help="of a rank in a step (with sp = 1)")
+    parser.add_argument("--imbalance", type=float, default=1.2, help="rows of the busiest rank's experts over the mean")
+    parser.add_argument(
+        "--checkpointing", choices=CHECKPOINTING, default="full", help="engine.activation_checkpointing"
+    )
+    parser.add_argument("--prefetch-depth", type=int, default=1, help="engine.prefetch_depth")
+    parser.add_argument("--no-reshard", action="store_true", help="engine.reshard_after_forward=false")
+    parser.add_argument(
+        "--expert-shard-dim", choices=["auto", "0", "1"], default="auto", help="engine.expert_shard_dim"
+    )
+    parser.add_argument("--model-dtype", choices=_DTYPES, default="fp32", help="engine.model_dtype")
+    parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw", help="whose states are counted")
+    parser.add_argument("--reserve", type=float, default=4.0, help="GiB for contexts, NCCL and a sleeping vLLM")
+    parser.add_argument("--margin", type=float, default=0.1, help="share of the memory that has to stay free")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw who holds what, of the recommended mesh")
+    options = parser.parse_args(arguments)
+    for name in ("nodes", "gpus", "tokens", "sequences", "micro_batches"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it has to be at least 1")
+    for name in ("gib", "inside", "between", "tflops", "efficiency", "hbm"):
+        if getattr(options, name) <= 0:
+            parser.error(f"--{name} is {getattr(options, name)}; it has to be positive")
+    if options.tokens % options.sequences:
+        parser.error(f"--sequences is {options.sequences}, which does not divide --tokens, {options.tokens}")
+    if options.imbalance < 1:
+        parser.error(f"--imbalance is {options.imbalance}; the busiest rank has at least the mean: 1 or more")
+    if not 0 <= options.margin < 1 or options.reserve < 0 or options.prefetch_depth < 0:
+        parser.error("--margin is a share from 0 to 1, and --reserve and --prefetch-depth are at least 0")
+    return options
+
+
+def request_of(options: argparse.Namespace, config: PretrainedConfig) -> Request:
+    """
+    Raises:
+        UnsupportedModelError: a dense model, or one that can't be traced.
+    """
+    dim = options.expert_shard_dim
+    sharding = ShardingOptions(
+        reshard_after_forward=not options.no_reshard,
+        prefetch_depth=options.prefetch_depth,
+        expert_shard_dim=dim if dim == "auto" else int(dim),
+        checkpointing=options.checkpointing,
+    )
+    return Request(
+        ModelSizes.of(AutoModelForCausalLM, config, sharding, _DTYPES[options.model_dtype]),
+        config.get_text_config().num_attention_heads,
+        sharding,
+        Batch(options.tokens, options.micro_batches, options.imbalance),
+        options.sequences,
+        options.optimizer,
+        options.reserve,
+        options.margin,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    console = Console(highlight=False, soft_wrap=True, width=max(_WIDTH, Console().width))
+    names = ("nodes", "gpus", "gib", "inside", "between", "tflops", "efficiency", "hbm")
+    cluster = Cluster(**{name: getattr(options, name) for name in names})
+    try:
+        request = request_of(options, config_of(options.model))
+    except (SettingError, UnsupportedModelError, OSError, ValueError) as error:
+        console.print(str(error), style="red", markup=False)
+        return 1
+    found = choices(request, cluster)
+    best = recommended(found)
+    console.print(
+        f"{options.model}: {options.checkpointing} checkpointing, {options.model_dtype} parameters, "
+        f"{options.optimizer}; "
+        f"{cluster.nodes} x {cluster.gpus} GPUs of {cluster.gib:g} GiB, {request.margin:.0%} to stay free; "
+        f"{options.micro_batches} micro-batches of {options.tokens} tokens"
+    )
+    console.print(_table(found, best))
+    console.print(_LEGEND)
+    larger = None
+    if best is not None:
+        console.print(
+            f"Recommended, {best.gib:.1f} of {cluster.gib:g} GiB, {best.time.step:.2f} s: {' '.join(best.settings)}"
+        )
+    else:
+        larger = smallest(request, cluster)
+        console.print(_refusal(min(found, key=lambda c: c.gib), larger, cluster))
+    if options.json:
+        result = {
+            "model": options.model,
+            "cluster": asdict(cluster),
+            "choices": [choice.as_json() for choice in found],
+            "recommended": best.as_json() if best else None,
+            "smallest_cluster": {"nodes": larger[0].nodes, **larger[1].as_json()} if larger else None,
+        }
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    if options.png:
+        from .plan_figure import draw
+
+        draw(options.model, request.sizes, best or found[0], cluster, options.png)
+    return 0 if best else 2
+
+
+def _table(found: Sequence[Choice], best: Choice | None) -> Table:
+    table = Table(*_COLUMNS, "all", "fits", "dense", "experts", "tokens", "step s", "sync s")
+    for c in found:
+        t = c.topology
+        sizes = [f"{nbytes / _GIB:.1f}" for nbytes in c.peak.parts.values()]
+        moved = [f"{c.wire(kind) / _GB:.1f}" for kind in ("dense", "experts", "tokens")]
+        mesh = map(str, (t.ep, t.ep_fsdp, t.dp_replicate, c.sp))
+        row = [*mesh, *sizes, f"{c.gib:.1f}", "yes" if c.fits else "no", *moved, f"{c.time.step:.2f}", f"{c.sync:.2f}"]
+        table.add_row(*row, style="bold green" if c is best else None)
+    return table
+
+
+def _refusal(least: Choice, larger: tuple[Cluster, Choice] | None, cluster: Cluster) -> str:
+    part, nbytes = max(least.peak.parts.items(), key=lambda item: item[1])
+    mesh = " ".join(least.settings)
+    said = (
+        f"It does not fit. The least is {least.gib:.1f} GiB, {least.limit:.1f} are to be had: with {mesh} the largest "
+        f"part is {part}, {nbytes / _GIB:.1f} GiB ({least.peak.when}). "
+    )
+    if larger is None:
+        return said + "More nodes do not help; fewer --tokens, or fuller --checkpointing, may."
+    nodes, best = larger
+    size, how = f"{nodes.nodes} ({nodes.world} GPUs)", " ".join(best.settings)
+    return said + f"The smallest cluster of such nodes that fits has {size}: {how}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,246 @@
+"""The arithmetic of memory and traffic: by hand, against FSDP's own groups, and against what a real step sends."""
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+
+from epfsdp2.engine.activations import trace
+from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.experts.find import UnsupportedModelError
+from epfsdp2.engine.memory_plan import Batch, ModelSizes, moments, peak
+from epfsdp2.engine.mesh import Topology, divisors
+from epfsdp2.engine.modeling import build_on_meta
+from epfsdp2.engine.parallelize import ShardingOptions
+from epfsdp2.recipes.roofline import collectives
+from tests.support.engine import sharded_model
+from tests.support.models import VOCAB, save_glm4_moe, save_qwen3_moe, token_loss
+from tests.support.ranks import run_ranks
+
+FLOAT32 = ShardingOptions(param_dtype=torch.float32)
+TINY = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "moe_intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
+}
+
+
+def _sizes(options=FLOAT32, master=torch.float32, **more):
+    return ModelSizes.of(AutoModelForCausalLM, Qwen3MoeConfig(**{**TINY, **more}), options, master)
+
+
+def test_one_case_by_hand():
+    sizes, topology = _sizes(), Topology.plan(4, 2)
+    found = {m.when: m for m in moments(sizes, topology, FLOAT32, Batch(16))}
+    experts, attention = 8 * 3 * 32 * 48, 2 * 32 * 32 + 2 * 32 * 16
+    dense = attention + 8 * 32 + 2 * 32 + 2 * 8
+    layer = (experts + dense) // 4
+    shard = 4 * (2 * layer + 2 * 64 * 32 // 4 + 32 // 4)
+    last = found["model.layers.1, forward"]
+    assert last.parameters == shard and last.optimizer == 2 * shard
+    held = experts // 2  # of a rank, its two shards put together
+    # The final norm, and this layer: a buffer of its experts, the weights, and these put together along dim 1; the head
+    # is on its way.
+    assert last.buffers == 4 * (32 + dense + 3 * held + 64 * 32)
+    assert found["optimizer"].gradients == shard
+    # Gradients of the head and of layer 1 are there when layer 0's are packed.
+    packing = found["model.layers.0, packing gradients"]
+    assert packing.gradients == 4 * (layer + 64 * 32 // 4)
+    assert packing.buffers == 4 * (32 + dense + 2 * held + held // 3)
+
+
+def test_parts_add_up_and_the_peak_is_the_largest_moment():
+    sizes, topology = _sizes(), Topology.plan(8, 4)
+    for moment in (all_ := list(moments(sizes, topology, FLOAT32, Batch(64)))):
+        assert moment.total == sum(moment.parts.values()) and min(moment.parts.values()) >= 0
+    assert peak(sizes, topology, FLOAT32, Batch(64)) == max(all_, key=lambda m: m.total)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_more_ranks_never_need_more_memory(checkpointing):
+    options = ShardingOptions(checkpointing=checkpointing)
+    sizes = _sizes(options, num_experts=16, head_dim=16)  # FSDP pads no parameter here
+    for ep in (1, 2, 4, 8):
+        worlds = [world for world in (1, 2, 4, 8, 16) if world % ep == 0]
+        totals = [peak(sizes, Topology.plan(world, ep), options, Batch(256)).total for world in worlds]
+        assert totals == sorted(totals, reverse=True), (ep, totals)
+    wider = [peak(sizes, Topology.plan(16, ep), options, Batch(256)).buffers for ep in (1, 2, 4, 8)]
+    assert wider == sorted(wider, reverse=True)
+
+
+def test_what_settings_do_to_memory():
+    bf16 = ShardingOptions(checkpointing="full")
+    sizes, topology = _sizes(bf16, num_hidden_layers=4), Topology.plan(8, 4)
+
+    def needs(options=bf16, **batch):
+        return peak(sizes, topology, options, Batch(**{"tokens": 4096, **batch}))
+
+    none, selective = (needs(replace(bf16, checkpointing=mode)) for mode in ("none", "selective"))
+    assert needs().activations < selective.activations < none.activations
+    assert needs(imbalance=2.0).activations > needs().activations
+    assert needs(replace(bf16, activation_offload=True)).total <= needs().total
+    small = {"tokens": 1}
+    assert needs(replace(bf16, prefetch_depth=0), **small).total <= needs(**small).total
+    freed, stays = (
+        max(m.buffers for m in moments(_sizes(options, num_hidden_layers=8), topology, options, Batch(1)))
+        for options in (bf16, replace(bf16, reshard_after_forward=False))
+    )
+    assert stays > freed
+    muon = max(m.optimizer for m in moments(sizes, topology, bf16, Batch(1), "muon"))
+    assert muon < max(m.optimizer for m in moments(sizes, topology, bf16, Batch(1)))
+    replicas = peak(sizes, Topology.plan(8, 4, 4), bf16, Batch(1))
+    assert replicas.parameters > peak(sizes, topology, bf16, Batch(1)).parameters
+
+
+def test_tied_embeddings_are_counted_once_and_stay_in_the_root():
+    tied, untied = _sizes(tie_word_embeddings=True), _sizes()
+    assert [u.name for u in tied.units] == ["root", "model.layers.0", "model.layers.1"]
+    assert [u.name for u in untied.units] == ["root", "embeddings", "model.layers.0", "model.layers.1", "head"]
+    one, two = (peak(s, Topology.plan(1, 1), FLOAT32, Batch(1)).parameters for s in (tied, untied))
+    assert two - one == 4 * 64 * 32
+
+
+def test_a_dense_model_and_a_mesh_that_splits_an_expert_are_refused():
+    with pytest.raises(UnsupportedModelError, match="dense model"):
+        ModelSizes.of(AutoModelForCausalLM, Qwen3Config(num_hidden_layers=2), FLOAT32)
+    with pytest.raises(SettingError, match="ep_size"):
+        peak(_sizes(), Topology.plan(16, 16), FLOAT32, Batch(1))
+
+
+def test_what_autograd_keeps_is_what_a_real_forward_keeps():
+    """On CPU, the plain model on 24 tokens, sdpa: what its layers save outside the experts."""
+    config = Qwen3MoeConfig(**TINY)
+    traced = trace(build_on_meta(AutoModelForCausalLM, config, torch.float32))
+    layer = next(iter(traced.layers.values()))
+    config._attn_implementation = "sdpa"
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    kept, inside = {}, []
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    target = model.model.layers[0]
+    target.mlp.experts.register_forward_pre_hook(lambda *_: inside.append(1))
+    target.mlp.experts.register_forward_hook(lambda *_: inside.pop() and None)
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if not inside and storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    hidden = torch.randn(1, 24, 32, requires_grad=True)
+    positions = model.model.rotary_emb(hidden, torch.arange(24)[None])
+    own |= {p.untyped_storage().data_ptr() for p in positions}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = target(hidden, position_embeddings=positions, attention_mask=None)
+    del out
+    assert layer.input == 32 * 4
+    assert layer.dense * 24 == sum(kept.values())
+    assert layer.input < layer.selective < layer.dense
+
+
+def _step_is_counted(folder, ep, fsdp_size, options, tokens, expected):
+    """Bytes of every collective of one step, by what FSDP and dispatch hand to torch."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model, _ = sharded_model(folder, world, ep, fsdp_size, **options)
+    model.train()
+    counted: dict[str, list[int]] = {}
+
+    def count(name, tensor, group):
+        if dist.get_world_size(group) == 1:
+            return
+        entry = counted.setdefault(name, [0, 0])
+        entry[0] += 1
+        entry[1] += tensor.numel() * tensor.element_size()
+
+    gather, scatter = DefaultAllGather.__call__, DefaultReduceScatter.__call__
+    exchange, reduce, gathers = dist.all_to_all_single, dist.all_reduce, _fsdp_param_group.foreach_all_gather
+    reduces = _fsdp_param_group.foreach_reduce
+    now = []
+
+    def experts_or_dense(params):
+        return "experts" if "experts" in params[0]._param_fqn else "dense"
+
+    def foreach_all_gather(params, *args, **kwargs):
+        now.append(experts_or_dense(params))
+        try:
+            return gathers(params, *args, **kwargs)
+        finally:
+            now.pop()
+
+    def foreach_reduce(params, *args, **kwargs):
+        now.append(experts_or_dense(params))
+        try:
+            return reduces(params, *args, **kwargs)
+        finally:
+            now.pop()
+
+    def all_gather(self, output_tensor, input_tensor, group, *args, **kwargs):
+        count(f"all-gather {now[-1]}", output_tensor, group)
+        return gather(self, output_tensor, input_tensor, group, *args, **kwargs)
+
+    def reduce_scatter(self, output_tensor, input_tensor, group, *args, **kwargs):
+        count(f"reduce-scatter {now[-1]}", input_tensor, group)
+        return scatter(self, output_tensor, input_tensor, group, *args, **kwargs)
+
+    def all_reduce(tensor, *args, **kwargs):
+        if now:
+            count(f"all-reduce {now[-1]}", tensor, kwargs["group"])
+        return reduce(tensor, *args, **kwargs)
+
+    def all_to_all(output, input, *args, **kwargs):
+        count("all-to-all counts" if input.dtype == torch.int64 else "all-to-all tokens", input, kwargs["group"])
+        return exchange(output, input, *args, **kwargs)
+
+    ids = torch.randint(0, VOCAB, (1, tokens), generator=torch.Generator().manual_seed(rank))
+    with (
+        patch.object(_fsdp_param_group, "foreach_all_gather", foreach_all_gather),
+        patch.object(_fsdp_param_group, "foreach_reduce", foreach_reduce),
+        patch.object(DefaultAllGather, "__call__", all_gather),
+        patch.object(DefaultReduceScatter, "__call__", reduce_scatter),
+        patch.object(dist, "all_reduce", all_reduce),
+        patch.object(dist, "all_to_all_single", all_to_all),
+    ):
+        token_loss(model, ids).backward()
+    everyone = [None] * world
+    dist.all_gather_object(everyone, counted)
+    # Routing is not balanced: what a rank receives and sends back differs, and its sum over the ranks does not.
+    total = {name: (calls, sum(c[name][1] for c in everyone)) for name, (calls, _) in counted.items()}
+    predicted = {name: (calls, world * nbytes) for name, (calls, nbytes) in expected.items()}
+    assert total == predicted, f"{total} is not {predicted}"
+
+
+@pytest.mark.parametrize(
+    ("save", "world", "ep", "fsdp_size", "options"),
+    [
+        (save_qwen3_moe, 4, 2, -1, {}),
+        (save_qwen3_moe, 4, 2, 2, {"checkpointing": "full"}),
+        (save_glm4_moe, 2, 1, -1, {"checkpointing": "selective", "reshard_experts_after_forward": False}),
+    ],
+    ids=["ep_fsdp", "replicas", "glm"],
+)
+def test_a_real_step_sends_the_bytes_that_are_predicted(tmp_path, save, world, ep, fsdp_size, options):
+    folder = save(tmp_path)
+    sharding = replace(FLOAT32, **options)
+    sizes = ModelSizes.of(AutoModelForCausalLM, AutoConfig.from_pretrained(folder), sharding)
+    found = collectives(sizes, Topology.plan(world, ep, fsdp_size), sharding, Batch(tokens=24))
+    expected = {c.name: (c.calls, c.nbytes) for c in found}
+    run_ranks(_step_is_counted, world, folder, ep, fsdp_size, options, 24, expected)
+
+
+def test_meshes_of_any_world_size_can_be_planned():
+    sizes = _sizes()
+    for world in (1, 3, 6, 12):
+        for ep in divisors(world):
+            if 8 % ep == 0:
+                assert peak(sizes, Topology.plan(world, ep), FLOAT32, Batch(8)).total > 0

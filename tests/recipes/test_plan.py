@@ -1,0 +1,145 @@
+"""The planner's command line, on published sizes."""
+
+import json
+
+import pytest
+from transformers import Qwen3Config, Qwen3MoeConfig
+
+from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.mesh import Topology
+from epfsdp2.engine.placement import check_experts_divide
+from epfsdp2.recipes.cards import CARDS, config_of
+from epfsdp2.recipes.plan import choices, main, parse, recommended, request_of
+from epfsdp2.recipes.roofline import Cluster, Collective
+
+QWEN = ["--model", "Qwen3-30B-A3B", "--nodes", "2"]
+
+
+@pytest.fixture(scope="module")
+def qwen3_30b():
+    return request_of(parse(QWEN), config_of("Qwen3-30B-A3B"))
+
+
+def test_the_meshes_are_those_that_the_engine_takes(qwen3_30b):
+    for world, nodes in ((16, 2), (24, 3)):
+        legal = set()
+        for ep in range(1, world + 1):
+            for fsdp in range(1, world + 1):
+                try:
+                    topology = Topology.plan(world, ep, fsdp)
+                    check_experts_divide([128], topology, "it")
+                except SettingError:
+                    continue
+                legal |= {(topology, sp) for sp in range(1, world + 1) if world % sp == 0 and 32 % sp == 0}
+        found = choices(qwen3_30b, Cluster(nodes, 8))
+        assert {(c.topology, c.sp) for c in found} == legal and len(found) == len(legal)
+
+
+def test_the_recommendation_is_the_fastest_that_fits(qwen3_30b):
+    found = choices(qwen3_30b, Cluster(2, 8))
+    best = recommended(found)
+    assert best.fits and best.gib <= 0.9 * 80
+    assert best.time.step == min(c.time.step for c in found if c.fits)
+    assert any(not c.fits for c in found)  # one GPU with 30 billion parameters and their states
+
+
+def test_what_does_not_fit_names_the_part_and_the_cluster_that_does(capsys, tmp_path):
+    out = tmp_path / "plan.json"
+    assert main(["--model", "gpt-oss-120b", "--nodes", "1", "--tokens", "4096", "--json", str(out)]) == 2
+    text = capsys.readouterr().out
+    assert "does not fit" in text and "largest part is optimizer" in text and "smallest cluster" in text
+    result = json.loads(out.read_text())
+    nodes = result["smallest_cluster"]["nodes"]
+    assert result["recommended"] is None and f"has {nodes} ({8 * nodes} GPUs)" in text
+    more = ["--model", "gpt-oss-120b", "--tokens", "4096"]
+    assert main([*more, "--nodes", str(nodes)]) == 0
+    assert main([*more, "--nodes", str(nodes - 1)]) == 2
+
+
+def test_json_and_picture_are_written(capsys, tmp_path):
+    figures, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    assert main([*QWEN, "--json", str(figures), "--png", str(picture)]) == 0
+    result = json.loads(figures.read_text())
+    best = result["recommended"]
+    assert best["fits"] and best in result["choices"]
+    assert sum(n for part, n in best["bytes"].items() if part != "total") == best["bytes"]["total"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert " ".join(best["settings"]) in capsys.readouterr().out
+
+
+def test_a_folder_with_a_config_is_a_model(tmp_path, capsys):
+    Qwen3MoeConfig(num_hidden_layers=2, num_experts=8, vocab_size=1024).save_pretrained(tmp_path)
+    assert main(["--model", str(tmp_path), "--gpus", "2", "--tokens", "64"]) == 0
+    assert "Recommended" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("card", "billions"),
+    [
+        ("Qwen3-30B-A3B", 30.5),
+        ("Qwen3-235B-A22B", 235.1),
+        ("gpt-oss-20b", 20.9),
+        ("gpt-oss-120b", 116.8),
+        ("DeepSeek-V3", 671.0),
+        ("GLM-4.5", 352.8),
+        ("Kimi-K2", 1026.4),
+    ],
+)
+def test_cards_have_the_published_number_of_parameters(card, billions):
+    sizes = request_of(parse(["--model", card]), config_of(card)).sizes
+    alone = Topology.plan(1, 1)
+    count = sum(group.sizes(alone).full for unit in sizes.units for group in unit.groups)
+    assert count / 1e9 == pytest.approx(billions, rel=0.005)
+    assert set(CARDS) >= {card} and len(sizes.traced.layers) == config_of(card).num_hidden_layers
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--model", "Qwen3-30B", "--nodes", "1"], "Qwen3-30B-A3B"),
+        (["--model", "deepsek-v3"], "DeepSeek-V3"),
+    ],
+)
+def test_an_unknown_model_is_told_the_nearest(options, words, capsys):
+    assert main(options) == 1
+    assert words in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--nodes", "0"], "--nodes is 0; it has to be at least 1"),
+        (["--gib", "-1"], "--gib is -1.0; it has to be positive"),
+        (["--tokens", "100", "--sequences", "3"], "does not divide --tokens"),
+        (["--imbalance", "0.5"], "1 or more"),
+    ],
+)
+def test_sizes_that_can_not_be_are_refused(options, words, capsys):
+    with pytest.raises(SystemExit):
+        parse(["--model", "Qwen3-30B-A3B", *options])
+    assert words in capsys.readouterr().err
+
+
+def test_a_dense_model_is_refused(tmp_path, capsys):
+    Qwen3Config(num_hidden_layers=2).save_pretrained(tmp_path)
+    assert main(["--model", str(tmp_path)]) == 1
+    assert "dense model" in capsys.readouterr().out
+
+
+def test_the_help_names_the_settings(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    text = capsys.readouterr().out
+    assert "engine.activation_checkpointing" in text and "Kimi-K2" in text
+
+
+def test_seconds_of_a_collective_by_hand():
+    cluster = Cluster(nodes=2, gpus=8, inside=100, between=10)
+    inside = Collective("all-gather dense", ranks=8, stride=1, calls=1, nbytes=80 * 10**9)
+    assert inside.wire == 70e9 and inside.seconds(cluster) == pytest.approx(0.7)
+    across = Collective("all-gather experts", ranks=2, stride=8, calls=1, nbytes=80 * 10**9)
+    assert across.seconds(cluster) == pytest.approx(4.0)
+    both = Collective("all-gather dense", ranks=16, stride=1, calls=1, nbytes=80 * 10**9)
+    assert both.seconds(cluster) == pytest.approx(0.7)  # each interface takes an eighth of the other node's half
+    tokens = Collective("all-to-all tokens", ranks=16, stride=1, calls=1, nbytes=16 * 10**9)
+    assert tokens.seconds(cluster) == pytest.approx(0.8)

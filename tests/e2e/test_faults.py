@@ -24,7 +24,7 @@ def _case(fault: str, rollout: list[str], *causes: str, long: bool = True):
     ("fault", "rollout", "causes"),
     [
         _case("worker:kill:bucket2", WHOLE, "WeightSyncError", GONE, long=False),
-        _case("trainer:kill:bucket1", SLICED, "died", long=False),
+        _case("trainer:kill:bucket1", SLICED, "died"),
         _case("worker:raise:start", WHOLE, "WeightSyncError", INJECTED),
         _case("worker:raise:bucket1", SLICED, "WeightSyncError", INJECTED),
         _case("worker:raise:finish", SLICED, "WeightSyncError", INJECTED),

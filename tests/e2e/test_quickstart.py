@@ -81,6 +81,7 @@ def test_an_interrupted_run_leaves_nothing(interrupted_run):
     assert run.left == set()
 
 
+@pytest.mark.long
 def test_without_the_weight_sync_the_reward_check_fails(folder, warmed_up, interrupted_run):
     """vLLM starts from the same checkpoint as the trainer and then never learns: the reward stays where it was.
 

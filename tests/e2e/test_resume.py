@@ -7,7 +7,7 @@ import pytest
 from epfsdp2.engine.manifest import MANIFEST
 from tests.e2e.conftest import overrides, running
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 
 def test_a_run_goes_on_from_what_was_saved_in_the_background(folder, warmed_up):

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AutoModelForTokenClassification
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 
@@ -18,8 +18,8 @@ __all__ = ["EPFSDP2EngineWithValueHead"]
 class EPFSDP2EngineWithValueHead(EPFSDP2Engine, FSDPEngineWithValueHead):
     """Critic, from a causal-LM checkpoint (the head starts at random) or from one with a ``score`` head.
 
-    Families without a token-classification class in transformers (GLM-4.5, OLMoE, ...) get their causal LM with a
-    one-output head in the place of the language-model head.
+    Families without a token-classification class in transformers (GLM-4.5, OLMoE, those with images, ...) get their
+    causal LM with a one-output head in the place of the language-model head.
     """
 
     _may_be_unused = r"^(lm_head|score)\."  # another head than this model's
@@ -41,7 +41,7 @@ class EPFSDP2EngineWithValueHead(EPFSDP2Engine, FSDPEngineWithValueHead):
         return module
 
     def _auto_class(self) -> Any:
-        return AutoModelForTokenClassification if self._has_own_class() else AutoModelForCausalLM
+        return AutoModelForTokenClassification if self._has_own_class() else super()._auto_class()
 
     def _has_own_class(self) -> bool:
         return type(self.model_config.hf_config) in AutoModelForTokenClassification._model_mapping

@@ -3,12 +3,13 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification
 
-from tests.support.models import save_glm4_moe, save_qwen3_moe
+from tests.support.models import VOCAB, save_glm4_moe, save_qwen3_moe
 from tests.support.ppo import PADDED, RESPONSE, of_this_rank, ppo_batch, ppo_samples
 from tests.support.ranks import run_ranks
 from tests.support.verl_worker import training_worker
+from tests.support.vlm import save_vlm
 
 WORLD, PER_RANK = 2, 4
 RELATIVE = 1e-5
@@ -37,9 +38,11 @@ def _plain_model(folder, own_class, head):
     """The model in one process with the worker's head; the head's rows are drawn, so they are copied."""
     config = AutoConfig.from_pretrained(folder, attn_implementation="sdpa", num_labels=1, classifier_dropout=0.0)
     auto = AutoModelForTokenClassification if own_class else AutoModelForCausalLM
+    if hasattr(config, "vision_config"):
+        auto = AutoModelForImageTextToText
     model = auto.from_pretrained(folder, config=config, dtype=torch.float32)
     if not own_class:
-        model.set_output_embeddings(torch.nn.Linear(config.hidden_size, 1, bias=False))
+        model.set_output_embeddings(torch.nn.Linear(config.get_text_config().hidden_size, 1, bias=False))
     model.load_state_dict(head, strict=False)
     return model
 
@@ -59,7 +62,8 @@ def test_a_trained_head_is_read_also_where_transformers_has_no_class_for_it(tmp_
 
 
 def _value_update(folder, own_class, model, settings):
-    samples = ppo_samples(WORLD * PER_RANK)
+    # The last tokens of a vocabulary may stand for images.
+    samples = [(ids % (VOCAB - 16), *others) for ids, *others in ppo_samples(WORLD * PER_RANK)]
     worker = _worker(folder, 2, model, **settings)
     seen = {}
     step = worker.engine.optimizer.step
@@ -74,7 +78,8 @@ def _value_update(folder, own_class, model, settings):
         for name, p in worker.engine.module.named_parameters()
         if name.startswith(("score.", "lm_head."))
     }
-    assert sum(tensor.numel() for name, tensor in head.items() if name.endswith("weight")) == 64
+    width = worker.engine.module.config.get_text_config().hidden_size
+    assert sum(tensor.numel() for name, tensor in head.items() if name.endswith("weight")) == width
 
     def batch(chosen):
         data = ppo_batch(chosen)
@@ -107,6 +112,10 @@ def _value_update(folder, own_class, model, settings):
 
 
 SHARED = {"ulysses_sequence_parallel_size": 2}
+
+
+def test_so_do_those_of_a_model_that_could_see_images(tmp_path):
+    run_ranks(_value_update, WORLD, save_vlm("qwen3_vl_moe", tmp_path), False, {}, {})
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,8 @@ from .mesh import Topology, build_meshes, build_sequence_mesh
 from .modeling import build_on_meta, check_initialized, check_not_quantised, materialize
 from .optimizer import optimizer_from_config
 from .parallelize import ShardingOptions, compute_dtypes, layer_names, parallelize, reshard_all
-from .preflight import check_replay, check_training
+from .preflight import check_training
+from .preflight_features import check_replay
 from .replay import ReplayError, RouterReplay
 from .router_losses import RouterLosses
 from .scheduler import build_multi_lr_scheduler

@@ -21,8 +21,8 @@ from ..rollout import housekeeping
 from ..rollout.placement import WANTED
 from .checkpointing import CHECKPOINTING
 from .errors import SettingError
-from .model_facts import check_model_path
-from .preflight import DTYPES, check_run, check_training
+from .model_facts import DTYPES, check_model_path
+from .preflight import check_run, check_training
 
 __all__ = [
     "STRATEGY",

@@ -20,11 +20,26 @@ from .experts.find import ExpertsInfo, UnsupportedModelError, find_experts
 from .islands import find_islands
 from .modeling import check_not_quantised
 
-__all__ = ["ACTOR_MODEL", "ModelFacts", "check_model_path", "inspect_model", "overrides_of", "plain"]
+__all__ = [
+    "ACTOR_MODEL",
+    "DTYPES",
+    "OPTIMIZERS",
+    "ModelFacts",
+    "check_model_path",
+    "inspect_model",
+    "overrides_of",
+    "plain",
+    "setting_of",
+]
 
 logger = logging.getLogger("epfsdp2")
 
 ACTOR_MODEL = "actor_rollout_ref.model"
+# How a user calls the optimizer's node, by how they call the model's.
+OPTIMIZERS = {ACTOR_MODEL: "actor_rollout_ref.actor.optim", "critic.model": "critic.optim", "model": "optim"}
+# What a setting of the engine may call a dtype. No float16: there is no loss scaling here, and its reduction would be
+# divided twice where a shard group has one rank.
+DTYPES = {"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -193,4 +208,12 @@ def plain(value: Any) -> Any:
         return {key: plain(value[key]) for key in value}
     if hasattr(value, "__iter__") and not isinstance(value, str):
         return [plain(item) for item in value]
+    return value
+
+
+def setting_of(model: Any, name: str) -> Any:
+    """A setting of verl's model node by its dotted name; None if it has no such."""
+    value = model
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
     return value

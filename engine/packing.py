@@ -18,12 +18,14 @@ _WITH_MASKS = dict.fromkeys(("afmoe", "gpt_oss", "openai_privacy_filter"), _NO_P
 _WITH_FLASH = {"glm4v_moe_text": _MANY_ROWS, "ernie4_5_vl_moe_text": _MANY_ROWS}
 
 
-def why_not_packed(config: Any, flash: bool) -> str | None:
+def why_not_packed(config: Any, flash: bool, own_masks: bool = False) -> str | None:
     """Why sequences that are packed into one row would see each other; None if they don't.
 
     Args:
         config: a model's, of transformers.
         flash: whether attention is one of the flash attentions, which take positions in place of masks.
+        own_masks: whether masks are made of all positions outside the model's code (``sequence_parallel.py``).
     """
     kind = config.get_text_config().model_type
-    return (_WITH_ANY_ATTENTION | (_WITH_FLASH if flash else _WITH_MASKS)).get(kind)
+    masks = {} if own_masks else _WITH_MASKS
+    return (_WITH_ANY_ATTENTION | (_WITH_FLASH if flash else masks)).get(kind)

@@ -24,7 +24,7 @@ from epfsdp2.engine.config import (
     engine_settings,
 )
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.preflight import DTYPES
+from epfsdp2.engine.model_facts import DTYPES
 
 
 @pytest.mark.parametrize(

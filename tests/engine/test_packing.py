@@ -5,7 +5,7 @@ import torch
 
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.packing import why_not_packed
-from epfsdp2.engine.preflight import check_attention
+from epfsdp2.engine.preflight_features import check_packing
 from epfsdp2.engine.towers import Towers
 from tests.parity import families
 from tests.support.models import VOCAB
@@ -48,5 +48,5 @@ def test_it_is_refused_on_the_driver(tmp_path):
     model["override_config"] = {"attn_implementation": "sdpa"}
     facts = inspect_model(model)
     with pytest.raises(SettingError, match=r"use_remove_padding=True: packs .* carry a state .*=False"):
-        check_attention(model, facts, device="cpu")
-    check_attention(model | {"use_remove_padding": False}, facts, device="cpu")
+        check_packing(1, model, facts)
+    check_packing(1, model | {"use_remove_padding": False}, facts)

@@ -27,14 +27,9 @@ from epfsdp2.engine import config as engine_config_module
 from epfsdp2.engine import model_facts, preflight, versions
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.model_facts import inspect_model
-from epfsdp2.engine.preflight import (
-    check_attention,
-    check_model_settings,
-    check_rollout,
-    check_run,
-    check_training,
-    check_versions,
-)
+from epfsdp2.engine.preflight import check_model_settings, check_run, check_training, check_versions
+from epfsdp2.engine.preflight_features import check_attention
+from epfsdp2.engine.preflight_rollout import check_rollout
 from epfsdp2.rollout.choice import EXTENSION
 
 TINY = {
@@ -192,7 +187,10 @@ def test_gpt_oss_has_no_sdpa_and_needs_unpacked_inputs_without_an_accelerator(tm
         check_training(engine(), 2, model, device="cuda")
     assert check_training(engine(), 2, model | {"use_remove_padding": False}, device="cpu") is not None
     model["override_config"] = {"attn_implementation": "flex_attention"}
-    assert check_training(engine(), 2, model, device="cuda") is not None
+    assert check_training(engine(), 2, model | {"use_remove_padding": False}, device="cuda") is not None
+    assert check_training(engine(ulysses_sequence_parallel_size=2), 2, model, device="cuda") is not None
+    with pytest.raises(SettingError, match="masks? is not made from the positions.*use_remove_padding=False"):
+        check_training(engine(), 2, model, device="cuda")
     with pytest.raises(SettingError, match="flex attention needs an accelerator"):
         check_training(engine(), 2, model, device="cpu")
 

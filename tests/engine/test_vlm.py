@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.preflight import check_images
+from epfsdp2.engine.preflight_features import check_images
 from epfsdp2.engine.towers import Towers
 from tests.parity.families import FAMILIES
 from tests.support.ppo import SAMPLES, plain_ppo_loss, ppo_worker

@@ -18,7 +18,7 @@ from epfsdp2.engine import config as engine_config_module
 from epfsdp2.engine import versions
 from epfsdp2.engine.mesh import Topology
 from epfsdp2.engine.model_facts import inspect_model
-from epfsdp2.engine.preflight import check_rollout
+from epfsdp2.engine.preflight_rollout import check_rollout
 from epfsdp2.recipes.gpu.run import ALGORITHMS, CLUSTERS, command, overrides
 
 # Sizes from config.json of the model's repository on the Hugging Face hub, and the total number of parameters (1e9)

@@ -39,6 +39,8 @@ FEATURES = {
     "sequence parallelism over both ranks": {"ulysses_sequence_parallel_size": 2, "micro_batch": 2 * PER_RANK},
     "param_offload, optimizer_offload": {"param_offload": True, "optimizer_offload": True},
     "offload_policy (FSDP2's own)": {"offload_policy": True},
+    "enable_activation_offload": {"model": {"enable_activation_offload": True}},
+    "load-balancing loss, z-loss": {"router_aux_loss_coef": 1e-3, "router_z_loss_coef": 1e-4},
 }
 COLUMNS = ["feature", "tokens/s", "time of a step without", "peak MiB", "peak without MiB"]
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from .conversion import revert
 from .errors import SettingError
-from .experts.find import UnsupportedModelError, find_experts
+from .experts.find import ExpertsInfo, UnsupportedModelError, find_experts
 from .parallelize import layer_names
 
 __all__ = ["ADAPTER_CONFIG", "LoraSettings", "Target", "find_targets"]
@@ -154,7 +154,7 @@ def find_targets(model: nn.Module, settings: LoraSettings, plan: Mapping[str, in
     """The weights that the settings name: linears, then stacks of experts, in the model's order.
 
     Linears of the layers go by their name, stacks of experts by their own and by those of the tensors that a checkpoint
-    has in their place (``gate_proj`` and ``up_proj``). Heads, embeddings, and routers that are no linear have none.
+    has in their place (``gate_proj`` and ``up_proj``). Heads, embeddings and routers have none.
 
     Args:
         model: not sharded yet.
@@ -163,7 +163,8 @@ def find_targets(model: nn.Module, settings: LoraSettings, plan: Mapping[str, in
     Raises:
         SettingError: an entry matches nothing, or one part of a stack alone.
     """
-    known = {**_linears(model), **_stacks(model, plan)}
+    experts = _experts(model, plan)
+    known = {**_linears(model, experts), **_stacks(experts)}
     names = {name: _names_of(model, target) for name, target in known.items()}
     _check_entries(settings, names)
     chosen = []
@@ -191,23 +192,30 @@ def find_targets(model: nn.Module, settings: LoraSettings, plan: Mapping[str, in
     return chosen
 
 
-def _linears(model: nn.Module) -> dict[str, Target]:
-    """Of the layers. What subclasses a linear may compute otherwise, and has no adapter."""
+def _experts(model: nn.Module, plan: Mapping[str, int] | None) -> list[ExpertsInfo]:
+    try:
+        return find_experts(model, plan)
+    except UnsupportedModelError:
+        return []
+
+
+def _linears(model: nn.Module, experts: Sequence[ExpertsInfo]) -> dict[str, Target]:
+    """Of the layers. What subclasses a linear may compute otherwise, and some routers read a linear's weight without
+    calling it (DeepSeek-V2): neither has an adapter."""
     layers = tuple(f"{name}." for name in layer_names(model))
+    routed = {info.fqn.rpartition(".")[0]: info.num_experts for info in experts}
     return {
         f"{fqn}.weight": Target(f"{fqn}.weight", module, "weight", None, False)
         for fqn, module in model.named_modules()
-        if type(module) is nn.Linear and fqn.startswith(layers)
+        if type(module) is nn.Linear
+        and fqn.startswith(layers)
+        and module.out_features != routed.get(fqn.rpartition(".")[0])
     }
 
 
-def _stacks(model: nn.Module, plan: Mapping[str, int] | None) -> dict[str, Target]:
+def _stacks(experts: Sequence[ExpertsInfo]) -> dict[str, Target]:
     """Of experts on transformers' interface; how others compute is not known."""
     found = {}
-    try:
-        experts = find_experts(model, plan)
-    except UnsupportedModelError:
-        return {}
     for info in experts:
         transposed: Any = getattr(info.module, "is_transposed", None)
         for own in ("gate_up_proj", "up_proj", "down_proj"):

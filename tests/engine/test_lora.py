@@ -562,6 +562,11 @@ def test_transposed_experts_with_biases_and_shared_experts(tmp_path):
     _compare_families(tmp_path, ["gpt_oss", "glm4_moe"])
 
 
+@pytest.mark.long
+def test_every_family(tmp_path):
+    _compare_families(tmp_path, list(families.FAMILIES))
+
+
 def _routes_of_the_reference(folder):
     """R2: what the log-probs record is not what the reference policy, the same module, takes."""
     from verl.utils import tensordict_utils as tu

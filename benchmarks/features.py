@@ -52,8 +52,10 @@ def measure(folder: Path, out: Path, repeats: int) -> None:
     mine = {name: of_this_rank(worker, samples) for name, worker in workers.items()}
     routes = _routes(mine["none"])
     seconds: dict[str, list[float]] = {name: [] for name in FEATURES}
-    for _ in range(repeats + 1):
-        for name, worker in workers.items():
+    for turn in range(repeats + 1):
+        names = [*workers][turn % len(workers) :] + [*workers][: turn % len(workers)]  # each is the first at times
+        for name in names:
+            worker = workers[name]
             dist.barrier()
             began = time.monotonic()
             _step(worker, mine[name], routes)

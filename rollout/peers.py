@@ -177,6 +177,7 @@ class Peers:
     def _fail(self, error: Exception) -> str:
         """Say the cause to all, leave the group, and return what failed first."""
         self.failed = True
+        error = _unmasked(error)
         cause = str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
         if isinstance(error, dist.DistNetworkError):
             cause = f"trainer rank 0 is gone, and with it the group's store ({cause})"
@@ -205,3 +206,13 @@ class Peers:
             if group is not None:
                 group.abort()
         self.group = self._from_trainer_0 = None
+
+
+def _unmasked(error: Exception) -> Exception:
+    """What made a collective fail.
+
+    Where one raises, torch's logger asks for the name of its group (``c10d_logger.py``), and of one made by hand raises
+    another error in its place.
+    """
+    cause = error.__context__
+    return cause if isinstance(cause, Exception) and "in the world group map" in str(error) else error

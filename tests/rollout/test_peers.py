@@ -71,6 +71,18 @@ def test_who_fails_says_why_and_nobody_waits(together):
         members[0].ask("anything")
 
 
+def test_an_error_of_a_collective_is_seen_behind_torchs_own(together, tmp_path):
+    """In a process that has a torch world, as a trainer's has."""
+    members, _ = together
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with pytest.raises(WeightSyncError, match="RuntimeError: .*size") as caught, members[0].guarded():
+            dist.all_to_all_single(torch.empty(3), torch.empty(4), [1, 1, 1], [1, 1, 1], group=members[0].group)
+        assert "world group map" in str(caught.value.__cause__)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_other_devices_are_refused():
     with pytest.raises(WeightSyncError, match="neither of which works on xpu"):
         Peers(dist.HashStore(), 0, Members(1, ("one",)), "xpu", SECONDS)

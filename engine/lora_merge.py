@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .boxes import Box
+from .boxes import Box, box_around
 from .lora import A, B, lora_of
 from .shards import cuts_of, is_adapter, local_box, local_tensor
 
@@ -112,10 +112,7 @@ def _gathered(param: torch.Tensor, device: torch.device | str) -> _Gathered:
     mine[: shard.numel()] = shard.reshape(-1)
     everyone = shard.new_empty(len(boxes) * most)
     dist.all_gather_into_tensor(everyone, mine, group=mesh.get_group(axis))
-    whole = Box(
-        tuple(map(min, zip(*(box.low for box in boxes), strict=True))),
-        tuple(map(max, zip(*(box.high for box in boxes), strict=True))),
-    )
+    whole = box_around(boxes)
     values = shard.new_empty(whole.shape)
     for box, held in zip(boxes, everyone.split(most), strict=True):
         if box.numel:

@@ -181,14 +181,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", required=True, help=f"folder with config.json, or one of {', '.join(CARDS)}")
     parser.add_argument("--nodes", type=int, default=1, help="nodes of the cluster")
     parser.add_argument("--gpus", type=int, default=8, help="GPUs of a node")
-    parser.add_argument("--gib", type=float, default=80.0, help="memory of a GPU (H100 80, H200 141)")
-    parser.add_argument("--inside", type=float, default=400.0, help="GB/s of a GPU to others of its node")
-    parser.add_argument("--between", type=float, default=45.0, help="GB/s of a GPU's network interface")
+    parser.add_argument("--gib", type=float, default=Cluster.gib, help="memory of a GPU (H100 80, H200 141)")
+    parser.add_argument("--inside", type=float, default=Cluster.inside, help="GB/s of a GPU to others of its node")
+    parser.add_argument("--between", type=float, default=Cluster.between, help="GB/s of a GPU's network interface")
     parser.add_argument(
-        "--tflops", type=float, default=989.0, help="bfloat16 matrix TFLOP/s, as published (H100, H200)"
+        "--tflops", type=float, default=Cluster.tflops, help="bfloat16 matrix TFLOP/s, as published (H100, H200)"
     )
-    parser.add_argument("--efficiency", type=float, default=0.5, help="share of these that is reached")
-    parser.add_argument("--hbm", type=float, default=3350.0, help="GB/s of a GPU's memory (H200 4800)")
+    parser.add_argument("--efficiency", type=float, default=Cluster.efficiency, help="share of these that is reached")
+    parser.add_argument("--hbm", type=float, default=Cluster.hbm, help="GB/s of a GPU's memory (H200 4800)")
     parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch of a rank (before sp cuts it)")
     parser.add_argument("--sequences", type=int, default=1, help="of a micro-batch, of equal length")
     parser.add_argument("--micro-batches", type=int, default=1, help="of a rank in a step (with sp = 1)")

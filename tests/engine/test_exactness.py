@@ -13,7 +13,7 @@ from epfsdp2.engine import parallelize
 from epfsdp2.engine.clip import clip_grad_norm_
 from epfsdp2.engine.optimizer import build_multi_optimizer
 from tests.support.engine import sharded_model
-from tests.support.models import VOCAB, reference_model, save_qwen3_moe, token_loss
+from tests.support.models import adam, reference_model, relative_error, save_qwen3_moe, token_batch, token_loss
 from tests.support.ranks import run_ranks
 
 WORLD = 4
@@ -21,23 +21,11 @@ RELATIVE = 1e-5
 CLIP = 0.5
 
 
-def _adam(params):
-    return torch.optim.AdamW(params, lr=1e-3, eps=1e-6)
-
-
-def _batch(world):
-    return torch.randint(0, VOCAB, (2 * world, 17), generator=torch.Generator().manual_seed(1))
-
-
-def _relative(value, reference):
-    return ((value - reference).norm() / reference.norm().clamp_min(1e-12)).item()
-
-
 def _two_steps_equal_the_reference(folder, cases):
     rank, world = dist.get_rank(), dist.get_world_size()
-    ids = _batch(world)
+    ids = token_batch(world)
     reference = reference_model(folder).train()
-    optimizer = _adam(reference.parameters())
+    optimizer = adam(reference.parameters())
     expected = []
     for _ in range(2):
         optimizer.zero_grad()
@@ -52,17 +40,17 @@ def _two_steps_equal_the_reference(folder, cases):
         where = f"ep={ep} fsdp_size={fsdp_size} {options}"
         model, meshes = sharded_model(folder, world, ep, fsdp_size, **options)
         model.train()
-        optimizer = build_multi_optimizer(model, _adam)
+        optimizer = build_multi_optimizer(model, adam)
         for grads, norm, params in expected:
             optimizer.zero_grad()
             token_loss(model, ids[2 * rank : 2 * rank + 2]).backward()
             for name, param in model.named_parameters():
-                assert _relative(param.grad.full_tensor(), grads[name]) < RELATIVE, (where, name)
+                assert relative_error(param.grad.full_tensor(), grads[name]) < RELATIVE, (where, name)
             got = clip_grad_norm_(model.parameters(), CLIP, meshes)
             assert abs(got.item() / norm.item() - 1) < RELATIVE, where
             optimizer.step()
             for name, param in model.named_parameters():
-                assert _relative(param.detach().full_tensor(), params[name]) < RELATIVE, (where, name)
+                assert relative_error(param.detach().full_tensor(), params[name]) < RELATIVE, (where, name)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -99,12 +87,12 @@ def _wrong_factor_is_seen(folder):
     for module in model.modules():
         if hasattr(module, "set_gradient_divide_factor"):
             module.set_gradient_divide_factor(2.0)
-    ids, rank = _batch(WORLD), dist.get_rank()
+    ids, rank = token_batch(WORLD), dist.get_rank()
     reference = reference_model(folder)
     token_loss(reference, ids).backward()
     token_loss(model, ids[2 * rank : 2 * rank + 2]).backward()
     wanted = dict(reference.named_parameters())
-    errors = [_relative(p.grad.full_tensor(), wanted[n].grad) for n, p in model.named_parameters()]
+    errors = [relative_error(p.grad.full_tensor(), wanted[n].grad) for n, p in model.named_parameters()]
     assert min(errors) > 1e4 * RELATIVE
 
 

@@ -36,7 +36,7 @@ from epfsdp2.rollout.stream import full_tensors
 from epfsdp2.rollout.streams import RolloutSync, SyncSettings
 from tests.parity import families
 from tests.support.engine import sharded_model
-from tests.support.models import VOCAB, reference_model, save_qwen3_moe
+from tests.support.models import VOCAB, adam, reference_model, relative_error, save_qwen3_moe, token_batch
 from tests.support.ppo import ppo_batch, ppo_samples, ppo_worker
 from tests.support.ranks import run_ranks
 
@@ -115,25 +115,13 @@ def _logits(model, ids):
     return model(input_ids=ids, use_cache=False).logits
 
 
-def _adam(params):
-    return torch.optim.AdamW(params, lr=1e-3, eps=1e-6)
-
-
-def _batch(world):
-    return torch.randint(0, VOCAB, (2 * world, 17), generator=torch.Generator().manual_seed(1))
-
-
-def _relative(value, reference):
-    return ((value - reference).norm() / reference.norm().clamp_min(1e-12)).item()
-
-
 def _whole(param):
     return param.detach().full_tensor()
 
 
 def _two_updates(folder, cases):
     rank, world = dist.get_rank(), dist.get_world_size()
-    ids = _batch(world)
+    ids = token_batch(world)
     mine = slice(2 * rank, 2 * rank + 2)
     expected = None
     for ep, fsdp_size, options in cases:
@@ -143,7 +131,7 @@ def _two_updates(folder, cases):
         base = {n: _whole(p).clone() for n, p in model.named_parameters() if not is_adapter(n)}
         if expected is None:
             expected = _updates(_Reference(folder, {n: _whole(p) for n, p in _adapters(model).items()}), ids)
-        optimizer = build_multi_optimizer(model, _adam)
+        optimizer = build_multi_optimizer(model, adam)
         held = [p for group in optimizer.param_groups for p in group["params"]]
         assert {id(p) for p in held} == {id(p) for p in _adapters(model).values()}
         for logits, grads, norm, params in expected:
@@ -153,18 +141,18 @@ def _two_updates(folder, cases):
             _loss(got, ids[mine]).backward()
             assert all(p.grad is None for n, p in model.named_parameters() if not is_adapter(n)), where
             for name, param in _adapters(model).items():
-                assert _relative(param.grad.full_tensor(), grads[name]) < RELATIVE, (where, name)
+                assert relative_error(param.grad.full_tensor(), grads[name]) < RELATIVE, (where, name)
             got = clip_grad_norm_(model.parameters(), CLIP, meshes)
             assert abs(got.item() / norm.item() - 1) < RELATIVE, where
             optimizer.step()
             for name, param in _adapters(model).items():
-                assert _relative(_whole(param), params[name]) < RELATIVE, (where, name)
+                assert relative_error(_whole(param), params[name]) < RELATIVE, (where, name)
         assert all(torch.equal(_whole(p), base[n]) for n, p in model.named_parameters() if n in base), where
 
 
 def _updates(reference, ids):
     """Log-probs, gradients, norm and adapters of two updates of the plain model."""
-    optimizer = _adam(list(reference.adapters.values()))
+    optimizer = adam(list(reference.adapters.values()))
     expected = []
     for _ in range(2):
         optimizer.zero_grad()
@@ -191,7 +179,7 @@ def test_log_probs_gradients_and_two_updates_equal_the_plain_model(tmp_path):
 
 
 def _begins_as_the_base(folder):
-    ids = _batch(dist.get_world_size())
+    ids = token_batch(dist.get_world_size())
     drawn = None
     for ep in (1, 2, 4):
         model, _, lora = _sharded(folder, ep, seed=7)
@@ -280,7 +268,7 @@ def test_every_stream_hands_over_merged_weights(tmp_path):
 def _saves(folder, out):
     """Two updates, a checkpoint with everything, and one more; a resumed run on another mesh does the same."""
     rank = dist.get_rank()
-    ids = _batch(dist.get_world_size())
+    ids = token_batch(dist.get_world_size())
 
     def update(model, meshes, optimizer):
         optimizer.zero_grad()
@@ -289,7 +277,7 @@ def _saves(folder, out):
         optimizer.step()
 
     model, meshes, _ = _sharded(folder, 2)
-    optimizer = build_multi_optimizer(model, _adam)
+    optimizer = build_multi_optimizer(model, adam)
     for _ in range(2):
         update(model, meshes, optimizer)
     contents = ("model", "optimizer", "hf_model")
@@ -299,7 +287,7 @@ def _saves(folder, out):
 
     for ep, options in ((4, {}), (1, {"expert_shard_dim": 0}), (2, {})):
         resumed, other, _ = _sharded(folder, ep, seed=99, **options)
-        again = build_multi_optimizer(resumed, _adam)
+        again = build_multi_optimizer(resumed, adam)
         load_checkpoint(out / "saved", resumed, again, None, ("model", "optimizer"))
         update(resumed, other, again)
         for (name, a), (_, b) in zip(model.named_parameters(), resumed.named_parameters(), strict=True):
@@ -327,7 +315,7 @@ def _writes_an_adapter(folder, out, changes):
     model, _, lora = _sharded(folder, 2, changes=changes)
     lora.initialize(model, 0, _stirred(model))
     save_checkpoint(out, model, None, None, ("model",), 1, model.config.save_pretrained)
-    ids = _batch(1)
+    ids = token_batch(1)
     with torch.no_grad():
         logits = _logits(model.eval(), ids)
     if dist.get_rank() == 0:
@@ -355,9 +343,9 @@ def test_peft_loads_what_was_saved(tmp_path, changes):
         warnings.simplefilter("error")  # peft warns of keys that it misses, or has no place for
         adapted = PeftModel.from_pretrained(reference_model(folder), out / ADAPTER)
     with torch.no_grad():
-        logits = adapted(input_ids=_batch(1), use_cache=False).logits
+        logits = adapted(input_ids=token_batch(1), use_cache=False).logits
         with adapted.disable_adapter():
-            base = adapted(input_ids=_batch(1), use_cache=False).logits
+            base = adapted(input_ids=token_batch(1), use_cache=False).logits
     torch.testing.assert_close(logits, load_file(out.with_suffix(".logits"))["logits"], rtol=1e-4, atol=1e-5)
     assert not torch.allclose(logits, base, atol=1e-2)
     # What peft saves itself is what we read.
@@ -536,10 +524,12 @@ def _compared(name, folder, meshes):
     logits = families.logits(model, ids[mine])
     families.loss(name, logits, ids[mine]).backward()
     used = {n: p for n, p in _adapters(model).items() if leaves[n].grad is not None and leaves[n].grad.norm() > 1e-7}
-    errors = {n: 1.0 if p.grad is None else _relative(p.grad.full_tensor(), leaves[n].grad) for n, p in used.items()}
+    errors = {
+        n: 1.0 if p.grad is None else relative_error(p.grad.full_tensor(), leaves[n].grad) for n, p in used.items()
+    }
     handed = dict(full_tensors(model, meshes, layer_names(model), 1 << 20))
     return {
-        "logits": _relative(logits.detach(), wanted.detach()[mine]),
+        "logits": relative_error(logits.detach(), wanted.detach()[mine]),
         "gradient": max(errors.values()),
         "of": max(errors, key=errors.get),
         "merged": max((handed[n] - weights[n].detach()).abs().max().item() for n in lora.targets),

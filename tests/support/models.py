@@ -13,7 +13,17 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-__all__ = ["VOCAB", "reference_model", "save_glm4_moe", "save_qwen3_moe", "save_random", "token_loss"]
+__all__ = [
+    "VOCAB",
+    "adam",
+    "reference_model",
+    "relative_error",
+    "save_glm4_moe",
+    "save_qwen3_moe",
+    "save_random",
+    "token_batch",
+    "token_loss",
+]
 
 VOCAB = 96
 
@@ -90,3 +100,17 @@ def token_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """Mean next-token loss of ids ``(B, S)``."""
     logits = model(input_ids=ids, use_cache=False).logits.float()
     return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), ids[:, 1:].reshape(-1))
+
+
+def token_batch(world: int) -> torch.Tensor:
+    """Ids of two rows for each rank, the same everywhere."""
+    return torch.randint(0, VOCAB, (2 * world, 17), generator=torch.Generator().manual_seed(1))
+
+
+def adam(params) -> torch.optim.Optimizer:
+    """With an eps that does not magnify rounding errors of tiny gradients."""
+    return torch.optim.AdamW(params, lr=1e-3, eps=1e-6)
+
+
+def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
+    return ((value - reference).norm() / reference.norm().clamp_min(1e-12)).item()

@@ -77,15 +77,20 @@ def experts_forward(
     """
     runtime: ExpertParallel = getattr(self, _HANDLE)
     weight = {name: _local(p) for name, p in self.named_parameters(recurse=False)}
-    up, down = ("gate_up_proj" if self.has_gate else "up_proj"), "down_proj"
-
-    hidden = hidden_states.to(weight[up].dtype)
+    hidden = hidden_states.to(weight["down_proj"].dtype)
     sent = dispatch(hidden, top_k_index, runtime.num_experts, runtime.group)
     runtime.rows_computed += sent.rows_RD.shape[0]
-    h = _linear(self, sent.rows_RD, up, weight, sent.counts_e)
-    h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
-    out = _linear(self, h, down, weight, sent.counts_e)
+    out = compute(self, weight, sent.rows_RD, sent.counts_e)
     return combine(out, sent, top_k_weights, runtime.group).to(hidden_states.dtype)
+
+
+def compute(
+    module: Any, weight: Mapping[str, torch.Tensor], rows_RD: torch.Tensor, counts_e: torch.Tensor
+) -> torch.Tensor:
+    """What the local experts make of rows grouped by expert, ``(R, D)``."""
+    h = _linear(module, rows_RD, "gate_up_proj" if module.has_gate else "up_proj", weight, counts_e)
+    h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
+    return _linear(module, h, "down_proj", weight, counts_e)
 
 
 def _linear(

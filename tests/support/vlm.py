@@ -113,10 +113,10 @@ def save_vlm(name: str, folder: Path, seed: int = 0) -> Path:
     return save_random(getattr(transformers, f"{kind}ForConditionalGeneration")(config), folder, seed)
 
 
-def plain_vlm(folder: Path) -> Any:
-    """The plain Hugging Face model, float32, its experts computed by its own loop."""
+def plain_vlm(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The plain Hugging Face model, its experts computed by its own loop."""
     return transformers.AutoModelForImageTextToText.from_pretrained(
-        folder, dtype=torch.float32, experts_implementation="eager", attn_implementation="sdpa"
+        folder, dtype=dtype, experts_implementation="eager", attn_implementation="sdpa"
     )
 
 

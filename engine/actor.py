@@ -6,7 +6,6 @@ Thin on purpose. Preparing packed inputs and turning logits into log-probs and e
 
 import contextlib
 import logging
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,7 +29,6 @@ from ..rollout.streams import RolloutSync, SyncSettings
 from . import checkpoint, distillation_shim, separation_shim
 from .adapter_files import read_adapter
 from .agreement import alike, check_agreement, model_facts
-from .background import Background
 from .checkpoint_files import local_checkpoint, open_checkpoint
 from .checkpointing import Checkpointing
 from .clip import ClippedStep
@@ -47,6 +45,7 @@ from .preflight import check_training
 from .preflight_features import check_replay
 from .replay import ReplayError, RouterReplay
 from .router_losses import RouterLosses
+from .saves import Saves
 from .scheduler import build_multi_lr_scheduler
 from .sequence_parallel import SequenceParallel, gather_parts, own_part
 from .shards import is_adapter
@@ -101,8 +100,7 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
             self._is_offload_param = self._is_offload_optimizer = False
         self._routers: RouterLosses | None = None
         self._lora: Lora | None = None
-        self._saved: list[Path] = []
-        self._saves: Background | None = None
+        self._saves = Saves(get_device_name(), self._save_hf_config)
         if not engine_config.forward_only:
             server_adapter.install(engine_config.sync_timeout_seconds)
             separation_shim.install()
@@ -335,18 +333,13 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
             logger.warning(
                 "epfsdp2: nothing is copied to hdfs_path=%s; checkpoints are written to local paths", hdfs_path
             )
-        self._saves_ended()
         contents = self.checkpoint_config.get("save_contents") or ()
         state = (self.module, self.optimizer, self.lr_scheduler)
         snapshot, folder = checkpoint.Snapshot.of(*state, contents, global_step), Path(local_path)
-        if self._saves_in_background(folder):
-            self._saves = self._saves or Background()
-            job = partial(self._save, snapshot.on_host(), folder, max_ckpt_to_keep, self._saves.group)
-            self._saves.start(f"saving {folder}", job)
-            if self._trained_to_the_end(global_step):
-                self._saves.wait()
-        else:
-            self._save(snapshot, folder, max_ckpt_to_keep)
+        in_background = self._saves_in_background(folder)
+        self._saves.save(snapshot, folder, max_ckpt_to_keep, in_background)
+        if in_background and self._trained_to_the_end(global_step):
+            self._saves.wait()
 
     def _trained_to_the_end(self, global_step: int) -> bool:
         """Whether a save at this step is the run's last.
@@ -366,26 +359,8 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
             return False
         return wanted
 
-    def _save(
-        self,
-        snapshot: checkpoint.Snapshot,
-        folder: Path,
-        max_to_keep: int | None,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        """Write it, by the ``group`` of a save in the background or by the default one; collective."""
-        snapshot.write(folder, self._save_hf_config, get_device_name() if group is None else "cpu", group)
-        if group is not None and self.rank == 0:
-            checkpoint.name_as_latest(folder, snapshot.facts["step"])
-        # The oldest goes when the newest is there.
-        self._saved = checkpoint.remove_old([*self._saved, folder], max_to_keep)
-
-    def _saves_ended(self) -> None:
-        if self._saves is not None:
-            self._saves.wait()
-
     def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=True, **kwargs) -> None:
-        self._saves_ended()
+        self._saves.wait()
         contents = set(self.checkpoint_config.get("load_contents") or ())
         # Optimizer state is created where the parameters are.
         self.to(get_device_name(), model=self._is_offload_param, optimizer=False, grad=False)

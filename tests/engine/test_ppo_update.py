@@ -141,7 +141,7 @@ def _waits_for_the_last(folder, out):
     engine.optimizer_config = replace(engine.optimizer_config, total_training_steps=4)
     tracker = out / "latest_checkpointed_iteration.txt"
     may_write = threading.Event()
-    engine._save_hf_config = lambda folder: may_write.wait()  # rank 0 writes it, and all write together
+    engine._saves._save_config = lambda folder: may_write.wait()  # rank 0 writes it, and all write together
     for step in (1, 2):
         if step == 2:
             assert not tracker.exists()

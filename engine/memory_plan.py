@@ -26,15 +26,17 @@ import torch
 from transformers import PretrainedConfig
 
 from .activations import LayerActivations, Traced, trace
+from .experts.find import UnsupportedModelError
 from .matrices import muon_parameters
 from .mesh import Topology
 from .modeling import build_on_meta
 from .parallelize import ShardingOptions
-from .param_groups import EMBEDDINGS, HEAD, GroupSizes, ParamGroup, Unit, units_of
+from .param_groups import EMBEDDINGS, HEAD, GroupSizes, ParamGroup, Unit, frozen_beside_adapters, units_of
 from .placement import check_experts_divide
 
-__all__ = ["Backend", "Batch", "ModelSizes", "Moment", "group_sizes", "moments", "peak"]
+__all__ = ["IMBALANCE", "Backend", "Batch", "ModelSizes", "Moment", "Optimizer", "group_sizes", "moments", "peak"]
 
+IMBALANCE = 1.2  # taken where nothing is known of the routing
 Optimizer = Literal["adamw", "muon"]
 
 
@@ -45,8 +47,10 @@ class ModelSizes:
     Args:
         master: dtype of the parameters that the optimizer steps on.
         whole: bytes that every rank holds whole.
+        outputs: logits of a token; one value, of a critic.
         num_experts: of each experts module.
         matrices: parameters that Muon steps.
+        untraced: why it is not known what autograd keeps of the layers and what they exchange; empty if it is.
     """
 
     name: str
@@ -54,9 +58,10 @@ class ModelSizes:
     traced: Traced
     master: torch.dtype
     whole: int
-    vocabulary: int
+    outputs: int
     num_experts: tuple[int, ...]
     matrices: Collection[str]
+    untraced: str = ""
 
     @classmethod
     def of(
@@ -71,7 +76,24 @@ class ModelSizes:
         Raises:
             UnsupportedModelError: it has no experts that can be dispatched, or can't be traced.
         """
-        model: Any = build_on_meta(auto_class, config, master)
+        sizes = cls.built_by(functools.partial(build_on_meta, auto_class, config), options, master)
+        if sizes.untraced:
+            raise UnsupportedModelError(sizes.untraced)
+        return sizes
+
+    @classmethod
+    def built_by(
+        cls, build: Callable[[torch.dtype], Any], options: ShardingOptions, master: torch.dtype = torch.float32
+    ) -> "ModelSizes":
+        """Of a model as it is before it is sharded, with adapters if it is to have some.
+
+        Args:
+            build: makes it on the meta device, its parameters of a dtype; its config is changed.
+
+        Raises:
+            UnsupportedModelError: it has no experts that can be dispatched.
+        """
+        model = build(master)
         model.tie_weights()  # which going to meta may have undone
         units, whole = units_of(model, options)
         counts = tuple(
@@ -81,11 +103,18 @@ class ModelSizes:
             if group.is_experts
         )
         matrices = frozenset(muon_parameters(model))
+        head = model.get_output_embeddings()
+        outputs = 1 if head is None else head.weight.shape[0]
         if options.param_dtype != master:
-            model = build_on_meta(auto_class, config, options.param_dtype)
-        traced = trace(model, options.expert_plan)
-        vocabulary = model.config.get_text_config().vocab_size
-        return cls(type(model).__name__, tuple(units), traced, master, whole, vocabulary, counts, matrices)
+            model = build(options.param_dtype)
+        for name in frozen_beside_adapters(model):
+            model.get_parameter(name).requires_grad_(False)
+        traced, untraced = Traced({}, 0.0), ""
+        try:
+            traced = trace(model, options.expert_plan)
+        except UnsupportedModelError as error:
+            untraced = str(error)
+        return cls(type(model).__name__, tuple(units), traced, master, whole, outputs, counts, matrices, untraced)
 
     def check(self, topology: Topology) -> None:
         """
@@ -116,11 +145,13 @@ class Batch:
         tokens: of a micro-batch, on one rank.
         micro_batches: whose gradients are added up.
         imbalance: rows that the busiest rank's experts get, over the mean.
+        sp: ranks that share a micro-batch of ``sp`` times as many tokens.
     """
 
     tokens: int
     micro_batches: int = 1
     imbalance: float = 1.0
+    sp: int = 1
 
 
 @dataclass(frozen=True)
@@ -165,10 +196,13 @@ def moments(
     topology: Topology,
     options: ShardingOptions,
     batch: Batch,
-    optimizer: Optimizer = "adamw",
+    optimizer: Optimizer | None = "adamw",
     backend: Backend = Backend(),
 ) -> Iterator[Moment]:
     """What a step needs at each moment that may be its peak.
+
+    Args:
+        optimizer: None for one whose states are not known; they are not counted then.
 
     Raises:
         SettingError: the mesh would split an expert, or an explicit shard dim does not divide.
@@ -176,8 +210,8 @@ def moments(
     sizes.check(topology)
     step = _Step(sizes, topology, options, batch, backend)
     on_host = options.cpu_offload
-    shards = step.shards()
-    parameters = 0 if on_host else sizes.whole + sum(shards)
+    shards = step.trained_shards()
+    parameters = 0 if on_host else sizes.whole + sum(step.shards())
     states = 0 if on_host else sum(_states(sizes, topology, options, optimizer))
     for i, unit in enumerate(sizes.units):
         done = sum(shards) if batch.micro_batches > 1 else sum(shards[i + 1 :])
@@ -185,8 +219,11 @@ def moments(
             logits = step.logits() if unit.name == HEAD and gradients else 0
             held = done if gradients and not on_host else sum(shards) if batch.micro_batches > 1 and not on_host else 0
             yield Moment(f"{unit.name}, {when}", parameters, held, states, buffers, step.activations(i), logits)
+    if sizes.units[-1].name != HEAD:  # the root has it
+        held = sum(shards) if batch.micro_batches > 1 and not on_host else 0
+        yield Moment("logits", parameters, held, states, step.stays[-1], step.all_activations(), step.logits())
     if not on_host:
-        temporary = max(_by_kind(sizes, step.shard)) if backend.foreach else 0
+        temporary = max(_by_kind(sizes, step.trained_shard)) if backend.foreach else 0
         yield Moment("optimizer", parameters, sum(shards), states, temporary)
 
 
@@ -204,9 +241,16 @@ class _Step:
     def shard(self, group: ParamGroup) -> int:
         return self.of_group[id(group)].local * self.sizes.master.itemsize
 
+    def trained_shard(self, group: ParamGroup) -> int:
+        return self.of_group[id(group)].trained * self.sizes.master.itemsize
+
     def shards(self) -> list[int]:
         """Bytes of a rank's parameters, by unit."""
         return [sum(map(self.shard, unit.groups)) for unit in self.sizes.units]
+
+    def trained_shards(self) -> list[int]:
+        """Of those, what has gradients."""
+        return [sum(map(self.trained_shard, unit.groups)) for unit in self.sizes.units]
 
     def gathered(self, group: ParamGroup) -> int:
         return self.of_group[id(group)].full * group.compute.itemsize
@@ -235,13 +279,13 @@ class _Step:
         if main.gathered_again:
             yield "gathering in backward", True, kept + gathering
         read = 0 if main.freed and not main.gathered_again else weights
-        packed = size.full * reduce
+        gradients, packed = size.reduced * compute, size.reduced * reduce
         last = size.last * compute
         copied = packed if self.backend.copies or size.ranks == 1 else 0
-        cast = self.shard(main) if self.sizes.master != self.options.reduce_dtype else 0
-        yield "gradients", True, kept + read + weights
-        yield "packing gradients", True, kept + weights + (last if size.moved else 0) + packed
-        yield "reducing gradients", True, kept + packed + copied + size.local * reduce + cast + last
+        cast = self.trained_shard(main) if self.sizes.master != self.options.reduce_dtype else 0
+        yield "gradients", True, kept + read + gradients
+        yield "packing gradients", True, kept + gradients + (last if size.moved else 0) + packed
+        yield "reducing gradients", True, kept + packed + copied + size.trained * reduce + cast + last
 
     def activations(self, i: int) -> int:
         """Kept of the layers up to a unit, and all of the unit's own."""
@@ -252,30 +296,52 @@ class _Step:
             per_token += self.sizes.traced.outside
         return int(per_token * self.batch.tokens)
 
+    def all_activations(self) -> int:
+        """Kept of all layers."""
+        return int((self.kept[-1] + self.sizes.traced.outside) * self.batch.tokens)
+
     def _kept(self, layer: LayerActivations) -> float:
         if self.options.checkpointing == "full":
             return 0 if self.options.activation_offload else layer.input
         if self.options.checkpointing == "selective":
-            return layer.selective + layer.experts * self.batch.imbalance
-        return layer.dense + layer.experts * self.batch.imbalance
+            return layer.selective + self._experts(layer)
+        return layer.dense + self._by_sequences(layer) + self._experts(layer)
+
+    def _experts(self, layer: LayerActivations) -> float:
+        return (layer.experts - (layer.sent if self.topology.ep == 1 else 0)) * self.batch.imbalance
+
+    def _by_sequences(self, layer: LayerActivations) -> float:
+        """With ``sp``, kept besides: what comes back from attention, and keys and values that several ranks have."""
+        if self.batch.sp == 1:
+            return 0
+        at = layer.attention
+        repeated = (at.key + at.value) * (at.copies(self.batch.sp) - 1)
+        return (at.output + repeated) * self.options.param_dtype.itemsize
 
     def _working(self, layer: LayerActivations) -> float:
-        experts = layer.experts * self.batch.imbalance
+        experts = self._experts(layer)
         if self.options.checkpointing == "selective":
-            return layer.selective + layer.recomputed + experts
-        return layer.dense + experts + (layer.input if self.options.checkpointing == "full" else 0)
+            return layer.selective + layer.recomputed + self._by_sequences(layer) + experts
+        kept = layer.input if self.options.checkpointing == "full" else 0
+        return layer.dense + self._by_sequences(layer) + experts + kept
 
     def logits(self) -> int:
         """The logits and their gradient in the dtype of the forward, and their softmax in float32."""
+        if self.options.head_in_root:  # fused cross-entropy holds none
+            return 0
         width = 2 * self.options.param_dtype.itemsize + 4
-        return self.batch.tokens * self.sizes.vocabulary * width
+        return self.batch.tokens * self.sizes.outputs * width
 
 
-def _states(sizes: ModelSizes, topology: Topology, options: ShardingOptions, optimizer: Optimizer) -> Iterator[int]:
+def _states(
+    sizes: ModelSizes, topology: Topology, options: ShardingOptions, optimizer: Optimizer | None
+) -> Iterator[int]:
     """AdamW has two moments; Muon one for what it steps, and AdamW's two for the rest."""
+    if optimizer is None:
+        return
     for unit in sizes.units:
         for group in unit.groups:
-            for name in group.shapes:
+            for name in group.shapes.keys() - group.frozen:
                 number = 1 if optimizer == "muon" and name in sizes.matrices else 2
                 local = group.local_of(name, topology, options.expert_shard_dim)
                 yield number * local * sizes.master.itemsize

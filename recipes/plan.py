@@ -25,8 +25,9 @@ from ..engine.experts.find import UnsupportedModelError
 from ..engine.memory_plan import Batch, ModelSizes, Moment, group_sizes, peak
 from ..engine.mesh import Topology, divisors
 from ..engine.parallelize import ShardingOptions
+from ..engine.step_traffic import Collective, collectives
 from .cards import CARDS, config_of
-from .roofline import Cluster, Collective, Roofline, collectives, roofline
+from .roofline import Cluster, Roofline, roofline, seconds
 
 __all__ = ["Choice", "choices", "main", "parse", "recommended", "smallest"]
 
@@ -130,14 +131,15 @@ def _topologies(request: Request, world: int) -> Iterator[Topology]:
 def _choice(request: Request, cluster: Cluster, topology: Topology, sp: int) -> Choice:
     sizes, options = request.sizes, request.options
     # The ranks of a sequence share its micro-batch, so each has as many more of them.
-    batch = replace(request.batch, tokens=request.batch.tokens // sp, micro_batches=request.batch.micro_batches * sp)
+    given = request.batch
+    batch = replace(given, tokens=given.tokens // sp, micro_batches=given.micro_batches * sp, sp=sp)
     length = request.batch.tokens // request.sequences
     return Choice(
         topology,
         sp,
         peak(sizes, topology, options, batch, request.optimizer),
-        tuple(collectives(sizes, topology, options, batch, sp)),
-        roofline(sizes, topology, options, batch, cluster, length, sp),
+        tuple(collectives(sizes, topology, options, batch)),
+        roofline(sizes, topology, options, batch, cluster, length),
         _sync(sizes, topology, options, cluster),
         cluster.gib * (1 - request.margin),
         request.reserve,
@@ -148,7 +150,7 @@ def _sync(sizes: ModelSizes, topology: Topology, options: ShardingOptions, clust
     """Seconds of the full stream: every rank receives what it does not hold (``plan_sync`` has the others)."""
     itemsize = options.param_dtype.itemsize
     whole = sum(size.full for _, _, size in group_sizes(sizes, Topology.plan(1, 1))) * itemsize
-    return Collective("all-gather", topology.fsdp, 1, 1, whole).seconds(cluster)
+    return seconds(Collective("all-gather", topology.fsdp, 1, 1, whole), cluster)
 
 
 def recommended(found: Sequence[Choice]) -> Choice | None:

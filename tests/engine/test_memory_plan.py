@@ -17,7 +17,7 @@ from epfsdp2.engine.memory_plan import Batch, ModelSizes, moments, peak
 from epfsdp2.engine.mesh import Topology, divisors
 from epfsdp2.engine.modeling import build_on_meta
 from epfsdp2.engine.parallelize import ShardingOptions
-from epfsdp2.recipes.roofline import collectives
+from epfsdp2.engine.step_traffic import collectives
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, save_glm4_moe, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks

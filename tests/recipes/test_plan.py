@@ -8,9 +8,10 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.mesh import Topology
 from epfsdp2.engine.placement import check_experts_divide
+from epfsdp2.engine.step_traffic import Collective
 from epfsdp2.recipes.cards import CARDS, config_of
 from epfsdp2.recipes.plan import choices, main, parse, recommended, request_of
-from epfsdp2.recipes.roofline import Cluster, Collective
+from epfsdp2.recipes.roofline import Cluster, seconds
 
 QWEN = ["--model", "Qwen3-30B-A3B", "--nodes", "2"]
 
@@ -136,10 +137,10 @@ def test_the_help_names_the_settings(capsys):
 def test_seconds_of_a_collective_by_hand():
     cluster = Cluster(nodes=2, gpus=8, inside=100, between=10)
     inside = Collective("all-gather dense", ranks=8, stride=1, calls=1, nbytes=80 * 10**9)
-    assert inside.wire == 70e9 and inside.seconds(cluster) == pytest.approx(0.7)
+    assert inside.wire == 70e9 and seconds(inside, cluster) == pytest.approx(0.7)
     across = Collective("all-gather experts", ranks=2, stride=8, calls=1, nbytes=80 * 10**9)
-    assert across.seconds(cluster) == pytest.approx(4.0)
+    assert seconds(across, cluster) == pytest.approx(4.0)
     both = Collective("all-gather dense", ranks=16, stride=1, calls=1, nbytes=80 * 10**9)
-    assert both.seconds(cluster) == pytest.approx(0.7)  # each interface takes an eighth of the other node's half
+    assert seconds(both, cluster) == pytest.approx(0.7)  # each interface takes an eighth of the other node's half
     tokens = Collective("all-to-all tokens", ranks=16, stride=1, calls=1, nbytes=16 * 10**9)
-    assert tokens.seconds(cluster) == pytest.approx(0.8)
+    assert seconds(tokens, cluster) == pytest.approx(0.8)

@@ -334,7 +334,7 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
 
     def _say_what_was_needed(self, plan: RunPlan) -> None:
         """At the end of the run, which verl does not tell: its workers are killed."""
-        figures = torch.tensor([*plan.metrics().values()], device=get_device_id())
+        figures = torch.tensor([*plan.metrics().values()], device=get_device_id())  # GiB
         dist.all_reduce(figures, op=dist.ReduceOp.MAX)
         if self.rank == 0:
             print(f"[epfsdp2] {plan.outcome(*(figures * 2**30).tolist())}", flush=True)

@@ -33,6 +33,7 @@ from .modeling import build_on_meta
 from .parallelize import ShardingOptions
 from .param_groups import EMBEDDINGS, HEAD, GroupSizes, ParamGroup, Unit, frozen_beside_adapters, units_of
 from .placement import check_experts_divide
+from .sequence_parallel import heads_to_split
 
 __all__ = ["IMBALANCE", "Backend", "Batch", "ModelSizes", "Moment", "Optimizer", "group_sizes", "moments", "peak"]
 
@@ -50,6 +51,8 @@ class ModelSizes:
         outputs: logits of a token; one value, of a critic.
         num_experts: of each experts module.
         matrices: parameters that Muon steps.
+        heads: that the ranks which share a row have to divide; 1 where no row can be shared.
+        unshared: why none can; empty if they can.
         untraced: why it is not known what autograd keeps of the layers and what they exchange; empty if it is.
     """
 
@@ -61,6 +64,8 @@ class ModelSizes:
     outputs: int
     num_experts: tuple[int, ...]
     matrices: Collection[str]
+    heads: int
+    unshared: str = ""
     untraced: str = ""
 
     @classmethod
@@ -103,6 +108,11 @@ class ModelSizes:
             if group.is_experts
         )
         matrices = frozenset(muon_parameters(model))
+        heads, unshared = 1, ""
+        try:
+            heads = heads_to_split(model)
+        except UnsupportedModelError as error:
+            unshared = str(error)
         head = model.get_output_embeddings()
         outputs = 1 if head is None else head.weight.shape[0]
         if options.param_dtype != master:
@@ -114,7 +124,8 @@ class ModelSizes:
             traced = trace(model, options.expert_plan)
         except UnsupportedModelError as error:
             untraced = str(error)
-        return cls(type(model).__name__, tuple(units), traced, master, whole, outputs, counts, matrices, untraced)
+        known = (traced, master, whole, outputs, counts, matrices, heads, unshared, untraced)
+        return cls(type(model).__name__, tuple(units), *known)
 
     def check(self, topology: Topology) -> None:
         """
@@ -156,10 +167,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class Backend:
-    """``copies``: gloo copies what it sends. ``foreach``: the optimizer steps many parameters at a time."""
+    """``copies``: gloo copies what it sends. ``foreach``: the optimizer steps many parameters at a time, which it does
+    where it has no fused kernel (``optimizer.py``)."""
 
     copies: bool = False
-    foreach: bool = True
+    foreach: bool = False
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,23 @@ from .parallelize import ShardingOptions
 from .plan_text import in_words, size_in_words
 from .step_traffic import collectives
 
-__all__ = ["RunPlan", "configured_batch", "options_of_recipe", "plan_of_run"]
+__all__ = ["RECIPE_DEFAULTS", "RunPlan", "configured_batch", "options_of_recipe", "plan_of_run"]
 
 logger = logging.getLogger("epfsdp2")
 
 _ASSUMED_TOKENS = 1024
 _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _ADAM = ("Adam", "AdamW")
+RECIPE_DEFAULTS = {
+    "checkpointing": "full",
+    "prefetch-depth": 1,
+    "expert-shard-dim": "auto",
+    "model-dtype": "fp32",
+    "dtype": "bf16",
+    "reduce-dtype": "fp32",
+    "optimizer": "adamw",
+}
+"""Of ``options_of_recipe``, what ``recipes.plan`` takes where it is not told."""
 
 
 @dataclass
@@ -130,7 +140,7 @@ def plan_of_run(
             topology,
             options,
             optimizer=_known(optimizer),
-            backend=Backend(copies=device == "cpu", foreach=device != "cpu"),
+            backend=Backend(copies=device == "cpu", foreach=_steps_many(optimizer, device)),
             batch=configured_batch(engine, topology),
             uncounted=tuple(_uncounted(engine, model, optimizer, sizes)),
             command=_command(engine, model, optimizer, topology, options, memory, device),
@@ -162,6 +172,12 @@ def configured_batch(engine: Any, topology: Topology) -> Batch | None:
     return None
 
 
+def _steps_many(optimizer: Any, device: str) -> bool:
+    """Whether AdamW takes torch's foreach kernels: by choice, or for want of a fused one."""
+    chosen = setting_of(optimizer, "override_optimizer_config") or {}
+    return bool(chosen.get("foreach", device not in ("cpu", "cuda") and not chosen.get("fused")))
+
+
 def _known(optimizer: Any) -> Optimizer | None:
     if wants_muon(optimizer):
         return "muon"
@@ -174,6 +190,8 @@ def _uncounted(engine: Any, model: Any, optimizer: Any, sizes: ModelSizes) -> li
         found.append(f"activations, and rows to and from experts ({sizes.untraced.rstrip('.')})")
     if _known(optimizer) is None:
         found.append(f"states of {setting_of(optimizer, 'optimizer')}")
+    if _known(optimizer) == "muon":
+        found.append("matrices while Muon orthogonalises them")
     if engine.use_no_sync_for_gradient_accumulation:
         found.append("gradients that wait to be reduced (engine.use_no_sync_for_gradient_accumulation)")
     if hasattr(model.hf_config, "vision_config"):
@@ -209,12 +227,14 @@ def _command(
 ) -> str:
     sp = engine.ulysses_sequence_parallel_size
     batch = configured_batch(engine, topology) or Batch(_ASSUMED_TOKENS, sp=sp)
-    gpus = min(int(os.environ.get("RAY_LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 0), topology.world)
-    gpus = gpus if gpus and topology.world % gpus == 0 else topology.world
+    gpus = int(os.environ.get("RAY_LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or topology.world)
+    gpus = gpus if topology.world % gpus == 0 else topology.world
     total = memory.mem_get_info()[1] / 2**30
     where = {"nodes": topology.world // gpus, "gpus": gpus, "gib": f"{total / (gpus if device == 'cpu' else 1):.0f}"}
     what = {"tokens": batch.tokens * sp, "micro-batches": -(-batch.micro_batches // sp)}
     words = ["python", "-m", "epfsdp2.recipes.plan", "--model", str(Path(model.local_path))]
-    for name, value in {**where, **what, **options_of_recipe(engine, optimizer, options)}.items():
+    given = options_of_recipe(engine, optimizer, options)
+    changed = {name: value for name, value in given.items() if RECIPE_DEFAULTS.get(name) != value}
+    for name, value in {**where, **what, **changed}.items():
         words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     return shlex.join(words)

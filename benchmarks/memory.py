@@ -183,7 +183,7 @@ def measure(folder: Path, row: Row, out: Path) -> None:
             positions = torch.arange(row.tokens * row.sp)[None]
             with record_function(step):
                 logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-                loss = logits.square().mean() if row.critic else cross_entropy(logits[0, :-1], ids[0, 1:])
+                loss = (logits * logits).mean() if row.critic else cross_entropy(logits[0, :-1], ids[0, 1:])
                 loss.backward()
                 del logits, loss
                 clip_grad_norm_(model.parameters(), 1.0, meshes)

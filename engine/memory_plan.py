@@ -7,14 +7,16 @@ gathers are under way.
 
 - gathering, in forward and backward: a buffer of X for this unit and each ahead; the weights copied out of it, X; and a
   copy of these, X, if they are cut along another dim than the first;
+- computing forward: the buffers, which FSDP lets go of at the next unit, and the weights, X;
 - computing gradients: the buffers ahead, the weights, X, and their gradients, X;
 - packing gradients to be reduced: the buffers ahead; X of gradients (copied, and the last parameter's own, if they are
   cut along another dim than the first), and X packed;
 - reducing: the buffers ahead; X packed; X that gloo copies; the rank's shard of the sum; the last parameter's gradient.
 
-In backward the gradients of the units that are done are there too, and what is kept for those to come. Where no other
-rank shares a group nothing is gathered. What is not freed after the forward stays until the backward, and is not
-gathered again. With several micro-batches all gradients are there from the second on.
+In backward the gradients of the units that are done are there too, and what is kept for those to come. What experts
+keep is there from when they are gathered, in forward or to be computed again, until their gradients are packed. Where
+no other rank shares a group nothing is gathered. What is not freed after the forward stays until the backward, and is
+not gathered again. With several micro-batches all gradients are there from the second on.
 """
 
 import functools
@@ -124,8 +126,19 @@ class ModelSizes:
             traced = trace(model, options.expert_plan)
         except UnsupportedModelError as error:
             untraced = str(error)
-        known = (traced, master, whole, outputs, counts, matrices, heads, unshared, untraced)
-        return cls(type(model).__name__, tuple(units), *known)
+        return cls(
+            name=type(model).__name__,
+            units=tuple(units),
+            traced=traced,
+            master=master,
+            whole=whole,
+            outputs=outputs,
+            num_experts=counts,
+            matrices=matrices,
+            heads=heads,
+            unshared=unshared,
+            untraced=untraced,
+        )
 
     def check(self, topology: Topology) -> None:
         """
@@ -227,10 +240,10 @@ def moments(
     states = 0 if on_host else sum(_states(sizes, topology, options, optimizer))
     for i, unit in enumerate(sizes.units):
         done = sum(shards) if batch.micro_batches > 1 else sum(shards[i + 1 :])
-        for when, gradients, buffers in step.of_unit(i):
+        for when, gradients, buffers, kept in step.of_unit(i):
             logits = step.logits() if unit.name == HEAD and gradients else 0
             held = done if gradients and not on_host else sum(shards) if batch.micro_batches > 1 and not on_host else 0
-            yield Moment(f"{unit.name}, {when}", parameters, held, states, buffers, step.activations(i), logits)
+            yield Moment(f"{unit.name}, {when}", parameters, held, states, buffers, kept, logits)
     if sizes.units[-1].name != HEAD:  # the root has it
         held = sum(shards) if batch.micro_batches > 1 and not on_host else 0
         yield Moment("logits", parameters, held, states, step.stays[-1], step.all_activations(), step.logits())
@@ -272,8 +285,8 @@ class _Step:
         groups = [group for unit in units for group in unit.groups if forward or group.gathered_again]
         return sum(self.gathered(group) for group in groups if self.of_group[id(group)].ranks > 1)
 
-    def of_unit(self, i: int) -> Iterator[tuple[str, bool, int]]:
-        """When, whether it is in backward, and the bytes of weights and buffers."""
+    def of_unit(self, i: int) -> Iterator[tuple[str, bool, int, int]]:
+        """When, whether it is in backward, the bytes of weights and buffers, and those of activations."""
         units, depth = self.sizes.units, self.options.prefetch_depth
         unit = units[i]
         main = max(unit.groups, key=self.gathered)
@@ -284,26 +297,37 @@ class _Step:
         gathering = (weights if size.ranks > 1 else 0) + weights + size.moved * compute
 
         ahead = self.ahead(list(units[i + 1 : i + 1 + depth]), forward=True)
-        yield "forward", False, stays + others + ahead + gathering
+        held = stays + others + ahead + gathering
+        yield "gathering in forward", False, held, self.activations(i, None, experts=not main.is_experts)
+        yield "forward", False, held - size.moved * compute, self.activations(i, None, experts=True)
 
         before = [u for u in units[max(i - depth, 0) : i] if u.name != EMBEDDINGS]
         kept = stays + others + self.ahead(before, forward=False)
         if main.gathered_again:
-            yield "gathering in backward", True, kept + gathering
+            computed = self.options.checkpointing == "full" and main.is_experts
+            yield "gathering in backward", True, kept + gathering, self.activations(i, main, experts=not computed)
         read = 0 if main.freed and not main.gathered_again else weights
         gradients, packed = size.reduced * compute, size.reduced * reduce
         last = size.last * compute
         copied = packed if self.backend.copies or size.ranks == 1 else 0
         cast = self.trained_shard(main) if self.sizes.master != self.options.reduce_dtype else 0
-        yield "gradients", True, kept + read + gradients
-        yield "packing gradients", True, kept + gradients + (last if size.moved else 0) + packed
-        yield "reducing gradients", True, kept + packed + copied + size.trained * reduce + cast + last
+        yield "gradients", True, kept + read + gradients, self.activations(i, main, experts=True)
+        left = self.activations(i, main, experts=not main.is_experts)
+        yield "packing gradients", True, kept + gradients + (last if size.moved else 0) + packed, left
+        yield "reducing gradients", True, kept + packed + copied + size.trained * reduce + cast + last, left
 
-    def activations(self, i: int) -> int:
-        """Kept of the layers up to a unit, and all of the unit's own."""
+    def activations(self, i: int, group: ParamGroup | None, experts: bool) -> int:
+        """Kept of the layers up to a unit, and of the unit's own when a group of it has its backward; None in forward.
+
+        Args:
+            experts: whether what they keep is there.
+        """
         name = self.sizes.units[i].name
         layer = self.sizes.traced.layers.get(name)
-        per_token = self.kept[i] + (self._working(layer) if layer else 0)
+        per_token = self.kept[i]
+        if layer is not None:
+            per_token += self._working(layer, beside_experts=group is not None and group.is_experts)
+            per_token += self._experts(layer) if experts else 0
         if layer or name == HEAD:
             per_token += self.sizes.traced.outside
         return int(per_token * self.batch.tokens)
@@ -330,12 +354,13 @@ class _Step:
         repeated = (at.key + at.value) * (at.copies(self.batch.sp) - 1)
         return (at.output + repeated) * self.options.param_dtype.itemsize
 
-    def _working(self, layer: LayerActivations) -> float:
-        experts = self._experts(layer)
+    def _working(self, layer: LayerActivations, beside_experts: bool) -> float:
+        """Of the layer that computes, but for what its experts keep; beside these no other part is computed again."""
         if self.options.checkpointing == "selective":
-            return layer.selective + layer.recomputed + self._by_sequences(layer) + experts
+            recomputed = 0 if beside_experts else layer.recomputed + self._by_sequences(layer)
+            return layer.selective + recomputed
         kept = layer.input if self.options.checkpointing == "full" else 0
-        return layer.dense + self._by_sequences(layer) + experts + kept
+        return layer.dense + self._by_sequences(layer) + kept
 
     def logits(self) -> int:
         """The logits and their gradient in the dtype of the forward, and their softmax in float32."""

@@ -54,7 +54,7 @@ def test_one_case_by_hand():
     dense = attention + 8 * 32 + 2 * 32 + 2 * 8
     layer = (experts + dense) // 4
     shard = 4 * (2 * layer + 2 * 64 * 32 // 4 + 32 // 4)
-    last = found["model.layers.1, forward"]
+    last = found["model.layers.1, gathering in forward"]
     assert last.parameters == shard and last.optimizer == 2 * shard
     held = experts // 2  # of a rank, its two shards put together
     # The final norm, and this layer: a buffer of its experts, the weights, and these put together along dim 1; the head
@@ -282,7 +282,7 @@ def test_what_is_frozen_beside_adapters_has_neither_gradients_nor_states():
     experts = 8 * ((32 + 96) + (48 + 32))
     # FSDP pads A [4, in] to 4 rows for 4 ranks: nothing to pad.
     assert last.gradients == 4 * 2 * 4 * (linears + experts) // 4
-    assert last.optimizer == 2 * last.gradients and last.parameters > 10 * last.gradients
+    assert last.optimizer == 2 * last.gradients and last.parameters > 6 * last.gradients
 
 
 def test_lean_experts_keep_rows_and_the_first_product():

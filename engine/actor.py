@@ -328,16 +328,11 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
 
     def lr_scheduler_step(self):
         rate = super().lr_scheduler_step()
-        if self._plan is not None and self.lr_scheduler.last_epoch == self.optimizer_config.total_training_steps:
-            self._say_what_was_needed(self._plan)
+        # The end of the run, as far as an engine is told: verl kills its workers.
+        ended = self.lr_scheduler.last_epoch == self.optimizer_config.total_training_steps
+        if ended and self._plan is not None and self.rank == 0:
+            print(f"[epfsdp2] {self._plan.outcome()}", flush=True)
         return rate
-
-    def _say_what_was_needed(self, plan: RunPlan) -> None:
-        """At the end of the run, which verl does not tell: its workers are killed."""
-        figures = torch.tensor([*plan.metrics().values()], device=get_device_id())  # GiB
-        dist.all_reduce(figures, op=dist.ReduceOp.MAX)
-        if self.rank == 0:
-            print(f"[epfsdp2] {plan.outcome(*(figures * 2**30).tolist())}", flush=True)
 
     def optimizer_step(self) -> float:
         """Clip and step; a norm that is not finite skips the step, on all ranks alike.

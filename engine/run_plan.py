@@ -103,15 +103,14 @@ class RunPlan:
         planned = self.peak(self._seen).total
         return {"memory_max_planned_gib": planned / 2**30, f"memory_max_{self.what}_gib": self.measured / 2**30}
 
-    def outcome(self, planned: float, measured: float) -> str:
-        """What is said at the end, of the largest of all ranks."""
-        assert self._seen is not None
+    def outcome(self) -> str:
+        """What is said at the end, of this rank."""
+        held = {"allocated": "all tensors of the process", "resident": "pages of the process beyond those at its start"}
+        measured = f"measured {size_in_words(self.measured)} ({held[self.what]}, the most so far)"
+        if self._seen is None:
+            return f"memory: {measured}"
         how = f"{self._seen.micro_batches} micro-batches of at most {self._seen.tokens} tokens"
-        held = {"allocated": "tensors of this process", "resident": "pages of this process beyond those at its start"}
-        return (
-            f"memory of an update ({how}): planned {size_in_words(planned)}; "
-            f"measured {size_in_words(measured)} ({held[self.what]}, the most so far)"
-        )
+        return f"memory of an update ({how}): planned {size_in_words(self.peak(self._seen).total)}; {measured}"
 
 
 def plan_of_run(

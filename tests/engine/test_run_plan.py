@@ -3,16 +3,18 @@
 import contextlib
 import io
 import shlex
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.memory import peak_of
+from epfsdp2.engine.config import EPFSDP2ActorConfig, EPFSDP2EngineConfig
 from epfsdp2.engine.memory_plan import IMBALANCE, Backend, Batch, peak
 from epfsdp2.engine.mesh import Topology
 from epfsdp2.engine.plan_text import in_words
-from epfsdp2.engine.run_plan import RECIPE_DEFAULTS
+from epfsdp2.engine.run_plan import RECIPE_DEFAULTS, configured_batch
 from epfsdp2.engine.step_traffic import collectives
 from epfsdp2.recipes.cards import config_of
 from epfsdp2.recipes.plan import parse, request_of
@@ -88,6 +90,18 @@ def test_an_update_through_verls_worker_holds_what_is_planned(tmp_path):
 
 def test_where_the_settings_dont_say_how_long_sequences_are_an_example_is_planned(tmp_path):
     run_ranks(_example, 2, save_qwen3_moe(tmp_path))
+
+
+def test_the_actors_settings_say_how_large_a_step_may_be():
+    lengths = {"max_prompt_length": 100, "max_response_length": 28}
+    sizes = {"rollout_n": 4, "ppo_mini_batch_size": 32, "ppo_micro_batch_size_per_gpu": 2}
+    engine = EPFSDP2ActorConfig(**sizes, rollout=lengths, engine=EPFSDP2EngineConfig(ulysses_sequence_parallel_size=2))
+    engine = replace(engine.engine, micro_batch_size_per_gpu=2)  # as verl's worker does
+    # 128 sequences; each pair of 8 ranks has 32, 2 at a time of which a rank has half the tokens.
+    assert configured_batch(engine, Topology.plan(8, 4)) == Batch(128, 16, IMBALANCE, 2)
+    dynamic = replace(engine, use_dynamic_bsz=True, max_token_len_per_gpu=1024)
+    assert configured_batch(dynamic, Topology.plan(8, 4)) == Batch(1024, 2, IMBALANCE, 2)
+    assert configured_batch(replace(engine, _longest_sequence=0), Topology.plan(8, 4)) is None
 
 
 def _example(folder):

@@ -3,7 +3,10 @@
     python benchmarks/memory.py [--fast]
 
 Four ranks on a CPU train a tiny Qwen3-MoE in float32. torch's profiler records every allocation and every release of
-the CPU allocator; the peak of the second step is compared with the sum of what has to be there.
+the CPU allocator; the peak of a step is compared with the sum of what has to be there.
+
+What a thread of gloo's lets go of last, the profiler does not see released: a step looks larger by that, never smaller.
+So each wait for a collective is followed by a moment for these threads, and of two steps the lesser peak is taken.
 """
 
 import argparse
@@ -11,8 +14,10 @@ import bisect
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +27,23 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch._C._profiler import _EventType
+from torch.nn.functional import cross_entropy
 from torch.profiler import ProfilerActivity, profile, record_function
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoeForTokenClassification
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.quickstart import machine
 from benchmarks.tables import write_table
 from epfsdp2.engine.clip import clip_grad_norm_
+from epfsdp2.engine.lora import Lora, lora_of
+from epfsdp2.engine.lora_settings import LoraSettings
 from epfsdp2.engine.memory_plan import Backend, Batch, ModelSizes, peak
-from epfsdp2.engine.mesh import Topology, build_meshes
+from epfsdp2.engine.mesh import Topology, build_meshes, build_sequence_mesh
 from epfsdp2.engine.modeling import build_on_meta, materialize
 from epfsdp2.engine.optimizer import build_multi_optimizer
 from epfsdp2.engine.parallelize import ShardingOptions, parallelize
+from epfsdp2.engine.sequence_parallel import SequenceParallel
 from epfsdp2.engine.shards import local_tensor
 from tests.support.ranks import run_ranks
 
@@ -45,12 +54,15 @@ COLUMNS = [
     "reshard",
     "checkpointing",
     "tokens",
+    "besides",
     "measured",
     "predicted",
     "ratio",
     "largest",
 ]
 WORLD, FLOAT = 4, 4
+STEPS = ("step 1", "step 2")  # the first one makes the optimizer's states
+PAUSE = 0.005
 MODEL = {
     "vocab_size": 256,
     "hidden_size": 192,
@@ -77,6 +89,9 @@ class Row:
     depth: int = 1
     reshard: bool = True
     tokens: int = 16
+    sp: int = 1
+    critic: bool = False
+    lora_rank: int = 0
     measured: int = 0
     predicted: int = 0
     largest: int = 0  # single allocation
@@ -88,8 +103,8 @@ class Row:
 
     @property
     def holds(self) -> bool:
-        """Within 10 %; and under expert parallelism nothing as large as a stack of all experts was allocated."""
-        return abs(self.ratio - 1) <= 0.1 and (self.ep == 1 or self.largest < self.stack)
+        """Within 5 %; and under expert parallelism nothing as large as a stack of all experts was allocated."""
+        return abs(self.ratio - 1) <= 0.05 and (self.ep == 1 or self.largest < self.stack)
 
     @property
     def mesh(self) -> str:
@@ -110,6 +125,11 @@ ROWS = [
     Row(2, checkpointing="none"),
     Row(4, checkpointing="none", tokens=1024),
     Row(4, checkpointing="full", tokens=1024),
+    Row(2, checkpointing="selective", tokens=1024),
+    Row(4, checkpointing="none", tokens=512, sp=2),
+    Row(4, checkpointing="none", tokens=512, sp=4),
+    Row(2, checkpointing="full", tokens=512, critic=True),
+    Row(2, checkpointing="full", tokens=512, lora_rank=16),
 ]
 FAST = ROWS[1:4]
 
@@ -117,12 +137,17 @@ FAST = ROWS[1:4]
 def predict(row: Row) -> int:
     """Bytes at the peak, from sizes alone (``engine/memory_plan.py``)."""
     topology, options = Topology.plan(WORLD, row.ep, row.fsdp_size), sharding(row)
-    backend = Backend(copies=True, foreach=False)
-    return peak(_sizes(options), topology, options, Batch(row.tokens), backend=backend).total
+    sizes, batch = ModelSizes.built_by(partial(_build, row), options), Batch(row.tokens, sp=row.sp)
+    return peak(sizes, topology, options, batch, backend=Backend(copies=True)).total
 
 
-def _sizes(options: ShardingOptions) -> ModelSizes:
-    return ModelSizes.of(_Kind, Qwen3MoeConfig(**MODEL, attn_implementation="sdpa"), options)
+def _build(row: Row, dtype: torch.dtype = torch.float32) -> Any:
+    """The row's model on the meta device."""
+    config = Qwen3MoeConfig(**MODEL, num_labels=1, attn_implementation="sdpa")
+    model: Any = build_on_meta(_Critic if row.critic else _Actor, config, dtype)
+    if row.lora_rank:
+        Lora(model, LoraSettings("model", row.lora_rank, row.lora_rank, "all-linear"))
+    return model
 
 
 def sharding(row: Row) -> ShardingOptions:
@@ -136,38 +161,61 @@ def sharding(row: Row) -> ShardingOptions:
 
 
 def measure(folder: Path, row: Row, out: Path) -> None:
-    """Train two steps on this rank; rank 0 writes the largest peak of all ranks in the second, and allocation."""
+    """Train on this rank; rank 0 writes the largest peak of all ranks in a step, and the largest allocation."""
     rank = dist.get_rank()
+    _give_threads_a_moment()
     meshes = build_meshes("cpu", Topology.plan(WORLD, row.ep, row.fsdp_size))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        model = build_on_meta(_Kind, Qwen3MoeConfig(**MODEL, attn_implementation="sdpa"), torch.float32)
+        model = _build(row)
+        if row.sp > 1:
+            SequenceParallel(model, build_sequence_mesh("cpu", WORLD, row.sp).get_group("sp"))
         parallelize(model, meshes, sharding(row))
         materialize(model, "cpu")
         with torch.no_grad():
             for param in model.parameters():
                 local_tensor(param).normal_(std=0.05)
+        if row.lora_rank:
+            lora_of(model).freeze_the_rest(model)
         model.train()
         optimizer = build_multi_optimizer(model, lambda params: torch.optim.AdamW(params, lr=1e-4))
-        for step in range(2):
+        for step in ("step 0", *STEPS):
             ids = torch.randint(0, MODEL["vocab_size"], (1, row.tokens), generator=torch.Generator().manual_seed(rank))
-            with record_function(f"step {step}"):
-                logits = model(input_ids=ids, use_cache=False).logits
-                torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]).backward()
-                del logits
+            positions = torch.arange(row.tokens * row.sp)[None]
+            with record_function(step):
+                logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+                loss = (logits * logits).mean() if row.critic else cross_entropy(logits[0, :-1], ids[0, 1:])
+                loss.backward()
+                del logits, loss
                 clip_grad_norm_(model.parameters(), 1.0, meshes)
                 optimizer.step()
                 optimizer.zero_grad()
-    peak, largest = peak_of(profiler, "step 1")
-    figures = torch.tensor([peak, largest])
+    figures = torch.tensor([peak_of(profiler, step) for step in STEPS]).amin(dim=0)
     dist.all_reduce(figures, op=dist.ReduceOp.MAX)
     if rank == 0:
         out.write_text(json.dumps(figures.tolist()))
 
 
-class _Kind:
+def _give_threads_a_moment() -> None:
+    wait = dist.Work.wait
+
+    def wait_and_a_moment(work: dist.Work, *args: Any, **kwargs: Any) -> bool:
+        done = wait(work, *args, **kwargs)
+        time.sleep(PAUSE)
+        return done
+
+    dist.Work.wait = wait_and_a_moment  # type: ignore[method-assign]
+
+
+class _Actor:
     @staticmethod
     def from_config(config, dtype, trust_remote_code):
         return Qwen3MoeForCausalLM._from_config(config, dtype=dtype)
+
+
+class _Critic:
+    @staticmethod
+    def from_config(config, dtype, trust_remote_code):
+        return Qwen3MoeForTokenClassification._from_config(config, dtype=dtype)
 
 
 def peak_of(profiler: profile, window: str, mapped: Collection[int] = ()) -> tuple[int, int]:
@@ -230,7 +278,10 @@ def run(row: Row) -> Row:
 
 def cells(row: Row) -> list[str]:
     mib = [f"{bytes_ / 2**20:.1f}" for bytes_ in (row.measured, row.predicted)]
-    options = [row.mesh, row.shard_dim, row.depth, row.reshard, row.checkpointing, row.tokens]
+    besides = (
+        [f"sp {row.sp}"] * (row.sp > 1) + ["critic"] * row.critic + [f"LoRA {row.lora_rank}"] * bool(row.lora_rank)
+    )
+    options = [row.mesh, row.shard_dim, row.depth, row.reshard, row.checkpointing, row.tokens, " ".join(besides)]
     return [*map(str, options), *mib, f"{row.ratio:.3f}", f"{row.largest / row.stack:.2f}"]
 
 
@@ -238,7 +289,8 @@ def write(rows: list[Row]) -> None:
     where = machine()
     result = {"machine": where, "model": MODEL, "rows": [{**asdict(row), "ratio": round(row.ratio, 3)} for row in rows]}
     text = [
-        "Four ranks on CPU, float32, AdamW, the second step. MiB on the rank with the largest peak. Predicted:",
+        "Four ranks on CPU, float32, AdamW, the lesser of the second and third step. MiB on the rank with the largest",
+        "peak; tokens are of a rank. Predicted:",
         "`engine/memory_plan.py`, from sizes alone. Largest: the largest single allocation over the stack",
         "`[E, 2I, D]` of a layer's `gate_up_proj`. With `ep` = 1 FSDP gathers whole stacks by design; EP is for that.",
     ]

@@ -39,6 +39,10 @@ class Attention:
     output: int = 0
     key_heads: int = 1
 
+    def copies(self, sp: int) -> int:
+        """How often keys and values are repeated, so that each of ``sp`` ranks has those of its queries."""
+        return math.lcm(self.key_heads, sp) // self.key_heads
+
 
 @dataclass(frozen=True)
 class LayerActivations:
@@ -48,6 +52,7 @@ class LayerActivations:
         input: what goes in, all that full checkpointing keeps.
         dense: kept outside the experts.
         experts: kept by the experts, dispatch and combine included; grows with the rows that a rank is sent.
+        sent: of ``experts``, what is not kept where one rank holds all experts, and nothing is sent.
         selective: of ``dense``, kept under selective checkpointing.
         recomputed: under selective checkpointing, of the part that keeps most while it is computed again.
         rows: that each token becomes when it is dispatched; 0 without experts.
@@ -59,6 +64,7 @@ class LayerActivations:
     experts: float
     selective: float
     recomputed: float
+    sent: float = 0.0
     rows: int = 0
     row_width: int = 0
     attention: Attention = Attention()
@@ -72,8 +78,11 @@ class Traced:
     outside: float
 
 
-def trace(model: Any, expert_plan: Mapping[str, int] | None = None) -> Traced:
+def trace(model: Any, expert_plan: Mapping[str, int] | None = None, lean: bool = False) -> Traced:
     """Run a forward of a model on meta, in the dtype that it computes in; its buffers go to meta.
+
+    Args:
+        lean: the experts keep their rows and what comes out of their first linear, and compute the rest again.
 
     Raises:
         UnsupportedModelError: its code can't run on meta, or its experts compute themselves.
@@ -88,7 +97,7 @@ def trace(model: Any, expert_plan: Mapping[str, int] | None = None) -> Traced:
     model.set_attn_implementation(_TRACED)
     model.set_experts_implementation(_TRACED)
     layers = {name: model.get_submodule(name) for name in layer_names(model)}
-    tape = _Tape(model, layers, experts)
+    tape = _Tape(model, layers, experts, lean)
     ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
     try:
         with torch.enable_grad(), tape.recording(), _OneSequence():
@@ -103,8 +112,8 @@ def trace(model: Any, expert_plan: Mapping[str, int] | None = None) -> Traced:
 class _Tape:
     """Storages that autograd saves, by the layer and the part of it that was running."""
 
-    def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module], experts: Sequence[nn.Module]):
-        self.layers, self.experts = layers, experts
+    def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module], experts: Sequence[nn.Module], lean: bool):
+        self.layers, self.experts, self.lean = layers, experts, lean
         self.parts = units_recomputed(layers.values(), experts, "selective")
         self.seen: dict[int, torch.UntypedStorage] = {}  # held, so that no address comes twice
         self.passed_over = {self._key(p) for p in model.parameters()}
@@ -115,6 +124,7 @@ class _Tape:
         self.inputs: dict[str, int] = {}
         self.part_inputs: dict[str, dict[int, int]] = {}
         self.rows: dict[str, tuple[int, int]] = {}  # number per token, width of one
+        self.sent: dict[str, int] = {}
         self.attention: dict[str, Attention] = {}
 
     def _key(self, tensor: torch.Tensor) -> int:
@@ -207,6 +217,7 @@ class _Tape:
             experts=sum(size for size, _, inside in saved.values() if inside) / _TOKENS,
             selective=sum(kept.values()) / _TOKENS,
             recomputed=max(of_part.values(), default=0) / _TOKENS,
+            sent=self.sent.get(name, 0) / _TOKENS,
             rows=self.rows.get(name, (0, 0))[0],
             row_width=math.prod(self.rows.get(name, (0, 0))),
             attention=self.attention.get(name, Attention()),
@@ -249,20 +260,50 @@ def _note_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor)
 
 def _experts(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
     """As ``experts.compute.experts_forward``, with one expert's weights for all rows."""
-    weight = dict(self.named_parameters(recurse=False))
-    up, down = ("gate_up_proj" if self.has_gate else "up_proj"), "down_proj"
+    down = self.get_parameter("down_proj")
+    sent = dispatch(hidden_states.to(down.dtype), top_k_index, down.shape[0], None)
+    lean = _recording is not None and _recording.lean
     if _recording is not None and _recording.layer is not None:
         _recording.rows[_recording.layer] = (top_k_index.shape[-1], hidden_states.shape[-1])
+        _recording.sent[_recording.layer] = sent.rows_RD.nbytes if lean else 0
+    out = (_compute_lean if lean else _compute)(self, sent.rows_RD)
+    return combine(out, sent, top_k_weights, None).to(hidden_states.dtype)
 
-    def linear(rows: torch.Tensor, name: str) -> torch.Tensor:
-        out = rows @ (weight[name][0] if self.is_transposed else weight[name][0].t())
-        bias = weight.get(f"{name}_bias")
-        return out if bias is None else out + bias[0]
 
-    sent = dispatch(hidden_states.to(weight[up].dtype), top_k_index, weight[up].shape[0], None)
-    h = linear(sent.rows_RD, up)
-    h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
-    return combine(linear(h, down), sent, top_k_weights, None).to(hidden_states.dtype)
+def _compute(module: Any, rows: torch.Tensor) -> torch.Tensor:
+    """As ``experts.compute.compute``: autograd keeps what it likes."""
+    h = _expert_linear(module, rows, "gate_up_proj" if module.has_gate else "up_proj")
+    h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
+    return _expert_linear(module, h, "down_proj")
+
+
+def _compute_lean(module: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Keeps the rows, and what comes out of the first linear."""
+    with torch.no_grad():
+        first = _expert_linear(module, rows, "gate_up_proj" if module.has_gate else "up_proj")
+        out = _compute(module, rows)
+    return _KeptByExperts.apply(rows, first, out)
+
+
+class _KeptByExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, first, out):
+        ctx.save_for_backward(rows, first)
+        return out.clone()
+
+
+def _expert_linear(module: Any, rows: torch.Tensor, name: str) -> torch.Tensor:
+    weight = dict(module.named_parameters(recurse=False))
+
+    def product(rows: torch.Tensor, name: str, is_transposed: bool) -> torch.Tensor:
+        return rows @ (weight[name][0] if is_transposed else weight[name][0].t())
+
+    out = product(rows, name, module.is_transposed)
+    if f"{name}_bias" in weight:
+        out = out + weight[f"{name}_bias"][0]
+    if f"{name}_lora_A" in weight:
+        out = out + product(product(rows, f"{name}_lora_A", False), f"{name}_lora_B", False)
+    return out
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

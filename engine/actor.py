@@ -5,6 +5,7 @@ Thin on purpose. Preparing packed inputs and turning logits into log-probs and e
 """
 
 import contextlib
+import copy
 import logging
 from pathlib import Path
 from typing import Any, cast
@@ -41,10 +42,12 @@ from .mesh import Topology, build_meshes, build_sequence_mesh
 from .modeling import build_on_meta, check_initialized, check_not_quantised, materialize
 from .optimizer import optimizer_from_config
 from .parallelize import ShardingOptions, compute_dtypes, layer_names, parallelize, reshard_all
+from .plan_text import mesh_in_words
 from .preflight import check_training
 from .preflight_features import check_replay
 from .replay import ReplayError, RouterReplay
 from .router_losses import RouterLosses
+from .run_plan import RunPlan, plan_of_run
 from .saves import Saves
 from .scheduler import build_multi_lr_scheduler
 from .sequence_parallel import SequenceParallel, gather_parts, own_part
@@ -65,6 +68,7 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
     _may_be_unused = r"(?!)"  # what a checkpoint may have and the model not, as a pattern (``load_weights``)
     _veomni_handles_position_ids = True  # verl then leaves positions whole, as ``SequenceParallel`` needs them
     _towers: Towers | None = None
+    _plan: RunPlan | None = None
 
     def __init__(self, model_config, engine_config, optimizer_config, checkpoint_config):
         failure = None
@@ -118,10 +122,6 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         self.ulysses_parallel_group = None if mesh is None else mesh.get_group("sp")
         self.ulysses_sequence_parallel_size = sp
         self.use_ulysses_sp = sp > 1
-        if self.rank == 0:
-            t = topology
-            rows = "" if sp == 1 else f" = dp {t.world // sp} x sp {sp}"
-            print(f"[epfsdp2] {t.world} ranks = dp_replicate {t.dp_replicate} x ep_fsdp {t.ep_fsdp} x ep {t.ep}{rows}")
 
     def initialize(self) -> None:
         self._build_model_optimizer()
@@ -140,6 +140,7 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         # verl passes cumulative lengths where the model's forward takes them; the families here read position ids.
         self.pass_packed_cu_seqlens = False
         options = self._sharding_options()
+        self._plan = self._plan_run(options)
         parallelize(module, self.meshes, options)
         materialize(module, get_device_id(), shards="cpu" if self.engine_config.offload_policy else None)
         may_be_unused = "" if self.engine_config.allow_unused_weights else self._may_be_unused
@@ -178,12 +179,8 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
             self.clipped_step = ClippedStep(self.optimizer_config.clip_grad, self.meshes)
 
     def _build_module(self) -> nn.Module:
-        module: Any = build_on_meta(
-            self._auto_class(),
-            self.model_config.hf_config,
-            PrecisionType.to_dtype(self.engine_config.model_dtype),
-            self.model_config.trust_remote_code,
-        )
+        dtype = PrecisionType.to_dtype(self.engine_config.model_dtype)
+        module: Any = self._plain_module(self.model_config.hf_config, dtype)
         fused = self.model_config.fused_kernel_options
         with keeping_its_forward(module):
             apply_monkey_patch(
@@ -203,6 +200,29 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         if not config.forward_only and (aux or z or config.router_metrics):
             self._routers = RouterLosses(module, find_experts(module, config.expert_plan), aux, z)
         return module
+
+    def _plain_module(self, config: Any, dtype: torch.dtype) -> nn.Module:
+        """The model on the meta device, as its family has it."""
+        return build_on_meta(self._auto_class(), config, dtype, self.model_config.trust_remote_code)
+
+    def _module_to_plan(self, dtype: torch.dtype) -> nn.Module:
+        """The same with its adapters, and a config of its own."""
+        module = self._plain_module(copy.deepcopy(self.model_config.hf_config), dtype)
+        lora = LoraSettings.of(self.model_config, "model")
+        if lora is not None:
+            Lora(module, lora, self.engine_config.expert_plan)
+        return module
+
+    def _plan_run(self, options: ShardingOptions) -> RunPlan | None:
+        """Print it; of a role that does not train, the mesh alone."""
+        config, model, topology, plan = self.engine_config, self.model_config, self.meshes.topology, None
+        if not config.forward_only:
+            memory, device, build = get_torch_device(), get_device_name(), self._module_to_plan
+            plan = plan_of_run(config, model, self.optimizer_config, build, topology, options, memory, device)
+        if self.rank == 0:
+            mesh = f"mesh: {mesh_in_words(topology, config.ulysses_sequence_parallel_size)}"
+            print("\n".join(f"[epfsdp2] {line}" for line in (plan.lines() if plan else [mesh])), flush=True)
+        return plan
 
     def _auto_class(self) -> Any:
         return get_hf_auto_model_class(hf_config=self.model_config.hf_config)
@@ -255,10 +275,13 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         return _EvalMode(self, **kwargs)
 
     def train_batch(self, data, loss_function):
+        if self._plan is not None:
+            self._plan.begin_update()
         outputs = super().train_batch(data, loss_function)
         routers = self._routers.metrics() if self._routers is not None else {}
+        planned = self._plan.metrics() if self._plan is not None else {}
         if self.is_mp_src_rank_with_outputs():
-            outputs["metrics"] |= {name: [value] for name, value in routers.items()}
+            outputs["metrics"] |= {name: [value] for name, value in {**routers, **planned}.items()}
             # A list, as verl joins the lists of ranks and mini-batches before it takes the mean.
             outputs["metrics"]["skipped_steps"] = [float(self.clipped_step.skipped)]
             if self.rollout_sync.last_report is not None:  # verl drops what the sync itself returns
@@ -285,6 +308,8 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
 
     def prepare_model_inputs(self, micro_batch):
         inputs, arguments = super().prepare_model_inputs(micro_batch)
+        if self._plan is not None and torch.is_grad_enabled():
+            self._plan.see(inputs["input_ids"].numel())
         if self._towers is not None:
             self._towers.fill(inputs)
         if self._routers is not None:
@@ -298,6 +323,14 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         ids = inputs["input_ids"]
         rows = torch.arange(ids.numel() * self.ulysses_sequence_parallel_size, device=ids.device)
         return own_part(rows < micro_batch["input_ids"].values().shape[0], 0, self.ulysses_parallel_group)
+
+    def lr_scheduler_step(self):
+        rate = super().lr_scheduler_step()
+        # The end of the run, as far as an engine is told: verl kills its workers.
+        ended = self.lr_scheduler.last_epoch == self.optimizer_config.total_training_steps
+        if ended and self._plan is not None and self.rank == 0:
+            print(f"[epfsdp2] {self._plan.outcome()}", flush=True)
+        return rate
 
     def optimizer_step(self) -> float:
         """Clip and step; a norm that is not finite skips the step, on all ranks alike.

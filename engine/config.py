@@ -100,6 +100,9 @@ class EPFSDP2EngineConfig(EngineConfig):
     rollout_sync_verify: int = 2
     sync_megabytes: int = 2048
     sync_timeout_seconds: float = 40.0
+    # What the plan is made for; the actor's settings say it, 0 where nothing does.
+    _sequences_per_update: int = 0
+    _longest_sequence: int = 0
 
     def __post_init__(self):
         super().__post_init__()
@@ -312,6 +315,10 @@ class EPFSDP2ActorConfig(ActorConfig):
     def __post_init__(self):
         super().__post_init__()
         self.engine = _engine_of(self.engine, self.forward_only)
+        lengths = [self.rollout.get(f"max_{part}_length") for part in ("prompt", "response")]
+        if all(lengths):
+            sequences = self.ppo_mini_batch_size * self.rollout_n
+            self.engine = replace(self.engine, _sequences_per_update=sequences, _longest_sequence=sum(lengths))
 
     @property
     def ulysses_sequence_parallel_size(self) -> int:

@@ -7,14 +7,16 @@ gathers are under way.
 
 - gathering, in forward and backward: a buffer of X for this unit and each ahead; the weights copied out of it, X; and a
   copy of these, X, if they are cut along another dim than the first;
+- computing forward: the buffers, which FSDP lets go of at the next unit, and the weights, X;
 - computing gradients: the buffers ahead, the weights, X, and their gradients, X;
 - packing gradients to be reduced: the buffers ahead; X of gradients (copied, and the last parameter's own, if they are
   cut along another dim than the first), and X packed;
 - reducing: the buffers ahead; X packed; X that gloo copies; the rank's shard of the sum; the last parameter's gradient.
 
-In backward the gradients of the units that are done are there too, and what is kept for those to come. Where no other
-rank shares a group nothing is gathered. What is not freed after the forward stays until the backward, and is not
-gathered again. With several micro-batches all gradients are there from the second on.
+In backward the gradients of the units that are done are there too, and what is kept for those to come. What experts
+keep is there from when they are gathered, in forward or to be computed again, until their gradients are packed. Where
+no other rank shares a group nothing is gathered. What is not freed after the forward stays until the backward, and is
+not gathered again. With several micro-batches all gradients are there from the second on.
 """
 
 import functools
@@ -26,15 +28,18 @@ import torch
 from transformers import PretrainedConfig
 
 from .activations import LayerActivations, Traced, trace
+from .experts.find import UnsupportedModelError
 from .matrices import muon_parameters
 from .mesh import Topology
 from .modeling import build_on_meta
 from .parallelize import ShardingOptions
-from .param_groups import EMBEDDINGS, HEAD, GroupSizes, ParamGroup, Unit, units_of
+from .param_groups import EMBEDDINGS, HEAD, GroupSizes, ParamGroup, Unit, frozen_beside_adapters, units_of
 from .placement import check_experts_divide
+from .sequence_parallel import heads_to_split
 
-__all__ = ["Backend", "Batch", "ModelSizes", "Moment", "group_sizes", "moments", "peak"]
+__all__ = ["IMBALANCE", "Backend", "Batch", "ModelSizes", "Moment", "Optimizer", "group_sizes", "moments", "peak"]
 
+IMBALANCE = 1.2  # taken where nothing is known of the routing
 Optimizer = Literal["adamw", "muon"]
 
 
@@ -45,8 +50,12 @@ class ModelSizes:
     Args:
         master: dtype of the parameters that the optimizer steps on.
         whole: bytes that every rank holds whole.
+        outputs: logits of a token; one value, of a critic.
         num_experts: of each experts module.
         matrices: parameters that Muon steps.
+        heads: that the ranks which share a row have to divide; 1 where no row can be shared.
+        unshared: why none can; empty if they can.
+        untraced: why it is not known what autograd keeps of the layers and what they exchange; empty if it is.
     """
 
     name: str
@@ -54,9 +63,12 @@ class ModelSizes:
     traced: Traced
     master: torch.dtype
     whole: int
-    vocabulary: int
+    outputs: int
     num_experts: tuple[int, ...]
     matrices: Collection[str]
+    heads: int
+    unshared: str = ""
+    untraced: str = ""
 
     @classmethod
     def of(
@@ -71,7 +83,24 @@ class ModelSizes:
         Raises:
             UnsupportedModelError: it has no experts that can be dispatched, or can't be traced.
         """
-        model: Any = build_on_meta(auto_class, config, master)
+        sizes = cls.built_by(functools.partial(build_on_meta, auto_class, config), options, master)
+        if sizes.untraced:
+            raise UnsupportedModelError(sizes.untraced)
+        return sizes
+
+    @classmethod
+    def built_by(
+        cls, build: Callable[[torch.dtype], Any], options: ShardingOptions, master: torch.dtype = torch.float32
+    ) -> "ModelSizes":
+        """Of a model as it is before it is sharded, with adapters if it is to have some.
+
+        Args:
+            build: makes it on the meta device, its parameters of a dtype; its config is changed.
+
+        Raises:
+            UnsupportedModelError: it has no experts that can be dispatched.
+        """
+        model = build(master)
         model.tie_weights()  # which going to meta may have undone
         units, whole = units_of(model, options)
         counts = tuple(
@@ -81,11 +110,35 @@ class ModelSizes:
             if group.is_experts
         )
         matrices = frozenset(muon_parameters(model))
+        heads, unshared = 1, ""
+        try:
+            heads = heads_to_split(model)
+        except UnsupportedModelError as error:
+            unshared = str(error)
+        head = model.get_output_embeddings()
+        outputs = 1 if head is None else head.weight.shape[0]
         if options.param_dtype != master:
-            model = build_on_meta(auto_class, config, options.param_dtype)
-        traced = trace(model, options.expert_plan)
-        vocabulary = model.config.get_text_config().vocab_size
-        return cls(type(model).__name__, tuple(units), traced, master, whole, vocabulary, counts, matrices)
+            model = build(options.param_dtype)
+        for name in frozen_beside_adapters(model):
+            model.get_parameter(name).requires_grad_(False)
+        traced, untraced = Traced({}, 0.0), ""
+        try:
+            traced = trace(model, options.expert_plan)
+        except UnsupportedModelError as error:
+            untraced = str(error)
+        return cls(
+            name=type(model).__name__,
+            units=tuple(units),
+            traced=traced,
+            master=master,
+            whole=whole,
+            outputs=outputs,
+            num_experts=counts,
+            matrices=matrices,
+            heads=heads,
+            unshared=unshared,
+            untraced=untraced,
+        )
 
     def check(self, topology: Topology) -> None:
         """
@@ -116,19 +169,22 @@ class Batch:
         tokens: of a micro-batch, on one rank.
         micro_batches: whose gradients are added up.
         imbalance: rows that the busiest rank's experts get, over the mean.
+        sp: ranks that share a micro-batch of ``sp`` times as many tokens.
     """
 
     tokens: int
     micro_batches: int = 1
     imbalance: float = 1.0
+    sp: int = 1
 
 
 @dataclass(frozen=True)
 class Backend:
-    """``copies``: gloo copies what it sends. ``foreach``: the optimizer steps many parameters at a time."""
+    """``copies``: gloo copies what it sends. ``foreach``: the optimizer steps many parameters at a time, which it does
+    where it has no fused kernel (``optimizer.py``)."""
 
     copies: bool = False
-    foreach: bool = True
+    foreach: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,10 +221,13 @@ def moments(
     topology: Topology,
     options: ShardingOptions,
     batch: Batch,
-    optimizer: Optimizer = "adamw",
+    optimizer: Optimizer | None = "adamw",
     backend: Backend = Backend(),
 ) -> Iterator[Moment]:
     """What a step needs at each moment that may be its peak.
+
+    Args:
+        optimizer: None for one whose states are not known; they are not counted then.
 
     Raises:
         SettingError: the mesh would split an expert, or an explicit shard dim does not divide.
@@ -176,17 +235,20 @@ def moments(
     sizes.check(topology)
     step = _Step(sizes, topology, options, batch, backend)
     on_host = options.cpu_offload
-    shards = step.shards()
-    parameters = 0 if on_host else sizes.whole + sum(shards)
+    shards = step.trained_shards()
+    parameters = 0 if on_host else sizes.whole + sum(step.shards())
     states = 0 if on_host else sum(_states(sizes, topology, options, optimizer))
     for i, unit in enumerate(sizes.units):
         done = sum(shards) if batch.micro_batches > 1 else sum(shards[i + 1 :])
-        for when, gradients, buffers in step.of_unit(i):
+        for when, gradients, buffers, kept in step.of_unit(i):
             logits = step.logits() if unit.name == HEAD and gradients else 0
             held = done if gradients and not on_host else sum(shards) if batch.micro_batches > 1 and not on_host else 0
-            yield Moment(f"{unit.name}, {when}", parameters, held, states, buffers, step.activations(i), logits)
+            yield Moment(f"{unit.name}, {when}", parameters, held, states, buffers, kept, logits)
+    if sizes.units[-1].name != HEAD:  # the root has it
+        held = sum(shards) if batch.micro_batches > 1 and not on_host else 0
+        yield Moment("logits", parameters, held, states, step.stays[-1], step.all_activations(), step.logits())
     if not on_host:
-        temporary = max(_by_kind(sizes, step.shard)) if backend.foreach else 0
+        temporary = max(_by_kind(sizes, step.trained_shard)) if backend.foreach else 0
         yield Moment("optimizer", parameters, sum(shards), states, temporary)
 
 
@@ -204,9 +266,16 @@ class _Step:
     def shard(self, group: ParamGroup) -> int:
         return self.of_group[id(group)].local * self.sizes.master.itemsize
 
+    def trained_shard(self, group: ParamGroup) -> int:
+        return self.of_group[id(group)].trained * self.sizes.master.itemsize
+
     def shards(self) -> list[int]:
         """Bytes of a rank's parameters, by unit."""
         return [sum(map(self.shard, unit.groups)) for unit in self.sizes.units]
+
+    def trained_shards(self) -> list[int]:
+        """Of those, what has gradients."""
+        return [sum(map(self.trained_shard, unit.groups)) for unit in self.sizes.units]
 
     def gathered(self, group: ParamGroup) -> int:
         return self.of_group[id(group)].full * group.compute.itemsize
@@ -216,8 +285,8 @@ class _Step:
         groups = [group for unit in units for group in unit.groups if forward or group.gathered_again]
         return sum(self.gathered(group) for group in groups if self.of_group[id(group)].ranks > 1)
 
-    def of_unit(self, i: int) -> Iterator[tuple[str, bool, int]]:
-        """When, whether it is in backward, and the bytes of weights and buffers."""
+    def of_unit(self, i: int) -> Iterator[tuple[str, bool, int, int]]:
+        """When, whether it is in backward, the bytes of weights and buffers, and those of activations."""
         units, depth = self.sizes.units, self.options.prefetch_depth
         unit = units[i]
         main = max(unit.groups, key=self.gathered)
@@ -228,54 +297,88 @@ class _Step:
         gathering = (weights if size.ranks > 1 else 0) + weights + size.moved * compute
 
         ahead = self.ahead(list(units[i + 1 : i + 1 + depth]), forward=True)
-        yield "forward", False, stays + others + ahead + gathering
+        held = stays + others + ahead + gathering
+        yield "gathering in forward", False, held, self.activations(i, None, experts=not main.is_experts)
+        yield "forward", False, held - size.moved * compute, self.activations(i, None, experts=True)
 
         before = [u for u in units[max(i - depth, 0) : i] if u.name != EMBEDDINGS]
         kept = stays + others + self.ahead(before, forward=False)
         if main.gathered_again:
-            yield "gathering in backward", True, kept + gathering
+            computed = self.options.checkpointing == "full" and main.is_experts
+            yield "gathering in backward", True, kept + gathering, self.activations(i, main, experts=not computed)
         read = 0 if main.freed and not main.gathered_again else weights
-        packed = size.full * reduce
+        gradients, packed = size.reduced * compute, size.reduced * reduce
         last = size.last * compute
         copied = packed if self.backend.copies or size.ranks == 1 else 0
-        cast = self.shard(main) if self.sizes.master != self.options.reduce_dtype else 0
-        yield "gradients", True, kept + read + weights
-        yield "packing gradients", True, kept + weights + (last if size.moved else 0) + packed
-        yield "reducing gradients", True, kept + packed + copied + size.local * reduce + cast + last
+        cast = self.trained_shard(main) if self.sizes.master != self.options.reduce_dtype else 0
+        yield "gradients", True, kept + read + gradients, self.activations(i, main, experts=True)
+        left = self.activations(i, main, experts=not main.is_experts)
+        yield "packing gradients", True, kept + gradients + (last if size.moved else 0) + packed, left
+        yield "reducing gradients", True, kept + packed + copied + size.trained * reduce + cast + last, left
 
-    def activations(self, i: int) -> int:
-        """Kept of the layers up to a unit, and all of the unit's own."""
+    def activations(self, i: int, group: ParamGroup | None, experts: bool) -> int:
+        """Kept of the layers up to a unit, and of the unit's own when a group of it has its backward; None in forward.
+
+        Args:
+            experts: whether what they keep is there.
+        """
         name = self.sizes.units[i].name
         layer = self.sizes.traced.layers.get(name)
-        per_token = self.kept[i] + (self._working(layer) if layer else 0)
+        per_token = self.kept[i]
+        if layer is not None:
+            per_token += self._working(layer, beside_experts=group is not None and group.is_experts)
+            per_token += self._experts(layer) if experts else 0
         if layer or name == HEAD:
             per_token += self.sizes.traced.outside
         return int(per_token * self.batch.tokens)
+
+    def all_activations(self) -> int:
+        """Kept of all layers."""
+        return int((self.kept[-1] + self.sizes.traced.outside) * self.batch.tokens)
 
     def _kept(self, layer: LayerActivations) -> float:
         if self.options.checkpointing == "full":
             return 0 if self.options.activation_offload else layer.input
         if self.options.checkpointing == "selective":
-            return layer.selective + layer.experts * self.batch.imbalance
-        return layer.dense + layer.experts * self.batch.imbalance
+            return layer.selective + self._experts(layer)
+        return layer.dense + self._by_sequences(layer) + self._experts(layer)
 
-    def _working(self, layer: LayerActivations) -> float:
-        experts = layer.experts * self.batch.imbalance
+    def _experts(self, layer: LayerActivations) -> float:
+        return (layer.experts - (layer.sent if self.topology.ep == 1 else 0)) * self.batch.imbalance
+
+    def _by_sequences(self, layer: LayerActivations) -> float:
+        """With ``sp``, kept besides: what comes back from attention, and keys and values that several ranks have."""
+        if self.batch.sp == 1:
+            return 0
+        at = layer.attention
+        repeated = (at.key + at.value) * (at.copies(self.batch.sp) - 1)
+        return (at.output + repeated) * self.options.param_dtype.itemsize
+
+    def _working(self, layer: LayerActivations, beside_experts: bool) -> float:
+        """Of the layer that computes, but for what its experts keep; beside these no other part is computed again."""
         if self.options.checkpointing == "selective":
-            return layer.selective + layer.recomputed + experts
-        return layer.dense + experts + (layer.input if self.options.checkpointing == "full" else 0)
+            recomputed = 0 if beside_experts else layer.recomputed + self._by_sequences(layer)
+            return layer.selective + recomputed
+        kept = layer.input if self.options.checkpointing == "full" else 0
+        return layer.dense + self._by_sequences(layer) + kept
 
     def logits(self) -> int:
         """The logits and their gradient in the dtype of the forward, and their softmax in float32."""
+        if self.options.head_in_root:  # fused cross-entropy holds none
+            return 0
         width = 2 * self.options.param_dtype.itemsize + 4
-        return self.batch.tokens * self.sizes.vocabulary * width
+        return self.batch.tokens * self.sizes.outputs * width
 
 
-def _states(sizes: ModelSizes, topology: Topology, options: ShardingOptions, optimizer: Optimizer) -> Iterator[int]:
+def _states(
+    sizes: ModelSizes, topology: Topology, options: ShardingOptions, optimizer: Optimizer | None
+) -> Iterator[int]:
     """AdamW has two moments; Muon one for what it steps, and AdamW's two for the rest."""
+    if optimizer is None:
+        return
     for unit in sizes.units:
         for group in unit.groups:
-            for name in group.shapes:
+            for name in group.shapes.keys() - group.frozen:
                 number = 1 if optimizer == "muon" and name in sizes.matrices else 2
                 local = group.local_of(name, topology, options.expert_shard_dim)
                 yield number * local * sizes.master.itemsize

@@ -13,8 +13,9 @@ from .islands import correction_biases, find_islands
 from .mesh import Topology
 from .parallelize import Ends, ShardingOptions, layer_names
 from .placement import ep_fsdp_dim
+from .shards import is_adapter
 
-__all__ = ["EMBEDDINGS", "HEAD", "ROOT", "GroupSizes", "ParamGroup", "Unit", "units_of"]
+__all__ = ["EMBEDDINGS", "HEAD", "ROOT", "GroupSizes", "ParamGroup", "Unit", "frozen_beside_adapters", "units_of"]
 
 ROOT, EMBEDDINGS, HEAD = "root", "embeddings", "head"
 
@@ -26,12 +27,14 @@ class GroupSizes:
     Args:
         ranks: that share the group; nothing is gathered where it is one.
         local: a rank's shard, padded as FSDP pads it.
+        trained: of that shard, what has a gradient.
         moved: of what is cut along another dim than the first, which is copied once more to be put together.
-        last: of the last parameter, whose gradient FSDP holds while it reduces.
+        last: of the last parameter with a gradient, which FSDP holds while it reduces.
     """
 
     ranks: int
     local: int
+    trained: int
     moved: int
     last: int
 
@@ -39,6 +42,11 @@ class GroupSizes:
     def full(self) -> int:
         """What is gathered: a rank's part of the model (its experts alone, of experts)."""
         return self.ranks * self.local
+
+    @property
+    def reduced(self) -> int:
+        """What is reduced: the gradients of it."""
+        return self.ranks * self.trained
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,7 @@ class ParamGroup:
         compute: dtype in which they are gathered.
         freed: after the forward.
         gathered_again: in backward.
+        frozen: names of parameters that have no gradient.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -58,6 +67,7 @@ class ParamGroup:
     compute: torch.dtype
     freed: bool
     gathered_again: bool
+    frozen: frozenset[str] = frozenset()
 
     @property
     def is_experts(self) -> bool:
@@ -69,12 +79,14 @@ class ParamGroup:
             SettingError: an explicit ``shard_dim`` does not divide.
         """
         ranks = topology.ep_fsdp if self.is_experts else topology.fsdp
-        local = moved = last = 0
+        local = trained = moved = last = 0
         for name in self.shapes:
-            last, dim = self._local(name, topology, shard_dim)
-            local += last
-            moved += last * ranks if dim != 0 and ranks > 1 else 0
-        return GroupSizes(ranks, local, moved, last * ranks if ranks > 1 else 0)
+            size, dim = self._local(name, topology, shard_dim)
+            local += size
+            moved += size * ranks if dim != 0 and ranks > 1 else 0
+            if name not in self.frozen:
+                trained, last = trained + size, size
+        return GroupSizes(ranks, local, trained, moved, last * ranks if ranks > 1 else 0)
 
     def local_of(self, name: str, topology: Topology, shard_dim: int | str = "auto") -> int:
         """Elements of a rank's padded shard of one parameter."""
@@ -98,6 +110,13 @@ class Unit:
     groups: tuple[ParamGroup, ...]
 
 
+def frozen_beside_adapters(model: nn.Module) -> frozenset[str]:
+    """Names of all parameters but adapters, where there are adapters."""
+    names = {name for name, _ in model.named_parameters()}
+    adapters = {name for name in names if is_adapter(name)}
+    return frozenset(names - adapters if adapters else ())
+
+
 def units_of(model: Any, options: ShardingOptions) -> tuple[list[Unit], int]:
     """A model that is not sharded yet, on the meta device or elsewhere, as ``parallelize`` would wrap it.
 
@@ -113,6 +132,7 @@ def units_of(model: Any, options: ShardingOptions) -> tuple[list[Unit], int]:
     taken: set[nn.Parameter] = set(whole)
     found: dict[str, list[ParamGroup]] = {}
     layers = layer_names(model)
+    frozen = frozen_beside_adapters(model)
 
     def unit_of(name: str) -> str:
         return next((layer for layer in layers if name.startswith(f"{layer}.")), ROOT)
@@ -128,7 +148,8 @@ def units_of(model: Any, options: ShardingOptions) -> tuple[list[Unit], int]:
         own = {names[p]: tuple(p.shape) for p in dict.fromkeys(params) if p not in taken}
         taken.update(params)
         if own:
-            group = ParamGroup(own, ep_dims or {}, compute, freed, freed if again is None else again)
+            again = freed if again is None else again
+            group = ParamGroup(own, ep_dims or {}, compute, freed, again, frozen.intersection(own))
             found.setdefault(unit or unit_of(next(iter(own))), []).append(group)
 
     reshard, reshard_experts = options.reshard_after_forward, options.reshard_experts_after_forward

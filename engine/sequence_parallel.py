@@ -34,7 +34,15 @@ from .experts.find import UnsupportedModelError
 from .mesh import divisors
 from .parallelize import layer_names
 
-__all__ = ["SETTING", "SequenceParallel", "attention_modules", "check_attention_splits", "gather_parts", "own_part"]
+__all__ = [
+    "SETTING",
+    "SequenceParallel",
+    "attention_modules",
+    "check_attention_splits",
+    "gather_parts",
+    "heads_to_split",
+    "own_part",
+]
 
 SETTING = "engine.ulysses_sequence_parallel_size"
 _HANDLE = "_epfsdp2_sequence"
@@ -47,14 +55,34 @@ def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def check_attention_splits(model: Any, size: int) -> None:
-    """Every layer has to mix tokens by attention on transformers' interface alone, over heads that divide.
+    """The heads of every layer's attention have to divide by the ranks.
 
     Args:
         model: may be on the meta device.
 
     Raises:
-        UnsupportedModelError: it can't be with any size but 1.
+        UnsupportedModelError: see ``heads_to_split``.
         SettingError: with the sizes that divide the heads.
+    """
+    heads = heads_to_split(model)
+    if heads % size:
+        raise SettingError(
+            SETTING,
+            size,
+            f"has to divide the number of attention heads of {type(model).__name__}, {heads}.",
+            f"{SETTING}= one of {divisors(heads)}",
+        )
+
+
+def heads_to_split(model: Any) -> int:
+    """How many heads the ranks that share a row are to divide; the greatest common divisor where layers differ.
+
+    Args:
+        model: may be on the meta device.
+
+    Raises:
+        UnsupportedModelError: a layer mixes tokens by other means than attention on transformers' interface, so that
+            rows can't be shared at all.
     """
     name, config = type(model).__name__, model.config.get_text_config()
     if any(hasattr(model.config, key) for key in _OF_TOKENS):
@@ -69,14 +97,7 @@ def check_attention_splits(model: Any, size: int) -> None:
                 f"{layer} of {name} has no attention on transformers' interface, but {parts}; linear attention, "
                 "convolutions and state spaces go along a whole row."
             )
-    heads = math.gcd(config.num_attention_heads, *(getattr(config, "num_attention_heads_per_layer", None) or ()))
-    if heads % size:
-        raise SettingError(
-            SETTING,
-            size,
-            f"has to divide the number of attention heads of {name}, {heads}.",
-            f"{SETTING}= one of {divisors(heads)}",
-        )
+    return math.gcd(config.num_attention_heads, *(getattr(config, "num_attention_heads_per_layer", None) or ()))
 
 
 def own_part(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> torch.Tensor:

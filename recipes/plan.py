@@ -22,11 +22,13 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from ..engine.checkpointing import CHECKPOINTING
 from ..engine.errors import SettingError
 from ..engine.experts.find import UnsupportedModelError
-from ..engine.memory_plan import Batch, ModelSizes, Moment, group_sizes, peak
+from ..engine.memory_plan import IMBALANCE, Batch, ModelSizes, Moment, group_sizes, peak
 from ..engine.mesh import Topology, divisors
 from ..engine.parallelize import ShardingOptions
+from ..engine.plan_text import in_words
+from ..engine.step_traffic import Collective, collectives
 from .cards import CARDS, config_of
-from .roofline import Cluster, Collective, Roofline, collectives, roofline
+from .roofline import Cluster, Roofline, roofline, seconds
 
 __all__ = ["Choice", "choices", "main", "parse", "recommended", "smallest"]
 
@@ -47,7 +49,6 @@ class Request:
     """What is asked: ``batch`` is of one rank with ``sp`` = 1, in ``sequences`` sequences to a micro-batch."""
 
     sizes: ModelSizes
-    heads: int
     options: ShardingOptions
     batch: Batch
     sequences: int
@@ -61,13 +62,17 @@ class Choice:
     """One mesh, what it needs and what it takes."""
 
     topology: Topology
-    sp: int
+    batch: Batch
     peak: Moment
     traffic: tuple[Collective, ...]
     time: Roofline
     sync: float
     limit: float
     reserve: float
+
+    @property
+    def sp(self) -> int:
+        return self.batch.sp
 
     @property
     def gib(self) -> float:
@@ -110,7 +115,7 @@ def choices(request: Request, cluster: Cluster) -> list[Choice]:
     found = []
     for topology in _topologies(request, cluster.world):
         for sp in divisors(cluster.world):
-            if request.heads % sp == 0 and request.batch.tokens % sp == 0:
+            if request.sizes.heads % sp == 0 and request.batch.tokens % sp == 0:
                 found.append(_choice(request, cluster, topology, sp))
     return sorted(found, key=lambda c: (c.time.step, c.gib))
 
@@ -130,14 +135,15 @@ def _topologies(request: Request, world: int) -> Iterator[Topology]:
 def _choice(request: Request, cluster: Cluster, topology: Topology, sp: int) -> Choice:
     sizes, options = request.sizes, request.options
     # The ranks of a sequence share its micro-batch, so each has as many more of them.
-    batch = replace(request.batch, tokens=request.batch.tokens // sp, micro_batches=request.batch.micro_batches * sp)
+    given = request.batch
+    batch = replace(given, tokens=given.tokens // sp, micro_batches=given.micro_batches * sp, sp=sp)
     length = request.batch.tokens // request.sequences
     return Choice(
         topology,
-        sp,
+        batch,
         peak(sizes, topology, options, batch, request.optimizer),
-        tuple(collectives(sizes, topology, options, batch, sp)),
-        roofline(sizes, topology, options, batch, cluster, length, sp),
+        tuple(collectives(sizes, topology, options, batch)),
+        roofline(sizes, topology, options, batch, cluster, length),
         _sync(sizes, topology, options, cluster),
         cluster.gib * (1 - request.margin),
         request.reserve,
@@ -148,7 +154,7 @@ def _sync(sizes: ModelSizes, topology: Topology, options: ShardingOptions, clust
     """Seconds of the full stream: every rank receives what it does not hold (``plan_sync`` has the others)."""
     itemsize = options.param_dtype.itemsize
     whole = sum(size.full for _, _, size in group_sizes(sizes, Topology.plan(1, 1))) * itemsize
-    return Collective("all-gather", topology.fsdp, 1, 1, whole).seconds(cluster)
+    return seconds(Collective("all-gather", topology.fsdp, 1, 1, whole), cluster)
 
 
 def recommended(found: Sequence[Choice]) -> Choice | None:
@@ -192,16 +198,28 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch of a rank (before sp cuts it)")
     parser.add_argument("--sequences", type=int, default=1, help="of a micro-batch, of equal length")
     parser.add_argument("--micro-batches", type=int, default=1, help="of a rank in a step (with sp = 1)")
-    parser.add_argument("--imbalance", type=float, default=1.2, help="rows of the busiest rank's experts over the mean")
+    parser.add_argument(
+        "--imbalance", type=float, default=IMBALANCE, help="rows of the busiest rank's experts over the mean"
+    )
     parser.add_argument(
         "--checkpointing", choices=CHECKPOINTING, default="full", help="engine.activation_checkpointing"
     )
     parser.add_argument("--prefetch-depth", type=int, default=1, help="engine.prefetch_depth")
     parser.add_argument("--no-reshard", action="store_true", help="engine.reshard_after_forward=false")
     parser.add_argument(
+        "--reshard-experts",
+        choices=["true", "false"],
+        help="engine.reshard_experts_after_forward; as the rest if not given",
+    )
+    parser.add_argument(
         "--expert-shard-dim", choices=["auto", "0", "1"], default="auto", help="engine.expert_shard_dim"
     )
     parser.add_argument("--model-dtype", choices=_DTYPES, default="fp32", help="engine.model_dtype")
+    parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="engine.mixed_precision.param_dtype")
+    parser.add_argument("--reduce-dtype", choices=_DTYPES, default="fp32", help="engine.mixed_precision.reduce_dtype")
+    parser.add_argument("--activation-offload", action="store_true", help="model.enable_activation_offload")
+    parser.add_argument("--offload-policy", action="store_true", help="engine.offload_policy")
+    parser.add_argument("--fused-kernels", action="store_true", help="model.use_fused_kernels: no logits are held")
     parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw", help="whose states are counted")
     parser.add_argument("--reserve", type=float, default=4.0, help="GiB for contexts, NCCL and a sleeping vLLM")
     parser.add_argument("--margin", type=float, default=0.1, help="share of the memory that has to stay free")
@@ -228,16 +246,21 @@ def request_of(options: argparse.Namespace, config: PretrainedConfig) -> Request
     Raises:
         UnsupportedModelError: a dense model, or one that can't be traced.
     """
-    dim = options.expert_shard_dim
+    dim, experts = options.expert_shard_dim, options.reshard_experts
     sharding = ShardingOptions(
+        param_dtype=_DTYPES[options.dtype],
+        reduce_dtype=_DTYPES[options.reduce_dtype],
         reshard_after_forward=not options.no_reshard,
+        reshard_experts_after_forward=None if experts is None else experts == "true",
         prefetch_depth=options.prefetch_depth,
         expert_shard_dim=dim if dim == "auto" else int(dim),
         checkpointing=options.checkpointing,
+        activation_offload=options.activation_offload,
+        head_in_root=options.fused_kernels,
+        cpu_offload=options.offload_policy,
     )
     return Request(
         ModelSizes.of(AutoModelForCausalLM, config, sharding, _DTYPES[options.model_dtype]),
-        config.get_text_config().num_attention_heads,
         sharding,
         Batch(options.tokens, options.micro_batches, options.imbalance),
         options.sequences,
@@ -263,18 +286,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{options.model}: {options.checkpointing} checkpointing, {options.model_dtype} parameters, "
         f"{options.optimizer}; "
         f"{cluster.nodes} x {cluster.gpus} GPUs of {cluster.gib:g} GiB, {request.margin:.0%} to stay free; "
-        f"{options.micro_batches} micro-batches of {options.tokens} tokens"
+        f"{options.micro_batches} micro-batch{'es' if options.micro_batches > 1 else ''} of {options.tokens} tokens"
     )
     console.print(_table(found, best))
     console.print(_LEGEND)
+    if request.sizes.unshared:
+        console.print(f"sp is 1: {request.sizes.unshared}", markup=False)
     larger = None
     if best is not None:
         console.print(
             f"Recommended, {best.gib:.1f} of {cluster.gib:g} GiB, {best.time.step:.2f} s: {' '.join(best.settings)}"
         )
+        console.print("\n".join(in_words(best.topology, best.batch, best.peak, best.traffic)), markup=False)
     else:
         larger = smallest(request, cluster)
-        console.print(_refusal(min(found, key=lambda c: c.gib), larger, cluster))
+        console.print(_refusal(min(found, key=lambda c: c.gib), larger, request, cluster), markup=False)
     if options.json:
         result = {
             "model": options.model,
@@ -303,18 +329,48 @@ def _table(found: Sequence[Choice], best: Choice | None) -> Table:
     return table
 
 
-def _refusal(least: Choice, larger: tuple[Cluster, Choice] | None, cluster: Cluster) -> str:
-    part, nbytes = max(least.peak.parts.items(), key=lambda item: item[1])
-    mesh = " ".join(least.settings)
-    said = (
-        f"It does not fit. The least is {least.gib:.1f} GiB, {least.limit:.1f} are to be had: with {mesh} the largest "
-        f"part is {part}, {nbytes / _GIB:.1f} GiB ({least.peak.when}). "
-    )
+def _refusal(least: Choice, larger: tuple[Cluster, Choice] | None, request: Request, cluster: Cluster) -> str:
+    """What is too big, in which mesh, and what would do."""
+    parts = sorted(least.peak.parts.items(), key=lambda part: -part[1])
+    room = least.limit - least.reserve
+    said = [
+        f"It does not fit. Of {cluster.gib:g} GiB {room:.1f} are for a rank's tensors ({request.margin:.0%} stay free, "
+        f"{least.reserve:g} GiB are reserved), and every mesh needs more.",
+        f"The least is {least.peak.total / _GIB:.1f} GiB, with {' '.join(least.settings)} ({least.peak.when}): "
+        + ", ".join(f"{name} {nbytes / _GIB:.1f}" for name, nbytes in parts if nbytes)
+        + ".",
+    ]
+    alone = [name for name, nbytes in parts if nbytes / _GIB > room]
+    if alone:
+        said.append(f"Too big each by itself: {', '.join(alone)}.")
+    else:
+        said.append(f"The largest part is {parts[0][0]}.")
     if larger is None:
-        return said + "More nodes do not help; fewer --tokens, or fuller --checkpointing, may."
+        said.append("More nodes do not help; fewer --tokens, or fuller --checkpointing, may.")
+        return "\n".join(said)
     nodes, best = larger
-    size, how = f"{nodes.nodes} ({nodes.world} GPUs)", " ".join(best.settings)
-    return said + f"The smallest cluster of such nodes that fits has {size}: {how}"
+    said.append(
+        f"The smallest cluster of such nodes that fits has {nodes.nodes} ({nodes.world} GPUs), {best.gib:.1f} GiB each "
+        f"with the reserve: {' '.join(best.settings)}"
+    )
+    fewer = [f"{nodes} with {option}" for option, nodes in _leaner(request, cluster, nodes.nodes)]
+    if fewer:
+        said.append(f"Fewer do with other settings: {', '.join(fewer)}.")
+    return "\n".join(said)
+
+
+def _leaner(request: Request, cluster: Cluster, nodes: int) -> Iterator[tuple[str, int]]:
+    """Settings that make the states smaller, and how many nodes do then; those that save any."""
+    bf16 = replace(request.sizes, master=torch.bfloat16)
+    settings = {
+        "--optimizer muon": replace(request, optimizer="muon"),
+        "--model-dtype bf16": replace(request, sizes=bf16),
+        "--model-dtype bf16 --optimizer muon": replace(request, sizes=bf16, optimizer="muon"),
+    }
+    for option, leaner in settings.items():
+        found = smallest(leaner, replace(cluster, nodes=cluster.nodes - 1)) if leaner != request else None
+        if found is not None and found[0].nodes < nodes:
+            yield option, found[0].nodes
 
 
 if __name__ == "__main__":

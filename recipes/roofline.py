@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from ..engine.memory_plan import Batch, ModelSizes, group_sizes
 from ..engine.mesh import Topology
 from ..engine.parallelize import ShardingOptions
-from ..engine.param_groups import EMBEDDINGS, ROOT, ParamGroup
+from ..engine.param_groups import EMBEDDINGS, ParamGroup
+from ..engine.step_traffic import Collective, collectives
 
-__all__ = ["Cluster", "Collective", "Roofline", "collectives", "roofline"]
-
-_COUNT = 8  # bytes of a number of rows, one of each expert
+__all__ = ["Cluster", "Roofline", "roofline", "seconds"]
 
 
 @dataclass(frozen=True)
@@ -38,42 +37,6 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Collective:
-    """All calls of a kind in a step.
-
-    Args:
-        stride: between the ranks of its group.
-        nbytes: of the whole tensor in all calls: what an all-gather ends with, a reduce-scatter or an all-reduce starts
-            with, and a rank hands to an all-to-all.
-    """
-
-    name: str
-    ranks: int
-    stride: int
-    calls: int
-    nbytes: int
-
-    @property
-    def wire(self) -> float:
-        """Bytes that a rank receives from others."""
-        passes = 2 if self.name.startswith("all-reduce") else 1
-        return passes * self.nbytes * (self.ranks - 1) / self.ranks
-
-    def seconds(self, cluster: Cluster) -> float:
-        """At the rate of the slower of the two kinds of links, without latency."""
-        if self.ranks == 1:
-            return 0.0
-        per_node = max(1, min(self.ranks, cluster.gpus // self.stride))
-        inside = self.nbytes * (per_node - 1) / self.ranks
-        between = self.nbytes * (1 - per_node / self.ranks)
-        if not self.name.startswith("all-to-all"):
-            inside = self.nbytes * (per_node - 1) / per_node  # what a node receives once is passed on in it
-            between /= per_node
-        passes = 2 if self.name.startswith("all-reduce") else 1
-        return passes * max(inside / cluster.inside, between / cluster.between) / 1e9
-
-
-@dataclass(frozen=True)
 class Roofline:
     """Seconds of a step: tokens wait for the all-to-alls, and FSDP's collectives run beside the computation."""
 
@@ -87,40 +50,18 @@ class Roofline:
         return max(self.compute, self.fsdp) + self.all_to_all + self.optimizer
 
 
-def collectives(
-    sizes: ModelSizes, topology: Topology, options: ShardingOptions, batch: Batch, sp: int = 1
-) -> list[Collective]:
-    """The collectives of one step on one rank; ``batch`` is what one rank has after ``sp`` has cut it."""
-    found: dict[str, Collective] = {}
-
-    def add(name: str, ranks: int, stride: int, calls: int, nbytes: int) -> None:
-        if ranks > 1 and calls:
-            old = found.get(name, Collective(name, ranks, stride, 0, 0))
-            calls, nbytes = old.calls + calls * batch.micro_batches, old.nbytes + nbytes * batch.micro_batches
-            found[name] = Collective(name, ranks, stride, calls, nbytes)
-
-    for unit, group, size in group_sizes(sizes, topology, options.expert_shard_dim):
-        kind = "experts" if group.is_experts else "dense"
-        stride = topology.ep if group.is_experts else 1
-        gathers = 1 + (group.gathered_again and unit != ROOT)
-        reduce = options.reduce_dtype.itemsize
-        add(f"all-gather {kind}", size.ranks, stride, gathers, gathers * size.full * group.compute.itemsize)
-        add(f"reduce-scatter {kind}", size.ranks, stride, 1, size.full * reduce)
-        add(f"all-reduce {kind}", topology.dp_replicate, topology.fsdp, 1, size.local * reduce)
-    forwards = 2 if options.checkpointing == "full" else 1
-    counts = iter(sizes.num_experts)
-    element = options.param_dtype.itemsize
-    for layer in sizes.traced.layers.values():
-        if layer.row_width:
-            rows = batch.tokens * layer.row_width * element
-            add("all-to-all tokens", topology.ep, 1, 2 * forwards + 2, (2 * forwards + 2) * rows)
-            add("all-to-all counts", topology.ep, 1, forwards, forwards * next(counts) * _COUNT)
-        at = layer.attention
-        keys = max(1.0, sp / at.key_heads)  # key-value heads are repeated to one per rank
-        width = at.query + at.output + int((at.key + at.value) * keys)
-        passes = forwards + 1 if options.checkpointing != "selective" else 3
-        add("all-to-all sp", sp, 1, 4 * passes, passes * batch.tokens * width * element)
-    return list(found.values())
+def seconds(collective: Collective, cluster: Cluster) -> float:
+    """At the rate of the slower of the two kinds of links, without latency."""
+    ranks, nbytes = collective.ranks, collective.nbytes
+    if ranks == 1:
+        return 0.0
+    per_node = max(1, min(ranks, cluster.gpus // collective.stride))
+    inside = nbytes * (per_node - 1) / ranks
+    between = nbytes * (1 - per_node / ranks)
+    if not collective.name.startswith("all-to-all"):
+        inside = nbytes * (per_node - 1) / per_node  # what a node receives once is passed on in it
+        between /= per_node
+    return collective.passes * max(inside / cluster.inside, between / cluster.between) / 1e9
 
 
 def roofline(
@@ -130,15 +71,14 @@ def roofline(
     batch: Batch,
     cluster: Cluster,
     length: int,
-    sp: int = 1,
 ) -> Roofline:
     """
     Args:
         length: tokens of a sequence, for attention.
     """
-    moved = collectives(sizes, topology, options, batch, sp)
-    by_tokens = sum(c.seconds(cluster) for c in moved if c.name.startswith("all-to-all"))
-    by_fsdp = sum(c.seconds(cluster) for c in moved if not c.name.startswith("all-to-all"))
+    moved = collectives(sizes, topology, options, batch)
+    by_tokens = sum(seconds(c, cluster) for c in moved if c.name.startswith("all-to-all"))
+    by_fsdp = sum(seconds(c, cluster) for c in moved if not c.name.startswith("all-to-all"))
     forwards = 2 if options.checkpointing == "full" else 1
     compute = 0.0
     widths = iter(sizes.num_experts)

@@ -8,20 +8,26 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from epfsdp2.engine.activations import trace
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.experts.find import UnsupportedModelError
+from epfsdp2.engine.lora import Lora, lora_of
+from epfsdp2.engine.lora_settings import LoraSettings
 from epfsdp2.engine.memory_plan import Batch, ModelSizes, moments, peak
-from epfsdp2.engine.mesh import Topology, divisors
+from epfsdp2.engine.mesh import Topology, build_sequence_mesh, divisors
 from epfsdp2.engine.modeling import build_on_meta
 from epfsdp2.engine.parallelize import ShardingOptions
-from epfsdp2.recipes.roofline import collectives
+from epfsdp2.engine.sequence_parallel import SequenceParallel
+from epfsdp2.engine.shards import is_adapter
+from epfsdp2.engine.step_traffic import collectives
 from tests.support.engine import sharded_model
-from tests.support.models import VOCAB, save_glm4_moe, save_qwen3_moe, token_loss
+from tests.support.models import VOCAB, save_glm4_moe, save_qwen3_moe
 from tests.support.ranks import run_ranks
 
+LORA = LoraSettings("model", 4, 8, "all-linear")
 FLOAT32 = ShardingOptions(param_dtype=torch.float32)
 TINY = {
     "vocab_size": 64,
@@ -48,7 +54,7 @@ def test_one_case_by_hand():
     dense = attention + 8 * 32 + 2 * 32 + 2 * 8
     layer = (experts + dense) // 4
     shard = 4 * (2 * layer + 2 * 64 * 32 // 4 + 32 // 4)
-    last = found["model.layers.1, forward"]
+    last = found["model.layers.1, gathering in forward"]
     assert last.parameters == shard and last.optimizer == 2 * shard
     held = experts // 2  # of a rank, its two shards put together
     # The final norm, and this layer: a buffer of its experts, the weights, and these put together along dim 1; the head
@@ -149,10 +155,23 @@ def test_what_autograd_keeps_is_what_a_real_forward_keeps():
     assert layer.input < layer.selective < layer.dense
 
 
-def _step_is_counted(folder, ep, fsdp_size, options, tokens, expected):
-    """Bytes of every collective of one step, by what FSDP and dispatch hand to torch."""
+def _step_is_counted(folder, ep, fsdp_size, options, tokens, sp, lora, expected):
+    """Bytes of every collective of one step, by what FSDP, dispatch and attention hand to torch."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    model, _ = sharded_model(folder, world, ep, fsdp_size, **options)
+
+    def before(model):
+        if sp > 1:
+            SequenceParallel(model, build_sequence_mesh("cpu", world, sp).get_group("sp"))
+        if lora is not None:
+            Lora(model, lora)
+
+    def initialize(name, tensor, fits):
+        tensor.fill_(0.1)
+        return is_adapter(name)
+
+    model, _ = sharded_model(folder, world, ep, fsdp_size, before=before, initialize=initialize, **options)
+    if lora is not None:
+        lora_of(model).freeze_the_rest(model)
     model.train()
     counted: dict[str, list[int]] = {}
 
@@ -199,7 +218,8 @@ def _step_is_counted(folder, ep, fsdp_size, options, tokens, expected):
         return reduce(tensor, *args, **kwargs)
 
     def all_to_all(output, input, *args, **kwargs):
-        count("all-to-all counts" if input.dtype == torch.int64 else "all-to-all tokens", input, kwargs["group"])
+        what = "counts" if input.dtype == torch.int64 else "tokens" if args else "sp"  # rows go by their numbers
+        count(f"all-to-all {what}", input, kwargs["group"])
         return exchange(output, input, *args, **kwargs)
 
     ids = torch.randint(0, VOCAB, (1, tokens), generator=torch.Generator().manual_seed(rank))
@@ -211,7 +231,9 @@ def _step_is_counted(folder, ep, fsdp_size, options, tokens, expected):
         patch.object(dist, "all_reduce", all_reduce),
         patch.object(dist, "all_to_all_single", all_to_all),
     ):
-        token_loss(model, ids).backward()
+        positions = torch.arange(tokens * sp)[None]
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        cross_entropy(logits[0, :-1], ids[0, 1:]).backward()
     everyone = [None] * world
     dist.all_gather_object(everyone, counted)
     # Routing is not balanced: what a rank receives and sends back differs, and its sum over the ranks does not.
@@ -221,21 +243,67 @@ def _step_is_counted(folder, ep, fsdp_size, options, tokens, expected):
 
 
 @pytest.mark.parametrize(
-    ("save", "world", "ep", "fsdp_size", "options"),
+    ("save", "world", "ep", "fsdp_size", "options", "sp", "lora"),
     [
-        (save_qwen3_moe, 4, 2, -1, {}),
-        (save_qwen3_moe, 4, 2, 2, {"checkpointing": "full"}),
-        (save_glm4_moe, 2, 1, -1, {"checkpointing": "selective", "reshard_experts_after_forward": False}),
+        (save_qwen3_moe, 4, 2, -1, {}, 1, None),
+        (save_qwen3_moe, 4, 2, 2, {"checkpointing": "full"}, 1, None),
+        (save_glm4_moe, 2, 1, -1, {"checkpointing": "selective", "reshard_experts_after_forward": False}, 1, None),
+        (save_qwen3_moe, 4, 2, -1, {"checkpointing": "full"}, 4, LORA),
     ],
-    ids=["ep_fsdp", "replicas", "glm"],
+    ids=["ep_fsdp", "replicas", "glm", "sp and LoRA"],
 )
-def test_a_real_step_sends_the_bytes_that_are_predicted(tmp_path, save, world, ep, fsdp_size, options):
+def test_a_real_step_sends_the_bytes_that_are_predicted(tmp_path, save, world, ep, fsdp_size, options, sp, lora):
     folder = save(tmp_path)
-    sharding = replace(FLOAT32, **options)
-    sizes = ModelSizes.of(AutoModelForCausalLM, AutoConfig.from_pretrained(folder), sharding)
-    found = collectives(sizes, Topology.plan(world, ep, fsdp_size), sharding, Batch(tokens=24))
+    sharding, config = replace(FLOAT32, **options), AutoConfig.from_pretrained(folder)
+
+    def build(dtype):
+        model = build_on_meta(AutoModelForCausalLM, config, dtype)
+        if lora is not None:
+            Lora(model, lora)
+        return model
+
+    sizes = ModelSizes.built_by(build, sharding)
+    found = collectives(sizes, Topology.plan(world, ep, fsdp_size), sharding, Batch(tokens=24, sp=sp))
+    assert {c.name for c in found} >= ({"all-to-all sp"} if sp > 1 else set())
     expected = {c.name: (c.calls, c.nbytes) for c in found}
-    run_ranks(_step_is_counted, world, folder, ep, fsdp_size, options, 24, expected)
+    run_ranks(_step_is_counted, world, folder, ep, fsdp_size, options, 24, sp, lora, expected)
+
+
+def test_what_is_frozen_beside_adapters_has_neither_gradients_nor_states():
+    def build(dtype):
+        model = build_on_meta(AutoModelForCausalLM, Qwen3MoeConfig(**TINY), dtype)
+        Lora(model, LORA)
+        return model
+
+    adapted, topology = ModelSizes.built_by(build, FLOAT32), Topology.plan(4, 2)
+    last = {m.when: m for m in moments(adapted, topology, FLOAT32, Batch(16))}["optimizer"]
+    # Of a layer, on each side: q, k, v, o; the two stacks of 8 experts.
+    linears = (32 + 32) + (32 + 16) + (32 + 16) + (32 + 32)
+    experts = 8 * ((32 + 96) + (48 + 32))
+    # FSDP pads A [4, in] to 4 rows for 4 ranks: nothing to pad.
+    assert last.gradients == 4 * 2 * 4 * (linears + experts) // 4
+    assert last.optimizer == 2 * last.gradients and last.parameters > 6 * last.gradients
+
+
+def test_lean_experts_keep_rows_and_the_first_product():
+    def build():
+        return build_on_meta(AutoModelForCausalLM, Qwen3MoeConfig(**TINY), torch.float32)
+
+    lean, usual = (next(iter(trace(build(), lean=lean).layers.values())) for lean in (True, False))
+    # 2 experts per token: rows of 32, first product of 96; combine keeps rows too, to weigh them, and ids of 8 bytes.
+    rest = lean.experts - 4 * 2 * (32 + 96 + 32)
+    assert 0 <= rest <= 64
+    assert lean.sent == 4 * 2 * 32 and usual.sent == 0
+    assert usual.experts - lean.experts == 4 * 2 * (48 + 48)  # the activation, and its product with the other half
+    assert lean.dense == usual.dense
+
+
+def test_the_logits_of_a_tied_head_are_counted():
+    sizes = _sizes(tie_word_embeddings=True)
+    when = {m.when: m for m in moments(sizes, Topology.plan(2, 1), FLOAT32, Batch(64))}
+    assert when["logits"].logits == 64 * 64 * 12
+    fused = replace(FLOAT32, head_in_root=True)
+    assert max(m.logits for m in moments(_sizes(fused), Topology.plan(2, 1), fused, Batch(64))) == 0
 
 
 def test_meshes_of_any_world_size_can_be_planned():

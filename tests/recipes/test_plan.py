@@ -1,6 +1,7 @@
 """The planner's command line, on published sizes."""
 
 import json
+import re
 
 import pytest
 from transformers import Qwen3Config, Qwen3MoeConfig
@@ -8,9 +9,10 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.mesh import Topology
 from epfsdp2.engine.placement import check_experts_divide
+from epfsdp2.engine.step_traffic import Collective
 from epfsdp2.recipes.cards import CARDS, config_of
 from epfsdp2.recipes.plan import choices, main, parse, recommended, request_of
-from epfsdp2.recipes.roofline import Cluster, Collective
+from epfsdp2.recipes.roofline import Cluster, seconds
 
 QWEN = ["--model", "Qwen3-30B-A3B", "--nodes", "2"]
 
@@ -47,13 +49,16 @@ def test_what_does_not_fit_names_the_part_and_the_cluster_that_does(capsys, tmp_
     out = tmp_path / "plan.json"
     assert main(["--model", "gpt-oss-120b", "--nodes", "1", "--tokens", "4096", "--json", str(out)]) == 2
     text = capsys.readouterr().out
-    assert "does not fit" in text and "largest part is optimizer" in text and "smallest cluster" in text
+    assert "does not fit" in text and "Too big each by itself: optimizer." in text and "smallest cluster" in text
     result = json.loads(out.read_text())
     nodes = result["smallest_cluster"]["nodes"]
     assert result["recommended"] is None and f"has {nodes} ({8 * nodes} GPUs)" in text
     more = ["--model", "gpt-oss-120b", "--tokens", "4096"]
     assert main([*more, "--nodes", str(nodes)]) == 0
     assert main([*more, "--nodes", str(nodes - 1)]) == 2
+    fewer = re.search(r"Fewer do with other settings: .*?(\d+) with --model-dtype bf16 --optimizer muon", text)
+    bf16 = ["--model-dtype", "bf16", "--optimizer", "muon"]
+    assert main([*more, *bf16, "--nodes", fewer[1]]) == 0 and int(fewer[1]) < nodes
 
 
 def test_json_and_picture_are_written(capsys, tmp_path):
@@ -64,7 +69,11 @@ def test_json_and_picture_are_written(capsys, tmp_path):
     assert best["fits"] and best in result["choices"]
     assert sum(n for part, n in best["bytes"].items() if part != "total") == best["bytes"]["total"]
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert " ".join(best["settings"]) in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert " ".join(best["settings"]) in said
+    # In the words of the engine, for the mesh that is recommended.
+    assert f"mesh: 16 ranks = dp_replicate {best['dp_replicate']} x ep_fsdp {best['ep_fsdp']} x ep {best['ep']}" in said
+    assert "memory at its peak" in said and "received in a step: all-gather" in said
 
 
 def test_a_folder_with_a_config_is_a_model(tmp_path, capsys):
@@ -136,10 +145,10 @@ def test_the_help_names_the_settings(capsys):
 def test_seconds_of_a_collective_by_hand():
     cluster = Cluster(nodes=2, gpus=8, inside=100, between=10)
     inside = Collective("all-gather dense", ranks=8, stride=1, calls=1, nbytes=80 * 10**9)
-    assert inside.wire == 70e9 and inside.seconds(cluster) == pytest.approx(0.7)
+    assert inside.wire == 70e9 and seconds(inside, cluster) == pytest.approx(0.7)
     across = Collective("all-gather experts", ranks=2, stride=8, calls=1, nbytes=80 * 10**9)
-    assert across.seconds(cluster) == pytest.approx(4.0)
+    assert seconds(across, cluster) == pytest.approx(4.0)
     both = Collective("all-gather dense", ranks=16, stride=1, calls=1, nbytes=80 * 10**9)
-    assert both.seconds(cluster) == pytest.approx(0.7)  # each interface takes an eighth of the other node's half
+    assert seconds(both, cluster) == pytest.approx(0.7)  # each interface takes an eighth of the other node's half
     tokens = Collective("all-to-all tokens", ranks=16, stride=1, calls=1, nbytes=16 * 10**9)
-    assert tokens.seconds(cluster) == pytest.approx(0.8)
+    assert seconds(tokens, cluster) == pytest.approx(0.8)

@@ -1,0 +1,114 @@
+"""The plan of the run that is under way: printed at start, beside what is measured after each update and at the end."""
+
+import contextlib
+import io
+import shlex
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from benchmarks.memory import peak_of
+from epfsdp2.engine.config import EPFSDP2ActorConfig, EPFSDP2EngineConfig
+from epfsdp2.engine.memory_plan import IMBALANCE, Backend, Batch, peak
+from epfsdp2.engine.mesh import Topology
+from epfsdp2.engine.plan_text import in_words
+from epfsdp2.engine.run_plan import RECIPE_DEFAULTS, configured_batch
+from epfsdp2.engine.step_traffic import collectives
+from epfsdp2.recipes.cards import config_of
+from epfsdp2.recipes.plan import parse, request_of
+from tests.support.models import save_qwen3_moe
+from tests.support.ppo import of_this_rank, ppo_batch, ppo_samples, ppo_worker
+from tests.support.ranks import run_ranks
+
+UPDATES = 10  # of the optimizer's schedule in tests/support/verl_worker.py
+# 16 sequences of at most 14 tokens: 8 on each of 2 ranks, 112 tokens, 3 times 40.
+CONFIGURED = {"dynamic": True, "tokens": 40, "_sequences_per_update": 16, "_longest_sequence": 14}
+
+
+def _update(worker):
+    from verl.utils import tensordict_utils as tu
+
+    batch = ppo_batch(of_this_rank(worker, ppo_samples()))
+    tu.assign_non_tensor(batch, update_lr_scheduler=True)
+    return tu.get(worker.train_batch(batch), "metrics")
+
+
+def _trains_to_the_end(folder, settings):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        worker = ppo_worker(folder, ep=2, **settings)
+        metrics = [_update(worker) for _ in range(UPDATES)]
+    ours = [line.removeprefix("[epfsdp2] ") for line in said.getvalue().splitlines() if line.startswith("[epfsdp2]")]
+    if dist.get_rank():
+        assert ours == []
+        return
+    plan = worker.engine._plan
+    assert ours[:-1] == plan.lines() and ours[0] == "plan of Qwen3MoeForCausalLM"
+
+    # The recipe says the same of the same settings, from the command that is printed.
+    words = shlex.split(ours[-2].removeprefix("all meshes: "))
+    assert words[:3] == ["python", "-m", "epfsdp2.recipes.plan"]
+    options = parse(words[3:])
+    request, topology = request_of(options, config_of(options.model)), Topology.plan(2, 2)
+    moment = peak(request.sizes, topology, request.options, request.batch, request.optimizer, Backend(copies=True))
+    traffic = collectives(request.sizes, topology, request.options, request.batch)
+    assert ours[1:5] == in_words(topology, request.batch, moment, traffic)
+    assert (request.batch.tokens, request.batch.micro_batches) == (40, 3) and options.gpus * options.nodes == 2
+
+    # What an update needs is planned for the micro-batches that it had.
+    seen = Batch(plan._seen.tokens, plan._seen.micro_batches, IMBALANCE)
+    assert seen.tokens <= 40 and 1 < seen.micro_batches <= 3
+    planned = [both for (both,) in metrics[-1]["memory_max_planned_gib"]]
+    assert planned[0] * 2**30 == pytest.approx(plan.peak(seen).total)
+    measured = [[ranks[0] for ranks in m["memory_max_resident_gib"]] for m in metrics]
+    assert measured == sorted(measured) and all(rank > 0 for rank in measured[0])
+    assert ours[-1].startswith("memory of an update (") and "planned" in ours[-1] and "measured" in ours[-1]
+
+
+def test_a_run_prints_its_plan_and_beside_it_what_was_measured(tmp_path):
+    run_ranks(_trains_to_the_end, 2, save_qwen3_moe(tmp_path), CONFIGURED)
+
+
+def _is_tracked(folder):
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        worker = ppo_worker(folder, ep=2, micro_batch=4)
+        _update(worker)
+        with record_function("second update"):
+            metrics = _update(worker)
+    files = {file.stat().st_size for file in folder.glob("*.safetensors")}
+    tracked = peak_of(profiler, "second update", files)[0]
+    planned = metrics["memory_max_planned_gib"][dist.get_rank()][0] * 2**30
+    assert tracked == pytest.approx(planned, rel=0.05), (tracked, planned)
+
+
+def test_an_update_through_verls_worker_holds_what_is_planned(tmp_path):
+    wide = {"hidden_size": 128, "moe_intermediate_size": 256, "num_hidden_layers": 4, "mlp_only_layers": []}
+    run_ranks(_is_tracked, 2, save_qwen3_moe(tmp_path, **wide))
+
+
+def test_where_the_settings_dont_say_how_long_sequences_are_an_example_is_planned(tmp_path):
+    run_ranks(_example, 2, save_qwen3_moe(tmp_path))
+
+
+def test_the_actors_settings_say_how_large_a_step_may_be():
+    lengths = {"max_prompt_length": 100, "max_response_length": 28}
+    sizes = {"rollout_n": 4, "ppo_mini_batch_size": 32, "ppo_micro_batch_size_per_gpu": 2}
+    engine = EPFSDP2ActorConfig(**sizes, rollout=lengths, engine=EPFSDP2EngineConfig(ulysses_sequence_parallel_size=2))
+    engine = replace(engine.engine, micro_batch_size_per_gpu=2)  # as verl's worker does
+    # 128 sequences; each pair of 8 ranks has 32, 2 at a time of which a rank has half the tokens.
+    assert configured_batch(engine, Topology.plan(8, 4)) == Batch(128, 16, IMBALANCE, 2)
+    dynamic = replace(engine, use_dynamic_bsz=True, max_token_len_per_gpu=1024)
+    assert configured_batch(dynamic, Topology.plan(8, 4)) == Batch(1024, 2, IMBALANCE, 2)
+    assert configured_batch(replace(engine, _longest_sequence=0), Topology.plan(8, 4)) is None
+
+
+def _example(folder):
+    lines = ppo_worker(folder, ep=1, optimizer={"foreach": True}).engine._plan.lines()
+    assert any("1024 tokens are an example" in line for line in lines)
+
+
+def test_the_recipe_takes_what_the_command_leaves_out():
+    options = vars(parse(["--model", "Qwen3-30B-A3B"]))
+    assert {name: options[name.replace("-", "_")] for name in RECIPE_DEFAULTS} == RECIPE_DEFAULTS

@@ -272,9 +272,10 @@ def cells(row: Row) -> list[str]:
 def write(rows: list[Row], on_gpu: dict[str, Any], repeats: int) -> None:
     where = machine()
     text = [
-        f"Forward and backward of one layer on one core; sides take turns, medians of {repeats}, ratios within a turn. Kept: what",
-        "a forward keeps for its backward, besides parameters and inputs. torchtitan computes in bfloat16 whatever the",
-        "dtype of its parameters. The full layers are cut in tokens, and DeepSeek-V3's in experts, to fit the machine.",
+        f"Forward and backward of one layer on one core; sides take turns, medians of {repeats}, ratios within a turn.",
+        "Kept: what a forward keeps for its backward, besides parameters and inputs. torchtitan computes in bfloat16",
+        "whatever the dtype of its parameters. The full layers are cut in tokens, and DeepSeek-V3's in experts, to fit",
+        "the machine.",
         "",
         f"Bounds: `{OURS}` takes at most {TIME_LIMIT} of the time of `{BASE}` and keeps at most {KEPT_LIMIT} of its",
         f"bytes; on an H200 {GPU_SPEEDUP} x its speed, {RATE_SHARE:.0%} of the matrix rate measured in the same run,",

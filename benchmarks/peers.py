@@ -22,7 +22,7 @@ from benchmarks.layer import Geometry, Layer, kept_bytes, passes
 
 
 def torchtitan(geometry: Geometry) -> tuple[Layer, list[nn.Parameter]]:
-    """Its routed experts: dispatch without expert parallelism, grouped GEMMs in bfloat16 whatever the dtype, combine."""
+    """Its routed experts, without expert parallelism; they compute in bfloat16 whatever the dtype."""
     from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
     from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 

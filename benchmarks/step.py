@@ -35,7 +35,7 @@ from benchmarks.quickstart import machine
 from benchmarks.tables import write_table
 from epfsdp2.engine.memory_plan import Batch, ModelSizes
 from epfsdp2.engine.mesh import Topology, divisors
-from epfsdp2.recipes.roofline import collectives
+from epfsdp2.recipes.roofline import Collective, collectives
 from tests.support.ppo import Sample, of_this_rank, ppo_batch, ppo_worker
 from tests.support.ranks import run_ranks
 from tests.support.verl_worker import training_worker
@@ -94,7 +94,7 @@ class Row:
         return self.ep == 0 or self.speedup >= least
 
 
-def samples_of(world: int, tokens: int) -> list[Sample]:
+def samples_of(world: int, tokens: int, vocabulary: int) -> list[Sample]:
     """``PER_RANK`` samples for each rank, of different lengths, together so many tokens on each."""
     generator = torch.Generator().manual_seed(0)
     lengths = [tokens // PER_RANK + change for change in _spread(tokens // (2 * PER_RANK))]
@@ -102,7 +102,7 @@ def samples_of(world: int, tokens: int) -> list[Sample]:
     samples = []
     for length in lengths * world:
         before = length // 4
-        ids = torch.randint(0, MODEL["vocab_size"], (length,), generator=generator)
+        ids = torch.randint(0, vocabulary, (length,), generator=generator)
         old = -8.0 - torch.rand(length - before, generator=generator)
         samples.append((ids, before, old, torch.randn(length - before, generator=generator)))
     return samples
@@ -132,25 +132,26 @@ def stock_worker(folder: Path, loss: Any) -> Any:
 
 def measure(folder: Path, out: Path, eps: Sequence[int], tokens: Sequence[int], repeats: int) -> None:
     """Rank 0 writes, for each number of tokens, seconds of each turn and bytes of all ranks, by side."""
-    world, figures = dist.get_world_size(), []
+    world, vocabulary, figures = dist.get_world_size(), AutoConfig.from_pretrained(folder).vocab_size, []
     workers = {f"ep {ep}": ppo_worker(folder, ep, micro_batch=PER_RANK) for ep in eps}
     ours = dict(workers)
     workers[STOCK] = stock_worker(folder, next(iter(workers.values())).loss_fn)
     for count in tokens:
-        samples = samples_of(world, count)
+        samples = samples_of(world, count, vocabulary)
         seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in workers}
         for turn in range(repeats + 1):
             names = [*workers][turn % len(workers) :] + [*workers][: turn % len(workers)]  # each is the first at times
             for name in names:
                 seconds[name].append(_step(workers[name], samples))
         wire = {name: _wire(worker, samples) for name, worker in workers.items()}
-        plans = {name: _plan(folder, worker, count) for name, worker in ours.items()}
-        for name, plan in plans.items():
-            found = {kind: (c.calls, c.nbytes) for kind, c in wire[name].items()}
-            assert found == plan, f"{world} ranks, {name}, {count} tokens: {found} is not {plan}"
-        bytes_ = {name: sum(c.wire for c in counted.values()) for name, counted in wire.items()}
-        planned = {name: _planned_wire(folder, worker, count) for name, worker in ours.items()}
-        figures.append({"seconds": {n: s[1:] for n, s in seconds.items()}, "wire": bytes_, "plan": planned})
+        planned = {name: _planned(folder, worker, count) for name, worker in ours.items()}
+        for name, plan in planned.items():
+            found = {kind: (counted.calls, counted.nbytes) for kind, counted in wire[name].items()}
+            wanted = {c.name: (c.calls, world * c.nbytes) for c in plan}
+            assert found == wanted, f"{world} ranks, {name}, {count} tokens: {found} is not {wanted}"
+        received = {name: sum(c.wire for c in counted.values()) for name, counted in wire.items()}
+        plans = {name: world * sum(c.wire for c in plan) for name, plan in planned.items()}
+        figures.append({"seconds": {n: s[1:] for n, s in seconds.items()}, "wire": received, "plan": plans})
     if dist.get_rank() == 0:
         out.write_text(json.dumps(figures))
 
@@ -188,20 +189,12 @@ def _wire(worker: Any, samples: Sequence[Sample]) -> dict[str, Counted]:
     }
 
 
-def _collectives(folder: Path, worker: Any, tokens: int) -> list[Any]:
+def _planned(folder: Path, worker: Any, tokens: int) -> list[Collective]:
+    """What the plan says of an update on one rank."""
     options = worker.engine._sharding_options()
     sizes = ModelSizes.of(AutoModelForCausalLM, AutoConfig.from_pretrained(folder), options)
     topology = Topology.plan(dist.get_world_size(), worker.engine.engine_config.ep_size)
     return collectives(sizes, topology, options, Batch(tokens))
-
-
-def _plan(folder: Path, worker: Any, tokens: int) -> dict[str, tuple[int, int]]:
-    found = _collectives(folder, worker, tokens)
-    return {c.name: (c.calls, dist.get_world_size() * c.nbytes) for c in found}
-
-
-def _planned_wire(folder: Path, worker: Any, tokens: int) -> float:
-    return dist.get_world_size() * sum(c.wire for c in _collectives(folder, worker, tokens))
 
 
 def run(model: dict[str, Any], world: int, eps: Sequence[int], tokens: Sequence[int], repeats: int) -> list[Row]:

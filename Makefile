@@ -5,6 +5,11 @@
 #   make test-long   what the suite leaves out for its time; writes what came of it
 #   make parity      every family on every mesh against the plain model; prints and writes the table (about 20 min)
 #   make memory      peak memory of a step against the arithmetic; prints and writes the table
+#   make bench       every benchmark below, one after the other, and a table of what came of them (about 45 min)
+#   make bench-experts  the experts layer beside transformers', torchtitan's and VeOmni's (about 5 min)
+#   make bench-step  the engine's step beside verl's fsdp2 engine, and its bytes on the wire (about 6 min)
+#   make bench-growth  how the cost grows with tokens, experts and ranks (about 4 min)
+#   make peers       the environment of torchtitan and VeOmni, for bench-experts
 #   make bench-sync  a weight sync against verl's stock export; prints and writes the table (about 10 min)
 #   make bench-checkpoint  memory to load and export, and what a save in the background costs (about 3 min)
 #   make bench-features  what router replay and offloading cost a step (about 5 min)
@@ -12,9 +17,11 @@
 
 PYTHON ?= python3.11
 VENV := .venv
+PEERS := .venv_peers
 BIN := $(VENV)/bin
 
-.PHONY: help setup quickstart test test-long parity memory bench-sync bench-checkpoint bench-features lint clean
+.PHONY: help setup quickstart test test-long parity memory peers bench bench-experts bench-step bench-growth bench-sync \
+	bench-checkpoint bench-features lint clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -39,6 +46,24 @@ parity: setup
 
 memory: setup
 	$(BIN)/python benchmarks/memory.py $(ARGS)
+
+peers: $(PEERS)/.ready
+
+$(PEERS)/.ready: .ci/setup_peers benchmarks/peers.txt
+	PYTHON=$(PYTHON) bash .ci/setup_peers $(PEERS)
+	@touch $@
+
+bench: setup peers
+	$(BIN)/python benchmarks/bench.py $(ARGS)
+
+bench-experts: setup peers
+	$(BIN)/python benchmarks/experts.py $(ARGS)
+
+bench-step: setup
+	$(BIN)/python benchmarks/step.py $(ARGS)
+
+bench-growth: setup
+	$(BIN)/python benchmarks/growth.py $(ARGS)
 
 bench-sync: setup
 	$(BIN)/python benchmarks/weight_sync.py $(ARGS)

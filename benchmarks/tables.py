@@ -4,9 +4,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["write_table"]
+__all__ = ["RESULTS", "write_table"]
 
-_RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent / "results"
 
 
 def write_table(
@@ -38,5 +38,5 @@ def write_table(
         "",
         *(f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *cells)),
     ]
-    (_RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    (_RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n")
+    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n")

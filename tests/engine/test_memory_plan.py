@@ -1,13 +1,10 @@
 """The arithmetic of memory and traffic: by hand, against FSDP's own groups, and against what a real step sends."""
 
 from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
@@ -26,6 +23,7 @@ from epfsdp2.engine.step_traffic import collectives
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, save_glm4_moe, save_qwen3_moe
 from tests.support.ranks import run_ranks
+from tests.support.wire import counted_collectives
 
 LORA = LoraSettings("model", 4, 8, "all-linear")
 FLOAT32 = ShardingOptions(param_dtype=torch.float32)
@@ -173,71 +171,15 @@ def _step_is_counted(folder, ep, fsdp_size, options, tokens, sp, lora, expected)
     if lora is not None:
         lora_of(model).freeze_the_rest(model)
     model.train()
-    counted: dict[str, list[int]] = {}
-
-    def count(name, tensor, group):
-        if dist.get_world_size(group) == 1:
-            return
-        entry = counted.setdefault(name, [0, 0])
-        entry[0] += 1
-        entry[1] += tensor.numel() * tensor.element_size()
-
-    gather, scatter = DefaultAllGather.__call__, DefaultReduceScatter.__call__
-    exchange, reduce, gathers = dist.all_to_all_single, dist.all_reduce, _fsdp_param_group.foreach_all_gather
-    reduces = _fsdp_param_group.foreach_reduce
-    now = []
-
-    def experts_or_dense(params):
-        return "experts" if "experts" in params[0]._param_fqn else "dense"
-
-    def foreach_all_gather(params, *args, **kwargs):
-        now.append(experts_or_dense(params))
-        try:
-            return gathers(params, *args, **kwargs)
-        finally:
-            now.pop()
-
-    def foreach_reduce(params, *args, **kwargs):
-        now.append(experts_or_dense(params))
-        try:
-            return reduces(params, *args, **kwargs)
-        finally:
-            now.pop()
-
-    def all_gather(self, output_tensor, input_tensor, group, *args, **kwargs):
-        count(f"all-gather {now[-1]}", output_tensor, group)
-        return gather(self, output_tensor, input_tensor, group, *args, **kwargs)
-
-    def reduce_scatter(self, output_tensor, input_tensor, group, *args, **kwargs):
-        count(f"reduce-scatter {now[-1]}", input_tensor, group)
-        return scatter(self, output_tensor, input_tensor, group, *args, **kwargs)
-
-    def all_reduce(tensor, *args, **kwargs):
-        if now:
-            count(f"all-reduce {now[-1]}", tensor, kwargs["group"])
-        return reduce(tensor, *args, **kwargs)
-
-    def all_to_all(output, input, *args, **kwargs):
-        what = "counts" if input.dtype == torch.int64 else "tokens" if args else "sp"  # rows go by their numbers
-        count(f"all-to-all {what}", input, kwargs["group"])
-        return exchange(output, input, *args, **kwargs)
-
     ids = torch.randint(0, VOCAB, (1, tokens), generator=torch.Generator().manual_seed(rank))
-    with (
-        patch.object(_fsdp_param_group, "foreach_all_gather", foreach_all_gather),
-        patch.object(_fsdp_param_group, "foreach_reduce", foreach_reduce),
-        patch.object(DefaultAllGather, "__call__", all_gather),
-        patch.object(DefaultReduceScatter, "__call__", reduce_scatter),
-        patch.object(dist, "all_reduce", all_reduce),
-        patch.object(dist, "all_to_all_single", all_to_all),
-    ):
+    with counted_collectives() as counted:
         positions = torch.arange(tokens * sp)[None]
         logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
         cross_entropy(logits[0, :-1], ids[0, 1:]).backward()
     everyone = [None] * world
     dist.all_gather_object(everyone, counted)
     # Routing is not balanced: what a rank receives and sends back differs, and its sum over the ranks does not.
-    total = {name: (calls, sum(c[name][1] for c in everyone)) for name, (calls, _) in counted.items()}
+    total = {name: (own.calls, sum(c[name].nbytes for c in everyone)) for name, own in counted.items()}
     predicted = {name: (calls, world * nbytes) for name, (calls, nbytes) in expected.items()}
     assert total == predicted, f"{total} is not {predicted}"
 

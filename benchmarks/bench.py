@@ -1,0 +1,67 @@
+"""Every benchmark, one after the other, and one table of what came of each.
+
+python benchmarks/bench.py [NAME ...]
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.quickstart import machine
+from benchmarks.tables import write_table
+
+# In this order: what is short comes first. Script, and what it has to reach, which its exit status tells.
+BENCHMARKS = {
+    "memory": "peak memory of a step as the arithmetic says",
+    "checkpoint": "loading and exporting within a shard and a layer of memory",
+    "features": "router replay R3 at most 3 % of a step",
+    "experts": "no slower than transformers' grouped_mm, with 0.4 of what it keeps",
+    "step": "2 x verl's fsdp2 engine with ep over all ranks, nowhere below 0.95 x; bytes on the wire equal the plan's",
+    "growth": "figures alone",
+    "weight_sync": "figures alone",
+}
+COLUMNS = ["benchmark", "what it has to reach", "reached", "minutes"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=[], metavar="NAME", help=f"of {', '.join(BENCHMARKS)}")
+    names = parser.parse_args().names or [*BENCHMARKS]
+    if unknown := set(names) - set(BENCHMARKS):
+        parser.error(f"no such benchmark: {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
+    rows = []
+    for name in names:
+        print(f"== {name}: {BENCHMARKS[name]}", flush=True)
+        began = time.monotonic()
+        status = subprocess.run([sys.executable, str(Path(__file__).with_name(f"{name}.py"))]).returncode
+        rows.append({"name": name, "status": status, "minutes": (time.monotonic() - began) / 60})
+    for row in rows:
+        print(f"{row['name']}: {'reached' if row['status'] == 0 else 'NOT reached'}, {row['minutes']:.1f} min")
+    if len(names) == len(BENCHMARKS):
+        _write(rows)
+    return max(row["status"] != 0 for row in rows)
+
+
+def _write(rows: list[dict]) -> None:
+    where = machine()
+    versions = ", ".join(f"{name} {number}" for name, number in where["versions"].items())
+    on = f"{where['cpu']}, {where['cores']} cores, {where['memory_gib']} GiB; Python {where['python']}, {versions}"
+    lines = [
+        [
+            f"[{row['name']}]({row['name']}.md)",
+            BENCHMARKS[row["name"]],
+            "yes" if row["status"] == 0 else "no",
+            f"{row['minutes']:.1f}",
+        ]
+        for row in rows
+    ]
+    text = ["One run of all of them; each has a table of its own."]
+    write_table("bench", {"machine": where, "rows": rows}, "All benchmarks", "make bench", on, text, COLUMNS, lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

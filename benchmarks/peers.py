@@ -1,0 +1,97 @@
+"""Other libraries' experts layers, run by the Python of an environment of their own (``make peers``).
+
+    .venv_peers/bin/python benchmarks/peers.py torchtitan
+
+answers lines of JSON on its input with lines of JSON on its output: first a ``Geometry``, which builds the layer, then
+``{"times": n}``, which measures it; what fails is answered with ``{"error": ...}``, and ends it.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.layer import Geometry, Layer, kept_bytes, passes
+
+
+def torchtitan(geometry: Geometry) -> tuple[Layer, list[nn.Parameter]]:
+    """Its routed experts, without expert parallelism; they compute in bfloat16 whatever the dtype."""
+    from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+    from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+
+    sizes = {"dim": geometry.hidden, "hidden_dim": geometry.intermediate, "num_experts": geometry.experts}
+    config = RoutedExperts.Config(
+        inner_experts=GroupedExperts.Config(**sizes),
+        token_dispatcher=LocalTokenDispatcher.Config(num_experts=geometry.experts, top_k=geometry.top_k),
+    )
+    with torch.device(geometry.device):
+        experts = config.build().to(geometry.torch_dtype)
+        gate_up = torch.empty(geometry.experts, 2 * geometry.intermediate, geometry.hidden, dtype=geometry.torch_dtype)
+    geometry.fill(gate_up, experts.inner_experts.w2_EDF)
+    gate, up = gate_up.chunk(2, dim=1)
+    with torch.no_grad():
+        experts.inner_experts.w1_EFD.copy_(gate)
+        experts.inner_experts.w3_EFD.copy_(up)
+
+    def layer(hidden_TD, experts_TK, weights_TK):
+        counts_E = torch.bincount(experts_TK.flatten(), minlength=geometry.experts)
+        return experts(hidden_TD[None], weights_TK[None], experts_TK[None], counts_E)[0]
+
+    return layer, [*experts.parameters()]
+
+
+def veomni(geometry: Geometry) -> tuple[Layer, list[nn.Parameter]]:
+    """Its fused experts, which are Triton kernels for a GPU."""
+    from veomni.ops.kernels import moe
+
+    moe.apply_veomni_fused_moe_patch("triton")
+    shape = {"device": geometry.device, "dtype": geometry.torch_dtype}
+    gate_up = nn.Parameter(torch.empty(geometry.experts, 2 * geometry.intermediate, geometry.hidden, **shape))
+    down = nn.Parameter(torch.empty(geometry.experts, geometry.hidden, geometry.intermediate, **shape))
+    geometry.fill(gate_up, down)
+
+    def layer(hidden_TD, experts_TK, weights_TK):
+        return moe.fused_moe_forward(
+            geometry.experts, weights_TK, experts_TK, hidden_TD, None, None, down, fc1_1_2_weight=gate_up
+        )
+
+    return layer, [gate_up, down]
+
+
+PEERS: dict[str, Callable[[Geometry], tuple[Layer, list[nn.Parameter]]]] = {"torchtitan": torchtitan, "veomni": veomni}
+
+
+def serve(name: str, answer: Callable[[dict], None]) -> None:
+    geometry = Geometry(**json.loads(sys.stdin.readline()))
+    torch.set_num_threads(1)
+    layer, parameters = PEERS[name](geometry)
+    inputs = geometry.inputs()
+    answer({"version": version(name), "kept": kept_bytes(layer, inputs, parameters)})
+    for line in sys.stdin:
+        answer(passes(layer, inputs, parameters, json.loads(line)["times"]))
+
+
+def main() -> int:
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the libraries print is no answer
+
+    def answer(fields: dict) -> None:
+        print(json.dumps(fields), file=out, flush=True)
+
+    try:
+        serve(sys.argv[1], answer)
+    except Exception as error:
+        answer({"error": f"{type(error).__name__}: {error}"})
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,287 @@
+"""The engine's step beside verl's stock fsdp2 engine: log-probs and an update, over ranks and ``ep``.
+
+    python benchmarks/step.py [--repeats 5] [--worlds 1 2 4]
+
+Both engines sit in verl's own worker in the same processes, on the same checkpoint, batch, ranks and loss, in float32
+with activation checkpointing, verl's default. Sides take turns; each ratio is taken within a turn, and medians are
+compared. The model is a Qwen3-MoE with 95 % of its weights in experts, of which a token uses one in sixteen, as in
+Qwen3-30B-A3B. Bytes on the wire are counted where FSDP and the dispatch call torch, in one more update; they have to
+equal the plan's (``engine/step_traffic.py``), byte for byte.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.quickstart import machine
+from benchmarks.tables import write_table
+from epfsdp2.engine.memory_plan import Batch, ModelSizes
+from epfsdp2.engine.mesh import Topology, divisors
+from epfsdp2.engine.step_traffic import Collective, collectives
+from tests.support.ppo import Sample, of_this_rank, ppo_batch, ppo_worker
+from tests.support.ranks import run_ranks
+from tests.support.verl_worker import training_worker
+from tests.support.wire import Counted, counted_collectives
+
+STOCK = "verl fsdp2"
+WORLDS, TOKENS, PER_RANK = (1, 2, 4), (256, 1024), 4
+FULL_EP_SPEEDUP, LEAST_SPEEDUP = 2.0, 0.95  # of tokens per second in an update
+COLUMNS = [
+    "ranks",
+    "tokens of a rank",
+    "side",
+    "log-probs s",
+    "update s",
+    "tokens/s",
+    "of verl's",
+    "wire MB",
+    "plan MB",
+]
+MODEL = {
+    "vocab_size": 3072,
+    "hidden_size": 256,
+    "moe_intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_experts": 32,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One side's medians on so many ranks; ``wire`` and ``plan`` are of all ranks in an update, in bytes."""
+
+    world: int
+    tokens: int  # of a rank
+    side: str
+    ep: int  # 0 for verl's
+    log_probs: float
+    update: float
+    speedup: float  # over verl's, of the update
+    wire: float
+    plan: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.world * self.tokens / self.update
+
+    @property
+    def holds(self) -> bool:
+        least = FULL_EP_SPEEDUP if self.ep == self.world > 1 else LEAST_SPEEDUP
+        return self.ep == 0 or self.speedup >= least
+
+
+def samples_of(world: int, tokens: int, vocabulary: int) -> list[Sample]:
+    """``PER_RANK`` samples for each rank, of different lengths, together so many tokens on each."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [tokens // PER_RANK + change for change in _spread(tokens // (2 * PER_RANK))]
+    lengths[-1] += tokens - sum(lengths)
+    samples = []
+    for length in lengths * world:
+        before = length // 4
+        ids = torch.randint(0, vocabulary, (length,), generator=generator)
+        old = -8.0 - torch.rand(length - before, generator=generator)
+        samples.append((ids, before, old, torch.randn(length - before, generator=generator)))
+    return samples
+
+
+def _spread(most: int) -> list[int]:
+    return [most * (2 * i - PER_RANK + 1) // (PER_RANK - 1) for i in range(PER_RANK)]
+
+
+def stock_worker(folder: Path, loss: Any) -> Any:
+    """verl's worker around its own fsdp2 engine, as it comes but for float32."""
+    from verl.workers.config import FSDPEngineConfig
+
+    engine = FSDPEngineConfig(
+        strategy="fsdp2",
+        mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32"},
+        use_torch_compile=False,
+        use_dynamic_bsz=False,
+        max_token_len_per_gpu=None,
+        infer_max_token_len_per_gpu=None,
+        micro_batch_size_per_gpu=PER_RANK,
+        infer_micro_batch_size_per_gpu=PER_RANK,
+    )
+    with patch.dict(os.environ, VERL_ENGINE_DEVICE="cuda"):  # verl registers its engine for accelerators alone
+        return training_worker(folder, "language_model", engine, loss)
+
+
+def measure(folder: Path, out: Path, eps: Sequence[int], tokens: Sequence[int], repeats: int) -> None:
+    """Rank 0 writes, for each number of tokens, seconds of each turn and bytes of all ranks, by side."""
+    world, vocabulary, figures = dist.get_world_size(), AutoConfig.from_pretrained(folder).vocab_size, []
+    workers = {f"ep {ep}": ppo_worker(folder, ep, micro_batch=PER_RANK) for ep in eps}
+    ours = dict(workers)
+    workers[STOCK] = stock_worker(folder, next(iter(workers.values())).loss_fn)
+    for count in tokens:
+        samples = samples_of(world, count, vocabulary)
+        seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in workers}
+        for turn in range(repeats + 1):
+            names = [*workers][turn % len(workers) :] + [*workers][: turn % len(workers)]  # each is the first at times
+            for name in names:
+                seconds[name].append(_step(workers[name], samples))
+        wire = {name: _wire(worker, samples) for name, worker in workers.items()}
+        planned = {name: _planned(folder, worker, count) for name, worker in ours.items()}
+        for name, plan in planned.items():
+            found = {kind: (counted.calls, counted.nbytes) for kind, counted in wire[name].items()}
+            wanted = {c.name: (c.calls, world * c.nbytes) for c in plan}
+            assert found == wanted, f"{world} ranks, {name}, {count} tokens: {found} is not {wanted}"
+        received = {name: sum(c.wire for c in counted.values()) for name, counted in wire.items()}
+        plans = {name: world * sum(c.wire for c in plan) for name, plan in planned.items()}
+        figures.append({"seconds": {n: s[1:] for n, s in seconds.items()}, "wire": received, "plan": plans})
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(figures))
+
+
+def _batch(worker: Any, samples: Sequence[Sample]) -> Any:
+    longest = max(len(ids) - before for ids, before, *_ in samples)
+    return ppo_batch(of_this_rank(worker, samples), len(samples), max(before for _, before, *_ in samples), longest)
+
+
+def _step(worker: Any, samples: Sequence[Sample]) -> tuple[float, float]:
+    """Seconds of log-probs and of an update, until all ranks have ended."""
+    from verl.utils import tensordict_utils as tu
+
+    infer, train = _batch(worker, samples), _batch(worker, samples)
+    tu.assign_non_tensor(infer, compute_loss=False)
+    dist.barrier()
+    began = time.monotonic()
+    worker.infer_batch(infer)
+    dist.barrier()
+    half = time.monotonic()
+    worker.train_batch(train)
+    dist.barrier()
+    return half - began, time.monotonic() - half
+
+
+def _wire(worker: Any, samples: Sequence[Sample]) -> dict[str, Counted]:
+    """What all ranks hand to collectives in an update, by kind. Routing is uneven; its sum over the ranks is not."""
+    with counted_collectives() as counted:
+        worker.train_batch(_batch(worker, samples))
+    everyone: list[dict[str, Counted]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, counted)
+    return {
+        kind: Counted(own.calls, sum(c[kind].nbytes for c in everyone), sum(c[kind].wire for c in everyone))
+        for kind, own in counted.items()
+    }
+
+
+def _planned(folder: Path, worker: Any, tokens: int) -> list[Collective]:
+    """What the plan says of an update on one rank."""
+    options = worker.engine._sharding_options()
+    sizes = ModelSizes.of(AutoModelForCausalLM, AutoConfig.from_pretrained(folder), options)
+    topology = Topology.plan(dist.get_world_size(), worker.engine.engine_config.ep_size)
+    return collectives(sizes, topology, options, Batch(tokens))
+
+
+def run(model: dict[str, Any], world: int, eps: Sequence[int], tokens: Sequence[int], repeats: int) -> list[Row]:
+    """Both engines on a model of these sizes, made from a seed."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, out = Path(name) / "model", Path(name) / "figures.json"
+        torch.manual_seed(0)
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**model)).float().save_pretrained(folder)
+        run_ranks(measure, world, folder, out, eps, tokens, repeats, timeout=1800)
+        figures = json.loads(out.read_text())
+    return [row for count, found in zip(tokens, figures, strict=True) for row in rows_of(world, count, found)]
+
+
+def rows_of(world: int, tokens: int, figures: dict[str, Any]) -> list[Row]:
+    """Medians, and ratios that are taken within each turn; verl's first."""
+    seconds = figures["seconds"]
+    rows = []
+    for side in (STOCK, *(name for name in seconds if name != STOCK)):
+        log_probs, update = (statistics.median(turn[part] for turn in seconds[side]) for part in (0, 1))
+        speedup = statistics.median(v[1] / o[1] for v, o in zip(seconds[STOCK], seconds[side], strict=True))
+        ep = 0 if side == STOCK else int(side.removeprefix("ep "))
+        wire, plan = figures["wire"][side], figures["plan"].get(side, 0)
+        rows.append(Row(world, tokens, side, ep, log_probs, update, speedup, wire, plan))
+    return rows
+
+
+def share_of_experts(model: dict[str, Any]) -> float:
+    """Of the weights."""
+    with torch.device("meta"):
+        parameters = dict(Qwen3MoeForCausalLM(Qwen3MoeConfig(**model)).named_parameters())
+    experts = sum(p.numel() for name, p in parameters.items() if ".experts." in name)
+    return experts / sum(p.numel() for p in parameters.values())
+
+
+def cells(row: Row) -> list[str]:
+    return [
+        str(row.world),
+        str(row.tokens),
+        row.side,
+        f"{row.log_probs:.2f}",
+        f"{row.update:.2f}",
+        f"{row.tokens_per_second:.0f}",
+        f"{row.speedup:.2f} x" + ("" if row.holds else " (below the bound)"),
+        f"{row.wire / 1e6:.3f}",
+        "" if row.ep == 0 else f"{row.plan / 1e6:.3f}",
+    ]
+
+
+def write(rows: list[Row], repeats: int) -> None:
+    where = machine()
+    text = [
+        f"A Qwen3-MoE with {share_of_experts(MODEL):.1%} of its weights in experts, float32, activation checkpointing;",
+        f"sides take turns in the same processes, medians of {repeats}, ratios within a turn; one thread per rank.",
+        "Tokens/s are of an update, of all ranks. Wire: bytes that all ranks together receive in an update, counted;",
+        "plan: what `engine/step_traffic.py` says, which is asserted to be the same, byte for byte and call for call.",
+        "",
+        f"Bounds: `ep` over all ranks at least {FULL_EP_SPEEDUP} x, every other at least {LEAST_SPEEDUP} x verl's.",
+    ]
+    result = {
+        "machine": where,
+        "model": MODEL,
+        "repeats": repeats,
+        "rows": [asdict(row) | {"tokens_per_second": row.tokens_per_second, "holds": row.holds} for row in rows],
+    }
+    versions = ", ".join(f"{name} {where['versions'][name]}" for name in ("torch", "verl", "transformers"))
+    on = f"{where['cpu']}, {where['cores']} cores; {versions}"
+    heading = "The engine's step beside verl's fsdp2 engine"
+    write_table("step", result, heading, "make bench-step", on, text, COLUMNS, [*map(cells, rows)])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5, help="turns that count")
+    parser.add_argument("--worlds", type=int, nargs="+", default=WORLDS, help="ranks; fewer write no result file")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="of a rank in an update")
+    asked = parser.parse_args()
+    rows: list[Row] = []
+    for world in track(asked.worlds, "measuring", console=Console(stderr=True)):
+        rows += run(MODEL, world, divisors(world), asked.tokens, asked.repeats)
+    shown = Table(*COLUMNS)
+    for row in rows:
+        shown.add_row(*cells(row))
+    Console(width=160).print(shown)
+    if (*asked.worlds,) == WORLDS and (*asked.tokens,) == TOKENS:
+        write(rows, asked.repeats)
+    return 0 if all(row.holds for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

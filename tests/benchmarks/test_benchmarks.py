@@ -1,0 +1,120 @@
+"""The benchmarks' own code, at sizes that take a moment: that they run, count right, and say what does not hold."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import experts, growth, step
+from benchmarks.layer import Geometry, kept_bytes, passes
+
+TINY = Geometry("tiny", tokens=24, experts=4, top_k=2, hidden=32, intermediate=16)
+MODEL = {**step.MODEL, "vocab_size": 96, "hidden_size": 32, "moe_intermediate_size": 48, "num_hidden_layers": 2}
+MODEL |= {"head_dim": 8, "num_experts": 8}
+
+
+def test_every_side_of_the_experts_layer_is_measured_and_a_missing_peer_says_so(tmp_path):
+    rows = {row.side: row for row in experts.measure(TINY, 2, tmp_path / "no python")}
+    assert set(rows) == {*experts.LOCAL, *experts.PEERS}
+    for side in experts.LOCAL:
+        assert 0 < rows[side].forward < rows[side].total and rows[side].kept > 0
+    assert rows[experts.BASE].ratio == rows[experts.BASE].kept_ratio == 1
+    for side in experts.PEERS:
+        assert "make peers" in rows[side].note and experts.cells(rows[side])[-1] == rows[side].note
+    assert {len(experts.cells(row)) for row in rows.values()} == {len(experts.COLUMNS)}
+
+
+def test_a_side_that_computes_something_else_is_not_timed(monkeypatch, tmp_path):
+    original = experts.Local.passes
+
+    def off(self, side, times):
+        found = original(self, side, times)
+        return found | {"norm": 1.01 * found["norm"]} if side == experts.OURS else found
+
+    monkeypatch.setattr(experts.Local, "passes", off)
+    with pytest.raises(AssertionError, match=experts.OURS):
+        experts.measure(TINY, 1, tmp_path / "no python")
+
+
+def test_bounds_of_the_experts_layer():
+    row = experts.Row(TINY, experts.OURS, ratio=0.99, kept_ratio=0.4)
+    assert row.holds and not replace(row, ratio=1.01).holds and not replace(row, kept_ratio=0.41).holds
+    assert not replace(row, geometry=replace(TINY, device="cuda")).holds  # there it has to be 1.5 x as fast
+    assert replace(row, side="eager", ratio=3.0).holds
+
+
+def test_kept_bytes_are_those_of_distinct_storages():
+    weight = torch.nn.Parameter(torch.randn(8, 8))
+    hidden = torch.randn(4, 8, requires_grad=True)
+
+    def layer(hidden, index, weights):
+        inner = hidden @ weight  # keeps what is its own input and parameter
+        return inner.exp() * inner.view(2, 16).view(4, 8)  # exp's result, once; inner, once
+
+    assert kept_bytes(layer, (hidden, hidden, hidden), [weight]) == 2 * 4 * 8 * 4
+    took = passes(layer, (hidden, hidden, hidden), [weight], 2)
+    assert 0 < took["forward"] < took["total"] and took["norm"] > 0
+
+
+def test_what_the_gpu_rows_are_made_of_runs():
+    measured = experts.rates(TINY)
+    assert min(measured.values()) > 0
+    found = experts.shares(experts.Row(TINY, experts.OURS, total=1.0), measured)
+    assert set(found) == {"matrix rate", "dispatch", "combine"}
+    assert found["matrix rate"] == pytest.approx(TINY.flops / 1e12 / measured["matrix_tflops"])
+
+
+def test_a_peer_answers_with_its_error():
+    """In this environment, which has none of them."""
+    script = Path(experts.SCRIPT)
+    question = json.dumps({**vars(TINY)}) + "\n"
+    answer = subprocess.run([sys.executable, script, "veomni"], input=question, capture_output=True, text=True)
+    assert "ModuleNotFoundError" in json.loads(answer.stdout)["error"] and answer.returncode == 1
+
+
+@pytest.mark.skipif(not experts.PEERS_PYTHON.exists(), reason="needs `make peers`")
+def test_torchtitan_computes_the_same():
+    """Or ``measure`` would say so."""
+    rows = experts.measure(replace(TINY, dtype="bfloat16"), 1, experts.PEERS_PYTHON)
+    assert next(row for row in rows if row.side == "torchtitan").kept > 0
+
+
+def test_both_engines_take_a_step_and_the_bytes_are_the_plans():
+    rows = step.run(MODEL, 2, [1, 2], [32], 1)
+    assert [row.side for row in rows] == [step.STOCK, "ep 1", "ep 2"]
+    stock, whole, split = rows
+    assert stock.speedup == 1 and stock.holds and stock.plan == 0
+    assert whole.wire == whole.plan > split.wire == split.plan > 0
+    assert stock.wire > split.wire and split.tokens_per_second == 2 * 32 / split.update
+    assert {len(step.cells(row)) for row in rows} == {len(step.COLUMNS)}
+
+
+def test_samples_have_the_tokens_that_are_asked_for():
+    for tokens in (32, 256, 1024):
+        lengths = [len(ids) for ids, *_ in step.samples_of(2, tokens, 96)]
+        assert sum(lengths) == 2 * tokens and len(set(lengths)) > 1 and min(lengths) > 3
+
+
+def test_bounds_of_the_step_and_the_share_of_experts():
+    row = step.Row(2, 32, "ep 2", 2, 1.0, 1.0, 2.0, 1, 1)
+    assert row.holds and not replace(row, speedup=1.99).holds
+    assert replace(row, ep=1, speedup=0.95).holds and not replace(row, ep=1, speedup=0.94).holds
+    assert replace(row, world=1, ep=1, speedup=0.95).holds
+    assert 0.945 < step.share_of_experts(step.MODEL) < 0.955
+
+
+def test_growth_is_fitted_and_plotted(tmp_path):
+    assert growth.exponent([(x, 3 * x**0.7) for x in (1, 2, 4, 8)]) == pytest.approx(0.7)
+    points = [
+        (x, step.Row(2, 128 * x, side, ep, 0.1, 0.5 * x, 1.0, 1, 1))
+        for x in (1, 2)
+        for side, ep in (("a", 0), ("b", 2))
+    ]
+    assert growth.exponents({"tokens": points})["tokens"] == {"epfsdp2": pytest.approx(1), step.STOCK: pytest.approx(1)}
+    growth.plot({"tokens": points}, tmp_path / "growth.png")
+    assert (tmp_path / "growth.png").stat().st_size > 1000
+    assert all(len(growth.cells("tokens", *point)) == len(growth.COLUMNS) for point in points)

@@ -1,0 +1,87 @@
+"""Counting what FSDP and the experts' dispatch hand to torch's collectives, on this rank."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+__all__ = ["Counted", "counted_collectives"]
+
+
+@dataclass
+class Counted:
+    """All calls of a kind; ``nbytes`` and ``wire`` as in ``engine/step_traffic.py``'s ``Collective``."""
+
+    calls: int = 0
+    nbytes: int = 0
+    wire: float = 0.0
+
+
+@contextlib.contextmanager
+def counted_collectives() -> Iterator[dict[str, Counted]]:
+    """What is called inside, by the names of ``engine/step_traffic.py``; groups of one rank move nothing."""
+    counted: dict[str, Counted] = {}
+
+    def count(name, tensor, group):
+        ranks = dist.get_world_size(group)
+        if ranks == 1:
+            return
+        entry, nbytes = counted.setdefault(name, Counted()), tensor.numel() * tensor.element_size()
+        entry.calls += 1
+        entry.nbytes += nbytes
+        entry.wire += (2 if name.startswith("all-reduce") else 1) * nbytes * (ranks - 1) / ranks
+
+    gather, scatter = DefaultAllGather.__call__, DefaultReduceScatter.__call__
+    exchange, reduce, gathers = dist.all_to_all_single, dist.all_reduce, _fsdp_param_group.foreach_all_gather
+    reduces = _fsdp_param_group.foreach_reduce
+    now = []
+
+    def experts_or_dense(params):
+        return "experts" if "experts" in params[0]._param_fqn else "dense"
+
+    def foreach_all_gather(params, *args, **kwargs):
+        now.append(experts_or_dense(params))
+        try:
+            return gathers(params, *args, **kwargs)
+        finally:
+            now.pop()
+
+    def foreach_reduce(params, *args, **kwargs):
+        now.append(experts_or_dense(params))
+        try:
+            return reduces(params, *args, **kwargs)
+        finally:
+            now.pop()
+
+    def all_gather(self, output_tensor, input_tensor, group, *args, **kwargs):
+        count(f"all-gather {now[-1]}", output_tensor, group)
+        return gather(self, output_tensor, input_tensor, group, *args, **kwargs)
+
+    def reduce_scatter(self, output_tensor, input_tensor, group, *args, **kwargs):
+        count(f"reduce-scatter {now[-1]}", input_tensor, group)
+        return scatter(self, output_tensor, input_tensor, group, *args, **kwargs)
+
+    def all_reduce(tensor, *args, **kwargs):
+        if now:
+            count(f"all-reduce {now[-1]}", tensor, kwargs["group"])
+        return reduce(tensor, *args, **kwargs)
+
+    def all_to_all(output, input, *args, **kwargs):
+        what = "counts" if input.dtype == torch.int64 else "tokens" if args else "sp"  # rows go by their numbers
+        count(f"all-to-all {what}", input, kwargs["group"])
+        return exchange(output, input, *args, **kwargs)
+
+    with (
+        patch.object(_fsdp_param_group, "foreach_all_gather", foreach_all_gather),
+        patch.object(_fsdp_param_group, "foreach_reduce", foreach_reduce),
+        patch.object(DefaultAllGather, "__call__", all_gather),
+        patch.object(DefaultReduceScatter, "__call__", reduce_scatter),
+        patch.object(dist, "all_reduce", all_reduce),
+        patch.object(dist, "all_to_all_single", all_to_all),
+    ):
+        yield counted

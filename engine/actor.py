@@ -231,6 +231,8 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
             prefetch_depth=config.prefetch_depth,
             expert_shard_dim=config.expert_shard_dim,
             expert_plan=config.expert_plan or {},
+            dispatch_chunks=config.dispatch_chunks,
+            overlap_shared_experts=config.overlap_shared_experts,
             checkpointing=self._checkpointing(),
             activation_offload=self.model_config.enable_activation_offload,
             compile_dense=config.compile_dense,

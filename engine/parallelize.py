@@ -26,6 +26,8 @@ from .checkpointing import Checkpointing, checkpoint_layers
 from .compiling import compile_dense_parts
 from .experts.compute import EXPERTS_IMPLEMENTATION, ExpertParallel, attach
 from .experts.find import ComputesItself, ExpertsInfo, find_experts
+from .experts.overlap import Overlap, check_overlap
+from .experts.shared_experts import SharedExperts
 from .islands import Island, correction_biases, find_islands, mixing_buffers
 from .mesh import Meshes
 from .placement import check_experts_divide, ep_fsdp_dim, model_parallel_placements
@@ -47,6 +49,8 @@ class ShardingOptions:
             is a layer, the input embeddings, or the head.
         expert_shard_dim: dim of an expert weight that ``ep_fsdp`` cuts: 0 (whole experts), 1, or ``"auto"``.
         expert_plan: where the experts of a model of the user's own are (``find_experts``).
+        dispatch_chunks: parts in which a layer's tokens are dispatched, one while another computes.
+        overlap_shared_experts: compute a block's shared experts while its tokens are dispatched.
         checkpointing: which activations are computed again in backward (``checkpointing.py``).
         activation_offload: keep on the host what is kept of them for that.
         compile_dense: ``torch.compile`` the parts of the layers without experts.
@@ -63,6 +67,8 @@ class ShardingOptions:
     prefetch_depth: int = 1
     expert_shard_dim: int | str = "auto"
     expert_plan: Mapping[str, int] = field(default_factory=dict)
+    dispatch_chunks: int = 1
+    overlap_shared_experts: bool = False
     checkpointing: Checkpointing = "none"
     activation_offload: bool = False
     compile_dense: bool = False
@@ -78,7 +84,7 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
     Raises:
         UnsupportedModelError: if it has no experts that can be dispatched.
         SettingError: if the expert-parallel size does not divide the number of experts, the wanted shard dim does not
-            divide, or a pattern matches nothing.
+            divide, a pattern matches nothing, or there is nothing of what should overlap.
     """
     topology = meshes.topology
     experts = find_experts(model, options.expert_plan)
@@ -88,6 +94,7 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
 
     for info in experts:
         _shard_over_ep(info, meshes)
+        _attach(info, model, meshes, options)
     if any(not isinstance(module, ComputesItself) for module in stacks):
         model.set_experts_implementation(EXPERTS_IMPLEMENTATION)
     if options.param_dtype != torch.float32:
@@ -218,8 +225,18 @@ def _shard_over_ep(info: ExpertsInfo, meshes: Meshes) -> None:
         # No source rank: each rank cuts what it has (nothing yet, on the meta device).
         sharded = distribute_tensor(param.detach(), mesh, placements, src_data_rank=None)
         info.module.register_parameter(name, nn.Parameter(sharded, requires_grad=param.requires_grad))
+
+
+def _attach(info: ExpertsInfo, model: nn.Module, meshes: Meshes, options: ShardingOptions) -> None:
+    """Tell an experts module how its experts are spread, and what may happen while its tokens travel."""
+    overlap = None
+    if options.dispatch_chunks > 1 or options.overlap_shared_experts:
+        check_overlap(options.dispatch_chunks, options.overlap_shared_experts, model, [info])
+        block = model.get_submodule(info.fqn.rpartition(".")[0])
+        shared = SharedExperts(block, info.module) if options.overlap_shared_experts else None
+        overlap = Overlap(options.dispatch_chunks, shared)
     group = meshes.ep.get_group() if meshes.topology.ep > 1 else None
-    attach(info.module, ExpertParallel(info.num_experts, group))
+    attach(info.module, ExpertParallel(info.num_experts, group, overlap))
 
 
 def _divide_gradients(

@@ -14,6 +14,8 @@ from typing import Any
 from . import versions
 from .checkpoint import KNOWN_CONTENTS
 from .errors import SettingError
+from .experts.find import find_experts
+from .experts.overlap import check_overlap
 from .mesh import Topology
 from .model_facts import ACTOR_MODEL, OPTIMIZERS, ModelFacts, inspect_model, plain, setting_of
 from .optimizer_settings import check_optimizer
@@ -133,6 +135,8 @@ def check_training(
     if facts is not None:
         check_experts(topology, facts, engine.expert_shard_dim)
         check_routers(engine, model, facts)
+        experts = find_experts(facts.model, engine.expert_plan)
+        check_overlap(engine.dispatch_chunks, engine.overlap_shared_experts, facts.model, experts)
     check_attention(model, facts, device=device, setting=setting)
     check_fused_kernels(model, facts, device=device, setting=setting)
     check_lora(engine, topology, model, facts, optim, setting)

@@ -113,8 +113,9 @@ def collectives(
     for layer in sizes.traced.layers.values():
         if layer.row_width:
             rows = batch.tokens * layer.row_width * element
-            add("all-to-all tokens", topology.ep, 1, 2 * forwards + 2, (2 * forwards + 2) * rows)
-            add("all-to-all counts", topology.ep, 1, forwards, forwards * next(counts) * _COUNT)
+            chunks = options.dispatch_chunks
+            add("all-to-all tokens", topology.ep, 1, chunks * (2 * forwards + 2), (2 * forwards + 2) * rows)
+            add("all-to-all counts", topology.ep, 1, forwards, forwards * chunks * next(counts) * _COUNT)
         at = layer.attention
         keys = max(1.0, sp / at.key_heads)  # key-value heads are repeated to one per rank
         width = at.query + at.output + int((at.key + at.value) * keys)

@@ -17,6 +17,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from .dispatch import combine, dispatch
 from .find import ComputesItself
+from .overlap import Overlap, exchange
 
 __all__ = ["EXPERTS_IMPLEMENTATION", "Adapters", "ExpertParallel", "adapt_experts", "attach", "rows_computed"]
 
@@ -31,6 +32,8 @@ class ExpertParallel:
     num_experts: int
     group: dist.ProcessGroup | None
     """The EP group, ``None`` where a single rank holds all experts."""
+    overlap: Overlap | None = None
+    """What travels while something computes, if anything."""
     rows_computed: int = 0
     """By this rank's experts so far, recomputations included."""
 
@@ -78,6 +81,14 @@ def experts_forward(
     runtime: ExpertParallel = getattr(self, _HANDLE)
     weight = {name: _local(p) for name, p in self.named_parameters(recurse=False)}
     hidden = hidden_states.to(weight["down_proj"].dtype)
+    if runtime.overlap is not None and runtime.group is not None:
+
+        def local_experts(rows_RD: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
+            runtime.rows_computed += rows_RD.shape[0]
+            return compute(self, weight, rows_RD, counts_e)
+
+        where = (runtime.num_experts, runtime.group, runtime.overlap)
+        return exchange(hidden, top_k_index, top_k_weights, *where, local_experts).to(hidden_states.dtype)
     sent = dispatch(hidden, top_k_index, runtime.num_experts, runtime.group)
     runtime.rows_computed += sent.rows_RD.shape[0]
     out = compute(self, weight, sent.rows_RD, sent.counts_e)

@@ -225,9 +225,10 @@ def _step_is_counted(folder, ep, fsdp_size, options, tokens, expected):
     [
         (save_qwen3_moe, 4, 2, -1, {}),
         (save_qwen3_moe, 4, 2, 2, {"checkpointing": "full"}),
+        (save_qwen3_moe, 2, 2, -1, {"checkpointing": "full", "dispatch_chunks": 3}),
         (save_glm4_moe, 2, 1, -1, {"checkpointing": "selective", "reshard_experts_after_forward": False}),
     ],
-    ids=["ep_fsdp", "replicas", "glm"],
+    ids=["ep_fsdp", "replicas", "chunks", "glm"],
 )
 def test_a_real_step_sends_the_bytes_that_are_predicted(tmp_path, save, world, ep, fsdp_size, options):
     folder = save(tmp_path)

@@ -233,6 +233,7 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
             expert_plan=config.expert_plan or {},
             dispatch_chunks=config.dispatch_chunks,
             overlap_shared_experts=config.overlap_shared_experts,
+            dispatcher=config.dispatcher,
             checkpointing=self._checkpointing(),
             activation_offload=self.model_config.enable_activation_offload,
             compile_dense=config.compile_dense,

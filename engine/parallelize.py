@@ -24,9 +24,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from .checkpointing import Checkpointing, checkpoint_layers
 from .compiling import compile_dense_parts
+from .experts import deepep, overlap
 from .experts.compute import EXPERTS_IMPLEMENTATION, ExpertParallel, attach
 from .experts.find import ComputesItself, ExpertsInfo, find_experts
-from .experts.overlap import Overlap, check_overlap
+from .experts.overlap import check_exchange
 from .experts.shared_experts import SharedExperts
 from .islands import Island, correction_biases, find_islands, mixing_buffers
 from .mesh import Meshes
@@ -51,6 +52,7 @@ class ShardingOptions:
         expert_plan: where the experts of a model of the user's own are (``find_experts``).
         dispatch_chunks: parts in which a layer's tokens are dispatched, one while another computes.
         overlap_shared_experts: compute a block's shared experts while its tokens are dispatched.
+        dispatcher: what brings tokens to their experts, one of ``deepep.DISPATCHERS``.
         checkpointing: which activations are computed again in backward (``checkpointing.py``).
         activation_offload: keep on the host what is kept of them for that.
         compile_dense: ``torch.compile`` the parts of the layers without experts.
@@ -69,6 +71,7 @@ class ShardingOptions:
     expert_plan: Mapping[str, int] = field(default_factory=dict)
     dispatch_chunks: int = 1
     overlap_shared_experts: bool = False
+    dispatcher: str = "all_to_all"
     checkpointing: Checkpointing = "none"
     activation_offload: bool = False
     compile_dense: bool = False
@@ -228,15 +231,19 @@ def _shard_over_ep(info: ExpertsInfo, meshes: Meshes) -> None:
 
 
 def _attach(info: ExpertsInfo, model: nn.Module, meshes: Meshes, options: ShardingOptions) -> None:
-    """Tell an experts module how its experts are spread, and what may happen while its tokens travel."""
-    overlap = None
-    if options.dispatch_chunks > 1 or options.overlap_shared_experts:
-        check_overlap(options.dispatch_chunks, options.overlap_shared_experts, model, [info])
+    """Tell an experts module how its experts are spread, and what brings tokens to them."""
+    chunks, exchange = options.dispatch_chunks, None
+    check_exchange(chunks, options.overlap_shared_experts, options.dispatcher, model, [info])
+    group = meshes.ep.get_group() if meshes.topology.ep > 1 else None
+    if group is not None and options.dispatcher == "deepep":
+        exchange = functools.partial(deepep.exchange, num_experts=info.num_experts, group=group)
+    elif group is not None and (chunks > 1 or options.overlap_shared_experts):
         block = model.get_submodule(info.fqn.rpartition(".")[0])
         shared = SharedExperts(block, info.module) if options.overlap_shared_experts else None
-        overlap = Overlap(options.dispatch_chunks, shared)
-    group = meshes.ep.get_group() if meshes.topology.ep > 1 else None
-    attach(info.module, ExpertParallel(info.num_experts, group, overlap))
+        exchange = functools.partial(
+            overlap.exchange, num_experts=info.num_experts, group=group, chunks=chunks, shared=shared
+        )
+    attach(info.module, ExpertParallel(info.num_experts, group, exchange))
 
 
 def _divide_gradients(

@@ -14,7 +14,6 @@ waits is the one that allocated both and uses them next.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -25,33 +24,25 @@ from .dispatch import inverse, permute, plan, to_slots, weighted_sum
 from .find import ComputesItself, ExpertsInfo
 from .shared_experts import SharedExperts, asks_first, beside, nothing_overlaps
 
-__all__ = ["Overlap", "check_overlap", "exchange"]
+__all__ = ["check_exchange", "exchange"]
 
 
-@dataclass(frozen=True)
-class Overlap:
-    """What one experts module overlaps.
-
-    Args:
-        chunks: parts in which its tokens are dispatched.
-        shared: the shared experts that are computed beside the dispatch, if any.
-    """
-
-    chunks: int
-    shared: SharedExperts | None = None
-
-
-def check_overlap(chunks: int, shared: bool, model: nn.Module, experts: Sequence[ExpertsInfo]) -> None:
+def check_exchange(
+    chunks: int, shared: bool, dispatcher: str, model: nn.Module, experts: Sequence[ExpertsInfo]
+) -> None:
     """
     Raises:
         SettingError: experts that compute themselves also dispatch themselves; a block has no shared experts, or asks
             for them before the experts.
     """
-    for info in experts if chunks > 1 or shared else ():
-        name = type(info.module).__name__
+    asked: dict[str, object] = {"dispatch_chunks": chunks} if chunks > 1 else {}
+    asked |= {"overlap_shared_experts": shared} if shared else {}
+    asked |= {"dispatcher": dispatcher} if dispatcher != "all_to_all" else {}
+    for info in experts if asked else ():
         if isinstance(info.module, ComputesItself):
-            setting = ("engine.dispatch_chunks", chunks) if chunks > 1 else ("engine.overlap_shared_experts", shared)
-            raise SettingError(*setting, f"{name} dispatches its tokens itself.", "leave it at its default")
+            name, value = next(iter(asked.items()))
+            rule = f"{type(info.module).__name__} dispatches its tokens itself."
+            raise SettingError(f"engine.{name}", value, rule, "leave it at its default")
         block = model.get_submodule(info.fqn.rpartition(".")[0])
         if shared and not beside(block, info.module):
             raise nothing_overlaps(f"there are no shared experts beside {info.fqn}")
@@ -63,12 +54,14 @@ def exchange(
     hidden_TD: torch.Tensor,
     experts_TK: torch.Tensor,
     weights_TK: torch.Tensor,
+    compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    *,
     num_experts: int,
     group: dist.ProcessGroup,
-    overlap: Overlap,
-    compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    chunks: int = 1,
+    shared: SharedExperts | None = None,
 ) -> torch.Tensor:
-    """``dispatch``, ``compute`` and ``combine`` with as little waiting as ``overlap`` allows.
+    """``dispatch``, ``compute`` and ``combine`` with as little waiting as can be.
 
     Args:
         hidden_TD: ``(T, D)``; ``T`` may be 0, and differ among ranks.
@@ -76,19 +69,22 @@ def exchange(
         weights_TK: routing weights ``(T, K)``.
         compute: from rows grouped by local expert ``(R, D)`` and their numbers ``(e,)`` to outputs ``(R, D)``; called
             once for each chunk, some of which may have no row.
+        num_experts: ``E``.
+        chunks: parts in which tokens are dispatched.
+        shared: the shared experts that are computed beside the dispatch, if any.
 
     Returns:
         ``(T, D)``: as ``combine``'s.
     """
     k = experts_TK.shape[-1]
-    routes = plan(experts_TK, num_experts, group, overlap.chunks)
+    routes = plan(experts_TK, num_experts, group, chunks)
     sizes = [route.slot_order.numel() // k for route in routes]
     leaving = [
         _Flight.launched(to_slots(hidden, route, k), route.recv_splits, route.send_splits, group)
         for hidden, route in zip(hidden_TD.split(sizes), routes, strict=True)
     ]
-    if overlap.shared is not None:
-        overlap.shared.compute_ahead()
+    if shared is not None:
+        shared.compute_ahead()
     returning = []
     for flight, route in zip(leaving, routes, strict=True):
         assert route.row_order is not None
@@ -107,6 +103,8 @@ class _Flight:
 
     def __init__(self, recv_splits: list[int], send_splits: list[int], group: dist.ProcessGroup):
         self.recv_splits, self.send_splits, self.group = recv_splits, send_splits, group
+        self.pending: torch.Tensor | None = None
+        self.under_way: tuple[dist.Work, torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
     def launched(
@@ -126,14 +124,14 @@ class _Flight:
             recv_splits, send_splits = send_splits, recv_splits
         rows = rows.contiguous()
         out = rows.new_empty(sum(recv_splits), *rows.shape[1:])
-        self.work = dist.all_to_all_single(out, rows, recv_splits, send_splits, group=self.group, async_op=True)
-        self.tensors = (rows, out)
+        work = dist.all_to_all_single(out, rows, recv_splits, send_splits, group=self.group, async_op=True)
+        self.under_way = (work, rows, out)
         return out
 
     def wait(self) -> torch.Tensor:
-        self.work.wait()
-        out = self.tensors[1]
-        self.work = self.tensors = None
+        assert self.under_way is not None
+        (work, _, out), self.under_way = self.under_way, None
+        work.wait()
         return out
 
 

@@ -12,7 +12,7 @@ from epfsdp2.engine.experts import compute as experts_compute
 from epfsdp2.engine.experts import overlap
 from epfsdp2.engine.experts.dispatch import bounds, combine, dispatch
 from epfsdp2.engine.experts.find import find_experts
-from epfsdp2.engine.experts.overlap import Overlap, check_overlap, exchange
+from epfsdp2.engine.experts.overlap import check_exchange, exchange
 from epfsdp2.engine.modeling import build_on_meta
 from tests.engine.test_dispatch import EXPERTS, D, _routings
 from tests.engine.test_expert_plan import PLAN, OwnModel
@@ -54,7 +54,9 @@ def _every_routing_in_chunks():
         wanted = torch.autograd.grad(want, [hidden, weights], seed)
         for chunks in (1, 2, 3, 9):
             with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchanged:
-                out = exchange(hidden, ids, weights, EXPERTS, dist.group.WORLD, Overlap(chunks), compute)
+                out = exchange(
+                    hidden, ids, weights, compute, num_experts=EXPERTS, group=dist.group.WORLD, chunks=chunks
+                )
                 got = torch.autograd.grad(out, [hidden, weights], seed)
             assert exchanged.call_count == 1 + 4 * chunks
             assert torch.equal(out, want), (name, chunks)
@@ -262,29 +264,28 @@ def _saved(names, folder):
     return {name: families.save(name, folder / name) for name in names}
 
 
-@pytest.mark.long
 def test_every_family_that_can_has_its_shared_experts_ahead(tmp_path):
     run_ranks(_families_are_exact, 2, _saved(AFTER, tmp_path))
 
 
-def test_a_family_that_asks_for_its_shared_experts_first_is_refused(tmp_path):
-    run_ranks(_families_are_refused, 2, _saved(["qwen2_moe"], tmp_path))
-
-
-@pytest.mark.long
-def test_every_other_family_is_refused(tmp_path):
+def test_families_that_ask_for_their_shared_experts_first_are_refused(tmp_path):
     run_ranks(_families_are_refused, 2, _saved(BEFORE, tmp_path))
 
 
 def test_a_model_without_shared_experts_is_refused():
     model = build_on_meta(AutoModelForCausalLM, Qwen3MoeConfig(num_hidden_layers=1), torch.float32)
     with pytest.raises(SettingError, match=r"overlap_shared_experts=True: there are no shared experts beside model."):
-        check_overlap(1, True, model, find_experts(model))
+        check_exchange(1, True, "all_to_all", model, find_experts(model))
 
 
 def test_experts_that_dispatch_themselves_are_refused():
     model = OwnModel(PretrainedConfig())
-    for setting, words in (((2, False), "dispatch_chunks=2: Pool"), ((1, True), "overlap_shared_experts=True: Pool")):
+    settings = {
+        "dispatch_chunks=2: Pool": (2, False, "all_to_all"),
+        "overlap_shared_experts=True: Pool": (1, True, "all_to_all"),
+        "dispatcher=deepep: Pool": (1, False, "deepep"),
+    }
+    for words, setting in settings.items():
         with pytest.raises(SettingError, match=words):
-            check_overlap(*setting, model, find_experts(model, PLAN))
-    check_overlap(1, False, model, find_experts(model, PLAN))
+            check_exchange(*setting, model, find_experts(model, PLAN))
+    check_exchange(1, False, "all_to_all", model, find_experts(model, PLAN))

@@ -21,6 +21,7 @@ from ..rollout import housekeeping
 from ..rollout.placement import WANTED
 from .checkpointing import CHECKPOINTING
 from .errors import SettingError
+from .experts.deepep import DISPATCHERS
 from .model_facts import DTYPES, check_model_path
 from .preflight import check_run, check_training
 
@@ -85,6 +86,9 @@ class EPFSDP2EngineConfig(EngineConfig):
     activation_checkpointing: str = "auto"
     compile_dense: bool = False
     prefetch_depth: int = 1
+    dispatch_chunks: int = 1
+    overlap_shared_experts: bool = False
+    dispatcher: str = "all_to_all"
     offload_policy: bool = False
     use_no_sync_for_gradient_accumulation: bool = False
     entropy_from_logits_with_chunking: bool = False
@@ -176,8 +180,30 @@ def check_engine_values(config: EPFSDP2EngineConfig) -> None:
             "is the number of layers gathered ahead, 0 for none.",
             "engine.prefetch_depth=1",
         )
-    for name in ("reshard_after_forward", "compile_dense", "allow_unused_weights", "router_metrics"):
+    flags = (
+        "reshard_after_forward",
+        "compile_dense",
+        "allow_unused_weights",
+        "router_metrics",
+        "overlap_shared_experts",
+    )
+    for name in flags:
         _check_flag(f"engine.{name}", getattr(config, name))
+    if not _is_whole(config.dispatch_chunks) or config.dispatch_chunks < 1:
+        rule = "is the number of parts in which a layer's tokens are dispatched."
+        raise SettingError("engine.dispatch_chunks", config.dispatch_chunks, rule, "engine.dispatch_chunks=1")
+    if config.dispatcher not in DISPATCHERS:
+        rule = f"is one of {', '.join(DISPATCHERS)}."
+        raise SettingError("engine.dispatcher", config.dispatcher, rule, "engine.dispatcher=all_to_all")
+    for name, default in (("dispatch_chunks", 1), ("overlap_shared_experts", False), ("dispatcher", "all_to_all")):
+        if config.dispatcher == "deepep" and name != "dispatcher" and getattr(config, name) != default:
+            rule = "is for all_to_all: DeepEP (engine.dispatcher=deepep) sends a layer's tokens at once."
+            raise SettingError(f"engine.{name}", getattr(config, name), rule, f"engine.{name}={default}")
+        if config.ep_size == 1 and getattr(config, name) != default:
+            rule = "no token travels where a rank holds all experts (engine.ep_size=1)."
+            raise SettingError(
+                f"engine.{name}", getattr(config, name), rule, f"engine.{name}={default}, or a larger ep_size"
+            )
     if config.reshard_experts_after_forward is not None:
         _check_flag("engine.reshard_experts_after_forward", config.reshard_experts_after_forward)
     if config.activation_checkpointing not in ("auto", *CHECKPOINTING):

@@ -24,8 +24,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from .checkpointing import Checkpointing, checkpoint_layers
 from .compiling import compile_dense_parts
+from .experts import deepep, overlap
 from .experts.compute import EXPERTS_IMPLEMENTATION, ExpertParallel, attach
 from .experts.find import ComputesItself, ExpertsInfo, find_experts
+from .experts.overlap import check_exchange
+from .experts.shared_experts import SharedExperts
 from .islands import Island, correction_biases, find_islands, mixing_buffers
 from .mesh import Meshes
 from .placement import check_experts_divide, ep_fsdp_dim, model_parallel_placements
@@ -47,6 +50,9 @@ class ShardingOptions:
             is a layer, the input embeddings, or the head.
         expert_shard_dim: dim of an expert weight that ``ep_fsdp`` cuts: 0 (whole experts), 1, or ``"auto"``.
         expert_plan: where the experts of a model of the user's own are (``find_experts``).
+        dispatch_chunks: parts in which a layer's tokens are dispatched, one while another computes.
+        overlap_shared_experts: compute a block's shared experts while its tokens are dispatched.
+        dispatcher: what brings tokens to their experts, one of ``deepep.DISPATCHERS``.
         checkpointing: which activations are computed again in backward (``checkpointing.py``).
         activation_offload: keep on the host what is kept of them for that.
         compile_dense: ``torch.compile`` the parts of the layers without experts.
@@ -63,6 +69,9 @@ class ShardingOptions:
     prefetch_depth: int = 1
     expert_shard_dim: int | str = "auto"
     expert_plan: Mapping[str, int] = field(default_factory=dict)
+    dispatch_chunks: int = 1
+    overlap_shared_experts: bool = False
+    dispatcher: str = "all_to_all"
     checkpointing: Checkpointing = "none"
     activation_offload: bool = False
     compile_dense: bool = False
@@ -78,7 +87,7 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
     Raises:
         UnsupportedModelError: if it has no experts that can be dispatched.
         SettingError: if the expert-parallel size does not divide the number of experts, the wanted shard dim does not
-            divide, or a pattern matches nothing.
+            divide, a pattern matches nothing, or there is nothing of what should overlap.
     """
     topology = meshes.topology
     experts = find_experts(model, options.expert_plan)
@@ -88,6 +97,7 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
 
     for info in experts:
         _shard_over_ep(info, meshes)
+        _attach(info, model, meshes, options)
     if any(not isinstance(module, ComputesItself) for module in stacks):
         model.set_experts_implementation(EXPERTS_IMPLEMENTATION)
     if options.param_dtype != torch.float32:
@@ -218,8 +228,22 @@ def _shard_over_ep(info: ExpertsInfo, meshes: Meshes) -> None:
         # No source rank: each rank cuts what it has (nothing yet, on the meta device).
         sharded = distribute_tensor(param.detach(), mesh, placements, src_data_rank=None)
         info.module.register_parameter(name, nn.Parameter(sharded, requires_grad=param.requires_grad))
+
+
+def _attach(info: ExpertsInfo, model: nn.Module, meshes: Meshes, options: ShardingOptions) -> None:
+    """Tell an experts module how its experts are spread, and what brings tokens to them."""
+    chunks, exchange = options.dispatch_chunks, None
+    check_exchange(chunks, options.overlap_shared_experts, options.dispatcher, model, [info])
     group = meshes.ep.get_group() if meshes.topology.ep > 1 else None
-    attach(info.module, ExpertParallel(info.num_experts, group))
+    if group is not None and options.dispatcher == "deepep":
+        exchange = functools.partial(deepep.exchange, num_experts=info.num_experts, group=group)
+    elif group is not None and (chunks > 1 or options.overlap_shared_experts):
+        block = model.get_submodule(info.fqn.rpartition(".")[0])
+        shared = SharedExperts(block, info.module) if options.overlap_shared_experts else None
+        exchange = functools.partial(
+            overlap.exchange, num_experts=info.num_experts, group=group, chunks=chunks, shared=shared
+        )
+    attach(info.module, ExpertParallel(info.num_experts, group, exchange))
 
 
 def _divide_gradients(

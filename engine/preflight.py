@@ -14,6 +14,8 @@ from typing import Any
 from . import versions
 from .checkpoint import KNOWN_CONTENTS
 from .errors import SettingError
+from .experts.find import find_experts
+from .experts.overlap import check_exchange
 from .mesh import Topology
 from .model_facts import ACTOR_MODEL, OPTIMIZERS, ModelFacts, inspect_model, plain, setting_of
 from .optimizer_settings import check_optimizer
@@ -21,6 +23,7 @@ from .placement import check_experts_divide, ep_fsdp_dim
 from .preflight_features import (
     check_activation_offload,
     check_attention,
+    check_dispatcher,
     check_distillation,
     check_fused_kernels,
     check_images,
@@ -133,6 +136,9 @@ def check_training(
     if facts is not None:
         check_experts(topology, facts, engine.expert_shard_dim)
         check_routers(engine, model, facts)
+        experts = find_experts(facts.model, engine.expert_plan)
+        check_exchange(engine.dispatch_chunks, engine.overlap_shared_experts, engine.dispatcher, facts.model, experts)
+        check_dispatcher(engine, facts, device)
     check_attention(model, facts, device=device, setting=setting)
     check_fused_kernels(model, facts, device=device, setting=setting)
     check_lora(engine, topology, model, facts, optim, setting)

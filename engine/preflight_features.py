@@ -9,11 +9,12 @@ from pyarrow import parquet
 from . import versions
 from .adapter_files import read_adapter
 from .errors import SettingError
+from .experts.deepep import check_deepep
 from .experts.find import UnsupportedModelError, experts_by_layer, find_experts
 from .lora import Lora
 from .lora_settings import LoraSettings
 from .mesh import Topology, check_sequence_size
-from .model_facts import ACTOR_MODEL, OPTIMIZERS, ModelFacts, overrides_of, plain, setting_of
+from .model_facts import ACTOR_MODEL, DTYPES, OPTIMIZERS, ModelFacts, overrides_of, plain, setting_of
 from .optimizer_settings import wants_muon
 from .packing import why_not_packed
 from .placement import ep_fsdp_dim
@@ -25,6 +26,7 @@ from .towers import images_refused, why_not_images
 __all__ = [
     "check_activation_offload",
     "check_attention",
+    "check_dispatcher",
     "check_distillation",
     "check_fused_kernels",
     "check_images",
@@ -322,6 +324,16 @@ def check_images(rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:
     for file in [files] if isinstance(files, str) else files:
         if why and Path(file).is_file() and rollout.get("image_key") in parquet.read_schema(file).names:
             raise images_refused(facts.name, why)
+
+
+def check_dispatcher(engine: Any, facts: ModelFacts, device: str) -> None:
+    """
+    Raises:
+        SettingError: ``engine.dispatcher=deepep`` where DeepEP can't be used; see ``check_deepep``.
+    """
+    if engine.dispatcher == "deepep":
+        dtype = DTYPES[(engine.mixed_precision or {}).get("param_dtype", engine.dtype)]
+        check_deepep(device, engine.ep_size, facts.model.config.get_text_config().hidden_size, dtype)
 
 
 def check_distillation(engine: Any, model: Mapping[str, Any], rollout: Mapping[str, Any]) -> None:

@@ -62,8 +62,9 @@ def collectives(sizes: ModelSizes, topology: Topology, options: ShardingOptions,
     for layer in sizes.traced.layers.values():
         if layer.row_width:
             rows = batch.tokens * layer.row_width * element
-            add("all-to-all tokens", topology.ep, 1, 2 * forwards + 2, (2 * forwards + 2) * rows)
-            add("all-to-all counts", topology.ep, 1, forwards, forwards * next(counts) * _COUNT)
+            chunks = options.dispatch_chunks
+            add("all-to-all tokens", topology.ep, 1, chunks * (2 * forwards + 2), (2 * forwards + 2) * rows)
+            add("all-to-all counts", topology.ep, 1, forwards, forwards * chunks * next(counts) * _COUNT)
         at = layer.attention
         width = at.query + at.output + (at.key + at.value) * at.copies(batch.sp)
         passes = forwards + 1 if options.checkpointing != "selective" else 3

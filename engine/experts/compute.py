@@ -4,7 +4,7 @@ One function for every family on transformers' experts interface: the layout of 
 the module, the activation is the module's own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +24,18 @@ EXPERTS_IMPLEMENTATION = "epfsdp2"
 _HANDLE, _ADAPTERS = "_epfsdp2", "_epfsdp2_adapters"
 
 
+class Exchange(Protocol):
+    """``overlap.exchange`` and ``deepep.exchange``, as far as the experts function knows them."""
+
+    def __call__(
+        self,
+        hidden_TD: torch.Tensor,
+        experts_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor: ...
+
+
 @dataclass
 class ExpertParallel:
     """What the experts function needs to know about one module; the only thing attached to it."""
@@ -31,6 +43,8 @@ class ExpertParallel:
     num_experts: int
     group: dist.ProcessGroup | None
     """The EP group, ``None`` where a single rank holds all experts."""
+    exchange: Exchange | None = None
+    """What brings tokens to the ranks of a group and back in place of ``dispatch`` and ``combine``, if anything."""
     rows_computed: int = 0
     """By this rank's experts so far, recomputations included."""
 
@@ -78,6 +92,13 @@ def experts_forward(
     runtime: ExpertParallel = getattr(self, _HANDLE)
     weight = {name: _local(p) for name, p in self.named_parameters(recurse=False)}
     hidden = hidden_states.to(weight["down_proj"].dtype)
+    if runtime.exchange is not None:
+
+        def local_experts(rows_RD: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
+            runtime.rows_computed += rows_RD.shape[0]
+            return compute(self, weight, rows_RD, counts_e)
+
+        return runtime.exchange(hidden, top_k_index, top_k_weights, local_experts).to(hidden_states.dtype)
     sent = dispatch(hidden, top_k_index, runtime.num_experts, runtime.group)
     runtime.rows_computed += sent.rows_RD.shape[0]
     out = compute(self, weight, sent.rows_RD, sent.counts_e)

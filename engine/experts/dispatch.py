@@ -8,20 +8,30 @@ order, so that one grouped GEMM reads it. Nothing here depends on the data but s
 without rows and a token that lists one expert twice run the same collectives in the same order.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["Dispatched", "combine", "dispatch"]
+__all__ = [
+    "Dispatched",
+    "Route",
+    "bounds",
+    "combine",
+    "dispatch",
+    "inverse",
+    "permute",
+    "plan",
+    "to_slots",
+    "weighted_sum",
+]
 
 
 @dataclass(frozen=True)
-class Dispatched:
-    """What ``combine`` needs to undo one dispatch; made by ``dispatch``, never changed."""
+class Route:
+    """How the slots of some tokens travel to their experts, and back; made by ``plan``, never changed."""
 
-    rows_RD: torch.Tensor
-    """Received rows, grouped by local expert."""
     counts_e: torch.Tensor
     """int64 ``(e,)``: rows of each local expert."""
     slot_order: torch.Tensor
@@ -30,6 +40,14 @@ class Dispatched:
     """int64 ``(R,)``: received rows in expert order; ``None`` where they arrive in it (``ep == 1``)."""
     send_splits: list[int]
     recv_splits: list[int]
+
+
+@dataclass(frozen=True)
+class Dispatched(Route):
+    """What ``combine`` needs to undo one dispatch; made by ``dispatch``, never changed."""
+
+    rows_RD: torch.Tensor
+    """Received rows, grouped by local expert."""
 
 
 def dispatch(
@@ -43,27 +61,59 @@ def dispatch(
         num_experts: ``E``.
         group: the EP group, ``None`` where one rank holds all experts.
     """
-    slots = experts_TK.reshape(-1).long()
-    slot_order = torch.argsort(slots, stable=True)
-    # Not bincount: on an accelerator it waits for the device to learn its output's size.
-    counts_E = slots.new_zeros(num_experts).scatter_add_(0, slots, torch.ones_like(slots))
-    sent_SD = _TokensToSlots.apply(hidden_TD, slot_order, experts_TK.shape[-1])
+    (route,) = plan(experts_TK, num_experts, group)
+    sent_SD = to_slots(hidden_TD, route, experts_TK.shape[-1])
     if group is None:
-        return Dispatched(sent_SD, counts_E, slot_order, None, [], [])
+        return Dispatched(**vars(route), rows_RD=sent_SD)
+    assert route.row_order is not None
+    received_RD = _AllToAll.apply(sent_SD, route.recv_splits, route.send_splits, group)
+    return Dispatched(**vars(route), rows_RD=permute(received_RD, route.row_order))
+
+
+def bounds(tokens: int, chunks: int) -> list[int]:
+    """Where each chunk of tokens begins, and the last ends; chunks differ by one token at most, and may be empty."""
+    return [-(-i * tokens // chunks) for i in range(chunks + 1)]
+
+
+def plan(experts_TK: torch.Tensor, num_experts: int, group: dist.ProcessGroup | None, chunks: int = 1) -> list[Route]:
+    """The routes of each chunk of tokens: one all-to-all and one host sync for all of them.
+
+    Args:
+        experts_TK: global expert ids ``(T, K)``, any integer dtype; read only.
+        num_experts: ``E``.
+        chunks: parts of the ``T`` tokens (``bounds``), as many on all ranks of the group.
+    """
+    (tokens, k), e = experts_TK.shape, num_experts
+    keys = experts_TK.long()
+    if chunks > 1:  # by chunk, then by expert
+        keys = keys + (torch.arange(tokens, device=keys.device) * chunks // max(tokens, 1) * e).unsqueeze(1)
+    keys = keys.reshape(-1)
+    slot_orders = _relative(torch.argsort(keys, stable=True), [k * b for b in bounds(tokens, chunks)])
+    # Not bincount: on an accelerator it waits for the device to learn its output's size.
+    counts = keys.new_zeros(chunks * e).scatter_add_(0, keys, torch.ones_like(keys))
+    if group is None:
+        return [Route(c, order, None, [], []) for c, order in zip(counts.split(e), slot_orders, strict=True)]
 
     ep = dist.get_world_size(group)
-    arriving = torch.empty_like(counts_E)
-    dist.all_to_all_single(arriving, counts_E, group=group)
-    arriving = arriving.view(ep, num_experts // ep)  # [source rank, local expert]
-    # One host sync: the sizes of both directions.
-    send_splits, recv_splits = torch.stack([counts_E.view(ep, -1).sum(1), arriving.sum(1)]).tolist()
+    e //= ep
+    leaving = counts.view(chunks, ep, e).transpose(0, 1).contiguous()  # [destination rank, chunk, local expert]
+    arriving = torch.empty_like(leaving)  # [source rank, chunk, local expert]
+    dist.all_to_all_single(arriving, leaving, group=group)
+    # One host sync: the sizes of both directions, of each chunk.
+    send_splits, recv_splits = torch.stack([leaving.sum(2), arriving.sum(2)]).transpose(1, 2).tolist()
 
-    received_RD = _AllToAll.apply(sent_SD, recv_splits, send_splits, group)
-    local_expert = torch.arange(num_experts // ep, device=slots.device).repeat(ep)
-    row_expert = torch.repeat_interleave(local_expert, arriving.reshape(-1), output_size=sum(recv_splits))
-    row_order = torch.argsort(row_expert, stable=True)
-    rows_RD = _Permute.apply(received_RD, row_order)
-    return Dispatched(rows_RD, arriving.sum(0), slot_order, row_order, send_splits, recv_splits)
+    received = [0, *itertools.accumulate(sum(splits) for splits in recv_splits)]
+    local_expert = torch.arange(chunks * e, device=keys.device).view(chunks, 1, e).expand(chunks, ep, e).reshape(-1)
+    sizes = arriving.transpose(0, 1).reshape(-1)
+    row_expert = torch.repeat_interleave(local_expert, sizes, output_size=received[-1])
+    row_orders = _relative(torch.argsort(row_expert, stable=True), received)
+    counts_e = arriving.sum(0).unbind()
+    return [Route(*route) for route in zip(counts_e, slot_orders, row_orders, send_splits, recv_splits, strict=True)]
+
+
+def _relative(order: torch.Tensor, edges: list[int]) -> list[torch.Tensor]:
+    """The part of an order between two bounds each, counted from the first of them."""
+    return [order[a:b] - a if a else order[a:b] for a, b in itertools.pairwise(edges)]
 
 
 def combine(
@@ -83,17 +133,33 @@ def combine(
     """
     if group is not None:
         assert sent.row_order is not None
-        output_RD = _Permute.apply(output_RD, _inverse(sent.row_order))
+        output_RD = permute(output_RD, inverse(sent.row_order))
         output_RD = _AllToAll.apply(output_RD, sent.send_splits, sent.recv_splits, group)
-    slots_SD = _Permute.apply(output_RD, _inverse(sent.slot_order))
+    return weighted_sum(output_RD, sent, weights_TK)
+
+
+def weighted_sum(output_SD: torch.Tensor, route: Route, weights_TK: torch.Tensor) -> torch.Tensor:
+    """Sum expert outputs, in the order in which their slots were sent, per token: ``(T, D)``."""
+    slots_SD = permute(output_SD, inverse(route.slot_order))
     tokens, k = weights_TK.shape
     return (slots_SD.view(tokens, k, slots_SD.shape[-1]) * weights_TK.unsqueeze(-1)).sum(dim=1)
 
 
-def _inverse(order: torch.Tensor) -> torch.Tensor:
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(order.numel(), device=order.device)
-    return inverse
+def to_slots(hidden_TD: torch.Tensor, route: Route, k: int) -> torch.Tensor:
+    """The hidden state of every slot, ``(T * K, D)``, in the order in which slots are sent."""
+    return _TokensToSlots.apply(hidden_TD, route.slot_order, k)
+
+
+def permute(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """``x[order]`` for a permutation."""
+    return _Permute.apply(x, order)
+
+
+def inverse(order: torch.Tensor) -> torch.Tensor:
+    """The permutation that undoes ``order``."""
+    back = torch.empty_like(order)
+    back[order] = torch.arange(order.numel(), device=order.device)
+    return back
 
 
 class _TokensToSlots(torch.autograd.Function):

@@ -189,10 +189,11 @@ def _step_is_counted(folder, ep, fsdp_size, options, tokens, sp, lora, expected)
     [
         (save_qwen3_moe, 4, 2, -1, {}, 1, None),
         (save_qwen3_moe, 4, 2, 2, {"checkpointing": "full"}, 1, None),
+        (save_qwen3_moe, 2, 2, -1, {"checkpointing": "full", "dispatch_chunks": 3}, 1, None),
         (save_glm4_moe, 2, 1, -1, {"checkpointing": "selective", "reshard_experts_after_forward": False}, 1, None),
         (save_qwen3_moe, 4, 2, -1, {"checkpointing": "full"}, 4, LORA),
     ],
-    ids=["ep_fsdp", "replicas", "glm", "sp and LoRA"],
+    ids=["ep_fsdp", "replicas", "chunks", "glm", "sp and LoRA"],
 )
 def test_a_real_step_sends_the_bytes_that_are_predicted(tmp_path, save, world, ep, fsdp_size, options, sp, lora):
     folder = save(tmp_path)

@@ -60,7 +60,8 @@ def engine(**settings):
     defaults |= {"ulysses_sequence_parallel_size": 1}
     replay = SimpleNamespace(mode=settings.pop("replay", "disabled"))
     others = {"router_aux_loss_coef": 0.0, "router_z_loss_coef": 0.0, "router_metrics": False}
-    others["activation_checkpointing"] = "auto"
+    others |= {"activation_checkpointing": "auto", "dispatch_chunks": 1, "overlap_shared_experts": False}
+    others["dispatcher"] = "all_to_all"
     given = others | defaults | settings
     return SimpleNamespace(expert_plan={}, fp32_modules=(), router_replay=replay, **given)
 

@@ -52,25 +52,28 @@ def save_qwen3_moe(folder: Path, seed: int = 0, **overrides) -> Path:
     return save_random(Qwen3MoeForCausalLM(config), folder, seed)
 
 
-def save_glm4_moe(folder: Path, seed: int = 0) -> Path:
+def save_glm4_moe(folder: Path, seed: int = 0, **overrides) -> Path:
     """Save a GLM-4-MoE: sigmoid routing with a correction bias (a persistent buffer), shared experts, a dense layer."""
     config = Glm4MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        moe_intermediate_size=48,
-        num_hidden_layers=3,
-        first_k_dense_replace=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        n_shared_experts=1,
-        n_group=1,
-        topk_group=1,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
+        **{
+            "vocab_size": VOCAB,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "moe_intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 1,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "max_position_embeddings": 256,
+            "tie_word_embeddings": False,
+            **overrides,
+        }
     )
     return save_random(Glm4MoeForCausalLM(config), folder, seed)
 

@@ -1,0 +1,124 @@
+"""Dispatch by DeepEP's kernels (https://github.com/deepseek-ai/DeepEP), where they are installed.
+
+A token goes once to every rank that holds some of its experts, together with its routing weights. The rows of each
+expert are made there, and the rank's weighted sum goes back once; DeepEP adds up what ranks return. Fewer rows travel
+than in ``dispatch``, and weights are applied where the experts are, in float32, rather than on the token's own rank.
+
+Only what DeepEP documents of ``deep_ep.Buffer`` is used: ``get_dispatch_layout``, ``dispatch`` and ``combine`` of its
+high-throughput mode, each the other's gradient.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import SettingError
+
+__all__ = ["DISPATCHERS", "buffer_of", "check_deepep", "exchange"]
+
+DISPATCHERS = ("all_to_all", "deepep")
+# deep_ep/buffer.py has a configuration for these; kernels copy units of 512 bytes.
+_RANKS, _COLUMNS = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160), 256
+
+
+def check_deepep(device: str, ep: int, hidden: int, dtype: torch.dtype) -> None:
+    """
+    Args:
+        device: verl's device name.
+        hidden: columns of a row.
+        dtype: that rows are sent in.
+
+    Raises:
+        SettingError: DeepEP is not there, or can't send such rows among so many ranks.
+    """
+
+    def refused(rule: str) -> SettingError:
+        return SettingError("engine.dispatcher", "deepep", rule, "engine.dispatcher=all_to_all")
+
+    if device != "cuda":
+        raise refused(f"DeepEP is for NVIDIA GPUs, and the device is {device}.")
+    if importlib.util.find_spec("deep_ep") is None:
+        raise refused("deep_ep is not installed.")
+    if ep not in _RANKS:
+        raise refused(f"DeepEP has kernels for {', '.join(map(str, _RANKS))} ranks, and engine.ep_size={ep}.")
+    if dtype != torch.bfloat16:
+        raise refused(f"DeepEP sends rows in bfloat16, and they are computed in {dtype}.")
+    if hidden % _COLUMNS:
+        raise refused(f"DeepEP sends rows of a multiple of {_COLUMNS} columns, and the hidden size is {hidden}.")
+
+
+@functools.cache
+def buffer_of(group: dist.ProcessGroup, row_bytes: int) -> Any:
+    """The one ``deep_ep.Buffer`` of a group, made by all of its ranks together."""
+    from deep_ep import Buffer
+
+    ranks = group.size()
+    configs = Buffer.get_dispatch_config(ranks), Buffer.get_combine_config(ranks)
+    inside = max(config.get_nvl_buffer_size_hint(row_bytes, ranks) for config in configs)
+    between = max(config.get_rdma_buffer_size_hint(row_bytes, ranks) for config in configs)
+    return Buffer(group, inside, between)
+
+
+def exchange(
+    hidden_TD: torch.Tensor,
+    experts_TK: torch.Tensor,
+    weights_TK: torch.Tensor,
+    compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    *,
+    num_experts: int,
+    group: dist.ProcessGroup,
+    buffer: Callable[[dist.ProcessGroup, int], Any] = buffer_of,
+) -> torch.Tensor:
+    """As ``overlap.exchange``, by DeepEP; ``(T, D)`` in the dtype of ``hidden_TD``."""
+    deepep = buffer(group, hidden_TD.shape[1] * hidden_TD.element_size())
+    arrived = _Dispatch.apply(hidden_TD.contiguous(), experts_TK.long(), weights_TK.float(), num_experts, deepep)
+    tokens_ND, local_NK, weights_NK, counts, handle = arrived
+    # Slots in expert order; -1, an expert elsewhere, comes first.
+    experts = local_NK.reshape(-1)
+    slots_R = torch.argsort(experts, stable=True)[experts.numel() - sum(counts) :]
+    token_R = slots_R // experts_TK.shape[1]
+    counts_e = torch.tensor(counts, device=experts.device)
+    out_RD = compute(tokens_ND.index_select(0, token_R), counts_e)
+    weighted = out_RD.float() * weights_NK.reshape(-1).index_select(0, slots_R).unsqueeze(1)
+    out_ND = weighted.new_zeros(tokens_ND.shape[0], out_RD.shape[1]).index_add(0, token_R, weighted)
+    return _Combine.apply(out_ND.to(hidden_TD.dtype), handle, deepep)
+
+
+class _Dispatch(torch.autograd.Function):
+    """Tokens ``(N, D)`` that arrive, their local experts ``(N, K)`` or -1, their weights, and rows per local expert."""
+
+    @staticmethod
+    def forward(ctx, hidden, experts, weights, num_experts, buffer):
+        per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(experts, num_experts)
+        tokens, local, weights, counts, handle, _ = buffer.dispatch(
+            hidden,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=experts,
+            topk_weights=weights,
+        )
+        ctx.handle, ctx.buffer = handle, buffer
+        ctx.mark_non_differentiable(local)
+        return tokens, local, weights, counts, handle
+
+    @staticmethod
+    def backward(ctx, grad_tokens, _local, grad_weights, _counts, _handle):
+        hidden, weights, _ = ctx.buffer.combine(grad_tokens.contiguous(), ctx.handle, topk_weights=grad_weights)
+        return hidden, None, weights, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, out, handle, buffer):
+        ctx.handle, ctx.buffer = handle, buffer
+        return buffer.combine(out, handle)[0]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.buffer.dispatch(grad.contiguous(), handle=ctx.handle)[0], None, None

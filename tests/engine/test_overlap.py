@@ -1,0 +1,291 @@
+"""What travels while something computes: the same numbers, and the order that was promised."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3MoeConfig
+
+from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.experts import compute as experts_compute
+from epfsdp2.engine.experts import overlap
+from epfsdp2.engine.experts.dispatch import bounds, combine, dispatch
+from epfsdp2.engine.experts.find import find_experts
+from epfsdp2.engine.experts.overlap import check_exchange, exchange
+from epfsdp2.engine.modeling import build_on_meta
+from tests.engine.test_dispatch import EXPERTS, D, _routings
+from tests.engine.test_expert_plan import PLAN, OwnModel
+from tests.engine.test_order import _Recorder
+from tests.parity import families
+from tests.support.engine import sharded_model
+from tests.support.models import VOCAB, reference_model, relative_error, save_glm4_moe, save_qwen3_moe, token_loss
+from tests.support.ranks import run_ranks
+
+RELATIVE = 1e-5
+# Of transformers' families, by whether the block asks for its shared experts after the experts or before.
+AFTER = ["deepseek_v2", "deepseek_v3", "deepseek_v4", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite"]
+AFTER += ["glm_moe_dsa", "hy_v3", "nemotron_h", "nemotron_h_latent", "solar_open"]
+BEFORE = ["afmoe", "ernie4_5_moe", "hunyuan_v1_moe", "laguna", "qwen2_moe", "qwen3_next", "qwen3_5_moe"]
+
+
+@pytest.mark.parametrize(("tokens", "chunks"), [(0, 3), (1, 4), (7, 3), (12, 4), (5, 1)])
+def test_chunks_differ_by_a_token_at_most_and_hold_every_token(tokens, chunks):
+    edges = bounds(tokens, chunks)
+    sizes = [b - a for a, b in zip(edges, edges[1:], strict=False)]
+    assert len(sizes) == chunks and sum(sizes) == tokens and max(sizes) - min(sizes) <= 1
+
+
+def _every_routing_in_chunks():
+    """Bit for bit what one exchange gives, whatever tokens a rank has; as many collectives on all ranks."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    local = EXPERTS // world
+    scale_e = torch.arange(1.0, EXPERTS + 1)[rank * local : (rank + 1) * local]
+
+    def compute(rows_RD, counts_e):
+        return rows_RD * torch.repeat_interleave(scale_e, counts_e).unsqueeze(-1)
+
+    for name, ids in _routings(rank, world):
+        hidden = torch.randn(ids.shape[0], D, requires_grad=True)
+        weights = torch.rand(ids.shape[0], ids.shape[1], requires_grad=True)
+        sent = dispatch(hidden, ids, EXPERTS, dist.group.WORLD)
+        want = combine(compute(sent.rows_RD, sent.counts_e), sent, weights, dist.group.WORLD)
+        seed = torch.randn_like(want)
+        wanted = torch.autograd.grad(want, [hidden, weights], seed)
+        for chunks in (1, 2, 3, 9):
+            with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchanged:
+                out = exchange(
+                    hidden, ids, weights, compute, num_experts=EXPERTS, group=dist.group.WORLD, chunks=chunks
+                )
+                got = torch.autograd.grad(out, [hidden, weights], seed)
+            assert exchanged.call_count == 1 + 4 * chunks
+            assert torch.equal(out, want), (name, chunks)
+            assert all(torch.equal(g, w) for g, w in zip(got, wanted, strict=True)), (name, chunks)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_chunks_give_what_one_exchange_gives(world):
+    run_ranks(_every_routing_in_chunks, world)
+
+
+def _gradients_equal_the_reference(folder, world, cases):
+    """Rows of another length on each rank; losses are weighted so that their mean is the one over all tokens."""
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randint(0, VOCAB, (1, 4 + 5 * r), generator=generator) for r in range(world)]
+    reference = reference_model(folder).train()
+    (sum(token_loss(reference, row) for row in rows) / world).backward()
+    wanted = {name: param.grad for name, param in reference.named_parameters()}
+    for ep, options in cases:
+        model, _ = sharded_model(folder, world, ep, **options)
+        model.train()
+        token_loss(model, rows[rank]).backward()
+        for name, param in model.named_parameters():
+            assert relative_error(param.grad.full_tensor(), wanted[name]) < RELATIVE, (ep, options, name)
+
+
+def test_gradients_in_chunks_are_those_of_the_plain_model(tmp_path):
+    cases = [(2, {"dispatch_chunks": 2}), (4, {"dispatch_chunks": 3, "expert_shard_dim": 0})]
+    cases += [(2, {"dispatch_chunks": 2, "checkpointing": mode}) for mode in ("full", "selective")]
+    cases += [(4, {"dispatch_chunks": 6, "checkpointing": "full", "prefetch_depth": 0})]
+    run_ranks(_gradients_equal_the_reference, 4, save_qwen3_moe(tmp_path), 4, cases)
+
+
+def test_gradients_with_shared_experts_ahead_are_those_of_the_plain_model(tmp_path):
+    cases = [
+        (2, {"overlap_shared_experts": True, "dispatch_chunks": chunks, "checkpointing": mode})
+        for chunks, mode in [(1, "none"), (2, "full"), (3, "selective")]
+    ]
+    run_ranks(_gradients_equal_the_reference, 2, save_glm4_moe(tmp_path), 2, cases)
+
+
+class _Trace(_Recorder):
+    """Also the flights, numbered as they are launched, what each chunk computes, shared experts and attention."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.launched = self.computed = 0
+        for i, layer in enumerate(model.model.layers):
+            self._watch(layer.self_attn, f"attention {i}")
+            if hasattr(layer.mlp, "shared_experts"):
+                self._watch(layer.mlp.shared_experts.down_proj, "shared")
+
+    def _watch(self, module, name):
+        def after(module, args, output):
+            self._mark(output[0] if isinstance(output, tuple) else output, name)
+
+        module.register_forward_hook(after)
+
+    def _mark(self, output, name):
+        self.events.append(("forward", name))
+        output.register_hook(lambda grad: self.events.append(("backward", name)))
+
+    def __enter__(self):
+        super().__enter__()
+        exchange, compute = dist.all_to_all_single, experts_compute.compute
+
+        def all_to_all(output, *args, async_op=False, **kwargs):
+            work = exchange(output, *args, async_op=async_op, **kwargs)
+            if not async_op:
+                return work
+            self.events[-1] = ("launch", self.launched)
+            self.launched += 1
+            return _Awaited(work, self.events, self.launched - 1)
+
+        def local_experts(*args):
+            out = compute(*args)
+            self._mark(out, f"chunk {self.computed}")
+            self.computed += 1
+            return out
+
+        for patched in (
+            patch.object(dist, "all_to_all_single", all_to_all),
+            patch.object(experts_compute, "compute", local_experts),
+        ):
+            patched.start()
+            self.patches.insert(0, patched)
+        return self
+
+
+class _Awaited:
+    """A collective under way that says when it is waited for."""
+
+    def __init__(self, work, events, number):
+        self.work, self.events, self.number = work, events, number
+
+    def wait(self):
+        self.events.append(("wait", self.number))
+        return self.work.wait()
+
+
+def _traced(folder, ep, **options):
+    """Events of one step on this rank, which are those of all ranks."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model, _ = sharded_model(folder, world, ep, **options)
+    model.train()
+    with _Trace(model) as trace:
+        ids = torch.randint(0, VOCAB, (1, 5 + 7 * rank), generator=torch.Generator().manual_seed(rank))
+        token_loss(model, ids).backward()
+    everyone = [None] * world
+    dist.all_gather_object(everyone, trace.events)
+    assert all(events == everyone[0] for events in everyone), "ranks issued different sequences"
+    return trace.events
+
+
+def _flights_and_compute(events):
+    kept = [
+        (what, name) for what, name in events if what in ("launch", "wait") or str(name).startswith(("chunk", "sha"))
+    ]
+    return [f"{what} {name}" for what, name in kept]
+
+
+_FORWARD = """launch 0, launch 1, forward shared, wait 0, forward chunk 0, launch 2, wait 1, forward chunk 1, launch 3,
+              wait 2, wait 3"""
+_BACKWARD = """launch 4, launch 5, wait 4, backward chunk 1, launch 6, wait 5, backward chunk 0, launch 7,
+               backward shared, wait 6, wait 7"""
+
+
+def _flies_while_it_computes(folder):
+    events = _traced(folder, 2, dispatch_chunks=2, overlap_shared_experts=True)
+    assert _flights_and_compute(events) == [e.strip() for e in f"{_FORWARD}, {_BACKWARD}".split(",")]
+    # Both directions of every chunk have arrived when the experts' gradients are reduced.
+    assert events.index(("reduce", "layers.0.experts")) > events.index(("wait", 7))
+    events = _traced(folder, 2, dispatch_chunks=2)
+    assert events.index(("forward", "shared")) > events.index(("wait", 3))
+
+
+def test_chunks_travel_while_others_and_shared_experts_compute(tmp_path):
+    folder = save_glm4_moe(tmp_path, num_hidden_layers=1, first_k_dense_replace=0)
+    run_ranks(_flies_while_it_computes, 2, folder)
+
+
+def _recomputed_alike(folder):
+    options = {"dispatch_chunks": 2, "overlap_shared_experts": True}
+    kept, recomputed = (
+        [event.split()[0] for event in _flights_and_compute(_traced(folder, 2, checkpointing=mode, **options))]
+        for mode in ("none", "full")
+    )
+    forward = kept[: len(_FORWARD.split(","))]
+    assert forward.count("wait") == 4 and recomputed == forward + kept
+
+
+def test_a_recomputed_layer_overlaps_as_its_forward_did(tmp_path):
+    folder = save_glm4_moe(tmp_path, num_hidden_layers=1, first_k_dense_replace=0)
+    run_ranks(_recomputed_alike, 2, folder)
+
+
+def _gathered_behind_attention(folder, layers):
+    events = _traced(folder, 2)
+    turn = max(i for i, e in enumerate(events) if e[0] == "forward") + 1
+    forward, backward = events[:turn], events[turn:]
+    for i in range(layers):
+        assert forward.index(("gather", f"layers.{i}.experts")) < forward.index(("forward", f"attention {i}"))
+    for i in range(1, layers):
+        assert backward.index(("gather", f"layers.{i - 1}.experts")) < backward.index(("backward", f"attention {i}"))
+
+
+def test_experts_are_gathered_behind_attention(tmp_path):
+    folder = save_qwen3_moe(tmp_path, num_hidden_layers=3, mlp_only_layers=[])
+    run_ranks(_gathered_behind_attention, 4, folder, 3)
+
+
+def _families_are_exact(folders):
+    """A block that had not its shared experts computed ahead, or did not ask for them, would raise."""
+    ids = torch.randint(0, VOCAB, (2, 13), generator=torch.Generator().manual_seed(1))
+    for name, folder in folders.items():
+        reference = families.load(name, folder).train()
+        want = families.logits(reference, ids)
+        families.loss(name, want, ids).backward()
+        options = {"dispatch_chunks": 2, "overlap_shared_experts": True, "checkpointing": "full"}
+        model, _ = sharded_model(folder, 2, 2, attention="eager", **options)
+        with torch.no_grad():
+            assert relative_error(families.logits(model.eval(), ids), want) < RELATIVE, name
+        families.loss(name, families.logits(model.train(), ids), ids).backward()
+        for param_name, param in reference.named_parameters():
+            if param.grad is not None:
+                got = model.get_parameter(param_name).grad.full_tensor()
+                assert relative_error(got, param.grad) < RELATIVE, (name, param_name)
+
+
+def _families_are_refused(folders):
+    """Before a weight is read; and when the block runs, which sees what it can't be asked before."""
+    ids = torch.randint(0, VOCAB, (2, 13), generator=torch.Generator().manual_seed(1))
+    options = {"attention": "eager", "overlap_shared_experts": True}
+    for folder in folders.values():
+        with pytest.raises(SettingError, match="overlap_shared_experts=True: .* asks for its shared experts before"):
+            sharded_model(folder, 2, 2, **options)
+        with patch.object(overlap, "asks_first", lambda *_: False):
+            model, _ = sharded_model(folder, 2, 2, **options)
+        with pytest.raises(SettingError, match="overlap_shared_experts=True: .* asks for its shared experts first"):
+            families.logits(model, ids)
+
+
+def _saved(names, folder):
+    return {name: families.save(name, folder / name) for name in names}
+
+
+def test_every_family_that_can_has_its_shared_experts_ahead(tmp_path):
+    run_ranks(_families_are_exact, 2, _saved(AFTER, tmp_path))
+
+
+def test_families_that_ask_for_their_shared_experts_first_are_refused(tmp_path):
+    run_ranks(_families_are_refused, 2, _saved(BEFORE, tmp_path))
+
+
+def test_a_model_without_shared_experts_is_refused():
+    model = build_on_meta(AutoModelForCausalLM, Qwen3MoeConfig(num_hidden_layers=1), torch.float32)
+    with pytest.raises(SettingError, match=r"overlap_shared_experts=True: there are no shared experts beside model."):
+        check_exchange(1, True, "all_to_all", model, find_experts(model))
+
+
+def test_experts_that_dispatch_themselves_are_refused():
+    model = OwnModel(PretrainedConfig())
+    settings = {
+        "dispatch_chunks=2: Pool": (2, False, "all_to_all"),
+        "overlap_shared_experts=True: Pool": (1, True, "all_to_all"),
+        "dispatcher=deepep: Pool": (1, False, "deepep"),
+    }
+    for words, setting in settings.items():
+        with pytest.raises(SettingError, match=words):
+            check_exchange(*setting, model, find_experts(model, PLAN))
+    check_exchange(1, False, "all_to_all", model, find_experts(model, PLAN))

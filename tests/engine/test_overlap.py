@@ -20,6 +20,7 @@ from tests.engine.test_order import _Recorder
 from tests.parity import families
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, reference_model, relative_error, save_glm4_moe, save_qwen3_moe, token_loss
+from tests.support.ppo import check_ppo_updates
 from tests.support.ranks import run_ranks
 
 RELATIVE = 1e-5
@@ -97,6 +98,34 @@ def test_gradients_with_shared_experts_ahead_are_those_of_the_plain_model(tmp_pa
         for chunks, mode in [(1, "none"), (2, "full"), (3, "selective")]
     ]
     run_ranks(_gradients_equal_the_reference, 2, save_glm4_moe(tmp_path), 2, cases)
+
+
+def test_a_ppo_update_through_verl_overlaps_and_is_exact(tmp_path):
+    case = {"ep": 2, "dispatch_chunks": 2, "overlap_shared_experts": True, "activation_checkpointing": "full"}
+    run_ranks(_ppo_update, 4, save_glm4_moe(tmp_path), case)
+
+
+def _ppo_update(folder, case):
+    with patch.object(overlap, "exchange", wraps=overlap.exchange) as exchanged:
+        check_ppo_updates(folder, [case])
+    assert exchanged.called
+    assert all(call.kwargs["chunks"] == 2 and call.kwargs["shared"] is not None for call in exchanged.call_args_list)
+
+
+def _bfloat16_is_close(folder):
+    """Apart by what bfloat16 makes of sums in another order."""
+    ids = torch.randint(0, VOCAB, (1, 40), generator=torch.Generator().manual_seed(dist.get_rank()))
+    gradients = []
+    for options in ({}, {"dispatch_chunks": 3, "overlap_shared_experts": True}):
+        model, _ = sharded_model(folder, 2, 2, param_dtype=torch.bfloat16, **options)
+        token_loss(model.train(), ids).backward()
+        gradients.append({name: param.grad.full_tensor() for name, param in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert relative_error(gradients[1][name], gradient) < 2**-6, name
+
+
+def test_in_bfloat16_chunks_are_as_close_as_its_rounding(tmp_path):
+    run_ranks(_bfloat16_is_close, 2, save_glm4_moe(tmp_path))
 
 
 class _Trace(_Recorder):

@@ -43,7 +43,7 @@ def main() -> int:
         print(f"{row['name']}: {'reached' if row['status'] == 0 else 'NOT reached'}, {row['minutes']:.1f} min")
     if len(names) == len(BENCHMARKS):
         _write(rows)
-    return max(row["status"] != 0 for row in rows)
+    return int(any(row["status"] != 0 for row in rows))
 
 
 def _write(rows: list[dict]) -> None:

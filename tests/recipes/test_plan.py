@@ -46,7 +46,7 @@ def test_the_recommendation_is_the_fastest_that_fits(qwen3_30b):
 
 
 def test_rows_that_can_not_be_shared_are_not(capsys, tmp_path):
-    Qwen3NextConfig(num_hidden_layers=4, num_experts=8, vocab_size=1024).save_pretrained(tmp_path)
+    Qwen3NextConfig(num_hidden_layers=4, num_experts=16, num_experts_per_tok=2).save_pretrained(tmp_path)
     out = tmp_path / "plan.json"
     assert main(["--model", str(tmp_path), "--gpus", "2", "--tokens", "64", "--json", str(out)]) == 0
     assert {choice["sp"] for choice in json.loads(out.read_text())["choices"]} == {1}

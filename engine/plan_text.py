@@ -6,20 +6,24 @@ from .memory_plan import Batch, Moment
 from .mesh import Topology
 from .step_traffic import Collective
 
-__all__ = ["in_words", "mesh_in_words", "size_in_words"]
+__all__ = ["in_words", "mesh_in_words", "size_in_words", "step_in_words"]
 
 
 def in_words(topology: Topology, batch: Batch, peak: Moment, traffic: Iterable[Collective]) -> list[str]:
     """Four lines: the mesh, the step, the memory and the traffic."""
     held = [f"{part} {size_in_words(nbytes)}" for part, nbytes in peak.parts.items() if nbytes]
     moved = [f"{c.name} {size_in_words(c.wire)} in {c.calls}" for c in traffic]
-    several = "1 micro-batch" if batch.micro_batches == 1 else f"{batch.micro_batches} micro-batches"
     return [
         f"mesh: {mesh_in_words(topology, batch.sp)}",
-        f"a step of a rank: {several} of {batch.tokens} tokens",
+        f"a step of a rank: {step_in_words(batch)}",
         f"memory at its peak ({peak.when}): {size_in_words(peak.total)} = {' + '.join(held)}",
         f"received in a step: {', '.join(moved) or 'nothing'}",
     ]
+
+
+def step_in_words(batch: Batch) -> str:
+    """``8 micro-batches of 16384 tokens``; where they differ, the tokens are of the largest."""
+    return f"{batch.micro_batches} micro-batch{'es' if batch.micro_batches > 1 else ''} of {batch.tokens} tokens"
 
 
 def mesh_in_words(topology: Topology, sp: int = 1) -> str:

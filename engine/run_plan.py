@@ -19,7 +19,7 @@ from .mesh import Topology
 from .model_facts import DTYPES, setting_of
 from .optimizer_settings import wants_muon
 from .parallelize import ShardingOptions
-from .plan_text import in_words, size_in_words
+from .plan_text import in_words, size_in_words, step_in_words
 from .step_traffic import collectives
 
 __all__ = ["RECIPE_DEFAULTS", "RunPlan", "configured_batch", "options_of_recipe", "plan_of_run"]
@@ -30,6 +30,7 @@ _ASSUMED_TOKENS = 1024
 _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _ADAM = ("Adam", "AdamW")
 RECIPE_DEFAULTS = {
+    "micro-batches": 1,
     "checkpointing": "full",
     "prefetch-depth": 1,
     "expert-shard-dim": "auto",
@@ -38,7 +39,7 @@ RECIPE_DEFAULTS = {
     "reduce-dtype": "fp32",
     "optimizer": "adamw",
 }
-"""Of ``options_of_recipe``, what ``recipes.plan`` takes where it is not told."""
+"""What ``recipes.plan`` takes where it is not told."""
 
 
 @dataclass
@@ -109,8 +110,8 @@ class RunPlan:
         measured = f"measured {size_in_words(self.measured)} ({held[self.what]}, the most so far)"
         if self._seen is None:
             return f"memory: {measured}"
-        how = f"{self._seen.micro_batches} micro-batches of at most {self._seen.tokens} tokens"
-        return f"memory of an update ({how}): planned {size_in_words(self.peak(self._seen).total)}; {measured}"
+        planned = size_in_words(self.peak(self._seen).total)
+        return f"memory of an update of at most {step_in_words(self._seen)}: planned {planned}; {measured}"
 
 
 def plan_of_run(
@@ -232,8 +233,9 @@ def _command(
     where = {"nodes": topology.world // gpus, "gpus": gpus, "gib": f"{total / (gpus if device == 'cpu' else 1):.0f}"}
     what = {"tokens": batch.tokens * sp, "micro-batches": -(-batch.micro_batches // sp)}
     words = ["python", "-m", "epfsdp2.recipes.plan", "--model", str(Path(model.local_path))]
-    given = options_of_recipe(engine, optimizer, options)
-    changed = {name: value for name, value in given.items() if RECIPE_DEFAULTS.get(name) != value}
-    for name, value in {**where, **what, **changed}.items():
+    given = {**where, **what, **options_of_recipe(engine, optimizer, options)}
+    for name, value in given.items():
+        if RECIPE_DEFAULTS.get(name) == value:
+            continue
         words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     return shlex.join(words)

@@ -25,7 +25,7 @@ from ..engine.experts.find import UnsupportedModelError
 from ..engine.memory_plan import IMBALANCE, Batch, ModelSizes, Moment, group_sizes, peak
 from ..engine.mesh import Topology, divisors
 from ..engine.parallelize import ShardingOptions
-from ..engine.plan_text import in_words
+from ..engine.plan_text import in_words, step_in_words
 from ..engine.step_traffic import Collective, collectives
 from .cards import CARDS, config_of
 from .roofline import Cluster, Roofline, roofline, seconds
@@ -286,7 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{options.model}: {options.checkpointing} checkpointing, {options.model_dtype} parameters, "
         f"{options.optimizer}; "
         f"{cluster.nodes} x {cluster.gpus} GPUs of {cluster.gib:g} GiB, {request.margin:.0%} to stay free; "
-        f"{options.micro_batches} micro-batch{'es' if options.micro_batches > 1 else ''} of {options.tokens} tokens"
+        f"{step_in_words(request.batch)}"
     )
     console.print(_table(found, best))
     console.print(_LEGEND)

@@ -64,7 +64,7 @@ def _trains_to_the_end(folder, settings):
     assert planned[0] * 2**30 == pytest.approx(plan.peak(seen).total)
     measured = [[ranks[0] for ranks in m["memory_max_resident_gib"]] for m in metrics]
     assert measured == sorted(measured) and all(rank > 0 for rank in measured[0])
-    assert ours[-1].startswith("memory of an update (") and "planned" in ours[-1] and "measured" in ours[-1]
+    assert ours[-1].startswith("memory of an update of at most") and "planned" in ours[-1] and "measured" in ours[-1]
 
 
 def test_a_run_prints_its_plan_and_beside_it_what_was_measured(tmp_path):

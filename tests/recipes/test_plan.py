@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from transformers import Qwen3Config, Qwen3MoeConfig
+from transformers import Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig
 
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.mesh import Topology
@@ -43,6 +43,14 @@ def test_the_recommendation_is_the_fastest_that_fits(qwen3_30b):
     assert best.fits and best.gib <= 0.9 * 80
     assert best.time.step == min(c.time.step for c in found if c.fits)
     assert any(not c.fits for c in found)  # one GPU with 30 billion parameters and their states
+
+
+def test_rows_that_can_not_be_shared_are_not(capsys, tmp_path):
+    Qwen3NextConfig(num_hidden_layers=4, num_experts=16, num_experts_per_tok=2).save_pretrained(tmp_path)
+    out = tmp_path / "plan.json"
+    assert main(["--model", str(tmp_path), "--gpus", "2", "--tokens", "64", "--json", str(out)]) == 0
+    assert {choice["sp"] for choice in json.loads(out.read_text())["choices"]} == {1}
+    assert "sp is 1: model.layers.0 of Qwen3NextForCausalLM has no attention" in capsys.readouterr().out
 
 
 def test_what_does_not_fit_names_the_part_and_the_cluster_that_does(capsys, tmp_path):

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -40,6 +41,7 @@ from benchmarks.quickstart import machine
 from benchmarks.tables import write_table
 from epfsdp2.engine.parallelize import ShardingOptions, compute_dtypes, layer_names
 from epfsdp2.rollout.placement import Rollout
+from epfsdp2.rollout.sender import Bucket
 from epfsdp2.rollout.server_adapter import send_weights
 from epfsdp2.rollout.streams import RolloutSync, SyncSettings, WorkerStream
 from tests.rollout.conftest import Engine
@@ -74,8 +76,8 @@ class Trainer:
         self.ours = {"": _ours(folder, torch.float32), "-bf16": _ours(folder, torch.bfloat16)}
         self.stock = {"stock": _verls(folder, torch.float32), "stock-bf16": _verls(folder, torch.bfloat16)}
 
-    def weights(self, side: str):
-        """A side's generator, new for each sync."""
+    def weights(self, side: str, landing: Bucket | None = None):
+        """A side's generator, new for each sync; ours may have what arrives arrive in ``landing``."""
         if side in self.stock:
             from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
@@ -86,7 +88,8 @@ class Trainer:
             )
             return unfuse_moe_params(full, "qwen3_moe")
         kind, stored, _ = side.partition("-bf16")
-        return WorkerStream(self.ours[stored], 1, kind, self.rollout, self.rank % self.rollout.workers).tensors()
+        stream = WorkerStream(self.ours[stored], 1, kind, self.rollout, self.rank % self.rollout.workers)
+        return stream.tensors(landing)
 
 
 def _ours(folder: Path, dtype: torch.dtype) -> RolloutSync:
@@ -118,7 +121,7 @@ def ranks(folder: Path, tp: int, handles: list[str], turns: list[str], out: Path
         began.append(time.monotonic())
         asyncio.run(
             send_weights(
-                trainer.weights(side),
+                partial(trainer.weights, side),
                 zmq_handle=handles[trainer.rank],
                 bucket_megabytes=BUCKET_MEGABYTES,
                 use_shm=True,
@@ -136,20 +139,19 @@ def trainers_part(trainer: Trainer, side: str) -> dict:
     buffer = torch.zeros(BUCKET_MEGABYTES << 20, dtype=torch.uint8)
     dist.barrier()
     start = time.monotonic()
-    handed = _hand_over(trainer.weights(side), buffer)
+    handed = _hand_over(trainer, side, buffer)
     took = time.monotonic() - start
     bare = _bare(trainer, side, handed, buffer) if side.startswith("sliced") else {}
     return {"seconds": took, "bytes": handed, **bare}
 
 
-def _hand_over(weights, buffer: torch.Tensor) -> int:
-    """Copy tensors into a buffer, as verl's sender does; returns how many bytes."""
-    handed = at = 0
-    for _, tensor in weights:
-        at = at if at + tensor.nbytes <= buffer.numel() else 0
-        buffer[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-        at += -(-tensor.nbytes // 16) * 16
+def _hand_over(trainer: Trainer, side: str, buffer: torch.Tensor) -> int:
+    """Fill a bucket again and again, as the sender does; returns how many bytes."""
+    handed, bucket = 0, Bucket(buffer, lambda contents, is_last: None)
+    for name, tensor in trainer.weights(side, bucket):
+        bucket.put(name, tensor)
         handed += tensor.nbytes
+    bucket.finish()
     return handed
 
 
@@ -209,7 +211,7 @@ def peak_memory(trainer: Trainer, side: str) -> int:
     """Most bytes that a stream had allocated at once."""
     buffer = torch.zeros(BUCKET_MEGABYTES << 20, dtype=torch.uint8)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, record_function("sync"):
-        _hand_over(trainer.weights(side), buffer)
+        _hand_over(trainer, side, buffer)
     return peak_of(profiler, "sync")[0]
 
 

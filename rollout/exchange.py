@@ -84,21 +84,21 @@ class _Share:
 
 @dataclass(frozen=True)
 class _Part:
-    """A box that a rank gives.
+    """A box that a rank writes when a round is made ready.
 
     Args:
         inside: where it is in what is at hand.
-        out: its bytes in the round's buffer; None for what the rank's own worker takes.
+        to: its bytes in what is sent, or in what is kept for the rank's own worker.
     """
 
-    box: Box
     inside: tuple[slice, ...]
-    out: slice | None
+    to: slice
+    is_kept: bool
 
 
 @dataclass(frozen=True)
 class _Gift:
-    """What a rank gives of a tensor at a time.
+    """What a rank writes of a tensor at a time.
 
     Args:
         rows: of the shard, around all parts, which are cast before they are taken apart; None if nothing is.
@@ -114,6 +114,21 @@ class _Gift:
     @property
     def cast_bytes(self) -> int:
         return math.prod(self.shape) * self.tensor.itemsize if self.rows else 0
+
+
+@dataclass(frozen=True)
+class _Own:
+    """A box that a rank's own worker takes of its shard.
+
+    Args:
+        inside: where it is in the shard.
+        kept: its bytes in what was kept; None if it is to be read from the shard.
+    """
+
+    tensor: Tensor
+    box: Box
+    inside: tuple[slice, ...]
+    kept: slice | None
 
 
 class _Shards:
@@ -191,10 +206,11 @@ class Exchange:
         self._shares: dict[Piece, _Share] = {}
         self._boxes: dict[str, Box] = {}
         self._gifts: list[list[_Gift]] = []
+        self._own: list[list[_Own]] = []
         self._brought: dict[int, list[tuple[Tensor, Box, int]]] = {}
         self._out: list[torch.Tensor] = []
         self._in: list[torch.Tensor] = []
-        self._cast = self._empty(0)
+        self._cast = self._kept = self._empty(0)
         self._splits = [self._split(pieces, self._at_once) for pieces in plan.rounds]
         self.traffic = Traffic()
 
@@ -239,7 +255,8 @@ class Exchange:
         """Yield what this rank's worker needs, box by box; collective.
 
         Each box lies inside one need. Rounds come in the model's order; what this rank has itself of one is yielded
-        while it is made ready, so before what comes with the one before. Every round is issued on every rank, also
+        before what comes with it, and after the round before, so that a worker waits for parts of few layers at a time.
+        Every round is issued on every rank, also
         where the consumer stops early: what is left is then received and dropped when the iterator is closed.
 
         Args:
@@ -252,9 +269,10 @@ class Exchange:
         self.traffic = traffic = traffic or Traffic()
         shards = _Shards(tensors, dtypes, self._boxes, values)
         if not self._gifts:
-            self._gifts = [list(self._gifts_of(index, shards)) for index in range(len(self._splits))]
+            for index in range(len(self._splits)):
+                self._prepare(index, shards)
         buffers = self._make_buffers(landing)
-        held = sum(buffer.nbytes for buffer in (*self._out, *self._in, self._cast))
+        held = sum(buffer.nbytes for buffer in (*self._out, *self._in, self._cast, self._kept))
         traffic.hold(held)
         arriving = self._arrivals(shards, buffers, landing)
         try:
@@ -265,17 +283,18 @@ class Exchange:
                 pass
             traffic.release(held)
             if self.device.type != "cpu":
-                self._out, self._in, self._cast = [], [], self._empty(0)
+                self._out, self._in = [], []
 
     def _arrivals(self, shards: _Shards, buffers: list[Buffers], landing: Landing | None) -> Iterator[Arrival]:
         coming: Round | None = None
         for index in range(len(self._splits)):
-            yield from self._fill(index, buffers[index % 2].out, shards)
             if landing is not None and index > 1:
                 landing.vacate()
+            self._fill(index, buffers[index % 2].out, shards)
             issued = self._issue(index, buffers[index % 2])
             if coming is not None:
                 yield from self._take(coming, shards)
+            yield from self._hand_over(index, shards)
             coming = issued
         if coming is not None:
             yield from self._take(coming, shards)
@@ -292,6 +311,8 @@ class Exchange:
         if not self._out:
             self._out = [self._empty(out) for _ in range(count)]
             self._cast = self._empty(max((gift.cast_bytes for gifts in self._gifts for gift in gifts), default=0))
+            kept = (own.kept.stop for owns in self._own for own in owns if own.kept)
+            self._kept = self._empty(max(kept, default=0))
         landed = landing.room(in_, count, self._largest_box) if landing is not None else []
         if not landed and not self._in:
             self._in = [self._empty(in_) for _ in range(count)]
@@ -327,57 +348,86 @@ class Exchange:
                     in_[transfer.source] += transfer.box.numel * itemsize
         return out, in_
 
-    def _fill(self, index: int, out: torch.Tensor, shards: _Shards) -> Iterator[Arrival]:
-        """Write what a round sends, and yield what this rank's worker takes of its own."""
+    def _fill(self, index: int, out: torch.Tensor, shards: _Shards) -> None:
+        """Write what a round sends, and keep what was cast with it for this rank's worker."""
         gifts = self._gifts[index]
-        shards.keep({gift.tensor.name for gift in gifts})
+        shards.keep({some.tensor.name for some in (*gifts, *self._own[index])})
         for gift in gifts:
             name = gift.tensor.name
             dtype, values = shards.dtype(name), shards.values(name)
             if gift.rows is not None:
                 values = self._cast[: gift.cast_bytes].view(dtype).view(gift.shape).copy_(values[gift.rows])
             for part in gift.parts:
-                if part.out is None:
-                    yield Arrival(gift.tensor, part.box, values[part.inside])
-                else:
-                    _write(out[part.out], values[part.inside], dtype)
+                _write((self._kept if part.is_kept else out)[part.to], values[part.inside], dtype)
 
-    def _gifts_of(self, index: int, shards: _Shards) -> Iterator[_Gift]:
-        """What this rank gives in a round.
+    def _hand_over(self, index: int, shards: _Shards) -> Iterator[Arrival]:
+        """What this rank's worker takes of its own in a round."""
+        for own in self._own[index]:
+            if own.kept is not None:
+                values = self._kept[own.kept].view(shards.dtype(own.tensor.name)).view(own.box.shape)
+            else:
+                values = shards.values(own.tensor.name)[own.inside]
+            yield Arrival(own.tensor, own.box, values)
+
+    def _prepare(self, index: int, shards: _Shards) -> None:
+        """Work out what this rank gives in a round.
 
         To read columns takes a CPU about as long as to read their rows whole. So boxes that are columns of the same
         rows would take as long as that many casts of the rows, if each were cast while it is copied. The rows are cast
-        instead, some at a time.
+        instead, some at a time, and the worker's own columns are kept until it is their turn.
         """
-        at = starts(self._splits[index][0])
+        gifts: list[_Gift] = []
+        own: list[_Own] = []
+        at, kept = starts(self._splits[index][0]), 0
         for piece in self.plan.rounds[index]:
             share = self._share(piece)
             if not share.given:
                 continue
-            itemsize = share.tensor.itemsize
-            begins: list[int] = []
+            tensor, itemsize, shard = share.tensor, share.tensor.itemsize, shards.box(share.tensor.name)
+            to_keep = -(-kept // itemsize) * itemsize
+            rows = self._cast_first(share, shards, to_keep)
+            begins: list[tuple[Transfer, int]] = []
             for transfer in share.given:
-                begins.append(at[transfer.target])
+                nbytes = transfer.box.numel * itemsize
                 if transfer.target != self.rank:
-                    at[transfer.target] += transfer.box.numel * itemsize
-
-            shard, rows = shards.box(share.tensor.name), []
-            if self.device.type == "cpu" and shards.is_cast(share.tensor.name):
-                rows = list(_shared_rows([t.box for t in share.given], min(_CACHED_BYTES, self.plan.limit) // itemsize))
+                    begins.append((transfer, at[transfer.target]))
+                    at[transfer.target] += nbytes
+                    continue
+                where = None
+                if rows:
+                    begins.append((transfer, to_keep))
+                    where = slice(to_keep, to_keep + nbytes)
+                    kept = to_keep = to_keep + nbytes
+                own.append(_Own(tensor, transfer.box, transfer.box.inside(shard), where))
             for some in rows:
-                parts = list(self._parts_of(share, begins, some))
-                yield _Gift(share.tensor, some.inside(shard), some.shape, parts)
-            if not rows:
-                yield _Gift(share.tensor, None, (), list(self._parts_of(share, begins, shard)))
+                parts = list(self._parts_of(begins, some, itemsize))
+                gifts.append(_Gift(tensor, some.inside(shard), some.shape, parts))
+            if begins and not rows:
+                gifts.append(_Gift(tensor, None, (), list(self._parts_of(begins, shard, itemsize))))
+        self._gifts.append(gifts)
+        self._own.append(own)
 
-    def _parts_of(self, share: _Share, begins: Sequence[int], held: Box) -> Iterator[_Part]:
-        """What is given of a part of the shard; ``begins`` are the transfers' places in the round's buffer."""
-        for transfer, begin in zip(share.given, begins, strict=True):
+    def _cast_first(self, share: _Share, shards: _Shards, kept: int) -> list[Box]:
+        """The rows to cast before they are taken apart, if any, where so many bytes are kept already.
+
+        What is kept, and a cast, are within the plan's limit together.
+        """
+        if self.device.type != "cpu" or not shards.is_cast(share.tensor.name):
+            return []
+        most = min(_CACHED_BYTES, self.plan.limit // 2)
+        own = sum(t.box.numel for t in share.given if t.target == self.rank) * share.tensor.itemsize
+        if kept + own + most > self.plan.limit:
+            return []
+        return list(_shared_rows([t.box for t in share.given], most // share.tensor.itemsize))
+
+    def _parts_of(self, begins: Iterable[tuple[Transfer, int]], held: Box, itemsize: int) -> Iterator[_Part]:
+        """What is written of a part of the shard; transfers begin at some byte of what is sent, or kept."""
+        for transfer, begin in begins:
             box = transfer.box.shared_with(held)
             if box is not None:
-                start = begin + transfer.box.before(box) * share.tensor.itemsize
-                out = slice(start, start + box.numel * share.tensor.itemsize)
-                yield _Part(box, box.inside(held), None if transfer.target == self.rank else out)
+                start = begin + transfer.box.before(box) * itemsize
+                to = slice(start, start + box.numel * itemsize)
+                yield _Part(box.inside(held), to, transfer.target == self.rank)
 
     def _issue(self, index: int, buffers: Buffers) -> Round:
         send_splits, receive_splits = self._splits[index]

@@ -22,7 +22,7 @@ logger = logging.getLogger("epfsdp2")
 # Of verl's sender: what is replaced here, and what is kept and called.
 _METHODS = ("__init__", "async_send_weights", "_init_socket", "_init_buffer", "_cleanup", "_direct_send_large_weight")
 _KNOWN = {"9b12b0e8532bf171"}
-# Rounds may arrive in the rest of a bucket.
+# Of a bucket, what is kept to copy to; rounds may arrive in the rest.
 _LEAST_TO_COPY_TO = 1 / 8
 
 # What lies where: verl's metadata, by the tensors' names.

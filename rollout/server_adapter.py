@@ -30,6 +30,8 @@ __all__ = ["WeightSyncError", "install"]
 _ADAPTER = "WatchedServerAdapter"
 
 Weights = Iterable[tuple[str, torch.Tensor]]
+# Or what makes them, which is told where they may arrive, so that they need not be copied.
+Source = Weights | Callable[[Landing | None], Weights]
 
 _timeout_seconds = 40.0
 
@@ -94,18 +96,18 @@ class WatchedUpdates:
         rank = int(os.environ.get("RANK", str(self.rollout_rank)))
         # Weights of another engine are full tensors.
         stream = weights.for_rollout(self.config, self.rollout_rank) if hasattr(weights, "for_rollout") else None
-        made: Weights | Callable[[Landing | None], Weights] = weights
+        source: Source = weights
         if stream is not None:
             await self._agree(stream)
-            made = stream.tensors
+            source = stream.tensors
             if has_our_extension(self.config) and stream.is_verified:
                 kwargs["verify"] = True
-                made = lambda landing: with_checksums(stream.tensors(landing))  # noqa: E731
+                source = _verified(stream)
         if has_our_extension(self.config):  # verl's own does not know it
             kwargs["sync_timeout_seconds"] = _timeout_seconds
         future = await self._execute_method("update_weights_from_ipc", non_block=True, kwargs=kwargs)
         handover = await send_weights(
-            made,
+            source,
             zmq_handle=self.zmq_handle,
             bucket_megabytes=self.config.checkpoint_engine.update_weights_bucket_megabytes,
             use_shm=self.use_shm,
@@ -146,8 +148,12 @@ class WatchedUpdates:
         self._agreed_on = stream.kind
 
 
+def _verified(stream: WorkerStream) -> Source:
+    return lambda landing: with_checksums(stream.tensors(landing))
+
+
 async def send_weights(
-    weights: Weights | Callable[[Landing | None], Weights],
+    source: Source,
     *,
     zmq_handle: str,
     bucket_megabytes: int,
@@ -157,12 +163,12 @@ async def send_weights(
     future: Any = None,
     failure_of: Callable[[Any], BaseException | None] | None = None,
 ) -> Handover:
-    """Send ``weights`` through verl's bucketed transport, and wait for the receiving call to end.
+    """Send weights through verl's bucketed transport, and wait for the receiving call to end.
 
-    Whatever happens, ``weights`` is closed, and the socket file and the shared-memory segment are gone afterwards.
+    Whatever happens, they are closed, and the socket file and the shared-memory segment are gone afterwards.
 
     Args:
-        weights: or what makes them, which is told where they may arrive, so that they need not be copied.
+        source: of the weights.
         future: the remote call that receives, an awaitable; None on ranks that did not make it.
         failure_of: tells, without waiting, the exception that ``future`` ended with; Ray's by default.
 
@@ -183,7 +189,7 @@ async def send_weights(
     sender.zmq_context = context = WatchedContext(
         zmq.Context.instance(), timeout_seconds, waits_for=f"the vLLM worker behind {zmq_handle}", check=check
     )
-    progress = _Progress(weights, lambda: context.waited_seconds)
+    progress = _Progress(source, lambda: context.waited_seconds)
     try:
         await sender.async_send_weights(progress.follow)
         sent = time.monotonic()
@@ -210,12 +216,12 @@ class _Progress:
     """What a sender has taken out of the stream, how long that took, and whether the stream itself failed.
 
     Args:
-        weights: as in ``send_weights``.
+        source: of the weights.
         waited: tells the seconds that were spent waiting for the worker, which a stream may do, too.
     """
 
-    def __init__(self, weights: Weights | Callable[[Landing | None], Weights], waited: Callable[[], float]):
-        self.weights, self._waited = weights, waited
+    def __init__(self, source: Source, waited: Callable[[], float]):
+        self.weights, self._waited = source, waited
         self.sent, self.last, self.failed_in_source = 0, "", False
         self.nbytes, self.gather_seconds = 0, 0.0
 

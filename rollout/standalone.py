@@ -17,9 +17,10 @@ import torch
 
 from ..engine import versions
 from ..engine.mesh import Topology
+from .checksums import is_verified
 from .choice import BACKEND, choose_stream, rollout_of
 from .exchange import Exchange, Landing
-from .layout import layout
+from .layout import layouts
 from .peers import Peers
 from .placement import Heads, Need, Rollout, Stream, Tensor, needs
 from .plan import Targets, make_plan, round_bytes
@@ -296,7 +297,7 @@ class ArrivingStream:
     def __init__(self, receiver: Receiver, offer: Offer, want: Want):
         self._receiver, self._offer, self._want = receiver, offer, want
         self.kind = want.kind
-        self.is_verified = offer.verified < 0 or receiver.received <= offer.verified
+        self.is_verified = is_verified(receiver.received, offer.verified)
         self.traffic = Traffic()
 
     def tensors(self, landing: Landing | None = None) -> Generator[tuple[str, torch.Tensor], None, None]:
@@ -305,9 +306,9 @@ class ArrivingStream:
 
     def layouts(self) -> list[dict[str, str]]:
         """What each worker of the replica keeps, as is planned (``layout.py``)."""
-        sharded, rollout = self._offer.sharded, self._want.rollout
+        sharded = self._offer.sharded
         assert sharded is not None, "only what is sharded is sliced"
-        return [layout(sharded.tensors, rollout, worker, sharded.heads) for worker in range(rollout.workers)]
+        return layouts(sharded.tensors, self._want.rollout, sharded.heads)
 
     def agree(self, failure: Exception | None) -> None:
         """Have all members know what failed; that all plans are one is compared when they are made.

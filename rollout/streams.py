@@ -21,9 +21,10 @@ from ..engine.mesh import Meshes
 from ..engine.shards import local_tensor, persistent_buffers
 from . import naming, stream
 from .cast import CastOnCopy
+from .checksums import is_verified
 from .choice import choose_stream, rollout_of
 from .exchange import Exchange, Landing
-from .layout import layout
+from .layout import layouts
 from .placement import Heads, Need, Rollout, Stream, Tensor, needs
 from .plan import Targets, make_plan, round_bytes
 from .slices import Place, places
@@ -214,8 +215,7 @@ class WorkerStream:
 
     def __init__(self, sync: RolloutSync, number: int, kind: Stream, rollout: Rollout, worker: int):
         self._sync, self._number, self.kind, self._rollout, self._worker = sync, number, kind, rollout, worker
-        verified = sync.settings.verified
-        self.is_verified = verified < 0 or number <= verified
+        self.is_verified = is_verified(number, sync.settings.verified)
         self._places = sync.places_of(kind, rollout, worker)
         self.traffic = Traffic()
 
@@ -291,8 +291,7 @@ class WorkerStream:
 
     def layouts(self) -> list[dict[str, str]]:
         """What each worker of the replica keeps, as this engine plans it (``layout.py``)."""
-        tensors = self._sync.tensors()
-        return [layout(tensors, self._rollout, worker, self._sync.heads) for worker in range(self._rollout.workers)]
+        return layouts(self._sync.tensors(), self._rollout, self._sync.heads)
 
     def least(self) -> int:
         """Bytes that this rank can't do without: what it hands over but does not have itself."""

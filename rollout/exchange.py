@@ -350,8 +350,8 @@ class Exchange:
 
     def _fill(self, index: int, out: torch.Tensor, shards: _Shards) -> None:
         """Write what a round sends, and keep what was cast with it for this rank's worker."""
-        gifts = self._gifts[index]
-        shards.keep({some.tensor.name for some in (*gifts, *self._own[index])})
+        gifts, own = self._gifts[index], self._own[index]
+        shards.keep({gift.tensor.name for gift in gifts} | {box.tensor.name for box in own})
         for gift in gifts:
             name = gift.tensor.name
             dtype, values = shards.dtype(name), shards.values(name)

@@ -1,6 +1,6 @@
 """A weight sync end to end: verl's stock export beside this engine's streams, into the same vLLM.
 
-    python benchmarks/weight_sync.py [--repeats 5]
+    python benchmarks/weight_sync.py [--repeats 5] [--trainer-only]
 
 Two trainer ranks hold a Qwen3-MoE of half a gigabyte in bfloat16, once sharded by verl's fsdp2, once by this engine
 with ``ep_size=2``; masters are float32, as is both engines' default. Their weights go over verl's bucketed transport
@@ -11,6 +11,7 @@ are compared. Every side is received by this engine's extension: verl's own fail
 A second figure is the trainer's part alone, gathering and one copy into a buffer. It is held against the bare
 collectives of the same bytes and one copy of what is handed over, as bfloat16; and against the same with a copy that
 reads what is stored, which for float32 masters is a cast. The last is the most memory that it had allocated at once.
+``--trainer-only`` measures that alone, in a minute, and writes nothing.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -40,6 +42,7 @@ from benchmarks.quickstart import machine
 from benchmarks.tables import write_table
 from epfsdp2.engine.parallelize import ShardingOptions, compute_dtypes, layer_names
 from epfsdp2.rollout.placement import Rollout
+from epfsdp2.rollout.sender import Bucket
 from epfsdp2.rollout.server_adapter import send_weights
 from epfsdp2.rollout.streams import RolloutSync, SyncSettings, WorkerStream
 from tests.rollout.conftest import Engine
@@ -74,8 +77,8 @@ class Trainer:
         self.ours = {"": _ours(folder, torch.float32), "-bf16": _ours(folder, torch.bfloat16)}
         self.stock = {"stock": _verls(folder, torch.float32), "stock-bf16": _verls(folder, torch.bfloat16)}
 
-    def weights(self, side: str):
-        """A side's generator, new for each sync."""
+    def weights(self, side: str, landing: Bucket | None = None):
+        """A side's generator, new for each sync; ours may have what arrives arrive in ``landing``."""
         if side in self.stock:
             from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
@@ -86,7 +89,8 @@ class Trainer:
             )
             return unfuse_moe_params(full, "qwen3_moe")
         kind, stored, _ = side.partition("-bf16")
-        return WorkerStream(self.ours[stored], 1, kind, self.rollout, self.rank % self.rollout.workers).tensors()
+        stream = WorkerStream(self.ours[stored], 1, kind, self.rollout, self.rank % self.rollout.workers)
+        return stream.tensors(landing)
 
 
 def _ours(folder: Path, dtype: torch.dtype) -> RolloutSync:
@@ -113,12 +117,12 @@ def ranks(folder: Path, tp: int, handles: list[str], turns: list[str], out: Path
     trainer = Trainer(folder, tp)
     peaks = {side: peak_memory(trainer, side) for side in SIDES}  # of first syncs: on a CPU buffers stay
     began = []
-    for side in turns:
+    for side in turns if handles else ():
         dist.barrier()
         began.append(time.monotonic())
         asyncio.run(
             send_weights(
-                trainer.weights(side),
+                partial(trainer.weights, side),
                 zmq_handle=handles[trainer.rank],
                 bucket_megabytes=BUCKET_MEGABYTES,
                 use_shm=True,
@@ -136,20 +140,19 @@ def trainers_part(trainer: Trainer, side: str) -> dict:
     buffer = torch.zeros(BUCKET_MEGABYTES << 20, dtype=torch.uint8)
     dist.barrier()
     start = time.monotonic()
-    handed = _hand_over(trainer.weights(side), buffer)
+    handed = _hand_over(trainer, side, buffer)
     took = time.monotonic() - start
     bare = _bare(trainer, side, handed, buffer) if side.startswith("sliced") else {}
     return {"seconds": took, "bytes": handed, **bare}
 
 
-def _hand_over(weights, buffer: torch.Tensor) -> int:
-    """Copy tensors into a buffer, as verl's sender does; returns how many bytes."""
-    handed = at = 0
-    for _, tensor in weights:
-        at = at if at + tensor.nbytes <= buffer.numel() else 0
-        buffer[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-        at += -(-tensor.nbytes // 16) * 16
+def _hand_over(trainer: Trainer, side: str, buffer: torch.Tensor) -> int:
+    """Fill a bucket again and again, as the sender does; returns how many bytes."""
+    handed, bucket = 0, Bucket(buffer, lambda contents, is_last: None)
+    for name, tensor in trainer.weights(side, bucket):
+        bucket.put(name, tensor)
         handed += tensor.nbytes
+    bucket.finish()
     return handed
 
 
@@ -209,11 +212,11 @@ def peak_memory(trainer: Trainer, side: str) -> int:
     """Most bytes that a stream had allocated at once."""
     buffer = torch.zeros(BUCKET_MEGABYTES << 20, dtype=torch.uint8)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, record_function("sync"):
-        _hand_over(trainer.weights(side), buffer)
+        _hand_over(trainer, side, buffer)
     return peak_of(profiler, "sync")[0]
 
 
-def run(tp: int, repeats: int) -> list[dict]:
+def run(tp: int, repeats: int, trainer_only: bool) -> list[dict]:
     """Medians of each side at one rollout TP."""
     turns = [side for _ in range(repeats + 1) for side in SIDES]  # the first of each warms up
     with tempfile.TemporaryDirectory() as name:
@@ -221,7 +224,8 @@ def run(tp: int, repeats: int) -> list[dict]:
         torch.manual_seed(0)
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**MODEL)).float()
         model.save_pretrained(folder)
-        engines = [Engine(str(folder), tp_size=tp, dtype="bfloat16") for _ in range(WORLD // tp)]
+        workers = 0 if trainer_only else WORLD
+        engines = [Engine(str(folder), tp_size=tp, dtype="bfloat16") for _ in range(workers // tp)]
         try:
             ended = [[_when_done(engine) for _ in turns] for engine in engines]
             handles = [engine.handle(rank) for engine in engines for rank in range(tp)]
@@ -231,21 +235,23 @@ def run(tp: int, repeats: int) -> list[dict]:
         finally:
             for engine in engines:
                 engine.stop()
-    rows = []
+    rows: list[dict] = []
     for side in SIDES:
         chosen = [i for i, turn in enumerate(turns) if turn == side][1:]
         alone = [figures["alone"][i] for i in chosen]
         row = {
             "tp": tp,
             "side": side,
-            "seconds": statistics.median(took[i] for i in chosen),
             "handed_gigabytes": alone[0]["bytes"] / 1e9,
             "trainers_part_seconds": statistics.median(a["seconds"] for a in alone),
             "peak_megabytes": figures["peaks"][side] / 2**20,
         }
+        if took:
+            row["seconds"] = statistics.median(took[i] for i in chosen)
+            row["times_stock"] = (rows[0] if rows else row)["seconds"] / row["seconds"]
         if side.startswith("sliced"):
             row |= {key: statistics.median(a[key] for a in alone) for key in ("bare_seconds", "cast_seconds")}
-        rows.append({**row, "times_stock": (rows[0] if rows else row)["seconds"] / row["seconds"]})
+        rows.append(row)
     return rows
 
 
@@ -276,8 +282,8 @@ def cells(row: dict) -> list[str]:
         f"TP {row['tp']}",
         row["side"],
         f"{row['handed_gigabytes']:.2f}",
-        f"{row['seconds']:.2f}",
-        f"{row['times_stock']:.1f} x",
+        f"{row['seconds']:.2f}" if "seconds" in row else "",
+        f"{row['times_stock']:.1f} x" if "seconds" in row else "",
         f"{row['trainers_part_seconds']:.2f}",
         *bare,
         f"{row['peak_megabytes']:.0f}",
@@ -304,13 +310,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="syncs per side and placement that count")
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 2], choices=[1, 2], help="vLLM's tensor parallelism")
+    parser.add_argument("--trainer-only", action="store_true", help="without vLLM: the trainer's part alone")
     asked = parser.parse_args()
-    rows = [row for tp in asked.tp for row in run(tp, asked.repeats)]
+    rows = [row for tp in asked.tp for row in run(tp, asked.repeats, asked.trainer_only)]
     shown = Table(*COLUMNS)
     for row in rows:
         shown.add_row(*cells(row))
     Console(width=140).print(shown)
-    write(rows, asked.repeats)
+    if not asked.trainer_only:
+        write(rows, asked.repeats)
     return 0
 
 

@@ -8,11 +8,16 @@ from collections.abc import Generator, Iterable, Sequence
 
 import torch
 
-__all__ = ["CHECKSUMS", "Arrivals", "Placements", "checksum", "with_checksums"]
+__all__ = ["CHECKSUMS", "Arrivals", "Placements", "checksum", "is_verified", "with_checksums"]
 
 # No checkpoint has such a name.
 CHECKSUMS = "__epfsdp2_checksums__"
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+def is_verified(sync: int, verified: int) -> bool:
+    """Whether a sync, by its number from 1, carries checksums; ``verified`` of them do, -1 for all."""
+    return verified < 0 or sync <= verified
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,17 @@
 """Carries out a plan among the trainer's ranks: rounds of one all-to-all each, one under way while another is taken.
 
 What arrives is handed on as it is: boxes that lie inside what the rank's own worker needs, in the model's order. A rank
-holds two buffers that it sends from, two that it receives into and one of casts, each bounded by the plan's limit.
+holds two buffers that it sends from, two that it receives into and one of casts, each bounded by the plan's limit. A
+consumer that would copy what arrives can have it arrive in memory of its own instead (``Landing``).
 """
 
 import contextlib
+import itertools
+import math
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,7 +23,7 @@ from .placement import Need, Tensor
 from .plan import Piece, Plan, Transfer
 from .traffic import Traffic
 
-__all__ = ["Arrival", "Buffers", "Exchange", "Round", "starts"]
+__all__ = ["Arrival", "Buffers", "Exchange", "Landing", "Round", "starts"]
 
 _CACHED_BYTES = 4 << 20  # what is cast and then taken apart should still be in a cache
 
@@ -53,6 +58,16 @@ class Round:
     buffers: Buffers
 
 
+class Landing(Protocol):
+    """Memory of a consumer's own in which rounds may arrive."""
+
+    def room(self, nbytes: int, count: int, largest: int) -> list[torch.Tensor]:
+        """So many buffers of bytes, or none; what is handed over from elsewhere has at most ``largest`` bytes."""
+
+    def vacate(self) -> None:
+        """What has been handed over may be overwritten after this. Raises nothing, since rounds have to go on."""
+
+
 @dataclass(frozen=True)
 class _Share:
     """A rank's part in a piece.
@@ -60,13 +75,60 @@ class _Share:
     Args:
         given: what it sends when the round begins, and what its worker takes of its own.
         taken: what reaches it.
-        rows: that are around what is given, where that is columns of the same rows; as many at a time as may be cast.
     """
 
     tensor: Tensor
     given: list[Transfer]
     taken: list[Transfer]
-    rows: list[Box]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A box that a rank writes when a round is made ready.
+
+    Args:
+        inside: where it is in what is at hand.
+        to: its bytes in what is sent, or in what is kept for the rank's own worker.
+    """
+
+    inside: tuple[slice, ...]
+    to: slice
+    is_kept: bool
+
+
+@dataclass(frozen=True)
+class _Gift:
+    """What a rank writes of a tensor at a time.
+
+    Args:
+        rows: of the shard, around all parts, which are cast before they are taken apart; None if nothing is.
+        shape: of these rows.
+        parts: of the rows, else of the shard.
+    """
+
+    tensor: Tensor
+    rows: tuple[slice, ...] | None
+    shape: tuple[int, ...]
+    parts: list[_Part]
+
+    @property
+    def cast_bytes(self) -> int:
+        return math.prod(self.shape) * self.tensor.itemsize if self.rows else 0
+
+
+@dataclass(frozen=True)
+class _Own:
+    """A box that a rank's own worker takes of its shard.
+
+    Args:
+        inside: where it is in the shard.
+        kept: its bytes in what was kept; None if it is to be read from the shard.
+    """
+
+    tensor: Tensor
+    box: Box
+    inside: tuple[slice, ...]
+    kept: slice | None
 
 
 class _Shards:
@@ -92,14 +154,22 @@ class _Shards:
         """In which a tensor is sent."""
         return self._dtypes[name]
 
-    def shard(self, name: str) -> tuple[Box, torch.Tensor]:
-        """A box of a tensor and its values, as they are stored."""
+    def is_cast(self, name: str) -> bool:
+        """Whether a tensor is stored in another dtype than it is sent in."""
+        return self._tensors[name].dtype != self._dtypes[name]
+
+    def box(self, name: str) -> Box:
+        """Where the shard of a tensor is."""
         if name not in self._boxes:
             self._boxes[name] = local_box(self._tensors[name])
+        return self._boxes[name]
+
+    def values(self, name: str) -> torch.Tensor:
+        """The shard's values, as they are stored."""
         if name not in self._local:
             with torch.no_grad():
                 self._local[name] = self._values(name, self._tensors[name])
-        return self._boxes[name], self._local[name]
+        return self._local[name]
 
     def keep(self, names: Collection[str]) -> None:
         """Let go of all others: what is merged with an adapter is memory of its own."""
@@ -132,11 +202,15 @@ class Exchange:
             [[t for t in tensor.transfers if rank in (t.source, t.target)] for tensor in template.tensors]
             for template in plan.templates
         ]
-        self._parts: dict[tuple[int, int, int, int], list[Transfer]] = {}
+        self._pieces: dict[tuple[int, int, int, int], list[Transfer]] = {}
         self._shares: dict[Piece, _Share] = {}
         self._boxes: dict[str, Box] = {}
-        self._buffers: list[Buffers] = []
-        self._cast = self._empty(0)
+        self._gifts: list[list[_Gift]] = []
+        self._own: list[list[_Own]] = []
+        self._brought: dict[int, list[tuple[Tensor, Box, int]]] = {}
+        self._out: list[torch.Tensor] = []
+        self._in: list[torch.Tensor] = []
+        self._cast = self._kept = self._empty(0)
         self._splits = [self._split(pieces, self._at_once) for pieces in plan.rounds]
         self.traffic = Traffic()
 
@@ -176,11 +250,13 @@ class Exchange:
         dtypes: Mapping[str, torch.dtype],
         traffic: Traffic | None = None,
         values: LocalValues | None = None,
+        landing: Landing | None = None,
     ) -> Generator[Arrival, None, None]:
         """Yield what this rank's worker needs, box by box; collective.
 
         Each box lies inside one need. Rounds come in the model's order; what this rank has itself of one is yielded
-        while it is made ready, so before what comes with the one before. Every round is issued on every rank, also
+        before what comes with it, and after the round before, so that a worker waits for parts of few layers at a time.
+        Every round is issued on every rank, also
         where the consumer stops early: what is left is then received and dropped when the iterator is closed.
 
         Args:
@@ -188,13 +264,17 @@ class Exchange:
             dtypes: in which each is sent; cast before it is.
             traffic: counts what this run moves and holds.
             values: what this rank holds of a tensor, as it is to be sent; its shard by default.
+            landing: where rounds arrive if it has room for two of them; what has is the caller's until it is vacated.
         """
         self.traffic = traffic = traffic or Traffic()
         shards = _Shards(tensors, dtypes, self._boxes, values)
-        self._make_buffers(shards)
-        held = sum(buffer.out.nbytes + buffer.in_.nbytes for buffer in self._buffers) + self._cast.nbytes
+        if not self._gifts:
+            for index in range(len(self._splits)):
+                self._prepare(index, shards)
+        buffers = self._make_buffers(landing)
+        held = sum(buffer.nbytes for buffer in (*self._out, *self._in, self._cast, self._kept))
         traffic.hold(held)
-        arriving = self._arrivals(shards)
+        arriving = self._arrivals(shards, buffers, landing)
         try:
             for arrival in arriving:  # noqa: UP028  (which would close it)
                 yield arrival
@@ -203,39 +283,47 @@ class Exchange:
                 pass
             traffic.release(held)
             if self.device.type != "cpu":
-                self._buffers = []
+                self._out, self._in = [], []
 
-    def _arrivals(self, shards: _Shards) -> Iterator[Arrival]:
+    def _arrivals(self, shards: _Shards, buffers: list[Buffers], landing: Landing | None) -> Iterator[Arrival]:
         coming: Round | None = None
         for index in range(len(self._splits)):
-            buffers = self._buffers[index % 2]
-            yield from self._fill(index, buffers.out, shards)
-            issued = self._issue(index, buffers)
+            if landing is not None and index > 1:
+                landing.vacate()
+            self._fill(index, buffers[index % 2].out, shards)
+            issued = self._issue(index, buffers[index % 2])
             if coming is not None:
                 yield from self._take(coming, shards)
+            yield from self._hand_over(index, shards)
             coming = issued
         if coming is not None:
             yield from self._take(coming, shards)
 
-    def _make_buffers(self, shards: _Shards) -> None:
+    def _make_buffers(self, landing: Landing | None) -> list[Buffers]:
         """What rounds are sent from and received into, in turn, and what rows are cast into.
 
         On a GPU the caching allocator has them for others between syncs. A CPU has none, and there the faults of fresh
         pages take as long as half of the copies, so they stay.
         """
-        if self._buffers:
-            return
-        self._buffers = [
-            Buffers(*(self._empty(most) for most in self._largest())) for _ in range(min(2, len(self._splits)))
-        ]
-        shares = (self._share(piece) for pieces in self.plan.rounds for piece in pieces)
-        cast = (
-            rows.numel * share.tensor.itemsize
-            for share in shares
-            if self._is_cast_first(share, shards)
-            for rows in share.rows
-        )
-        self._cast = self._empty(max(cast, default=0))
+        if not self._splits:
+            return []
+        count, (out, in_) = min(2, len(self._splits)), self._largest()
+        if not self._out:
+            self._out = [self._empty(out) for _ in range(count)]
+            self._cast = self._empty(max((gift.cast_bytes for gifts in self._gifts for gift in gifts), default=0))
+            kept = (own.kept.stop for owns in self._own for own in owns if own.kept)
+            self._kept = self._empty(max(kept, default=0))
+        landed = landing.room(in_, count, self._largest_box) if landing is not None else []
+        if not landed and not self._in:
+            self._in = [self._empty(in_) for _ in range(count)]
+        return [Buffers(*pair) for pair in zip(self._out, landed or self._in, strict=True)]
+
+    @cached_property
+    def _largest_box(self) -> int:
+        """Most bytes that are handed over at once."""
+        shares = map(self._share, itertools.chain(*self.plan.rounds))
+        mine = ((s, t) for s in shares for t in (*s.given, *s.taken) if t.target == self.rank)
+        return max((transfer.box.numel * share.tensor.itemsize for share, transfer in mine), default=0)
 
     def _empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -260,51 +348,86 @@ class Exchange:
                     in_[transfer.source] += transfer.box.numel * itemsize
         return out, in_
 
-    def _fill(self, index: int, out: torch.Tensor, shards: _Shards) -> Iterator[Arrival]:
-        """Write what a round sends, and yield what this rank's worker takes of its own."""
-        shards.keep({self.plan.tensor(piece)[0] for piece in self.plan.rounds[index]})
-        at = starts(self._splits[index][0])
-        for piece in self.plan.rounds[index]:
-            share = self._share(piece)
-            dtype = shards.dtype(share.tensor.name)
-            begins: list[int] = []
-            for transfer in share.given:
-                begins.append(at[transfer.target])
-                if transfer.target != self.rank:
-                    at[transfer.target] += transfer.box.numel * dtype.itemsize
-            for held, values in self._held(share, shards):
-                for transfer, begin in zip(share.given, begins, strict=True):
-                    box = transfer.box.shared_with(held)
-                    if box is None:
-                        continue
-                    part = values[box.inside(held)]
-                    if transfer.target == self.rank:
-                        yield Arrival(share.tensor, box, part)
-                        continue
-                    start = begin + transfer.box.before(box) * dtype.itemsize
-                    _write(out[start : start + box.numel * dtype.itemsize], part, dtype)
+    def _fill(self, index: int, out: torch.Tensor, shards: _Shards) -> None:
+        """Write what a round sends, and keep what was cast with it for this rank's worker."""
+        gifts, own = self._gifts[index], self._own[index]
+        shards.keep({gift.tensor.name for gift in gifts} | {box.tensor.name for box in own})
+        for gift in gifts:
+            name = gift.tensor.name
+            dtype, values = shards.dtype(name), shards.values(name)
+            if gift.rows is not None:
+                values = self._cast[: gift.cast_bytes].view(dtype).view(gift.shape).copy_(values[gift.rows])
+            for part in gift.parts:
+                _write((self._kept if part.is_kept else out)[part.to], values[part.inside], dtype)
 
-    def _held(self, share: _Share, shards: _Shards) -> Iterator[tuple[Box, torch.Tensor]]:
-        """What this rank has around what it gives: its shard, or rows of that, cast, some at a time.
+    def _hand_over(self, index: int, shards: _Shards) -> Iterator[Arrival]:
+        """What this rank's worker takes of its own in a round."""
+        for own in self._own[index]:
+            if own.kept is not None:
+                values = self._kept[own.kept].view(shards.dtype(own.tensor.name)).view(own.box.shape)
+            else:
+                values = shards.values(own.tensor.name)[own.inside]
+            yield Arrival(own.tensor, own.box, values)
+
+    def _prepare(self, index: int, shards: _Shards) -> None:
+        """Work out what this rank gives in a round.
 
         To read columns takes a CPU about as long as to read their rows whole. So boxes that are columns of the same
-        rows would take as long as that many casts of the rows, if each were cast while it is copied.
+        rows would take as long as that many casts of the rows, if each were cast while it is copied. The rows are cast
+        instead, some at a time, and the worker's own columns are kept until it is their turn.
         """
-        box, values = shards.shard(share.tensor.name)
-        if not self._is_cast_first(share, shards):
-            yield box, values
-            return
-        for rows in share.rows:
-            nbytes = rows.numel * share.tensor.itemsize
-            cast = self._cast[:nbytes].view(shards.dtype(share.tensor.name)).view(rows.shape)
-            yield rows, cast.copy_(values[rows.inside(box)])
+        gifts: list[_Gift] = []
+        own: list[_Own] = []
+        at, kept = starts(self._splits[index][0]), 0
+        for piece in self.plan.rounds[index]:
+            share = self._share(piece)
+            if not share.given:
+                continue
+            tensor, itemsize, shard = share.tensor, share.tensor.itemsize, shards.box(share.tensor.name)
+            to_keep = -(-kept // itemsize) * itemsize
+            rows = self._cast_first(share, shards, to_keep)
+            begins: list[tuple[Transfer, int]] = []
+            for transfer in share.given:
+                nbytes = transfer.box.numel * itemsize
+                if transfer.target != self.rank:
+                    begins.append((transfer, at[transfer.target]))
+                    at[transfer.target] += nbytes
+                    continue
+                where = None
+                if rows:
+                    begins.append((transfer, to_keep))
+                    where = slice(to_keep, to_keep + nbytes)
+                    kept = to_keep = to_keep + nbytes
+                own.append(_Own(tensor, transfer.box, transfer.box.inside(shard), where))
+            for some in rows:
+                parts = list(self._parts_of(begins, some, itemsize))
+                gifts.append(_Gift(tensor, some.inside(shard), some.shape, parts))
+            if begins and not rows:
+                gifts.append(_Gift(tensor, None, (), list(self._parts_of(begins, shard, itemsize))))
+        self._gifts.append(gifts)
+        self._own.append(own)
 
-    def _is_cast_first(self, share: _Share, shards: _Shards) -> bool:
-        if not share.rows:
-            return False
-        values = shards.shard(share.tensor.name)[1]
-        on_cpu = self.device.type == values.device.type == "cpu"
-        return on_cpu and values.dtype != shards.dtype(share.tensor.name)
+    def _cast_first(self, share: _Share, shards: _Shards, kept: int) -> list[Box]:
+        """The rows to cast before they are taken apart, if any, where so many bytes are kept already.
+
+        What is kept, and a cast, are within the plan's limit together.
+        """
+        if self.device.type != "cpu" or not shards.is_cast(share.tensor.name):
+            return []
+        most = min(_CACHED_BYTES, self.plan.limit // 2)
+        own = sum(t.box.numel for t in share.given if t.target == self.rank) * share.tensor.itemsize
+        if kept + own + most > self.plan.limit:
+            return []
+        return list(_shared_rows([t.box for t in share.given], most // share.tensor.itemsize))
+
+    def _parts_of(self, begins: Iterable[tuple[Transfer, int]], held: Box, itemsize: int) -> Iterator[_Part]:
+        """What is written of a part of the shard; transfers begin at some byte of what is sent, or kept."""
+        for transfer, begin in begins:
+            box = transfer.box.shared_with(held)
+            if box is not None:
+                start = begin + transfer.box.before(box) * itemsize
+                to = slice(start, start + box.numel * itemsize)
+                yield _Part(box.inside(held), to, transfer.target == self.rank)
 
     def _issue(self, index: int, buffers: Buffers) -> Round:
         send_splits, receive_splits = self._splits[index]
@@ -326,23 +449,28 @@ class Exchange:
 
     def _take(self, coming: Round, shards: _Shards) -> Iterator[Arrival]:
         """Wait for a round; yield what it brings."""
-        received, at = self._finish(coming), starts(self._arriving(coming.index))
-        for piece in self.plan.rounds[coming.index]:
-            share = self._share(piece)
-            for transfer in share.taken:
-                start = at[transfer.source]
-                at[transfer.source] = stop = start + transfer.box.numel * share.tensor.itemsize
-                values = _read(received[start:stop], shards.dtype(share.tensor.name)).view(transfer.box.shape)
-                yield Arrival(share.tensor, transfer.box, values)
+        received = self._finish(coming)
+        for tensor, box, start in self._brought_by(coming.index):
+            values = _read(received[start : start + box.numel * tensor.itemsize], shards.dtype(tensor.name))
+            yield Arrival(tensor, box, values.view(box.shape))
+
+    def _brought_by(self, index: int) -> list[tuple[Tensor, Box, int]]:
+        """What a round brings, and where in what is received it begins."""
+        if index not in self._brought:
+            at = starts(self._arriving(index))
+            self._brought[index] = brought = []
+            for share in map(self._share, self.plan.rounds[index]):
+                for transfer in share.taken:
+                    brought.append((share.tensor, transfer.box, at[transfer.source]))
+                    at[transfer.source] += transfer.box.numel * share.tensor.itemsize
+        return self._brought[index]
 
     def _share(self, piece: Piece) -> _Share:
         if piece not in self._shares:
             name, plan = self.plan.tensor(piece)
             given = [t for t in self._at_once(piece) if t.source == self.rank]
             taken = [t for t in self._transfers(piece) if t.target == self.rank != t.source]
-            most = min(_CACHED_BYTES, self.plan.limit) // plan.tensor.itemsize
-            rows = list(_shared_rows([t.box for t in given], most))
-            self._shares[piece] = _Share(replace(plan.tensor, name=name), given, taken, rows)
+            self._shares[piece] = _Share(replace(plan.tensor, name=name), given, taken)
         return self._shares[piece]
 
     def _at_once(self, piece: Piece) -> Iterable[Transfer]:
@@ -353,10 +481,10 @@ class Exchange:
         """This rank's part of a piece; the same for layers that are alike."""
         template = self.plan.layers[piece.group][1]
         key = (template, piece.index, piece.part, piece.parts)
-        if key not in self._parts:
+        if key not in self._pieces:
             parts = (transfer.part(piece.part, piece.parts) for transfer in self._mine[template][piece.index])
-            self._parts[key] = [part for part in parts if part is not None]
-        return self._parts[key]
+            self._pieces[key] = [part for part in parts if part is not None]
+        return self._pieces[key]
 
 
 def starts(sizes: Sequence[int]) -> list[int]:

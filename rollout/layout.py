@@ -7,13 +7,13 @@ its rows where the worker knows that: which rows of the vocabulary, or which exp
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .completeness import unpadded_shape
 from .placement import Heads, Need, Rollout, Tensor, is_numbered, needs
 
-__all__ = ["RANK", "difference", "digest", "entry", "held_layout", "layout", "prefix_of", "rank_entry"]
+__all__ = ["RANK", "difference", "digest", "entry", "held_layout", "layout", "layouts", "prefix_of", "rank_entry"]
 
 # The entry that says which worker it is; no parameter has such a name.
 RANK = "worker"
@@ -55,6 +55,11 @@ def layout(tensors: Iterable[Tensor], rollout: Rollout, worker: int, heads: Head
         ends = zip(*(need.end for need in parts), strict=True)
         found[parameter] = entry((max(end) for end in ends), first.get(parameter, 0))
     return found
+
+
+def layouts(tensors: Sequence[Tensor], rollout: Rollout, heads: Heads) -> list[dict[str, str]]:
+    """The ``layout`` of each worker of a replica."""
+    return [layout(tensors, rollout, worker, heads) for worker in range(rollout.workers)]
 
 
 def held_layout(

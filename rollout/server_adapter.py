@@ -19,6 +19,8 @@ import zmq
 
 from .checksums import with_checksums
 from .choice import has_our_extension
+from .exchange import Landing
+from .sender import new_sender
 from .sockets import WatchedContext, WeightSyncError
 from .streams import WorkerStream
 from .traffic import Handover
@@ -26,6 +28,10 @@ from .traffic import Handover
 __all__ = ["WeightSyncError", "install"]
 
 _ADAPTER = "WatchedServerAdapter"
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+# Or what makes them, which is told where they may arrive, so that they need not be copied.
+Source = Weights | Callable[[Landing | None], Weights]
 
 _timeout_seconds = 40.0
 
@@ -90,18 +96,18 @@ class WatchedUpdates:
         rank = int(os.environ.get("RANK", str(self.rollout_rank)))
         # Weights of another engine are full tensors.
         stream = weights.for_rollout(self.config, self.rollout_rank) if hasattr(weights, "for_rollout") else None
+        source: Source = weights
         if stream is not None:
             await self._agree(stream)
-            tensors = stream.tensors()
+            source = stream.tensors
             if has_our_extension(self.config) and stream.is_verified:
                 kwargs["verify"] = True
-                tensors = with_checksums(tensors)
-            weights = tensors
+                source = _verified(stream)
         if has_our_extension(self.config):  # verl's own does not know it
             kwargs["sync_timeout_seconds"] = _timeout_seconds
         future = await self._execute_method("update_weights_from_ipc", non_block=True, kwargs=kwargs)
         handover = await send_weights(
-            weights,
+            source,
             zmq_handle=self.zmq_handle,
             bucket_megabytes=self.config.checkpoint_engine.update_weights_bucket_megabytes,
             use_shm=self.use_shm,
@@ -142,8 +148,12 @@ class WatchedUpdates:
         self._agreed_on = stream.kind
 
 
+def _verified(stream: WorkerStream) -> Source:
+    return lambda landing: with_checksums(stream.tensors(landing))
+
+
 async def send_weights(
-    weights: Iterable[tuple[str, torch.Tensor]],
+    source: Source,
     *,
     zmq_handle: str,
     bucket_megabytes: int,
@@ -153,11 +163,12 @@ async def send_weights(
     future: Any = None,
     failure_of: Callable[[Any], BaseException | None] | None = None,
 ) -> Handover:
-    """Send ``weights`` through verl's bucketed transport, and wait for the receiving call to end.
+    """Send weights through verl's bucketed transport, and wait for the receiving call to end.
 
-    Whatever happens, ``weights`` is closed, and the socket file and the shared-memory segment are gone afterwards.
+    Whatever happens, they are closed, and the socket file and the shared-memory segment are gone afterwards.
 
     Args:
+        source: of the weights.
         future: the remote call that receives, an awaitable; None on ranks that did not make it.
         failure_of: tells, without waiting, the exception that ``future`` ended with; Ray's by default.
 
@@ -167,21 +178,20 @@ async def send_weights(
     Raises:
         WeightSyncError: see ``WatchedUpdates.update_weights``.
     """
-    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
-
     failure_of = failure_of or _failure_of_ray_call
-    progress, started = _Progress(), time.monotonic()
+    started = time.monotonic()
 
     def check() -> None:
         if future is not None and (cause := failure_of(future)) is not None:
             raise cause
 
-    sender = BucketedWeightSender(zmq_handle, bucket_size_mb=bucket_megabytes, use_shm=use_shm)
+    sender = new_sender(zmq_handle, bucket_size_mb=bucket_megabytes, use_shm=use_shm)
     sender.zmq_context = context = WatchedContext(
         zmq.Context.instance(), timeout_seconds, waits_for=f"the vLLM worker behind {zmq_handle}", check=check
     )
+    progress = _Progress(source, lambda: context.waited_seconds)
     try:
-        await sender.async_send_weights(progress.follow(weights))
+        await sender.async_send_weights(progress.follow)
         sent = time.monotonic()
         if future is not None:
             await _finished(future, timeout_seconds, "vLLM took every tensor and did not finish the update")
@@ -198,24 +208,33 @@ async def send_weights(
             f"(last: {progress.last or 'none'}): {_in_words(cause)}"
         ) from cause
     finally:
-        await _close(weights)
+        await _close(progress.weights)
         _release(zmq_handle, context.shared_memory_name)
 
 
 class _Progress:
-    """What a sender has taken out of the stream, how long that took, and whether the stream itself failed."""
+    """What a sender has taken out of the stream, how long that took, and whether the stream itself failed.
 
-    def __init__(self):
+    Args:
+        source: of the weights.
+        waited: tells the seconds that were spent waiting for the worker, which a stream may do, too.
+    """
+
+    def __init__(self, source: Source, waited: Callable[[], float]):
+        self.weights, self._waited = source, waited
         self.sent, self.last, self.failed_in_source = 0, "", False
         self.nbytes, self.gather_seconds = 0, 0.0
 
-    async def follow(self, weights: Iterable[tuple[str, torch.Tensor]]) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    async def follow(self, landing: Landing | None) -> AsyncIterator[tuple[str, torch.Tensor]]:
         from verl.workers.rollout.utils import ensure_async_iterator
 
-        stream = ensure_async_iterator(weights)
+        stream = None
         while True:
-            started = time.monotonic()
+            started = time.monotonic() - self._waited()
             try:
+                if stream is None:
+                    self.weights = self.weights(landing) if callable(self.weights) else self.weights
+                    stream = ensure_async_iterator(self.weights)
                 name, tensor = await anext(stream)
             except StopAsyncIteration:
                 return
@@ -223,7 +242,7 @@ class _Progress:
                 self.failed_in_source = True
                 raise
             finally:
-                self.gather_seconds += time.monotonic() - started
+                self.gather_seconds += time.monotonic() - self._waited() - started
             self.last = name
             yield name, tensor
             self.sent += 1

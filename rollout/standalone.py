@@ -17,9 +17,10 @@ import torch
 
 from ..engine import versions
 from ..engine.mesh import Topology
+from .checksums import is_verified
 from .choice import BACKEND, choose_stream, rollout_of
-from .exchange import Exchange
-from .layout import layout
+from .exchange import Exchange, Landing
+from .layout import layouts
 from .peers import Peers
 from .placement import Heads, Need, Rollout, Stream, Tensor, needs
 from .plan import Targets, make_plan, round_bytes
@@ -216,7 +217,9 @@ class Receiver(_Road):
             self.received += 1
             return ArrivingWeights(self, self.peers.ask("offer"))
 
-    def stream(self, offer: Offer, want: Want, traffic: Traffic) -> Generator[tuple[str, torch.Tensor], None, None]:
+    def stream(
+        self, offer: Offer, want: Want, traffic: Traffic, landing: Landing | None
+    ) -> Generator[tuple[str, torch.Tensor], None, None]:
         """See ``ArrivingWeights``; collective over all members, also where the consumer stops early."""
         with self.peers.guarded():
             self.peers.tell(f"want {self.peers.rank}", want)
@@ -226,7 +229,7 @@ class Receiver(_Road):
                 return
             exchange, sharded = self._exchange(offer, wants), offer.sharded
             assert sharded is not None
-            arriving = exchange.run(_Nothing(), dict(sharded.dtypes), traffic)
+            arriving = exchange.run(_Nothing(), dict(sharded.dtypes), traffic, landing=landing)
             with contextlib.closing(arriving):
                 for arrival in arriving:
                     wanted = needs(arrival.tensor, want.rollout, want.worker, sharded.heads, want.kind)
@@ -294,18 +297,18 @@ class ArrivingStream:
     def __init__(self, receiver: Receiver, offer: Offer, want: Want):
         self._receiver, self._offer, self._want = receiver, offer, want
         self.kind = want.kind
-        self.is_verified = offer.verified < 0 or receiver.received <= offer.verified
+        self.is_verified = is_verified(receiver.received, offer.verified)
         self.traffic = Traffic()
 
-    def tensors(self) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """What the worker takes, under names that it knows; collective."""
-        return self._receiver.stream(self._offer, self._want, self.traffic)
+    def tensors(self, landing: Landing | None = None) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """What the worker takes, under names that it knows; collective. Slices arrive in ``landing``."""
+        return self._receiver.stream(self._offer, self._want, self.traffic, landing)
 
     def layouts(self) -> list[dict[str, str]]:
         """What each worker of the replica keeps, as is planned (``layout.py``)."""
-        sharded, rollout = self._offer.sharded, self._want.rollout
+        sharded = self._offer.sharded
         assert sharded is not None, "only what is sharded is sliced"
-        return [layout(sharded.tensors, rollout, worker, sharded.heads) for worker in range(rollout.workers)]
+        return layouts(sharded.tensors, self._want.rollout, sharded.heads)
 
     def agree(self, failure: Exception | None) -> None:
         """Have all members know what failed; that all plans are one is compared when they are made.

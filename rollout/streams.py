@@ -18,12 +18,13 @@ from ..engine.agreement import check_agreement
 from ..engine.boxes import Box
 from ..engine.lora_merge import LocalValues, local_values, weights
 from ..engine.mesh import Meshes
-from ..engine.shards import checkpointed, local_tensor, persistent_buffers
+from ..engine.shards import local_tensor, persistent_buffers
 from . import naming, stream
 from .cast import CastOnCopy
+from .checksums import is_verified
 from .choice import choose_stream, rollout_of
-from .exchange import Exchange
-from .layout import layout
+from .exchange import Exchange, Landing
+from .layout import layouts
 from .placement import Heads, Need, Rollout, Stream, Tensor, needs
 from .plan import Targets, make_plan, round_bytes
 from .slices import Place, places
@@ -71,7 +72,9 @@ class RolloutSync:
         self.model, self.meshes, self.layers, self.settings = model, meshes, layers, settings
         stored = {name: p.dtype for name, p in weights(model)}
         self.dtypes = {name: stream.narrower(dtype, dtypes.get(name)) for name, dtype in stored.items()}
-        self.dtypes |= {name: buffer.dtype for name, buffer in persistent_buffers(model).items()}
+        buffers = persistent_buffers(model)
+        self.dtypes |= {name: buffer.dtype for name, buffer in buffers.items()}
+        self._buffers = list(buffers)
         self.heads = Heads.of(model.config.get_text_config())
         self._exchanges: dict[tuple[Stream, Rollout, int], Exchange] = {}
         self._needs: dict[tuple[Stream, Rollout, int], dict[str, list[Need]]] = {}
@@ -140,7 +143,8 @@ class RolloutSync:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Parameters and persistent buffers, sharded, by name."""
-        return checkpointed(self.model)
+        # Which buffers are persistent takes longer to find out than to send a small layer.
+        return {**dict(self.model.named_parameters()), **{name: self.model.get_buffer(name) for name in self._buffers}}
 
     def values(self) -> LocalValues:
         """What this rank holds of each, as it is sent: with adapters merged; collective."""
@@ -211,18 +215,21 @@ class WorkerStream:
 
     def __init__(self, sync: RolloutSync, number: int, kind: Stream, rollout: Rollout, worker: int):
         self._sync, self._number, self.kind, self._rollout, self._worker = sync, number, kind, rollout, worker
-        verified = sync.settings.verified
-        self.is_verified = verified < 0 or number <= verified
+        self.is_verified = is_verified(number, sync.settings.verified)
         self._places = sync.places_of(kind, rollout, worker)
         self.traffic = Traffic()
 
-    def tensors(self) -> Generator[tuple[str, torch.Tensor]]:
-        """What the worker takes, under names that it knows; collective."""
+    def tensors(self, landing: Landing | None = None) -> Generator[tuple[str, torch.Tensor]]:
+        """What the worker takes, under names that it knows; collective.
+
+        Args:
+            landing: where slices that come from other ranks may arrive.
+        """
         if self.kind == "full":
             return self._sync.full(self.traffic)
         if self.kind == "expert_local":
             return self._expert_local()
-        return self._slices_of_gathers() if self._rollout.keeps_all else self._slices()
+        return self._slices_of_gathers() if self._rollout.keeps_all else self._slices(landing)
 
     def _expert_local(self) -> Generator[tuple[str, torch.Tensor]]:
         whole = self._exchange.assembled(self._sync.state(), self._sync.dtypes, self.traffic, self._sync.values())
@@ -232,8 +239,8 @@ class WorkerStream:
                 first = need.box.low[0] if need.box.low else 0
                 yield from naming.experts_from(self._sync.model, name, values, first)
 
-    def _slices(self) -> Generator[tuple[str, torch.Tensor]]:
-        arriving = self._exchange.run(self._sync.state(), self._sync.dtypes, self.traffic, self._sync.values())
+    def _slices(self, landing: Landing | None) -> Generator[tuple[str, torch.Tensor]]:
+        arriving = self._exchange.run(self._sync.state(), self._sync.dtypes, self.traffic, self._sync.values(), landing)
         with contextlib.closing(arriving):
             for arrival in arriving:
                 dtype = self._sync.dtypes[arrival.tensor.name]
@@ -284,8 +291,7 @@ class WorkerStream:
 
     def layouts(self) -> list[dict[str, str]]:
         """What each worker of the replica keeps, as this engine plans it (``layout.py``)."""
-        tensors = self._sync.tensors()
-        return [layout(tensors, self._rollout, worker, self._sync.heads) for worker in range(self._rollout.workers)]
+        return layouts(self._sync.tensors(), self._rollout, self._sync.heads)
 
     def least(self) -> int:
         """Bytes that this rank can't do without: what it hands over but does not have itself."""

@@ -18,6 +18,7 @@ MAY_IMPORT = {
         "engine/cpu_backend_shim.py",
         "rollout/vllm_reload.py",
         "rollout/vllm_worker.py",
+        "rollout/sender.py",
         "rollout/server_adapter.py",
         "rollout/checkpoint_backend.py",
         "rollout/shard_export.py",

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from epfsdp2.engine.parallelize import layer_names
 from epfsdp2.rollout.exchange import Exchange
 from epfsdp2.rollout.placement import Heads, Rollout, holders, needs
-from epfsdp2.rollout.plan import Targets, make_plan
+from epfsdp2.rollout.plan import ROUND_BUFFERS, Targets, make_plan
 from epfsdp2.rollout.source import sharded_tensors, tensors_before_sharding
 from tests.support.engine import sharded_model
 from tests.support.models import reference_model, save_glm4_moe, save_qwen3_moe
@@ -119,3 +119,27 @@ def _bounded(folder):
 
 def test_no_buffer_is_larger_than_the_limit(tmp_path):
     run_ranks(_bounded, WORLD, save_qwen3_moe(tmp_path))
+
+
+def _round_by_round(folder):
+    """A worker that is loaded layer by layer waits for parts of those of one round, not of two."""
+    model, meshes = sharded_model(folder, WORLD, 2)
+    rank, low = dist.get_rank(), torch.bfloat16
+    plan, exchange = _exchange(model, meshes, Rollout(2), "sliced", dtype=low)
+    round_of = {
+        (plan.tensor(piece)[0], transfer.box): index
+        for index, pieces in enumerate(plan.rounds)
+        for piece in pieces
+        for transfer in plan.transfers(piece)
+        if transfer.target == rank
+    }
+    arrived = [(a.tensor.name, a.box) for a in exchange.run(_state(model), dict.fromkeys(_state(model), low))]
+    assert sorted(arrived, key=str) == sorted(round_of, key=str)
+    rounds = [round_of[arrival] for arrival in arrived]
+    assert rounds == sorted(rounds)
+    assert exchange._kept.numel() > 0, "columns that are cast with what is sent wait for their turn"
+    assert exchange.traffic.peak <= ROUND_BUFFERS * LIMIT
+
+
+def test_rounds_are_handed_over_one_after_the_other(tmp_path):
+    run_ranks(_round_by_round, WORLD, save_qwen3_moe(tmp_path))

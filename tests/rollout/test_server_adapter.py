@@ -173,7 +173,7 @@ class OneWorkersStream:
     def __init__(self, kind: str = "sliced", is_verified: bool = True):
         self.kind, self.is_verified, self.handover, self.agreed = kind, is_verified, None, []
 
-    def tensors(self):
+    def tensors(self, landing=None):
         yield "a", torch.ones(2)
 
     def layouts(self):

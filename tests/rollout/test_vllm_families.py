@@ -34,7 +34,7 @@ def _sync(syncs: list[tuple[str, str]], handles: list[str], expert_parallel: boo
         model, meshes = sharded_model(Path(folder), workers, ep=workers)
         sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings(kind, 5 << 18))
         sending = send_weights(
-            sync.weights().for_worker(kind, rollout, rank),
+            sync.stream(kind, rollout, rank).tensors,
             zmq_handle=handles[rank],
             bucket_megabytes=1,
             use_shm=True,

@@ -86,10 +86,10 @@ def _fail_in_the_trainer() -> None:
 
     stock, syncs = streams.WorkerStream.tensors, 0
 
-    def failing(stream):
+    def failing(stream, landing=None):
         nonlocal syncs
         syncs += 1
-        weights = stock(stream)
+        weights = stock(stream, landing)
         return _raising(weights) if syncs == 2 and os.environ["RANK"] == "1" else weights
 
     def _raising(weights):

@@ -1,0 +1,185 @@
+"""The bucket in which rounds arrive, and verl's receiver at the other end of it."""
+
+import asyncio
+import os
+import threading
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from epfsdp2.engine.parallelize import layer_names
+from epfsdp2.rollout import sender
+from epfsdp2.rollout.cast import CastOnCopy
+from epfsdp2.rollout.placement import Rollout
+from epfsdp2.rollout.sender import Bucket
+from epfsdp2.rollout.server_adapter import send_weights
+from epfsdp2.rollout.streams import RolloutSync, SyncSettings
+from tests.support.engine import sharded_model
+from tests.support.models import save_qwen3_moe
+from tests.support.ranks import run_ranks
+
+MEMORY = 30_000
+
+
+class Worker:
+    """Reads what is shipped, as verl's receiver does, and then overwrites it."""
+
+    def __init__(self, memory: torch.Tensor):
+        self.memory, self.tensors, self.ends, self.shipped = memory, {}, [], []
+
+    def ship(self, contents, is_last):
+        for name, where in contents.items():
+            stop = where["offset"] + where["dtype"].itemsize * where["shape"].numel()
+            values = self.memory[where["offset"] : stop].view(where["dtype"]).view(where["shape"])
+            self.tensors[name] = values.clone()
+            values.zero_()
+            self.shipped.append((name, where["offset"]))
+        self.ends.append(is_last)
+
+
+def _sync(folder, memory=MEMORY):
+    model, meshes = sharded_model(folder, 2, 2)
+    dtypes = {name: torch.bfloat16 for name, _ in model.named_parameters() if "norm" not in name}
+    return RolloutSync(model, meshes, layer_names(model), dtypes, SyncSettings("sliced", memory))
+
+
+def _copied(stream):
+    """As a sender that copies."""
+    return {name: torch.empty(t.shape, dtype=t.dtype).copy_(t) for name, t in stream.tensors()}
+
+
+def _lands(folder):
+    rank, sync = dist.get_rank(), _sync(folder)
+    stream = partial(sync.stream, "sliced", Rollout(2), rank)
+    wanted = _copied(stream())
+    for size, lands in ((1 << 16, True), (1 << 13, False), (1 << 16, True)):
+        memory = torch.zeros(size, dtype=torch.uint8)
+        worker, into = Worker(memory), stream()
+        bucket = Bucket(memory, worker.ship)
+        elsewhere = set()
+        for name, tensor in into.tensors(bucket):
+            if isinstance(tensor, CastOnCopy) or tensor.untyped_storage().data_ptr() != memory.data_ptr():
+                elsewhere.add(name)
+            bucket.put(name, tensor)
+        bucket.finish()
+        assert worker.ends == [False] * (len(worker.ends) - 1) + [True]
+        assert worker.tensors.keys() == wanted.keys()
+        assert all(torch.equal(worker.tensors[name], wanted[name]) for name in wanted)
+        # What arrives lies behind what is copied, and its buffers are not held twice.
+        first = min((at for name, at in worker.shipped if name not in elsewhere), default=size)
+        assert (first < size) == lands
+        assert all(at < first for name, at in worker.shipped if name in elsewhere)
+        assert (len(elsewhere) < len(wanted)) == lands
+        held = sum(buffer.nbytes for buffer in (*sync.exchange("sliced", Rollout(2), rank)._out,))
+        assert into.traffic.peak >= held and into.traffic.peak <= MEMORY
+
+
+def test_rounds_arrive_in_the_bucket_where_it_has_room(tmp_path):
+    run_ranks(_lands, 2, save_qwen3_moe(tmp_path))
+
+
+def _goes_on(folder):
+    """A worker that fails on rank 1 does not keep rank 0 from its weights, and does not hear of later rounds."""
+    rank, sync = dist.get_rank(), _sync(folder)
+    stream = sync.stream("sliced", Rollout(2), rank)
+    memory, calls = torch.zeros(1 << 16, dtype=torch.uint8), []
+    worker = Worker(memory)
+
+    def ship(contents, is_last):
+        calls.append(is_last)
+        if rank == 1 and len(calls) == 2:
+            raise RuntimeError("the worker is gone")
+        worker.ship(contents, is_last)
+
+    bucket, tensors = Bucket(memory, ship), stream.tensors
+    arriving = tensors(bucket)
+    try:
+        for name, tensor in arriving:
+            bucket.put(name, tensor)
+        bucket.finish()
+        assert rank == 0
+    except RuntimeError:
+        assert rank == 1
+        bucket.close()
+    arriving.close()
+    assert len(calls) == 2 or rank == 0
+    assert stream.traffic.received == stream.least()
+
+
+def test_a_failure_between_rounds_is_raised_and_leaves_nobody_waiting(tmp_path):
+    run_ranks(_goes_on, 2, save_qwen3_moe(tmp_path))
+
+
+def _received(handle: str) -> tuple[threading.Thread, dict, list]:
+    """What verl's receiver brings."""
+    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
+
+    tensors, buckets = {}, []
+
+    def on_bucket(weights, is_last):
+        tensors.update((name, tensor.clone()) for name, tensor in weights)
+        buckets.append([name for name, _ in weights])
+
+    receiver = BucketedWeightReceiver(handle, torch.device("cpu"), use_shm=True)
+    thread = threading.Thread(target=receiver.receive_weights, args=(on_bucket,), daemon=True)
+    thread.start()
+    return thread, tensors, buckets
+
+
+def _send(handle: str, weights):
+    thread, tensors, buckets = _received(handle)
+    arguments = dict(zmq_handle=handle, bucket_megabytes=1, use_shm=True, timeout_seconds=30.0, rank=0)
+    handover = asyncio.run(send_weights(weights, **arguments))
+    thread.join(30)
+    assert not thread.is_alive()
+    return tensors, buckets, handover
+
+
+def _through_verls(folder, handle):
+    rank, sync = dist.get_rank(), _sync(folder)
+    stream = partial(sync.stream, "sliced", Rollout(2), rank)
+    wanted = _copied(stream())
+    for _ in range(2):
+        tensors, _, handover = _send(f"{handle}-{rank}.sock", stream().tensors)
+        assert tensors.keys() == wanted.keys() and handover.tensors == len(wanted)
+        assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
+        assert min(handover.gather_seconds, handover.wire_seconds, handover.load_seconds) > 0
+
+
+def test_verls_receiver_takes_what_lands(tmp_path):
+    run_ranks(_through_verls, 2, save_qwen3_moe(tmp_path), f"ipc:///tmp/epfsdp2-test-{os.getpid()}")
+
+
+def test_buckets_are_those_of_verls_sender(monkeypatch):
+    handle = f"ipc:///tmp/epfsdp2-test-{os.getpid()}.sock"
+    dtypes = (torch.float32, torch.bfloat16, torch.uint8, torch.int64)
+    weights = [(f"{i}", torch.randn(90_000 + i).to(dtypes[i % 4])) for i in range(20)]
+    weights += [("empty", torch.empty(0, 3)), ("scalar", torch.tensor(2.0))]
+    ours, buckets, _ = _send(handle, iter(weights))
+    sender._class.cache_clear()
+    monkeypatch.setattr(sender, "_KNOWN", set())
+    theirs, their_buckets, _ = _send(handle, iter(weights))
+    sender._class.cache_clear()
+    assert buckets == their_buckets and len(buckets) > 3
+    assert all(torch.equal(ours[name], tensor) and torch.equal(theirs[name], tensor) for name, tensor in weights)
+
+
+def test_verls_sender_is_the_one_that_ours_was_made_for():
+    assert sender.fingerprint() in sender._KNOWN
+
+
+def test_another_sender_of_verls_sends_itself_and_that_is_said(monkeypatch, caplog):
+    sender._class.cache_clear()
+    monkeypatch.setattr(sender, "_KNOWN", set())
+    with caplog.at_level("WARNING", "epfsdp2"):
+        classes = {sender._class().__name__ for _ in range(2)}
+    sender._class.cache_clear()
+    assert classes == {"StockSender"} and caplog.text.count("is not that of verl 0.9.1") == 1
+
+
+def test_a_tensor_that_is_larger_than_the_bucket_is_refused():
+    bucket = Bucket(torch.zeros(100, dtype=torch.uint8), lambda contents, is_last: None)
+    with pytest.raises(ValueError, match="large has 104 bytes, the bucket 100: raise .*bucket_megabytes"):
+        bucket.put("large", torch.zeros(26))

@@ -116,7 +116,7 @@ ROWS = [
     Row(1),
     Row(2),
     Row(4),
-    Row(2, shard_dim=0),
+    Row(2, shard_dim=1),
     Row(1, fsdp_size=2),
     Row(2, fsdp_size=2),
     Row(2, depth=0),

@@ -141,7 +141,7 @@ def check_engine_values(config: EPFSDP2EngineConfig) -> None:
         raise SettingError(
             "engine.expert_shard_dim",
             config.expert_shard_dim,
-            "experts are sharded over ep_fsdp along dim 0 (whole experts), dim 1, or what fits best.",
+            "experts are sharded over ep_fsdp along dim 0 (whole experts), dim 1, or dim 0 where that divides.",
             "engine.expert_shard_dim=auto",
         )
     if not _is_whole(config.fsdp_size) or (config.fsdp_size != -1 and config.fsdp_size < 1):

@@ -29,9 +29,9 @@ def model_parallel_placements(axes: Sequence[str], ep_dim: int) -> list[Placemen
 def ep_fsdp_dim(shape: Sequence[int], topology: Topology, wanted: int | str = "auto", ep_dim: int = 0) -> int:
     """The dim of an expert parameter of global ``shape`` that ``ep_fsdp`` cuts.
 
-    ``auto`` takes the first dim after the experts' that divides (dim 1 of ``[E, ...]``, as in VeOmni: no tie between
-    the number of experts and the number of ranks), else dim 0, which alone may be cut unevenly (torch
-    ``_fsdp_param.py``).
+    ``auto`` takes whole experts where they divide, as FSDP then gathers and reduces a stack without copying it once
+    more; else the first other dim that divides (dim 1 of ``[E, ...]``, as in VeOmni); else dim 0, which alone may be
+    cut unevenly (torch ``_fsdp_param.py``).
 
     Raises:
         SettingError: for an explicit dim that does not divide.
@@ -39,8 +39,8 @@ def ep_fsdp_dim(shape: Sequence[int], topology: Topology, wanted: int | str = "a
     local = list(shape)
     local[ep_dim] //= topology.ep
     if wanted == "auto":
-        others = [d for d in range(len(local)) if d != ep_dim]
-        return next((d for d in others if local[d] % topology.ep_fsdp == 0), 0)
+        dims = [ep_dim, *(d for d in range(len(local)) if d != ep_dim)]
+        return next((d for d in dims if local[d] % topology.ep_fsdp == 0), 0)
     dim = int(wanted)
     if dim >= len(local):
         dim = ep_dim  # a bias or a scale, one entry per expert

@@ -68,15 +68,17 @@ def test_every_rank_finds_itself_in_groups_of_the_right_ranks(world):
 @pytest.mark.parametrize(
     ("shape", "ep", "ep_fsdp", "dim"),
     [
-        ((128, 1536, 2048), 8, 16, 1),  # Qwen3-30B-A3B on 128 ranks
+        ((128, 1536, 2048), 8, 16, 0),  # Qwen3-30B-A3B on 128 ranks: an expert each
+        ((128, 1536, 2048), 8, 32, 1),
         ((256, 4096, 7168), 64, 64, 1),  # DeepSeek-V3 on 4096 ranks
         ((12, 10, 9), 3, 3, 2),
         ((12, 10, 7), 3, 4, 0),
         ((12, 10, 7), 3, 3, 0),  # uneven, which dim 0 alone may be
-        ((32, 5760), 4, 8, 1),  # a bias
+        ((32, 5760), 4, 8, 0),  # a bias
+        ((32, 5760), 4, 16, 1),
     ],
 )
-def test_auto_takes_the_first_dim_that_divides(shape, ep, ep_fsdp, dim):
+def test_auto_takes_whole_experts_else_the_first_dim_that_divides(shape, ep, ep_fsdp, dim):
     assert ep_fsdp_dim(shape, Topology.plan(ep * ep_fsdp, ep)) == dim
 
 

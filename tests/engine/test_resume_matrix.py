@@ -40,7 +40,7 @@ class Mesh:
     world: int
     ep: int = 1
     replicas: int = 1
-    dim: int | str = "auto"
+    dim: int = 1
 
     @property
     def name(self) -> str:
@@ -54,7 +54,7 @@ def _meshes(world: int) -> list[Mesh]:
         Mesh(world, ep, replicas, dim)
         for replicas in divisors(world)[:-1] or [1]
         for ep in divisors(world // replicas)
-        for dim in (("auto", 0) if world // replicas > ep else ("auto",))
+        for dim in ((1, 0) if world // replicas > ep else (1,))
     ]
 
 

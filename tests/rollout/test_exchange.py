@@ -65,13 +65,13 @@ def _brings_the_slices(folder, cases):
 
 
 CASES = [
-    (2, -1, "auto", Rollout(2), "sliced", torch.float32),
-    (4, -1, "auto", Rollout(4), "sliced", torch.bfloat16),
+    (2, -1, 1, Rollout(2), "sliced", torch.float32),
+    (4, -1, 1, Rollout(4), "sliced", torch.bfloat16),
     (1, -1, 0, Rollout(1, 2), "sliced", torch.float32),
-    (2, 2, "auto", Rollout(2), "sliced", torch.bfloat16),
+    (2, 2, 1, Rollout(2), "sliced", torch.bfloat16),
     (2, -1, 0, Rollout(4, expert_parallel=True), "sliced", torch.float32),
-    (2, -1, "auto", Rollout(2, 2, expert_parallel=True), "expert_local", torch.bfloat16),
-    (4, -1, "auto", Rollout(2), "full", torch.float32),
+    (2, -1, 1, Rollout(2, 2, expert_parallel=True), "expert_local", torch.bfloat16),
+    (4, -1, 1, Rollout(2), "full", torch.float32),
 ]
 
 
@@ -80,7 +80,7 @@ def test_every_worker_gets_its_slices_in_the_plans_bytes(tmp_path):
 
 
 def test_persistent_buffers_come_too(tmp_path):
-    cases = [(2, -1, "auto", Rollout(2, expert_parallel=True), "expert_local", torch.bfloat16)]
+    cases = [(2, -1, 1, Rollout(2, expert_parallel=True), "expert_local", torch.bfloat16)]
     run_ranks(_brings_the_slices, WORLD, save_glm4_moe(tmp_path), cases)
 
 

@@ -17,7 +17,7 @@ from tests.support.ranks import run_ranks
 
 WORLD = 4
 # ep, fsdp_size, expert_shard_dim: experts cut in two dims, over ep alone, whole in replicas, cut twice along dim 0.
-MESHES = [(2, -1, 1), (4, -1, "auto"), (2, 2, "auto"), (2, -1, 0)]
+MESHES = [(2, -1, 1), (4, -1, 1), (2, 2, 1), (2, -1, 0)]
 
 
 def _checkpoint(folder, dtype=None):

@@ -91,7 +91,7 @@ def _copied(arrived):
 
 
 def test_a_stack_that_is_too_large_comes_as_its_experts(tmp_path):
-    cases = [(1, -1, "auto"), (2, -1, "auto"), (4, -1, "auto"), (2, -1, 0), (2, 2, "auto")]
+    cases = [(1, -1, 1), (2, -1, 1), (4, -1, 1), (2, -1, 0), (2, 2, 1)]
     run_ranks(_in_parts, 4, save_qwen3_moe(tmp_path, num_experts=24, vocab_size=64), cases)
 
 
@@ -113,7 +113,7 @@ def test_a_family_whose_checkpoints_have_stacks_gets_them_whole_and_says_so_once
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_full_tensors_on_every_placement(tmp_path, tied):
-    cases = [(1, -1, "auto"), (2, -1, "auto"), (4, -1, "auto"), (2, -1, 0), (2, 2, "auto"), (1, 1, "auto")]
+    cases = [(1, -1, 1), (2, -1, 1), (4, -1, 1), (2, -1, 0), (2, 2, 1), (1, 1, 1)]
     run_ranks(_streams, 4, save_qwen3_moe(tmp_path, tie_word_embeddings=tied), cases)
 
 

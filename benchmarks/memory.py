@@ -180,7 +180,8 @@ def measure(folder: Path, row: Row, out: Path) -> None:
         optimizer = build_multi_optimizer(model, lambda params: torch.optim.AdamW(params, lr=1e-4))
         for step in ("step 0", *STEPS):
             ids = torch.randint(0, MODEL["vocab_size"], (1, row.tokens), generator=torch.Generator().manual_seed(rank))
-            positions = torch.arange(row.tokens * row.sp)[None]
+            # Given positions, transformers makes a mask, with which sdpa holds scores that it does not without.
+            positions = torch.arange(row.tokens * row.sp)[None] if row.sp > 1 else None
             with record_function(step):
                 logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
                 loss = (logits * logits).mean() if row.critic else cross_entropy(logits[0, :-1], ids[0, 1:])

@@ -35,6 +35,7 @@ from .checkpoint_files import local_checkpoint, open_checkpoint
 from .checkpointing import Checkpointing
 from .clip import ClippedStep
 from .config import STRATEGY, EPFSDP2EngineConfig
+from .experts.backends import choose_backend
 from .experts.find import find_experts
 from .loading import load_weights, verify_experts
 from .lora import Lora
@@ -142,6 +143,9 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         # verl passes cumulative lengths where the model's forward takes them; the families here read position ids.
         self.pass_packed_cu_seqlens = False
         options = self._sharding_options()
+        passed_over = choose_backend(options.experts_backend, get_device_name(), options.param_dtype).passed_over
+        if passed_over and self.rank == 0:
+            print(f"[epfsdp2] {passed_over}")
         parallelize(module, self.meshes, options)
         materialize(module, get_device_id(), shards="cpu" if self.engine_config.offload_policy else None)
         may_be_unused = "" if self.engine_config.allow_unused_weights else self._may_be_unused
@@ -231,6 +235,7 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
             prefetch_depth=config.prefetch_depth,
             expert_shard_dim=config.expert_shard_dim,
             expert_plan=config.expert_plan or {},
+            experts_backend=config.experts_backend,
             checkpointing=self._checkpointing(),
             activation_offload=self.model_config.enable_activation_offload,
             compile_dense=config.compile_dense,

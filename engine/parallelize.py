@@ -24,6 +24,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from .checkpointing import Checkpointing, checkpoint_layers
 from .compiling import compile_dense_parts
+from .experts.backends import choose_backend
 from .experts.compute import EXPERTS_IMPLEMENTATION, ExpertParallel, attach
 from .experts.find import ComputesItself, ExpertsInfo, find_experts
 from .islands import Island, correction_biases, find_islands, mixing_buffers
@@ -47,6 +48,7 @@ class ShardingOptions:
             is a layer, the input embeddings, or the head.
         expert_shard_dim: dim of an expert weight that ``ep_fsdp`` cuts: 0 (whole experts), 1, or ``"auto"``.
         expert_plan: where the experts of a model of the user's own are (``find_experts``).
+        experts_backend: what computes the experts (``experts/backends.py``).
         checkpointing: which activations are computed again in backward (``checkpointing.py``).
         activation_offload: keep on the host what is kept of them for that.
         compile_dense: ``torch.compile`` the parts of the layers without experts.
@@ -63,6 +65,7 @@ class ShardingOptions:
     prefetch_depth: int = 1
     expert_shard_dim: int | str = "auto"
     expert_plan: Mapping[str, int] = field(default_factory=dict)
+    experts_backend: str = "auto"
     checkpointing: Checkpointing = "none"
     activation_offload: bool = False
     compile_dense: bool = False
@@ -78,7 +81,7 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
     Raises:
         UnsupportedModelError: if it has no experts that can be dispatched.
         SettingError: if the expert-parallel size does not divide the number of experts, the wanted shard dim does not
-            divide, or a pattern matches nothing.
+            divide, the experts' backend can't run here, or a pattern matches nothing.
     """
     topology = meshes.topology
     experts = find_experts(model, options.expert_plan)
@@ -86,8 +89,9 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
     stacks = {e.module for e in experts}
     layers = {fqn: model.get_submodule(fqn) for fqn in layer_names(model)}
 
+    backend = choose_backend(options.experts_backend, meshes.dense.device_type, options.param_dtype).name
     for info in experts:
-        _shard_over_ep(info, meshes)
+        _shard_over_ep(info, meshes, backend)
     if any(not isinstance(module, ComputesItself) for module in stacks):
         model.set_experts_implementation(EXPERTS_IMPLEMENTATION)
     if options.param_dtype != torch.float32:
@@ -209,7 +213,7 @@ class Ends:
         return cls(own(model.get_input_embeddings()), None if head_in_root else own(model.get_output_embeddings()))
 
 
-def _shard_over_ep(info: ExpertsInfo, meshes: Meshes) -> None:
+def _shard_over_ep(info: ExpertsInfo, meshes: Meshes, backend: str) -> None:
     """Make every stacked parameter of an experts module a DTensor of its full shape, cut over ``ep``."""
     mesh = meshes.model_parallel
     for name, ep_dim in info.ep_dims.items():
@@ -219,7 +223,7 @@ def _shard_over_ep(info: ExpertsInfo, meshes: Meshes) -> None:
         sharded = distribute_tensor(param.detach(), mesh, placements, src_data_rank=None)
         info.module.register_parameter(name, nn.Parameter(sharded, requires_grad=param.requires_grad))
     group = meshes.ep.get_group() if meshes.topology.ep > 1 else None
-    attach(info.module, ExpertParallel(info.num_experts, group))
+    attach(info.module, ExpertParallel(info.num_experts, group, backend=backend))
 
 
 def _divide_gradients(

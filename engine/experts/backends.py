@@ -6,6 +6,8 @@ this sense: plain operators, with autograd through all of them (``compute.py``).
 Shapes: ``R`` rows grouped by expert, ``e`` experts, ``T`` tokens, ``K`` experts per token.
 """
 
+import importlib.util
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,8 +20,9 @@ from ..errors import SettingError
 
 __all__ = ["BACKENDS", "Backend", "Choice", "Groups", "TorchBackend", "backend_named", "choose_backend"]
 
-BACKENDS = ("auto", "torch", "reference")
+BACKENDS = ("auto", "torch", "triton", "reference")
 _SETTING = "engine.experts_backend"
+_OLDEST = (8, 0)  # compute capability that the Triton kernels are written for
 
 
 class Groups:
@@ -73,7 +76,7 @@ class Backend(Protocol):
         """``a.T @ b`` of each expert's rows: ``(R, m)``, ``(R, n)`` -> ``(e, m, n)``, zero without rows."""
         ...
 
-    def gate(self, module: Any) -> Any:
+    def gate(self, module: Any, dtype: torch.dtype) -> Any:
         """What ``up_gate`` and ``down_gate_backward`` need to know of the module's activation; ``None``: can't fuse."""
         ...
 
@@ -142,7 +145,7 @@ class TorchBackend:
             torch.mm(a[begin:end].t(), b[begin:end], out=out[expert])
         return out
 
-    def gate(self, module):
+    def gate(self, module, dtype):
         return None
 
     def up_gate(self, rows, in_out, groups, bias, gate):
@@ -183,9 +186,44 @@ def choose_backend(wanted: str, device_type: str, dtype: torch.dtype) -> Choice:
     """
     if wanted not in BACKENDS:
         raise SettingError(_SETTING, wanted, f"is one of {', '.join(BACKENDS)}.", f"{_SETTING}=auto")
-    return Choice("torch" if wanted == "auto" else wanted)
+    if wanted in ("torch", "reference"):
+        return Choice(wanted)
+    reason = _why_not_triton(device_type, dtype)
+    if wanted == "triton":
+        if reason is not None:
+            raise SettingError(_SETTING, wanted, reason, f"{_SETTING}=torch, or {_SETTING}=auto")
+        return Choice("triton")
+    if reason is not None:
+        return Choice("torch", f"{_SETTING}=auto: the experts are computed by torch, as {reason}")
+    if device_type == "cpu":  # the interpreter is for tests, which ask for it by name
+        return Choice("torch")
+    return Choice("mixed")
 
 
 def backend_named(name: str) -> Backend:
     """The backend of a ``Choice`` other than ``reference``."""
-    return TorchBackend()
+    if name == "torch":
+        return TorchBackend()
+    from . import kernels  # Triton may not be installed where it is not asked for
+
+    return kernels.TritonBackend() if name == "triton" else kernels.MixedBackend()
+
+
+def _why_not_triton(device_type: str, dtype: torch.dtype) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed."
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"the Triton kernels compute float32, bfloat16 and float16, and not {dtype}."
+    if device_type == "cpu":
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            return None
+        return "Triton needs a GPU (on a CPU only TRITON_INTERPRET=1 runs its kernels, slowly, for tests)."
+    if device_type != "cuda":
+        return f"the Triton kernels were not written for {device_type}."
+    if not torch.cuda.is_available():
+        return None  # a driver without a GPU, whose workers have one
+    capability = torch.cuda.get_device_capability()
+    if torch.version.hip is None and capability < _OLDEST:
+        has, needs = (".".join(map(str, version)) for version in (capability, _OLDEST))
+        return f"the Triton kernels need compute capability {needs}, and this GPU has {has}."
+    return None

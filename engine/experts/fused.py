@@ -132,7 +132,7 @@ class _Experts:
 
     def forward(self, rows: torch.Tensor, groups: Groups, ambient: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Pre-activation and output."""
-        gate = self.backend.gate(self.module) if self.up.lora_A is None else None
+        gate = self.backend.gate(self.module, self.down.weight.dtype) if self.up.lora_A is None else None
         if gate is not None:
             pre, act = self.backend.up_gate(rows, self.up.in_out, groups, self.up.bias, gate)
         else:
@@ -151,7 +151,7 @@ class _Experts:
         needed: Sequence[bool],
     ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor | None]]:
         """From the gradient of the output, or of the output times ``scale_R``, those of ``pre``, scale and ``down``."""
-        gate = self.backend.gate(self.module) if self.down.lora_A is None else None
+        gate = self.backend.gate(self.module, self.down.weight.dtype) if self.down.lora_A is None else None
         if gate is not None:
             out_in = self.down.in_out.mT
             grad_pre, act, grad_scale = self.backend.down_gate_backward(grad, out_in, groups, pre, scale_R, gate)

@@ -1,6 +1,7 @@
 """What computes the experts: one autograd function, exact and lean, in place of autograd through everything."""
 
 import copy
+import importlib.util
 import itertools
 
 import pytest
@@ -16,7 +17,7 @@ from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter im
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.experts.backends import TorchBackend, choose_backend
+from epfsdp2.engine.experts.backends import Choice, TorchBackend, choose_backend
 from epfsdp2.engine.experts.compute import ExpertParallel, adapt_experts, attach, compute, experts_forward
 from tests.support.models import relative_error
 
@@ -206,6 +207,29 @@ def test_less_is_kept_than_0_4_of_what_grouped_mm_keeps(dtype, experts, hidden, 
 
 
 # -- which one computes ---------------------------------------------------------------------------------------------
+
+
+def test_what_can_not_run_is_refused_by_name_and_passed_over_by_auto(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for dtype, reason in ((torch.float32, "Triton needs a GPU"), (torch.float64, "bfloat16 and float16, and not")):
+        with pytest.raises(SettingError, match=rf"experts_backend=triton: .*{reason}.*What works: .*=torch"):
+            choose_backend("triton", "cpu", dtype)
+        choice = choose_backend("auto", "cpu", dtype)
+        assert choice.name == "torch" and reason in choice.passed_over
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert choose_backend("triton", "cpu", torch.float32).name == "triton"
+    assert choose_backend("auto", "cpu", torch.float32) == Choice("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, auto in (((7, 5), "torch"), ((8, 0), "mixed"), ((9, 0), "mixed")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
+        choice = choose_backend("auto", "cuda", torch.bfloat16)
+        assert choice.name == auto and (choice.passed_over is None) == (auto == "mixed")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    with pytest.raises(SettingError, match=r"compute capability 8.0, and this GPU has 7.5"):
+        choose_backend("triton", "cuda", torch.bfloat16)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SettingError, match="Triton is not installed"):
+        choose_backend("triton", "cuda", torch.bfloat16)
 
 
 def test_what_there_is_not_is_refused():

@@ -52,7 +52,7 @@ class LayerActivations:
         input: what goes in, all that full checkpointing keeps.
         dense: kept outside the experts.
         experts: kept by the experts, dispatch and combine included; grows with the rows that a rank is sent.
-        sent: of ``experts``, what is not kept where one rank holds all experts, and nothing is sent.
+        sent: of ``experts``, what is not kept where one rank holds all experts: rows that are sent to them and back.
         selective: of ``dense``, kept under selective checkpointing.
         recomputed: under selective checkpointing, of the part that keeps most while it is computed again.
         rows: that each token becomes when it is dispatched; 0 without experts.
@@ -263,10 +263,10 @@ def _experts(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, 
     down = self.get_parameter("down_proj")
     sent = dispatch(hidden_states.to(down.dtype), top_k_index, down.shape[0], None)
     lean = _recording is not None and _recording.lean
+    out = (_compute_lean if lean else _compute)(self, sent.rows_RD)
     if _recording is not None and _recording.layer is not None:
         _recording.rows[_recording.layer] = (top_k_index.shape[-1], hidden_states.shape[-1])
-        _recording.sent[_recording.layer] = sent.rows_RD.nbytes if lean else 0
-    out = (_compute_lean if lean else _compute)(self, sent.rows_RD)
+        _recording.sent[_recording.layer] = sent.rows_RD.nbytes + out.nbytes if lean else 0
     return combine(out, sent, top_k_weights, None).to(hidden_states.dtype)
 
 

@@ -34,6 +34,7 @@ from .checkpoint_files import local_checkpoint, open_checkpoint
 from .checkpointing import Checkpointing
 from .clip import ClippedStep
 from .config import STRATEGY, EPFSDP2EngineConfig
+from .experts.backends import choose_backend
 from .experts.find import find_experts
 from .loading import load_weights, verify_experts
 from .lora import Lora
@@ -141,6 +142,9 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         self.pass_packed_cu_seqlens = False
         options = self._sharding_options()
         self._plan = self._plan_run(options)
+        passed_over = choose_backend(options.experts_backend, get_device_name(), options.param_dtype).passed_over
+        if passed_over and self.rank == 0:
+            print(f"[epfsdp2] {passed_over}")
         parallelize(module, self.meshes, options)
         materialize(module, get_device_id(), shards="cpu" if self.engine_config.offload_policy else None)
         may_be_unused = "" if self.engine_config.allow_unused_weights else self._may_be_unused
@@ -252,6 +256,7 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
             dispatch_chunks=config.dispatch_chunks,
             overlap_shared_experts=config.overlap_shared_experts,
             dispatcher=config.dispatcher,
+            experts_backend=config.experts_backend,
             checkpointing=self._checkpointing(),
             activation_offload=self.model_config.enable_activation_offload,
             compile_dense=config.compile_dense,

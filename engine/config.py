@@ -21,6 +21,7 @@ from ..rollout import housekeeping
 from ..rollout.placement import WANTED
 from .checkpointing import CHECKPOINTING
 from .errors import SettingError
+from .experts.backends import BACKENDS
 from .experts.deepep import DISPATCHERS
 from .model_facts import DTYPES, check_model_path
 from .preflight import check_run, check_training
@@ -75,6 +76,7 @@ class EPFSDP2EngineConfig(EngineConfig):
     ep_size: int = 1
     expert_shard_dim: Any = "auto"
     expert_plan: dict[str, int] | None = None
+    experts_backend: str = "auto"
     fsdp_size: int = -1
     ulysses_sequence_parallel_size: int = 1
     model_dtype: str = "fp32"
@@ -228,6 +230,13 @@ def check_engine_values(config: EPFSDP2EngineConfig) -> None:
             raise SettingError(
                 f"engine.router_replay.{name}", getattr(config.router_replay, name), rule, "leave it out"
             )
+    if config.experts_backend not in BACKENDS:
+        raise SettingError(
+            "engine.experts_backend",
+            config.experts_backend,
+            f"is one of {', '.join(BACKENDS)}.",
+            "engine.experts_backend=auto",
+        )
     if config.rollout_sync not in WANTED:
         raise SettingError(
             "engine.rollout_sync", config.rollout_sync, f"is one of {', '.join(WANTED)}.", "engine.rollout_sync=auto"

@@ -123,7 +123,7 @@ class ModelSizes:
             model.get_parameter(name).requires_grad_(False)
         traced, untraced = Traced({}, 0.0), ""
         try:
-            traced = trace(model, options.expert_plan)
+            traced = trace(model, options.expert_plan, lean=options.experts_backend != "reference")
         except UnsupportedModelError as error:
             untraced = str(error)
         return cls(

@@ -25,6 +25,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from .checkpointing import Checkpointing, checkpoint_layers
 from .compiling import compile_dense_parts
 from .experts import deepep, overlap
+from .experts.backends import choose_backend
 from .experts.compute import EXPERTS_IMPLEMENTATION, ExpertParallel, attach
 from .experts.find import ComputesItself, ExpertsInfo, find_experts
 from .experts.overlap import check_exchange
@@ -53,6 +54,7 @@ class ShardingOptions:
         dispatch_chunks: parts in which a layer's tokens are dispatched, one while another computes.
         overlap_shared_experts: compute a block's shared experts while its tokens are dispatched.
         dispatcher: what brings tokens to their experts, one of ``deepep.DISPATCHERS``.
+        experts_backend: what computes the experts (``experts/backends.py``).
         checkpointing: which activations are computed again in backward (``checkpointing.py``).
         activation_offload: keep on the host what is kept of them for that.
         compile_dense: ``torch.compile`` the parts of the layers without experts.
@@ -72,6 +74,7 @@ class ShardingOptions:
     dispatch_chunks: int = 1
     overlap_shared_experts: bool = False
     dispatcher: str = "all_to_all"
+    experts_backend: str = "auto"
     checkpointing: Checkpointing = "none"
     activation_offload: bool = False
     compile_dense: bool = False
@@ -87,7 +90,8 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
     Raises:
         UnsupportedModelError: if it has no experts that can be dispatched.
         SettingError: if the expert-parallel size does not divide the number of experts, the wanted shard dim does not
-            divide, a pattern matches nothing, or there is nothing of what should overlap.
+            divide, the experts' backend can't run here, a pattern matches nothing, or there is nothing of what should
+            overlap.
     """
     topology = meshes.topology
     experts = find_experts(model, options.expert_plan)
@@ -95,9 +99,10 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
     stacks = {e.module for e in experts}
     layers = {fqn: model.get_submodule(fqn) for fqn in layer_names(model)}
 
+    backend = choose_backend(options.experts_backend, meshes.dense.device_type, options.param_dtype).name
     for info in experts:
         _shard_over_ep(info, meshes)
-        _attach(info, model, meshes, options)
+        _attach(info, model, meshes, options, backend)
     if any(not isinstance(module, ComputesItself) for module in stacks):
         model.set_experts_implementation(EXPERTS_IMPLEMENTATION)
     if options.param_dtype != torch.float32:
@@ -230,7 +235,7 @@ def _shard_over_ep(info: ExpertsInfo, meshes: Meshes) -> None:
         info.module.register_parameter(name, nn.Parameter(sharded, requires_grad=param.requires_grad))
 
 
-def _attach(info: ExpertsInfo, model: nn.Module, meshes: Meshes, options: ShardingOptions) -> None:
+def _attach(info: ExpertsInfo, model: nn.Module, meshes: Meshes, options: ShardingOptions, backend: str) -> None:
     """Tell an experts module how its experts are spread, and what brings tokens to them."""
     chunks, exchange = options.dispatch_chunks, None
     check_exchange(chunks, options.overlap_shared_experts, options.dispatcher, model, [info])
@@ -243,7 +248,7 @@ def _attach(info: ExpertsInfo, model: nn.Module, meshes: Meshes, options: Shardi
         exchange = functools.partial(
             overlap.exchange, num_experts=info.num_experts, group=group, chunks=chunks, shared=shared
         )
-    attach(info.module, ExpertParallel(info.num_experts, group, exchange))
+    attach(info.module, ExpertParallel(info.num_experts, group, backend, exchange))
 
 
 def _divide_gradients(

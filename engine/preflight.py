@@ -14,10 +14,11 @@ from typing import Any
 from . import versions
 from .checkpoint import KNOWN_CONTENTS
 from .errors import SettingError
+from .experts.backends import choose_backend
 from .experts.find import find_experts
 from .experts.overlap import check_exchange
 from .mesh import Topology
-from .model_facts import ACTOR_MODEL, OPTIMIZERS, ModelFacts, inspect_model, plain, setting_of
+from .model_facts import ACTOR_MODEL, DTYPES, OPTIMIZERS, ModelFacts, inspect_model, plain, setting_of
 from .optimizer_settings import check_optimizer
 from .placement import check_experts_divide, ep_fsdp_dim
 from .preflight_features import (
@@ -129,6 +130,8 @@ def check_training(
         SettingError: for the first setting that can't work.
     """
     topology = Topology.plan(world, engine.ep_size, engine.fsdp_size)
+    dtype = (engine.mixed_precision or {}).get("param_dtype", engine.dtype)
+    choose_backend(engine.experts_backend, device, DTYPES[dtype])
     check_model_settings(model, setting)
     check_activation_offload(engine, model, setting)
     check_checkpoint(checkpoint or {}, _CHECKPOINTS.get(setting, "checkpoint"))

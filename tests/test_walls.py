@@ -31,6 +31,7 @@ MAY_IMPORT = {
         "rollout/routes_shim.py",
     },
     "ray": {"rollout/server_adapter.py", "rollout/checkpoint_backend.py"},
+    "triton": {"engine/experts/kernels.py"},
     "hydra": {"conf/search_path.py", "engine/config.py"},
 }
 SOURCES = sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*.py") if "__pycache__" not in p.parts)

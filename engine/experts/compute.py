@@ -10,11 +10,12 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from . import fused
+from .backends import backend_named, fits_the_kernel, native_grouped_mm
 from .dispatch import combine, dispatch
 from .find import ComputesItself
 
@@ -43,6 +44,8 @@ class ExpertParallel:
     num_experts: int
     group: dist.ProcessGroup | None
     """The EP group, ``None`` where a single rank holds all experts."""
+    backend: str = "torch"
+    """Name of a ``backends.Choice``."""
     exchange: Exchange | None = None
     """What brings tokens to the ranks of a group and back in place of ``dispatch`` and ``combine``, if anything."""
     rows_computed: int = 0
@@ -99,6 +102,11 @@ def experts_forward(
             return compute(self, weight, rows_RD, counts_e)
 
         return runtime.exchange(hidden, top_k_index, top_k_weights, local_experts).to(hidden_states.dtype)
+    if runtime.group is None and runtime.backend != "reference":
+        runtime.rows_computed += top_k_index.numel()
+        up, down = _linears(self, weight)
+        backend = backend_named(runtime.backend)
+        return fused.on_tokens(self, backend, up, down, hidden, top_k_index, top_k_weights, hidden_states.dtype)
     sent = dispatch(hidden, top_k_index, runtime.num_experts, runtime.group)
     runtime.rows_computed += sent.rows_RD.shape[0]
     out = compute(self, weight, sent.rows_RD, sent.counts_e)
@@ -108,16 +116,39 @@ def experts_forward(
 def compute(
     module: Any, weight: Mapping[str, torch.Tensor], rows_RD: torch.Tensor, counts_e: torch.Tensor
 ) -> torch.Tensor:
-    """What the local experts make of rows grouped by expert, ``(R, D)``."""
-    h = _linear(module, rows_RD, "gate_up_proj" if module.has_gate else "up_proj", weight, counts_e)
+    """What the local experts make of rows grouped by expert, ``(R, D)``.
+
+    Args:
+        module: the experts module.
+        weight: its own parameters by name, local to this rank.
+        rows_RD: in their dtype.
+        counts_e: int64 ``(e,)``, rows per local expert, summing to ``R``; entries may be 0.
+    """
+    runtime: ExpertParallel = getattr(module, _HANDLE)
+    if runtime.backend != "reference":
+        up, down = _linears(module, weight)
+        return fused.on_rows(module, backend_named(runtime.backend), up, down, rows_RD, counts_e)
+    h = _linear(module, rows_RD, _up_name(module), weight, counts_e)
     h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
     return _linear(module, h, "down_proj", weight, counts_e)
+
+
+def _linears(module: Any, weight: Mapping[str, torch.Tensor]) -> tuple[fused.Linear, fused.Linear]:
+    adapters: Adapters | None = getattr(module, _ADAPTERS, None)
+    scaling = adapters.scaling if adapters is not None and adapters.enabled else None
+    names = (_up_name(module), "down_proj")
+    up, down = (fused.Linear.of(name, weight, module.is_transposed, scaling) for name in names)
+    return up, down
+
+
+def _up_name(module: Any) -> str:
+    return "gate_up_proj" if module.has_gate else "up_proj"
 
 
 def _linear(
     module: Any, rows: torch.Tensor, name: str, weight: Mapping[str, torch.Tensor], counts_e: torch.Tensor
 ) -> torch.Tensor:
-    """One of the experts' linears, with its adapter if it has one."""
+    """One of the experts' linears, with its adapter if it has one; the reference's."""
     out = grouped_linear(rows, weight[name], counts_e, weight.get(f"{name}_bias"), module.is_transposed)
     adapters: Adapters | None = getattr(module, _ADAPTERS, None)
     if adapters is None or not adapters.enabled or f"{name}_lora_A" not in weight:
@@ -152,23 +183,15 @@ def grouped_linear(
 
 
 def _grouped_mm(rows: torch.Tensor, in_out: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    if _native_grouped_mm is not None and _fits_the_kernel(rows, in_out):
-        return _native_grouped_mm(rows, in_out, offs=offsets)
+    if native_grouped_mm is not None and fits_the_kernel(rows, in_out):
+        return native_grouped_mm(rows, in_out, offs=offsets)
     groups = rows.tensor_split(offsets[:-1].tolist())
     return torch.cat([group @ weight for group, weight in zip(groups, in_out.unbind(), strict=True)])
-
-
-def _fits_the_kernel(rows: torch.Tensor, in_out: torch.Tensor) -> bool:
-    """What torch's grouped GEMM asks for: 16-byte rows; and on an accelerator bfloat16, and at least one row."""
-    aligned = all(size * in_out.element_size() % 16 == 0 for size in in_out.shape[-2:])
-    return aligned and (rows.device.type == "cpu" or (rows.dtype == torch.bfloat16 and rows.shape[0] > 0))
 
 
 def _local(param: torch.Tensor) -> torch.Tensor:
     # FSDP gathers back to the parameter's type before sharding: a DTensor over ``ep`` alone.
     return param.to_local() if isinstance(param, DTensor) else param
 
-
-_native_grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, experts_forward)

@@ -329,7 +329,7 @@ def _steps_alike(bucket_bytes):
     reference, orders, after = _reference(config), [], []
     # The second time with the same gradients, the third with none for what some of the ranks hold.
     for times in (1, 1, int(dist.get_rank() > 1)):
-        model = _sharded(config, reference, 2, -1)
+        model = _sharded(config, reference, 2, -1, expert_shard_dim=1)
         for name, param in model.named_parameters():
             if param.dim() > 1:
                 param.grad = torch.zeros_like(param)

@@ -57,7 +57,7 @@ BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_mega
 def engine(**settings):
     defaults = {"ep_size": 1, "fsdp_size": -1, "model_dtype": "fp32", "expert_shard_dim": "auto"}
     defaults |= {"dtype": "bf16", "mixed_precision": None, "rollout_sync": "auto", "sync_megabytes": 2048}
-    defaults |= {"ulysses_sequence_parallel_size": 1}
+    defaults |= {"ulysses_sequence_parallel_size": 1, "experts_backend": "auto"}
     replay = SimpleNamespace(mode=settings.pop("replay", "disabled"))
     others = {"router_aux_loss_coef": 0.0, "router_z_loss_coef": 0.0, "router_metrics": False}
     others |= {"activation_checkpointing": "auto", "dispatch_chunks": 1, "overlap_shared_experts": False}

@@ -1,0 +1,482 @@
+"""The experts' operators in Triton; ``backends.TorchBackend`` is their twin.
+
+No kernel uses atomics, so results are the same in every run; nothing waits for the device. GEMMs accumulate in float32.
+In the interpreter (``TRITON_INTERPRET=1`` when this file is imported) they run on a CPU, for tests.
+"""
+
+import itertools
+import math
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .backends import Groups, TorchBackend, fits_the_kernel
+
+__all__ = ["Gate", "MixedBackend", "TritonBackend"]
+
+_INTERPRETED = triton.knobs.runtime.interpret
+_NATIVE_SINCE = (9, 0)  # compute capability from which torch's grouped GEMM is a kernel of its own
+_WIDEST = 16 if _INTERPRETED else 1024  # columns of a row that one program copies
+
+
+class Gate(NamedTuple):
+    """``g * sigmoid(alpha * g) * (u + beta)`` of ``g`` up to ``limit`` and ``u`` within it."""
+
+    alpha: float
+    beta: float
+    limit: float
+    interleaved: bool
+
+    def columns(self, inner: int) -> tuple[int, int]:
+        """Distance of neighbouring gates, and of a gate and its up, among the columns of the pre-activation."""
+        return (2, 1) if self.interleaved else (1, inner)
+
+    def __call__(self, pre: torch.Tensor) -> torch.Tensor:
+        step, up = self.columns(pre.shape[-1] // 2)
+        g, u = (pre[..., ::2], pre[..., 1::2]) if step == 2 else (pre[..., :up], pre[..., up:])
+        g, u = g.clamp(max=self.limit), u.clamp(-self.limit, self.limit)
+        return g * torch.sigmoid(self.alpha * g) * (u + self.beta)
+
+
+class TritonBackend:
+    """Kernels of this file."""
+
+    name = "triton"
+
+    def take(self, x_TD, tokens_S):
+        x_TD, width = x_TD.contiguous(), x_TD.shape[1]
+        out = x_TD.new_empty(tokens_S.shape[0], width)
+        block = min(triton.next_power_of_2(width), _WIDEST)
+        if out.numel():
+            _take[(out.shape[0], triton.cdiv(width, block))](x_TD, tokens_S, out, width, BLOCK=block)
+        return out
+
+    def gather_sum(self, rows_SD, slots_TK, weights_TK, dtype):
+        (tokens, k), width = slots_TK.shape, rows_SD.shape[1]
+        out = rows_SD.new_empty(tokens, width, dtype=dtype)
+        block = min(triton.next_power_of_2(width), _WIDEST)
+        weighted = weights_TK is not None
+        if out.numel():
+            weights = weights_TK.contiguous() if weighted else rows_SD
+            _gather_sum[(tokens, triton.cdiv(width, block))](
+                rows_SD.contiguous(), slots_TK.contiguous(), weights, out, width, K=k, WEIGHTED=weighted, BLOCK=block
+            )
+        return out
+
+    def mm(self, rows, in_out, groups, bias=None):
+        out = rows.new_empty(groups.rows, in_out.shape[2])
+        blocks = _Blocks.of(rows)
+        if out.numel():
+            tiles = _tiles(groups, blocks.m)
+            _grouped_mm[(len(tiles.expert), triton.cdiv(in_out.shape[2], blocks.n))](
+                rows.contiguous(),
+                in_out,
+                in_out if bias is None else bias.contiguous(),
+                out,
+                *tiles,
+                in_out.shape[0],
+                in_out.shape[2],
+                in_out.shape[1],
+                *in_out.stride(),
+                HAS_BIAS=bias is not None,
+                **blocks.constants(),
+            )
+        return out
+
+    def outer(self, a, b, groups):
+        experts, blocks = groups.counts_e.shape[0], _Blocks.of(a)
+        out = a.new_empty(experts, a.shape[1], b.shape[1])
+        if not groups.rows:
+            return out.zero_()
+        grid = (experts, triton.cdiv(a.shape[1], blocks.m), triton.cdiv(b.shape[1], blocks.n))
+        a, b = a.contiguous(), b.contiguous()
+        _grouped_outer[grid](a, b, out, groups.offsets_e, a.shape[1], b.shape[1], **blocks.constants())
+        return out
+
+    def gate(self, module, dtype):
+        if module not in _gates:
+            _gates[module] = _known_gate(module) if module.has_gate else None
+        return _gates[module]
+
+    def up_gate(self, rows, in_out, groups, bias, gate):
+        inner = in_out.shape[2] // 2
+        pre, act = rows.new_empty(groups.rows, 2 * inner), rows.new_empty(groups.rows, inner)
+        blocks = _Blocks.of(rows, halves=True)
+        if act.numel():
+            tiles = _tiles(groups, blocks.m)
+            _grouped_mm_gate[(len(tiles.expert), triton.cdiv(inner, blocks.n))](
+                rows.contiguous(),
+                in_out,
+                in_out if bias is None else bias.contiguous(),
+                pre,
+                act,
+                *tiles,
+                in_out.shape[0],
+                inner,
+                in_out.shape[1],
+                *in_out.stride(),
+                *gate.columns(inner),
+                gate.alpha,
+                gate.beta,
+                gate.limit,
+                HAS_BIAS=bias is not None,
+                **blocks.constants(),
+            )
+        return pre, act
+
+    def down_gate_backward(self, grad, out_in, groups, pre, scale_R, gate):
+        inner, blocks = out_in.shape[2], _Blocks.of(grad)
+        grad_pre, act = torch.empty_like(pre), pre.new_empty(groups.rows, inner)
+        # One number for each row and block of columns, to be summed in an order that is always the same.
+        parts = grad.new_zeros(triton.cdiv(inner, blocks.n), groups.rows, dtype=torch.float32)
+        if act.numel():
+            tiles = _tiles(groups, blocks.m)
+            _grouped_mm_gate_backward[(len(tiles.expert), len(parts))](
+                grad.contiguous(),
+                out_in,
+                pre,
+                grad if scale_R is None else scale_R.contiguous(),
+                grad_pre,
+                act,
+                parts,
+                *tiles,
+                out_in.shape[0],
+                inner,
+                out_in.shape[1],
+                groups.rows,
+                *out_in.stride(),
+                *gate.columns(inner),
+                gate.alpha,
+                gate.beta,
+                gate.limit,
+                SCALED=scale_R is not None,
+                **blocks.constants(),
+            )
+        return grad_pre, act, None if scale_R is None else parts.sum(0)
+
+
+class MixedBackend(TritonBackend):
+    """Torch's grouped GEMM where it is the faster one, on compute capability 9.0 and up in bfloat16; else Triton."""
+
+    name = "mixed"
+    _torch = TorchBackend()
+
+    def mm(self, rows, in_out, groups, bias=None):
+        torch_does = bias is None and _native(rows, in_out)
+        return (self._torch.mm if torch_does else super().mm)(rows, in_out, groups, bias)
+
+    def outer(self, a, b, groups):
+        return (self._torch.outer if _native(a, b) else super().outer)(a, b, groups)
+
+    def gate(self, module, dtype):
+        return None if dtype == torch.bfloat16 and _has_native() else super().gate(module, dtype)
+
+
+_gates: "weakref.WeakKeyDictionary[Any, Gate | None]" = weakref.WeakKeyDictionary()
+
+
+def _known_gate(module: Any) -> Gate | None:
+    """The ``Gate`` that is this module's ``_apply_gate``, found by trying; beyond its limit too."""
+    limits = {math.inf, float(getattr(module, "limit", None) or math.inf)}
+    alphas = {1.0, float(getattr(module, "alpha", None) or 1.0)}
+    reach = 2 * max(limit for limit in (*limits, 4.0) if limit < math.inf)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        pre = torch.rand(256, 8, generator=generator).mul_(2 * reach).sub_(reach)
+        wanted = module._apply_gate(pre.clone())
+        for candidate in itertools.product(alphas, (0.0, 1.0), limits, (False, True)):
+            gate = Gate(*candidate)
+            if wanted.shape == (256, 4) and torch.allclose(gate(pre), wanted, rtol=1e-5, atol=1e-6):
+                return gate
+    return None
+
+
+def _native(rows: torch.Tensor, other: torch.Tensor) -> bool:
+    return fits_the_kernel(rows, other) and (rows.device.type == "cpu" or _has_native())
+
+
+def _has_native() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= _NATIVE_SINCE
+
+
+class _Blocks(NamedTuple):
+    """Sizes of a GEMM's tiles, and how their elements are multiplied."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    upcast: bool
+
+    @classmethod
+    def of(cls, rows: torch.Tensor, halves: bool = False) -> "_Blocks":
+        """For operands like these; ``halves`` where there are two accumulators."""
+        if _INTERPRETED:
+            # The interpreter (Triton 3.9) multiplies the bits of bfloat16 as integers.
+            return cls(16, 16, 16, 4, rows.dtype == torch.bfloat16)
+        if rows.dtype == torch.float32:
+            return cls(64, 32 if halves else 64, 32, 4, False)
+        return cls(128, 64 if halves else 128, 64, 8, False)
+
+    def constants(self) -> dict[str, Any]:
+        return {"BM": self.m, "BN": self.n, "BK": self.k, "UPCAST": self.upcast, "num_warps": self.warps}
+
+
+class _Tiles(NamedTuple):
+    """Of each tile of rows its expert (or the number of experts: no tile), its first row, and the expert's end."""
+
+    expert: torch.Tensor
+    first: torch.Tensor
+    end: torch.Tensor
+
+
+def _tiles(groups: Groups, size: int) -> _Tiles:
+    """No more than ``R / size + e`` tiles, so that their number need not be asked of the device."""
+    if size not in groups.tiles:
+        counts, ends = groups.counts_e, groups.offsets_e
+        tiles_e = (counts + size - 1) // size
+        ends_e = tiles_e.cumsum(0)
+        tile = torch.arange(groups.rows // size + len(counts), device=counts.device)
+        expert = torch.searchsorted(ends_e, tile, right=True)
+        own = expert.clamp(max=len(counts) - 1)
+        first = (ends - counts)[own] + (tile - (ends_e - tiles_e)[own]) * size
+        groups.tiles[size] = _Tiles(expert.int(), first.int(), ends[own])
+    return groups.tiles[size]
+
+
+# Of Triton's language the builtins alone: its own jitted functions (zeros, sum, sigmoid) can be interpreted only where
+# TRITON_INTERPRET was set before anything imported Triton.
+@triton.jit
+def _add(a, b):
+    return a + b
+
+
+@triton.jit
+def _take(x, index, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    source = tl.load(index + row).to(tl.int64)
+    values = tl.load(x + source * width + columns, mask=columns < width)
+    tl.store(out + row * width + columns, values, mask=columns < width)
+
+
+@triton.jit
+def _gather_sum(rows, slots, weights, out, width, K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.full((BLOCK,), 0.0, tl.float32)
+    for k in range(K):
+        slot = tl.load(slots + token * K + k).to(tl.int64)
+        values = tl.load(rows + slot * width + columns, mask=columns < width, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            values *= tl.load(weights + token * K + k).to(tl.float32)
+        total += values
+    tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=columns < width)
+
+
+@triton.jit
+def _dot(a, b, total, UPCAST: tl.constexpr):
+    if UPCAST:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def _product(
+    a,
+    b,
+    rows,
+    in_rows,
+    columns,
+    in_columns,
+    K,
+    sk,
+    sn,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Rows of ``a`` ``(R, K)`` times columns of one expert's ``b``, float32."""
+    total = tl.full((BM, BN), 0.0, tl.float32)
+    for k in range(0, K, BK):
+        ks = k + tl.arange(0, BK)
+        a_tile = tl.load(a + rows[:, None] * K + ks[None, :], mask=in_rows[:, None] & (ks < K)[None, :], other=0.0)
+        b_at = b + ks[:, None].to(tl.int64) * sk + columns[None, :].to(tl.int64) * sn
+        b_tile = tl.load(b_at, mask=(ks < K)[:, None] & in_columns[None, :], other=0.0)
+        total = _dot(a_tile, b_tile, total, UPCAST)
+    return total
+
+
+@triton.jit
+def _grouped_mm(
+    a,
+    b,
+    bias,
+    out,
+    expert_of,
+    first_of,
+    end_of,
+    EXPERTS,
+    N,
+    K,
+    se,
+    sk,
+    sn,
+    HAS_BIAS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    expert = tl.load(expert_of + tile).to(tl.int64)
+    if expert < EXPERTS:
+        rows = (tl.load(first_of + tile) + tl.arange(0, BM)).to(tl.int64)
+        in_rows = rows < tl.load(end_of + tile)
+        columns = tl.program_id(1) * BN + tl.arange(0, BN)
+        in_columns = columns < N
+        total = _product(a, b + expert * se, rows, in_rows, columns, in_columns, K, sk, sn, BM, BN, BK, UPCAST)
+        if HAS_BIAS:
+            total += tl.load(bias + expert * N + columns, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+        at = out + rows[:, None] * N + columns[None, :]
+        tl.store(at, total.to(out.dtype.element_ty), mask=in_rows[:, None] & in_columns[None, :])
+
+
+@triton.jit
+def _grouped_outer(
+    a,
+    b,
+    out,
+    ends,
+    M,
+    N,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    expert = tl.program_id(0)
+    ms, ns = tl.program_id(1) * BM + tl.arange(0, BM), tl.program_id(2) * BN + tl.arange(0, BN)
+    begin, end = tl.load(ends + expert - 1, mask=expert > 0, other=0), tl.load(ends + expert)
+    total = tl.full((BM, BN), 0.0, tl.float32)
+    for row in range(begin, end, BK):
+        rows = (row + tl.arange(0, BK)).to(tl.int64)
+        a_tile = tl.load(a + rows[None, :] * M + ms[:, None], mask=(rows < end)[None, :] & (ms < M)[:, None], other=0.0)
+        b_tile = tl.load(b + rows[:, None] * N + ns[None, :], mask=(rows < end)[:, None] & (ns < N)[None, :], other=0.0)
+        total = _dot(a_tile, b_tile, total, UPCAST)
+    at = out + expert.to(tl.int64) * M * N + ms[:, None].to(tl.int64) * N + ns[None, :]
+    tl.store(at, total.to(out.dtype.element_ty), mask=(ms < M)[:, None] & (ns < N)[None, :])
+
+
+@triton.jit
+def _grouped_mm_gate(
+    a,
+    b,
+    bias,
+    pre,
+    act,
+    expert_of,
+    first_of,
+    end_of,
+    EXPERTS,
+    INNER,
+    K,
+    se,
+    sk,
+    sn,
+    step,
+    to_up,
+    alpha,
+    beta,
+    limit,
+    HAS_BIAS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    expert = tl.load(expert_of + tile).to(tl.int64)
+    if expert < EXPERTS:
+        rows = (tl.load(first_of + tile) + tl.arange(0, BM)).to(tl.int64)
+        in_rows = rows < tl.load(end_of + tile)
+        inner = tl.program_id(1) * BN + tl.arange(0, BN)
+        in_inner = inner < INNER
+        gates, ups = inner * step, inner * step + to_up
+        g = _product(a, b + expert * se, rows, in_rows, gates, in_inner, K, sk, sn, BM, BN, BK, UPCAST)
+        u = _product(a, b + expert * se, rows, in_rows, ups, in_inner, K, sk, sn, BM, BN, BK, UPCAST)
+        if HAS_BIAS:
+            own = bias + expert * 2 * INNER
+            g += tl.load(own + gates, mask=in_inner, other=0.0).to(tl.float32)[None, :]
+            u += tl.load(own + ups, mask=in_inner, other=0.0).to(tl.float32)[None, :]
+        mask = in_rows[:, None] & in_inner[None, :]
+        # Rounded as they are kept, so that backward sees the same.
+        g, u = g.to(pre.dtype.element_ty), u.to(pre.dtype.element_ty)
+        tl.store(pre + rows[:, None] * 2 * INNER + gates[None, :], g, mask=mask)
+        tl.store(pre + rows[:, None] * 2 * INNER + ups[None, :], u, mask=mask)
+        g = tl.minimum(g.to(tl.float32), limit)
+        u = tl.maximum(tl.minimum(u.to(tl.float32), limit), -limit)
+        out = g * (1.0 / (1.0 + tl.exp(-alpha * g))) * (u + beta)
+        tl.store(act + rows[:, None] * INNER + inner[None, :], out.to(act.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _grouped_mm_gate_backward(
+    grad,
+    b,
+    pre,
+    scale,
+    grad_pre,
+    act,
+    parts,
+    expert_of,
+    first_of,
+    end_of,
+    EXPERTS,
+    INNER,
+    K,
+    R,
+    se,
+    sk,
+    sn,
+    step,
+    to_up,
+    alpha,
+    beta,
+    limit,
+    SCALED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    expert = tl.load(expert_of + tile).to(tl.int64)
+    if expert < EXPERTS:
+        rows = (tl.load(first_of + tile) + tl.arange(0, BM)).to(tl.int64)
+        in_rows = rows < tl.load(end_of + tile)
+        inner = tl.program_id(1) * BN + tl.arange(0, BN)
+        in_inner = inner < INNER
+        mask = in_rows[:, None] & in_inner[None, :]
+        gates = rows[:, None] * 2 * INNER + (inner * step)[None, :]
+        ups = gates + to_up
+        d = _product(grad, b + expert * se, rows, in_rows, inner, in_inner, K, sk, sn, BM, BN, BK, UPCAST)
+        g_all = tl.load(pre + gates, mask=mask, other=0.0).to(tl.float32)
+        u_all = tl.load(pre + ups, mask=mask, other=0.0).to(tl.float32)
+        g, u = tl.minimum(g_all, limit), tl.maximum(tl.minimum(u_all, limit), -limit)
+        s = 1.0 / (1.0 + tl.exp(-alpha * g))
+        out = g * s * (u + beta)
+        if SCALED:
+            part = tl.reduce(tl.where(mask, d * out, 0.0), 1, _add)
+            tl.store(parts + tl.program_id(1).to(tl.int64) * R + rows, part, mask=in_rows)
+            by = tl.load(scale + rows, mask=in_rows, other=0.0).to(tl.float32)[:, None]
+            d, out = d * by, out * by
+        d_gate = tl.where(g_all <= limit, d * (u + beta) * (s + alpha * g * s * (1.0 - s)), 0.0)
+        d_up = tl.where((u_all <= limit) & (u_all >= -limit), d * g * s, 0.0)
+        tl.store(grad_pre + gates, d_gate.to(grad_pre.dtype.element_ty), mask=mask)
+        tl.store(grad_pre + ups, d_up.to(grad_pre.dtype.element_ty), mask=mask)
+        tl.store(act + rows[:, None] * INNER + inner[None, :], out.to(act.dtype.element_ty), mask=mask)

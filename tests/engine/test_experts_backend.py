@@ -1,0 +1,237 @@
+"""What computes the experts: one autograd function, exact and lean, in place of autograd through everything."""
+
+import copy
+import importlib.util
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import Qwen3MoeConfig
+from transformers.integrations.moe import grouped_mm_experts_forward
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter import OpenAIPrivacyFilterExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.experts.backends import Choice, TorchBackend, choose_backend
+from epfsdp2.engine.experts.compute import ExpertParallel, adapt_experts, attach, compute, experts_forward
+from tests.support.models import relative_error
+
+RELATIVE = 1e-5
+E, K, D, INNER, T = 6, 3, 24, 20, 11
+ENDS = "gate_up_proj_lora_A", "gate_up_proj_lora_B", "down_proj_lora_A", "down_proj_lora_B"
+
+
+class Config:
+    """The fields that experts classes of several families read."""
+
+    hidden_size, intermediate_size, moe_intermediate_size = D, INNER, INNER
+    num_experts = num_local_experts = n_routed_experts = E
+    hidden_act, mlp_hidden_act, swiglu_limit, moe_latent_size = "silu", "relu2", 1.5, None
+    _experts_implementation = "eager"
+
+
+FAMILIES = {
+    "plain": Qwen3MoeExperts,
+    "clamped": DeepseekV4Experts,
+    "interleaved, transposed, biases": GptOssExperts,
+    "transposed, biases": OpenAIPrivacyFilterExperts,
+    "no gate": NemotronHExperts,
+}
+
+
+class Enabled:
+    enabled, scaling = True, 0.5
+
+
+def make(family, dtype=torch.float32, adapters=False):
+    torch.manual_seed(1)
+    module = FAMILIES[family](Config())
+    if adapters:
+        for name, (out, inner) in {"gate_up_proj": (2 * INNER, D), "down_proj": (D, INNER)}.items():
+            module.register_parameter(f"{name}_lora_A", nn.Parameter(torch.empty(E, 3, inner)))
+            module.register_parameter(f"{name}_lora_B", nn.Parameter(torch.empty(E, out, 3)))
+        adapt_experts(module, Enabled())
+    for param in module.parameters():
+        nn.init.normal_(param, std=0.5)
+    return module.to(dtype)
+
+
+def routed(tokens=T, dtype=torch.float32, weights_dtype=torch.float32):
+    """Tokens, ids of all experts but the last with one listed twice by each token, and routing weights."""
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, E - 1, (tokens, K), generator=generator)
+    ids[:, 1] = ids[:, 0]
+    hidden = torch.randn(tokens, D, generator=generator).to(dtype)
+    return hidden, ids, torch.rand(tokens, K, generator=generator).to(weights_dtype)
+
+
+def tokens_with(module, backend, hidden, ids, weights):
+    """Output and gradients of hidden states, routing weights and parameters, all experts on one rank."""
+    module = copy.deepcopy(module)
+    attach(module, ExpertParallel(E, None, backend=backend))
+    hidden, weights = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
+    out = experts_forward(module, hidden, ids, weights)
+    (out.float() * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+    return {"out": out, "hidden": hidden.grad, "weights": weights.grad} | grads_of(module)
+
+
+def rows_with(module, backend, rows, counts_e):
+    """The same of rows that were sent here."""
+    module = copy.deepcopy(module)
+    attach(module, ExpertParallel(E, None, backend=backend))
+    rows = rows.clone().requires_grad_()
+    out = compute(module, dict(module.named_parameters()), rows, counts_e)
+    (out.float() * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+    return {"out": out, "rows": rows.grad} | grads_of(module)
+
+
+def grads_of(module):
+    return {name: param.grad for name, param in module.named_parameters() if param.requires_grad}
+
+
+def assert_equal(got, want, bound=RELATIVE):
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert got[name].shape == value.shape and got[name].dtype == value.dtype, name
+        assert relative_error(got[name], value) < bound, (name, relative_error(got[name], value))
+
+
+@pytest.mark.parametrize(("family", "tokens"), itertools.product(FAMILIES, (T, 0)))
+def test_every_layout_equals_plain_operators(family, tokens):
+    module, (hidden, ids, weights) = make(family), routed(tokens)
+    got = tokens_with(module, "torch", hidden, ids, weights)
+    assert_equal(got, tokens_with(module, "reference", hidden, ids, weights))
+    assert not got["down_proj"][-1].any() and (tokens == 0 or got["down_proj"][0].any())
+    counts_e = torch.tensor([3, 0, 4, 0, 1, 3]) * (tokens > 0)
+    rows = torch.randn(int(counts_e.sum()), D)
+    assert_equal(rows_with(module, "torch", rows, counts_e), rows_with(module, "reference", rows, counts_e))
+
+
+@pytest.mark.parametrize("frozen", [(), ("gate_up_proj", "down_proj"), ENDS, ENDS[:2] + ("gate_up_proj",)], ids=str)
+def test_adapters_and_frozen_weights(frozen):
+    module, inputs = make("plain", adapters=True), routed()
+    for name in frozen:
+        module.get_parameter(name).requires_grad_(False)
+    got = tokens_with(module, "torch", *inputs)
+    assert_equal(got, tokens_with(module, "reference", *inputs))
+    assert len(got) == 3 + 6 - len(frozen)
+    module._epfsdp2_adapters = type("Disabled", (), {"enabled": False, "scaling": 0.5})()
+    for name in ENDS:
+        module.get_parameter(name).requires_grad_(False)
+    assert_equal(tokens_with(module, "torch", *inputs), tokens_with(module, "reference", *inputs))
+
+
+@pytest.mark.parametrize("family", ["plain", "interleaved, transposed, biases"])
+@pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16])
+def test_bfloat16_is_no_further_from_float32_than_plain_operators(family, weights_dtype):
+    module, (hidden, ids, weights) = make(family, torch.bfloat16), routed(400, torch.bfloat16, weights_dtype)
+    exact = tokens_with(copy.deepcopy(module).float(), "reference", hidden.float(), ids, weights.float())
+    got, plain = (tokens_with(module, backend, hidden, ids, weights) for backend in ("torch", "reference"))
+    for name, value in exact.items():
+        ours, theirs = (relative_error(of[name].float(), value) for of in (got, plain))
+        assert 0 < ours < 1.1 * theirs, (name, ours, theirs)
+        assert got[name].dtype == plain[name].dtype
+
+
+def test_sums_over_experts_accumulate_in_float32():
+    rows, slots = torch.ones(1025, 8, dtype=torch.bfloat16), torch.arange(1025).view(1, -1)
+    for weights in (None, torch.ones(1, 1025, dtype=torch.bfloat16), torch.ones(1, 1025)):
+        # One by one in bfloat16 the sum would stop at 256.
+        assert (TorchBackend().gather_sum(rows, slots, weights, torch.float32) >= 1024).all()
+
+
+def test_autocast_around_the_experts_is_that_of_their_activation_in_backward_too():
+    class Mixes(Qwen3MoeExperts):
+        def _apply_gate(self, pre):
+            seen.append(torch.is_autocast_enabled("cpu"))
+            gate, up = pre.chunk(2, dim=-1)
+            return (self.act_fn(gate) * up) @ torch.eye(INNER, dtype=pre.dtype)  # which autocast computes in bfloat16
+
+    seen = []
+    module, (hidden, ids, weights) = Mixes(Config()), routed()
+    for param in module.parameters():
+        nn.init.normal_(param, std=0.5)
+    results = []
+    for backend in ("torch", "reference"):
+        attach(module, ExpertParallel(E, None, backend=backend))
+        module.zero_grad()
+        leaf = hidden.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = experts_forward(module, leaf, ids, weights)
+        out.sum().backward()
+        results.append({"out": out, "hidden": leaf.grad} | {n: p.grad.clone() for n, p in module.named_parameters()})
+    assert seen == [True, True, True]
+    assert_equal(*results)
+
+
+# -- what is kept ---------------------------------------------------------------------------------------------------
+
+
+def bytes_kept(function, without):
+    """Of storages that autograd saves in a call, those of parameters and inputs left out."""
+    known, kept = {t.untyped_storage()._cdata for t in without}, {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            kept[storage._cdata] = storage
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        function()
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("experts", "hidden", "inner"), [(32, 512, 192), (64, 896, 256)], ids=["qwen3", "deepseek"])
+def test_less_is_kept_than_0_4_of_what_grouped_mm_keeps(dtype, experts, hidden, inner):
+    """Qwen3-30B-A3B's and DeepSeek-V3's proportions, a quarter and an eighth as wide, a quarter of the experts."""
+    config = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=inner, num_experts=experts, num_experts_per_tok=8)
+    module = Qwen3MoeExperts(config).to(dtype)
+    for param in module.parameters():
+        nn.init.normal_(param)
+    attach(module, ExpertParallel(experts, None))
+    weights, ids = torch.randn(64, experts).softmax(-1).topk(8)
+    given = torch.randn(64, hidden, dtype=dtype, requires_grad=True), ids, weights.to(dtype).requires_grad_()
+    theirs, ours = (
+        bytes_kept(lambda f=f: f(module, *given), [*given, *module.parameters()])
+        for f in (grouped_mm_experts_forward, experts_forward)
+    )
+    pre = 64 * 8 * 2 * inner * dtype.itemsize
+    assert pre <= ours <= pre + 64 * 8 * 8 <= 0.4 * theirs
+
+
+# -- which one computes ---------------------------------------------------------------------------------------------
+
+
+def test_what_can_not_run_is_refused_by_name_and_passed_over_by_auto(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for dtype, reason in ((torch.float32, "Triton needs a GPU"), (torch.float64, "bfloat16 and float16, and not")):
+        with pytest.raises(SettingError, match=rf"experts_backend=triton: .*{reason}.*What works: .*=torch"):
+            choose_backend("triton", "cpu", dtype)
+        choice = choose_backend("auto", "cpu", dtype)
+        assert choice.name == "torch" and reason in choice.passed_over
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert choose_backend("triton", "cpu", torch.float32).name == "triton"
+    assert choose_backend("auto", "cpu", torch.float32) == Choice("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, auto in (((7, 5), "torch"), ((8, 0), "mixed"), ((9, 0), "mixed")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
+        choice = choose_backend("auto", "cuda", torch.bfloat16)
+        assert choice.name == auto and (choice.passed_over is None) == (auto == "mixed")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    with pytest.raises(SettingError, match=r"compute capability 8.0, and this GPU has 7.5"):
+        choose_backend("triton", "cuda", torch.bfloat16)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SettingError, match="Triton is not installed"):
+        choose_backend("triton", "cuda", torch.bfloat16)
+
+
+def test_what_there_is_not_is_refused():
+    with pytest.raises(SettingError, match=r"engine.experts_backend=cutlass: is one of .*torch"):
+        choose_backend("cutlass", "cpu", torch.float32)

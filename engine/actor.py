@@ -141,10 +141,10 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         # verl passes cumulative lengths where the model's forward takes them; the families here read position ids.
         self.pass_packed_cu_seqlens = False
         options = self._sharding_options()
-        self._plan = self._plan_run(options)
         passed_over = choose_backend(options.experts_backend, get_device_name(), options.param_dtype).passed_over
         if passed_over and self.rank == 0:
             print(f"[epfsdp2] {passed_over}")
+        self._plan = self._plan_run(options)
         parallelize(module, self.meshes, options)
         materialize(module, get_device_id(), shards="cpu" if self.engine_config.offload_policy else None)
         may_be_unused = "" if self.engine_config.allow_unused_weights else self._may_be_unused

@@ -672,9 +672,9 @@ def test_a_round_has_to_hold_one_row(model, wanted, expert_parallel):
     # parts at most: 2 MB each.
     model["override_config"] |= {"num_experts": 2048, "moe_intermediate_size": 1024, "hidden_size": 2048}
     placed = rollout(expert_parallel_size=expert_parallel)
-    check_run(engine(rollout_sync=wanted, sync_megabytes=10), 2, model, placed, device="cpu")
+    check_run(engine(rollout_sync=wanted, sync_megabytes=10, expert_shard_dim=1), 2, model, placed, device="cpu")
     with pytest.raises(SettingError) as caught:
-        check_run(engine(rollout_sync=wanted, sync_megabytes=9), 2, model, placed, device="cpu")
+        check_run(engine(rollout_sync=wanted, sync_megabytes=9, expert_shard_dim=1), 2, model, placed, device="cpu")
     text = paragraph(caught.value, "engine.sync_megabytes", 9)
     assert f"{2 << 20} bytes on a rank" in text and text.endswith("engine.sync_megabytes=10")
     check_run(engine(rollout_sync="full", sync_megabytes=1), 2, model, placed, device="cpu")

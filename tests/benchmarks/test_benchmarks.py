@@ -104,7 +104,7 @@ def test_samples_have_the_tokens_that_are_asked_for():
 
 def test_bounds_of_the_step_and_the_share_of_experts():
     row = step.Row(2, 32, "ep 2", 2, 1.0, 1.0, 2.0, 1, 1)
-    assert row.holds and not replace(row, speedup=1.99).holds
+    assert row.holds and not replace(row, speedup=1.99).holds and replace(row, tokens=1024, speedup=1.99).holds
     assert replace(row, ep=1, speedup=0.95).holds and not replace(row, ep=1, speedup=0.94).holds
     assert replace(row, world=1, ep=1, speedup=0.95).holds
     assert 0.945 < step.share_of_experts(step.MODEL) < 0.955

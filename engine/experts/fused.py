@@ -21,6 +21,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .backends import Backend, Groups
+from .dispatch import inverse, plan
 
 __all__ = ["Linear", "on_rows", "on_tokens"]
 
@@ -199,12 +200,9 @@ def on_tokens(
         weights_TK: any float dtype.
     """
     experts = _Experts(module, backend, up, down)
-    slots = experts_TK.reshape(-1).long()
-    order_S = torch.argsort(slots, stable=True)
-    # Not bincount: on an accelerator it waits for the device to learn its output's size.
-    counts_E = slots.new_zeros(up.weight.shape[0]).scatter_add_(0, slots, torch.ones_like(slots))
-    groups = Groups(counts_E, slots.shape[0])
-    return _OnTokens.apply(experts, groups, order_S, dtype, hidden_TD, weights_TK, *experts.tensors)
+    (route,) = plan(experts_TK, up.weight.shape[0], None)
+    groups = Groups(route.counts_e, experts_TK.numel())
+    return _OnTokens.apply(experts, groups, route.slot_order, dtype, hidden_TD, weights_TK, *experts.tensors)
 
 
 class _OnRows(torch.autograd.Function):
@@ -240,7 +238,7 @@ class _OnTokens(torch.autograd.Function):
         backend, k = experts.backend, weights_TK.shape[1]
         with _no_autocast(hidden_TD):
             pre, out = experts.forward(backend.take(hidden_TD, order_S // k), groups, ctx.ambient)
-            output_TD = backend.gather_sum(out, _inverse(order_S).view_as(weights_TK), weights_TK, dtype)
+            output_TD = backend.gather_sum(out, inverse(order_S).view_as(weights_TK), weights_TK, dtype)
         trains_up = any(ctx.needs_input_grad[6:10])
         ctx.save_for_backward(pre, order_S, weights_TK, hidden_TD if trains_up else None, *tensors)
         return output_TD
@@ -250,7 +248,7 @@ class _OnTokens(torch.autograd.Function):
     def backward(ctx, grad_TD):
         pre, order_S, weights_TK, hidden_TD, *tensors = ctx.saved_tensors
         experts, groups, needed = ctx.experts.holding(tensors), ctx.groups, ctx.needs_input_grad[6:]
-        backend, up, slots_TK = experts.backend, experts.up, _inverse(order_S).view_as(weights_TK)
+        backend, up, slots_TK = experts.backend, experts.up, inverse(order_S).view_as(weights_TK)
         tokens_S = order_S // weights_TK.shape[1]
         with _no_autocast(grad_TD):
             grad_RD = backend.take(grad_TD.to(pre.dtype).contiguous(), tokens_S)
@@ -272,12 +270,6 @@ class _OnTokens(torch.autograd.Function):
 
 def _columns(vector: torch.Tensor) -> torch.Tensor:
     return vector.unsqueeze(-1).expand(*vector.shape, _COLUMNS).contiguous()
-
-
-def _inverse(order: torch.Tensor) -> torch.Tensor:
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(order.numel(), device=order.device)
-    return inverse
 
 
 def _no_autocast(like: torch.Tensor) -> Any:

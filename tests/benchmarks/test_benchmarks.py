@@ -45,7 +45,7 @@ def test_bounds_of_the_experts_layer():
     assert row.holds and not replace(row, ratio=1.01).holds and not replace(row, kept_ratio=0.41).holds
     on_gpu = replace(row, geometry=experts.ON_A_GPU[0])
     assert not on_gpu.holds and replace(on_gpu, ratio=0.66).holds  # there it has to be 1.5 x as fast
-    found = {"matrix rate": 0.5, "dispatch": 0.7, "combine": 0.7}
+    found = {"matrix rate": 0.5, "permute": 0.7, "sum": 0.7}
     assert experts.fast_enough(found) and not any(experts.fast_enough(found | {name: 0.4}) for name in found)
     assert replace(row, side="eager", ratio=3.0).holds
 
@@ -67,7 +67,7 @@ def test_what_the_gpu_rows_are_made_of_runs():
     measured = experts.rates(TINY)
     assert min(measured.values()) > 0
     found = experts.shares(experts.Row(TINY, experts.OURS, total=1.0), measured)
-    assert set(found) == {"matrix rate", "dispatch", "combine"}
+    assert set(found) == {"matrix rate", "permute", "sum"}
     assert found["matrix rate"] == pytest.approx(TINY.flops / 1e12 / measured["matrix_tflops"])
 
 

@@ -25,7 +25,7 @@ from .traffic import Traffic
 
 __all__ = ["Arrival", "Buffers", "Exchange", "Landing", "Round", "starts"]
 
-_CACHED_BYTES = 4 << 20  # what is cast and then taken apart should still be in a cache
+_CACHED_BYTES = 2 << 20  # what is cast and then taken apart should still be in a cache
 
 
 @dataclass(frozen=True)

@@ -37,26 +37,21 @@ def counted_collectives() -> Iterator[dict[str, Counted]]:
         entry.wire += (2 if name.startswith("all-reduce") else 1) * nbytes * (ranks - 1) / ranks
 
     gather, scatter = DefaultAllGather.__call__, DefaultReduceScatter.__call__
-    exchange, reduce, gathers = dist.all_to_all_single, dist.all_reduce, _fsdp_param_group.foreach_all_gather
-    reduces = _fsdp_param_group.foreach_reduce
+    exchange, reduce = dist.all_to_all_single, dist.all_reduce
     now = []
 
     def experts_or_dense(params):
         return "experts" if "experts" in params[0]._param_fqn else "dense"
 
-    def foreach_all_gather(params, *args, **kwargs):
-        now.append(experts_or_dense(params))
-        try:
-            return gathers(params, *args, **kwargs)
-        finally:
-            now.pop()
+    def told(call):
+        def tells(params, *args, **kwargs):
+            now.append(experts_or_dense(params))
+            try:
+                return call(params, *args, **kwargs)
+            finally:
+                now.pop()
 
-    def foreach_reduce(params, *args, **kwargs):
-        now.append(experts_or_dense(params))
-        try:
-            return reduces(params, *args, **kwargs)
-        finally:
-            now.pop()
+        return tells
 
     def all_gather(self, output_tensor, input_tensor, group, *args, **kwargs):
         count(f"all-gather {now[-1]}", output_tensor, group)
@@ -77,8 +72,8 @@ def counted_collectives() -> Iterator[dict[str, Counted]]:
         return exchange(output, input, *args, **kwargs)
 
     with (
-        patch.object(_fsdp_param_group, "foreach_all_gather", foreach_all_gather),
-        patch.object(_fsdp_param_group, "foreach_reduce", foreach_reduce),
+        patch.object(_fsdp_param_group, "foreach_all_gather", told(_fsdp_param_group.foreach_all_gather)),
+        patch.object(_fsdp_param_group, "foreach_reduce", told(_fsdp_param_group.foreach_reduce)),
         patch.object(DefaultAllGather, "__call__", all_gather),
         patch.object(DefaultReduceScatter, "__call__", reduce_scatter),
         patch.object(dist, "all_reduce", all_reduce),

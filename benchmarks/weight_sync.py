@@ -51,7 +51,9 @@ from tests.support.ranks import run_ranks
 
 WORLD = 2
 SIDES = ("stock", "stock-bf16", "full", "sliced", "sliced-bf16")
-BUCKET_MEGABYTES, SYNC_MEGABYTES = 64, 128
+BUCKET_MEGABYTES = SYNC_MEGABYTES = 128
+TURNS_ALONE = 3  # of the trainer's part, which is short, for each turn of a sync
+BARE = ("bare", "cast")
 COLUMNS = ["rollout", "side", "GB", "end to end s", "against stock", "trainer's part s", "against bare"]
 COLUMNS += ["against bare, cast", "peak MB"]
 MODEL = {
@@ -130,7 +132,7 @@ def ranks(folder: Path, tp: int, handles: list[str], turns: list[str], out: Path
                 rank=trainer.rank,
             )
         )
-    alone = [trainers_part(trainer, side) for side in turns]
+    alone = [trainers_part(trainer, side) for side in turns * TURNS_ALONE]
     if trainer.rank == 0:
         out.write_text(json.dumps({"began": began, "alone": alone, "peaks": peaks}))
 
@@ -160,7 +162,7 @@ def _bare(trainer: Trainer, side: str, handed: int, buffer: torch.Tensor) -> dic
     """Seconds of a sync's collectives, one after the other out of buffers that are there, and of one copy.
 
     Returns:
-        ``bare_seconds`` with a copy of what is handed over, ``cast_seconds`` with one that reads what is stored.
+        ``bare`` with a copy of what is handed over, ``cast`` with one that reads what is stored.
     """
     calls = []
     original = {name: getattr(dist, name) for name in ("all_to_all_single", "all_gather_into_tensor")}
@@ -189,8 +191,8 @@ def _bare(trainer: Trainer, side: str, handed: int, buffer: torch.Tensor) -> dic
     collectives = time.monotonic() - start
     stored = torch.float32 if side == "sliced" else torch.bfloat16
     return {
-        "bare_seconds": collectives + _copy_seconds(handed, buffer, torch.bfloat16),
-        "cast_seconds": collectives + _copy_seconds(handed, buffer, stored),
+        "bare": collectives + _copy_seconds(handed, buffer, torch.bfloat16),
+        "cast": collectives + _copy_seconds(handed, buffer, stored),
     }
 
 
@@ -238,7 +240,7 @@ def run(tp: int, repeats: int, trainer_only: bool) -> list[dict]:
     rows: list[dict] = []
     for side in SIDES:
         chosen = [i for i, turn in enumerate(turns) if turn == side][1:]
-        alone = [figures["alone"][i] for i in chosen]
+        alone = [figures["alone"][i] for i, turn in enumerate(turns * TURNS_ALONE) if turn == side][1:]
         row = {
             "tp": tp,
             "side": side,
@@ -250,7 +252,7 @@ def run(tp: int, repeats: int, trainer_only: bool) -> list[dict]:
             row["seconds"] = statistics.median(took[i] for i in chosen)
             row["times_stock"] = (rows[0] if rows else row)["seconds"] / row["seconds"]
         if side.startswith("sliced"):
-            row |= {key: statistics.median(a[key] for a in alone) for key in ("bare_seconds", "cast_seconds")}
+            row |= {f"times_{key}": statistics.median(a["seconds"] / a[key] for a in alone) for key in BARE}
         rows.append(row)
     return rows
 
@@ -276,8 +278,7 @@ def _when_done(engine: Engine):
 
 
 def cells(row: dict) -> list[str]:
-    keys = ("bare_seconds", "cast_seconds")
-    bare = [f"{row['trainers_part_seconds'] / row[key]:.2f} x" if key in row else "" for key in keys]
+    bare = [f"{row[f'times_{key}']:.2f} x" if f"times_{key}" in row else "" for key in BARE]
     return [
         f"TP {row['tp']}",
         row["side"],
@@ -297,9 +298,9 @@ def write(rows: list[dict], repeats: int) -> None:
         "Two trainer ranks with a Qwen3-MoE of 0.48 GB in bfloat16 (masters float32) send it to vLLM's CPU build;",
         f"sides take turns, medians of {repeats}. GB: handed to one worker. Against stock: verl's fsdp2 engine with",
         "float32 masters, its default; `-bf16`: parameters are stored in bfloat16, nothing is cast. Trainer's part:",
-        "gathering and one copy, against the bare collectives and one copy of what is handed over; then against the",
-        "same with a copy that reads what is stored, which for float32 masters is a cast. Peak: most bytes allocated",
-        f"at once, with {SYNC_MEGABYTES} MB allowed.",
+        f"gathering and one copy (medians of {TURNS_ALONE * (repeats + 1) - 1}), against the bare collectives and one",
+        "copy of what is handed over; then against the same with a copy that reads what is stored, which for float32",
+        f"masters is a cast. Peak: most bytes allocated at once, with {SYNC_MEGABYTES} MB allowed.",
     ]
     on = f"{where['cpu']}, {where['cores']} cores; torch {where['versions']['torch']}"
     heading = "A weight sync, end to end"

@@ -43,10 +43,11 @@ class Arrival:
 
 @dataclass
 class Buffers:
-    """What a round is sent from and received into; two take turns."""
+    """What a round is sent from and received into, of which two take turns, and where it keeps its worker's own."""
 
     out: torch.Tensor
     in_: torch.Tensor
+    kept: torch.Tensor
 
 
 @dataclass
@@ -61,8 +62,11 @@ class Round:
 class Landing(Protocol):
     """Memory of a consumer's own in which rounds may arrive."""
 
-    def room(self, nbytes: int, count: int, largest: int) -> list[torch.Tensor]:
-        """So many buffers of bytes, or none; what is handed over from elsewhere has at most ``largest`` bytes."""
+    def room(self, sizes: Sequence[int], largest: int) -> list[torch.Tensor]:
+        """A buffer of each size in bytes, as many of the first ones as there is room for.
+
+        What is handed over from elsewhere has at most ``largest`` bytes.
+        """
 
     def vacate(self) -> None:
         """What has been handed over may be overwritten after this. Raises nothing, since rounds have to go on."""
@@ -210,7 +214,7 @@ class Exchange:
         self._brought: dict[int, list[tuple[Tensor, Box, int]]] = {}
         self._out: list[torch.Tensor] = []
         self._in: list[torch.Tensor] = []
-        self._cast = self._kept = self._empty(0)
+        self._cast = self._empty(0)
         self._splits = [self._split(pieces, self._at_once) for pieces in plan.rounds]
         self.traffic = Traffic()
 
@@ -264,7 +268,8 @@ class Exchange:
             dtypes: in which each is sent; cast before it is.
             traffic: counts what this run moves and holds.
             values: what this rank holds of a tensor, as it is to be sent; its shard by default.
-            landing: where rounds arrive if it has room for two of them; what has is the caller's until it is vacated.
+            landing: where rounds arrive, and what a rank keeps for its own worker is cast to, if there is room; it is
+                the caller's until it is vacated.
         """
         self.traffic = traffic = traffic or Traffic()
         shards = _Shards(tensors, dtypes, self._boxes, values)
@@ -272,7 +277,7 @@ class Exchange:
             for index in range(len(self._splits)):
                 self._prepare(index, shards)
         buffers = self._make_buffers(landing)
-        held = sum(buffer.nbytes for buffer in (*self._out, *self._in, self._cast, self._kept))
+        held = sum(buffer.nbytes for buffer in (*self._out, *self._in, self._cast))
         traffic.hold(held)
         arriving = self._arrivals(shards, buffers, landing)
         try:
@@ -288,13 +293,13 @@ class Exchange:
     def _arrivals(self, shards: _Shards, buffers: list[Buffers], landing: Landing | None) -> Iterator[Arrival]:
         coming: Round | None = None
         for index in range(len(self._splits)):
-            if landing is not None and index > 1:
+            if landing is not None:
                 landing.vacate()
-            self._fill(index, buffers[index % 2].out, shards)
+            self._fill(index, buffers[index % 2], shards)
             issued = self._issue(index, buffers[index % 2])
             if coming is not None:
                 yield from self._take(coming, shards)
-            yield from self._hand_over(index, shards)
+            yield from self._hand_over(index, buffers[index % 2], shards)
             coming = issued
         if coming is not None:
             yield from self._take(coming, shards)
@@ -311,12 +316,14 @@ class Exchange:
         if not self._out:
             self._out = [self._empty(out) for _ in range(count)]
             self._cast = self._empty(max((gift.cast_bytes for gifts in self._gifts for gift in gifts), default=0))
-            kept = (own.kept.stop for owns in self._own for own in owns if own.kept)
-            self._kept = self._empty(max(kept, default=0))
-        landed = landing.room(in_, count, self._largest_box) if landing is not None else []
-        if not landed and not self._in:
-            self._in = [self._empty(in_) for _ in range(count)]
-        return [Buffers(*pair) for pair in zip(self._out, landed or self._in, strict=True)]
+        kept = max((own.kept.stop for owns in self._own for own in owns if own.kept), default=0)
+        sizes = [in_] * count + [kept]
+        landed = landing.room(sizes, self._largest_box) if landing is not None else []
+        short = sizes[len(landed) :]
+        if len(self._in) < len(short):
+            self._in = [self._empty(size) for size in short]
+        *arrive, kept = (*landed, *self._in[len(self._in) - len(short) :])
+        return [Buffers(*pair, kept) for pair in zip(self._out, arrive, strict=True)]
 
     @cached_property
     def _largest_box(self) -> int:
@@ -348,7 +355,7 @@ class Exchange:
                     in_[transfer.source] += transfer.box.numel * itemsize
         return out, in_
 
-    def _fill(self, index: int, out: torch.Tensor, shards: _Shards) -> None:
+    def _fill(self, index: int, buffers: Buffers, shards: _Shards) -> None:
         """Write what a round sends, and keep what was cast with it for this rank's worker."""
         gifts, own = self._gifts[index], self._own[index]
         shards.keep({gift.tensor.name for gift in gifts} | {box.tensor.name for box in own})
@@ -358,13 +365,13 @@ class Exchange:
             if gift.rows is not None:
                 values = self._cast[: gift.cast_bytes].view(dtype).view(gift.shape).copy_(values[gift.rows])
             for part in gift.parts:
-                _write((self._kept if part.is_kept else out)[part.to], values[part.inside], dtype)
+                _write((buffers.kept if part.is_kept else buffers.out)[part.to], values[part.inside], dtype)
 
-    def _hand_over(self, index: int, shards: _Shards) -> Iterator[Arrival]:
+    def _hand_over(self, index: int, buffers: Buffers, shards: _Shards) -> Iterator[Arrival]:
         """What this rank's worker takes of its own in a round."""
         for own in self._own[index]:
             if own.kept is not None:
-                values = self._kept[own.kept].view(shards.dtype(own.tensor.name)).view(own.box.shape)
+                values = buffers.kept[own.kept].view(shards.dtype(own.tensor.name)).view(own.box.shape)
             else:
                 values = shards.values(own.tensor.name)[own.inside]
             yield Arrival(own.tensor, own.box, values)

@@ -7,7 +7,7 @@ how the bucket is filled, and keeps the rest; where verl has been changed since,
 import hashlib
 import inspect
 import logging
-from collections.abc import AsyncIterable, Callable
+from collections.abc import AsyncIterable, Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -52,14 +52,16 @@ class Bucket:
         self._failure: Exception | None = None
         self._is_closed = False
 
-    def room(self, nbytes: int, count: int, largest: int) -> list[torch.Tensor]:
+    def room(self, sizes: Sequence[int], largest: int) -> list[torch.Tensor]:
         """Memory in which a stream may receive; see ``exchange.Landing``."""
-        nbytes = -(-nbytes // 64) * 64
-        rest = (self._memory.numel() - count * nbytes) // 64 * 64
-        if rest < max(largest, self._memory.numel() * _LEAST_TO_COPY_TO):
-            return []
-        self._size = rest
-        return list(self._memory[rest : rest + count * nbytes].split(nbytes)) if nbytes else []
+        least, buffers = max(largest, self._memory.numel() * _LEAST_TO_COPY_TO), []
+        for size in sizes:
+            begin = (self._size - size) // 64 * 64
+            if begin < least:
+                break
+            buffers.append(self._memory[begin : begin + size])
+            self._size = begin
+        return buffers
 
     def vacate(self) -> None:
         """Ship what lies in it; a failure is raised by what comes next."""

@@ -58,21 +58,26 @@ def _lands(folder):
         memory = torch.zeros(size, dtype=torch.uint8)
         worker, into = Worker(memory), stream()
         bucket = Bucket(memory, worker.ship)
-        elsewhere = set()
+        elsewhere, landed = set(), 0
         for name, tensor in into.tensors(bucket):
             if isinstance(tensor, CastOnCopy) or tensor.untyped_storage().data_ptr() != memory.data_ptr():
                 elsewhere.add(name)
+            else:
+                landed += tensor.nbytes
             bucket.put(name, tensor)
         bucket.finish()
         assert worker.ends == [False] * (len(worker.ends) - 1) + [True]
         assert worker.tensors.keys() == wanted.keys()
         assert all(torch.equal(worker.tensors[name], wanted[name]) for name in wanted)
-        # What arrives lies behind what is copied, and its buffers are not held twice.
+        # What arrives, and is kept, lies behind what is copied, and its buffers are not held twice.
         first = min((at for name, at in worker.shipped if name not in elsewhere), default=size)
         assert (first < size) == lands
         assert all(at < first for name, at in worker.shipped if name in elsewhere)
         assert (len(elsewhere) < len(wanted)) == lands
-        held = sum(buffer.nbytes for buffer in (*sync.exchange("sliced", Rollout(2), rank)._out,))
+        exchange = sync.exchange("sliced", Rollout(2), rank)
+        kept = [own.box.numel * own.tensor.itemsize for owns in exchange._own for own in owns if own.kept]
+        assert kept and landed == (into.traffic.received + sum(kept) if lands else 0)
+        held = sum(buffer.nbytes for buffer in exchange._out)
         assert into.traffic.peak >= held and into.traffic.peak <= MEMORY
 
 

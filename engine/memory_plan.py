@@ -11,7 +11,8 @@ gathers are under way.
 - computing gradients: the buffers ahead, the weights, X, and their gradients, X;
 - packing gradients to be reduced: the buffers ahead; X of gradients (copied, and the last parameter's own, if they are
   cut along another dim than the first), and X packed;
-- reducing: the buffers ahead; X packed; X that gloo copies; the rank's shard of the sum; the last parameter's gradient.
+- reducing: the buffers ahead; X packed; if there are several ranks, X that gloo copies and the rank's shard of the sum;
+  the last parameter's gradient.
 
 In backward the gradients of the units that are done are there too, and what is kept for those to come. What experts
 keep is there from when they are gathered, in forward or to be computed again, until their gradients are packed. Where
@@ -309,12 +310,13 @@ class _Step:
         read = 0 if main.freed and not main.gathered_again else weights
         gradients, packed = size.reduced * compute, size.reduced * reduce
         last = size.last * compute
-        copied = packed if self.backend.copies or size.ranks == 1 else 0
+        # Where there is one rank, the sum is what was packed (reduce_in_place.py).
+        summed = packed if size.ranks == 1 else packed + size.trained * reduce + (packed if self.backend.copies else 0)
         cast = self.trained_shard(main) if self.sizes.master != self.options.reduce_dtype else 0
         yield "gradients", True, kept + read + gradients, self.activations(i, main, experts=True)
         left = self.activations(i, main, experts=not main.is_experts)
         yield "packing gradients", True, kept + gradients + (last if size.moved else 0) + packed, left
-        yield "reducing gradients", True, kept + packed + copied + size.trained * reduce + cast + last, left
+        yield "reducing gradients", True, kept + summed + cast + last, left
 
     def activations(self, i: int, group: ParamGroup | None, experts: bool) -> int:
         """Kept of the layers up to a unit, and of the unit's own when a group of it has its backward; None in forward.

@@ -33,6 +33,7 @@ from .experts.shared_experts import SharedExperts
 from .islands import Island, correction_biases, find_islands, mixing_buffers
 from .mesh import Meshes
 from .placement import check_experts_divide, ep_fsdp_dim, model_parallel_placements
+from .reduce_in_place import reduce_in_place
 
 __all__ = ["Ends", "ShardingOptions", "compute_dtypes", "layer_names", "parallelize", "reshard_all"]
 
@@ -259,17 +260,18 @@ def _divide_gradients(
     By default FSDP divides by the size of a module's own mesh. For experts that is ``world / ep``, while the backward
     all-to-all has already summed over ``ep``: they would come out ``ep`` times too large.
     """
-    world = float(meshes.topology.world)
+    topology = meshes.topology
+    # FSDP divides by PREMUL_SUM, which NCCL alone has, and which its float16 and bfloat16 kernels get a factor of zero
+    # for (pytorch#190745).
+    premultiplies = meshes.dense.device_type == "cuda" and reduce_dtype == torch.float32
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
-        module.set_gradient_divide_factor(world)
-        # FSDP divides by PREMUL_SUM, which NCCL alone has, and which its float16 and bfloat16 kernels get a factor of
-        # zero for (pytorch#190745). With plain sums torch 2.13 divides twice where the shard group has one rank
-        # (_fsdp_collectives.py: once in the world_size == 1 branch, once as post factor), so not there.
-        shard_ranks = meshes.topology.ep_fsdp if module in experts else meshes.topology.fsdp
-        premultiplies = meshes.dense.device_type == "cuda" and reduce_dtype == torch.float32
-        if not premultiplies and shard_ranks > 1:
+        if (topology.ep_fsdp if module in experts else topology.fsdp) == 1:
+            reduce_in_place(module, topology.world / topology.dp_replicate)
+            continue
+        module.set_gradient_divide_factor(float(topology.world))
+        if not premultiplies:
             module.set_force_sum_reduction_for_comms(True)
 
 

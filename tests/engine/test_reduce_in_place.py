@@ -1,0 +1,40 @@
+"""Groups of one rank: the gradient is the buffer that FSDP packed, divided there."""
+
+from unittest import mock
+
+import torch.distributed as dist
+
+from epfsdp2.engine import reduce_in_place
+from tests.support.engine import sharded_model
+from tests.support.models import save_qwen3_moe, token_batch, token_loss
+from tests.support.ranks import run_ranks
+
+WORLD = 4
+
+
+def _one_buffer(folder, ep, fsdp):
+    allocate, packed = reduce_in_place._SameBuffer.allocate, []
+
+    def recorded(self, *args, **kwargs):
+        packed.append(allocate(self, *args, **kwargs))
+        return packed[-1]
+
+    with mock.patch.object(reduce_in_place._SameBuffer, "allocate", recorded):
+        model, _ = sharded_model(folder, WORLD, ep, fsdp)
+        ids, rank = token_batch(WORLD), dist.get_rank()
+        for _ in range(2):  # the second adds to what there is
+            token_loss(model, ids[2 * rank : 2 * rank + 2]).backward()
+    experts = [p for name, p in model.named_parameters() if ".experts." in name]
+    layers = len(experts) // 2
+    first = [p.untyped_storage().data_ptr() for p in packed[: 2 * layers]]
+    assert len(packed) == 2 * 2 * layers and first[::2] == first[1::2]
+    assert {p.grad.to_local().untyped_storage().data_ptr() for p in experts} == set(first)
+
+
+def _two_meshes(folder):
+    _one_buffer(folder, WORLD, -1)
+    _one_buffer(folder, 2, 2)  # with replicas
+
+
+def test_what_fsdp_packs_becomes_the_gradient(tmp_path):
+    run_ranks(_two_meshes, WORLD, save_qwen3_moe(tmp_path))

@@ -1,0 +1,92 @@
+"""How often the host waits for a device to learn what it computed: once per layer, for the sizes of the all-to-alls.
+
+Counted here where a tensor is read by Python, and by operators whose output's size depends on values: on an accelerator
+each of these waits.
+"""
+
+import contextlib
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from epfsdp2.engine.experts.compute import ExpertParallel, attach, experts_forward
+from tests.support.ranks import run_ranks
+
+E, K, D, TOKENS = 8, 2, 16, 12
+READS = ("item", "tolist", "numpy", "__bool__", "__int__", "__index__", "__float__")
+OF_VALUES = ("nonzero", "masked_select", "bincount", "_unique2", "_local_scalar_dense", "repeat_interleave")
+
+
+class Waits(TorchDispatchMode):
+    """What would wait, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        by_mask = name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if by_mask or (name in OF_VALUES and kwargs.get("output_size") is None):
+            self.found.append(name)
+        return func(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def counting(self):
+        with contextlib.ExitStack() as stack:
+            for read in READS:
+                stack.enter_context(mock.patch.object(torch.Tensor, read, self._noting(read), create=True))
+            with self:
+                yield
+
+    def _noting(self, read):
+        original = getattr(torch.Tensor, read)
+
+        def noted(tensor, *args):
+            self.found.append(read)
+            return original(tensor, *args)
+
+        return noted
+
+
+def _waits(ep, backend="torch"):
+    config = Qwen3MoeConfig(num_experts=E, hidden_size=D, moe_intermediate_size=D)
+    config._experts_implementation = "eager"
+    module = Qwen3MoeExperts(config)
+    for name, param in list(module.named_parameters()):
+        local = torch.randn(E // ep, *param.shape[1:])
+        setattr(module, name, torch.nn.Parameter(local))
+    attach(module, ExpertParallel(E, dist.group.WORLD if ep > 1 else None, backend))
+    hidden = torch.randn(TOKENS, D, requires_grad=True)
+    ids, weights = torch.randint(0, E, (TOKENS, K)), torch.rand(TOKENS, K, requires_grad=True)
+    forward, backward = Waits(), Waits()
+    with forward.counting():
+        out = experts_forward(module, hidden, ids, weights)
+    with backward.counting():
+        out.backward(torch.ones_like(out))
+    return forward.found, backward.found
+
+
+def _once():
+    assert _waits(dist.get_world_size()) == (["tolist"], [])
+
+
+def test_a_layer_waits_once_in_forward_and_never_in_backward():
+    run_ranks(_once, 2)
+
+
+def test_without_expert_parallelism_it_never_waits():
+    assert _waits(1) == ([], [])
+
+
+def test_what_would_wait_is_seen():
+    waits, tensor = Waits(), torch.arange(3)
+    with waits.counting():
+        tensor[tensor > 1], tensor.nonzero(), torch.repeat_interleave(tensor, tensor), int(tensor[0]), tensor[1].item()
+        torch.repeat_interleave(tensor, tensor, output_size=3)
+    assert {"index", "nonzero", "repeat_interleave", "__int__", "item"} <= set(waits.found)
+    assert waits.found.count("repeat_interleave") == 1, "with its size given it does not wait"

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.quickstart import machine
 from benchmarks.tables import write_table
 from epfsdp2.engine.clip import clip_grad_norm_
+from epfsdp2.engine.experts.compute import rows_computed
 from epfsdp2.engine.lora import Lora, lora_of
 from epfsdp2.engine.lora_settings import LoraSettings
 from epfsdp2.engine.memory_plan import Backend, Batch, ModelSizes, peak
@@ -92,10 +93,12 @@ class Row:
     sp: int = 1
     critic: bool = False
     lora_rank: int = 0
+    chunks: int = 1
     measured: int = 0
     predicted: int = 0
     largest: int = 0  # single allocation
     stack: int = 0  # of all experts' gate_up_proj in a layer
+    imbalance: float = 1.0  # rows that the busiest rank's experts got, over the mean
 
     @property
     def ratio(self) -> float:
@@ -130,14 +133,16 @@ ROWS = [
     Row(4, checkpointing="none", tokens=512, sp=4),
     Row(2, checkpointing="full", tokens=512, critic=True),
     Row(2, checkpointing="full", tokens=512, lora_rank=16),
+    Row(4, checkpointing="full", tokens=512, chunks=2),
 ]
 FAST = ROWS[1:4]
 
 
 def predict(row: Row) -> int:
-    """Bytes at the peak, from sizes alone (``engine/memory_plan.py``)."""
+    """Bytes at the peak, from sizes and the imbalance of the routers (``engine/memory_plan.py``)."""
     topology, options = Topology.plan(WORLD, row.ep, row.fsdp_size), sharding(row)
-    sizes, batch = ModelSizes.built_by(partial(_build, row), options), Batch(row.tokens, sp=row.sp)
+    batch = Batch(row.tokens, imbalance=row.imbalance, sp=row.sp)
+    sizes = ModelSizes.built_by(partial(_build, row), options)
     return peak(sizes, topology, options, batch, backend=Backend(copies=True)).total
 
 
@@ -157,6 +162,7 @@ def sharding(row: Row) -> ShardingOptions:
         checkpointing=row.checkpointing,
         prefetch_depth=row.depth,
         reshard_after_forward=row.reshard,
+        dispatch_chunks=row.chunks,
     )
 
 
@@ -166,6 +172,7 @@ def measure(folder: Path, row: Row, out: Path) -> None:
     _give_threads_a_moment()
     meshes = build_meshes("cpu", Topology.plan(WORLD, row.ep, row.fsdp_size))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        torch.manual_seed(rank)
         model = _build(row)
         if row.sp > 1:
             SequenceParallel(model, build_sequence_mesh("cpu", WORLD, row.sp).get_group("sp"))
@@ -177,7 +184,7 @@ def measure(folder: Path, row: Row, out: Path) -> None:
         if row.lora_rank:
             lora_of(model).freeze_the_rest(model)
         model.train()
-        optimizer = build_multi_optimizer(model, lambda params: torch.optim.AdamW(params, lr=1e-4))
+        optimizer = build_multi_optimizer(model, lambda params: torch.optim.AdamW(params, lr=0.0))  # routing stays
         for step in ("step 0", *STEPS):
             ids = torch.randint(0, MODEL["vocab_size"], (1, row.tokens), generator=torch.Generator().manual_seed(rank))
             # Given positions, transformers makes a mask, with which sdpa holds scores that it does not without.
@@ -192,8 +199,12 @@ def measure(folder: Path, row: Row, out: Path) -> None:
                 optimizer.zero_grad()
     figures = torch.tensor([peak_of(profiler, step) for step in STEPS]).amin(dim=0)
     dist.all_reduce(figures, op=dist.ReduceOp.MAX)
+    rows = torch.tensor(float(sum(rows_computed(module) or 0 for module in model.modules())))
+    mean, most = rows.clone(), rows
+    dist.all_reduce(mean, op=dist.ReduceOp.SUM)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
     if rank == 0:
-        out.write_text(json.dumps(figures.tolist()))
+        out.write_text(json.dumps([*figures.tolist(), float(most / mean) * WORLD]))
 
 
 def _give_threads_a_moment() -> None:
@@ -272,17 +283,22 @@ def run(row: Row) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "figures.json"
         run_ranks(measure, WORLD, Path(folder), row, out)
-        peak, largest = json.loads(out.read_text())
+        measured, largest, imbalance = json.loads(out.read_text())
     stack = FLOAT * MODEL["num_experts"] * 2 * MODEL["moe_intermediate_size"] * MODEL["hidden_size"]
-    return Row(**{**asdict(row), "measured": peak, "predicted": predict(row), "largest": largest, "stack": stack})
+    row = replace(row, measured=measured, largest=largest, stack=stack, imbalance=imbalance)
+    return replace(row, predicted=predict(row))
 
 
 def cells(row: Row) -> list[str]:
     mib = [f"{bytes_ / 2**20:.1f}" for bytes_ in (row.measured, row.predicted)]
-    besides = (
-        [f"sp {row.sp}"] * (row.sp > 1) + ["critic"] * row.critic + [f"LoRA {row.lora_rank}"] * bool(row.lora_rank)
-    )
-    options = [row.mesh, row.shard_dim, row.depth, row.reshard, row.checkpointing, row.tokens, " ".join(besides)]
+    features = {
+        f"sp {row.sp}": row.sp > 1,
+        "critic": row.critic,
+        f"LoRA {row.lora_rank}": row.lora_rank > 0,
+        f"{row.chunks} chunks": row.chunks > 1,
+    }
+    besides = " ".join(name for name, is_there in features.items() if is_there)
+    options = [row.mesh, row.shard_dim, row.depth, row.reshard, row.checkpointing, row.tokens, besides]
     return [*map(str, options), *mib, f"{row.ratio:.3f}", f"{row.largest / row.stack:.2f}"]
 
 
@@ -291,8 +307,8 @@ def write(rows: list[Row]) -> None:
     result = {"machine": where, "model": MODEL, "rows": [{**asdict(row), "ratio": round(row.ratio, 3)} for row in rows]}
     text = [
         "Four ranks on CPU, float32, AdamW, the lesser of the second and third step. MiB on the rank with the largest",
-        "peak; tokens are of a rank. Predicted:",
-        "`engine/memory_plan.py`, from sizes alone. Largest: the largest single allocation over the stack",
+        "peak; tokens are of a rank. Predicted: `engine/memory_plan.py`, from sizes and from how unevenly the routers,",
+        "which are random, spread the rows. Largest: the largest single allocation over the stack",
         "`[E, 2I, D]` of a layer's `gate_up_proj`. With `ep` = 1 FSDP gathers whole stacks by design; EP is for that.",
     ]
     on = f"{where['cpu']}; torch {where['versions']['torch']}"
@@ -302,13 +318,15 @@ def write(rows: list[Row]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fast", action="store_true", help="three rows; writes no result file")
+    parser.add_argument("--from-tokens", type=int, default=0, help="rows with as many alone; writes no result file")
     asked = parser.parse_args()
-    rows = [run(row) for row in track(FAST if asked.fast else ROWS, "measuring", console=Console(stderr=True))]
+    chosen = [row for row in (FAST if asked.fast else ROWS) if row.tokens >= asked.from_tokens]
+    rows = [run(row) for row in track(chosen, "measuring", console=Console(stderr=True))]
     shown = Table(*COLUMNS)
     for row in rows:
         shown.add_row(*cells(row))
     Console(width=140).print(shown)
-    if not asked.fast:
+    if chosen == ROWS:
         write(rows)
     return 0 if all(row.holds for row in rows) else 1
 

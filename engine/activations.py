@@ -19,6 +19,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
 
 from .checkpointing import units_recomputed
+from .experts.backward_memory import Phase, phases
 from .experts.dispatch import combine, dispatch
 from .experts.find import ComputesItself, UnsupportedModelError, find_experts
 from .parallelize import layer_names
@@ -55,6 +56,8 @@ class LayerActivations:
         sent: of ``experts``, what is not kept where one rank holds all experts: rows that are sent to them and back.
         selective: of ``dense``, kept under selective checkpointing.
         recomputed: under selective checkpointing, of the part that keeps most while it is computed again.
+        dispatched, local: of the backward of experts that rows are sent to, and of experts that are all on one rank,
+            what they hold at once in each phase; empty where they are not lean.
         rows: that each token becomes when it is dispatched; 0 without experts.
         row_width: elements of these rows together.
     """
@@ -65,6 +68,8 @@ class LayerActivations:
     selective: float
     recomputed: float
     sent: float = 0.0
+    dispatched: tuple[Phase, ...] = ()
+    local: tuple[Phase, ...] = ()
     rows: int = 0
     row_width: int = 0
     attention: Attention = Attention()
@@ -125,6 +130,7 @@ class _Tape:
         self.part_inputs: dict[str, dict[int, int]] = {}
         self.rows: dict[str, tuple[int, int]] = {}  # number per token, width of one
         self.sent: dict[str, int] = {}
+        self.phases: dict[str, tuple[list[Phase], list[Phase]]] = {}
         self.attention: dict[str, Attention] = {}
 
     def _key(self, tensor: torch.Tensor) -> int:
@@ -211,6 +217,9 @@ class _Tape:
         for size, part, _ in saved.values():
             if part is not None:
                 of_part[part] = of_part.get(part, 0) + size
+        dispatched, local = (
+            tuple((share, nbytes / _TOKENS) for share, nbytes in found) for found in self.phases.get(name, ([], []))
+        )
         return LayerActivations(
             input=self.inputs[name] / _TOKENS,
             dense=sum(dense.values()) / _TOKENS,
@@ -218,6 +227,8 @@ class _Tape:
             selective=sum(kept.values()) / _TOKENS,
             recomputed=max(of_part.values(), default=0) / _TOKENS,
             sent=self.sent.get(name, 0) / _TOKENS,
+            dispatched=dispatched,
+            local=local,
             rows=self.rows.get(name, (0, 0))[0],
             row_width=math.prod(self.rows.get(name, (0, 0))),
             attention=self.attention.get(name, Attention()),
@@ -266,7 +277,10 @@ def _experts(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, 
     out = (_compute_lean if lean else _compute)(self, sent.rows_RD)
     if _recording is not None and _recording.layer is not None:
         _recording.rows[_recording.layer] = (top_k_index.shape[-1], hidden_states.shape[-1])
-        _recording.sent[_recording.layer] = sent.rows_RD.nbytes + out.nbytes if lean else 0
+        if lean:
+            _recording.sent[_recording.layer] = sent.rows_RD.nbytes + out.nbytes
+            routed = (hidden_states, top_k_index, top_k_weights)
+            _recording.phases[_recording.layer] = (phases(self, *routed, False), phases(self, *routed, True))
     return combine(out, sent, top_k_weights, None).to(hidden_states.dtype)
 
 

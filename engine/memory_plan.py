@@ -8,7 +8,8 @@ gathers are under way.
 - gathering, in forward and backward: a buffer of X for this unit and each ahead; the weights copied out of it, X; and a
   copy of these, X, if they are cut along another dim than the first;
 - computing forward: the buffers, which FSDP lets go of at the next unit, and the weights, X;
-- computing gradients: the buffers ahead, the weights, X, and their gradients, X;
+- computing gradients: the buffers ahead, the weights, X, and what there is of their gradients, up to X; X more of
+  experts whose tokens are dispatched in chunks; and what experts compute again (``experts/backward_memory.py``);
 - packing gradients to be reduced: the buffers ahead; X of gradients (copied, and the last parameter's own, if they are
   cut along another dim than the first), and X packed;
 - reducing: the buffers ahead; X packed; if there are several ranks, X that gloo copies and the rank's shard of the sum;
@@ -313,10 +314,25 @@ class _Step:
         # Where there is one rank, the sum is what was packed (reduce_in_place.py).
         summed = packed if size.ranks == 1 else packed + size.trained * reduce + (packed if self.backend.copies else 0)
         cast = self.trained_shard(main) if self.sizes.master != self.options.reduce_dtype else 0
-        yield "gradients", True, kept + read + gradients, self.activations(i, main, experts=True)
+        # Each chunk of a layer's tokens has gradients of all its experts, which are added to those before.
+        added = gradients if main.is_experts and self.options.dispatch_chunks > 1 else 0
+        for share, working in self.phases(i, main):
+            there = int(share * gradients) + added
+            yield "gradients", True, kept + read + there, self.activations(i, main, experts=False) + working
         left = self.activations(i, main, experts=not main.is_experts)
         yield "packing gradients", True, kept + gradients + (last if size.moved else 0) + packed, left
         yield "reducing gradients", True, kept + summed + cast + last, left
+
+    def phases(self, i: int, group: ParamGroup) -> list[tuple[float, int]]:
+        """Of the backward of a unit's group: the part of its gradients that is there, and bytes of the experts."""
+        layer = self.sizes.traced.layers.get(self.sizes.units[i].name)
+        if layer is None:
+            return [(1.0, 0)]
+        kept, rows = self._experts(layer), self.batch.tokens * self.batch.imbalance
+        found = layer.local if self.topology.ep == 1 else layer.dispatched
+        if not group.is_experts or not found:
+            return [(1.0, int(kept * self.batch.tokens))]
+        return [(share, int(nbytes * rows / self.options.dispatch_chunks)) for share, nbytes in found]
 
     def activations(self, i: int, group: ParamGroup | None, experts: bool) -> int:
         """Kept of the layers up to a unit, and of the unit's own when a group of it has its backward; None in forward.

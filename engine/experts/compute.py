@@ -19,7 +19,15 @@ from .backends import backend_named, fits_the_kernel, native_grouped_mm
 from .dispatch import combine, dispatch
 from .find import ComputesItself
 
-__all__ = ["EXPERTS_IMPLEMENTATION", "Adapters", "ExpertParallel", "adapt_experts", "attach", "rows_computed"]
+__all__ = [
+    "EXPERTS_IMPLEMENTATION",
+    "Adapters",
+    "ExpertParallel",
+    "adapt_experts",
+    "attach",
+    "linears",
+    "rows_computed",
+]
 
 EXPERTS_IMPLEMENTATION = "epfsdp2"
 _HANDLE, _ADAPTERS = "_epfsdp2", "_epfsdp2_adapters"
@@ -104,7 +112,7 @@ def experts_forward(
         return runtime.exchange(hidden, top_k_index, top_k_weights, local_experts).to(hidden_states.dtype)
     if runtime.group is None and runtime.backend != "reference":
         runtime.rows_computed += top_k_index.numel()
-        up, down = _linears(self, weight)
+        up, down = linears(self, weight)
         backend = backend_named(runtime.backend)
         return fused.on_tokens(self, backend, up, down, hidden, top_k_index, top_k_weights, hidden_states.dtype)
     sent = dispatch(hidden, top_k_index, runtime.num_experts, runtime.group)
@@ -126,14 +134,15 @@ def compute(
     """
     runtime: ExpertParallel = getattr(module, _HANDLE)
     if runtime.backend != "reference":
-        up, down = _linears(module, weight)
+        up, down = linears(module, weight)
         return fused.on_rows(module, backend_named(runtime.backend), up, down, rows_RD, counts_e)
     h = _linear(module, rows_RD, _up_name(module), weight, counts_e)
     h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
     return _linear(module, h, "down_proj", weight, counts_e)
 
 
-def _linears(module: Any, weight: Mapping[str, torch.Tensor]) -> tuple[fused.Linear, fused.Linear]:
+def linears(module: Any, weight: Mapping[str, torch.Tensor]) -> tuple[fused.Linear, fused.Linear]:
+    """An experts module's first and second linear, of its own parameters by name."""
     adapters: Adapters | None = getattr(module, _ADAPTERS, None)
     scaling = adapters.scaling if adapters is not None and adapters.enabled else None
     names = (_up_name(module), "down_proj")

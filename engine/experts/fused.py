@@ -273,12 +273,14 @@ def _columns(vector: torch.Tensor) -> torch.Tensor:
 
 
 def _no_autocast(like: torch.Tensor) -> Any:
-    return torch.autocast(like.device.type, enabled=False)
+    device = like.device.type
+    is_there = torch.amp.is_autocast_available(device)  # not on meta
+    return torch.autocast(device, enabled=False) if is_there else contextlib.nullcontext()
 
 
 def _ambient(like: torch.Tensor) -> Any:
     """The autocast around a forward, for its activation, there and in backward."""
     device = like.device.type
-    if not torch.is_autocast_enabled(device):
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return contextlib.nullcontext()
     return torch.autocast(device, torch.get_autocast_dtype(device), cache_enabled=False)

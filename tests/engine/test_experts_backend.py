@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import Qwen3MoeConfig
 from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
@@ -17,6 +18,7 @@ from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter im
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.experts import backward_memory
 from epfsdp2.engine.experts.backends import Choice, TorchBackend, choose_backend
 from epfsdp2.engine.experts.compute import ExpertParallel, adapt_experts, attach, compute, experts_forward
 from tests.support.models import relative_error
@@ -235,3 +237,30 @@ def test_what_can_not_run_is_refused_by_name_and_passed_over_by_auto(monkeypatch
 def test_what_there_is_not_is_refused():
     with pytest.raises(SettingError, match=r"engine.experts_backend=cutlass: is one of .*torch"):
         choose_backend("cutlass", "cpu", torch.float32)
+
+
+class _AllExperts(TorchBackend):
+    """The real GEMMs; gradients of weights are passed over, as the count on meta does."""
+
+    def __init__(self, live):
+        self._live = live
+
+    def outer(self, a, b, groups):
+        self._live.next(groups.counts_e.shape[0] * a.shape[1] * b.shape[1])
+        with _disable_current_modes():
+            out = super().outer(a, b, groups)
+        self._live._passed_over.add(out.untyped_storage()._cdata)
+        return out
+
+
+@pytest.mark.parametrize("all_here", [False, True])
+@pytest.mark.parametrize(("family", "adapters"), [*((f, False) for f in FAMILIES), ("plain", True)])
+def test_what_backward_holds_is_counted_without_computing(family, all_here, adapters, monkeypatch):
+    module, (hidden, ids, weights) = make(family, adapters=adapters), routed()
+    on_meta = copy.deepcopy(module).to("meta")
+    planned = backward_memory.phases(on_meta, *(t.to("meta") for t in (hidden, ids, weights)), all_here)
+    monkeypatch.setattr(backward_memory, "_OneExpert", _AllExperts)
+    counted = backward_memory.phases(module, hidden, ids, weights, all_here)
+    assert [share for share, _ in planned] == [share for share, _ in counted]
+    for (_, a), (_, b) in zip(planned, counted, strict=True):
+        assert abs(a - b) <= 0.02 * b

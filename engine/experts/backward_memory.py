@@ -1,0 +1,103 @@
+"""What the experts' backward holds at once, counted on the meta device: the real functions, with one expert's GEMMs.
+
+What a forward leaves is counted by ``activations.py``; for experts that keep little, backward computes more again.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .backends import Groups, TorchBackend
+from .compute import linears
+from .dispatch import combine, dispatch
+from .fused import on_rows, on_tokens
+
+__all__ = ["Phase", "phases"]
+
+# The part of the weights' gradients that is there, and the most bytes of all else that is.
+Phase = tuple[float, float]
+
+
+def phases(
+    module: Any, hidden_TD: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor, all_here: bool
+) -> list[Phase]:
+    """A backward from where it begins to the first gradient of a weight, from there to the second, and so on.
+
+    Args:
+        module: an experts module on meta; its weights are not counted.
+        all_here: all experts are on one rank, and nothing is dispatched.
+    """
+    weight = dict(module.named_parameters(recurse=False))
+    up, down = linears(module, weight)
+    hidden = hidden_TD.detach().to(down.weight.dtype).requires_grad_()
+    scores = weights_TK.detach().requires_grad_()
+    live = _Live([hidden, scores, experts_TK, *weight.values()])
+    backend = _OneExpert(live)
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(live.see, lambda tensor: tensor):
+        if all_here:
+            out = on_tokens(module, backend, up, down, hidden, experts_TK, scores, hidden_TD.dtype)
+        else:
+            sent = dispatch(hidden, experts_TK, down.weight.shape[0], None)
+            out = combine(on_rows(module, backend, up, down, sent.rows_RD, sent.counts_e), sent, scores, None)
+            del sent
+        trained = [tensor for tensor in (hidden, scores, *weight.values()) if tensor.requires_grad]
+        grad = torch.empty_like(out)
+        with live:
+            torch.autograd.grad(out, trained, grad, allow_unused=True)
+    live.next(0)
+    sizes = [size for size, _ in live.phases]
+    return [(sum(sizes[:i]) / max(sum(sizes), 1), most) for i, (_, most) in enumerate(live.phases)]
+
+
+class _Live(TorchDispatchMode):
+    """Storages that are alive, and the most bytes of them since the last gradient of a weight."""
+
+    def __init__(self, passed_over: Iterable[torch.Tensor]):
+        super().__init__()
+        self._passed_over = {tensor.untyped_storage()._cdata for tensor in passed_over}
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._most = 0
+        self.phases: list[tuple[int, int]] = []  # elements of the gradient that ends it, most bytes
+
+    def see(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._passed_over:
+            self._storages.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        return tensor
+
+    def next(self, elements: int) -> None:
+        """A gradient of so many elements is made."""
+        self.phases.append((elements, self._most))
+        self._most = 0
+        self._look()
+
+    def _look(self) -> None:
+        self._storages = {key: found for key, found in self._storages.items() if not found[0].expired()}
+        self._most = max(self._most, sum(nbytes for _, nbytes in self._storages.values()))
+
+    def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.see(tensor)
+        self._look()
+        return out
+
+
+class _OneExpert(TorchBackend):
+    """One expert's GEMMs for all rows."""
+
+    def __init__(self, live: _Live):
+        self._live = live
+
+    def mm(self, rows: torch.Tensor, in_out: torch.Tensor, groups: Groups, bias: torch.Tensor | None = None) -> Any:
+        return rows @ in_out[0] if bias is None else torch.addmm(bias[0], rows, in_out[0])
+
+    def outer(self, a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
+        shape = (groups.counts_e.shape[0], a.shape[1], b.shape[1])
+        self._live.next(shape[0] * shape[1] * shape[2])
+        return a.new_empty(1).expand(shape)

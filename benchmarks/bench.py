@@ -1,9 +1,12 @@
 """Every benchmark, one after the other, and one table of what came of each.
 
-python benchmarks/bench.py [NAME ...]
+    python benchmarks/bench.py [NAME ...]
+
+What of an earlier run was not run again stays in the table, with the commit that it ran at.
 """
 
 import argparse
+import json
 import subprocess
 import sys
 import time
@@ -12,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.quickstart import machine
-from benchmarks.tables import write_table
+from benchmarks.tables import RESULTS, write_table
 
 # In this order: what is short comes first. Script, and what it has to reach, which its exit status tells.
 BENCHMARKS = {
@@ -22,9 +25,9 @@ BENCHMARKS = {
     "experts": "no slower than transformers' grouped_mm, with 0.4 of what it keeps",
     "step": "2 x verl's fsdp2 engine with ep over all ranks, nowhere below 0.95 x; bytes on the wire equal the plan's",
     "growth": "figures alone",
-    "weight_sync": "figures alone",
+    "weight_sync": "2 x verl's export at TP 1, 3 x at TP 2; the trainer's part 1.3 x collectives and a copy; memory",
 }
-COLUMNS = ["benchmark", "what it has to reach", "reached", "minutes"]
+COLUMNS = ["benchmark", "what it has to reach", "reached", "minutes", "date", "commit"]
 
 
 def main() -> int:
@@ -41,13 +44,20 @@ def main() -> int:
         rows.append({"name": name, "status": status, "minutes": (time.monotonic() - began) / 60})
     for row in rows:
         print(f"{row['name']}: {'reached' if row['status'] == 0 else 'NOT reached'}, {row['minutes']:.1f} min")
-    if len(names) == len(BENCHMARKS):
-        _write(rows)
+    _write(rows)
     return int(any(row["status"] != 0 for row in rows))
 
 
-def _write(rows: list[dict]) -> None:
-    where = machine()
+def merged(before: list[dict], now: list[dict]) -> list[dict]:
+    """The newest outcome of every benchmark, in their order."""
+    newest = {row["name"]: row for row in (*before, *now)}
+    return [newest[name] for name in BENCHMARKS if name in newest]
+
+
+def _write(now: list[dict]) -> None:
+    where, path = machine(), RESULTS / "bench.json"
+    before = json.loads(path.read_text())["rows"] if path.exists() else []
+    rows = merged(before, [row | {key: where[key] for key in ("date", "commit")} for row in now])
     versions = ", ".join(f"{name} {number}" for name, number in where["versions"].items())
     on = f"{where['cpu']}, {where['cores']} cores, {where['memory_gib']} GiB; Python {where['python']}, {versions}"
     lines = [
@@ -56,10 +66,12 @@ def _write(rows: list[dict]) -> None:
             BENCHMARKS[row["name"]],
             "yes" if row["status"] == 0 else "no",
             f"{row['minutes']:.1f}",
+            row["date"],
+            row["commit"][:12],
         ]
         for row in rows
     ]
-    text = ["One run of all of them; each has a table of its own."]
+    text = ["The last run of each, which has a table of its own."]
     write_table("bench", {"machine": where, "rows": rows}, "All benchmarks", "make bench", on, text, COLUMNS, lines)
 
 

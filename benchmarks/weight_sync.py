@@ -11,7 +11,7 @@ are compared. Every side is received by this engine's extension: verl's own fail
 A second figure is the trainer's part alone, gathering and one copy into a buffer. It is held against the bare
 collectives of the same bytes and one copy of what is handed over, as bfloat16; and against the same with a copy that
 reads what is stored, which for float32 masters is a cast. The last is the most memory that it had allocated at once.
-``--trainer-only`` measures that alone, in a minute, and writes nothing.
+``--trainer-only`` measures that alone, in a few minutes, and writes nothing.
 """
 
 import argparse
@@ -54,6 +54,8 @@ SIDES = ("stock", "stock-bf16", "full", "sliced", "sliced-bf16")
 BUCKET_MEGABYTES = SYNC_MEGABYTES = 128
 TURNS_ALONE = 3  # of the trainer's part, which is short, for each turn of a sync
 BARE = ("bare", "cast")
+LEAST = {1: 2.0, 2: 3.0}  # times as fast as stock, by TP, of "sliced"
+MOST_OF_BARE = 1.3
 COLUMNS = ["rollout", "side", "GB", "end to end s", "against stock", "trainer's part s", "against bare"]
 COLUMNS += ["against bare, cast", "peak MB"]
 MODEL = {
@@ -291,6 +293,14 @@ def cells(row: dict) -> list[str]:
     ]
 
 
+def holds(row: dict) -> bool:
+    """Whether a row keeps what it is held to; ``sliced`` alone is held to more than its memory."""
+    if row["side"].startswith("stock"):
+        return True
+    fast = row["side"] != "sliced" or row.get("times_stock", LEAST[row["tp"]]) >= LEAST[row["tp"]]
+    return fast and row.get("times_bare", 0) <= MOST_OF_BARE and row["peak_megabytes"] <= SYNC_MEGABYTES
+
+
 def write(rows: list[dict], repeats: int) -> None:
     where = machine()
     result = {"machine": where, "model": MODEL, "repeats": repeats, "rows": rows}
@@ -301,6 +311,9 @@ def write(rows: list[dict], repeats: int) -> None:
         f"gathering and one copy (medians of {TURNS_ALONE * (repeats + 1) - 1}), against the bare collectives and one",
         "copy of what is handed over; then against the same with a copy that reads what is stored, which for float32",
         f"masters is a cast. Peak: most bytes allocated at once, with {SYNC_MEGABYTES} MB allowed.",
+        "",
+        f"Bounds of `sliced`: at least {LEAST[1]} x stock at TP 1 and {LEAST[2]} x at TP 2, its trainer's part at most",
+        f"{MOST_OF_BARE} x the bare one; of all streams the peak.",
     ]
     on = f"{where['cpu']}, {where['cores']} cores; torch {where['versions']['torch']}"
     heading = "A weight sync, end to end"
@@ -320,7 +333,7 @@ def main() -> int:
     Console(width=140).print(shown)
     if not asked.trainer_only:
         write(rows, asked.repeats)
-    return 0
+    return 0 if all(map(holds, rows)) else 1
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import experts, growth, step
+from benchmarks import bench, experts, growth, step, weight_sync
 from benchmarks.layer import Geometry, kept_bytes, passes
 
 TINY = Geometry("tiny", tokens=24, experts=4, top_k=2, hidden=32, intermediate=16)
@@ -121,3 +121,19 @@ def test_growth_is_fitted_and_plotted(tmp_path):
     growth.plot({"tokens": points}, tmp_path / "growth.png")
     assert (tmp_path / "growth.png").stat().st_size > 1000
     assert all(len(growth.cells("tokens", *point)) == len(growth.COLUMNS) for point in points)
+
+
+def test_bounds_of_the_weight_sync():
+    row = {"side": "sliced", "tp": 2, "times_stock": 3.0, "times_bare": 1.3, "peak_megabytes": 128}
+    assert weight_sync.holds(row)
+    for worse in ({"times_stock": 2.9}, {"times_bare": 1.31}, {"peak_megabytes": 129}):
+        assert not weight_sync.holds(row | worse)
+    assert weight_sync.holds(row | {"tp": 1, "times_stock": 2.0})
+    assert weight_sync.holds({"side": "stock", "tp": 2, "times_stock": 1.0, "peak_megabytes": 288})
+    assert not weight_sync.holds({"side": "full", "tp": 2, "times_stock": 1.0, "peak_megabytes": 288})
+
+
+def test_the_overview_keeps_what_was_not_run_again():
+    before = [{"name": "step", "status": 1}, {"name": "memory", "status": 0}]
+    rows = bench.merged(before, [{"name": "growth", "status": 0}, {"name": "step", "status": 0}])
+    assert [(row["name"], row["status"]) for row in rows] == [("memory", 0), ("step", 0), ("growth", 0)]

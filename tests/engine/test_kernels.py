@@ -81,6 +81,19 @@ def test_every_layout_equals_plain_operators(kernels, family, backend):
     assert_equal(rows_with(module, backend, rows[:0], none), rows_with(module, "reference", rows[:0], none))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_half_precision_is_as_near_to_float32_as_torchs(kernels, family):
+    """In float16: the interpreter rounds float32 to bfloat16 toward zero, which no GPU does."""
+    module, (hidden, ids, weights) = make(family), routed()
+    wanted = tokens_with(module, "reference", hidden, ids, weights)
+    half = module.to(torch.float16), hidden.half(), ids, weights
+    got, torchs = (tokens_with(half[0], backend, *half[1:]) for backend in ("triton", "torch"))
+    for name, value in wanted.items():
+        assert got[name].dtype == torchs[name].dtype
+        errors = [relative_error(found[name].float(), value) for found in (got, torchs)]
+        assert errors[0] < 1.5 * errors[1] < 0.01, (name, errors)
+
+
 def test_an_activation_that_no_kernel_has_runs_through_torch(kernels):
     module = make("plain")
     module.act_fn = torch.nn.Tanh()

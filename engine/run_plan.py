@@ -34,6 +34,9 @@ RECIPE_DEFAULTS = {
     "checkpointing": "full",
     "prefetch-depth": 1,
     "expert-shard-dim": "auto",
+    "dispatch-chunks": 1,
+    "experts-backend": "auto",
+    "lora-rank": 0,
     "model-dtype": "fp32",
     "dtype": "bf16",
     "reduce-dtype": "fp32",
@@ -194,6 +197,8 @@ def _uncounted(engine: Any, model: Any, optimizer: Any, sizes: ModelSizes) -> li
         found.append("matrices while Muon orthogonalises them")
     if engine.use_no_sync_for_gradient_accumulation:
         found.append("gradients that wait to be reduced (engine.use_no_sync_for_gradient_accumulation)")
+    if engine.experts_backend == "reference":
+        found.append("what the experts hold in backward (engine.experts_backend=reference)")
     if hasattr(model.hf_config, "vision_config"):
         found.append("images")
     chunked = engine.entropy_from_logits_with_chunking or engine.entropy_checkpointing
@@ -209,6 +214,8 @@ def options_of_recipe(engine: Any, optimizer: Any, options: ShardingOptions) -> 
         "checkpointing": options.checkpointing,
         "prefetch-depth": options.prefetch_depth,
         "expert-shard-dim": options.expert_shard_dim,
+        "dispatch-chunks": options.dispatch_chunks,
+        "experts-backend": options.experts_backend,
         "model-dtype": _DTYPE_NAMES[DTYPES[engine.model_dtype]],
         "dtype": _DTYPE_NAMES[options.param_dtype],
         "reduce-dtype": _DTYPE_NAMES[options.reduce_dtype],
@@ -233,7 +240,8 @@ def _command(
     where = {"nodes": topology.world // gpus, "gpus": gpus, "gib": f"{total / (gpus if device == 'cpu' else 1):.0f}"}
     what = {"tokens": batch.tokens * sp, "micro-batches": -(-batch.micro_batches // sp)}
     words = ["python", "-m", "epfsdp2.recipes.plan", "--model", str(Path(model.local_path))]
-    given = {**where, **what, **options_of_recipe(engine, optimizer, options)}
+    adapters = {"lora-rank": setting_of(model, "lora_rank") or 0}
+    given = {**where, **what, **adapters, **options_of_recipe(engine, optimizer, options)}
     for name, value in given.items():
         if RECIPE_DEFAULTS.get(name) == value:
             continue

@@ -21,9 +21,13 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ..engine.checkpointing import CHECKPOINTING
 from ..engine.errors import SettingError
+from ..engine.experts.backends import BACKENDS
 from ..engine.experts.find import UnsupportedModelError
+from ..engine.lora import Lora
+from ..engine.lora_settings import LoraSettings
 from ..engine.memory_plan import IMBALANCE, Batch, ModelSizes, Moment, group_sizes, peak
 from ..engine.mesh import Topology, divisors
+from ..engine.modeling import build_on_meta
 from ..engine.parallelize import ShardingOptions
 from ..engine.plan_text import in_words, step_in_words
 from ..engine.step_traffic import Collective, collectives
@@ -214,6 +218,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--expert-shard-dim", choices=["auto", "0", "1"], default="auto", help="engine.expert_shard_dim"
     )
+    parser.add_argument("--dispatch-chunks", type=int, default=1, help="engine.dispatch_chunks")
+    parser.add_argument("--experts-backend", choices=BACKENDS, default="auto", help="engine.experts_backend")
+    parser.add_argument("--lora-rank", type=int, default=0, help="model.lora_rank, of adapters on all linears")
     parser.add_argument("--model-dtype", choices=_DTYPES, default="fp32", help="engine.model_dtype")
     parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="engine.mixed_precision.param_dtype")
     parser.add_argument("--reduce-dtype", choices=_DTYPES, default="fp32", help="engine.mixed_precision.reduce_dtype")
@@ -226,7 +233,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw who holds what, of the recommended mesh")
     options = parser.parse_args(arguments)
-    for name in ("nodes", "gpus", "tokens", "sequences", "micro_batches"):
+    for name in ("nodes", "gpus", "tokens", "sequences", "micro_batches", "dispatch_chunks"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it has to be at least 1")
     for name in ("gib", "inside", "between", "tflops", "efficiency", "hbm"):
@@ -236,8 +243,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--sequences is {options.sequences}, which does not divide --tokens, {options.tokens}")
     if options.imbalance < 1:
         parser.error(f"--imbalance is {options.imbalance}; the busiest rank has at least the mean: 1 or more")
-    if not 0 <= options.margin < 1 or options.reserve < 0 or options.prefetch_depth < 0:
-        parser.error("--margin is a share from 0 to 1, and --reserve and --prefetch-depth are at least 0")
+    if not 0 <= options.margin < 1 or min(options.reserve, options.prefetch_depth, options.lora_rank) < 0:
+        parser.error("--margin is a share from 0 to 1; --reserve, --prefetch-depth and --lora-rank are at least 0")
     return options
 
 
@@ -254,13 +261,25 @@ def request_of(options: argparse.Namespace, config: PretrainedConfig) -> Request
         reshard_experts_after_forward=None if experts is None else experts == "true",
         prefetch_depth=options.prefetch_depth,
         expert_shard_dim=dim if dim == "auto" else int(dim),
+        dispatch_chunks=options.dispatch_chunks,
+        experts_backend=options.experts_backend,
         checkpointing=options.checkpointing,
         activation_offload=options.activation_offload,
         head_in_root=options.fused_kernels,
         cpu_offload=options.offload_policy,
     )
+
+    def build(dtype: torch.dtype) -> Any:
+        model: Any = build_on_meta(AutoModelForCausalLM, config, dtype)
+        if options.lora_rank:
+            Lora(model, LoraSettings("model", options.lora_rank, options.lora_rank, "all-linear"))
+        return model
+
+    sizes = ModelSizes.built_by(build, sharding, _DTYPES[options.model_dtype])
+    if sizes.untraced:
+        raise UnsupportedModelError(sizes.untraced)
     return Request(
-        ModelSizes.of(AutoModelForCausalLM, config, sharding, _DTYPES[options.model_dtype]),
+        sizes,
         sharding,
         Batch(options.tokens, options.micro_batches, options.imbalance),
         options.sequences,

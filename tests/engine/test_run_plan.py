@@ -72,6 +72,12 @@ def test_a_run_prints_its_plan_and_beside_it_what_was_measured(tmp_path):
     run_ranks(_trains_to_the_end, 2, save_qwen3_moe(tmp_path), CONFIGURED)
 
 
+def test_the_plan_of_a_run_with_adapters_and_chunks_is_the_recipes_too(tmp_path):
+    model = {"lora_rank": 4, "lora_alpha": 4, "target_modules": "all-linear"}
+    settings = {**CONFIGURED, "model": model, "dispatch_chunks": 2}
+    run_ranks(_trains_to_the_end, 2, save_qwen3_moe(tmp_path), settings)
+
+
 def _is_tracked(folder):
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         worker = ppo_worker(folder, ep=2, micro_batch=4)

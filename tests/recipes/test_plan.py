@@ -90,6 +90,22 @@ def test_a_folder_with_a_config_is_a_model(tmp_path, capsys):
     assert "Recommended" in capsys.readouterr().out
 
 
+def test_adapters_chunks_and_the_backend_change_what_is_planned(tmp_path):
+    Qwen3MoeConfig(num_hidden_layers=8, num_experts=8, vocab_size=1024).save_pretrained(tmp_path)
+
+    def planned(*more):
+        options = parse(["--model", str(tmp_path), "--gpus", "2", "--tokens", "512", *more])
+        found = choices(request_of(options, config_of(str(tmp_path))), Cluster(nodes=1, gpus=2))
+        return next(choice for choice in found if choice.topology.ep == 2 and choice.sp == 1)
+
+    plain, lora, chunks = planned(), planned("--lora-rank", "8"), planned("--dispatch-chunks", "2")
+    assert 0 < lora.peak.optimizer < 0.1 * plain.peak.optimizer and lora.peak.parameters > plain.peak.parameters
+    calls = [{c.name: c.calls for c in found.traffic}["all-to-all tokens"] for found in (plain, chunks)]
+    assert calls[1] == 2 * calls[0]
+    reference = planned("--experts-backend", "reference", "--checkpointing", "none")
+    assert reference.peak.activations > planned("--checkpointing", "none").peak.activations
+
+
 @pytest.mark.parametrize(
     ("card", "billions"),
     [

@@ -57,7 +57,7 @@ class LayerActivations:
         selective: of ``dense``, kept under selective checkpointing.
         recomputed: under selective checkpointing, of the part that keeps most while it is computed again.
         dispatched, local: of the backward of experts that rows are sent to, and of experts that are all on one rank,
-            what they hold at once in each phase; empty where they are not lean.
+            what they hold at once, phase by phase, what they kept included; empty where they are not lean.
         rows: that each token becomes when it is dispatched; 0 without experts.
         row_width: elements of these rows together.
     """
@@ -131,6 +131,7 @@ class _Tape:
         self.rows: dict[str, tuple[int, int]] = {}  # number per token, width of one
         self.sent: dict[str, int] = {}
         self.phases: dict[str, tuple[list[Phase], list[Phase]]] = {}
+        self.alike: dict[Any, tuple[list[Phase], list[Phase]]] = {}
         self.attention: dict[str, Attention] = {}
 
     def _key(self, tensor: torch.Tensor) -> int:
@@ -202,6 +203,16 @@ class _Tape:
     def _leave_experts(self, *_: Any) -> None:
         self.in_experts = False
 
+    def backward_of(
+        self, module: nn.Module, routed: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    ) -> tuple[list[Phase], list[Phase]]:
+        """Of experts that rows are sent to, and of experts that are all here; once for all layers that are alike."""
+        weights = [(p.shape, p.requires_grad) for p in module.parameters()]
+        key = (type(module), *weights, *((t.shape, t.dtype) for t in routed))
+        if key not in self.alike:
+            self.alike[key] = phases(module, *routed, all_here=False), phases(module, *routed, all_here=True)
+        return self.alike[key]
+
     def result(self) -> Traced:
         return Traced(
             {name: self._layer(name) for name in self.layers if name in self.saved},
@@ -218,7 +229,8 @@ class _Tape:
             if part is not None:
                 of_part[part] = of_part.get(part, 0) + size
         dispatched, local = (
-            tuple((share, nbytes / _TOKENS) for share, nbytes in found) for found in self.phases.get(name, ([], []))
+            tuple(Phase(share, nbytes / _TOKENS) for share, nbytes in found)
+            for found in self.phases.get(name, ([], []))
         )
         return LayerActivations(
             input=self.inputs[name] / _TOKENS,
@@ -280,7 +292,7 @@ def _experts(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, 
         if lean:
             _recording.sent[_recording.layer] = sent.rows_RD.nbytes + out.nbytes
             routed = (hidden_states, top_k_index, top_k_weights)
-            _recording.phases[_recording.layer] = (phases(self, *routed, False), phases(self, *routed, True))
+            _recording.phases[_recording.layer] = _recording.backward_of(self, routed)
     return combine(out, sent, top_k_weights, None).to(hidden_states.dtype)
 
 

@@ -5,11 +5,10 @@ FSDP2 packs a module's gradients into a buffer, divides that into another and co
 Its extension points ``set_custom_reduce_scatter`` and ``set_all_reduce_hook`` leave the first.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 __all__ = ["reduce_in_place"]
 
@@ -20,7 +19,7 @@ def reduce_in_place(module: FSDPModule, divide_by: float) -> None:
     Over replicas (HSDP) FSDP takes the mean of them; the division comes after.
     """
     module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
-    module.set_custom_reduce_scatter(_SameBuffer())
+    module.set_custom_reduce_scatter(cast(Any, _SameBuffer()))
 
     def divide(gradients: torch.Tensor) -> None:
         gradients.div_(divide_by)
@@ -30,8 +29,11 @@ def reduce_in_place(module: FSDPModule, divide_by: float) -> None:
     module.set_all_reduce_hook(divide)
 
 
-class _SameBuffer(ReduceScatter):
-    """FSDP asks for what it packs into, then for the result, which it copies: the same tensor is not copied."""
+class _SameBuffer:
+    """In the place of FSDP's reduce-scatter. FSDP asks for what it packs into, then for the result, to copy to.
+
+    A copy of a tensor to itself is none.
+    """
 
     def __init__(self) -> None:
         self._packed: torch.Tensor | None = None

@@ -4,7 +4,7 @@ What a forward leaves is counted by ``activations.py``; for experts that keep li
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -18,14 +18,24 @@ from .fused import on_rows, on_tokens
 
 __all__ = ["Phase", "phases"]
 
-# The part of the weights' gradients that is there, and the most bytes of all else that is.
-Phase = tuple[float, float]
+
+class Phase(NamedTuple):
+    """Of a backward, up to the next gradient of a weight.
+
+    Attributes:
+        share: the part of the weights' gradients that is there.
+        nbytes: the most bytes of all else that is.
+    """
+
+    share: float
+    nbytes: float
 
 
 def phases(
     module: Any, hidden_TD: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor, all_here: bool
 ) -> list[Phase]:
-    """A backward from where it begins to the first gradient of a weight, from there to the second, and so on.
+    """A backward from where it begins to the first gradient of a weight, from there to the second, and so on; bytes of
+    all tokens.
 
     Args:
         module: an experts module on meta; its weights are not counted.
@@ -50,7 +60,7 @@ def phases(
             torch.autograd.grad(out, trained, grad, allow_unused=True)
     live.next(0)
     sizes = [size for size, _ in live.phases]
-    return [(sum(sizes[:i]) / max(sum(sizes), 1), most) for i, (_, most) in enumerate(live.phases)]
+    return [Phase(sum(sizes[:i]) / max(sum(sizes), 1), most) for i, (_, most) in enumerate(live.phases)]
 
 
 class _Live(TorchDispatchMode):

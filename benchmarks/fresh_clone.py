@@ -61,12 +61,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="fresh-") as folder:
         clone = Path(folder) / "epfsdp2"
         subprocess.run(["git", "clone", "--quiet", str(HERE.parent), str(clone)], check=True)
+        where = machine()  # now: there may be commits while the targets run
         results = HERE / "results" / "fresh_clone.json"
         targets = json.loads(results.read_text())["targets"] if results.exists() else {}
         for target in arguments.targets:
             # Written after each: one that fails does not take the others' figures with it.
-            targets[target] = measure(clone, target) | {"commit": machine()["commit"]}
-            result = {"machine": machine(), "targets": targets}
+            targets[target] = measure(clone, target) | {"commit": where["commit"]}
+            result = {"machine": where, "targets": targets}
             results.write_text(json.dumps(result, indent=2) + "\n")
             results.with_suffix(".md").write_text(as_markdown(result))
     return 0

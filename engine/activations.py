@@ -228,10 +228,7 @@ class _Tape:
         for size, part, _ in saved.values():
             if part is not None:
                 of_part[part] = of_part.get(part, 0) + size
-        dispatched, local = (
-            tuple(Phase(share, nbytes / _TOKENS) for share, nbytes in found)
-            for found in self.phases.get(name, ([], []))
-        )
+        dispatched, local = self.phases.get(name, ([], []))
         return LayerActivations(
             input=self.inputs[name] / _TOKENS,
             dense=sum(dense.values()) / _TOKENS,
@@ -239,8 +236,8 @@ class _Tape:
             selective=sum(kept.values()) / _TOKENS,
             recomputed=max(of_part.values(), default=0) / _TOKENS,
             sent=self.sent.get(name, 0) / _TOKENS,
-            dispatched=dispatched,
-            local=local,
+            dispatched=tuple(dispatched),
+            local=tuple(local),
             rows=self.rows.get(name, (0, 0))[0],
             row_width=math.prod(self.rows.get(name, (0, 0))),
             attention=self.attention.get(name, Attention()),

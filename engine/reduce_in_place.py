@@ -22,7 +22,8 @@ def reduce_in_place(module: FSDPModule, divide_by: float) -> None:
     module.set_custom_reduce_scatter(cast(Any, _SameBuffer()))
 
     def divide(gradients: torch.Tensor) -> None:
-        gradients.div_(divide_by)
+        if divide_by != 1:
+            gradients.div_(divide_by)
         if gradients.is_cuda:  # allocated on another stream than this one
             gradients.record_stream(torch.cuda.current_stream())
 

@@ -24,7 +24,7 @@ class Phase(NamedTuple):
 
     Attributes:
         share: the part of the weights' gradients that is there.
-        nbytes: the most bytes of all else that is.
+        nbytes: the most bytes per token of all else that is.
     """
 
     share: float
@@ -34,8 +34,7 @@ class Phase(NamedTuple):
 def phases(
     module: Any, hidden_TD: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor, all_here: bool
 ) -> list[Phase]:
-    """A backward from where it begins to the first gradient of a weight, from there to the second, and so on; bytes of
-    all tokens.
+    """A backward from where it begins to the first gradient of a weight, from there to the second, and so on.
 
     Args:
         module: an experts module on meta; its weights are not counted.
@@ -60,7 +59,8 @@ def phases(
             torch.autograd.grad(out, trained, grad, allow_unused=True)
     live.next(0)
     sizes = [size for size, _ in live.phases]
-    return [Phase(sum(sizes[:i]) / max(sum(sizes), 1), most) for i, (_, most) in enumerate(live.phases)]
+    total, tokens = max(sum(sizes), 1), len(hidden)
+    return [Phase(sum(sizes[:i]) / total, most / tokens) for i, (_, most) in enumerate(live.phases)]
 
 
 class _Live(TorchDispatchMode):

@@ -53,14 +53,14 @@ class Waits(TorchDispatchMode):
         return noted
 
 
-def _waits(ep, backend="torch"):
+def _waits(ep):
     config = Qwen3MoeConfig(num_experts=E, hidden_size=D, moe_intermediate_size=D)
     config._experts_implementation = "eager"
     module = Qwen3MoeExperts(config)
     for name, param in list(module.named_parameters()):
         local = torch.randn(E // ep, *param.shape[1:])
         setattr(module, name, torch.nn.Parameter(local))
-    attach(module, ExpertParallel(E, dist.group.WORLD if ep > 1 else None, backend))
+    attach(module, ExpertParallel(E, dist.group.WORLD if ep > 1 else None))
     hidden = torch.randn(TOKENS, D, requires_grad=True)
     ids, weights = torch.randint(0, E, (TOKENS, K)), torch.rand(TOKENS, K, requires_grad=True)
     forward, backward = Waits(), Waits()

@@ -25,6 +25,9 @@ _KNOWN = {"9b12b0e8532bf171"}
 # Of a bucket, what is kept to copy to; rounds may arrive in the rest.
 _LEAST_TO_COPY_TO = 1 / 8
 
+# Of shared memory, bytes to copy to before they are shipped: a page that is new to both sides costs more than a message.
+_AT_ONCE = 16 << 20
+
 # What lies where: verl's metadata, by the tensors' names.
 Contents = dict[str, dict[str, Any]]
 
@@ -36,6 +39,7 @@ class Bucket:
         memory: bytes.
         ship: is handed what lies in it, and whether that is the last; returns when the worker has taken it.
         send_alone: is handed a tensor that is larger than the bucket; None if there is no such way.
+        at_once: most bytes that are copied before they are shipped, a larger tensor alone; the whole bucket by default.
     """
 
     def __init__(
@@ -43,8 +47,10 @@ class Bucket:
         memory: torch.Tensor,
         ship: Callable[[Contents, bool], None],
         send_alone: Callable[[str, torch.Tensor], None] | None = None,
+        at_once: int | None = None,
     ):
         self._memory, self._ship, self._send_alone = memory, ship, send_alone
+        self._at_once = at_once or memory.numel()
         self._base, self._size = memory.data_ptr(), memory.numel()
         self._storage = memory.untyped_storage().data_ptr()
         self._at = 0
@@ -84,7 +90,7 @@ class Bucket:
             return
         nbytes, itemsize = tensor.nbytes, tensor.element_size()
         at = -(-self._at // itemsize) * itemsize
-        if at + nbytes > self._size:
+        if at + nbytes > min(self._size, self._at_once):
             if self._contents:
                 self._send(is_last=False)
             at = 0
@@ -154,7 +160,8 @@ def _class() -> type:
             try:
                 self._init_socket()
                 self._init_buffer()
-                bucket = Bucket(self.buffer, self._ship, None if self.use_shm else self._send_alone)
+                options = {"at_once": _AT_ONCE} if self.use_shm else {"send_alone": self._send_alone}
+                bucket = Bucket(self.buffer, self._ship, **options)
                 async for name, weight in weights(bucket):
                     bucket.put(name, weight)
                 bucket.finish()

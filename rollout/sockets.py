@@ -7,6 +7,7 @@ own context gives every wait an end, without touching verl.
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -14,6 +15,9 @@ import zmq
 __all__ = ["WatchedContext", "WeightSyncError"]
 
 _POLL_MILLISECONDS = 200
+# A worker is often called shortly before its trainer rank listens, and ZMQ tries again after 100 to 200 ms. Having it
+# try sooner won't do: the socket of one sync then finds the next one's before it is closed, and takes its first message.
+_LISTENING_SECONDS, _LOOK_SECONDS = 1.0, 0.002
 
 
 class WeightSyncError(RuntimeError):
@@ -83,6 +87,10 @@ class _WatchedSocket:
         self._socket.bind(address)
 
     def connect(self, address: str) -> None:
+        """Connect as soon as somebody listens, or else after a second; from then on ZMQ tries by itself."""
+        path, until = Path(address.removeprefix("ipc://")), time.monotonic() + _LISTENING_SECONDS
+        while address.startswith("ipc://") and not path.exists() and time.monotonic() < until:
+            time.sleep(_LOOK_SECONDS)
         self._socket.connect(address)
 
     def send(self, message: bytes) -> None:

@@ -129,8 +129,7 @@ class Reload:
             self._placed.add(parameter, corner, values.to(target.dtype))
         if target.is_meta:
             if parameter not in self._landings:
-                device = get_layerwise_info(layer).restore_device
-                self._landings[parameter] = torch.empty_like(target, device=device, requires_grad=False)
+                self._landings[parameter] = _landing(layer, own, target)
             place = self._landings[parameter][_at(corner, values)]
             values = place.copy_(values)
         else:  # a bias: vLLM leaves it where it is, and yet has its values wait
@@ -281,6 +280,22 @@ class Reload:
         # Multi-token-prediction layers come after the model's own, and without a draft model nobody takes them.
         numbers = re.findall(r"(?:^|\.)layers\.(\d+)\.", name)
         return name.startswith("mtp.") or any(int(n) >= config.num_hidden_layers for n in numbers)
+
+
+def _landing(layer: torch.nn.Module, own: str, target: torch.Tensor) -> torch.Tensor:
+    """Where slices of a parameter on meta wait: in the running one's memory if that is alike, else in memory of its own.
+
+    vLLM makes of a layer what its kernels want once all of it is there, and copies that into the running parameters; so
+    values in their old layout may lie there as long, if no other tensor of the layer does.
+    """
+    info = get_layerwise_info(layer)
+    running = info.kernel_tensors[0].get(own)
+    storages = [t.untyped_storage().data_ptr() for kept in info.kernel_tensors for t in kept.values()]
+    if running is not None and storages.count(running.untyped_storage().data_ptr()) == 1:
+        mine, its = ((t.shape, t.stride(), t.dtype) for t in (running, target))
+        if mine == its:
+            return running.data
+    return torch.empty_like(target, device=info.restore_device, requires_grad=False)
 
 
 def slice_loader(layer: Any, parameter: str, landings: dict[str, torch.Tensor]) -> Callable[..., None]:

@@ -25,7 +25,7 @@ _KNOWN = {"9b12b0e8532bf171"}
 # Of a bucket, what is kept to copy to; rounds may arrive in the rest.
 _LEAST_TO_COPY_TO = 1 / 8
 
-# Of shared memory, bytes to copy to before they are shipped: a page that is new to both sides costs more than a message.
+# Of shared memory, bytes to copy to before they are shipped: pages that are new to both sides cost more than messages.
 _AT_ONCE = 16 << 20
 
 # What lies where: verl's metadata, by the tensors' names.

@@ -15,8 +15,8 @@ import zmq
 __all__ = ["WatchedContext", "WeightSyncError"]
 
 _POLL_MILLISECONDS = 200
-# A worker is often called shortly before its trainer rank listens, and ZMQ tries again after 100 to 200 ms. Having it
-# try sooner won't do: the socket of one sync then finds the next one's before it is closed, and takes its first message.
+# A worker is often called shortly before its trainer rank listens, and ZMQ tries again after 100 to 200 ms. Having ZMQ
+# do so sooner won't do: the socket of one sync then finds the next one's before it is closed, and takes its message.
 _LISTENING_SECONDS, _LOOK_SECONDS = 1.0, 0.002
 
 

@@ -283,7 +283,7 @@ class Reload:
 
 
 def _landing(layer: torch.nn.Module, own: str, target: torch.Tensor) -> torch.Tensor:
-    """Where slices of a parameter on meta wait: in the running one's memory if that is alike, else in memory of its own.
+    """Where slices of a parameter on meta wait: in the running one's memory if that is alike, else in some of its own.
 
     vLLM makes of a layer what its kernels want once all of it is there, and copies that into the running parameters; so
     values in their old layout may lie there as long, if no other tensor of the layer does.

@@ -188,3 +188,16 @@ def test_a_tensor_that_is_larger_than_the_bucket_is_refused():
     bucket = Bucket(torch.zeros(100, dtype=torch.uint8), lambda contents, is_last: None)
     with pytest.raises(ValueError, match="large has 104 bytes, the bucket 100: raise .*bucket_megabytes"):
         bucket.put("large", torch.zeros(26))
+
+
+def test_what_is_copied_at_once_is_bounded():
+    memory = torch.zeros(1000, dtype=torch.uint8)
+    worker = Worker(memory)
+    bucket = Bucket(memory, worker.ship, at_once=100)
+    tensors = {f"{i}": torch.full((size,), i + 1.0) for i, size in enumerate((10, 10, 10, 100, 5))}
+    for name, tensor in tensors.items():
+        bucket.put(name, tensor)
+    bucket.finish()
+    assert worker.ends == [False, False, False, True]
+    assert worker.shipped == [("0", 0), ("1", 40), ("2", 0), ("3", 0), ("4", 0)]
+    assert all(torch.equal(worker.tensors[name], tensor) for name, tensor in tensors.items())

@@ -1,0 +1,53 @@
+"""Sockets of a weight sync: when they connect."""
+
+import threading
+import time
+
+import pytest
+import zmq
+
+from epfsdp2.rollout import sockets
+from epfsdp2.rollout.sockets import WatchedContext
+
+
+class Noted:
+    """A socket that notes whether anybody listened when it connected."""
+
+    def __init__(self, path):
+        self.path, self.connected = path, []
+
+    def setsockopt(self, *_): ...
+
+    def connect(self, address):
+        self.connected.append((address, self.path.exists()))
+
+
+class Context:
+    def __init__(self, socket):
+        self.made = socket
+
+    def socket(self, kind):
+        return self.made
+
+
+def _connect(path, address):
+    noted = Noted(path)
+    WatchedContext(Context(noted), 1.0, "a test").socket(zmq.REP).connect(address)
+    return noted.connected
+
+
+def test_it_connects_once_somebody_listens(tmp_path, monkeypatch):
+    monkeypatch.setattr(sockets, "_LISTENING_SECONDS", 60.0)
+    path = tmp_path / "socket"
+    listener = threading.Timer(0.1, path.touch)
+    listener.start()
+    assert _connect(path, f"ipc://{path}") == [(f"ipc://{path}", True)]
+    listener.join()
+
+
+@pytest.mark.parametrize("scheme", ["ipc", "tcp"])
+def test_it_leaves_the_rest_to_zmq_where_nobody_does(tmp_path, monkeypatch, scheme):
+    monkeypatch.setattr(sockets, "_LISTENING_SECONDS", 0.05 if scheme == "ipc" else 60.0)
+    path, started = tmp_path / "socket", time.monotonic()
+    assert _connect(path, f"{scheme}://{path}") == [(f"{scheme}://{path}", False)]
+    assert time.monotonic() - started < 30, "only a file is waited for"

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import SettingError
+from . import recycled
 
 __all__ = ["BACKENDS", "Backend", "Choice", "Groups", "TorchBackend", "backend_named", "choose_backend"]
 
@@ -42,13 +43,16 @@ class Groups:
     def _ends(self) -> list[int]:
         return self.offsets_e.tolist()  # a host sync; torch's and Triton's kernels never ask
 
-    def __iter__(self) -> Iterator[tuple[int, int, int]]:
-        """Expert, first row, row after the last; of the experts that have rows."""
+    def all(self) -> Iterator[tuple[int, int, int]]:
+        """Expert, first row, row after the last."""
         begin = 0
         for expert, end in enumerate(self._ends):
-            if end > begin:
-                yield expert, begin, end
+            yield expert, begin, end
             begin = end
+
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        """The same of the experts that have rows."""
+        return (part for part in self.all() if part[2] > part[1])
 
 
 class Backend(Protocol):
@@ -138,11 +142,14 @@ class TorchBackend:
         return out
 
     def outer(self, a, b, groups):
-        if native_grouped_mm is not None and fits_the_kernel(a, b):
+        if native_grouped_mm is not None and fits_the_kernel(a, b) and not _on_cpu(a):
             return native_grouped_mm(a.t(), b, offs=groups.offsets_e)
-        out = a.new_zeros(groups.counts_e.shape[0], a.shape[1], b.shape[1])
-        for expert, begin, end in groups:
-            torch.mm(a[begin:end].t(), b[begin:end], out=out[expert])
+        out = recycled.empty((groups.counts_e.shape[0], a.shape[1], b.shape[1]), a)
+        for expert, begin, end in groups.all():
+            if end > begin:
+                torch.mm(a[begin:end].t(), b[begin:end], out=out[expert])
+            else:
+                out[expert].zero_()
         return out
 
     def gate(self, module, dtype):
@@ -153,6 +160,10 @@ class TorchBackend:
 
     def down_gate_backward(self, grad, out_in, groups, pre, scale_R, gate):
         raise AssertionError("activations are the module's own here")
+
+
+def _on_cpu(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
 
 
 native_grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)

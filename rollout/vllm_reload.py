@@ -200,7 +200,7 @@ class Reload:
             raise WeightSyncError(wrong)
 
     def abandon(self) -> None:
-        """Give the model its parameters back (what was loaded stays loaded), so that nothing is left on meta."""
+        """Give the model its parameters back, so that nothing is left on meta; what came stays, even half a layer."""
         for record in self._layers:
             if not record.is_loaded:
                 record.info.load_numel = 0

@@ -43,7 +43,7 @@ class Groups:
     def _ends(self) -> list[int]:
         return self.offsets_e.tolist()  # a host sync; torch's and Triton's kernels never ask
 
-    def all(self) -> Iterator[tuple[int, int, int]]:
+    def spans(self) -> Iterator[tuple[int, int, int]]:
         """Expert, first row, row after the last."""
         begin = 0
         for expert, end in enumerate(self._ends):
@@ -52,7 +52,7 @@ class Groups:
 
     def __iter__(self) -> Iterator[tuple[int, int, int]]:
         """The same of the experts that have rows."""
-        return (part for part in self.all() if part[2] > part[1])
+        return (span for span in self.spans() if span[2] > span[1])
 
 
 class Backend(Protocol):
@@ -145,7 +145,7 @@ class TorchBackend:
         if native_grouped_mm is not None and fits_the_kernel(a, b) and not _on_cpu(a):
             return native_grouped_mm(a.t(), b, offs=groups.offsets_e)
         out = recycled.empty((groups.counts_e.shape[0], a.shape[1], b.shape[1]), a)
-        for expert, begin, end in groups.all():
+        for expert, begin, end in groups.spans():
             if end > begin:
                 torch.mm(a[begin:end].t(), b[begin:end], out=out[expert])
             else:

@@ -19,7 +19,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
 
 from .checkpointing import units_recomputed
-from .experts.backward_memory import Phase, phases
+from .experts.backward_memory import Phase, phases, without_travel
 from .experts.dispatch import combine, dispatch
 from .experts.find import ComputesItself, UnsupportedModelError, find_experts
 from .parallelize import layer_names
@@ -53,7 +53,8 @@ class LayerActivations:
         input: what goes in, all that full checkpointing keeps.
         dense: kept outside the experts.
         experts: kept by the experts, dispatch and combine included; grows with the rows that a rank is sent.
-        sent: of ``experts``, what is not kept where one rank holds all experts: rows that are sent to them and back.
+        sent: of ``experts``, what is not kept where one rank holds all experts: rows that are sent to them, their
+            weights and their orders.
         selective: of ``dense``, kept under selective checkpointing.
         recomputed: under selective checkpointing, of the part that keeps most while it is computed again.
         dispatched, local: of the backward of experts that rows are sent to, and of experts that are all on one rank,
@@ -87,7 +88,7 @@ def trace(model: Any, expert_plan: Mapping[str, int] | None = None, lean: bool =
     """Run a forward of a model on meta, in the dtype that it computes in; its buffers go to meta.
 
     Args:
-        lean: the experts keep their rows and what comes out of their first linear, and compute the rest again.
+        lean: the experts keep what they are sent and what comes out of their first linear, and compute the rest again.
 
     Raises:
         UnsupportedModelError: its code can't run on meta, or its experts compute themselves.
@@ -280,17 +281,25 @@ def _note_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor)
 
 def _experts(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
     """As ``experts.compute.experts_forward``, with one expert's weights for all rows."""
-    down = self.get_parameter("down_proj")
-    sent = dispatch(hidden_states.to(down.dtype), top_k_index, down.shape[0], None)
-    lean = _recording is not None and _recording.lean
-    out = (_compute_lean if lean else _compute)(self, sent.rows_RD)
-    if _recording is not None and _recording.layer is not None:
-        _recording.rows[_recording.layer] = (top_k_index.shape[-1], hidden_states.shape[-1])
-        if lean:
-            _recording.sent[_recording.layer] = sent.rows_RD.nbytes + out.nbytes
-            routed = (hidden_states, top_k_index, top_k_weights)
-            _recording.phases[_recording.layer] = _recording.backward_of(self, routed)
-    return combine(out, sent, top_k_weights, None).to(hidden_states.dtype)
+    down, tape = self.get_parameter("down_proj"), _recording
+    hidden = hidden_states.to(down.dtype)
+    if tape is not None and tape.layer is not None:
+        tape.rows[tape.layer] = (top_k_index.shape[-1], hidden_states.shape[-1])
+    if tape is None or not tape.lean:
+        sent = dispatch(hidden, top_k_index, down.shape[0], None)
+        out = combine(_compute(self, sent.rows_RD), sent, top_k_weights, None)
+        return out.to(hidden_states.dtype)
+
+    def compute(rows_RD: torch.Tensor, counts_e: torch.Tensor, scale_R: torch.Tensor) -> torch.Tensor:
+        if tape.layer is not None:
+            orders = 2 * top_k_index.numel() * torch.long.itemsize  # of rows by expert, and back
+            tape.sent[tape.layer] = rows_RD.nbytes + scale_R.nbytes + orders
+        return _compute_lean(self, rows_RD, scale_R)
+
+    out = without_travel(hidden, top_k_index, top_k_weights, down.shape[0], compute)
+    if tape.layer is not None:
+        tape.phases[tape.layer] = tape.backward_of(self, (hidden_states, top_k_index, top_k_weights))
+    return out.to(hidden_states.dtype)
 
 
 def _compute(module: Any, rows: torch.Tensor) -> torch.Tensor:
@@ -300,18 +309,18 @@ def _compute(module: Any, rows: torch.Tensor) -> torch.Tensor:
     return _expert_linear(module, h, "down_proj")
 
 
-def _compute_lean(module: Any, rows: torch.Tensor) -> torch.Tensor:
-    """Keeps the rows, and what comes out of the first linear."""
+def _compute_lean(module: Any, rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Keeps what goes in, and what comes out of the first linear."""
     with torch.no_grad():
         first = _expert_linear(module, rows, "gate_up_proj" if module.has_gate else "up_proj")
         out = _compute(module, rows)
-    return _KeptByExperts.apply(rows, first, out)
+    return _KeptByExperts.apply(rows, scale, first, out)
 
 
 class _KeptByExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, first, out):
-        ctx.save_for_backward(rows, first)
+    def forward(ctx, rows, scale, first, out):
+        ctx.save_for_backward(rows, scale, first)
         return out.clone()
 
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from .checkpointing import Checkpointing, checkpoint_layers
 from .compiling import compile_dense_parts
 from .experts import deepep, overlap
-from .experts.backends import choose_backend
+from .experts.backends import backend_named, choose_backend
 from .experts.compute import EXPERTS_IMPLEMENTATION, ExpertParallel, attach
 from .experts.find import ComputesItself, ExpertsInfo, find_experts
 from .experts.overlap import check_exchange
@@ -246,8 +246,14 @@ def _attach(info: ExpertsInfo, model: nn.Module, meshes: Meshes, options: Shardi
     elif group is not None and (chunks > 1 or options.overlap_shared_experts):
         block = model.get_submodule(info.fqn.rpartition(".")[0])
         shared = SharedExperts(block, info.module) if options.overlap_shared_experts else None
+        moves = backend_named("torch" if backend == "reference" else backend)
         exchange = functools.partial(
-            overlap.exchange, num_experts=info.num_experts, group=group, chunks=chunks, shared=shared
+            overlap.exchange,
+            num_experts=info.num_experts,
+            group=group,
+            backend=moves,
+            chunks=chunks,
+            shared=shared,
         )
     attach(info.module, ExpertParallel(info.num_experts, group, backend, exchange))
 

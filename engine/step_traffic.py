@@ -10,6 +10,7 @@ from .param_groups import ROOT
 __all__ = ["Collective", "collectives"]
 
 _COUNT = 8  # bytes of a number of rows, one of each expert
+_WEIGHT = 4  # bytes of a row's routing weight, and of its gradient
 
 
 @dataclass(frozen=True)
@@ -56,14 +57,19 @@ def collectives(sizes: ModelSizes, topology: Topology, options: ShardingOptions,
         add(f"all-gather {kind}", size.ranks, stride, gathers, gathers * size.full * group.compute.itemsize)
         add(f"reduce-scatter {kind}", size.ranks, stride, 1, size.reduced * reduce)
         add(f"all-reduce {kind}", topology.dp_replicate, topology.fsdp, 1, size.trained * reduce)
+    chunks = options.dispatch_chunks
     forwards = 2 if options.checkpointing == "full" else 1
     counts = iter(sizes.num_experts)
     element = options.param_dtype.itemsize
+    # The plain pair of dispatch and combine keeps what comes back instead (experts/compute.py).
+    plain = options.experts_backend == "reference" and not (chunks > 1 or options.overlap_shared_experts)
     for layer in sizes.traced.layers.values():
         if layer.row_width:
             rows = batch.tokens * layer.row_width * element
-            chunks = options.dispatch_chunks
             add("all-to-all tokens", topology.ep, 1, chunks * (2 * forwards + 2), (2 * forwards + 2) * rows)
+            if not plain:
+                weights = batch.tokens * layer.rows * _WEIGHT
+                add("all-to-all weights", topology.ep, 1, chunks * (forwards + 1), (forwards + 1) * weights)
             add("all-to-all counts", topology.ep, 1, forwards, forwards * chunks * next(counts) * _COUNT)
         at = layer.attention
         width = at.query + at.output + (at.key + at.value) * at.copies(batch.sp)

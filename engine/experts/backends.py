@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from ..errors import SettingError
 from . import recycled
 
-__all__ = ["BACKENDS", "Backend", "Choice", "Groups", "TorchBackend", "backend_named", "choose_backend"]
+__all__ = ["BACKENDS", "TORCH", "Backend", "Choice", "Groups", "TorchBackend", "backend_named", "choose_backend"]
 
 BACKENDS = ("auto", "torch", "triton", "reference")
 _SETTING = "engine.experts_backend"
@@ -162,6 +162,9 @@ class TorchBackend:
         raise AssertionError("activations are the module's own here")
 
 
+TORCH: Backend = TorchBackend()
+
+
 def _on_cpu(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
 
@@ -214,7 +217,7 @@ def choose_backend(wanted: str, device_type: str, dtype: torch.dtype) -> Choice:
 def backend_named(name: str) -> Backend:
     """The backend of a ``Choice`` other than ``reference``."""
     if name == "torch":
-        return TorchBackend()
+        return TORCH
     from . import kernels  # Triton may not be installed where it is not asked for
 
     return kernels.TritonBackend() if name == "triton" else kernels.MixedBackend()

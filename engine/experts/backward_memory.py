@@ -1,8 +1,10 @@
 """What the experts' backward holds at once, counted on the meta device: the real functions, with one expert's GEMMs.
 
 What a forward leaves is counted by ``activations.py``; for experts that keep little, backward computes more again.
+Where rows are sent, ``without_travel`` stands for ``overlap.exchange``: nothing leaves, and all else is done.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -13,10 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from .backends import Groups, TorchBackend
 from .compute import linears
-from .dispatch import combine, dispatch
+from .dispatch import inverse, permute, plan, sum_of_scaled, to_slots
 from .fused import on_rows, on_tokens
 
-__all__ = ["Phase", "phases"]
+__all__ = ["Phase", "phases", "without_travel"]
 
 
 class Phase(NamedTuple):
@@ -50,9 +52,8 @@ def phases(
         if all_here:
             out = on_tokens(module, backend, up, down, hidden, experts_TK, scores, hidden_TD.dtype)
         else:
-            sent = dispatch(hidden, experts_TK, down.weight.shape[0], None)
-            out = combine(on_rows(module, backend, up, down, sent.rows_RD, sent.counts_e), sent, scores, None)
-            del sent
+            compute = functools.partial(on_rows, module, backend, up, down)
+            out = without_travel(hidden, experts_TK, scores, down.weight.shape[0], compute)
         trained = [tensor for tensor in (hidden, scores, *weight.values()) if tensor.requires_grad]
         grad = torch.empty_like(out)
         with live:
@@ -61,6 +62,23 @@ def phases(
     sizes = [size for size, _ in live.phases]
     total, tokens = max(sum(sizes), 1), len(hidden)
     return [Phase(sum(sizes[:i]) / total, most / tokens) for i, (_, most) in enumerate(live.phases)]
+
+
+def without_travel(
+    hidden_TD: torch.Tensor,
+    experts_TK: torch.Tensor,
+    weights_TK: torch.Tensor,
+    num_experts: int,
+    compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """What ``overlap.exchange`` keeps and holds, chunks and all-to-alls apart; arguments as its."""
+    (route,) = plan(experts_TK, num_experts, None)
+    row_order = route.slot_order.clone()
+    scale = weights_TK.to(torch.promote_types(weights_TK.dtype, torch.float32)).reshape(-1)
+    rows_RD = permute(to_slots(hidden_TD, route, experts_TK.shape[-1]), row_order)
+    out_RD = compute(rows_RD, route.counts_e, permute(permute(scale, route.slot_order), row_order))
+    del rows_RD
+    return sum_of_scaled(permute(out_RD, inverse(row_order)), route, weights_TK)
 
 
 class _Live(TorchDispatchMode):

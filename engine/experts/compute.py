@@ -4,6 +4,7 @@ One function for every family on transformers' experts interface: the layout of 
 the module, the activation is the module's own.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,9 +15,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from . import fused
+from . import fused, overlap
 from .backends import backend_named, fits_the_kernel, native_grouped_mm
-from .dispatch import combine, dispatch
+from .dispatch import combine, dispatch, scaled_at_home
 from .find import ComputesItself
 
 __all__ = [
@@ -41,7 +42,7 @@ class Exchange(Protocol):
         hidden_TD: torch.Tensor,
         experts_TK: torch.Tensor,
         weights_TK: torch.Tensor,
-        compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor],
     ) -> torch.Tensor: ...
 
 
@@ -55,7 +56,7 @@ class ExpertParallel:
     backend: str = "torch"
     """Name of a ``backends.Choice``."""
     exchange: Exchange | None = None
-    """What brings tokens to the ranks of a group and back in place of ``dispatch`` and ``combine``, if anything."""
+    """What brings tokens to the ranks of a group and back, if it is not ``overlap.exchange`` with its defaults."""
     rows_computed: int = 0
     """By this rank's experts so far, recomputations included."""
 
@@ -103,26 +104,36 @@ def experts_forward(
     runtime: ExpertParallel = getattr(self, _HANDLE)
     weight = {name: _local(p) for name, p in self.named_parameters(recurse=False)}
     hidden = hidden_states.to(weight["down_proj"].dtype)
-    if runtime.exchange is not None:
 
-        def local_experts(rows_RD: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
-            runtime.rows_computed += rows_RD.shape[0]
-            return compute(self, weight, rows_RD, counts_e)
+    def local_experts(
+        rows_RD: torch.Tensor, counts_e: torch.Tensor, scale_R: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        runtime.rows_computed += rows_RD.shape[0]
+        return compute(self, weight, rows_RD, counts_e, scale_R)
 
-        return runtime.exchange(hidden, top_k_index, top_k_weights, local_experts).to(hidden_states.dtype)
-    if runtime.group is None and runtime.backend != "reference":
-        runtime.rows_computed += top_k_index.numel()
-        up, down = linears(self, weight)
+    exchange = runtime.exchange
+    if exchange is None:
+        if runtime.backend == "reference":
+            sent = dispatch(hidden, top_k_index, runtime.num_experts, runtime.group)
+            out = local_experts(sent.rows_RD, sent.counts_e)
+            return combine(out, sent, top_k_weights, runtime.group).to(hidden_states.dtype)
         backend = backend_named(runtime.backend)
-        return fused.on_tokens(self, backend, up, down, hidden, top_k_index, top_k_weights, hidden_states.dtype)
-    sent = dispatch(hidden, top_k_index, runtime.num_experts, runtime.group)
-    runtime.rows_computed += sent.rows_RD.shape[0]
-    out = compute(self, weight, sent.rows_RD, sent.counts_e)
-    return combine(out, sent, top_k_weights, runtime.group).to(hidden_states.dtype)
+        if runtime.group is None:
+            runtime.rows_computed += top_k_index.numel()
+            up, down = linears(self, weight)
+            return fused.on_tokens(self, backend, up, down, hidden, top_k_index, top_k_weights, hidden_states.dtype)
+        exchange = functools.partial(
+            overlap.exchange, num_experts=runtime.num_experts, group=runtime.group, backend=backend
+        )
+    return exchange(hidden, top_k_index, top_k_weights, local_experts).to(hidden_states.dtype)
 
 
 def compute(
-    module: Any, weight: Mapping[str, torch.Tensor], rows_RD: torch.Tensor, counts_e: torch.Tensor
+    module: Any,
+    weight: Mapping[str, torch.Tensor],
+    rows_RD: torch.Tensor,
+    counts_e: torch.Tensor,
+    scale_R: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What the local experts make of rows grouped by expert, ``(R, D)``.
 
@@ -131,14 +142,17 @@ def compute(
         weight: its own parameters by name, local to this rank.
         rows_RD: in their dtype.
         counts_e: int64 ``(e,)``, rows per local expert, summing to ``R``; entries may be 0.
+        scale_R: routing weights that are applied at home, where the gradient is the experts' to scale
+            (``dispatch.scaled_at_home``).
     """
     runtime: ExpertParallel = getattr(module, _HANDLE)
     if runtime.backend != "reference":
         up, down = linears(module, weight)
-        return fused.on_rows(module, backend_named(runtime.backend), up, down, rows_RD, counts_e)
+        return fused.on_rows(module, backend_named(runtime.backend), up, down, rows_RD, counts_e, scale_R)
     h = _linear(module, rows_RD, _up_name(module), weight, counts_e)
     h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
-    return _linear(module, h, "down_proj", weight, counts_e)
+    out = _linear(module, h, "down_proj", weight, counts_e)
+    return out if scale_R is None else scaled_at_home(out, scale_R)
 
 
 def linears(module: Any, weight: Mapping[str, torch.Tensor]) -> tuple[fused.Linear, fused.Linear]:

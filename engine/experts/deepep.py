@@ -67,7 +67,7 @@ def exchange(
     hidden_TD: torch.Tensor,
     experts_TK: torch.Tensor,
     weights_TK: torch.Tensor,
-    compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor],
     *,
     num_experts: int,
     group: dist.ProcessGroup,
@@ -82,10 +82,25 @@ def exchange(
     slots_R = torch.argsort(experts, stable=True)[experts.numel() - sum(counts) :]
     token_R = slots_R // experts_TK.shape[1]
     counts_e = torch.tensor(counts, device=experts.device)
-    out_RD = compute(tokens_ND.index_select(0, token_R), counts_e)
-    weighted = out_RD.float() * weights_NK.reshape(-1).index_select(0, slots_R).unsqueeze(1)
-    out_ND = weighted.new_zeros(tokens_ND.shape[0], out_RD.shape[1]).index_add(0, token_R, weighted)
-    return _Combine.apply(out_ND.to(hidden_TD.dtype), handle, deepep)
+    scale_R = weights_NK.reshape(-1).index_select(0, slots_R)
+    out_RD = compute(tokens_ND.index_select(0, token_R), counts_e, scale_R if torch.is_grad_enabled() else None)
+    out_ND = _SumOfScaled.apply(out_RD, token_R, scale_R, tokens_ND.shape[0])
+    return _Combine.apply(out_ND, handle, deepep)
+
+
+class _SumOfScaled(torch.autograd.Function):
+    """``dispatch.sum_of_scaled`` of the rows that a token has here, ``(N, D)``, added up in float32."""
+
+    @staticmethod
+    def forward(ctx, out_RD, token_R, scale_R, tokens):
+        ctx.save_for_backward(token_R)
+        total = out_RD.new_zeros(tokens, out_RD.shape[1], dtype=scale_R.dtype)
+        return total.index_add_(0, token_R, out_RD * scale_R.unsqueeze(1)).to(out_RD.dtype)
+
+    @staticmethod
+    def backward(ctx, grad_ND):
+        (token_R,) = ctx.saved_tensors
+        return grad_ND.index_select(0, token_R), None, None, None
 
 
 class _Dispatch(torch.autograd.Function):

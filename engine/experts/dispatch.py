@@ -4,7 +4,8 @@ Shapes: ``T`` tokens, ``K`` experts per token, ``D`` hidden, ``E`` experts, ``e 
 rows received. A *slot* is one (token, expert) pair; there are ``T * K``.
 
 Slots are sorted by global expert, hence by destination rank. What arrives is rank-major and is put in expert-major
-order, so that one grouped GEMM reads it. Nothing here depends on the data but sizes: a rank without tokens, an expert
+order, so that one grouped GEMM reads it. ``dispatch`` and ``combine`` are the plain pair; ``overlap.exchange`` is made
+of the same pieces, and keeps less. Nothing here depends on the data but sizes: a rank without tokens, an expert
 without rows and a token that lists one expert twice run the same collectives in the same order.
 """
 
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+from .backends import TORCH, Backend
 
 __all__ = [
     "Dispatched",
@@ -23,8 +26,9 @@ __all__ = [
     "inverse",
     "permute",
     "plan",
+    "scaled_at_home",
+    "sum_of_scaled",
     "to_slots",
-    "weighted_sum",
 ]
 
 
@@ -135,24 +139,41 @@ def combine(
         assert sent.row_order is not None
         output_RD = permute(output_RD, inverse(sent.row_order))
         output_RD = _AllToAll.apply(output_RD, sent.send_splits, sent.recv_splits, group)
-    return weighted_sum(output_RD, sent, weights_TK)
-
-
-def weighted_sum(output_SD: torch.Tensor, route: Route, weights_TK: torch.Tensor) -> torch.Tensor:
-    """Sum expert outputs, in the order in which their slots were sent, per token: ``(T, D)``."""
-    slots_SD = permute(output_SD, inverse(route.slot_order))
+    slots_SD = permute(output_RD, inverse(sent.slot_order))
     tokens, k = weights_TK.shape
     return (slots_SD.view(tokens, k, slots_SD.shape[-1]) * weights_TK.unsqueeze(-1)).sum(dim=1)
 
 
-def to_slots(hidden_TD: torch.Tensor, route: Route, k: int) -> torch.Tensor:
+def to_slots(hidden_TD: torch.Tensor, route: Route, k: int, backend: Backend = TORCH) -> torch.Tensor:
     """The hidden state of every slot, ``(T * K, D)``, in the order in which slots are sent."""
-    return _TokensToSlots.apply(hidden_TD, route.slot_order, k)
+    return _TokensToSlots.apply(hidden_TD, route.slot_order, k, backend)
 
 
-def permute(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+def permute(x: torch.Tensor, order: torch.Tensor, backend: Backend = TORCH) -> torch.Tensor:
     """``x[order]`` for a permutation."""
-    return _Permute.apply(x, order)
+    return _Permute.apply(x, order, backend)
+
+
+def sum_of_scaled(
+    output_SD: torch.Tensor, route: Route, weights_TK: torch.Tensor, backend: Backend = TORCH
+) -> torch.Tensor:
+    """Sum expert outputs, in the order in which their slots were sent, per token and with its routing weights.
+
+    Nothing is kept for it: its gradient, of each slot, is that of the slot's output *times its weight*, and there is
+    none for the weights. Both are left to whom the outputs came from (``scaled_at_home``).
+
+    Returns:
+        ``(T, D)`` in the dtype that the product has.
+    """
+    return _SumOfScaled.apply(output_SD, route.slot_order, weights_TK, backend)
+
+
+def scaled_at_home(output_RD: torch.Tensor, scale_R: torch.Tensor) -> torch.Tensor:
+    """``output_RD``, which ``sum_of_scaled`` scales; its gradient is taken to be that of ``output_RD * scale_R``.
+
+    The other half of ``sum_of_scaled``, for outputs of any code. It keeps the outputs; ``fused.on_rows`` need not.
+    """
+    return _ScaledAtHome.apply(output_RD, scale_R)
 
 
 def inverse(order: torch.Tensor) -> torch.Tensor:
@@ -166,34 +187,58 @@ class _TokensToSlots(torch.autograd.Function):
     """``hidden[order // K]``; its gradient is a sum over K without atomics, so it is deterministic."""
 
     @staticmethod
-    def forward(ctx, hidden_TD, order, k):
+    def forward(ctx, hidden_TD, order, k, backend):
         ctx.save_for_backward(order)
-        ctx.shape = (hidden_TD.shape[0], k)
-        return hidden_TD[order // k]
+        ctx.slots, ctx.backend = (hidden_TD.shape[0], k), backend
+        return backend.take(hidden_TD, order // k)
 
     @staticmethod
     def backward(ctx, grad_SD):
         (order,) = ctx.saved_tensors
-        tokens, k = ctx.shape
-        by_slot = torch.empty_like(grad_SD, memory_format=torch.contiguous_format)
-        by_slot[order] = grad_SD
-        return by_slot.view(tokens, k, grad_SD.shape[-1]).sum(dim=1), None, None
+        slots_TK = inverse(order).view(ctx.slots)
+        return ctx.backend.gather_sum(grad_SD.contiguous(), slots_TK, None, grad_SD.dtype), None, None, None
 
 
 class _Permute(torch.autograd.Function):
     """``x[order]`` for a permutation; the gradient is the inverse permutation, not a scatter-add."""
 
     @staticmethod
-    def forward(ctx, x, order):
+    def forward(ctx, x, order, backend):
         ctx.save_for_backward(order)
-        return x[order]
+        ctx.backend = backend
+        return backend.take(x, order)
 
     @staticmethod
     def backward(ctx, grad):
         (order,) = ctx.saved_tensors
-        out = torch.empty_like(grad, memory_format=torch.contiguous_format)
-        out[order] = grad
-        return out, None
+        return ctx.backend.take(grad.contiguous(), inverse(order)), None, None
+
+
+class _SumOfScaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, output_SD, order, weights_TK, backend):
+        ctx.save_for_backward(order)
+        ctx.dtype, ctx.k, ctx.backend = output_SD.dtype, weights_TK.shape[1], backend
+        dtype = torch.promote_types(output_SD.dtype, weights_TK.dtype)
+        return backend.gather_sum(output_SD, inverse(order).view_as(weights_TK), weights_TK, dtype)
+
+    @staticmethod
+    def backward(ctx, grad_TD):
+        (order,) = ctx.saved_tensors
+        return ctx.backend.take(grad_TD.to(ctx.dtype).contiguous(), order // ctx.k), None, None, None
+
+
+class _ScaledAtHome(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, output_RD, scale_R):
+        ctx.save_for_backward(output_RD, scale_R)
+        return output_RD.view_as(output_RD)
+
+    @staticmethod
+    def backward(ctx, grad_RD):
+        output_RD, scale_R = ctx.saved_tensors
+        scaled = (grad_RD * scale_R.unsqueeze(-1)).to(grad_RD.dtype)
+        return scaled, (grad_RD.to(scale_R.dtype) * output_RD).sum(-1)
 
 
 class _AllToAll(torch.autograd.Function):

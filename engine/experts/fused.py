@@ -6,10 +6,11 @@ gathering them again. What a routing weight ``w`` scales is never kept for its g
     <grad, out> = <grad @ W.T, act>
 
 and ``grad @ W.T`` is needed anyway (SonicMoE, arXiv:2512.14080, section 3). So the memory per (token, expert) pair is
-``2 * I`` elements on a single rank, where autograd would keep ``2 * D + 4 * I``.
+``2 * I`` elements on a single rank, and ``D + 2 * I`` of a row that was sent here, where autograd would keep
+``2 * D + 4 * I``.
 
-``on_tokens`` is for experts that are all on this rank; ``on_rows`` for rows that were sent here and whose routing
-weights stayed at home.
+``on_tokens`` is for experts that are all on this rank; ``on_rows`` for rows that were sent here, whose routing weights
+scale them at home and came along for their gradient.
 """
 
 import contextlib
@@ -175,11 +176,22 @@ class _Experts:
 
 
 def on_rows(
-    module: Any, backend: Backend, up: Linear, down: Linear, rows_RD: torch.Tensor, counts_e: torch.Tensor
+    module: Any,
+    backend: Backend,
+    up: Linear,
+    down: Linear,
+    rows_RD: torch.Tensor,
+    counts_e: torch.Tensor,
+    scale_R: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What the local experts make of rows grouped by expert, ``(R, D)``; keeps these and the pre-activation."""
+    """What the local experts make of rows grouped by expert, ``(R, D)``; keeps these and the pre-activation.
+
+    Args:
+        scale_R: routing weights, applied elsewhere: the gradient that comes back is of the output times these, as
+            ``dispatch.scaled_at_home`` has it. ``None``: it is the output's.
+    """
     experts = _Experts(module, backend, up, down)
-    return _OnRows.apply(experts, Groups(counts_e, rows_RD.shape[0]), rows_RD, *experts.tensors)
+    return _OnRows.apply(experts, Groups(counts_e, rows_RD.shape[0]), rows_RD, scale_R, *experts.tensors)
 
 
 def on_tokens(
@@ -207,28 +219,31 @@ def on_tokens(
 
 class _OnRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, experts, groups, rows_RD, *tensors):
+    def forward(ctx, experts, groups, rows_RD, scale_R, *tensors):
         ctx.experts, ctx.groups, ctx.ambient = experts.holding([None] * 8), groups, _ambient(rows_RD)
         with _no_autocast(rows_RD):
             pre, out = experts.forward(rows_RD, groups, ctx.ambient)
-        trains_up = any(ctx.needs_input_grad[3:7])
-        ctx.save_for_backward(pre, rows_RD if trains_up else None, *tensors)
+        trains_up = any(ctx.needs_input_grad[4:8])
+        ctx.save_for_backward(pre, rows_RD if trains_up else None, scale_R, *tensors)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_RD):
-        pre, rows_RD, *tensors = ctx.saved_tensors
-        experts, groups, needed = ctx.experts.holding(tensors), ctx.groups, ctx.needs_input_grad[3:]
+        pre, rows_RD, scale_R, *tensors = ctx.saved_tensors
+        experts, groups, needed = ctx.experts.holding(tensors), ctx.groups, ctx.needs_input_grad[4:]
         backend, up = experts.backend, experts.up
         with _no_autocast(grad_RD):
             grad_RD = grad_RD.to(pre.dtype).contiguous()
-            grad_pre, _, down_grads = experts.backward(pre, grad_RD, groups, ctx.ambient, None, needed[4:])
+            grad_pre, grad_scale, down_grads = experts.backward(pre, grad_RD, groups, ctx.ambient, scale_R, needed[4:])
+            del grad_RD
             up_grads = (
                 up.grad_tensors(backend, rows_RD, grad_pre, groups, needed[:4]) if any(needed[:4]) else [None] * 4
             )
             grad_rows = up.grad_rows(backend, grad_pre, groups) if ctx.needs_input_grad[2] else None
-        return None, None, grad_rows, *up_grads, *down_grads
+            if scale_R is not None:
+                grad_scale = grad_scale.to(scale_R.dtype)
+        return None, None, grad_rows, grad_scale, *up_grads, *down_grads
 
 
 class _OnTokens(torch.autograd.Function):

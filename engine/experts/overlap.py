@@ -9,6 +9,11 @@ own chunk alone; a chunk's combine is launched as soon as it has computed. Autog
 first, so backward launches every combine's gradient, then computes the chunks from the last to the first and launches
 each dispatch's gradient behind it. What is launched, and in which order, depends on the settings alone.
 
+Rows are scaled by their routing weights and summed at home, as in ``dispatch.combine``, but what comes back from the
+experts is not kept there for the weights' gradient. The weights travel with the rows instead, and the gradient of the
+sum goes to the experts as it is: they have by then computed what it takes (``fused.py``), and send the weights'
+gradient home with that of the rows. That is 8 bytes of each row's way, and no memory.
+
 Waiting is what makes the tensors safe: a flight keeps what is sent and what is received until then, and the stream that
 waits is the one that allocated both and uses them next.
 """
@@ -20,7 +25,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import SettingError
-from .dispatch import inverse, permute, plan, to_slots, weighted_sum
+from .backends import TORCH, Backend
+from .dispatch import inverse, permute, plan, sum_of_scaled, to_slots
 from .find import ComputesItself, ExpertsInfo
 from .shared_experts import SharedExperts, asks_first, beside, nothing_overlaps
 
@@ -54,22 +60,26 @@ def exchange(
     hidden_TD: torch.Tensor,
     experts_TK: torch.Tensor,
     weights_TK: torch.Tensor,
-    compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor],
     *,
     num_experts: int,
     group: dist.ProcessGroup,
+    backend: Backend = TORCH,
     chunks: int = 1,
     shared: SharedExperts | None = None,
 ) -> torch.Tensor:
-    """``dispatch``, ``compute`` and ``combine`` with as little waiting as can be.
+    """Dispatch, compute and combine with as little waiting and as little memory as can be.
 
     Args:
         hidden_TD: ``(T, D)``; ``T`` may be 0, and differ among ranks.
         experts_TK: global expert ids ``(T, K)``.
         weights_TK: routing weights ``(T, K)``.
-        compute: from rows grouped by local expert ``(R, D)`` and their numbers ``(e,)`` to outputs ``(R, D)``; called
-            once for each chunk, some of which may have no row.
+        compute: from rows grouped by local expert ``(R, D)``, their numbers ``(e,)`` and their routing weights ``(R,)``
+            (``None`` where gradients are not enabled) to outputs ``(R, D)``, *not* scaled by the weights; the gradient
+            that it gets is that of the scaled outputs (``dispatch.scaled_at_home``). Called once for each chunk, some
+            of which may have no row.
         num_experts: ``E``.
+        backend: moves and sums rows.
         chunks: parts in which tokens are dispatched.
         shared: the shared experts that are computed beside the dispatch, if any.
 
@@ -79,85 +89,94 @@ def exchange(
     k = experts_TK.shape[-1]
     routes = plan(experts_TK, num_experts, group, chunks)
     sizes = [route.slot_order.numel() // k for route in routes]
-    leaving = [
-        _Flight.launched(to_slots(hidden, route, k), route.recv_splits, route.send_splits, group)
-        for hidden, route in zip(hidden_TD.split(sizes), routes, strict=True)
-    ]
+    weights = weights_TK.split(sizes)
+    leaving = []
+    for hidden_tD, weights_tK, route in zip(hidden_TD.split(sizes), weights, routes, strict=True):
+        rows = [to_slots(hidden_tD, route, k, backend)]
+        if torch.is_grad_enabled():
+            scale = weights_tK.to(torch.promote_types(weights_tK.dtype, torch.float32))
+            rows.append(permute(scale.reshape(-1), route.slot_order))
+        leaving.append(_Flight.launched(rows, route.recv_splits, route.send_splits, group))
     if shared is not None:
         shared.compute_ahead()
     returning = []
     for flight, route in zip(leaving, routes, strict=True):
         assert route.row_order is not None
-        out_RD = compute(permute(flight.landed(), route.row_order), route.counts_e)
-        out_RD = permute(out_RD, inverse(route.row_order))
-        returning.append(_Flight.launched(out_RD, route.send_splits, route.recv_splits, group))
+        received_RD, *scale_R = flight.landed()
+        rows_RD = permute(received_RD, route.row_order, backend)
+        del received_RD
+        out_RD = compute(rows_RD, route.counts_e, permute(scale_R[0], route.row_order) if scale_R else None)
+        out_RD = permute(out_RD, inverse(route.row_order), backend)
+        returning.append(_Flight.launched([out_RD], route.send_splits, route.recv_splits, group))
     outputs = [
-        weighted_sum(flight.landed(), route, weights)
-        for flight, route, weights in zip(returning, routes, weights_TK.split(sizes), strict=True)
+        sum_of_scaled(flight.landed()[0], route, weights_tK, backend)
+        for flight, route, weights_tK in zip(returning, routes, weights, strict=True)
     ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 class _Flight:
-    """An all-to-all of rows under way in forward, and later the one of their gradient."""
+    """All-to-alls of rows under way in forward, and later those of their gradients."""
 
     def __init__(self, recv_splits: list[int], send_splits: list[int], group: dist.ProcessGroup):
         self.recv_splits, self.send_splits, self.group = recv_splits, send_splits, group
-        self.pending: torch.Tensor | None = None
-        self.under_way: tuple[dist.Work, torch.Tensor, torch.Tensor] | None = None
+        self.pending: tuple[torch.Tensor, ...] = ()
+        self.under_way: list[tuple[dist.Work, torch.Tensor, torch.Tensor]] = []
 
     @classmethod
     def launched(
-        cls, rows: torch.Tensor, recv_splits: list[int], send_splits: list[int], group: dist.ProcessGroup
+        cls, rows: Sequence[torch.Tensor], recv_splits: list[int], send_splits: list[int], group: dist.ProcessGroup
     ) -> "_Flight":
+        """Of tensors that have a row for each slot."""
         flight = cls(recv_splits, send_splits, group)
-        flight.pending = _Launch.apply(rows, flight)
+        flight.pending = _Launch.apply(flight, *rows)
         return flight
 
-    def landed(self) -> torch.Tensor:
-        pending, self.pending = self.pending, None
-        return _Land.apply(pending, self)
+    def landed(self) -> tuple[torch.Tensor, ...]:
+        pending, self.pending = self.pending, ()
+        return _Land.apply(self, *pending)
 
-    def start(self, rows: torch.Tensor, backward: bool) -> torch.Tensor:
+    def start(self, rows: Sequence[torch.Tensor], backward: bool) -> tuple[torch.Tensor, ...]:
         recv_splits, send_splits = self.recv_splits, self.send_splits
         if backward:
             recv_splits, send_splits = send_splits, recv_splits
-        rows = rows.contiguous()
-        out = rows.new_empty(sum(recv_splits), *rows.shape[1:])
-        work = dist.all_to_all_single(out, rows, recv_splits, send_splits, group=self.group, async_op=True)
-        self.under_way = (work, rows, out)
-        return out
+        for x in rows:
+            x = x.contiguous()
+            out = x.new_empty(sum(recv_splits), *x.shape[1:])
+            work = dist.all_to_all_single(out, x, recv_splits, send_splits, group=self.group, async_op=True)
+            self.under_way.append((work, x, out))
+        return tuple(out for _, _, out in self.under_way)
 
-    def wait(self) -> torch.Tensor:
-        assert self.under_way is not None
-        (work, _, out), self.under_way = self.under_way, None
-        work.wait()
-        return out
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        under_way, self.under_way = self.under_way, []
+        for work, _, _ in under_way:
+            work.wait()
+        return tuple(out for _, _, out in under_way)
 
 
 class _Launch(torch.autograd.Function):
     """Rows set off: what is returned may be read after ``_Land`` alone. Their gradient arrives."""
 
     @staticmethod
-    def forward(ctx, rows, flight):
+    def forward(ctx, flight, *rows):
         ctx.flight = flight
         return flight.start(rows, backward=False)
 
     @staticmethod
-    def backward(ctx, _):
-        return ctx.flight.wait(), None
+    def backward(ctx, *_):
+        return None, *ctx.flight.wait()
 
 
 class _Land(torch.autograd.Function):
     """Rows have arrived; their gradient sets off. It has the wrong shape for what is returned, so the flight has it."""
 
     @staticmethod
-    def forward(ctx, rows, flight):
+    def forward(ctx, flight, *rows):
         ctx.flight = flight
         flight.wait()
-        return rows.view_as(rows)
+        return tuple(x.view_as(x) for x in rows)
 
     @staticmethod
-    def backward(ctx, grad):
-        ctx.flight.start(grad, backward=True)
-        return grad, None
+    def backward(ctx, *grads):
+        ctx.flight.start(grads, backward=True)
+        return None, *grads

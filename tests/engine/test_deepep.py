@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.experts.deepep import check_deepep, exchange
-from epfsdp2.engine.experts.dispatch import combine, dispatch
+from epfsdp2.engine.experts.dispatch import combine, dispatch, scaled_at_home
 from epfsdp2.engine.preflight import check_training
 from tests.engine.test_dispatch import EXPERTS, D, K, _routings
 from tests.engine.test_preflight import checkpoint, engine
@@ -65,28 +65,28 @@ def _every_routing():
     local, group = EXPERTS // world, dist.group.WORLD
     scale_e = torch.arange(1.0, EXPERTS + 1)[rank * local : (rank + 1) * local]
 
-    def compute(rows_RD, counts_e):
-        return rows_RD * torch.repeat_interleave(scale_e, counts_e).unsqueeze(-1)
+    def compute(rows_RD, counts_e, scale_R=None):
+        out = rows_RD * torch.repeat_interleave(scale_e, counts_e).unsqueeze(-1)
+        return out if scale_R is None else scaled_at_home(out, scale_R)
+
+    def exchanged(*given):
+        return exchange(
+            *given, compute, num_experts=EXPERTS, group=group, buffer=lambda group, row_bytes: _Documented()
+        )
 
     for name, ids in _routings(rank, world):
         hidden = torch.randn(ids.shape[0], D, requires_grad=True)
         weights = torch.rand(ids.shape[0], K, requires_grad=True)
         sent = dispatch(hidden, ids, EXPERTS, group)
         want = combine(compute(sent.rows_RD, sent.counts_e), sent, weights, group)
-        out = exchange(
-            hidden,
-            ids,
-            weights,
-            compute,
-            num_experts=EXPERTS,
-            group=group,
-            buffer=lambda group, row_bytes: _Documented(),
-        )
+        out = exchanged(hidden, ids, weights)
         torch.testing.assert_close(out, want, msg=name)
         seed = torch.randn_like(want)
         wanted = torch.autograd.grad(want, [hidden, weights], seed)
         for got, w in zip(torch.autograd.grad(out, [hidden, weights], seed), wanted, strict=True):
             torch.testing.assert_close(got, w, msg=name)
+        with torch.no_grad():
+            torch.testing.assert_close(exchanged(hidden, ids, weights), want, msg=name)
 
 
 def test_around_a_documented_buffer_it_gives_what_our_dispatch_gives():

@@ -1,11 +1,13 @@
 """What computes the experts: one autograd function, exact and lean, in place of autograd through everything."""
 
 import copy
+import functools
 import importlib.util
 import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
@@ -20,8 +22,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.experts import backward_memory
 from epfsdp2.engine.experts.backends import Choice, TorchBackend, choose_backend
-from epfsdp2.engine.experts.compute import ExpertParallel, adapt_experts, attach, compute, experts_forward
+from epfsdp2.engine.experts.compute import ExpertParallel, adapt_experts, attach, compute, experts_forward, linears
+from epfsdp2.engine.experts.fused import on_rows
 from tests.support.models import relative_error
+from tests.support.ranks import run_ranks
 
 RELATIVE = 1e-5
 E, K, D, INNER, T = 6, 3, 24, 20, 11
@@ -82,14 +86,15 @@ def tokens_with(module, backend, hidden, ids, weights):
     return {"out": out, "hidden": hidden.grad, "weights": weights.grad} | grads_of(module)
 
 
-def rows_with(module, backend, rows, counts_e):
-    """The same of rows that were sent here."""
+def rows_with(module, backend, rows, counts_e, scale=None):
+    """The same of rows that were sent here, with or without the routing weights that scale them at home."""
     module = copy.deepcopy(module)
     attach(module, ExpertParallel(E, None, backend=backend))
-    rows = rows.clone().requires_grad_()
-    out = compute(module, dict(module.named_parameters()), rows, counts_e)
+    rows, scale = rows.clone().requires_grad_(), None if scale is None else scale.clone().requires_grad_()
+    out = compute(module, dict(module.named_parameters()), rows, counts_e, scale)
     (out.float() * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
-    return {"out": out, "rows": rows.grad} | grads_of(module)
+    grads = {"out": out, "rows": rows.grad} | grads_of(module)
+    return grads if scale is None else grads | {"scale": scale.grad}
 
 
 def grads_of(module):
@@ -111,7 +116,9 @@ def test_every_layout_equals_plain_operators(family, tokens):
     assert not got["down_proj"][-1].any() and (tokens == 0 or got["down_proj"][0].any())
     counts_e = torch.tensor([3, 0, 4, 0, 1, 3]) * (tokens > 0)
     rows = torch.randn(int(counts_e.sum()), D)
-    assert_equal(rows_with(module, "torch", rows, counts_e), rows_with(module, "reference", rows, counts_e))
+    for scale in (None, torch.rand(len(rows))):
+        got, want = (rows_with(module, backend, rows, counts_e, scale) for backend in ("torch", "reference"))
+        assert_equal(got, want)
 
 
 @pytest.mark.parametrize("frozen", [(), ("gate_up_proj", "down_proj"), ENDS, ENDS[:2] + ("gate_up_proj",)], ids=str)
@@ -206,6 +213,36 @@ def test_less_is_kept_than_0_4_of_what_grouped_mm_keeps(dtype, experts, hidden, 
     )
     pre = 64 * 8 * 2 * inner * dtype.itemsize
     assert pre <= ours <= pre + 64 * 8 * 8 <= 0.4 * theirs
+
+
+def _kept_of_rows_sent(experts, hidden, inner, k):
+    """Every expert of both ranks has as many rows from each."""
+    config = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=inner, num_experts=experts // 2)
+    module = Qwen3MoeExperts(config)
+    for param in module.parameters():
+        nn.init.normal_(param)
+    ids = torch.arange(experts * k).view(-1, k) % experts
+    given = torch.randn(len(ids), hidden, requires_grad=True), ids, torch.rand(ids.shape, requires_grad=True)
+    kept = {}
+    for backend in ("torch", "reference"):
+        attach(module, ExpertParallel(experts, dist.group.WORLD, backend))
+        kept[backend] = bytes_kept(lambda: experts_forward(module, *given), [*given, *module.parameters()])
+
+    def alone():
+        up, down = linears(module, dict(module.named_parameters()))
+        rows_of = functools.partial(on_rows, module, TorchBackend(), up, down)
+        return backward_memory.without_travel(*given, experts // 2, lambda rows, _, scale: rows_of(rows, counts, scale))
+
+    counts = torch.full((experts // 2,), len(ids) * k // (experts // 2))
+    given = given[0], ids % (experts // 2), given[2]
+    # Rows, their weights, the first product; and the orders of slots, of rows by expert, and back.
+    assert kept["torch"] == ids.numel() * (4 * (hidden + 1 + 2 * inner) + 3 * 8)
+    assert kept["torch"] == bytes_kept(alone, [*given, *module.parameters()])
+    assert kept["torch"] < 0.6 * kept["reference"]
+
+
+def test_of_a_row_that_is_sent_nothing_is_kept_at_home():
+    run_ranks(_kept_of_rows_sent, 2, 8, 64, 24, 2)
 
 
 # -- which one computes ---------------------------------------------------------------------------------------------

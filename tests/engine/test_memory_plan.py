@@ -234,11 +234,11 @@ def test_lean_experts_keep_rows_and_the_first_product():
         return build_on_meta(AutoModelForCausalLM, Qwen3MoeConfig(**TINY), torch.float32)
 
     lean, usual = (next(iter(trace(build(), lean=lean).layers.values())) for lean in (True, False))
-    # 2 experts per token: rows of 32, first product of 96; combine keeps rows too, to weigh them, and ids of 8 bytes.
-    rest = lean.experts - 4 * 2 * (32 + 96 + 32)
-    assert 0 <= rest <= 64
-    assert lean.sent == 4 * 2 * (32 + 32) and usual.sent == 0
-    assert usual.experts - lean.experts == 4 * 2 * (48 + 48)  # the activation, and its product with the other half
+    # 2 experts per token: rows of 32 with their weight and two orders, first product of 96, and the order of slots.
+    assert lean.sent == 2 * (4 * 32 + 4 + 2 * 8) and usual.sent == 0
+    assert lean.experts == lean.sent + 2 * (4 * 96 + 8)
+    # The activation, its product with the other half, and what combine weighs; an order less.
+    assert usual.experts - lean.experts == 2 * (4 * (48 + 48 + 32) - 8)
     assert lean.dense == usual.dense
 
 

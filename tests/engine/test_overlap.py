@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3MoeConfig
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.experts import compute as experts_compute
 from epfsdp2.engine.experts import overlap
-from epfsdp2.engine.experts.dispatch import bounds, combine, dispatch
+from epfsdp2.engine.experts.dispatch import bounds, combine, dispatch, scaled_at_home
 from epfsdp2.engine.experts.find import find_experts
 from epfsdp2.engine.experts.overlap import check_exchange, exchange
 from epfsdp2.engine.modeling import build_on_meta
@@ -38,13 +38,14 @@ def test_chunks_differ_by_a_token_at_most_and_hold_every_token(tokens, chunks):
 
 
 def _every_routing_in_chunks():
-    """Bit for bit what one exchange gives, whatever tokens a rank has; as many collectives on all ranks."""
+    """What the plain pair gives, and bit for bit the same in any chunks; as many collectives on all ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     local = EXPERTS // world
     scale_e = torch.arange(1.0, EXPERTS + 1)[rank * local : (rank + 1) * local]
 
-    def compute(rows_RD, counts_e):
-        return rows_RD * torch.repeat_interleave(scale_e, counts_e).unsqueeze(-1)
+    def compute(rows_RD, counts_e, scale_R=None):
+        out = rows_RD * torch.repeat_interleave(scale_e, counts_e).unsqueeze(-1)
+        return out if scale_R is None else scaled_at_home(out, scale_R)
 
     for name, ids in _routings(rank, world):
         hidden = torch.randn(ids.shape[0], D, requires_grad=True)
@@ -53,15 +54,24 @@ def _every_routing_in_chunks():
         want = combine(compute(sent.rows_RD, sent.counts_e), sent, weights, dist.group.WORLD)
         seed = torch.randn_like(want)
         wanted = torch.autograd.grad(want, [hidden, weights], seed)
+        whole = None
         for chunks in (1, 2, 3, 9):
             with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchanged:
                 out = exchange(
                     hidden, ids, weights, compute, num_experts=EXPERTS, group=dist.group.WORLD, chunks=chunks
                 )
                 got = torch.autograd.grad(out, [hidden, weights], seed)
-            assert exchanged.call_count == 1 + 4 * chunks
-            assert torch.equal(out, want), (name, chunks)
-            assert all(torch.equal(g, w) for g, w in zip(got, wanted, strict=True)), (name, chunks)
+            # Sizes; and of each chunk rows there and back and the gradients of both, weights there and theirs back.
+            assert exchanged.call_count == 1 + 6 * chunks
+            whole = whole or [out, *got]
+            assert all(torch.equal(a, b) for a, b in zip([out, *got], whole, strict=True)), (name, chunks)
+            for a, b in zip([out, *got], [want, *wanted], strict=True):
+                torch.testing.assert_close(a, b, msg=name)
+            with torch.no_grad(), patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchanged:
+                out = exchange(
+                    hidden, ids, weights, compute, num_experts=EXPERTS, group=dist.group.WORLD, chunks=chunks
+                )
+            assert exchanged.call_count == 1 + 2 * chunks and torch.equal(out, whole[0]), (name, chunks)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -155,7 +165,7 @@ class _Trace(_Recorder):
 
         def all_to_all(output, *args, async_op=False, **kwargs):
             work = exchange(output, *args, async_op=async_op, **kwargs)
-            if not async_op:
+            if not async_op or output.dim() == 1:  # sizes; routing weights, which go with the rows
                 return work
             self.events[-1] = ("launch", self.launched)
             self.launched += 1

@@ -67,7 +67,8 @@ def counted_collectives() -> Iterator[dict[str, Counted]]:
         return reduce(tensor, *args, **kwargs)
 
     def all_to_all(output, input, *args, **kwargs):
-        what = "counts" if input.dtype == torch.int64 else "tokens" if args else "sp"  # rows go by their numbers
+        rows = "weights" if input.dim() == 1 else "tokens"
+        what = "counts" if input.dtype == torch.int64 else rows if args else "sp"  # rows go by their numbers
         count(f"all-to-all {what}", input, kwargs["group"])
         return exchange(output, input, *args, **kwargs)
 

@@ -19,9 +19,11 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
 
 from .checkpointing import units_recomputed
-from .experts.backward_memory import Phase, phases, without_travel
+from .experts.backward_memory import OneExpert, Phase, phases, route_here
+from .experts.compute import linears
 from .experts.dispatch import combine, dispatch
 from .experts.find import ComputesItself, UnsupportedModelError, find_experts
+from .experts.fused import on_tokens
 from .parallelize import layer_names
 
 __all__ = ["Attention", "LayerActivations", "Traced", "trace"]
@@ -61,6 +63,8 @@ class LayerActivations:
             what they hold at once, phase by phase, what they kept included; empty where they are not lean.
         rows: that each token becomes when it is dispatched; 0 without experts.
         row_width: elements of these rows together.
+        ends_with_experts: nothing is kept after the experts, so a layer that is computed again is done before what they
+            give comes home.
     """
 
     input: float
@@ -73,6 +77,7 @@ class LayerActivations:
     local: tuple[Phase, ...] = ()
     rows: int = 0
     row_width: int = 0
+    ends_with_experts: bool = False
     attention: Attention = Attention()
 
 
@@ -126,6 +131,7 @@ class _Tape:
         self.layer: str | None = None
         self.part: nn.Module | None = None
         self.in_experts = False
+        self.last: dict[str, bool] = {}  # of what is saved, whether the last is the experts'
         self.saved: dict[str | None, dict[int, tuple[int, nn.Module | None, bool]]] = {None: {}}
         self.inputs: dict[str, int] = {}
         self.part_inputs: dict[str, dict[int, int]] = {}
@@ -143,6 +149,8 @@ class _Tape:
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         key = self._key(tensor)
+        if self.layer is not None:
+            self.last[self.layer] = self.in_experts
         if key not in self.passed_over and key not in self.saved[None]:
             size = self.seen[key].nbytes()
             self.saved[self.layer].setdefault(key, (size, self.part, self.in_experts))
@@ -241,6 +249,7 @@ class _Tape:
             local=tuple(local),
             rows=self.rows.get(name, (0, 0))[0],
             row_width=math.prod(self.rows.get(name, (0, 0))),
+            ends_with_experts=self.lean and self.last.get(name, False),
             attention=self.attention.get(name, Attention()),
         )
 
@@ -281,25 +290,22 @@ def _note_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor)
 
 def _experts(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
     """As ``experts.compute.experts_forward``, with one expert's weights for all rows."""
-    down, tape = self.get_parameter("down_proj"), _recording
-    hidden = hidden_states.to(down.dtype)
-    if tape is not None and tape.layer is not None:
-        tape.rows[tape.layer] = (top_k_index.shape[-1], hidden_states.shape[-1])
+    weight, tape = dict(self.named_parameters(recurse=False)), _recording
+    down = weight["down_proj"]
+    hidden, layer = hidden_states.to(down.dtype), None if tape is None else tape.layer
+    if tape is not None and layer is not None:
+        tape.rows[layer] = (top_k_index.shape[-1], hidden_states.shape[-1])
     if tape is None or not tape.lean:
         sent = dispatch(hidden, top_k_index, down.shape[0], None)
         out = combine(_compute(self, sent.rows_RD), sent, top_k_weights, None)
         return out.to(hidden_states.dtype)
-
-    def compute(rows_RD: torch.Tensor, counts_e: torch.Tensor, scale_R: torch.Tensor) -> torch.Tensor:
-        if tape.layer is not None:
-            orders = 2 * top_k_index.numel() * torch.long.itemsize  # of rows by expert, and back
-            tape.sent[tape.layer] = rows_RD.nbytes + scale_R.nbytes + orders
-        return _compute_lean(self, rows_RD, scale_R)
-
-    out = without_travel(hidden, top_k_index, top_k_weights, down.shape[0], compute)
-    if tape.layer is not None:
-        tape.phases[tape.layer] = tape.backward_of(self, (hidden_states, top_k_index, top_k_weights))
-    return out.to(hidden_states.dtype)
+    if layer is not None:
+        # Rows, their weights, and their order.
+        row_bytes = hidden.shape[-1] * hidden.element_size() + torch.float32.itemsize + torch.long.itemsize
+        tape.sent[layer] = top_k_index.numel() * row_bytes
+        tape.phases[layer] = tape.backward_of(self, (hidden_states, top_k_index, top_k_weights))
+    route = route_here(top_k_index, down.shape[0], all_here=False)
+    return on_tokens(self, OneExpert(), *linears(self, weight), hidden, top_k_weights, route, hidden_states.dtype)
 
 
 def _compute(module: Any, rows: torch.Tensor) -> torch.Tensor:
@@ -307,21 +313,6 @@ def _compute(module: Any, rows: torch.Tensor) -> torch.Tensor:
     h = _expert_linear(module, rows, "gate_up_proj" if module.has_gate else "up_proj")
     h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
     return _expert_linear(module, h, "down_proj")
-
-
-def _compute_lean(module: Any, rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Keeps what goes in, and what comes out of the first linear."""
-    with torch.no_grad():
-        first = _expert_linear(module, rows, "gate_up_proj" if module.has_gate else "up_proj")
-        out = _compute(module, rows)
-    return _KeptByExperts.apply(rows, scale, first, out)
-
-
-class _KeptByExperts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows, scale, first, out):
-        ctx.save_for_backward(rows, scale, first)
-        return out.clone()
 
 
 def _expert_linear(module: Any, rows: torch.Tensor, name: str) -> torch.Tensor:

@@ -61,12 +61,14 @@ def collectives(sizes: ModelSizes, topology: Topology, options: ShardingOptions,
     forwards = 2 if options.checkpointing == "full" else 1
     counts = iter(sizes.num_experts)
     element = options.param_dtype.itemsize
-    # The plain pair of dispatch and combine keeps what comes back instead (experts/compute.py).
-    plain = options.experts_backend == "reference" and not (chunks > 1 or options.overlap_shared_experts)
+    at_once = chunks == 1 and not options.overlap_shared_experts
+    plain = at_once and options.experts_backend == "reference"
     for layer in sizes.traced.layers.values():
         if layer.row_width:
             rows = batch.tokens * layer.row_width * element
-            add("all-to-all tokens", topology.ep, 1, chunks * (2 * forwards + 2), (2 * forwards + 2) * rows)
+            # A layer that is computed again may be done before its rows come home (experts/fused.py).
+            ways = 2 * forwards + 2 - (forwards == 2 and at_once and layer.ends_with_experts)
+            add("all-to-all tokens", topology.ep, 1, chunks * ways, ways * rows)
             if not plain:
                 weights = batch.tokens * layer.rows * _WEIGHT
                 add("all-to-all weights", topology.ep, 1, chunks * (forwards + 1), (forwards + 1) * weights)

@@ -1,7 +1,9 @@
 """What a training step moves and computes on each rank, and how long that takes at least."""
 
+import math
 from dataclasses import dataclass
 
+from ..engine.activations import LayerActivations
 from ..engine.memory_plan import Batch, ModelSizes, group_sizes
 from ..engine.mesh import Topology
 from ..engine.parallelize import ShardingOptions
@@ -86,14 +88,16 @@ def roofline(
     for unit, group, size in groups:
         if unit == EMBEDDINGS:
             continue
-        elements: float = size.full
+        elements, again = float(size.full), float(forwards - 1)
         if group.is_experts:
             # Balanced: of a layer's experts a token uses K, wherever they are.
-            experts, width = next(widths), _rows_per_token(sizes, group)
-            elements = size.full * topology.ep * width / experts * batch.imbalance
+            experts, layer = next(widths), _layer_of(sizes, group)
+            elements = size.full * topology.ep * layer.rows / experts * batch.imbalance
+            if layer.ends_with_experts:  # which are computed again up to their last linear
+                again *= 1 - _elements(group, "down_proj") / _elements(group)
         products = 2 * elements * batch.tokens / (cluster.tflops * cluster.efficiency) / 1e12
         reading = size.full * group.compute.itemsize / cluster.hbm / 1e9
-        compute += (forwards + 2) * max(products, reading)
+        compute += (3 + again) * max(products, reading)
     for layer in sizes.traced.layers.values():
         # Causal: half of the products of queries and keys, and of their weights and values.
         products = batch.tokens * length * (layer.attention.query + layer.attention.output)
@@ -103,8 +107,11 @@ def roofline(
     return Roofline(compute * batch.micro_batches, by_fsdp, by_tokens, optimizer)
 
 
-def _rows_per_token(sizes: ModelSizes, group: ParamGroup) -> float:
-    layer = next(
-        layer for name, layer in sizes.traced.layers.items() if next(iter(group.shapes)).startswith(f"{name}.")
-    )
-    return layer.rows
+def _layer_of(sizes: ModelSizes, group: ParamGroup) -> LayerActivations:
+    first = next(iter(group.shapes))
+    return next(layer for name, layer in sizes.traced.layers.items() if first.startswith(f"{name}."))
+
+
+def _elements(group: ParamGroup, ends: str = "") -> int:
+    """Of the parameters whose names end so."""
+    return sum(math.prod(shape) for name, shape in group.shapes.items() if name.endswith(ends))

@@ -1,11 +1,11 @@
 """What the experts' backward holds at once, counted on the meta device: the real functions, with one expert's GEMMs.
 
 What a forward leaves is counted by ``activations.py``; for experts that keep little, backward computes more again.
-Where rows are sent, ``without_travel`` stands for ``overlap.exchange``: nothing leaves, and all else is done.
+Of rows that are sent all is done but the sending.
 """
 
-import functools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from .backends import Groups, TorchBackend
 from .compute import linears
-from .dispatch import inverse, permute, plan, sum_of_scaled, to_slots
-from .fused import on_rows, on_tokens
+from .dispatch import Route, plan
+from .fused import on_tokens
 
-__all__ = ["Phase", "phases", "without_travel"]
+__all__ = ["OneExpert", "Phase", "phases", "route_here"]
 
 
 class Phase(NamedTuple):
@@ -47,13 +47,11 @@ def phases(
     hidden = hidden_TD.detach().to(down.weight.dtype).requires_grad_()
     scores = weights_TK.detach().requires_grad_()
     live = _Live([hidden, scores, experts_TK, *weight.values()])
-    backend = _OneExpert(live)
+    backend = OneExpert(live.next)
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(live.see, lambda tensor: tensor):
-        if all_here:
-            out = on_tokens(module, backend, up, down, hidden, experts_TK, scores, hidden_TD.dtype)
-        else:
-            compute = functools.partial(on_rows, module, backend, up, down)
-            out = without_travel(hidden, experts_TK, scores, down.weight.shape[0], compute)
+        route = route_here(experts_TK, down.weight.shape[0], all_here)
+        out = on_tokens(module, backend, up, down, hidden, scores, route, hidden_TD.dtype)
+        del route
         trained = [tensor for tensor in (hidden, scores, *weight.values()) if tensor.requires_grad]
         grad = torch.empty_like(out)
         with live:
@@ -64,21 +62,10 @@ def phases(
     return [Phase(sum(sizes[:i]) / total, most / tokens) for i, (_, most) in enumerate(live.phases)]
 
 
-def without_travel(
-    hidden_TD: torch.Tensor,
-    experts_TK: torch.Tensor,
-    weights_TK: torch.Tensor,
-    num_experts: int,
-    compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
-    """What ``overlap.exchange`` keeps and holds, chunks and all-to-alls apart; arguments as its."""
+def route_here(experts_TK: torch.Tensor, num_experts: int, all_here: bool) -> Route:
+    """A route that never leaves; with ``all_here`` false all is kept and held as if it did."""
     (route,) = plan(experts_TK, num_experts, None)
-    row_order = route.slot_order.clone()
-    scale = weights_TK.to(torch.promote_types(weights_TK.dtype, torch.float32)).reshape(-1)
-    rows_RD = permute(to_slots(hidden_TD, route, experts_TK.shape[-1]), row_order)
-    out_RD = compute(rows_RD, route.counts_e, permute(permute(scale, route.slot_order), row_order))
-    del rows_RD
-    return sum_of_scaled(permute(out_RD, inverse(row_order)), route, weights_TK)
+    return route if all_here else replace(route, row_order=route.slot_order.clone())
 
 
 class _Live(TorchDispatchMode):
@@ -116,16 +103,20 @@ class _Live(TorchDispatchMode):
         return out
 
 
-class _OneExpert(TorchBackend):
-    """One expert's GEMMs for all rows."""
+class OneExpert(TorchBackend):
+    """One expert's GEMMs for all rows.
 
-    def __init__(self, live: _Live):
-        self._live = live
+    Args:
+        made: called with the elements of each weight's gradient.
+    """
+
+    def __init__(self, made: Callable[[int], None] = lambda elements: None):
+        self._made = made
 
     def mm(self, rows: torch.Tensor, in_out: torch.Tensor, groups: Groups, bias: torch.Tensor | None = None) -> Any:
         return rows @ in_out[0] if bias is None else torch.addmm(bias[0], rows, in_out[0])
 
     def outer(self, a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
         shape = (groups.counts_e.shape[0], a.shape[1], b.shape[1])
-        self._live.next(shape[0] * shape[1] * shape[2])
+        self._made(shape[0] * shape[1] * shape[2])
         return a.new_empty(1).expand(shape)

@@ -4,7 +4,6 @@ One function for every family on transformers' experts interface: the layout of 
 the module, the activation is the module's own.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,9 +14,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from . import fused, overlap
+from . import fused
 from .backends import backend_named, fits_the_kernel, native_grouped_mm
-from .dispatch import combine, dispatch, scaled_at_home
+from .dispatch import combine, dispatch, plan, scaled_at_home
 from .find import ComputesItself
 
 __all__ = [
@@ -56,7 +55,7 @@ class ExpertParallel:
     backend: str = "torch"
     """Name of a ``backends.Choice``."""
     exchange: Exchange | None = None
-    """What brings tokens to the ranks of a group and back, if it is not ``overlap.exchange`` with its defaults."""
+    """What brings tokens to the ranks of a group and back, if it is not an all-to-all that everything waits for."""
     rows_computed: int = 0
     """By this rank's experts so far, recomputations included."""
 
@@ -111,21 +110,17 @@ def experts_forward(
         runtime.rows_computed += rows_RD.shape[0]
         return compute(self, weight, rows_RD, counts_e, scale_R)
 
-    exchange = runtime.exchange
-    if exchange is None:
-        if runtime.backend == "reference":
-            sent = dispatch(hidden, top_k_index, runtime.num_experts, runtime.group)
-            out = local_experts(sent.rows_RD, sent.counts_e)
-            return combine(out, sent, top_k_weights, runtime.group).to(hidden_states.dtype)
-        backend = backend_named(runtime.backend)
-        if runtime.group is None:
-            runtime.rows_computed += top_k_index.numel()
-            up, down = linears(self, weight)
-            return fused.on_tokens(self, backend, up, down, hidden, top_k_index, top_k_weights, hidden_states.dtype)
-        exchange = functools.partial(
-            overlap.exchange, num_experts=runtime.num_experts, group=runtime.group, backend=backend
-        )
-    return exchange(hidden, top_k_index, top_k_weights, local_experts).to(hidden_states.dtype)
+    if runtime.exchange is not None:
+        return runtime.exchange(hidden, top_k_index, top_k_weights, local_experts).to(hidden_states.dtype)
+    if runtime.backend == "reference":
+        sent = dispatch(hidden, top_k_index, runtime.num_experts, runtime.group)
+        out = local_experts(sent.rows_RD, sent.counts_e)
+        return combine(out, sent, top_k_weights, runtime.group).to(hidden_states.dtype)
+    (route,) = plan(top_k_index, runtime.num_experts, runtime.group)
+    runtime.rows_computed += route.rows
+    up, down = linears(self, weight)
+    backend = backend_named(runtime.backend)
+    return fused.on_tokens(self, backend, up, down, hidden, top_k_weights, route, hidden_states.dtype)
 
 
 def compute(

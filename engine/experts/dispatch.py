@@ -4,9 +4,11 @@ Shapes: ``T`` tokens, ``K`` experts per token, ``D`` hidden, ``E`` experts, ``e 
 rows received. A *slot* is one (token, expert) pair; there are ``T * K``.
 
 Slots are sorted by global expert, hence by destination rank. What arrives is rank-major and is put in expert-major
-order, so that one grouped GEMM reads it. ``dispatch`` and ``combine`` are the plain pair; ``overlap.exchange`` is made
-of the same pieces, and keeps less. Nothing here depends on the data but sizes: a rank without tokens, an expert
+order, so that one grouped GEMM reads it. Nothing here depends on the data but sizes: a rank without tokens, an expert
 without rows and a token that lists one expert twice run the same collectives in the same order.
+
+``dispatch`` and ``combine`` are the plain pair. ``fused.on_tokens`` and ``overlap.exchange`` are made of the same
+pieces and keep less.
 """
 
 import itertools
@@ -20,6 +22,7 @@ from .backends import TORCH, Backend
 __all__ = [
     "Dispatched",
     "Route",
+    "Travel",
     "bounds",
     "combine",
     "dispatch",
@@ -33,6 +36,23 @@ __all__ = [
 
 
 @dataclass(frozen=True)
+class Travel:
+    """The all-to-all of a route, from the ranks of tokens to those of their experts; without a group, nowhere."""
+
+    send_splits: list[int]
+    recv_splits: list[int]
+    group: dist.ProcessGroup | None
+
+    def out(self, x_S: torch.Tensor) -> torch.Tensor:
+        """What slots have, by the first dim, to their experts' ranks: ``(S, ...)`` to ``(R, ...)``."""
+        return x_S if self.group is None else _all_to_all(x_S, self.recv_splits, self.send_splits, self.group)
+
+    def home(self, x_R: torch.Tensor) -> torch.Tensor:
+        """What rows have, to their slots' rank: ``(R, ...)`` to ``(S, ...)``."""
+        return x_R if self.group is None else _all_to_all(x_R, self.send_splits, self.recv_splits, self.group)
+
+
+@dataclass(frozen=True)
 class Route:
     """How the slots of some tokens travel to their experts, and back; made by ``plan``, never changed."""
 
@@ -42,8 +62,12 @@ class Route:
     """int64 ``(T * K,)``: slots in the order they were sent."""
     row_order: torch.Tensor | None
     """int64 ``(R,)``: received rows in expert order; ``None`` where they arrive in it (``ep == 1``)."""
-    send_splits: list[int]
-    recv_splits: list[int]
+    travel: Travel
+
+    @property
+    def rows(self) -> int:
+        """``R``."""
+        return self.slot_order.numel() if self.row_order is None else self.row_order.numel()
 
 
 @dataclass(frozen=True)
@@ -70,7 +94,7 @@ def dispatch(
     if group is None:
         return Dispatched(**vars(route), rows_RD=sent_SD)
     assert route.row_order is not None
-    received_RD = _AllToAll.apply(sent_SD, route.recv_splits, route.send_splits, group)
+    received_RD = _Out.apply(sent_SD, route.travel)
     return Dispatched(**vars(route), rows_RD=permute(received_RD, route.row_order))
 
 
@@ -96,7 +120,8 @@ def plan(experts_TK: torch.Tensor, num_experts: int, group: dist.ProcessGroup | 
     # Not bincount: on an accelerator it waits for the device to learn its output's size.
     counts = keys.new_zeros(chunks * e).scatter_add_(0, keys, torch.ones_like(keys))
     if group is None:
-        return [Route(c, order, None, [], []) for c, order in zip(counts.split(e), slot_orders, strict=True)]
+        nowhere = Travel([], [], None)
+        return [Route(c, order, None, nowhere) for c, order in zip(counts.split(e), slot_orders, strict=True)]
 
     ep = dist.get_world_size(group)
     e //= ep
@@ -112,7 +137,8 @@ def plan(experts_TK: torch.Tensor, num_experts: int, group: dist.ProcessGroup | 
     row_expert = torch.repeat_interleave(local_expert, sizes, output_size=received[-1])
     row_orders = _relative(torch.argsort(row_expert, stable=True), received)
     counts_e = arriving.sum(0).unbind()
-    return [Route(*route) for route in zip(counts_e, slot_orders, row_orders, send_splits, recv_splits, strict=True)]
+    travels = [Travel(send, recv, group) for send, recv in zip(send_splits, recv_splits, strict=True)]
+    return [Route(*route) for route in zip(counts_e, slot_orders, row_orders, travels, strict=True)]
 
 
 def _relative(order: torch.Tensor, edges: list[int]) -> list[torch.Tensor]:
@@ -138,7 +164,7 @@ def combine(
     if group is not None:
         assert sent.row_order is not None
         output_RD = permute(output_RD, inverse(sent.row_order))
-        output_RD = _AllToAll.apply(output_RD, sent.send_splits, sent.recv_splits, group)
+        output_RD = _Home.apply(output_RD, sent.travel)
     slots_SD = permute(output_RD, inverse(sent.slot_order))
     tokens, k = weights_TK.shape
     return (slots_SD.view(tokens, k, slots_SD.shape[-1]) * weights_TK.unsqueeze(-1)).sum(dim=1)
@@ -241,18 +267,30 @@ class _ScaledAtHome(torch.autograd.Function):
         return scaled, (grad_RD.to(scale_R.dtype) * output_RD).sum(-1)
 
 
-class _AllToAll(torch.autograd.Function):
-    """``all_to_all_single`` of rows; the gradient goes the other way."""
+class _Out(torch.autograd.Function):
+    """``Travel.out``; the gradient comes home."""
 
     @staticmethod
-    def forward(ctx, x, recv_splits, send_splits, group):
-        ctx.route = (recv_splits, send_splits, group)
-        return _all_to_all(x, recv_splits, send_splits, group)
+    def forward(ctx, x, travel):
+        ctx.travel = travel
+        return travel.out(x)
 
     @staticmethod
     def backward(ctx, grad):
-        recv_splits, send_splits, group = ctx.route
-        return _all_to_all(grad, send_splits, recv_splits, group), None, None, None
+        return ctx.travel.home(grad), None
+
+
+class _Home(torch.autograd.Function):
+    """``Travel.home``; the gradient goes out."""
+
+    @staticmethod
+    def forward(ctx, x, travel):
+        ctx.travel = travel
+        return travel.home(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.travel.out(grad), None
 
 
 def _all_to_all(x, recv_splits, send_splits, group):

@@ -1,4 +1,4 @@
-"""The whole experts' computation as one autograd function, which keeps its input and the pre-activation and no more.
+"""The whole experts' computation as autograd functions that keep their input and the pre-activation and no more.
 
 Everything else is computed again in backward: the activation, by the module's own code, and the gathered rows, by
 gathering them again. What a routing weight ``w`` scales is never kept for its gradient: with ``out = act @ W``
@@ -7,10 +7,12 @@ gathering them again. What a routing weight ``w`` scales is never kept for its g
 
 and ``grad @ W.T`` is needed anyway (SonicMoE, arXiv:2512.14080, section 3). So the memory per (token, expert) pair is
 ``2 * I`` elements on a single rank, and ``D + 2 * I`` of a row that was sent here, where autograd would keep
-``2 * D + 4 * I``.
+``2 * D + 4 * I``. Rows are scaled at home, as in ``dispatch.combine``; for their gradient the weights travel with them,
+the gradient of the sum travels to the experts as it is, and the weights' gradient home with that of the rows.
 
-``on_tokens`` is for experts that are all on this rank; ``on_rows`` for rows that were sent here, whose routing weights
-scale them at home and came along for their gradient.
+``on_tokens`` is dispatch, experts and combine in one. The first of its halves, ``_Up`` and ``_Down``, keeps what both
+need: a layer that is computed again for its backward (checkpointing) is done when it has all that was kept, before the
+down projection and the way home. ``on_rows`` is the experts alone, for rows that others bring.
 """
 
 import contextlib
@@ -22,7 +24,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .backends import Backend, Groups
-from .dispatch import inverse, plan
+from .dispatch import Route, Travel, inverse
 
 __all__ = ["Linear", "on_rows", "on_tokens"]
 
@@ -132,16 +134,19 @@ class _Experts:
         # Under autocast it may come back in another dtype than it was given.
         return act.to(self.down.weight.dtype)
 
-    def forward(self, rows: torch.Tensor, groups: Groups, ambient: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pre-activation and output."""
+    def forward_up(self, rows: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The pre-activation, and the activation if it comes with it."""
         gate = self.backend.gate(self.module, self.down.weight.dtype) if self.up.lora_A is None else None
         if gate is not None:
-            pre, act = self.backend.up_gate(rows, self.up.in_out, groups, self.up.bias, gate)
-        else:
-            pre = self.up.forward(self.backend, rows, groups)
+            return self.backend.up_gate(rows, self.up.in_out, groups, self.up.bias, gate)
+        return self.up.forward(self.backend, rows, groups), None
+
+    def forward_down(self, pre: torch.Tensor, act: torch.Tensor | None, groups: Groups, ambient: Any) -> torch.Tensor:
+        """The output; ``act`` is computed where it is not there."""
+        if act is None:
             with ambient:
                 act = self.activation(pre)
-        return pre, self.down.forward(self.backend, act, groups)
+        return self.down.forward(self.backend, act, groups)
 
     def backward(
         self,
@@ -200,21 +205,63 @@ def on_tokens(
     up: Linear,
     down: Linear,
     hidden_TD: torch.Tensor,
-    experts_TK: torch.Tensor,
     weights_TK: torch.Tensor,
+    route: Route,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """What all experts, on this rank, make of tokens: ``(T, D)`` in ``dtype``, weighted and summed over ``K``.
+    """What experts, wherever they are, make of this rank's tokens: ``(T, D)`` in ``dtype``, summed with their weights.
 
     Args:
+        up, down: of the experts on this rank.
         hidden_TD: in the dtype of the weights.
-        experts_TK: read only; a token may list an expert twice.
         weights_TK: any float dtype.
+        route: of the tokens (``dispatch.plan``).
     """
     experts = _Experts(module, backend, up, down)
-    (route,) = plan(experts_TK, up.weight.shape[0], None)
-    groups = Groups(route.counts_e, experts_TK.numel())
-    return _OnTokens.apply(experts, groups, route.slot_order, dtype, hidden_TD, weights_TK, *experts.tensors)
+    handed: list[tuple[Any, torch.Tensor | None]] = []  # from one half to the other
+    call = _Call(
+        experts.holding([None] * 8),
+        Groups(route.counts_e, route.rows),
+        route.travel,
+        weights_TK.shape[1],
+        dtype,
+        _ambient(hidden_TD),
+        torch.is_grad_enabled(),
+    )
+    orders = route.slot_order, route.row_order
+    pre = _Up.apply(call, handed, *orders, hidden_TD, weights_TK, *experts.tensors)
+    return _Down.apply(call, handed, *orders, pre, weights_TK.detach(), *down.tensors)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What both halves of ``on_tokens`` know; no tensor of the size of the tokens, as it lives until the backward."""
+
+    experts: _Experts
+    groups: Groups
+    travel: Travel
+    k: int
+    dtype: torch.dtype
+    ambient: Any
+    trains: bool
+
+    @property
+    def backend(self) -> Backend:
+        return self.experts.backend
+
+    def to_experts(self, x_TD: torch.Tensor, slot_order: torch.Tensor, row_order: torch.Tensor | None) -> torch.Tensor:
+        """What is a token's, to the rows of its experts: ``(T, D)`` to ``(R, D)``."""
+        x_RD = self.travel.out(self.backend.take(x_TD, slot_order // self.k))
+        return x_RD if row_order is None else self.backend.take(x_RD, row_order)
+
+    def home(self, x_RD: torch.Tensor, row_order: torch.Tensor | None) -> torch.Tensor:
+        """What is a row's, to its token's rank, in the order in which slots were sent: ``(R, D)`` to ``(S, D)``."""
+        return self.travel.home(x_RD if row_order is None else self.backend.take(x_RD, inverse(row_order)))
+
+    def summed(self, x_SD: torch.Tensor, slot_order: torch.Tensor, weights_TK: torch.Tensor | None) -> torch.Tensor:
+        """Over the slots of a token: ``(S, D)`` to ``(T, D)``."""
+        dtype = x_SD.dtype if weights_TK is None else self.dtype
+        return self.backend.gather_sum(x_SD, inverse(slot_order).view(-1, self.k), weights_TK, dtype)
 
 
 class _OnRows(torch.autograd.Function):
@@ -222,7 +269,8 @@ class _OnRows(torch.autograd.Function):
     def forward(ctx, experts, groups, rows_RD, scale_R, *tensors):
         ctx.experts, ctx.groups, ctx.ambient = experts.holding([None] * 8), groups, _ambient(rows_RD)
         with _no_autocast(rows_RD):
-            pre, out = experts.forward(rows_RD, groups, ctx.ambient)
+            pre, act = experts.forward_up(rows_RD, groups)
+            out = experts.forward_down(pre, act, groups, ctx.ambient)
         trains_up = any(ctx.needs_input_grad[4:8])
         ctx.save_for_backward(pre, rows_RD if trains_up else None, scale_R, *tensors)
         return out
@@ -246,41 +294,77 @@ class _OnRows(torch.autograd.Function):
         return None, None, grad_rows, grad_scale, *up_grads, *down_grads
 
 
-class _OnTokens(torch.autograd.Function):
+class _Up(torch.autograd.Function):
+    """Dispatch and first linear. Keeps for ``_Down`` too, whose backward comes first and leaves here what it took."""
+
     @staticmethod
-    def forward(ctx, experts, groups, order_S, dtype, hidden_TD, weights_TK, *tensors):
-        ctx.experts, ctx.groups, ctx.ambient = experts.holding([None] * 8), groups, _ambient(hidden_TD)
-        backend, k = experts.backend, weights_TK.shape[1]
+    def forward(ctx, call, handed, slot_order, row_order, hidden_TD, weights_TK, *tensors):
+        ctx.call, ctx.weights_dtype = call, weights_TK.dtype
         with _no_autocast(hidden_TD):
-            pre, out = experts.forward(backend.take(hidden_TD, order_S // k), groups, ctx.ambient)
-            output_TD = backend.gather_sum(out, inverse(order_S).view_as(weights_TK), weights_TK, dtype)
-        trains_up = any(ctx.needs_input_grad[6:10])
-        ctx.save_for_backward(pre, order_S, weights_TK, hidden_TD if trains_up else None, *tensors)
-        return output_TD
+            rows_RD = call.to_experts(hidden_TD, slot_order, row_order)
+            pre, act = call.experts.holding(tensors).forward_up(rows_RD, call.groups)
+        if call.trains:
+            is_gathered_again = row_order is None
+            inputs = hidden_TD if is_gathered_again else rows_RD
+            scale = weights_TK if is_gathered_again else _to_rows(call, weights_TK, slot_order, row_order)
+            trains_up = any(ctx.needs_input_grad[6:10])
+            ctx.save_for_backward(pre, slot_order, row_order, scale, inputs if trains_up else None, *tensors)
+        handed.append((ctx, act))
+        return pre
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_pre):
+        (slot_order, row_order, inputs, tensors, grad_scale), ctx.left = ctx.left, None
+        call, needed = ctx.call, ctx.needs_input_grad[6:]
+        experts = call.experts.holding(tensors)
+        up, up_grads, grad_hidden, grad_weights = experts.up, [None] * 4, None, None
+        with _no_autocast(grad_pre):
+            if inputs is not None:
+                rows_RD = inputs if row_order is not None else call.to_experts(inputs, slot_order, None)
+                up_grads = up.grad_tensors(call.backend, rows_RD, grad_pre, call.groups, needed[:4])
+                del rows_RD, inputs
+            if ctx.needs_input_grad[4]:
+                grad_rows = up.grad_rows(call.backend, grad_pre, call.groups)
+                grad_hidden = call.summed(call.home(grad_rows, row_order), slot_order, None)
+            if ctx.needs_input_grad[5]:
+                if row_order is not None:
+                    grad_scale = call.travel.home(grad_scale[inverse(row_order)])
+                grad_weights = grad_scale[inverse(slot_order)].view(-1, call.k).to(ctx.weights_dtype)
+        return None, None, None, None, grad_hidden, grad_weights, *up_grads, *([None] * 4)
+
+
+class _Down(torch.autograd.Function):
+    """Activation, second linear and combine. Keeps nothing."""
+
+    @staticmethod
+    def forward(ctx, call, handed, slot_order, row_order, pre, weights_TK, *tensors):
+        (ctx.up, act), ctx.call = handed.pop(), call
+        experts = call.experts.holding([None] * 4 + list(tensors))
+        with _no_autocast(pre):
+            out_RD = experts.forward_down(pre, act, call.groups, call.ambient)
+            del act
+            return call.summed(call.home(out_RD, row_order), slot_order, weights_TK)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_TD):
-        pre, order_S, weights_TK, hidden_TD, *tensors = ctx.saved_tensors
-        experts, groups, needed = ctx.experts.holding(tensors), ctx.groups, ctx.needs_input_grad[6:]
-        backend, up, slots_TK = experts.backend, experts.up, inverse(order_S).view_as(weights_TK)
-        tokens_S = order_S // weights_TK.shape[1]
+        call, needed = ctx.call, ctx.needs_input_grad[6:]
+        pre, slot_order, row_order, scale, inputs, *tensors = ctx.up.saved_tensors
         with _no_autocast(grad_TD):
-            grad_RD = backend.take(grad_TD.to(pre.dtype).contiguous(), tokens_S)
-            scale_R = weights_TK.reshape(-1)[order_S]
-            grad_pre, grad_scale, down_grads = experts.backward(pre, grad_RD, groups, ctx.ambient, scale_R, needed[4:])
-            del grad_RD
-            up_grads = [None] * 4
-            if hidden_TD is not None:
-                rows_RD = backend.take(hidden_TD, tokens_S)
-                up_grads = up.grad_tensors(backend, rows_RD, grad_pre, groups, needed[:4])
-                del rows_RD
-            grad_hidden = None
-            if ctx.needs_input_grad[4]:
-                grad_rows = up.grad_rows(backend, grad_pre, groups)
-                grad_hidden = backend.gather_sum(grad_rows, slots_TK, None, grad_rows.dtype)
-            grad_weights = grad_scale[slots_TK].to(weights_TK.dtype) if ctx.needs_input_grad[5] else None
-        return None, None, None, None, grad_hidden, grad_weights, *up_grads, *down_grads
+            grad_RD = call.to_experts(grad_TD.to(pre.dtype).contiguous(), slot_order, row_order)
+            scale_R = scale if row_order is not None else scale.reshape(-1)[slot_order]
+            experts = call.experts.holding(tensors)
+            grad_pre, grad_scale, down_grads = experts.backward(
+                pre, grad_RD, call.groups, call.ambient, scale_R, needed
+            )
+        ctx.up.left = slot_order, row_order, inputs, tensors, grad_scale
+        return None, None, None, None, grad_pre, None, *down_grads
+
+
+def _to_rows(call: _Call, weights_TK: torch.Tensor, slot_order: torch.Tensor, row_order: torch.Tensor) -> torch.Tensor:
+    scale = weights_TK.to(torch.promote_types(weights_TK.dtype, torch.float32)).reshape(-1)
+    return call.travel.out(scale[slot_order])[row_order]
 
 
 def _columns(vector: torch.Tensor) -> torch.Tensor:

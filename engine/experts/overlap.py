@@ -92,11 +92,11 @@ def exchange(
     weights = weights_TK.split(sizes)
     leaving = []
     for hidden_tD, weights_tK, route in zip(hidden_TD.split(sizes), weights, routes, strict=True):
-        rows = [to_slots(hidden_tD, route, k, backend)]
+        rows, travel = [to_slots(hidden_tD, route, k, backend)], route.travel
         if torch.is_grad_enabled():
             scale = weights_tK.to(torch.promote_types(weights_tK.dtype, torch.float32))
             rows.append(permute(scale.reshape(-1), route.slot_order))
-        leaving.append(_Flight.launched(rows, route.recv_splits, route.send_splits, group))
+        leaving.append(_Flight.launched(rows, travel.recv_splits, travel.send_splits, group))
     if shared is not None:
         shared.compute_ahead()
     returning = []
@@ -107,7 +107,8 @@ def exchange(
         del received_RD
         out_RD = compute(rows_RD, route.counts_e, permute(scale_R[0], route.row_order) if scale_R else None)
         out_RD = permute(out_RD, inverse(route.row_order), backend)
-        returning.append(_Flight.launched([out_RD], route.send_splits, route.recv_splits, group))
+        travel = route.travel
+        returning.append(_Flight.launched([out_RD], travel.send_splits, travel.recv_splits, group))
     outputs = [
         sum_of_scaled(flight.landed()[0], route, weights_tK, backend)
         for flight, route, weights_tK in zip(returning, routes, weights, strict=True)

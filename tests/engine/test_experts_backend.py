@@ -1,7 +1,6 @@
 """What computes the experts: one autograd function, exact and lean, in place of autograd through everything."""
 
 import copy
-import functools
 import importlib.util
 import itertools
 
@@ -22,8 +21,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.experts import backward_memory
 from epfsdp2.engine.experts.backends import Choice, TorchBackend, choose_backend
-from epfsdp2.engine.experts.compute import ExpertParallel, adapt_experts, attach, compute, experts_forward, linears
-from epfsdp2.engine.experts.fused import on_rows
+from epfsdp2.engine.experts.compute import ExpertParallel, adapt_experts, attach, compute, experts_forward
 from tests.support.models import relative_error
 from tests.support.ranks import run_ranks
 
@@ -228,16 +226,8 @@ def _kept_of_rows_sent(experts, hidden, inner, k):
         attach(module, ExpertParallel(experts, dist.group.WORLD, backend))
         kept[backend] = bytes_kept(lambda: experts_forward(module, *given), [*given, *module.parameters()])
 
-    def alone():
-        up, down = linears(module, dict(module.named_parameters()))
-        rows_of = functools.partial(on_rows, module, TorchBackend(), up, down)
-        return backward_memory.without_travel(*given, experts // 2, lambda rows, _, scale: rows_of(rows, counts, scale))
-
-    counts = torch.full((experts // 2,), len(ids) * k // (experts // 2))
-    given = given[0], ids % (experts // 2), given[2]
-    # Rows, their weights, the first product; and the orders of slots, of rows by expert, and back.
-    assert kept["torch"] == ids.numel() * (4 * (hidden + 1 + 2 * inner) + 3 * 8)
-    assert kept["torch"] == bytes_kept(alone, [*given, *module.parameters()])
+    # Rows, their weights, the first product; and the orders of slots and of rows.
+    assert kept["torch"] == ids.numel() * (4 * (hidden + 1 + 2 * inner) + 2 * 8)
     assert kept["torch"] < 0.6 * kept["reference"]
 
 
@@ -279,14 +269,14 @@ def test_what_there_is_not_is_refused():
 class _AllExperts(TorchBackend):
     """The real GEMMs; gradients of weights are passed over, as the count on meta does."""
 
-    def __init__(self, live):
-        self._live = live
+    def __init__(self, made):
+        self._made = made
 
     def outer(self, a, b, groups):
-        self._live.next(groups.counts_e.shape[0] * a.shape[1] * b.shape[1])
+        self._made(groups.counts_e.shape[0] * a.shape[1] * b.shape[1])
         with _disable_current_modes():
             out = super().outer(a, b, groups)
-        self._live._passed_over.add(out.untyped_storage()._cdata)
+        self._made.__self__._passed_over.add(out.untyped_storage()._cdata)
         return out
 
 
@@ -296,7 +286,7 @@ def test_what_backward_holds_is_counted_without_computing(family, all_here, adap
     module, (hidden, ids, weights) = make(family, adapters=adapters), routed()
     on_meta = copy.deepcopy(module).to("meta")
     planned = backward_memory.phases(on_meta, *(t.to("meta") for t in (hidden, ids, weights)), all_here)
-    monkeypatch.setattr(backward_memory, "_OneExpert", _AllExperts)
+    monkeypatch.setattr(backward_memory, "OneExpert", _AllExperts)
     counted = backward_memory.phases(module, hidden, ids, weights, all_here)
     assert [share for share, _ in planned] == [share for share, _ in counted]
     for (_, a), (_, b) in zip(planned, counted, strict=True):

@@ -193,8 +193,10 @@ def _step_is_counted(folder, ep, fsdp_size, options, tokens, sp, lora, expected)
         (save_qwen3_moe, 2, 2, -1, {"checkpointing": "full", "dispatch_chunks": 3}, 1, None),
         (save_glm4_moe, 2, 1, -1, {"checkpointing": "selective", "reshard_experts_after_forward": False}, 1, None),
         (save_qwen3_moe, 4, 2, -1, {"checkpointing": "full"}, 4, LORA),
+        (save_glm4_moe, 2, 2, -1, {"checkpointing": "full"}, 1, None),
+        (save_qwen3_moe, 2, 2, -1, {"checkpointing": "full", "experts_backend": "reference"}, 1, None),
     ],
-    ids=["ep_fsdp", "replicas", "chunks", "glm", "sp and LoRA"],
+    ids=["ep_fsdp", "replicas", "chunks", "glm", "sp and LoRA", "shared experts", "reference"],
 )
 def test_a_real_step_sends_the_bytes_that_are_predicted(tmp_path, save, world, ep, fsdp_size, options, sp, lora):
     folder = save(tmp_path)
@@ -234,11 +236,11 @@ def test_lean_experts_keep_rows_and_the_first_product():
         return build_on_meta(AutoModelForCausalLM, Qwen3MoeConfig(**TINY), torch.float32)
 
     lean, usual = (next(iter(trace(build(), lean=lean).layers.values())) for lean in (True, False))
-    # 2 experts per token: rows of 32 with their weight and two orders, first product of 96, and the order of slots.
-    assert lean.sent == 2 * (4 * 32 + 4 + 2 * 8) and usual.sent == 0
+    # 2 experts per token: rows of 32 with their weight and order, first product of 96, and the order of slots.
+    assert lean.sent == 2 * (4 * 32 + 4 + 8) and usual.sent == 0
     assert lean.experts == lean.sent + 2 * (4 * 96 + 8)
-    # The activation, its product with the other half, and what combine weighs; an order less.
-    assert usual.experts - lean.experts == 2 * (4 * (48 + 48 + 32) - 8)
+    # The activation, its product with the other half, and what combine weighs.
+    assert usual.experts - lean.experts == 2 * 4 * (48 + 48 + 32)
     assert lean.dense == usual.dense
 
 

@@ -101,7 +101,8 @@ def test_adapters_chunks_and_the_backend_change_what_is_planned(tmp_path):
     plain, lora, chunks = planned(), planned("--lora-rank", "8"), planned("--dispatch-chunks", "2")
     assert 0 < lora.peak.optimizer < 0.1 * plain.peak.optimizer and lora.peak.parameters > plain.peak.parameters
     calls = [{c.name: c.calls for c in found.traffic}["all-to-all tokens"] for found in (plain, chunks)]
-    assert calls[1] == 2 * calls[0]
+    # Of 8 layers; at once a layer that is computed again is done before its rows come home.
+    assert calls == [8 * 5, 8 * 6 * 2]
     reference = planned("--experts-backend", "reference", "--checkpointing", "none")
     assert reference.peak.activations > planned("--checkpointing", "none").peak.activations
 

@@ -40,7 +40,11 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Seconds of a step: tokens wait for the all-to-alls, and FSDP's collectives run beside the computation."""
+    """Seconds of a step: FSDP's collectives run beside the computation, and for the all-to-alls it waits.
+
+    Args:
+        all_to_all: what no chunk of a layer's tokens computes beside.
+    """
 
     compute: float
     fsdp: float
@@ -82,7 +86,7 @@ def roofline(
     by_tokens = sum(seconds(c, cluster) for c in moved if c.name.startswith("all-to-all"))
     by_fsdp = sum(seconds(c, cluster) for c in moved if not c.name.startswith("all-to-all"))
     forwards = 2 if options.checkpointing == "full" else 1
-    compute = 0.0
+    compute = by_experts = 0.0
     widths = iter(sizes.num_experts)
     groups = group_sizes(sizes, topology, options.expert_shard_dim)
     for unit, group, size in groups:
@@ -97,11 +101,16 @@ def roofline(
                 again *= 1 - _elements(group, "down_proj") / _elements(group)
         products = 2 * elements * batch.tokens / (cluster.tflops * cluster.efficiency) / 1e12
         reading = size.full * group.compute.itemsize / cluster.hbm / 1e9
-        compute += (3 + again) * max(products, reading)
+        took = (3 + again) * max(products, reading)
+        compute += took
+        by_experts += took if group.is_experts else 0
     for layer in sizes.traced.layers.values():
         # Causal: half of the products of queries and keys, and of their weights and values.
         products = batch.tokens * length * (layer.attention.query + layer.attention.output)
         compute += (forwards + 2.5) * products / (cluster.tflops * cluster.efficiency) / 1e12
+    # All chunks but one travel while another computes.
+    rows = sum(seconds(c, cluster) for c in moved if c.name == "all-to-all tokens")
+    by_tokens -= min(rows, by_experts * batch.micro_batches) * (1 - 1 / options.dispatch_chunks)
     shards = sum(size.local for _, _, size in groups)
     optimizer = 7 * shards * sizes.master.itemsize / cluster.hbm / 1e9  # reads 4, writes 3
     return Roofline(compute * batch.micro_batches, by_fsdp, by_tokens, optimizer)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3MoeConfig
 from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
@@ -233,6 +234,30 @@ def _kept_of_rows_sent(experts, hidden, inner, k):
 
 def test_of_a_row_that_is_sent_nothing_is_kept_at_home():
     run_ranks(_kept_of_rows_sent, 2, 8, 64, 24, 2)
+
+
+class _Counting(TorchBackend):
+    def __init__(self):
+        self.products = 0
+
+    def mm(self, *args):
+        self.products += 1
+        return super().mm(*args)
+
+
+def test_computed_again_they_end_before_their_last_product(monkeypatch):
+    """Forward: 2 products; again: the first; backward: one for each of the two."""
+    backend, module, (hidden, ids, weights) = _Counting(), make("plain"), routed()
+    attach(module, ExpertParallel(E, None))
+    monkeypatch.setattr("epfsdp2.engine.experts.compute.backend_named", lambda name: backend)
+    hidden.requires_grad_()
+    out = checkpoint(experts_forward, module, hidden, ids, weights, use_reentrant=False)
+    assert backend.products == 2
+    seed = torch.linspace(-1, 1, out.numel()).view_as(out)
+    out.backward(seed)
+    assert backend.products == 5
+    want = tokens_with(module, "reference", hidden.detach(), ids, weights)
+    assert_equal({"out": out, "hidden": hidden.grad} | grads_of(module), {k: want[k] for k in want if k != "weights"})
 
 
 # -- which one computes ---------------------------------------------------------------------------------------------

@@ -103,6 +103,10 @@ def test_adapters_chunks_and_the_backend_change_what_is_planned(tmp_path):
     calls = [{c.name: c.calls for c in found.traffic}["all-to-all tokens"] for found in (plain, chunks)]
     # Of 8 layers; at once a layer that is computed again is done before its rows come home.
     assert calls == [8 * 5, 8 * 6 * 2]
+    assert chunks.time.all_to_all == pytest.approx(
+        plain.time.all_to_all * 6 / 5 / 2, rel=0.01
+    )  # counts and weights apart
+    assert planned("--dispatch-chunks", "4").time.all_to_all < chunks.time.all_to_all
     reference = planned("--experts-backend", "reference", "--checkpointing", "none")
     assert reference.peak.activations > planned("--checkpointing", "none").peak.activations
 

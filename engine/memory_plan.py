@@ -85,10 +85,7 @@ class ModelSizes:
         Raises:
             UnsupportedModelError: it has no experts that can be dispatched, or can't be traced.
         """
-        sizes = cls.built_by(functools.partial(build_on_meta, auto_class, config), options, master)
-        if sizes.untraced:
-            raise UnsupportedModelError(sizes.untraced)
-        return sizes
+        return cls.built_by(functools.partial(build_on_meta, auto_class, config), options, master).require_traced()
 
     @classmethod
     def built_by(
@@ -141,6 +138,15 @@ class ModelSizes:
             unshared=unshared,
             untraced=untraced,
         )
+
+    def require_traced(self) -> "ModelSizes":
+        """
+        Raises:
+            UnsupportedModelError: it is not known what autograd keeps.
+        """
+        if self.untraced:
+            raise UnsupportedModelError(self.untraced)
+        return self
 
     def check(self, topology: Topology) -> None:
         """

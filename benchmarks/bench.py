@@ -6,7 +6,6 @@ What of an earlier run was not run again stays in the table, with the commit tha
 """
 
 import argparse
-import json
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.quickstart import machine
-from benchmarks.tables import RESULTS, write_table
+from benchmarks.tables import newest, write_table
 
 # In this order: what is short comes first. Script, and what it has to reach, which its exit status tells.
 BENCHMARKS = {
@@ -48,16 +47,10 @@ def main() -> int:
     return int(any(row["status"] != 0 for row in rows))
 
 
-def merged(before: list[dict], now: list[dict]) -> list[dict]:
-    """The newest outcome of every benchmark, in their order."""
-    newest = {row["name"]: row for row in (*before, *now)}
-    return [newest[name] for name in BENCHMARKS if name in newest]
-
-
 def _write(now: list[dict]) -> None:
-    where, path = machine(), RESULTS / "bench.json"
-    before = json.loads(path.read_text())["rows"] if path.exists() else []
-    rows = merged(before, [row | {key: where[key] for key in ("date", "commit")} for row in now])
+    where = machine()
+    found = newest("bench", "rows", "name", [row | {key: where[key] for key in ("date", "commit")} for row in now])
+    rows = [found[name] for name in BENCHMARKS if name in found]
     versions = ", ".join(f"{name} {number}" for name, number in where["versions"].items())
     on = f"{where['cpu']}, {where['cores']} cores, {where['memory_gib']} GiB; Python {where['python']}, {versions}"
     lines = [

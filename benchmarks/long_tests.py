@@ -6,16 +6,18 @@ writes ``benchmarks/results/test_long.json`` and ``test_long.md``. What of an ea
 the commit that it ran at.
 """
 
-import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from xml.etree import ElementTree
 
-from quickstart import HERE, machine
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-RESULTS = HERE / "results"
+from benchmarks.quickstart import HERE, machine
+from benchmarks.tables import newest, write_table
+
+COLUMNS = ["test", "outcome", "seconds", "commit"]
 
 
 def outcomes(report: Path) -> list[dict]:
@@ -28,31 +30,6 @@ def outcomes(report: Path) -> list[dict]:
     return found
 
 
-def merged(before: list[dict], now: list[dict]) -> list[dict]:
-    """The newest outcome of every test, in the order of their names."""
-    newest = {row["test"]: row for row in (*before, *now)}
-    return [newest[name] for name in sorted(newest)]
-
-
-def as_markdown(result: dict) -> str:
-    where = result["machine"]
-    rows = [f"| `{r['test']}` | {r['outcome']} | {r['seconds']:.0f} | {r['commit'][:9]} |" for r in result["tests"]]
-    return "\n".join(
-        [
-            "# The long tests",
-            "",
-            "Written by `make test-long`.",
-            "",
-            f"{where['cpu']}, {where['cores']} cores; {where['date']}.",
-            "",
-            "| test | outcome | seconds | commit |",
-            "|---|---|---|---|",
-            *rows,
-            "",
-        ]
-    )
-
-
 def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
@@ -61,12 +38,12 @@ def main() -> int:
         if not report.exists():
             return status
         where = machine()
-        now = [{**row, "commit": where["commit"]} for row in outcomes(report)]
-    path = RESULTS / "test_long.json"
-    before = json.loads(path.read_text())["tests"] if path.exists() else []
-    result = {"machine": where, "tests": merged(before, now)}
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    (RESULTS / "test_long.md").write_text(as_markdown(result))
+        found = newest("test_long", "tests", "test", [{**row, "commit": where["commit"]} for row in outcomes(report)])
+    tests = [found[name] for name in sorted(found)]
+    cells = [[f"`{r['test']}`", r["outcome"], f"{r['seconds']:.0f}", r["commit"][:9]] for r in tests]
+    result, on = {"machine": where, "tests": tests}, f"{where['cpu']}, {where['cores']} cores"
+    text = ["The last run of each."]
+    write_table("test_long", result, "The long tests", "make test-long", on, text, COLUMNS, cells)
     return status
 
 

@@ -143,7 +143,7 @@ def predict(row: Row) -> int:
     topology, options = Topology.plan(WORLD, row.ep, row.fsdp_size), sharding(row)
     batch = Batch(row.tokens, imbalance=row.imbalance, sp=row.sp)
     sizes = ModelSizes.built_by(partial(_build, row), options)
-    return peak(sizes, topology, options, batch, backend=Backend(copies=True)).total
+    return peak(sizes, topology, options, batch, backend=Backend(on_cpu=True)).total
 
 
 def _build(row: Row, dtype: torch.dtype = torch.float32) -> Any:

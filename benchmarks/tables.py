@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["RESULTS", "write_table"]
+__all__ = ["RESULTS", "newest", "write_table"]
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -40,3 +40,10 @@ def write_table(
     ]
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n")
+
+
+def newest(name: str, entry: str, key: str, now: Sequence[dict]) -> dict[str, dict]:
+    """Of what ``results/<name>.json`` holds under ``entry``, and of ``now``, the newest row of each ``key``."""
+    path = RESULTS / f"{name}.json"
+    before = json.loads(path.read_text())[entry] if path.exists() else []
+    return {row[key]: row for row in (*before, *now)}

@@ -15,6 +15,7 @@ gathers are under way.
 - reducing: the buffers ahead; X packed; if there are several ranks, X that gloo copies and the rank's shard of the sum;
   the last parameter's gradient.
 
+On a CPU experts' gradients are written to memory that stays for those of the layer before (``experts/recycled.py``).
 In backward the gradients of the units that are done are there too, and what is kept for those to come. What experts
 keep is there from when they are gathered, in forward or to be computed again, until their gradients are packed. Where
 no other rank shares a group nothing is gathered. What is not freed after the forward stays until the backward, and is
@@ -31,6 +32,7 @@ from transformers import PretrainedConfig
 
 from .activations import LayerActivations, Traced, trace
 from .experts.find import UnsupportedModelError
+from .experts.recycled import LEAST
 from .matrices import muon_parameters
 from .mesh import Topology
 from .modeling import build_on_meta
@@ -85,10 +87,7 @@ class ModelSizes:
         Raises:
             UnsupportedModelError: it has no experts that can be dispatched, or can't be traced.
         """
-        sizes = cls.built_by(functools.partial(build_on_meta, auto_class, config), options, master)
-        if sizes.untraced:
-            raise UnsupportedModelError(sizes.untraced)
-        return sizes
+        return cls.built_by(functools.partial(build_on_meta, auto_class, config), options, master).require_traced()
 
     @classmethod
     def built_by(
@@ -142,6 +141,15 @@ class ModelSizes:
             untraced=untraced,
         )
 
+    def require_traced(self) -> "ModelSizes":
+        """
+        Raises:
+            UnsupportedModelError: it is not known what autograd keeps.
+        """
+        if self.untraced:
+            raise UnsupportedModelError(self.untraced)
+        return self
+
     def check(self, topology: Topology) -> None:
         """
         Raises:
@@ -182,10 +190,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class Backend:
-    """``copies``: gloo copies what it sends. ``foreach``: the optimizer steps many parameters at a time, which it does
-    where it has no fused kernel (``optimizer.py``)."""
+    """``on_cpu``: gloo copies what it sends, and gradients of experts take memory that stays until a backward ends.
+    ``foreach``: the optimizer steps many parameters at a time, which it does where it has no fused kernel
+    (``optimizer.py``)."""
 
-    copies: bool = False
+    on_cpu: bool = False
     foreach: bool = False
 
 
@@ -282,6 +291,16 @@ class _Step:
     def gathered(self, group: ParamGroup) -> int:
         return self.of_group[id(group)].full * group.compute.itemsize
 
+    def recycled(self, group: ParamGroup) -> int:
+        """Bytes of the memory that the gradients of a group have, and leave for others."""
+        if not (group.is_experts and self.backend.on_cpu) or self.options.experts_backend == "reference":
+            return 0
+        ranks, shard_dim = self.of_group[id(group)].ranks, self.options.expert_shard_dim
+        trained = group.shapes.keys() - group.frozen
+        sizes = [ranks * group.local_of(name, self.topology, shard_dim) * group.compute.itemsize for name in trained]
+        # With chunks those of one are added to those before.
+        return sum(size for size in sizes if size >= LEAST) * min(self.options.dispatch_chunks, 2)
+
     def ahead(self, units: list[Unit], forward: bool) -> int:
         """Bytes of the buffers of units gathered ahead."""
         groups = [group for unit in units for group in unit.groups if forward or group.gathered_again]
@@ -305,23 +324,29 @@ class _Step:
 
         before = [u for u in units[max(i - depth, 0) : i] if u.name != EMBEDDINGS]
         kept = stays + others + self.ahead(before, forward=False)
+        waits = max([self.recycled(g) for u in units[i + 1 :] for g in u.groups], default=0)
+        if not main.is_experts:
+            kept, waits = kept + max([waits, *map(self.recycled, unit.groups)]), 0
+        own = max(self.recycled(main), waits)
         if main.gathered_again:
             computed = self.options.checkpointing == "full" and main.is_experts
-            yield "gathering in backward", True, kept + gathering, self.activations(i, main, experts=not computed)
+            held = kept + waits + gathering
+            yield "gathering in backward", True, held, self.activations(i, main, experts=not computed)
         read = 0 if main.freed and not main.gathered_again else weights
         gradients, packed = size.reduced * compute, size.reduced * reduce
         last = size.last * compute
         # Where there is one rank, the sum is what was packed (reduce_in_place.py).
-        summed = packed if size.ranks == 1 else packed + size.trained * reduce + (packed if self.backend.copies else 0)
+        summed = packed if size.ranks == 1 else packed + size.trained * reduce + (packed if self.backend.on_cpu else 0)
         cast = self.trained_shard(main) if self.sizes.master != self.options.reduce_dtype else 0
         # Each chunk of a layer's tokens has gradients of all its experts, which are added to those before.
         added = gradients if main.is_experts and self.options.dispatch_chunks > 1 else 0
         for share, working in self.phases(i, main):
-            there = int(share * gradients) + added
+            there = max(int(share * gradients) + added, waits)
             yield "gradients", True, kept + read + there, self.activations(i, main, experts=False) + working
         left = self.activations(i, main, experts=not main.is_experts)
-        yield "packing gradients", True, kept + gradients + (last if size.moved else 0) + packed, left
-        yield "reducing gradients", True, kept + summed + cast + last, left
+        written = gradients + max(last, own) if size.moved else max(gradients, own)
+        yield "packing gradients", True, kept + written + packed, left
+        yield "reducing gradients", True, kept + summed + cast + max(last, own), left
 
     def phases(self, i: int, group: ParamGroup) -> list[tuple[float, int]]:
         """Of the backward of a unit's group: the part of its gradients that is there, and bytes of the experts."""

@@ -143,7 +143,7 @@ def plan_of_run(
             topology,
             options,
             optimizer=_known(optimizer),
-            backend=Backend(copies=device == "cpu", foreach=_steps_many(optimizer, device)),
+            backend=Backend(on_cpu=device == "cpu", foreach=_steps_many(optimizer, device)),
             batch=configured_batch(engine, topology),
             uncounted=tuple(_uncounted(engine, model, optimizer, sizes)),
             command=_command(engine, model, optimizer, topology, options, memory, device),

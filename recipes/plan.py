@@ -275,11 +275,8 @@ def request_of(options: argparse.Namespace, config: PretrainedConfig) -> Request
             Lora(model, LoraSettings("model", options.lora_rank, options.lora_rank, "all-linear"))
         return model
 
-    sizes = ModelSizes.built_by(build, sharding, _DTYPES[options.model_dtype])
-    if sizes.untraced:
-        raise UnsupportedModelError(sizes.untraced)
     return Request(
-        sizes,
+        ModelSizes.built_by(build, sharding, _DTYPES[options.model_dtype]).require_traced(),
         sharding,
         Batch(options.tokens, options.micro_batches, options.imbalance),
         options.sequences,

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["empty", "release"]
+__all__ = ["LEAST", "empty", "release"]
 
-_LEAST = 1 << 20  # bytes; what is smaller comes from the heap, which keeps its pages
+LEAST = 1 << 20  # bytes; what is smaller comes from the heap, which keeps its pages
 _MOST_FREE = 4  # storages that nobody uses: two weights each of two layers
 
 _storages: list[torch.UntypedStorage] = []  # newest last
@@ -26,7 +26,7 @@ def empty(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     """Like ``like.new_empty(shape)``, contiguous, in memory that may have been another tensor's."""
     size = torch.Size(shape)
     nbytes = size.numel() * like.element_size()
-    if nbytes < _LEAST or like.device.type != "cpu":
+    if nbytes < LEAST or like.device.type != "cpu":
         return like.new_empty(size)
     _release_after_backward()
     with _lock:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import bench, experts, growth, step, weight_sync
+from benchmarks import experts, growth, step, tables, weight_sync
 from benchmarks.layer import Geometry, kept_bytes, passes
 
 TINY = Geometry("tiny", tokens=24, experts=4, top_k=2, hidden=32, intermediate=16)
@@ -133,7 +133,9 @@ def test_bounds_of_the_weight_sync():
     assert not weight_sync.holds({"side": "full", "tp": 2, "times_stock": 1.0, "peak_megabytes": 288})
 
 
-def test_the_overview_keeps_what_was_not_run_again():
-    before = [{"name": "step", "status": 1}, {"name": "memory", "status": 0}]
-    rows = bench.merged(before, [{"name": "growth", "status": 0}, {"name": "step", "status": 0}])
-    assert [(row["name"], row["status"]) for row in rows] == [("memory", 0), ("step", 0), ("growth", 0)]
+def test_what_was_not_run_again_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert tables.newest("bench", "rows", "name", []) == {}
+    (tmp_path / "bench.json").write_text('{"rows": [{"name": "step", "status": 1}, {"name": "memory", "status": 0}]}')
+    found = tables.newest("bench", "rows", "name", [{"name": "growth", "status": 0}, {"name": "step", "status": 0}])
+    assert {name: row["status"] for name, row in found.items()} == {"step": 0, "memory": 0, "growth": 0}

@@ -13,7 +13,7 @@ from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.experts.find import UnsupportedModelError
 from epfsdp2.engine.lora import Lora, lora_of
 from epfsdp2.engine.lora_settings import LoraSettings
-from epfsdp2.engine.memory_plan import Batch, ModelSizes, moments, peak
+from epfsdp2.engine.memory_plan import Backend, Batch, ModelSizes, moments, peak
 from epfsdp2.engine.mesh import Topology, build_sequence_mesh, divisors
 from epfsdp2.engine.modeling import build_on_meta
 from epfsdp2.engine.parallelize import ShardingOptions
@@ -107,6 +107,24 @@ def test_what_settings_do_to_memory():
     assert muon < max(m.optimizer for m in moments(sizes, topology, bf16, Batch(1)))
     replicas = peak(sizes, Topology.plan(8, 4, 4), bf16, Batch(1))
     assert replicas.parameters > peak(sizes, topology, bf16, Batch(1)).parameters
+
+
+def test_gradients_of_experts_leave_their_memory_on_a_cpu():
+    """Of two layers of 8 experts; a gradient of less than a MiB comes from the heap and goes back to it."""
+    sizes, topology = _sizes(hidden_size=256, moe_intermediate_size=512), Topology.plan(4, 2)
+    there, here = (
+        {m.when: m.buffers for m in moments(sizes, topology, FLOAT32, Batch(1), backend=backend)}
+        for backend in (Backend(), Backend(on_cpu=True))
+    )
+    more = {when: here[when] - buffers for when, buffers in there.items()}
+    gradients = 4 * 8 * 3 * 256 * 512 // 2
+    for layer in (0, 1):
+        # gloo copies what it reduces; and the first weight's gradient is there as well as the last's.
+        assert more[f"model.layers.{layer}, reducing gradients"] == gradients + gradients * 2 // 3
+        assert more[f"model.layers.{layer}, gathering in backward"] == (0 if layer else gradients)
+        assert more[f"model.layers.{layer}, packing gradients"] == more[f"model.layers.{layer}, forward"] == 0
+    assert more["embeddings, reducing gradients"] > gradients > more["head, reducing gradients"]
+    assert max(m.buffers for m in moments(_sizes(), topology, FLOAT32, Batch(1), backend=Backend(on_cpu=True))) < 2**20
 
 
 def test_tied_embeddings_are_counted_once_and_stay_in_the_root():

@@ -53,7 +53,7 @@ def _trains_to_the_end(folder, settings):
     assert words[:3] == ["python", "-m", "epfsdp2.recipes.plan"]
     options = parse(words[3:])
     request, topology = request_of(options, config_of(options.model)), Topology.plan(2, 2)
-    moment = peak(request.sizes, topology, request.options, request.batch, request.optimizer, Backend(copies=True))
+    moment = peak(request.sizes, topology, request.options, request.batch, request.optimizer, Backend(on_cpu=True))
     traffic = collectives(request.sizes, topology, request.options, request.batch)
     assert ours[1:5] == in_words(topology, request.batch, moment, traffic)
     assert (request.batch.tokens, request.batch.micro_batches) == (40, 3) and options.gpus * options.nodes == 2

@@ -1,6 +1,6 @@
 """What a feature costs a step: tokens per second and peak memory against the same run without it.
 
-    python benchmarks/features.py [--repeats 7]
+    python benchmarks/features.py [--repeats 21]
 
 Two ranks on a CPU update an actor through verl's own worker, with and without each feature, in turns; a step is old
 log-probs and one update. Peak memory: most bytes allocated at once in a step, on the rank with the most, tracked
@@ -124,7 +124,7 @@ def cells(row: dict) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=7, help="steps of each kind that count")
+    parser.add_argument("--repeats", type=int, default=21, help="steps of each kind that count; one takes a second")
     repeats = parser.parse_args().repeats
     with tempfile.TemporaryDirectory() as name:
         folder, out = Path(name) / "model", Path(name) / "figures.json"

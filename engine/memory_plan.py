@@ -273,6 +273,10 @@ class _Step:
             layer = sizes.traced.layers.get(unit.name)
             self.stays.append(self.stays[-1] + sum(self.gathered(g) for g in unit.groups if not g.freed))
             self.kept.append(self.kept[-1] + (self._kept(layer) if layer else 0.0))
+        # From each unit on: bytes that gradients of experts leave in backward.
+        self.waits = [0]
+        for unit in reversed(sizes.units):
+            self.waits.insert(0, max([self.waits[0], *map(self.recycled, unit.groups)]))
 
     def shard(self, group: ParamGroup) -> int:
         return self.of_group[id(group)].local * self.sizes.master.itemsize
@@ -324,9 +328,9 @@ class _Step:
 
         before = [u for u in units[max(i - depth, 0) : i] if u.name != EMBEDDINGS]
         kept = stays + others + self.ahead(before, forward=False)
-        waits = max([self.recycled(g) for u in units[i + 1 :] for g in u.groups], default=0)
+        waits = self.waits[i + 1]
         if not main.is_experts:
-            kept, waits = kept + max([waits, *map(self.recycled, unit.groups)]), 0
+            kept, waits = kept + self.waits[i], 0
         own = max(self.recycled(main), waits)
         if main.gathered_again:
             computed = self.options.checkpointing == "full" and main.is_experts

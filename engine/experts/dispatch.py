@@ -27,6 +27,7 @@ __all__ = [
     "combine",
     "dispatch",
     "inverse",
+    "of_slots",
     "permute",
     "plan",
     "scaled_at_home",
@@ -43,13 +44,22 @@ class Travel:
     recv_splits: list[int]
     group: dist.ProcessGroup | None
 
-    def out(self, x_S: torch.Tensor) -> torch.Tensor:
-        """What slots have, by the first dim, to their experts' ranks: ``(S, ...)`` to ``(R, ...)``."""
-        return x_S if self.group is None else _all_to_all(x_S, self.recv_splits, self.send_splits, self.group)
+    @property
+    def back(self) -> "Travel":
+        """The way home."""
+        return Travel(self.recv_splits, self.send_splits, self.group)
 
-    def home(self, x_R: torch.Tensor) -> torch.Tensor:
-        """What rows have, to their slots' rank: ``(R, ...)`` to ``(S, ...)``."""
-        return x_R if self.group is None else _all_to_all(x_R, self.send_splits, self.recv_splits, self.group)
+    def __call__(self, x_S: torch.Tensor) -> torch.Tensor:
+        """What slots have, by the first dim, to their experts' ranks: ``(S, ...)`` to ``(R, ...)``."""
+        if self.group is None:
+            return x_S
+        out = self.room(x_S)
+        dist.all_to_all_single(out, x_S.contiguous(), self.recv_splits, self.send_splits, group=self.group)
+        return out
+
+    def room(self, x_S: torch.Tensor) -> torch.Tensor:
+        """For what arrives."""
+        return x_S.new_empty(sum(self.recv_splits), *x_S.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -94,7 +104,7 @@ def dispatch(
     if group is None:
         return Dispatched(**vars(route), rows_RD=sent_SD)
     assert route.row_order is not None
-    received_RD = _Out.apply(sent_SD, route.travel)
+    received_RD = _Travel.apply(sent_SD, route.travel)
     return Dispatched(**vars(route), rows_RD=permute(received_RD, route.row_order))
 
 
@@ -164,7 +174,7 @@ def combine(
     if group is not None:
         assert sent.row_order is not None
         output_RD = permute(output_RD, inverse(sent.row_order))
-        output_RD = _Home.apply(output_RD, sent.travel)
+        output_RD = _Travel.apply(output_RD, sent.travel.back)
     slots_SD = permute(output_RD, inverse(sent.slot_order))
     tokens, k = weights_TK.shape
     return (slots_SD.view(tokens, k, slots_SD.shape[-1]) * weights_TK.unsqueeze(-1)).sum(dim=1)
@@ -178,6 +188,11 @@ def to_slots(hidden_TD: torch.Tensor, route: Route, k: int, backend: Backend = T
 def permute(x: torch.Tensor, order: torch.Tensor, backend: Backend = TORCH) -> torch.Tensor:
     """``x[order]`` for a permutation."""
     return _Permute.apply(x, order, backend)
+
+
+def of_slots(weights_TK: torch.Tensor) -> torch.Tensor:
+    """Routing weights as they travel with the slots: ``(T * K,)``, float32 at least."""
+    return weights_TK.to(torch.promote_types(weights_TK.dtype, torch.float32)).reshape(-1)
 
 
 def sum_of_scaled(
@@ -267,33 +282,14 @@ class _ScaledAtHome(torch.autograd.Function):
         return scaled, (grad_RD.to(scale_R.dtype) * output_RD).sum(-1)
 
 
-class _Out(torch.autograd.Function):
-    """``Travel.out``; the gradient comes home."""
+class _Travel(torch.autograd.Function):
+    """A ``Travel``; the gradient comes back."""
 
     @staticmethod
     def forward(ctx, x, travel):
         ctx.travel = travel
-        return travel.out(x)
+        return travel(x)
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.travel.home(grad), None
-
-
-class _Home(torch.autograd.Function):
-    """``Travel.home``; the gradient goes out."""
-
-    @staticmethod
-    def forward(ctx, x, travel):
-        ctx.travel = travel
-        return travel.home(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.travel.out(grad), None
-
-
-def _all_to_all(x, recv_splits, send_splits, group):
-    out = x.new_empty(sum(recv_splits), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), recv_splits, send_splits, group=group)
-    return out
+        return ctx.travel.back(grad), None

@@ -24,7 +24,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .backends import Backend, Groups
-from .dispatch import Route, Travel, inverse
+from .dispatch import Route, Travel, inverse, of_slots
 
 __all__ = ["Linear", "on_rows", "on_tokens"]
 
@@ -251,17 +251,22 @@ class _Call:
 
     def to_experts(self, x_TD: torch.Tensor, slot_order: torch.Tensor, row_order: torch.Tensor | None) -> torch.Tensor:
         """What is a token's, to the rows of its experts: ``(T, D)`` to ``(R, D)``."""
-        x_RD = self.travel.out(self.backend.take(x_TD, slot_order // self.k))
+        x_RD = self.travel(self.backend.take(x_TD, slot_order // self.k))
         return x_RD if row_order is None else self.backend.take(x_RD, row_order)
 
-    def home(self, x_RD: torch.Tensor, row_order: torch.Tensor | None) -> torch.Tensor:
-        """What is a row's, to its token's rank, in the order in which slots were sent: ``(R, D)`` to ``(S, D)``."""
-        return self.travel.home(x_RD if row_order is None else self.backend.take(x_RD, inverse(row_order)))
+    def inverses(
+        self, slot_order: torch.Tensor, row_order: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The orders that undo these: where each slot of a token is, ``(T, K)``, and where each row."""
+        return inverse(slot_order).view(-1, self.k), None if row_order is None else inverse(row_order)
 
-    def summed(self, x_SD: torch.Tensor, slot_order: torch.Tensor, weights_TK: torch.Tensor | None) -> torch.Tensor:
-        """Over the slots of a token: ``(S, D)`` to ``(T, D)``."""
+    def summed(
+        self, x_RD: torch.Tensor, slots_TK: torch.Tensor, rows_R: torch.Tensor | None, weights_TK: torch.Tensor | None
+    ) -> torch.Tensor:
+        """What is a row's, brought to its token's rank and summed over the token's slots: ``(R, D)`` to ``(T, D)``."""
+        x_SD = self.travel.back(x_RD if rows_R is None else self.backend.take(x_RD, rows_R))
         dtype = x_SD.dtype if weights_TK is None else self.dtype
-        return self.backend.gather_sum(x_SD, inverse(slot_order).view(-1, self.k), weights_TK, dtype)
+        return self.backend.gather_sum(x_SD, slots_TK, weights_TK, dtype)
 
 
 class _OnRows(torch.autograd.Function):
@@ -306,7 +311,7 @@ class _Up(torch.autograd.Function):
         if call.trains:
             is_gathered_again = row_order is None
             inputs = hidden_TD if is_gathered_again else rows_RD
-            scale = weights_TK if is_gathered_again else _to_rows(call, weights_TK, slot_order, row_order)
+            scale = weights_TK if is_gathered_again else call.travel(of_slots(weights_TK)[slot_order])[row_order]
             trains_up = any(ctx.needs_input_grad[6:10])
             ctx.save_for_backward(pre, slot_order, row_order, scale, inputs if trains_up else None, *tensors)
         handed.append((ctx, act))
@@ -319,6 +324,7 @@ class _Up(torch.autograd.Function):
         call, needed = ctx.call, ctx.needs_input_grad[6:]
         experts = call.experts.holding(tensors)
         up, up_grads, grad_hidden, grad_weights = experts.up, [None] * 4, None, None
+        slots_TK, rows_R = call.inverses(slot_order, row_order)
         with _no_autocast(grad_pre):
             if inputs is not None:
                 rows_RD = inputs if row_order is not None else call.to_experts(inputs, slot_order, None)
@@ -326,11 +332,10 @@ class _Up(torch.autograd.Function):
                 del rows_RD, inputs
             if ctx.needs_input_grad[4]:
                 grad_rows = up.grad_rows(call.backend, grad_pre, call.groups)
-                grad_hidden = call.summed(call.home(grad_rows, row_order), slot_order, None)
+                grad_hidden = call.summed(grad_rows, slots_TK, rows_R, None)
             if ctx.needs_input_grad[5]:
-                if row_order is not None:
-                    grad_scale = call.travel.home(grad_scale[inverse(row_order)])
-                grad_weights = grad_scale[inverse(slot_order)].view(-1, call.k).to(ctx.weights_dtype)
+                grad_scale = call.travel.back(grad_scale if rows_R is None else grad_scale[rows_R])
+                grad_weights = grad_scale[slots_TK].to(ctx.weights_dtype)
         return None, None, None, None, grad_hidden, grad_weights, *up_grads, *([None] * 4)
 
 
@@ -344,7 +349,7 @@ class _Down(torch.autograd.Function):
         with _no_autocast(pre):
             out_RD = experts.forward_down(pre, act, call.groups, call.ambient)
             del act
-            return call.summed(call.home(out_RD, row_order), slot_order, weights_TK)
+            return call.summed(out_RD, *call.inverses(slot_order, row_order), weights_TK)
 
     @staticmethod
     @once_differentiable
@@ -360,11 +365,6 @@ class _Down(torch.autograd.Function):
             )
         ctx.up.left = slot_order, row_order, inputs, tensors, grad_scale
         return None, None, None, None, grad_pre, None, *down_grads
-
-
-def _to_rows(call: _Call, weights_TK: torch.Tensor, slot_order: torch.Tensor, row_order: torch.Tensor) -> torch.Tensor:
-    scale = weights_TK.to(torch.promote_types(weights_TK.dtype, torch.float32)).reshape(-1)
-    return call.travel.out(scale[slot_order])[row_order]
 
 
 def _columns(vector: torch.Tensor) -> torch.Tensor:

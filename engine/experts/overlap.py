@@ -26,7 +26,7 @@ from torch import nn
 
 from ..errors import SettingError
 from .backends import TORCH, Backend
-from .dispatch import inverse, permute, plan, sum_of_scaled, to_slots
+from .dispatch import Travel, inverse, of_slots, permute, plan, sum_of_scaled, to_slots
 from .find import ComputesItself, ExpertsInfo
 from .shared_experts import SharedExperts, asks_first, beside, nothing_overlaps
 
@@ -92,11 +92,10 @@ def exchange(
     weights = weights_TK.split(sizes)
     leaving = []
     for hidden_tD, weights_tK, route in zip(hidden_TD.split(sizes), weights, routes, strict=True):
-        rows, travel = [to_slots(hidden_tD, route, k, backend)], route.travel
+        rows = [to_slots(hidden_tD, route, k, backend)]
         if torch.is_grad_enabled():
-            scale = weights_tK.to(torch.promote_types(weights_tK.dtype, torch.float32))
-            rows.append(permute(scale.reshape(-1), route.slot_order))
-        leaving.append(_Flight.launched(rows, travel.recv_splits, travel.send_splits, group))
+            rows.append(permute(of_slots(weights_tK), route.slot_order))
+        leaving.append(_Flight.launched(rows, route.travel))
     if shared is not None:
         shared.compute_ahead()
     returning = []
@@ -107,8 +106,7 @@ def exchange(
         del received_RD
         out_RD = compute(rows_RD, route.counts_e, permute(scale_R[0], route.row_order) if scale_R else None)
         out_RD = permute(out_RD, inverse(route.row_order), backend)
-        travel = route.travel
-        returning.append(_Flight.launched([out_RD], travel.send_splits, travel.recv_splits, group))
+        returning.append(_Flight.launched([out_RD], route.travel.back))
     outputs = [
         sum_of_scaled(flight.landed()[0], route, weights_tK, backend)
         for flight, route, weights_tK in zip(returning, routes, weights, strict=True)
@@ -119,17 +117,15 @@ def exchange(
 class _Flight:
     """All-to-alls of rows under way in forward, and later those of their gradients."""
 
-    def __init__(self, recv_splits: list[int], send_splits: list[int], group: dist.ProcessGroup):
-        self.recv_splits, self.send_splits, self.group = recv_splits, send_splits, group
+    def __init__(self, travel: Travel):
+        self.travel = travel
         self.pending: tuple[torch.Tensor, ...] = ()
         self.under_way: list[tuple[dist.Work, torch.Tensor, torch.Tensor]] = []
 
     @classmethod
-    def launched(
-        cls, rows: Sequence[torch.Tensor], recv_splits: list[int], send_splits: list[int], group: dist.ProcessGroup
-    ) -> "_Flight":
+    def launched(cls, rows: Sequence[torch.Tensor], travel: Travel) -> "_Flight":
         """Of tensors that have a row for each slot."""
-        flight = cls(recv_splits, send_splits, group)
+        flight = cls(travel)
         flight.pending = _Launch.apply(flight, *rows)
         return flight
 
@@ -137,14 +133,11 @@ class _Flight:
         pending, self.pending = self.pending, ()
         return _Land.apply(self, *pending)
 
-    def start(self, rows: Sequence[torch.Tensor], backward: bool) -> tuple[torch.Tensor, ...]:
-        recv_splits, send_splits = self.recv_splits, self.send_splits
-        if backward:
-            recv_splits, send_splits = send_splits, recv_splits
+    def start(self, rows: Sequence[torch.Tensor], travel: Travel) -> tuple[torch.Tensor, ...]:
+        splits = travel.recv_splits, travel.send_splits
         for x in rows:
-            x = x.contiguous()
-            out = x.new_empty(sum(recv_splits), *x.shape[1:])
-            work = dist.all_to_all_single(out, x, recv_splits, send_splits, group=self.group, async_op=True)
+            x, out = x.contiguous(), travel.room(x)
+            work = dist.all_to_all_single(out, x, *splits, group=travel.group, async_op=True)
             self.under_way.append((work, x, out))
         return tuple(out for _, _, out in self.under_way)
 
@@ -161,7 +154,7 @@ class _Launch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, flight, *rows):
         ctx.flight = flight
-        return flight.start(rows, backward=False)
+        return flight.start(rows, flight.travel)
 
     @staticmethod
     def backward(ctx, *_):
@@ -179,5 +172,5 @@ class _Land(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        ctx.flight.start(grads, backward=True)
+        ctx.flight.start(grads, ctx.flight.travel.back)
         return None, *grads

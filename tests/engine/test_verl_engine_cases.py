@@ -17,6 +17,8 @@ from epfsdp2.engine.config import EPFSDP2ActorConfig, EPFSDP2CriticConfig, EPFSD
 from tests.support.models import reference_model, save_qwen3_moe, save_random
 from tests.support.ppo import RESPONSE, SAMPLES, ppo_batch, ppo_samples, reference_update
 
+pytestmark = pytest.mark.e2e
+
 WORLD = 2
 
 

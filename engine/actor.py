@@ -29,7 +29,7 @@ from ..rollout.shard_export import ExpertsSpec, ShardExport, experts_entry
 from ..rollout.streams import RolloutSync, SyncSettings
 from . import checkpoint, distillation_shim, separation_shim
 from .adapter_files import read_adapter
-from .agreement import alike, check_agreement, model_facts
+from .agreement import alike, check_agreement, model_facts, without_paths
 from .checkpoint_files import local_checkpoint, open_checkpoint
 from .checkpointing import Checkpointing
 from .clip import ClippedStep
@@ -90,7 +90,7 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
             {
                 "engine": vars(engine_config),
                 "optimizer": vars(optimizer_config) if optimizer_config is not None else {},
-                "model config": model_config.hf_config.to_dict(),
+                "model config": without_paths(model_config.hf_config.to_dict()),
                 "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
             },
             device=get_device_name(),

@@ -194,8 +194,11 @@ def _class() -> type:
 
 
 def fingerprint() -> str:
-    """Of the source of verl's sender."""
+    """Of the source of verl's sender; empty if it lacks a method or its source is not installed."""
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
-    source = "".join(inspect.getsource(getattr(BucketedWeightSender, name)) for name in _METHODS)
+    try:
+        source = "".join(inspect.getsource(getattr(BucketedWeightSender, name)) for name in _METHODS)
+    except (AttributeError, OSError):
+        return ""
     return hashlib.blake2b(source.encode(), digest_size=8).hexdigest()

@@ -33,7 +33,7 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 # Or what makes them, which is told where they may arrive, so that they need not be copied.
 Source = Weights | Callable[[Landing | None], Weights]
 
-_timeout_seconds = 40.0
+_timeout_seconds = 300.0
 
 
 def install(timeout_seconds: float) -> None:

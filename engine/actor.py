@@ -130,7 +130,9 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
 
     def _build_model_optimizer(self) -> None:
         """Build on meta, shard, allocate, load this rank's bytes; then optimizer and schedule."""
-        folder, facts, failure = local_checkpoint(self.model_config.local_path), {}, None
+        revision = getattr(self.model_config.hf_config, "_commit_hash", None)  # as transformers notes it
+        folder = local_checkpoint(self.model_config.local_path, revision, get_device_name())
+        facts, failure = {}, None
         try:
             check_not_quantised(self.model_config.hf_config, folder)
             files, module = open_checkpoint(folder), self._build_module()
@@ -522,8 +524,11 @@ class _Mode:
         if exc_type is not None and isinstance(module, FSDPModule) and hasattr(module, "reset_iter_state"):
             # torch 2.13: after an error inside forward or backward FSDP's state is undefined until this is called.
             # Before the first forward there is none, which it fails at; what ended the mode is the error to see.
-            with contextlib.suppress(AttributeError):
+            try:
                 module.reset_iter_state()
+            except AttributeError as error:
+                if error.name != "all_gather_state":
+                    raise
 
 
 class _TrainMode(_Mode, EngineTrainModeCtx):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from .agreement import alike
 from .errors import SettingError
 
 __all__ = ["CheckpointFiles", "local_checkpoint", "open_checkpoint"]
@@ -53,18 +55,31 @@ class CheckpointFiles:
         return self._open[name]
 
 
-def local_checkpoint(path: str) -> str:
+def local_checkpoint(path: str, revision: str | None = None, device: torch.device | str = "cpu") -> str:
     """The folder of a checkpoint given as a folder or as an id on the Hugging Face hub; collective.
 
-    verl hands a hub id on as it is. One rank of each node downloads, the others find it in the cache.
+    verl hands a hub id on as it is. One rank of each host downloads, the others find it in the cache.
+
+    Args:
+        revision: the commit that the model's config is of, so that the weights are of the same.
+        device: where the default group's backend takes tensors from.
+
+    Raises:
+        Exception: of the hub, where all ranks have the same.
+        DisagreementError: on all ranks, if the download failed on some.
     """
     if os.path.isdir(path) or not _HUB_ID.fullmatch(path):
         return path
+    hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())  # LOCAL_RANK is 0 on each of verl's Ray workers
+    rank, folder = dist.get_rank(), ""
     wanted = ["*.safetensors", "*.safetensors.index.json"]
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0 or dist.get_rank() == 0:
-        snapshot_download(path, allow_patterns=wanted)
-    dist.barrier()
-    return snapshot_download(path, allow_patterns=wanted, local_files_only=True)
+    with alike(device):
+        if hosts.index(hosts[rank]) == rank:
+            snapshot_download(path, revision=revision, allow_patterns=wanted)
+    with alike(device):
+        folder = snapshot_download(path, revision=revision, allow_patterns=wanted, local_files_only=True)
+    return folder
 
 
 def open_checkpoint(folder: str | Path) -> CheckpointFiles:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import time
 
 import pytest
 import torch
@@ -123,6 +124,34 @@ def test_a_hub_id_is_found_in_the_cache(tmp_path):
     (repository / "refs" / "main").write_text("0" * 40)
     shutil.copytree(folder, repository / "snapshots" / ("0" * 40))
     run_ranks(_loads_from_the_hub_cache, 2, tmp_path / "cache", "some/moe", folder)
+
+
+def _downloads(fails_on):
+    rank, calls = dist.get_rank(), []
+
+    def snapshot_download(path, *, local_files_only=False, revision=None, **_):
+        calls.append(("finds" if local_files_only else "downloads", revision))
+        if rank == fails_on and not local_files_only:
+            raise OSError("401 Client Error: Unauthorized")
+        return f"the folder of {path}"
+
+    checkpoint_files.snapshot_download = snapshot_download
+    checkpoint_files.socket.gethostname = lambda: f"host {rank // 2}"
+    os.environ["LOCAL_RANK"] = "0"  # as on verl's Ray workers
+    started = time.monotonic()
+    if fails_on is None:
+        assert checkpoint_files.local_checkpoint("some/moe", "a commit") == "the folder of some/moe"
+    else:
+        with pytest.raises(DisagreementError, match=f"rank {fails_on}: OSError: 401 Client Error"):
+            checkpoint_files.local_checkpoint("some/moe", "a commit")
+    assert time.monotonic() - started < 20
+    finds = [] if fails_on is not None else [("finds", "a commit")]
+    assert calls == [("downloads", "a commit")] * (rank in (0, 2)) + finds
+
+
+@pytest.mark.parametrize("fails_on", [None, 0, 2])
+def test_one_rank_of_a_host_downloads_and_its_failure_is_every_ranks(fails_on):
+    run_ranks(_downloads, 4, fails_on)
 
 
 def _fails_with(folder, parts):

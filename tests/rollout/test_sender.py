@@ -4,6 +4,7 @@ import asyncio
 import os
 import threading
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -182,6 +183,19 @@ def test_another_sender_of_verls_sends_itself_and_that_is_said(monkeypatch, capl
         classes = {sender._class().__name__ for _ in range(2)}
     sender._class.cache_clear()
     assert classes == {"StockSender"} and caplog.text.count("is not that of verl 0.9.1") == 1
+
+
+@pytest.mark.parametrize("change", ["a method is gone", "the source is not installed"])
+def test_a_sender_of_verls_that_cannot_be_read_sends_itself(monkeypatch, caplog, change):
+    if change == "a method is gone":
+        monkeypatch.setattr(sender, "_METHODS", (*sender._METHODS, "renamed_since"))
+    else:
+        monkeypatch.setattr(sender.inspect, "getsource", mock.Mock(side_effect=OSError("could not get source code")))
+    sender._class.cache_clear()
+    with caplog.at_level("WARNING", "epfsdp2"):
+        name = sender._class().__name__
+    sender._class.cache_clear()
+    assert name == "StockSender" and "is not that of verl 0.9.1" in caplog.text
 
 
 def test_a_tensor_that_is_larger_than_the_bucket_is_refused():

@@ -380,7 +380,7 @@ class EPFSDP2ActorConfig(ActorConfig):
             )
         except SettingError as error:
             raise DriverError.of(error) from error
-        housekeeping.install_at_exit()
+        housekeeping.report_leftovers()
 
 
 @dataclass

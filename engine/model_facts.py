@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.initialization import no_init_weights
 
 from ..rollout.naming import for_vllm
-from .checkpoint_files import open_checkpoint
+from .checkpoint_files import check_files, open_checkpoint
 from .errors import SettingError
 from .experts.find import ExpertsInfo, UnsupportedModelError, find_experts
 from .islands import find_islands
@@ -114,13 +114,9 @@ def _model_folder(path: str, setting: str) -> str | None:
     local = os.path.expanduser(path)
     if os.path.isdir(local):
         try:
-            checkpoint = open_checkpoint(local)
+            check_files(open_checkpoint(local))
         except SettingError as error:
             raise SettingError(setting, path, error.rule, error.works) from None
-        missing = sorted({file for file in checkpoint.file_of.values() if not (checkpoint.folder / file).is_file()})
-        if missing:
-            rule = f"its index names {', '.join(missing[:3])}, which {'is' if len(missing) == 1 else 'are'} not there."
-            raise SettingError(setting, path, rule, "a complete checkpoint")
         return local
     if "://" in path:
         return None

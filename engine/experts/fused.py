@@ -320,8 +320,8 @@ class _Up(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_pre):
-        # The contract with _Down: its backward runs before, once for each of this one's. So it is in any backward of the
-        # whole layer, also in a second one with retain_graph=True.
+        # The contract with _Down: its backward runs before, once for each of this one's. So it is in any backward
+        # through the layer's output, also in a second one with retain_graph=True.
         assert ctx.left is not None, (
             "the backward of the experts' first linear ran without that of their second, whose gradients it takes: "
             "differentiate through the layer's output"

@@ -292,7 +292,7 @@ def test_a_save_in_the_background_has_what_was_there_when_it_began(tmp_path):
 
 def _export_in_background(folder, out):
     trainer = _trainer(folder, 2)
-    model, meshes, wanted = trainer[0], trainer[1], _full(*trainer[:2])
+    model, wanted = trainer[0], _full(*trainer[:2])
     conversion._SHAPES.clear()  # as if nothing had been loaded or synchronised by this process
     saves, elsewhere = Background(), []
     with contextlib.ExitStack() as watched:

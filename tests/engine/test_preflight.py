@@ -799,6 +799,17 @@ def test_validate_config_sees_all_that_decides_on_the_stream(model, override, na
     ],
 )
 def test_main_ppo_ends_with_the_paragraph_and_never_starts_ray(tmp_path, model, override, words):
+    main_ppo_ends_with(words, tmp_path, model, override)
+
+
+@pytest.mark.e2e
+def test_main_ppo_ends_with_what_is_wrong_with_a_damaged_file_and_never_starts_ray(tmp_path, model):
+    with Path(model["path"], "model.safetensors").open("r+b") as file:
+        file.truncate(file.seek(0, os.SEEK_END) - 2)
+    main_ppo_ends_with(f"{MODEL}.path={model['path']}: model.safetensors can't be read: ", tmp_path, model)
+
+
+def main_ppo_ends_with(words, tmp_path, model, *overrides):
     ray = tmp_path / "ray"
     ray.mkdir()
     attention = f"+{MODEL}.override_config.attn_implementation=sdpa"
@@ -809,7 +820,7 @@ def test_main_ppo_ends_with_the_paragraph_and_never_starts_ray(tmp_path, model, 
         *RUN,
         f"{MODEL}.path={model['path']}",
         attention,
-        override,
+        *overrides,
     ]
     environment = {**os.environ, "RAY_TMPDIR": str(ray), "VERL_PLATFORM": "cpu"}
     environment.pop("RAY_ADDRESS", None)

@@ -64,3 +64,4 @@ def test_buffers_that_are_not_asked_for_in_pairs_of_one_size_are_an_error():
         packed = buffer.allocate((4,), dtype=torch.float32, device=cpu)
         with pytest.raises(RuntimeError, match=f"packed 4 gradients of torch.float32 and asks for {size} of {dtype}"):
             buffer.allocate((size,), dtype=dtype, device=cpu)
+        del packed  # nobody else holds it

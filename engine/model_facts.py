@@ -27,6 +27,7 @@ __all__ = [
     "ModelFacts",
     "check_model_path",
     "inspect_model",
+    "largest_sent",
     "overrides_of",
     "plain",
     "setting_of",
@@ -165,7 +166,7 @@ def _facts(model: Any, experts: Sequence[ExpertsInfo]) -> ModelFacts:
         name=type(model).__name__,
         experts=tuple(info.num_experts for info in experts),
         stacked=tuple(sorted(stacked)),
-        largest=_largest_sent(model),
+        largest=largest_sent(model),
         sdpa=bool(getattr(model, "_supports_sdpa", False)),
         flash=bool(getattr(model, "_supports_flash_attn", False)),
         flex=bool(getattr(model, "_supports_flex_attn", False)),
@@ -173,13 +174,18 @@ def _facts(model: Any, experts: Sequence[ExpertsInfo]) -> ModelFacts:
     )
 
 
-def _largest_sent(model: Any) -> tuple[str, int]:
-    """Name and number of elements of the largest tensor that ``rollout.naming.for_vllm`` yields for this model."""
+def largest_sent(model: Any, itemsizes: Mapping[str, int] | None = None) -> tuple[str, int]:
+    """Name and number of elements of the largest tensor that ``rollout.naming.for_vllm`` yields for this model.
+
+    Args:
+        itemsizes: bytes of an element of each parameter as it is sent; bytes are then compared and returned.
+    """
+    size_of = {name: 1 if itemsizes is None else itemsizes[name] for name, _ in model.named_parameters()}
     largest = ("", 0)
-    for name, param in sorted(model.named_parameters(), key=lambda item: -item[1].numel()):
-        if param.numel() <= largest[1]:
+    for name, param in sorted(model.named_parameters(), key=lambda item: -item[1].numel() * size_of[item[0]]):
+        if param.numel() * size_of[name] <= largest[1]:
             break
-        sent = ((n, t.numel()) for n, t in for_vllm(model, [(name, param)], waiting={}))
+        sent = ((n, t.numel() * size_of[name]) for n, t in for_vllm(model, [(name, param)], waiting={}))
         largest = max(largest, *sent, key=lambda item: item[1])
     return largest
 

@@ -12,8 +12,8 @@ from ..rollout.source import tensors_before_sharding
 from . import versions
 from .errors import SettingError
 from .mesh import Topology
-from .model_facts import DTYPES, ModelFacts
-from .parallelize import layer_names
+from .model_facts import DTYPES, ModelFacts, largest_sent
+from .parallelize import ShardingOptions, compute_dtypes, layer_names
 
 __all__ = ["check_road", "check_rollout", "check_stream"]
 
@@ -62,7 +62,7 @@ def check_stream(
 
     topology = Topology.plan(n_gpus, engine.ep_size, engine.fsdp_size)
     tensors = tensors_before_sharding(
-        facts.model, topology, engine.expert_shard_dim, engine.expert_plan, _sent_itemsize(engine)
+        facts.model, topology, engine.expert_shard_dim, engine.expert_plan, _sent_itemsizes(engine, facts)
     )
     try:
         # Of workers that are other processes one replica is enough: any other has the same needs.
@@ -92,15 +92,14 @@ def check_rollout(engine: Any, n_gpus: int, rollout: Mapping[str, Any], facts: M
     megabytes = int(rollout["update_weights_bucket_megabytes"])
     needed = 1
     if facts is not None:
-        name, elements = facts.largest
-        nbytes = elements * DTYPES[engine.model_dtype].itemsize
+        name, nbytes = largest_sent(facts.model, _sent_itemsizes(engine, facts))
         needed = -(-nbytes >> 20)
         if nbytes > megabytes << 20:
             raise SettingError(
                 _BUCKET,
                 megabytes,
-                f"the largest tensor, {name}, is {nbytes} bytes in {engine.model_dtype}, and goes through shared "
-                "memory in one piece.",
+                f"the largest tensor, {name}, is {nbytes} bytes as it is sent, and goes through shared memory in one "
+                "piece.",
                 f"{_BUCKET}={needed}",
             )
     if not n_gpus or not _SHM.is_dir():
@@ -119,7 +118,11 @@ def check_rollout(engine: Any, n_gpus: int, rollout: Mapping[str, Any], facts: M
         )
 
 
-def _sent_itemsize(engine: Any) -> int:
-    """Bytes of an element as it is sent: that of the forward's dtype, where it is narrower than the parameters'."""
-    wanted = (engine.mixed_precision or {}).get("param_dtype", engine.dtype)
-    return min(DTYPES[name].itemsize for name in (wanted, engine.model_dtype))
+def _sent_itemsizes(engine: Any, facts: ModelFacts) -> dict[str, int]:
+    """Bytes of an element of each parameter as it is sent: in the forward's dtype, where it is the narrower one."""
+    wanted = DTYPES[(engine.mixed_precision or {}).get("param_dtype", engine.dtype)]
+    options = ShardingOptions(
+        param_dtype=wanted, fp32_modules=engine.fp32_modules, expert_plan=engine.expert_plan or {}
+    )
+    stored = DTYPES[engine.model_dtype].itemsize
+    return {name: min(stored, dtype.itemsize) for name, dtype in compute_dtypes(facts.model, options).items()}

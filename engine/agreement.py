@@ -93,7 +93,7 @@ def model_facts(model: nn.Module) -> dict[str, str]:
 
 
 def without_paths(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A model config as a mapping, without the folders that it and its parts were read from: nodes may differ in them."""
+    """A model config as a mapping, without the folders that it and its parts were read from: nodes differ in them."""
     return {
         key: without_paths(value) if isinstance(value, Mapping) else value
         for key, value in config.items()

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..rollout.choice import check_placement, choose_stream, rollout_of
+from ..rollout.choice import check_placement, choose_stream, quantisation, rollout_of
 from ..rollout.placement import Heads, Need, Tensor, needs
 from ..rollout.plan import ROUND_BUFFERS, Targets, make_plan, round_bytes
 from ..rollout.source import tensors_before_sharding
@@ -17,6 +17,7 @@ from .parallelize import ShardingOptions, compute_dtypes, layer_names
 
 __all__ = ["check_road", "check_rollout", "check_stream"]
 
+_BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 _BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
 _TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _MEMORY = "engine.sync_megabytes"
@@ -46,6 +47,12 @@ def check_stream(
     """
     config = None if facts is None else facts.model.config.get_text_config()
     check_placement(rollout, n_gpus if colocated else 0, config)
+    quantised = quantisation(rollout)
+    if quantised and not colocated:
+        setting, value = quantised[0]
+        backend = rollout.get("backend")
+        rule = f"vLLM's quantising loader takes checkpoints' names, and {_BACKEND}={backend} carries others."
+        raise SettingError(setting, value, rule, f"{_BACKEND}=naive, or {setting}=null")
     kind, _ = choose_stream(
         engine.rollout_sync,
         rollout,

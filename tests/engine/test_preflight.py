@@ -605,6 +605,15 @@ def test_a_stream_that_the_rollout_cannot_take_is_refused_by_name_alone(model, w
         check_run(engine(rollout_sync=other), 8, model, placed, device="cpu")
 
 
+@pytest.mark.parametrize("backend", ["nccl", "epfsdp2_p2p"])
+def test_a_quantised_rollout_has_to_be_beside_the_trainer(model, backend):
+    check_run(engine(), 8, model, rollout(quantization="fp8"), device="cpu")
+    with pytest.raises(SettingError) as caught:
+        check_run(engine(), 8, model, rollout(quantization="fp8", backend=backend), device="cpu")
+    text = paragraph(caught.value, "actor_rollout_ref.rollout.quantization", "fp8")
+    assert text.endswith(f"What works: {BACKEND}=naive, or actor_rollout_ref.rollout.quantization=null")
+
+
 def test_whole_experts_need_expert_parallelism(model):
     with pytest.raises(SettingError) as caught:
         check_run(engine(rollout_sync="expert_local"), 8, model, rollout(2, data_parallel_size=2), device="cpu")

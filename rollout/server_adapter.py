@@ -20,7 +20,7 @@ import zmq
 from .checksums import with_checksums
 from .choice import has_our_extension
 from .exchange import Landing
-from .sender import new_sender
+from .sender import is_stock, new_sender
 from .sockets import WatchedContext, WeightSyncError
 from .streams import WorkerStream
 from .traffic import Handover
@@ -198,7 +198,7 @@ async def send_weights(
         finishing = time.monotonic() - sent
         wire = sent - started - progress.gather_seconds - context.waited_seconds
         load = context.waited_seconds + finishing
-        return Handover(progress.sent, progress.nbytes, progress.gather_seconds, wire, load)
+        return Handover(progress.sent, progress.nbytes, progress.gather_seconds, wire, load, is_stock(sender))
     except Exception as error:
         if progress.failed_in_source:
             raise  # the trainer's own error, not the road's

@@ -248,7 +248,7 @@ def test_memory(cluster, algorithm, local_model):
         for worker in range(placed.workers)
         for need in needs(tensor, placed, worker, Heads.of(text), "sliced")
     ]
-    assert 100 << 20 < max(slices) < bucket == config.engine.sync_megabytes << 20 >> 1
+    assert max(slices) < bucket == config.engine.sync_megabytes << 20 >> 1
 
 
 @recipes

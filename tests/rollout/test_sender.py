@@ -163,10 +163,12 @@ def test_buckets_are_those_of_verls_sender(monkeypatch):
     dtypes = (torch.float32, torch.bfloat16, torch.uint8, torch.int64)
     weights = [(f"{i}", torch.randn(90_000 + i).to(dtypes[i % 4])) for i in range(20)]
     weights += [("empty", torch.empty(0, 3)), ("scalar", torch.tensor(2.0))]
-    ours, buckets, _ = _send(handle, iter(weights))
+    ours, buckets, handover = _send(handle, iter(weights))
+    assert not handover.is_stock
     sender._class.cache_clear()
     monkeypatch.setattr(sender, "_KNOWN", set())
-    theirs, their_buckets, _ = _send(handle, iter(weights))
+    theirs, their_buckets, handover = _send(handle, iter(weights))
+    assert handover.is_stock
     sender._class.cache_clear()
     assert buckets == their_buckets and len(buckets) > 3
     assert all(torch.equal(ours[name], tensor) and torch.equal(theirs[name], tensor) for name, tensor in weights)

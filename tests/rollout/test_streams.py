@@ -1,5 +1,7 @@
 """Which stream a worker gets, and what is in the one of whole experts."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -176,6 +178,8 @@ def _counted(folder):
         "weight sync 2, sliced: 3 tensors, 2.000 GB in 3.25 s (gather 1.00, wire 0.25, load 2.00)"
     )
     assert sliced.metrics()["sync_received_gb"] == sliced.least / 1e9
+    full = replace(sliced, stream="full", handover=replace(HANDOVER, is_stock=True)).metrics()
+    assert [m[n] for m in (sliced.metrics(), full) for n in ("sync_full_stream", "sync_stock_sender")] == [0, 0, 1, 1]
 
 
 def test_bytes_and_buffers_are_counted(tmp_path):

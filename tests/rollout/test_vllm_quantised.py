@@ -51,7 +51,7 @@ def _save_quantised(model, folder, settings):
 def test_verls_quantising_loader_takes_a_checkpoints_tensors_and_neither_stacks_nor_checksums(
     tmp_path, monkeypatch, start_engine
 ):
-    """What ``WorkerStream`` sends such a rollout is held by ``test_streams.py``; here that vLLM takes this and no other.
+    """What ``WorkerStream`` sends such a rollout is held by ``test_streams.py``; here, that vLLM takes it and no other.
 
     verl quantises by its PyTorch twin of a Triton kernel. vLLM's CPU build packs the layers that are not quantised (the
     router), where verl's loader can't write to them; ``unpacked_extension.py`` leaves them as a GPU has them.

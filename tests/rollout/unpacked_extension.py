@@ -1,4 +1,4 @@
-"""A worker whose linear layers stay as they are in a checkpoint, as on a GPU, where verl's own loader writes to them."""
+"""A worker whose linear layers stay as in a checkpoint, as on a GPU, where verl's own loader writes to them."""
 
 from unittest import mock
 

@@ -29,7 +29,7 @@ from ..rollout.shard_export import ExpertsSpec, ShardExport, experts_entry
 from ..rollout.streams import RolloutSync, SyncSettings
 from . import checkpoint, distillation_shim, separation_shim
 from .adapter_files import read_adapter
-from .agreement import alike, check_agreement, model_facts
+from .agreement import alike, check_agreement, model_facts, without_paths
 from .checkpoint_files import local_checkpoint, open_checkpoint
 from .checkpointing import Checkpointing
 from .clip import ClippedStep
@@ -90,7 +90,7 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
             {
                 "engine": vars(engine_config),
                 "optimizer": vars(optimizer_config) if optimizer_config is not None else {},
-                "model config": model_config.hf_config.to_dict(),
+                "model config": without_paths(model_config.hf_config.to_dict()),
                 "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
             },
             device=get_device_name(),
@@ -130,7 +130,9 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
 
     def _build_model_optimizer(self) -> None:
         """Build on meta, shard, allocate, load this rank's bytes; then optimizer and schedule."""
-        folder, facts, failure = local_checkpoint(self.model_config.local_path), {}, None
+        revision = getattr(self.model_config.hf_config, "_commit_hash", None)  # as transformers notes it
+        folder = local_checkpoint(self.model_config.local_path, revision, get_device_name())
+        facts, failure = {}, None
         try:
             check_not_quantised(self.model_config.hf_config, folder)
             files, module = open_checkpoint(folder), self._build_module()
@@ -522,8 +524,11 @@ class _Mode:
         if exc_type is not None and isinstance(module, FSDPModule) and hasattr(module, "reset_iter_state"):
             # torch 2.13: after an error inside forward or backward FSDP's state is undefined until this is called.
             # Before the first forward there is none, which it fails at; what ended the mode is the error to see.
-            with contextlib.suppress(AttributeError):
+            try:
                 module.reset_iter_state()
+            except AttributeError as error:
+                if error.name != "all_gather_state":
+                    raise
 
 
 class _TrainMode(_Mode, EngineTrainModeCtx):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["DisagreementError", "alike", "check_agreement", "model_facts"]
+__all__ = ["DisagreementError", "alike", "check_agreement", "model_facts", "without_paths"]
 
 _FIRST = 5  # how many differences an error lists
 _SHOWN = 120  # characters of a value
@@ -90,6 +90,15 @@ def model_facts(model: nn.Module) -> dict[str, str]:
     for name, buffer in model.named_buffers():
         facts[name] = f"{tuple(buffer.shape)} {buffer.dtype} buffer"
     return facts
+
+
+def without_paths(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A model config as a mapping, without the folders that it and its parts were read from: nodes differ in them."""
+    return {
+        key: without_paths(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if key != "_name_or_path"
+    }
 
 
 def _differences(everyone: list[dict[str, dict[str, str]]]) -> list[str]:

@@ -15,6 +15,7 @@ It is safetensors and JSON throughout: nothing in it is ever unpickled.
 """
 
 import json
+import logging
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from .adapter_files import ADAPTER, write_adapter
 from .agreement import alike
+from .conversion import note_shapes
 from .errors import listed
 from .export import MODEL, reader, write_hf_weights
 from .lora import lora_of
@@ -51,6 +53,8 @@ __all__ = [
     "remove_old",
     "save_checkpoint",
 ]
+
+logger = logging.getLogger("epfsdp2")
 
 KNOWN_CONTENTS = frozenset({"model", "optimizer", "extra", "hf_model"})
 SHARDS, HF = "dist_ckpt", "huggingface"
@@ -80,6 +84,8 @@ class Snapshot:
     ) -> "Snapshot":
         """What is named in ``contents`` as it is now; the tensors are those that are trained."""
         contents = frozenset(contents)
+        if "hf_model" in contents:
+            note_shapes(model)  # ``write`` may run in another thread, beside a forward
         tensors = _of_model(model) if contents & {"model", "hf_model"} else {}
         groups = None
         if "optimizer" in contents and optimizer is not None:
@@ -195,12 +201,7 @@ def load_checkpoint(
     if "extra" in contents:
         if schedule is not None:
             lr_scheduler.load_state_dict(schedule)
-        rng = folder / RNG / f"{dist.get_rank():05d}.safetensors"
-        if rng.is_file():
-            random = load_file(rng)
-            torch.set_rng_state(random["cpu"])
-            if "device" in random and torch.accelerator.is_available():
-                torch.get_device_module().set_rng_state(random["device"])
+        _restore_random_state(folder)
     dist.barrier()
 
 
@@ -246,6 +247,29 @@ def _random_state() -> dict[str, torch.Tensor]:
     if torch.accelerator.is_available():
         state["device"] = torch.get_device_module().get_rng_state()
     return state
+
+
+def _restore_random_state(folder: Path) -> None:
+    """Of this rank; a rank that the saved run did not have starts from a seed made of rank 0's state and its number."""
+    own, first = (folder / RNG / f"{rank:05d}.safetensors" for rank in (dist.get_rank(), 0))
+    if own.is_file():
+        random = load_file(own)
+        torch.set_rng_state(random["cpu"])
+        if "device" in random and torch.accelerator.is_available():
+            torch.get_device_module().set_rng_state(random["device"])
+    elif first.is_file():
+        drawn = torch.Generator()
+        drawn.set_state(load_file(first)["cpu"])
+        torch.manual_seed(int(torch.randint(2**62, (), generator=drawn)) + dist.get_rank())
+    saved, ranks = len(list((folder / RNG).glob("*.safetensors"))), dist.get_world_size()
+    if 0 < saved < ranks and dist.get_rank() == 0:
+        logger.warning(
+            "epfsdp2: %s has the random state of %d ranks and this run has %d: the others start from a seed that is "
+            "made of rank 0's state and their number",
+            folder,
+            saved,
+            ranks,
+        )
 
 
 def _write_shards(folder: Path, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:

@@ -105,7 +105,7 @@ class EPFSDP2EngineConfig(EngineConfig):
     rollout_sync: str = "auto"
     rollout_sync_verify: int = 2
     sync_megabytes: int = 2048
-    sync_timeout_seconds: float = 40.0
+    sync_timeout_seconds: float = 300.0
     # What the plan is made for; the actor's settings say it, 0 where nothing does.
     _sequences_per_update: int = 0
     _longest_sequence: int = 0
@@ -380,7 +380,7 @@ class EPFSDP2ActorConfig(ActorConfig):
             )
         except SettingError as error:
             raise DriverError.of(error) from error
-        housekeeping.install_at_exit()
+        housekeeping.report_leftovers()
 
 
 @dataclass

@@ -13,7 +13,7 @@ import torch
 from .shards import checkpointed
 from .transformers_compat import WeightConverter, get_model_conversion_mapping, revert_weight_conversion
 
-__all__ = ["converter_targets", "revert", "reverts_with", "storage_of"]
+__all__ = ["converter_targets", "note_shapes", "revert", "reverts_with", "storage_of"]
 
 _SHAPES: WeakKeyDictionary[Any, dict[str, dict[str, torch.Size]]] = WeakKeyDictionary()
 
@@ -50,8 +50,8 @@ def reverts_with(model: Any, name: str) -> tuple[str, ...]:
     return (name,) if are_parts else tuple(shapes)
 
 
-def _converted_with(model: Any, name: str) -> dict[str, torch.Size]:
-    """Name and shape of the parameter and of those that a converter makes with it, in its order."""
+def note_shapes(model: Any) -> None:
+    """Find out now which parameters are converted together; afterwards no other thread touches the model for it."""
     if model not in _SHAPES:
         _SHAPES[model] = found = {}
         shapes = {n: tensor.shape for n, tensor in checkpointed(model).items()}
@@ -62,6 +62,11 @@ def _converted_with(model: Any, name: str) -> dict[str, torch.Size]:
                 together = [n for n in converter_targets(own, converter) if n in shapes]
                 if len(together) > 1:
                     found[own] = {n: shapes[n] for n in together}
+
+
+def _converted_with(model: Any, name: str) -> dict[str, torch.Size]:
+    """Name and shape of the parameter and of those that a converter makes with it, in its order."""
+    note_shapes(model)
     return _SHAPES[model].get(name, {name: torch.Size()})
 
 

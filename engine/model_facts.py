@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
 from ..rollout.naming import for_vllm
-from .checkpoint_files import open_checkpoint
+from .checkpoint_files import check_files, open_checkpoint
 from .errors import SettingError
 from .experts.find import ExpertsInfo, UnsupportedModelError, find_experts
 from .islands import find_islands
@@ -27,6 +27,7 @@ __all__ = [
     "ModelFacts",
     "check_model_path",
     "inspect_model",
+    "largest_sent",
     "overrides_of",
     "plain",
     "setting_of",
@@ -114,13 +115,9 @@ def _model_folder(path: str, setting: str) -> str | None:
     local = os.path.expanduser(path)
     if os.path.isdir(local):
         try:
-            checkpoint = open_checkpoint(local)
+            check_files(open_checkpoint(local))
         except SettingError as error:
             raise SettingError(setting, path, error.rule, error.works) from None
-        missing = sorted({file for file in checkpoint.file_of.values() if not (checkpoint.folder / file).is_file()})
-        if missing:
-            rule = f"its index names {', '.join(missing[:3])}, which {'is' if len(missing) == 1 else 'are'} not there."
-            raise SettingError(setting, path, rule, "a complete checkpoint")
         return local
     if "://" in path:
         return None
@@ -169,7 +166,7 @@ def _facts(model: Any, experts: Sequence[ExpertsInfo]) -> ModelFacts:
         name=type(model).__name__,
         experts=tuple(info.num_experts for info in experts),
         stacked=tuple(sorted(stacked)),
-        largest=_largest_sent(model),
+        largest=largest_sent(model),
         sdpa=bool(getattr(model, "_supports_sdpa", False)),
         flash=bool(getattr(model, "_supports_flash_attn", False)),
         flex=bool(getattr(model, "_supports_flex_attn", False)),
@@ -177,13 +174,18 @@ def _facts(model: Any, experts: Sequence[ExpertsInfo]) -> ModelFacts:
     )
 
 
-def _largest_sent(model: Any) -> tuple[str, int]:
-    """Name and number of elements of the largest tensor that ``rollout.naming.for_vllm`` yields for this model."""
+def largest_sent(model: Any, itemsizes: Mapping[str, int] | None = None) -> tuple[str, int]:
+    """Name and number of elements of the largest tensor that ``rollout.naming.for_vllm`` yields for this model.
+
+    Args:
+        itemsizes: bytes of an element of each parameter as it is sent; bytes are then compared and returned.
+    """
+    size_of = {name: 1 if itemsizes is None else itemsizes[name] for name, _ in model.named_parameters()}
     largest = ("", 0)
-    for name, param in sorted(model.named_parameters(), key=lambda item: -item[1].numel()):
-        if param.numel() <= largest[1]:
+    for name, param in sorted(model.named_parameters(), key=lambda item: -item[1].numel() * size_of[item[0]]):
+        if param.numel() * size_of[name] <= largest[1]:
             break
-        sent = ((n, t.numel()) for n, t in for_vllm(model, [(name, param)], waiting={}))
+        sent = ((n, t.numel() * size_of[name]) for n, t in for_vllm(model, [(name, param)], waiting={}))
         largest = max(largest, *sent, key=lambda item: item[1])
     return largest
 

@@ -5,18 +5,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..rollout.choice import check_placement, choose_stream, rollout_of
+from ..rollout.choice import check_placement, choose_stream, quantisation, rollout_of
 from ..rollout.placement import Heads, Need, Tensor, needs
 from ..rollout.plan import ROUND_BUFFERS, Targets, make_plan, round_bytes
 from ..rollout.source import tensors_before_sharding
 from . import versions
 from .errors import SettingError
 from .mesh import Topology
-from .model_facts import DTYPES, ModelFacts
-from .parallelize import layer_names
+from .model_facts import DTYPES, ModelFacts, largest_sent
+from .parallelize import ShardingOptions, compute_dtypes, layer_names
 
 __all__ = ["check_road", "check_rollout", "check_stream"]
 
+_BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 _BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
 _TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _MEMORY = "engine.sync_megabytes"
@@ -46,6 +47,12 @@ def check_stream(
     """
     config = None if facts is None else facts.model.config.get_text_config()
     check_placement(rollout, n_gpus if colocated else 0, config)
+    quantised = quantisation(rollout)
+    if quantised and not colocated:
+        setting, value = quantised[0]
+        backend = rollout.get("backend")
+        rule = f"vLLM's quantising loader takes checkpoints' names, and {_BACKEND}={backend} carries others."
+        raise SettingError(setting, value, rule, f"{_BACKEND}=naive, or {setting}=null")
     kind, _ = choose_stream(
         engine.rollout_sync,
         rollout,
@@ -62,7 +69,7 @@ def check_stream(
 
     topology = Topology.plan(n_gpus, engine.ep_size, engine.fsdp_size)
     tensors = tensors_before_sharding(
-        facts.model, topology, engine.expert_shard_dim, engine.expert_plan, _sent_itemsize(engine)
+        facts.model, topology, engine.expert_shard_dim, engine.expert_plan, _sent_itemsizes(engine, facts)
     )
     try:
         # Of workers that are other processes one replica is enough: any other has the same needs.
@@ -92,15 +99,14 @@ def check_rollout(engine: Any, n_gpus: int, rollout: Mapping[str, Any], facts: M
     megabytes = int(rollout["update_weights_bucket_megabytes"])
     needed = 1
     if facts is not None:
-        name, elements = facts.largest
-        nbytes = elements * DTYPES[engine.model_dtype].itemsize
+        name, nbytes = largest_sent(facts.model, _sent_itemsizes(engine, facts))
         needed = -(-nbytes >> 20)
         if nbytes > megabytes << 20:
             raise SettingError(
                 _BUCKET,
                 megabytes,
-                f"the largest tensor, {name}, is {nbytes} bytes in {engine.model_dtype}, and goes through shared "
-                "memory in one piece.",
+                f"the largest tensor, {name}, is {nbytes} bytes as it is sent, and goes through shared memory in one "
+                "piece.",
                 f"{_BUCKET}={needed}",
             )
     if not n_gpus or not _SHM.is_dir():
@@ -119,7 +125,11 @@ def check_rollout(engine: Any, n_gpus: int, rollout: Mapping[str, Any], facts: M
         )
 
 
-def _sent_itemsize(engine: Any) -> int:
-    """Bytes of an element as it is sent: that of the forward's dtype, where it is narrower than the parameters'."""
-    wanted = (engine.mixed_precision or {}).get("param_dtype", engine.dtype)
-    return min(DTYPES[name].itemsize for name in (wanted, engine.model_dtype))
+def _sent_itemsizes(engine: Any, facts: ModelFacts) -> dict[str, int]:
+    """Bytes of an element of each parameter as it is sent: in the forward's dtype, where it is the narrower one."""
+    wanted = DTYPES[(engine.mixed_precision or {}).get("param_dtype", engine.dtype)]
+    options = ShardingOptions(
+        param_dtype=wanted, fp32_modules=engine.fp32_modules, expert_plan=engine.expert_plan or {}
+    )
+    stored = DTYPES[engine.model_dtype].itemsize
+    return {name: min(stored, dtype.itemsize) for name, dtype in compute_dtypes(facts.model, options).items()}

@@ -6,6 +6,8 @@ Its extension points ``set_custom_reduce_scatter`` and ``set_all_reduce_hook`` l
 """
 
 import math
+import weakref
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -20,9 +22,11 @@ def reduce_in_place(module: FSDPModule, divide_by: float) -> None:
     Over replicas (HSDP) FSDP takes the mean of them; the division comes after.
     """
     module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
-    module.set_custom_reduce_scatter(cast(Any, _SameBuffer()))
+    buffer = _SameBuffer()
+    module.set_custom_reduce_scatter(cast(Any, buffer))
 
     def divide(gradients: torch.Tensor) -> None:
+        buffer.check_is_complete()
         if divide_by != 1:
             gradients.div_(divide_by)
         if gradients.is_cuda:  # allocated on another stream than this one
@@ -34,19 +38,41 @@ def reduce_in_place(module: FSDPModule, divide_by: float) -> None:
 class _SameBuffer:
     """In the place of FSDP's reduce-scatter. FSDP asks for what it packs into, then for the result, to copy to.
 
-    A copy of a tensor to itself is none.
+    A copy of a tensor to itself is none. What was packed is held by FSDP alone, so that nothing is left for the next
+    backward if an error comes between the two.
     """
 
     def __init__(self) -> None:
-        self._packed: torch.Tensor | None = None
+        self._packed: Callable[[], torch.Tensor | None] = lambda: None
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        packed, self._packed = self._packed, None
-        # Of another size it is what an error left, or another protocol than FSDP's: then FSDP copies.
-        if packed is not None and packed.dtype == dtype and packed.numel() == math.prod(size):
+        """
+        Raises:
+            RuntimeError: the result is not of the size and dtype of what was packed.
+        """
+        packed = self._packed()
+        if packed is None:
+            packed = torch.empty(*size, dtype=dtype, device=device)
+            self._packed = weakref.ref(packed)
             return packed
-        self._packed = torch.empty(*size, dtype=dtype, device=device)
-        return self._packed
+        self._packed = lambda: None
+        if (packed.numel(), packed.dtype) != (math.prod(size), dtype):
+            raise RuntimeError(
+                f"FSDP packed {packed.numel()} gradients of {packed.dtype} and asks for {math.prod(size)} of {dtype} "
+                f"to reduce them into: torch {torch.__version__} reduces in another way than this was made for."
+            )
+        return packed
+
+    def check_is_complete(self) -> None:
+        """
+        Raises:
+            RuntimeError: a buffer was packed, and the result is another one.
+        """
+        if self._packed() is not None:
+            raise RuntimeError(
+                f"FSDP asked for gradients' buffers an odd number of times: torch {torch.__version__} reduces in "
+                "another way than this was made for, or goes on after an error in a backward."
+            )
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         raise AssertionError("a group of one rank has nothing to reduce")

@@ -69,5 +69,11 @@ def checkpointed(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Buffers that belong to a checkpoint, by name."""
-    saved = model.state_dict().keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    # Not by state_dict(): FSDP2 reshards its modules before it, which must not happen in the middle of a forward.
+    modules = dict(model.named_modules())
+
+    def is_saved(name: str) -> bool:
+        owner, _, own = name.rpartition(".")
+        return own not in modules[owner]._non_persistent_buffers_set
+
+    return {name: buffer for name, buffer in model.named_buffers() if is_saved(name)}

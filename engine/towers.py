@@ -132,8 +132,10 @@ def keeping_its_forward(model: Any) -> Iterator[None]:
     """
     kind = type(model.base_model)
     own = kind.forward
-    yield
-    kind.forward = own
+    try:
+        yield
+    finally:
+        kind.forward = own
 
 
 def _tensors(found: Any) -> Iterator[torch.Tensor]:

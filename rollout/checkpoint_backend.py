@@ -39,7 +39,7 @@ class PeerToPeerCheckpointEngine(CheckpointEngine):
         timeout_seconds: longest wait for another member.
     """
 
-    def __init__(self, bucket_size: int, is_master: bool | None = None, timeout_seconds: float = 40.0):
+    def __init__(self, bucket_size: int, is_master: bool | None = None, timeout_seconds: float = 300.0):
         self.bucket_size, self.is_master, self.timeout_seconds = bucket_size, is_master, timeout_seconds
         self._peers: Peers | None = None
         self._end: Sender | Receiver | None = None

@@ -10,7 +10,15 @@ from typing import Any, cast
 from ..engine.errors import SettingError
 from .placement import ANALYTIC, VOCABULARY_MULTIPLE, Rollout, Stream
 
-__all__ = ["BACKEND", "EXTENSION", "check_placement", "choose_stream", "has_our_extension", "rollout_of"]
+__all__ = [
+    "BACKEND",
+    "EXTENSION",
+    "check_placement",
+    "choose_stream",
+    "has_our_extension",
+    "quantisation",
+    "rollout_of",
+]
 
 EXTENSION = "epfsdp2.rollout.vllm_worker.WeightSyncExtension"
 # Checkpoint-engine backends that carry slices; every other one but the colocated path broadcasts whole tensors.
@@ -91,7 +99,7 @@ def _obstacle(config: Any, family: str | None, untested_vllm: str, backend: str)
     if disaggregation is not None and disaggregation.get("enabled"):
         reason = "prefill and decode are on different workers, each cut in its own way."
         return _Obstacle(f"{_ROLLOUT}.disaggregation.enabled", True, reason, "False")
-    for setting, value in _quantisation(config):
+    for setting, value in quantisation(config):
         return _Obstacle(setting, value, "vLLM quantises the weights, for which it needs them whole.", "null")
     placement = vllm.get("expert_placement_strategy") or "linear"
     if placement != "linear":
@@ -105,7 +113,8 @@ def _obstacle(config: Any, family: str | None, untested_vllm: str, backend: str)
     return None
 
 
-def _quantisation(config: Any) -> list[tuple[str, object]]:
+def quantisation(config: Any) -> list[tuple[str, object]]:
+    """The settings that have vLLM quantise the weights that it is handed, with their values."""
     qat = config.get("qat")
     asked = [
         (f"{_ROLLOUT}.quantization", config.get("quantization")),

@@ -5,17 +5,24 @@ A normal end of a verl job with vLLM leaves a few ``psm_*`` segments in /dev/shm
 holds open, a socket file that nobody has bound. Standard library only; Linux (/proc).
 """
 
-import atexit
 import contextlib
 import glob
+import logging
 import os
 import re
 import stat
-import sys
 import time
 from collections.abc import Iterable
 
-__all__ = ["SEGMENTS", "existing_segments", "install_at_exit", "remove_leftovers", "unused_segments", "unused_sockets"]
+__all__ = [
+    "SEGMENTS",
+    "existing_segments",
+    "held_by",
+    "remove_leftovers",
+    "report_leftovers",
+    "unused_segments",
+    "unused_sockets",
+]
 
 # verl's weight buckets, Python's unnamed segments (vLLM's message queues), the CPU build's tensor-parallel collectives.
 NAMED_SEGMENTS = ("/dev/shm/verl_weights_*", "/dev/shm/*-cpushm_*")
@@ -25,7 +32,7 @@ SOCKETS = ("/tmp/rl-colocate-zmq-*.sock",)
 # A segment younger than this may be between its creation and its first mapping.
 _MINIMUM_AGE_SECONDS = 2.0
 
-_installed = False
+logger = logging.getLogger("epfsdp2")
 
 
 def existing_segments() -> set[str]:
@@ -73,36 +80,27 @@ def remove_leftovers(patterns: Iterable[str] = NAMED_SEGMENTS, keep: Iterable[st
     return gone
 
 
-def install_at_exit(wait_seconds: float = 10.0) -> None:
-    """Clean up now, and again when this process ends. For the driver; once per process.
+def held_by(processes: Iterable[int], patterns: Iterable[str] = SEGMENTS) -> set[str]:
+    """Paths of this user's segments that some of these processes have mapped or open now.
 
-    At the end Ray is shut down first where this process started it: as long as its workers live, their segments are in
-    use. Those that appeared since now are waited for.
-
-    Args:
-        wait_seconds: how long to wait at the end for the segments' users to be gone.
+    What a run notes so of its own processes is its own, and may be removed when they are gone (``remove_leftovers`` of
+    these paths). That nobody uses a segment does not say so: other containers may have the same /dev/shm
+    (``docker run --ipc=host``), and their processes are not in this one's /proc.
     """
-    global _installed
-    if _installed:
-        return
-    _installed = True
-    remove_leftovers()
-    before = existing_segments()
-    atexit.register(_clean_up_at_exit, before, wait_seconds)
+    return set(_own(patterns, stat.S_ISREG)) & _used_files(processes)
 
 
-def _clean_up_at_exit(before: set[str], wait_seconds: float) -> None:
-    ray = sys.modules.get("ray")
-    if ray is not None and ray.is_initialized():
-        ray.shutdown()
-    deadline = time.monotonic() + wait_seconds
-    while True:
-        # Python gives every program's unnamed segments the same prefix: only those that came since then may be ours.
-        remove_leftovers(SEGMENTS, keep=before)
-        # Another job's segments may be among the new ones; that costs the wait and nothing else.
-        if existing_segments() <= before or time.monotonic() >= deadline:
-            return
-        time.sleep(0.2)
+def report_leftovers() -> None:
+    """Say in one line which segments nobody uses as far as can be seen from here. Nothing is removed."""
+    found = unused_segments()
+    if found:
+        logger.warning(
+            "epfsdp2: %d shared-memory segments (%d MB) such as %s are used by no process that can be seen from here. "
+            "An earlier run may have left them; if no other container has the same /dev/shm, they may be deleted",
+            len(found),
+            sum(_size(path) for path in found) >> 20,
+            found[0],
+        )
 
 
 def _own(patterns: Iterable[str], kind) -> list[str]:
@@ -122,14 +120,21 @@ def _age(path: str) -> float:
         return 0.0
 
 
-def _used_files() -> set[str]:
-    """Every file that a process which we may look into has mapped or open.
+def _size(path: str) -> int:
+    try:
+        return os.lstat(path).st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _used_files(processes: Iterable[int] | None = None) -> set[str]:
+    """Every file that a process which we may look into has mapped or open; of all processes by default.
 
     Other users' processes can't be looked into without privileges; they can't open this user's segments either, which
     Python creates with mode 0600.
     """
     used: set[str] = set()
-    for process in glob.glob("/proc/[0-9]*"):
+    for process in glob.glob("/proc/[0-9]*") if processes is None else (f"/proc/{number}" for number in processes):
         with contextlib.suppress(FileNotFoundError, PermissionError, ProcessLookupError):
             with open(f"{process}/maps") as maps:
                 used.update(re.findall(r"(/dev/shm/\S+)", maps.read()))

@@ -8,7 +8,8 @@ it. Small facts (who wants what, digests, the cause of a failure) go through the
 Group ranks: the trainer's come first, in order, then the rollout's.
 """
 
-import pickle
+import dataclasses
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,10 +22,18 @@ import torch.distributed as dist
 
 from .sockets import WeightSyncError
 
-__all__ = ["Members", "Peers", "connect", "serve"]
+__all__ = ["Members", "Peers", "connect", "serve", "told"]
 
 _FAILURE = "failure"
 _POLL_SECONDS = 0.01
+# Whoever reaches the store's port can write to it, so facts are JSON and never unpickled: these dataclasses and dtypes.
+_TOLD: dict[str, type] = {}
+_KIND, _DTYPE = "__kind__", "__dtype__"
+
+
+def told(*kinds: type) -> None:
+    """Let members tell each other frozen dataclasses of these kinds; their sequences arrive as tuples."""
+    _TOLD.update({kind.__name__: kind for kind in kinds})
 
 
 @dataclass(frozen=True)
@@ -150,7 +159,7 @@ class Peers:
             if time.monotonic() > deadline:
                 raise WeightSyncError(f"no other rank said {name!r} within {self.timeout_seconds:g} s")
             time.sleep(_POLL_SECONDS)
-        return pickle.loads(self._store.get(key))
+        return _fact(self._store.get(key))
 
     def end(self) -> None:
         """The sync is over on every member."""
@@ -195,10 +204,10 @@ class Peers:
         return cause
 
     def _set(self, key: str, fact: Any) -> None:
-        self._store.set(key, pickle.dumps(fact))  # type: ignore[arg-type]  # takes bytes as well
+        self._store.set(key, json.dumps(fact, default=_plain))
 
     def _cause(self) -> str:
-        return pickle.loads(self._store.get(_FAILURE))
+        return str(_fact(self._store.get(_FAILURE)))
 
     def close(self) -> None:
         """Leave the group: whoever waits for this member fails at once."""
@@ -206,6 +215,40 @@ class Peers:
             if group is not None:
                 group.abort()
         self.group = self._from_trainer_0 = None
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    if isinstance(value, torch.dtype):
+        return {_DTYPE: str(value).removeprefix("torch.")}
+    if _TOLD.get(type(value).__name__) is not type(value):
+        raise TypeError(f"members tell each other no {type(value).__name__}")
+    return {_KIND: type(value).__name__} | {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+
+
+def _fact(text: bytes) -> Any:
+    """What ``_plain`` was made of.
+
+    Raises:
+        WeightSyncError: it is nothing that a member tells.
+    """
+    try:
+        return _tuples(json.loads(text, object_hook=_made))
+    except (ValueError, TypeError, KeyError) as error:
+        raise WeightSyncError(f"the store holds what no member tells ({type(error).__name__}: {error})") from error
+
+
+def _made(found: dict[str, Any]) -> Any:
+    if _DTYPE in found:
+        dtype = getattr(torch, str(found[_DTYPE]), None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{found[_DTYPE]} is no dtype")
+        return dtype
+    fields = {name: _tuples(value) for name, value in found.items()}
+    return _TOLD[fields.pop(_KIND)](**fields) if _KIND in found else fields
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _unmasked(error: Exception) -> Exception:

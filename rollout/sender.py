@@ -15,7 +15,7 @@ import torch
 
 from .cast import CastOnCopy
 
-__all__ = ["Bucket", "fingerprint", "new_sender"]
+__all__ = ["Bucket", "fingerprint", "is_stock", "new_sender"]
 
 logger = logging.getLogger("epfsdp2")
 
@@ -145,6 +145,11 @@ def new_sender(*args: Any, **kwargs: Any) -> Any:
     return _class()(*args, **kwargs)
 
 
+def is_stock(sender: Any) -> bool:
+    """Whether verl's own sender fills the buckets of one that ``new_sender`` made."""
+    return not getattr(sender, "lands", False)
+
+
 @cache
 def _class() -> type:
     from verl.utils.device import get_torch_device
@@ -155,6 +160,8 @@ def _class() -> type:
             await super().async_send_weights(weights(None))
 
     class LandingSender(BucketedWeightSender):
+        lands = True
+
         async def async_send_weights(self, weights: Callable[[Bucket], AsyncIterable]) -> None:
             bucket = None
             try:
@@ -194,8 +201,11 @@ def _class() -> type:
 
 
 def fingerprint() -> str:
-    """Of the source of verl's sender."""
+    """Of the source of verl's sender; empty if it lacks a method or its source is not installed."""
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
-    source = "".join(inspect.getsource(getattr(BucketedWeightSender, name)) for name in _METHODS)
+    try:
+        source = "".join(inspect.getsource(getattr(BucketedWeightSender, name)) for name in _METHODS)
+    except (AttributeError, OSError):
+        return ""
     return hashlib.blake2b(source.encode(), digest_size=8).hexdigest()

@@ -20,7 +20,7 @@ import zmq
 from .checksums import with_checksums
 from .choice import has_our_extension
 from .exchange import Landing
-from .sender import new_sender
+from .sender import is_stock, new_sender
 from .sockets import WatchedContext, WeightSyncError
 from .streams import WorkerStream
 from .traffic import Handover
@@ -33,7 +33,7 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 # Or what makes them, which is told where they may arrive, so that they need not be copied.
 Source = Weights | Callable[[Landing | None], Weights]
 
-_timeout_seconds = 40.0
+_timeout_seconds = 300.0
 
 
 def install(timeout_seconds: float) -> None:
@@ -198,7 +198,7 @@ async def send_weights(
         finishing = time.monotonic() - sent
         wire = sent - started - progress.gather_seconds - context.waited_seconds
         load = context.waited_seconds + finishing
-        return Handover(progress.sent, progress.nbytes, progress.gather_seconds, wire, load)
+        return Handover(progress.sent, progress.nbytes, progress.gather_seconds, wire, load, is_stock(sender))
     except Exception as error:
         if progress.failed_in_source:
             raise  # the trainer's own error, not the road's

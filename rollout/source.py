@@ -30,7 +30,7 @@ def tensors_before_sharding(
     topology: Topology,
     expert_shard_dim: int | str = "auto",
     expert_plan: Mapping[str, int] | None = None,
-    itemsize: int | None = None,
+    itemsize: Mapping[str, int] | int | None = None,
 ) -> list[Tensor]:
     """What ``sharded_tensors`` would say, of a model that is not sharded, on the meta device or elsewhere.
 

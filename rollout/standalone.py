@@ -16,12 +16,13 @@ from typing import Any
 import torch
 
 from ..engine import versions
+from ..engine.boxes import Cut
 from ..engine.mesh import Topology
 from .checksums import is_verified
 from .choice import BACKEND, choose_stream, rollout_of
 from .exchange import Exchange, Landing
 from .layout import layouts
-from .peers import Peers
+from .peers import Peers, told
 from .placement import Heads, Need, Rollout, Stream, Tensor, needs
 from .plan import Targets, make_plan, round_bytes
 from .relay import RelayedExchange, relayed
@@ -257,7 +258,7 @@ class Receiver(_Road):
                 index += 1
                 coming = self._bucket(index)
 
-    def _bucket(self, index: int) -> tuple[list["_Chunk"], torch.Tensor, Any] | None:
+    def _bucket(self, index: int) -> tuple[tuple["_Chunk", ...], torch.Tensor, Any] | None:
         """The next bucket under way; None after the last."""
         chunks = self.peers.ask(f"bucket {index}")
         if chunks is None:
@@ -331,10 +332,13 @@ class _Chunk:
 
     name: str
     dtype: torch.dtype
-    shape: torch.Size
+    shape: tuple[int, ...]
     start: int
     at: int
     nbytes: int
+
+
+told(Offer, Sharded, Want, _Chunk, Tensor, Cut, Topology, Heads, Rollout)
 
 
 def _buckets(
@@ -351,7 +355,7 @@ def _buckets(
                 bucket, chunks, used = torch.empty_like(bucket), [], 0
             nbytes = min(values.numel() - start, limit - used)
             bucket[used : used + nbytes] = values[start : start + nbytes]
-            chunks.append(_Chunk(name, tensor.dtype, tensor.shape, start, used, nbytes))
+            chunks.append(_Chunk(name, tensor.dtype, tuple(tensor.shape), start, used, nbytes))
             start, used = start + nbytes, used + nbytes
     if chunks:
         yield chunks, bucket[:used]

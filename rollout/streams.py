@@ -22,7 +22,7 @@ from ..engine.shards import local_tensor, persistent_buffers
 from . import naming, stream
 from .cast import CastOnCopy
 from .checksums import is_verified
-from .choice import choose_stream, rollout_of
+from .choice import choose_stream, quantisation, rollout_of
 from .exchange import Exchange, Landing
 from .layout import layouts
 from .placement import Heads, Need, Rollout, Stream, Tensor, needs
@@ -102,8 +102,15 @@ class RolloutSync:
         self._said = reason
         return kind
 
-    def full(self, traffic: Traffic | None = None) -> Generator[tuple[str, torch.Tensor]]:
-        """Everything under names that vLLM takes; a stack that is too large comes as its experts, if it may."""
+    def full(
+        self, traffic: Traffic | None = None, *, as_checkpoint: bool = False
+    ) -> Generator[tuple[str, torch.Tensor]]:
+        """Everything under names that vLLM takes; a stack that is too large comes as its experts, if it may.
+
+        Args:
+            as_checkpoint: under the names of checkpoints alone, which for most families have no stack.
+        """
+        named = naming.as_checkpoint if as_checkpoint else naming.for_vllm
         traffic = traffic or Traffic()
         limit = stream.gather_bytes(self.settings.memory_bytes, self.meshes.topology.fsdp, is_assembled=True)
         arriving = self._gathered(limit, traffic, self._has_names_by_expert)
@@ -111,7 +118,7 @@ class RolloutSync:
         with contextlib.closing(arriving):
             for rows in stream.assembled(arriving, traffic, limit):
                 if rows.first is None:
-                    yield from naming.for_vllm(self.model, [(rows.name, rows.values)], waiting)
+                    yield from named(self.model, [(rows.name, rows.values)], waiting)
                 else:
                     yield from naming.experts_from(self.model, rows.name, rows.values, rows.first)
 
@@ -154,10 +161,10 @@ class RolloutSync:
         """What there is to hand over, as the planner takes it."""
         return sharded_tensors(self.model, {name: dtype.itemsize for name, dtype in self.dtypes.items()})
 
-    def stream(self, kind: Stream, rollout: Rollout, worker: int) -> "WorkerStream":
+    def stream(self, kind: Stream, rollout: Rollout, worker: int, is_quantised: bool = False) -> "WorkerStream":
         """The weights of one sync for the worker with this index in its replica."""
         self._begun += 1
-        return WorkerStream(self, self._begun, kind, rollout, worker)
+        return WorkerStream(self, self._begun, kind, rollout, worker, is_quantised)
 
     def needs_of(self, kind: Stream, rollout: Rollout, worker: int) -> Callable[[Tensor], list[Need]]:
         """Tells what a worker takes of a tensor; remembers it by name, since every sync asks."""
@@ -207,15 +214,28 @@ class RolloutSync:
 class WorkerStream:
     """The weights of one sync for one worker.
 
+    Args:
+        is_quantised: vLLM quantises what it is handed, in verl's own loader. That takes matrices alone, so no stack of
+            experts, and no checksums.
+
     Attributes:
         kind: what is handed over.
         is_verified: whether its checksums are to come after the tensors.
         traffic: what it has moved so far.
     """
 
-    def __init__(self, sync: RolloutSync, number: int, kind: Stream, rollout: Rollout, worker: int):
+    def __init__(
+        self,
+        sync: RolloutSync,
+        number: int,
+        kind: Stream,
+        rollout: Rollout,
+        worker: int,
+        is_quantised: bool = False,
+    ):
         self._sync, self._number, self.kind, self._rollout, self._worker = sync, number, kind, rollout, worker
-        self.is_verified = is_verified(number, sync.settings.verified)
+        self._is_quantised = is_quantised
+        self.is_verified = not is_quantised and is_verified(number, sync.settings.verified)
         self._places = sync.places_of(kind, rollout, worker)
         self.traffic = Traffic()
 
@@ -226,7 +246,7 @@ class WorkerStream:
             landing: where slices that come from other ranks may arrive.
         """
         if self.kind == "full":
-            return self._sync.full(self.traffic)
+            return self._sync.full(self.traffic, as_checkpoint=self._is_quantised)
         if self.kind == "expert_local":
             return self._expert_local()
         return self._slices_of_gathers() if self._rollout.keeps_all else self._slices(landing)
@@ -331,7 +351,7 @@ class RolloutWeights:
         Raises:
             SettingError: if the rollout can't take the stream that was asked for by its name.
         """
-        return self._sync.stream(self._sync.choose(config), rollout_of(config), worker)
+        return self._sync.stream(self._sync.choose(config), rollout_of(config), worker, bool(quantisation(config)))
 
     def for_worker(self, kind: Stream, rollout: Rollout, worker: int) -> Iterator[tuple[str, torch.Tensor]]:
         """The same for a stream that is chosen already."""

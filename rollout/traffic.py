@@ -38,6 +38,7 @@ class Handover:
         gather_seconds: until the next tensor was there, in all.
         wire_seconds: to put them into buckets.
         load_seconds: waiting for the worker, which takes and loads them.
+        is_stock: verl's own sender filled the buckets, since it is another one than ours was made for (``sender.py``).
     """
 
     tensors: int
@@ -45,6 +46,7 @@ class Handover:
     gather_seconds: float
     wire_seconds: float
     load_seconds: float
+    is_stock: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,4 +84,7 @@ class SyncReport:
             "sync_least_gb": self.least / _GB,
             "sync_sent_gb": self.traffic.sent / _GB,
             "sync_peak_gb": self.traffic.peak / _GB,
+            # The two slower ways that a sync may fall back to, 0 or 1.
+            "sync_full_stream": float(self.stream == "full"),
+            "sync_stock_sender": float(self.handover.is_stock),
         }

@@ -320,6 +320,12 @@ class _Up(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_pre):
+        # The contract with _Down: its backward runs before, once for each of this one's. So it is in any backward
+        # through the layer's output, also in a second one with retain_graph=True.
+        assert ctx.left is not None, (
+            "the backward of the experts' first linear ran without that of their second, whose gradients it takes: "
+            "differentiate through the layer's output"
+        )
         (slot_order, row_order, inputs, tensors, grad_scale), ctx.left = ctx.left, None
         call, needed = ctx.call, ctx.needs_input_grad[6:]
         experts = call.experts.holding(tensors)

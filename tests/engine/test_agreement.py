@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from epfsdp2.engine.agreement import DisagreementError, check_agreement, model_facts
+from epfsdp2.engine.agreement import DisagreementError, check_agreement, model_facts, without_paths
 from tests.support.ranks import run_ranks
 
 WORLD = 4
@@ -64,6 +64,23 @@ def _agree():
 
 def test_ranks_that_agree_go_on():
     run_ranks(_agree, WORLD)
+
+
+def _copies(changed):
+    rank = dist.get_rank()
+    config = {"hidden_size": 8 if changed and rank else 4, "_name_or_path": f"/disk-{rank}/model"}
+    config["text_config"] = {"head_dim": 2, "_name_or_path": f"/disk-{rank}/model"}
+    facts = {"model config": without_paths(config)}
+    if changed:
+        with pytest.raises(DisagreementError, match="model config: hidden_size: 4 on rank 0; 8 on rank 1"):
+            check_agreement(facts)
+    else:
+        check_agreement(facts)
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_copies_of_a_model_in_different_folders_are_one_model(changed):
+    run_ranks(_copies, 2, changed)
 
 
 def _fails(ranks):

@@ -1,18 +1,21 @@
 """Save, resume on other ranks, export to Hugging Face format."""
 
+import contextlib
 import errno
 import json
 import threading
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoConfig
 
-from epfsdp2.engine import checkpoint
+from epfsdp2.engine import checkpoint, conversion
 from epfsdp2.engine.agreement import DisagreementError
 from epfsdp2.engine.background import Background
 from epfsdp2.engine.clip import clip_grad_norm_
@@ -285,6 +288,66 @@ def _in_background(folder, out):
 
 def test_a_save_in_the_background_has_what_was_there_when_it_began(tmp_path):
     run_ranks(_in_background, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "run")
+
+
+def _export_in_background(folder, out):
+    trainer = _trainer(folder, 2)
+    model, wanted = trainer[0], _full(*trainer[:2])
+    conversion._SHAPES.clear()  # as if nothing had been loaded or synchronised by this process
+    saves, elsewhere = Background(), []
+    with contextlib.ExitStack() as watched:
+        for name in ("state_dict", "named_parameters", "named_buffers"):
+            method = getattr(nn.Module, name)
+
+            def noted(self, *args, _method=method, _name=name, **kwargs):
+                if threading.current_thread() is not threading.main_thread():
+                    elsewhere.append(_name)
+                return _method(self, *args, **kwargs)
+
+            watched.enter_context(mock.patch.object(nn.Module, name, noted))
+        snapshot = checkpoint.Snapshot.of(model, None, None, {"hf_model"}, 1).on_host()
+        write = partial(snapshot.write, out, AutoConfig.from_pretrained(folder).save_pretrained, "cpu", saves.group)
+        saves.start("an export", write)
+        _step(trainer, torch.randint(0, VOCAB, (8, 11), generator=torch.Generator().manual_seed(2)))
+        saves.wait()
+    assert elsewhere == []
+    dist.barrier()
+    exported = dict(reference_model(out / checkpoint.HF).named_parameters())
+    assert all(torch.equal(exported[name], tensor) for name, tensor in wanted.items())
+
+
+def test_an_export_in_the_background_leaves_the_model_to_the_forward(tmp_path):
+    run_ranks(_export_in_background, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
+
+
+def _saves_random_state(folder, out):
+    model, _, optimizer, schedule = _trainer(folder, 1)
+    torch.manual_seed(100 + dist.get_rank())
+    checkpoint.save_checkpoint(out, model, optimizer, schedule, ALL, step=1)
+
+
+def _resumes_with_more_ranks(folder, out):
+    model, _, optimizer, schedule = _trainer(folder, 1)
+    lines = []
+    checkpoint.logger.addFilter(lambda record: lines.append(record.getMessage()))
+    drawn = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        checkpoint.load_checkpoint(out, model, optimizer, schedule, ALL)
+        drawn.append(torch.rand(4).tolist())
+    assert drawn[0] == drawn[1], "what was drawn before does not count"
+    everyone = [None] * 4
+    dist.all_gather_object(everyone, tuple(drawn[0]))
+    saved = [tuple(torch.rand(4, generator=torch.Generator().manual_seed(100 + rank)).tolist()) for rank in range(2)]
+    assert everyone[:2] == saved and len(set(everyone)) == 4
+    said = "has the random state of 2 ranks and this run has 4: the others start from a seed"
+    assert [said in line for line in lines] == [True, True] * (dist.get_rank() == 0)
+
+
+def test_ranks_that_the_saved_run_did_not_have_start_from_a_seed_and_that_is_said(tmp_path):
+    folder = save_qwen3_moe(tmp_path / "model")
+    run_ranks(_saves_random_state, 2, folder, tmp_path / "ckpt")
+    run_ranks(_resumes_with_more_ranks, 4, folder, tmp_path / "ckpt")
 
 
 def _fails_in_background(folder, out):

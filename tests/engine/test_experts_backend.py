@@ -245,6 +245,17 @@ class _Counting(TorchBackend):
         return super().mm(*args)
 
 
+def test_their_backward_may_run_again_and_the_first_half_of_it_not_alone():
+    module, (hidden, ids, weights) = make("plain"), routed()
+    attach(module, ExpertParallel(E, None))
+    out = experts_forward(module, hidden.requires_grad_(), ids, weights)
+    first, second = (torch.autograd.grad(out.sum(), hidden, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second) and first.abs().sum() > 0
+    between = out.grad_fn.up.saved_tensors[0]
+    with pytest.raises(AssertionError, match="ran without that of their second, whose gradients it takes"):
+        between.sum().backward()
+
+
 def test_computed_again_they_end_before_their_last_product(monkeypatch):
     """Forward: 2 products; again: the first; backward: one for each of the two."""
     backend, module, (hidden, ids, weights) = _Counting(), make("plain"), routed()

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import time
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import Qwen3MoeConfig
 from epfsdp2.engine import checkpoint_files, loading
 from epfsdp2.engine.agreement import DisagreementError
 from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.model_facts import check_model_path
 from epfsdp2.engine.modeling import check_not_quantised
 from epfsdp2.engine.shards import is_expert_parameter
 from tests.support.engine import sharded_model
@@ -125,6 +127,34 @@ def test_a_hub_id_is_found_in_the_cache(tmp_path):
     run_ranks(_loads_from_the_hub_cache, 2, tmp_path / "cache", "some/moe", folder)
 
 
+def _downloads(fails_on):
+    rank, calls = dist.get_rank(), []
+
+    def snapshot_download(path, *, local_files_only=False, revision=None, **_):
+        calls.append(("finds" if local_files_only else "downloads", revision))
+        if rank == fails_on and not local_files_only:
+            raise OSError("401 Client Error: Unauthorized")
+        return f"the folder of {path}"
+
+    checkpoint_files.snapshot_download = snapshot_download
+    checkpoint_files.socket.gethostname = lambda: f"host {rank // 2}"
+    os.environ["LOCAL_RANK"] = "0"  # as on verl's Ray workers
+    started = time.monotonic()
+    if fails_on is None:
+        assert checkpoint_files.local_checkpoint("some/moe", "a commit") == "the folder of some/moe"
+    else:
+        with pytest.raises(DisagreementError, match=f"rank {fails_on}: OSError: 401 Client Error"):
+            checkpoint_files.local_checkpoint("some/moe", "a commit")
+    assert time.monotonic() - started < 20
+    finds = [] if fails_on is not None else [("finds", "a commit")]
+    assert calls == [("downloads", "a commit")] * (rank in (0, 2)) + finds
+
+
+@pytest.mark.parametrize("fails_on", [None, 0, 2])
+def test_one_rank_of_a_host_downloads_and_its_failure_is_every_ranks(fails_on):
+    run_ranks(_downloads, 4, fails_on)
+
+
 def _fails_with(folder, parts):
     with pytest.raises(ValueError) as error:
         sharded_model(folder, dist.get_world_size(), 2)
@@ -178,7 +208,9 @@ def test_unused_tensors_may_be_allowed(tmp_path):
 
 def _unreadable_on_one(folder):
     own = folder if dist.get_rank() == 0 else folder.with_name("damaged")
-    with pytest.raises(DisagreementError, match=r"(?s)rank 1: OSError: .*damaged/model-00002-of-00003.safetensors"):
+    with pytest.raises(
+        DisagreementError, match=r"(?s)rank 1: SettingError: .*damaged: model-00002-of-00003.safetensors"
+    ):
         sharded_model(own, dist.get_world_size(), 2)
 
 
@@ -190,9 +222,83 @@ def test_a_file_that_is_cut_off_is_named_on_every_rank(tmp_path):
     run_ranks(_unreadable_on_one, 2, folder)
 
 
+def _header(content, **changes):
+    """The file with other entries for the tensor ``a`` in its header."""
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header["a"] |= changes
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + content[8 + length :]
+
+
+DAMAGES = {
+    "a missing end": (lambda c: c[:-4], r"tensors end at byte \d+, and the file has \d+: it is cut off"),
+    "more than its tensors": (lambda c: c + bytes(4), r"tensors end at byte \d+, and the file has \d+\."),
+    "a header that is cut off": (lambda c: c[:20], r"header should have \d+ bytes, and the file has 20: it is cut off"),
+    "no header": (lambda c: c[:3], "it has 3 bytes"),
+    "nothing": (lambda c: b"", "it has 0 bytes"),
+    "another length of the header": (lambda c: b"\xff" * 8 + c[8:], "header should have 18446744073709551615 bytes"),
+    "a header that is no JSON": (lambda c: c[:8] + b"x" * (len(c) - 8), "header is damaged .JSONDecodeError"),
+    "a header that is no mapping": (lambda c: (3).to_bytes(8, "little") + b"[1]" + c[8:], "header is damaged"),
+    "no offsets": (lambda c: _header(c, data_offsets=None), "header is damaged"),
+    "tensors that overlap": (lambda c: _header(c, data_offsets=[44, 92]), "begins at byte .* of its data"),
+    "an offset outside of the file": (
+        lambda c: _header(c, data_offsets=[0, 4800]),
+        "a is F32 .3, 4., and has 4800 bytes",
+    ),
+    "another shape": (lambda c: _header(c, shape=[3, 5]), "a is F32 .3, 5., and has 48 bytes"),
+    "another dtype": (lambda c: _header(c, dtype="F64"), "a is F64 .3, 4., and has 48 bytes"),
+    "a negative size": (lambda c: _header(c, shape=[-3, 4]), "a is F32 .-3, 4., and has 48 bytes"),
+    "a pointer": (
+        lambda c: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+        "pointer of Git LFS",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("has_index", [False, True])
+def test_a_damaged_file_is_refused_with_what_is_wrong_with_it(tmp_path, damage, has_index):
+    file, (change, words) = tmp_path / "model.safetensors", DAMAGES[damage]
+    save_file({"a": torch.ones(3, 4), "b": torch.ones(5)}, file)
+    if has_index:
+        weight_map = dict.fromkeys("ab", file.name)
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    checkpoint_files.check_files(checkpoint_files.open_checkpoint(tmp_path))
+    file.write_bytes(change(file.read_bytes()))
+    with pytest.raises(
+        SettingError, match=rf"^critic.model.path={tmp_path}: {file.name} can't be read: .*{words}"
+    ) as error:
+        check_model_path({"path": str(tmp_path)}, "critic.model")
+    assert "What works: " in str(error.value) and "\n" not in str(error.value)
+    if has_index:  # as where it is downloaded later: on load
+        with pytest.raises(SettingError, match=words):
+            checkpoint_files.open_checkpoint(tmp_path).read("a")
+
+
+@pytest.mark.parametrize(
+    "index, words",
+    [
+        ("{", "model.safetensors.index.json can't be read: JSONDecodeError"),
+        ("{}", "model.safetensors.index.json can't be read: KeyError: 'weight_map'"),
+        ('{"weight_map": 3}', "model.safetensors.index.json can't be read: TypeError"),
+        (
+            '{"weight_map": {"a": "model.safetensors", "c": "model.safetensors"}}',
+            "model.safetensors .* it lacks c, which",
+        ),
+        ('{"weight_map": {"a": "gone.safetensors"}}', "its index names gone.safetensors, which is not there"),
+    ],
+)
+def test_an_index_that_is_not_that_of_the_files_is_refused(tmp_path, index, words):
+    save_file({"a": torch.ones(3, 4)}, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(SettingError, match=words):
+        check_model_path({"path": str(tmp_path)})
+
+
 def _without_permission(folder):
     obey_permissions()
-    with pytest.raises(OSError, match=r"model-00002-of-00003.safetensors can't be read: .*Permission denied"):
+    with pytest.raises(SettingError, match=r"model-00002-of-00003.safetensors can't be read: .*Permission denied"):
         sharded_model(folder, dist.get_world_size(), 2)
 
 

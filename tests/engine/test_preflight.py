@@ -484,14 +484,18 @@ def test_the_installed_versions_are_tested_ones(caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("dtype, megabytes", [("fp32", 16), ("bf16", 8)])
-def test_the_bucket_has_to_hold_the_largest_tensor_whole(tmp_path, monkeypatch, dtype, megabytes):
+@pytest.mark.parametrize(
+    "stored, computed, megabytes", [("fp32", "fp32", 16), ("fp32", "bf16", 8), ("bf16", "bf16", 8), ("bf16", "fp32", 8)]
+)
+def test_the_bucket_has_to_hold_the_largest_tensor_whole_as_it_is_sent(
+    tmp_path, monkeypatch, stored, computed, megabytes
+):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: DISK(0, 0, 1 << 40))
     model = checkpoint(tmp_path)
     # [8, 2 * 256, 1024]: 16 MB in float32; one expert of it is 2 MB.
     model["override_config"] |= {"hidden_size": 1024, "moe_intermediate_size": 256}
     rollout = {"name": "vllm", "n_gpus_per_node": 2, "update_weights_bucket_megabytes": megabytes}
-    settings = engine(model_dtype=dtype)
+    settings = engine(model_dtype=stored, mixed_precision={"param_dtype": computed})
     check_run(settings, 2, model, rollout, device="cpu", ipc=False)
     with pytest.raises(SettingError) as caught:
         too_small = rollout | {"update_weights_bucket_megabytes": megabytes - 1}
@@ -502,6 +506,20 @@ def test_the_bucket_has_to_hold_the_largest_tensor_whole(tmp_path, monkeypatch, 
     check_run(settings, 2, model, too_small, device="cpu", ipc=True)
 
 
+def test_of_modules_in_float32_the_largest_tensor_is_sent_in_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: DISK(0, 0, 1 << 40))
+    model = checkpoint(tmp_path)
+    # A head of 6 M elements; gate_up_proj has 8 M.
+    sizes = {"hidden_size": 1024, "moe_intermediate_size": 512, "vocab_size": 6144, "tie_word_embeddings": False}
+    model["override_config"] |= sizes
+    rollout = {"name": "vllm", "n_gpus_per_node": 2, "update_weights_bucket_megabytes": 23}
+    settings = engine()
+    check_run(settings, 2, model, rollout, device="cpu", ipc=False)
+    settings.fp32_modules = ["lm_head"]
+    with pytest.raises(SettingError, match=f"{BUCKET}=23: the largest tensor, lm_head.weight, is {24 << 20} bytes"):
+        check_run(settings, 2, model, rollout, device="cpu", ipc=False)
+
+
 def test_the_bucket_has_to_hold_one_expert_where_vllm_takes_them_one_by_one(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: DISK(0, 0, 1 << 40))
     sizes = {"hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 1, "vocab_size": 64}
@@ -510,10 +528,10 @@ def test_the_bucket_has_to_hold_one_expert_where_vllm_takes_them_one_by_one(tmp_
     facts = inspect_model(model)
     assert max(math.prod(shape) for shape, _ in facts.stacked) == 8 * 2 << 20
     assert facts.largest[1] == 1 << 20 and ".experts.0." in facts.largest[0]
-    rollout = {"name": "vllm", "n_gpus_per_node": 2, "update_weights_bucket_megabytes": 4}
+    rollout = {"name": "vllm", "n_gpus_per_node": 2, "update_weights_bucket_megabytes": 2}
     check_run(engine(), 2, model, rollout, device="cpu", ipc=False)
-    with pytest.raises(SettingError, match=f"{BUCKET}=3: the largest tensor, {re.escape(facts.largest[0])}, "):
-        check_run(engine(), 2, model, rollout | {"update_weights_bucket_megabytes": 3}, device="cpu", ipc=False)
+    with pytest.raises(SettingError, match=f"{BUCKET}=1: the largest tensor, {re.escape(facts.largest[0])}, "):
+        check_run(engine(), 2, model, rollout | {"update_weights_bucket_megabytes": 1}, device="cpu", ipc=False)
     # A dense tensor that is larger counts.
     model["override_config"] |= {"vocab_size": 4096}
     assert inspect_model(model).largest[1] == 4096 * 1024
@@ -585,6 +603,15 @@ def test_a_stream_that_the_rollout_cannot_take_is_refused_by_name_alone(model, w
     assert f"can't be with {named}: " in text and "What works: engine.rollout_sync=auto, or " in text
     for other in ("auto", "full"):
         check_run(engine(rollout_sync=other), 8, model, placed, device="cpu")
+
+
+@pytest.mark.parametrize("backend", ["nccl", "epfsdp2_p2p"])
+def test_a_quantised_rollout_has_to_be_beside_the_trainer(model, backend):
+    check_run(engine(), 8, model, rollout(quantization="fp8"), device="cpu")
+    with pytest.raises(SettingError) as caught:
+        check_run(engine(), 8, model, rollout(quantization="fp8", backend=backend), device="cpu")
+    text = paragraph(caught.value, "actor_rollout_ref.rollout.quantization", "fp8")
+    assert text.endswith(f"What works: {BACKEND}=naive, or actor_rollout_ref.rollout.quantization=null")
 
 
 def test_whole_experts_need_expert_parallelism(model):
@@ -799,6 +826,17 @@ def test_validate_config_sees_all_that_decides_on_the_stream(model, override, na
     ],
 )
 def test_main_ppo_ends_with_the_paragraph_and_never_starts_ray(tmp_path, model, override, words):
+    main_ppo_ends_with(words, tmp_path, model, override)
+
+
+@pytest.mark.e2e
+def test_main_ppo_ends_with_what_is_wrong_with_a_damaged_file_and_never_starts_ray(tmp_path, model):
+    with Path(model["path"], "model.safetensors").open("r+b") as file:
+        file.truncate(file.seek(0, os.SEEK_END) - 2)
+    main_ppo_ends_with(f"{MODEL}.path={model['path']}: model.safetensors can't be read: ", tmp_path, model)
+
+
+def main_ppo_ends_with(words, tmp_path, model, *overrides):
     ray = tmp_path / "ray"
     ray.mkdir()
     attention = f"+{MODEL}.override_config.attn_implementation=sdpa"
@@ -809,7 +847,7 @@ def test_main_ppo_ends_with_the_paragraph_and_never_starts_ray(tmp_path, model, 
         *RUN,
         f"{MODEL}.path={model['path']}",
         attention,
-        override,
+        *overrides,
     ]
     environment = {**os.environ, "RAY_TMPDIR": str(ray), "VERL_PLATFORM": "cpu"}
     environment.pop("RAY_ADDRESS", None)

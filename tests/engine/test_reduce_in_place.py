@@ -2,6 +2,8 @@
 
 from unittest import mock
 
+import pytest
+import torch
 import torch.distributed as dist
 
 from epfsdp2.engine import reduce_in_place
@@ -38,3 +40,28 @@ def _two_meshes(folder):
 
 def test_what_fsdp_packs_becomes_the_gradient(tmp_path):
     run_ranks(_two_meshes, WORLD, save_qwen3_moe(tmp_path))
+
+
+def test_a_buffer_that_an_error_left_is_not_taken_for_the_next():
+    cpu, buffer = torch.device("cpu"), reduce_in_place._SameBuffer()
+
+    def fails():
+        packed = buffer.allocate((4,), dtype=torch.float32, device=cpu)
+        raise OSError(f"out of memory after {packed.numel()}")
+
+    with pytest.raises(OSError):
+        fails()
+    packed = buffer.allocate((4,), dtype=torch.float32, device=cpu)
+    with pytest.raises(RuntimeError, match="an odd number of times"):
+        buffer.check_is_complete()
+    assert buffer.allocate((4,), dtype=torch.float32, device=cpu) is packed
+    buffer.check_is_complete()
+
+
+def test_buffers_that_are_not_asked_for_in_pairs_of_one_size_are_an_error():
+    cpu, buffer = torch.device("cpu"), reduce_in_place._SameBuffer()
+    for size, dtype in ((5, torch.float32), (4, torch.bfloat16)):
+        packed = buffer.allocate((4,), dtype=torch.float32, device=cpu)
+        with pytest.raises(RuntimeError, match=f"packed 4 gradients of torch.float32 and asks for {size} of {dtype}"):
+            buffer.allocate((size,), dtype=dtype, device=cpu)
+        del packed  # nobody else holds it

@@ -6,10 +6,11 @@ import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight_features import check_images
-from epfsdp2.engine.towers import Towers
+from epfsdp2.engine.towers import Towers, keeping_its_forward
 from tests.parity.families import FAMILIES
 from tests.support.ppo import SAMPLES, plain_ppo_loss, ppo_worker
 from tests.support.ranks import run_ranks
@@ -187,3 +188,12 @@ def test_with_every_setting(tmp_path):
 def test_glm4v_moe(tmp_path):
     cases = [(which, {"ep": ep}) for which in WITHOUT for ep in (2, 4)]
     run_ranks(_updates, WORLD, save_vlm("glm4v_moe", tmp_path), cases, timeout=500)
+
+
+def test_a_model_that_could_not_be_patched_has_its_forward(monkeypatch):
+    own = nn.Linear.forward
+    model = SimpleNamespace(base_model=nn.Linear(1, 1))
+    with pytest.raises(OSError, match="half way"), keeping_its_forward(model):
+        monkeypatch.setattr(nn.Linear, "forward", lambda *_: None)
+        raise OSError("half way")
+    assert nn.Linear.forward is own

@@ -20,6 +20,9 @@ from epfsdp2.engine.mesh import Topology
 from epfsdp2.engine.model_facts import inspect_model
 from epfsdp2.engine.preflight_rollout import check_rollout
 from epfsdp2.recipes.gpu.run import ALGORITHMS, CLUSTERS, command, overrides
+from epfsdp2.rollout.choice import rollout_of
+from epfsdp2.rollout.placement import Heads, needs
+from epfsdp2.rollout.source import tensors_before_sharding
 
 # Sizes from config.json of the model's repository on the Hugging Face hub, and the total number of parameters (1e9)
 # that its model card gives: if a size were wrong, the count would be.
@@ -230,13 +233,22 @@ def test_memory(cluster, algorithm, local_model):
     # bf16 weights, and at least as much again for the key-value cache.
     weights = 2 * count / rollout.tensor_model_parallel_size
     assert 2 * weights < rollout.gpu_memory_utilization * CARD_GB * 1e9 * 1.1
-    # A sync: the trainer's float32 shard, vLLM's weights, the bucket, and one gathered tensor.
+    # A sync: the trainer's float32 shard, vLLM's weights, the bucket, and a tensor that goes alone where there are no
+    # slices.
     facts = inspect_model({"path": local_model(config)})
     bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
-    assert 4 * facts.largest[1] <= bucket
-    assert 4 * count / world + weights + bucket + 4 * facts.largest[1] < 0.9 * CARD_GB * 1e9
-    # And no larger than it has to be.
-    assert bucket < 2 * 4 * facts.largest[1]
+    assert 4 * count / world + weights + bucket + 2 * facts.largest[1] < 0.9 * CARD_GB * 1e9
+    # The bucket holds the largest slice of a worker, and is no larger than rounds of an exchange arrive in.
+    topology = Topology.plan(world, config.engine.ep_size, config.engine.fsdp_size)
+    text, placed = facts.model.config.get_text_config(), rollout_of(rollout)
+    slices = [
+        need.box.numel * tensor.itemsize
+        for tensor in tensors_before_sharding(facts.model, topology, itemsize=2)
+        if ".layers." not in tensor.name or ".layers.1." in tensor.name  # all are alike
+        for worker in range(placed.workers)
+        for need in needs(tensor, placed, worker, Heads.of(text), "sliced")
+    ]
+    assert max(slices) < bucket == config.engine.sync_megabytes << 20 >> 1
 
 
 @recipes
@@ -268,7 +280,7 @@ def test_a_bucket_one_size_smaller_would_be_refused_without_ipc(local_model):
     config = composed("qwen3_30b_a3b_8gpu", "grpo")
     facts = inspect_model({"path": local_model(config)})
     with pytest.raises(ValueError, match="gate_up_proj"):
-        check_rollout(config.engine, 8, {"update_weights_bucket_megabytes": 1535}, facts)
+        check_rollout(config.engine, 8, {"update_weights_bucket_megabytes": 767}, facts)
 
 
 def test_recipes_are_lists_of_plain_overrides():

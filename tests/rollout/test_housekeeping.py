@@ -1,16 +1,17 @@
 """Only what nobody uses is removed; real processes, killed for real."""
 
+import atexit
 import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 import uuid
 from pathlib import Path
 
 import pytest
 
+from epfsdp2.engine import config as engine_config_module
 from epfsdp2.rollout import housekeeping
 
 _HOLD = """
@@ -99,29 +100,43 @@ def test_remove_leftovers_reports_what_it_removed():
     assert not path.exists()
 
 
-@pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "1 / 0"], ids=["normal", "exit", "error"])
-def test_at_exit_ray_is_shut_down_and_its_segments_are_waited_for(ending):
-    """A stand-in for Ray whose shutdown ends, a second later, the process that holds a segment."""
-    path = f"/dev/shm/psm_{uuid.uuid4().hex}"
-    driver = textwrap.dedent(
-        f"""
-        import subprocess, sys, types
-        from epfsdp2.rollout import housekeeping
-        assert "ray" not in sys.modules
-        housekeeping.install_at_exit()
-        housekeeping.install_at_exit()
-        holder = subprocess.Popen([sys.executable, "-c", {_HOLD!r}, {path!r}, "mapped"], stdout=subprocess.PIPE)
-        holder.stdout.readline()
+def test_what_a_run_holds_is_its_own_and_may_go_with_it(spawn):
+    own, others = (f"/dev/shm/psm_{uuid.uuid4().hex}" for _ in range(2))
+    try:
+        holders = [spawn(_HOLD, path, how) for path, how in ((own, "mapped"), (others, "open"))]
+        assert housekeeping.held_by([holders[0].pid]) == {own}
+        assert housekeeping.held_by([holders[1].pid, 2**22 + 1]) == {others}  # the second is no process
+        noted = housekeeping.held_by([holders[0].pid])
+        for holder in holders:
+            holder.kill()
+            holder.wait()
+        time.sleep(2.1)
+        assert housekeeping.remove_leftovers(noted) == [own]
+        assert Path(others).exists()  # as if its user were in another container
+    finally:
+        Path(own).unlink(missing_ok=True), Path(others).unlink(missing_ok=True)
 
-        def shutdown():
-            print("ray is shut down", flush=True)
-            subprocess.Popen(["sh", "-c", f"sleep 1; kill -9 {{holder.pid}}"])
 
-        sys.modules["ray"] = types.SimpleNamespace(is_initialized=lambda: True, shutdown=shutdown)
-        {ending}
-        """
-    )
-    done = subprocess.run([sys.executable, "-c", driver], stdout=subprocess.PIPE, text=True, timeout=60)
-    assert done.returncode == {"": 0, "raise SystemExit(3)": 3, "1 / 0": 1}[ending]
-    assert done.stdout == "ray is shut down\n"
-    assert not Path(path).exists()
+def test_a_driver_says_what_nobody_uses_and_removes_nothing(monkeypatch, caplog):
+    """What ``main_ppo`` does; ``/proc`` of another container is not to be seen, so its segments look unused."""
+    path = Path(f"/dev/shm/verl_weights_{uuid.uuid4().hex}")
+    path.write_bytes(bytes(3 << 20))
+    actor = engine_config_module.EPFSDP2ActorConfig.__new__(engine_config_module.EPFSDP2ActorConfig)
+    nothing = {"engine": None, "rollout": {}, "checkpoint": {}, "optim": None}
+    actor.__dict__.update(nothing)
+    monkeypatch.setattr(engine_config_module.ActorConfig, "validate", lambda *_: None)
+    monkeypatch.setattr(engine_config_module, "check_run", lambda *_, **__: None)
+    removed = []
+    monkeypatch.setattr(os, "unlink", removed.append)
+    registered = []
+    monkeypatch.setattr(atexit, "register", lambda *arguments, **__: registered.append(arguments))
+    try:
+        monkeypatch.setattr(housekeeping, "SEGMENTS", (str(path),))
+        monkeypatch.setattr(housekeeping.unused_segments, "__defaults__", ((str(path),), 0.0))
+        with caplog.at_level("WARNING", "epfsdp2"):
+            actor.validate(2, 8)
+        assert path.exists() and removed == [] and registered == []
+        assert f"1 shared-memory segments (3 MB) such as {path} are used by no process that can be seen" in caplog.text
+    finally:
+        monkeypatch.undo()
+        path.unlink()

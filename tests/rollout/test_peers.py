@@ -1,11 +1,16 @@
 """A process group made by hand, outside of any torch world, and the facts that its members tell each other."""
 
+import pickle
+import threading
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from epfsdp2.engine.boxes import Cut
+from epfsdp2.engine.mesh import Topology
+from epfsdp2.rollout import placement, standalone
 from epfsdp2.rollout.peers import Members, Peers
 from epfsdp2.rollout.sockets import WeightSyncError
 from tests.support.peers import three_members
@@ -47,6 +52,56 @@ def test_a_fact_is_there_for_one_sync(together):
     third.timeout_seconds = 0.1
     with pytest.raises(WeightSyncError, match="said 'a'"):
         third.ask("a")
+
+
+class _Runs:
+    ran = False
+
+    def __reduce__(self):
+        return setattr, (_Runs, "ran", True)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        pickle.dumps(_Runs()),
+        b"{",
+        b'{"__kind__": "Popen", "args": ["true"]}',
+        b'{"__kind__": "Rollout", "no_such_field": 1}',
+        b'{"__dtype__": "load"}',
+    ],
+)
+def test_what_somebody_else_writes_into_the_store_is_refused_and_never_run(together, written):
+    (first, second, _), _ = together
+    first.begin(), second.begin()
+    first._store.set("1/a", written)
+    with pytest.raises(WeightSyncError, match="the store holds what no member tells"):
+        second.ask("a")
+    assert not _Runs.ran
+    with pytest.raises(TypeError, match="tell each other no Event"):
+        first.tell("b", threading.Event())
+
+
+def test_what_a_sync_tells_arrives_as_it_was(together):
+    (first, second, _), _ = together
+    first.begin(), second.begin()
+    cut = Cut(0, "ep", 2)
+    tensors = (placement.Tensor("a", (4, 2, 3), 2, (cut, Cut(1, "ep_fsdp", 2))), placement.Tensor("b", (), 4))
+    heads, dtypes = placement.Heads(4, 2, 8, "qwen3_moe"), (("a", torch.bfloat16), ("b", torch.float32))
+    sharded = standalone.Sharded(tensors, dtypes, ("layers.0",), Topology.plan(8, 2, 4), heads)
+    chunks = [standalone._Chunk("a", torch.float32, (4, 2), 0, 16, 32)]
+    facts = {
+        "offer": standalone.Offer("auto", 2, "qwen3_moe", 1 << 20, sharded),
+        "want": standalone.Want("sliced", placement.Rollout(2, 2, True), 3),
+        "chunks": tuple(chunks),
+        "digest": "abc",
+        "nothing": None,
+    }
+    for name, fact in facts.items():
+        first.tell(name, fact)
+        arrived = second.ask(name)
+        assert arrived == fact and repr(arrived) == repr(fact)
+    assert hash(second.ask("offer")) == hash(facts["offer"])
 
 
 def test_who_fails_says_why_and_nobody_waits(together):

@@ -4,6 +4,7 @@ import asyncio
 import os
 import threading
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -162,10 +163,12 @@ def test_buckets_are_those_of_verls_sender(monkeypatch):
     dtypes = (torch.float32, torch.bfloat16, torch.uint8, torch.int64)
     weights = [(f"{i}", torch.randn(90_000 + i).to(dtypes[i % 4])) for i in range(20)]
     weights += [("empty", torch.empty(0, 3)), ("scalar", torch.tensor(2.0))]
-    ours, buckets, _ = _send(handle, iter(weights))
+    ours, buckets, handover = _send(handle, iter(weights))
+    assert not handover.is_stock
     sender._class.cache_clear()
     monkeypatch.setattr(sender, "_KNOWN", set())
-    theirs, their_buckets, _ = _send(handle, iter(weights))
+    theirs, their_buckets, handover = _send(handle, iter(weights))
+    assert handover.is_stock
     sender._class.cache_clear()
     assert buckets == their_buckets and len(buckets) > 3
     assert all(torch.equal(ours[name], tensor) and torch.equal(theirs[name], tensor) for name, tensor in weights)
@@ -182,6 +185,19 @@ def test_another_sender_of_verls_sends_itself_and_that_is_said(monkeypatch, capl
         classes = {sender._class().__name__ for _ in range(2)}
     sender._class.cache_clear()
     assert classes == {"StockSender"} and caplog.text.count("is not that of verl 0.9.1") == 1
+
+
+@pytest.mark.parametrize("change", ["a method is gone", "the source is not installed"])
+def test_a_sender_of_verls_that_cannot_be_read_sends_itself(monkeypatch, caplog, change):
+    if change == "a method is gone":
+        monkeypatch.setattr(sender, "_METHODS", (*sender._METHODS, "renamed_since"))
+    else:
+        monkeypatch.setattr(sender.inspect, "getsource", mock.Mock(side_effect=OSError("could not get source code")))
+    sender._class.cache_clear()
+    with caplog.at_level("WARNING", "epfsdp2"):
+        name = sender._class().__name__
+    sender._class.cache_clear()
+    assert name == "StockSender" and "is not that of verl 0.9.1" in caplog.text
 
 
 def test_a_tensor_that_is_larger_than_the_bucket_is_refused():

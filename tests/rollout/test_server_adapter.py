@@ -60,8 +60,8 @@ def send(handle: str, stream, timeout_seconds=1.0, **kwargs):
     )
 
 
-def receive(handle: str, buckets: int | None) -> threading.Thread:
-    """A worker that takes so many buckets and is then gone without a word."""
+def receive(handle: str, buckets: int | None, seconds: float = 0.0) -> threading.Thread:
+    """A worker that takes so many buckets, each for some time, and is then gone without a word."""
 
     def work():
         socket = zmq.Context().socket(zmq.REP)
@@ -69,6 +69,7 @@ def receive(handle: str, buckets: int | None) -> threading.Thread:
         taken = 0
         while buckets is None or taken < buckets:
             message = socket.recv_pyobj()
+            time.sleep(seconds)
             socket.send(b"")
             taken += 1
             if message.get("is_last"):
@@ -99,6 +100,14 @@ def test_silence_ends_by_the_time_out(handle, buckets, sent):
     assert time.monotonic() - started < 6
     assert stream.closed
     assert f"last: tensor.{sent}" in str(caught.value) or sent == 0
+
+
+def test_progress_starts_the_time_out_again(handle):
+    worker = receive(handle, None, seconds=0.6)
+    started = time.monotonic()
+    send(handle, Stream())
+    worker.join(5)
+    assert time.monotonic() - started > 2.0  # twice the time-out
 
 
 def test_the_receiving_calls_failure_ends_the_wait_at_once(handle):
@@ -190,7 +199,7 @@ class OneWorkersStream:
 
 
 def sync(adapter, stream):
-    engine = SimpleNamespace(choose=lambda config: stream.kind, stream=lambda kind, rollout, worker: stream)
+    engine = SimpleNamespace(choose=lambda config: stream.kind, stream=lambda kind, rollout, worker, is_quantised: stream)
     asyncio.run(adapter.update_weights(RolloutWeights(engine)))
 
 

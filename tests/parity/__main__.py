@@ -36,7 +36,8 @@ def main() -> int:
     console, rows, start = Console(width=150), [], time.monotonic()
     with Progress(console=console) as progress:
         for i, name in enumerate(progress.track(names, description="Families")):
-            rows += run_family(name, [fast_case(i)] if asked.fast else cases())
+            dense = families.FAMILIES[name].dense
+            rows += run_family(name, [fast_case(i, dense)] if asked.fast else cases(dense))
             console.print(_cells(name, [row for row in rows if row.family == name]), highlight=False)
     minutes = (time.monotonic() - start) / 60
     console.print(_table(names, rows))

@@ -1,4 +1,5 @@
-"""A tiny random model of every family on transformers' experts interface; as a command, each is run in one process."""
+"""A tiny random model of every family on transformers' experts interface, and of four dense ones; as a command, each is
+run in one process."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ class Family:
             rounding errors are not magnified beyond what 1e-5 can tell from a mistake.
         train: whether it is compared in training mode.
         note: printed in the table.
+        dense: whether it has no experts.
     """
 
     model: str
@@ -34,6 +36,7 @@ class Family:
     vectors: tuple[float, float] = (0.5, 1.5)
     train: bool = True
     note: str = ""
+    dense: bool = False
 
     def build(self) -> Any:
         config = getattr(transformers, self.config)(**self.sizes)
@@ -72,7 +75,7 @@ def _sizes(**own: Any) -> dict[str, Any]:
 
 
 def _of(name: str, head: str = "ForCausalLM", **own: Any) -> Family:
-    options = {key: own.pop(key) for key in ("std", "vectors", "train", "note") if key in own}
+    options = {key: own.pop(key) for key in ("std", "vectors", "train", "note", "dense") if key in own}
     config = own.pop("config", name + "Config")
     return Family(name + head, config, _sizes(**own), **options)
 
@@ -100,6 +103,7 @@ _MLA = {
 }
 _SPARSE_LAYERS = ["dense", "sparse", "sparse"]
 _LOCAL = {"intermediate_size": 20, "num_local_experts": 8, "num_experts_per_tok": 2}
+_DENSE = {"intermediate_size": 40, "dense": True, "note": "dense"}
 _LINEAR = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -296,6 +300,17 @@ FAMILIES: dict[str, Family] = {
         note="text alone",
     ),
     "solar_open": _of("SolarOpen", **_DEEPSEEK),
+    "qwen3": _of("Qwen3", **_DENSE),
+    "llama": _of("Llama", **_DENSE, tie_word_embeddings=True),
+    "gemma3": _of(
+        "Gemma3",
+        config="Gemma3TextConfig",
+        **_DENSE,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        sliding_window=8,
+        query_pre_attn_scalar=12,
+    ),
+    "mistral": _of("Mistral", **_DENSE, sliding_window=8),
 }
 
 

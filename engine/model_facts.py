@@ -16,7 +16,7 @@ from transformers.initialization import no_init_weights
 from ..rollout.naming import for_vllm
 from .checkpoint_files import open_checkpoint
 from .errors import SettingError
-from .experts.find import ExpertsInfo, UnsupportedModelError, find_experts
+from .experts.find import ExpertsInfo, UnsupportedModelError, find_experts, is_dense
 from .islands import find_islands
 from .modeling import check_not_quantised
 
@@ -48,7 +48,7 @@ class ModelFacts:
 
     Args:
         name: its class.
-        experts: number of experts of each experts module, in the model's order.
+        experts: number of experts of each experts module, in the model's order; none of a dense model.
         stacked: the different shapes ``[E, ...]`` of its stacked expert parameters, each with the dim that counts the
             experts.
         largest: name and number of elements of the largest tensor that goes to the rollout: a fused expert stack whole
@@ -65,6 +65,10 @@ class ModelFacts:
     flash: bool
     flex: bool
     model: Any = field(compare=False, repr=False)
+
+    @property
+    def is_dense(self) -> bool:
+        return not self.experts
 
 
 def check_model_path(model: Mapping[str, Any], setting: str = ACTOR_MODEL) -> str | None:
@@ -91,8 +95,8 @@ def inspect_model(
         None, with one line of log, if it is not on this machine: a hub id outside the cache, or a remote path.
 
     Raises:
-        SettingError: if there is no such folder, it has no safetensors, the config is wrong, the model is dense, or its
-            experts are not on transformers' experts interface.
+        SettingError: if there is no such folder, it has no safetensors, the config is wrong, or the model has experts
+            that are not on transformers' experts interface.
     """
     path = str(model.get("path"))
     folder = check_model_path(model, setting)
@@ -101,9 +105,10 @@ def inspect_model(
         return None
     built = _build(model, str(model.get("hf_config_path") or folder), setting)
     try:
-        experts = find_experts(built, expert_plan)
+        # The plan may be that of another role's model.
+        experts = [] if is_dense(built, expert_plan) else find_experts(built, expert_plan)
     except UnsupportedModelError as error:
-        works = "a Mixture-of-Experts whose experts are on that interface, e.g. Qwen3-MoE, Mixtral, GLM-4.5 or gpt-oss"
+        works = "a dense model, or one whose experts are on that interface, e.g. Qwen3-MoE, Mixtral, GLM-4.5 or gpt-oss"
         raise SettingError(f"{setting}.path", path, str(error), works) from None
     find_islands(built, [info.module for info in experts], fp32_modules)
     return _facts(built, experts)

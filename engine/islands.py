@@ -14,6 +14,7 @@ are float32 when they meet the next weight. Such modules run under autocast (``m
 """
 
 import difflib
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -28,6 +29,8 @@ __all__ = ["Island", "correction_biases", "find_islands", "mixing_buffers"]
 
 # FSDP gathers a module's weight when the module is called.
 _READ_WITHOUT_A_CALL = {("DeepseekV2Moe", "gate")}
+# What routers call their correction biases: e_score_correction_bias, and expert_bias in Afmoe.
+_CORRECTION_BIAS = re.compile(r"(?:^|[._])(?:correction|expert)_bias$")
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,15 @@ def find_islands(model: nn.Module, experts: Sequence[nn.Module], patterns: Seque
 
 
 def correction_biases(model: nn.Module, num_experts: Collection[int]) -> set[nn.Parameter]:
-    """Frozen parameters with one entry per expert, which are added to routing scores (Afmoe, Laguna, Ernie 4.5)."""
-    return {p for p in model.parameters() if not p.requires_grad and p.numel() in num_experts}
+    """Frozen parameters with one entry per expert, which are added to routing scores (Afmoe, Laguna, Ernie 4.5).
+
+    By their names too: other parameters may be frozen, and as large (``head_dim`` is 128 in a model of 128 experts).
+    """
+    return {
+        p
+        for name, p in model.named_parameters()
+        if _CORRECTION_BIAS.search(name) and not p.requires_grad and p.numel() in num_experts
+    }
 
 
 def mixing_buffers(model: nn.Module, experts: Collection[nn.Module]) -> list[nn.Module]:

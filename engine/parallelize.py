@@ -14,12 +14,14 @@ A dense model has no experts, and its ``ep`` is 1: plain FSDP2, by the same step
 """
 
 import functools
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -38,6 +40,8 @@ from .placement import check_experts_divide, ep_fsdp_dim, model_parallel_placeme
 from .reduce_in_place import reduce_in_place
 
 __all__ = ["Ends", "ShardingOptions", "compute_dtypes", "layer_names", "parallelize", "reshard_all"]
+
+logger = logging.getLogger("epfsdp2")
 
 
 @dataclass(frozen=True)
@@ -110,8 +114,16 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
         model.set_experts_implementation(EXPERTS_IMPLEMENTATION)
     if options.param_dtype != torch.float32:
         autocast = torch.autocast(meshes.dense.device_type, options.param_dtype)
-        for module in mixing_buffers(model, stacks):
+        mixing = mixing_buffers(model, stacks)
+        for module in mixing:
             module.forward = autocast(module.forward)  # type: ignore[method-assign]
+        if mixing and dist.get_rank() == 0:
+            logger.warning(
+                "epfsdp2: %s multiplies float32 buffers of its own, so it runs under autocast to %s (%d modules)",
+                " and ".join(sorted({type(module).__name__ for module in mixing})),
+                options.param_dtype,
+                len(mixing),
+            )
     if options.compile_dense:
         compile_dense_parts(layers.values(), stacks)
     most = max((e.num_experts for e in experts), default=0)

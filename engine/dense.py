@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .errors import SettingError
-from .experts.find import UnsupportedModelError, find_experts
+from .experts.find import find_experts
 from .model_facts import ModelFacts, inspect_model
 
 __all__ = ["check_alone", "not_applied", "without_experts"]

@@ -38,7 +38,7 @@ _COUNT = re.compile(r"(?:^|_)(?:num|n)_(?:\w+_)?experts$|(?:^|_)experts?_(?:num|
 
 
 class UnsupportedModelError(ValueError):
-    """The model has experts that this engine can't shard, or can't be run in the way asked for; the message says why."""
+    """The model has experts that this engine can't shard, or can't be run as was asked; the message says why."""
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""A tiny random model of every family that vLLM's CPU build runs, and of two dense ones, and what it takes to run it."""
+"""A tiny random model of every family that vLLM's CPU build runs and of two dense ones, and what it takes to run it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -144,8 +144,15 @@ def test_saves_keeps_the_newest_and_resumes_on_another_mesh(tmp_path):
     run_ranks(_saves_and_resumes, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "out", 2)
 
 
-def test_a_dense_model_resumes_on_another_mesh(tmp_path):
-    run_ranks(_saves_and_resumes, 2, save_qwen3(tmp_path / "model"), tmp_path / "out", 1)
+def _dense_alone(folder, out):
+    # As in sft_trainer, which has no driver and no other role.
+    with pytest.raises(Exception, match=r"engine.ep_size=2: concerns experts, and Qwen3ForCausalLM \(model.path\)"):
+        ppo_worker(folder, 2)
+    _saves_and_resumes(folder, out, 1)
+
+
+def test_a_dense_model_alone_refuses_ep_size_and_resumes_on_another_mesh(tmp_path):
+    run_ranks(_dense_alone, 2, save_qwen3(tmp_path / "model"), tmp_path / "out")
 
 
 def _waits_for_the_last(folder, out):

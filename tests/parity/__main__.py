@@ -158,6 +158,7 @@ def _write(rows: list[Row], minutes: float) -> None:
         f"Bound {BOUND:.0e}. {_summary(every, sum(run['minutes'] for run in runs))}. Dense models have no `ep`.",
         "",
         *(_run_in_words(run, len(runs) > 1) for run in runs),
+        "",
         "`make parity` writes this file.",
         "",
         *("| " + " | ".join(line) + " |" for line in table),

@@ -73,7 +73,7 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
     _plan: RunPlan | None = None
 
     def __init__(self, model_config, engine_config, optimizer_config, checkpoint_config):
-        failure, dense = None, False
+        failure, line, own = None, "", engine_config
         try:
             # The driver checked this for main_ppo; sft_trainer has no driver.
             facts = check_training(
@@ -85,9 +85,14 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
                 checkpoint=checkpoint_config,
                 optim=None if engine_config.forward_only else optimizer_config,
             )
-            if facts is not None and facts.is_dense and not engine_config._of_a_role:
-                check_alone(engine_config, facts, "model")
-            dense = facts.is_dense if facts is not None else _is_dense(model_config, engine_config)
+            # A path that is no local one has no facts.
+            model = _on_meta(model_config) if facts is None else facts.model
+            dense = is_dense(model, engine_config.expert_plan) if facts is None else facts.is_dense
+            if dense:
+                if facts is not None and not engine_config._of_a_role:
+                    check_alone(engine_config, facts, "model")
+                line = not_applied(engine_config, model_config.path, model)
+                own = without_experts(engine_config, model)
         except Exception as error:
             failure = error
         check_agreement(
@@ -100,11 +105,9 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
             device=get_device_name(),
             failure=failure,
         )
-        if dense:
-            line = not_applied(engine_config, model_config.path)
-            if line and dist.get_rank() == 0:
-                print(f"[epfsdp2] {line}", flush=True)
-            engine_config = without_experts(engine_config)
+        if line and dist.get_rank() == 0:
+            print(f"[epfsdp2] {line}", flush=True)
+        engine_config = own
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
         # float32 is what verl's forward takes as "no autocast". FSDP gathers parameters in their compute dtype, and
         # autocast would run in bfloat16 what a model computes in float32 on purpose, such as routers.
@@ -521,11 +524,10 @@ class EPFSDP2EngineWithLMHead(EPFSDP2Engine):
         return outputs
 
 
-def _is_dense(model: Any, config: EPFSDP2EngineConfig) -> bool:
-    """Of a model whose path is no local one, so that its settings were not checked."""
+def _on_meta(model: Any) -> nn.Module:
+    """The model of verl's settings, with a config of its own."""
     auto_class = get_hf_auto_model_class(hf_config=model.hf_config)
-    built = build_on_meta(auto_class, copy.deepcopy(model.hf_config), torch.float32, model.trust_remote_code)
-    return is_dense(built, config.expert_plan)
+    return build_on_meta(auto_class, copy.deepcopy(model.hf_config), torch.float32, model.trust_remote_code)
 
 
 class _Mode:

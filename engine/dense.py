@@ -9,8 +9,11 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
 from .errors import SettingError
 from .experts.find import find_experts
+from .islands import find_islands, unmatched_patterns
 from .model_facts import ModelFacts, inspect_model
 
 __all__ = ["check_alone", "not_applied", "without_experts"]
@@ -32,18 +35,25 @@ _OF_EXPERTS: dict[str, Any] = {
 _REPLAY = "disabled"
 
 
-def without_experts(engine: Any) -> Any:
-    """A copy of the engine's settings, those of experts at their defaults."""
+def without_experts(engine: Any, model: nn.Module) -> Any:
+    """A copy of the engine's settings for a dense model, those of experts at their defaults.
+
+    Patterns of ``fp32_modules`` that match nothing of the model (routers) are left out.
+    """
     own = copy.copy(engine)
     vars(own).update(_OF_EXPERTS)
+    unmatched = unmatched_patterns(model, engine.fp32_modules)
+    own.__dict__["fp32_modules"] = [pattern for pattern in engine.fp32_modules if pattern not in unmatched]
     own.__dict__["router_replay"] = copy.copy(engine.router_replay)
     own.router_replay.__dict__["mode"] = _REPLAY
     return own
 
 
-def not_applied(engine: Any, path: str) -> str:
+def not_applied(engine: Any, path: str, model: nn.Module) -> str:
     """The line that says which settings do not count for a model without experts; empty if none was given."""
     given = _given(engine)
+    if unmatched := unmatched_patterns(model, engine.fp32_modules):
+        given["engine.fp32_modules"] = unmatched
     if not given:
         return ""
     said = ", ".join(f"{name}={value}" for name, value in given.items())
@@ -59,10 +69,10 @@ def check_alone(engine: Any, facts: ModelFacts, setting: str, critic: Mapping[st
         critic: the model settings of the critic that is trained beside it, if one is.
 
     Raises:
-        SettingError: for the first of them, if the critic has none either.
+        SettingError: for the first of them, or for a pattern that matches nothing, if the critic has no experts either.
     """
     given = _given(engine)
-    if not given:
+    if not given and not unmatched_patterns(facts.model, engine.fp32_modules):
         return
     others = ""
     if critic is not None:
@@ -72,6 +82,7 @@ def check_alone(engine: Any, facts: ModelFacts, setting: str, critic: Mapping[st
         others = f", nor has that of the critic, {beside.name}"
     if engine.expert_plan:
         find_experts(facts.model, engine.expert_plan)  # which says what its patterns may have meant
+    find_islands(facts.model, [], engine.fp32_modules)
     name, value = next(iter(given.items()))
     rule = f"concerns experts, and {facts.name} ({setting}.path) is a dense model: it has none{others}."
     default = _REPLAY if name.endswith("mode") else _OF_EXPERTS[name.removeprefix("engine.")]

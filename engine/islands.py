@@ -24,7 +24,7 @@ from torch import nn
 from .errors import SettingError
 from .modeling import kept_in_float32
 
-__all__ = ["Island", "correction_biases", "find_islands", "mixing_buffers"]
+__all__ = ["Island", "correction_biases", "find_islands", "mixing_buffers", "unmatched_patterns"]
 
 
 # FSDP gathers a module's weight when the module is called.
@@ -90,9 +90,19 @@ def mixing_buffers(model: nn.Module, experts: Collection[nn.Module]) -> list[nn.
     return [module for module in model.modules() if mixes(module)]
 
 
+def unmatched_patterns(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Those of the FQN patterns that match no module with parameters."""
+    names = _with_params(model)
+    return [pattern for pattern in patterns if not any(fnmatchcase(fqn, pattern) for fqn in names)]
+
+
+def _with_params(model: nn.Module) -> dict[str, nn.Module]:
+    return {fqn: m for fqn, m in model.named_modules() if fqn and any(True for _ in m.parameters())}
+
+
 def _named(model: nn.Module, experts: set[nn.Module], patterns: Sequence[str]) -> list[nn.Module]:
     found: dict[nn.Module, None] = {}
-    with_params = {fqn: m for fqn, m in model.named_modules() if fqn and any(True for _ in m.parameters())}
+    with_params = _with_params(model)
     for pattern in patterns:
         matching = [m for fqn, m in with_params.items() if fnmatchcase(fqn, pattern)]
         if not matching:

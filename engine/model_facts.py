@@ -17,7 +17,7 @@ from ..rollout.naming import for_vllm
 from .checkpoint_files import open_checkpoint
 from .errors import SettingError
 from .experts.find import ExpertsInfo, UnsupportedModelError, find_experts, is_dense
-from .islands import find_islands
+from .islands import find_islands, unmatched_patterns
 from .modeling import check_not_quantised
 
 __all__ = [
@@ -105,12 +105,15 @@ def inspect_model(
         return None
     built = _build(model, str(model.get("hf_config_path") or folder), setting)
     try:
-        # The plan may be that of another role's model.
-        experts = [] if is_dense(built, expert_plan) else find_experts(built, expert_plan)
+        # The plan, and patterns of routers, may be those of another role's model.
+        dense = is_dense(built, expert_plan)
+        experts = [] if dense else find_experts(built, expert_plan)
     except UnsupportedModelError as error:
         works = "a dense model, or one whose experts are on that interface, e.g. Qwen3-MoE, Mixtral, GLM-4.5 or gpt-oss"
         raise SettingError(f"{setting}.path", path, str(error), works) from None
-    find_islands(built, [info.module for info in experts], fp32_modules)
+    unmatched = unmatched_patterns(built, fp32_modules) if dense else ()
+    patterns = [pattern for pattern in fp32_modules if pattern not in unmatched]
+    find_islands(built, [info.module for info in experts], patterns)
     return _facts(built, experts)
 
 

@@ -98,7 +98,7 @@ def check_run(
     if facts is not None and facts.is_dense:
         check_alone(engine, facts, ACTOR_MODEL, _critic_of(rollout))
         check_replay(engine, model, facts)
-        engine = without_experts(engine)
+        engine = without_experts(engine, facts.model)
     check_merged(model, rollout)
     check_replay(engine, model, facts)
     check_distillation(engine, model, rollout)
@@ -139,7 +139,7 @@ def check_training(
     check_checkpoint(checkpoint or {}, _CHECKPOINTS.get(setting, "checkpoint"))
     facts = inspect_model(model, setting, engine.expert_plan, engine.fp32_modules)
     if facts is not None and facts.is_dense:
-        engine = without_experts(engine)
+        engine = without_experts(engine, facts.model)
     topology = Topology.plan(world, engine.ep_size, engine.fsdp_size)
     dtype = (engine.mixed_precision or {}).get("param_dtype", engine.dtype)
     choose_backend(engine.experts_backend, device, DTYPES[dtype])

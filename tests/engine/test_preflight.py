@@ -25,7 +25,7 @@ from verl.workers.config.model import HFModelConfig, MtpConfig
 
 from epfsdp2.engine import config as engine_config_module
 from epfsdp2.engine import model_facts, preflight, versions
-from epfsdp2.engine.dense import not_applied
+from epfsdp2.engine.dense import not_applied, without_experts
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.model_facts import inspect_model
 from epfsdp2.engine.preflight import check_model_settings, check_run, check_training, check_versions
@@ -140,8 +140,20 @@ def dense(tmp_path):
 def test_a_dense_model_beside_another_is_sharded_over_all_ranks(dense):
     facts = check_training(engine(ep_size=8, expert_shard_dim=1, expert_plan={"w1": 0}), 4, dense, device="cpu")
     assert facts.is_dense and facts.experts == ()
-    assert not_applied(engine(ep_size=8), "actor").endswith("engine.ep_size=8 does not apply, FSDP2 over all ranks")
-    assert not_applied(engine(), "actor") == ""
+    said = not_applied(engine(ep_size=8), "its/path", facts.model)
+    assert said == "its/path has no experts: engine.ep_size=8 does not apply, FSDP2 over all ranks"
+    assert not_applied(engine(), "its/path", facts.model) == ""
+
+
+def test_patterns_of_routers_are_for_the_models_that_have_some(dense):
+    patterns = ["*.mlp.gate", "*.self_attn"]
+    facts = check_training(engine(fp32_modules=patterns), 4, dense, device="cpu")
+    assert without_experts(engine(fp32_modules=patterns), facts.model).fp32_modules == ["*.self_attn"]
+    assert "engine.fp32_modules=['*.mlp.gate'] does not apply" in not_applied(
+        engine(fp32_modules=patterns), "its/path", facts.model
+    )
+    with pytest.raises(SettingError, match=r"engine.fp32_modules=\*.mlp.gate: matches no module of the model"):
+        check_run(engine(fp32_modules=patterns), 4, dense, {}, device="cpu")
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,13 @@ from rich.table import Table
 from torch._C._profiler import _EventType
 from torch.nn.functional import cross_entropy
 from torch.profiler import ProfilerActivity, profile, record_function
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoeForTokenClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3MoeForTokenClassification,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -77,6 +83,9 @@ MODEL = {
     "max_position_embeddings": 2048,
     "tie_word_embeddings": False,
 }
+DENSE = {key: size for key, size in MODEL.items() if "experts" not in key and "moe" not in key} | {
+    "intermediate_size": 1536
+}
 
 
 @dataclass(frozen=True)
@@ -94,6 +103,7 @@ class Row:
     critic: bool = False
     lora_rank: int = 0
     chunks: int = 1
+    dense: bool = False
     measured: int = 0
     predicted: int = 0
     largest: int = 0  # single allocation
@@ -134,6 +144,8 @@ ROWS = [
     Row(2, checkpointing="full", tokens=512, critic=True),
     Row(2, checkpointing="full", tokens=512, lora_rank=16),
     Row(4, checkpointing="full", tokens=512, chunks=2),
+    Row(1, checkpointing="full", tokens=512, dense=True),
+    Row(1, fsdp_size=2, checkpointing="none", tokens=512, dense=True),
 ]
 FAST = ROWS[1:4]
 
@@ -148,6 +160,9 @@ def predict(row: Row) -> int:
 
 def _build(row: Row, dtype: torch.dtype = torch.float32) -> Any:
     """The row's model on the meta device."""
+    if row.dense:
+        config = AutoConfig.for_model("qwen3", **DENSE, attn_implementation="sdpa")
+        return build_on_meta(AutoModelForCausalLM, config, dtype)
     config = Qwen3MoeConfig(**MODEL, num_labels=1, attn_implementation="sdpa")
     model: Any = build_on_meta(_Critic if row.critic else _Actor, config, dtype)
     if row.lora_rank:
@@ -204,7 +219,7 @@ def measure(folder: Path, row: Row, out: Path) -> None:
     dist.all_reduce(mean, op=dist.ReduceOp.SUM)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     if rank == 0:
-        out.write_text(json.dumps([*figures.tolist(), float(most / mean) * WORLD]))
+        out.write_text(json.dumps([*figures.tolist(), float(most / mean) * WORLD if mean else 1.0]))
 
 
 def _give_threads_a_moment() -> None:
@@ -296,6 +311,7 @@ def cells(row: Row) -> list[str]:
         "critic": row.critic,
         f"LoRA {row.lora_rank}": row.lora_rank > 0,
         f"{row.chunks} chunks": row.chunks > 1,
+        "dense": row.dense,
     }
     besides = " ".join(name for name, is_there in features.items() if is_there)
     options = [row.mesh, row.shard_dim, row.depth, row.reshard, row.checkpointing, row.tokens, besides]

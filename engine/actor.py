@@ -34,8 +34,9 @@ from .checkpoint_files import local_checkpoint, open_checkpoint
 from .checkpointing import Checkpointing
 from .clip import ClippedStep
 from .config import STRATEGY, EPFSDP2EngineConfig
+from .dense import check_alone, not_applied, without_experts
 from .experts.backends import choose_backend
-from .experts.find import find_experts
+from .experts.find import find_experts, is_dense
 from .loading import load_weights, verify_experts
 from .lora import Lora
 from .lora_settings import LoraSettings
@@ -72,10 +73,10 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
     _plan: RunPlan | None = None
 
     def __init__(self, model_config, engine_config, optimizer_config, checkpoint_config):
-        failure = None
+        failure, line, own = None, "", engine_config
         try:
             # The driver checked this for main_ppo; sft_trainer has no driver.
-            check_training(
+            facts = check_training(
                 engine_config,
                 dist.get_world_size(),
                 model_config,
@@ -84,6 +85,14 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
                 checkpoint=checkpoint_config,
                 optim=None if engine_config.forward_only else optimizer_config,
             )
+            # A path that is no local one has no facts.
+            model = _on_meta(model_config) if facts is None else facts.model
+            dense = is_dense(model, engine_config.expert_plan) if facts is None else facts.is_dense
+            if dense:
+                if facts is not None and not engine_config._of_a_role:
+                    check_alone(engine_config, facts, "model")
+                line = not_applied(engine_config, model_config.path, model)
+                own = without_experts(engine_config, model)
         except Exception as error:
             failure = error
         check_agreement(
@@ -96,6 +105,9 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
             device=get_device_name(),
             failure=failure,
         )
+        if line and dist.get_rank() == 0:
+            print(f"[epfsdp2] {line}", flush=True)
+        engine_config = own
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
         # float32 is what verl's forward takes as "no autocast". FSDP gathers parameters in their compute dtype, and
         # autocast would run in bfloat16 what a model computes in float32 on purpose, such as routers.
@@ -512,6 +524,12 @@ class EPFSDP2EngineWithLMHead(EPFSDP2Engine):
             routes = routes[: micro_batch["input_ids"].values().shape[0]]
             outputs["routed_experts"] = torch.nested.nested_tensor_from_jagged(routes, offsets)
         return outputs
+
+
+def _on_meta(model: Any) -> nn.Module:
+    """The model of verl's settings, with a config of its own."""
+    auto_class = get_hf_auto_model_class(hf_config=model.hf_config)
+    return build_on_meta(auto_class, copy.deepcopy(model.hf_config), torch.float32, model.trust_remote_code)
 
 
 class _Mode:

@@ -109,6 +109,8 @@ class EPFSDP2EngineConfig(EngineConfig):
     # What the plan is made for; the actor's settings say it, 0 where nothing does.
     _sequences_per_update: int = 0
     _longest_sequence: int = 0
+    # Whether several roles have these settings, and the driver has seen which of their models have experts.
+    _of_a_role: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -436,4 +438,4 @@ def critic_config(**settings: Any) -> EPFSDP2CriticConfig:
 
 def _engine_of(engine: Any, forward_only: bool) -> EPFSDP2EngineConfig:
     """A config of its own for each role: verl writes batch sizes into it."""
-    return replace(engine, forward_only=forward_only)
+    return replace(engine, forward_only=forward_only, _of_a_role=True)

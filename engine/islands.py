@@ -14,6 +14,7 @@ are float32 when they meet the next weight. Such modules run under autocast (``m
 """
 
 import difflib
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -23,11 +24,13 @@ from torch import nn
 from .errors import SettingError
 from .modeling import kept_in_float32
 
-__all__ = ["Island", "correction_biases", "find_islands", "mixing_buffers"]
+__all__ = ["Island", "correction_biases", "find_islands", "mixing_buffers", "unmatched_patterns"]
 
 
 # FSDP gathers a module's weight when the module is called.
 _READ_WITHOUT_A_CALL = {("DeepseekV2Moe", "gate")}
+# What routers call their correction biases: e_score_correction_bias, and expert_bias in Afmoe.
+_CORRECTION_BIAS = re.compile(r"(?:^|[._])(?:correction|expert)_bias$")
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,15 @@ def find_islands(model: nn.Module, experts: Sequence[nn.Module], patterns: Seque
 
 
 def correction_biases(model: nn.Module, num_experts: Collection[int]) -> set[nn.Parameter]:
-    """Frozen parameters with one entry per expert, which are added to routing scores (Afmoe, Laguna, Ernie 4.5)."""
-    return {p for p in model.parameters() if not p.requires_grad and p.numel() in num_experts}
+    """Frozen parameters with one entry per expert, which are added to routing scores (Afmoe, Laguna, Ernie 4.5).
+
+    By their names too: other parameters may be frozen, and as large (``head_dim`` is 128 in a model of 128 experts).
+    """
+    return {
+        p
+        for name, p in model.named_parameters()
+        if _CORRECTION_BIAS.search(name) and not p.requires_grad and p.numel() in num_experts
+    }
 
 
 def mixing_buffers(model: nn.Module, experts: Collection[nn.Module]) -> list[nn.Module]:
@@ -80,9 +90,19 @@ def mixing_buffers(model: nn.Module, experts: Collection[nn.Module]) -> list[nn.
     return [module for module in model.modules() if mixes(module)]
 
 
+def unmatched_patterns(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Those of the FQN patterns that match no module with parameters."""
+    names = _with_params(model)
+    return [pattern for pattern in patterns if not any(fnmatchcase(fqn, pattern) for fqn in names)]
+
+
+def _with_params(model: nn.Module) -> dict[str, nn.Module]:
+    return {fqn: m for fqn, m in model.named_modules() if fqn and any(True for _ in m.parameters())}
+
+
 def _named(model: nn.Module, experts: set[nn.Module], patterns: Sequence[str]) -> list[nn.Module]:
     found: dict[nn.Module, None] = {}
-    with_params = {fqn: m for fqn, m in model.named_modules() if fqn and any(True for _ in m.parameters())}
+    with_params = _with_params(model)
     for pattern in patterns:
         matching = [m for fqn, m in with_params.items() if fnmatchcase(fqn, pattern)]
         if not matching:

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from ..rollout.naming import for_vllm
 from .checkpoint_files import check_files, open_checkpoint
 from .errors import SettingError
-from .experts.find import ExpertsInfo, UnsupportedModelError, find_experts
-from .islands import find_islands
+from .experts.find import ExpertsInfo, UnsupportedModelError, find_experts, is_dense
+from .islands import find_islands, unmatched_patterns
 from .modeling import check_not_quantised
 from .transformers_compat import no_init_weights
 
@@ -49,7 +49,7 @@ class ModelFacts:
 
     Args:
         name: its class.
-        experts: number of experts of each experts module, in the model's order.
+        experts: number of experts of each experts module, in the model's order; none of a dense model.
         stacked: the different shapes ``[E, ...]`` of its stacked expert parameters, each with the dim that counts the
             experts.
         largest: name and number of elements of the largest tensor that goes to the rollout: a fused expert stack whole
@@ -66,6 +66,10 @@ class ModelFacts:
     flash: bool
     flex: bool
     model: Any = field(compare=False, repr=False)
+
+    @property
+    def is_dense(self) -> bool:
+        return not self.experts
 
 
 def check_model_path(model: Mapping[str, Any], setting: str = ACTOR_MODEL) -> str | None:
@@ -92,8 +96,8 @@ def inspect_model(
         None, with one line of log, if it is not on this machine: a hub id outside the cache, or a remote path.
 
     Raises:
-        SettingError: if there is no such folder, it has no safetensors, the config is wrong, the model is dense, or its
-            experts are not on transformers' experts interface.
+        SettingError: if there is no such folder, it has no safetensors, the config is wrong, or the model has experts
+            that are not on transformers' experts interface.
     """
     path = str(model.get("path"))
     folder = check_model_path(model, setting)
@@ -102,11 +106,15 @@ def inspect_model(
         return None
     built = _build(model, str(model.get("hf_config_path") or folder), setting)
     try:
-        experts = find_experts(built, expert_plan)
+        # The plan, and patterns of routers, may be those of another role's model.
+        dense = is_dense(built, expert_plan)
+        experts = [] if dense else find_experts(built, expert_plan)
     except UnsupportedModelError as error:
-        works = "a Mixture-of-Experts whose experts are on that interface, e.g. Qwen3-MoE, Mixtral, GLM-4.5 or gpt-oss"
+        works = "a dense model, or one whose experts are on that interface, e.g. Qwen3-MoE, Mixtral, GLM-4.5 or gpt-oss"
         raise SettingError(f"{setting}.path", path, str(error), works) from None
-    find_islands(built, [info.module for info in experts], fp32_modules)
+    unmatched = unmatched_patterns(built, fp32_modules) if dense else ()
+    patterns = [pattern for pattern in fp32_modules if pattern not in unmatched]
+    find_islands(built, [info.module for info in experts], patterns)
     return _facts(built, experts)
 
 

@@ -9,15 +9,19 @@
 
 The experts are FSDP modules of their own, and dispatch and combine run inside their forward. So both all-to-alls of a
 backward have been launched when FSDP launches that module's reduce-scatter: no rank can see them interleaved.
+
+A dense model has no experts, and its ``ep`` is 1: plain FSDP2, by the same steps.
 """
 
 import functools
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -36,6 +40,8 @@ from .placement import check_experts_divide, ep_fsdp_dim, model_parallel_placeme
 from .reduce_in_place import reduce_in_place
 
 __all__ = ["Ends", "ShardingOptions", "compute_dtypes", "layer_names", "parallelize", "reshard_all"]
+
+logger = logging.getLogger("epfsdp2")
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,7 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
     The model may be on the meta device. Its experts are computed by ``experts_forward`` from here on.
 
     Raises:
-        UnsupportedModelError: if it has no experts that can be dispatched.
+        UnsupportedModelError: if it has experts that can't be dispatched.
         SettingError: if the expert-parallel size does not divide the number of experts, the wanted shard dim does not
             divide, the experts' backend can't run here, a pattern matches nothing, or there is nothing of what should
             overlap.
@@ -108,11 +114,19 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
         model.set_experts_implementation(EXPERTS_IMPLEMENTATION)
     if options.param_dtype != torch.float32:
         autocast = torch.autocast(meshes.dense.device_type, options.param_dtype)
-        for module in mixing_buffers(model, stacks):
+        mixing = mixing_buffers(model, stacks)
+        for module in mixing:
             module.forward = autocast(module.forward)  # type: ignore[method-assign]
+        if mixing and dist.get_rank() == 0:
+            logger.warning(
+                "epfsdp2: %s multiplies float32 buffers of its own, so it runs under autocast to %s (%d modules)",
+                " and ".join(sorted({type(module).__name__ for module in mixing})),
+                options.param_dtype,
+                len(mixing),
+            )
     if options.compile_dense:
         compile_dense_parts(layers.values(), stacks)
-    most = max(e.num_experts for e in experts)
+    most = max((e.num_experts for e in experts), default=0)
     checkpoint_layers(layers.values(), stacks, most, options.checkpointing, options.activation_offload)
 
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if options.cpu_offload else OffloadPolicy()
@@ -294,20 +308,28 @@ def _prefetch(
 ) -> None:
     """Gather the next ``depth`` units while one computes, dense parameters before experts, both ways.
 
-    Units run root, embeddings, layers, head. Layers in a list without experts (a vision tower) may be left out by a
-    batch, so they are a chain of their own: what is gathered ahead must be sure to be used.
+    Units run root, embeddings, layers, head. The layers of a vision tower may be left out by a batch, so they are a
+    chain of their own: what is gathered ahead must be sure to be used.
     """
     stacks = set(experts)
     lists: dict[str, list[nn.Module]] = {}
     for fqn, layer in layers.items():
         lists.setdefault(fqn.rpartition(".")[0], []).append(layer)
-    main = next((chain for chain in lists.values() if any(stacks & set(layer.modules()) for layer in chain)), [])
+    main = _decoder(model, list(lists.values()), stacks)
     for chain in lists.values():
         if chain is not main:
             _chain(chain, chain[::-1], stacks, depth)
     first, last = ([m] if m is not None else [] for m in (ends.embeddings, ends.head))
     # The root comes first in backward too; and the gradient of embeddings reads no weight.
     _chain([model, *first, *main, *last], [model, *last, *main[::-1]], stacks, depth)
+
+
+def _decoder(model: Any, lists: Sequence[list[nn.Module]], experts: set[nn.Module]) -> list[nn.Module]:
+    """The layers that every batch runs: those with experts, or of a dense model those of its language model."""
+    if not experts and len(lists) > 1:
+        decoder = set(model.get_decoder().modules())
+        return next((chain for chain in lists if decoder.issuperset(chain)), [])
+    return next((chain for chain in lists if not experts or any(experts & set(m.modules()) for m in chain)), [])
 
 
 def _chain(forward: Sequence[nn.Module], backward: Sequence[nn.Module], experts: set[nn.Module], depth: int) -> None:

@@ -59,12 +59,14 @@ def check_experts_divide(num_experts: Sequence[int], topology: Topology, model: 
     """Refuse an expert-parallel size that would split an expert.
 
     Args:
-        num_experts: experts of each experts module of the model.
+        num_experts: experts of each experts module of the model; none of a dense one.
         model: its name.
 
     Raises:
         SettingError: with the sizes that work for all experts modules and for the ranks.
     """
+    if not num_experts and topology.ep > 1:
+        raise SettingError("engine.ep_size", topology.ep, f"{model} has no experts to split.", "engine.ep_size=1")
     for count in sorted(set(num_experts)):
         if count % topology.ep:
             fits = divisors(math.gcd(topology.fsdp, *num_experts))

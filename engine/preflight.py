@@ -13,6 +13,7 @@ from typing import Any
 
 from . import versions
 from .checkpoint import KNOWN_CONTENTS
+from .dense import check_alone, without_experts
 from .errors import SettingError
 from .experts.backends import choose_backend
 from .experts.find import find_experts
@@ -94,6 +95,10 @@ def check_run(
     check_road(rollout)
     check_routes(engine, rollout)
     facts = check_training(engine, n_gpus, model, checkpoint=checkpoint, optim=optim, device=device)
+    if facts is not None and facts.is_dense:
+        check_alone(engine, facts, ACTOR_MODEL, _critic_of(rollout))
+        check_replay(engine, model, facts)
+        engine = without_experts(engine, facts.model)
     check_merged(model, rollout)
     check_replay(engine, model, facts)
     check_distillation(engine, model, rollout)
@@ -129,13 +134,15 @@ def check_training(
     Raises:
         SettingError: for the first setting that can't work.
     """
-    topology = Topology.plan(world, engine.ep_size, engine.fsdp_size)
-    dtype = (engine.mixed_precision or {}).get("param_dtype", engine.dtype)
-    choose_backend(engine.experts_backend, device, DTYPES[dtype])
     check_model_settings(model, setting)
     check_activation_offload(engine, model, setting)
     check_checkpoint(checkpoint or {}, _CHECKPOINTS.get(setting, "checkpoint"))
     facts = inspect_model(model, setting, engine.expert_plan, engine.fp32_modules)
+    if facts is not None and facts.is_dense:
+        engine = without_experts(engine, facts.model)
+    topology = Topology.plan(world, engine.ep_size, engine.fsdp_size)
+    dtype = (engine.mixed_precision or {}).get("param_dtype", engine.dtype)
+    choose_backend(engine.experts_backend, device, DTYPES[dtype])
     if facts is not None:
         check_experts(topology, facts, engine.expert_shard_dim)
         check_routers(engine, model, facts)
@@ -150,6 +157,13 @@ def check_training(
     if optim is not None:
         check_optimizer(optim, OPTIMIZERS.get(setting, "optim"))
     return facts
+
+
+def _critic_of(rollout: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The model settings of the run's critic; None if it has none (verl's ``need_critic``)."""
+    wanted = rollout.get("critic_enable")
+    wanted = rollout.get("adv_estimator") == "gae" if wanted is None else wanted
+    return {"path": rollout["critic_path"]} if wanted and rollout.get("critic_path") else None
 
 
 def check_model_settings(model: Any, setting: str = ACTOR_MODEL) -> None:

@@ -262,6 +262,8 @@ def check_replay(engine: Any, model: Mapping[str, Any], facts: ModelFacts | None
     if getattr(config, "num_experts_per_tok", 0) == 1:
         rule = "a token takes one expert, and no route can't be told from that to expert 0."
     try:
+        if facts.is_dense:
+            raise UnsupportedModelError("it has no experts, and a token no route")
         experts_by_layer(find_experts(facts.model, engine.expert_plan), config.num_hidden_layers)
     except UnsupportedModelError as error:
         rule = f"{error}."

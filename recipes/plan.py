@@ -251,7 +251,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def request_of(options: argparse.Namespace, config: PretrainedConfig) -> Request:
     """
     Raises:
-        UnsupportedModelError: a dense model, or one that can't be traced.
+        UnsupportedModelError: its experts can't be dispatched, or it can't be traced.
     """
     dim, experts = options.expert_shard_dim, options.reshard_experts
     sharding = ShardingOptions(
@@ -306,6 +306,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     console.print(_table(found, best))
     console.print(_LEGEND)
+    if not request.sizes.num_experts:
+        console.print("ep is 1: the model has no experts.")
     if request.sizes.unshared:
         console.print(f"sp is 1: {request.sizes.unshared}", markup=False)
     larger = None

@@ -53,8 +53,10 @@ def draw(model: str, sizes: ModelSizes, choice: Choice, cluster: Cluster, path: 
 def held(rank: int, topology: Topology, sizes: ModelSizes) -> str:
     """What one rank holds, in three lines."""
     at = topology.coordinate(rank % topology.fsdp)
-    experts = max(sizes.num_experts) // topology.ep
+    experts = max(sizes.num_experts, default=0) // topology.ep
     cut = f"1/{topology.ep_fsdp} of " if topology.ep_fsdp > 1 else ""
     copy = f"copy {rank // topology.fsdp}, " if topology.dp_replicate > 1 else ""
     first = at["ep"] * experts
+    if not experts:
+        return f"rank {rank}\n{copy}1/{topology.fsdp} of the model"
     return f"rank {rank}\n{cut}experts {first}-{first + experts - 1}\n{copy}1/{topology.fsdp} of the rest"

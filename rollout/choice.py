@@ -179,6 +179,9 @@ def _check_cuts(rollout: Rollout, model: Any) -> None:
     heads = getattr(model, "num_attention_heads", 0)
     keys = heads if getattr(model, "kv_lora_rank", None) else getattr(model, "num_key_value_heads", None) or heads
     experts = _first(model, "num_experts", "num_local_experts", "n_routed_experts")
+    if rollout.expert_parallel and not experts:
+        setting = f"{_ROLLOUT}.expert_parallel_size"
+        raise SettingError(setting, rollout.workers, "vLLM spreads experts, and the model has none.", f"{setting}=1")
     # Under expert parallelism experts are whole.
     size = 0 if rollout.expert_parallel else _first(model, "moe_intermediate_size", "intermediate_size")
 
@@ -186,7 +189,7 @@ def _check_cuts(rollout: Rollout, model: Any) -> None:
         found = {
             f"{heads} attention heads": heads % tp == 0,
             f"{keys} key-value heads": keys % tp == 0 or (keys > 0 and tp % keys == 0),
-            f"the intermediate size {size} of an expert": size % tp == 0,
+            f"the intermediate size {size}{' of an expert' if experts else ''}": size % tp == 0,
             f"{experts} experts (at least as many as ranks)": not experts or tp <= experts,
             f"a vocabulary of {model.vocab_size}, padded to {vocabulary}": vocabulary % tp == 0,
         }

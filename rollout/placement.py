@@ -306,6 +306,7 @@ class _Family:
 
 _FAMILIES = {
     **dict.fromkeys(("dots1", "glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe"), _Family()),
+    **dict.fromkeys(("llama", "qwen3"), _Family()),  # dense
     "ernie4_5_moe": _Family(
         ((".gate.moe_statics.", ".gate."),),
         ((re.compile(r"\.moe_statics\.(e_score_correction_bias)$"), _without_first_dim),),

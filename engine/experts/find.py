@@ -6,6 +6,10 @@ transformers decorates every experts class that can be computed by a registered 
 
 A model of the user's own whose experts are not on that interface is described by a *plan*: patterns of parameter names
 and the dim of each that counts the experts. Such a module computes its local experts itself (``ComputesItself``).
+
+A model is dense only if nothing says otherwise: no class or attribute that is called experts, no stacked weights in its
+layers, no number of experts in its config. What says otherwise is refused, for an unsupported Mixture-of-Experts would
+silently be trained without expert parallelism.
 """
 
 import difflib
@@ -20,7 +24,7 @@ from torch import nn
 
 from ..errors import SettingError
 
-__all__ = ["ComputesItself", "ExpertsInfo", "UnsupportedModelError", "experts_by_layer", "find_experts"]
+__all__ = ["ComputesItself", "ExpertsInfo", "UnsupportedModelError", "experts_by_layer", "find_experts", "is_dense"]
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)(?:\.|$)")
 _INTERFACE_FLAGS = ("has_gate", "has_bias", "is_transposed")
@@ -28,10 +32,13 @@ _INTERFACE_FLAGS = ("has_gate", "has_bias", "is_transposed")
 # refused (transformers 5.9: llama4, longcat_flash, granitemoe*, jetmoe, dbrx, aria, switch_transformers, nllb_moe and
 # doge).
 _OUTSIDE_MARKS = ("expert", "moe", "groupedgemm")
+# How configs call the number of a layer's experts (transformers 5.9: num_experts, num_local_experts, n_routed_experts,
+# moe_num_experts, zero_expert_num), but not how many of them a token takes.
+_COUNT = re.compile(r"(?:^|_)(?:num|n)_(?:\w+_)?experts$|(?:^|_)experts?_(?:num|count)$|(?:^|_)num_expert$")
 
 
 class UnsupportedModelError(ValueError):
-    """The model has no experts that this engine can shard; the message says what it has instead."""
+    """The model has experts that this engine can't shard, or can't be run as was asked; the message says why."""
 
 
 @runtime_checkable
@@ -64,8 +71,11 @@ def find_experts(model: nn.Module, plan: Mapping[str, int] | None = None) -> lis
         plan: for experts that can't be found by what they are: pattern of a parameter's FQN (``*`` matches anything)
             -> the dim that counts the experts. It decides for the modules whose parameters it names.
 
+    Returns:
+        Nothing for a dense model.
+
     Raises:
-        UnsupportedModelError: if there is none: the model is dense, or its experts are outside the interface.
+        UnsupportedModelError: if there is none, and something says that the model has experts all the same.
         SettingError: if the plan names no parameter, or what it names can't be split over experts.
     """
     planned = _planned(model, plan or {})
@@ -73,16 +83,48 @@ def find_experts(model: nn.Module, plan: Mapping[str, int] | None = None) -> lis
     experts = [info for info in found if info is not None]
     for info in experts:
         _check_nothing_else(info)
-    if experts:
-        return experts
-    name = type(model).__name__
-    outside = _looks_like_experts(model)
+    if not experts:
+        _check_dense(model)
+    return experts
+
+
+def is_dense(model: nn.Module, plan: Mapping[str, int] | None = None) -> bool:
+    """Whether a model has no experts, and the plan, which may be that of another role's model, names nothing of it.
+
+    Raises:
+        UnsupportedModelError: as ``find_experts``.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    if any(fnmatchcase(name, pattern) for pattern in plan or () for name in names):
+        return False
+    return not find_experts(model)
+
+
+def _check_dense(model: Any) -> None:
+    """
+    Raises:
+        UnsupportedModelError: something says that the model, of which no experts were found, has some.
+    """
+    name, outside = type(model).__name__, _looks_like_experts(model)
     if outside:
         raise UnsupportedModelError(
             f"{name} keeps its experts in {', '.join(outside[:4])}, outside transformers' experts interface "
             "(ALL_EXPERTS_FUNCTIONS), so they can't be dispatched."
         )
-    raise UnsupportedModelError(f"{name} is a dense model: it has no experts to shard.")
+    counted = _counts_of_experts(model.config.to_dict() if hasattr(model, "config") else {})
+    if counted:
+        said = ", ".join(f"{key}={value}" for key, value in list(counted.items())[:3])
+        raise UnsupportedModelError(
+            f"the config of {name} says {said}, and none of its modules holds experts on transformers' experts "
+            "interface (ALL_EXPERTS_FUNCTIONS). Where the model has none, the config should not say so "
+            "(override_config)."
+        )
+    stacked = _stacked(model)
+    if stacked:
+        raise UnsupportedModelError(
+            f"{name} stacks the weights {', '.join(stacked[:3])}, which may be those of experts outside transformers' "
+            "experts interface (ALL_EXPERTS_FUNCTIONS)."
+        )
 
 
 def experts_by_layer(experts: Sequence[ExpertsInfo], num_layers: int) -> dict[int, ExpertsInfo]:
@@ -189,8 +231,35 @@ def _planned_module(fqn: str, module: nn.Module, ep_dims: Mapping[str, int]) -> 
 
 
 def _looks_like_experts(model: nn.Module) -> list[str]:
-    """Classes in the model that are called experts or MoE, beyond what the whole family is called (GraniteMoe...)."""
+    """Classes in the model that are called experts or MoE, beyond what the whole family is called (GraniteMoe...), and
+    modules whose attribute is called so."""
     family = type(model).__name__
     names = {type(m).__name__ for m in model.modules()} - {family}
     own = {name: name.removeprefix(os.path.commonprefix([name, family])).lower() for name in names}
-    return sorted(name for name, part in own.items() if any(mark in part for mark in _OUTSIDE_MARKS))
+    classes = sorted(name for name, part in own.items() if any(mark in part for mark in _OUTSIDE_MARKS))
+    attributes = {fqn for fqn, _ in model.named_modules() if "expert" in fqn.rpartition(".")[2].lower()}
+    return classes or sorted(attributes)
+
+
+def _counts_of_experts(config: Mapping[Any, Any], node: str = "") -> dict[str, Any]:
+    """What a config, or one inside it, calls a number of experts, where it is more than one."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            found |= _counts_of_experts(value, f"{node}{key}.")
+        elif _COUNT.search(str(key)):
+            counts = value if isinstance(value, list | tuple) else [value]
+            if any(isinstance(count, int) and count > 1 for count in counts):
+                found[f"{node}{key}"] = value
+    return found
+
+
+def _stacked(model: nn.Module) -> list[str]:
+    """Parameters of three or more dims, the first larger than one, that are no convolution's."""
+    return [
+        f"{fqn}.{name} {tuple(param.shape)}"
+        for fqn, module in model.named_modules()
+        if not isinstance(module, nn.modules.conv._ConvNd)
+        for name, param in module.named_parameters(recurse=False)
+        if param.dim() > 2 and param.shape[0] > 1
+    ]

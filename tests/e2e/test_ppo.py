@@ -1,24 +1,43 @@
 """PPO: actor, critic and reference policy, all by this engine; the reward rises, and both trained roles are saved."""
 
+from pathlib import Path
+
 import pytest
+from transformers import AutoTokenizer
 
 from epfsdp2.engine.manifest import MANIFEST
 from tests.e2e.conftest import overrides, running
+from tests.support.models import save_qwen3
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 STEPS = 10
 
 
-def test_the_reward_of_ppo_with_critic_and_reference_rises(folder, warmed_up):
-    kept = folder / "ppo_kept"
-    settings = overrides(
+def _dense(folder: Path, like: Path) -> Path:
+    """A dense model with the tokenizer of another, in sizes that vLLM's CPU build takes."""
+    tokenizer = AutoTokenizer.from_pretrained(like)
+    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    save_qwen3(folder, vocab_size=len(tokenizer), head_dim=32, **ends)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _critic(model: Path) -> list[str]:
+    return [
         "algorithm.adv_estimator=gae",
-        f"critic.model.path={warmed_up}",
+        f"critic.model.path={model}",
         "+critic.model.override_config.attn_implementation=sdpa",
         "critic.model.use_remove_padding=True",
         "critic.ppo_micro_batch_size_per_gpu=32",
         "critic.optim.lr=1e-3",
+    ]
+
+
+def test_the_reward_of_ppo_with_critic_and_reference_rises(folder, warmed_up):
+    kept = folder / "ppo_kept"
+    settings = overrides(
+        *_critic(warmed_up),
         "trainer.critic_warmup=2",
         "actor_rollout_ref.actor.use_kl_loss=True",
         "actor_rollout_ref.actor.kl_loss_coef=0.001",
@@ -40,3 +59,33 @@ def test_the_reward_of_ppo_with_critic_and_reference_rises(folder, warmed_up):
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1, rewards
     for role in ("actor", "critic"):
         assert (kept / f"global_step_{STEPS}" / role / MANIFEST).is_file()
+
+
+def test_a_dense_critic_trains_beside_an_actor_with_experts(folder, warmed_up):
+    critic, kept = _dense(folder / "dense_critic", warmed_up), folder / "dense_critic_kept"
+    settings = overrides(*_critic(critic), "trainer.save_freq=3", f"trainer.default_local_dir={kept}")
+    with running(folder / "beside", "--model", warmed_up, "--steps", "3", *settings) as run:
+        run.wait()
+    steps, said = run.steps(), run.text()
+    assert len(steps) == 3, said[-3000:]
+    assert f"{critic} has no experts: engine.ep_size=2 does not apply, FSDP2 over all ranks" in said
+    assert f"{warmed_up} has no experts" not in said
+    assert all(step["critic/grad_norm"] > 0 and step["actor/grad_norm"] > 0 for step in steps)
+    for role in ("actor", "critic"):
+        assert (kept / "global_step_3" / role / MANIFEST).is_file()
+
+
+def test_a_dense_actor_trains_by_itself_and_is_refused_with_ep_size(folder, warmed_up):
+    model = _dense(folder / "dense_actor", warmed_up)
+    with running(folder / "refused", "--model", str(model), "--steps", "2") as run:
+        run.wait()
+    assert run.process.returncode != 0 and not run.steps()
+    assert "engine.ep_size=2: concerns experts, and Qwen3ForCausalLM" in run.text()
+    # Its answers are all wrong, so that no advantage would move it.
+    settings = overrides("engine.ep_size=1", "actor_rollout_ref.actor.entropy_coeff=0.01")
+    with running(folder / "alone", "--model", str(model), "--steps", "2", *settings) as run:
+        run.wait()
+    steps = run.steps()
+    assert len(steps) == 2, run.text()[-3000:]
+    # What vLLM generates with is what is trained.
+    assert all(step["training/rollout_probs_diff_mean"] < 1e-4 and step["actor/grad_norm"] > 0 for step in steps)

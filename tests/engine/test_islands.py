@@ -1,5 +1,7 @@
 """Float32 islands in a bfloat16 model."""
 
+import logging
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,8 +17,9 @@ from transformers import (
 )
 
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.islands import find_islands
+from epfsdp2.engine.islands import correction_biases, find_islands
 from epfsdp2.engine.parallelize import ShardingOptions, compute_dtypes
+from tests.parity import families
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, save_qwen3_moe, save_random, token_loss
 from tests.support.ranks import run_ranks
@@ -159,6 +162,32 @@ def _frozen_bias_stays(folder, bias):
 
 def test_a_correction_bias_that_is_a_frozen_parameter_is_neither_cast_nor_cut(tmp_path):
     run_ranks(_frozen_bias_stays, WORLD, *_save_afmoe(tmp_path))
+
+
+def test_correction_biases_of_another_frozen_parameter_of_that_size_are_the_biases_alone():
+    with torch.device("meta"):
+        sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "head_dim": 8, "num_experts": 8}
+        model = AfmoeForCausalLM(AfmoeConfig(**sizes, num_dense_layers=1, num_experts_per_tok=2, vocab_size=VOCAB))
+    for name, param in model.named_parameters():
+        if name.endswith("q_norm.weight"):
+            assert param.numel() == 8
+            param.requires_grad_(False)
+    assert correction_biases(model, {8}) == {model.model.layers[1].mlp.expert_bias}
+
+
+def _autocast_is_said(folder):
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("epfsdp2").addHandler(handler)
+    sharded_model(folder, 1, param_dtype=torch.bfloat16)
+    sharded_model(folder, 1)
+    (line,) = [line for line in lines if "autocast" in line]
+    assert "MiniMaxLightningAttention" in line and "(1 modules)" in line
+
+
+def test_parallelize_of_modules_with_float32_buffers_names_what_runs_under_autocast(tmp_path):
+    run_ranks(_autocast_is_said, 1, families.save("minimax", tmp_path))
 
 
 class _Attention(nn.Module):

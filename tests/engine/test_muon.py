@@ -33,7 +33,7 @@ from epfsdp2.engine.optimizer import build_multi_optimizer
 from epfsdp2.engine.parallelize import ShardingOptions, parallelize
 from epfsdp2.engine.shards import local_box, local_tensor
 from tests.support.engine import sharded_model
-from tests.support.models import VOCAB, reference_model, save_qwen3_moe, token_loss
+from tests.support.models import VOCAB, reference_model, save_qwen3, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks
 
 WORLD = 4
@@ -262,6 +262,10 @@ def _trains_like_the_reference(folder, cases):
             assert ("momentum_buffer" in state) == (momentum[name] is not None), name
             if momentum[name] is not None:
                 assert _relative(state["momentum_buffer"].full_tensor(), momentum[name]) < RELATIVE, (ep, name)
+
+
+def test_two_steps_of_a_dense_model_equal_the_reference(tmp_path):
+    run_ranks(_trains_like_the_reference, WORLD, save_qwen3(tmp_path), [(1, -1, {}), (1, 2, {"checkpointing": "full"})])
 
 
 def _muon_and_adamw(model):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.models import reference_model, save_qwen3_moe
+from tests.support.models import reference_model, save_qwen3, save_qwen3_moe
 from tests.support.ppo import PADDED, check_ppo_updates, ppo_batch, ppo_samples, ppo_worker, reference_update
 from tests.support.ranks import run_ranks
 
@@ -33,6 +33,17 @@ def test_gradients_and_norm_equal_the_plain_model(tmp_path):
         {"ep": 4, "model": PADDED, "dynamic": True, "entropy_checkpointing": True},
     ]
     run_ranks(check_ppo_updates, WORLD, save_qwen3_moe(tmp_path), cases, timeout=500)
+
+
+def test_a_dense_role_of_a_run_with_experts_equals_the_plain_model(tmp_path):
+    """What the settings say of experts is for another role's model."""
+    role = {"ep": 8, "dispatch_chunks": 2, "expert_plan": {"model.layers.*.moe.w1": 0}, "_of_a_role": True}
+    cases = [
+        {**role, "dynamic": True, "activation_checkpointing": "selective"},
+        {**role, "fsdp_size": 2, "prefetch_depth": 2, "model": PADDED},
+        {"ep": 1, "ulysses_sequence_parallel_size": 2, "activation_checkpointing": "full"},
+    ]
+    run_ranks(check_ppo_updates, WORLD, save_qwen3(tmp_path), cases, timeout=300)
 
 
 def _uneven(folder):
@@ -105,12 +116,12 @@ def test_weights_handed_over_after_an_evaluation(tmp_path):
     run_ranks(_weights_after_evaluation, 2, save_qwen3_moe(tmp_path))
 
 
-def _saves_and_resumes(folder, out):
+def _saves_and_resumes(folder, out, ep):
     from verl.utils import tensordict_utils as tu
 
     rank = dist.get_rank()
     mine = ppo_samples()[4 * rank : 4 * rank + 4]
-    worker = ppo_worker(folder, 2, optimizer_offload=True)
+    worker = ppo_worker(folder, ep, optimizer_offload=True)
     for step in (1, 2):
         worker.train_batch(ppo_batch(mine))
         worker.save_checkpoint(str(out / f"global_step_{step}"), global_step=step, max_ckpt_to_keep=1)
@@ -118,7 +129,7 @@ def _saves_and_resumes(folder, out):
     assert not (out / "global_step_1").exists()
     after = worker.train_batch(ppo_batch(mine))
 
-    resumed = ppo_worker(folder, 1, optimizer_offload=True)
+    resumed = ppo_worker(folder, 1, 1 if ep == 1 else -1, optimizer_offload=True)
     resumed.load_checkpoint(str(out / "global_step_2"))
     again = resumed.train_batch(ppo_batch(mine))
     norms = [tu.get(output, "metrics")["grad_norm"] for output in (after, again)]
@@ -130,7 +141,18 @@ def _saves_and_resumes(folder, out):
 
 
 def test_saves_keeps_the_newest_and_resumes_on_another_mesh(tmp_path):
-    run_ranks(_saves_and_resumes, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "out")
+    run_ranks(_saves_and_resumes, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "out", 2)
+
+
+def _dense_alone(folder, out):
+    # As in sft_trainer, which has no driver and no other role.
+    with pytest.raises(Exception, match=r"engine.ep_size=2: concerns experts, and Qwen3ForCausalLM \(model.path\)"):
+        ppo_worker(folder, 2)
+    _saves_and_resumes(folder, out, 1)
+
+
+def test_a_dense_model_alone_refuses_ep_size_and_resumes_on_another_mesh(tmp_path):
+    run_ranks(_dense_alone, 2, save_qwen3(tmp_path / "model"), tmp_path / "out")
 
 
 def _waits_for_the_last(folder, out):

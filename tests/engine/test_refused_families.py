@@ -1,10 +1,10 @@
-"""Families whose experts are not on transformers' interface are refused with the classes that hold them."""
+"""Families whose experts are not on transformers' interface are refused, and never taken for dense ones."""
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from epfsdp2.engine.experts.find import UnsupportedModelError, find_experts
+from epfsdp2.engine.experts.find import UnsupportedModelError, find_experts, is_dense
 
 OUTSIDE = {
     "llama4_text": ({"num_hidden_layers": 4}, "Llama4TextExperts"),
@@ -40,6 +40,43 @@ def test_a_family_outside_the_interface_is_refused_with_a_reason(family):
     assert holder in str(error.value)
 
 
-def test_a_dense_model_is_refused_as_one():
-    with pytest.raises(UnsupportedModelError, match="Qwen3ForCausalLM is a dense model"):
-        find_experts(_on_meta("qwen3", num_hidden_layers=2))
+def test_is_dense_of_a_family_outside_the_interface_raises():
+    with pytest.raises(UnsupportedModelError, match="GraniteMoeParallelExperts"):
+        is_dense(_on_meta("granitemoe", num_hidden_layers=2))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma3_text", "gemma4_text", "mistral", "qwen3_5_text"])
+def test_is_dense_of_a_model_without_experts_is_true(family):
+    model = _on_meta(family, num_hidden_layers=2)
+    assert is_dense(model) and find_experts(model) == []
+    assert is_dense(model, {"model.layers.*.moe.w1": 0})  # which is said of another role's model
+    assert not is_dense(model, {"model.layers.*.mlp.up_proj.weight": 0})
+
+
+def test_find_experts_where_the_config_alone_counts_some_refuses():
+    with pytest.raises(
+        UnsupportedModelError, match="Qwen3MoeForCausalLM says num_local_experts=8, and none of its modules"
+    ):
+        find_experts(_on_meta("qwen3_moe", num_hidden_layers=1, mlp_only_layers=[0], num_experts=8))
+    with pytest.raises(UnsupportedModelError, match="says num_experts=16384"):
+        find_experts(_on_meta("doge", num_hidden_layers=1, is_moe=False))
+
+
+class _Switched(torch.nn.Module):
+    """Experts that nothing but a name or a shape gives away."""
+
+    def __init__(self, listed):
+        super().__init__()
+        self.up = torch.nn.Linear(4, 4)
+        if listed:
+            self.local_experts = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+        else:
+            self.w1 = torch.nn.Parameter(torch.zeros(2, 4, 4))
+
+
+@pytest.mark.parametrize(("listed", "said"), [(True, "local_experts"), (False, r"w1 \(2, 4, 4\)")])
+def test_find_experts_of_what_may_be_experts_refuses(listed, said):
+    model = _on_meta("qwen3", num_hidden_layers=1)
+    model.model.layers[0].mlp = _Switched(listed)
+    with pytest.raises(UnsupportedModelError, match=said):
+        find_experts(model)

@@ -14,7 +14,7 @@ from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.experts.find import UnsupportedModelError
 from epfsdp2.engine.parallelize import layer_names
 from epfsdp2.engine.sequence_parallel import SequenceParallel, check_attention_splits
-from tests.parity.families import FAMILIES
+from tests.parity.families import EVERY, FAMILIES
 from tests.support.models import VOCAB, save_qwen3_moe
 from tests.support.ppo import check_ppo_updates, of_this_rank, ppo_batch, ppo_samples, ppo_worker
 from tests.support.ranks import run_ranks
@@ -45,7 +45,7 @@ NOT_SPLIT = {
     "qwen3_vl_moe": "no text",
 }
 # A classifier that sees both ways, and has no attention on transformers' interface that runs on a CPU.
-SPLIT = [name for name in FAMILIES if name not in NOT_SPLIT and name != "openai_privacy_filter"]
+SPLIT = [name for name in EVERY if name not in NOT_SPLIT and name != "openai_privacy_filter"]
 # Keys of fewer heads than ranks; windows and full attention in turns; values narrower than keys; sinks; queries that
 # are scaled by their position.
 KINDS = ["qwen3_moe", "gemma4", "deepseek_v3", "gpt_oss", "mistral4"]
@@ -61,7 +61,7 @@ def _family(name):
     """The model in float64, for packed rows."""
     ALL_ATTENTION_FUNCTIONS.register("sinks", _sinks)
     ALL_MASK_ATTENTION_FUNCTIONS.register("sinks", eager_mask)
-    family = FAMILIES[name]
+    family = EVERY[name]
     torch.manual_seed(5)
     model = type(family)(**{**vars(family), "sizes": {**family.sizes, **WINDOWS.get(name, {})}}).build()
     with torch.no_grad():

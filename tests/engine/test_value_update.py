@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification
 
-from tests.support.models import VOCAB, save_glm4_moe, save_qwen3_moe
+from tests.support.models import VOCAB, save_glm4_moe, save_qwen3, save_qwen3_moe
 from tests.support.ppo import PADDED, RESPONSE, of_this_rank, ppo_batch, ppo_samples
 from tests.support.ranks import run_ranks
 from tests.support.verl_worker import training_worker
@@ -116,6 +116,10 @@ SHARED = {"ulysses_sequence_parallel_size": 2}
 
 def test_so_do_those_of_a_model_that_could_see_images(tmp_path):
     run_ranks(_value_update, WORLD, save_vlm("qwen3_vl_moe", tmp_path), False, {}, {})
+
+
+def test_a_dense_critic_beside_an_actor_with_experts_equals_the_plain_model(tmp_path):
+    run_ranks(_value_update, WORLD, save_qwen3(tmp_path), True, {}, {"_of_a_role": True, "router_aux_loss_coef": 0.1})
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,11 @@ def test_two_updates_equal_the_plain_model(tmp_path):
     run_ranks(_updates, WORLD, save_vlm("qwen3_vl_moe", tmp_path), cases)
 
 
+def test_updates_of_a_dense_model_equal_the_plain_model(tmp_path):
+    cases = [("one rank has none", {"ep": 1})]
+    run_ranks(_updates, WORLD, save_vlm("qwen3_vl", tmp_path), cases)
+
+
 @pytest.mark.long
 def test_a_tower_in_bfloat16_is_no_further_from_float32_than_the_plain_one(tmp_path):
     """Log-probs can't show it: with so small a model they are moved far more by other experts chosen in a near tie."""

@@ -25,25 +25,28 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.parity", description=__doc__)
-    parser.add_argument("--families", default="", help="names, separated by commas; all by default")
+    parser.add_argument(
+        "--families", default="", help="names, separated by commas, whose rows are written beside those of the others"
+    )
     parser.add_argument("--fast", action="store_true", help="one case per family; writes no result file")
     asked = parser.parse_args()
-    names = asked.families.split(",") if asked.families else list(families.FAMILIES)
-    unknown = sorted(set(names) - set(families.FAMILIES))
+    names = asked.families.split(",") if asked.families else list(families.EVERY)
+    unknown = sorted(set(names) - set(families.EVERY))
     if unknown:
-        parser.error(f"there is no family {', '.join(unknown)}; there are {', '.join(families.FAMILIES)}")
+        parser.error(f"there is no family {', '.join(unknown)}; there are {', '.join(families.EVERY)}")
 
     console, rows, start = Console(width=150), [], time.monotonic()
     with Progress(console=console) as progress:
         for i, name in enumerate(progress.track(names, description="Families")):
-            rows += run_family(name, [fast_case(i)] if asked.fast else cases())
+            dense = name in families.DENSE
+            rows += run_family(name, [fast_case(i, dense)] if asked.fast else cases(dense))
             console.print(_cells(name, [row for row in rows if row.family == name]), highlight=False)
     minutes = (time.monotonic() - start) / 60
     console.print(_table(names, rows))
     good = all(row.good for row in rows)
     console.print(_summary(rows, minutes))
-    if not asked.fast and not asked.families:
-        _write(names, rows, minutes)
+    if not asked.fast:
+        _write(rows, minutes)
     return 0 if good else 1
 
 
@@ -73,7 +76,7 @@ def run_family(name: str, todo: list[Case]) -> list[Row]:
 
 def _cells(name: str, rows: list[Row]) -> str:
     bad = [row for row in rows if not row.good]
-    note = families.FAMILIES[name].note
+    note = families.EVERY[name].note
     worst = max((row.worst for row in rows), default=0.0)
     failures = "".join(f"\n    {row.case}: {row.failed}" for row in bad)
     return f"{name}: {len(rows) - len(bad)} of {len(rows)} good, worst {worst:.1e} {note}{failures}"
@@ -94,7 +97,7 @@ def _lines(names: list[str], rows: list[Row]) -> list[list[str]]:
         low = [r for r in mine if r.case.dtype != "float32"]
         line.append("" if not low else "no" if low[0].failed else "yes")
         refused = sum(bool(r.refused) for r in mine)
-        notes = [families.FAMILIES[name].note]
+        notes = [families.EVERY[name].note]
         notes += [f"{refused} refused: the dim does not divide"] if refused else []
         lines.append([*line, "; ".join(note for note in notes if note)])
     return lines
@@ -124,7 +127,8 @@ def _summary(rows: list[Row], minutes: float) -> str:
     return f"{len(rows)} cases, {failed} failed, {refused} refused, worst {worst:.1e}, {minutes:.0f} min"
 
 
-def _write(names: list[str], rows: list[Row], minutes: float) -> None:
+def _write(rows: list[Row], minutes: float) -> None:
+    """What of an earlier run was not run again stays, with what it ran with."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     about = {
         "date": date.today().isoformat(),
@@ -134,24 +138,38 @@ def _write(names: list[str], rows: list[Row], minutes: float) -> None:
         "transformers": transformers.__version__,
         "minutes": round(minutes),
     }
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    report = {**about, "rows": [row.as_json() for row in rows]}
-    (RESULTS / "parity.json").write_text(json.dumps(report, indent=1) + "\n")
-    head = ["family", *_columns(rows), "bf16 runs", "note"]
-    table = [head, ["---"] * len(head), *_lines(names, rows)]
+    mine = {row.family for row in rows}
+    runs = [{**about, "families": sorted(mine), "rows": [row.as_json() for row in rows]}]
+    for run in json.loads((RESULTS / "parity.json").read_text())["runs"]:
+        kept = [row for row in run["rows"] if row["family"] in families.EVERY and row["family"] not in mine]
+        if kept:
+            runs.insert(0, {**run, "families": sorted({row["family"] for row in kept}), "rows": kept})
+    (RESULTS / "parity.json").write_text(json.dumps({"runs": runs}, indent=1) + "\n")
+    every = [Row.of_json(row) for run in runs for row in run["rows"]]
+    names = [name for name in families.EVERY if any(row.family == name for row in every)]
+    head = ["family", *_columns(every), "bf16 runs", "note"]
+    table = [head, ["---"] * len(head), *_lines(names, every)]
     text = [
         "# Every family against the plain Hugging Face model",
         "",
         f"Float32, {WORLD} ranks (`dp_replicate x ep_fsdp x ep`), against one process on the concatenated batch: the",
         "worst relative error of any logits, gradient, gradient norm, parameter and AdamW moment over two steps, over",
         "expert shard dims 0 and 1, checkpointing none and full, and once selective. "
-        f"Bound {BOUND:.0e}. {_summary(rows, minutes)}.",
+        f"Bound {BOUND:.0e}. {_summary(every, sum(run['minutes'] for run in runs))}. Dense models have no `ep`.",
         "",
-        ", ".join(f"{key} {value}" for key, value in about.items()) + ". `make parity` writes this file.",
+        *(_run_in_words(run, len(runs) > 1) for run in runs),
+        "",
+        "`make parity` writes this file.",
         "",
         *("| " + " | ".join(line) + " |" for line in table),
     ]
     (RESULTS / "parity.md").write_text("\n".join(text) + "\n")
+
+
+def _run_in_words(run: dict, one_of_several: bool) -> str:
+    about = ", ".join(f"{key} {value}" for key, value in run.items() if key not in ("rows", "families"))
+    some = f"{', '.join(run['families'][:4])}{' ...' if len(run['families']) > 4 else ''}: " if one_of_several else ""
+    return f"* {some}{about}"
 
 
 if __name__ == "__main__":

@@ -77,14 +77,19 @@ class Row:
         return cls(**{**row, "case": Case(**row["case"])})
 
 
-def cases() -> list[Case]:
-    """The whole matrix of one family."""
+def cases(dense: bool = False) -> list[Case]:
+    """The whole matrix of one family; without experts there is no ``ep``, and no dim of theirs."""
+    if dense:
+        flat = [Case(*mesh, "auto", ac) for mesh, ac in itertools.product(_MESHES, ("none", "full")) if mesh[0] == 1]
+        return [*flat, Case(1, -1, "auto", "selective"), Case(1, -1, "auto", "full", "bfloat16")]
     matrix = [Case(*mesh, dim, ac) for mesh, dim, ac in itertools.product(_MESHES, (0, 1), ("none", "full"))]
     return [*matrix, Case(2, -1, 1, "selective"), Case(2, -1, 1, "full", "bfloat16")]
 
 
-def fast_case(index: int) -> Case:
+def fast_case(index: int, dense: bool = False) -> Case:
     """One case for the ``index``-th family, so that the families together meet every setting."""
+    if dense:
+        return Case(1, (-1, 2)[index % 2], "auto", ("full", "none", "selective")[index % 3])
     ep, fsdp_size = [(2, -1), (4, -1), (2, 2)][index % 3]
     return Case(ep, fsdp_size, 1 if index % 2 else 0, ("full", "none", "selective")[index // 2 % 3])
 
@@ -128,7 +133,7 @@ class _Reference:
 
     @classmethod
     def run(cls, name: str, folder: Path) -> "_Reference":
-        model = families.load(name, folder).train(families.FAMILIES[name].train)
+        model = families.load(name, folder).train(families.EVERY[name].train)
         optimizer, steps = _adam([p for p in model.parameters() if p.requires_grad]), []
         for _ in range(_STEPS):
             optimizer.zero_grad()
@@ -174,7 +179,7 @@ def _sharded(folder: Path, case: Case, reference: _Reference):
 
 
 def _compare(name: str, folder: Path, case: Case, reference: _Reference) -> Row:
-    family = families.FAMILIES[name]
+    family = families.EVERY[name]
     try:
         model, meshes = _sharded(folder, case, reference)
     except SettingError as error:  # alike on all ranks: nothing has been sent

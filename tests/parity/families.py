@@ -1,4 +1,5 @@
-"""A tiny random model of every family on transformers' experts interface; as a command, each is run in one process."""
+"""A tiny random model of every family on transformers' experts interface, and of four dense ones; as a command, each is
+run in one process."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from torch import nn
 
 from tests.support.models import VOCAB
 
-__all__ = ["FAMILIES", "Family", "load", "logits", "loss", "save"]
+__all__ = ["DENSE", "EVERY", "FAMILIES", "Family", "load", "logits", "loss", "save"]
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ _MLA = {
 }
 _SPARSE_LAYERS = ["dense", "sparse", "sparse"]
 _LOCAL = {"intermediate_size": 20, "num_local_experts": 8, "num_experts_per_tok": 2}
+_DENSE = {"intermediate_size": 40, "note": "dense"}
 _LINEAR = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -298,10 +300,26 @@ FAMILIES: dict[str, Family] = {
     "solar_open": _of("SolarOpen", **_DEEPSEEK),
 }
 
+# Without experts.
+DENSE: dict[str, Family] = {
+    "qwen3": _of("Qwen3", **_DENSE),
+    "llama": _of("Llama", **_DENSE, tie_word_embeddings=True),
+    "gemma3": _of(
+        "Gemma3",
+        config="Gemma3TextConfig",
+        **_DENSE,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        sliding_window=8,
+        query_pre_attn_scalar=12,
+    ),
+    "mistral": _of("Mistral", **_DENSE, sliding_window=8),
+}
+EVERY = {**FAMILIES, **DENSE}
+
 
 def save(name: str, folder: Path) -> Path:
     """Save the family's model with every weight and every correction bias random, from a seed."""
-    family = FAMILIES[name]
+    family = EVERY[name]
     torch.manual_seed(12)
     model = family.build()
     with torch.no_grad():
@@ -323,7 +341,7 @@ def save(name: str, folder: Path) -> Path:
 
 def load(name: str, folder: Path) -> Any:
     """The plain Hugging Face model in float32, its experts computed by its own loop."""
-    kind = _model_class(FAMILIES[name].model)
+    kind = _model_class(EVERY[name].model)
     return kind.from_pretrained(
         folder, dtype=torch.float32, experts_implementation="eager", attn_implementation="eager"
     )
@@ -341,7 +359,7 @@ def loss(name: str, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 def _check(name: str, folder: Path) -> str:
     """What is wrong with a family in one process; empty if nothing is."""
-    model = load(name, save(name, folder)).train(FAMILIES[name].train)
+    model = load(name, save(name, folder)).train(EVERY[name].train)
     ids = torch.randint(0, VOCAB, (8, 13), generator=torch.Generator().manual_seed(1))
     loss(name, logits(model, ids), ids).backward()
     whole = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -362,7 +380,7 @@ if __name__ == "__main__":
     import tempfile
     import traceback
 
-    for family_name in sys.argv[1:] or FAMILIES:
+    for family_name in sys.argv[1:] or EVERY:
         with tempfile.TemporaryDirectory() as parent:
             try:
                 print(family_name, _check(family_name, Path(parent)), flush=True)

@@ -158,10 +158,14 @@ def test_sizes_that_can_not_be_are_refused(options, words, capsys):
     assert words in capsys.readouterr().err
 
 
-def test_a_dense_model_is_refused(tmp_path, capsys):
+def test_a_dense_model_is_planned_without_expert_parallelism(tmp_path, capsys):
     Qwen3Config(num_hidden_layers=2).save_pretrained(tmp_path)
-    assert main(["--model", str(tmp_path)]) == 1
-    assert "dense model" in capsys.readouterr().out
+    report, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    assert main(["--model", str(tmp_path), "--json", str(report), "--png", str(picture)]) == 0
+    assert "ep is 1: the model has no experts." in capsys.readouterr().out
+    choices = json.loads(report.read_text())["choices"]
+    assert {c["ep"] for c in choices} == {1} and {c["dp_replicate"] for c in choices} == {1, 2, 4, 8}
+    assert not [c for choice in choices for c in choice["collectives"] if c["name"].startswith("all-to-all tok")]
 
 
 def test_the_help_names_the_settings(capsys):

@@ -65,10 +65,12 @@ def test_what_can_not_be_is_said(qwen3_30b, capsys, options, words):
     assert words in capsys.readouterr().out
 
 
-def test_a_dense_model_is_refused(tmp_path, capsys):
+def test_a_dense_model_has_no_expert_parallelism(tmp_path, capsys):
     Qwen3Config(num_hidden_layers=2).save_pretrained(tmp_path)
-    assert main(["--model", str(tmp_path), "--world", "8"]) == 1
-    assert "dense model" in capsys.readouterr().out
+    assert main(["--model", str(tmp_path), "--world", "8", "--rollout-tp", "2"]) == 0
+    assert "sliced" in capsys.readouterr().out
+    assert main(["--model", str(tmp_path), "--world", "8", "--ep", "8"]) == 1
+    assert f"engine.ep_size=8: {tmp_path} has no experts to split." in capsys.readouterr().out
 
 
 def test_workers_that_make_no_whole_replica_are_refused(qwen3_30b, capsys):

@@ -10,7 +10,7 @@ import transformers
 from tests.rollout.served_families import SERVED
 from tests.support.models import save_random
 
-__all__ = ["FAMILIES", "Family", "config_of", "model_on_meta", "save"]
+__all__ = ["DENSE", "FAMILIES", "Family", "config_of", "model_on_meta", "save"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,10 @@ FAMILIES: dict[str, Family] = {
     "minimax_m2": Family(may_be_tied=False),
     "ernie4_5_moe": Family(),
     "hunyuan_v1_moe": Family(_BY_LAYER),
+    "qwen3": Family(),
+    "llama": Family(),
 }
+DENSE = ("qwen3", "llama")
 
 
 def config_of(family: str, **overrides: Any) -> Any:

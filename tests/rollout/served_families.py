@@ -1,4 +1,4 @@
-"""A tiny random model of every family that vLLM's CPU build runs, and what it takes to run it."""
+"""A tiny random model of every family that vLLM's CPU build runs and of two dense ones, and what it takes to run it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -74,6 +74,7 @@ _DEEPSEEK = {
     "norm_topk_prob": True,
 }
 _LOCAL = {"intermediate_size": 64, "num_local_experts": 8, "num_experts_per_tok": 2}
+_DENSE = {"intermediate_size": 160}
 _LINEAR = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -127,6 +128,8 @@ SERVED: dict[str, Served] = {
             num_shared_expert=1,
         )
     ),
+    "qwen3": Served(_of("Qwen3", **_DENSE)),
+    "llama": Served(_of("Llama", **_DENSE)),
     "gemma4": Served(
         _of(
             "Gemma4",

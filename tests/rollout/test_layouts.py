@@ -11,7 +11,7 @@ from epfsdp2.engine.boxes import Box
 from epfsdp2.engine.shards import checkpointed
 from epfsdp2.rollout.placement import ANALYTIC, Heads, Need, Rollout, Tensor, needs
 from epfsdp2.rollout.recorded import Recorder, View, checkpoint_views, joined
-from tests.rollout.families import FAMILIES, config_of, model_on_meta
+from tests.rollout.families import DENSE, FAMILIES, config_of, model_on_meta
 from tests.rollout.served_families import SERVED
 from tests.support.ranks import run_ranks
 
@@ -80,7 +80,10 @@ def _record(engine, model):
 
 
 def _cases(family: str) -> list:
-    """Cut by two; with one key-value head on both; with whole experts, of which one worker has more."""
+    """Cut by two; with one key-value head on both; with whole experts, of which one worker has more, or none."""
+    if family in DENSE:
+        tied = {"tie_word_embeddings": True, "attention_bias": True}
+        return [(family, {}, False), (family, {"num_key_value_heads": 1}, False), (family, tied, False)]
     counts = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
     experts = next(name for name in counts if name in SERVED[family].family.sizes)
     return [
@@ -97,7 +100,9 @@ def test_every_family_on_two_workers(tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("world", [1, 4])
 def test_every_family_on_one_worker_and_on_four(tmp_path, world):
-    cases = [(family, {}, expert_parallel) for family in FAMILIES for expert_parallel in (False, world > 1)]
+    cases = [
+        (family, {}, whole) for family in FAMILIES for whole in (False, world > 1) if not (whole and family in DENSE)
+    ]
     run_ranks(_compare, world, str(tmp_path), cases)
 
 

@@ -1,6 +1,7 @@
 """Slices from real trainer ranks to real vLLM workers: after each of three syncs they are as a fresh engine is."""
 
 import asyncio
+import itertools
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from epfsdp2.engine.mesh import Topology
 from epfsdp2.rollout.layout import layout
 from epfsdp2.rollout.placement import Heads, Rollout, holders, needs
 from epfsdp2.rollout.source import tensors_before_sharding
-from tests.rollout.families import FAMILIES, config_of, model_on_meta, save
+from tests.rollout.families import DENSE, FAMILIES, config_of, model_on_meta, save
 from tests.rollout.served_families import SERVED
 from tests.support.engine import sharded_model
 from tests.support.ranks import run_ranks
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.e2e
 BOTH = ["expert_local", "sliced", "sliced", "expert_local"]
 
 
-def _sync(syncs: list[tuple[str, str]], handles: list[str], expert_parallel: bool) -> None:
+def _sync(syncs: list[tuple[str, str]], handles: list[str], ep: int, expert_parallel: bool) -> None:
     """Each sync is a checkpoint, as which the trainer's weights are, and a stream."""
     from epfsdp2.engine.parallelize import layer_names
     from epfsdp2.rollout.server_adapter import send_weights
@@ -31,7 +32,7 @@ def _sync(syncs: list[tuple[str, str]], handles: list[str], expert_parallel: boo
     rank, workers = dist.get_rank(), dist.get_world_size()
     rollout = Rollout(workers, expert_parallel=expert_parallel)
     for folder, kind in syncs:
-        model, meshes = sharded_model(Path(folder), workers, ep=workers)
+        model, meshes = sharded_model(Path(folder), workers, ep=ep)
         sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings(kind, 5 << 18))
         sending = send_weights(
             sync.stream(kind, rollout, rank).tensors,
@@ -84,7 +85,8 @@ def _matches_fresh_engines(start_engine, folder, family, tp, kinds, *, expert_pa
     for _ in syncs:
         engine.call("update_weights_from_ipc", timeout=200.0, use_shm=True, sync_timeout_seconds=150.0)
         after.append(computes(engine))
-    run_ranks(_sync, tp, syncs, [engine.handle(rank) for rank in range(tp)], expert_parallel)
+    ep = 1 if family in DENSE else tp
+    run_ranks(_sync, tp, syncs, [engine.handle(rank) for rank in range(tp)], ep, expert_parallel)
     after = [found(computed) for computed in after]
     assert engine.leftovers() == []
     fresh[second] = found(computes(start_engine(second, **settings)))
@@ -100,14 +102,22 @@ def test_slices_and_whole_experts_under_expert_parallelism(start_engine, tmp_pat
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "qwen2_moe"])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("qwen2_moe", *DENSE)])
 def test_the_same_of_every_other_family(start_engine, tmp_path, family):
     _matches_fresh_engines(start_engine, tmp_path, family, 2, BOTH, expert_parallel=True)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("family", FAMILIES)
+# One dense family; the others take too long for every run of the suite.
+QUICK = ("qwen3", 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "tp"),
+    [
+        pytest.param(*case, id="-".join(map(str, case)), marks=() if case == QUICK else pytest.mark.long)
+        for case in itertools.product(FAMILIES, (1, 2))
+    ],
+)
 def test_three_syncs_of_slices(start_engine, tmp_path, family, tp):
     # The head that two workers have a part of each is the embedding, where vLLM's class knows that.
     tied = tp == 2 and FAMILIES[family].may_be_tied

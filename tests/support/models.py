@@ -9,6 +9,8 @@ from transformers import (
     AutoModelForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -19,6 +21,7 @@ __all__ = [
     "reference_model",
     "relative_error",
     "save_glm4_moe",
+    "save_qwen3",
     "save_qwen3_moe",
     "save_random",
     "token_batch",
@@ -50,6 +53,25 @@ def save_qwen3_moe(folder: Path, seed: int = 0, **overrides) -> Path:
         }
     )
     return save_random(Qwen3MoeForCausalLM(config), folder, seed)
+
+
+def save_qwen3(folder: Path, seed: int = 0, **overrides) -> Path:
+    """Save a dense Qwen3 of three layers, every weight random."""
+    config = Qwen3Config(
+        **{
+            "vocab_size": VOCAB,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": 256,
+            "tie_word_embeddings": False,
+            **overrides,
+        }
+    )
+    return save_random(Qwen3ForCausalLM(config), folder, seed)
 
 
 def save_glm4_moe(folder: Path, seed: int = 0, **overrides) -> Path:

@@ -80,6 +80,7 @@ VLMS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3VLMoe",
         {"text_config": _text(num_experts=8), "vision_config": {**_VISION, **_PATCHES, **_DEEP}},
     ),
+    "qwen3_vl": ("Qwen3VL", {"text_config": _text(), "vision_config": {**_VISION, **_PATCHES, **_DEEP}}),
     "glm4v_moe": (
         "Glm4vMoe",
         {

@@ -330,7 +330,7 @@ def test_a_primary_config_of_the_users_own_takes_model_engine(tmp_path):
     )
     with initialize_config_dir(str(tmp_path), version_base=None):
         config = compose("mine", ["model_engine=epfsdp2", "engine.seed=3"])
-    assert (config.actor_rollout_ref.actor.shared_engine.ep_size, config.critic.engine.seed) == (4, 3)
+    assert (config.actor_rollout_ref.actor.shared_engine.ep_size, config.critic.shared_engine.seed) == (4, 3)
 
 
 def test_plans_and_islands_are_given_on_the_command_line():

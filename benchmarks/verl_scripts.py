@@ -37,6 +37,7 @@ from benchmarks.quickstart import machine
 from benchmarks.tables import write_table
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight import check_training
+from epfsdp2.engine.versions import installed
 
 ADDED = ("engine=epfsdp2", "engine.ep_size=8")
 FOLDERS = ("examples", "verl/experimental")
@@ -153,9 +154,11 @@ def examine(recorded: dict, models: Path) -> dict:
     stock = [word for word in arguments if word not in ADDED]
     name = model_name(arguments)
     row = {"module": module, "model": name, "added": recorded["added"], "stock": _composes(module, stock)[1]}
+    if missing := missing_config(module, arguments):
+        row["added"] += f", and the trainer's own --config-name: verl has no {missing}"
     config, row["composes"] = _composes(module, arguments)
     if config is None:
-        if row["composes"] == row["stock"]:
+        if row["stock"] != "yes":
             row["composes"] = f"neither does stock verl {verl.__version__}: {row['composes']}"
         return row | {"checks": "-"}
     try:
@@ -163,7 +166,7 @@ def examine(recorded: dict, models: Path) -> dict:
     except KeyError:
         return row | {"checks": "no small model of this architecture"}
     paths = _paths(module, config, folder)
-    row["checks"] = checks(module, [*arguments, *paths])
+    row["checks"] = checks(module, [*arguments, *paths]).replace(str(folder), "SMALL")
     if row["checks"] != "passes" and row["stock"] == "yes" and checks(module, [*stock, *paths]) == row["checks"]:
         row["checks"] = f"neither does stock verl {verl.__version__}: {row['checks']}"
     return row
@@ -172,15 +175,20 @@ def examine(recorded: dict, models: Path) -> dict:
 def composed(module: str, arguments: list[str]):
     """The config that the trainer would get."""
     folder, name = TRAINERS[module]
-    overrides = []
     for word in arguments:
-        if word.startswith("--config-name"):
+        if word.startswith("--config-name") and missing_config(module, [word]) is None:
             name = word.partition("=")[2].removesuffix(".yaml")
-        elif not word.startswith("--"):
-            overrides.append(word)
+    overrides = [word for word in arguments if not word.startswith("--")]
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(Path(verl.__file__).parent / folder), version_base=None):
         return compose(name, overrides)
+
+
+def missing_config(module: str, arguments: list[str]) -> str | None:
+    """The primary config that a script names and verl does not have."""
+    folder = Path(verl.__file__).parent / TRAINERS[module][0]
+    names = [word.partition("=")[2].removesuffix(".yaml") for word in arguments if word.startswith("--config-name")]
+    return next((f"{name}.yaml" for name in names if not (folder / f"{name}.yaml").exists()), None)
 
 
 def _composes(module: str, arguments: list[str]):
@@ -204,7 +212,7 @@ def checks(module: str, arguments: list[str]) -> str:
         for target, value in (
             ("epfsdp2.engine.config.get_device_name", lambda: "cuda"),
             ("epfsdp2.engine.config.is_support_ipc", lambda: True),
-            ("epfsdp2.engine.preflight_features.versions.installed", lambda name: "0"),
+            ("epfsdp2.engine.preflight_features.versions.installed", lambda name: installed(name) or "0"),
             ("epfsdp2.engine.preflight.choose_backend", lambda *args: None),
         ):
             stack.enter_context(mock.patch(target, value))

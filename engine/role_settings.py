@@ -345,7 +345,8 @@ def _no_use(name: str, value: Any, default: Any, means: str) -> list[str]:
 def _refuse(name: str, value: Any, rule: str, works: str) -> None:
     asks = value.get("enable", "distributed" in value) if isinstance(value, Mapping) else bool(value)
     if asks:
-        raise SettingError(name, value, rule, works.format(name))
+        text = str(value)  # a plan of a whole model may be in it
+        raise SettingError(name, text if len(text) < 80 else f"{text[:80]}...", rule, works.format(name))
 
 
 def _unknown(node: str, key: str, value: Any, known: Collection[str], fsdp: bool) -> SettingError:

@@ -28,6 +28,7 @@ ENGINE = "epfsdp2"
 _SCHEME = "epfsdp2"
 _RESOLVER = "epfsdp2.model_engine"
 _AFTER_ROLLOUT = "after_rollout"
+_OPEN_NODES = ("engine", "fsdp_config", "fsdp", "model.fsdp_config")
 _HERE = os.path.dirname(os.path.realpath(__file__))
 _VERL_MODULE = "verl.trainer.config"
 _OTHER_TRAINERS = "verl.experimental."
@@ -61,7 +62,7 @@ class EPFSDP2SearchPath(SearchPathPlugin):
 
 
 class EPFSDP2ConfigSource(FileConfigSource):
-    """Hydra's file source, with two additions: verl's ``engine`` entry, and an open ``engine`` node."""
+    """Hydra's file source, with two additions: verl's ``engine`` entry, and open nodes for the engine's settings."""
 
     @staticmethod
     def scheme() -> str:
@@ -77,6 +78,12 @@ class EPFSDP2ConfigSource(FileConfigSource):
             # Hydra would answer an unknown key with "Key 'epsize' is not in struct". Let it through: `engine_config`
             # refuses it with the key that was probably meant.
             result.config._set_flag("struct", False)
+        else:
+            # A role's own settings of the engine: any key of ours or of verl's FSDP engine, checked by `actor_config`.
+            for node in _OPEN_NODES:
+                opened = OmegaConf.select(result.config, node)
+                if opened is not None:
+                    opened._set_flag("struct", False)
         return result
 
 

@@ -5,8 +5,9 @@ its name. Whoever instantiates or unpickles ``EPFSDP2EngineConfig`` also registe
 worker that got its config has its engine.
 """
 
-import difflib
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -23,31 +24,62 @@ from .checkpointing import CHECKPOINTING
 from .errors import SettingError
 from .experts.backends import BACKENDS
 from .experts.deepep import DISPATCHERS
-from .model_facts import DTYPES, check_model_path
+from .model_facts import check_model_path
 from .preflight import check_run, check_training
+from .role_settings import (
+    ROLES,
+    SET_BY_VERL,
+    STRATEGY,
+    Role,
+    RoleEngine,
+    check_role_keys,
+    engine_of_role,
+    renamed,
+    tell,
+    without_verls_keys,
+)
+from .setting_rules import (
+    DTYPE,
+    EXPERT_PLAN,
+    FLAG,
+    LOSS_WEIGHT,
+    MIXED_PRECISION,
+    MODEL_DTYPE,
+    PATTERNS,
+    POSITIVE,
+    POSITIVE_NUMBER,
+    REPLAY,
+    REPLAY_MODES,
+    SEED,
+    check_fields,
+    is_whole,
+    must,
+    one_of,
+    optional,
+    setting,
+    whole,
+)
 
 __all__ = [
     "STRATEGY",
+    "DriverError",
     "EPFSDP2ActorConfig",
     "EPFSDP2CriticConfig",
     "EPFSDP2EngineConfig",
+    "actor_config",
     "critic_config",
     "engine_config",
+    "engine_settings",
 ]
 
-STRATEGY = "epfsdp2"
-_REPLAY_MODES = ("disabled", "R2", "R3")
-_PRECISION_KEYS = ("param_dtype", "reduce_dtype", "buffer_dtype")
-# Fields of EngineConfig that verl's trainer fills in from the actor's and the model's settings.
-_SET_BY_VERL = {
-    "use_dynamic_bsz",
-    "max_token_len_per_gpu",
-    "micro_batch_size_per_gpu",
-    "infer_max_token_len_per_gpu",
-    "infer_micro_batch_size_per_gpu",
-    "use_fused_kernels",
-    "use_remove_padding",
-}
+_RANKS = whole(1, "is a number of ranks, or -1 for all of them.", "-1", besides=(-1,))
+_SHARD_DIM = must(
+    lambda value: (isinstance(value, str) and value == "auto") or (is_whole(value) and value in (0, 1)),
+    "experts are sharded over ep_fsdp along dim 0 (whole experts), dim 1, or dim 0 where that divides.",
+    "auto",
+)
+_CHUNKS = whole(1, "is the number of parts in which a layer's tokens are dispatched.", "1")
+_SYNCS = whole(0, "is the number of syncs that are verified, or -1 for all of them.", "2", besides=(-1,))
 
 
 class DriverError(SettingError, CompactHydraException):
@@ -62,6 +94,15 @@ class DriverError(SettingError, CompactHydraException):
         return cls(error.setting, error.value, error.rule, error.works)
 
 
+@contextmanager
+def _on_the_driver(names: Mapping[str, str] | None = None) -> Iterator[None]:
+    """A ``SettingError`` becomes a ``DriverError``, by the name under which the setting was given for a role."""
+    try:
+        yield
+    except SettingError as error:
+        raise DriverError.of(renamed(error, names or {})) from error
+
+
 @dataclass
 class EPFSDP2EngineConfig(EngineConfig):
     """Settings of the EP + FSDP2 engine; the YAML says what each of them does.
@@ -72,40 +113,47 @@ class EPFSDP2EngineConfig(EngineConfig):
 
     _mutable_fields = EngineConfig._mutable_fields | {"ulysses_sequence_parallel_size"}
 
-    strategy: str = STRATEGY
-    ep_size: int = 1
-    expert_shard_dim: Any = "auto"
-    expert_plan: dict[str, int] | None = None
-    experts_backend: str = "auto"
-    fsdp_size: int = -1
-    ulysses_sequence_parallel_size: int = 1
-    model_dtype: str = "fp32"
-    allow_unused_weights: bool = False
-    mixed_precision: dict[str, Any] | None = None
-    fp32_modules: list[str] = field(default_factory=list)
-    reshard_after_forward: bool = True
-    reshard_experts_after_forward: bool | None = None
-    activation_checkpointing: str = "auto"
-    compile_dense: bool = False
-    prefetch_depth: int = 1
-    dispatch_chunks: int = 1
-    overlap_shared_experts: bool = False
-    dispatcher: str = "all_to_all"
-    offload_policy: bool = False
-    use_no_sync_for_gradient_accumulation: bool = False
-    entropy_from_logits_with_chunking: bool = False
-    entropy_from_logits_chunk_size: int = 2048
-    entropy_checkpointing: bool = False
-    use_torch_compile: bool = False
-    pad_to_length: bool = False
-    pad_to_length_bucket: int = 1024
-    router_aux_loss_coef: float = 0.0
-    router_z_loss_coef: float = 0.0
-    router_metrics: bool = False
-    rollout_sync: str = "auto"
-    rollout_sync_verify: int = 2
-    sync_megabytes: int = 2048
-    sync_timeout_seconds: float = 300.0
+    strategy: str = setting(STRATEGY, must(lambda v: v == STRATEGY, "this engine has one strategy.", STRATEGY))
+    ep_size: int = setting(1, POSITIVE)
+    expert_shard_dim: Any = setting("auto", _SHARD_DIM)
+    expert_plan: dict[str, int] | None = setting(None, EXPERT_PLAN)
+    experts_backend: str = setting("auto", one_of(BACKENDS, "auto"))
+    fsdp_size: int = setting(-1, _RANKS)
+    ulysses_sequence_parallel_size: int = setting(1, POSITIVE)
+    model_dtype: str = setting("fp32", MODEL_DTYPE)
+    allow_unused_weights: bool = setting(False, FLAG)
+    mixed_precision: dict[str, Any] | None = setting(None, MIXED_PRECISION)
+    dtype: str = setting("bfloat16", DTYPE)
+    fp32_modules: list[str] = setting(None, PATTERNS, factory=list)
+    reshard_after_forward: bool = setting(True, FLAG)
+    reshard_experts_after_forward: bool | None = setting(None, optional(FLAG))
+    activation_checkpointing: str = setting("auto", one_of(("auto", *CHECKPOINTING), "auto"))
+    compile_dense: bool = setting(False, FLAG)
+    prefetch_depth: int = setting(1, whole(0, "is the number of layers gathered ahead, 0 for none.", "1"))
+    dispatch_chunks: int = setting(1, _CHUNKS)
+    overlap_shared_experts: bool = setting(False, FLAG)
+    dispatcher: str = setting("all_to_all", one_of(DISPATCHERS, "all_to_all"))
+    param_offload: bool = setting(False, FLAG)
+    optimizer_offload: bool = setting(False, FLAG)
+    offload_policy: bool = setting(False, FLAG)
+    use_no_sync_for_gradient_accumulation: bool = setting(False, FLAG)
+    entropy_from_logits_with_chunking: bool = setting(False, FLAG)
+    entropy_from_logits_chunk_size: int = setting(2048, POSITIVE)
+    entropy_checkpointing: bool = setting(False, FLAG)
+    use_torch_compile: bool = setting(False, FLAG)
+    pad_to_length: bool = setting(False, FLAG)
+    pad_to_length_bucket: int = setting(1024, POSITIVE)
+    seed: int = setting(42, SEED)
+    full_determinism: bool = setting(False, FLAG)
+    forward_only: bool = setting(False, FLAG)
+    router_aux_loss_coef: float = setting(0.0, LOSS_WEIGHT)
+    router_z_loss_coef: float = setting(0.0, LOSS_WEIGHT)
+    router_metrics: bool = setting(False, FLAG)
+    router_replay: EngineRouterReplayConfig = setting(None, REPLAY, factory=EngineRouterReplayConfig)
+    rollout_sync: str = setting("auto", one_of(WANTED, "auto"))
+    rollout_sync_verify: int = setting(2, _SYNCS)
+    sync_megabytes: int = setting(2048, POSITIVE)
+    sync_timeout_seconds: float = setting(300.0, POSITIVE_NUMBER)
     # What the plan is made for; the actor's settings say it, 0 where nothing does.
     _sequences_per_update: int = 0
     _longest_sequence: int = 0
@@ -133,171 +181,25 @@ def check_engine_values(config: EPFSDP2EngineConfig) -> None:
     Raises:
         SettingError: naming the first such setting.
     """
-    if config.strategy != STRATEGY:
-        raise SettingError("engine.strategy", config.strategy, "this engine has one strategy.", STRATEGY)
-    for name in ("ep_size", "ulysses_sequence_parallel_size"):
-        value = getattr(config, name)
-        if not _is_whole(value) or value < 1:
-            raise SettingError(f"engine.{name}", value, "has to be a positive whole number.", f"engine.{name}=1")
-    if config.expert_shard_dim != "auto" and not (
-        _is_whole(config.expert_shard_dim) and 0 <= config.expert_shard_dim < 2
-    ):
-        raise SettingError(
-            "engine.expert_shard_dim",
-            config.expert_shard_dim,
-            "experts are sharded over ep_fsdp along dim 0 (whole experts), dim 1, or dim 0 where that divides.",
-            "engine.expert_shard_dim=auto",
-        )
-    if not _is_whole(config.fsdp_size) or (config.fsdp_size != -1 and config.fsdp_size < 1):
-        raise SettingError(
-            "engine.fsdp_size", config.fsdp_size, "is a number of ranks, or -1 for all of them.", "engine.fsdp_size=-1"
-        )
-    _check_dtype("model_dtype", config.model_dtype)
-    _check_dtype("dtype", config.dtype)
-    precision = config.mixed_precision or {}
-    if not isinstance(precision, Mapping):
-        raise SettingError(
-            "engine.mixed_precision", precision, "is null or a mapping.", "engine.mixed_precision={param_dtype:bf16}"
-        )
-    unknown = sorted(set(precision) - set(_PRECISION_KEYS))
-    if unknown:
-        raise SettingError(
-            f"engine.mixed_precision.{unknown[0]}",
-            precision[unknown[0]],
-            "there is no such key.",
-            f"keys {', '.join(_PRECISION_KEYS)}",
-        )
-    for key, value in precision.items():
-        _check_dtype(f"mixed_precision.{key}", value)
-    buffers = precision.get("buffer_dtype", "fp32")
-    if DTYPES[buffers].itemsize != 4:
-        raise SettingError(
-            "engine.mixed_precision.buffer_dtype",
-            buffers,
-            "buffers are never cast: they stay float32.",
-            "engine.mixed_precision.buffer_dtype=fp32, or leave the key out",
-        )
-    if not _is_whole(config.prefetch_depth) or config.prefetch_depth < 0:
-        raise SettingError(
-            "engine.prefetch_depth",
-            config.prefetch_depth,
-            "is the number of layers gathered ahead, 0 for none.",
-            "engine.prefetch_depth=1",
-        )
-    flags = (
-        "reshard_after_forward",
-        "compile_dense",
-        "allow_unused_weights",
-        "router_metrics",
-        "overlap_shared_experts",
-    )
-    for name in flags:
-        _check_flag(f"engine.{name}", getattr(config, name))
-    if not _is_whole(config.dispatch_chunks) or config.dispatch_chunks < 1:
-        rule = "is the number of parts in which a layer's tokens are dispatched."
-        raise SettingError("engine.dispatch_chunks", config.dispatch_chunks, rule, "engine.dispatch_chunks=1")
-    if config.dispatcher not in DISPATCHERS:
-        rule = f"is one of {', '.join(DISPATCHERS)}."
-        raise SettingError("engine.dispatcher", config.dispatcher, rule, "engine.dispatcher=all_to_all")
+    check_fields(config)
+    # What holds between fields.
     for name, default in (("dispatch_chunks", 1), ("overlap_shared_experts", False), ("dispatcher", "all_to_all")):
-        if config.dispatcher == "deepep" and name != "dispatcher" and getattr(config, name) != default:
-            rule = "is for all_to_all: DeepEP (engine.dispatcher=deepep) sends a layer's tokens at once."
-            raise SettingError(f"engine.{name}", getattr(config, name), rule, f"engine.{name}={default}")
-        if config.ep_size == 1 and getattr(config, name) != default:
-            rule = "no token travels where a rank holds all experts (engine.ep_size=1)."
-            raise SettingError(
-                f"engine.{name}", getattr(config, name), rule, f"engine.{name}={default}, or a larger ep_size"
-            )
-    if config.reshard_experts_after_forward is not None:
-        _check_flag("engine.reshard_experts_after_forward", config.reshard_experts_after_forward)
-    if config.activation_checkpointing not in ("auto", *CHECKPOINTING):
-        raise SettingError(
-            "engine.activation_checkpointing",
-            config.activation_checkpointing,
-            f"is one of auto, {', '.join(CHECKPOINTING)}.",
-            "engine.activation_checkpointing=auto",
-        )
-    _check_patterns(config)
-    if config.ulysses_sequence_parallel_size > 1 and config.compile_dense:
-        raise SettingError(
-            "engine.compile_dense",
-            config.compile_dense,
-            "what is compiled may hold no collective, and with sequence parallelism "
-            f"(engine.ulysses_sequence_parallel_size={config.ulysses_sequence_parallel_size}) attention does.",
-            "engine.compile_dense=False",
-        )
-    for name in ("record_file", "replay_file"):
-        if getattr(config.router_replay, name) is not None:
-            rule = "routes are kept in the batch, and in no file."
-            raise SettingError(
-                f"engine.router_replay.{name}", getattr(config.router_replay, name), rule, "leave it out"
-            )
-    if config.experts_backend not in BACKENDS:
-        raise SettingError(
-            "engine.experts_backend",
-            config.experts_backend,
-            f"is one of {', '.join(BACKENDS)}.",
-            "engine.experts_backend=auto",
-        )
-    if config.rollout_sync not in WANTED:
-        raise SettingError(
-            "engine.rollout_sync", config.rollout_sync, f"is one of {', '.join(WANTED)}.", "engine.rollout_sync=auto"
-        )
-    if not _is_whole(config.rollout_sync_verify) or config.rollout_sync_verify < -1:
-        raise SettingError(
-            "engine.rollout_sync_verify",
-            config.rollout_sync_verify,
-            "is the number of syncs that are verified, or -1 for all of them.",
-            "engine.rollout_sync_verify=2",
-        )
-    for name in ("router_aux_loss_coef", "router_z_loss_coef"):
         value = getattr(config, name)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
-            raise SettingError(f"engine.{name}", value, "is a weight of a loss: 0 or more.", f"engine.{name}=0.001")
-    for name in ("sync_megabytes", "sync_timeout_seconds"):
-        if getattr(config, name) <= 0:
-            raise SettingError(
-                f"engine.{name}", getattr(config, name), "has to be positive.", "leave it at its default"
-            )
-
-
-def _check_patterns(config: EPFSDP2EngineConfig) -> None:
-    """The two settings that name parts of a model; whether they are there is seen when the model is built."""
-    plan, islands = config.expert_plan or {}, config.fp32_modules
-    if not isinstance(plan, Mapping) or not all(_is_whole(dim) and dim >= 0 for dim in plan.values()):
-        raise SettingError(
-            "engine.expert_plan",
-            plan,
-            "maps patterns of parameter names to the dim that counts the experts.",
-            "engine.expert_plan='{model.layers.*.moe.w1: 0}'",
+        if value == default:
+            continue
+        if config.dispatcher == "deepep" and name != "dispatcher":
+            rule = "is for all_to_all: DeepEP (engine.dispatcher=deepep) sends a layer's tokens at once."
+            raise SettingError(f"engine.{name}", value, rule, f"engine.{name}={default}")
+        if config.ep_size == 1:
+            rule = "no token travels where a rank holds all experts (engine.ep_size=1)."
+            raise SettingError(f"engine.{name}", value, rule, f"engine.{name}={default}, or a larger ep_size")
+    if config.ulysses_sequence_parallel_size > 1 and config.compile_dense:
+        size = config.ulysses_sequence_parallel_size
+        rule = (
+            "what is compiled may hold no collective, and with sequence parallelism "
+            f"(engine.ulysses_sequence_parallel_size={size}) attention does."
         )
-    if isinstance(islands, str) or not all(isinstance(pattern, str) for pattern in islands):
-        raise SettingError(
-            "engine.fp32_modules",
-            islands,
-            "is a list of patterns of module names.",
-            "engine.fp32_modules=['*.mlp.gate']",
-        )
-
-
-def _is_whole(value: Any) -> bool:
-    # True == 1 and 2.0 == 2, and a command line gives both by mistake.
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _check_flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise SettingError(name, value, "is true or false.", f"{name}=true")
-
-
-def _check_dtype(name: str, value: Any) -> None:
-    if not isinstance(value, str) or value not in DTYPES:
-        raise SettingError(
-            f"engine.{name}",
-            value,
-            f"is one of {', '.join(DTYPES)}: float16 would need its loss scaled, which this engine does not do.",
-            f"engine.{name}={'fp32' if name == 'model_dtype' else 'bf16'}",
-        )
+        raise SettingError("engine.compile_dense", True, rule, "engine.compile_dense=False")
 
 
 def engine_config(**settings: Any) -> EPFSDP2EngineConfig:
@@ -307,38 +209,38 @@ def engine_config(**settings: Any) -> EPFSDP2EngineConfig:
         DriverError: for a key that the engine does not have, with the nearest one that it has; or for a value that no
             model could make right.
     """
-    _check_keys("engine", settings, engine_settings())
-    replay = settings.get("router_replay")
-    if replay is not None and not isinstance(replay, EngineRouterReplayConfig):
-        _check_keys("engine.router_replay", replay, {f.name for f in fields(EngineRouterReplayConfig)})
-        if replay.get("mode", "disabled") not in _REPLAY_MODES:
-            rule = f"is one of {', '.join(_REPLAY_MODES)}."
-            raise DriverError("engine.router_replay.mode", replay["mode"], rule, "engine.router_replay.mode=disabled")
-        settings["router_replay"] = EngineRouterReplayConfig(**replay)
-    try:
-        return EPFSDP2EngineConfig(**settings)
-    except SettingError as error:
-        raise DriverError.of(error) from error
+    notes: list[str] = []
+    with _on_the_driver():
+        values = without_verls_keys("engine", settings, engine_settings(), notes)
+        config = _engine(values)
+    if os.environ.get("RANK", "0") == "0":  # sft_trainer has no driver: each rank is here
+        tell(notes)
+    return config
 
 
-def _check_keys(node: str, settings: Mapping[str, Any], known: set[str]) -> None:
-    for key in settings:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            works = f"{node}.{near[0]}" if near else f"one of: {', '.join(sorted(known))}"
-            raise DriverError(f"{node}.{key}", settings[key], "the engine has no such setting.", works)
+def _engine(values: Mapping[str, Any]) -> EPFSDP2EngineConfig:
+    values = dict(values)
+    replay = values.get("router_replay")
+    if isinstance(replay, Mapping) and not isinstance(replay, EngineRouterReplayConfig):
+        known = {f.name for f in fields(EngineRouterReplayConfig)}
+        without_verls_keys("engine.router_replay", replay, known, [])
+        one_of(REPLAY_MODES, "disabled")("engine.router_replay.mode", replay.get("mode", "disabled"))
+        values["router_replay"] = EngineRouterReplayConfig(**{k: v for k, v in replay.items() if k != "_target_"})
+    return EPFSDP2EngineConfig(**values)
 
 
 def engine_settings() -> set[str]:
     """Names of the settings under ``engine.`` that a user may give."""
-    return {f.name for f in fields(EPFSDP2EngineConfig) if not f.name.startswith("_")} - _SET_BY_VERL
+    return {f.name for f in fields(EPFSDP2EngineConfig) if not f.name.startswith("_")} - SET_BY_VERL
 
 
 @dataclass
 class EPFSDP2ActorConfig(ActorConfig):
-    """Actor, and with ``forward_only`` the reference policy: verl's settings, and the one engine node.
+    """Actor, and with ``forward_only`` the reference policy: verl's settings, and the role's engine.
 
-    ``rollout`` carries the rollout settings that the driver checks together with the engine's (see ``preflight``).
+    ``rollout`` carries the rollout settings that the driver checks together with the engine's (see ``preflight``),
+    ``reference`` the engine's settings of the reference policy, ``names`` how the user spelled those of this role, and
+    ``notes`` what is to be said of them once, on the driver.
     """
 
     strategy: str = STRATEGY
@@ -348,10 +250,14 @@ class EPFSDP2ActorConfig(ActorConfig):
     use_remove_padding: bool = False
     use_rollout_log_probs: bool = False
     rollout: dict[str, Any] = field(default_factory=dict)
+    reference: RoleEngine | None = None
+    names: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self):
         super().__post_init__()
-        self.engine = _engine_of(self.engine, self.forward_only)
+        # A config of its own: verl writes batch sizes into it.
+        self.engine = replace(self.engine, forward_only=self.forward_only, _of_a_role=True)
         lengths = [self.rollout.get(f"max_{part}_length") for part in ("prompt", "response")]
         if all(lengths):
             sequences = self.ppo_mini_batch_size * self.rollout_n
@@ -369,7 +275,8 @@ class EPFSDP2ActorConfig(ActorConfig):
             DriverError: see ``preflight.check_run``.
         """
         super().validate(n_gpus, train_batch_size, model_config or {})
-        try:
+        tell(self.notes)
+        with _on_the_driver(self.names):
             check_run(
                 self.engine,
                 n_gpus,
@@ -380,22 +287,29 @@ class EPFSDP2ActorConfig(ActorConfig):
                 device=get_device_name(),
                 ipc=is_support_ipc(),
             )
-        except SettingError as error:
-            raise DriverError.of(error) from error
+        if self.reference is not None:
+            tell(self.reference.notes)
+            # What is given for the reference policy alone; all else is the actor's, and was looked at.
+            with _on_the_driver(self.reference.names):
+                engine = _engine(self.reference.values)
+                if self.reference.names:
+                    check_training(engine, n_gpus, model_config or {}, device=get_device_name())
         housekeeping.report_leftovers()
 
 
 @dataclass
 class EPFSDP2CriticConfig(CriticConfig):
-    """Critic: verl's settings, and the one engine node."""
+    """Critic: verl's settings, and the role's engine; ``names`` and ``notes`` as the actor's."""
 
     strategy: str = STRATEGY
     engine: Any = field(default_factory=EPFSDP2EngineConfig)
     grad_clip: float = 1.0
+    names: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self):
         super().__post_init__()
-        self.engine = _engine_of(self.engine, forward_only=False)
+        self.engine = replace(self.engine, forward_only=False, _of_a_role=True)
 
     def validate(self, n_gpus: int, train_batch_size: int) -> None:
         """As the actor's, for the critic's model.
@@ -404,7 +318,8 @@ class EPFSDP2CriticConfig(CriticConfig):
             DriverError: see ``preflight.check_training``.
         """
         super().validate(n_gpus, train_batch_size)
-        try:
+        tell(self.notes)
+        with _on_the_driver(self.names):
             check_training(
                 self.engine,
                 n_gpus,
@@ -414,8 +329,23 @@ class EPFSDP2CriticConfig(CriticConfig):
                 device=get_device_name(),
                 setting="critic.model",
             )
-        except SettingError as error:
-            raise DriverError.of(error) from error
+
+
+def actor_config(**settings: Any) -> EPFSDP2ActorConfig:
+    """Build the actor's config, or the reference policy's; Hydra's ``_target_``, with ``_recursive_: false``.
+
+    Raises:
+        DriverError: for a setting of the role that is not there, is wrong, or contradicts another of its spellings.
+    """
+    reference = settings.pop("reference", None)
+    role = ROLES["ref" if settings.get("forward_only") else "actor"]
+    if reference is not None:
+        reference = dict(reference)
+        if reference.get("strategy") == settings.get("strategy"):
+            reference["strategy"] = STRATEGY  # it follows the actor's, of which one line is enough
+        with _on_the_driver():
+            settings["reference"] = engine_of_role(ROLES["ref"], reference, engine_settings())
+    return _role_config(EPFSDP2ActorConfig, role, settings)
 
 
 def critic_config(**settings: Any) -> EPFSDP2CriticConfig:
@@ -424,18 +354,20 @@ def critic_config(**settings: Any) -> EPFSDP2CriticConfig:
     Building ``critic.model`` would ask the hub for a path that is not there, so that is looked at first.
 
     Raises:
-        DriverError: if there is no such model.
+        DriverError: if there is no such model; besides, as ``actor_config``.
     """
-    try:
+    with _on_the_driver():
         check_model_path(settings["model"], "critic.model")
-    except SettingError as error:
-        raise DriverError.of(error) from error
+    return _role_config(EPFSDP2CriticConfig, ROLES["critic"], settings)
+
+
+def _role_config(kind: type, role: Role, settings: dict[str, Any]) -> Any:
+    with _on_the_driver():
+        merged = engine_of_role(role, settings, engine_settings())
+        notes = check_role_keys(role, settings, {f.name for f in fields(kind)})
+    with _on_the_driver(merged.names):
+        engine = _engine(merged.values)
     for key, value in settings.items():
         if isinstance(value, Mapping):
             settings[key] = instantiate(value, _convert_="partial")
-    return EPFSDP2CriticConfig(**settings)
-
-
-def _engine_of(engine: Any, forward_only: bool) -> EPFSDP2EngineConfig:
-    """A config of its own for each role: verl writes batch sizes into it."""
-    return replace(engine, forward_only=forward_only, _of_a_role=True)
+    return kind(engine=engine, names=merged.names, notes=(*merged.notes, *notes), **settings)

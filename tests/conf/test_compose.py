@@ -114,7 +114,7 @@ def test_stock_choices_compose_to_what_they_were():
     [["engine=epfsdp2"], ["model_engine=epfsdp2"], ["engine=epfsdp2", "model_engine=epfsdp2"]],
     ids=["engine", "model_engine", "both"],
 )
-def test_main_ppo_has_one_engine_node_that_all_roles_follow(choice, module):
+def test_main_ppo_has_one_engine_node_that_all_roles_share(choice, module):
     config = composed("ppo_trainer", *choice, "engine.ep_size=8", "engine.seed=7", *SIZES, module=module)
     roles = {
         "actor": config.actor_rollout_ref.actor,
@@ -122,9 +122,9 @@ def test_main_ppo_has_one_engine_node_that_all_roles_follow(choice, module):
         "critic": config.critic,
     }
     for role, node in roles.items():
-        assert OmegaConf.to_container(node, resolve=False)["engine"] == "${engine}", role
-        assert (node.strategy, node.engine.ep_size, node.engine.seed) == ("epfsdp2", 8, 7), role
-        assert "fsdp_config" not in node and "fsdp" not in node
+        plain = OmegaConf.to_container(node, resolve=False)
+        assert plain["shared_engine"] == "${engine}" and plain["engine"] == {}, role
+        assert (node.strategy, node.shared_engine.ep_size, node.shared_engine.seed) == ("epfsdp2", 8, 7), role
         assert node._target_.startswith("epfsdp2.engine.config.")
     assert config.model_engine == "epfsdp2"
     assert config.actor_rollout_ref.actor.optim._target_ == "verl.workers.config.FSDPOptimizerConfig"
@@ -148,9 +148,9 @@ def test_everything_else_stays_verls():
     ours.actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module = None
     for key in ("model", "rollout"):
         assert raw(stock.actor_rollout_ref[key]) == raw(ours.actor_rollout_ref[key]), key
-    # A setting of verl's FSDP actor that means anything here is there too.
-    known = set(ours.actor_rollout_ref.actor) | {"fsdp_config"} | engine_settings()
-    assert set(stock.actor_rollout_ref.actor) <= known
+    # Every setting of verl's FSDP roles is there too.
+    for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"):
+        assert set(OmegaConf.select(stock, role)) <= set(OmegaConf.select(ours, role)), role
 
 
 @pytest.mark.parametrize("choice", ["engine=epfsdp2", "model_engine=epfsdp2"])
@@ -181,7 +181,7 @@ def test_sft_trainer(module):
 def test_other_trainers_take_the_engine(folder, name, path):
     with initialize_config_dir(folder, version_base=None):
         config = compose(name, ["engine=epfsdp2", "engine.ep_size=2", *path, *SIZES])
-    assert config.actor_rollout_ref.actor.strategy == "epfsdp2" and config.critic.engine.ep_size == 2
+    assert config.actor_rollout_ref.actor.strategy == "epfsdp2" and config.critic.shared_engine.ep_size == 2
     road = config.actor_rollout_ref.rollout.checkpoint_engine
     assert road.custom_backend_module == "epfsdp2.rollout.checkpoint_backend"
     assert OmegaConf.select(config, f"{VLLM}.worker_extension_cls") == EXTENSION
@@ -330,7 +330,7 @@ def test_a_primary_config_of_the_users_own_takes_model_engine(tmp_path):
     )
     with initialize_config_dir(str(tmp_path), version_base=None):
         config = compose("mine", ["model_engine=epfsdp2", "engine.seed=3"])
-    assert (config.actor_rollout_ref.actor.engine.ep_size, config.critic.engine.seed) == (4, 3)
+    assert (config.actor_rollout_ref.actor.shared_engine.ep_size, config.critic.shared_engine.seed) == (4, 3)
 
 
 def test_plans_and_islands_are_given_on_the_command_line():

@@ -23,12 +23,14 @@ class Run:
 
     Args:
         trainer: the module of the trainer that it runs; verl's ``main_ppo`` where there is none.
+        script: what one of verl's scripts gives its trainer (``hooks/verl_script.py``).
     """
 
-    def __init__(self, output: Path, *options: str, trainer: str | None = None):
+    def __init__(self, output: Path, *options: str, trainer: str | None = None, script: Path | None = None):
         self.output = output
         self.log = output.with_suffix(".out")
         program = ["epfsdp2.recipes.quickstart"] if trainer is None else ["other_trainer", trainer]
+        program = program if script is None else ["verl_script", str(script)]
         words = [sys.executable, "-m", *program, "--output", str(output), *options]
         env = os.environ | {"PYTHONPATH": os.pathsep.join([str(HOOKS), os.environ.get("PYTHONPATH", "")]).rstrip(":")}
         with self.log.open("wb") as log:

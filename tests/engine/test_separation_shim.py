@@ -39,9 +39,10 @@ def test_upstream_still_needs_it_and_other_strategies_are_left_alone(monkeypatch
 
 def _round_trip(folder):
     model, _ = sharded_model(folder, dist.get_world_size(), 2)
-    worker = _worker("epfsdp2")
+    worker = _worker("fsdp2")  # as verl's scripts say; the engine that runs decides
     separation_shim.install()
-    worker.actor = SimpleNamespace(engine=SimpleNamespace(module=model))
+    engine = SimpleNamespace(module=model, engine_config=SimpleNamespace(strategy="epfsdp2"))
+    worker.actor = SimpleNamespace(engine=engine)
     before = separation_shim.save(model)
     worker.save_model_to_cpu(0)
     with torch.no_grad():

@@ -1,0 +1,354 @@
+"""verl's own FSDP and SFT scripts with two words more: which compose, and which pass the driver's checks.
+
+    python -m benchmarks.verl_scripts --verl PATH [--match TEXT] [--record FOLDER]
+
+``PATH`` is a git directory or a checkout of verl. Each script is run as it is, in a folder of its own, with stand-ins for
+``python3``, ``torchrun``, ``ray`` and ``uv`` that write down their arguments. What the script would have started is then
+composed with the installed verl, and checked as verl's driver does it, with a model of the same architecture made small
+from a seed. Writes ``benchmarks/results/verl_scripts.md`` and ``.json``.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import torch
+import verl
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+from rich.console import Console
+from safetensors.torch import save_file
+from transformers import AutoConfig, PretrainedConfig
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.utils.config import omega_conf_to_dataclass, validate_config
+
+from benchmarks.quickstart import machine
+from benchmarks.tables import write_table
+from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.preflight import check_training
+from epfsdp2.engine.versions import installed
+
+ADDED = ("engine=epfsdp2", "engine.ep_size=8")
+FOLDERS = ("examples", "verl/experimental")
+# A trainer's module: where its primary config is, below the verl package, and how it is called.
+TRAINERS = {
+    "verl.trainer.main_ppo": ("trainer/config", "ppo_trainer"),
+    "verl.trainer.sft_trainer": ("trainer/config", "sft_trainer_engine"),
+    "verl.experimental.one_step_off_policy.main_ppo": (
+        "experimental/one_step_off_policy/config",
+        "one_step_off_ppo_trainer",
+    ),
+    "verl.experimental.fully_async_policy.fully_async_main": (
+        "experimental/fully_async_policy/config",
+        "fully_async_ppo_trainer",
+    ),
+}
+SFT = "verl.trainer.sft_trainer"
+# Engines of other back ends: their scripts have settings that no FSDP engine knows.
+OTHER_ENGINES = re.compile(r"model_engine=(?!dp)|^engine=(?!fsdp|epfsdp2)|megatron|veomni|torchtitan|automodel")
+# What stands in for programs that a script would start, and what of a system a script may need.
+STAND_INS = ("python", "python3", "torchrun", "ray", "uv")
+NOTHING = ("pip", "pkill", "sleep", "hf", "huggingface-cli", "wget", "curl", "git", "nvidia-smi", "npu-smi", "ulimit")
+TOOLS = (
+    "bash sh env date mkdir cat dirname basename tee seq head tail tr sed awk grep sort wc expr mktemp realpath "
+    "hostname cut uname id chmod ls printf test rm touch"
+).split()
+STAND_IN = """#!{python}
+import json, os, sys
+if "-c" in sys.argv[1:3]:
+    sys.exit(1)  # a script asks whether a package is there
+with open(os.environ["RECORDED"], "a") as file:
+    file.write(json.dumps([os.path.basename(sys.argv[0]), *sys.argv[1:]]) + "\\n")
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--verl", type=Path, required=True, help="git directory or checkout of verl")
+    parser.add_argument("--match", default="", help="only scripts whose path has this")
+    parser.add_argument("--record", type=Path, help="also write each script's arguments to this folder")
+    options = parser.parse_args()
+    console = Console(highlight=False)
+    commit = _git(options.verl, "rev-parse", "HEAD").decode().strip()
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "verl"
+        with tarfile.open(fileobj=io.BytesIO(_git(options.verl, "archive", "HEAD"))) as archive:
+            archive.extractall(tree, filter="data")
+        rows = []
+        for path in sorted(str(p.relative_to(tree)) for root in FOLDERS for p in (tree / root).rglob("*.sh")):
+            if options.match not in path:
+                continue
+            recorded = record(tree, path, Path(folder) / "home")
+            if recorded is None:
+                continue
+            row = {"path": path, **examine(recorded, Path(folder) / "models")}
+            console.print(f"{path}: {row['model']}; {row['composes']}; {row['checks']}", markup=False)
+            rows.append(row)
+            if options.record:
+                name = path.replace("/", "-").removesuffix(".sh") + ".json"
+                facts = {"script": path, "verl": commit, **{k: recorded[k] for k in ("module", "arguments")}}
+                (options.record / name).write_text(json.dumps(facts, indent=1) + "\n")
+    if not options.match:
+        write({"machine": machine(), "verl": commit, "installed": verl.__version__, "scripts": rows})
+    return 0
+
+
+def _git(folder: Path, *words: str) -> bytes:
+    place = ["--git-dir", str(folder)] if (folder / "HEAD").exists() else ["-C", str(folder)]
+    return subprocess.run(["git", *place, *words], check=True, capture_output=True).stdout
+
+
+def record(tree: Path, path: str, home: Path) -> dict | None:
+    """Run one script with stand-ins.
+
+    Returns:
+        ``module`` and ``arguments`` of the trainer, with the added words at their end, and ``added``: how they came
+        there. None for a script that starts no trainer of verl, or one of another engine.
+    """
+    programs = home / "bin"
+    if not programs.exists():
+        programs.mkdir(parents=True)
+        for name in (*STAND_INS, *NOTHING):
+            text = STAND_IN.format(python=sys.executable) if name in STAND_INS else "#!/bin/sh\nexit 0\n"
+            (programs / name).write_text(text)
+            (programs / name).chmod(0o755)
+        for name in TOOLS:
+            if found := shutil.which(name):
+                (programs / name).symlink_to(found)
+    recorded = home / "recorded"
+    recorded.unlink(missing_ok=True)
+    env = {"PATH": str(programs), "HOME": str(home), "RECORDED": str(recorded), "PWD": str(tree), "BYTENAS": "x"}
+    # Positional arguments that SFT scripts ask for: ranks and a folder.
+    first = ["8", str(home / "saved")] if "save_path" in (tree / path).read_text() else []
+    subprocess.run(["bash", path, *first, *ADDED], cwd=tree, env=env, capture_output=True, timeout=60)
+    lines = [json.loads(line) for line in recorded.read_text().splitlines()] if recorded.exists() else []
+    for words in lines:
+        module = next((word for word in words if word in TRAINERS), None)
+        if module is None:
+            continue
+        arguments = words[words.index(module) + 1 :]
+        if any(OTHER_ENGINES.search(word) for word in arguments if not word.startswith("trainer.")):
+            return None
+        handed_on = [word for word in ADDED if word in arguments]
+        arguments = [word.replace(str(home), "$HOME").replace(str(tree), "$PWD") for word in arguments]
+        plain = [word for word in arguments if word not in ADDED]
+        added = "behind the script's name" if handed_on else "behind the script's last argument"
+        return {"module": module, "arguments": [*plain, *ADDED], "added": added}
+    return None
+
+
+def examine(recorded: dict, models: Path) -> dict:
+    """Whether it composes, and what the driver's checks say."""
+    module, arguments = recorded["module"], recorded["arguments"]
+    stock = [word for word in arguments if word not in ADDED]
+    name = model_name(arguments)
+    row = {"module": module, "model": name, "added": recorded["added"], "stock": _composes(module, stock)[1]}
+    if missing := missing_config(module, arguments):
+        row["added"] += f", and the trainer's own --config-name: verl has no {missing}"
+    config, row["composes"] = _composes(module, arguments)
+    if config is None:
+        if row["stock"] != "yes":
+            row["composes"] = f"neither does stock verl {verl.__version__}: {row['composes']}"
+        return row | {"checks": "-"}
+    try:
+        folder = small_model(name, models)
+    except KeyError:
+        return row | {"checks": "no small model of this architecture"}
+    paths = _paths(module, config, folder)
+    row["checks"] = checks(module, [*arguments, *paths]).replace(str(folder), "SMALL")
+    if row["checks"] != "passes" and row["stock"] == "yes" and checks(module, [*stock, *paths]) == row["checks"]:
+        row["checks"] = f"neither does stock verl {verl.__version__}: {row['checks']}"
+    return row
+
+
+def composed(module: str, arguments: list[str]):
+    """The config that the trainer would get."""
+    folder, name = TRAINERS[module]
+    for word in arguments:
+        if word.startswith("--config-name") and missing_config(module, [word]) is None:
+            name = word.partition("=")[2].removesuffix(".yaml")
+    overrides = [word for word in arguments if not word.startswith("--")]
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(Path(verl.__file__).parent / folder), version_base=None):
+        return compose(name, overrides)
+
+
+def missing_config(module: str, arguments: list[str]) -> str | None:
+    """The primary config that a script names and verl does not have."""
+    folder = Path(verl.__file__).parent / TRAINERS[module][0]
+    names = [word.partition("=")[2].removesuffix(".yaml") for word in arguments if word.startswith("--config-name")]
+    return next((f"{name}.yaml" for name in names if not (folder / f"{name}.yaml").exists()), None)
+
+
+def _composes(module: str, arguments: list[str]):
+    try:
+        return composed(module, arguments), "yes"
+    except Exception as error:
+        return None, _first_line(error)
+
+
+def model_name(arguments: list[str]) -> str:
+    for word in reversed(arguments):
+        key, _, value = word.lstrip("+").partition("=")
+        if key in ("actor_rollout_ref.model.path", "model.path"):
+            return value.rstrip("/").rpartition("/")[2]
+    return "-"
+
+
+def checks(module: str, arguments: list[str]) -> str:
+    """What the driver says, as on a machine with GPUs and flash-attn: "passes", or the refusal's first sentence."""
+    with contextlib.ExitStack() as stack:
+        for target, value in (
+            ("epfsdp2.engine.config.get_device_name", lambda: "cuda"),
+            ("epfsdp2.engine.config.is_support_ipc", lambda: True),
+            ("epfsdp2.engine.preflight_features.versions.installed", lambda name: installed(name) or "0"),
+            ("epfsdp2.engine.preflight.choose_backend", lambda *args: None),
+        ):
+            stack.enter_context(mock.patch(target, value))
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        try:
+            config = composed(module, arguments)
+            if module == SFT and ADDED[0] not in arguments:
+                return "passes"  # verl's own engine has no such checks
+            if module == SFT:
+                engine = omega_conf_to_dataclass(config.engine)
+                model = OmegaConf.to_container(config.model, resolve=True)
+                check_training(engine, 8, model, device="cuda", setting="model", checkpoint=config.checkpoint)
+            else:
+                OmegaConf.resolve(config)
+                validate_config(config, need_reference_policy(config), need_critic(config))
+        except Exception as error:
+            return _first_line(error)
+    return "passes"
+
+
+def _paths(module: str, config, folder: Path) -> list[str]:
+    if module == SFT:
+        return [f"model.path={folder}"]
+    paths = [f"actor_rollout_ref.model.path={folder}"]
+    if need_critic(config):
+        paths += [f"critic.model.path={folder}", "++critic.model.load_tokenizer=False"]
+    return paths
+
+
+def _first_line(error: BaseException) -> str:
+    refused = error
+    while refused is not None and not isinstance(refused, SettingError):
+        refused = refused.__cause__
+    while refused is None and error.__cause__ is not None:
+        error = error.__cause__  # what Hydra wraps
+    text = (str(refused or error).strip() or type(error).__name__).splitlines()[0]
+    if refused is not None:
+        text = text.partition(" What works: ")[0]
+    return text.replace("|", "\\|")
+
+
+# Sizes of a model made small: what decides whether weights can be divided (experts, heads) stays as it is.
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "vocab_size": 256,
+    "head_dim": 16,
+    "max_position_embeddings": 65536,
+}
+_QWEN3_MOE = {"num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8}
+# By what stands in a model's name: its type in transformers, and what of it is kept.
+ARCHITECTURES: list[tuple[str, str, dict]] = [
+    (r"Qwen3-VL-30B", "qwen3_vl_moe", {"text_config": {"model_type": "qwen3_vl_moe_text", **_QWEN3_MOE}}),
+    (r"Qwen3-30B-A3B", "qwen3_moe", _QWEN3_MOE),
+    (r"Qwen3-Next", "qwen3_next", {"num_attention_heads": 16, "num_key_value_heads": 2, "num_experts": 512}),
+    (r"Qwen3\.5-35B", "qwen3_5_moe", {"text_config": {"model_type": "qwen3_5_moe_text", "num_experts": 256}}),
+    (r"gpt-oss", "gpt_oss", {"num_attention_heads": 64, "num_key_value_heads": 8, "num_local_experts": 32}),
+    (r"Qwen3-VL", "qwen3_vl", {"text_config": {"model_type": "qwen3_vl_text", "num_attention_heads": 32}}),
+    (r"Qwen2\.5-VL", "qwen2_5_vl", {"num_attention_heads": 28, "num_key_value_heads": 4, "head_dim": None}),
+    (r"Qwen3\.5", "qwen3_5", {"text_config": {"model_type": "qwen3_5_text", "num_attention_heads": 8}}),
+    (r"Qwen3-", "qwen3", {"num_attention_heads": 32, "num_key_value_heads": 8}),
+    (r"(?i)Qwen-?2", "qwen2", {"num_attention_heads": 28, "num_key_value_heads": 4, "hidden_size": 448}),
+    (r"(?i)seed-oss", "seed_oss", {"num_attention_heads": 80, "num_key_value_heads": 8}),
+    (r"gemma", "gemma", {"num_attention_heads": 8, "num_key_value_heads": 1}),
+    (r"deepseek-coder", "llama", {"num_attention_heads": 32, "num_key_value_heads": 32}),
+    (r"Mistral", "mistral", {"num_attention_heads": 32, "num_key_value_heads": 8}),
+    (r"GLM-4\.1V", "glm4v", {"text_config": {"model_type": "glm4v_text"}}),
+]
+
+
+def small_model(name: str, models: Path) -> Path:
+    """A folder with the config of a small model of the same architecture; its one tensor is for what looks for files.
+
+    Raises:
+        KeyError: for an architecture that is not in the table.
+    """
+    for pattern, kind, kept in ARCHITECTURES:
+        if re.search(pattern, name):
+            break
+    else:
+        raise KeyError(name)
+    folder = models / kind
+    if not folder.exists():
+        config = _small_config(kind, kept)
+        folder.mkdir(parents=True)
+        config.save_pretrained(folder)
+        save_file({"x": torch.zeros(1)}, str(folder / "model.safetensors"))
+    return folder
+
+
+def _small_config(kind: str, kept: dict) -> PretrainedConfig:
+    stock = AutoConfig.for_model(kind)
+    sizes = {key: value for key, value in SMALL.items() if hasattr(stock, key)}
+    text = kept.get("text_config")
+    if text is not None:
+        inner = AutoConfig.for_model(text["model_type"])
+        small = {key: value for key, value in SMALL.items() if hasattr(inner, key)}
+        kept = {"text_config": {**small, **text}, "vision_config": {"depth": 1}}
+        sizes = {}
+    return AutoConfig.for_model(kind, **{k: v for k, v in {**sizes, **kept}.items() if v is not None})
+
+
+def write(result: dict) -> None:
+    """The table: scripts for models with experts first."""
+    rows = sorted(result["scripts"], key=lambda row: (not _has_experts(row["model"]), row["path"]))
+    cells = [
+        [row["path"], row["model"], row["added"], row["composes"], row["checks"], row.get("step", "-")] for row in rows
+    ]
+    experts = [row for row in rows if _has_experts(row["model"])]
+    counts = [
+        f"{sum(row['composes'] == 'yes' for row in some)} of {len(some)} compose, "
+        f"{sum(row['checks'] == 'passes' for row in some)} pass the driver's checks"
+        for some in (experts, rows)
+    ]
+    write_table(
+        "verl_scripts",
+        result,
+        "verl's scripts with engine=epfsdp2",
+        "python -m benchmarks.verl_scripts --verl PATH",
+        f"verl {result['installed']} installed, scripts of commit {result['verl'][:12]}",
+        [
+            f"Added: `{shlex.join(ADDED)}`. Of scripts for models with experts {counts[0]}; of all {counts[1]}. The checks "
+            "are those of a machine with GPUs and flash-attn, on a small model of the same architecture; a refusal is "
+            "quoted with its first sentence.",
+        ],
+        ["script", "model", "two words added", "composes", "driver's checks", "a step on the CPU"],
+        cells,
+    )
+
+
+def _has_experts(name: str) -> bool:
+    return bool(re.search(r"A3B|gpt-oss|Next", name))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,96 @@
+"""verl's own scripts with two words more, on a small machine: their arguments are recorded in ``data``.
+
+``benchmarks/verl_scripts.py --record`` wrote the files: what a script gives its trainer, and the two words behind it. Here
+a small model, small data and what a machine without GPUs needs come last.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from epfsdp2.recipes.quickstart import task
+from epfsdp2.recipes.quickstart.commands import overrides as quickstart
+from epfsdp2.recipes.quickstart.model import write_model
+from tests.e2e.conftest import leavings, overrides, running, unused
+
+pytestmark = pytest.mark.e2e
+
+DATA = Path(__file__).parent / "data"
+GRPO = DATA / "examples-grpo_trainer-run_qwen3_30b_a3b_fsdp.json"
+SFT = DATA / "examples-sft-gsm8k-run_qwen3_8b_fsdp.json"
+FULLY_ASYNC = DATA / "verl-experimental-fully_async_policy-shell-dapo_30b_a3b_base_math_fsdp.json"
+RUNS = "engine=epfsdp2 was asked for, and is the one that runs"
+SAME = 1e-5
+
+
+def _steps(tmp_path, steps, script, *settings):
+    write_model(tmp_path / "model", 1)
+    options = ["--model", str(tmp_path / "model"), "--steps", str(steps), "--batch-size", "8"]
+    before = leavings()
+    with running(tmp_path / "run", *options, *overrides(*settings), script=script) as run:
+        run.wait()
+    logged = [step for step in run.steps() if "actor/grad_norm" in step]
+    assert len(logged) == steps, run.text()[-3000:]
+    assert all(step["actor/grad_norm"] > 0 for step in logged)
+    assert run.living() == [] and unused(leavings() - before) == set()
+    return logged, (tmp_path / "run" / "logs" / "grpo.log").read_text(errors="replace")
+
+
+def test_sft_script_with_two_words_trains(tmp_path):
+    """Its settings are dense Qwen3's; sequence parallelism over two ranks and LoRA are the script's."""
+    write_model(tmp_path / "model", 1)
+    task.write_datasets(tmp_path / "data", 1, 1, 1.0)
+    facts = json.loads(SFT.read_text())
+    values = {
+        "model": tmp_path / "model",
+        "warmup_data": tmp_path / "data" / "warmup.parquet",
+        "warmup_batch_size": 8,
+        "warmup_lr": 1e-3,
+        "warmup_steps": 3,
+        "output": tmp_path,
+    }
+    small = [*quickstart("warmup", values), "engine.ep_size=2", "data.val_files=null", "trainer.logger=[console]"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", facts["module"], *facts["arguments"], *small]
+    env = {"OMP_NUM_THREADS": "1", "VERL_PLATFORM": "cpu", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = [line for line in done.stdout.splitlines() if "train/loss" in line]
+    assert len(losses) == 3, done.stdout[-3000:]
+
+
+@pytest.mark.long
+def test_grpo_script_with_two_words_trains(tmp_path):
+    """With the reference policy, KL loss, dynamic batches and both offloads of the script."""
+    steps, log = _steps(tmp_path, 2, GRPO)
+    assert all(step["training/rollout_probs_diff_mean"] < SAME for step in steps if step)
+    assert all("actor/kl_loss" in step for step in steps)
+    assert f"actor_rollout_ref.actor.strategy=fsdp2: {RUNS}" in log
+
+
+@pytest.mark.long
+def test_fully_async_script_with_two_words_trains(tmp_path):
+    """verl has no config of the name that the script gives; rows are shared by two ranks instead of four."""
+    _, log = _steps(
+        tmp_path,
+        2,
+        FULLY_ASYNC,
+        "--config-name=fully_async_ppo_trainer.yaml",
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+        "actor_rollout_ref.ref.ulysses_sequence_parallel_size=2",
+        "rollout.nnodes=1",
+        "rollout.n_gpus_per_node=1",
+        "rollout.n=8",
+        "rollout.total_rollout_steps=32",
+        "async_training.trigger_parameter_sync_step=1",
+        "actor_rollout_ref.rollout.checkpoint_engine.backend=epfsdp2_p2p",
+        "algorithm.rollout_correction.bypass_mode=False",
+        "data.train_batch_size=0",
+        "ray_kwargs.ray_init.num_gpus=3",
+        "ray_kwargs.ray_init.num_cpus=64",
+    )
+    assert f"critic.strategy=fsdp: {RUNS}" in log or f"actor_rollout_ref.actor.fsdp_config.strategy=fsdp: {RUNS}" in log

@@ -1,0 +1,371 @@
+"""What is set for one role counts for it, and no key of verl's FSDP roles is silently dropped."""
+
+import logging
+import os
+from dataclasses import fields, replace
+
+import pytest
+import torch
+import verl.trainer.config
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from safetensors.torch import save_file
+from transformers import Qwen3MoeConfig
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config.actor import ActorConfig, FSDPActorConfig
+from verl.workers.config.critic import CriticConfig, FSDPCriticConfig
+from verl.workers.config.engine import EngineConfig, FSDPEngineConfig
+
+from epfsdp2.engine import role_settings
+from epfsdp2.engine.config import (
+    DriverError,
+    EPFSDP2ActorConfig,
+    EPFSDP2CriticConfig,
+    EPFSDP2EngineConfig,
+    actor_config,
+    critic_config,
+    engine_config,
+    engine_settings,
+)
+from epfsdp2.engine.role_settings import (
+    ENGINE_NO_USE,
+    ENGINE_REFUSED,
+    ENGINE_TAKEN,
+    ROLE_NO_USE,
+    ROLE_REFUSED,
+    ROLE_TAKEN,
+    SET_BY_VERL,
+    VERLS_OWN,
+)
+
+VERL_CONFIG = os.path.dirname(verl.trainer.config.__file__)
+ACTOR, REF, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"
+SIZES = [f"{ACTOR}.ppo_micro_batch_size_per_gpu=2", "critic.ppo_micro_batch_size_per_gpu=2"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        architectures=["Qwen3MoeForCausalLM"],
+    ).save_pretrained(folder)
+    save_file({"x": torch.zeros(1)}, str(folder / "model.safetensors"))
+    return folder
+
+
+def composed(*overrides, engine="engine=epfsdp2"):
+    with initialize_config_dir(VERL_CONFIG, version_base=None):
+        return compose("ppo_trainer", [*SIZES, *overrides, engine])
+
+
+def role(name, *overrides, resolve=False):
+    config = composed(*overrides)
+    if resolve:
+        OmegaConf.resolve(config)
+    node = OmegaConf.select(config, name)
+    if name == REF:
+        OmegaConf.set_struct(node, False)
+        for key in ("micro_batch_size", "micro_batch_size_per_gpu", "max_token_len_per_gpu"):
+            node[f"ppo_{key}"] = node.pop(f"log_prob_{key}")  # as verl's worker does
+        node.use_dynamic_bsz = node.pop("log_prob_use_dynamic_bsz")
+        node.ppo_micro_batch_size_per_gpu = 1
+    return omega_conf_to_dataclass(node)
+
+
+def refused(*overrides, name=ACTOR):
+    with pytest.raises(HydraException) as caught:
+        role(name, *overrides)
+    # Hydra puts a line before the paragraph, and one behind it.
+    assert isinstance(caught.value.__cause__, DriverError) and "\n" not in str(caught.value.__cause__)
+    return str(caught.value.__cause__)
+
+
+# Every key of verl's configs is in one of the lists.
+
+
+def yaml_keys(*path):
+    return set(OmegaConf.load(os.path.join(VERL_CONFIG, *path))) - {"_target_", "defaults"}
+
+
+def field_names(*kinds):
+    return {f.name for kind in kinds for f in fields(kind)} - {"_target_"}
+
+
+def test_every_key_of_verls_fsdp_engine_is_in_one_list():
+    keys = field_names(FSDPEngineConfig, EngineConfig) | yaml_keys("engine", "fsdp.yaml")
+    tables = [ENGINE_TAKEN, set(ENGINE_NO_USE), set(ENGINE_REFUSED), SET_BY_VERL]
+    assert keys == set().union(*tables) and sum(map(len, tables)) == len(keys)
+    assert engine_settings() >= ENGINE_TAKEN
+    assert {f.name for f in fields(EngineConfig)} >= SET_BY_VERL
+
+
+def test_every_key_of_verls_roles_is_in_one_list():
+    keys = field_names(ActorConfig, FSDPActorConfig, CriticConfig, FSDPCriticConfig)
+    for group in ("actor", "ref", "critic"):
+        keys |= yaml_keys(group, f"{group}.yaml") | yaml_keys(group, f"dp_{group}.yaml")
+    tables = [ROLE_TAKEN, set(ROLE_NO_USE), set(ROLE_REFUSED), VERLS_OWN]
+    assert keys == set().union(*tables) and sum(map(len, tables)) == len(keys)
+    ours = field_names(EPFSDP2ActorConfig, EPFSDP2CriticConfig)
+    # What verl's worker renames before it builds the reference policy, and the nodes of verl's engines, are no fields.
+    renamed = {key for key in VERLS_OWN if key.startswith("log_prob_")} | {"fsdp", "fsdp_config"}
+    assert ours >= VERLS_OWN - renamed
+    assert engine_settings() >= ROLE_TAKEN
+
+
+def test_defaults_are_verls():
+    stock = FSDPEngineConfig()
+    path = os.path.join(VERL_CONFIG, "engine", "fsdp.yaml")
+    yaml = OmegaConf.to_container(OmegaConf.load(path))
+    for key, (default, _) in ENGINE_NO_USE.items():
+        assert default == yaml[key] and getattr(stock, key) in (default, {})
+
+
+# What is given for a role counts for it.
+
+
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+@pytest.mark.parametrize(
+    ("name", "nodes"),
+    [
+        (ACTOR, ("engine", "fsdp_config")),
+        (REF, ("engine", "fsdp_config")),
+        (CRITIC, ("engine", "fsdp", "model.fsdp_config")),
+    ],
+    ids=["actor", "ref", "critic"],
+)
+def test_a_role_spelled_either_way_counts_before_engine(name, nodes, plus, model):
+    for node in nodes if not plus else nodes[1:2]:
+        given = [f"{plus}{name}.{node}.param_offload=True", f"{plus}{name}.{node}.mixed_precision.reduce_dtype=bf16"]
+        shared = ["engine.ep_size=2", "engine.param_offload=False", "engine.mixed_precision={param_dtype:bf16}"]
+        paths = [f"actor_rollout_ref.model.path={model}", f"critic.model.path={model}"]
+        paths.append("+critic.model.load_tokenizer=False")
+        for other in (ACTOR, REF, CRITIC):
+            config = role(other, *given, *shared, *paths, resolve=other == name).engine
+            assert config.param_offload is (other == name), (node, other)
+            assert config.mixed_precision == {"param_dtype": "bf16"} | ({"reduce_dtype": "bf16"} if other == name else {})
+            assert config.ep_size == 2 and config.forward_only is (other == REF)
+
+
+def test_the_keys_beside_the_node_count_and_the_reference_follows_the_actor_as_in_verl():
+    given = [
+        f"{ACTOR}.ulysses_sequence_parallel_size=4",
+        f"{ACTOR}.entropy_checkpointing=True",
+        f"{ACTOR}.entropy_from_logits_with_chunking=True",
+        f"{ACTOR}.pad_to_length=True",
+        f"{ACTOR}.fsdp_config.pad_to_length_bucket=512",
+        "engine.ulysses_sequence_parallel_size=2",
+        "engine.use_torch_compile=True",
+    ]
+    actor, ref = role(ACTOR, *given), role(REF, *given)
+    assert (actor.engine.ulysses_sequence_parallel_size, ref.engine.ulysses_sequence_parallel_size) == (4, 4)
+    assert actor.ulysses_sequence_parallel_size == 4
+    assert actor.engine.entropy_checkpointing and not ref.engine.entropy_checkpointing
+    assert actor.engine.entropy_from_logits_with_chunking and not ref.engine.entropy_from_logits_with_chunking
+    assert (ref.engine.pad_to_length, ref.engine.pad_to_length_bucket) == (True, 512)
+    assert actor.engine.use_torch_compile and ref.engine.use_torch_compile
+    for own in (f"{REF}.ulysses_sequence_parallel_size=1", f"{REF}.engine.ulysses_sequence_parallel_size=1"):
+        assert role(REF, *given, own).engine.ulysses_sequence_parallel_size == 1
+    assert not role(ACTOR, *given, f"{ACTOR}.use_torch_compile=False").engine.use_torch_compile
+
+
+def test_engine_of_a_role_without_settings_is_the_shared_one():
+    shared = engine_config(ep_size=2, seed=7)
+    for name, forward_only in ((ACTOR, False), (REF, True)):
+        config = role(name, "engine.ep_size=2", "engine.seed=7")
+        plan = {name: getattr(config.engine, name) for name in ("_sequences_per_update", "_longest_sequence")}
+        assert config.engine == replace(shared, forward_only=forward_only, **plan)
+        assert config.names == {} and config.notes == ()
+
+
+# What is refused, and what is said.
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            [f"{ACTOR}.fsdp_config.param_offload=True", f"{ACTOR}.engine.param_offload=False"],
+            f"{ACTOR}.fsdp_config.param_offload=True: contradicts {ACTOR}.engine.param_offload=False, which is",
+        ),
+        (
+            [f"{ACTOR}.ulysses_sequence_parallel_size=2", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=4"],
+            f"{ACTOR}.ulysses_sequence_parallel_size=2: contradicts {ACTOR}.fsdp_config.ulysses_sequence_parallel",
+        ),
+        ([f"{ACTOR}.fsdp_config.parm_offload=True"], f"What works: {ACTOR}.fsdp_config.param_offload"),
+        ([f"{ACTOR}.fsdp_config.ep_size=8"], f"What works: {ACTOR}.engine.ep_size"),
+        ([f"{ACTOR}.engine.epsize=8"], f"{ACTOR}.engine.epsize=8: the engine has no such setting. What works: {ACTOR}"),
+        ([f"{ACTOR}.fsdp_config=8"], f"{ACTOR}.fsdp_config=8: is a mapping of settings."),
+        ([f"{ACTOR}.fsdp_config.dtype=float16"], f"{ACTOR}.fsdp_config.dtype=float16: is one of fp32, float32, bf16"),
+        (
+            [f"{ACTOR}.fsdp_config.mixed_precision.buffer_dtype=bf16"],
+            f"{ACTOR}.fsdp_config.mixed_precision.buffer_dtype=bf16: buffers are never cast: they stay float32. "
+            f"What works: {ACTOR}.fsdp_config.mixed_precision.buffer_dtype=fp32",
+        ),
+        ([f"{ACTOR}.fsdp_config.qat.enable=True"], f"{ACTOR}.fsdp_config.qat={{'enable': True}}: quantisation-aware"),
+        ([f"{ACTOR}.qat.enable=True"], f"{ACTOR}.qat="),
+        ([f"{ACTOR}.fsdp_config.turbo_config.distributed.expert_parallel_size=8"], "strategy fsdp_turbo"),
+        ([f"{ACTOR}.freeze_vision_tower=True"], f"{ACTOR}.freeze_vision_tower=True: every parameter is trained."),
+        ([f"{ACTOR}.strategy=megatron"], f"{ACTOR}.strategy=megatron: asks for another engine than engine=epfsdp2."),
+        ([f"{ACTOR}.fsdp_config.strategy=veomni"], f"{ACTOR}.fsdp_config.strategy=veomni: this engine has one"),
+        ([f"{ACTOR}.fsdp_config.forward_only=True"], f"{ACTOR}.fsdp_config.forward_only=True: this role is trained."),
+        ([f"+{ACTOR}.ulysses_sequence_paralel_size=2"], f"What works: {ACTOR}.ulysses_sequence_parallel_size"),
+        ([f"{ACTOR}.engine.ep_size=two"], f"{ACTOR}.engine.ep_size=two: has to be a positive whole number. What works"),
+        # The reference policy's, on the driver, in the actor's config.
+        (
+            [f"{REF}.fsdp_config.param_offload=True", f"{REF}.engine.param_offload=False"],
+            f"{REF}.fsdp_config.param_offload=True: contradicts {REF}.engine.param_offload=False",
+        ),
+        ([f"{REF}.fsdp_config.reshard=True"], f"{REF}.fsdp_config.reshard=True: verl's FSDP engine has no such"),
+    ],
+)
+def test_wrong_settings_of_a_role_are_refused_by_their_names(overrides, words):
+    text = refused(*overrides)
+    assert words in text and "What works: " in text
+
+
+def test_spellings_that_agree_are_taken():
+    same = [f"{ACTOR}.{node}.param_offload=True" for node in ("engine", "fsdp_config")]
+    assert role(ACTOR, *same).engine.param_offload
+
+
+@pytest.fixture
+def said(caplog):
+    role_settings._told.cache_clear()
+    caplog.set_level(logging.WARNING, logger="epfsdp2")
+    return lambda: [record.getMessage() for record in caplog.records if record.name == "epfsdp2"]
+
+
+def validated(model, *overrides, world=2):
+    model = {"path": str(model), "override_config": {"attn_implementation": "sdpa"}, "use_remove_padding": True}
+    role(ACTOR, "actor_rollout_ref.rollout.name=vllm", *overrides).validate(world, 256, model)
+
+
+def test_what_has_no_use_is_said_once_on_the_driver(model, said, monkeypatch):
+    monkeypatch.setattr("epfsdp2.engine.config.check_run", lambda *args, **kwargs: None)
+    quiet = [f"{ACTOR}.fsdp_config.wrap_policy.min_num_params=0", f"{ACTOR}.fsdp_config.forward_prefetch=False"]
+    validated(model, *quiet, f"{ACTOR}.fsdp_config.use_orig_params=False", f"{ACTOR}.fsdp_config.qat.enable=False")
+    assert said() == []
+    loud = [
+        f"{ACTOR}.fsdp_config.wrap_policy.min_num_params=100",
+        f"{ACTOR}.fsdp_config.forward_prefetch=True",
+        f"{REF}.fsdp_config.forward_prefetch=True",
+        f"{ACTOR}.fsdp_config.use_orig_params=True",
+    ]
+    for _ in range(2):
+        validated(model, *loud)
+    assert len(said()) == 4 and all("has no use here: " in line for line in said())
+
+
+def test_strategy_fsdp2_beside_the_engine_runs_the_engine_and_says_so(model, said, monkeypatch):
+    monkeypatch.setattr("epfsdp2.engine.config.check_run", lambda *args, **kwargs: None)
+    given = [f"{ACTOR}.strategy=fsdp2", "critic.strategy=fsdp2", f"critic.model.path={model}"]
+    given.append("+critic.model.load_tokenizer=False")
+    for name in (ACTOR, REF, CRITIC):
+        config = role(name, *given)
+        assert (config.strategy, config.engine.strategy) == ("epfsdp2", "epfsdp2")
+        assert any(f"{name}.strategy=fsdp2: engine=epfsdp2 was asked for" in note for note in config.notes)
+    validated(model, *given)
+    assert [line.partition(":")[2].strip() for line in said()] == [
+        f"{ACTOR}.strategy=fsdp2: engine=epfsdp2 was asked for, and is the one that runs"
+    ]
+
+
+def test_sft_trainer_takes_verls_keys_in_its_one_node(said):
+    with initialize_config_dir(VERL_CONFIG, version_base=None):
+        overrides = ["engine=fsdp", "engine.strategy=fsdp2", "engine.use_orig_params=True", "engine=epfsdp2"]
+        config = compose("sft_trainer_engine", [*overrides, "engine.ulysses_sequence_parallel_size=2"])
+    engine = omega_conf_to_dataclass(config.engine)
+    assert isinstance(engine, EPFSDP2EngineConfig) and engine.strategy == "epfsdp2"
+    assert engine.ulysses_sequence_parallel_size == 2
+    assert len(said()) == 2
+
+
+def test_the_reference_is_checked_against_the_world_by_its_own_names(model, monkeypatch):
+    monkeypatch.setattr("epfsdp2.engine.config.check_run", lambda *args, **kwargs: None)
+    monkeypatch.setattr("epfsdp2.engine.config.get_device_name", lambda: "cpu")
+    validated(model, "engine.ep_size=2", f"{REF}.engine.ep_size=1", f"{REF}.fsdp_config.param_offload=True")
+    for wrong, world, words in (
+        (f"{REF}.engine.ep_size=4", 2, f"{REF}.engine.ep_size=4: "),
+        (f"{REF}.engine.ep_size=3", 3, f"{REF}.engine.ep_size=3: "),
+        (f"{REF}.fsdp_config.param_offload=7", 2, f"{REF}.fsdp_config.param_offload=7: is true or false"),
+    ):
+        with pytest.raises(DriverError) as caught:
+            validated(model, "engine.ep_size=1", wrong, world=world)
+        assert str(caught.value).startswith(words)
+
+
+def test_the_critic_is_checked_by_its_own_names(model, monkeypatch):
+    monkeypatch.setattr("epfsdp2.engine.config.get_device_name", lambda: "cpu")
+    paths = [f"critic.model.path={model}", "+critic.model.load_tokenizer=False"]
+    paths.append("+critic.model.override_config.attn_implementation=sdpa")
+    config = role(CRITIC, *paths, "engine.ep_size=2", "critic.fsdp.ulysses_sequence_parallel_size=3")
+    with pytest.raises(DriverError, match=r"^critic.fsdp.ulysses_sequence_parallel_size=3: "):
+        config.validate(2, 256)
+
+
+# Values of every wrong kind.
+
+WRONG = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 3),
+    st.sampled_from([2**70, -(2**70)]),
+    st.floats(allow_nan=True, allow_infinity=True),
+    st.text(max_size=6),
+    st.sampled_from(["auto", "bf16", "R2", "true", "1"]),
+    st.lists(st.one_of(st.none(), st.integers(), st.text(max_size=3)), max_size=2),
+    st.dictionaries(
+        st.one_of(st.text(max_size=3), st.integers(), st.sampled_from(["mode", "param_dtype", "record_file"])),
+        st.one_of(st.none(), st.integers(), st.text(max_size=3), st.lists(st.integers(), max_size=1)),
+        max_size=2,
+    ),
+)
+PROPERTY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@PROPERTY
+@given(data=st.data(), value=WRONG)
+@pytest.mark.parametrize("name", sorted(engine_settings()))
+def test_engine_given_any_value_takes_it_or_names_the_setting(name, data, value):
+    try:
+        config = engine_config(**{name: value})
+    except DriverError as error:
+        assert error.setting.startswith(f"engine.{name}"), error
+        assert "What works: " in str(error)
+        return
+    default = getattr(EPFSDP2EngineConfig(), name)
+    assert name in ("expert_plan", "mixed_precision", "reshard_experts_after_forward", "expert_shard_dim") or isinstance(
+        getattr(config, name), type(default) if not isinstance(default, float) else int | float
+    )
+    assert not isinstance(getattr(config, name), bool) or isinstance(default, bool | None)
+
+
+@PROPERTY
+@given(key=st.sampled_from(sorted(ENGINE_TAKEN | set(ENGINE_NO_USE) | set(ENGINE_REFUSED) | SET_BY_VERL)), value=WRONG)
+def test_a_role_given_any_value_takes_it_or_names_the_setting(key, value):
+    batch = {"rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1}
+    try:
+        actor_config(**batch, fsdp_config={key: value})
+    except DriverError as error:
+        assert error.setting.startswith(f"{ACTOR}.fsdp_config.{key}"), error
+
+
+@PROPERTY
+@given(key=st.sampled_from(["engine", "fsdp", *sorted(ROLE_TAKEN), *ROLE_NO_USE, "strategy"]), value=WRONG)
+def test_a_critic_given_any_value_takes_it_or_names_the_setting(model, key, value):
+    try:
+        critic_config(ppo_micro_batch_size_per_gpu=1, model={"path": str(model)}, **{key: value})
+    except DriverError as error:
+        assert error.setting.startswith(f"critic.{key}"), error

@@ -220,7 +220,7 @@ class Peers:
 def _plain(value: Any) -> dict[str, Any]:
     if isinstance(value, torch.dtype):
         return {_DTYPE: str(value).removeprefix("torch.")}
-    if _TOLD.get(type(value).__name__) is not type(value):
+    if not dataclasses.is_dataclass(value) or _TOLD.get(type(value).__name__) is not type(value):
         raise TypeError(f"members tell each other no {type(value).__name__}")
     return {_KIND: type(value).__name__} | {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
 

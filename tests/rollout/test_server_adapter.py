@@ -199,7 +199,9 @@ class OneWorkersStream:
 
 
 def sync(adapter, stream):
-    engine = SimpleNamespace(choose=lambda config: stream.kind, stream=lambda kind, rollout, worker, is_quantised: stream)
+    engine = SimpleNamespace(
+        choose=lambda config: stream.kind, stream=lambda kind, rollout, worker, is_quantised: stream
+    )
     asyncio.run(adapter.update_weights(RolloutWeights(engine)))
 
 

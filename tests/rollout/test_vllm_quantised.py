@@ -1,21 +1,34 @@
-"""Weights on their way into a real vLLM that quantises them to FP8, through verl's own loader."""
+"""What vLLM takes of weights that it quantises to FP8: verl's own loader on a real vLLM model."""
 
 import json
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-from verl.utils.kernel.fp8_kernel import scaled_fp8_blockwise
+from verl.utils.kernel import fp8_kernel
+from verl.utils.vllm import vllm_quant_utils
+from vllm.config import set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers import utils as layer_utils
+from vllm.model_executor.model_loader import get_model
 
 from epfsdp2.rollout import naming
-from epfsdp2.rollout.checksums import with_checksums
-from epfsdp2.rollout.sockets import WeightSyncError
+from epfsdp2.rollout.checksums import CHECKSUMS, checksum, with_checksums
+from tests.support.ranks import run_ranks
 
 BLOCK = [128, 128]
 # As verl says it to vLLM (``vllm_async_server.py``).
-FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": BLOCK}
-ENVIRONMENT = {"VERL_VLLM_FP8_QUANT_ENABLED": "1", "VERL_DISABLE_TRITON_FP8": "1"}
+FP8 = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": BLOCK,
+    "ignored_layers": [f"model.layers.{layer}.mlp.gate" for layer in range(2)],
+}
 pytestmark = pytest.mark.e2e
 
 
@@ -32,48 +45,59 @@ def _plain(model):
     return dict(naming.as_checkpoint(model, model.named_parameters()))
 
 
-def _save_quantised(model, folder, settings):
+def _save_quantised(model, folder):
     """The checkpoint that vLLM reads as it is: what verl's loader should come to."""
     tensors = {}
     for name, weight in _plain(model).items():
         if weight.dim() == 2 and not any(part in name for part in (".gate.", "embed_tokens", "lm_head")):
-            values, scale = scaled_fp8_blockwise(weight, BLOCK)
+            values, scale = fp8_kernel.scaled_fp8_blockwise(weight, BLOCK)
             tensors |= {name: values, f"{name}_scale_inv": scale.squeeze(-1)}
         else:
             tensors[name] = weight.contiguous()
     model.config.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": FP8}))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return str(folder)
 
 
-def test_verls_quantising_loader_takes_a_checkpoints_tensors_and_neither_stacks_nor_checksums(
-    tmp_path, monkeypatch, start_engine
-):
-    """What ``WorkerStream`` sends such a rollout is held by ``test_streams.py``; here, that vLLM takes it and no other.
-
-    verl quantises by its PyTorch twin of a Triton kernel. vLLM's CPU build packs the layers that are not quantised (the
-    router), where verl's loader can't write to them; ``unpacked_extension.py`` leaves them as a GPU has them.
-    """
+def _synchronised(folder):
+    """One vLLM model, loaded from a checkpoint that is quantised already, and then by verl's loader."""
+    mock.patch.object(fp8_kernel, "_DISABLE_TRITON_FP8", True).start()
     first, second = _model(1), _model(2)
-    monkeypatch.setattr("verl.utils.kernel.fp8_kernel._DISABLE_TRITON_FP8", True)
-    settings = FP8 | {"ignored_layers": [f"model.layers.{layer}.mlp.gate" for layer in range(2)]}
-    path = _save_quantised(first, tmp_path, settings)
-    engine = start_engine(
-        path, extension="unpacked_extension.Unpacked", environment=ENVIRONMENT, dtype="bfloat16", quantization="fp8"
-    )
-    as_loaded = engine.generate()
-    engine.sync(lambda rank: iter(_plain(second).items()))
-    assert engine.generate() != as_loaded
-    engine.sync(lambda rank: iter(_plain(first).items()))
-    assert engine.generate() == as_loaded
+    path = _save_quantised(first, folder)
+    # vLLM's CPU build packs layers that are not quantised, where verl's loader can't write; a GPU leaves them alone.
+    mock.patch.object(layer_utils, "dispatch_cpu_unquantized_gemm", lambda layer, remove_weight: None).start()
+    vllm_quant_utils.apply_vllm_quant_patches()
+    arguments = EngineArgs(path, dtype="bfloat16", enforce_eager=True, skip_tokenizer_init=True, max_model_len=64)
+    config = arguments.create_engine_config()
+    assert vllm_quant_utils.is_quantized_model(config)
+    with set_current_vllm_config(config):
+        init_distributed_environment(1, 0, local_rank=0, backend="gloo")
+        initialize_model_parallel(1)
+        model = get_model(vllm_config=config)
+        runner = SimpleNamespace(model=model, vllm_config=config)
 
-    refused = {
-        "stacks of experts": (lambda: iter(first.named_parameters()), "Only 2d input tensor is supported"),
-        "checksums": (lambda: with_checksums(n_t for n_t in _plain(first).items()), "__epfsdp2_checksums__"),
-    }
-    for what, (weights, cause) in refused.items():
-        with pytest.raises(WeightSyncError):
-            engine.sync(lambda rank, weights=weights: weights())
-        assert cause in engine.log(), what
+        def load(*buckets):
+            """As verl's worker extension does (``vllm_rollout/utils.py``)."""
+            state = vllm_quant_utils.prepare_quanted_weights_for_loading(model)
+            for bucket in buckets:
+                vllm_quant_utils.load_quanted_weights(bucket, runner)
+            vllm_quant_utils.process_quanted_weights_after_loading(model, state)
+            return {name: int(checksum(param)) for name, param in model.named_parameters()}
+
+        as_loaded = {name: int(checksum(param)) for name, param in model.named_parameters()}
+        assert torch.float8_e4m3fn in {param.dtype for param in model.parameters()}
+        changed = load(list(_plain(second).items()))
+        assert [name for name in as_loaded if changed[name] == as_loaded[name] and "norm" not in name] == []
+        plain = list(_plain(first).items())
+        assert load(plain[:40], plain[40:]) == as_loaded
+        with pytest.raises(AssertionError, match="Only 2d input tensor is supported"):
+            load(list(naming.for_vllm(first, first.named_parameters())))
+        with pytest.raises(ValueError, match=f"no module or parameter named '{CHECKSUMS}'"):
+            load(list(with_checksums(pair for pair in plain)))
+
+
+def test_verls_quantising_loader_takes_a_checkpoints_tensors_and_neither_stacks_nor_checksums(tmp_path):
+    """That ``WorkerStream`` sends such a rollout the former is held by ``test_streams.py``."""
+    run_ranks(_synchronised, 1, tmp_path)

@@ -6,6 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from epfsdp2.engine.manifest import MANIFEST
+from epfsdp2.recipes.quickstart.model import write_model
 from tests.e2e.conftest import overrides, running
 from tests.support.models import save_qwen3
 
@@ -61,22 +62,25 @@ def test_the_reward_of_ppo_with_critic_and_reference_rises(folder, warmed_up):
         assert (kept / f"global_step_{STEPS}" / role / MANIFEST).is_file()
 
 
-def test_a_dense_critic_trains_beside_an_actor_with_experts(folder, warmed_up):
-    critic, kept = _dense(folder / "dense_critic", warmed_up), folder / "dense_critic_kept"
+def test_a_dense_critic_trains_beside_an_actor_with_experts(folder):
+    actor, kept = folder / "untrained", folder / "dense_critic_kept"
+    write_model(actor, seed=0)
+    critic = _dense(folder / "dense_critic", actor)
     settings = overrides(*_critic(critic), "trainer.save_freq=3", f"trainer.default_local_dir={kept}")
-    with running(folder / "beside", "--model", warmed_up, "--steps", "3", *settings) as run:
+    with running(folder / "beside", "--model", str(actor), "--steps", "3", *settings) as run:
         run.wait()
     steps, said = run.steps(), run.text()
     assert len(steps) == 3, said[-3000:]
     assert f"{critic} has no experts: engine.ep_size=2 does not apply, FSDP2 over all ranks" in said
-    assert f"{warmed_up} has no experts" not in said
+    assert f"{actor} has no experts" not in said
     assert all(step["critic/grad_norm"] > 0 and step["actor/grad_norm"] > 0 for step in steps)
     for role in ("actor", "critic"):
         assert (kept / "global_step_3" / role / MANIFEST).is_file()
 
 
-def test_a_dense_actor_trains_by_itself_and_is_refused_with_ep_size(folder, warmed_up):
-    model = _dense(folder / "dense_actor", warmed_up)
+def test_a_dense_actor_trains_by_itself_and_is_refused_with_ep_size(folder):
+    write_model(folder / "like", seed=0)
+    model = _dense(folder / "dense_actor", folder / "like")
     with running(folder / "refused", "--model", str(model), "--steps", "2") as run:
         run.wait()
     assert run.process.returncode != 0 and not run.steps()

@@ -154,7 +154,9 @@ def test_a_role_spelled_either_way_counts_before_engine(name, nodes, plus, model
         for other in (ACTOR, REF, CRITIC):
             config = role(other, *given, *shared, *paths, resolve=other == name).engine
             assert config.param_offload is (other == name), (node, other)
-            assert config.mixed_precision == {"param_dtype": "bf16"} | ({"reduce_dtype": "bf16"} if other == name else {})
+            assert config.mixed_precision == {"param_dtype": "bf16"} | (
+                {"reduce_dtype": "bf16"} if other == name else {}
+            )
             assert config.ep_size == 2 and config.forward_only is (other == REF)
 
 
@@ -346,9 +348,12 @@ def test_engine_given_any_value_takes_it_or_names_the_setting(name, data, value)
         assert "What works: " in str(error)
         return
     default = getattr(EPFSDP2EngineConfig(), name)
-    assert name in ("expert_plan", "mixed_precision", "reshard_experts_after_forward", "expert_shard_dim") or isinstance(
-        getattr(config, name), type(default) if not isinstance(default, float) else int | float
-    )
+    assert name in (
+        "expert_plan",
+        "mixed_precision",
+        "reshard_experts_after_forward",
+        "expert_shard_dim",
+    ) or isinstance(getattr(config, name), type(default) if not isinstance(default, float) else int | float)
     assert not isinstance(getattr(config, name), bool) or isinstance(default, bool | None)
 
 

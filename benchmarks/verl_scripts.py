@@ -2,10 +2,10 @@
 
     python -m benchmarks.verl_scripts --verl PATH [--match TEXT] [--record FOLDER]
 
-``PATH`` is a git directory or a checkout of verl. Each script is run as it is, in a folder of its own, with stand-ins for
-``python3``, ``torchrun``, ``ray`` and ``uv`` that write down their arguments. What the script would have started is then
-composed with the installed verl, and checked as verl's driver does it, with a model of the same architecture made small
-from a seed. Writes ``benchmarks/results/verl_scripts.md`` and ``.json``.
+``PATH`` is a git directory or a checkout of verl. Each script is run as it is, in a folder of its own, with stand-ins
+for ``python3``, ``torchrun``, ``ray`` and ``uv`` that write down their arguments. What the script would have started is
+then composed with the installed verl, and checked as verl's driver does it, with a model of the same architecture made
+small from a seed. Writes ``benchmarks/results/verl_scripts.md`` and ``.json``.
 """
 
 import argparse
@@ -63,7 +63,7 @@ NOTHING = ("pip", "pkill", "sleep", "hf", "huggingface-cli", "wget", "curl", "gi
 TOOLS = (
     "bash sh env date mkdir cat dirname basename tee seq head tail tr sed awk grep sort wc expr mktemp realpath "
     "hostname cut uname id chmod ls printf test rm touch"
-).split()
+)
 STAND_IN = """#!{python}
 import json, os, sys
 if "-c" in sys.argv[1:3]:
@@ -123,7 +123,7 @@ def record(tree: Path, path: str, home: Path) -> dict | None:
             text = STAND_IN.format(python=sys.executable) if name in STAND_INS else "#!/bin/sh\nexit 0\n"
             (programs / name).write_text(text)
             (programs / name).chmod(0o755)
-        for name in TOOLS:
+        for name in TOOLS.split():
             if found := shutil.which(name):
                 (programs / name).symlink_to(found)
     recorded = home / "recorded"
@@ -292,11 +292,10 @@ def small_model(name: str, models: Path) -> Path:
     Raises:
         KeyError: for an architecture that is not in the table.
     """
-    for pattern, kind, kept in ARCHITECTURES:
-        if re.search(pattern, name):
-            break
-    else:
+    match = next(((kind, kept) for pattern, kind, kept in ARCHITECTURES if re.search(pattern, name)), None)
+    if match is None:
         raise KeyError(name)
+    kind, kept = match
     folder = models / kind
     if not folder.exists():
         config = _small_config(kind, kept)
@@ -337,9 +336,9 @@ def write(result: dict) -> None:
         "python -m benchmarks.verl_scripts --verl PATH",
         f"verl {result['installed']} installed, scripts of commit {result['verl'][:12]}",
         [
-            f"Added: `{shlex.join(ADDED)}`. Of scripts for models with experts {counts[0]}; of all {counts[1]}. The checks "
-            "are those of a machine with GPUs and flash-attn, on a small model of the same architecture; a refusal is "
-            "quoted with its first sentence.",
+            f"Added: `{shlex.join(ADDED)}`. Of scripts for models with experts {counts[0]}; of all {counts[1]}. "
+            "The checks are those of a machine with GPUs and flash-attn, on a small model of the same architecture. A refusal "
+            "is quoted with its first sentence.",
         ],
         ["script", "model", "two words added", "composes", "driver's checks", "a step on the CPU"],
         cells,

@@ -119,16 +119,17 @@ ROLE_REFUSED: dict[str, tuple[str, str]] = {
     "freeze_vision_tower": ("every parameter is trained.", "{}=False"),
 }
 # Keys that verl's trainers, workers and losses read themselves, whatever the engine is.
-VERLS_OWN = frozenset(
-    """calculate_entropy calculate_sum_pi_squared checkpoint clip_ratio clip_ratio_c clip_ratio_high clip_ratio_low
+_VERLS_OWN = """
+    calculate_entropy calculate_sum_pi_squared checkpoint clip_ratio clip_ratio_c clip_ratio_high clip_ratio_low
     cliprange_value data_loader_seed enable engine entropy_coeff forward_max_token_len_per_gpu fsdp fsdp_config
     global_batch_info grad_clip kl_loss_coef kl_loss_type log_prob_max_token_len_per_gpu log_prob_micro_batch_size
     log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz loss_agg_mode loss_scale_factor model model_config optim
     policy_loss ppo_epochs ppo_infer_max_token_len_per_gpu ppo_infer_micro_batch_size_per_gpu ppo_max_token_len_per_gpu
     ppo_micro_batch_size ppo_micro_batch_size_per_gpu ppo_mini_batch_size profiler rollout_n shuffle strategy tau_neg
     tau_pos use_dynamic_bsz use_fused_kernels use_kl_loss use_prefix_grouper use_remove_padding use_rollout_log_probs
-    use_torch_compile""".split()
-)
+    use_torch_compile
+"""
+VERLS_OWN = frozenset(_VERLS_OWN.split())
 
 # Mappings whose keys count one by one.
 _MERGED = ("mixed_precision", "router_replay")

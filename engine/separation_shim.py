@@ -32,7 +32,7 @@ def install() -> None:
     def handlers(worker: Any) -> tuple[Any, Any]:
         engine = getattr(getattr(worker, "actor", None), "engine", None)
         if getattr(getattr(engine, "engine_config", None), "strategy", None) == STRATEGY:
-            # verl's scripts set actor.strategy=fsdp2 whatever the engine is, and the worker looks at it when it restores.
+            # verl's scripts set actor.strategy=fsdp2 whatever the engine is, and the worker reads it when it restores.
             worker.config.actor.strategy = STRATEGY
         return (save, restore) if worker.config.actor.strategy == STRATEGY else stock(worker)
 

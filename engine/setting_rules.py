@@ -1,7 +1,7 @@
 """Types and ranges of settings: each field of the engine's config names its rule, and one function applies them.
 
-A rule is a function of the setting's name and its value that raises ``SettingError``. It takes a value of any kind: what
-a command line can give is not what a field expects.
+A rule is a function of the setting's name and its value that raises ``SettingError``. It takes a value of any kind,
+since a command line can give one.
 """
 
 import math

@@ -1,8 +1,8 @@
 """The quickstart with the arguments of one of verl's scripts: ``python -m verl_script FACTS.json ...``.
 
 ``FACTS.json`` is what ``benchmarks/verl_scripts.py --record`` wrote: the trainer that the script starts, and all it is
-given, ``engine=epfsdp2 engine.ep_size=8`` at the end. Behind it come the quickstart's settings of a small machine; which
-algorithm it is stays the script's.
+given, ``engine=epfsdp2 engine.ep_size=8`` at the end. Behind it come the quickstart's settings of a small machine. The
+algorithm stays the script's.
 """
 
 import json

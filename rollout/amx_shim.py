@@ -1,6 +1,6 @@
-"""Shim: vLLM 0.27 refuses every MoE that is not bfloat16 on a CPU that has AMX.
+"""Shim: vLLM 0.27 and 0.28 refuse every MoE that is not bfloat16 on a CPU that has AMX.
 
-Its vector kernel takes float32 on the same CPU and is what a CPU without AMX uses (``fused_moe/cpu_fused_moe.py``,
+Their vector kernel takes float32 on the same CPU and is what a CPU without AMX uses (``fused_moe/cpu_fused_moe.py``,
 ``check_grouped_gemm``), so a refusal for that reason falls through to it. ``tests/rollout/test_vllm_remedies.py`` fails
 on the day that vLLM no longer refuses.
 """
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
+from .vllm_compat import cpu_experts_module
+
 __all__ = ["install"]
 
 
@@ -18,9 +20,7 @@ def install() -> None:
     """Wrap the check, once per process; does nothing off the CPU platform or where vLLM has no such check."""
     if not current_platform.is_cpu():
         return
-    from vllm.model_executor.layers.fused_moe import cpu_fused_moe
-
-    kernel: Any = getattr(cpu_fused_moe, "CPUFusedMOE", None)
+    kernel: Any = getattr(cpu_experts_module(), "CPUFusedMOE", None)
     refusing = getattr(kernel, "check_grouped_gemm", None)
     if refusing is None or hasattr(refusing, "__wrapped__"):
         return

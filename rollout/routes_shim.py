@@ -1,9 +1,8 @@
-"""Shim: vLLM 0.27 does not return the experts that tokens took where its CPU kernel chooses them itself.
+"""Shim: vLLM does not return the experts that tokens took where its CPU kernel chooses them itself.
 
-It refuses the whole server (``gpu_model_runner.py``, ``_bind_routed_experts_capturer``: "monolithic MoE kernel"),
-although the kernel's experts come out of one Python function (``cpu_fused_moe.py``, ``select_experts``). A refusal for
-that reason falls through to capturing what that function returns. ``tests/rollout/test_vllm_remedies.py`` fails on the
-day that vLLM no longer refuses.
+Versions from 0.27 on refuse the whole server ("monolithic MoE kernel"); before, all tokens seem to take expert 0. But
+the kernel's experts come out of one Python function (``select_experts``), so what it returns is captured.
+``tests/rollout/test_vllm_remedies.py`` fails on the day that vLLM does it itself.
 """
 
 import functools
@@ -13,6 +12,8 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
+from .vllm_compat import cpu_experts_module
+
 __all__ = ["install"]
 
 
@@ -20,13 +21,12 @@ def install() -> None:
     """Wrap the two functions, once per process; does nothing off the CPU platform or where vLLM has none such."""
     if not current_platform.is_cpu():
         return
-    from vllm.model_executor.layers.fused_moe import cpu_fused_moe
     from vllm.v1.worker import gpu_model_runner
 
-    select: Any = getattr(cpu_fused_moe, "select_experts", None)
+    experts: Any = cpu_experts_module()
+    select = getattr(experts, "select_experts", None)
     runner: Any = gpu_model_runner.GPUModelRunner
-    bind = getattr(runner, "_bind_routed_experts_capturer", None)
-    if select is None or bind is None or hasattr(bind, "__wrapped__"):
+    if select is None or hasattr(select, "__wrapped__"):
         return
     captures: list[Callable[[torch.Tensor], None]] = []  # of the layer that computes
 
@@ -37,21 +37,39 @@ def install() -> None:
             captures[-1](ids)
         return weights, ids
 
-    @functools.wraps(bind)
-    def _bind_routed_experts_capturer(self, capturer):
-        try:
-            return bind(self, capturer)
-        except ValueError as error:
-            if "monolithic MoE kernel" not in str(error):
-                raise
-        for module in self.model.modules():
-            method: Any = getattr(module, "_quant_method", None)
-            if getattr(method, "is_monolithic", False):
-                capture = functools.partial(capturer.capture, module.layer_id)
-                method.apply_monolithic = _capturing(method.apply_monolithic, capture, captures)
+    if bind := getattr(runner, "_bind_routed_experts_capturer", None):  # up to 0.28
 
-    cpu_fused_moe.select_experts = select_experts
-    runner._bind_routed_experts_capturer = _bind_routed_experts_capturer
+        @functools.wraps(bind)
+        def _bind_routed_experts_capturer(self, capturer):
+            _bind(lambda: bind(self, capturer), self.model, capturer, captures)
+
+        runner._bind_routed_experts_capturer = _bind_routed_experts_capturer
+    elif bind := getattr(gpu_model_runner, "bind_routed_experts_capturer", None):
+
+        @functools.wraps(bind)
+        def bind_routed_experts_capturer(model, capturer):
+            _bind(lambda: bind(model, capturer), model, capturer, captures)
+
+        gpu_model_runner.bind_routed_experts_capturer = bind_routed_experts_capturer
+    else:
+        return
+    experts.select_experts = select_experts
+
+
+def _bind(
+    stock: Callable[[], None], model: torch.nn.Module, capturer: Any, captures: list[Callable[[torch.Tensor], None]]
+) -> None:
+    """Bind as vLLM does, and beside it the layers whose kernel chooses experts itself."""
+    try:
+        stock()
+    except ValueError as error:
+        if "monolithic" not in str(error):
+            raise
+    for module in model.modules():
+        method: Any = getattr(module, "_quant_method", None)
+        if getattr(method, "is_monolithic", False):
+            capture = functools.partial(capturer.capture, module.layer_id)
+            method.apply_monolithic = _capturing(method.apply_monolithic, capture, captures)
 
 
 def _capturing(

@@ -13,11 +13,6 @@ from typing import Any
 
 import torch
 from verl.workers.rollout.vllm_rollout.weight_update_utils import apply_buffer_updates
-from vllm.model_executor.layers.attention import Attention, MLAAttention
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, make_online_process_loader
-from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
-from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from . import vllm_remedies
 from .checksums import Placements
@@ -28,6 +23,16 @@ from .read_back import running_tensors
 from .recorded import Recorder, View
 from .slices import is_slice, parse_slice
 from .sockets import WeightSyncError
+from .vllm_compat import (
+    ATTENTION,
+    LEAVES_NON_PERSISTENT_BUFFERS,
+    SKIP_LOAD_TENSORS,
+    finalize_layerwise_reload,
+    get_layer_tensors,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+    make_online_process_loader,
+)
 
 __all__ = ["Reload", "slice_loader"]
 
@@ -46,6 +51,7 @@ class Reload:
         self._buffer_names: set[str] = set()
         self._left_out: set[str] = set()
         self._buffer_updates: list[tuple[str, torch.Tensor]] = []
+        self._buffers: list[tuple[torch.nn.Module, dict[str, torch.Tensor], set[str]]] = []
         self._kept_buffers: list[tuple[str, torch.nn.Module, torch.Tensor, torch.Tensor]] = []
         self.names: set[str] = set()
         self.unused: list[str] = []
@@ -69,7 +75,7 @@ class Reload:
                 if type(layer).__name__ == "StageMissingLayer":  # a tower for inputs that the user has excluded
                     self._left_out.add(name)
                 # vLLM starts a layer that two models share (a draft model's embedding) once, and so do we.
-                if id(layer) not in known and not isinstance(layer, (Attention, MLAAttention)):
+                if id(layer) not in known and not isinstance(layer, ATTENTION):
                     record = LayerRecord(name, layer, get_layerwise_info(layer), SKIP_LOAD_TENSORS)
                     record.info.loaded_weights = KeptCalls(record, self)
                     self._layers.append(record)
@@ -210,6 +216,11 @@ class Reload:
     def _finalize(self) -> None:
         for model, config in self._models:
             finalize_layerwise_reload(model, config)
+        for layer, buffers, non_persistent in self._buffers:
+            for name, buffer in buffers.items():
+                if layer._buffers.get(name) is not buffer:
+                    layer.register_buffer(name, buffer)
+            layer._non_persistent_buffers_set = non_persistent
         # vLLM keeps the meta tensors for the next reload, which may bring whole tensors.
         for tensor, loader in reversed(self._loaders):  # a tensor that two layers share was noted twice
             if loader is None:
@@ -218,11 +229,16 @@ class Reload:
                 tensor.weight_loader = loader  # type: ignore[attr-defined]
 
     def _keep_buffers(self, layer: torch.nn.Module) -> None:
-        # vLLM copies a fresh, uninitialised buffer over a persistent one that no loader filled.
+        # vLLM copies a fresh, uninitialised buffer over one that no loader filled, and versions before 0.27 forget
+        # which buffers were not persistent and those that are views of parameters (they are not among `renewed`).
+        buffers = {name: buffer for name, buffer in layer._buffers.items() if buffer is not None}
+        self._buffers.append((layer, buffers, set(layer._non_persistent_buffers_set)))
         if not any(parameter is not None for parameter in layer._parameters.values()):
             return
-        for name, buffer in layer._buffers.items():
-            if buffer is not None and name not in layer._non_persistent_buffers_set:
+        renewed = get_layerwise_info(layer).restore_metadata[1]
+        for name, buffer in buffers.items():
+            is_left = LEAVES_NON_PERSISTENT_BUFFERS and name in layer._non_persistent_buffers_set
+            if name in renewed and not is_left:
                 self._kept_buffers.append((name, layer, buffer, buffer.clone()))
 
     def _check_complete(self) -> list[LayerRecord]:

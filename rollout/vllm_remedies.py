@@ -4,8 +4,9 @@ import functools
 from typing import Any
 
 import torch
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
+
+from .vllm_compat import get_layerwise_info
 
 __all__ = ["prepare_layer", "prepare_model"]
 

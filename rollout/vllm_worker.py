@@ -19,10 +19,6 @@ from verl.utils.vllm.vllm_quant_utils import is_quantized_model
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from vllm.config import set_current_vllm_config
 from vllm.distributed import get_tp_group
-from vllm.model_executor.layers.attention import Attention, MLAAttention
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, SKIP_TENSORS
-from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from . import amx_shim, routes_shim
 from .checksums import Arrivals
@@ -32,6 +28,7 @@ from .read_back import running_tensors
 from .recorded import View
 from .sockets import WatchedContext, WeightSyncError
 from .verify import digest
+from .vllm_compat import ATTENTION, SKIP_LOAD_TENSORS, SKIP_TENSORS, get_layer_tensors, get_layerwise_info
 from .vllm_reload import Reload
 
 __all__ = ["WeightSyncExtension"]
@@ -151,7 +148,7 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
         layers = (
             (name, layer, built(layer))
             for name, layer in model.named_modules()
-            if not isinstance(layer, (Attention, MLAAttention))
+            if not isinstance(layer, ATTENTION)
         )
         held = held_layout(layers, rank_entry(group.rank_in_group, rollout), is_needed)
         if wrong := difference(layouts[worker], held):

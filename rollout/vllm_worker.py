@@ -146,9 +146,7 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
             return {**unchanged, **parameters, **buffers}
 
         layers = (
-            (name, layer, built(layer))
-            for name, layer in model.named_modules()
-            if not isinstance(layer, ATTENTION)
+            (name, layer, built(layer)) for name, layer in model.named_modules() if not isinstance(layer, ATTENTION)
         )
         held = held_layout(layers, rank_entry(group.rank_in_group, rollout), is_needed)
         if wrong := difference(layouts[worker], held):

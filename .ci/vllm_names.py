@@ -23,8 +23,8 @@ VERSIONS = ("0.24.0", "0.29.0")  # the stacks `users` and `next`: the ends of th
 def used(folder: Path = ROOT / "rollout") -> dict[str, list[list[str]]]:
     """File -> names of vLLM that it needs, each as the places where one of them has to be (``module:name``).
 
-    An import has one place; ``find("module:name", ...)`` of the compat file as many as it is given. An import in a
-    ``try`` that catches its failure is a probe, and none of these.
+    An import has one place; a look-up of the compat file, ``_find("module:name", ...)``, as many as it is given. An
+    import in a ``try`` that catches its failure is a probe, and none of these.
     """
     found = {}
     for path in sorted(folder.rglob("*.py")):
@@ -51,8 +51,10 @@ def _needed(tree: ast.Module) -> set[tuple[str, ...]]:
             needed |= {(f"{node.module}:{alias.name}",) for alias in node.names}
         elif isinstance(node, ast.Import):
             needed |= {(f"{alias.name}:",) for alias in node.names if alias.name.split(".")[0] == "vllm"}
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "find":
-            needed.add(tuple(_text(argument, texts) for argument in node.args))
+        elif isinstance(node, ast.Call):
+            places = tuple(_text(argument, texts) for argument in node.args)
+            if places and all(place.startswith("vllm.") and ":" in place for place in places):
+                needed.add(places)
     return needed
 
 
@@ -66,7 +68,7 @@ def _probed(node: ast.Try) -> Iterator[ast.AST]:
 
 
 def _text(node: ast.expr, texts: dict[str, str]) -> str:
-    """A string, or one put together of module-level constants."""
+    """A string, or one put together of module-level constants; empty if it is neither."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
@@ -74,7 +76,7 @@ def _text(node: ast.expr, texts: dict[str, str]) -> str:
         return "".join(_text(part, texts) for part in parts)
     if isinstance(node, ast.Name) and node.id in texts:
         return texts[node.id]
-    raise ValueError(f"not a constant: {ast.unparse(node)}")
+    return ""
 
 
 def exists(wheel: zipfile.ZipFile, place: str) -> bool:

@@ -15,7 +15,6 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
 
 from .checkpointing import units_recomputed
@@ -25,6 +24,7 @@ from .experts.dispatch import combine, dispatch
 from .experts.find import ComputesItself, UnsupportedModelError, find_experts
 from .experts.fused import on_tokens
 from .parallelize import layer_names
+from .transformers_compat import ALL_EXPERTS_FUNCTIONS
 
 __all__ = ["Attention", "LayerActivations", "Traced", "trace"]
 

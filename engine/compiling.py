@@ -4,14 +4,14 @@ What is compiled holds no experts and issues no collective, so a rank that falls
 with the others. The experts stay eager: their sizes change with every batch.
 """
 
+import importlib
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.exc import TorchDynamoException
-from torch._inductor.exc import InductorError
 
 __all__ = ["compile_dense_parts"]
 
@@ -38,6 +38,15 @@ def compile_dense_parts(
     return count
 
 
+def _compiler_errors() -> tuple[type[Exception], ...]:
+    """What the compiler fails with. Private names, so they are looked at only when something has failed."""
+    found = []
+    for module, name in (("torch._dynamo.exc", "TorchDynamoException"), ("torch._inductor.exc", "InductorError")):
+        with suppress(ImportError):
+            found.append(getattr(importlib.import_module(module), name, None))
+    return tuple(kind for kind in found if kind is not None)
+
+
 class _Failure:
     """Whether the compiler has failed on any part."""
 
@@ -57,7 +66,7 @@ class _Fallback:
             return self.eager(*args, **kwargs)
         try:
             output = self.compiled(*args, **kwargs)
-        except (TorchDynamoException, InductorError) as error:
+        except _compiler_errors() as error:
             self.failure.happened, self.has_compiled = True, False
             inner = getattr(error, "inner_exception", None) or error
             reason = next((line for line in str(inner).splitlines() if line.strip()), "no reason given")

@@ -9,10 +9,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
 from .shards import checkpointed
+from .transformers_compat import WeightConverter, get_model_conversion_mapping, revert_weight_conversion
 
 __all__ = ["converter_targets", "revert", "reverts_with", "storage_of"]
 

@@ -16,14 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from tqdm import tqdm
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Transpose,
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
 
 from .agreement import alike
 from .boxes import Box
@@ -33,6 +25,14 @@ from .errors import listed
 from .mesh import Meshes
 from .regions import Region, find_regions
 from .shards import checkpointed, is_expert_parameter, local_box, local_tensor
+from .transformers_compat import (
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    get_model_conversion_mapping,
+    renamed,
+)
 
 __all__ = ["load_weights", "verify_experts"]
 
@@ -174,11 +174,10 @@ def _plan(model: nn.Module, files: CheckpointFiles) -> dict[str, _Source]:
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
     known = model.state_dict()
-    prefix = model.base_model_prefix
 
     sources: dict[str, _Source] = {}
     for key in sorted(files.file_of, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, prefix=prefix, meta_state_dict=known)
+        name, pattern = renamed(key, renamings, converters, model.base_model_prefix, known)
         if name not in known and key in known:
             name, pattern = key, None
         converter = by_pattern[pattern] if pattern is not None else None

@@ -11,7 +11,6 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
-from transformers.initialization import no_init_weights
 
 from ..rollout.naming import for_vllm
 from .checkpoint_files import open_checkpoint
@@ -19,6 +18,7 @@ from .errors import SettingError
 from .experts.find import ExpertsInfo, UnsupportedModelError, find_experts
 from .islands import find_islands
 from .modeling import check_not_quantised
+from .transformers_compat import no_init_weights
 
 __all__ = [
     "ACTOR_MODEL",

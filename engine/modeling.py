@@ -22,10 +22,10 @@ from transformers import (
     AutoModelForTokenClassification,
     PretrainedConfig,
 )
-from transformers.initialization import no_init_weights
 
 from .errors import SettingError
 from .shards import local_tensor
+from .transformers_compat import no_init_weights
 
 __all__ = [
     "UninitializedError",

@@ -5,6 +5,7 @@ FSDP2 packs a module's gradients into a buffer, divides that into another and co
 Its extension points ``set_custom_reduce_scatter`` and ``set_all_reduce_hook`` leave the first.
 """
 
+import math
 from typing import Any, cast
 
 import torch
@@ -41,7 +42,8 @@ class _SameBuffer:
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         packed, self._packed = self._packed, None
-        if packed is not None:
+        # Of another size it is what an error left, or another protocol than FSDP's: then FSDP copies.
+        if packed is not None and packed.dtype == dtype and packed.numel() == math.prod(size):
             return packed
         self._packed = torch.empty(*size, dtype=dtype, device=device)
         return self._packed

@@ -11,9 +11,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers.core_model_loading import revert_weight_conversion
 
 from ..engine.conversion import revert, reverts_with
+from ..engine.transformers_compat import revert_weight_conversion
 
 __all__ = [
     "FUSED_IN_VLLM",

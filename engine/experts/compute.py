@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from ..transformers_compat import ALL_EXPERTS_FUNCTIONS
 from . import fused
 from .backends import backend_named, fits_the_kernel, native_grouped_mm
 from .dispatch import combine, dispatch, plan, scaled_at_home

@@ -113,6 +113,12 @@ def _on_interface(fqn: str, module: nn.Module) -> ExpertsInfo | None:
     """The module, if transformers dispatches it: its own 3-D weights agree on the number of experts."""
     if not _has_flags(module):
         return None
+    if getattr(module, "has_post_expert_norm", False):  # transformers >= 5.10
+        raise UnsupportedModelError(
+            f"{fqn} ({type(module).__name__}) has post_expert_norm, a norm of each expert's output before the routing "
+            "weights are applied (has_post_expert_norm of transformers' experts interface), which this engine does not "
+            "compute."
+        )
     own = dict(module.named_parameters(recurse=False))
     counts = [p.shape[0] for p in own.values() if p.dim() == 3]
     if len(counts) < 2 or len(set(counts)) != 1:

@@ -1,6 +1,9 @@
 """What the extension does to single layers before a reload, and to vLLM's experts kernel; vLLM's classes, no engine."""
 
+import contextlib
 import functools
+import importlib
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -82,68 +85,83 @@ def test_a_loader_that_copies_straight_into_parameters_is_followed(remedies, nam
         (torch.bfloat16, 48, None),
     ],
 )
-def test_float32_experts_run_on_a_cpu_with_amx(monkeypatch, dtype, rows, answer):
-    amx_shim = pytest.importorskip("epfsdp2.rollout.amx_shim")
-    from vllm.model_executor.layers.fused_moe import cpu_fused_moe
-
+def test_amx_shim_lets_float32_experts_run_on_a_cpu_with_amx(monkeypatch, dtype, rows, answer):
+    amx_shim = importlib.import_module("epfsdp2.rollout.amx_shim")
+    kind = getattr(amx_shim.cpu_experts_module(), "CPUFusedMOE", None)
     platform = pytest.importorskip("vllm.platforms.cpu").CpuPlatform
     platform.import_kernels()
     monkeypatch.setattr(amx_shim, "current_platform", SimpleNamespace(is_cpu=lambda: True))
+    if kind is None:
+        amx_shim.install()
+        pytest.skip("this vLLM chooses its CPU kernel by another class, which takes float32 beside AMX")
     if not hasattr(torch.ops._C, "prepack_moe_weight"):
         pytest.skip("not vLLM's CPU build for x86")
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    kernel = object.__new__(cpu_fused_moe.CPUFusedMOE)
+    kernel = object.__new__(kind)
     layer = SimpleNamespace(
         w13_weight=torch.empty(1, rows, 32, dtype=dtype), w2_weight=torch.empty(1, 32, rows // 2, dtype=dtype)
     )
-    stock = cpu_fused_moe.CPUFusedMOE.check_grouped_gemm
-    stock = getattr(stock, "__wrapped__", stock)
-    if dtype == torch.float32:
+    stock = getattr(kind.check_grouped_gemm, "__wrapped__", kind.check_grouped_gemm)
+    refuses = hasattr(kind, "_grouped_gemm_alignment_error")  # before 0.27: a loop over experts, which fails
+    if dtype == torch.float32 and refuses:
         with pytest.raises(RuntimeError):  # the day it does not, the shim can go
             stock(kernel, layer)
+    elif dtype == torch.float32:
+        assert stock(kernel, layer) == (False, "none")
     amx_shim.install()
-    if answer is None:
+    if answer is None and refuses:
         with pytest.raises(RuntimeError):
             kernel.check_grouped_gemm(layer)
     else:
-        assert kernel.check_grouped_gemm(layer) == answer
+        assert kernel.check_grouped_gemm(layer) == (answer or (False, "none"))
+    silu = next(
+        function for kind, function in amx_shim.cpu_experts_module()._CPU_MOE_ACT_FN.items() if "SILU" in kind.name
+    )
+    rows = torch.randn(3, 8)  # outside of a vLLM config
+    assert torch.equal(silu(rows), torch.nn.functional.silu(rows[:, :4]) * rows[:, 4:])
 
 
-def test_routes_are_captured_where_the_cpu_kernel_chooses_experts_itself(monkeypatch):
-    routes_shim = pytest.importorskip("epfsdp2.rollout.routes_shim")
-    from vllm.model_executor.layers.fused_moe import cpu_fused_moe, unquantized_fused_moe_method
+def test_routes_shim_captures_what_the_cpu_kernel_chooses_itself(monkeypatch):
+    routes_shim = importlib.import_module("epfsdp2.rollout.routes_shim")
     from vllm.model_executor.layers.fused_moe.layer import MoERunner
     from vllm.v1.worker import gpu_model_runner
 
+    experts = routes_shim.cpu_experts_module()
     monkeypatch.setattr(routes_shim, "current_platform", SimpleNamespace(is_cpu=lambda: True))
-    monkeypatch.setattr(cpu_fused_moe, "select_experts", cpu_fused_moe.select_experts)
-    runner = gpu_model_runner.GPUModelRunner
-    stock = runner._bind_routed_experts_capturer
-    monkeypatch.setattr(runner, "_bind_routed_experts_capturer", getattr(stock, "__wrapped__", stock))
-    on_cpu = SimpleNamespace(unquantized_backend=unquantized_fused_moe_method.UnquantizedMoeBackend.CPU)
-    kind = unquantized_fused_moe_method.UnquantizedFusedMoEMethod
-    assert kind.is_monolithic.fget(on_cpu)  # the day it is not, the shim can go
+    monkeypatch.setattr(experts, "select_experts", inspect.unwrap(experts.select_experts))
+    in_class = hasattr(gpu_model_runner.GPUModelRunner, "_bind_routed_experts_capturer")
+    owner = gpu_model_runner.GPUModelRunner if in_class else gpu_model_runner
+    name = "_bind_routed_experts_capturer" if in_class else "bind_routed_experts_capturer"
+    monkeypatch.setattr(owner, name, inspect.unwrap(getattr(owner, name)))
 
     class Layer(MoERunner):
         layer_id = 3
         _quant_method = None
+        router = None
 
         def __init__(self):
             torch.nn.Module.__init__(self)
 
     def apply(hidden, logits):
-        return cpu_fused_moe.select_experts(hidden, logits, 2, False, True)
+        return experts.select_experts(hidden, logits, 2, False, True)
 
     layer = Layer()
     layer._quant_method = SimpleNamespace(is_monolithic=True, apply_monolithic=apply, moe_kernel=None)
-    held = SimpleNamespace(model=torch.nn.ModuleList([layer]))
+    model = torch.nn.ModuleList([layer])
+    held = SimpleNamespace(model=model, compilation_config=SimpleNamespace(static_forward_context={"experts": layer}))
     captured = []
     capturer = SimpleNamespace(capture=lambda number, ids: captured.append((number, ids)))
-    with pytest.raises(ValueError, match="monolithic MoE kernel"):
-        runner._bind_routed_experts_capturer(held, capturer)
-    routes_shim.install()
-    runner._bind_routed_experts_capturer(held, capturer)
     logits = torch.tensor([[0.0, 3.0, 2.0, 1.0], [5.0, 0.0, 1.0, 6.0]])
+
+    def bind():
+        getattr(owner, name)(held if in_class else model, capturer)
+
+    with contextlib.suppress(ValueError):  # before 0.27 no refusal, and zeros
+        bind()
+    layer._quant_method.apply_monolithic(torch.zeros(2, 4), logits)
+    assert not captured  # the day that it is not empty, the shim can go
+    routes_shim.install()
+    bind()
     layer._quant_method.apply_monolithic(torch.zeros(2, 4), logits)
     apply(torch.zeros(2, 4), logits)  # of another layer, without a capturer
     ((number, ids),) = captured

@@ -1,0 +1,48 @@
+"""transformers' private names that loading and saving work with, looked up once.
+
+Read in transformers 5.9.0, 5.12.1 and 5.23.0.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from .lookup import look_up
+
+__all__ = [
+    "ALL_EXPERTS_FUNCTIONS",
+    "Transpose",
+    "WeightConverter",
+    "WeightRenaming",
+    "dot_natural_key",
+    "get_model_conversion_mapping",
+    "no_init_weights",
+    "renamed",
+    "revert_weight_conversion",
+]
+
+_find = partial(look_up, known="5.9 to 5.23")
+_LOADING = "transformers.core_model_loading"
+
+ALL_EXPERTS_FUNCTIONS = _find("transformers.integrations.moe:ALL_EXPERTS_FUNCTIONS")
+Transpose = _find(f"{_LOADING}:Transpose")
+WeightConverter = _find(f"{_LOADING}:WeightConverter")
+WeightRenaming = _find(f"{_LOADING}:WeightRenaming")
+dot_natural_key = _find(f"{_LOADING}:dot_natural_key")
+get_model_conversion_mapping = _find("transformers.conversion_mapping:get_model_conversion_mapping")
+no_init_weights = _find("transformers.initialization:no_init_weights")
+revert_weight_conversion = _find(f"{_LOADING}:revert_weight_conversion")
+_rename_source_key = _find(f"{_LOADING}:rename_source_key")
+
+
+def renamed(
+    key: str, renamings: Sequence[Any], converters: Sequence[Any], base_model_prefix: str, known: Mapping[str, Any]
+) -> tuple[str, str | None]:
+    """What the model calls a checkpoint's tensor, and the source pattern of the converter that takes it, if one does.
+
+    Args:
+        base_model_prefix: of the model; put before a name, or taken off, where that makes it one of ``known``.
+        known: the model's names; values that are not None.
+    """
+    # By position: the fourth parameter is ``prefix`` up to 5.11 and ``base_model_prefix`` after.
+    return _rename_source_key(key, renamings, converters, base_model_prefix, known)

@@ -1,0 +1,56 @@
+"""What happens where a library has changed a private name."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from epfsdp2.engine import transformers_compat
+from epfsdp2.engine.experts.find import UnsupportedModelError, find_experts
+from epfsdp2.engine.lookup import MissingNameError, look_up
+
+
+def test_look_up_of_a_moved_name_takes_the_first_place_that_has_it():
+    assert (
+        look_up("torch.gone:relu", "torch.nn:Gone", "torch.nn.functional:relu", known="2.11")
+        is torch.nn.functional.relu
+    )
+
+
+def test_look_up_of_a_missing_name_says_version_places_and_what_works():
+    with pytest.raises(MissingNameError) as error:
+        look_up("torch.nn:Gone", "torch.gone:Gone", known="2.11 to 2.15", instead="engine.x=1")
+    wanted = (
+        f"torch {torch.__version__} has no torch.nn:Gone or torch.gone:Gone, which epfsdp2 needs. "
+        "What works: torch 2.11 to 2.15; or engine.x=1"
+    )
+    assert str(error.value) == wanted
+    assert not isinstance(error.value, ImportError)
+
+
+def test_renamed_adds_the_prefix_whatever_its_parameter_is_called():
+    known = {"model.norm.weight": 1}
+    assert transformers_compat.renamed("norm.weight", [], [], "model", known) == ("model.norm.weight", None)
+    swap = transformers_compat.WeightRenaming("old", "norm")
+    assert transformers_compat.renamed("model.old.weight", [swap], [], "model", known) == ("model.norm.weight", None)
+
+
+class _Experts(nn.Module):
+    def __init__(self, **flags):
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Parameter(torch.empty(4, 6, 5)), nn.Parameter(torch.empty(4, 5, 3))
+        for name, value in {"has_gate": True, "has_bias": False, "is_transposed": False, **flags}.items():
+            setattr(self, name, value)
+
+
+@pytest.mark.parametrize("flags", [{}, {"has_post_expert_norm": False}])
+def test_experts_without_a_post_expert_norm_are_found(flags):
+    assert [info.num_experts for info in find_experts(nn.ModuleDict({"experts": _Experts(**flags)}))] == [4]
+
+
+def test_experts_with_a_post_expert_norm_are_refused_by_its_name():
+    experts = _Experts(has_post_expert_norm=True)
+    experts.post_expert_norm = nn.RMSNorm(5)
+    with pytest.raises(UnsupportedModelError, match=re.escape("experts (_Experts) has post_expert_norm")):
+        find_experts(nn.ModuleDict({"experts": experts}))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "tests" / "rollout" / "vllm_names.json"
-VERSIONS = ("0.24.0", "0.29.0")  # the stacks `users` and `next`: the ends of the accepted range
+VERSIONS = ("0.24.0", "0.29.0", "0.32.0")  # the stacks `users` and `next`, and what comes after them
 
 
 def used(folder: Path = ROOT / "rollout") -> dict[str, list[list[str]]]:

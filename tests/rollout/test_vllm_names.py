@@ -1,4 +1,4 @@
-"""Every name that ``rollout/`` takes from vLLM exists at both ends of the accepted range: read from their wheels."""
+"""Every name that ``rollout/`` takes from vLLM exists in vLLM 0.24 to 0.32, as read from their wheels."""
 
 import importlib.util
 import json

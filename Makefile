@@ -1,7 +1,9 @@
 # Everything runs from a virtual environment of its own, made by `make setup` (idempotent).
-#   make setup       the CPU stack where there is no GPU, the GPU extra where there is one
+#   make setup       the CPU stack where there is no GPU, the GPU extra where there is one; PYTHON= names the Python.
+#                    STACK=users|next|newest makes another set of versions in .venv_STACK, here and in what follows
 #   make quickstart  GRPO on a tiny Mixture-of-Experts, start to end
 #   make test        the whole test suite
+#   make test-stack  the tests that a stack is for (STACK=default|users|next|newest); writes what came of them
 #   make test-long   what the suite leaves out for its time; writes what came of it
 #   make parity      every family on every mesh against the plain model; prints and writes the table (about 20 min)
 #   make memory      peak memory of a step against the arithmetic; prints and writes the table
@@ -15,12 +17,13 @@
 #   make bench-features  what router replay and offloading cost a step (about 5 min)
 #   make lint        ruff check, ruff format, mypy
 
-PYTHON ?= python3.11
-VENV := .venv
+PYTHON ?=
+STACK ?= default
+VENV := .venv$(if $(filter-out default,$(STACK)),_$(STACK))
 PEERS := .venv_peers
 BIN := $(VENV)/bin
 
-.PHONY: help setup quickstart test test-long parity memory peers bench bench-experts bench-step bench-growth bench-sync \
+.PHONY: help setup quickstart test test-stack test-long parity memory peers bench bench-experts bench-step bench-growth bench-sync \
 	bench-checkpoint bench-features lint clean
 
 help:
@@ -28,8 +31,8 @@ help:
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: pyproject.toml .ci/setup .ci/requirements-cpu.txt .ci/requirements-dev.txt
-	PYTHON=$(PYTHON) bash .ci/setup $(VENV)
+$(VENV)/.ready: pyproject.toml .ci/setup $(wildcard .ci/stacks/*.txt)
+	PYTHON=$(PYTHON) bash .ci/setup $(STACK)
 	@touch $@
 
 quickstart: setup
@@ -37,6 +40,9 @@ quickstart: setup
 
 test: setup
 	$(BIN)/python -m pytest -m "not long" -n 2 --dist loadgroup --no-loadscope-reorder --durations=25 $(ARGS)
+
+test-stack: setup
+	$(BIN)/python benchmarks/stacks.py $(STACK) $(ARGS)
 
 test-long: setup
 	$(BIN)/python benchmarks/long_tests.py $(ARGS)

@@ -208,22 +208,24 @@ def check_checkpoint(checkpoint: Mapping[str, Any], setting: str) -> None:
 
 
 def check_versions(rollout_name: str | None) -> None:
-    """Refuse a missing verl, Ray or vLLM; warn of versions that nobody tried.
+    """Refuse a missing verl, Ray or vLLM and one outside the accepted range; warn of one that was not tested with.
 
     Raises:
-        SettingError: for the first distribution that is missing.
+        SettingError: for the first such distribution.
     """
     for name in ("verl", "ray", "torch", "transformers", "vllm"):
         if name == "vllm" and rollout_name != "vllm":
             continue
-        version = versions.installed(name)
+        version, accepted = versions.installed(name), versions.accepted()[name]
         if version is None and name == "vllm":
             works = "pip install 'epfsdp2[gpu]', or on a machine without a GPU 'epfsdp2[cpu]'"
             raise SettingError("actor_rollout_ref.rollout.name", "vllm", "vLLM is not installed.", works)
         if version is None:
-            raise SettingError(
-                name, None, f"{name} is not installed.", f"pip install '{name}{versions.tested()[name]}'"
-            )
+            raise SettingError(name, None, f"{name} is not installed.", f"pip install '{name}{accepted}'")
+        if not versions.is_accepted(name, version):
+            shown = ", ".join(versions.tested(name))
+            rule = f"this version of {name} is outside {accepted}, the range that epfsdp2 works with (tested: {shown})."
+            raise SettingError(name, version, rule, f"pip install '{name}{accepted}'")
         if warning := versions.untested(name):
             logger.warning("epfsdp2: %s", warning)
 

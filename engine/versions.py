@@ -1,14 +1,22 @@
-"""Which versions of what this package works with are installed, and which ones its tests ran with."""
+"""Which versions of what this package works with are installed, accepted, and tested."""
 
 import importlib.metadata
 from functools import cache
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
-__all__ = ["installed", "tested", "untested"]
+__all__ = ["TESTED", "accepted", "installed", "is_accepted", "tested", "untested"]
 
-# verl's lower bound; our tests run with 2.60. The other ranges are those that our distribution declares.
+# Stack -> versions with which the whole suite passed: what benchmarks/results/stacks.json shows, and no more.
+TESTED: dict[str, dict[str, str]] = {
+    "users": {"torch": "2.11.0", "transformers": "5.9.0", "vllm": "0.24.0", "verl": "0.9.1", "ray": "2.60.0"},
+    "default": {"torch": "2.13.0", "transformers": "5.9.0", "vllm": "0.27.1", "verl": "0.9.1", "ray": "2.60.0"},
+    "next": {"torch": "2.13.0", "transformers": "5.12.1", "vllm": "0.29.0", "verl": "0.9.1", "ray": "2.60.0"},
+}
+
+# verl's bounds. The other ranges are those that our distribution declares.
 _RAY = ">=2.41,<3"
 
 
@@ -24,8 +32,8 @@ def installed(name: str) -> str | None:
 
 
 @cache
-def tested() -> dict[str, SpecifierSet]:
-    """Distribution -> range of versions that were tried."""
+def accepted() -> dict[str, SpecifierSet]:
+    """Distribution -> range of versions that we work with, as far as anybody can know."""
     ranges = {"ray": SpecifierSet(_RAY)}
     for line in importlib.metadata.requires("epfsdp2") or []:
         requirement = Requirement(line)
@@ -33,9 +41,19 @@ def tested() -> dict[str, SpecifierSet]:
     return ranges
 
 
+def is_accepted(name: str, version: str) -> bool:
+    """Whether a version is in the accepted range; a pre-release, as in vendors' containers, counts as its release."""
+    return accepted()[name].contains(Version(version).base_version)
+
+
+def tested(name: str) -> list[str]:
+    """The versions of a distribution with which the whole suite passed, oldest first."""
+    return sorted({versions[name] for versions in TESTED.values() if name in versions}, key=Version)
+
+
 def untested(name: str) -> str:
-    """What to say of an installed version that nobody tried, with the range that was; empty if it was tried."""
+    """What to say of an installed version with which the suite was not run, and which ones it was; else empty."""
     version = installed(name)
-    if version is None or tested()[name].contains(version, prereleases=True):
+    if version is None or Version(version).public in tested(name):
         return ""
-    return f"{name} {version} is untested; tested: {tested()[name]}"
+    return f"{name} {version} was not tested with; tested: {name} {', '.join(tested(name)) or '(none)'}"

@@ -532,15 +532,36 @@ def test_a_missing_distribution_is_refused(monkeypatch, name):
         check_versions("sglang")
 
 
-@pytest.mark.parametrize("name, version", [("verl", "0.10.1"), ("vllm", "0.23.0"), ("transformers", "5.6.0")])
-def test_an_untested_version_is_warned_of_with_the_tested_range(monkeypatch, caplog, name, version):
-    installed = versions.installed
-    monkeypatch.setattr(versions, "installed", lambda asked: version if asked == name else installed(asked))
+@pytest.fixture
+def installs(monkeypatch):
+    """Has a distribution seem to be there in a version."""
+
+    def install(name, version):
+        installed = versions.installed
+        monkeypatch.setattr(versions, "installed", lambda asked: version if asked == name else installed(asked))
+
+    return install
+
+
+@pytest.mark.parametrize(
+    "name, version", [("verl", "0.10.1"), ("vllm", "0.23.0"), ("vllm", "0.99.0"), ("transformers", "5.6.0")]
+)
+def test_check_versions_outside_the_range_is_refused_with_it(installs, name, version):
+    installs(name, version)
+    with pytest.raises(SettingError) as caught:
+        check_versions("vllm")
+    text = paragraph(caught.value, name, version)
+    assert f"outside {versions.accepted()[name]}" in text and text.endswith(f"'{name}{versions.accepted()[name]}'")
+
+
+@pytest.mark.parametrize("name, version", [("torch", "2.11.0a0+nv26.10"), ("torch", "2.12.1"), ("vllm", "0.25.1")])
+def test_check_versions_in_the_range_and_not_run_warns_with_those_that_were(installs, caplog, name, version):
+    installs(name, version)
     with caplog.at_level(logging.WARNING, "epfsdp2"):
         check_versions("vllm")
     (record,) = caplog.records
-    assert f"{name} {version} is untested; tested: " in record.getMessage()
-    assert "<" in record.getMessage()
+    shown = ", ".join(versions.tested(name))
+    assert record.getMessage() == f"epfsdp2: {name} {version} was not tested with; tested: {name} {shown}"
 
 
 def test_the_installed_versions_are_tested_ones(caplog):
@@ -686,7 +707,7 @@ def test_whole_experts_need_expert_parallelism(model):
     assert text.endswith("engine.rollout_sync=auto, or actor_rollout_ref.rollout.expert_parallel_size=4")
 
 
-def test_slices_need_a_family_and_a_vllm_that_are_known(tmp_path, model, monkeypatch, caplog):
+def test_slices_need_a_family_and_a_vllm_that_are_known(tmp_path, model, installs, monkeypatch, caplog):
     sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 64}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4}
     other = checkpoint(tmp_path / "other", "minimax", **sizes, **heads) | {"use_remove_padding": False}
@@ -700,9 +721,8 @@ def test_slices_need_a_family_and_a_vllm_that_are_known(tmp_path, model, monkeyp
     with pytest.raises(SettingError, match="quantization=fp8"):
         check_run(engine(rollout_sync="sliced"), 2, later, rollout(quantization="fp8"), device="cpu")
 
-    installed = versions.installed
-    monkeypatch.setattr(versions, "installed", lambda asked: "0.99.0" if asked == "vllm" else installed(asked))
-    with pytest.raises(SettingError, match="vllm 0.99.0 is untested; tested: .*a layout may have changed") as caught:
+    installs("vllm", "0.25.1")
+    with pytest.raises(SettingError, match="vllm 0.25.1 was not tested with; .*a layout may have changed") as caught:
         check_run(engine(rollout_sync="sliced"), 2, model, rollout(), device="cpu")
     assert paragraph(caught.value, "engine.rollout_sync", "sliced").endswith("engine.rollout_sync=auto")
     check_run(engine(), 2, model, rollout(), device="cpu")

@@ -1,4 +1,4 @@
-"""Sizes of models without their weights: a folder's config, published sizes known here, or the hub's ``config.json``."""
+"""Sizes of models without weights: from a folder's config, as published, or from the hub's ``config.json``."""
 
 import difflib
 import json
@@ -126,9 +126,8 @@ def _of_the_hub(model: str, works: str) -> PretrainedConfig:
     why = "HF_HUB_OFFLINE is set"
     if not constants.HF_HUB_OFFLINE:
         try:
-            with urlopen(
-                Request(hf_hub_url(model, "config.json"), headers=build_hf_headers()), timeout=_SECONDS
-            ) as found:
+            request = Request(hf_hub_url(model, "config.json"), headers=build_hf_headers())
+            with urlopen(request, timeout=_SECONDS) as found:
                 return _from_json(json.load(found))
         except OSError as error:
             why = str(error)

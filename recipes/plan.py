@@ -310,8 +310,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = choices(request, cluster)
     best = recommended(found)
     said = [
-        f"{options.model} on {cluster.nodes} x {cluster.gpus} GPUs of {cluster.gib:g} GiB, {request.margin:.0%} to stay "
-        f"free: {options.checkpointing} checkpointing, {options.model_dtype} parameters, {options.optimizer}, "
+        f"{options.model} on {cluster.nodes} x {cluster.gpus} GPUs of {cluster.gib:g} GiB, {request.margin:.0%} to "
+        f"stay free: {options.checkpointing} checkpointing, {options.model_dtype} parameters, {options.optimizer}, "
         f"{step_in_words(request.batch)}"
     ]
     larger = None

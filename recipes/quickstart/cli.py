@@ -50,10 +50,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=16, help="questions per step")
     parser.add_argument("--group-size", type=int, default=8, help="answers sampled per question")
     parser.add_argument("--lr", type=float, default=5e-4, help="learning rate of GRPO")
-    parser.add_argument("--warmup-steps", type=int, default=100, help="supervised steps before GRPO")
-    parser.add_argument("--warmup-batch-size", type=int, default=128, help="conversations per supervised step")
+    parser.add_argument("--warmup-steps", type=int, default=80, help="supervised steps before GRPO")
+    parser.add_argument("--warmup-batch-size", type=int, default=64, help="conversations per supervised step")
     parser.add_argument("--warmup-lr", type=float, default=2e-3, help="learning rate of the warm-up")
-    parser.add_argument("--right-share", type=float, default=0.5, help="share of the warm-up's labels that are right")
+    parser.add_argument("--right-share", type=float, default=0.6, help="share of the warm-up's labels that are right")
     parser.add_argument("--model", type=Path, help="start GRPO from this checkpoint of an earlier warm-up")
     parser.add_argument(
         "--override", action="append", default=[], metavar="KEY=VALUE", help="one more Hydra override for GRPO"

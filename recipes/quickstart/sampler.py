@@ -1,7 +1,7 @@
 """verl's replay buffer, asked ten times a second whether the answers are complete instead of every two seconds.
 
-The interval is an argument of the buffer that no setting of verl 0.9.1 reaches; ``trainer.v1.sampler.custom_sampler`` is
-verl's way to make the buffer. Here an answer takes a tenth of a second, so that of a step two thirds would be waiting.
+The interval is an argument of the buffer that no setting of verl 0.9.1 reaches; ``trainer.v1.sampler.custom_sampler``
+is verl's way to make the buffer. Here answers take a second or less: two thirds of a step would be waiting.
 """
 
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync

@@ -350,8 +350,8 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         rate = super().lr_scheduler_step()
         # The end of the run, as far as an engine is told: verl kills its workers.
         ended = self.lr_scheduler.last_epoch == self.optimizer_config.total_training_steps
-        if ended and self._plan is not None and self.rank == 0:
-            print(f"[epfsdp2] {self._plan.outcome()}", flush=True)
+        if ended and self._plan is not None and self.rank == 0 and (outcome := self._plan.outcome()):
+            print(f"[epfsdp2] {outcome}", flush=True)
         return rate
 
     def optimizer_step(self) -> float:

@@ -1,7 +1,8 @@
 """The plan of the run that is under way, and beside it what was measured.
 
 At start it is made for the largest micro-batch that the settings allow, where they say. After each update it is made
-again for the micro-batches that there were, so that what is measured is compared with what should have been.
+again for the micro-batches that there were, so that what is measured is compared with what should have been. On a CPU
+nothing is measured: pages of the process hold libraries and the allocator's gaps, which are not in the plan.
 """
 
 import logging
@@ -49,9 +50,7 @@ RECIPE_DEFAULTS = {
 class RunPlan:
     """
     Args:
-        before: bytes that the process held before there was a model, where these are no tensors.
-        measure: gives the most bytes that it ever held.
-        what: "allocated", by torch's allocator; "resident", where that counts nothing, and pages of all kinds are.
+        measure: gives the most bytes that torch's allocator ever held; None where it counts nothing.
         batch: of a step, at most; None where the settings don't say.
         uncounted: what the plan knows nothing of, in words.
         command: that plans every other mesh.
@@ -66,9 +65,7 @@ class RunPlan:
     uncounted: tuple[str, ...]
     command: str
     sp: int
-    measure: Callable[[], int]
-    before: int
-    what: str
+    measure: Callable[[], int] | None
     _seen: Batch | None = None
 
     def peak(self, batch: Batch) -> Moment:
@@ -95,26 +92,24 @@ class RunPlan:
         seen = self._seen or Batch(0, 0, IMBALANCE, self.sp)
         self._seen = Batch(max(seen.tokens, tokens), seen.micro_batches + 1, IMBALANCE, self.sp)
 
-    @property
-    def measured(self) -> int:
-        """Most bytes so far."""
-        return self.measure() - self.before
-
     def metrics(self) -> dict[str, float]:
         """GiB of the last update as planned, and the most so far; of all ranks verl takes the largest, by the names."""
         if self._seen is None:
             return {}
-        planned = self.peak(self._seen).total
-        return {"memory_max_planned_gib": planned / 2**30, f"memory_max_{self.what}_gib": self.measured / 2**30}
+        found = {"memory_max_planned_gib": self.peak(self._seen).total / 2**30}
+        if self.measure is not None:
+            found["memory_max_allocated_gib"] = self.measure() / 2**30
+        return found
 
-    def outcome(self) -> str:
-        """What is said at the end, of this rank."""
-        held = {"allocated": "all tensors of the process", "resident": "pages of the process beyond those at its start"}
-        measured = f"measured {size_in_words(self.measured)} ({held[self.what]}, the most so far)"
-        if self._seen is None:
-            return f"memory: {measured}"
-        planned = size_in_words(self.peak(self._seen).total)
-        return f"memory of an update of at most {step_in_words(self._seen)}: planned {planned}; {measured}"
+    def outcome(self) -> str | None:
+        """What is said at the end, of this rank; None without both figures."""
+        if self._seen is None or self.measure is None:
+            return None
+        planned, measured = size_in_words(self.peak(self._seen).total), size_in_words(self.measure())
+        return (
+            f"memory of an update of at most {step_in_words(self._seen)}: planned {planned}; "
+            f"measured {measured} (all tensors of the process, the most so far)"
+        )
 
 
 def plan_of_run(
@@ -132,10 +127,9 @@ def plan_of_run(
     Args:
         engine, model, optimizer: the role's settings, as verl has them.
         build: as ``ModelSizes.built_by``'s.
-        memory: has ``memory_allocated`` and ``max_memory_allocated``, in bytes: ``torch.cuda``, or what stands for it.
+        memory: has ``max_memory_allocated``, in bytes: ``torch.cuda``, or what stands for it.
         device: verl's name of it.
     """
-    before = 0 if device != "cpu" else memory.memory_allocated()
     try:
         sizes = ModelSizes.built_by(build, options, DTYPES[engine.model_dtype])
         plan = RunPlan(
@@ -148,9 +142,7 @@ def plan_of_run(
             uncounted=tuple(_uncounted(engine, model, optimizer, sizes)),
             command=_command(engine, model, optimizer, topology, options, memory, device),
             sp=engine.ulysses_sequence_parallel_size,
-            measure=memory.max_memory_allocated,
-            before=before,
-            what="resident" if device == "cpu" else "allocated",
+            measure=None if device == "cpu" else memory.max_memory_allocated,
         )
         plan.lines()
     except Exception as error:  # another family's code ran, on a device without data

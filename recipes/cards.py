@@ -1,15 +1,21 @@
-"""Sizes of well-known models, as their published configs have them: no network, no weights."""
+"""Sizes of models without weights: from a folder's config, as published, or from the hub's ``config.json``."""
 
 import difflib
+import json
+import re
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
+from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.utils import build_hf_headers
 from transformers import AutoConfig, PretrainedConfig
 
 from ..engine.errors import SettingError
 
-__all__ = ["CARDS", "config_of"]
+__all__ = ["CARDS", "MODEL_HELP", "config_of"]
 
+_SECONDS = 5.0  # for the hub to answer
 _DEEPSEEK = {
     "hidden_size": 7168,
     "intermediate_size": 18432,
@@ -90,21 +96,44 @@ CARDS: dict[str, dict[str, Any]] = {
         "use_qk_norm": True,
     },
 }
+MODEL_HELP = f"folder with config.json, one of {', '.join(CARDS)}, or a name on the hub; only the config is read"
 
 
 def config_of(model: str) -> PretrainedConfig:
-    """The config of a card, or of a folder that holds one.
+    """The config of a folder, of a card, or of a model on the hub, in this order.
 
     Raises:
-        SettingError: there is neither.
+        SettingError: there is none.
     """
-    names = {name.lower(): name for name in CARDS}
-    wanted = names.get(model.lower().rpartition("/")[2])
     if (Path(model) / "config.json").is_file():
         return AutoConfig.from_pretrained(model)
-    if wanted is None:
-        near = [names[n] for n in difflib.get_close_matches(model.lower().rpartition("/")[2], names, n=3, cutoff=0.3)]
-        works = ", ".join(near or CARDS)
-        raise SettingError("--model", model, "is neither a folder with config.json nor a model known here.", works)
-    sizes = dict(CARDS[wanted])
-    return AutoConfig.for_model(sizes.pop("model_type"), **sizes, tie_word_embeddings=False)
+    names = {name.lower(): name for name in CARDS}
+    wanted = model.lower().rpartition("/")[2]
+    if wanted in names:
+        return _from_json({**CARDS[names[wanted]], "tie_word_embeddings": False})
+    near = [names[n] for n in difflib.get_close_matches(wanted, names, n=3, cutoff=0.3)]
+    works = f"a folder with config.json, or {', '.join(near or CARDS)}."
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not Path(model).exists():
+        return _of_the_hub(model, works)
+    raise SettingError("--model", model, "is neither a folder with config.json nor a model known here.", works)
+
+
+def _of_the_hub(model: str, works: str) -> PretrainedConfig:
+    """One request: the hub's own client repeats one that fails for half a minute."""
+    cached = try_to_load_from_cache(model, "config.json")
+    if isinstance(cached, str):
+        return AutoConfig.from_pretrained(Path(cached).parent)
+    why = "HF_HUB_OFFLINE is set"
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            request = Request(hf_hub_url(model, "config.json"), headers=build_hf_headers())
+            with urlopen(request, timeout=_SECONDS) as found:
+                return _from_json(json.load(found))
+        except OSError as error:
+            why = str(error)
+    rule = f"is not known here and not in the hub's cache, and the hub could not be asked ({why})."
+    raise SettingError("--model", model, rule, works)
+
+
+def _from_json(sizes: dict[str, Any]) -> PretrainedConfig:
+    return AutoConfig.for_model(sizes["model_type"], **{k: v for k, v in sizes.items() if k != "model_type"})

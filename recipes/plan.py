@@ -2,13 +2,14 @@
 
     python -m epfsdp2.recipes.plan --model Qwen3-30B-A3B --nodes 2 --gpus 8 --gib 80 --tokens 16384 --sequences 4
 
-lists every legal mesh with its memory by part, its traffic and the least time of a step, and recommends one. It needs
-no GPU, no weights and no network.
+recommends a mesh, lists the ten best with what they need and the least time of a step, and says why the next does not
+fit. ``--all`` lists every legal mesh with its memory by part and its traffic. It needs no GPU and no weights.
 """
 
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,21 +32,30 @@ from ..engine.modeling import build_on_meta
 from ..engine.parallelize import ShardingOptions
 from ..engine.plan_text import in_words, step_in_words
 from ..engine.step_traffic import Collective, collectives
-from .cards import CARDS, config_of
+from .cards import MODEL_HELP, config_of
 from .roofline import Cluster, Roofline, roofline, seconds
 
 __all__ = ["Choice", "choices", "main", "parse", "recommended", "smallest"]
 
 _GIB, _GB = 1 << 30, 1e9
 _MOST_NODES = 128
-_WIDTH = 150
+_BEST = 10  # rows of the short table
+_WIDTH, _WIDTH_OF_ALL = 100, 150
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _LEGEND = (
+    "states: parameters, gradients and optimizer; GiB on the rank that needs most, at its peak, and in all with the "
+    "reserve. received: GB that a rank receives in a step. step: seconds by a roofline, in which nothing waits but for "
+    "bandwidth. sync: seconds for a rank to receive the weights that it lacks, in a weight sync."
+)
+_LEGEND_OF_ALL = (
     "GiB on the rank that needs most, at its peak; with the reserve, in all. dense, experts, tokens: GB that a rank "
     "receives in a step (gathers and reductions of the dense part, of the experts, rows to and from experts). Seconds "
     "are a roofline: nothing waits but for bandwidth. sync: seconds for a rank to receive the weights that it lacks."
 )
-_COLUMNS = ("ep", "ep_fsdp", "dp_replicate", "sp", "params", "grads", "optim", "buffers", "activ.", "logits")
+_MESH = ("ep", "ep_fsdp", "dp_replicate", "sp")
+_COLUMNS = (*_MESH, "states", "the rest", "in all", "received", "step", "sync")
+_COLUMNS_OF_ALL = (*_MESH, "params", "grads", "optim", "buffers", "activ.", "logits", "all", "fits")
+_COLUMNS_OF_ALL += ("dense", "experts", "tokens", "step s", "sync s")
 
 
 @dataclass(frozen=True)
@@ -188,7 +198,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description="Whether a model fits a cluster, and with which settings: memory, traffic and time of a step.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--model", required=True, help=f"folder with config.json, or one of {', '.join(CARDS)}")
+    parser.add_argument("--model", required=True, help=MODEL_HELP)
     parser.add_argument("--nodes", type=int, default=1, help="nodes of the cluster")
     parser.add_argument("--gpus", type=int, default=8, help="GPUs of a node")
     parser.add_argument("--gib", type=float, default=Cluster.gib, help="memory of a GPU (H100 80, H200 141)")
@@ -230,6 +240,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw", help="whose states are counted")
     parser.add_argument("--reserve", type=float, default=4.0, help="GiB for contexts, NCCL and a sleeping vLLM")
     parser.add_argument("--margin", type=float, default=0.1, help="share of the memory that has to stay free")
+    parser.add_argument("--all", action="store_true", help="list every legal mesh, in 150 columns")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw who holds what, of the recommended mesh")
     options = parser.parse_args(arguments)
@@ -288,7 +299,7 @@ def request_of(options: argparse.Namespace, config: PretrainedConfig) -> Request
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    console = Console(highlight=False, soft_wrap=True, width=max(_WIDTH, Console().width))
+    console = Console(highlight=False, soft_wrap=True, width=_WIDTH_OF_ALL if options.all else _WIDTH)
     names = ("nodes", "gpus", "gib", "inside", "between", "tflops", "efficiency", "hbm")
     cluster = Cluster(**{name: getattr(options, name) for name in names})
     try:
@@ -298,27 +309,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     found = choices(request, cluster)
     best = recommended(found)
-    console.print(
-        f"{options.model}: {options.checkpointing} checkpointing, {options.model_dtype} parameters, "
-        f"{options.optimizer}; "
-        f"{cluster.nodes} x {cluster.gpus} GPUs of {cluster.gib:g} GiB, {request.margin:.0%} to stay free; "
+    said = [
+        f"{options.model} on {cluster.nodes} x {cluster.gpus} GPUs of {cluster.gib:g} GiB, {request.margin:.0%} to "
+        f"stay free: {options.checkpointing} checkpointing, {options.model_dtype} parameters, {options.optimizer}, "
         f"{step_in_words(request.batch)}"
-    )
-    console.print(_table(found, best))
-    console.print(_LEGEND)
-    if not request.sizes.num_experts:
-        console.print("ep is 1: the model has no experts.")
-    if request.sizes.unshared:
-        console.print(f"sp is 1: {request.sizes.unshared}", markup=False)
+    ]
     larger = None
     if best is not None:
-        console.print(
-            f"Recommended, {best.gib:.1f} of {cluster.gib:g} GiB, {best.time.step:.2f} s: {' '.join(best.settings)}"
-        )
-        console.print("\n".join(in_words(best.topology, best.batch, best.peak, best.traffic)), markup=False)
+        said.append(f"Recommended, {best.gib:.1f} of {cluster.gib:g} GiB and {best.time.step:.2f} s a step:")
+        said += [f"    {' '.join(best.settings)}"]
+        said += in_words(best.topology, best.batch, best.peak, best.traffic)
     else:
         larger = smallest(request, cluster)
-        console.print(_refusal(min(found, key=lambda c: c.gib), larger, request, cluster), markup=False)
+        said += _refusal(min(found, key=lambda c: c.gib), larger, request, cluster)
+    if not request.sizes.num_experts:
+        said.append("ep is 1: the model has no experts.")
+    if request.sizes.unshared:
+        said.append(f"sp is 1: {request.sizes.unshared}")
+    _print(console, said)
+    if options.all:
+        console.print(_table_of_all(found, best))
+        _print(console, [_LEGEND_OF_ALL])
+    else:
+        console.print(_table(found, best))
+        _print(console, [*_next(found), _LEGEND])
     if options.json:
         result = {
             "model": options.model,
@@ -335,19 +349,65 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if best else 2
 
 
+def _print(console: Console, paragraphs: Sequence[str]) -> None:
+    for text in paragraphs:
+        lines = textwrap.wrap(
+            text,
+            console.width,
+            subsequent_indent="    ",
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+        console.print("\n".join(line.rstrip() for line in lines), markup=False)
+
+
+def _mesh(choice: Choice) -> list[str]:
+    t = choice.topology
+    return [str(size) for size in (t.ep, t.ep_fsdp, t.dp_replicate, choice.sp)]
+
+
 def _table(found: Sequence[Choice], best: Choice | None) -> Table:
-    table = Table(*_COLUMNS, "all", "fits", "dense", "experts", "tokens", "step s", "sync s")
-    for c in found:
-        t = c.topology
-        sizes = [f"{nbytes / _GIB:.1f}" for nbytes in c.peak.parts.values()]
-        moved = [f"{c.wire(kind) / _GB:.1f}" for kind in ("dense", "experts", "tokens")]
-        mesh = map(str, (t.ep, t.ep_fsdp, t.dp_replicate, c.sp))
-        row = [*mesh, *sizes, f"{c.gib:.1f}", "yes" if c.fits else "no", *moved, f"{c.time.step:.2f}", f"{c.sync:.2f}"]
+    """The fastest that fit; where none does, those that need least."""
+    shown = [c for c in found if c.fits] or sorted(found, key=lambda c: c.gib)
+    table = Table(*_COLUMNS)
+    for c in shown[:_BEST]:
+        states = c.peak.parameters + c.peak.gradients + c.peak.optimizer
+        received = sum(one.wire for one in c.traffic)
+        sizes = [f"{nbytes / _GIB:.1f}" for nbytes in (states, c.peak.total - states)]
+        row = [*_mesh(c), *sizes, f"{c.gib:.1f}", f"{received / _GB:.1f}", f"{c.time.step:.2f}", f"{c.sync:.2f}"]
         table.add_row(*row, style="bold green" if c is best else None)
     return table
 
 
-def _refusal(least: Choice, larger: tuple[Cluster, Choice] | None, request: Request, cluster: Cluster) -> str:
+def _next(found: Sequence[Choice]) -> list[str]:
+    """Why the fastest of those that don't fit does not, and what else there is."""
+    fit = [c for c in found if c.fits]
+    said = []
+    if fit and len(fit) < len(found):
+        c = next(c for c in found if not c.fits)
+        room = c.limit - c.reserve
+        parts = sorted(c.peak.parts.items(), key=lambda part: -part[1])[:2]
+        largest = " and ".join(f"{name} {nbytes / _GIB:.1f}" for name, nbytes in parts)
+        said.append(
+            f"The next, {c.time.step:.2f} s a step, does not fit: {' '.join(c.settings)} needs "
+            f"{c.peak.total / _GIB:.1f} GiB of the {room:.1f} that a rank's tensors may have, of which {largest}."
+        )
+    hidden = len(found) - min(len(fit) or len(found), _BEST)
+    said.append(f"{len(fit)} of {len(found)} meshes fit" + (f"; --all lists all {len(found)}." if hidden else "."))
+    return said
+
+
+def _table_of_all(found: Sequence[Choice], best: Choice | None) -> Table:
+    table = Table(*_COLUMNS_OF_ALL)
+    for c in found:
+        sizes = [f"{nbytes / _GIB:.1f}" for nbytes in c.peak.parts.values()]
+        moved = [f"{c.wire(kind) / _GB:.1f}" for kind in ("dense", "experts", "tokens")]
+        row = [*_mesh(c), *sizes, f"{c.gib:.1f}", "yes" if c.fits else "no", *moved]
+        table.add_row(*row, f"{c.time.step:.2f}", f"{c.sync:.2f}", style="bold green" if c is best else None)
+    return table
+
+
+def _refusal(least: Choice, larger: tuple[Cluster, Choice] | None, request: Request, cluster: Cluster) -> list[str]:
     """What is too big, in which mesh, and what would do."""
     parts = sorted(least.peak.parts.items(), key=lambda part: -part[1])
     room = least.limit - least.reserve
@@ -365,7 +425,7 @@ def _refusal(least: Choice, larger: tuple[Cluster, Choice] | None, request: Requ
         said.append(f"The largest part is {parts[0][0]}.")
     if larger is None:
         said.append("More nodes do not help; fewer --tokens, or fuller --checkpointing, may.")
-        return "\n".join(said)
+        return said
     nodes, best = larger
     said.append(
         f"The smallest cluster of such nodes that fits has {nodes.nodes} ({nodes.world} GPUs), {best.gib:.1f} GiB each "
@@ -374,7 +434,7 @@ def _refusal(least: Choice, larger: tuple[Cluster, Choice] | None, request: Requ
     fewer = [f"{nodes} with {option}" for option, nodes in _leaner(request, cluster, nodes.nodes)]
     if fewer:
         said.append(f"Fewer do with other settings: {', '.join(fewer)}.")
-    return "\n".join(said)
+    return said
 
 
 def _leaner(request: Request, cluster: Cluster, nodes: int) -> Iterator[tuple[str, int]]:

@@ -1,6 +1,6 @@
 """What a weight sync costs on a cluster, without touching one.
 
-    python -m epfsdp2.recipes.plan_sync --model Qwen/Qwen3-30B-A3B --world 16 --ep 8 --rollout-tp 4
+    python -m epfsdp2.recipes.plan_sync --model Qwen3-30B-A3B --world 16 --ep 8 --rollout-tp 4
 
 prints, for each way to hand weights to vLLM, the bytes that a rank needs, receives and gets from other nodes, the
 rounds, the memory, and the time that the network takes at least. Only the model's config is read.
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from ..engine.errors import SettingError
 from ..engine.experts.find import UnsupportedModelError
@@ -24,6 +24,7 @@ from ..engine.placement import check_experts_divide
 from ..rollout.placement import ANALYTIC, STREAMS, Heads, Rollout, Stream, Tensor, needs
 from ..rollout.plan import Plan, Targets, make_plan
 from ..rollout.source import tensors_before_sharding
+from .cards import MODEL_HELP, config_of
 
 __all__ = ["main", "parse"]
 
@@ -45,7 +46,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description="Bytes, rounds, memory and least time of a weight sync, from a model's config and sizes alone.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--model", required=True, help="folder or hub name; only the config is read")
+    parser.add_argument("--model", required=True, help=MODEL_HELP)
     parser.add_argument("--world", type=int, required=True, help="ranks of the trainer")
     parser.add_argument("--ep", type=int, default=1, help="engine.ep_size")
     parser.add_argument("--fsdp-size", type=int, default=-1, help="engine.fsdp_size")
@@ -84,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(highlight=False, soft_wrap=True, width=max(_WIDTH, Console().width))
     try:
         topology = Topology.plan(options.world, options.ep, options.fsdp_size)
-        config = AutoConfig.from_pretrained(options.model)
+        config = config_of(options.model)
         model = build_on_meta(AutoModelForCausalLM, config, torch.bfloat16)
         shard_dim = options.expert_shard_dim if options.expert_shard_dim == "auto" else int(options.expert_shard_dim)
         tensors = tensors_before_sharding(model, topology, shard_dim, itemsize=_DTYPES[options.dtype])

@@ -1,12 +1,27 @@
-"""What the README and the docs name is there."""
+"""What the README and the docs name is there, and what is generated of them is up to date."""
 
+import ast
+import contextlib
+import importlib.util
 import re
+import runpy
+import shlex
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from tests.features import FEATURES, Feature
+
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+GENERATE = runpy.run_path(str(ROOT / "docs/generate.py"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -24,3 +39,99 @@ def test_sections_are_there(page):
         other = page.parent / target if target else page
         titles = re.findall(r"^#+ (.+)$", other.read_text(), flags=re.M)
         assert section in {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}, section
+
+
+def _commands(page, start):
+    """Lines of the page, with those that they go on in, from ``start`` on."""
+    text = page.read_text().replace("\\\n", " ")
+    return re.findall(rf"{start}[^`#\n]*", text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_of_make_and_modules_are_there(page):
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.M)
+    for command in _commands(page, r"(?:^ {4}|`)make "):
+        assert shlex.split(command.strip(" `"))[1] in targets, command
+    for module in re.findall(r"-m (epfsdp2(?:\.\w+)+)", page.read_text()):
+        assert importlib.util.find_spec(module), module
+
+
+@pytest.mark.parametrize("recipe", ["plan", "plan_sync", "quickstart.cli"])
+def test_options_of_recipes_are_there(recipe):
+    module = f"epfsdp2.recipes.{recipe.removesuffix('.cli')}"
+    commands = [command for page in PAGES for command in _commands(page, rf"python -m {re.escape(module)} --")]
+    assert commands
+    for command in commands:
+        words = shlex.split(command)[3:]
+        # An example may leave a value open, and its end.
+        words = ["Qwen3-30B-A3B" if word == "..." else word for word in words[: -1 if words[-1] == "..." else None]]
+        ended = pytest.raises(SystemExit, match="0") if "--help" in words else contextlib.nullcontext()
+        with ended:
+            import_module(f"epfsdp2.recipes.{recipe}").parse(words)
+
+
+@pytest.mark.parametrize("name", GENERATE["PAGES"])
+def test_generated_page_is_what_the_generator_writes(name):
+    assert (ROOT / "docs" / name).read_text() == GENERATE["PAGES"][name](), "run python docs/generate.py"
+
+
+def test_features_name_tests_that_are_there():
+    assert GENERATE["missing_tests"]() == []
+    gone = Feature("it", "works", "", ("engine/test_mesh.py::test_that_never_was", "engine/no_such_file.py::test_it"))
+    assert GENERATE["missing_tests"]((gone,)) == list(gone.tests)
+    assert all(feature.tests for feature in FEATURES) and len({f.name for f in FEATURES}) == len(FEATURES)
+
+
+def test_generator_marks_long_tests_by_function_and_by_module():
+    long = {name: GENERATE["is_long"](name) for f in FEATURES for name in f.tests if name.startswith("e2e/")}
+    assert long["e2e/test_trainers.py::test_fully_async"] and not long["e2e/test_trainers.py::test_sft_trainer"]
+    assert long["e2e/test_dapo.py::test_dapo_filters_groups_and_punishes_long_answers"]
+
+
+def test_settings_page_has_every_setting_of_the_config():
+    """Read by another way than the generator's, from the dataclass."""
+    found = {
+        name: default for name, default, _ in GENERATE["settings"]((ROOT / "conf/engine/epfsdp2.yaml").read_text())
+    }
+    tree = ast.parse((ROOT / "engine/config.py").read_text())
+    config = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "EPFSDP2EngineConfig")
+    fields = [n.target.id for n in config.body if isinstance(n, ast.AnnAssign) and not n.target.id.startswith("_")]
+    ours = {name.partition(".")[0] for name in found}
+    assert {"ep_size", "rollout_sync", "fsdp_size"} <= ours
+    assert ours <= {*fields, *_fields_of_verl()}
+    # A field without a default in the YAML is one that verl or the engine fills in.
+    missing = {name for name in fields if name not in ours} - {"strategy", "forward_only"}
+    assert missing <= _fields_of_verl(), missing
+
+
+def _fields_of_verl():
+    from dataclasses import fields
+
+    from verl.workers.config import EngineConfig
+
+    return {field.name for field in fields(EngineConfig)}
+
+
+def test_settings_without_a_comment_are_refused():
+    with pytest.raises(ValueError, match="ep_size has no comment"):
+        GENERATE["settings"]("# the file\n\nep_size: 1\n")
+
+
+def test_loop_is_well_formed_and_says_which_part_is_ours():
+    picture = ElementTree.fromstring((ROOT / "docs/loop.svg").read_text())
+    words = [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"rollout", "reward", "update", "reshard", "epfsdp2"} <= set(words)
+
+
+def test_licence_is_whole_and_goes_into_the_package(tmp_path):
+    text = (ROOT / "LICENSE").read_text()
+    assert "Version 2.0, January 2004" in text and "END OF TERMS AND CONDITIONS" in text
+    for name in ("pyproject.toml", "LICENSE", "README.md", "engine", "rollout", "conf", "recipes"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "out").mkdir()
+    code = "import setuptools.build_meta as b; print(b.prepare_metadata_for_build_wheel('out'))"
+    words = [sys.executable, "-c", code]
+    made = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert made.returncode == 0, made.stderr
+    (carried,) = (tmp_path / "out").glob("*.dist-info/licenses/LICENSE")
+    assert carried.read_text() == text

@@ -1,9 +1,9 @@
 """The quickstart's command line: make a model and data, warm up, train with GRPO, say what came of it."""
 
 import argparse
+import itertools
 import json
 import os
-import shutil
 import time
 from pathlib import Path
 
@@ -22,10 +22,20 @@ __all__ = ["main", "parse"]
 # What verl's two trainers should find, whatever the shell has: one thread per process on a small machine, our own Ray.
 _CHILD_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 _RAY_ENV = ("RAY_ADDRESS", "RAY_TMPDIR")
+_OUTPUT_HELP = "folder for everything written; where it has an earlier run, that one is kept and a number is added"
 
 
 class PhaseFailed(Exception):
     """A phase ended with a non-zero status; the text says which and why."""
+
+
+_HERE = Path(__file__).resolve().parent
+
+
+def _free_folder(wanted: Path) -> Path:
+    """``wanted``, or the first of ``wanted-2``, ``wanted-3``, ... that is not there; an empty folder will do too."""
+    numbered = (wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(1))
+    return next(path for path in numbered if not path.exists() or (path.is_dir() and not any(path.iterdir())))
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -34,21 +44,21 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         description="GRPO on a small Mixture-of-Experts with engine=epfsdp2, offline, on a machine without a GPU.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--output", type=Path, default=Path("runs/quickstart"), help="folder for everything written")
+    parser.add_argument("--output", type=Path, default=Path("runs/quickstart"), help=_OUTPUT_HELP)
     parser.add_argument("--seed", type=int, default=1, help="of the weights, the data and the sampling")
-    parser.add_argument("--steps", type=int, default=40, help="GRPO steps")
+    parser.add_argument("--steps", type=int, default=20, help="GRPO steps")
     parser.add_argument("--batch-size", type=int, default=16, help="questions per step")
     parser.add_argument("--group-size", type=int, default=8, help="answers sampled per question")
     parser.add_argument("--lr", type=float, default=5e-4, help="learning rate of GRPO")
-    parser.add_argument("--warmup-steps", type=int, default=100, help="supervised steps before GRPO")
-    parser.add_argument("--warmup-batch-size", type=int, default=128, help="conversations per supervised step")
+    parser.add_argument("--warmup-steps", type=int, default=80, help="supervised steps before GRPO")
+    parser.add_argument("--warmup-batch-size", type=int, default=64, help="conversations per supervised step")
     parser.add_argument("--warmup-lr", type=float, default=2e-3, help="learning rate of the warm-up")
-    parser.add_argument("--right-share", type=float, default=0.5, help="share of the warm-up's labels that are right")
+    parser.add_argument("--right-share", type=float, default=0.6, help="share of the warm-up's labels that are right")
     parser.add_argument("--model", type=Path, help="start GRPO from this checkpoint of an earlier warm-up")
     parser.add_argument(
         "--override", action="append", default=[], metavar="KEY=VALUE", help="one more Hydra override for GRPO"
     )
-    parser.add_argument("--dry-run", action="store_true", help="make model and data, print the commands, stop")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands, write nothing")
     options = parser.parse_args(arguments)
     for name in ("steps", "batch_size", "group_size", "warmup_steps", "warmup_batch_size"):
         if getattr(options, name) < 2:
@@ -87,7 +97,7 @@ class Quickstart:
         self.options = options
         self.console = console
         self.tree = tree
-        self.output = options.output.resolve()
+        self.output = _free_folder(options.output.resolve())
         self.model = options.model.resolve() if options.model else self.output / "model"
         self.phase_seconds: dict[str, float] = {}
         self.env = {k: v for k, v in os.environ.items() if k not in _RAY_ENV} | _CHILD_ENV
@@ -99,11 +109,13 @@ class Quickstart:
 
     def run(self) -> int:
         started = time.monotonic()
-        self._make_inputs()
         if self.options.dry_run:
-            self._show("warm-up", warmup_command(self._values()))
+            if self.options.model is None:
+                self._show("warm-up", warmup_command(self._values()))
+                self.model = self._warmed_up()
             self._show("GRPO", grpo_command(self._values(), self.options.override))
             return 0
+        self._make_inputs()
         if self.options.model is None:
             self._warm_up()
         steps = self._train()
@@ -117,19 +129,15 @@ class Quickstart:
             "model": self.model,
             "warmup_data": data / "warmup.parquet",
             "grpo_data": data / "grpo.parquet",
-            "reward_file": Path(task.__file__).resolve(),
+            "reward_file": _HERE / "task.py",
+            "sampler_file": _HERE / "sampler.py",
             "ray_dir": self.tree.folder,
         }
 
     def _make_inputs(self) -> None:
-        # An interrupted run's leavings must not be taken for this one's.
-        folders = ["data", "checkpoints", "hydra", "hydra_warmup", "logs"]
-        # A warm-up to start from may well be this folder's own.
-        folders += ["model", "warmup"] if self.options.model is None else []
-        for name in folders:
-            shutil.rmtree(self.output / name, ignore_errors=True)
-        for name in ("metrics.jsonl", "warmup.jsonl", "summary.json", "quickstart.png"):
-            (self.output / name).unlink(missing_ok=True)
+        self.output.mkdir(parents=True, exist_ok=True)
+        if self.output != self.options.output.resolve():
+            self.console.print(f"{self.options.output} has an earlier run, which is kept")
         options = self.options
         rows = options.warmup_steps * options.warmup_batch_size
         copies = -(-rows // len(task.problems()))
@@ -160,10 +168,14 @@ class Quickstart:
 
         with self.console.status("warm-up: starting") as status:
             seconds = self._phase("warm-up", command, metrics, tick)
-        self.model = self.output / "warmup" / f"global_step_{options.warmup_steps}" / "huggingface"
+        self.model = self._warmed_up()
         if not (self.model / "config.json").is_file():
             raise PhaseFailed(f"the warm-up ended without a checkpoint in {self.model}")
         self.console.print(f"warm-up: {options.warmup_steps} supervised steps in {seconds:.0f} s -> {self.model}")
+
+    def _warmed_up(self) -> Path:
+        """The checkpoint that the warm-up ends with."""
+        return self.output / "warmup" / f"global_step_{self.options.warmup_steps}" / "huggingface"
 
     def _train(self) -> list[Step]:
         command = grpo_command(self._values(), self.options.override)
@@ -201,11 +213,14 @@ class Quickstart:
         options = self.options
         verdict = judge(steps, options.steps, options.batch_size * options.group_size)
         if steps:
-            write_plot(steps, self.output / "quickstart.png")
             print_summary(self.console, steps, verdict)
         facts = summary(steps, verdict) | {"seconds": {**self.phase_seconds, "total": seconds}}
         (self.output / "summary.json").write_text(json.dumps(facts, indent=2) + "\n")
-        self.console.print(f"metrics: {self.output / 'metrics.jsonl'}   plot: {self.output / 'quickstart.png'}")
+        self.console.print(f"metrics: {self.output / 'metrics.jsonl'}")
+        if steps and write_plot(steps, self.output / "quickstart.png"):
+            self.console.print(f"plot: {self.output / 'quickstart.png'}")
+        elif steps:
+            self.console.print("no plot: matplotlib is not installed (pip install matplotlib draws it next time)")
         if verdict.passed:
             self.console.print(f"[green]the reward rose[/] ({seconds:.0f} s in all)")
             return 0

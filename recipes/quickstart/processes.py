@@ -7,7 +7,9 @@ handed to it by the kernel, so that its process tree is complete at any time, an
 
 import contextlib
 import ctypes
+import glob
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,11 +17,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 import psutil
 
-from ...rollout.housekeeping import SEGMENTS, existing_segments, remove_leftovers
+from ...rollout.housekeeping import SEGMENTS, SOCKETS, existing_segments, unused_segments, unused_sockets
 
 __all__ = ["Interrupted", "ProcessTree"]
 
@@ -28,6 +31,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 # Ray's own shutdown takes about two seconds; what has not gone by then is killed.
 _GRACE_SECONDS = 8.0
 _POLL_SECONDS = 0.3
+_LOOK_SECONDS = 5.0  # between two looks at which shared memory and sockets the processes have
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -76,7 +80,10 @@ class ProcessTree:
     def __enter__(self) -> "ProcessTree":
         if sys.platform == "linux":
             _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        self._segments_before = existing_segments()
+        self._before = existing_segments() | set(glob.glob("/tmp/*.sock"))
+        self._segments: set[str] = set()
+        self._sockets: set[str] = set()
+        self._looked = time.monotonic()
         self.folder = Path(tempfile.mkdtemp(prefix="epfsdp2-", dir="/tmp"))
         for number in _STOPPING:
             signal.signal(number, _interrupt)
@@ -109,13 +116,25 @@ class ProcessTree:
             )
             while (status := process.poll()) is None:
                 on_tick()
+                if time.monotonic() - self._looked > _LOOK_SECONDS:
+                    self._look()
                 time.sleep(_POLL_SECONDS)
         on_tick()
         self._end_descendants()
         return status
 
+    def _look(self) -> None:
+        """Note the shared memory that the processes have mapped, and the sockets that are bound: theirs or others'."""
+        self._looked = time.monotonic()
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(OSError), open(f"/proc/{process.pid}/maps") as maps:  # it may just have ended
+                self._segments.update(re.findall(r"/dev/shm/\S+", maps.read()))
+        with contextlib.suppress(OSError), open("/proc/net/unix") as table:
+            self._sockets.update(line.split()[-1] for line in table)
+
     def _end_descendants(self) -> None:
         """SIGTERM to direct children, whose own clean-up is the most orderly one; SIGKILL to all that remain."""
+        self._look()
         for child in _living(psutil.Process().children()):
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.terminate()
@@ -130,12 +149,12 @@ class ProcessTree:
             time.sleep(0.05)
 
     def _remove_leftovers(self) -> None:
-        """Shared memory and sockets of processes that were killed; a segment is spared until it is a moment old."""
-        deadline = time.monotonic() + 4.0
-        remove_leftovers(SEGMENTS, keep=self._segments_before)
-        while existing_segments() - self._segments_before and time.monotonic() < deadline:
-            time.sleep(0.5)
-            remove_leftovers(SEGMENTS, keep=self._segments_before)
+        """Shared memory and sockets that this run had and nobody has now: others' are not ours to remove."""
+        mine = [p for p in self._segments - self._before if any(fnmatch(p, kind) for kind in SEGMENTS)]
+        bound = [p for p in self._sockets - self._before if any(fnmatch(p, kind) for kind in SOCKETS)]
+        for path in [*unused_segments(mine, minimum_age=0), *unused_sockets(bound)]:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
 
 
 def _reap_and_list() -> list[psutil.Process]:

@@ -10,9 +10,12 @@ from .metrics import LARGEST_PROBS_DIFF, PHASES, Step, Verdict, seconds_per_step
 __all__ = ["print_summary", "write_plot"]
 
 
-def write_plot(steps: list[Step], path: Path) -> None:
-    """Reward, train/rollout difference and seconds per phase over the steps, as one PNG."""
-    import matplotlib
+def write_plot(steps: list[Step], path: Path) -> bool:
+    """Reward, train/rollout difference and seconds per phase over the steps, as one PNG; False without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -31,6 +34,7 @@ def write_plot(steps: list[Step], path: Path) -> None:
     seconds.legend(loc="upper right")
     figure.savefig(path, dpi=120)
     plt.close(figure)
+    return True
 
 
 def print_summary(console: Console, steps: list[Step], verdict: Verdict) -> None:

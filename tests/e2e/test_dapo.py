@@ -12,6 +12,8 @@ DAPO = [
     "actor_rollout_ref.actor.clip_ratio_high=0.28",
     "actor_rollout_ref.actor.clip_ratio_c=10.0",
     "actor_rollout_ref.actor.loss_agg_mode=token-mean",
+    # verl filters in a buffer that it makes itself.
+    "trainer.v1.sampler.custom_sampler.path=null",
     "algorithm.filter_groups.enable=True",
     "algorithm.filter_groups.metric=acc",
     "reward.reward_manager.name=dapo",

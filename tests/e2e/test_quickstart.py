@@ -82,15 +82,12 @@ def test_an_interrupted_run_leaves_nothing(interrupted_run):
 
 
 @pytest.mark.long
-def test_without_the_weight_sync_the_reward_check_fails(folder, warmed_up, interrupted_run):
-    """vLLM starts from the same checkpoint as the trainer and then never learns: the reward stays where it was.
-
-    It runs in the interrupted run's folder: an interrupted quickstart starts again cleanly.
-    """
+def test_without_the_weight_sync_the_reward_check_fails(folder, warmed_up):
+    """vLLM starts from the same checkpoint as the trainer and then never learns: the reward stays where it was."""
     options = ["--model", warmed_up, "--steps", "8"]
     options += ["--override", f"{EXTENSION}=dropped_weights.DroppedWeights"]
     options += ["--override", "actor_rollout_ref.rollout.load_format=auto"]
-    with running(folder / "second", *options) as run:
+    with running(folder / "third", *options) as run:
         run.wait()
     assert len(run.steps()) == 8, run.text()[-3000:]
     assert run.process.returncode == 1

@@ -1,4 +1,4 @@
-"""The plan of the run that is under way: printed at start, beside what is measured after each update and at the end."""
+"""The plan of the run that is under way: printed at start, and beside it tensors as they were measured."""
 
 import contextlib
 import io
@@ -14,7 +14,7 @@ from epfsdp2.engine.config import EPFSDP2ActorConfig, EPFSDP2EngineConfig
 from epfsdp2.engine.memory_plan import IMBALANCE, Backend, Batch, peak
 from epfsdp2.engine.mesh import Topology
 from epfsdp2.engine.plan_text import in_words
-from epfsdp2.engine.run_plan import RECIPE_DEFAULTS, configured_batch
+from epfsdp2.engine.run_plan import RECIPE_DEFAULTS, RunPlan, configured_batch
 from epfsdp2.engine.step_traffic import collectives
 from epfsdp2.recipes.cards import config_of
 from epfsdp2.recipes.plan import parse, request_of
@@ -46,10 +46,10 @@ def _trains_to_the_end(folder, settings):
         return
     plan = worker.engine._plan
     assert ours.pop(0).startswith("engine.experts_backend=auto: the experts are computed by torch")
-    assert ours[:-1] == plan.lines() and ours[0] == "plan of Qwen3MoeForCausalLM"
+    assert ours == plan.lines() and ours[0] == "plan of Qwen3MoeForCausalLM"
 
     # The recipe says the same of the same settings, from the command that is printed.
-    words = shlex.split(ours[-2].removeprefix("all meshes: "))
+    words = shlex.split(ours[-1].removeprefix("all meshes: "))
     assert words[:3] == ["python", "-m", "epfsdp2.recipes.plan"]
     options = parse(words[3:])
     request, topology = request_of(options, config_of(options.model)), Topology.plan(2, 2)
@@ -63,12 +63,22 @@ def _trains_to_the_end(folder, settings):
     assert seen.tokens <= 40 and 1 < seen.micro_batches <= 3
     planned = [both for (both,) in metrics[-1]["memory_max_planned_gib"]]
     assert planned[0] * 2**30 == pytest.approx(plan.peak(seen).total)
-    measured = [[ranks[0] for ranks in m["memory_max_resident_gib"]] for m in metrics]
-    assert measured == sorted(measured) and all(rank > 0 for rank in measured[0])
-    assert ours[-1].startswith("memory of an update of at most") and "planned" in ours[-1] and "measured" in ours[-1]
+    # On a CPU only pages of the process can be measured, which is another thing: neither a metric nor a line has them.
+    assert {name for m in metrics for name in m if name.startswith("memory_")} == {"memory_max_planned_gib"}
+    assert plan.outcome() is None
 
 
-def test_a_run_prints_its_plan_and_beside_it_what_was_measured(tmp_path):
+def test_outcome_where_the_allocator_counts_compares_tensors_with_tensors():
+    request = request_of(parse(["--model", "Qwen3-30B-A3B"]), config_of("Qwen3-30B-A3B"))
+    settings = request.sizes, Topology.plan(8, 8), request.options, "adamw", Backend(), None, (), "", 1
+    plan = RunPlan(*settings, measure=lambda: 3 << 30)
+    assert plan.metrics() == {} and plan.outcome() is None
+    plan.see(1024)
+    assert plan.metrics()["memory_max_allocated_gib"] == 3 and plan.metrics()["memory_max_planned_gib"] > 3
+    assert "measured 3.00 GiB (all tensors of the process, the most so far)" in plan.outcome()
+
+
+def test_a_run_on_a_cpu_prints_its_plan_and_no_pages_beside_it(tmp_path):
     run_ranks(_trains_to_the_end, 2, save_qwen3_moe(tmp_path), CONFIGURED)
 
 

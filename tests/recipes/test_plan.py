@@ -22,6 +22,43 @@ def qwen3_30b():
     return request_of(parse(QWEN), config_of("Qwen3-30B-A3B"))
 
 
+def _joined(text):
+    """Without the breaks between lines."""
+    return " ".join(text.split())
+
+
+def _rows(text):
+    return [line for line in text.splitlines() if line.startswith("│")]
+
+
+def test_plan_by_default_has_ten_meshes_that_fit_and_why_the_next_does_not_in_100_columns(capsys, qwen3_30b):
+    assert main(QWEN) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100 and len(text.splitlines()) < 40
+    found = choices(qwen3_30b, Cluster(2, 8))
+    fit, refused = [c for c in found if c.fits], next(c for c in found if not c.fits)
+    meshes = [[int(cell) for cell in row.split("│")[1:5]] for row in _rows(text)]
+    assert meshes == [[c.topology.ep, c.topology.ep_fsdp, c.topology.dp_replicate, c.sp] for c in fit[:10]]
+    needs = f"{' '.join(refused.settings)} needs {refused.peak.total / 2**30:.1f} GiB"
+    assert needs in _joined(text) and refused.gib > refused.limit
+    assert f"{len(fit)} of {len(found)} meshes fit; --all lists all {len(found)}." in text
+
+
+def test_plan_that_fits_nowhere_has_the_ten_meshes_that_need_least(capsys):
+    assert main(["--model", "gpt-oss-120b", "--tokens", "4096"]) == 2
+    text = capsys.readouterr().out
+    needed = [float(row.split("│")[7]) for row in _rows(text)]
+    assert len(needed) == 10 and needed == sorted(needed) and min(needed) > 72
+    assert max(map(len, text.splitlines())) <= 100 and "0 of 40 meshes fit" in text
+
+
+def test_plan_all_lists_every_mesh(capsys, qwen3_30b):
+    assert main([*QWEN, "--all"]) == 0
+    rows = _rows(capsys.readouterr().out)
+    assert len(rows) == len(choices(qwen3_30b, Cluster(2, 8)))
+    assert {row.split("│")[12].strip() for row in rows} == {"yes", "no"}
+
+
 def test_the_meshes_are_those_that_the_engine_takes(qwen3_30b):
     for world, nodes in ((16, 2), (24, 3)):
         legal = set()
@@ -50,13 +87,14 @@ def test_rows_that_can_not_be_shared_are_not(capsys, tmp_path):
     out = tmp_path / "plan.json"
     assert main(["--model", str(tmp_path), "--gpus", "2", "--tokens", "64", "--json", str(out)]) == 0
     assert {choice["sp"] for choice in json.loads(out.read_text())["choices"]} == {1}
-    assert "sp is 1: model.layers.0 of Qwen3NextForCausalLM has no attention" in capsys.readouterr().out
+    said = _joined(capsys.readouterr().out)
+    assert "sp is 1: model.layers.0 of Qwen3NextForCausalLM has no attention" in said
 
 
 def test_what_does_not_fit_names_the_part_and_the_cluster_that_does(capsys, tmp_path):
     out = tmp_path / "plan.json"
     assert main(["--model", "gpt-oss-120b", "--nodes", "1", "--tokens", "4096", "--json", str(out)]) == 2
-    text = capsys.readouterr().out
+    text = _joined(capsys.readouterr().out)
     assert "does not fit" in text and "Too big each by itself: optimizer." in text and "smallest cluster" in text
     result = json.loads(out.read_text())
     nodes = result["smallest_cluster"]["nodes"]
@@ -77,7 +115,7 @@ def test_json_and_picture_are_written(capsys, tmp_path):
     assert best["fits"] and best in result["choices"]
     assert sum(n for part, n in best["bytes"].items() if part != "total") == best["bytes"]["total"]
     assert picture.read_bytes().startswith(b"\x89PNG")
-    said = capsys.readouterr().out
+    said = _joined(capsys.readouterr().out)
     assert " ".join(best["settings"]) in said
     # In the words of the engine, for the mesh that is recommended.
     assert f"mesh: 16 ranks = dp_replicate {best['dp_replicate']} x ep_fsdp {best['ep_fsdp']} x ep {best['ep']}" in said

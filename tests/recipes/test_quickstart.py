@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from safetensors import safe_open
 
-from epfsdp2.recipes.quickstart import cli, commands, failure, metrics, model, report, task
+from epfsdp2.recipes.quickstart import cli, commands, failure, metrics, model, report, sampler, task
 
 # ---------------------------------------------------------------------------------------------------------- the task
 
@@ -140,7 +140,7 @@ def test_buckets_hold_every_expert_tensor_and_not_the_model(tmp_path):
 
 
 def _values(folder: Path) -> dict:
-    names = ("output", "model", "warmup_data", "grpo_data", "reward_file", "ray_dir")
+    names = ("output", "model", "warmup_data", "grpo_data", "reward_file", "sampler_file", "ray_dir")
     return vars(cli.parse([])) | {name: folder / name for name in names}
 
 
@@ -156,7 +156,7 @@ def test_commands_are_verls_own(tmp_path):
 @pytest.mark.parametrize("name", ["grpo", "warmup"])
 def test_no_name_is_left_unfilled(name, tmp_path):
     filled = commands.overrides(name, _values(tmp_path))
-    assert not [line for line in filled if "$" in line or "None" in line]
+    assert not [line for line in filled if "$" in line.replace("${algorithm.", "") or "None" in line]
     keys = [line.split("=")[0].lstrip("+") for line in filled]
     assert len(keys) == len(set(keys))
 
@@ -186,6 +186,98 @@ def test_options_are_checked(arguments, says, capsys):
         cli.parse(arguments)
     assert stopped.value.code == 2
     assert says in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------------------------------------------- the folder
+
+
+def _earlier_run(folder: Path) -> dict[str, bytes]:
+    """What an earlier run left, and what somebody put beside it."""
+    names = (
+        "metrics.jsonl",
+        "summary.json",
+        "quickstart.png",
+        "checkpoints/global_step_5/model",
+        "logs/grpo.log",
+        "my",
+    )
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    return _content(folder)
+
+
+def _content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+class _NoProcesses:
+    """In the place of ``ProcessTree``, which would end pytest's own children: both trainers just leave their files."""
+
+    def __enter__(self):
+        self.folder = Path("/tmp/nothing-is-written-here")
+        return self
+
+    def __exit__(self, *_exc):
+        pass
+
+    def run(self, command, env, log, tick):
+        file = Path(env["VERL_FILE_LOGGER_PATH"])
+        if file.name == "warmup.jsonl":
+            last = file.parent / "warmup/global_step_80/huggingface"
+            last.mkdir(parents=True)
+            (last / "config.json").write_text("{}")
+        else:
+            data = {"timing_s/step": 1.0, "perf/total_num_tokens": 10, metrics.PROBS_DIFF: 0.0}
+            lines = [{"step": i, "data": {**data, metrics.REWARD: 0.4 + i / 40}} for i in range(1, 21)]
+            file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        tick()
+        return 0
+
+
+@pytest.fixture
+def no_processes(monkeypatch):
+    monkeypatch.setattr(cli, "ProcessTree", _NoProcesses)
+
+
+def test_quickstart_dry_run_in_a_folder_with_results_writes_and_removes_nothing(tmp_path, capsys, no_processes):
+    before = _earlier_run(tmp_path / "run")
+    assert cli.main(["--output", str(tmp_path / "run"), "--dry-run"]) == 0
+    assert _content(tmp_path / "run") == before and [path.name for path in tmp_path.iterdir()] == ["run"]
+    said = capsys.readouterr().out
+    assert "verl.trainer.sft_trainer" in said and "verl.trainer.main_ppo" in said
+
+
+def test_quickstart_run_where_earlier_ones_are_takes_the_next_folder(tmp_path, capsys, no_processes):
+    before = _earlier_run(tmp_path / "run")
+    for number in (2, 3):
+        assert cli.main(["--output", str(tmp_path / "run")]) == 0
+        said = capsys.readouterr().out
+        assert f"{tmp_path / 'run'} has an earlier run, which is kept" in said
+        assert f"model and data in {tmp_path / f'run-{number}'}" in said
+        assert json.loads((tmp_path / f"run-{number}/summary.json").read_text())["passed"]
+    assert _content(tmp_path / "run") == before
+
+
+def test_quickstart_run_without_matplotlib_ends_well_and_says_how_to_get_it(
+    tmp_path, capsys, monkeypatch, no_processes
+):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["--output", str(tmp_path / "run")]) == 0
+    assert "no plot: matplotlib is not installed (pip install matplotlib" in capsys.readouterr().out
+    assert not (tmp_path / "run/quickstart.png").exists() and (tmp_path / "run/summary.json").exists()
+
+
+# -------------------------------------------------------------------------------------------------------- the buffer
+
+
+@pytest.mark.parametrize("mode, kind", [("sync", "ReplayBuffer"), ("separate_async", "ReplayBufferAsync")])
+def test_replay_buffer_is_verls_own_and_asks_ten_times_a_second(mode, kind):
+    settings = {"trainer_config": {}, "max_off_policy_threshold": None, "max_off_policy_strategy": "drop"}
+    made = sampler.replay_buffer(mode, **settings, sampler_kwargs={"filter_groups": False}, refill_fn=None)
+    assert type(made).__name__ == kind and made.poll_interval == 0.1
+    with pytest.raises(ValueError, match="custom_sampler.path=null"):
+        sampler.replay_buffer(mode, **settings, sampler_kwargs={"filter_groups": True}, refill_fn=None)
 
 
 # ------------------------------------------------------------------------------------------------------- the verdict
@@ -261,7 +353,7 @@ def test_steps_are_read_as_they_are_written(tmp_path):
 
 def test_plot_and_summary(tmp_path):
     steps = _steps(_ramp(0.4, 0.97))
-    report.write_plot(steps, tmp_path / "plot.png")
+    assert report.write_plot(steps, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     console = Console(record=True, width=100)
     report.print_summary(console, steps, metrics.judge(steps, 40, 128))
@@ -351,3 +443,37 @@ def test_nothing_outlives_the_tree(numbers, tmp_path):
         assert runner.wait(timeout=30) in ({100 + n for n in numbers} or {0})
     assert not folder.exists()
     assert not [p for p in family if p.is_running()]
+
+
+# Maps a segment and ends without removing it, as a killed worker does.
+_LEAVES = """
+import sys, time
+from multiprocessing import resource_tracker, shared_memory
+segment = shared_memory.SharedMemory(name=sys.argv[1], create=True, size=4096)
+resource_tracker.unregister(segment._name, "shared_memory")
+time.sleep(1.5)
+"""
+_TREE_OF_ONE = """
+import os, pathlib, sys
+from epfsdp2.recipes.quickstart import processes
+processes._LOOK_SECONDS = 0.1
+mine, others = (pathlib.Path("/dev/shm") / name for name in sys.argv[2:4])
+with processes.ProcessTree() as tree:
+    others.write_bytes(b"")
+    command = [sys.executable, "-c", sys.argv[1], mine.name]
+    assert tree.run(command, dict(os.environ), pathlib.Path(sys.argv[4]), lambda: None) == 0
+    assert mine.exists()
+assert others.exists() and not mine.exists(), os.listdir("/dev/shm")
+"""
+
+
+def test_process_tree_that_ends_removes_its_own_segments_and_no_others(tmp_path):
+    """Another container that shares this machine's memory may have made one that no process here has mapped."""
+    names = [f"psm_{os.getpid()}_{whose}" for whose in ("mine", "others")]
+    try:
+        words = [sys.executable, "-c", _TREE_OF_ONE, _LEAVES, *names, str(tmp_path / "log")]
+        ran = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+        assert ran.returncode == 0, ran.stderr
+    finally:
+        for name in names:
+            Path("/dev/shm", name).unlink(missing_ok=True)

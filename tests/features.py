@@ -1,0 +1,212 @@
+"""What of verl works with ``engine=epfsdp2``, and which test shows it; docs/compatibility.md is generated from this.
+
+A new feature gets a line here with the test that would fail without it (docs/generate.py writes the page).
+"""
+
+from dataclasses import dataclass
+
+__all__ = ["FEATURES", "Feature"]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """
+    Args:
+        name: as users of verl call it; Markdown.
+        works: what of it works.
+        refused: what of it is refused on the driver; empty where nothing is.
+        tests: that show it, as ``folder/test_file.py::test_function`` below ``tests``.
+    """
+
+    name: str
+    works: str
+    refused: str
+    tests: tuple[str, ...]
+
+
+FEATURES = (
+    Feature(
+        "trainers",
+        "v1 `sync`, `colocate_async`, `separate_async`; one-step-off, fully-async; `sft_trainer`",
+        "rollouts other than vLLM, or with EPLB",
+        (
+            "e2e/test_quickstart.py::test_reward_rises_and_vllm_has_the_trainers_weights",
+            "e2e/test_trainers.py::test_sft_trainer",
+            "e2e/test_trainers.py::test_colocate_async",
+            "e2e/test_standalone.py::test_a_separate_rollout_follows_the_trainer",
+            "e2e/test_trainers.py::test_one_step_off",
+            "e2e/test_trainers.py::test_fully_async",
+            "engine/test_preflight.py::test_the_rollout_is_vllm_behind_any_backend",
+        ),
+    ),
+    Feature(
+        "losses and algorithms",
+        "every policy loss of verl 0.9.1 (PPO, DAPO's clipping, GSPO, SAPO, CISPO, DPPO, GMPO, GPG, DRO, Clip-Cov, "
+        "KL-Cov, bypass mode) and way to aggregate; DAPO's filtered groups and penalty on long answers; GAE, GRPO, "
+        "Dr.GRPO, REINFORCE++, RLOO, OPO; rollout correction; entropy bonus, five KL losses; distillation by "
+        "estimators and top-k",
+        "top-k distillation with fused kernels or `pad_to_length`",
+        (
+            "engine/test_algorithms.py::test_an_update_by_every_algorithm_equals_the_plain_model",
+            "engine/test_algorithms.py::test_no_policy_loss_of_verl_is_left_out",
+            "e2e/test_dapo.py::test_dapo_filters_groups_and_punishes_long_answers",
+            "engine/test_preflight.py::test_top_k_distillation_needs_logits_of_the_batch_s_tokens",
+        ),
+    ),
+    Feature(
+        "critic",
+        "one-output head from a causal LM or a checkpoint with a head; GAE, warm-up, its own optimizer and checkpoints",
+        "adapters on it",
+        (
+            "engine/test_value_update.py::test_gradients_equal_the_plain_model",
+            "engine/test_value_update.py::test_a_trained_head_is_read_also_where_transformers_has_no_class_for_it",
+            "e2e/test_ppo.py::test_the_reward_of_ppo_with_critic_and_reference_rises",
+        ),
+    ),
+    Feature(
+        "reference policy, KL in loss and in reward",
+        "forward only, offloaded",
+        "",
+        (
+            "engine/test_ppo_update.py::test_reference_policy_is_forward_only",
+            "e2e/test_ppo.py::test_the_reward_of_ppo_with_critic_and_reference_rises",
+        ),
+    ),
+    Feature(
+        "batches",
+        "packed and padded, dynamic sizes, temperature, entropy chunked and recomputed, `pad_to_length`",
+        "packing with eager attention, or in models that would see across it (Qwen3-Next, Qwen3.5, Nemotron-H, Jamba, "
+        "gpt-oss, ...)",
+        (
+            "engine/test_ppo_update.py::test_gradients_and_norm_equal_the_plain_model",
+            "engine/test_packing.py::test_packed_sequences_are_apart_or_refused",
+        ),
+    ),
+    Feature(
+        "fused linear cross-entropy",
+        "`use_fused_kernels`",
+        "heads with a bias or scaled logits",
+        (
+            "engine/test_fused_kernels.py::test_every_family_is_exact_or_refused",
+            "engine/test_fused_kernels.py::test_an_update_equals_the_plain_model",
+        ),
+    ),
+    Feature(
+        "routers",
+        "[load-balancing loss and z-loss](engine.md#load-of-the-experts) over all ranks' tokens, load and "
+        "dropped-token metrics",
+        "ERNIE-4.5-VL; the losses with LoRA",
+        (
+            "engine/test_router_losses.py::test_every_family_has_its_losses",
+            "engine/test_router_losses.py::test_the_losses_are_those_of_all_ranks_tokens",
+            "engine/test_router_losses.py::test_what_cannot_be_watched_is_refused",
+        ),
+    ),
+    Feature(
+        "memory",
+        "`param_offload`, `optimizer_offload`, FSDP2's `offload_policy`, `enable_activation_offload` with full "
+        "checkpointing",
+        "",
+        (
+            "engine/test_held_memory.py::test_what_was_gathered_is_given_back",
+            "engine/test_checkpointing.py::test_offloaded_inputs_leave_the_device_and_change_nothing",
+        ),
+    ),
+    Feature(
+        "[sequence parallelism](engine.md#sequence-parallelism)",
+        "Ulysses for any family on transformers' attention interface: full, sliding, MLA, sinks; with every `ep`, "
+        "HSDP, the critic, replay",
+        "padded batches; linear attention, state spaces, images",
+        (
+            "engine/test_sequence_parallel.py::test_every_family_equals_the_plain_model",
+            "engine/test_sequence_parallel.py::test_what_mixes_tokens_otherwise_is_refused",
+            "e2e/test_sequence_parallel.py::test_ranks_that_share_rows_train",
+        ),
+    ),
+    Feature(
+        "[router replay](engine.md#router-replay)",
+        "R2 and R3, with every checkpointing",
+        "padded batches; R2 with bypass mode; phimoe (no `topk`), ERNIE-4.5-VL (two experts modules in a layer)",
+        (
+            "engine/test_replay.py::test_every_family_replays",
+            "engine/test_replay.py::test_what_cannot_be_replayed_says_so",
+            "e2e/test_router_replay.py::test_routes_of_the_rollout_bring_trainer_and_rollout_together",
+        ),
+    ),
+    Feature(
+        "[LoRA](engine.md#lora)",
+        "linears and experts; merged on the way to vLLM (`lora.merge=True`); a peft adapter in each checkpoint; the "
+        "base as reference",
+        "handed to vLLM apart from the weights; Muon",
+        (
+            "engine/test_lora.py::test_log_probs_gradients_and_two_updates_equal_the_plain_model",
+            "engine/test_lora.py::test_peft_loads_what_was_saved",
+            "engine/test_lora.py::test_bad_settings_are_refused",
+            "e2e/test_lora.py::test_adapters_are_trained_and_reach_the_rollout",
+        ),
+    ),
+    Feature(
+        "[images](engine.md#images)",
+        "Qwen3-VL-MoE and GLM-4.5V, also where some ranks have none; vLLM sees what it would with the exported model",
+        "ERNIE-4.5-VL, Qwen3-Omni, Gemma 4; audio",
+        (
+            "engine/test_vlm.py::test_two_updates_equal_the_plain_model",
+            "engine/test_vlm.py::test_glm4v_moe",
+            "rollout/test_vllm_images.py::test_vllm_sees_an_image_as_a_fresh_engine_on_the_export_does",
+            "e2e/test_images.py::test_grpo_on_images",
+        ),
+    ),
+    Feature(
+        "[optimizers](engine.md#optimizers-and-schedules)",
+        "any of `torch.optim` by `optim.optimizer`; `Muon`, which orthogonalises each expert's matrices by themselves",
+        "",
+        (
+            "engine/test_optimizer.py::test_the_settings_choose_the_algorithms",
+            "engine/test_muon.py::test_two_steps_of_training_equal_the_reference",
+        ),
+    ),
+    Feature(
+        "[checkpoints](checkpoints.md)",
+        "resumed on any other mesh; saved in the background; Hugging Face models out (`hf_model`, `recipes.export`); "
+        "verl's fsdp2 checkpoints in (`recipes.import_fsdp2`)",
+        "",
+        (
+            "engine/test_resume_matrix.py::test_a_run_saved_on_any_mesh_goes_on_on_any_other",
+            "e2e/test_resume.py::test_a_run_goes_on_from_what_was_saved_in_the_background",
+            "recipes/test_export.py::test_the_trained_weights_bit_for_bit",
+            "recipes/test_import_fsdp2.py::test_a_run_of_verls_goes_on_here",
+        ),
+    ),
+    Feature(
+        "[weight sync](weight_sync.md)",
+        "colocated, and to rollouts apart from the trainer (`checkpoint_engine.backend=epfsdp2_p2p`, or verl's own)",
+        "",
+        (
+            "e2e/test_quickstart.py::test_every_vllm_worker_holds_the_trainers_weights_after_each_sync",
+            "rollout/test_vllm_families.py::test_three_syncs_of_slices",
+            "rollout/test_other_backends.py::"
+            "test_backends_that_iterate_get_full_tensors_and_delta_gets_what_has_changed",
+            "e2e/test_standalone.py::test_a_separate_rollout_follows_the_trainer",
+        ),
+    ),
+    Feature(
+        "verl's own engine cases",
+        "actor and critic through Ray worker groups",
+        "",
+        (
+            "engine/test_verl_engine_cases.py::test_actor_engine",
+            "engine/test_verl_engine_cases.py::test_critic_engine",
+        ),
+    ),
+    Feature(
+        "models",
+        "every Mixture-of-Experts on transformers' experts interface ([parity](../benchmarks/results/parity.md))",
+        "experts outside that interface (llama4, granitemoe, dbrx, ...) without `expert_plan`; fp16; liger; tiled MLP; "
+        "multi-token prediction",
+        (
+            "parity/test_parity.py::test_every_family_equals_the_plain_model",
+            "engine/test_refused_families.py::test_a_family_outside_the_interface_is_refused_with_a_reason",
+            "engine/test_preflight.py::test_what_the_engine_does_not_do_is_refused",
+        ),
+    ),
+)

@@ -173,11 +173,11 @@ def _plan(model: nn.Module, files: CheckpointFiles) -> dict[str, _Source]:
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
-    known = model.state_dict()
+    prefix, known = str(model.base_model_prefix), model.state_dict()
 
     sources: dict[str, _Source] = {}
     for key in sorted(files.file_of, key=dot_natural_key):
-        name, pattern = renamed(key, renamings, converters, model.base_model_prefix, known)
+        name, pattern = renamed(key, renamings, converters, prefix, known)
         if name not in known and key in known:
             name, pattern = key, None
         converter = by_pattern[pattern] if pattern is not None else None

@@ -37,6 +37,7 @@ def install() -> None:
             captures[-1](ids)
         return weights, ids
 
+    bind: Any
     if bind := getattr(runner, "_bind_routed_experts_capturer", None):  # up to 0.28
 
         @functools.wraps(bind)

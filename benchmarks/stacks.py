@@ -62,16 +62,25 @@ _BAD = ("failed", "error", "unfinished")
 
 
 def pytest_runtest_logstart(nodeid: str, location: object) -> None:
-    _log({"test": nodeid, "outcome": "unfinished"})
+    if not _is_worker():
+        _log({"test": nodeid.partition("@")[0], "outcome": "unfinished"})
 
 
 def pytest_runtest_logreport(report) -> None:
+    if _is_worker():
+        return
     outcome = report.outcome
     if outcome == "passed" and report.when != "call":
         outcome = ""
     elif outcome == "failed" and report.when != "call":
         outcome = "error"
-    _log({"test": report.nodeid, "outcome": outcome, "reason": _reason(report), "seconds": report.duration})
+    row = {"test": report.nodeid.partition("@")[0], "outcome": outcome, "reason": _reason(report)}
+    _log(row | {"seconds": report.duration})
+
+
+def _is_worker() -> bool:
+    """Of pytest-xdist, which reports each test to the process that started it; collection is seen by workers alone."""
+    return "PYTEST_XDIST_WORKER" in os.environ
 
 
 def pytest_collectreport(report) -> None:
@@ -193,7 +202,9 @@ def run_tests(stack: str, part: str, minutes: float, arguments: list[str], stamp
         log = Path(folder) / "log.jsonl"
         environment = os.environ | {_LOG: str(log), "PYTHONPATH": str(ROOT)}
         marks = "long" if part == "long" else "not long"
-        command = [sys.executable, "-m", "pytest", "-p", "benchmarks.stacks", "-m", marks, *words]
+        # Two workers, as `make test` has.
+        workers = ["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"]
+        command = [sys.executable, "-m", "pytest", "-p", "benchmarks.stacks", "-m", marks, *workers, *words]
         status = run(command, minutes, environment)
         if status is None:
             print(f"stacks: ended after {minutes:g} minutes", file=sys.stderr)

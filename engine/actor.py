@@ -156,7 +156,7 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         self.pass_packed_cu_seqlens = False
         options = self._sharding_options()
         passed_over = choose_backend(options.experts_backend, get_device_name(), options.param_dtype).passed_over
-        if passed_over and self.rank == 0:
+        if passed_over and self.rank == 0 and find_experts(module, options.expert_plan):
             print(f"[epfsdp2] {passed_over}")
         self._plan = self._plan_run(options)
         parallelize(module, self.meshes, options)

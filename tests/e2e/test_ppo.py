@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from epfsdp2.engine.manifest import MANIFEST
 from epfsdp2.recipes.quickstart.model import write_model
-from tests.e2e.conftest import overrides, running
+from tests.e2e.conftest import Run, overrides, running
 from tests.support.models import save_qwen3
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
@@ -22,6 +22,11 @@ def _dense(folder: Path, like: Path) -> Path:
     save_qwen3(folder, vocab_size=len(tokenizer), head_dim=32, **ends)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def _said(run: Run) -> str:
+    """By the quickstart and by all processes of verl."""
+    return "".join([run.text(), *(path.read_text(errors="replace") for path in (run.output / "logs").glob("*.log"))])
 
 
 def _critic(model: Path) -> list[str]:
@@ -69,7 +74,7 @@ def test_a_dense_critic_trains_beside_an_actor_with_experts(folder):
     settings = overrides(*_critic(critic), "trainer.save_freq=3", f"trainer.default_local_dir={kept}")
     with running(folder / "beside", "--model", str(actor), "--steps", "3", *settings) as run:
         run.wait()
-    steps, said = run.steps(), run.text()
+    steps, said = run.steps(), _said(run)
     assert len(steps) == 3, said[-3000:]
     assert f"{critic} has no experts: engine.ep_size=2 does not apply, FSDP2 over all ranks" in said
     assert f"{actor} has no experts" not in said
@@ -84,7 +89,7 @@ def test_a_dense_actor_trains_by_itself_and_is_refused_with_ep_size(folder):
     with running(folder / "refused", "--model", str(model), "--steps", "2") as run:
         run.wait()
     assert run.process.returncode != 0 and not run.steps()
-    assert "engine.ep_size=2: concerns experts, and Qwen3ForCausalLM" in run.text()
+    assert "engine.ep_size=2: concerns experts, and Qwen3ForCausalLM" in _said(run)
     # Its answers are all wrong, so that no advantage would move it.
     settings = overrides("engine.ep_size=1", "actor_rollout_ref.actor.entropy_coeff=0.01")
     with running(folder / "alone", "--model", str(model), "--steps", "2", *settings) as run:

@@ -9,9 +9,9 @@ from .served_families import SERVED, build, export, randomise, sent
 
 pytestmark = pytest.mark.e2e
 
-# One whose loader needs a remedy, one with names of its own, one with tied embeddings; the others take too long for
-# every run of the suite.
-QUICK = ("gpt_oss", "mixtral", "gemma4")
+# One whose loader needs a remedy, one with names of its own, one with tied embeddings, two dense ones; the others take
+# too long for every run of the suite.
+QUICK = ("gpt_oss", "mixtral", "gemma4", "qwen3", "llama")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.long) for n in SERVED])

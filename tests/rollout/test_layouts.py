@@ -82,7 +82,7 @@ def _record(engine, model):
 def _cases(family: str) -> list:
     """Cut by two; with one key-value head on both; with whole experts, of which one worker has more, or none."""
     if family in DENSE:
-        tied = {"tie_word_embeddings": True, "attention_bias": True}
+        tied = {"tie_word_embeddings": True, "attention_bias": family == "llama"}  # vLLM's Qwen3 has none at o_proj
         return [(family, {}, False), (family, {"num_key_value_heads": 1}, False), (family, tied, False)]
     counts = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
     experts = next(name for name in counts if name in SERVED[family].family.sizes)

@@ -1,7 +1,6 @@
 """Slices from real trainer ranks to real vLLM workers: after each of three syncs they are as a fresh engine is."""
 
 import asyncio
-import itertools
 import shutil
 from pathlib import Path
 
@@ -107,17 +106,9 @@ def test_the_same_of_every_other_family(start_engine, tmp_path, family):
     _matches_fresh_engines(start_engine, tmp_path, family, 2, BOTH, expert_parallel=True)
 
 
-# One dense family; the others take too long for every run of the suite.
-QUICK = ("qwen3", 1)
-
-
-@pytest.mark.parametrize(
-    ("family", "tp"),
-    [
-        pytest.param(*case, id="-".join(map(str, case)), marks=() if case == QUICK else pytest.mark.long)
-        for case in itertools.product(FAMILIES, (1, 2))
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_three_syncs_of_slices(start_engine, tmp_path, family, tp):
     # The head that two workers have a part of each is the embedding, where vLLM's class knows that.
     tied = tp == 2 and FAMILIES[family].may_be_tied

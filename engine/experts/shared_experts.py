@@ -47,7 +47,7 @@ def asks_first(block: nn.Module, experts: nn.Module) -> bool:
             block(weight.new_zeros(1, 2, weight.shape[1]))
     except _Met as met:
         return met.module is not experts
-    except (AttributeError, TypeError):  # what else it takes was None
+    except (AttributeError, RuntimeError, TypeError):  # what else it takes was None, or on another device than meta
         return False
     finally:
         for handle in handles:

@@ -44,7 +44,7 @@ def test_a_failed_sync_ends_the_run_with_its_cause(folder, warmed_up, monkeypatc
     monkeypatch.setenv("EPFSDP2_TEST_FAULT_TIME", str(happened))
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "faults")
     before = leavings()
-    settings = overrides(f"{EXTENSION}=faults.FailsInTheSecondSync", *rollout)
+    settings = overrides(f"{EXTENSION}=faults.FailsInTheSecondSync", "engine.sync_timeout_seconds=40", *rollout)
     with running(run_folder, "--model", warmed_up, "--steps", "200", *settings) as run:
         run.wait()
         ended = time.time()

@@ -2,11 +2,16 @@
 
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
+from epfsdp2.engine import actor
 from tests.support.models import reference_model, save_qwen3, save_qwen3_moe
 from tests.support.ppo import PADDED, check_ppo_updates, ppo_batch, ppo_samples, ppo_worker, reference_update
 from tests.support.ranks import run_ranks
@@ -177,3 +182,24 @@ def _waits_for_the_last(folder, out):
 
 def test_of_saves_in_the_background_the_run_s_last_is_waited_for(tmp_path):
     run_ranks(_waits_for_the_last, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "out")
+
+
+def _leaves():
+    """A mode that ends by an error before a forward has run leaves that error; one of FSDP's own is seen."""
+    module = fully_shard(nn.Linear(2, 2))
+    mode = actor._Mode()
+    mode.engine = SimpleNamespace(module=module)
+    mode._leave(ValueError)
+    module(torch.ones(1, 2)).sum().backward()
+    mock.patch.object(type(module), "reset_iter_state", _of_another_version, create=True).start()
+    with pytest.raises(AttributeError, match="renamed_since"):
+        mode._leave(ValueError)
+    mode._leave(None)
+
+
+def _of_another_version(self):
+    return self.renamed_since
+
+
+def test_an_error_before_the_first_forward_is_the_one_that_is_seen():
+    run_ranks(_leaves, 1)

@@ -337,8 +337,8 @@ def write(result: dict) -> None:
         f"verl {result['installed']} installed, scripts of commit {result['verl'][:12]}",
         [
             f"Added: `{shlex.join(ADDED)}`. Of scripts for models with experts {counts[0]}; of all {counts[1]}. "
-            "The checks are those of a machine with GPUs and flash-attn, on a small model of the same architecture. A refusal "
-            "is quoted with its first sentence.",
+            "The checks are those of a machine with GPUs and flash-attn, on a small model of the same architecture. "
+            "A refusal is quoted with its first sentence.",
         ],
         ["script", "model", "two words added", "composes", "driver's checks", "a step on the CPU"],
         cells,

@@ -1,6 +1,6 @@
 """verl's own FSDP and SFT scripts with two words more: which compose, and which pass the driver's checks.
 
-    python -m benchmarks.verl_scripts --verl PATH [--match TEXT] [--record FOLDER]
+    python -m benchmarks.verl_scripts --verl PATH [--match TEXT] [--record FOLDER] [--steps]
 
 ``PATH`` is a git directory or a checkout of verl. Each script is run as it is, in a folder of its own, with stand-ins
 for ``python3``, ``torchrun``, ``ray`` and ``uv`` that write down their arguments. What the script would have started is
@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import io
 import json
+import os
 import re
 import shlex
 import shutil
@@ -34,10 +35,11 @@ from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from benchmarks.quickstart import machine
-from benchmarks.tables import write_table
+from benchmarks.tables import newest, write_table
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight import check_training
 from epfsdp2.engine.versions import installed
+from epfsdp2.recipes.quickstart.model import write_model
 
 ADDED = ("engine=epfsdp2", "engine.ep_size=8")
 FOLDERS = ("examples", "verl/experimental")
@@ -77,6 +79,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--verl", type=Path, required=True, help="git directory or checkout of verl")
     parser.add_argument("--match", default="", help="only scripts whose path has this")
+    parser.add_argument("--steps", action="store_true", help="also run what can be run on a CPU, two steps each")
     parser.add_argument("--record", type=Path, help="also write each script's arguments to this folder")
     options = parser.parse_args()
     console = Console(highlight=False)
@@ -93,14 +96,18 @@ def main() -> int:
             if recorded is None:
                 continue
             row = {"path": path, **examine(recorded, Path(folder) / "models")}
+            facts = {"script": path, "verl": commit, **{k: recorded[k] for k in ("module", "arguments")}}
+            file = (options.record or Path(folder)) / (path.replace("/", "-").removesuffix(".sh") + ".json")
+            file.write_text(json.dumps(facts, indent=1) + "\n")
+            if options.steps and runs_here(row):
+                row["step"] = two_steps(file, Path(folder) / "run")
             console.print(f"{path}: {row['model']}; {row['composes']}; {row['checks']}", markup=False)
             rows.append(row)
-            if options.record:
-                name = path.replace("/", "-").removesuffix(".sh") + ".json"
-                facts = {"script": path, "verl": commit, **{k: recorded[k] for k in ("module", "arguments")}}
-                (options.record / name).write_text(json.dumps(facts, indent=1) + "\n")
-    if not options.match:
-        write({"machine": machine(), "verl": commit, "installed": verl.__version__, "scripts": rows})
+    before = newest("verl_scripts", "scripts", "path", [])
+    for row in rows:
+        row.setdefault("step", before.get(row["path"], {}).get("step", "-"))
+    scripts = list({**before, **{row["path"]: row for row in rows}}.values()) if options.match else rows
+    write({"machine": machine(), "verl": commit, "installed": verl.__version__, "scripts": scripts})
     return 0
 
 
@@ -182,6 +189,31 @@ def composed(module: str, arguments: list[str]):
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(Path(verl.__file__).parent / folder), version_base=None):
         return compose(name, overrides)
+
+
+def runs_here(row: dict) -> bool:
+    """Whether the quickstart's model stands for the script's: Qwen3-MoE, by verl's trainers with vLLM."""
+    return row["checks"] == "passes" and "Qwen3-30B-A3B" in row["model"]
+
+
+def two_steps(facts: Path, output: Path) -> str:
+    """Run the script's trainer on the quickstart's small model, and say what came of it."""
+    shutil.rmtree(output, ignore_errors=True)
+    output.mkdir()
+    write_model(output / "model", 1)
+    hooks = Path(__file__).parents[1] / "tests" / "e2e" / "hooks"
+    words = ["--output", str(output / "run"), "--model", str(output / "model"), "--steps", "2", "--batch-size", "8"]
+    command = [sys.executable, "-m", "verl_script", str(facts), *words]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(hooks)}, capture_output=True, timeout=600)
+    metrics = output / "run" / "metrics.jsonl"
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    steps = [data for data in (json.loads(line)["data"] for line in lines) if "actor/grad_norm" in data]
+    if len(steps) < 2:
+        return f"fails: {done.stdout.decode(errors='replace').strip()[-300:]}"
+    differences = [
+        step["training/rollout_probs_diff_mean"] for step in steps if "training/rollout_probs_diff_mean" in step
+    ]
+    return f"{len(steps)} steps" + (f", difference to vLLM {max(differences):.0e}" if differences else "")
 
 
 def missing_config(module: str, arguments: list[str]) -> str | None:
@@ -337,8 +369,8 @@ def write(result: dict) -> None:
         f"verl {result['installed']} installed, scripts of commit {result['verl'][:12]}",
         [
             f"Added: `{shlex.join(ADDED)}`. Of scripts for models with experts {counts[0]}; of all {counts[1]}. "
-            "The checks are those of a machine with GPUs and flash-attn, on a small model of the same architecture. A "
-            "refusal is quoted with its first sentence.",
+            "The checks are those of a machine with GPUs and flash-attn, on a small model of the same architecture. "
+            "A refusal is quoted with its first sentence.",
         ],
         ["script", "model", "two words added", "composes", "driver's checks", "a step on the CPU"],
         cells,

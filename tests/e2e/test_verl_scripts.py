@@ -15,7 +15,7 @@ import pytest
 from epfsdp2.recipes.quickstart import task
 from epfsdp2.recipes.quickstart.commands import overrides as quickstart
 from epfsdp2.recipes.quickstart.model import write_model
-from tests.e2e.conftest import leavings, overrides, running, unused
+from tests.e2e.conftest import leavings, running, unused
 
 pytestmark = pytest.mark.e2e
 
@@ -27,11 +27,11 @@ RUNS = "engine=epfsdp2 was asked for, and is the one that runs"
 SAME = 1e-5
 
 
-def _steps(tmp_path, steps, script, *settings):
+def _steps(tmp_path, steps, script):
     write_model(tmp_path / "model", 1)
     options = ["--model", str(tmp_path / "model"), "--steps", str(steps), "--batch-size", "8"]
     before = leavings()
-    with running(tmp_path / "run", *options, *overrides(*settings), script=script) as run:
+    with running(tmp_path / "run", *options, script=script) as run:
         run.wait()
     logged = [step for step in run.steps() if "actor/grad_norm" in step]
     assert len(logged) == steps, run.text()[-3000:]
@@ -74,23 +74,6 @@ def test_grpo_script_with_two_words_trains(tmp_path):
 
 @pytest.mark.long
 def test_fully_async_script_with_two_words_trains(tmp_path):
-    """verl has no config of the name that the script gives; rows are shared by two ranks instead of four."""
-    _, log = _steps(
-        tmp_path,
-        2,
-        FULLY_ASYNC,
-        "--config-name=fully_async_ppo_trainer.yaml",
-        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
-        "actor_rollout_ref.ref.ulysses_sequence_parallel_size=2",
-        "rollout.nnodes=1",
-        "rollout.n_gpus_per_node=1",
-        "rollout.n=8",
-        "rollout.total_rollout_steps=32",
-        "async_training.trigger_parameter_sync_step=1",
-        "actor_rollout_ref.rollout.checkpoint_engine.backend=epfsdp2_p2p",
-        "algorithm.rollout_correction.bypass_mode=False",
-        "data.train_batch_size=0",
-        "ray_kwargs.ray_init.num_gpus=3",
-        "ray_kwargs.ray_init.num_cpus=64",
-    )
-    assert f"critic.strategy=fsdp: {RUNS}" in log or f"actor_rollout_ref.actor.fsdp_config.strategy=fsdp: {RUNS}" in log
+    """With the sequence parallelism of the script, for the actor and the reference policy, on two ranks."""
+    _, log = _steps(tmp_path, 2, FULLY_ASYNC)
+    assert f"actor_rollout_ref.actor.fsdp_config.strategy=fsdp: {RUNS}" in log

@@ -70,26 +70,29 @@ def composed(*overrides, engine="engine=epfsdp2"):
         return compose("ppo_trainer", [*SIZES, *overrides, engine])
 
 
-def role(name, *overrides, resolve=False):
-    config = composed(*overrides)
-    if resolve:
-        OmegaConf.resolve(config)
+def role(name, *overrides):
+    return of_role(composed(*overrides), name)
+
+
+def of_role(config, name):
+    """As verl builds it from a composed config; the reference policy as verl's worker does, which renames its keys."""
     node = OmegaConf.select(config, name)
     if name == REF:
         OmegaConf.set_struct(node, False)
         for key in ("micro_batch_size", "micro_batch_size_per_gpu", "max_token_len_per_gpu"):
-            node[f"ppo_{key}"] = node.pop(f"log_prob_{key}")  # as verl's worker does
+            node[f"ppo_{key}"] = node.pop(f"log_prob_{key}")
         node.use_dynamic_bsz = node.pop("log_prob_use_dynamic_bsz")
         node.ppo_micro_batch_size_per_gpu = 1
     return omega_conf_to_dataclass(node)
 
 
-def refused(*overrides, name=ACTOR):
-    with pytest.raises(HydraException) as caught:
-        role(name, *overrides)
-    # Hydra puts a line before the paragraph, and one behind it.
-    assert isinstance(caught.value.__cause__, DriverError) and "\n" not in str(caught.value.__cause__)
-    return str(caught.value.__cause__)
+def actor(*overrides):
+    """The actor's config as its target makes it of these settings, without Hydra, which takes a second."""
+    given = OmegaConf.to_container(OmegaConf.from_dotlist([word.lstrip("+") for word in overrides]))
+    roles = given.get("actor_rollout_ref", {})
+    batch = {"rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1, "ppo_mini_batch_size": 8}
+    reference = {"shared_engine": given.get("engine"), **roles.get("ref", {})}
+    return actor_config(**batch, shared_engine=given.get("engine"), reference=reference, **roles.get("actor", {}))
 
 
 # Every key of verl's configs is in one of the lists.
@@ -151,12 +154,14 @@ def test_a_role_spelled_either_way_counts_before_engine(name, nodes, plus, model
         shared = ["engine.ep_size=2", "engine.param_offload=False", "engine.mixed_precision={param_dtype:bf16}"]
         paths = [f"actor_rollout_ref.model.path={model}", f"critic.model.path={model}"]
         paths.append("+critic.model.load_tokenizer=False")
-        for other in (ACTOR, REF, CRITIC):
-            config = role(other, *given, *shared, *paths, resolve=other == name).engine
+        whole = composed(*given, *shared, *paths)
+        if not plus:
+            OmegaConf.resolve(whole)  # as verl's TaskRunner does before it hands the nodes to the workers
+        for other in (ACTOR, CRITIC, REF):
+            config = of_role(whole, other).engine
             assert config.param_offload is (other == name), (node, other)
-            assert config.mixed_precision == {"param_dtype": "bf16"} | (
-                {"reduce_dtype": "bf16"} if other == name else {}
-            )
+            own = {"reduce_dtype": "bf16"} if other == name else {}
+            assert config.mixed_precision == {"param_dtype": "bf16"} | own
             assert config.ep_size == 2 and config.forward_only is (other == REF)
 
 
@@ -170,16 +175,17 @@ def test_the_keys_beside_the_node_count_and_the_reference_follows_the_actor_as_i
         "engine.ulysses_sequence_parallel_size=2",
         "engine.use_torch_compile=True",
     ]
-    actor, ref = role(ACTOR, *given), role(REF, *given)
-    assert (actor.engine.ulysses_sequence_parallel_size, ref.engine.ulysses_sequence_parallel_size) == (4, 4)
-    assert actor.ulysses_sequence_parallel_size == 4
-    assert actor.engine.entropy_checkpointing and not ref.engine.entropy_checkpointing
-    assert actor.engine.entropy_from_logits_with_chunking and not ref.engine.entropy_from_logits_with_chunking
+    whole = composed(*given)
+    trained, ref = of_role(whole, ACTOR), of_role(whole, REF)
+    assert (trained.engine.ulysses_sequence_parallel_size, ref.engine.ulysses_sequence_parallel_size) == (4, 4)
+    assert trained.ulysses_sequence_parallel_size == 4
+    assert trained.engine.entropy_checkpointing and not ref.engine.entropy_checkpointing
+    assert trained.engine.entropy_from_logits_with_chunking and not ref.engine.entropy_from_logits_with_chunking
     assert (ref.engine.pad_to_length, ref.engine.pad_to_length_bucket) == (True, 512)
-    assert actor.engine.use_torch_compile and ref.engine.use_torch_compile
+    assert trained.engine.use_torch_compile and ref.engine.use_torch_compile
     for own in (f"{REF}.ulysses_sequence_parallel_size=1", f"{REF}.engine.ulysses_sequence_parallel_size=1"):
         assert role(REF, *given, own).engine.ulysses_sequence_parallel_size == 1
-    assert not role(ACTOR, *given, f"{ACTOR}.use_torch_compile=False").engine.use_torch_compile
+    assert not actor(*given, f"{ACTOR}.use_torch_compile=False").engine.use_torch_compile
 
 
 def test_engine_of_a_role_without_settings_is_the_shared_one():
@@ -233,13 +239,24 @@ def test_engine_of_a_role_without_settings_is_the_shared_one():
     ],
 )
 def test_wrong_settings_of_a_role_are_refused_by_their_names(overrides, words):
-    text = refused(*overrides)
-    assert words in text and "What works: " in text
+    with pytest.raises(DriverError) as caught:
+        actor(*overrides)
+    text = str(caught.value)
+    assert words in text and "What works: " in text and "\n" not in text
+
+
+def test_hydra_hands_unknown_keys_and_contradictions_to_the_check():
+    wrong = [f"{ACTOR}.fsdp_config.parm_offload=True", f"{REF}.fsdp_config.param_offload=True"]
+    for overrides in (wrong[:1], [*wrong[1:], f"+{REF}.engine.param_offload=False"]):
+        with pytest.raises(HydraException) as caught:
+            role(ACTOR, *overrides)
+        assert isinstance(caught.value.__cause__, DriverError)
+        assert str(caught.value.__cause__) in str(caught.value)
 
 
 def test_spellings_that_agree_are_taken():
     same = [f"{ACTOR}.{node}.param_offload=True" for node in ("engine", "fsdp_config")]
-    assert role(ACTOR, *same).engine.param_offload
+    assert actor(*same).engine.param_offload
 
 
 @pytest.fixture
@@ -251,7 +268,7 @@ def said(caplog):
 
 def validated(model, *overrides, world=2):
     model = {"path": str(model), "override_config": {"attn_implementation": "sdpa"}, "use_remove_padding": True}
-    role(ACTOR, "actor_rollout_ref.rollout.name=vllm", *overrides).validate(world, 256, model)
+    actor(*overrides).validate(world, 256, model)
 
 
 def test_what_has_no_use_is_said_once_on_the_driver(model, said, monkeypatch):
@@ -274,11 +291,12 @@ def test_strategy_fsdp2_beside_the_engine_runs_the_engine_and_says_so(model, sai
     monkeypatch.setattr("epfsdp2.engine.config.check_run", lambda *args, **kwargs: None)
     given = [f"{ACTOR}.strategy=fsdp2", "critic.strategy=fsdp2", f"critic.model.path={model}"]
     given.append("+critic.model.load_tokenizer=False")
+    whole = composed(*given)
     for name in (ACTOR, REF, CRITIC):
-        config = role(name, *given)
+        config = of_role(whole, name)
         assert (config.strategy, config.engine.strategy) == ("epfsdp2", "epfsdp2")
         assert any(f"{name}.strategy=fsdp2: engine=epfsdp2 was asked for" in note for note in config.notes)
-    validated(model, *given)
+    of_role(composed(*given), ACTOR).validate(2, 256, {})
     assert [line.partition(":")[2].strip() for line in said()] == [
         f"{ACTOR}.strategy=fsdp2: engine=epfsdp2 was asked for, and is the one that runs"
     ]

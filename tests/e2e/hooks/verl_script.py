@@ -14,12 +14,30 @@ from epfsdp2.recipes.quickstart import cli, commands
 _, _FACTS, *_OPTIONS = sys.argv
 _OF_THE_SCRIPT = ("algorithm.", "actor_rollout_ref.actor.use_kl_loss=")
 _SMALL = ["engine.ep_size=2", "ray_kwargs.ray_init.runtime_env.py_executable=null"]
+# One worker generates, in a process of its own. verl has no config of the name that one script gives. Rows that a
+# script shares among four or eight ranks are shared by two.
+_FULLY_ASYNC = [
+    "--config-name=fully_async_ppo_trainer.yaml",
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+    "actor_rollout_ref.ref.ulysses_sequence_parallel_size=2",
+    "rollout.nnodes=1",
+    "rollout.n_gpus_per_node=1",
+    "rollout.n=8",
+    "rollout.total_rollout_steps=32",
+    "async_training.trigger_parameter_sync_step=1",
+    "actor_rollout_ref.rollout.checkpoint_engine.backend=epfsdp2_p2p",
+    "algorithm.rollout_correction.bypass_mode=False",
+    "data.train_batch_size=0",
+    "ray_kwargs.ray_init.num_gpus=3",
+    "ray_kwargs.ray_init.num_cpus=64",
+]
 
 
 def _command(values: dict, extra: list[str]) -> list[str]:
     facts = json.loads(Path(_FACTS).read_text())
     small = [line for line in commands.overrides("grpo", values) if not line.startswith(_OF_THE_SCRIPT)]
-    return [sys.executable, "-m", facts["module"], *facts["arguments"], *small, *_SMALL, *extra]
+    small += _SMALL + (_FULLY_ASYNC if "fully_async" in facts["module"] else [])
+    return [sys.executable, "-m", facts["module"], *facts["arguments"], *small, *extra]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,53 @@
+"""A script of verl's is run with stand-ins, and what it would have started is composed and checked."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.verl_scripts import ADDED, checks, composed, examine, record, small_model
+
+DATA = sorted((Path(__file__).parents[1] / "e2e" / "data").glob("*.json"))
+SCRIPTS = {
+    "on.sh": 'uv run --extra x python3 -m verl.trainer.main_ppo a.b=1 c="$HOME/d" "$@"',
+    "not_on.sh": "ray job submit -- python3 -m verl.experimental.fully_async_policy.fully_async_main a.b=1",
+    "sft.sh": 'save_path=$2\nshift 2\ntorchrun --nproc_per_node=8 -m verl.trainer.sft_trainer engine=fsdp "$@"',
+    "other.sh": 'python3 -m verl.trainer.main_ppo model_engine=veomni "$@"',
+    "none.sh": "python3 -m something.else",
+}
+
+
+def test_record_runs_a_script_and_adds_the_words(tmp_path):
+    (tmp_path / "verl").mkdir()
+    found = {}
+    for name, text in SCRIPTS.items():
+        (tmp_path / "verl" / name).write_text(f"set -eu\n{text}\n")
+        found[name] = record(tmp_path / "verl", name, tmp_path / "home")
+    assert found["other.sh"] is None and found["none.sh"] is None
+    assert found["on.sh"]["arguments"] == ["a.b=1", "c=$HOME/d", *ADDED]
+    assert found["on.sh"]["added"] == "behind the script's name"
+    assert found["not_on.sh"]["arguments"] == ["a.b=1", *ADDED]
+    assert found["not_on.sh"]["added"] == "behind the script's last argument"
+    assert found["sft.sh"]["module"] == "verl.trainer.sft_trainer"
+    assert found["sft.sh"]["arguments"] == ["engine=fsdp", *ADDED]
+
+
+@pytest.mark.parametrize("file", DATA, ids=lambda file: file.stem)
+@pytest.mark.filterwarnings("ignore:Disabled critic")
+def test_recorded_scripts_compose_and_pass_the_drivers_checks(file, tmp_path):
+    facts = json.loads(file.read_text())
+    assert composed(facts["module"], facts["arguments"])
+    # The SFT script's model is dense; here as in the end-to-end run it gets experts.
+    name = "Qwen3-30B-A3B"
+    node = "model.path" if "sft" in facts["module"] else "actor_rollout_ref.model.path"
+    path = f"{node}={small_model(name, tmp_path)}"
+    assert checks(facts["module"], [*facts["arguments"], path]) == "passes"
+
+
+def test_a_refusal_is_quoted_with_its_first_sentence(tmp_path):
+    arguments = ["actor_rollout_ref.model.path=x/Qwen3-30B-A3B", "actor_rollout_ref.actor.use_dynamic_bsz=True"]
+    wrong = [*arguments, "actor_rollout_ref.actor.fsdp_config.param_ofload=True", *ADDED]
+    row = examine({"module": "verl.trainer.main_ppo", "arguments": wrong, "added": ""}, tmp_path)
+    assert row["stock"] != "yes" and row["composes"] == "yes"
+    expected = "actor_rollout_ref.actor.fsdp_config.param_ofload=True: verl's FSDP engine has no such setting."
+    assert row["checks"] == expected

@@ -41,7 +41,7 @@ _rename_source_key = _find(f"{_LOADING}:rename_source_key")
 
 
 def renamed(
-    key: str, renamings: Sequence[Any], converters: Sequence[Any], base_model_prefix: str, known: Mapping[str, Any]
+    key: str, renamings: Sequence[Any], converters: Sequence[Any], base_model_prefix: Any, known: Mapping[str, Any]
 ) -> tuple[str, str | None]:
     """What the model calls a checkpoint's tensor, and the source pattern of the converter that takes it, if one does.
 
@@ -70,7 +70,7 @@ def _unsharded(model: nn.Module) -> nn.Module:
     """
     plain = _of_own_class(model)
     if plain is not model:
-        plain.named_modules = lambda: ((n, _of_own_class(m)) for n, m in model.named_modules())  # type: ignore[assignment]
+        plain.named_modules = lambda: ((n, _of_own_class(m)) for n, m in model.named_modules())  # type: ignore
     return plain
 
 
@@ -78,6 +78,6 @@ def _of_own_class(module: nn.Module) -> nn.Module:
     if not isinstance(module, FSDPModule) or not isinstance(module, PreTrainedModel):
         return module
     own = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
-    plain = own.__new__(own)
+    plain: nn.Module = own.__new__(own)  # type: ignore[assignment]
     plain.__dict__.update(module.__dict__)
     return plain

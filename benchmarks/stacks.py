@@ -147,9 +147,16 @@ def by_file(found: dict[str, dict], stamp: dict) -> dict[str, dict]:
 
 
 def merged(before: dict | None, now: dict) -> dict:
-    """A stack's result with the files of an earlier run that were not run again, if its versions were the same."""
-    if before is None or before["versions"] != now["versions"]:
+    """A stack's result with what of an earlier run was not run again, if its versions were the same.
+
+    A quickstart, which another Python and another build of torch may run, has its versions in its own row.
+    """
+    if before is None:
         return now
+    if now["quickstart"]:
+        return before | {"quickstart": before["quickstart"] | now["quickstart"]}
+    if before["versions"] != now["versions"]:
+        return now | {"quickstart": before["quickstart"]}
     return now | {part: before.get(part, {}) | now.get(part, {}) for part in ("suite", "long", "quickstart")}
 
 
@@ -211,19 +218,20 @@ def run_tests(stack: str, part: str, minutes: float, arguments: list[str], stamp
         return by_file(outcomes(log), stamp), 1 if status is None else status
 
 
-def run_quickstart(minutes: float, options: list[str], stamp: dict) -> tuple[dict, int]:
+def run_quickstart(minutes: float, options: list[str], stamp: dict, versions: dict[str, str]) -> tuple[dict, int]:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "run"
         started = time.monotonic()
         command = [sys.executable, "-m", "epfsdp2.recipes.quickstart", "--output", str(output), *options]
         status = run(command, minutes, dict(os.environ))
-        row = {"minutes": round((time.monotonic() - started) / 60, 1), "ended": status, **stamp}
+        row = {"minutes": round((time.monotonic() - started) / 60, 1), "ended": status, "versions": versions, **stamp}
         summaries = sorted(output.rglob("summary.json"))
         if summaries:
             summary = json.loads(summaries[-1].read_text())
             wanted = ("steps", "first_reward", "last_reward", "worst_probs_diff")
             row |= {name: summary[name] for name in wanted if name in summary}
-        return {f"Python {stamp['python']}": row}, 1 if status is None else status
+        name = f"Python {stamp['python']}, torch {versions['torch']}"
+        return {name: row}, 1 if status is None else status
 
 
 # ---- writing
@@ -233,8 +241,9 @@ def as_markdown(results: dict) -> str:
     lines = ["# Stacks", "", "Written by `make test-stack`. Lists of the versions: `.ci/stacks/`.", ""]
     for stack in (name for name in FOR if name in results):
         result = results[stack]
-        versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-        lines += [f"## {stack}", "", FOR[stack], "", f"{versions}.", ""]
+        lines += [f"## {stack}", "", FOR[stack], ""]
+        if result["suite"]:
+            lines += [", ".join(f"{name} {version}" for name, version in result["versions"].items()) + ".", ""]
         for part, heading in (("suite", "The suite"), ("long", "Long tests")):
             if result.get(part):
                 lines += _part(heading, result[part])
@@ -314,7 +323,7 @@ def main() -> int:
             versions[package] = importlib.metadata.version(package)
     part = "quickstart" if asked.quickstart else "long" if asked.long else "suite"
     if asked.quickstart:
-        found, status = run_quickstart(asked.minutes, arguments, stamp)
+        found, status = run_quickstart(asked.minutes, arguments, stamp, versions)
     else:
         found, status = run_tests(asked.stack, part, asked.minutes, arguments, stamp)
     path = RESULTS / "stacks.json"

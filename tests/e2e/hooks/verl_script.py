@@ -36,6 +36,8 @@ _FULLY_ASYNC = [
 def _command(values: dict, extra: list[str]) -> list[str]:
     facts = json.loads(Path(_FACTS).read_text())
     small = [line for line in commands.overrides("grpo", values) if not line.startswith(_OF_THE_SCRIPT)]
+    # The script may have added the key already.
+    small = [f"++{line.lstrip('+')}" if line.startswith("+") else line for line in small]
     small += _SMALL + (_FULLY_ASYNC if "fully_async" in facts["module"] else [])
     return [sys.executable, "-m", facts["module"], *facts["arguments"], *small, *extra]
 

@@ -54,8 +54,8 @@ _LEGEND_OF_ALL = (
 )
 _MESH = ("ep", "ep_fsdp", "dp_replicate", "sp")
 _COLUMNS = (*_MESH, "states", "the rest", "in all", "received", "step", "sync")
-_COLUMNS_OF_ALL = (*_MESH, "params", "grads", "optim", "buffers", "activ.", "logits", "all", "fits")
-_COLUMNS_OF_ALL += ("dense", "experts", "tokens", "step s", "sync s")
+_PARTS = ("params", "grads", "optim", "buffers", "activ.", "logits")
+_COLUMNS_OF_ALL = (*_MESH, *_PARTS, "all", "fits", "dense", "experts", "tokens", "step s", "sync s")
 
 
 @dataclass(frozen=True)
@@ -322,6 +322,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         larger = smallest(request, cluster)
         said += _refusal(min(found, key=lambda c: c.gib), larger, request, cluster)
+    if not request.sizes.num_experts:
+        said.append("ep is 1: the model has no experts.")
     if request.sizes.unshared:
         said.append(f"sp is 1: {request.sizes.unshared}")
     _print(console, said)

@@ -54,8 +54,8 @@ _LEGEND_OF_ALL = (
 )
 _MESH = ("ep", "ep_fsdp", "dp_replicate", "sp")
 _COLUMNS = (*_MESH, "states", "the rest", "in all", "received", "step", "sync")
-_MEMORY = ("params", "grads", "optim", "buffers", "activ.", "logits", "all", "fits")
-_COLUMNS_OF_ALL = (*_MESH, *_MEMORY, "dense", "experts", "tokens", "step s", "sync s")
+_PARTS = ("params", "grads", "optim", "buffers", "activ.", "logits")
+_COLUMNS_OF_ALL = (*_MESH, *_PARTS, "all", "fits", "dense", "experts", "tokens", "step s", "sync s")
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ MAY_IMPORT = {
         "rollout/server_adapter.py",
         "rollout/checkpoint_backend.py",
         "rollout/shard_export.py",
+        "recipes/quickstart/sampler.py",
     },
     "vllm": {
         "rollout/vllm_reload.py",

@@ -123,6 +123,7 @@ def test_a_driver_says_what_nobody_uses_and_removes_nothing(monkeypatch, caplog)
     path.write_bytes(bytes(3 << 20))
     actor = engine_config_module.EPFSDP2ActorConfig.__new__(engine_config_module.EPFSDP2ActorConfig)
     nothing = {"engine": None, "rollout": {}, "checkpoint": {}, "optim": None}
+    nothing |= {"names": {}, "notes": (), "reference": None}
     actor.__dict__.update(nothing)
     monkeypatch.setattr(engine_config_module.ActorConfig, "validate", lambda *_: None)
     monkeypatch.setattr(engine_config_module, "check_run", lambda *_, **__: None)

@@ -55,8 +55,8 @@ here (`wrap_policy`, `forward_prefetch`, `use_orig_params`) is taken with one li
 whose meaning can't be kept is refused.
 
 `ep_size` and whatever else concerns experts counts for roles whose model has experts. A dense model, by itself or
-beside a Mixture-of-Experts (a critic, a reference, a distillation teacher), runs by the same recipe as plain FSDP2 and
-says so in one line; where no role's model has experts, such a setting is refused.
+beside a Mixture-of-Experts (a dense critic, say), runs by the same recipe as plain FSDP2 and says so in one line; where
+no role's model has experts, such a setting is refused.
 
 ## Optimizers
 

@@ -199,6 +199,30 @@ FEATURES = (
         ),
     ),
     Feature(
+        "[settings of one role](settings.md#settings-of-one-role)",
+        "verl's names and ours; verl's FSDP and SFT example scripts with two words added "
+        "([each of them](../benchmarks/results/verl_scripts.md))",
+        "keys whose meaning can't be kept; two spellings that contradict each other",
+        (
+            "engine/test_role_settings.py::test_a_role_spelled_either_way_counts_before_engine",
+            "e2e/test_verl_scripts.py::test_sft_script_with_two_words_trains",
+            "e2e/test_verl_scripts.py::test_grpo_script_with_two_words_trains",
+            "e2e/test_verl_scripts.py::test_fully_async_script_with_two_words_trains",
+        ),
+    ),
+    Feature(
+        "dense models",
+        "plain FSDP2 by the same recipe, as actor, critic or both; `ep_size` counts for the roles whose model has "
+        "experts, another one says so in a line",
+        "`ep_size` and other settings of experts where no trained model has any; models whose experts are elsewhere",
+        (
+            "engine/test_preflight.py::test_a_dense_model_beside_another_is_sharded_over_all_ranks",
+            "engine/test_preflight.py::test_a_setting_of_experts_for_a_dense_model_alone_is_refused",
+            "engine/test_value_update.py::test_gradients_equal_the_plain_model",
+            "e2e/test_ppo.py::test_a_dense_critic_trains_beside_an_actor_with_experts",
+        ),
+    ),
+    Feature(
         "models",
         "every Mixture-of-Experts on transformers' experts interface ([parity](../benchmarks/results/parity.md))",
         "experts outside that interface (llama4, granitemoe, dbrx, ...) without `expert_plan`; fp16; liger; tiled MLP; "

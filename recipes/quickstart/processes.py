@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import glob
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from ...rollout.housekeeping import SEGMENTS, SOCKETS, existing_segments, unused_segments, unused_sockets
+from ...rollout.housekeeping import SOCKETS, existing_segments, held_by, unused_segments, unused_sockets
 
 __all__ = ["Interrupted", "ProcessTree"]
 
@@ -126,9 +125,7 @@ class ProcessTree:
     def _look(self) -> None:
         """Note the shared memory that the processes have mapped, and the sockets that are bound: theirs or others'."""
         self._looked = time.monotonic()
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(OSError), open(f"/proc/{process.pid}/maps") as maps:  # it may just have ended
-                self._segments.update(re.findall(r"/dev/shm/\S+", maps.read()))
+        self._segments |= held_by(process.pid for process in psutil.Process().children(recursive=True))
         with contextlib.suppress(OSError), open("/proc/net/unix") as table:
             self._sockets.update(line.split()[-1] for line in table)
 
@@ -150,7 +147,7 @@ class ProcessTree:
 
     def _remove_leftovers(self) -> None:
         """Shared memory and sockets that this run had and nobody has now: others' are not ours to remove."""
-        mine = [p for p in self._segments - self._before if any(fnmatch(p, kind) for kind in SEGMENTS)]
+        mine = self._segments - self._before
         bound = [p for p in self._sockets - self._before if any(fnmatch(p, kind) for kind in SOCKETS)]
         for path in [*unused_segments(mine, minimum_age=0), *unused_sockets(bound)]:
             with contextlib.suppress(FileNotFoundError):

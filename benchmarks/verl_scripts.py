@@ -58,7 +58,7 @@ TRAINERS = {
 }
 SFT = "verl.trainer.sft_trainer"
 # Engines of other back ends: their scripts have settings that no FSDP engine knows.
-OTHER_ENGINES = re.compile(r"model_engine=(?!dp)|^engine=(?!fsdp|epfsdp2)|megatron|veomni|torchtitan|automodel")
+OTHER_ENGINES = re.compile(r"model_engine=(?!dp)|^engine=(?!fsdp|epfsdp2)|megatron|veomni|torchtitan|automodel|mlite")
 # What stands in for programs that a script would start, and what of a system a script may need.
 STAND_INS = ("python", "python3", "torchrun", "ray", "uv")
 NOTHING = ("pip", "pkill", "sleep", "hf", "huggingface-cli", "wget", "curl", "git", "nvidia-smi", "npu-smi", "ulimit")
@@ -78,7 +78,7 @@ with open(os.environ["RECORDED"], "a") as file:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--verl", type=Path, required=True, help="git directory or checkout of verl")
-    parser.add_argument("--match", default="", help="only scripts whose path has this")
+    parser.add_argument("--match", default="", help="only scripts whose path has this pattern; others stay as they are")
     parser.add_argument("--steps", action="store_true", help="also run what can be run on a CPU, two steps each")
     parser.add_argument("--record", type=Path, help="also write each script's arguments to this folder")
     options = parser.parse_args()
@@ -90,7 +90,7 @@ def main() -> int:
             archive.extractall(tree, filter="data")
         rows = []
         for path in sorted(str(p.relative_to(tree)) for root in FOLDERS for p in (tree / root).rglob("*.sh")):
-            if options.match not in path:
+            if not re.search(options.match, path):
                 continue
             recorded = record(tree, path, Path(folder) / "home")
             if recorded is None:

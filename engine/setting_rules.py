@@ -9,8 +9,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, field, fields
 from typing import Any
 
-from verl.workers.config.engine import EngineRouterReplayConfig
-
 from .errors import SettingError
 from .model_facts import DTYPES
 
@@ -130,7 +128,7 @@ def _mixed_precision(name: str, value: Any) -> None:
 
 
 def _replay(name: str, value: Any) -> None:
-    if not isinstance(value, EngineRouterReplayConfig):
+    if not hasattr(value, "replay_file"):  # a mapping has become verl's config of it
         works = f"{name}.mode={value}" if isinstance(value, str) and value in REPLAY_MODES else f"{name}.mode=disabled"
         raise SettingError(name, value, "is a mapping.", works)
     for key in ("record_file", "replay_file"):

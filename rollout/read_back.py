@@ -85,15 +85,19 @@ def _experts(prefix: str, layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def _expert_weights(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     method = layer.quant_method
     kernel = getattr(method, "cpu_fused_moe", None)
-    if kernel is None:
+    # From 0.29 on the kernel is another object, and there is one instruction set for each of its classes.
+    isa = getattr(getattr(getattr(method, "moe_kernel", None), "fused_experts", None), "isa", None)
+    if kernel is None and isa is not None:
+        pack: Callable[..., torch.Tensor] = functools.partial(_prepack, isa=isa)
+    elif kernel is None:
         backend = getattr(getattr(method, "unquantized_backend", None), "name", "NONE")
         if backend not in _PLAIN_EXPERT_BACKENDS:
             raise RuntimeError(
                 f"reading the experts of vLLM's {backend} backend back: its weight layout is not known here"
             )
         return layer.w13_weight.detach(), layer.w2_weight.detach()
-    if type(kernel).__name__ == "SGLFusedMOE":
-        pack: Callable[..., torch.Tensor] = torch.ops._C.convert_weight_packed
+    elif type(kernel).__name__ == "SGLFusedMOE":
+        pack = torch.ops._C.convert_weight_packed
     elif kernel.forward_method.__name__ == "forward_grouped_gemm":
         pack = functools.partial(_prepack, isa=kernel.isa)
     else:

@@ -24,7 +24,7 @@ def install() -> None:
     from vllm.v1.worker import gpu_model_runner
 
     experts: Any = cpu_experts_module()
-    select = getattr(experts, "select_experts", None)
+    select: Any = getattr(experts, "select_experts", None)
     runner: Any = gpu_model_runner.GPUModelRunner
     if select is None or hasattr(select, "__wrapped__"):
         return
@@ -37,14 +37,15 @@ def install() -> None:
             captures[-1](ids)
         return weights, ids
 
-    if bind := getattr(runner, "_bind_routed_experts_capturer", None):  # up to 0.28
+    bind: Any = getattr(runner, "_bind_routed_experts_capturer", None)  # up to 0.28
+    if bind is not None:
 
         @functools.wraps(bind)
         def _bind_routed_experts_capturer(self, capturer):
             _bind(lambda: bind(self, capturer), self.model, capturer, captures)
 
         runner._bind_routed_experts_capturer = _bind_routed_experts_capturer
-    elif bind := getattr(gpu_model_runner, "bind_routed_experts_capturer", None):
+    elif (bind := getattr(gpu_model_runner, "bind_routed_experts_capturer", None)) is not None:
 
         @functools.wraps(bind)
         def bind_routed_experts_capturer(model, capturer):

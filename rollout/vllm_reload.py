@@ -52,6 +52,7 @@ class Reload:
         self._left_out: set[str] = set()
         self._buffer_updates: list[tuple[str, torch.Tensor]] = []
         self._buffers: list[tuple[torch.nn.Module, dict[str, torch.Tensor], set[str]]] = []
+        self._kernels: list[tuple[Any, Any]] = []
         self._kept_buffers: list[tuple[str, torch.nn.Module, torch.Tensor, torch.Tensor]] = []
         self.names: set[str] = set()
         self.unused: list[str] = []
@@ -67,7 +68,8 @@ class Reload:
             self._buffer_names.update(name for name, _ in model.named_buffers())
             vllm_remedies.prepare_model(model)
             for layer in model.modules():
-                vllm_remedies.prepare_layer(layer)
+                if (kernel := vllm_remedies.prepare_layer(layer)) is not None:
+                    self._kernels.append((layer.quant_method, kernel))
                 self._keep_buffers(layer)
             initialize_layerwise_reload(model)
             known = {id(record.layer) for record in self._layers}
@@ -216,6 +218,9 @@ class Reload:
     def _finalize(self) -> None:
         for model, config in self._models:
             finalize_layerwise_reload(model, config)
+        for method, kernel in self._kernels:
+            if method.moe_kernel is None:
+                method.moe_kernel = kernel
         for layer, buffers, non_persistent in self._buffers:
             for name, buffer in buffers.items():
                 if layer._buffers.get(name) is not buffer:

@@ -14,16 +14,23 @@ __all__ = ["prepare_layer", "prepare_model"]
 _STRAIGHT_COPIES = {"GptOssModel": ("w13_weight", "w13_bias", "w2_weight", "w2_bias", "sinks")}
 
 
-def prepare_layer(layer: Any) -> None:
-    """Make a layer ready for ``initialize_layerwise_reload``."""
-    if current_platform.is_cpu() and getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
+def prepare_layer(layer: Any) -> Any:
+    """Make a layer ready for ``initialize_layerwise_reload``.
+
+    Returns:
+        The kernel that was taken from ``layer.quant_method``; to be put back if the reload makes no other.
+    """
+    method = getattr(layer, "quant_method", None)
+    kernel = getattr(method, "moe_kernel", None) if current_platform.is_cpu() else None
+    if method is not None and kernel is not None:
         # With a kernel in place vLLM 0.28 to 0.32 takes the reload for an in-place update and skips the CPU packing.
-        layer.quant_method.moe_kernel = None
+        method.moe_kernel = None
     recorded = get_layerwise_info(layer).restore_metadata
     for tensor in [*layer._parameters.values(), *recorded[0].values(), *recorded[1].values()]:
         loader = getattr(tensor, "weight_loader", None)
         if isinstance(loader, functools.partial) and not hasattr(loader, "__name__"):
             setattr(loader, "__name__", "partial_weight_loader")  # noqa: B010 - vLLM tells wrapped loaders by their name
+    return kernel
 
 
 def prepare_model(model: torch.nn.Module) -> None:

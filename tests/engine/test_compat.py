@@ -5,10 +5,14 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from epfsdp2.engine import transformers_compat
 from epfsdp2.engine.experts.find import UnsupportedModelError, find_experts
 from epfsdp2.engine.lookup import MissingNameError, look_up
+from tests.support.ranks import run_ranks
 
 
 def test_look_up_of_a_moved_name_takes_the_first_place_that_has_it():
@@ -54,3 +58,36 @@ def test_experts_with_a_post_expert_norm_are_refused_by_its_name():
     experts.post_expert_norm = nn.RMSNorm(5)
     with pytest.raises(UnsupportedModelError, match=re.escape("experts (_Experts) has post_expert_norm")):
         find_experts(nn.ModuleDict({"experts": experts}))
+
+
+def _compare_conversions():
+    config = Qwen3MoeConfig(
+        hidden_size=8,
+        intermediate_size=8,
+        moe_intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=4,
+        num_experts=2,
+        num_experts_per_tok=1,
+        vocab_size=16,
+    )
+    model = Qwen3MoeForCausalLM(config)
+
+    def asked():
+        found = transformers_compat.get_model_conversion_mapping(model)
+        return [(t.source_patterns, t.target_patterns, t.scope_prefix) for t in found]
+
+    before = asked()
+    fully_shard(model.model, mesh=init_device_mesh("cpu", (1,)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    assert asked() == before and len(before) > 1
+    seen = transformers_compat._unsharded(model).named_modules()
+    kinds = [type(module).__name__ for _, module in seen if isinstance(module, PreTrainedModel)]
+    assert kinds == ["Qwen3MoeForCausalLM", "Qwen3MoeModel"]  # not FSDP's, by which nothing is found
+    assert isinstance(model, FSDPModule) and isinstance(model.model, FSDPModule)
+
+
+def test_conversions_of_a_sharded_model_are_those_of_the_plain_one():
+    run_ranks(_compare_conversions, 1)

@@ -36,7 +36,7 @@ class Config:
 
     hidden_size, intermediate_size, moe_intermediate_size = D, INNER, INNER
     num_experts = num_local_experts = n_routed_experts = E
-    hidden_act, mlp_hidden_act, swiglu_limit, moe_latent_size = "silu", "relu2", 1.5, None
+    hidden_act, mlp_hidden_act, swiglu_limit, swiglu_alpha, moe_latent_size = "silu", "relu2", 1.5, 1.702, None
     _experts_implementation = "eager"
 
 

@@ -39,7 +39,7 @@ quickstart: setup
 	$(BIN)/python -m epfsdp2.recipes.quickstart $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -m "not long" -n 2 --dist loadgroup --no-loadscope-reorder --durations=25 $(ARGS)
+	$(BIN)/python -m pytest -m "not long" -n 2 --durations=25 $(ARGS)
 
 test-stack: setup
 	$(BIN)/python benchmarks/stacks.py $(STACK) $(ARGS)

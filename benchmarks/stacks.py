@@ -63,7 +63,7 @@ _BAD = ("failed", "error", "unfinished")
 
 def pytest_runtest_logstart(nodeid: str, location: object) -> None:
     if not _is_worker():
-        _log({"test": nodeid.partition("@")[0], "outcome": "unfinished"})
+        _log({"test": nodeid, "outcome": "unfinished"})
 
 
 def pytest_runtest_logreport(report) -> None:
@@ -74,7 +74,7 @@ def pytest_runtest_logreport(report) -> None:
         outcome = ""
     elif outcome == "failed" and report.when != "call":
         outcome = "error"
-    row = {"test": report.nodeid.partition("@")[0], "outcome": outcome, "reason": _reason(report)}
+    row = {"test": report.nodeid, "outcome": outcome, "reason": _reason(report)}
     _log(row | {"seconds": report.duration})
 
 
@@ -210,8 +210,7 @@ def run_tests(stack: str, part: str, minutes: float, arguments: list[str], stamp
         environment = os.environ | {_LOG: str(log), "PYTHONPATH": str(ROOT)}
         marks = "long" if part == "long" else "not long"
         # Two workers, as `make test` has.
-        workers = ["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"]
-        command = [sys.executable, "-m", "pytest", "-p", "benchmarks.stacks", "-m", marks, *workers, *words]
+        command = [sys.executable, "-m", "pytest", "-p", "benchmarks.stacks", "-m", marks, "-n", "2", *words]
         status = run(command, minutes, environment)
         if status is None:
             print(f"stacks: ended after {minutes:g} minutes", file=sys.stderr)

@@ -15,8 +15,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
     """Which tests may run at the same time as others: `make test` has two workers.
 
     Those with Ray, vLLM or segments in /dev/shm look at what a run leaves on the machine. They run in order on one
-    worker, and mostly wait; of the others a worker takes a file at a time. (pytest-xdist 3.8 has marks for groups, which
-    do nothing under pytest 9.2.)
+    worker, and mostly wait; of the others a worker takes a file at a time. (The marks for groups of pytest-xdist 3.8 do
+    nothing under pytest 9.2.)
     """
     from xdist.scheduler import LoadScopeScheduling
 

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from . import task
-from .commands import grpo_command, pretty, warmup_command
+from .commands import RANKS, grpo_command, pretty, warmup_command
 from .failure import cause
 from .metrics import Step, StepReader, judge, summary
 from .processes import Interrupted, ProcessTree
@@ -128,6 +128,7 @@ class Quickstart:
             "output": self.output,
             "model": self.model,
             "warmup_data": data / "warmup.parquet",
+            "warmup_batch_of_a_rank": self.options.warmup_batch_size // RANKS,
             "grpo_data": data / "grpo.parquet",
             "reward_file": _HERE / "task.py",
             "sampler_file": _HERE / "sampler.py",

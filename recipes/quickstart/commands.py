@@ -7,7 +7,7 @@ from string import Template
 
 import yaml
 
-__all__ = ["grpo_command", "overrides", "pretty", "warmup_command"]
+__all__ = ["RANKS", "grpo_command", "overrides", "pretty", "warmup_command"]
 
 _HERE = Path(__file__).parent
 ENGINE = ["engine=epfsdp2", "engine.ep_size=2"]

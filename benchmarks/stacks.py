@@ -157,7 +157,10 @@ def merged(before: dict | None, now: dict) -> dict:
         return before | {"quickstart": before["quickstart"] | now["quickstart"]}
     if before["versions"] != now["versions"]:
         return now | {"quickstart": before["quickstart"]}
-    return now | {part: before.get(part, {}) | now.get(part, {}) for part in ("suite", "long", "quickstart")}
+    for part in ("suite", "long"):  # without files that are gone, or no longer of this stack
+        both = before[part] | now[part]
+        now = now | {part: {path: row for path, row in both.items() if path in now["of"]}}
+    return now | {"quickstart": before["quickstart"]}
 
 
 def shown(results: dict) -> dict[str, dict[str, str]]:
@@ -246,7 +249,9 @@ def as_markdown(results: dict) -> str:
         for part, heading in (("suite", "The suite"), ("long", "Long tests")):
             if result.get(part):
                 lines += _part(heading, result[part])
-        if left := sorted(set(result["of"]) - set(result["suite"])):
+        if not result["suite"]:
+            lines += ["The suite was not run yet.", ""]
+        elif left := sorted(set(result["of"]) - set(result["suite"])):
             lines += [f"Not run: {', '.join(f'`{name}`' for name in left)}.", ""]
         lines += _quickstarts(result.get("quickstart", {}))
     return "\n".join(lines)

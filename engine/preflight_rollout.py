@@ -57,7 +57,7 @@ def check_stream(
         engine.rollout_sync,
         rollout,
         None if facts is None else facts.model.config.model_type,
-        untested_vllm=versions.untested("vllm"),
+        untested_vllm=versions.unknown_layout(),
         backend=rollout.get("backend") or "naive",
     )
     if config is None or facts is None or kind == "full":

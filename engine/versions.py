@@ -7,14 +7,23 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-__all__ = ["TESTED", "accepted", "installed", "is_accepted", "tested", "untested"]
+__all__ = [
+    "KNOWN_LAYOUTS",
+    "TESTED",
+    "accepted",
+    "installed",
+    "is_accepted",
+    "tested",
+    "unknown_layout",
+    "untested",
+]
 
 # Stack -> versions with which the whole suite passed: what benchmarks/results/stacks.json shows, and no more.
 TESTED: dict[str, dict[str, str]] = {
-    "users": {"torch": "2.11.0", "transformers": "5.9.0", "vllm": "0.24.0", "verl": "0.9.1", "ray": "2.60.0"},
     "default": {"torch": "2.13.0", "transformers": "5.9.0", "vllm": "0.27.1", "verl": "0.9.1", "ray": "2.60.0"},
-    "next": {"torch": "2.13.0", "transformers": "5.12.1", "vllm": "0.29.0", "verl": "0.9.1", "ray": "2.60.0"},
 }
+# vLLM releases with which all tests of rollout/ passed, of the same file: the layouts of their weights are known.
+KNOWN_LAYOUTS = ("0.24.0", "0.27.1")
 
 # verl's bounds. The other ranges are those that our distribution declares.
 _RAY = ">=2.41,<3"
@@ -57,3 +66,11 @@ def untested(name: str) -> str:
     if version is None or Version(version).public in tested(name):
         return ""
     return f"{name} {version} was not tested with; tested: {name} {', '.join(tested(name)) or '(none)'}"
+
+
+def unknown_layout() -> str:
+    """Why the layouts of the installed vLLM's weights are not known; empty where they are, or there is no vLLM."""
+    version = installed("vllm")
+    if version is None or Version(version).public in KNOWN_LAYOUTS:
+        return ""
+    return f"vllm {version} was not tested with; layouts are known of vllm {', '.join(KNOWN_LAYOUTS)}"

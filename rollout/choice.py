@@ -59,7 +59,7 @@ def choose_stream(
     Args:
         wanted: ``engine.rollout_sync``.
         family: ``model_type`` of the whole model; None if it is not known yet, which is then no obstacle.
-        untested_vllm: what is wrong with vLLM's version, ``versions.untested("vllm")``.
+        untested_vllm: what is wrong with vLLM's version, ``versions.unknown_layout()``.
         backend: the checkpoint engine's.
 
     Raises:

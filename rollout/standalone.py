@@ -284,7 +284,7 @@ class ArrivingWeights:
         kind: Stream = "full"
         if self._offer.wanted != "full":
             kind, reason = choose_stream(
-                "auto", config, self._offer.family, untested_vllm=versions.untested("vllm"), backend=BACKEND
+                "auto", config, self._offer.family, untested_vllm=versions.unknown_layout(), backend=BACKEND
             )
             if reason and worker == 0:
                 logger.warning("epfsdp2: engine.rollout_sync=%s: full stream, since %s", self._offer.wanted, reason)

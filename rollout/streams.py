@@ -95,7 +95,7 @@ class RolloutSync:
 
     def choose(self, config: Any) -> Stream:
         """The stream for a rollout; says once, on one rank, why ``auto`` came to ``full``."""
-        wanted, untested = self.settings.wanted, versions.untested("vllm")
+        wanted, untested = self.settings.wanted, versions.unknown_layout()
         kind, reason = choose_stream(wanted, config, self.family, untested_vllm=untested)
         if reason and reason != self._said and dist.get_rank() == 0:
             logger.warning("epfsdp2: engine.rollout_sync=auto: full stream, since %s", reason)

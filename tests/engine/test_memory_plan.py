@@ -10,7 +10,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3Moe
 
 from epfsdp2.engine.activations import trace
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.experts.find import UnsupportedModelError
 from epfsdp2.engine.lora import Lora, lora_of
 from epfsdp2.engine.lora_settings import LoraSettings
 from epfsdp2.engine.memory_plan import Backend, Batch, ModelSizes, moments, peak
@@ -135,9 +134,9 @@ def test_tied_embeddings_are_counted_once_and_stay_in_the_root():
     assert two - one == 4 * 64 * 32
 
 
-def test_a_dense_model_and_a_mesh_that_splits_an_expert_are_refused():
-    with pytest.raises(UnsupportedModelError, match="dense model"):
-        ModelSizes.of(AutoModelForCausalLM, Qwen3Config(num_hidden_layers=2), FLOAT32)
+def test_a_dense_model_has_no_experts_and_a_mesh_that_splits_an_expert_is_refused():
+    dense = ModelSizes.of(AutoModelForCausalLM, Qwen3Config(num_hidden_layers=2), FLOAT32)
+    assert not dense.num_experts
     with pytest.raises(SettingError, match="ep_size"):
         peak(_sizes(), Topology.plan(16, 16), FLOAT32, Batch(1))
 

@@ -193,7 +193,7 @@ def test_engine_of_a_role_without_settings_is_the_shared_one():
     for name, forward_only in ((ACTOR, False), (REF, True)):
         config = role(name, "engine.ep_size=2", "engine.seed=7")
         plan = {name: getattr(config.engine, name) for name in ("_sequences_per_update", "_longest_sequence")}
-        assert config.engine == replace(shared, forward_only=forward_only, **plan)
+        assert config.engine == replace(shared, forward_only=forward_only, _of_a_role=True, **plan)
         assert config.names == {} and config.notes == ()
 
 
@@ -260,8 +260,10 @@ def test_spellings_that_agree_are_taken():
 
 
 @pytest.fixture
-def said(caplog):
+def said(caplog, monkeypatch):
     role_settings._told.cache_clear()
+    # What other tests have in /dev/shm just now is no part of what is looked at.
+    monkeypatch.setattr("epfsdp2.engine.config.housekeeping.report_leftovers", lambda: None)
     caplog.set_level(logging.WARNING, logger="epfsdp2")
     return lambda: [record.getMessage() for record in caplog.records if record.name == "epfsdp2"]
 

@@ -141,6 +141,7 @@ def test_buckets_hold_every_expert_tensor_and_not_the_model(tmp_path):
 
 def _values(folder: Path) -> dict:
     names = ("output", "model", "warmup_data", "grpo_data", "reward_file", "sampler_file", "ray_dir")
+    names += ("warmup_batch_of_a_rank",)
     return vars(cli.parse([])) | {name: folder / name for name in names}
 
 

@@ -49,6 +49,7 @@ def test_sft_script_with_two_words_trains(tmp_path):
         "model": tmp_path / "model",
         "warmup_data": tmp_path / "data" / "warmup.parquet",
         "warmup_batch_size": 64,
+        "warmup_batch_of_a_rank": 64,  # the script has two ranks share rows
         "warmup_lr": 1e-3,
         "warmup_steps": 3,
         "output": tmp_path,

@@ -23,7 +23,7 @@ TESTED: dict[str, dict[str, str]] = {
     "default": {"torch": "2.13.0", "transformers": "5.9.0", "vllm": "0.27.1", "verl": "0.9.1", "ray": "2.60.0"},
 }
 # vLLM releases with which all tests of rollout/ passed, of the same file: the layouts of their weights are known.
-KNOWN_LAYOUTS = ("0.24.0", "0.27.1")
+KNOWN_LAYOUTS = ("0.27.1",)
 
 # verl's bounds. The other ranges are those that our distribution declares.
 _RAY = ">=2.41,<3"

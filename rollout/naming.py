@@ -7,11 +7,14 @@ there: Qwen3-30B-A3B is 531 tensors instead of 18,867, and vLLM's loader scans i
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from packaging.version import Version
 
+from ..engine import versions
 from ..engine.conversion import revert, reverts_with
 from ..engine.transformers_compat import revert_weight_conversion
 
@@ -31,7 +34,8 @@ _LETTERED = {"gate_up_proj": "w13", "down_proj": "w2"}
 
 # Families whose stacks of experts were seen to load bit-exactly in the CPU builds of vLLM 0.27 and 0.30, and the names
 # that the stacks load under. An unknown fused name is dropped there without a word, so nothing is assumed: a family not
-# listed gets its checkpoint's names (which are fused ones for gpt_oss, gemma4 and qwen3_vl_moe).
+# listed gets its checkpoint's names (which are fused ones for gpt_oss, gemma4 and qwen3_vl_moe), and so does every
+# family before 0.27: vLLM 0.24 drops the stacks of Qwen3-MoE and fails on Mixtral's.
 FUSED_IN_VLLM: dict[str, dict[str, str]] = {
     **dict.fromkeys(("qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe", "dots1", "ernie4_5_moe"), _OWN),
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), _OWN),
@@ -48,7 +52,7 @@ def for_vllm(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The names that vLLM's loader of this family takes, fused where it can; else as ``as_checkpoint``."""
     fused = FUSED_IN_VLLM.get(model.config.model_type)
-    if fused is None:
+    if fused is None or not _takes_stacks():
         yield from as_checkpoint(model, tensors, waiting)
         return
     known = _KNOWN.setdefault(model, {})
@@ -56,6 +60,13 @@ def for_vllm(
         if name not in known:
             known[name] = _fused_name(model, name, tensor, fused)
         yield known[name], tensor
+
+
+@cache
+def _takes_stacks() -> bool:
+    """Whether the installed vLLM's loaders take fused names; another machine's vLLM is taken for a new one."""
+    version = versions.installed("vllm")
+    return version is None or Version(version) >= Version("0.27")
 
 
 def _fused_name(model: Any, name: str, tensor: torch.Tensor, stacks: Mapping[str, str]) -> str:

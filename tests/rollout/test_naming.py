@@ -86,3 +86,11 @@ def test_parameters_that_share_tensors_of_a_checkpoint(tmp_path):
     assert not naming.is_by_expert(model, bias, model.state_dict()[bias].shape)
     with pytest.raises(ValueError, match=r"text_moe.*e_score_correction_bias: only a part of what a checkpoint's"):
         list(naming.as_checkpoint(model, [(bias, model.state_dict()[bias])]))
+
+
+def test_before_0_27_every_family_goes_by_a_checkpoints_names(monkeypatch):
+    model = build("qwen3_moe")
+    monkeypatch.setattr(naming, "_takes_stacks", lambda: False)
+    old = {name for name, _ in naming.for_vllm(model, sent(model, torch.float32))}
+    assert old == {name for name, _ in naming.as_checkpoint(model, sent(model, torch.float32))}
+    assert any(naming.is_of_expert(name) for name in old)

@@ -30,7 +30,7 @@ def used(folder: Path = ROOT / "rollout") -> dict[str, list[list[str]]]:
     for path in sorted(folder.rglob("*.py")):
         names = sorted(_needed(ast.parse(path.read_text())))
         if names:
-            found[path.name] = [list(places) for places in names]
+            found[path.relative_to(folder).as_posix()] = [list(places) for places in names]
     return found
 
 

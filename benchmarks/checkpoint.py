@@ -30,16 +30,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.memory import MODEL, peak_of
 from benchmarks.quickstart import machine
 from benchmarks.tables import write_table
-from epfsdp2.engine import checkpoint
-from epfsdp2.engine.background import Background
-from epfsdp2.engine.checkpoint_files import open_checkpoint
-from epfsdp2.engine.loading import load_weights
-from epfsdp2.engine.mesh import Topology, build_meshes
-from epfsdp2.engine.modeling import build_on_meta, materialize
-from epfsdp2.engine.optimizer import build_multi_optimizer
+from epfsdp2.engine.checkpoint import state as checkpoint
+from epfsdp2.engine.checkpoint.background import Background
+from epfsdp2.engine.checkpoint.load import load_weights
+from epfsdp2.engine.checkpoint.safetensors_reader import open_checkpoint
+from epfsdp2.engine.model.meta import build_on_meta, materialize
+from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.parallelize import ShardingOptions, parallelize
-from epfsdp2.engine.shards import local_tensor
-from epfsdp2.recipes.export import export
+from epfsdp2.engine.topology.dtensor import local_tensor
+from epfsdp2.engine.topology.mesh import Topology, build_meshes
+from epfsdp2.recipes.convert.export import export
 from tests.support.engine import sharded_model
 from tests.support.ranks import run_ranks
 

@@ -41,17 +41,17 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.quickstart import machine
 from benchmarks.tables import write_table
-from epfsdp2.engine.clip import clip_grad_norm_
-from epfsdp2.engine.experts.compute import rows_computed
-from epfsdp2.engine.lora import Lora, lora_of
-from epfsdp2.engine.lora_settings import LoraSettings
-from epfsdp2.engine.memory_plan import Backend, Batch, ModelSizes, peak
-from epfsdp2.engine.mesh import Topology, build_meshes, build_sequence_mesh
-from epfsdp2.engine.modeling import build_on_meta, materialize
-from epfsdp2.engine.optimizer import build_multi_optimizer
+from epfsdp2.engine.fsdp.ulysses import SequenceParallel
+from epfsdp2.engine.lora.adapters import Lora, lora_of
+from epfsdp2.engine.lora.settings import LoraSettings
+from epfsdp2.engine.model.meta import build_on_meta, materialize
+from epfsdp2.engine.moe.forward import rows_computed
+from epfsdp2.engine.optim.clip import clip_grad_norm_
+from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.parallelize import ShardingOptions, parallelize
-from epfsdp2.engine.sequence_parallel import SequenceParallel
-from epfsdp2.engine.shards import local_tensor
+from epfsdp2.engine.planner.memory import Backend, Batch, ModelSizes, peak
+from epfsdp2.engine.topology.dtensor import local_tensor
+from epfsdp2.engine.topology.mesh import Topology, build_meshes, build_sequence_mesh
 from tests.support.ranks import run_ranks
 
 COLUMNS = [
@@ -151,7 +151,7 @@ FAST = ROWS[1:4]
 
 
 def predict(row: Row) -> int:
-    """Bytes at the peak, from sizes and the imbalance of the routers (``engine/memory_plan.py``)."""
+    """Bytes at the peak, from sizes and the imbalance of the routers (``engine/planner/memory.py``)."""
     topology, options = Topology.plan(WORLD, row.ep, row.fsdp_size), sharding(row)
     batch = Batch(row.tokens, imbalance=row.imbalance, sp=row.sp)
     sizes = ModelSizes.built_by(partial(_build, row), options)
@@ -323,8 +323,8 @@ def write(rows: list[Row]) -> None:
     result = {"machine": where, "model": MODEL, "rows": [{**asdict(row), "ratio": round(row.ratio, 3)} for row in rows]}
     text = [
         "Four ranks on CPU, float32, AdamW, the lesser of the second and third step. MiB on the rank with the largest",
-        "peak; tokens are of a rank. Predicted: `engine/memory_plan.py`, from sizes and from how unevenly the routers,",
-        "which are random, spread the rows. Largest: the largest single allocation over the stack",
+        "peak; tokens are of a rank. Predicted: `engine/planner/memory.py`, from sizes and from how unevenly the",
+        "routers, which are random, spread the rows. Largest: the largest single allocation over the stack",
         "`[E, 2I, D]` of a layer's `gate_up_proj`. With `ep` = 1 FSDP gathers whole stacks by design; EP is for that.",
     ]
     on = f"{where['cpu']}; torch {where['versions']['torch']}"

@@ -6,7 +6,7 @@ Both engines sit in verl's own worker in the same processes, on the same checkpo
 with activation checkpointing, verl's default. Sides take turns; each ratio is taken within a turn, and medians are
 compared. The model is a Qwen3-MoE with 95 % of its weights in experts, of which a token uses one in sixteen, as in
 Qwen3-30B-A3B. Bytes on the wire are counted where FSDP and the dispatch call torch, in one more update; they have to
-equal the plan's (``engine/step_traffic.py``), byte for byte.
+equal the plan's (``engine/planner/traffic.py``), byte for byte.
 """
 
 import argparse
@@ -33,9 +33,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.quickstart import machine
 from benchmarks.tables import write_table
-from epfsdp2.engine.memory_plan import Batch, ModelSizes
-from epfsdp2.engine.mesh import Topology, divisors
-from epfsdp2.engine.step_traffic import Collective, collectives
+from epfsdp2.engine.planner.memory import Batch, ModelSizes
+from epfsdp2.engine.planner.traffic import Collective, collectives
+from epfsdp2.engine.topology.mesh import Topology, divisors
 from tests.support.ppo import Sample, of_this_rank, ppo_batch, ppo_worker
 from tests.support.ranks import run_ranks
 from tests.support.verl_worker import training_worker
@@ -251,7 +251,7 @@ def write(rows: list[Row], repeats: int) -> None:
         f"A Qwen3-MoE with {share_of_experts(MODEL):.1%} of its weights in experts, float32, activation checkpointing;",
         f"sides take turns in the same processes, medians of {repeats}, ratios within a turn; one thread per rank.",
         "Tokens/s are of an update, of all ranks. Wire: bytes that all ranks together receive in an update, counted;",
-        "plan: what `engine/step_traffic.py` says, which is asserted to be the same, byte for byte and call for call.",
+        "plan: what `engine/planner/traffic.py` says, which is asserted to be the same, by bytes and by calls.",
         "",
         f"Bounds: `ep` over all ranks with {TOKENS[0]} tokens at least {FULL_EP_SPEEDUP} x, every other row at least",
         f"{LEAST_SPEEDUP} x verl's. What EP saves does not grow with tokens, which both sides compute alike.",

@@ -36,9 +36,9 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from benchmarks.quickstart import machine
 from benchmarks.tables import newest, write_table
+from epfsdp2.engine.compat.versions import installed
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.preflight import check_training
-from epfsdp2.engine.versions import installed
+from epfsdp2.engine.preflight.run import check_training
 from epfsdp2.recipes.quickstart.model import write_model
 
 ADDED = ("engine=epfsdp2", "engine.ep_size=8")
@@ -246,8 +246,8 @@ def checks(module: str, arguments: list[str]) -> str:
         for target, value in (
             ("epfsdp2.engine.config.get_device_name", lambda: "cuda"),
             ("epfsdp2.engine.config.is_support_ipc", lambda: True),
-            ("epfsdp2.engine.preflight_features.versions.installed", lambda name: installed(name) or "0"),
-            ("epfsdp2.engine.preflight.choose_backend", lambda *args: None),
+            ("epfsdp2.engine.preflight.features.versions.installed", lambda name: installed(name) or "0"),
+            ("epfsdp2.engine.preflight.run.choose_backend", lambda *args: None),
         ):
             stack.enter_context(mock.patch(target, value))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))

@@ -41,10 +41,10 @@ from benchmarks.memory import peak_of
 from benchmarks.quickstart import machine
 from benchmarks.tables import write_table
 from epfsdp2.engine.parallelize import ShardingOptions, compute_dtypes, layer_names
-from epfsdp2.rollout.placement import Rollout
-from epfsdp2.rollout.sender import Bucket
+from epfsdp2.rollout.layout.vllm_layout import Rollout
 from epfsdp2.rollout.server_adapter import send_weights
-from epfsdp2.rollout.streams import RolloutSync, SyncSettings, WorkerStream
+from epfsdp2.rollout.sync import RolloutSync, SyncSettings, WorkerStream
+from epfsdp2.rollout.transport.sender import Bucket
 from tests.rollout.conftest import Engine
 from tests.support.engine import sharded_model
 from tests.support.ranks import run_ranks

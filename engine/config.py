@@ -18,15 +18,15 @@ from verl.workers.config.actor import ActorConfig
 from verl.workers.config.critic import CriticConfig
 from verl.workers.config.engine import EngineConfig, EngineRouterReplayConfig
 
-from ..rollout import housekeeping
-from ..rollout.placement import WANTED
-from .checkpointing import CHECKPOINTING
+from ..rollout import cleanup
+from ..rollout.layout.vllm_layout import WANTED
 from .errors import SettingError
-from .experts.backends import BACKENDS
-from .experts.deepep import DISPATCHERS
-from .model_facts import check_model_path
-from .preflight import check_run, check_training
-from .role_settings import (
+from .fsdp.activation_checkpoint import CHECKPOINTING
+from .moe.deepep import DISPATCHERS
+from .moe.gemm.backends import BACKENDS
+from .preflight.model_facts import check_model_path
+from .preflight.run import check_run, check_training
+from .settings.roles import (
     ROLES,
     SET_BY_VERL,
     STRATEGY,
@@ -38,7 +38,7 @@ from .role_settings import (
     tell,
     without_verls_keys,
 )
-from .setting_rules import (
+from .settings.rules import (
     DTYPE,
     EXPERT_PLAN,
     FLAG,
@@ -172,7 +172,7 @@ class EPFSDP2EngineConfig(EngineConfig):
 
 
 def _register() -> None:
-    from . import actor, critic  # noqa: F401  (they register themselves with verl)
+    from .integration import engine, value_model  # noqa: F401  (they register themselves with verl)
 
 
 def check_engine_values(config: EPFSDP2EngineConfig) -> None:
@@ -294,7 +294,7 @@ class EPFSDP2ActorConfig(ActorConfig):
                 engine = _engine(self.reference.values)
                 if self.reference.names:
                     check_training(engine, n_gpus, model_config or {}, device=get_device_name())
-        housekeeping.report_leftovers()
+        cleanup.report_leftovers()
 
 
 @dataclass

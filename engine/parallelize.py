@@ -26,18 +26,18 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from .checkpointing import Checkpointing, checkpoint_layers
-from .compiling import compile_dense_parts
-from .experts import deepep, overlap
-from .experts.backends import backend_named, choose_backend
-from .experts.compute import EXPERTS_IMPLEMENTATION, ExpertParallel, attach
-from .experts.find import ComputesItself, ExpertsInfo, find_experts
-from .experts.overlap import check_exchange
-from .experts.shared_experts import SharedExperts
-from .islands import Island, correction_biases, find_islands, mixing_buffers
-from .mesh import Meshes
-from .placement import check_experts_divide, ep_fsdp_dim, model_parallel_placements
-from .reduce_in_place import reduce_in_place
+from .fsdp.activation_checkpoint import Checkpointing, checkpoint_layers
+from .fsdp.compile import compile_dense_parts
+from .fsdp.fp32_modules import Island, correction_biases, find_islands, mixing_buffers
+from .fsdp.single_rank_reduce import reduce_in_place
+from .moe import deepep, overlap
+from .moe.find import ComputesItself, ExpertsInfo, find_experts
+from .moe.forward import EXPERTS_IMPLEMENTATION, ExpertParallel, attach
+from .moe.gemm.backends import backend_named, choose_backend
+from .moe.overlap import check_exchange
+from .moe.shared_experts import SharedExperts
+from .topology.expert_placement import check_experts_divide, ep_fsdp_dim, model_parallel_placements
+from .topology.mesh import Meshes
 
 __all__ = ["Ends", "ShardingOptions", "compute_dtypes", "layer_names", "parallelize", "reshard_all"]
 
@@ -51,7 +51,7 @@ class ShardingOptions:
     Args:
         param_dtype: dtype of the gathered parameters and of the compute.
         reduce_dtype: dtype of the gradient reduction.
-        fp32_modules: FQN patterns of modules that compute in float32 (``islands.py``).
+        fp32_modules: FQN patterns of modules that compute in float32 (``fsdp/fp32_modules.py``).
         reshard_after_forward: free gathered parameters between forward and backward.
         reshard_experts_after_forward: the same for the experts alone; ``None`` for as the rest.
         prefetch_depth: how many units ahead are gathered while one computes, forward and backward; 0 for none. A unit
@@ -61,8 +61,8 @@ class ShardingOptions:
         dispatch_chunks: parts in which a layer's tokens are dispatched, one while another computes.
         overlap_shared_experts: compute a block's shared experts while its tokens are dispatched.
         dispatcher: what brings tokens to their experts, one of ``deepep.DISPATCHERS``.
-        experts_backend: what computes the experts (``experts/backends.py``).
-        checkpointing: which activations are computed again in backward (``checkpointing.py``).
+        experts_backend: what computes the experts (``moe/gemm/backends.py``).
+        checkpointing: which activations are computed again in backward (``fsdp/activation_checkpoint.py``).
         activation_offload: keep on the host what is kept of them for that.
         compile_dense: ``torch.compile`` the parts of the layers without experts.
         head_in_root: leave the head to the root, for code that reads its weight without calling it (fused linear

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 import zmq
 
-from .checksums import with_checksums
-from .choice import has_our_extension
-from .exchange import Landing
-from .sender import is_stock, new_sender
-from .sockets import WatchedContext, WeightSyncError
-from .streams import WorkerStream
-from .traffic import Handover
+from .layout.stream_choice import has_our_extension
+from .sync import WorkerStream
+from .transport.checksums import with_checksums
+from .transport.exchange import Landing
+from .transport.report import Handover
+from .transport.sender import is_stock, new_sender
+from .transport.watched_sockets import WatchedContext, WeightSyncError
 
 __all__ = ["WeightSyncError", "install"]
 

@@ -56,7 +56,7 @@ def test_commands_of_make_and_modules_are_there(page):
         assert importlib.util.find_spec(module), module
 
 
-@pytest.mark.parametrize("recipe", ["plan", "plan_sync", "quickstart.cli"])
+@pytest.mark.parametrize("recipe", ["plan.cli", "plan_sync", "quickstart.cli"])
 def test_options_of_recipes_are_there(recipe):
     module = f"epfsdp2.recipes.{recipe.removesuffix('.cli')}"
     commands = [command for page in PAGES for command in _commands(page, rf"python -m {re.escape(module)} --")]

@@ -12,27 +12,27 @@ PACKAGES = ("engine", "rollout", "conf", "recipes")
 MAY_IMPORT = {
     "verl": {
         "engine/config.py",
-        "engine/actor.py",
-        "engine/critic.py",
-        "engine/cpu_platform.py",
-        "engine/cpu_backend_shim.py",
-        "rollout/vllm_reload.py",
-        "rollout/vllm_worker.py",
-        "rollout/sender.py",
+        "engine/integration/engine.py",
+        "engine/integration/value_model.py",
+        "engine/integration/cpu_platform.py",
+        "engine/integration/cpu_backend_shim.py",
+        "rollout/vllm/reload.py",
+        "rollout/vllm/worker.py",
+        "rollout/transport/sender.py",
         "rollout/server_adapter.py",
-        "rollout/checkpoint_backend.py",
-        "rollout/shard_export.py",
+        "rollout/remote/checkpoint_engine.py",
+        "rollout/remote/delta_shards.py",
         "recipes/quickstart/sampler.py",
     },
     "vllm": {
-        "rollout/vllm_reload.py",
-        "rollout/vllm_worker.py",
-        "rollout/vllm_remedies.py",
-        "rollout/amx_shim.py",
-        "rollout/routes_shim.py",
+        "rollout/vllm/reload.py",
+        "rollout/vllm/worker.py",
+        "rollout/vllm/reload_shims.py",
+        "rollout/vllm/amx_shim.py",
+        "rollout/vllm/routes_shim.py",
     },
-    "ray": {"rollout/server_adapter.py", "rollout/checkpoint_backend.py"},
-    "triton": {"engine/experts/kernels.py"},
+    "ray": {"rollout/server_adapter.py", "rollout/remote/checkpoint_engine.py"},
+    "triton": {"engine/moe/gemm/triton_backend.py"},
     "hydra": {"conf/search_path.py", "engine/config.py"},
 }
 SOURCES = sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*.py") if "__pycache__" not in p.parts)
@@ -60,14 +60,20 @@ def test_only_the_named_files_import(module):
 
 
 def test_the_core_imports_without_verl_and_vllm():
-    core = ["engine.parallelize", "engine.loading", "engine.checkpoint", "engine.clip", "engine.optimizer"]
+    core = [
+        "engine.parallelize",
+        "engine.checkpoint.load",
+        "engine.checkpoint.state",
+        "engine.optim.clip",
+        "engine.optim.multi_optimizer",
+    ]
     core += [
-        "engine.preflight",
-        "rollout.naming",
-        "rollout.stream",
-        "rollout.verify",
-        "rollout.housekeeping",
-        "rollout.plan",
+        "engine.preflight.run",
+        "engine.model.hf_names",
+        "rollout.transport.full_gather",
+        "rollout.layout.verify",
+        "rollout.cleanup",
+        "rollout.layout.transfer_plan",
     ]
     code = (
         "import sys\n"

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from ...rollout.housekeeping import SOCKETS, existing_segments, held_by, unused_segments, unused_sockets
+from ...rollout.cleanup import SOCKETS, existing_segments, held_by, unused_segments, unused_sockets
 
 __all__ = ["Interrupted", "ProcessTree"]
 

@@ -11,7 +11,7 @@ import pytest
 from packaging.version import Version
 
 from benchmarks import stacks
-from epfsdp2.engine import versions
+from epfsdp2.engine.compat import versions
 
 ROOT = Path(__file__).resolve().parents[2]
 LISTS = ROOT / ".ci" / "stacks"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from epfsdp2.engine.manifest import MANIFEST
+from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST
 from epfsdp2.recipes.quickstart.model import write_model
 from tests.e2e.conftest import Run, overrides, running
 from tests.support.models import save_qwen3

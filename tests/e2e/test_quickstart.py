@@ -11,7 +11,7 @@ import signal
 import pytest
 from transformers import AutoConfig
 
-from epfsdp2.rollout import verify
+from epfsdp2.rollout.layout import verify
 from tests.e2e.conftest import EXTENSION, leavings, running, unused
 from tests.support.models import reference_model
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from epfsdp2.engine.manifest import MANIFEST
+from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST
 from tests.e2e.conftest import overrides, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from epfsdp2.engine import checkpoint
-from epfsdp2.engine.optimizer import build_multi_optimizer
+from epfsdp2.engine.checkpoint import state as checkpoint
+from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from tests.support.engine import sharded_model
 
 WORLD = 2

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from epfsdp2.engine.agreement import DisagreementError, check_agreement, model_facts, without_paths
+from epfsdp2.engine.topology.rank_consistency import DisagreementError, check_agreement, model_facts, without_paths
 from tests.support.ranks import run_ranks
 
 WORLD = 4

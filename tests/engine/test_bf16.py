@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from epfsdp2.engine.experts.find import find_experts
-from epfsdp2.engine.replay import RouterReplay
+from epfsdp2.engine.moe.find import find_experts
+from epfsdp2.engine.moe.router.replay import RouterReplay
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, reference_model, save_glm4_moe, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks

@@ -15,17 +15,18 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig
 
-from epfsdp2.engine import checkpoint, conversion
-from epfsdp2.engine.agreement import DisagreementError
-from epfsdp2.engine.background import Background
-from epfsdp2.engine.clip import clip_grad_norm_
-from epfsdp2.engine.export import write_hf_weights
-from epfsdp2.engine.manifest import MANIFEST, CheckpointError
-from epfsdp2.engine.muon import Muon
-from epfsdp2.engine.optimizer import build_multi_optimizer
+from epfsdp2.engine.checkpoint import state as checkpoint
+from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST, CheckpointError
+from epfsdp2.engine.checkpoint.background import Background
+from epfsdp2.engine.checkpoint.export_hf import write_hf_weights
+from epfsdp2.engine.model import hf_convert
+from epfsdp2.engine.optim.clip import clip_grad_norm_
+from epfsdp2.engine.optim.lr_scheduler import build_multi_lr_scheduler
+from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
+from epfsdp2.engine.optim.muon import Muon
 from epfsdp2.engine.parallelize import layer_names
-from epfsdp2.engine.scheduler import build_multi_lr_scheduler
-from epfsdp2.rollout import stream
+from epfsdp2.engine.topology.rank_consistency import DisagreementError
+from epfsdp2.rollout.transport import full_gather
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, reference_model, save_qwen3_moe, token_loss
 from tests.support.permissions import obey_permissions
@@ -55,7 +56,7 @@ def _step(trainer, ids):
 
 
 def _full(model, meshes):
-    return dict(stream.full_tensors(model, meshes, layer_names(model), 1 << 30))
+    return dict(full_gather.full_tensors(model, meshes, layer_names(model), 1 << 30))
 
 
 def _other_algorithms_are_refused(folder, out):
@@ -293,7 +294,7 @@ def test_a_save_in_the_background_has_what_was_there_when_it_began(tmp_path):
 def _export_in_background(folder, out):
     trainer = _trainer(folder, 2)
     model, wanted = trainer[0], _full(*trainer[:2])
-    conversion._SHAPES.clear()  # as if nothing had been loaded or synchronised by this process
+    hf_convert._SHAPES.clear()  # as if nothing had been loaded or synchronised by this process
     saves, elsewhere = Background(), []
     with contextlib.ExitStack() as watched:
         for name in ("state_dict", "named_parameters", "named_buffers"):

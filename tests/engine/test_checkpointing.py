@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from epfsdp2.engine import checkpointing
+from epfsdp2.engine.fsdp import activation_checkpoint
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, reference_model, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks
@@ -63,7 +63,7 @@ def _routing_changes_without(folder):
     def plain(module, forward, num_experts, inputs_on_host, *args, **kwargs):
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
-    with patch.object(checkpointing, "_recomputed", plain):
+    with patch.object(activation_checkpoint, "_recomputed", plain):
         model, _ = sharded_model(folder, WORLD, 1, checkpointing="full")
     model.train()
     _restless_routers(model)
@@ -127,7 +127,7 @@ def test_offloaded_inputs_leave_the_device_and_change_nothing(tmp_path):
 @pytest.mark.parametrize("experts", [8, 40000])
 def test_kept_ids_give_topks_values_and_gradient(experts):
     scores = torch.randn(5, experts, requires_grad=True)
-    record, replay = checkpointing._routing_contexts(experts)
+    record, replay = activation_checkpoint._routing_contexts(experts)
     with record:
         kept = torch.topk(scores, 3, dim=-1)
     with replay:
@@ -141,7 +141,7 @@ def test_kept_ids_give_topks_values_and_gradient(experts):
 
 
 def test_a_topk_over_more_than_the_experts_is_left_alone():
-    record, replay = checkpointing._routing_contexts(8)
+    record, replay = activation_checkpoint._routing_contexts(8)
     with record:
         torch.randn(2, 9).topk(2)
     with replay:  # nothing was recorded, and nothing is asked for

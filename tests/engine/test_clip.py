@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from epfsdp2.engine.clip import ClippedStep, clip_grad_norm_
-from epfsdp2.engine.mesh import Topology, build_meshes
-from epfsdp2.engine.optimizer import MultiOptimizer
+from epfsdp2.engine.optim.clip import ClippedStep, clip_grad_norm_
+from epfsdp2.engine.optim.multi_optimizer import MultiOptimizer
+from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from tests.support.ranks import run_ranks
 
 WORLD = 4

@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from epfsdp2.engine import transformers_compat
-from epfsdp2.engine.experts.find import UnsupportedModelError, find_experts
-from epfsdp2.engine.lookup import MissingNameError, look_up
+from epfsdp2.engine.compat import transformers_names
+from epfsdp2.engine.compat.private_names import MissingNameError, look_up
+from epfsdp2.engine.moe.find import UnsupportedModelError, find_experts
 from tests.support.ranks import run_ranks
 
 
@@ -35,9 +35,9 @@ def test_look_up_of_a_missing_name_says_version_places_and_what_works():
 
 def test_renamed_adds_the_prefix_whatever_its_parameter_is_called():
     known = {"model.norm.weight": 1}
-    assert transformers_compat.renamed("norm.weight", [], [], "model", known) == ("model.norm.weight", None)
-    swap = transformers_compat.WeightRenaming("old", "norm")
-    assert transformers_compat.renamed("model.old.weight", [swap], [], "model", known) == ("model.norm.weight", None)
+    assert transformers_names.renamed("norm.weight", [], [], "model", known) == ("model.norm.weight", None)
+    swap = transformers_names.WeightRenaming("old", "norm")
+    assert transformers_names.renamed("model.old.weight", [swap], [], "model", known) == ("model.norm.weight", None)
 
 
 class _Experts(nn.Module):
@@ -76,14 +76,14 @@ def _compare_conversions():
     model = Qwen3MoeForCausalLM(config)
 
     def asked():
-        found = transformers_compat.get_model_conversion_mapping(model)
+        found = transformers_names.get_model_conversion_mapping(model)
         return [(t.source_patterns, t.target_patterns, t.scope_prefix) for t in found]
 
     before = asked()
     fully_shard(model.model, mesh=init_device_mesh("cpu", (1,)))
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     assert asked() == before and len(before) > 1
-    seen = transformers_compat._unsharded(model).named_modules()
+    seen = transformers_names._unsharded(model).named_modules()
     kinds = [type(module).__name__ for _, module in seen if isinstance(module, PreTrainedModel)]
     assert kinds == ["Qwen3MoeForCausalLM", "Qwen3MoeModel"]  # not FSDP's, by which nothing is found
     assert isinstance(model, FSDPModule) and isinstance(model.model, FSDPModule)

@@ -5,7 +5,8 @@ import logging
 import torch
 import torch.distributed as dist
 
-from epfsdp2.engine import compiling, parallelize
+from epfsdp2.engine import parallelize
+from epfsdp2.engine.fsdp import compile as compiling
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks

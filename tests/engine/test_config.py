@@ -24,7 +24,7 @@ from epfsdp2.engine.config import (
     engine_settings,
 )
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.model_facts import DTYPES
+from epfsdp2.engine.preflight.model_facts import DTYPES
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_right_dtypes(dtype):
     config = engine_config(model_dtype=dtype, dtype=dtype, mixed_precision=precision)
     assert (config.model_dtype, config.dtype, config.mixed_precision) == (dtype, dtype, precision)
     engine_config(mixed_precision={"buffer_dtype": "float32"})
-    assert DTYPES[dtype] == PrecisionType.to_dtype(dtype)  # as engine/actor.py reads it
+    assert DTYPES[dtype] == PrecisionType.to_dtype(dtype)  # as engine/integration/engine.py reads it
 
 
 def test_right_shard_dims():

@@ -14,8 +14,8 @@ import verl
 import verl.utils.distributed as verl_distributed
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
-from epfsdp2.engine import cpu_backend_shim, vllm_distribution
-from epfsdp2.engine.cpu_platform import PlatformCPU, torch_is_cpu_only
+from epfsdp2.engine.integration import cpu_backend_shim, vllm_distribution
+from epfsdp2.engine.integration.cpu_platform import PlatformCPU, torch_is_cpu_only
 
 VERL = Path(verl.__file__).parent
 
@@ -164,7 +164,7 @@ def test_a_plugin_that_cannot_load_says_why():
 def test_import_verl_loads_the_plugin_and_nothing_heavy():
     code = (
         "import sys, verl; from verl.plugin.platform import get_platform;"
-        "heavy = {'vllm', 'ray.serve', 'epfsdp2.engine.actor', 'verl.workers.engine'} & set(sys.modules);"
+        "heavy = {'vllm', 'ray.serve', 'epfsdp2.engine.integration.engine', 'verl.workers.engine'} & set(sys.modules);"
         "print(get_platform().device_name, 'epfsdp2.conf.search_path' in sys.modules, heavy)"
     )
     done = in_process(code, VERL_PLATFORM="cpu")

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.experts.deepep import check_deepep, exchange
-from epfsdp2.engine.experts.dispatch import combine, dispatch, scaled_at_home
-from epfsdp2.engine.preflight import check_training
+from epfsdp2.engine.moe.deepep import check_deepep, exchange
+from epfsdp2.engine.moe.dispatch import combine, dispatch, scaled_at_home
+from epfsdp2.engine.preflight.run import check_training
 from tests.engine.test_dispatch import EXPERTS, D, K, _routings
 from tests.engine.test_preflight import checkpoint, engine
 from tests.support.ranks import run_ranks

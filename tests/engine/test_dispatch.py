@@ -6,8 +6,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epfsdp2.engine.experts.compute import grouped_linear
-from epfsdp2.engine.experts.dispatch import combine, dispatch
+from epfsdp2.engine.moe.dispatch import combine, dispatch
+from epfsdp2.engine.moe.forward import grouped_linear
 from tests.support.ranks import run_ranks
 
 EXPERTS, K, D = 8, 2, 5

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from epfsdp2.engine import parallelize
-from epfsdp2.engine.clip import clip_grad_norm_
-from epfsdp2.engine.optimizer import build_multi_optimizer
+from epfsdp2.engine.optim.clip import clip_grad_norm_
+from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from tests.support.engine import sharded_model
 from tests.support.models import adam, reference_model, relative_error, save_qwen3_moe, token_batch, token_loss
 from tests.support.ranks import run_ranks

@@ -20,9 +20,9 @@ from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter im
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.experts import backward_memory
-from epfsdp2.engine.experts.backends import Choice, TorchBackend, choose_backend
-from epfsdp2.engine.experts.compute import ExpertParallel, adapt_experts, attach, compute, experts_forward
+from epfsdp2.engine.moe.forward import ExpertParallel, adapt_experts, attach, compute, experts_forward
+from epfsdp2.engine.moe.gemm.backends import Choice, TorchBackend, choose_backend
+from epfsdp2.engine.planner import backward_memory
 from tests.support.models import relative_error
 from tests.support.ranks import run_ranks
 
@@ -260,7 +260,7 @@ def test_computed_again_they_end_before_their_last_product(monkeypatch):
     """Forward: 2 products; again: the first; backward: one for each of the two."""
     backend, module, (hidden, ids, weights) = _Counting(), make("plain"), routed()
     attach(module, ExpertParallel(E, None))
-    monkeypatch.setattr("epfsdp2.engine.experts.compute.backend_named", lambda name: backend)
+    monkeypatch.setattr("epfsdp2.engine.moe.forward.backend_named", lambda name: backend)
     hidden.requires_grad_()
     out = checkpoint(experts_forward, module, hidden, ids, weights, use_reentrant=False)
     assert backend.products == 2

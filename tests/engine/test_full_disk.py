@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from epfsdp2.engine import checkpoint
-from epfsdp2.engine.agreement import DisagreementError
-from epfsdp2.engine.optimizer import build_multi_optimizer
+from epfsdp2.engine.checkpoint import state as checkpoint
+from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
+from epfsdp2.engine.topology.rank_consistency import DisagreementError
 from tests.support.engine import sharded_model
 from tests.support.models import save_qwen3_moe
 from tests.support.ranks import run_ranks

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.preflight_features import check_fused_kernels
+from epfsdp2.engine.preflight.features import check_fused_kernels
 from tests.parity.families import FAMILIES
 from tests.support.models import reference_model, save_qwen3_moe
 from tests.support.ppo import PADDED, ppo_batch, ppo_samples, ppo_worker, reference_update

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from epfsdp2.engine.experts import backends
-from epfsdp2.engine.experts.compute import ExpertParallel, attach, experts_forward
+from epfsdp2.engine.moe.forward import ExpertParallel, attach, experts_forward
+from epfsdp2.engine.moe.gemm import backends
 from tests.support.ranks import run_ranks
 
 E, K, D, TOKENS = 8, 2, 16, 12

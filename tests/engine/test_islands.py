@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.islands import correction_biases, find_islands
+from epfsdp2.engine.fsdp.fp32_modules import correction_biases, find_islands
 from epfsdp2.engine.parallelize import ShardingOptions, compute_dtypes
 from tests.parity import families
 from tests.support.engine import sharded_model

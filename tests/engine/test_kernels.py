@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from epfsdp2.engine.experts.backends import Groups, TorchBackend
+from epfsdp2.engine.moe.gemm.backends import Groups, TorchBackend
 from tests.engine.test_experts_backend import (
     FAMILIES,
     RELATIVE,
@@ -30,7 +30,7 @@ BFLOAT16 = 1e-2
 def kernels():
     """Interpreted: that is decided when the file is imported."""
     with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
-        yield importlib.import_module("epfsdp2.engine.experts.kernels")
+        yield importlib.import_module("epfsdp2.engine.moe.gemm.triton_backend")
 
 
 def drawn(*shape, dtype=torch.float32, seed=0):

@@ -11,12 +11,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeConfig
 
-from epfsdp2.engine import checkpoint_files, loading
-from epfsdp2.engine.agreement import DisagreementError
+from epfsdp2.engine.checkpoint import load as loading
+from epfsdp2.engine.checkpoint import safetensors_reader
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.model_facts import check_model_path
-from epfsdp2.engine.modeling import check_not_quantised
-from epfsdp2.engine.shards import is_expert_parameter
+from epfsdp2.engine.model.meta import check_not_quantised
+from epfsdp2.engine.preflight.model_facts import check_model_path
+from epfsdp2.engine.topology.dtensor import is_expert_parameter
+from epfsdp2.engine.topology.rank_consistency import DisagreementError
 from tests.support.engine import sharded_model
 from tests.support.models import reference_model, save_qwen3_moe
 from tests.support.permissions import obey_permissions
@@ -67,14 +68,14 @@ def _counted(folder, cases):
     """Count what is read of the files."""
     world = dist.get_world_size()
     read: dict[str, int] = {}
-    original = checkpoint_files.CheckpointFiles.read
+    original = safetensors_reader.CheckpointFiles.read
 
     def counting(self, key, index=None):
         tensor = original(self, key, index)
         read[key] = read.get(key, 0) + tensor.nbytes
         return tensor
 
-    checkpoint_files.CheckpointFiles.read = counting
+    safetensors_reader.CheckpointFiles.read = counting
     for ep, fsdp_size, dim in cases:
         read.clear()
         model, meshes = sharded_model(folder, world, ep, fsdp_size, expert_shard_dim=dim)
@@ -83,7 +84,7 @@ def _counted(folder, cases):
             found = sum(nbytes for key, nbytes in read.items() if (".experts." in key) == of_experts)
             held = [p for p in model.parameters() if is_expert_parameter(p) == of_experts]
             assert found == is_first * sum(p.to_local().nbytes for p in held), (ep, fsdp_size, dim, of_experts)
-    checkpoint_files.CheckpointFiles.read = original
+    safetensors_reader.CheckpointFiles.read = original
 
 
 def test_a_rank_reads_its_shards_and_nothing_else_and_a_second_replica_nothing(tmp_path):
@@ -93,7 +94,7 @@ def test_a_rank_reads_its_shards_and_nothing_else_and_a_second_replica_nothing(t
 
 def _verified(folder):
     model, _ = sharded_model(folder, dist.get_world_size(), 1, expert_shard_dim=1)
-    files = checkpoint_files.open_checkpoint(folder)
+    files = safetensors_reader.open_checkpoint(folder)
     first, last = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.2.mlp.experts.down_proj"
     assert loading.verify_experts(model, files) == [f"{first}[0]", f"{last}[3]"]
     assert len(loading.verify_experts(model, files, 100)) == 4
@@ -114,8 +115,8 @@ def _loads_from_the_hub_cache(cache, hub_id, folder):
     import huggingface_hub.constants as hub
 
     hub.HF_HUB_CACHE, hub.HF_HUB_OFFLINE = str(cache), True
-    found = checkpoint_files.open_checkpoint(checkpoint_files.local_checkpoint(hub_id))
-    assert found.file_of.keys() == checkpoint_files.open_checkpoint(folder).file_of.keys()
+    found = safetensors_reader.open_checkpoint(safetensors_reader.local_checkpoint(hub_id))
+    assert found.file_of.keys() == safetensors_reader.open_checkpoint(folder).file_of.keys()
 
 
 def test_a_hub_id_is_found_in_the_cache(tmp_path):
@@ -136,15 +137,15 @@ def _downloads(fails_on):
             raise OSError("401 Client Error: Unauthorized")
         return f"the folder of {path}"
 
-    checkpoint_files.snapshot_download = snapshot_download
-    checkpoint_files.socket.gethostname = lambda: f"host {rank // 2}"
+    safetensors_reader.snapshot_download = snapshot_download
+    safetensors_reader.socket.gethostname = lambda: f"host {rank // 2}"
     os.environ["LOCAL_RANK"] = "0"  # as on verl's Ray workers
     started = time.monotonic()
     if fails_on is None:
-        assert checkpoint_files.local_checkpoint("some/moe", "a commit") == "the folder of some/moe"
+        assert safetensors_reader.local_checkpoint("some/moe", "a commit") == "the folder of some/moe"
     else:
         with pytest.raises(DisagreementError, match=f"rank {fails_on}: OSError: 401 Client Error"):
-            checkpoint_files.local_checkpoint("some/moe", "a commit")
+            safetensors_reader.local_checkpoint("some/moe", "a commit")
     assert time.monotonic() - started < 20
     finds = [] if fails_on is not None else [("finds", "a commit")]
     assert calls == [("downloads", "a commit")] * (rank in (0, 2)) + finds
@@ -198,7 +199,7 @@ def _allowed(folder):
     if dist.get_rank() == 0:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     dist.barrier()
-    files = checkpoint_files.open_checkpoint(folder)
+    files = safetensors_reader.open_checkpoint(folder)
     assert loading.load_weights(model, files, meshes, may_be_unused="") == ["some.new.weight"]
 
 
@@ -264,7 +265,7 @@ def test_a_damaged_file_is_refused_with_what_is_wrong_with_it(tmp_path, damage, 
     if has_index:
         weight_map = dict.fromkeys("ab", file.name)
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    checkpoint_files.check_files(checkpoint_files.open_checkpoint(tmp_path))
+    safetensors_reader.check_files(safetensors_reader.open_checkpoint(tmp_path))
     file.write_bytes(change(file.read_bytes()))
     with pytest.raises(
         SettingError, match=rf"^critic.model.path={tmp_path}: {file.name} can't be read: .*{words}"
@@ -273,7 +274,7 @@ def test_a_damaged_file_is_refused_with_what_is_wrong_with_it(tmp_path, damage, 
     assert "What works: " in str(error.value) and "\n" not in str(error.value)
     if has_index:  # as where it is downloaded later: on load
         with pytest.raises(SettingError, match=words):
-            checkpoint_files.open_checkpoint(tmp_path).read("a")
+            safetensors_reader.open_checkpoint(tmp_path).read("a")
 
 
 @pytest.mark.parametrize(
@@ -325,6 +326,6 @@ def test_a_missing_expert_is_named(tmp_path):
 
 def test_a_folder_without_safetensors_is_refused(tmp_path):
     with pytest.raises(SettingError, match="no \\*.safetensors"):
-        checkpoint_files.open_checkpoint(tmp_path)
+        safetensors_reader.open_checkpoint(tmp_path)
     with pytest.raises(SettingError, match="is not a folder"):
-        checkpoint_files.open_checkpoint(tmp_path / "nowhere")
+        safetensors_reader.open_checkpoint(tmp_path / "nowhere")

@@ -12,28 +12,28 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch.func import functional_call
 
-from epfsdp2.engine.adapter_files import ADAPTER, read_adapter
-from epfsdp2.engine.checkpoint import HF, load_checkpoint, save_checkpoint
-from epfsdp2.engine.checkpoint_files import open_checkpoint
-from epfsdp2.engine.clip import clip_grad_norm_
+from epfsdp2.engine.checkpoint.atomic_folder import CheckpointError
+from epfsdp2.engine.checkpoint.load import load_weights
+from epfsdp2.engine.checkpoint.safetensors_reader import open_checkpoint
+from epfsdp2.engine.checkpoint.state import HF, load_checkpoint, save_checkpoint
 from epfsdp2.engine.config import EPFSDP2EngineConfig
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.loading import load_weights
-from epfsdp2.engine.lora import A, B, Lora, lora_of
-from epfsdp2.engine.lora_settings import LoraSettings
-from epfsdp2.engine.manifest import CheckpointError
-from epfsdp2.engine.mesh import Topology, build_meshes
-from epfsdp2.engine.modeling import build_on_meta, materialize
-from epfsdp2.engine.optimizer import build_multi_optimizer
+from epfsdp2.engine.lora.adapters import A, B, Lora, lora_of
+from epfsdp2.engine.lora.peft_files import ADAPTER, read_adapter
+from epfsdp2.engine.lora.settings import LoraSettings
+from epfsdp2.engine.model import hf_names
+from epfsdp2.engine.model.meta import build_on_meta, materialize
+from epfsdp2.engine.optim.clip import clip_grad_norm_
+from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.parallelize import ShardingOptions, layer_names, parallelize
-from epfsdp2.engine.preflight import check_training
-from epfsdp2.engine.shards import is_adapter, local_box
-from epfsdp2.recipes.export import export
-from epfsdp2.rollout import naming
-from epfsdp2.rollout.placement import Rollout
-from epfsdp2.rollout.shard_export import ShardExport
-from epfsdp2.rollout.stream import full_tensors
-from epfsdp2.rollout.streams import RolloutSync, SyncSettings
+from epfsdp2.engine.preflight.run import check_training
+from epfsdp2.engine.topology.dtensor import is_adapter, local_box
+from epfsdp2.engine.topology.mesh import Topology, build_meshes
+from epfsdp2.recipes.convert.export import export
+from epfsdp2.rollout.layout.vllm_layout import Rollout
+from epfsdp2.rollout.remote.delta_shards import ShardExport
+from epfsdp2.rollout.sync import RolloutSync, SyncSettings
+from epfsdp2.rollout.transport.full_gather import full_tensors
 from tests.parity import families
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, adam, reference_model, relative_error, save_qwen3_moe, token_batch
@@ -226,9 +226,9 @@ def _handed_over(folder, cases):
 
         plain = {name: value for name, value in before.items() if not is_adapter(name)}
         full = {name: tensor.clone() for name, tensor in sync.full()}
-        by_expert = dict(naming.as_checkpoint(model, wanted.items()))
+        by_expert = dict(hf_names.as_checkpoint(model, wanted.items()))
         split = [name for name in full if name not in wanted]
-        unmerged = dict(naming.as_checkpoint(model, plain.items()))[split[0]]
+        unmerged = dict(hf_names.as_checkpoint(model, plain.items()))[split[0]]
         assert not torch.allclose(full[split[0]], unmerged, atol=1e-3)
         assert split and not any(is_adapter(name) for name in full)  # a stack that is too large comes as its experts
         for name, tensor in full.items():

@@ -1,4 +1,4 @@
-"""Peak memory of a step is what the arithmetic of ``engine/memory_plan.py`` says; ``make memory`` has more settings."""
+"""Peak memory of a step is what ``engine/planner/memory.py`` says; ``make memory`` has more settings."""
 
 import pytest
 

@@ -8,17 +8,17 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
-from epfsdp2.engine.activations import trace
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.lora import Lora, lora_of
-from epfsdp2.engine.lora_settings import LoraSettings
-from epfsdp2.engine.memory_plan import Backend, Batch, ModelSizes, moments, peak
-from epfsdp2.engine.mesh import Topology, build_sequence_mesh, divisors
-from epfsdp2.engine.modeling import build_on_meta
+from epfsdp2.engine.fsdp.ulysses import SequenceParallel
+from epfsdp2.engine.lora.adapters import Lora, lora_of
+from epfsdp2.engine.lora.settings import LoraSettings
+from epfsdp2.engine.model.meta import build_on_meta
 from epfsdp2.engine.parallelize import ShardingOptions
-from epfsdp2.engine.sequence_parallel import SequenceParallel
-from epfsdp2.engine.shards import is_adapter
-from epfsdp2.engine.step_traffic import collectives
+from epfsdp2.engine.planner.activations import trace
+from epfsdp2.engine.planner.memory import Backend, Batch, ModelSizes, moments, peak
+from epfsdp2.engine.planner.traffic import collectives
+from epfsdp2.engine.topology.dtensor import is_adapter
+from epfsdp2.engine.topology.mesh import Topology, build_sequence_mesh, divisors
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, save_glm4_moe, save_qwen3_moe
 from tests.support.ranks import run_ranks

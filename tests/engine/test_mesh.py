@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.mesh import Topology, divisors
-from epfsdp2.engine.placement import ep_fsdp_dim, model_parallel_placements
+from epfsdp2.engine.topology.expert_placement import ep_fsdp_dim, model_parallel_placements
+from epfsdp2.engine.topology.mesh import Topology, divisors
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, reference_model, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks

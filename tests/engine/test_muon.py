@@ -23,15 +23,15 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from epfsdp2.engine import matrices
-from epfsdp2.engine import muon as muon_module
-from epfsdp2.engine.matrices import Layout, matrix_cut, matrix_groups, muon_parameters
-from epfsdp2.engine.mesh import Topology, build_meshes
-from epfsdp2.engine.modeling import build_on_meta, materialize
-from epfsdp2.engine.muon import Muon, newton_schulz
-from epfsdp2.engine.optimizer import build_multi_optimizer
+from epfsdp2.engine.model.meta import build_on_meta, materialize
+from epfsdp2.engine.optim import muon as muon_module
+from epfsdp2.engine.optim import muon_partition
+from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
+from epfsdp2.engine.optim.muon import Muon, newton_schulz
+from epfsdp2.engine.optim.muon_partition import Layout, matrix_cut, matrix_groups, muon_parameters
 from epfsdp2.engine.parallelize import ShardingOptions, parallelize
-from epfsdp2.engine.shards import local_box, local_tensor
+from epfsdp2.engine.topology.dtensor import local_box, local_tensor
+from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, reference_model, save_qwen3, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks
@@ -130,16 +130,16 @@ def _split(name, weight):
     if not experts:
         return [weight]
     transposed = "gpt_oss" in name
-    matrices = []
+    muon_partition = []
     for expert in weight:
         expert = expert.T if transposed else expert
         if not name.endswith("gate_up_proj"):
-            matrices.append(expert)
+            muon_partition.append(expert)
         elif transposed:
-            matrices += [expert[0::2], expert[1::2]]
+            muon_partition += [expert[0::2], expert[1::2]]
         else:
-            matrices += [expert[: len(expert) // 2], expert[len(expert) // 2 :]]
-    return matrices
+            muon_partition += [expert[: len(expert) // 2], expert[len(expert) // 2 :]]
+    return muon_partition
 
 
 def _zeropower_fp32(grad, coefficients, steps, eps):
@@ -573,10 +573,10 @@ def test_frozen_parameters_are_nobody_s():
 
 def test_work_is_dealt_out_evenly_bucket_by_bucket_and_in_all():
     shapes = [(24, 40)] * 5 + [(40, 40)] * 3 + [(8, 200)] * 7 + [(100, 100)]
-    blocks = [matrices.Block(None, (1, *shape), ()) for shape in shapes * 3]
+    blocks = [muon_partition.Block(None, (1, *shape), ()) for shape in shapes * 3]
     total = [0] * 4
-    buckets = list(matrices._fill(blocks, 4 * 4000, 4))
-    dealt = [matrices._deal(bucket, total) for bucket in buckets]
+    buckets = list(muon_partition._fill(blocks, 4 * 4000, 4))
+    dealt = [muon_partition._deal(bucket, total) for bucket in buckets]
     assert [b for bucket in buckets for b in bucket] == blocks and len(buckets) > 1
     for bucket, hands in zip(buckets, dealt, strict=True):
         # The largest matrix is more than a rank's share of bytes: then a bucket has as much as four such.
@@ -588,5 +588,5 @@ def test_work_is_dealt_out_evenly_bucket_by_bucket_and_in_all():
 
 
 def test_matrices_too_large_for_a_bucket_still_give_every_rank_one():
-    blocks = [matrices.Block(None, (1, 100, 100), ()) for _ in range(8)]
-    assert [len(bucket) for bucket in matrices._fill(blocks, 1, 4)] == [4, 4]
+    blocks = [muon_partition.Block(None, (1, 100, 100), ()) for _ in range(8)]
+    assert [len(bucket) for bucket in muon_partition._fill(blocks, 1, 4)] == [4, 4]

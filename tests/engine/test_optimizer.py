@@ -9,8 +9,13 @@ import torch.distributed as dist
 from torch import nn
 
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.muon import Muon
-from epfsdp2.engine.optimizer import MultiOptimizer, build_multi_optimizer, check_optimizer, optimizer_from_config
+from epfsdp2.engine.optim.multi_optimizer import (
+    MultiOptimizer,
+    build_multi_optimizer,
+    check_optimizer,
+    optimizer_from_config,
+)
+from epfsdp2.engine.optim.muon import Muon
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, reference_model, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks
@@ -387,7 +392,7 @@ def test_the_settings_choose_the_algorithms(tmp_path):
 
 def test_arguments_are_passed_as_verl_passes_them():
     optimizer = pytest.importorskip("verl.workers.config.optimizer")
-    from epfsdp2.engine.optimizer_settings import _arguments_by_verl
+    from epfsdp2.engine.optim.settings import _arguments_by_verl
 
     for fields in ({}, {"optimizer": "SGD"}, {"optimizer": "RAdam", "override_optimizer_config": {"eps": 1e-6}}):
         config = optimizer.FSDPOptimizerConfig(**vars(_config(**fields)))

@@ -8,12 +8,12 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3MoeConfig
 
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.experts import compute as experts_compute
-from epfsdp2.engine.experts import overlap
-from epfsdp2.engine.experts.dispatch import bounds, combine, dispatch, scaled_at_home
-from epfsdp2.engine.experts.find import find_experts
-from epfsdp2.engine.experts.overlap import check_exchange, exchange
-from epfsdp2.engine.modeling import build_on_meta
+from epfsdp2.engine.model.meta import build_on_meta
+from epfsdp2.engine.moe import forward as experts_compute
+from epfsdp2.engine.moe import overlap
+from epfsdp2.engine.moe.dispatch import bounds, combine, dispatch, scaled_at_home
+from epfsdp2.engine.moe.find import find_experts
+from epfsdp2.engine.moe.overlap import check_exchange, exchange
 from tests.engine.test_dispatch import EXPERTS, D, _routings
 from tests.engine.test_expert_plan import PLAN, OwnModel
 from tests.engine.test_order import _Recorder

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.packing import why_not_packed
-from epfsdp2.engine.preflight_features import check_packing
-from epfsdp2.engine.towers import Towers
+from epfsdp2.engine.model.packing import why_not_packed
+from epfsdp2.engine.model.vision import Towers
+from epfsdp2.engine.preflight.features import check_packing
 from tests.parity import families
 from tests.support.models import VOCAB
 
@@ -42,7 +42,7 @@ def test_packed_sequences_are_apart_or_refused(tmp_path, name):
 
 
 def test_it_is_refused_on_the_driver(tmp_path):
-    from epfsdp2.engine.model_facts import inspect_model
+    from epfsdp2.engine.preflight.model_facts import inspect_model
 
     model = {"path": str(families.save("qwen3_next", tmp_path))}
     model["override_config"] = {"attn_implementation": "sdpa"}

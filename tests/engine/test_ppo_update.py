@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from epfsdp2.engine import actor
+from epfsdp2.engine.integration import engine as actor
 from tests.support.models import reference_model, save_qwen3, save_qwen3_moe
 from tests.support.ppo import PADDED, check_ppo_updates, ppo_batch, ppo_samples, ppo_worker, reference_update
 from tests.support.ranks import run_ranks

@@ -24,14 +24,16 @@ from transformers import AutoConfig
 from verl.workers.config.model import HFModelConfig, MtpConfig
 
 from epfsdp2.engine import config as engine_config_module
-from epfsdp2.engine import model_facts, preflight, versions
-from epfsdp2.engine.dense import not_applied, without_experts
+from epfsdp2.engine.compat import versions
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.model_facts import inspect_model
-from epfsdp2.engine.preflight import check_model_settings, check_run, check_training, check_versions
-from epfsdp2.engine.preflight_features import check_attention
-from epfsdp2.engine.preflight_rollout import check_rollout
-from epfsdp2.rollout.choice import EXTENSION
+from epfsdp2.engine.preflight import model_facts
+from epfsdp2.engine.preflight import run as preflight
+from epfsdp2.engine.preflight.dense_models import not_applied, without_experts
+from epfsdp2.engine.preflight.features import check_attention
+from epfsdp2.engine.preflight.model_facts import inspect_model
+from epfsdp2.engine.preflight.rollout import check_rollout
+from epfsdp2.engine.preflight.run import check_model_settings, check_run, check_training, check_versions
+from epfsdp2.rollout.layout.stream_choice import EXTENSION
 
 TINY = {
     "hidden_size": 32,

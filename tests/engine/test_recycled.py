@@ -7,8 +7,8 @@ import torch
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from epfsdp2.engine.experts import recycled
-from epfsdp2.engine.experts.compute import ExpertParallel, attach, experts_forward
+from epfsdp2.engine.moe.forward import ExpertParallel, attach, experts_forward
+from epfsdp2.engine.moe.gemm import gradient_buffers
 
 LIKE = torch.empty(0)
 SHAPE = (3, 256, 512)  # 1.5 MiB
@@ -16,39 +16,41 @@ SHAPE = (3, 256, 512)  # 1.5 MiB
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
-    recycled.release()
+    gradient_buffers.release()
     yield
-    recycled.release()
-    assert not recycled._storages
+    gradient_buffers.release()
+    assert not gradient_buffers._storages
 
 
 def test_a_storage_is_taken_again_once_nobody_uses_it():
-    first = recycled.empty(SHAPE, LIKE)
+    first = gradient_buffers.empty(SHAPE, LIKE)
     assert (first.shape, first.dtype, first.is_contiguous()) == (SHAPE, torch.float32, True)
     address, view = first.data_ptr(), first[1]
     del first
-    second = recycled.empty(SHAPE, LIKE)
+    second = gradient_buffers.empty(SHAPE, LIKE)
     assert second.data_ptr() != address, "a view still uses the first"
     del view
-    assert recycled.empty((256, 512, 3, 2), LIKE.bfloat16()).data_ptr() == address, "any dtype and shape of its size"
-    assert recycled.empty((4, 256, 512), LIKE).data_ptr() not in (address, second.data_ptr())
+    assert gradient_buffers.empty((256, 512, 3, 2), LIKE.bfloat16()).data_ptr() == address, (
+        "any dtype and shape of its size"
+    )
+    assert gradient_buffers.empty((4, 256, 512), LIKE).data_ptr() not in (address, second.data_ptr())
 
 
 def test_little_is_kept_and_all_of_it_can_be_given_back():
-    held = [recycled.empty((2 + i, 256, 512), LIKE) for i in range(8)]
-    assert len(recycled._storages) == 8
+    held = [gradient_buffers.empty((2 + i, 256, 512), LIKE) for i in range(8)]
+    assert len(gradient_buffers._storages) == 8
     held.clear()
-    recycled.empty((20, 256, 512), LIKE)
-    assert len(recycled._storages) == recycled._MOST_FREE + 1
-    used = recycled.empty(SHAPE, LIKE).fill_(1.0)
-    recycled.release()
-    assert len(recycled._storages) == 1 and used.sum() == used.numel()
+    gradient_buffers.empty((20, 256, 512), LIKE)
+    assert len(gradient_buffers._storages) == gradient_buffers._MOST_FREE + 1
+    used = gradient_buffers.empty(SHAPE, LIKE).fill_(1.0)
+    gradient_buffers.release()
+    assert len(gradient_buffers._storages) == 1 and used.sum() == used.numel()
 
 
 def test_small_tensors_and_those_of_a_device_are_not_kept():
-    recycled.empty((10, 10), LIKE)
-    assert recycled.empty(SHAPE, LIKE.to("meta")).is_meta
-    assert not recycled._storages
+    gradient_buffers.empty((10, 10), LIKE)
+    assert gradient_buffers.empty(SHAPE, LIKE.to("meta")).is_meta
+    assert not gradient_buffers._storages
 
 
 def test_threads_never_share_a_storage():
@@ -57,7 +59,7 @@ def test_threads_never_share_a_storage():
     def take():
         barrier.wait()
         for _ in range(20):
-            held.append(recycled.empty(SHAPE, LIKE))
+            held.append(gradient_buffers.empty(SHAPE, LIKE))
         addresses.extend(tensor.data_ptr() for tensor in held[-1:])
 
     threads = [threading.Thread(target=take) for _ in range(8)]
@@ -103,11 +105,11 @@ def test_what_a_backward_does_not_use_any_more_goes_when_it_ends():
 
         @staticmethod
         def backward(ctx, grad):
-            addresses.append(recycled.empty(SHAPE, grad).data_ptr())
+            addresses.append(gradient_buffers.empty(SHAPE, grad).data_ptr())
             return grad
 
     for _ in range(2):
         addresses = []
         Layer.apply(Layer.apply(torch.ones(2, requires_grad=True))).sum().backward()
         assert addresses[0] == addresses[1]
-        assert not recycled._storages
+        assert not gradient_buffers._storages

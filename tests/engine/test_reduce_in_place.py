@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from epfsdp2.engine import reduce_in_place
+from epfsdp2.engine.fsdp import single_rank_reduce
 from tests.support.engine import sharded_model
 from tests.support.models import save_qwen3_moe, token_batch, token_loss
 from tests.support.ranks import run_ranks
@@ -15,13 +15,13 @@ WORLD = 4
 
 
 def _one_buffer(folder, ep, fsdp):
-    allocate, packed = reduce_in_place._SameBuffer.allocate, []
+    allocate, packed = single_rank_reduce._SameBuffer.allocate, []
 
     def recorded(self, *args, **kwargs):
         packed.append(allocate(self, *args, **kwargs))
         return packed[-1]
 
-    with mock.patch.object(reduce_in_place._SameBuffer, "allocate", recorded):
+    with mock.patch.object(single_rank_reduce._SameBuffer, "allocate", recorded):
         model, _ = sharded_model(folder, WORLD, ep, fsdp)
         ids, rank = token_batch(WORLD), dist.get_rank()
         for _ in range(2):  # the second adds to what there is
@@ -43,7 +43,7 @@ def test_what_fsdp_packs_becomes_the_gradient(tmp_path):
 
 
 def test_a_buffer_that_an_error_left_is_not_taken_for_the_next():
-    cpu, buffer = torch.device("cpu"), reduce_in_place._SameBuffer()
+    cpu, buffer = torch.device("cpu"), single_rank_reduce._SameBuffer()
 
     def fails():
         packed = buffer.allocate((4,), dtype=torch.float32, device=cpu)
@@ -59,7 +59,7 @@ def test_a_buffer_that_an_error_left_is_not_taken_for_the_next():
 
 
 def test_buffers_that_are_not_asked_for_in_pairs_of_one_size_are_an_error():
-    cpu, buffer = torch.device("cpu"), reduce_in_place._SameBuffer()
+    cpu, buffer = torch.device("cpu"), single_rank_reduce._SameBuffer()
     for size, dtype in ((5, torch.float32), (4, torch.bfloat16)):
         packed = buffer.allocate((4,), dtype=torch.float32, device=cpu)
         with pytest.raises(RuntimeError, match=f"packed 4 gradients of torch.float32 and asks for {size} of {dtype}"):

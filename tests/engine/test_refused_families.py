@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from epfsdp2.engine.experts.find import UnsupportedModelError, find_experts, is_dense
+from epfsdp2.engine.moe.find import UnsupportedModelError, find_experts, is_dense
 
 OUTSIDE = {
     "llama4_text": ({"num_hidden_layers": 4}, "Llama4TextExperts"),

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from epfsdp2.engine.checkpointing import CHECKPOINTING
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.experts.find import UnsupportedModelError, find_experts
-from epfsdp2.engine.replay import ReplayError, RouterReplay
+from epfsdp2.engine.fsdp.activation_checkpoint import CHECKPOINTING
+from epfsdp2.engine.moe.find import UnsupportedModelError, find_experts
+from epfsdp2.engine.moe.router.replay import ReplayError, RouterReplay
 from tests.parity.families import FAMILIES
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, reference_model, save_qwen3_moe, token_loss

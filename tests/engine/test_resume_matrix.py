@@ -13,13 +13,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from epfsdp2.engine import checkpoint
-from epfsdp2.engine.clip import clip_grad_norm_
-from epfsdp2.engine.mesh import Topology, build_meshes, divisors
-from epfsdp2.engine.muon import Muon
-from epfsdp2.engine.optimizer import build_multi_optimizer
-from epfsdp2.engine.scheduler import build_multi_lr_scheduler
-from epfsdp2.engine.shards import checkpointed, local_box, local_tensor
+from epfsdp2.engine.checkpoint import state as checkpoint
+from epfsdp2.engine.optim.clip import clip_grad_norm_
+from epfsdp2.engine.optim.lr_scheduler import build_multi_lr_scheduler
+from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
+from epfsdp2.engine.optim.muon import Muon
+from epfsdp2.engine.topology.dtensor import checkpointed, local_box, local_tensor
+from epfsdp2.engine.topology.mesh import Topology, build_meshes, divisors
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks

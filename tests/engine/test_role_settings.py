@@ -19,7 +19,6 @@ from verl.workers.config.actor import ActorConfig, FSDPActorConfig
 from verl.workers.config.critic import CriticConfig, FSDPCriticConfig
 from verl.workers.config.engine import EngineConfig, FSDPEngineConfig
 
-from epfsdp2.engine import role_settings
 from epfsdp2.engine.config import (
     DriverError,
     EPFSDP2ActorConfig,
@@ -30,7 +29,8 @@ from epfsdp2.engine.config import (
     engine_config,
     engine_settings,
 )
-from epfsdp2.engine.role_settings import (
+from epfsdp2.engine.settings import roles as role_settings
+from epfsdp2.engine.settings.roles import (
     ENGINE_NO_USE,
     ENGINE_REFUSED,
     ENGINE_TAKEN,

@@ -14,12 +14,13 @@ from safetensors import deserialize, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from epfsdp2.engine import checkpoint, checkpoint_files
-from epfsdp2.engine.loading import load_weights
-from epfsdp2.engine.mesh import Meshes, Topology, build_meshes
-from epfsdp2.engine.modeling import build_on_meta, check_initialized, materialize
+from epfsdp2.engine.checkpoint import safetensors_reader
+from epfsdp2.engine.checkpoint import state as checkpoint
+from epfsdp2.engine.checkpoint.load import load_weights
+from epfsdp2.engine.model.meta import build_on_meta, check_initialized, materialize
 from epfsdp2.engine.parallelize import ShardingOptions, parallelize
-from epfsdp2.engine.shards import checkpointed, is_expert_parameter
+from epfsdp2.engine.topology.dtensor import checkpointed, is_expert_parameter
+from epfsdp2.engine.topology.mesh import Meshes, Topology, build_meshes
 from tests.parity.families import DENSE, EVERY, FAMILIES
 from tests.support.ranks import run_ranks
 
@@ -177,8 +178,8 @@ def _loaded(trip: Trip, files: Path, meshes: Meshes, report: dict) -> nn.Module:
     model = build_on_meta(_AsAuto(type(plain)), plain.config, dtype)
     parallelize(model, meshes, ShardingOptions(param_dtype=dtype))
     materialize(model, "cpu")
-    with mock.patch.object(checkpoint_files, "safe_open", _Counting()) as counting:
-        assert not load_weights(model, checkpoint_files.open_checkpoint(files), meshes)
+    with mock.patch.object(safetensors_reader, "safe_open", _Counting()) as counting:
+        assert not load_weights(model, safetensors_reader.open_checkpoint(files), meshes)
     check_initialized(model)
     report["read"] = sum(count for key, count in counting.bytes.items() if EXPERT.search(key))
     report["own"] = sum(param.to_local().nbytes for param in model.parameters() if is_expert_parameter(param))

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from epfsdp2.engine.checkpointing import CHECKPOINTING
 from epfsdp2.engine.config import EPFSDP2EngineConfig
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.experts.find import UnsupportedModelError, find_experts
-from epfsdp2.engine.preflight import check_training
-from epfsdp2.engine.router_losses import RouterLosses
+from epfsdp2.engine.fsdp.activation_checkpoint import CHECKPOINTING
+from epfsdp2.engine.moe.find import UnsupportedModelError, find_experts
+from epfsdp2.engine.moe.router.losses import RouterLosses
+from epfsdp2.engine.preflight.run import check_training
 from tests.parity.families import FAMILIES, save
 from tests.support.models import reference_model, save_glm4_moe, save_qwen3_moe
 from tests.support.ppo import SAMPLES, of_this_rank, ppo_batch, ppo_samples, ppo_worker

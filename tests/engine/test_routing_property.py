@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from epfsdp2.engine.experts.compute import ExpertParallel, attach, experts_forward
-from epfsdp2.engine.mesh import Topology, build_meshes
+from epfsdp2.engine.moe.forward import ExpertParallel, attach, experts_forward
+from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from tests.support.ranks import run_ranks
 
 EXAMPLES = 120  # for each world

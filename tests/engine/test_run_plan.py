@@ -11,13 +11,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.memory import peak_of
 from epfsdp2.engine.config import EPFSDP2ActorConfig, EPFSDP2EngineConfig
-from epfsdp2.engine.memory_plan import IMBALANCE, Backend, Batch, peak
-from epfsdp2.engine.mesh import Topology
-from epfsdp2.engine.plan_text import in_words
-from epfsdp2.engine.run_plan import RECIPE_DEFAULTS, RunPlan, configured_batch
-from epfsdp2.engine.step_traffic import collectives
-from epfsdp2.recipes.cards import config_of
-from epfsdp2.recipes.plan import parse, request_of
+from epfsdp2.engine.planner.memory import IMBALANCE, Backend, Batch, peak
+from epfsdp2.engine.planner.run import RECIPE_DEFAULTS, RunPlan, configured_batch
+from epfsdp2.engine.planner.text import in_words
+from epfsdp2.engine.planner.traffic import collectives
+from epfsdp2.engine.topology.mesh import Topology
+from epfsdp2.recipes.plan.cards import config_of
+from epfsdp2.recipes.plan.cli import parse, request_of
 from tests.support.models import save_qwen3_moe
 from tests.support.ppo import of_this_rank, ppo_batch, ppo_samples, ppo_worker
 from tests.support.ranks import run_ranks

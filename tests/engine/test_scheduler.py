@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from epfsdp2.engine.optimizer import MultiOptimizer
-from epfsdp2.engine.scheduler import MultiLRScheduler, build_multi_lr_scheduler
+from epfsdp2.engine.optim.lr_scheduler import MultiLRScheduler, build_multi_lr_scheduler
+from epfsdp2.engine.optim.multi_optimizer import MultiOptimizer
 
 
 def _optimizer():

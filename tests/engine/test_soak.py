@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from epfsdp2.engine.clip import ClippedStep
-from epfsdp2.engine.optimizer import build_multi_optimizer
+from epfsdp2.engine.optim.clip import ClippedStep
+from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks

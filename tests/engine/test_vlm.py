@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.preflight_features import check_images
-from epfsdp2.engine.towers import Towers, keeping_its_forward
+from epfsdp2.engine.model.vision import Towers, keeping_its_forward
+from epfsdp2.engine.preflight.features import check_images
 from tests.parity.families import FAMILIES
 from tests.support.ppo import SAMPLES, plain_ppo_loss, ppo_worker
 from tests.support.ranks import run_ranks

@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from epfsdp2.engine.checkpoint_files import open_checkpoint
-from epfsdp2.engine.clip import clip_grad_norm_
+from epfsdp2.engine.checkpoint.load import load_weights
+from epfsdp2.engine.checkpoint.safetensors_reader import open_checkpoint
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.loading import load_weights
-from epfsdp2.engine.mesh import Meshes, Topology, build_meshes
-from epfsdp2.engine.modeling import build_on_meta, check_initialized, materialize
-from epfsdp2.engine.optimizer import build_multi_optimizer
+from epfsdp2.engine.model.meta import build_on_meta, check_initialized, materialize
+from epfsdp2.engine.optim.clip import clip_grad_norm_
+from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.parallelize import ShardingOptions, parallelize
-from epfsdp2.engine.shards import local_box, local_tensor
+from epfsdp2.engine.topology.dtensor import local_box, local_tensor
+from epfsdp2.engine.topology.mesh import Meshes, Topology, build_meshes
 from tests.parity import families
 from tests.support.models import VOCAB
 

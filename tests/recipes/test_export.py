@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from epfsdp2.engine import checkpoint
-from epfsdp2.recipes import export
+from epfsdp2.engine.checkpoint import state as checkpoint
+from epfsdp2.recipes.convert import export
 from tests.support.engine import sharded_model
 from tests.support.models import save_qwen3_moe
 from tests.support.ranks import run_ranks

@@ -13,10 +13,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForTokenClassification
 
-from epfsdp2.engine import checkpoint
-from epfsdp2.engine.optimizer import build_multi_optimizer
-from epfsdp2.engine.scheduler import build_multi_lr_scheduler
-from epfsdp2.recipes import import_fsdp2
+from epfsdp2.engine.checkpoint import state as checkpoint
+from epfsdp2.engine.optim.lr_scheduler import build_multi_lr_scheduler
+from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
+from epfsdp2.recipes.convert import import_fsdp2
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, reference_model, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks

@@ -7,12 +7,12 @@ import pytest
 from transformers import Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig
 
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.mesh import Topology
-from epfsdp2.engine.placement import check_experts_divide
-from epfsdp2.engine.step_traffic import Collective
-from epfsdp2.recipes.cards import CARDS, config_of
-from epfsdp2.recipes.plan import choices, main, parse, recommended, request_of
-from epfsdp2.recipes.roofline import Cluster, seconds
+from epfsdp2.engine.planner.traffic import Collective
+from epfsdp2.engine.topology.expert_placement import check_experts_divide
+from epfsdp2.engine.topology.mesh import Topology
+from epfsdp2.recipes.plan.cards import CARDS, config_of
+from epfsdp2.recipes.plan.cli import choices, main, parse, recommended, request_of
+from epfsdp2.recipes.plan.roofline import Cluster, seconds
 
 QWEN = ["--model", "Qwen3-30B-A3B", "--nodes", "2"]
 

@@ -4,7 +4,7 @@ from unittest import mock
 
 import torch
 
-from epfsdp2.rollout.vllm_worker import WeightSyncExtension
+from epfsdp2.rollout.vllm.worker import WeightSyncExtension
 
 
 class BrokenSync(WeightSyncExtension):

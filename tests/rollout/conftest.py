@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from epfsdp2.rollout.traffic import Handover
+from epfsdp2.rollout.transport.report import Handover
 
 HERE = Path(__file__).parent
 OURS = "epfsdp2.rollout.vllm_worker.WeightSyncExtension"
@@ -148,7 +148,7 @@ class Engine:
 
     def difference(self, checkpoint: Checkpoint, weights: dict | None = None) -> str:
         """How what the workers hold differs from a checkpoint's weights (or from ``weights``); empty if it does not."""
-        from epfsdp2.rollout import verify
+        from epfsdp2.rollout.layout import verify
 
         found = self.digests()
         assert len(found) == self.tp_size

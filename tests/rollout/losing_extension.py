@@ -1,6 +1,7 @@
 """A worker extension whose loaders lose one value of one parameter."""
 
-from epfsdp2.rollout import vllm_reload, vllm_worker
+from epfsdp2.rollout.vllm import reload as vllm_reload
+from epfsdp2.rollout.vllm import worker as vllm_worker
 
 
 def _losing_loader(*args):

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from epfsdp2.engine.model import hf_names
 from epfsdp2.engine.parallelize import ShardingOptions, compute_dtypes
-from epfsdp2.engine.shards import persistent_buffers
-from epfsdp2.rollout import naming
-from epfsdp2.rollout.stream import narrower
+from epfsdp2.engine.topology.dtensor import persistent_buffers
+from epfsdp2.rollout.transport.full_gather import narrower
 from tests.parity.families import Family
 from tests.support.vlm import IMAGE_TOKENS
 
@@ -225,13 +225,13 @@ def export(model: Any, dtype: torch.dtype, folder: Path) -> str:
     """Write the model as a trainer exports what it computes with; ``folder`` as a string."""
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
-    weights = {name: t.contiguous() for name, t in naming.as_checkpoint(model, sent(model, dtype))}
+    weights = {name: t.contiguous() for name, t in hf_names.as_checkpoint(model, sent(model, dtype))}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return str(folder)
 
 
 def sent(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers under the model's own names, as ``rollout/stream.py`` yields them."""
+    """Parameters and persistent buffers under the model's own names, as ``transport/full_gather.py`` yields them."""
     dtypes = compute_dtypes(model, ShardingOptions(param_dtype=dtype))
     for name, param in model.named_parameters():
         yield name, param.detach().to(narrower(param.dtype, dtypes[name]))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from epfsdp2.rollout.cast import CastOnCopy
+from epfsdp2.rollout.transport.cast import CastOnCopy
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def test_it_looks_like_the_cast_and_is_made_when_it_is_copied(values):
 
 def test_a_copy_reads_what_is_stored(values, monkeypatch):
     made = []
-    monkeypatch.setattr("epfsdp2.rollout.cast._made", lambda value: made.append(value))
+    monkeypatch.setattr("epfsdp2.rollout.transport.cast._made", lambda value: made.append(value))
     torch.empty(7, 5, 3, dtype=torch.bfloat16).copy_(CastOnCopy(values, torch.bfloat16).detach())
     assert not made
 

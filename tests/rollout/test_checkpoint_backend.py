@@ -13,15 +13,16 @@ import torch.distributed as dist
 from verl.checkpoint_engine import CheckpointEngineRegistry
 from verl.workers.config import RolloutConfig
 
-from epfsdp2.engine.mesh import Topology
+from epfsdp2.engine.model import hf_names
 from epfsdp2.engine.parallelize import layer_names
-from epfsdp2.rollout import checkpoint_backend, naming
-from epfsdp2.rollout.choice import EXTENSION
-from epfsdp2.rollout.placement import Heads, Rollout, needs
-from epfsdp2.rollout.slices import is_slice, parse_slice, slice_name
-from epfsdp2.rollout.sockets import WeightSyncError
-from epfsdp2.rollout.source import tensors_before_sharding
-from epfsdp2.rollout.streams import RolloutSync, SyncSettings
+from epfsdp2.engine.topology.mesh import Topology
+from epfsdp2.rollout.layout.slice_names import is_slice, parse_slice, slice_name
+from epfsdp2.rollout.layout.stream_choice import EXTENSION
+from epfsdp2.rollout.layout.trainer_tensors import tensors_before_sharding
+from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, needs
+from epfsdp2.rollout.remote import checkpoint_engine
+from epfsdp2.rollout.sync import RolloutSync, SyncSettings
+from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
 from tests.support.engine import sharded_model
 from tests.support.models import reference_model, save_qwen3_moe
 from tests.support.ranks import run_ranks
@@ -48,8 +49,8 @@ class Member:
             world_size=TRAINERS if self.is_trainer else self.world - TRAINERS,
             timeout=timedelta(seconds=60),
         )
-        checkpoint_backend._address = lambda: "127.0.0.1"
-        checkpoint_backend._node = lambda: "trainer" if self.is_trainer else "rollout"
+        checkpoint_engine._address = lambda: "127.0.0.1"
+        checkpoint_engine._node = lambda: "trainer" if self.is_trainer else "rollout"
         self.new_engine()
         self.whole = dict(reference_model(folder / "model").named_parameters())
         if self.is_trainer:
@@ -169,7 +170,7 @@ def _syncs(folder):
             _equal(got, member.slices(factor))
     # One worker that can't take slices, or a trainer that does not want them: all get full tensors, experts one by one
     # where a stack does not fit the memory.
-    full = dict(naming.as_checkpoint(reference_model(folder / "model"), member.whole.items()))
+    full = dict(hf_names.as_checkpoint(reference_model(folder / "model"), member.whole.items()))
     full = {name: tensor * 8 for name, tensor in full.items()}
     for case in ({"is_ours": member.rank != TRAINERS}, {"wanted": "full"}):
         got, _ = member.sync(**case)

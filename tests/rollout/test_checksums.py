@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from epfsdp2.rollout.checksums import CHECKSUMS, Arrivals, Placements, checksum, with_checksums
+from epfsdp2.rollout.transport.checksums import CHECKSUMS, Arrivals, Placements, checksum, with_checksums
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float64, torch.int32]
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig
 
-from epfsdp2.engine.checkpoint import HF
+from epfsdp2.engine.checkpoint.state import HF
 from tests.support.engine import sharded_model
 from tests.support.models import token_loss
 from tests.support.ranks import run_ranks
@@ -18,12 +18,12 @@ pytestmark = pytest.mark.e2e
 
 def _train_and_sync(folder: str, exports: list[str], handles: list[str], kind: str) -> None:
     """Before each sync one optimizer step; every state that is synced is exported too, as ``hf_model`` is."""
-    from epfsdp2.engine import checkpoint
-    from epfsdp2.engine.optimizer import build_multi_optimizer
+    from epfsdp2.engine.checkpoint import state as checkpoint
+    from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
     from epfsdp2.engine.parallelize import layer_names
-    from epfsdp2.rollout.placement import Rollout
+    from epfsdp2.rollout.layout.vllm_layout import Rollout
     from epfsdp2.rollout.server_adapter import send_weights
-    from epfsdp2.rollout.streams import RolloutSync, SyncSettings
+    from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 
     rank = dist.get_rank()
     model, meshes = sharded_model(Path(folder), 2, ep=2)
@@ -61,7 +61,7 @@ def _exported(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["full", "sliced"])
 def test_workers_hold_the_trainers_weights_after_each_of_two_syncs(start_engine, checkpoints, tmp_path, kind):
-    from epfsdp2.rollout import verify
+    from epfsdp2.rollout.layout import verify
 
     checkpoint = checkpoints[0]
     exports = [tmp_path / name / HF for name in ("first", "second")]

@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 
 from epfsdp2.engine.parallelize import layer_names
-from epfsdp2.rollout.exchange import Exchange
-from epfsdp2.rollout.placement import Heads, Rollout, holders, needs
-from epfsdp2.rollout.plan import ROUND_BUFFERS, Targets, make_plan
-from epfsdp2.rollout.source import sharded_tensors, tensors_before_sharding
+from epfsdp2.rollout.layout.trainer_tensors import sharded_tensors, tensors_before_sharding
+from epfsdp2.rollout.layout.transfer_plan import ROUND_BUFFERS, Targets, make_plan
+from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, holders, needs
+from epfsdp2.rollout.transport.exchange import Exchange
 from tests.support.engine import sharded_model
 from tests.support.models import reference_model, save_glm4_moe, save_qwen3_moe
 from tests.support.ranks import run_ranks

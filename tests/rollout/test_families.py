@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from epfsdp2.rollout import naming, verify
+from epfsdp2.engine.model import hf_names
+from epfsdp2.rollout.layout import verify
 
 from .served_families import SERVED, build, export, randomise, sent
 
@@ -42,7 +43,7 @@ def test_three_syncs_give_what_a_fresh_engine_has(name, start_engine, tmp_path):
         assert outputs != wanted_outputs
         randomise(model, seed)
         # The last as the stream does where stacks do not fit its memory: expert by expert, as a checkpoint has them.
-        names = naming.as_checkpoint if seed == len(wanted) else naming.for_vllm
+        names = hf_names.as_checkpoint if seed == len(wanted) else hf_names.for_vllm
         engine.sync(lambda rank, names=names: names(model, sent(model, dtype)))
         digests, outputs = engine.digests(), engine.generate()
         assert verify.compare(wanted_digests[0], digests[0]) == ""

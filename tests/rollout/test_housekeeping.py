@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from epfsdp2.engine import config as engine_config_module
-from epfsdp2.rollout import housekeeping
+from epfsdp2.rollout import cleanup
 
 _HOLD = """
 import mmap, os, sys, time
@@ -58,11 +58,11 @@ def test_a_segment_goes_once_its_process_is_killed(spawn, prefix, how):
     path = f"/dev/shm/{prefix}{uuid.uuid4().hex}"
     try:
         holder = spawn(_HOLD, path, how)
-        assert path not in housekeeping.unused_segments(minimum_age=0)
+        assert path not in cleanup.unused_segments(minimum_age=0)
         holder.send_signal(signal.SIGKILL)
         holder.wait()
-        assert path in housekeeping.unused_segments(minimum_age=0)
-        assert path not in housekeeping.unused_segments(minimum_age=60)
+        assert path in cleanup.unused_segments(minimum_age=0)
+        assert path not in cleanup.unused_segments(minimum_age=60)
     finally:
         Path(path).unlink(missing_ok=True)
 
@@ -71,10 +71,10 @@ def test_a_segment_of_another_user_stays(spawn, monkeypatch):
     path = f"/dev/shm/psm_{uuid.uuid4().hex}"
     Path(path).touch()
     try:
-        assert path in housekeeping.unused_segments(minimum_age=0)
+        assert path in cleanup.unused_segments(minimum_age=0)
         other = os.getuid() + 1
         monkeypatch.setattr(os, "getuid", lambda: other)
-        assert path not in housekeeping.unused_segments(minimum_age=0)
+        assert path not in cleanup.unused_segments(minimum_age=0)
     finally:
         Path(path).unlink()
 
@@ -83,10 +83,10 @@ def test_a_socket_goes_once_its_process_is_killed(spawn):
     path = f"/tmp/rl-colocate-zmq-{uuid.uuid4().hex}-replica-0-rank-0.sock"
     try:
         holder = spawn(_BIND, path)
-        assert path not in housekeeping.unused_sockets()
+        assert path not in cleanup.unused_sockets()
         holder.send_signal(signal.SIGKILL)
         holder.wait()
-        assert path in housekeeping.unused_sockets()
+        assert path in cleanup.unused_sockets()
     finally:
         Path(path).unlink(missing_ok=True)
 
@@ -94,9 +94,9 @@ def test_a_socket_goes_once_its_process_is_killed(spawn):
 def test_remove_leftovers_reports_what_it_removed():
     path = Path(f"/dev/shm/verl_weights_{uuid.uuid4().hex}")
     path.touch()
-    assert str(path) not in housekeeping.remove_leftovers()  # too young
+    assert str(path) not in cleanup.remove_leftovers()  # too young
     time.sleep(2.1)
-    assert str(path) in housekeeping.remove_leftovers()
+    assert str(path) in cleanup.remove_leftovers()
     assert not path.exists()
 
 
@@ -104,14 +104,14 @@ def test_what_a_run_holds_is_its_own_and_may_go_with_it(spawn):
     own, others = (f"/dev/shm/psm_{uuid.uuid4().hex}" for _ in range(2))
     try:
         holders = [spawn(_HOLD, path, how) for path, how in ((own, "mapped"), (others, "open"))]
-        assert housekeeping.held_by([holders[0].pid]) == {own}
-        assert housekeeping.held_by([holders[1].pid, 2**22 + 1]) == {others}  # the second is no process
-        noted = housekeeping.held_by([holders[0].pid])
+        assert cleanup.held_by([holders[0].pid]) == {own}
+        assert cleanup.held_by([holders[1].pid, 2**22 + 1]) == {others}  # the second is no process
+        noted = cleanup.held_by([holders[0].pid])
         for holder in holders:
             holder.kill()
             holder.wait()
         time.sleep(2.1)
-        assert housekeeping.remove_leftovers(noted) == [own]
+        assert cleanup.remove_leftovers(noted) == [own]
         assert Path(others).exists()  # as if its user were in another container
     finally:
         Path(own).unlink(missing_ok=True), Path(others).unlink(missing_ok=True)
@@ -132,8 +132,8 @@ def test_a_driver_says_what_nobody_uses_and_removes_nothing(monkeypatch, caplog)
     registered = []
     monkeypatch.setattr(atexit, "register", lambda *arguments, **__: registered.append(arguments))
     try:
-        monkeypatch.setattr(housekeeping, "SEGMENTS", (str(path),))
-        monkeypatch.setattr(housekeeping.unused_segments, "__defaults__", ((str(path),), 0.0))
+        monkeypatch.setattr(cleanup, "SEGMENTS", (str(path),))
+        monkeypatch.setattr(cleanup.unused_segments, "__defaults__", ((str(path),), 0.0))
         with caplog.at_level("WARNING", "epfsdp2"):
             actor.validate(2, 8)
         assert path.exists() and removed == [] and registered == []

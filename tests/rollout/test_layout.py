@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import torch
 
-from epfsdp2.rollout.layout import RANK, difference, digest, held_layout, layout, rank_entry
-from epfsdp2.rollout.placement import Heads, Rollout, Tensor
+from epfsdp2.rollout.layout.layout_check import RANK, difference, digest, held_layout, layout, rank_entry
+from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, Tensor
 
 HEADS = Heads(queries=4, keys=2, dim=16)
 TENSORS = [

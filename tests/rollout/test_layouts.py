@@ -1,4 +1,4 @@
-"""The layout that ``placement.py`` computes is the one that vLLM's own loaders make."""
+"""The layout that ``layout/vllm_layout.py`` computes is the one that vLLM's own loaders make."""
 
 import os
 from pathlib import Path
@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from epfsdp2.engine.boxes import Box
-from epfsdp2.engine.shards import checkpointed
-from epfsdp2.rollout.placement import ANALYTIC, Heads, Need, Rollout, Tensor, needs
-from epfsdp2.rollout.recorded import Recorder, View, checkpoint_views, joined
+from epfsdp2.engine.topology.dtensor import checkpointed
+from epfsdp2.engine.topology.index_ranges import Box
+from epfsdp2.rollout.layout.vllm_layout import ANALYTIC, Heads, Need, Rollout, Tensor, needs
+from epfsdp2.rollout.vllm.loader_trace import Recorder, View, checkpoint_views, joined
 from tests.rollout.families import DENSE, FAMILIES, config_of, model_on_meta
 from tests.rollout.served_families import SERVED
 from tests.support.ranks import run_ranks

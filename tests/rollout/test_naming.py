@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from epfsdp2.rollout import naming
+from epfsdp2.engine.model import hf_names
 from tests.parity.families import FAMILIES
 
 from .served_families import SERVED, build, randomise, sent
@@ -27,7 +27,7 @@ LAYER = "model.layers.1"
 )
 def test_stacks_where_vllm_takes_them_and_checkpoint_names_for_the_rest(name, stacks, others):
     model = build(name)
-    tensors = dict(naming.for_vllm(model, sent(model, torch.float32)))
+    tensors = dict(hf_names.for_vllm(model, sent(model, torch.float32)))
     for stack in stacks:
         assert tensors[f"{LAYER}.{stack}"].shape[0] == 8
     assert {f"{LAYER}.{other}" for other in others} <= tensors.keys()
@@ -40,9 +40,9 @@ def test_a_tensor_is_the_same_under_either_name(name):
     """Cut into experts again, what vLLM is sent is what is written to a checkpoint."""
     model = build(name)
     randomise(model, 1)
-    written = dict(naming.as_checkpoint(model, sent(model, torch.float32)))
+    written = dict(hf_names.as_checkpoint(model, sent(model, torch.float32)))
     whole = 0
-    for key, tensor in naming.for_vllm(model, sent(model, torch.float32)):
+    for key, tensor in hf_names.for_vllm(model, sent(model, torch.float32)):
         if key in written:
             assert torch.equal(tensor, written.pop(key))
             continue
@@ -54,7 +54,7 @@ def test_a_tensor_is_the_same_under_either_name(name):
             for kind, part in zip(kinds, matrix.chunk(len(kinds)), strict=True):
                 assert torch.equal(part, written.pop(f"{prefix}.{expert}.{kind}.weight"))
     assert written == {}
-    assert (whole > 0) == (model.config.model_type in naming.FUSED_IN_VLLM)
+    assert (whole > 0) == (model.config.model_type in hf_names.FUSED_IN_VLLM)
 
 
 def test_parameters_that_share_tensors_of_a_checkpoint(tmp_path):
@@ -68,7 +68,7 @@ def test_parameters_that_share_tensors_of_a_checkpoint(tmp_path):
     found = {}
     for name, tensor in model.state_dict().items():
         used_again = tensor.clone()
-        found |= {key: part.clone() for key, part in naming.for_vllm(model, [(name, used_again)], waiting)}
+        found |= {key: part.clone() for key, part in hf_names.for_vllm(model, [(name, used_again)], waiting)}
         used_again.fill_(torch.nan)
     assert not waiting
     assert found.keys() == wanted.keys()
@@ -77,20 +77,20 @@ def test_parameters_that_share_tensors_of_a_checkpoint(tmp_path):
     moe = "model.language_model.layers.1.mlp"
     stack = f"{moe}.vision_moe.experts.down_proj"
     last = model.get_parameter(stack)[6:]
-    assert naming.is_by_expert(model, stack, last.shape)
-    parts = dict(naming.experts_from(model, stack, last, 6))
+    assert hf_names.is_by_expert(model, stack, last.shape)
+    parts = dict(hf_names.experts_from(model, stack, last, 6))
     assert list(parts) == [f"model.layers.1.mlp.experts.{i}.down_proj.weight" for i in (14, 15)]
     assert all(torch.equal(part, wanted[key]) for key, part in parts.items())
 
     bias = f"{moe}.text_moe.gate.moe_statics.e_score_correction_bias"
-    assert not naming.is_by_expert(model, bias, model.state_dict()[bias].shape)
+    assert not hf_names.is_by_expert(model, bias, model.state_dict()[bias].shape)
     with pytest.raises(ValueError, match=r"text_moe.*e_score_correction_bias: only a part of what a checkpoint's"):
-        list(naming.as_checkpoint(model, [(bias, model.state_dict()[bias])]))
+        list(hf_names.as_checkpoint(model, [(bias, model.state_dict()[bias])]))
 
 
 def test_before_0_27_every_family_goes_by_a_checkpoints_names(monkeypatch):
     model = build("qwen3_moe")
-    monkeypatch.setattr(naming, "_takes_stacks", lambda: False)
-    old = {name for name, _ in naming.for_vllm(model, sent(model, torch.float32))}
-    assert old == {name for name, _ in naming.as_checkpoint(model, sent(model, torch.float32))}
-    assert any(naming.is_of_expert(name) for name in old)
+    monkeypatch.setattr(hf_names, "_takes_stacks", lambda: False)
+    old = {name for name, _ in hf_names.for_vllm(model, sent(model, torch.float32))}
+    assert old == {name for name, _ in hf_names.as_checkpoint(model, sent(model, torch.float32))}
+    assert any(hf_names.is_of_expert(name) for name in old)

@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from epfsdp2.engine.boxes import Cut
-from epfsdp2.engine.mesh import Topology
-from epfsdp2.rollout import placement, standalone
-from epfsdp2.rollout.peers import Members, Peers
-from epfsdp2.rollout.sockets import WeightSyncError
+from epfsdp2.engine.topology.index_ranges import Cut
+from epfsdp2.engine.topology.mesh import Topology
+from epfsdp2.rollout.layout import vllm_layout
+from epfsdp2.rollout.remote import remote_sync
+from epfsdp2.rollout.remote.process_group import Members, Peers
+from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
 from tests.support.peers import three_members
 
 SECONDS = 3.0
@@ -86,13 +87,13 @@ def test_what_a_sync_tells_arrives_as_it_was(together):
     (first, second, _), _ = together
     first.begin(), second.begin()
     cut = Cut(0, "ep", 2)
-    tensors = (placement.Tensor("a", (4, 2, 3), 2, (cut, Cut(1, "ep_fsdp", 2))), placement.Tensor("b", (), 4))
-    heads, dtypes = placement.Heads(4, 2, 8, "qwen3_moe"), (("a", torch.bfloat16), ("b", torch.float32))
-    sharded = standalone.Sharded(tensors, dtypes, ("layers.0",), Topology.plan(8, 2, 4), heads)
-    chunks = [standalone._Chunk("a", torch.float32, (4, 2), 0, 16, 32)]
+    tensors = (vllm_layout.Tensor("a", (4, 2, 3), 2, (cut, Cut(1, "ep_fsdp", 2))), vllm_layout.Tensor("b", (), 4))
+    heads, dtypes = vllm_layout.Heads(4, 2, 8, "qwen3_moe"), (("a", torch.bfloat16), ("b", torch.float32))
+    sharded = remote_sync.Sharded(tensors, dtypes, ("layers.0",), Topology.plan(8, 2, 4), heads)
+    chunks = [remote_sync._Chunk("a", torch.float32, (4, 2), 0, 16, 32)]
     facts = {
-        "offer": standalone.Offer("auto", 2, "qwen3_moe", 1 << 20, sharded),
-        "want": standalone.Want("sliced", placement.Rollout(2, 2, True), 3),
+        "offer": remote_sync.Offer("auto", 2, "qwen3_moe", 1 << 20, sharded),
+        "want": remote_sync.Want("sliced", vllm_layout.Rollout(2, 2, True), 3),
         "chunks": tuple(chunks),
         "digest": "abc",
         "nothing": None,

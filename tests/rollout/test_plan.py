@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epfsdp2.engine.boxes import Box, Cut, cut_box
-from epfsdp2.engine.mesh import Topology
-from epfsdp2.rollout.placement import STREAMS, Heads, Rollout, Tensor, needs
-from epfsdp2.rollout.plan import Targets, make_plan
-from epfsdp2.rollout.verify import expected_tensors
+from epfsdp2.engine.topology.index_ranges import Box, Cut, cut_box
+from epfsdp2.engine.topology.mesh import Topology
+from epfsdp2.rollout.layout.transfer_plan import Targets, make_plan
+from epfsdp2.rollout.layout.verify import expected_tensors
+from epfsdp2.rollout.layout.vllm_layout import STREAMS, Heads, Rollout, Tensor, needs
 
 PREFIX = "model.layers.0."
 

@@ -5,9 +5,9 @@ from collections import Counter, defaultdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epfsdp2.rollout.placement import needs
-from epfsdp2.rollout.plan import Targets, make_plan
-from epfsdp2.rollout.relay import relayed
+from epfsdp2.rollout.layout.transfer_plan import Targets, make_plan
+from epfsdp2.rollout.layout.vllm_layout import needs
+from epfsdp2.rollout.remote.relay import relayed
 from tests.rollout.test_plan import _problems
 
 
@@ -64,9 +64,9 @@ def test_a_trainer_on_the_same_node_feeds_every_worker_itself(cluster):
 
 def test_workers_of_a_node_take_turns():
     """Four replicas of TP 1 on one node: each receives about a quarter, and sends it three times."""
-    from epfsdp2.engine.boxes import Cut
-    from epfsdp2.engine.mesh import Topology
-    from epfsdp2.rollout.placement import Heads, Rollout, Tensor
+    from epfsdp2.engine.topology.index_ranges import Cut
+    from epfsdp2.engine.topology.mesh import Topology
+    from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, Tensor
 
     tensors = [Tensor("a", (64, 8), 2, (Cut(0, "fsdp", 8),)), Tensor("b", (64, 3), 2, (Cut(0, "fsdp", 8),))]
 

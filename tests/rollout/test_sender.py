@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from epfsdp2.engine.parallelize import layer_names
-from epfsdp2.rollout import sender
-from epfsdp2.rollout.cast import CastOnCopy
-from epfsdp2.rollout.placement import Rollout
-from epfsdp2.rollout.sender import Bucket
+from epfsdp2.rollout.layout.vllm_layout import Rollout
 from epfsdp2.rollout.server_adapter import send_weights
-from epfsdp2.rollout.streams import RolloutSync, SyncSettings
+from epfsdp2.rollout.sync import RolloutSync, SyncSettings
+from epfsdp2.rollout.transport import sender
+from epfsdp2.rollout.transport.cast import CastOnCopy
+from epfsdp2.rollout.transport.sender import Bucket
 from tests.support.engine import sharded_model
 from tests.support.models import save_qwen3_moe
 from tests.support.ranks import run_ranks

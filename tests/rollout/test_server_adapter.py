@@ -15,9 +15,9 @@ import torch
 import zmq
 
 from epfsdp2.rollout import server_adapter
-from epfsdp2.rollout.choice import EXTENSION
+from epfsdp2.rollout.layout.stream_choice import EXTENSION
 from epfsdp2.rollout.server_adapter import WatchedUpdates, WeightSyncError, send_weights
-from epfsdp2.rollout.streams import RolloutWeights
+from epfsdp2.rollout.sync import RolloutWeights
 
 
 @pytest.fixture

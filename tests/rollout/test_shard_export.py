@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from verl.workers.engine.spec import derive_dtensor_placement
 from verl.workers.engine.utils import _hf_entry_identity, hf_delta_export, prime_delta_snapshots
 
-from epfsdp2.rollout.shard_export import ExpertsSpec, ShardExport, experts_entry
+from epfsdp2.rollout.remote.delta_shards import ExpertsSpec, ShardExport, experts_entry
 from tests.support.engine import sharded_model
 from tests.support.models import save_glm4_moe, save_qwen3_moe
 from tests.support.ranks import run_ranks
@@ -145,7 +145,7 @@ def _local(param):
 
 
 def _mine(whole, param):
-    from epfsdp2.engine.shards import local_box
+    from epfsdp2.engine.topology.dtensor import local_box
 
     return whole[local_box(param).slices]
 

@@ -6,8 +6,8 @@ import time
 import pytest
 import zmq
 
-from epfsdp2.rollout import sockets
-from epfsdp2.rollout.sockets import WatchedContext
+from epfsdp2.rollout.transport import watched_sockets
+from epfsdp2.rollout.transport.watched_sockets import WatchedContext
 
 
 class Noted:
@@ -37,7 +37,7 @@ def _connect(path, address):
 
 
 def test_it_connects_once_somebody_listens(tmp_path, monkeypatch):
-    monkeypatch.setattr(sockets, "_LISTENING_SECONDS", 60.0)
+    monkeypatch.setattr(watched_sockets, "_LISTENING_SECONDS", 60.0)
     path = tmp_path / "socket"
     listener = threading.Timer(0.1, path.touch)
     listener.start()
@@ -47,7 +47,7 @@ def test_it_connects_once_somebody_listens(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("scheme", ["ipc", "tcp"])
 def test_it_leaves_the_rest_to_zmq_where_nobody_does(tmp_path, monkeypatch, scheme):
-    monkeypatch.setattr(sockets, "_LISTENING_SECONDS", 0.05 if scheme == "ipc" else 60.0)
+    monkeypatch.setattr(watched_sockets, "_LISTENING_SECONDS", 0.05 if scheme == "ipc" else 60.0)
     path, started = tmp_path / "socket", time.monotonic()
     assert _connect(path, f"{scheme}://{path}") == [(f"{scheme}://{path}", False)]
     assert time.monotonic() - started < 30, "only a file is waited for"

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from epfsdp2.rollout import standalone
-from epfsdp2.rollout.sockets import WeightSyncError
+from epfsdp2.rollout.remote import remote_sync
+from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
 from tests.support.peers import three_members
 
 LIMIT = 1000
@@ -32,13 +32,13 @@ def _tensors():
 
 def test_full_tensors_come_in_order_through_bounded_buckets(together):
     members, each = together
-    buckets = list(standalone._buckets(_tensors().items(), LIMIT, torch.device("cpu")))
+    buckets = list(remote_sync._buckets(_tensors().items(), LIMIT, torch.device("cpu")))
     assert [bucket.numel() for _, bucket in buckets[:-1]] == [LIMIT] * (len(buckets) - 1) and len(buckets) == 4
 
     def part(peers):
         if peers.rank < 2:
-            return standalone.Sender(peers).send(iter(_tensors().items()), LIMIT)
-        return list(standalone.Receiver(peers).receive())
+            return remote_sync.Sender(peers).send(iter(_tensors().items()), LIMIT)
+        return list(remote_sync.Receiver(peers).receive())
 
     for _ in range(2):
         first, second, got = each(part, members)
@@ -51,7 +51,7 @@ def test_full_tensors_come_in_order_through_bounded_buckets(together):
         assert second == {}
 
 
-class _Fixed(standalone._Road):
+class _Fixed(remote_sync._Road):
     """Comes to the plan that it is told."""
 
     planned = 0
@@ -63,7 +63,7 @@ class _Fixed(standalone._Road):
 
 def test_members_with_another_plan_stop_and_equal_ones_are_not_planned_again(together):
     members, each = together
-    roads, offers = [_Fixed(peers) for peers in members], [standalone.Offer("auto", 0, "a", n) for n in (1, 1, 2)]
+    roads, offers = [_Fixed(peers) for peers in members], [remote_sync.Offer("auto", 0, "a", n) for n in (1, 1, 2)]
     for road, says in zip(roads, "aab", strict=True):
         road.says = says
 

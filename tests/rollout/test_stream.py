@@ -7,12 +7,14 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from epfsdp2.engine.boxes import cut_box
+from epfsdp2.engine.model import hf_names
 from epfsdp2.engine.parallelize import ShardingOptions, compute_dtypes, layer_names
-from epfsdp2.engine.shards import cuts_of
-from epfsdp2.rollout import naming, stream, streams
-from epfsdp2.rollout.streams import RolloutSync, SyncSettings
-from epfsdp2.rollout.traffic import Traffic
+from epfsdp2.engine.topology.dtensor import cuts_of
+from epfsdp2.engine.topology.index_ranges import cut_box
+from epfsdp2.rollout import sync as streams
+from epfsdp2.rollout.sync import RolloutSync, SyncSettings
+from epfsdp2.rollout.transport import full_gather
+from epfsdp2.rollout.transport.report import Traffic
 from tests.rollout.served_families import build
 from tests.support.engine import sharded_model
 from tests.support.models import reference_model, save_glm4_moe, save_qwen3_moe, save_random
@@ -30,7 +32,7 @@ def _counted(model, meshes, bound, dtypes=None):
 
     dist.all_gather_into_tensor = counting
     try:
-        return dict(stream.full_tensors(model, meshes, layer_names(model), bound, dtypes)), gathers
+        return dict(full_gather.full_tensors(model, meshes, layer_names(model), bound, dtypes)), gathers
     finally:
         dist.all_gather_into_tensor = original
 
@@ -57,7 +59,7 @@ def _streams(folder, cases):
 
 def _in_parts(folder, cases):
     reference = reference_model(folder)
-    wanted = dict(naming.as_checkpoint(reference, reference.state_dict().items()))
+    wanted = dict(hf_names.as_checkpoint(reference, reference.state_dict().items()))
     for ep, fsdp_size, dim in cases:
         model, meshes = sharded_model(folder, dist.get_world_size(), ep, fsdp_size, expert_shard_dim=dim)
         stack = model.get_parameter("model.layers.0.mlp.experts.gate_up_proj")
@@ -119,7 +121,7 @@ def test_full_tensors_on_every_placement(tmp_path, tied):
 
 def _one_stops_early(folder):
     model, meshes = sharded_model(folder, dist.get_world_size(), 2)
-    arriving = stream.full_tensors(model, meshes, layer_names(model), 1 << 16)
+    arriving = full_gather.full_tensors(model, meshes, layer_names(model), 1 << 16)
     taken = list(itertools.islice(arriving, 3 if dist.get_rank() == 1 else None))
     arriving.close()
     assert len(taken) == 3 or dist.get_rank() != 1
@@ -150,7 +152,7 @@ def test_masters_are_cast_before_the_gather_but_for_islands(tmp_path):
 
 def _buffers_too(folder):
     model, meshes = sharded_model(folder, dist.get_world_size(), 2)
-    full = dict(stream.full_tensors(model, meshes, layer_names(model), 1 << 30))
+    full = dict(full_gather.full_tensors(model, meshes, layer_names(model), 1 << 30))
     wanted = reference_model(folder).state_dict()
     assert any("correction_bias" in name for name in wanted)
     assert full.keys() == wanted.keys()
@@ -177,19 +179,19 @@ def test_a_30b_is_531_tensors_and_not_18867():
     with torch.device("meta"):
         model = Qwen3MoeForCausalLM(config)
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(30.5, abs=0.05)
-    assert len(list(naming.for_vllm(model, model.named_parameters()))) == 531
-    assert sum(1 for _ in naming.as_checkpoint(model, model.named_parameters())) == 18867
+    assert len(list(hf_names.for_vllm(model, model.named_parameters()))) == 531
+    assert sum(1 for _ in hf_names.as_checkpoint(model, model.named_parameters())) == 18867
 
 
 def test_fused_names_for_vllm_and_checkpoint_names_for_files(tmp_path):
     model = reference_model(save_qwen3_moe(tmp_path))
     tensors = dict(model.named_parameters())
-    fused = dict(naming.for_vllm(model, tensors.items()))
+    fused = dict(hf_names.for_vllm(model, tensors.items()))
     assert fused.keys() == tensors.keys()
     assert fused["model.layers.0.mlp.experts.gate_up_proj"].shape == (8, 96, 64)
-    plain = dict(naming.as_checkpoint(model, tensors.items()))
+    plain = dict(hf_names.as_checkpoint(model, tensors.items()))
     assert plain["model.layers.0.mlp.experts.3.up_proj.weight"].shape == (48, 64)
     assert len(plain) == len(fused) + 2 * (3 * 8 - 2)
 
     model.config.model_type = "some_other_moe"
-    assert dict(naming.for_vllm(model, tensors.items())).keys() == plain.keys()
+    assert dict(hf_names.for_vllm(model, tensors.items())).keys() == plain.keys()

@@ -8,15 +8,16 @@ import torch.distributed as dist
 from verl.workers.config import RolloutConfig
 
 from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.model import hf_names
 from epfsdp2.engine.parallelize import layer_names
-from epfsdp2.engine.shards import local_tensor
-from epfsdp2.rollout import naming, streams
-from epfsdp2.rollout.cast import CastOnCopy
-from epfsdp2.rollout.choice import EXTENSION, choose_stream, rollout_of
-from epfsdp2.rollout.placement import Rollout
-from epfsdp2.rollout.sockets import WeightSyncError
-from epfsdp2.rollout.streams import RolloutSync, SyncSettings
-from epfsdp2.rollout.traffic import Handover
+from epfsdp2.engine.topology.dtensor import local_tensor
+from epfsdp2.rollout import sync as streams
+from epfsdp2.rollout.layout.stream_choice import EXTENSION, choose_stream, rollout_of
+from epfsdp2.rollout.layout.vllm_layout import Rollout
+from epfsdp2.rollout.sync import RolloutSync, SyncSettings
+from epfsdp2.rollout.transport.cast import CastOnCopy
+from epfsdp2.rollout.transport.report import Handover
+from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
 from tests.support.engine import sharded_model
 from tests.support.models import reference_model, save_qwen3_moe
 from tests.support.ranks import run_ranks
@@ -64,7 +65,7 @@ def _whole_experts(folder):
     rank = dist.get_rank()
     model, meshes = sharded_model(folder, WORLD, 2)
     sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("auto", MEMORY))
-    wanted = dict(naming.as_checkpoint(model, reference_model(folder).named_parameters()))
+    wanted = dict(hf_names.as_checkpoint(model, reference_model(folder).named_parameters()))
     got = dict(sync.weights().for_worker("expert_local", Rollout(2, 2, expert_parallel=True), rank))
     mine = {name for name in wanted if ".experts." not in name or f".experts.{2 * rank}." in name}
     mine |= {name for name in wanted if f".experts.{2 * rank + 1}." in name}
@@ -113,7 +114,7 @@ def test_slices_of_wider_masters_are_their_casts(tmp_path):
 
 def _for_a_quantised_rollout(folder):
     model, meshes = sharded_model(folder, WORLD, 2)
-    wanted = dict(naming.as_checkpoint(model, reference_model(folder).named_parameters()))
+    wanted = dict(hf_names.as_checkpoint(model, reference_model(folder).named_parameters()))
     assert max(tensor.dim() for tensor in wanted.values()) == 2  # which verl's quantisation asserts
     for memory in (ROOMY, MEMORY):
         sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("auto", memory, verified=-1))

@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from epfsdp2.engine.lookup import MissingNameError
+from epfsdp2.engine.compat.private_names import MissingNameError
 
 pytestmark = pytest.mark.e2e
 
@@ -18,7 +18,7 @@ PLACES = (f"{FUSED_MOE}.cpu_fused_moe", f"{FUSED_MOE}.experts.cpu_moe")
 @pytest.fixture
 def compat():
     pytest.importorskip("vllm")
-    module = importlib.import_module("epfsdp2.rollout.vllm_compat")
+    module = importlib.import_module("epfsdp2.rollout.vllm.compat")
     yield module
     importlib.reload(module)
 
@@ -36,7 +36,7 @@ def test_cpu_experts_module_is_found_in_either_place(compat, monkeypatch, presen
 def test_a_shim_without_a_cpu_experts_module_does_nothing(compat, monkeypatch, shim):
     for place in PLACES:
         monkeypatch.setitem(sys.modules, place, None)
-    module = importlib.import_module(f"epfsdp2.rollout.{shim}")
+    module = importlib.import_module(f"epfsdp2.rollout.vllm.{shim}")
     monkeypatch.setattr(module, "current_platform", SimpleNamespace(is_cpu=lambda: True))
     runner = importlib.import_module("vllm.v1.worker.gpu_model_runner")
     before = vars(runner).copy(), vars(runner.GPUModelRunner).copy()
@@ -53,7 +53,7 @@ def test_before_027_what_is_not_loaded_is_what_stays_off_meta(compat, monkeypatc
 
 
 def test_a_reload_without_a_name_is_an_error_with_the_version_and_the_way_around(compat, monkeypatch):
-    from epfsdp2.rollout.choice import EXTENSION  # what the way around replaces
+    from epfsdp2.rollout.layout.stream_choice import EXTENSION  # what the way around replaces
 
     monkeypatch.delattr(importlib.import_module("vllm.model_executor.model_loader.reload"), "finalize_layerwise_reload")
     with pytest.raises(MissingNameError, match=r"vllm \S+ has no \S+:finalize_layerwise_reload.*0\.24") as error:

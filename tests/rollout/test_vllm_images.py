@@ -8,7 +8,7 @@ import torch.distributed as dist
 from PIL import Image
 from transformers import AutoConfig
 
-from epfsdp2.engine.checkpoint import HF
+from epfsdp2.engine.checkpoint.state import HF
 from tests.rollout.served_families import SERVED, VOCAB, build, randomise
 from tests.support.ranks import run_ranks
 from tests.support.vlm import IMAGE_TOKENS, save_processor
@@ -25,8 +25,8 @@ _SETTINGS = {
 
 
 def _train_and_send(folder: str, export: str, handles: list[str]) -> None:
-    from epfsdp2.engine import checkpoint
-    from epfsdp2.rollout.placement import Rollout
+    from epfsdp2.engine.checkpoint import state as checkpoint
+    from epfsdp2.rollout.layout.vllm_layout import Rollout
     from epfsdp2.rollout.server_adapter import send_weights
     from tests.support.ppo import ppo_worker
     from tests.support.vlm import plain_vlm, vlm_batch, vlm_samples

@@ -7,7 +7,7 @@ pytestmark = pytest.mark.e2e
 
 
 def _landing(running):
-    reload = pytest.importorskip("epfsdp2.rollout.vllm_reload")
+    reload = pytest.importorskip("epfsdp2.rollout.vllm.reload")
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     layer = torch.nn.Module()

@@ -36,7 +36,7 @@ def missing(used):
 def test_rollout_needs_no_name_that_a_vllm_of_the_range_lacks(script):
     assert LIST["versions"] == list(script.VERSIONS)
     used = script.used()
-    assert "vllm_worker.py" in used and len(used["vllm_compat.py"]) > 5
+    assert "vllm/worker.py" in used and len(used["vllm/compat.py"]) > 5
     assert not missing(used)
 
 

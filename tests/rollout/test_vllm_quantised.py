@@ -16,8 +16,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.model_loader import get_model
 
-from epfsdp2.rollout import naming
-from epfsdp2.rollout.checksums import CHECKSUMS, checksum, with_checksums
+from epfsdp2.engine.model import hf_names
+from epfsdp2.rollout.transport.checksums import CHECKSUMS, checksum, with_checksums
 from tests.support.ranks import run_ranks
 
 BLOCK = [128, 128]
@@ -42,7 +42,7 @@ def _model(seed):
 
 
 def _plain(model):
-    return dict(naming.as_checkpoint(model, model.named_parameters()))
+    return dict(hf_names.as_checkpoint(model, model.named_parameters()))
 
 
 def _save_quantised(model, folder):
@@ -109,7 +109,7 @@ def _synchronised(folder):
             held = model.get_parameter(f"{name}self_attn.o_proj.weight")
             assert torch.equal(_bits(held), _bits(quantised[f"{name}self_attn.o_proj.weight"]))
         with pytest.raises(AssertionError, match="Only 2d input tensor is supported"):
-            load(list(naming.for_vllm(first, first.named_parameters())))
+            load(list(hf_names.for_vllm(first, first.named_parameters())))
         with pytest.raises(ValueError, match=f"no module or parameter named '{CHECKSUMS}'"):
             load(list(with_checksums(pair for pair in plain)))
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture(scope="module")
 def remedies():
-    return pytest.importorskip("epfsdp2.rollout.vllm_remedies")
+    return pytest.importorskip("epfsdp2.rollout.vllm.reload_shims")
 
 
 def test_a_partial_loader_gets_the_name_that_the_reload_asks_for(remedies):
@@ -86,7 +86,7 @@ def test_a_loader_that_copies_straight_into_parameters_is_followed(remedies, nam
     ],
 )
 def test_amx_shim_lets_float32_experts_run_on_a_cpu_with_amx(monkeypatch, dtype, rows, answer):
-    amx_shim = importlib.import_module("epfsdp2.rollout.amx_shim")
+    amx_shim = importlib.import_module("epfsdp2.rollout.vllm.amx_shim")
     kind = getattr(amx_shim.cpu_experts_module(), "CPUFusedMOE", None)
     platform = pytest.importorskip("vllm.platforms.cpu").CpuPlatform
     platform.import_kernels()
@@ -122,7 +122,7 @@ def test_amx_shim_lets_float32_experts_run_on_a_cpu_with_amx(monkeypatch, dtype,
 
 
 def test_routes_shim_captures_what_the_cpu_kernel_chooses_itself(monkeypatch):
-    routes_shim = importlib.import_module("epfsdp2.rollout.routes_shim")
+    routes_shim = importlib.import_module("epfsdp2.rollout.vllm.routes_shim")
     from vllm.model_executor.layers.fused_moe.layer import MoERunner
     from vllm.v1.worker import gpu_model_runner
 

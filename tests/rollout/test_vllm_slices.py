@@ -2,12 +2,12 @@
 
 import pytest
 
-from epfsdp2.rollout.checksums import CHECKSUMS, with_checksums
-from epfsdp2.rollout.layout import RANK, digest, layout
-from epfsdp2.rollout.placement import Heads, Rollout, Tensor, needs
-from epfsdp2.rollout.recorded import checkpoint_views, joined
+from epfsdp2.rollout.layout.layout_check import RANK, digest, layout
+from epfsdp2.rollout.layout.slice_names import slice_name
+from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, Tensor, needs
 from epfsdp2.rollout.server_adapter import WeightSyncError
-from epfsdp2.rollout.slices import slice_name
+from epfsdp2.rollout.transport.checksums import CHECKSUMS, with_checksums
+from epfsdp2.rollout.vllm.loader_trace import checkpoint_views, joined
 from tests.rollout.families import model_on_meta
 
 pytestmark = pytest.mark.e2e

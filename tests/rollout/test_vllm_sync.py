@@ -168,7 +168,7 @@ def test_an_error_of_the_stream_itself_comes_through(engine, checkpoints):
 
 
 def test_a_killed_trainer_rank_ends_the_receiving_call(engine, checkpoints):
-    from epfsdp2.rollout import housekeeping
+    from epfsdp2.rollout import cleanup
 
     script = Path(__file__).parent / "sender_process.py"
     socket = Path(engine.handle().removeprefix("ipc://"))
@@ -187,7 +187,7 @@ def test_a_killed_trainer_rank_ends_the_receiving_call(engine, checkpoints):
         receiving.result(60)
     assert socket.exists()
     time.sleep(2)
-    housekeeping.remove_leftovers()
+    cleanup.remove_leftovers()
     assert engine.leftovers() == []
     engine.sync(same_on_all_ranks(checkpoints[0].weights))
     assert engine.difference(checkpoints[0]) == ""

@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from epfsdp2.rollout.peers import Members, Peers
+from epfsdp2.rollout.remote.process_group import Members, Peers
 
 __all__ = ["three_members"]
 

@@ -15,7 +15,7 @@ __all__ = ["Counted", "counted_collectives"]
 
 @dataclass
 class Counted:
-    """All calls of a kind; ``nbytes`` and ``wire`` as in ``engine/step_traffic.py``'s ``Collective``."""
+    """All calls of a kind; ``nbytes`` and ``wire`` as in ``engine/planner/traffic.py``'s ``Collective``."""
 
     calls: int = 0
     nbytes: int = 0
@@ -24,7 +24,7 @@ class Counted:
 
 @contextlib.contextmanager
 def counted_collectives() -> Iterator[dict[str, Counted]]:
-    """What is called inside, by the names of ``engine/step_traffic.py``; groups of one rank move nothing."""
+    """What is called inside, by the names of ``engine/planner/traffic.py``; groups of one rank move nothing."""
     counted: dict[str, Counted] = {}
 
     def count(name, tensor, group):

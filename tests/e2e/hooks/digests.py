@@ -2,7 +2,7 @@
 
 import os
 
-from epfsdp2.rollout.vllm_worker import WeightSyncExtension
+from epfsdp2.rollout.vllm.worker import WeightSyncExtension
 
 
 class WritesDigests(WeightSyncExtension):

@@ -2,7 +2,7 @@
 
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 
-from epfsdp2.rollout.vllm_worker import WeightSyncExtension
+from epfsdp2.rollout.vllm.worker import WeightSyncExtension
 
 
 class DroppedWeights(WeightSyncExtension):

@@ -14,7 +14,7 @@ import signal
 import time
 from pathlib import Path
 
-from epfsdp2.rollout import choice
+from epfsdp2.rollout.layout import stream_choice
 
 WHO, HOW, WHERE = os.environ["EPFSDP2_TEST_FAULT"].split(":")
 
@@ -42,7 +42,7 @@ def _sender() -> int:
 def _fails_in_the_worker() -> type:
     from vllm.distributed import get_tp_group
 
-    from epfsdp2.rollout import vllm_worker
+    from epfsdp2.rollout.vllm import worker as vllm_worker
 
     class Failing(vllm_worker.Reload):
         buckets = 0
@@ -82,9 +82,9 @@ def _fails_in_the_worker() -> type:
 
 def _fail_in_the_trainer() -> None:
     """Have the second sync's stream of rank 1 raise."""
-    from epfsdp2.rollout import streams
+    from epfsdp2.rollout import sync
 
-    stock, syncs = streams.WorkerStream.tensors, 0
+    stock, syncs = sync.WorkerStream.tensors, 0
 
     def failing(stream, landing=None):
         nonlocal syncs
@@ -99,7 +99,7 @@ def _fail_in_the_trainer() -> None:
             yield tensor
         _fail()
 
-    streams.WorkerStream.tensors = failing
+    sync.WorkerStream.tensors = failing
 
 
 def __getattr__(name: str):
@@ -109,6 +109,6 @@ def __getattr__(name: str):
 
 
 # Slices are sent to this extension as to the one that it is made of.
-choice.EXTENSION = "faults.FailsInTheSecondSync"
+stream_choice.EXTENSION = "faults.FailsInTheSecondSync"
 if (WHO, HOW) == ("trainer", "raise"):
     _fail_in_the_trainer()

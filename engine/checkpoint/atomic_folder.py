@@ -1,0 +1,225 @@
+"""A checkpoint folder is complete, or it is not there.
+
+It is written beside its place, under a name that ends in ``.partial``. When every rank has written its part, all files
+are listed with their sizes and checksums in a manifest, which is the last to be written, and the folder gets its name.
+A save that is killed at any moment leaves the folder that was there before, or none.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import listed
+from ..topology.rank_consistency import alike
+
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "CheckpointError",
+    "check_files",
+    "check_whole",
+    "written_alone",
+    "written_beside",
+    "written_whole",
+]
+
+FORMAT = 2
+MANIFEST = "epfsdp2_checkpoint.json"
+_CHUNK = 16 << 20
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is not what it should be; names the folder and the first files or tensors that are wrong."""
+
+
+@contextlib.contextmanager
+def written_whole(
+    folder: Path, device: torch.device | str = "cpu", group: dist.ProcessGroup | None = None
+) -> Iterator[Path]:
+    """Yield where to write what will be ``folder``; collective.
+
+    What was in ``folder`` before is replaced, once all ranks have left the block. What a rank does alone in the block
+    and may fail in, it does ``alike``.
+
+    Args:
+        device: where the group's backend takes tensors from.
+        group: of all ranks, the default one by default.
+
+    Raises:
+        DisagreementError: with what failed on which rank; nothing is replaced then.
+    """
+    partial, is_first = _partial(folder), dist.get_rank() == 0
+    with alike(device, group):
+        if is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+    try:
+        yield partial
+        dist.barrier(group)
+        mine: dict[str, dict[str, int]] = {}
+        with alike(device, group):
+            mine = {name: _facts(partial / name, sync=True) for name in _share(_files(partial))}
+        files = {name: facts for part in _gathered(mine, group) for name, facts in part.items()}
+        with alike(device, group):
+            if is_first:
+                _list(partial, files)
+                _put(partial, folder)
+    except BaseException:
+        if is_first:
+            shutil.rmtree(partial, ignore_errors=True)  # gives its space back
+        raise
+
+
+@contextlib.contextmanager
+def written_alone(folder: Path) -> Iterator[Path]:
+    """``written_whole`` in one process, without a group."""
+    with written_beside(folder) as partial:
+        yield partial
+        _list(partial, {name: _facts(partial / name, sync=True) for name in _files(partial)})
+
+
+@contextlib.contextmanager
+def written_beside(folder: Path) -> Iterator[Path]:
+    """Yield where one process writes what will be ``folder``, of whatever kind: whole, or not there."""
+    partial = _partial(folder)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        _put(partial, folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def check_whole(folder: Path, device: torch.device | str = "cpu") -> None:
+    """Compare every file with the manifest, each rank a part of them; collective.
+
+    Raises:
+        CheckpointError: on every rank: there is no checkpoint, it is of another format, or files are missing, cut off
+            or damaged.
+    """
+    with alike(device):
+        if dist.get_rank() == 0 and not folder.exists() and (_partial(folder) / MANIFEST).is_file():
+            _partial(folder).replace(folder)  # the save was ended between its last two steps
+    wrong: list[str] = []
+    with alike(device):
+        files = _manifest(folder)["files"]
+        wrong = _faults(folder, {name: files[name] for name in _share(files)})
+    _raise_for(folder, sorted(entry for part in _gathered(wrong) for entry in part))
+
+
+def check_files(folder: Path) -> None:
+    """The same in one process, all files."""
+    _raise_for(folder, _faults(folder, _manifest(folder)["files"]))
+
+
+def _gathered(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine, group)
+    return everyone
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise CheckpointError(f"{folder} holds no {MANIFEST}: it is no complete checkpoint of this engine.")
+    try:
+        manifest = json.loads(path.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    if manifest["format"] != FORMAT:
+        age = "newer" if manifest["format"] > FORMAT else "older"
+        raise CheckpointError(
+            f"{folder} is of the {age} format {manifest['format']}; this version of epfsdp2 reads {FORMAT}."
+        )
+    return manifest
+
+
+def _raise_for(folder: Path, wrong: list[str]) -> None:
+    if wrong:
+        raise CheckpointError(f"{folder}: {len(wrong)} files are not as saved: {listed(wrong)}.")
+
+
+def _faults(folder: Path, files: dict[str, dict[str, int]]) -> list[str]:
+    return [f"{name} ({fault})" for name, facts in files.items() if (fault := _fault(folder / name, facts))]
+
+
+def _fault(path: Path, facts: dict[str, int]) -> str:
+    """What is wrong with a file; empty if nothing is."""
+    try:
+        if not path.is_file():
+            return "missing"
+        found = path.stat().st_size
+        if found != facts["bytes"]:
+            return f"{found} of {facts['bytes']} bytes"
+        return "" if _facts(path) == facts else "its checksum is another one"
+    except OSError as error:
+        return f"can't be read: {error.strerror}"
+
+
+def _facts(path: Path, sync: bool = False) -> dict[str, int]:
+    """Size and checksum of a file, which ``sync`` has reached the disk by then."""
+    checksum = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            checksum = zlib.crc32(chunk, checksum)
+        if sync:
+            os.fsync(file.fileno())
+    return {"bytes": path.stat().st_size, "crc32": checksum}
+
+
+def _list(partial: Path, files: dict[str, dict[str, int]]) -> None:
+    _write(partial / MANIFEST, json.dumps({"format": FORMAT, "files": files}, indent=1))
+
+
+def _put(partial: Path, folder: Path) -> None:
+    """Have ``partial`` in the place of ``folder``; at each moment one of them is complete."""
+    if folder.exists():
+        old = folder.with_name(folder.name + ".old")
+        shutil.rmtree(old, ignore_errors=True)
+        folder.replace(old)
+        partial.replace(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        partial.replace(folder)
+    with _opened(folder.parent) as directory:
+        os.fsync(directory)
+
+
+def _write(path: Path, text: str) -> None:
+    with path.with_suffix(".new").open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    path.with_suffix(".new").replace(path)
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    directory = os.open(folder, os.O_RDONLY)
+    try:
+        yield directory
+    finally:
+        os.close(directory)
+
+
+def _partial(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".partial")
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def _share(names: Iterable[str]) -> list[str]:
+    """This rank's part of a list that all ranks have."""
+    return sorted(names)[dist.get_rank() :: dist.get_world_size()]

@@ -1,0 +1,176 @@
+"""Sharded tensors of a checkpoint as files that ``from_pretrained`` reads: the family's own names and layout.
+
+Each rank writes some of the files and holds one of the model's tensors at a time.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from tqdm import tqdm
+
+from ..lora.adapters import A, B
+from ..lora.merge import merged
+from ..model import hf_names
+from ..model.hf_convert import reverts_with
+from .atomic_folder import CheckpointError
+from .safetensors_writer import Entry, in_files, write_file, write_index
+
+__all__ = ["FILE_BYTES", "MODEL", "reader", "write_hf_weights"]
+
+MODEL = "model."  # what the names of a model's tensors begin with in a checkpoint
+FILE_BYTES = 5 * 10**9
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor of the checkpoint, and what it is written as.
+
+    Args:
+        adapter: that is merged into it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stored: torch.dtype
+    dtype: torch.dtype
+    pieces: list[tuple[torch.Size, str]]
+    """Offset and file of each of its shards."""
+    adapter: "_Adapter | None" = None
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def read(self) -> torch.Tensor:
+        """The tensor whole."""
+        tensor = torch.empty(self.shape, dtype=self.stored)
+        for offset, path in self.pieces:
+            with safe_open(path, framework="pt") as file:
+                values = file.get_tensor(MODEL + self.name)
+            tensor[tuple(slice(at, at + size) for at, size in zip(offset, values.shape, strict=True))] = values
+        return (tensor if self.adapter is None else self.adapter.merged_into(tensor)).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class _Adapter:
+    """Both halves, and how they are merged (``lora.merge.merged``)."""
+
+    a: _Stored
+    b: _Stored
+    scaling: float
+    is_transposed: bool
+
+    def merged_into(self, weight: torch.Tensor) -> torch.Tensor:
+        return merged(weight, self.a.read(), self.b.read(), self.scaling, self.is_transposed)
+
+
+@dataclass(frozen=True)
+class _Together:
+    """Tensors of the model that have to be there at once to be written; mostly one."""
+
+    members: list[_Stored]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.members)
+
+
+def write_hf_weights(
+    model: Any,
+    shards: Path,
+    out: Path,
+    dtypes: Mapping[str, torch.dtype | None],
+    file_bytes: int = FILE_BYTES,
+    scaling: float | None = None,
+    share: tuple[int, int] = (0, 1),
+    progress: bool = False,
+) -> None:
+    """Write what the model's tensors are in ``shards`` to ``out``.
+
+    Args:
+        model: says how a checkpoint of its family calls them; its own values are not looked at.
+        dtypes: the names of its tensors, with what is stored; None: as it is.
+        file_bytes: of a file, at most, unless one tensor is larger.
+        scaling: of the adapters in ``shards``, which are merged; None where there are none.
+        share: rank and number of those that each write some of the files; the first writes the index.
+
+    Raises:
+        CheckpointError: ``shards`` lacks tensors of the model.
+    """
+    metadata = dcp.HuggingFaceStorageReader(str(shards)).read_metadata()
+    files = in_files(_together(model, _with_adapters(model, metadata, _stored(metadata, dtypes), scaling)), file_bytes)
+    entries = [[entry for together in file for entry in _entries(model, together)] for file in files]
+    rank, ranks = share
+    names = write_index(out, entries)
+    mine = list(zip(names, files, entries, strict=True))[rank::ranks]
+    with tqdm(total=sum(len(file) for _, file, _ in mine), desc="Exporting", disable=not progress) as bar:
+        for name, file, members in mine:
+            write_file(out / name, members, _values(model, file, bar))
+
+
+def reader(shards: Path) -> Callable[[str], torch.Tensor]:
+    """What gives one of the model's tensors whole, by its name."""
+    metadata = dcp.HuggingFaceStorageReader(str(shards)).read_metadata()
+    names = [name.removeprefix(MODEL) for name in metadata.state_dict_metadata if name.startswith(MODEL)]
+    known = {tensor.name: tensor for tensor in _stored(metadata, dict.fromkeys(names))}
+    return lambda name: known[name].read()
+
+
+def _with_adapters(model: Any, metadata: Metadata, tensors: list[_Stored], scaling: float | None) -> list[_Stored]:
+    if scaling is None:
+        return tensors
+    names = [tensor.name for tensor in tensors if MODEL + tensor.name + A in metadata.state_dict_metadata]
+    halves = {
+        half.name: half for half in _stored(metadata, dict.fromkeys(n + suffix for n in names for suffix in (A, B)))
+    }
+
+    def adapted(tensor: _Stored) -> _Stored:
+        if tensor.name + A not in halves:
+            return tensor
+        module = model.get_submodule(tensor.name.rpartition(".")[0])
+        is_transposed = getattr(module, "is_transposed", False)
+        return replace(
+            tensor, adapter=_Adapter(halves[tensor.name + A], halves[tensor.name + B], scaling, is_transposed)
+        )
+
+    return [adapted(tensor) for tensor in tensors]
+
+
+def _stored(metadata: Metadata, dtypes: Mapping[str, torch.dtype | None]) -> list[_Stored]:
+    pieces: dict[str, list[tuple[torch.Size, str]]] = {}
+    for index, stored in metadata.storage_data.items():
+        pieces.setdefault(index.fqn, []).append((index.offset, stored.relative_path))
+    missing = [name for name in dtypes if MODEL + name not in pieces]
+    if missing:
+        raise CheckpointError(f"the checkpoint lacks {len(missing)} tensors of the model, first {missing[0]}.")
+    found = []
+    for name, dtype in dtypes.items():
+        entry = metadata.state_dict_metadata[MODEL + name]
+        assert isinstance(entry, TensorStorageMetadata), "safetensors hold nothing else"
+        stored = entry.properties.dtype
+        found.append(_Stored(name, tuple(entry.size), stored, dtype or stored, pieces[MODEL + name]))
+    return found
+
+
+def _together(model: Any, tensors: list[_Stored]) -> list[_Together]:
+    """At the place of the first of those that belong together."""
+    by_name = {tensor.name: tensor for tensor in tensors}
+    groups = dict.fromkeys(reverts_with(model, name) for name in by_name)
+    return [_Together([by_name[name] for name in names]) for names in groups]
+
+
+def _entries(model: Any, together: _Together) -> list[Entry]:
+    values = [(t.name, torch.empty(t.shape, dtype=t.dtype, device="meta")) for t in together.members]
+    return [Entry(name, tuple(part.shape), part.dtype) for name, part in hf_names.as_checkpoint(model, values)]
+
+
+def _values(model: Any, file: list[_Together], bar: tqdm) -> Iterator[tuple[str, torch.Tensor]]:
+    for together in file:
+        yield from hf_names.as_checkpoint(model, ((t.name, t.read()) for t in together.members))
+        bar.update()

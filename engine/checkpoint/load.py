@@ -1,0 +1,316 @@
+"""Hugging Face safetensors -> the shards of this rank.
+
+No tensor is read that a rank needs a part of: it opens the files and reads the rows and columns of its shards, expert
+by expert where the checkpoint has them so (``hf_slices.py``). Replicas of the model get theirs from the first. Names
+and layouts are those of transformers' own weight converters (``core_model_loading.py``).
+"""
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from tqdm import tqdm
+
+from ..compat.transformers_names import (
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    get_model_conversion_mapping,
+    renamed,
+)
+from ..errors import listed
+from ..model.hf_convert import converter_targets
+from ..topology.dtensor import checkpointed, is_expert_parameter, local_box, local_tensor
+from ..topology.index_ranges import Box
+from ..topology.mesh import Meshes
+from ..topology.rank_consistency import alike
+from .hf_slices import Region, find_regions
+from .safetensors_reader import CheckpointFiles
+
+__all__ = ["load_weights", "verify_experts"]
+
+# Computed where they are needed, and yet in old checkpoints; transformers leaves them out too.
+_COMPUTED = r"rotary_emb\.inv_freq$"
+
+
+@dataclass
+class _Source:
+    """How one target tensor comes from checkpoint tensors: a plain copy, or a converter over lists of them.
+
+    Args:
+        part: which of the converter's targets it is.
+    """
+
+    converter: WeightConverter | None = None
+    part: int = 0
+    keys: list[tuple[str | None, str]] = field(default_factory=list)
+    """(source pattern of the converter, checkpoint key), in natural order."""
+
+    def by_pattern(self) -> dict[str | None, list[str]]:
+        found: dict[str | None, list[str]] = {}
+        for pattern, key in self.keys:
+            found.setdefault(pattern, []).append(key)
+        return found
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor that is to be filled.
+
+    Args:
+        regions: what the checkpoint's tensors have of it, each with its keys, expert by expert, or its only one; None
+            where a converter has to make it out of whole tensors.
+    """
+
+    name: str
+    target: torch.Tensor
+    source: _Source
+    regions: list[tuple[Region, list[str]]] | None
+
+
+def load_weights(
+    model: nn.Module,
+    files: CheckpointFiles,
+    meshes: Meshes,
+    initialize: Callable[[str, torch.Tensor, bool], bool] = lambda name, tensor, fits: False,
+    progress: bool = False,
+    may_be_unused: str = r"(?!)",
+) -> list[str]:
+    """Fill the parameters and persistent buffers of a sharded, materialised model from a checkpoint; collective.
+
+    Names and shapes are compared before anything is read.
+
+    Args:
+        initialize: called with name, local tensor and whether the checkpoint has it in the model's shape; fills the
+            tensor and returns True, or returns False to have it read, or reported if it is missing or ill-shaped.
+        progress: show a bar.
+        may_be_unused: matches, anywhere in a name, what the checkpoint may have and the model not, besides what the
+            model's class leaves out itself.
+
+    Returns:
+        Names of what the checkpoint has and the model has no place for.
+
+    Raises:
+        ValueError: with the first tensors that are missing, unknown or of another shape, and their files.
+        DisagreementError: a part of the ranks could not read theirs.
+    """
+    unused: list[str] = []
+    device = meshes.dense.device_type
+    first_replica = meshes.dense.get_local_rank("dp_replicate") == 0
+    with alike(device), torch.no_grad():
+        sources = _plan(model, files)
+        wanted: list[_Tensor] = []
+        wrong: list[str] = []
+        for name, target in checkpointed(model).items():
+            source = sources.get(name)
+            if initialize(name, local_tensor(target), _fits(target, source, files)):
+                continue
+            if source is None:
+                wrong.append(f"{name} is missing")
+                continue
+            tensor = _Tensor(name, target, source, _regions(name, target, source, model, files))
+            wrong += _faults(tensor, files)
+            wanted.append(tensor)
+        unused = [name for name in sources if name not in model.state_dict()]
+        wrong += _unknown([name for name in unused if not re.search(may_be_unused, name)], sources, model, files)
+        if wrong:
+            kind = type(model).__name__.removeprefix("FSDP")
+            raise ValueError(f"{files.folder} is no checkpoint of {kind}: {listed(wrong)}.")
+        for tensor in tqdm(wanted if first_replica else (), desc="Loading weights", disable=not progress):
+            _fill(tensor, model, files)
+    if meshes.topology.dp_replicate > 1:
+        for target in checkpointed(model).values():
+            _copy_of_first_replica(local_tensor(target), meshes)
+    return unused
+
+
+def verify_experts(model: nn.Module, files: CheckpointFiles, count: int = 2) -> list[str]:
+    """Make a few of this rank's experts again, by transformers' converter from whole tensors, and compare.
+
+    Args:
+        count: experts, each of another stack, the stacks far apart.
+
+    Returns:
+        ``<stack>[<expert>]`` of each that was compared.
+
+    Raises:
+        ValueError: one is not what the checkpoint has.
+    """
+    sources = _plan(model, files)
+    held = {
+        name: target
+        for name, target in checkpointed(model).items()
+        if is_expert_parameter(target) and target.dim() == 3 and name in sources and local_tensor(target).numel()
+    }
+    names, done = list(held), []
+    count = min(count, len(names))
+    for index in (round(i * (len(names) - 1) / max(1, count - 1)) for i in range(count)):
+        name, target = names[index], held[names[index]]
+        box = local_box(target)
+        expert = box.low[0] + index % (box.high[0] - box.low[0])
+        one = box.along(0, expert, expert + 1)
+        if sources[name].converter is None:
+            wanted = files.read(sources[name].keys[-1][1], one.slices)
+        else:
+            wanted = _convert(name, target, sources[name], one.slices, model, files)
+        found = local_tensor(target).detach()[one.inside(box)].cpu()
+        if not torch.equal(found, wanted.to(found.dtype)):
+            raise ValueError(f"{name}[{expert}] is not what {files.folder} has, after loading.")
+        done.append(f"{name}[{expert}]")
+    return done
+
+
+def _plan(model: nn.Module, files: CheckpointFiles) -> dict[str, _Source]:
+    """For each target name the checkpoint tensors it is made of; no tensor is read."""
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    prefix, known = str(model.base_model_prefix), model.state_dict()
+
+    sources: dict[str, _Source] = {}
+    for key in sorted(files.file_of, key=dot_natural_key):
+        name, pattern = renamed(key, renamings, converters, prefix, known)
+        if name not in known and key in known:
+            name, pattern = key, None
+        converter = by_pattern[pattern] if pattern is not None else None
+        for part, target in enumerate(converter_targets(name, converter)):
+            sources.setdefault(target, _Source(converter, part)).keys.append((pattern, key))
+    return sources
+
+
+def _fits(target: torch.Tensor, source: _Source | None, files: CheckpointFiles) -> bool:
+    """Whether the checkpoint has the tensor; in its shape, where no converter makes it."""
+    if source is None or source.converter is not None:
+        return source is not None
+    return files.shape(source.keys[-1][1]) == tuple(target.shape)
+
+
+def _regions(
+    name: str, target: torch.Tensor, source: _Source, model: Any, files: CheckpointFiles
+) -> list[tuple[Region, list[str]]] | None:
+    """What the checkpoint's tensors have of a target; see ``_Tensor``.
+
+    Raises:
+        ValueError: if it has not as many experts as the target.
+    """
+    if source.converter is None or _is_as_it_is(target, source, files):
+        return [(Region.whole(name, tuple(target.shape)), [source.keys[-1][1]])]
+    lists = list(source.by_pattern().values())
+    one_by_one = any(len(keys) > 1 for keys in lists)
+    if one_by_one:
+        # A converter with several targets deals the experts of each out in equal parts.
+        experts = target.shape[0]
+        for keys in lists:
+            _check_experts(name, keys, experts, len(source.converter.target_patterns), files)
+        lists = [keys[source.part * experts : (source.part + 1) * experts] for keys in lists]
+    is_stack = one_by_one or is_expert_parameter(target)
+    found = find_regions(model, name, target.shape, is_stack)
+    keys_of = {keys[0]: keys for keys in lists}
+    if found is None or {region.name for region in found} != keys_of.keys():
+        return None
+    return [(region, keys_of[region.name]) for region in found]
+
+
+def _is_as_it_is(target: torch.Tensor, source: _Source, files: CheckpointFiles) -> bool:
+    """Whether the converter only transposes what has not the target's shape yet, and this has it."""
+    operations = source.converter.operations if source.converter is not None else []
+    lenient = all(
+        isinstance(operation, Transpose) and getattr(operation, "check_dims", False) for operation in operations
+    )
+    return lenient and files.shape(source.keys[-1][1]) == tuple(target.shape)
+
+
+def _faults(tensor: _Tensor, files: CheckpointFiles) -> list[str]:
+    """Which of the checkpoint's tensors have not the shape that they should."""
+    wrong = []
+    for region, keys in tensor.regions or ():
+        shape = region.expected(tensor.target.shape[0] if is_expert_parameter(tensor.target) else None)
+        for key in keys:
+            if files.shape(key) != shape:
+                where = f"{key} (in {files.file_of[key]})"
+                wrong.append(f"{where} is {files.shape(key)}, and {tensor.name} of the model needs {shape}")
+    return wrong
+
+
+def _unknown(names: list[str], sources: Mapping[str, _Source], model: Any, files: CheckpointFiles) -> list[str]:
+    patterns = [_COMPUTED, *(model._keys_to_ignore_on_load_unexpected or ())]
+    keys = [sources[name].keys[0][1] for name in names if not any(re.search(p, name) for p in patterns)]
+    return [f"{key} (in {files.file_of[key]}) is no tensor of the model" for key in keys]
+
+
+def _fill(tensor: _Tensor, model: nn.Module, files: CheckpointFiles) -> None:
+    """Read what this rank holds of a tensor and copy it there."""
+    local = local_tensor(tensor.target)
+    if not local.numel():
+        return
+    box = local_box(tensor.target)
+    if tensor.regions is None:
+        local.copy_(_convert(tensor.name, tensor.target, tensor.source, box.slices, model, files))
+        return
+    for region, keys in tensor.regions:
+        for key, held, into in _keys_in(keys, box, local):
+            part = region.part(held, files.shape(key))
+            if part is not None:
+                part.copy(files.read(key, part.source), into)
+
+
+def _keys_in(keys: list[str], box: Box, local: torch.Tensor) -> Iterator[tuple[str, Box, torch.Tensor]]:
+    """A region's keys with the part of a box that each may have something of, as if it were the first expert's."""
+    if len(keys) == 1:
+        yield keys[0], box, local
+        return
+    for expert in range(box.low[0], box.high[0]):
+        yield keys[expert], box.along(0, 0, 1), local[expert - box.low[0]].unsqueeze(0)
+
+
+def _copy_of_first_replica(local: torch.Tensor, meshes: Meshes) -> None:
+    """Have what the first replica read; collective."""
+    sent = local.detach().to(meshes.dense.device_type)  # shards may be on the CPU, where the backend takes none from
+    dist.broadcast(sent, group=meshes.dense.get_group("dp_replicate"), group_src=0)
+    if sent.data_ptr() != local.data_ptr():
+        local.detach().copy_(sent)
+
+
+def _convert(
+    name: str, target: torch.Tensor, source: _Source, box: tuple[slice, ...], model: nn.Module, files: CheckpointFiles
+) -> torch.Tensor:
+    """Run transformers' converter, on the box's experts alone where the checkpoint stores them one by one."""
+    by_pattern = source.by_pattern()
+    one_by_one = any(len(keys) > 1 for keys in by_pattern.values())
+    owned = box[0] if one_by_one else slice(None)
+
+    converter = copy.deepcopy(source.converter)
+    assert converter is not None
+    for pattern, keys in by_pattern.items():
+        if one_by_one:
+            # A converter with several targets deals the experts of each out in equal parts.
+            parts = range(len(converter.target_patterns))
+            keys = [key for i in parts for key in keys[i * target.shape[0] : (i + 1) * target.shape[0]][owned]]
+        for key in keys:
+            converter.add_tensor(name, key, pattern, partial(files.read, key))
+    made = converter.convert(name, model=model, config=model.config)
+    value = made[name]
+    value = value[0] if isinstance(value, list) else value
+    experts = owned.stop - owned.start if one_by_one else target.shape[0]
+    if tuple(value.shape) != (experts, *target.shape[1:]):
+        raise ValueError(
+            f"{files.folder}: {name} of the model has the shape {tuple(target.shape)}, but {source.keys[0][1]} and its "
+            f"likes give {tuple(value.shape)}."
+        )
+    return value[(slice(None), *box[1:])] if one_by_one else value[box]
+
+
+def _check_experts(name: str, keys: list[str], experts: int, targets: int, files: CheckpointFiles) -> None:
+    if len(keys) != targets * experts:
+        raise ValueError(
+            f"{files.folder}: {name} stacks {experts} experts, but the checkpoint has {len(keys)} tensors like "
+            f"{keys[0]}."
+        )

@@ -1,0 +1,183 @@
+"""The safetensors files of a Hugging Face checkpoint."""
+
+import json
+import math
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from ..errors import SettingError
+from ..topology.rank_consistency import alike
+
+__all__ = ["CheckpointFiles", "check_files", "local_checkpoint", "open_checkpoint"]
+
+_SETTING = "actor_rollout_ref.model.path"
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """Where each tensor of a checkpoint is. Files stay open, mapped into memory, once one of their tensors was read."""
+
+    folder: Path
+    file_of: Mapping[str, str]
+    _open: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Shape of one tensor, from the file's header."""
+        return tuple(self._file(key).get_slice(key).get_shape())
+
+    def read(self, key: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
+        """Read one tensor, or the part of it that ``index`` cuts; only those bytes are touched."""
+        return self._file(key).get_slice(key)[index] if index else self._file(key).get_tensor(key)
+
+    def _file(self, key: str) -> Any:
+        """
+        Raises:
+            SettingError: naming the file, if it can't be read, is cut off or is damaged.
+        """
+        name = self.file_of[key]
+        if name not in self._open:
+            self._open[name] = _opened(self.folder / name)
+        return self._open[name]
+
+
+def local_checkpoint(path: str, revision: str | None = None, device: torch.device | str = "cpu") -> str:
+    """The folder of a checkpoint given as a folder or as an id on the Hugging Face hub; collective.
+
+    verl hands a hub id on as it is. One rank of each host downloads, the others find it in the cache.
+
+    Args:
+        revision: the commit that the model's config is of, so that the weights are of the same.
+        device: where the default group's backend takes tensors from.
+
+    Raises:
+        Exception: of the hub, where all ranks have the same.
+        DisagreementError: on all ranks, if the download failed on some.
+    """
+    if os.path.isdir(path) or not _HUB_ID.fullmatch(path):
+        return path
+    hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())  # LOCAL_RANK is 0 on each of verl's Ray workers
+    rank, folder = dist.get_rank(), ""
+    wanted = ["*.safetensors", "*.safetensors.index.json"]
+    with alike(device):
+        if hosts.index(hosts[rank]) == rank:
+            snapshot_download(path, revision=revision, allow_patterns=wanted)
+    with alike(device):
+        folder = snapshot_download(path, revision=revision, allow_patterns=wanted, local_files_only=True)
+    return folder
+
+
+def open_checkpoint(folder: str | Path) -> CheckpointFiles:
+    """Find the safetensors of a Hugging Face checkpoint.
+
+    Raises:
+        SettingError: if the folder is missing or holds no safetensors, or a file can't be read.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise SettingError(_SETTING, folder, "is not a folder.", "the folder of a Hugging Face checkpoint")
+    if (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
+        try:
+            weight_map = dict(json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text())["weight_map"])
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise _damaged(folder / SAFE_WEIGHTS_INDEX_NAME, f"{type(error).__name__}: {error}") from error
+        return CheckpointFiles(folder, weight_map)
+    single = folder / SAFE_WEIGHTS_NAME
+    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise SettingError(
+            _SETTING,
+            folder,
+            "has no *.safetensors file.",
+            "a checkpoint saved with safetensors (model.save_pretrained writes them)",
+        )
+    file_of: dict[str, str] = {}
+    for file in files:
+        with _opened(file) as handle:
+            file_of.update(dict.fromkeys(handle.keys(), file.name))
+    return CheckpointFiles(folder, file_of)
+
+
+def check_files(checkpoint: CheckpointFiles) -> None:
+    """Look whether all files are there and whole: their headers are read, and none of their tensors.
+
+    Raises:
+        SettingError: naming the first file that is not.
+    """
+    keys_of: dict[str, list[str]] = {}
+    for key, name in checkpoint.file_of.items():
+        keys_of.setdefault(name, []).append(key)
+    missing = [name for name in sorted(keys_of) if not (checkpoint.folder / name).is_file()]
+    if missing:
+        rule = f"its index names {', '.join(missing[:3])}, which {'is' if len(missing) == 1 else 'are'} not there."
+        raise SettingError(_SETTING, checkpoint.folder, rule, "a complete checkpoint")
+    for name, keys in keys_of.items():
+        with _opened(checkpoint.folder / name) as handle:
+            lacking = set(keys) - set(handle.keys())
+        if lacking:
+            raise _damaged(checkpoint.folder / name, f"it lacks {min(lacking)}, which the index says that it has")
+
+
+def _opened(path: Path) -> Any:
+    """The file, its header checked: safetensors compares it with the file's size.
+
+    Raises:
+        SettingError: it can't be read.
+    """
+    try:
+        path.open("rb").close()  # safetensors says of any file that it can't open that there is none
+        return safe_open(path, framework="pt")
+    except OSError as error:
+        raise _damaged(path, error.strerror or str(error)) from error
+    except SafetensorError as error:
+        raise _damaged(path, _fault(path) or str(error)) from error
+
+
+def _damaged(path: Path, fault: str) -> SettingError:
+    works = "the same checkpoint downloaded or copied again, or saved again with model.save_pretrained"
+    return SettingError(_SETTING, path.parent, f"{path.name} can't be read: {fault}.", works)
+
+
+def _fault(path: Path) -> str:
+    """What is wrong with a safetensors file, in words; empty if that is not known."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        begin = file.read(64)
+        if begin.startswith(b"version https://git-lfs"):
+            return "it is a pointer of Git LFS to the file (git lfs pull brings the file itself)"
+        if size < 8:
+            return f"it has {size} bytes"
+        length = int.from_bytes(begin[:8], "little")
+        if size < 8 + length:
+            return f"its header should have {length} bytes, and the file has {size}: it is cut off, or no safetensors"
+        file.seek(8)
+        try:
+            tensors = {name: at for name, at in json.loads(file.read(length)).items() if name != "__metadata__"}
+            at = 0
+            for name, tensor in sorted(tensors.items(), key=lambda item: item[1]["data_offsets"]):
+                begins, ends = tensor["data_offsets"]
+                bits = re.search(r"\d+", tensor["dtype"])
+                nbytes = math.prod(tensor["shape"]) * (int(bits[0]) if bits else 8) // 8
+                if begins != at:
+                    return f"{name} begins at byte {begins} of its data, and what is before it ends at {at}"
+                if ends - begins != nbytes:
+                    return f"{name} is {tensor['dtype']} {tensor['shape']}, and has {ends - begins} bytes"
+                at = ends
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            return f"its header is damaged ({type(error).__name__}: {error})"
+    if size != 8 + length + at:
+        cut = ": it is cut off" if size < 8 + length + at else ""
+        return f"its tensors end at byte {8 + length + at}, and the file has {size}{cut}"
+    return ""

@@ -1,0 +1,356 @@
+"""Save and resume, and export to Hugging Face format.
+
+A checkpoint folder of one role holds
+
+    epfsdp2_checkpoint.json  format, and size and checksum of every other file (``atomic_folder.py``)
+    dist_ckpt/               torch distributed checkpoint in safetensors: model and optimizer by parameter name, with
+                             real placements
+    trainer_state.json       step, learning-rate schedule, the optimizer's settings
+    rng/                     torch's random state on each rank, of the CPU and of its device
+    huggingface/             config, tokenizer; with ``hf_model`` also the weights in the family's checkpoint layout,
+                             adapters merged
+    lora_adapter/            adapters, if there are any, as peft saves them
+
+It is safetensors and JSON throughout: nothing in it is ever unpickled.
+"""
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from ..errors import listed
+from ..lora.adapters import lora_of
+from ..lora.peft_files import ADAPTER, write_adapter
+from ..model.hf_convert import note_shapes
+from ..optim.multi_optimizer import MultiOptimizer
+from ..topology.dtensor import checkpointed, is_adapter
+from ..topology.rank_consistency import alike
+from .atomic_folder import CheckpointError, check_whole, written_whole
+from .export_hf import MODEL, reader, write_hf_weights
+
+__all__ = [
+    "HF",
+    "KNOWN_CONTENTS",
+    "OPTIMIZER",
+    "RNG",
+    "SHARDS",
+    "STATE",
+    "Snapshot",
+    "load_checkpoint",
+    "name_as_latest",
+    "plain_value",
+    "remove_old",
+    "save_checkpoint",
+]
+
+logger = logging.getLogger("epfsdp2")
+
+KNOWN_CONTENTS = frozenset({"model", "optimizer", "extra", "hf_model"})
+SHARDS, HF = "dist_ckpt", "huggingface"
+STATE, RNG, _FOR_HF = "trainer_state.json", "rng", "for_hf"
+OPTIMIZER = "optimizer."  # what names in SHARDS begin with
+_TRACKER = "latest_checkpointed_iteration.txt"  # verl's
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint is to hold of a trainer at one step.
+
+    Args:
+        tensors: by their names in SHARDS, sharded.
+        facts: the content of ``trainer_state.json``.
+    """
+
+    model: nn.Module
+    contents: frozenset[str]
+    tensors: dict[str, torch.Tensor]
+    facts: dict[str, Any]
+    random: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, optimizer: MultiOptimizer | None, lr_scheduler: Any, contents: Iterable[str], step: int
+    ) -> "Snapshot":
+        """What is named in ``contents`` as it is now; the tensors are those that are trained."""
+        contents = frozenset(contents)
+        if "hf_model" in contents:
+            note_shapes(model)  # ``write`` may run in another thread, beside a forward
+        tensors = _of_model(model) if contents & {"model", "hf_model"} else {}
+        groups = None
+        if "optimizer" in contents and optimizer is not None:
+            packed = optimizer.state_dict()
+            tensors |= _flat(packed["state"])
+            groups = packed["param_groups"]
+        schedule = lr_scheduler.state_dict() if "extra" in contents and lr_scheduler is not None else None
+        facts = {"step": step, "lr_scheduler": schedule, "param_groups": groups, "lora": _lora_facts(model)}
+        facts = json.loads(json.dumps(facts, default=plain_value))
+        return cls(model, contents, tensors, facts, _random_state() if "extra" in contents else {})
+
+    def on_host(self) -> "Snapshot":
+        """The same in memory of its own, which training does not change."""
+        return replace(self, tensors={name: t.detach().to("cpu", copy=True) for name, t in self.tensors.items()})
+
+    def write(
+        self,
+        folder: Path,
+        describe: Callable[[Path], None],
+        device: torch.device | str = "cpu",
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Write the folder; collective.
+
+        Args:
+            describe: writes config and tokenizer into a folder; called on one rank.
+            device: where the group's backend takes tensors from.
+            group: of all ranks, the default one by default.
+        """
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        with written_whole(folder, device, group) as partial:
+            shards = partial / SHARDS
+            of_model = {name: t for name, t in self.tensors.items() if name.startswith(MODEL)}
+            if "model" in self.contents:
+                _write_shards(shards, self.tensors, group)
+            else:
+                _write_shards(shards, {n: t for n, t in self.tensors.items() if n not in of_model}, group)
+                shards = partial / _FOR_HF
+                _write_shards(shards, of_model, group)
+            with alike(device, group):
+                if self.random:
+                    (partial / RNG).mkdir(exist_ok=True)
+                    save_file(self.random, partial / RNG / f"{rank:05d}.safetensors")
+                (partial / HF).mkdir(exist_ok=True)
+                if rank == 0:
+                    (partial / STATE).write_text(json.dumps(self.facts))
+                    describe(partial / HF)
+                lora = lora_of(self.model)
+                if "hf_model" in self.contents:
+                    dtypes = dict.fromkeys(n.removeprefix(MODEL) for n in of_model if not is_adapter(n))
+                    scaling = None if lora is None else lora.scaling
+                    write_hf_weights(self.model, shards, partial / HF, dtypes, scaling=scaling, share=(rank, ranks))
+                if lora is not None and of_model and rank == 0:
+                    base = cast(Any, self.model).config.name_or_path
+                    write_adapter(partial / ADAPTER, lora, base, reader(shards))
+            with alike(device, group):
+                if rank == 0:
+                    shutil.rmtree(partial / _FOR_HF, ignore_errors=True)
+
+
+def save_checkpoint(
+    folder: Path,
+    model: nn.Module,
+    optimizer: MultiOptimizer | None,
+    lr_scheduler: Any,
+    contents: Iterable[str],
+    step: int,
+    describe: Callable[[Path], None] = lambda folder: None,
+    device: torch.device | str = "cpu",
+) -> None:
+    """Write what ``contents`` names; collective. See ``Snapshot``."""
+    Snapshot.of(model, optimizer, lr_scheduler, contents, step).write(folder, describe, device)
+
+
+def load_checkpoint(
+    folder: Path,
+    model: nn.Module,
+    optimizer: MultiOptimizer | None,
+    lr_scheduler: Any,
+    contents: Iterable[str],
+    device: torch.device | str = "cpu",
+) -> None:
+    """Restore what ``contents`` names, on any arrangement of ranks; collective.
+
+    Raises:
+        CheckpointError: the folder holds no complete checkpoint, files are damaged, or its tensors are not the model's.
+        ValueError: if the optimizer's state was not saved, or is of another model or another algorithm, or the
+            schedule is of other optimizers. In all cases before a parameter has changed.
+    """
+    contents = set(contents)
+    check_whole(folder, device)
+    facts = json.loads((folder / STATE).read_text())
+    if "model" in contents and facts.get("lora") != _lora_facts(model):
+        raise CheckpointError(f"{folder} has adapters {facts.get('lora')}, and this run's are {_lora_facts(model)}.")
+    schedule = facts["lr_scheduler"] if "extra" in contents and lr_scheduler is not None else None
+    if schedule is not None:
+        lr_scheduler.check_state_dict(schedule)
+    reader = dcp.HuggingFaceStorageReader(str(folder / SHARDS))
+    metadata = reader.read_metadata()
+    state: dict[str, torch.Tensor] = {}
+    if "model" in contents:
+        own = _of_model(model)
+        _check_tensors(folder, metadata, own)
+        state |= own
+    packed = None
+    if "optimizer" in contents and optimizer is not None:
+        packed = _optimizer_template(folder, facts["param_groups"], metadata, optimizer)
+        state |= _flat(packed["state"])
+    if state:
+        dcp.load(state, storage_reader=reader)
+    if packed is not None and optimizer is not None:
+        optimizer.load_state_dict(packed)
+    if "extra" in contents:
+        if schedule is not None:
+            lr_scheduler.load_state_dict(schedule)
+        _restore_random_state(folder)
+    dist.barrier()
+
+
+def remove_old(saved: list[Path], max_to_keep: int | None) -> list[Path]:
+    """Delete the oldest of ``saved`` (oldest first) beyond ``max_to_keep``; returns what is left.
+
+    verl names the checkpoint to resume from in a file that it writes after a save, so until the next save that is the
+    one before the newest. It stays, even if it is one too many.
+    """
+    if not max_to_keep or max_to_keep < 1:
+        return saved
+    old = [path for path in saved[:-max_to_keep] if not _is_named(path)]
+    if dist.get_rank() == 0:
+        for path in old:
+            shutil.rmtree(path, ignore_errors=True)
+    return [path for path in saved if path not in old]
+
+
+def name_as_latest(folder: Path, step: int) -> None:
+    """Have verl resume from this role's folder of a step, as its trainers do after a save that they wait for."""
+    tracker = folder.parent.parent / _TRACKER
+    written = tracker.with_suffix(".new")
+    written.write_text(str(step))
+    written.replace(tracker)
+
+
+def _is_named(path: Path) -> bool:
+    """Whether verl would resume from the ``global_step_<n>`` that the folder is, or is in."""
+    for step in (path, *path.parents):
+        tracker = step.parent / _TRACKER
+        if step.name.startswith("global_step_") and tracker.is_file():
+            return tracker.read_text().strip() == step.name.removeprefix("global_step_")
+    return False
+
+
+def _lora_facts(model: nn.Module) -> dict[str, float] | None:
+    lora = lora_of(model)
+    return None if lora is None else lora.facts()
+
+
+def _random_state() -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.accelerator.is_available():
+        state["device"] = torch.get_device_module().get_rng_state()
+    return state
+
+
+def _restore_random_state(folder: Path) -> None:
+    """Of this rank; a rank that the saved run did not have starts from a seed made of rank 0's state and its number."""
+    own, first = (folder / RNG / f"{rank:05d}.safetensors" for rank in (dist.get_rank(), 0))
+    if own.is_file():
+        random = load_file(own)
+        torch.set_rng_state(random["cpu"])
+        if "device" in random and torch.accelerator.is_available():
+            torch.get_device_module().set_rng_state(random["device"])
+    elif first.is_file():
+        drawn = torch.Generator()
+        drawn.set_state(load_file(first)["cpu"])
+        torch.manual_seed(int(torch.randint(2**62, (), generator=drawn)) + dist.get_rank())
+    saved, ranks = len(list((folder / RNG).glob("*.safetensors"))), dist.get_world_size()
+    if 0 < saved < ranks and dist.get_rank() == 0:
+        logger.warning(
+            "epfsdp2: %s has the random state of %d ranks and this run has %d: the others start from a seed that is "
+            "made of rank 0's state and their number",
+            folder,
+            saved,
+            ranks,
+        )
+
+
+def _write_shards(folder: Path, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    if tensors:
+        dcp.save(
+            tensors,
+            storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True),
+            process_group=group,
+        )
+
+
+def _of_model(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What is saved of a model, and read into it in place; a tied parameter once."""
+    return {MODEL + name: tensor.detach() for name, tensor in checkpointed(model).items()}
+
+
+def _flat(state: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {f"{OPTIMIZER}{fqn}.{key}": value for fqn, entries in state.items() for key, value in entries.items()}
+
+
+def plain_value(value: Any) -> Any:
+    """What JSON does not know of an optimizer's settings."""
+    return value.item() if isinstance(value, torch.Tensor) else str(value)
+
+
+def _check_tensors(folder: Path, metadata: Metadata, own: Mapping[str, torch.Tensor]) -> None:
+    """Compare names and shapes of the saved model with this one's.
+
+    Raises:
+        CheckpointError: with the first that are missing, unknown or of another shape, and the files of the latter.
+    """
+    saved = {name: size for name, size in _sizes(metadata).items() if name.startswith(MODEL)}
+    file_of = {index.fqn: Path(info.relative_path).name for index, info in metadata.storage_data.items()}
+    wrong = [f"{name} is missing" for name in own if name not in saved]
+    wrong += [f"{name} (in {file_of[name]}) is no tensor of the model" for name in saved if name not in own]
+    wrong += [
+        f"{name} (in {file_of[name]}) is {saved[name]}, the model's is {tuple(own[name].shape)}"
+        for name in own
+        if name in saved and saved[name] != tuple(own[name].shape)
+    ]
+    if wrong:
+        raise CheckpointError(f"{folder} is of another model: {listed(wrong)}.")
+
+
+def _optimizer_template(
+    folder: Path, groups: list[dict[str, Any]] | None, metadata: Metadata, optimizer: MultiOptimizer
+) -> dict[str, Any]:
+    """What the checkpoint has of the optimizer's state, as this optimizer's own tensors, to be read into; collective.
+
+    Raises:
+        ValueError: if it does not fit.
+    """
+    if groups is None:
+        raise ValueError(f"{folder} holds no optimizer state: leave the optimizer out of what is loaded.")
+    optimizer.check_groups(groups)
+    saved = _saved_state(metadata)
+    # torch makes state at the first step; what is read needs somewhere to go.
+    optimizer.init_state()
+    own = optimizer.state_dict()["state"]
+    for fqn, entries in saved.items():
+        if entries.keys() != own[fqn].keys():
+            raise ValueError(f"The saved state of {fqn} is {sorted(entries)}, the optimizer's is {sorted(own[fqn])}.")
+        for key, size in entries.items():
+            shape = tuple(own[fqn][key].shape)
+            if size != shape:
+                raise ValueError(f"The saved {key} of {fqn} is {size}, the optimizer's is {shape}.")
+    # A parameter that had no gradient yet when the checkpoint was written has no state in it.
+    return {"state": {fqn: own[fqn] for fqn in own if fqn in saved}, "param_groups": groups}
+
+
+def _saved_state(metadata: Metadata) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Parameter name -> entry of its optimizer state -> its shape."""
+    saved: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, size in _sizes(metadata).items():
+        if name.startswith(OPTIMIZER):
+            fqn, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
+            saved.setdefault(fqn, {})[key] = size
+    return saved
+
+
+def _sizes(metadata: Metadata) -> dict[str, tuple[int, ...]]:
+    """Shape of every saved tensor."""
+    entries = metadata.state_dict_metadata.items()
+    return {name: tuple(entry.size) for name, entry in entries if isinstance(entry, TensorStorageMetadata)}

@@ -1,0 +1,83 @@
+"""transformers' private names that loading and saving work with, looked up once.
+
+Read in transformers 5.9.0, 5.12.1 and 5.23.0.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+from .private_names import look_up
+
+__all__ = [
+    "ALL_EXPERTS_FUNCTIONS",
+    "Transpose",
+    "WeightConverter",
+    "WeightRenaming",
+    "dot_natural_key",
+    "get_model_conversion_mapping",
+    "no_init_weights",
+    "renamed",
+    "revert_weight_conversion",
+]
+
+_find = partial(look_up, known="5.9 to 5.23")
+_LOADING = "transformers.core_model_loading"
+
+ALL_EXPERTS_FUNCTIONS = _find("transformers.integrations.moe:ALL_EXPERTS_FUNCTIONS")
+Transpose = _find(f"{_LOADING}:Transpose")
+WeightConverter = _find(f"{_LOADING}:WeightConverter")
+WeightRenaming = _find(f"{_LOADING}:WeightRenaming")
+dot_natural_key = _find(f"{_LOADING}:dot_natural_key")
+no_init_weights = _find("transformers.initialization:no_init_weights")
+_get_mapping = _find("transformers.conversion_mapping:get_model_conversion_mapping")
+_revert = _find(f"{_LOADING}:revert_weight_conversion")
+_rename_source_key = _find(f"{_LOADING}:rename_source_key")
+
+
+def renamed(
+    key: str, renamings: Sequence[Any], converters: Sequence[Any], base_model_prefix: Any, known: Mapping[str, Any]
+) -> tuple[str, str | None]:
+    """What the model calls a checkpoint's tensor, and the source pattern of the converter that takes it, if one does.
+
+    Args:
+        base_model_prefix: of the model; put before a name, or taken off, where that makes it one of ``known``.
+        known: the model's names; values that are not None.
+    """
+    # By position: the fourth parameter is ``prefix`` up to 5.11 and ``base_model_prefix`` after.
+    return _rename_source_key(key, renamings, converters, base_model_prefix, known)
+
+
+def get_model_conversion_mapping(model: nn.Module, **kwargs: Any) -> list[Any]:
+    """transformers' weight converters and renamings for a model, sharded or not."""
+    return _get_mapping(_unsharded(model), **kwargs)
+
+
+def revert_weight_conversion(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors of those of a model, sharded or not."""
+    return _revert(_unsharded(model), state)
+
+
+def _unsharded(model: nn.Module) -> nn.Module:
+    """A model whose submodels are of the classes that transformers knows, and which shares everything else.
+
+    Conversions go by the name of a class, and from 5.20 on by the module that defines it; FSDP has its own for each.
+    """
+    plain = _of_own_class(model)
+    if plain is not model:
+        plain.named_modules = lambda: ((n, _of_own_class(m)) for n, m in model.named_modules())  # type: ignore
+    return plain
+
+
+def _of_own_class(module: nn.Module) -> nn.Module:
+    if not isinstance(module, FSDPModule) or not isinstance(module, PreTrainedModel):
+        return module
+    own = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
+    plain: nn.Module = own.__new__(own)  # type: ignore[assignment]
+    plain.__dict__.update(module.__dict__)
+    return plain

@@ -1,0 +1,1 @@
+"""What FSDP2 wraps and how, activation checkpointing, compilation, sequence parallelism."""

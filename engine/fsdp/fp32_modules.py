@@ -1,0 +1,136 @@
+"""Modules that compute in float32 while the rest of the model computes in a lower precision.
+
+Two kinds, wrapped as FSDP modules of their own:
+
+* what the model's class keeps in float32 whatever dtype it is loaded in (``_keep_in_fp32_modules_strict``): its code
+  expects float32 parameters there and casts for itself, so inputs are left alone;
+* what the user names (``engine.fp32_modules``), e.g. routers: their inputs are cast to float32 as well.
+
+Correction biases are never cast either. In most families they are buffers, which FSDP leaves alone; where they are
+frozen parameters FSDP is told to (``correction_biases``).
+
+FSDP casts parameters, not buffers. Where a module multiplies float32 buffers of its own into its activations, these
+are float32 when they meet the next weight. Such modules run under autocast (``mixing_buffers``).
+"""
+
+import difflib
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from ..errors import SettingError
+from ..model.meta import kept_in_float32
+
+__all__ = ["Island", "correction_biases", "find_islands", "mixing_buffers", "unmatched_patterns"]
+
+
+# FSDP gathers a module's weight when the module is called.
+_READ_WITHOUT_A_CALL = {("DeepseekV2Moe", "gate")}
+# What routers call their correction biases: e_score_correction_bias, and expert_bias in Afmoe.
+_CORRECTION_BIAS = re.compile(r"(?:^|[._])(?:correction|expert)_bias$")
+
+
+@dataclass(frozen=True)
+class Island:
+    """A module to wrap in float32.
+
+    ``mainland`` are modules below it that stay in the lower precision, to be wrapped together before it.
+    """
+
+    module: nn.Module
+    mainland: tuple[nn.Module, ...] = ()
+    casts_inputs: bool = False
+
+
+def find_islands(model: nn.Module, experts: Sequence[nn.Module], patterns: Sequence[str] = ()) -> list[Island]:
+    """The model's float32 islands, inner ones first.
+
+    Args:
+        experts: the experts modules, which are never in float32 alone.
+        patterns: FQNs of modules, ``*`` matches anything.
+
+    Raises:
+        SettingError: if a pattern matches no module that has parameters, or one that holds experts.
+    """
+    named = _named(model, set(experts), patterns)
+    kept = kept_in_float32(model)
+    kept_params = {p for name, p in model.named_parameters() if kept.search(name)}
+    islands = [Island(module, casts_inputs=True) for module in named]
+    islands += _owners(model, kept_params - {p for module in named for p in module.parameters()})
+    return islands
+
+
+def correction_biases(model: nn.Module, num_experts: Collection[int]) -> set[nn.Parameter]:
+    """Frozen parameters with one entry per expert, which are added to routing scores (Afmoe, Laguna, Ernie 4.5).
+
+    By their names too: other parameters may be frozen, and as large (``head_dim`` is 128 in a model of 128 experts).
+    """
+    return {
+        p
+        for name, p in model.named_parameters()
+        if _CORRECTION_BIAS.search(name) and not p.requires_grad and p.numel() in num_experts
+    }
+
+
+def mixing_buffers(model: nn.Module, experts: Collection[nn.Module]) -> list[nn.Module]:
+    """Modules with linears and floating-point buffers of their own, but no experts: MiniMax's linear attention.
+
+    Not so routers, whose buffers are correction biases, and rotary embeddings: they cast for themselves, and have no
+    linear below them.
+    """
+
+    def mixes(module: nn.Module) -> bool:
+        below = list(module.modules())[1:]
+        buffers = any(buffer.is_floating_point() for buffer in module.buffers(recurse=False))
+        return buffers and any(isinstance(m, nn.Linear) for m in below) and not any(m in experts for m in below)
+
+    return [module for module in model.modules() if mixes(module)]
+
+
+def unmatched_patterns(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Those of the FQN patterns that match no module with parameters."""
+    names = _with_params(model)
+    return [pattern for pattern in patterns if not any(fnmatchcase(fqn, pattern) for fqn in names)]
+
+
+def _with_params(model: nn.Module) -> dict[str, nn.Module]:
+    return {fqn: m for fqn, m in model.named_modules() if fqn and any(True for _ in m.parameters())}
+
+
+def _named(model: nn.Module, experts: set[nn.Module], patterns: Sequence[str]) -> list[nn.Module]:
+    found: dict[nn.Module, None] = {}
+    with_params = _with_params(model)
+    for pattern in patterns:
+        matching = [m for fqn, m in with_params.items() if fnmatchcase(fqn, pattern)]
+        if not matching:
+            near = difflib.get_close_matches(pattern, with_params, n=3, cutoff=0.3)
+            raise SettingError("engine.fp32_modules", pattern, "matches no module of the model.", f"one like {near}")
+        if any(experts & set(module.modules()) for module in matching):
+            rule = "matches a module that holds experts, which compute in engine.dtype."
+            raise SettingError("engine.fp32_modules", pattern, rule, "the router alone, e.g. '*.mlp.gate'")
+        for fqn, _ in ((fqn, m) for fqn, m in with_params.items() if m in matching):
+            parent, _, own = fqn.rpartition(".")
+            if (type(model.get_submodule(parent)).__name__, own) in _READ_WITHOUT_A_CALL:
+                rule = f"matches {fqn}, whose weight the model's code reads without calling it, and casts to float32."
+                raise SettingError("engine.fp32_modules", pattern, rule, "leave it out")
+        found.update(dict.fromkeys(reversed(matching)))  # a module comes before what is below it
+    return list(found)
+
+
+def _owners(model: nn.Module, kept: set[nn.Parameter]) -> Iterator[Island]:
+    """The largest modules that hold nothing but ``kept``, and the modules that hold some of it directly."""
+    todo = [model]
+    while todo:
+        module = todo.pop()
+        below = set(module.parameters())
+        if not below & kept:
+            continue
+        if below <= kept:
+            yield Island(module)
+            continue
+        todo.extend(module.children())
+        if kept & set(module.parameters(recurse=False)):
+            yield Island(module, tuple(c for c in module.children() if set(c.parameters()) - kept))

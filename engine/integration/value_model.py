@@ -1,0 +1,56 @@
+"""The value model behind verl's engine interface: the same sharding, a head with one output."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForTokenClassification
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
+
+from ..config import STRATEGY
+from .engine import DEVICES, EPFSDP2Engine
+
+__all__ = ["EPFSDP2EngineWithValueHead"]
+
+
+@EngineRegistry.register(model_type="value_model", backend=[STRATEGY], device=DEVICES)
+class EPFSDP2EngineWithValueHead(EPFSDP2Engine, FSDPEngineWithValueHead):
+    """Critic, from a causal-LM checkpoint (the head starts at random) or from one with a ``score`` head.
+
+    Families without a token-classification class in transformers (GLM-4.5, OLMoE, those with images, ...) get their
+    causal LM with a one-output head in the place of the language-model head.
+    """
+
+    _may_be_unused = r"^(lm_head|score)\."  # another head than this model's
+
+    def _plain_module(self, config: Any, dtype: torch.dtype) -> nn.Module:
+        config.num_labels = 1
+        # As verl's own value engine sets them: values are regressed, so nothing is dropped.
+        config.classifier_dropout = 0.0
+        config.hidden_dropout = 0.0
+        if not self._has_own_class():
+            config.tie_word_embeddings = False
+        module: Any = super()._plain_module(config, dtype)
+        if not self._has_own_class():
+            head = module.get_output_embeddings()
+            module.set_output_embeddings(
+                nn.Linear(head.in_features, 1, bias=False, device="meta", dtype=head.weight.dtype)
+            )
+        return module
+
+    def _auto_class(self) -> Any:
+        return AutoModelForTokenClassification if self._has_own_class() else super()._auto_class()
+
+    def _has_own_class(self) -> bool:
+        return type(self.model_config.hf_config) in AutoModelForTokenClassification._model_mapping
+
+    def _initialize(self, name: str, tensor: torch.Tensor, fits: bool) -> bool:
+        """Draw the head's rows where the checkpoint has none that fits; equal on all replicas."""
+        head = "score." if self._has_own_class() else "lm_head."
+        if fits or not name.startswith(head):
+            return False
+        generator = torch.Generator().manual_seed(self.engine_config.seed + self.meshes.fsdp_rank)
+        scale = getattr(self.model_config.hf_config, "initializer_range", 0.02) if name.endswith("weight") else 0.0
+        tensor.copy_(torch.randn(tensor.shape, generator=generator) * scale)
+        return True

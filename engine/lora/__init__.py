@@ -1,0 +1,1 @@
+"""Low-rank adapters: what is adapted, how it is computed, merged and saved."""

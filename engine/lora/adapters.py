@@ -1,0 +1,130 @@
+"""Low-rank adapters on linears and on stacks of experts: frozen weights ``W`` that compute as ``W + alpha/r * B @ A``.
+
+An adapter is two more parameters of the module that owns the weight: ``<weight>_lora_A`` ``[r, in]`` and
+``<weight>_lora_B`` ``[out, r]``; of a stack of experts a pair per expert, ``[E, r, in]`` and ``[E, out, r]``. No module
+is wrapped, so every other name in the model stays what it is. Adapters of experts lie beside the weights that they
+adapt, and are cut, gathered and reduced with them: they need no collective of their own.
+"""
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..moe.forward import adapt_experts
+from ..topology.dtensor import is_adapter, local_box, local_tensor
+from .settings import LoraSettings, Target, find_targets
+
+__all__ = ["A", "B", "Lora", "lora_of"]
+
+A, B = "_lora_A", "_lora_B"
+_HANDLE = "_epfsdp2_lora"
+
+
+class Lora:
+    """The adapters of one model.
+
+    Args:
+        model: not sharded yet, on the meta device or elsewhere; gets the adapters' parameters, without values.
+        settings: what they are.
+        plan: ``engine.expert_plan``.
+
+    Attributes:
+        targets: by name of the weight.
+        enabled: whether they take part in a forward.
+
+    Raises:
+        SettingError: the settings name weights that there are none of.
+    """
+
+    def __init__(self, model: Any, settings: LoraSettings, plan: Mapping[str, int] | None = None):
+        self.settings, self.scaling, self.enabled = settings, settings.scaling, True
+        self.targets: dict[str, Target] = {target.name: target for target in find_targets(model, settings, plan)}
+        for target in self.targets.values():
+            self._attach(target)
+        # So that the backward of the first layer issues what all others' do, whatever of it is adapted.
+        model.get_input_embeddings().register_forward_hook(_requires_grad)
+        setattr(model, _HANDLE, self)
+
+    def _attach(self, target: Target) -> None:
+        weight, (size_in, size_out) = target.module.get_parameter(target.own), target.sizes
+        stack = () if target.experts is None else (target.experts,)
+        for suffix, shape in ((A, (self.settings.rank, size_in)), (B, (size_out, self.settings.rank))):
+            adapter = nn.Parameter(torch.empty((*stack, *shape), dtype=weight.dtype, device=weight.device))
+            target.module.register_parameter(target.own + suffix, adapter)
+        if target.experts is None:
+            # Before FSDP's own hook, which frees what is gathered.
+            target.module.register_forward_hook(partial(_add, self))
+        else:
+            adapt_experts(target.module, self)
+
+    def freeze_the_rest(self, model: nn.Module) -> None:
+        """Train nothing but adapters. FSDP asks at the first forward; what it does for parameters that a family keeps
+        frozen (``fp32_modules.correction_biases``) has to be over by then."""
+        for name, param in model.named_parameters():
+            param.requires_grad_(is_adapter(name))
+
+    @torch.no_grad()
+    def initialize(self, model: nn.Module, seed: int, read: Callable[[str], torch.Tensor] | None = None) -> None:
+        """Fill this rank's shards: with an adapter that was saved, or so that nothing is added yet.
+
+        ``B`` is zero and ``A`` drawn as peft does, uniformly within ``1 / sqrt(in)``, from the seed and the name of
+        the weight (and the number of the expert), so that every mesh has the same.
+
+        Args:
+            read: gives an adapter's parameter whole by its name here.
+        """
+        for name, target in self.targets.items():
+            for suffix in (A, B):
+                param = model.get_parameter(name + suffix)
+                box, local = local_box(param), local_tensor(param)
+                if read is not None:
+                    local.copy_(read(name + suffix)[box.slices])
+                elif suffix == B:
+                    local.zero_()
+                elif target.experts is None:
+                    local.copy_(_drawn(f"{seed} {name}", tuple(param.shape))[box.slices])
+                else:
+                    for i, expert in enumerate(range(box.low[0], box.high[0])):
+                        drawn = _drawn(f"{seed} {name} {expert}", tuple(param.shape[1:]))
+                        local[i].copy_(drawn[box.slices[1:]])
+
+    @contextlib.contextmanager
+    def disabled(self) -> Iterator[None]:
+        """The model without its adapters: the reference policy."""
+        self.enabled = False
+        try:
+            yield
+        finally:
+            self.enabled = True
+
+    def facts(self) -> dict[str, float]:
+        """What a checkpoint has to say for its adapters to be read; plain values."""
+        return {"rank": self.settings.rank, "alpha": self.settings.alpha}
+
+
+def lora_of(model: nn.Module) -> Lora | None:
+    """The adapters of a model; None if it has none."""
+    return getattr(model, _HANDLE, None)
+
+
+def _add(lora: Lora, module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    if not lora.enabled:
+        return output
+    low = F.linear(args[0], module.weight_lora_A)
+    return output + lora.scaling * F.linear(low, module.weight_lora_B)
+
+
+def _requires_grad(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    if torch.is_grad_enabled() and not output.requires_grad:
+        output.requires_grad_(True)
+
+
+def _drawn(what: str, shape: tuple[int, ...]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(what.encode()))
+    return (2 * torch.rand(shape, generator=generator) - 1) * shape[-1] ** -0.5

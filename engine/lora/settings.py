@@ -1,0 +1,268 @@
+"""What verl's LoRA settings ask for, and the weights of a model that they mean."""
+
+import difflib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import SettingError
+from ..model.hf_convert import revert
+from ..moe.find import ExpertsInfo, UnsupportedModelError, find_experts
+from ..parallelize import layer_names
+
+__all__ = ["ADAPTER_CONFIG", "LoraSettings", "Target", "find_targets"]
+
+ADAPTER_CONFIG = "adapter_config.json"
+_ALL = "all-linear"
+# Of peft's settings, those that would change what an adapter computes, and the values at which they don't.
+_PLAIN = {
+    "peft_type": "LORA",
+    "use_dora": False,
+    "use_rslora": False,
+    "fan_in_fan_out": False,
+    "lora_bias": False,
+    "bias": "none",
+    "lora_dropout": 0.0,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "modules_to_save": None,
+    "layers_to_transform": None,
+}
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """verl's LoRA settings of a model; names and meaning are peft's.
+
+    Args:
+        node: how the user calls the model's settings.
+        rank, alpha: the weight computes as ``W + alpha / rank * B @ A``.
+        target_modules: ``all-linear``, a pattern of whole names, or ends of names; of linears and expert weights.
+        target_parameters: ends of names of further expert weights.
+        exclude_modules: as ``target_modules``; what is not adapted.
+        adapter: folder of a peft adapter to go on from; rank, alpha and targets are its own then.
+    """
+
+    node: str
+    rank: int
+    alpha: float
+    target_modules: str | tuple[str, ...]
+    target_parameters: tuple[str, ...] = ()
+    exclude_modules: str | tuple[str, ...] = ()
+    adapter: Path | None = None
+
+    @property
+    def scaling(self) -> float:
+        return self.alpha / self.rank
+
+    @classmethod
+    def of(cls, model: Any, node: str) -> "LoraSettings | None":
+        """Of verl's model settings, a mapping or ``HFModelConfig``; None if they ask for no adapter.
+
+        Raises:
+            SettingError: for a value that no model could make right, or an adapter that can't be gone on from.
+        """
+
+        def given(name: str, default: Any = None) -> Any:
+            value = model.get(name) if isinstance(model, Mapping) else getattr(model, name, None)
+            return default if value is None else value
+
+        rank, path = given("lora_rank", 0), given("lora_adapter_path")
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
+            raise SettingError(f"{node}.lora_rank", rank, "is a whole number, 0 for no adapter.", f"{node}.lora_rank=8")
+        if path is not None:
+            return cls._of_adapter(Path(path).expanduser(), rank, node)
+        if not rank:
+            return None
+        alpha = given("lora_alpha", 16)
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or alpha <= 0:
+            raise SettingError(f"{node}.lora_alpha", alpha, "is a positive number.", f"{node}.lora_alpha={2 * rank}")
+        return cls(
+            node,
+            rank,
+            alpha,
+            _names(given("target_modules", ())),
+            tuple(given("target_parameters", ())),
+            _names(given("exclude_modules", ())),
+        )
+
+    @classmethod
+    def _of_adapter(cls, folder: Path, rank: int, node: str) -> "LoraSettings":
+        setting = f"{node}.lora_adapter_path"
+        if not (folder / ADAPTER_CONFIG).is_file():
+            works = "a folder that peft, or this engine, has saved an adapter to (.../actor/lora_adapter)"
+            raise SettingError(setting, folder, f"there is no {ADAPTER_CONFIG}.", works)
+        found = json.loads((folder / ADAPTER_CONFIG).read_text())
+        for name, plain in _PLAIN.items():
+            if found.get(name, plain) not in (plain, None):
+                rule = f"its {name} is {found[name]}, and this engine's adapters are W + alpha / r * B @ A alone."
+                raise SettingError(setting, folder, rule, f"an adapter with {name}={plain}")
+        if found["r"] != rank:
+            rule = f"is another rank than that of {setting}={folder}."
+            raise SettingError(f"{node}.lora_rank", rank, rule, f"{node}.lora_rank={found['r']}")
+        return cls(
+            node,
+            rank,
+            found["lora_alpha"],
+            _names(found.get("target_modules") or ()),
+            tuple(found.get("target_parameters") or ()),
+            _names(found.get("exclude_modules") or ()),
+            folder,
+        )
+
+
+def _names(value: Any) -> str | tuple[str, ...]:
+    return value if isinstance(value, str) else tuple(value)
+
+
+def _typed(names: str | tuple[str, ...]) -> str | list[str]:
+    return names if isinstance(names, str) else list(names)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A weight that gets an adapter.
+
+    Args:
+        name: of the weight in the model.
+        module: that owns it.
+        own: its name there.
+        experts: how many experts' weights it stacks; None for that of a linear.
+        is_transposed: whether it is stored ``[..., in, out]``.
+    """
+
+    name: str
+    module: nn.Module
+    own: str
+    experts: int | None
+    is_transposed: bool
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """``(in, out)`` of the linear map."""
+        first, second = self.module.get_parameter(self.own).shape[-2:]
+        return (first, second) if self.is_transposed else (second, first)
+
+
+def find_targets(model: nn.Module, settings: LoraSettings, plan: Mapping[str, int] | None = None) -> list[Target]:
+    """The weights that the settings name: linears, then stacks of experts, in the model's order.
+
+    Linears of the layers go by their name, stacks of experts by their own and by those of the tensors that a checkpoint
+    has in their place (``gate_proj`` and ``up_proj``). Heads, embeddings and routers have none.
+
+    Args:
+        model: not sharded yet.
+        plan: ``engine.expert_plan``.
+
+    Raises:
+        SettingError: an entry matches nothing, or one part of a stack alone.
+    """
+    experts = _experts(model, plan)
+    known = {**_linears(model, experts), **_stacks(experts)}
+    names = {name: _names_of(model, target) for name, target in known.items()}
+    _check_entries(settings, names)
+    chosen = []
+    for name, target in known.items():
+        # Its own name stands for all of it, and those of the checkpoint for a part each.
+        own, *parts = names[name]
+        if _matches(own, settings.exclude_modules):
+            continue
+        whole = _is_named(own, settings)
+        named = {
+            part: (whole or _is_named(part, settings)) and not _matches(part, settings.exclude_modules)
+            for part in parts
+        }
+        missing = [part.rpartition(".")[2] for part, is_in in named.items() if not is_in]
+        if missing and any(named.values()):
+            rule = f"{name} is one tensor, of which {', '.join(missing)} is a part too."
+            works = f"one that names {', '.join(missing)} besides, or none of it"
+            raise SettingError(f"{settings.node}.target_modules", _typed(settings.target_modules), rule, works)
+        if all(named.values()) if named else whole:
+            chosen.append(target)
+    if not chosen:
+        rule = "with exclude_modules, no weight is left to adapt."
+        name = f"{settings.node}.exclude_modules"
+        raise SettingError(name, _typed(settings.exclude_modules), rule, "a narrower one")
+    return chosen
+
+
+def _experts(model: nn.Module, plan: Mapping[str, int] | None) -> list[ExpertsInfo]:
+    try:
+        return find_experts(model, plan)
+    except UnsupportedModelError:
+        return []
+
+
+def _linears(model: nn.Module, experts: Sequence[ExpertsInfo]) -> dict[str, Target]:
+    """Of the layers. What subclasses a linear may compute otherwise, and some routers read a linear's weight without
+    calling it (DeepSeek-V2): neither has an adapter."""
+    layers = tuple(f"{name}." for name in layer_names(model))
+    routed = {info.fqn.rpartition(".")[0]: info.num_experts for info in experts}
+    return {
+        f"{fqn}.weight": Target(f"{fqn}.weight", module, "weight", None, False)
+        for fqn, module in model.named_modules()
+        if type(module) is nn.Linear
+        and fqn.startswith(layers)
+        and module.out_features != routed.get(fqn.rpartition(".")[0])
+    }
+
+
+def _stacks(experts: Sequence[ExpertsInfo]) -> dict[str, Target]:
+    """Of experts on transformers' interface; how others compute is not known."""
+    found = {}
+    for info in experts:
+        transposed: Any = getattr(info.module, "is_transposed", None)
+        for own in ("gate_up_proj", "up_proj", "down_proj"):
+            if transposed is not None and own in info.ep_dims:
+                name = f"{info.fqn}.{own}"
+                found[name] = Target(name, info.module, own, info.num_experts, transposed)
+    return found
+
+
+def _names_of(model: nn.Module, target: Target) -> list[str]:
+    if target.experts is None:
+        return [target.name.removesuffix(".weight")]
+    shape = target.module.get_parameter(target.own).shape
+    parts = revert(model, target.name, torch.empty((1, *shape[1:]), device="meta"))
+    return [target.name, *(part.removesuffix(".weight") for part in parts if part != target.name)]
+
+
+def _is_named(name: str, settings: LoraSettings) -> bool:
+    wanted = settings.target_modules
+    everything = isinstance(wanted, str) and wanted.lower() == _ALL
+    return everything or _matches(name, wanted) or _matches(name, settings.target_parameters)
+
+
+def _matches(name: str, wanted: str | Sequence[str]) -> bool:
+    """As peft does: a text is a pattern of the whole name, entries of a list are its end."""
+    if isinstance(wanted, str):
+        return re.fullmatch(wanted, name) is not None
+    return any(f".{name}".endswith(f".{entry.removesuffix('.weight')}") for entry in wanted)
+
+
+def _check_entries(settings: LoraSettings, names: Mapping[str, Sequence[str]]) -> None:
+    """
+    Raises:
+        SettingError: for the first that matches nothing.
+    """
+    everything = [own for of_one in names.values() for own in of_one]
+    for key in ("target_modules", "target_parameters", "exclude_modules"):
+        wanted = getattr(settings, key)
+        if isinstance(wanted, str) and wanted.lower() == _ALL:
+            continue
+        for entry in [wanted] if isinstance(wanted, str) else [(entry,) for entry in wanted]:
+            if not any(_matches(name, entry) for name in everything):
+                said = entry if isinstance(entry, str) else entry[0]
+                ends = sorted({name.rpartition(".")[2] for name in everything})
+                near = difflib.get_close_matches(said, ends, n=3, cutoff=0.3) or ends[:6]
+                rule = f"{said} matches no linear of a layer, and no weight of experts."
+                raise SettingError(f"{settings.node}.{key}", _typed(wanted), rule, f"{_ALL}, or some of {near}")
+    if not settings.target_modules and not settings.target_parameters:
+        rule = "there is nothing to adapt."
+        raise SettingError(f"{settings.node}.target_modules", "null", rule, f"{settings.node}.target_modules={_ALL}")

@@ -1,0 +1,75 @@
+"""transformers' weight converters in reverse, asked for one parameter at a time.
+
+Most tensors of a checkpoint come from one parameter. Some converters make several parameters at once, of tensors that
+they share or only count together: in ERNIE 4.5-VL text and vision experts are one list in a checkpoint, and two stacks
+in the model. Such a parameter is *converted with* the others.
+"""
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ..compat.transformers_names import WeightConverter, get_model_conversion_mapping, revert_weight_conversion
+from ..topology.dtensor import checkpointed
+
+__all__ = ["converter_targets", "note_shapes", "revert", "reverts_with", "storage_of"]
+
+_SHAPES: WeakKeyDictionary[Any, dict[str, dict[str, torch.Size]]] = WeakKeyDictionary()
+
+
+def converter_targets(name: str, converter: WeightConverter | None) -> list[str]:
+    """What a converter makes that makes ``name``, in its order."""
+    patterns = converter.target_patterns if converter is not None else []
+    found = next((pattern for pattern in patterns if pattern in name), None)
+    return [name] if found is None else [name.replace(found, pattern) for pattern in patterns]
+
+
+def revert(model: Any, name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The checkpoint's tensors that come from one parameter alone.
+
+    Args:
+        values: of the parameter, or of some of a stack's experts.
+
+    Returns:
+        Views of ``values`` where the layouts allow it. Of a stack of some experts they are named as the first ones.
+    """
+    others = {n: torch.empty(s, device="meta") for n, s in _converted_with(model, name).items() if n != name}
+    parts = revert_weight_conversion(model, {name: values, **others})
+    return {own: part for own, part in parts.items() if storage_of(part) == storage_of(values)} if others else parts
+
+
+def reverts_with(model: Any, name: str) -> tuple[str, ...]:
+    """The parameters that a checkpoint's tensors of this one are made of: itself, and others if it takes more."""
+    shapes = _converted_with(model, name)
+    if len(shapes) == 1:
+        return (name,)
+    wholes = {n: torch.empty(shape, device="meta") for n, shape in shapes.items()}
+    known = {storage_of(whole) for whole in wholes.values()}
+    are_parts = all(storage_of(part) in known for part in revert_weight_conversion(model, wholes).values())
+    return (name,) if are_parts else tuple(shapes)
+
+
+def note_shapes(model: Any) -> None:
+    """Find out now which parameters are converted together; afterwards no other thread touches the model for it."""
+    if model not in _SHAPES:
+        _SHAPES[model] = found = {}
+        shapes = {n: tensor.shape for n, tensor in checkpointed(model).items()}
+        mapping = get_model_conversion_mapping(model, add_legacy=False)
+        several = [c for c in mapping if isinstance(c, WeightConverter) and len(c.target_patterns) > 1]
+        for own in shapes:
+            for converter in several:
+                together = [n for n in converter_targets(own, converter) if n in shapes]
+                if len(together) > 1:
+                    found[own] = {n: shapes[n] for n in together}
+
+
+def _converted_with(model: Any, name: str) -> dict[str, torch.Size]:
+    """Name and shape of the parameter and of those that a converter makes with it, in its order."""
+    note_shapes(model)
+    return _SHAPES[model].get(name, {name: torch.Size()})
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Equal for views of the same memory, also on the meta device."""
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,136 @@
+"""Names under which weights leave the engine.
+
+transformers stacks a layer's experts into fused 3-D tensors; checkpoints of most families store one matrix per expert.
+vLLM's loaders take the checkpoint's names always, and for some families the fused ones too. Fused is what we want
+there: Qwen3-30B-A3B is 531 tensors instead of 18,867, and vLLM's loader scans its whole expert mapping for each.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from packaging.version import Version
+
+from ..compat import versions
+from ..compat.transformers_names import revert_weight_conversion
+from .hf_convert import revert, reverts_with
+
+__all__ = [
+    "FUSED_IN_VLLM",
+    "as_checkpoint",
+    "experts_from",
+    "for_vllm",
+    "is_by_expert",
+    "is_of_expert",
+    "of_later_expert",
+]
+
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_OWN = {"gate_up_proj": "gate_up_proj", "down_proj": "down_proj"}
+_LETTERED = {"gate_up_proj": "w13", "down_proj": "w2"}
+
+# Families whose stacks of experts were seen to load bit-exactly in the CPU builds of vLLM 0.27 and 0.30, and the names
+# that the stacks load under. An unknown fused name is dropped there without a word, so nothing is assumed: a family not
+# listed gets its checkpoint's names (which are fused ones for gpt_oss, gemma4 and qwen3_vl_moe), and so does every
+# family before 0.27: vLLM 0.24 drops the stacks of Qwen3-MoE and fails on Mixtral's.
+FUSED_IN_VLLM: dict[str, dict[str, str]] = {
+    **dict.fromkeys(("qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe", "dots1", "ernie4_5_moe"), _OWN),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), _OWN),
+    **dict.fromkeys(("mixtral", "minimax_m2"), _LETTERED),
+}
+
+
+# Asking the converters takes over a millisecond per tensor, and a sync has to hand over gigabytes in a second.
+_KNOWN: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()
+
+
+def for_vllm(
+    model: Any, tensors: Iterable[tuple[str, torch.Tensor]], waiting: dict[str, torch.Tensor] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The names that vLLM's loader of this family takes, fused where it can; else as ``as_checkpoint``."""
+    fused = FUSED_IN_VLLM.get(model.config.model_type)
+    if fused is None or not _takes_stacks():
+        yield from as_checkpoint(model, tensors, waiting)
+        return
+    known = _KNOWN.setdefault(model, {})
+    for name, tensor in tensors:
+        if name not in known:
+            known[name] = _fused_name(model, name, tensor, fused)
+        yield known[name], tensor
+
+
+@cache
+def _takes_stacks() -> bool:
+    """Whether the installed vLLM's loaders take fused names; another machine's vLLM is taken for a new one."""
+    version = versions.installed("vllm")
+    return version is None or Version(version) >= Version("0.27")
+
+
+def _fused_name(model: Any, name: str, tensor: torch.Tensor, stacks: Mapping[str, str]) -> str:
+    """Where a tensor of a family with fused names goes whole."""
+    parts = [part for part, _ in as_checkpoint(model, [(name, tensor.to("meta"))])]
+    module, _, own = name.rpartition(".")
+    if own in stacks and module.endswith(".experts"):
+        # The checkpoint's module may be another one than the model's (Mixtral: block_sparse_moe, mlp).
+        return f"{parts[0].rpartition('.experts.')[0]}.experts.{stacks[own]}"
+    if len(parts) != 1:
+        raise ValueError(f"{name} is {len(parts)} tensors in a checkpoint of {model.config.model_type}")
+    return parts[0]
+
+
+def is_of_expert(name: str) -> bool:
+    """Whether a checkpoint's tensor is one of a single expert."""
+    return _EXPERT.search(name) is not None
+
+
+def of_later_expert(name: str, by: int) -> str:
+    """The same tensor of the expert that comes ``by`` later; the name as it is if it is of no single expert."""
+    return _EXPERT.sub(lambda found: f".experts.{int(found[1]) + by}.", name)
+
+
+def is_by_expert(model: Any, name: str, shape: torch.Size) -> bool:
+    """Whether a checkpoint of the family has a parameter expert by expert."""
+    if len(reverts_with(model, name)) > 1:
+        return False
+    return all(is_of_expert(part) for part in revert(model, name, torch.empty(shape, device="meta")))
+
+
+def experts_from(model: Any, name: str, values: torch.Tensor, first: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """The names and the layout of checkpoints for a stack that begins with the ``first``-th expert.
+
+    What is of no single expert comes as it is.
+    """
+    for own, tensor in as_checkpoint(model, [(name, values)]):
+        yield of_later_expert(own, first), tensor
+
+
+def as_checkpoint(
+    model: Any, tensors: Iterable[tuple[str, torch.Tensor]], waiting: dict[str, torch.Tensor] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The names and the layout of the family's Hugging Face checkpoints; order is kept.
+
+    Args:
+        tensors: full tensors under their names in the model.
+        waiting: copies of those that a checkpoint's tensor is made of together with others, until these come too; the
+            same for all calls that share a model's tensors out.
+
+    Returns:
+        Views where the layouts allow it, e.g. one matrix per expert of a stack.
+
+    Raises:
+        ValueError: some are left to wait, and no ``waiting`` was given.
+    """
+    kept: dict[str, torch.Tensor] = {} if waiting is None else waiting
+    for name, tensor in tensors:
+        together = reverts_with(model, name)
+        if len(together) == 1:
+            yield from revert(model, name, tensor).items()
+            continue
+        kept[name] = tensor.clone()  # the caller may use its memory again
+        if all(other in kept for other in together):
+            yield from revert_weight_conversion(model, {other: kept.pop(other) for other in together}).items()
+    if waiting is None and kept:
+        raise ValueError(f"{', '.join(kept)}: only a part of what a checkpoint's tensor is made of.")

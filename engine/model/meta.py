@@ -1,0 +1,222 @@
+"""Build a Hugging Face model without its weights, and give it memory once it is sharded.
+
+What is allocated but not yet filled is poisoned (NaN, or the smallest integer), so that what nothing has filled by the
+end of loading is found, instead of training on whatever was in memory.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForTokenClassification,
+    PretrainedConfig,
+)
+
+from ..compat.transformers_names import no_init_weights
+from ..errors import SettingError
+from ..topology.dtensor import local_tensor
+
+__all__ = [
+    "UninitializedError",
+    "build_on_meta",
+    "check_initialized",
+    "check_not_quantised",
+    "kept_in_float32",
+    "materialize",
+    "model_of_checkpoint",
+]
+
+_SMALL = 1 << 20  # elements; what is larger goes to meta at once, without memory
+_CHUNK = 1 << 24  # elements looked at together
+_FIRST = 5  # how many offenders an error lists
+
+
+class UninitializedError(ValueError):
+    """Parameters or buffers that nothing has filled; raised on all ranks alike."""
+
+
+def build_on_meta(
+    auto_class: Any, config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False
+) -> nn.Module:
+    """Build the model with its parameters on the meta device and its buffers real.
+
+    Buffers that are computed (rotary frequencies) are in no checkpoint, so they must not be lost on meta. No parameter
+    is allocated beyond ``_SMALL`` elements. As ``from_pretrained`` does, what the class always keeps in float32 is.
+
+    Args:
+        auto_class: a transformers auto class, e.g. ``AutoModelForCausalLM``.
+        dtype: dtype of the parameters.
+    """
+    with _parameters_on_meta(), no_init_weights(), _PoisonEmpty():
+        model = auto_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    kept = kept_in_float32(model)
+    for module_name, module in model.named_modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.is_floating_point() and kept.search(f"{module_name}.{name}"):
+                    tensor.data = tensor.data.float()
+    return model
+
+
+def model_of_checkpoint(folder: Path, names: Iterable[str], dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The model on meta that a config and the names of a checkpoint's tensors are of; with a value head if they are.
+
+    Raises:
+        ValueError: transformers has no such class for the config.
+    """
+    config = AutoConfig.from_pretrained(folder)
+    kinds: list[Any] = [AutoModelForImageTextToText, AutoModelForCausalLM]
+    if any(name.startswith("score.") for name in names):
+        config.num_labels, kinds = 1, [AutoModelForTokenClassification]
+    auto_class = next((kind for kind in kinds if type(config) in kind._model_mapping), None)
+    if auto_class is None:
+        raise ValueError(f"{folder} is of {type(config).__name__}, for which transformers has no such model.")
+    model: Any = build_on_meta(auto_class, config, dtype)
+    model.tie_weights()  # which going to meta has undone
+    return model
+
+
+def kept_in_float32(model: nn.Module) -> re.Pattern:
+    """Matches, anywhere in a name, what the model's class keeps in float32 whatever dtype it is loaded in."""
+    strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return re.compile("|".join(name.replace("*", ".*") for name in sorted(strict)) or r"(?!)")
+
+
+def materialize(model: nn.Module, device: torch.device | str, shards: torch.device | str | None = None) -> None:
+    """Allocate this rank's shards, poisoned, and move buffers to ``device``.
+
+    Ties between parameters, which moving off the meta device breaks, are tied again.
+
+    Args:
+        shards: where the shards go; ``device`` by default, ``cpu`` under FSDP's CPU offload policy.
+    """
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta:
+            return tensor.to(device)
+        filled = torch.empty_like(tensor, device=shards if isinstance(tensor, DTensor) and shards else device)
+        _poison(local_tensor(filled))
+        return filled
+
+    model._apply(move)
+    tie = getattr(model, "tie_weights", None)
+    if tie is not None:
+        tie()
+
+
+def check_initialized(model: nn.Module, device: torch.device | str = "cpu") -> None:
+    """Refuse a loaded model that still holds poison, in this rank's shards or in any buffer; collective.
+
+    Args:
+        device: where the default group's backend takes tensors from.
+
+    Raises:
+        UninitializedError: on every rank, naming the first offenders and the ranks that hold them. A checkpoint that
+            itself holds NaN reads the same, and the message says so.
+    """
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    bad = [name for name, tensor in tensors.items() if _is_poisoned(local_tensor(tensor.detach()))]
+    found = torch.tensor(len(bad), device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    if not found:
+        return
+    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, bad)
+    holders: dict[str, list[int]] = {}
+    for rank, names in enumerate(everyone):
+        for name in names:
+            holders.setdefault(name, []).append(rank)
+    first = [f"{name} on rank {', '.join(map(str, ranks[:4]))}" for name, ranks in list(holders.items())[:_FIRST]]
+    raise UninitializedError(
+        f"{len(holders)} parameters or buffers of {type(model).__name__} hold NaN after loading: nothing has filled "
+        f"them, or the checkpoint itself holds NaN. First: {'; '.join(first)}."
+    )
+
+
+def check_not_quantised(config: PretrainedConfig, path: str, setting: str = "actor_rollout_ref.model") -> None:
+    """
+    Raises:
+        SettingError: the checkpoint's weights are MXFP4, FP8 or the like.
+    """
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is None:
+        return
+    found = quantised if isinstance(quantised, dict) else quantised.to_dict()
+    kind = found.get("quant_method", "unknown")
+    raise SettingError(
+        f"{setting}.path",
+        path,
+        f"its config says that the weights are quantised ({kind}); what is trained has to be in bfloat16 or float32.",
+        "the same model dequantised: from_pretrained with a quantization_config that has dequantize=True (Mxfp4Config, "
+        "FineGrainedFP8Config), then save_pretrained",
+    )
+
+
+def _poison(tensor: torch.Tensor) -> None:
+    with torch.no_grad():
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.fill_(float("nan"))
+        elif tensor.dtype != torch.bool:
+            tensor.fill_(torch.iinfo(tensor.dtype).min)
+
+
+def _is_poisoned(tensor: torch.Tensor) -> bool:
+    if tensor.is_meta:
+        return True
+    if tensor.dtype in (torch.bool, torch.uint8):  # where 0 is the smallest
+        return False
+    for chunk in tensor.reshape(-1).split(_CHUNK):
+        floating = chunk.is_floating_point() or chunk.is_complex()
+        if bool((chunk.isnan() if floating else chunk == torch.iinfo(chunk.dtype).min).any()):
+            return True
+    return False
+
+
+class _PoisonEmpty(TorchFunctionMode):
+    """``torch.empty`` while a model is built: poison if it is small, no memory at all if it is large.
+
+    Parameters go to meta anyway, and of buffers none that is left empty on purpose is large.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is not torch.empty or kwargs.get("device") is not None:
+            return func(*args, **kwargs)
+        shape = func(*args, **{**kwargs, "device": "meta"})
+        if shape.numel() > _SMALL:
+            return shape
+        filled = func(*args, **kwargs)
+        _poison(filled)
+        return filled
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Move each parameter to meta as it is registered."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(module, name, param)
+        if param is not None and not param.is_meta:
+            kind = type(param)
+            kwargs = {k: v for k, v in param.__dict__.items() if not k.startswith("_")}
+            meta = kind(param.to("meta"), requires_grad=param.requires_grad)
+            meta.__dict__.update(kwargs)
+            module._parameters[name] = meta
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]

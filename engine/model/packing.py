@@ -1,0 +1,31 @@
+"""Which models see across the borders of packed sequences, without a word; found by running each of them."""
+
+from typing import Any
+
+__all__ = ["why_not_packed"]
+
+_STATE = "some of its layers carry a state from one packed sequence into the next"
+_COMPRESSED = "some of its layers compress windows of a row into one key, across sequences"
+_NO_POSITIONS = "its mask is not made from the positions that tell packed sequences apart"
+_MANY_ROWS = "flash attention is handed its three rows of positions, where one tells packed sequences apart"
+
+_WITH_ANY_ATTENTION = {
+    **dict.fromkeys(("jamba", "lfm2_moe", "minimax", "nemotron_h", "qwen3_next", "qwen3_5_moe_text"), _STATE),
+    "deepseek_v4": _COMPRESSED,
+    "glm_moe_dsa": _NO_POSITIONS,
+}
+_WITH_MASKS = dict.fromkeys(("afmoe", "gpt_oss", "openai_privacy_filter"), _NO_POSITIONS)
+_WITH_FLASH = {"glm4v_moe_text": _MANY_ROWS, "ernie4_5_vl_moe_text": _MANY_ROWS}
+
+
+def why_not_packed(config: Any, flash: bool, own_masks: bool = False) -> str | None:
+    """Why sequences that are packed into one row would see each other; None if they don't.
+
+    Args:
+        config: a model's, of transformers.
+        flash: whether attention is one of the flash attentions, which take positions in place of masks.
+        own_masks: whether masks are made of all positions outside the model's code (``fsdp/ulysses.py``).
+    """
+    kind = config.get_text_config().model_type
+    masks = {} if own_masks else _WITH_MASKS
+    return (_WITH_ANY_ATTENTION | (_WITH_FLASH if flash else masks)).get(kind)

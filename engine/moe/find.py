@@ -1,0 +1,265 @@
+"""Find the experts modules of a Hugging Face model by what they are, not by what they are called.
+
+transformers decorates every experts class that can be computed by a registered function
+(``transformers.integrations.moe.use_experts_implementation``): instances carry ``has_gate``, ``has_bias`` and
+``is_transposed``, and hold their weights stacked along dim 0, one slice per expert.
+
+A model of the user's own whose experts are not on that interface is described by a *plan*: patterns of parameter names
+and the dim of each that counts the experts. Such a module computes its local experts itself (``ComputesItself``).
+
+A model is dense only if nothing says otherwise: no class or attribute that is called experts, no stacked weights in its
+layers, no number of experts in its config. What says otherwise is refused, for an unsupported Mixture-of-Experts would
+silently be trained without expert parallelism.
+"""
+
+import difflib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Protocol, runtime_checkable
+
+from torch import nn
+
+from ..errors import SettingError
+
+__all__ = ["ComputesItself", "ExpertsInfo", "UnsupportedModelError", "experts_by_layer", "find_experts", "is_dense"]
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)(?:\.|$)")
+_INTERFACE_FLAGS = ("has_gate", "has_bias", "is_transposed")
+# What experts of families outside transformers' experts interface are called there; only used to say why a model is
+# refused (transformers 5.9: llama4, longcat_flash, granitemoe*, jetmoe, dbrx, aria, switch_transformers, nllb_moe and
+# doge).
+_OUTSIDE_MARKS = ("expert", "moe", "groupedgemm")
+# How configs call the number of a layer's experts (transformers 5.9: num_experts, num_local_experts, n_routed_experts,
+# moe_num_experts, zero_expert_num), but not how many of them a token takes.
+_COUNT = re.compile(r"(?:^|_)(?:num|n)_(?:\w+_)?experts$|(?:^|_)experts?_(?:num|count)$|(?:^|_)num_expert$")
+
+
+class UnsupportedModelError(ValueError):
+    """The model has experts that this engine can't shard, or can't be run as was asked; the message says why."""
+
+
+@runtime_checkable
+class ComputesItself(Protocol):
+    """An experts module outside transformers' interface that can compute with a part of its experts.
+
+    Its forward sees its planned parameters cut to this rank's experts (as DTensors over ``ep``; ``to_local()`` gives
+    them) and brings tokens there and back with ``moe.dispatch.dispatch`` and ``combine``.
+    """
+
+    def set_expert_parallel(self, expert_parallel: Any) -> None:
+        """Called once with an ``moe.forward.ExpertParallel``, before the first forward."""
+
+
+@dataclass(frozen=True)
+class ExpertsInfo:
+    """One experts module: its name in the model, the module, and how many experts it stacks."""
+
+    fqn: str
+    module: nn.Module
+    num_experts: int
+    ep_dims: Mapping[str, int] = field(default_factory=dict)
+    """The dim that counts the experts, of each of the module's own parameters that has one."""
+
+
+def find_experts(model: nn.Module, plan: Mapping[str, int] | None = None) -> list[ExpertsInfo]:
+    """All experts modules, in the model's order.
+
+    Args:
+        plan: for experts that can't be found by what they are: pattern of a parameter's FQN (``*`` matches anything)
+            -> the dim that counts the experts. It decides for the modules whose parameters it names.
+
+    Returns:
+        Nothing for a dense model.
+
+    Raises:
+        UnsupportedModelError: if there is none, and something says that the model has experts all the same.
+        SettingError: if the plan names no parameter, or what it names can't be split over experts.
+    """
+    planned = _planned(model, plan or {})
+    found = [planned.get(fqn) or _on_interface(fqn, m) for fqn, m in model.named_modules()]
+    experts = [info for info in found if info is not None]
+    for info in experts:
+        _check_nothing_else(info)
+    if not experts:
+        _check_dense(model)
+    return experts
+
+
+def is_dense(model: nn.Module, plan: Mapping[str, int] | None = None) -> bool:
+    """Whether a model has no experts, and the plan, which may be that of another role's model, names nothing of it.
+
+    Raises:
+        UnsupportedModelError: as ``find_experts``.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    if any(fnmatchcase(name, pattern) for pattern in plan or () for name in names):
+        return False
+    return not find_experts(model)
+
+
+def _check_dense(model: Any) -> None:
+    """
+    Raises:
+        UnsupportedModelError: something says that the model, of which no experts were found, has some.
+    """
+    name, outside = type(model).__name__, _looks_like_experts(model)
+    if outside:
+        raise UnsupportedModelError(
+            f"{name} keeps its experts in {', '.join(outside[:4])}, outside transformers' experts interface "
+            "(ALL_EXPERTS_FUNCTIONS), so they can't be dispatched."
+        )
+    counted = _counts_of_experts(model.config.to_dict() if hasattr(model, "config") else {})
+    if counted:
+        said = ", ".join(f"{key}={value}" for key, value in list(counted.items())[:3])
+        raise UnsupportedModelError(
+            f"the config of {name} says {said}, and none of its modules holds experts on transformers' experts "
+            "interface (ALL_EXPERTS_FUNCTIONS). Where the model has none, the config should not say so "
+            "(override_config)."
+        )
+    stacked = _stacked(model)
+    if stacked:
+        raise UnsupportedModelError(
+            f"{name} stacks the weights {', '.join(stacked[:3])}, which may be those of experts outside transformers' "
+            "experts interface (ALL_EXPERTS_FUNCTIONS)."
+        )
+
+
+def experts_by_layer(experts: Sequence[ExpertsInfo], num_layers: int) -> dict[int, ExpertsInfo]:
+    """The experts of each layer, by its index in the model; what follows the routing of each token needs this.
+
+    Raises:
+        UnsupportedModelError: a layer has two experts modules, or no number, or experts that compute themselves.
+    """
+    found: dict[int, ExpertsInfo] = {}
+    for info in experts:
+        numbers = _LAYER.findall(info.fqn)
+        index = int(numbers[-1]) if numbers else -1
+        if not 0 <= index < num_layers:
+            raise UnsupportedModelError(f"experts are known by the number of their layer, and {info.fqn} names none.")
+        if index in found:
+            raise UnsupportedModelError(
+                f"experts are known by the number of their layer, and both {found[index].fqn} and {info.fqn} are in it."
+            )
+        if isinstance(info.module, ComputesItself):
+            raise UnsupportedModelError(
+                f"{info.fqn} computes its experts itself, and what they are handed is not known."
+            )
+        found[index] = info
+    return found
+
+
+def _on_interface(fqn: str, module: nn.Module) -> ExpertsInfo | None:
+    """The module, if transformers dispatches it: its own 3-D weights agree on the number of experts."""
+    if not _has_flags(module):
+        return None
+    if getattr(module, "has_post_expert_norm", False):  # transformers >= 5.10
+        raise UnsupportedModelError(
+            f"{fqn} ({type(module).__name__}) has post_expert_norm, a norm of each expert's output before the routing "
+            "weights are applied (has_post_expert_norm of transformers' experts interface), which this engine does not "
+            "compute."
+        )
+    own = dict(module.named_parameters(recurse=False))
+    counts = [p.shape[0] for p in own.values() if p.dim() == 3]
+    if len(counts) < 2 or len(set(counts)) != 1:
+        return None
+    return ExpertsInfo(fqn, module, counts[0], {name: 0 for name, p in own.items() if p.shape[0] == counts[0]})
+
+
+def _has_flags(module: nn.Module) -> bool:
+    return all(hasattr(module, flag) for flag in _INTERFACE_FLAGS)
+
+
+def _planned(model: nn.Module, plan: Mapping[str, int]) -> dict[str, ExpertsInfo]:
+    """What the user's plan says, by the FQN of the experts module."""
+    params = dict(model.named_parameters())
+    dims: dict[str, dict[str, int]] = {}
+    for pattern, dim in plan.items():
+        names = [name for name in params if fnmatchcase(name, pattern)]
+        if not names:
+            near = difflib.get_close_matches(pattern, params, n=3, cutoff=0.3)
+            raise SettingError("engine.expert_plan", pattern, "matches no parameter of the model.", f"one like {near}")
+        for name in names:
+            _check_plan(name, params[name], pattern, dim)
+            module, _, own = name.rpartition(".")
+            dims.setdefault(module, {})[own] = dim
+    return {fqn: _planned_module(fqn, model.get_submodule(fqn), ep_dims) for fqn, ep_dims in dims.items()}
+
+
+def _check_plan(name: str, param: nn.Parameter, pattern: str, dim: Any) -> None:
+    if isinstance(dim, bool) or not isinstance(dim, int) or not 0 <= dim < param.dim():
+        raise SettingError(
+            f"engine.expert_plan.{pattern}",
+            dim,
+            f"is the dim of {name}, of shape {tuple(param.shape)}, that counts the experts.",
+            f"one of {list(range(param.dim()))}",
+        )
+
+
+def _check_nothing_else(info: ExpertsInfo) -> None:
+    """Experts' gradients are reduced among the ranks that share them: not enough for what all ranks have a copy of."""
+    others = [name for name, p in info.module.named_parameters() if p.requires_grad and name not in info.ep_dims]
+    if others:
+        raise SettingError(
+            "engine.expert_plan",
+            {f"{info.fqn}.{name}": dim for name, dim in info.ep_dims.items()},
+            f"{type(info.module).__name__} has parameters without a dim for its experts: {', '.join(others[:4])}.",
+            "a module that holds what is cut over experts and nothing else; move the rest to its parent",
+        )
+
+
+def _planned_module(fqn: str, module: nn.Module, ep_dims: Mapping[str, int]) -> ExpertsInfo:
+    counts = {name: module.get_parameter(name).shape[dim] for name, dim in ep_dims.items()}
+    if len(set(counts.values())) != 1:
+        rule = f"the parameters of {fqn} disagree on the number of experts."
+        raise SettingError("engine.expert_plan", counts, rule, "the dim of each that counts the experts")
+    if not _has_flags(module) and not isinstance(module, ComputesItself):
+        raise SettingError(
+            "engine.expert_plan",
+            fqn,
+            f"{type(module).__name__} is not on transformers' experts interface, and has no set_expert_parallel by "
+            "which it would learn which experts it holds.",
+            "decorate the class with transformers.integrations.moe.use_experts_implementation, or give it that method "
+            "(engine/moe/find.py, ComputesItself)",
+        )
+    if _has_flags(module) and set(ep_dims.values()) != {0}:
+        rule = f"{type(module).__name__} is on transformers' experts interface, which stacks experts along dim 0."
+        raise SettingError("engine.expert_plan", dict(ep_dims), rule, "dim 0, or leave the module out of the plan")
+    return ExpertsInfo(fqn, module, next(iter(counts.values())), dict(ep_dims))
+
+
+def _looks_like_experts(model: nn.Module) -> list[str]:
+    """Classes in the model that are called experts or MoE, beyond what the whole family is called (GraniteMoe...), and
+    modules whose attribute is called so."""
+    family = type(model).__name__
+    names = {type(m).__name__ for m in model.modules()} - {family}
+    own = {name: name.removeprefix(os.path.commonprefix([name, family])).lower() for name in names}
+    classes = sorted(name for name, part in own.items() if any(mark in part for mark in _OUTSIDE_MARKS))
+    attributes = {fqn for fqn, _ in model.named_modules() if "expert" in fqn.rpartition(".")[2].lower()}
+    return classes or sorted(attributes)
+
+
+def _counts_of_experts(config: Mapping[Any, Any], node: str = "") -> dict[str, Any]:
+    """What a config, or one inside it, calls a number of experts, where it is more than one."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            found |= _counts_of_experts(value, f"{node}{key}.")
+        elif _COUNT.search(str(key)):
+            counts = value if isinstance(value, list | tuple) else [value]
+            if any(isinstance(count, int) and count > 1 for count in counts):
+                found[f"{node}{key}"] = value
+    return found
+
+
+def _stacked(model: nn.Module) -> list[str]:
+    """Parameters of three or more dims, the first larger than one, that are no convolution's."""
+    return [
+        f"{fqn}.{name} {tuple(param.shape)}"
+        for fqn, module in model.named_modules()
+        if not isinstance(module, nn.modules.conv._ConvNd)
+        for name, param in module.named_parameters(recurse=False)
+        if param.dim() > 2 and param.shape[0] > 1
+    ]

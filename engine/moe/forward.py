@@ -1,0 +1,215 @@
+"""The experts function that transformers calls in place of an experts module's forward.
+
+One function for every family on transformers' experts interface: the layout of the weights is read from the flags of
+the module, the activation is the module's own.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..compat.transformers_names import ALL_EXPERTS_FUNCTIONS
+from . import fused
+from .dispatch import combine, dispatch, plan, scaled_at_home
+from .find import ComputesItself
+from .gemm.backends import backend_named, fits_the_kernel, native_grouped_mm
+
+__all__ = [
+    "EXPERTS_IMPLEMENTATION",
+    "Adapters",
+    "ExpertParallel",
+    "adapt_experts",
+    "attach",
+    "linears",
+    "rows_computed",
+]
+
+EXPERTS_IMPLEMENTATION = "epfsdp2"
+_HANDLE, _ADAPTERS = "_epfsdp2", "_epfsdp2_adapters"
+
+
+class Exchange(Protocol):
+    """``overlap.exchange`` and ``deepep.exchange``, as far as the experts function knows them."""
+
+    def __call__(
+        self,
+        hidden_TD: torch.Tensor,
+        experts_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor],
+    ) -> torch.Tensor: ...
+
+
+@dataclass
+class ExpertParallel:
+    """What the experts function needs to know about one module; the only thing attached to it."""
+
+    num_experts: int
+    group: dist.ProcessGroup | None
+    """The EP group, ``None`` where a single rank holds all experts."""
+    backend: str = "torch"
+    """Name of a ``backends.Choice``."""
+    exchange: Exchange | None = None
+    """What brings tokens to the ranks of a group and back, if it is not an all-to-all that everything waits for."""
+    rows_computed: int = 0
+    """By this rank's experts so far, recomputations included."""
+
+
+class Adapters(Protocol):
+    """What the experts function needs to know about low-rank adapters (``lora/adapters.py``)."""
+
+    enabled: bool
+    scaling: float
+
+
+def attach(module: nn.Module, runtime: ExpertParallel) -> None:
+    """Tell an experts module how its experts are spread."""
+    if isinstance(module, ComputesItself):
+        module.set_expert_parallel(runtime)
+    else:
+        setattr(module, _HANDLE, runtime)
+
+
+def adapt_experts(module: nn.Module, adapters: Adapters) -> None:
+    """Have an experts module's ``<weight>_lora_A`` ``[E, r, in]`` and ``<weight>_lora_B`` ``[E, out, r]`` take part."""
+    setattr(module, _ADAPTERS, adapters)
+
+
+def rows_computed(module: nn.Module) -> int | None:
+    """(token, expert) pairs that a module's experts on this rank have computed; None if it computes them itself."""
+    runtime: ExpertParallel | None = getattr(module, _HANDLE, None)
+    return None if runtime is None else runtime.rows_computed
+
+
+def experts_forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Dispatch, compute the local experts, combine.
+
+    Args:
+        self: the experts module, its parameters gathered over ``ep_fsdp``.
+        hidden_states: ``(T, D)``.
+        top_k_index: ``(T, K)`` global expert ids; not modified, a token may list an expert twice.
+        top_k_weights: ``(T, K)`` routing weights, any float dtype.
+
+    Returns:
+        ``(T, D)`` in the dtype of ``hidden_states``.
+    """
+    runtime: ExpertParallel = getattr(self, _HANDLE)
+    weight = {name: _local(p) for name, p in self.named_parameters(recurse=False)}
+    hidden = hidden_states.to(weight["down_proj"].dtype)
+
+    def local_experts(
+        rows_RD: torch.Tensor, counts_e: torch.Tensor, scale_R: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        runtime.rows_computed += rows_RD.shape[0]
+        return compute(self, weight, rows_RD, counts_e, scale_R)
+
+    if runtime.exchange is not None:
+        return runtime.exchange(hidden, top_k_index, top_k_weights, local_experts).to(hidden_states.dtype)
+    if runtime.backend == "reference":
+        sent = dispatch(hidden, top_k_index, runtime.num_experts, runtime.group)
+        out = local_experts(sent.rows_RD, sent.counts_e)
+        return combine(out, sent, top_k_weights, runtime.group).to(hidden_states.dtype)
+    (route,) = plan(top_k_index, runtime.num_experts, runtime.group)
+    runtime.rows_computed += route.rows
+    up, down = linears(self, weight)
+    backend = backend_named(runtime.backend)
+    return fused.on_tokens(self, backend, up, down, hidden, top_k_weights, route, hidden_states.dtype)
+
+
+def compute(
+    module: Any,
+    weight: Mapping[str, torch.Tensor],
+    rows_RD: torch.Tensor,
+    counts_e: torch.Tensor,
+    scale_R: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What the local experts make of rows grouped by expert, ``(R, D)``.
+
+    Args:
+        module: the experts module.
+        weight: its own parameters by name, local to this rank.
+        rows_RD: in their dtype.
+        counts_e: int64 ``(e,)``, rows per local expert, summing to ``R``; entries may be 0.
+        scale_R: routing weights that are applied at home, where the gradient is the experts' to scale
+            (``dispatch.scaled_at_home``).
+    """
+    runtime: ExpertParallel = getattr(module, _HANDLE)
+    if runtime.backend != "reference":
+        up, down = linears(module, weight)
+        return fused.on_rows(module, backend_named(runtime.backend), up, down, rows_RD, counts_e, scale_R)
+    h = _linear(module, rows_RD, _up_name(module), weight, counts_e)
+    h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
+    out = _linear(module, h, "down_proj", weight, counts_e)
+    return out if scale_R is None else scaled_at_home(out, scale_R)
+
+
+def linears(module: Any, weight: Mapping[str, torch.Tensor]) -> tuple[fused.Linear, fused.Linear]:
+    """An experts module's first and second linear, of its own parameters by name."""
+    adapters: Adapters | None = getattr(module, _ADAPTERS, None)
+    scaling = adapters.scaling if adapters is not None and adapters.enabled else None
+    names = (_up_name(module), "down_proj")
+    up, down = (fused.Linear.of(name, weight, module.is_transposed, scaling) for name in names)
+    return up, down
+
+
+def _up_name(module: Any) -> str:
+    return "gate_up_proj" if module.has_gate else "up_proj"
+
+
+def _linear(
+    module: Any, rows: torch.Tensor, name: str, weight: Mapping[str, torch.Tensor], counts_e: torch.Tensor
+) -> torch.Tensor:
+    """One of the experts' linears, with its adapter if it has one; the reference's."""
+    out = grouped_linear(rows, weight[name], counts_e, weight.get(f"{name}_bias"), module.is_transposed)
+    adapters: Adapters | None = getattr(module, _ADAPTERS, None)
+    if adapters is None or not adapters.enabled or f"{name}_lora_A" not in weight:
+        return out
+    low = grouped_linear(rows, weight[f"{name}_lora_A"], counts_e, None, False)
+    return out + adapters.scaling * grouped_linear(low, weight[f"{name}_lora_B"], counts_e, None, False)
+
+
+def grouped_linear(
+    rows: torch.Tensor, weight: torch.Tensor, counts_e: torch.Tensor, bias: torch.Tensor | None, is_transposed: bool
+) -> torch.Tensor:
+    """Apply expert ``i``'s linear to the ``i``-th group of rows.
+
+    Args:
+        rows: ``(R, in)`` grouped by expert; ``R`` may be 0.
+        weight: ``(e, out, in)``, or ``(e, in, out)`` where ``is_transposed``.
+        counts_e: int64 ``(e,)``, rows per expert, summing to ``R``; entries may be 0.
+        bias: ``(e, out)`` or ``None``.
+
+    Returns:
+        ``(R, out)``. The gradient of the weight is dense: zero for experts without rows, never ``None``, which FSDP
+        would skip on this rank only.
+    """
+    in_out = weight if is_transposed else weight.transpose(-2, -1)
+    offsets = torch.cumsum(counts_e, dim=0).to(torch.int32)
+    with torch.autocast(rows.device.type, enabled=False):
+        # Under autocast an activation may come back in another dtype than it was given.
+        out = _grouped_mm(rows.to(weight.dtype), in_out, offsets)
+    if bias is not None:
+        out = out + torch.repeat_interleave(bias, counts_e, dim=0, output_size=rows.shape[0])
+    return out
+
+
+def _grouped_mm(rows: torch.Tensor, in_out: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    if native_grouped_mm is not None and fits_the_kernel(rows, in_out):
+        return native_grouped_mm(rows, in_out, offs=offsets)
+    groups = rows.tensor_split(offsets[:-1].tolist())
+    return torch.cat([group @ weight for group, weight in zip(groups, in_out.unbind(), strict=True)])
+
+
+def _local(param: torch.Tensor) -> torch.Tensor:
+    # FSDP gathers back to the parameter's type before sharding: a DTensor over ``ep`` alone.
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, experts_forward)

@@ -1,0 +1,1 @@
+"""The grouped GEMMs of the experts, in torch and in Triton."""

@@ -1,0 +1,237 @@
+"""Keep the experts' load even, keep the routers' logits small, and say how the load is.
+
+The load-balancing loss of a layer is ``E * sum_e f_e * P_e`` (https://arxiv.org/abs/2101.03961): ``f_e`` the
+assignments to expert ``e`` per token, ``P_e`` the mean routing probability. Where the load is even it is ``K``, the
+experts per token. Both are of the tokens of all ranks in a micro-batch, which lets experts specialise on what one rank
+alone has much of (https://arxiv.org/abs/2501.11873). The z-loss is the mean square of ``logsumexp(logits)``
+(https://arxiv.org/abs/2202.08906). Both are means over the layers.
+
+A family's own code stays as it is: the logits are what the last linear map onto as many outputs as there are experts
+returns before the experts are called. They leave the layer as they are, and what is made of them is not computed again
+under activation checkpointing.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ..find import ExpertsInfo, UnsupportedModelError, experts_by_layer
+from ..forward import rows_computed
+
+__all__ = ["RouterLosses", "check_watchable"]
+
+_LINEAR = (F.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm)
+_SIGMOID = (torch.sigmoid, torch.Tensor.sigmoid, F.sigmoid, torch.special.expit)
+
+
+def check_watchable(experts: Sequence[ExpertsInfo], num_layers: int) -> None:
+    """
+    Args:
+        num_layers: of the model, those without experts included.
+
+    Raises:
+        UnsupportedModelError: layers differ in their number of experts; or see ``experts_by_layer``.
+    """
+    experts_by_layer(experts, num_layers)
+    if len({info.num_experts for info in experts}) > 1:
+        raise UnsupportedModelError("router losses are means over layers, whose numbers of experts differ here.")
+
+
+@dataclass
+class _Layer:
+    """One experts module, and what the present forward has of its routing."""
+
+    info: ExpertsInfo
+    ids: torch.Tensor | None = None  # [tokens, K]
+    logits: torch.Tensor | None = None  # [tokens, E]
+    by_sigmoid: bool = False
+    rows_before: int = 0
+
+    def forget(self) -> None:
+        self.ids = self.logits = None
+        self.rows_before = rows_computed(self.info.module) or 0
+
+    def counts(self, is_token: torch.Tensor) -> torch.Tensor:
+        """int64 ``[E + 2]``: assignments of tokens to each expert; then the assignments of all rows, and those of them
+        that were computed."""
+        assert self.ids is not None
+        ids = self.ids.long()
+        counts = torch.zeros(self.info.num_experts, dtype=torch.long, device=ids.device)
+        counts.scatter_add_(0, ids.reshape(-1), is_token[:, None].expand_as(ids).reshape(-1).long())
+        rows = rows_computed(self.info.module)
+        return torch.cat(
+            [counts, counts.new_tensor([ids.numel(), ids.numel() if rows is None else rows - self.rows_before])]
+        )
+
+
+@dataclass
+class _Sums:
+    """Over the micro-batches of a step."""
+
+    aux: torch.Tensor | float = 0.0
+    z: torch.Tensor | float = 0.0
+    loads: torch.Tensor | float = 0.0  # [layers, E]
+    dropped: torch.Tensor | float = 0.0
+
+
+class RouterLosses:
+    """Watches the routers of a model; adds to its loss, and tells the experts' load.
+
+    Install it before anything wraps the layers. A process group has to be there.
+
+    Args:
+        aux_coef: weight of the load-balancing loss.
+        z_coef: weight of the z-loss.
+
+    Raises:
+        UnsupportedModelError: see ``check_watchable``.
+    """
+
+    def __init__(self, model: nn.Module, experts: Sequence[ExpertsInfo], aux_coef: float = 0.0, z_coef: float = 0.0):
+        check_watchable(experts, model.config.get_text_config().num_hidden_layers)  # type: ignore[union-attr,operator]
+        self.aux_coef, self.z_coef = aux_coef, z_coef
+        self._layers = [_Layer(info) for info in experts]
+        self._watching = False
+        self._logits: _Logits | None = None
+        self._sums = _Sums()
+        self._batch_tokens = 1
+        for layer in self._layers:
+            layer.info.module.register_forward_pre_hook(functools.partial(self._arrive, layer), with_kwargs=True)
+            if self._has_loss:
+                block = model.get_submodule(layer.info.fqn.rpartition(".")[0])
+                forward = functools.partial(self._block, layer.info.num_experts, block.forward)
+                block.forward = forward  # type: ignore[method-assign]
+
+    @property
+    def _has_loss(self) -> bool:
+        return bool(self.aux_coef or self.z_coef)
+
+    def begin(self, tokens: int) -> None:
+        """Begin a step.
+
+        Args:
+            tokens: in all micro-batches of all ranks.
+        """
+        self._batch_tokens, self._sums = max(tokens, 1), _Sums()
+
+    def watch(self) -> None:
+        """Have the next forward's routing."""
+        self._watching = True
+        for layer in self._layers:
+            layer.forget()
+
+    def loss(self, is_token: torch.Tensor) -> torch.Tensor | None:
+        """What the forward's routing adds to this rank's loss; collective.
+
+        Gradients are averaged over all ranks, and micro-batches are added up: the sum of what this returns, averaged
+        over the ranks, is the mean over the tokens of the step.
+
+        Args:
+            is_token: bool ``[tokens]``; False for rows of padding.
+
+        Returns:
+            A scalar, or None where no loss is asked for.
+
+        Raises:
+            UnsupportedModelError: a layer's experts were not called once, or its logits not seen.
+        """
+        self._watching = False
+        for layer in self._layers:
+            if layer.ids is None:
+                raise UnsupportedModelError(f"{layer.info.fqn} was not called in a forward.")
+        counts = torch.stack([layer.counts(is_token) for layer in self._layers])
+        everyone = torch.cat([counts.reshape(-1), is_token.sum()[None]])
+        dist.all_reduce(everyone)
+        tokens, counts = everyone[-1].clamp(min=1), everyone[:-1].view_as(counts)
+        loads, (routed, computed) = counts[:, :-2], counts[:, -2:].sum(0)
+        self._sums.loads = self._sums.loads + loads
+        self._sums.dropped = self._sums.dropped + routed - computed
+        added = self._added(loads / tokens, is_token) if self._has_loss else None
+        for layer in self._layers:
+            layer.forget()
+        return added
+
+    def _added(self, per_token: torch.Tensor, is_token: torch.Tensor) -> torch.Tensor:
+        aux, z = [], []
+        for layer, f_E in zip(self._layers, per_token.float(), strict=True):
+            if layer.logits is None:
+                raise UnsupportedModelError(
+                    f"{layer.info.fqn}: no linear map onto {layer.info.num_experts} experts was seen before it."
+                )
+            logits_TE = layer.logits.reshape(-1, layer.info.num_experts)[is_token].float()
+            probs_TE = _probabilities(logits_TE, layer.by_sigmoid)
+            aux.append(layer.info.num_experts * (f_E * probs_TE.sum(0)).sum())
+            z.append(logits_TE.logsumexp(-1).square().sum())
+        share = 1 / (len(self._layers) * self._batch_tokens)
+        aux_sum, z_sum = torch.stack(aux).sum() * share, torch.stack(z).sum() * share
+        self._sums.aux, self._sums.z = self._sums.aux + aux_sum.detach(), self._sums.z + z_sum.detach()
+        return dist.get_world_size() * (self.aux_coef * aux_sum + self.z_coef * z_sum)
+
+    def metrics(self) -> dict[str, float]:
+        """Of the step since ``begin``, over all ranks; collective.
+
+        ``router_load_max`` and ``router_load_min`` are loads of the busiest and the idlest expert of a layer against
+        an even load, means over the layers; ``router_dropped`` the (token, expert) pairs that no expert computed.
+        """
+        loads = torch.as_tensor(self._sums.loads).float()
+        relative = loads / loads.mean(1, keepdim=True)
+        found = {
+            "router_load_max": relative.amax(1).mean().item(),
+            "router_load_min": relative.amin(1).mean().item(),
+            "router_dropped": float(self._sums.dropped),
+        }
+        if self._has_loss:
+            losses = torch.stack([torch.as_tensor(self._sums.aux), torch.as_tensor(self._sums.z)])
+            dist.all_reduce(losses)
+            found |= dict(zip(("router_aux_loss", "router_z_loss"), losses.tolist(), strict=True))
+        return found
+
+    def _block(self, num_experts: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._watching:
+            return forward(*args, **kwargs)
+        with _Logits(num_experts) as self._logits:
+            return forward(*args, **kwargs)
+
+    def _arrive(self, layer: _Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the experts: ``(hidden states, ids [tokens, K], weights)``."""
+        if not self._watching:
+            return
+        ids = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
+        if layer.ids is not None:
+            raise UnsupportedModelError(f"{layer.info.fqn} was called twice in a forward.")
+        layer.ids = ids.detach()
+        if self._logits is not None:
+            layer.logits, layer.by_sigmoid = self._logits.found, self._logits.by_sigmoid
+
+
+class _Logits(TorchFunctionMode):
+    """In one layer's block: the last linear map onto the experts, and whether a sigmoid makes scores of it."""
+
+    def __init__(self, num_experts: int):
+        super().__init__()
+        self.num_experts = num_experts
+        self.found: torch.Tensor | None = None
+        self.by_sigmoid = False
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func in _LINEAR and result.shape[-1] == self.num_experts:
+            self.found, self.by_sigmoid = result, False
+        elif func in _SIGMOID and self.found is not None and result.shape[-1] == self.num_experts:
+            self.by_sigmoid = True
+        return result
+
+
+def _probabilities(logits_TE: torch.Tensor, by_sigmoid: bool) -> torch.Tensor:
+    """A token's scores made to add up to one, as DeepSeek-V3's balance loss has them for sigmoid routers."""
+    if not by_sigmoid:
+        return logits_TE.softmax(-1)
+    scores = logits_TE.sigmoid()
+    return scores / scores.sum(-1, keepdim=True)

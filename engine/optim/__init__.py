@@ -1,0 +1,1 @@
+"""One optimizer over several meshes: AdamW and others, Muon, clipping, the schedule."""

@@ -1,0 +1,91 @@
+"""One learning-rate schedule over the optimizers of a ``MultiOptimizer``."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from .multi_optimizer import MultiOptimizer
+
+__all__ = ["MultiLRScheduler", "build_multi_lr_scheduler"]
+
+
+class MultiLRScheduler(LRScheduler):
+    """Steps one scheduler per inner optimizer as one.
+
+    Like torch's own ``ChainedScheduler`` it has no schedule of its own; everything is read from the inner ones, in the
+    order of ``optimizer.param_groups``.
+
+    Args:
+        optimizer: whose inner optimizers the schedulers are of.
+        schedulers: by the name of the inner optimizer.
+
+    Raises:
+        ValueError: if they are not exactly one per inner optimizer.
+    """
+
+    def __init__(self, optimizer: MultiOptimizer, schedulers: dict[str, LRScheduler]):
+        if schedulers.keys() != optimizer.optimizers.keys():
+            raise ValueError(f"Schedulers {list(schedulers)} are not those of {list(optimizer.optimizers)}.")
+        for name, inner in optimizer.optimizers.items():
+            if schedulers[name].optimizer is not inner:
+                raise ValueError(f"The scheduler {name!r} is of another optimizer than the one of this name.")
+        self.optimizer = optimizer
+        self.schedulers = {name: schedulers[name] for name in optimizer.optimizers}
+
+    @property
+    def last_epoch(self) -> int:  # type: ignore[override]
+        """Steps taken; equal in all of them."""
+        return next(iter(self.schedulers.values())).last_epoch
+
+    @property
+    def base_lrs(self) -> list[Any]:  # type: ignore[override]
+        return [lr for scheduler in self.schedulers.values() for lr in scheduler.base_lrs]
+
+    def get_last_lr(self) -> list[Any]:
+        """The rate of each of the optimizer's ``param_groups``."""
+        return [lr for scheduler in self.schedulers.values() for lr in scheduler.get_last_lr()]
+
+    def get_lr(self) -> list[Any]:
+        return [lr for scheduler in self.schedulers.values() for lr in scheduler.get_lr()]
+
+    def step(self, epoch: int | None = None) -> None:
+        for scheduler in self.schedulers.values():
+            scheduler.step() if epoch is None else scheduler.step(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of each scheduler under its optimizer's name."""
+        return {name: scheduler.state_dict() for name, scheduler in self.schedulers.items()}
+
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raise ``ValueError`` if the state is of other optimizers than this run's."""
+        if state_dict.keys() != self.schedulers.keys():
+            raise ValueError(
+                f"The saved schedule is of the optimizers {sorted(state_dict)}, this run has {sorted(self.schedulers)}."
+                " Leave extra out of checkpoint.load_contents to start a new schedule."
+            )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a saved state, with its rates in the optimizer.
+
+        torch's schedulers leave the optimizer's rates to the optimizer's own state; where that isn't loaded, the first
+        step would be at the rate of a new run.
+
+        Raises:
+            ValueError: if the state is of other optimizers.
+        """
+        self.check_state_dict(state_dict)
+        for name, scheduler in self.schedulers.items():
+            scheduler.load_state_dict(state_dict[name])
+            for group, lr in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+                group["lr"] = lr
+
+
+def build_multi_lr_scheduler(optimizer: MultiOptimizer, build: Callable[[Optimizer], LRScheduler]) -> MultiLRScheduler:
+    """The same schedule for every inner optimizer.
+
+    Args:
+        build: makes a scheduler of an optimizer.
+    """
+    return MultiLRScheduler(optimizer, {name: build(inner) for name, inner in optimizer.optimizers.items()})

@@ -1,0 +1,259 @@
+"""Muon on sharded parameters: momentum stays sharded, each matrix is orthogonalised whole, by one rank.
+
+Newton-Schulz needs a whole matrix, and FSDP gives every rank a slice of each. So the matrices of a bucket are dealt out
+to the ranks that share them, balanced by cost; one all-to-all brings the slices of a matrix to its owner, and a second
+one takes the slices of the result back. Each rank sends and receives about as many bytes as it holds, twice; nobody
+gathers everything. Expert weights whose experts are whole on a rank (``expert_shard_dim=0``, or ``ep_fsdp == 1``) need
+no communication at all. Replicas (HSDP) hold equal gradients and do equal work.
+
+Muon is Keller Jordan's (https://kellerjordan.github.io/posts/muon/); arguments, defaults and arithmetic are those of
+``torch.optim.Muon``, except that the update's RMS is matched to AdamW's by default (Moonlight, arXiv:2502.16982), so
+that AdamW's learning rate and weight decay carry over.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from ..topology.dtensor import local_tensor
+from .muon_partition import Block, Bucket, Layout, matrix_cut, plan_buckets
+
+__all__ = ["ADJUST_LR_FNS", "NS_DTYPES", "Muon", "newton_schulz"]
+
+ADJUST_LR_FNS = ("match_rms_adamw", "original")
+NS_DTYPES = {
+    "auto": None,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp32": torch.float32,
+    "float32": torch.float32,
+}
+
+
+class Muon(Optimizer):
+    """Momentum, orthogonalised matrix by matrix, with decoupled weight decay.
+
+    Args:
+        params: 2-D weights and 3-D stacks of them, sharded or not; as groups, with a ``Layout``'s fields as further
+            options (``matrix_groups`` makes them). Every rank has to hold the same ones in the same order, and to have
+            gradients of the same ones.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps: as in ``torch.optim.Muon``.
+        adjust_lr_fn: ``"match_rms_adamw"`` scales the update of an ``(m, n)`` matrix by ``0.2 sqrt(max(m, n))``,
+            ``"original"`` by ``sqrt(max(1, out / in))``.
+        ns_dtype: dtype of Newton-Schulz and of what is sent: ``"fp32"``, ``"bf16"``, or ``"auto"`` for bfloat16 on an
+            accelerator (as ``torch.optim.Muon`` computes) and float32 on a CPU.
+        bucket_bytes: bytes of matrices that one rank orthogonalises at a time, or one matrix if that is larger; two
+            buckets are in memory at once, so that one is sent while the other is computed.
+
+    Raises:
+        ValueError: for options out of range, and for parameters that aren't made of matrices as the options say.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str = "match_rms_adamw",
+        *,
+        ns_dtype: str = "auto",
+        bucket_bytes: int = 64 << 20,
+    ):
+        for name, value in (("lr", lr), ("weight_decay", weight_decay), ("eps", eps)):
+            if not value >= 0:
+                raise ValueError(f"{name} has to be at least 0, not {value}.")
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum has to be in [0, 1), not {momentum}.")
+        if not 1 <= ns_steps < 100:
+            raise ValueError(f"ns_steps has to be in [1, 100), not {ns_steps}.")
+        if len(ns_coefficients) != 3:
+            raise ValueError(f"ns_coefficients are three numbers, not {ns_coefficients}.")
+        if adjust_lr_fn not in ADJUST_LR_FNS:
+            raise ValueError(f"adjust_lr_fn is one of {list(ADJUST_LR_FNS)}, not {adjust_lr_fn!r}.")
+        if ns_dtype not in NS_DTYPES:
+            raise ValueError(f"ns_dtype is one of {list(NS_DTYPES)}, not {ns_dtype!r}.")
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": tuple(ns_coefficients),
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "ns_dtype": ns_dtype,
+            "bucket_bytes": bucket_bytes,
+            **vars(Layout()),
+        }
+        self._plans: dict[tuple[int, ...], list[Bucket]] = {}
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.dim() not in (2, 3) or param.shape[group["out_dim"]] % group["parts"]:
+                    shape, parts = tuple(param.shape), group["parts"]
+                    raise ValueError(f"Muon takes matrices and stacks of them: {shape} is none of {parts} parts.")
+                matrix_cut(param)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._plans = {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient; collective over the ranks that share a matrix."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        exchanges = []
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                self._decay_and_accumulate(group, params)
+                exchanges += [_Exchange(self, group, bucket) for bucket in self._buckets(group, params)]
+        # The next bucket is on its way while one is computed. All ranks of a group have the same buckets in the same
+        # order, whatever the data.
+        under_way = None
+        for exchange in exchanges:
+            exchange.send()
+            if under_way is not None:
+                under_way.finish()
+            under_way = exchange
+        if under_way is not None:
+            under_way.finish()
+        return loss
+
+    def _decay_and_accumulate(self, group: dict[str, Any], params: Sequence[torch.Tensor]) -> None:
+        for p in params:
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        momentum = [local_tensor(self.state[p]["momentum_buffer"]) for p in params]
+        torch._foreach_lerp_(momentum, [_grad(p) for p in params], 1 - group["momentum"])
+        torch._foreach_mul_([local_tensor(p) for p in params], 1 - float(group["lr"]) * group["weight_decay"])
+
+    def _buckets(self, group: dict[str, Any], params: Sequence[torch.Tensor]) -> list["Bucket"]:
+        key = tuple(id(p) for p in params)
+        if key not in self._plans:
+            layout = Layout(group["parts"], group["out_dim"], group["interleaved"])
+            self._plans[key] = plan_buckets(params, layout, NS_DTYPES[group["ns_dtype"]], group["bucket_bytes"])
+        return self._plans[key]
+
+
+def newton_schulz(
+    matrices: torch.Tensor, coefficients: Sequence[float], steps: int, eps: float, dtype: torch.dtype
+) -> torch.Tensor:
+    """Orthogonalise a stack of matrices: bring their singular values near 1.
+
+    Args:
+        matrices: ``(B, m, n)``.
+        coefficients: of the quintic iteration (``torch/optim/_muon.py``).
+        dtype: of the computation.
+
+    Returns:
+        ``(B, m, n)`` in ``dtype``.
+    """
+    a, b, c = coefficients
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.to(dtype)
+    x = x.mT if tall else x
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+class _Exchange:
+    """One bucket on its way: updates to the owners, orthogonalised ones back, into the parameters."""
+
+    def __init__(self, optimizer: Muon, options: dict[str, Any], bucket: Bucket):
+        self.optimizer, self.options, self.bucket = optimizer, options, bucket
+
+    def send(self) -> None:
+        """Start to bring this rank's pieces to their owners."""
+        b, momentum = self.bucket, self.options["momentum"]
+        self.to_owner = [sum(block.pieces[b.rank].numel for block in owned) for owned in b.blocks]
+        self.from_rank = [sum(block.pieces[r].numel for block in b.blocks[b.rank]) for r in range(len(b.blocks))]
+        self.mine = torch.empty(sum(self.to_owner), dtype=b.dtype, device=b.device)
+        for block, view in self._my_views():
+            held = block.pieces[b.rank].held
+            update = _stack(self.optimizer.state[block.param]["momentum_buffer"])[held]
+            if self.options["nesterov"]:
+                update = torch.lerp(_stack(_grad(block.param))[held], update, momentum)
+            view.copy_(update)
+        self.owned = self.mine
+        self.work = None
+        if b.group is not None:
+            self.owned = torch.empty(sum(self.from_rank), dtype=b.dtype, device=b.device)
+            self.work = dist.all_to_all_single(
+                self.owned, self.mine, self.from_rank, self.to_owner, group=b.group, async_op=True
+            )
+
+    def finish(self) -> None:
+        """Orthogonalise what this rank owns, give it back, and update the parameters."""
+        b, lr = self.bucket, float(self.options["lr"])
+        if self.work is not None:
+            self.work.wait()
+        self._orthogonalize()
+        if b.group is not None:
+            dist.all_to_all_single(self.mine, self.owned, self.to_owner, self.from_rank, group=b.group)
+        for block, view in self._my_views():
+            param = _stack(block.param)[block.pieces[b.rank].held]
+            param.add_(view.to(param.device), alpha=-lr * self._ratio(block))
+        del self.mine, self.owned
+
+    def _my_views(self) -> Iterator[tuple[Block, torch.Tensor]]:
+        """Every block with this rank's piece of it in the flat buffer, ordered by owner."""
+        pieces = [block.pieces[self.bucket.rank] for block in self.bucket.all_blocks()]
+        flat = self.mine.split([piece.numel for piece in pieces])
+        for block, piece, part in zip(self.bucket.all_blocks(), pieces, flat, strict=True):
+            yield block, part.view(piece.shape)
+
+    def _orthogonalize(self) -> None:
+        """In place, in the buffer of what came from each rank; matrices of one shape as one batch."""
+        owned = self.bucket.blocks[self.bucket.rank]
+        by_shape: dict[tuple[int, int], list[int]] = {}
+        for i, block in enumerate(owned):
+            by_shape.setdefault(block.shape[1:], []).append(i)
+        parts = self.owned.split([block.pieces[r].numel for r in range(len(self.from_rank)) for block in owned])
+        o = self.options
+        for shape, members in by_shape.items():
+            counts = [owned[i].shape[0] for i in members]
+            batch = self.owned.new_empty(sum(counts), *shape)
+            places = [
+                (whole[piece.whole], parts[r * len(owned) + i].view(piece.shape))
+                for i, whole in zip(members, batch.split(counts), strict=True)
+                for r, piece in enumerate(owned[i].pieces)
+            ]
+            for place, piece in places:
+                place.copy_(piece)
+            batch.copy_(newton_schulz(batch, o["ns_coefficients"], o["ns_steps"], o["eps"], batch.dtype))
+            for place, piece in places:
+                piece.copy_(place)
+
+    def _ratio(self, block: Block) -> float:
+        _, rows, cols = block.shape
+        if self.options["adjust_lr_fn"] == "match_rms_adamw":
+            return 0.2 * math.sqrt(max(rows, cols))
+        out, into = (rows, cols) if self.options["out_dim"] == -2 else (cols, rows)
+        return math.sqrt(max(1, out / into))
+
+
+def _grad(param: torch.Tensor) -> torch.Tensor:
+    assert param.grad is not None, "parameters without a gradient are left out of the plan"
+    return local_tensor(param.grad)
+
+
+def _stack(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard as ``[e, rows, cols]``."""
+    local = local_tensor(tensor)
+    return local if local.dim() == 3 else local.unsqueeze(0)

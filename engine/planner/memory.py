@@ -1,0 +1,441 @@
+"""How much memory a training step needs on each rank, from sizes alone; ``benchmarks/memory.py`` measures it.
+
+Resident are the shards and the optimizer's states. To that comes the largest of what a step needs at its moments. In
+each unit (embeddings, a layer, the head) one group of parameters is the largest. X is the part of it that a rank
+computes with: of experts its own over ``ep``, their ``ep_fsdp`` shards put together. "Ahead" are the units whose
+gathers are under way.
+
+- gathering, in forward and backward: a buffer of X for this unit and each ahead; the weights copied out of it, X; and a
+  copy of these, X, if they are cut along another dim than the first;
+- computing forward: the buffers, which FSDP lets go of at the next unit, and the weights, X;
+- computing gradients: the buffers ahead, the weights, X, and what there is of their gradients, up to X; X more of
+  experts whose tokens are dispatched in chunks; and what experts compute again (``backward_memory.py``);
+- packing gradients to be reduced: the buffers ahead; X of gradients (copied, and the last parameter's own, if they are
+  cut along another dim than the first), and X packed;
+- reducing: the buffers ahead; X packed; if there are several ranks, X that gloo copies and the rank's shard of the sum;
+  the last parameter's gradient.
+
+On a CPU experts' gradients are written to memory that stays for those of the layer before
+(``moe/gemm/gradient_buffers.py``). In backward the gradients of the units that are done are there too, and what is
+kept for those to come. What experts keep is there from when they are gathered, in forward or to be computed again,
+until their gradients are packed. Where no other rank shares a group nothing is gathered. What is not freed after the
+forward stays until the backward, and is not gathered again. With several micro-batches all gradients are there from
+the second on.
+"""
+
+import functools
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+from transformers import PretrainedConfig
+
+from ..fsdp.ulysses import heads_to_split
+from ..fsdp.wrap_plan import EMBEDDINGS, HEAD, GroupSizes, ParamGroup, Unit, frozen_beside_adapters, units_of
+from ..model.meta import build_on_meta
+from ..moe.find import UnsupportedModelError
+from ..moe.gemm.gradient_buffers import LEAST
+from ..optim.muon_partition import muon_parameters
+from ..parallelize import ShardingOptions
+from ..topology.expert_placement import check_experts_divide
+from ..topology.mesh import Topology
+from .activations import LayerActivations, Traced, trace
+
+__all__ = ["IMBALANCE", "Backend", "Batch", "ModelSizes", "Moment", "Optimizer", "group_sizes", "moments", "peak"]
+
+IMBALANCE = 1.2  # taken where nothing is known of the routing
+Optimizer = Literal["adamw", "muon"]
+
+
+@dataclass(frozen=True, eq=False)
+class ModelSizes:
+    """What the arithmetic needs to know of a model.
+
+    Args:
+        master: dtype of the parameters that the optimizer steps on.
+        whole: bytes that every rank holds whole.
+        outputs: logits of a token; one value, of a critic.
+        num_experts: of each experts module.
+        matrices: parameters that Muon steps.
+        heads: that the ranks which share a row have to divide; 1 where no row can be shared.
+        unshared: why none can; empty if they can.
+        untraced: why it is not known what autograd keeps of the layers and what they exchange; empty if it is.
+    """
+
+    name: str
+    units: tuple[Unit, ...]
+    traced: Traced
+    master: torch.dtype
+    whole: int
+    outputs: int
+    num_experts: tuple[int, ...]
+    matrices: Collection[str]
+    heads: int
+    unshared: str = ""
+    untraced: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        auto_class: Any,
+        config: PretrainedConfig,
+        options: ShardingOptions,
+        master: torch.dtype = torch.float32,
+    ) -> "ModelSizes":
+        """Build the model on the meta device, and look.
+
+        Raises:
+            UnsupportedModelError: it has no experts that can be dispatched, or can't be traced.
+        """
+        return cls.built_by(functools.partial(build_on_meta, auto_class, config), options, master).require_traced()
+
+    @classmethod
+    def built_by(
+        cls, build: Callable[[torch.dtype], Any], options: ShardingOptions, master: torch.dtype = torch.float32
+    ) -> "ModelSizes":
+        """Of a model as it is before it is sharded, with adapters if it is to have some.
+
+        Args:
+            build: makes it on the meta device, its parameters of a dtype; its config is changed.
+
+        Raises:
+            UnsupportedModelError: it has no experts that can be dispatched.
+        """
+        model = build(master)
+        model.tie_weights()  # which going to meta may have undone
+        units, whole = units_of(model, options)
+        counts = tuple(
+            next(iter(group.shapes[name][dim] for name, dim in group.ep_dims.items()))
+            for unit in units
+            for group in unit.groups
+            if group.is_experts
+        )
+        matrices = frozenset(muon_parameters(model))
+        heads, unshared = 1, ""
+        try:
+            heads = heads_to_split(model)
+        except UnsupportedModelError as error:
+            unshared = str(error)
+        head = model.get_output_embeddings()
+        outputs = 1 if head is None else head.weight.shape[0]
+        if options.param_dtype != master:
+            model = build(options.param_dtype)
+        for name in frozen_beside_adapters(model):
+            model.get_parameter(name).requires_grad_(False)
+        traced, untraced = Traced({}, 0.0), ""
+        try:
+            traced = trace(model, options.expert_plan, lean=options.experts_backend != "reference")
+        except UnsupportedModelError as error:
+            untraced = str(error)
+        return cls(
+            name=type(model).__name__,
+            units=tuple(units),
+            traced=traced,
+            master=master,
+            whole=whole,
+            outputs=outputs,
+            num_experts=counts,
+            matrices=matrices,
+            heads=heads,
+            unshared=unshared,
+            untraced=untraced,
+        )
+
+    def require_traced(self) -> "ModelSizes":
+        """
+        Raises:
+            UnsupportedModelError: it is not known what autograd keeps.
+        """
+        if self.untraced:
+            raise UnsupportedModelError(self.untraced)
+        return self
+
+    def check(self, topology: Topology) -> None:
+        """
+        Raises:
+            SettingError: the mesh would split an expert.
+        """
+        check_experts_divide(self.num_experts, topology, self.name)
+
+
+@functools.lru_cache(maxsize=1024)
+def group_sizes(
+    sizes: ModelSizes, topology: Topology, shard_dim: int | str = "auto"
+) -> tuple[tuple[str, ParamGroup, GroupSizes], ...]:
+    """Each group with its unit's name and its sizes, in the order of the forward.
+
+    Raises:
+        SettingError: as ``ParamGroup.sizes``.
+    """
+    pairs = [(unit.name, group) for unit in sizes.units for group in unit.groups]
+    return tuple((unit, group, group.sizes(topology, shard_dim)) for unit, group in pairs)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a rank computes in a step.
+
+    Args:
+        tokens: of a micro-batch, on one rank.
+        micro_batches: whose gradients are added up.
+        imbalance: rows that the busiest rank's experts get, over the mean.
+        sp: ranks that share a micro-batch of ``sp`` times as many tokens.
+    """
+
+    tokens: int
+    micro_batches: int = 1
+    imbalance: float = 1.0
+    sp: int = 1
+
+
+@dataclass(frozen=True)
+class Backend:
+    """``on_cpu``: gloo copies what it sends, and gradients of experts take memory that stays until a backward ends.
+    ``foreach``: the optimizer steps many parameters at a time, which it does where it has no fused kernel
+    (``optim/multi_optimizer.py``)."""
+
+    on_cpu: bool = False
+    foreach: bool = False
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes on the rank that holds most, by part, at one moment of a step.
+
+    ``buffers`` are gathered parameters, gradients before they are reduced, and what collectives and the optimizer take.
+    """
+
+    when: str
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    buffers: int = 0
+    activations: int = 0
+    logits: int = 0
+
+    @property
+    def parts(self) -> dict[str, int]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "when"}
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+def peak(*args: Any, **kwargs: Any) -> Moment:
+    """The moment of a step that needs most; arguments as ``moments``'s."""
+    return max(moments(*args, **kwargs), key=lambda moment: moment.total)
+
+
+def moments(
+    sizes: ModelSizes,
+    topology: Topology,
+    options: ShardingOptions,
+    batch: Batch,
+    optimizer: Optimizer | None = "adamw",
+    backend: Backend = Backend(),
+) -> Iterator[Moment]:
+    """What a step needs at each moment that may be its peak.
+
+    Args:
+        optimizer: None for one whose states are not known; they are not counted then.
+
+    Raises:
+        SettingError: the mesh would split an expert, or an explicit shard dim does not divide.
+    """
+    sizes.check(topology)
+    step = _Step(sizes, topology, options, batch, backend)
+    on_host = options.cpu_offload
+    shards = step.trained_shards()
+    parameters = 0 if on_host else sizes.whole + sum(step.shards())
+    states = 0 if on_host else sum(_states(sizes, topology, options, optimizer))
+    for i, unit in enumerate(sizes.units):
+        done = sum(shards) if batch.micro_batches > 1 else sum(shards[i + 1 :])
+        for when, gradients, buffers, kept in step.of_unit(i):
+            logits = step.logits() if unit.name == HEAD and gradients else 0
+            held = done if gradients and not on_host else sum(shards) if batch.micro_batches > 1 and not on_host else 0
+            yield Moment(f"{unit.name}, {when}", parameters, held, states, buffers, kept, logits)
+    if sizes.units[-1].name != HEAD:  # the root has it
+        held = sum(shards) if batch.micro_batches > 1 and not on_host else 0
+        yield Moment("logits", parameters, held, states, step.stays[-1], step.all_activations(), step.logits())
+    if not on_host:
+        temporary = max(_by_kind(sizes, step.trained_shard)) if backend.foreach else 0
+        yield Moment("optimizer", parameters, sum(shards), states, temporary)
+
+
+class _Step:
+    def __init__(self, sizes: ModelSizes, topology: Topology, options: ShardingOptions, batch: Batch, backend: Backend):
+        self.sizes, self.topology, self.options, self.batch, self.backend = sizes, topology, options, batch, backend
+        self.of_group = {id(group): size for _, group, size in group_sizes(sizes, topology, options.expert_shard_dim)}
+        # Before each unit: bytes of what is not freed after the forward, and what is kept per token.
+        self.stays, self.kept = [0], [0.0]
+        for unit in sizes.units:
+            layer = sizes.traced.layers.get(unit.name)
+            self.stays.append(self.stays[-1] + sum(self.gathered(g) for g in unit.groups if not g.freed))
+            self.kept.append(self.kept[-1] + (self._kept(layer) if layer else 0.0))
+        # From each unit on: bytes that gradients of experts leave in backward.
+        self.waits = [0]
+        for unit in reversed(sizes.units):
+            self.waits.insert(0, max([self.waits[0], *map(self.recycled, unit.groups)]))
+
+    def shard(self, group: ParamGroup) -> int:
+        return self.of_group[id(group)].local * self.sizes.master.itemsize
+
+    def trained_shard(self, group: ParamGroup) -> int:
+        return self.of_group[id(group)].trained * self.sizes.master.itemsize
+
+    def shards(self) -> list[int]:
+        """Bytes of a rank's parameters, by unit."""
+        return [sum(map(self.shard, unit.groups)) for unit in self.sizes.units]
+
+    def trained_shards(self) -> list[int]:
+        """Of those, what has gradients."""
+        return [sum(map(self.trained_shard, unit.groups)) for unit in self.sizes.units]
+
+    def gathered(self, group: ParamGroup) -> int:
+        return self.of_group[id(group)].full * group.compute.itemsize
+
+    def recycled(self, group: ParamGroup) -> int:
+        """Bytes of the memory that the gradients of a group have, and leave for others."""
+        if not (group.is_experts and self.backend.on_cpu) or self.options.experts_backend == "reference":
+            return 0
+        ranks, shard_dim = self.of_group[id(group)].ranks, self.options.expert_shard_dim
+        trained = group.shapes.keys() - group.frozen
+        sizes = [ranks * group.local_of(name, self.topology, shard_dim) * group.compute.itemsize for name in trained]
+        # With chunks those of one are added to those before.
+        return sum(size for size in sizes if size >= LEAST) * min(self.options.dispatch_chunks, 2)
+
+    def ahead(self, units: list[Unit], forward: bool) -> int:
+        """Bytes of the buffers of units gathered ahead."""
+        groups = [group for unit in units for group in unit.groups if forward or group.gathered_again]
+        return sum(self.gathered(group) for group in groups if self.of_group[id(group)].ranks > 1)
+
+    def of_unit(self, i: int) -> Iterator[tuple[str, bool, int, int]]:
+        """When, whether it is in backward, the bytes of weights and buffers, and those of activations."""
+        units, depth = self.sizes.units, self.options.prefetch_depth
+        unit = units[i]
+        main = max(unit.groups, key=self.gathered)
+        others = sum(self.gathered(group) for group in unit.groups if group is not main)
+        stays = self.stays[i]
+        size, compute, reduce = self.of_group[id(main)], main.compute.itemsize, self.options.reduce_dtype.itemsize
+        weights = self.gathered(main)
+        gathering = (weights if size.ranks > 1 else 0) + weights + size.moved * compute
+
+        ahead = self.ahead(list(units[i + 1 : i + 1 + depth]), forward=True)
+        held = stays + others + ahead + gathering
+        yield "gathering in forward", False, held, self.activations(i, None, experts=not main.is_experts)
+        yield "forward", False, held - size.moved * compute, self.activations(i, None, experts=True)
+
+        before = [u for u in units[max(i - depth, 0) : i] if u.name != EMBEDDINGS]
+        kept = stays + others + self.ahead(before, forward=False)
+        waits = self.waits[i + 1]
+        if not main.is_experts:
+            kept, waits = kept + self.waits[i], 0
+        own = max(self.recycled(main), waits)
+        if main.gathered_again:
+            computed = self.options.checkpointing == "full" and main.is_experts
+            held = kept + waits + gathering
+            yield "gathering in backward", True, held, self.activations(i, main, experts=not computed)
+        read = 0 if main.freed and not main.gathered_again else weights
+        gradients, packed = size.reduced * compute, size.reduced * reduce
+        last = size.last * compute
+        # Where there is one rank, the sum is what was packed (fsdp/single_rank_reduce.py).
+        summed = packed if size.ranks == 1 else packed + size.trained * reduce + (packed if self.backend.on_cpu else 0)
+        cast = self.trained_shard(main) if self.sizes.master != self.options.reduce_dtype else 0
+        # Each chunk of a layer's tokens has gradients of all its experts, which are added to those before.
+        added = gradients if main.is_experts and self.options.dispatch_chunks > 1 else 0
+        for share, working in self.phases(i, main):
+            there = max(int(share * gradients) + added, waits)
+            yield "gradients", True, kept + read + there, self.activations(i, main, experts=False) + working
+        left = self.activations(i, main, experts=not main.is_experts)
+        written = gradients + max(last, own) if size.moved else max(gradients, own)
+        yield "packing gradients", True, kept + written + packed, left
+        yield "reducing gradients", True, kept + summed + cast + max(last, own), left
+
+    def phases(self, i: int, group: ParamGroup) -> list[tuple[float, int]]:
+        """Of the backward of a unit's group: the part of its gradients that is there, and bytes of the experts."""
+        layer = self.sizes.traced.layers.get(self.sizes.units[i].name)
+        if layer is None:
+            return [(1.0, 0)]
+        kept, rows = self._experts(layer), self.batch.tokens * self.batch.imbalance
+        found = layer.local if self.topology.ep == 1 else layer.dispatched
+        if not group.is_experts or not found:
+            return [(1.0, int(kept * self.batch.tokens))]
+        return [(share, int(nbytes * rows / self.options.dispatch_chunks)) for share, nbytes in found]
+
+    def activations(self, i: int, group: ParamGroup | None, experts: bool) -> int:
+        """Kept of the layers up to a unit, and of the unit's own when a group of it has its backward; None in forward.
+
+        Args:
+            experts: whether what they keep is there.
+        """
+        name = self.sizes.units[i].name
+        layer = self.sizes.traced.layers.get(name)
+        per_token = self.kept[i]
+        if layer is not None:
+            per_token += self._working(layer, beside_experts=group is not None and group.is_experts)
+            per_token += self._experts(layer) if experts else 0
+        if layer or name == HEAD:
+            per_token += self.sizes.traced.outside
+        return int(per_token * self.batch.tokens)
+
+    def all_activations(self) -> int:
+        """Kept of all layers."""
+        return int((self.kept[-1] + self.sizes.traced.outside) * self.batch.tokens)
+
+    def _kept(self, layer: LayerActivations) -> float:
+        if self.options.checkpointing == "full":
+            return 0 if self.options.activation_offload else layer.input
+        if self.options.checkpointing == "selective":
+            return layer.selective + self._experts(layer)
+        return layer.dense + self._by_sequences(layer) + self._experts(layer)
+
+    def _experts(self, layer: LayerActivations) -> float:
+        return (layer.experts - (layer.sent if self.topology.ep == 1 else 0)) * self.batch.imbalance
+
+    def _by_sequences(self, layer: LayerActivations) -> float:
+        """With ``sp``, kept besides: what comes back from attention, and keys and values that several ranks have."""
+        if self.batch.sp == 1:
+            return 0
+        at = layer.attention
+        repeated = (at.key + at.value) * (at.copies(self.batch.sp) - 1)
+        return (at.output + repeated) * self.options.param_dtype.itemsize
+
+    def _working(self, layer: LayerActivations, beside_experts: bool) -> float:
+        """Of the layer that computes, but for what its experts keep; beside these no other part is computed again."""
+        if self.options.checkpointing == "selective":
+            recomputed = 0 if beside_experts else layer.recomputed + self._by_sequences(layer)
+            return layer.selective + recomputed
+        kept = layer.input if self.options.checkpointing == "full" else 0
+        return layer.dense + self._by_sequences(layer) + kept
+
+    def logits(self) -> int:
+        """The logits and their gradient in the dtype of the forward, and their softmax in float32."""
+        if self.options.head_in_root:  # fused cross-entropy holds none
+            return 0
+        width = 2 * self.options.param_dtype.itemsize + 4
+        return self.batch.tokens * self.sizes.outputs * width
+
+
+def _states(
+    sizes: ModelSizes, topology: Topology, options: ShardingOptions, optimizer: Optimizer | None
+) -> Iterator[int]:
+    """AdamW has two moments; Muon one for what it steps, and AdamW's two for the rest."""
+    if optimizer is None:
+        return
+    for unit in sizes.units:
+        for group in unit.groups:
+            for name in group.shapes.keys() - group.frozen:
+                number = 1 if optimizer == "muon" and name in sizes.matrices else 2
+                local = group.local_of(name, topology, options.expert_shard_dim)
+                yield number * local * sizes.master.itemsize
+
+
+def _by_kind(sizes: ModelSizes, shards_of: Callable[[ParamGroup], int]) -> tuple[int, int]:
+    """Bytes of a rank's experts, and of the rest: each has an optimizer of its own."""
+    groups = [group for unit in sizes.units for group in unit.groups]
+    return (
+        sum(shards_of(group) for group in groups if group.is_experts),
+        sum(shards_of(group) for group in groups if not group.is_experts),
+    )

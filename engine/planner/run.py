@@ -1,0 +1,241 @@
+"""The plan of the run that is under way, and beside it what was measured.
+
+At start it is made for the largest micro-batch that the settings allow, where they say. After each update it is made
+again for the micro-batches that there were, so that what is measured is compared with what should have been. On a CPU
+nothing is measured: pages of the process hold libraries and the allocator's gaps, which are not in the plan.
+"""
+
+import logging
+import os
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..optim.settings import wants_muon
+from ..parallelize import ShardingOptions
+from ..preflight.model_facts import DTYPES, setting_of
+from ..topology.mesh import Topology
+from .memory import IMBALANCE, Backend, Batch, ModelSizes, Moment, Optimizer, peak
+from .text import in_words, size_in_words, step_in_words
+from .traffic import collectives
+
+__all__ = ["RECIPE_DEFAULTS", "RunPlan", "configured_batch", "options_of_recipe", "plan_of_run"]
+
+logger = logging.getLogger("epfsdp2")
+
+_ASSUMED_TOKENS = 1024
+_DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+_ADAM = ("Adam", "AdamW")
+RECIPE_DEFAULTS = {
+    "micro-batches": 1,
+    "checkpointing": "full",
+    "prefetch-depth": 1,
+    "expert-shard-dim": "auto",
+    "dispatch-chunks": 1,
+    "experts-backend": "auto",
+    "lora-rank": 0,
+    "model-dtype": "fp32",
+    "dtype": "bf16",
+    "reduce-dtype": "fp32",
+    "optimizer": "adamw",
+}
+"""What ``recipes.plan`` takes where it is not told."""
+
+
+@dataclass
+class RunPlan:
+    """
+    Args:
+        measure: gives the most bytes that torch's allocator ever held; None where it counts nothing.
+        batch: of a step, at most; None where the settings don't say.
+        uncounted: what the plan knows nothing of, in words.
+        command: that plans every other mesh.
+    """
+
+    sizes: ModelSizes
+    topology: Topology
+    options: ShardingOptions
+    optimizer: Optimizer | None
+    backend: Backend
+    batch: Batch | None
+    uncounted: tuple[str, ...]
+    command: str
+    sp: int
+    measure: Callable[[], int] | None
+    _seen: Batch | None = None
+
+    def peak(self, batch: Batch) -> Moment:
+        """What a step needs when it needs most."""
+        return peak(self.sizes, self.topology, self.options, batch, self.optimizer, self.backend)
+
+    def lines(self) -> list[str]:
+        """The plan as it is printed at start."""
+        batch = self.batch or Batch(_ASSUMED_TOKENS, imbalance=IMBALANCE, sp=self.sp)
+        traffic = collectives(self.sizes, self.topology, self.options, batch)
+        found = [f"plan of {self.sizes.name}", *in_words(self.topology, batch, self.peak(batch), traffic)]
+        if self.batch is None:
+            found.append(f"the settings don't say how long sequences are: {_ASSUMED_TOKENS} tokens are an example")
+        if self.uncounted:
+            found.append(f"not counted: {'; '.join(self.uncounted)}")
+        return [*found, f"all meshes: {self.command}"]
+
+    def begin_update(self) -> None:
+        """Forget the micro-batches of the last one."""
+        self._seen = None
+
+    def see(self, tokens: int) -> None:
+        """A micro-batch of an update, of so many tokens on this rank."""
+        seen = self._seen or Batch(0, 0, IMBALANCE, self.sp)
+        self._seen = Batch(max(seen.tokens, tokens), seen.micro_batches + 1, IMBALANCE, self.sp)
+
+    def metrics(self) -> dict[str, float]:
+        """GiB of the last update as planned, and the most so far; of all ranks verl takes the largest, by the names."""
+        if self._seen is None:
+            return {}
+        found = {"memory_max_planned_gib": self.peak(self._seen).total / 2**30}
+        if self.measure is not None:
+            found["memory_max_allocated_gib"] = self.measure() / 2**30
+        return found
+
+    def outcome(self) -> str | None:
+        """What is said at the end, of this rank; None without both figures."""
+        if self._seen is None or self.measure is None:
+            return None
+        planned, measured = size_in_words(self.peak(self._seen).total), size_in_words(self.measure())
+        return (
+            f"memory of an update of at most {step_in_words(self._seen)}: planned {planned}; "
+            f"measured {measured} (all tensors of the process, the most so far)"
+        )
+
+
+def plan_of_run(
+    engine: Any,
+    model: Any,
+    optimizer: Any,
+    build: Callable[[torch.dtype], Any],
+    topology: Topology,
+    options: ShardingOptions,
+    memory: Any,
+    device: str,
+) -> RunPlan | None:
+    """The plan of a role that trains; None, with a line of log, if none can be made: that ends no run.
+
+    Args:
+        engine, model, optimizer: the role's settings, as verl has them.
+        build: as ``ModelSizes.built_by``'s.
+        memory: has ``max_memory_allocated``, in bytes: ``torch.cuda``, or what stands for it.
+        device: verl's name of it.
+    """
+    try:
+        sizes = ModelSizes.built_by(build, options, DTYPES[engine.model_dtype])
+        plan = RunPlan(
+            sizes,
+            topology,
+            options,
+            optimizer=_known(optimizer),
+            backend=Backend(on_cpu=device == "cpu", foreach=_steps_many(optimizer, device)),
+            batch=configured_batch(engine, topology),
+            uncounted=tuple(_uncounted(engine, model, optimizer, sizes)),
+            command=_command(engine, model, optimizer, topology, options, memory, device),
+            sp=engine.ulysses_sequence_parallel_size,
+            measure=None if device == "cpu" else memory.max_memory_allocated,
+        )
+        plan.lines()
+    except Exception as error:  # another family's code ran, on a device without data
+        logger.warning("epfsdp2: no plan of this run's memory can be made: %s: %s", type(error).__name__, error)
+        return None
+    return plan
+
+
+def configured_batch(engine: Any, topology: Topology) -> Batch | None:
+    """The largest step that the settings allow; None if they don't say how long sequences may be.
+
+    Without the number of sequences of an update, one micro-batch is taken for a step.
+    """
+    sp, longest = engine.ulysses_sequence_parallel_size, engine._longest_sequence
+    each = -(-engine._sequences_per_update * sp // topology.world)  # of a rank, shared by sp of them
+    if engine.use_dynamic_bsz and engine.max_token_len_per_gpu:
+        tokens = engine.max_token_len_per_gpu
+        return Batch(tokens, max(1, -(-each * longest // (tokens * sp))), IMBALANCE, sp)
+    rows = engine.micro_batch_size_per_gpu
+    if rows and longest:
+        return Batch(-(-rows * longest // sp), max(1, -(-each // rows)), IMBALANCE, sp)
+    return None
+
+
+def _steps_many(optimizer: Any, device: str) -> bool:
+    """Whether AdamW takes torch's foreach kernels: by choice, or for want of a fused one."""
+    chosen = setting_of(optimizer, "override_optimizer_config") or {}
+    return bool(chosen.get("foreach", device not in ("cpu", "cuda") and not chosen.get("fused")))
+
+
+def _known(optimizer: Any) -> Optimizer | None:
+    if wants_muon(optimizer):
+        return "muon"
+    return "adamw" if setting_of(optimizer, "optimizer") in _ADAM else None
+
+
+def _uncounted(engine: Any, model: Any, optimizer: Any, sizes: ModelSizes) -> list[str]:
+    found = []
+    if sizes.untraced:
+        found.append(f"activations, and rows to and from experts ({sizes.untraced.rstrip('.')})")
+    if _known(optimizer) is None:
+        found.append(f"states of {setting_of(optimizer, 'optimizer')}")
+    if _known(optimizer) == "muon":
+        found.append("matrices while Muon orthogonalises them")
+    if engine.use_no_sync_for_gradient_accumulation:
+        found.append("gradients that wait to be reduced (engine.use_no_sync_for_gradient_accumulation)")
+    if engine.experts_backend == "reference":
+        found.append("what the experts hold in backward (engine.experts_backend=reference)")
+    if hasattr(model.hf_config, "vision_config"):
+        found.append("images")
+    chunked = engine.entropy_from_logits_with_chunking or engine.entropy_checkpointing
+    if not chunked and not setting_of(model, "use_fused_kernels"):
+        found.append("the entropy's copies of the logits (engine.entropy_from_logits_with_chunking)")
+    return found
+
+
+def options_of_recipe(engine: Any, optimizer: Any, options: ShardingOptions) -> dict[str, Any]:
+    """What ``recipes.plan`` is to be told of the settings, by the names of its options; True for a bare one."""
+    experts = options.reshard_experts_after_forward
+    given = {
+        "checkpointing": options.checkpointing,
+        "prefetch-depth": options.prefetch_depth,
+        "expert-shard-dim": options.expert_shard_dim,
+        "dispatch-chunks": options.dispatch_chunks,
+        "experts-backend": options.experts_backend,
+        "model-dtype": _DTYPE_NAMES[DTYPES[engine.model_dtype]],
+        "dtype": _DTYPE_NAMES[options.param_dtype],
+        "reduce-dtype": _DTYPE_NAMES[options.reduce_dtype],
+        "optimizer": _known(optimizer),
+        "reshard-experts": None if experts is None else str(experts).lower(),
+        "no-reshard": not options.reshard_after_forward,
+        "activation-offload": options.activation_offload,
+        "offload-policy": options.cpu_offload,
+        "fused-kernels": options.head_in_root,
+    }
+    return {name: value for name, value in given.items() if value is not None and value is not False}
+
+
+def _command(
+    engine: Any, model: Any, optimizer: Any, topology: Topology, options: ShardingOptions, memory: Any, device: str
+) -> str:
+    sp = engine.ulysses_sequence_parallel_size
+    batch = configured_batch(engine, topology) or Batch(_ASSUMED_TOKENS, sp=sp)
+    gpus = int(os.environ.get("RAY_LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or topology.world)
+    gpus = gpus if topology.world % gpus == 0 else topology.world
+    total = memory.mem_get_info()[1] / 2**30
+    where = {"nodes": topology.world // gpus, "gpus": gpus, "gib": f"{total / (gpus if device == 'cpu' else 1):.0f}"}
+    what = {"tokens": batch.tokens * sp, "micro-batches": -(-batch.micro_batches // sp)}
+    words = ["python", "-m", "epfsdp2.recipes.plan", "--model", str(Path(model.local_path))]
+    adapters = {"lora-rank": setting_of(model, "lora_rank") or 0}
+    given = {**where, **what, **adapters, **options_of_recipe(engine, optimizer, options)}
+    for name, value in given.items():
+        if RECIPE_DEFAULTS.get(name) == value:
+            continue
+        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return shlex.join(words)

@@ -1,0 +1,80 @@
+"""What a training step moves: the bytes of every collective, from sizes alone."""
+
+from dataclasses import dataclass
+
+from ..fsdp.wrap_plan import ROOT
+from ..parallelize import ShardingOptions
+from ..topology.mesh import Topology
+from .memory import Batch, ModelSizes, group_sizes
+
+__all__ = ["Collective", "collectives"]
+
+_COUNT = 8  # bytes of a number of rows, one of each expert
+_WEIGHT = 4  # bytes of a row's routing weight, and of its gradient
+
+
+@dataclass(frozen=True)
+class Collective:
+    """All calls of a kind in a step.
+
+    Args:
+        stride: between the ranks of its group.
+        nbytes: of the whole tensor in all calls: what an all-gather ends with, a reduce-scatter or an all-reduce starts
+            with, and a rank hands to an all-to-all.
+    """
+
+    name: str
+    ranks: int
+    stride: int
+    calls: int
+    nbytes: int
+
+    @property
+    def passes(self) -> int:
+        return 2 if self.name.startswith("all-reduce") else 1
+
+    @property
+    def wire(self) -> float:
+        """Bytes that a rank receives from others."""
+        return self.passes * self.nbytes * (self.ranks - 1) / self.ranks
+
+
+def collectives(sizes: ModelSizes, topology: Topology, options: ShardingOptions, batch: Batch) -> list[Collective]:
+    """The collectives of one step on one rank."""
+    found: dict[str, Collective] = {}
+
+    def add(name: str, ranks: int, stride: int, calls: int, nbytes: int) -> None:
+        if ranks > 1 and nbytes:
+            old = found.get(name, Collective(name, ranks, stride, 0, 0))
+            calls, nbytes = old.calls + calls * batch.micro_batches, old.nbytes + nbytes * batch.micro_batches
+            found[name] = Collective(name, ranks, stride, calls, nbytes)
+
+    for unit, group, size in group_sizes(sizes, topology, options.expert_shard_dim):
+        kind = "experts" if group.is_experts else "dense"
+        stride = topology.ep if group.is_experts else 1
+        gathers = 1 + (group.gathered_again and unit != ROOT)
+        reduce = options.reduce_dtype.itemsize
+        add(f"all-gather {kind}", size.ranks, stride, gathers, gathers * size.full * group.compute.itemsize)
+        add(f"reduce-scatter {kind}", size.ranks, stride, 1, size.reduced * reduce)
+        add(f"all-reduce {kind}", topology.dp_replicate, topology.fsdp, 1, size.trained * reduce)
+    chunks = options.dispatch_chunks
+    forwards = 2 if options.checkpointing == "full" else 1
+    counts = iter(sizes.num_experts)
+    element = options.param_dtype.itemsize
+    at_once = chunks == 1 and not options.overlap_shared_experts
+    plain = at_once and options.experts_backend == "reference"
+    for layer in sizes.traced.layers.values():
+        if layer.row_width:
+            rows = batch.tokens * layer.row_width * element
+            # A layer that is computed again may be done before its rows come home (moe/fused.py).
+            ways = 2 * forwards + 2 - (forwards == 2 and at_once and layer.ends_with_experts)
+            add("all-to-all tokens", topology.ep, 1, chunks * ways, ways * rows)
+            if not plain:
+                weights = batch.tokens * layer.rows * _WEIGHT
+                add("all-to-all weights", topology.ep, 1, chunks * (forwards + 1), (forwards + 1) * weights)
+            add("all-to-all counts", topology.ep, 1, forwards, forwards * chunks * next(counts) * _COUNT)
+        at = layer.attention
+        width = at.query + at.output + (at.key + at.value) * at.copies(batch.sp)
+        passes = forwards + 1 if options.checkpointing != "selective" else 3
+        add("all-to-all sp", batch.sp, 1, 2 * passes, passes * batch.tokens * width * element)
+    return list(found.values())

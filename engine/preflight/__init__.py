@@ -1,0 +1,1 @@
+"""What can be known to be wrong before a worker is started."""

@@ -1,0 +1,101 @@
+"""Models without experts: plain FSDP2, by the same recipe.
+
+``engine.ep_size`` and what else concerns experts counts for the roles whose model has some. Another role runs as if
+these settings had not been given, and says so in one line. Where no trained model has experts they are refused, for
+they were given in the belief that one has.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from ..errors import SettingError
+from ..fsdp.fp32_modules import find_islands, unmatched_patterns
+from ..moe.find import find_experts
+from .model_facts import ModelFacts, inspect_model
+
+__all__ = ["check_alone", "not_applied", "without_experts"]
+
+# Settings that concern experts alone, and their defaults (``EPFSDP2EngineConfig``).
+_OF_EXPERTS: dict[str, Any] = {
+    "ep_size": 1,
+    "expert_plan": None,
+    "expert_shard_dim": "auto",
+    "experts_backend": "auto",
+    "reshard_experts_after_forward": None,
+    "dispatch_chunks": 1,
+    "overlap_shared_experts": False,
+    "dispatcher": "all_to_all",
+    "router_aux_loss_coef": 0.0,
+    "router_z_loss_coef": 0.0,
+    "router_metrics": False,
+}
+_REPLAY = "disabled"
+
+
+def without_experts(engine: Any, model: nn.Module) -> Any:
+    """A copy of the engine's settings for a dense model, those of experts at their defaults.
+
+    Patterns of ``fp32_modules`` that match nothing of the model (routers) are left out.
+    """
+    own = copy.copy(engine)
+    vars(own).update(_OF_EXPERTS)
+    unmatched = unmatched_patterns(model, engine.fp32_modules)
+    own.__dict__["fp32_modules"] = [pattern for pattern in engine.fp32_modules if pattern not in unmatched]
+    own.__dict__["router_replay"] = copy.copy(engine.router_replay)
+    own.router_replay.__dict__["mode"] = _REPLAY
+    return own
+
+
+def not_applied(engine: Any, path: str, model: nn.Module) -> str:
+    """The line that says which settings do not count for a model without experts; empty if none was given."""
+    given = _given(engine)
+    if unmatched := unmatched_patterns(model, engine.fp32_modules):
+        given["engine.fp32_modules"] = unmatched
+    if not given:
+        return ""
+    said = ", ".join(f"{name}={value}" for name, value in given.items())
+    return f"{path} has no experts: {said} {'do' if len(given) > 1 else 'does'} not apply, FSDP2 over all ranks"
+
+
+def check_alone(engine: Any, facts: ModelFacts, setting: str, critic: Mapping[str, Any] | None = None) -> None:
+    """Settings of experts need a trained model that has some.
+
+    Args:
+        facts: of a dense model.
+        setting: how the user calls its node.
+        critic: the model settings of the critic that is trained beside it, if one is.
+
+    Raises:
+        SettingError: for the first of them, or for a pattern that matches nothing, if the critic has no experts either.
+    """
+    given = _given(engine)
+    if not given and not unmatched_patterns(facts.model, engine.fp32_modules):
+        return
+    others = ""
+    if critic is not None:
+        beside = inspect_model(critic, "critic.model", engine.expert_plan)
+        if beside is None or not beside.is_dense:
+            return
+        others = f", nor has that of the critic, {beside.name}"
+    if engine.expert_plan:
+        find_experts(facts.model, engine.expert_plan)  # which says what its patterns may have meant
+    find_islands(facts.model, [], engine.fp32_modules)
+    name, value = next(iter(given.items()))
+    rule = f"concerns experts, and {facts.name} ({setting}.path) is a dense model: it has none{others}."
+    default = _REPLAY if name.endswith("mode") else _OF_EXPERTS[name.removeprefix("engine.")]
+    raise SettingError(name, value, rule, f"{name}={default}, or leave it out: FSDP2 over all ranks")
+
+
+def _given(engine: Any) -> dict[str, Any]:
+    """What concerns experts and is not at its default, as a user writes it."""
+    found = {
+        f"engine.{name}": value
+        for name, default in _OF_EXPERTS.items()
+        if (value := getattr(engine, name, default)) not in (default, {})
+    }
+    if engine.router_replay.mode != _REPLAY:
+        found["engine.router_replay.mode"] = engine.router_replay.mode
+    return found

@@ -1,0 +1,355 @@
+"""Before a worker is started: whether the features that are switched on can be with this model, and with each other."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pyarrow import parquet
+
+from ..compat import versions
+from ..errors import SettingError
+from ..fsdp.ulysses import SETTING as SEQUENCE
+from ..fsdp.ulysses import check_attention_splits
+from ..lora.adapters import Lora
+from ..lora.peft_files import read_adapter
+from ..lora.settings import LoraSettings
+from ..model.packing import why_not_packed
+from ..model.vision import images_refused, why_not_images
+from ..moe.deepep import check_deepep
+from ..moe.find import UnsupportedModelError, experts_by_layer, find_experts
+from ..moe.router.losses import check_watchable
+from ..optim.settings import wants_muon
+from ..topology.expert_placement import ep_fsdp_dim
+from ..topology.mesh import Topology, check_sequence_size
+from .model_facts import ACTOR_MODEL, DTYPES, OPTIMIZERS, ModelFacts, overrides_of, plain, setting_of
+
+__all__ = [
+    "check_activation_offload",
+    "check_attention",
+    "check_dispatcher",
+    "check_distillation",
+    "check_fused_kernels",
+    "check_images",
+    "check_lora",
+    "check_merged",
+    "check_packing",
+    "check_replay",
+    "check_routers",
+    "check_routes",
+    "check_sequence_parallel",
+]
+
+_REPLAY = "engine.router_replay.mode"
+_ROUTES = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+_BYPASS = "algorithm.rollout_correction.bypass_mode"
+# Families that choose experts in another way than all others.
+_NOT_BY_TOPK = {"phimoe": "its routers choose by a maximum, and another one over what is left."}
+# What a config may ask to be done with a head's logits.
+_AFTER_THE_HEAD = ("logit_scale", "logits_scaling", "final_logit_softcapping")
+_TOP_K_DISTILLATION = ("forward_kl_topk",)
+_DEFAULT_ATTENTION = "flash_attention_2"  # verl 0.9.1, workers/config/model.py
+
+
+def check_activation_offload(engine: Any, model: Any, setting: str = ACTOR_MODEL) -> None:
+    """What is offloaded is what whole layers are computed again from.
+
+    Raises:
+        SettingError: layers are not computed again whole.
+    """
+    if not setting_of(model, "enable_activation_offload"):
+        return
+    checkpointing = engine.activation_checkpointing
+    if checkpointing == "full" or (checkpointing == "auto" and setting_of(model, "enable_gradient_checkpointing")):
+        return
+    raise SettingError(
+        f"{setting}.enable_activation_offload",
+        True,
+        "offloads what goes into layers that are computed again in backward, and nothing else is kept of those.",
+        f"engine.activation_checkpointing=full, or {setting}.enable_activation_offload=False",
+    )
+
+
+def check_attention(
+    model: Mapping[str, Any], facts: ModelFacts | None, *, device: str = "cuda", setting: str = ACTOR_MODEL
+) -> None:
+    """The attention has to exist for this model on this device, and to keep packed sequences apart.
+
+    Eager attention gets no mask between the sequences of a packed row: they see each other, silently (gpt-oss, packed
+    in pairs: log-probs off by 0.95).
+
+    Args:
+        facts: None for a model that is not on this machine: what does not depend on it is checked.
+
+    Raises:
+        SettingError: with an implementation that works.
+    """
+    name = f"{setting}.override_config.attn_implementation"
+    wanted = _attention_of(model)
+    kind = _DEFAULT_ATTENTION if "flash" in wanted else wanted.rpartition("|")[2]
+    accelerator = device != "cpu"
+    # On an NPU transformers takes torch_npu's.
+    installed = device != "cuda" or versions.installed("flash-attn") is not None
+    in_class = {
+        _DEFAULT_ATTENTION: facts is None or facts.flash,
+        "sdpa": facts is None or facts.sdpa,
+        "flex_attention": facts is None or facts.flex,
+    }
+    here = {_DEFAULT_ATTENTION: accelerator and installed, "sdpa": True, "flex_attention": accelerator}
+    packs = [option for option in in_class if in_class[option] and here[option]]
+    works = f"+{name}={packs[0]}" if packs else f"+{name}=eager with {setting}.use_remove_padding=False"
+    if kind == _DEFAULT_ATTENTION and not accelerator:
+        raise SettingError(name, wanted, "flash attention (verl's default) needs an accelerator; here is none.", works)
+    if facts is not None and not in_class.get(kind, True):
+        raise SettingError(name, wanted, f"{facts.name} does not support it in transformers.", works)
+    if kind == "flex_attention" and not accelerator:
+        raise SettingError(name, wanted, "flex attention needs an accelerator; here is none.", works)
+    if wanted.rpartition("|")[2] == _DEFAULT_ATTENTION and not installed:
+        rule = "flash attention 2 (verl's default) needs the distribution flash-attn, which is not installed."
+        raise SettingError(name, wanted, rule, f"pip install 'verl[vllm,fsdp]' (it brings flash-attn), or {works}")
+    if kind == "eager" and model.get("use_remove_padding", True):
+        rule = (
+            f"eager attention does not keep packed sequences apart, and {setting}.use_remove_padding=True packs them."
+        )
+        raise SettingError(name, wanted, rule, works)
+
+
+def check_packing(size: int, model: Mapping[str, Any], facts: ModelFacts | None, setting: str = ACTOR_MODEL) -> None:
+    """Sequences of a packed row must not see each other.
+
+    Args:
+        size: ranks that share a row; the masks of such rows are made here, from all positions.
+
+    Raises:
+        SettingError: for the packing.
+    """
+    if facts is None or not model.get("use_remove_padding", True):
+        return
+    why = why_not_packed(facts.model.config, flash="flash" in _attention_of(model), own_masks=size > 1)
+    if why:
+        name = f"{setting}.use_remove_padding"
+        raise SettingError(name, True, f"packs sequences, and in {facts.name} {why}.", f"{name}=False")
+
+
+def _attention_of(model: Mapping[str, Any]) -> str:
+    return str(overrides_of(model).get("attn_implementation", _DEFAULT_ATTENTION))
+
+
+def check_fused_kernels(
+    model: Mapping[str, Any], facts: ModelFacts | None, *, device: str = "cuda", setting: str = ACTOR_MODEL
+) -> None:
+    """verl's fused linear cross-entropy multiplies by the head's weight, and does nothing else that a head may do.
+
+    Args:
+        facts: None for a model that is not on this machine: what does not depend on it is checked.
+
+    Raises:
+        SettingError: where log-probs would silently be others, and where there are none.
+    """
+    if not model.get("use_fused_kernels", False):
+        return
+    name, rule = f"{setting}.use_fused_kernels", ""
+    options = f"{setting}.fused_kernel_options.impl_backend"
+    if device == "cpu" and (model.get("fused_kernel_options") or {}).get("impl_backend") == "triton":
+        raise SettingError(options, "triton", "Triton's kernels need an accelerator; here is none.", f"{options}=torch")
+    if setting == "critic.model":
+        rule = "they compute log-probs, and a critic has none."
+    elif facts is not None:
+        config = facts.model.config.get_text_config()
+        head = facts.model.get_output_embeddings()
+        besides = [f"its {key}" for key in _AFTER_THE_HEAD if getattr(config, key, None) not in (None, 0, 1)]
+        besides += ["the head's bias"] if getattr(head, "bias", None) is not None else []
+        if besides:
+            rule = f"they compute log-probs by the head's weight alone; besides, {facts.name} has {', '.join(besides)}."
+    if rule:
+        raise SettingError(name, True, rule, f"{name}=False")
+
+
+def check_lora(
+    engine: Any,
+    topology: Topology,
+    model: Any,
+    facts: ModelFacts | None,
+    optim: Any = None,
+    setting: str = ACTOR_MODEL,
+) -> None:
+    """Adapters have to be of weights that there are, and something that can be trained and cut.
+
+    Args:
+        facts: None for a model that is not on this machine: what does not depend on it is checked. Its model gets the
+            adapters.
+
+    Raises:
+        SettingError: for the first setting that can't work.
+    """
+    megatron = model.get("lora") if isinstance(model, Mapping) else getattr(model, "lora", None)
+    if megatron and megatron.get("rank"):
+        rule = "is verl's setting for Megatron."
+        raise SettingError(f"{setting}.lora.rank", megatron["rank"], rule, f"{setting}.lora_rank={megatron['rank']}")
+    settings = LoraSettings.of(model, setting)
+    if settings is None:
+        return
+    if setting == "critic.model":
+        rule = "a critic's head is trained whole, and adapters leave everything else as it is."
+        raise SettingError(f"{setting}.lora_rank", settings.rank, rule, f"{setting}.lora_rank=0")
+    if optim is not None and wants_muon(optim):
+        rule = f"orthogonalises whole matrices, and with {setting}.lora_rank={settings.rank} thin ones are trained."
+        name = f"{OPTIMIZERS.get(setting, 'optim')}.optimizer"
+        raise SettingError(name, "Muon", rule, f"{name}=AdamW")
+    if facts is None:
+        return
+    lora = Lora(facts.model, settings, engine.expert_plan)
+    if settings.adapter is not None:
+        read_adapter(settings.adapter, lora.targets, f"{setting}.lora_adapter_path")
+    for info in find_experts(facts.model, engine.expert_plan):
+        for name, dim in info.ep_dims.items():
+            ep_fsdp_dim(info.module.get_parameter(name).shape, topology, engine.expert_shard_dim, dim)
+
+
+def check_merged(model: Any, rollout: Mapping[str, Any]) -> None:
+    """vLLM is handed weights. What it does with an adapter of experts, it does in kernels that only GPUs have."""
+    lora = model.get("lora") or {}
+    if model.get("lora_rank") and rollout.get("name") and not lora.get("merge"):
+        rule = "this engine hands adapters to vLLM merged into the weights, and in no other way."
+        raise SettingError(f"{ACTOR_MODEL}.lora.merge", False, rule, f"{ACTOR_MODEL}.lora.merge=True")
+
+
+def check_sequence_parallel(
+    size: int, world: int, model: Mapping[str, Any], facts: ModelFacts | None, *, setting: str = ACTOR_MODEL
+) -> None:
+    """Rows have to be packed, the ranks to divide, and the model to mix tokens by attention over heads that divide.
+
+    Args:
+        size: ranks that share a row.
+        facts: None for a model that is not on this machine: what does not depend on it is checked.
+
+    Raises:
+        SettingError: for the size, or for the packing.
+    """
+    if size == 1:
+        return
+    check_sequence_size(world, size)
+    if not model.get("use_remove_padding", True):
+        name = f"{setting}.use_remove_padding"
+        raise SettingError(name, False, f"it is packed rows that are cut ({SEQUENCE}={size}).", f"{name}=True")
+    if facts is None:
+        return
+    try:
+        check_attention_splits(facts.model, size)
+    except UnsupportedModelError as error:
+        raise SettingError(SEQUENCE, size, f"can't be with {facts.name}: {error}", f"{SEQUENCE}=1") from None
+
+
+def check_replay(engine: Any, model: Mapping[str, Any], facts: ModelFacts | None) -> None:
+    """Router replay needs packed rows, and a model whose layers each choose several experts by ``topk``.
+
+    Args:
+        facts: None for a model that is not on this machine: what does not depend on it is checked.
+
+    Raises:
+        SettingError: for the mode, or for the packing.
+    """
+    mode = engine.router_replay.mode
+    if mode == "disabled":
+        return
+    if not model.get("use_remove_padding", True):
+        rule = f"routes are replayed along a packed row (engine.router_replay.mode={mode})."
+        name = f"{ACTOR_MODEL}.use_remove_padding"
+        raise SettingError(name, False, rule, f"{name}=True")
+    if facts is None:
+        return
+    config = facts.model.config.get_text_config()
+    rule = _NOT_BY_TOPK.get(config.model_type, "")
+    if getattr(config, "num_experts_per_tok", 0) == 1:
+        rule = "a token takes one expert, and no route can't be told from that to expert 0."
+    try:
+        if facts.is_dense:
+            raise UnsupportedModelError("it has no experts, and a token no route")
+        experts_by_layer(find_experts(facts.model, engine.expert_plan), config.num_hidden_layers)
+    except UnsupportedModelError as error:
+        rule = f"{error}."
+    if rule:
+        raise SettingError(_REPLAY, mode, f"can't be with {facts.name}: {rule}", f"{_REPLAY}=disabled")
+
+
+def check_routes(engine: Any, rollout: Mapping[str, Any]) -> None:
+    """The routes that are replayed have to come from somewhere, and from one place.
+
+    Raises:
+        SettingError: for the mode, or for the rollout's setting.
+    """
+    mode, recorded = engine.router_replay.mode, bool(rollout.get("enable_rollout_routing_replay"))
+    if mode == "R3" and not recorded:
+        rule = f"{_REPLAY}=R3 replays what the rollout records."
+        raise SettingError(_ROUTES, False, rule, f"{_ROUTES}=True, or {_REPLAY}=R2")
+    if mode == "R2" and recorded:
+        rule = f"{_REPLAY}=R2 replays what the log-probs record, and the batch has room for one."
+        raise SettingError(_ROUTES, True, rule, f"{_REPLAY}=R3, or {_ROUTES}=False")
+    if mode == "R2" and rollout.get("bypass_mode"):
+        rule = "R2 replays what the old log-probs record, and in bypass mode nobody computes them."
+        raise SettingError(_REPLAY, mode, rule, f"{_REPLAY}=R3 with {_ROUTES}=True, or {_BYPASS}=False")
+
+
+def check_routers(engine: Any, model: Any, facts: ModelFacts) -> None:
+    """Losses and metrics of the routers need layers that each have one, and losses its logits.
+
+    Raises:
+        SettingError: for the first of their settings.
+    """
+    for name in ("router_aux_loss_coef", "router_z_loss_coef", "router_metrics"):
+        value = getattr(engine, name)
+        if not value:
+            continue
+        if name != "router_metrics" and setting_of(model, "lora_rank"):
+            rule = "adapters may be a part of a router's logits, and the loss would not see it."
+            raise SettingError(f"engine.{name}", value, rule, f"engine.{name}=0")
+        try:
+            layers = facts.model.config.get_text_config().num_hidden_layers
+            check_watchable(find_experts(facts.model, engine.expert_plan), layers)
+        except UnsupportedModelError as error:
+            raise SettingError(
+                f"engine.{name}", value, f"can't be with {facts.name}: {error}", "leave it out"
+            ) from None
+
+
+def check_images(rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:
+    """Data with a column of images need a model that can be trained on them; a model without a tower ignores them.
+
+    Args:
+        rollout: besides, ``train_files``, of which local Parquet files are looked at, and ``image_key``.
+
+    Raises:
+        SettingError: with the reason.
+    """
+    if facts is None or not hasattr(facts.model.config, "vision_config"):
+        return
+    why, files = why_not_images(facts.model), plain(rollout.get("train_files") or ())
+    for file in [files] if isinstance(files, str) else files:
+        if why and Path(file).is_file() and rollout.get("image_key") in parquet.read_schema(file).names:
+            raise images_refused(facts.name, why)
+
+
+def check_dispatcher(engine: Any, facts: ModelFacts, device: str) -> None:
+    """
+    Raises:
+        SettingError: ``engine.dispatcher=deepep`` where DeepEP can't be used; see ``check_deepep``.
+    """
+    if engine.dispatcher == "deepep":
+        dtype = DTYPES[(engine.mixed_precision or {}).get("param_dtype", engine.dtype)]
+        check_deepep(device, engine.ep_size, facts.model.config.get_text_config().hidden_size, dtype)
+
+
+def check_distillation(engine: Any, model: Mapping[str, Any], rollout: Mapping[str, Any]) -> None:
+    """verl's top-k distillation reads whole logits, one for each token of the batch.
+
+    Raises:
+        SettingError: for the setting that leaves it without them.
+    """
+    if not rollout.get("distillation") or rollout.get("distillation_loss") not in _TOP_K_DISTILLATION:
+        return
+    loss = f"distillation.distillation_loss.loss_mode={rollout.get('distillation_loss')}"
+    if model.get("use_fused_kernels", False):
+        name = f"{ACTOR_MODEL}.use_fused_kernels"
+        raise SettingError(name, True, f"{loss} needs the logits, which fused kernels never hold.", f"{name}=False")
+    if engine.pad_to_length:
+        rule = f"{loss} has a teacher's log-probs for each token, and none for what rounds a micro-batch up."
+        raise SettingError("engine.pad_to_length", True, rule, "engine.pad_to_length=False")

@@ -1,0 +1,229 @@
+"""What a model's config says of it: counted on the meta device, which takes a second and no memory."""
+
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+
+from ..checkpoint.safetensors_reader import check_files, open_checkpoint
+from ..compat.transformers_names import no_init_weights
+from ..errors import SettingError
+from ..fsdp.fp32_modules import find_islands, unmatched_patterns
+from ..model.hf_names import for_vllm
+from ..model.meta import check_not_quantised
+from ..moe.find import ExpertsInfo, UnsupportedModelError, find_experts, is_dense
+
+__all__ = [
+    "ACTOR_MODEL",
+    "DTYPES",
+    "OPTIMIZERS",
+    "ModelFacts",
+    "check_model_path",
+    "inspect_model",
+    "largest_sent",
+    "overrides_of",
+    "plain",
+    "setting_of",
+]
+
+logger = logging.getLogger("epfsdp2")
+
+ACTOR_MODEL = "actor_rollout_ref.model"
+# How a user calls the optimizer's node, by how they call the model's.
+OPTIMIZERS = {ACTOR_MODEL: "actor_rollout_ref.actor.optim", "critic.model": "critic.optim", "model": "optim"}
+# What a setting of the engine may call a dtype. No float16: there is no loss scaling here, and its reduction would be
+# divided twice where a shard group has one rank.
+DTYPES = {"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the checks need to know of a model.
+
+    Args:
+        name: its class.
+        experts: number of experts of each experts module, in the model's order; none of a dense model.
+        stacked: the different shapes ``[E, ...]`` of its stacked expert parameters, each with the dim that counts the
+            experts.
+        largest: name and number of elements of the largest tensor that goes to the rollout: a fused expert stack whole
+            where vLLM takes it so, else the checkpoint's tensors.
+        sdpa, flash, flex: attention implementations of transformers that its class supports.
+        model: it, on the meta device.
+    """
+
+    name: str
+    experts: tuple[int, ...]
+    stacked: tuple[tuple[tuple[int, ...], int], ...]
+    largest: tuple[str, int]
+    sdpa: bool
+    flash: bool
+    flex: bool
+    model: Any = field(compare=False, repr=False)
+
+    @property
+    def is_dense(self) -> bool:
+        return not self.experts
+
+
+def check_model_path(model: Mapping[str, Any], setting: str = ACTOR_MODEL) -> str | None:
+    """The folder with the model's config; None if it is not on this machine: a hub id outside the cache, or remote.
+
+    Raises:
+        SettingError: if it is no such folder and can't be a hub id, or the folder has no complete safetensors.
+    """
+    return _model_folder(str(model.get("path")), f"{setting}.path")
+
+
+def inspect_model(
+    model: Mapping[str, Any],
+    setting: str = ACTOR_MODEL,
+    expert_plan: Mapping[str, int] | None = None,
+    fp32_modules: Sequence[str] = (),
+) -> ModelFacts | None:
+    """Read the model's config, build it without weights and count.
+
+    Args:
+        expert_plan, fp32_modules: the engine's settings that name parts of the model.
+
+    Returns:
+        None, with one line of log, if it is not on this machine: a hub id outside the cache, or a remote path.
+
+    Raises:
+        SettingError: if there is no such folder, it has no safetensors, the config is wrong, or the model has experts
+            that are not on transformers' experts interface.
+    """
+    path = str(model.get("path"))
+    folder = check_model_path(model, setting)
+    if folder is None:
+        logger.warning("epfsdp2: %s.path=%s is not on this machine yet, so it is not checked", setting, path)
+        return None
+    built = _build(model, str(model.get("hf_config_path") or folder), setting)
+    try:
+        # The plan, and patterns of routers, may be those of another role's model.
+        dense = is_dense(built, expert_plan)
+        experts = [] if dense else find_experts(built, expert_plan)
+    except UnsupportedModelError as error:
+        works = "a dense model, or one whose experts are on that interface, e.g. Qwen3-MoE, Mixtral, GLM-4.5 or gpt-oss"
+        raise SettingError(f"{setting}.path", path, str(error), works) from None
+    unmatched = unmatched_patterns(built, fp32_modules) if dense else ()
+    patterns = [pattern for pattern in fp32_modules if pattern not in unmatched]
+    find_islands(built, [info.module for info in experts], patterns)
+    return _facts(built, experts)
+
+
+def _model_folder(path: str, setting: str) -> str | None:
+    """The local folder with the model's config, or None if there is none yet but may be later."""
+    local = os.path.expanduser(path)
+    if os.path.isdir(local):
+        try:
+            check_files(open_checkpoint(local))
+        except SettingError as error:
+            raise SettingError(setting, path, error.rule, error.works) from None
+        return local
+    if "://" in path:
+        return None
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", path):
+        raise SettingError(
+            setting, path, "there is no such folder.", "an existing folder with config.json and *.safetensors"
+        )
+    cached = try_to_load_from_cache(path, "config.json")
+    return os.path.dirname(cached) if isinstance(cached, str) else None
+
+
+def _build(model: Mapping[str, Any], config_path: str, setting: str) -> nn.Module:
+    """The model on the meta device, from its config with the user's overrides."""
+    trust = bool(model.get("trust_remote_code", False))
+    overrides = overrides_of(model)
+    # Built with eager attention, which every class has; what it supports is read from the class.
+    overrides.pop("attn_implementation", None)
+    try:
+        config = AutoConfig.from_pretrained(config_path, trust_remote_code=trust, attn_implementation="eager")
+        _override(config, overrides)
+        check_not_quantised(config, str(model.get("path")), setting)
+        # All of it on meta, buffers too: nothing is computed, and a fused stack can be larger than the driver's memory.
+        with torch.device("meta"), no_init_weights():
+            return _auto_class(config, trust).from_config(config, dtype=torch.float32, trust_remote_code=trust)
+    except SettingError:
+        raise
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, ImportError) as error:
+        reason = " ".join(str(error).split())[:300]
+        rule = f"transformers can't build a model from its config: {type(error).__name__}: {reason}."
+        works = f"a config.json of a causal language model; and look at {setting}.override_config"
+        raise SettingError(f"{setting}.path", model.get("path"), rule, works) from error
+
+
+def _auto_class(config: PretrainedConfig, trust: bool) -> Any:
+    # As verl's get_hf_auto_model_class chooses.
+    remote = getattr(config, "auto_map", None) or {}
+    for auto in (AutoModelForImageTextToText, AutoModelForCausalLM):
+        if (trust and auto.__name__ in remote) or type(config) in auto._model_mapping:
+            return auto
+    return AutoModelForCausalLM
+
+
+def _facts(model: Any, experts: Sequence[ExpertsInfo]) -> ModelFacts:
+    stacked = {(tuple(info.module.get_parameter(n).shape), d) for info in experts for n, d in info.ep_dims.items()}
+    return ModelFacts(
+        name=type(model).__name__,
+        experts=tuple(info.num_experts for info in experts),
+        stacked=tuple(sorted(stacked)),
+        largest=largest_sent(model),
+        sdpa=bool(getattr(model, "_supports_sdpa", False)),
+        flash=bool(getattr(model, "_supports_flash_attn", False)),
+        flex=bool(getattr(model, "_supports_flex_attn", False)),
+        model=model,
+    )
+
+
+def largest_sent(model: Any, itemsizes: Mapping[str, int] | None = None) -> tuple[str, int]:
+    """Name and number of elements of the largest tensor that ``model.hf_names.for_vllm`` yields for this model.
+
+    Args:
+        itemsizes: bytes of an element of each parameter as it is sent; bytes are then compared and returned.
+    """
+    size_of = {name: 1 if itemsizes is None else itemsizes[name] for name, _ in model.named_parameters()}
+    largest = ("", 0)
+    for name, param in sorted(model.named_parameters(), key=lambda item: -item[1].numel() * size_of[item[0]]):
+        if param.numel() * size_of[name] <= largest[1]:
+            break
+        sent = ((n, t.numel() * size_of[name]) for n, t in for_vllm(model, [(name, param)], waiting={}))
+        largest = max(largest, *sent, key=lambda item: item[1])
+    return largest
+
+
+def overrides_of(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's changes of the model's config, in either of the places where verl takes them."""
+    overrides = plain(model.get("override_config") or {})
+    return overrides.get("model_config", overrides)
+
+
+def _override(config: Any, overrides: Mapping[str, Any]) -> None:
+    for key, value in overrides.items():
+        if isinstance(value, dict):
+            _override(getattr(config, key), value)
+        else:
+            setattr(config, key, value)
+
+
+def plain(value: Any) -> Any:
+    """omegaconf containers as dicts and lists, without importing omegaconf."""
+    if isinstance(value, Mapping):
+        return {key: plain(value[key]) for key in value}
+    if hasattr(value, "__iter__") and not isinstance(value, str):
+        return [plain(item) for item in value]
+    return value
+
+
+def setting_of(model: Any, name: str) -> Any:
+    """A setting of verl's model node by its dotted name; None if it has no such."""
+    value = model
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
+    return value

@@ -1,0 +1,135 @@
+"""Before a worker is started: whether weights can reach the rollout as it is placed, in the memory that there is."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...rollout.layout.stream_choice import check_placement, choose_stream, quantisation, rollout_of
+from ...rollout.layout.trainer_tensors import tensors_before_sharding
+from ...rollout.layout.transfer_plan import ROUND_BUFFERS, Targets, make_plan, round_bytes
+from ...rollout.layout.vllm_layout import Heads, Need, Tensor, needs
+from ..compat import versions
+from ..errors import SettingError
+from ..parallelize import ShardingOptions, compute_dtypes, layer_names
+from ..topology.mesh import Topology
+from .model_facts import DTYPES, ModelFacts, largest_sent
+
+__all__ = ["check_road", "check_rollout", "check_stream"]
+
+_BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
+_BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
+_TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+_MEMORY = "engine.sync_megabytes"
+_SHM = Path("/dev/shm")
+# Left free in /dev/shm besides the buckets: verl's and gloo's own segments are small.
+_SHM_MARGIN = 64 << 20
+
+
+def check_road(rollout: Mapping[str, Any]) -> None:
+    """Weights leave under names, and along a road, that vLLM's workers take."""
+    name = rollout.get("name")
+    if name not in (None, "vllm"):
+        rule = "this engine hands weights over under vLLM's names."
+        raise SettingError("actor_rollout_ref.rollout.name", name, rule, "actor_rollout_ref.rollout.name=vllm")
+
+
+def check_stream(
+    engine: Any, n_gpus: int, rollout: Mapping[str, Any], facts: ModelFacts | None, *, colocated: bool = True
+) -> None:
+    """The rollout has to be one that weights can reach, and by the stream that was asked for.
+
+    Args:
+        colocated: whether each rank feeds the worker beside it; the workers are other processes otherwise.
+
+    Raises:
+        SettingError: for the placement, the stream, or a round that is too small for it.
+    """
+    config = None if facts is None else facts.model.config.get_text_config()
+    check_placement(rollout, n_gpus if colocated else 0, config)
+    quantised = quantisation(rollout)
+    if quantised and not colocated:
+        setting, value = quantised[0]
+        backend = rollout.get("backend")
+        rule = f"vLLM's quantising loader takes checkpoints' names, and {_BACKEND}={backend} carries others."
+        raise SettingError(setting, value, rule, f"{_BACKEND}=naive, or {setting}=null")
+    kind, _ = choose_stream(
+        engine.rollout_sync,
+        rollout,
+        None if facts is None else facts.model.config.model_type,
+        untested_vllm=versions.unknown_layout(),
+        backend=rollout.get("backend") or "naive",
+    )
+    if config is None or facts is None or kind == "full":
+        return
+    placement, heads = rollout_of(rollout), Heads.of(config)
+
+    def needs_of(tensor: Tensor, worker: int) -> list[Need]:
+        return needs(tensor, placement, worker % placement.workers, heads, kind)
+
+    topology = Topology.plan(n_gpus, engine.ep_size, engine.fsdp_size)
+    tensors = tensors_before_sharding(
+        facts.model, topology, engine.expert_shard_dim, engine.expert_plan, _sent_itemsizes(engine, facts)
+    )
+    try:
+        # Of workers that are other processes one replica is enough: any other has the same needs.
+        targets = Targets(n_gpus if colocated else placement.workers, colocated)
+        plan = make_plan(tensors, layer_names(facts.model), topology, targets, needs_of, 1)
+    except ValueError as error:
+        rule, works = f"vLLM can't cut this model so: {error}", "a smaller one that divides"
+        raise SettingError(_TP, placement.tp, rule, works) from None
+    least, name = plan.least_limit
+    megabytes = engine.sync_megabytes
+    if least > round_bytes(megabytes << 20):
+        rule = f"one row of {name} is {least} bytes on a rank, and a {kind} sync holds {ROUND_BUFFERS} times that."
+        raise SettingError(_MEMORY, megabytes, rule, f"{_MEMORY}={-(-ROUND_BUFFERS * least >> 20)}")
+
+
+def check_rollout(engine: Any, n_gpus: int, rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:
+    """Where weights travel through shared memory: the bucket has to hold the largest tensor, and /dev/shm the buckets.
+
+    Each local rank has one bucket. Only this node's /dev/shm can be looked at; the others are taken to be alike.
+
+    Args:
+        n_gpus: ranks of the trainer that keep a bucket; 0 where other processes do, on nodes that are not known.
+
+    Raises:
+        SettingError: with a size that works.
+    """
+    megabytes = int(rollout["update_weights_bucket_megabytes"])
+    needed = 1
+    if facts is not None:
+        name, nbytes = largest_sent(facts.model, _sent_itemsizes(engine, facts))
+        needed = -(-nbytes >> 20)
+        if nbytes > megabytes << 20:
+            raise SettingError(
+                _BUCKET,
+                megabytes,
+                f"the largest tensor, {name}, is {nbytes} bytes as it is sent, and goes through shared memory in one "
+                "piece.",
+                f"{_BUCKET}={needed}",
+            )
+    if not n_gpus or not _SHM.is_dir():
+        return
+    ranks = min(n_gpus, int(rollout.get("n_gpus_per_node") or n_gpus))
+    free = shutil.disk_usage(_SHM).free
+    if ranks * (megabytes << 20) + _SHM_MARGIN > free:
+        fits = max(0, free - _SHM_MARGIN) // ranks >> 20
+        more = f"a /dev/shm of {-(-(ranks * (needed << 20) + _SHM_MARGIN) >> 20)} MB or more (docker run --shm-size)"
+        raise SettingError(
+            _BUCKET,
+            megabytes,
+            f"each of the {ranks} ranks of a node keeps one bucket in {_SHM}, where {free >> 20} MB are free "
+            f"({_SHM_MARGIN >> 20} MB of them are kept for others).",
+            f"{_BUCKET}={fits}, or less down to {needed}" if fits >= needed else more,
+        )
+
+
+def _sent_itemsizes(engine: Any, facts: ModelFacts) -> dict[str, int]:
+    """Bytes of an element of each parameter as it is sent: in the forward's dtype, where it is the narrower one."""
+    wanted = DTYPES[(engine.mixed_precision or {}).get("param_dtype", engine.dtype)]
+    options = ShardingOptions(
+        param_dtype=wanted, fp32_modules=engine.fp32_modules, expert_plan=engine.expert_plan or {}
+    )
+    stored = DTYPES[engine.model_dtype].itemsize
+    return {name: min(stored, dtype.itemsize) for name, dtype in compute_dtypes(facts.model, options).items()}

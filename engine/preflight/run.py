@@ -1,0 +1,244 @@
+"""What can be known to be wrong before a worker is started.
+
+``check_run`` is called on the driver, before Ray starts; ``check_training`` is the part of it that ``sft_trainer``,
+which has no driver, can call on each rank before a byte of weights is read. Everything is computed from the model's
+``config.json``: it is built on the meta device, which takes a second and no memory.
+
+The checks of single features are in ``features.py``, those of the rollout in ``rollout.py``.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from ..checkpoint.state import KNOWN_CONTENTS
+from ..compat import versions
+from ..errors import SettingError
+from ..moe.find import find_experts
+from ..moe.gemm.backends import choose_backend
+from ..moe.overlap import check_exchange
+from ..optim.settings import check_optimizer
+from ..topology.expert_placement import check_experts_divide, ep_fsdp_dim
+from ..topology.mesh import Topology
+from .dense_models import check_alone, without_experts
+from .features import (
+    check_activation_offload,
+    check_attention,
+    check_dispatcher,
+    check_distillation,
+    check_fused_kernels,
+    check_images,
+    check_lora,
+    check_merged,
+    check_packing,
+    check_replay,
+    check_routers,
+    check_routes,
+    check_sequence_parallel,
+)
+from .model_facts import ACTOR_MODEL, DTYPES, OPTIMIZERS, ModelFacts, inspect_model, plain, setting_of
+from .rollout import check_road, check_rollout, check_stream
+
+__all__ = [
+    "check_checkpoint",
+    "check_experts",
+    "check_model_settings",
+    "check_run",
+    "check_training",
+    "check_versions",
+]
+
+logger = logging.getLogger("epfsdp2")
+
+# How a user calls the checkpoint's node, by how they call the model's.
+_CHECKPOINTS = {
+    ACTOR_MODEL: "actor_rollout_ref.actor.checkpoint",
+    "critic.model": "critic.checkpoint",
+    "model": "checkpoint",
+}
+# verl's model settings that ask for what this engine does not do, and the value that does not ask for it.
+_UNSUPPORTED = {
+    "use_liger": False,
+    "tiled_mlp.enabled": False,
+    "mtp.enable": False,
+}
+
+
+def check_run(
+    engine: Any,
+    n_gpus: int,
+    model: Mapping[str, Any],
+    rollout: Mapping[str, Any],
+    *,
+    checkpoint: Mapping[str, Any] | None = None,
+    optim: Any = None,
+    device: str = "cuda",
+    ipc: bool = True,
+) -> None:
+    """All checks of a run of verl's RL trainer.
+
+    Args:
+        engine: the engine's settings (``EPFSDP2EngineConfig`` or anything with its fields).
+        n_gpus: ranks of the trainer.
+        model: verl's model settings.
+        rollout: ``n_gpus_per_node``, ``backend`` and ``update_weights_bucket_megabytes``, and under their own names
+            those of verl's rollout settings that say how it is placed (``rollout/layout/stream_choice.py`` reads them).
+        checkpoint: the actor's checkpoint settings.
+        optim: the actor's optimizer settings.
+        device: verl's device name; ``cpu`` where there is no accelerator.
+        ipc: whether weights reach vLLM through device memory; through /dev/shm otherwise.
+
+    Raises:
+        SettingError: for the first setting that can't work.
+    """
+    check_versions(rollout.get("name"))
+    check_road(rollout)
+    check_routes(engine, rollout)
+    facts = check_training(engine, n_gpus, model, checkpoint=checkpoint, optim=optim, device=device)
+    if facts is not None and facts.is_dense:
+        check_alone(engine, facts, ACTOR_MODEL, _critic_of(rollout))
+        check_replay(engine, model, facts)
+        engine = without_experts(engine, facts.model)
+    check_merged(model, rollout)
+    check_replay(engine, model, facts)
+    check_distillation(engine, model, rollout)
+    check_images(rollout, facts)
+    colocated = (rollout.get("backend") or "naive") == "naive"
+    if rollout.get("name"):
+        check_stream(engine, n_gpus, rollout, facts, colocated=colocated)
+    if not ipc and rollout.get("name"):
+        check_rollout(engine, n_gpus if colocated else 0, rollout, facts)
+
+
+def check_training(
+    engine: Any,
+    world: int,
+    model: Mapping[str, Any],
+    *,
+    checkpoint: Mapping[str, Any] | None = None,
+    optim: Any = None,
+    device: str = "cuda",
+    setting: str = ACTOR_MODEL,
+) -> ModelFacts | None:
+    """Checks of the engine and the model, without a rollout.
+
+    Args:
+        world: number of ranks.
+        checkpoint: the role's checkpoint settings.
+        optim: the role's optimizer settings; None where there is none.
+        setting: how the user calls the model's node: ``model`` in ``sft_trainer``.
+
+    Returns:
+        What is known of the model; None if it is not on this machine yet.
+
+    Raises:
+        SettingError: for the first setting that can't work.
+    """
+    check_model_settings(model, setting)
+    check_activation_offload(engine, model, setting)
+    check_checkpoint(checkpoint or {}, _CHECKPOINTS.get(setting, "checkpoint"))
+    facts = inspect_model(model, setting, engine.expert_plan, engine.fp32_modules)
+    if facts is not None and facts.is_dense:
+        engine = without_experts(engine, facts.model)
+    topology = Topology.plan(world, engine.ep_size, engine.fsdp_size)
+    dtype = (engine.mixed_precision or {}).get("param_dtype", engine.dtype)
+    choose_backend(engine.experts_backend, device, DTYPES[dtype])
+    if facts is not None:
+        check_experts(topology, facts, engine.expert_shard_dim)
+        check_routers(engine, model, facts)
+        experts = find_experts(facts.model, engine.expert_plan)
+        check_exchange(engine.dispatch_chunks, engine.overlap_shared_experts, engine.dispatcher, facts.model, experts)
+        check_dispatcher(engine, facts, device)
+    check_attention(model, facts, device=device, setting=setting)
+    check_fused_kernels(model, facts, device=device, setting=setting)
+    check_lora(engine, topology, model, facts, optim, setting)
+    check_sequence_parallel(engine.ulysses_sequence_parallel_size, world, model, facts, setting=setting)
+    check_packing(engine.ulysses_sequence_parallel_size, model, facts, setting)
+    if optim is not None:
+        check_optimizer(optim, OPTIMIZERS.get(setting, "optim"))
+    return facts
+
+
+def _critic_of(rollout: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The model settings of the run's critic; None if it has none (verl's ``need_critic``)."""
+    wanted = rollout.get("critic_enable")
+    wanted = rollout.get("adv_estimator") == "gae" if wanted is None else wanted
+    return {"path": rollout["critic_path"]} if wanted and rollout.get("critic_path") else None
+
+
+def check_model_settings(model: Any, setting: str = ACTOR_MODEL) -> None:
+    """Say no to what verl's model settings can ask for and this engine would silently not do.
+
+    Args:
+        model: verl's model settings, as a mapping or as ``HFModelConfig``.
+        setting: how the user calls their node.
+
+    Raises:
+        SettingError: for the first of them.
+    """
+    for name, off in _UNSUPPORTED.items():
+        value = setting_of(model, name)
+        if value:
+            raise SettingError(
+                f"{setting}.{name}", value, "is not supported by this engine.", f"{setting}.{name}={off}"
+            )
+
+
+def check_checkpoint(checkpoint: Mapping[str, Any], setting: str) -> None:
+    """What is saved and loaded has to be something that there is.
+
+    Raises:
+        SettingError: with what there is.
+    """
+    for key in ("save_contents", "load_contents"):
+        contents = plain(checkpoint.get(key) or ())
+        wanted = {contents} if isinstance(contents, str) else set(contents)
+        unknown = sorted(str(entry) for entry in wanted - KNOWN_CONTENTS)
+        if unknown:
+            known = ",".join(sorted(KNOWN_CONTENTS))
+            raise SettingError(
+                f"{setting}.{key}",
+                contents,
+                f"there is no {' and no '.join(unknown)} in a checkpoint.",
+                f"{setting}.{key}=[{known}], or some of them",
+            )
+    if checkpoint.get("async_save") and setting == _CHECKPOINTS["critic.model"]:
+        rule = "a step is complete, and named the latest, when the actor's part is; the critic's has to be there then."
+        raise SettingError(f"{setting}.async_save", True, rule, f"{setting}.async_save=False")
+
+
+def check_versions(rollout_name: str | None) -> None:
+    """Refuse a missing verl, Ray or vLLM and one outside the accepted range; warn of one that was not tested with.
+
+    Raises:
+        SettingError: for the first such distribution.
+    """
+    for name in ("verl", "ray", "torch", "transformers", "vllm"):
+        if name == "vllm" and rollout_name != "vllm":
+            continue
+        version, accepted = versions.installed(name), versions.accepted()[name]
+        if version is None and name == "vllm":
+            works = "pip install 'epfsdp2[gpu]', or on a machine without a GPU 'epfsdp2[cpu]'"
+            raise SettingError("actor_rollout_ref.rollout.name", "vllm", "vLLM is not installed.", works)
+        if version is None:
+            raise SettingError(name, None, f"{name} is not installed.", f"pip install '{name}{accepted}'")
+        if not versions.is_accepted(name, version):
+            shown = ", ".join(versions.tested(name))
+            rule = f"this version of {name} is outside {accepted}, the range that epfsdp2 works with (tested: {shown})."
+            raise SettingError(name, version, rule, f"pip install '{name}{accepted}'")
+        if warning := versions.untested(name):
+            logger.warning("epfsdp2: %s", warning)
+
+
+def check_experts(topology: Topology, facts: ModelFacts, shard_dim: int | str = "auto") -> None:
+    """``ep_size`` has to divide the number of experts of every layer, and ``ep_fsdp`` what is left of them.
+
+    Args:
+        shard_dim: ``engine.expert_shard_dim``.
+
+    Raises:
+        SettingError: with the values that divide the ranks too.
+    """
+    check_experts_divide(facts.experts, topology, facts.name)
+    for shape, ep_dim in facts.stacked:
+        ep_fsdp_dim(shape, topology, shard_dim, ep_dim)

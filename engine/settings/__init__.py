@@ -1,0 +1,1 @@
+"""What a setting may be, and how the settings of a role are put together."""

@@ -1,0 +1,1 @@
+"""Ranks, meshes and slices: who holds which part of a tensor."""

@@ -1,0 +1,79 @@
+"""Which box of a parameter each rank holds: one rule for loading, for the gradient norm and for export."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from .index_ranges import Box, Cut, cut_box
+
+__all__ = [
+    "checkpointed",
+    "cuts_of",
+    "is_adapter",
+    "is_expert_parameter",
+    "local_box",
+    "local_tensor",
+    "persistent_buffers",
+]
+
+
+def cuts_of(param: torch.Tensor) -> tuple[Cut, ...]:
+    """The cuts of a parameter, outermost first; empty for a plain tensor.
+
+    On dim 0 of an expert weight both ``ep`` and ``ep_fsdp`` may cut. DTensor lists its axes in mesh order and marks
+    the one that was applied to an already cut dim as strided, so the plain cuts come first.
+    """
+    if not isinstance(param, DTensor):
+        return ()
+    mesh = param.device_mesh
+    names = mesh.mesh_dim_names
+    assert names is not None, "our meshes have named axes"
+    sharded = [
+        (type(placement) is not Shard, Cut(placement.dim, names[axis], mesh.size(axis)))  # type: ignore[attr-defined]
+        for axis, placement in enumerate(param.placements)
+        if placement.is_shard() or hasattr(placement, "split_factor")
+    ]
+    return tuple(cut for _, cut in sorted(sharded, key=lambda entry: entry[0]))
+
+
+def local_box(param: torch.Tensor, at: Mapping[str, int] | None = None) -> Box:
+    """What this rank holds of ``param``; what another one holds, by where it is ``at`` on some axes."""
+    mesh = param.device_mesh if isinstance(param, DTensor) else None
+    cuts = cuts_of(param)
+    here = {cut.axis: mesh.get_local_rank(cut.axis) for cut in cuts} if mesh is not None else {}
+    return cut_box(param.shape, cuts, {**here, **(at or {})})
+
+
+def local_tensor(param: torch.Tensor) -> torch.Tensor:
+    """This rank's shard, without padding; the tensor itself if it is not sharded."""
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
+def is_expert_parameter(param: torch.Tensor) -> bool:
+    """Whether the parameter lives on the experts' mesh."""
+    names = param.device_mesh.mesh_dim_names if isinstance(param, DTensor) else None
+    return names is not None and "ep" in names
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of that name is one half of a low-rank adapter (``lora/adapters.py``)."""
+    return name.endswith(("_lora_A", "_lora_B"))
+
+
+def checkpointed(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by name: what a checkpoint holds of a model."""
+    return {**dict(model.named_parameters()), **persistent_buffers(model)}
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that belong to a checkpoint, by name."""
+    # Not by state_dict(): FSDP2 reshards its modules before it, which must not happen in the middle of a forward.
+    modules = dict(model.named_modules())
+
+    def is_saved(name: str) -> bool:
+        owner, _, own = name.rpartition(".")
+        return own not in modules[owner]._non_persistent_buffers_set
+
+    return {name: buffer for name, buffer in model.named_buffers() if is_saved(name)}

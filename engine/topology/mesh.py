@@ -1,0 +1,174 @@
+"""Ranks -> meshes. The only file that does rank arithmetic.
+
+Experts live on ``(dp_replicate, ep_fsdp, ep)``, ``ep`` fastest, so that an EP group is a block of neighbours.
+Everything else lives on ``(dp_replicate, fsdp)``. A *replica* is the block of ``ep_fsdp * ep == fsdp`` ranks that holds
+the model once; both meshes cut it over exactly these ranks:
+
+    dp_replicate * ep_fsdp * ep == dp_replicate * fsdp == world
+
+For 16 ranks, ``ep_size=8``, one replica:
+
+    rank          0  1  2  3  4  5  6  7 |  8  9 10 11 12 13 14 15
+    ep            0  1  2  3  4  5  6  7 |  0  1  2  3  4  5  6  7
+    ep_fsdp       0  0  0  0  0  0  0  0 |  1  1  1  1  1  1  1  1
+    fsdp          0  1  2  3  4  5  6  7 |  8  9 10 11 12 13 14 15
+"""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ..errors import SettingError
+
+__all__ = ["Meshes", "Topology", "build_meshes", "build_sequence_mesh", "check_sequence_size", "divisors"]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """How ``world`` ranks are arranged; sizes only.
+
+    ``inner`` are further axes of the experts' mesh inside ``ep``, e.g. ``(("etp", 1),)``; part of a replica as well:
+    ``ep_fsdp * ep * inner == fsdp``.
+    """
+
+    world: int
+    ep: int
+    ep_fsdp: int
+    dp_replicate: int
+    inner: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def plan(cls, world: int, ep_size: int, fsdp_size: int = -1) -> "Topology":
+        """Arrange ``world`` ranks.
+
+        Args:
+            ep_size: ranks that share one set of experts.
+            fsdp_size: ranks that share one copy of the model; -1 for all.
+
+        Raises:
+            SettingError: if the sizes do not multiply to ``world``.
+        """
+        replica = world if fsdp_size == -1 else fsdp_size
+        if replica < 1 or world % replica:
+            raise SettingError(
+                "engine.fsdp_size",
+                fsdp_size,
+                f"has to divide the number of ranks, {world}.",
+                f"engine.fsdp_size=-1, or one of {divisors(world)}",
+            )
+        if ep_size < 1 or replica % ep_size:
+            copies = "" if replica == world else f" of one copy of the model (engine.fsdp_size={fsdp_size})"
+            raise SettingError(
+                "engine.ep_size",
+                ep_size,
+                f"has to divide the number of ranks{copies}, {replica} (ep * ep_fsdp * dp_replicate == {world}).",
+                f"engine.ep_size= one of {divisors(replica)}",
+            )
+        return cls(world=world, ep=ep_size, ep_fsdp=replica // ep_size, dp_replicate=world // replica)
+
+    @property
+    def fsdp(self) -> int:
+        """Ranks that share one copy of the model."""
+        return self.world // self.dp_replicate
+
+    @property
+    def expert_axes(self) -> dict[str, int]:
+        """Axes of the experts' mesh and their sizes, slowest first."""
+        return {"dp_replicate": self.dp_replicate, "ep_fsdp": self.ep_fsdp, "ep": self.ep, **dict(self.inner)}
+
+    @property
+    def model_parallel_axes(self) -> tuple[str, ...]:
+        """The axes that cut the experts before FSDP does: ``ep``, and what is inside it."""
+        return tuple(self.expert_axes)[2:]
+
+    def coordinate(self, fsdp_rank: int) -> dict[str, int]:
+        """Where the ``fsdp_rank``-th rank of a replica is on each axis that shards, of both meshes."""
+        at, rest = {"fsdp": fsdp_rank}, fsdp_rank
+        for axis, size in reversed(list(self.expert_axes.items())[1:]):
+            rest, at[axis] = divmod(rest, size)
+        return at
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """The two device meshes of one topology.
+
+    ``experts`` has the axes of ``Topology.expert_axes`` and ``dense`` ``(dp_replicate, fsdp)``; both keep axes of size
+    1, so that placements always have the same length.
+    """
+
+    topology: Topology
+    dense: DeviceMesh
+    experts: DeviceMesh
+
+    @property
+    def dense_shard(self) -> DeviceMesh:
+        """Mesh for ``fully_shard`` of dense parameters: 2-D (HSDP) only where there are replicas."""
+        return self.dense if self.topology.dp_replicate > 1 else self.dense["fsdp"]
+
+    @property
+    def experts_shard(self) -> DeviceMesh:
+        """Mesh for ``fully_shard`` of experts, within one EP rank."""
+        return self.experts["dp_replicate", "ep_fsdp"] if self.topology.dp_replicate > 1 else self.experts["ep_fsdp"]
+
+    @property
+    def ep(self) -> DeviceMesh:
+        return self.experts["ep"]
+
+    @property
+    def model_parallel(self) -> DeviceMesh:
+        """The experts' mesh without the axes that FSDP works on."""
+        return self.experts[self.topology.model_parallel_axes]
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup:
+        """The ranks that hold this rank's copy of the model, in ``fsdp`` order."""
+        return self.dense.get_group("fsdp")
+
+    @property
+    def fsdp_rank(self) -> int:
+        return self.dense.get_local_rank("fsdp")
+
+
+def build_meshes(device_type: str, topology: Topology) -> Meshes:
+    """Create the process groups of ``topology``; every rank has to call it.
+
+    Two root meshes rather than one flattened one: public API in every torch we support, and no operation of ours mixes
+    parameters of the two.
+    """
+    t = topology
+    return Meshes(
+        topology=t,
+        dense=init_device_mesh(device_type, (t.dp_replicate, t.fsdp), mesh_dim_names=("dp_replicate", "fsdp")),
+        experts=init_device_mesh(device_type, tuple(t.expert_axes.values()), mesh_dim_names=tuple(t.expert_axes)),
+    )
+
+
+def check_sequence_size(world: int, size: int) -> None:
+    """
+    Raises:
+        SettingError: ``size`` ranks to a row do not divide ``world``.
+    """
+    if world % size:
+        raise SettingError(
+            "engine.ulysses_sequence_parallel_size",
+            size,
+            f"has to divide the number of ranks, {world} (dp * sp == {world}).",
+            f"engine.ulysses_sequence_parallel_size= one of {divisors(world)}",
+        )
+
+
+def build_sequence_mesh(device_type: str, world: int, size: int) -> DeviceMesh:
+    """``(dp, sp)``: neighbours share rows. It says who computes what, and is crossed by no parameter.
+
+    Raises:
+        SettingError: see ``check_sequence_size``.
+    """
+    check_sequence_size(world, size)
+    return init_device_mesh(device_type, (world // size, size), mesh_dim_names=("dp", "sp"))
+
+
+def divisors(n: int) -> list[int]:
+    """What divides ``n``, in order."""
+    return [d for d in range(1, n + 1) if n % d == 0]

@@ -1,0 +1,358 @@
+"""A checkpoint of verl's own fsdp2 engine as one of this engine, to train on from it with expert parallelism.
+
+    python -m epfsdp2.recipes.import_fsdp2 before/global_step_100/actor after/global_step_100/actor
+
+Weights, optimizer state, schedule and torch's random state are taken over, bit for bit. What verl wrote are pickles,
+and only torch's restricted unpickler reads them: nothing in them is run. The import takes one process without a GPU,
+and has one whole tensor in memory at a time.
+
+To resume with ``trainer.resume_mode=auto``, ``after/latest_checkpointed_iteration.txt`` has to say ``100``. The place
+in the data, ``global_step_100/data.pt``, is verl's own for every engine and can be copied.
+"""
+
+import argparse
+import contextlib
+import json
+import logging
+import re
+import shutil
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from tqdm import tqdm
+
+from ...engine.checkpoint.atomic_folder import CheckpointError, written_alone
+from ...engine.checkpoint.export_hf import FILE_BYTES, MODEL
+from ...engine.checkpoint.safetensors_writer import Entry, write_safetensors
+from ...engine.checkpoint.state import HF, OPTIMIZER, RNG, SHARDS, STATE, plain_value
+from ...engine.errors import listed
+from ...engine.model.meta import model_of_checkpoint
+from ...engine.moe.find import find_experts
+from ...engine.topology.dtensor import checkpointed
+
+__all__ = ["import_fsdp2", "main"]
+
+_CONFIG = "fsdp_config.json"
+_KINDS = ("model", "optim", "extra_state")  # what verl's files of a rank begin with
+# Of numpy's random state, which lies beside torch's; numpy 1 has another path for the first.
+_RECONSTRUCT = np.zeros(0).__reduce__()[0]
+_NUMPY: list[Any] = [
+    (_RECONSTRUCT, "numpy._core.multiarray._reconstruct"),
+    (_RECONSTRUCT, "numpy.core.multiarray._reconstruct"),
+    np.ndarray,
+    np.dtype,
+    type(np.dtype(np.uint32)),
+]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m epfsdp2.recipes.import_fsdp2",
+        description="Write a checkpoint of verl's fsdp2 engine as one of epfsdp2, to resume from.",
+        epilog="trainer.resume_mode=auto takes the step that latest_checkpointed_iteration.txt, beside the folders "
+        "global_step_<n>, says.",
+    )
+    parser.add_argument("checkpoint", type=Path, help="folder of a role, e.g. .../global_step_100/actor")
+    parser.add_argument("out", type=Path, help="folder to write, e.g. .../global_step_100/actor; must not exist")
+    parser.add_argument("--step", type=int, help="the trainer's step; by default that of the folder's global_step_<n>")
+    parser.add_argument("--optimizer", help="class of the optimizer; files of Adam and AdamW tell it themselves")
+    options = parser.parse_args(arguments)
+    console = Console(highlight=False, soft_wrap=True, stderr=True)
+    try:
+        missing = import_fsdp2(options.checkpoint, options.out, options.step, options.optimizer)
+    except (CheckpointError, OSError, ValueError) as error:
+        console.print(str(error), style="red", markup=False)
+        return 1
+    for content in missing:
+        console.print(f"{options.checkpoint} holds no {content}: a run resumes without.", style="yellow", markup=False)
+    console.print(f"wrote {options.out}", markup=False)
+    return 0
+
+
+def import_fsdp2(checkpoint: Path, out: Path, step: int | None = None, optimizer: str | None = None) -> list[str]:
+    """Write verl's checkpoint of a role to ``out``, whole or not at all.
+
+    Args:
+        step: the trainer's; None for that of the folders' names.
+        optimizer: name of the class whose state it is; None if it is Adam or AdamW, whose files say so.
+
+    Returns:
+        What the checkpoint was saved without, and ``out`` is without then.
+
+    Raises:
+        CheckpointError: it is no complete checkpoint of fsdp2, files are damaged or hold what is not to be run, or its
+            tensors are not those of the model that its ``huggingface`` folder describes.
+        FileExistsError: ``out`` is there already.
+        ValueError: no step is given, or the model is none that this engine shards.
+    """
+    if out.exists():
+        raise FileExistsError(f"{out} is there already.")
+    files = _rank_files(checkpoint)
+    step = _global_step(checkpoint, out) if step is None else step
+    saved = {kind: [_read(path) for path in tqdm(paths, f"Reading {kind}")] for kind, paths in files.items()}
+    model = model_of_checkpoint(checkpoint / HF, saved["model"][0])
+    tensors = {MODEL + name: stored for name, stored in _model(checkpoint, files["model"], saved["model"], model)}
+    groups = None
+    if "optim" in saved:
+        groups, moments = _optimizer(checkpoint, files["optim"], saved["optim"], model, optimizer)
+        tensors |= {OPTIMIZER + name: stored for name, stored in moments.items()}
+    extras = saved.get("extra_state", [])
+    schedule = _entry(files["extra_state"][0], extras[0], "lr_scheduler") if extras else None
+    facts = {
+        "step": step,
+        "lr_scheduler": None if schedule is None else dict.fromkeys(_parts(model), schedule),
+        "param_groups": groups,
+    }
+    with written_alone(out) as partial:
+        for folder in (SHARDS, RNG):
+            (partial / folder).mkdir()
+        entries = [Entry(name, stored.shape, stored.dtype) for name, stored in tensors.items()]
+        values = ((name, stored.whole()) for name, stored in tensors.items())
+        write_safetensors(partial / SHARDS, entries, tqdm(values, "Importing", len(entries)), FILE_BYTES)
+        for rank, extra in enumerate(extras):
+            if "rng" in extra:
+                save_file(_random_state(extra["rng"]), partial / RNG / f"{rank:05d}.safetensors")
+        (partial / STATE).write_text(json.dumps(facts, default=plain_value))
+        shutil.copytree(checkpoint / HF, partial / HF)
+    told = {"optimizer state": groups, "learning-rate schedule": schedule}
+    return [content for content, found in told.items() if found is None]
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor in the pieces that ranks hold, in the order in which they are joined along ``dim``."""
+
+    pieces: Sequence[torch.Tensor]
+    dim: int
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.pieces[0].dtype
+
+    def whole(self) -> torch.Tensor:
+        return self.pieces[0] if len(self.pieces) == 1 else torch.cat(list(self.pieces), self.dim)
+
+
+def _rank_files(checkpoint: Path) -> dict[str, list[Path]]:
+    """The files of what was saved, by kind, in the order of ranks.
+
+    Raises:
+        CheckpointError: some are missing, or they are not of fsdp2.
+    """
+    path = checkpoint / _CONFIG
+    if not path.is_file():
+        raise CheckpointError(
+            f"{checkpoint} holds no {_CONFIG}: it is no folder of a role that verl's fsdp2 engine wrote, such as "
+            "global_step_100/actor."
+        )
+    try:
+        facts = json.loads(path.read_text())
+        version, world = int(facts["FSDP_version"]), int(facts["world_size"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged: {error!r}") from error
+    if version != 2:
+        raise CheckpointError(f"{checkpoint} is of FSDP version {version}; only fsdp2's shards can be imported.")
+    files = {kind: [checkpoint / f"{kind}_world_size_{world}_rank_{r}.pt" for r in range(world)] for kind in _KINDS}
+    found = {path for kind in _KINDS for path in checkpoint.glob(f"{kind}_world_size_*_rank_*.pt")}
+    others = sorted(path.name for path in found.difference(*files.values()))
+    if others:
+        raise CheckpointError(f"{checkpoint} is of {world} ranks by its {_CONFIG}, and it holds {listed(others)}.")
+    files = {kind: paths for kind, paths in files.items() if kind == "model" or found & set(paths)}
+    missing = [path.name for paths in files.values() for path in paths if path not in found]
+    missing += [] if (checkpoint / HF / "config.json").is_file() else [f"{HF}/config.json"]
+    if missing:
+        raise CheckpointError(f"{checkpoint} is not complete, it lacks {listed(missing)}.")
+    return files
+
+
+def _global_step(*folders: Path) -> int:
+    for folder in folders:
+        for part in reversed(folder.absolute().parts):
+            if (match := re.fullmatch(r"global_step_(\d+)", part)) is not None:
+                return int(match[1])
+    raise ValueError(f"{folders[0]} lies in no global_step_<n>: give the trainer's step as --step.")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A state dict of ``torch.save``; its tensors stay in the file until they are used.
+
+    Raises:
+        CheckpointError: the file is damaged, or holds anything but tensors and plain values.
+    """
+    try:
+        with zipfile.ZipFile(path) as file:
+            broken = file.testzip()
+    except (OSError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    if broken is not None:
+        raise CheckpointError(f"{path} is damaged: the checksum of {broken} in it is another one.")
+    try:
+        with torch.serialization.safe_globals(_NUMPY), _without_word_of_groups():
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        why = f"it would call {named[1]}" if named else f"it is no state dict of torch.save ({reason})"
+        raise CheckpointError(f"{path} is refused: {why}; only tensors and plain values are read.") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} holds no state dict.")
+    return state
+
+
+@contextlib.contextmanager
+def _without_word_of_groups() -> Iterator[None]:
+    """Without a warning per file that there are no process groups, which nothing here needs."""
+    logger = logging.getLogger("torch.distributed.device_mesh")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _model(
+    checkpoint: Path, files: Sequence[Path], of_ranks: Sequence[Mapping[str, Any]], model: nn.Module
+) -> Iterator[tuple[str, _Stored]]:
+    """The model's tensors by name, a tied one once.
+
+    Raises:
+        CheckpointError: they are not the model's.
+    """
+    if adapters := [name for name in of_ranks[0] if "lora_" in name]:
+        raise CheckpointError(f"{files[0]} holds LoRA adapters, which have other names here: {listed(adapters)}.")
+    saved, own, tied = _joined(files, of_ranks), checkpointed(model), model.state_dict().keys()
+    wrong = [f"{name} is missing" for name in own if name not in saved]
+    wrong += [f"{name} is no tensor of the model" for name in saved if name not in own and name not in tied]
+    wrong += _misshapen({name: (saved[name], own[name]) for name in own if name in saved})
+    _raise_for(checkpoint, files, wrong)
+    return ((name, saved[name]) for name in own)
+
+
+def _optimizer(
+    checkpoint: Path,
+    files: Sequence[Path],
+    of_ranks: Sequence[Mapping[str, Any]],
+    model: nn.Module,
+    algorithm: str | None,
+) -> tuple[list[dict[str, Any]], dict[str, _Stored]]:
+    """The groups as ``MultiOptimizer.state_dict`` has them, and the state as ``<parameter>.<key>``.
+
+    Raises:
+        CheckpointError: the state is of other parameters than the model's.
+    """
+    groups = _entry(files[0], of_ranks[0], "param_groups")
+    parameters = dict(model.named_parameters())
+    if len(groups) != 1 or len(groups[0]["params"]) != len(parameters):
+        counts = [len(group["params"]) for group in groups]
+        raise CheckpointError(
+            f"{files[0]} is of groups of {counts} parameters, verl's fsdp2 has one of all {len(parameters)} parameters."
+        )
+    options = {key: value for key, value in groups[0].items() if key != "params"}
+    names = dict(zip(groups[0]["params"], parameters, strict=True))
+    flat = [
+        {
+            f"{names[number]}.{key}": value
+            for number, entries in _entry(path, state, "state").items()
+            for key, value in entries.items()
+            if value is not None
+        }
+        for path, state in zip(files, of_ranks, strict=True)
+    ]
+    moments = _joined(files, flat)
+    # But for numbers, such as the count of steps, state has an entry per element.
+    per_element = {name: moment for name, moment in moments.items() if moment.shape}
+    pairs = {name: (moment, parameters[name.rpartition(".")[0]]) for name, moment in per_element.items()}
+    _raise_for(checkpoint, files, _misshapen(pairs))
+    head = {**options, "algorithm": algorithm or _algorithm(files[0], options)}
+    return [{**head, "params": params, "optimizer": part} for part, params in _parts(model).items()], moments
+
+
+def _algorithm(path: Path, options: Mapping[str, Any]) -> str:
+    """Which of Adam and AdamW a group is of; both have these two options, and no other optimizer of torch has."""
+    if not {"amsgrad", "decoupled_weight_decay"} <= options.keys():
+        raise CheckpointError(f"{path} does not say whose state it is: give the optimizer's class as --optimizer.")
+    return "AdamW" if options["decoupled_weight_decay"] else "Adam"
+
+
+def _parts(model: nn.Module) -> dict[str, list[str]]:
+    """Names of the parameters of each of the optimizers that ``build_multi_optimizer`` makes."""
+    experts = {f"{info.fqn}.{name}" for info in find_experts(model) for name in info.ep_dims}
+    names = [name for name, _ in model.named_parameters()]
+    return {"dense": [n for n in names if n not in experts], "experts": [n for n in names if n in experts]}
+
+
+def _joined(files: Sequence[Path], of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, _Stored]:
+    """The tensors that the ranks hold in pieces.
+
+    Raises:
+        CheckpointError: the ranks' files do not fit together.
+    """
+    for path, state in zip(files, of_ranks, strict=True):
+        if state.keys() != of_ranks[0].keys():
+            others = sorted(state.keys() ^ of_ranks[0].keys())
+            raise CheckpointError(f"{path} and {files[0].name} differ in {listed(others)}.")
+    try:
+        return {name: _stored(files, name, [state[name] for state in of_ranks]) for name in of_ranks[0]}
+    except AttributeError as error:
+        raise CheckpointError(f"{files[0]} holds DTensors of another version of torch: {error}") from error
+
+
+def _stored(files: Sequence[Path], name: str, of_ranks: Sequence[Any]) -> _Stored:
+    first = of_ranks[0]
+    if any(type(tensor) is not type(first) or not isinstance(tensor, torch.Tensor) for tensor in of_ranks):
+        raise CheckpointError(f"{name} is no tensor in some of {files[0].name} to {files[-1].name}.")
+    if not isinstance(first, DTensor):  # a buffer or a count of steps, which every rank has
+        for path, tensor in zip(files, of_ranks, strict=True):
+            if not torch.equal(tensor, first):
+                raise CheckpointError(f"{name} in {path} is another one than in {files[0].name}.")
+        return _Stored([first], 0, tuple(first.shape))
+    *replicated, placement = first.placements
+    if type(placement) is not Shard or not all(other.is_replicate() for other in replicated):
+        raise CheckpointError(f"{name} in {files[0]} is placed as {first.placements}, which is not how fsdp2 shards.")
+    dim, shape = placement.dim, tuple(first.shape)
+    pieces = [tensor.to_local().detach() for tensor in of_ranks]
+    held = sum(piece.shape[dim] for piece in pieces)
+    copies = max(held // shape[dim], 1) if replicated else 1  # verl counts ranks replica by replica
+    pieces = pieces[: len(pieces) // copies]
+    if held != copies * shape[dim] or sum(piece.shape[dim] for piece in pieces) != shape[dim]:
+        raise CheckpointError(f"{name} is {shape}, the pieces in {files[0].name} to {files[-1].name} are not.")
+    return _Stored(pieces, dim, shape)
+
+
+def _misshapen(pairs: Mapping[str, tuple[_Stored, torch.Tensor]]) -> list[str]:
+    return [
+        f"{name} is {stored.shape}, the model's is {tuple(own.shape)}"
+        for name, (stored, own) in pairs.items()
+        if stored.shape != tuple(own.shape)
+    ]
+
+
+def _raise_for(checkpoint: Path, files: Sequence[Path], wrong: Sequence[str]) -> None:
+    if wrong:
+        raise CheckpointError(
+            f"{checkpoint}: {files[0].name} to {files[-1].name} are not of the model that {HF}/config.json describes: "
+            f"{listed(wrong)}."
+        )
+
+
+def _entry(path: Path, state: Mapping[str, Any], key: str) -> Any:
+    if key not in state:
+        raise CheckpointError(f"{path} holds no {key}.")
+    return state[key]
+
+
+def _random_state(saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """torch's of a rank, of the CPU and of its device, whose name verl keeps it under."""
+    device = [state for name, state in saved.items() if name not in ("cpu", "numpy", "random")]
+    return {"cpu": saved["cpu"], **({"device": device[0]} if device else {})}

@@ -1,0 +1,139 @@
+"""Sizes of models without weights: from a folder's config, as published, or from the hub's ``config.json``."""
+
+import difflib
+import json
+import re
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.utils import build_hf_headers
+from transformers import AutoConfig, PretrainedConfig
+
+from ...engine.errors import SettingError
+
+__all__ = ["CARDS", "MODEL_HELP", "config_of"]
+
+_SECONDS = 5.0  # for the hub to answer
+_DEEPSEEK = {
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+CARDS: dict[str, dict[str, Any]] = {
+    "Qwen3-30B-A3B": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    },
+    "Qwen3-235B-A22B": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "moe_intermediate_size": 1536,
+        "num_hidden_layers": 94,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    },
+    "gpt-oss-20b": {"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32},
+    "gpt-oss-120b": {"model_type": "gpt_oss", "num_hidden_layers": 36, "num_local_experts": 128},
+    "DeepSeek-V3": {
+        "model_type": "deepseek_v3",
+        **_DEEPSEEK,
+        "vocab_size": 129280,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "n_routed_experts": 256,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+    },
+    "Kimi-K2": {
+        "model_type": "deepseek_v3",
+        **_DEEPSEEK,
+        "vocab_size": 163840,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "n_routed_experts": 384,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+    "GLM-4.5": {
+        "model_type": "glm4_moe",
+        "vocab_size": 151552,
+        "hidden_size": 5120,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "num_hidden_layers": 92,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "n_routed_experts": 160,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "attention_bias": True,
+        "use_qk_norm": True,
+    },
+}
+MODEL_HELP = f"folder with config.json, one of {', '.join(CARDS)}, or a name on the hub; only the config is read"
+
+
+def config_of(model: str) -> PretrainedConfig:
+    """The config of a folder, of a card, or of a model on the hub, in this order.
+
+    Raises:
+        SettingError: there is none.
+    """
+    if (Path(model) / "config.json").is_file():
+        return AutoConfig.from_pretrained(model)
+    names = {name.lower(): name for name in CARDS}
+    wanted = model.lower().rpartition("/")[2]
+    if wanted in names:
+        return _from_json({**CARDS[names[wanted]], "tie_word_embeddings": False})
+    near = [names[n] for n in difflib.get_close_matches(wanted, names, n=3, cutoff=0.3)]
+    works = f"a folder with config.json, or {', '.join(near or CARDS)}."
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not Path(model).exists():
+        return _of_the_hub(model, works)
+    raise SettingError("--model", model, "is neither a folder with config.json nor a model known here.", works)
+
+
+def _of_the_hub(model: str, works: str) -> PretrainedConfig:
+    """One request: the hub's own client repeats one that fails for half a minute."""
+    cached = try_to_load_from_cache(model, "config.json")
+    if isinstance(cached, str):
+        return AutoConfig.from_pretrained(Path(cached).parent)
+    why = "HF_HUB_OFFLINE is set"
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            request = Request(hf_hub_url(model, "config.json"), headers=build_hf_headers())
+            with urlopen(request, timeout=_SECONDS) as found:
+                return _from_json(json.load(found))
+        except OSError as error:
+            why = str(error)
+    rule = f"is not known here and not in the hub's cache, and the hub could not be asked ({why})."
+    raise SettingError("--model", model, rule, works)
+
+
+def _from_json(sizes: dict[str, Any]) -> PretrainedConfig:
+    return AutoConfig.for_model(sizes["model_type"], **{k: v for k, v in sizes.items() if k != "model_type"})

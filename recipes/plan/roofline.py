@@ -1,0 +1,126 @@
+"""What a training step moves and computes on each rank, and how long that takes at least."""
+
+import math
+from dataclasses import dataclass
+
+from ...engine.fsdp.wrap_plan import EMBEDDINGS, ParamGroup
+from ...engine.parallelize import ShardingOptions
+from ...engine.planner.activations import LayerActivations
+from ...engine.planner.memory import Batch, ModelSizes, group_sizes
+from ...engine.planner.traffic import Collective, collectives
+from ...engine.topology.mesh import Topology
+
+__all__ = ["Cluster", "Roofline", "roofline", "seconds"]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """
+    Args:
+        gib: memory of a GPU.
+        inside, between: GB/s of a rank to others of its node, and of its network interface.
+        tflops: of matrix products in bfloat16, as published.
+        efficiency: share of these that is reached.
+        hbm: GB/s of a GPU's memory.
+    """
+
+    nodes: int
+    gpus: int
+    gib: float = 80.0
+    inside: float = 400.0
+    between: float = 45.0
+    tflops: float = 989.0
+    efficiency: float = 0.5
+    hbm: float = 3350.0
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.gpus
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Seconds of a step: FSDP's collectives run beside the computation, and for the all-to-alls it waits.
+
+    Args:
+        all_to_all: what no chunk of a layer's tokens computes beside.
+    """
+
+    compute: float
+    fsdp: float
+    all_to_all: float
+    optimizer: float
+
+    @property
+    def step(self) -> float:
+        return max(self.compute, self.fsdp) + self.all_to_all + self.optimizer
+
+
+def seconds(collective: Collective, cluster: Cluster) -> float:
+    """At the rate of the slower of the two kinds of links, without latency."""
+    ranks, nbytes = collective.ranks, collective.nbytes
+    if ranks == 1:
+        return 0.0
+    per_node = max(1, min(ranks, cluster.gpus // collective.stride))
+    inside = nbytes * (per_node - 1) / ranks
+    between = nbytes * (1 - per_node / ranks)
+    if not collective.name.startswith("all-to-all"):
+        inside = nbytes * (per_node - 1) / per_node  # what a node receives once is passed on in it
+        between /= per_node
+    return collective.passes * max(inside / cluster.inside, between / cluster.between) / 1e9
+
+
+def roofline(
+    sizes: ModelSizes,
+    topology: Topology,
+    options: ShardingOptions,
+    batch: Batch,
+    cluster: Cluster,
+    length: int,
+) -> Roofline:
+    """
+    Args:
+        length: tokens of a sequence, for attention.
+    """
+    moved = collectives(sizes, topology, options, batch)
+    by_tokens = sum(seconds(c, cluster) for c in moved if c.name.startswith("all-to-all"))
+    by_fsdp = sum(seconds(c, cluster) for c in moved if not c.name.startswith("all-to-all"))
+    forwards = 2 if options.checkpointing == "full" else 1
+    compute = by_experts = 0.0
+    widths = iter(sizes.num_experts)
+    groups = group_sizes(sizes, topology, options.expert_shard_dim)
+    for unit, group, size in groups:
+        if unit == EMBEDDINGS:
+            continue
+        elements, again = float(size.full), float(forwards - 1)
+        if group.is_experts:
+            # Balanced: of a layer's experts a token uses K, wherever they are.
+            experts, layer = next(widths), _layer_of(sizes, group)
+            elements = size.full * topology.ep * layer.rows / experts * batch.imbalance
+            if layer.ends_with_experts:  # which are computed again up to their last linear
+                again *= 1 - _elements(group, "down_proj") / _elements(group)
+        products = 2 * elements * batch.tokens / (cluster.tflops * cluster.efficiency) / 1e12
+        reading = size.full * group.compute.itemsize / cluster.hbm / 1e9
+        took = (3 + again) * max(products, reading)
+        compute += took
+        by_experts += took if group.is_experts else 0
+    for layer in sizes.traced.layers.values():
+        # Causal: half of the products of queries and keys, and of their weights and values.
+        products = batch.tokens * length * (layer.attention.query + layer.attention.output)
+        compute += (forwards + 2.5) * products / (cluster.tflops * cluster.efficiency) / 1e12
+    # All chunks but one travel while another computes.
+    rows = sum(seconds(c, cluster) for c in moved if c.name == "all-to-all tokens")
+    by_tokens -= min(rows, by_experts * batch.micro_batches) * (1 - 1 / options.dispatch_chunks)
+    shards = sum(size.local for _, _, size in groups)
+    optimizer = 7 * shards * sizes.master.itemsize / cluster.hbm / 1e9  # reads 4, writes 3
+    return Roofline(compute * batch.micro_batches, by_fsdp, by_tokens, optimizer)
+
+
+def _layer_of(sizes: ModelSizes, group: ParamGroup) -> LayerActivations:
+    first = next(iter(group.shapes))
+    return next(layer for name, layer in sizes.traced.layers.items() if first.startswith(f"{name}."))
+
+
+def _elements(group: ParamGroup, ends: str = "") -> int:
+    """Of the parameters whose names end so."""
+    return sum(math.prod(shape) for name, shape in group.shapes.items() if name.endswith(ends))

@@ -1,0 +1,144 @@
+"""What a weight sync costs on a cluster, without touching one.
+
+    python -m epfsdp2.recipes.plan_sync --model Qwen3-30B-A3B --world 16 --ep 8 --rollout-tp 4
+
+prints, for each way to hand weights to vLLM, the bytes that a rank needs, receives and gets from other nodes, the
+rounds, the memory, and the time that the network takes at least. Only the model's config is read.
+"""
+
+import argparse
+from collections.abc import Sequence
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM
+
+from ...engine.errors import SettingError
+from ...engine.model.meta import build_on_meta
+from ...engine.moe.find import UnsupportedModelError
+from ...engine.parallelize import layer_names
+from ...engine.topology.expert_placement import check_experts_divide
+from ...engine.topology.mesh import Topology
+from ...rollout.layout.trainer_tensors import tensors_before_sharding
+from ...rollout.layout.transfer_plan import Plan, Targets, make_plan
+from ...rollout.layout.vllm_layout import ANALYTIC, STREAMS, Heads, Rollout, Stream, Tensor, needs
+from .cards import MODEL_HELP, config_of
+
+__all__ = ["main", "parse"]
+
+_GB = 1e9
+_MEGABYTE = 1 << 20
+_BUCKETS = 4  # two being filled or sent, two being received or loaded
+_WIDTH = 100  # what the table takes
+_COLUMNS = ("stream", "needed", "there", "received", "from nodes", "rounds", "buffers", "floor")
+_LEGEND = (
+    "GB, the largest of any rank. Floor: seconds for the bytes from other nodes over one network interface, or, where "
+    "there are none, for all received bytes at the same rate. Buffers: MB, two to send and two to receive."
+)
+_DTYPES = {"bf16": 2, "fp32": 4}
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m epfsdp2.recipes.plan_sync",
+        description="Bytes, rounds, memory and least time of a weight sync, from a model's config and sizes alone.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--model", required=True, help=MODEL_HELP)
+    parser.add_argument("--world", type=int, required=True, help="ranks of the trainer")
+    parser.add_argument("--ep", type=int, default=1, help="engine.ep_size")
+    parser.add_argument("--fsdp-size", type=int, default=-1, help="engine.fsdp_size")
+    parser.add_argument(
+        "--expert-shard-dim", default="auto", choices=["auto", "0", "1"], help="engine.expert_shard_dim"
+    )
+    parser.add_argument("--rollout-tp", type=int, default=1, help="tensor parallel size of a vLLM replica")
+    parser.add_argument("--rollout-dp", type=int, default=1, help="data parallel size of a vLLM replica")
+    parser.add_argument("--rollout-ep", action="store_true", help="vLLM with enable_expert_parallel")
+    parser.add_argument(
+        "--standalone",
+        type=int,
+        default=0,
+        metavar="WORKERS",
+        help="vLLM workers of their own; 0: on the trainer's ranks",
+    )
+    parser.add_argument("--dtype", default="bf16", choices=_DTYPES, help="in which weights are sent")
+    parser.add_argument("--round-megabytes", type=int, default=512, help="what a rank sends or receives in one round")
+    parser.add_argument("--gpus-per-node", type=int, default=8, help="ranks on a node")
+    parser.add_argument("--bandwidth", type=float, default=45.0, help="GB/s of a rank's network interface")
+    options = parser.parse_args(arguments)
+    for name in ("world", "ep", "rollout_tp", "rollout_dp", "round_megabytes", "gpus_per_node"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it has to be at least 1")
+    if options.bandwidth <= 0:
+        parser.error(f"--bandwidth is {options.bandwidth}; it has to be positive")
+    workers = options.standalone or options.world
+    if workers % (options.rollout_tp * options.rollout_dp):
+        whose = "--standalone" if options.standalone else "--world"
+        parser.error(f"{whose} is {workers}, which a replica of --rollout-tp x --rollout-dp workers does not divide")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    console = Console(highlight=False, soft_wrap=True, width=max(_WIDTH, Console().width))
+    try:
+        topology = Topology.plan(options.world, options.ep, options.fsdp_size)
+        config = config_of(options.model)
+        model = build_on_meta(AutoModelForCausalLM, config, torch.bfloat16)
+        shard_dim = options.expert_shard_dim if options.expert_shard_dim == "auto" else int(options.expert_shard_dim)
+        tensors = tensors_before_sharding(model, topology, shard_dim, itemsize=_DTYPES[options.dtype])
+        check_experts_divide(
+            [t.shape[0] for t in tensors if t.cuts and t.cuts[0].axis == "ep"], topology, options.model
+        )
+    except (SettingError, UnsupportedModelError, OSError, ValueError) as error:
+        console.print(str(error), style="red", markup=False)
+        return 1
+    text_config = config.get_text_config()
+    console.print(
+        f"{options.model}: {sum(t.nbytes for t in tensors) / _GB:.2f} GB in {options.dtype}, {len(tensors)} tensors; "
+        f"trainer {topology.dp_replicate} x {topology.ep_fsdp} x {topology.ep} (dp_replicate x ep_fsdp x ep)"
+    )
+    if text_config.model_type not in ANALYTIC:
+        known = ", ".join(sorted(ANALYTIC))
+        console.print(f"How vLLM cuts a {text_config.model_type} is not known here (only {known}): full stream alone.")
+    table = Table(*_COLUMNS)
+    for stream in STREAMS if text_config.model_type in ANALYTIC else STREAMS[:1]:
+        if stream == "expert_local" and not options.rollout_ep:
+            continue
+        try:
+            table.add_row(*_row(stream, tensors, layer_names(model), topology, Heads.of(text_config), options))
+        except ValueError as error:
+            table.add_row(stream, str(error))
+    console.print(table)
+    console.print(_LEGEND)
+    return 0
+
+
+def _row(
+    stream: Stream,
+    tensors: Sequence[Tensor],
+    layers: Sequence[str],
+    topology: Topology,
+    heads: Heads,
+    options: argparse.Namespace,
+) -> list[str]:
+    rollout = Rollout(options.rollout_tp, options.rollout_dp, options.rollout_ep)
+    targets = Targets(options.standalone or options.world, colocated=not options.standalone)
+
+    def needs_of(tensor: Tensor, worker: int):
+        return needs(tensor, rollout, worker % rollout.workers, heads, stream)
+
+    plan = make_plan(tensors, layers, topology, targets, needs_of, options.round_megabytes * _MEGABYTE)
+    return [stream, *_figures(plan, topology, targets, options)]
+
+
+def _figures(plan: Plan, topology: Topology, targets: Targets, options: argparse.Namespace) -> list[str]:
+    shift = 0 if targets.colocated else topology.world
+    node = options.gpus_per_node
+    other_nodes = plan.between_nodes(lambda rank: rank // node, lambda worker: (worker + shift) // node)
+    needed, received, nic = (max(m.values(), default=0) for m in (plan.needed, plan.received, other_nodes))
+    local = max((plan.needed[w] - plan.received.get(w, 0) for w in plan.needed), default=0)
+    seconds = (nic or received) / _GB / options.bandwidth
+    sizes = [f"{n / _GB:.2f}" for n in (needed, local, received, nic)]
+    return [*sizes, str(len(plan.rounds)), str(_BUCKETS * options.round_megabytes), f"{seconds:.2f}"]

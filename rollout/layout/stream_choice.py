@@ -1,0 +1,217 @@
+"""Which stream a rollout takes, and which rollouts take none: judged alike on the driver and on the trainer's ranks.
+
+Every function takes verl's rollout config, as a mapping or as its dataclass; nothing else is looked at.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from ...engine.errors import SettingError
+from .vllm_layout import ANALYTIC, VOCABULARY_MULTIPLE, Rollout, Stream
+
+__all__ = [
+    "BACKEND",
+    "EXTENSION",
+    "check_placement",
+    "choose_stream",
+    "has_our_extension",
+    "quantisation",
+    "rollout_of",
+]
+
+EXTENSION = "epfsdp2.rollout.vllm_worker.WeightSyncExtension"
+# Checkpoint-engine backends that carry slices; every other one but the colocated path broadcasts whole tensors.
+BACKEND = "epfsdp2_p2p"
+_CARRY_SLICES = ("naive", BACKEND)
+_ROLLOUT = "actor_rollout_ref.rollout"
+_VLLM = f"{_ROLLOUT}.engine_kwargs.vllm"
+_TP = f"{_ROLLOUT}.tensor_model_parallel_size"
+_SETTING = "engine.rollout_sync"
+
+
+@dataclass(frozen=True)
+class _Obstacle:
+    """What allows no other stream than ``full``: a setting, its value, the reason, and what would allow another."""
+
+    setting: str
+    value: object
+    reason: str
+    works: str
+
+
+def rollout_of(config: Any) -> Rollout:
+    """How one replica of a rollout is parallel."""
+    tp, dp = _size(config, "tensor_model_parallel_size"), _size(config, "data_parallel_size")
+    return Rollout(tp, dp, _size(config, "expert_parallel_size") > 1)
+
+
+def has_our_extension(config: Any) -> bool:
+    """Whether vLLM's workers have our extension, which alone knows slices."""
+    return _vllm(config).get("worker_extension_cls") == EXTENSION
+
+
+def choose_stream(
+    wanted: str, config: Any, family: str | None, *, untested_vllm: str = "", backend: str = "naive"
+) -> tuple[Stream, str]:
+    """The stream for a rollout, and, where ``auto`` would rather have had a smaller one, why it is ``full``.
+
+    Args:
+        wanted: ``engine.rollout_sync``.
+        family: ``model_type`` of the whole model; None if it is not known yet, which is then no obstacle.
+        untested_vllm: what is wrong with vLLM's version, ``versions.unknown_layout()``.
+        backend: the checkpoint engine's.
+
+    Raises:
+        SettingError: if a stream was asked for by its name that this rollout can't take.
+    """
+    rollout = rollout_of(config)
+    if wanted == "full":
+        return "full", ""
+    found = _obstacle(config, family, untested_vllm, backend)
+    if found is None and wanted == "expert_local" and not rollout.expert_parallel:
+        workers = rollout.workers
+        reason = "vLLM runs without expert parallelism, so every worker keeps a part of every expert."
+        found = _Obstacle(f"{_ROLLOUT}.expert_parallel_size", 1, reason, str(workers) if workers > 1 else "")
+    if found is None:
+        return ("sliced" if wanted == "auto" else cast(Stream, wanted)), ""
+    if wanted == "auto":
+        # A worker that keeps everything is sent the same bytes either way.
+        return "full", "" if rollout.keeps_all else f"{found.setting}={found.value}: {found.reason}"
+    works = f"{_SETTING}=auto" + (f", or {found.setting}={found.works}" if found.works else "")
+    raise SettingError(_SETTING, wanted, f"can't be with {found.setting}={found.value}: {found.reason}", works)
+
+
+def _obstacle(config: Any, family: str | None, untested_vllm: str, backend: str) -> _Obstacle | None:
+    vllm = _vllm(config)
+    extension = vllm.get("worker_extension_cls")
+    if backend not in _CARRY_SLICES:
+        reason = "this backend carries whole tensors."
+        return _Obstacle(f"{_ROLLOUT}.checkpoint_engine.backend", backend, reason, "naive")
+    if extension != EXTENSION:
+        reason = "only this package's extension knows where a slice goes."
+        return _Obstacle(f"{_VLLM}.worker_extension_cls", extension, reason, EXTENSION)
+    pipeline = _size(config, "pipeline_model_parallel_size")
+    if pipeline > 1:
+        reason = "which worker has which layer is not planned for."
+        return _Obstacle(f"{_ROLLOUT}.pipeline_model_parallel_size", pipeline, reason, "1")
+    disaggregation = config.get("disaggregation")
+    if disaggregation is not None and disaggregation.get("enabled"):
+        reason = "prefill and decode are on different workers, each cut in its own way."
+        return _Obstacle(f"{_ROLLOUT}.disaggregation.enabled", True, reason, "False")
+    for setting, value in quantisation(config):
+        return _Obstacle(setting, value, "vLLM quantises the weights, for which it needs them whole.", "null")
+    placement = vllm.get("expert_placement_strategy") or "linear"
+    if placement != "linear":
+        reason = "experts are planned for in linear order."
+        return _Obstacle(f"{_VLLM}.expert_placement_strategy", placement, reason, "linear")
+    if untested_vllm:
+        return _Obstacle("vllm", "installed", f"{untested_vllm}, and a layout may have changed.", "")
+    if family is not None and family not in ANALYTIC:
+        known = ", ".join(sorted(ANALYTIC))
+        return _Obstacle("actor_rollout_ref.model", family, f"how vLLM cuts it is not known here (known: {known}).", "")
+    return None
+
+
+def quantisation(config: Any) -> list[tuple[str, object]]:
+    """The settings that have vLLM quantise the weights that it is handed, with their values."""
+    qat = config.get("qat")
+    asked = [
+        (f"{_ROLLOUT}.quantization", config.get("quantization")),
+        (f"{_VLLM}.quantization", _vllm(config).get("quantization")),
+        (f"{_ROLLOUT}.qat.enable", qat is not None and qat.get("enable")),
+    ]
+    return [(setting, value) for setting, value in asked if value]
+
+
+def check_placement(config: Any, ranks: int, model: Any) -> None:
+    """Say no to a rollout that vLLM would refuse after its start, or for which no stream would be right.
+
+    Args:
+        ranks: of the trainer, each of which feeds one vLLM worker; 0 where the workers are other processes.
+        model: the model's text config; None if it is not known yet.
+
+    Raises:
+        SettingError: for the first such setting.
+    """
+    vllm, rollout = _vllm(config), rollout_of(config)
+    pipeline = _size(config, "pipeline_model_parallel_size")
+    for name, own, size in (
+        ("tensor_parallel_size", "tensor_model_parallel_size", rollout.tp),
+        ("data_parallel_size", "data_parallel_size", rollout.dp),
+        ("pipeline_parallel_size", "pipeline_model_parallel_size", pipeline),
+    ):
+        if size < 1:
+            raise SettingError(f"{_ROLLOUT}.{own}", size, "has to be at least 1.", f"{_ROLLOUT}.{own}=1")
+        given = vllm.get(name)
+        if given is not None and given != size:
+            rule = f"verl finds each rank's worker by {_ROLLOUT}.{own}={size}, so another value feeds the wrong ones."
+            raise SettingError(f"{_VLLM}.{name}", given, rule, f"{_ROLLOUT}.{own}={given}, and no {_VLLM}.{name}")
+    if vllm.get("enable_eplb"):
+        rule = (
+            "vLLM's loaders know the order of experts at start-up alone, and the router goes on with the one that the "
+            "balancing made: after a sync the weights would be wrong, silently."
+        )
+        raise SettingError(f"{_VLLM}.enable_eplb", True, rule, f"{_VLLM}.enable_eplb=False")
+    experts = _size(config, "expert_parallel_size")
+    if experts not in (1, rollout.workers):
+        rule = f"vLLM spreads experts over all workers of a replica, tensor x data parallel: {rollout.workers}."
+        setting = f"{_ROLLOUT}.expert_parallel_size"
+        raise SettingError(setting, experts, rule, f"{setting}={rollout.workers}, or 1")
+    disaggregation = config.get("disaggregation")
+    replica = rollout.workers * pipeline
+    if ranks % replica and not (disaggregation is not None and disaggregation.get("enabled")):
+        rule = f"a replica of vLLM takes {replica} workers, and the {ranks} ranks are not a multiple of that."
+        works = [tp for tp in _divisors(ranks) if ranks % (rollout.dp * pipeline * tp) == 0]
+        others = f"{_ROLLOUT}.data_parallel_size=1"
+        raise SettingError(_TP, rollout.tp, rule, f"{_TP} one of {works}" if works else others)
+    if model is not None:
+        _check_cuts(rollout, model)
+
+
+def _check_cuts(rollout: Rollout, model: Any) -> None:
+    """What vLLM itself asserts of a tensor-parallel size.
+
+    Sources: ``ModelConfig.verify_with_parallel_config``, ``FusedMoEConfig.__post_init__``, the attention and experts
+    of ``models/qwen3_moe.py``, ``VocabParallelEmbedding``.
+    """
+    vocabulary = -(-model.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    heads = getattr(model, "num_attention_heads", 0)
+    keys = heads if getattr(model, "kv_lora_rank", None) else getattr(model, "num_key_value_heads", None) or heads
+    experts = _first(model, "num_experts", "num_local_experts", "n_routed_experts")
+    if rollout.expert_parallel and not experts:
+        setting = f"{_ROLLOUT}.expert_parallel_size"
+        raise SettingError(setting, rollout.workers, "vLLM spreads experts, and the model has none.", f"{setting}=1")
+    # Under expert parallelism experts are whole.
+    size = 0 if rollout.expert_parallel else _first(model, "moe_intermediate_size", "intermediate_size")
+
+    def reasons(tp: int) -> list[str]:
+        found = {
+            f"{heads} attention heads": heads % tp == 0,
+            f"{keys} key-value heads": keys % tp == 0 or (keys > 0 and tp % keys == 0),
+            f"the intermediate size {size}{' of an expert' if experts else ''}": size % tp == 0,
+            f"{experts} experts (at least as many as ranks)": not experts or tp <= experts,
+            f"a vocabulary of {model.vocab_size}, padded to {vocabulary}": vocabulary % tp == 0,
+        }
+        return [what for what, holds in found.items() if not holds]
+
+    if wrong := reasons(rollout.tp):
+        works = [tp for tp in _divisors(heads) if not reasons(tp)]
+        raise SettingError(_TP, rollout.tp, f"vLLM can't cut {wrong[0]} so.", f"{_TP} one of {works}")
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _first(model: Any, *names: str) -> int:
+    return next((value for name in names if (value := getattr(model, name, None))), 0)
+
+
+def _size(config: Any, name: str) -> int:
+    size = config.get(name)
+    return 1 if size is None else size
+
+
+def _vllm(config: Any) -> Mapping[str, Any]:
+    return (config.get("engine_kwargs") or {}).get("vllm") or {}

@@ -1,0 +1,1 @@
+"""Weights for rollout workers that are other processes."""

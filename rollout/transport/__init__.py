@@ -1,0 +1,1 @@
+"""How tensors travel: gathers, exchanges, buckets, checksums."""

@@ -1,0 +1,1 @@
+"""All that knows vLLM: what runs inside its workers while weights arrive."""

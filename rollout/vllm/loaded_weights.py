@@ -1,0 +1,146 @@
+"""Read the weights that a running vLLM model really computes with.
+
+On a GPU they are its parameters. On vLLM's CPU build they are not: a linear layer keeps a packed copy in a closure and
+drops its parameter, an experts layer packs its parameters. Both are read back through vLLM's own operators, exactly: a
+linear layer is applied to the identity matrix (each output is 1 * w plus zeros), and an experts layer's packing is a
+permutation that packing the indices reveals. Imports torch alone; vLLM's objects are told by their attributes.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ..layout.layout_check import prefix_of
+
+__all__ = ["running_tensors", "unpack_by_index"]
+
+# Kernels that compute with w13_weight and w2_weight as vLLM's loader leaves them.
+_PLAIN_EXPERT_BACKENDS = ("TRITON", "BATCHED_TRITON", "NONE")
+
+
+def running_tensors(model: torch.nn.Module, packed_linears: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield ``(name, tensor)`` of every parameter and persistent buffer of this rank's share of the model.
+
+    Names are vLLM's, with experts at ``<moe>.experts.w13_weight`` ``[E, 2 I / tp, D]`` and ``...w2_weight``
+    ``[E, D, I / tp]`` whatever the version calls the module in between. The language-model head comes as what
+    multiplies the hidden states, also where it is tied to the embedding.
+
+    Args:
+        packed_linears: also those of linear layers that can only be read by applying them to an identity matrix.
+
+    Raises:
+        RuntimeError: an experts kernel whose layout is not known here.
+    """
+    heads = {id(layer) for name, layer in model.named_modules(remove_duplicate=False) if name.endswith("lm_head")}
+    for name, layer in model.named_modules():
+        prefix = prefix_of(name)
+        if hasattr(layer, "w13_weight"):
+            yield from _experts(prefix, layer)
+            continue
+        for tensor_name, tensor in _own_tensors(layer):
+            is_table = hasattr(layer, "shard_indices") and id(layer) not in heads
+            if tensor_name == "weight" and hasattr(layer, "cpu_linear") and not is_table:
+                if not packed_linears:
+                    continue
+                tensor = _packed_linear(layer)
+            yield prefix + tensor_name, tensor.detach()
+    for name, layer in model.named_modules(remove_duplicate=False) if packed_linears else ():
+        # An embedding that is also the head was read as the table it is; this is what its packed copy holds.
+        if name.endswith("lm_head") and hasattr(layer, "cpu_linear") and type(layer).__name__ != "ParallelLMHead":
+            yield f"{name}.weight", _packed_linear(layer)
+
+
+def _own_tensors(layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in layer._parameters.items():
+        if parameter is not None:
+            yield name, parameter
+    for name, buffer in layer._buffers.items():
+        # A leading underscore marks vLLM's own state (expert maps, attention scales), which no checkpoint has.
+        if buffer is not None and name not in layer._non_persistent_buffers_set and not name.startswith("_"):
+            yield name, buffer
+
+
+def _packed_linear(layer: Any) -> torch.Tensor:
+    """The ``[out, in]`` matrix behind a packed CPU linear layer, by applying the layer to the identity."""
+    size = getattr(layer, "input_size_per_partition", None) or getattr(layer, "embedding_dim", None) or layer.input_size
+    dtype = getattr(layer, "params_dtype", None) or layer.weight.dtype
+    return layer.quant_method.apply(layer, torch.eye(size, dtype=dtype)).t().contiguous()
+
+
+def _experts(prefix: str, layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    w13, w2 = _expert_weights(layer)
+    size, padded = layer.moe_config.intermediate_size_per_partition, w2.shape[2]
+    if size != padded:
+        w13 = torch.cat([w13[:, :size], w13[:, padded : padded + size]], dim=1)
+        w2 = w2[:, :, :size]
+    yield prefix + "w13_weight", w13
+    yield prefix + "w2_weight", w2
+    for name, tensor in _own_tensors(layer):
+        if name not in ("w13_weight", "w2_weight"):
+            yield prefix + name, tensor.detach()
+
+
+def _expert_weights(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    method = layer.quant_method
+    kernel = getattr(method, "cpu_fused_moe", None)
+    # From 0.29 on the kernel is another object, and there is one instruction set for each of its classes.
+    isa = getattr(getattr(getattr(method, "moe_kernel", None), "fused_experts", None), "isa", None)
+    if kernel is None and isa is not None:
+        pack: Callable[..., torch.Tensor] = functools.partial(_prepack, isa=isa)
+    elif kernel is None:
+        backend = getattr(getattr(method, "unquantized_backend", None), "name", "NONE")
+        if backend not in _PLAIN_EXPERT_BACKENDS:
+            raise RuntimeError(
+                f"reading the experts of vLLM's {backend} backend back: its weight layout is not known here"
+            )
+        return layer.w13_weight.detach(), layer.w2_weight.detach()
+    elif type(kernel).__name__ == "SGLFusedMOE":
+        pack = torch.ops._C.convert_weight_packed
+    elif kernel.forward_method.__name__ == "forward_grouped_gemm":
+        pack = functools.partial(_prepack, isa=kernel.isa)
+    else:
+        # One closure per expert, applied to the identity like any linear layer.
+        dtype, moe = layer.moe_config.in_dtype, layer.moe_config
+        up, down = (
+            torch.stack([linear(torch.eye(size, dtype=dtype)).t() for linear in linears])
+            for linears, size in (
+                (layer.gate_up_linear, moe.hidden_dim),
+                (layer.down_linear, moe.intermediate_size_per_partition),
+            )
+        )
+        return up, down
+    return unpack_by_index(layer.w13_weight.detach(), pack), unpack_by_index(layer.w2_weight.detach(), pack)
+
+
+def _prepack(weight: torch.Tensor, isa: str) -> torch.Tensor:
+    packed = torch.empty_like(weight)
+    torch.ops._C.prepack_moe_weight(weight, packed, isa)
+    return packed
+
+
+def unpack_by_index(packed: torch.Tensor, pack: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Invert a packing that permutes the elements of each expert.
+
+    Args:
+        packed: ``[E, N, K]``, the output of ``pack``.
+        pack: the packing, ``[E, N, K] -> [E, N, K]``; called on one expert whose elements are their own indices.
+
+    Raises:
+        RuntimeError: ``pack`` is not a permutation within an expert.
+    """
+    experts, rows, columns = packed.shape
+    index = torch.arange(rows * columns)
+    source = torch.zeros_like(index)
+    base = 1
+    while base <= rows * columns:
+        # A digit at a time: 0..255 is exact in every floating-point dtype of weights.
+        digit = (index // base % 256).to(packed.dtype).view(1, rows, columns)
+        source += pack(digit).flatten().long() * base
+        base *= 256
+    if not torch.equal(source.sort().values, index):
+        raise RuntimeError(f"this packing of a {rows} x {columns} expert is not a permutation")
+    plain = torch.empty_like(packed).view(experts, -1)
+    plain[:, source] = packed.reshape(experts, -1)
+    return plain.view(experts, rows, columns)

@@ -1,0 +1,342 @@
+"""One layer-wise reload of the models in a vLLM worker, strict about what arrives (the transport: ``worker.py``).
+
+vLLM's reload (``vllm/model_executor/model_loader/reload``) lets a layer wait until it has all of its tensors, then
+loads and processes it as at start-up and copies the result into the storage that kernels and CUDA graphs know. Here
+every call of a weight loader is followed, so that what is missing, unknown or lost has a name; slices of parameters
+are taken beside whole tensors.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from verl.workers.rollout.vllm_rollout.weight_update_utils import apply_buffer_updates
+
+from ..layout.layout_check import prefix_of
+from ..layout.slice_names import is_slice, parse_slice
+from ..layout.vllm_layout import Need
+from ..transport.checksums import Placements
+from ..transport.watched_sockets import WeightSyncError
+from . import reload_shims
+from .accounting import KeptCalls, LayerRecord
+from .compat import (
+    ATTENTION,
+    LEAVES_NON_PERSISTENT_BUFFERS,
+    SKIP_LOAD_TENSORS,
+    finalize_layerwise_reload,
+    get_layer_tensors,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+    make_online_process_loader,
+)
+from .loaded_weights import running_tensors
+from .loader_trace import Recorder, View
+
+__all__ = ["Reload", "slice_loader"]
+
+_LISTED = 5
+
+
+class Reload:
+    """One layer-wise reload of every model that takes weights (the actor, and a draft model beside it)."""
+
+    def __init__(self, models: list[tuple[Any, Any]], parallel_config: Any, verify: bool = False):
+        self._models = models
+        self._verify = verify
+        self._placed = Placements()
+        self._parallel = parallel_config
+        self._layers: list[LayerRecord] = []
+        self._buffer_names: set[str] = set()
+        self._left_out: set[str] = set()
+        self._buffer_updates: list[tuple[str, torch.Tensor]] = []
+        self._buffers: list[tuple[torch.nn.Module, dict[str, torch.Tensor], set[str]]] = []
+        self._kernels: list[tuple[Any, Any]] = []
+        self._kept_buffers: list[tuple[str, torch.nn.Module, torch.Tensor, torch.Tensor]] = []
+        self.names: set[str] = set()
+        self.unused: list[str] = []
+        self.loader_calls = 0
+        self.touched_storages: set[int] = set()
+        self._owners: dict[str, tuple[torch.nn.Module, str]] = {}
+        self._loaders: list[tuple[torch.Tensor, Any]] = []
+        self._landings: dict[str, torch.Tensor] = {}
+
+    def start(self) -> None:
+        """Put every layer on meta, ready to take its tensors."""
+        for model, _ in self._models:
+            self._buffer_names.update(name for name, _ in model.named_buffers())
+            reload_shims.prepare_model(model)
+            for layer in model.modules():
+                if (kernel := reload_shims.prepare_layer(layer)) is not None:
+                    self._kernels.append((layer.quant_method, kernel))
+                self._keep_buffers(layer)
+            initialize_layerwise_reload(model)
+            known = {id(record.layer) for record in self._layers}
+            for name, layer in model.named_modules():
+                if type(layer).__name__ == "StageMissingLayer":  # a tower for inputs that the user has excluded
+                    self._left_out.add(name)
+                # vLLM starts a layer that two models share (a draft model's embedding) once, and so do we.
+                if id(layer) not in known and not isinstance(layer, ATTENTION):
+                    record = LayerRecord(name, layer, get_layerwise_info(layer), SKIP_LOAD_TENSORS)
+                    record.info.loaded_weights = KeptCalls(record, self)
+                    self._layers.append(record)
+
+    def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        """Take one bucket; its memory may be reused as soon as this returns.
+
+        Raises:
+            WeightSyncError: a name came twice. vLLM counts elements, so a repeated tensor would hide a missing one.
+        """
+        kept: list[tuple[str, torch.Tensor]] = []
+        for name, tensor in weights:
+            if name in self.names:
+                raise WeightSyncError(f"the tensor {name} was sent twice in one weight sync")
+            self.names.add(name)
+            if is_slice(name):
+                self._place(*parse_slice(name), tensor)
+                continue
+            # A layer waits with its tensors until it has all of them, and buckets are reused: it needs its own.
+            (self._buffer_updates if name in self._buffer_names else kept).append((name, tensor.clone()))
+        self.touched_storages.clear()
+        used: set[str] = set()
+        for model, _ in self._models:
+            model.load_weights(self._follow(kept, used))
+        for name, tensor in kept:
+            if name not in used and tensor.untyped_storage().data_ptr() not in self.touched_storages:
+                self.unused.append(name)
+
+    def _place(self, parameter: str, corner: tuple[int, ...], values: torch.Tensor) -> None:
+        """Take a slice of one of this worker's own parameters, from ``corner`` on.
+
+        Raises:
+            WeightSyncError: there is no such parameter, or the slice does not fit.
+        """
+        if parameter in self._buffer_names:
+            self._buffer_updates.append((parameter, values.clone()))
+            return
+        if not self._owners:
+            self._owners = self._take_slices()
+        if parameter not in self._owners:
+            raise WeightSyncError(f"a slice of {parameter} was sent, which vLLM's model does not have on this worker")
+        layer, own = self._owners[parameter]
+        target = getattr(layer, own)
+        extra = max(0, values.dim() - len(corner))
+        if math.prod(values.shape[:extra]) == 1:  # leading dims that the parameter does not have
+            values = values.reshape(values.shape[extra:])
+        stop = [c + s for c, s in zip(corner, values.shape, strict=False)]
+        fits = len(corner) == target.dim() == values.dim() and all(
+            a <= b for a, b in zip(stop, target.shape, strict=True)
+        )
+        if not fits:
+            raise WeightSyncError(
+                f"a slice {list(values.shape)} at {list(corner)} was sent for {parameter}, which is "
+                f"{list(target.shape)} on this worker"
+            )
+        if self._verify:
+            self._placed.add(parameter, corner, values.to(target.dtype))
+        if target.is_meta:
+            if parameter not in self._landings:
+                self._landings[parameter] = _landing(layer, own, target)
+            place = self._landings[parameter][_at(corner, values)]
+            values = place.copy_(values)
+        else:  # a bias: vLLM leaves it where it is, and yet has its values wait
+            values = values.clone()
+        target.weight_loader(target, values, corner)
+
+    def _take_slices(self) -> dict[str, tuple[torch.nn.Module, str]]:
+        """Have every layer that waits take slices of its parameters instead of tensors of a checkpoint."""
+        owners = {}
+        for prefix, layer in self._prefixes():
+            for own, tensor in get_layer_tensors(layer).items():
+                if own in SKIP_LOAD_TENSORS and own in layer._buffers:
+                    continue
+                owners[prefix + own] = (layer, own)
+                self._loaders.append((tensor, getattr(tensor, "weight_loader", None)))
+                tensor.weight_loader = slice_loader(layer, prefix + own, self._landings)
+                if own not in SKIP_LOAD_TENSORS:  # vLLM neither waits for these nor puts them on meta
+                    tensor.weight_loader = make_online_process_loader(layer, own)
+        return owners
+
+    def record(self, views: Sequence[View]) -> dict[str, list[Need]]:
+        """Have the models load tensors without values, and note what would have gone where."""
+        for record in self._layers:
+            record.info.load_numel = -(1 << 62)  # never enough, so that no layer is processed
+        parameters = {
+            prefix + own: tensor
+            for prefix, layer in self._prefixes()
+            for own, tensor in get_layer_tensors(layer).items()
+        }
+        with Recorder(views, parameters) as recorder:
+            for model, _ in self._models:
+                model.load_weights(recorder.weights())
+        return recorder.needs()
+
+    def _prefixes(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Every layer, and what its tensors' names begin with."""
+        for record in self._layers:
+            yield prefix_of(record.name), record.layer
+
+    def _follow(self, weights, used: set[str]):
+        """Hand the tensors over one by one and note which of them made a weight loader run."""
+        for name, tensor in weights:
+            before = self.loader_calls
+            yield name, tensor
+            if self.loader_calls > before:
+                used.add(name)
+
+    def finish(self) -> None:
+        """Process what is left and put the model back to work.
+
+        Raises:
+            WeightSyncError: a layer did not receive every element, a name reached no parameter, or a slice got lost.
+        """
+        tied = self._check_complete()
+        self._check_unused()
+        self._finalize()
+        for record in tied:
+            # A tied layer shares the parameter but may hold a packed copy of it, which nothing else refreshes.
+            record.layer.quant_method.process_weights_after_loading(record.layer)
+        loaded = {(id(record.layer), name) for record in self._layers for name in record.called}
+        for name, layer, buffer, before in self._kept_buffers:
+            if (id(layer), name) not in loaded:
+                buffer.copy_(before)
+        for model, _ in self._models:
+            apply_buffer_updates(model, self._buffer_updates)
+        # What it takes a computation to read is left out.
+        if wrong := self._placed.difference(running_tensors(self._models[0][0], packed_linears=False)):
+            raise WeightSyncError(wrong)
+
+    def abandon(self) -> None:
+        """Give the model its parameters back, so that nothing is left on meta; what came stays, even half a layer."""
+        for record in self._layers:
+            if not record.is_loaded:
+                record.info.load_numel = 0
+                record.info.loaded_weights.clear()
+        self._finalize()
+
+    def _finalize(self) -> None:
+        for model, config in self._models:
+            finalize_layerwise_reload(model, config)
+        for method, kernel in self._kernels:
+            if method.moe_kernel is None:
+                method.moe_kernel = kernel
+        for layer, buffers, non_persistent in self._buffers:
+            for name, buffer in buffers.items():
+                if layer._buffers.get(name) is not buffer:
+                    layer.register_buffer(name, buffer)
+            layer._non_persistent_buffers_set = non_persistent
+        # vLLM keeps the meta tensors for the next reload, which may bring whole tensors.
+        for tensor, loader in reversed(self._loaders):  # a tensor that two layers share was noted twice
+            if loader is None:
+                del tensor.weight_loader  # type: ignore[attr-defined]
+            else:
+                tensor.weight_loader = loader  # type: ignore[attr-defined]
+
+    def _keep_buffers(self, layer: torch.nn.Module) -> None:
+        # vLLM copies a fresh, uninitialised buffer over one that no loader filled, and versions before 0.27 forget
+        # which buffers were not persistent and those that are views of parameters (they are not among `renewed`).
+        buffers = {name: buffer for name, buffer in layer._buffers.items() if buffer is not None}
+        self._buffers.append((layer, buffers, set(layer._non_persistent_buffers_set)))
+        if not any(parameter is not None for parameter in layer._parameters.values()):
+            return
+        renewed = get_layerwise_info(layer).restore_metadata[1]
+        for name, buffer in buffers.items():
+            is_left = LEAVES_NON_PERSISTENT_BUFFERS and name in layer._non_persistent_buffers_set
+            if name in renewed and not is_left:
+                self._kept_buffers.append((name, layer, buffer, buffer.clone()))
+
+    def _check_complete(self) -> list[LayerRecord]:
+        """Raise unless all layers are complete; return those that share their parameters with a complete one."""
+        owners: dict[int, list[LayerRecord]] = {}
+        for record in self._layers:
+            for parameter in record.kernel_parameters:
+                owners.setdefault(id(parameter), []).append(record)
+        tied, missing = [], []
+        for record in self._layers:
+            if record.is_loaded:
+                continue
+            received, expected = record.counts()
+            if received >= expected:
+                continue
+            others = [[o for o in owners[id(p)] if o is not record] for p in record.kernel_parameters]
+            if received == 0 and all(any(o.is_complete for o in found) for found in others):
+                tied.append(record)
+            else:
+                missing.append(f"{record.name or type(record.layer).__name__} ({received} of {expected})")
+        if missing:
+            raise WeightSyncError(
+                f"{len(missing)} layers of vLLM's model did not receive every element in this weight sync of "
+                f"{len(self.names)} tensors; elements received of expected: {', '.join(missing[:_LISTED])}"
+                f"{', ...' if len(missing) > _LISTED else ''}. {self._unused_text()}"
+            )
+        return tied
+
+    def _check_unused(self) -> None:
+        if self._parallel.pipeline_parallel_size > 1:
+            return  # a stage rightly drops the other stages' tensors
+        if any(not self._may_be_unused(name) for name in self.unused):
+            raise WeightSyncError(self._unused_text())
+
+    def _unused_text(self) -> str:
+        names = [name for name in self.unused if not self._may_be_unused(name)]
+        if not names:
+            return "Every tensor that was sent reached a parameter."
+        return (
+            f"{len(names)} tensors were sent that vLLM's model silently ignored, so their names are not its checkpoint "
+            f"names: {', '.join(names[:_LISTED])}{', ...' if len(names) > _LISTED else ''}."
+        )
+
+    def _may_be_unused(self, name: str) -> bool:
+        config = self._models[0][1].hf_text_config
+        last = name.rpartition(".")[2]
+        if last in SKIP_LOAD_TENSORS or last == "inv_freq":
+            return True  # loaded past the counting wrappers; computed, not loaded
+        if name.endswith("lm_head.weight") and getattr(config, "tie_word_embeddings", False):
+            return True
+        if self._parallel.enable_expert_parallel and ".experts." in name:
+            return True  # other ranks' experts are dropped once this rank's are complete
+        if any(f".{tower}." in f".{name}" for tower in self._left_out):
+            return True
+        # Multi-token-prediction layers come after the model's own, and without a draft model nobody takes them.
+        numbers = re.findall(r"(?:^|\.)layers\.(\d+)\.", name)
+        return name.startswith("mtp.") or any(int(n) >= config.num_hidden_layers for n in numbers)
+
+
+def _landing(layer: torch.nn.Module, own: str, target: torch.Tensor) -> torch.Tensor:
+    """Where slices of a parameter on meta wait: in the running one's memory if that is alike, else in some of its own.
+
+    vLLM makes of a layer what its kernels want once all of it is there, and copies that into the running parameters; so
+    values in their old layout may lie there as long, if no other tensor of the layer does.
+    """
+    info = get_layerwise_info(layer)
+    running = info.kernel_tensors[0].get(own)
+    storages = [t.untyped_storage().data_ptr() for kept in info.kernel_tensors for t in kept.values()]
+    if running is not None and storages.count(running.untyped_storage().data_ptr()) == 1:
+        mine, its = ((t.shape, t.stride(), t.dtype) for t in (running, target))
+        if mine == its:
+            return running.data
+    return torch.empty_like(target, device=info.restore_device, requires_grad=False)
+
+
+def slice_loader(layer: Any, parameter: str, landings: dict[str, torch.Tensor]) -> Callable[..., None]:
+    """A weight loader that places its values as they are, and zeroes the rows that vLLM pads a vocabulary with.
+
+    Args:
+        landings: where slices of a parameter wait by the parameter's name; that becomes the parameter, uncopied.
+    """
+    rows = layer.shard_indices.num_org_elements if hasattr(layer, "shard_indices") else None
+
+    def load(param: torch.Tensor, values: torch.Tensor, corner: tuple[int, ...]) -> None:
+        if not param.is_meta and parameter in landings:
+            param.data = landings.pop(parameter)
+        if param.is_meta or values.untyped_storage().data_ptr() != param.untyped_storage().data_ptr():
+            param.data[_at(corner, values)].copy_(values)
+        if rows is not None:
+            param.data[rows:].zero_()
+
+    return load
+
+
+def _at(corner: Sequence[int], values: torch.Tensor) -> tuple[slice, ...]:
+    return tuple(slice(c, c + n) for c, n in zip(corner, values.shape, strict=True))

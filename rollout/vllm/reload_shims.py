@@ -1,0 +1,70 @@
+"""Remedies for what vLLM's layer-wise reload trips over; each is a no-op where its cause is absent."""
+
+import functools
+from typing import Any
+
+import torch
+from vllm.platforms import current_platform
+
+from .compat import get_layerwise_info
+
+__all__ = ["prepare_layer", "prepare_model"]
+
+# Models whose loader copies into these parameters itself instead of calling their weight loaders.
+_STRAIGHT_COPIES = {"GptOssModel": ("w13_weight", "w13_bias", "w2_weight", "w2_bias", "sinks")}
+
+
+def prepare_layer(layer: Any) -> Any:
+    """Make a layer ready for ``initialize_layerwise_reload``.
+
+    Returns:
+        The kernel that was taken from ``layer.quant_method``; to be put back if the reload makes no other.
+    """
+    method = getattr(layer, "quant_method", None)
+    kernel = getattr(method, "moe_kernel", None) if current_platform.is_cpu() else None
+    if method is not None and kernel is not None:
+        # With a kernel in place vLLM 0.28 to 0.32 takes the reload for an in-place update and skips the CPU packing.
+        method.moe_kernel = None
+    recorded = get_layerwise_info(layer).restore_metadata
+    for tensor in [*layer._parameters.values(), *recorded[0].values(), *recorded[1].values()]:
+        loader = getattr(tensor, "weight_loader", None)
+        if isinstance(loader, functools.partial) and not hasattr(loader, "__name__"):
+            setattr(loader, "__name__", "partial_weight_loader")  # noqa: B010 - vLLM tells wrapped loaders by their name
+    return kernel
+
+
+def prepare_model(model: torch.nn.Module) -> None:
+    """The same for a whole model: have the reload count what its loader copies straight into parameters.
+
+    Without this a reload of gpt-oss loses its experts and attention sinks: the copies end on the meta device.
+    """
+    for part in model.modules():
+        names = _STRAIGHT_COPIES.get(type(part).__name__, ())
+        for layer in part.modules() if names else ():
+            recorded, _ = get_layerwise_info(layer).restore_metadata
+            for name in names:
+                if type(recorded.get(name)) is torch.nn.Parameter:
+                    recorded[name].__class__ = _StraightCopied
+                    recorded[name].weight_loader = _load_straight_copy
+
+
+class _StraightCopied(torch.nn.Parameter):
+    """A parameter that, while it is on meta, takes ``copy_`` into it or into its ``data`` through its weight loader."""
+
+    @property
+    def data(self):
+        return self if self.is_meta else super().data
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        torch.Tensor.data.__set__(self, values)  # type: ignore[attr-defined]
+
+    def copy_(self, values: torch.Tensor, non_blocking: bool = False):
+        if not self.is_meta:
+            return super().copy_(values, non_blocking)
+        self.weight_loader(self, values)  # type: ignore[attr-defined]
+        return self
+
+
+def _load_straight_copy(param: torch.Tensor, values: torch.Tensor) -> None:
+    torch.Tensor.copy_(param, values)

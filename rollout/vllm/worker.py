@@ -1,0 +1,210 @@
+"""The vLLM side of the weight road: what runs inside a vLLM worker process when weights arrive.
+
+verl's own extension calls ``model.load_weights`` in place and then post-processes the model once more. That is right
+only where a kernel's layout equals the checkpoint's: vLLM's CPU build drops the linear weights it packed, and several
+GPU kernels permute theirs. Here weights go through vLLM's layer-wise reload (``reload.py``).
+
+Select it with ``actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls``.
+"""
+
+import json
+import logging
+import os
+import traceback
+from collections.abc import Sequence
+
+import torch
+from verl.utils.device import get_device_name
+from verl.utils.vllm.vllm_quant_utils import is_quantized_model
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+from vllm.config import set_current_vllm_config
+from vllm.distributed import get_tp_group
+
+from ..layout.layout_check import difference, held_layout, rank_entry
+from ..layout.verify import digest
+from ..layout.vllm_layout import Need, Rollout
+from ..transport.checksums import Arrivals
+from ..transport.watched_sockets import WatchedContext, WeightSyncError
+from . import amx_shim, routes_shim
+from .compat import ATTENTION, SKIP_LOAD_TENSORS, SKIP_TENSORS, get_layer_tensors, get_layerwise_info
+from .loaded_weights import running_tensors
+from .loader_trace import View
+from .reload import Reload
+
+__all__ = ["WeightSyncExtension"]
+
+logger = logging.getLogger(__name__)
+
+# For a sender that names no time-out: longer than any gather between two buckets, and yet not for ever.
+_DEFAULT_TIMEOUT_SECONDS = 300.0
+
+
+class WeightSyncExtension(vLLMColocateWorkerExtension):
+    """verl's worker extension with a strict layer-wise reload. See the module's docstring.
+
+    Full standard weights are handled here; LoRA adapters, quantised and quantisation-aware models go to verl's class.
+    """
+
+    device: torch.device | None  # vLLM's worker sets it
+
+    def __new__(cls, **kwargs):
+        amx_shim.install()
+        routes_shim.install()
+        return super().__new__(cls, **kwargs)
+
+    def update_weights_from_ipc(
+        self,
+        peft_config: dict | None = None,
+        base_sync_done: bool = False,
+        use_shm: bool = False,
+        sync_timeout_seconds: float = _DEFAULT_TIMEOUT_SECONDS,
+        verify: bool = False,
+    ) -> None:
+        """Receive every weight of the model from this worker's trainer rank and load them.
+
+        Args:
+            peft_config, base_sync_done, use_shm: as in verl's method.
+            sync_timeout_seconds: longest wait for one message of the sender.
+            verify: the sender's checksums come last: compare them with what arrived, and slices with what is computed
+                with.
+
+        Raises:
+            WeightSyncError: the sender went silent, a layer did not receive every element, a name was not used, or
+                values are not those that were sent.
+        """
+        quantised = self._is_qat_model or self._is_modelopt_qat or is_quantized_model(self.model_runner.vllm_config)
+        if peft_config or quantised:
+            return super().update_weights_from_ipc(peft_config, base_sync_done, use_shm)
+
+        from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
+
+        if self.device is None:
+            self.device = torch.device(f"{get_device_name()}:{self.local_rank}")
+        receiver = BucketedWeightReceiver(self._get_zmq_handle(), device=self.device, use_shm=use_shm)
+        receiver.zmq_context = WatchedContext(
+            receiver.zmq_context,
+            sync_timeout_seconds,
+            waits_for=f"the trainer rank behind {receiver.zmq_handle}",
+            # The last acknowledgement is sent just before the socket is closed.
+            linger_seconds=5.0,
+        )
+        models = list(self._iter_all_models_with_config())
+        reload = Reload(models, self.model_runner.vllm_config.parallel_config, verify)
+        arrivals = Arrivals(verify)
+        failure: str | None = None
+
+        def on_bucket(weights: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
+            # An error must not leave this function: its traceback would keep views of the shared memory alive, whose
+            # release then fails and hides the cause. The remaining buckets are taken and dropped instead, which also
+            # keeps the trainer ranks, who gather together, in step until the cause reaches them.
+            nonlocal failure
+            if failure is None:
+                try:
+                    reload.load(arrivals.take(weights))
+                except Exception as error:
+                    logger.error("weight sync failed:\n%s", traceback.format_exc())
+                    failure = f"{type(error).__name__}: {error}"
+
+        with set_current_vllm_config(self.model_runner.vllm_config), torch.no_grad():
+            try:
+                reload.start()
+                receiver.receive_weights(on_bucket_received=on_bucket)
+                if failure is not None:
+                    raise WeightSyncError(f"loading the received weights failed, {failure}")
+                if wrong := arrivals.difference():
+                    raise WeightSyncError(wrong)
+                reload.finish()
+            except BaseException:
+                reload.abandon()
+                raise
+
+    def epfsdp2_check_layout(self, layouts: list[dict[str, str]]) -> None:
+        """Compare what the trainer plans for the workers of this replica with what this worker has.
+
+        Args:
+            layouts: by worker, see ``layout/layout_check.py``.
+
+        Raises:
+            WeightSyncError: they differ; with both digests and the first difference.
+        """
+        parallel, group = self.model_runner.vllm_config.parallel_config, get_tp_group()
+        rollout = Rollout(group.world_size, parallel.data_parallel_size, parallel.enable_expert_parallel)
+        worker = parallel.data_parallel_rank * group.world_size + group.rank_in_group
+        if len(layouts) != rollout.workers:
+            raise WeightSyncError(f"the trainer plans for {len(layouts)} workers a replica; vLLM has {rollout.workers}")
+        model, config = next(iter(self._iter_all_models_with_config()))
+        tied = getattr(config.hf_text_config, "tie_word_embeddings", False)
+
+        def is_needed(name: str, own: str, is_parameter: bool) -> bool:
+            is_optional = not is_parameter or own in SKIP_LOAD_TENSORS or (tied and name == "lm_head.weight")
+            return name in layouts[worker] or not is_optional
+
+        def built(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+            """Tensors as they were when the model was built; some, as biases, never change and are not recorded."""
+            parameters, buffers = get_layerwise_info(layer).restore_metadata
+            unchanged = {name: t for name, t in get_layer_tensors(layer).items() if name in SKIP_TENSORS}
+            return {**unchanged, **parameters, **buffers}
+
+        layers = (
+            (name, layer, built(layer)) for name, layer in model.named_modules() if not isinstance(layer, ATTENTION)
+        )
+        held = held_layout(layers, rank_entry(group.rank_in_group, rollout), is_needed)
+        if wrong := difference(layouts[worker], held):
+            raise WeightSyncError(f"worker {worker} of a replica: {wrong}. engine.rollout_sync=full needs no plan.")
+
+    def epfsdp2_digests(self, path: str | None = None) -> dict:
+        """Digests of what this worker's model computes with, for ``verify.compare``.
+
+        Args:
+            path: also write the answer to ``<path>.replica-<r>.rank-<tp rank>.json``; verl's server actor drops what a
+                remote call returns.
+
+        Returns:
+            ``{"tp_rank": int, "tp_size": int, "digests": {vLLM's parameter name: digest}}``.
+        """
+        group = get_tp_group()
+        digests = {name: digest(tensor) for name, tensor in self._running_tensors()}
+        answer = {"tp_rank": group.rank_in_group, "tp_size": group.world_size, "digests": digests}
+        if path is not None:
+            target = f"{path}.replica-{os.environ.get('VERL_REPLICA_RANK', '0')}.rank-{group.rank_in_group}.json"
+            with open(f"{target}.part", "w") as file:
+                json.dump(answer, file)
+            os.replace(f"{target}.part", target)  # a reader sees all of it or nothing
+        return answer
+
+    def epfsdp2_read_parameters(self, names: list[str]) -> dict:
+        """Values of the named parameters of the running model, as ``{name: (dtype, shape, bytes)}``.
+
+        Raises:
+            KeyError: the model has no such parameter; see ``epfsdp2_digests`` for the names.
+        """
+        found = {name: tensor for name, tensor in self._running_tensors() if name in set(names)}
+        return {
+            name: (
+                str(found[name].dtype).removeprefix("torch."),
+                list(found[name].shape),
+                found[name].cpu().reshape(-1).view(torch.uint8).numpy().tobytes(),
+            )
+            for name in names
+        }
+
+    def epfsdp2_layout(self, views: Sequence[View]) -> dict[str, list[Need]]:
+        """Where this worker's loaders put every element of a checkpoint, see ``loader_trace.py``; its weights stay.
+
+        Args:
+            views: of the checkpoint (``loader_trace.checkpoint_views``).
+
+        Raises:
+            ValueError: a loader does more than copy boxes.
+        """
+        reload = Reload(list(self._iter_all_models_with_config())[:1], self.model_runner.vllm_config.parallel_config)
+        with set_current_vllm_config(self.model_runner.vllm_config), torch.no_grad():
+            try:
+                reload.start()
+                return reload.record(views)
+            finally:
+                reload.abandon()
+
+    def _running_tensors(self):
+        with set_current_vllm_config(self.model_runner.vllm_config), torch.no_grad():
+            yield from running_tensors(self.model_runner.model)

@@ -1,0 +1,8 @@
+"""``python -m epfsdp2.recipes.export``; ``convert/export.py`` has it."""
+
+from .convert.export import main
+
+__all__ = ["main"]
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,8 @@
+"""``python -m epfsdp2.recipes.plan_sync``; ``plan/sync.py`` has it."""
+
+from .plan.sync import main, parse
+
+__all__ = ["main", "parse"]
+
+if __name__ == "__main__":
+    raise SystemExit(main())

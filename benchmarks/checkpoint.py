@@ -34,9 +34,10 @@ from epfsdp2.engine.checkpoint import state as checkpoint
 from epfsdp2.engine.checkpoint.background import Background
 from epfsdp2.engine.checkpoint.load import load_weights
 from epfsdp2.engine.checkpoint.safetensors_reader import open_checkpoint
+from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.model.meta import build_on_meta, materialize
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
-from epfsdp2.engine.parallelize import ShardingOptions, parallelize
+from epfsdp2.engine.parallelize import parallelize
 from epfsdp2.engine.topology.dtensor import local_tensor
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from epfsdp2.recipes.convert.export import export

@@ -41,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.quickstart import machine
 from benchmarks.tables import write_table
+from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.fsdp.ulysses import SequenceParallel
 from epfsdp2.engine.lora.adapters import Lora, lora_of
 from epfsdp2.engine.lora.settings import LoraSettings
@@ -48,7 +49,7 @@ from epfsdp2.engine.model.meta import build_on_meta, materialize
 from epfsdp2.engine.moe.forward import rows_computed
 from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
-from epfsdp2.engine.parallelize import ShardingOptions, parallelize
+from epfsdp2.engine.parallelize import parallelize
 from epfsdp2.engine.planner.memory import Backend, Batch, ModelSizes, peak
 from epfsdp2.engine.topology.dtensor import local_tensor
 from epfsdp2.engine.topology.mesh import Topology, build_meshes, build_sequence_mesh

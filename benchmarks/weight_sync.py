@@ -40,7 +40,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.memory import peak_of
 from benchmarks.quickstart import machine
 from benchmarks.tables import write_table
-from epfsdp2.engine.parallelize import ShardingOptions, compute_dtypes, layer_names
+from epfsdp2.engine.fsdp.options import ShardingOptions
+from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes
+from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.rollout.layout.vllm_layout import Rollout
 from epfsdp2.rollout.server_adapter import send_weights
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings, WorkerStream

@@ -18,13 +18,12 @@ from verl.workers.config.actor import ActorConfig
 from verl.workers.config.critic import CriticConfig
 from verl.workers.config.engine import EngineConfig, EngineRouterReplayConfig
 
-from ..rollout import cleanup
-from ..rollout.layout.vllm_layout import WANTED
 from .errors import SettingError
 from .fsdp.activation_checkpoint import CHECKPOINTING
 from .moe.deepep import DISPATCHERS
 from .moe.gemm.backends import BACKENDS
 from .preflight.model_facts import check_model_path
+from .preflight.rollout import report_leftovers
 from .preflight.run import check_run, check_training
 from .settings.roles import (
     ROLES,
@@ -79,6 +78,8 @@ _SHARD_DIM = must(
     "auto",
 )
 _CHUNKS = whole(1, "is the number of parts in which a layer's tokens are dispatched.", "1")
+# How weights may be sent; rollout/layout/vllm_layout.py has the ways, and a test compares.
+_SYNCED_AS = ("auto", "full", "expert_local", "sliced")
 _SYNCS = whole(0, "is the number of syncs that are verified, or -1 for all of them.", "2", besides=(-1,))
 
 
@@ -150,7 +151,7 @@ class EPFSDP2EngineConfig(EngineConfig):
     router_z_loss_coef: float = setting(0.0, LOSS_WEIGHT)
     router_metrics: bool = setting(False, FLAG)
     router_replay: EngineRouterReplayConfig = setting(None, REPLAY, factory=EngineRouterReplayConfig)
-    rollout_sync: str = setting("auto", one_of(WANTED, "auto"))
+    rollout_sync: str = setting("auto", one_of(_SYNCED_AS, "auto"))
     rollout_sync_verify: int = setting(2, _SYNCS)
     sync_megabytes: int = setting(2048, POSITIVE)
     sync_timeout_seconds: float = setting(300.0, POSITIVE_NUMBER)
@@ -294,7 +295,7 @@ class EPFSDP2ActorConfig(ActorConfig):
                 engine = _engine(self.reference.values)
                 if self.reference.names:
                     check_training(engine, n_gpus, model_config or {}, device=get_device_name())
-        cleanup.report_leftovers()
+        report_leftovers()
 
 
 @dataclass

@@ -15,9 +15,7 @@ A dense model has no experts, and its ``ep`` is 1: plain FSDP2, by the same step
 
 import functools
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -26,10 +24,13 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from .fsdp.activation_checkpoint import Checkpointing, checkpoint_layers
+from .fsdp.activation_checkpoint import checkpoint_layers
 from .fsdp.compile import compile_dense_parts
 from .fsdp.fp32_modules import Island, correction_biases, find_islands, mixing_buffers
+from .fsdp.options import ShardingOptions
 from .fsdp.single_rank_reduce import reduce_in_place
+from .fsdp.wrap_plan import Ends
+from .model.layers import layer_names
 from .moe import deepep, overlap
 from .moe.find import ComputesItself, ExpertsInfo, find_experts
 from .moe.forward import EXPERTS_IMPLEMENTATION, ExpertParallel, attach
@@ -39,54 +40,9 @@ from .moe.shared_experts import SharedExperts
 from .topology.expert_placement import check_experts_divide, ep_fsdp_dim, model_parallel_placements
 from .topology.mesh import Meshes
 
-__all__ = ["Ends", "ShardingOptions", "compute_dtypes", "layer_names", "parallelize", "reshard_all"]
+__all__ = ["parallelize"]
 
 logger = logging.getLogger("epfsdp2")
-
-
-@dataclass(frozen=True)
-class ShardingOptions:
-    """How ``parallelize`` shards.
-
-    Args:
-        param_dtype: dtype of the gathered parameters and of the compute.
-        reduce_dtype: dtype of the gradient reduction.
-        fp32_modules: FQN patterns of modules that compute in float32 (``fsdp/fp32_modules.py``).
-        reshard_after_forward: free gathered parameters between forward and backward.
-        reshard_experts_after_forward: the same for the experts alone; ``None`` for as the rest.
-        prefetch_depth: how many units ahead are gathered while one computes, forward and backward; 0 for none. A unit
-            is a layer, the input embeddings, or the head.
-        expert_shard_dim: dim of an expert weight that ``ep_fsdp`` cuts: 0 (whole experts), 1, or ``"auto"``.
-        expert_plan: where the experts of a model of the user's own are (``find_experts``).
-        dispatch_chunks: parts in which a layer's tokens are dispatched, one while another computes.
-        overlap_shared_experts: compute a block's shared experts while its tokens are dispatched.
-        dispatcher: what brings tokens to their experts, one of ``deepep.DISPATCHERS``.
-        experts_backend: what computes the experts (``moe/gemm/backends.py``).
-        checkpointing: which activations are computed again in backward (``fsdp/activation_checkpoint.py``).
-        activation_offload: keep on the host what is kept of them for that.
-        compile_dense: ``torch.compile`` the parts of the layers without experts.
-        head_in_root: leave the head to the root, for code that reads its weight without calling it (fused linear
-            cross-entropy).
-        cpu_offload: FSDP2's CPU offload policy.
-    """
-
-    param_dtype: torch.dtype = torch.bfloat16
-    reduce_dtype: torch.dtype = torch.float32
-    fp32_modules: Sequence[str] = ()
-    reshard_after_forward: bool = True
-    reshard_experts_after_forward: bool | None = None
-    prefetch_depth: int = 1
-    expert_shard_dim: int | str = "auto"
-    expert_plan: Mapping[str, int] = field(default_factory=dict)
-    dispatch_chunks: int = 1
-    overlap_shared_experts: bool = False
-    dispatcher: str = "all_to_all"
-    experts_backend: str = "auto"
-    checkpointing: Checkpointing = "none"
-    activation_offload: bool = False
-    compile_dense: bool = False
-    head_in_root: bool = False
-    cpu_offload: bool = False
 
 
 def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Module:
@@ -164,36 +120,6 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
     return model
 
 
-def compute_dtypes(model: nn.Module, options: ShardingOptions) -> dict[str, torch.dtype]:
-    """The dtype in which the forward of a model sharded with ``options`` reads each parameter, by name."""
-    experts = find_experts(model, options.expert_plan)
-    as_stored = correction_biases(model, {e.num_experts for e in experts})
-    in_float32: set[nn.Parameter] = set()
-    for island in find_islands(model, [e.module for e in experts], options.fp32_modules):
-        mainland = {p for module in island.mainland for p in module.parameters()}
-        in_float32 |= set(island.module.parameters()) - mainland
-
-    def of(param: nn.Parameter) -> torch.dtype:
-        return param.dtype if param in as_stored else torch.float32 if param in in_float32 else options.param_dtype
-
-    return {name: of(param) for name, param in model.named_parameters()}
-
-
-def reshard_all(model: nn.Module) -> None:
-    """Free every gathered parameter; ``FSDPModule.reshard`` alone frees one module's."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def layer_names(model: nn.Module) -> list[str]:
-    """FQNs of the model's layers, in order: the innermost modules of a class in its ``_no_split_modules``."""
-    classes = set(getattr(model, "_no_split_modules", None) or ())
-    # fully_shard puts a subclass in front of a module's own class.
-    named = [fqn for fqn, m in model.named_modules() if classes & {c.__name__ for c in type(m).__mro__}]
-    return [fqn for fqn in named if not any(other.startswith(fqn + ".") for other in named)]
-
-
 def _wrap_experts(info: ExpertsInfo, meshes: Meshes, options: ShardingOptions, offload: OffloadPolicy) -> None:
     ep_dim = {info.module.get_parameter(name): dim for name, dim in info.ep_dims.items()}
 
@@ -220,23 +146,6 @@ def _wrap_island(island: Island, wrap: Callable[..., Any], options: ShardingOpti
         wrap(list(island.mainland), reshard_after_forward=options.reshard_after_forward)
     precision = MixedPrecisionPolicy(torch.float32, options.reduce_dtype, cast_forward_inputs=island.casts_inputs)
     wrap(island.module, mp_policy=precision, reshard_after_forward=options.reshard_after_forward)
-
-
-@dataclass(frozen=True)
-class Ends:
-    """The input embeddings and the head, where FSDP can wrap them: none of their parameters is used elsewhere too."""
-
-    embeddings: nn.Module | None
-    head: nn.Module | None
-
-    @classmethod
-    def of(cls, model: Any, head_in_root: bool) -> "Ends":
-        users = Counter(p for module in model.modules() for p in module.parameters(recurse=False))
-
-        def own(module: nn.Module | None) -> nn.Module | None:
-            return module if module is not None and all(users[p] == 1 for p in module.parameters()) else None
-
-        return cls(own(model.get_input_embeddings()), None if head_in_root else own(model.get_output_embeddings()))
 
 
 def _shard_over_ep(info: ExpertsInfo, meshes: Meshes) -> None:

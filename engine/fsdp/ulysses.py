@@ -30,8 +30,8 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import SettingError
+from ..model.layers import layer_names
 from ..moe.find import UnsupportedModelError
-from ..parallelize import layer_names
 from ..topology.mesh import divisors
 
 __all__ = [

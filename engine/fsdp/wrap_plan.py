@@ -1,6 +1,7 @@
 """What FSDP gathers and reduces together once ``parallelize`` has sharded a model: sizes, without ranks."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,14 +9,28 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..model.layers import layer_names
 from ..moe.find import find_experts
-from ..parallelize import Ends, ShardingOptions, layer_names
 from ..topology.dtensor import is_adapter
 from ..topology.expert_placement import ep_fsdp_dim
+from ..topology.index_ranges import Cut
 from ..topology.mesh import Topology
 from .fp32_modules import correction_biases, find_islands
+from .options import ShardingOptions
 
-__all__ = ["EMBEDDINGS", "HEAD", "ROOT", "GroupSizes", "ParamGroup", "Unit", "frozen_beside_adapters", "units_of"]
+__all__ = [
+    "EMBEDDINGS",
+    "HEAD",
+    "ROOT",
+    "Ends",
+    "GroupSizes",
+    "ParamGroup",
+    "Unit",
+    "compute_dtypes",
+    "cuts_before_sharding",
+    "frozen_beside_adapters",
+    "units_of",
+]
 
 ROOT, EMBEDDINGS, HEAD = "root", "embeddings", "head"
 
@@ -173,3 +188,60 @@ def units_of(model: Any, options: ShardingOptions) -> tuple[list[Unit], int]:
     order = [ROOT, EMBEDDINGS, *layers, HEAD]
     units = [Unit(name, tuple(found[name])) for name in order if name in found]
     return units, sum(p.numel() * p.element_size() for p in whole)
+
+
+def compute_dtypes(model: nn.Module, options: ShardingOptions) -> dict[str, torch.dtype]:
+    """The dtype in which the forward of a model sharded with ``options`` reads each parameter, by name."""
+    experts = find_experts(model, options.expert_plan)
+    as_stored = correction_biases(model, {e.num_experts for e in experts})
+    in_float32: set[nn.Parameter] = set()
+    for island in find_islands(model, [e.module for e in experts], options.fp32_modules):
+        mainland = {p for module in island.mainland for p in module.parameters()}
+        in_float32 |= set(island.module.parameters()) - mainland
+
+    def of(param: nn.Parameter) -> torch.dtype:
+        return param.dtype if param in as_stored else torch.float32 if param in in_float32 else options.param_dtype
+
+    return {name: of(param) for name, param in model.named_parameters()}
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The input embeddings and the head, where FSDP can wrap them: none of their parameters is used elsewhere too."""
+
+    embeddings: nn.Module | None
+    head: nn.Module | None
+
+    @classmethod
+    def of(cls, model: Any, head_in_root: bool) -> "Ends":
+        users = Counter(p for module in model.modules() for p in module.parameters(recurse=False))
+
+        def own(module: nn.Module | None) -> nn.Module | None:
+            return module if module is not None and all(users[p] == 1 for p in module.parameters()) else None
+
+        return cls(own(model.get_input_embeddings()), None if head_in_root else own(model.get_output_embeddings()))
+
+
+def cuts_before_sharding(
+    model: nn.Module,
+    topology: Topology,
+    expert_shard_dim: int | str = "auto",
+    expert_plan: Mapping[str, int] | None = None,
+) -> dict[str, tuple[Cut, ...]]:
+    """How ``parallelize`` would cut each parameter of a model that is not sharded, outermost cut first.
+
+    Raises:
+        UnsupportedModelError, SettingError: as ``parallelize``.
+    """
+    experts = find_experts(model, expert_plan)
+    whole = correction_biases(model, {e.num_experts for e in experts})
+    cuts: dict[str, tuple[Cut, ...]] = {
+        name: () if param in whole else (Cut(0, "fsdp", topology.fsdp),) for name, param in model.named_parameters()
+    }
+    for info in experts:
+        for name, param in info.module.named_parameters(recurse=False):
+            ep_dim = info.ep_dims.get(name, 0)
+            over_ep = (Cut(ep_dim, "ep", topology.ep),) if name in info.ep_dims else ()
+            dim = ep_fsdp_dim(param.shape, topology, expert_shard_dim, ep_dim)
+            cuts[f"{info.fqn}.{name}"] = (*over_ep, Cut(dim, "ep_fsdp", topology.ep_fsdp))
+    return cuts

@@ -31,12 +31,15 @@ from ..checkpoint import state as checkpoint
 from ..checkpoint.load import load_weights, verify_experts
 from ..checkpoint.safetensors_reader import local_checkpoint, open_checkpoint
 from ..checkpoint.saves import Saves
-from ..config import STRATEGY, EPFSDP2EngineConfig
 from ..fsdp.activation_checkpoint import Checkpointing
+from ..fsdp.options import ShardingOptions
+from ..fsdp.reshard import reshard_all
 from ..fsdp.ulysses import SequenceParallel, gather_parts, own_part
+from ..fsdp.wrap_plan import compute_dtypes
 from ..lora.adapters import Lora
 from ..lora.peft_files import read_adapter
 from ..lora.settings import LoraSettings
+from ..model.layers import layer_names
 from ..model.meta import build_on_meta, check_initialized, check_not_quantised, materialize
 from ..model.vision import Towers, keeping_its_forward
 from ..moe.find import find_experts, is_dense
@@ -46,12 +49,13 @@ from ..moe.router.replay import ReplayError, RouterReplay
 from ..optim.clip import ClippedStep
 from ..optim.lr_scheduler import build_multi_lr_scheduler
 from ..optim.multi_optimizer import optimizer_from_config
-from ..parallelize import ShardingOptions, compute_dtypes, layer_names, parallelize, reshard_all
+from ..parallelize import parallelize
 from ..planner.run import RunPlan, plan_of_run
 from ..planner.text import mesh_in_words
 from ..preflight.dense_models import check_alone, not_applied, without_experts
 from ..preflight.features import check_replay
 from ..preflight.run import check_training
+from ..settings.roles import STRATEGY
 from ..topology.dtensor import is_adapter
 from ..topology.mesh import Topology, build_meshes, build_sequence_mesh
 from ..topology.rank_consistency import alike, check_agreement, model_facts, without_paths
@@ -67,7 +71,7 @@ DEVICES = ["cuda", "npu", "cpu"]
 class EPFSDP2Engine(FSDPEngineWithLMHead):
     """EP + FSDP2 behind verl's engine interface (verl 0.9.1, ``workers/engine/base.py``)."""
 
-    engine_config: EPFSDP2EngineConfig
+    engine_config: Any  # ``config.EPFSDP2EngineConfig``, which imports this room to register its engines
     _may_be_unused = r"(?!)"  # what a checkpoint may have and the model not, as a pattern (``load_weights``)
     _veomni_handles_position_ids = True  # verl then leaves positions whole, as ``SequenceParallel`` needs them
     _towers: Towers | None = None

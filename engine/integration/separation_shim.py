@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import STRATEGY
+from ..settings.roles import STRATEGY
 from ..topology.dtensor import local_tensor
 
 __all__ = ["install", "restore", "save"]

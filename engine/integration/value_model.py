@@ -8,7 +8,7 @@ from transformers import AutoModelForTokenClassification
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 
-from ..config import STRATEGY
+from ..settings.roles import STRATEGY
 from .engine import DEVICES, EPFSDP2Engine
 
 __all__ = ["EPFSDP2EngineWithValueHead"]

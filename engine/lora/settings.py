@@ -13,8 +13,8 @@ from torch import nn
 
 from ..errors import SettingError
 from ..model.hf_convert import revert
+from ..model.layers import layer_names
 from ..moe.find import ExpertsInfo, UnsupportedModelError, find_experts
-from ..parallelize import layer_names
 
 __all__ = ["ADAPTER_CONFIG", "LoraSettings", "Target", "find_targets"]
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..model.layers import layer_names
 from ..moe.find import UnsupportedModelError, find_experts
-from ..parallelize import layer_names
 from ..topology.dtensor import cuts_of, local_box
 from ..topology.index_ranges import Cut
 

@@ -19,11 +19,11 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from ..compat.transformers_names import ALL_EXPERTS_FUNCTIONS
 from ..fsdp.activation_checkpoint import units_recomputed
+from ..model.layers import layer_names
 from ..moe.dispatch import combine, dispatch
 from ..moe.find import ComputesItself, UnsupportedModelError, find_experts
 from ..moe.forward import linears
 from ..moe.fused import on_tokens
-from ..parallelize import layer_names
 from .backward_memory import OneExpert, Phase, phases, route_here
 
 __all__ = ["Attention", "LayerActivations", "Traced", "trace"]

@@ -31,13 +31,13 @@ from typing import Any, Literal
 import torch
 from transformers import PretrainedConfig
 
+from ..fsdp.options import ShardingOptions
 from ..fsdp.ulysses import heads_to_split
 from ..fsdp.wrap_plan import EMBEDDINGS, HEAD, GroupSizes, ParamGroup, Unit, frozen_beside_adapters, units_of
 from ..model.meta import build_on_meta
 from ..moe.find import UnsupportedModelError
 from ..moe.gemm.gradient_buffers import LEAST
 from ..optim.muon_partition import muon_parameters
-from ..parallelize import ShardingOptions
 from ..topology.expert_placement import check_experts_divide
 from ..topology.mesh import Topology
 from .activations import LayerActivations, Traced, trace

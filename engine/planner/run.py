@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from ..fsdp.options import ShardingOptions
 from ..optim.settings import wants_muon
-from ..parallelize import ShardingOptions
-from ..preflight.model_facts import DTYPES, setting_of
+from ..settings.values import DTYPES, setting_of
 from ..topology.mesh import Topology
 from .memory import IMBALANCE, Backend, Batch, ModelSizes, Moment, Optimizer, peak
 from .text import in_words, size_in_words, step_in_words

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from ..fsdp.options import ShardingOptions
 from ..fsdp.wrap_plan import ROOT
-from ..parallelize import ShardingOptions
 from ..topology.mesh import Topology
 from .memory import Batch, ModelSizes, group_sizes
 

@@ -19,9 +19,10 @@ from ..moe.deepep import check_deepep
 from ..moe.find import UnsupportedModelError, experts_by_layer, find_experts
 from ..moe.router.losses import check_watchable
 from ..optim.settings import wants_muon
+from ..settings.values import ACTOR_MODEL, DTYPES, OPTIMIZERS, overrides_of, plain, setting_of
 from ..topology.expert_placement import ep_fsdp_dim
 from ..topology.mesh import Topology, check_sequence_size
-from .model_facts import ACTOR_MODEL, DTYPES, OPTIMIZERS, ModelFacts, overrides_of, plain, setting_of
+from .model_facts import ModelFacts
 
 __all__ = [
     "check_activation_offload",

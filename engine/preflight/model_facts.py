@@ -19,28 +19,11 @@ from ..fsdp.fp32_modules import find_islands, unmatched_patterns
 from ..model.hf_names import for_vllm
 from ..model.meta import check_not_quantised
 from ..moe.find import ExpertsInfo, UnsupportedModelError, find_experts, is_dense
+from ..settings.values import ACTOR_MODEL, overrides_of
 
-__all__ = [
-    "ACTOR_MODEL",
-    "DTYPES",
-    "OPTIMIZERS",
-    "ModelFacts",
-    "check_model_path",
-    "inspect_model",
-    "largest_sent",
-    "overrides_of",
-    "plain",
-    "setting_of",
-]
+__all__ = ["ModelFacts", "check_model_path", "inspect_model", "largest_sent"]
 
 logger = logging.getLogger("epfsdp2")
-
-ACTOR_MODEL = "actor_rollout_ref.model"
-# How a user calls the optimizer's node, by how they call the model's.
-OPTIMIZERS = {ACTOR_MODEL: "actor_rollout_ref.actor.optim", "critic.model": "critic.optim", "model": "optim"}
-# What a setting of the engine may call a dtype. No float16: there is no loss scaling here, and its reduction would be
-# divided twice where a shard group has one rank.
-DTYPES = {"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -198,32 +181,9 @@ def largest_sent(model: Any, itemsizes: Mapping[str, int] | None = None) -> tupl
     return largest
 
 
-def overrides_of(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's changes of the model's config, in either of the places where verl takes them."""
-    overrides = plain(model.get("override_config") or {})
-    return overrides.get("model_config", overrides)
-
-
 def _override(config: Any, overrides: Mapping[str, Any]) -> None:
     for key, value in overrides.items():
         if isinstance(value, dict):
             _override(getattr(config, key), value)
         else:
             setattr(config, key, value)
-
-
-def plain(value: Any) -> Any:
-    """omegaconf containers as dicts and lists, without importing omegaconf."""
-    if isinstance(value, Mapping):
-        return {key: plain(value[key]) for key in value}
-    if hasattr(value, "__iter__") and not isinstance(value, str):
-        return [plain(item) for item in value]
-    return value
-
-
-def setting_of(model: Any, name: str) -> Any:
-    """A setting of verl's model node by its dotted name; None if it has no such."""
-    value = model
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
-    return value

@@ -5,17 +5,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from ...rollout.cleanup import report_leftovers
 from ...rollout.layout.stream_choice import check_placement, choose_stream, quantisation, rollout_of
-from ...rollout.layout.trainer_tensors import tensors_before_sharding
+from ...rollout.layout.trainer_tensors import tensors_of
 from ...rollout.layout.transfer_plan import ROUND_BUFFERS, Targets, make_plan, round_bytes
 from ...rollout.layout.vllm_layout import Heads, Need, Tensor, needs
 from ..compat import versions
 from ..errors import SettingError
-from ..parallelize import ShardingOptions, compute_dtypes, layer_names
+from ..fsdp.options import ShardingOptions
+from ..fsdp.wrap_plan import compute_dtypes, cuts_before_sharding
+from ..model.layers import layer_names
+from ..settings.values import DTYPES
 from ..topology.mesh import Topology
-from .model_facts import DTYPES, ModelFacts, largest_sent
+from .model_facts import ModelFacts, largest_sent
 
-__all__ = ["check_road", "check_rollout", "check_stream"]
+__all__ = ["check_road", "check_rollout", "check_stream", "report_leftovers", "tensors_before_sharding"]
 
 _BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 _BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
@@ -133,3 +139,19 @@ def _sent_itemsizes(engine: Any, facts: ModelFacts) -> dict[str, int]:
     )
     stored = DTYPES[engine.model_dtype].itemsize
     return {name: min(stored, dtype.itemsize) for name, dtype in compute_dtypes(facts.model, options).items()}
+
+
+def tensors_before_sharding(
+    model: nn.Module,
+    topology: Topology,
+    expert_shard_dim: int | str = "auto",
+    expert_plan: Mapping[str, int] | None = None,
+    itemsize: Mapping[str, int] | int | None = None,
+) -> list[Tensor]:
+    """What ``trainer_tensors.sharded_tensors`` would say, of a model that is not sharded, on meta or elsewhere.
+
+    Raises:
+        UnsupportedModelError, SettingError: as ``parallelize``.
+    """
+    cuts = cuts_before_sharding(model, topology, expert_shard_dim, expert_plan)
+    return list(tensors_of(model, cuts, itemsize))

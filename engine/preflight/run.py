@@ -18,6 +18,7 @@ from ..moe.find import find_experts
 from ..moe.gemm.backends import choose_backend
 from ..moe.overlap import check_exchange
 from ..optim.settings import check_optimizer
+from ..settings.values import ACTOR_MODEL, DTYPES, OPTIMIZERS, plain, setting_of
 from ..topology.expert_placement import check_experts_divide, ep_fsdp_dim
 from ..topology.mesh import Topology
 from .dense_models import check_alone, without_experts
@@ -36,7 +37,7 @@ from .features import (
     check_routes,
     check_sequence_parallel,
 )
-from .model_facts import ACTOR_MODEL, DTYPES, OPTIMIZERS, ModelFacts, inspect_model, plain, setting_of
+from .model_facts import ModelFacts, inspect_model
 from .rollout import check_road, check_rollout, check_stream
 
 __all__ = [

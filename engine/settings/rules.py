@@ -10,7 +10,7 @@ from dataclasses import MISSING, field, fields
 from typing import Any
 
 from ..errors import SettingError
-from ..preflight.model_facts import DTYPES
+from .values import DTYPES
 
 __all__ = [
     "DTYPE",

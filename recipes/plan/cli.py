@@ -21,12 +21,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ...engine.errors import SettingError
 from ...engine.fsdp.activation_checkpoint import CHECKPOINTING
+from ...engine.fsdp.options import ShardingOptions
 from ...engine.lora.adapters import Lora
 from ...engine.lora.settings import LoraSettings
 from ...engine.model.meta import build_on_meta
 from ...engine.moe.find import UnsupportedModelError
 from ...engine.moe.gemm.backends import BACKENDS
-from ...engine.parallelize import ShardingOptions
 from ...engine.planner.memory import IMBALANCE, Batch, ModelSizes, Moment, group_sizes, peak
 from ...engine.planner.text import in_words, step_in_words
 from ...engine.planner.traffic import Collective, collectives

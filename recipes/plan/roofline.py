@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from ...engine.fsdp.options import ShardingOptions
 from ...engine.fsdp.wrap_plan import EMBEDDINGS, ParamGroup
-from ...engine.parallelize import ShardingOptions
 from ...engine.planner.activations import LayerActivations
 from ...engine.planner.memory import Batch, ModelSizes, group_sizes
 from ...engine.planner.traffic import Collective, collectives

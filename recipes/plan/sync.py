@@ -15,12 +15,12 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 from ...engine.errors import SettingError
+from ...engine.model.layers import layer_names
 from ...engine.model.meta import build_on_meta
 from ...engine.moe.find import UnsupportedModelError
-from ...engine.parallelize import layer_names
+from ...engine.preflight.rollout import tensors_before_sharding
 from ...engine.topology.expert_placement import check_experts_divide
 from ...engine.topology.mesh import Topology
-from ...rollout.layout.trainer_tensors import tensors_before_sharding
 from ...rollout.layout.transfer_plan import Plan, Targets, make_plan
 from ...rollout.layout.vllm_layout import ANALYTIC, STREAMS, Heads, Rollout, Stream, Tensor, needs
 from .cards import MODEL_HELP, config_of

@@ -10,10 +10,22 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..vllm.accounting import unpadded_shape
+import torch
+
 from .vllm_layout import Heads, Need, Rollout, Tensor, is_numbered, needs
 
-__all__ = ["RANK", "difference", "digest", "entry", "held_layout", "layout", "layouts", "prefix_of", "rank_entry"]
+__all__ = [
+    "RANK",
+    "difference",
+    "digest",
+    "entry",
+    "held_layout",
+    "layout",
+    "layouts",
+    "prefix_of",
+    "rank_entry",
+    "unpadded_shape",
+]
 
 # The entry that says which worker it is; no parameter has such a name.
 RANK = "worker"
@@ -113,3 +125,21 @@ def difference(planned: Mapping[str, str], held: Mapping[str, str]) -> str:
         f"{len(names)} of {len({**held, **planned})} entries, first {name}: {planned.get(name, 'nothing')} is planned, "
         f"{held.get(name, 'nothing')} is there"
     )
+
+
+def unpadded_shape(layer: Any, name: str, parameter: torch.Tensor) -> list[int]:
+    """What a checkpoint holds for a parameter of this rank; vLLM pads vocabularies and some experts."""
+    shape = list(parameter.shape)
+    if hasattr(layer, "shard_indices") and shape[0] == layer.num_embeddings_per_partition:
+        return [layer.shard_indices.num_org_elements, *shape[1:]]
+    moe = getattr(layer, "moe_config", None)
+    if moe is None or not name.startswith(("w13_", "w2_")):
+        return shape
+    for padded, true in (
+        (moe.hidden_dim, moe.hidden_dim_unpadded),
+        (moe.intermediate_size_per_partition, moe.intermediate_size_per_partition_unpadded),
+    ):
+        dim = next((d for d, size in enumerate(shape) if d and size in (padded, 2 * padded)), None)
+        if true and true != padded and dim is not None:
+            shape[dim] = shape[dim] // padded * true
+    return shape

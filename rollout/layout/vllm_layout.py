@@ -29,7 +29,6 @@ __all__ = [
     "ANALYTIC",
     "STREAMS",
     "VOCABULARY_MULTIPLE",
-    "WANTED",
     "Heads",
     "Need",
     "Rollout",
@@ -43,7 +42,6 @@ __all__ = [
 
 Stream = Literal["full", "expert_local", "sliced"]
 STREAMS: tuple[Stream, ...] = ("full", "expert_local", "sliced")
-WANTED = ("auto", *STREAMS)
 VOCABULARY_MULTIPLE = 64
 
 

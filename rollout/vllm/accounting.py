@@ -10,7 +10,9 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["KeptCalls", "LayerRecord", "unpadded_numel", "unpadded_shape"]
+from ..layout.layout_check import unpadded_shape
+
+__all__ = ["KeptCalls", "LayerRecord", "unpadded_numel"]
 
 
 class LayerRecord:
@@ -87,21 +89,3 @@ class KeptCalls(list):
 def unpadded_numel(layer: Any, name: str, parameter: torch.Tensor) -> int:
     """Elements that a checkpoint holds for a parameter of this rank."""
     return math.prod(unpadded_shape(layer, name, parameter))
-
-
-def unpadded_shape(layer: Any, name: str, parameter: torch.Tensor) -> list[int]:
-    """What a checkpoint holds for a parameter of this rank; vLLM pads vocabularies and some experts."""
-    shape = list(parameter.shape)
-    if hasattr(layer, "shard_indices") and shape[0] == layer.num_embeddings_per_partition:
-        return [layer.shard_indices.num_org_elements, *shape[1:]]
-    moe = getattr(layer, "moe_config", None)
-    if moe is None or not name.startswith(("w13_", "w2_")):
-        return shape
-    for padded, true in (
-        (moe.hidden_dim, moe.hidden_dim_unpadded),
-        (moe.intermediate_size_per_partition, moe.intermediate_size_per_partition_unpadded),
-    ):
-        dim = next((d for d, size in enumerate(shape) if d and size in (padded, 2 * padded)), None)
-        if true and true != padded and dim is not None:
-            shape[dim] = shape[dim] // padded * true
-    return shape

@@ -20,11 +20,11 @@ from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST, CheckpointError
 from epfsdp2.engine.checkpoint.background import Background
 from epfsdp2.engine.checkpoint.export_hf import write_hf_weights
 from epfsdp2.engine.model import hf_convert
+from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.engine.optim.lr_scheduler import build_multi_lr_scheduler
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.optim.muon import Muon
-from epfsdp2.engine.parallelize import layer_names
 from epfsdp2.engine.topology.rank_consistency import DisagreementError
 from epfsdp2.rollout.transport import full_gather
 from tests.support.engine import sharded_model

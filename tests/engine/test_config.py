@@ -24,7 +24,8 @@ from epfsdp2.engine.config import (
     engine_settings,
 )
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.preflight.model_facts import DTYPES
+from epfsdp2.engine.settings.values import DTYPES
+from epfsdp2.rollout.layout.vllm_layout import STREAMS
 
 
 @pytest.mark.parametrize(
@@ -238,3 +239,8 @@ def test_a_process_that_is_handed_a_config_has_the_engine(tmp_path):
         [sys.executable, "-c", code, tmp_path / "config"], capture_output=True, text=True, timeout=120
     )
     assert found.stdout.split() == ["EPFSDP2EngineWithLMHead", "EPFSDP2EngineWithValueHead"], found.stderr[-2000:]
+
+
+def test_rollout_sync_takes_auto_and_each_way_that_the_rollout_has():
+    with pytest.raises(SettingError, match=f"is one of {', '.join(('auto', *STREAMS))}\\."):
+        EPFSDP2EngineConfig(rollout_sync="slices")

@@ -12,9 +12,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.moe.dispatch import combine, dispatch
 from epfsdp2.engine.moe.find import UnsupportedModelError, find_experts
-from epfsdp2.engine.parallelize import ShardingOptions, parallelize
+from epfsdp2.engine.parallelize import parallelize
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from tests.support.models import VOCAB, reference_model, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks

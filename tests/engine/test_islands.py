@@ -18,7 +18,8 @@ from transformers import (
 
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.fsdp.fp32_modules import correction_biases, find_islands
-from epfsdp2.engine.parallelize import ShardingOptions, compute_dtypes
+from epfsdp2.engine.fsdp.options import ShardingOptions
+from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes
 from tests.parity import families
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, save_qwen3_moe, save_random, token_loss

@@ -18,14 +18,16 @@ from epfsdp2.engine.checkpoint.safetensors_reader import open_checkpoint
 from epfsdp2.engine.checkpoint.state import HF, load_checkpoint, save_checkpoint
 from epfsdp2.engine.config import EPFSDP2EngineConfig
 from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.lora.adapters import A, B, Lora, lora_of
 from epfsdp2.engine.lora.peft_files import ADAPTER, read_adapter
 from epfsdp2.engine.lora.settings import LoraSettings
 from epfsdp2.engine.model import hf_names
+from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.model.meta import build_on_meta, materialize
 from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
-from epfsdp2.engine.parallelize import ShardingOptions, layer_names, parallelize
+from epfsdp2.engine.parallelize import parallelize
 from epfsdp2.engine.preflight.run import check_training
 from epfsdp2.engine.topology.dtensor import is_adapter, local_box
 from epfsdp2.engine.topology.mesh import Topology, build_meshes

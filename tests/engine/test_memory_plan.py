@@ -9,11 +9,11 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.fsdp.ulysses import SequenceParallel
 from epfsdp2.engine.lora.adapters import Lora, lora_of
 from epfsdp2.engine.lora.settings import LoraSettings
 from epfsdp2.engine.model.meta import build_on_meta
-from epfsdp2.engine.parallelize import ShardingOptions
 from epfsdp2.engine.planner.activations import trace
 from epfsdp2.engine.planner.memory import Backend, Batch, ModelSizes, moments, peak
 from epfsdp2.engine.planner.traffic import collectives

@@ -23,13 +23,14 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.model.meta import build_on_meta, materialize
 from epfsdp2.engine.optim import muon as muon_module
 from epfsdp2.engine.optim import muon_partition
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.optim.muon import Muon, newton_schulz
 from epfsdp2.engine.optim.muon_partition import Layout, matrix_cut, matrix_groups, muon_parameters
-from epfsdp2.engine.parallelize import ShardingOptions, parallelize
+from epfsdp2.engine.parallelize import parallelize
 from epfsdp2.engine.topology.dtensor import local_box, local_tensor
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from tests.support.engine import sharded_model
@@ -130,16 +131,16 @@ def _split(name, weight):
     if not experts:
         return [weight]
     transposed = "gpt_oss" in name
-    muon_partition = []
+    matrices = []
     for expert in weight:
         expert = expert.T if transposed else expert
         if not name.endswith("gate_up_proj"):
-            muon_partition.append(expert)
+            matrices.append(expert)
         elif transposed:
-            muon_partition += [expert[0::2], expert[1::2]]
+            matrices += [expert[0::2], expert[1::2]]
         else:
-            muon_partition += [expert[: len(expert) // 2], expert[len(expert) // 2 :]]
-    return muon_partition
+            matrices += [expert[: len(expert) // 2], expert[len(expert) // 2 :]]
+    return matrices
 
 
 def _zeropower_fp32(grad, coefficients, steps, eps):

@@ -263,7 +263,7 @@ def test_spellings_that_agree_are_taken():
 def said(caplog, monkeypatch):
     role_settings._told.cache_clear()
     # What other tests have in /dev/shm just now is no part of what is looked at.
-    monkeypatch.setattr("epfsdp2.engine.config.housekeeping.report_leftovers", lambda: None)
+    monkeypatch.setattr("epfsdp2.engine.config.report_leftovers", lambda: None)
     caplog.set_level(logging.WARNING, logger="epfsdp2")
     return lambda: [record.getMessage() for record in caplog.records if record.name == "epfsdp2"]
 

@@ -17,8 +17,9 @@ from torch import nn
 from epfsdp2.engine.checkpoint import safetensors_reader
 from epfsdp2.engine.checkpoint import state as checkpoint
 from epfsdp2.engine.checkpoint.load import load_weights
+from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.model.meta import build_on_meta, check_initialized, materialize
-from epfsdp2.engine.parallelize import ShardingOptions, parallelize
+from epfsdp2.engine.parallelize import parallelize
 from epfsdp2.engine.topology.dtensor import checkpointed, is_expert_parameter
 from epfsdp2.engine.topology.mesh import Meshes, Topology, build_meshes
 from tests.parity.families import DENSE, EVERY, FAMILIES

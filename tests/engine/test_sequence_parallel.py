@@ -12,8 +12,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.fsdp.activation_checkpoint import checkpoint_layers
 from epfsdp2.engine.fsdp.ulysses import SequenceParallel, check_attention_splits
+from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.moe.find import UnsupportedModelError
-from epfsdp2.engine.parallelize import layer_names
 from tests.parity.families import EVERY, FAMILIES
 from tests.support.models import VOCAB, save_qwen3_moe
 from tests.support.ppo import check_ppo_updates, of_this_rank, ppo_batch, ppo_samples, ppo_worker

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.model.meta import UninitializedError, build_on_meta, check_initialized, materialize
-from epfsdp2.engine.parallelize import ShardingOptions, parallelize
+from epfsdp2.engine.parallelize import parallelize
 from epfsdp2.engine.topology.dtensor import local_tensor
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from tests.parity import families

@@ -17,10 +17,11 @@ from torch import nn
 from epfsdp2.engine.checkpoint.load import load_weights
 from epfsdp2.engine.checkpoint.safetensors_reader import open_checkpoint
 from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.model.meta import build_on_meta, check_initialized, materialize
 from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
-from epfsdp2.engine.parallelize import ShardingOptions, parallelize
+from epfsdp2.engine.parallelize import parallelize
 from epfsdp2.engine.topology.dtensor import local_box, local_tensor
 from epfsdp2.engine.topology.mesh import Meshes, Topology, build_meshes
 from tests.parity import families

@@ -17,11 +17,10 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 from epfsdp2.engine import config as engine_config_module
 from epfsdp2.engine.compat import versions
 from epfsdp2.engine.preflight.model_facts import inspect_model
-from epfsdp2.engine.preflight.rollout import check_rollout
+from epfsdp2.engine.preflight.rollout import check_rollout, tensors_before_sharding
 from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.recipes.gpu.run import ALGORITHMS, CLUSTERS, command, overrides
 from epfsdp2.rollout.layout.stream_choice import rollout_of
-from epfsdp2.rollout.layout.trainer_tensors import tensors_before_sharding
 from epfsdp2.rollout.layout.vllm_layout import Heads, needs
 
 # Sizes from config.json of the model's repository on the Hugging Face hub, and the total number of parameters (1e9)

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from epfsdp2.engine.fsdp.options import ShardingOptions
+from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes
 from epfsdp2.engine.model import hf_names
-from epfsdp2.engine.parallelize import ShardingOptions, compute_dtypes
 from epfsdp2.engine.topology.dtensor import persistent_buffers
 from epfsdp2.rollout.transport.full_gather import narrower
 from tests.parity.families import Family

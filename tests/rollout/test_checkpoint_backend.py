@@ -14,11 +14,11 @@ from verl.checkpoint_engine import CheckpointEngineRegistry
 from verl.workers.config import RolloutConfig
 
 from epfsdp2.engine.model import hf_names
-from epfsdp2.engine.parallelize import layer_names
+from epfsdp2.engine.model.layers import layer_names
+from epfsdp2.engine.preflight.rollout import tensors_before_sharding
 from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.rollout.layout.slice_names import is_slice, parse_slice, slice_name
 from epfsdp2.rollout.layout.stream_choice import EXTENSION
-from epfsdp2.rollout.layout.trainer_tensors import tensors_before_sharding
 from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, needs
 from epfsdp2.rollout.remote import checkpoint_engine
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.e2e
 def _train_and_sync(folder: str, exports: list[str], handles: list[str], kind: str) -> None:
     """Before each sync one optimizer step; every state that is synced is exported too, as ``hf_model`` is."""
     from epfsdp2.engine.checkpoint import state as checkpoint
+    from epfsdp2.engine.model.layers import layer_names
     from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
-    from epfsdp2.engine.parallelize import layer_names
     from epfsdp2.rollout.layout.vllm_layout import Rollout
     from epfsdp2.rollout.server_adapter import send_weights
     from epfsdp2.rollout.sync import RolloutSync, SyncSettings

@@ -5,8 +5,9 @@ import itertools
 import torch
 import torch.distributed as dist
 
-from epfsdp2.engine.parallelize import layer_names
-from epfsdp2.rollout.layout.trainer_tensors import sharded_tensors, tensors_before_sharding
+from epfsdp2.engine.model.layers import layer_names
+from epfsdp2.engine.preflight.rollout import tensors_before_sharding
+from epfsdp2.rollout.layout.trainer_tensors import sharded_tensors
 from epfsdp2.rollout.layout.transfer_plan import ROUND_BUFFERS, Targets, make_plan
 from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, holders, needs
 from epfsdp2.rollout.transport.exchange import Exchange

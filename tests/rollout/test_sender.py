@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from epfsdp2.engine.parallelize import layer_names
+from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.rollout.layout.vllm_layout import Rollout
 from epfsdp2.rollout.server_adapter import send_weights
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings

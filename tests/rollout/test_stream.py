@@ -7,8 +7,10 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from epfsdp2.engine.fsdp.options import ShardingOptions
+from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes
 from epfsdp2.engine.model import hf_names
-from epfsdp2.engine.parallelize import ShardingOptions, compute_dtypes, layer_names
+from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.topology.dtensor import cuts_of
 from epfsdp2.engine.topology.index_ranges import cut_box
 from epfsdp2.rollout import sync as streams

@@ -9,7 +9,7 @@ from verl.workers.config import RolloutConfig
 
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.model import hf_names
-from epfsdp2.engine.parallelize import layer_names
+from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.topology.dtensor import local_tensor
 from epfsdp2.rollout import sync as streams
 from epfsdp2.rollout.layout.stream_choice import EXTENSION, choose_stream, rollout_of

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from epfsdp2.engine.preflight.rollout import tensors_before_sharding
 from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.rollout.layout.layout_check import layout
-from epfsdp2.rollout.layout.trainer_tensors import tensors_before_sharding
 from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, holders, needs
 from tests.rollout.families import DENSE, FAMILIES, config_of, model_on_meta, save
 from tests.rollout.served_families import SERVED
@@ -23,7 +23,7 @@ BOTH = ["expert_local", "sliced", "sliced", "expert_local"]
 
 def _sync(syncs: list[tuple[str, str]], handles: list[str], ep: int, expert_parallel: bool) -> None:
     """Each sync is a checkpoint, as which the trainer's weights are, and a stream."""
-    from epfsdp2.engine.parallelize import layer_names
+    from epfsdp2.engine.model.layers import layer_names
     from epfsdp2.rollout.layout.trainer_tensors import sharded_tensors
     from epfsdp2.rollout.server_adapter import send_weights
     from epfsdp2.rollout.sync import RolloutSync, SyncSettings

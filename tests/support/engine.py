@@ -9,8 +9,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from epfsdp2.engine.checkpoint.load import load_weights
 from epfsdp2.engine.checkpoint.safetensors_reader import open_checkpoint
+from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.model.meta import build_on_meta, materialize
-from epfsdp2.engine.parallelize import ShardingOptions, parallelize
+from epfsdp2.engine.parallelize import parallelize
 from epfsdp2.engine.topology.mesh import Meshes, Topology, build_meshes
 
 __all__ = ["sharded_model"]

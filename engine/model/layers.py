@@ -1,0 +1,13 @@
+"""Which modules of a Hugging Face model are its layers."""
+
+from torch import nn
+
+__all__ = ["layer_names"]
+
+
+def layer_names(model: nn.Module) -> list[str]:
+    """FQNs of the model's layers, in order: the innermost modules of a class in its ``_no_split_modules``."""
+    classes = set(getattr(model, "_no_split_modules", None) or ())
+    # fully_shard puts a subclass in front of a module's own class.
+    named = [fqn for fqn, m in model.named_modules() if classes & {c.__name__ for c in type(m).__mro__}]
+    return [fqn for fqn in named if not any(other.startswith(fqn + ".") for other in named)]

@@ -50,7 +50,8 @@ from epfsdp2.engine.moe.forward import rows_computed
 from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.parallelize import parallelize
-from epfsdp2.engine.planner.memory import Backend, Batch, ModelSizes, peak
+from epfsdp2.engine.planner.memory import Backend, Batch, peak
+from epfsdp2.engine.planner.model_sizes import ModelSizes
 from epfsdp2.engine.topology.dtensor import local_tensor
 from epfsdp2.engine.topology.mesh import Topology, build_meshes, build_sequence_mesh
 from tests.support.ranks import run_ranks

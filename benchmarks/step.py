@@ -33,7 +33,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.quickstart import machine
 from benchmarks.tables import write_table
-from epfsdp2.engine.planner.memory import Batch, ModelSizes
+from epfsdp2.engine.planner.memory import Batch
+from epfsdp2.engine.planner.model_sizes import ModelSizes
 from epfsdp2.engine.planner.traffic import Collective, collectives
 from epfsdp2.engine.topology.mesh import Topology, divisors
 from tests.support.ppo import Sample, of_this_rank, ppo_batch, ppo_worker

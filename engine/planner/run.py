@@ -19,7 +19,8 @@ from ..fsdp.options import ShardingOptions
 from ..optim.settings import wants_muon
 from ..settings.values import DTYPES, setting_of
 from ..topology.mesh import Topology
-from .memory import IMBALANCE, Backend, Batch, ModelSizes, Moment, Optimizer, peak
+from .memory import IMBALANCE, Backend, Batch, Moment, Optimizer, peak
+from .model_sizes import ModelSizes
 from .text import in_words, size_in_words, step_in_words
 from .traffic import collectives
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from ..fsdp.options import ShardingOptions
 from ..fsdp.wrap_plan import ROOT
 from ..topology.mesh import Topology
-from .memory import Batch, ModelSizes, group_sizes
+from .memory import Batch
+from .model_sizes import ModelSizes, group_sizes
 
 __all__ = ["Collective", "collectives"]
 

@@ -27,7 +27,8 @@ from ...engine.lora.settings import LoraSettings
 from ...engine.model.meta import build_on_meta
 from ...engine.moe.find import UnsupportedModelError
 from ...engine.moe.gemm.backends import BACKENDS
-from ...engine.planner.memory import IMBALANCE, Batch, ModelSizes, Moment, group_sizes, peak
+from ...engine.planner.memory import IMBALANCE, Batch, Moment, peak
+from ...engine.planner.model_sizes import ModelSizes, group_sizes
 from ...engine.planner.text import in_words, step_in_words
 from ...engine.planner.traffic import Collective, collectives
 from ...engine.topology.mesh import Topology, divisors

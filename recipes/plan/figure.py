@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ...engine.planner.memory import ModelSizes
+from ...engine.planner.model_sizes import ModelSizes
 from ...engine.topology.mesh import Topology
 from .cli import Choice
 from .roofline import Cluster

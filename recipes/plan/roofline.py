@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from ...engine.fsdp.options import ShardingOptions
 from ...engine.fsdp.wrap_plan import EMBEDDINGS, ParamGroup
 from ...engine.planner.activations import LayerActivations
-from ...engine.planner.memory import Batch, ModelSizes, group_sizes
+from ...engine.planner.memory import Batch
+from ...engine.planner.model_sizes import ModelSizes, group_sizes
 from ...engine.planner.traffic import Collective, collectives
 from ...engine.topology.mesh import Topology
 

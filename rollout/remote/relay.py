@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from ...engine.topology.index_ranges import Box
 from ..layout.transfer_plan import Piece, Plan, TensorPlan, Transfer
-from ..transport.exchange import Exchange, Round, starts
+from ..transport.exchange import Exchange, Round
+from ..transport.round_blocks import starts
 
 __all__ = ["RelayedExchange", "relayed"]
 

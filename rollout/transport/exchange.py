@@ -7,8 +7,7 @@ consumer that would copy what arrives can have it arrive in memory of its own in
 
 import contextlib
 import itertools
-import math
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -17,13 +16,23 @@ import torch
 import torch.distributed as dist
 
 from ...engine.lora.merge import LocalValues
-from ...engine.topology.dtensor import local_box, local_tensor
-from ...engine.topology.index_ranges import Box, box_around
+from ...engine.topology.index_ranges import Box
 from ..layout.transfer_plan import Piece, Plan, Transfer
 from ..layout.vllm_layout import Need, Tensor
 from .report import Traffic
+from .round_blocks import (
+    LocalBlock,
+    LocalShards,
+    PackedBox,
+    PieceTransfers,
+    SendBlock,
+    read_as,
+    shared_rows,
+    starts,
+    write_as,
+)
 
-__all__ = ["Arrival", "Buffers", "Exchange", "Landing", "Round", "starts"]
+__all__ = ["Arrival", "Buffers", "Exchange", "Landing", "Round"]
 
 _CACHED_BYTES = 2 << 20  # what is cast and then taken apart should still be in a cache
 
@@ -72,114 +81,6 @@ class Landing(Protocol):
         """What has been handed over may be overwritten after this. Raises nothing, since rounds have to go on."""
 
 
-@dataclass(frozen=True)
-class _Share:
-    """A rank's part in a piece.
-
-    Args:
-        given: what it sends when the round begins, and what its worker takes of its own.
-        taken: what reaches it.
-    """
-
-    tensor: Tensor
-    given: list[Transfer]
-    taken: list[Transfer]
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A box that a rank writes when a round is made ready.
-
-    Args:
-        inside: where it is in what is at hand.
-        to: its bytes in what is sent, or in what is kept for the rank's own worker.
-    """
-
-    inside: tuple[slice, ...]
-    to: slice
-    is_kept: bool
-
-
-@dataclass(frozen=True)
-class _Gift:
-    """What a rank writes of a tensor at a time.
-
-    Args:
-        rows: of the shard, around all parts, which are cast before they are taken apart; None if nothing is.
-        shape: of these rows.
-        parts: of the rows, else of the shard.
-    """
-
-    tensor: Tensor
-    rows: tuple[slice, ...] | None
-    shape: tuple[int, ...]
-    parts: list[_Part]
-
-    @property
-    def cast_bytes(self) -> int:
-        return math.prod(self.shape) * self.tensor.itemsize if self.rows else 0
-
-
-@dataclass(frozen=True)
-class _Own:
-    """A box that a rank's own worker takes of its shard.
-
-    Args:
-        inside: where it is in the shard.
-        kept: its bytes in what was kept; None if it is to be read from the shard.
-    """
-
-    tensor: Tensor
-    box: Box
-    inside: tuple[slice, ...]
-    kept: slice | None
-
-
-class _Shards:
-    """What this rank holds of the trainer's tensors, looked up once each.
-
-    Args:
-        boxes: of the shards by the tensor's name, which stay as they are from sync to sync.
-        values: what there is of a tensor; its shard by default.
-    """
-
-    def __init__(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        dtypes: Mapping[str, torch.dtype],
-        boxes: dict[str, Box],
-        values: LocalValues | None,
-    ):
-        self._tensors, self._dtypes, self._boxes = tensors, dtypes, boxes
-        self._values = values or (lambda name, tensor: local_tensor(tensor).detach())
-        self._local: dict[str, torch.Tensor] = {}
-
-    def dtype(self, name: str) -> torch.dtype:
-        """In which a tensor is sent."""
-        return self._dtypes[name]
-
-    def is_cast(self, name: str) -> bool:
-        """Whether a tensor is stored in another dtype than it is sent in."""
-        return self._tensors[name].dtype != self._dtypes[name]
-
-    def box(self, name: str) -> Box:
-        """Where the shard of a tensor is."""
-        if name not in self._boxes:
-            self._boxes[name] = local_box(self._tensors[name])
-        return self._boxes[name]
-
-    def values(self, name: str) -> torch.Tensor:
-        """The shard's values, as they are stored."""
-        if name not in self._local:
-            with torch.no_grad():
-                self._local[name] = self._values(name, self._tensors[name])
-        return self._local[name]
-
-    def keep(self, names: Collection[str]) -> None:
-        """Let go of all others: what is merged with an adapter is memory of its own."""
-        self._local = {name: local for name, local in self._local.items() if name in names}
-
-
 class Exchange:
     """A rank's part in a plan, to be run once per sync.
 
@@ -207,10 +108,10 @@ class Exchange:
             for template in plan.templates
         ]
         self._pieces: dict[tuple[int, int, int, int], list[Transfer]] = {}
-        self._shares: dict[Piece, _Share] = {}
+        self._shares: dict[Piece, PieceTransfers] = {}
         self._boxes: dict[str, Box] = {}
-        self._gifts: list[list[_Gift]] = []
-        self._own: list[list[_Own]] = []
+        self._gifts: list[list[SendBlock]] = []
+        self._own: list[list[LocalBlock]] = []
         self._brought: dict[int, list[tuple[Tensor, Box, int]]] = {}
         self._out: list[torch.Tensor] = []
         self._in: list[torch.Tensor] = []
@@ -272,7 +173,7 @@ class Exchange:
                 the caller's until it is vacated.
         """
         self.traffic = traffic = traffic or Traffic()
-        shards = _Shards(tensors, dtypes, self._boxes, values)
+        shards = LocalShards(tensors, dtypes, self._boxes, values)
         if not self._gifts:
             for index in range(len(self._splits)):
                 self._prepare(index, shards)
@@ -290,7 +191,7 @@ class Exchange:
             if self.device.type != "cpu":
                 self._out, self._in = [], []
 
-    def _arrivals(self, shards: _Shards, buffers: list[Buffers], landing: Landing | None) -> Iterator[Arrival]:
+    def _arrivals(self, shards: LocalShards, buffers: list[Buffers], landing: Landing | None) -> Iterator[Arrival]:
         coming: Round | None = None
         for index in range(len(self._splits)):
             if landing is not None:
@@ -355,7 +256,7 @@ class Exchange:
                     in_[transfer.source] += transfer.box.numel * itemsize
         return out, in_
 
-    def _fill(self, index: int, buffers: Buffers, shards: _Shards) -> None:
+    def _fill(self, index: int, buffers: Buffers, shards: LocalShards) -> None:
         """Write what a round sends, and keep what was cast with it for this rank's worker."""
         gifts, own = self._gifts[index], self._own[index]
         shards.keep({gift.tensor.name for gift in gifts} | {box.tensor.name for box in own})
@@ -365,9 +266,9 @@ class Exchange:
             if gift.rows is not None:
                 values = self._cast[: gift.cast_bytes].view(dtype).view(gift.shape).copy_(values[gift.rows])
             for part in gift.parts:
-                _write((buffers.kept if part.is_kept else buffers.out)[part.to], values[part.inside], dtype)
+                write_as((buffers.kept if part.is_kept else buffers.out)[part.to], values[part.inside], dtype)
 
-    def _hand_over(self, index: int, buffers: Buffers, shards: _Shards) -> Iterator[Arrival]:
+    def _hand_over(self, index: int, buffers: Buffers, shards: LocalShards) -> Iterator[Arrival]:
         """What this rank's worker takes of its own in a round."""
         for own in self._own[index]:
             if own.kept is not None:
@@ -376,15 +277,15 @@ class Exchange:
                 values = shards.values(own.tensor.name)[own.inside]
             yield Arrival(own.tensor, own.box, values)
 
-    def _prepare(self, index: int, shards: _Shards) -> None:
+    def _prepare(self, index: int, shards: LocalShards) -> None:
         """Work out what this rank gives in a round.
 
         To read columns takes a CPU about as long as to read their rows whole. So boxes that are columns of the same
         rows would take as long as that many casts of the rows, if each were cast while it is copied. The rows are cast
         instead, some at a time, and the worker's own columns are kept until it is their turn.
         """
-        gifts: list[_Gift] = []
-        own: list[_Own] = []
+        gifts: list[SendBlock] = []
+        own: list[LocalBlock] = []
         at, kept = starts(self._splits[index][0]), 0
         for piece in self.plan.rounds[index]:
             share = self._share(piece)
@@ -405,16 +306,16 @@ class Exchange:
                     begins.append((transfer, to_keep))
                     where = slice(to_keep, to_keep + nbytes)
                     kept = to_keep = to_keep + nbytes
-                own.append(_Own(tensor, transfer.box, transfer.box.inside(shard), where))
+                own.append(LocalBlock(tensor, transfer.box, transfer.box.inside(shard), where))
             for some in rows:
                 parts = list(self._parts_of(begins, some, itemsize))
-                gifts.append(_Gift(tensor, some.inside(shard), some.shape, parts))
+                gifts.append(SendBlock(tensor, some.inside(shard), some.shape, parts))
             if begins and not rows:
-                gifts.append(_Gift(tensor, None, (), list(self._parts_of(begins, shard, itemsize))))
+                gifts.append(SendBlock(tensor, None, (), list(self._parts_of(begins, shard, itemsize))))
         self._gifts.append(gifts)
         self._own.append(own)
 
-    def _cast_first(self, share: _Share, shards: _Shards, kept: int) -> list[Box]:
+    def _cast_first(self, share: PieceTransfers, shards: LocalShards, kept: int) -> list[Box]:
         """The rows to cast before they are taken apart, if any, where so many bytes are kept already.
 
         What is kept, and a cast, are within the plan's limit together.
@@ -425,16 +326,16 @@ class Exchange:
         own = sum(t.box.numel for t in share.given if t.target == self.rank) * share.tensor.itemsize
         if kept + own + most > self.plan.limit:
             return []
-        return list(_shared_rows([t.box for t in share.given], most // share.tensor.itemsize))
+        return list(shared_rows([t.box for t in share.given], most // share.tensor.itemsize))
 
-    def _parts_of(self, begins: Iterable[tuple[Transfer, int]], held: Box, itemsize: int) -> Iterator[_Part]:
+    def _parts_of(self, begins: Iterable[tuple[Transfer, int]], held: Box, itemsize: int) -> Iterator[PackedBox]:
         """What is written of a part of the shard; transfers begin at some byte of what is sent, or kept."""
         for transfer, begin in begins:
             box = transfer.box.shared_with(held)
             if box is not None:
                 start = begin + transfer.box.before(box) * itemsize
                 to = slice(start, start + box.numel * itemsize)
-                yield _Part(box.inside(held), to, transfer.target == self.rank)
+                yield PackedBox(box.inside(held), to, transfer.target == self.rank)
 
     def _issue(self, index: int, buffers: Buffers) -> Round:
         send_splits, receive_splits = self._splits[index]
@@ -454,11 +355,11 @@ class Exchange:
         """Bytes that a round brings from each source."""
         return self._splits[index][1]
 
-    def _take(self, coming: Round, shards: _Shards) -> Iterator[Arrival]:
+    def _take(self, coming: Round, shards: LocalShards) -> Iterator[Arrival]:
         """Wait for a round; yield what it brings."""
         received = self._finish(coming)
         for tensor, box, start in self._brought_by(coming.index):
-            values = _read(received[start : start + box.numel * tensor.itemsize], shards.dtype(tensor.name))
+            values = read_as(received[start : start + box.numel * tensor.itemsize], shards.dtype(tensor.name))
             yield Arrival(tensor, box, values.view(box.shape))
 
     def _brought_by(self, index: int) -> list[tuple[Tensor, Box, int]]:
@@ -472,12 +373,12 @@ class Exchange:
                     at[transfer.source] += transfer.box.numel * share.tensor.itemsize
         return self._brought[index]
 
-    def _share(self, piece: Piece) -> _Share:
+    def _share(self, piece: Piece) -> PieceTransfers:
         if piece not in self._shares:
             name, plan = self.plan.tensor(piece)
             given = [t for t in self._at_once(piece) if t.source == self.rank]
             taken = [t for t in self._transfers(piece) if t.target == self.rank != t.source]
-            self._shares[piece] = _Share(replace(plan.tensor, name=name), given, taken)
+            self._shares[piece] = PieceTransfers(replace(plan.tensor, name=name), given, taken)
         return self._shares[piece]
 
     def _at_once(self, piece: Piece) -> Iterable[Transfer]:
@@ -492,35 +393,3 @@ class Exchange:
             parts = (transfer.part(piece.part, piece.parts) for transfer in self._mine[template][piece.index])
             self._pieces[key] = [part for part in parts if part is not None]
         return self._pieces[key]
-
-
-def starts(sizes: Sequence[int]) -> list[int]:
-    """Where each part begins that follows the ones before it."""
-    return [sum(sizes[:i]) for i in range(len(sizes))]
-
-
-def _write(flat: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> None:
-    """Cast and copy in one pass, where the bytes are aligned for ``dtype``."""
-    if flat.storage_offset() % dtype.itemsize == 0:
-        flat.view(dtype).view(values.shape).copy_(values)
-    else:
-        flat.copy_(values.to(flat.device, dtype).reshape(-1).contiguous().view(torch.uint8))
-
-
-def _read(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return (flat if flat.storage_offset() % dtype.itemsize == 0 else flat.clone()).view(dtype)
-
-
-def _shared_rows(boxes: Sequence[Box], most: int) -> Iterator[Box]:
-    """The rows of which these boxes are columns, at most so many elements at a time.
-
-    Nothing, if they are anything else or leave columns out, or if a row has more elements.
-    """
-    if len(boxes) < 2 or not boxes[0].low:
-        return
-    rows = box_around(boxes)
-    each = most // (rows.numel // rows.shape[0])
-    are_columns = any(box.shape[-1] < rows.shape[-1] for box in boxes)
-    if each and are_columns and rows.numel <= sum(box.numel for box in boxes):
-        for first in range(rows.low[0], rows.high[0], each):
-            yield rows.along(0, first, min(first + each, rows.high[0]))

@@ -15,7 +15,8 @@ from epfsdp2.engine.lora.adapters import Lora, lora_of
 from epfsdp2.engine.lora.settings import LoraSettings
 from epfsdp2.engine.model.meta import build_on_meta
 from epfsdp2.engine.planner.activations import trace
-from epfsdp2.engine.planner.memory import Backend, Batch, ModelSizes, moments, peak
+from epfsdp2.engine.planner.memory import Backend, Batch, moments, peak
+from epfsdp2.engine.planner.model_sizes import ModelSizes
 from epfsdp2.engine.planner.traffic import collectives
 from epfsdp2.engine.topology.dtensor import is_adapter
 from epfsdp2.engine.topology.mesh import Topology, build_sequence_mesh, divisors

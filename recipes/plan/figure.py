@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ...engine.planner.model_sizes import ModelSizes
 from ...engine.topology.mesh import Topology
-from .cli import Choice
+from .meshes import Choice
 from .roofline import Cluster
 
 __all__ = ["draw"]

@@ -11,7 +11,8 @@ from epfsdp2.engine.planner.traffic import Collective
 from epfsdp2.engine.topology.expert_placement import check_experts_divide
 from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.recipes.plan.cards import CARDS, config_of
-from epfsdp2.recipes.plan.cli import choices, main, parse, recommended, request_of
+from epfsdp2.recipes.plan.cli import main, parse, request_of
+from epfsdp2.recipes.plan.meshes import choices, recommended
 from epfsdp2.recipes.plan.roofline import Cluster, seconds
 
 QWEN = ["--model", "Qwen3-30B-A3B", "--nodes", "2"]

@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.quickstart import machine
 from benchmarks.tables import write_table
+from epfsdp2.engine.integration.sharding import sharding_options
 from epfsdp2.engine.planner.memory import Batch
 from epfsdp2.engine.planner.model_sizes import ModelSizes
 from epfsdp2.engine.planner.traffic import Collective, collectives
@@ -194,7 +195,7 @@ def _wire(worker: Any, samples: Sequence[Sample]) -> dict[str, Counted]:
 
 def _planned(folder: Path, worker: Any, tokens: int) -> list[Collective]:
     """What the plan says of an update on one rank."""
-    options = worker.engine._sharding_options()
+    options = sharding_options(worker.engine.engine_config, worker.engine.model_config)
     sizes = ModelSizes.of(AutoModelForCausalLM, AutoConfig.from_pretrained(folder), options)
     topology = Topology.plan(dist.get_world_size(), worker.engine.engine_config.ep_size)
     return collectives(sizes, topology, options, Batch(tokens))

@@ -173,7 +173,7 @@ class EPFSDP2EngineConfig(EngineConfig):
 
 
 def _register() -> None:
-    from .integration import engine, value_model  # noqa: F401  (they register themselves with verl)
+    from .integration import language_model, value_model  # noqa: F401  (they register themselves with verl)
 
 
 def check_engine_values(config: EPFSDP2EngineConfig) -> None:

@@ -12,8 +12,8 @@ __all__ = ["install"]
 
 def install() -> None:
     """Let this process know the CPU platform, the CPU build of vLLM and the ``engine`` group of Hydra."""
-    from .integration import cpu_backend_shim, vllm_distribution
     from .integration import cpu_platform as _registers_itself  # noqa: F401
+    from .integration.shims import cpu_backend_shim, vllm_distribution
 
     vllm_distribution.install()
     cpu_backend_shim.install()

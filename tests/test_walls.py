@@ -15,7 +15,7 @@ MAY_IMPORT = {
         "engine/integration/engine.py",
         "engine/integration/value_model.py",
         "engine/integration/cpu_platform.py",
-        "engine/integration/cpu_backend_shim.py",
+        "engine/integration/shims/cpu_backend_shim.py",
         "rollout/vllm/reload.py",
         "rollout/vllm/worker.py",
         "rollout/transport/sender.py",

@@ -6,69 +6,61 @@ Thin on purpose. Preparing packed inputs and turning logits into log-probs and e
 
 import contextlib
 import copy
-import logging
-from pathlib import Path
-from typing import Any, cast
+import functools
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
 from tensordict import TensorDict
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from verl.models.transformers.monkey_patch import apply_monkey_patch
 from verl.utils.device import get_device_id, get_device_name, get_torch_device
 from verl.utils.model import get_hf_auto_model_class
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.config.optimizer import build_optimizer
-from verl.workers.engine.base import BaseEngine, EngineRegistry
-from verl.workers.engine.fsdp.transformer_impl import EngineEvalModeCtx, EngineTrainModeCtx, FSDPEngineWithLMHead
+from verl.workers.engine.base import BaseEngine
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from ...rollout import server_adapter
 from ...rollout.remote.delta_shards import ExpertsSpec, ShardExport, experts_entry
 from ...rollout.sync import RolloutSync, SyncSettings
-from ..checkpoint import state as checkpoint
-from ..checkpoint.load import load_weights, verify_experts
+from ..build import shard_and_load
 from ..checkpoint.safetensors_reader import local_checkpoint, open_checkpoint
 from ..checkpoint.saves import Saves
-from ..fsdp.activation_checkpoint import Checkpointing
 from ..fsdp.options import ShardingOptions
-from ..fsdp.reshard import reshard_all
-from ..fsdp.ulysses import SequenceParallel, gather_parts, own_part
+from ..fsdp.ulysses import SequenceParallel, own_part
 from ..fsdp.wrap_plan import compute_dtypes
 from ..lora.adapters import Lora
 from ..lora.peft_files import read_adapter
 from ..lora.settings import LoraSettings
 from ..model.layers import layer_names
-from ..model.meta import build_on_meta, check_initialized, check_not_quantised, materialize
+from ..model.meta import build_on_meta, check_not_quantised
 from ..model.vision import Towers, keeping_its_forward
 from ..moe.find import find_experts, is_dense
 from ..moe.gemm.backends import choose_backend
 from ..moe.router.losses import RouterLosses
-from ..moe.router.replay import ReplayError, RouterReplay
 from ..optim.clip import ClippedStep
 from ..optim.lr_scheduler import build_multi_lr_scheduler
 from ..optim.multi_optimizer import optimizer_from_config
-from ..parallelize import parallelize
 from ..planner.run import RunPlan, plan_of_run
 from ..planner.text import mesh_in_words
 from ..preflight.dense_models import check_alone, not_applied, without_experts
-from ..preflight.features import check_replay
 from ..preflight.run import check_training
-from ..settings.roles import STRATEGY
 from ..topology.dtensor import is_adapter
 from ..topology.mesh import Topology, build_meshes, build_sequence_mesh
 from ..topology.rank_consistency import alike, check_agreement, model_facts, without_paths
-from . import distillation_shim, separation_shim
+from .checkpoints import WritesCheckpoints
+from .modes import EvalMode, TrainMode
+from .sharding import sharding_options
+from .shims import distillation_shim, separation_shim
 
-__all__ = ["DEVICES", "EPFSDP2EngineWithLMHead"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["DEVICES", "EPFSDP2Engine"]
 
 DEVICES = ["cuda", "npu", "cpu"]
 
 
-class EPFSDP2Engine(FSDPEngineWithLMHead):
+class EPFSDP2Engine(WritesCheckpoints, FSDPEngineWithLMHead):
     """EP + FSDP2 behind verl's engine interface (verl 0.9.1, ``workers/engine/base.py``)."""
 
     engine_config: Any  # ``config.EPFSDP2EngineConfig``, which imports this room to register its engines
@@ -159,21 +151,23 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         check_agreement(facts, device=get_device_name(), failure=failure)
         # verl passes cumulative lengths where the model's forward takes them; the families here read position ids.
         self.pass_packed_cu_seqlens = False
-        options = self._sharding_options()
+        options = sharding_options(self.engine_config, self.model_config)
         passed_over = choose_backend(options.experts_backend, get_device_name(), options.param_dtype).passed_over
         if passed_over and self.rank == 0 and find_experts(module, options.expert_plan):
             print(f"[epfsdp2] {passed_over}")
         self._plan = self._plan_run(options)
-        parallelize(module, self.meshes, options)
-        materialize(module, get_device_id(), shards="cpu" if self.engine_config.offload_policy else None)
-        may_be_unused = "" if self.engine_config.allow_unused_weights else self._may_be_unused
-        progress = self.rank == 0
-        unused = load_weights(module, files, self.meshes, self._initialize, progress, may_be_unused)
-        if self._lora is not None:
-            self._initialize_adapters(self._lora, module)
-        check_initialized(module, get_device_name())
-        with alike(get_device_name()):
-            verify_experts(module, files)
+        unused = shard_and_load(
+            module,
+            files,
+            self.meshes,
+            options,
+            device=get_device_name(),
+            device_id=get_device_id(),
+            initialize=self._initialize,
+            finish=None if self._lora is None else functools.partial(self._initialize_adapters, self._lora),
+            progress=self.rank == 0,
+            may_be_unused="" if self.engine_config.allow_unused_weights else self._may_be_unused,
+        )
         if unused and self.rank == 0:
             print(f"[epfsdp2] {len(unused)} tensors of the checkpoint have no place in the model, e.g. {unused[:3]}")
         self.layer_names = layer_names(module)
@@ -260,35 +254,6 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
             read = None if folder is None else read_adapter(folder, lora.targets, "model.lora_adapter_path")
             lora.initialize(module, self.engine_config.seed, read)
 
-    def _sharding_options(self) -> ShardingOptions:
-        config = self.engine_config
-        precision = config.mixed_precision or {}
-        return ShardingOptions(
-            param_dtype=PrecisionType.to_dtype(precision.get("param_dtype", config.dtype)),
-            reduce_dtype=PrecisionType.to_dtype(precision.get("reduce_dtype", "fp32")),
-            fp32_modules=config.fp32_modules,
-            reshard_after_forward=config.reshard_after_forward,
-            reshard_experts_after_forward=config.reshard_experts_after_forward,
-            prefetch_depth=config.prefetch_depth,
-            expert_shard_dim=config.expert_shard_dim,
-            expert_plan=config.expert_plan or {},
-            dispatch_chunks=config.dispatch_chunks,
-            overlap_shared_experts=config.overlap_shared_experts,
-            dispatcher=config.dispatcher,
-            experts_backend=config.experts_backend,
-            checkpointing=self._checkpointing(),
-            activation_offload=self.model_config.enable_activation_offload,
-            compile_dense=config.compile_dense,
-            head_in_root=self.model_config.use_fused_kernels,
-            cpu_offload=config.offload_policy,
-        )
-
-    def _checkpointing(self) -> Checkpointing:
-        setting = self.engine_config.activation_checkpointing
-        if setting == "auto":
-            return "full" if self.model_config.enable_gradient_checkpointing else "none"
-        return cast(Checkpointing, setting)
-
     def _build_optimizer(self, module: nn.Module):
         config = self.optimizer_config
         return optimizer_from_config(module, config, lambda params: build_optimizer(params, config))
@@ -296,10 +261,10 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
     # -- running ------------------------------------------------------------------------------------------------
 
     def train_mode(self, **kwargs):
-        return _TrainMode(self, **kwargs)
+        return TrainMode(self, **kwargs)
 
     def eval_mode(self, **kwargs):
-        return _EvalMode(self, **kwargs)
+        return EvalMode(self, **kwargs)
 
     def train_batch(self, data, loss_function):
         if self._plan is not None:
@@ -380,64 +345,6 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
             get_torch_device().synchronize()
             get_torch_device().empty_cache()
 
-    # -- checkpoints --------------------------------------------------------------------------------------------
-
-    def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None, **kwargs) -> None:
-        """Write what ``checkpoint.save_contents`` names under ``local_path`` (``checkpoint/state.py`` has the layout).
-
-        With ``checkpoint.async_save`` the training goes on once the state is copied to the host's memory. Such a save
-        ends before the next one begins, and the run's last before this returns; verl then leaves it to the engine to
-        say which checkpoint is the latest.
-        """
-        if hdfs_path is not None and self.rank == 0:
-            logger.warning(
-                "epfsdp2: nothing is copied to hdfs_path=%s; checkpoints are written to local paths", hdfs_path
-            )
-        contents = self.checkpoint_config.get("save_contents") or ()
-        state = (self.module, self.optimizer, self.lr_scheduler)
-        snapshot, folder = checkpoint.Snapshot.of(*state, contents, global_step), Path(local_path)
-        in_background = self._saves_in_background(folder)
-        self._saves.save(snapshot, folder, max_ckpt_to_keep, in_background)
-        if in_background and self._trained_to_the_end(global_step):
-            self._saves.wait()
-
-    def _trained_to_the_end(self, global_step: int) -> bool:
-        """Whether a save at this step is the run's last.
-
-        verl counts the optimizer's steps in its trainers' own, or in updates where some of those make a step, as the
-        schedule does (``trainer.v1.separate_async.parameter_sync_step``).
-        """
-        total = self.optimizer_config.total_training_steps
-        return 0 < total <= global_step or self.lr_scheduler.last_epoch == total
-
-    def _saves_in_background(self, folder: Path) -> bool:
-        wanted = bool(self.checkpoint_config.get("async_save"))
-        if wanted and folder.name.startswith("global_step_"):
-            # sft_trainer has no roles, and calls a checkpoint the latest as soon as it is asked to be saved.
-            if self.rank == 0:
-                logger.warning("epfsdp2: checkpoint.async_save is for main_ppo; %s is waited for", folder)
-            return False
-        return wanted
-
-    def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=True, **kwargs) -> None:
-        self._saves.wait()
-        contents = set(self.checkpoint_config.get("load_contents") or ())
-        # Optimizer state is created where the parameters are.
-        self.to(get_device_name(), model=self._is_offload_param, optimizer=False, grad=False)
-        state = (self.module, self.optimizer, self.lr_scheduler)
-        checkpoint.load_checkpoint(Path(local_path), *state, contents, get_device_name())
-        # A forward-only pass may have left parameters gathered, with the weights from before.
-        reshard_all(self.module)
-        self.to("cpu", model=self._is_offload_param, optimizer=self._is_offload_optimizer, grad=False)
-
-    def _save_hf_config(self, folder: Path) -> None:
-        self.module.config.save_pretrained(folder)
-        if getattr(self.module, "generation_config", None) is not None:
-            self.module.generation_config.save_pretrained(folder)
-        processor = self.model_config.get_processor()
-        if processor is not None:
-            processor.save_pretrained(folder)
-
     def disable_adapter(self) -> contextlib.AbstractContextManager[None]:
         """The model without its adapters: verl's reference policy where there are some."""
         return contextlib.nullcontext() if self._lora is None else self._lora.disabled()
@@ -462,111 +369,10 @@ class EPFSDP2Engine(FSDPEngineWithLMHead):
         return super()._hf_delta_entry(name, spec, place, lidx, lval)
 
 
-@EngineRegistry.register(model_type="language_model", backend=[STRATEGY], device=DEVICES)
-class EPFSDP2EngineWithLMHead(EPFSDP2Engine):
-    """Actor, reference policy, SFT."""
-
-    _replay: RouterReplay | None = None
-    _records = False  # in this pass
-
-    def _build_module(self) -> nn.Module:
-        module: Any = super()._build_module()
-        config = self.engine_config
-        if config.router_replay.mode != "disabled" and not config.forward_only:  # the reference routes for itself
-            check_replay(config, self.model_config, None)  # not every trainer of verl has its settings checked
-            experts = find_experts(module, config.expert_plan)
-            self._replay = RouterReplay(module, experts, module.config.get_text_config().num_hidden_layers)
-        return module
-
-    def train_batch(self, data, loss_function):
-        if self._replay is not None:
-            self._replay.differing()  # that of the log-probs is not of this step
-        outputs = super().train_batch(data, loss_function)
-        differing = self._replay.differing(self.ulysses_parallel_group) if self._replay is not None else None
-        if differing is not None and self.is_mp_src_rank_with_outputs():
-            outputs["metrics"]["router_replay_differing"] = [differing]
-        return outputs
-
-    def forward_step(self, micro_batch, loss_function, forward_only):
-        records = forward_only and self.engine_config.router_replay.mode == "R2"
-        self._records = records and not self._routes_for_itself
-        if self._replay is not None and self._routes_for_itself:
-            self._replay.stop()
-        return super().forward_step(micro_batch, loss_function, forward_only)
-
-    def prepare_model_inputs(self, micro_batch):
-        inputs, arguments = super().prepare_model_inputs(micro_batch)
-        if self._replay is not None and not self._routes_for_itself:
-            tokens = inputs["input_ids"].numel()
-            if self._records:
-                self._replay.record()
-            else:
-                self._replay.replay(self._routes(micro_batch, tokens))
-        return inputs, arguments
-
-    @property
-    def _routes_for_itself(self) -> bool:
-        """The reference policy does, also where it is the actor without its adapters."""
-        return self._lora is not None and not self._lora.enabled
-
-    def _routes(self, micro_batch: TensorDict, tokens: int) -> torch.Tensor:
-        """What is to be replayed for this rank's tokens, ``[tokens, layers, k]``; the rows of padding are zeros."""
-        mode = self.engine_config.router_replay.mode
-        routes = micro_batch.get("routed_experts", None)
-        if routes is None:
-            source = "compute_log_prob" if mode == "R2" else "the rollout"
-            raise ReplayError(f"engine.router_replay.mode={mode}: {source} has left no routed_experts in the batch.")
-        routes = routes.values()
-        padded = routes.new_zeros((tokens * self.ulysses_sequence_parallel_size, *routes.shape[1:]))
-        padded[: routes.shape[0]] = routes
-        return own_part(padded, 0, self.ulysses_parallel_group)
-
-    def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
-        outputs = super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
-        if self._replay is not None and self._records:
-            offsets = micro_batch["input_ids"].offsets()
-            routes = gather_parts(self._replay.recorded(), self.ulysses_parallel_group)
-            routes = routes[: micro_batch["input_ids"].values().shape[0]]
-            outputs["routed_experts"] = torch.nested.nested_tensor_from_jagged(routes, offsets)
-        return outputs
-
-
 def _on_meta(model: Any) -> nn.Module:
     """The model of verl's settings, with a config of its own."""
     auto_class = get_hf_auto_model_class(hf_config=model.hf_config)
     return build_on_meta(auto_class, copy.deepcopy(model.hf_config), torch.float32, model.trust_remote_code)
-
-
-class _Mode:
-    """What both modes owe FSDP2 when they end."""
-
-    engine: EPFSDP2Engine
-
-    def _leave(self, exc_type) -> None:
-        module = self.engine.module
-        if exc_type is not None and isinstance(module, FSDPModule) and hasattr(module, "reset_iter_state"):
-            # torch 2.13: after an error inside forward or backward FSDP's state is undefined until this is called.
-            # Before the first forward there is none, which it fails at; what ended the mode is the error to see.
-            try:
-                module.reset_iter_state()
-            except AttributeError as error:
-                if error.name != "all_gather_state":
-                    raise
-
-
-class _TrainMode(_Mode, EngineTrainModeCtx):
-    def __exit__(self, exc_type, exc_value, traceback):
-        self._leave(exc_type)
-        super().__exit__(exc_type, exc_value, traceback)
-
-
-class _EvalMode(_Mode, EngineEvalModeCtx):
-    def __exit__(self, exc_type, exc_value, traceback):
-        self._leave(exc_type)
-        # After a forward without a backward the root stays gathered, and without reshard_after_forward every layer.
-        # verl reshards the root alone, and only where fsdp_size > 1 (fsdp/transformer_impl.py:1114; default -1).
-        reshard_all(self.engine.module)
-        super().__exit__(exc_type, exc_value, traceback)
 
 
 def _move_optimizer(optimizer: torch.optim.Optimizer, device: Any) -> None:

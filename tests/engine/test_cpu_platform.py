@@ -14,8 +14,8 @@ import verl
 import verl.utils.distributed as verl_distributed
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
-from epfsdp2.engine.integration import cpu_backend_shim, vllm_distribution
 from epfsdp2.engine.integration.cpu_platform import PlatformCPU, torch_is_cpu_only
+from epfsdp2.engine.integration.shims import cpu_backend_shim, vllm_distribution
 
 VERL = Path(verl.__file__).parent
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from epfsdp2.engine.integration import distillation_shim
+from epfsdp2.engine.integration.shims import distillation_shim
 
 
 def _inputs():

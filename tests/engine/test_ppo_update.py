@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from epfsdp2.engine.integration import engine as actor
+from epfsdp2.engine.integration import modes
 from tests.support.models import reference_model, save_qwen3, save_qwen3_moe
 from tests.support.ppo import PADDED, check_ppo_updates, ppo_batch, ppo_samples, ppo_worker, reference_update
 from tests.support.ranks import run_ranks
@@ -187,7 +187,7 @@ def test_of_saves_in_the_background_the_run_s_last_is_waited_for(tmp_path):
 def _leaves():
     """A mode that ends by an error before a forward has run leaves that error; one of FSDP's own is seen."""
     module = fully_shard(nn.Linear(2, 2))
-    mode = actor._Mode()
+    mode = modes._Mode()
     mode.engine = SimpleNamespace(module=module)
     mode._leave(ValueError)
     module(torch.ones(1, 2)).sum().backward()

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from epfsdp2.engine.integration import separation_shim
+from epfsdp2.engine.integration.shims import separation_shim
 from tests.support.engine import sharded_model
 from tests.support.models import save_qwen3_moe
 from tests.support.ranks import run_ranks

@@ -86,7 +86,7 @@ def test_a_buffer_that_is_left_empty_is_poison():
 BUILD = """
 import resource, torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-from epfsdp2.engine.modeling import build_on_meta
+from epfsdp2.engine.model.meta import build_on_meta
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 config = Qwen3MoeConfig(num_hidden_layers=4, num_experts=128, hidden_size=4096, moe_intermediate_size=1536)
 model = build_on_meta(AutoModelForCausalLM, config, torch.float32)

@@ -263,7 +263,7 @@ def test_install_is_light_and_verl_then_builds_the_watched_adapter():
     code = """
 import sys
 from epfsdp2.rollout import server_adapter
-from epfsdp2.rollout.choice import EXTENSION
+from epfsdp2.rollout.layout.stream_choice import EXTENSION
 assert "ray" not in sys.modules and "verl" not in sys.modules and "vllm" not in sys.modules
 server_adapter.install(7.0)
 from verl.workers.rollout.base import get_rollout_class

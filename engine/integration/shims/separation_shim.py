@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..settings.roles import STRATEGY
-from ..topology.dtensor import local_tensor
+from ...settings.roles import STRATEGY
+from ...topology.dtensor import local_tensor
 
 __all__ = ["install", "restore", "save"]
 

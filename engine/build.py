@@ -1,0 +1,61 @@
+"""From a model on the meta device to one that is sharded, loaded and verified: parallelize, allocate, load, verify.
+
+It knows nothing of verl. ``integration/engine.py`` calls it with the model as verl's settings have it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .checkpoint.load import load_weights, verify_experts
+from .checkpoint.safetensors_reader import CheckpointFiles
+from .fsdp.options import ShardingOptions
+from .model.meta import check_initialized, materialize
+from .parallelize import parallelize
+from .topology.mesh import Meshes
+from .topology.rank_consistency import alike
+
+__all__ = ["shard_and_load"]
+
+
+def shard_and_load(
+    model: nn.Module,
+    files: CheckpointFiles,
+    meshes: Meshes,
+    options: ShardingOptions,
+    *,
+    device: str,
+    device_id: Any,
+    initialize: Callable[[str, torch.Tensor, bool], bool],
+    finish: Callable[[nn.Module], None] | None = None,
+    progress: bool = False,
+    may_be_unused: str = r"(?!)",
+) -> list[str]:
+    """Shard ``model``, which is on the meta device, and fill this rank's shards from a checkpoint; collective.
+
+    Args:
+        device: type of the device of the meshes.
+        device_id: where shards are allocated, but for FSDP's CPU offload policy.
+        initialize: fills a parameter that the checkpoint has nothing for (``load_weights``).
+        finish: fills what is left, e.g. adapters, after the checkpoint has been read.
+        progress: whether this rank shows how far it is.
+        may_be_unused: matches names that the checkpoint may have and the model not (``load_weights``).
+
+    Returns:
+        Names of the checkpoint's tensors that have no place in the model.
+
+    Raises:
+        UninitializedError: something has been filled by nothing.
+        Exception: whatever ``parallelize``, ``load_weights`` and ``verify_experts`` raise.
+    """
+    parallelize(model, meshes, options)
+    materialize(model, device_id, shards="cpu" if options.cpu_offload else None)
+    unused = load_weights(model, files, meshes, initialize, progress, may_be_unused)
+    if finish is not None:
+        finish(model)
+    check_initialized(model, device)
+    with alike(device):
+        verify_experts(model, files)
+    return unused

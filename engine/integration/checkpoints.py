@@ -1,0 +1,88 @@
+"""The part of the engine that verl calls to save and to resume."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from verl.utils.device import get_device_name
+
+from ..checkpoint import state as checkpoint
+from ..checkpoint.saves import Saves
+from ..fsdp.reshard import reshard_all
+
+__all__ = ["WritesCheckpoints"]
+
+logger = logging.getLogger(__name__)
+
+
+class WritesCheckpoints:
+    """Mix-in over verl's engine: a checkpoint of this engine's own layout in the place of verl's."""
+
+    # What the engine has.
+    module: Any
+    optimizer: Any
+    lr_scheduler: Any
+    rank: int
+    model_config: Any
+    checkpoint_config: Any
+    optimizer_config: Any
+    to: Any
+    _is_offload_param: bool
+    _is_offload_optimizer: bool
+    _saves: Saves
+
+    def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None, **kwargs) -> None:
+        """Write what ``checkpoint.save_contents`` names under ``local_path`` (``checkpoint/state.py`` has the layout).
+
+        With ``checkpoint.async_save`` the training goes on once the state is copied to the host's memory. Such a save
+        ends before the next one begins, and the run's last before this returns; verl then leaves it to the engine to
+        say which checkpoint is the latest.
+        """
+        if hdfs_path is not None and self.rank == 0:
+            logger.warning(
+                "epfsdp2: nothing is copied to hdfs_path=%s; checkpoints are written to local paths", hdfs_path
+            )
+        contents = self.checkpoint_config.get("save_contents") or ()
+        state = (self.module, self.optimizer, self.lr_scheduler)
+        snapshot, folder = checkpoint.Snapshot.of(*state, contents, global_step), Path(local_path)
+        in_background = self._saves_in_background(folder)
+        self._saves.save(snapshot, folder, max_ckpt_to_keep, in_background)
+        if in_background and self._trained_to_the_end(global_step):
+            self._saves.wait()
+
+    def _trained_to_the_end(self, global_step: int) -> bool:
+        """Whether a save at this step is the run's last.
+
+        verl counts the optimizer's steps in its trainers' own, or in updates where some of those make a step, as the
+        schedule does (``trainer.v1.separate_async.parameter_sync_step``).
+        """
+        total = self.optimizer_config.total_training_steps
+        return 0 < total <= global_step or self.lr_scheduler.last_epoch == total
+
+    def _saves_in_background(self, folder: Path) -> bool:
+        wanted = bool(self.checkpoint_config.get("async_save"))
+        if wanted and folder.name.startswith("global_step_"):
+            # sft_trainer has no roles, and calls a checkpoint the latest as soon as it is asked to be saved.
+            if self.rank == 0:
+                logger.warning("epfsdp2: checkpoint.async_save is for main_ppo; %s is waited for", folder)
+            return False
+        return wanted
+
+    def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=True, **kwargs) -> None:
+        self._saves.wait()
+        contents = set(self.checkpoint_config.get("load_contents") or ())
+        # Optimizer state is created where the parameters are.
+        self.to(get_device_name(), model=self._is_offload_param, optimizer=False, grad=False)
+        state = (self.module, self.optimizer, self.lr_scheduler)
+        checkpoint.load_checkpoint(Path(local_path), *state, contents, get_device_name())
+        # A forward-only pass may have left parameters gathered, with the weights from before.
+        reshard_all(self.module)
+        self.to("cpu", model=self._is_offload_param, optimizer=self._is_offload_optimizer, grad=False)
+
+    def _save_hf_config(self, folder: Path) -> None:
+        self.module.config.save_pretrained(folder)
+        if getattr(self.module, "generation_config", None) is not None:
+            self.module.generation_config.save_pretrained(folder)
+        processor = self.model_config.get_processor()
+        if processor is not None:
+            processor.save_pretrained(folder)

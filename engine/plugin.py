@@ -12,8 +12,10 @@ __all__ = ["install"]
 
 def install() -> None:
     """Let this process know the CPU platform, the CPU build of vLLM and the ``engine`` group of Hydra."""
-    from .integration import cpu_platform as _registers_itself  # noqa: F401
     from .integration.shims import cpu_backend_shim, vllm_distribution
+
+    # isort: split
+    from .integration import cpu_platform as _registers_itself  # noqa: F401
 
     vllm_distribution.install()
     cpu_backend_shim.install()

@@ -1,0 +1,110 @@
+"""Who imports whom, read from the sources without running them: for the walls and for docs/architecture.md."""
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["PACKAGES", "ROOMS", "ROOT", "Import", "imports", "room_of", "sources"]
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("engine", "rollout", "conf", "recipes")
+# From the top to the bottom: a room imports from those below it, and from no other. A room is a folder, or a file that
+# stands alone.
+ROOMS = (
+    "recipes",
+    "recipes/gpu",
+    "recipes/quickstart",
+    "recipes/plan",
+    "recipes/convert",
+    "engine/plugin.py",
+    "conf",
+    "engine/config.py",
+    "engine/integration",
+    "engine/integration/shims",
+    "engine/preflight",
+    "engine/build.py",
+    "engine/planner",
+    "engine/checkpoint",
+    "engine/optim",
+    "rollout",
+    "rollout/remote",
+    "rollout/server_adapter.py",
+    "rollout/sync.py",
+    "rollout/vllm",
+    "rollout/transport",
+    "rollout/layout",
+    "rollout/cleanup.py",
+    "engine/lora",
+    "engine/parallelize.py",
+    "engine/fsdp",
+    "engine/model",
+    "engine/moe/router",
+    "engine/moe",
+    "engine/moe/gemm",
+    "engine/topology",
+    "engine/settings",
+    "engine/compat",
+    "engine/errors.py",
+    "engine",
+)
+
+
+@dataclass(frozen=True)
+class Import:
+    """One name that a file imports.
+
+    Args:
+        path: of the file, from the repository's root.
+        module: dotted, absolute. Of this package it is the path of the file that is imported (``engine/errors.py``).
+        name: taken from it; None where it is the module itself.
+    """
+
+    path: str
+    module: str
+    name: str | None = None
+
+    @property
+    def is_ours(self) -> bool:
+        return self.module.endswith(".py")
+
+
+def sources() -> dict[str, str]:
+    """Text of every file of the packages, by its path from the repository's root."""
+    found = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in found if "__pycache__" not in path.parts}
+
+
+def room_of(path: str) -> str:
+    """The room in which a file of the packages stands."""
+    return path if path in ROOMS else path.rpartition("/")[0]
+
+
+def imports(files: Mapping[str, str]) -> Iterator[Import]:
+    """What files import, wherever in them; relative imports are resolved."""
+    for path, text in files.items():
+        parts = path.removesuffix(".py").split("/")
+        package = ["epfsdp2", *parts[:-1]] if parts[0] in PACKAGES else parts[:-1]
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                yield from (_import(path, alias.name, None) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                above = package[: len(package) - node.level + 1] if node.level else []
+                module = ".".join([*above, *([node.module] if node.module else [])])
+                yield from (_import(path, module, alias.name) for alias in node.names)
+
+
+def _import(path: str, module: str, name: str | None) -> Import:
+    if module.split(".")[0] != "epfsdp2":
+        return Import(path, module, name)
+    folder = "/".join(module.split(".")[1:])
+    if name is not None and (found := _file(f"{folder}/{name}")):
+        return Import(path, found)
+    return Import(path, _file(folder) or f"{folder}.py", name)
+
+
+def _file(module: str) -> str | None:
+    for path in (f"{module}.py", f"{module}/__init__.py"):
+        if (ROOT / path).is_file():
+            return path
+    return None

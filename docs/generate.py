@@ -1,4 +1,4 @@
-"""Writes the pages of docs/ that are made from other files: settings.md, compatibility.md and loop.svg.
+"""Writes the pages of docs/ that are made from other files: settings.md, compatibility.md, architecture.md, loop.svg.
 
 python docs/generate.py            # write them
 python docs/generate.py --check    # status 1 where one is not what would be written
@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
 from draw_loop import loop  # noqa: E402
+from import_graph import architecture  # noqa: E402
 
 from tests.features import FEATURES, Feature  # noqa: E402
 
@@ -146,7 +147,12 @@ def _shown(test: str) -> str:
     return f"*{link}*" if is_long(test) else link
 
 
-PAGES = {"settings.md": settings_page, "compatibility.md": features_page, "loop.svg": loop}
+PAGES = {
+    "settings.md": settings_page,
+    "compatibility.md": features_page,
+    "architecture.md": architecture,
+    "loop.svg": loop,
+}
 
 
 def main() -> int:

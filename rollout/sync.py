@@ -59,7 +59,7 @@ class RolloutSync:
     Args:
         model: sharded.
         layers: FQNs of its layers.
-        dtypes: in which parameters are sent (``parallelize.compute_dtypes``).
+        dtypes: in which parameters are sent (``engine/fsdp/wrap_plan.py``, ``compute_dtypes``).
     """
 
     def __init__(

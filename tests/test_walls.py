@@ -5,6 +5,7 @@ Each wall is a function from what files import to what breaks it, and is tried o
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -249,6 +250,13 @@ def test_a_long_file_a_full_room_and_an_underscore_that_is_read_are_seen():
     assert too_full([*full, "engine/a/__init__.py"]) == ["engine/b"]
     text = "from epfsdp2.engine.planner import memory as m\nm._states, m.peak, m.__file__"
     assert underscores_read({"benchmarks/x.py": text}) == ["benchmarks/x.py: m._states"]
+
+
+def test_every_package_is_installed():
+    text = (ROOT / "pyproject.toml").read_text()
+    listed = re.findall(r'"([\w.]+)"', text[text.index("packages = [") : text.index("[tool.setuptools.package-dir]")])
+    folders = {path.rpartition("/")[0] for path in SOURCES if path.endswith("/__init__.py")}
+    assert sorted(listed) == sorted(f"epfsdp2.{folder.replace('/', '.')}" for folder in folders)
 
 
 def test_the_core_imports_without_verl_and_vllm():

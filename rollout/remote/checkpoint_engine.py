@@ -3,7 +3,8 @@
 verl's ``separate_async`` and fully-async trainers have such replicas. Its stock backends (nccl, nixl, ...) broadcast
 the full tensors of one trainer rank; this one sends every rollout rank what it keeps, from the ranks that own it
 (``remote_sync.py``). Select it with ``actor_rollout_ref.rollout.checkpoint_engine.backend=epfsdp2_p2p``; verl imports
-this module because ``engine=epfsdp2`` sets ``checkpoint_engine.custom_backend_module``.
+this module by the name that ``engine=epfsdp2`` sets for it, ``checkpoint_engine.custom_backend_module``
+(``rollout/checkpoint_backend.py``).
 
 One sync of verl's ``CheckpointEngineManager``: ``prepare`` on every member, ``build_topology`` on the driver,
 ``init_process_group`` on every member, then ``send_weights`` and ``receive_weights``, then ``finalize``.

@@ -187,7 +187,7 @@ def test_a_killed_trainer_rank_ends_the_receiving_call(engine, checkpoints):
         receiving.result(60)
     assert socket.exists()
     time.sleep(2)
-    housekeeping.remove_leftovers()
+    housekeeping.remove_leftovers(housekeeping.SEGMENTS, housekeeping.SOCKETS)
     assert engine.leftovers() == []
     engine.sync(same_on_all_ranks(checkpoints[0].weights))
     assert engine.difference(checkpoints[0]) == ""

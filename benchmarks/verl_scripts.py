@@ -1,4 +1,4 @@
-"""verl's own FSDP and SFT scripts with two words more: which compose, and which pass the driver's checks.
+"""verl's own FSDP and SFT scripts with our words added: which compose, and which pass the driver's checks.
 
     python -m benchmarks.verl_scripts --verl PATH [--match TEXT] [--record FOLDER] [--steps]
 
@@ -120,8 +120,9 @@ def record(tree: Path, path: str, home: Path) -> dict | None:
     """Run one script with stand-ins.
 
     Returns:
-        ``module`` and ``arguments`` of the trainer, with the added words at their end, and ``added``: how they came
-        there. None for a script that starts no trainer of verl, or one of another engine.
+        ``module`` and ``arguments`` of the trainer, with the added words at their end (``engine.ep_size`` only for a
+        model with experts), and ``added``: how they came there. None for a script that starts no trainer of verl, or
+        one of another engine.
     """
     programs = home / "bin"
     if not programs.exists():
@@ -147,11 +148,12 @@ def record(tree: Path, path: str, home: Path) -> dict | None:
         arguments = words[words.index(module) + 1 :]
         if any(OTHER_ENGINES.search(word) for word in arguments if not word.startswith("trainer.")):
             return None
-        handed_on = [word for word in ADDED if word in arguments]
+        handed_on = ADDED[0] in arguments
         arguments = [word.replace(str(home), "$HOME").replace(str(tree), "$PWD") for word in arguments]
         plain = [word for word in arguments if word not in ADDED]
+        words = ADDED if _has_experts(model_name(arguments)) else ADDED[:1]
         added = "behind the script's name" if handed_on else "behind the script's last argument"
-        return {"module": module, "arguments": [*plain, *ADDED], "added": added}
+        return {"module": module, "arguments": [*plain, *words], "added": added}
     return None
 
 
@@ -370,11 +372,11 @@ def write(result: dict) -> None:
         "python -m benchmarks.verl_scripts --verl PATH",
         f"verl {result['installed']} installed, scripts of commit {result['verl'][:12]}",
         [
-            f"Added: `{shlex.join(ADDED)}`. Of scripts for models with experts {counts[0]}; of all {counts[1]}. "
-            "The checks are those of a machine with GPUs and flash-attn, on a small model of the same architecture. "
-            "A refusal is quoted with its first sentence.",
+            f"Added: `{shlex.join(ADDED)}`, for dense models `{ADDED[0]}` alone. Of scripts for models with experts "
+            f"{counts[0]}; of all {counts[1]}. The checks are those of a machine with GPUs and flash-attn, on a small "
+            "model of the same architecture. A refusal is quoted with its first sentence.",
         ],
-        ["script", "model", "two words added", "composes", "driver's checks", "a step on the CPU"],
+        ["script", "model", "words added", "composes", "driver's checks", "a step on the CPU"],
         cells,
     )
 

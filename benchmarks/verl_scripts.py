@@ -30,7 +30,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 from rich.console import Console
 from safetensors.torch import save_file
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
@@ -302,6 +302,7 @@ SMALL = {
     "max_position_embeddings": 65536,
 }
 _QWEN3_MOE = {"num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8}
+_QWEN2_7B = {"num_attention_heads": 28, "num_key_value_heads": 4, "hidden_size": 448}
 # By what stands in a model's name: its type in transformers, and what of it is kept.
 ARCHITECTURES: list[tuple[str, str, dict]] = [
     (r"Qwen3-VL-30B", "qwen3_vl_moe", {"text_config": {"model_type": "qwen3_vl_moe_text", **_QWEN3_MOE}}),
@@ -310,10 +311,12 @@ ARCHITECTURES: list[tuple[str, str, dict]] = [
     (r"Qwen3\.5-35B", "qwen3_5_moe", {"text_config": {"model_type": "qwen3_5_moe_text", "num_experts": 256}}),
     (r"gpt-oss", "gpt_oss", {"num_attention_heads": 64, "num_key_value_heads": 8, "num_local_experts": 32}),
     (r"Qwen3-VL", "qwen3_vl", {"text_config": {"model_type": "qwen3_vl_text", "num_attention_heads": 32}}),
-    (r"Qwen2\.5-VL", "qwen2_5_vl", {"num_attention_heads": 28, "num_key_value_heads": 4, "head_dim": None}),
+    (r"Qwen2\.5-VL", "qwen2_5_vl", {"text_config": {"model_type": "qwen2_5_vl_text", **_QWEN2_7B}}),
     (r"Qwen3\.5", "qwen3_5", {"text_config": {"model_type": "qwen3_5_text", "num_attention_heads": 8}}),
     (r"Qwen3-", "qwen3", {"num_attention_heads": 32, "num_key_value_heads": 8}),
-    (r"(?i)Qwen-?2", "qwen2", {"num_attention_heads": 28, "num_key_value_heads": 4, "hidden_size": 448}),
+    (r"Qwen2\.5-32B", "qwen2", {"num_attention_heads": 40, "num_key_value_heads": 8, "hidden_size": 640}),
+    (r"Qwen2\.5-72B", "qwen2", {"num_attention_heads": 64, "num_key_value_heads": 8, "hidden_size": 512}),
+    (r"(?i)Qwen-?2", "qwen2", _QWEN2_7B),
     (r"(?i)seed-oss", "seed_oss", {"num_attention_heads": 80, "num_key_value_heads": 8}),
     (r"gemma", "gemma", {"num_attention_heads": 8, "num_key_value_heads": 1}),
     (r"deepseek-coder", "llama", {"num_attention_heads": 32, "num_key_value_heads": 32}),
@@ -332,9 +335,12 @@ def small_model(name: str, models: Path) -> Path:
     if match is None:
         raise KeyError(name)
     kind, kept = match
-    folder = models / kind
+    folder = models / f"{kind}_{kept.get('num_attention_heads', '')}"
     if not folder.exists():
         config = _small_config(kind, kept)
+        # verl looks a critic's class up by it.
+        auto = AutoModelForImageTextToText if "text_config" in kept else AutoModelForCausalLM
+        config.architectures = [auto._model_mapping[type(config)].__name__]
         folder.mkdir(parents=True)
         config.save_pretrained(folder)
         save_file({"x": torch.zeros(1)}, str(folder / "model.safetensors"))

@@ -363,6 +363,7 @@ def _by_verl(folder, out):
     """Log-probs, an update, the reference policy, weights and checkpoints, through verl's own worker."""
     from verl.utils import tensordict_utils as tu
 
+    naming._takes_stacks = lambda: True  # weights come under the model's own names, whichever vLLM is installed
     mine = ppo_samples()[4 * dist.get_rank() :][:4]
     model_settings = SETTINGS | {"lora": {"merge": True}}
     worker = ppo_worker(folder, 2, model=model_settings, param_offload=True)

@@ -21,7 +21,7 @@ from ..engine.mesh import Topology
 from ..engine.modeling import build_on_meta
 from ..engine.parallelize import layer_names
 from ..engine.placement import check_experts_divide
-from ..rollout.placement import ANALYTIC, STREAMS, Heads, Rollout, Stream, Tensor, needs
+from ..rollout.placement import STREAMS, Heads, Rollout, Stream, Tensor, known_families, needs
 from ..rollout.plan import Plan, Targets, make_plan
 from ..rollout.source import tensors_before_sharding
 from .cards import MODEL_HELP, config_of
@@ -100,11 +100,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{options.model}: {sum(t.nbytes for t in tensors) / _GB:.2f} GB in {options.dtype}, {len(tensors)} tensors; "
         f"trainer {topology.dp_replicate} x {topology.ep_fsdp} x {topology.ep} (dp_replicate x ep_fsdp x ep)"
     )
-    if text_config.model_type not in ANALYTIC:
-        known = ", ".join(sorted(ANALYTIC))
+    if text_config.model_type not in known_families():
+        known = ", ".join(sorted(known_families()))
         console.print(f"How vLLM cuts a {text_config.model_type} is not known here (only {known}): full stream alone.")
     table = Table(*_COLUMNS)
-    for stream in STREAMS if text_config.model_type in ANALYTIC else STREAMS[:1]:
+    for stream in STREAMS if text_config.model_type in known_families() else STREAMS[:1]:
         if stream == "expert_local" and not options.rollout_ep:
             continue
         try:

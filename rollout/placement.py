@@ -20,12 +20,15 @@ Sources: vLLM ``model_executor/layers/linear.py``, ``vocab_parallel_embedding.py
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, Protocol
 
+from packaging.version import Version
+
+from ..engine import versions
 from ..engine.boxes import Box, Cut, cut_box
 
 __all__ = [
-    "ANALYTIC",
     "STREAMS",
     "VOCABULARY_MULTIPLE",
     "WANTED",
@@ -37,6 +40,7 @@ __all__ = [
     "Topology",
     "holders",
     "is_numbered",
+    "known_families",
     "needs",
 ]
 
@@ -318,5 +322,15 @@ _FAMILIES = {
     ),
     "mixtral": _Family(((".mlp.", ".block_sparse_moe."),)),
 }
-# Families whose layout in vLLM these rules describe, as tests show against what vLLM's own loaders do.
-ANALYTIC = frozenset(_FAMILIES)
+# vLLM has no model of its own for these any more; what runs transformers' model instead has this layout since then.
+_SINCE = {"dots1": "0.27"}
+
+
+@cache
+def known_families() -> frozenset[str]:
+    """Families (``model_type``) whose layout in the installed vLLM these rules describe.
+
+    Tests compare it with what vLLM's own loaders do. Another machine's vLLM is taken for a new one.
+    """
+    version = versions.installed("vllm")
+    return frozenset(f for f in _FAMILIES if version is None or Version(version) >= Version(_SINCE.get(f, "0")))

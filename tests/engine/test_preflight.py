@@ -31,7 +31,6 @@ from epfsdp2.engine.model_facts import inspect_model
 from epfsdp2.engine.preflight import check_model_settings, check_run, check_training, check_versions
 from epfsdp2.engine.preflight_features import check_attention
 from epfsdp2.engine.preflight_rollout import check_rollout
-from epfsdp2.rollout import naming
 from epfsdp2.rollout.choice import EXTENSION
 
 TINY = {
@@ -86,12 +85,6 @@ def paragraph(error: SettingError, setting: str, value: object) -> str:
     assert text.startswith(f"{setting}={value}: ")
     assert "What works: " in text and "\n" not in text
     return text
-
-
-@pytest.fixture
-def stacks_are_sent(monkeypatch):
-    """Experts are sent as stacks, as to vLLM since 0.27, whichever is installed here."""
-    monkeypatch.setattr(naming, "_takes_stacks", lambda: True)
 
 
 def test_a_right_run_passes_and_is_counted(model, stacks_are_sent):

@@ -20,7 +20,6 @@ from epfsdp2.engine.mesh import Topology
 from epfsdp2.engine.model_facts import inspect_model
 from epfsdp2.engine.preflight_rollout import check_rollout
 from epfsdp2.recipes.gpu.run import ALGORITHMS, CLUSTERS, command, overrides
-from epfsdp2.rollout import naming
 from epfsdp2.rollout.choice import rollout_of
 from epfsdp2.rollout.placement import Heads, needs
 from epfsdp2.rollout.source import tensors_before_sharding
@@ -277,8 +276,7 @@ def test_verl_validates_it_with_the_real_sizes(cluster, algorithm, local_model, 
         assert OmegaConf.to_container(theirs) == OmegaConf.to_container(mine)
 
 
-def test_a_bucket_one_size_smaller_would_be_refused_without_ipc(local_model, monkeypatch):
-    monkeypatch.setattr(naming, "_takes_stacks", lambda: True)  # as vLLM does since 0.27
+def test_a_bucket_one_size_smaller_would_be_refused_without_ipc(local_model, stacks_are_sent):
     config = composed("qwen3_30b_a3b_8gpu", "grpo")
     facts = inspect_model({"path": local_model(config)})
     with pytest.raises(ValueError, match="gate_up_proj"):

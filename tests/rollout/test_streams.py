@@ -19,6 +19,7 @@ from epfsdp2.rollout.streams import RolloutSync, SyncSettings
 from epfsdp2.rollout.traffic import Handover
 from tests.support.engine import sharded_model
 from tests.support.models import reference_model, save_qwen3_moe
+from tests.support.names import send_stacks
 from tests.support.ranks import run_ranks
 
 WORLD = 4
@@ -61,6 +62,7 @@ def test_the_dataclass_of_verl_is_read_as_the_mapping_is():
 
 
 def _whole_experts(folder):
+    send_stacks()
     rank = dist.get_rank()
     model, meshes = sharded_model(folder, WORLD, 2)
     sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("auto", MEMORY))

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, Protocol
 
-from packaging.version import Version
+from packaging.specifiers import SpecifierSet
 
 from ..engine import versions
 from ..engine.boxes import Box, Cut, cut_box
@@ -322,8 +322,9 @@ _FAMILIES = {
     ),
     "mixtral": _Family(((".mlp.", ".block_sparse_moe."),)),
 }
-# vLLM has no model of its own for these any more; what runs transformers' model instead has this layout since then.
-_SINCE = {"dots1": "0.27"}
+# Releases of vLLM with the layout of a family, where not all have it. Of these two vLLM has no model of its own any more,
+# since 0.23 and 0.29: it runs transformers' model, whose gate and up of shared experts it joins since 0.27.
+_RELEASES = {"dots1": SpecifierSet(">=0.27"), "hunyuan_v1_moe": SpecifierSet("<0.29")}
 
 
 @cache
@@ -333,4 +334,4 @@ def known_families() -> frozenset[str]:
     Tests compare it with what vLLM's own loaders do. Another machine's vLLM is taken for a new one.
     """
     version = versions.installed("vllm")
-    return frozenset(f for f in _FAMILIES if version is None or Version(version) >= Version(_SINCE.get(f, "0")))
+    return frozenset(f for f in _FAMILIES if version is None or f not in _RELEASES or version in _RELEASES[f])

@@ -322,7 +322,7 @@ _FAMILIES = {
     ),
     "mixtral": _Family(((".mlp.", ".block_sparse_moe."),)),
 }
-# Releases of vLLM with the layout of a family, where not all have it. Of these two vLLM has no model of its own any more,
+# Releases of vLLM with the layout of a family, where not all have it. vLLM has no model of its own for these any more,
 # since 0.23 and 0.29: it runs transformers' model, whose gate and up of shared experts it joins since 0.27.
 _RELEASES = {"dots1": SpecifierSet(">=0.27"), "hunyuan_v1_moe": SpecifierSet("<0.29")}
 

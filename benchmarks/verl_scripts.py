@@ -1,4 +1,4 @@
-"""verl's own FSDP and SFT scripts with two words more: which compose, and which pass the driver's checks.
+"""verl's own FSDP and SFT scripts with our words added: which compose, and which pass the driver's checks.
 
     python -m benchmarks.verl_scripts --verl PATH [--match TEXT] [--record FOLDER] [--steps]
 
@@ -30,7 +30,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 from rich.console import Console
 from safetensors.torch import save_file
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
@@ -120,8 +120,9 @@ def record(tree: Path, path: str, home: Path) -> dict | None:
     """Run one script with stand-ins.
 
     Returns:
-        ``module`` and ``arguments`` of the trainer, with the added words at their end, and ``added``: how they came
-        there. None for a script that starts no trainer of verl, or one of another engine.
+        ``module`` and ``arguments`` of the trainer, with the added words at their end (``engine.ep_size`` only for a
+        model with experts), and ``added``: how they came there. None for a script that starts no trainer of verl, or
+        one of another engine.
     """
     programs = home / "bin"
     if not programs.exists():
@@ -147,11 +148,12 @@ def record(tree: Path, path: str, home: Path) -> dict | None:
         arguments = words[words.index(module) + 1 :]
         if any(OTHER_ENGINES.search(word) for word in arguments if not word.startswith("trainer.")):
             return None
-        handed_on = [word for word in ADDED if word in arguments]
+        handed_on = ADDED[0] in arguments
         arguments = [word.replace(str(home), "$HOME").replace(str(tree), "$PWD") for word in arguments]
         plain = [word for word in arguments if word not in ADDED]
+        words = ADDED if _has_experts(model_name(arguments)) else ADDED[:1]
         added = "behind the script's name" if handed_on else "behind the script's last argument"
-        return {"module": module, "arguments": [*plain, *ADDED], "added": added}
+        return {"module": module, "arguments": [*plain, *words], "added": added}
     return None
 
 
@@ -300,6 +302,7 @@ SMALL = {
     "max_position_embeddings": 65536,
 }
 _QWEN3_MOE = {"num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8}
+_QWEN2_7B = {"num_attention_heads": 28, "num_key_value_heads": 4, "hidden_size": 448}
 # By what stands in a model's name: its type in transformers, and what of it is kept.
 ARCHITECTURES: list[tuple[str, str, dict]] = [
     (r"Qwen3-VL-30B", "qwen3_vl_moe", {"text_config": {"model_type": "qwen3_vl_moe_text", **_QWEN3_MOE}}),
@@ -308,10 +311,12 @@ ARCHITECTURES: list[tuple[str, str, dict]] = [
     (r"Qwen3\.5-35B", "qwen3_5_moe", {"text_config": {"model_type": "qwen3_5_moe_text", "num_experts": 256}}),
     (r"gpt-oss", "gpt_oss", {"num_attention_heads": 64, "num_key_value_heads": 8, "num_local_experts": 32}),
     (r"Qwen3-VL", "qwen3_vl", {"text_config": {"model_type": "qwen3_vl_text", "num_attention_heads": 32}}),
-    (r"Qwen2\.5-VL", "qwen2_5_vl", {"num_attention_heads": 28, "num_key_value_heads": 4, "head_dim": None}),
+    (r"Qwen2\.5-VL", "qwen2_5_vl", {"text_config": {"model_type": "qwen2_5_vl_text", **_QWEN2_7B}}),
     (r"Qwen3\.5", "qwen3_5", {"text_config": {"model_type": "qwen3_5_text", "num_attention_heads": 8}}),
     (r"Qwen3-", "qwen3", {"num_attention_heads": 32, "num_key_value_heads": 8}),
-    (r"(?i)Qwen-?2", "qwen2", {"num_attention_heads": 28, "num_key_value_heads": 4, "hidden_size": 448}),
+    (r"Qwen2\.5-32B", "qwen2", {"num_attention_heads": 40, "num_key_value_heads": 8, "hidden_size": 640}),
+    (r"Qwen2\.5-72B", "qwen2", {"num_attention_heads": 64, "num_key_value_heads": 8, "hidden_size": 512}),
+    (r"(?i)Qwen-?2", "qwen2", _QWEN2_7B),
     (r"(?i)seed-oss", "seed_oss", {"num_attention_heads": 80, "num_key_value_heads": 8}),
     (r"gemma", "gemma", {"num_attention_heads": 8, "num_key_value_heads": 1}),
     (r"deepseek-coder", "llama", {"num_attention_heads": 32, "num_key_value_heads": 32}),
@@ -330,9 +335,12 @@ def small_model(name: str, models: Path) -> Path:
     if match is None:
         raise KeyError(name)
     kind, kept = match
-    folder = models / kind
+    folder = models / f"{kind}_{kept.get('num_attention_heads', '')}"
     if not folder.exists():
         config = _small_config(kind, kept)
+        # verl looks a critic's class up by it.
+        auto = AutoModelForImageTextToText if "text_config" in kept else AutoModelForCausalLM
+        config.architectures = [auto._model_mapping[type(config)].__name__]
         folder.mkdir(parents=True)
         config.save_pretrained(folder)
         save_file({"x": torch.zeros(1)}, str(folder / "model.safetensors"))
@@ -370,11 +378,11 @@ def write(result: dict) -> None:
         "python -m benchmarks.verl_scripts --verl PATH",
         f"verl {result['installed']} installed, scripts of commit {result['verl'][:12]}",
         [
-            f"Added: `{shlex.join(ADDED)}`. Of scripts for models with experts {counts[0]}; of all {counts[1]}. "
-            "The checks are those of a machine with GPUs and flash-attn, on a small model of the same architecture. "
-            "A refusal is quoted with its first sentence.",
+            f"Added: `{shlex.join(ADDED)}`, for dense models `{ADDED[0]}` alone. Of scripts for models with experts "
+            f"{counts[0]}; of all {counts[1]}. The checks are those of a machine with GPUs and flash-attn, on a small "
+            "model of the same architecture. A refusal is quoted with its first sentence.",
         ],
-        ["script", "model", "two words added", "composes", "driver's checks", "a step on the CPU"],
+        ["script", "model", "words added", "composes", "driver's checks", "a step on the CPU"],
         cells,
     )
 

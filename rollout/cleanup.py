@@ -16,6 +16,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "SEGMENTS",
+    "SOCKETS",
     "existing_segments",
     "held_by",
     "remove_leftovers",
@@ -25,8 +26,7 @@ __all__ = [
 ]
 
 # verl's weight buckets, Python's unnamed segments (vLLM's message queues), the CPU build's tensor-parallel collectives.
-NAMED_SEGMENTS = ("/dev/shm/verl_weights_*", "/dev/shm/*-cpushm_*")
-SEGMENTS = (*NAMED_SEGMENTS, "/dev/shm/psm_*")
+SEGMENTS = ("/dev/shm/verl_weights_*", "/dev/shm/*-cpushm_*", "/dev/shm/psm_*")
 SOCKETS = ("/tmp/rl-colocate-zmq-*.sock",)
 
 # A segment younger than this may be between its creation and its first mapping.
@@ -65,15 +65,17 @@ def unused_sockets(patterns: Iterable[str] = SOCKETS) -> list[str]:
     return [path for path in found if path not in bound]
 
 
-def remove_leftovers(patterns: Iterable[str] = NAMED_SEGMENTS, keep: Iterable[str] = ()) -> list[str]:
-    """Remove unused segments and sockets; return the paths that are gone.
+def remove_leftovers(
+    segments: Iterable[str], sockets: Iterable[str], minimum_age: float = _MINIMUM_AGE_SECONDS
+) -> list[str]:
+    """Remove those of these segments and sockets that nobody uses; return the paths that are gone.
 
     Args:
-        patterns: of segments; by default only those whose names say that they are a weight sync's or vLLM's.
-        keep: paths to leave alone.
+        segments, sockets: globs of absolute paths.
+        minimum_age: of segments, in seconds.
     """
     gone = []
-    for path in {*unused_segments(patterns), *unused_sockets()} - set(keep):
+    for path in (*unused_segments(segments, minimum_age), *unused_sockets(sockets)):
         with contextlib.suppress(FileNotFoundError, PermissionError):
             os.unlink(path)
             gone.append(path)

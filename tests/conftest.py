@@ -11,6 +11,14 @@ if torch.version.cuda is not None and not torch.cuda.is_available():
     os.environ.setdefault("VERL_PLATFORM", "cpu")
 
 
+@pytest.fixture
+def stacks_are_sent(monkeypatch):
+    """Experts are sent as stacks, as to vLLM since 0.27, whichever is installed."""
+    from epfsdp2.engine.model import hf_names
+
+    monkeypatch.setattr(hf_names, "_takes_stacks", lambda: True)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
     """Which tests may run at the same time as others: `make test` has two workers.

@@ -96,12 +96,13 @@ def check_run(
     check_road(rollout)
     check_routes(engine, rollout)
     facts = check_training(engine, n_gpus, model, checkpoint=checkpoint, optim=optim, device=device)
-    if facts is not None and facts.is_dense:
+    dense = facts is not None and facts.is_dense
+    if dense:
         check_alone(engine, facts, ACTOR_MODEL, _critic_of(rollout))
-        check_replay(engine, model, facts)
+    check_replay(engine, model, facts)
+    if dense:
         engine = without_experts(engine, facts.model)
     check_merged(model, rollout)
-    check_replay(engine, model, facts)
     check_distillation(engine, model, rollout)
     check_images(rollout, facts)
     colocated = (rollout.get("backend") or "naive") == "naive"

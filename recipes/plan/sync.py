@@ -22,7 +22,7 @@ from ...engine.preflight.rollout import tensors_before_sharding
 from ...engine.topology.expert_placement import check_experts_divide
 from ...engine.topology.mesh import Topology
 from ...rollout.layout.transfer_plan import Plan, Targets, make_plan
-from ...rollout.layout.vllm_layout import ANALYTIC, STREAMS, Heads, Rollout, Stream, Tensor, needs
+from ...rollout.layout.vllm_layout import STREAMS, Heads, Rollout, Stream, Tensor, known_families, needs
 from .cards import MODEL_HELP, config_of
 
 __all__ = ["main", "parse"]
@@ -99,11 +99,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{options.model}: {sum(t.nbytes for t in tensors) / _GB:.2f} GB in {options.dtype}, {len(tensors)} tensors; "
         f"trainer {topology.dp_replicate} x {topology.ep_fsdp} x {topology.ep} (dp_replicate x ep_fsdp x ep)"
     )
-    if text_config.model_type not in ANALYTIC:
-        known = ", ".join(sorted(ANALYTIC))
+    if text_config.model_type not in known_families():
+        known = ", ".join(sorted(known_families()))
         console.print(f"How vLLM cuts a {text_config.model_type} is not known here (only {known}): full stream alone.")
     table = Table(*_COLUMNS)
-    for stream in STREAMS if text_config.model_type in ANALYTIC else STREAMS[:1]:
+    for stream in STREAMS if text_config.model_type in known_families() else STREAMS[:1]:
         if stream == "expert_local" and not options.rollout_ep:
             continue
         try:

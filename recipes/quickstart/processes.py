@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from ...rollout.cleanup import SOCKETS, existing_segments, held_by, unused_segments, unused_sockets
+from ...rollout.cleanup import SOCKETS, existing_segments, held_by, remove_leftovers
 
 __all__ = ["Interrupted", "ProcessTree"]
 
@@ -149,9 +149,7 @@ class ProcessTree:
         """Shared memory and sockets that this run had and nobody has now: others' are not ours to remove."""
         mine = self._segments - self._before
         bound = [p for p in self._sockets - self._before if any(fnmatch(p, kind) for kind in SOCKETS)]
-        for path in [*unused_segments(mine, minimum_age=0), *unused_sockets(bound)]:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+        remove_leftovers(mine, bound, minimum_age=0)
 
 
 def _reap_and_list() -> list[psutil.Process]:

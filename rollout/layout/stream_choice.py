@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from ...engine.errors import SettingError
-from .vllm_layout import ANALYTIC, VOCABULARY_MULTIPLE, Rollout, Stream
+from .vllm_layout import VOCABULARY_MULTIPLE, Rollout, Stream, known_families
 
 __all__ = [
     "BACKEND",
@@ -107,8 +107,8 @@ def _obstacle(config: Any, family: str | None, untested_vllm: str, backend: str)
         return _Obstacle(f"{_VLLM}.expert_placement_strategy", placement, reason, "linear")
     if untested_vllm:
         return _Obstacle("vllm", "installed", f"{untested_vllm}, and a layout may have changed.", "")
-    if family is not None and family not in ANALYTIC:
-        known = ", ".join(sorted(ANALYTIC))
+    if family is not None and family not in known_families():
+        known = ", ".join(sorted(known_families()))
         return _Obstacle("actor_rollout_ref.model", family, f"how vLLM cuts it is not known here (known: {known}).", "")
     return None
 

@@ -21,12 +21,15 @@ Sources: vLLM ``model_executor/layers/linear.py``, ``vocab_parallel_embedding.py
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, Protocol
 
+from packaging.specifiers import SpecifierSet
+
+from ...engine.compat import versions
 from ...engine.topology.index_ranges import Box, Cut, cut_box
 
 __all__ = [
-    "ANALYTIC",
     "STREAMS",
     "VOCABULARY_MULTIPLE",
     "Heads",
@@ -37,6 +40,7 @@ __all__ = [
     "Topology",
     "holders",
     "is_numbered",
+    "known_families",
     "needs",
 ]
 
@@ -317,5 +321,16 @@ _FAMILIES = {
     ),
     "mixtral": _Family(((".mlp.", ".block_sparse_moe."),)),
 }
-# Families whose layout in vLLM these rules describe, as tests show against what vLLM's own loaders do.
-ANALYTIC = frozenset(_FAMILIES)
+# Releases of vLLM with the layout of a family, where not all have it. vLLM has no model of its own for these any more,
+# since 0.23 and 0.29: it runs transformers' model, whose gate and up of shared experts it joins since 0.27.
+_RELEASES = {"dots1": SpecifierSet(">=0.27"), "hunyuan_v1_moe": SpecifierSet("<0.29")}
+
+
+@cache
+def known_families() -> frozenset[str]:
+    """Families (``model_type``) whose layout in the installed vLLM these rules describe.
+
+    Tests compare it with what vLLM's own loaders do. Another machine's vLLM is taken for a new one.
+    """
+    version = versions.installed("vllm")
+    return frozenset(f for f in _FAMILIES if version is None or f not in _RELEASES or version in _RELEASES[f])

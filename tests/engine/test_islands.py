@@ -95,8 +95,10 @@ def _save_ernie(folder):
 
 def _as_fsdp_gathers(model):
     """dtype of every parameter that FSDP gathers, as its own records have it."""
-    groups = [m._get_fsdp_state()._fsdp_param_groups for m in model.modules() if isinstance(m, FSDPModule)]
-    params = [p for found in groups for group in found for p in group.fsdp_params]
+    states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
+    # Since torch 2.12 a module can have several groups.
+    groups = [getattr(s, "_fsdp_param_groups", None) or [s._fsdp_param_group] for s in states]
+    params = [p for found in groups for group in found if group is not None for p in group.fsdp_params]
     return {p._param_fqn: p.param_dtype or p.orig_dtype for p in params}
 
 

@@ -39,6 +39,7 @@ from epfsdp2.rollout.transport.full_gather import full_tensors
 from tests.parity import families
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, adam, reference_model, relative_error, save_qwen3_moe, token_batch
+from tests.support.names import send_stacks
 from tests.support.ppo import ppo_batch, ppo_samples, ppo_worker
 from tests.support.ranks import run_ranks
 
@@ -365,6 +366,7 @@ def _by_verl(folder, out):
     """Log-probs, an update, the reference policy, weights and checkpoints, through verl's own worker."""
     from verl.utils import tensordict_utils as tu
 
+    send_stacks()
     mine = ppo_samples()[4 * dist.get_rank() :][:4]
     model_settings = SETTINGS | {"lora": {"merge": True}}
     worker = ppo_worker(folder, 2, model=model_settings, param_offload=True)

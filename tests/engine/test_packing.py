@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.model.packing import why_not_packed
@@ -38,7 +40,11 @@ def test_packed_sequences_are_apart_or_refused(tmp_path, name):
         apart = torch.cat([model(input_ids=part, use_cache=False).logits for part in parts], 1)
         packed = model(**inputs, use_cache=False).logits
     same = (packed - apart).abs().max() < 1e-4
-    assert same == (why_not_packed(model.config, flash=False) is None)
+    refused = why_not_packed(model.config, flash=False) is not None
+    if name == "glm_moe_dsa" and Version(transformers.__version__) >= Version("5.12"):
+        assert same and refused  # its mask is made from positions since then; with flash attention it was not tried
+    else:
+        assert same != refused
 
 
 def test_it_is_refused_on_the_driver(tmp_path):

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from epfsdp2.engine.integration import modes
 from tests.support.models import reference_model, save_qwen3, save_qwen3_moe
+from tests.support.names import send_stacks
 from tests.support.ppo import PADDED, check_ppo_updates, ppo_batch, ppo_samples, ppo_worker, reference_update
 from tests.support.ranks import run_ranks
 
@@ -106,6 +107,7 @@ def _weights_after_evaluation(folder):
     """Without reshard_after_forward an evaluation gathers every layer; what is handed over is still every tensor."""
     from verl.utils import tensordict_utils as tu
 
+    send_stacks()
     worker = ppo_worker(folder, 2, reshard_after_forward=False)
     infer = ppo_batch(ppo_samples()[:2])
     tu.assign_non_tensor(infer, compute_loss=False)

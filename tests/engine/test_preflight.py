@@ -89,7 +89,7 @@ def paragraph(error: SettingError, setting: str, value: object) -> str:
     return text
 
 
-def test_a_right_run_passes_and_is_counted(model):
+def test_a_right_run_passes_and_is_counted(model, stacks_are_sent):
     facts = check_training(engine(ep_size=4), 8, model, device="cpu")
     assert facts.experts == (8, 8)
     assert facts.stacked == (((8, 32, 16), 0), ((8, 32, 32), 0))
@@ -576,7 +576,7 @@ def test_the_installed_versions_are_tested_ones(caplog):
     "stored, computed, megabytes", [("fp32", "fp32", 16), ("fp32", "bf16", 8), ("bf16", "bf16", 8), ("bf16", "fp32", 8)]
 )
 def test_the_bucket_has_to_hold_the_largest_tensor_whole_as_it_is_sent(
-    tmp_path, monkeypatch, stored, computed, megabytes
+    tmp_path, monkeypatch, stacks_are_sent, stored, computed, megabytes
 ):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: DISK(0, 0, 1 << 40))
     model = checkpoint(tmp_path)

@@ -275,7 +275,7 @@ def test_verl_validates_it_with_the_real_sizes(cluster, algorithm, local_model, 
         assert OmegaConf.to_container(theirs) == OmegaConf.to_container(mine)
 
 
-def test_a_bucket_one_size_smaller_would_be_refused_without_ipc(local_model):
+def test_a_bucket_one_size_smaller_would_be_refused_without_ipc(local_model, stacks_are_sent):
     config = composed("qwen3_30b_a3b_8gpu", "grpo")
     facts = inspect_model({"path": local_model(config)})
     with pytest.raises(ValueError, match="gate_up_proj"):

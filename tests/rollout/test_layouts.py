@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from epfsdp2.engine.topology.dtensor import checkpointed
 from epfsdp2.engine.topology.index_ranges import Box
-from epfsdp2.rollout.layout.vllm_layout import ANALYTIC, Heads, Need, Rollout, Tensor, needs
+from epfsdp2.rollout.layout.vllm_layout import Heads, Need, Rollout, Tensor, known_families, needs
 from epfsdp2.rollout.vllm.loader_trace import Recorder, View, checkpoint_views, joined
 from tests.rollout.families import DENSE, FAMILIES, config_of, model_on_meta
 from tests.rollout.served_families import SERVED
@@ -93,21 +93,24 @@ def _cases(family: str) -> list:
     ]
 
 
+# In this order: one with experts has to come first, as vLLM makes their groups for the first model of a process.
+_KNOWN = [family for family in FAMILIES if family in known_families()]
+
+
 def test_every_family_on_two_workers(tmp_path):
-    run_ranks(_compare, 2, str(tmp_path), [case for family in FAMILIES for case in _cases(family)])
+    run_ranks(_compare, 2, str(tmp_path), [case for family in _KNOWN for case in _cases(family)])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("world", [1, 4])
 def test_every_family_on_one_worker_and_on_four(tmp_path, world):
-    cases = [
-        (family, {}, whole) for family in FAMILIES for whole in (False, world > 1) if not (whole and family in DENSE)
-    ]
+    modes = [(family, whole) for family in _KNOWN for whole in (False, world > 1)]
+    cases = [(family, {}, whole) for family, whole in modes if not (whole and family in DENSE)]
     run_ranks(_compare, world, str(tmp_path), cases)
 
 
 def test_every_family_that_is_said_to_be_known_is_here():
-    assert FAMILIES.keys() == ANALYTIC
+    assert FAMILIES.keys() >= known_families()
 
 
 def _recorded(view, place, shape=(6, 4), parameter=(6, 4)):

@@ -25,7 +25,7 @@ LAYER = "model.layers.1"
         ("deepseek_v3", (), ("mlp.experts.0.down_proj.weight", "mlp.gate.e_score_correction_bias")),
     ],
 )
-def test_stacks_where_vllm_takes_them_and_checkpoint_names_for_the_rest(name, stacks, others):
+def test_stacks_where_vllm_takes_them_and_checkpoint_names_for_the_rest(stacks_are_sent, name, stacks, others):
     model = build(name)
     tensors = dict(hf_names.for_vllm(model, sent(model, torch.float32)))
     for stack in stacks:
@@ -36,7 +36,7 @@ def test_stacks_where_vllm_takes_them_and_checkpoint_names_for_the_rest(name, st
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_a_tensor_is_the_same_under_either_name(name):
+def test_a_tensor_is_the_same_under_either_name(name, stacks_are_sent):
     """Cut into experts again, what vLLM is sent is what is written to a checkpoint."""
     model = build(name)
     randomise(model, 1)

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from tests.support.models import reference_model, save_qwen3_moe
+from tests.support.names import send_stacks
 from tests.support.ranks import run_ranks
 from tests.support.verl_worker import training_worker
 
@@ -39,6 +40,7 @@ class _Broadcast:
 
 
 def _full_and_deltas(folder):
+    send_stacks()
     engine, whole = _worker(folder).engine, dict(reference_model(folder).named_parameters())
     for factor in (1, 2):
         weights, peft = engine.get_per_tensor_param()

@@ -165,7 +165,7 @@ def test_persistent_buffers_are_loaded_and_streamed(tmp_path):
     run_ranks(_buffers_too, 2, save_glm4_moe(tmp_path))
 
 
-def test_a_30b_is_531_tensors_and_not_18867():
+def test_a_30b_is_531_tensors_and_not_18867(stacks_are_sent):
     config = Qwen3MoeConfig(
         vocab_size=151936,
         hidden_size=2048,
@@ -185,7 +185,7 @@ def test_a_30b_is_531_tensors_and_not_18867():
     assert sum(1 for _ in hf_names.as_checkpoint(model, model.named_parameters())) == 18867
 
 
-def test_fused_names_for_vllm_and_checkpoint_names_for_files(tmp_path):
+def test_fused_names_for_vllm_and_checkpoint_names_for_files(tmp_path, stacks_are_sent):
     model = reference_model(save_qwen3_moe(tmp_path))
     tensors = dict(model.named_parameters())
     fused = dict(hf_names.for_vllm(model, tensors.items()))

@@ -20,6 +20,7 @@ from epfsdp2.rollout.transport.report import Handover
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
 from tests.support.engine import sharded_model
 from tests.support.models import reference_model, save_qwen3_moe
+from tests.support.names import send_stacks
 from tests.support.ranks import run_ranks
 
 WORLD = 4
@@ -62,6 +63,7 @@ def test_the_dataclass_of_verl_is_read_as_the_mapping_is():
 
 
 def _whole_experts(folder):
+    send_stacks()
     rank = dist.get_rank()
     model, meshes = sharded_model(folder, WORLD, 2)
     sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("auto", MEMORY))

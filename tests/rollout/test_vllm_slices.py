@@ -8,6 +8,7 @@ from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, Tensor, needs
 from epfsdp2.rollout.server_adapter import WeightSyncError
 from epfsdp2.rollout.transport.checksums import CHECKSUMS, with_checksums
 from epfsdp2.rollout.vllm.loader_trace import checkpoint_views, joined
+from tests.rollout.conftest import as_taken
 from tests.rollout.families import model_on_meta
 
 pytestmark = pytest.mark.e2e
@@ -105,7 +106,7 @@ def test_a_flipped_value_is_seen(start_engine, checkpoints):
     with pytest.raises(WeightSyncError, match=f"the values of {wrong} that arrived are not those that were sent"):
         engine.sync(lambda rank: _flipped(sums(), wrong), verify=True)
     with pytest.raises(WeightSyncError, match="the values of lm_head.weight that arrived are not"):
-        whole = with_checksums(item for item in checkpoint.weights.items())
+        whole = with_checksums(as_taken(checkpoint.weights.items()))
         engine.sync(lambda rank: _flipped(whole, "lm_head.weight"), verify=True)
     with pytest.raises(WeightSyncError, match="the checksums of the tensors did not arrive"):
         engine.sync(lambda rank: (item for item in sums() if item[0] != CHECKSUMS), verify=True)

@@ -1,0 +1,14 @@
+"""A worker extension whose engine starts without a forward.
+
+vLLM's CPU build computes experts that a worker has not, with what lies behind its weights in memory: it may end there.
+"""
+
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+from epfsdp2.rollout.vllm_worker import WeightSyncExtension
+
+CPUModelRunner.warming_up_model = lambda runner: None
+
+
+class NeverComputes(WeightSyncExtension):
+    pass

@@ -44,7 +44,7 @@ THIRD_PARTIES: dict[str, frozenset[str]] = {
     "rollout/vllm": TORCH | {"verl", "vllm"},
     "rollout/transport": TORCH | {"zmq"},
     "rollout/transport/sender.py": TORCH | {"verl", "zmq"},
-    "rollout/layout": TORCH,
+    "rollout/layout": TORCH | {"packaging"},
     "engine/lora": TORCH | {"safetensors"},
     "engine/parallelize.py": TORCH,
     "engine/fsdp": MODEL,

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from quickstart import HERE, TreeMemory, machine
 
-LIMITS = {"setup": 6, "quickstart": 3, "test": 45}  # minutes, of the project's own promise
+LIMITS = {"setup": 6, "quickstart": 3, "test": 25}  # minutes, of the project's own promise
 _GIB = 1 << 30
 
 

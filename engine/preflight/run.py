@@ -96,11 +96,10 @@ def check_run(
     check_road(rollout)
     check_routes(engine, rollout)
     facts = check_training(engine, n_gpus, model, checkpoint=checkpoint, optim=optim, device=device)
-    dense = facts is not None and facts.is_dense
-    if dense:
+    if facts is not None and facts.is_dense:
         check_alone(engine, facts, ACTOR_MODEL, _critic_of(rollout))
     check_replay(engine, model, facts)
-    if dense:
+    if facts is not None and facts.is_dense:
         engine = without_experts(engine, facts.model)
     check_merged(model, rollout)
     check_distillation(engine, model, rollout)

@@ -46,7 +46,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--output", type=Path, default=Path("runs/quickstart"), help=_OUTPUT_HELP)
     parser.add_argument("--seed", type=int, default=1, help="of the weights, the data and the sampling")
-    parser.add_argument("--steps", type=int, default=16, help="GRPO steps")
+    parser.add_argument("--steps", type=int, default=12, help="GRPO steps")
     parser.add_argument("--batch-size", type=int, default=16, help="questions per step")
     parser.add_argument("--group-size", type=int, default=8, help="answers sampled per question")
     parser.add_argument("--lr", type=float, default=5e-4, help="learning rate of GRPO")

@@ -251,15 +251,21 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def start_engine():
-    """Start engines one at a time: a new one stops the one before it."""
-    running: list[Engine] = []
+    """Start engines one at a time: a new one stops the one before it.
 
-    def start(model: str, **settings) -> Engine:
+    With ``again`` the running one is taken where it was started in the same way; it has whatever weights it was given.
+    """
+    running: list[tuple[dict, Engine]] = []
+
+    def start(model: str, again: bool = False, **settings) -> Engine:
+        asked = {"model": model, **settings}
+        if again and running and running[0][0] == asked:
+            return running[0][1]
         while running:
-            running.pop().stop()
-        running.append(Engine(model, **settings))
-        return running[-1]
+            running.pop()[1].stop()
+        running.append((asked, Engine(**asked)))
+        return running[-1][1]
 
     yield start
-    for engine in running:
+    for _, engine in running:
         engine.stop()

@@ -39,7 +39,11 @@ def _command(values: dict, extra: list[str]) -> list[str]:
     # The script may have added the key already.
     small = [f"++{line.lstrip('+')}" if line.startswith("+") else line for line in small]
     small += _SMALL + (_FULLY_ASYNC if "fully_async" in facts["module"] else [])
-    return [sys.executable, "-m", facts["module"], *facts["arguments"], *small, *extra]
+    words = [*facts["arguments"], *small, *extra]
+    # Hydra's own options come first, each once: between overrides its parser would end the list of them.
+    options = {word.partition("=")[0]: word for word in words if word.startswith("--")}
+    overrides = [word for word in words if not word.startswith("--")]
+    return [sys.executable, "-m", facts["module"], *options.values(), *overrides]
 
 
 if __name__ == "__main__":

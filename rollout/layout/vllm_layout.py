@@ -24,8 +24,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, Protocol
 
-from packaging.specifiers import SpecifierSet
-
 from ...engine.compat import versions
 from ...engine.topology.index_ranges import Box, Cut, cut_box
 
@@ -323,14 +321,13 @@ _FAMILIES = {
 }
 # Releases of vLLM with the layout of a family, where not all have it. vLLM has no model of its own for these any more,
 # since 0.23 and 0.29: it runs transformers' model, whose gate and up of shared experts it joins since 0.27.
-_RELEASES = {"dots1": SpecifierSet(">=0.27"), "hunyuan_v1_moe": SpecifierSet("<0.29")}
+_RELEASES = {"dots1": ">=0.27", "hunyuan_v1_moe": "<0.29"}
 
 
 @cache
 def known_families() -> frozenset[str]:
     """Families (``model_type``) whose layout in the installed vLLM these rules describe.
 
-    Tests compare it with what vLLM's own loaders do. Another machine's vLLM is taken for a new one.
+    Tests compare it with what vLLM's own loaders do.
     """
-    version = versions.installed("vllm")
-    return frozenset(f for f in _FAMILIES if version is None or f not in _RELEASES or version in _RELEASES[f])
+    return frozenset(f for f in _FAMILIES if f not in _RELEASES or versions.vllm_in(_RELEASES[f]))

@@ -159,14 +159,14 @@ def wrap(model: nn.Module, unit: Unit, meshes: Meshes, options: ShardingOptions)
         shard_placement_fn=(lambda param: Shard(dims[param])) if unit.is_experts else None,  # None: dim 0
         mp_policy=MixedPrecisionPolicy(unit.param_dtype, unit.reduce_dtype, cast_forward_inputs=unit.casts_inputs),
         offload_policy=offload,
-        ignored_params={cast(nn.Parameter, model.get_parameter(name)) for name in unit.unsharded},
+        ignored_params={model.get_parameter(name) for name in unit.unsharded},
     )
     if not unit.unshard_in_backward:
         cast(FSDPModule, modules[0]).set_unshard_in_backward(False)
 
 
 def divide_gradient(module: FSDPModule, unit: Unit, meshes: Meshes) -> None:
-    """Set invariant 1. FSDP divides by a factor of its own choice where none is set."""
+    """Have FSDP divide as invariant 1 says; it divides by the number of ranks of the unit where nothing is set."""
     factor = unit.divide_factor(meshes.topology)
     if unit.ranks(meshes.topology) == 1:
         # FSDP would copy what it has nothing to reduce of; and with summed reductions torch 2.13 divides twice.

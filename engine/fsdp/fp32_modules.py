@@ -63,7 +63,9 @@ class Float32Module:
 def find_float32_modules(
     model: nn.Module, experts: Sequence[nn.Module], patterns: Sequence[str] = ()
 ) -> list[Float32Module]:
-    """The modules that are kept in float32: those that patterns name, the inner ones first, then the class's own.
+    """The modules that are kept in float32, an inner one before an outer one, as ``fully_shard`` has to come to them.
+
+    Those that patterns name come first, then those that the model's class keeps so.
 
     Args:
         experts: the experts modules, which are never in float32 alone.
@@ -76,8 +78,8 @@ def find_float32_modules(
     kept = kept_in_float32(model)
     kept_params = {p for name, p in model.named_parameters() if kept.search(name)}
     found = [Float32Module(module, casts_inputs=True) for module in named]
-    found += _owners(model, kept_params - {p for module in named for p in module.parameters()})
-    return found
+    owners = list(_owners(model, kept_params - {p for module in named for p in module.parameters()}))
+    return found + owners[::-1]
 
 
 def correction_biases(model: nn.Module, num_experts: Collection[int]) -> set[nn.Parameter]:
@@ -169,7 +171,8 @@ def _named(model: nn.Module, experts: set[nn.Module], patterns: Sequence[str]) -
 
 
 def _owners(model: nn.Module, kept: set[nn.Parameter]) -> Iterator[Float32Module]:
-    """The largest modules that hold nothing but ``kept``, and the modules that hold some of it directly."""
+    """The largest modules that hold nothing but ``kept``, and the modules that hold some of it directly; a module comes
+    before those below it."""
     todo = [model]
     while todo:
         module = todo.pop()

@@ -25,7 +25,7 @@ from .fp32_modules import correction_biases, find_float32_modules
 from .options import ShardingOptions
 from .unit import EMBEDDINGS, HEAD, ROOT, Kind, Unit
 
-__all__ = ["compute_dtypes", "cuts_before_sharding", "frozen_beside_adapters", "wrap_plan"]
+__all__ = ["compute_dtypes", "cuts_before_sharding", "frozen_with_lora", "wrap_plan"]
 
 
 def wrap_plan(model: Any, options: ShardingOptions) -> list[Unit]:
@@ -104,7 +104,7 @@ class _Units:
         self._fqns = {module: fqn for fqn, module in model.named_modules()}
         self._order = {fqn: i for i, fqn in enumerate(self._fqns.values())}
         self._whole = correction_biases(model, {info.num_experts for info in experts})
-        self._frozen = frozen_beside_adapters(model)
+        self._frozen = frozen_with_lora(model)
         self._left = {param: name for name, param in model.named_parameters()}
         self._units: list[Unit] = []
         self._wrapped: set[nn.Module] = set()
@@ -210,7 +210,7 @@ class _Units:
         return [unit.name for unit in units]
 
 
-def frozen_beside_adapters(model: nn.Module) -> frozenset[str]:
+def frozen_with_lora(model: nn.Module) -> frozenset[str]:
     """Names of all parameters but adapters, where there are adapters."""
     names = {name for name, _ in model.named_parameters()}
     adapters = {name for name in names if is_adapter(name)}

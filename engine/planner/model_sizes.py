@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from ..fsdp.options import ShardingOptions
 from ..fsdp.ulysses import heads_to_split
 from ..fsdp.unit import Stage, Unit, UnitSizes, stages_of
-from ..fsdp.wrap_plan import frozen_beside_adapters, wrap_plan
+from ..fsdp.wrap_plan import frozen_with_lora, wrap_plan
 from ..model.layers import layer_names
 from ..model.meta import build_on_meta
 from ..moe.find import UnsupportedModelError
@@ -98,7 +98,7 @@ class ModelSizes:
         outputs = 1 if head is None else head.weight.shape[0]
         if options.param_dtype != master:
             model = build(options.param_dtype)
-        for name in frozen_beside_adapters(model):
+        for name in frozen_with_lora(model):
             model.get_parameter(name).requires_grad_(False)
         traced, untraced = Traced({}, 0.0), ""
         try:

@@ -209,8 +209,8 @@ def _model(strict):
 
 def test_a_parameter_among_others_gets_its_owner_and_leaves_the_owners_children():
     model = _model(["sinks", "norm"])
-    found = {each.module: each.low_precision_children for each in find_float32_modules(model, [])}
-    assert found == {model.attention: (model.attention.q,), model.attention.norm: ()}
+    found = [(each.module, each.low_precision_children) for each in find_float32_modules(model, [])]
+    assert found == [(model.attention.norm, ()), (model.attention, (model.attention.q,))]
 
 
 def test_find_float32_modules_of_a_pattern_has_inner_modules_first():

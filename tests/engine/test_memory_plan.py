@@ -233,7 +233,7 @@ def test_a_real_step_sends_the_bytes_that_are_predicted(tmp_path, save, world, e
     run_ranks(_step_is_counted, world, folder, ep, fsdp_size, options, 24, sp, lora, expected)
 
 
-def test_what_is_frozen_beside_adapters_has_neither_gradients_nor_states():
+def test_what_is_frozen_with_lora_has_neither_gradients_nor_states():
     def build(dtype):
         model = build_on_meta(AutoModelForCausalLM, Qwen3MoeConfig(**TINY), dtype)
         Lora(model, LORA)

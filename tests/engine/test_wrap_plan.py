@@ -66,23 +66,34 @@ def _vision():
     return build_on_meta(transformers.Qwen3VLMoeForConditionalGeneration, vlm_config("qwen3_vl_moe"), FULL)
 
 
+class _Normed(nn.Module):
+    """A module that is kept in float32 below one that is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4, bias=False), nn.LayerNorm(4, bias=False)
+
+    def forward(self, x):
+        return self.norm(self.linear(x))
+
+
 class _Sinks(nn.Module):
     """A parameter that is kept in float32 among modules that are not."""
 
     def __init__(self):
         super().__init__()
         self.sinks = nn.Parameter(torch.zeros(4))
-        self.q, self.k = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.q, self.k = _Normed(), nn.Linear(4, 4, bias=False)
 
     def forward(self, x):
         return self.k(self.q(x)) + self.sinks
 
 
 class _KeptInFloat32(nn.Module):
-    """One layer that owns a parameter kept in float32 and two linears that are not."""
+    """Layers that own a parameter kept in float32 and modules that are not."""
 
     _no_split_modules = ("_Sinks",)
-    _keep_in_fp32_modules_strict = ("sinks",)
+    _keep_in_fp32_modules_strict = ("sinks", "norm")
 
     def __init__(self):
         super().__init__()
@@ -218,17 +229,15 @@ def test_wrap_plan_of_a_class_that_keeps_its_router_in_float32_leaves_a_frozen_c
 def test_wrap_plan_of_a_parameter_kept_in_float32_wraps_its_siblings_as_one_unit_before_its_owner():
     plan = wrap_plan(_KeptInFloat32(), ShardingOptions())
     assert [(unit.kind, unit.modules, set(unit.shapes)) for unit in plan if "layers.0" in unit.name] == [
-        (
-            "low_precision",
-            ("layers.0.q", "layers.0.k"),
-            {f"layers.0.{p}.{w}" for p in "qk" for w in ("weight", "bias")},
-        ),
+        ("float32", ("layers.0.q.norm",), {"layers.0.q.norm.weight"}),
+        ("low_precision", ("layers.0.q", "layers.0.k"), {"layers.0.q.linear.weight", "layers.0.k.weight"}),
         ("float32", ("layers.0",), {"layers.0.sinks"}),
     ]
     assert {unit.stage for unit in plan} == {"layers.0", "layers.1", "root"}
     # The layer itself is the unit that is kept in float32, and says what is gathered ahead.
     ahead = {unit.name: unit.forward_prefetch for unit in plan if unit.forward_prefetch}
-    assert ahead == {"": ("layers.0", "layers.0.q"), "layers.0": ("layers.1", "layers.1.q")}
+    first, second = ((f"layers.{i}", f"layers.{i}.q", f"layers.{i}.q.norm") for i in range(2))
+    assert ahead == {"": first, "layers.0": second}
 
 
 def test_wrap_plan_of_a_tied_dense_model_leaves_embeddings_and_head_to_the_root():

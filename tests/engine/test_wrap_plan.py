@@ -2,10 +2,16 @@
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig, Glm4MoeConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Ernie4_5_MoeConfig,
+    Glm4MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from epfsdp2.engine.fsdp import single_rank_reduce
 from epfsdp2.engine.fsdp.options import ShardingOptions
@@ -63,7 +69,7 @@ def _tied():
 
 
 def _vision():
-    return build_on_meta(transformers.Qwen3VLMoeForConditionalGeneration, vlm_config("qwen3_vl_moe"), FULL)
+    return build_on_meta(AutoModelForImageTextToText, vlm_config("qwen3_vl_moe"), FULL)
 
 
 class _Normed(nn.Module):

@@ -1,6 +1,7 @@
 """From a model on the meta device to one that is sharded, loaded and verified: parallelize, allocate, load, verify.
 
-It knows nothing of verl. ``integration/engine.py`` calls it with the model as verl's settings have it.
+It knows nothing of verl. ``integration/engine.py`` calls it with the model as verl's settings have it, and the tests
+with a tiny one (``tests/support/engine.py``), so that what is tested is the sequence that runs.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,7 @@ def shard_and_load(
     *,
     device: str,
     device_id: Any,
-    initialize: Callable[[str, torch.Tensor, bool], bool],
+    initialize: Callable[[str, torch.Tensor, bool], bool] = lambda name, tensor, fits: False,
     finish: Callable[[nn.Module], None] | None = None,
     progress: bool = False,
     may_be_unused: str = r"(?!)",

@@ -1,54 +1,81 @@
-"""The recipe: experts over ``ep``, then FSDP2 bottom-up, then prefetch.
+"""Expert parallelism with FSDP2: how a Mixture-of-Experts model is sharded, in seven steps.
 
-    for each layer:
-        experts       -> cut over ep, then fully_shard over ep_fsdp
-        islands       -> fully_shard over fsdp, in float32; correction biases stay whole
-        layer         -> fully_shard over fsdp
-    embeddings, head  -> fully_shard over fsdp
-    model             -> fully_shard over fsdp
+Two device meshes over the same ranks (``topology/mesh.py``), here for 16 ranks with ``ep_size=8`` and one replica:
 
-The experts are FSDP modules of their own, and dispatch and combine run inside their forward. So both all-to-alls of a
-backward have been launched when FSDP launches that module's reduce-scatter: no rank can see them interleaved.
+    mesh      axes                            rank        0  1  2  3  4  5  6  7 |  8  9 10 11 12 13 14 15
+    dense     (dp_replicate, fsdp)            fsdp        0  1  2  3  4  5  6  7 |  8  9 10 11 12 13 14 15
+    experts   (dp_replicate, ep_fsdp, ep)     ep          0  1  2  3  4  5  6  7 |  0  1  2  3  4  5  6  7
+                                              ep_fsdp     0  0  0  0  0  0  0  0 |  1  1  1  1  1  1  1  1
 
-A dense model has no experts, and its ``ep`` is 1: plain FSDP2, by the same steps.
+    dp_replicate * ep_fsdp * ep == dp_replicate * fsdp == world
+
+    parameter                       global shape      placements                              a rank computes with
+    experts, gate_up_proj           [E, 2I, D]        ep: Shard(0), ep_fsdp: Shard(0 or 1)    [E / ep, 2I, D]
+    experts, down_proj              [E, D, I]         ep: Shard(0), ep_fsdp: Shard(0 or 1)    [E / ep, D, I]
+    attention, norms, router, ...   [n, ...]          fsdp: Shard(0)                          [n, ...]
+    correction biases, if frozen    [E]               none: every rank holds them whole       [E]
+
+Tokens move over ``ep``: dispatch and combine are all-to-alls inside the experts' forward. Parameters move over
+``ep_fsdp`` and ``fsdp``: FSDP2 all-gathers them before a module computes and reduce-scatters their gradients after it.
+Three invariants hold for this to be the gradient of the plain model:
+
+1. One divide factor. The loss is a mean over ``world`` ranks, so of every parameter
+
+       grad == 1 / world * sum over all ranks of d(loss of the rank) / d(parameter)
+
+   The backward all-to-all has already summed an expert's gradient over ``ep``, and FSDP sums it over
+   ``ep_fsdp * dp_replicate == world / ep`` ranks, by whose number it would divide: experts would come out ``ep`` times
+   too large. Hence every unit, experts or not, divides by ``world`` (step 6).
+
+2. One order of collectives on all ranks:
+
+       all-to-alls of an experts module's backward  <  its reduce-scatter  <  the next unit's
+
+   whatever the routing is. Experts are FSDP units of their own, with dispatch and combine inside their forward, so FSDP
+   launches their reduce-scatter when autograd has left that forward. Were they part of their layer's unit or dispatch
+   outside their module, ranks could launch the two in different orders, and NCCL would hang. Routing changes sizes and
+   never the order: a rank without tokens sends zero rows (``tests/engine/test_order.py``).
+
+3. Experts are DTensors of their full global shape:
+
+       param.shape == (E, ...)      param.placements == (ep_fsdp: Shard(0 or 1), ep: Shard(0))
+
+   Where they are plain tensors of ``E / ep`` experts instead, every rank has a parameter of the same name and shape
+   with other contents: a checkpoint keeps the experts of one EP rank, a gradient norm counts those of one, and loading
+   gives all ranks rank 0's. As DTensors, DCP, ``full_tensor()``, clipping and a weight sync need no code for EP.
+
+A dense model has no experts, and its ``ep`` is 1: steps 2 and 3 do nothing, and the rest is plain FSDP2.
+
+See also: ``fsdp/wrap_plan.py`` (what is a unit), ``moe/forward.py`` (what runs in the experts' forward),
+``tests/engine/test_exactness.py`` (all of it against the plain model).
 """
 
-import functools
-import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from .fsdp.activation_checkpoint import checkpoint_layers
 from .fsdp.compile import compile_dense_parts
-from .fsdp.fp32_modules import Island, correction_biases, find_islands, mixing_buffers
+from .fsdp.fp32_modules import keep_input_dtype, run_under_autocast
 from .fsdp.options import ShardingOptions
 from .fsdp.single_rank_reduce import reduce_in_place
-from .fsdp.wrap_plan import Ends
+from .fsdp.unit import Unit
+from .fsdp.wrap_plan import wrap_plan
 from .model.layers import layer_names
-from .moe import deepep, overlap
-from .moe.find import ComputesItself, ExpertsInfo, find_experts
-from .moe.forward import EXPERTS_IMPLEMENTATION, ExpertParallel, attach
-from .moe.gemm.backends import backend_named, choose_backend
-from .moe.overlap import check_exchange
-from .moe.shared_experts import SharedExperts
-from .topology.expert_placement import check_experts_divide, ep_fsdp_dim, model_parallel_placements
+from .moe.find import ExpertsInfo, find_experts
+from .moe.gemm.backends import choose_backend
+from .moe.install import install_experts_forward
+from .topology.expert_placement import check_experts_divide, model_parallel_placements
 from .topology.mesh import Meshes
 
 __all__ = ["parallelize"]
 
-logger = logging.getLogger("epfsdp2")
-
 
 def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Module:
-    """Shard ``model`` in place over ``meshes`` and return it, an ``FSDPModule``.
-
-    The model may be on the meta device. Its experts are computed by ``experts_forward`` from here on.
+    """Shard ``model``, which may be on the meta device, in place over ``meshes`` and return it, an ``FSDPModule``.
 
     Raises:
         UnsupportedModelError: if it has experts that can't be dispatched.
@@ -56,205 +83,101 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
             divide, the experts' backend can't run here, a pattern matches nothing, or there is nothing of what should
             overlap.
     """
-    topology = meshes.topology
+    # 1. Find the experts modules, and plan what FSDP wraps: a list of units, an inner module before an outer one.
     experts = find_experts(model, options.expert_plan)
-    check_experts_divide([e.num_experts for e in experts], topology, type(model).__name__)
-    stacks = {e.module for e in experts}
-    layers = {fqn: model.get_submodule(fqn) for fqn in layer_names(model)}
+    check_experts_divide([info.num_experts for info in experts], meshes.topology, type(model).__name__)
+    plan = wrap_plan(model, options)
+    experts_modules = {info.module for info in experts}
+    layers = [model.get_submodule(fqn) for fqn in layer_names(model)]
+    device_type = meshes.dense.device_type
 
-    backend = choose_backend(options.experts_backend, meshes.dense.device_type, options.param_dtype).name
+    # 2. Shard the experts over ep. FSDP then sees DTensors, and shards them once more over ep_fsdp.
     for info in experts:
-        _shard_over_ep(info, meshes)
-        _attach(info, model, meshes, options, backend)
-    if any(not isinstance(module, ComputesItself) for module in stacks):
-        model.set_experts_implementation(EXPERTS_IMPLEMENTATION)
-    if options.param_dtype != torch.float32:
-        autocast = torch.autocast(meshes.dense.device_type, options.param_dtype)
-        mixing = mixing_buffers(model, stacks)
-        for module in mixing:
-            module.forward = autocast(module.forward)  # type: ignore[method-assign]
-        if mixing and dist.get_rank() == 0:
-            logger.warning(
-                "epfsdp2: %s multiplies float32 buffers of its own, so it runs under autocast to %s (%d modules)",
-                " and ".join(sorted({type(module).__name__ for module in mixing})),
-                options.param_dtype,
-                len(mixing),
-            )
-    if options.compile_dense:
-        compile_dense_parts(layers.values(), stacks)
-    most = max((e.num_experts for e in experts), default=0)
-    checkpoint_layers(layers.values(), stacks, most, options.checkpointing, options.activation_offload)
+        shard_over_ep(info, meshes)
 
-    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if options.cpu_offload else OffloadPolicy()
-    precision = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype)
-    wrap = functools.partial(
-        fully_shard,
-        mesh=meshes.dense_shard,
-        mp_policy=precision,
-        offload_policy=offload,
-        ignored_params=correction_biases(model, {e.num_experts for e in experts}),
+    # 3. Have the experts dispatch their tokens, compute the local experts, and combine.
+    install_experts_forward(
+        model,
+        experts,
+        meshes.ep.get_group() if meshes.topology.ep > 1 else None,
+        choose_backend(options.experts_backend, device_type, options.param_dtype).name,
+        dispatcher=options.dispatcher,
+        chunks=options.dispatch_chunks,
+        overlap_shared_experts=options.overlap_shared_experts,
     )
-    for info in experts:
-        _wrap_experts(info, meshes, options, offload)
-    if {options.param_dtype, *(p.dtype for p in model.parameters())} != {torch.float32}:
-        for island in find_islands(model, [e.module for e in experts], options.fp32_modules):
-            _wrap_island(island, wrap, options)
-    for layer in layers.values():
-        if not isinstance(layer, FSDPModule):  # a whole layer may be an island
-            wrap(layer, reshard_after_forward=options.reshard_after_forward)
-    ends = Ends.of(model, options.head_in_root)
-    if ends.embeddings is not None:
-        wrap(ends.embeddings, reshard_after_forward=options.reshard_after_forward)
-        if isinstance(ends.embeddings, nn.Embedding):
-            cast(FSDPModule, ends.embeddings).set_unshard_in_backward(False)  # their gradient does not read them
-    if ends.head is not None:
-        # Its backward comes right after its forward.
-        wrap(ends.head, reshard_after_forward=False)
-    # The root decides for itself: it keeps its own parameters between forward and backward, which fused linear
-    # cross-entropy kernels need (they save lm_head.weight for backward).
-    wrap(model)
 
-    _divide_gradients(model, stacks, meshes, options.reduce_dtype)
-    if options.prefetch_depth:
-        _prefetch(model, ends, layers, stacks, options.prefetch_depth)
+    # 4. Wrap forwards, before FSDP puts its hooks outside of them: autocast innermost, then compilation of what holds
+    #    no experts, then recomputation in backward.
+    run_under_autocast(model, experts_modules, device_type, options.param_dtype)
+    if options.compile_dense:
+        compile_dense_parts(layers, experts_modules)
+    most_experts = max((info.num_experts for info in experts), default=0)
+    checkpoint_layers(layers, experts_modules, most_experts, options.checkpointing, options.activation_offload)
+
+    # 5. Wrap each unit of the plan.
+    for unit in plan:
+        wrap(model, unit, meshes, options)
+
+    # 6. Give every unit the one factor that its gradient is divided by.
+    for unit in plan:
+        divide_gradient(_fsdp_module(model, unit.name), unit, meshes)
+
+    # 7. Have the units that are needed next gathered while one computes, in forward and in backward.
+    for unit in plan:
+        module = _fsdp_module(model, unit.name)
+        module.set_modules_to_forward_prefetch([_fsdp_module(model, name) for name in unit.forward_prefetch])
+        module.set_modules_to_backward_prefetch([_fsdp_module(model, name) for name in unit.backward_prefetch])
     return model
 
 
-def _wrap_experts(info: ExpertsInfo, meshes: Meshes, options: ShardingOptions, offload: OffloadPolicy) -> None:
-    ep_dim = {info.module.get_parameter(name): dim for name, dim in info.ep_dims.items()}
+def shard_over_ep(info: ExpertsInfo, meshes: Meshes) -> None:
+    """Make each parameter of an experts module that has a dim for its experts a DTensor sharded over ``ep`` along it.
 
-    def placement(param: nn.Parameter) -> Shard:
-        dim = ep_fsdp_dim(param.shape, meshes.topology, options.expert_shard_dim, ep_dim.get(param, 0))
-        return Shard(dim)
-
-    reshard = options.reshard_experts_after_forward
-    fully_shard(
-        info.module,
-        mesh=meshes.experts_shard,
-        # Routing weights may be float32 on purpose: the experts cast their hidden states themselves.
-        mp_policy=MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype, cast_forward_inputs=False),
-        offload_policy=offload,
-        reshard_after_forward=options.reshard_after_forward if reshard is None else reshard,
-        shard_placement_fn=placement,
-    )
-
-
-def _wrap_island(island: Island, wrap: Callable[..., Any], options: ShardingOptions) -> None:
-    if not island.casts_inputs:
-        island.module.register_forward_hook(_norms_keep_the_dtype)
-    if island.mainland:
-        wrap(list(island.mainland), reshard_after_forward=options.reshard_after_forward)
-    precision = MixedPrecisionPolicy(torch.float32, options.reduce_dtype, cast_forward_inputs=island.casts_inputs)
-    wrap(island.module, mp_policy=precision, reshard_after_forward=options.reshard_after_forward)
-
-
-def _shard_over_ep(info: ExpertsInfo, meshes: Meshes) -> None:
-    """Make every stacked parameter of an experts module a DTensor of its full shape, cut over ``ep``."""
-    mesh = meshes.model_parallel
+    ``[E, ..., ...]`` keeps its shape; its local tensor is ``[E / ep, ..., ...]``.
+    """
+    axes = meshes.topology.model_parallel_axes
     for name, ep_dim in info.ep_dims.items():
         param = info.module.get_parameter(name)
-        placements = model_parallel_placements(meshes.topology.model_parallel_axes, ep_dim)
+        placements = model_parallel_placements(axes, ep_dim)
         # No source rank: each rank cuts what it has (nothing yet, on the meta device).
-        sharded = distribute_tensor(param.detach(), mesh, placements, src_data_rank=None)
+        sharded = distribute_tensor(param.detach(), meshes.model_parallel, placements, src_data_rank=None)
         info.module.register_parameter(name, nn.Parameter(sharded, requires_grad=param.requires_grad))
 
 
-def _attach(info: ExpertsInfo, model: nn.Module, meshes: Meshes, options: ShardingOptions, backend: str) -> None:
-    """Tell an experts module how its experts are spread, and what brings tokens to them."""
-    chunks, exchange = options.dispatch_chunks, None
-    check_exchange(chunks, options.overlap_shared_experts, options.dispatcher, model, [info])
-    group = meshes.ep.get_group() if meshes.topology.ep > 1 else None
-    if group is not None and options.dispatcher == "deepep":
-        exchange = functools.partial(deepep.exchange, num_experts=info.num_experts, group=group)
-    elif group is not None and (chunks > 1 or options.overlap_shared_experts):
-        block = model.get_submodule(info.fqn.rpartition(".")[0])
-        shared = SharedExperts(block, info.module) if options.overlap_shared_experts else None
-        moves = backend_named("torch" if backend == "reference" else backend)
-        exchange = functools.partial(
-            overlap.exchange,
-            num_experts=info.num_experts,
-            group=group,
-            backend=moves,
-            chunks=chunks,
-            shared=shared,
-        )
-    attach(info.module, ExpertParallel(info.num_experts, group, backend, exchange))
+def wrap(model: nn.Module, unit: Unit, meshes: Meshes, options: ShardingOptions) -> None:
+    """Make the modules of a unit one group of parameters of FSDP2."""
+    modules = [model.get_submodule(fqn) for fqn in unit.modules]
+    topology, shard_dim = meshes.topology, options.expert_shard_dim
+    dims = {model.get_parameter(name): unit.shard_dim(name, topology, shard_dim) for name in unit.shapes}
+    if unit.casts_outputs:
+        modules[0].register_forward_hook(keep_input_dtype)
+    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if options.cpu_offload else OffloadPolicy()
+    fully_shard(
+        modules[0] if len(modules) == 1 else modules,
+        mesh=meshes.experts_shard if unit.is_experts else meshes.dense_shard,
+        reshard_after_forward=unit.reshard_after_forward,
+        shard_placement_fn=(lambda param: Shard(dims[param])) if unit.is_experts else None,  # None: dim 0
+        mp_policy=MixedPrecisionPolicy(unit.param_dtype, unit.reduce_dtype, cast_forward_inputs=unit.casts_inputs),
+        offload_policy=offload,
+        ignored_params={model.get_parameter(name) for name in unit.unsharded},
+    )
+    if not unit.unshard_in_backward:
+        cast(FSDPModule, modules[0]).set_unshard_in_backward(False)
 
 
-def _divide_gradients(
-    model: nn.Module, experts: Iterable[nn.Module], meshes: Meshes, reduce_dtype: torch.dtype
-) -> None:
-    """Give every FSDP module the one factor that the gradient is divided by: the ranks the loss is averaged over.
-
-    By default FSDP divides by the size of a module's own mesh. For experts that is ``world / ep``, while the backward
-    all-to-all has already summed over ``ep``: they would come out ``ep`` times too large.
-    """
-    topology = meshes.topology
+def divide_gradient(module: FSDPModule, unit: Unit, meshes: Meshes) -> None:
+    """Have FSDP divide as invariant 1 says; it divides by the number of ranks of the unit where nothing is set."""
+    factor = unit.divide_factor(meshes.topology)
+    if unit.ranks(meshes.topology) == 1:
+        # FSDP would copy what it has nothing to reduce of; and with summed reductions torch 2.13 divides twice.
+        reduce_in_place(module, factor)
+        return
+    module.set_gradient_divide_factor(factor)
     # FSDP divides by PREMUL_SUM, which NCCL alone has, and which its float16 and bfloat16 kernels get a factor of zero
-    # for (pytorch#190745).
-    premultiplies = meshes.dense.device_type == "cuda" and reduce_dtype == torch.float32
-    for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        if (topology.ep_fsdp if module in experts else topology.fsdp) == 1:
-            reduce_in_place(module, topology.world / topology.dp_replicate)
-            continue
-        module.set_gradient_divide_factor(float(topology.world))
-        if not premultiplies:
-            module.set_force_sum_reduction_for_comms(True)
+    # for (pytorch#190745). With a sum the division comes after the reduction.
+    if meshes.dense.device_type != "cuda" or unit.reduce_dtype != torch.float32:
+        module.set_force_sum_reduction_for_comms(True)
 
 
-def _norms_keep_the_dtype(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """A float32 weight makes some families' norms return float32, which the next linear can't take (DeepSeek-V4)."""
-    like = args[0] if args else None
-    if isinstance(output, torch.Tensor) and isinstance(like, torch.Tensor) and output.shape == like.shape:
-        return output.to(like.dtype)
-    return output
-
-
-def _prefetch(
-    model: nn.Module, ends: Ends, layers: Mapping[str, nn.Module], experts: Iterable[nn.Module], depth: int
-) -> None:
-    """Gather the next ``depth`` units while one computes, dense parameters before experts, both ways.
-
-    Units run root, embeddings, layers, head. The layers of a vision tower may be left out by a batch, so they are a
-    chain of their own: what is gathered ahead must be sure to be used.
-    """
-    stacks = set(experts)
-    lists: dict[str, list[nn.Module]] = {}
-    for fqn, layer in layers.items():
-        lists.setdefault(fqn.rpartition(".")[0], []).append(layer)
-    main = _decoder(model, list(lists.values()), stacks)
-    for chain in lists.values():
-        if chain is not main:
-            _chain(chain, chain[::-1], stacks, depth)
-    first, last = ([m] if m is not None else [] for m in (ends.embeddings, ends.head))
-    # The root comes first in backward too; and the gradient of embeddings reads no weight.
-    _chain([model, *first, *main, *last], [model, *last, *main[::-1]], stacks, depth)
-
-
-def _decoder(model: Any, lists: Sequence[list[nn.Module]], experts: set[nn.Module]) -> list[nn.Module]:
-    """The layers that every batch runs: those with experts, or of a dense model those of its language model."""
-    if not experts and len(lists) > 1:
-        decoder = set(model.get_decoder().modules())
-        return next((chain for chain in lists if decoder.issuperset(chain)), [])
-    return next((chain for chain in lists if not experts or any(experts & set(m.modules()) for m in chain)), [])
-
-
-def _chain(forward: Sequence[nn.Module], backward: Sequence[nn.Module], experts: set[nn.Module], depth: int) -> None:
-    """Tell each unit what to gather ahead; both sequences are in the order in which their pass runs."""
-
-    def ahead(units: Sequence[nn.Module], i: int) -> list[FSDPModule]:
-        following = [_fsdp_modules(unit, experts) for unit in units[i + 1 : i + 1 + depth]]
-        return [module for modules in following for module in modules]
-
-    for i, unit in enumerate(forward):
-        cast(FSDPModule, unit).set_modules_to_forward_prefetch(ahead(forward, i))
-    for i, unit in enumerate(backward):
-        cast(FSDPModule, unit).set_modules_to_backward_prefetch(ahead(backward, i))
-
-
-def _fsdp_modules(unit: nn.Module, experts: set[nn.Module]) -> list[FSDPModule]:
-    """What is gathered for a unit, its experts last."""
-    modules = [m for m in unit.modules() if isinstance(m, FSDPModule)]
-    return sorted(modules, key=lambda m: m in experts)
+def _fsdp_module(model: nn.Module, fqn: str) -> FSDPModule:
+    return cast(FSDPModule, model.get_submodule(fqn))

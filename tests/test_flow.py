@@ -1,7 +1,10 @@
 """``docs/flow.md`` and the pictures at the top of the packages name what is there, hop by hop."""
 
+import ast
 import importlib
+import inspect
 import re
+import textwrap
 from functools import reduce
 
 import pytest
@@ -69,3 +72,57 @@ def test_hops_of_an_update_lead_from_one_to_the_next():
         build.parallelize.__module__ == recipe
         and build.shard_and_load in vars(importlib.import_module(engine)).values()
     )
+
+
+def _engine_of_verl():
+    """The class in engine/integration/engine.py, its definition parsed, and verl's classes that it overrides."""
+    from verl.workers.engine.base import BaseEngine
+    from verl.workers.engine.fsdp import transformer_impl
+
+    engine = found("engine/integration/engine", "EPFSDP2Engine")
+    tree = ast.parse((ROOT / "engine/integration/engine.py").read_text())
+    parsed = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == engine.__name__)
+    return engine, parsed, (BaseEngine, transformer_impl.FSDPEngine, transformer_impl.FSDPEngineWithLMHead)
+
+
+def _code(function: ast.FunctionDef) -> list[str]:
+    """The lines of a function's body, without its docstring, comments and blank lines."""
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    return ast.unparse(ast.Module(body, [])).splitlines()
+
+
+def test_overrides_of_the_engine_stand_in_the_order_of_its_docstring_and_are_short():
+    engine, parsed, bases = _engine_of_verl()
+    methods = [node for node in parsed.body if isinstance(node, ast.FunctionDef)]
+    lines = [line for line in engine.__doc__.splitlines() if not re.search(r"\((building|checkpoints)\.py\)", line)]
+    order = dict.fromkeys(name for line in lines for name in re.findall(r"(\w+) \*", line))
+    assert [method.name for method in methods] == list(order)
+    assert all(any(hasattr(base, name) for base in bases) for name in order), "each is a method of verl's"
+    # In the source a statement may take more lines than ast.unparse gives it, and a comment takes one.
+    assert {method.name: len(_code(method)) for method in methods if len(_code(method)) > 10} == {}
+    for method in methods:
+        asked = [line for line in _code(method) if "feature" in line and "None" in line and "filter" not in line]
+        assert asked == [], f"{method.name} asks whether a feature is there"
+
+
+def test_call_order_of_the_docstring_is_verls():
+    _, _, (base, fsdp, language_model) = _engine_of_verl()
+    for function, calls in {
+        fsdp.__init__: ["_init_device_mesh"],
+        fsdp.initialize: ["_build_model_optimizer", "self.to"],
+        base.train_batch: ["optimizer_zero_grad", "forward_backward_batch", "optimizer_step"],
+        base.infer_batch: ["no_grad", "forward_backward_batch"],
+        fsdp.forward_backward_batch: ["prepare_micro_batches", "forward_step", "backward"],
+        language_model.forward_step: ["prepare_model_inputs", "self.module", "prepare_model_outputs", "loss_function("],
+    }.items():
+        code = "\n".join(_code(ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]))
+        at = [code.find(name) for name in calls]
+        assert -1 not in at and at == sorted(at), (function.__qualname__, dict(zip(calls, at, strict=True)))
+
+
+def test_the_page_on_expert_parallelism_is_short_and_has_seven_steps():
+    page = (ROOT / "engine/parallelize.py").read_text()
+    assert len(page.splitlines()) < 200
+    body = page[page.index("def parallelize") : page.index("def shard_over_ep")]
+    assert re.findall(r"^    # (\d)\. ", body, flags=re.M) == list("1234567")
+    assert re.findall(r"^(\d)\. ", page, flags=re.M) == list("123"), "three invariants"

@@ -14,18 +14,31 @@ are float32 when they meet the next weight. Such modules run under autocast (``m
 """
 
 import difflib
+import logging
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..errors import SettingError
 from ..model.meta import kept_in_float32
 
-__all__ = ["Island", "correction_biases", "find_islands", "mixing_buffers", "unmatched_patterns"]
+__all__ = [
+    "Float32Module",
+    "correction_biases",
+    "find_float32_modules",
+    "keep_input_dtype",
+    "mixing_buffers",
+    "run_under_autocast",
+    "unmatched_patterns",
+]
 
+logger = logging.getLogger("epfsdp2")
 
 # FSDP gathers a module's weight when the module is called.
 _READ_WITHOUT_A_CALL = {("DeepseekV2Moe", "gate")}
@@ -34,19 +47,25 @@ _CORRECTION_BIAS = re.compile(r"(?:^|[._])(?:correction|expert)_bias$")
 
 
 @dataclass(frozen=True)
-class Island:
-    """A module to wrap in float32.
+class Float32Module:
+    """A module whose parameters FSDP gathers in float32.
 
-    ``mainland`` are modules below it that stay in the lower precision, to be wrapped together before it.
+    Args:
+        low_precision_children: submodules kept in ``param_dtype``; they are wrapped as one FSDP unit before this one.
+        casts_inputs: the module's inputs are cast to float32.
     """
 
     module: nn.Module
-    mainland: tuple[nn.Module, ...] = ()
+    low_precision_children: tuple[nn.Module, ...] = ()
     casts_inputs: bool = False
 
 
-def find_islands(model: nn.Module, experts: Sequence[nn.Module], patterns: Sequence[str] = ()) -> list[Island]:
-    """The model's float32 islands, inner ones first.
+def find_float32_modules(
+    model: nn.Module, experts: Sequence[nn.Module], patterns: Sequence[str] = ()
+) -> list[Float32Module]:
+    """The modules that are kept in float32, an inner one before an outer one, as ``fully_shard`` has to come to them.
+
+    Those that patterns name come first, then those that the model's class keeps so.
 
     Args:
         experts: the experts modules, which are never in float32 alone.
@@ -58,9 +77,9 @@ def find_islands(model: nn.Module, experts: Sequence[nn.Module], patterns: Seque
     named = _named(model, set(experts), patterns)
     kept = kept_in_float32(model)
     kept_params = {p for name, p in model.named_parameters() if kept.search(name)}
-    islands = [Island(module, casts_inputs=True) for module in named]
-    islands += _owners(model, kept_params - {p for module in named for p in module.parameters()})
-    return islands
+    found = [Float32Module(module, casts_inputs=True) for module in named]
+    owners = list(_owners(model, kept_params - {p for module in named for p in module.parameters()}))
+    return found + owners[::-1]
 
 
 def correction_biases(model: nn.Module, num_experts: Collection[int]) -> set[nn.Parameter]:
@@ -88,6 +107,37 @@ def mixing_buffers(model: nn.Module, experts: Collection[nn.Module]) -> list[nn.
         return buffers and any(isinstance(m, nn.Linear) for m in below) and not any(m in experts for m in below)
 
     return [module for module in model.modules() if mixes(module)]
+
+
+def run_under_autocast(
+    model: nn.Module, experts: Collection[nn.Module], device_type: str, param_dtype: torch.dtype
+) -> None:
+    """Have ``mixing_buffers`` run under autocast where parameters are gathered in a lower precision, and log it once.
+
+    Without it the float32 product of such a buffer meets a weight of ``param_dtype``, which no matmul takes.
+    """
+    mixing = mixing_buffers(model, experts) if param_dtype != torch.float32 else []
+    for module in mixing:
+        autocast = torch.autocast(device_type, param_dtype)
+        module.forward = autocast(module.forward)  # type: ignore[method-assign]
+    if mixing and dist.get_rank() == 0:
+        logger.warning(
+            "epfsdp2: %s multiplies float32 buffers of its own, so it runs under autocast to %s (%d modules)",
+            " and ".join(sorted({type(module).__name__ for module in mixing})),
+            param_dtype,
+            len(mixing),
+        )
+
+
+def keep_input_dtype(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Forward hook: cast the output to the dtype of the input.
+
+    A float32 weight makes some families' norms return float32, which the next linear can't take (DeepSeek-V4).
+    """
+    like = args[0] if args else None
+    if isinstance(output, torch.Tensor) and isinstance(like, torch.Tensor) and output.shape == like.shape:
+        return output.to(like.dtype)
+    return output
 
 
 def unmatched_patterns(model: nn.Module, patterns: Sequence[str]) -> list[str]:
@@ -120,8 +170,9 @@ def _named(model: nn.Module, experts: set[nn.Module], patterns: Sequence[str]) -
     return list(found)
 
 
-def _owners(model: nn.Module, kept: set[nn.Parameter]) -> Iterator[Island]:
-    """The largest modules that hold nothing but ``kept``, and the modules that hold some of it directly."""
+def _owners(model: nn.Module, kept: set[nn.Parameter]) -> Iterator[Float32Module]:
+    """The largest modules that hold nothing but ``kept``, and the modules that hold some of it directly; a module comes
+    before those below it."""
     todo = [model]
     while todo:
         module = todo.pop()
@@ -129,8 +180,8 @@ def _owners(model: nn.Module, kept: set[nn.Parameter]) -> Iterator[Island]:
         if not below & kept:
             continue
         if below <= kept:
-            yield Island(module)
+            yield Float32Module(module)
             continue
         todo.extend(module.children())
         if kept & set(module.parameters(recurse=False)):
-            yield Island(module, tuple(c for c in module.children() if set(c.parameters()) - kept))
+            yield Float32Module(module, tuple(c for c in module.children() if set(c.parameters()) - kept))

@@ -20,8 +20,8 @@ class ShardingOptions:
         fp32_modules: FQN patterns of modules that compute in float32 (``fsdp/fp32_modules.py``).
         reshard_after_forward: free gathered parameters between forward and backward.
         reshard_experts_after_forward: the same for the experts alone; ``None`` for as the rest.
-        prefetch_depth: how many units ahead are gathered while one computes, forward and backward; 0 for none. A unit
-            is a layer, the input embeddings, or the head.
+        prefetch_depth: how many stages ahead are gathered while one computes, forward and backward; 0 for none. A
+            stage is a layer, the input embeddings, or the head.
         expert_shard_dim: dim of an expert weight that ``ep_fsdp`` cuts: 0 (whole experts), 1, or ``"auto"``.
         expert_plan: where the experts of a model of the user's own are (``find_experts``).
         dispatch_chunks: parts in which a layer's tokens are dispatched, one while another computes.

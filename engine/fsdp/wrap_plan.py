@@ -1,219 +1,89 @@
-"""What FSDP gathers and reduces together once ``parallelize`` has sharded a model: sizes, without ranks."""
+"""The wrap plan: which modules FSDP2 wraps, in which order, and how, as data.
 
-import math
+    experts  ->  modules kept in float32  ->  layers  ->  embeddings, head  ->  model
+
+``parallelize`` executes the plan and decides nothing of it; the planner of memory and traffic, the dtypes and the
+slices of a weight sync read it. It is made of the model alone, on the meta device or elsewhere, sharded or not, and
+without process groups. What depends on the number of ranks is asked of a unit with a ``Topology``
+(``Unit.divide_factor``, ``Unit.cuts``), so that one plan serves every mesh that a recipe compares.
+"""
+
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..model.layers import layer_names
-from ..moe.find import find_experts
+from ..moe.find import ExpertsInfo, find_experts
 from ..topology.dtensor import is_adapter
-from ..topology.expert_placement import ep_fsdp_dim
 from ..topology.index_ranges import Cut
 from ..topology.mesh import Topology
-from .fp32_modules import correction_biases, find_islands
+from .fp32_modules import correction_biases, find_float32_modules
 from .options import ShardingOptions
+from .unit import EMBEDDINGS, HEAD, ROOT, Kind, Unit
 
-__all__ = [
-    "EMBEDDINGS",
-    "HEAD",
-    "ROOT",
-    "Ends",
-    "GroupSizes",
-    "ParamGroup",
-    "Unit",
-    "compute_dtypes",
-    "cuts_before_sharding",
-    "frozen_beside_adapters",
-    "units_of",
-]
-
-ROOT, EMBEDDINGS, HEAD = "root", "embeddings", "head"
+__all__ = ["compute_dtypes", "cuts_before_sharding", "frozen_with_lora", "wrap_plan"]
 
 
-@dataclass(frozen=True)
-class GroupSizes:
-    """Elements of a group on a mesh.
+def wrap_plan(model: Any, options: ShardingOptions) -> list[Unit]:
+    """The FSDP units of a model, in the order in which they are wrapped: what is inside a module before the module.
 
-    Args:
-        ranks: that share the group; nothing is gathered where it is one.
-        local: a rank's shard, padded as FSDP pads it.
-        trained: of that shard, what has a gradient.
-        moved: of what is cut along another dim than the first, which is copied once more to be put together.
-        last: of the last parameter with a gradient, which FSDP holds while it reduces.
-    """
-
-    ranks: int
-    local: int
-    trained: int
-    moved: int
-    last: int
-
-    @property
-    def full(self) -> int:
-        """What is gathered: a rank's part of the model (its experts alone, of experts)."""
-        return self.ranks * self.local
-
-    @property
-    def reduced(self) -> int:
-        """What is reduced: the gradients of it."""
-        return self.ranks * self.trained
-
-
-@dataclass(frozen=True)
-class ParamGroup:
-    """Parameters of one FSDP module.
-
-    Args:
-        shapes: global shape of each parameter, by name.
-        ep_dims: the dim that counts the experts, of those that have one; empty for all but experts.
-        compute: dtype in which they are gathered.
-        freed: after the forward.
-        gathered_again: in backward.
-        frozen: names of parameters that have no gradient.
-    """
-
-    shapes: Mapping[str, tuple[int, ...]]
-    ep_dims: Mapping[str, int]
-    compute: torch.dtype
-    freed: bool
-    gathered_again: bool
-    frozen: frozenset[str] = frozenset()
-
-    @property
-    def is_experts(self) -> bool:
-        return bool(self.ep_dims)
-
-    def sizes(self, topology: Topology, shard_dim: int | str = "auto") -> GroupSizes:
-        """
-        Raises:
-            SettingError: an explicit ``shard_dim`` does not divide.
-        """
-        ranks = topology.ep_fsdp if self.is_experts else topology.fsdp
-        local = trained = moved = last = 0
-        for name in self.shapes:
-            size, dim = self._local(name, topology, shard_dim)
-            local += size
-            moved += size * ranks if dim != 0 and ranks > 1 else 0
-            if name not in self.frozen:
-                trained, last = trained + size, size
-        return GroupSizes(ranks, local, trained, moved, last * ranks if ranks > 1 else 0)
-
-    def local_of(self, name: str, topology: Topology, shard_dim: int | str = "auto") -> int:
-        """Elements of a rank's padded shard of one parameter."""
-        return self._local(name, topology, shard_dim)[0]
-
-    def _local(self, name: str, topology: Topology, shard_dim: int | str) -> tuple[int, int]:
-        shape = list(self.shapes[name])
-        if not self.is_experts:
-            return -(-shape[0] // topology.fsdp) * math.prod(shape[1:]), 0
-        dim = ep_fsdp_dim(shape, topology, shard_dim, self.ep_dims[name])
-        shape[self.ep_dims[name]] //= topology.ep
-        shape[dim] = -(-shape[dim] // topology.ep_fsdp)
-        return math.prod(shape), dim
-
-
-@dataclass(frozen=True)
-class Unit:
-    """What computes at a time, and is gathered ahead of it: the root, the embeddings, a layer, or the head."""
-
-    name: str
-    groups: tuple[ParamGroup, ...]
-
-
-def frozen_beside_adapters(model: nn.Module) -> frozenset[str]:
-    """Names of all parameters but adapters, where there are adapters."""
-    names = {name for name, _ in model.named_parameters()}
-    adapters = {name for name in names if is_adapter(name)}
-    return frozenset(names - adapters if adapters else ())
-
-
-def units_of(model: Any, options: ShardingOptions) -> tuple[list[Unit], int]:
-    """A model that is not sharded yet, on the meta device or elsewhere, as ``parallelize`` would wrap it.
-
-    Returns:
-        The units in the order of the forward, and the bytes that each rank holds whole (frozen correction biases).
+    Every parameter is in one unit: in the first that holds it, or in that unit's ``unsharded``.
 
     Raises:
-        UnsupportedModelError, SettingError: as ``parallelize``.
+        UnsupportedModelError: the model has experts that can't be dispatched.
+        SettingError: a pattern of ``options.fp32_modules`` or ``options.expert_plan`` matches nothing that it may.
     """
-    experts = {info.fqn: info for info in find_experts(model, options.expert_plan)}
-    names = {param: name for name, param in model.named_parameters()}
-    whole = correction_biases(model, {info.num_experts for info in experts.values()})
-    taken: set[nn.Parameter] = set(whole)
-    found: dict[str, list[ParamGroup]] = {}
-    layers = layer_names(model)
-    frozen = frozen_beside_adapters(model)
-
-    def unit_of(name: str) -> str:
-        return next((layer for layer in layers if name.startswith(f"{layer}.")), ROOT)
-
-    def add(
-        unit: str | None,
-        params: Iterable[nn.Parameter],
-        freed: bool,
-        compute: torch.dtype = options.param_dtype,
-        ep_dims: Mapping[str, int] | None = None,
-        again: bool | None = None,
-    ) -> None:
-        own = {names[p]: tuple(p.shape) for p in dict.fromkeys(params) if p not in taken}
-        taken.update(params)
-        if own:
-            again = freed if again is None else again
-            group = ParamGroup(own, ep_dims or {}, compute, freed, again, frozen.intersection(own))
-            found.setdefault(unit or unit_of(next(iter(own))), []).append(group)
-
-    reshard, reshard_experts = options.reshard_after_forward, options.reshard_experts_after_forward
-    for fqn, info in experts.items():
-        freed = reshard if reshard_experts is None else reshard_experts
-        dims = {f"{fqn}.{name}": dim for name, dim in info.ep_dims.items()}
-        add(None, [*info.module.parameters()], freed, ep_dims=dims)
-    if {options.param_dtype, *(p.dtype for p in model.parameters())} != {torch.float32}:
-        for island in find_islands(model, [info.module for info in experts.values()], options.fp32_modules):
-            add(None, [p for module in island.mainland for p in module.parameters()], reshard)
-            add(None, [*island.module.parameters()], reshard, torch.float32)
-    for layer in layers:
-        add(layer, [*model.get_submodule(layer).parameters()], reshard)
-    ends = Ends.of(model, options.head_in_root)
-    if ends.embeddings is not None:
-        again = reshard and not isinstance(ends.embeddings, nn.Embedding)
-        add(EMBEDDINGS, [*ends.embeddings.parameters()], reshard, again=again)
-    if ends.head is not None:
-        add(HEAD, [*ends.head.parameters()], False)
-    add(ROOT, [*model.parameters()], False)
-    order = [ROOT, EMBEDDINGS, *layers, HEAD]
-    units = [Unit(name, tuple(found[name])) for name in order if name in found]
-    return units, sum(p.numel() * p.element_size() for p in whole)
-
-
-def compute_dtypes(model: nn.Module, options: ShardingOptions) -> dict[str, torch.dtype]:
-    """The dtype in which the forward of a model sharded with ``options`` reads each parameter, by name."""
     experts = find_experts(model, options.expert_plan)
-    as_stored = correction_biases(model, {e.num_experts for e in experts})
-    in_float32: set[nn.Parameter] = set()
-    for island in find_islands(model, [e.module for e in experts], options.fp32_modules):
-        mainland = {p for module in island.mainland for p in module.parameters()}
-        in_float32 |= set(island.module.parameters()) - mainland
-
-    def of(param: nn.Parameter) -> torch.dtype:
-        return param.dtype if param in as_stored else torch.float32 if param in in_float32 else options.param_dtype
-
-    return {name: of(param) for name, param in model.named_parameters()}
+    ends = _EmbeddingAndHead.of(model, options.head_in_root)
+    units = _Units(model, options, experts, ends)
+    reshard, reshard_experts = options.reshard_after_forward, options.reshard_experts_after_forward
+    for info in experts:
+        units.add(
+            "experts",
+            [info.module],
+            reshard if reshard_experts is None else reshard_experts,
+            ep_dims={f"{info.fqn}.{name}": dim for name, dim in info.ep_dims.items()},
+            casts_inputs=False,  # routing weights may be float32 on purpose: the experts cast their hidden states
+        )
+    if {options.param_dtype, *(p.dtype for p in model.parameters())} != {torch.float32}:
+        for found in find_float32_modules(model, [info.module for info in experts], options.fp32_modules):
+            units.add("low_precision", found.low_precision_children, reshard)
+            units.add(
+                "float32",
+                [found.module],
+                reshard,
+                param_dtype=torch.float32,
+                casts_inputs=found.casts_inputs,
+                casts_outputs=not found.casts_inputs,
+            )
+    for layer in units.layers:
+        units.add("layer", [model.get_submodule(layer)], reshard)
+    if ends.embeddings is not None:
+        # The gradient of an embedding reads no weight.
+        units.add(
+            "embeddings", [ends.embeddings], reshard, unshard_in_backward=not isinstance(ends.embeddings, nn.Embedding)
+        )
+    if ends.head is not None:
+        units.add("head", [ends.head], False)  # its backward follows its forward at once
+    # FSDP keeps the root's own parameters between forward and backward. Fused linear cross-entropy kernels need that:
+    # they save lm_head.weight for backward.
+    units.add("root", [model], None)
+    return units.with_prefetch()
 
 
 @dataclass(frozen=True)
-class Ends:
-    """The input embeddings and the head, where FSDP can wrap them: none of their parameters is used elsewhere too."""
+class _EmbeddingAndHead:
+    """Input embeddings and LM head as units of their own; None where tied, for a parameter belongs to one unit."""
 
     embeddings: nn.Module | None
     head: nn.Module | None
 
     @classmethod
-    def of(cls, model: Any, head_in_root: bool) -> "Ends":
+    def of(cls, model: Any, head_in_root: bool) -> "_EmbeddingAndHead":
         users = Counter(p for module in model.modules() for p in module.parameters(recurse=False))
 
         def own(module: nn.Module | None) -> nn.Module | None:
@@ -222,26 +92,148 @@ class Ends:
         return cls(own(model.get_input_embeddings()), None if head_in_root else own(model.get_output_embeddings()))
 
 
+class _Units:
+    """Builds the plan: gives each parameter to the first unit that holds it, and each unit to its stage."""
+
+    def __init__(
+        self, model: Any, options: ShardingOptions, experts: Sequence[ExpertsInfo], ends: _EmbeddingAndHead
+    ) -> None:
+        self.model, self.options = model, options
+        self.layers = layer_names(model)
+        self._experts = {info.module for info in experts}
+        self._fqns = {module: fqn for fqn, module in model.named_modules()}
+        self._order = {fqn: i for i, fqn in enumerate(self._fqns.values())}
+        self._whole = correction_biases(model, {info.num_experts for info in experts})
+        self._frozen = frozen_with_lora(model)
+        self._left = {param: name for name, param in model.named_parameters()}
+        self._units: list[Unit] = []
+        self._wrapped: set[nn.Module] = set()
+        # The module that each stage runs.
+        self._stages = {layer: layer for layer in self.layers}
+        for stage, module in ((EMBEDDINGS, ends.embeddings), (HEAD, ends.head)):
+            if module is not None:
+                self._stages[stage] = self._fqns[module]
+
+    def add(
+        self,
+        kind: Kind,
+        modules: Iterable[nn.Module],
+        reshard_after_forward: bool | None,
+        param_dtype: torch.dtype | None = None,
+        ep_dims: Mapping[str, int] | None = None,
+        **how: Any,
+    ) -> None:
+        """Wrap modules as one unit, but for those that are wrapped: a layer or the head may be kept in float32.
+
+        Args:
+            how: further fields of ``Unit``.
+        """
+        new = [module for module in modules if module not in self._wrapped]
+        if not new:
+            return
+        self._wrapped.update(new)
+        params = [p for module in new for p in module.parameters() if p in self._left]
+        names = {param: self._left.pop(param) for param in dict.fromkeys(params)}
+        shapes = {name: tuple(param.shape) for param, name in names.items() if param not in self._whole}
+        fqns = tuple(self._fqns[module] for module in new)
+        self._units.append(
+            Unit(
+                kind=kind,
+                modules=fqns,
+                stage=self._stage_of(fqns[0]),
+                shapes=shapes,
+                param_dtype=param_dtype or self.options.param_dtype,
+                reduce_dtype=self.options.reduce_dtype,
+                reshard_after_forward=reshard_after_forward,
+                ep_dims=ep_dims or {},
+                unsharded=tuple(name for param, name in names.items() if param in self._whole),
+                frozen=self._frozen.intersection(shapes),
+                **how,
+            )
+        )
+
+    def _stage_of(self, fqn: str) -> str:
+        return next((name for name, module in self._stages.items() if f"{fqn}.".startswith(f"{module}.")), ROOT)
+
+    def with_prefetch(self) -> list[Unit]:
+        """The units; those that a stage starts with say what is gathered ahead.
+
+        Stages run root, embeddings, layers, head in forward, and root, head, layers in backward, whose gradient of the
+        embeddings gathers nothing. The layers of a vision tower, which a batch without images leaves out, are a chain
+        of their own: what is gathered ahead must be sure to be used.
+        """
+        if not self.options.prefetch_depth:
+            return self._units
+        chains: dict[str, list[str]] = {}
+        for layer in self.layers:
+            chains.setdefault(layer.rpartition(".")[0], []).append(layer)
+        main = self._layers_of_every_batch(list(chains.values()))
+        forward: dict[str, tuple[str, ...]] = {}
+        backward: dict[str, tuple[str, ...]] = {}
+        for chain in chains.values():
+            if chain is not main:
+                forward |= self._ahead(chain)
+                backward |= self._ahead(chain[::-1])
+        first, last = ([stage] if stage in self._stages else [] for stage in (EMBEDDINGS, HEAD))
+        forward |= self._ahead([ROOT, *first, *main, *last])
+        backward |= self._ahead([ROOT, *last, *main[::-1]])
+        return [
+            replace(unit, forward_prefetch=forward.get(unit.name, ()), backward_prefetch=backward.get(unit.name, ()))
+            for unit in self._units
+        ]
+
+    def _layers_of_every_batch(self, chains: Sequence[list[str]]) -> list[str]:
+        """Layers that every batch runs: those with experts, or of a dense model those of its language model."""
+        if not self._experts and len(chains) > 1:
+            decoder = {self._fqns[module] for module in self.model.get_decoder().modules()}
+            return next((chain for chain in chains if decoder.issuperset(chain)), [])
+        hold = {unit.stage for unit in self._units if unit.is_experts}
+        return next((chain for chain in chains if not self._experts or hold.intersection(chain)), [])
+
+    def _ahead(self, stages: Sequence[str]) -> dict[str, tuple[str, ...]]:
+        """What is gathered when each stage starts, by the name of the unit that wraps the stage's module.
+
+        Args:
+            stages: in the order in which a pass runs them.
+        """
+        starts = {fqn: unit.name for unit in self._units for fqn in unit.modules}
+        depth, found = self.options.prefetch_depth, dict[str, tuple[str, ...]]()
+        for i, stage in enumerate(stages):
+            following = [self._gathered_for(later) for later in stages[i + 1 : i + 1 + depth]]
+            found[starts[self._stages.get(stage, "")]] = tuple(name for names in following for name in names)
+        return found
+
+    def _gathered_for(self, stage: str) -> list[str]:
+        """Names of a stage's units, dense ones before experts: attention needs its parameters first."""
+        units = [unit for unit in self._units if unit.stage == stage]
+        units.sort(key=lambda unit: (unit.is_experts, min(self._order[fqn] for fqn in unit.modules)))
+        return [unit.name for unit in units]
+
+
+def frozen_with_lora(model: nn.Module) -> frozenset[str]:
+    """Names of all parameters but adapters, where there are adapters."""
+    names = {name for name, _ in model.named_parameters()}
+    adapters = {name for name in names if is_adapter(name)}
+    return frozenset(names - adapters if adapters else ())
+
+
+def compute_dtypes(model: nn.Module, options: ShardingOptions) -> dict[str, torch.dtype]:
+    """The dtype in which the forward of a model sharded with ``options`` reads each parameter, by name."""
+    gathered = {name: unit.param_dtype for unit in wrap_plan(model, options) for name in unit.shapes}
+    return {name: gathered.get(name, param.dtype) for name, param in model.named_parameters()}
+
+
 def cuts_before_sharding(
     model: nn.Module,
     topology: Topology,
     expert_shard_dim: int | str = "auto",
     expert_plan: Mapping[str, int] | None = None,
 ) -> dict[str, tuple[Cut, ...]]:
-    """How ``parallelize`` would cut each parameter of a model that is not sharded, outermost cut first.
+    """How ``parallelize`` would cut each parameter of a model that is not sharded, the outermost cut first.
 
     Raises:
-        UnsupportedModelError, SettingError: as ``parallelize``.
+        UnsupportedModelError, SettingError: as ``wrap_plan`` and ``Unit.cuts``.
     """
-    experts = find_experts(model, expert_plan)
-    whole = correction_biases(model, {e.num_experts for e in experts})
-    cuts: dict[str, tuple[Cut, ...]] = {
-        name: () if param in whole else (Cut(0, "fsdp", topology.fsdp),) for name, param in model.named_parameters()
-    }
-    for info in experts:
-        for name, param in info.module.named_parameters(recurse=False):
-            ep_dim = info.ep_dims.get(name, 0)
-            over_ep = (Cut(ep_dim, "ep", topology.ep),) if name in info.ep_dims else ()
-            dim = ep_fsdp_dim(param.shape, topology, expert_shard_dim, ep_dim)
-            cuts[f"{info.fqn}.{name}"] = (*over_ep, Cut(dim, "ep_fsdp", topology.ep_fsdp))
-    return cuts
+    plan = wrap_plan(model, ShardingOptions(expert_plan=expert_plan or {}))
+    cuts = {name: unit.cuts(name, topology, expert_shard_dim) for unit in plan for name in unit.shapes}
+    return {name: cuts.get(name, ()) for name, _ in model.named_parameters()}

@@ -86,7 +86,7 @@ class SharedExperts:
     def compute_ahead(self) -> None:
         """Compute those that the block has not asked for yet."""
         assert self.input is not None
-        # An island has hooks of its own around its forward.
+        # A module that is kept in float32 is an FSDP unit of its own: the hooks around its forward gather it.
         later = [m for m in self.forwards if m not in self.asked and not isinstance(m, FSDPModule)]
         if not later:
             raise nothing_overlaps(f"{self.name} asks for its shared experts first, or they compute in float32")

@@ -1,13 +1,13 @@
 """How much memory a training step needs on each rank, from sizes alone; ``benchmarks/memory.py`` measures it.
 
 Resident are the shards and the optimizer's states. To that comes the largest of what a step needs at its moments. In
-each unit (embeddings, a layer, the head) one group of parameters is the largest. X is the part of it that a rank
-computes with: of experts its own over ``ep``, their ``ep_fsdp`` shards put together. "Ahead" are the units whose
+each stage (embeddings, a layer, the head) one unit of parameters is the largest. X is the part of it that a rank
+computes with: of experts its own over ``ep``, their ``ep_fsdp`` shards put together. "Ahead" are the stages whose
 gathers are under way.
 
-- gathering, in forward and backward: a buffer of X for this unit and each ahead; the weights copied out of it, X; and a
-  copy of these, X, if they are cut along another dim than the first;
-- computing forward: the buffers, which FSDP lets go of at the next unit, and the weights, X;
+- gathering, in forward and backward: a buffer of X for this stage and each ahead; the weights copied out of it, X; and
+  a copy of these, X, if they are cut along another dim than the first;
+- computing forward: the buffers, which FSDP lets go of at the next stage, and the weights, X;
 - computing gradients: the buffers ahead, the weights, X, and what there is of their gradients, up to X; X more of
   experts whose tokens are dispatched in chunks; and what experts compute again (``backward_memory.py``);
 - packing gradients to be reduced: the buffers ahead; X of gradients (copied, and the last parameter's own, if they are
@@ -16,9 +16,9 @@ gathers are under way.
   the last parameter's gradient.
 
 On a CPU experts' gradients are written to memory that stays for those of the layer before
-(``moe/gemm/gradient_buffers.py``). In backward the gradients of the units that are done are there too, and what is
+(``moe/gemm/gradient_buffers.py``). In backward the gradients of the stages that are done are there too, and what is
 kept for those to come. What experts keep is there from when they are gathered, in forward or to be computed again,
-until their gradients are packed. Where no other rank shares a group nothing is gathered. What is not freed after the
+until their gradients are packed. Where no other rank shares a unit nothing is gathered. What is not freed after the
 forward stays until the backward, and is not gathered again. With several micro-batches all gradients are there from
 the second on.
 """
@@ -28,11 +28,11 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from ..fsdp.options import ShardingOptions
-from ..fsdp.wrap_plan import EMBEDDINGS, HEAD, ParamGroup, Unit
+from ..fsdp.unit import EMBEDDINGS, HEAD, Stage, Unit
 from ..moe.gemm.gradient_buffers import LEAST
 from ..topology.mesh import Topology
 from .activations import LayerActivations
-from .model_sizes import ModelSizes, group_sizes
+from .model_sizes import ModelSizes, unit_sizes
 
 __all__ = ["IMBALANCE", "Backend", "Batch", "Moment", "Optimizer", "moments", "peak"]
 
@@ -118,13 +118,13 @@ def moments(
     shards = step.trained_shards()
     parameters = 0 if on_host else sizes.whole + sum(step.shards())
     states = 0 if on_host else sum(_states(sizes, topology, options, optimizer))
-    for i, unit in enumerate(sizes.units):
+    for i, stage in enumerate(sizes.stages):
         done = sum(shards) if batch.micro_batches > 1 else sum(shards[i + 1 :])
-        for when, gradients, buffers, kept in step.of_unit(i):
-            logits = step.logits() if unit.name == HEAD and gradients else 0
+        for when, gradients, buffers, kept in step.of_stage(i):
+            logits = step.logits() if stage.name == HEAD and gradients else 0
             held = done if gradients and not on_host else sum(shards) if batch.micro_batches > 1 and not on_host else 0
-            yield Moment(f"{unit.name}, {when}", parameters, held, states, buffers, kept, logits)
-    if sizes.units[-1].name != HEAD:  # the root has it
+            yield Moment(f"{stage.name}, {when}", parameters, held, states, buffers, kept, logits)
+    if sizes.stages[-1].name != HEAD:  # the root has it
         held = sum(shards) if batch.micro_batches > 1 and not on_host else 0
         yield Moment("logits", parameters, held, states, step.stays[-1], step.all_activations(), step.logits())
     if not on_host:
@@ -135,77 +135,79 @@ def moments(
 class _Step:
     def __init__(self, sizes: ModelSizes, topology: Topology, options: ShardingOptions, batch: Batch, backend: Backend):
         self.sizes, self.topology, self.options, self.batch, self.backend = sizes, topology, options, batch, backend
-        self.of_group = {id(group): size for _, group, size in group_sizes(sizes, topology, options.expert_shard_dim)}
-        # Before each unit: bytes of what is not freed after the forward, and what is kept per token.
+        self.sizes_of = {id(unit): size for _, unit, size in unit_sizes(sizes, topology, options.expert_shard_dim)}
+        # Before each stage: bytes of what is not freed after the forward, and what is kept per token.
         self.stays, self.kept = [0], [0.0]
-        for unit in sizes.units:
-            layer = sizes.traced.layers.get(unit.name)
-            self.stays.append(self.stays[-1] + sum(self.gathered(g) for g in unit.groups if not g.freed))
+        for stage in sizes.stages:
+            layer = sizes.traced.layers.get(stage.name)
+            self.stays.append(self.stays[-1] + sum(self.gathered(u) for u in stage.units if not u.is_freed))
             self.kept.append(self.kept[-1] + (self._kept(layer) if layer else 0.0))
-        # From each unit on: bytes that gradients of experts leave in backward.
+        # From each stage on: bytes that gradients of experts leave in backward.
         self.waits = [0]
-        for unit in reversed(sizes.units):
-            self.waits.insert(0, max([self.waits[0], *map(self.recycled, unit.groups)]))
+        for stage in reversed(sizes.stages):
+            self.waits.insert(0, max([self.waits[0], *map(self.recycled, stage.units)]))
 
-    def shard(self, group: ParamGroup) -> int:
-        return self.of_group[id(group)].local * self.sizes.master.itemsize
+    def shard(self, unit: Unit) -> int:
+        return self.sizes_of[id(unit)].local * self.sizes.master.itemsize
 
-    def trained_shard(self, group: ParamGroup) -> int:
-        return self.of_group[id(group)].trained * self.sizes.master.itemsize
+    def trained_shard(self, unit: Unit) -> int:
+        return self.sizes_of[id(unit)].trained * self.sizes.master.itemsize
 
     def shards(self) -> list[int]:
-        """Bytes of a rank's parameters, by unit."""
-        return [sum(map(self.shard, unit.groups)) for unit in self.sizes.units]
+        """Bytes of a rank's parameters, by stage."""
+        return [sum(map(self.shard, stage.units)) for stage in self.sizes.stages]
 
     def trained_shards(self) -> list[int]:
         """Of those, what has gradients."""
-        return [sum(map(self.trained_shard, unit.groups)) for unit in self.sizes.units]
+        return [sum(map(self.trained_shard, stage.units)) for stage in self.sizes.stages]
 
-    def gathered(self, group: ParamGroup) -> int:
-        return self.of_group[id(group)].full * group.compute.itemsize
+    def gathered(self, unit: Unit) -> int:
+        return self.sizes_of[id(unit)].full * unit.param_dtype.itemsize
 
-    def recycled(self, group: ParamGroup) -> int:
-        """Bytes of the memory that the gradients of a group have, and leave for others."""
-        if not (group.is_experts and self.backend.on_cpu) or self.options.experts_backend == "reference":
+    def recycled(self, unit: Unit) -> int:
+        """Bytes of the memory that the gradients of a unit have, and leave for others."""
+        if not (unit.is_experts and self.backend.on_cpu) or self.options.experts_backend == "reference":
             return 0
-        ranks, shard_dim = self.of_group[id(group)].ranks, self.options.expert_shard_dim
-        trained = group.shapes.keys() - group.frozen
-        sizes = [ranks * group.local_of(name, self.topology, shard_dim) * group.compute.itemsize for name in trained]
+        ranks, shard_dim = self.sizes_of[id(unit)].ranks, self.options.expert_shard_dim
+        trained = unit.shapes.keys() - unit.frozen
+        sizes = [
+            ranks * unit.local_numel(name, self.topology, shard_dim) * unit.param_dtype.itemsize for name in trained
+        ]
         # With chunks those of one are added to those before.
         return sum(size for size in sizes if size >= LEAST) * min(self.options.dispatch_chunks, 2)
 
-    def ahead(self, units: list[Unit], forward: bool) -> int:
-        """Bytes of the buffers of units gathered ahead."""
-        groups = [group for unit in units for group in unit.groups if forward or group.gathered_again]
-        return sum(self.gathered(group) for group in groups if self.of_group[id(group)].ranks > 1)
+    def ahead(self, stages: list[Stage], forward: bool) -> int:
+        """Bytes of the buffers of stages gathered ahead."""
+        units = [unit for stage in stages for unit in stage.units if forward or unit.is_gathered_again]
+        return sum(self.gathered(unit) for unit in units if self.sizes_of[id(unit)].ranks > 1)
 
-    def of_unit(self, i: int) -> Iterator[tuple[str, bool, int, int]]:
+    def of_stage(self, i: int) -> Iterator[tuple[str, bool, int, int]]:
         """When, whether it is in backward, the bytes of weights and buffers, and those of activations."""
-        units, depth = self.sizes.units, self.options.prefetch_depth
-        unit = units[i]
-        main = max(unit.groups, key=self.gathered)
-        others = sum(self.gathered(group) for group in unit.groups if group is not main)
+        stages, depth = self.sizes.stages, self.options.prefetch_depth
+        stage = stages[i]
+        main = max(stage.units, key=self.gathered)
+        others = sum(self.gathered(unit) for unit in stage.units if unit is not main)
         stays = self.stays[i]
-        size, compute, reduce = self.of_group[id(main)], main.compute.itemsize, self.options.reduce_dtype.itemsize
+        size, compute, reduce = self.sizes_of[id(main)], main.param_dtype.itemsize, self.options.reduce_dtype.itemsize
         weights = self.gathered(main)
         gathering = (weights if size.ranks > 1 else 0) + weights + size.moved * compute
 
-        ahead = self.ahead(list(units[i + 1 : i + 1 + depth]), forward=True)
+        ahead = self.ahead(list(stages[i + 1 : i + 1 + depth]), forward=True)
         held = stays + others + ahead + gathering
         yield "gathering in forward", False, held, self.activations(i, None, experts=not main.is_experts)
         yield "forward", False, held - size.moved * compute, self.activations(i, None, experts=True)
 
-        before = [u for u in units[max(i - depth, 0) : i] if u.name != EMBEDDINGS]
+        before = [s for s in stages[max(i - depth, 0) : i] if s.name != EMBEDDINGS]
         kept = stays + others + self.ahead(before, forward=False)
         waits = self.waits[i + 1]
         if not main.is_experts:
             kept, waits = kept + self.waits[i], 0
         own = max(self.recycled(main), waits)
-        if main.gathered_again:
+        if main.is_gathered_again:
             computed = self.options.checkpointing == "full" and main.is_experts
             held = kept + waits + gathering
             yield "gathering in backward", True, held, self.activations(i, main, experts=not computed)
-        read = 0 if main.freed and not main.gathered_again else weights
+        read = 0 if main.is_freed and not main.is_gathered_again else weights
         gradients, packed = size.reduced * compute, size.reduced * reduce
         last = size.last * compute
         # Where there is one rank, the sum is what was packed (fsdp/single_rank_reduce.py).
@@ -221,28 +223,28 @@ class _Step:
         yield "packing gradients", True, kept + written + packed, left
         yield "reducing gradients", True, kept + summed + cast + max(last, own), left
 
-    def phases(self, i: int, group: ParamGroup) -> list[tuple[float, int]]:
-        """Of the backward of a unit's group: the part of its gradients that is there, and bytes of the experts."""
-        layer = self.sizes.traced.layers.get(self.sizes.units[i].name)
+    def phases(self, i: int, unit: Unit) -> list[tuple[float, int]]:
+        """Of the backward of a stage's unit: the part of its gradients that is there, and bytes of the experts."""
+        layer = self.sizes.traced.layers.get(self.sizes.stages[i].name)
         if layer is None:
             return [(1.0, 0)]
         kept, rows = self._experts(layer), self.batch.tokens * self.batch.imbalance
         found = layer.local if self.topology.ep == 1 else layer.dispatched
-        if not group.is_experts or not found:
+        if not unit.is_experts or not found:
             return [(1.0, int(kept * self.batch.tokens))]
         return [(share, int(nbytes * rows / self.options.dispatch_chunks)) for share, nbytes in found]
 
-    def activations(self, i: int, group: ParamGroup | None, experts: bool) -> int:
-        """Kept of the layers up to a unit, and of the unit's own when a group of it has its backward; None in forward.
+    def activations(self, i: int, unit: Unit | None, experts: bool) -> int:
+        """Kept of the layers up to a stage, and of the stage's own when a unit of it has its backward; None in forward.
 
         Args:
             experts: whether what they keep is there.
         """
-        name = self.sizes.units[i].name
+        name = self.sizes.stages[i].name
         layer = self.sizes.traced.layers.get(name)
         per_token = self.kept[i]
         if layer is not None:
-            per_token += self._working(layer, beside_experts=group is not None and group.is_experts)
+            per_token += self._working(layer, beside_experts=unit is not None and unit.is_experts)
             per_token += self._experts(layer) if experts else 0
         if layer or name == HEAD:
             per_token += self.sizes.traced.outside
@@ -292,18 +294,18 @@ def _states(
     """AdamW has two moments; Muon one for what it steps, and AdamW's two for the rest."""
     if optimizer is None:
         return
-    for unit in sizes.units:
-        for group in unit.groups:
-            for name in group.shapes.keys() - group.frozen:
+    for stage in sizes.stages:
+        for unit in stage.units:
+            for name in unit.shapes.keys() - unit.frozen:
                 number = 1 if optimizer == "muon" and name in sizes.matrices else 2
-                local = group.local_of(name, topology, options.expert_shard_dim)
+                local = unit.local_numel(name, topology, options.expert_shard_dim)
                 yield number * local * sizes.master.itemsize
 
 
-def _by_kind(sizes: ModelSizes, shards_of: Callable[[ParamGroup], int]) -> tuple[int, int]:
+def _by_kind(sizes: ModelSizes, shards_of: Callable[[Unit], int]) -> tuple[int, int]:
     """Bytes of a rank's experts, and of the rest: each has an optimizer of its own."""
-    groups = [group for unit in sizes.units for group in unit.groups]
+    units = [unit for stage in sizes.stages for unit in stage.units]
     return (
-        sum(shards_of(group) for group in groups if group.is_experts),
-        sum(shards_of(group) for group in groups if not group.is_experts),
+        sum(shards_of(unit) for unit in units if unit.is_experts),
+        sum(shards_of(unit) for unit in units if not unit.is_experts),
     )

@@ -10,7 +10,9 @@ from transformers import PretrainedConfig
 
 from ..fsdp.options import ShardingOptions
 from ..fsdp.ulysses import heads_to_split
-from ..fsdp.wrap_plan import GroupSizes, ParamGroup, Unit, frozen_beside_adapters, units_of
+from ..fsdp.unit import Stage, Unit, UnitSizes, stages_of
+from ..fsdp.wrap_plan import frozen_with_lora, wrap_plan
+from ..model.layers import layer_names
 from ..model.meta import build_on_meta
 from ..moe.find import UnsupportedModelError
 from ..optim.muon_partition import muon_parameters
@@ -18,7 +20,7 @@ from ..topology.expert_placement import check_experts_divide
 from ..topology.mesh import Topology
 from .activations import Traced, trace
 
-__all__ = ["ModelSizes", "group_sizes"]
+__all__ = ["ModelSizes", "unit_sizes"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +39,7 @@ class ModelSizes:
     """
 
     name: str
-    units: tuple[Unit, ...]
+    stages: tuple[Stage, ...]
     traced: Traced
     master: torch.dtype
     whole: int
@@ -77,12 +79,14 @@ class ModelSizes:
         """
         model = build(master)
         model.tie_weights()  # which going to meta may have undone
-        units, whole = units_of(model, options)
+        plan = wrap_plan(model, options)
+        whole = [model.get_parameter(name) for unit in plan for name in unit.unsharded]
+        stages = stages_of(plan, layer_names(model))
         counts = tuple(
-            next(iter(group.shapes[name][dim] for name, dim in group.ep_dims.items()))
-            for unit in units
-            for group in unit.groups
-            if group.is_experts
+            next(unit.shapes[name][dim] for name, dim in unit.ep_dims.items())
+            for stage in stages
+            for unit in stage.units
+            if unit.is_experts
         )
         matrices = frozenset(muon_parameters(model))
         heads, unshared = 1, ""
@@ -94,7 +98,7 @@ class ModelSizes:
         outputs = 1 if head is None else head.weight.shape[0]
         if options.param_dtype != master:
             model = build(options.param_dtype)
-        for name in frozen_beside_adapters(model):
+        for name in frozen_with_lora(model):
             model.get_parameter(name).requires_grad_(False)
         traced, untraced = Traced({}, 0.0), ""
         try:
@@ -103,10 +107,10 @@ class ModelSizes:
             untraced = str(error)
         return cls(
             name=type(model).__name__,
-            units=tuple(units),
+            stages=tuple(stages),
             traced=traced,
             master=master,
-            whole=whole,
+            whole=sum(param.numel() * param.element_size() for param in whole),
             outputs=outputs,
             num_experts=counts,
             matrices=matrices,
@@ -133,13 +137,13 @@ class ModelSizes:
 
 
 @functools.lru_cache(maxsize=1024)
-def group_sizes(
+def unit_sizes(
     sizes: ModelSizes, topology: Topology, shard_dim: int | str = "auto"
-) -> tuple[tuple[str, ParamGroup, GroupSizes], ...]:
-    """Each group with its unit's name and its sizes, in the order of the forward.
+) -> tuple[tuple[str, Unit, UnitSizes], ...]:
+    """Each unit with its stage's name and its sizes, in the order of the forward.
 
     Raises:
-        SettingError: as ``ParamGroup.sizes``.
+        SettingError: as ``Unit.sizes``.
     """
-    pairs = [(unit.name, group) for unit in sizes.units for group in unit.groups]
-    return tuple((unit, group, group.sizes(topology, shard_dim)) for unit, group in pairs)
+    pairs = [(stage.name, unit) for stage in sizes.stages for unit in stage.units]
+    return tuple((stage, unit, unit.sizes(topology, shard_dim)) for stage, unit in pairs)

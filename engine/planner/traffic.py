@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from ..fsdp.options import ShardingOptions
-from ..fsdp.wrap_plan import ROOT
+from ..fsdp.unit import ROOT
 from ..topology.mesh import Topology
 from .memory import Batch
-from .model_sizes import ModelSizes, group_sizes
+from .model_sizes import ModelSizes, unit_sizes
 
 __all__ = ["Collective", "collectives"]
 
@@ -50,12 +50,12 @@ def collectives(sizes: ModelSizes, topology: Topology, options: ShardingOptions,
             calls, nbytes = old.calls + calls * batch.micro_batches, old.nbytes + nbytes * batch.micro_batches
             found[name] = Collective(name, ranks, stride, calls, nbytes)
 
-    for unit, group, size in group_sizes(sizes, topology, options.expert_shard_dim):
-        kind = "experts" if group.is_experts else "dense"
-        stride = topology.ep if group.is_experts else 1
-        gathers = 1 + (group.gathered_again and unit != ROOT)
+    for stage, unit, size in unit_sizes(sizes, topology, options.expert_shard_dim):
+        kind = "experts" if unit.is_experts else "dense"
+        stride = topology.ep if unit.is_experts else 1
+        gathers = 1 + (unit.is_gathered_again and stage != ROOT)
         reduce = options.reduce_dtype.itemsize
-        add(f"all-gather {kind}", size.ranks, stride, gathers, gathers * size.full * group.compute.itemsize)
+        add(f"all-gather {kind}", size.ranks, stride, gathers, gathers * size.full * unit.param_dtype.itemsize)
         add(f"reduce-scatter {kind}", size.ranks, stride, 1, size.reduced * reduce)
         add(f"all-reduce {kind}", topology.dp_replicate, topology.fsdp, 1, size.trained * reduce)
     chunks = options.dispatch_chunks

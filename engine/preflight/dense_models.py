@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import SettingError
-from ..fsdp.fp32_modules import find_islands, unmatched_patterns
+from ..fsdp.fp32_modules import find_float32_modules, unmatched_patterns
 from ..moe.find import find_experts
 from .model_facts import ModelFacts, inspect_model
 
@@ -82,7 +82,7 @@ def check_alone(engine: Any, facts: ModelFacts, setting: str, critic: Mapping[st
         others = f", nor has that of the critic, {beside.name}"
     if engine.expert_plan:
         find_experts(facts.model, engine.expert_plan)  # which says what its patterns may have meant
-    find_islands(facts.model, [], engine.fp32_modules)
+    find_float32_modules(facts.model, [], engine.fp32_modules)
     name, value = next(iter(given.items()))
     rule = f"concerns experts, and {facts.name} ({setting}.path) is a dense model: it has none{others}."
     default = _REPLAY if name.endswith("mode") else _OF_EXPERTS[name.removeprefix("engine.")]

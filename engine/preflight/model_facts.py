@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from ..checkpoint.safetensors_reader import check_files, open_checkpoint
 from ..compat.transformers_names import no_init_weights
 from ..errors import SettingError
-from ..fsdp.fp32_modules import find_islands, unmatched_patterns
+from ..fsdp.fp32_modules import find_float32_modules, unmatched_patterns
 from ..model.hf_names import for_vllm
 from ..model.meta import check_not_quantised
 from ..moe.find import ExpertsInfo, UnsupportedModelError, find_experts, is_dense
@@ -97,7 +97,7 @@ def inspect_model(
         raise SettingError(f"{setting}.path", path, str(error), works) from None
     unmatched = unmatched_patterns(built, fp32_modules) if dense else ()
     patterns = [pattern for pattern in fp32_modules if pattern not in unmatched]
-    find_islands(built, [info.module for info in experts], patterns)
+    find_float32_modules(built, [info.module for info in experts], patterns)
     return _facts(built, experts)
 
 

@@ -4,10 +4,10 @@ import math
 from dataclasses import dataclass
 
 from ...engine.fsdp.options import ShardingOptions
-from ...engine.fsdp.wrap_plan import EMBEDDINGS, ParamGroup
+from ...engine.fsdp.unit import EMBEDDINGS, Unit
 from ...engine.planner.activations import LayerActivations
 from ...engine.planner.memory import Batch
-from ...engine.planner.model_sizes import ModelSizes, group_sizes
+from ...engine.planner.model_sizes import ModelSizes, unit_sizes
 from ...engine.planner.traffic import Collective, collectives
 from ...engine.topology.mesh import Topology
 
@@ -89,22 +89,22 @@ def roofline(
     forwards = 2 if options.checkpointing == "full" else 1
     compute = by_experts = 0.0
     widths = iter(sizes.num_experts)
-    groups = group_sizes(sizes, topology, options.expert_shard_dim)
-    for unit, group, size in groups:
-        if unit == EMBEDDINGS:
+    sharded = unit_sizes(sizes, topology, options.expert_shard_dim)
+    for stage, unit, size in sharded:
+        if stage == EMBEDDINGS:
             continue
         elements, again = float(size.full), float(forwards - 1)
-        if group.is_experts:
+        if unit.is_experts:
             # Balanced: of a layer's experts a token uses K, wherever they are.
-            experts, layer = next(widths), _layer_of(sizes, group)
+            experts, layer = next(widths), _layer_of(sizes, unit)
             elements = size.full * topology.ep * layer.rows / experts * batch.imbalance
             if layer.ends_with_experts:  # which are computed again up to their last linear
-                again *= 1 - _elements(group, "down_proj") / _elements(group)
+                again *= 1 - _elements(unit, "down_proj") / _elements(unit)
         products = 2 * elements * batch.tokens / (cluster.tflops * cluster.efficiency) / 1e12
-        reading = size.full * group.compute.itemsize / cluster.hbm / 1e9
+        reading = size.full * unit.param_dtype.itemsize / cluster.hbm / 1e9
         took = (3 + again) * max(products, reading)
         compute += took
-        by_experts += took if group.is_experts else 0
+        by_experts += took if unit.is_experts else 0
     for layer in sizes.traced.layers.values():
         # Causal: half of the products of queries and keys, and of their weights and values.
         products = batch.tokens * length * (layer.attention.query + layer.attention.output)
@@ -112,16 +112,16 @@ def roofline(
     # All chunks but one travel while another computes.
     rows = sum(seconds(c, cluster) for c in moved if c.name == "all-to-all tokens")
     by_tokens -= min(rows, by_experts * batch.micro_batches) * (1 - 1 / options.dispatch_chunks)
-    shards = sum(size.local for _, _, size in groups)
+    shards = sum(size.local for _, _, size in sharded)
     optimizer = 7 * shards * sizes.master.itemsize / cluster.hbm / 1e9  # reads 4, writes 3
     return Roofline(compute * batch.micro_batches, by_fsdp, by_tokens, optimizer)
 
 
-def _layer_of(sizes: ModelSizes, group: ParamGroup) -> LayerActivations:
-    first = next(iter(group.shapes))
+def _layer_of(sizes: ModelSizes, unit: Unit) -> LayerActivations:
+    first = next(iter(unit.shapes))
     return next(layer for name, layer in sizes.traced.layers.items() if first.startswith(f"{name}."))
 
 
-def _elements(group: ParamGroup, ends: str = "") -> int:
+def _elements(unit: Unit, ends: str = "") -> int:
     """Of the parameters whose names end so."""
-    return sum(math.prod(shape) for name, shape in group.shapes.items() if name.endswith(ends))
+    return sum(math.prod(shape) for name, shape in unit.shapes.items() if name.endswith(ends))

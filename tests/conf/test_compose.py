@@ -333,7 +333,7 @@ def test_a_primary_config_of_the_users_own_takes_model_engine(tmp_path):
     assert (config.actor_rollout_ref.actor.shared_engine.ep_size, config.critic.shared_engine.seed) == (4, 3)
 
 
-def test_plans_and_islands_are_given_on_the_command_line():
+def test_plans_and_fp32_modules_are_given_on_the_command_line():
     config = composed(
         "ppo_trainer",
         "engine=epfsdp2",

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from epfsdp2.engine import parallelize
+from epfsdp2.engine.fsdp.options import ShardingOptions
+from epfsdp2.engine.fsdp.wrap_plan import wrap_plan
 from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from tests.support.engine import sharded_model
@@ -98,14 +100,15 @@ def _wrong_factor_is_seen(folder):
 
 def _sums_where_nccl_would_multiply_by_zero(folder):
     model, meshes = sharded_model(folder, WORLD, 2)
-    experts = {m for name, m in model.named_modules() if name.endswith(".experts")}
     on_gpu = SimpleNamespace(topology=meshes.topology, dense=SimpleNamespace(device_type="cuda"))
     for dtype, summed in (
         (torch.float32, 0),
         (torch.bfloat16, sum(isinstance(m, FSDPModule) for m in model.modules())),
     ):
+        plan = wrap_plan(model, ShardingOptions(param_dtype=torch.float32, reduce_dtype=dtype))
         with mock.patch.object(FSDPModule, "set_force_sum_reduction_for_comms") as sums:
-            parallelize._divide_gradients(model, experts, on_gpu, dtype)
+            for unit in plan:
+                parallelize.divide_gradient(model.get_submodule(unit.name), unit, on_gpu)
         assert sums.call_count == summed
 
 

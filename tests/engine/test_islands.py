@@ -1,4 +1,4 @@
-"""Float32 islands in a bfloat16 model."""
+"""Modules that are kept in float32 in a bfloat16 model."""
 
 import logging
 
@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.fsdp.fp32_modules import correction_biases, find_islands
+from epfsdp2.engine.fsdp.fp32_modules import correction_biases, find_float32_modules
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes
 from tests.parity import families
@@ -72,7 +72,7 @@ def test_a_router_that_is_not_called_can_not_be_named():
     with torch.device("meta"):
         model = DeepseekV2ForCausalLM(DeepseekV2Config(num_hidden_layers=2, first_k_dense_replace=1))
     with pytest.raises(SettingError, match=r"model.layers.1.mlp.gate, whose weight the model's code reads"):
-        find_islands(model, [model.model.layers[1].mlp.experts], ["*.mlp.gate"])
+        find_float32_modules(model, [model.model.layers[1].mlp.experts], ["*.mlp.gate"])
 
 
 def _save_ernie(folder):
@@ -209,13 +209,13 @@ def _model(strict):
 
 def test_a_parameter_among_others_gets_its_owner_and_leaves_the_owners_children():
     model = _model(["sinks", "norm"])
-    islands = {island.module: island.mainland for island in find_islands(model, [])}
-    assert islands == {model.attention: (model.attention.q,), model.attention.norm: ()}
+    found = [(each.module, each.low_precision_children) for each in find_float32_modules(model, [])]
+    assert found == [(model.attention.norm, ()), (model.attention, (model.attention.q,))]
 
 
-def test_inner_islands_come_first():
+def test_find_float32_modules_of_a_pattern_has_inner_modules_first():
     model = _model([])
-    order = [island.module for island in find_islands(model, [], ["attention*"])]
+    order = [found.module for found in find_float32_modules(model, [], ["attention*"])]
     assert order == [model.attention.norm, model.attention.q, model.attention]
 
 
@@ -225,4 +225,4 @@ def test_inner_islands_come_first():
 def test_a_wrong_pattern_is_refused(pattern, rule):
     model = _model([])
     with pytest.raises(SettingError, match=rule):
-        find_islands(model, [model.attention.q], [pattern])
+        find_float32_modules(model, [model.attention.q], [pattern])

@@ -12,8 +12,8 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch.func import functional_call
 
+from epfsdp2.engine.build import shard_and_load
 from epfsdp2.engine.checkpoint.atomic_folder import CheckpointError
-from epfsdp2.engine.checkpoint.load import load_weights
 from epfsdp2.engine.checkpoint.safetensors_reader import open_checkpoint
 from epfsdp2.engine.checkpoint.state import HF, load_checkpoint, save_checkpoint
 from epfsdp2.engine.config import EPFSDP2EngineConfig
@@ -24,10 +24,9 @@ from epfsdp2.engine.lora.peft_files import ADAPTER, read_adapter
 from epfsdp2.engine.lora.settings import LoraSettings
 from epfsdp2.engine.model import hf_names
 from epfsdp2.engine.model.layers import layer_names
-from epfsdp2.engine.model.meta import build_on_meta, materialize
+from epfsdp2.engine.model.meta import build_on_meta
 from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
-from epfsdp2.engine.parallelize import parallelize
 from epfsdp2.engine.preflight.run import check_training
 from epfsdp2.engine.topology.dtensor import is_adapter, local_box
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
@@ -63,10 +62,10 @@ def _sharded(folder, ep, fsdp_size=-1, seed=0, changes=None, **options):
         fsdp_size,
         before=lambda model: Lora(model, lora_settings(**(changes or {}))),
         initialize=lambda name, tensor, fits: is_adapter(name),
+        finish=lambda model: lora_of(model).initialize(model, seed),
         **options,
     )
     lora = lora_of(model)
-    lora.initialize(model, seed)
     lora.freeze_the_rest(model)
     return model.train(), meshes, lora
 
@@ -510,10 +509,16 @@ def _compared(name, folder, meshes):
     plain = families.load(name, folder).train(train)
     model = build_on_meta(_OfConfig(type(plain)), copy.deepcopy(plain.config), torch.float32)
     lora = Lora(model, lora_settings())
-    parallelize(model, meshes, ShardingOptions(param_dtype=torch.float32))
-    materialize(model, "cpu")
-    load_weights(model, open_checkpoint(folder), meshes, lambda name, tensor, fits: is_adapter(name))
-    lora.initialize(model, 0, _stirred(model))
+    shard_and_load(
+        model,
+        open_checkpoint(folder),
+        meshes,
+        ShardingOptions(param_dtype=torch.float32),
+        device="cpu",
+        device_id="cpu",
+        initialize=lambda name, tensor, fits: is_adapter(name),
+        finish=lambda model: lora.initialize(model, 0, _stirred(model)),
+    )
     lora.freeze_the_rest(model)
     model.train(train)
 

@@ -129,8 +129,8 @@ def test_gradients_of_experts_leave_their_memory_on_a_cpu():
 
 def test_tied_embeddings_are_counted_once_and_stay_in_the_root():
     tied, untied = _sizes(tie_word_embeddings=True), _sizes()
-    assert [u.name for u in tied.units] == ["root", "model.layers.0", "model.layers.1"]
-    assert [u.name for u in untied.units] == ["root", "embeddings", "model.layers.0", "model.layers.1", "head"]
+    assert [stage.name for stage in tied.stages] == ["root", "model.layers.0", "model.layers.1"]
+    assert [stage.name for stage in untied.stages] == ["root", "embeddings", "model.layers.0", "model.layers.1", "head"]
     one, two = (peak(s, Topology.plan(1, 1), FLOAT32, Batch(1)).parameters for s in (tied, untied))
     assert two - one == 4 * 64 * 32
 
@@ -233,7 +233,7 @@ def test_a_real_step_sends_the_bytes_that_are_predicted(tmp_path, save, world, e
     run_ranks(_step_is_counted, world, folder, ep, fsdp_size, options, 24, sp, lora, expected)
 
 
-def test_what_is_frozen_beside_adapters_has_neither_gradients_nor_states():
+def test_what_is_frozen_with_lora_has_neither_gradients_nor_states():
     def build(dtype):
         model = build_on_meta(AutoModelForCausalLM, Qwen3MoeConfig(**TINY), dtype)
         Lora(model, LORA)

@@ -44,7 +44,7 @@ def _trains_to_the_end(folder, settings):
     if dist.get_rank():
         assert ours == []
         return
-    plan = worker.engine._plan
+    plan = worker.engine.run_plan
     assert ours.pop(0).startswith("engine.experts_backend=auto: the experts are computed by torch")
     assert ours == plan.lines() and ours[0] == "plan of Qwen3MoeForCausalLM"
 
@@ -122,7 +122,7 @@ def test_the_actors_settings_say_how_large_a_step_may_be():
 
 
 def _example(folder):
-    lines = ppo_worker(folder, ep=1, optimizer={"foreach": True}).engine._plan.lines()
+    lines = ppo_worker(folder, ep=1, optimizer={"foreach": True}).engine.run_plan.lines()
     assert any("1024 tokens are an example" in line for line in lines)
 
 

@@ -14,14 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from epfsdp2.engine.checkpoint.load import load_weights
+from epfsdp2.engine.build import shard_and_load
 from epfsdp2.engine.checkpoint.safetensors_reader import open_checkpoint
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.fsdp.options import ShardingOptions
-from epfsdp2.engine.model.meta import build_on_meta, check_initialized, materialize
+from epfsdp2.engine.model.meta import build_on_meta
 from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
-from epfsdp2.engine.parallelize import parallelize
 from epfsdp2.engine.topology.dtensor import local_box, local_tensor
 from epfsdp2.engine.topology.mesh import Meshes, Topology, build_meshes
 from tests.parity import families
@@ -172,10 +171,7 @@ def _sharded(folder: Path, case: Case, reference: _Reference):
     options = ShardingOptions(
         param_dtype=getattr(torch, case.dtype), expert_shard_dim=case.shard_dim, checkpointing=case.checkpointing
     )
-    parallelize(model, meshes, options)
-    materialize(model, "cpu")
-    load_weights(model, open_checkpoint(folder), meshes)
-    check_initialized(model)
+    shard_and_load(model, open_checkpoint(folder), meshes, options, device="cpu", device_id="cpu")
     return model, meshes
 
 

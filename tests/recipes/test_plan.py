@@ -165,7 +165,7 @@ def test_adapters_chunks_and_the_backend_change_what_is_planned(tmp_path):
 def test_cards_have_the_published_number_of_parameters(card, billions):
     sizes = request_of(parse(["--model", card]), config_of(card)).sizes
     alone = Topology.plan(1, 1)
-    count = sum(group.sizes(alone).full for unit in sizes.units for group in unit.groups)
+    count = sum(unit.sizes(alone).full for stage in sizes.stages for unit in stage.units)
     assert count / 1e9 == pytest.approx(billions, rel=0.005)
     assert set(CARDS) >= {card} and len(sizes.traced.layers) == config_of(card).num_hidden_layers
 

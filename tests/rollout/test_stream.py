@@ -148,7 +148,7 @@ def _narrower(folder):
     assert sum(sent_bytes) < 0.55 * sum(wide_bytes)
 
 
-def test_masters_are_cast_before_the_gather_but_for_islands(tmp_path):
+def test_masters_are_cast_before_the_gather_but_for_float32_modules(tmp_path):
     run_ranks(_narrower, 2, save_qwen3_moe(tmp_path))
 
 

@@ -7,11 +7,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from epfsdp2.engine.checkpoint.load import load_weights
+from epfsdp2.engine.build import shard_and_load
 from epfsdp2.engine.checkpoint.safetensors_reader import open_checkpoint
 from epfsdp2.engine.fsdp.options import ShardingOptions
-from epfsdp2.engine.model.meta import build_on_meta, materialize
-from epfsdp2.engine.parallelize import parallelize
+from epfsdp2.engine.model.meta import build_on_meta
 from epfsdp2.engine.topology.mesh import Meshes, Topology, build_meshes
 
 __all__ = ["sharded_model"]
@@ -26,20 +25,29 @@ def sharded_model(
     dtype: torch.dtype = torch.float32,
     before: Callable[[nn.Module], object] = lambda model: None,
     initialize: Callable[[str, torch.Tensor, bool], bool] = lambda name, tensor, fits: False,
+    finish: Callable[[nn.Module], None] | None = None,
     **options,
 ) -> tuple[nn.Module, Meshes]:
-    """Build, shard and load a checkpoint, stored in ``dtype``; ``options`` are those of ``ShardingOptions``.
+    """Build a model stored in ``dtype``, and have ``shard_and_load`` shard and load it, as the engine does.
 
     Args:
-        before: is handed the model before it is sharded.
-        initialize: as ``load_weights``'s.
+        before: is called with the model before it is sharded.
+        initialize, finish: as ``shard_and_load``'s.
+        options: those of ``ShardingOptions``.
     """
     topology = world if isinstance(world, Topology) else Topology.plan(world, ep, fsdp_size)
     meshes = build_meshes("cpu", topology)
     config = AutoConfig.from_pretrained(folder, attn_implementation=attention)
     model = build_on_meta(AutoModelForCausalLM, config, dtype)
     before(model)
-    parallelize(model, meshes, ShardingOptions(**{"param_dtype": torch.float32, **options}))
-    materialize(model, "cpu")
-    load_weights(model, open_checkpoint(folder), meshes, initialize)
+    shard_and_load(
+        model,
+        open_checkpoint(folder),
+        meshes,
+        ShardingOptions(**{"param_dtype": torch.float32, **options}),
+        device="cpu",
+        device_id="cpu",
+        initialize=initialize,
+        finish=finish,
+    )
     return model, meshes

@@ -22,6 +22,7 @@ __all__ = [
     "save_processor",
     "save_vlm",
     "vlm_batch",
+    "vlm_config",
     "vlm_logits",
     "vlm_samples",
 ]
@@ -109,9 +110,14 @@ VLMS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def save_vlm(name: str, folder: Path, seed: int = 0) -> Path:
     """Save the family's model, every weight random."""
+    kind = getattr(transformers, f"{VLMS[name][0]}ForConditionalGeneration")
+    return save_random(kind(vlm_config(name)), folder, seed)
+
+
+def vlm_config(name: str) -> Any:
+    """The family's config, of tiny sizes."""
     kind, sizes = VLMS[name]
-    config = getattr(transformers, f"{kind}Config")(**sizes, **IMAGE_TOKENS, tie_word_embeddings=False)
-    return save_random(getattr(transformers, f"{kind}ForConditionalGeneration")(config), folder, seed)
+    return getattr(transformers, f"{kind}Config")(**sizes, **IMAGE_TOKENS, tie_word_embeddings=False)
 
 
 def plain_vlm(folder: Path, dtype: torch.dtype = torch.float32) -> Any:

@@ -1,0 +1,189 @@
+"""One FSDP unit, the result of one call of ``fully_shard``, as data; and its sizes on a mesh.
+
+A unit names modules and parameters and holds none, so it can be compared, printed, and kept without the model.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ..topology.expert_placement import ep_fsdp_dim
+from ..topology.index_ranges import Cut
+from ..topology.mesh import Topology
+
+__all__ = ["EMBEDDINGS", "HEAD", "ROOT", "Kind", "Stage", "Unit", "UnitSizes", "stages_of"]
+
+ROOT, EMBEDDINGS, HEAD = "root", "embeddings", "head"
+Kind = Literal["experts", "low_precision", "float32", "layer", "embeddings", "head", "root"]
+
+
+@dataclass(frozen=True)
+class UnitSizes:
+    """Elements of a unit on a mesh.
+
+    Args:
+        ranks: that share the unit; nothing is gathered where it is one.
+        local: of a rank's shard, padded as FSDP pads it.
+        trained: of the parameters in that shard that have a gradient.
+        moved: of the parameters that are sharded along another dim than the first: FSDP copies these once more after
+            the all-gather.
+        last: of the last parameter with a gradient, which FSDP holds while it reduces.
+    """
+
+    ranks: int
+    local: int
+    trained: int
+    moved: int
+    last: int
+
+    @property
+    def full(self) -> int:
+        """Elements that an all-gather ends with: the unit's parameters, of experts those of one EP rank."""
+        return self.ranks * self.local
+
+    @property
+    def reduced(self) -> int:
+        """Elements that a reduce-scatter starts with: the gradients of these."""
+        return self.ranks * self.trained
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that FSDP2 gathers, frees and reduces together, and how it does so.
+
+    Args:
+        kind: what the modules are. ``low_precision`` are children of a module that is kept in float32, which are
+            themselves gathered in the lower precision, as one unit.
+        modules: their FQNs; the root's is ``""``. Several modules share one unit only where ``kind`` says so.
+        stage: when it is needed: in the root, the embeddings, the head, or the layer that it is a part of.
+        shapes: global shape of each parameter, by FQN. A parameter belongs to the first unit that holds it.
+        ep_dims: for each parameter of experts, the dim that counts the experts; empty for every other unit.
+        param_dtype: dtype in which the parameters are gathered.
+        reduce_dtype: dtype in which the gradients are reduced.
+        casts_inputs: FSDP casts floating-point inputs of the forward to ``param_dtype``.
+        casts_outputs: the forward's output is cast to the dtype of its input.
+        reshard_after_forward: whether gathered parameters are freed between forward and backward; None leaves it to
+            FSDP, which keeps those of the root.
+        unshard_in_backward: whether backward reads the parameters.
+        unsharded: parameters below the modules that FSDP leaves alone: each rank holds them whole, in their own dtype.
+        frozen: parameters that have no gradient because there are adapters.
+        forward_prefetch: units, by name, whose all-gathers start when this unit's forward does.
+        backward_prefetch: the same for its backward.
+    """
+
+    kind: Kind
+    modules: tuple[str, ...]
+    stage: str
+    shapes: Mapping[str, tuple[int, ...]]
+    param_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    reshard_after_forward: bool | None
+    ep_dims: Mapping[str, int]
+    casts_inputs: bool = True
+    casts_outputs: bool = False
+    unshard_in_backward: bool = True
+    unsharded: tuple[str, ...] = ()
+    frozen: frozenset[str] = frozenset()
+    forward_prefetch: tuple[str, ...] = ()
+    backward_prefetch: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """FQN of the first module; no two units of a plan share it."""
+        return self.modules[0]
+
+    @property
+    def is_experts(self) -> bool:
+        """Whether the unit is sharded on the experts' mesh, over ``ep_fsdp``, rather than on the dense mesh."""
+        return self.kind == "experts"
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether gathered parameters are freed between forward and backward."""
+        return bool(self.reshard_after_forward)
+
+    @property
+    def is_gathered_again(self) -> bool:
+        """Whether backward has an all-gather of its own."""
+        return self.is_freed and self.unshard_in_backward
+
+    def ranks(self, topology: Topology) -> int:
+        """Ranks that the unit is sharded over."""
+        return topology.ep_fsdp if self.is_experts else topology.fsdp
+
+    def divide_factor(self, topology: Topology) -> float:
+        """What the gradient is divided by after it has been summed over the unit's ranks.
+
+        The one factor of all units, the number of ranks that the loss is averaged over. A unit of one rank is an
+        exception: FSDP takes the mean over replicas there, so that the rest of the factor is left to divide by.
+        """
+        return topology.world / (topology.dp_replicate if self.ranks(topology) == 1 else 1)
+
+    def shard_dim(self, name: str, topology: Topology, expert_shard_dim: int | str = "auto") -> int:
+        """The dim of a parameter that FSDP shards over the unit's ranks.
+
+        Args:
+            expert_shard_dim: as ``ShardingOptions``'s; it concerns experts alone.
+
+        Raises:
+            SettingError: an explicit dim does not divide.
+        """
+        if not self.is_experts:
+            return 0
+        return ep_fsdp_dim(self.shapes[name], topology, expert_shard_dim, self.ep_dims.get(name, 0))
+
+    def cuts(self, name: str, topology: Topology, expert_shard_dim: int | str = "auto") -> tuple[Cut, ...]:
+        """How a parameter is cut over the axes of its mesh, the outermost cut first; arguments as ``shard_dim``'s."""
+        dim = self.shard_dim(name, topology, expert_shard_dim)
+        if not self.is_experts:
+            return (Cut(dim, "fsdp", topology.fsdp),)
+        over_ep = (Cut(self.ep_dims[name], "ep", topology.ep),) if name in self.ep_dims else ()
+        return (*over_ep, Cut(dim, "ep_fsdp", topology.ep_fsdp))
+
+    def local_numel(self, name: str, topology: Topology, expert_shard_dim: int | str = "auto") -> int:
+        """Elements of a rank's padded shard of one parameter; arguments as ``shard_dim``'s."""
+        shape, dim = list(self.shapes[name]), self.shard_dim(name, topology, expert_shard_dim)
+        if name in self.ep_dims:
+            shape[self.ep_dims[name]] //= topology.ep
+        shape[dim] = -(-shape[dim] // self.ranks(topology))
+        return math.prod(shape)
+
+    def sizes(self, topology: Topology, expert_shard_dim: int | str = "auto") -> UnitSizes:
+        """
+        Raises:
+            SettingError: as ``shard_dim``.
+        """
+        ranks = self.ranks(topology)
+        local = trained = moved = last = 0
+        for name in self.shapes:
+            size = self.local_numel(name, topology, expert_shard_dim)
+            local += size
+            moved += size * ranks if ranks > 1 and self.shard_dim(name, topology, expert_shard_dim) != 0 else 0
+            if name not in self.frozen:
+                trained, last = trained + size, size
+        return UnitSizes(ranks, local, trained, moved, last * ranks if ranks > 1 else 0)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Units that compute one after the other and are gathered ahead together: the root, the embeddings, a layer, or
+    the head."""
+
+    name: str
+    units: tuple[Unit, ...]
+
+
+def stages_of(plan: Sequence[Unit], layers: Sequence[str]) -> list[Stage]:
+    """The units that hold parameters, in the order of the forward.
+
+    Args:
+        layers: FQNs of the model's layers, in their order.
+    """
+    found = [
+        Stage(name, tuple(unit for unit in plan if unit.stage == name and unit.shapes))
+        for name in (ROOT, EMBEDDINGS, *layers, HEAD)
+    ]
+    return [stage for stage in found if stage.units]

@@ -1,0 +1,272 @@
+"""The part of the engine that builds a model: what happens before and after it is sharded and loaded."""
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from verl.models.transformers.monkey_patch import apply_monkey_patch
+from verl.utils.device import get_device_id, get_device_name, get_torch_device
+from verl.utils.model import get_hf_auto_model_class
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.config.optimizer import build_optimizer
+
+from ...rollout.remote.delta_shards import ShardExport
+from ...rollout.sync import RolloutSync, SyncSettings
+from ..checkpoint.safetensors_reader import CheckpointFiles, local_checkpoint, open_checkpoint
+from ..fsdp.options import ShardingOptions
+from ..fsdp.ulysses import SequenceParallel
+from ..fsdp.wrap_plan import compute_dtypes
+from ..lora.adapters import Lora
+from ..lora.peft_files import read_adapter
+from ..lora.settings import LoraSettings
+from ..model.layers import layer_names
+from ..model.meta import build_on_meta, check_not_quantised
+from ..model.vision import Towers, keeping_its_forward
+from ..moe.find import find_experts, is_dense
+from ..moe.gemm.backends import choose_backend
+from ..moe.router.losses import RouterLosses
+from ..optim.clip import ClippedStep
+from ..optim.lr_scheduler import build_multi_lr_scheduler
+from ..optim.multi_optimizer import optimizer_from_config
+from ..planner.run import RunPlan, plan_of_run
+from ..planner.text import mesh_in_words
+from ..preflight.dense_models import check_alone, not_applied, without_experts
+from ..preflight.run import check_training
+from ..topology.dtensor import is_adapter
+from ..topology.mesh import Meshes
+from ..topology.rank_consistency import alike, check_agreement, model_facts, without_paths
+from .step_features import PlannedMemory, RouterTerms, StepFeature, SyncMetrics, VisionTowers
+
+__all__ = ["BuildsModel", "agreed_settings"]
+
+
+def agreed_settings(model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> Any:
+    """Check the settings of a role, and that all ranks have the same; collective.
+
+    Returns:
+        ``engine_config``, of a dense model without what concerns experts alone.
+
+    Raises:
+        DisagreementError: on all ranks, where ranks differ or one of them refuses its settings.
+    """
+    failure, line, own = None, "", engine_config
+    try:
+        # The driver checked this for main_ppo; sft_trainer has no driver.
+        facts = check_training(
+            engine_config,
+            dist.get_world_size(),
+            model_config,
+            device=get_device_name(),
+            setting="model",
+            checkpoint=checkpoint_config,
+            optim=None if engine_config.forward_only else optimizer_config,
+        )
+        # A path that is no local one has no facts.
+        model = _on_meta(model_config) if facts is None else facts.model
+        dense = is_dense(model, engine_config.expert_plan) if facts is None else facts.is_dense
+        if dense:
+            if facts is not None and not engine_config._of_a_role:
+                check_alone(engine_config, facts, "model")
+            line = not_applied(engine_config, model_config.path, model)
+            own = without_experts(engine_config, model)
+    except Exception as error:
+        failure = error
+    check_agreement(
+        {
+            "engine": vars(engine_config),
+            "optimizer": vars(optimizer_config) if optimizer_config is not None else {},
+            "model config": without_paths(model_config.hf_config.to_dict()),
+            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        },
+        device=get_device_name(),
+        failure=failure,
+    )
+    if line and dist.get_rank() == 0:
+        print(f"[epfsdp2] {line}", flush=True)
+    return own
+
+
+class BuildsModel:
+    """Mix-in over verl's engine: the steps of ``_build_model_optimizer`` before and after the model is sharded."""
+
+    # What the engine has.
+    rank: int
+    model_config: Any
+    engine_config: Any
+    optimizer_config: Any
+    meshes: Meshes
+    use_remove_padding: bool
+    ulysses_parallel_group: dist.ProcessGroup | None
+    ulysses_sequence_parallel_size: int
+    get_data_parallel_group: Any
+    _build_lr_scheduler: Any
+
+    run_plan: RunPlan | None = None
+    """What is planned for a role that trains."""
+    without_adapters: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    """Context in which the model computes without its adapters."""
+    _lora: Lora | None = None
+    _may_be_unused = r"(?!)"  # what a checkpoint may have and the model not, as a pattern (``load_weights``)
+
+    # -- before it is sharded -----------------------------------------------------------------------------------
+
+    def _open(self) -> tuple[nn.Module, CheckpointFiles]:
+        """Build the model on the meta device and open its checkpoint; all ranks have the same, or all raise."""
+        revision = getattr(self.model_config.hf_config, "_commit_hash", None)  # as transformers notes it
+        folder = local_checkpoint(self.model_config.local_path, revision, get_device_name())
+        facts, failure = {}, None
+        try:
+            check_not_quantised(self.model_config.hf_config, folder)
+            files, module = open_checkpoint(folder), self._build_module()
+            facts = {"model": model_facts(module), "checkpoint": files.file_of}
+        except Exception as error:
+            failure = error
+        check_agreement(facts, device=get_device_name(), failure=failure)
+        return module, files
+
+    def _build_module(self) -> nn.Module:
+        """The model on meta, with everything that has to be installed before FSDP's hooks and recomputation."""
+        module = self._plain_module(self.model_config.hf_config, PrecisionType.to_dtype(self.engine_config.model_dtype))
+        self._patch(module)
+        if self.ulysses_parallel_group is not None:
+            SequenceParallel(module, self.ulysses_parallel_group)
+        lora = LoraSettings.of(self.model_config, "model")
+        if lora is not None:
+            self._lora = Lora(module, lora, self.engine_config.expert_plan)
+            self.without_adapters = self._lora.disabled
+        self.router_features: list[StepFeature] = self._routers_of(module)
+        return module
+
+    def _plain_module(self, config: Any, dtype: torch.dtype) -> nn.Module:
+        """The model on the meta device, as its family has it."""
+        return build_on_meta(self._auto_class(), config, dtype, self.model_config.trust_remote_code)
+
+    def _auto_class(self) -> Any:
+        return get_hf_auto_model_class(hf_config=self.model_config.hf_config)
+
+    def _patch(self, module: nn.Module) -> None:
+        """Apply verl's patches of transformers, as its own engines do."""
+        fused = self.model_config.fused_kernel_options
+        with keeping_its_forward(module):
+            apply_monkey_patch(
+                model=module,
+                use_remove_padding=self.use_remove_padding,
+                ulysses_sp_size=1,  # verl's is for flash attention and a few families: SequenceParallel is ours
+                use_fused_kernels=self.model_config.use_fused_kernels,
+                fused_kernels_backend=fused.get("impl_backend") if fused is not None else None,
+            )
+
+    def _routers_of(self, module: nn.Module) -> list[StepFeature]:
+        """What watches the routers; it wraps blocks of the model, so it comes before anything wraps the layers."""
+        config = self.engine_config
+        aux, z = config.router_aux_loss_coef, config.router_z_loss_coef
+        if config.forward_only or not (aux or z or config.router_metrics):
+            return []
+        losses = RouterLosses(module, find_experts(module, config.expert_plan), aux, z)
+        return [RouterTerms(losses, self.get_data_parallel_group(), self.ulysses_parallel_group)]
+
+    def _announce(self, module: nn.Module, options: ShardingOptions) -> None:
+        """Plan the run; print the plan, of a role that does not train the mesh alone."""
+        lines = []
+        passed_over = choose_backend(options.experts_backend, get_device_name(), options.param_dtype).passed_over
+        if passed_over and find_experts(module, options.expert_plan):
+            lines.append(passed_over)
+        config, topology = self.engine_config, self.meshes.topology
+        if not config.forward_only:
+            memory, device, build = get_torch_device(), get_device_name(), self._module_to_plan
+            settings = config, self.model_config, self.optimizer_config
+            self.run_plan = plan_of_run(*settings, build, topology, options, memory, device)
+        mesh = f"mesh: {mesh_in_words(topology, self.ulysses_sequence_parallel_size)}"
+        lines += [mesh] if self.run_plan is None else self.run_plan.lines()
+        if self.rank == 0:
+            print("\n".join(f"[epfsdp2] {line}" for line in lines), flush=True)
+
+    def _module_to_plan(self, dtype: torch.dtype) -> nn.Module:
+        """The plain model with its adapters, and a config of its own."""
+        module = self._plain_module(copy.deepcopy(self.model_config.hf_config), dtype)
+        lora = LoraSettings.of(self.model_config, "model")
+        if lora is not None:
+            Lora(module, lora, self.engine_config.expert_plan)
+        return module
+
+    # -- while it is loaded -------------------------------------------------------------------------------------
+
+    def _loading(self) -> dict[str, Any]:
+        """Arguments of ``shard_and_load`` that say where shards are allocated and how they are filled."""
+        return {
+            "device": get_device_name(),
+            "device_id": get_device_id(),
+            "initialize": self._initialize,
+            "finish": self._initialize_adapters,
+            "progress": self.rank == 0,
+            "may_be_unused": "" if self.engine_config.allow_unused_weights else self._may_be_unused,
+        }
+
+    def _initialize(self, name: str, tensor: torch.Tensor, fits: bool) -> bool:
+        """Fill what does not come from the checkpoint (``load_weights``). Adapters get their values after it."""
+        return is_adapter(name)
+
+    def _initialize_adapters(self, module: nn.Module) -> None:
+        lora = self._lora
+        if lora is None:
+            return
+        folder = lora.settings.adapter
+        with alike(get_device_name()):
+            read = None if folder is None else read_adapter(folder, lora.targets, "model.lora_adapter_path")
+            lora.initialize(module, self.engine_config.seed, read)
+
+    def _name_unused(self, unused: list[str]) -> None:
+        if unused and self.rank == 0:
+            print(f"[epfsdp2] {len(unused)} tensors of the checkpoint have no place in the model, e.g. {unused[:3]}")
+
+    # -- when it is sharded -------------------------------------------------------------------------------------
+
+    def _take_shards(self, module: nn.Module, options: ShardingOptions) -> None:
+        """Prepare weight syncs; then leave the adapters alone with a gradient, where there are some.
+
+        In this order: to the wrap plan, which says in which dtypes weights are sent, a frozen parameter may be a
+        correction bias.
+        """
+        config = self.engine_config
+        self.layer_names = layer_names(module)
+        self.rollout_sync = RolloutSync(
+            module,
+            self.meshes,
+            self.layer_names,
+            compute_dtypes(module, options),
+            SyncSettings(config.rollout_sync, config.sync_megabytes << 20, config.rollout_sync_verify),
+        )
+        self.shard_export = ShardExport(module, self.meshes)
+        if self._lora is not None:
+            self._lora.freeze_the_rest(module)
+
+    def _features_of(self, module: Any) -> list[StepFeature]:
+        vision: list[StepFeature] = []
+        if hasattr(module.config, "vision_config"):
+            vision.append(VisionTowers(Towers(module)))
+        planned = [] if self.run_plan is None else [PlannedMemory(self.run_plan)]
+        return [*vision, *self.router_features, *planned, SyncMetrics(self.rollout_sync)]
+
+    def _build_training(self, module: nn.Module) -> None:
+        """The optimizer, its schedule and its step; of a role that does not train, none."""
+        self.optimizer: Any = None
+        self.lr_scheduler: Any = None
+        if not self.engine_config.forward_only:
+            self.optimizer = self._build_optimizer(module)
+            self.lr_scheduler = build_multi_lr_scheduler(self.optimizer, self._build_lr_scheduler)
+            self.clipped_step = ClippedStep(self.optimizer_config.clip_grad, self.meshes)
+
+    def _build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
+        config = self.optimizer_config
+        return optimizer_from_config(module, config, lambda params: build_optimizer(params, config))
+
+
+def _on_meta(model: Any) -> nn.Module:
+    """The model of verl's settings, with a config of its own."""
+    auto_class = get_hf_auto_model_class(hf_config=model.hf_config)
+    return build_on_meta(auto_class, copy.deepcopy(model.hf_config), torch.float32, model.trust_remote_code)

@@ -1,0 +1,58 @@
+"""Have the experts modules of a model computed by ``experts_forward``, and say what brings tokens to them."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from . import deepep, overlap
+from .find import ComputesItself, ExpertsInfo
+from .forward import EXPERTS_IMPLEMENTATION, Exchange, ExpertParallel, attach
+from .gemm.backends import backend_named
+from .overlap import check_exchange
+from .shared_experts import SharedExperts
+
+__all__ = ["install_experts_forward"]
+
+
+def install_experts_forward(
+    model: Any,
+    experts: Sequence[ExpertsInfo],
+    group: dist.ProcessGroup | None,
+    backend: str,
+    *,
+    dispatcher: str = "all_to_all",
+    chunks: int = 1,
+    overlap_shared_experts: bool = False,
+) -> None:
+    """Install dispatch, the computation of the local experts, and combine in the place of each experts module's own.
+
+    Args:
+        group: the EP group; None where a single rank holds all experts.
+        backend: name of what computes the experts (``moe/gemm/backends.py``).
+        dispatcher: what brings tokens to their experts, one of ``deepep.DISPATCHERS``.
+        chunks: parts in which a layer's tokens are dispatched, one while another computes.
+        overlap_shared_experts: compute a block's shared experts while its tokens are dispatched.
+
+    Raises:
+        SettingError: as ``check_exchange``.
+    """
+    check_exchange(chunks, overlap_shared_experts, dispatcher, model, experts)
+    for info in experts:
+        exchange: Exchange | None = None
+        if group is not None and dispatcher == "deepep":
+            exchange = functools.partial(deepep.exchange, num_experts=info.num_experts, group=group)
+        elif group is not None and (chunks > 1 or overlap_shared_experts):
+            block = model.get_submodule(info.fqn.rpartition(".")[0])
+            exchange = functools.partial(
+                overlap.exchange,
+                num_experts=info.num_experts,
+                group=group,
+                backend=backend_named("torch" if backend == "reference" else backend),
+                chunks=chunks,
+                shared=SharedExperts(block, info.module) if overlap_shared_experts else None,
+            )
+        attach(info.module, ExpertParallel(info.num_experts, group, backend, exchange))
+    if any(not isinstance(info.module, ComputesItself) for info in experts):
+        model.set_experts_implementation(EXPERTS_IMPLEMENTATION)

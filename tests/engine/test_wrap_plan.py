@@ -1,0 +1,371 @@
+"""The wrap plan as data, and that ``parallelize`` does what it says."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Ernie4_5_MoeConfig,
+    Glm4MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from epfsdp2.engine.fsdp import single_rank_reduce
+from epfsdp2.engine.fsdp.options import ShardingOptions
+from epfsdp2.engine.fsdp.unit import stages_of
+from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes, cuts_before_sharding, wrap_plan
+from epfsdp2.engine.model.layers import layer_names
+from epfsdp2.engine.model.meta import build_on_meta
+from epfsdp2.engine.parallelize import parallelize
+from epfsdp2.engine.topology.dtensor import cuts_of
+from epfsdp2.engine.topology.index_ranges import Cut
+from epfsdp2.engine.topology.mesh import Topology, build_meshes
+from tests.support.ranks import run_ranks
+from tests.support.vlm import vlm_config
+
+WORLD = 4
+LOW, FULL = torch.bfloat16, torch.float32
+_SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+def _moe(**more):
+    """Three layers, the second without experts."""
+    config = {**_SMALL, "num_experts": 8, "num_hidden_layers": 3, "mlp_only_layers": [1], "tie_word_embeddings": False}
+    return build_on_meta(AutoModelForCausalLM, Qwen3MoeConfig(**{**config, **more}), FULL)
+
+
+def _shared_experts():
+    """Two layers, the second with experts and shared experts, and a router that patterns can name."""
+    config = {**_SMALL, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1}
+    config |= {"topk_group": 1, "num_hidden_layers": 2, "tie_word_embeddings": False}
+    return build_on_meta(AutoModelForCausalLM, Glm4MoeConfig(**config), FULL)
+
+
+def _float32_router():
+    """Shared experts, a router that its class keeps in float32, and a correction bias that is a frozen parameter."""
+    config = {name: size for name, size in _SMALL.items() if name not in ("head_dim", "num_experts_per_tok")}
+    config |= {"moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 1}
+    config |= {"num_hidden_layers": 2, "tie_word_embeddings": False}
+    return build_on_meta(AutoModelForCausalLM, Ernie4_5_MoeConfig(**config), FULL)
+
+
+def _tied():
+    config = {**_SMALL, "num_hidden_layers": 2, "tie_word_embeddings": True}
+    model = build_on_meta(AutoModelForCausalLM, Qwen3Config(**config), FULL)
+    model.tie_weights()
+    return model
+
+
+def _vision():
+    return build_on_meta(AutoModelForImageTextToText, vlm_config("qwen3_vl_moe"), FULL)
+
+
+class _Normed(nn.Module):
+    """A module that is kept in float32 below one that is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4, bias=False), nn.LayerNorm(4, bias=False)
+
+    def forward(self, x):
+        return self.norm(self.linear(x))
+
+
+class _Sinks(nn.Module):
+    """A parameter that is kept in float32 among modules that are not."""
+
+    def __init__(self):
+        super().__init__()
+        self.sinks = nn.Parameter(torch.zeros(4))
+        self.q, self.k = _Normed(), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        return self.k(self.q(x)) + self.sinks
+
+
+class _KeptInFloat32(nn.Module):
+    """Layers that own a parameter kept in float32 and modules that are not."""
+
+    _no_split_modules = ("_Sinks",)
+    _keep_in_fp32_modules_strict = ("sinks", "norm")
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([_Sinks(), _Sinks()])
+
+    def get_input_embeddings(self):
+        return None
+
+    def get_output_embeddings(self):
+        return None
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _layer(i, part=""):
+    return f"model.layers.{i}{part}"
+
+
+def _gathered(i, *, experts=True):
+    return (_layer(i), *([_layer(i, ".mlp.experts")] if experts else []))
+
+
+def test_wrap_plan_of_a_moe_has_experts_then_layers_then_ends_then_the_root():
+    model = _moe()
+    plan = wrap_plan(model, ShardingOptions(prefetch_depth=2))
+    assert [(unit.kind, unit.modules) for unit in plan] == [
+        ("experts", (_layer(0, ".mlp.experts"),)),
+        ("experts", (_layer(2, ".mlp.experts"),)),
+        *(("layer", (_layer(i),)) for i in range(3)),
+        ("embeddings", ("model.embed_tokens",)),
+        ("head", ("lm_head",)),
+        ("root", ("",)),
+    ]
+    units = {unit.name: unit for unit in plan}
+    experts, layer, root = units[_layer(0, ".mlp.experts")], units[_layer(0)], units[""]
+    assert dict(experts.shapes) == {
+        _layer(0, ".mlp.experts.gate_up_proj"): (8, 48, 32),
+        _layer(0, ".mlp.experts.down_proj"): (8, 32, 24),
+    }
+    assert set(experts.ep_dims.values()) == {0} and not experts.casts_inputs and layer.casts_inputs
+    assert _layer(0, ".mlp.gate.weight") in layer.shapes and set(root.shapes) == {"model.norm.weight"}
+    assert {unit.param_dtype for unit in plan} == {LOW} and {unit.reduce_dtype for unit in plan} == {FULL}
+    resharded = {name: unit.reshard_after_forward for name, unit in units.items()}
+    assert resharded.pop("lm_head") is False and resharded.pop("") is None and set(resharded.values()) == {True}
+    assert [name for name, unit in units.items() if not unit.unshard_in_backward] == ["model.embed_tokens"]
+    # Dense parameters before experts; the embeddings are not gathered in backward.
+    assert {name: unit.forward_prefetch for name, unit in units.items() if unit.forward_prefetch} == {
+        "": ("model.embed_tokens", *_gathered(0)),
+        "model.embed_tokens": (*_gathered(0), *_gathered(1, experts=False)),
+        _layer(0): (*_gathered(1, experts=False), *_gathered(2)),
+        _layer(1): (*_gathered(2), "lm_head"),
+        _layer(2): ("lm_head",),
+    }
+    assert {name: unit.backward_prefetch for name, unit in units.items() if unit.backward_prefetch} == {
+        "": ("lm_head", *_gathered(2)),
+        "lm_head": (*_gathered(2), *_gathered(1, experts=False)),
+        _layer(2): (*_gathered(1, experts=False), *_gathered(0)),
+        _layer(1): _gathered(0),
+    }
+    assert not any(unit.forward_prefetch for unit in wrap_plan(model, ShardingOptions(prefetch_depth=0)))
+
+
+def test_wrap_plan_holds_every_parameter_once_and_no_module():
+    for model in (_moe(), _shared_experts(), _float32_router(), _tied(), _vision(), _KeptInFloat32()):
+        plan = wrap_plan(model, ShardingOptions())
+        held = [name for unit in plan for name in (*unit.shapes, *unit.unsharded)]
+        assert sorted(held) == sorted(name for name, _ in model.named_parameters())
+        assert len({unit.name for unit in plan}) == len(plan)
+        assert plan == wrap_plan(model, ShardingOptions())  # units are compared by value
+
+
+def test_unit_of_one_rank_has_a_divide_factor_of_its_own_and_every_other_the_common_one():
+    plan = wrap_plan(_moe(), ShardingOptions())
+    experts, layer = plan[0], plan[2]
+    factors = {
+        (8, 4, -1): (8, 8),
+        (8, 8, -1): (8, 8),  # experts: one rank, no replicas
+        (8, 4, 4): (4, 8),  # experts: one rank, and FSDP takes the mean over two replicas
+        (8, 1, 1): (1, 1),
+    }
+    for sizes, (of_experts, of_layer) in factors.items():
+        topology = Topology.plan(*sizes)
+        assert (experts.divide_factor(topology), layer.divide_factor(topology)) == (of_experts, of_layer), sizes
+    assert experts.ranks(Topology.plan(8, 4)) == 2 and layer.ranks(Topology.plan(8, 4)) == 8
+
+
+def test_unit_says_how_its_parameters_are_cut():
+    experts, layer = (wrap_plan(_moe(), ShardingOptions())[i] for i in (0, 2))
+    weight, topology = _layer(0, ".mlp.experts.gate_up_proj"), Topology.plan(8, 4)
+    assert experts.cuts(weight, topology) == (Cut(0, "ep", 4), Cut(0, "ep_fsdp", 2))
+    assert experts.cuts(weight, topology, 1) == (Cut(0, "ep", 4), Cut(1, "ep_fsdp", 2))
+    assert layer.cuts(_layer(0, ".mlp.gate.weight"), topology) == (Cut(0, "fsdp", 8),)
+    assert experts.local_numel(weight, topology) == 48 * 32 and experts.sizes(topology).full == 2 * (48 + 24) * 32
+
+
+def test_wrap_plan_of_shared_experts_and_a_named_router_keeps_the_router_alone_in_float32():
+    options = ShardingOptions(fp32_modules=["*.mlp.gate"], reshard_experts_after_forward=False)
+    units = {unit.name: unit for unit in wrap_plan(_shared_experts(), options)}
+    router, experts = units[_layer(1, ".mlp.gate")], units[_layer(1, ".mlp.experts")]
+    assert router.kind == "float32" and router.param_dtype == FULL and router.stage == _layer(1)
+    assert router.casts_inputs and not router.casts_outputs
+    assert experts.reshard_after_forward is False and not experts.is_gathered_again and router.is_gathered_again
+    assert any("shared_experts" in name for name in units[_layer(1)].shapes)
+    # The router is gathered with its layer, before the experts.
+    assert units[_layer(0)].forward_prefetch == (_layer(1), _layer(1, ".mlp.gate"), _layer(1, ".mlp.experts"))
+    assert {name for name, unit in units.items() if unit.param_dtype == FULL} == {_layer(1, ".mlp.gate")}
+
+
+def test_wrap_plan_of_a_class_that_keeps_its_router_in_float32_leaves_a_frozen_correction_bias_whole():
+    model = _float32_router()
+    options = ShardingOptions()
+    plan = wrap_plan(model, options)
+    biases = [name for name, param in model.named_parameters() if not param.requires_grad]
+    assert [name for unit in plan for name in unit.unsharded] == biases and biases
+    kept = [unit for unit in plan if unit.kind == "float32"]
+    assert kept and all(not unit.casts_inputs and unit.casts_outputs and unit.param_dtype == FULL for unit in kept)
+    # What a weight sync sends, and how it is cut, is read off the plan.
+    dtypes, cuts = compute_dtypes(model, options), cuts_before_sharding(model, Topology.plan(4, 2))
+    assert list(dtypes) == list(cuts) == [name for name, _ in model.named_parameters()]
+    assert {name for name, dtype in dtypes.items() if dtype == FULL} == {
+        *biases,
+        *(name for unit in kept for name in unit.shapes),
+    }
+    assert [name for name, of_one in cuts.items() if not of_one] == biases
+    # In a float32 model nothing has to be kept apart.
+    alone = wrap_plan(model, ShardingOptions(param_dtype=FULL))
+    assert {unit.kind for unit in alone} == {"experts", "layer", "embeddings", "head", "root"}
+
+
+def test_wrap_plan_of_a_parameter_kept_in_float32_wraps_its_siblings_as_one_unit_before_its_owner():
+    plan = wrap_plan(_KeptInFloat32(), ShardingOptions())
+    assert [(unit.kind, unit.modules, set(unit.shapes)) for unit in plan if "layers.0" in unit.name] == [
+        ("float32", ("layers.0.q.norm",), {"layers.0.q.norm.weight"}),
+        ("low_precision", ("layers.0.q", "layers.0.k"), {"layers.0.q.linear.weight", "layers.0.k.weight"}),
+        ("float32", ("layers.0",), {"layers.0.sinks"}),
+    ]
+    assert {unit.stage for unit in plan} == {"layers.0", "layers.1", "root"}
+    # The layer itself is the unit that is kept in float32, and says what is gathered ahead.
+    ahead = {unit.name: unit.forward_prefetch for unit in plan if unit.forward_prefetch}
+    first, second = ((f"layers.{i}", f"layers.{i}.q", f"layers.{i}.q.norm") for i in range(2))
+    assert ahead == {"": first, "layers.0": second}
+
+
+def test_wrap_plan_of_a_tied_dense_model_leaves_embeddings_and_head_to_the_root():
+    model = _tied()
+    plan = wrap_plan(model, ShardingOptions())
+    assert [unit.name for unit in plan] == [_layer(0), _layer(1), ""]
+    assert set(plan[-1].shapes) == {"model.embed_tokens.weight", "model.norm.weight"}
+    assert [unit.forward_prefetch for unit in plan] == [(_layer(1),), (), (_layer(0),)]
+    assert [unit.backward_prefetch for unit in plan] == [(), (_layer(0),), (_layer(1),)]
+    untied = wrap_plan(_moe(), ShardingOptions(head_in_root=True))
+    assert [unit.kind for unit in untied[-2:]] == ["embeddings", "root"] and "lm_head.weight" in untied[-1].shapes
+
+
+def test_wrap_plan_of_a_vision_model_has_a_chain_of_its_own_for_the_vision_layers():
+    model = _vision()
+    units = {unit.name: unit for unit in wrap_plan(model, ShardingOptions())}
+    vision = [name for name in layer_names(model) if "visual" in name]
+    text = [name for name in layer_names(model) if "visual" not in name]
+    assert len(vision) == len(text) == 3
+    ahead = [(units[name].forward_prefetch, units[name].backward_prefetch) for name in vision]
+    assert ahead == [((vision[1],), ()), ((vision[2],), (vision[0],)), ((), (vision[1],))]
+    # No unit of the language model gathers ahead what a batch without images leaves out, nor the other way round.
+    assert not any(
+        name in vision for unit in units.values() if unit.name not in vision for name in unit.forward_prefetch
+    )
+    assert units[text[0]].forward_prefetch == (text[1], f"{text[1]}.mlp.experts")
+    stages = stages_of(list(units.values()), layer_names(model))
+    assert [stage.name for stage in stages] == ["root", "embeddings", *layer_names(model), "head"]
+
+
+def _as_fsdp_has_it(model):
+    """Of each FSDP state, by the FQN of its first module: what a plan says of a unit, from FSDP's own records."""
+    fqns = {module: fqn for fqn, module in model.named_modules()}
+    states = dict.fromkeys(m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule))
+    found = {}
+    for state in states:
+        policy = state._mp_policy
+        found[fqns[state._modules[0]]] = {
+            "modules": {fqns[module] for module in state._modules},
+            "dtypes": (policy.param_dtype, policy.reduce_dtype, policy.cast_forward_inputs),
+            "FSDP decides": state._auto_reshard_after_forward,
+            "forward": [fqns[ahead._modules[0]] for ahead in state._states_to_forward_prefetch],
+            "backward": [fqns[ahead._modules[0]] for ahead in state._states_to_backward_prefetch],
+            "params": set(),
+        }
+        # Since torch 2.12 a module can have several groups; it has none without parameters.
+        groups = getattr(state, "_fsdp_param_groups", None)
+        for group in [state._fsdp_param_group] if groups is None else groups:
+            infos = [] if group is None else [param._module_info for param in group.fsdp_params]
+            found[fqns[state._modules[0]]] |= (
+                {}
+                if group is None
+                else {
+                    "params": {f"{fqns[info.module]}.{info.param_name}" for info in infos},
+                    "mesh": group.mesh_info.mesh,
+                    "reshards": group.post_forward_mesh_info is not None,
+                    "unshards": group.unshard_in_backward,
+                    "factor": group.gradient_divide_factor,
+                    "in place": isinstance(group._reduce_scatter_comm, single_rank_reduce._SameBuffer),
+                }
+            )
+    return found
+
+
+def _as_planned(plan, meshes):
+    found = {}
+    for unit in plan:
+        decides = unit.reshard_after_forward is None
+        found[unit.name] = {
+            "modules": set(unit.modules),
+            "dtypes": (unit.param_dtype, unit.reduce_dtype, unit.casts_inputs),
+            "FSDP decides": decides,
+            "forward": list(unit.forward_prefetch),
+            "backward": list(unit.backward_prefetch),
+            "params": set(unit.shapes),
+        }
+        alone = unit.ranks(meshes.topology) == 1
+        found[unit.name] |= (
+            {}
+            if not unit.shapes
+            else {
+                "mesh": meshes.experts_shard if unit.is_experts else meshes.dense_shard,
+                "reshards": decides or unit.reshard_after_forward,  # until FSDP knows which module is the root
+                "unshards": unit.unshard_in_backward,
+                "factor": None if alone else unit.divide_factor(meshes.topology),
+                "in place": alone,
+            }
+        )
+    return found
+
+
+CASES = [
+    (_moe, (2, -1), {}),
+    (_moe, (4, -1), {"prefetch_depth": 2, "reshard_experts_after_forward": False}),
+    (_moe, (2, 2), {"head_in_root": True, "reduce_dtype": LOW, "expert_shard_dim": 1}),
+    (_moe, (2, -1), {"param_dtype": FULL, "prefetch_depth": 0, "reshard_after_forward": False}),
+    (_shared_experts, (2, -1), {"fp32_modules": ["*.mlp.gate", "lm_head"]}),
+    (_float32_router, (4, 4), {}),
+    (_tied, (1, -1), {}),
+    (_vision, (2, -1), {"prefetch_depth": 2}),
+    (_KeptInFloat32, (1, 2), {}),
+]
+
+
+def _is_what_fsdp_has(cases):
+    for build, (ep, fsdp_size), settings in cases:
+        where = f"{build.__name__} ep={ep} fsdp_size={fsdp_size} {settings}"
+        meshes, options = build_meshes("cpu", Topology.plan(WORLD, ep, fsdp_size)), ShardingOptions(**settings)
+        model = build()
+        plan = wrap_plan(model, options)
+        cuts = {n: u.cuts(n, meshes.topology, options.expert_shard_dim) for u in plan for n in u.shapes}
+        parallelize(model, meshes, options)
+        found, planned = _as_fsdp_has_it(model), _as_planned(plan, meshes)
+        assert found.keys() == planned.keys(), where
+        for name, wanted in planned.items():
+            assert found[name] == wanted, f"{where}: {name}"
+        for name, param in model.named_parameters():
+            assert set(cuts_of(param)) == set(cuts.get(name, ())), f"{where}: {name}"
+        # A plan made of the sharded model is the same.
+        assert wrap_plan(model, options) == plan, where
+    assert dist.get_world_size() == WORLD
+
+
+def test_parallelize_does_what_the_plan_says():
+    run_ranks(_is_what_fsdp_has, WORLD, CASES)

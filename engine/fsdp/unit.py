@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from ..topology.expert_placement import ep_fsdp_dim
-from ..topology.index_ranges import Cut
+from ..topology.index_ranges import ShardStep
 from ..topology.mesh import Topology
 
 __all__ = ["EMBEDDINGS", "HEAD", "ROOT", "Kind", "Stage", "Unit", "UnitSizes", "stages_of"]
@@ -135,13 +135,13 @@ class Unit:
             return 0
         return ep_fsdp_dim(self.shapes[name], topology, expert_shard_dim, self.ep_dims.get(name, 0))
 
-    def cuts(self, name: str, topology: Topology, expert_shard_dim: int | str = "auto") -> tuple[Cut, ...]:
+    def cuts(self, name: str, topology: Topology, expert_shard_dim: int | str = "auto") -> tuple[ShardStep, ...]:
         """How a parameter is cut over the axes of its mesh, the outermost cut first; arguments as ``shard_dim``'s."""
         dim = self.shard_dim(name, topology, expert_shard_dim)
         if not self.is_experts:
-            return (Cut(dim, "fsdp", topology.fsdp),)
-        over_ep = (Cut(self.ep_dims[name], "ep", topology.ep),) if name in self.ep_dims else ()
-        return (*over_ep, Cut(dim, "ep_fsdp", topology.ep_fsdp))
+            return (ShardStep(dim, "fsdp", topology.fsdp),)
+        over_ep = (ShardStep(self.ep_dims[name], "ep", topology.ep),) if name in self.ep_dims else ()
+        return (*over_ep, ShardStep(dim, "ep_fsdp", topology.ep_fsdp))
 
     def local_numel(self, name: str, topology: Topology, expert_shard_dim: int | str = "auto") -> int:
         """Elements of a rank's padded shard of one parameter; arguments as ``shard_dim``'s."""

@@ -19,7 +19,7 @@ from torch import nn
 from ..model.layers import layer_names
 from ..moe.find import ExpertsInfo, find_experts
 from ..topology.dtensor import is_adapter
-from ..topology.index_ranges import Cut
+from ..topology.index_ranges import ShardStep
 from ..topology.mesh import Topology
 from .fp32_modules import correction_biases, find_float32_modules
 from .options import ShardingOptions
@@ -228,7 +228,7 @@ def cuts_before_sharding(
     topology: Topology,
     expert_shard_dim: int | str = "auto",
     expert_plan: Mapping[str, int] | None = None,
-) -> dict[str, tuple[Cut, ...]]:
+) -> dict[str, tuple[ShardStep, ...]]:
     """How ``parallelize`` would cut each parameter of a model that is not sharded, the outermost cut first.
 
     Raises:

@@ -26,20 +26,20 @@ from ..lora.peft_files import read_adapter
 from ..lora.settings import LoraSettings
 from ..model.layers import layer_names
 from ..model.meta import build_on_meta, check_not_quantised
-from ..model.vision import Towers, keeping_its_forward
+from ..model.vision import VisionTowerSync, preserve_forward
 from ..moe.find import find_experts, is_dense
 from ..moe.gemm.backends import choose_backend
 from ..moe.router.losses import RouterLosses
 from ..optim.clip import ClippedStep
 from ..optim.lr_scheduler import build_multi_lr_scheduler
 from ..optim.multi_optimizer import optimizer_from_config
-from ..planner.run import RunPlan, plan_of_run
-from ..planner.text import mesh_in_words
+from ..planner.run import StepEstimate, estimate_step
+from ..planner.text import format_mesh
 from ..preflight.dense_models import check_alone, not_applied, without_experts
 from ..preflight.run import check_training
 from ..topology.dtensor import is_adapter
 from ..topology.mesh import Meshes
-from ..topology.rank_consistency import alike, check_agreement, model_facts, without_paths
+from ..topology.rank_consistency import check_agreement, model_facts, raise_on_all_ranks, without_paths
 from .step_features import PlannedMemory, RouterTerms, StepFeature, SyncMetrics, VisionTowers
 
 __all__ = ["BuildsModel", "agreed_settings"]
@@ -52,7 +52,7 @@ def agreed_settings(model_config: Any, engine_config: Any, optimizer_config: Any
         ``engine_config``, of a dense model without what concerns experts alone.
 
     Raises:
-        DisagreementError: on all ranks, where ranks differ or one of them refuses its settings.
+        RankMismatchError: on all ranks, where ranks differ or one of them refuses its settings.
     """
     failure, line, own = None, "", engine_config
     try:
@@ -106,7 +106,7 @@ class BuildsModel:
     get_data_parallel_group: Any
     _build_lr_scheduler: Any
 
-    run_plan: RunPlan | None = None
+    run_plan: StepEstimate | None = None
     """What is planned for a role that trains."""
     without_adapters: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     """Context in which the model computes without its adapters."""
@@ -152,7 +152,7 @@ class BuildsModel:
     def _patch(self, module: nn.Module) -> None:
         """Apply verl's patches of transformers, as its own engines do."""
         fused = self.model_config.fused_kernel_options
-        with keeping_its_forward(module):
+        with preserve_forward(module):
             apply_monkey_patch(
                 model=module,
                 use_remove_padding=self.use_remove_padding,
@@ -180,8 +180,8 @@ class BuildsModel:
         if not config.forward_only:
             memory, device, build = get_torch_device(), get_device_name(), self._module_to_plan
             settings = config, self.model_config, self.optimizer_config
-            self.run_plan = plan_of_run(*settings, build, topology, options, memory, device)
-        mesh = f"mesh: {mesh_in_words(topology, self.ulysses_sequence_parallel_size)}"
+            self.run_plan = estimate_step(*settings, build, topology, options, memory, device)
+        mesh = f"mesh: {format_mesh(topology, self.ulysses_sequence_parallel_size)}"
         lines += [mesh] if self.run_plan is None else self.run_plan.lines()
         if self.rank == 0:
             print("\n".join(f"[epfsdp2] {line}" for line in lines), flush=True)
@@ -216,7 +216,7 @@ class BuildsModel:
         if lora is None:
             return
         folder = lora.settings.adapter
-        with alike(get_device_name()):
+        with raise_on_all_ranks(get_device_name()):
             read = None if folder is None else read_adapter(folder, lora.targets, "model.lora_adapter_path")
             lora.initialize(module, self.engine_config.seed, read)
 
@@ -243,12 +243,12 @@ class BuildsModel:
         )
         self.shard_export = ShardExport(module, self.meshes)
         if self._lora is not None:
-            self._lora.freeze_the_rest(module)
+            self._lora.freeze_base(module)
 
     def _features_of(self, module: Any) -> list[StepFeature]:
         vision: list[StepFeature] = []
         if hasattr(module.config, "vision_config"):
-            vision.append(VisionTowers(Towers(module)))
+            vision.append(VisionTowers(VisionTowerSync(module)))
         planned = [] if self.run_plan is None else [PlannedMemory(self.run_plan)]
         return [*vision, *self.router_features, *planned, SyncMetrics(self.rollout_sync)]
 

@@ -17,7 +17,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from ...rollout import server_adapter
 from ...rollout.remote.delta_shards import ExpertsSpec, experts_entry
 from ..build import shard_and_load
-from ..checkpoint.saves import Saves
+from ..checkpoint.saves import CheckpointSaver
 from ..topology.mesh import Topology, build_meshes, build_sequence_mesh
 from .building import BuildsModel, agreed_settings
 from .checkpoints import WritesCheckpoints
@@ -80,7 +80,7 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
         if engine_config.offload_policy:
             # FSDP moves parameters itself; verl must not.
             self._is_offload_param = self._is_offload_optimizer = False
-        self._saves = Saves(get_device_name(), self._save_hf_config)
+        self._saves = CheckpointSaver(get_device_name(), self._save_hf_config)
         if not engine_config.forward_only:
             server_adapter.install(engine_config.sync_timeout_seconds)
             separation_shim.install()
@@ -88,7 +88,7 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
 
     def _init_device_mesh(self) -> None:
         config, device, world = self.engine_config, get_device_name(), dist.get_world_size()
-        self.meshes = build_meshes(device, Topology.plan(world, config.ep_size, config.fsdp_size))
+        self.meshes = build_meshes(device, Topology.arrange(world, config.ep_size, config.fsdp_size))
         self.device_mesh = self.meshes.dense
         self.ulysses_sequence_parallel_size = sp = config.ulysses_sequence_parallel_size
         self.use_ulysses_sp = sp > 1

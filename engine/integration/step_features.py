@@ -15,10 +15,10 @@ from verl.utils.device import get_device_id
 
 from ...rollout.sync import RolloutSync
 from ..fsdp.ulysses import gather_parts, own_part
-from ..model.vision import Towers
+from ..model.vision import VisionTowerSync
 from ..moe.router.losses import RouterLosses
 from ..moe.router.replay import ReplayError, RouterReplay
-from ..planner.run import RunPlan
+from ..planner.run import StepEstimate
 
 __all__ = ["PlannedMemory", "ReplayedRoutes", "RouterTerms", "StepFeature", "SyncMetrics", "VisionTowers"]
 
@@ -57,14 +57,14 @@ class StepFeature:
 class VisionTowers(StepFeature):
     """All ranks run a vision tower in a micro-batch, or none does (``model/vision.py``)."""
 
-    def __init__(self, towers: Towers):
+    def __init__(self, towers: VisionTowerSync):
         self._towers = towers
 
     def begin_batch(self, data: TensorDict, forward_only: bool) -> None:
-        self._towers.agree(data.get("multi_modal_inputs", ()), get_device_id())
+        self._towers.sync_modalities(data.get("multi_modal_inputs", ()), get_device_id())
 
     def prepare_inputs(self, inputs: dict[str, Any], micro_batch: TensorDict) -> None:
-        self._towers.fill(inputs)
+        self._towers.prepare_inputs(inputs)
 
 
 class RouterTerms(StepFeature):
@@ -174,7 +174,7 @@ class ReplayedRoutes(StepFeature):
 class PlannedMemory(StepFeature):
     """The memory that was planned for the micro-batches of an update, beside what was measured (``planner/run.py``)."""
 
-    def __init__(self, plan: RunPlan):
+    def __init__(self, plan: StepEstimate):
         self._plan = plan
 
     def begin_update(self) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import torch.distributed as dist
 
 from . import deepep, overlap
-from .find import ComputesItself, ExpertsInfo
-from .forward import EXPERTS_IMPLEMENTATION, Exchange, ExpertParallel, attach
+from .find import CustomExperts, ExpertsInfo
+from .forward import EXPERTS_IMPLEMENTATION, ExpertsRuntime, TokenExchange, attach
 from .gemm.backends import backend_named
-from .overlap import check_exchange
+from .overlap import check_overlap
 from .shared_experts import SharedExperts
 
 __all__ = ["install_experts_forward"]
@@ -36,11 +36,11 @@ def install_experts_forward(
         overlap_shared_experts: compute a block's shared experts while its tokens are dispatched.
 
     Raises:
-        SettingError: as ``check_exchange``.
+        SettingError: as ``check_overlap``.
     """
-    check_exchange(chunks, overlap_shared_experts, dispatcher, model, experts)
+    check_overlap(chunks, overlap_shared_experts, dispatcher, model, experts)
     for info in experts:
-        exchange: Exchange | None = None
+        exchange: TokenExchange | None = None
         if group is not None and dispatcher == "deepep":
             exchange = functools.partial(deepep.exchange, num_experts=info.num_experts, group=group)
         elif group is not None and (chunks > 1 or overlap_shared_experts):
@@ -53,6 +53,6 @@ def install_experts_forward(
                 chunks=chunks,
                 shared=SharedExperts(block, info.module) if overlap_shared_experts else None,
             )
-        attach(info.module, ExpertParallel(info.num_experts, group, backend, exchange))
-    if any(not isinstance(info.module, ComputesItself) for info in experts):
+        attach(info.module, ExpertsRuntime(info.num_experts, group, backend, exchange))
+    if any(not isinstance(info.module, CustomExperts) for info in experts):
         model.set_experts_implementation(EXPERTS_IMPLEMENTATION)

@@ -102,7 +102,7 @@ class ModelSizes:
             model.get_parameter(name).requires_grad_(False)
         traced, untraced = Traced({}, 0.0), ""
         try:
-            traced = trace(model, options.expert_plan, lean=options.experts_backend != "reference")
+            traced = trace(model, options.expert_plan, recompute_activations=options.experts_backend != "reference")
         except UnsupportedModelError as error:
             untraced = str(error)
         return cls(

@@ -20,8 +20,8 @@ from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes, cuts_before_sharding, 
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.model.meta import build_on_meta
 from epfsdp2.engine.parallelize import parallelize
-from epfsdp2.engine.topology.dtensor import cuts_of
-from epfsdp2.engine.topology.index_ranges import Cut
+from epfsdp2.engine.topology.dtensor import shard_steps
+from epfsdp2.engine.topology.index_ranges import ShardStep
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from tests.support.ranks import run_ranks
 from tests.support.vlm import vlm_config
@@ -184,17 +184,17 @@ def test_unit_of_one_rank_has_a_divide_factor_of_its_own_and_every_other_the_com
         (8, 1, 1): (1, 1),
     }
     for sizes, (of_experts, of_layer) in factors.items():
-        topology = Topology.plan(*sizes)
+        topology = Topology.arrange(*sizes)
         assert (experts.divide_factor(topology), layer.divide_factor(topology)) == (of_experts, of_layer), sizes
-    assert experts.ranks(Topology.plan(8, 4)) == 2 and layer.ranks(Topology.plan(8, 4)) == 8
+    assert experts.ranks(Topology.arrange(8, 4)) == 2 and layer.ranks(Topology.arrange(8, 4)) == 8
 
 
 def test_unit_says_how_its_parameters_are_cut():
     experts, layer = (wrap_plan(_moe(), ShardingOptions())[i] for i in (0, 2))
-    weight, topology = _layer(0, ".mlp.experts.gate_up_proj"), Topology.plan(8, 4)
-    assert experts.cuts(weight, topology) == (Cut(0, "ep", 4), Cut(0, "ep_fsdp", 2))
-    assert experts.cuts(weight, topology, 1) == (Cut(0, "ep", 4), Cut(1, "ep_fsdp", 2))
-    assert layer.cuts(_layer(0, ".mlp.gate.weight"), topology) == (Cut(0, "fsdp", 8),)
+    weight, topology = _layer(0, ".mlp.experts.gate_up_proj"), Topology.arrange(8, 4)
+    assert experts.cuts(weight, topology) == (ShardStep(0, "ep", 4), ShardStep(0, "ep_fsdp", 2))
+    assert experts.cuts(weight, topology, 1) == (ShardStep(0, "ep", 4), ShardStep(1, "ep_fsdp", 2))
+    assert layer.cuts(_layer(0, ".mlp.gate.weight"), topology) == (ShardStep(0, "fsdp", 8),)
     assert experts.local_numel(weight, topology) == 48 * 32 and experts.sizes(topology).full == 2 * (48 + 24) * 32
 
 
@@ -220,7 +220,7 @@ def test_wrap_plan_of_a_class_that_keeps_its_router_in_float32_leaves_a_frozen_c
     kept = [unit for unit in plan if unit.kind == "float32"]
     assert kept and all(not unit.casts_inputs and unit.casts_outputs and unit.param_dtype == FULL for unit in kept)
     # What a weight sync sends, and how it is cut, is read off the plan.
-    dtypes, cuts = compute_dtypes(model, options), cuts_before_sharding(model, Topology.plan(4, 2))
+    dtypes, cuts = compute_dtypes(model, options), cuts_before_sharding(model, Topology.arrange(4, 2))
     assert list(dtypes) == list(cuts) == [name for name, _ in model.named_parameters()]
     assert {name for name, dtype in dtypes.items() if dtype == FULL} == {
         *biases,
@@ -351,7 +351,7 @@ CASES = [
 def _is_what_fsdp_has(cases):
     for build, (ep, fsdp_size), settings in cases:
         where = f"{build.__name__} ep={ep} fsdp_size={fsdp_size} {settings}"
-        meshes, options = build_meshes("cpu", Topology.plan(WORLD, ep, fsdp_size)), ShardingOptions(**settings)
+        meshes, options = build_meshes("cpu", Topology.arrange(WORLD, ep, fsdp_size)), ShardingOptions(**settings)
         model = build()
         plan = wrap_plan(model, options)
         cuts = {n: u.cuts(n, meshes.topology, options.expert_shard_dim) for u in plan for n in u.shapes}
@@ -361,7 +361,7 @@ def _is_what_fsdp_has(cases):
         for name, wanted in planned.items():
             assert found[name] == wanted, f"{where}: {name}"
         for name, param in model.named_parameters():
-            assert set(cuts_of(param)) == set(cuts.get(name, ())), f"{where}: {name}"
+            assert set(shard_steps(param)) == set(cuts.get(name, ())), f"{where}: {name}"
         # A plan made of the sharded model is the same.
         assert wrap_plan(model, options) == plan, where
     assert dist.get_world_size() == WORLD

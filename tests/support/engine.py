@@ -35,7 +35,7 @@ def sharded_model(
         initialize, finish: as ``shard_and_load``'s.
         options: those of ``ShardingOptions``.
     """
-    topology = world if isinstance(world, Topology) else Topology.plan(world, ep, fsdp_size)
+    topology = world if isinstance(world, Topology) else Topology.arrange(world, ep, fsdp_size)
     meshes = build_meshes("cpu", topology)
     config = AutoConfig.from_pretrained(folder, attn_implementation=attention)
     model = build_on_meta(AutoModelForCausalLM, config, dtype)

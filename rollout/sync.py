@@ -17,7 +17,7 @@ from ..engine.compat import versions
 from ..engine.lora.merge import LocalValues, local_values, weights
 from ..engine.model import hf_names
 from ..engine.topology.dtensor import local_tensor, persistent_buffers
-from ..engine.topology.index_ranges import Box
+from ..engine.topology.index_ranges import IndexRange
 from ..engine.topology.mesh import Meshes
 from ..engine.topology.rank_consistency import check_agreement
 from .layout.layout_check import layouts
@@ -79,7 +79,7 @@ class RolloutSync:
         self.heads = Heads.of(model.config.get_text_config())
         self._exchanges: dict[tuple[Stream, Rollout, int], Exchange] = {}
         self._needs: dict[tuple[Stream, Rollout, int], dict[str, list[Need]]] = {}
-        self._places: dict[tuple[Stream, Rollout, int], dict[tuple[str, Box], list[Place]]] = {}
+        self._places: dict[tuple[Stream, Rollout, int], dict[tuple[str, IndexRange], list[Place]]] = {}
         self._by_expert: dict[str, bool] = {}
         self._said = ""
         self._begun = 0
@@ -178,12 +178,12 @@ class RolloutSync:
 
         return of
 
-    def places_of(self, kind: Stream, rollout: Rollout, worker: int) -> Callable[[Tensor, Box], list[Place]]:
+    def places_of(self, kind: Stream, rollout: Rollout, worker: int) -> Callable[[Tensor, IndexRange], list[Place]]:
         """Tells what of a box of a tensor goes where in a worker; remembers that too."""
         needs_of = self.needs_of(kind, rollout, worker)
         known = self._places.setdefault((kind, rollout, worker), {})
 
-        def of(tensor: Tensor, box: Box) -> list[Place]:
+        def of(tensor: Tensor, box: IndexRange) -> list[Place]:
             if (tensor.name, box) not in known:
                 known[tensor.name, box] = places(box, needs_of(tensor))
             return known[tensor.name, box]

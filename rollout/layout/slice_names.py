@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from ...engine.topology.index_ranges import Box
+from ...engine.topology.index_ranges import IndexRange
 from .vllm_layout import Need
 
 __all__ = ["Place", "is_slice", "parse_slice", "placed", "places", "slice_name"]
@@ -15,7 +15,7 @@ _MARK = "__epfsdp2__"
 Place = tuple[str, tuple[slice, ...]]
 
 
-def places(box: Box, needs: Iterable[Need]) -> list[Place]:
+def places(box: IndexRange, needs: Iterable[Need]) -> list[Place]:
     """What a worker needs of a box: the name that says where each part goes, and where in the box that is.
 
     Args:
@@ -23,16 +23,16 @@ def places(box: Box, needs: Iterable[Need]) -> list[Place]:
     """
     found = []
     for need in needs:
-        shared = box.shared_with(need.box)
+        shared = box.intersection(need.box)
         if shared is not None:
             dropped = len(shared.low) - len(need.at)
             begins = zip(need.at, shared.low[dropped:], need.box.low[dropped:], strict=True)
             corner = [at + low - need_low for at, low, need_low in begins]
-            found.append((slice_name(need.parameter, corner), shared.inside(box)))
+            found.append((slice_name(need.parameter, corner), shared.slices_in(box)))
     return found
 
 
-def placed(box: Box, values: torch.Tensor, needs: Iterable[Need]) -> Iterator[tuple[str, torch.Tensor]]:
+def placed(box: IndexRange, values: torch.Tensor, needs: Iterable[Need]) -> Iterator[tuple[str, torch.Tensor]]:
     """What a worker needs of the values of a box, each part under its name."""
     for name, inside in places(box, needs):
         yield name, values[inside]

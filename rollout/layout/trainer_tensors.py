@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from ...engine.lora.merge import weights
-from ...engine.topology.dtensor import cuts_of, persistent_buffers
-from ...engine.topology.index_ranges import Cut
+from ...engine.topology.dtensor import persistent_buffers, shard_steps
+from ...engine.topology.index_ranges import ShardStep
 from .vllm_layout import Tensor
 
 __all__ = ["sharded_tensors", "tensors_of"]
@@ -18,11 +18,11 @@ def sharded_tensors(model: nn.Module, itemsize: Mapping[str, int] | int | None =
     Args:
         itemsize: bytes of an element of a parameter when it is sent, of all or by name; by default those it has.
     """
-    return list(tensors_of(model, {name: cuts_of(p) for name, p in model.named_parameters()}, itemsize))
+    return list(tensors_of(model, {name: shard_steps(p) for name, p in model.named_parameters()}, itemsize))
 
 
 def tensors_of(
-    model: nn.Module, cuts: Mapping[str, tuple[Cut, ...]], itemsize: Mapping[str, int] | int | None
+    model: nn.Module, cuts: Mapping[str, tuple[ShardStep, ...]], itemsize: Mapping[str, int] | int | None
 ) -> Iterator[Tensor]:
     """Weights and persistent buffers of a model whose parameters are cut so; ``itemsize`` as ``sharded_tensors``'s."""
     for name, param in weights(model):

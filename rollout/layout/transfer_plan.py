@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ...engine.topology.index_ranges import Box, chunk_range
+from ...engine.topology.index_ranges import IndexRange, chunk_range
 from .vllm_layout import Need, Tensor, Topology, holders
 
 __all__ = ["ROUND_BUFFERS", "Piece", "Plan", "Targets", "Template", "Transfer", "make_plan", "round_bytes"]
@@ -32,7 +32,7 @@ def round_bytes(memory_bytes: int) -> int:
 class Transfer:
     """A box of a tensor that goes from trainer rank ``source`` to ``target``."""
 
-    box: Box
+    box: IndexRange
     source: int
     target: int
 
@@ -43,7 +43,7 @@ class Transfer:
             return self if part == 0 else None
         dim = next((d for d, size in enumerate(shape) if size >= parts), shape.index(max(shape)))
         start, stop = chunk_range(self.box.low[dim], self.box.high[dim], parts, part)
-        return Transfer(self.box.along(dim, start, stop), self.source, self.target) if start < stop else None
+        return Transfer(self.box.with_dim(dim, start, stop), self.source, self.target) if start < stop else None
 
 
 @dataclass(frozen=True)
@@ -312,20 +312,20 @@ def _source(ranks: Sequence[int], target: int, topology: Topology, colocated: bo
 class _Grid:
     """Boxes that cut a tensor into rows and columns, so that those which overlap a box are found without a search."""
 
-    def __init__(self, boxes: dict[Box, list[int]]):
+    def __init__(self, boxes: dict[IndexRange, list[int]]):
         dims = range(len(next(iter(boxes)).low))
         self._spans = [sorted({(box.low[d], box.high[d]) for box in boxes}) for d in dims]
         self._ranks = {box.low: ranks for box, ranks in boxes.items()}
 
-    def overlapping(self, box: Box) -> Iterator[tuple[Box, list[int]]]:
+    def overlapping(self, box: IndexRange) -> Iterator[tuple[IndexRange, list[int]]]:
         """What ``box`` shares with each cell, and who holds that."""
         corners: list[tuple[tuple[int, int], ...]] = [()]
         for spans, low, high in zip(self._spans, box.low, box.high, strict=True):
             touched = [span for span in spans if span[0] < high and low < span[1]]
             corners = [(*corner, span) for corner in corners for span in touched]
         for corner in corners:
-            cell = Box(tuple(low for low, _ in corner), tuple(high for _, high in corner))
-            shared = cell.shared_with(box)
+            cell = IndexRange(tuple(low for low, _ in corner), tuple(high for _, high in corner))
+            shared = cell.intersection(box)
             if shared is not None:
                 yield shared, self._ranks[cell.low]
 

@@ -27,7 +27,7 @@ from typing import Any, Literal, Protocol
 from packaging.specifiers import SpecifierSet
 
 from ...engine.compat import versions
-from ...engine.topology.index_ranges import Box, Cut, cut_box
+from ...engine.topology.index_ranges import IndexRange, ShardStep, shard_range
 
 __all__ = [
     "STREAMS",
@@ -61,11 +61,11 @@ class Tensor:
     name: str
     shape: tuple[int, ...]
     itemsize: int
-    cuts: tuple[Cut, ...] = ()
+    cuts: tuple[ShardStep, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        return Box.of(self.shape).numel * self.itemsize
+        return IndexRange.of(self.shape).numel * self.itemsize
 
 
 class Topology(Protocol):
@@ -130,7 +130,7 @@ class Need:
     Leading dims of size 1 that the parameter does not have are dropped: ``at`` is shorter then.
     """
 
-    box: Box
+    box: IndexRange
     parameter: str
     at: tuple[int, ...]
 
@@ -141,11 +141,11 @@ class Need:
         return tuple(low + size for low, size in zip(self.at, shape, strict=True))
 
 
-def holders(tensor: Tensor, topology: Topology) -> dict[Box, list[int]]:
+def holders(tensor: Tensor, topology: Topology) -> dict[IndexRange, list[int]]:
     """Who holds what, within one replica of the trainer: box -> its ranks there. Boxes don't overlap."""
-    held: dict[Box, list[int]] = {}
+    held: dict[IndexRange, list[int]] = {}
     for rank in range(topology.fsdp):
-        box = cut_box(tensor.shape, tensor.cuts, topology.coordinate(rank))
+        box = shard_range(tensor.shape, tensor.cuts, topology.coordinate(rank))
         if box.numel:
             held.setdefault(box, []).append(rank)
     return held
@@ -162,7 +162,7 @@ def needs(tensor: Tensor, rollout: Rollout, worker: int, heads: Heads, stream: S
     Raises:
         ValueError: if vLLM could not cut the tensor so either.
     """
-    whole = [Need(Box.of(tensor.shape), tensor.name, (0,) * len(tensor.shape))]
+    whole = [Need(IndexRange.of(tensor.shape), tensor.name, (0,) * len(tensor.shape))]
     is_experts = _EXPERTS.search(tensor.name) is not None
     if stream == "full" or (not is_experts and stream == "expert_local"):
         return whole
@@ -187,7 +187,7 @@ def is_numbered(name: str) -> bool:
 def _whole_experts(tensor: Tensor, workers: int, worker: int) -> list[Need]:
     each, more = divmod(tensor.shape[0], workers)
     first = worker * each + min(worker, more)
-    box = Box.of(tensor.shape).along(0, first, first + each + (worker < more))
+    box = IndexRange.of(tensor.shape).with_dim(0, first, first + each + (worker < more))
     return [Need(box, _vllm_experts(tensor.name), (0,) * len(tensor.shape))]
 
 
@@ -195,7 +195,7 @@ def _vllm_experts(name: str) -> str:
     return name.replace("experts.gate_up_proj", "experts.w13_weight").replace("experts.down_proj", "experts.w2_weight")
 
 
-def _part(tensor: Tensor, dim: int, tp: int, rank: int, within: tuple[int, int] | None = None) -> Box:
+def _part(tensor: Tensor, dim: int, tp: int, rank: int, within: tuple[int, int] | None = None) -> IndexRange:
     """The rank's part of ``[start, stop)`` along ``dim``, of all of it by default."""
     start, stop = within or (0, tensor.shape[dim])
     size, rest = divmod(stop - start, tp)
@@ -203,7 +203,7 @@ def _part(tensor: Tensor, dim: int, tp: int, rank: int, within: tuple[int, int] 
         raise ValueError(
             f"{tensor.name} has {stop - start} along dim {dim}, which tensor parallelism {tp} does not cut."
         )
-    return Box.of(tensor.shape).along(dim, start + rank * size, start + (rank + 1) * size)
+    return IndexRange.of(tensor.shape).with_dim(dim, start + rank * size, start + (rank + 1) * size)
 
 
 def _at(tensor: Tensor, dim: int = 0, offset: int = 0) -> tuple[int, ...]:
@@ -222,7 +222,7 @@ def _experts_down(tensor: Tensor, tp: int, rank: int, heads: Heads, kind: str) -
     return [Need(_part(tensor, 2, tp, rank), _vllm_experts(tensor.name), _at(tensor))]
 
 
-def _heads_of(tensor: Tensor, tp: int, rank: int, heads: Heads, kind: str) -> tuple[Box, int]:
+def _heads_of(tensor: Tensor, tp: int, rank: int, heads: Heads, kind: str) -> tuple[IndexRange, int]:
     """The rows of the rank's heads of this kind, and how many rows of other kinds are before them in a fused one."""
 
     def of(total: int) -> tuple[int, int]:
@@ -235,7 +235,9 @@ def _heads_of(tensor: Tensor, tp: int, rank: int, heads: Heads, kind: str) -> tu
     counts = {"q": of(heads.queries), "k": of(heads.keys), "v": of(heads.keys)}
     before = {"q": 0, "k": counts["q"][1], "v": counts["q"][1] + counts["k"][1]}
     first, each = counts[kind]
-    return Box.of(tensor.shape).along(0, first * heads.dim, (first + each) * heads.dim), before[kind] * heads.dim
+    return IndexRange.of(tensor.shape).with_dim(0, first * heads.dim, (first + each) * heads.dim), before[
+        kind
+    ] * heads.dim
 
 
 def _attention_in(tensor: Tensor, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[Need]:
@@ -262,12 +264,12 @@ def _row_parallel(tensor: Tensor, tp: int, rank: int, heads: Heads, kind: str) -
 def _vocabulary(tensor: Tensor, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[Need]:
     rows = tensor.shape[0]
     each = -(-rows // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE // tp
-    box = Box.of(tensor.shape).along(0, min(rank * each, rows), min((rank + 1) * each, rows))
+    box = IndexRange.of(tensor.shape).with_dim(0, min(rank * each, rows), min((rank + 1) * each, rows))
     return [Need(box, tensor.name, _at(tensor))]
 
 
 def _without_first_dim(tensor: Tensor, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[Need]:
-    return [Need(Box.of(tensor.shape), tensor.name, _at(tensor)[1:])]
+    return [Need(IndexRange.of(tensor.shape), tensor.name, _at(tensor)[1:])]
 
 
 _EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...engine.topology.index_ranges import Box
+from ...engine.topology.index_ranges import IndexRange
 from ..layout.transfer_plan import Piece, Plan, TensorPlan, Transfer
 from ..transport.exchange import Exchange, Round
 from ..transport.round_blocks import starts
@@ -35,7 +35,7 @@ def relayed(plan: Plan, nodes: Sequence[str]) -> Plan:
 
 
 def _relayed(tensor: TensorPlan, nodes: Sequence[str]) -> TensorPlan:
-    takers: dict[tuple[Box, str], list[Transfer]] = {}
+    takers: dict[tuple[IndexRange, str], list[Transfer]] = {}
     for transfer in tensor.transfers:
         if nodes[transfer.source] != nodes[transfer.target]:
             takers.setdefault((transfer.box, nodes[transfer.target]), []).append(transfer)
@@ -89,7 +89,7 @@ class RelayedExchange(Exchange):
         at, to = starts(self._splits[taken.index][1]), starts(send_splits)
         for piece in self.plan.rounds[taken.index]:
             itemsize = self.plan.tensor(piece)[1].tensor.itemsize
-            held: dict[Box, torch.Tensor] = {}
+            held: dict[IndexRange, torch.Tensor] = {}
             for transfer in self._at_once(piece):
                 if transfer.target == self.rank:
                     start = at[transfer.source]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ...engine.compat import versions
-from ...engine.topology.index_ranges import Cut
+from ...engine.topology.index_ranges import ShardStep
 from ...engine.topology.mesh import Topology
 from ..layout.layout_check import layouts
 from ..layout.slice_names import placed
@@ -338,7 +338,7 @@ class _Chunk:
     nbytes: int
 
 
-told(Offer, Sharded, Want, _Chunk, Tensor, Cut, Topology, Heads, Rollout)
+told(Offer, Sharded, Want, _Chunk, Tensor, ShardStep, Topology, Heads, Rollout)
 
 
 def _buckets(

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ...engine.lora.merge import LocalValues
-from ...engine.topology.index_ranges import Box
+from ...engine.topology.index_ranges import IndexRange
 from ..layout.transfer_plan import Piece, Plan, Transfer
 from ..layout.vllm_layout import Need, Tensor
 from .report import Traffic
@@ -46,7 +46,7 @@ class Arrival:
     """
 
     tensor: Tensor
-    box: Box
+    box: IndexRange
     values: torch.Tensor
 
 
@@ -109,10 +109,10 @@ class Exchange:
         ]
         self._pieces: dict[tuple[int, int, int, int], list[Transfer]] = {}
         self._shares: dict[Piece, PieceTransfers] = {}
-        self._boxes: dict[str, Box] = {}
+        self._boxes: dict[str, IndexRange] = {}
         self._gifts: list[list[SendBlock]] = []
         self._own: list[list[LocalBlock]] = []
-        self._brought: dict[int, list[tuple[Tensor, Box, int]]] = {}
+        self._brought: dict[int, list[tuple[Tensor, IndexRange, int]]] = {}
         self._out: list[torch.Tensor] = []
         self._in: list[torch.Tensor] = []
         self._cast = self._empty(0)
@@ -141,8 +141,8 @@ class Exchange:
                     missing[name] = sum(need.box.numel for need, _ in parts[name])
                     self.traffic.hold(sum(buffer.nbytes for _, buffer in parts[name]))
                 for need, buffer in parts[name]:
-                    if arrival.box.shared_with(need.box) is not None:
-                        buffer[arrival.box.inside(need.box)] = arrival.values
+                    if arrival.box.intersection(need.box) is not None:
+                        buffer[arrival.box.slices_in(need.box)] = arrival.values
                 missing[name] -= arrival.box.numel
                 while parts[name] and not missing[name]:
                     need, buffer = parts[name].pop(0)
@@ -306,16 +306,16 @@ class Exchange:
                     begins.append((transfer, to_keep))
                     where = slice(to_keep, to_keep + nbytes)
                     kept = to_keep = to_keep + nbytes
-                own.append(LocalBlock(tensor, transfer.box, transfer.box.inside(shard), where))
+                own.append(LocalBlock(tensor, transfer.box, transfer.box.slices_in(shard), where))
             for some in rows:
                 parts = list(self._parts_of(begins, some, itemsize))
-                gifts.append(SendBlock(tensor, some.inside(shard), some.shape, parts))
+                gifts.append(SendBlock(tensor, some.slices_in(shard), some.shape, parts))
             if begins and not rows:
                 gifts.append(SendBlock(tensor, None, (), list(self._parts_of(begins, shard, itemsize))))
         self._gifts.append(gifts)
         self._own.append(own)
 
-    def _cast_first(self, share: PieceTransfers, shards: LocalShards, kept: int) -> list[Box]:
+    def _cast_first(self, share: PieceTransfers, shards: LocalShards, kept: int) -> list[IndexRange]:
         """The rows to cast before they are taken apart, if any, where so many bytes are kept already.
 
         What is kept, and a cast, are within the plan's limit together.
@@ -328,14 +328,14 @@ class Exchange:
             return []
         return list(shared_rows([t.box for t in share.given], most // share.tensor.itemsize))
 
-    def _parts_of(self, begins: Iterable[tuple[Transfer, int]], held: Box, itemsize: int) -> Iterator[PackedBox]:
+    def _parts_of(self, begins: Iterable[tuple[Transfer, int]], held: IndexRange, itemsize: int) -> Iterator[PackedBox]:
         """What is written of a part of the shard; transfers begin at some byte of what is sent, or kept."""
         for transfer, begin in begins:
-            box = transfer.box.shared_with(held)
+            box = transfer.box.intersection(held)
             if box is not None:
-                start = begin + transfer.box.before(box) * itemsize
+                start = begin + transfer.box.elements_before(box) * itemsize
                 to = slice(start, start + box.numel * itemsize)
-                yield PackedBox(box.inside(held), to, transfer.target == self.rank)
+                yield PackedBox(box.slices_in(held), to, transfer.target == self.rank)
 
     def _issue(self, index: int, buffers: Buffers) -> Round:
         send_splits, receive_splits = self._splits[index]
@@ -362,7 +362,7 @@ class Exchange:
             values = read_as(received[start : start + box.numel * tensor.itemsize], shards.dtype(tensor.name))
             yield Arrival(tensor, box, values.view(box.shape))
 
-    def _brought_by(self, index: int) -> list[tuple[Tensor, Box, int]]:
+    def _brought_by(self, index: int) -> list[tuple[Tensor, IndexRange, int]]:
         """What a round brings, and where in what is received it begins."""
         if index not in self._brought:
             at = starts(self._arriving(index))

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ...engine.lora.merge import local_values, weights
-from ...engine.topology.dtensor import cuts_of, persistent_buffers
-from ...engine.topology.index_ranges import Box, chunk_range, cut_box
+from ...engine.topology.dtensor import persistent_buffers, shard_steps
+from ...engine.topology.index_ranges import IndexRange, chunk_range, shard_range
 from ...engine.topology.mesh import Meshes
 from .report import Traffic
 
@@ -34,33 +34,33 @@ class Gathered:
 
     name: str
     shape: torch.Size
-    shards: list[tuple[Box, torch.Tensor]]
+    shards: list[tuple[IndexRange, torch.Tensor]]
     is_whole: bool = True
 
     def assembled(self, max_bytes: int) -> Iterator["Rows"]:
         """The tensor whole; of a part, rows that ranks with the same experts hold, ``max_bytes`` of them at a time."""
-        box = Box.of(self.shape)
+        box = IndexRange.of(self.shape)
         if self.is_whole:
             yield Rows(self.name, None, _joined(box, self.shards))
             return
-        runs: dict[tuple[int, int], list[tuple[Box, torch.Tensor]]] = {}
+        runs: dict[tuple[int, int], list[tuple[IndexRange, torch.Tensor]]] = {}
         for held, values in self.shards:
             runs.setdefault((held.low[0], held.high[0]), []).append((held, values))
         itemsize = self.shards[0][1].itemsize
         count = max(1, max_bytes // (self.shape[1:].numel() * itemsize))
         for (low, high), shards in runs.items():
             for first in range(low, high, count):
-                yield Rows(self.name, first, _joined(box.along(0, first, min(first + count, high)), shards))
+                yield Rows(self.name, first, _joined(box.with_dim(0, first, min(first + count, high)), shards))
 
 
-def _joined(box: Box, shards: Sequence[tuple[Box, torch.Tensor]]) -> torch.Tensor:
+def _joined(box: IndexRange, shards: Sequence[tuple[IndexRange, torch.Tensor]]) -> torch.Tensor:
     """The values of a box that the shards cover."""
     first = shards[0][1]
     joined = torch.empty(box.shape, dtype=first.dtype, device=first.device)
     for held, values in shards:
-        shared = held.shared_with(box)
+        shared = held.intersection(box)
         if shared is not None:
-            joined[shared.inside(box)] = values[shared.inside(held)]
+            joined[shared.slices_in(box)] = values[shared.slices_in(held)]
     return joined
 
 
@@ -91,11 +91,11 @@ class _Sent:
     def nbytes(self) -> int:
         return self.param.numel() * self.dtype.itemsize // self.parts
 
-    def box(self, held: Box) -> Box:
+    def box(self, held: IndexRange) -> IndexRange:
         """What is sent of a shard."""
         if self.parts == 1:
             return held
-        return held.along(0, *chunk_range(held.low[0], held.high[0], self.parts, self.part))
+        return held.with_dim(0, *chunk_range(held.low[0], held.high[0], self.parts, self.part))
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class _Piece:
         inside: where it is in the rank's shard.
     """
 
-    box: Box
+    box: IndexRange
     inside: tuple[slice, ...]
     offset: int
     nbytes: int
@@ -221,7 +221,7 @@ def gathered(
             for i, sent in enumerate(group.members):
                 yield Gathered(sent.name, sent.param.shape, list(_shards(group, i, everyone)), sent.parts == 1)
         for name, buffer in persistent_buffers(model).items():
-            yield Gathered(name, buffer.shape, [(Box.of(buffer.shape), buffer.detach().to(device))])
+            yield Gathered(name, buffer.shape, [(IndexRange.of(buffer.shape), buffer.detach().to(device))])
     finally:
         while coming is not None:
             coming[2].wait()
@@ -249,7 +249,7 @@ def _parts(whole: _Sent, meshes: Meshes, max_gather_bytes: int, may_split: Calla
         yield whole
         return
     # The first rank has the most rows.
-    rows = cut_box(whole.param.shape, cuts_of(whole.param), meshes.topology.coordinate(0)).shape[0]
+    rows = shard_range(whole.param.shape, shard_steps(whole.param), meshes.topology.coordinate(0)).shape[0]
     parts = -(-rows // max(1, rows * max_gather_bytes // whole.nbytes))
     for part in range(parts):
         yield replace(whole, part=part, parts=parts)
@@ -269,7 +269,7 @@ def _groups(members: Iterable[_Sent], layers: Sequence[str], max_gather_bytes: i
         yield group
 
 
-def _shards(group: _Group, index: int, everyone: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+def _shards(group: _Group, index: int, everyone: torch.Tensor) -> Iterator[tuple[IndexRange, torch.Tensor]]:
     """Each shard of a group's ``index``-th parameter, in what was gathered."""
     dtype = group.members[index].dtype
     for rank, pieces in enumerate(group.layouts):
@@ -282,12 +282,12 @@ def _shards(group: _Group, index: int, everyone: torch.Tensor) -> Iterator[tuple
 def _layout(group: Sequence[_Sent], meshes: Meshes, rank: int) -> list[_Piece]:
     pieces, offset = [], 0
     for sent in group:
-        cuts = cuts_of(sent.param)
-        held = cut_box(sent.param.shape, cuts, meshes.topology.coordinate(rank))
+        cuts = shard_steps(sent.param)
+        held = shard_range(sent.param.shape, cuts, meshes.topology.coordinate(rank))
         box = sent.box(held)
         # What every rank holds whole comes from the first.
         nbytes = sent.dtype.itemsize * box.numel if cuts or rank == 0 else 0
-        pieces.append(_Piece(box, box.inside(held), offset, nbytes))
+        pieces.append(_Piece(box, box.slices_in(held), offset, nbytes))
         offset += _aligned(nbytes)
     return pieces
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from ...engine.lora.merge import LocalValues
-from ...engine.topology.dtensor import local_box, local_tensor
-from ...engine.topology.index_ranges import Box, box_around
+from ...engine.topology.dtensor import local_range, local_tensor
+from ...engine.topology.index_ranges import IndexRange, bounding_range
 from ..layout.transfer_plan import Transfer
 from ..layout.vllm_layout import Tensor
 
@@ -83,7 +83,7 @@ class LocalBlock:
     """
 
     tensor: Tensor
-    box: Box
+    box: IndexRange
     inside: tuple[slice, ...]
     kept: slice | None
 
@@ -100,7 +100,7 @@ class LocalShards:
         self,
         tensors: Mapping[str, torch.Tensor],
         dtypes: Mapping[str, torch.dtype],
-        boxes: dict[str, Box],
+        boxes: dict[str, IndexRange],
         values: LocalValues | None,
     ):
         self._tensors, self._dtypes, self._boxes = tensors, dtypes, boxes
@@ -115,10 +115,10 @@ class LocalShards:
         """Whether a tensor is stored in another dtype than it is sent in."""
         return self._tensors[name].dtype != self._dtypes[name]
 
-    def box(self, name: str) -> Box:
+    def box(self, name: str) -> IndexRange:
         """Where the shard of a tensor is."""
         if name not in self._boxes:
-            self._boxes[name] = local_box(self._tensors[name])
+            self._boxes[name] = local_range(self._tensors[name])
         return self._boxes[name]
 
     def values(self, name: str) -> torch.Tensor:
@@ -150,16 +150,16 @@ def read_as(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (flat if flat.storage_offset() % dtype.itemsize == 0 else flat.clone()).view(dtype)
 
 
-def shared_rows(boxes: Sequence[Box], most: int) -> Iterator[Box]:
+def shared_rows(boxes: Sequence[IndexRange], most: int) -> Iterator[IndexRange]:
     """The rows of which these boxes are columns, at most so many elements at a time.
 
     Nothing, if they are anything else or leave columns out, or if a row has more elements.
     """
     if len(boxes) < 2 or not boxes[0].low:
         return
-    rows = box_around(boxes)
+    rows = bounding_range(boxes)
     each = most // (rows.numel // rows.shape[0])
     are_columns = any(box.shape[-1] < rows.shape[-1] for box in boxes)
     if each and are_columns and rows.numel <= sum(box.numel for box in boxes):
         for first in range(rows.low[0], rows.high[0], each):
-            yield rows.along(0, first, min(first + each, rows.high[0]))
+            yield rows.with_dim(0, first, min(first + each, rows.high[0]))

@@ -14,8 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...engine.model import hf_names
-from ...engine.model.hf_convert import storage_of
-from ...engine.topology.index_ranges import Box
+from ...engine.model.hf_convert import storage_id
+from ...engine.topology.index_ranges import IndexRange
 from ..layout.vllm_layout import Need, Tensor
 
 __all__ = ["Recorder", "View", "checkpoint_views", "joined"]
@@ -40,12 +40,12 @@ def checkpoint_views(model: Any, tensors: Iterable[Tensor]) -> list[View]:
         ValueError: naming makes a new tensor of several, or of a part that is no view.
     """
     stand_ins = {t.name: torch.empty(t.shape, device="meta") for t in tensors}
-    names = {storage_of(t): name for name, t in stand_ins.items()}
+    names = {storage_id(t): name for name, t in stand_ins.items()}
     views = []
     for name, part in hf_names.as_checkpoint(model, stand_ins.items()):
-        if storage_of(part) not in names:
+        if storage_id(part) not in names:
             raise ValueError(f"{name} is not a view of one of the trainer's tensors, but made of them.")
-        own = names[storage_of(part)]
+        own = names[storage_id(part)]
         shape = tuple(stand_ins[own].shape)
         views.append(View(name, own, shape, tuple(part.shape), tuple(part.stride()), int(part.storage_offset())))
     return views
@@ -64,10 +64,10 @@ class Recorder(TorchDispatchMode):
         self._views = views
         self._tensors = {view.tensor: torch.empty(view.shape, device="meta") for view in views}
         # The shape comes from here: ``parameter.data`` in a loader is another tensor of the same storage.
-        self._sources = {storage_of(tensor): (name, tensor) for name, tensor in self._tensors.items()}
+        self._sources = {storage_id(tensor): (name, tensor) for name, tensor in self._tensors.items()}
         self._targets: dict[int, tuple[str, torch.Tensor]] = {}
         for name, tensor in parameters.items():  # of a parameter with several names, the first one counts
-            self._targets.setdefault(storage_of(tensor), (name, tensor))
+            self._targets.setdefault(storage_id(tensor), (name, tensor))
         self._needs: dict[str, set[Need]] = {}
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
@@ -83,14 +83,14 @@ class Recorder(TorchDispatchMode):
         if func is not torch.ops.aten.copy_.default:
             return func(*args, **(kwargs or {}))
         target, source = args[:2]
-        if storage_of(source) not in self._sources:
+        if storage_id(source) not in self._sources:
             if source.is_meta:
                 raise ValueError("a loader copies a tensor that it has made, and not a view of one that it was given.")
             return func(*args, **(kwargs or {}))
-        name, tensor = self._sources[storage_of(source)]
-        if storage_of(target) not in self._targets:
+        name, tensor = self._sources[storage_id(source)]
+        if storage_id(target) not in self._targets:
             raise ValueError(f"a loader copies {name} to a place that is no parameter.")
-        parameter, whole = self._targets[storage_of(target)]
+        parameter, whole = self._targets[storage_id(target)]
         box, dims = _box(tensor.shape, source)
         there, dims_there = _box(whole.shape, target)
         dropped = tensor.dim() - whole.dim()
@@ -110,7 +110,7 @@ def joined(needs: Iterable[Need]) -> list[Need]:
         for need in found:
             if kept and _continues(kept[-1], need, dim):
                 kept[-1] = Need(
-                    kept[-1].box.along(dim, kept[-1].box.low[dim], need.box.high[dim]), need.parameter, kept[-1].at
+                    kept[-1].box.with_dim(dim, kept[-1].box.low[dim], need.box.high[dim]), need.parameter, kept[-1].at
                 )
             else:
                 kept.append(need)
@@ -120,12 +120,12 @@ def joined(needs: Iterable[Need]) -> list[Need]:
 
 def _continues(first: Need, second: Need, dim: int) -> bool:
     size = first.box.high[dim] - first.box.low[dim]
-    box = first.box.along(dim, first.box.high[dim], second.box.high[dim])
+    box = first.box.with_dim(dim, first.box.high[dim], second.box.high[dim])
     at = (*first.at[:dim], first.at[dim] + size, *first.at[dim + 1 :])
     return first.parameter == second.parameter and box == second.box and at == second.at
 
 
-def _box(shape: Sequence[int], view: torch.Tensor) -> tuple[Box, tuple[int, ...]]:
+def _box(shape: Sequence[int], view: torch.Tensor) -> tuple[IndexRange, tuple[int, ...]]:
     """The box of a contiguous tensor of ``shape`` that ``view`` is, and which of its dims each longer one is."""
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     rest, low = view.storage_offset(), []
@@ -141,4 +141,4 @@ def _box(shape: Sequence[int], view: torch.Tensor) -> tuple[Box, tuple[int, ...]
             raise ValueError(f"a view {list(view.shape)} of a tensor {list(shape)} is no box of it.")
         high[dim] = low[dim] + size
         dims.append(dim)
-    return Box(tuple(low), tuple(high)), tuple(dims)
+    return IndexRange(tuple(low), tuple(high)), tuple(dims)

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from epfsdp2.engine.topology.dtensor import checkpointed
-from epfsdp2.engine.topology.index_ranges import Box
+from epfsdp2.engine.topology.dtensor import checkpoint_tensors
+from epfsdp2.engine.topology.index_ranges import IndexRange
 from epfsdp2.rollout.layout.vllm_layout import Heads, Need, Rollout, Tensor, known_families, needs
 from epfsdp2.rollout.vllm.loader_trace import Recorder, View, checkpoint_views, joined
 from tests.rollout.families import DENSE, FAMILIES, config_of, model_on_meta
@@ -64,7 +64,7 @@ def _compare(folder, cases):
 
 
 def _tensors(model) -> list[Tensor]:
-    state = checkpointed(model)
+    state = checkpoint_tensors(model)
     return [Tensor(name, tuple(t.shape), t.element_size()) for name, t in state.items()]
 
 
@@ -124,16 +124,16 @@ def _recorded(view, place, shape=(6, 4), parameter=(6, 4)):
 
 
 def test_views_of_views_are_followed():
-    box = Box((3, 1), (5, 3))
+    box = IndexRange((3, 1), (5, 3))
     assert _recorded(lambda t: t.chunk(2)[1][:2].narrow(1, 1, 2), lambda p: p[1:3, 2:]) == {
         "t": [Need(box, "p", (1, 2))]
     }
 
 
 def test_neighbouring_boxes_are_one():
-    needs = [Need(Box((e, 0, f), (e + 1, 4, f + 2)), "p", (e - 2, 0, f)) for e in range(2, 5) for f in (0, 2)]
-    assert joined(needs) == [Need(Box((2, 0, 0), (5, 4, 4)), "p", (0, 0, 0))]
-    elsewhere = Need(Box((5, 0, 0), (6, 4, 4)), "p", (7, 0, 0))
+    needs = [Need(IndexRange((e, 0, f), (e + 1, 4, f + 2)), "p", (e - 2, 0, f)) for e in range(2, 5) for f in (0, 2)]
+    assert joined(needs) == [Need(IndexRange((2, 0, 0), (5, 4, 4)), "p", (0, 0, 0))]
+    elsewhere = Need(IndexRange((5, 0, 0), (6, 4, 4)), "p", (7, 0, 0))
     assert joined([*needs, elsewhere]) == [*joined(needs), elsewhere]
 
 

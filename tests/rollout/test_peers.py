@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from epfsdp2.engine.topology.index_ranges import Cut
+from epfsdp2.engine.topology.index_ranges import ShardStep
 from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.rollout.layout import vllm_layout
 from epfsdp2.rollout.remote import remote_sync
@@ -86,10 +86,10 @@ def test_what_somebody_else_writes_into_the_store_is_refused_and_never_run(toget
 def test_what_a_sync_tells_arrives_as_it_was(together):
     (first, second, _), _ = together
     first.begin(), second.begin()
-    cut = Cut(0, "ep", 2)
-    tensors = (vllm_layout.Tensor("a", (4, 2, 3), 2, (cut, Cut(1, "ep_fsdp", 2))), vllm_layout.Tensor("b", (), 4))
+    cut = ShardStep(0, "ep", 2)
+    tensors = (vllm_layout.Tensor("a", (4, 2, 3), 2, (cut, ShardStep(1, "ep_fsdp", 2))), vllm_layout.Tensor("b", (), 4))
     heads, dtypes = vllm_layout.Heads(4, 2, 8, "qwen3_moe"), (("a", torch.bfloat16), ("b", torch.float32))
-    sharded = remote_sync.Sharded(tensors, dtypes, ("layers.0",), Topology.plan(8, 2, 4), heads)
+    sharded = remote_sync.Sharded(tensors, dtypes, ("layers.0",), Topology.arrange(8, 2, 4), heads)
     chunks = [remote_sync._Chunk("a", torch.float32, (4, 2), 0, 16, 32)]
     facts = {
         "offer": remote_sync.Offer("auto", 2, "qwen3_moe", 1 << 20, sharded),

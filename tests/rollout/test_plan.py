@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epfsdp2.engine.topology.index_ranges import Box, Cut, cut_box
+from epfsdp2.engine.topology.index_ranges import IndexRange, ShardStep, shard_range
 from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.rollout.layout.transfer_plan import Targets, make_plan
 from epfsdp2.rollout.layout.verify import expected_tensors
@@ -30,9 +30,9 @@ def _problems(draw):
     hidden, inner = draw(st.integers(2, 9)), ep_fsdp * 4 * draw(st.integers(1, 2))
     experts, vocabulary = ep * draw(st.integers(1, 3)), draw(st.integers(3, 90))
     shard_dim = draw(st.sampled_from([0, 1] if experts // ep % ep_fsdp == 0 else [1]))
-    dense, over_ep = (Cut(0, "fsdp", topology.fsdp),), Cut(0, "ep", ep)
-    stacks = (over_ep, Cut(shard_dim, "ep_fsdp", ep_fsdp))
-    down = stacks if shard_dim == 0 or hidden % ep_fsdp == 0 else (over_ep, Cut(2, "ep_fsdp", ep_fsdp))
+    dense, over_ep = (ShardStep(0, "fsdp", topology.fsdp),), ShardStep(0, "ep", ep)
+    stacks = (over_ep, ShardStep(shard_dim, "ep_fsdp", ep_fsdp))
+    down = stacks if shard_dim == 0 or hidden % ep_fsdp == 0 else (over_ep, ShardStep(2, "ep_fsdp", ep_fsdp))
     inside = {
         "self_attn.q_proj.weight": ((heads.queries * heads.dim, hidden), dense),
         "self_attn.k_proj.weight": ((heads.keys * heads.dim, hidden), dense),
@@ -75,7 +75,7 @@ def test_a_plan_brings_every_element_once_within_the_bound(problem):
     # What each trainer rank has; anything else it could send is -1.
     def held(name, rank):
         tensor, mine = by_name[name], torch.full(by_name[name].shape, -1)
-        box = cut_box(tensor.shape, tensor.cuts, topology.coordinate(rank % topology.fsdp))
+        box = shard_range(tensor.shape, tensor.cuts, topology.coordinate(rank % topology.fsdp))
         mine[box.slices] = whole[name][box.slices]
         return mine
 
@@ -133,8 +133,8 @@ def test_equal_plans_have_equal_digests_and_other_ones_others(problem):
 
 def _qwen3_moe(hidden, heads, inner, experts, layers, vocabulary, topology, itemsize=2):
     """Tensors of a Qwen3-MoE as the trainer holds them."""
-    dense = (Cut(0, "fsdp", topology.fsdp),)
-    stacks = (Cut(0, "ep", topology.ep), Cut(1, "ep_fsdp", topology.ep_fsdp))
+    dense = (ShardStep(0, "fsdp", topology.fsdp),)
+    stacks = (ShardStep(0, "ep", topology.ep), ShardStep(1, "ep_fsdp", topology.ep_fsdp))
     q, kv = heads.queries * heads.dim, heads.keys * heads.dim
     inside = {
         "self_attn.q_proj.weight": (q, hidden),
@@ -158,7 +158,7 @@ def _qwen3_moe(hidden, heads, inner, experts, layers, vocabulary, topology, item
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_placed_slices_are_what_vllm_holds(tp):
     """Against ``verify.expected_tensors``, which other tests compare with real vLLM workers bit for bit."""
-    topology, heads = Topology.plan(4, 2), Heads(4, 2, 6)
+    topology, heads = Topology.arrange(4, 2), Heads(4, 2, 6)
     tensors = _qwen3_moe(20, heads, 12, 6, 2, 100, topology)
     torch.manual_seed(0)
     state = {t.name: torch.randn(t.shape) for t in tensors}
@@ -175,7 +175,7 @@ def test_placed_slices_are_what_vllm_holds(tp):
         placed = {name: torch.zeros_like(t) for name, t in expected_tensors(state, config, tp, rank)}
         for tensor in tensors:
             for need in needs(tensor, Rollout(tp), rank, heads):
-                target = Box(need.at, tuple(a + s for a, s in zip(need.at, need.box.shape, strict=True)))
+                target = IndexRange(need.at, tuple(a + s for a, s in zip(need.at, need.box.shape, strict=True)))
                 placed[need.parameter][target.slices] = state[tensor.name][need.box.slices]
         for name, want in expected_tensors(state, config, tp, rank):
             assert torch.equal(placed[name], want), (name, rank)
@@ -216,7 +216,7 @@ def _figures(model, topology, rollout, stream="sliced", node=8, targets=None):
     ],
 )
 def test_the_published_bytes_of_qwen3_30b_on_16_gpus(rollout, stream, need, received, nic):
-    _, figures = _figures(QWEN3_30B, Topology.plan(16, 8), rollout, stream)
+    _, figures = _figures(QWEN3_30B, Topology.arrange(16, 8), rollout, stream)
     assert figures[0] == pytest.approx(need, abs=0.011)
     assert figures[1] == pytest.approx(received, abs=0.011)
     assert nic is None or figures[2] == pytest.approx(nic, abs=0.011)
@@ -259,7 +259,7 @@ def test_the_published_bytes_in_the_other_order_of_ranks(model, topology, rollou
 )
 def test_a_standalone_rollout_receives_what_it_needs(model, topology, rollout, workers, need):
     targets = Targets(workers, colocated=False)
-    plan, figures = _figures(model, Topology.plan(*topology), rollout, targets=targets)
+    plan, figures = _figures(model, Topology.arrange(*topology), rollout, targets=targets)
     assert figures[:2] == pytest.approx([need, need], abs=0.011)
     assert sum(plan.sent.values()) == sum(plan.needed.values())
     # Senders are busy alike.
@@ -267,13 +267,13 @@ def test_a_standalone_rollout_receives_what_it_needs(model, topology, rollout, w
 
 
 def test_the_rounds_of_qwen3_235b_are_nearly_as_few_as_can_be():
-    plan, _ = _figures(QWEN3_235B, Topology.plan(64, 8), Rollout(8))
+    plan, _ = _figures(QWEN3_235B, Topology.arrange(64, 8), Rollout(8))
     least = math.ceil(max(max(plan.received.values()), max(plan.sent.values())) / (512 << 20))
     assert least <= len(plan.rounds) <= 1.25 * least
 
 
 def test_a_round_smaller_than_a_row_is_refused():
-    problem = _qwen3_moe(20, Heads(4, 2, 6), 12, 6, 1, 100, Topology.plan(4, 2)), Topology.plan(4, 2)
+    problem = _qwen3_moe(20, Heads(4, 2, 6), 12, 6, 1, 100, Topology.arrange(4, 2)), Topology.arrange(4, 2)
     plan, _ = _plan(*problem, Rollout(2), Heads(4, 2, 6), Targets(4), "sliced", 8)
     with pytest.raises(
         ValueError, match=r"one row of model.embed_tokens.weight \[100, 20\] is .* more than the 8 bytes"

@@ -64,16 +64,16 @@ def test_a_trainer_on_the_same_node_feeds_every_worker_itself(cluster):
 
 def test_workers_of_a_node_take_turns():
     """Four replicas of TP 1 on one node: each receives about a quarter, and sends it three times."""
-    from epfsdp2.engine.topology.index_ranges import Cut
+    from epfsdp2.engine.topology.index_ranges import ShardStep
     from epfsdp2.engine.topology.mesh import Topology
     from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, Tensor
 
-    tensors = [Tensor("a", (64, 8), 2, (Cut(0, "fsdp", 8),)), Tensor("b", (64, 3), 2, (Cut(0, "fsdp", 8),))]
+    tensors = [Tensor("a", (64, 8), 2, (ShardStep(0, "fsdp", 8),)), Tensor("b", (64, 3), 2, (ShardStep(0, "fsdp", 8),))]
 
     def needs_of(tensor, rank):
         return [] if rank < 8 else needs(tensor, Rollout(), 0, Heads(1, 1, 1), "full")
 
-    plan = make_plan(tensors, [], Topology.plan(8, 1), Targets(12, colocated=False), needs_of, 1 << 20)
+    plan = make_plan(tensors, [], Topology.arrange(8, 1), Targets(12, colocated=False), needs_of, 1 << 20)
     relays = relayed(plan, ("trainer",) * 8 + ("rollout",) * 4)
     size = 64 * 11 * 2
     assert relays.between_nodes(lambda r: r // 8, lambda r: r // 8) == dict.fromkeys(range(8, 12), size // 4)

@@ -46,7 +46,7 @@ def _sync(syncs: list[tuple[str, str]], handles: list[str], ep: int, expert_para
         for tensor in sharded_tensors(model):
             mine = next((box for box, ranks in holders(tensor, meshes.topology).items() if rank in ranks), None)
             for need in needs(tensor, rollout, rank, Heads.of(model.config), kind):
-                own = need.box.shared_with(mine) if mine else None
+                own = need.box.intersection(mine) if mine else None
                 needed += need.box.numel * tensor.itemsize
                 received += (need.box.numel - (own.numel if own else 0)) * tensor.itemsize
         exchange = sync.exchange(kind, rollout, rank)
@@ -57,7 +57,7 @@ def _sync(syncs: list[tuple[str, str]], handles: list[str], ep: int, expert_para
 
 def _layouts(config, workers, expert_parallel):
     model, rollout = model_on_meta(config), Rollout(workers, expert_parallel=expert_parallel)
-    tensors = tensors_before_sharding(model, Topology.plan(workers, 1))
+    tensors = tensors_before_sharding(model, Topology.arrange(workers, 1))
     return [layout(tensors, rollout, worker, Heads.of(config)) for worker in range(workers)]
 
 

@@ -1,6 +1,5 @@
 """What verl's LoRA settings ask for, and the weights of a model that they mean."""
 
-import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -11,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import SettingError
+from ..errors import SettingError, close_matches
 from ..model.hf_convert import revert
 from ..model.layers import layer_names
 from ..moe.find import ExpertsInfo, UnsupportedModelError, find_experts
+from ..settings.values import get_setting
 
 __all__ = ["ADAPTER_CONFIG", "LoraSettings", "Target", "find_targets"]
 
@@ -70,7 +70,7 @@ class LoraSettings:
         """
 
         def given(name: str, default: Any = None) -> Any:
-            value = model.get(name) if isinstance(model, Mapping) else getattr(model, name, None)
+            value = get_setting(model, name)
             return default if value is None else value
 
         rank, path = given("lora_rank", 0), given("lora_adapter_path")
@@ -260,7 +260,7 @@ def _check_entries(settings: LoraSettings, names: Mapping[str, Sequence[str]]) -
             if not any(_matches(name, entry) for name in everything):
                 said = entry if isinstance(entry, str) else entry[0]
                 ends = sorted({name.rpartition(".")[2] for name in everything})
-                near = difflib.get_close_matches(said, ends, n=3, cutoff=0.3) or ends[:6]
+                near = close_matches(said, ends) or ends[:6]
                 rule = f"{said} matches no linear of a layer, and no weight of experts."
                 raise SettingError(f"{settings.node}.{key}", _typed(wanted), rule, f"{_ALL}, or some of {near}")
     if not settings.target_modules and not settings.target_parameters:

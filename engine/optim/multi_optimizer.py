@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ..errors import listed
 from ..topology.dtensor import is_expert_parameter, local_range
 from .muon import Muon
 from .muon_partition import matrix_groups
@@ -169,14 +170,14 @@ class MultiOptimizer(Optimizer):
         extra = [fqn for fqn in group_of if fqn not in own]
         other = [fqn for fqn in own if fqn in group_of and group_of[fqn]["algorithm"] != own[fqn]]
         if missing or extra:
-            told = [f"has none of {_some(missing)}"] if missing else []
-            told += [f"is also of {_some(extra)}"] if extra else []
+            told = [f"has none of {listed(missing, 3)}"] if missing else []
+            told += [f"is also of {listed(extra, 3)}"] if extra else []
             raise ValueError(f"The saved optimizer state {' and '.join(told)}: it is of another model.")
         if other:
             was, now = group_of[other[0]]["algorithm"], own[other[0]]
             raise ValueError(
-                f"The saved optimizer state of {_some(other)} is {was}'s, this run's optimizer for it is {now}. Train "
-                f"on with {was}, or leave optimizer and extra out of checkpoint.load_contents."
+                f"The saved optimizer state of {listed(other, 3)} is {was}'s, this run's optimizer for it is {now}. "
+                f"Continue with {was}, or leave optimizer and extra out of checkpoint.load_contents."
             )
         return group_of
 
@@ -317,10 +318,6 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _name(optimizer: Optimizer) -> str:
     return type(optimizer).__name__
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _strip_wrappers(name: str) -> str:

@@ -24,7 +24,7 @@ from tests.support.ppo import check_ppo_updates
 from tests.support.ranks import run_ranks
 
 RELATIVE = 1e-5
-# Of transformers' families, by whether the block asks for its shared experts after the experts or before.
+# Of transformers' families, by whether the block calls its shared experts after the experts or before.
 AFTER = ["deepseek_v2", "deepseek_v3", "deepseek_v4", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite"]
 AFTER += ["glm_moe_dsa", "hy_v3", "nemotron_h", "nemotron_h_latent", "solar_open"]
 BEFORE = ["afmoe", "ernie4_5_moe", "hunyuan_v1_moe", "laguna", "qwen2_moe", "qwen3_next", "qwen3_5_moe"]
@@ -292,11 +292,15 @@ def _families_are_refused(folders):
     ids = torch.randint(0, VOCAB, (2, 13), generator=torch.Generator().manual_seed(1))
     options = {"attention": "eager", "overlap_shared_experts": True}
     for folder in folders.values():
-        with pytest.raises(SettingError, match="overlap_shared_experts=True: .* asks for its shared experts before"):
+        with pytest.raises(
+            SettingError, match="overlap_shared_experts=True: .* calls its shared experts before the experts:"
+        ):
             sharded_model(folder, 2, 2, **options)
         with patch.object(overlap, "runs_shared_first", lambda *_: False):
             model, _ = sharded_model(folder, 2, 2, **options)
-        with pytest.raises(SettingError, match="overlap_shared_experts=True: .* asks for its shared experts first"):
+        with pytest.raises(
+            SettingError, match="overlap_shared_experts=True: .* calls its shared experts before the experts, or"
+        ):
             families.logits(model, ids)
 
 

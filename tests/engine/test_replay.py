@@ -105,7 +105,7 @@ def test_what_cannot_be_replayed_says_so():
     model(input_ids=ids, use_cache=False)
     routes = replay.recorded()
     replay.replay(_shifted(routes, sorted(replay._layers), 8))
-    with pytest.raises(ReplayError, match=r"layers.0.mlp.experts takes .* experts that no topk over 8 chose"):
+    with pytest.raises(ReplayError, match=r"layers.0.mlp.experts got .* expert ids that no topk over 8 chose"):
         model(input_ids=ids, use_cache=False)
     with pytest.raises(ReplayError, match=r"are \(14, 5, 2\), where \[tokens, 3, k\] is needed"):
         replay.replay(torch.zeros(14, 5, 2))

@@ -37,7 +37,7 @@ def test_stacks_where_vllm_takes_them_and_checkpoint_names_for_the_rest(stacks_a
 
 @pytest.mark.parametrize("name", SERVED)
 def test_a_tensor_is_the_same_under_either_name(name, stacks_are_sent):
-    """ShardStep into experts again, what vLLM is sent is what is written to a checkpoint."""
+    """Cut into experts again, what vLLM is sent is what is written to a checkpoint."""
     model = build(name)
     randomise(model, 1)
     written = dict(hf_names.as_checkpoint(model, sent(model, torch.float32)))

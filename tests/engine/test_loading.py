@@ -102,7 +102,7 @@ def _verified(folder):
     local = model.get_parameter(first).to_local()
     with torch.no_grad():
         local[0] = local[0].flip(0)
-    with pytest.raises(ValueError, match=r"experts.gate_up_proj\[0\] is not what"):
+    with pytest.raises(ValueError, match=r"experts.gate_up_proj\[0\] differs from"):
         loading.verify_experts(model, files)
 
 
@@ -252,7 +252,7 @@ DAMAGES = {
     "a negative size": (lambda c: _header(c, shape=[-3, 4]), "a is F32 .-3, 4., and has 48 bytes"),
     "a pointer": (
         lambda c: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
-        "pointer of Git LFS",
+        "Git LFS pointer",
     ),
 }
 

@@ -427,7 +427,7 @@ def test_a_plain_model_in_one_process_is_stepped_too():
         ({"ns_coefficients": (1.0, 2.0)}, "three numbers"),
         ({"adjust_lr_fn": "spectral"}, "'spectral'"),
         ({"ns_dtype": "fp16"}, "'fp16'"),
-        ({"parts": 2}, "none of 2 parts"),
+        ({"parts": 2}, "split into 2 parts"),
     ],
 )
 def test_options_out_of_range_are_refused(options, said):
@@ -572,14 +572,14 @@ def test_frozen_parameters_are_nobody_s():
 # -- who orthogonalises what -------------------------------------------------------------------------------------------
 
 
-def test_work_is_dealt_out_evenly_bucket_by_bucket_and_in_all():
+def test_work_is_assigned_out_evenly_bucket_by_bucket_and_in_all():
     shapes = [(24, 40)] * 5 + [(40, 40)] * 3 + [(8, 200)] * 7 + [(100, 100)]
     blocks = [muon_partition.Block(None, (1, *shape), ()) for shape in shapes * 3]
     total = [0] * 4
-    buckets = list(muon_partition._fill(blocks, 4 * 4000, 4))
-    dealt = [muon_partition._deal(bucket, total) for bucket in buckets]
+    buckets = list(muon_partition._split_into_buckets(blocks, 4 * 4000, 4))
+    assigned = [muon_partition._assign_to_ranks(bucket, total) for bucket in buckets]
     assert [b for bucket in buckets for b in bucket] == blocks and len(buckets) > 1
-    for bucket, hands in zip(buckets, dealt, strict=True):
+    for bucket, hands in zip(buckets, assigned, strict=True):
         # The largest matrix is more than a rank's share of bytes: then a bucket has as much as four such.
         assert sum(block.numel for block in bucket) <= 4 * 100 * 100
         loads = [sum(block.cost for block in hand) for hand in hands]
@@ -590,4 +590,4 @@ def test_work_is_dealt_out_evenly_bucket_by_bucket_and_in_all():
 
 def test_matrices_too_large_for_a_bucket_still_give_every_rank_one():
     blocks = [muon_partition.Block(None, (1, 100, 100), ()) for _ in range(8)]
-    assert [len(bucket) for bucket in muon_partition._fill(blocks, 1, 4)] == [4, 4]
+    assert [len(bucket) for bucket in muon_partition._split_into_buckets(blocks, 1, 4)] == [4, 4]

@@ -171,8 +171,8 @@ def test_state_that_does_not_fit_names_the_parameter_and_changes_nothing():
         assert multi.state_dict()["param_groups"] == before["param_groups"]
         assert torch.equal(multi.state[params["a"]]["exp_avg"], before["state"]["a"]["exp_avg"])
 
-    refused(lambda s: s["param_groups"].pop(), "has none of b: it is of another model")
-    refused(lambda s: s["param_groups"][0]["params"].extend("vwxyz"), r"v; w; x; and 2 more")
+    refused(lambda s: s["param_groups"].pop(), "has none of b: it belongs to another model")
+    refused(lambda s: s["param_groups"][0]["params"].extend("vwxyz"), r"also has v; w; x; and 2 more")
     refused(lambda s: s["param_groups"][1].update(algorithm="Muon"), "b is Muon's, this run's optimizer for it is SGD")
     refused(lambda s: s["state"]["a"].update(exp_avg=torch.ones(4)), r"exp_avg of a is \(4,\), the parameter is \(3,\)")
 

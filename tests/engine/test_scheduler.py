@@ -82,7 +82,7 @@ def test_a_schedule_of_other_optimizers_is_refused():
     optimizer = _optimizer()
     with pytest.raises(ValueError, match="are not those of"):
         MultiLRScheduler(optimizer, {"dense": _halving(optimizer.optimizers["dense"])})
-    with pytest.raises(ValueError, match="'experts' is of another optimizer"):
+    with pytest.raises(ValueError, match="'experts' belongs to another optimizer"):
         MultiLRScheduler(optimizer, {name: _halving(optimizer.optimizers["dense"]) for name in optimizer.optimizers})
 
 

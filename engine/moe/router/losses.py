@@ -62,8 +62,11 @@ class _Layer:
         self.rows_before = rows_computed(self.info.module) or 0
 
     def counts(self, is_token: torch.Tensor) -> torch.Tensor:
-        """Return int64 ``[E + 2]``: assignments of tokens to each expert, those of all rows, padding included, and how many
-        of the latter the experts computed."""
+        """Count assignments, int64 ``[E + 2]``.
+
+        They are those of tokens to each expert, then those of all rows, padding included, and then how many of the
+        latter the experts have computed.
+        """
         assert self.ids is not None
         ids = self.ids.long()
         counts = torch.zeros(self.info.num_experts, dtype=torch.long, device=ids.device)

@@ -108,7 +108,7 @@ def assert_equal(got, want, bound=RELATIVE):
 
 
 @pytest.mark.parametrize(("family", "tokens"), itertools.product(FAMILIES, (T, 0)))
-def test_every_layout_equals_plain_operators(family, tokens):
+def test_fused_experts_of_every_layout_equal_plain_operators(family, tokens):
     module, (hidden, ids, weights) = make(family), routed(tokens)
     got = tokens_with(module, "torch", hidden, ids, weights)
     assert_equal(got, tokens_with(module, "reference", hidden, ids, weights))
@@ -121,7 +121,7 @@ def test_every_layout_equals_plain_operators(family, tokens):
 
 
 @pytest.mark.parametrize("frozen", [(), ("gate_up_proj", "down_proj"), ENDS, ENDS[:2] + ("gate_up_proj",)], ids=str)
-def test_adapters_and_frozen_weights(frozen):
+def test_fused_experts_with_adapters_and_frozen_weights_equal_plain_operators(frozen):
     module, inputs = make("plain", adapters=True), routed()
     for name in frozen:
         module.get_parameter(name).requires_grad_(False)
@@ -136,7 +136,7 @@ def test_adapters_and_frozen_weights(frozen):
 
 @pytest.mark.parametrize("family", ["plain", "interleaved, transposed, biases"])
 @pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16])
-def test_bfloat16_is_no_further_from_float32_than_plain_operators(family, weights_dtype):
+def test_fused_experts_in_bfloat16_are_no_further_from_float32_than_plain_operators(family, weights_dtype):
     module, (hidden, ids, weights) = make(family, torch.bfloat16), routed(400, torch.bfloat16, weights_dtype)
     exact = tokens_with(copy.deepcopy(module).float(), "reference", hidden.float(), ids, weights.float())
     got, plain = (tokens_with(module, backend, hidden, ids, weights) for backend in ("torch", "reference"))
@@ -146,14 +146,14 @@ def test_bfloat16_is_no_further_from_float32_than_plain_operators(family, weight
         assert got[name].dtype == plain[name].dtype
 
 
-def test_sums_over_experts_accumulate_in_float32():
+def test_gather_sum_accumulates_in_float32():
     rows, slots = torch.ones(1025, 8, dtype=torch.bfloat16), torch.arange(1025).view(1, -1)
     for weights in (None, torch.ones(1, 1025, dtype=torch.bfloat16), torch.ones(1, 1025)):
         # One by one in bfloat16 the sum would stop at 256.
         assert (TorchBackend().gather_sum(rows, slots, weights, torch.float32) >= 1024).all()
 
 
-def test_autocast_around_the_experts_is_that_of_their_activation_in_backward_too():
+def test_fused_experts_under_autocast_recompute_the_activation_under_it():
     class Mixes(Qwen3MoeExperts):
         def _apply_gate(self, pre):
             seen.append(torch.is_autocast_enabled("cpu"))
@@ -197,7 +197,7 @@ def bytes_kept(function, without):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("experts", "hidden", "inner"), [(32, 512, 192), (64, 896, 256)], ids=["qwen3", "deepseek"])
-def test_less_is_kept_than_0_4_of_what_grouped_mm_keeps(dtype, experts, hidden, inner):
+def test_fused_experts_on_one_rank_save_less_than_0_4_of_grouped_mm(dtype, experts, hidden, inner):
     """Qwen3-30B-A3B's and DeepSeek-V3's proportions, a quarter and an eighth as wide, a quarter of the experts."""
     config = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=inner, num_experts=experts, num_experts_per_tok=8)
     module = Qwen3MoeExperts(config).to(dtype)
@@ -232,7 +232,7 @@ def _kept_of_rows_sent(experts, hidden, inner, k):
     assert kept["torch"] < 0.6 * kept["reference"]
 
 
-def test_of_a_row_that_is_sent_nothing_is_kept_at_home():
+def test_fused_experts_on_two_ranks_save_nothing_on_the_source_rank():
     run_ranks(_kept_of_rows_sent, 2, 8, 64, 24, 2)
 
 
@@ -245,7 +245,7 @@ class _Counting(TorchBackend):
         return super().mm(*args)
 
 
-def test_their_backward_may_run_again_and_the_first_half_of_it_not_alone():
+def test_fused_experts_backward_runs_twice_and_its_first_linear_not_alone():
     module, (hidden, ids, weights) = make("plain"), routed()
     attach(module, ExpertsRuntime(E, None))
     out = experts_forward(module, hidden.requires_grad_(), ids, weights)
@@ -256,7 +256,7 @@ def test_their_backward_may_run_again_and_the_first_half_of_it_not_alone():
         between.sum().backward()
 
 
-def test_computed_again_they_end_before_their_last_product(monkeypatch):
+def test_fused_experts_when_recomputed_stop_before_the_down_projection(monkeypatch):
     """Forward: 2 products; again: the first; backward: one for each of the two."""
     backend, module, (hidden, ids, weights) = _Counting(), make("plain"), routed()
     attach(module, ExpertsRuntime(E, None))
@@ -274,7 +274,7 @@ def test_computed_again_they_end_before_their_last_product(monkeypatch):
 # -- which one computes ---------------------------------------------------------------------------------------------
 
 
-def test_what_can_not_run_is_refused_by_name_and_passed_over_by_auto(monkeypatch):
+def test_choose_backend_that_can_not_run_is_refused_by_name_and_skipped_by_auto(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for dtype, reason in ((torch.float32, "Triton needs a GPU"), (torch.float64, "bfloat16 and float16, and not")):
         with pytest.raises(SettingError, match=rf"experts_backend=triton: .*{reason}.*What works: .*=torch"):
@@ -297,7 +297,7 @@ def test_what_can_not_run_is_refused_by_name_and_passed_over_by_auto(monkeypatch
         choose_backend("triton", "cuda", torch.bfloat16)
 
 
-def test_what_there_is_not_is_refused():
+def test_choose_backend_with_an_unknown_name_is_refused():
     with pytest.raises(SettingError, match=r"engine.experts_backend=cutlass: is one of .*torch"):
         choose_backend("cutlass", "cpu", torch.float32)
 
@@ -318,7 +318,7 @@ class _AllExperts(TorchBackend):
 
 @pytest.mark.parametrize("all_here", [False, True])
 @pytest.mark.parametrize(("family", "adapters"), [*((f, False) for f in FAMILIES), ("plain", True)])
-def test_what_backward_holds_is_counted_without_computing(family, all_here, adapters, monkeypatch):
+def test_backward_phases_on_meta_equal_those_of_a_real_backward(family, all_here, adapters, monkeypatch):
     module, (hidden, ids, weights) = make(family, adapters=adapters), routed()
     on_meta = copy.deepcopy(module).to("meta")
     planned = backward_memory.backward_phases(on_meta, *(t.to("meta") for t in (hidden, ids, weights)), all_here)

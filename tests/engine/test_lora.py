@@ -169,7 +169,7 @@ def _updates(reference, ids):
     return expected
 
 
-def test_log_probs_gradients_and_two_updates_equal_the_plain_model(tmp_path):
+def test_lora_log_probs_gradients_and_two_updates_equal_the_plain_model(tmp_path):
     cases = [
         (1, -1, {"checkpointing": "full"}),
         (2, -1, {}),
@@ -207,7 +207,7 @@ def _begins_as_the_base(folder):
         torch.testing.assert_close(without, _logits(plain, ids), rtol=1e-5, atol=1e-5)
 
 
-def test_a_run_begins_as_the_base_and_its_reference_is_the_base(tmp_path):
+def test_lora_starts_as_its_base_and_the_reference_is_the_base(tmp_path):
     run_ranks(_begins_as_the_base, WORLD, save_qwen3_moe(tmp_path))
 
 
@@ -257,7 +257,7 @@ def _handed_over(folder, cases):
         assert all(torch.equal(_whole(param), before[name]) for name, param in model.named_parameters()), where
 
 
-def test_every_stream_hands_over_merged_weights(tmp_path):
+def test_lora_weights_are_merged_in_every_stream(tmp_path):
     cases = [
         (2, -1, {}),
         (4, -1, {}),
@@ -309,7 +309,7 @@ def _saves(folder, out):
         ).read_bytes()
 
 
-def test_resumes_on_another_mesh_and_exports_merged_weights(tmp_path):
+def test_lora_resumes_on_another_mesh_and_exports_merged_weights(tmp_path):
     folder, out = save_qwen3_moe(tmp_path / "model"), tmp_path / "out"
     run_ranks(_saves, WORLD, folder, out)
 
@@ -339,7 +339,7 @@ def _writes_an_adapter(folder, out, changes):
         ),
     ],
 )
-def test_peft_loads_what_was_saved(tmp_path, changes):
+def test_lora_adapter_that_was_saved_is_loaded_by_peft(tmp_path, changes):
     folder, out = save_qwen3_moe(tmp_path / "model"), tmp_path / "out"
     run_ranks(_writes_an_adapter, 2, folder, out, changes)
     with warnings.catch_warnings():
@@ -410,7 +410,7 @@ def _by_verl(folder, out):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_an_actor_of_verl_with_its_base_as_the_reference(tmp_path):
+def test_lora_in_an_actor_of_verl_has_its_base_as_the_reference(tmp_path):
     run_ranks(_by_verl, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "out")
 
 
@@ -432,7 +432,7 @@ def checked(tmp_path):
     return check
 
 
-def test_a_right_run_passes(checked):
+def test_lora_check_accepts_a_run_that_works(checked):
     assert checked().name == "Qwen3MoeForCausalLM"
     assert checked(ep_size=8, fsdp_size=8) is not None
     assert checked({"target_modules": None, "target_parameters": ["experts.down_proj"]}) is not None
@@ -467,13 +467,13 @@ def test_a_right_run_passes(checked):
         ),
     ],
 )
-def test_bad_settings_are_refused(checked, tmp_path, changes, rest, said):
+def test_lora_check_refuses_bad_settings(checked, tmp_path, changes, rest, said):
     with pytest.raises(SettingError) as caught:
         checked(changes, **rest)
     assert said.replace("$", str(tmp_path)) in str(caught.value)
 
 
-def test_an_adapter_of_another_kind_is_refused(checked, tmp_path):
+def test_lora_check_refuses_an_adapter_of_another_kind(checked, tmp_path):
     path = tmp_path / "adapter" / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"use_dora": True}))
     with pytest.raises(SettingError, match="its use_dora is True"):
@@ -556,16 +556,16 @@ def _compare_families(tmp_path, names):
     assert not off, "\n".join(str(row.get("failed") or row) + f" ({row['family']})" for row in off)
 
 
-def test_transposed_experts_with_biases_and_shared_experts(tmp_path):
+def test_lora_on_transposed_experts_with_biases_and_shared_experts(tmp_path):
     _compare_families(tmp_path, ["gpt_oss", "glm4_moe"])
 
 
-def test_linears_of_dense_models(tmp_path):
+def test_lora_on_linears_of_dense_models(tmp_path):
     _compare_families(tmp_path, ["qwen3", "llama"])
 
 
 @pytest.mark.long
-def test_every_family(tmp_path):
+def test_lora_on_every_family(tmp_path):
     _compare_families(tmp_path, list(families.EVERY))
 
 
@@ -593,5 +593,5 @@ def _routes_of_the_reference(folder):
 
 
 @pytest.mark.long
-def test_router_replay_leaves_the_reference_alone(tmp_path):
+def test_lora_reference_routes_for_itself_under_router_replay(tmp_path):
     run_ranks(_routes_of_the_reference, 2, save_qwen3_moe(tmp_path))

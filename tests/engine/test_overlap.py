@@ -31,7 +31,7 @@ BEFORE = ["afmoe", "ernie4_5_moe", "hunyuan_v1_moe", "laguna", "qwen2_moe", "qwe
 
 
 @pytest.mark.parametrize(("tokens", "chunks"), [(0, 3), (1, 4), (7, 3), (12, 4), (5, 1)])
-def test_chunks_differ_by_a_token_at_most_and_hold_every_token(tokens, chunks):
+def test_chunk_bounds_differ_by_a_token_at_most_and_hold_every_token(tokens, chunks):
     edges = chunk_bounds(tokens, chunks)
     sizes = [b - a for a, b in zip(edges, edges[1:], strict=False)]
     assert len(sizes) == chunks and sum(sizes) == tokens and max(sizes) - min(sizes) <= 1
@@ -75,7 +75,7 @@ def _every_routing_in_chunks():
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_chunks_give_what_one_exchange_gives(world):
+def test_exchange_in_chunks_equals_one_chunk(world):
     run_ranks(_every_routing_in_chunks, world)
 
 
@@ -95,14 +95,14 @@ def _gradients_equal_the_reference(folder, world, cases):
             assert relative_error(param.grad.full_tensor(), wanted[name]) < RELATIVE, (ep, options, name)
 
 
-def test_gradients_in_chunks_are_those_of_the_plain_model(tmp_path):
+def test_exchange_in_chunks_has_the_gradients_of_the_plain_model(tmp_path):
     cases = [(2, {"dispatch_chunks": 2}), (4, {"dispatch_chunks": 3, "expert_shard_dim": 0})]
     cases += [(2, {"dispatch_chunks": 2, "checkpointing": mode}) for mode in ("full", "selective")]
     cases += [(4, {"dispatch_chunks": 6, "checkpointing": "full", "prefetch_depth": 0})]
     run_ranks(_gradients_equal_the_reference, 4, save_qwen3_moe(tmp_path), 4, cases)
 
 
-def test_gradients_with_shared_experts_ahead_are_those_of_the_plain_model(tmp_path):
+def test_shared_experts_computed_ahead_have_the_gradients_of_the_plain_model(tmp_path):
     cases = [
         (2, {"overlap_shared_experts": True, "dispatch_chunks": chunks, "checkpointing": mode})
         for chunks, mode in [(1, "none"), (2, "full"), (3, "selective")]
@@ -135,7 +135,7 @@ def _bfloat16_is_close(folder):
         assert relative_error(gradients[1][name], gradient) < 2**-6, name
 
 
-def test_in_bfloat16_chunks_are_as_close_as_its_rounding(tmp_path):
+def test_exchange_in_chunks_in_bfloat16_differs_by_its_rounding(tmp_path):
     run_ranks(_bfloat16_is_close, 2, save_glm4_moe(tmp_path))
 
 
@@ -234,7 +234,7 @@ def _flies_while_it_computes(folder):
     assert events.index(("forward", "shared")) > events.index(("wait", 3))
 
 
-def test_chunks_travel_while_others_and_shared_experts_compute(tmp_path):
+def test_exchange_sends_chunks_while_others_and_shared_experts_compute(tmp_path):
     folder = save_glm4_moe(tmp_path, num_hidden_layers=1, first_k_dense_replace=0)
     run_ranks(_flies_while_it_computes, 2, folder)
 
@@ -249,7 +249,7 @@ def _recomputed_alike(folder):
     assert forward.count("wait") == 4 and recomputed == forward + kept
 
 
-def test_a_recomputed_layer_overlaps_as_its_forward_did(tmp_path):
+def test_exchange_in_a_recomputed_layer_overlaps_as_in_its_forward(tmp_path):
     folder = save_glm4_moe(tmp_path, num_hidden_layers=1, first_k_dense_replace=0)
     run_ranks(_recomputed_alike, 2, folder)
 
@@ -264,7 +264,7 @@ def _gathered_behind_attention(folder, layers):
         assert backward.index(("gather", f"layers.{i - 1}.experts")) < backward.index(("backward", f"attention {i}"))
 
 
-def test_experts_are_gathered_behind_attention(tmp_path):
+def test_prefetch_gathers_experts_while_attention_computes(tmp_path):
     folder = save_qwen3_moe(tmp_path, num_hidden_layers=3, mlp_only_layers=[])
     run_ranks(_gathered_behind_attention, 4, folder, 3)
 
@@ -308,21 +308,21 @@ def _saved(names, folder):
     return {name: families.save(name, folder / name) for name in names}
 
 
-def test_every_family_that_can_has_its_shared_experts_ahead(tmp_path):
+def test_shared_experts_of_every_family_that_allows_it_are_computed_ahead(tmp_path):
     run_ranks(_families_are_exact, 2, _saved(AFTER, tmp_path))
 
 
-def test_families_that_ask_for_their_shared_experts_first_are_refused(tmp_path):
+def test_check_overlap_refuses_families_that_call_their_shared_experts_first(tmp_path):
     run_ranks(_families_are_refused, 2, _saved(BEFORE, tmp_path))
 
 
-def test_a_model_without_shared_experts_is_refused():
+def test_check_overlap_refuses_a_model_without_shared_experts():
     model = build_on_meta(AutoModelForCausalLM, Qwen3MoeConfig(num_hidden_layers=1), torch.float32)
     with pytest.raises(SettingError, match=r"overlap_shared_experts=True: there are no shared experts beside model."):
         check_overlap(1, True, "all_to_all", model, find_experts(model))
 
 
-def test_experts_that_dispatch_themselves_are_refused():
+def test_check_overlap_refuses_custom_experts():
     model = OwnModel(PretrainedConfig())
     settings = {
         "dispatch_chunks=2: Pool": (2, False, "all_to_all"),

@@ -53,7 +53,7 @@ def _arriving(model: nn.Module) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", REPLAYED)
 @torch.no_grad()
-def test_every_family_replays(name):
+def test_replay_of_every_family_takes_the_recorded_routes(name):
     model, ids = _family(name)
     replay = _with_replay(model)
     arriving = _arriving(model)
@@ -95,7 +95,7 @@ def test_every_family_replays(name):
     assert torch.equal(logits(), native)
 
 
-def test_what_cannot_be_replayed_says_so():
+def test_replay_of_unusable_routes_raises():
     model, _ = _family("ernie4_5_vl_moe")
     with pytest.raises(UnsupportedModelError, match=r"both .*text_moe.experts and .*vision_moe.experts are in it"):
         _with_replay(model)
@@ -115,7 +115,7 @@ def test_what_cannot_be_replayed_says_so():
         replay.recorded()
 
 
-def test_routing_weights_are_the_present_routers_and_have_their_gradient():
+def test_replay_takes_the_current_routing_weights_with_their_gradient():
     """In Mixtral they are a softmax over all experts, taken at the chosen ones and made to add up to one."""
     model, ids = _family("mixtral")
     replay = _with_replay(model)
@@ -163,7 +163,7 @@ def _on_ranks(folder):
             torch.testing.assert_close(found, wanted[name], rtol=1e-4, atol=1e-6, msg=f"{checkpointing}: {name}")
 
 
-def test_gradients_of_replayed_routes_with_every_checkpointing(tmp_path):
+def test_replay_with_every_checkpointing_has_the_plain_gradients(tmp_path):
     run_ranks(_on_ranks, 2, save_qwen3_moe(tmp_path))
 
 
@@ -204,5 +204,5 @@ def _two(folder):
         ppo_worker(folder, 2, model=PADDED, router_replay=EngineRouterReplayConfig(mode="R3"))
 
 
-def test_a_ppo_update_takes_the_recorded_routes(tmp_path):
+def test_replay_in_a_ppo_update_takes_the_recorded_routes(tmp_path):
     run_ranks(_two, 2, save_qwen3_moe(tmp_path))

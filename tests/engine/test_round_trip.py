@@ -225,7 +225,7 @@ def _reports(travelled: Path) -> list[dict]:
 
 
 @each_trip
-def test_what_is_exported_is_the_checkpoint_bit_for_bit(travelled, trip):
+def test_export_equals_the_checkpoint_bit_for_bit(travelled, trip):
     failures = {report["failure"] for report in _reports(travelled) if "failure" in report}
     assert not failures
     original, exported = (_tensors(travelled / name) for name in ("original", EXPORTED))
@@ -236,7 +236,7 @@ def test_what_is_exported_is_the_checkpoint_bit_for_bit(travelled, trip):
 
 
 @pytest.mark.parametrize("trip", with_experts, ids=lambda trip: trip.name)
-def test_of_the_experts_a_rank_reads_its_own(travelled, trip):
+def test_load_weights_reads_only_own_experts(travelled, trip):
     ranks = _reports(travelled)
     assert all("read" in rank for rank in ranks), ranks
     stored = {name: len(facts["data"]) for name, facts in _tensors(travelled / "original").items()}
@@ -249,7 +249,7 @@ TIED = [trip for trip in TRIPS if EVERY[trip.family].sizes.get("tie_word_embeddi
 
 
 @pytest.mark.parametrize("trip", TIED, ids=lambda trip: trip.name)
-def test_tied_weights_are_exported_under_the_name_of_the_embeddings(travelled, trip):
+def test_export_writes_tied_weights_under_the_name_of_the_embeddings(travelled, trip):
     """As transformers saves them."""
     names = _tensors(travelled / EXPORTED).keys()
     assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names

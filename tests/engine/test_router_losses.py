@@ -42,7 +42,7 @@ def _formula(logits: torch.Tensor, ids: torch.Tensor, sigmoid: bool) -> tuple[to
 
 
 @pytest.mark.parametrize("name", WATCHED)
-def test_every_family_has_its_losses(name):
+def test_router_losses_of_every_family_equal_their_formula(name):
     """A router's weight is the one parameter of [experts, hidden] beside the experts."""
     torch.manual_seed(0)
     model = FAMILIES[name].build().eval()
@@ -156,7 +156,7 @@ def _gradients(worker, batch):
 
 
 @pytest.mark.parametrize(("save_model", "sigmoid"), [(save_qwen3_moe, False), (save_glm4_moe, True)])
-def test_the_losses_are_those_of_all_ranks_tokens(tmp_path, save_model, sigmoid):
+def test_router_losses_are_over_the_tokens_of_all_ranks(tmp_path, save_model, sigmoid):
     half, whole = SAMPLES // WORLD // 2, SAMPLES // WORLD
     cases = [(whole, {"ep": 2, "activation_checkpointing": kind}) for kind in CHECKPOINTING]
     cases += [(whole, {"ep": 2, "ulysses_sequence_parallel_size": 2})]
@@ -164,7 +164,7 @@ def test_the_losses_are_those_of_all_ranks_tokens(tmp_path, save_model, sigmoid)
     run_ranks(_updates, WORLD, save_model(tmp_path), sigmoid, cases)
 
 
-def test_what_cannot_be_watched_is_refused(tmp_path):
+def test_router_losses_of_unsuitable_models_are_refused(tmp_path):
     model = FAMILIES["ernie4_5_vl_moe"].build()
     with pytest.raises(UnsupportedModelError, match="both .*text_moe.experts and .*vision_moe.experts are in it"):
         RouterLosses(model, find_experts(model), AUX)

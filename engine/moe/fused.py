@@ -11,10 +11,9 @@ and ``grad @ W.T`` is needed anyway (SonicMoE, arXiv:2512.14080, section 3). So 
 expert outputs, each row is sent with its weight; backward sends the unweighted output gradient to the experts, which
 return the gradient of the row and of its weight.
 
-``on_tokens`` is dispatch, experts and combine in one. It has two autograd nodes, of which the first, ``_Up``, saves
-what both need and ``_Down`` saves nothing: non-reentrant checkpointing stops a recomputation once all saved tensors are
-there, so it ends before the down projection and combine. ``on_rows`` is the experts alone, for rows that
-``overlap.exchange`` and ``deepep.exchange`` bring.
+``on_tokens`` is dispatch, experts and combine in one. Of its two autograd nodes ``_Up`` saves what both need and
+``_Down`` nothing: checkpointing stops a recomputation once all saved tensors are there, so before the down projection.
+``on_rows`` is the experts alone, for the rows of ``overlap.exchange`` and ``deepep.exchange``.
 """
 
 import contextlib
@@ -95,9 +94,7 @@ class Linear:
         needed: Sequence[bool],
         scale_R: torch.Tensor | None = None,
     ) -> list[torch.Tensor | None]:
-        """Compute the gradients of ``tensors`` that are needed.
-
-        They are dense, zero for experts without rows: FSDP would skip a ``None`` on this rank only.
+        """Compute the needed gradients of ``tensors``; dense, because FSDP would skip a ``None`` on this rank only.
 
         Args:
             rows: the input, times ``scale_R``.
@@ -331,8 +328,7 @@ class _Up(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_pre):
-        # The contract with _Down: its backward runs first, once for each backward of this node. That holds for any
-        # backward through the layer's output, also for a second one with retain_graph=True.
+        # _Down's backward runs first, in any backward through the layer's output, also with retain_graph=True.
         assert ctx.from_down is not None, (
             "the backward of the experts' first linear ran before that of their second, whose results it needs: "
             "differentiate through the layer's output"

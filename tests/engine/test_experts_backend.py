@@ -21,7 +21,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.moe.forward import ExpertsRuntime, adapt_experts, attach, compute, experts_forward
-from epfsdp2.engine.moe.gemm.backends import Choice, TorchBackend, choose_backend
+from epfsdp2.engine.moe.gemm.backends import BackendChoice, TorchBackend, choose_backend
 from epfsdp2.engine.planner import backward_memory
 from tests.support.models import relative_error
 from tests.support.ranks import run_ranks
@@ -252,7 +252,7 @@ def test_fused_experts_backward_runs_twice_and_its_first_linear_not_alone():
     first, second = (torch.autograd.grad(out.sum(), hidden, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second) and first.abs().sum() > 0
     between = out.grad_fn.up.saved_tensors[0]
-    with pytest.raises(AssertionError, match="ran without that of their second, whose gradients it takes"):
+    with pytest.raises(AssertionError, match="ran before that of their second, whose results it needs"):
         between.sum().backward()
 
 
@@ -276,14 +276,14 @@ def test_fused_experts_when_recomputed_stop_before_the_down_projection(monkeypat
 
 def test_choose_backend_that_can_not_run_is_refused_by_name_and_skipped_by_auto(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    for dtype, reason in ((torch.float32, "Triton needs a GPU"), (torch.float64, "bfloat16 and float16, and not")):
+    for dtype, reason in ((torch.float32, "Triton needs a GPU"), (torch.float64, "bfloat16 and float16, not in")):
         with pytest.raises(SettingError, match=rf"experts_backend=triton: .*{reason}.*What works: .*=torch"):
             choose_backend("triton", "cpu", dtype)
         choice = choose_backend("auto", "cpu", dtype)
         assert choice.name == "torch" and reason in choice.fallback
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert choose_backend("triton", "cpu", torch.float32).name == "triton"
-    assert choose_backend("auto", "cpu", torch.float32) == Choice("torch")
+    assert choose_backend("auto", "cpu", torch.float32) == BackendChoice("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for capability, auto in (((7, 5), "torch"), ((8, 0), "mixed"), ((9, 0), "mixed")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)

@@ -107,11 +107,11 @@ def test_replay_of_unusable_routes_raises():
     replay.replay(_shifted(routes, sorted(replay._layers), 8))
     with pytest.raises(ReplayError, match=r"layers.0.mlp.experts got .* expert ids that no topk over 8 chose"):
         model(input_ids=ids, use_cache=False)
-    with pytest.raises(ReplayError, match=r"are \(14, 5, 2\), where \[tokens, 3, k\] is needed"):
+    with pytest.raises(ReplayError, match=r"the shape \(14, 5, 2\), not \[tokens, 3, k\]"):
         replay.replay(torch.zeros(14, 5, 2))
     with pytest.raises(ReplayError, match="one expert per token"):
         replay.replay(torch.zeros(14, 3, 1))
-    with pytest.raises(ReplayError, match="not called once"):
+    with pytest.raises(ReplayError, match="not called exactly once"):
         replay.recorded()
 
 

@@ -1,4 +1,4 @@
-"""Ranks that were given different models or settings fail alike, at once."""
+"""Ranks with different models or settings all fail, at once."""
 
 import time
 

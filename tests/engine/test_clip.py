@@ -1,4 +1,4 @@
-"""The gradient norm over both meshes, and the step that hangs on it."""
+"""The gradient norm over both meshes, and the step that depends on it."""
 
 import itertools
 import logging
@@ -20,7 +20,7 @@ MESHES = [(1, -1), (2, -1), (4, -1), (1, 2), (2, 2), (1, 1)]
 
 
 def _parameters(meshes, dtype=torch.float32, scale=1.0):
-    """Dense and expert parameters with gradients, equal on all ranks as global tensors; and these gradients."""
+    """Return dense and expert parameters with gradients, equal on all ranks as global tensors; and these gradients."""
     generator = torch.Generator().manual_seed(0)
     axes = [(meshes.dense, [Replicate(), Shard(0)]), (meshes.experts, [Replicate(), Shard(1), Shard(0)])]
     shapes = [(8, 5), (7,), (8, 8, 3), (4, 4)]

@@ -14,7 +14,7 @@ EXPERTS, K, D = 8, 2, 5
 
 
 def _expected(hidden, ids, weights, scale_E):
-    """Expert e multiplies by scale_E[e]."""
+    """Compute the dense loop: expert e multiplies its rows by scale_E[e]."""
     return (hidden.unsqueeze(1) * scale_E[ids].unsqueeze(-1) * weights.unsqueeze(-1)).sum(1)
 
 

@@ -1,4 +1,4 @@
-"""What computes the experts: one autograd function, exact and lean, in place of autograd through everything."""
+"""The fused experts are exact and save little, compared with autograd through plain operators."""
 
 import copy
 import importlib.util
@@ -32,7 +32,7 @@ ENDS = "gate_up_proj_lora_A", "gate_up_proj_lora_B", "down_proj_lora_A", "down_p
 
 
 class Config:
-    """The fields that experts classes of several families read."""
+    """The config fields that experts classes of several families read."""
 
     hidden_size, intermediate_size, moe_intermediate_size = D, INNER, INNER
     num_experts = num_local_experts = n_routed_experts = E
@@ -67,7 +67,7 @@ def make(family, dtype=torch.float32, adapters=False):
 
 
 def routed(tokens=T, dtype=torch.float32, weights_dtype=torch.float32):
-    """Tokens, ids of all experts but the last with one listed twice by each token, and routing weights."""
+    """Draw tokens, routing weights and ids of all experts but the last, of which each token lists one twice."""
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(0, E - 1, (tokens, K), generator=generator)
     ids[:, 1] = ids[:, 0]
@@ -76,7 +76,7 @@ def routed(tokens=T, dtype=torch.float32, weights_dtype=torch.float32):
 
 
 def tokens_with(module, backend, hidden, ids, weights):
-    """Output and gradients of hidden states, routing weights and parameters, all experts on one rank."""
+    """Return output and gradients of hidden states, routing weights and parameters, with all experts on one rank."""
     module = copy.deepcopy(module)
     attach(module, ExpertsRuntime(E, None, backend=backend))
     hidden, weights = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
@@ -86,7 +86,7 @@ def tokens_with(module, backend, hidden, ids, weights):
 
 
 def rows_with(module, backend, rows, counts_e, scale=None):
-    """The same of rows that were sent here, with or without the routing weights that scale them at home."""
+    """Return the same for received rows, with or without routing weights that are applied on the source rank."""
     module = copy.deepcopy(module)
     attach(module, ExpertsRuntime(E, None, backend=backend))
     rows, scale = rows.clone().requires_grad_(), None if scale is None else scale.clone().requires_grad_()
@@ -177,11 +177,11 @@ def test_fused_experts_under_autocast_recompute_the_activation_under_it():
     assert_equal(*results)
 
 
-# -- what is kept ---------------------------------------------------------------------------------------------------
+# -- saved tensors --------------------------------------------------------------------------------------------------
 
 
 def bytes_kept(function, without):
-    """Of storages that autograd saves in a call, those of parameters and inputs left out."""
+    """Count the bytes of storages that autograd saves in a call, without parameters and inputs."""
     known, kept = {t.untyped_storage()._cdata for t in without}, {}
 
     def pack(tensor):
@@ -198,7 +198,7 @@ def bytes_kept(function, without):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("experts", "hidden", "inner"), [(32, 512, 192), (64, 896, 256)], ids=["qwen3", "deepseek"])
 def test_fused_experts_on_one_rank_save_less_than_0_4_of_grouped_mm(dtype, experts, hidden, inner):
-    """Qwen3-30B-A3B's and DeepSeek-V3's proportions, a quarter and an eighth as wide, a quarter of the experts."""
+    """Proportions of Qwen3-30B-A3B and DeepSeek-V3: a quarter and an eighth of the width, a quarter of the experts."""
     config = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=inner, num_experts=experts, num_experts_per_tok=8)
     module = Qwen3MoeExperts(config).to(dtype)
     for param in module.parameters():
@@ -215,7 +215,7 @@ def test_fused_experts_on_one_rank_save_less_than_0_4_of_grouped_mm(dtype, exper
 
 
 def _kept_of_rows_sent(experts, hidden, inner, k):
-    """Every expert of both ranks has as many rows from each."""
+    """Give every expert of both ranks equally many rows from each rank."""
     config = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=inner, num_experts=experts // 2)
     module = Qwen3MoeExperts(config)
     for param in module.parameters():
@@ -257,7 +257,7 @@ def test_fused_experts_backward_runs_twice_and_its_first_linear_not_alone():
 
 
 def test_fused_experts_when_recomputed_stop_before_the_down_projection(monkeypatch):
-    """Forward: 2 products; again: the first; backward: one for each of the two."""
+    """The forward has 2 grouped GEMMs, the recomputation the first, backward one for each."""
     backend, module, (hidden, ids, weights) = _Counting(), make("plain"), routed()
     attach(module, ExpertsRuntime(E, None))
     monkeypatch.setattr("epfsdp2.engine.moe.forward.backend_named", lambda name: backend)
@@ -271,7 +271,7 @@ def test_fused_experts_when_recomputed_stop_before_the_down_projection(monkeypat
     assert_equal({"out": out, "hidden": hidden.grad} | grads_of(module), {k: want[k] for k in want if k != "weights"})
 
 
-# -- which one computes ---------------------------------------------------------------------------------------------
+# -- choice of backend ---------------------------------------------------------------------------------------------
 
 
 def test_choose_backend_that_can_not_run_is_refused_by_name_and_skipped_by_auto(monkeypatch):
@@ -303,7 +303,7 @@ def test_choose_backend_with_an_unknown_name_is_refused():
 
 
 class _AllExperts(TorchBackend):
-    """The real GEMMs; gradients of weights are passed over, as the count on meta does."""
+    """Runs the real GEMMs, without weight gradients, which the count on meta leaves out too."""
 
     def __init__(self, made):
         self._made = made

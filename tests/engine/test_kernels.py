@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter, against their twin in torch; sizes are no multiples of a tile."""
+"""The Triton kernels, in Triton's interpreter, equal torch's operators; sizes are no multiples of a tile."""
 
 import importlib
 import os
@@ -28,7 +28,7 @@ BFLOAT16 = 1e-2
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
-    """Interpreted: that is decided when the file is imported."""
+    """Import the kernels interpreted, which Triton decides at import."""
     with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
         yield importlib.import_module("epfsdp2.engine.moe.gemm.triton_backend")
 

@@ -1,4 +1,4 @@
-"""Loading: only what a rank owns, and errors that name the offender."""
+"""Loading reads only a rank's own shards, and its errors name the offender."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def _every_parameter_in_all(folder, cases):
 
 
 def _sharded_into_files(folder):
-    """The same checkpoint in three files with an index."""
+    """Split the checkpoint into three files with an index."""
     tensors = load_file(folder / "model.safetensors")
     weight_map = {}
     for i in range(3):
@@ -55,7 +55,7 @@ def test_load_weights_from_one_file_on_every_placement(tmp_path):
 
 
 def test_load_weights_on_a_rank_without_experts_loads_the_rest(tmp_path):
-    """8 experts on 5 ranks that no other dim divides by: 2, 2, 2, 2 and none."""
+    """8 experts on 5 ranks, which divide no other dim: 2, 2, 2, 2 and none."""
     run_ranks(_every_parameter_in_all, 5, save_qwen3_moe(tmp_path), [(1, -1, "auto")])
 
 
@@ -65,7 +65,7 @@ def test_load_weights_from_several_files_with_tied_weights(tmp_path):
 
 
 def _counted(folder, cases):
-    """Count what is read of the files."""
+    """Count the bytes that are read from the files."""
     world = dist.get_world_size()
     read: dict[str, int] = {}
     original = safetensors_reader.CheckpointFiles.read
@@ -224,7 +224,7 @@ def test_load_weights_names_a_truncated_file_on_every_rank(tmp_path):
 
 
 def _header(content, **changes):
-    """The file with other entries for the tensor ``a`` in its header."""
+    """Return the file with other entries for the tensor ``a`` in its header."""
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
     header["a"] |= changes

@@ -55,7 +55,7 @@ def lora_settings(**changes):
 
 
 def _sharded(folder, ep, fsdp_size=-1, seed=0, changes=None, **options):
-    """A sharded model with adapters, as the engine makes it."""
+    """Build a sharded model with adapters, as the engine does."""
     model, meshes = sharded_model(
         folder,
         dist.get_world_size(),
@@ -76,7 +76,7 @@ def _adapters(model):
 
 
 def _stirred(model, seed=5):
-    """Adapters that change something: each drawn whole, and cut as it is here."""
+    """Set adapters that change the output: each is drawn whole, and sharded as its parameter."""
 
     def read(name):
         generator = torch.Generator().manual_seed(seed + len(name) + sum(name.encode()))
@@ -86,7 +86,7 @@ def _stirred(model, seed=5):
 
 
 def _merged(weights, adapters):
-    """The weights that a plain model with these adapters has."""
+    """Return the weights of a plain model with these adapters merged."""
     changed = dict(weights)
     for name in weights:
         if name + A in adapters:
@@ -95,7 +95,7 @@ def _merged(weights, adapters):
 
 
 class _Reference:
-    """The plain model, its frozen weights, and leaves for the adapters."""
+    """The plain model, its frozen weights, and leaf tensors for the adapters."""
 
     def __init__(self, folder, adapters):
         self.model = reference_model(folder).train()
@@ -154,7 +154,7 @@ def _two_updates(folder, cases):
 
 
 def _updates(reference, ids):
-    """Log-probs, gradients, norm and adapters of two updates of the plain model."""
+    """Return log-probs, gradients, norm and adapters of two updates of the plain model."""
     optimizer = adam(list(reference.adapters.values()))
     expected = []
     for _ in range(2):
@@ -212,12 +212,12 @@ def test_lora_starts_as_its_base_and_the_reference_is_the_base(tmp_path):
 
 
 def _wanted_weights(folder, model):
-    """The plain model's weights with the adapters of a sharded one merged, by hand."""
+    """Merge the adapters of a sharded model into the plain model's weights, by hand."""
     adapters = {name: _whole(param) for name, param in _adapters(model).items()}
     return _merged({n: p.detach() for n, p in reference_model(folder).named_parameters()}, adapters)
 
 
-def _handed_over(folder, cases):
+def _streamed(folder, cases):
     worker = dist.get_rank() % 2
     for ep, fsdp_size, options in cases:
         where = f"ep={ep} fsdp_size={fsdp_size} {options}"
@@ -265,11 +265,11 @@ def test_lora_weights_are_merged_in_every_stream(tmp_path):
         (2, -1, {"expert_shard_dim": 0}),
         (2, 2, {"cpu_offload": True}),
     ]
-    run_ranks(_handed_over, WORLD, save_qwen3_moe(tmp_path), cases)
+    run_ranks(_streamed, WORLD, save_qwen3_moe(tmp_path), cases)
 
 
 def _saves(folder, out):
-    """Two updates, a checkpoint with everything, and one more; a resumed run on another mesh does the same."""
+    """Run two updates, save everything, run one more; a resumed run on another mesh does the same."""
     rank = dist.get_rank()
     ids = token_batch(dist.get_world_size())
 
@@ -363,7 +363,7 @@ def test_lora_adapter_that_was_saved_is_loaded_by_peft(tmp_path, changes):
 
 
 def _by_verl(folder, out):
-    """Log-probs, an update, the reference policy, weights and checkpoints, through verl's own worker."""
+    """Run log-probs, an update, the reference policy, weights and checkpoints through verl's own worker."""
     from verl.utils import tensordict_utils as tu
 
     send_stacks()
@@ -416,7 +416,7 @@ def test_lora_in_an_actor_of_verl_has_its_base_as_the_reference(tmp_path):
 
 @pytest.fixture
 def checked(tmp_path):
-    """``check_training`` of a run with adapters, with changes to verl's model settings."""
+    """Return ``check_training`` for a run with adapters, with changes to verl's model settings."""
     folder = save_qwen3_moe(tmp_path / "model")
     (tmp_path / "adapter").mkdir()
     config = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "use_dora": False}
@@ -507,7 +507,7 @@ def _families(work, results):
 
 
 def _compared(name, folder, meshes):
-    """Logits, adapters' gradients and merged weights of a family on two ranks, and how far they are off."""
+    """Return how far logits, adapters' gradients and merged weights of a family on two ranks are off."""
     ids = torch.randint(0, VOCAB, (4, 13), generator=torch.Generator().manual_seed(1))
     mine = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
     train = families.EVERY[name].train
@@ -535,12 +535,12 @@ def _compared(name, folder, meshes):
     errors = {
         n: 1.0 if p.grad is None else relative_error(p.grad.full_tensor(), leaves[n].grad) for n, p in used.items()
     }
-    handed = dict(full_tensors(model, meshes, layer_names(model), 1 << 20))
+    streamed = dict(full_tensors(model, meshes, layer_names(model), 1 << 20))
     return {
         "logits": relative_error(logits.detach(), wanted.detach()[mine]),
         "gradient": max(errors.values()),
         "of": max(errors, key=errors.get),
-        "merged": max((handed[n] - weights[n].detach()).abs().max().item() for n in lora.targets),
+        "merged": max((streamed[n] - weights[n].detach()).abs().max().item() for n in lora.targets),
         "targets": len(lora.targets),
     }
 
@@ -570,7 +570,7 @@ def test_lora_on_every_family(tmp_path):
 
 
 def _routes_of_the_reference(folder):
-    """R2: what the log-probs record is not what the reference policy, the same module, takes."""
+    """R2: the reference policy, which is the same module, does not take the routes that the log-probs record."""
     from verl.utils import tensordict_utils as tu
     from verl.workers.config.engine import EngineRouterReplayConfig
 

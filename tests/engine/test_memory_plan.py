@@ -1,4 +1,4 @@
-"""The arithmetic of memory and traffic: by hand, against FSDP's own groups, and against what a real step sends."""
+"""The planner's memory and traffic, compared with arithmetic by hand, FSDP's own groups, and a real step."""
 
 from dataclasses import replace
 
@@ -57,7 +57,7 @@ def test_timeline_of_one_case_equals_arithmetic_by_hand():
     assert last.parameters == shard and last.optimizer == 2 * shard
     held = experts // 2  # of a rank, its two shards put together
     # The final norm, and this layer: a buffer of its experts, the weights, and these put together along dim 1; the head
-    # is on its way.
+    # is prefetched.
     assert last.buffers == 4 * (32 + dense + 3 * held + 64 * 32)
     assert found["optimizer"].gradients == shard
     # Gradients of the head and of layer 1 are there when layer 0's are packed.
@@ -68,8 +68,8 @@ def test_timeline_of_one_case_equals_arithmetic_by_hand():
 
 def test_timeline_parts_add_up_and_the_peak_is_the_largest_point():
     sizes, topology = _sizes(), Topology.arrange(8, 4)
-    for moment in (all_ := list(timeline(sizes, topology, FLOAT32, Batch(64)))):
-        assert moment.total == sum(moment.parts.values()) and min(moment.parts.values()) >= 0
+    for point in (all_ := list(timeline(sizes, topology, FLOAT32, Batch(64)))):
+        assert point.total == sum(point.parts.values()) and min(point.parts.values()) >= 0
     assert peak(sizes, topology, FLOAT32, Batch(64)) == max(all_, key=lambda m: m.total)
 
 
@@ -110,7 +110,7 @@ def test_timeline_changes_with_the_settings():
 
 
 def test_timeline_on_a_cpu_keeps_the_memory_of_experts_gradients():
-    """Of two layers of 8 experts; a gradient of less than a MiB comes from the heap and goes back to it."""
+    """Two layers of 8 experts; a gradient of less than a MiB comes from the heap, which keeps its pages."""
     sizes, topology = _sizes(hidden_size=256, moe_intermediate_size=512), Topology.arrange(4, 2)
     there, here = (
         {m.when: m.buffers for m in timeline(sizes, topology, FLOAT32, Batch(1), backend=backend)}
@@ -146,7 +146,7 @@ def test_model_sizes_of_a_dense_model_have_no_experts_and_refuse_a_mesh_that_spl
 
 
 def test_trace_counts_what_a_real_forward_saves():
-    """On CPU, the plain model on 24 tokens, sdpa: what its layers save outside the experts."""
+    """Count what the layers of the plain model save outside the experts, on 24 tokens on a CPU with sdpa."""
     config = Qwen3MoeConfig(**TINY)
     traced = trace(build_on_meta(AutoModelForCausalLM, config, torch.float32))
     layer = next(iter(traced.layers.values()))
@@ -176,7 +176,7 @@ def test_trace_counts_what_a_real_forward_saves():
 
 
 def _step_is_counted(folder, ep, fsdp_size, options, tokens, sp, lora, expected):
-    """Bytes of every collective of one step, by what FSDP, dispatch and attention hand to torch."""
+    """Count the bytes of every collective of one step, from the inputs of torch's functions."""
     rank, world = dist.get_rank(), dist.get_world_size()
 
     def before(model):
@@ -260,7 +260,7 @@ def test_trace_of_fused_experts_saves_rows_and_the_pre_activation():
     # 2 experts per token: rows of 32 with their weight and order, first product of 96, and the order of slots.
     assert lean.sent == 2 * (4 * 32 + 4 + 8) and usual.sent == 0
     assert lean.experts == lean.sent + 2 * (4 * 96 + 8)
-    # The activation, its product with the other half, and what combine weighs.
+    # The activation, its product with the other half, and what combine scales.
     assert usual.experts - lean.experts == 2 * 4 * (48 + 48 + 32)
     assert lean.dense == usual.dense
 

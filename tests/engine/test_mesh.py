@@ -1,4 +1,4 @@
-"""Mesh arithmetic, without processes; and one mesh with an axis that is not used yet."""
+"""Mesh arithmetic without processes, and a mesh with an axis that is not used yet."""
 
 import dataclasses
 from collections import Counter

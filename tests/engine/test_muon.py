@@ -126,7 +126,7 @@ def _gradient(name, shape, step):
 
 
 def _split(name, weight):
-    """The matrices of a parameter, output dim first, by the family's layout; written out, not read from the module."""
+    """Split a parameter into its matrices, output dim first, by the family's layout, independently of the module."""
     experts = ".experts." in name
     if not experts:
         return [weight]
@@ -153,7 +153,7 @@ def _zeropower_fp32(grad, coefficients, steps, eps):
 
 
 def _torch_muon(weights, gradients, **options):
-    """After each step: the weights, stepped by torch's Muon as separate matrices in float32."""
+    """Return the weights after each step, stepped by torch's Muon as separate matrices in float32."""
     pieces = {name: [nn.Parameter(m.clone()) for m in _split(name, w)] for name, w in weights.items()}
     optimizer = torch.optim.Muon([p for parts in pieces.values() for p in parts], **options)
     after = []
@@ -285,7 +285,7 @@ def test_muon_two_steps_of_training_equal_the_reference(tmp_path):
 
 
 class _Traffic:
-    """Counts what goes through ``all_to_all_single``, in numbers, per rank and call."""
+    """Counts the elements that go through ``all_to_all_single``, per rank and call."""
 
     def __init__(self):
         self.sent, self.received = [], []
@@ -329,7 +329,7 @@ def test_muon_step_sends_each_slice_once_there_and_once_back_in_bounded_buckets(
     run_ranks(_sends_little, WORLD, cases, 8192)
 
 
-def _steps_alike(bucket_bytes):
+def _steps_equally(bucket_bytes):
     config = CONFIGS["qwen3"]()
     reference, orders, after = _reference(config), [], []
     # The second time with the same gradients, the third with none for what some of the ranks hold.
@@ -357,7 +357,7 @@ def _steps_alike(bucket_bytes):
 
 
 def test_muon_step_is_deterministic_and_sends_in_one_order_whatever_the_gradients():
-    run_ranks(_steps_alike, WORLD, 4096)
+    run_ranks(_steps_equally, WORLD, 4096)
 
 
 def _bfloat16_is_sent():

@@ -1,4 +1,4 @@
-"""Several optimizers that are one: state by name, hooks, kernels, and the settings they are built from."""
+"""MultiOptimizer acts as one optimizer: state by name, hooks, kernels; and the settings that it is built from."""
 
 import copy
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What travels while something computes: the same numbers, and the order that was promised."""
+"""Overlapping all-to-alls with compute changes no numbers, and keeps the promised order of events."""
 
 from unittest.mock import patch
 
@@ -38,7 +38,7 @@ def test_chunk_bounds_differ_by_a_token_at_most_and_hold_every_token(tokens, chu
 
 
 def _every_routing_in_chunks():
-    """What the plain pair gives, and bit for bit the same in any chunks; as many collectives on all ranks."""
+    """Compare with dispatch and combine; any chunks agree bit for bit, and all ranks issue equally many collectives."""
     rank, world = dist.get_rank(), dist.get_world_size()
     local = EXPERTS // world
     scale_e = torch.arange(1.0, EXPERTS + 1)[rank * local : (rank + 1) * local]
@@ -80,7 +80,7 @@ def test_exchange_in_chunks_equals_one_chunk(world):
 
 
 def _gradients_equal_the_reference(folder, world, cases):
-    """Rows of another length on each rank; losses are weighted so that their mean is the one over all tokens."""
+    """Each rank has rows of another length; losses are weighted so that their mean is the one over all tokens."""
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(0, VOCAB, (1, 4 + 5 * r), generator=generator) for r in range(world)]
@@ -124,7 +124,7 @@ def _ppo_update(folder, case):
 
 
 def _bfloat16_is_close(folder):
-    """Apart by what bfloat16 makes of sums in another order."""
+    """Results differ by bfloat16's rounding of sums in another order."""
     ids = torch.randint(0, VOCAB, (1, 40), generator=torch.Generator().manual_seed(dist.get_rank()))
     gradients = []
     for options in ({}, {"dispatch_chunks": 3, "overlap_shared_experts": True}):
@@ -140,7 +140,7 @@ def test_exchange_in_chunks_in_bfloat16_differs_by_its_rounding(tmp_path):
 
 
 class _Trace(_Recorder):
-    """Also the flights, numbered as they are launched, what each chunk computes, shared experts and attention."""
+    """Records also async all-to-alls in their order, the compute of chunks, shared experts and attention."""
 
     def __init__(self, model):
         super().__init__(model)
@@ -188,7 +188,7 @@ class _Trace(_Recorder):
 
 
 class _Awaited:
-    """A collective under way that says when it is waited for."""
+    """A collective that records when it is waited for."""
 
     def __init__(self, work, events, number):
         self.work, self.events, self.number = work, events, number
@@ -199,7 +199,7 @@ class _Awaited:
 
 
 def _traced(folder, ep, **options):
-    """Events of one step on this rank, which are those of all ranks."""
+    """Return the events of one step, which are equal on all ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model, _ = sharded_model(folder, world, ep, **options)
     model.train()
@@ -239,7 +239,7 @@ def test_exchange_sends_chunks_while_others_and_shared_experts_compute(tmp_path)
     run_ranks(_flies_while_it_computes, 2, folder)
 
 
-def _recomputed_alike(folder):
+def _recomputed_equally(folder):
     options = {"dispatch_chunks": 2, "overlap_shared_experts": True}
     kept, recomputed = (
         [event.split()[0] for event in _flights_and_compute(_traced(folder, 2, checkpointing=mode, **options))]
@@ -251,7 +251,7 @@ def _recomputed_alike(folder):
 
 def test_exchange_in_a_recomputed_layer_overlaps_as_in_its_forward(tmp_path):
     folder = save_glm4_moe(tmp_path, num_hidden_layers=1, first_k_dense_replace=0)
-    run_ranks(_recomputed_alike, 2, folder)
+    run_ranks(_recomputed_equally, 2, folder)
 
 
 def _gathered_behind_attention(folder, layers):
@@ -270,7 +270,7 @@ def test_prefetch_gathers_experts_while_attention_computes(tmp_path):
 
 
 def _families_are_exact(folders):
-    """A block that had not its shared experts computed ahead, or did not ask for them, would raise."""
+    """A block whose shared experts are not computed ahead, or not called, raises."""
     ids = torch.randint(0, VOCAB, (2, 13), generator=torch.Generator().manual_seed(1))
     for name, folder in folders.items():
         reference = families.load(name, folder).train()
@@ -288,7 +288,7 @@ def _families_are_exact(folders):
 
 
 def _families_are_refused(folders):
-    """Before a weight is read; and when the block runs, which sees what it can't be asked before."""
+    """Refused before a weight is read; and when the block runs, if the check before can't tell."""
     ids = torch.randint(0, VOCAB, (2, 13), generator=torch.Generator().manual_seed(1))
     options = {"attention": "eager", "overlap_shared_experts": True}
     for folder in folders.values():

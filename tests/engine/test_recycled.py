@@ -1,4 +1,4 @@
-"""Memory of experts' gradients that is used again on a CPU."""
+"""The memory of experts' gradients is reused on a CPU."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Tokens take the experts that they took before, in every family, and what was computed is what is computed again."""
+"""Router replay routes tokens to the recorded experts, in every family, also in recomputations."""
 
 from collections.abc import Sequence
 
@@ -44,7 +44,7 @@ def _shifted(routes: torch.Tensor, layers: Sequence[int], num_experts: int) -> t
 
 
 def _arriving(model: nn.Module) -> list[torch.Tensor]:
-    """Filled with the ids of every call of experts."""
+    """Collect the ids of every call of experts."""
     ids: list[torch.Tensor] = []
     for info in find_experts(model):
         info.module.register_forward_pre_hook(lambda module, args: ids.append(args[1].clone()))
@@ -116,7 +116,7 @@ def test_replay_of_unusable_routes_raises():
 
 
 def test_replay_takes_the_current_routing_weights_with_their_gradient():
-    """In Mixtral they are a softmax over all experts, taken at the chosen ones and made to add up to one."""
+    """In Mixtral they are a softmax over all experts, restricted to the chosen ones and normalised."""
     model, ids = _family("mixtral")
     replay = _with_replay(model)
     replay.record()
@@ -136,7 +136,7 @@ def test_replay_takes_the_current_routing_weights_with_their_gradient():
 
 
 def _on_ranks(folder):
-    """Experts over two ranks; with every checkpointing the replayed gradients are those of the plain model."""
+    """Shard experts over two ranks; with every checkpointing the replayed gradients are those of the plain model."""
     rank = dist.get_rank()
     ids = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(3))
     plain = reference_model(folder)
@@ -168,7 +168,7 @@ def test_replay_with_every_checkpointing_has_the_plain_gradients(tmp_path):
 
 
 def _two(folder):
-    """verl's worker: what the log-probs recorded is what the update takes (R2)."""
+    """Run verl's worker: the update takes the routes that the log-probs recorded (R2)."""
     from verl.utils import tensordict_utils as tu
     from verl.workers.config import EngineRouterReplayConfig
 

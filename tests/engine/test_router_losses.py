@@ -1,4 +1,4 @@
-"""Load-balancing loss and z-loss on the routers of every family, over the tokens of all ranks; the experts' load."""
+"""Load-balancing loss, z-loss and load metrics for the routers of every family, over the tokens of all ranks."""
 
 from functools import partial
 
@@ -33,7 +33,7 @@ def one_rank(tmp_path_factory):
 
 
 def _formula(logits: torch.Tensor, ids: torch.Tensor, sigmoid: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both losses of one layer, token by token."""
+    """Compute both losses of one layer, token by token."""
     tokens, experts = logits.shape
     scores = logits.sigmoid() if sigmoid else logits.exp()
     probs = scores / scores.sum(-1, keepdim=True)
@@ -43,7 +43,7 @@ def _formula(logits: torch.Tensor, ids: torch.Tensor, sigmoid: bool) -> tuple[to
 
 @pytest.mark.parametrize("name", WATCHED)
 def test_router_losses_of_every_family_equal_their_formula(name):
-    """A router's weight is the one parameter of [experts, hidden] beside the experts."""
+    """A router's weight is the only parameter of shape [experts, hidden] in the block of the experts."""
     torch.manual_seed(0)
     model = FAMILIES[name].build().eval()
     model.set_experts_implementation("eager")
@@ -75,7 +75,7 @@ def test_router_losses_of_every_family_equal_their_formula(name):
 
 
 def _plain_losses(model: nn.Module, sigmoid: bool, samples) -> tuple[torch.Tensor, torch.Tensor]:
-    """Means over the layers, of samples as one micro-batch."""
+    """Return the losses, averaged over the layers, of samples as one micro-batch."""
     experts = find_experts(model)
     logits: dict[str, list[torch.Tensor]] = {info.fqn: [] for info in experts}
     ids: dict[str, list[torch.Tensor]] = {info.fqn: [] for info in experts}
@@ -95,7 +95,7 @@ def _plain_losses(model: nn.Module, sigmoid: bool, samples) -> tuple[torch.Tenso
 
 
 def _mean_losses(model: nn.Module, sigmoid: bool, samples, per_rank: int, micro_batch: int):
-    """Means over the tokens of a step, whose micro-batches are of all ranks."""
+    """Return the losses, averaged over the tokens of a step, whose micro-batches span all ranks."""
     aux, z, tokens = [], [], []
     for first in range(0, per_rank, micro_batch):
         ranks = [samples[own + first : own + first + micro_batch] for own in range(0, len(samples), per_rank)]
@@ -108,7 +108,7 @@ def _mean_losses(model: nn.Module, sigmoid: bool, samples, per_rank: int, micro_
 
 
 def _updates(folder, sigmoid, cases):
-    """The gradients of an update are those without the losses, and the losses' own over all ranks' tokens."""
+    """The gradients of an update are those without the losses plus those of the losses over all ranks' tokens."""
     samples = ppo_samples()
     reference = reference_model(folder)
     for micro_batch, settings in cases:
@@ -133,7 +133,7 @@ def _updates(folder, sigmoid, cases):
 
 
 def _gradients(worker, batch):
-    """Full gradients before the optimizer's step, by name, and the update's metrics."""
+    """Return full gradients before the optimizer's step, by name, and the update's metrics."""
     from verl.utils import tensordict_utils as tu
 
     seen = {}

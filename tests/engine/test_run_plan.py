@@ -1,4 +1,4 @@
-"""The plan of the run that is under way: printed at start, and beside it tensors as they were measured."""
+"""The estimate of the running step: printed at start, and compared with measured tensors."""
 
 import contextlib
 import io

@@ -61,7 +61,7 @@ def check_agreement(
         lines = [f"  {_ranks(ranks)}: {text}" for text, ranks in failures.items()]
         raise RankMismatchError("\n".join(["Some ranks failed:", *lines])) from failure
     differences = _differences([facts for _, facts in everyone])
-    raise RankMismatchError("\n".join(["The ranks have different models or settings:", *differences]))
+    raise RankMismatchError("\n".join(["The ranks do not agree:", *differences]))
 
 
 @contextlib.contextmanager

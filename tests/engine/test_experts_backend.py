@@ -312,7 +312,7 @@ class _AllExperts(TorchBackend):
         self._made(groups.counts_e.shape[0] * a.shape[1] * b.shape[1])
         with _disable_current_modes():
             out = super().outer(a, b, groups)
-        self._made.__self__._passed_over.add(out.untyped_storage()._cdata)
+        self._made.__self__._ignored.add(out.untyped_storage()._cdata)
         return out
 
 

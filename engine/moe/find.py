@@ -146,7 +146,7 @@ def experts_by_layer(experts: Sequence[ExpertsInfo], num_layers: int) -> dict[in
         if index in found:
             raise UnsupportedModelError(
                 f"experts are identified by the number of their layer, and both {found[index].fqn} and "
-                f"{info.fqn} are in {index}."
+                f"{info.fqn} are in it."
             )
         if isinstance(info.module, CustomExperts):
             raise UnsupportedModelError(f"{info.fqn} computes its experts itself, so their inputs are not known.")

@@ -20,7 +20,7 @@ from packaging.version import Version
 
 from epfsdp2.engine.compat import versions
 from epfsdp2.engine.model import hf_names
-from epfsdp2.rollout.transport.report import Handover
+from epfsdp2.rollout.transport.report import TransferStats
 
 HERE = Path(__file__).parent
 OURS = "epfsdp2.rollout.vllm_worker.WeightSyncExtension"
@@ -184,7 +184,7 @@ class Engine:
 
     def sync(
         self, weights, timeout_seconds: float = 30.0, watched: bool = True, verify: bool = False
-    ) -> list[Handover]:
+    ) -> list[TransferStats]:
         """One weight sync: a sender per worker, the first of which also watches the receiving call.
 
         Args:

@@ -18,8 +18,8 @@ from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.preflight.rollout import tensors_before_sharding
 from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.rollout.layout.slice_names import is_slice, parse_slice, slice_name
-from epfsdp2.rollout.layout.stream_choice import EXTENSION
-from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, needs
+from epfsdp2.rollout.layout.sync_mode import EXTENSION
+from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, target_slices
 from epfsdp2.rollout.remote import checkpoint_engine
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
@@ -101,9 +101,9 @@ class Member:
         """What a rollout rank keeps."""
         model = reference_model(self.folder / "model")
         return _taken(
-            (slice_name(need.parameter, need.at), self.whole[tensor.name][need.box.slices] * factor)
+            (slice_name(need.parameter, need.at), self.whole[tensor.name][need.block.slices] * factor)
             for tensor in tensors_before_sharding(model, Topology.plan(TRAINERS, 2))
-            for need in needs(tensor, Rollout(TP), self.index % TP, Heads.of(model.config))
+            for need in target_slices(tensor, Rollout(TP), self.index % TP, Heads.of(model.config))
         )
 
 
@@ -183,7 +183,7 @@ def _syncs(folder):
         _equal(got, {"a": torch.arange(5000.0), "b": torch.ones(3, dtype=torch.bfloat16)})
 
     # A consumer that stops early keeps nobody waiting, and the group stays as it is.
-    group = member.engine._peers.group
+    group = member.engine._group.process_group
     for wanted in ("auto", "full"):
         member.connect()
         if member.is_trainer:
@@ -194,18 +194,18 @@ def _syncs(folder):
                 pass
             arriving.close()
         member.finalize()
-    assert member.engine._peers.group is group
+    assert member.engine._group.process_group is group
 
     # A rollout rank that was started again: everybody makes a new group.
     if member.rank == TRAINERS:
         member.new_engine()
     got, _ = member.sync()
-    assert member.engine._peers.group is not group
+    assert member.engine._group.process_group is not group
     if not member.is_trainer:
         _equal(got, member.slices(8))
 
 
-def test_rollout_ranks_get_what_they_keep_sync_after_sync(tmp_path):
+def test_checkpoint_engine_sends_rollout_ranks_what_they_keep_every_sync(tmp_path):
     save_qwen3_moe(tmp_path / "model")
     run_ranks(_syncs, TRAINERS + 2 * TP, tmp_path, timeout=400)
 
@@ -237,11 +237,13 @@ def _faults(folder):
     member.connect()
     started = time.monotonic()
     if member.is_trainer:
-        with pytest.raises(WeightSyncError, match=r"no other rank said 'want 2' within|trainer rank 0: no other rank"):
+        with pytest.raises(
+            WeightSyncError, match=r"no other rank published 'request 2' within|trainer rank 0: no other rank"
+        ):
             member.send(member.weights())
         assert time.monotonic() - started < SECONDS + 5
     elif member.rank == TRAINERS + 1:
-        with pytest.raises(WeightSyncError, match="no other rank said 'want 2'"):
+        with pytest.raises(WeightSyncError, match="no other rank published 'request 2'"):
             dict(member.receive())
     else:
         time.sleep(SECONDS + 2)
@@ -266,6 +268,6 @@ def _faults(folder):
     assert time.monotonic() - started < SECONDS
 
 
-def test_a_failure_ends_both_sides_with_its_cause_and_leaves_nothing_behind(tmp_path):
+def test_checkpoint_engine_failure_ends_both_sides_with_its_cause(tmp_path):
     save_qwen3_moe(tmp_path / "model")
     run_ranks(_faults, TRAINERS + TP, tmp_path, timeout=300)

@@ -15,7 +15,7 @@ import torch
 import zmq
 
 from epfsdp2.rollout import server_adapter
-from epfsdp2.rollout.layout.stream_choice import EXTENSION
+from epfsdp2.rollout.layout.sync_mode import EXTENSION
 from epfsdp2.rollout.server_adapter import WatchedUpdates, WeightSyncError, send_weights
 from epfsdp2.rollout.sync import RolloutWeights
 
@@ -81,7 +81,7 @@ def receive(handle: str, buckets: int | None, seconds: float = 0.0) -> threading
     return thread
 
 
-def test_everything_is_sent_and_closed(handle):
+def test_send_weights_sends_everything_and_closes_the_source(handle):
     stream = Stream()
     worker = receive(handle, None)
     send(handle, stream)
@@ -90,7 +90,7 @@ def test_everything_is_sent_and_closed(handle):
 
 
 @pytest.mark.parametrize(("buckets", "sent"), [(0, 0), (1, 1), (2, 2)], ids=["nobody", "greeted", "first bucket"])
-def test_silence_ends_by_the_time_out(handle, buckets, sent):
+def test_send_weights_to_a_silent_worker_times_out(handle, buckets, sent):
     stream = Stream()
     if buckets:
         receive(handle, buckets)
@@ -102,7 +102,7 @@ def test_silence_ends_by_the_time_out(handle, buckets, sent):
     assert f"last: tensor.{sent}" in str(caught.value) or sent == 0
 
 
-def test_progress_starts_the_time_out_again(handle):
+def test_send_weights_times_each_message_not_the_sync(handle):
     worker = receive(handle, None, seconds=0.6)
     started = time.monotonic()
     send(handle, Stream())
@@ -110,7 +110,7 @@ def test_progress_starts_the_time_out_again(handle):
     assert time.monotonic() - started > 2.0  # twice the time-out
 
 
-def test_the_receiving_calls_failure_ends_the_wait_at_once(handle):
+def test_send_weights_raises_the_receiving_calls_failure_at_once(handle):
     failed = concurrent.futures.Future()
     threading.Timer(0.5, failed.set_exception, [RuntimeError("vLLM's own words")]).start()
     stream, started = Stream(), time.monotonic()
@@ -121,7 +121,7 @@ def test_the_receiving_calls_failure_ends_the_wait_at_once(handle):
     assert stream.closed
 
 
-def test_a_call_that_never_returns_ends_by_the_time_out(handle):
+def test_send_weights_times_out_on_a_call_that_never_returns(handle):
     async def never():
         await asyncio.sleep(600)
 
@@ -163,7 +163,7 @@ class Adapter(WatchedUpdates, StockAdapter):
 
 
 @pytest.mark.parametrize("extension", ["epfsdp2.rollout.vllm_worker.WeightSyncExtension", "theirs.Extension", None])
-def test_the_adapter_asks_sends_and_clears(handle, monkeypatch, extension):
+def test_adapter_calls_the_worker_sends_and_clears_the_cache(handle, monkeypatch, extension):
     monkeypatch.setattr(server_adapter, "_timeout_seconds", 7.0)
     adapter = Adapter(handle, extension)
     receive(handle, None)
@@ -176,39 +176,39 @@ def test_the_adapter_asks_sends_and_clears(handle, monkeypatch, extension):
     ]
 
 
-class OneWorkersStream:
-    """What the adapter uses of a ``WorkerStream``."""
+class FakeWorkerWeights:
+    """What the adapter uses of a ``WorkerWeights``."""
 
-    def __init__(self, kind: str = "sliced", is_verified: bool = True):
-        self.kind, self.is_verified, self.handover, self.agreed = kind, is_verified, None, []
+    def __init__(self, mode: str = "sliced", has_checksums: bool = True):
+        self.mode, self.has_checksums, self.transfer, self.failures = mode, has_checksums, None, []
 
-    def tensors(self, landing=None):
+    def tensors(self, receive_buffers=None):
         yield "a", torch.ones(2)
 
-    def layouts(self):
+    def planned_layouts(self):
         return [{"a": "[2] from 0"}]
 
-    def agree(self, failure):
-        self.agreed.append(failure)
+    def check_plans(self, failure):
+        self.failures.append(failure)
         if failure is not None:
             raise failure
 
-    def report(self, handover):
-        self.handover = handover
+    def report(self, transfer):
+        self.transfer = transfer
         return "a report"
 
 
 def sync(adapter, stream):
     engine = SimpleNamespace(
-        choose=lambda config: stream.kind, stream=lambda kind, rollout, worker, is_quantised: stream
+        choose_mode=lambda config: stream.mode, worker_weights=lambda mode, rollout, worker, is_quantised: stream
     )
     asyncio.run(adapter.update_weights(RolloutWeights(engine)))
 
 
-def test_layouts_are_compared_before_the_first_sync_and_the_end_is_reported(handle, monkeypatch, capsys):
+def test_adapter_checks_layouts_before_the_first_sync_and_prints_reports(handle, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     adapter = Adapter(handle, EXTENSION)
-    streams = [OneWorkersStream(), OneWorkersStream(is_verified=False)]
+    streams = [FakeWorkerWeights(), FakeWorkerWeights(has_checksums=False)]
     for stream in streams:
         receive(handle, None)
         sync(adapter, stream)
@@ -219,24 +219,24 @@ def test_layouts_are_compared_before_the_first_sync_and_the_end_is_reported(hand
         ("update_weights_from_ipc", {"use_shm": True, **timeout, "verify": True}),
         ("update_weights_from_ipc", {"use_shm": True, **timeout}),
     ]
-    assert [stream.agreed for stream in streams] == [[None], []]
+    assert [stream.failures for stream in streams] == [[None], []]
     # The checksums are the second tensor.
-    assert [stream.handover.tensors for stream in streams] == [2, 1]
-    assert all(stream.handover.wire_seconds > 0 and stream.handover.load_seconds > 0 for stream in streams)
+    assert [stream.transfer.tensors for stream in streams] == [2, 1]
+    assert all(stream.transfer.wire_seconds > 0 and stream.transfer.load_seconds > 0 for stream in streams)
     assert capsys.readouterr().out == "[epfsdp2] a report\n" * 2
 
 
-def test_a_full_stream_needs_no_comparison_and_another_extension_no_checksums(handle, capsys, monkeypatch):
+def test_adapter_in_full_mode_with_another_extension_sends_only_tensors(handle, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    adapter, stream = Adapter(handle, "theirs.Extension"), OneWorkersStream("full")
+    adapter, stream = Adapter(handle, "theirs.Extension"), FakeWorkerWeights("full")
     receive(handle, None)
     sync(adapter, stream)
     assert adapter.calls[0] == ("update_weights_from_ipc", {"use_shm": True})
-    assert stream.handover.tensors == 1 and stream.agreed == []
+    assert stream.transfer.tensors == 1 and stream.failures == []
     assert capsys.readouterr().out == ""
 
 
-def test_a_disagreement_ends_the_run_before_anything_is_sent(handle):
+def test_adapter_with_differing_layouts_raises_before_sending(handle):
     class Disagrees(Adapter):
         async def _execute_method(self, method, non_block, kwargs):
             await super()._execute_method(method, non_block, kwargs)
@@ -246,24 +246,24 @@ def test_a_disagreement_ends_the_run_before_anything_is_sent(handle):
 
             return fails()
 
-    adapter, stream = Disagrees(handle, EXTENSION), OneWorkersStream()
+    adapter, stream = Disagrees(handle, EXTENSION), FakeWorkerWeights()
     for _ in range(2):  # it is asked again
         with pytest.raises(WeightSyncError, match="RuntimeError: worker 0 of a replica: they differ"):
             sync(adapter, stream)
     assert [name for name, *_ in adapter.calls] == ["epfsdp2_check_layout"] * 2
 
 
-def test_deltas_go_verls_own_way(handle):
+def test_adapter_passes_deltas_to_verls_method(handle):
     adapter = Adapter(handle, None)
     asyncio.run(adapter.update_weights(Stream(), wire_format="delta_flush"))
     assert adapter.calls == [("stock", "delta_flush")]
 
 
-def test_install_is_light_and_verl_then_builds_the_watched_adapter():
+def test_install_imports_nothing_heavy_and_registers_the_adapter():
     code = """
 import sys
 from epfsdp2.rollout import server_adapter
-from epfsdp2.rollout.layout.stream_choice import EXTENSION
+from epfsdp2.rollout.layout.sync_mode import EXTENSION
 assert "ray" not in sys.modules and "verl" not in sys.modules and "vllm" not in sys.modules
 server_adapter.install(7.0)
 from verl.workers.rollout.base import get_rollout_class

@@ -65,11 +65,11 @@ def _shards(folder, meshes):
 
 
 @pytest.mark.parametrize("save", [save_qwen3_moe, save_glm4_moe])
-def test_the_shards_of_all_ranks_are_the_checkpoint(tmp_path, save):
+def test_shard_export_of_all_ranks_is_the_checkpoint(tmp_path, save):
     run_ranks(_shards, WORLD, save(tmp_path), MESHES if save is save_qwen3_moe else MESHES[:1])
 
 
-def test_a_tied_parameter_comes_once(tmp_path):
+def test_shard_export_yields_a_tied_parameter_once(tmp_path):
     run_ranks(_shards, WORLD, save_qwen3_moe(tmp_path, tie_word_embeddings=True), MESHES[:1])
 
 
@@ -150,5 +150,5 @@ def _mine(whole, param):
     return whole[local_box(param).slices]
 
 
-def test_changes_of_shards_are_the_changes_of_the_checkpoint(tmp_path):
+def test_shard_export_deltas_are_the_changes_of_the_checkpoint(tmp_path):
     run_ranks(_deltas, WORLD, save_qwen3_moe(tmp_path))

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from epfsdp2.engine.preflight.rollout import tensors_before_sharding
 from epfsdp2.engine.topology.mesh import Topology
-from epfsdp2.rollout.layout.layout_check import layout
-from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, holders, needs
+from epfsdp2.rollout.layout.layout_check import planned_layout
+from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, holders, target_slices
 from tests.rollout.families import DENSE, FAMILIES, config_of, model_on_meta, save
 from tests.rollout.served_families import SERVED
 from tests.support.engine import sharded_model
@@ -24,7 +24,7 @@ BOTH = ["expert_local", "sliced", "sliced", "expert_local"]
 def _sync(syncs: list[tuple[str, str]], handles: list[str], ep: int, expert_parallel: bool) -> None:
     """Each sync is a checkpoint, as which the trainer's weights are, and a stream."""
     from epfsdp2.engine.model.layers import layer_names
-    from epfsdp2.rollout.layout.trainer_tensors import sharded_tensors
+    from epfsdp2.rollout.layout.trainer_tensors import sharded_tensor_specs
     from epfsdp2.rollout.server_adapter import send_weights
     from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 
@@ -34,7 +34,7 @@ def _sync(syncs: list[tuple[str, str]], handles: list[str], ep: int, expert_para
         model, meshes = sharded_model(Path(folder), workers, ep=ep)
         sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings(kind, 5 << 18))
         sending = send_weights(
-            sync.stream(kind, rollout, rank).tensors,
+            sync.worker_weights(kind, rollout, rank).tensors,
             zmq_handle=handles[rank],
             bucket_megabytes=1,
             use_shm=True,
@@ -43,12 +43,12 @@ def _sync(syncs: list[tuple[str, str]], handles: list[str], ep: int, expert_para
         )
         asyncio.run(sending)
         needed = received = 0
-        for tensor in sharded_tensors(model):
-            mine = next((box for box, ranks in holders(tensor, meshes.topology).items() if rank in ranks), None)
-            for need in needs(tensor, rollout, rank, Heads.of(model.config), kind):
-                own = need.box.shared_with(mine) if mine else None
-                needed += need.box.numel * tensor.itemsize
-                received += (need.box.numel - (own.numel if own else 0)) * tensor.itemsize
+        for tensor in sharded_tensor_specs(model):
+            mine = next((block for block, ranks in holders(tensor, meshes.topology).items() if rank in ranks), None)
+            for need in target_slices(tensor, rollout, rank, Heads.of(model.config), kind):
+                own = need.block.shared_with(mine) if mine else None
+                needed += need.block.numel * tensor.itemsize
+                received += (need.block.numel - (own.numel if own else 0)) * tensor.itemsize
         exchange = sync.exchange(kind, rollout, rank)
         assert exchange.plan.needed[rank] == needed
         assert exchange.traffic.received == received
@@ -58,7 +58,7 @@ def _sync(syncs: list[tuple[str, str]], handles: list[str], ep: int, expert_para
 def _layouts(config, workers, expert_parallel):
     model, rollout = model_on_meta(config), Rollout(workers, expert_parallel=expert_parallel)
     tensors = tensors_before_sharding(model, Topology.plan(workers, 1))
-    return [layout(tensors, rollout, worker, Heads.of(config)) for worker in range(workers)]
+    return [planned_layout(tensors, rollout, worker, Heads.of(config)) for worker in range(workers)]
 
 
 def _matches_fresh_engines(start_engine, folder, family, tp, kinds, *, expert_parallel=False, **sizes):
@@ -94,7 +94,7 @@ def _matches_fresh_engines(start_engine, folder, family, tp, kinds, *, expert_pa
     shutil.rmtree(folder)
 
 
-def test_slices_and_whole_experts_under_expert_parallelism(start_engine, tmp_path):
+def test_expert_parallel_workers_hold_slices_and_own_experts(start_engine, tmp_path):
     """Of a family with biases, which vLLM's reload treats otherwise than weights."""
     _matches_fresh_engines(start_engine, tmp_path, "qwen2_moe", 2, BOTH, expert_parallel=True)
 

@@ -33,14 +33,14 @@ def missing(used):
     ]
 
 
-def test_rollout_needs_no_name_that_a_vllm_of_the_range_lacks(script):
+def test_vllm_names_exist_in_every_supported_version(script):
     assert LIST["versions"] == list(script.VERSIONS)
     used = script.used()
     assert "vllm/worker.py" in used and len(used["vllm/compat.py"]) > 5
     assert not missing(used)
 
 
-def test_a_name_that_is_gone_or_was_never_read_is_seen(script, tmp_path):
+def test_vllm_names_check_sees_a_missing_and_an_unread_name(script, tmp_path):
     reload = "vllm.model_executor.model_loader.reload.meta"
     gone = f"from {reload} import SKIP_LOAD_TENSORS\n"
     (tmp_path / "gone.py").write_text(gone)

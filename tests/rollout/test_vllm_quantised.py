@@ -116,6 +116,6 @@ def _synchronised(folder):
             load(list(with_checksums(pair for pair in plain)))
 
 
-def test_verls_quantising_loader_takes_a_checkpoints_tensors_and_neither_stacks_nor_checksums(tmp_path):
-    """That ``WorkerStream`` sends such a rollout the former is held by ``test_streams.py``."""
+def test_verls_quantising_loader_accepts_checkpoint_tensors_only(tmp_path):
+    """That ``WorkerWeights`` sends such a rollout the former is held by ``test_streams.py``."""
     run_ranks(_synchronised, 1, tmp_path)

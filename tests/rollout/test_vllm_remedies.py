@@ -17,7 +17,7 @@ def remedies():
     return pytest.importorskip("epfsdp2.rollout.vllm.reload_shims")
 
 
-def test_a_partial_loader_gets_the_name_that_the_reload_asks_for(remedies):
+def test_prepare_layer_names_a_partial_loader(remedies):
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload, record_metadata_for_reloading
 
     def layer():
@@ -34,7 +34,7 @@ def test_a_partial_loader_gets_the_name_that_the_reload_asks_for(remedies):
     assert prepared.weight.is_meta
 
 
-def test_a_kernel_that_would_skip_the_cpu_packing_is_dropped_on_a_cpu_alone(remedies, monkeypatch):
+def test_prepare_layer_drops_the_kernel_on_a_cpu_only(remedies, monkeypatch):
     for is_cpu in (True, False):
         monkeypatch.setattr(remedies, "current_platform", SimpleNamespace(is_cpu=lambda answer=is_cpu: answer))
         layer = torch.nn.Identity()
@@ -44,7 +44,7 @@ def test_a_kernel_that_would_skip_the_cpu_packing_is_dropped_on_a_cpu_alone(reme
 
 
 @pytest.mark.parametrize("name", ["GptOssModel", "AnotherModel"])
-def test_a_loader_that_copies_straight_into_parameters_is_followed(remedies, name):
+def test_prepare_model_counts_direct_copies_of_gpt_oss(remedies, name):
     """vLLM's own reload loses such tensors, which is why gpt-oss needs it; other models are left as they are."""
     from vllm.model_executor.model_loader.reload import (
         finalize_layerwise_reload,

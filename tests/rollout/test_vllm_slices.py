@@ -2,12 +2,12 @@
 
 import pytest
 
-from epfsdp2.rollout.layout.layout_check import RANK, digest, layout
+from epfsdp2.rollout.layout.layout_check import RANK, digest, planned_layout
 from epfsdp2.rollout.layout.slice_names import slice_name
-from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, Tensor, needs
+from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, TensorSpec, target_slices
 from epfsdp2.rollout.server_adapter import WeightSyncError
 from epfsdp2.rollout.transport.checksums import CHECKSUMS, with_checksums
-from epfsdp2.rollout.vllm.loader_trace import checkpoint_views, joined
+from epfsdp2.rollout.vllm.loader_trace import checkpoint_views, merge_slices
 from tests.rollout.conftest import as_taken
 from tests.rollout.families import model_on_meta
 
@@ -15,23 +15,23 @@ pytestmark = pytest.mark.e2e
 
 
 def _layouts(checkpoint, tp):
-    tensors = [Tensor(name, tuple(w.shape), w.element_size()) for name, w in checkpoint.weights.items()]
-    return [layout(tensors, Rollout(tp), worker, Heads.of(checkpoint.config)) for worker in range(tp)]
+    tensors = [TensorSpec(name, tuple(w.shape), w.element_size()) for name, w in checkpoint.weights.items()]
+    return [planned_layout(tensors, Rollout(tp), worker, Heads.of(checkpoint.config)) for worker in range(tp)]
 
 
 def _slices(checkpoint, tp, rank):
     for name, weight in checkpoint.weights.items():
-        tensor = Tensor(name, tuple(weight.shape), weight.element_size())
-        for need in needs(tensor, Rollout(tp), rank, Heads.of(checkpoint.config)):
-            yield slice_name(need.parameter, need.at), weight[need.box.slices].contiguous()
+        tensor = TensorSpec(name, tuple(weight.shape), weight.element_size())
+        for need in target_slices(tensor, Rollout(tp), rank, Heads.of(checkpoint.config)):
+            yield slice_name(need.parameter, need.at), weight[need.block.slices].contiguous()
 
 
 def _records_where_slices_go(engine, checkpoint, tp):
-    tensors = [Tensor(name, tuple(w.shape), w.element_size()) for name, w in checkpoint.weights.items()]
+    tensors = [TensorSpec(name, tuple(w.shape), w.element_size()) for name, w in checkpoint.weights.items()]
     views = checkpoint_views(model_on_meta(checkpoint.config), tensors)
     heads = Heads.of(checkpoint.config)
     for rank, recorded in enumerate(engine.call("epfsdp2_layout", views=views).result()):
-        computed = {tensor.name: joined(needs(tensor, Rollout(tp), rank, heads)) for tensor in tensors}
+        computed = {tensor.name: merge_slices(target_slices(tensor, Rollout(tp), rank, heads)) for tensor in tensors}
         assert recorded == computed
 
 
@@ -59,7 +59,7 @@ def _refused(engine, layouts):
     return str(caught.value)
 
 
-def test_a_plan_for_another_layout_is_refused_with_the_first_difference(start_engine, checkpoints):
+def test_check_layout_refuses_another_layout_with_the_first_difference(start_engine, checkpoints):
     engine = start_engine(checkpoints[0].path, tp_size=1)
     (right,) = _layouts(checkpoints[0], 1)
     engine.call("epfsdp2_check_layout", layouts=[right]).result()
@@ -74,7 +74,7 @@ def test_a_plan_for_another_layout_is_refused_with_the_first_difference(start_en
     engine.call("epfsdp2_check_layout", layouts=[right]).result()
 
 
-def test_each_worker_compares_its_own(start_engine, checkpoints):
+def test_check_layout_compares_each_workers_own(start_engine, checkpoints):
     engine = start_engine(checkpoints[0].path, tp_size=2)
     first, second = _layouts(checkpoints[0], 2)
     engine.call("epfsdp2_check_layout", layouts=[first, second]).result()
@@ -95,7 +95,7 @@ def _flipped(tensors, wrong):
         yield name, values
 
 
-def test_a_flipped_value_is_seen(start_engine, checkpoints):
+def test_verified_sync_sees_a_flipped_value(start_engine, checkpoints):
     checkpoint = checkpoints[0]
     engine = start_engine(checkpoint.path, tp_size=1)
     wrong = slice_name("model.layers.1.mlp.experts.w2_weight", (0, 0, 0))
@@ -103,30 +103,30 @@ def test_a_flipped_value_is_seen(start_engine, checkpoints):
     def sums():
         return with_checksums(_slices(checkpoint, 1, 0))
 
-    with pytest.raises(WeightSyncError, match=f"the values of {wrong} that arrived are not those that were sent"):
+    with pytest.raises(WeightSyncError, match=f"the received values of {wrong} differ from those that were sent"):
         engine.sync(lambda rank: _flipped(sums(), wrong), verify=True)
-    with pytest.raises(WeightSyncError, match="the values of lm_head.weight that arrived are not"):
+    with pytest.raises(WeightSyncError, match="the received values of lm_head.weight differ"):
         whole = with_checksums(as_taken(checkpoint.weights.items()))
         engine.sync(lambda rank: _flipped(whole, "lm_head.weight"), verify=True)
-    with pytest.raises(WeightSyncError, match="the checksums of the tensors did not arrive"):
+    with pytest.raises(WeightSyncError, match="the checksums of the tensors were not received"):
         engine.sync(lambda rank: (item for item in sums() if item[0] != CHECKSUMS), verify=True)
-    with pytest.raises(WeightSyncError, match=r"\d+ tensors arrived of \d+ that were sent"):
+    with pytest.raises(WeightSyncError, match=r"\d+ tensors were received of \d+ that were sent"):
         engine.sync(lambda rank: (item for item in sums() if item[0] != wrong), verify=True)
     engine.sync(lambda rank: sums(), verify=True)
     assert engine.difference(checkpoint) == ""
 
 
-def test_values_that_vllm_does_not_keep_are_seen(start_engine, checkpoints):
+def test_verified_sync_sees_values_that_vllm_loses(start_engine, checkpoints):
     """A worker whose loaders lose a value: what arrived is right, and what is there is not."""
     checkpoint = checkpoints[0]
     engine = start_engine(checkpoint.path, tp_size=1, extension="losing_extension.LosesAValue")
     with pytest.raises(
-        WeightSyncError, match="the values of model.layers.0.mlp.experts.w2_weight in vLLM are not those"
+        WeightSyncError, match="the values of model.layers.0.mlp.experts.w2_weight in vLLM differ from those"
     ):
         engine.sync(lambda rank: with_checksums(_slices(checkpoint, 1, rank)), verify=True)
 
 
-def test_wrong_slices_are_refused(start_engine, checkpoints):
+def test_reload_of_wrong_slices_raises(start_engine, checkpoints):
     checkpoint = checkpoints[0]
     engine = start_engine(checkpoint.path, tp_size=1)
 

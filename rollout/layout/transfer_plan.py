@@ -40,7 +40,7 @@ def round_bytes(memory_bytes: int) -> int:
 
 @dataclass(frozen=True, order=True)
 class Transfer:
-    """A block of a tensor that trainer rank ``source`` sends to ``target``."""
+    """A block of a tensor that rank ``source`` sends to rank or worker ``target``."""
 
     block: Box
     source: int
@@ -117,9 +117,8 @@ class TensorPlan:
         """
         max_parts = self.max_parts
         parts = min(max_parts, max(1, -(-4 * self.max_rank_bytes() // limit)))
-        while (
-            load := self.max_rank_bytes(0, parts)
-        ) > limit / 4 and parts < max_parts:  # the first part is the largest
+        # The first part is the largest.
+        while (load := self.max_rank_bytes(0, parts)) > limit / 4 and parts < max_parts:
             parts = min(max_parts, parts + max(1, parts // 8))
         if load > limit:
             raise ValueError(

@@ -212,7 +212,7 @@ class Reload:
             raise WeightSyncError(wrong)
 
     def abandon(self) -> None:
-        """End a failed reload so that nothing stays on meta; layers that were loaded keep their new values."""
+        """End a failed reload so that nothing stays on meta; loaded values stay, even those of an incomplete layer."""
         for record in self._layers:
             if not record.is_loaded:
                 record.info.load_numel = 0

@@ -1,4 +1,4 @@
-"""Values that are cast while they are copied."""
+"""``CastOnCopy`` casts values while they are copied."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A checksum sees every change of a value and every exchange of rows, whatever the dtype and where the tensor lies."""
+"""Checksums detect every changed value and every swap of rows, for any dtype, offset and strides."""
 
 import pytest
 import torch
@@ -81,9 +81,9 @@ def test_with_checksums_closed_early_closes_its_source():
         finally:
             closed.append(True)
 
-    stream = with_checksums(source())
-    next(stream)
-    stream.close()
+    tensors = with_checksums(source())
+    next(tensors)
+    tensors.close()
     assert closed == [True]
     assert list(with_checksums(iter_nothing())) == []
 

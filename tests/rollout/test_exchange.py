@@ -1,4 +1,4 @@
-"""Rounds of all-to-alls among real ranks bring each worker its slices, in as many bytes as the plan says."""
+"""An exchange among real ranks brings each worker its slices in exactly the plan's bytes."""
 
 import itertools
 
@@ -19,11 +19,11 @@ WORLD = 4
 LIMIT = 6000
 
 
-def _exchange(model, meshes, rollout, stream, limit=LIMIT, dtype=torch.float32):
+def _exchange(model, meshes, rollout, mode, limit=LIMIT, dtype=torch.float32):
     rank, heads = dist.get_rank(), Heads.of(model.config)
 
     def slices_of(tensor, worker=rank):
-        return target_slices(tensor, rollout, worker % rollout.workers, heads, stream)
+        return target_slices(tensor, rollout, worker % rollout.workers, heads, mode)
 
     targets = Targets(WORLD)
     plan = make_transfer_plan(
@@ -42,22 +42,20 @@ def _facts(tensor, meshes):
 
 def _brings_the_slices(folder, cases):
     rank, whole = dist.get_rank(), _state(reference_model(folder))
-    for ep, fsdp_size, dim, rollout, stream, dtype in cases:
-        where = str((ep, fsdp_size, dim, rollout, stream, dtype))
+    for ep, fsdp_size, dim, rollout, mode, dtype in cases:
+        where = str((ep, fsdp_size, dim, rollout, mode, dtype))
         model, meshes = sharded_model(folder, WORLD, ep, fsdp_size, expert_shard_dim=dim)
         tensors = sharded_tensor_specs(model, dtype.itemsize)
         before = tensors_before_sharding(reference_model(folder), meshes.topology, dim, itemsize=dtype.itemsize)
         assert [_facts(t, meshes) for t in tensors] == [_facts(t, meshes) for t in before], where
-        plan, exchange = _exchange(model, meshes, rollout, stream, dtype=dtype)
+        plan, exchange = _exchange(model, meshes, rollout, mode, dtype=dtype)
         dtypes = {t.name: dtype if t.name in dict(model.named_parameters()) else torch.float32 for t in tensors}
         order = []
         for name, need, values in exchange.assembled(_state(model), dtypes):
             assert torch.equal(values, whole[name][need.block.slices].to(dtypes[name])), (where, name)
             order.append((name, need))
         heads = Heads.of(model.config)
-        wanted = [
-            (t.name, n) for t in tensors for n in target_slices(t, rollout, rank % rollout.workers, heads, stream)
-        ]
+        wanted = [(t.name, n) for t in tensors for n in target_slices(t, rollout, rank % rollout.workers, heads, mode)]
         assert sorted(order, key=str) == sorted(wanted, key=str), where
         assert len(plan.rounds) > 5
         assert exchange.traffic.sent == plan.sent.get(rank, 0), where
@@ -91,9 +89,9 @@ def _one_stops_early(folder):
     model, meshes = sharded_model(folder, WORLD, 2)
     plan, exchange = _exchange(model, meshes, Rollout(2), "sliced")
     dtypes = dict.fromkeys(_state(model), torch.float32)
-    stream = exchange.run(_state(model), dtypes)
-    taken = list(itertools.islice(stream, 3 if dist.get_rank() == 1 else None))
-    stream.close()
+    blocks = exchange.run(_state(model), dtypes)
+    taken = list(itertools.islice(blocks, 3 if dist.get_rank() == 1 else None))
+    blocks.close()
     assert len(taken) == 3 or dist.get_rank() != 1
     assert exchange.traffic.received == plan.received[dist.get_rank()]
     dist.barrier()
@@ -125,7 +123,7 @@ def test_exchange_buffers_stay_within_the_limit(tmp_path):
 
 
 def _round_by_round(folder):
-    """A worker that is loaded layer by layer waits for parts of those of one round, not of two."""
+    """The layers of one round are partly loaded at a time, not those of two."""
     model, meshes = sharded_model(folder, WORLD, 2)
     rank, low = dist.get_rank(), torch.bfloat16
     plan, exchange = _exchange(model, meshes, Rollout(2), "sliced", dtype=low)
@@ -136,12 +134,12 @@ def _round_by_round(folder):
         for transfer in plan.transfers(piece)
         if transfer.target == rank
     }
-    arrived = [(a.tensor.name, a.block) for a in exchange.run(_state(model), dict.fromkeys(_state(model), low))]
-    assert sorted(arrived, key=str) == sorted(round_of, key=str)
-    rounds = [round_of[arrival] for arrival in arrived]
+    yielded = [(a.tensor.name, a.block) for a in exchange.run(_state(model), dict.fromkeys(_state(model), low))]
+    assert sorted(yielded, key=str) == sorted(round_of, key=str)
+    rounds = [round_of[block] for block in yielded]
     assert rounds == sorted(rounds)
     kept = [own for round_ in exchange._local_blocks for own in round_ if own.buffer_range]
-    assert kept, "columns that are cast with what is sent wait for their turn"
+    assert kept, "columns that were cast with what is sent are kept for later"
     assert exchange.traffic.peak <= ROUND_BUFFERS * LIMIT
 
 

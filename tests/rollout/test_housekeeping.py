@@ -1,4 +1,4 @@
-"""Only what nobody uses is removed; real processes, killed for real."""
+"""Cleanup removes only what no process uses; with real processes that are killed."""
 
 import atexit
 import os
@@ -117,7 +117,7 @@ def test_held_by_returns_the_segments_of_a_runs_processes(spawn):
 
 
 def test_report_leftovers_logs_unused_segments_and_removes_nothing(monkeypatch, caplog):
-    """What ``main_ppo`` does; ``/proc`` of another container is not to be seen, so its segments look unused."""
+    """The driver only reports: segments of another container look unused, since its ``/proc`` is not visible."""
     path = Path(f"/dev/shm/verl_weights_{uuid.uuid4().hex}")
     path.write_bytes(bytes(3 << 20))
     actor = engine_config_module.EPFSDP2ActorConfig.__new__(engine_config_module.EPFSDP2ActorConfig)

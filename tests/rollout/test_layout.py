@@ -1,4 +1,4 @@
-"""What the trainer plans for a worker, in the form in which it is compared."""
+"""The planned and the actual layout of a worker, as they are compared before the first sync."""
 
 from types import SimpleNamespace
 
@@ -55,7 +55,7 @@ def test_planned_layout_of_experts_that_do_not_divide():
 
 
 def _held(places):
-    """A worker's model of one experts layer, whose map says where each expert is."""
+    """Return the actual layout of one experts layer with the given expert map."""
     layer = torch.nn.Module()
     layer.w2_weight = torch.nn.Parameter(torch.empty(2, 64, 48, device="meta"))
     layer._expert_map = torch.tensor(places)
@@ -93,6 +93,6 @@ def test_actual_layout_omits_a_vocabulary_part_of_padding_only():
 def test_difference_names_the_first_entry_in_the_workers_order():
     held = {"a": "[1] from 0", "b": "[2] from 0", "c": "[3] from 0"}
     planned = {"c": "[4] from 0", "b": "[5] from 0", "d": "[1] from 0"}
-    said = difference(planned, held)
-    assert said.endswith("differ in 4 of 4 entries, first a: planned is nothing, actual is [1] from 0")
-    assert f"plan (digest {digest(planned)}) and vLLM's model (digest {digest(held)})" in said
+    message = difference(planned, held)
+    assert message.endswith("differ in 4 of 4 entries, first a: planned is nothing, actual is [1] from 0")
+    assert f"plan (digest {digest(planned)}) and vLLM's model (digest {digest(held)})" in message

@@ -1,4 +1,4 @@
-"""The layout that ``layout/vllm_layout.py`` computes is the one that vLLM's own loaders make."""
+"""The layout that ``layout/vllm_layout.py`` computes equals the one traced from vLLM's own loaders."""
 
 import os
 from pathlib import Path
@@ -23,7 +23,7 @@ _ENVIRONMENT = {
 
 
 def _compare(folder, cases):
-    """Each case is a family, what its config has otherwise, and whether vLLM spreads whole experts."""
+    """Compare both layouts; a case is a family, changes of its config, and whether vLLM runs expert parallel."""
     os.environ.update(_ENVIRONMENT, VLLM_DIST_IDENT=folder.replace("/", "."))
     # Before vLLM is imported, which changes some of transformers' classes (Dots1Model).
     models = [model_on_meta(config_of(family, **sizes)) for family, sizes, _ in cases]
@@ -53,12 +53,12 @@ def _compare(folder, cases):
         with set_current_vllm_config(engine):
             init_distributed_environment(world, rank, "env://", rank, "gloo")
             ensure_model_parallel_initialized(world, 1)
-            recorded = _record(engine, model)
+            traced = _trace(engine, model)
         rollout, heads = Rollout(world, expert_parallel=expert_parallel), Heads.of(model.config)
         for tensor in _tensors(model):
             computed = merge_slices(target_slices(tensor, rollout, rank, heads))
-            if computed != recorded.get(tensor.name, []):
-                differing.append((family, sizes, expert_parallel, rank, computed, recorded.get(tensor.name)))
+            if computed != traced.get(tensor.name, []):
+                differing.append((family, sizes, expert_parallel, rank, computed, traced.get(tensor.name)))
     destroy_model_parallel()
     assert not differing, "\n".join(map(str, differing[:10]))
 
@@ -68,7 +68,7 @@ def _tensors(model) -> list[TensorSpec]:
     return [TensorSpec(name, tuple(t.shape), t.element_size()) for name, t in state.items()]
 
 
-def _record(engine, model):
+def _trace(engine, model):
     from vllm.model_executor.model_loader.utils import initialize_model
 
     theirs = initialize_model(engine)
@@ -80,7 +80,7 @@ def _record(engine, model):
 
 
 def _cases(family: str) -> list:
-    """Cut by two; with one key-value head on both; with whole experts, of which one worker has more, or none."""
+    """Cases of tensor parallelism, of one shared key-value head, and of experts that the workers do not divide."""
     if family in DENSE:
         tied = {"tie_word_embeddings": True, "attention_bias": family == "llama"}  # vLLM's Qwen3 has none at o_proj
         return [(family, {}, False), (family, {"num_key_value_heads": 1}, False), (family, tied, False)]
@@ -113,8 +113,8 @@ def test_known_families_are_all_tested_here():
     assert FAMILIES.keys() >= known_families()
 
 
-def _recorded(view, place, shape=(6, 4), parameter=(6, 4)):
-    """What is recorded of a loader that copies ``view`` of a tensor to ``place`` in a parameter."""
+def _traced(view, place, shape=(6, 4), parameter=(6, 4)):
+    """Trace a loader that copies ``view`` of a tensor to ``place`` in a parameter."""
     target = torch.zeros(parameter)
     with LoaderTracer([View("a", "t", shape, shape, (shape[1], 1), 0)], {"p": target}) as tracer:
         ((_, tensor),) = tracer.weights()
@@ -125,7 +125,7 @@ def _recorded(view, place, shape=(6, 4), parameter=(6, 4)):
 
 def test_loader_tracer_follows_views_of_views():
     block = Box((3, 1), (5, 3))
-    assert _recorded(lambda t: t.chunk(2)[1][:2].narrow(1, 1, 2), lambda p: p[1:3, 2:]) == {
+    assert _traced(lambda t: t.chunk(2)[1][:2].narrow(1, 1, 2), lambda p: p[1:3, 2:]) == {
         "t": [TargetSlice(block, "p", (1, 2))]
     }
 
@@ -148,4 +148,4 @@ def test_merge_slices_joins_adjacent_blocks():
 )
 def test_loader_tracer_refuses_loaders_that_do_more_than_copy_blocks(view, place, words):
     with pytest.raises(ValueError, match=words):
-        _recorded(view, place)
+        _traced(view, place)

@@ -1,4 +1,4 @@
-"""Names of the tensors that vLLM is sent, family by family."""
+"""Names of the tensors that are sent to vLLM, for each family."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_for_vllm_sends_stacks_only_where_vllm_loads_them(stacks_are_sent, name,
 
 @pytest.mark.parametrize("name", SERVED)
 def test_for_vllm_and_as_checkpoint_yield_equal_values(name, stacks_are_sent):
-    """Cut into experts again, what vLLM is sent is what is written to a checkpoint."""
+    """Split into experts again, the tensors for vLLM equal those of a checkpoint."""
     model = build(name)
     randomise(model, 1)
     written = dict(hf_names.as_checkpoint(model, sent(model, torch.float32)))

@@ -1,4 +1,4 @@
-"""A process group made by hand, outside of any torch world, and the facts that its members tell each other."""
+"""The process group built outside of any torch world, and the messages of its members."""
 
 import pickle
 import threading
@@ -94,18 +94,18 @@ def test_published_messages_are_received_unchanged(together):
     heads, dtypes = vllm_layout.Heads(4, 2, 8, "qwen3_moe"), (("a", torch.bfloat16), ("b", torch.float32))
     sharded = remote_sync.ShardedModel(tensors, dtypes, ("layers.0",), Topology.plan(8, 2, 4), heads)
     chunks = [remote_sync._Chunk("a", torch.float32, (4, 2), 0, 16, 32)]
-    facts = {
+    messages = {
         "layout": remote_sync.TrainerLayout("auto", 2, "qwen3_moe", 1 << 20, sharded),
         "request": remote_sync.WorkerRequest("sliced", vllm_layout.Rollout(2, 2, True), 3),
         "chunks": tuple(chunks),
         "digest": "abc",
         "nothing": None,
     }
-    for name, fact in facts.items():
-        first.publish(name, fact)
-        arrived = second.wait_for(name)
-        assert arrived == fact and repr(arrived) == repr(fact)
-    assert hash(second.wait_for("layout")) == hash(facts["layout"])
+    for name, message in messages.items():
+        first.publish(name, message)
+        received = second.wait_for(name)
+        assert received == message and repr(received) == repr(message)
+    assert hash(second.wait_for("layout")) == hash(messages["layout"])
 
 
 def test_abort_on_error_publishes_the_cause_and_ends_all_waits(together):
@@ -119,19 +119,19 @@ def test_abort_on_error_publishes_the_cause_and_ends_all_waits(together):
         return str(caught.value)
 
     started = time.monotonic()
-    said = each(part, members)
+    causes = each(part, members)
     assert time.monotonic() - started < SECONDS
-    assert said[2] == "weight sync failed on rollout rank 0: ValueError: a fault that the test injected"
+    assert causes[2] == "weight sync failed on rollout rank 0: ValueError: a fault that the test injected"
     for rank in (0, 1):
         cause = "rollout rank 0: ValueError: a fault that the test injected"
-        assert said[rank] == f"weight sync failed on trainer rank {rank}: {cause}"
+        assert causes[rank] == f"weight sync failed on trainer rank {rank}: {cause}"
     assert all(group.failed for group in members)
     with pytest.raises(WeightSyncError, match="a fault that the test injected"):
         members[0].wait_for("anything")
 
 
 def test_abort_on_error_reports_the_collectives_error_behind_torchs(together, tmp_path):
-    """In a process that has a torch world, as a trainer's has."""
+    """Runs in a process with a torch world, like a trainer's."""
     members, _ = together
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:

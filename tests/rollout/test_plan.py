@@ -1,4 +1,4 @@
-"""The planner: every element once, bytes that add up, bounded rounds, and slices that vLLM would hold."""
+"""Transfer plans send every element once, in bounded rounds, and their slices are what vLLM holds."""
 
 import math
 from collections import Counter, defaultdict
@@ -20,7 +20,7 @@ PREFIX = "model.layers.0."
 
 @st.composite
 def _problems(draw):
-    """A small model of two layers, a trainer, a rollout, and how they meet."""
+    """Draw a small model of two layers, a trainer, a rollout, its targets, a sync mode and a limit."""
     replicas, ep_fsdp, ep = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 4]))
     topology = Topology(replicas * ep_fsdp * ep, ep, ep_fsdp, replicas)
     tp, dp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2]))
@@ -57,9 +57,9 @@ def _problems(draw):
     return tensors, topology, rollout, heads, targets, draw(st.sampled_from(SYNC_MODES)), draw(st.integers(2000, 20000))
 
 
-def _plan(tensors, topology, rollout, heads, targets, stream, limit):
+def _plan(tensors, topology, rollout, heads, targets, mode, limit):
     def slices_of(tensor, worker):
-        return target_slices(tensor, rollout, worker % rollout.workers, heads, stream)
+        return target_slices(tensor, rollout, worker % rollout.workers, heads, mode)
 
     layers = ["model.layers.0", "model.layers.1"]
     return make_transfer_plan(tensors, layers, topology, targets, slices_of, limit), slices_of
@@ -68,20 +68,20 @@ def _plan(tensors, topology, rollout, heads, targets, stream, limit):
 @settings(max_examples=150, deadline=None)
 @given(_problems())
 def test_plan_transfers_every_element_once_within_the_limit(problem):
-    tensors, topology, rollout, heads, targets, stream, limit = problem
+    tensors, topology, rollout, heads, targets, mode, limit = problem
     plan, slices_of = _plan(*problem)
     whole = {t.name: torch.arange(math.prod(t.shape)).view(t.shape) for t in tensors}
     by_name = {t.name: t for t in tensors}
     assert [name for name, _ in plan.tensors()] == [t.name for t in tensors]
 
-    # What each trainer rank has; anything else it could send is -1.
+    # The shard of each trainer rank; all other elements are -1.
     def held(name, rank):
         tensor, mine = by_name[name], torch.full(by_name[name].shape, -1)
         block = cut_box(tensor.shape, tensor.cuts, topology.coordinate(rank % topology.fsdp))
         mine[block.slices] = whole[name][block.slices]
         return mine
 
-    arrived = defaultdict(lambda: None)
+    received_values = defaultdict(lambda: None)
     sent_total, received_total = Counter(), Counter()
     for pieces in plan.rounds:
         sent, received = Counter(), Counter()
@@ -94,10 +94,10 @@ def test_plan_transfers_every_element_once_within_the_limit(problem):
                     sent[transfer.source] += nbytes
                     received[transfer.target] += nbytes
                 at = (name, transfer.target)
-                if arrived[at] is None:
-                    arrived[at] = torch.full(by_name[name].shape, -1)
-                taken = arrived[at][transfer.block.slices]
-                assert (taken == -1).all(), "an element came twice"
+                if received_values[at] is None:
+                    received_values[at] = torch.full(by_name[name].shape, -1)
+                taken = received_values[at][transfer.block.slices]
+                assert (taken == -1).all(), "an element was sent twice"
                 taken.copy_(held(name, transfer.source)[transfer.block.slices])
         assert max([*sent.values(), *received.values(), 0]) <= limit
         sent_total += sent
@@ -110,9 +110,9 @@ def test_plan_transfers_every_element_once_within_the_limit(problem):
         for tensor in tensors:
             mask = torch.zeros(tensor.shape, dtype=torch.bool)
             for need in slices_of(tensor, worker):
-                assert not mask[need.block.slices].any(), "two needs overlap"
+                assert not mask[need.block.slices].any(), "two slices overlap"
                 mask[need.block.slices] = True
-            got = arrived[tensor.name, worker]
+            got = received_values[tensor.name, worker]
             if got is None:
                 got = torch.full(tensor.shape, -1)
             assert torch.equal(got != -1, mask)
@@ -128,13 +128,13 @@ def test_plan_transfers_every_element_once_within_the_limit(problem):
 def test_plan_digest_is_equal_only_for_equal_plans(problem):
     plan, _ = _plan(*problem)
     assert plan.digest() == _plan(*problem)[0].digest()
-    tensors, topology, rollout, heads, targets, stream, limit = problem
-    assert plan.digest() != _plan(tensors, topology, rollout, heads, targets, stream, limit + 1)[0].digest()
-    assert plan.digest() != _plan(tensors[:-1], topology, rollout, heads, targets, stream, limit)[0].digest()
+    tensors, topology, rollout, heads, targets, mode, limit = problem
+    assert plan.digest() != _plan(tensors, topology, rollout, heads, targets, mode, limit + 1)[0].digest()
+    assert plan.digest() != _plan(tensors[:-1], topology, rollout, heads, targets, mode, limit)[0].digest()
 
 
 def _qwen3_moe(hidden, heads, inner, experts, layers, vocabulary, topology, itemsize=2):
-    """Tensors of a Qwen3-MoE as the trainer holds them."""
+    """Describe the tensors of a Qwen3-MoE as the trainer shards them."""
     dense = (Cut(0, "fsdp", topology.fsdp),)
     stacks = (Cut(0, "ep", topology.ep), Cut(1, "ep_fsdp", topology.ep_fsdp))
     q, kv = heads.queries * heads.dim, heads.keys * heads.dim
@@ -159,7 +159,7 @@ def _qwen3_moe(hidden, heads, inner, experts, layers, vocabulary, topology, item
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_target_slices_assemble_to_what_vllm_holds(tp):
-    """Against ``verify.expected_tensors``, which other tests compare with real vLLM workers bit for bit."""
+    """Compares with ``verify.expected_tensors``, which other tests compare with real vLLM workers bit for bit."""
     topology, heads = Topology.plan(4, 2), Heads(4, 2, 6)
     tensors = _qwen3_moe(20, heads, 12, 6, 2, 100, topology)
     torch.manual_seed(0)
@@ -188,7 +188,7 @@ QWEN3_30B = (2048, Heads(32, 4, 128), 768, 128, 48, 151936)
 QWEN3_235B = (4096, Heads(64, 4, 128), 1536, 128, 94, 151936)
 
 
-def _figures(model, topology, rollout, stream="sliced", node=8, targets=None):
+def _figures(model, topology, rollout, mode="sliced", node=8, targets=None):
     tensors = _qwen3_moe(*model, topology)
     layers = [f"model.layers.{i}" for i in range(model[4])]
     targets = targets or Targets(topology.world)
@@ -197,7 +197,7 @@ def _figures(model, topology, rollout, stream="sliced", node=8, targets=None):
         layers,
         topology,
         targets,
-        lambda tensor, worker: target_slices(tensor, rollout, worker % rollout.workers, model[1], stream),
+        lambda tensor, worker: target_slices(tensor, rollout, worker % rollout.workers, model[1], mode),
         512 << 20,
     )
     shift = 0 if targets.colocated else topology.world
@@ -206,7 +206,7 @@ def _figures(model, topology, rollout, stream="sliced", node=8, targets=None):
 
 
 @pytest.mark.parametrize(
-    ("rollout", "stream", "need", "received", "nic"),
+    ("rollout", "mode", "need", "received", "nic"),
     [
         (Rollout(2), "sliced", 30.54, 28.71, 15.84),
         (Rollout(4), "sliced", 15.29, 14.37, 7.92),
@@ -217,15 +217,15 @@ def _figures(model, topology, rollout, stream="sliced", node=8, targets=None):
         (Rollout(2), "full", 61.06, 57.25, None),
     ],
 )
-def test_plan_of_qwen3_30b_on_16_gpus_has_the_published_bytes(rollout, stream, need, received, nic):
-    _, figures = _figures(QWEN3_30B, Topology.plan(16, 8), rollout, stream)
+def test_plan_of_qwen3_30b_on_16_gpus_has_the_published_bytes(rollout, mode, need, received, nic):
+    _, figures = _figures(QWEN3_30B, Topology.plan(16, 8), rollout, mode)
     assert figures[0] == pytest.approx(need, abs=0.011)
     assert figures[1] == pytest.approx(received, abs=0.011)
     assert nic is None or figures[2] == pytest.approx(nic, abs=0.011)
 
 
 class _EpFsdpFastest(Topology):
-    """The other order of ranks, ``e * ep_fsdp + f``, for which some of the published figures hold."""
+    """The other order of ranks, ``e * ep_fsdp + f``, to which some published figures refer."""
 
     def coordinate(self, fsdp_rank):
         e, f = divmod(fsdp_rank, self.ep_fsdp)
@@ -264,7 +264,7 @@ def test_plan_of_standalone_rollout_sends_exactly_what_is_needed(model, topology
     plan, figures = _figures(model, Topology.plan(*topology), rollout, targets=targets)
     assert figures[:2] == pytest.approx([need, need], abs=0.011)
     assert sum(plan.sent.values()) == sum(plan.needed.values())
-    # Senders are busy alike.
+    # The load is balanced over senders.
     assert max(plan.sent.values()) < 1.1 * sum(plan.sent.values()) / topology[0]
 
 

@@ -1,4 +1,4 @@
-"""Relayed plans: the same blocks for everybody, over the network once per node, passed on in the round they came in."""
+"""Plans with relays send each block over the network once per node, and relay it in the same round."""
 
 from collections import Counter, defaultdict
 
@@ -13,20 +13,18 @@ from tests.rollout.test_plan import _problems
 
 @st.composite
 def _clusters(draw):
-    """A plan whose targets are numbered after the trainer's ranks, and nodes of all."""
-    tensors, topology, rollout, heads, _, stream, limit = draw(_problems())
+    """Draw a plan whose targets are numbered after the trainer's ranks, and the node of each rank."""
+    tensors, topology, rollout, heads, _, mode, limit = draw(_problems())
     trainers, replicas = topology.world, draw(st.integers(1, 3))
 
     def slices_of(tensor, rank):
         return (
-            []
-            if rank < trainers
-            else target_slices(tensor, rollout, (rank - trainers) % rollout.workers, heads, stream)
+            [] if rank < trainers else target_slices(tensor, rollout, (rank - trainers) % rollout.workers, heads, mode)
         )
 
     world = trainers + replicas * rollout.workers
     targets = Targets(world, colocated=False)
-    # A worker that passes a row on sends it as often as it has neighbours.
+    # A worker that relays a row sends it once per other worker of its node.
     plan = make_transfer_plan(tensors, ["model.layers.0", "model.layers.1"], topology, targets, slices_of, 12 * limit)
     return plan, trainers, tuple(draw(st.sampled_from("abc")) for _ in range(world))
 
@@ -67,7 +65,7 @@ def test_with_relays_on_one_node_changes_nothing(cluster):
 
 
 def test_with_relays_rotates_the_relaying_worker():
-    """Four replicas of TP 1 on one node: each receives about a quarter, and sends it three times."""
+    """With four replicas of TP 1 on one node, each receives a quarter and sends it three times."""
     from epfsdp2.engine.topology.index_ranges import Cut
     from epfsdp2.engine.topology.mesh import Topology
     from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, TensorSpec

@@ -1,4 +1,4 @@
-"""The bucket in which rounds arrive, and verl's receiver at the other end of it."""
+"""The bucket that an exchange receives into, with verl's receiver at the other end."""
 
 import asyncio
 import os
@@ -25,7 +25,7 @@ MEMORY = 30_000
 
 
 class Worker:
-    """Reads what is sent, as verl's receiver does, and then overwrites it."""
+    """Reads each message like verl's receiver and then overwrites the bucket."""
 
     def __init__(self, memory: torch.Tensor):
         self.memory, self.tensors, self.ends, self.sent = memory, {}, [], []
@@ -46,35 +46,35 @@ def _sync(folder, memory=MEMORY):
     return RolloutSync(model, meshes, layer_names(model), dtypes, SyncSettings("sliced", memory))
 
 
-def _copied(stream):
-    """As a sender that copies."""
-    return {name: torch.empty(t.shape, dtype=t.dtype).copy_(t) for name, t in stream.tensors()}
+def _copied(weights):
+    """Copy every tensor, like a sender without receive buffers."""
+    return {name: torch.empty(t.shape, dtype=t.dtype).copy_(t) for name, t in weights.tensors()}
 
 
-def _lands(folder):
+def _receives_in_place(folder):
     rank, sync = dist.get_rank(), _sync(folder)
-    stream = partial(sync.worker_weights, "sliced", Rollout(2), rank)
-    wanted = _copied(stream())
-    for size, lands in ((1 << 16, True), (1 << 13, False), (1 << 16, True)):
+    new_weights = partial(sync.worker_weights, "sliced", Rollout(2), rank)
+    wanted = _copied(new_weights())
+    for size, fits in ((1 << 16, True), (1 << 13, False), (1 << 16, True)):
         memory = torch.zeros(size, dtype=torch.uint8)
-        worker, into = Worker(memory), stream()
+        worker, into = Worker(memory), new_weights()
         bucket = Bucket(memory, worker.send)
-        elsewhere, landed = set(), 0
+        elsewhere, in_place = set(), 0
         for name, tensor in into.tensors(bucket):
             if isinstance(tensor, CastOnCopy) or tensor.untyped_storage().data_ptr() != memory.data_ptr():
                 elsewhere.add(name)
             else:
-                landed += tensor.nbytes
+                in_place += tensor.nbytes
             bucket.put(name, tensor)
         bucket.finish()
         assert worker.ends == [False] * (len(worker.ends) - 1) + [True]
         assert worker.tensors.keys() == wanted.keys()
         assert all(torch.equal(worker.tensors[name], wanted[name]) for name in wanted)
-        # What arrives, and is kept, lies behind what is copied, and its buffers are not held twice.
+        # Received and locally cast blocks lie behind the copied ones, and their buffers are not allocated twice.
         first = min((at for name, at in worker.sent if name not in elsewhere), default=size)
-        assert (first < size) == lands
+        assert (first < size) == fits
         assert all(at < first for name, at in worker.sent if name in elsewhere)
-        assert (len(elsewhere) < len(wanted)) == lands
+        assert (len(elsewhere) < len(wanted)) == fits
         exchange = sync.exchange("sliced", Rollout(2), rank)
         kept = [
             own.block.numel * own.tensor.itemsize
@@ -82,19 +82,19 @@ def _lands(folder):
             for own in blocks
             if own.buffer_range
         ]
-        assert kept and landed == (into.traffic.received + sum(kept) if lands else 0)
+        assert kept and in_place == (into.traffic.received + sum(kept) if fits else 0)
         held = sum(buffer.nbytes for buffer in exchange._send_buffers)
         assert into.traffic.peak >= held and into.traffic.peak <= MEMORY
 
 
 def test_bucket_with_room_receives_rounds_in_place(tmp_path):
-    run_ranks(_lands, 2, save_qwen3_moe(tmp_path))
+    run_ranks(_receives_in_place, 2, save_qwen3_moe(tmp_path))
 
 
-def _goes_on(folder):
-    """A worker that fails on rank 1 does not keep rank 0 from its weights, and does not hear of later rounds."""
+def _worker_fails(folder):
+    """A worker that fails on rank 1 does not stop rank 0's weights and receives no later rounds."""
     rank, sync = dist.get_rank(), _sync(folder)
-    stream = sync.worker_weights("sliced", Rollout(2), rank)
+    weights = sync.worker_weights("sliced", Rollout(2), rank)
     memory, calls = torch.zeros(1 << 16, dtype=torch.uint8), []
     worker = Worker(memory)
 
@@ -104,27 +104,27 @@ def _goes_on(folder):
             raise RuntimeError("the worker is gone")
         worker.send(metadata, is_last)
 
-    bucket, tensors = Bucket(memory, send), stream.tensors
-    arriving = tensors(bucket)
+    bucket, tensors = Bucket(memory, send), weights.tensors
+    blocks = tensors(bucket)
     try:
-        for name, tensor in arriving:
+        for name, tensor in blocks:
             bucket.put(name, tensor)
         bucket.finish()
         assert rank == 0
     except RuntimeError:
         assert rank == 1
         bucket.close()
-    arriving.close()
+    blocks.close()
     assert len(calls) == 2 or rank == 0
-    assert stream.traffic.received == stream.min_received_bytes()
+    assert weights.traffic.received == weights.min_received_bytes()
 
 
 def test_bucket_whose_worker_fails_raises_and_blocks_no_rank(tmp_path):
-    run_ranks(_goes_on, 2, save_qwen3_moe(tmp_path))
+    run_ranks(_worker_fails, 2, save_qwen3_moe(tmp_path))
 
 
 def _received(handle: str) -> tuple[threading.Thread, dict, list]:
-    """What verl's receiver brings."""
+    """Receive with verl's receiver in a thread; return what it collects."""
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 
     tensors, buckets = {}, []
@@ -150,10 +150,10 @@ def _send(handle: str, weights):
 
 def _through_verls(folder, handle):
     rank, sync = dist.get_rank(), _sync(folder)
-    stream = partial(sync.worker_weights, "sliced", Rollout(2), rank)
-    wanted = _copied(stream())
+    new_weights = partial(sync.worker_weights, "sliced", Rollout(2), rank)
+    wanted = _copied(new_weights())
     for _ in range(2):
-        tensors, _, transfer = _send(f"{handle}-{rank}.sock", stream().tensors)
+        tensors, _, transfer = _send(f"{handle}-{rank}.sock", new_weights().tensors)
         assert tensors.keys() == wanted.keys() and transfer.tensors == len(wanted)
         assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
         assert min(transfer.gather_seconds, transfer.wire_seconds, transfer.load_seconds) > 0

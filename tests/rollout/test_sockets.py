@@ -1,4 +1,4 @@
-"""Sockets of a weight sync: when they connect."""
+"""When the sockets of a weight sync connect."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ from epfsdp2.rollout.transport.watched_sockets import WatchedContext
 
 
 class Noted:
-    """A socket that notes whether anybody listened when it connected."""
+    """A socket that records whether its address was bound when it connected."""
 
     def __init__(self, path):
         self.path, self.connected = path, []

@@ -1,4 +1,4 @@
-"""Full tensors in bounded buckets, and plans that have to be one, among three members in threads."""
+"""Full tensors in bounded buckets, and the comparison of plans, among three members in threads."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""The full stream: every tensor whole and exact on every rank, one gather per layer, bounded memory."""
+"""Full tensors: exact on every rank, one gather per layer, bounded memory."""
 
 import itertools
 
@@ -24,7 +24,7 @@ from tests.support.ranks import run_ranks
 
 
 def _counted(model, meshes, bound, dtypes=None):
-    """The stream's tensors, and the bytes of each of its gathers."""
+    """Gather full tensors; return them and the bytes of each gather."""
     gathers = []
     original = dist.all_gather_into_tensor
 
@@ -39,7 +39,7 @@ def _counted(model, meshes, bound, dtypes=None):
         dist.all_gather_into_tensor = original
 
 
-def _streams(folder, cases):
+def _full_on_every_mesh(folder, cases):
     reference = reference_model(folder)
     wanted = dict(reference.named_parameters())
     for ep, fsdp_size, dim in cases:
@@ -66,7 +66,7 @@ def _in_parts(folder, cases):
         model, meshes = sharded_model(folder, dist.get_world_size(), ep, fsdp_size, expert_shard_dim=dim)
         stack = model.get_parameter("model.layers.0.mlp.experts.gate_up_proj")
         largest = max(p.nbytes for name, p in reference.named_parameters() if "experts" not in name)
-        assert 3 * largest < stack.numel() * stack.element_size(), "the stacks are what does not fit"
+        assert 3 * largest < stack.numel() * stack.element_size(), "stacks have to exceed the limit"
         sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("full", 6 * largest))
         traffic = Traffic()
         got = list(sync.full(traffic))
@@ -85,13 +85,13 @@ def _in_parts(folder, cases):
 _COPIES: dict[str, torch.Tensor] = {}
 
 
-def _copied(arrived):
-    """What came so far of a tensor, under its name."""
-    if arrived.name not in _COPIES or arrived.shards[0][0].low == (0,) * len(arrived.shape):
-        _COPIES[arrived.name] = torch.full(arrived.shape, torch.nan)
-    for block, values in arrived.shards:
-        _COPIES[arrived.name][block.slices] = values
-    yield arrived.name, _COPIES[arrived.name]
+def _copied(found):
+    """Yield the parts of a tensor that were gathered so far, under its name."""
+    if found.name not in _COPIES or found.shards[0][0].low == (0,) * len(found.shape):
+        _COPIES[found.name] = torch.full(found.shape, torch.nan)
+    for block, values in found.shards:
+        _COPIES[found.name][block.slices] = values
+    yield found.name, _COPIES[found.name]
 
 
 def test_full_mode_sends_a_stack_above_the_limit_by_expert(tmp_path):
@@ -118,14 +118,14 @@ def test_full_mode_warns_once_of_a_stack_that_checkpoints_store_as_one(tmp_path)
 @pytest.mark.parametrize("tied", [False, True])
 def test_full_tensors_on_every_mesh_are_exact(tmp_path, tied):
     cases = [(1, -1, 1), (2, -1, 1), (4, -1, 1), (2, -1, 0), (2, 2, 1), (1, 1, 1)]
-    run_ranks(_streams, 4, save_qwen3_moe(tmp_path, tie_word_embeddings=tied), cases)
+    run_ranks(_full_on_every_mesh, 4, save_qwen3_moe(tmp_path, tie_word_embeddings=tied), cases)
 
 
 def _one_stops_early(folder):
     model, meshes = sharded_model(folder, dist.get_world_size(), 2)
-    arriving = full_gather.full_tensors(model, meshes, layer_names(model), 1 << 16)
-    taken = list(itertools.islice(arriving, 3 if dist.get_rank() == 1 else None))
-    arriving.close()
+    tensors = full_gather.full_tensors(model, meshes, layer_names(model), 1 << 16)
+    taken = list(itertools.islice(tensors, 3 if dist.get_rank() == 1 else None))
+    tensors.close()
     assert len(taken) == 3 or dist.get_rank() != 1
     dist.barrier()
 

@@ -1,4 +1,4 @@
-"""Which stream a worker gets, and what is in the one of whole experts."""
+"""Which sync mode a rollout gets, and what each mode sends to a worker."""
 
 from dataclasses import replace
 
@@ -90,17 +90,17 @@ def _cast_slices(folder):
 
     def slices(dtypes):
         sync = RolloutSync(model, meshes, layers, dtypes, SyncSettings("auto", ROOMY))
-        arriving = sync.weights().for_worker("sliced", Rollout(2), rank % 2)
+        tensors = sync.weights().for_worker("sliced", Rollout(2), rank % 2)
         # As the transport does: a tensor is the sender's until the next is asked for.
         kinds, found = {}, {}
-        for name, tensor in arriving:
+        for name, tensor in tensors:
             kinds.setdefault(type(tensor), []).append(name)
             found[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
         return kinds, found
 
     (plain, wide), (kinds, narrow) = slices({}), slices(dtypes)
     assert plain.keys() == {torch.Tensor} and kinds.keys() == {torch.Tensor, CastOnCopy}, (
-        "its own are cast, what came was"
+        "local slices are cast on copy, received ones were cast before"
     )
     # Of these a rank sends columns and keeps columns: they are cast together.
     assert any("w2_weight" in name for name in narrow) and not any("w2_weight" in name for name in kinds[CastOnCopy])
@@ -162,8 +162,8 @@ def _counted(folder):
     for config in (OURS, TP2, TP2):
         weights = sync.weights().for_rollout(config, rank % 2)
         assert weights.has_checksums == (len(reports) < 2)
-        handed = sum(tensor.nbytes for _, tensor in weights.tensors())
-        assert handed == whole if config is OURS else handed < 0.6 * whole
+        sent = sum(tensor.nbytes for _, tensor in weights.tensors())
+        assert sent == whole if config is OURS else sent < 0.6 * whole
         reports.append(weights.report(TRANSFER))
         assert sync.last_report is reports[-1]
     gathered, sliced, again = reports

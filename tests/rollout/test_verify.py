@@ -1,4 +1,4 @@
-"""What each tensor-parallel rank must hold, and how differences read; no vLLM."""
+"""The tensors that each tensor-parallel rank must hold, and how differences are reported; without vLLM."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Where vLLM's private names are looked up; stand-ins are modules of the places that versions have them in."""
+"""Where vLLM's private names are looked up, with fake modules for the places of other versions."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""Slices from real trainer ranks to real vLLM workers: after each of three syncs they are as a fresh engine is."""
+"""Slices from real trainer ranks to real vLLM workers, which equal a fresh engine after each of three syncs."""
 
 import asyncio
 import shutil
@@ -22,7 +22,7 @@ BOTH = ["expert_local", "sliced", "sliced", "expert_local"]
 
 
 def _sync(syncs: list[tuple[str, str]], handles: list[str], ep: int, expert_parallel: bool) -> None:
-    """Each sync is a checkpoint, as which the trainer's weights are, and a stream."""
+    """Send each sync's checkpoint as the trainer's weights, in the sync's mode."""
     from epfsdp2.engine.model.layers import layer_names
     from epfsdp2.rollout.layout.trainer_tensors import sharded_tensor_specs
     from epfsdp2.rollout.server_adapter import send_weights
@@ -30,11 +30,11 @@ def _sync(syncs: list[tuple[str, str]], handles: list[str], ep: int, expert_para
 
     rank, workers = dist.get_rank(), dist.get_world_size()
     rollout = Rollout(workers, expert_parallel=expert_parallel)
-    for folder, kind in syncs:
+    for folder, mode in syncs:
         model, meshes = sharded_model(Path(folder), workers, ep=ep)
-        sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings(kind, 5 << 18))
+        sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings(mode, 5 << 18))
         sending = send_weights(
-            sync.worker_weights(kind, rollout, rank).tensors,
+            sync.worker_weights(mode, rollout, rank).tensors,
             zmq_handle=handles[rank],
             bucket_megabytes=1,
             use_shm=True,
@@ -45,11 +45,11 @@ def _sync(syncs: list[tuple[str, str]], handles: list[str], ep: int, expert_para
         needed = received = 0
         for tensor in sharded_tensor_specs(model):
             mine = next((block for block, ranks in holders(tensor, meshes.topology).items() if rank in ranks), None)
-            for need in target_slices(tensor, rollout, rank, Heads.of(model.config), kind):
+            for need in target_slices(tensor, rollout, rank, Heads.of(model.config), mode):
                 own = need.block.shared_with(mine) if mine else None
                 needed += need.block.numel * tensor.itemsize
                 received += (need.block.numel - (own.numel if own else 0)) * tensor.itemsize
-        exchange = sync.exchange(kind, rollout, rank)
+        exchange = sync.exchange(mode, rollout, rank)
         assert exchange.plan.needed[rank] == needed
         assert exchange.traffic.received == received
         assert exchange.traffic.sent == exchange.plan.sent.get(rank, 0)
@@ -61,8 +61,8 @@ def _layouts(config, workers, expert_parallel):
     return [planned_layout(tensors, rollout, worker, Heads.of(config)) for worker in range(workers)]
 
 
-def _matches_fresh_engines(start_engine, folder, family, tp, kinds, *, expert_parallel=False, **sizes):
-    """``kinds`` are the streams of the syncs, by turns of the second and of the first of two checkpoints."""
+def _matches_fresh_engines(start_engine, folder, family, tp, modes, *, expert_parallel=False, **sizes):
+    """Sync the second and the first of two checkpoints in turn, in these modes, and compare with fresh engines."""
     first, second = (str(save(family, folder / str(seed), seed, **sizes)) for seed in (1, 2))
     settings = {"tp_size": tp, **SERVED[family].settings}
     if expert_parallel:
@@ -78,7 +78,7 @@ def _matches_fresh_engines(start_engine, folder, family, tp, kinds, *, expert_pa
     engine = start_engine(first, **settings)
     fresh = {first: found(computes(engine))}
     engine.call("epfsdp2_check_layout", layouts=_layouts(config_of(family, **sizes), tp, expert_parallel)).result()
-    syncs = [([second, first][i % 2], kind) for i, kind in enumerate(kinds)]
+    syncs = [([second, first][i % 2], mode) for i, mode in enumerate(modes)]
     after = []
     for _ in syncs:
         engine.call("update_weights_from_ipc", timeout=200.0, use_shm=True, sync_timeout_seconds=150.0)
@@ -95,7 +95,7 @@ def _matches_fresh_engines(start_engine, folder, family, tp, kinds, *, expert_pa
 
 
 def test_expert_parallel_workers_hold_slices_and_own_experts(start_engine, tmp_path):
-    """Of a family with biases, which vLLM's reload treats otherwise than weights."""
+    """The family has biases, which vLLM's reload handles differently from weights."""
     _matches_fresh_engines(start_engine, tmp_path, "qwen2_moe", 2, BOTH, expert_parallel=True)
 
 

@@ -1,4 +1,4 @@
-"""Where the slices of a parameter wait while vLLM reloads a layer."""
+"""The memory that collects a parameter's slices while vLLM reloads a layer."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Every name that ``rollout/`` takes from vLLM exists in vLLM 0.24 to 0.32, as read from their wheels."""
+"""Every name of vLLM that ``rollout/`` uses exists in vLLM 0.24 to 0.32, as read from their wheels."""
 
 import importlib.util
 import json
@@ -21,7 +21,7 @@ def script():
 
 
 def missing(used):
-    """Each need that a version of vLLM has none of the places for."""
+    """List the names that a version of vLLM has in none of their places."""
     unread = sorted({place for needs in used.values() for places in needs for place in places} - set(LIST["names"]))
     assert not unread, f"python {SCRIPT.relative_to(ROOT)} has not read {', '.join(unread)}"
     return [

@@ -1,4 +1,4 @@
-"""Workers that get nothing but their own slices hold, and compute, what a fresh engine does."""
+"""Real vLLM workers that receive only their own slices hold and compute what a fresh engine does."""
 
 import pytest
 
@@ -26,13 +26,13 @@ def _slices(checkpoint, tp, rank):
             yield slice_name(need.parameter, need.at), weight[need.block.slices].contiguous()
 
 
-def _records_where_slices_go(engine, checkpoint, tp):
+def _check_traced_layout(engine, checkpoint, tp):
     tensors = [TensorSpec(name, tuple(w.shape), w.element_size()) for name, w in checkpoint.weights.items()]
     views = checkpoint_views(model_on_meta(checkpoint.config), tensors)
     heads = Heads.of(checkpoint.config)
-    for rank, recorded in enumerate(engine.call("epfsdp2_layout", views=views).result()):
+    for rank, traced in enumerate(engine.call("epfsdp2_layout", views=views).result()):
         computed = {tensor.name: merge_slices(target_slices(tensor, Rollout(tp), rank, heads)) for tensor in tensors}
-        assert recorded == computed
+        assert traced == computed
 
 
 @pytest.mark.parametrize(("tp", "first"), [(1, 0), (2, 0), (2, 2)], ids=["one", "two", "two, tied"])
@@ -46,7 +46,7 @@ def test_three_syncs_of_slices(start_engine, checkpoints, tp, first):
         engine.sync(lambda rank, checkpoint=checkpoint: with_checksums(_slices(checkpoint, tp, rank)), verify=times < 2)
         assert engine.difference(checkpoint) == ""
         assert (engine.generate() == fresh) == (checkpoint is old)
-    _records_where_slices_go(engine, new, tp)
+    _check_traced_layout(engine, new, tp)
     assert engine.difference(new) == "", "recording leaves the weights alone"
     engine.sync(lambda rank: iter(old.weights.items()))
     assert engine.difference(old) == "", "whole tensors are taken again after slices"
@@ -65,12 +65,12 @@ def test_check_layout_refuses_another_layout_with_the_first_difference(start_eng
     engine.call("epfsdp2_check_layout", layouts=[right]).result()
     missing = dict(right)
     del missing["model.layers.1.mlp.experts.w13_weight"]
-    said = _refused(engine, [missing])
-    assert "differ in 1 of " in said
-    assert "first model.layers.1.mlp.experts.w13_weight: nothing is planned, [8, 128, 96] from 0 is there" in said
-    said = _refused(engine, [{**right, "model.layers.1.mlp.gate.bias": "[8] from 0"}])
-    assert "[8] from 0 is planned, nothing is there" in said
-    assert "plans for 2 workers a replica; vLLM has 1" in _refused(engine, [right, right])
+    message = _refused(engine, [missing])
+    assert "differ in 1 of " in message
+    assert "first model.layers.1.mlp.experts.w13_weight: planned is nothing, actual is [8, 128, 96] from 0" in message
+    message = _refused(engine, [{**right, "model.layers.1.mlp.gate.bias": "[8] from 0"}])
+    assert "planned is [8] from 0, actual is nothing" in message
+    assert "plans for 2 workers per replica; vLLM has 1" in _refused(engine, [right, right])
     engine.call("epfsdp2_check_layout", layouts=[right]).result()
 
 
@@ -78,16 +78,16 @@ def test_check_layout_compares_each_workers_own(start_engine, checkpoints):
     engine = start_engine(checkpoints[0].path, tp_size=2)
     first, second = _layouts(checkpoints[0], 2)
     engine.call("epfsdp2_check_layout", layouts=[first, second]).result()
-    said = _refused(engine, [first, {**second, "lm_head.weight": "[72, 96] from 0"}])
-    assert "worker 1 of a replica: the trainer's plan (digest " in said and "differ in 1 of " in said
-    assert "first lm_head.weight: [72, 96] from 0 is planned, [72, 96] from 128 is there" in said
-    said = _refused(engine, [second, first])
-    assert f"worker 0 of a replica: the trainer's plan (digest {digest(second)}) and vLLM's model (digest " in said
-    assert f"first {RANK}: 1 of 2 in tensor parallel, experts cut is planned, 0 of 2 in tensor " in said
+    message = _refused(engine, [first, {**second, "lm_head.weight": "[72, 96] from 0"}])
+    assert "worker 1 of a replica: the trainer's plan (digest " in message and "differ in 1 of " in message
+    assert "first lm_head.weight: planned is [72, 96] from 0, actual is [72, 96] from 128" in message
+    message = _refused(engine, [second, first])
+    assert f"worker 0 of a replica: the trainer's plan (digest {digest(second)}) and vLLM's model (digest " in message
+    assert f"first {RANK}: planned is 1 of 2 in tensor parallel, experts cut, actual is 0 of 2 in tensor " in message
 
 
 def _flipped(tensors, wrong):
-    """One value of one tensor is changed after its checksum was taken."""
+    """Yield the tensors with one value of one of them changed, after its checksum was computed."""
     for name, values in tensors:
         if name == wrong:
             values = values.clone()
@@ -117,7 +117,7 @@ def test_verified_sync_sees_a_flipped_value(start_engine, checkpoints):
 
 
 def test_verified_sync_sees_values_that_vllm_loses(start_engine, checkpoints):
-    """A worker whose loaders lose a value: what arrived is right, and what is there is not."""
+    """A worker whose loaders lose a value: the received tensors are right, the loaded ones are not."""
     checkpoint = checkpoints[0]
     engine = start_engine(checkpoint.path, tp_size=1, extension="losing_extension.LosesAValue")
     with pytest.raises(

@@ -28,7 +28,7 @@ def same_on_all_ranks(weights: dict):
 
 
 def across_buckets(weights: dict):
-    """The experts of a layer far apart: the layer waits with the first while their bucket is filled again."""
+    """Send the experts of a layer far apart, so that the bucket of the first is reused before the layer is complete."""
     first, last = GATE_UP, GATE_UP.replace("gate_up", "down")
     yield first, weights[first]
     yield from ((name, tensor) for name, tensor in weights.items() if name not in (first, last))
@@ -37,7 +37,7 @@ def across_buckets(weights: dict):
 
 @pytest.fixture(scope="module")
 def synced(engine, checkpoints):
-    """What was generated before any sync, and after a sync to the other checkpoint's weights."""
+    """Tokens generated before any sync, and after a sync to the other checkpoint's weights."""
     outputs = {"fresh 1": engine.generate()}
     assert engine.difference(checkpoints[0]) == ""
     assert engine.difference(checkpoints[1]) != ""
@@ -73,7 +73,7 @@ def test_read_parameters_returns_the_loaded_values(engine, checkpoints):
     ],
 )
 def test_digests_with_one_changed_element_differ_in_one_entry(engine, checkpoints, name, index, shows_in):
-    """The digests see what is inside the model: the sync brings the change, the sender's old weights lack it."""
+    """Digests are of the model's values: the sync brings the change, the sender's old weights lack it."""
     changed = {**checkpoints[0].weights, name: checkpoints[0].weights[name].clone()}
     changed[name][index] += 1e-6
     engine.sync(same_on_all_ranks(changed))
@@ -84,7 +84,7 @@ def test_digests_with_one_changed_element_differ_in_one_entry(engine, checkpoint
 
 
 def test_digests_with_swapped_gate_and_up_differ(engine, checkpoints, synced):
-    """No count and no name tells, so it takes the comparison."""
+    """Neither counts nor names differ, so only the digests can tell."""
     gate, up = checkpoints[0].weights[GATE_UP].chunk(2, 1)
     engine.sync(same_on_all_ranks({**checkpoints[0].weights, GATE_UP: torch.cat([up, gate], 1)}))
     report = engine.difference(checkpoints[0])
@@ -139,7 +139,7 @@ def test_reload_of_incomplete_or_wrong_tensors_raises(engine, checkpoints, spoil
 
 def test_reload_of_a_repeated_name_raises(engine, checkpoints):
     twice = [*checkpoints[0].weights.items(), ("model.norm.weight", torch.zeros(96))]
-    # Far enough apart to travel in two buckets: within one, verl's transport keeps the last.
+    # Far enough apart to be sent in two buckets: within one, verl's transport keeps the last.
     twice.insert(0, twice.pop())
     with pytest.raises(WeightSyncError, match="model.norm.weight was sent twice"):
         engine.sync(lambda rank: iter(twice))

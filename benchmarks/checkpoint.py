@@ -53,7 +53,7 @@ SAVES = ["", "seconds", "of a bare copy"]
 
 def loads(folder: Path, out: Path, fsdp_size: int, ep: int, dim: int | str) -> None:
     """Load on this rank; rank 0 writes the largest peak and shard of all ranks."""
-    meshes = build_meshes("cpu", Topology.plan(WORLD, ep, fsdp_size))
+    meshes = build_meshes("cpu", Topology.arrange(WORLD, ep, fsdp_size))
     config = AutoConfig.from_pretrained(folder, attn_implementation="sdpa")
     files = open_checkpoint(folder)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, record_function("load"):

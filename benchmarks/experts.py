@@ -34,8 +34,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.layer import Geometry, kept_bytes, passes, seconds_of
 from benchmarks.quickstart import machine
 from benchmarks.tables import write_table
-from epfsdp2.engine.moe.dispatch import inverse, plan
-from epfsdp2.engine.moe.forward import EXPERTS_IMPLEMENTATION, ExpertParallel, attach
+from epfsdp2.engine.moe.dispatch import build_dispatch_plans, inverse
+from epfsdp2.engine.moe.forward import EXPERTS_IMPLEMENTATION, ExpertsRuntime, attach
 from epfsdp2.engine.moe.gemm.backends import backend_named, choose_backend
 
 OURS, BASE = EXPERTS_IMPLEMENTATION, "grouped_mm"
@@ -100,7 +100,7 @@ class Local:
         with torch.device(geometry.device):
             self.module = Qwen3MoeExperts(self.config).to(geometry.torch_dtype)
         geometry.fill(self.module.gate_up_proj, self.module.down_proj)
-        attach(self.module, ExpertParallel(geometry.experts, None, _backend_of(geometry)))
+        attach(self.module, ExpertsRuntime(geometry.experts, None, _backend_of(geometry)))
         self.parameters: list[nn.Parameter] = [*self.module.parameters()]
 
     def passes(self, side: str, times: int) -> dict:
@@ -241,7 +241,7 @@ def rates(geometry: Geometry) -> dict[str, float]:
     slots = geometry.tokens * geometry.top_k
     moved = (geometry.tokens + slots) * geometry.hidden * dtype.itemsize
     into, out_of = (torch.empty(moved // 2, dtype=torch.uint8, device=device) for _ in range(2))
-    (route,) = plan(index, geometry.experts, None)
+    (route,) = build_dispatch_plans(index, geometry.experts, None)
     tokens_S, slots_TK = route.slot_order // geometry.top_k, inverse(route.slot_order).view_as(index)
     rows = backend.take(hidden, tokens_S)
     return {

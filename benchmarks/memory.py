@@ -50,7 +50,7 @@ from epfsdp2.engine.moe.forward import rows_computed
 from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.parallelize import parallelize
-from epfsdp2.engine.planner.memory import Backend, Batch, peak
+from epfsdp2.engine.planner.memory import Batch, PlannerBackend, peak
 from epfsdp2.engine.planner.model_sizes import ModelSizes
 from epfsdp2.engine.topology.dtensor import local_tensor
 from epfsdp2.engine.topology.mesh import Topology, build_meshes, build_sequence_mesh
@@ -154,10 +154,10 @@ FAST = ROWS[1:4]
 
 def predict(row: Row) -> int:
     """Bytes at the peak, from sizes and the imbalance of the routers (``engine/planner/memory.py``)."""
-    topology, options = Topology.plan(WORLD, row.ep, row.fsdp_size), sharding(row)
+    topology, options = Topology.arrange(WORLD, row.ep, row.fsdp_size), sharding(row)
     batch = Batch(row.tokens, imbalance=row.imbalance, sp=row.sp)
     sizes = ModelSizes.built_by(partial(_build, row), options)
-    return peak(sizes, topology, options, batch, backend=Backend(on_cpu=True)).total
+    return peak(sizes, topology, options, batch, backend=PlannerBackend(on_cpu=True)).total
 
 
 def _build(row: Row, dtype: torch.dtype = torch.float32) -> Any:
@@ -187,7 +187,7 @@ def measure(folder: Path, row: Row, out: Path) -> None:
     """Train on this rank; rank 0 writes the largest peak of all ranks in a step, and the largest allocation."""
     rank = dist.get_rank()
     _give_threads_a_moment()
-    meshes = build_meshes("cpu", Topology.plan(WORLD, row.ep, row.fsdp_size))
+    meshes = build_meshes("cpu", Topology.arrange(WORLD, row.ep, row.fsdp_size))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         torch.manual_seed(rank)
         model = _build(row)
@@ -199,7 +199,7 @@ def measure(folder: Path, row: Row, out: Path) -> None:
             for param in model.parameters():
                 local_tensor(param).normal_(std=0.05)
         if row.lora_rank:
-            lora_of(model).freeze_the_rest(model)
+            lora_of(model).freeze_base(model)
         model.train()
         optimizer = build_multi_optimizer(model, lambda params: torch.optim.AdamW(params, lr=0.0))  # routing stays
         for step in ("step 0", *STEPS):

@@ -197,7 +197,7 @@ def _planned(folder: Path, worker: Any, tokens: int) -> list[Collective]:
     """What the plan says of an update on one rank."""
     options = sharding_options(worker.engine.engine_config, worker.engine.model_config)
     sizes = ModelSizes.of(AutoModelForCausalLM, AutoConfig.from_pretrained(folder), options)
-    topology = Topology.plan(dist.get_world_size(), worker.engine.engine_config.ep_size)
+    topology = Topology.arrange(dist.get_world_size(), worker.engine.engine_config.ep_size)
     return collectives(sizes, topology, options, Batch(tokens))
 
 

@@ -15,7 +15,7 @@ from .fsdp.options import ShardingOptions
 from .model.meta import check_initialized, materialize
 from .parallelize import parallelize
 from .topology.mesh import Meshes
-from .topology.rank_consistency import alike
+from .topology.rank_consistency import raise_on_all_ranks
 
 __all__ = ["shard_and_load"]
 
@@ -56,6 +56,6 @@ def shard_and_load(
     if finish is not None:
         finish(model)
     check_initialized(model, device)
-    with alike(device):
+    with raise_on_all_ranks(device):
         verify_experts(model, files)
     return unused

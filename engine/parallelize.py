@@ -32,10 +32,10 @@ from .fsdp.single_rank_reduce import reduce_in_place
 from .fsdp.wrap_plan import Ends
 from .model.layers import layer_names
 from .moe import deepep, overlap
-from .moe.find import ComputesItself, ExpertsInfo, find_experts
-from .moe.forward import EXPERTS_IMPLEMENTATION, ExpertParallel, attach
+from .moe.find import CustomExperts, ExpertsInfo, find_experts
+from .moe.forward import EXPERTS_IMPLEMENTATION, ExpertsRuntime, attach
 from .moe.gemm.backends import backend_named, choose_backend
-from .moe.overlap import check_exchange
+from .moe.overlap import check_overlap
 from .moe.shared_experts import SharedExperts
 from .topology.expert_placement import check_experts_divide, ep_fsdp_dim, model_parallel_placements
 from .topology.mesh import Meshes
@@ -66,7 +66,7 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
     for info in experts:
         _shard_over_ep(info, meshes)
         _attach(info, model, meshes, options, backend)
-    if any(not isinstance(module, ComputesItself) for module in stacks):
+    if any(not isinstance(module, CustomExperts) for module in stacks):
         model.set_experts_implementation(EXPERTS_IMPLEMENTATION)
     if options.param_dtype != torch.float32:
         autocast = torch.autocast(meshes.dense.device_type, options.param_dtype)
@@ -162,7 +162,7 @@ def _shard_over_ep(info: ExpertsInfo, meshes: Meshes) -> None:
 def _attach(info: ExpertsInfo, model: nn.Module, meshes: Meshes, options: ShardingOptions, backend: str) -> None:
     """Tell an experts module how its experts are spread, and what brings tokens to them."""
     chunks, exchange = options.dispatch_chunks, None
-    check_exchange(chunks, options.overlap_shared_experts, options.dispatcher, model, [info])
+    check_overlap(chunks, options.overlap_shared_experts, options.dispatcher, model, [info])
     group = meshes.ep.get_group() if meshes.topology.ep > 1 else None
     if group is not None and options.dispatcher == "deepep":
         exchange = functools.partial(deepep.exchange, num_experts=info.num_experts, group=group)
@@ -178,7 +178,7 @@ def _attach(info: ExpertsInfo, model: nn.Module, meshes: Meshes, options: Shardi
             chunks=chunks,
             shared=shared,
         )
-    attach(info.module, ExpertParallel(info.num_experts, group, backend, exchange))
+    attach(info.module, ExpertsRuntime(info.num_experts, group, backend, exchange))
 
 
 def _divide_gradients(

@@ -17,7 +17,7 @@ from ..engine.compat import versions
 from ..engine.lora.merge import LocalValues, local_values, weights
 from ..engine.model import hf_names
 from ..engine.topology.dtensor import local_tensor, persistent_buffers
-from ..engine.topology.index_ranges import Box
+from ..engine.topology.index_ranges import IndexRange
 from ..engine.topology.mesh import Meshes
 from ..engine.topology.rank_consistency import check_agreement
 from .layout.layout_check import planned_layouts
@@ -80,7 +80,7 @@ class RolloutSync:
         self.heads = Heads.of(model.config.get_text_config())
         self._exchanges: dict[tuple[SyncMode, Rollout, int], Exchange] = {}
         self._slices: dict[tuple[SyncMode, Rollout, int], dict[str, list[TargetSlice]]] = {}
-        self._indices: dict[tuple[SyncMode, Rollout, int], dict[tuple[str, Box], list[NamedIndex]]] = {}
+        self._indices: dict[tuple[SyncMode, Rollout, int], dict[tuple[str, IndexRange], list[NamedIndex]]] = {}
         self._by_expert: dict[str, bool] = {}
         self._last_warning = ""
         self._sync_count = 0
@@ -185,12 +185,12 @@ class RolloutSync:
 
     def indices_of(
         self, mode: SyncMode, rollout: Rollout, worker: int
-    ) -> Callable[[TensorSpec, Box], list[NamedIndex]]:
+    ) -> Callable[[TensorSpec, IndexRange], list[NamedIndex]]:
         """Return a function from a block of a tensor to its ``named_indices`` for a worker, cached across syncs."""
         slices_of = self.slices_of(mode, rollout, worker)
         known = self._indices.setdefault((mode, rollout, worker), {})
 
-        def of(tensor: TensorSpec, block: Box) -> list[NamedIndex]:
+        def of(tensor: TensorSpec, block: IndexRange) -> list[NamedIndex]:
             if (tensor.name, block) not in known:
                 known[tensor.name, block] = named_indices(block, slices_of(tensor))
             return known[tensor.name, block]

@@ -18,17 +18,17 @@ import torch
 import torch.distributed as dist
 
 from ..errors import listed
-from ..topology.rank_consistency import alike
+from ..topology.rank_consistency import raise_on_all_ranks
 
 __all__ = [
     "FORMAT",
     "MANIFEST",
     "CheckpointError",
-    "check_files",
-    "check_whole",
-    "written_alone",
-    "written_beside",
-    "written_whole",
+    "verify_files",
+    "verify_all_ranks",
+    "atomic_checkpoint_dir",
+    "atomic_dir",
+    "atomic_dir_all_ranks",
 ]
 
 FORMAT = 2
@@ -41,23 +41,23 @@ class CheckpointError(RuntimeError):
 
 
 @contextlib.contextmanager
-def written_whole(
+def atomic_dir_all_ranks(
     folder: Path, device: torch.device | str = "cpu", group: dist.ProcessGroup | None = None
 ) -> Iterator[Path]:
     """Yield where to write what will be ``folder``; collective.
 
     What was in ``folder`` before is replaced, once all ranks have left the block. What a rank does alone in the block
-    and may fail in, it does ``alike``.
+    and may fail in, it does ``raise_on_all_ranks``.
 
     Args:
         device: where the group's backend takes tensors from.
         group: of all ranks, the default one by default.
 
     Raises:
-        DisagreementError: with what failed on which rank; nothing is replaced then.
+        RankMismatchError: with what failed on which rank; nothing is replaced then.
     """
     partial, is_first = _partial(folder), dist.get_rank() == 0
-    with alike(device, group):
+    with raise_on_all_ranks(device, group):
         if is_first:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
@@ -65,10 +65,10 @@ def written_whole(
         yield partial
         dist.barrier(group)
         mine: dict[str, dict[str, int]] = {}
-        with alike(device, group):
+        with raise_on_all_ranks(device, group):
             mine = {name: _facts(partial / name, sync=True) for name in _share(_files(partial))}
         files = {name: facts for part in _gathered(mine, group) for name, facts in part.items()}
-        with alike(device, group):
+        with raise_on_all_ranks(device, group):
             if is_first:
                 _list(partial, files)
                 _put(partial, folder)
@@ -79,15 +79,15 @@ def written_whole(
 
 
 @contextlib.contextmanager
-def written_alone(folder: Path) -> Iterator[Path]:
-    """``written_whole`` in one process, without a group."""
-    with written_beside(folder) as partial:
+def atomic_checkpoint_dir(folder: Path) -> Iterator[Path]:
+    """``atomic_dir_all_ranks`` in one process, without a group."""
+    with atomic_dir(folder) as partial:
         yield partial
         _list(partial, {name: _facts(partial / name, sync=True) for name in _files(partial)})
 
 
 @contextlib.contextmanager
-def written_beside(folder: Path) -> Iterator[Path]:
+def atomic_dir(folder: Path) -> Iterator[Path]:
     """Yield where one process writes what will be ``folder``, of whatever kind: whole, or not there."""
     partial = _partial(folder)
     shutil.rmtree(partial, ignore_errors=True)
@@ -100,24 +100,24 @@ def written_beside(folder: Path) -> Iterator[Path]:
         raise
 
 
-def check_whole(folder: Path, device: torch.device | str = "cpu") -> None:
+def verify_all_ranks(folder: Path, device: torch.device | str = "cpu") -> None:
     """Compare every file with the manifest, each rank a part of them; collective.
 
     Raises:
         CheckpointError: on every rank: there is no checkpoint, it is of another format, or files are missing, cut off
             or damaged.
     """
-    with alike(device):
+    with raise_on_all_ranks(device):
         if dist.get_rank() == 0 and not folder.exists() and (_partial(folder) / MANIFEST).is_file():
             _partial(folder).replace(folder)  # the save was ended between its last two steps
     wrong: list[str] = []
-    with alike(device):
+    with raise_on_all_ranks(device):
         files = _manifest(folder)["files"]
         wrong = _faults(folder, {name: files[name] for name in _share(files)})
     _raise_for(folder, sorted(entry for part in _gathered(wrong) for entry in part))
 
 
-def check_files(folder: Path) -> None:
+def verify_files(folder: Path) -> None:
     """The same in one process, all files."""
     _raise_for(folder, _faults(folder, _manifest(folder)["files"]))
 

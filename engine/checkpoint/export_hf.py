@@ -17,9 +17,9 @@ from tqdm import tqdm
 from ..lora.adapters import A, B
 from ..lora.merge import merged
 from ..model import hf_names
-from ..model.hf_convert import reverts_with
+from ..model.hf_convert import converted_together
 from .atomic_folder import CheckpointError
-from .safetensors_writer import Entry, in_files, write_file, write_index
+from .safetensors_writer import Entry, split_into_files, write_file, write_index
 
 __all__ = ["FILE_BYTES", "MODEL", "reader", "write_hf_weights"]
 
@@ -28,7 +28,7 @@ FILE_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _StoredTensor:
     """A tensor of the checkpoint, and what it is written as.
 
     Args:
@@ -61,8 +61,8 @@ class _Stored:
 class _Adapter:
     """Both halves, and how they are merged (``lora.merge.merged``)."""
 
-    a: _Stored
-    b: _Stored
+    a: _StoredTensor
+    b: _StoredTensor
     scaling: float
     is_transposed: bool
 
@@ -71,10 +71,10 @@ class _Adapter:
 
 
 @dataclass(frozen=True)
-class _Together:
+class _ConvertedGroup:
     """Tensors of the model that have to be there at once to be written; mostly one."""
 
-    members: list[_Stored]
+    members: list[_StoredTensor]
 
     @property
     def nbytes(self) -> int:
@@ -104,7 +104,9 @@ def write_hf_weights(
         CheckpointError: ``shards`` lacks tensors of the model.
     """
     metadata = dcp.HuggingFaceStorageReader(str(shards)).read_metadata()
-    files = in_files(_together(model, _with_adapters(model, metadata, _stored(metadata, dtypes), scaling)), file_bytes)
+    files = split_into_files(
+        _together(model, _with_adapters(model, metadata, _stored(metadata, dtypes), scaling)), file_bytes
+    )
     entries = [[entry for together in file for entry in _entries(model, together)] for file in files]
     rank, ranks = share
     names = write_index(out, entries)
@@ -122,7 +124,9 @@ def reader(shards: Path) -> Callable[[str], torch.Tensor]:
     return lambda name: known[name].read()
 
 
-def _with_adapters(model: Any, metadata: Metadata, tensors: list[_Stored], scaling: float | None) -> list[_Stored]:
+def _with_adapters(
+    model: Any, metadata: Metadata, tensors: list[_StoredTensor], scaling: float | None
+) -> list[_StoredTensor]:
     if scaling is None:
         return tensors
     names = [tensor.name for tensor in tensors if MODEL + tensor.name + A in metadata.state_dict_metadata]
@@ -130,7 +134,7 @@ def _with_adapters(model: Any, metadata: Metadata, tensors: list[_Stored], scali
         half.name: half for half in _stored(metadata, dict.fromkeys(n + suffix for n in names for suffix in (A, B)))
     }
 
-    def adapted(tensor: _Stored) -> _Stored:
+    def adapted(tensor: _StoredTensor) -> _StoredTensor:
         if tensor.name + A not in halves:
             return tensor
         module = model.get_submodule(tensor.name.rpartition(".")[0])
@@ -142,7 +146,7 @@ def _with_adapters(model: Any, metadata: Metadata, tensors: list[_Stored], scali
     return [adapted(tensor) for tensor in tensors]
 
 
-def _stored(metadata: Metadata, dtypes: Mapping[str, torch.dtype | None]) -> list[_Stored]:
+def _stored(metadata: Metadata, dtypes: Mapping[str, torch.dtype | None]) -> list[_StoredTensor]:
     pieces: dict[str, list[tuple[torch.Size, str]]] = {}
     for index, stored in metadata.storage_data.items():
         pieces.setdefault(index.fqn, []).append((index.offset, stored.relative_path))
@@ -154,23 +158,23 @@ def _stored(metadata: Metadata, dtypes: Mapping[str, torch.dtype | None]) -> lis
         entry = metadata.state_dict_metadata[MODEL + name]
         assert isinstance(entry, TensorStorageMetadata), "safetensors hold nothing else"
         stored = entry.properties.dtype
-        found.append(_Stored(name, tuple(entry.size), stored, dtype or stored, pieces[MODEL + name]))
+        found.append(_StoredTensor(name, tuple(entry.size), stored, dtype or stored, pieces[MODEL + name]))
     return found
 
 
-def _together(model: Any, tensors: list[_Stored]) -> list[_Together]:
+def _together(model: Any, tensors: list[_StoredTensor]) -> list[_ConvertedGroup]:
     """At the place of the first of those that belong together."""
     by_name = {tensor.name: tensor for tensor in tensors}
-    groups = dict.fromkeys(reverts_with(model, name) for name in by_name)
-    return [_Together([by_name[name] for name in names]) for names in groups]
+    groups = dict.fromkeys(converted_together(model, name) for name in by_name)
+    return [_ConvertedGroup([by_name[name] for name in names]) for names in groups]
 
 
-def _entries(model: Any, together: _Together) -> list[Entry]:
+def _entries(model: Any, together: _ConvertedGroup) -> list[Entry]:
     values = [(t.name, torch.empty(t.shape, dtype=t.dtype, device="meta")) for t in together.members]
     return [Entry(name, tuple(part.shape), part.dtype) for name, part in hf_names.as_checkpoint(model, values)]
 
 
-def _values(model: Any, file: list[_Together], bar: tqdm) -> Iterator[tuple[str, torch.Tensor]]:
+def _values(model: Any, file: list[_ConvertedGroup], bar: tqdm) -> Iterator[tuple[str, torch.Tensor]]:
     for together in file:
         yield from hf_names.as_checkpoint(model, ((t.name, t.read()) for t in together.members))
         bar.update()

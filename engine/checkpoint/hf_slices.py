@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from ..model.hf_convert import revert, reverts_with
-from ..topology.index_ranges import Box
+from ..model.hf_convert import converted_together, revert
+from ..topology.index_ranges import IndexRange
 
-__all__ = ["Part", "Region", "find_regions"]
+__all__ = ["SliceCopy", "CheckpointSlice", "find_slices"]
 
 
 @dataclass(frozen=True)
-class Part:
+class SliceCopy:
     """Elements of a box that one tensor of a checkpoint has.
 
     Args:
@@ -40,7 +40,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Region:
+class CheckpointSlice:
     """One tensor of a checkpoint; each of its dims runs along a dim of the parameter, at equal steps.
 
     Args:
@@ -58,7 +58,7 @@ class Region:
     at: tuple[int, ...]
 
     @classmethod
-    def whole(cls, name: str, shape: tuple[int, ...]) -> "Region":
+    def whole(cls, name: str, shape: tuple[int, ...]) -> "CheckpointSlice":
         """Of a tensor that is the parameter."""
         dims = tuple(d if size > 1 else None for d, size in enumerate(shape))
         return cls(name, shape, dims, (1,) * len(shape), (0,) * len(shape))
@@ -70,7 +70,7 @@ class Region:
             for dim, size in zip(self.dims, self.shape, strict=True)
         )
 
-    def part(self, box: Box, size: tuple[int, ...]) -> Part | None:
+    def part(self, box: IndexRange, size: tuple[int, ...]) -> SliceCopy | None:
         """What it has of a box of the parameter; None if that is nothing.
 
         Args:
@@ -95,10 +95,10 @@ class Region:
             begin = at + first * step - low
             targets[t] = slice(begin, begin + (stop - first - 1) * step + 1, step)
             order.append(d)
-        return Part(tuple(source), tuple(order), tuple(targets))
+        return SliceCopy(tuple(source), tuple(order), tuple(targets))
 
 
-def find_regions(model: Any, name: str, shape: Sequence[int], is_stack: bool) -> list[Region] | None:
+def find_slices(model: Any, name: str, shape: Sequence[int], is_stack: bool) -> list[CheckpointSlice] | None:
     """The tensors of the family's checkpoints that a parameter is made of.
 
     Args:
@@ -110,7 +110,7 @@ def find_regions(model: Any, name: str, shape: Sequence[int], is_stack: bool) ->
         None where it is not a mere arrangement of the elements (something is computed, or split over two dims), or
         they share a tensor with another parameter's.
     """
-    if len(reverts_with(model, name)) > 1:
+    if len(converted_together(model, name)) > 1:
         return None
     asked = (min(2, shape[0]), *shape[1:]) if is_stack else tuple(shape)
     found: dict[str, list[torch.Tensor]] = {}
@@ -127,7 +127,7 @@ def find_regions(model: Any, name: str, shape: Sequence[int], is_stack: bool) ->
     return [region for region in known if not (is_stack and 0 not in region.dims and region.at[0] > 0)]
 
 
-def _region(name: str, coordinates: Sequence[torch.Tensor], asked: tuple[int, ...]) -> Region | None:
+def _region(name: str, coordinates: Sequence[torch.Tensor], asked: tuple[int, ...]) -> CheckpointSlice | None:
     """The region of a tensor, of whose elements ``coordinates`` says, dim by dim, where in the parameter they are."""
     if len(coordinates) != len(asked) or any(c.dtype != torch.int64 or not c.numel() for c in coordinates):
         return None
@@ -148,7 +148,7 @@ def _region(name: str, coordinates: Sequence[torch.Tensor], asked: tuple[int, ..
         ((dim, step),) = moved.items()
         dims.append(dim)
         steps.append(step)
-    region = Region(name, shape, tuple(dims), tuple(steps), at)
+    region = CheckpointSlice(name, shape, tuple(dims), tuple(steps), at)
     used = [dim for dim in dims if dim is not None]
     if len(set(used)) != len(used) or min(steps, default=1) < 1:
         return None

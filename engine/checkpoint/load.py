@@ -27,11 +27,11 @@ from ..compat.transformers_names import (
 )
 from ..errors import listed
 from ..model.hf_convert import converter_targets
-from ..topology.dtensor import checkpointed, is_expert_parameter, local_box, local_tensor
-from ..topology.index_ranges import Box
+from ..topology.dtensor import checkpoint_tensors, is_expert_parameter, local_range, local_tensor
+from ..topology.index_ranges import IndexRange
 from ..topology.mesh import Meshes
-from ..topology.rank_consistency import alike
-from .hf_slices import Region, find_regions
+from ..topology.rank_consistency import raise_on_all_ranks
+from .hf_slices import CheckpointSlice, find_slices
 from .safetensors_reader import CheckpointFiles
 
 __all__ = ["load_weights", "verify_experts"]
@@ -61,7 +61,7 @@ class _Source:
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class _Target:
     """A tensor that is to be filled.
 
     Args:
@@ -72,7 +72,7 @@ class _Tensor:
     name: str
     target: torch.Tensor
     source: _Source
-    regions: list[tuple[Region, list[str]]] | None
+    regions: list[tuple[CheckpointSlice, list[str]]] | None
 
 
 def load_weights(
@@ -99,23 +99,23 @@ def load_weights(
 
     Raises:
         ValueError: with the first tensors that are missing, unknown or of another shape, and their files.
-        DisagreementError: a part of the ranks could not read theirs.
+        RankMismatchError: a part of the ranks could not read theirs.
     """
     unused: list[str] = []
     device = meshes.dense.device_type
     first_replica = meshes.dense.get_local_rank("dp_replicate") == 0
-    with alike(device), torch.no_grad():
-        sources = _plan(model, files)
-        wanted: list[_Tensor] = []
+    with raise_on_all_ranks(device), torch.no_grad():
+        sources = _match_sources(model, files)
+        wanted: list[_Target] = []
         wrong: list[str] = []
-        for name, target in checkpointed(model).items():
+        for name, target in checkpoint_tensors(model).items():
             source = sources.get(name)
             if initialize(name, local_tensor(target), _fits(target, source, files)):
                 continue
             if source is None:
                 wrong.append(f"{name} is missing")
                 continue
-            tensor = _Tensor(name, target, source, _regions(name, target, source, model, files))
+            tensor = _Target(name, target, source, _regions(name, target, source, model, files))
             wrong += _faults(tensor, files)
             wanted.append(tensor)
         unused = [name for name in sources if name not in model.state_dict()]
@@ -126,7 +126,7 @@ def load_weights(
         for tensor in tqdm(wanted if first_replica else (), desc="Loading weights", disable=not progress):
             _fill(tensor, model, files)
     if meshes.topology.dp_replicate > 1:
-        for target in checkpointed(model).values():
+        for target in checkpoint_tensors(model).values():
             _copy_of_first_replica(local_tensor(target), meshes)
     return unused
 
@@ -143,31 +143,31 @@ def verify_experts(model: nn.Module, files: CheckpointFiles, count: int = 2) -> 
     Raises:
         ValueError: one is not what the checkpoint has.
     """
-    sources = _plan(model, files)
+    sources = _match_sources(model, files)
     held = {
         name: target
-        for name, target in checkpointed(model).items()
+        for name, target in checkpoint_tensors(model).items()
         if is_expert_parameter(target) and target.dim() == 3 and name in sources and local_tensor(target).numel()
     }
     names, done = list(held), []
     count = min(count, len(names))
     for index in (round(i * (len(names) - 1) / max(1, count - 1)) for i in range(count)):
         name, target = names[index], held[names[index]]
-        box = local_box(target)
+        box = local_range(target)
         expert = box.low[0] + index % (box.high[0] - box.low[0])
-        one = box.along(0, expert, expert + 1)
+        one = box.with_dim(0, expert, expert + 1)
         if sources[name].converter is None:
             wanted = files.read(sources[name].keys[-1][1], one.slices)
         else:
             wanted = _convert(name, target, sources[name], one.slices, model, files)
-        found = local_tensor(target).detach()[one.inside(box)].cpu()
+        found = local_tensor(target).detach()[one.slices_in(box)].cpu()
         if not torch.equal(found, wanted.to(found.dtype)):
             raise ValueError(f"{name}[{expert}] is not what {files.folder} has, after loading.")
         done.append(f"{name}[{expert}]")
     return done
 
 
-def _plan(model: nn.Module, files: CheckpointFiles) -> dict[str, _Source]:
+def _match_sources(model: nn.Module, files: CheckpointFiles) -> dict[str, _Source]:
     """For each target name the checkpoint tensors it is made of; no tensor is read."""
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -195,14 +195,14 @@ def _fits(target: torch.Tensor, source: _Source | None, files: CheckpointFiles) 
 
 def _regions(
     name: str, target: torch.Tensor, source: _Source, model: Any, files: CheckpointFiles
-) -> list[tuple[Region, list[str]]] | None:
-    """What the checkpoint's tensors have of a target; see ``_Tensor``.
+) -> list[tuple[CheckpointSlice, list[str]]] | None:
+    """What the checkpoint's tensors have of a target; see ``_Target``.
 
     Raises:
         ValueError: if it has not as many experts as the target.
     """
     if source.converter is None or _is_as_it_is(target, source, files):
-        return [(Region.whole(name, tuple(target.shape)), [source.keys[-1][1]])]
+        return [(CheckpointSlice.whole(name, tuple(target.shape)), [source.keys[-1][1]])]
     lists = list(source.by_pattern().values())
     one_by_one = any(len(keys) > 1 for keys in lists)
     if one_by_one:
@@ -212,7 +212,7 @@ def _regions(
             _check_experts(name, keys, experts, len(source.converter.target_patterns), files)
         lists = [keys[source.part * experts : (source.part + 1) * experts] for keys in lists]
     is_stack = one_by_one or is_expert_parameter(target)
-    found = find_regions(model, name, target.shape, is_stack)
+    found = find_slices(model, name, target.shape, is_stack)
     keys_of = {keys[0]: keys for keys in lists}
     if found is None or {region.name for region in found} != keys_of.keys():
         return None
@@ -228,7 +228,7 @@ def _is_as_it_is(target: torch.Tensor, source: _Source, files: CheckpointFiles) 
     return lenient and files.shape(source.keys[-1][1]) == tuple(target.shape)
 
 
-def _faults(tensor: _Tensor, files: CheckpointFiles) -> list[str]:
+def _faults(tensor: _Target, files: CheckpointFiles) -> list[str]:
     """Which of the checkpoint's tensors have not the shape that they should."""
     wrong = []
     for region, keys in tensor.regions or ():
@@ -246,12 +246,12 @@ def _unknown(names: list[str], sources: Mapping[str, _Source], model: Any, files
     return [f"{key} (in {files.file_of[key]}) is no tensor of the model" for key in keys]
 
 
-def _fill(tensor: _Tensor, model: nn.Module, files: CheckpointFiles) -> None:
+def _fill(tensor: _Target, model: nn.Module, files: CheckpointFiles) -> None:
     """Read what this rank holds of a tensor and copy it there."""
     local = local_tensor(tensor.target)
     if not local.numel():
         return
-    box = local_box(tensor.target)
+    box = local_range(tensor.target)
     if tensor.regions is None:
         local.copy_(_convert(tensor.name, tensor.target, tensor.source, box.slices, model, files))
         return
@@ -262,13 +262,13 @@ def _fill(tensor: _Tensor, model: nn.Module, files: CheckpointFiles) -> None:
                 part.copy(files.read(key, part.source), into)
 
 
-def _keys_in(keys: list[str], box: Box, local: torch.Tensor) -> Iterator[tuple[str, Box, torch.Tensor]]:
+def _keys_in(keys: list[str], box: IndexRange, local: torch.Tensor) -> Iterator[tuple[str, IndexRange, torch.Tensor]]:
     """A region's keys with the part of a box that each may have something of, as if it were the first expert's."""
     if len(keys) == 1:
         yield keys[0], box, local
         return
     for expert in range(box.low[0], box.high[0]):
-        yield keys[expert], box.along(0, 0, 1), local[expert - box.low[0]].unsqueeze(0)
+        yield keys[expert], box.with_dim(0, 0, 1), local[expert - box.low[0]].unsqueeze(0)
 
 
 def _copy_of_first_replica(local: torch.Tensor, meshes: Meshes) -> None:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..errors import SettingError
-from ..topology.rank_consistency import alike
+from ..topology.rank_consistency import raise_on_all_ranks
 
 __all__ = ["CheckpointFiles", "check_files", "local_checkpoint", "open_checkpoint"]
 
@@ -63,7 +63,7 @@ def local_checkpoint(path: str, revision: str | None = None, device: torch.devic
 
     Raises:
         Exception: of the hub, where all ranks have the same.
-        DisagreementError: on all ranks, if the download failed on some.
+        RankMismatchError: on all ranks, if the download failed on some.
     """
     if os.path.isdir(path) or not _HUB_ID.fullmatch(path):
         return path
@@ -71,10 +71,10 @@ def local_checkpoint(path: str, revision: str | None = None, device: torch.devic
     dist.all_gather_object(hosts, socket.gethostname())  # LOCAL_RANK is 0 on each of verl's Ray workers
     rank, folder = dist.get_rank(), ""
     wanted = ["*.safetensors", "*.safetensors.index.json"]
-    with alike(device):
+    with raise_on_all_ranks(device):
         if hosts.index(hosts[rank]) == rank:
             snapshot_download(path, revision=revision, allow_patterns=wanted)
-    with alike(device):
+    with raise_on_all_ranks(device):
         folder = snapshot_download(path, revision=revision, allow_patterns=wanted, local_files_only=True)
     return folder
 

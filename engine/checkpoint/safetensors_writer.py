@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 import torch
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-__all__ = ["Entry", "in_files", "write_file", "write_index", "write_safetensors"]
+__all__ = ["Entry", "split_into_files", "write_file", "write_index", "write_safetensors"]
 
 _DTYPES = {
     torch.float64: "F64",
@@ -64,7 +64,7 @@ def write_safetensors(
     Raises:
         ValueError: a tensor is not what its entry says, or there are not as many.
     """
-    files = in_files(entries, file_bytes)
+    files = split_into_files(entries, file_bytes)
     coming = iter(tensors)
     for name, members in zip(write_index(folder, files), files, strict=True):
         write_file(folder / name, members, coming)
@@ -98,7 +98,7 @@ def write_file(path: Path, entries: Sequence[Entry], tensors: Iterator[tuple[str
             file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
-def in_files(tensors: Iterable[_Sized], file_bytes: int) -> list[list[_Sized]]:
+def split_into_files(tensors: Iterable[_Sized], file_bytes: int) -> list[list[_Sized]]:
     """What goes into each file, in order; one that is larger than ``file_bytes`` has a file of its own."""
     files: list[list[_Sized]] = [[]]
     size = 0

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from . import state as checkpoint
 from .background import Background
 
-__all__ = ["Saves"]
+__all__ = ["CheckpointSaver"]
 
 
-class Saves:
+class CheckpointSaver:
     """One engine's.
 
     Args:

@@ -32,11 +32,11 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from ..errors import listed
 from ..lora.adapters import lora_of
 from ..lora.peft_files import ADAPTER, write_adapter
-from ..model.hf_convert import note_shapes
+from ..model.hf_convert import cache_shapes
 from ..optim.multi_optimizer import MultiOptimizer
-from ..topology.dtensor import checkpointed, is_adapter
-from ..topology.rank_consistency import alike
-from .atomic_folder import CheckpointError, check_whole, written_whole
+from ..topology.dtensor import checkpoint_tensors, is_adapter
+from ..topology.rank_consistency import raise_on_all_ranks
+from .atomic_folder import CheckpointError, atomic_dir_all_ranks, verify_all_ranks
 from .export_hf import MODEL, reader, write_hf_weights
 
 __all__ = [
@@ -85,7 +85,7 @@ class Snapshot:
         """What is named in ``contents`` as it is now; the tensors are those that are trained."""
         contents = frozenset(contents)
         if "hf_model" in contents:
-            note_shapes(model)  # ``write`` may run in another thread, beside a forward
+            cache_shapes(model)  # ``write`` may run in another thread, beside a forward
         tensors = _of_model(model) if contents & {"model", "hf_model"} else {}
         groups = None
         if "optimizer" in contents and optimizer is not None:
@@ -116,7 +116,7 @@ class Snapshot:
             group: of all ranks, the default one by default.
         """
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        with written_whole(folder, device, group) as partial:
+        with atomic_dir_all_ranks(folder, device, group) as partial:
             shards = partial / SHARDS
             of_model = {name: t for name, t in self.tensors.items() if name.startswith(MODEL)}
             if "model" in self.contents:
@@ -125,7 +125,7 @@ class Snapshot:
                 _write_shards(shards, {n: t for n, t in self.tensors.items() if n not in of_model}, group)
                 shards = partial / _FOR_HF
                 _write_shards(shards, of_model, group)
-            with alike(device, group):
+            with raise_on_all_ranks(device, group):
                 if self.random:
                     (partial / RNG).mkdir(exist_ok=True)
                     save_file(self.random, partial / RNG / f"{rank:05d}.safetensors")
@@ -141,7 +141,7 @@ class Snapshot:
                 if lora is not None and of_model and rank == 0:
                     base = cast(Any, self.model).config.name_or_path
                     write_adapter(partial / ADAPTER, lora, base, reader(shards))
-            with alike(device, group):
+            with raise_on_all_ranks(device, group):
                 if rank == 0:
                     shutil.rmtree(partial / _FOR_HF, ignore_errors=True)
 
@@ -176,7 +176,7 @@ def load_checkpoint(
             schedule is of other optimizers. In all cases before a parameter has changed.
     """
     contents = set(contents)
-    check_whole(folder, device)
+    verify_all_ranks(folder, device)
     facts = json.loads((folder / STATE).read_text())
     if "model" in contents and facts.get("lora") != _lora_facts(model):
         raise CheckpointError(f"{folder} has adapters {facts.get('lora')}, and this run's are {_lora_facts(model)}.")
@@ -283,7 +283,7 @@ def _write_shards(folder: Path, tensors: dict[str, torch.Tensor], group: dist.Pr
 
 def _of_model(model: nn.Module) -> dict[str, torch.Tensor]:
     """What is saved of a model, and read into it in place; a tied parameter once."""
-    return {MODEL + name: tensor.detach() for name, tensor in checkpointed(model).items()}
+    return {MODEL + name: tensor.detach() for name, tensor in checkpoint_tensors(model).items()}
 
 
 def _flat(state: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from ..model.layers import layer_names
 from ..moe.find import find_experts
 from ..topology.dtensor import is_adapter
 from ..topology.expert_placement import ep_fsdp_dim
-from ..topology.index_ranges import Cut
+from ..topology.index_ranges import ShardStep
 from ..topology.mesh import Topology
 from .fp32_modules import correction_biases, find_islands
 from .options import ShardingOptions
@@ -28,7 +28,7 @@ __all__ = [
     "Unit",
     "compute_dtypes",
     "cuts_before_sharding",
-    "frozen_beside_adapters",
+    "frozen_with_lora",
     "units_of",
 ]
 
@@ -125,7 +125,7 @@ class Unit:
     groups: tuple[ParamGroup, ...]
 
 
-def frozen_beside_adapters(model: nn.Module) -> frozenset[str]:
+def frozen_with_lora(model: nn.Module) -> frozenset[str]:
     """Names of all parameters but adapters, where there are adapters."""
     names = {name for name, _ in model.named_parameters()}
     adapters = {name for name in names if is_adapter(name)}
@@ -147,7 +147,7 @@ def units_of(model: Any, options: ShardingOptions) -> tuple[list[Unit], int]:
     taken: set[nn.Parameter] = set(whole)
     found: dict[str, list[ParamGroup]] = {}
     layers = layer_names(model)
-    frozen = frozen_beside_adapters(model)
+    frozen = frozen_with_lora(model)
 
     def unit_of(name: str) -> str:
         return next((layer for layer in layers if name.startswith(f"{layer}.")), ROOT)
@@ -227,7 +227,7 @@ def cuts_before_sharding(
     topology: Topology,
     expert_shard_dim: int | str = "auto",
     expert_plan: Mapping[str, int] | None = None,
-) -> dict[str, tuple[Cut, ...]]:
+) -> dict[str, tuple[ShardStep, ...]]:
     """How ``parallelize`` would cut each parameter of a model that is not sharded, outermost cut first.
 
     Raises:
@@ -235,13 +235,14 @@ def cuts_before_sharding(
     """
     experts = find_experts(model, expert_plan)
     whole = correction_biases(model, {e.num_experts for e in experts})
-    cuts: dict[str, tuple[Cut, ...]] = {
-        name: () if param in whole else (Cut(0, "fsdp", topology.fsdp),) for name, param in model.named_parameters()
+    cuts: dict[str, tuple[ShardStep, ...]] = {
+        name: () if param in whole else (ShardStep(0, "fsdp", topology.fsdp),)
+        for name, param in model.named_parameters()
     }
     for info in experts:
         for name, param in info.module.named_parameters(recurse=False):
             ep_dim = info.ep_dims.get(name, 0)
-            over_ep = (Cut(ep_dim, "ep", topology.ep),) if name in info.ep_dims else ()
+            over_ep = (ShardStep(ep_dim, "ep", topology.ep),) if name in info.ep_dims else ()
             dim = ep_fsdp_dim(param.shape, topology, expert_shard_dim, ep_dim)
-            cuts[f"{info.fqn}.{name}"] = (*over_ep, Cut(dim, "ep_fsdp", topology.ep_fsdp))
+            cuts[f"{info.fqn}.{name}"] = (*over_ep, ShardStep(dim, "ep_fsdp", topology.ep_fsdp))
     return cuts

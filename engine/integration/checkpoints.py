@@ -7,7 +7,7 @@ from typing import Any
 from verl.utils.device import get_device_name
 
 from ..checkpoint import state as checkpoint
-from ..checkpoint.saves import Saves
+from ..checkpoint.saves import CheckpointSaver
 from ..fsdp.reshard import reshard_all
 
 __all__ = ["WritesCheckpoints"]
@@ -29,7 +29,7 @@ class WritesCheckpoints:
     to: Any
     _is_offload_param: bool
     _is_offload_optimizer: bool
-    _saves: Saves
+    _saves: CheckpointSaver
 
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None, **kwargs) -> None:
         """Write what ``checkpoint.save_contents`` names under ``local_path`` (``checkpoint/state.py`` has the layout).

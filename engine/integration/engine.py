@@ -27,7 +27,7 @@ from ...rollout.remote.delta_shards import ExpertsSpec, ShardExport, experts_ent
 from ...rollout.sync import RolloutSync, SyncSettings
 from ..build import shard_and_load
 from ..checkpoint.safetensors_reader import local_checkpoint, open_checkpoint
-from ..checkpoint.saves import Saves
+from ..checkpoint.saves import CheckpointSaver
 from ..fsdp.options import ShardingOptions
 from ..fsdp.ulysses import SequenceParallel, own_part
 from ..fsdp.wrap_plan import compute_dtypes
@@ -36,20 +36,20 @@ from ..lora.peft_files import read_adapter
 from ..lora.settings import LoraSettings
 from ..model.layers import layer_names
 from ..model.meta import build_on_meta, check_not_quantised
-from ..model.vision import Towers, keeping_its_forward
+from ..model.vision import VisionTowerSync, preserve_forward
 from ..moe.find import find_experts, is_dense
 from ..moe.gemm.backends import choose_backend
 from ..moe.router.losses import RouterLosses
 from ..optim.clip import ClippedStep
 from ..optim.lr_scheduler import build_multi_lr_scheduler
 from ..optim.multi_optimizer import optimizer_from_config
-from ..planner.run import RunPlan, plan_of_run
-from ..planner.text import mesh_in_words
+from ..planner.run import StepEstimate, estimate_step
+from ..planner.text import format_mesh
 from ..preflight.dense_models import check_alone, not_applied, without_experts
 from ..preflight.run import check_training
 from ..topology.dtensor import is_adapter
 from ..topology.mesh import Topology, build_meshes, build_sequence_mesh
-from ..topology.rank_consistency import alike, check_agreement, model_facts, without_paths
+from ..topology.rank_consistency import check_agreement, model_facts, raise_on_all_ranks, without_paths
 from .checkpoints import WritesCheckpoints
 from .modes import EvalMode, TrainMode
 from .sharding import sharding_options
@@ -66,8 +66,8 @@ class EPFSDP2Engine(WritesCheckpoints, FSDPEngineWithLMHead):
     engine_config: Any  # ``config.EPFSDP2EngineConfig``, which imports this room to register its engines
     _may_be_unused = r"(?!)"  # what a checkpoint may have and the model not, as a pattern (``load_weights``)
     _veomni_handles_position_ids = True  # verl then leaves positions whole, as ``SequenceParallel`` needs them
-    _towers: Towers | None = None
-    _plan: RunPlan | None = None
+    _towers: VisionTowerSync | None = None
+    _plan: StepEstimate | None = None
 
     def __init__(self, model_config, engine_config, optimizer_config, checkpoint_config):
         failure, line, own = None, "", engine_config
@@ -114,7 +114,7 @@ class EPFSDP2Engine(WritesCheckpoints, FSDPEngineWithLMHead):
             self._is_offload_param = self._is_offload_optimizer = False
         self._routers: RouterLosses | None = None
         self._lora: Lora | None = None
-        self._saves = Saves(get_device_name(), self._save_hf_config)
+        self._saves = CheckpointSaver(get_device_name(), self._save_hf_config)
         if not engine_config.forward_only:
             server_adapter.install(engine_config.sync_timeout_seconds)
             separation_shim.install()
@@ -123,7 +123,7 @@ class EPFSDP2Engine(WritesCheckpoints, FSDPEngineWithLMHead):
     # -- building -----------------------------------------------------------------------------------------------
 
     def _init_device_mesh(self) -> None:
-        topology = Topology.plan(dist.get_world_size(), self.engine_config.ep_size, self.engine_config.fsdp_size)
+        topology = Topology.arrange(dist.get_world_size(), self.engine_config.ep_size, self.engine_config.fsdp_size)
         self.meshes = build_meshes(get_device_name(), topology)
         self.device_mesh = self.meshes.dense
         sp = self.engine_config.ulysses_sequence_parallel_size
@@ -152,9 +152,9 @@ class EPFSDP2Engine(WritesCheckpoints, FSDPEngineWithLMHead):
         # verl passes cumulative lengths where the model's forward takes them; the families here read position ids.
         self.pass_packed_cu_seqlens = False
         options = sharding_options(self.engine_config, self.model_config)
-        passed_over = choose_backend(options.experts_backend, get_device_name(), options.param_dtype).passed_over
-        if passed_over and self.rank == 0 and find_experts(module, options.expert_plan):
-            print(f"[epfsdp2] {passed_over}")
+        fallback = choose_backend(options.experts_backend, get_device_name(), options.param_dtype).fallback
+        if fallback and self.rank == 0 and find_experts(module, options.expert_plan):
+            print(f"[epfsdp2] {fallback}")
         self._plan = self._plan_run(options)
         unused = shard_and_load(
             module,
@@ -172,7 +172,7 @@ class EPFSDP2Engine(WritesCheckpoints, FSDPEngineWithLMHead):
             print(f"[epfsdp2] {len(unused)} tensors of the checkpoint have no place in the model, e.g. {unused[:3]}")
         self.layer_names = layer_names(module)
         if hasattr(module.config, "vision_config"):
-            self._towers = Towers(module)
+            self._towers = VisionTowerSync(module)
         config = self.engine_config
         self.rollout_sync = RolloutSync(
             module,
@@ -185,7 +185,7 @@ class EPFSDP2Engine(WritesCheckpoints, FSDPEngineWithLMHead):
         self.shard_export = ShardExport(module, self.meshes)
 
         if self._lora is not None:
-            self._lora.freeze_the_rest(module)
+            self._lora.freeze_base(module)
 
         self.module: Any = module
         self.optimizer: Any = None
@@ -199,7 +199,7 @@ class EPFSDP2Engine(WritesCheckpoints, FSDPEngineWithLMHead):
         dtype = PrecisionType.to_dtype(self.engine_config.model_dtype)
         module: Any = self._plain_module(self.model_config.hf_config, dtype)
         fused = self.model_config.fused_kernel_options
-        with keeping_its_forward(module):
+        with preserve_forward(module):
             apply_monkey_patch(
                 model=module,
                 use_remove_padding=self.use_remove_padding,
@@ -230,14 +230,14 @@ class EPFSDP2Engine(WritesCheckpoints, FSDPEngineWithLMHead):
             Lora(module, lora, self.engine_config.expert_plan)
         return module
 
-    def _plan_run(self, options: ShardingOptions) -> RunPlan | None:
+    def _plan_run(self, options: ShardingOptions) -> StepEstimate | None:
         """Print it; of a role that does not train, the mesh alone."""
         config, model, topology, plan = self.engine_config, self.model_config, self.meshes.topology, None
         if not config.forward_only:
             memory, device, build = get_torch_device(), get_device_name(), self._module_to_plan
-            plan = plan_of_run(config, model, self.optimizer_config, build, topology, options, memory, device)
+            plan = estimate_step(config, model, self.optimizer_config, build, topology, options, memory, device)
         if self.rank == 0:
-            mesh = f"mesh: {mesh_in_words(topology, config.ulysses_sequence_parallel_size)}"
+            mesh = f"mesh: {format_mesh(topology, config.ulysses_sequence_parallel_size)}"
             print("\n".join(f"[epfsdp2] {line}" for line in (plan.lines() if plan else [mesh])), flush=True)
         return plan
 
@@ -250,7 +250,7 @@ class EPFSDP2Engine(WritesCheckpoints, FSDPEngineWithLMHead):
 
     def _initialize_adapters(self, lora: Lora, module: nn.Module) -> None:
         folder = lora.settings.adapter
-        with alike(get_device_name()):
+        with raise_on_all_ranks(get_device_name()):
             read = None if folder is None else read_adapter(folder, lora.targets, "model.lora_adapter_path")
             lora.initialize(module, self.engine_config.seed, read)
 
@@ -283,7 +283,7 @@ class EPFSDP2Engine(WritesCheckpoints, FSDPEngineWithLMHead):
 
     def forward_backward_batch(self, data, loss_function, forward_only=False):
         if self._towers is not None:
-            self._towers.agree(data.get("multi_modal_inputs", ()), get_device_id())
+            self._towers.sync_modalities(data.get("multi_modal_inputs", ()), get_device_id())
         if self._routers is not None and not forward_only:
             tokens = torch.tensor(data["input_ids"].values().numel(), device=get_device_id())
             dist.all_reduce(tokens, group=self.get_data_parallel_group())
@@ -303,7 +303,7 @@ class EPFSDP2Engine(WritesCheckpoints, FSDPEngineWithLMHead):
         if self._plan is not None and torch.is_grad_enabled():
             self._plan.see(inputs["input_ids"].numel())
         if self._towers is not None:
-            self._towers.fill(inputs)
+            self._towers.prepare_inputs(inputs)
         if self._routers is not None:
             self._is_token = self._find_tokens(inputs, micro_batch)
         return inputs, arguments

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..moe.forward import adapt_experts
-from ..topology.dtensor import is_adapter, local_box, local_tensor
+from ..topology.dtensor import is_adapter, local_range, local_tensor
 from .settings import LoraSettings, Target, find_targets
 
 __all__ = ["A", "B", "Lora", "lora_of"]
@@ -63,7 +63,7 @@ class Lora:
         else:
             adapt_experts(target.module, self)
 
-    def freeze_the_rest(self, model: nn.Module) -> None:
+    def freeze_base(self, model: nn.Module) -> None:
         """Train nothing but adapters. FSDP asks at the first forward; what it does for parameters that a family keeps
         frozen (``fp32_modules.correction_biases``) has to be over by then."""
         for name, param in model.named_parameters():
@@ -82,7 +82,7 @@ class Lora:
         for name, target in self.targets.items():
             for suffix in (A, B):
                 param = model.get_parameter(name + suffix)
-                box, local = local_box(param), local_tensor(param)
+                box, local = local_range(param), local_tensor(param)
                 if read is not None:
                     local.copy_(read(name + suffix)[box.slices])
                 elif suffix == B:

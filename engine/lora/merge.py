@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..topology.dtensor import cuts_of, is_adapter, local_box, local_tensor
-from ..topology.index_ranges import Box, box_around
+from ..topology.dtensor import is_adapter, local_range, local_tensor, shard_steps
+from ..topology.index_ranges import IndexRange, bounding_range
 from .adapters import A, B, lora_of
 
 __all__ = ["LocalValues", "local_values", "merged", "weights"]
@@ -55,12 +55,12 @@ def merged(
 class _Gathered:
     """An adapter's half: all that is of the experts of this rank."""
 
-    box: Box
+    box: IndexRange
     values: torch.Tensor
 
     def part(self, low: tuple[int, ...], high: tuple[int, ...]) -> torch.Tensor:
         """The values of a box inside."""
-        return self.values[Box(low, high).inside(self.box)]
+        return self.values[IndexRange(low, high).slices_in(self.box)]
 
 
 class _MergedShards:
@@ -81,10 +81,10 @@ class _MergedShards:
             return local
         if self._last is None or self._last[0] != name:
             self._last = None
-            self._last = (name, self._merged(name, local, local_box(tensor)))
+            self._last = (name, self._merged(name, local, local_range(tensor)))
         return self._last[1]
 
-    def _merged(self, name: str, local: torch.Tensor, box: Box) -> torch.Tensor:
+    def _merged(self, name: str, local: torch.Tensor, box: IndexRange) -> torch.Tensor:
         a, b = self._halves[name]
         transposed, rank = self._lora.targets[name].is_transposed, self._lora.settings.rank
         experts = slice(0, len(box.low) - 2)
@@ -101,20 +101,20 @@ class _MergedShards:
 def _gathered(param: torch.Tensor, device: torch.device | str) -> _Gathered:
     """Bring together what the ranks that share these experts, or all ranks, have of a parameter; collective."""
     shard = local_tensor(param).detach().to(device)
-    axes = [cut.axis for cut in cuts_of(param) if cut.axis != "ep" and cut.parts > 1]
+    axes = [cut.axis for cut in shard_steps(param) if cut.axis != "ep" and cut.parts > 1]
     if not axes:
-        return _Gathered(local_box(param), shard)
+        return _Gathered(local_range(param), shard)
     (axis,) = axes
     mesh = param.device_mesh  # type: ignore[attr-defined]
-    boxes = [local_box(param, {axis: index}) for index in range(mesh[axis].size())]
+    boxes = [local_range(param, {axis: index}) for index in range(mesh[axis].size())]
     most = max(box.numel for box in boxes)
     mine = shard.new_zeros(most)
     mine[: shard.numel()] = shard.reshape(-1)
     everyone = shard.new_empty(len(boxes) * most)
     dist.all_gather_into_tensor(everyone, mine, group=mesh.get_group(axis))
-    whole = box_around(boxes)
+    whole = bounding_range(boxes)
     values = shard.new_empty(whole.shape)
     for box, held in zip(boxes, everyone.split(most), strict=True):
         if box.numel:
-            values[box.inside(whole)] = held[: box.numel].view(box.shape)
+            values[box.slices_in(whole)] = held[: box.numel].view(box.shape)
     return _Gathered(whole, values)

@@ -11,9 +11,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..compat.transformers_names import WeightConverter, get_model_conversion_mapping, revert_weight_conversion
-from ..topology.dtensor import checkpointed
+from ..topology.dtensor import checkpoint_tensors
 
-__all__ = ["converter_targets", "note_shapes", "revert", "reverts_with", "storage_of"]
+__all__ = ["converter_targets", "cache_shapes", "revert", "converted_together", "storage_id"]
 
 _SHAPES: WeakKeyDictionary[Any, dict[str, dict[str, torch.Size]]] = WeakKeyDictionary()
 
@@ -36,25 +36,25 @@ def revert(model: Any, name: str, values: torch.Tensor) -> dict[str, torch.Tenso
     """
     others = {n: torch.empty(s, device="meta") for n, s in _converted_with(model, name).items() if n != name}
     parts = revert_weight_conversion(model, {name: values, **others})
-    return {own: part for own, part in parts.items() if storage_of(part) == storage_of(values)} if others else parts
+    return {own: part for own, part in parts.items() if storage_id(part) == storage_id(values)} if others else parts
 
 
-def reverts_with(model: Any, name: str) -> tuple[str, ...]:
+def converted_together(model: Any, name: str) -> tuple[str, ...]:
     """The parameters that a checkpoint's tensors of this one are made of: itself, and others if it takes more."""
     shapes = _converted_with(model, name)
     if len(shapes) == 1:
         return (name,)
     wholes = {n: torch.empty(shape, device="meta") for n, shape in shapes.items()}
-    known = {storage_of(whole) for whole in wholes.values()}
-    are_parts = all(storage_of(part) in known for part in revert_weight_conversion(model, wholes).values())
+    known = {storage_id(whole) for whole in wholes.values()}
+    are_parts = all(storage_id(part) in known for part in revert_weight_conversion(model, wholes).values())
     return (name,) if are_parts else tuple(shapes)
 
 
-def note_shapes(model: Any) -> None:
+def cache_shapes(model: Any) -> None:
     """Find out now which parameters are converted together; afterwards no other thread touches the model for it."""
     if model not in _SHAPES:
         _SHAPES[model] = found = {}
-        shapes = {n: tensor.shape for n, tensor in checkpointed(model).items()}
+        shapes = {n: tensor.shape for n, tensor in checkpoint_tensors(model).items()}
         mapping = get_model_conversion_mapping(model, add_legacy=False)
         several = [c for c in mapping if isinstance(c, WeightConverter) and len(c.target_patterns) > 1]
         for own in shapes:
@@ -66,10 +66,10 @@ def note_shapes(model: Any) -> None:
 
 def _converted_with(model: Any, name: str) -> dict[str, torch.Size]:
     """Name and shape of the parameter and of those that a converter makes with it, in its order."""
-    note_shapes(model)
+    cache_shapes(model)
     return _SHAPES[model].get(name, {name: torch.Size()})
 
 
-def storage_of(tensor: torch.Tensor) -> int:
+def storage_id(tensor: torch.Tensor) -> int:
     """Equal for views of the same memory, also on the meta device."""
     return tensor.untyped_storage()._cdata

@@ -16,7 +16,7 @@ from packaging.version import Version
 
 from ..compat import versions
 from ..compat.transformers_names import revert_weight_conversion
-from .hf_convert import revert, reverts_with
+from .hf_convert import converted_together, revert
 
 __all__ = [
     "FUSED_IN_VLLM",
@@ -25,7 +25,7 @@ __all__ = [
     "for_vllm",
     "is_by_expert",
     "is_of_expert",
-    "of_later_expert",
+    "shift_expert_index",
 ]
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -86,14 +86,14 @@ def is_of_expert(name: str) -> bool:
     return _EXPERT.search(name) is not None
 
 
-def of_later_expert(name: str, by: int) -> str:
+def shift_expert_index(name: str, by: int) -> str:
     """The same tensor of the expert that comes ``by`` later; the name as it is if it is of no single expert."""
     return _EXPERT.sub(lambda found: f".experts.{int(found[1]) + by}.", name)
 
 
 def is_by_expert(model: Any, name: str, shape: torch.Size) -> bool:
     """Whether a checkpoint of the family has a parameter expert by expert."""
-    if len(reverts_with(model, name)) > 1:
+    if len(converted_together(model, name)) > 1:
         return False
     return all(is_of_expert(part) for part in revert(model, name, torch.empty(shape, device="meta")))
 
@@ -104,7 +104,7 @@ def experts_from(model: Any, name: str, values: torch.Tensor, first: int) -> Ite
     What is of no single expert comes as it is.
     """
     for own, tensor in as_checkpoint(model, [(name, values)]):
-        yield of_later_expert(own, first), tensor
+        yield shift_expert_index(own, first), tensor
 
 
 def as_checkpoint(
@@ -125,7 +125,7 @@ def as_checkpoint(
     """
     kept: dict[str, torch.Tensor] = {} if waiting is None else waiting
     for name, tensor in tensors:
-        together = reverts_with(model, name)
+        together = converted_together(model, name)
         if len(together) == 1:
             yield from revert(model, name, tensor).items()
             continue

@@ -22,7 +22,7 @@ from torch import nn
 
 from ..errors import SettingError
 
-__all__ = ["Towers", "images_refused", "keeping_its_forward", "why_not_images"]
+__all__ = ["VisionTowerSync", "images_error", "preserve_forward", "why_not_images"]
 
 # Pixels, their grid, and the method that computes their features.
 _KINDS = {
@@ -30,7 +30,7 @@ _KINDS = {
     "pixel_values_videos": ("video_grid_thw", "get_video_features"),
 }
 # Families whose images would be computed by other weights than in transformers, and why.
-_NOT_YET = {
+_UNSUPPORTED = {
     "ernie4_5_vl_moe": "its experts for vision are chosen by moe_mm_token_type_ids, which verl's batches don't have",
     "qwen3_omni_moe_thinker": "verl 0.9.1 has no processor for it, so its positions are not known",
 }
@@ -42,10 +42,10 @@ def why_not_images(model: Any) -> str | None:
         return "it has no vision tower"
     if "image_grid_thw" not in signature(model.get_image_features).parameters:
         return "its images are not rows of patches with a grid (pixel_values and image_grid_thw)"
-    return _NOT_YET.get(model.config.model_type)
+    return _UNSUPPORTED.get(model.config.model_type)
 
 
-def images_refused(name: str, why: str) -> SettingError:
+def images_error(name: str, why: str) -> SettingError:
     """What is said where a model is given images that it can't be trained on."""
     rule = f"{name} can't be trained on images: {why}."
     return SettingError(
@@ -53,7 +53,7 @@ def images_refused(name: str, why: str) -> SettingError:
     )
 
 
-class Towers:
+class VisionTowerSync:
     """The vision towers of one model.
 
     Args:
@@ -67,9 +67,9 @@ class Towers:
         self._widths = dict.fromkeys(_KINDS, 0)  # of a row of patches, by kind; 0 where no rank of this batch has any
         self._missing: list[str] = []  # kinds that this micro-batch lacks and another rank may have
         # After FSDP's own hooks, and before the model looks at its images.
-        model.get_input_embeddings().register_forward_hook(self._add_nothing)
+        model.get_input_embeddings().register_forward_hook(self._add_dummy_features)
 
-    def agree(self, samples: Iterable[Any], device: Any) -> None:
+    def sync_modalities(self, samples: Iterable[Any], device: Any) -> None:
         """Find out which kinds of pixels the ranks' batches hold; collective.
 
         Args:
@@ -87,13 +87,13 @@ class Towers:
         *widths, other = agreed.tolist()
         name = type(self._model).__name__
         if any(widths) and self._refused is not None:
-            raise images_refused(name, self._refused)
+            raise images_error(name, self._refused)
         if other:
             rule = f"{name} can't be trained on audio by this engine."
             raise SettingError("data.train_files", "data with audio", rule, "data without it")
         self._widths = dict(zip(_KINDS, widths, strict=True))
 
-    def fill(self, inputs: dict[str, Any]) -> None:
+    def prepare_inputs(self, inputs: dict[str, Any]) -> None:
         """Prepare for the forward of one micro-batch.
 
         Args:
@@ -106,13 +106,13 @@ class Towers:
         if self._rows and positions is not None and positions.dim() == 2 and inputs.get("attention_mask") is None:
             inputs["position_ids"] = positions.expand(4, *positions.shape)
 
-    def _add_nothing(self, module: nn.Module, args: tuple[Any, ...], embeddings: torch.Tensor) -> torch.Tensor:
+    def _add_dummy_features(self, module: nn.Module, args: tuple[Any, ...], embeddings: torch.Tensor) -> torch.Tensor:
         for kind in self._missing:
-            for features in self._features_of_nothing(kind, embeddings.device):
+            for features in self._dummy_features(kind, embeddings.device):
                 embeddings = embeddings + 0.0 * features.mean().to(embeddings.dtype)
         return embeddings
 
-    def _features_of_nothing(self, kind: str, device: torch.device) -> Iterator[torch.Tensor]:
+    def _dummy_features(self, kind: str, device: torch.device) -> Iterator[torch.Tensor]:
         """What the model computes of one black image with one token: all that it would put into the text."""
         grid_name, method = _KINDS[kind]
         merge = self._model.config.vision_config.spatial_merge_size
@@ -124,7 +124,7 @@ class Towers:
 
 
 @contextmanager
-def keeping_its_forward(model: Any) -> Iterator[None]:
+def preserve_forward(model: Any) -> Iterator[None]:
     """Have the model that sees the images compute as in transformers, whatever is patched inside.
 
     verl's ``apply_monkey_patch`` gives some families a forward that runs the tower wherever a micro-batch has no image:

@@ -84,12 +84,12 @@ def exchange(
     counts_e = torch.tensor(counts, device=experts.device)
     scale_R = weights_NK.reshape(-1).index_select(0, slots_R)
     out_RD = compute(tokens_ND.index_select(0, token_R), counts_e, scale_R if torch.is_grad_enabled() else None)
-    out_ND = _SumOfScaled.apply(out_RD, token_R, scale_R, tokens_ND.shape[0])
+    out_ND = _WeightedCombine.apply(out_RD, token_R, scale_R, tokens_ND.shape[0])
     return _Combine.apply(out_ND, handle, deepep)
 
 
-class _SumOfScaled(torch.autograd.Function):
-    """``dispatch.sum_of_scaled`` of the rows that a token has here, ``(N, D)``, added up in float32."""
+class _WeightedCombine(torch.autograd.Function):
+    """``dispatch.weighted_combine`` of the rows that a token has here, ``(N, D)``, added up in float32."""
 
     @staticmethod
     def forward(ctx, out_RD, token_R, scale_R, tokens):

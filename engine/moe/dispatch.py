@@ -21,23 +21,23 @@ from .gemm.backends import TORCH, Backend
 
 __all__ = [
     "Dispatched",
-    "Route",
-    "Travel",
-    "bounds",
+    "DispatchPlan",
+    "AllToAll",
+    "chunk_bounds",
     "combine",
     "dispatch",
     "inverse",
-    "of_slots",
+    "slot_weights",
     "permute",
-    "plan",
-    "scaled_at_home",
-    "sum_of_scaled",
+    "build_dispatch_plans",
+    "deferred_router_grad",
+    "weighted_combine",
     "to_slots",
 ]
 
 
 @dataclass(frozen=True)
-class Travel:
+class AllToAll:
     """The all-to-all of a route, from the ranks of tokens to those of their experts; without a group, nowhere."""
 
     send_splits: list[int]
@@ -45,26 +45,26 @@ class Travel:
     group: dist.ProcessGroup | None
 
     @property
-    def back(self) -> "Travel":
+    def reversed(self) -> "AllToAll":
         """The way home."""
-        return Travel(self.recv_splits, self.send_splits, self.group)
+        return AllToAll(self.recv_splits, self.send_splits, self.group)
 
     def __call__(self, x_S: torch.Tensor) -> torch.Tensor:
         """What slots have, by the first dim, to their experts' ranks: ``(S, ...)`` to ``(R, ...)``."""
         if self.group is None:
             return x_S
-        out = self.room(x_S)
+        out = self.empty_output(x_S)
         dist.all_to_all_single(out, x_S.contiguous(), self.recv_splits, self.send_splits, group=self.group)
         return out
 
-    def room(self, x_S: torch.Tensor) -> torch.Tensor:
+    def empty_output(self, x_S: torch.Tensor) -> torch.Tensor:
         """For what arrives."""
         return x_S.new_empty(sum(self.recv_splits), *x_S.shape[1:])
 
 
 @dataclass(frozen=True)
-class Route:
-    """How the slots of some tokens travel to their experts, and back; made by ``plan``, never changed."""
+class DispatchPlan:
+    """How the slots of some tokens travel to their experts, and back; made by ``build_dispatch_plans``, never changed."""
 
     counts_e: torch.Tensor
     """int64 ``(e,)``: rows of each local expert."""
@@ -72,7 +72,7 @@ class Route:
     """int64 ``(T * K,)``: slots in the order they were sent."""
     row_order: torch.Tensor | None
     """int64 ``(R,)``: received rows in expert order; ``None`` where they arrive in it (``ep == 1``)."""
-    travel: Travel
+    travel: AllToAll
 
     @property
     def rows(self) -> int:
@@ -81,7 +81,7 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Dispatched(Route):
+class Dispatched(DispatchPlan):
     """What ``combine`` needs to undo one dispatch; made by ``dispatch``, never changed."""
 
     rows_RD: torch.Tensor
@@ -99,21 +99,23 @@ def dispatch(
         num_experts: ``E``.
         group: the EP group, ``None`` where one rank holds all experts.
     """
-    (route,) = plan(experts_TK, num_experts, group)
+    (route,) = build_dispatch_plans(experts_TK, num_experts, group)
     sent_SD = to_slots(hidden_TD, route, experts_TK.shape[-1])
     if group is None:
         return Dispatched(**vars(route), rows_RD=sent_SD)
     assert route.row_order is not None
-    received_RD = _Travel.apply(sent_SD, route.travel)
+    received_RD = _AllToAll.apply(sent_SD, route.travel)
     return Dispatched(**vars(route), rows_RD=permute(received_RD, route.row_order))
 
 
-def bounds(tokens: int, chunks: int) -> list[int]:
+def chunk_bounds(tokens: int, chunks: int) -> list[int]:
     """Where each chunk of tokens begins, and the last ends; chunks differ by one token at most, and may be empty."""
     return [-(-i * tokens // chunks) for i in range(chunks + 1)]
 
 
-def plan(experts_TK: torch.Tensor, num_experts: int, group: dist.ProcessGroup | None, chunks: int = 1) -> list[Route]:
+def build_dispatch_plans(
+    experts_TK: torch.Tensor, num_experts: int, group: dist.ProcessGroup | None, chunks: int = 1
+) -> list[DispatchPlan]:
     """The routes of each chunk of tokens: one all-to-all and one host sync for all of them.
 
     Args:
@@ -126,12 +128,12 @@ def plan(experts_TK: torch.Tensor, num_experts: int, group: dist.ProcessGroup | 
     if chunks > 1:  # by chunk, then by expert
         keys = keys + (torch.arange(tokens, device=keys.device) * chunks // max(tokens, 1) * e).unsqueeze(1)
     keys = keys.reshape(-1)
-    slot_orders = _relative(torch.argsort(keys, stable=True), [k * b for b in bounds(tokens, chunks)])
+    slot_orders = _relative(torch.argsort(keys, stable=True), [k * b for b in chunk_bounds(tokens, chunks)])
     # Not bincount: on an accelerator it waits for the device to learn its output's size.
     counts = keys.new_zeros(chunks * e).scatter_add_(0, keys, torch.ones_like(keys))
     if group is None:
-        nowhere = Travel([], [], None)
-        return [Route(c, order, None, nowhere) for c, order in zip(counts.split(e), slot_orders, strict=True)]
+        nowhere = AllToAll([], [], None)
+        return [DispatchPlan(c, order, None, nowhere) for c, order in zip(counts.split(e), slot_orders, strict=True)]
 
     ep = dist.get_world_size(group)
     e //= ep
@@ -147,8 +149,8 @@ def plan(experts_TK: torch.Tensor, num_experts: int, group: dist.ProcessGroup | 
     row_expert = torch.repeat_interleave(local_expert, sizes, output_size=received[-1])
     row_orders = _relative(torch.argsort(row_expert, stable=True), received)
     counts_e = arriving.sum(0).unbind()
-    travels = [Travel(send, recv, group) for send, recv in zip(send_splits, recv_splits, strict=True)]
-    return [Route(*route) for route in zip(counts_e, slot_orders, row_orders, travels, strict=True)]
+    travels = [AllToAll(send, recv, group) for send, recv in zip(send_splits, recv_splits, strict=True)]
+    return [DispatchPlan(*route) for route in zip(counts_e, slot_orders, row_orders, travels, strict=True)]
 
 
 def _relative(order: torch.Tensor, edges: list[int]) -> list[torch.Tensor]:
@@ -174,13 +176,13 @@ def combine(
     if group is not None:
         assert sent.row_order is not None
         output_RD = permute(output_RD, inverse(sent.row_order))
-        output_RD = _Travel.apply(output_RD, sent.travel.back)
+        output_RD = _AllToAll.apply(output_RD, sent.all_to_all.reversed())
     slots_SD = permute(output_RD, inverse(sent.slot_order))
     tokens, k = weights_TK.shape
     return (slots_SD.view(tokens, k, slots_SD.shape[-1]) * weights_TK.unsqueeze(-1)).sum(dim=1)
 
 
-def to_slots(hidden_TD: torch.Tensor, route: Route, k: int, backend: Backend = TORCH) -> torch.Tensor:
+def to_slots(hidden_TD: torch.Tensor, route: DispatchPlan, k: int, backend: Backend = TORCH) -> torch.Tensor:
     """The hidden state of every slot, ``(T * K, D)``, in the order in which slots are sent."""
     return _TokensToSlots.apply(hidden_TD, route.slot_order, k, backend)
 
@@ -190,31 +192,31 @@ def permute(x: torch.Tensor, order: torch.Tensor, backend: Backend = TORCH) -> t
     return _Permute.apply(x, order, backend)
 
 
-def of_slots(weights_TK: torch.Tensor) -> torch.Tensor:
+def slot_weights(weights_TK: torch.Tensor) -> torch.Tensor:
     """Routing weights as they travel with the slots: ``(T * K,)``, float32 at least."""
     return weights_TK.to(torch.promote_types(weights_TK.dtype, torch.float32)).reshape(-1)
 
 
-def sum_of_scaled(
-    output_SD: torch.Tensor, route: Route, weights_TK: torch.Tensor, backend: Backend = TORCH
+def weighted_combine(
+    output_SD: torch.Tensor, route: DispatchPlan, weights_TK: torch.Tensor, backend: Backend = TORCH
 ) -> torch.Tensor:
     """Sum expert outputs, in the order in which their slots were sent, per token and with its routing weights.
 
     Nothing is kept for it: its gradient, of each slot, is that of the slot's output *times its weight*, and there is
-    none for the weights. Both are left to whom the outputs came from (``scaled_at_home``).
+    none for the weights. Both are left to whom the outputs came from (``deferred_router_grad``).
 
     Returns:
         ``(T, D)`` in the dtype that the product has.
     """
-    return _SumOfScaled.apply(output_SD, route.slot_order, weights_TK, backend)
+    return _WeightedCombine.apply(output_SD, route.slot_order, weights_TK, backend)
 
 
-def scaled_at_home(output_RD: torch.Tensor, scale_R: torch.Tensor) -> torch.Tensor:
-    """``output_RD``, which ``sum_of_scaled`` scales; its gradient is taken to be that of ``output_RD * scale_R``.
+def deferred_router_grad(output_RD: torch.Tensor, scale_R: torch.Tensor) -> torch.Tensor:
+    """``output_RD``, which ``weighted_combine`` scales; its gradient is taken to be that of ``output_RD * scale_R``.
 
-    The other half of ``sum_of_scaled``, for outputs of any code. It keeps the outputs; ``fused.on_rows`` need not.
+    The other half of ``weighted_combine``, for outputs of any code. It keeps the outputs; ``fused.on_rows`` need not.
     """
-    return _ScaledAtHome.apply(output_RD, scale_R)
+    return _DeferredRouterGrad.apply(output_RD, scale_R)
 
 
 def inverse(order: torch.Tensor) -> torch.Tensor:
@@ -255,7 +257,7 @@ class _Permute(torch.autograd.Function):
         return ctx.backend.take(grad.contiguous(), inverse(order)), None, None
 
 
-class _SumOfScaled(torch.autograd.Function):
+class _WeightedCombine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, output_SD, order, weights_TK, backend):
         ctx.save_for_backward(order)
@@ -269,7 +271,7 @@ class _SumOfScaled(torch.autograd.Function):
         return ctx.backend.take(grad_TD.to(ctx.dtype).contiguous(), order // ctx.k), None, None, None
 
 
-class _ScaledAtHome(torch.autograd.Function):
+class _DeferredRouterGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx, output_RD, scale_R):
         ctx.save_for_backward(output_RD, scale_R)
@@ -282,8 +284,8 @@ class _ScaledAtHome(torch.autograd.Function):
         return scaled, (grad_RD.to(scale_R.dtype) * output_RD).sum(-1)
 
 
-class _Travel(torch.autograd.Function):
-    """A ``Travel``; the gradient comes back."""
+class _AllToAll(torch.autograd.Function):
+    """A ``AllToAll``; the gradient comes back."""
 
     @staticmethod
     def forward(ctx, x, travel):
@@ -292,4 +294,4 @@ class _Travel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.travel.back(grad), None
+        return ctx.all_to_all.reversed()(grad), None

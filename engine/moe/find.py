@@ -5,7 +5,7 @@ transformers decorates every experts class that can be computed by a registered 
 ``is_transposed``, and hold their weights stacked along dim 0, one slice per expert.
 
 A model of the user's own whose experts are not on that interface is described by a *plan*: patterns of parameter names
-and the dim of each that counts the experts. Such a module computes its local experts itself (``ComputesItself``).
+and the dim of each that counts the experts. Such a module computes its local experts itself (``CustomExperts``).
 
 A model is dense only if nothing says otherwise: no class or attribute that is called experts, no stacked weights in its
 layers, no number of experts in its config. What says otherwise is refused, for an unsupported Mixture-of-Experts would
@@ -24,7 +24,7 @@ from torch import nn
 
 from ..errors import SettingError
 
-__all__ = ["ComputesItself", "ExpertsInfo", "UnsupportedModelError", "experts_by_layer", "find_experts", "is_dense"]
+__all__ = ["CustomExperts", "ExpertsInfo", "UnsupportedModelError", "experts_by_layer", "find_experts", "is_dense"]
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)(?:\.|$)")
 _INTERFACE_FLAGS = ("has_gate", "has_bias", "is_transposed")
@@ -42,7 +42,7 @@ class UnsupportedModelError(ValueError):
 
 
 @runtime_checkable
-class ComputesItself(Protocol):
+class CustomExperts(Protocol):
     """An experts module outside transformers' interface that can compute with a part of its experts.
 
     Its forward sees its planned parameters cut to this rank's experts (as DTensors over ``ep``; ``to_local()`` gives
@@ -50,7 +50,7 @@ class ComputesItself(Protocol):
     """
 
     def set_expert_parallel(self, expert_parallel: Any) -> None:
-        """Called once with an ``moe.forward.ExpertParallel``, before the first forward."""
+        """Called once with an ``moe.forward.ExpertsRuntime``, before the first forward."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def experts_by_layer(experts: Sequence[ExpertsInfo], num_layers: int) -> dict[in
             raise UnsupportedModelError(
                 f"experts are known by the number of their layer, and both {found[index].fqn} and {info.fqn} are in it."
             )
-        if isinstance(info.module, ComputesItself):
+        if isinstance(info.module, CustomExperts):
             raise UnsupportedModelError(
                 f"{info.fqn} computes its experts itself, and what they are handed is not known."
             )
@@ -215,14 +215,14 @@ def _planned_module(fqn: str, module: nn.Module, ep_dims: Mapping[str, int]) -> 
     if len(set(counts.values())) != 1:
         rule = f"the parameters of {fqn} disagree on the number of experts."
         raise SettingError("engine.expert_plan", counts, rule, "the dim of each that counts the experts")
-    if not _has_flags(module) and not isinstance(module, ComputesItself):
+    if not _has_flags(module) and not isinstance(module, CustomExperts):
         raise SettingError(
             "engine.expert_plan",
             fqn,
             f"{type(module).__name__} is not on transformers' experts interface, and has no set_expert_parallel by "
             "which it would learn which experts it holds.",
             "decorate the class with transformers.integrations.moe.use_experts_implementation, or give it that method "
-            "(engine/moe/find.py, ComputesItself)",
+            "(engine/moe/find.py, CustomExperts)",
         )
     if _has_flags(module) and set(ep_dims.values()) != {0}:
         rule = f"{type(module).__name__} is on transformers' experts interface, which stacks experts along dim 0."

@@ -15,14 +15,14 @@ from torch.distributed.tensor import DTensor
 
 from ..compat.transformers_names import ALL_EXPERTS_FUNCTIONS
 from . import fused
-from .dispatch import combine, dispatch, plan, scaled_at_home
-from .find import ComputesItself
-from .gemm.backends import backend_named, fits_the_kernel, native_grouped_mm
+from .dispatch import build_dispatch_plans, combine, deferred_router_grad, dispatch
+from .find import CustomExperts
+from .gemm.backends import backend_named, supports_grouped_mm, torch_grouped_mm
 
 __all__ = [
     "EXPERTS_IMPLEMENTATION",
     "Adapters",
-    "ExpertParallel",
+    "ExpertsRuntime",
     "adapt_experts",
     "attach",
     "linears",
@@ -33,7 +33,7 @@ EXPERTS_IMPLEMENTATION = "epfsdp2"
 _HANDLE, _ADAPTERS = "_epfsdp2", "_epfsdp2_adapters"
 
 
-class Exchange(Protocol):
+class TokenExchange(Protocol):
     """``overlap.exchange`` and ``deepep.exchange``, as far as the experts function knows them."""
 
     def __call__(
@@ -46,15 +46,15 @@ class Exchange(Protocol):
 
 
 @dataclass
-class ExpertParallel:
+class ExpertsRuntime:
     """What the experts function needs to know about one module; the only thing attached to it."""
 
     num_experts: int
     group: dist.ProcessGroup | None
     """The EP group, ``None`` where a single rank holds all experts."""
     backend: str = "torch"
-    """Name of a ``backends.Choice``."""
-    exchange: Exchange | None = None
+    """Name of a ``backends.BackendChoice``."""
+    exchange: TokenExchange | None = None
     """What brings tokens to the ranks of a group and back, if it is not an all-to-all that everything waits for."""
     rows_computed: int = 0
     """By this rank's experts so far, recomputations included."""
@@ -67,9 +67,9 @@ class Adapters(Protocol):
     scaling: float
 
 
-def attach(module: nn.Module, runtime: ExpertParallel) -> None:
+def attach(module: nn.Module, runtime: ExpertsRuntime) -> None:
     """Tell an experts module how its experts are spread."""
-    if isinstance(module, ComputesItself):
+    if isinstance(module, CustomExperts):
         module.set_expert_parallel(runtime)
     else:
         setattr(module, _HANDLE, runtime)
@@ -82,7 +82,7 @@ def adapt_experts(module: nn.Module, adapters: Adapters) -> None:
 
 def rows_computed(module: nn.Module) -> int | None:
     """(token, expert) pairs that a module's experts on this rank have computed; None if it computes them itself."""
-    runtime: ExpertParallel | None = getattr(module, _HANDLE, None)
+    runtime: ExpertsRuntime | None = getattr(module, _HANDLE, None)
     return None if runtime is None else runtime.rows_computed
 
 
@@ -100,7 +100,7 @@ def experts_forward(
     Returns:
         ``(T, D)`` in the dtype of ``hidden_states``.
     """
-    runtime: ExpertParallel = getattr(self, _HANDLE)
+    runtime: ExpertsRuntime = getattr(self, _HANDLE)
     weight = {name: _local(p) for name, p in self.named_parameters(recurse=False)}
     hidden = hidden_states.to(weight["down_proj"].dtype)
 
@@ -116,7 +116,7 @@ def experts_forward(
         sent = dispatch(hidden, top_k_index, runtime.num_experts, runtime.group)
         out = local_experts(sent.rows_RD, sent.counts_e)
         return combine(out, sent, top_k_weights, runtime.group).to(hidden_states.dtype)
-    (route,) = plan(top_k_index, runtime.num_experts, runtime.group)
+    (route,) = build_dispatch_plans(top_k_index, runtime.num_experts, runtime.group)
     runtime.rows_computed += route.rows
     up, down = linears(self, weight)
     backend = backend_named(runtime.backend)
@@ -138,16 +138,16 @@ def compute(
         rows_RD: in their dtype.
         counts_e: int64 ``(e,)``, rows per local expert, summing to ``R``; entries may be 0.
         scale_R: routing weights that are applied at home, where the gradient is the experts' to scale
-            (``dispatch.scaled_at_home``).
+            (``dispatch.deferred_router_grad``).
     """
-    runtime: ExpertParallel = getattr(module, _HANDLE)
+    runtime: ExpertsRuntime = getattr(module, _HANDLE)
     if runtime.backend != "reference":
         up, down = linears(module, weight)
         return fused.on_rows(module, backend_named(runtime.backend), up, down, rows_RD, counts_e, scale_R)
     h = _linear(module, rows_RD, _up_name(module), weight, counts_e)
     h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
     out = _linear(module, h, "down_proj", weight, counts_e)
-    return out if scale_R is None else scaled_at_home(out, scale_R)
+    return out if scale_R is None else deferred_router_grad(out, scale_R)
 
 
 def linears(module: Any, weight: Mapping[str, torch.Tensor]) -> tuple[fused.Linear, fused.Linear]:
@@ -201,8 +201,8 @@ def grouped_linear(
 
 
 def _grouped_mm(rows: torch.Tensor, in_out: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    if native_grouped_mm is not None and fits_the_kernel(rows, in_out):
-        return native_grouped_mm(rows, in_out, offs=offsets)
+    if torch_grouped_mm is not None and supports_grouped_mm(rows, in_out):
+        return torch_grouped_mm(rows, in_out, offs=offsets)
     groups = rows.tensor_split(offsets[:-1].tolist())
     return torch.cat([group @ weight for group, weight in zip(groups, in_out.unbind(), strict=True)])
 

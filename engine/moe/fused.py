@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from .dispatch import Route, Travel, inverse, of_slots
+from .dispatch import AllToAll, DispatchPlan, inverse, slot_weights
 from .gemm.backends import Backend, Groups
 
 __all__ = ["Linear", "on_rows", "on_tokens"]
@@ -193,7 +193,7 @@ def on_rows(
 
     Args:
         scale_R: routing weights, applied elsewhere: the gradient that comes back is of the output times these, as
-            ``dispatch.scaled_at_home`` has it. ``None``: it is the output's.
+            ``dispatch.deferred_router_grad`` has it. ``None``: it is the output's.
     """
     experts = _Experts(module, backend, up, down)
     return _OnRows.apply(experts, Groups(counts_e, rows_RD.shape[0]), rows_RD, scale_R, *experts.tensors)
@@ -206,7 +206,7 @@ def on_tokens(
     down: Linear,
     hidden_TD: torch.Tensor,
     weights_TK: torch.Tensor,
-    route: Route,
+    route: DispatchPlan,
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """What experts, wherever they are, make of this rank's tokens: ``(T, D)`` in ``dtype``, summed with their weights.
@@ -215,7 +215,7 @@ def on_tokens(
         up, down: of the experts on this rank.
         hidden_TD: in the dtype of the weights.
         weights_TK: any float dtype.
-        route: of the tokens (``dispatch.plan``).
+        route: of the tokens (``dispatch.build_dispatch_plans``).
     """
     experts = _Experts(module, backend, up, down)
     handed: list[tuple[Any, torch.Tensor | None]] = []  # from one half to the other
@@ -239,7 +239,7 @@ class _Call:
 
     experts: _Experts
     groups: Groups
-    travel: Travel
+    travel: AllToAll
     k: int
     dtype: torch.dtype
     ambient: Any
@@ -264,7 +264,7 @@ class _Call:
         self, x_RD: torch.Tensor, slots_TK: torch.Tensor, rows_R: torch.Tensor | None, weights_TK: torch.Tensor | None
     ) -> torch.Tensor:
         """What is a row's, brought to its token's rank and summed over the token's slots: ``(R, D)`` to ``(T, D)``."""
-        x_SD = self.travel.back(x_RD if rows_R is None else self.backend.take(x_RD, rows_R))
+        x_SD = self.all_to_all.reversed()(x_RD if rows_R is None else self.backend.take(x_RD, rows_R))
         dtype = x_SD.dtype if weights_TK is None else self.dtype
         return self.backend.gather_sum(x_SD, slots_TK, weights_TK, dtype)
 
@@ -311,7 +311,7 @@ class _Up(torch.autograd.Function):
         if call.trains:
             is_gathered_again = row_order is None
             inputs = hidden_TD if is_gathered_again else rows_RD
-            scale = weights_TK if is_gathered_again else call.travel(of_slots(weights_TK)[slot_order])[row_order]
+            scale = weights_TK if is_gathered_again else call.travel(slot_weights(weights_TK)[slot_order])[row_order]
             trains_up = any(ctx.needs_input_grad[6:10])
             ctx.save_for_backward(pre, slot_order, row_order, scale, inputs if trains_up else None, *tensors)
         handed.append((ctx, act))
@@ -340,7 +340,7 @@ class _Up(torch.autograd.Function):
                 grad_rows = up.grad_rows(call.backend, grad_pre, call.groups)
                 grad_hidden = call.summed(grad_rows, slots_TK, rows_R, None)
             if ctx.needs_input_grad[5]:
-                grad_scale = call.travel.back(grad_scale if rows_R is None else grad_scale[rows_R])
+                grad_scale = call.all_to_all.reversed()(grad_scale if rows_R is None else grad_scale[rows_R])
                 grad_weights = grad_scale[slots_TK].to(ctx.weights_dtype)
         return None, None, None, None, grad_hidden, grad_weights, *up_grads, *([None] * 4)
 

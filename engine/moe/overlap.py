@@ -25,17 +25,15 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import SettingError
-from .dispatch import Travel, inverse, of_slots, permute, plan, sum_of_scaled, to_slots
-from .find import ComputesItself, ExpertsInfo
+from .dispatch import AllToAll, build_dispatch_plans, inverse, permute, slot_weights, to_slots, weighted_combine
+from .find import CustomExperts, ExpertsInfo
 from .gemm.backends import TORCH, Backend
-from .shared_experts import SharedExperts, asks_first, beside, nothing_overlaps
+from .shared_experts import SharedExperts, no_overlap_error, runs_shared_first, shared_experts_of
 
-__all__ = ["check_exchange", "exchange"]
+__all__ = ["check_overlap", "exchange"]
 
 
-def check_exchange(
-    chunks: int, shared: bool, dispatcher: str, model: nn.Module, experts: Sequence[ExpertsInfo]
-) -> None:
+def check_overlap(chunks: int, shared: bool, dispatcher: str, model: nn.Module, experts: Sequence[ExpertsInfo]) -> None:
     """
     Raises:
         SettingError: experts that compute themselves also dispatch themselves; a block has no shared experts, or asks
@@ -45,15 +43,15 @@ def check_exchange(
     asked |= {"overlap_shared_experts": shared} if shared else {}
     asked |= {"dispatcher": dispatcher} if dispatcher != "all_to_all" else {}
     for info in experts if asked else ():
-        if isinstance(info.module, ComputesItself):
+        if isinstance(info.module, CustomExperts):
             name, value = next(iter(asked.items()))
             rule = f"{type(info.module).__name__} dispatches its tokens itself."
             raise SettingError(f"engine.{name}", value, rule, "leave it at its default")
         block = model.get_submodule(info.fqn.rpartition(".")[0])
-        if shared and not beside(block, info.module):
-            raise nothing_overlaps(f"there are no shared experts beside {info.fqn}")
-        if shared and asks_first(block, info.module):
-            raise nothing_overlaps(f"{type(block).__name__} asks for its shared experts before the experts")
+        if shared and not shared_experts_of(block, info.module):
+            raise no_overlap_error(f"there are no shared experts beside {info.fqn}")
+        if shared and runs_shared_first(block, info.module):
+            raise no_overlap_error(f"{type(block).__name__} asks for its shared experts before the experts")
 
 
 def exchange(
@@ -76,7 +74,7 @@ def exchange(
         weights_TK: routing weights ``(T, K)``.
         compute: from rows grouped by local expert ``(R, D)``, their numbers ``(e,)`` and their routing weights ``(R,)``
             (``None`` where gradients are not enabled) to outputs ``(R, D)``, *not* scaled by the weights; the gradient
-            that it gets is that of the scaled outputs (``dispatch.scaled_at_home``). Called once for each chunk, some
+            that it gets is that of the scaled outputs (``dispatch.deferred_router_grad``). Called once for each chunk, some
             of which may have no row.
         num_experts: ``E``.
         backend: moves and sums rows.
@@ -87,15 +85,15 @@ def exchange(
         ``(T, D)``: as ``combine``'s.
     """
     k = experts_TK.shape[-1]
-    routes = plan(experts_TK, num_experts, group, chunks)
+    routes = build_dispatch_plans(experts_TK, num_experts, group, chunks)
     sizes = [route.slot_order.numel() // k for route in routes]
     weights = weights_TK.split(sizes)
     leaving = []
     for hidden_tD, weights_tK, route in zip(hidden_TD.split(sizes), weights, routes, strict=True):
         rows = [to_slots(hidden_tD, route, k, backend)]
         if torch.is_grad_enabled():
-            rows.append(permute(of_slots(weights_tK), route.slot_order))
-        leaving.append(_Flight.launched(rows, route.travel))
+            rows.append(permute(slot_weights(weights_tK), route.slot_order))
+        leaving.append(_AsyncAllToAll.launched(rows, route.travel))
     if shared is not None:
         shared.compute_ahead()
     returning = []
@@ -106,37 +104,37 @@ def exchange(
         del received_RD
         out_RD = compute(rows_RD, route.counts_e, permute(scale_R[0], route.row_order) if scale_R else None)
         out_RD = permute(out_RD, inverse(route.row_order), backend)
-        returning.append(_Flight.launched([out_RD], route.travel.back))
+        returning.append(_AsyncAllToAll.launched([out_RD], route.all_to_all.reversed()))
     outputs = [
-        sum_of_scaled(flight.landed()[0], route, weights_tK, backend)
+        weighted_combine(flight.landed()[0], route, weights_tK, backend)
         for flight, route, weights_tK in zip(returning, routes, weights, strict=True)
     ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-class _Flight:
+class _AsyncAllToAll:
     """All-to-alls of rows under way in forward, and later those of their gradients."""
 
-    def __init__(self, travel: Travel):
+    def __init__(self, travel: AllToAll):
         self.travel = travel
         self.pending: tuple[torch.Tensor, ...] = ()
         self.under_way: list[tuple[dist.Work, torch.Tensor, torch.Tensor]] = []
 
     @classmethod
-    def launched(cls, rows: Sequence[torch.Tensor], travel: Travel) -> "_Flight":
+    def launched(cls, rows: Sequence[torch.Tensor], travel: AllToAll) -> "_AsyncAllToAll":
         """Of tensors that have a row for each slot."""
         flight = cls(travel)
-        flight.pending = _Launch.apply(flight, *rows)
+        flight.pending = _Start.apply(flight, *rows)
         return flight
 
     def landed(self) -> tuple[torch.Tensor, ...]:
         pending, self.pending = self.pending, ()
-        return _Land.apply(self, *pending)
+        return _Wait.apply(self, *pending)
 
-    def start(self, rows: Sequence[torch.Tensor], travel: Travel) -> tuple[torch.Tensor, ...]:
+    def start(self, rows: Sequence[torch.Tensor], travel: AllToAll) -> tuple[torch.Tensor, ...]:
         splits = travel.recv_splits, travel.send_splits
         for x in rows:
-            x, out = x.contiguous(), travel.room(x)
+            x, out = x.contiguous(), travel.empty_output(x)
             work = dist.all_to_all_single(out, x, *splits, group=travel.group, async_op=True)
             self.under_way.append((work, x, out))
         return tuple(out for _, _, out in self.under_way)
@@ -148,8 +146,8 @@ class _Flight:
         return tuple(out for _, _, out in under_way)
 
 
-class _Launch(torch.autograd.Function):
-    """Rows set off: what is returned may be read after ``_Land`` alone. Their gradient arrives."""
+class _Start(torch.autograd.Function):
+    """Rows set off: what is returned may be read after ``_Wait`` alone. Their gradient arrives."""
 
     @staticmethod
     def forward(ctx, flight, *rows):
@@ -161,7 +159,7 @@ class _Launch(torch.autograd.Function):
         return None, *ctx.flight.wait()
 
 
-class _Land(torch.autograd.Function):
+class _Wait(torch.autograd.Function):
     """Rows have arrived; their gradient sets off. It has the wrong shape for what is returned, so the flight has it."""
 
     @staticmethod
@@ -172,5 +170,5 @@ class _Land(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        ctx.flight.start(grads, ctx.flight.travel.back)
+        ctx.flight.start(grads, ctx.flight.all_to_all.reversed())
         return None, *grads

@@ -17,10 +17,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..errors import SettingError
 
-__all__ = ["SharedExperts", "asks_first", "beside", "nothing_overlaps"]
+__all__ = ["SharedExperts", "runs_shared_first", "shared_experts_of", "no_overlap_error"]
 
 
-def beside(block: nn.Module, experts: nn.Module) -> list[nn.Module]:
+def shared_experts_of(block: nn.Module, experts: nn.Module) -> list[nn.Module]:
     """What may be shared experts in a block: its children that are MLPs of one tensor, without experts in them."""
     return [child for child in block.children() if experts not in set(child.modules()) and _is_mlp(child)]
 
@@ -34,12 +34,12 @@ def _is_mlp(module: nn.Module) -> bool:
     return len(required) == 1 and linears[-1].out_features == linears[0].in_features
 
 
-def asks_first(block: nn.Module, experts: nn.Module) -> bool:
+def runs_shared_first(block: nn.Module, experts: nn.Module) -> bool:
     """Whether a block asks for its shared experts before the experts: it is run up to the first of them, on zeros.
 
     False where that takes more than hidden states; it is seen when the block runs.
     """
-    shared = beside(block, experts)
+    shared = shared_experts_of(block, experts)
     weight = next(m.weight for m in shared[0].modules() if isinstance(m, nn.Linear))
     handles = [module.register_forward_pre_hook(_meet) for module in (experts, *shared)]
     try:
@@ -74,7 +74,7 @@ class SharedExperts:
 
     def __init__(self, block: nn.Module, experts: nn.Module):
         self.name = type(block).__name__
-        self.forwards: dict[nn.Module, Callable[..., Any]] = {m: m.forward for m in beside(block, experts)}
+        self.forwards: dict[nn.Module, Callable[..., Any]] = {m: m.forward for m in shared_experts_of(block, experts)}
         self.input: torch.Tensor | None = None
         self.asked: set[nn.Module] = set()
         self.ready: dict[nn.Module, torch.Tensor] = {}
@@ -89,7 +89,7 @@ class SharedExperts:
         # An island has hooks of its own around its forward.
         later = [m for m in self.forwards if m not in self.asked and not isinstance(m, FSDPModule)]
         if not later:
-            raise nothing_overlaps(f"{self.name} asks for its shared experts first, or they compute in float32")
+            raise no_overlap_error(f"{self.name} asks for its shared experts first, or they compute in float32")
         for module in later:
             self.ready[module] = self.forwards[module](self.input)
 
@@ -99,7 +99,7 @@ class SharedExperts:
         try:
             output = forward(*args, **kwargs)
             if self.ready:
-                raise nothing_overlaps(
+                raise no_overlap_error(
                     f"{self.name} asks for its shared experts with another tensor than it was handed"
                 )
             return output
@@ -126,7 +126,7 @@ class SharedExperts:
         return hidden is own or (is_view and hidden.shape[-1] == own.shape[-1] and hidden.is_contiguous())
 
 
-def nothing_overlaps(why: str) -> SettingError:
+def no_overlap_error(why: str) -> SettingError:
     """The refusal of the setting where it would do nothing."""
     setting = "engine.overlap_shared_experts"
     return SettingError(setting, True, f"{why}: nothing can be computed while tokens travel.", f"{setting}=False")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from ..topology.dtensor import cuts_of, local_tensor
+from ..topology.dtensor import local_tensor, shard_steps
 from ..topology.mesh import Meshes
 
 __all__ = ["ClippedStep", "clip_grad_norm_"]
@@ -88,4 +88,4 @@ def clip_grad_norm_(parameters: Iterable[torch.Tensor], max_norm: float | None, 
 
 def _copies(grad: torch.Tensor, meshes: Meshes) -> int:
     """How many ranks of a replica hold this rank's part of a gradient."""
-    return meshes.topology.fsdp // math.prod(cut.parts for cut in cuts_of(grad))
+    return meshes.topology.fsdp // math.prod(cut.parts for cut in shard_steps(grad))

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..topology.dtensor import is_expert_parameter, local_box
+from ..topology.dtensor import is_expert_parameter, local_range
 from .muon import Muon
 from .muon_partition import matrix_groups
 from .settings import adamw_arguments, check_optimizer, muon_arguments, wants_muon
@@ -299,7 +299,7 @@ def _sharded_like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         full = value.full_tensor()
     if full.shape != param.shape:
         return full
-    local = full[local_box(param).slices].clone()
+    local = full[local_range(param).slices].clone()
     return DTensor.from_local(
         local.to(param.to_local().device),
         param.device_mesh,

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ..topology.dtensor import local_tensor
-from .muon_partition import Block, Bucket, Layout, matrix_cut, plan_buckets
+from .muon_partition import Block, Bucket, Layout, build_buckets, matrix_shard_step
 
 __all__ = ["ADJUST_LR_FNS", "NS_DTYPES", "Muon", "newton_schulz"]
 
@@ -94,18 +94,18 @@ class Muon(Optimizer):
             "bucket_bytes": bucket_bytes,
             **vars(Layout()),
         }
-        self._plans: dict[tuple[int, ...], list[Bucket]] = {}
+        self._bucket_cache: dict[tuple[int, ...], list[Bucket]] = {}
         super().__init__(params, defaults)
         for group in self.param_groups:
             for param in group["params"]:
                 if param.dim() not in (2, 3) or param.shape[group["out_dim"]] % group["parts"]:
                     shape, parts = tuple(param.shape), group["parts"]
                     raise ValueError(f"Muon takes matrices and stacks of them: {shape} is none of {parts} parts.")
-                matrix_cut(param)
+                matrix_shard_step(param)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plans = {}
+        self._bucket_cache = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -119,7 +119,7 @@ class Muon(Optimizer):
             params = [p for p in group["params"] if p.grad is not None]
             if params:
                 self._decay_and_accumulate(group, params)
-                exchanges += [_Exchange(self, group, bucket) for bucket in self._buckets(group, params)]
+                exchanges += [_BucketExchange(self, group, bucket) for bucket in self._buckets(group, params)]
         # The next bucket is on its way while one is computed. All ranks of a group have the same buckets in the same
         # order, whatever the data.
         under_way = None
@@ -142,10 +142,10 @@ class Muon(Optimizer):
 
     def _buckets(self, group: dict[str, Any], params: Sequence[torch.Tensor]) -> list["Bucket"]:
         key = tuple(id(p) for p in params)
-        if key not in self._plans:
+        if key not in self._bucket_cache:
             layout = Layout(group["parts"], group["out_dim"], group["interleaved"])
-            self._plans[key] = plan_buckets(params, layout, NS_DTYPES[group["ns_dtype"]], group["bucket_bytes"])
-        return self._plans[key]
+            self._bucket_cache[key] = build_buckets(params, layout, NS_DTYPES[group["ns_dtype"]], group["bucket_bytes"])
+        return self._bucket_cache[key]
 
 
 def newton_schulz(
@@ -172,7 +172,7 @@ def newton_schulz(
     return x.mT if tall else x
 
 
-class _Exchange:
+class _BucketExchange:
     """One bucket on its way: updates to the owners, orthogonalised ones back, into the parameters."""
 
     def __init__(self, optimizer: Muon, options: dict[str, Any], bucket: Bucket):

@@ -16,18 +16,18 @@ from torch.distributed.tensor import DTensor
 
 from ..model.layers import layer_names
 from ..moe.find import UnsupportedModelError, find_experts
-from ..topology.dtensor import cuts_of, local_box
-from ..topology.index_ranges import Cut
+from ..topology.dtensor import local_range, shard_steps
+from ..topology.index_ranges import ShardStep
 
 __all__ = [
     "Block",
     "Bucket",
     "Layout",
     "Piece",
-    "matrix_cut",
+    "matrix_shard_step",
     "matrix_groups",
     "muon_parameters",
-    "plan_buckets",
+    "build_buckets",
 ]
 
 Bounds = tuple[tuple[int, int], ...]
@@ -70,7 +70,7 @@ def muon_parameters(model: nn.Module) -> dict[str, Layout]:
         for name, param in module.named_parameters(recurse=False):
             if param.dim() == 3:
                 gated = module.has_gate and name == "gate_up_proj"
-                parts = Layout(2, out_dim, _alternate(module)) if gated else Layout(1, out_dim)
+                parts = Layout(2, out_dim, _is_interleaved(module)) if gated else Layout(1, out_dim)
                 found[f"{info.fqn}.{name}"] = parts
     layers = tuple(f"{name}." for name in layer_names(model))
     routers = _routers(model, {info.fqn: info.num_experts for info in experts} | _planned_experts(model))
@@ -91,7 +91,7 @@ def matrix_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": members, **vars(layout)} for layout, members in groups.items()]
 
 
-def _alternate(experts: Any) -> bool:
+def _is_interleaved(experts: Any) -> bool:
     """Whether gate and up alternate in the columns that ``_apply_gate`` takes, or follow each other.
 
     Asked of the function that computes: transformers before the flag ``is_concatenated`` had interleaved families too.
@@ -106,7 +106,7 @@ def _planned_experts(model: nn.Module) -> dict[str, int]:
     """Modules whose parameters are cut over ``ep``, with their number of experts: a user's plan may have said so."""
     found = {}
     for name, param in model.named_parameters():
-        for cut in cuts_of(param):
+        for cut in shard_steps(param):
             if cut.axis == "ep":
                 found[name.rpartition(".")[0]] = param.shape[cut.dim]
     return found
@@ -188,14 +188,14 @@ class Bucket:
         return (block for owned in self.blocks for block in owned)
 
 
-def plan_buckets(
+def build_buckets(
     params: Sequence[torch.Tensor], layout: Layout, ns_dtype: torch.dtype | None, bucket_bytes: int
 ) -> list[Bucket]:
     """Deal the matrices of ``params`` out; equal on all ranks of a group, for it uses nothing but sizes."""
     sharers: dict[tuple[Any, ...], list[torch.Tensor]] = {}
     for param in params:
         mesh = param.device_mesh if isinstance(param, DTensor) else None
-        sharers.setdefault((mesh, matrix_cut(param)), []).append(param)
+        sharers.setdefault((mesh, matrix_shard_step(param)), []).append(param)
     buckets: list[Bucket] = []
     for (mesh, cut), members in sharers.items():
         # Parameters that FSDP keeps on the CPU are still orthogonalised on the accelerator, and sent from there.
@@ -206,7 +206,7 @@ def plan_buckets(
         blocks = [b for p in members for b in _blocks(p, cut, layout, bucket_bytes // dtype.itemsize)]
         total = [0] * ranks
         for filled in _fill(blocks, ranks * bucket_bytes // dtype.itemsize, ranks):
-            buckets.append(Bucket(_deal(filled, total), group, rank, device, dtype))
+            buckets.append(Bucket(_assign_to_ranks(filled, total), group, rank, device, dtype))
     return buckets
 
 
@@ -229,22 +229,22 @@ def _fill(blocks: Sequence[Block], limit: int, ranks: int) -> Iterator[list[Bloc
     yield filled
 
 
-def _deal(blocks: Sequence[Block], total: list[int]) -> tuple[tuple[Block, ...], ...]:
+def _assign_to_ranks(blocks: Sequence[Block], total: list[int]) -> tuple[tuple[Block, ...], ...]:
     """The most expensive first, each to the rank with least to do in this bucket, then in all so far (``total``)."""
-    hands: list[list[Block]] = [[] for _ in total]
+    owned: list[list[Block]] = [[] for _ in total]
     load = [0] * len(total)
     for block in sorted(blocks, key=lambda b: -b.cost):
         owner = min(range(len(total)), key=lambda rank: (load[rank], total[rank]))
-        hands[owner].append(block)
+        owned[owner].append(block)
         load[owner] += block.cost
         total[owner] += block.cost
-    return tuple(tuple(hand) for hand in hands)
+    return tuple(tuple(hand) for hand in owned)
 
 
-def _blocks(param: torch.Tensor, cut: Cut | None, layout: Layout, limit: int) -> Iterator[Block]:
+def _blocks(param: torch.Tensor, cut: ShardStep | None, layout: Layout, limit: int) -> Iterator[Block]:
     """The blocks of a parameter: small enough to give every rank some, and to have at most ``limit`` elements."""
     ranks = cut.parts if cut else 1
-    held = [local_box(param, {cut.axis: rank} if cut else {}) for rank in range(ranks)]
+    held = [local_range(param, {cut.axis: rank} if cut else {}) for rank in range(ranks)]
     boxes: list[Bounds] = [tuple(zip(box.low, box.high, strict=True)) for box in held]
     # A single matrix is a stack of one.
     boxes = [((0, 1), *box) if param.dim() == 2 else box for box in boxes]
@@ -279,13 +279,13 @@ def _piece(box: Bounds, wanted: Sequence[slice]) -> Piece:
     return Piece(tuple(held), tuple(whole), shape)
 
 
-def matrix_cut(param: torch.Tensor) -> Cut | None:
+def matrix_shard_step(param: torch.Tensor) -> ShardStep | None:
     """The cut that goes through the parameter's matrices; None where the ones on a rank are whole.
 
     Raises:
         ValueError: if there are two.
     """
-    cuts = [cut for cut in cuts_of(param) if cut.parts > 1 and cut.dim >= param.dim() - 2]
+    cuts = [cut for cut in shard_steps(param) if cut.parts > 1 and cut.dim >= param.dim() - 2]
     if len(cuts) > 1:
         raise ValueError(f"Muon can't bring together matrices that two mesh axes cut: {[cut.axis for cut in cuts]}.")
     return cuts[0] if cuts else None

@@ -21,10 +21,10 @@ from ..compat.transformers_names import ALL_EXPERTS_FUNCTIONS
 from ..fsdp.activation_checkpoint import units_recomputed
 from ..model.layers import layer_names
 from ..moe.dispatch import combine, dispatch
-from ..moe.find import ComputesItself, UnsupportedModelError, find_experts
+from ..moe.find import CustomExperts, UnsupportedModelError, find_experts
 from ..moe.forward import linears
 from ..moe.fused import on_tokens
-from .backward_memory import OneExpert, Phase, phases, route_here
+from .backward_memory import BackwardPhase, SingleExpertBackend, backward_phases, local_dispatch_plan
 
 __all__ = ["Attention", "LayerActivations", "Traced", "trace"]
 
@@ -60,7 +60,7 @@ class LayerActivations:
         selective: of ``dense``, kept under selective checkpointing.
         recomputed: under selective checkpointing, of the part that keeps most while it is computed again.
         dispatched, local: of the backward of experts that rows are sent to, and of experts that are all on one rank,
-            what they hold at once, phase by phase, what they kept included; empty where they are not lean.
+            what they hold at once, phase by phase, what they kept included; empty where they are not recompute_activations.
         rows: that each token becomes when it is dispatched; 0 without experts.
         row_width: elements of these rows together.
         ends_with_experts: nothing is kept after the experts, so a layer that is computed again is done before what they
@@ -73,8 +73,8 @@ class LayerActivations:
     selective: float
     recomputed: float
     sent: float = 0.0
-    dispatched: tuple[Phase, ...] = ()
-    local: tuple[Phase, ...] = ()
+    dispatched: tuple[BackwardPhase, ...] = ()
+    local: tuple[BackwardPhase, ...] = ()
     rows: int = 0
     row_width: int = 0
     ends_with_experts: bool = False
@@ -89,17 +89,17 @@ class Traced:
     outside: float
 
 
-def trace(model: Any, expert_plan: Mapping[str, int] | None = None, lean: bool = False) -> Traced:
+def trace(model: Any, expert_plan: Mapping[str, int] | None = None, recompute_activations: bool = False) -> Traced:
     """Run a forward of a model on meta, in the dtype that it computes in; its buffers go to meta.
 
     Args:
-        lean: the experts keep what they are sent and what comes out of their first linear, and compute the rest again.
+        recompute_activations: the experts keep what they are sent and what comes out of their first linear, and compute the rest again.
 
     Raises:
         UnsupportedModelError: its code can't run on meta, or its experts compute themselves.
     """
     experts = [info.module for info in find_experts(model, expert_plan)]
-    if any(isinstance(module, ComputesItself) for module in experts):
+    if any(isinstance(module, CustomExperts) for module in experts):
         raise UnsupportedModelError(
             f"{type(model).__name__} has experts that compute themselves: what they keep is not known."
         )
@@ -108,7 +108,7 @@ def trace(model: Any, expert_plan: Mapping[str, int] | None = None, lean: bool =
     model.set_attn_implementation(_TRACED)
     model.set_experts_implementation(_TRACED)
     layers = {name: model.get_submodule(name) for name in layer_names(model)}
-    tape = _Tape(model, layers, experts, lean)
+    tape = _Tape(model, layers, experts, recompute_activations)
     ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
     try:
         with torch.enable_grad(), tape.recording(), _OneSequence():
@@ -123,8 +123,14 @@ def trace(model: Any, expert_plan: Mapping[str, int] | None = None, lean: bool =
 class _Tape:
     """Storages that autograd saves, by the layer and the part of it that was running."""
 
-    def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module], experts: Sequence[nn.Module], lean: bool):
-        self.layers, self.experts, self.lean = layers, experts, lean
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Mapping[str, nn.Module],
+        experts: Sequence[nn.Module],
+        recompute_activations: bool,
+    ):
+        self.layers, self.experts, self.recompute_activations = layers, experts, recompute_activations
         self.parts = units_recomputed(layers.values(), experts, "selective")
         self.seen: dict[int, torch.UntypedStorage] = {}  # held, so that no address comes twice
         self.passed_over = {self._key(p) for p in model.parameters()}
@@ -137,8 +143,8 @@ class _Tape:
         self.part_inputs: dict[str, dict[int, int]] = {}
         self.rows: dict[str, tuple[int, int]] = {}  # number per token, width of one
         self.sent: dict[str, int] = {}
-        self.phases: dict[str, tuple[list[Phase], list[Phase]]] = {}
-        self.alike: dict[Any, tuple[list[Phase], list[Phase]]] = {}
+        self.phases: dict[str, tuple[list[BackwardPhase], list[BackwardPhase]]] = {}
+        self.alike: dict[Any, tuple[list[BackwardPhase], list[BackwardPhase]]] = {}
         self.attention: dict[str, Attention] = {}
 
     def _key(self, tensor: torch.Tensor) -> int:
@@ -214,12 +220,15 @@ class _Tape:
 
     def backward_of(
         self, module: nn.Module, routed: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    ) -> tuple[list[Phase], list[Phase]]:
+    ) -> tuple[list[BackwardPhase], list[BackwardPhase]]:
         """Of experts that rows are sent to, and of experts that are all here; once for all layers that are alike."""
         weights = [(p.shape, p.requires_grad) for p in module.parameters()]
         key = (type(module), *weights, *((t.shape, t.dtype) for t in routed))
         if key not in self.alike:
-            self.alike[key] = phases(module, *routed, all_here=False), phases(module, *routed, all_here=True)
+            self.alike[key] = (
+                backward_phases(module, *routed, all_here=False),
+                backward_phases(module, *routed, all_here=True),
+            )
         return self.alike[key]
 
     def result(self) -> Traced:
@@ -249,7 +258,7 @@ class _Tape:
             local=tuple(local),
             rows=self.rows.get(name, (0, 0))[0],
             row_width=math.prod(self.rows.get(name, (0, 0))),
-            ends_with_experts=self.lean and self.last.get(name, False),
+            ends_with_experts=self.recompute_activations and self.last.get(name, False),
             attention=self.attention.get(name, Attention()),
         )
 
@@ -295,7 +304,7 @@ def _experts(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, 
     hidden, layer = hidden_states.to(down.dtype), None if tape is None else tape.layer
     if tape is not None and layer is not None:
         tape.rows[layer] = (top_k_index.shape[-1], hidden_states.shape[-1])
-    if tape is None or not tape.lean:
+    if tape is None or not tape.recompute_activations:
         sent = dispatch(hidden, top_k_index, down.shape[0], None)
         out = combine(_compute(self, sent.rows_RD), sent, top_k_weights, None)
         return out.to(hidden_states.dtype)
@@ -304,8 +313,10 @@ def _experts(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, 
         row_bytes = hidden.shape[-1] * hidden.element_size() + torch.float32.itemsize + torch.long.itemsize
         tape.sent[layer] = top_k_index.numel() * row_bytes
         tape.phases[layer] = tape.backward_of(self, (hidden_states, top_k_index, top_k_weights))
-    route = route_here(top_k_index, down.shape[0], all_here=False)
-    return on_tokens(self, OneExpert(), *linears(self, weight), hidden, top_k_weights, route, hidden_states.dtype)
+    route = local_dispatch_plan(top_k_index, down.shape[0], all_here=False)
+    return on_tokens(
+        self, SingleExpertBackend(), *linears(self, weight), hidden, top_k_weights, route, hidden_states.dtype
+    )
 
 
 def _compute(module: Any, rows: torch.Tensor) -> torch.Tensor:

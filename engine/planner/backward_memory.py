@@ -13,15 +13,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..moe.dispatch import Route, plan
+from ..moe.dispatch import DispatchPlan, build_dispatch_plans
 from ..moe.forward import linears
 from ..moe.fused import on_tokens
 from ..moe.gemm.backends import Groups, TorchBackend
 
-__all__ = ["OneExpert", "Phase", "phases", "route_here"]
+__all__ = ["SingleExpertBackend", "BackwardPhase", "backward_phases", "local_dispatch_plan"]
 
 
-class Phase(NamedTuple):
+class BackwardPhase(NamedTuple):
     """Of a backward, up to the next gradient of a weight.
 
     Attributes:
@@ -33,9 +33,9 @@ class Phase(NamedTuple):
     nbytes: float
 
 
-def phases(
+def backward_phases(
     module: Any, hidden_TD: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor, all_here: bool
-) -> list[Phase]:
+) -> list[BackwardPhase]:
     """A backward from where it begins to the first gradient of a weight, from there to the second, and so on.
 
     Args:
@@ -47,9 +47,9 @@ def phases(
     hidden = hidden_TD.detach().to(down.weight.dtype).requires_grad_()
     scores = weights_TK.detach().requires_grad_()
     live = _Live([hidden, scores, experts_TK, *weight.values()])
-    backend = OneExpert(live.next)
+    backend = SingleExpertBackend(live.next)
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(live.see, lambda tensor: tensor):
-        route = route_here(experts_TK, down.weight.shape[0], all_here)
+        route = local_dispatch_plan(experts_TK, down.weight.shape[0], all_here)
         out = on_tokens(module, backend, up, down, hidden, scores, route, hidden_TD.dtype)
         del route
         trained = [tensor for tensor in (hidden, scores, *weight.values()) if tensor.requires_grad]
@@ -59,12 +59,12 @@ def phases(
     live.next(0)
     sizes = [size for size, _ in live.phases]
     total, tokens = max(sum(sizes), 1), len(hidden)
-    return [Phase(sum(sizes[:i]) / total, most / tokens) for i, (_, most) in enumerate(live.phases)]
+    return [BackwardPhase(sum(sizes[:i]) / total, most / tokens) for i, (_, most) in enumerate(live.phases)]
 
 
-def route_here(experts_TK: torch.Tensor, num_experts: int, all_here: bool) -> Route:
+def local_dispatch_plan(experts_TK: torch.Tensor, num_experts: int, all_here: bool) -> DispatchPlan:
     """A route that never leaves; with ``all_here`` false all is kept and held as if it did."""
-    (route,) = plan(experts_TK, num_experts, None)
+    (route,) = build_dispatch_plans(experts_TK, num_experts, None)
     return route if all_here else replace(route, row_order=route.slot_order.clone())
 
 
@@ -103,7 +103,7 @@ class _Live(TorchDispatchMode):
         return out
 
 
-class OneExpert(TorchBackend):
+class SingleExpertBackend(TorchBackend):
     """One expert's GEMMs for all rows.
 
     Args:

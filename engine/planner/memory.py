@@ -29,15 +29,15 @@ from typing import Any, Literal
 
 from ..fsdp.options import ShardingOptions
 from ..fsdp.wrap_plan import EMBEDDINGS, HEAD, ParamGroup, Unit
-from ..moe.gemm.gradient_buffers import LEAST
+from ..moe.gemm.gradient_buffers import MIN_BYTES
 from ..topology.mesh import Topology
 from .activations import LayerActivations
 from .model_sizes import ModelSizes, group_sizes
 
-__all__ = ["IMBALANCE", "Backend", "Batch", "Moment", "Optimizer", "moments", "peak"]
+__all__ = ["IMBALANCE", "PlannerBackend", "Batch", "MemoryPoint", "OptimizerKind", "timeline", "peak"]
 
 IMBALANCE = 1.2  # taken where nothing is known of the routing
-Optimizer = Literal["adamw", "muon"]
+OptimizerKind = Literal["adamw", "muon"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Backend:
+class PlannerBackend:
     """``on_cpu``: gloo copies what it sends, and gradients of experts take memory that stays until a backward ends.
     ``foreach``: the optimizer steps many parameters at a time, which it does where it has no fused kernel
     (``optim/multi_optimizer.py``)."""
@@ -68,7 +68,7 @@ class Backend:
 
 
 @dataclass(frozen=True)
-class Moment:
+class MemoryPoint:
     """Bytes on the rank that holds most, by part, at one moment of a step.
 
     ``buffers`` are gathered parameters, gradients before they are reduced, and what collectives and the optimizer take.
@@ -91,19 +91,19 @@ class Moment:
         return sum(self.parts.values())
 
 
-def peak(*args: Any, **kwargs: Any) -> Moment:
-    """The moment of a step that needs most; arguments as ``moments``'s."""
-    return max(moments(*args, **kwargs), key=lambda moment: moment.total)
+def peak(*args: Any, **kwargs: Any) -> MemoryPoint:
+    """The moment of a step that needs most; arguments as ``timeline``'s."""
+    return max(timeline(*args, **kwargs), key=lambda moment: moment.total)
 
 
-def moments(
+def timeline(
     sizes: ModelSizes,
     topology: Topology,
     options: ShardingOptions,
     batch: Batch,
-    optimizer: Optimizer | None = "adamw",
-    backend: Backend = Backend(),
-) -> Iterator[Moment]:
+    optimizer: OptimizerKind | None = "adamw",
+    backend: PlannerBackend = PlannerBackend(),
+) -> Iterator[MemoryPoint]:
     """What a step needs at each moment that may be its peak.
 
     Args:
@@ -123,17 +123,19 @@ def moments(
         for when, gradients, buffers, kept in step.of_unit(i):
             logits = step.logits() if unit.name == HEAD and gradients else 0
             held = done if gradients and not on_host else sum(shards) if batch.micro_batches > 1 and not on_host else 0
-            yield Moment(f"{unit.name}, {when}", parameters, held, states, buffers, kept, logits)
+            yield MemoryPoint(f"{unit.name}, {when}", parameters, held, states, buffers, kept, logits)
     if sizes.units[-1].name != HEAD:  # the root has it
         held = sum(shards) if batch.micro_batches > 1 and not on_host else 0
-        yield Moment("logits", parameters, held, states, step.stays[-1], step.all_activations(), step.logits())
+        yield MemoryPoint("logits", parameters, held, states, step.stays[-1], step.all_activations(), step.logits())
     if not on_host:
         temporary = max(_by_kind(sizes, step.trained_shard)) if backend.foreach else 0
-        yield Moment("optimizer", parameters, sum(shards), states, temporary)
+        yield MemoryPoint("optimizer", parameters, sum(shards), states, temporary)
 
 
 class _Step:
-    def __init__(self, sizes: ModelSizes, topology: Topology, options: ShardingOptions, batch: Batch, backend: Backend):
+    def __init__(
+        self, sizes: ModelSizes, topology: Topology, options: ShardingOptions, batch: Batch, backend: PlannerBackend
+    ):
         self.sizes, self.topology, self.options, self.batch, self.backend = sizes, topology, options, batch, backend
         self.of_group = {id(group): size for _, group, size in group_sizes(sizes, topology, options.expert_shard_dim)}
         # Before each unit: bytes of what is not freed after the forward, and what is kept per token.
@@ -172,7 +174,7 @@ class _Step:
         trained = group.shapes.keys() - group.frozen
         sizes = [ranks * group.local_of(name, self.topology, shard_dim) * group.compute.itemsize for name in trained]
         # With chunks those of one are added to those before.
-        return sum(size for size in sizes if size >= LEAST) * min(self.options.dispatch_chunks, 2)
+        return sum(size for size in sizes if size >= MIN_BYTES) * min(self.options.dispatch_chunks, 2)
 
     def ahead(self, units: list[Unit], forward: bool) -> int:
         """Bytes of the buffers of units gathered ahead."""
@@ -287,7 +289,7 @@ class _Step:
 
 
 def _states(
-    sizes: ModelSizes, topology: Topology, options: ShardingOptions, optimizer: Optimizer | None
+    sizes: ModelSizes, topology: Topology, options: ShardingOptions, optimizer: OptimizerKind | None
 ) -> Iterator[int]:
     """AdamW has two moments; Muon one for what it steps, and AdamW's two for the rest."""
     if optimizer is None:

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from ..fsdp.options import ShardingOptions
 from ..fsdp.ulysses import heads_to_split
-from ..fsdp.wrap_plan import GroupSizes, ParamGroup, Unit, frozen_beside_adapters, units_of
+from ..fsdp.wrap_plan import GroupSizes, ParamGroup, Unit, frozen_with_lora, units_of
 from ..model.meta import build_on_meta
 from ..moe.find import UnsupportedModelError
 from ..optim.muon_partition import muon_parameters
@@ -94,11 +94,11 @@ class ModelSizes:
         outputs = 1 if head is None else head.weight.shape[0]
         if options.param_dtype != master:
             model = build(options.param_dtype)
-        for name in frozen_beside_adapters(model):
+        for name in frozen_with_lora(model):
             model.get_parameter(name).requires_grad_(False)
         traced, untraced = Traced({}, 0.0), ""
         try:
-            traced = trace(model, options.expert_plan, lean=options.experts_backend != "reference")
+            traced = trace(model, options.expert_plan, recompute_activations=options.experts_backend != "reference")
         except UnsupportedModelError as error:
             untraced = str(error)
         return cls(

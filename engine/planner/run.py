@@ -17,14 +17,14 @@ import torch
 
 from ..fsdp.options import ShardingOptions
 from ..optim.settings import wants_muon
-from ..settings.values import DTYPES, setting_of
+from ..settings.values import DTYPES, get_setting
 from ..topology.mesh import Topology
-from .memory import IMBALANCE, Backend, Batch, Moment, Optimizer, peak
+from .memory import IMBALANCE, Batch, MemoryPoint, OptimizerKind, PlannerBackend, peak
 from .model_sizes import ModelSizes
-from .text import in_words, size_in_words, step_in_words
+from .text import format_bytes, format_plan, format_step
 from .traffic import collectives
 
-__all__ = ["RECIPE_DEFAULTS", "RunPlan", "configured_batch", "options_of_recipe", "plan_of_run"]
+__all__ = ["RECIPE_DEFAULTS", "StepEstimate", "configured_batch", "options_of_recipe", "estimate_step"]
 
 logger = logging.getLogger("epfsdp2")
 
@@ -48,7 +48,7 @@ RECIPE_DEFAULTS = {
 
 
 @dataclass
-class RunPlan:
+class StepEstimate:
     """
     Args:
         measure: gives the most bytes that torch's allocator ever held; None where it counts nothing.
@@ -60,8 +60,8 @@ class RunPlan:
     sizes: ModelSizes
     topology: Topology
     options: ShardingOptions
-    optimizer: Optimizer | None
-    backend: Backend
+    optimizer: OptimizerKind | None
+    backend: PlannerBackend
     batch: Batch | None
     uncounted: tuple[str, ...]
     command: str
@@ -69,7 +69,7 @@ class RunPlan:
     measure: Callable[[], int] | None
     _seen: Batch | None = None
 
-    def peak(self, batch: Batch) -> Moment:
+    def peak(self, batch: Batch) -> MemoryPoint:
         """What a step needs when it needs most."""
         return peak(self.sizes, self.topology, self.options, batch, self.optimizer, self.backend)
 
@@ -77,7 +77,7 @@ class RunPlan:
         """The plan as it is printed at start."""
         batch = self.batch or Batch(_ASSUMED_TOKENS, imbalance=IMBALANCE, sp=self.sp)
         traffic = collectives(self.sizes, self.topology, self.options, batch)
-        found = [f"plan of {self.sizes.name}", *in_words(self.topology, batch, self.peak(batch), traffic)]
+        found = [f"plan of {self.sizes.name}", *format_plan(self.topology, batch, self.peak(batch), traffic)]
         if self.batch is None:
             found.append(f"the settings don't say how long sequences are: {_ASSUMED_TOKENS} tokens are an example")
         if self.uncounted:
@@ -106,14 +106,14 @@ class RunPlan:
         """What is said at the end, of this rank; None without both figures."""
         if self._seen is None or self.measure is None:
             return None
-        planned, measured = size_in_words(self.peak(self._seen).total), size_in_words(self.measure())
+        planned, measured = format_bytes(self.peak(self._seen).total), format_bytes(self.measure())
         return (
-            f"memory of an update of at most {step_in_words(self._seen)}: planned {planned}; "
+            f"memory of an update of at most {format_step(self._seen)}: planned {planned}; "
             f"measured {measured} (all tensors of the process, the most so far)"
         )
 
 
-def plan_of_run(
+def estimate_step(
     engine: Any,
     model: Any,
     optimizer: Any,
@@ -122,7 +122,7 @@ def plan_of_run(
     options: ShardingOptions,
     memory: Any,
     device: str,
-) -> RunPlan | None:
+) -> StepEstimate | None:
     """The plan of a role that trains; None, with a line of log, if none can be made: that ends no run.
 
     Args:
@@ -133,12 +133,12 @@ def plan_of_run(
     """
     try:
         sizes = ModelSizes.built_by(build, options, DTYPES[engine.model_dtype])
-        plan = RunPlan(
+        plan = StepEstimate(
             sizes,
             topology,
             options,
             optimizer=_known(optimizer),
-            backend=Backend(on_cpu=device == "cpu", foreach=_steps_many(optimizer, device)),
+            backend=PlannerBackend(on_cpu=device == "cpu", foreach=_steps_many(optimizer, device)),
             batch=configured_batch(engine, topology),
             uncounted=tuple(_uncounted(engine, model, optimizer, sizes)),
             command=_command(engine, model, optimizer, topology, options, memory, device),
@@ -170,14 +170,14 @@ def configured_batch(engine: Any, topology: Topology) -> Batch | None:
 
 def _steps_many(optimizer: Any, device: str) -> bool:
     """Whether AdamW takes torch's foreach kernels: by choice, or for want of a fused one."""
-    chosen = setting_of(optimizer, "override_optimizer_config") or {}
+    chosen = get_setting(optimizer, "override_optimizer_config") or {}
     return bool(chosen.get("foreach", device not in ("cpu", "cuda") and not chosen.get("fused")))
 
 
-def _known(optimizer: Any) -> Optimizer | None:
+def _known(optimizer: Any) -> OptimizerKind | None:
     if wants_muon(optimizer):
         return "muon"
-    return "adamw" if setting_of(optimizer, "optimizer") in _ADAM else None
+    return "adamw" if get_setting(optimizer, "optimizer") in _ADAM else None
 
 
 def _uncounted(engine: Any, model: Any, optimizer: Any, sizes: ModelSizes) -> list[str]:
@@ -185,7 +185,7 @@ def _uncounted(engine: Any, model: Any, optimizer: Any, sizes: ModelSizes) -> li
     if sizes.untraced:
         found.append(f"activations, and rows to and from experts ({sizes.untraced.rstrip('.')})")
     if _known(optimizer) is None:
-        found.append(f"states of {setting_of(optimizer, 'optimizer')}")
+        found.append(f"states of {get_setting(optimizer, 'optimizer')}")
     if _known(optimizer) == "muon":
         found.append("matrices while Muon orthogonalises them")
     if engine.use_no_sync_for_gradient_accumulation:
@@ -195,7 +195,7 @@ def _uncounted(engine: Any, model: Any, optimizer: Any, sizes: ModelSizes) -> li
     if hasattr(model.hf_config, "vision_config"):
         found.append("images")
     chunked = engine.entropy_from_logits_with_chunking or engine.entropy_checkpointing
-    if not chunked and not setting_of(model, "use_fused_kernels"):
+    if not chunked and not get_setting(model, "use_fused_kernels"):
         found.append("the entropy's copies of the logits (engine.entropy_from_logits_with_chunking)")
     return found
 
@@ -233,7 +233,7 @@ def _command(
     where = {"nodes": topology.world // gpus, "gpus": gpus, "gib": f"{total / (gpus if device == 'cpu' else 1):.0f}"}
     what = {"tokens": batch.tokens * sp, "micro-batches": -(-batch.micro_batches // sp)}
     words = ["python", "-m", "epfsdp2.recipes.plan", "--model", str(Path(model.local_path))]
-    adapters = {"lora-rank": setting_of(model, "lora_rank") or 0}
+    adapters = {"lora-rank": get_setting(model, "lora_rank") or 0}
     given = {**where, **what, **adapters, **options_of_recipe(engine, optimizer, options)}
     for name, value in given.items():
         if RECIPE_DEFAULTS.get(name) == value:

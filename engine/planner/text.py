@@ -3,37 +3,37 @@
 from collections.abc import Iterable
 
 from ..topology.mesh import Topology
-from .memory import Batch, Moment
+from .memory import Batch, MemoryPoint
 from .traffic import Collective
 
-__all__ = ["in_words", "mesh_in_words", "size_in_words", "step_in_words"]
+__all__ = ["format_plan", "format_mesh", "format_bytes", "format_step"]
 
 
-def in_words(topology: Topology, batch: Batch, peak: Moment, traffic: Iterable[Collective]) -> list[str]:
+def format_plan(topology: Topology, batch: Batch, peak: MemoryPoint, traffic: Iterable[Collective]) -> list[str]:
     """Four lines: the mesh, the step, the memory and the traffic."""
-    held = [f"{part} {size_in_words(nbytes)}" for part, nbytes in peak.parts.items() if nbytes]
-    moved = [f"{c.name} {size_in_words(c.wire)} in {c.calls}" for c in traffic]
+    held = [f"{part} {format_bytes(nbytes)}" for part, nbytes in peak.parts.items() if nbytes]
+    moved = [f"{c.name} {format_bytes(c.wire)} in {c.calls}" for c in traffic]
     return [
-        f"mesh: {mesh_in_words(topology, batch.sp)}",
-        f"a step of a rank: {step_in_words(batch)}",
-        f"memory at its peak ({peak.when}): {size_in_words(peak.total)} = {' + '.join(held)}",
+        f"mesh: {format_mesh(topology, batch.sp)}",
+        f"a step of a rank: {format_step(batch)}",
+        f"memory at its peak ({peak.when}): {format_bytes(peak.total)} = {' + '.join(held)}",
         f"received in a step: {', '.join(moved) or 'nothing'}",
     ]
 
 
-def step_in_words(batch: Batch) -> str:
+def format_step(batch: Batch) -> str:
     """``8 micro-batches of 16384 tokens``; where they differ, the tokens are of the largest."""
     return f"{batch.micro_batches} micro-batch{'es' if batch.micro_batches > 1 else ''} of {batch.tokens} tokens"
 
 
-def mesh_in_words(topology: Topology, sp: int = 1) -> str:
+def format_mesh(topology: Topology, sp: int = 1) -> str:
     """``16 ranks = dp_replicate 1 x ep_fsdp 2 x ep 8``, and how rows are shared."""
     t = topology
     rows = "" if sp == 1 else f" = dp {t.world // sp} x sp {sp}"
     return f"{t.world} ranks = dp_replicate {t.dp_replicate} x ep_fsdp {t.ep_fsdp} x ep {t.ep}{rows}"
 
 
-def size_in_words(nbytes: float) -> str:
+def format_bytes(nbytes: float) -> str:
     """In the largest of GiB, MiB and KiB of which it is at least one."""
     for unit, shift in (("GiB", 30), ("MiB", 20)):
         if nbytes >= 1 << shift:

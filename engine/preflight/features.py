@@ -14,12 +14,12 @@ from ..lora.adapters import Lora
 from ..lora.peft_files import read_adapter
 from ..lora.settings import LoraSettings
 from ..model.packing import why_not_packed
-from ..model.vision import images_refused, why_not_images
+from ..model.vision import images_error, why_not_images
 from ..moe.deepep import check_deepep
 from ..moe.find import UnsupportedModelError, experts_by_layer, find_experts
-from ..moe.router.losses import check_watchable
+from ..moe.router.losses import check_router_logits
 from ..optim.settings import wants_muon
-from ..settings.values import ACTOR_MODEL, DTYPES, OPTIMIZERS, overrides_of, plain, setting_of
+from ..settings.values import ACTOR_MODEL, DTYPES, OPTIMIZERS, get_setting, overrides_of, plain
 from ..topology.expert_placement import ep_fsdp_dim
 from ..topology.mesh import Topology, check_sequence_size
 from .model_facts import ModelFacts
@@ -57,10 +57,10 @@ def check_activation_offload(engine: Any, model: Any, setting: str = ACTOR_MODEL
     Raises:
         SettingError: layers are not computed again whole.
     """
-    if not setting_of(model, "enable_activation_offload"):
+    if not get_setting(model, "enable_activation_offload"):
         return
     checkpointing = engine.activation_checkpointing
-    if checkpointing == "full" or (checkpointing == "auto" and setting_of(model, "enable_gradient_checkpointing")):
+    if checkpointing == "full" or (checkpointing == "auto" and get_setting(model, "enable_gradient_checkpointing")):
         return
     raise SettingError(
         f"{setting}.enable_activation_offload",
@@ -300,12 +300,12 @@ def check_routers(engine: Any, model: Any, facts: ModelFacts) -> None:
         value = getattr(engine, name)
         if not value:
             continue
-        if name != "router_metrics" and setting_of(model, "lora_rank"):
+        if name != "router_metrics" and get_setting(model, "lora_rank"):
             rule = "adapters may be a part of a router's logits, and the loss would not see it."
             raise SettingError(f"engine.{name}", value, rule, f"engine.{name}=0")
         try:
             layers = facts.model.config.get_text_config().num_hidden_layers
-            check_watchable(find_experts(facts.model, engine.expert_plan), layers)
+            check_router_logits(find_experts(facts.model, engine.expert_plan), layers)
         except UnsupportedModelError as error:
             raise SettingError(
                 f"engine.{name}", value, f"can't be with {facts.name}: {error}", "leave it out"
@@ -326,7 +326,7 @@ def check_images(rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:
     why, files = why_not_images(facts.model), plain(rollout.get("train_files") or ())
     for file in [files] if isinstance(files, str) else files:
         if why and Path(file).is_file() and rollout.get("image_key") in parquet.read_schema(file).names:
-            raise images_refused(facts.name, why)
+            raise images_error(facts.name, why)
 
 
 def check_dispatcher(engine: Any, facts: ModelFacts, device: str) -> None:

@@ -16,9 +16,9 @@ from ..compat import versions
 from ..errors import SettingError
 from ..moe.find import find_experts
 from ..moe.gemm.backends import choose_backend
-from ..moe.overlap import check_exchange
+from ..moe.overlap import check_overlap
 from ..optim.settings import check_optimizer
-from ..settings.values import ACTOR_MODEL, DTYPES, OPTIMIZERS, plain, setting_of
+from ..settings.values import ACTOR_MODEL, DTYPES, OPTIMIZERS, get_setting, plain
 from ..topology.expert_placement import check_experts_divide, ep_fsdp_dim
 from ..topology.mesh import Topology
 from .dense_models import check_alone, without_experts
@@ -141,14 +141,14 @@ def check_training(
     facts = inspect_model(model, setting, engine.expert_plan, engine.fp32_modules)
     if facts is not None and facts.is_dense:
         engine = without_experts(engine, facts.model)
-    topology = Topology.plan(world, engine.ep_size, engine.fsdp_size)
+    topology = Topology.arrange(world, engine.ep_size, engine.fsdp_size)
     dtype = (engine.mixed_precision or {}).get("param_dtype", engine.dtype)
     choose_backend(engine.experts_backend, device, DTYPES[dtype])
     if facts is not None:
         check_experts(topology, facts, engine.expert_shard_dim)
         check_routers(engine, model, facts)
         experts = find_experts(facts.model, engine.expert_plan)
-        check_exchange(engine.dispatch_chunks, engine.overlap_shared_experts, engine.dispatcher, facts.model, experts)
+        check_overlap(engine.dispatch_chunks, engine.overlap_shared_experts, engine.dispatcher, facts.model, experts)
         check_dispatcher(engine, facts, device)
     check_attention(model, facts, device=device, setting=setting)
     check_fused_kernels(model, facts, device=device, setting=setting)
@@ -178,7 +178,7 @@ def check_model_settings(model: Any, setting: str = ACTOR_MODEL) -> None:
         SettingError: for the first of them.
     """
     for name, off in _UNSUPPORTED.items():
-        value = setting_of(model, name)
+        value = get_setting(model, name)
         if value:
             raise SettingError(
                 f"{setting}.{name}", value, "is not supported by this engine.", f"{setting}.{name}={off}"

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["ACTOR_MODEL", "DTYPES", "OPTIMIZERS", "overrides_of", "plain", "setting_of"]
+__all__ = ["ACTOR_MODEL", "DTYPES", "OPTIMIZERS", "overrides_of", "plain", "get_setting"]
 
 ACTOR_MODEL = "actor_rollout_ref.model"
 # How a user calls the optimizer's node, by how they call the model's.
@@ -30,7 +30,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def setting_of(model: Any, name: str) -> Any:
+def get_setting(model: Any, name: str) -> Any:
     """A setting of verl's model node by its dotted name; None if it has no such."""
     value = model
     for part in name.split("."):

@@ -6,20 +6,20 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from .index_ranges import Box, Cut, cut_box
+from .index_ranges import IndexRange, ShardStep, shard_range
 
 __all__ = [
-    "checkpointed",
-    "cuts_of",
+    "checkpoint_tensors",
+    "shard_steps",
     "is_adapter",
     "is_expert_parameter",
-    "local_box",
+    "local_range",
     "local_tensor",
     "persistent_buffers",
 ]
 
 
-def cuts_of(param: torch.Tensor) -> tuple[Cut, ...]:
+def shard_steps(param: torch.Tensor) -> tuple[ShardStep, ...]:
     """The cuts of a parameter, outermost first; empty for a plain tensor.
 
     On dim 0 of an expert weight both ``ep`` and ``ep_fsdp`` may cut. DTensor lists its axes in mesh order and marks
@@ -31,19 +31,19 @@ def cuts_of(param: torch.Tensor) -> tuple[Cut, ...]:
     names = mesh.mesh_dim_names
     assert names is not None, "our meshes have named axes"
     sharded = [
-        (type(placement) is not Shard, Cut(placement.dim, names[axis], mesh.size(axis)))  # type: ignore[attr-defined]
+        (type(placement) is not Shard, ShardStep(placement.dim, names[axis], mesh.size(axis)))  # type: ignore[attr-defined]
         for axis, placement in enumerate(param.placements)
         if placement.is_shard() or hasattr(placement, "split_factor")
     ]
     return tuple(cut for _, cut in sorted(sharded, key=lambda entry: entry[0]))
 
 
-def local_box(param: torch.Tensor, at: Mapping[str, int] | None = None) -> Box:
+def local_range(param: torch.Tensor, at: Mapping[str, int] | None = None) -> IndexRange:
     """What this rank holds of ``param``; what another one holds, by where it is ``at`` on some axes."""
     mesh = param.device_mesh if isinstance(param, DTensor) else None
-    cuts = cuts_of(param)
+    cuts = shard_steps(param)
     here = {cut.axis: mesh.get_local_rank(cut.axis) for cut in cuts} if mesh is not None else {}
-    return cut_box(param.shape, cuts, {**here, **(at or {})})
+    return shard_range(param.shape, cuts, {**here, **(at or {})})
 
 
 def local_tensor(param: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ def is_adapter(name: str) -> bool:
     return name.endswith(("_lora_A", "_lora_B"))
 
 
-def checkpointed(model: nn.Module) -> dict[str, torch.Tensor]:
+def checkpoint_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by name: what a checkpoint holds of a model."""
     return {**dict(model.named_parameters()), **persistent_buffers(model)}
 

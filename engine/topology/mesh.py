@@ -39,7 +39,7 @@ class Topology:
     inner: tuple[tuple[str, int], ...] = ()
 
     @classmethod
-    def plan(cls, world: int, ep_size: int, fsdp_size: int = -1) -> "Topology":
+    def arrange(cls, world: int, ep_size: int, fsdp_size: int = -1) -> "Topology":
         """Arrange ``world`` ranks.
 
         Args:

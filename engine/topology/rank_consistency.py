@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["DisagreementError", "alike", "check_agreement", "model_facts", "without_paths"]
+__all__ = ["RankMismatchError", "raise_on_all_ranks", "check_agreement", "model_facts", "without_paths"]
 
 _FIRST = 5  # how many differences an error lists
 _SHOWN = 120  # characters of a value
 
 
-class DisagreementError(RuntimeError):
+class RankMismatchError(RuntimeError):
     """Ranks were given different models or settings; raised on all of them, with the first differences."""
 
 
@@ -39,7 +39,7 @@ def check_agreement(
         failure: what this rank's own checks raised: a rank that raised it alone would leave the others waiting.
 
     Raises:
-        DisagreementError: on every rank alike, naming sections, entries, ranks and their values, or what failed where.
+        RankMismatchError: on every rank alike, naming sections, entries, ranks and their values, or what failed where.
         Exception: ``failure``, where all ranks have the same.
     """
     failed = "" if failure is None else f"{type(failure).__name__}: {failure}"
@@ -60,13 +60,13 @@ def check_agreement(
             failures.setdefault(text, []).append(rank)
     if failures:
         lines = [f"  {_ranks(ranks)}: {text}" for text, ranks in failures.items()]
-        raise DisagreementError("\n".join(["Some ranks can't run what they are to run:", *lines])) from failure
+        raise RankMismatchError("\n".join(["Some ranks can't run what they are to run:", *lines])) from failure
     differences = _differences([facts for _, facts in everyone])
-    raise DisagreementError("\n".join(["The ranks do not agree on what to run:", *differences]))
+    raise RankMismatchError("\n".join(["The ranks do not agree on what to run:", *differences]))
 
 
 @contextlib.contextmanager
-def alike(device: torch.device | str = "cpu", group: dist.ProcessGroup | None = None) -> Iterator[None]:
+def raise_on_all_ranks(device: torch.device | str = "cpu", group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Have all ranks of ``group`` leave the block alike: if one of them fails in it, all raise; collective.
 
     The block itself must hold no collective, which a rank that fails before it would not take part in.

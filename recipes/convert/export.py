@@ -17,11 +17,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from rich.console import Console
 
-from ...engine.checkpoint.atomic_folder import CheckpointError, check_files, written_beside
+from ...engine.checkpoint.atomic_folder import CheckpointError, atomic_dir, verify_files
 from ...engine.checkpoint.export_hf import FILE_BYTES, MODEL, write_hf_weights
 from ...engine.checkpoint.state import HF, SHARDS, STATE
 from ...engine.model.meta import model_of_checkpoint
-from ...engine.topology.dtensor import checkpointed
+from ...engine.topology.dtensor import checkpoint_tensors
 
 __all__ = ["export", "main"]
 
@@ -59,7 +59,7 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, file_b
         CheckpointError: the checkpoint is not complete, or holds no model.
         FileExistsError: ``out`` is there already.
     """
-    check_files(checkpoint)
+    verify_files(checkpoint)
     if out.exists():
         raise FileExistsError(f"{out} is there already.")
     metadata = dcp.HuggingFaceStorageReader(str(checkpoint / SHARDS)).read_metadata()
@@ -69,9 +69,9 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, file_b
     model = model_of_checkpoint(checkpoint / HF, names, dtype or torch.float32)
     dtypes = {
         name: own.dtype if dtype is not None and own.is_floating_point() else None
-        for name, own in checkpointed(model).items()
+        for name, own in checkpoint_tensors(model).items()
     }
-    with written_beside(out) as partial:
+    with atomic_dir(out) as partial:
         ignored = shutil.ignore_patterns("*.safetensors*")
         shutil.copytree(checkpoint / HF, partial, ignore=ignored, dirs_exist_ok=True)
         lora = json.loads((checkpoint / STATE).read_text()).get("lora")

@@ -30,14 +30,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from tqdm import tqdm
 
-from ...engine.checkpoint.atomic_folder import CheckpointError, written_alone
+from ...engine.checkpoint.atomic_folder import CheckpointError, atomic_checkpoint_dir
 from ...engine.checkpoint.export_hf import FILE_BYTES, MODEL
 from ...engine.checkpoint.safetensors_writer import Entry, write_safetensors
 from ...engine.checkpoint.state import HF, OPTIMIZER, RNG, SHARDS, STATE, plain_value
 from ...engine.errors import listed
 from ...engine.model.meta import model_of_checkpoint
 from ...engine.moe.find import find_experts
-from ...engine.topology.dtensor import checkpointed
+from ...engine.topology.dtensor import checkpoint_tensors
 
 __all__ = ["import_fsdp2", "main"]
 
@@ -112,7 +112,7 @@ def import_fsdp2(checkpoint: Path, out: Path, step: int | None = None, optimizer
         "lr_scheduler": None if schedule is None else dict.fromkeys(_parts(model), schedule),
         "param_groups": groups,
     }
-    with written_alone(out) as partial:
+    with atomic_checkpoint_dir(out) as partial:
         for folder in (SHARDS, RNG):
             (partial / folder).mkdir()
         entries = [Entry(name, stored.shape, stored.dtype) for name, stored in tensors.items()]
@@ -231,7 +231,7 @@ def _model(
     """
     if adapters := [name for name in of_ranks[0] if "lora_" in name]:
         raise CheckpointError(f"{files[0]} holds LoRA adapters, which have other names here: {listed(adapters)}.")
-    saved, own, tied = _joined(files, of_ranks), checkpointed(model), model.state_dict().keys()
+    saved, own, tied = _joined(files, of_ranks), checkpoint_tensors(model), model.state_dict().keys()
     wrong = [f"{name} is missing" for name in own if name not in saved]
     wrong += [f"{name} is no tensor of the model" for name in saved if name not in own and name not in tied]
     wrong += _misshapen({name: (saved[name], own[name]) for name in own if name in saved})

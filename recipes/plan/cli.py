@@ -27,7 +27,7 @@ from ...engine.moe.find import UnsupportedModelError
 from ...engine.moe.gemm.backends import BACKENDS
 from ...engine.planner.memory import IMBALANCE, Batch
 from ...engine.planner.model_sizes import ModelSizes
-from ...engine.planner.text import in_words, step_in_words
+from ...engine.planner.text import format_plan, format_step
 from .cards import MODEL_HELP, config_of
 from .meshes import Request, choices, recommended, smallest
 from .roofline import Cluster
@@ -159,13 +159,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     said = [
         f"{options.model} on {cluster.nodes} x {cluster.gpus} GPUs of {cluster.gib:g} GiB, {request.margin:.0%} to "
         f"stay free: {options.checkpointing} checkpointing, {options.model_dtype} parameters, {options.optimizer}, "
-        f"{step_in_words(request.batch)}"
+        f"{format_step(request.batch)}"
     ]
     larger = None
     if best is not None:
         said.append(f"Recommended, {best.gib:.1f} of {cluster.gib:g} GiB and {best.time.step:.2f} s a step:")
         said += [f"    {' '.join(best.settings)}"]
-        said += in_words(best.topology, best.batch, best.peak, best.traffic)
+        said += format_plan(best.topology, best.batch, best.peak, best.traffic)
     else:
         larger = smallest(request, cluster)
         said += refusal(min(found, key=lambda c: c.gib), larger, request, cluster)

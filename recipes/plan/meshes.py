@@ -6,7 +6,7 @@ from typing import Any
 
 from ...engine.errors import SettingError
 from ...engine.fsdp.options import ShardingOptions
-from ...engine.planner.memory import Batch, Moment, peak
+from ...engine.planner.memory import Batch, MemoryPoint, peak
 from ...engine.planner.model_sizes import ModelSizes, group_sizes
 from ...engine.planner.traffic import Collective, collectives
 from ...engine.topology.mesh import Topology, divisors
@@ -37,7 +37,7 @@ class Choice:
 
     topology: Topology
     batch: Batch
-    peak: Moment
+    peak: MemoryPoint
     traffic: tuple[Collective, ...]
     time: Roofline
     sync: float
@@ -97,7 +97,7 @@ def choices(request: Request, cluster: Cluster) -> list[Choice]:
 def _topologies(request: Request, world: int) -> Iterator[Topology]:
     for fsdp in divisors(world):
         for ep in divisors(fsdp):
-            topology = Topology.plan(world, ep, fsdp)
+            topology = Topology.arrange(world, ep, fsdp)
             try:
                 request.sizes.check(topology)
                 group_sizes(request.sizes, topology, request.options.expert_shard_dim)
@@ -127,7 +127,7 @@ def _choice(request: Request, cluster: Cluster, topology: Topology, sp: int) -> 
 def _sync(sizes: ModelSizes, topology: Topology, options: ShardingOptions, cluster: Cluster) -> float:
     """Seconds of the full stream: every rank receives what it does not hold (``plan_sync`` has the others)."""
     itemsize = options.param_dtype.itemsize
-    whole = sum(size.full for _, _, size in group_sizes(sizes, Topology.plan(1, 1))) * itemsize
+    whole = sum(size.full for _, _, size in group_sizes(sizes, Topology.arrange(1, 1))) * itemsize
     return seconds(Collective("all-gather", topology.fsdp, 1, 1, whole), cluster)
 
 
@@ -138,7 +138,7 @@ def recommended(found: Sequence[Choice]) -> Choice | None:
 
 def smallest(request: Request, cluster: Cluster) -> tuple[Cluster, Choice] | None:
     """The fewest nodes of the same shape on which the model fits, and how."""
-    alone = Topology.plan(1, 1)
+    alone = Topology.arrange(1, 1)
     elements = sum(size.full for _, _, size in group_sizes(request.sizes, alone))
     states = 1 if request.optimizer == "muon" else 2
     resident = (2 + states) * elements * request.sizes.master.itemsize / _GIB

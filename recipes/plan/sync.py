@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     console = Console(highlight=False, soft_wrap=True, width=max(_WIDTH, Console().width))
     try:
-        topology = Topology.plan(options.world, options.ep, options.fsdp_size)
+        topology = Topology.arrange(options.world, options.ep, options.fsdp_size)
         config = config_of(options.model)
         model = build_on_meta(AutoModelForCausalLM, config, torch.bfloat16)
         shard_dim = options.expert_shard_dim if options.expert_shard_dim == "auto" else int(options.expert_shard_dim)

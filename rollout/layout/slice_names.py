@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from ...engine.topology.index_ranges import Box
+from ...engine.topology.index_ranges import IndexRange
 from .vllm_layout import TargetSlice
 
 __all__ = ["NamedIndex", "is_slice", "named_indices", "named_values", "parse_slice", "slice_name"]
@@ -15,7 +15,7 @@ _PREFIX = "__epfsdp2__"
 NamedIndex = tuple[str, tuple[slice, ...]]
 
 
-def named_indices(block: Box, slices: Iterable[TargetSlice]) -> list[NamedIndex]:
+def named_indices(block: IndexRange, slices: Iterable[TargetSlice]) -> list[NamedIndex]:
     """Return the name and the index inside ``block`` of each part of it that a worker keeps.
 
     Args:
@@ -23,16 +23,18 @@ def named_indices(block: Box, slices: Iterable[TargetSlice]) -> list[NamedIndex]
     """
     found = []
     for part in slices:
-        shared = block.shared_with(part.block)
+        shared = block.intersection(part.block)
         if shared is not None:
             dropped = len(shared.low) - len(part.at)
             begins = zip(part.at, shared.low[dropped:], part.block.low[dropped:], strict=True)
             corner = [at + low - part_low for at, low, part_low in begins]
-            found.append((slice_name(part.parameter, corner), shared.inside(block)))
+            found.append((slice_name(part.parameter, corner), shared.slices_in(block)))
     return found
 
 
-def named_values(block: Box, values: torch.Tensor, slices: Iterable[TargetSlice]) -> Iterator[tuple[str, torch.Tensor]]:
+def named_values(
+    block: IndexRange, values: torch.Tensor, slices: Iterable[TargetSlice]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parts of a block's ``values`` that a worker keeps, each under its name."""
     for name, inside in named_indices(block, slices):
         yield name, values[inside]

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from ...engine.lora.merge import weights
-from ...engine.topology.dtensor import cuts_of, persistent_buffers
-from ...engine.topology.index_ranges import Cut
+from ...engine.topology.dtensor import persistent_buffers, shard_steps
+from ...engine.topology.index_ranges import ShardStep
 from .vllm_layout import TensorSpec
 
 __all__ = ["sharded_tensor_specs", "tensor_specs_of"]
@@ -18,11 +18,11 @@ def sharded_tensor_specs(model: nn.Module, itemsize: Mapping[str, int] | int | N
     Args:
         itemsize: bytes per element as sent, for all parameters or by name; defaults to the parameter's own.
     """
-    return list(tensor_specs_of(model, {name: cuts_of(p) for name, p in model.named_parameters()}, itemsize))
+    return list(tensor_specs_of(model, {name: shard_steps(p) for name, p in model.named_parameters()}, itemsize))
 
 
 def tensor_specs_of(
-    model: nn.Module, cuts: Mapping[str, tuple[Cut, ...]], itemsize: Mapping[str, int] | int | None
+    model: nn.Module, cuts: Mapping[str, tuple[ShardStep, ...]], itemsize: Mapping[str, int] | int | None
 ) -> Iterator[TensorSpec]:
     """Describe weights and persistent buffers given the sharding ``cuts`` of each parameter.
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ...engine.topology.index_ranges import Box, chunk_range
+from ...engine.topology.index_ranges import IndexRange, chunk_range
 from .vllm_layout import TargetSlice, TensorSpec, TrainerTopology, holders
 
 __all__ = [
@@ -42,7 +42,7 @@ def round_bytes(memory_bytes: int) -> int:
 class Transfer:
     """A block of a tensor that rank ``source`` sends to rank or worker ``target``."""
 
-    block: Box
+    block: IndexRange
     source: int
     target: int
 
@@ -53,7 +53,7 @@ class Transfer:
             return self if part == 0 else None
         dim = next((d for d, size in enumerate(shape) if size >= parts), shape.index(max(shape)))
         start, stop = chunk_range(self.block.low[dim], self.block.high[dim], parts, part)
-        return Transfer(self.block.along(dim, start, stop), self.source, self.target) if start < stop else None
+        return Transfer(self.block.with_dim(dim, start, stop), self.source, self.target) if start < stop else None
 
 
 @dataclass(frozen=True)
@@ -331,20 +331,20 @@ def _source(ranks: Sequence[int], target: int, topology: TrainerTopology, coloca
 class _Grid:
     """The grid into which shards divide a tensor; finds the cells that overlap a block without a search."""
 
-    def __init__(self, blocks: dict[Box, list[int]]):
+    def __init__(self, blocks: dict[IndexRange, list[int]]):
         dims = range(len(next(iter(blocks)).low))
         self._spans = [sorted({(block.low[d], block.high[d]) for block in blocks}) for d in dims]
         self._ranks = {block.low: ranks for block, ranks in blocks.items()}
 
-    def overlapping(self, block: Box) -> Iterator[tuple[Box, list[int]]]:
+    def overlapping(self, block: IndexRange) -> Iterator[tuple[IndexRange, list[int]]]:
         """Yield the intersection of ``block`` with each cell, and the ranks that hold the cell."""
         corners: list[tuple[tuple[int, int], ...]] = [()]
         for spans, low, high in zip(self._spans, block.low, block.high, strict=True):
             touched = [span for span in spans if span[0] < high and low < span[1]]
             corners = [(*corner, span) for corner in corners for span in touched]
         for corner in corners:
-            cell = Box(tuple(low for low, _ in corner), tuple(high for _, high in corner))
-            shared = cell.shared_with(block)
+            cell = IndexRange(tuple(low for low, _ in corner), tuple(high for _, high in corner))
+            shared = cell.intersection(block)
             if shared is not None:
                 yield shared, self._ranks[cell.low]
 

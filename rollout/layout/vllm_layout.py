@@ -27,7 +27,7 @@ from typing import Any, Literal, Protocol
 from packaging.specifiers import SpecifierSet
 
 from ...engine.compat import versions
-from ...engine.topology.index_ranges import Box, Cut, cut_box
+from ...engine.topology.index_ranges import IndexRange, ShardStep, shard_range
 
 __all__ = [
     "SYNC_MODES",
@@ -61,11 +61,11 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     itemsize: int
-    cuts: tuple[Cut, ...] = ()
+    cuts: tuple[ShardStep, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        return Box.of(self.shape).numel * self.itemsize
+        return IndexRange.of(self.shape).numel * self.itemsize
 
 
 class TrainerTopology(Protocol):
@@ -130,7 +130,7 @@ class TargetSlice:
     ``at`` is shorter than the block's shape where the parameter lacks leading dims of size 1.
     """
 
-    block: Box
+    block: IndexRange
     parameter: str
     at: tuple[int, ...]
 
@@ -141,11 +141,11 @@ class TargetSlice:
         return tuple(low + size for low, size in zip(self.at, shape, strict=True))
 
 
-def holders(tensor: TensorSpec, topology: TrainerTopology) -> dict[Box, list[int]]:
+def holders(tensor: TensorSpec, topology: TrainerTopology) -> dict[IndexRange, list[int]]:
     """Map each shard of a tensor to the ranks of one trainer replica that hold it; shards do not overlap."""
-    held: dict[Box, list[int]] = {}
+    held: dict[IndexRange, list[int]] = {}
     for rank in range(topology.fsdp):
-        block = cut_box(tensor.shape, tensor.cuts, topology.coordinate(rank))
+        block = shard_range(tensor.shape, tensor.cuts, topology.coordinate(rank))
         if block.numel:
             held.setdefault(block, []).append(rank)
     return held
@@ -164,7 +164,7 @@ def target_slices(
     Raises:
         ValueError: vLLM could not shard the tensor by this tensor-parallel size either.
     """
-    whole = [TargetSlice(Box.of(tensor.shape), tensor.name, (0,) * len(tensor.shape))]
+    whole = [TargetSlice(IndexRange.of(tensor.shape), tensor.name, (0,) * len(tensor.shape))]
     is_experts = _EXPERTS.search(tensor.name) is not None
     if mode == "full" or (not is_experts and mode == "expert_local"):
         return whole
@@ -189,7 +189,7 @@ def has_known_rows(name: str) -> bool:
 def _own_experts(tensor: TensorSpec, workers: int, worker: int) -> list[TargetSlice]:
     each, more = divmod(tensor.shape[0], workers)
     first = worker * each + min(worker, more)
-    block = Box.of(tensor.shape).along(0, first, first + each + (worker < more))
+    block = IndexRange.of(tensor.shape).with_dim(0, first, first + each + (worker < more))
     return [TargetSlice(block, _vllm_experts(tensor.name), (0,) * len(tensor.shape))]
 
 
@@ -197,7 +197,7 @@ def _vllm_experts(name: str) -> str:
     return name.replace("experts.gate_up_proj", "experts.w13_weight").replace("experts.down_proj", "experts.w2_weight")
 
 
-def _part(tensor: TensorSpec, dim: int, tp: int, rank: int, within: tuple[int, int] | None = None) -> Box:
+def _part(tensor: TensorSpec, dim: int, tp: int, rank: int, within: tuple[int, int] | None = None) -> IndexRange:
     """Return the rank's part of ``within = (start, stop)`` along ``dim``; ``within`` defaults to the whole dim."""
     start, stop = within or (0, tensor.shape[dim])
     size, rest = divmod(stop - start, tp)
@@ -205,7 +205,7 @@ def _part(tensor: TensorSpec, dim: int, tp: int, rank: int, within: tuple[int, i
         raise ValueError(
             f"{tensor.name} has {stop - start} along dim {dim}, which tensor parallelism {tp} does not divide."
         )
-    return Box.of(tensor.shape).along(dim, start + rank * size, start + (rank + 1) * size)
+    return IndexRange.of(tensor.shape).with_dim(dim, start + rank * size, start + (rank + 1) * size)
 
 
 def _at(tensor: TensorSpec, dim: int = 0, offset: int = 0) -> tuple[int, ...]:
@@ -224,7 +224,7 @@ def _down_experts(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: st
     return [TargetSlice(_part(tensor, 2, tp, rank), _vllm_experts(tensor.name), _at(tensor))]
 
 
-def _heads_of(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> tuple[Box, int]:
+def _heads_of(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> tuple[IndexRange, int]:
     """Return the rows of the rank's heads of this kind, and how many rows precede them in the fused parameter."""
 
     def of(total: int) -> tuple[int, int]:
@@ -237,7 +237,9 @@ def _heads_of(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -
     counts = {"q": of(heads.queries), "k": of(heads.keys), "v": of(heads.keys)}
     before = {"q": 0, "k": counts["q"][1], "v": counts["q"][1] + counts["k"][1]}
     first, each = counts[kind]
-    return Box.of(tensor.shape).along(0, first * heads.dim, (first + each) * heads.dim), before[kind] * heads.dim
+    return IndexRange.of(tensor.shape).with_dim(0, first * heads.dim, (first + each) * heads.dim), before[
+        kind
+    ] * heads.dim
 
 
 def _qkv_projection(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
@@ -264,12 +266,12 @@ def _row_parallel(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: st
 def _vocabulary(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
     rows = tensor.shape[0]
     each = -(-rows // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE // tp
-    block = Box.of(tensor.shape).along(0, min(rank * each, rows), min((rank + 1) * each, rows))
+    block = IndexRange.of(tensor.shape).with_dim(0, min(rank * each, rows), min((rank + 1) * each, rows))
     return [TargetSlice(block, tensor.name, _at(tensor))]
 
 
 def _without_first_dim(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
-    return [TargetSlice(Box.of(tensor.shape), tensor.name, _at(tensor)[1:])]
+    return [TargetSlice(IndexRange.of(tensor.shape), tensor.name, _at(tensor)[1:])]
 
 
 _EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")

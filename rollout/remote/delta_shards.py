@@ -17,7 +17,7 @@ from verl.workers.engine.spec import BlockPlacement, ShardSpec, translate_flat_i
 
 from ...engine.lora.merge import local_values
 from ...engine.model import hf_names
-from ...engine.topology.dtensor import checkpointed, cuts_of, is_adapter, local_box
+from ...engine.topology.dtensor import checkpoint_tensors, is_adapter, local_range, shard_steps
 from ...engine.topology.mesh import Meshes
 
 __all__ = ["ExpertsSpec", "ShardExport", "experts_entry"]
@@ -70,7 +70,7 @@ class ShardExport:
             ValueError: the checkpoint stores a tensor in another form, and it is not a stack of experts.
         """
         device = self.meshes.dense.device_type
-        tensors = {name: tensor for name, tensor in checkpointed(self.model).items() if not is_adapter(name)}
+        tensors = {name: tensor for name, tensor in checkpoint_tensors(self.model).items() if not is_adapter(name)}
         local = local_values(self.model, device)
         for name, tensor in tensors.items():
             values = local(name, tensor).to(device)
@@ -79,8 +79,8 @@ class ShardExport:
             yield self._checkpoint_name(name, tensor), values.reshape(-1), self._spec(name, tensor)
 
     def _spec(self, name: str, tensor: torch.Tensor) -> ShardSpec:
-        block, shape = local_box(tensor), tuple(tensor.shape)
-        if not cuts_of(tensor):
+        block, shape = local_range(tensor), tuple(tensor.shape)
+        if not shard_steps(tensor):
             return ShardSpec(full_shape=shape)  # replicated; verl takes that of rank 0
         placed: dict[str, Any] = {
             "full_shape": shape,
@@ -93,7 +93,7 @@ class ShardExport:
         if rows is None:
             return ShardSpec(**placed)
         slots = [
-            (hf_names.of_later_expert(slot, expert), size) for expert in range(shape[0]) for slot, size in rows.slots
+            (hf_names.shift_expert_index(slot, expert), size) for expert in range(shape[0]) for slot, size in rows.slots
         ]
         return ExpertsSpec(**placed, hf_slots=slots, to_hf_chunk=partial(self._chunk, name), rows=rows)
 
@@ -101,7 +101,7 @@ class ShardExport:
         """Convert rows of a stack, from expert ``start`` on, to checkpoint tensors in the order of ``hf_slots``."""
         one_by_one = (hf_names.as_checkpoint(self.model, [(name, row[None])]) for row in segment)
         return [
-            (hf_names.of_later_expert(own, start + i), values)
+            (hf_names.shift_expert_index(own, start + i), values)
             for i, row in enumerate(one_by_one)
             for own, values in row
         ]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...engine.topology.index_ranges import Box
+from ...engine.topology.index_ranges import IndexRange
 from ..layout.transfer_plan import Piece, TensorPlan, Transfer, TransferPlan
 from ..transport.exchange import Exchange, PendingRound
 from ..transport.round_blocks import offsets
@@ -35,7 +35,7 @@ def with_relays(plan: TransferPlan, nodes: Sequence[str]) -> TransferPlan:
 
 
 def _relay_tensor(tensor: TensorPlan, nodes: Sequence[str]) -> TensorPlan:
-    receivers: dict[tuple[Box, str], list[Transfer]] = {}
+    receivers: dict[tuple[IndexRange, str], list[Transfer]] = {}
     for transfer in tensor.transfers:
         if nodes[transfer.source] != nodes[transfer.target]:
             receivers.setdefault((transfer.block, nodes[transfer.target]), []).append(transfer)
@@ -90,7 +90,7 @@ class RelayedExchange(Exchange):
         at, to = offsets(self._splits[pending.index][1]), offsets(send_splits)
         for piece in self.plan.rounds[pending.index]:
             itemsize = self.plan.tensor(piece)[1].tensor.itemsize
-            held: dict[Box, torch.Tensor] = {}
+            held: dict[IndexRange, torch.Tensor] = {}
             for transfer in self._first_hop(piece):
                 if transfer.target == self.rank:
                     start = at[transfer.source]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ...engine.compat import versions
-from ...engine.topology.index_ranges import Cut
+from ...engine.topology.index_ranges import ShardStep
 from ...engine.topology.mesh import Topology
 from ..layout.layout_check import planned_layouts
 from ..layout.slice_names import named_values
@@ -350,7 +350,9 @@ class _Chunk:
     nbytes: int
 
 
-register_message_types(TrainerLayout, ShardedModel, WorkerRequest, _Chunk, TensorSpec, Cut, Topology, Heads, Rollout)
+register_message_types(
+    TrainerLayout, ShardedModel, WorkerRequest, _Chunk, TensorSpec, ShardStep, Topology, Heads, Rollout
+)
 
 
 def _buckets(

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ...engine.lora.merge import LocalValues
-from ...engine.topology.index_ranges import Box
+from ...engine.topology.index_ranges import IndexRange
 from ..layout.transfer_plan import Piece, Transfer, TransferPlan
 from ..layout.vllm_layout import TargetSlice, TensorSpec
 from .report import Traffic
@@ -46,7 +46,7 @@ class TensorBlock:
     """
 
     tensor: TensorSpec
-    block: Box
+    block: IndexRange
     values: torch.Tensor
 
 
@@ -109,10 +109,10 @@ class Exchange:
         ]
         self._pieces: dict[tuple[int, int, int, int], list[Transfer]] = {}
         self._piece_transfers: dict[Piece, PieceTransfers] = {}
-        self._shard_blocks: dict[str, Box] = {}
+        self._shard_blocks: dict[str, IndexRange] = {}
         self._send_blocks: list[list[SendBlock]] = []
         self._local_blocks: list[list[LocalBlock]] = []
-        self._receive_offsets: dict[int, list[tuple[TensorSpec, Box, int]]] = {}
+        self._receive_offsets: dict[int, list[tuple[TensorSpec, IndexRange, int]]] = {}
         self._send_buffers: list[torch.Tensor] = []
         self._receive_buffers: list[torch.Tensor] = []
         self._cast_buffer = self._empty(0)
@@ -141,8 +141,8 @@ class Exchange:
                     missing[name] = sum(part.block.numel for part, _ in parts[name])
                     self.traffic.hold(sum(buffer.nbytes for _, buffer in parts[name]))
                 for part, buffer in parts[name]:
-                    if found.block.shared_with(part.block) is not None:
-                        buffer[found.block.inside(part.block)] = found.values
+                    if found.block.intersection(part.block) is not None:
+                        buffer[found.block.slices_in(part.block)] = found.values
                 missing[name] -= found.block.numel
                 while parts[name] and not missing[name]:
                     part, buffer = parts[name].pop(0)
@@ -306,17 +306,17 @@ class Exchange:
                     begins.append((transfer, local_at))
                     buffer_range = slice(local_at, local_at + nbytes)
                     local_end = local_at = local_at + nbytes
-                inside = transfer.block.inside(shard)
+                inside = transfer.block.slices_in(shard)
                 local_blocks.append(LocalBlock(tensor, transfer.block, inside, buffer_range))
             for some in rows:
                 parts = list(self._packed_parts(begins, some, itemsize))
-                send_blocks.append(SendBlock(tensor, some.inside(shard), some.shape, parts))
+                send_blocks.append(SendBlock(tensor, some.slices_in(shard), some.shape, parts))
             if begins and not rows:
                 send_blocks.append(SendBlock(tensor, None, (), list(self._packed_parts(begins, shard, itemsize))))
         self._send_blocks.append(send_blocks)
         self._local_blocks.append(local_blocks)
 
-    def _rows_to_cast(self, piece: PieceTransfers, shards: LocalShards, local_bytes: int) -> list[Box]:
+    def _rows_to_cast(self, piece: PieceTransfers, shards: LocalShards, local_bytes: int) -> list[IndexRange]:
         """Return the rows to cast before they are split, if any.
 
         Only as many as keep ``local_bytes``, the piece's own part and one cast within the plan's limit.
@@ -329,14 +329,16 @@ class Exchange:
             return []
         return list(enclosing_rows([t.block for t in piece.outgoing], most // piece.tensor.itemsize))
 
-    def _packed_parts(self, begins: Iterable[tuple[Transfer, int]], held: Box, itemsize: int) -> Iterator[PackedPart]:
+    def _packed_parts(
+        self, begins: Iterable[tuple[Transfer, int]], held: IndexRange, itemsize: int
+    ) -> Iterator[PackedPart]:
         """Yield the parts of ``held`` that transfers take; each transfer begins at the given byte of its buffer."""
         for transfer, begin in begins:
-            block = transfer.block.shared_with(held)
+            block = transfer.block.intersection(held)
             if block is not None:
-                start = begin + transfer.block.before(block) * itemsize
+                start = begin + transfer.block.elements_before(block) * itemsize
                 to = slice(start, start + block.numel * itemsize)
-                yield PackedPart(block.inside(held), to, transfer.target == self.rank)
+                yield PackedPart(block.slices_in(held), to, transfer.target == self.rank)
 
     def _start(self, index: int, buffers: RoundBuffers) -> PendingRound:
         send_splits, receive_splits = self._splits[index]
@@ -363,7 +365,7 @@ class Exchange:
             values = read_as(received[start : start + block.numel * tensor.itemsize], shards.dtype(tensor.name))
             yield TensorBlock(tensor, block, values.view(block.shape))
 
-    def _received_blocks(self, index: int) -> list[tuple[TensorSpec, Box, int]]:
+    def _received_blocks(self, index: int) -> list[tuple[TensorSpec, IndexRange, int]]:
         """Return the blocks that a round receives, each with its first byte in the receive buffer."""
         if index not in self._receive_offsets:
             at = offsets(self._receive_sizes(index))

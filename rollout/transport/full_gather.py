@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ...engine.lora.merge import local_values, weights
-from ...engine.topology.dtensor import cuts_of, persistent_buffers
-from ...engine.topology.index_ranges import Box, chunk_range, cut_box
+from ...engine.topology.dtensor import persistent_buffers, shard_steps
+from ...engine.topology.index_ranges import IndexRange, chunk_range, shard_range
 from ...engine.topology.mesh import Meshes
 from .report import Traffic
 
@@ -34,33 +34,35 @@ class GatheredTensor:
 
     name: str
     shape: torch.Size
-    shards: list[tuple[Box, torch.Tensor]]
+    shards: list[tuple[IndexRange, torch.Tensor]]
     is_whole: bool = True
 
     def assemble(self, max_bytes: int) -> Iterator["Rows"]:
         """Yield the full tensor or, of a part, runs of consecutive rows of at most ``max_bytes`` each."""
-        block = Box.of(self.shape)
+        block = IndexRange.of(self.shape)
         if self.is_whole:
             yield Rows(self.name, None, _assemble_block(block, self.shards))
             return
-        runs: dict[tuple[int, int], list[tuple[Box, torch.Tensor]]] = {}
+        runs: dict[tuple[int, int], list[tuple[IndexRange, torch.Tensor]]] = {}
         for held, values in self.shards:
             runs.setdefault((held.low[0], held.high[0]), []).append((held, values))
         itemsize = self.shards[0][1].itemsize
         count = max(1, max_bytes // (self.shape[1:].numel() * itemsize))
         for (low, high), shards in runs.items():
             for first in range(low, high, count):
-                yield Rows(self.name, first, _assemble_block(block.along(0, first, min(first + count, high)), shards))
+                yield Rows(
+                    self.name, first, _assemble_block(block.with_dim(0, first, min(first + count, high)), shards)
+                )
 
 
-def _assemble_block(block: Box, shards: Sequence[tuple[Box, torch.Tensor]]) -> torch.Tensor:
+def _assemble_block(block: IndexRange, shards: Sequence[tuple[IndexRange, torch.Tensor]]) -> torch.Tensor:
     """Assemble a block from the shards that cover it."""
     first = shards[0][1]
     assembled_values = torch.empty(block.shape, dtype=first.dtype, device=first.device)
     for held, values in shards:
-        shared = held.shared_with(block)
+        shared = held.intersection(block)
         if shared is not None:
-            assembled_values[shared.inside(block)] = values[shared.inside(held)]
+            assembled_values[shared.slices_in(block)] = values[shared.slices_in(held)]
     return assembled_values
 
 
@@ -91,11 +93,11 @@ class _SentParam:
     def nbytes(self) -> int:
         return self.param.numel() * self.dtype.itemsize // self.parts
 
-    def block(self, held: Box) -> Box:
+    def block(self, held: IndexRange) -> IndexRange:
         """Return the part of a shard that is sent."""
         if self.parts == 1:
             return held
-        return held.along(0, *chunk_range(held.low[0], held.high[0], self.parts, self.part))
+        return held.with_dim(0, *chunk_range(held.low[0], held.high[0], self.parts, self.part))
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class _ShardPart:
         inside: its index inside the rank's shard.
     """
 
-    block: Box
+    block: IndexRange
     inside: tuple[slice, ...]
     offset: int
     nbytes: int
@@ -220,7 +222,7 @@ def gather(
             for i, sent in enumerate(group.members):
                 yield GatheredTensor(sent.name, sent.param.shape, list(_shards(group, i, everyone)), sent.parts == 1)
         for name, buffer in persistent_buffers(model).items():
-            yield GatheredTensor(name, buffer.shape, [(Box.of(buffer.shape), buffer.detach().to(device))])
+            yield GatheredTensor(name, buffer.shape, [(IndexRange.of(buffer.shape), buffer.detach().to(device))])
     finally:
         while pending is not None:
             pending[2].wait()
@@ -250,7 +252,7 @@ def _parts(
         yield whole
         return
     # The first rank has the most rows.
-    rows = cut_box(whole.param.shape, cuts_of(whole.param), meshes.topology.coordinate(0)).shape[0]
+    rows = shard_range(whole.param.shape, shard_steps(whole.param), meshes.topology.coordinate(0)).shape[0]
     parts = -(-rows // max(1, rows * max_gather_bytes // whole.nbytes))
     for part in range(parts):
         yield replace(whole, part=part, parts=parts)
@@ -270,7 +272,7 @@ def _groups(members: Iterable[_SentParam], layers: Sequence[str], max_gather_byt
         yield group
 
 
-def _shards(group: _Group, index: int, everyone: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+def _shards(group: _Group, index: int, everyone: torch.Tensor) -> Iterator[tuple[IndexRange, torch.Tensor]]:
     """Yield each rank's shard of a group's ``index``-th parameter as a view of the gathered bytes."""
     dtype = group.members[index].dtype
     for rank, pieces in enumerate(group.layouts):
@@ -283,12 +285,12 @@ def _shards(group: _Group, index: int, everyone: torch.Tensor) -> Iterator[tuple
 def _layout(group: Sequence[_SentParam], meshes: Meshes, rank: int) -> list[_ShardPart]:
     pieces, offset = [], 0
     for sent in group:
-        cuts = cuts_of(sent.param)
-        held = cut_box(sent.param.shape, cuts, meshes.topology.coordinate(rank))
+        cuts = shard_steps(sent.param)
+        held = shard_range(sent.param.shape, cuts, meshes.topology.coordinate(rank))
         block = sent.block(held)
         # Rank 0 alone sends what is replicated.
         nbytes = sent.dtype.itemsize * block.numel if cuts or rank == 0 else 0
-        pieces.append(_ShardPart(block, block.inside(held), offset, nbytes))
+        pieces.append(_ShardPart(block, block.slices_in(held), offset, nbytes))
         offset += _aligned(nbytes)
     return pieces
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from ...engine.lora.merge import LocalValues
-from ...engine.topology.dtensor import local_box, local_tensor
-from ...engine.topology.index_ranges import Box, box_around
+from ...engine.topology.dtensor import local_range, local_tensor
+from ...engine.topology.index_ranges import IndexRange, bounding_range
 from ..layout.transfer_plan import Transfer
 from ..layout.vllm_layout import TensorSpec
 
@@ -86,7 +86,7 @@ class LocalBlock:
     """
 
     tensor: TensorSpec
-    block: Box
+    block: IndexRange
     inside: tuple[slice, ...]
     buffer_range: slice | None
 
@@ -103,7 +103,7 @@ class LocalShards:
         self,
         tensors: Mapping[str, torch.Tensor],
         dtypes: Mapping[str, torch.dtype],
-        blocks: dict[str, Box],
+        blocks: dict[str, IndexRange],
         values: LocalValues | None,
     ):
         self._tensors, self._dtypes, self._boxes = tensors, dtypes, blocks
@@ -118,10 +118,10 @@ class LocalShards:
         """Tell whether a tensor is sent in another dtype than it is stored in."""
         return self._tensors[name].dtype != self._dtypes[name]
 
-    def block(self, name: str) -> Box:
+    def block(self, name: str) -> IndexRange:
         """Return the block of a tensor that this rank's shard covers."""
         if name not in self._boxes:
-            self._boxes[name] = local_box(self._tensors[name])
+            self._boxes[name] = local_range(self._tensors[name])
         return self._boxes[name]
 
     def values(self, name: str) -> torch.Tensor:
@@ -154,16 +154,16 @@ def read_as(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (flat if flat.storage_offset() % dtype.itemsize == 0 else flat.clone()).view(dtype)
 
 
-def enclosing_rows(blocks: Sequence[Box], max_numel: int) -> Iterator[Box]:
+def enclosing_rows(blocks: Sequence[IndexRange], max_numel: int) -> Iterator[IndexRange]:
     """Yield the rows that blocks of columns together cover, at most ``max_numel`` elements at a time.
 
     Yields nothing if the blocks are not columns of the same rows, leave columns out, or if a row is larger.
     """
     if len(blocks) < 2 or not blocks[0].low:
         return
-    rows = box_around(blocks)
+    rows = bounding_range(blocks)
     each = max_numel // (rows.numel // rows.shape[0])
     are_columns = any(block.shape[-1] < rows.shape[-1] for block in blocks)
     if each and are_columns and rows.numel <= sum(block.numel for block in blocks):
         for first in range(rows.low[0], rows.high[0], each):
-            yield rows.along(0, first, min(first + each, rows.high[0]))
+            yield rows.with_dim(0, first, min(first + each, rows.high[0]))

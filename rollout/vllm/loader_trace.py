@@ -14,8 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...engine.model import hf_names
-from ...engine.model.hf_convert import storage_of
-from ...engine.topology.index_ranges import Box
+from ...engine.model.hf_convert import storage_id
+from ...engine.topology.index_ranges import IndexRange
 from ..layout.vllm_layout import TargetSlice, TensorSpec
 
 __all__ = ["LoaderTracer", "View", "checkpoint_views", "merge_slices"]
@@ -40,12 +40,12 @@ def checkpoint_views(model: Any, tensors: Iterable[TensorSpec]) -> list[View]:
         ValueError: a checkpoint tensor is not a view of one trainer tensor.
     """
     stand_ins = {t.name: torch.empty(t.shape, device="meta") for t in tensors}
-    names = {storage_of(t): name for name, t in stand_ins.items()}
+    names = {storage_id(t): name for name, t in stand_ins.items()}
     views = []
     for name, part in hf_names.as_checkpoint(model, stand_ins.items()):
-        if storage_of(part) not in names:
+        if storage_id(part) not in names:
             raise ValueError(f"{name} is not a view of one trainer tensor.")
-        own = names[storage_of(part)]
+        own = names[storage_id(part)]
         shape = tuple(stand_ins[own].shape)
         views.append(View(name, own, shape, tuple(part.shape), tuple(part.stride()), int(part.storage_offset())))
     return views
@@ -64,10 +64,10 @@ class LoaderTracer(TorchDispatchMode):
         self._views = views
         self._tensors = {view.tensor: torch.empty(view.shape, device="meta") for view in views}
         # Keyed by storage, since ``parameter.data`` in a loader is another tensor of the same storage.
-        self._sources = {storage_of(tensor): (name, tensor) for name, tensor in self._tensors.items()}
+        self._sources = {storage_id(tensor): (name, tensor) for name, tensor in self._tensors.items()}
         self._targets: dict[int, tuple[str, torch.Tensor]] = {}
         for name, tensor in parameters.items():  # a parameter with several names gets the first
-            self._targets.setdefault(storage_of(tensor), (name, tensor))
+            self._targets.setdefault(storage_id(tensor), (name, tensor))
         self._slices: dict[str, set[TargetSlice]] = {}
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
@@ -83,16 +83,16 @@ class LoaderTracer(TorchDispatchMode):
         if func is not torch.ops.aten.copy_.default:
             return func(*args, **(kwargs or {}))
         target, source = args[:2]
-        if storage_of(source) not in self._sources:
+        if storage_id(source) not in self._sources:
             if source.is_meta:
                 raise ValueError(
                     "a loader copies a tensor that it has made instead of a view of one that it was given."
                 )
             return func(*args, **(kwargs or {}))
-        name, tensor = self._sources[storage_of(source)]
-        if storage_of(target) not in self._targets:
+        name, tensor = self._sources[storage_id(source)]
+        if storage_id(target) not in self._targets:
             raise ValueError(f"a loader copies {name} to memory that is not a parameter's.")
-        parameter, whole = self._targets[storage_of(target)]
+        parameter, whole = self._targets[storage_id(target)]
         block, dims = _box(tensor.shape, source)
         target_block, target_dims = _box(whole.shape, target)
         dropped = tensor.dim() - whole.dim()
@@ -114,7 +114,7 @@ def merge_slices(slices: Iterable[TargetSlice]) -> list[TargetSlice]:
         for part in found:
             if kept and _continues(kept[-1], part, dim):
                 last = kept[-1]
-                block = last.block.along(dim, last.block.low[dim], part.block.high[dim])
+                block = last.block.with_dim(dim, last.block.low[dim], part.block.high[dim])
                 kept[-1] = TargetSlice(block, part.parameter, last.at)
             else:
                 kept.append(part)
@@ -124,12 +124,12 @@ def merge_slices(slices: Iterable[TargetSlice]) -> list[TargetSlice]:
 
 def _continues(first: TargetSlice, second: TargetSlice, dim: int) -> bool:
     size = first.block.high[dim] - first.block.low[dim]
-    block = first.block.along(dim, first.block.high[dim], second.block.high[dim])
+    block = first.block.with_dim(dim, first.block.high[dim], second.block.high[dim])
     at = (*first.at[:dim], first.at[dim] + size, *first.at[dim + 1 :])
     return first.parameter == second.parameter and block == second.block and at == second.at
 
 
-def _box(shape: Sequence[int], view: torch.Tensor) -> tuple[Box, tuple[int, ...]]:
+def _box(shape: Sequence[int], view: torch.Tensor) -> tuple[IndexRange, tuple[int, ...]]:
     """Return the block of a contiguous tensor of ``shape`` that ``view`` covers, and the dims of its sizes above 1."""
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     rest, low = view.storage_offset(), []
@@ -145,4 +145,4 @@ def _box(shape: Sequence[int], view: torch.Tensor) -> tuple[Box, tuple[int, ...]
             raise ValueError(f"a view {list(view.shape)} of a tensor {list(shape)} is not a contiguous block of it.")
         high[dim] = low[dim] + size
         dims.append(dim)
-    return Box(tuple(low), tuple(high)), tuple(dims)
+    return IndexRange(tuple(low), tuple(high)), tuple(dims)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from epfsdp2.engine.topology.rank_consistency import DisagreementError, check_agreement, model_facts, without_paths
+from epfsdp2.engine.topology.rank_consistency import RankMismatchError, check_agreement, model_facts, without_paths
 from tests.support.ranks import run_ranks
 
 WORLD = 4
@@ -36,7 +36,7 @@ def _facts(rank, what):
 
 def _disagree(what, words):
     start = time.monotonic()
-    with pytest.raises(DisagreementError) as error:
+    with pytest.raises(RankMismatchError) as error:
         check_agreement(_facts(dist.get_rank(), what))
     assert time.monotonic() - start < 10
     assert all(word in str(error.value) for word in words), str(error.value)
@@ -72,7 +72,7 @@ def _copies(changed):
     config["text_config"] = {"head_dim": 2, "_name_or_path": f"/disk-{rank}/model"}
     facts = {"model config": without_paths(config)}
     if changed:
-        with pytest.raises(DisagreementError, match="model config: hidden_size: 4 on rank 0; 8 on rank 1"):
+        with pytest.raises(RankMismatchError, match="model config: hidden_size: 4 on rank 0; 8 on rank 1"):
             check_agreement(facts)
     else:
         check_agreement(facts)
@@ -85,10 +85,10 @@ def test_copies_of_a_model_in_different_folders_are_one_model(changed):
 
 def _fails(ranks):
     failure = ValueError("ep_size=3 does not divide") if dist.get_rank() in ranks else None
-    wanted = ValueError if len(ranks) == WORLD else DisagreementError
+    wanted = ValueError if len(ranks) == WORLD else RankMismatchError
     with pytest.raises(wanted, match="ep_size=3 does not divide") as error:
         check_agreement({} if failure else _facts(dist.get_rank(), "nothing"), failure=failure)
-    if wanted is DisagreementError:
+    if wanted is RankMismatchError:
         assert "ranks 1, 3: ValueError" in str(error.value)
 
 
@@ -98,7 +98,7 @@ def test_what_fails_on_some_ranks_is_an_error_on_all(ranks):
 
 
 def _many():
-    with pytest.raises(DisagreementError, match="and 15 more"):
+    with pytest.raises(RankMismatchError, match="and 15 more"):
         check_agreement({"settings": {str(i): dist.get_rank() for i in range(20)}})
 
 

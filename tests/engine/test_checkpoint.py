@@ -25,7 +25,7 @@ from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.engine.optim.lr_scheduler import build_multi_lr_scheduler
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.optim.muon import Muon
-from epfsdp2.engine.topology.rank_consistency import DisagreementError
+from epfsdp2.engine.topology.rank_consistency import RankMismatchError
 from epfsdp2.rollout.transport import full_gather
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, reference_model, save_qwen3_moe, token_loss
@@ -201,7 +201,7 @@ def _without_permission(folder, out, read_only):
         if dist.get_rank() == 0:
             path.chmod(mode)
         dist.barrier()
-        with pytest.raises((CheckpointError, PermissionError, DisagreementError), match=words):
+        with pytest.raises((CheckpointError, PermissionError, RankMismatchError), match=words):
             if save_to is not None:
                 checkpoint.save_checkpoint(save_to, model, optimizer, schedule, ALL, step=2)
             else:
@@ -242,7 +242,7 @@ def _fails_on_one_rank(folder, out):
     checkpoint.save_checkpoint(out, model, optimizer, schedule, ALL, step=1)
     if dist.get_rank() == 1:
         checkpoint.save_file = _full_disk
-    with pytest.raises((OSError, DisagreementError), match="No space left on device"):
+    with pytest.raises((OSError, RankMismatchError), match="No space left on device"):
         checkpoint.save_checkpoint(out, model, optimizer, schedule, ALL, step=2)
     assert not out.with_name("ckpt.partial").exists() or dist.get_rank() != 0
     checkpoint.load_checkpoint(out, model, optimizer, schedule, ALL)
@@ -365,7 +365,7 @@ def _fails_in_background(folder, out):
     if dist.get_rank() == 1:
         checkpoint.save_file = _full_disk
     save(2)
-    with pytest.raises((OSError, DisagreementError), match="No space left on device"):
+    with pytest.raises((OSError, RankMismatchError), match="No space left on device"):
         save(3)
     assert json.loads((out / "trainer_state.json").read_text())["step"] == 1
     saves.wait()

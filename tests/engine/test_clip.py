@@ -39,7 +39,7 @@ def _reference(grads):
 
 def _one_norm_and_one_coefficient():
     for ep, fsdp_size in MESHES:
-        meshes = build_meshes("cpu", Topology.plan(WORLD, ep, fsdp_size))
+        meshes = build_meshes("cpu", Topology.arrange(WORLD, ep, fsdp_size))
         for dtype, max_norm in itertools.product((torch.float32, torch.bfloat16), (0.5, 1e9, None, 0.0, float("inf"))):
             params, grads = _parameters(meshes, dtype)
             with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
@@ -57,7 +57,7 @@ def test_one_norm_one_all_reduce_and_one_coefficient_over_all_meshes():
 
 
 def _accumulated_in_float32():
-    meshes = build_meshes("cpu", Topology.plan(WORLD, 2))
+    meshes = build_meshes("cpu", Topology.arrange(WORLD, 2))
     ones = distribute_tensor(torch.ones(2**16, dtype=torch.bfloat16), meshes.dense, [Replicate(), Shard(0)])
     param = nn.Parameter(torch.zeros_like(ones))
     param.grad = ones
@@ -72,7 +72,7 @@ def test_squares_are_summed_in_float32():
 
 
 def _copies_count_once():
-    meshes = build_meshes("cpu", Topology.plan(WORLD, 2))
+    meshes = build_meshes("cpu", Topology.arrange(WORLD, 2))
     grad = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
     for mesh, placements in (
         (meshes.experts, [Replicate(), Replicate(), Shard(0)]),
@@ -100,7 +100,7 @@ class _Records(logging.Handler):
 def _skipped_everywhere(bad):
     log, rank = _Records(), dist.get_rank()
     logging.getLogger("epfsdp2").addHandler(log)
-    meshes = build_meshes("cpu", Topology.plan(WORLD, 2))
+    meshes = build_meshes("cpu", Topology.arrange(WORLD, 2))
     params, _ = _parameters(meshes)
     dense, experts = [params[0], params[1]], [params[2], params[3]]
     inner = {"dense": torch.optim.AdamW(dense), "experts": torch.optim.AdamW(experts)}

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.moe.deepep import check_deepep, exchange
-from epfsdp2.engine.moe.dispatch import combine, dispatch, scaled_at_home
+from epfsdp2.engine.moe.dispatch import combine, deferred_router_grad, dispatch
 from epfsdp2.engine.preflight.run import check_training
 from tests.engine.test_dispatch import EXPERTS, D, K, _routings
 from tests.engine.test_preflight import checkpoint, engine
@@ -67,7 +67,7 @@ def _every_routing():
 
     def compute(rows_RD, counts_e, scale_R=None):
         out = rows_RD * torch.repeat_interleave(scale_e, counts_e).unsqueeze(-1)
-        return out if scale_R is None else scaled_at_home(out, scale_R)
+        return out if scale_R is None else deferred_router_grad(out, scale_R)
 
     def exchanged(*given):
         return exchange(

@@ -91,7 +91,7 @@ def _planned_model_is_exact():
     wanted = dict(reference.named_parameters())
     for ep, dim in [(4, "auto"), (2, "auto"), (2, 0), (1, 0)]:
         sharded = copy.deepcopy(model)
-        meshes = build_meshes("cpu", Topology.plan(WORLD, ep))
+        meshes = build_meshes("cpu", Topology.arrange(WORLD, ep))
         options = ShardingOptions(param_dtype=torch.float32, expert_plan=PLAN, expert_shard_dim=dim)
         parallelize(sharded, meshes, options)
         local = sharded.layers[0].pool.w_in.to_local()

@@ -20,7 +20,7 @@ from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter im
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.moe.forward import ExpertParallel, adapt_experts, attach, compute, experts_forward
+from epfsdp2.engine.moe.forward import ExpertsRuntime, adapt_experts, attach, compute, experts_forward
 from epfsdp2.engine.moe.gemm.backends import Choice, TorchBackend, choose_backend
 from epfsdp2.engine.planner import backward_memory
 from tests.support.models import relative_error
@@ -78,7 +78,7 @@ def routed(tokens=T, dtype=torch.float32, weights_dtype=torch.float32):
 def tokens_with(module, backend, hidden, ids, weights):
     """Output and gradients of hidden states, routing weights and parameters, all experts on one rank."""
     module = copy.deepcopy(module)
-    attach(module, ExpertParallel(E, None, backend=backend))
+    attach(module, ExpertsRuntime(E, None, backend=backend))
     hidden, weights = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
     out = experts_forward(module, hidden, ids, weights)
     (out.float() * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
@@ -88,7 +88,7 @@ def tokens_with(module, backend, hidden, ids, weights):
 def rows_with(module, backend, rows, counts_e, scale=None):
     """The same of rows that were sent here, with or without the routing weights that scale them at home."""
     module = copy.deepcopy(module)
-    attach(module, ExpertParallel(E, None, backend=backend))
+    attach(module, ExpertsRuntime(E, None, backend=backend))
     rows, scale = rows.clone().requires_grad_(), None if scale is None else scale.clone().requires_grad_()
     out = compute(module, dict(module.named_parameters()), rows, counts_e, scale)
     (out.float() * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
@@ -166,7 +166,7 @@ def test_autocast_around_the_experts_is_that_of_their_activation_in_backward_too
         nn.init.normal_(param, std=0.5)
     results = []
     for backend in ("torch", "reference"):
-        attach(module, ExpertParallel(E, None, backend=backend))
+        attach(module, ExpertsRuntime(E, None, backend=backend))
         module.zero_grad()
         leaf = hidden.clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16):
@@ -203,7 +203,7 @@ def test_less_is_kept_than_0_4_of_what_grouped_mm_keeps(dtype, experts, hidden, 
     module = Qwen3MoeExperts(config).to(dtype)
     for param in module.parameters():
         nn.init.normal_(param)
-    attach(module, ExpertParallel(experts, None))
+    attach(module, ExpertsRuntime(experts, None))
     weights, ids = torch.randn(64, experts).softmax(-1).topk(8)
     given = torch.randn(64, hidden, dtype=dtype, requires_grad=True), ids, weights.to(dtype).requires_grad_()
     theirs, ours = (
@@ -224,7 +224,7 @@ def _kept_of_rows_sent(experts, hidden, inner, k):
     given = torch.randn(len(ids), hidden, requires_grad=True), ids, torch.rand(ids.shape, requires_grad=True)
     kept = {}
     for backend in ("torch", "reference"):
-        attach(module, ExpertParallel(experts, dist.group.WORLD, backend))
+        attach(module, ExpertsRuntime(experts, dist.group.WORLD, backend))
         kept[backend] = bytes_kept(lambda: experts_forward(module, *given), [*given, *module.parameters()])
 
     # Rows, their weights, the first product; and the orders of slots and of rows.
@@ -247,7 +247,7 @@ class _Counting(TorchBackend):
 
 def test_their_backward_may_run_again_and_the_first_half_of_it_not_alone():
     module, (hidden, ids, weights) = make("plain"), routed()
-    attach(module, ExpertParallel(E, None))
+    attach(module, ExpertsRuntime(E, None))
     out = experts_forward(module, hidden.requires_grad_(), ids, weights)
     first, second = (torch.autograd.grad(out.sum(), hidden, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second) and first.abs().sum() > 0
@@ -259,7 +259,7 @@ def test_their_backward_may_run_again_and_the_first_half_of_it_not_alone():
 def test_computed_again_they_end_before_their_last_product(monkeypatch):
     """Forward: 2 products; again: the first; backward: one for each of the two."""
     backend, module, (hidden, ids, weights) = _Counting(), make("plain"), routed()
-    attach(module, ExpertParallel(E, None))
+    attach(module, ExpertsRuntime(E, None))
     monkeypatch.setattr("epfsdp2.engine.moe.forward.backend_named", lambda name: backend)
     hidden.requires_grad_()
     out = checkpoint(experts_forward, module, hidden, ids, weights, use_reentrant=False)
@@ -280,7 +280,7 @@ def test_what_can_not_run_is_refused_by_name_and_passed_over_by_auto(monkeypatch
         with pytest.raises(SettingError, match=rf"experts_backend=triton: .*{reason}.*What works: .*=torch"):
             choose_backend("triton", "cpu", dtype)
         choice = choose_backend("auto", "cpu", dtype)
-        assert choice.name == "torch" and reason in choice.passed_over
+        assert choice.name == "torch" and reason in choice.fallback
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert choose_backend("triton", "cpu", torch.float32).name == "triton"
     assert choose_backend("auto", "cpu", torch.float32) == Choice("torch")
@@ -288,7 +288,7 @@ def test_what_can_not_run_is_refused_by_name_and_passed_over_by_auto(monkeypatch
     for capability, auto in (((7, 5), "torch"), ((8, 0), "mixed"), ((9, 0), "mixed")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
         choice = choose_backend("auto", "cuda", torch.bfloat16)
-        assert choice.name == auto and (choice.passed_over is None) == (auto == "mixed")
+        assert choice.name == auto and (choice.fallback is None) == (auto == "mixed")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     with pytest.raises(SettingError, match=r"compute capability 8.0, and this GPU has 7.5"):
         choose_backend("triton", "cuda", torch.bfloat16)
@@ -321,9 +321,9 @@ class _AllExperts(TorchBackend):
 def test_what_backward_holds_is_counted_without_computing(family, all_here, adapters, monkeypatch):
     module, (hidden, ids, weights) = make(family, adapters=adapters), routed()
     on_meta = copy.deepcopy(module).to("meta")
-    planned = backward_memory.phases(on_meta, *(t.to("meta") for t in (hidden, ids, weights)), all_here)
-    monkeypatch.setattr(backward_memory, "OneExpert", _AllExperts)
-    counted = backward_memory.phases(module, hidden, ids, weights, all_here)
+    planned = backward_memory.backward_phases(on_meta, *(t.to("meta") for t in (hidden, ids, weights)), all_here)
+    monkeypatch.setattr(backward_memory, "SingleExpertBackend", _AllExperts)
+    counted = backward_memory.backward_phases(module, hidden, ids, weights, all_here)
     assert [share for share, _ in planned] == [share for share, _ in counted]
     for (_, a), (_, b) in zip(planned, counted, strict=True):
         assert abs(a - b) <= 0.02 * b

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from epfsdp2.engine.moe.forward import ExpertParallel, attach, experts_forward
+from epfsdp2.engine.moe.forward import ExpertsRuntime, attach, experts_forward
 from epfsdp2.engine.moe.gemm import backends
 from tests.support.ranks import run_ranks
 
@@ -61,7 +61,7 @@ def _waits(ep):
     for name, param in list(module.named_parameters()):
         local = torch.randn(E // ep, *param.shape[1:])
         setattr(module, name, torch.nn.Parameter(local))
-    attach(module, ExpertParallel(E, dist.group.WORLD if ep > 1 else None))
+    attach(module, ExpertsRuntime(E, dist.group.WORLD if ep > 1 else None))
     hidden = torch.randn(TOKENS, D, requires_grad=True)
     ids, weights = torch.randint(0, E, (TOKENS, K)), torch.rand(TOKENS, K, requires_grad=True)
     forward, backward = Waits(), Waits()

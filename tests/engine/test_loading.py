@@ -17,7 +17,7 @@ from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.model.meta import check_not_quantised
 from epfsdp2.engine.preflight.model_facts import check_model_path
 from epfsdp2.engine.topology.dtensor import is_expert_parameter
-from epfsdp2.engine.topology.rank_consistency import DisagreementError
+from epfsdp2.engine.topology.rank_consistency import RankMismatchError
 from tests.support.engine import sharded_model
 from tests.support.models import reference_model, save_qwen3_moe
 from tests.support.permissions import obey_permissions
@@ -144,7 +144,7 @@ def _downloads(fails_on):
     if fails_on is None:
         assert safetensors_reader.local_checkpoint("some/moe", "a commit") == "the folder of some/moe"
     else:
-        with pytest.raises(DisagreementError, match=f"rank {fails_on}: OSError: 401 Client Error"):
+        with pytest.raises(RankMismatchError, match=f"rank {fails_on}: OSError: 401 Client Error"):
             safetensors_reader.local_checkpoint("some/moe", "a commit")
     assert time.monotonic() - started < 20
     finds = [] if fails_on is not None else [("finds", "a commit")]
@@ -210,7 +210,7 @@ def test_unused_tensors_may_be_allowed(tmp_path):
 def _unreadable_on_one(folder):
     own = folder if dist.get_rank() == 0 else folder.with_name("damaged")
     with pytest.raises(
-        DisagreementError, match=r"(?s)rank 1: SettingError: .*damaged: model-00002-of-00003.safetensors"
+        RankMismatchError, match=r"(?s)rank 1: SettingError: .*damaged: model-00002-of-00003.safetensors"
     ):
         sharded_model(own, dist.get_world_size(), 2)
 

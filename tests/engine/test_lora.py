@@ -29,7 +29,7 @@ from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.parallelize import parallelize
 from epfsdp2.engine.preflight.run import check_training
-from epfsdp2.engine.topology.dtensor import is_adapter, local_box
+from epfsdp2.engine.topology.dtensor import is_adapter, local_range
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from epfsdp2.recipes.convert.export import export
 from epfsdp2.rollout.layout.vllm_layout import Rollout
@@ -67,7 +67,7 @@ def _sharded(folder, ep, fsdp_size=-1, seed=0, changes=None, **options):
     )
     lora = lora_of(model)
     lora.initialize(model, seed)
-    lora.freeze_the_rest(model)
+    lora.freeze_base(model)
     return model.train(), meshes, lora
 
 
@@ -252,7 +252,7 @@ def _handed_over(folder, cases):
         changed = ShardExport(model, meshes, torch.float32).shards()
         for name, values, spec in changed:
             if name in wanted and spec.place is not None:
-                slices = wanted[name][local_box(model.get_parameter(name)).slices].reshape(-1)
+                slices = wanted[name][local_range(model.get_parameter(name)).slices].reshape(-1)
                 torch.testing.assert_close(values, slices, rtol=1e-6, atol=1e-7, msg=where + name)
         assert all(torch.equal(_whole(param), before[name]) for name, param in model.named_parameters()), where
 
@@ -491,7 +491,7 @@ class _OfConfig:
 
 
 def _families(work, results):
-    meshes = [build_meshes("cpu", Topology.plan(2, ep, -1)) for ep in (2, 1)]
+    meshes = [build_meshes("cpu", Topology.arrange(2, ep, -1)) for ep in (2, 1)]
     for name, folder in work:
         try:
             row = {"family": name, **_compared(name, folder, meshes[name in families.DENSE])}
@@ -514,7 +514,7 @@ def _compared(name, folder, meshes):
     materialize(model, "cpu")
     load_weights(model, open_checkpoint(folder), meshes, lambda name, tensor, fits: is_adapter(name))
     lora.initialize(model, 0, _stirred(model))
-    lora.freeze_the_rest(model)
+    lora.freeze_base(model)
     model.train(train)
 
     leaves = {n: _whole(p).clone().requires_grad_() for n, p in _adapters(model).items()}

@@ -15,7 +15,7 @@ from epfsdp2.engine.lora.adapters import Lora, lora_of
 from epfsdp2.engine.lora.settings import LoraSettings
 from epfsdp2.engine.model.meta import build_on_meta
 from epfsdp2.engine.planner.activations import trace
-from epfsdp2.engine.planner.memory import Backend, Batch, moments, peak
+from epfsdp2.engine.planner.memory import Batch, PlannerBackend, peak, timeline
 from epfsdp2.engine.planner.model_sizes import ModelSizes
 from epfsdp2.engine.planner.traffic import collectives
 from epfsdp2.engine.topology.dtensor import is_adapter
@@ -46,9 +46,9 @@ def _sizes(options=FLOAT32, master=torch.float32, **more):
 
 
 def test_one_case_by_hand():
-    sizes, topology = _sizes(), Topology.plan(4, 2)
+    sizes, topology = _sizes(), Topology.arrange(4, 2)
     options = replace(FLOAT32, expert_shard_dim=1)
-    found = {m.when: m for m in moments(sizes, topology, options, Batch(16))}
+    found = {m.when: m for m in timeline(sizes, topology, options, Batch(16))}
     experts, attention = 8 * 3 * 32 * 48, 2 * 32 * 32 + 2 * 32 * 16
     dense = attention + 8 * 32 + 2 * 32 + 2 * 8
     layer = (experts + dense) // 4
@@ -67,8 +67,8 @@ def test_one_case_by_hand():
 
 
 def test_parts_add_up_and_the_peak_is_the_largest_moment():
-    sizes, topology = _sizes(), Topology.plan(8, 4)
-    for moment in (all_ := list(moments(sizes, topology, FLOAT32, Batch(64)))):
+    sizes, topology = _sizes(), Topology.arrange(8, 4)
+    for moment in (all_ := list(timeline(sizes, topology, FLOAT32, Batch(64)))):
         assert moment.total == sum(moment.parts.values()) and min(moment.parts.values()) >= 0
     assert peak(sizes, topology, FLOAT32, Batch(64)) == max(all_, key=lambda m: m.total)
 
@@ -79,15 +79,15 @@ def test_more_ranks_never_need_more_memory(checkpointing):
     sizes = _sizes(options, num_experts=16, head_dim=16)  # FSDP pads no parameter here
     for ep in (1, 2, 4, 8):
         worlds = [world for world in (1, 2, 4, 8, 16) if world % ep == 0]
-        totals = [peak(sizes, Topology.plan(world, ep), options, Batch(256)).total for world in worlds]
+        totals = [peak(sizes, Topology.arrange(world, ep), options, Batch(256)).total for world in worlds]
         assert totals == sorted(totals, reverse=True), (ep, totals)
-    wider = [peak(sizes, Topology.plan(16, ep), options, Batch(256)).buffers for ep in (1, 2, 4, 8)]
+    wider = [peak(sizes, Topology.arrange(16, ep), options, Batch(256)).buffers for ep in (1, 2, 4, 8)]
     assert wider == sorted(wider, reverse=True)
 
 
 def test_what_settings_do_to_memory():
     bf16 = ShardingOptions(checkpointing="full")
-    sizes, topology = _sizes(bf16, num_hidden_layers=4), Topology.plan(8, 4)
+    sizes, topology = _sizes(bf16, num_hidden_layers=4), Topology.arrange(8, 4)
 
     def needs(options=bf16, **batch):
         return peak(sizes, topology, options, Batch(**{"tokens": 4096, **batch}))
@@ -99,22 +99,22 @@ def test_what_settings_do_to_memory():
     small = {"tokens": 1}
     assert needs(replace(bf16, prefetch_depth=0), **small).total <= needs(**small).total
     freed, stays = (
-        max(m.buffers for m in moments(_sizes(options, num_hidden_layers=8), topology, options, Batch(1)))
+        max(m.buffers for m in timeline(_sizes(options, num_hidden_layers=8), topology, options, Batch(1)))
         for options in (bf16, replace(bf16, reshard_after_forward=False))
     )
     assert stays > freed
-    muon = max(m.optimizer for m in moments(sizes, topology, bf16, Batch(1), "muon"))
-    assert muon < max(m.optimizer for m in moments(sizes, topology, bf16, Batch(1)))
-    replicas = peak(sizes, Topology.plan(8, 4, 4), bf16, Batch(1))
+    muon = max(m.optimizer for m in timeline(sizes, topology, bf16, Batch(1), "muon"))
+    assert muon < max(m.optimizer for m in timeline(sizes, topology, bf16, Batch(1)))
+    replicas = peak(sizes, Topology.arrange(8, 4, 4), bf16, Batch(1))
     assert replicas.parameters > peak(sizes, topology, bf16, Batch(1)).parameters
 
 
 def test_gradients_of_experts_leave_their_memory_on_a_cpu():
     """Of two layers of 8 experts; a gradient of less than a MiB comes from the heap and goes back to it."""
-    sizes, topology = _sizes(hidden_size=256, moe_intermediate_size=512), Topology.plan(4, 2)
+    sizes, topology = _sizes(hidden_size=256, moe_intermediate_size=512), Topology.arrange(4, 2)
     there, here = (
-        {m.when: m.buffers for m in moments(sizes, topology, FLOAT32, Batch(1), backend=backend)}
-        for backend in (Backend(), Backend(on_cpu=True))
+        {m.when: m.buffers for m in timeline(sizes, topology, FLOAT32, Batch(1), backend=backend)}
+        for backend in (PlannerBackend(), PlannerBackend(on_cpu=True))
     )
     more = {when: here[when] - buffers for when, buffers in there.items()}
     gradients = 4 * 8 * 3 * 256 * 512 // 2
@@ -124,14 +124,17 @@ def test_gradients_of_experts_leave_their_memory_on_a_cpu():
         assert more[f"model.layers.{layer}, gathering in backward"] == (0 if layer else gradients)
         assert more[f"model.layers.{layer}, packing gradients"] == more[f"model.layers.{layer}, forward"] == 0
     assert more["embeddings, reducing gradients"] > gradients > more["head, reducing gradients"]
-    assert max(m.buffers for m in moments(_sizes(), topology, FLOAT32, Batch(1), backend=Backend(on_cpu=True))) < 2**20
+    assert (
+        max(m.buffers for m in timeline(_sizes(), topology, FLOAT32, Batch(1), backend=PlannerBackend(on_cpu=True)))
+        < 2**20
+    )
 
 
 def test_tied_embeddings_are_counted_once_and_stay_in_the_root():
     tied, untied = _sizes(tie_word_embeddings=True), _sizes()
     assert [u.name for u in tied.units] == ["root", "model.layers.0", "model.layers.1"]
     assert [u.name for u in untied.units] == ["root", "embeddings", "model.layers.0", "model.layers.1", "head"]
-    one, two = (peak(s, Topology.plan(1, 1), FLOAT32, Batch(1)).parameters for s in (tied, untied))
+    one, two = (peak(s, Topology.arrange(1, 1), FLOAT32, Batch(1)).parameters for s in (tied, untied))
     assert two - one == 4 * 64 * 32
 
 
@@ -139,7 +142,7 @@ def test_a_dense_model_has_no_experts_and_a_mesh_that_splits_an_expert_is_refuse
     dense = ModelSizes.of(AutoModelForCausalLM, Qwen3Config(num_hidden_layers=2), FLOAT32)
     assert not dense.num_experts
     with pytest.raises(SettingError, match="ep_size"):
-        peak(_sizes(), Topology.plan(16, 16), FLOAT32, Batch(1))
+        peak(_sizes(), Topology.arrange(16, 16), FLOAT32, Batch(1))
 
 
 def test_what_autograd_keeps_is_what_a_real_forward_keeps():
@@ -188,7 +191,7 @@ def _step_is_counted(folder, ep, fsdp_size, options, tokens, sp, lora, expected)
 
     model, _ = sharded_model(folder, world, ep, fsdp_size, before=before, initialize=initialize, **options)
     if lora is not None:
-        lora_of(model).freeze_the_rest(model)
+        lora_of(model).freeze_base(model)
     model.train()
     ids = torch.randint(0, VOCAB, (1, tokens), generator=torch.Generator().manual_seed(rank))
     with counted_collectives() as counted:
@@ -227,7 +230,7 @@ def test_a_real_step_sends_the_bytes_that_are_predicted(tmp_path, save, world, e
         return model
 
     sizes = ModelSizes.built_by(build, sharding)
-    found = collectives(sizes, Topology.plan(world, ep, fsdp_size), sharding, Batch(tokens=24, sp=sp))
+    found = collectives(sizes, Topology.arrange(world, ep, fsdp_size), sharding, Batch(tokens=24, sp=sp))
     assert {c.name for c in found} >= ({"all-to-all sp"} if sp > 1 else set())
     expected = {c.name: (c.calls, c.nbytes) for c in found}
     run_ranks(_step_is_counted, world, folder, ep, fsdp_size, options, 24, sp, lora, expected)
@@ -239,8 +242,8 @@ def test_what_is_frozen_beside_adapters_has_neither_gradients_nor_states():
         Lora(model, LORA)
         return model
 
-    adapted, topology = ModelSizes.built_by(build, FLOAT32), Topology.plan(4, 2)
-    last = {m.when: m for m in moments(adapted, topology, FLOAT32, Batch(16))}["optimizer"]
+    adapted, topology = ModelSizes.built_by(build, FLOAT32), Topology.arrange(4, 2)
+    last = {m.when: m for m in timeline(adapted, topology, FLOAT32, Batch(16))}["optimizer"]
     # Of a layer, on each side: q, k, v, o; the two stacks of 8 experts.
     linears = (32 + 32) + (32 + 16) + (32 + 16) + (32 + 32)
     experts = 8 * ((32 + 96) + (48 + 32))
@@ -253,7 +256,7 @@ def test_lean_experts_keep_rows_and_the_first_product():
     def build():
         return build_on_meta(AutoModelForCausalLM, Qwen3MoeConfig(**TINY), torch.float32)
 
-    lean, usual = (next(iter(trace(build(), lean=lean).layers.values())) for lean in (True, False))
+    lean, usual = (next(iter(trace(build(), recompute_activations=lean).layers.values())) for lean in (True, False))
     # 2 experts per token: rows of 32 with their weight and order, first product of 96, and the order of slots.
     assert lean.sent == 2 * (4 * 32 + 4 + 8) and usual.sent == 0
     assert lean.experts == lean.sent + 2 * (4 * 96 + 8)
@@ -264,10 +267,10 @@ def test_lean_experts_keep_rows_and_the_first_product():
 
 def test_the_logits_of_a_tied_head_are_counted():
     sizes = _sizes(tie_word_embeddings=True)
-    when = {m.when: m for m in moments(sizes, Topology.plan(2, 1), FLOAT32, Batch(64))}
+    when = {m.when: m for m in timeline(sizes, Topology.arrange(2, 1), FLOAT32, Batch(64))}
     assert when["logits"].logits == 64 * 64 * 12
     fused = replace(FLOAT32, head_in_root=True)
-    assert max(m.logits for m in moments(_sizes(fused), Topology.plan(2, 1), fused, Batch(64))) == 0
+    assert max(m.logits for m in timeline(_sizes(fused), Topology.arrange(2, 1), fused, Batch(64))) == 0
 
 
 def test_meshes_of_any_world_size_can_be_planned():
@@ -275,4 +278,4 @@ def test_meshes_of_any_world_size_can_be_planned():
     for world in (1, 3, 6, 12):
         for ep in divisors(world):
             if 8 % ep == 0:
-                assert peak(sizes, Topology.plan(world, ep), FLOAT32, Batch(8)).total > 0
+                assert peak(sizes, Topology.arrange(world, ep), FLOAT32, Batch(8)).total > 0

@@ -23,7 +23,7 @@ def test_every_divisor_gives_a_mesh_whose_axes_multiply_to_the_world(world):
     divisors = [d for d in range(1, world + 1) if world % d == 0]
     for replica in divisors:
         for ep in (d for d in divisors if replica % d == 0):
-            t = Topology.plan(world, ep, replica)
+            t = Topology.arrange(world, ep, replica)
             assert t.ep * t.ep_fsdp * t.dp_replicate == world
             assert t.fsdp == replica
             coordinates = [t.coordinate(r) for r in range(t.fsdp)]
@@ -32,7 +32,7 @@ def test_every_divisor_gives_a_mesh_whose_axes_multiply_to_the_world(world):
 
 
 def test_ep_groups_are_neighbours():
-    t = Topology.plan(16, 8)
+    t = Topology.arrange(16, 8)
     assert [t.coordinate(r)["ep"] for r in range(16)] == [*range(8), *range(8)]
     assert [t.coordinate(r)["ep_fsdp"] for r in range(16)] == [0] * 8 + [1] * 8
 
@@ -50,7 +50,7 @@ def test_ep_groups_are_neighbours():
 )
 def test_a_mesh_that_cannot_be_built_names_setting_and_value(world, ep, fsdp, names):
     with pytest.raises(SettingError) as error:
-        Topology.plan(world, ep, fsdp)
+        Topology.arrange(world, ep, fsdp)
     assert all(name in str(error.value) for name in [*names, "What works:"])
 
 
@@ -58,7 +58,7 @@ def test_a_mesh_that_cannot_be_built_names_setting_and_value(world, ep, fsdp, na
 def test_every_rank_finds_itself_in_groups_of_the_right_ranks(world):
     for replica in (d for d in divisors(world) if world // d <= 4):
         for ep in divisors(replica):
-            t = Topology.plan(world, ep, replica)
+            t = Topology.arrange(world, ep, replica)
             at = [t.coordinate(r) for r in range(t.fsdp)]
             # Neighbours share an EP group; the ranks of one ep_fsdp group are ep apart.
             assert all(a["ep_fsdp"] == r // ep and a["ep"] == r % ep for r, a in enumerate(at))
@@ -79,20 +79,20 @@ def test_every_rank_finds_itself_in_groups_of_the_right_ranks(world):
     ],
 )
 def test_auto_takes_whole_experts_else_the_first_dim_that_divides(shape, ep, ep_fsdp, dim):
-    assert ep_fsdp_dim(shape, Topology.plan(ep * ep_fsdp, ep)) == dim
+    assert ep_fsdp_dim(shape, Topology.arrange(ep * ep_fsdp, ep)) == dim
 
 
 def test_an_explicit_dim_that_does_not_divide_is_refused():
     with pytest.raises(SettingError, match="expert_shard_dim=1.*10.*ep_fsdp=4.*auto"):
-        ep_fsdp_dim((12, 10, 7), Topology.plan(12, 3), 1)
+        ep_fsdp_dim((12, 10, 7), Topology.arrange(12, 3), 1)
 
 
 def test_a_vector_with_one_entry_per_expert_is_cut_along_it():
-    assert ep_fsdp_dim((8,), Topology.plan(4, 2), 1) == 0
+    assert ep_fsdp_dim((8,), Topology.arrange(4, 2), 1) == 0
 
 
 def test_a_further_axis_gets_coordinates_and_placements_from_the_same_place():
-    t = dataclasses.replace(Topology.plan(8, 2), ep_fsdp=2, inner=(("etp", 2),))
+    t = dataclasses.replace(Topology.arrange(8, 2), ep_fsdp=2, inner=(("etp", 2),))
     assert t.expert_axes == {"dp_replicate": 1, "ep_fsdp": 2, "ep": 2, "etp": 2} and t.fsdp == 8
     assert t.coordinate(5) == {"fsdp": 5, "ep_fsdp": 1, "ep": 0, "etp": 1}
     assert model_parallel_placements(t.model_parallel_axes, 0) == [Shard(0), Replicate()]
@@ -104,7 +104,7 @@ def _step_with_an_extra_axis(folder):
     reference = reference_model(folder)
     token_loss(reference, ids).backward()
     wanted = dict(reference.named_parameters())
-    topology = dataclasses.replace(Topology.plan(WORLD, 2), inner=(("etp", 1),))
+    topology = dataclasses.replace(Topology.arrange(WORLD, 2), inner=(("etp", 1),))
     for dim in (0, 1):
         model, meshes = sharded_model(folder, topology, expert_shard_dim=dim)
         assert meshes.experts.mesh_dim_names == ("dp_replicate", "ep_fsdp", "ep", "etp")

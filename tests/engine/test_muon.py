@@ -29,9 +29,9 @@ from epfsdp2.engine.optim import muon as muon_module
 from epfsdp2.engine.optim import muon_partition
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.optim.muon import Muon, newton_schulz
-from epfsdp2.engine.optim.muon_partition import Layout, matrix_cut, matrix_groups, muon_parameters
+from epfsdp2.engine.optim.muon_partition import Layout, matrix_groups, matrix_shard_step, muon_parameters
 from epfsdp2.engine.parallelize import parallelize
-from epfsdp2.engine.topology.dtensor import local_box, local_tensor
+from epfsdp2.engine.topology.dtensor import local_range, local_tensor
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, reference_model, save_qwen3, save_qwen3_moe, token_loss
@@ -103,7 +103,7 @@ def _reference(config):
 
 
 def _sharded(config, reference, ep, fsdp_size, **options):
-    meshes = build_meshes("cpu", Topology.plan(WORLD, ep, fsdp_size))
+    meshes = build_meshes("cpu", Topology.arrange(WORLD, ep, fsdp_size))
     config._attn_implementation = "eager"
     model = build_on_meta(AutoModelForCausalLM, config, torch.float32)
     parallelize(model, meshes, ShardingOptions(param_dtype=torch.float32, **options))
@@ -116,7 +116,7 @@ def _sharded(config, reference, ep, fsdp_size, **options):
 
 
 def _mine(param, full):
-    return full[local_box(param).slices]
+    return full[local_range(param).slices]
 
 
 def _gradient(name, shape, step):
@@ -309,7 +309,7 @@ def _sends_little(cases, bucket_bytes):
         expected = 0.0
         for param in (p for group in groups for p in group["params"]):
             param.grad = torch.ones_like(param)
-            ranks = matrix_cut(param).parts if matrix_cut(param) else 1
+            ranks = matrix_shard_step(param).parts if matrix_shard_step(param) else 1
             expected += 2 * (1 - 1 / ranks) * local_tensor(param).numel()
             assert math.prod(param.shape[-2:]) * param.itemsize < bucket_bytes
         traffic = _Traffic()

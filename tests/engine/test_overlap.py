@@ -11,9 +11,9 @@ from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.model.meta import build_on_meta
 from epfsdp2.engine.moe import forward as experts_compute
 from epfsdp2.engine.moe import overlap
-from epfsdp2.engine.moe.dispatch import bounds, combine, dispatch, scaled_at_home
+from epfsdp2.engine.moe.dispatch import chunk_bounds, combine, deferred_router_grad, dispatch
 from epfsdp2.engine.moe.find import find_experts
-from epfsdp2.engine.moe.overlap import check_exchange, exchange
+from epfsdp2.engine.moe.overlap import check_overlap, exchange
 from tests.engine.test_dispatch import EXPERTS, D, _routings
 from tests.engine.test_expert_plan import PLAN, OwnModel
 from tests.engine.test_order import _Recorder
@@ -32,7 +32,7 @@ BEFORE = ["afmoe", "ernie4_5_moe", "hunyuan_v1_moe", "laguna", "qwen2_moe", "qwe
 
 @pytest.mark.parametrize(("tokens", "chunks"), [(0, 3), (1, 4), (7, 3), (12, 4), (5, 1)])
 def test_chunks_differ_by_a_token_at_most_and_hold_every_token(tokens, chunks):
-    edges = bounds(tokens, chunks)
+    edges = chunk_bounds(tokens, chunks)
     sizes = [b - a for a, b in zip(edges, edges[1:], strict=False)]
     assert len(sizes) == chunks and sum(sizes) == tokens and max(sizes) - min(sizes) <= 1
 
@@ -45,7 +45,7 @@ def _every_routing_in_chunks():
 
     def compute(rows_RD, counts_e, scale_R=None):
         out = rows_RD * torch.repeat_interleave(scale_e, counts_e).unsqueeze(-1)
-        return out if scale_R is None else scaled_at_home(out, scale_R)
+        return out if scale_R is None else deferred_router_grad(out, scale_R)
 
     for name, ids in _routings(rank, world):
         hidden = torch.randn(ids.shape[0], D, requires_grad=True)
@@ -294,7 +294,7 @@ def _families_are_refused(folders):
     for folder in folders.values():
         with pytest.raises(SettingError, match="overlap_shared_experts=True: .* asks for its shared experts before"):
             sharded_model(folder, 2, 2, **options)
-        with patch.object(overlap, "asks_first", lambda *_: False):
+        with patch.object(overlap, "runs_shared_first", lambda *_: False):
             model, _ = sharded_model(folder, 2, 2, **options)
         with pytest.raises(SettingError, match="overlap_shared_experts=True: .* asks for its shared experts first"):
             families.logits(model, ids)
@@ -315,7 +315,7 @@ def test_families_that_ask_for_their_shared_experts_first_are_refused(tmp_path):
 def test_a_model_without_shared_experts_is_refused():
     model = build_on_meta(AutoModelForCausalLM, Qwen3MoeConfig(num_hidden_layers=1), torch.float32)
     with pytest.raises(SettingError, match=r"overlap_shared_experts=True: there are no shared experts beside model."):
-        check_exchange(1, True, "all_to_all", model, find_experts(model))
+        check_overlap(1, True, "all_to_all", model, find_experts(model))
 
 
 def test_experts_that_dispatch_themselves_are_refused():
@@ -327,5 +327,5 @@ def test_experts_that_dispatch_themselves_are_refused():
     }
     for words, setting in settings.items():
         with pytest.raises(SettingError, match=words):
-            check_exchange(*setting, model, find_experts(model, PLAN))
-    check_exchange(1, False, "all_to_all", model, find_experts(model, PLAN))
+            check_overlap(*setting, model, find_experts(model, PLAN))
+    check_overlap(1, False, "all_to_all", model, find_experts(model, PLAN))

@@ -7,7 +7,7 @@ from packaging.version import Version
 
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.model.packing import why_not_packed
-from epfsdp2.engine.model.vision import Towers
+from epfsdp2.engine.model.vision import VisionTowerSync
 from epfsdp2.engine.preflight.features import check_packing
 from tests.parity import families
 from tests.support.models import VOCAB
@@ -35,7 +35,7 @@ def test_packed_sequences_are_apart_or_refused(tmp_path, name):
         "attention_mask": None,
     }
     if hasattr(model.config, "vision_config"):
-        Towers(model).fill(inputs)
+        VisionTowerSync(model).prepare_inputs(inputs)
     with torch.no_grad():
         apart = torch.cat([model(input_ids=part, use_cache=False).logits for part in parts], 1)
         packed = model(**inputs, use_cache=False).logits

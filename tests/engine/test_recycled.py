@@ -7,7 +7,7 @@ import torch
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from epfsdp2.engine.moe.forward import ExpertParallel, attach, experts_forward
+from epfsdp2.engine.moe.forward import ExpertsRuntime, attach, experts_forward
 from epfsdp2.engine.moe.gemm import gradient_buffers
 
 LIKE = torch.empty(0)
@@ -41,7 +41,7 @@ def test_little_is_kept_and_all_of_it_can_be_given_back():
     assert len(gradient_buffers._storages) == 8
     held.clear()
     gradient_buffers.empty((20, 256, 512), LIKE)
-    assert len(gradient_buffers._storages) == gradient_buffers._MOST_FREE + 1
+    assert len(gradient_buffers._storages) == gradient_buffers._MAX_FREE + 1
     used = gradient_buffers.empty(SHAPE, LIKE).fill_(1.0)
     gradient_buffers.release()
     assert len(gradient_buffers._storages) == 1 and used.sum() == used.numel()
@@ -82,7 +82,7 @@ def test_gradients_are_those_of_plain_autograd_step_after_step():
         modules.append(module)
     ours, plain = modules
     ours.load_state_dict(plain.state_dict())
-    attach(ours, ExpertParallel(8, None))
+    attach(ours, ExpertsRuntime(8, None))
     addresses = set()
     for step in range(3):
         hidden, weights = torch.randn(40, 256), torch.rand(40, 2)

@@ -18,7 +18,7 @@ from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.engine.optim.lr_scheduler import build_multi_lr_scheduler
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.optim.muon import Muon
-from epfsdp2.engine.topology.dtensor import checkpointed, local_box, local_tensor
+from epfsdp2.engine.topology.dtensor import checkpoint_tensors, local_range, local_tensor
 from epfsdp2.engine.topology.mesh import Topology, build_meshes, divisors
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, save_qwen3_moe, token_loss
@@ -82,7 +82,7 @@ _shared_meshes = functools.cache(build_meshes)
 
 class _Trainer:
     def __init__(self, folder: Path, mesh: Mesh, optimizer: str):
-        topology = Topology.plan(mesh.world, mesh.ep, mesh.world // mesh.replicas)
+        topology = Topology.arrange(mesh.world, mesh.ep, mesh.world // mesh.replicas)
         with mock.patch("tests.support.engine.build_meshes", _shared_meshes):
             self.model, self.meshes = sharded_model(folder, topology, expert_shard_dim=mesh.dim)
         matrices = (lambda groups: Muon(groups, lr=1e-3, weight_decay=0.01)) if optimizer == "muon" else None
@@ -102,7 +102,7 @@ class _Trainer:
             self.schedule.step()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in checkpointed(self.model).items():
+        for name, tensor in checkpoint_tensors(self.model).items():
             yield name, tensor.detach()
         for name, entries in self.optimizer.state_dict()["state"].items():
             for key, tensor in entries.items():
@@ -123,7 +123,7 @@ class _Trainer:
         wanted, found = load_file(path), {}
         for name, tensor in self.tensors():
             whole = wanted.pop(name)
-            local, part = local_tensor(tensor), whole[local_box(tensor).slices]
+            local, part = local_tensor(tensor), whole[local_range(tensor).slices]
             found[name] = 0.0
             if not torch.equal(local, part):
                 found[name] = ((local - part).abs().max() / whole.abs().max()).nan_to_num(torch.inf).item()

@@ -20,7 +20,7 @@ from epfsdp2.engine.checkpoint.load import load_weights
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.model.meta import build_on_meta, check_initialized, materialize
 from epfsdp2.engine.parallelize import parallelize
-from epfsdp2.engine.topology.dtensor import checkpointed, is_expert_parameter
+from epfsdp2.engine.topology.dtensor import checkpoint_tensors, is_expert_parameter
 from epfsdp2.engine.topology.mesh import Meshes, Topology, build_meshes
 from tests.parity.families import DENSE, EVERY, FAMILIES
 from tests.support.ranks import run_ranks
@@ -129,7 +129,7 @@ def _save(trip: Trip, folder: Path) -> None:
     model = EVERY[trip.family].build()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for tensor in checkpointed(model).values():
+        for tensor in checkpoint_tensors(model).values():
             if tensor.is_floating_point():
                 tensor.normal_(std=0.2, generator=generator)
             else:
@@ -162,7 +162,7 @@ class _AsAuto:
 
 def _travel(trips: list[Trip], folder: Path) -> None:
     """Load and export on this rank, which writes how many bytes of experts it read and holds, or what failed."""
-    by_size = [build_meshes("cpu", Topology.plan(dist.get_world_size(), ep)) for ep in (EP, 1)]
+    by_size = [build_meshes("cpu", Topology.arrange(dist.get_world_size(), ep)) for ep in (EP, 1)]
     for trip in trips:
         meshes = by_size[trip.family in DENSE]
         report = {}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from epfsdp2.engine.moe.forward import ExpertParallel, attach, experts_forward
+from epfsdp2.engine.moe.forward import ExpertsRuntime, attach, experts_forward
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from tests.support.ranks import run_ranks
 
@@ -126,7 +126,7 @@ def _check(e, meshes):
     for name, param in list(module.named_parameters()):
         cut = distribute_tensor(param.detach(), meshes.ep, [Shard(0)], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(cut))
-    attach(module, ExpertParallel(e.experts, meshes.ep.get_group() if e.ep > 1 else None))
+    attach(module, ExpertsRuntime(e.experts, meshes.ep.get_group() if e.ep > 1 else None))
 
     everyone = [_route(e, r, world) for r in range(world)]
     group = range(rank // e.ep * e.ep, rank // e.ep * e.ep + e.ep)  # the ranks whose tokens reach this one's experts
@@ -161,7 +161,7 @@ def _all_examples(world):
 
     @functools.cache
     def meshes(ep, fsdp_size):
-        return build_meshes("cpu", Topology.plan(world, ep, fsdp_size))
+        return build_meshes("cpu", Topology.arrange(world, ep, fsdp_size))
 
     # Derandomised, so that every rank draws the same; no shrinking, which ranks would do apart.
     @settings(

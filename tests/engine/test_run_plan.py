@@ -11,9 +11,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.memory import peak_of
 from epfsdp2.engine.config import EPFSDP2ActorConfig, EPFSDP2EngineConfig
-from epfsdp2.engine.planner.memory import IMBALANCE, Backend, Batch, peak
-from epfsdp2.engine.planner.run import RECIPE_DEFAULTS, RunPlan, configured_batch
-from epfsdp2.engine.planner.text import in_words
+from epfsdp2.engine.planner.memory import IMBALANCE, Batch, PlannerBackend, peak
+from epfsdp2.engine.planner.run import RECIPE_DEFAULTS, StepEstimate, configured_batch
+from epfsdp2.engine.planner.text import format_plan
 from epfsdp2.engine.planner.traffic import collectives
 from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.recipes.plan.cards import config_of
@@ -52,10 +52,12 @@ def _trains_to_the_end(folder, settings):
     words = shlex.split(ours[-1].removeprefix("all meshes: "))
     assert words[:3] == ["python", "-m", "epfsdp2.recipes.plan"]
     options = parse(words[3:])
-    request, topology = request_of(options, config_of(options.model)), Topology.plan(2, 2)
-    moment = peak(request.sizes, topology, request.options, request.batch, request.optimizer, Backend(on_cpu=True))
+    request, topology = request_of(options, config_of(options.model)), Topology.arrange(2, 2)
+    moment = peak(
+        request.sizes, topology, request.options, request.batch, request.optimizer, PlannerBackend(on_cpu=True)
+    )
     traffic = collectives(request.sizes, topology, request.options, request.batch)
-    assert ours[1:5] == in_words(topology, request.batch, moment, traffic)
+    assert ours[1:5] == format_plan(topology, request.batch, moment, traffic)
     assert (request.batch.tokens, request.batch.micro_batches) == (40, 3) and options.gpus * options.nodes == 2
 
     # What an update needs is planned for the micro-batches that it had.
@@ -70,8 +72,8 @@ def _trains_to_the_end(folder, settings):
 
 def test_outcome_where_the_allocator_counts_compares_tensors_with_tensors():
     request = request_of(parse(["--model", "Qwen3-30B-A3B"]), config_of("Qwen3-30B-A3B"))
-    settings = request.sizes, Topology.plan(8, 8), request.options, "adamw", Backend(), None, (), "", 1
-    plan = RunPlan(*settings, measure=lambda: 3 << 30)
+    settings = request.sizes, Topology.arrange(8, 8), request.options, "adamw", PlannerBackend(), None, (), "", 1
+    plan = StepEstimate(*settings, measure=lambda: 3 << 30)
     assert plan.metrics() == {} and plan.outcome() is None
     plan.see(1024)
     assert plan.metrics()["memory_max_allocated_gib"] == 3 and plan.metrics()["memory_max_planned_gib"] > 3
@@ -115,10 +117,10 @@ def test_the_actors_settings_say_how_large_a_step_may_be():
     engine = EPFSDP2ActorConfig(**sizes, rollout=lengths, engine=EPFSDP2EngineConfig(ulysses_sequence_parallel_size=2))
     engine = replace(engine.engine, micro_batch_size_per_gpu=2)  # as verl's worker does
     # 128 sequences; each pair of 8 ranks has 32, 2 at a time of which a rank has half the tokens.
-    assert configured_batch(engine, Topology.plan(8, 4)) == Batch(128, 16, IMBALANCE, 2)
+    assert configured_batch(engine, Topology.arrange(8, 4)) == Batch(128, 16, IMBALANCE, 2)
     dynamic = replace(engine, use_dynamic_bsz=True, max_token_len_per_gpu=1024)
-    assert configured_batch(dynamic, Topology.plan(8, 4)) == Batch(1024, 2, IMBALANCE, 2)
-    assert configured_batch(replace(engine, _longest_sequence=0), Topology.plan(8, 4)) is None
+    assert configured_batch(dynamic, Topology.arrange(8, 4)) == Batch(1024, 2, IMBALANCE, 2)
+    assert configured_batch(replace(engine, _longest_sequence=0), Topology.arrange(8, 4)) is None
 
 
 def _example(folder):

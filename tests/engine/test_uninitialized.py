@@ -35,7 +35,7 @@ def _what_is_left_out_is_named(folder):
     rank = dist.get_rank()
     config = AutoConfig.from_pretrained(folder)
     model = build_on_meta(AutoModelForCausalLM, config, torch.float32)
-    parallelize(model, build_meshes("cpu", Topology.plan(WORLD, 2)), ShardingOptions(param_dtype=torch.float32))
+    parallelize(model, build_meshes("cpu", Topology.arrange(WORLD, 2)), ShardingOptions(param_dtype=torch.float32))
     materialize(model, "cpu")
     with pytest.raises(UninitializedError, match="model.embed_tokens.weight on rank 0, 1"):
         check_initialized(model)

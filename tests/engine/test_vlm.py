@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.model.vision import Towers, keeping_its_forward
+from epfsdp2.engine.model.vision import VisionTowerSync, preserve_forward
 from epfsdp2.engine.preflight.features import check_images
 from tests.parity.families import FAMILIES
 from tests.support.ppo import SAMPLES, plain_ppo_loss, ppo_worker
@@ -131,10 +131,10 @@ def _in_bfloat16(folder):
 def _refuses_on_all_ranks(name):
     model = FAMILIES[name].build()
     own = [{"pixel_values": torch.zeros(4, 6)}] if dist.get_rank() == 0 else [None, {}]
-    towers = Towers(model)
-    towers.agree([{}], "cpu")
+    towers = VisionTowerSync(model)
+    towers.sync_modalities([{}], "cpu")
     with pytest.raises(SettingError, match=f"{type(model).__name__} can't be trained on images: "):
-        towers.agree(own, "cpu")
+        towers.sync_modalities(own, "cpu")
 
 
 @pytest.mark.parametrize("name", ["ernie4_5_vl_moe", "qwen3_omni_moe"])
@@ -198,7 +198,7 @@ def test_glm4v_moe(tmp_path):
 def test_a_model_that_could_not_be_patched_has_its_forward(monkeypatch):
     own = nn.Linear.forward
     model = SimpleNamespace(base_model=nn.Linear(1, 1))
-    with pytest.raises(OSError, match="half way"), keeping_its_forward(model):
+    with pytest.raises(OSError, match="half way"), preserve_forward(model):
         monkeypatch.setattr(nn.Linear, "forward", lambda *_: None)
         raise OSError("half way")
     assert nn.Linear.forward is own

@@ -22,7 +22,7 @@ from epfsdp2.engine.model.meta import build_on_meta, check_initialized, material
 from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.parallelize import parallelize
-from epfsdp2.engine.topology.dtensor import local_box, local_tensor
+from epfsdp2.engine.topology.dtensor import local_range, local_tensor
 from epfsdp2.engine.topology.mesh import Meshes, Topology, build_meshes
 from tests.parity import families
 from tests.support.models import VOCAB
@@ -162,7 +162,7 @@ def _moments(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> dict[str,
 
 @functools.cache
 def _meshes(ep: int, fsdp_size: int) -> Meshes:
-    return build_meshes("cpu", Topology.plan(WORLD, ep, fsdp_size))
+    return build_meshes("cpu", Topology.arrange(WORLD, ep, fsdp_size))
 
 
 def _sharded(folder: Path, case: Case, reference: _Reference):
@@ -226,7 +226,7 @@ def _errors(
     for i, (_, _, ours, wanted) in enumerate(pairs):
         if ours is not None:
             part = local_tensor(ours.detach()).double()
-            theirs = 0.0 if wanted is None else wanted[local_box(ours).slices].double()
+            theirs = 0.0 if wanted is None else wanted[local_range(ours).slices].double()
             squares[i, 0] = (part - theirs).square().sum()
             squares[i, 1] = 0.0 if wanted is None else theirs.square().sum()
     dist.all_reduce(squares, group=meshes.replica_group)

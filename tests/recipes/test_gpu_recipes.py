@@ -182,7 +182,7 @@ def test_topology(cluster, algorithm):
     _, _, sizes = model_of(config)
     world = config.trainer.nnodes * config.trainer.n_gpus_per_node
     assert world == GPUS[cluster]
-    plan = Topology.plan(world, config.engine.ep_size, config.engine.fsdp_size)
+    plan = Topology.arrange(world, config.engine.ep_size, config.engine.fsdp_size)
     assert plan.ep * plan.ep_fsdp * plan.dp_replicate == world
     experts = sizes.get("num_experts") or sizes.get("num_local_experts") or sizes["n_routed_experts"]
     assert experts % plan.ep == 0
@@ -238,7 +238,7 @@ def test_memory(cluster, algorithm, local_model):
     bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
     assert 4 * count / world + weights + bucket + 2 * facts.largest[1] < 0.9 * CARD_GB * 1e9
     # The bucket holds the largest slice of a worker, and is no larger than rounds of an exchange arrive in.
-    topology = Topology.plan(world, config.engine.ep_size, config.engine.fsdp_size)
+    topology = Topology.arrange(world, config.engine.ep_size, config.engine.fsdp_size)
     text, placed = facts.model.config.get_text_config(), rollout_of(rollout)
     slices = [
         need.block.numel * tensor.itemsize

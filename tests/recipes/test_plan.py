@@ -66,7 +66,7 @@ def test_the_meshes_are_those_that_the_engine_takes(qwen3_30b):
         for ep in range(1, world + 1):
             for fsdp in range(1, world + 1):
                 try:
-                    topology = Topology.plan(world, ep, fsdp)
+                    topology = Topology.arrange(world, ep, fsdp)
                     check_experts_divide([128], topology, "it")
                 except SettingError:
                     continue
@@ -164,7 +164,7 @@ def test_adapters_chunks_and_the_backend_change_what_is_planned(tmp_path):
 )
 def test_cards_have_the_published_number_of_parameters(card, billions):
     sizes = request_of(parse(["--model", card]), config_of(card)).sizes
-    alone = Topology.plan(1, 1)
+    alone = Topology.arrange(1, 1)
     count = sum(group.sizes(alone).full for unit in sizes.units for group in unit.groups)
     assert count / 1e9 == pytest.approx(billions, rel=0.005)
     assert set(CARDS) >= {card} and len(sizes.traced.layers) == config_of(card).num_hidden_layers

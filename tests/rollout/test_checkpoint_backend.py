@@ -102,7 +102,7 @@ class Member:
         model = reference_model(self.folder / "model")
         return _taken(
             (slice_name(need.parameter, need.at), self.whole[tensor.name][need.block.slices] * factor)
-            for tensor in tensors_before_sharding(model, Topology.plan(TRAINERS, 2))
+            for tensor in tensors_before_sharding(model, Topology.arrange(TRAINERS, 2))
             for need in target_slices(tensor, Rollout(TP), self.index % TP, Heads.of(model.config))
         )
 

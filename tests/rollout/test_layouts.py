@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from epfsdp2.engine.topology.dtensor import checkpointed
-from epfsdp2.engine.topology.index_ranges import Box
+from epfsdp2.engine.topology.dtensor import checkpoint_tensors
+from epfsdp2.engine.topology.index_ranges import IndexRange
 from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, TargetSlice, TensorSpec, known_families, target_slices
 from epfsdp2.rollout.vllm.loader_trace import LoaderTracer, View, checkpoint_views, merge_slices
 from tests.rollout.families import DENSE, FAMILIES, config_of, model_on_meta
@@ -64,7 +64,7 @@ def _compare(folder, cases):
 
 
 def _tensors(model) -> list[TensorSpec]:
-    state = checkpointed(model)
+    state = checkpoint_tensors(model)
     return [TensorSpec(name, tuple(t.shape), t.element_size()) for name, t in state.items()]
 
 
@@ -124,16 +124,18 @@ def _traced(view, place, shape=(6, 4), parameter=(6, 4)):
 
 
 def test_loader_tracer_follows_views_of_views():
-    block = Box((3, 1), (5, 3))
+    block = IndexRange((3, 1), (5, 3))
     assert _traced(lambda t: t.chunk(2)[1][:2].narrow(1, 1, 2), lambda p: p[1:3, 2:]) == {
         "t": [TargetSlice(block, "p", (1, 2))]
     }
 
 
 def test_merge_slices_joins_adjacent_blocks():
-    slices = [TargetSlice(Box((e, 0, f), (e + 1, 4, f + 2)), "p", (e - 2, 0, f)) for e in range(2, 5) for f in (0, 2)]
-    assert merge_slices(slices) == [TargetSlice(Box((2, 0, 0), (5, 4, 4)), "p", (0, 0, 0))]
-    elsewhere = TargetSlice(Box((5, 0, 0), (6, 4, 4)), "p", (7, 0, 0))
+    slices = [
+        TargetSlice(IndexRange((e, 0, f), (e + 1, 4, f + 2)), "p", (e - 2, 0, f)) for e in range(2, 5) for f in (0, 2)
+    ]
+    assert merge_slices(slices) == [TargetSlice(IndexRange((2, 0, 0), (5, 4, 4)), "p", (0, 0, 0))]
+    elsewhere = TargetSlice(IndexRange((5, 0, 0), (6, 4, 4)), "p", (7, 0, 0))
     assert merge_slices([*slices, elsewhere]) == [*merge_slices(slices), elsewhere]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from epfsdp2.engine.topology.index_ranges import Cut
+from epfsdp2.engine.topology.index_ranges import ShardStep
 from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.rollout.layout import vllm_layout
 from epfsdp2.rollout.remote import remote_sync
@@ -86,13 +86,13 @@ def test_wait_for_refuses_foreign_entries_and_never_unpickles(together, written)
 def test_published_messages_are_received_unchanged(together):
     (first, second, _), _ = together
     first.begin_sync(), second.begin_sync()
-    cut = Cut(0, "ep", 2)
+    cut = ShardStep(0, "ep", 2)
     tensors = (
-        vllm_layout.TensorSpec("a", (4, 2, 3), 2, (cut, Cut(1, "ep_fsdp", 2))),
+        vllm_layout.TensorSpec("a", (4, 2, 3), 2, (cut, ShardStep(1, "ep_fsdp", 2))),
         vllm_layout.TensorSpec("b", (), 4),
     )
     heads, dtypes = vllm_layout.Heads(4, 2, 8, "qwen3_moe"), (("a", torch.bfloat16), ("b", torch.float32))
-    sharded = remote_sync.ShardedModel(tensors, dtypes, ("layers.0",), Topology.plan(8, 2, 4), heads)
+    sharded = remote_sync.ShardedModel(tensors, dtypes, ("layers.0",), Topology.arrange(8, 2, 4), heads)
     chunks = [remote_sync._Chunk("a", torch.float32, (4, 2), 0, 16, 32)]
     messages = {
         "layout": remote_sync.TrainerLayout("auto", 2, "qwen3_moe", 1 << 20, sharded),

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epfsdp2.engine.topology.index_ranges import Box, Cut, cut_box
+from epfsdp2.engine.topology.index_ranges import IndexRange, ShardStep, shard_range
 from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.rollout.layout.transfer_plan import Targets, make_transfer_plan
 from epfsdp2.rollout.layout.verify import expected_tensors
@@ -30,9 +30,9 @@ def _problems(draw):
     hidden, inner = draw(st.integers(2, 9)), ep_fsdp * 4 * draw(st.integers(1, 2))
     experts, vocabulary = ep * draw(st.integers(1, 3)), draw(st.integers(3, 90))
     shard_dim = draw(st.sampled_from([0, 1] if experts // ep % ep_fsdp == 0 else [1]))
-    dense, over_ep = (Cut(0, "fsdp", topology.fsdp),), Cut(0, "ep", ep)
-    stacks = (over_ep, Cut(shard_dim, "ep_fsdp", ep_fsdp))
-    down = stacks if shard_dim == 0 or hidden % ep_fsdp == 0 else (over_ep, Cut(2, "ep_fsdp", ep_fsdp))
+    dense, over_ep = (ShardStep(0, "fsdp", topology.fsdp),), ShardStep(0, "ep", ep)
+    stacks = (over_ep, ShardStep(shard_dim, "ep_fsdp", ep_fsdp))
+    down = stacks if shard_dim == 0 or hidden % ep_fsdp == 0 else (over_ep, ShardStep(2, "ep_fsdp", ep_fsdp))
     inside = {
         "self_attn.q_proj.weight": ((heads.queries * heads.dim, hidden), dense),
         "self_attn.k_proj.weight": ((heads.keys * heads.dim, hidden), dense),
@@ -77,7 +77,7 @@ def test_plan_transfers_every_element_once_within_the_limit(problem):
     # The shard of each trainer rank; all other elements are -1.
     def held(name, rank):
         tensor, mine = by_name[name], torch.full(by_name[name].shape, -1)
-        block = cut_box(tensor.shape, tensor.cuts, topology.coordinate(rank % topology.fsdp))
+        block = shard_range(tensor.shape, tensor.cuts, topology.coordinate(rank % topology.fsdp))
         mine[block.slices] = whole[name][block.slices]
         return mine
 
@@ -135,8 +135,8 @@ def test_plan_digest_is_equal_only_for_equal_plans(problem):
 
 def _qwen3_moe(hidden, heads, inner, experts, layers, vocabulary, topology, itemsize=2):
     """Describe the tensors of a Qwen3-MoE as the trainer shards them."""
-    dense = (Cut(0, "fsdp", topology.fsdp),)
-    stacks = (Cut(0, "ep", topology.ep), Cut(1, "ep_fsdp", topology.ep_fsdp))
+    dense = (ShardStep(0, "fsdp", topology.fsdp),)
+    stacks = (ShardStep(0, "ep", topology.ep), ShardStep(1, "ep_fsdp", topology.ep_fsdp))
     q, kv = heads.queries * heads.dim, heads.keys * heads.dim
     inside = {
         "self_attn.q_proj.weight": (q, hidden),
@@ -160,7 +160,7 @@ def _qwen3_moe(hidden, heads, inner, experts, layers, vocabulary, topology, item
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_target_slices_assemble_to_what_vllm_holds(tp):
     """Compares with ``verify.expected_tensors``, which other tests compare with real vLLM workers bit for bit."""
-    topology, heads = Topology.plan(4, 2), Heads(4, 2, 6)
+    topology, heads = Topology.arrange(4, 2), Heads(4, 2, 6)
     tensors = _qwen3_moe(20, heads, 12, 6, 2, 100, topology)
     torch.manual_seed(0)
     state = {t.name: torch.randn(t.shape) for t in tensors}
@@ -177,7 +177,7 @@ def test_target_slices_assemble_to_what_vllm_holds(tp):
         placed = {name: torch.zeros_like(t) for name, t in expected_tensors(state, config, tp, rank)}
         for tensor in tensors:
             for need in target_slices(tensor, Rollout(tp), rank, heads):
-                target = Box(need.at, tuple(a + s for a, s in zip(need.at, need.block.shape, strict=True)))
+                target = IndexRange(need.at, tuple(a + s for a, s in zip(need.at, need.block.shape, strict=True)))
                 placed[need.parameter][target.slices] = state[tensor.name][need.block.slices]
         for name, want in expected_tensors(state, config, tp, rank):
             assert torch.equal(placed[name], want), (name, rank)
@@ -218,7 +218,7 @@ def _figures(model, topology, rollout, mode="sliced", node=8, targets=None):
     ],
 )
 def test_plan_of_qwen3_30b_on_16_gpus_has_the_published_bytes(rollout, mode, need, received, nic):
-    _, figures = _figures(QWEN3_30B, Topology.plan(16, 8), rollout, mode)
+    _, figures = _figures(QWEN3_30B, Topology.arrange(16, 8), rollout, mode)
     assert figures[0] == pytest.approx(need, abs=0.011)
     assert figures[1] == pytest.approx(received, abs=0.011)
     assert nic is None or figures[2] == pytest.approx(nic, abs=0.011)
@@ -261,7 +261,7 @@ def test_plan_with_ep_fsdp_fastest_has_the_published_bytes(model, topology, roll
 )
 def test_plan_of_standalone_rollout_sends_exactly_what_is_needed(model, topology, rollout, workers, need):
     targets = Targets(workers, colocated=False)
-    plan, figures = _figures(model, Topology.plan(*topology), rollout, targets=targets)
+    plan, figures = _figures(model, Topology.arrange(*topology), rollout, targets=targets)
     assert figures[:2] == pytest.approx([need, need], abs=0.011)
     assert sum(plan.sent.values()) == sum(plan.needed.values())
     # The load is balanced over senders.
@@ -269,13 +269,13 @@ def test_plan_of_standalone_rollout_sends_exactly_what_is_needed(model, topology
 
 
 def test_plan_of_qwen3_235b_has_nearly_the_fewest_rounds():
-    plan, _ = _figures(QWEN3_235B, Topology.plan(64, 8), Rollout(8))
+    plan, _ = _figures(QWEN3_235B, Topology.arrange(64, 8), Rollout(8))
     least = math.ceil(max(max(plan.received.values()), max(plan.sent.values())) / (512 << 20))
     assert least <= len(plan.rounds) <= 1.25 * least
 
 
 def test_plan_with_limit_below_a_row_is_refused():
-    problem = _qwen3_moe(20, Heads(4, 2, 6), 12, 6, 1, 100, Topology.plan(4, 2)), Topology.plan(4, 2)
+    problem = _qwen3_moe(20, Heads(4, 2, 6), 12, 6, 1, 100, Topology.arrange(4, 2)), Topology.arrange(4, 2)
     plan, _ = _plan(*problem, Rollout(2), Heads(4, 2, 6), Targets(4), "sliced", 8)
     with pytest.raises(
         ValueError, match=r"one row of model.embed_tokens.weight \[100, 20\] is .* more than the 8 bytes"

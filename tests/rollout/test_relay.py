@@ -66,16 +66,19 @@ def test_with_relays_on_one_node_changes_nothing(cluster):
 
 def test_with_relays_rotates_the_relaying_worker():
     """With four replicas of TP 1 on one node, each receives a quarter and sends it three times."""
-    from epfsdp2.engine.topology.index_ranges import Cut
+    from epfsdp2.engine.topology.index_ranges import ShardStep
     from epfsdp2.engine.topology.mesh import Topology
     from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, TensorSpec
 
-    tensors = [TensorSpec("a", (64, 8), 2, (Cut(0, "fsdp", 8),)), TensorSpec("b", (64, 3), 2, (Cut(0, "fsdp", 8),))]
+    tensors = [
+        TensorSpec("a", (64, 8), 2, (ShardStep(0, "fsdp", 8),)),
+        TensorSpec("b", (64, 3), 2, (ShardStep(0, "fsdp", 8),)),
+    ]
 
     def slices_of(tensor, rank):
         return [] if rank < 8 else target_slices(tensor, Rollout(), 0, Heads(1, 1, 1), "full")
 
-    plan = make_transfer_plan(tensors, [], Topology.plan(8, 1), Targets(12, colocated=False), slices_of, 1 << 20)
+    plan = make_transfer_plan(tensors, [], Topology.arrange(8, 1), Targets(12, colocated=False), slices_of, 1 << 20)
     relays = with_relays(plan, ("trainer",) * 8 + ("rollout",) * 4)
     size = 64 * 11 * 2
     assert relays.between_nodes(lambda r: r // 8, lambda r: r // 8) == dict.fromkeys(range(8, 12), size // 4)

@@ -145,9 +145,9 @@ def _local(param):
 
 
 def _mine(whole, param):
-    from epfsdp2.engine.topology.dtensor import local_box
+    from epfsdp2.engine.topology.dtensor import local_range
 
-    return whole[local_box(param).slices]
+    return whole[local_range(param).slices]
 
 
 def test_shard_export_deltas_are_the_changes_of_the_checkpoint(tmp_path):

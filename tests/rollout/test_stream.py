@@ -11,8 +11,8 @@ from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes
 from epfsdp2.engine.model import hf_names
 from epfsdp2.engine.model.layers import layer_names
-from epfsdp2.engine.topology.dtensor import cuts_of
-from epfsdp2.engine.topology.index_ranges import cut_box
+from epfsdp2.engine.topology.dtensor import shard_steps
+from epfsdp2.engine.topology.index_ranges import shard_range
 from epfsdp2.rollout import sync as rollout_sync
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport import full_gather
@@ -75,7 +75,9 @@ def _in_parts(folder, cases):
             assert torch.equal(tensor, wanted[name]), (ep, fsdp_size, dim, name)
         # The least that a gather can bring is one expert of each rank; two of them, a rank's own, and one assembled.
         ranks = meshes.topology.fsdp
-        firsts = {cut_box(stack.shape, cuts_of(stack), meshes.topology.coordinate(r)).low[0] for r in range(ranks)}
+        firsts = {
+            shard_range(stack.shape, shard_steps(stack), meshes.topology.coordinate(r)).low[0] for r in range(ranks)
+        }
         at_once = len(firsts) * stack.shape[1:].numel() * 4
         assert traffic.peak <= max(6 * largest, (2 * (ranks + 1) / ranks + 1) * at_once), (ep, fsdp_size, dim)
         together = {name: tensor for whole in sync.shards(Traffic()) for name, tensor in _copied(whole)}

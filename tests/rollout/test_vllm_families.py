@@ -46,7 +46,7 @@ def _sync(syncs: list[tuple[str, str]], handles: list[str], ep: int, expert_para
         for tensor in sharded_tensor_specs(model):
             mine = next((block for block, ranks in holders(tensor, meshes.topology).items() if rank in ranks), None)
             for need in target_slices(tensor, rollout, rank, Heads.of(model.config), mode):
-                own = need.block.shared_with(mine) if mine else None
+                own = need.block.intersection(mine) if mine else None
                 needed += need.block.numel * tensor.itemsize
                 received += (need.block.numel - (own.numel if own else 0)) * tensor.itemsize
         exchange = sync.exchange(mode, rollout, rank)
@@ -57,7 +57,7 @@ def _sync(syncs: list[tuple[str, str]], handles: list[str], ep: int, expert_para
 
 def _layouts(config, workers, expert_parallel):
     model, rollout = model_on_meta(config), Rollout(workers, expert_parallel=expert_parallel)
-    tensors = tensors_before_sharding(model, Topology.plan(workers, 1))
+    tensors = tensors_before_sharding(model, Topology.arrange(workers, 1))
     return [planned_layout(tensors, rollout, worker, Heads.of(config)) for worker in range(workers)]
 
 

@@ -34,7 +34,7 @@ def sharded_model(
         before: is handed the model before it is sharded.
         initialize: as ``load_weights``'s.
     """
-    topology = world if isinstance(world, Topology) else Topology.plan(world, ep, fsdp_size)
+    topology = world if isinstance(world, Topology) else Topology.arrange(world, ep, fsdp_size)
     meshes = build_meshes("cpu", topology)
     config = AutoConfig.from_pretrained(folder, attn_implementation=attention)
     model = build_on_meta(AutoModelForCausalLM, config, dtype)

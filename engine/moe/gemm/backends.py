@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from ...errors import SettingError
 from . import gradient_buffers
 
-__all__ = ["BACKENDS", "TORCH", "Backend", "Choice", "Groups", "TorchBackend", "backend_named", "choose_backend"]
+__all__ = ["BACKENDS", "TORCH", "Backend", "BackendChoice", "Groups", "TorchBackend", "backend_named", "choose_backend"]
 
 BACKENDS = ("auto", "torch", "triton", "reference")
 _SETTING = "engine.experts_backend"
@@ -128,8 +128,8 @@ class TorchBackend:
         return total.to(dtype)
 
     def mm(self, rows, in_out, groups, bias=None):
-        if native_grouped_mm is not None and fits_the_kernel(rows, in_out):
-            out = native_grouped_mm(rows, in_out, offs=groups.offsets_e)
+        if torch_grouped_mm is not None and supports_grouped_mm(rows, in_out):
+            out = torch_grouped_mm(rows, in_out, offs=groups.offsets_e)
             if bias is not None:
                 out.add_(torch.repeat_interleave(bias, groups.counts_e, dim=0, output_size=groups.rows))
             return out
@@ -142,8 +142,8 @@ class TorchBackend:
         return out
 
     def outer(self, a, b, groups):
-        if native_grouped_mm is not None and fits_the_kernel(a, b) and not _on_cpu(a):
-            return native_grouped_mm(a.t(), b, offs=groups.offsets_e)
+        if torch_grouped_mm is not None and supports_grouped_mm(a, b) and not _on_cpu(a):
+            return torch_grouped_mm(a.t(), b, offs=groups.offsets_e)
         out = gradient_buffers.empty((groups.counts_e.shape[0], a.shape[1], b.shape[1]), a)
         for expert, begin, end in groups.spans():
             if end > begin:
@@ -169,10 +169,10 @@ def _on_cpu(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-native_grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+torch_grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
-def fits_the_kernel(rows: torch.Tensor, other: torch.Tensor) -> bool:
+def supports_grouped_mm(rows: torch.Tensor, other: torch.Tensor) -> bool:
     """What torch's grouped GEMM asks for: rows, each of a multiple of 16 bytes; and on an accelerator bfloat16."""
     sizes = (rows.shape[1], *other.shape[-2:]) if other.dim() == 3 else (rows.shape[1], other.shape[1])
     aligned = all(size * rows.element_size() % 16 == 0 for size in sizes)
@@ -180,14 +180,14 @@ def fits_the_kernel(rows: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Choice:
+class BackendChoice:
     """The backend that computes, and where ``auto`` passed over another one, the line that says so."""
 
     name: str
-    passed_over: str | None = None
+    fallback: str | None = None
 
 
-def choose_backend(wanted: str, device_type: str, dtype: torch.dtype) -> Choice:
+def choose_backend(wanted: str, device_type: str, dtype: torch.dtype) -> BackendChoice:
     """Which backend ``engine.experts_backend`` means on this machine.
 
     Args:
@@ -201,21 +201,21 @@ def choose_backend(wanted: str, device_type: str, dtype: torch.dtype) -> Choice:
     if wanted not in BACKENDS:
         raise SettingError(_SETTING, wanted, f"is one of {', '.join(BACKENDS)}.", f"{_SETTING}=auto")
     if wanted in ("torch", "reference"):
-        return Choice(wanted)
+        return BackendChoice(wanted)
     reason = _why_not_triton(device_type, dtype)
     if wanted == "triton":
         if reason is not None:
             raise SettingError(_SETTING, wanted, reason, f"{_SETTING}=torch, or {_SETTING}=auto")
-        return Choice("triton")
+        return BackendChoice("triton")
     if reason is not None:
-        return Choice("torch", f"{_SETTING}=auto: the experts are computed by torch, as {reason}")
+        return BackendChoice("torch", f"{_SETTING}=auto: the experts are computed by torch, as {reason}")
     if device_type == "cpu":  # the interpreter is for tests, which ask for it by name
-        return Choice("torch")
-    return Choice("mixed")
+        return BackendChoice("torch")
+    return BackendChoice("mixed")
 
 
 def backend_named(name: str) -> Backend:
-    """The backend of a ``Choice`` other than ``reference``."""
+    """The backend of a ``BackendChoice`` other than ``reference``."""
     if name == "torch":
         return TORCH
     from . import triton_backend  # Triton may not be installed where it is not asked for

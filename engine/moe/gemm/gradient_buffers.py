@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["LEAST", "empty", "release"]
+__all__ = ["MIN_BYTES", "empty", "release"]
 
-LEAST = 1 << 20  # bytes; what is smaller comes from the heap, which keeps its pages
-_MOST_FREE = 4  # storages that nobody uses: two weights each of two layers
+MIN_BYTES = 1 << 20  # bytes; what is smaller comes from the heap, which keeps its pages
+_MAX_FREE = 4  # storages that nobody uses: two weights each of two layers
 
 _storages: list[torch.UntypedStorage] = []  # newest last
 _lock = threading.Lock()
@@ -26,13 +26,13 @@ def empty(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     """Like ``like.new_empty(shape)``, contiguous, in memory that may have been another tensor's."""
     size = torch.Size(shape)
     nbytes = size.numel() * like.element_size()
-    if nbytes < LEAST or like.device.type != "cpu":
+    if nbytes < MIN_BYTES or like.device.type != "cpu":
         return like.new_empty(size)
     _release_after_backward()
     with _lock:
         free = [storage for storage in _storages if _is_free(storage)]
         storage = next((storage for storage in reversed(free) if storage.nbytes() == nbytes), None)
-        _drop([other for other in free if other is not storage][:-_MOST_FREE])
+        _drop([other for other in free if other is not storage][:-_MAX_FREE])
         if storage is None:
             storage = torch.UntypedStorage(nbytes)
             _storages.append(storage)

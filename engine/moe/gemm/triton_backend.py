@@ -13,7 +13,7 @@ import torch
 import triton
 
 from . import triton_kernels
-from .backends import Groups, TorchBackend, fits_the_kernel
+from .backends import Groups, TorchBackend, supports_grouped_mm
 
 __all__ = ["Gate", "MixedBackend", "TritonBackend"]
 
@@ -195,7 +195,7 @@ def _known_gate(module: Any) -> Gate | None:
 
 
 def _native(rows: torch.Tensor, other: torch.Tensor) -> bool:
-    return fits_the_kernel(rows, other) and (rows.device.type == "cpu" or _has_native())
+    return supports_grouped_mm(rows, other) and (rows.device.type == "cpu" or _has_native())
 
 
 def _has_native() -> bool:

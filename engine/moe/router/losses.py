@@ -25,13 +25,13 @@ from torch.overrides import TorchFunctionMode
 from ..find import ExpertsInfo, UnsupportedModelError, experts_by_layer
 from ..forward import rows_computed
 
-__all__ = ["RouterLosses", "check_watchable"]
+__all__ = ["RouterLosses", "check_router_logits"]
 
 _LINEAR = (F.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm)
 _SIGMOID = (torch.sigmoid, torch.Tensor.sigmoid, F.sigmoid, torch.special.expit)
 
 
-def check_watchable(experts: Sequence[ExpertsInfo], num_layers: int) -> None:
+def check_router_logits(experts: Sequence[ExpertsInfo], num_layers: int) -> None:
     """
     Args:
         num_layers: of the model, those without experts included.
@@ -91,11 +91,11 @@ class RouterLosses:
         z_coef: weight of the z-loss.
 
     Raises:
-        UnsupportedModelError: see ``check_watchable``.
+        UnsupportedModelError: see ``check_router_logits``.
     """
 
     def __init__(self, model: nn.Module, experts: Sequence[ExpertsInfo], aux_coef: float = 0.0, z_coef: float = 0.0):
-        check_watchable(experts, model.config.get_text_config().num_hidden_layers)  # type: ignore[union-attr,operator]
+        check_router_logits(experts, model.config.get_text_config().num_hidden_layers)  # type: ignore[union-attr,operator]
         self.aux_coef, self.z_coef = aux_coef, z_coef
         self._layers = [_Layer(info) for info in experts]
         self._watching = False

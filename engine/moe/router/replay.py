@@ -105,7 +105,7 @@ class RouterReplay:
         self._is_recording, self._routes = False, routes
 
     def stop(self) -> None:
-        """Route natively again."""
+        """DispatchPlan natively again."""
         self._is_recording, self._routes = False, None
 
     def differing(self, group: dist.ProcessGroup | None = None) -> float | None:
@@ -139,14 +139,14 @@ class RouterReplay:
             layer.chosen = ids.detach().to(torch.int16, copy=True) if layer.chosen is None else None
         elif self._routes is not None and not layer.is_replayed:
             wanted = self._routes[:, layer.index].to(ids.dtype)
-            if ids.shape != wanted.shape or bool((_is_route(wanted) & ~_alike(ids, wanted)).any()):
+            if ids.shape != wanted.shape or bool((_is_route(wanted) & ~_same_experts(ids, wanted)).any()):
                 raise ReplayError(
                     f"{layer.fqn} takes {tuple(ids.shape)} experts that no topk over {layer.num_experts} chose, and "
                     f"routes of {tuple(wanted.shape)} that differ from them."
                 )
 
     def _count(self, native: torch.Tensor, wanted: torch.Tensor, is_route: torch.Tensor) -> None:
-        differs = is_route & ~_alike(native, wanted)
+        differs = is_route & ~_same_experts(native, wanted)
         self._differing.append(torch.stack([differs.sum(), is_route.sum()]))
 
 
@@ -177,6 +177,6 @@ def _is_route(routes: torch.Tensor) -> torch.Tensor:
     return (ordered[:, 1:] != ordered[:, :-1]).all(dim=-1)
 
 
-def _alike(ids: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+def _same_experts(ids: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     """Which rows name the same experts, in whatever order."""
     return (ids.sort(dim=-1).values == others.sort(dim=-1).values).all(dim=-1)

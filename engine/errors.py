@@ -1,8 +1,9 @@
-"""The one way in which a wrong setting is reported, and offenders are listed."""
+"""How a wrong setting is refused, offenders are listed, and a similar name is suggested."""
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
-__all__ = ["SettingError", "listed"]
+__all__ = ["SettingError", "close_matches", "listed"]
 
 
 class SettingError(ValueError):
@@ -25,6 +26,16 @@ class SettingError(ValueError):
 
 
 def listed(offenders: Sequence[str], most: int = 5) -> str:
-    """The first of them and how many there are besides, for an error."""
+    """Format the first offenders and the number of the others, for an error."""
     more = f"; and {len(offenders) - most} more" if len(offenders) > most else ""
     return "; ".join(offenders[:most]) + more
+
+
+def close_matches(wanted: str, known: Iterable[str], most: int = 3, cutoff: float = 0.3) -> list[str]:
+    """Return the known names that are most like ``wanted``, the best first, whatever their case.
+
+    Args:
+        cutoff: similarity between 0 and 1 that a name needs (``difflib``).
+    """
+    by_lower = {name.lower(): name for name in known}
+    return [by_lower[name] for name in difflib.get_close_matches(wanted.lower(), by_lower, n=most, cutoff=cutoff)]

@@ -97,9 +97,9 @@ FEATURES = (
         "dropped-token metrics",
         "ERNIE-4.5-VL; the losses with LoRA",
         (
-            "engine/test_router_losses.py::test_every_family_has_its_losses",
-            "engine/test_router_losses.py::test_the_losses_are_those_of_all_ranks_tokens",
-            "engine/test_router_losses.py::test_what_cannot_be_watched_is_refused",
+            "engine/test_router_losses.py::test_router_losses_of_every_family_equal_their_formula",
+            "engine/test_router_losses.py::test_router_losses_are_over_the_tokens_of_all_ranks",
+            "engine/test_router_losses.py::test_router_losses_of_unsuitable_models_are_refused",
         ),
     ),
     Feature(
@@ -128,8 +128,8 @@ FEATURES = (
         "R2 and R3, with every checkpointing",
         "padded batches; R2 with bypass mode; phimoe (no `topk`), ERNIE-4.5-VL (two experts modules in a layer)",
         (
-            "engine/test_replay.py::test_every_family_replays",
-            "engine/test_replay.py::test_what_cannot_be_replayed_says_so",
+            "engine/test_replay.py::test_replay_of_every_family_takes_the_recorded_routes",
+            "engine/test_replay.py::test_replay_of_unusable_routes_raises",
             "e2e/test_router_replay.py::test_routes_of_the_rollout_bring_trainer_and_rollout_together",
         ),
     ),
@@ -139,9 +139,9 @@ FEATURES = (
         "base as reference",
         "handed to vLLM apart from the weights; Muon",
         (
-            "engine/test_lora.py::test_log_probs_gradients_and_two_updates_equal_the_plain_model",
-            "engine/test_lora.py::test_peft_loads_what_was_saved",
-            "engine/test_lora.py::test_bad_settings_are_refused",
+            "engine/test_lora.py::test_lora_log_probs_gradients_and_two_updates_equal_the_plain_model",
+            "engine/test_lora.py::test_lora_adapter_that_was_saved_is_loaded_by_peft",
+            "engine/test_lora.py::test_lora_check_refuses_bad_settings",
             "e2e/test_lora.py::test_adapters_are_trained_and_reach_the_rollout",
         ),
     ),
@@ -161,8 +161,8 @@ FEATURES = (
         "any of `torch.optim` by `optim.optimizer`; `Muon`, which orthogonalises each expert's matrices by themselves",
         "",
         (
-            "engine/test_optimizer.py::test_the_settings_choose_the_algorithms",
-            "engine/test_muon.py::test_two_steps_of_training_equal_the_reference",
+            "engine/test_optimizer.py::test_optimizer_from_config_chooses_the_algorithms",
+            "engine/test_muon.py::test_muon_two_steps_of_training_equal_the_reference",
         ),
     ),
     Feature(

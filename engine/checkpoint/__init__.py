@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints in and out, and the state of a run."""
+"""Load and export Hugging Face checkpoints; save and resume the state of a run."""

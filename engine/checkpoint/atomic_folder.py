@@ -1,8 +1,8 @@
-"""A checkpoint folder is complete, or it is not there.
+"""Write checkpoint folders atomically, and verify them.
 
-It is written beside its place, under a name that ends in ``.partial``. When every rank has written its part, all files
-are listed with their sizes and checksums in a manifest, which is the last to be written, and the folder gets its name.
-A save that is killed at any moment leaves the folder that was there before, or none.
+A folder is written under a name that ends in ``.partial``. When every rank has written its part, a manifest lists all
+files with their sizes and checksums, and the folder is renamed. A save that is killed at any moment leaves the previous
+folder, or none.
 """
 
 import contextlib
@@ -37,24 +37,23 @@ _CHUNK = 16 << 20
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint is not what it should be; names the folder and the first files or tensors that are wrong."""
+    """A checkpoint is damaged or does not fit; names the folder and the first files or tensors that are wrong."""
 
 
 @contextlib.contextmanager
 def atomic_dir_all_ranks(
     folder: Path, device: torch.device | str = "cpu", group: dist.ProcessGroup | None = None
 ) -> Iterator[Path]:
-    """Yield where to write what will be ``folder``; collective.
+    """Yield a temporary folder that replaces ``folder`` once all ranks have left the block; collective.
 
-    What was in ``folder`` before is replaced, once all ranks have left the block. What a rank does alone in the block
-    and may fail in, it does ``raise_on_all_ranks``.
+    Code in the block that may fail on one rank alone has to run inside ``raise_on_all_ranks``.
 
     Args:
-        device: where the group's backend takes tensors from.
-        group: of all ranks, the default one by default.
+        device: device type of the tensors that the group's backend sends.
+        group: a group of all ranks; the default group by default.
 
     Raises:
-        RankMismatchError: with what failed on which rank; nothing is replaced then.
+        RankMismatchError: with the errors of the ranks that failed; ``folder`` is unchanged then.
     """
     partial, is_first = _partial(folder), dist.get_rank() == 0
     with raise_on_all_ranks(device, group):
@@ -70,46 +69,46 @@ def atomic_dir_all_ranks(
         files = {name: facts for part in _gathered(mine, group) for name, facts in part.items()}
         with raise_on_all_ranks(device, group):
             if is_first:
-                _list(partial, files)
-                _put(partial, folder)
+                _write_manifest(partial, files)
+                _replace(partial, folder)
     except BaseException:
         if is_first:
-            shutil.rmtree(partial, ignore_errors=True)  # gives its space back
+            shutil.rmtree(partial, ignore_errors=True)  # frees the disk space
         raise
 
 
 @contextlib.contextmanager
 def atomic_checkpoint_dir(folder: Path) -> Iterator[Path]:
-    """``atomic_dir_all_ranks`` in one process, without a group."""
+    """Do what ``atomic_dir_all_ranks`` does, manifest included, in one process without a group."""
     with atomic_dir(folder) as partial:
         yield partial
-        _list(partial, {name: _facts(partial / name, sync=True) for name in _files(partial)})
+        _write_manifest(partial, {name: _facts(partial / name, sync=True) for name in _files(partial)})
 
 
 @contextlib.contextmanager
 def atomic_dir(folder: Path) -> Iterator[Path]:
-    """Yield where one process writes what will be ``folder``, of whatever kind: whole, or not there."""
+    """Yield a temporary folder that replaces ``folder`` after the block; one process, no manifest."""
     partial = _partial(folder)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         yield partial
-        _put(partial, folder)
+        _replace(partial, folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
 def verify_all_ranks(folder: Path, device: torch.device | str = "cpu") -> None:
-    """Compare every file with the manifest, each rank a part of them; collective.
+    """Compare every file with the manifest, each rank a part of the files; collective.
 
     Raises:
-        CheckpointError: on every rank: there is no checkpoint, it is of another format, or files are missing, cut off
+        CheckpointError: on every rank: there is no checkpoint, it has another format, or files are missing, truncated
             or damaged.
     """
     with raise_on_all_ranks(device):
         if dist.get_rank() == 0 and not folder.exists() and (_partial(folder) / MANIFEST).is_file():
-            _partial(folder).replace(folder)  # the save was ended between its last two steps
+            _partial(folder).replace(folder)  # the save was killed between its last two steps
     wrong: list[str] = []
     with raise_on_all_ranks(device):
         files = _manifest(folder)["files"]
@@ -118,7 +117,7 @@ def verify_all_ranks(folder: Path, device: torch.device | str = "cpu") -> None:
 
 
 def verify_files(folder: Path) -> None:
-    """The same in one process, all files."""
+    """Do what ``verify_all_ranks`` does in one process, for all files."""
     _raise_for(folder, _faults(folder, _manifest(folder)["files"]))
 
 
@@ -139,7 +138,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
     if manifest["format"] != FORMAT:
         age = "newer" if manifest["format"] > FORMAT else "older"
         raise CheckpointError(
-            f"{folder} is of the {age} format {manifest['format']}; this version of epfsdp2 reads {FORMAT}."
+            f"{folder} has the {age} format {manifest['format']}; this version of epfsdp2 reads {FORMAT}."
         )
     return manifest
 
@@ -154,20 +153,20 @@ def _faults(folder: Path, files: dict[str, dict[str, int]]) -> list[str]:
 
 
 def _fault(path: Path, facts: dict[str, int]) -> str:
-    """What is wrong with a file; empty if nothing is."""
+    """Return what is wrong with a file; empty if nothing is."""
     try:
         if not path.is_file():
             return "missing"
         found = path.stat().st_size
         if found != facts["bytes"]:
             return f"{found} of {facts['bytes']} bytes"
-        return "" if _facts(path) == facts else "its checksum is another one"
+        return "" if _facts(path) == facts else "its checksum differs"
     except OSError as error:
         return f"can't be read: {error.strerror}"
 
 
 def _facts(path: Path, sync: bool = False) -> dict[str, int]:
-    """Size and checksum of a file, which ``sync`` has reached the disk by then."""
+    """Return size and checksum of a file; with ``sync`` it has reached the disk when this returns."""
     checksum = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
@@ -177,12 +176,12 @@ def _facts(path: Path, sync: bool = False) -> dict[str, int]:
     return {"bytes": path.stat().st_size, "crc32": checksum}
 
 
-def _list(partial: Path, files: dict[str, dict[str, int]]) -> None:
+def _write_manifest(partial: Path, files: dict[str, dict[str, int]]) -> None:
     _write(partial / MANIFEST, json.dumps({"format": FORMAT, "files": files}, indent=1))
 
 
-def _put(partial: Path, folder: Path) -> None:
-    """Have ``partial`` in the place of ``folder``; at each moment one of them is complete."""
+def _replace(partial: Path, folder: Path) -> None:
+    """Rename ``partial`` to ``folder``; at each moment one of them is a complete folder."""
     if folder.exists():
         old = folder.with_name(folder.name + ".old")
         shutil.rmtree(old, ignore_errors=True)
@@ -221,5 +220,5 @@ def _files(folder: Path) -> list[str]:
 
 
 def _share(names: Iterable[str]) -> list[str]:
-    """This rank's part of a list that all ranks have."""
+    """Return this rank's part of a list that is the same on all ranks."""
     return sorted(names)[dist.get_rank() :: dist.get_world_size()]

@@ -1,4 +1,4 @@
-"""Work beside the training: one job at a time in a thread, with collectives of its own."""
+"""Run jobs in a background thread, one at a time, with a process group of their own."""
 
 import logging
 import threading
@@ -12,10 +12,10 @@ logger = logging.getLogger("epfsdp2")
 
 
 class Background:
-    """Jobs that all ranks start in the same order; created by all of them.
+    """Runs jobs that all ranks start in the same order; collective to create.
 
     Attributes:
-        group: for the jobs' collectives, on the CPU: those of the default group may be under way meanwhile.
+        group: a gloo group for the jobs' collectives, because training uses the default group meanwhile.
     """
 
     def __init__(self) -> None:
@@ -24,21 +24,21 @@ class Background:
         self._failure: BaseException | None = None
 
     def start(self, name: str, job: Callable[[], None]) -> None:
-        """Begin a job once the one before has ended.
+        """Start a job once the previous one has ended.
 
         Raises:
-            BaseException: of the one before.
+            BaseException: the error of the previous job.
         """
         self.wait()
-        # Not a daemon: a process that ends by itself ends the job first.
+        # Not a daemon: a process that exits normally finishes the job first.
         self._thread = threading.Thread(target=self._run, args=(name, job), name=name)
         self._thread.start()
 
     def wait(self) -> None:
-        """Have the job ended.
+        """Wait for the job to end.
 
         Raises:
-            BaseException: what it raised, once.
+            BaseException: the error of the job; only the first call raises it.
         """
         if self._thread is not None:
             self._thread.join()

@@ -1,6 +1,6 @@
-"""Sharded tensors of a checkpoint as files that ``from_pretrained`` reads: the family's own names and layout.
+"""Convert the sharded tensors of a checkpoint to files for ``from_pretrained``, in the family's names and layout.
 
-Each rank writes some of the files and holds one of the model's tensors at a time.
+Each rank writes some of the files and holds one tensor of the model in memory at a time.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,16 +23,16 @@ from .safetensors_writer import Entry, split_into_files, write_file, write_index
 
 __all__ = ["FILE_BYTES", "MODEL", "reader", "write_hf_weights"]
 
-MODEL = "model."  # what the names of a model's tensors begin with in a checkpoint
+MODEL = "model."  # prefix of the names of a model's tensors in a checkpoint
 FILE_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True)
 class _StoredTensor:
-    """A tensor of the checkpoint, and what it is written as.
+    """A tensor of the checkpoint, stored in dtype ``stored`` and to be written in ``dtype``.
 
     Args:
-        adapter: that is merged into it.
+        adapter: the adapter to merge into it.
     """
 
     name: str
@@ -40,7 +40,7 @@ class _StoredTensor:
     stored: torch.dtype
     dtype: torch.dtype
     pieces: list[tuple[torch.Size, str]]
-    """Offset and file of each of its shards."""
+    """Offset and file of each shard."""
     adapter: "_Adapter | None" = None
 
     @property
@@ -48,7 +48,7 @@ class _StoredTensor:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def read(self) -> torch.Tensor:
-        """The tensor whole."""
+        """Read the full tensor, with its adapter merged."""
         tensor = torch.empty(self.shape, dtype=self.stored)
         for offset, path in self.pieces:
             with safe_open(path, framework="pt") as file:
@@ -59,7 +59,7 @@ class _StoredTensor:
 
 @dataclass(frozen=True)
 class _Adapter:
-    """Both halves, and how they are merged (``lora.merge.merged``)."""
+    """The two matrices of an adapter, and how they are merged (``lora.merge.merged``)."""
 
     a: _StoredTensor
     b: _StoredTensor
@@ -72,7 +72,7 @@ class _Adapter:
 
 @dataclass(frozen=True)
 class _ConvertedGroup:
-    """Tensors of the model that have to be there at once to be written; mostly one."""
+    """Tensors of the model that are converted together, mostly one; all are in memory at once."""
 
     members: list[_StoredTensor]
 
@@ -91,23 +91,25 @@ def write_hf_weights(
     share: tuple[int, int] = (0, 1),
     progress: bool = False,
 ) -> None:
-    """Write what the model's tensors are in ``shards`` to ``out``.
+    """Write the model's tensors, read from ``shards``, to safetensors files in ``out``.
 
     Args:
-        model: says how a checkpoint of its family calls them; its own values are not looked at.
-        dtypes: the names of its tensors, with what is stored; None: as it is.
-        file_bytes: of a file, at most, unless one tensor is larger.
-        scaling: of the adapters in ``shards``, which are merged; None where there are none.
-        share: rank and number of those that each write some of the files; the first writes the index.
+        model: determines the names and the layout; its own values are not read.
+        shards: folder of a torch distributed checkpoint.
+        dtypes: name of each tensor -> the dtype to write, None for the stored one.
+        file_bytes: size of a file at most, unless one tensor is larger.
+        scaling: scaling of the adapters in ``shards``, which are merged; None without adapters.
+        share: rank and number of the ranks that each write some of the files; all write the index.
+        progress: show a progress bar.
 
     Raises:
-        CheckpointError: ``shards`` lacks tensors of the model.
+        CheckpointError: tensors of the model are missing in ``shards``.
     """
     metadata = dcp.HuggingFaceStorageReader(str(shards)).read_metadata()
     files = split_into_files(
-        _together(model, _with_adapters(model, metadata, _stored(metadata, dtypes), scaling)), file_bytes
+        _converted_groups(model, _with_adapters(model, metadata, _stored(metadata, dtypes), scaling)), file_bytes
     )
-    entries = [[entry for together in file for entry in _entries(model, together)] for file in files]
+    entries = [[entry for group in file for entry in _entries(model, group)] for file in files]
     rank, ranks = share
     names = write_index(out, entries)
     mine = list(zip(names, files, entries, strict=True))[rank::ranks]
@@ -117,7 +119,7 @@ def write_hf_weights(
 
 
 def reader(shards: Path) -> Callable[[str], torch.Tensor]:
-    """What gives one of the model's tensors whole, by its name."""
+    """Return a function that reads one of the model's full tensors by its name."""
     metadata = dcp.HuggingFaceStorageReader(str(shards)).read_metadata()
     names = [name.removeprefix(MODEL) for name in metadata.state_dict_metadata if name.startswith(MODEL)]
     known = {tensor.name: tensor for tensor in _stored(metadata, dict.fromkeys(names))}
@@ -162,19 +164,19 @@ def _stored(metadata: Metadata, dtypes: Mapping[str, torch.dtype | None]) -> lis
     return found
 
 
-def _together(model: Any, tensors: list[_StoredTensor]) -> list[_ConvertedGroup]:
-    """At the place of the first of those that belong together."""
+def _converted_groups(model: Any, tensors: list[_StoredTensor]) -> list[_ConvertedGroup]:
+    """Group tensors that are converted together, in the order of the first of each group."""
     by_name = {tensor.name: tensor for tensor in tensors}
     groups = dict.fromkeys(converted_together(model, name) for name in by_name)
     return [_ConvertedGroup([by_name[name] for name in names]) for names in groups]
 
 
-def _entries(model: Any, together: _ConvertedGroup) -> list[Entry]:
-    values = [(t.name, torch.empty(t.shape, dtype=t.dtype, device="meta")) for t in together.members]
+def _entries(model: Any, group: _ConvertedGroup) -> list[Entry]:
+    values = [(t.name, torch.empty(t.shape, dtype=t.dtype, device="meta")) for t in group.members]
     return [Entry(name, tuple(part.shape), part.dtype) for name, part in hf_names.as_checkpoint(model, values)]
 
 
 def _values(model: Any, file: list[_ConvertedGroup], bar: tqdm) -> Iterator[tuple[str, torch.Tensor]]:
-    for together in file:
-        yield from hf_names.as_checkpoint(model, ((t.name, t.read()) for t in together.members))
+    for group in file:
+        yield from hf_names.as_checkpoint(model, ((t.name, t.read()) for t in group.members))
         bar.update()

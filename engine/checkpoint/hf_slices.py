@@ -1,8 +1,8 @@
-"""Where the elements of a checkpoint's tensors are in a model's parameter.
+"""Find where the elements of a parameter are in the tensors of a Hugging Face checkpoint.
 
-transformers' converters make a parameter out of a checkpoint's whole tensors. Asked in reverse, for the coordinates of
-the parameter's elements, they say where each element is in which tensor. From that a rank reads of each tensor what its
-own shard is made of, and nothing else.
+transformers' converters make a parameter from whole tensors of a checkpoint. Run in reverse on the coordinates of the
+parameter's elements, they tell where each element is in which tensor. So a rank reads from each tensor only the
+elements of its own shard.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ __all__ = ["SliceCopy", "CheckpointSlice", "find_slices"]
 
 @dataclass(frozen=True)
 class SliceCopy:
-    """Elements of a box that one tensor of a checkpoint has.
+    """A copy of some elements of one checkpoint tensor into an index range of a parameter.
 
     Args:
-        source: where in the tensor.
-        order: dims of what is read that are kept, in the order of the parameter's.
-        target: where in the values of the box.
+        source: the slices of the tensor.
+        order: the dims of the read values that are kept, in the order of the parameter's dims.
+        target: the slices of the range's values.
     """
 
     source: tuple[slice, ...]
@@ -32,7 +32,7 @@ class SliceCopy:
     target: tuple[slice | int, ...]
 
     def copy(self, values: torch.Tensor, into: torch.Tensor) -> None:
-        """Put what was read from ``source`` where it belongs in the values of the box."""
+        """Copy values that were read from ``source`` into the values of the range."""
         dropped = [d for d in range(values.dim()) if d not in self.order]
         kept = sorted(self.order)
         values = values.squeeze(dropped) if dropped else values
@@ -41,14 +41,14 @@ class SliceCopy:
 
 @dataclass(frozen=True)
 class CheckpointSlice:
-    """One tensor of a checkpoint; each of its dims runs along a dim of the parameter, at equal steps.
+    """One tensor of a checkpoint as a strided slice of a parameter: each of its dims runs along one of the parameter's.
 
     Args:
-        name: in the checkpoint; of a stack of experts, that of the first one's.
-        shape: of the tensor; of a stack that it has whole, the first size is of the experts that were asked about.
-        dims: the parameter's dim that each dim runs along; None for one of size 1, which runs along none.
-        steps: in elements of the parameter.
-        at: where in the parameter the tensor's first element is.
+        name: its name in the checkpoint; for tensors of single experts, that of the first expert.
+        shape: its shape; for a stack of experts, the first size is the number of experts that ``find_slices`` probed.
+        dims: the parameter's dim that each dim runs along; None for a dim of size 1.
+        steps: the stride along each of these, in elements of the parameter.
+        at: the index in the parameter of the tensor's first element.
     """
 
     name: str
@@ -59,27 +59,27 @@ class CheckpointSlice:
 
     @classmethod
     def whole(cls, name: str, shape: tuple[int, ...]) -> "CheckpointSlice":
-        """Of a tensor that is the parameter."""
+        """Describe a tensor that equals the parameter."""
         dims = tuple(d if size > 1 else None for d, size in enumerate(shape))
         return cls(name, shape, dims, (1,) * len(shape), (0,) * len(shape))
 
     def expected(self, experts: int | None) -> tuple[int, ...]:
-        """The tensor's shape in a checkpoint of that many experts."""
+        """Return the tensor's shape in a checkpoint with that many experts."""
         return tuple(
             experts if dim == 0 and experts is not None else size
             for dim, size in zip(self.dims, self.shape, strict=True)
         )
 
-    def part(self, box: IndexRange, size: tuple[int, ...]) -> SliceCopy | None:
-        """What it has of a box of the parameter; None if that is nothing.
+    def copy_into(self, wanted: IndexRange, size: tuple[int, ...]) -> SliceCopy | None:
+        """Return the copy into an index range of the parameter; None if the tensor has nothing of it.
 
         Args:
-            size: the tensor's own shape.
+            size: the tensor's actual shape.
         """
-        source, target = [slice(0, 1)] * len(size), [0] * len(box.low)
+        source, target = [slice(0, 1)] * len(size), [0] * len(wanted.low)
         order: list[int] = []
         targets: list[slice | int] = list(target)
-        for t, (low, high, at) in enumerate(zip(box.low, box.high, self.at, strict=True)):
+        for t, (low, high, at) in enumerate(zip(wanted.low, wanted.high, self.at, strict=True)):
             if t not in self.dims:
                 if not low <= at < high:
                     return None
@@ -99,37 +99,37 @@ class CheckpointSlice:
 
 
 def find_slices(model: Any, name: str, shape: Sequence[int], is_stack: bool) -> list[CheckpointSlice] | None:
-    """The tensors of the family's checkpoints that a parameter is made of.
+    """Find the tensors of the family's checkpoints that a parameter is made of.
 
     Args:
-        shape: of the whole parameter.
-        is_stack: its first dim counts experts: only the first two are asked about, and of tensors that are one
-            expert's only the first one's are returned.
+        shape: the shape of the whole parameter.
+        is_stack: whether its first dim counts experts. Then only the first two experts are probed, and of the tensors
+            of single experts only those of the first are returned.
 
     Returns:
-        None where it is not a mere arrangement of the elements (something is computed, or split over two dims), or
-        they share a tensor with another parameter's.
+        None if the parameter is no mere rearrangement of elements (values are computed, or a dim is split over two), or
+        shares a tensor with another parameter.
     """
     if len(converted_together(model, name)) > 1:
         return None
-    asked = (min(2, shape[0]), *shape[1:]) if is_stack else tuple(shape)
+    probed = (min(2, shape[0]), *shape[1:]) if is_stack else tuple(shape)
     found: dict[str, list[torch.Tensor]] = {}
-    for dim, size in enumerate(asked):
-        places = torch.arange(size).view([-1 if d == dim else 1 for d in range(len(asked))]).expand(asked)
+    for dim, size in enumerate(probed):
+        places = torch.arange(size).view([-1 if d == dim else 1 for d in range(len(probed))]).expand(probed)
         for tensor, values in revert(model, name, places).items():
             found.setdefault(tensor, []).append(values)
-    regions = [_region(tensor, coordinates, asked) for tensor, coordinates in found.items()]
-    if any(region is None for region in regions):
+    slices = [_as_slice(tensor, coordinates, probed) for tensor, coordinates in found.items()]
+    if any(piece is None for piece in slices):
         return None
-    known = [region for region in regions if region is not None]
-    if sum(torch.Size(region.shape).numel() for region in known) != torch.Size(asked).numel():
+    known = [piece for piece in slices if piece is not None]
+    if sum(torch.Size(piece.shape).numel() for piece in known) != torch.Size(probed).numel():
         return None
-    return [region for region in known if not (is_stack and 0 not in region.dims and region.at[0] > 0)]
+    return [piece for piece in known if not (is_stack and 0 not in piece.dims and piece.at[0] > 0)]
 
 
-def _region(name: str, coordinates: Sequence[torch.Tensor], asked: tuple[int, ...]) -> CheckpointSlice | None:
-    """The region of a tensor, of whose elements ``coordinates`` says, dim by dim, where in the parameter they are."""
-    if len(coordinates) != len(asked) or any(c.dtype != torch.int64 or not c.numel() for c in coordinates):
+def _as_slice(name: str, coordinates: Sequence[torch.Tensor], probed: tuple[int, ...]) -> CheckpointSlice | None:
+    """Describe a tensor of whose elements ``coordinates`` holds, dim by dim, the index in the parameter."""
+    if len(coordinates) != len(probed) or any(c.dtype != torch.int64 or not c.numel() for c in coordinates):
         return None
     first = coordinates[0]
     shape, origin = tuple(first.shape), (0,) * first.dim()
@@ -148,7 +148,7 @@ def _region(name: str, coordinates: Sequence[torch.Tensor], asked: tuple[int, ..
         ((dim, step),) = moved.items()
         dims.append(dim)
         steps.append(step)
-    region = CheckpointSlice(name, shape, tuple(dims), tuple(steps), at)
+    piece = CheckpointSlice(name, shape, tuple(dims), tuple(steps), at)
     used = [dim for dim in dims if dim is not None]
     if len(set(used)) != len(used) or min(steps, default=1) < 1:
         return None
@@ -158,6 +158,6 @@ def _region(name: str, coordinates: Sequence[torch.Tensor], asked: tuple[int, ..
             d = dims.index(t)
             line = at[t] + steps[d] * torch.arange(shape[d])
             wanted = line.view([-1 if other == d else 1 for other in range(len(shape))])
-        if not bool((places == wanted).all()) or int(places.max()) >= asked[t]:
+        if not bool((places == wanted).all()) or int(places.max()) >= probed[t]:
             return None
-    return region
+    return piece

@@ -1,8 +1,8 @@
-"""Hugging Face safetensors -> the shards of this rank.
+"""Load this rank's shards from Hugging Face safetensors.
 
-No tensor is read that a rank needs a part of: it opens the files and reads the rows and columns of its shards, expert
-by expert where the checkpoint has them so (``hf_slices.py``). Replicas of the model get theirs from the first. Names
-and layouts are those of transformers' own weight converters (``core_model_loading.py``).
+A rank never reads a whole tensor of which it needs a part: it opens the files and reads the rows and columns of its own
+shards, expert by expert if the checkpoint stores them so (``hf_slices.py``). The first replica of the model reads, and
+broadcasts to the others. Names and layouts come from transformers' own weight converters (``core_model_loading.py``).
 """
 
 import copy
@@ -36,16 +36,16 @@ from .safetensors_reader import CheckpointFiles
 
 __all__ = ["load_weights", "verify_experts"]
 
-# Computed where they are needed, and yet in old checkpoints; transformers leaves them out too.
+# Computed at run time, but stored in old checkpoints; transformers ignores them too.
 _COMPUTED = r"rotary_emb\.inv_freq$"
 
 
 @dataclass
 class _Source:
-    """How one target tensor comes from checkpoint tensors: a plain copy, or a converter over lists of them.
+    """How one target tensor is made from checkpoint tensors: a plain copy, or a converter over lists of them.
 
     Args:
-        part: which of the converter's targets it is.
+        part: the index of the tensor among the converter's targets.
     """
 
     converter: WeightConverter | None = None
@@ -62,17 +62,17 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Target:
-    """A tensor that is to be filled.
+    """A tensor to fill.
 
     Args:
-        regions: what the checkpoint's tensors have of it, each with its keys, expert by expert, or its only one; None
-            where a converter has to make it out of whole tensors.
+        slices: the checkpoint's slices of it, each with its keys, one per expert or a single one; None if a converter
+            has to make it from whole tensors.
     """
 
     name: str
     target: torch.Tensor
     source: _Source
-    regions: list[tuple[CheckpointSlice, list[str]]] | None
+    slices: list[tuple[CheckpointSlice, list[str]]] | None
 
 
 def load_weights(
@@ -88,18 +88,18 @@ def load_weights(
     Names and shapes are compared before anything is read.
 
     Args:
-        initialize: called with name, local tensor and whether the checkpoint has it in the model's shape; fills the
-            tensor and returns True, or returns False to have it read, or reported if it is missing or ill-shaped.
-        progress: show a bar.
-        may_be_unused: matches, anywhere in a name, what the checkpoint may have and the model not, besides what the
-            model's class leaves out itself.
+        initialize: called with name, local tensor and whether the checkpoint has it in the model's shape. It fills the
+            tensor and returns True; or it returns False, and the tensor is read, or reported as missing or misshaped.
+        progress: show a progress bar.
+        may_be_unused: a pattern to search in names, for tensors that the checkpoint may have and the model not; those
+            that the model's class ignores are allowed anyway.
 
     Returns:
-        Names of what the checkpoint has and the model has no place for.
+        Names of the tensors in the checkpoint that the model does not have.
 
     Raises:
         ValueError: with the first tensors that are missing, unknown or of another shape, and their files.
-        RankMismatchError: a part of the ranks could not read theirs.
+        RankMismatchError: some ranks could not read their shards.
     """
     unused: list[str] = []
     device = meshes.dense.device_type
@@ -115,7 +115,7 @@ def load_weights(
             if source is None:
                 wrong.append(f"{name} is missing")
                 continue
-            tensor = _Target(name, target, source, _regions(name, target, source, model, files))
+            tensor = _Target(name, target, source, _slices_of(name, target, source, model, files))
             wrong += _faults(tensor, files)
             wanted.append(tensor)
         unused = [name for name in sources if name not in model.state_dict()]
@@ -132,16 +132,16 @@ def load_weights(
 
 
 def verify_experts(model: nn.Module, files: CheckpointFiles, count: int = 2) -> list[str]:
-    """Make a few of this rank's experts again, by transformers' converter from whole tensors, and compare.
+    """Compare a few of this rank's experts with what transformers' converter makes from whole tensors.
 
     Args:
-        count: experts, each of another stack, the stacks far apart.
+        count: number of experts; each is taken from another stack, far apart in the model.
 
     Returns:
-        ``<stack>[<expert>]`` of each that was compared.
+        ``<stack>[<expert>]`` of each expert that was compared.
 
     Raises:
-        ValueError: one is not what the checkpoint has.
+        ValueError: an expert differs from the checkpoint.
     """
     sources = _match_sources(model, files)
     held = {
@@ -153,22 +153,22 @@ def verify_experts(model: nn.Module, files: CheckpointFiles, count: int = 2) -> 
     count = min(count, len(names))
     for index in (round(i * (len(names) - 1) / max(1, count - 1)) for i in range(count)):
         name, target = names[index], held[names[index]]
-        box = local_range(target)
-        expert = box.low[0] + index % (box.high[0] - box.low[0])
-        one = box.with_dim(0, expert, expert + 1)
+        held_range = local_range(target)
+        expert = held_range.low[0] + index % (held_range.high[0] - held_range.low[0])
+        one = held_range.with_dim(0, expert, expert + 1)
         if sources[name].converter is None:
             wanted = files.read(sources[name].keys[-1][1], one.slices)
         else:
             wanted = _convert(name, target, sources[name], one.slices, model, files)
-        found = local_tensor(target).detach()[one.slices_in(box)].cpu()
+        found = local_tensor(target).detach()[one.slices_in(held_range)].cpu()
         if not torch.equal(found, wanted.to(found.dtype)):
-            raise ValueError(f"{name}[{expert}] is not what {files.folder} has, after loading.")
+            raise ValueError(f"{name}[{expert}] differs from {files.folder} after loading.")
         done.append(f"{name}[{expert}]")
     return done
 
 
 def _match_sources(model: nn.Module, files: CheckpointFiles) -> dict[str, _Source]:
-    """For each target name the checkpoint tensors it is made of; no tensor is read."""
+    """Map each target name to the checkpoint tensors that it is made of; reads no tensor."""
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -187,26 +187,26 @@ def _match_sources(model: nn.Module, files: CheckpointFiles) -> dict[str, _Sourc
 
 
 def _fits(target: torch.Tensor, source: _Source | None, files: CheckpointFiles) -> bool:
-    """Whether the checkpoint has the tensor; in its shape, where no converter makes it."""
+    """Return whether the checkpoint has the tensor; without a converter, whether in its shape."""
     if source is None or source.converter is not None:
         return source is not None
     return files.shape(source.keys[-1][1]) == tuple(target.shape)
 
 
-def _regions(
+def _slices_of(
     name: str, target: torch.Tensor, source: _Source, model: Any, files: CheckpointFiles
 ) -> list[tuple[CheckpointSlice, list[str]]] | None:
-    """What the checkpoint's tensors have of a target; see ``_Target``.
+    """Find the checkpoint's slices of a target; see ``_Target.slices``.
 
     Raises:
-        ValueError: if it has not as many experts as the target.
+        ValueError: the numbers of experts differ.
     """
-    if source.converter is None or _is_as_it_is(target, source, files):
+    if source.converter is None or _is_unconverted(target, source, files):
         return [(CheckpointSlice.whole(name, tuple(target.shape)), [source.keys[-1][1]])]
     lists = list(source.by_pattern().values())
     one_by_one = any(len(keys) > 1 for keys in lists)
     if one_by_one:
-        # A converter with several targets deals the experts of each out in equal parts.
+        # A converter with several targets gives each an equal part of the experts.
         experts = target.shape[0]
         for keys in lists:
             _check_experts(name, keys, experts, len(source.converter.target_patterns), files)
@@ -214,13 +214,13 @@ def _regions(
     is_stack = one_by_one or is_expert_parameter(target)
     found = find_slices(model, name, target.shape, is_stack)
     keys_of = {keys[0]: keys for keys in lists}
-    if found is None or {region.name for region in found} != keys_of.keys():
+    if found is None or {piece.name for piece in found} != keys_of.keys():
         return None
-    return [(region, keys_of[region.name]) for region in found]
+    return [(piece, keys_of[piece.name]) for piece in found]
 
 
-def _is_as_it_is(target: torch.Tensor, source: _Source, files: CheckpointFiles) -> bool:
-    """Whether the converter only transposes what has not the target's shape yet, and this has it."""
+def _is_unconverted(target: torch.Tensor, source: _Source, files: CheckpointFiles) -> bool:
+    """Return whether the tensor has the target's shape already and the converter only transposes those that don't."""
     operations = source.converter.operations if source.converter is not None else []
     lenient = all(
         isinstance(operation, Transpose) and getattr(operation, "check_dims", False) for operation in operations
@@ -229,14 +229,14 @@ def _is_as_it_is(target: torch.Tensor, source: _Source, files: CheckpointFiles) 
 
 
 def _faults(tensor: _Target, files: CheckpointFiles) -> list[str]:
-    """Which of the checkpoint's tensors have not the shape that they should."""
+    """List the checkpoint's tensors that have a wrong shape."""
     wrong = []
-    for region, keys in tensor.regions or ():
-        shape = region.expected(tensor.target.shape[0] if is_expert_parameter(tensor.target) else None)
+    for piece, keys in tensor.slices or ():
+        shape = piece.expected(tensor.target.shape[0] if is_expert_parameter(tensor.target) else None)
         for key in keys:
             if files.shape(key) != shape:
                 where = f"{key} (in {files.file_of[key]})"
-                wrong.append(f"{where} is {files.shape(key)}, and {tensor.name} of the model needs {shape}")
+                wrong.append(f"{where} is {files.shape(key)}, but {tensor.name} of the model needs {shape}")
     return wrong
 
 
@@ -247,51 +247,51 @@ def _unknown(names: list[str], sources: Mapping[str, _Source], model: Any, files
 
 
 def _fill(tensor: _Target, model: nn.Module, files: CheckpointFiles) -> None:
-    """Read what this rank holds of a tensor and copy it there."""
+    """Read this rank's shard of a tensor."""
     local = local_tensor(tensor.target)
     if not local.numel():
         return
-    box = local_range(tensor.target)
-    if tensor.regions is None:
-        local.copy_(_convert(tensor.name, tensor.target, tensor.source, box.slices, model, files))
+    held = local_range(tensor.target)
+    if tensor.slices is None:
+        local.copy_(_convert(tensor.name, tensor.target, tensor.source, held.slices, model, files))
         return
-    for region, keys in tensor.regions:
-        for key, held, into in _keys_in(keys, box, local):
-            part = region.part(held, files.shape(key))
+    for piece, keys in tensor.slices:
+        for key, wanted, into in _keys_in(keys, held, local):
+            part = piece.copy_into(wanted, files.shape(key))
             if part is not None:
                 part.copy(files.read(key, part.source), into)
 
 
-def _keys_in(keys: list[str], box: IndexRange, local: torch.Tensor) -> Iterator[tuple[str, IndexRange, torch.Tensor]]:
-    """A region's keys with the part of a box that each may have something of, as if it were the first expert's."""
+def _keys_in(keys: list[str], held: IndexRange, local: torch.Tensor) -> Iterator[tuple[str, IndexRange, torch.Tensor]]:
+    """Yield the keys to read for a range, each with its part of the range, counted as if it were the first expert's."""
     if len(keys) == 1:
-        yield keys[0], box, local
+        yield keys[0], held, local
         return
-    for expert in range(box.low[0], box.high[0]):
-        yield keys[expert], box.with_dim(0, 0, 1), local[expert - box.low[0]].unsqueeze(0)
+    for expert in range(held.low[0], held.high[0]):
+        yield keys[expert], held.with_dim(0, 0, 1), local[expert - held.low[0]].unsqueeze(0)
 
 
 def _copy_of_first_replica(local: torch.Tensor, meshes: Meshes) -> None:
-    """Have what the first replica read; collective."""
-    sent = local.detach().to(meshes.dense.device_type)  # shards may be on the CPU, where the backend takes none from
+    """Receive what the first replica has read; collective."""
+    sent = local.detach().to(meshes.dense.device_type)  # shards may be on the CPU, which the backend can't send from
     dist.broadcast(sent, group=meshes.dense.get_group("dp_replicate"), group_src=0)
     if sent.data_ptr() != local.data_ptr():
         local.detach().copy_(sent)
 
 
 def _convert(
-    name: str, target: torch.Tensor, source: _Source, box: tuple[slice, ...], model: nn.Module, files: CheckpointFiles
+    name: str, target: torch.Tensor, source: _Source, index: tuple[slice, ...], model: nn.Module, files: CheckpointFiles
 ) -> torch.Tensor:
-    """Run transformers' converter, on the box's experts alone where the checkpoint stores them one by one."""
+    """Run transformers' converter; only on the experts of ``index`` if the checkpoint stores them one by one."""
     by_pattern = source.by_pattern()
     one_by_one = any(len(keys) > 1 for keys in by_pattern.values())
-    owned = box[0] if one_by_one else slice(None)
+    owned = index[0] if one_by_one else slice(None)
 
     converter = copy.deepcopy(source.converter)
     assert converter is not None
     for pattern, keys in by_pattern.items():
         if one_by_one:
-            # A converter with several targets deals the experts of each out in equal parts.
+            # A converter with several targets gives each an equal part of the experts.
             parts = range(len(converter.target_patterns))
             keys = [key for i in parts for key in keys[i * target.shape[0] : (i + 1) * target.shape[0]][owned]]
         for key in keys:
@@ -302,10 +302,10 @@ def _convert(
     experts = owned.stop - owned.start if one_by_one else target.shape[0]
     if tuple(value.shape) != (experts, *target.shape[1:]):
         raise ValueError(
-            f"{files.folder}: {name} of the model has the shape {tuple(target.shape)}, but {source.keys[0][1]} and its "
-            f"likes give {tuple(value.shape)}."
+            f"{files.folder}: {name} of the model has the shape {tuple(target.shape)}, but {source.keys[0][1]} and "
+            f"tensors like it give {tuple(value.shape)}."
         )
-    return value[(slice(None), *box[1:])] if one_by_one else value[box]
+    return value[(slice(None), *index[1:])] if one_by_one else value[index]
 
 
 def _check_experts(name: str, keys: list[str], experts: int, targets: int, files: CheckpointFiles) -> None:

@@ -1,4 +1,4 @@
-"""The safetensors files of a Hugging Face checkpoint."""
+"""Open and check the safetensors files of a Hugging Face checkpoint, and download them from the hub."""
 
 import json
 import math
@@ -27,24 +27,25 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """Where each tensor of a checkpoint is. Files stay open, mapped into memory, once one of their tensors was read."""
+    """Maps each tensor of a checkpoint to its file. A file stays open, memory-mapped, after its first read."""
 
     folder: Path
     file_of: Mapping[str, str]
     _open: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of one tensor, from the file's header."""
+        """Return the shape of one tensor, from the file's header."""
         return tuple(self._file(key).get_slice(key).get_shape())
 
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
-        """Read one tensor, or the part of it that ``index`` cuts; only those bytes are touched."""
+        """Read one tensor, or the slices ``index`` of it; only those bytes are read."""
         return self._file(key).get_slice(key)[index] if index else self._file(key).get_tensor(key)
 
     def _file(self, key: str) -> Any:
-        """
+        """Open the file of a tensor.
+
         Raises:
-            SettingError: naming the file, if it can't be read, is cut off or is damaged.
+            SettingError: the file can't be read, is truncated or damaged.
         """
         name = self.file_of[key]
         if name not in self._open:
@@ -53,16 +54,16 @@ class CheckpointFiles:
 
 
 def local_checkpoint(path: str, revision: str | None = None, device: torch.device | str = "cpu") -> str:
-    """The folder of a checkpoint given as a folder or as an id on the Hugging Face hub; collective.
+    """Return the folder of a checkpoint that is given as a folder or as an id on the Hugging Face hub; collective.
 
-    verl hands a hub id on as it is. One rank of each host downloads, the others find it in the cache.
+    verl passes a hub id on unchanged. One rank of each host downloads, the others find the files in the cache.
 
     Args:
-        revision: the commit that the model's config is of, so that the weights are of the same.
-        device: where the default group's backend takes tensors from.
+        revision: the commit of the model's config, so that the weights are those of the same commit.
+        device: device type of the tensors that the default group's backend sends.
 
     Raises:
-        Exception: of the hub, where all ranks have the same.
+        Exception: the error of the hub, if it is the same on all ranks.
         RankMismatchError: on all ranks, if the download failed on some.
     """
     if os.path.isdir(path) or not _HUB_ID.fullmatch(path):
@@ -83,7 +84,7 @@ def open_checkpoint(folder: str | Path) -> CheckpointFiles:
     """Find the safetensors of a Hugging Face checkpoint.
 
     Raises:
-        SettingError: if the folder is missing or holds no safetensors, or a file can't be read.
+        SettingError: the folder is missing or holds no safetensors, or a file can't be read.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -111,10 +112,10 @@ def open_checkpoint(folder: str | Path) -> CheckpointFiles:
 
 
 def check_files(checkpoint: CheckpointFiles) -> None:
-    """Look whether all files are there and whole: their headers are read, and none of their tensors.
+    """Check that all files exist and are complete, by their headers alone.
 
     Raises:
-        SettingError: naming the first file that is not.
+        SettingError: naming the first file that is missing or damaged.
     """
     keys_of: dict[str, list[str]] = {}
     for key, name in checkpoint.file_of.items():
@@ -127,17 +128,17 @@ def check_files(checkpoint: CheckpointFiles) -> None:
         with _opened(checkpoint.folder / name) as handle:
             lacking = set(keys) - set(handle.keys())
         if lacking:
-            raise _damaged(checkpoint.folder / name, f"it lacks {min(lacking)}, which the index says that it has")
+            raise _damaged(checkpoint.folder / name, f"it lacks {min(lacking)}, which the index lists")
 
 
 def _opened(path: Path) -> Any:
-    """The file, its header checked: safetensors compares it with the file's size.
+    """Open a file; safetensors checks the header against the file's size.
 
     Raises:
         SettingError: it can't be read.
     """
     try:
-        path.open("rb").close()  # safetensors says of any file that it can't open that there is none
+        path.open("rb").close()  # safetensors reports any error of open() as a missing file
         return safe_open(path, framework="pt")
     except OSError as error:
         raise _damaged(path, error.strerror or str(error)) from error
@@ -151,12 +152,12 @@ def _damaged(path: Path, fault: str) -> SettingError:
 
 
 def _fault(path: Path) -> str:
-    """What is wrong with a safetensors file, in words; empty if that is not known."""
+    """Describe what is wrong with a safetensors file; empty if that is not known."""
     size = path.stat().st_size
     with path.open("rb") as file:
         begin = file.read(64)
         if begin.startswith(b"version https://git-lfs"):
-            return "it is a pointer of Git LFS to the file (git lfs pull brings the file itself)"
+            return "it is a Git LFS pointer (git lfs pull fetches the file itself)"
         if size < 8:
             return f"it has {size} bytes"
         length = int.from_bytes(begin[:8], "little")

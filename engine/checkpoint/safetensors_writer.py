@@ -1,7 +1,7 @@
-"""Safetensors files that are written tensor by tensor, so that only one has to be in memory.
+"""Write safetensors files tensor by tensor, so that only one has to be in memory.
 
-The format (https://huggingface.co/docs/safetensors): the length of a JSON header in eight bytes, the header with dtype,
-shape and place of each tensor, then the tensors.
+The format (https://huggingface.co/docs/safetensors) is: the length of a JSON header in eight bytes, the header with
+dtype, shape and offsets of each tensor, then the tensors.
 """
 
 import json
@@ -41,7 +41,7 @@ _Sized = TypeVar("_Sized", bound=_HasSize)
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor that is to be written."""
+    """Name, shape and dtype of a tensor to write."""
 
     name: str
     shape: tuple[int, ...]
@@ -55,25 +55,25 @@ class Entry:
 def write_safetensors(
     folder: Path, entries: Sequence[Entry], tensors: Iterable[tuple[str, torch.Tensor]], file_bytes: int
 ) -> None:
-    """Write tensors into files of at most ``file_bytes``, named and indexed as ``from_pretrained`` looks for them.
+    """Write tensors into files of at most ``file_bytes``, with names and index as ``from_pretrained`` expects them.
 
     Args:
-        entries: of all tensors, in the order in which they come.
-        tensors: on the CPU; one is held at a time.
+        entries: the entries of all tensors, in the order of ``tensors``.
+        tensors: names and tensors on the CPU; one is held at a time.
 
     Raises:
-        ValueError: a tensor is not what its entry says, or there are not as many.
+        ValueError: a tensor does not match its entry, or the numbers differ.
     """
     files = split_into_files(entries, file_bytes)
     coming = iter(tensors)
     for name, members in zip(write_index(folder, files), files, strict=True):
         write_file(folder / name, members, coming)
     if (more := next(coming, None)) is not None:
-        raise ValueError(f"{more[0]} came after all that was to be written.")
+        raise ValueError(f"{more[0]} came after the last entry.")
 
 
 def write_index(folder: Path, files: Sequence[Sequence[Entry]]) -> list[str]:
-    """The names under which ``from_pretrained`` looks for these files; writes the index where there are several."""
+    """Return the file names that ``from_pretrained`` expects; write the index if there are several files."""
     if len(files) == 1:
         return [SAFE_WEIGHTS_NAME]
     names = [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
@@ -87,19 +87,19 @@ def write_file(path: Path, entries: Sequence[Entry], tensors: Iterator[tuple[str
     """Write one file with as many of the tensors as there are entries.
 
     Raises:
-        ValueError: a tensor is not what its entry says, or there are not as many.
+        ValueError: a tensor does not match its entry, or there are too few.
     """
     with path.open("wb") as file:
         file.write(_header(entries))
         for entry in entries:
             found, tensor = next(tensors, ("nothing", torch.empty(0)))
             if (found, tuple(tensor.shape), tensor.dtype) != (entry.name, entry.shape, entry.dtype):
-                raise ValueError(f"{entry} was to be written to {path.name}, and {found} came.")
+                raise ValueError(f"{path.name} expects {entry}, but got {found}.")
             file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def split_into_files(tensors: Iterable[_Sized], file_bytes: int) -> list[list[_Sized]]:
-    """What goes into each file, in order; one that is larger than ``file_bytes`` has a file of its own."""
+    """Split tensors into files, in order; one that is larger than ``file_bytes`` gets a file of its own."""
     files: list[list[_Sized]] = [[]]
     size = 0
     for tensor in tensors:
@@ -122,5 +122,5 @@ def _header(entries: Sequence[Entry]) -> bytes:
         }
         at += entry.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight
+    text += b" " * (-len(text) % 8)  # so that tensors are aligned to eight bytes
     return len(text).to_bytes(8, "little") + text

@@ -1,4 +1,4 @@
-"""The checkpoints that a run writes: one after another, at once or in the background, the oldest removed."""
+"""Write the checkpoints of a run, in the foreground or in the background, and remove the oldest."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,11 +13,11 @@ __all__ = ["CheckpointSaver"]
 
 
 class CheckpointSaver:
-    """One engine's.
+    """Writes the checkpoints of one engine, one after another.
 
     Args:
-        device: type of the device that the default group's collectives take tensors from.
-        save_config: writes a model's configuration and its tokenizer into a folder.
+        device: device type of the tensors that the default group's backend sends.
+        save_config: writes the model's config and its tokenizer into a folder.
     """
 
     def __init__(self, device: str, save_config: Callable[[Path], None]):
@@ -27,9 +27,12 @@ class CheckpointSaver:
         self._background: Background | None = None
 
     def save(self, snapshot: checkpoint.Snapshot, folder: Path, max_to_keep: int | None, in_background: bool) -> None:
-        """Write a snapshot; collective. In the background this returns once it is copied to the host's memory.
+        """Write a snapshot; collective. In the background, return as soon as it is copied to host memory.
 
-        Such a save says itself which checkpoint is the latest, when it is complete.
+        A save in the background updates verl's ``latest_checkpointed_iteration.txt`` itself, when it is complete.
+
+        Raises:
+            BaseException: the error of the previous save in the background.
         """
         self.wait()
         if not in_background:
@@ -41,7 +44,7 @@ class CheckpointSaver:
         self._background.start(f"saving {folder}", job)
 
     def wait(self) -> None:
-        """Until the save in the background has ended; raises what it raised."""
+        """Wait for the save in the background to end; raise its error."""
         if self._background is not None:
             self._background.wait()
 
@@ -56,5 +59,5 @@ class CheckpointSaver:
         snapshot.write(folder, self._save_config, device, group)
         if group is not None and dist.get_rank() == 0:
             checkpoint.name_as_latest(folder, snapshot.facts["step"])
-        # The oldest goes when the newest is there.
+        # Only after the newest is complete.
         self._folders = checkpoint.remove_old([*self._folders, folder], max_to_keep)

@@ -1,4 +1,4 @@
-"""Save and resume, and export to Hugging Face format.
+"""Save and resume a training state, and export it to Hugging Face format.
 
 A checkpoint folder of one role holds
 
@@ -11,7 +11,7 @@ A checkpoint folder of one role holds
                              adapters merged
     lora_adapter/            adapters, if there are any, as peft saves them
 
-It is safetensors and JSON throughout: nothing in it is ever unpickled.
+All of it is safetensors and JSON: nothing is ever unpickled.
 """
 
 import json
@@ -59,17 +59,18 @@ logger = logging.getLogger("epfsdp2")
 KNOWN_CONTENTS = frozenset({"model", "optimizer", "extra", "hf_model"})
 SHARDS, HF = "dist_ckpt", "huggingface"
 STATE, RNG, _FOR_HF = "trainer_state.json", "rng", "for_hf"
-OPTIMIZER = "optimizer."  # what names in SHARDS begin with
+OPTIMIZER = "optimizer."  # prefix of names in SHARDS
 _TRACKER = "latest_checkpointed_iteration.txt"  # verl's
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint is to hold of a trainer at one step.
+    """The state of a trainer at one step, to be written as a checkpoint.
 
     Args:
-        tensors: by their names in SHARDS, sharded.
+        tensors: sharded tensors by their names in SHARDS.
         facts: the content of ``trainer_state.json``.
+        random: torch's random state of this rank.
     """
 
     model: nn.Module
@@ -82,10 +83,10 @@ class Snapshot:
     def of(
         cls, model: nn.Module, optimizer: MultiOptimizer | None, lr_scheduler: Any, contents: Iterable[str], step: int
     ) -> "Snapshot":
-        """What is named in ``contents`` as it is now; the tensors are those that are trained."""
+        """Take what ``contents`` names as it is now; tensors are not copied."""
         contents = frozenset(contents)
         if "hf_model" in contents:
-            cache_shapes(model)  # ``write`` may run in another thread, beside a forward
+            cache_shapes(model)  # ``write`` may run in another thread, during a forward
         tensors = _of_model(model) if contents & {"model", "hf_model"} else {}
         groups = None
         if "optimizer" in contents and optimizer is not None:
@@ -98,7 +99,7 @@ class Snapshot:
         return cls(model, contents, tensors, facts, _random_state() if "extra" in contents else {})
 
     def on_host(self) -> "Snapshot":
-        """The same in memory of its own, which training does not change."""
+        """Copy the tensors to host memory, where training does not change them."""
         return replace(self, tensors={name: t.detach().to("cpu", copy=True) for name, t in self.tensors.items()})
 
     def write(
@@ -112,8 +113,8 @@ class Snapshot:
 
         Args:
             describe: writes config and tokenizer into a folder; called on one rank.
-            device: where the group's backend takes tensors from.
-            group: of all ranks, the default one by default.
+            device: device type of the tensors that the group's backend sends.
+            group: a group of all ranks; the default group by default.
         """
         rank, ranks = dist.get_rank(), dist.get_world_size()
         with atomic_dir_all_ranks(folder, device, group) as partial:
@@ -168,18 +169,18 @@ def load_checkpoint(
     contents: Iterable[str],
     device: torch.device | str = "cpu",
 ) -> None:
-    """Restore what ``contents`` names, on any arrangement of ranks; collective.
+    """Restore what ``contents`` names, on any mesh; collective.
 
     Raises:
         CheckpointError: the folder holds no complete checkpoint, files are damaged, or its tensors are not the model's.
-        ValueError: if the optimizer's state was not saved, or is of another model or another algorithm, or the
-            schedule is of other optimizers. In all cases before a parameter has changed.
+        ValueError: the optimizer's state was not saved, or belongs to another model or algorithm; or the schedule
+            belongs to other optimizers. All of these are raised before a parameter has changed.
     """
     contents = set(contents)
     verify_all_ranks(folder, device)
     facts = json.loads((folder / STATE).read_text())
     if "model" in contents and facts.get("lora") != _lora_facts(model):
-        raise CheckpointError(f"{folder} has adapters {facts.get('lora')}, and this run's are {_lora_facts(model)}.")
+        raise CheckpointError(f"{folder} has adapters {facts.get('lora')}, but this run's are {_lora_facts(model)}.")
     schedule = facts["lr_scheduler"] if "extra" in contents and lr_scheduler is not None else None
     if schedule is not None:
         lr_scheduler.check_state_dict(schedule)
@@ -206,10 +207,10 @@ def load_checkpoint(
 
 
 def remove_old(saved: list[Path], max_to_keep: int | None) -> list[Path]:
-    """Delete the oldest of ``saved`` (oldest first) beyond ``max_to_keep``; returns what is left.
+    """Delete the oldest of ``saved`` (oldest first) beyond ``max_to_keep``; return those that are left.
 
-    verl names the checkpoint to resume from in a file that it writes after a save, so until the next save that is the
-    one before the newest. It stays, even if it is one too many.
+    verl writes the step to resume from into a file after a save, so during the next save that is the previous
+    checkpoint. It is kept, even if it is one too many.
     """
     if not max_to_keep or max_to_keep < 1:
         return saved
@@ -221,7 +222,7 @@ def remove_old(saved: list[Path], max_to_keep: int | None) -> list[Path]:
 
 
 def name_as_latest(folder: Path, step: int) -> None:
-    """Have verl resume from this role's folder of a step, as its trainers do after a save that they wait for."""
+    """Make verl resume from this step, as its trainers do after a save that they wait for."""
     tracker = folder.parent.parent / _TRACKER
     written = tracker.with_suffix(".new")
     written.write_text(str(step))
@@ -229,7 +230,7 @@ def name_as_latest(folder: Path, step: int) -> None:
 
 
 def _is_named(path: Path) -> bool:
-    """Whether verl would resume from the ``global_step_<n>`` that the folder is, or is in."""
+    """Return whether verl would resume from the ``global_step_<n>`` that the folder is, or is in."""
     for step in (path, *path.parents):
         tracker = step.parent / _TRACKER
         if step.name.startswith("global_step_") and tracker.is_file():
@@ -250,7 +251,7 @@ def _random_state() -> dict[str, torch.Tensor]:
 
 
 def _restore_random_state(folder: Path) -> None:
-    """Of this rank; a rank that the saved run did not have starts from a seed made of rank 0's state and its number."""
+    """Restore this rank's state; a rank that the saved run did not have is seeded from rank 0's and its number."""
     own, first = (folder / RNG / f"{rank:05d}.safetensors" for rank in (dist.get_rank(), 0))
     if own.is_file():
         random = load_file(own)
@@ -264,8 +265,8 @@ def _restore_random_state(folder: Path) -> None:
     saved, ranks = len(list((folder / RNG).glob("*.safetensors"))), dist.get_world_size()
     if 0 < saved < ranks and dist.get_rank() == 0:
         logger.warning(
-            "epfsdp2: %s has the random state of %d ranks and this run has %d: the others start from a seed that is "
-            "made of rank 0's state and their number",
+            "epfsdp2: %s has the random state of %d ranks and this run has %d: the others start from a seed made of "
+            "rank 0's state and their number",
             folder,
             saved,
             ranks,
@@ -282,7 +283,7 @@ def _write_shards(folder: Path, tensors: dict[str, torch.Tensor], group: dist.Pr
 
 
 def _of_model(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What is saved of a model, and read into it in place; a tied parameter once."""
+    """Return the tensors of a model to save, or to load in place, by name; tied parameters once."""
     return {MODEL + name: tensor.detach() for name, tensor in checkpoint_tensors(model).items()}
 
 
@@ -291,7 +292,7 @@ def _flat(state: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Te
 
 
 def plain_value(value: Any) -> Any:
-    """What JSON does not know of an optimizer's settings."""
+    """Convert a value of an optimizer's settings that JSON has no type for."""
     return value.item() if isinstance(value, torch.Tensor) else str(value)
 
 
@@ -299,7 +300,7 @@ def _check_tensors(folder: Path, metadata: Metadata, own: Mapping[str, torch.Ten
     """Compare names and shapes of the saved model with this one's.
 
     Raises:
-        CheckpointError: with the first that are missing, unknown or of another shape, and the files of the latter.
+        CheckpointError: with the first tensors that are missing, unknown or of another shape, and their files.
     """
     saved = {name: size for name, size in _sizes(metadata).items() if name.startswith(MODEL)}
     file_of = {index.fqn: Path(info.relative_path).name for index, info in metadata.storage_data.items()}
@@ -311,22 +312,22 @@ def _check_tensors(folder: Path, metadata: Metadata, own: Mapping[str, torch.Ten
         if name in saved and saved[name] != tuple(own[name].shape)
     ]
     if wrong:
-        raise CheckpointError(f"{folder} is of another model: {listed(wrong)}.")
+        raise CheckpointError(f"{folder} is the checkpoint of another model: {listed(wrong)}.")
 
 
 def _optimizer_template(
     folder: Path, groups: list[dict[str, Any]] | None, metadata: Metadata, optimizer: MultiOptimizer
 ) -> dict[str, Any]:
-    """What the checkpoint has of the optimizer's state, as this optimizer's own tensors, to be read into; collective.
+    """Return this optimizer's own state tensors for the entries that the checkpoint has, to read into; collective.
 
     Raises:
-        ValueError: if it does not fit.
+        ValueError: the state does not fit.
     """
     if groups is None:
         raise ValueError(f"{folder} holds no optimizer state: leave the optimizer out of what is loaded.")
     optimizer.check_groups(groups)
     saved = _saved_state(metadata)
-    # torch makes state at the first step; what is read needs somewhere to go.
+    # torch allocates state at the first step, and loading needs tensors to read into.
     optimizer.init_state()
     own = optimizer.state_dict()["state"]
     for fqn, entries in saved.items():
@@ -336,12 +337,12 @@ def _optimizer_template(
             shape = tuple(own[fqn][key].shape)
             if size != shape:
                 raise ValueError(f"The saved {key} of {fqn} is {size}, the optimizer's is {shape}.")
-    # A parameter that had no gradient yet when the checkpoint was written has no state in it.
+    # A parameter that had no gradient before the save has no state in the checkpoint.
     return {"state": {fqn: own[fqn] for fqn in own if fqn in saved}, "param_groups": groups}
 
 
 def _saved_state(metadata: Metadata) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Parameter name -> entry of its optimizer state -> its shape."""
+    """Map parameter name -> entry of its optimizer state -> shape."""
     saved: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, size in _sizes(metadata).items():
         if name.startswith(OPTIMIZER):
@@ -351,6 +352,6 @@ def _saved_state(metadata: Metadata) -> dict[str, dict[str, tuple[int, ...]]]:
 
 
 def _sizes(metadata: Metadata) -> dict[str, tuple[int, ...]]:
-    """Shape of every saved tensor."""
+    """Return the shape of every saved tensor."""
     entries = metadata.state_dict_metadata.items()
     return {name: tuple(entry.size) for name, entry in entries if isinstance(entry, TensorStorageMetadata)}

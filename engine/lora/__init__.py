@@ -1,1 +1,1 @@
-"""Low-rank adapters: what is adapted, how it is computed, merged and saved."""
+"""Low-rank adapters: settings, computation, merging, and peft files."""

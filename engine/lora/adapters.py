@@ -1,9 +1,9 @@
 """Low-rank adapters on linears and on stacks of experts: frozen weights ``W`` that compute as ``W + alpha/r * B @ A``.
 
 An adapter is two more parameters of the module that owns the weight: ``<weight>_lora_A`` ``[r, in]`` and
-``<weight>_lora_B`` ``[out, r]``; of a stack of experts a pair per expert, ``[E, r, in]`` and ``[E, out, r]``. No module
-is wrapped, so every other name in the model stays what it is. Adapters of experts lie beside the weights that they
-adapt, and are cut, gathered and reduced with them: they need no collective of their own.
+``<weight>_lora_B`` ``[out, r]``; a stack of experts has a pair per expert, ``[E, r, in]`` and ``[E, out, r]``. No
+module is wrapped, so all other names in the model are unchanged. Adapters of experts are in the same module as the
+weights, and are sharded, gathered and reduced with them, so they need no collectives of their own.
 """
 
 import contextlib
@@ -30,16 +30,16 @@ class Lora:
     """The adapters of one model.
 
     Args:
-        model: not sharded yet, on the meta device or elsewhere; gets the adapters' parameters, without values.
-        settings: what they are.
+        model: a model that is not sharded yet, on any device; gets the adapters' parameters, without values.
+        settings: rank, alpha and targets.
         plan: ``engine.expert_plan``.
 
     Attributes:
-        targets: by name of the weight.
-        enabled: whether they take part in a forward.
+        targets: the adapted weights by name.
+        enabled: whether a forward adds the adapters.
 
     Raises:
-        SettingError: the settings name weights that there are none of.
+        SettingError: the settings name weights that the model does not have.
     """
 
     def __init__(self, model: Any, settings: LoraSettings, plan: Mapping[str, int] | None = None):
@@ -47,7 +47,7 @@ class Lora:
         self.targets: dict[str, Target] = {target.name: target for target in find_targets(model, settings, plan)}
         for target in self.targets.values():
             self._attach(target)
-        # So that the backward of the first layer issues what all others' do, whatever of it is adapted.
+        # So that the backward of the first layer issues the same collectives as the others, whatever is adapted in it.
         model.get_input_embeddings().register_forward_hook(_requires_grad)
         setattr(model, _HANDLE, self)
 
@@ -58,45 +58,48 @@ class Lora:
             adapter = nn.Parameter(torch.empty((*stack, *shape), dtype=weight.dtype, device=weight.device))
             target.module.register_parameter(target.own + suffix, adapter)
         if target.experts is None:
-            # Before FSDP's own hook, which frees what is gathered.
+            # Before FSDP's own hook, which frees the gathered parameters.
             target.module.register_forward_hook(partial(_add, self))
         else:
             adapt_experts(target.module, self)
 
     def freeze_base(self, model: nn.Module) -> None:
-        """Train nothing but adapters. FSDP asks at the first forward; what it does for parameters that a family keeps
-        frozen (``fp32_modules.correction_biases``) has to be over by then."""
+        """Freeze everything but the adapters.
+
+        Call it after ``parallelize``, which treats parameters that a family keeps frozen differently
+        (``fp32_modules.correction_biases``), and before the first forward, when FSDP reads ``requires_grad``.
+        """
         for name, param in model.named_parameters():
             param.requires_grad_(is_adapter(name))
 
     @torch.no_grad()
     def initialize(self, model: nn.Module, seed: int, read: Callable[[str], torch.Tensor] | None = None) -> None:
-        """Fill this rank's shards: with an adapter that was saved, or so that nothing is added yet.
+        """Fill this rank's shards, from a saved adapter or with an adapter that adds nothing.
 
-        ``B`` is zero and ``A`` drawn as peft does, uniformly within ``1 / sqrt(in)``, from the seed and the name of
-        the weight (and the number of the expert), so that every mesh has the same.
+        The latter has ``B = 0`` and draws ``A`` as peft does, uniformly within ``1 / sqrt(in)``, from the seed and the
+        name of the weight (and the number of the expert), so that it is equal on every mesh.
 
         Args:
-            read: gives an adapter's parameter whole by its name here.
+            read: returns an adapter's full parameter by its name in the model.
         """
         for name, target in self.targets.items():
             for suffix in (A, B):
                 param = model.get_parameter(name + suffix)
-                box, local = local_range(param), local_tensor(param)
+                held, local = local_range(param), local_tensor(param)
                 if read is not None:
-                    local.copy_(read(name + suffix)[box.slices])
+                    local.copy_(read(name + suffix)[held.slices])
                 elif suffix == B:
                     local.zero_()
                 elif target.experts is None:
-                    local.copy_(_drawn(f"{seed} {name}", tuple(param.shape))[box.slices])
+                    local.copy_(_drawn(f"{seed} {name}", tuple(param.shape))[held.slices])
                 else:
-                    for i, expert in enumerate(range(box.low[0], box.high[0])):
+                    for i, expert in enumerate(range(held.low[0], held.high[0])):
                         drawn = _drawn(f"{seed} {name} {expert}", tuple(param.shape[1:]))
-                        local[i].copy_(drawn[box.slices[1:]])
+                        local[i].copy_(drawn[held.slices[1:]])
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
-        """The model without its adapters: the reference policy."""
+        """Run the block without adapters: the model is then the reference policy."""
         self.enabled = False
         try:
             yield
@@ -104,12 +107,12 @@ class Lora:
             self.enabled = True
 
     def facts(self) -> dict[str, float]:
-        """What a checkpoint has to say for its adapters to be read; plain values."""
+        """Return the facts that a checkpoint and a run must have in common; plain values."""
         return {"rank": self.settings.rank, "alpha": self.settings.alpha}
 
 
 def lora_of(model: nn.Module) -> Lora | None:
-    """The adapters of a model; None if it has none."""
+    """Return the adapters of a model; None if it has none."""
     return getattr(model, _HANDLE, None)
 
 

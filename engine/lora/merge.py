@@ -1,7 +1,7 @@
-"""Weights with their adapters merged in, one at a time, shard by shard; what is trained stays as it is.
+"""Merge adapters into weights, one weight at a time and shard by shard; the trained parameters are unchanged.
 
-A shard of ``W + alpha/r * B @ A`` takes the rows of ``B`` and the columns of ``A`` that go with it. So adapters are
-brought together over what FSDP cut, those of experts among the ranks that share these experts, and no weight is.
+A shard of ``W + alpha/r * B @ A`` needs the matching rows of ``B`` and columns of ``A``. So adapters are gathered over
+the FSDP axes, those of experts among the ranks that share these experts; weights are not gathered.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,20 +17,20 @@ from .adapters import A, B, lora_of
 
 __all__ = ["LocalValues", "local_values", "merged", "weights"]
 
-# Of a tensor by its name, what this rank holds.
+# Maps a tensor and its name to the values that this rank holds.
 LocalValues = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 def weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """A model's parameters without adapters: what a model is that has them merged."""
+    """Iterate over a model's parameters without adapters, which are those of the merged model."""
     return ((name, param) for name, param in model.named_parameters() if not is_adapter(name))
 
 
 def local_values(model: nn.Module, device: torch.device | str) -> LocalValues:
-    """What to ask for a tensor's local values, adapters merged; collective where the model has adapters.
+    """Return a function from a tensor to its local values with adapters merged; collective if there are adapters.
 
     Args:
-        device: where the mesh's backend takes tensors from.
+        device: device type of the tensors that the mesh's backend sends.
     """
     if lora_of(model) is None:
         return lambda name, tensor: local_tensor(tensor).detach()
@@ -40,7 +40,7 @@ def local_values(model: nn.Module, device: torch.device | str) -> LocalValues:
 def merged(
     weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, is_transposed: bool = False
 ) -> torch.Tensor:
-    """``weight + scaling * b @ a``, computed in float32, in the weight's dtype.
+    """Return ``weight + scaling * b @ a``, computed in float32, in the weight's dtype.
 
     Args:
         weight: ``(..., out, in)``, or ``(..., in, out)`` where ``is_transposed``.
@@ -53,14 +53,14 @@ def merged(
 
 @dataclass(frozen=True)
 class _Gathered:
-    """An adapter's half: all that is of the experts of this rank."""
+    """``A`` or ``B`` of an adapter, gathered over the FSDP axes; for experts those of this rank."""
 
-    box: IndexRange
+    held: IndexRange
     values: torch.Tensor
 
     def part(self, low: tuple[int, ...], high: tuple[int, ...]) -> torch.Tensor:
-        """The values of a box inside."""
-        return self.values[IndexRange(low, high).slices_in(self.box)]
+        """Return the values of a range inside."""
+        return self.values[IndexRange(low, high).slices_in(self.held)]
 
 
 class _MergedShards:
@@ -72,7 +72,7 @@ class _MergedShards:
             name: (_gathered(model.get_parameter(name + A), device), _gathered(model.get_parameter(name + B), device))
             for name in lora.targets
         }
-        self._last: tuple[str, torch.Tensor] | None = None  # a tensor that is sent in parts is asked for again
+        self._last: tuple[str, torch.Tensor] | None = None  # a tensor that is sent in parts is needed several times
 
     @torch.no_grad()
     def __call__(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -84,13 +84,13 @@ class _MergedShards:
             self._last = (name, self._merged(name, local, local_range(tensor)))
         return self._last[1]
 
-    def _merged(self, name: str, local: torch.Tensor, box: IndexRange) -> torch.Tensor:
+    def _merged(self, name: str, local: torch.Tensor, held: IndexRange) -> torch.Tensor:
         a, b = self._halves[name]
         transposed, rank = self._lora.targets[name].is_transposed, self._lora.settings.rank
-        experts = slice(0, len(box.low) - 2)
+        experts = slice(0, len(held.low) - 2)
         (low, high), (first, second) = (
-            (box.low[experts], box.high[experts]),
-            zip(box.low[-2:], box.high[-2:], strict=True),
+            (held.low[experts], held.high[experts]),
+            zip(held.low[-2:], held.high[-2:], strict=True),
         )
         into, out = (first, second) if transposed else (second, first)
         of_a = a.part((*low, 0, into[0]), (*high, rank, into[1]))
@@ -99,22 +99,22 @@ class _MergedShards:
 
 
 def _gathered(param: torch.Tensor, device: torch.device | str) -> _Gathered:
-    """Bring together what the ranks that share these experts, or all ranks, have of a parameter; collective."""
+    """Gather a parameter over the FSDP axis, for experts within the ranks that share them; collective."""
     shard = local_tensor(param).detach().to(device)
-    axes = [cut.axis for cut in shard_steps(param) if cut.axis != "ep" and cut.parts > 1]
+    axes = [step.axis for step in shard_steps(param) if step.axis != "ep" and step.parts > 1]
     if not axes:
         return _Gathered(local_range(param), shard)
     (axis,) = axes
     mesh = param.device_mesh  # type: ignore[attr-defined]
-    boxes = [local_range(param, {axis: index}) for index in range(mesh[axis].size())]
-    most = max(box.numel for box in boxes)
+    ranges = [local_range(param, {axis: index}) for index in range(mesh[axis].size())]
+    most = max(each.numel for each in ranges)
     mine = shard.new_zeros(most)
     mine[: shard.numel()] = shard.reshape(-1)
-    everyone = shard.new_empty(len(boxes) * most)
+    everyone = shard.new_empty(len(ranges) * most)
     dist.all_gather_into_tensor(everyone, mine, group=mesh.get_group(axis))
-    whole = bounding_range(boxes)
+    whole = bounding_range(ranges)
     values = shard.new_empty(whole.shape)
-    for box, held in zip(boxes, everyone.split(most), strict=True):
-        if box.numel:
-            values[box.slices_in(whole)] = held[: box.numel].view(box.shape)
+    for each, padded in zip(ranges, everyone.split(most), strict=True):
+        if each.numel:
+            values[each.slices_in(whole)] = padded[: each.numel].view(each.shape)
     return _Gathered(whole, values)

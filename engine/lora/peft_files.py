@@ -1,9 +1,9 @@
-"""Adapters as peft saves and loads them: ``adapter_config.json`` and ``adapter_model.safetensors``.
+"""Write and read adapters in peft's format: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-peft has linears as ``target_modules``, and stacks of experts as ``target_parameters``: there it keeps the experts side
-by side, ``A`` as ``[E * r, in]`` and ``B`` as ``[out, r * E]``, and nests what belongs to one module (peft 0.21,
-``tuners/lora/layer.py``, ``ParamWrapper``). For some MoE families it takes names such as ``gate_proj`` for those of
-experts wherever they are (``_MOE_TARGET_MODULE_MAPPING``), so linears of such names are written as parameters too.
+In peft, linears are ``target_modules`` and stacks of experts ``target_parameters``. For the latter it concatenates the
+experts, ``A`` as ``[E * r, in]`` and ``B`` as ``[out, r * E]``, and nests the adapters of one module (peft 0.21,
+``tuners/lora/layer.py``, ``ParamWrapper``). For some MoE families it assumes that any name such as ``gate_proj`` means
+experts (``_MOE_TARGET_MODULE_MAPPING``), so linears with such names are written as parameters too.
 """
 
 import json
@@ -31,8 +31,8 @@ def write_adapter(out: Path, lora: Lora, base: str, read: Callable[[str], torch.
     """Write the adapters of a model to a folder.
 
     Args:
-        base: name or path of the model that they are of.
-        read: gives an adapter's parameter whole by its name here.
+        base: name or path of the base model.
+        read: returns an adapter's full parameter by its name in the model.
     """
     keys = _keys(lora.targets)
     tensors = {
@@ -45,18 +45,20 @@ def write_adapter(out: Path, lora: Lora, base: str, read: Callable[[str], torch.
 
 
 def read_adapter(folder: Path, targets: Mapping[str, Target], setting: str) -> Callable[[str], torch.Tensor]:
-    """What gives an adapter's parameter whole, by its name here.
+    """Return a function that reads an adapter's full parameter by its name in the model.
 
     Raises:
-        SettingError: the folder has other adapters than those of the targets.
+        SettingError: the folder's adapters are not those of the targets.
     """
     path, keys = folder / _FILE, _keys(targets)
     if not path.is_file():
-        raise SettingError(setting, folder, f"there is no {_FILE}.", "a complete adapter")
+        raise SettingError(setting, folder, f"it holds no {_FILE}.", "a complete adapter")
     with safe_open(path, framework="pt") as file:
         there = set(file.keys())
     wrong = [f"{key} is missing" for key in keys.values() if key not in there]
-    wrong += [f"{key} is of no weight that the adapter's config names" for key in sorted(there - set(keys.values()))]
+    wrong += [
+        f"{key} belongs to no weight that the adapter's config names" for key in sorted(there - set(keys.values()))
+    ]
     if wrong:
         raise SettingError(setting, folder, f"it does not fit the model: {listed(wrong)}.", "an adapter of this model")
 
@@ -69,13 +71,13 @@ def read_adapter(folder: Path, targets: Mapping[str, Target], setting: str) -> C
 
 
 def _keys(targets: Mapping[str, Target]) -> dict[tuple[str, str], str]:
-    """peft's name of each adapter's halves."""
+    """Map each target's name and suffix (``A`` or ``B``) to peft's name."""
     found = {}
     for name, target in targets.items():
         module = name.rpartition(".")[0]
         beside = [other for other in targets if other.rpartition(".")[0] == module]
         ordered = [n for n in _in_order(target) if f"{module}.{n}" in beside]
-        # What comes first is wrapped first, by the others.
+        # peft wraps the first parameter first, so the others are outside of it.
         nested = ".base_layer" * (len(ordered) - 1 - ordered.index(target.own))
         for suffix in (A, B):
             found[name, suffix] = f"{_PREFIX}{module}{nested}.{suffix.strip('_')}.weight"

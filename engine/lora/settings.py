@@ -1,6 +1,5 @@
-"""What verl's LoRA settings ask for, and the weights of a model that they mean."""
+"""Read verl's LoRA settings, and find the weights of a model that they select."""
 
-import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -11,16 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import SettingError
+from ..errors import SettingError, close_matches
 from ..model.hf_convert import revert
 from ..model.layers import layer_names
 from ..moe.find import ExpertsInfo, UnsupportedModelError, find_experts
+from ..settings.values import get_setting
 
 __all__ = ["ADAPTER_CONFIG", "LoraSettings", "Target", "find_targets"]
 
 ADAPTER_CONFIG = "adapter_config.json"
 _ALL = "all-linear"
-# Of peft's settings, those that would change what an adapter computes, and the values at which they don't.
+# peft's settings that could change what an adapter computes, with the values at which they don't.
 _PLAIN = {
     "peft_type": "LORA",
     "use_dora": False,
@@ -41,12 +41,12 @@ class LoraSettings:
     """verl's LoRA settings of a model; names and meaning are peft's.
 
     Args:
-        node: how the user calls the model's settings.
-        rank, alpha: the weight computes as ``W + alpha / rank * B @ A``.
-        target_modules: ``all-linear``, a pattern of whole names, or ends of names; of linears and expert weights.
-        target_parameters: ends of names of further expert weights.
-        exclude_modules: as ``target_modules``; what is not adapted.
-        adapter: folder of a peft adapter to go on from; rank, alpha and targets are its own then.
+        node: the name of the model's settings, as users type it.
+        rank, alpha: an adapted weight computes as ``W + alpha / rank * B @ A``.
+        target_modules: ``all-linear``, a pattern of whole names, or suffixes of names; for linears and expert weights.
+        target_parameters: suffixes of names of further expert weights.
+        exclude_modules: as ``target_modules``, for weights that get no adapter.
+        adapter: folder of a peft adapter to continue from, which then determines rank, alpha and targets.
     """
 
     node: str
@@ -63,26 +63,33 @@ class LoraSettings:
 
     @classmethod
     def of(cls, model: Any, node: str) -> "LoraSettings | None":
-        """Of verl's model settings, a mapping or ``HFModelConfig``; None if they ask for no adapter.
+        """Read verl's model settings, a mapping or ``HFModelConfig``; return None if they want no adapter.
 
         Raises:
-            SettingError: for a value that no model could make right, or an adapter that can't be gone on from.
+            SettingError: a value is wrong for any model, or training can't continue from the adapter.
         """
 
         def given(name: str, default: Any = None) -> Any:
-            value = model.get(name) if isinstance(model, Mapping) else getattr(model, name, None)
+            value = get_setting(model, name)
             return default if value is None else value
 
         rank, path = given("lora_rank", 0), given("lora_adapter_path")
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
-            raise SettingError(f"{node}.lora_rank", rank, "is a whole number, 0 for no adapter.", f"{node}.lora_rank=8")
+            raise SettingError(
+                f"{node}.lora_rank",
+                rank,
+                "has to be an integer of at least 0; 0 means no adapter.",
+                f"{node}.lora_rank=8",
+            )
         if path is not None:
             return cls._of_adapter(Path(path).expanduser(), rank, node)
         if not rank:
             return None
         alpha = given("lora_alpha", 16)
         if isinstance(alpha, bool) or not isinstance(alpha, int | float) or alpha <= 0:
-            raise SettingError(f"{node}.lora_alpha", alpha, "is a positive number.", f"{node}.lora_alpha={2 * rank}")
+            raise SettingError(
+                f"{node}.lora_alpha", alpha, "has to be a positive number.", f"{node}.lora_alpha={2 * rank}"
+            )
         return cls(
             node,
             rank,
@@ -96,15 +103,15 @@ class LoraSettings:
     def _of_adapter(cls, folder: Path, rank: int, node: str) -> "LoraSettings":
         setting = f"{node}.lora_adapter_path"
         if not (folder / ADAPTER_CONFIG).is_file():
-            works = "a folder that peft, or this engine, has saved an adapter to (.../actor/lora_adapter)"
-            raise SettingError(setting, folder, f"there is no {ADAPTER_CONFIG}.", works)
+            works = "a folder with an adapter that peft or this engine has saved (.../actor/lora_adapter)"
+            raise SettingError(setting, folder, f"it holds no {ADAPTER_CONFIG}.", works)
         found = json.loads((folder / ADAPTER_CONFIG).read_text())
         for name, plain in _PLAIN.items():
             if found.get(name, plain) not in (plain, None):
-                rule = f"its {name} is {found[name]}, and this engine's adapters are W + alpha / r * B @ A alone."
+                rule = f"its {name} is {found[name]}, but this engine only has adapters W + alpha / r * B @ A."
                 raise SettingError(setting, folder, rule, f"an adapter with {name}={plain}")
         if found["r"] != rank:
-            rule = f"is another rank than that of {setting}={folder}."
+            rule = f"differs from the rank of {setting}={folder}."
             raise SettingError(f"{node}.lora_rank", rank, rule, f"{node}.lora_rank={found['r']}")
         return cls(
             node,
@@ -130,10 +137,10 @@ class Target:
     """A weight that gets an adapter.
 
     Args:
-        name: of the weight in the model.
-        module: that owns it.
-        own: its name there.
-        experts: how many experts' weights it stacks; None for that of a linear.
+        name: the name of the weight in the model.
+        module: the module that owns it.
+        own: its name in the module.
+        experts: number of experts that it stacks; None for the weight of a linear.
         is_transposed: whether it is stored ``[..., in, out]``.
     """
 
@@ -151,17 +158,17 @@ class Target:
 
 
 def find_targets(model: nn.Module, settings: LoraSettings, plan: Mapping[str, int] | None = None) -> list[Target]:
-    """The weights that the settings name: linears, then stacks of experts, in the model's order.
+    """Find the weights that the settings select: linears, then stacks of experts, in the model's order.
 
-    Linears of the layers go by their name, stacks of experts by their own and by those of the tensors that a checkpoint
-    has in their place (``gate_proj`` and ``up_proj``). Heads, embeddings and routers have none.
+    Linears of the layers match by their name, stacks of experts by their own name and by those of their tensors in a
+    checkpoint (``gate_proj`` and ``up_proj``). Heads, embeddings and routers never match.
 
     Args:
-        model: not sharded yet.
+        model: a model that is not sharded yet.
         plan: ``engine.expert_plan``.
 
     Raises:
-        SettingError: an entry matches nothing, or one part of a stack alone.
+        SettingError: an entry matches nothing, or only a part of a stack.
     """
     experts = _experts(model, plan)
     known = {**_linears(model, experts), **_stacks(experts)}
@@ -169,7 +176,7 @@ def find_targets(model: nn.Module, settings: LoraSettings, plan: Mapping[str, in
     _check_entries(settings, names)
     chosen = []
     for name, target in known.items():
-        # Its own name stands for all of it, and those of the checkpoint for a part each.
+        # Its own name selects all of it, each name of the checkpoint one part.
         own, *parts = names[name]
         if _matches(own, settings.exclude_modules):
             continue
@@ -180,15 +187,15 @@ def find_targets(model: nn.Module, settings: LoraSettings, plan: Mapping[str, in
         }
         missing = [part.rpartition(".")[2] for part, is_in in named.items() if not is_in]
         if missing and any(named.values()):
-            rule = f"{name} is one tensor, of which {', '.join(missing)} is a part too."
-            works = f"one that names {', '.join(missing)} besides, or none of it"
+            rule = f"{name} is one tensor, and {', '.join(missing)} is a part of it too."
+            works = f"a value that selects {', '.join(missing)} as well, or no part of it"
             raise SettingError(f"{settings.node}.target_modules", _typed(settings.target_modules), rule, works)
         if all(named.values()) if named else whole:
             chosen.append(target)
     if not chosen:
-        rule = "with exclude_modules, no weight is left to adapt."
+        rule = "it excludes all weights that are selected."
         name = f"{settings.node}.exclude_modules"
-        raise SettingError(name, _typed(settings.exclude_modules), rule, "a narrower one")
+        raise SettingError(name, _typed(settings.exclude_modules), rule, "a narrower pattern")
     return chosen
 
 
@@ -200,8 +207,11 @@ def _experts(model: nn.Module, plan: Mapping[str, int] | None) -> list[ExpertsIn
 
 
 def _linears(model: nn.Module, experts: Sequence[ExpertsInfo]) -> dict[str, Target]:
-    """Of the layers. What subclasses a linear may compute otherwise, and some routers read a linear's weight without
-    calling it (DeepSeek-V2): neither has an adapter."""
+    """Return the linears of the layers.
+
+    Subclasses of ``nn.Linear`` are left out, because they may compute otherwise, and so are routers, because some read
+    a linear's weight without calling it (DeepSeek-V2).
+    """
     layers = tuple(f"{name}." for name in layer_names(model))
     routed = {info.fqn.rpartition(".")[0]: info.num_experts for info in experts}
     return {
@@ -214,7 +224,7 @@ def _linears(model: nn.Module, experts: Sequence[ExpertsInfo]) -> dict[str, Targ
 
 
 def _stacks(experts: Sequence[ExpertsInfo]) -> dict[str, Target]:
-    """Of experts on transformers' interface; how others compute is not known."""
+    """Return the weights of experts on transformers' interface; it is not known how others compute."""
     found = {}
     for info in experts:
         transposed: Any = getattr(info.module, "is_transposed", None)
@@ -240,14 +250,15 @@ def _is_named(name: str, settings: LoraSettings) -> bool:
 
 
 def _matches(name: str, wanted: str | Sequence[str]) -> bool:
-    """As peft does: a text is a pattern of the whole name, entries of a list are its end."""
+    """Match a name as peft does: a string is a pattern for the whole name, entries of a list are suffixes."""
     if isinstance(wanted, str):
         return re.fullmatch(wanted, name) is not None
     return any(f".{name}".endswith(f".{entry.removesuffix('.weight')}") for entry in wanted)
 
 
 def _check_entries(settings: LoraSettings, names: Mapping[str, Sequence[str]]) -> None:
-    """
+    """Check that each entry of the settings matches a weight.
+
     Raises:
         SettingError: for the first that matches nothing.
     """
@@ -260,9 +271,9 @@ def _check_entries(settings: LoraSettings, names: Mapping[str, Sequence[str]]) -
             if not any(_matches(name, entry) for name in everything):
                 said = entry if isinstance(entry, str) else entry[0]
                 ends = sorted({name.rpartition(".")[2] for name in everything})
-                near = difflib.get_close_matches(said, ends, n=3, cutoff=0.3) or ends[:6]
-                rule = f"{said} matches no linear of a layer, and no weight of experts."
+                near = close_matches(said, ends) or ends[:6]
+                rule = f"{said} matches no linear of a layer and no weight of experts."
                 raise SettingError(f"{settings.node}.{key}", _typed(wanted), rule, f"{_ALL}, or some of {near}")
     if not settings.target_modules and not settings.target_parameters:
-        rule = "there is nothing to adapt."
+        rule = "neither this nor target_parameters selects a weight."
         raise SettingError(f"{settings.node}.target_modules", "null", rule, f"{settings.node}.target_modules={_ALL}")

@@ -1,8 +1,8 @@
-"""transformers' weight converters in reverse, asked for one parameter at a time.
+"""Run transformers' weight converters in reverse, one parameter at a time.
 
-Most tensors of a checkpoint come from one parameter. Some converters make several parameters at once, of tensors that
-they share or only count together: in ERNIE 4.5-VL text and vision experts are one list in a checkpoint, and two stacks
-in the model. Such a parameter is *converted with* the others.
+Most tensors of a checkpoint come from one parameter. Some converters make several parameters at once, from tensors
+that they share or only count together: in ERNIE 4.5-VL text and vision experts are one list in a checkpoint, and two
+stacks in the model. Such parameters are *converted together*.
 """
 
 from typing import Any
@@ -19,20 +19,20 @@ _SHAPES: WeakKeyDictionary[Any, dict[str, dict[str, torch.Size]]] = WeakKeyDicti
 
 
 def converter_targets(name: str, converter: WeightConverter | None) -> list[str]:
-    """What a converter makes that makes ``name``, in its order."""
+    """Return the names of all parameters that the converter of ``name`` makes, in its order."""
     patterns = converter.target_patterns if converter is not None else []
     found = next((pattern for pattern in patterns if pattern in name), None)
     return [name] if found is None else [name.replace(found, pattern) for pattern in patterns]
 
 
 def revert(model: Any, name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The checkpoint's tensors that come from one parameter alone.
+    """Return the checkpoint's tensors that come from one parameter alone, by name.
 
     Args:
-        values: of the parameter, or of some of a stack's experts.
+        values: the parameter's values, or those of some experts of a stack.
 
     Returns:
-        Views of ``values`` where the layouts allow it. Of a stack of some experts they are named as the first ones.
+        Views of ``values`` where the layouts allow it. Those of some experts have the names of the first experts.
     """
     others = {n: torch.empty(s, device="meta") for n, s in _converted_with(model, name).items() if n != name}
     parts = revert_weight_conversion(model, {name: values, **others})
@@ -40,7 +40,7 @@ def revert(model: Any, name: str, values: torch.Tensor) -> dict[str, torch.Tenso
 
 
 def converted_together(model: Any, name: str) -> tuple[str, ...]:
-    """The parameters that a checkpoint's tensors of this one are made of: itself, and others if it takes more."""
+    """Return the parameters from which the checkpoint's tensors of ``name`` are made: itself, and others if needed."""
     shapes = _converted_with(model, name)
     if len(shapes) == 1:
         return (name,)
@@ -51,7 +51,7 @@ def converted_together(model: Any, name: str) -> tuple[str, ...]:
 
 
 def cache_shapes(model: Any) -> None:
-    """Find out now which parameters are converted together; afterwards no other thread touches the model for it."""
+    """Find which parameters are converted together; afterwards a background thread need not read the model for it."""
     if model not in _SHAPES:
         _SHAPES[model] = found = {}
         shapes = {n: tensor.shape for n, tensor in checkpoint_tensors(model).items()}
@@ -65,11 +65,11 @@ def cache_shapes(model: Any) -> None:
 
 
 def _converted_with(model: Any, name: str) -> dict[str, torch.Size]:
-    """Name and shape of the parameter and of those that a converter makes with it, in its order."""
+    """Return name and shape of the parameter and of those that a converter makes with it, in its order."""
     cache_shapes(model)
     return _SHAPES[model].get(name, {name: torch.Size()})
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Equal for views of the same memory, also on the meta device."""
+    """Return a number that is equal for views of the same memory, also on the meta device."""
     return tensor.untyped_storage()._cdata

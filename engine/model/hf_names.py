@@ -1,8 +1,8 @@
-"""Names under which weights leave the engine.
+"""The names under which weights are exported and synced.
 
 transformers stacks a layer's experts into fused 3-D tensors; checkpoints of most families store one matrix per expert.
-vLLM's loaders take the checkpoint's names always, and for some families the fused ones too. Fused is what we want
-there: Qwen3-30B-A3B is 531 tensors instead of 18,867, and vLLM's loader scans its whole expert mapping for each.
+vLLM's loaders take the checkpoint's names always, and for some families the fused ones too. Fused names are faster:
+Qwen3-30B-A3B is 531 tensors instead of 18,867, and vLLM's loader scans its whole expert mapping for each.
 """
 
 import re
@@ -32,10 +32,10 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _OWN = {"gate_up_proj": "gate_up_proj", "down_proj": "down_proj"}
 _LETTERED = {"gate_up_proj": "w13", "down_proj": "w2"}
 
-# Families whose stacks of experts were seen to load bit-exactly in the CPU builds of vLLM 0.27 and 0.30, and the names
-# that the stacks load under. An unknown fused name is dropped there without a word, so nothing is assumed: a family not
-# listed gets its checkpoint's names (which are fused ones for gpt_oss, gemma4 and qwen3_vl_moe), and so does every
-# family before 0.27: vLLM 0.24 drops the stacks of Qwen3-MoE and fails on Mixtral's.
+# Families whose stacks of experts load bit-exactly in the CPU builds of vLLM 0.27 and 0.30 (tested), and the names that
+# the stacks load under. vLLM silently drops unknown fused names, so nothing is assumed: a family that is not here
+# gets its checkpoint's names (which are fused ones for gpt_oss, gemma4 and qwen3_vl_moe), and so does every family
+# before 0.27: vLLM 0.24 drops the stacks of Qwen3-MoE and fails on Mixtral's.
 FUSED_IN_VLLM: dict[str, dict[str, str]] = {
     **dict.fromkeys(("qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe", "dots1", "ernie4_5_moe"), _OWN),
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), _OWN),
@@ -43,14 +43,18 @@ FUSED_IN_VLLM: dict[str, dict[str, str]] = {
 }
 
 
-# Asking the converters takes over a millisecond per tensor, and a sync has to hand over gigabytes in a second.
+# Running a converter takes over a millisecond per tensor, too long for a sync of gigabytes per second.
 _KNOWN: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()
 
 
 def for_vllm(
     model: Any, tensors: Iterable[tuple[str, torch.Tensor]], waiting: dict[str, torch.Tensor] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The names that vLLM's loader of this family takes, fused where it can; else as ``as_checkpoint``."""
+    """Yield tensors under the names that vLLM's loader of this family takes: fused if it can, else the checkpoint's.
+
+    Args:
+        waiting: as in ``as_checkpoint``.
+    """
     fused = FUSED_IN_VLLM.get(model.config.model_type)
     if fused is None or not _takes_stacks():
         yield from as_checkpoint(model, tensors, waiting)
@@ -64,13 +68,13 @@ def for_vllm(
 
 @cache
 def _takes_stacks() -> bool:
-    """Whether the installed vLLM's loaders take fused names; another machine's vLLM is taken for a new one."""
+    """Return whether the installed vLLM's loaders take fused names; a vLLM on another machine is assumed to be new."""
     version = versions.installed("vllm")
     return version is None or Version(version) >= Version("0.27")
 
 
 def _fused_name(model: Any, name: str, tensor: torch.Tensor, stacks: Mapping[str, str]) -> str:
-    """Where a tensor of a family with fused names goes whole."""
+    """Return vLLM's name for a whole tensor of a family with fused names."""
     parts = [part for part, _ in as_checkpoint(model, [(name, tensor.to("meta"))])]
     module, _, own = name.rpartition(".")
     if own in stacks and module.endswith(".experts"):
@@ -82,26 +86,26 @@ def _fused_name(model: Any, name: str, tensor: torch.Tensor, stacks: Mapping[str
 
 
 def is_of_expert(name: str) -> bool:
-    """Whether a checkpoint's tensor is one of a single expert."""
+    """Return whether a checkpoint's tensor belongs to a single expert."""
     return _EXPERT.search(name) is not None
 
 
 def shift_expert_index(name: str, by: int) -> str:
-    """The same tensor of the expert that comes ``by`` later; the name as it is if it is of no single expert."""
+    """Add ``by`` to the expert index in a tensor's name; return a name without one unchanged."""
     return _EXPERT.sub(lambda found: f".experts.{int(found[1]) + by}.", name)
 
 
 def is_by_expert(model: Any, name: str, shape: torch.Size) -> bool:
-    """Whether a checkpoint of the family has a parameter expert by expert."""
+    """Return whether checkpoints of the family store a parameter expert by expert."""
     if len(converted_together(model, name)) > 1:
         return False
     return all(is_of_expert(part) for part in revert(model, name, torch.empty(shape, device="meta")))
 
 
 def experts_from(model: Any, name: str, values: torch.Tensor, first: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """The names and the layout of checkpoints for a stack that begins with the ``first``-th expert.
+    """Yield a stack that begins with the ``first``-th expert in the names and the layout of checkpoints.
 
-    What is of no single expert comes as it is.
+    Tensors that belong to no single expert keep their names.
     """
     for own, tensor in as_checkpoint(model, [(name, values)]):
         yield shift_expert_index(own, first), tensor
@@ -110,18 +114,18 @@ def experts_from(model: Any, name: str, values: torch.Tensor, first: int) -> Ite
 def as_checkpoint(
     model: Any, tensors: Iterable[tuple[str, torch.Tensor]], waiting: dict[str, torch.Tensor] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The names and the layout of the family's Hugging Face checkpoints; order is kept.
+    """Yield tensors in the names and the layout of the family's Hugging Face checkpoints; keeps their order.
 
     Args:
         tensors: full tensors under their names in the model.
-        waiting: copies of those that a checkpoint's tensor is made of together with others, until these come too; the
-            same for all calls that share a model's tensors out.
+        waiting: holds copies of tensors that are converted together with others which have not come yet; pass the same
+            dict to all calls that share a model's tensors.
 
     Returns:
         Views where the layouts allow it, e.g. one matrix per expert of a stack.
 
     Raises:
-        ValueError: some are left to wait, and no ``waiting`` was given.
+        ValueError: tensors are left that need others, and no ``waiting`` was given.
     """
     kept: dict[str, torch.Tensor] = {} if waiting is None else waiting
     for name, tensor in tensors:
@@ -133,4 +137,4 @@ def as_checkpoint(
         if all(other in kept for other in together):
             yield from revert_weight_conversion(model, {other: kept.pop(other) for other in together}).items()
     if waiting is None and kept:
-        raise ValueError(f"{', '.join(kept)}: only a part of what a checkpoint's tensor is made of.")
+        raise ValueError(f"{', '.join(kept)}: only a part of the parameters that a checkpoint's tensor is made of.")

@@ -1,4 +1,4 @@
-"""Which modules of a Hugging Face model are its layers."""
+"""Find the layers of a Hugging Face model."""
 
 from torch import nn
 
@@ -6,8 +6,8 @@ __all__ = ["layer_names"]
 
 
 def layer_names(model: nn.Module) -> list[str]:
-    """FQNs of the model's layers, in order: the innermost modules of a class in its ``_no_split_modules``."""
+    """Return the FQNs of the model's layers, in order: the innermost modules of a class in ``_no_split_modules``."""
     classes = set(getattr(model, "_no_split_modules", None) or ())
-    # fully_shard puts a subclass in front of a module's own class.
+    # fully_shard makes each module an instance of a subclass of its own class.
     named = [fqn for fqn, m in model.named_modules() if classes & {c.__name__ for c in type(m).__mro__}]
     return [fqn for fqn in named if not any(other.startswith(fqn + ".") for other in named)]

@@ -1,7 +1,7 @@
-"""Build a Hugging Face model without its weights, and give it memory once it is sharded.
+"""Build a Hugging Face model without its weights, and allocate them once it is sharded.
 
-What is allocated but not yet filled is poisoned (NaN, or the smallest integer), so that what nothing has filled by the
-end of loading is found, instead of training on whatever was in memory.
+Memory is poisoned when it is allocated (NaN, or the smallest integer). So a tensor that loading did not fill is found,
+instead of being trained from whatever was in memory.
 """
 
 import re
@@ -37,13 +37,13 @@ __all__ = [
     "model_of_checkpoint",
 ]
 
-_SMALL = 1 << 20  # elements; what is larger goes to meta at once, without memory
+_SMALL = 1 << 20  # elements; larger tensors go to meta at once, without memory
 _CHUNK = 1 << 24  # elements looked at together
 _FIRST = 5  # how many offenders an error lists
 
 
 class UninitializedError(ValueError):
-    """Parameters or buffers that nothing has filled; raised on all ranks alike."""
+    """Parameters or buffers were not filled by loading; raised on all ranks."""
 
 
 def build_on_meta(
@@ -51,8 +51,8 @@ def build_on_meta(
 ) -> nn.Module:
     """Build the model with its parameters on the meta device and its buffers real.
 
-    Buffers that are computed (rotary frequencies) are in no checkpoint, so they must not be lost on meta. No parameter
-    is allocated beyond ``_SMALL`` elements. As ``from_pretrained`` does, what the class always keeps in float32 is.
+    Computed buffers (rotary frequencies) are in no checkpoint, so they must keep their values. No parameter beyond
+    ``_SMALL`` elements is allocated. Modules that the class always keeps in float32 are, as by ``from_pretrained``.
 
     Args:
         auto_class: a transformers auto class, e.g. ``AutoModelForCausalLM``.
@@ -70,7 +70,10 @@ def build_on_meta(
 
 
 def model_of_checkpoint(folder: Path, names: Iterable[str], dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The model on meta that a config and the names of a checkpoint's tensors are of; with a value head if they are.
+    """Build the model of a checkpoint on meta, from its config; with a value head if the tensors' names have one.
+
+    Args:
+        names: names of the checkpoint's tensors.
 
     Raises:
         ValueError: transformers has no such class for the config.
@@ -81,14 +84,14 @@ def model_of_checkpoint(folder: Path, names: Iterable[str], dtype: torch.dtype =
         config.num_labels, kinds = 1, [AutoModelForTokenClassification]
     auto_class = next((kind for kind in kinds if type(config) in kind._model_mapping), None)
     if auto_class is None:
-        raise ValueError(f"{folder} is of {type(config).__name__}, for which transformers has no such model.")
+        raise ValueError(f"{folder} has a {type(config).__name__}, for which transformers has no such model.")
     model: Any = build_on_meta(auto_class, config, dtype)
-    model.tie_weights()  # which going to meta has undone
+    model.tie_weights()  # moving to meta undid it
     return model
 
 
 def kept_in_float32(model: nn.Module) -> re.Pattern:
-    """Matches, anywhere in a name, what the model's class keeps in float32 whatever dtype it is loaded in."""
+    """Return a pattern to search in names, for parameters that the model's class keeps in float32 in any dtype."""
     strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     return re.compile("|".join(name.replace("*", ".*") for name in sorted(strict)) or r"(?!)")
 
@@ -96,10 +99,10 @@ def kept_in_float32(model: nn.Module) -> re.Pattern:
 def materialize(model: nn.Module, device: torch.device | str, shards: torch.device | str | None = None) -> None:
     """Allocate this rank's shards, poisoned, and move buffers to ``device``.
 
-    Ties between parameters, which moving off the meta device breaks, are tied again.
+    Moving off the meta device breaks ties between parameters, so they are tied again.
 
     Args:
-        shards: where the shards go; ``device`` by default, ``cpu`` under FSDP's CPU offload policy.
+        shards: device of the shards; ``device`` by default, ``cpu`` under FSDP's CPU offload policy.
     """
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
@@ -119,11 +122,11 @@ def check_initialized(model: nn.Module, device: torch.device | str = "cpu") -> N
     """Refuse a loaded model that still holds poison, in this rank's shards or in any buffer; collective.
 
     Args:
-        device: where the default group's backend takes tensors from.
+        device: device type of the tensors that the default group's backend sends.
 
     Raises:
-        UninitializedError: on every rank, naming the first offenders and the ranks that hold them. A checkpoint that
-            itself holds NaN reads the same, and the message says so.
+        UninitializedError: on every rank, naming the first offenders and the ranks that hold them. It can't tell a
+            checkpoint that itself holds NaN from a missing tensor, and the message says so.
     """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     bad = [name for name, tensor in tensors.items() if _is_poisoned(local_tensor(tensor.detach()))]
@@ -139,15 +142,16 @@ def check_initialized(model: nn.Module, device: torch.device | str = "cpu") -> N
             holders.setdefault(name, []).append(rank)
     first = [f"{name} on rank {', '.join(map(str, ranks[:4]))}" for name, ranks in list(holders.items())[:_FIRST]]
     raise UninitializedError(
-        f"{len(holders)} parameters or buffers of {type(model).__name__} hold NaN after loading: nothing has filled "
-        f"them, or the checkpoint itself holds NaN. First: {'; '.join(first)}."
+        f"{len(holders)} parameters or buffers of {type(model).__name__} hold NaN after loading: they were not "
+        f"filled, or the checkpoint itself holds NaN. First: {'; '.join(first)}."
     )
 
 
 def check_not_quantised(config: PretrainedConfig, path: str, setting: str = "actor_rollout_ref.model") -> None:
-    """
+    """Check that the weights of a checkpoint are not quantised.
+
     Raises:
-        SettingError: the checkpoint's weights are MXFP4, FP8 or the like.
+        SettingError: they are MXFP4, FP8 or the like.
     """
     quantised = getattr(config, "quantization_config", None)
     if quantised is None:
@@ -157,7 +161,7 @@ def check_not_quantised(config: PretrainedConfig, path: str, setting: str = "act
     raise SettingError(
         f"{setting}.path",
         path,
-        f"its config says that the weights are quantised ({kind}); what is trained has to be in bfloat16 or float32.",
+        f"its config says that the weights are quantised ({kind}); weights to train have to be in bfloat16 or float32.",
         "the same model dequantised: from_pretrained with a quantization_config that has dequantize=True (Mxfp4Config, "
         "FineGrainedFP8Config), then save_pretrained",
     )
@@ -174,7 +178,7 @@ def _poison(tensor: torch.Tensor) -> None:
 def _is_poisoned(tensor: torch.Tensor) -> bool:
     if tensor.is_meta:
         return True
-    if tensor.dtype in (torch.bool, torch.uint8):  # where 0 is the smallest
+    if tensor.dtype in (torch.bool, torch.uint8):  # whose smallest value, 0, is common
         return False
     for chunk in tensor.reshape(-1).split(_CHUNK):
         floating = chunk.is_floating_point() or chunk.is_complex()
@@ -184,9 +188,9 @@ def _is_poisoned(tensor: torch.Tensor) -> bool:
 
 
 class _PoisonEmpty(TorchFunctionMode):
-    """``torch.empty`` while a model is built: poison if it is small, no memory at all if it is large.
+    """While a model is built, ``torch.empty`` returns poisoned memory for small tensors, and meta for large ones.
 
-    Parameters go to meta anyway, and of buffers none that is left empty on purpose is large.
+    Parameters go to meta anyway, and no large buffer is left empty on purpose.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

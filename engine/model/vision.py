@@ -1,14 +1,14 @@
-"""Vision towers in step: all ranks run one in a micro-batch, or none does.
+"""Keep vision towers in step: in a micro-batch either all ranks run the tower or none does.
 
-A tower is sharded like everything else, so its forward and backward are collectives, and a rank whose samples have no
-image has to take part. Its tower then runs on the smallest image there is, and what comes out is added to the input
-embeddings times zero: the embeddings are as before, and the tower's gradient on this rank is zero. Whether any rank has
-images is agreed on once for a batch, that is for a step of the optimizer: where none has, no tower runs, and its
-parameters have no gradient, as in one process.
+The tower is sharded too, so its forward and backward are collectives, and a rank whose samples have no image has to
+take part. It runs the tower on the smallest image possible and adds the output times zero to the input embeddings,
+which leaves them unchanged and makes the tower's gradient on this rank zero. The ranks find out once per batch, that is
+per optimizer step, whether any of them has images: if none has, no tower runs and its parameters have no gradient, as
+in one process.
 
-Nothing here is of one family. A family takes part whose images are rows of patches with a grid (``pixel_values``,
-``image_grid_thw``) and that computes their features in ``get_image_features``, which transformers asks of every model
-with images; the same for videos.
+Nothing here depends on a family. It needs images that are rows of patches with a grid (``pixel_values``,
+``image_grid_thw``) and the method ``get_image_features``, which every transformers model with images has; the same for
+videos.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,15 +29,15 @@ _KINDS = {
     "pixel_values": ("image_grid_thw", "get_image_features"),
     "pixel_values_videos": ("video_grid_thw", "get_video_features"),
 }
-# Families whose images would be computed by other weights than in transformers, and why.
+# Families whose images would be computed otherwise than in transformers, and why.
 _UNSUPPORTED = {
-    "ernie4_5_vl_moe": "its experts for vision are chosen by moe_mm_token_type_ids, which verl's batches don't have",
+    "ernie4_5_vl_moe": "moe_mm_token_type_ids choose its experts for vision, and verl's batches don't have these",
     "qwen3_omni_moe_thinker": "verl 0.9.1 has no processor for it, so its positions are not known",
 }
 
 
 def why_not_images(model: Any) -> str | None:
-    """Why a model can't be trained on images here; None if it can."""
+    """Return why a model can't be trained on images; None if it can."""
     if not hasattr(model.config, "vision_config") or not hasattr(model, "get_image_features"):
         return "it has no vision tower"
     if "image_grid_thw" not in signature(model.get_image_features).parameters:
@@ -46,7 +46,7 @@ def why_not_images(model: Any) -> str | None:
 
 
 def images_error(name: str, why: str) -> SettingError:
-    """What is said where a model is given images that it can't be trained on."""
+    """Build the error for a model that gets images but can't be trained on them."""
     rule = f"{name} can't be trained on images: {why}."
     return SettingError(
         "data.train_files", "data with images", rule, "data without images, or Qwen3-VL-MoE or GLM-4.5V"
@@ -54,7 +54,7 @@ def images_error(name: str, why: str) -> SettingError:
 
 
 class VisionTowerSync:
-    """The vision towers of one model.
+    """Keeps the vision towers of one model in step over all ranks.
 
     Args:
         model: a transformers model, before or after it is sharded.
@@ -64,20 +64,20 @@ class VisionTowerSync:
         self._model = model
         self._refused = why_not_images(model)
         self._rows = any(hasattr(part, "get_rope_index") for part in (model, model.base_model))
-        self._widths = dict.fromkeys(_KINDS, 0)  # of a row of patches, by kind; 0 where no rank of this batch has any
+        self._widths = dict.fromkeys(_KINDS, 0)  # of a row of patches, by kind; 0 if no rank has any in this batch
         self._missing: list[str] = []  # kinds that this micro-batch lacks and another rank may have
-        # After FSDP's own hooks, and before the model looks at its images.
+        # Runs after FSDP's own hooks, and before the model computes its images.
         model.get_input_embeddings().register_forward_hook(self._add_dummy_features)
 
     def sync_modalities(self, samples: Iterable[Any], device: Any) -> None:
         """Find out which kinds of pixels the ranks' batches hold; collective.
 
         Args:
-            samples: of each sample what verl calls its ``multi_modal_inputs``: a mapping or none, maybe wrapped.
-            device: where the default group's backend takes tensors from.
+            samples: verl's ``multi_modal_inputs`` of each sample: a mapping or None, possibly wrapped by tensordict.
+            device: device of the tensors that the default group's backend sends.
 
         Raises:
-            SettingError: on all ranks alike, if a sample has what the model can't be trained on here.
+            SettingError: on all ranks, if a sample has images or audio that the model can't be trained on.
         """
         own = [sample for sample in map(_unwrapped, samples) if sample]
         widths = [max((s[kind].shape[-1] for s in own if s.get(kind) is not None), default=0) for kind in _KINDS]
@@ -94,11 +94,11 @@ class VisionTowerSync:
         self._widths = dict(zip(_KINDS, widths, strict=True))
 
     def prepare_inputs(self, inputs: dict[str, Any]) -> None:
-        """Prepare for the forward of one micro-batch.
+        """Prepare the inputs of one micro-batch's forward, in place.
 
         Args:
-            inputs: the arguments of the model's forward. Position ids ``(1, T)`` become ``(4, 1, T)`` where images have
-                rows of positions: such models may keep packed sequences apart by the first of four rows alone.
+            inputs: the arguments of the model's forward. Position ids ``(1, T)`` become ``(4, 1, T)`` if the model has
+                several rows of positions: some such models separate packed sequences only by the first of four rows.
         """
         self._missing = [kind for kind, width in self._widths.items() if width and inputs.get(kind) is None]
         inputs.pop("images_seqlens", None)  # verl counts FLOPs by it
@@ -113,7 +113,7 @@ class VisionTowerSync:
         return embeddings
 
     def _dummy_features(self, kind: str, device: torch.device) -> Iterator[torch.Tensor]:
-        """What the model computes of one black image with one token: all that it would put into the text."""
+        """Yield the features of one black image of one token: everything that the model would add to the text."""
         grid_name, method = _KINDS[kind]
         merge = self._model.config.vision_config.spatial_merge_size
         pixels = torch.zeros(merge * merge, self._widths[kind], device=device)
@@ -125,10 +125,10 @@ class VisionTowerSync:
 
 @contextmanager
 def preserve_forward(model: Any) -> Iterator[None]:
-    """Have the model that sees the images compute as in transformers, whatever is patched inside.
+    """Restore the forward of the model's base class after the block, which may patch it.
 
-    verl's ``apply_monkey_patch`` gives some families a forward that runs the tower wherever a micro-batch has no image:
-    too often where no rank has any, and once where another rank has images and videos.
+    verl's ``apply_monkey_patch`` replaces it for some families by one that runs the tower whenever a micro-batch has no
+    image: too often if no rank has any, and only once if another rank has images and videos.
     """
     kind = type(model.base_model)
     own = kind.forward
@@ -147,5 +147,5 @@ def _tensors(found: Any) -> Iterator[torch.Tensor]:
 
 
 def _unwrapped(sample: Any) -> Mapping[str, Any] | None:
-    """tensordict wraps what is no tensor."""
+    """Unwrap a value that tensordict has wrapped because it is no tensor."""
     return sample if sample is None or isinstance(sample, Mapping) else sample.data

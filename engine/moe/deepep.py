@@ -1,11 +1,11 @@
-"""Dispatch by DeepEP's kernels (https://github.com/deepseek-ai/DeepEP), where they are installed.
+"""Dispatch with DeepEP's kernels (https://github.com/deepseek-ai/DeepEP), where they are installed.
 
-A token goes once to every rank that holds some of its experts, together with its routing weights. The rows of each
-expert are made there, and the rank's weighted sum goes back once; DeepEP adds up what ranks return. Fewer rows travel
-than in ``dispatch``, and weights are applied where the experts are, in float32, rather than on the token's own rank.
+A token is sent once to every rank that holds some of its experts, together with its routing weights. That rank makes
+the rows of each expert and returns their weighted sum once; DeepEP adds up what the ranks return. Fewer rows are sent
+than by ``dispatch``, and the weights are applied on the experts' ranks, in float32, rather than on the token's own.
 
-Only what DeepEP documents of ``deep_ep.Buffer`` is used: ``get_dispatch_layout``, ``dispatch`` and ``combine`` of its
-high-throughput mode, each the other's gradient.
+It only uses the documented ``get_dispatch_layout``, ``dispatch`` and ``combine`` of ``deep_ep.Buffer`` in
+high-throughput mode; each of the latter two is the other's gradient.
 """
 
 import functools
@@ -26,14 +26,16 @@ _RANKS, _COLUMNS = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160), 256
 
 
 def check_deepep(device: str, ep: int, hidden: int, dtype: torch.dtype) -> None:
-    """
+    """Check that DeepEP is installed and can send such rows.
+
     Args:
         device: verl's device name.
+        ep: expert-parallel size.
         hidden: columns of a row.
         dtype: that rows are sent in.
 
     Raises:
-        SettingError: DeepEP is not there, or can't send such rows among so many ranks.
+        SettingError: DeepEP is not installed, or has no kernel for these rows or this number of ranks.
     """
 
     def refused(rule: str) -> SettingError:
@@ -53,7 +55,7 @@ def check_deepep(device: str, ep: int, hidden: int, dtype: torch.dtype) -> None:
 
 @functools.cache
 def buffer_of(group: dist.ProcessGroup, row_bytes: int) -> Any:
-    """The one ``deep_ep.Buffer`` of a group, made by all of its ranks together."""
+    """Return the ``deep_ep.Buffer`` of a group, one per group; collective over the group at its first call."""
     from deep_ep import Buffer
 
     ranks = group.size()
@@ -73,11 +75,11 @@ def exchange(
     group: dist.ProcessGroup,
     buffer: Callable[[dist.ProcessGroup, int], Any] = buffer_of,
 ) -> torch.Tensor:
-    """As ``overlap.exchange``, by DeepEP; ``(T, D)`` in the dtype of ``hidden_TD``."""
+    """Do what ``overlap.exchange`` does with DeepEP; returns ``(T, D)`` in the dtype of ``hidden_TD``."""
     deepep = buffer(group, hidden_TD.shape[1] * hidden_TD.element_size())
     arrived = _Dispatch.apply(hidden_TD.contiguous(), experts_TK.long(), weights_TK.float(), num_experts, deepep)
     tokens_ND, local_NK, weights_NK, counts, handle = arrived
-    # Slots in expert order; -1, an expert elsewhere, comes first.
+    # Slots in expert order; -1, an expert on another rank, comes first.
     experts = local_NK.reshape(-1)
     slots_R = torch.argsort(experts, stable=True)[experts.numel() - sum(counts) :]
     token_R = slots_R // experts_TK.shape[1]
@@ -89,7 +91,7 @@ def exchange(
 
 
 class _WeightedCombine(torch.autograd.Function):
-    """``dispatch.weighted_combine`` of the rows that a token has here, ``(N, D)``, added up in float32."""
+    """``dispatch.weighted_combine`` over the rows that a token has on this rank, ``(N, D)``; sums in float32."""
 
     @staticmethod
     def forward(ctx, out_RD, token_R, scale_R, tokens):
@@ -104,7 +106,7 @@ class _WeightedCombine(torch.autograd.Function):
 
 
 class _Dispatch(torch.autograd.Function):
-    """Tokens ``(N, D)`` that arrive, their local experts ``(N, K)`` or -1, their weights, and rows per local expert."""
+    """Returns received tokens ``(N, D)``, their local experts ``(N, K)`` or -1, their weights, and rows per expert."""
 
     @staticmethod
     def forward(ctx, hidden, experts, weights, num_experts, buffer):

@@ -1,14 +1,14 @@
-"""Send each token to the ranks that hold its experts, and bring the results back.
+"""Send each token to the ranks that hold its experts, and return the results.
 
 Shapes: ``T`` tokens, ``K`` experts per token, ``D`` hidden, ``E`` experts, ``e = E / ep`` experts on this rank, ``R``
 rows received. A *slot* is one (token, expert) pair; there are ``T * K``.
 
-Slots are sorted by global expert, hence by destination rank. What arrives is rank-major and is put in expert-major
-order, so that one grouped GEMM reads it. Nothing here depends on the data but sizes: a rank without tokens, an expert
+Slots are sorted by global expert, hence by destination rank. Received rows are rank-major; they are permuted to
+expert-major order, which the grouped GEMM needs. Only sizes depend on the data: a rank without tokens, an expert
 without rows and a token that lists one expert twice run the same collectives in the same order.
 
-``dispatch`` and ``combine`` are the plain pair. ``fused.on_tokens`` and ``overlap.exchange`` are made of the same
-pieces and keep less.
+``dispatch`` and ``combine`` are the plain pair. ``fused.on_tokens`` and ``overlap.exchange`` are built from the same
+pieces and save less for backward.
 """
 
 import itertools
@@ -20,37 +20,36 @@ import torch.distributed as dist
 from .gemm.backends import TORCH, Backend
 
 __all__ = [
-    "Dispatched",
-    "DispatchPlan",
     "AllToAll",
+    "DispatchPlan",
+    "Dispatched",
+    "build_dispatch_plans",
     "chunk_bounds",
     "combine",
+    "deferred_router_grad",
     "dispatch",
     "inverse",
-    "slot_weights",
     "permute",
-    "build_dispatch_plans",
-    "deferred_router_grad",
-    "weighted_combine",
+    "slot_weights",
     "to_slots",
+    "weighted_combine",
 ]
 
 
 @dataclass(frozen=True)
 class AllToAll:
-    """The all-to-all of a route, from the ranks of tokens to those of their experts; without a group, nowhere."""
+    """The splits of one all-to-all, from the ranks of the tokens to those of their experts; a no-op without a group."""
 
     send_splits: list[int]
     recv_splits: list[int]
     group: dist.ProcessGroup | None
 
-    @property
     def reversed(self) -> "AllToAll":
-        """The way home."""
+        """Return the all-to-all in the other direction: combine's, or the one of the gradient."""
         return AllToAll(self.recv_splits, self.send_splits, self.group)
 
     def __call__(self, x_S: torch.Tensor) -> torch.Tensor:
-        """What slots have, by the first dim, to their experts' ranks: ``(S, ...)`` to ``(R, ...)``."""
+        """Send one row per slot to the ranks of the experts: ``(S, ...)`` to ``(R, ...)``; not differentiable."""
         if self.group is None:
             return x_S
         out = self.empty_output(x_S)
@@ -58,7 +57,7 @@ class AllToAll:
         return out
 
     def empty_output(self, x_S: torch.Tensor) -> torch.Tensor:
-        """For what arrives."""
+        """Allocate the output for an input like ``x_S``: ``(R, ...)`` in its dtype."""
         return x_S.new_empty(sum(self.recv_splits), *x_S.shape[1:])
 
 
@@ -72,7 +71,7 @@ class DispatchPlan:
     """int64 ``(T * K,)``: slots in the order they were sent."""
     row_order: torch.Tensor | None
     """int64 ``(R,)``: received rows in expert order; ``None`` where they arrive in it (``ep == 1``)."""
-    travel: AllToAll
+    all_to_all: AllToAll
 
     @property
     def rows(self) -> int:
@@ -82,7 +81,7 @@ class DispatchPlan:
 
 @dataclass(frozen=True)
 class Dispatched(DispatchPlan):
-    """What ``combine`` needs to undo one dispatch; made by ``dispatch``, never changed."""
+    """What ``dispatch`` hands to ``combine``: its plan and the rows that it received."""
 
     rows_RD: torch.Tensor
     """Received rows, grouped by local expert."""
@@ -91,7 +90,7 @@ class Dispatched(DispatchPlan):
 def dispatch(
     hidden_TD: torch.Tensor, experts_TK: torch.Tensor, num_experts: int, group: dist.ProcessGroup | None
 ) -> Dispatched:
-    """Bring every slot's hidden state to the rank of its expert.
+    """Send every slot's hidden state to the rank of its expert.
 
     Args:
         hidden_TD: hidden states ``(T, D)``; gradients flow through.
@@ -99,131 +98,132 @@ def dispatch(
         num_experts: ``E``.
         group: the EP group, ``None`` where one rank holds all experts.
     """
-    (route,) = build_dispatch_plans(experts_TK, num_experts, group)
-    sent_SD = to_slots(hidden_TD, route, experts_TK.shape[-1])
+    (plan,) = build_dispatch_plans(experts_TK, num_experts, group)
+    sent_SD = to_slots(hidden_TD, plan, experts_TK.shape[-1])
     if group is None:
-        return Dispatched(**vars(route), rows_RD=sent_SD)
-    assert route.row_order is not None
-    received_RD = _AllToAll.apply(sent_SD, route.travel)
-    return Dispatched(**vars(route), rows_RD=permute(received_RD, route.row_order))
+        return Dispatched(**vars(plan), rows_RD=sent_SD)
+    assert plan.row_order is not None
+    received_RD = _AllToAll.apply(sent_SD, plan.all_to_all)
+    return Dispatched(**vars(plan), rows_RD=permute(received_RD, plan.row_order))
 
 
 def chunk_bounds(tokens: int, chunks: int) -> list[int]:
-    """Where each chunk of tokens begins, and the last ends; chunks differ by one token at most, and may be empty."""
+    """Return the ``chunks + 1`` bounds of equal chunks of tokens; sizes differ by at most one, and may be 0."""
     return [-(-i * tokens // chunks) for i in range(chunks + 1)]
 
 
 def build_dispatch_plans(
     experts_TK: torch.Tensor, num_experts: int, group: dist.ProcessGroup | None, chunks: int = 1
 ) -> list[DispatchPlan]:
-    """The routes of each chunk of tokens: one all-to-all and one host sync for all of them.
+    """Build the plan of each chunk of tokens, with one all-to-all of counts and one host sync for all of them.
 
     Args:
         experts_TK: global expert ids ``(T, K)``, any integer dtype; read only.
         num_experts: ``E``.
-        chunks: parts of the ``T`` tokens (``bounds``), as many on all ranks of the group.
+        chunks: parts of the ``T`` tokens (``chunk_bounds``), as many on all ranks of the group.
     """
     (tokens, k), e = experts_TK.shape, num_experts
     keys = experts_TK.long()
     if chunks > 1:  # by chunk, then by expert
         keys = keys + (torch.arange(tokens, device=keys.device) * chunks // max(tokens, 1) * e).unsqueeze(1)
     keys = keys.reshape(-1)
-    slot_orders = _relative(torch.argsort(keys, stable=True), [k * b for b in chunk_bounds(tokens, chunks)])
+    slot_orders = _split_order(torch.argsort(keys, stable=True), [k * b for b in chunk_bounds(tokens, chunks)])
     # Not bincount: on an accelerator it waits for the device to learn its output's size.
     counts = keys.new_zeros(chunks * e).scatter_add_(0, keys, torch.ones_like(keys))
     if group is None:
-        nowhere = AllToAll([], [], None)
-        return [DispatchPlan(c, order, None, nowhere) for c, order in zip(counts.split(e), slot_orders, strict=True)]
+        local = AllToAll([], [], None)
+        return [DispatchPlan(c, order, None, local) for c, order in zip(counts.split(e), slot_orders, strict=True)]
 
     ep = dist.get_world_size(group)
     e //= ep
-    leaving = counts.view(chunks, ep, e).transpose(0, 1).contiguous()  # [destination rank, chunk, local expert]
-    arriving = torch.empty_like(leaving)  # [source rank, chunk, local expert]
-    dist.all_to_all_single(arriving, leaving, group=group)
+    sent = counts.view(chunks, ep, e).transpose(0, 1).contiguous()  # [destination rank, chunk, local expert]
+    received = torch.empty_like(sent)  # [source rank, chunk, local expert]
+    dist.all_to_all_single(received, sent, group=group)
     # One host sync: the sizes of both directions, of each chunk.
-    send_splits, recv_splits = torch.stack([leaving.sum(2), arriving.sum(2)]).transpose(1, 2).tolist()
+    send_splits, recv_splits = torch.stack([sent.sum(2), received.sum(2)]).transpose(1, 2).tolist()
 
-    received = [0, *itertools.accumulate(sum(splits) for splits in recv_splits)]
+    row_bounds = [0, *itertools.accumulate(sum(splits) for splits in recv_splits)]
     local_expert = torch.arange(chunks * e, device=keys.device).view(chunks, 1, e).expand(chunks, ep, e).reshape(-1)
-    sizes = arriving.transpose(0, 1).reshape(-1)
-    row_expert = torch.repeat_interleave(local_expert, sizes, output_size=received[-1])
-    row_orders = _relative(torch.argsort(row_expert, stable=True), received)
-    counts_e = arriving.sum(0).unbind()
-    travels = [AllToAll(send, recv, group) for send, recv in zip(send_splits, recv_splits, strict=True)]
-    return [DispatchPlan(*route) for route in zip(counts_e, slot_orders, row_orders, travels, strict=True)]
+    sizes = received.transpose(0, 1).reshape(-1)
+    row_expert = torch.repeat_interleave(local_expert, sizes, output_size=row_bounds[-1])
+    row_orders = _split_order(torch.argsort(row_expert, stable=True), row_bounds)
+    counts_e = received.sum(0).unbind()
+    all_to_alls = [AllToAll(send, recv, group) for send, recv in zip(send_splits, recv_splits, strict=True)]
+    return [DispatchPlan(*fields) for fields in zip(counts_e, slot_orders, row_orders, all_to_alls, strict=True)]
 
 
-def _relative(order: torch.Tensor, edges: list[int]) -> list[torch.Tensor]:
-    """The part of an order between two bounds each, counted from the first of them."""
-    return [order[a:b] - a if a else order[a:b] for a, b in itertools.pairwise(edges)]
+def _split_order(order: torch.Tensor, bounds: list[int]) -> list[torch.Tensor]:
+    """Split a permutation at ``bounds``; each part is counted from its own bound."""
+    return [order[a:b] - a if a else order[a:b] for a, b in itertools.pairwise(bounds)]
 
 
 def combine(
-    output_RD: torch.Tensor, sent: Dispatched, weights_TK: torch.Tensor, group: dist.ProcessGroup | None
+    output_RD: torch.Tensor, dispatched: Dispatched, weights_TK: torch.Tensor, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """Bring expert outputs home and sum them per token with the routing weights.
+    """Return expert outputs to the ranks of their tokens and sum them per token, weighted by the routing weights.
 
-    The weights are applied here, on the token's own rank, after the down projection and in slot order, as transformers
-    does: the result is the one of the unsharded model, and the router's gradient never leaves its rank.
+    The weights are applied on the token's own rank, after the down projection and in slot order, as transformers does:
+    the result is that of the unsharded model, and the router's gradient never leaves its rank.
 
     Args:
-        output_RD: expert outputs in the order of ``sent.rows_RD``; its ``D`` may differ from dispatch's.
+        output_RD: expert outputs in the order of ``dispatched.rows_RD``; its ``D`` may differ from dispatch's.
         weights_TK: routing weights ``(T, K)``.
 
     Returns:
         ``(T, D)`` in the dtype that the product has.
     """
     if group is not None:
-        assert sent.row_order is not None
-        output_RD = permute(output_RD, inverse(sent.row_order))
-        output_RD = _AllToAll.apply(output_RD, sent.all_to_all.reversed())
-    slots_SD = permute(output_RD, inverse(sent.slot_order))
+        assert dispatched.row_order is not None
+        output_RD = permute(output_RD, inverse(dispatched.row_order))
+        output_RD = _AllToAll.apply(output_RD, dispatched.all_to_all.reversed())
+    slots_SD = permute(output_RD, inverse(dispatched.slot_order))
     tokens, k = weights_TK.shape
     return (slots_SD.view(tokens, k, slots_SD.shape[-1]) * weights_TK.unsqueeze(-1)).sum(dim=1)
 
 
-def to_slots(hidden_TD: torch.Tensor, route: DispatchPlan, k: int, backend: Backend = TORCH) -> torch.Tensor:
-    """The hidden state of every slot, ``(T * K, D)``, in the order in which slots are sent."""
-    return _TokensToSlots.apply(hidden_TD, route.slot_order, k, backend)
+def to_slots(hidden_TD: torch.Tensor, plan: DispatchPlan, k: int, backend: Backend = TORCH) -> torch.Tensor:
+    """Gather the hidden state of every slot, ``(T * K, D)``, in the order in which slots are sent."""
+    return _TokensToSlots.apply(hidden_TD, plan.slot_order, k, backend)
 
 
 def permute(x: torch.Tensor, order: torch.Tensor, backend: Backend = TORCH) -> torch.Tensor:
-    """``x[order]`` for a permutation."""
+    """Return ``x[order]`` for a permutation; its gradient is a permutation too."""
     return _Permute.apply(x, order, backend)
 
 
 def slot_weights(weights_TK: torch.Tensor) -> torch.Tensor:
-    """Routing weights as they travel with the slots: ``(T * K,)``, float32 at least."""
+    """Return the routing weights as they are sent with the slots: ``(T * K,)``, float32 at least."""
     return weights_TK.to(torch.promote_types(weights_TK.dtype, torch.float32)).reshape(-1)
 
 
 def weighted_combine(
-    output_SD: torch.Tensor, route: DispatchPlan, weights_TK: torch.Tensor, backend: Backend = TORCH
+    output_SD: torch.Tensor, plan: DispatchPlan, weights_TK: torch.Tensor, backend: Backend = TORCH
 ) -> torch.Tensor:
-    """Sum expert outputs, in the order in which their slots were sent, per token and with its routing weights.
+    """Sum expert outputs, in the order in which their slots were sent, per token and weighted by its routing weights.
 
-    Nothing is kept for it: its gradient, of each slot, is that of the slot's output *times its weight*, and there is
-    none for the weights. Both are left to whom the outputs came from (``deferred_router_grad``).
+    Nothing is saved for backward: it returns the *unweighted* gradient of each slot's output, and no gradient for the
+    weights. Whatever computed the outputs has to finish both (``deferred_router_grad``).
 
     Returns:
         ``(T, D)`` in the dtype that the product has.
     """
-    return _WeightedCombine.apply(output_SD, route.slot_order, weights_TK, backend)
+    return _WeightedCombine.apply(output_SD, plan.slot_order, weights_TK, backend)
 
 
 def deferred_router_grad(output_RD: torch.Tensor, scale_R: torch.Tensor) -> torch.Tensor:
-    """``output_RD``, which ``weighted_combine`` scales; its gradient is taken to be that of ``output_RD * scale_R``.
+    """Return ``output_RD`` unchanged; backward takes the incoming gradient to be that of ``output_RD * scale_R``.
 
-    The other half of ``weighted_combine``, for outputs of any code. It keeps the outputs; ``fused.on_rows`` need not.
+    It is the other half of ``weighted_combine``, for outputs of any code: it scales the gradient of the outputs, and
+    makes that of the routing weights. It saves the outputs for this; ``fused.on_rows`` does the same without.
     """
     return _DeferredRouterGrad.apply(output_RD, scale_R)
 
 
 def inverse(order: torch.Tensor) -> torch.Tensor:
-    """The permutation that undoes ``order``."""
-    back = torch.empty_like(order)
-    back[order] = torch.arange(order.numel(), device=order.device)
-    return back
+    """Return the permutation that undoes ``order``."""
+    undo = torch.empty_like(order)
+    undo[order] = torch.arange(order.numel(), device=order.device)
+    return undo
 
 
 class _TokensToSlots(torch.autograd.Function):
@@ -285,12 +285,12 @@ class _DeferredRouterGrad(torch.autograd.Function):
 
 
 class _AllToAll(torch.autograd.Function):
-    """A ``AllToAll``; the gradient comes back."""
+    """A differentiable ``AllToAll``: the gradient is sent in the other direction."""
 
     @staticmethod
-    def forward(ctx, x, travel):
-        ctx.travel = travel
-        return travel(x)
+    def forward(ctx, x, all_to_all):
+        ctx.all_to_all = all_to_all
+        return all_to_all(x)
 
     @staticmethod
     def backward(ctx, grad):

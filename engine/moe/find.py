@@ -1,18 +1,18 @@
-"""Find the experts modules of a Hugging Face model by what they are, not by what they are called.
+"""Find the experts modules of a Hugging Face model by their interface, not by their names.
 
 transformers decorates every experts class that can be computed by a registered function
 (``transformers.integrations.moe.use_experts_implementation``): instances carry ``has_gate``, ``has_bias`` and
 ``is_transposed``, and hold their weights stacked along dim 0, one slice per expert.
 
-A model of the user's own whose experts are not on that interface is described by a *plan*: patterns of parameter names
-and the dim of each that counts the experts. Such a module computes its local experts itself (``CustomExperts``).
+A model of the user's own whose experts are not on that interface is described by ``engine.expert_plan``: patterns of
+parameter names and the dim of each that counts the experts. Such a module computes its local experts itself
+(``CustomExperts``).
 
-A model is dense only if nothing says otherwise: no class or attribute that is called experts, no stacked weights in its
-layers, no number of experts in its config. What says otherwise is refused, for an unsupported Mixture-of-Experts would
-silently be trained without expert parallelism.
+A model is dense only if nothing says otherwise: no class or attribute is called experts, its layers have no stacked
+weights, its config no number of experts. Anything that says otherwise is refused, because an unsupported
+Mixture-of-Experts would silently be trained without expert parallelism.
 """
 
-import difflib
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -22,35 +22,36 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
-from ..errors import SettingError
+from ..errors import SettingError, close_matches
 
 __all__ = ["CustomExperts", "ExpertsInfo", "UnsupportedModelError", "experts_by_layer", "find_experts", "is_dense"]
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)(?:\.|$)")
 _INTERFACE_FLAGS = ("has_gate", "has_bias", "is_transposed")
-# What experts of families outside transformers' experts interface are called there; only used to say why a model is
-# refused (transformers 5.9: llama4, longcat_flash, granitemoe*, jetmoe, dbrx, aria, switch_transformers, nllb_moe and
+# Class names of experts outside transformers' experts interface; only used to say why a model is refused
+# (transformers 5.9: llama4, longcat_flash, granitemoe*, jetmoe, dbrx, aria, switch_transformers, nllb_moe and
 # doge).
 _OUTSIDE_MARKS = ("expert", "moe", "groupedgemm")
-# How configs call the number of a layer's experts (transformers 5.9: num_experts, num_local_experts, n_routed_experts,
-# moe_num_experts, zero_expert_num), but not how many of them a token takes.
+# Config keys for the number of experts of a layer (transformers 5.9: num_experts, num_local_experts, n_routed_experts,
+# moe_num_experts, zero_expert_num), without those for the experts per token.
 _COUNT = re.compile(r"(?:^|_)(?:num|n)_(?:\w+_)?experts$|(?:^|_)experts?_(?:num|count)$|(?:^|_)num_expert$")
 
 
 class UnsupportedModelError(ValueError):
-    """The model has experts that this engine can't shard, or can't be run as was asked; the message says why."""
+    """The model has experts that this engine can't shard, or a setting that it can't run with; the message says why."""
 
 
 @runtime_checkable
 class CustomExperts(Protocol):
     """An experts module outside transformers' interface that can compute with a part of its experts.
 
-    Its forward sees its planned parameters cut to this rank's experts (as DTensors over ``ep``; ``to_local()`` gives
-    them) and brings tokens there and back with ``moe.dispatch.dispatch`` and ``combine``.
+    In its forward, the parameters that ``engine.expert_plan`` names are sharded to this rank's experts (DTensors over
+    ``ep``; ``to_local()`` returns the shard). It sends tokens to their experts and back with ``moe.dispatch.dispatch``
+    and ``combine``.
     """
 
     def set_expert_parallel(self, expert_parallel: Any) -> None:
-        """Called once with an ``moe.forward.ExpertsRuntime``, before the first forward."""
+        """Take a ``moe.forward.ExpertsRuntime``; called once, before the first forward."""
 
 
 @dataclass(frozen=True)
@@ -61,22 +62,22 @@ class ExpertsInfo:
     module: nn.Module
     num_experts: int
     ep_dims: Mapping[str, int] = field(default_factory=dict)
-    """The dim that counts the experts, of each of the module's own parameters that has one."""
+    """Parameter name in the module -> its dim that counts the experts; parameters without one are left out."""
 
 
 def find_experts(model: nn.Module, plan: Mapping[str, int] | None = None) -> list[ExpertsInfo]:
-    """All experts modules, in the model's order.
+    """Find all experts modules, in the model's order.
 
     Args:
-        plan: for experts that can't be found by what they are: pattern of a parameter's FQN (``*`` matches anything)
-            -> the dim that counts the experts. It decides for the modules whose parameters it names.
+        plan: ``engine.expert_plan``, for experts outside the interface: pattern of a parameter's FQN (``*`` matches
+            anything) -> the dim that counts the experts. It takes precedence for the modules whose parameters it names.
 
     Returns:
-        Nothing for a dense model.
+        An empty list for a dense model.
 
     Raises:
-        UnsupportedModelError: if there is none, and something says that the model has experts all the same.
-        SettingError: if the plan names no parameter, or what it names can't be split over experts.
+        UnsupportedModelError: none is found, although something says that the model has experts.
+        SettingError: the plan names no parameter, or parameters that can't be split over experts.
     """
     planned = _planned(model, plan or {})
     found = [planned.get(fqn) or _on_interface(fqn, m) for fqn, m in model.named_modules()]
@@ -89,7 +90,7 @@ def find_experts(model: nn.Module, plan: Mapping[str, int] | None = None) -> lis
 
 
 def is_dense(model: nn.Module, plan: Mapping[str, int] | None = None) -> bool:
-    """Whether a model has no experts, and the plan, which may be that of another role's model, names nothing of it.
+    """Return whether a model has no experts; the plan, which may be for another role's model, must not match it either.
 
     Raises:
         UnsupportedModelError: as ``find_experts``.
@@ -101,9 +102,10 @@ def is_dense(model: nn.Module, plan: Mapping[str, int] | None = None) -> bool:
 
 
 def _check_dense(model: Any) -> None:
-    """
+    """Check that a model in which no experts were found has none.
+
     Raises:
-        UnsupportedModelError: something says that the model, of which no experts were found, has some.
+        UnsupportedModelError: its classes, its config or its weights say that it has some.
     """
     name, outside = type(model).__name__, _looks_like_experts(model)
     if outside:
@@ -115,8 +117,8 @@ def _check_dense(model: Any) -> None:
     if counted:
         said = ", ".join(f"{key}={value}" for key, value in list(counted.items())[:3])
         raise UnsupportedModelError(
-            f"the config of {name} says {said}, and none of its modules holds experts on transformers' experts "
-            "interface (ALL_EXPERTS_FUNCTIONS). Where the model has none, the config should not say so "
+            f"the config of {name} says {said}, but none of its modules holds experts on transformers' experts "
+            "interface (ALL_EXPERTS_FUNCTIONS). If the model has none, the config should not say so "
             "(override_config)."
         )
     stacked = _stacked(model)
@@ -128,31 +130,32 @@ def _check_dense(model: Any) -> None:
 
 
 def experts_by_layer(experts: Sequence[ExpertsInfo], num_layers: int) -> dict[int, ExpertsInfo]:
-    """The experts of each layer, by its index in the model; what follows the routing of each token needs this.
+    """Map the index of each layer to its experts; router losses and router replay need this.
 
     Raises:
-        UnsupportedModelError: a layer has two experts modules, or no number, or experts that compute themselves.
+        UnsupportedModelError: a layer has two experts modules, or no number in its name, or custom experts.
     """
     found: dict[int, ExpertsInfo] = {}
     for info in experts:
         numbers = _LAYER.findall(info.fqn)
         index = int(numbers[-1]) if numbers else -1
         if not 0 <= index < num_layers:
-            raise UnsupportedModelError(f"experts are known by the number of their layer, and {info.fqn} names none.")
+            raise UnsupportedModelError(
+                f"experts are identified by the number of their layer, and {info.fqn} has none."
+            )
         if index in found:
             raise UnsupportedModelError(
-                f"experts are known by the number of their layer, and both {found[index].fqn} and {info.fqn} are in it."
+                f"experts are identified by the number of their layer, and both {found[index].fqn} and "
+                f"{info.fqn} are in it."
             )
         if isinstance(info.module, CustomExperts):
-            raise UnsupportedModelError(
-                f"{info.fqn} computes its experts itself, and what they are handed is not known."
-            )
+            raise UnsupportedModelError(f"{info.fqn} computes its experts itself, so their inputs are not known.")
         found[index] = info
     return found
 
 
 def _on_interface(fqn: str, module: nn.Module) -> ExpertsInfo | None:
-    """The module, if transformers dispatches it: its own 3-D weights agree on the number of experts."""
+    """Describe a module that is on transformers' interface and whose own 3-D weights agree on the number of experts."""
     if not _has_flags(module):
         return None
     if getattr(module, "has_post_expert_norm", False):  # transformers >= 5.10
@@ -173,13 +176,13 @@ def _has_flags(module: nn.Module) -> bool:
 
 
 def _planned(model: nn.Module, plan: Mapping[str, int]) -> dict[str, ExpertsInfo]:
-    """What the user's plan says, by the FQN of the experts module."""
+    """Describe the modules that the user's plan names, by their FQN."""
     params = dict(model.named_parameters())
     dims: dict[str, dict[str, int]] = {}
     for pattern, dim in plan.items():
         names = [name for name in params if fnmatchcase(name, pattern)]
         if not names:
-            near = difflib.get_close_matches(pattern, params, n=3, cutoff=0.3)
+            near = close_matches(pattern, params)
             raise SettingError("engine.expert_plan", pattern, "matches no parameter of the model.", f"one like {near}")
         for name in names:
             _check_plan(name, params[name], pattern, dim)
@@ -193,20 +196,21 @@ def _check_plan(name: str, param: nn.Parameter, pattern: str, dim: Any) -> None:
         raise SettingError(
             f"engine.expert_plan.{pattern}",
             dim,
-            f"is the dim of {name}, of shape {tuple(param.shape)}, that counts the experts.",
+            f"has to be the dim of {name}, of shape {tuple(param.shape)}, that counts the experts.",
             f"one of {list(range(param.dim()))}",
         )
 
 
 def _check_nothing_else(info: ExpertsInfo) -> None:
-    """Experts' gradients are reduced among the ranks that share them: not enough for what all ranks have a copy of."""
+    """Refuse trained parameters without an experts dim: all ranks have a copy of these, but gradients of an experts
+    module are reduced only among the ranks that share its experts."""
     others = [name for name, p in info.module.named_parameters() if p.requires_grad and name not in info.ep_dims]
     if others:
         raise SettingError(
             "engine.expert_plan",
             {f"{info.fqn}.{name}": dim for name, dim in info.ep_dims.items()},
             f"{type(info.module).__name__} has parameters without a dim for its experts: {', '.join(others[:4])}.",
-            "a module that holds what is cut over experts and nothing else; move the rest to its parent",
+            "a module that only holds parameters with an experts dim; move the rest to its parent",
         )
 
 
@@ -219,8 +223,8 @@ def _planned_module(fqn: str, module: nn.Module, ep_dims: Mapping[str, int]) -> 
         raise SettingError(
             "engine.expert_plan",
             fqn,
-            f"{type(module).__name__} is not on transformers' experts interface, and has no set_expert_parallel by "
-            "which it would learn which experts it holds.",
+            f"{type(module).__name__} is not on transformers' experts interface, and has no method "
+            "set_expert_parallel that would tell it which experts it holds.",
             "decorate the class with transformers.integrations.moe.use_experts_implementation, or give it that method "
             "(engine/moe/find.py, CustomExperts)",
         )
@@ -231,8 +235,8 @@ def _planned_module(fqn: str, module: nn.Module, ep_dims: Mapping[str, int]) -> 
 
 
 def _looks_like_experts(model: nn.Module) -> list[str]:
-    """Classes in the model that are called experts or MoE, beyond what the whole family is called (GraniteMoe...), and
-    modules whose attribute is called so."""
+    """Return classes whose names, without the prefix that the family shares (GraniteMoe...), say experts or MoE; else
+    modules whose attribute says so."""
     family = type(model).__name__
     names = {type(m).__name__ for m in model.modules()} - {family}
     own = {name: name.removeprefix(os.path.commonprefix([name, family])).lower() for name in names}
@@ -242,7 +246,7 @@ def _looks_like_experts(model: nn.Module) -> list[str]:
 
 
 def _counts_of_experts(config: Mapping[Any, Any], node: str = "") -> dict[str, Any]:
-    """What a config, or one inside it, calls a number of experts, where it is more than one."""
+    """Return the keys of a config, and of configs inside it, that give a number of experts above one."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):
@@ -255,7 +259,7 @@ def _counts_of_experts(config: Mapping[Any, Any], node: str = "") -> dict[str, A
 
 
 def _stacked(model: nn.Module) -> list[str]:
-    """Parameters of three or more dims, the first larger than one, that are no convolution's."""
+    """Return parameters of three or more dims, the first larger than one, except those of convolutions."""
     return [
         f"{fqn}.{name} {tuple(param.shape)}"
         for fqn, module in model.named_modules()

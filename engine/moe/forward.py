@@ -1,7 +1,7 @@
 """The experts function that transformers calls in place of an experts module's forward.
 
-One function for every family on transformers' experts interface: the layout of the weights is read from the flags of
-the module, the activation is the module's own.
+One function serves every family on transformers' experts interface: it reads the layout of the weights from the flags
+of the module, and calls the module's own activation.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ _HANDLE, _ADAPTERS = "_epfsdp2", "_epfsdp2_adapters"
 
 
 class TokenExchange(Protocol):
-    """``overlap.exchange`` and ``deepep.exchange``, as far as the experts function knows them."""
+    """Dispatch, compute and combine in one call: ``overlap.exchange`` or ``deepep.exchange``, their options bound."""
 
     def __call__(
         self,
@@ -47,7 +47,10 @@ class TokenExchange(Protocol):
 
 @dataclass
 class ExpertsRuntime:
-    """What the experts function needs to know about one module; the only thing attached to it."""
+    """What the experts function needs to know about one module; the only thing attached to it.
+
+    Custom experts get it by ``set_expert_parallel`` (``find.CustomExperts``).
+    """
 
     num_experts: int
     group: dist.ProcessGroup | None
@@ -55,9 +58,9 @@ class ExpertsRuntime:
     backend: str = "torch"
     """Name of a ``backends.BackendChoice``."""
     exchange: TokenExchange | None = None
-    """What brings tokens to the ranks of a group and back, if it is not an all-to-all that everything waits for."""
+    """Replaces the synchronous all-to-alls, where the settings say so."""
     rows_computed: int = 0
-    """By this rank's experts so far, recomputations included."""
+    """Rows that this rank's experts have computed so far, recomputations included."""
 
 
 class Adapters(Protocol):
@@ -68,7 +71,7 @@ class Adapters(Protocol):
 
 
 def attach(module: nn.Module, runtime: ExpertsRuntime) -> None:
-    """Tell an experts module how its experts are spread."""
+    """Give an experts module its runtime record, which its forward reads."""
     if isinstance(module, CustomExperts):
         module.set_expert_parallel(runtime)
     else:
@@ -76,12 +79,12 @@ def attach(module: nn.Module, runtime: ExpertsRuntime) -> None:
 
 
 def adapt_experts(module: nn.Module, adapters: Adapters) -> None:
-    """Have an experts module's ``<weight>_lora_A`` ``[E, r, in]`` and ``<weight>_lora_B`` ``[E, out, r]`` take part."""
+    """Add the module's ``<weight>_lora_A`` ``[E, r, in]`` and ``<weight>_lora_B`` ``[E, out, r]`` in its forward."""
     setattr(module, _ADAPTERS, adapters)
 
 
 def rows_computed(module: nn.Module) -> int | None:
-    """(token, expert) pairs that a module's experts on this rank have computed; None if it computes them itself."""
+    """Return how many (token, expert) pairs a module's experts on this rank have computed; None for custom experts."""
     runtime: ExpertsRuntime | None = getattr(module, _HANDLE, None)
     return None if runtime is None else runtime.rows_computed
 
@@ -113,14 +116,14 @@ def experts_forward(
     if runtime.exchange is not None:
         return runtime.exchange(hidden, top_k_index, top_k_weights, local_experts).to(hidden_states.dtype)
     if runtime.backend == "reference":
-        sent = dispatch(hidden, top_k_index, runtime.num_experts, runtime.group)
-        out = local_experts(sent.rows_RD, sent.counts_e)
-        return combine(out, sent, top_k_weights, runtime.group).to(hidden_states.dtype)
-    (route,) = build_dispatch_plans(top_k_index, runtime.num_experts, runtime.group)
-    runtime.rows_computed += route.rows
+        dispatched = dispatch(hidden, top_k_index, runtime.num_experts, runtime.group)
+        out = local_experts(dispatched.rows_RD, dispatched.counts_e)
+        return combine(out, dispatched, top_k_weights, runtime.group).to(hidden_states.dtype)
+    (plan,) = build_dispatch_plans(top_k_index, runtime.num_experts, runtime.group)
+    runtime.rows_computed += plan.rows
     up, down = linears(self, weight)
     backend = backend_named(runtime.backend)
-    return fused.on_tokens(self, backend, up, down, hidden, top_k_weights, route, hidden_states.dtype)
+    return fused.on_tokens(self, backend, up, down, hidden, top_k_weights, plan, hidden_states.dtype)
 
 
 def compute(
@@ -130,14 +133,14 @@ def compute(
     counts_e: torch.Tensor,
     scale_R: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What the local experts make of rows grouped by expert, ``(R, D)``.
+    """Compute the local experts on rows that are grouped by expert; returns ``(R, D)``.
 
     Args:
         module: the experts module.
         weight: its own parameters by name, local to this rank.
-        rows_RD: in their dtype.
+        rows_RD: in the parameters' dtype.
         counts_e: int64 ``(e,)``, rows per local expert, summing to ``R``; entries may be 0.
-        scale_R: routing weights that are applied at home, where the gradient is the experts' to scale
+        scale_R: routing weights that are applied on the source rank, whose gradient is made here
             (``dispatch.deferred_router_grad``).
     """
     runtime: ExpertsRuntime = getattr(module, _HANDLE)
@@ -151,7 +154,7 @@ def compute(
 
 
 def linears(module: Any, weight: Mapping[str, torch.Tensor]) -> tuple[fused.Linear, fused.Linear]:
-    """An experts module's first and second linear, of its own parameters by name."""
+    """Return an experts module's first and second linear, made of its own parameters by name."""
     adapters: Adapters | None = getattr(module, _ADAPTERS, None)
     scaling = adapters.scaling if adapters is not None and adapters.enabled else None
     names = (_up_name(module), "down_proj")
@@ -166,7 +169,7 @@ def _up_name(module: Any) -> str:
 def _linear(
     module: Any, rows: torch.Tensor, name: str, weight: Mapping[str, torch.Tensor], counts_e: torch.Tensor
 ) -> torch.Tensor:
-    """One of the experts' linears, with its adapter if it has one; the reference's."""
+    """Apply one of the experts' linears, with its adapter if it has one, in plain operators."""
     out = grouped_linear(rows, weight[name], counts_e, weight.get(f"{name}_bias"), module.is_transposed)
     adapters: Adapters | None = getattr(module, _ADAPTERS, None)
     if adapters is None or not adapters.enabled or f"{name}_lora_A" not in weight:

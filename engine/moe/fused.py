@@ -1,18 +1,19 @@
-"""The whole experts' computation as autograd functions that keep their input and the pre-activation and no more.
+"""The experts' computation as autograd functions that save only their input and the pre-activation.
 
-Everything else is computed again in backward: the activation, by the module's own code, and the gathered rows, by
-gathering them again. What a routing weight ``w`` scales is never kept for its gradient: with ``out = act @ W``
+Backward recomputes the rest: the activation, by the module's own code, and the gathered rows. The output that a routing
+weight ``w`` scales is not saved for the gradient of ``w`` either: with ``out = act @ W``
 
     <grad, out> = <grad @ W.T, act>
 
 and ``grad @ W.T`` is needed anyway (SonicMoE, arXiv:2512.14080, section 3). So the memory per (token, expert) pair is
-``2 * I`` elements on a single rank, and ``D + 2 * I`` of a row that was sent here, where autograd would keep
-``2 * D + 4 * I``. Rows are scaled at home, as in ``dispatch.combine``; for their gradient the weights travel with them,
-the gradient of the sum travels to the experts as it is, and the weights' gradient home with that of the rows.
+``2 * I`` elements on a single rank, and ``D + 2 * I`` for a row that was received, where autograd would save
+``2 * D + 4 * I``. Routing weights are applied on the source rank after combine. To get their gradient without saving
+expert outputs, each row is sent with its weight; backward sends the unweighted output gradient to the experts, which
+return the gradient of the row and of its weight.
 
-``on_tokens`` is dispatch, experts and combine in one. The first of its halves, ``_Up`` and ``_Down``, keeps what both
-need: a layer that is computed again for its backward (checkpointing) is done when it has all that was kept, before the
-down projection and the way home. ``on_rows`` is the experts alone, for rows that others bring.
+``on_tokens`` is dispatch, experts and combine in one. Of its two autograd nodes ``_Up`` saves what both need and
+``_Down`` nothing: checkpointing stops a recomputation once all saved tensors are there, so before the down projection.
+``on_rows`` is the experts alone, for the rows of ``overlap.exchange`` and ``deepep.exchange``.
 """
 
 import contextlib
@@ -28,19 +29,19 @@ from .gemm.backends import Backend, Groups
 
 __all__ = ["Linear", "on_rows", "on_tokens"]
 
-_COLUMNS = 8  # of a GEMM operand that stands for a vector: as many as make rows of 16 bytes in every dtype
+_COLUMNS = 8  # a vector is a GEMM operand of this width: rows have at least 16 bytes in every dtype
 
 
 @dataclass(frozen=True)
 class Linear:
-    """One of the experts' linears, with its bias and its low-rank adapter if it has them.
+    """One of the experts' two linears, with its bias and its low-rank adapter if it has them.
 
     Args:
         weight: ``(e, out, in)``, or ``(e, in, out)`` where ``is_transposed``.
         bias: ``(e, out)``.
         lora_A: ``(e, r, in)``.
         lora_B: ``(e, out, r)``.
-        scaling: of the adapter.
+        scaling: multiplies the adapter's output.
     """
 
     weight: torch.Tensor
@@ -52,7 +53,7 @@ class Linear:
 
     @classmethod
     def of(cls, name: str, weight: Mapping[str, torch.Tensor], is_transposed: bool, scaling: float | None) -> "Linear":
-        """Of an experts module's parameters; ``scaling`` is ``None`` where adapters, if it has any, don't take part."""
+        """Make it from an experts module's parameters; ``scaling=None`` leaves adapters out, if there are any."""
         if scaling is None:
             return cls(weight[name], weight.get(f"{name}_bias"), None, None, 0.0, is_transposed)
         a, b = (weight.get(f"{name}_lora_{half}") for half in "AB")
@@ -63,7 +64,7 @@ class Linear:
         return (self.weight, self.bias, self.lora_A, self.lora_B)
 
     def holding(self, tensors: Sequence[torch.Tensor | None]) -> "Linear":
-        """The same linear of other tensors, in the order of ``tensors``."""
+        """Return the same linear with other tensors, in the order of ``tensors``."""
         return replace(self, **dict(zip(("weight", "bias", "lora_A", "lora_B"), tensors, strict=True)))  # type: ignore[arg-type]
 
     @property
@@ -93,11 +94,12 @@ class Linear:
         needed: Sequence[bool],
         scale_R: torch.Tensor | None = None,
     ) -> list[torch.Tensor | None]:
-        """Of ``tensors``, dense: zero for experts without rows, not ``None``, which FSDP would skip on this rank only.
+        """Compute the needed gradients of ``tensors``; dense, because FSDP would skip a ``None`` on this rank only.
 
         Args:
-            rows: that went in, times ``scale_R``.
-            scale_R: by what the output was scaled.
+            rows: the input, times ``scale_R``.
+            grad: the gradient of the output.
+            scale_R: the routing weights that the output was scaled by.
         """
         grads: list[torch.Tensor | None] = [None] * 4
         if needed[0]:
@@ -115,7 +117,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class _Experts:
-    """What is computed, and by what; its tensors are those of ``up`` and ``down``."""
+    """An experts module's two linears and the backend that computes them."""
 
     module: Any
     backend: Backend
@@ -131,18 +133,18 @@ class _Experts:
 
     def activation(self, pre: torch.Tensor) -> torch.Tensor:
         act = self.module._apply_gate(pre) if self.module.has_gate else self.module.act_fn(pre)
-        # Under autocast it may come back in another dtype than it was given.
+        # Under autocast the activation may return another dtype than it got.
         return act.to(self.down.weight.dtype)
 
     def forward_up(self, rows: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The pre-activation, and the activation if it comes with it."""
+        """Compute the pre-activation, and the activation where the backend fuses it (else ``None``)."""
         gate = self.backend.gate(self.module, self.down.weight.dtype) if self.up.lora_A is None else None
         if gate is not None:
             return self.backend.up_gate(rows, self.up.in_out, groups, self.up.bias, gate)
         return self.up.forward(self.backend, rows, groups), None
 
     def forward_down(self, pre: torch.Tensor, act: torch.Tensor | None, groups: Groups, ambient: Any) -> torch.Tensor:
-        """The output; ``act`` is computed where it is not there."""
+        """Compute the output; ``act=None`` computes the activation first."""
         if act is None:
             with ambient:
                 act = self.activation(pre)
@@ -157,7 +159,11 @@ class _Experts:
         scale_R: torch.Tensor | None,
         needed: Sequence[bool],
     ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor | None]]:
-        """From the gradient of the output, or of the output times ``scale_R``, those of ``pre``, scale and ``down``."""
+        """Compute the gradients of ``pre``, of ``scale_R`` and of ``down``'s tensors.
+
+        Args:
+            grad: the gradient of the output, or with ``scale_R`` that of the output times ``scale_R``.
+        """
         gate = self.backend.gate(self.module, self.down.weight.dtype) if self.down.lora_A is None else None
         if gate is not None:
             out_in = self.down.in_out.mT
@@ -189,11 +195,11 @@ def on_rows(
     counts_e: torch.Tensor,
     scale_R: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What the local experts make of rows grouped by expert, ``(R, D)``; keeps these and the pre-activation.
+    """Compute the local experts on rows grouped by expert, ``(R, D)``; saves the rows and the pre-activation.
 
     Args:
-        scale_R: routing weights, applied elsewhere: the gradient that comes back is of the output times these, as
-            ``dispatch.deferred_router_grad`` has it. ``None``: it is the output's.
+        scale_R: routing weights that are applied elsewhere: backward takes the incoming gradient to be that of the
+            output times these (``dispatch.deferred_router_grad``). ``None``: it is the output's.
     """
     experts = _Experts(module, backend, up, down)
     return _OnRows.apply(experts, Groups(counts_e, rows_RD.shape[0]), rows_RD, scale_R, *experts.tensors)
@@ -206,40 +212,40 @@ def on_tokens(
     down: Linear,
     hidden_TD: torch.Tensor,
     weights_TK: torch.Tensor,
-    route: DispatchPlan,
+    plan: DispatchPlan,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """What experts, wherever they are, make of this rank's tokens: ``(T, D)`` in ``dtype``, summed with their weights.
+    """Dispatch this rank's tokens, compute the local experts, and combine; returns ``(T, D)`` in ``dtype``.
 
     Args:
-        up, down: of the experts on this rank.
-        hidden_TD: in the dtype of the weights.
-        weights_TK: any float dtype.
-        route: of the tokens (``dispatch.build_dispatch_plans``).
+        up, down: linears of the experts on this rank.
+        hidden_TD: hidden states, in the dtype of the experts' parameters.
+        weights_TK: routing weights in any float dtype.
+        plan: made for the tokens by ``dispatch.build_dispatch_plans``.
     """
     experts = _Experts(module, backend, up, down)
-    handed: list[tuple[Any, torch.Tensor | None]] = []  # from one half to the other
+    from_up: list[tuple[Any, torch.Tensor | None]] = []  # what _Up.forward leaves for _Down.forward
     call = _Call(
         experts.holding([None] * 8),
-        Groups(route.counts_e, route.rows),
-        route.travel,
+        Groups(plan.counts_e, plan.rows),
+        plan.all_to_all,
         weights_TK.shape[1],
         dtype,
         _ambient(hidden_TD),
         torch.is_grad_enabled(),
     )
-    orders = route.slot_order, route.row_order
-    pre = _Up.apply(call, handed, *orders, hidden_TD, weights_TK, *experts.tensors)
-    return _Down.apply(call, handed, *orders, pre, weights_TK.detach(), *down.tensors)
+    orders = plan.slot_order, plan.row_order
+    pre = _Up.apply(call, from_up, *orders, hidden_TD, weights_TK, *experts.tensors)
+    return _Down.apply(call, from_up, *orders, pre, weights_TK.detach(), *down.tensors)
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What both halves of ``on_tokens`` know; no tensor of the size of the tokens, as it lives until the backward."""
+    """What both nodes of ``on_tokens`` need; it lives until the backward, so it holds no tensor of the tokens' size."""
 
     experts: _Experts
     groups: Groups
-    travel: AllToAll
+    all_to_all: AllToAll
     k: int
     dtype: torch.dtype
     ambient: Any
@@ -250,20 +256,20 @@ class _Call:
         return self.experts.backend
 
     def to_experts(self, x_TD: torch.Tensor, slot_order: torch.Tensor, row_order: torch.Tensor | None) -> torch.Tensor:
-        """What is a token's, to the rows of its experts: ``(T, D)`` to ``(R, D)``."""
-        x_RD = self.travel(self.backend.take(x_TD, slot_order // self.k))
+        """Send a tensor of tokens to the ranks of their experts, as rows in expert order: ``(T, D)`` to ``(R, D)``."""
+        x_RD = self.all_to_all(self.backend.take(x_TD, slot_order // self.k))
         return x_RD if row_order is None else self.backend.take(x_RD, row_order)
 
     def inverses(
         self, slot_order: torch.Tensor, row_order: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The orders that undo these: where each slot of a token is, ``(T, K)``, and where each row."""
+        """Return the inverse permutations: where each slot of a token is, ``(T, K)``, and where each row."""
         return inverse(slot_order).view(-1, self.k), None if row_order is None else inverse(row_order)
 
     def summed(
         self, x_RD: torch.Tensor, slots_TK: torch.Tensor, rows_R: torch.Tensor | None, weights_TK: torch.Tensor | None
     ) -> torch.Tensor:
-        """What is a row's, brought to its token's rank and summed over the token's slots: ``(R, D)`` to ``(T, D)``."""
+        """Return rows to the ranks of their tokens and sum them over each token's slots: ``(R, D)`` to ``(T, D)``."""
         x_SD = self.all_to_all.reversed()(x_RD if rows_R is None else self.backend.take(x_RD, rows_R))
         dtype = x_SD.dtype if weights_TK is None else self.dtype
         return self.backend.gather_sum(x_SD, slots_TK, weights_TK, dtype)
@@ -300,10 +306,10 @@ class _OnRows(torch.autograd.Function):
 
 
 class _Up(torch.autograd.Function):
-    """Dispatch and first linear. Keeps for ``_Down`` too, whose backward comes first and leaves here what it took."""
+    """Dispatch and first linear. It saves what ``_Down`` needs too, whose backward runs first and reads it."""
 
     @staticmethod
-    def forward(ctx, call, handed, slot_order, row_order, hidden_TD, weights_TK, *tensors):
+    def forward(ctx, call, from_up, slot_order, row_order, hidden_TD, weights_TK, *tensors):
         ctx.call, ctx.weights_dtype = call, weights_TK.dtype
         with _no_autocast(hidden_TD):
             rows_RD = call.to_experts(hidden_TD, slot_order, row_order)
@@ -311,22 +317,23 @@ class _Up(torch.autograd.Function):
         if call.trains:
             is_gathered_again = row_order is None
             inputs = hidden_TD if is_gathered_again else rows_RD
-            scale = weights_TK if is_gathered_again else call.travel(slot_weights(weights_TK)[slot_order])[row_order]
+            scale = (
+                weights_TK if is_gathered_again else call.all_to_all(slot_weights(weights_TK)[slot_order])[row_order]
+            )
             trains_up = any(ctx.needs_input_grad[6:10])
             ctx.save_for_backward(pre, slot_order, row_order, scale, inputs if trains_up else None, *tensors)
-        handed.append((ctx, act))
+        from_up.append((ctx, act))
         return pre
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_pre):
-        # The contract with _Down: its backward runs before, once for each of this one's. So it is in any backward
-        # through the layer's output, also in a second one with retain_graph=True.
-        assert ctx.left is not None, (
-            "the backward of the experts' first linear ran without that of their second, whose gradients it takes: "
+        # _Down's backward runs first, in any backward through the layer's output, also with retain_graph=True.
+        assert ctx.from_down is not None, (
+            "the backward of the experts' first linear ran before that of their second, whose results it needs: "
             "differentiate through the layer's output"
         )
-        (slot_order, row_order, inputs, tensors, grad_scale), ctx.left = ctx.left, None
+        (slot_order, row_order, inputs, tensors, grad_scale), ctx.from_down = ctx.from_down, None
         call, needed = ctx.call, ctx.needs_input_grad[6:]
         experts = call.experts.holding(tensors)
         up, up_grads, grad_hidden, grad_weights = experts.up, [None] * 4, None, None
@@ -346,11 +353,11 @@ class _Up(torch.autograd.Function):
 
 
 class _Down(torch.autograd.Function):
-    """Activation, second linear and combine. Keeps nothing."""
+    """Activation, second linear and combine. Saves nothing: its backward reads what ``_Up`` saved."""
 
     @staticmethod
-    def forward(ctx, call, handed, slot_order, row_order, pre, weights_TK, *tensors):
-        (ctx.up, act), ctx.call = handed.pop(), call
+    def forward(ctx, call, from_up, slot_order, row_order, pre, weights_TK, *tensors):
+        (ctx.up, act), ctx.call = from_up.pop(), call
         experts = call.experts.holding([None] * 4 + list(tensors))
         with _no_autocast(pre):
             out_RD = experts.forward_down(pre, act, call.groups, call.ambient)
@@ -369,7 +376,7 @@ class _Down(torch.autograd.Function):
             grad_pre, grad_scale, down_grads = experts.backward(
                 pre, grad_RD, call.groups, call.ambient, scale_R, needed
             )
-        ctx.up.left = slot_order, row_order, inputs, tensors, grad_scale
+        ctx.up.from_down = slot_order, row_order, inputs, tensors, grad_scale
         return None, None, None, None, grad_pre, None, *down_grads
 
 
@@ -384,7 +391,7 @@ def _no_autocast(like: torch.Tensor) -> Any:
 
 
 def _ambient(like: torch.Tensor) -> Any:
-    """The autocast around a forward, for its activation, there and in backward."""
+    """Return the autocast context of a forward, which its activation needs there and again in backward."""
     device = like.device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return contextlib.nullcontext()

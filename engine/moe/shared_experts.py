@@ -1,9 +1,9 @@
-"""Shared experts beside the all-to-all of the experts in their block.
+"""Compute shared experts while the experts of their block wait for the dispatch all-to-all.
 
-A block that asks for its shared experts after it has asked for the experts, as DeepSeek's, GLM's and Nemotron-H's do,
-leaves them for a time in which tokens travel. They are computed then, of what the block was handed, and given out
-when the block asks for them. Nothing is known of a family: they are found by what they are, and a block that asks for
-them first, or with something else, is refused.
+A block that calls its shared experts after its experts, as those of DeepSeek, GLM and Nemotron-H do, could have called
+them earlier. So they are computed from the block's input while tokens are dispatched, and the block's own call returns
+that result. Nothing depends on a family: shared experts are found by their structure, and a block that calls them
+before the experts, or with another tensor than its input, is refused.
 """
 
 import functools
@@ -21,12 +21,12 @@ __all__ = ["SharedExperts", "runs_shared_first", "shared_experts_of", "no_overla
 
 
 def shared_experts_of(block: nn.Module, experts: nn.Module) -> list[nn.Module]:
-    """What may be shared experts in a block: its children that are MLPs of one tensor, without experts in them."""
+    """Return the shared experts of a block: its children that are MLPs of one tensor and contain no experts."""
     return [child for child in block.children() if experts not in set(child.modules()) and _is_mlp(child)]
 
 
 def _is_mlp(module: nn.Module) -> bool:
-    """It has several linear maps in modules of their own (a router has one, or none), and its forward one argument."""
+    """Return whether a module has several linears (a router has one, or none) and a forward of one argument."""
     linears = [m for m in module.modules() if m is not module and isinstance(m, nn.Linear)]
     if len(linears) < 2 or any(p.dim() > 2 for p in module.parameters()):
         return False
@@ -35,19 +35,19 @@ def _is_mlp(module: nn.Module) -> bool:
 
 
 def runs_shared_first(block: nn.Module, experts: nn.Module) -> bool:
-    """Whether a block asks for its shared experts before the experts: it is run up to the first of them, on zeros.
+    """Return whether a block calls its shared experts before the experts; runs it on zeros up to the first of them.
 
-    False where that takes more than hidden states; it is seen when the block runs.
+    Returns False where the block needs more than hidden states; the real forward then raises instead.
     """
     shared = shared_experts_of(block, experts)
     weight = next(m.weight for m in shared[0].modules() if isinstance(m, nn.Linear))
-    handles = [module.register_forward_pre_hook(_meet) for module in (experts, *shared)]
+    handles = [module.register_forward_pre_hook(_stop_at) for module in (experts, *shared)]
     try:
         with torch.no_grad():
             block(weight.new_zeros(1, 2, weight.shape[1]))
-    except _Met as met:
-        return met.module is not experts
-    except (AttributeError, RuntimeError, TypeError):  # what else it takes was None, or on another device than meta
+    except _Reached as reached:
+        return reached.module is not experts
+    except (AttributeError, RuntimeError, TypeError):  # another input was None, or on another device than meta
         return False
     finally:
         for handle in handles:
@@ -55,28 +55,28 @@ def runs_shared_first(block: nn.Module, experts: nn.Module) -> bool:
     return False
 
 
-class _Met(Exception):
+class _Reached(Exception):
     def __init__(self, module: nn.Module):
         self.module = module
 
 
-def _meet(module: nn.Module, args: Any) -> None:
-    raise _Met(module)
+def _stop_at(module: nn.Module, args: Any) -> None:
+    raise _Reached(module)
 
 
 class SharedExperts:
-    """The shared experts of one block, computed when ``compute_ahead`` is called in its forward.
+    """The shared experts of one block, computed when ``compute_ahead`` is called inside its forward.
 
     Raises:
-        SettingError: from the block's forward, if it asks for none after the experts, or with another tensor than it
-            was handed.
+        SettingError: from the block's forward, if it calls no shared experts after the experts, or calls them with
+            another tensor than its input.
     """
 
     def __init__(self, block: nn.Module, experts: nn.Module):
         self.name = type(block).__name__
         self.forwards: dict[nn.Module, Callable[..., Any]] = {m: m.forward for m in shared_experts_of(block, experts)}
         self.input: torch.Tensor | None = None
-        self.asked: set[nn.Module] = set()
+        self.called: set[nn.Module] = set()
         self.ready: dict[nn.Module, torch.Tensor] = {}
         # On the instances: modules keep their class and parameters their names.
         for module in self.forwards:
@@ -84,12 +84,14 @@ class SharedExperts:
         block.forward = functools.partial(self._block, block.forward)  # type: ignore[method-assign]
 
     def compute_ahead(self) -> None:
-        """Compute those that the block has not asked for yet."""
+        """Compute the shared experts that the block has not called yet."""
         assert self.input is not None
-        # An island has hooks of its own around its forward.
-        later = [m for m in self.forwards if m not in self.asked and not isinstance(m, FSDPModule)]
+        # An FSDP unit of its own (a module kept in float32) has hooks around its forward, which would be skipped.
+        later = [m for m in self.forwards if m not in self.called and not isinstance(m, FSDPModule)]
         if not later:
-            raise no_overlap_error(f"{self.name} asks for its shared experts first, or they compute in float32")
+            raise no_overlap_error(
+                f"{self.name} calls its shared experts before the experts, or they compute in float32"
+            )
         for module in later:
             self.ready[module] = self.forwards[module](self.input)
 
@@ -99,25 +101,23 @@ class SharedExperts:
         try:
             output = forward(*args, **kwargs)
             if self.ready:
-                raise no_overlap_error(
-                    f"{self.name} asks for its shared experts with another tensor than it was handed"
-                )
+                raise no_overlap_error(f"{self.name} calls its shared experts with another tensor than its input")
             return output
         finally:
-            # A recomputation ends by an exception where nothing more is needed.
+            # A recomputation is stopped by an exception once nothing more is needed.
             self.input = None
-            self.asked.clear()
+            self.called.clear()
             self.ready.clear()
 
     def _shared(self, module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
         if module in self.ready and self._is_input(hidden):
             out = self.ready.pop(module)
             return out.view(*hidden.shape[:-1], out.shape[-1])
-        self.asked.add(module)
+        self.called.add(module)
         return self.forwards[module](hidden)
 
     def _is_input(self, hidden: torch.Tensor) -> bool:
-        """Whether it is what the block was handed, or a view of all of it."""
+        """Return whether a tensor is the block's input, unchanged, or a view of all of it."""
         own = self.input
         if own is None or own._version != self.version:
             return False
@@ -127,6 +127,8 @@ class SharedExperts:
 
 
 def no_overlap_error(why: str) -> SettingError:
-    """The refusal of the setting where it would do nothing."""
+    """Build the error for a model in which ``engine.overlap_shared_experts`` would do nothing."""
     setting = "engine.overlap_shared_experts"
-    return SettingError(setting, True, f"{why}: nothing can be computed while tokens travel.", f"{setting}=False")
+    return SettingError(
+        setting, True, f"{why}: nothing can be computed while tokens are dispatched.", f"{setting}=False"
+    )

@@ -1,4 +1,4 @@
-"""One gradient norm over parameters of different meshes, and the decision to step that hangs on it."""
+"""Clip gradients by one norm over parameters of different meshes, and skip steps whose norm is not finite."""
 
 import logging
 import math
@@ -16,10 +16,10 @@ logger = logging.getLogger("epfsdp2")
 
 
 class ClippedStep:
-    """Clips and steps; a norm that is not finite skips the step, on all ranks alike, and is counted.
+    """Clips and steps; skips the step on all ranks, and counts it, if the norm is not finite.
 
     Args:
-        max_norm: as ``clip_grad_norm_``'s.
+        max_norm: as in ``clip_grad_norm_``.
 
     Attributes:
         skipped: steps skipped so far.
@@ -33,7 +33,7 @@ class ClippedStep:
         """Step ``optimizer`` on gradients clipped over all its parameters.
 
         Returns:
-            The norm before clipping, equal on all ranks: so is the decision.
+            The norm before clipping, equal on all ranks, so they all step or all skip.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm = clip_grad_norm_(parameters, self.max_norm, self.meshes)
@@ -55,17 +55,17 @@ class ClippedStep:
 def clip_grad_norm_(parameters: Iterable[torch.Tensor], max_norm: float | None, meshes: Meshes) -> torch.Tensor:
     """Scale gradients so that their global 2-norm is at most ``max_norm``.
 
-    The ranks of a replica cut every parameter, dense or expert, without overlap. So the squares of the local shards,
-    summed in float32, give the norm by one all-reduce over the replica. Replicas hold equal gradients. What several
-    ranks of a replica hold alike (a parameter that is not cut over one of its axes) counts once.
+    Every parameter, dense or expert, is sharded over the ranks of a replica without overlap. So the squares of the
+    local shards, summed in float32, give the norm by one all-reduce over the replica. Replicas hold equal gradients. A
+    shard that several ranks of a replica hold (its parameter is not sharded over one of the axes) counts once.
 
     Args:
-        parameters: sharded parameters; those without a gradient are passed over. Gradients may be anywhere, on the host
-            under CPU offload.
+        parameters: sharded parameters; those without a gradient are ignored. Gradients may be on any device, also on
+            the host (CPU offload).
         max_norm: no clipping if it is ``None``, infinite, or not positive.
 
     Returns:
-        The norm before clipping, a float32 scalar, equal on all ranks. Where it is not finite nothing was scaled.
+        The norm before clipping, a float32 scalar, equal on all ranks. If it is not finite, nothing was scaled.
     """
     shards: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
     for param in parameters:
@@ -87,5 +87,5 @@ def clip_grad_norm_(parameters: Iterable[torch.Tensor], max_norm: float | None, 
 
 
 def _copies(grad: torch.Tensor, meshes: Meshes) -> int:
-    """How many ranks of a replica hold this rank's part of a gradient."""
-    return meshes.topology.fsdp // math.prod(cut.parts for cut in shard_steps(grad))
+    """Return how many ranks of a replica hold this rank's shard of a gradient."""
+    return meshes.topology.fsdp // math.prod(step.parts for step in shard_steps(grad))

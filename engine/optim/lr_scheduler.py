@@ -12,17 +12,17 @@ __all__ = ["MultiLRScheduler", "build_multi_lr_scheduler"]
 
 
 class MultiLRScheduler(LRScheduler):
-    """Steps one scheduler per inner optimizer as one.
+    """Steps one scheduler per inner optimizer as one scheduler.
 
-    Like torch's own ``ChainedScheduler`` it has no schedule of its own; everything is read from the inner ones, in the
-    order of ``optimizer.param_groups``.
+    Like torch's ``ChainedScheduler`` it has no schedule of its own: it reads everything from the inner schedulers, in
+    the order of ``optimizer.param_groups``.
 
     Args:
-        optimizer: whose inner optimizers the schedulers are of.
-        schedulers: by the name of the inner optimizer.
+        optimizer: the optimizer whose inner optimizers the schedulers step.
+        schedulers: the schedulers by the name of the inner optimizer.
 
     Raises:
-        ValueError: if they are not exactly one per inner optimizer.
+        ValueError: there is not exactly one scheduler per inner optimizer.
     """
 
     def __init__(self, optimizer: MultiOptimizer, schedulers: dict[str, LRScheduler]):
@@ -30,13 +30,13 @@ class MultiLRScheduler(LRScheduler):
             raise ValueError(f"Schedulers {list(schedulers)} are not those of {list(optimizer.optimizers)}.")
         for name, inner in optimizer.optimizers.items():
             if schedulers[name].optimizer is not inner:
-                raise ValueError(f"The scheduler {name!r} is of another optimizer than the one of this name.")
+                raise ValueError(f"The scheduler {name!r} belongs to another optimizer than the one of this name.")
         self.optimizer = optimizer
         self.schedulers = {name: schedulers[name] for name in optimizer.optimizers}
 
     @property
     def last_epoch(self) -> int:  # type: ignore[override]
-        """Steps taken; equal in all of them."""
+        """Steps taken, which all schedulers have in common."""
         return next(iter(self.schedulers.values())).last_epoch
 
     @property
@@ -44,7 +44,7 @@ class MultiLRScheduler(LRScheduler):
         return [lr for scheduler in self.schedulers.values() for lr in scheduler.base_lrs]
 
     def get_last_lr(self) -> list[Any]:
-        """The rate of each of the optimizer's ``param_groups``."""
+        """Return the learning rate of each of the optimizer's ``param_groups``."""
         return [lr for scheduler in self.schedulers.values() for lr in scheduler.get_last_lr()]
 
     def get_lr(self) -> list[Any]:
@@ -55,25 +55,26 @@ class MultiLRScheduler(LRScheduler):
             scheduler.step() if epoch is None else scheduler.step(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of each scheduler under its optimizer's name."""
+        """Return the state of each scheduler under its optimizer's name."""
         return {name: scheduler.state_dict() for name, scheduler in self.schedulers.items()}
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raise ``ValueError`` if the state is of other optimizers than this run's."""
+        """Check that a state belongs to this run's optimizers; else raise ``ValueError``."""
         if state_dict.keys() != self.schedulers.keys():
             raise ValueError(
-                f"The saved schedule is of the optimizers {sorted(state_dict)}, this run has {sorted(self.schedulers)}."
+                f"The saved schedule belongs to the optimizers {sorted(state_dict)}, but this run has "
+                f"{sorted(self.schedulers)}."
                 " Leave extra out of checkpoint.load_contents to start a new schedule."
             )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a saved state, with its rates in the optimizer.
+        """Load a saved state and set the optimizer's learning rates from it.
 
-        torch's schedulers leave the optimizer's rates to the optimizer's own state; where that isn't loaded, the first
-        step would be at the rate of a new run.
+        torch's schedulers leave the rates to the optimizer's own state; if that isn't loaded, the first step would have
+        the rate of a new run.
 
         Raises:
-            ValueError: if the state is of other optimizers.
+            ValueError: the state belongs to other optimizers.
         """
         self.check_state_dict(state_dict)
         for name, scheduler in self.schedulers.items():
@@ -83,9 +84,9 @@ class MultiLRScheduler(LRScheduler):
 
 
 def build_multi_lr_scheduler(optimizer: MultiOptimizer, build: Callable[[Optimizer], LRScheduler]) -> MultiLRScheduler:
-    """The same schedule for every inner optimizer.
+    """Build the same schedule for every inner optimizer.
 
     Args:
-        build: makes a scheduler of an optimizer.
+        build: makes a scheduler for an optimizer.
     """
     return MultiLRScheduler(optimizer, {name: build(inner) for name, inner in optimizer.optimizers.items()})

@@ -1,8 +1,8 @@
-"""One optimizer over parameters of different meshes and different algorithms.
+"""One optimizer over parameters on different meshes and with different algorithms.
 
-Fused and foreach kernels take tensors of one mesh, and Muon takes matrices only; so each mesh and each algorithm gets
-an optimizer of its own. To verl and to learning-rate schedulers ``MultiOptimizer`` is one ``torch.optim.Optimizer``:
-its ``param_groups`` and its ``state`` are theirs.
+Fused and foreach kernels take tensors of one mesh, and Muon takes only matrices, so each mesh and each algorithm has
+its own optimizer. For verl and for learning-rate schedulers ``MultiOptimizer`` is one ``torch.optim.Optimizer``, whose
+``param_groups`` and ``state`` are those of the inner optimizers.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ..errors import listed
 from ..topology.dtensor import is_expert_parameter, local_range
 from .muon import Muon
 from .muon_partition import matrix_groups
@@ -20,25 +21,25 @@ from .settings import adamw_arguments, check_optimizer, muon_arguments, wants_mu
 
 __all__ = ["MultiOptimizer", "build_multi_optimizer", "check_optimizer", "optimizer_from_config"]
 
-# Torch's choice of kernel, not the algorithm: a state that is loaded doesn't change them.
+# These choose a kernel, not the algorithm, so loading a state doesn't change them.
 _KERNEL_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable", "ns_dtype", "bucket_bytes"})
-# Entries of a parameter's state that have one number per element of it, in the optimizers of ``torch.optim``.
+# Entries of a parameter's state, in the optimizers of ``torch.optim``, with the shape of the parameter.
 _PER_ELEMENT = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
-# Wrappers that put themselves in front of a module's name.
+# Prefixes that wrappers add to names of modules.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 class MultiOptimizer(Optimizer):
     """Steps several optimizers as one.
 
-    Its hooks run once per step. Those that torch keeps for all optimizers of a process see the inner ones as well.
+    Its hooks run once per step. Torch's global optimizer hooks run for the inner optimizers as well.
 
     Args:
-        optimizers: by name; their parameters must not overlap.
-        named_parameters: names for ``state_dict``; all parameters of the optimizers have to be among them.
+        optimizers: the inner optimizers by name; their parameters must not overlap.
+        named_parameters: names for ``state_dict``; have to include all parameters of the optimizers.
 
     Raises:
-        ValueError: for no optimizer, an empty group, a parameter in two of them or without a name.
+        ValueError: there is no optimizer, a group is empty, or a parameter is in two groups or has no name.
     """
 
     def __init__(self, optimizers: Mapping[str, Optimizer], named_parameters: Iterable[tuple[str, torch.Tensor]]):
@@ -52,7 +53,7 @@ class MultiOptimizer(Optimizer):
                     raise ValueError(f"The optimizer {name!r} has an empty parameter group.")
                 for param in group["params"]:
                     if param not in names:
-                        raise ValueError(f"A parameter of the optimizer {name!r} is none of the model's.")
+                        raise ValueError(f"A parameter of the optimizer {name!r} is not one of the model's.")
                     if param in self._fqns:
                         raise ValueError(f"{names[param]} is in more than one parameter group.")
                     self._fqns[param] = names[param]
@@ -63,12 +64,12 @@ class MultiOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return {"defaults": self.defaults, "optimizers": self.optimizers, "_fqns": self._fqns}
 
-    # Read from the inner optimizers each time: their load_state_dict replaces these objects. torch.optim.Optimizer
-    # assigns both in its __init__, which the setters ignore.
+    # Read from the inner optimizers each time, because their load_state_dict replaces these objects. The setters ignore
+    # the assignments in torch.optim.Optimizer.__init__.
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of all optimizers: a scheduler that sets ``lr`` here sets it there."""
+        """The groups of all inner optimizers; a scheduler that sets ``lr`` in one sets that of the inner optimizer."""
         return [group for o in self.optimizers.values() for group in o.param_groups]
 
     @param_groups.setter
@@ -76,17 +77,17 @@ class MultiOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """The state of all optimizers, by parameter."""
+        """The state of all inner optimizers, by parameter."""
         return _ChainedState(list(self.optimizers.values()))
 
     @state.setter
     def state(self, _state: MutableMapping[Any, Any]) -> None: ...
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once built: which optimizer would it go to?
+        """Refuse a group, because it is not clear which inner optimizer should get it.
 
         Raises:
-            ValueError: always, but in ``Optimizer.__init__``.
+            ValueError: always, except during ``Optimizer.__init__``.
         """
         if self.optimizers:
             raise ValueError(
@@ -109,11 +110,11 @@ class MultiOptimizer(Optimizer):
             optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """State by parameter name, whichever optimizer holds it.
+        """Return the state by parameter name, whichever inner optimizer holds it.
 
         Returns:
-            ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], "optimizer": its name here,
-            "algorithm": its class, "lr": ..., ...}]}``. Tensors are the optimizers' own, sharded as they are.
+            ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], "optimizer": its name,
+            "algorithm": its class, "lr": ..., ...}]}``. Tensors are the optimizers' own, sharded, not copies.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
@@ -132,15 +133,15 @@ class MultiOptimizer(Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` gave, here or on another arrangement of ranks.
+        """Load a ``state_dict``, also one from another mesh.
 
-        Which optimizer and which group a parameter was in makes no difference. Tensors are taken over, not copied, as
-        by torch's optimizers. Those that are cut otherwise than the parameter are gathered and cut, one at a time; a
-        checkpoint is read in place instead (``checkpoint/state.py``). Kernels (``fused`` and the like) stay as they are
-        here. Nothing is changed if anything does not fit.
+        It does not matter in which optimizer and group a parameter was. As in torch's optimizers, tensors are used, not
+        copied. Tensors that are sharded unlike their parameter are gathered and sharded again, one at a time; a
+        checkpoint is read in place instead (``checkpoint/state.py``). Options that choose a kernel (``fused`` and the
+        like) keep their values. If anything does not fit, nothing is changed.
 
         Raises:
-            ValueError: naming the first parameters that are missing, too many, or of another algorithm or shape.
+            ValueError: naming the first parameters that are missing, unknown, or of another algorithm or shape.
         """
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -155,7 +156,7 @@ class MultiOptimizer(Optimizer):
             post_hook(self)
 
     def check_groups(self, saved: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-        """Whether the ``param_groups`` of a ``state_dict`` are of the parameters and algorithms here.
+        """Check that the ``param_groups`` of a ``state_dict`` have this optimizer's parameters and algorithms.
 
         Returns:
             The saved group of each parameter.
@@ -169,22 +170,22 @@ class MultiOptimizer(Optimizer):
         extra = [fqn for fqn in group_of if fqn not in own]
         other = [fqn for fqn in own if fqn in group_of and group_of[fqn]["algorithm"] != own[fqn]]
         if missing or extra:
-            told = [f"has none of {_some(missing)}"] if missing else []
-            told += [f"is also of {_some(extra)}"] if extra else []
-            raise ValueError(f"The saved optimizer state {' and '.join(told)}: it is of another model.")
+            problems = [f"has none of {listed(missing, 3)}"] if missing else []
+            problems += [f"also has {listed(extra, 3)}"] if extra else []
+            raise ValueError(f"The saved optimizer state {' and '.join(problems)}: it belongs to another model.")
         if other:
             was, now = group_of[other[0]]["algorithm"], own[other[0]]
             raise ValueError(
-                f"The saved optimizer state of {_some(other)} is {was}'s, this run's optimizer for it is {now}. Train "
-                f"on with {was}, or leave optimizer and extra out of checkpoint.load_contents."
+                f"The saved optimizer state of {listed(other, 3)} is {was}'s, this run's optimizer for it is {now}. "
+                f"Continue with {was}, or leave optimizer and extra out of checkpoint.load_contents."
             )
         return group_of
 
     @torch.no_grad()
     def init_state(self) -> None:
-        """Create the state that the first step would, with parameters unchanged: a step of zero gradients at ``lr`` 0.
+        """Create the state that the first step would, by a step with zero gradients and ``lr`` 0; collective.
 
-        Parameters that have state already keep it. Every rank has to call it.
+        Parameters are unchanged, and those that have state already keep it.
         """
         for optimizer in self.optimizers.values():
             params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -203,7 +204,7 @@ class MultiOptimizer(Optimizer):
     def _inner_state(
         self, optimizer: Optimizer, saved_group: Mapping[str, Mapping[str, Any]], state: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """What ``torch.optim.Optimizer.load_state_dict`` takes: parameters by number."""
+        """Convert a state to what ``torch.optim.Optimizer.load_state_dict`` takes: parameters by number."""
         ids = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
         groups = []
         for group in optimizer.param_groups:
@@ -211,13 +212,13 @@ class MultiOptimizer(Optimizer):
             differing = next((i for i, other in enumerate(options) if other != options[0]), None)
             if differing is not None:
                 first, second = (self._fqns[group["params"][i]] for i in (0, differing))
-                raise ValueError(f"The saved options of {first} and {second} differ, here they are in one group.")
+                raise ValueError(f"The saved options of {first} and {second} differ, but these are now in one group.")
             groups.append({**group, **options[0], "params": [ids[p] for p in group["params"]]})
         packed = {i: state[self._fqns[p]] for p, i in ids.items() if state[self._fqns[p]] is not None}
         return {"state": packed, "param_groups": groups}
 
     def _fitting(self, param: torch.Tensor, saved: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        """A parameter's saved state, sharded as the parameter is."""
+        """Return a parameter's saved state, sharded as the parameter is."""
         if saved is None:
             return None
         fitting = {}
@@ -238,12 +239,12 @@ def build_multi_optimizer(
     build: Callable[[list[nn.Parameter]], Optimizer],
     matrices: Callable[[list[dict[str, Any]]], Optimizer] | None = None,
 ) -> MultiOptimizer:
-    """One optimizer for the dense parameters and one for the experts, with fused kernels where torch has them.
+    """Build one optimizer for the dense parameters and one for the experts, with torch's fused kernels if possible.
 
     Args:
-        build: makes an optimizer of parameters of one mesh.
-        matrices: makes one of the groups of ``matrix_groups``: the matrices of the hidden layers of both meshes, which
-            the other two are then without. For ``Muon``.
+        build: makes an optimizer for parameters of one mesh.
+        matrices: makes an optimizer such as ``Muon`` for the groups of ``matrix_groups``, the matrices of the hidden
+            layers on both meshes; the other two optimizers then get the remaining parameters.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = matrix_groups(model) if matrices is not None else []
@@ -261,13 +262,13 @@ def build_multi_optimizer(
 def optimizer_from_config(
     model: nn.Module, config: Any, build: Callable[[list[nn.Parameter]], Optimizer]
 ) -> MultiOptimizer:
-    """The optimizer that verl's ``optim`` settings ask for (``FSDPOptimizerConfig``, or anything with its fields).
+    """Build the optimizer of verl's ``optim`` settings (``FSDPOptimizerConfig``, or anything with its fields).
 
-    With ``optimizer=Muon`` of ``torch.optim``, matrices go to ``Muon`` and the rest to AdamW; ``lr`` and
-    ``weight_decay`` are both's, ``betas`` are AdamW's.
+    With ``optimizer=Muon`` of ``torch.optim``, ``Muon`` steps the matrices and AdamW the rest; ``lr`` and
+    ``weight_decay`` apply to both, ``betas`` to AdamW.
 
     Args:
-        build: what makes every other optimizer: verl's ``build_optimizer``.
+        build: verl's ``build_optimizer``, which makes every other optimizer.
     """
     if not wants_muon(config):
         return build_multi_optimizer(model, build)
@@ -278,18 +279,18 @@ def optimizer_from_config(
 
 
 def _fused(optimizer: Optimizer) -> Optimizer:
-    """Let Adam and AdamW use torch's fused kernel, unless whoever built it has chosen one."""
+    """Let Adam and AdamW use torch's fused kernel, unless the optimizer was built with an explicit choice."""
     for group in optimizer.param_groups:
         ours = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
         free = ours and group["fused"] is None and group["foreach"] is None and not group["differentiable"]
-        # On a device without such a kernel torch takes the foreach one by itself.
+        # On a device without a fused kernel torch chooses the foreach one itself.
         if free and all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in group["params"]):
             group["fused"] = True
     return optimizer
 
 
 def _sharded_like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """``value`` cut as ``param`` is, if it has one entry per element; else as it is."""
+    """Shard ``value`` as ``param`` is if their shapes are equal; else return it whole."""
     if not isinstance(param, DTensor):
         return value.full_tensor() if isinstance(value, DTensor) else value
     full = value
@@ -311,16 +312,12 @@ def _sharded_like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved group's hyperparameters."""
+    """Return a saved group's hyperparameters."""
     return {k: v for k, v in group.items() if k not in _KERNEL_OPTIONS | {"params", "optimizer", "algorithm"}}
 
 
 def _name(optimizer: Optimizer) -> str:
     return type(optimizer).__name__
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _strip_wrappers(name: str) -> str:
@@ -330,7 +327,7 @@ def _strip_wrappers(name: str) -> str:
 
 
 class _ChainedState(MutableMapping):
-    """Per-parameter state of several optimizers as one mapping; each entry lives with the parameter's optimizer."""
+    """The per-parameter state of several optimizers as one mapping; each parameter's optimizer holds its entry."""
 
     def __init__(self, optimizers: Iterable[Optimizer]):
         self._states = [o.state for o in optimizers]
@@ -346,7 +343,7 @@ class _ChainedState(MutableMapping):
         del self._owner[param][param]
 
     def __contains__(self, param: Any) -> bool:
-        # The states are defaultdicts: asking for an entry would make one.
+        # The states are defaultdicts: reading an entry would create one.
         return param in self._owner and param in self._owner[param]
 
     def __iter__(self) -> Iterator[Any]:

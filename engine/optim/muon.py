@@ -1,10 +1,10 @@
-"""Muon on sharded parameters: momentum stays sharded, each matrix is orthogonalised whole, by one rank.
+"""Muon on sharded parameters: momentum stays sharded, and one rank orthogonalises each matrix.
 
-Newton-Schulz needs a whole matrix, and FSDP gives every rank a slice of each. So the matrices of a bucket are dealt out
-to the ranks that share them, balanced by cost; one all-to-all brings the slices of a matrix to its owner, and a second
-one takes the slices of the result back. Each rank sends and receives about as many bytes as it holds, twice; nobody
+Newton-Schulz needs a whole matrix, and FSDP gives every rank a slice of each. So the matrices of a bucket are assigned
+to the ranks that share them, balanced by cost; one all-to-all sends the slices of a matrix to its owner, and a second
+one returns the slices of the result. Each rank sends and receives about as many bytes as it holds, twice; no rank
 gathers everything. Expert weights whose experts are whole on a rank (``expert_shard_dim=0``, or ``ep_fsdp == 1``) need
-no communication at all. Replicas (HSDP) hold equal gradients and do equal work.
+no communication. Replicas (HSDP) hold equal gradients and do equal work.
 
 Muon is Keller Jordan's (https://kellerjordan.github.io/posts/muon/); arguments, defaults and arithmetic are those of
 ``torch.optim.Muon``, except that the update's RMS is matched to AdamW's by default (Moonlight, arXiv:2502.16982), so
@@ -38,19 +38,19 @@ class Muon(Optimizer):
     """Momentum, orthogonalised matrix by matrix, with decoupled weight decay.
 
     Args:
-        params: 2-D weights and 3-D stacks of them, sharded or not; as groups, with a ``Layout``'s fields as further
-            options (``matrix_groups`` makes them). Every rank has to hold the same ones in the same order, and to have
-            gradients of the same ones.
+        params: 2-D weights and 3-D stacks of them, sharded or not; as groups that have the fields of a ``Layout`` as
+            further options (``matrix_groups`` makes them). All ranks have to pass the same parameters in the same
+            order, and to have gradients for the same ones.
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps: as in ``torch.optim.Muon``.
         adjust_lr_fn: ``"match_rms_adamw"`` scales the update of an ``(m, n)`` matrix by ``0.2 sqrt(max(m, n))``,
             ``"original"`` by ``sqrt(max(1, out / in))``.
-        ns_dtype: dtype of Newton-Schulz and of what is sent: ``"fp32"``, ``"bf16"``, or ``"auto"`` for bfloat16 on an
+        ns_dtype: dtype of Newton-Schulz and its all-to-alls: ``"fp32"``, ``"bf16"``, or ``"auto"`` for bfloat16 on an
             accelerator (as ``torch.optim.Muon`` computes) and float32 on a CPU.
-        bucket_bytes: bytes of matrices that one rank orthogonalises at a time, or one matrix if that is larger; two
-            buckets are in memory at once, so that one is sent while the other is computed.
+        bucket_bytes: bytes of matrices that one rank orthogonalises at a time, or one matrix if that is larger. Two
+            buckets are in memory at once, because one is sent while the other is computed.
 
     Raises:
-        ValueError: for options out of range, and for parameters that aren't made of matrices as the options say.
+        ValueError: an option is out of range, or a parameter is not made of matrices as its ``Layout`` says.
     """
 
     def __init__(
@@ -100,7 +100,9 @@ class Muon(Optimizer):
             for param in group["params"]:
                 if param.dim() not in (2, 3) or param.shape[group["out_dim"]] % group["parts"]:
                     shape, parts = tuple(param.shape), group["parts"]
-                    raise ValueError(f"Muon takes matrices and stacks of them: {shape} is none of {parts} parts.")
+                    raise ValueError(
+                        f"Muon takes matrices and stacks of them: {shape} can't be split into {parts} parts."
+                    )
                 matrix_shard_step(param)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -120,8 +122,8 @@ class Muon(Optimizer):
             if params:
                 self._decay_and_accumulate(group, params)
                 exchanges += [_BucketExchange(self, group, bucket) for bucket in self._buckets(group, params)]
-        # The next bucket is on its way while one is computed. All ranks of a group have the same buckets in the same
-        # order, whatever the data.
+        # The next bucket is sent while one is computed. All ranks of a group have the same buckets in the same order,
+        # whatever the data.
         under_way = None
         for exchange in exchanges:
             exchange.send()
@@ -173,13 +175,13 @@ def newton_schulz(
 
 
 class _BucketExchange:
-    """One bucket on its way: updates to the owners, orthogonalised ones back, into the parameters."""
+    """Sends one bucket of updates to the owners, and the orthogonalised ones back into the parameters."""
 
     def __init__(self, optimizer: Muon, options: dict[str, Any], bucket: Bucket):
         self.optimizer, self.options, self.bucket = optimizer, options, bucket
 
     def send(self) -> None:
-        """Start to bring this rank's pieces to their owners."""
+        """Start to send this rank's pieces to their owners."""
         b, momentum = self.bucket, self.options["momentum"]
         self.to_owner = [sum(block.pieces[b.rank].numel for block in owned) for owned in b.blocks]
         self.from_rank = [sum(block.pieces[r].numel for block in b.blocks[b.rank]) for r in range(len(b.blocks))]
@@ -199,7 +201,7 @@ class _BucketExchange:
             )
 
     def finish(self) -> None:
-        """Orthogonalise what this rank owns, give it back, and update the parameters."""
+        """Orthogonalise the matrices that this rank owns, return their pieces, and update the parameters."""
         b, lr = self.bucket, float(self.options["lr"])
         if self.work is not None:
             self.work.wait()
@@ -212,14 +214,14 @@ class _BucketExchange:
         del self.mine, self.owned
 
     def _my_views(self) -> Iterator[tuple[Block, torch.Tensor]]:
-        """Every block with this rank's piece of it in the flat buffer, ordered by owner."""
+        """Yield every block with this rank's piece of it in the flat buffer, ordered by owner."""
         pieces = [block.pieces[self.bucket.rank] for block in self.bucket.all_blocks()]
         flat = self.mine.split([piece.numel for piece in pieces])
         for block, piece, part in zip(self.bucket.all_blocks(), pieces, flat, strict=True):
             yield block, part.view(piece.shape)
 
     def _orthogonalize(self) -> None:
-        """In place, in the buffer of what came from each rank; matrices of one shape as one batch."""
+        """Orthogonalise the received matrices in place, those of one shape as one batch."""
         owned = self.bucket.blocks[self.bucket.rank]
         by_shape: dict[tuple[int, int], list[int]] = {}
         for i, block in enumerate(owned):
@@ -249,11 +251,11 @@ class _BucketExchange:
 
 
 def _grad(param: torch.Tensor) -> torch.Tensor:
-    assert param.grad is not None, "parameters without a gradient are left out of the plan"
+    assert param.grad is not None, "buckets have no parameters without a gradient"
     return local_tensor(param.grad)
 
 
 def _stack(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard as ``[e, rows, cols]``."""
+    """Return this rank's shard as ``[e, rows, cols]``."""
     local = local_tensor(tensor)
     return local if local.dim() == 3 else local.unsqueeze(0)

@@ -1,7 +1,7 @@
-"""Which matrices the hidden layers of a model have, where in the parameters they are, and which rank gets which.
+"""Find the matrices of a model's hidden layers in its parameters, and assign them to ranks for Muon.
 
-What a rank holds of a parameter is a box, and a matrix is a region of the parameter, strided where parts alternate. So
-everything here is arithmetic on sizes, and comes out equal on all ranks.
+A rank holds an index range of a parameter, and a matrix is a slice of the parameter, strided if parts are interleaved.
+So this is arithmetic on sizes, and its result is equal on all ranks.
 """
 
 import math
@@ -35,12 +35,12 @@ Bounds = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """How a parameter ``[rows, cols]`` or ``[E, rows, cols]`` is made of matrices.
+    """The matrices in a parameter ``[rows, cols]`` or ``[E, rows, cols]``.
 
     Args:
-        parts: matrices side by side along the output dim: 2 for gate and up in one weight.
+        parts: number of matrices along the output dim: 2 for gate and up in one weight.
         out_dim: the output dim, -2, or -1 where weights are stored transposed.
-        interleaved: whether the parts alternate along the output dim (gpt-oss) rather than follow each other.
+        interleaved: whether the parts are interleaved along the output dim (gpt-oss) rather than concatenated.
     """
 
     parts: int = 1
@@ -49,15 +49,15 @@ class Layout:
 
 
 def muon_parameters(model: nn.Module) -> dict[str, Layout]:
-    """The parameters that are matrices of hidden layers, by name, with how they are made of matrices.
+    """Return the parameters that are matrices of hidden layers, by name, with their layouts.
 
-    * Stacked expert weights ``[E, ..., ...]`` on transformers' experts interface, one matrix per expert, gate and up
-      apart. Their layout is what the module's flags and its ``_apply_gate`` say.
+    * Stacked expert weights ``[E, ..., ...]`` on transformers' experts interface: one matrix per expert, gate and up
+      separately. The module's flags and its ``_apply_gate`` determine the layout.
     * 2-D weights of ``nn.Linear`` inside the model's layers. A fused projection (q, k and v in one) is one matrix.
 
-    Everything else is for AdamW: embeddings and head; routers, which are linear only in name, each row of theirs
-    scores one expert; norms, biases (the experts' stacked ones too), convolutions, free parameters; a linear of one
-    output or one input; experts that only a user's plan describes, for their layout isn't known.
+    Everything else is for AdamW: embeddings and head; routers, because each of their rows scores one expert; norms,
+    biases (also stacked ones of experts), convolutions, parameters outside of modules; linears with one output or one
+    input; experts that ``engine.expert_plan`` describes, because their layout isn't known.
     """
     found: dict[str, Layout] = {}
     try:
@@ -78,12 +78,12 @@ def muon_parameters(model: nn.Module) -> dict[str, Layout]:
         linear = isinstance(module, nn.Linear) and fqn.startswith(layers) and module not in routers
         if linear and module.weight.dim() == 2 and min(module.weight.shape) > 1:
             found[f"{fqn}.weight"] = Layout()
-    # In the model's order, and without what is frozen or tied to something outside.
+    # In the model's order, without parameters that are frozen or tied to one outside the layers.
     return {name: found[name] for name, p in model.named_parameters() if name in found and p.requires_grad}
 
 
 def matrix_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Parameter groups for ``Muon``: one per layout that occurs in the model."""
+    """Return parameter groups for ``Muon``, one per layout that occurs in the model."""
     groups: dict[Layout, list[nn.Parameter]] = {}
     params = dict(model.named_parameters())
     for name, layout in muon_parameters(model).items():
@@ -92,28 +92,28 @@ def matrix_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _is_interleaved(experts: Any) -> bool:
-    """Whether gate and up alternate in the columns that ``_apply_gate`` takes, or follow each other.
+    """Return whether gate and up are interleaved in the columns that ``_apply_gate`` takes.
 
-    Asked of the function that computes: transformers before the flag ``is_concatenated`` had interleaved families too.
+    This calls the function: transformers had interleaved families before it had the flag ``is_concatenated``.
     """
     columns = torch.tensor([[0.5, 0.6, 0.7, 0.8], [0.5, 0.3, 0.7, 0.8]], device="cpu")
-    # The second column is the first output's up where they alternate, and no business of its where they don't.
+    # The two rows differ in the second column: the first output's up if they are interleaved, else another gate.
     first, other = experts._apply_gate(columns)[:, 0].tolist()
     return first != other
 
 
 def _planned_experts(model: nn.Module) -> dict[str, int]:
-    """Modules whose parameters are cut over ``ep``, with their number of experts: a user's plan may have said so."""
+    """Return modules with parameters that are sharded over ``ep`` (by ``engine.expert_plan``) -> number of experts."""
     found = {}
     for name, param in model.named_parameters():
-        for cut in shard_steps(param):
-            if cut.axis == "ep":
-                found[name.rpartition(".")[0]] = param.shape[cut.dim]
+        for step in shard_steps(param):
+            if step.axis == "ep":
+                found[name.rpartition(".")[0]] = param.shape[step.dim]
     return found
 
 
 def _routers(model: nn.Module, experts: Mapping[str, int]) -> set[nn.Module]:
-    """Modules that score experts: those that transformers records as such, and what stands beside the experts with one
+    """Return the routers: modules that transformers records as such, and linears in the block of the experts with one
     output per expert.
 
     Args:
@@ -124,7 +124,7 @@ def _routers(model: nn.Module, experts: Mapping[str, int]) -> set[nn.Module]:
         recorded = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", [])
         for entry in recorded if isinstance(recorded, (list, tuple)) else [recorded]:
             target = getattr(entry, "target_class", entry)
-            # jamba records the linears of a certain name: those stand beside experts.
+            # jamba records linears by name; the loop over blocks below finds these.
             if isinstance(target, type) and not issubclass(nn.Linear, target):
                 classes.append(target)
     tops = [m for m in model.modules() if isinstance(m, tuple(classes))]
@@ -140,9 +140,9 @@ class Piece:
     """The part of a block that one rank holds."""
 
     held: tuple[slice, ...]
-    """Where in that rank's shard, seen as ``[e, rows, cols]``."""
+    """Its slices in that rank's shard, viewed as ``[e, rows, cols]``."""
     whole: tuple[slice, ...]
-    """Where in the block."""
+    """Its slices in the block."""
     shape: tuple[int, ...]
 
     @property
@@ -152,13 +152,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Block:
-    """Matrices of one parameter, of one part and neighbouring experts, that go to the same owner together."""
+    """Matrices of one parameter, of one part and of consecutive experts, which one rank orthogonalises."""
 
     param: torch.Tensor
     shape: tuple[int, int, int]
     """Number of matrices, rows and columns of each."""
     pieces: tuple[Piece, ...]
-    """By rank of the group."""
+    """The piece of each rank of the group."""
 
     @property
     def numel(self) -> int:
@@ -168,18 +168,18 @@ class Block:
     def cost(self) -> int:
         count, rows, cols = self.shape
         short, long = sorted((rows, cols))
-        # Per iteration: two products of the size of the matrix, one of its gram matrix.
+        # FLOPs per iteration: two products with the matrix, one of its Gram matrix.
         return count * short * short * (2 * long + short)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """What one pair of all-to-alls carries."""
+    """The blocks that one pair of all-to-alls sends."""
 
     blocks: tuple[tuple[Block, ...], ...]
-    """By owner, a rank of the group."""
+    """The blocks of each owner, a rank of the group."""
     group: dist.ProcessGroup | None
-    """None where matrices are whole on this rank."""
+    """None if the matrices are whole on this rank."""
     rank: int
     device: torch.device
     dtype: torch.dtype
@@ -191,29 +191,34 @@ class Bucket:
 def build_buckets(
     params: Sequence[torch.Tensor], layout: Layout, ns_dtype: torch.dtype | None, bucket_bytes: int
 ) -> list[Bucket]:
-    """Deal the matrices of ``params`` out; equal on all ranks of a group, for it uses nothing but sizes."""
+    """Assign the matrices of ``params`` to buckets and owners, by sizes alone, hence equally on all ranks of a group.
+
+    Args:
+        ns_dtype: dtype of Newton-Schulz; None for the default of the device.
+        bucket_bytes: bytes of a bucket per rank.
+    """
     sharers: dict[tuple[Any, ...], list[torch.Tensor]] = {}
     for param in params:
         mesh = param.device_mesh if isinstance(param, DTensor) else None
         sharers.setdefault((mesh, matrix_shard_step(param)), []).append(param)
     buckets: list[Bucket] = []
-    for (mesh, cut), members in sharers.items():
+    for (mesh, step), members in sharers.items():
         # Parameters that FSDP keeps on the CPU are still orthogonalised on the accelerator, and sent from there.
         device = torch.empty(0, device=mesh.device_type if mesh else members[0].device).device
         dtype = ns_dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-        ranks = cut.parts if cut else 1
-        rank, group = (mesh.get_local_rank(cut.axis), mesh.get_group(cut.axis)) if cut else (0, None)
-        blocks = [b for p in members for b in _blocks(p, cut, layout, bucket_bytes // dtype.itemsize)]
+        ranks = step.parts if step else 1
+        rank, group = (mesh.get_local_rank(step.axis), mesh.get_group(step.axis)) if step else (0, None)
+        blocks = [b for p in members for b in _blocks(p, step, layout, bucket_bytes // dtype.itemsize)]
         total = [0] * ranks
-        for filled in _fill(blocks, ranks * bucket_bytes // dtype.itemsize, ranks):
+        for filled in _split_into_buckets(blocks, ranks * bucket_bytes // dtype.itemsize, ranks):
             buckets.append(Bucket(_assign_to_ranks(filled, total), group, rank, device, dtype))
     return buckets
 
 
-def _fill(blocks: Sequence[Block], limit: int, ranks: int) -> Iterator[list[Block]]:
-    """Neighbouring blocks, together of at most ``limit`` elements or of one per rank, for nobody is to wait idle.
+def _split_into_buckets(blocks: Sequence[Block], limit: int, ranks: int) -> Iterator[list[Block]]:
+    """Yield consecutive blocks of at most ``limit`` elements, or one per rank if those are larger, so that none idles.
 
-    None where a rank holds no expert: more ranks than experts share a dim 0.
+    There may be no blocks: if more ranks than experts share dim 0, some hold no expert.
     """
     if not blocks:
         return
@@ -230,7 +235,8 @@ def _fill(blocks: Sequence[Block], limit: int, ranks: int) -> Iterator[list[Bloc
 
 
 def _assign_to_ranks(blocks: Sequence[Block], total: list[int]) -> tuple[tuple[Block, ...], ...]:
-    """The most expensive first, each to the rank with least to do in this bucket, then in all so far (``total``)."""
+    """Assign blocks to owners, the most expensive first: each to the rank with the least cost in this bucket, then in
+    all buckets so far (``total``)."""
     owned: list[list[Block]] = [[] for _ in total]
     load = [0] * len(total)
     for block in sorted(blocks, key=lambda b: -b.cost):
@@ -238,38 +244,38 @@ def _assign_to_ranks(blocks: Sequence[Block], total: list[int]) -> tuple[tuple[B
         owned[owner].append(block)
         load[owner] += block.cost
         total[owner] += block.cost
-    return tuple(tuple(hand) for hand in owned)
+    return tuple(map(tuple, owned))
 
 
-def _blocks(param: torch.Tensor, cut: ShardStep | None, layout: Layout, limit: int) -> Iterator[Block]:
-    """The blocks of a parameter: small enough to give every rank some, and to have at most ``limit`` elements."""
-    ranks = cut.parts if cut else 1
-    held = [local_range(param, {cut.axis: rank} if cut else {}) for rank in range(ranks)]
-    boxes: list[Bounds] = [tuple(zip(box.low, box.high, strict=True)) for box in held]
+def _blocks(param: torch.Tensor, step: ShardStep | None, layout: Layout, limit: int) -> Iterator[Block]:
+    """Yield the blocks of a parameter: enough for every rank to get some, each of at most ``limit`` elements."""
+    ranks = step.parts if step else 1
+    held = [local_range(param, {step.axis: rank} if step else {}) for rank in range(ranks)]
+    bounds: list[Bounds] = [tuple(zip(shard.low, shard.high, strict=True)) for shard in held]
     # A single matrix is a stack of one.
-    boxes = [((0, 1), *box) if param.dim() == 2 else box for box in boxes]
-    first, last = boxes[0][0]
+    bounds = [((0, 1), *own) if param.dim() == 2 else own for own in bounds]
+    first, last = bounds[0][0]
     sizes = list(param.shape[-2:])
     out_dim = layout.out_dim + 2
     for part in range(layout.parts):
         each = sizes[out_dim] // layout.parts
-        region = [slice(0, size, 1) for size in sizes]
+        matrix_slices = [slice(0, size, 1) for size in sizes]
         if layout.interleaved:
-            region[out_dim] = slice(part, sizes[out_dim], layout.parts)
+            matrix_slices[out_dim] = slice(part, sizes[out_dim], layout.parts)
         else:
-            region[out_dim] = slice(part * each, (part + 1) * each, 1)
-        shape = [len(range(s.start, s.stop, s.step)) for s in region]
+            matrix_slices[out_dim] = slice(part * each, (part + 1) * each, 1)
+        shape = [len(range(s.start, s.stop, s.step)) for s in matrix_slices]
         count = max(1, min(-(-(last - first) // ranks), limit // math.prod(shape)))
         for start in range(first, last, count):
             stop = min(start + count, last)
-            pieces = tuple(_piece(box, [slice(start, stop, 1), *region]) for box in boxes)
+            pieces = tuple(_piece(own, [slice(start, stop, 1), *matrix_slices]) for own in bounds)
             yield Block(param, (stop - start, shape[0], shape[1]), pieces)
 
 
-def _piece(box: Bounds, wanted: Sequence[slice]) -> Piece:
-    """What a rank with ``box`` of a parameter holds of the (strided) region ``wanted`` of it."""
+def _piece(bounds: Bounds, wanted: Sequence[slice]) -> Piece:
+    """Return the piece of the (strided) slices ``wanted`` of a parameter that a rank with ``bounds`` holds."""
     held, whole = [], []
-    for (start, stop), want in zip(box, wanted, strict=True):
+    for (start, stop), want in zip(bounds, wanted, strict=True):
         first = max(0, -(-(start - want.start) // want.step))
         last = max(first, -(-(min(stop, want.stop) - want.start) // want.step))
         at = want.start + first * want.step - start
@@ -280,12 +286,12 @@ def _piece(box: Bounds, wanted: Sequence[slice]) -> Piece:
 
 
 def matrix_shard_step(param: torch.Tensor) -> ShardStep | None:
-    """The cut that goes through the parameter's matrices; None where the ones on a rank are whole.
+    """Return the step that shards the parameter's matrices themselves; None if a rank's matrices are whole.
 
     Raises:
-        ValueError: if there are two.
+        ValueError: there are two such steps.
     """
-    cuts = [cut for cut in shard_steps(param) if cut.parts > 1 and cut.dim >= param.dim() - 2]
-    if len(cuts) > 1:
-        raise ValueError(f"Muon can't bring together matrices that two mesh axes cut: {[cut.axis for cut in cuts]}.")
-    return cuts[0] if cuts else None
+    steps = [step for step in shard_steps(param) if step.parts > 1 and step.dim >= param.dim() - 2]
+    if len(steps) > 1:
+        raise ValueError(f"Muon can't gather matrices that are sharded over two axes: {[s.axis for s in steps]}.")
+    return steps[0] if steps else None

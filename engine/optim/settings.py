@@ -1,9 +1,8 @@
-"""What the ``optim`` settings ask for, checked on the driver before anything is started.
+"""Check verl's ``optim`` settings on the driver, and turn them into arguments of optimizers.
 
-The fields are those of verl's ``FSDPOptimizerConfig``; anything that has them will do.
+A config is verl's ``FSDPOptimizerConfig``, or any mapping or object with its fields.
 """
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Iterable, Mapping
@@ -13,7 +12,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import SettingError
+from ..errors import SettingError, close_matches
+from ..settings.values import get_setting
 from .muon import Muon
 
 __all__ = ["ACTOR_OPTIM", "adamw_arguments", "check_optimizer", "muon_arguments", "wants_muon"]
@@ -21,40 +21,40 @@ __all__ = ["ACTOR_OPTIM", "adamw_arguments", "check_optimizer", "muon_arguments"
 ACTOR_OPTIM = "actor_rollout_ref.actor.optim"
 _TORCH = "torch.optim"
 _OVERRIDES = "override_optimizer_config"
-# lr and weight_decay are verl's own settings, one value for all parameters; a rate of AdamW's own is there for
-# adjust_lr_fn=original, whose rates are other than AdamW's.
+# lr and weight_decay are verl's own settings, with one value for all parameters. adamw.lr exists because
+# adjust_lr_fn=original needs another learning rate than AdamW.
 _MUON_OVERRIDES = ("momentum", "nesterov", "ns_steps", "ns_coefficients", "eps", "adjust_lr_fn", "ns_dtype", "adamw")
 _ADAMW_OVERRIDES = ("lr", "eps", "amsgrad", "foreach", "fused")
-# Of torch.optim, what can't train here: one calls its closure several times, the other takes sparse gradients.
+# Of torch.optim, these can't train here: LBFGS calls its closure several times, SparseAdam is for sparse gradients.
 _UNUSABLE = ("Optimizer", "LBFGS", "SparseAdam")
 
 
 def wants_muon(config: Any) -> bool:
-    """Whether matrices are to be orthogonalised by ``muon.Muon``, which takes the place of torch's unsharded one."""
-    return _field(config, "optimizer") == "Muon" and _field(config, "optimizer_impl", _TORCH) == _TORCH
+    """Return whether the settings choose Muon of ``torch.optim``, which ``muon.Muon`` replaces."""
+    return get_setting(config, "optimizer") == "Muon" and get_setting(config, "optimizer_impl", _TORCH) == _TORCH
 
 
 def muon_arguments(config: Any) -> dict[str, Any]:
-    """Arguments of ``Muon``."""
+    """Return the arguments of ``Muon``."""
     overrides = {key: value for key, value in _overrides(config).items() if key != "adamw"}
-    return {"lr": _field(config, "lr"), "weight_decay": _field(config, "weight_decay"), **overrides}
+    return {"lr": get_setting(config, "lr"), "weight_decay": get_setting(config, "weight_decay"), **overrides}
 
 
 def adamw_arguments(config: Any) -> dict[str, Any]:
-    """Arguments of the AdamW that takes what is no matrix, beside Muon."""
-    common = {"lr": _field(config, "lr"), "weight_decay": _field(config, "weight_decay")}
-    return {**common, "betas": tuple(_field(config, "betas")), **_overrides(config).get("adamw", {})}
+    """Return the arguments of the AdamW that steps, next to Muon, all parameters that are not matrices."""
+    common = {"lr": get_setting(config, "lr"), "weight_decay": get_setting(config, "weight_decay")}
+    return {**common, "betas": tuple(get_setting(config, "betas")), **_overrides(config).get("adamw", {})}
 
 
 def check_optimizer(config: Any, setting: str = ACTOR_OPTIM) -> None:
-    """Refuse an optimizer that there is not, and arguments that it does not take.
+    """Check that the optimizer exists and takes its arguments.
 
     Args:
         config: verl's ``optim`` settings of a role.
-        setting: how the user calls their node.
+        setting: the name of their node, as users type it.
 
     Raises:
-        SettingError: naming what would work.
+        SettingError: with the name of a value that would work.
     """
     optimizer = _find(config, setting)
     overrides = _overrides(config)
@@ -63,7 +63,7 @@ def check_optimizer(config: Any, setting: str = ACTOR_OPTIM) -> None:
         _check_keys(overrides, _MUON_OVERRIDES, name, "Muon")
         rest = overrides.get("adamw", {})
         if not isinstance(rest, Mapping):
-            rule = "holds what AdamW, which steps all that is no matrix, is built with."
+            rule = "has to be a mapping of arguments of AdamW, which steps all parameters that are not matrices."
             raise SettingError(f"{name}.adamw", rest, rule, f"{name}.adamw.eps=1e-8")
         _check_keys(rest, _ADAMW_OVERRIDES, f"{name}.adamw", "AdamW beside Muon")
         _try(torch.optim.AdamW, adamw_arguments(config), setting)
@@ -72,13 +72,13 @@ def check_optimizer(config: Any, setting: str = ACTOR_OPTIM) -> None:
     parameters = inspect.signature(optimizer).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         _check_keys(overrides, [p for p in parameters if p != "params"], name, optimizer.__name__)
-    if _field(config, "optimizer_impl", _TORCH) == _TORCH:
+    if get_setting(config, "optimizer_impl", _TORCH) == _TORCH:
         _try(optimizer, _arguments_by_verl(config), setting)
 
 
 def _find(config: Any, setting: str) -> type[Optimizer]:
-    """The class that ``optimizer`` of ``optimizer_impl`` names."""
-    impl, wanted = str(_field(config, "optimizer_impl", _TORCH)), str(_field(config, "optimizer"))
+    """Return the class that ``optimizer`` names in the module ``optimizer_impl``."""
+    impl, wanted = str(get_setting(config, "optimizer_impl", _TORCH)), str(get_setting(config, "optimizer"))
     try:
         module = importlib.import_module(impl)
     except ImportError as error:
@@ -90,7 +90,7 @@ def _find(config: Any, setting: str) -> type[Optimizer]:
         if inspect.isclass(member) and issubclass(member, Optimizer) and name not in _UNUSABLE
     )
     if wanted not in usable:
-        rule = f"there is no such optimizer in {impl}."
+        rule = f"{impl} has no such optimizer."
         if wanted in _UNUSABLE and hasattr(module, wanted):
             rule = "this optimizer can't train a sharded model with dense gradients in one step."
         raise SettingError(f"{setting}.optimizer", wanted, rule, f"{setting}.optimizer={_near(wanted, usable)}")
@@ -105,7 +105,7 @@ def _check_keys(given: Mapping[str, Any], known: Iterable[str], setting: str, ta
 
 
 def _try(optimizer: type[Optimizer], arguments: dict[str, Any], setting: str) -> None:
-    """Build it for a small weight: torch checks its arguments itself."""
+    """Build the optimizer for a small weight, so that torch checks the arguments."""
     try:
         optimizer([nn.Parameter(torch.zeros(2, 2))], **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -119,36 +119,31 @@ def _try(optimizer: type[Optimizer], arguments: dict[str, Any], setting: str) ->
 
 
 def _arguments_by_verl(config: Any) -> dict[str, Any]:
-    """What verl's ``build_optimizer`` passes (0.9.1, ``workers/config/optimizer.py``)."""
-    arguments = {"lr": _field(config, "lr"), "weight_decay": _field(config, "weight_decay")}
-    name = str(_field(config, "optimizer")).lower()
+    """Return the arguments that verl's ``build_optimizer`` passes (0.9.1, ``workers/config/optimizer.py``)."""
+    arguments = {"lr": get_setting(config, "lr"), "weight_decay": get_setting(config, "weight_decay")}
+    name = str(get_setting(config, "optimizer")).lower()
     if "adam" in name or "ademamix" in name:
-        arguments["betas"] = tuple(_field(config, "betas"))
+        arguments["betas"] = tuple(get_setting(config, "betas"))
     return {**arguments, **_overrides(config)}
 
 
 def _near(wanted: str, known: Iterable[str]) -> str:
-    """The closest of what there is, else all of it."""
+    """Format the known names that are most like ``wanted``; all of them if none is."""
     lower = {name.lower(): name for name in known}
     if wanted.lower() in lower:
         return lower[wanted.lower()]
-    near = difflib.get_close_matches(wanted.lower(), lower, n=3, cutoff=0.5)
-    names = [lower[n] for n in near] or list(lower.values())
+    names = close_matches(wanted, known, cutoff=0.5) or list(lower.values())
     return names[0] if len(names) == 1 else f"one of {names}"
 
 
 def _overrides(config: Any) -> dict[str, Any]:
-    return _plain(_field(config, _OVERRIDES) or {})
+    return _plain(get_setting(config, _OVERRIDES) or {})
 
 
 def _plain(value: Any) -> Any:
-    """omegaconf containers as dicts and tuples, without importing omegaconf."""
+    """Convert omegaconf containers to dicts and tuples, without importing omegaconf."""
     if isinstance(value, Mapping):
         return {key: _plain(value[key]) for key in value}
     if hasattr(value, "__iter__") and not isinstance(value, (str, torch.Tensor)):
         return tuple(_plain(item) for item in value)
     return value
-
-
-def _field(config: Any, name: str, default: Any = None) -> Any:
-    return config.get(name, default) if isinstance(config, Mapping) else getattr(config, name, default)

@@ -1,7 +1,7 @@
-"""What autograd keeps of a forward, counted on the meta device: the model's own code runs, and nothing is computed.
+"""Count what autograd saves in a forward, by running the model's own code on the meta device.
 
-Attention keeps what a flash kernel keeps (sdpa keeps as much), and experts what ``moe/forward.py`` keeps. All of it
-grows with the tokens, so a few are traced.
+Attention saves what a flash kernel saves (sdpa saves as much), and experts what ``moe/forward.py`` saves. All of it is
+proportional to the tokens, so a few tokens are traced.
 """
 
 import math
@@ -34,7 +34,7 @@ _TRACED = "epfsdp2_traced"  # name of the attention and of the experts
 
 @dataclass(frozen=True)
 class Attention:
-    """Elements per token of what goes in and out of a layer's attention."""
+    """Elements per token of the inputs and the output of a layer's attention."""
 
     query: int = 0
     key: int = 0
@@ -43,28 +43,28 @@ class Attention:
     key_heads: int = 1
 
     def copies(self, sp: int) -> int:
-        """How often keys and values are repeated, so that each of ``sp`` ranks has those of its queries."""
+        """Return how often keys and values are repeated so that each of ``sp`` ranks has those of its queries."""
         return math.lcm(self.key_heads, sp) // self.key_heads
 
 
 @dataclass(frozen=True)
 class LayerActivations:
-    """Bytes per token that a layer's forward leaves for its backward.
+    """Bytes per token that a layer's forward saves for its backward.
 
     Args:
-        input: what goes in, all that full checkpointing keeps.
-        dense: kept outside the experts.
-        experts: kept by the experts, dispatch and combine included; grows with the rows that a rank is sent.
-        sent: of ``experts``, what is not kept where one rank holds all experts: rows that are sent to them, their
-            weights and their orders.
-        selective: of ``dense``, kept under selective checkpointing.
-        recomputed: under selective checkpointing, of the part that keeps most while it is computed again.
-        dispatched, local: of the backward of experts that rows are sent to, and of experts that are all on one rank,
-            what they hold at once, phase by phase, what they kept included; empty where they are not recompute_activations.
-        rows: that each token becomes when it is dispatched; 0 without experts.
+        input: the layer's input, which is all that full checkpointing saves.
+        dense: saved outside the experts.
+        experts: saved by the experts, dispatch and combine included; grows with the rows that a rank receives.
+        sent: the part of ``experts`` that is not saved if one rank holds all experts: received rows, their weights and
+            their orders.
+        selective: the part of ``dense`` that selective checkpointing saves.
+        recomputed: under selective checkpointing, saved by the largest part of the layer while it is recomputed.
+        dispatched, local: the memory of the experts' backward, phase by phase, saved tensors included, for experts that
+            receive rows and for experts that are all on one rank; empty without ``recompute_activations``.
+        rows: rows per token that are dispatched; 0 without experts.
         row_width: elements of these rows together.
-        ends_with_experts: nothing is kept after the experts, so a layer that is computed again is done before what they
-            give comes home.
+        ends_with_experts: whether nothing is saved after the experts, so that a recomputation of the layer ends before
+            combine.
     """
 
     input: float
@@ -83,25 +83,26 @@ class LayerActivations:
 
 @dataclass(frozen=True)
 class Traced:
-    """``outside``: bytes per token that are kept outside the layers (rotary frequencies, the head's input)."""
+    """The result of ``trace``; ``outside`` are bytes per token saved outside the layers (rotary, the head's input)."""
 
     layers: Mapping[str, LayerActivations]
     outside: float
 
 
 def trace(model: Any, expert_plan: Mapping[str, int] | None = None, recompute_activations: bool = False) -> Traced:
-    """Run a forward of a model on meta, in the dtype that it computes in; its buffers go to meta.
+    """Run a forward of a model on meta, in its compute dtype; moves its buffers to meta.
 
     Args:
-        recompute_activations: the experts keep what they are sent and what comes out of their first linear, and compute the rest again.
+        recompute_activations: whether the experts save only their input rows and the pre-activation and recompute the
+            rest in backward, as ``moe/fused.py`` does.
 
     Raises:
-        UnsupportedModelError: its code can't run on meta, or its experts compute themselves.
+        UnsupportedModelError: its code can't run on meta, or it has custom experts.
     """
     experts = [info.module for info in find_experts(model, expert_plan)]
     if any(isinstance(module, CustomExperts) for module in experts):
         raise UnsupportedModelError(
-            f"{type(model).__name__} has experts that compute themselves: what they keep is not known."
+            f"{type(model).__name__} has experts that compute themselves, so it is not known what they save."
         )
     model.eval()._apply(lambda t: t if t.is_meta else t.to("meta"))
     model.tie_weights()
@@ -115,13 +116,13 @@ def trace(model: Any, expert_plan: Mapping[str, int] | None = None, recompute_ac
             model(input_ids=ids, use_cache=False)
     except (RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModelError(
-            f"the code of {type(model).__name__} can't be traced without data: {error}"
+            f"the code of {type(model).__name__} can't be traced on the meta device: {error}"
         ) from error
     return tape.result()
 
 
 class _Tape:
-    """Storages that autograd saves, by the layer and the part of it that was running."""
+    """Records the storages that autograd saves, by the layer and the part of it that is running."""
 
     def __init__(
         self,
@@ -132,19 +133,19 @@ class _Tape:
     ):
         self.layers, self.experts, self.recompute_activations = layers, experts, recompute_activations
         self.parts = units_recomputed(layers.values(), experts, "selective")
-        self.seen: dict[int, torch.UntypedStorage] = {}  # held, so that no address comes twice
-        self.passed_over = {self._key(p) for p in model.parameters()}
+        self.seen: dict[int, torch.UntypedStorage] = {}  # keeps them alive, so that no address is reused
+        self.ignored = {self._key(p) for p in model.parameters()}
         self.layer: str | None = None
         self.part: nn.Module | None = None
         self.in_experts = False
-        self.last: dict[str, bool] = {}  # of what is saved, whether the last is the experts'
+        self.last: dict[str, bool] = {}  # whether the experts saved the last tensor of the layer
         self.saved: dict[str | None, dict[int, tuple[int, nn.Module | None, bool]]] = {None: {}}
         self.inputs: dict[str, int] = {}
         self.part_inputs: dict[str, dict[int, int]] = {}
         self.rows: dict[str, tuple[int, int]] = {}  # number per token, width of one
         self.sent: dict[str, int] = {}
         self.phases: dict[str, tuple[list[BackwardPhase], list[BackwardPhase]]] = {}
-        self.alike: dict[Any, tuple[list[BackwardPhase], list[BackwardPhase]]] = {}
+        self.cache: dict[Any, tuple[list[BackwardPhase], list[BackwardPhase]]] = {}
         self.attention: dict[str, Attention] = {}
 
     def _key(self, tensor: torch.Tensor) -> int:
@@ -157,7 +158,7 @@ class _Tape:
         key = self._key(tensor)
         if self.layer is not None:
             self.last[self.layer] = self.in_experts
-        if key not in self.passed_over and key not in self.saved[None]:
+        if key not in self.ignored and key not in self.saved[None]:
             size = self.seen[key].nbytes()
             self.saved[self.layer].setdefault(key, (size, self.part, self.in_experts))
         return tensor
@@ -188,7 +189,7 @@ class _Tape:
         def enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
             first, *rest = [*_tensors(args), *_tensors(kwargs)]
             hidden = kwargs.get("hidden_states", first)
-            for tensor in rest:  # what all layers are handed is theirs together
+            for tensor in rest:  # inputs that all layers share are counted once
                 if tensor is not hidden and tensor.is_floating_point():
                     key = self._key(tensor)
                     self.saved[None].setdefault(key, (self.seen[key].nbytes(), None, False))
@@ -221,15 +222,15 @@ class _Tape:
     def backward_of(
         self, module: nn.Module, routed: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     ) -> tuple[list[BackwardPhase], list[BackwardPhase]]:
-        """Of experts that rows are sent to, and of experts that are all here; once for all layers that are alike."""
+        """Return the phases with and without dispatch; cached for layers with equal experts."""
         weights = [(p.shape, p.requires_grad) for p in module.parameters()]
         key = (type(module), *weights, *((t.shape, t.dtype) for t in routed))
-        if key not in self.alike:
-            self.alike[key] = (
+        if key not in self.cache:
+            self.cache[key] = (
                 backward_phases(module, *routed, all_here=False),
                 backward_phases(module, *routed, all_here=True),
             )
-        return self.alike[key]
+        return self.cache[key]
 
     def result(self) -> Traced:
         return Traced(
@@ -267,7 +268,7 @@ _recording: _Tape | None = None
 
 
 class _OneSequence(TorchFunctionMode):
-    """Answers what the masks' code asks of positions, which have no values here: they are those of one sequence."""
+    """Makes comparisons of positions true, which have no values on meta: the code of masks then sees one sequence."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.__bool__ and args[0].is_meta:
@@ -279,7 +280,7 @@ class _KeptByFlash(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value):
         batch, heads, length, _ = query.shape
-        # As kernels do: o_proj then reads it without a copy.
+        # Laid out as kernels do, so that o_proj reads it without a copy.
         out = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
         ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
         return out
@@ -298,29 +299,29 @@ def _note_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor)
 
 
 def _experts(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
-    """As ``moe.forward.experts_forward``, with one expert's weights for all rows."""
+    """Do what ``moe.forward.experts_forward`` does, with one expert's weights for all rows."""
     weight, tape = dict(self.named_parameters(recurse=False)), _recording
     down = weight["down_proj"]
     hidden, layer = hidden_states.to(down.dtype), None if tape is None else tape.layer
     if tape is not None and layer is not None:
         tape.rows[layer] = (top_k_index.shape[-1], hidden_states.shape[-1])
     if tape is None or not tape.recompute_activations:
-        sent = dispatch(hidden, top_k_index, down.shape[0], None)
-        out = combine(_compute(self, sent.rows_RD), sent, top_k_weights, None)
+        dispatched = dispatch(hidden, top_k_index, down.shape[0], None)
+        out = combine(_compute(self, dispatched.rows_RD), dispatched, top_k_weights, None)
         return out.to(hidden_states.dtype)
     if layer is not None:
         # Rows, their weights, and their order.
         row_bytes = hidden.shape[-1] * hidden.element_size() + torch.float32.itemsize + torch.long.itemsize
         tape.sent[layer] = top_k_index.numel() * row_bytes
         tape.phases[layer] = tape.backward_of(self, (hidden_states, top_k_index, top_k_weights))
-    route = local_dispatch_plan(top_k_index, down.shape[0], all_here=False)
+    plan = local_dispatch_plan(top_k_index, down.shape[0], all_here=False)
     return on_tokens(
-        self, SingleExpertBackend(), *linears(self, weight), hidden, top_k_weights, route, hidden_states.dtype
+        self, SingleExpertBackend(), *linears(self, weight), hidden, top_k_weights, plan, hidden_states.dtype
     )
 
 
 def _compute(module: Any, rows: torch.Tensor) -> torch.Tensor:
-    """As ``moe.forward.compute``: autograd keeps what it likes."""
+    """Do what the reference backend of ``moe.forward.compute`` does, where autograd saves everything."""
     h = _expert_linear(module, rows, "gate_up_proj" if module.has_gate else "up_proj")
     h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
     return _expert_linear(module, h, "down_proj")

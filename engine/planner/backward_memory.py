@@ -1,7 +1,7 @@
-"""What the experts' backward holds at once, counted on the meta device: the real functions, with one expert's GEMMs.
+"""Count the memory of the experts' backward on the meta device: the real functions run with one expert's GEMMs.
 
-What a forward leaves is counted by ``activations.py``; for experts that keep little, backward computes more again.
-Of rows that are sent all is done but the sending.
+``activations.py`` counts what a forward saves; experts that save little recompute more in backward. The collectives of
+dispatch are left out.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,11 +22,11 @@ __all__ = ["SingleExpertBackend", "BackwardPhase", "backward_phases", "local_dis
 
 
 class BackwardPhase(NamedTuple):
-    """Of a backward, up to the next gradient of a weight.
+    """A part of the experts' backward, up to the next gradient of a weight.
 
     Attributes:
-        share: the part of the weights' gradients that is there.
-        nbytes: the most bytes per token of all else that is.
+        share: the share of the weights' gradients that exists by then.
+        nbytes: the most bytes per token of everything else.
     """
 
     share: float
@@ -36,56 +36,56 @@ class BackwardPhase(NamedTuple):
 def backward_phases(
     module: Any, hidden_TD: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor, all_here: bool
 ) -> list[BackwardPhase]:
-    """A backward from where it begins to the first gradient of a weight, from there to the second, and so on.
+    """Split the experts' backward into phases, which end at each gradient of a weight, and measure each.
 
     Args:
         module: an experts module on meta; its weights are not counted.
-        all_here: all experts are on one rank, and nothing is dispatched.
+        all_here: whether all experts are on one rank, so that nothing is dispatched.
     """
     weight = dict(module.named_parameters(recurse=False))
     up, down = linears(module, weight)
     hidden = hidden_TD.detach().to(down.weight.dtype).requires_grad_()
     scores = weights_TK.detach().requires_grad_()
     live = _Live([hidden, scores, experts_TK, *weight.values()])
-    backend = SingleExpertBackend(live.next)
+    backend = SingleExpertBackend(live.end_phase)
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(live.see, lambda tensor: tensor):
-        route = local_dispatch_plan(experts_TK, down.weight.shape[0], all_here)
-        out = on_tokens(module, backend, up, down, hidden, scores, route, hidden_TD.dtype)
-        del route
+        plan = local_dispatch_plan(experts_TK, down.weight.shape[0], all_here)
+        out = on_tokens(module, backend, up, down, hidden, scores, plan, hidden_TD.dtype)
+        del plan
         trained = [tensor for tensor in (hidden, scores, *weight.values()) if tensor.requires_grad]
         grad = torch.empty_like(out)
         with live:
             torch.autograd.grad(out, trained, grad, allow_unused=True)
-    live.next(0)
+    live.end_phase(0)
     sizes = [size for size, _ in live.phases]
     total, tokens = max(sum(sizes), 1), len(hidden)
     return [BackwardPhase(sum(sizes[:i]) / total, most / tokens) for i, (_, most) in enumerate(live.phases)]
 
 
 def local_dispatch_plan(experts_TK: torch.Tensor, num_experts: int, all_here: bool) -> DispatchPlan:
-    """A route that never leaves; with ``all_here`` false all is kept and held as if it did."""
-    (route,) = build_dispatch_plans(experts_TK, num_experts, None)
-    return route if all_here else replace(route, row_order=route.slot_order.clone())
+    """Build a plan without collectives; with ``all_here=False`` tensors are saved as if rows were received."""
+    (plan,) = build_dispatch_plans(experts_TK, num_experts, None)
+    return plan if all_here else replace(plan, row_order=plan.slot_order.clone())
 
 
 class _Live(TorchDispatchMode):
-    """Storages that are alive, and the most bytes of them since the last gradient of a weight."""
+    """Tracks live storages, and the most bytes of them since the last gradient of a weight."""
 
-    def __init__(self, passed_over: Iterable[torch.Tensor]):
+    def __init__(self, ignored: Iterable[torch.Tensor]):
         super().__init__()
-        self._passed_over = {tensor.untyped_storage()._cdata for tensor in passed_over}
+        self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self._most = 0
-        self.phases: list[tuple[int, int]] = []  # elements of the gradient that ends it, most bytes
+        self.phases: list[tuple[int, int]] = []  # elements of the gradient that ends the phase, most bytes
 
     def see(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._passed_over:
+        if storage._cdata not in self._ignored:
             self._storages.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
         return tensor
 
-    def next(self, elements: int) -> None:
-        """A gradient of so many elements is made."""
+    def end_phase(self, elements: int) -> None:
+        """End a phase, at a gradient of so many elements."""
         self.phases.append((elements, self._most))
         self._most = 0
         self._look()
@@ -104,10 +104,10 @@ class _Live(TorchDispatchMode):
 
 
 class SingleExpertBackend(TorchBackend):
-    """One expert's GEMMs for all rows.
+    """Computes all rows with one expert's weights.
 
     Args:
-        made: called with the elements of each weight's gradient.
+        made: called with the number of elements of each weight's gradient.
     """
 
     def __init__(self, made: Callable[[int], None] = lambda elements: None):

@@ -1,26 +1,24 @@
-"""How much memory a training step needs on each rank, from sizes alone; ``benchmarks/memory.py`` measures it.
+"""Predict the memory of a training step on each rank, from sizes alone; ``benchmarks/memory.py`` measures it.
 
-Resident are the shards and the optimizer's states. To that comes the largest of what a step needs at its moments. In
+The shards and the optimizer's states are always in memory. Added to these is the maximum over the points of a step. In
 each unit (embeddings, a layer, the head) one group of parameters is the largest. X is the part of it that a rank
-computes with: of experts its own over ``ep``, their ``ep_fsdp`` shards put together. "Ahead" are the units whose
-gathers are under way.
+computes with: of experts its own over ``ep``, gathered over ``ep_fsdp``. "Ahead" are the units that are prefetched.
 
 - gathering, in forward and backward: a buffer of X for this unit and each ahead; the weights copied out of it, X; and a
-  copy of these, X, if they are cut along another dim than the first;
-- computing forward: the buffers, which FSDP lets go of at the next unit, and the weights, X;
-- computing gradients: the buffers ahead, the weights, X, and what there is of their gradients, up to X; X more of
-  experts whose tokens are dispatched in chunks; and what experts compute again (``backward_memory.py``);
-- packing gradients to be reduced: the buffers ahead; X of gradients (copied, and the last parameter's own, if they are
-  cut along another dim than the first), and X packed;
-- reducing: the buffers ahead; X packed; if there are several ranks, X that gloo copies and the rank's shard of the sum;
-  the last parameter's gradient.
+  copy of these, X, if they are sharded along another dim than the first;
+- computing forward: the buffers, which FSDP frees at the next unit, and the weights, X;
+- computing gradients: the buffers ahead, the weights, X, and the gradients so far, up to X; X more for experts whose
+  tokens are dispatched in chunks; and what experts recompute (``backward_memory.py``);
+- packing gradients for the reduction: the buffers ahead; X of gradients (a copy, and the last parameter's own, if they
+  are sharded along another dim than the first), and X packed;
+- reducing: the buffers ahead; X packed; with several ranks, X that gloo copies and the rank's shard of the sum; the
+  last parameter's gradient.
 
-On a CPU experts' gradients are written to memory that stays for those of the layer before
-(``moe/gemm/gradient_buffers.py``). In backward the gradients of the units that are done are there too, and what is
-kept for those to come. What experts keep is there from when they are gathered, in forward or to be computed again,
-until their gradients are packed. Where no other rank shares a group nothing is gathered. What is not freed after the
-forward stays until the backward, and is not gathered again. With several micro-batches all gradients are there from
-the second on.
+On a CPU the memory of experts' gradients is reused by the previous layer's (``moe/gemm/gradient_buffers.py``). In
+backward there are also the gradients of the finished units, and the saved tensors of the others. Tensors that experts
+save exist from the gather of the experts, in forward or in a recomputation, until their gradients are packed. A group
+that no other rank shares is not gathered. Weights that are not freed after the forward stay until the backward, and are
+not gathered again. With several micro-batches all gradients exist from the second on.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +34,7 @@ from .model_sizes import ModelSizes, group_sizes
 
 __all__ = ["IMBALANCE", "PlannerBackend", "Batch", "MemoryPoint", "OptimizerKind", "timeline", "peak"]
 
-IMBALANCE = 1.2  # taken where nothing is known of the routing
+IMBALANCE = 1.2  # assumed if nothing is known of the routing
 OptimizerKind = Literal["adamw", "muon"]
 
 
@@ -45,10 +43,10 @@ class Batch:
     """What a rank computes in a step.
 
     Args:
-        tokens: of a micro-batch, on one rank.
-        micro_batches: whose gradients are added up.
-        imbalance: rows that the busiest rank's experts get, over the mean.
-        sp: ranks that share a micro-batch of ``sp`` times as many tokens.
+        tokens: tokens of a micro-batch on one rank.
+        micro_batches: number of micro-batches whose gradients are summed.
+        imbalance: rows of the busiest rank's experts over the mean.
+        sp: sequence-parallel size: ranks that share a micro-batch of ``sp`` times as many tokens.
     """
 
     tokens: int
@@ -59,9 +57,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class PlannerBackend:
-    """``on_cpu``: gloo copies what it sends, and gradients of experts take memory that stays until a backward ends.
-    ``foreach``: the optimizer steps many parameters at a time, which it does where it has no fused kernel
-    (``optim/multi_optimizer.py``)."""
+    """Properties of the device and the kernels that memory depends on.
+
+    Args:
+        on_cpu: gloo copies what it sends, and the memory of experts' gradients is kept until a backward ends.
+        foreach: the optimizer uses foreach kernels, as it does without a fused one (``optim/multi_optimizer.py``).
+    """
 
     on_cpu: bool = False
     foreach: bool = False
@@ -69,9 +70,10 @@ class PlannerBackend:
 
 @dataclass(frozen=True)
 class MemoryPoint:
-    """Bytes on the rank that holds most, by part, at one moment of a step.
+    """Bytes by part at one point of a step, on the rank with the most.
 
-    ``buffers`` are gathered parameters, gradients before they are reduced, and what collectives and the optimizer take.
+    ``buffers`` are gathered parameters, gradients before they are reduced, and temporaries of collectives and of the
+    optimizer.
     """
 
     when: str
@@ -92,8 +94,8 @@ class MemoryPoint:
 
 
 def peak(*args: Any, **kwargs: Any) -> MemoryPoint:
-    """The moment of a step that needs most; arguments as ``timeline``'s."""
-    return max(timeline(*args, **kwargs), key=lambda moment: moment.total)
+    """Return the point of a step with the most memory; arguments as in ``timeline``."""
+    return max(timeline(*args, **kwargs), key=lambda point: point.total)
 
 
 def timeline(
@@ -104,10 +106,10 @@ def timeline(
     optimizer: OptimizerKind | None = "adamw",
     backend: PlannerBackend = PlannerBackend(),
 ) -> Iterator[MemoryPoint]:
-    """What a step needs at each moment that may be its peak.
+    """Yield the memory of a step at each point that may be its peak.
 
     Args:
-        optimizer: None for one whose states are not known; they are not counted then.
+        optimizer: None if its states are not known, which are not counted then.
 
     Raises:
         SettingError: the mesh would split an expert, or an explicit shard dim does not divide.
@@ -124,7 +126,7 @@ def timeline(
             logits = step.logits() if unit.name == HEAD and gradients else 0
             held = done if gradients and not on_host else sum(shards) if batch.micro_batches > 1 and not on_host else 0
             yield MemoryPoint(f"{unit.name}, {when}", parameters, held, states, buffers, kept, logits)
-    if sizes.units[-1].name != HEAD:  # the root has it
+    if sizes.units[-1].name != HEAD:  # the root unit contains the head
         held = sum(shards) if batch.micro_batches > 1 and not on_host else 0
         yield MemoryPoint("logits", parameters, held, states, step.stays[-1], step.all_activations(), step.logits())
     if not on_host:
@@ -138,13 +140,13 @@ class _Step:
     ):
         self.sizes, self.topology, self.options, self.batch, self.backend = sizes, topology, options, batch, backend
         self.of_group = {id(group): size for _, group, size in group_sizes(sizes, topology, options.expert_shard_dim)}
-        # Before each unit: bytes of what is not freed after the forward, and what is kept per token.
+        # Before each unit: bytes of weights that are not freed after the forward, and saved bytes per token.
         self.stays, self.kept = [0], [0.0]
         for unit in sizes.units:
             layer = sizes.traced.layers.get(unit.name)
             self.stays.append(self.stays[-1] + sum(self.gathered(g) for g in unit.groups if not g.freed))
             self.kept.append(self.kept[-1] + (self._kept(layer) if layer else 0.0))
-        # From each unit on: bytes that gradients of experts leave in backward.
+        # From each unit on: bytes of the reused memory of experts' gradients in backward.
         self.waits = [0]
         for unit in reversed(sizes.units):
             self.waits.insert(0, max([self.waits[0], *map(self.recycled, unit.groups)]))
@@ -156,33 +158,33 @@ class _Step:
         return self.of_group[id(group)].trained * self.sizes.master.itemsize
 
     def shards(self) -> list[int]:
-        """Bytes of a rank's parameters, by unit."""
+        """Return the bytes of a rank's parameters, by unit."""
         return [sum(map(self.shard, unit.groups)) for unit in self.sizes.units]
 
     def trained_shards(self) -> list[int]:
-        """Of those, what has gradients."""
+        """Return the bytes of a rank's trained parameters, by unit."""
         return [sum(map(self.trained_shard, unit.groups)) for unit in self.sizes.units]
 
     def gathered(self, group: ParamGroup) -> int:
         return self.of_group[id(group)].full * group.compute.itemsize
 
     def recycled(self, group: ParamGroup) -> int:
-        """Bytes of the memory that the gradients of a group have, and leave for others."""
+        """Return the bytes of the reused memory that the gradients of a group take."""
         if not (group.is_experts and self.backend.on_cpu) or self.options.experts_backend == "reference":
             return 0
         ranks, shard_dim = self.of_group[id(group)].ranks, self.options.expert_shard_dim
         trained = group.shapes.keys() - group.frozen
         sizes = [ranks * group.local_of(name, self.topology, shard_dim) * group.compute.itemsize for name in trained]
-        # With chunks those of one are added to those before.
+        # With chunks there are two sets: a chunk's gradients are added to those of the chunks before.
         return sum(size for size in sizes if size >= MIN_BYTES) * min(self.options.dispatch_chunks, 2)
 
     def ahead(self, units: list[Unit], forward: bool) -> int:
-        """Bytes of the buffers of units gathered ahead."""
+        """Return the bytes of the buffers of prefetched units."""
         groups = [group for unit in units for group in unit.groups if forward or group.gathered_again]
         return sum(self.gathered(group) for group in groups if self.of_group[id(group)].ranks > 1)
 
     def of_unit(self, i: int) -> Iterator[tuple[str, bool, int, int]]:
-        """When, whether it is in backward, the bytes of weights and buffers, and those of activations."""
+        """Yield each point's name, whether it is in backward, and bytes of weights with buffers, and of activations."""
         units, depth = self.sizes.units, self.options.prefetch_depth
         unit = units[i]
         main = max(unit.groups, key=self.gathered)
@@ -210,10 +212,10 @@ class _Step:
         read = 0 if main.freed and not main.gathered_again else weights
         gradients, packed = size.reduced * compute, size.reduced * reduce
         last = size.last * compute
-        # Where there is one rank, the sum is what was packed (fsdp/single_rank_reduce.py).
+        # With one rank the packed gradients are the result (fsdp/single_rank_reduce.py).
         summed = packed if size.ranks == 1 else packed + size.trained * reduce + (packed if self.backend.on_cpu else 0)
         cast = self.trained_shard(main) if self.sizes.master != self.options.reduce_dtype else 0
-        # Each chunk of a layer's tokens has gradients of all its experts, which are added to those before.
+        # Each chunk of a layer's tokens makes gradients of all its experts, which are added to those before.
         added = gradients if main.is_experts and self.options.dispatch_chunks > 1 else 0
         for share, working in self.phases(i, main):
             there = max(int(share * gradients) + added, waits)
@@ -224,7 +226,7 @@ class _Step:
         yield "reducing gradients", True, kept + summed + cast + max(last, own), left
 
     def phases(self, i: int, group: ParamGroup) -> list[tuple[float, int]]:
-        """Of the backward of a unit's group: the part of its gradients that is there, and bytes of the experts."""
+        """Return the phases of a group's backward: the share of its gradients that exists, and bytes of the experts."""
         layer = self.sizes.traced.layers.get(self.sizes.units[i].name)
         if layer is None:
             return [(1.0, 0)]
@@ -235,10 +237,11 @@ class _Step:
         return [(share, int(nbytes * rows / self.options.dispatch_chunks)) for share, nbytes in found]
 
     def activations(self, i: int, group: ParamGroup | None, experts: bool) -> int:
-        """Kept of the layers up to a unit, and of the unit's own when a group of it has its backward; None in forward.
+        """Return the bytes of activations of the layers before a unit, and of the unit itself while it computes.
 
         Args:
-            experts: whether what they keep is there.
+            group: the group of the unit whose backward runs; None in forward.
+            experts: whether the tensors that the unit's experts save exist.
         """
         name = self.sizes.units[i].name
         layer = self.sizes.traced.layers.get(name)
@@ -251,7 +254,7 @@ class _Step:
         return int(per_token * self.batch.tokens)
 
     def all_activations(self) -> int:
-        """Kept of all layers."""
+        """Return the saved bytes of all layers."""
         return int((self.kept[-1] + self.sizes.traced.outside) * self.batch.tokens)
 
     def _kept(self, layer: LayerActivations) -> float:
@@ -265,7 +268,7 @@ class _Step:
         return (layer.experts - (layer.sent if self.topology.ep == 1 else 0)) * self.batch.imbalance
 
     def _by_sequences(self, layer: LayerActivations) -> float:
-        """With ``sp``, kept besides: what comes back from attention, and keys and values that several ranks have."""
+        """Return what sequence parallelism saves in addition: the output of attention, and repeated keys and values."""
         if self.batch.sp == 1:
             return 0
         at = layer.attention
@@ -273,7 +276,10 @@ class _Step:
         return (at.output + repeated) * self.options.param_dtype.itemsize
 
     def _working(self, layer: LayerActivations, beside_experts: bool) -> float:
-        """Of the layer that computes, but for what its experts keep; beside these no other part is computed again."""
+        """Return bytes per token of the layer that computes, without its experts'.
+
+        With ``beside_experts`` the experts' backward runs, and no other part of the layer is recomputed.
+        """
         if self.options.checkpointing == "selective":
             recomputed = 0 if beside_experts else layer.recomputed + self._by_sequences(layer)
             return layer.selective + recomputed
@@ -281,8 +287,8 @@ class _Step:
         return layer.dense + self._by_sequences(layer) + kept
 
     def logits(self) -> int:
-        """The logits and their gradient in the dtype of the forward, and their softmax in float32."""
-        if self.options.head_in_root:  # fused cross-entropy holds none
+        """Return the bytes of the logits and their gradient in the compute dtype, and of their softmax in float32."""
+        if self.options.head_in_root:  # fused cross-entropy allocates none
             return 0
         width = 2 * self.options.param_dtype.itemsize + 4
         return self.batch.tokens * self.sizes.outputs * width
@@ -291,7 +297,7 @@ class _Step:
 def _states(
     sizes: ModelSizes, topology: Topology, options: ShardingOptions, optimizer: OptimizerKind | None
 ) -> Iterator[int]:
-    """AdamW has two moments; Muon one for what it steps, and AdamW's two for the rest."""
+    """Yield the bytes of each parameter's state: two moments for AdamW, one for the matrices that Muon steps."""
     if optimizer is None:
         return
     for unit in sizes.units:
@@ -303,7 +309,7 @@ def _states(
 
 
 def _by_kind(sizes: ModelSizes, shards_of: Callable[[ParamGroup], int]) -> tuple[int, int]:
-    """Bytes of a rank's experts, and of the rest: each has an optimizer of its own."""
+    """Return the bytes of a rank's experts and of the rest; each has an optimizer of its own."""
     groups = [group for unit in sizes.units for group in unit.groups]
     return (
         sum(shards_of(group) for group in groups if group.is_experts),

@@ -1,4 +1,4 @@
-"""What the planner's arithmetic needs to know of a model: built on the meta device, and looked at once."""
+"""Read the sizes that the planner needs from a model that is built on the meta device."""
 
 import functools
 from collections.abc import Callable, Collection
@@ -23,17 +23,17 @@ __all__ = ["ModelSizes", "group_sizes"]
 
 @dataclass(frozen=True, eq=False)
 class ModelSizes:
-    """What the arithmetic needs to know of a model.
+    """The sizes of a model.
 
     Args:
-        master: dtype of the parameters that the optimizer steps on.
-        whole: bytes that every rank holds whole.
-        outputs: logits of a token; one value, of a critic.
-        num_experts: of each experts module.
-        matrices: parameters that Muon steps.
-        heads: that the ranks which share a row have to divide; 1 where no row can be shared.
-        unshared: why none can; empty if they can.
-        untraced: why it is not known what autograd keeps of the layers and what they exchange; empty if it is.
+        master: dtype of the parameters that the optimizer steps.
+        whole: bytes of parameters that are not sharded.
+        outputs: outputs of the head per token: logits, or one value for a critic.
+        num_experts: number of experts of each experts module.
+        matrices: names of the parameters that Muon steps.
+        heads: the number of heads that the sequence-parallel size has to divide; 1 if it has to be 1.
+        unshared: why the sequence-parallel size has to be 1; empty if it need not.
+        untraced: why it is not known what autograd saves and what the layers send; empty if it is known.
     """
 
     name: str
@@ -56,7 +56,7 @@ class ModelSizes:
         options: ShardingOptions,
         master: torch.dtype = torch.float32,
     ) -> "ModelSizes":
-        """Build the model on the meta device, and look.
+        """Build the model on the meta device, and read its sizes.
 
         Raises:
             UnsupportedModelError: it has no experts that can be dispatched, or can't be traced.
@@ -67,16 +67,16 @@ class ModelSizes:
     def built_by(
         cls, build: Callable[[torch.dtype], Any], options: ShardingOptions, master: torch.dtype = torch.float32
     ) -> "ModelSizes":
-        """Of a model as it is before it is sharded, with adapters if it is to have some.
+        """Read the sizes of a model before it is sharded, with its adapters.
 
         Args:
-            build: makes it on the meta device, its parameters of a dtype; its config is changed.
+            build: makes the model on the meta device, with parameters of a dtype; its config is changed.
 
         Raises:
             UnsupportedModelError: it has no experts that can be dispatched.
         """
         model = build(master)
-        model.tie_weights()  # which going to meta may have undone
+        model.tie_weights()  # moving to meta may have undone it
         units, whole = units_of(model, options)
         counts = tuple(
             next(iter(group.shapes[name][dim] for name, dim in group.ep_dims.items()))
@@ -116,16 +116,18 @@ class ModelSizes:
         )
 
     def require_traced(self) -> "ModelSizes":
-        """
+        """Return this, if what autograd saves is known.
+
         Raises:
-            UnsupportedModelError: it is not known what autograd keeps.
+            UnsupportedModelError: it is not known.
         """
         if self.untraced:
             raise UnsupportedModelError(self.untraced)
         return self
 
     def check(self, topology: Topology) -> None:
-        """
+        """Check that the mesh fits the model.
+
         Raises:
             SettingError: the mesh would split an expert.
         """
@@ -136,10 +138,10 @@ class ModelSizes:
 def group_sizes(
     sizes: ModelSizes, topology: Topology, shard_dim: int | str = "auto"
 ) -> tuple[tuple[str, ParamGroup, GroupSizes], ...]:
-    """Each group with its unit's name and its sizes, in the order of the forward.
+    """Return each group with its unit's name and its sizes, in the order of the forward.
 
     Raises:
-        SettingError: as ``ParamGroup.sizes``.
+        SettingError: as in ``ParamGroup.sizes``.
     """
     pairs = [(unit.name, group) for unit in sizes.units for group in unit.groups]
     return tuple((unit, group, group.sizes(topology, shard_dim)) for unit, group in pairs)

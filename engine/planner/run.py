@@ -1,8 +1,8 @@
-"""The plan of the run that is under way, and beside it what was measured.
+"""Estimate the memory and traffic of the running step, next to what is measured.
 
-At start it is made for the largest micro-batch that the settings allow, where they say. After each update it is made
-again for the micro-batches that there were, so that what is measured is compared with what should have been. On a CPU
-nothing is measured: pages of the process hold libraries and the allocator's gaps, which are not in the plan.
+The estimate at start is for the largest micro-batch that the settings allow, if they tell. The one after each update is
+for the actual micro-batches, so that it can be compared with the measurement. On a CPU nothing is measured: the pages
+of the process also hold libraries and the allocator's gaps, which are not estimated.
 """
 
 import logging
@@ -44,17 +44,18 @@ RECIPE_DEFAULTS = {
     "reduce-dtype": "fp32",
     "optimizer": "adamw",
 }
-"""What ``recipes.plan`` takes where it is not told."""
+"""The defaults of the options of ``recipes.plan``."""
 
 
 @dataclass
 class StepEstimate:
-    """
+    """The estimate for one training role.
+
     Args:
-        measure: gives the most bytes that torch's allocator ever held; None where it counts nothing.
-        batch: of a step, at most; None where the settings don't say.
-        uncounted: what the plan knows nothing of, in words.
-        command: that plans every other mesh.
+        measure: returns the most bytes that torch's allocator ever held; None if it doesn't count them.
+        batch: the largest step; None if the settings don't tell.
+        uncounted: descriptions of what the estimate leaves out.
+        command: the command that estimates every other mesh.
     """
 
     sizes: ModelSizes
@@ -70,11 +71,11 @@ class StepEstimate:
     _seen: Batch | None = None
 
     def peak(self, batch: Batch) -> MemoryPoint:
-        """What a step needs when it needs most."""
+        """Return the memory of a step at its peak."""
         return peak(self.sizes, self.topology, self.options, batch, self.optimizer, self.backend)
 
     def lines(self) -> list[str]:
-        """The plan as it is printed at start."""
+        """Format the estimate that is printed at start."""
         batch = self.batch or Batch(_ASSUMED_TOKENS, imbalance=IMBALANCE, sp=self.sp)
         traffic = collectives(self.sizes, self.topology, self.options, batch)
         found = [f"plan of {self.sizes.name}", *format_plan(self.topology, batch, self.peak(batch), traffic)]
@@ -89,12 +90,15 @@ class StepEstimate:
         self._seen = None
 
     def see(self, tokens: int) -> None:
-        """A micro-batch of an update, of so many tokens on this rank."""
+        """Note a micro-batch of an update, of so many tokens on this rank."""
         seen = self._seen or Batch(0, 0, IMBALANCE, self.sp)
         self._seen = Batch(max(seen.tokens, tokens), seen.micro_batches + 1, IMBALANCE, self.sp)
 
     def metrics(self) -> dict[str, float]:
-        """GiB of the last update as planned, and the most so far; of all ranks verl takes the largest, by the names."""
+        """Return the planned GiB of the last update, and the most that was allocated so far.
+
+        The names contain ``max``, so verl takes the maximum over the ranks.
+        """
         if self._seen is None:
             return {}
         found = {"memory_max_planned_gib": self.peak(self._seen).total / 2**30}
@@ -103,7 +107,7 @@ class StepEstimate:
         return found
 
     def outcome(self) -> str | None:
-        """What is said at the end, of this rank; None without both figures."""
+        """Format the line that this rank prints at the end; None if nothing was measured."""
         if self._seen is None or self.measure is None:
             return None
         planned, measured = format_bytes(self.peak(self._seen).total), format_bytes(self.measure())
@@ -123,13 +127,13 @@ def estimate_step(
     memory: Any,
     device: str,
 ) -> StepEstimate | None:
-    """The plan of a role that trains; None, with a line of log, if none can be made: that ends no run.
+    """Estimate the step of a training role; log a warning and return None if that fails, which must not end the run.
 
     Args:
-        engine, model, optimizer: the role's settings, as verl has them.
-        build: as ``ModelSizes.built_by``'s.
-        memory: has ``max_memory_allocated``, in bytes: ``torch.cuda``, or what stands for it.
-        device: verl's name of it.
+        engine, model, optimizer: the role's settings, as in verl.
+        build: as in ``ModelSizes.built_by``.
+        memory: a module with ``max_memory_allocated`` in bytes: ``torch.cuda``, or its substitute.
+        device: verl's device name.
     """
     try:
         sizes = ModelSizes.built_by(build, options, DTYPES[engine.model_dtype])
@@ -146,19 +150,19 @@ def estimate_step(
             measure=None if device == "cpu" else memory.max_memory_allocated,
         )
         plan.lines()
-    except Exception as error:  # another family's code ran, on a device without data
+    except Exception as error:  # any family's code may fail on the meta device
         logger.warning("epfsdp2: no plan of this run's memory can be made: %s: %s", type(error).__name__, error)
         return None
     return plan
 
 
 def configured_batch(engine: Any, topology: Topology) -> Batch | None:
-    """The largest step that the settings allow; None if they don't say how long sequences may be.
+    """Return the largest step that the settings allow; None if they don't limit the length of sequences.
 
-    Without the number of sequences of an update, one micro-batch is taken for a step.
+    If they don't tell the number of sequences of an update either, a step is one micro-batch.
     """
     sp, longest = engine.ulysses_sequence_parallel_size, engine._longest_sequence
-    each = -(-engine._sequences_per_update * sp // topology.world)  # of a rank, shared by sp of them
+    each = -(-engine._sequences_per_update * sp // topology.world)  # sequences per rank, which sp ranks share
     if engine.use_dynamic_bsz and engine.max_token_len_per_gpu:
         tokens = engine.max_token_len_per_gpu
         return Batch(tokens, max(1, -(-each * longest // (tokens * sp))), IMBALANCE, sp)
@@ -169,7 +173,7 @@ def configured_batch(engine: Any, topology: Topology) -> Batch | None:
 
 
 def _steps_many(optimizer: Any, device: str) -> bool:
-    """Whether AdamW takes torch's foreach kernels: by choice, or for want of a fused one."""
+    """Return whether AdamW uses foreach kernels: by choice, or because there is no fused one."""
     chosen = get_setting(optimizer, "override_optimizer_config") or {}
     return bool(chosen.get("foreach", device not in ("cpu", "cuda") and not chosen.get("fused")))
 
@@ -201,7 +205,7 @@ def _uncounted(engine: Any, model: Any, optimizer: Any, sizes: ModelSizes) -> li
 
 
 def options_of_recipe(engine: Any, optimizer: Any, options: ShardingOptions) -> dict[str, Any]:
-    """What ``recipes.plan`` is to be told of the settings, by the names of its options; True for a bare one."""
+    """Return the options of ``recipes.plan`` that mean these settings; True for a flag."""
     experts = options.reshard_experts_after_forward
     given = {
         "checkpointing": options.checkpointing,

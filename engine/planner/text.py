@@ -1,4 +1,4 @@
-"""One mesh's plan in words: what a rank holds at the peak of a step, and what it receives in one."""
+"""Format the plan of one mesh: memory of a rank at the peak of a step, and bytes that it receives in one."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ __all__ = ["format_plan", "format_mesh", "format_bytes", "format_step"]
 
 
 def format_plan(topology: Topology, batch: Batch, peak: MemoryPoint, traffic: Iterable[Collective]) -> list[str]:
-    """Four lines: the mesh, the step, the memory and the traffic."""
+    """Format a plan in four lines: the mesh, the step, the memory and the traffic."""
     held = [f"{part} {format_bytes(nbytes)}" for part, nbytes in peak.parts.items() if nbytes]
     moved = [f"{c.name} {format_bytes(c.wire)} in {c.calls}" for c in traffic]
     return [
@@ -22,19 +22,19 @@ def format_plan(topology: Topology, batch: Batch, peak: MemoryPoint, traffic: It
 
 
 def format_step(batch: Batch) -> str:
-    """``8 micro-batches of 16384 tokens``; where they differ, the tokens are of the largest."""
+    """Format a step as ``8 micro-batches of 16384 tokens``; the tokens are those of the largest."""
     return f"{batch.micro_batches} micro-batch{'es' if batch.micro_batches > 1 else ''} of {batch.tokens} tokens"
 
 
 def format_mesh(topology: Topology, sp: int = 1) -> str:
-    """``16 ranks = dp_replicate 1 x ep_fsdp 2 x ep 8``, and how rows are shared."""
+    """Format a mesh as ``16 ranks = dp_replicate 1 x ep_fsdp 2 x ep 8``, with ``dp x sp`` if ``sp`` is not 1."""
     t = topology
     rows = "" if sp == 1 else f" = dp {t.world // sp} x sp {sp}"
     return f"{t.world} ranks = dp_replicate {t.dp_replicate} x ep_fsdp {t.ep_fsdp} x ep {t.ep}{rows}"
 
 
 def format_bytes(nbytes: float) -> str:
-    """In the largest of GiB, MiB and KiB of which it is at least one."""
+    """Format a size in the largest of GiB, MiB and KiB in which it is at least 1."""
     for unit, shift in (("GiB", 30), ("MiB", 20)):
         if nbytes >= 1 << shift:
             return f"{nbytes / (1 << shift):.2f} {unit}"

@@ -1,4 +1,4 @@
-"""What a training step moves: the bytes of every collective, from sizes alone."""
+"""Predict the bytes of every collective of a training step, from sizes alone."""
 
 from dataclasses import dataclass
 
@@ -10,18 +10,19 @@ from .model_sizes import ModelSizes, group_sizes
 
 __all__ = ["Collective", "collectives"]
 
-_COUNT = 8  # bytes of a number of rows, one of each expert
+_COUNT = 8  # bytes of an expert's number of rows
 _WEIGHT = 4  # bytes of a row's routing weight, and of its gradient
 
 
 @dataclass(frozen=True)
 class Collective:
-    """All calls of a kind in a step.
+    """All calls of one collective in a step.
 
     Args:
-        stride: between the ranks of its group.
-        nbytes: of the whole tensor in all calls: what an all-gather ends with, a reduce-scatter or an all-reduce starts
-            with, and a rank hands to an all-to-all.
+        ranks: size of its group.
+        stride: distance between the ranks of its group.
+        nbytes: bytes of the whole tensor in all calls: the output of an all-gather, the input of a reduce-scatter or an
+            all-reduce, and a rank's input of an all-to-all.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Collective:
 
 
 def collectives(sizes: ModelSizes, topology: Topology, options: ShardingOptions, batch: Batch) -> list[Collective]:
-    """The collectives of one step on one rank."""
+    """Return the collectives of one step on one rank."""
     found: dict[str, Collective] = {}
 
     def add(name: str, ranks: int, stride: int, calls: int, nbytes: int) -> None:
@@ -67,7 +68,7 @@ def collectives(sizes: ModelSizes, topology: Topology, options: ShardingOptions,
     for layer in sizes.traced.layers.values():
         if layer.row_width:
             rows = batch.tokens * layer.row_width * element
-            # A layer that is computed again may be done before its rows come home (moe/fused.py).
+            # A recomputation of a layer may end before combine (moe/fused.py).
             ways = 2 * forwards + 2 - (forwards == 2 and at_once and layer.ends_with_experts)
             add("all-to-all tokens", topology.ep, 1, chunks * ways, ways * rows)
             if not plain:

@@ -9,14 +9,13 @@ without use here (one line says why), or refused because its meaning can't be ke
 ``tests/engine/test_role_settings.py`` walks over verl's configs and finds each key in one of them.
 """
 
-import difflib
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from ..errors import SettingError
+from ..errors import SettingError, close_matches
 
 __all__ = [
     "ENGINE_NO_USE",
@@ -265,7 +264,7 @@ def check_role_keys(role: Role, settings: dict[str, Any], known: Collection[str]
         elif key in ROLE_REFUSED:
             _refuse(name, settings[key], *ROLE_REFUSED[key])
         elif key not in known:
-            near = difflib.get_close_matches(key, [*known, *ROLE_TAKEN], n=1)
+            near = close_matches(key, [*known, *ROLE_TAKEN], most=1, cutoff=0.6)
             works = f"{role.name}.{near[0]}" if near else "leave it out"
             raise SettingError(name, settings[key], "verl has no such setting.", works)
     return notes
@@ -357,5 +356,5 @@ def _unknown(node: str, key: str, value: Any, known: Collection[str], fsdp: bool
         if key in known:
             return SettingError(name, value, rule, f"{node.partition('.fsdp')[0].removesuffix('.model')}.engine.{key}")
         known = {*ENGINE_TAKEN, *ENGINE_NO_USE, *ENGINE_REFUSED, *SET_BY_VERL}
-    near = difflib.get_close_matches(str(key), known, n=1)
+    near = close_matches(str(key), known, most=1, cutoff=0.6)
     return SettingError(name, value, rule, f"{node}.{near[0]}" if near else f"one of: {', '.join(sorted(known))}")

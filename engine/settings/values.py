@@ -30,9 +30,9 @@ def plain(value: Any) -> Any:
     return value
 
 
-def get_setting(model: Any, name: str) -> Any:
-    """A setting of verl's model node by its dotted name; None if it has no such."""
-    value = model
+def get_setting(node: Any, name: str, default: Any = None) -> Any:
+    """Return a setting of one of verl's config nodes, mapping or dataclass, by its dotted name."""
+    value = node
     for part in name.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
+        value = value.get(part, default) if isinstance(value, Mapping) else getattr(value, part, default)
     return value

@@ -1,1 +1,1 @@
-"""Ranks, meshes and slices: who holds which part of a tensor."""
+"""Ranks and meshes, and which part of a tensor each rank holds."""

@@ -1,4 +1,4 @@
-"""Which box of a parameter each rank holds: one rule for loading, for the gradient norm and for export."""
+"""Which elements of a parameter each rank holds: one rule for loading, the gradient norm, export and weight syncs."""
 
 from collections.abc import Mapping
 
@@ -20,10 +20,10 @@ __all__ = [
 
 
 def shard_steps(param: torch.Tensor) -> tuple[ShardStep, ...]:
-    """The cuts of a parameter, outermost first; empty for a plain tensor.
+    """Return the steps by which a parameter is sharded, outermost first; empty for a plain tensor.
 
-    On dim 0 of an expert weight both ``ep`` and ``ep_fsdp`` may cut. DTensor lists its axes in mesh order and marks
-    the one that was applied to an already cut dim as strided, so the plain cuts come first.
+    Dim 0 of an expert weight may be sharded over both ``ep`` and ``ep_fsdp``. DTensor lists its axes in mesh order, and
+    marks the one that was applied to an already sharded dim as strided, so plain shards come first here.
     """
     if not isinstance(param, DTensor):
         return ()
@@ -35,41 +35,41 @@ def shard_steps(param: torch.Tensor) -> tuple[ShardStep, ...]:
         for axis, placement in enumerate(param.placements)
         if placement.is_shard() or hasattr(placement, "split_factor")
     ]
-    return tuple(cut for _, cut in sorted(sharded, key=lambda entry: entry[0]))
+    return tuple(step for _, step in sorted(sharded, key=lambda entry: entry[0]))
 
 
 def local_range(param: torch.Tensor, at: Mapping[str, int] | None = None) -> IndexRange:
-    """What this rank holds of ``param``; what another one holds, by where it is ``at`` on some axes."""
+    """Return the range of ``param`` that this rank holds, or another rank, whose index on some axes is ``at``."""
     mesh = param.device_mesh if isinstance(param, DTensor) else None
-    cuts = shard_steps(param)
-    here = {cut.axis: mesh.get_local_rank(cut.axis) for cut in cuts} if mesh is not None else {}
-    return shard_range(param.shape, cuts, {**here, **(at or {})})
+    steps = shard_steps(param)
+    here = {step.axis: mesh.get_local_rank(step.axis) for step in steps} if mesh is not None else {}
+    return shard_range(param.shape, steps, {**here, **(at or {})})
 
 
 def local_tensor(param: torch.Tensor) -> torch.Tensor:
-    """This rank's shard, without padding; the tensor itself if it is not sharded."""
+    """Return this rank's shard, without padding; the tensor itself if it is not sharded."""
     return param.to_local() if isinstance(param, DTensor) else param
 
 
 def is_expert_parameter(param: torch.Tensor) -> bool:
-    """Whether the parameter lives on the experts' mesh."""
+    """Return whether a parameter is on the experts' mesh."""
     names = param.device_mesh.mesh_dim_names if isinstance(param, DTensor) else None
     return names is not None and "ep" in names
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of that name is one half of a low-rank adapter (``lora/adapters.py``)."""
+    """Return whether a parameter of that name is the ``A`` or ``B`` of a low-rank adapter (``lora/adapters.py``)."""
     return name.endswith(("_lora_A", "_lora_B"))
 
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by name: what a checkpoint holds of a model."""
+    """Return parameters and persistent buffers by name: the tensors of a model that a checkpoint holds."""
     return {**dict(model.named_parameters()), **persistent_buffers(model)}
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that belong to a checkpoint, by name."""
-    # Not by state_dict(): FSDP2 reshards its modules before it, which must not happen in the middle of a forward.
+    """Return the buffers that belong to a checkpoint, by name."""
+    # Not by state_dict(): FSDP2 reshards its modules in a pre-hook of it, which would break a running forward.
     modules = dict(model.named_modules())
 
     def is_saved(name: str) -> bool:

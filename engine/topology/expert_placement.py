@@ -1,7 +1,7 @@
-"""Which dim of an expert parameter goes on which axis of the experts' mesh; nothing else decides it.
+"""Decide which dim of an expert parameter is sharded over which axis of the experts' mesh.
 
-A further axis (``etp``: expert tensor parallelism) gets its dim here, and nowhere else: meshes come from ``mesh.py``,
-loading, export, checkpoints and the gradient norm read the placements of the parameter.
+A further axis (``etp``: expert tensor parallelism) would get its dim here and nowhere else: meshes come from
+``mesh.py``; loading, export, checkpoints and the gradient norm read the placements of the parameter.
 """
 
 import math
@@ -16,25 +16,29 @@ __all__ = ["check_experts_divide", "ep_fsdp_dim", "model_parallel_placements"]
 
 
 def model_parallel_placements(axes: Sequence[str], ep_dim: int) -> list[Placement]:
-    """Placements of an expert parameter over the axes that cut the model itself.
+    """Return the placements of an expert parameter over the model-parallel axes.
 
     Args:
         axes: axis names of the mesh, ``("ep",)`` or ``("ep", "etp")``.
-        ep_dim: dim that counts the experts.
+        ep_dim: the dim that counts the experts.
     """
     dims: Mapping[str, int] = {"ep": ep_dim}
     return [Shard(dims[axis]) if axis in dims else Replicate() for axis in axes]
 
 
 def ep_fsdp_dim(shape: Sequence[int], topology: Topology, wanted: int | str = "auto", ep_dim: int = 0) -> int:
-    """The dim of an expert parameter of global ``shape`` that ``ep_fsdp`` cuts.
+    """Return the dim of an expert parameter of global ``shape`` that is sharded over ``ep_fsdp``.
 
-    ``auto`` takes whole experts where they divide, as FSDP then gathers and reduces a stack without copying it once
-    more; else the first other dim that divides (dim 1 of ``[E, ...]``, as in VeOmni); else dim 0, which alone may be
-    cut unevenly (torch ``_fsdp_param.py``).
+    ``auto`` chooses the experts dim if ``ep_fsdp`` divides the local experts, because FSDP gathers and reduces dim 0
+    without an extra copy; else the first other dim that divides (dim 1 of ``[E, ...]``, as in VeOmni); else dim 0, the
+    only one that FSDP can shard unevenly (torch ``_fsdp_param.py``).
+
+    Args:
+        wanted: ``engine.expert_shard_dim``.
+        ep_dim: the dim that counts the experts.
 
     Raises:
-        SettingError: for an explicit dim that does not divide.
+        SettingError: ``ep_fsdp`` does not divide an explicit dim.
     """
     local = list(shape)
     local[ep_dim] //= topology.ep
@@ -48,8 +52,8 @@ def ep_fsdp_dim(shape: Sequence[int], topology: Topology, wanted: int | str = "a
         raise SettingError(
             "engine.expert_shard_dim",
             dim,
-            f"an expert weight has {local[dim]} along it on one EP rank, which ep_fsdp={topology.ep_fsdp} does not "
-            "divide.",
+            f"an expert weight has size {local[dim]} along this dim on one EP rank, which ep_fsdp={topology.ep_fsdp} "
+            "does not divide.",
             "engine.expert_shard_dim=auto",
         )
     return dim
@@ -59,7 +63,7 @@ def check_experts_divide(num_experts: Sequence[int], topology: Topology, model: 
     """Refuse an expert-parallel size that would split an expert.
 
     Args:
-        num_experts: experts of each experts module of the model; none of a dense one.
+        num_experts: number of experts of each experts module of the model; empty for a dense one.
         model: its name.
 
     Raises:

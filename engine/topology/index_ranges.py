@@ -1,6 +1,6 @@
-"""Boxes of tensors and the cuts that divide them: arithmetic on plain integers.
+"""Index ranges of tensors and the steps by which they are sharded: arithmetic on plain integers.
 
-FSDP2 cuts like ``torch.chunk``: equal pieces of ``ceil(n / parts)``, the last ones shorter or empty.
+FSDP2 shards like ``torch.chunk``: equal chunks of ``ceil(n / parts)``, the last ones shorter or empty.
 """
 
 import math
@@ -20,7 +20,7 @@ class IndexRange:
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> "IndexRange":
-        """The whole tensor."""
+        """Return the range of a whole tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @cached_property
@@ -36,22 +36,22 @@ class IndexRange:
         return tuple(map(slice, self.low, self.high))
 
     def slices_in(self, outer: "IndexRange") -> tuple[slice, ...]:
-        """The slices that cut this box out of the values of ``outer``."""
+        """Return the slices that select this range from a tensor that holds the values of ``outer``."""
         bounds = zip(self.low, self.high, outer.low, strict=True)
         return tuple(slice(low - origin, high - origin) for low, high, origin in bounds)
 
     def with_dim(self, dim: int, start: int, stop: int) -> "IndexRange":
-        """The same box but for ``[start, stop)`` along ``dim``."""
-        return IndexRange(
-            (*self.low[:dim], start, *self.low[dim + 1 :]), (*self.high[:dim], stop, *self.high[dim + 1 :])
-        )
+        """Return this range with ``[start, stop)`` along ``dim``."""
+        low, high = list(self.low), list(self.high)
+        low[dim], high[dim] = start, stop
+        return IndexRange(tuple(low), tuple(high))
 
     def elements_before(self, rows: "IndexRange") -> int:
-        """How many elements of this come before those of some of its rows."""
+        """Return how many elements of this range precede those of ``rows``, which are some of its rows."""
         return (rows.low[0] - self.low[0]) * math.prod(self.shape[1:]) if self.low else 0
 
     def intersection(self, other: "IndexRange") -> "IndexRange | None":
-        """What both contain; ``None`` if that is nothing."""
+        """Return the range that both contain; ``None`` if it is empty."""
         low = tuple(map(max, self.low, other.low))
         high = tuple(map(min, self.high, other.high))
         return IndexRange(low, high) if all(a < b for a, b in zip(low, high, strict=True)) else None
@@ -59,29 +59,29 @@ class IndexRange:
 
 @dataclass(frozen=True)
 class ShardStep:
-    """One step of sharding: ``dim`` cut over the mesh axis ``axis`` in ``parts`` pieces."""
+    """One step of sharding: ``dim`` is split over the mesh axis ``axis`` into ``parts`` chunks."""
 
     dim: int
     axis: str
     parts: int
 
 
-def bounding_range(boxes: Sequence[IndexRange]) -> IndexRange:
-    """The smallest box that has all of these inside."""
-    lows, highs = zip(*((box.low, box.high) for box in boxes), strict=True)
+def bounding_range(ranges: Sequence[IndexRange]) -> IndexRange:
+    """Return the smallest range that contains all of these."""
+    lows, highs = zip(*((r.low, r.high) for r in ranges), strict=True)
     return IndexRange(tuple(map(min, *lows, lows[0])), tuple(map(max, *highs, highs[0])))
 
 
 def chunk_range(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
-    """The ``index``-th of ``parts`` pieces of ``[start, stop)``, as ``torch.chunk`` cuts it."""
-    piece = -(-(stop - start) // parts)
-    return min(start + index * piece, stop), min(start + (index + 1) * piece, stop)
+    """Return the bounds of the ``index``-th of ``parts`` chunks of ``[start, stop)``, as ``torch.chunk`` splits it."""
+    size = -(-(stop - start) // parts)
+    return min(start + index * size, stop), min(start + (index + 1) * size, stop)
 
 
-def shard_range(shape: Sequence[int], cuts: Iterable[ShardStep], coordinate: Mapping[str, int]) -> IndexRange:
-    """What a rank at ``coordinate`` (axis -> index) holds of a tensor of ``shape``; ``cuts`` outermost first."""
-    box = IndexRange.of(shape)
-    for cut in cuts:
-        dim = cut.dim
-        box = box.with_dim(dim, *chunk_range(box.low[dim], box.high[dim], cut.parts, coordinate[cut.axis]))
-    return box
+def shard_range(shape: Sequence[int], steps: Iterable[ShardStep], coordinate: Mapping[str, int]) -> IndexRange:
+    """Return the range that a rank at ``coordinate`` (axis -> index) holds of a tensor; ``steps`` outermost first."""
+    held = IndexRange.of(shape)
+    for step in steps:
+        dim = step.dim
+        held = held.with_dim(dim, *chunk_range(held.low[dim], held.high[dim], step.parts, coordinate[step.axis]))
+    return held

@@ -1,8 +1,8 @@
-"""Ranks -> meshes. The only file that does rank arithmetic.
+"""Arrange ranks in meshes; the only file that does rank arithmetic.
 
-Experts live on ``(dp_replicate, ep_fsdp, ep)``, ``ep`` fastest, so that an EP group is a block of neighbours.
-Everything else lives on ``(dp_replicate, fsdp)``. A *replica* is the block of ``ep_fsdp * ep == fsdp`` ranks that holds
-the model once; both meshes cut it over exactly these ranks:
+Experts are on the mesh ``(dp_replicate, ep_fsdp, ep)``, ``ep`` fastest, so that the ranks of an EP group are adjacent.
+Everything else is on ``(dp_replicate, fsdp)``. A *replica* is the block of ``ep_fsdp * ep == fsdp`` ranks that holds
+the model once; both meshes shard it over exactly these ranks:
 
     dp_replicate * ep_fsdp * ep == dp_replicate * fsdp == world
 
@@ -26,9 +26,9 @@ __all__ = ["Meshes", "Topology", "build_meshes", "build_sequence_mesh", "check_s
 
 @dataclass(frozen=True)
 class Topology:
-    """How ``world`` ranks are arranged; sizes only.
+    """The sizes of the mesh axes on which ``world`` ranks are arranged.
 
-    ``inner`` are further axes of the experts' mesh inside ``ep``, e.g. ``(("etp", 1),)``; part of a replica as well:
+    ``inner`` are further axes of the experts' mesh inside ``ep``, e.g. ``(("etp", 1),)``; they are part of a replica:
     ``ep_fsdp * ep * inner == fsdp``.
     """
 
@@ -74,16 +74,16 @@ class Topology:
 
     @property
     def expert_axes(self) -> dict[str, int]:
-        """Axes of the experts' mesh and their sizes, slowest first."""
+        """The axes of the experts' mesh and their sizes, slowest first."""
         return {"dp_replicate": self.dp_replicate, "ep_fsdp": self.ep_fsdp, "ep": self.ep, **dict(self.inner)}
 
     @property
     def model_parallel_axes(self) -> tuple[str, ...]:
-        """The axes that cut the experts before FSDP does: ``ep``, and what is inside it."""
+        """The axes that shard the experts before FSDP does: ``ep`` and the inner ones."""
         return tuple(self.expert_axes)[2:]
 
     def coordinate(self, fsdp_rank: int) -> dict[str, int]:
-        """Where the ``fsdp_rank``-th rank of a replica is on each axis that shards, of both meshes."""
+        """Return the index of a replica's ``fsdp_rank``-th rank on each sharding axis of both meshes."""
         at, rest = {"fsdp": fsdp_rank}, fsdp_rank
         for axis, size in reversed(list(self.expert_axes.items())[1:]):
             rest, at[axis] = divmod(rest, size)
@@ -94,7 +94,7 @@ class Topology:
 class Meshes:
     """The two device meshes of one topology.
 
-    ``experts`` has the axes of ``Topology.expert_axes`` and ``dense`` ``(dp_replicate, fsdp)``; both keep axes of size
+    ``experts`` has the axes of ``Topology.expert_axes``, ``dense`` has ``(dp_replicate, fsdp)``; both keep axes of size
     1, so that placements always have the same length.
     """
 
@@ -104,12 +104,12 @@ class Meshes:
 
     @property
     def dense_shard(self) -> DeviceMesh:
-        """Mesh for ``fully_shard`` of dense parameters: 2-D (HSDP) only where there are replicas."""
+        """The mesh for ``fully_shard`` of dense parameters; 2-D (HSDP) only with several replicas."""
         return self.dense if self.topology.dp_replicate > 1 else self.dense["fsdp"]
 
     @property
     def experts_shard(self) -> DeviceMesh:
-        """Mesh for ``fully_shard`` of experts, within one EP rank."""
+        """The mesh for ``fully_shard`` of experts, within one EP rank."""
         return self.experts["dp_replicate", "ep_fsdp"] if self.topology.dp_replicate > 1 else self.experts["ep_fsdp"]
 
     @property
@@ -118,7 +118,7 @@ class Meshes:
 
     @property
     def model_parallel(self) -> DeviceMesh:
-        """The experts' mesh without the axes that FSDP works on."""
+        """The experts' mesh without the axes that FSDP shards and replicates over."""
         return self.experts[self.topology.model_parallel_axes]
 
     @property
@@ -132,10 +132,10 @@ class Meshes:
 
 
 def build_meshes(device_type: str, topology: Topology) -> Meshes:
-    """Create the process groups of ``topology``; every rank has to call it.
+    """Create the meshes of ``topology`` and their process groups; collective.
 
-    Two root meshes rather than one flattened one: public API in every torch we support, and no operation of ours mixes
-    parameters of the two.
+    They are two root meshes rather than one flattened one: that is public API in every torch we support, and no
+    operation mixes parameters of the two.
     """
     t = topology
     return Meshes(
@@ -146,9 +146,10 @@ def build_meshes(device_type: str, topology: Topology) -> Meshes:
 
 
 def check_sequence_size(world: int, size: int) -> None:
-    """
+    """Check that ``size`` ranks can share each packed row.
+
     Raises:
-        SettingError: ``size`` ranks to a row do not divide ``world``.
+        SettingError: ``size`` does not divide ``world``.
     """
     if world % size:
         raise SettingError(
@@ -160,7 +161,9 @@ def check_sequence_size(world: int, size: int) -> None:
 
 
 def build_sequence_mesh(device_type: str, world: int, size: int) -> DeviceMesh:
-    """``(dp, sp)``: neighbours share rows. It says who computes what, and is crossed by no parameter.
+    """Create the mesh ``(dp, sp)``, ``sp`` fastest; collective.
+
+    Ranks of one sp group hold slices of the same packed sequence; no parameter is sharded on this mesh.
 
     Raises:
         SettingError: see ``check_sequence_size``.
@@ -170,5 +173,5 @@ def build_sequence_mesh(device_type: str, world: int, size: int) -> DeviceMesh:
 
 
 def divisors(n: int) -> list[int]:
-    """What divides ``n``, in order."""
+    """Return the divisors of ``n``, in ascending order."""
     return [d for d in range(1, n + 1) if n % d == 0]

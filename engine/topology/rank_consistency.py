@@ -1,8 +1,7 @@
-"""Do all ranks mean the same run? Compared once at the start, before anything hangs on it.
+"""Check that all ranks got the same settings and model, and raise errors on all ranks together.
 
-Ranks that disagree about the model or the settings don't fail, they hang: in the first collective whose sizes differ,
-or that one of them never issues. So each rank sends digests of what it was given; only where they differ is the rest
-sent.
+Ranks with different models or settings don't fail, they hang: in the first collective whose sizes differ, or that one
+of them never issues. So the ranks compare digests of what they got; only if these differ do they exchange the rest.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ _SHOWN = 120  # characters of a value
 
 
 class RankMismatchError(RuntimeError):
-    """Ranks were given different models or settings; raised on all of them, with the first differences."""
+    """Ranks have different models or settings, or some failed; raised on all ranks, with the first differences."""
 
 
 def check_agreement(
@@ -34,13 +33,13 @@ def check_agreement(
     """Compare named sections of facts over the ranks of ``group``; collective.
 
     Args:
-        facts: section -> entry -> value; values as ``str`` shows them.
-        device: where the group's backend takes tensors from.
-        failure: what this rank's own checks raised: a rank that raised it alone would leave the others waiting.
+        facts: section -> entry -> value; values are compared by ``str``.
+        device: device type of the tensors that the group's backend sends.
+        failure: the error of this rank's own checks, if any; if it raised alone, the other ranks would hang.
 
     Raises:
-        RankMismatchError: on every rank alike, naming sections, entries, ranks and their values, or what failed where.
-        Exception: ``failure``, where all ranks have the same.
+        RankMismatchError: on every rank, with sections, entries, ranks and their values, or which ranks failed how.
+        Exception: ``failure``, if it is the same on all ranks.
     """
     failed = "" if failure is None else f"{type(failure).__name__}: {failure}"
     mine = {section: {str(k): str(v) for k, v in entries.items()} for section, entries in facts.items()}
@@ -60,16 +59,16 @@ def check_agreement(
             failures.setdefault(text, []).append(rank)
     if failures:
         lines = [f"  {_ranks(ranks)}: {text}" for text, ranks in failures.items()]
-        raise RankMismatchError("\n".join(["Some ranks can't run what they are to run:", *lines])) from failure
+        raise RankMismatchError("\n".join(["Some ranks failed:", *lines])) from failure
     differences = _differences([facts for _, facts in everyone])
-    raise RankMismatchError("\n".join(["The ranks do not agree on what to run:", *differences]))
+    raise RankMismatchError("\n".join(["The ranks do not agree:", *differences]))
 
 
 @contextlib.contextmanager
 def raise_on_all_ranks(device: torch.device | str = "cpu", group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Have all ranks of ``group`` leave the block alike: if one of them fails in it, all raise; collective.
+    """Raise on every rank of ``group`` if any rank raises inside the block; collective.
 
-    The block itself must hold no collective, which a rank that fails before it would not take part in.
+    The block must not contain collectives: a rank that fails before one would leave the others waiting in it.
     """
     failure: Exception | None = None
     try:
@@ -80,7 +79,7 @@ def raise_on_all_ranks(device: torch.device | str = "cpu", group: dist.ProcessGr
 
 
 def model_facts(model: nn.Module) -> dict[str, str]:
-    """What decides the collectives of a model: class, and shape, dtype and trainability of parameters and buffers.
+    """Return what determines a model's collectives: its class, and shape, dtype and trainability of its tensors.
 
     The model may be on the meta device.
     """
@@ -93,7 +92,7 @@ def model_facts(model: nn.Module) -> dict[str, str]:
 
 
 def without_paths(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A model config as a mapping, without the folders that it and its parts were read from: nodes differ in them."""
+    """Return a model config without the folders that it and its parts were read from, which differ among nodes."""
     return {
         key: without_paths(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
@@ -102,7 +101,7 @@ def without_paths(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _differences(everyone: list[dict[str, dict[str, str]]]) -> list[str]:
-    """A line for each of the first entries that differ, with the ranks that hold each value."""
+    """Format a line for each of the first entries that differ, with the ranks that have each value."""
     lines = []
     for section in sorted({s for facts in everyone for s in facts}):
         entries = [facts.get(section, {}) for facts in everyone]
@@ -118,7 +117,7 @@ def _differences(everyone: list[dict[str, dict[str, str]]]) -> list[str]:
 
 
 def _ranks(ranks: list[int]) -> str:
-    """``ranks 0, 1, 2, ... (62)``."""
+    """Format ranks as ``ranks 0, 1, 2, 3, ... (62)``."""
     named = ", ".join(map(str, ranks[:4]))
     return (
         f"rank {named}" if len(ranks) == 1 else f"ranks {named}" + (f", ... ({len(ranks)})" if len(ranks) > 4 else "")

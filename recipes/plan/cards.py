@@ -1,6 +1,5 @@
 """Sizes of models without weights: from a folder's config, as published, or from the hub's ``config.json``."""
 
-import difflib
 import json
 import re
 from pathlib import Path
@@ -11,7 +10,7 @@ from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.utils import build_hf_headers
 from transformers import AutoConfig, PretrainedConfig
 
-from ...engine.errors import SettingError
+from ...engine.errors import SettingError, close_matches
 
 __all__ = ["CARDS", "MODEL_HELP", "config_of"]
 
@@ -111,7 +110,7 @@ def config_of(model: str) -> PretrainedConfig:
     wanted = model.lower().rpartition("/")[2]
     if wanted in names:
         return _from_json({**CARDS[names[wanted]], "tie_word_embeddings": False})
-    near = [names[n] for n in difflib.get_close_matches(wanted, names, n=3, cutoff=0.3)]
+    near = close_matches(wanted, CARDS)
     works = f"a folder with config.json, or {', '.join(near or CARDS)}."
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not Path(model).exists():
         return _of_the_hub(model, works)

@@ -1,4 +1,4 @@
-"""Ranks that were given different models or settings fail alike, at once."""
+"""Ranks with different models or settings all fail, at once."""
 
 import time
 
@@ -54,7 +54,7 @@ def _disagree(what, words):
         ("frozen", ["model: 0.weight", "frozen on rank 2"]),
     ],
 )
-def test_one_rank_of_another_mind_is_an_error_on_all(what, words):
+def test_check_agreement_with_one_rank_that_differs_raises_on_all(what, words):
     run_ranks(_disagree, WORLD, what, words)
 
 
@@ -62,7 +62,7 @@ def _agree():
     check_agreement(_facts(dist.get_rank(), "nothing"))
 
 
-def test_ranks_that_agree_go_on():
+def test_check_agreement_of_equal_ranks_passes():
     run_ranks(_agree, WORLD)
 
 
@@ -79,7 +79,7 @@ def _copies(changed):
 
 
 @pytest.mark.parametrize("changed", [False, True])
-def test_copies_of_a_model_in_different_folders_are_one_model(changed):
+def test_check_agreement_ignores_the_folders_of_a_model(changed):
     run_ranks(_copies, 2, changed)
 
 
@@ -93,7 +93,7 @@ def _fails(ranks):
 
 
 @pytest.mark.parametrize("ranks", [[1, 3], [0, 1, 2, 3]])
-def test_what_fails_on_some_ranks_is_an_error_on_all(ranks):
+def test_raise_on_all_ranks_raises_what_failed_on_some(ranks):
     run_ranks(_fails, WORLD, ranks)
 
 
@@ -102,5 +102,5 @@ def _many():
         check_agreement({"settings": {str(i): dist.get_rank() for i in range(20)}})
 
 
-def test_only_the_first_differences_are_listed():
+def test_check_agreement_lists_only_the_first_differences():
     run_ranks(_many, 2)

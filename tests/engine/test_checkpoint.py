@@ -125,7 +125,7 @@ def _export(folder, out, file_bytes, contents):
 
 
 @pytest.mark.parametrize(("file_bytes", "contents"), [(1 << 30, {"hf_model"}), (1 << 16, {"model", "hf_model"})])
-def test_export_is_the_checkpoint_again(tmp_path, file_bytes, contents):
+def test_export_equals_the_loaded_checkpoint(tmp_path, file_bytes, contents):
     folder, saved = save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt"
     run_ranks(_export, 4, folder, saved, file_bytes, contents)
     assert (saved / checkpoint.SHARDS).exists() == ("model" in contents)
@@ -149,7 +149,7 @@ def _no_checkpoint(folder):
         checkpoint.load_checkpoint(folder, None, None, None, ALL)
 
 
-def test_a_folder_that_is_no_checkpoint_is_named(tmp_path):
+def test_load_checkpoint_names_a_folder_without_one(tmp_path):
     run_ranks(_no_checkpoint, 2, tmp_path)
 
 
@@ -172,7 +172,7 @@ def _damaged(folder, out):
 
     shard = next((out / "dist_ckpt").glob("*00002*.safetensors"))
     flipped = lambda path, content: path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # noqa: E731
-    is_refused(rf"{shard.name} \(its checksum is another one\)", flipped, shard)
+    is_refused(rf"{shard.name} \(its checksum differs\)", flipped, shard)
     cut_off = lambda path, content: path.write_bytes(content[:-8])  # noqa: E731
     is_refused(rf"{shard.name} \(\d+ of \d+ bytes\)", cut_off, shard)
     is_refused(rf"{shard.name} \(missing\)", lambda path, content: path.unlink(), shard)
@@ -185,7 +185,7 @@ def _damaged(folder, out):
     checkpoint.load_checkpoint(out, model, optimizer, schedule, ALL)
 
 
-def test_damaged_files_are_named_on_every_rank(tmp_path):
+def test_verify_all_ranks_names_damaged_files_on_every_rank(tmp_path):
     run_ranks(_damaged, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
 
 
@@ -218,7 +218,7 @@ def _without_permission(folder, out, read_only):
     checkpoint.load_checkpoint(out, model, optimizer, schedule, ALL)
 
 
-def test_what_there_is_no_permission_for_is_named_on_every_rank(tmp_path):
+def test_verify_all_ranks_names_unreadable_files_on_every_rank(tmp_path):
     (tmp_path / "read_only").mkdir()
     folder = save_qwen3_moe(tmp_path / "model")
     run_ranks(_without_permission, 2, folder, tmp_path / "ckpt", tmp_path / "read_only")
@@ -345,7 +345,7 @@ def _resumes_with_more_ranks(folder, out):
     assert [said in line for line in lines] == [True, True] * (dist.get_rank() == 0)
 
 
-def test_ranks_that_the_saved_run_did_not_have_start_from_a_seed_and_that_is_said(tmp_path):
+def test_load_checkpoint_on_more_ranks_seeds_them_and_logs_it(tmp_path):
     folder = save_qwen3_moe(tmp_path / "model")
     run_ranks(_saves_random_state, 2, folder, tmp_path / "ckpt")
     run_ranks(_resumes_with_more_ranks, 4, folder, tmp_path / "ckpt")
@@ -375,7 +375,7 @@ def test_a_save_in_the_background_that_fails_is_told_when_the_next_begins(tmp_pa
     run_ranks(_fails_in_background, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
 
 
-def test_nothing_is_unpickled(tmp_path):
+def test_load_checkpoint_unpickles_nothing(tmp_path):
     run_ranks(_without_pickle, 1, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
 
 
@@ -386,7 +386,7 @@ def _without_pickle(folder, out):
     assert {path.suffix for path in out.rglob("*") if path.is_file()} == {".safetensors", ".json"}
 
 
-def test_only_the_newest_checkpoints_are_kept(tmp_path):
+def test_remove_old_keeps_only_the_newest_checkpoints(tmp_path):
     run_ranks(_keeps, 1, tmp_path)
 
 
@@ -399,7 +399,7 @@ def _keeps(folder):
     assert [p.exists() for p in paths] == [False, False, True, True]
 
 
-def test_the_checkpoint_that_verl_would_resume_from_is_kept(tmp_path):
+def test_remove_old_keeps_the_checkpoint_that_verl_would_resume_from(tmp_path):
     run_ranks(_keeps_the_named, 1, tmp_path)
 
 

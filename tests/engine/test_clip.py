@@ -1,4 +1,4 @@
-"""The gradient norm over both meshes, and the step that hangs on it."""
+"""The gradient norm over both meshes, and the step that depends on it."""
 
 import itertools
 import logging
@@ -20,7 +20,7 @@ MESHES = [(1, -1), (2, -1), (4, -1), (1, 2), (2, 2), (1, 1)]
 
 
 def _parameters(meshes, dtype=torch.float32, scale=1.0):
-    """Dense and expert parameters with gradients, equal on all ranks as global tensors; and these gradients."""
+    """Return dense and expert parameters with gradients, equal on all ranks as global tensors; and these gradients."""
     generator = torch.Generator().manual_seed(0)
     axes = [(meshes.dense, [Replicate(), Shard(0)]), (meshes.experts, [Replicate(), Shard(1), Shard(0)])]
     shapes = [(8, 5), (7,), (8, 8, 3), (4, 4)]
@@ -52,7 +52,7 @@ def _one_norm_and_one_coefficient():
                 torch.testing.assert_close(param.grad.full_tensor(), (grad * factor).to(dtype))
 
 
-def test_one_norm_one_all_reduce_and_one_coefficient_over_all_meshes():
+def test_clip_takes_one_norm_one_all_reduce_and_one_coefficient_over_all_meshes():
     run_ranks(_one_norm_and_one_coefficient, WORLD)
 
 
@@ -67,7 +67,7 @@ def _accumulated_in_float32():
     assert abs(clip_grad_norm_(params, None, meshes) / _reference(grads) - 1) < 1e-6
 
 
-def test_squares_are_summed_in_float32():
+def test_clip_sums_squares_in_float32():
     run_ranks(_accumulated_in_float32, WORLD)
 
 
@@ -84,7 +84,7 @@ def _copies_count_once():
         assert abs(clip_grad_norm_([param], None, meshes) / grad.norm() - 1) < 1e-6
 
 
-def test_what_several_ranks_hold_alike_counts_once():
+def test_clip_counts_a_shard_that_several_ranks_hold_once():
     run_ranks(_copies_count_once, WORLD)
 
 
@@ -127,5 +127,5 @@ def _skipped_everywhere(bad):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(bad):
+def test_clipped_step_with_a_gradient_that_is_not_finite_on_one_rank_skips_on_all(bad):
     run_ranks(_skipped_everywhere, WORLD, bad)

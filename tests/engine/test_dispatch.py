@@ -14,7 +14,7 @@ EXPERTS, K, D = 8, 2, 5
 
 
 def _expected(hidden, ids, weights, scale_E):
-    """Expert e multiplies by scale_E[e]."""
+    """Compute the dense loop: expert e multiplies its rows by scale_E[e]."""
     return (hidden.unsqueeze(1) * scale_E[ids].unsqueeze(-1) * weights.unsqueeze(-1)).sum(1)
 
 
@@ -54,7 +54,7 @@ def _every_routing():
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_every_routing_matches_the_dense_loop(world):
+def test_dispatch_with_every_routing_equals_the_dense_loop(world):
     run_ranks(_every_routing, world)
 
 
@@ -64,7 +64,7 @@ def test_every_routing_matches_the_dense_loop(world):
     ids=st.lists(st.integers(0, EXPERTS - 1), min_size=18, max_size=18),
     seed=st.integers(0, 1000),
 )
-def test_one_rank_any_routing(tokens, ids, seed):
+def test_dispatch_on_one_rank_with_any_routing_equals_the_dense_loop(tokens, ids, seed):
     torch.manual_seed(seed)
     ids_TK = torch.tensor(ids).view(9, K)[:tokens]
     hidden, weights = torch.randn(tokens, D), torch.rand(tokens, K)

@@ -1,4 +1,4 @@
-"""What computes the experts: one autograd function, exact and lean, in place of autograd through everything."""
+"""The fused experts are exact and save little, compared with autograd through plain operators."""
 
 import copy
 import importlib.util
@@ -21,7 +21,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.moe.forward import ExpertsRuntime, adapt_experts, attach, compute, experts_forward
-from epfsdp2.engine.moe.gemm.backends import Choice, TorchBackend, choose_backend
+from epfsdp2.engine.moe.gemm.backends import BackendChoice, TorchBackend, choose_backend
 from epfsdp2.engine.planner import backward_memory
 from tests.support.models import relative_error
 from tests.support.ranks import run_ranks
@@ -32,7 +32,7 @@ ENDS = "gate_up_proj_lora_A", "gate_up_proj_lora_B", "down_proj_lora_A", "down_p
 
 
 class Config:
-    """The fields that experts classes of several families read."""
+    """The config fields that experts classes of several families read."""
 
     hidden_size, intermediate_size, moe_intermediate_size = D, INNER, INNER
     num_experts = num_local_experts = n_routed_experts = E
@@ -67,7 +67,7 @@ def make(family, dtype=torch.float32, adapters=False):
 
 
 def routed(tokens=T, dtype=torch.float32, weights_dtype=torch.float32):
-    """Tokens, ids of all experts but the last with one listed twice by each token, and routing weights."""
+    """Draw tokens, routing weights and ids of all experts but the last, of which each token lists one twice."""
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(0, E - 1, (tokens, K), generator=generator)
     ids[:, 1] = ids[:, 0]
@@ -76,7 +76,7 @@ def routed(tokens=T, dtype=torch.float32, weights_dtype=torch.float32):
 
 
 def tokens_with(module, backend, hidden, ids, weights):
-    """Output and gradients of hidden states, routing weights and parameters, all experts on one rank."""
+    """Return output and gradients of hidden states, routing weights and parameters, with all experts on one rank."""
     module = copy.deepcopy(module)
     attach(module, ExpertsRuntime(E, None, backend=backend))
     hidden, weights = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
@@ -86,7 +86,7 @@ def tokens_with(module, backend, hidden, ids, weights):
 
 
 def rows_with(module, backend, rows, counts_e, scale=None):
-    """The same of rows that were sent here, with or without the routing weights that scale them at home."""
+    """Return the same for received rows, with or without routing weights that are applied on the source rank."""
     module = copy.deepcopy(module)
     attach(module, ExpertsRuntime(E, None, backend=backend))
     rows, scale = rows.clone().requires_grad_(), None if scale is None else scale.clone().requires_grad_()
@@ -108,7 +108,7 @@ def assert_equal(got, want, bound=RELATIVE):
 
 
 @pytest.mark.parametrize(("family", "tokens"), itertools.product(FAMILIES, (T, 0)))
-def test_every_layout_equals_plain_operators(family, tokens):
+def test_fused_experts_of_every_layout_equal_plain_operators(family, tokens):
     module, (hidden, ids, weights) = make(family), routed(tokens)
     got = tokens_with(module, "torch", hidden, ids, weights)
     assert_equal(got, tokens_with(module, "reference", hidden, ids, weights))
@@ -121,7 +121,7 @@ def test_every_layout_equals_plain_operators(family, tokens):
 
 
 @pytest.mark.parametrize("frozen", [(), ("gate_up_proj", "down_proj"), ENDS, ENDS[:2] + ("gate_up_proj",)], ids=str)
-def test_adapters_and_frozen_weights(frozen):
+def test_fused_experts_with_adapters_and_frozen_weights_equal_plain_operators(frozen):
     module, inputs = make("plain", adapters=True), routed()
     for name in frozen:
         module.get_parameter(name).requires_grad_(False)
@@ -136,7 +136,7 @@ def test_adapters_and_frozen_weights(frozen):
 
 @pytest.mark.parametrize("family", ["plain", "interleaved, transposed, biases"])
 @pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16])
-def test_bfloat16_is_no_further_from_float32_than_plain_operators(family, weights_dtype):
+def test_fused_experts_in_bfloat16_are_no_further_from_float32_than_plain_operators(family, weights_dtype):
     module, (hidden, ids, weights) = make(family, torch.bfloat16), routed(400, torch.bfloat16, weights_dtype)
     exact = tokens_with(copy.deepcopy(module).float(), "reference", hidden.float(), ids, weights.float())
     got, plain = (tokens_with(module, backend, hidden, ids, weights) for backend in ("torch", "reference"))
@@ -146,14 +146,14 @@ def test_bfloat16_is_no_further_from_float32_than_plain_operators(family, weight
         assert got[name].dtype == plain[name].dtype
 
 
-def test_sums_over_experts_accumulate_in_float32():
+def test_gather_sum_accumulates_in_float32():
     rows, slots = torch.ones(1025, 8, dtype=torch.bfloat16), torch.arange(1025).view(1, -1)
     for weights in (None, torch.ones(1, 1025, dtype=torch.bfloat16), torch.ones(1, 1025)):
         # One by one in bfloat16 the sum would stop at 256.
         assert (TorchBackend().gather_sum(rows, slots, weights, torch.float32) >= 1024).all()
 
 
-def test_autocast_around_the_experts_is_that_of_their_activation_in_backward_too():
+def test_fused_experts_under_autocast_recompute_the_activation_under_it():
     class Mixes(Qwen3MoeExperts):
         def _apply_gate(self, pre):
             seen.append(torch.is_autocast_enabled("cpu"))
@@ -177,11 +177,11 @@ def test_autocast_around_the_experts_is_that_of_their_activation_in_backward_too
     assert_equal(*results)
 
 
-# -- what is kept ---------------------------------------------------------------------------------------------------
+# -- saved tensors --------------------------------------------------------------------------------------------------
 
 
 def bytes_kept(function, without):
-    """Of storages that autograd saves in a call, those of parameters and inputs left out."""
+    """Count the bytes of storages that autograd saves in a call, without parameters and inputs."""
     known, kept = {t.untyped_storage()._cdata for t in without}, {}
 
     def pack(tensor):
@@ -197,8 +197,8 @@ def bytes_kept(function, without):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("experts", "hidden", "inner"), [(32, 512, 192), (64, 896, 256)], ids=["qwen3", "deepseek"])
-def test_less_is_kept_than_0_4_of_what_grouped_mm_keeps(dtype, experts, hidden, inner):
-    """Qwen3-30B-A3B's and DeepSeek-V3's proportions, a quarter and an eighth as wide, a quarter of the experts."""
+def test_fused_experts_on_one_rank_save_less_than_0_4_of_grouped_mm(dtype, experts, hidden, inner):
+    """Proportions of Qwen3-30B-A3B and DeepSeek-V3: a quarter and an eighth of the width, a quarter of the experts."""
     config = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=inner, num_experts=experts, num_experts_per_tok=8)
     module = Qwen3MoeExperts(config).to(dtype)
     for param in module.parameters():
@@ -215,7 +215,7 @@ def test_less_is_kept_than_0_4_of_what_grouped_mm_keeps(dtype, experts, hidden, 
 
 
 def _kept_of_rows_sent(experts, hidden, inner, k):
-    """Every expert of both ranks has as many rows from each."""
+    """Give every expert of both ranks equally many rows from each rank."""
     config = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=inner, num_experts=experts // 2)
     module = Qwen3MoeExperts(config)
     for param in module.parameters():
@@ -232,7 +232,7 @@ def _kept_of_rows_sent(experts, hidden, inner, k):
     assert kept["torch"] < 0.6 * kept["reference"]
 
 
-def test_of_a_row_that_is_sent_nothing_is_kept_at_home():
+def test_fused_experts_on_two_ranks_save_nothing_on_the_source_rank():
     run_ranks(_kept_of_rows_sent, 2, 8, 64, 24, 2)
 
 
@@ -245,19 +245,19 @@ class _Counting(TorchBackend):
         return super().mm(*args)
 
 
-def test_their_backward_may_run_again_and_the_first_half_of_it_not_alone():
+def test_fused_experts_backward_runs_twice_and_its_first_linear_not_alone():
     module, (hidden, ids, weights) = make("plain"), routed()
     attach(module, ExpertsRuntime(E, None))
     out = experts_forward(module, hidden.requires_grad_(), ids, weights)
     first, second = (torch.autograd.grad(out.sum(), hidden, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second) and first.abs().sum() > 0
     between = out.grad_fn.up.saved_tensors[0]
-    with pytest.raises(AssertionError, match="ran without that of their second, whose gradients it takes"):
+    with pytest.raises(AssertionError, match="ran before that of their second, whose results it needs"):
         between.sum().backward()
 
 
-def test_computed_again_they_end_before_their_last_product(monkeypatch):
-    """Forward: 2 products; again: the first; backward: one for each of the two."""
+def test_fused_experts_when_recomputed_stop_before_the_down_projection(monkeypatch):
+    """The forward has 2 grouped GEMMs, the recomputation the first, backward one for each."""
     backend, module, (hidden, ids, weights) = _Counting(), make("plain"), routed()
     attach(module, ExpertsRuntime(E, None))
     monkeypatch.setattr("epfsdp2.engine.moe.forward.backend_named", lambda name: backend)
@@ -271,19 +271,19 @@ def test_computed_again_they_end_before_their_last_product(monkeypatch):
     assert_equal({"out": out, "hidden": hidden.grad} | grads_of(module), {k: want[k] for k in want if k != "weights"})
 
 
-# -- which one computes ---------------------------------------------------------------------------------------------
+# -- choice of backend ---------------------------------------------------------------------------------------------
 
 
-def test_what_can_not_run_is_refused_by_name_and_passed_over_by_auto(monkeypatch):
+def test_choose_backend_that_can_not_run_is_refused_by_name_and_skipped_by_auto(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    for dtype, reason in ((torch.float32, "Triton needs a GPU"), (torch.float64, "bfloat16 and float16, and not")):
+    for dtype, reason in ((torch.float32, "Triton needs a GPU"), (torch.float64, "bfloat16 and float16, not in")):
         with pytest.raises(SettingError, match=rf"experts_backend=triton: .*{reason}.*What works: .*=torch"):
             choose_backend("triton", "cpu", dtype)
         choice = choose_backend("auto", "cpu", dtype)
         assert choice.name == "torch" and reason in choice.fallback
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert choose_backend("triton", "cpu", torch.float32).name == "triton"
-    assert choose_backend("auto", "cpu", torch.float32) == Choice("torch")
+    assert choose_backend("auto", "cpu", torch.float32) == BackendChoice("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for capability, auto in (((7, 5), "torch"), ((8, 0), "mixed"), ((9, 0), "mixed")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
@@ -297,13 +297,13 @@ def test_what_can_not_run_is_refused_by_name_and_passed_over_by_auto(monkeypatch
         choose_backend("triton", "cuda", torch.bfloat16)
 
 
-def test_what_there_is_not_is_refused():
+def test_choose_backend_with_an_unknown_name_is_refused():
     with pytest.raises(SettingError, match=r"engine.experts_backend=cutlass: is one of .*torch"):
         choose_backend("cutlass", "cpu", torch.float32)
 
 
 class _AllExperts(TorchBackend):
-    """The real GEMMs; gradients of weights are passed over, as the count on meta does."""
+    """Runs the real GEMMs, without weight gradients, which the count on meta leaves out too."""
 
     def __init__(self, made):
         self._made = made
@@ -312,13 +312,13 @@ class _AllExperts(TorchBackend):
         self._made(groups.counts_e.shape[0] * a.shape[1] * b.shape[1])
         with _disable_current_modes():
             out = super().outer(a, b, groups)
-        self._made.__self__._passed_over.add(out.untyped_storage()._cdata)
+        self._made.__self__._ignored.add(out.untyped_storage()._cdata)
         return out
 
 
 @pytest.mark.parametrize("all_here", [False, True])
 @pytest.mark.parametrize(("family", "adapters"), [*((f, False) for f in FAMILIES), ("plain", True)])
-def test_what_backward_holds_is_counted_without_computing(family, all_here, adapters, monkeypatch):
+def test_backward_phases_on_meta_equal_those_of_a_real_backward(family, all_here, adapters, monkeypatch):
     module, (hidden, ids, weights) = make(family, adapters=adapters), routed()
     on_meta = copy.deepcopy(module).to("meta")
     planned = backward_memory.backward_phases(on_meta, *(t.to("meta") for t in (hidden, ids, weights)), all_here)

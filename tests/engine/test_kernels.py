@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter, against their twin in torch; sizes are no multiples of a tile."""
+"""The Triton kernels, in Triton's interpreter, equal torch's operators; sizes are no multiples of a tile."""
 
 import importlib
 import os
@@ -28,7 +28,7 @@ BFLOAT16 = 1e-2
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
-    """Interpreted: that is decided when the file is imported."""
+    """Import the kernels interpreted, which Triton decides at import."""
     with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
         yield importlib.import_module("epfsdp2.engine.moe.gemm.triton_backend")
 
@@ -38,7 +38,7 @@ def drawn(*shape, dtype=torch.float32, seed=0):
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, BFLOAT16), (torch.float16, 1e-3)])
-def test_operators_equal_their_twins(kernels, dtype, bound):
+def test_triton_operators_equal_torch(kernels, dtype, bound):
     ours, twin = kernels.TritonBackend(), TorchBackend()
     x, tokens = drawn(7, 19, dtype=dtype), torch.tensor([6, 0, 3, 3, 5])
     assert torch.equal(ours.take(x, tokens), twin.take(x, tokens))
@@ -58,7 +58,7 @@ def test_operators_equal_their_twins(kernels, dtype, bound):
     assert not got[1].any() and not got[4].any()
 
 
-def test_gemms_and_sums_accumulate_in_float32(kernels):
+def test_triton_gemms_and_sums_accumulate_in_float32(kernels):
     """In bfloat16 a sum of ones stops at 256."""
     ours, n = kernels.TritonBackend(), 1024
     ones, groups = torch.ones(n, n, dtype=torch.bfloat16), Groups(torch.tensor([0, n]), n)
@@ -69,7 +69,7 @@ def test_gemms_and_sums_accumulate_in_float32(kernels):
 
 @pytest.mark.parametrize("backend", ["triton", "mixed"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_layout_equals_plain_operators(kernels, family, backend):
+def test_triton_experts_of_every_layout_equal_plain_operators(kernels, family, backend):
     module, inputs = make(family), routed()
     fused = kernels.TritonBackend().gate(module, torch.float32)
     assert (fused is None) == (family == "no gate")
@@ -82,7 +82,7 @@ def test_every_layout_equals_plain_operators(kernels, family, backend):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_half_precision_is_as_near_to_float32_as_torchs(kernels, family):
+def test_triton_experts_in_half_precision_are_as_near_to_float32_as_torchs(kernels, family):
     """In float16: the interpreter rounds float32 to bfloat16 toward zero, which no GPU does."""
     module, (hidden, ids, weights) = make(family), routed()
     wanted = tokens_with(module, "reference", hidden, ids, weights)
@@ -94,14 +94,14 @@ def test_half_precision_is_as_near_to_float32_as_torchs(kernels, family):
         assert errors[0] < 1.5 * errors[1] < 0.01, (name, errors)
 
 
-def test_an_activation_that_no_kernel_has_runs_through_torch(kernels):
+def test_triton_experts_with_an_unknown_activation_run_it_in_torch(kernels):
     module = make("plain")
     module.act_fn = torch.nn.Tanh()
     assert kernels.TritonBackend().gate(module, torch.float32) is None
     assert_equal(tokens_with(module, "triton", *routed()), tokens_with(module, "reference", *routed()))
 
 
-def test_adapters(kernels):
+def test_triton_experts_with_adapters_equal_plain_operators(kernels):
     module, inputs = make("plain", adapters=True), routed()
     assert_equal(tokens_with(module, "triton", *inputs), tokens_with(module, "reference", *inputs))
 
@@ -121,7 +121,7 @@ def _equal_the_reference(folder, cases):
             assert error < RELATIVE, (ep, backend, checkpointing, name, error)
 
 
-def test_gradients_on_two_ranks_with_every_backend(tmp_path):
+def test_every_backend_on_two_ranks_has_the_gradients_of_the_plain_model(tmp_path):
     folder = save_qwen3_moe(
         tmp_path, hidden_size=24, moe_intermediate_size=20, num_experts=4, num_hidden_layers=2, mlp_only_layers=[]
     )

@@ -1,4 +1,4 @@
-"""Loading: only what a rank owns, and errors that name the offender."""
+"""Loading reads only a rank's own shards, and its errors name the offender."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def _every_parameter_in_all(folder, cases):
 
 
 def _sharded_into_files(folder):
-    """The same checkpoint in three files with an index."""
+    """Split the checkpoint into three files with an index."""
     tensors = load_file(folder / "model.safetensors")
     weight_map = {}
     for i in range(3):
@@ -49,23 +49,23 @@ def _sharded_into_files(folder):
     return folder
 
 
-def test_one_file_on_every_placement(tmp_path):
+def test_load_weights_from_one_file_on_every_placement(tmp_path):
     folder = save_qwen3_moe(tmp_path, num_experts=12, moe_intermediate_size=36)
     run_ranks(_every_parameter_in_all, 3, folder, [(1, -1, "auto"), (3, -1, "auto"), (1, -1, 0), (1, 1, "auto")])
 
 
-def test_a_rank_that_holds_no_expert_loads_the_rest(tmp_path):
-    """8 experts on 5 ranks that no other dim divides by: 2, 2, 2, 2 and none."""
+def test_load_weights_on_a_rank_without_experts_loads_the_rest(tmp_path):
+    """8 experts on 5 ranks, which divide no other dim: 2, 2, 2, 2 and none."""
     run_ranks(_every_parameter_in_all, 5, save_qwen3_moe(tmp_path), [(1, -1, "auto")])
 
 
-def test_several_files_and_tied_weights(tmp_path):
+def test_load_weights_from_several_files_with_tied_weights(tmp_path):
     folder = _sharded_into_files(save_qwen3_moe(tmp_path, tie_word_embeddings=True))
     run_ranks(_every_parameter_in_all, 2, folder, [(2, -1, "auto"), (1, -1, 0)])
 
 
 def _counted(folder, cases):
-    """Count what is read of the files."""
+    """Count the bytes that are read from the files."""
     world = dist.get_world_size()
     read: dict[str, int] = {}
     original = safetensors_reader.CheckpointFiles.read
@@ -87,7 +87,7 @@ def _counted(folder, cases):
     safetensors_reader.CheckpointFiles.read = original
 
 
-def test_a_rank_reads_its_shards_and_nothing_else_and_a_second_replica_nothing(tmp_path):
+def test_load_weights_reads_only_own_shards_and_nothing_in_a_second_replica(tmp_path):
     cases = [(4, -1, "auto"), (2, -1, "auto"), (1, -1, 1), (2, -1, 0), (2, 2, "auto")]
     run_ranks(_counted, 4, save_qwen3_moe(tmp_path), cases)
 
@@ -102,11 +102,11 @@ def _verified(folder):
     local = model.get_parameter(first).to_local()
     with torch.no_grad():
         local[0] = local[0].flip(0)
-    with pytest.raises(ValueError, match=r"experts.gate_up_proj\[0\] is not what"):
+    with pytest.raises(ValueError, match=r"experts.gate_up_proj\[0\] differs from"):
         loading.verify_experts(model, files)
 
 
-def test_a_few_experts_are_made_again_and_compared(tmp_path):
+def test_verify_experts_compares_a_few_experts(tmp_path):
     run_ranks(_verified, 2, save_qwen3_moe(tmp_path))
 
 
@@ -119,7 +119,7 @@ def _loads_from_the_hub_cache(cache, hub_id, folder):
     assert found.file_of.keys() == safetensors_reader.open_checkpoint(folder).file_of.keys()
 
 
-def test_a_hub_id_is_found_in_the_cache(tmp_path):
+def test_local_checkpoint_finds_a_hub_id_in_the_cache(tmp_path):
     folder = save_qwen3_moe(tmp_path / "model")
     repository = tmp_path / "cache" / "models--some--moe"
     (repository / "refs").mkdir(parents=True)
@@ -152,7 +152,7 @@ def _downloads(fails_on):
 
 
 @pytest.mark.parametrize("fails_on", [None, 0, 2])
-def test_one_rank_of_a_host_downloads_and_its_failure_is_every_ranks(fails_on):
+def test_local_checkpoint_downloads_once_per_host_and_fails_on_all_ranks(fails_on):
     run_ranks(_downloads, 4, fails_on)
 
 
@@ -162,7 +162,7 @@ def _fails_with(folder, parts):
     assert all(part in str(error.value) for part in parts), error.value
 
 
-def test_a_missing_tensor_is_named_on_every_rank(tmp_path):
+def test_load_weights_names_a_missing_tensor_on_every_rank(tmp_path):
     folder = save_qwen3_moe(tmp_path)
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.norm.weight"]
@@ -170,7 +170,7 @@ def test_a_missing_tensor_is_named_on_every_rank(tmp_path):
     run_ranks(_fails_with, 2, folder, ["model.norm.weight is missing", str(folder)])
 
 
-def test_a_wrong_shape_is_named_on_every_rank(tmp_path):
+def test_load_weights_names_a_wrong_shape_on_every_rank(tmp_path):
     folder = save_qwen3_moe(tmp_path)
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"] = torch.ones(66)
@@ -178,7 +178,7 @@ def test_a_wrong_shape_is_named_on_every_rank(tmp_path):
     run_ranks(_fails_with, 2, folder, ["model.norm.weight (in model.safetensors) is (66,)", "needs (64,)"])
 
 
-def test_the_first_offenders_are_listed_together(tmp_path):
+def test_load_weights_lists_the_first_offenders_together(tmp_path):
     folder = save_qwen3_moe(tmp_path)
     tensors = load_file(folder / "model.safetensors")
     tensors["some.new.weight"], tensors["model.norm.weight"] = torch.ones(3), torch.ones(66)
@@ -203,7 +203,7 @@ def _allowed(folder):
     assert loading.load_weights(model, files, meshes, may_be_unused="") == ["some.new.weight"]
 
 
-def test_unused_tensors_may_be_allowed(tmp_path):
+def test_load_weights_allows_unused_tensors_if_told_to(tmp_path):
     run_ranks(_allowed, 2, save_qwen3_moe(tmp_path))
 
 
@@ -215,7 +215,7 @@ def _unreadable_on_one(folder):
         sharded_model(own, dist.get_world_size(), 2)
 
 
-def test_a_file_that_is_cut_off_is_named_on_every_rank(tmp_path):
+def test_load_weights_names_a_truncated_file_on_every_rank(tmp_path):
     folder = _sharded_into_files(save_qwen3_moe(tmp_path / "model"))
     shutil.copytree(folder, tmp_path / "damaged")
     with (tmp_path / "damaged" / "model-00002-of-00003.safetensors").open("r+b") as file:
@@ -224,7 +224,7 @@ def test_a_file_that_is_cut_off_is_named_on_every_rank(tmp_path):
 
 
 def _header(content, **changes):
-    """The file with other entries for the tensor ``a`` in its header."""
+    """Return the file with other entries for the tensor ``a`` in its header."""
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
     header["a"] |= changes
@@ -252,14 +252,14 @@ DAMAGES = {
     "a negative size": (lambda c: _header(c, shape=[-3, 4]), "a is F32 .-3, 4., and has 48 bytes"),
     "a pointer": (
         lambda c: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
-        "pointer of Git LFS",
+        "Git LFS pointer",
     ),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("has_index", [False, True])
-def test_a_damaged_file_is_refused_with_what_is_wrong_with_it(tmp_path, damage, has_index):
+def test_check_files_says_what_is_wrong_with_a_damaged_file(tmp_path, damage, has_index):
     file, (change, words) = tmp_path / "model.safetensors", DAMAGES[damage]
     save_file({"a": torch.ones(3, 4), "b": torch.ones(5)}, file)
     if has_index:
@@ -290,7 +290,7 @@ def test_a_damaged_file_is_refused_with_what_is_wrong_with_it(tmp_path, damage, 
         ('{"weight_map": {"a": "gone.safetensors"}}', "its index names gone.safetensors, which is not there"),
     ],
 )
-def test_an_index_that_is_not_that_of_the_files_is_refused(tmp_path, index, words):
+def test_check_files_refuses_an_index_of_other_files(tmp_path, index, words):
     save_file({"a": torch.ones(3, 4)}, tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(SettingError, match=words):
@@ -303,20 +303,20 @@ def _without_permission(folder):
         sharded_model(folder, dist.get_world_size(), 2)
 
 
-def test_a_file_that_there_is_no_permission_for_is_named_on_every_rank(tmp_path):
+def test_load_weights_names_an_unreadable_file_on_every_rank(tmp_path):
     folder = _sharded_into_files(save_qwen3_moe(tmp_path / "model"))
     (folder / "model-00002-of-00003.safetensors").chmod(0o000)
     run_ranks(_without_permission, 2, folder)
 
 
-def test_quantised_weights_are_refused():
+def test_check_not_quantised_refuses_quantised_weights():
     config = Qwen3MoeConfig(quantization_config={"quant_method": "fp8"})
     with pytest.raises(SettingError, match=r"model.path=some/moe: .* quantised \(fp8\).*dequantize=True"):
         check_not_quantised(config, "some/moe")
     check_not_quantised(Qwen3MoeConfig(), "some/moe")
 
 
-def test_a_missing_expert_is_named(tmp_path):
+def test_load_weights_names_a_missing_expert(tmp_path):
     folder = save_qwen3_moe(tmp_path)
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.0.mlp.experts.7.up_proj.weight"]
@@ -324,7 +324,7 @@ def test_a_missing_expert_is_named(tmp_path):
     run_ranks(_fails_with, 2, folder, ["model.layers.0.mlp.experts"])
 
 
-def test_a_folder_without_safetensors_is_refused(tmp_path):
+def test_open_checkpoint_refuses_a_folder_without_safetensors(tmp_path):
     with pytest.raises(SettingError, match="no \\*.safetensors"):
         safetensors_reader.open_checkpoint(tmp_path)
     with pytest.raises(SettingError, match="is not a folder"):

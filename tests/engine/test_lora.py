@@ -55,7 +55,7 @@ def lora_settings(**changes):
 
 
 def _sharded(folder, ep, fsdp_size=-1, seed=0, changes=None, **options):
-    """A sharded model with adapters, as the engine makes it."""
+    """Build a sharded model with adapters, as the engine does."""
     model, meshes = sharded_model(
         folder,
         dist.get_world_size(),
@@ -76,7 +76,7 @@ def _adapters(model):
 
 
 def _stirred(model, seed=5):
-    """Adapters that change something: each drawn whole, and cut as it is here."""
+    """Set adapters that change the output: each is drawn whole, and sharded as its parameter."""
 
     def read(name):
         generator = torch.Generator().manual_seed(seed + len(name) + sum(name.encode()))
@@ -86,7 +86,7 @@ def _stirred(model, seed=5):
 
 
 def _merged(weights, adapters):
-    """The weights that a plain model with these adapters has."""
+    """Return the weights of a plain model with these adapters merged."""
     changed = dict(weights)
     for name in weights:
         if name + A in adapters:
@@ -95,7 +95,7 @@ def _merged(weights, adapters):
 
 
 class _Reference:
-    """The plain model, its frozen weights, and leaves for the adapters."""
+    """The plain model, its frozen weights, and leaf tensors for the adapters."""
 
     def __init__(self, folder, adapters):
         self.model = reference_model(folder).train()
@@ -154,7 +154,7 @@ def _two_updates(folder, cases):
 
 
 def _updates(reference, ids):
-    """Log-probs, gradients, norm and adapters of two updates of the plain model."""
+    """Return log-probs, gradients, norm and adapters of two updates of the plain model."""
     optimizer = adam(list(reference.adapters.values()))
     expected = []
     for _ in range(2):
@@ -169,7 +169,7 @@ def _updates(reference, ids):
     return expected
 
 
-def test_log_probs_gradients_and_two_updates_equal_the_plain_model(tmp_path):
+def test_lora_log_probs_gradients_and_two_updates_equal_the_plain_model(tmp_path):
     cases = [
         (1, -1, {"checkpointing": "full"}),
         (2, -1, {}),
@@ -207,17 +207,17 @@ def _begins_as_the_base(folder):
         torch.testing.assert_close(without, _logits(plain, ids), rtol=1e-5, atol=1e-5)
 
 
-def test_a_run_begins_as_the_base_and_its_reference_is_the_base(tmp_path):
+def test_lora_starts_as_its_base_and_the_reference_is_the_base(tmp_path):
     run_ranks(_begins_as_the_base, WORLD, save_qwen3_moe(tmp_path))
 
 
 def _wanted_weights(folder, model):
-    """The plain model's weights with the adapters of a sharded one merged, by hand."""
+    """Merge the adapters of a sharded model into the plain model's weights, by hand."""
     adapters = {name: _whole(param) for name, param in _adapters(model).items()}
     return _merged({n: p.detach() for n, p in reference_model(folder).named_parameters()}, adapters)
 
 
-def _handed_over(folder, cases):
+def _streamed(folder, cases):
     worker = dist.get_rank() % 2
     for ep, fsdp_size, options in cases:
         where = f"ep={ep} fsdp_size={fsdp_size} {options}"
@@ -257,7 +257,7 @@ def _handed_over(folder, cases):
         assert all(torch.equal(_whole(param), before[name]) for name, param in model.named_parameters()), where
 
 
-def test_every_stream_hands_over_merged_weights(tmp_path):
+def test_lora_weights_are_merged_in_every_stream(tmp_path):
     cases = [
         (2, -1, {}),
         (4, -1, {}),
@@ -265,11 +265,11 @@ def test_every_stream_hands_over_merged_weights(tmp_path):
         (2, -1, {"expert_shard_dim": 0}),
         (2, 2, {"cpu_offload": True}),
     ]
-    run_ranks(_handed_over, WORLD, save_qwen3_moe(tmp_path), cases)
+    run_ranks(_streamed, WORLD, save_qwen3_moe(tmp_path), cases)
 
 
 def _saves(folder, out):
-    """Two updates, a checkpoint with everything, and one more; a resumed run on another mesh does the same."""
+    """Run two updates, save everything, run one more; a resumed run on another mesh does the same."""
     rank = dist.get_rank()
     ids = token_batch(dist.get_world_size())
 
@@ -309,7 +309,7 @@ def _saves(folder, out):
         ).read_bytes()
 
 
-def test_resumes_on_another_mesh_and_exports_merged_weights(tmp_path):
+def test_lora_resumes_on_another_mesh_and_exports_merged_weights(tmp_path):
     folder, out = save_qwen3_moe(tmp_path / "model"), tmp_path / "out"
     run_ranks(_saves, WORLD, folder, out)
 
@@ -339,7 +339,7 @@ def _writes_an_adapter(folder, out, changes):
         ),
     ],
 )
-def test_peft_loads_what_was_saved(tmp_path, changes):
+def test_lora_adapter_that_was_saved_is_loaded_by_peft(tmp_path, changes):
     folder, out = save_qwen3_moe(tmp_path / "model"), tmp_path / "out"
     run_ranks(_writes_an_adapter, 2, folder, out, changes)
     with warnings.catch_warnings():
@@ -363,7 +363,7 @@ def test_peft_loads_what_was_saved(tmp_path, changes):
 
 
 def _by_verl(folder, out):
-    """Log-probs, an update, the reference policy, weights and checkpoints, through verl's own worker."""
+    """Run log-probs, an update, the reference policy, weights and checkpoints through verl's own worker."""
     from verl.utils import tensordict_utils as tu
 
     send_stacks()
@@ -410,13 +410,13 @@ def _by_verl(folder, out):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_an_actor_of_verl_with_its_base_as_the_reference(tmp_path):
+def test_lora_in_an_actor_of_verl_has_its_base_as_the_reference(tmp_path):
     run_ranks(_by_verl, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "out")
 
 
 @pytest.fixture
 def checked(tmp_path):
-    """``check_training`` of a run with adapters, with changes to verl's model settings."""
+    """Return ``check_training`` for a run with adapters, with changes to verl's model settings."""
     folder = save_qwen3_moe(tmp_path / "model")
     (tmp_path / "adapter").mkdir()
     config = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "use_dora": False}
@@ -432,7 +432,7 @@ def checked(tmp_path):
     return check
 
 
-def test_a_right_run_passes(checked):
+def test_lora_check_accepts_a_run_that_works(checked):
     assert checked().name == "Qwen3MoeForCausalLM"
     assert checked(ep_size=8, fsdp_size=8) is not None
     assert checked({"target_modules": None, "target_parameters": ["experts.down_proj"]}) is not None
@@ -447,29 +447,33 @@ def test_a_right_run_passes(checked):
         ({"target_modules": "q_proj"}, {}, "target_modules=q_proj: q_proj matches no linear of a layer"),
         ({"target_modules": ["lm_head"]}, {}, "target_modules=['lm_head']: lm_head matches no linear of a layer"),
         ({"target_modules": ["up_proj"]}, {}, "target_modules=['up_proj']: model.layers.0.mlp.experts.gate_up_proj is"),
-        ({"target_modules": None}, {}, "target_modules=null: there is nothing to adapt"),
+        ({"target_modules": None}, {}, "target_modules=null: neither this nor target_parameters"),
         ({"target_parameters": ["experts.w1"]}, {}, "target_parameters=['experts.w1']: experts.w1 matches no"),
         ({"exclude_modules": ["x_proj"]}, {}, "exclude_modules=['x_proj']: x_proj matches no"),
-        ({"exclude_modules": ".*"}, {}, "exclude_modules=.*: with exclude_modules, no weight is left"),
-        ({"lora_rank": -1}, {}, "lora_rank=-1: is a whole number"),
-        ({"lora_rank": 2.0}, {}, "lora_rank=2.0: is a whole number"),
-        ({"lora_alpha": 0}, {}, "lora_alpha=0: is a positive number"),
+        ({"exclude_modules": ".*"}, {}, "exclude_modules=.*: it excludes all weights"),
+        ({"lora_rank": -1}, {}, "lora_rank=-1: has to be an integer"),
+        ({"lora_rank": 2.0}, {}, "lora_rank=2.0: has to be an integer"),
+        ({"lora_alpha": 0}, {}, "lora_alpha=0: has to be a positive number"),
         ({"lora": {"rank": 8}}, {}, "lora.rank=8: is verl's setting for Megatron"),
-        ({"lora_adapter_path": "/no/such"}, {}, "lora_adapter_path=/no/such: there is no adapter_config.json"),
-        ({"lora_adapter_path": "$/adapter"}, {}, "lora_adapter_path=$/adapter: there is no adapter_model.safetensors"),
-        ({"lora_adapter_path": "$/adapter", "lora_rank": 0}, {}, "lora_rank=0: is another rank than that of"),
+        ({"lora_adapter_path": "/no/such"}, {}, "lora_adapter_path=/no/such: it holds no adapter_config.json"),
+        ({"lora_adapter_path": "$/adapter"}, {}, "lora_adapter_path=$/adapter: it holds no adapter_model.safetensors"),
+        ({"lora_adapter_path": "$/adapter", "lora_rank": 0}, {}, "lora_rank=0: differs from the rank of"),
         ({}, {"setting": "critic.model"}, "lora_rank=4: a critic's head is trained whole"),
         ({}, {"optim": {"optimizer": "Muon"}}, "optimizer=Muon: orthogonalises whole matrices"),
-        ({"lora_rank": 6}, {"expert_shard_dim": 1}, "engine.expert_shard_dim=1: an expert weight has 6 along it"),
+        (
+            {"lora_rank": 6},
+            {"expert_shard_dim": 1},
+            "engine.expert_shard_dim=1: an expert weight has size 6 along this dim",
+        ),
     ],
 )
-def test_bad_settings_are_refused(checked, tmp_path, changes, rest, said):
+def test_lora_check_refuses_bad_settings(checked, tmp_path, changes, rest, said):
     with pytest.raises(SettingError) as caught:
         checked(changes, **rest)
     assert said.replace("$", str(tmp_path)) in str(caught.value)
 
 
-def test_an_adapter_of_another_kind_is_refused(checked, tmp_path):
+def test_lora_check_refuses_an_adapter_of_another_kind(checked, tmp_path):
     path = tmp_path / "adapter" / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"use_dora": True}))
     with pytest.raises(SettingError, match="its use_dora is True"):
@@ -503,7 +507,7 @@ def _families(work, results):
 
 
 def _compared(name, folder, meshes):
-    """Logits, adapters' gradients and merged weights of a family on two ranks, and how far they are off."""
+    """Return how far logits, adapters' gradients and merged weights of a family on two ranks are off."""
     ids = torch.randint(0, VOCAB, (4, 13), generator=torch.Generator().manual_seed(1))
     mine = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
     train = families.EVERY[name].train
@@ -531,12 +535,12 @@ def _compared(name, folder, meshes):
     errors = {
         n: 1.0 if p.grad is None else relative_error(p.grad.full_tensor(), leaves[n].grad) for n, p in used.items()
     }
-    handed = dict(full_tensors(model, meshes, layer_names(model), 1 << 20))
+    streamed = dict(full_tensors(model, meshes, layer_names(model), 1 << 20))
     return {
         "logits": relative_error(logits.detach(), wanted.detach()[mine]),
         "gradient": max(errors.values()),
         "of": max(errors, key=errors.get),
-        "merged": max((handed[n] - weights[n].detach()).abs().max().item() for n in lora.targets),
+        "merged": max((streamed[n] - weights[n].detach()).abs().max().item() for n in lora.targets),
         "targets": len(lora.targets),
     }
 
@@ -552,21 +556,21 @@ def _compare_families(tmp_path, names):
     assert not off, "\n".join(str(row.get("failed") or row) + f" ({row['family']})" for row in off)
 
 
-def test_transposed_experts_with_biases_and_shared_experts(tmp_path):
+def test_lora_on_transposed_experts_with_biases_and_shared_experts(tmp_path):
     _compare_families(tmp_path, ["gpt_oss", "glm4_moe"])
 
 
-def test_linears_of_dense_models(tmp_path):
+def test_lora_on_linears_of_dense_models(tmp_path):
     _compare_families(tmp_path, ["qwen3", "llama"])
 
 
 @pytest.mark.long
-def test_every_family(tmp_path):
+def test_lora_on_every_family(tmp_path):
     _compare_families(tmp_path, list(families.EVERY))
 
 
 def _routes_of_the_reference(folder):
-    """R2: what the log-probs record is not what the reference policy, the same module, takes."""
+    """R2: the reference policy, which is the same module, does not take the routes that the log-probs record."""
     from verl.utils import tensordict_utils as tu
     from verl.workers.config.engine import EngineRouterReplayConfig
 
@@ -589,5 +593,5 @@ def _routes_of_the_reference(folder):
 
 
 @pytest.mark.long
-def test_router_replay_leaves_the_reference_alone(tmp_path):
+def test_lora_reference_routes_for_itself_under_router_replay(tmp_path):
     run_ranks(_routes_of_the_reference, 2, save_qwen3_moe(tmp_path))

@@ -1,4 +1,4 @@
-"""The arithmetic of memory and traffic: by hand, against FSDP's own groups, and against what a real step sends."""
+"""The planner's memory and traffic, compared with arithmetic by hand, FSDP's own groups, and a real step."""
 
 from dataclasses import replace
 
@@ -45,7 +45,7 @@ def _sizes(options=FLOAT32, master=torch.float32, **more):
     return ModelSizes.of(AutoModelForCausalLM, Qwen3MoeConfig(**{**TINY, **more}), options, master)
 
 
-def test_one_case_by_hand():
+def test_timeline_of_one_case_equals_arithmetic_by_hand():
     sizes, topology = _sizes(), Topology.arrange(4, 2)
     options = replace(FLOAT32, expert_shard_dim=1)
     found = {m.when: m for m in timeline(sizes, topology, options, Batch(16))}
@@ -57,7 +57,7 @@ def test_one_case_by_hand():
     assert last.parameters == shard and last.optimizer == 2 * shard
     held = experts // 2  # of a rank, its two shards put together
     # The final norm, and this layer: a buffer of its experts, the weights, and these put together along dim 1; the head
-    # is on its way.
+    # is prefetched.
     assert last.buffers == 4 * (32 + dense + 3 * held + 64 * 32)
     assert found["optimizer"].gradients == shard
     # Gradients of the head and of layer 1 are there when layer 0's are packed.
@@ -66,15 +66,15 @@ def test_one_case_by_hand():
     assert packing.buffers == 4 * (32 + dense + 2 * held + held // 3)
 
 
-def test_parts_add_up_and_the_peak_is_the_largest_moment():
+def test_timeline_parts_add_up_and_the_peak_is_the_largest_point():
     sizes, topology = _sizes(), Topology.arrange(8, 4)
-    for moment in (all_ := list(timeline(sizes, topology, FLOAT32, Batch(64)))):
-        assert moment.total == sum(moment.parts.values()) and min(moment.parts.values()) >= 0
+    for point in (all_ := list(timeline(sizes, topology, FLOAT32, Batch(64)))):
+        assert point.total == sum(point.parts.values()) and min(point.parts.values()) >= 0
     assert peak(sizes, topology, FLOAT32, Batch(64)) == max(all_, key=lambda m: m.total)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_more_ranks_never_need_more_memory(checkpointing):
+def test_peak_on_more_ranks_is_never_larger(checkpointing):
     options = ShardingOptions(checkpointing=checkpointing)
     sizes = _sizes(options, num_experts=16, head_dim=16)  # FSDP pads no parameter here
     for ep in (1, 2, 4, 8):
@@ -85,7 +85,7 @@ def test_more_ranks_never_need_more_memory(checkpointing):
     assert wider == sorted(wider, reverse=True)
 
 
-def test_what_settings_do_to_memory():
+def test_timeline_changes_with_the_settings():
     bf16 = ShardingOptions(checkpointing="full")
     sizes, topology = _sizes(bf16, num_hidden_layers=4), Topology.arrange(8, 4)
 
@@ -109,8 +109,8 @@ def test_what_settings_do_to_memory():
     assert replicas.parameters > peak(sizes, topology, bf16, Batch(1)).parameters
 
 
-def test_gradients_of_experts_leave_their_memory_on_a_cpu():
-    """Of two layers of 8 experts; a gradient of less than a MiB comes from the heap and goes back to it."""
+def test_timeline_on_a_cpu_keeps_the_memory_of_experts_gradients():
+    """Two layers of 8 experts; a gradient of less than a MiB comes from the heap, which keeps its pages."""
     sizes, topology = _sizes(hidden_size=256, moe_intermediate_size=512), Topology.arrange(4, 2)
     there, here = (
         {m.when: m.buffers for m in timeline(sizes, topology, FLOAT32, Batch(1), backend=backend)}
@@ -130,7 +130,7 @@ def test_gradients_of_experts_leave_their_memory_on_a_cpu():
     )
 
 
-def test_tied_embeddings_are_counted_once_and_stay_in_the_root():
+def test_model_sizes_count_tied_embeddings_once_in_the_root():
     tied, untied = _sizes(tie_word_embeddings=True), _sizes()
     assert [u.name for u in tied.units] == ["root", "model.layers.0", "model.layers.1"]
     assert [u.name for u in untied.units] == ["root", "embeddings", "model.layers.0", "model.layers.1", "head"]
@@ -138,15 +138,15 @@ def test_tied_embeddings_are_counted_once_and_stay_in_the_root():
     assert two - one == 4 * 64 * 32
 
 
-def test_a_dense_model_has_no_experts_and_a_mesh_that_splits_an_expert_is_refused():
+def test_model_sizes_of_a_dense_model_have_no_experts_and_refuse_a_mesh_that_splits_one():
     dense = ModelSizes.of(AutoModelForCausalLM, Qwen3Config(num_hidden_layers=2), FLOAT32)
     assert not dense.num_experts
     with pytest.raises(SettingError, match="ep_size"):
         peak(_sizes(), Topology.arrange(16, 16), FLOAT32, Batch(1))
 
 
-def test_what_autograd_keeps_is_what_a_real_forward_keeps():
-    """On CPU, the plain model on 24 tokens, sdpa: what its layers save outside the experts."""
+def test_trace_counts_what_a_real_forward_saves():
+    """Count what the layers of the plain model save outside the experts, on 24 tokens on a CPU with sdpa."""
     config = Qwen3MoeConfig(**TINY)
     traced = trace(build_on_meta(AutoModelForCausalLM, config, torch.float32))
     layer = next(iter(traced.layers.values()))
@@ -176,7 +176,7 @@ def test_what_autograd_keeps_is_what_a_real_forward_keeps():
 
 
 def _step_is_counted(folder, ep, fsdp_size, options, tokens, sp, lora, expected):
-    """Bytes of every collective of one step, by what FSDP, dispatch and attention hand to torch."""
+    """Count the bytes of every collective of one step, from the inputs of torch's functions."""
     rank, world = dist.get_rank(), dist.get_world_size()
 
     def before(model):
@@ -219,7 +219,7 @@ def _step_is_counted(folder, ep, fsdp_size, options, tokens, sp, lora, expected)
     ],
     ids=["ep_fsdp", "replicas", "chunks", "glm", "sp and LoRA", "shared experts", "reference"],
 )
-def test_a_real_step_sends_the_bytes_that_are_predicted(tmp_path, save, world, ep, fsdp_size, options, sp, lora):
+def test_collectives_are_the_bytes_of_a_real_step(tmp_path, save, world, ep, fsdp_size, options, sp, lora):
     folder = save(tmp_path)
     sharding, config = replace(FLOAT32, **options), AutoConfig.from_pretrained(folder)
 
@@ -236,7 +236,7 @@ def test_a_real_step_sends_the_bytes_that_are_predicted(tmp_path, save, world, e
     run_ranks(_step_is_counted, world, folder, ep, fsdp_size, options, 24, sp, lora, expected)
 
 
-def test_what_is_frozen_beside_adapters_has_neither_gradients_nor_states():
+def test_timeline_with_lora_has_no_gradients_or_states_of_frozen_weights():
     def build(dtype):
         model = build_on_meta(AutoModelForCausalLM, Qwen3MoeConfig(**TINY), dtype)
         Lora(model, LORA)
@@ -252,7 +252,7 @@ def test_what_is_frozen_beside_adapters_has_neither_gradients_nor_states():
     assert last.optimizer == 2 * last.gradients and last.parameters > 6 * last.gradients
 
 
-def test_lean_experts_keep_rows_and_the_first_product():
+def test_trace_of_fused_experts_saves_rows_and_the_pre_activation():
     def build():
         return build_on_meta(AutoModelForCausalLM, Qwen3MoeConfig(**TINY), torch.float32)
 
@@ -260,12 +260,12 @@ def test_lean_experts_keep_rows_and_the_first_product():
     # 2 experts per token: rows of 32 with their weight and order, first product of 96, and the order of slots.
     assert lean.sent == 2 * (4 * 32 + 4 + 8) and usual.sent == 0
     assert lean.experts == lean.sent + 2 * (4 * 96 + 8)
-    # The activation, its product with the other half, and what combine weighs.
+    # The activation, its product with the other half, and what combine scales.
     assert usual.experts - lean.experts == 2 * 4 * (48 + 48 + 32)
     assert lean.dense == usual.dense
 
 
-def test_the_logits_of_a_tied_head_are_counted():
+def test_timeline_counts_the_logits_of_a_tied_head():
     sizes = _sizes(tie_word_embeddings=True)
     when = {m.when: m for m in timeline(sizes, Topology.arrange(2, 1), FLOAT32, Batch(64))}
     assert when["logits"].logits == 64 * 64 * 12
@@ -273,7 +273,7 @@ def test_the_logits_of_a_tied_head_are_counted():
     assert max(m.logits for m in timeline(_sizes(fused), Topology.arrange(2, 1), fused, Batch(64))) == 0
 
 
-def test_meshes_of_any_world_size_can_be_planned():
+def test_timeline_works_for_meshes_of_any_world_size():
     sizes = _sizes()
     for world in (1, 3, 6, 12):
         for ep in divisors(world):

@@ -1,4 +1,4 @@
-"""Mesh arithmetic, without processes; and one mesh with an axis that is not used yet."""
+"""Mesh arithmetic without processes, and a mesh with an axis that is not used yet."""
 
 import dataclasses
 from collections import Counter
@@ -19,7 +19,7 @@ WORLD = 4
 
 
 @pytest.mark.parametrize("world", [1, 2, 6, 8, 12, 16, 64, 96, 512, 4096])
-def test_every_divisor_gives_a_mesh_whose_axes_multiply_to_the_world(world):
+def test_topology_axes_of_every_divisor_multiply_to_the_world(world):
     divisors = [d for d in range(1, world + 1) if world % d == 0]
     for replica in divisors:
         for ep in (d for d in divisors if replica % d == 0):
@@ -31,7 +31,7 @@ def test_every_divisor_gives_a_mesh_whose_axes_multiply_to_the_world(world):
             assert all(0 <= at["ep_fsdp"] < t.ep_fsdp and 0 <= at["ep"] < t.ep for at in coordinates)
 
 
-def test_ep_groups_are_neighbours():
+def test_topology_ep_groups_are_adjacent_ranks():
     t = Topology.arrange(16, 8)
     assert [t.coordinate(r)["ep"] for r in range(16)] == [*range(8), *range(8)]
     assert [t.coordinate(r)["ep_fsdp"] for r in range(16)] == [0] * 8 + [1] * 8
@@ -48,14 +48,14 @@ def test_ep_groups_are_neighbours():
         (8, -2, -1, ["engine.ep_size=-2"]),
     ],
 )
-def test_a_mesh_that_cannot_be_built_names_setting_and_value(world, ep, fsdp, names):
+def test_topology_that_cannot_be_arranged_names_setting_and_value(world, ep, fsdp, names):
     with pytest.raises(SettingError) as error:
         Topology.arrange(world, ep, fsdp)
     assert all(name in str(error.value) for name in [*names, "What works:"])
 
 
 @pytest.mark.parametrize("world", [8, 24, 96, 512, 4096])
-def test_every_rank_finds_itself_in_groups_of_the_right_ranks(world):
+def test_build_meshes_puts_every_rank_into_groups_of_the_right_ranks(world):
     for replica in (d for d in divisors(world) if world // d <= 4):
         for ep in divisors(replica):
             t = Topology.arrange(world, ep, replica)
@@ -78,20 +78,20 @@ def test_every_rank_finds_itself_in_groups_of_the_right_ranks(world):
         ((32, 5760), 4, 16, 1),
     ],
 )
-def test_auto_takes_whole_experts_else_the_first_dim_that_divides(shape, ep, ep_fsdp, dim):
+def test_ep_fsdp_dim_auto_takes_whole_experts_else_the_first_dim_that_divides(shape, ep, ep_fsdp, dim):
     assert ep_fsdp_dim(shape, Topology.arrange(ep * ep_fsdp, ep)) == dim
 
 
-def test_an_explicit_dim_that_does_not_divide_is_refused():
+def test_ep_fsdp_dim_refuses_an_explicit_dim_that_does_not_divide():
     with pytest.raises(SettingError, match="expert_shard_dim=1.*10.*ep_fsdp=4.*auto"):
         ep_fsdp_dim((12, 10, 7), Topology.arrange(12, 3), 1)
 
 
-def test_a_vector_with_one_entry_per_expert_is_cut_along_it():
+def test_ep_fsdp_dim_of_a_vector_with_one_entry_per_expert_is_its_only_dim():
     assert ep_fsdp_dim((8,), Topology.arrange(4, 2), 1) == 0
 
 
-def test_a_further_axis_gets_coordinates_and_placements_from_the_same_place():
+def test_topology_with_a_further_axis_has_its_coordinates_and_placements():
     t = dataclasses.replace(Topology.arrange(8, 2), ep_fsdp=2, inner=(("etp", 2),))
     assert t.expert_axes == {"dp_replicate": 1, "ep_fsdp": 2, "ep": 2, "etp": 2} and t.fsdp == 8
     assert t.coordinate(5) == {"fsdp": 5, "ep_fsdp": 1, "ep": 0, "etp": 1}
@@ -114,5 +114,5 @@ def _step_with_an_extra_axis(folder):
             assert (param.grad.full_tensor() - want).norm() <= 1e-5 * want.norm(), name
 
 
-def test_a_mesh_with_an_extra_axis_of_size_1_trains_the_same(tmp_path):
+def test_topology_with_a_further_axis_of_size_1_trains_the_same(tmp_path):
     run_ranks(_step_with_an_extra_axis, WORLD, save_qwen3_moe(tmp_path))

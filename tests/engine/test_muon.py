@@ -126,7 +126,7 @@ def _gradient(name, shape, step):
 
 
 def _split(name, weight):
-    """The matrices of a parameter, output dim first, by the family's layout; written out, not read from the module."""
+    """Split a parameter into its matrices, output dim first, by the family's layout, independently of the module."""
     experts = ".experts." in name
     if not experts:
         return [weight]
@@ -153,7 +153,7 @@ def _zeropower_fp32(grad, coefficients, steps, eps):
 
 
 def _torch_muon(weights, gradients, **options):
-    """After each step: the weights, stepped by torch's Muon as separate matrices in float32."""
+    """Return the weights after each step, stepped by torch's Muon as separate matrices in float32."""
     pieces = {name: [nn.Parameter(m.clone()) for m in _split(name, w)] for name, w in weights.items()}
     optimizer = torch.optim.Muon([p for parts in pieces.values() for p in parts], **options)
     after = []
@@ -201,7 +201,7 @@ def _equals_torch(family, cases, options):
 
 
 @pytest.mark.parametrize("family", list(CONFIGS))
-def test_every_mesh_and_layout_steps_like_torch_muon_on_split_matrices(family):
+def test_muon_on_every_mesh_and_layout_steps_like_torch_muon_on_split_matrices(family):
     cases = [(*mesh, {"expert_shard_dim": "auto"}) for mesh in MESHES if family != "qwen3-uneven" or mesh[0] < 4]
     if family in ("qwen3", "nemotron-h"):
         # 8 experts: whole ones on each rank, whatever the mesh, but where that is not wanted.
@@ -210,7 +210,7 @@ def test_every_mesh_and_layout_steps_like_torch_muon_on_split_matrices(family):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt-oss"])
-def test_torch_s_other_learning_rates_and_plain_momentum(family):
+def test_muon_with_torch_s_other_learning_rates_and_plain_momentum_steps_like_torch(family):
     options = {"lr": 0.02, "weight_decay": 0.0, "adjust_lr_fn": "original", "nesterov": False, "momentum": 0.9}
     options["ns_steps"] = 3
     run_ranks(_equals_torch, WORLD, family, [(2, -1, {}), (1, -1, {})], options)
@@ -230,7 +230,7 @@ def _split_as(layout, model, real=matrix_groups):
     return [{**group, **(layout if group["parts"] == 2 else {})} for group in real(model)]
 
 
-def test_gate_and_up_split_wrongly_differ_by_orders_of_magnitude():
+def test_muon_with_gate_and_up_split_wrongly_differs_by_orders_of_magnitude():
     # As one matrix; or in halves where they alternate.
     run_ranks(
         _wrong_splits_are_seen,
@@ -265,7 +265,7 @@ def _trains_like_the_reference(folder, cases):
                 assert _relative(state["momentum_buffer"].full_tensor(), momentum[name]) < RELATIVE, (ep, name)
 
 
-def test_two_steps_of_a_dense_model_equal_the_reference(tmp_path):
+def test_muon_two_steps_of_a_dense_model_equal_the_reference(tmp_path):
     run_ranks(_trains_like_the_reference, WORLD, save_qwen3(tmp_path), [(1, -1, {}), (1, 2, {"checkpointing": "full"})])
 
 
@@ -277,7 +277,7 @@ def _muon_and_adamw(model):
     )
 
 
-def test_two_steps_of_training_equal_the_reference(tmp_path):
+def test_muon_two_steps_of_training_equal_the_reference(tmp_path):
     folder = save_qwen3_moe(tmp_path)
     cases = [(1, -1, {}), (2, -1, {}), (4, -1, {}), (2, -1, {"expert_shard_dim": 1}), (2, 2, {})]
     cases += [(2, -1, {"cpu_offload": True}), (2, -1, {"checkpointing": "full"})]
@@ -285,7 +285,7 @@ def test_two_steps_of_training_equal_the_reference(tmp_path):
 
 
 class _Traffic:
-    """Counts what goes through ``all_to_all_single``, in numbers, per rank and call."""
+    """Counts the elements that go through ``all_to_all_single``, per rank and call."""
 
     def __init__(self):
         self.sent, self.received = [], []
@@ -324,12 +324,12 @@ def _sends_little(cases, bucket_bytes):
         assert max(traffic.received, default=0) * 4 <= 2 * bucket_bytes, (where, max(traffic.received))
 
 
-def test_a_step_sends_each_slice_once_there_and_once_back_in_bounded_buckets():
+def test_muon_step_sends_each_slice_once_there_and_once_back_in_bounded_buckets():
     cases = [(1, -1, {}), (2, -1, {}), (4, -1, {}), (2, -1, {"expert_shard_dim": 0}), (2, 2, {}), (1, 1, {})]
     run_ranks(_sends_little, WORLD, cases, 8192)
 
 
-def _steps_alike(bucket_bytes):
+def _steps_equally(bucket_bytes):
     config = CONFIGS["qwen3"]()
     reference, orders, after = _reference(config), [], []
     # The second time with the same gradients, the third with none for what some of the ranks hold.
@@ -356,8 +356,8 @@ def _steps_alike(bucket_bytes):
     assert all(size == sizes[0] for size in sizes)
 
 
-def test_a_step_is_deterministic_and_exchanges_in_one_order_whatever_the_gradients():
-    run_ranks(_steps_alike, WORLD, 4096)
+def test_muon_step_is_deterministic_and_sends_in_one_order_whatever_the_gradients():
+    run_ranks(_steps_equally, WORLD, 4096)
 
 
 def _bfloat16_is_sent():
@@ -387,11 +387,11 @@ def _bfloat16_is_sent():
         assert _relative(moved, should.detach()) < 2**-8, name
 
 
-def test_in_bfloat16_half_as_much_is_sent_and_a_step_is_that_of_one_process():
+def test_muon_in_bfloat16_sends_half_as_much_and_steps_like_one_process():
     run_ranks(_bfloat16_is_sent, WORLD)
 
 
-def test_bfloat16_newton_schulz_is_torch_s():
+def test_newton_schulz_in_bfloat16_equals_torch():
     torch.manual_seed(0)
     coefficients = (3.4445, -4.7750, 2.0315)
     for shape in [(12, 20), (20, 12), (16, 16)]:
@@ -407,7 +407,7 @@ def test_bfloat16_newton_schulz_is_torch_s():
     assert not newton_schulz(torch.zeros(1, 3, 4), coefficients, 5, 1e-7, torch.float32).any()
 
 
-def test_a_plain_model_in_one_process_is_stepped_too():
+def test_muon_steps_a_plain_model_in_one_process():
     weight = nn.Parameter(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)))
     wanted = _torch_muon(
         {"w": weight.detach().clone()}, [{"w": torch.ones(6, 4).tril()}], lr=0.1, adjust_lr_fn="original"
@@ -427,10 +427,10 @@ def test_a_plain_model_in_one_process_is_stepped_too():
         ({"ns_coefficients": (1.0, 2.0)}, "three numbers"),
         ({"adjust_lr_fn": "spectral"}, "'spectral'"),
         ({"ns_dtype": "fp16"}, "'fp16'"),
-        ({"parts": 2}, "none of 2 parts"),
+        ({"parts": 2}, "split into 2 parts"),
     ],
 )
-def test_options_out_of_range_are_refused(options, said):
+def test_muon_refuses_options_out_of_range(options, said):
     with pytest.raises(ValueError, match=said):
         Muon(
             [{"params": [nn.Parameter(torch.ones(3, 4))], **{k: options[k] for k in options if k == "parts"}}],
@@ -452,7 +452,7 @@ def _names(config):
     return model, muon_parameters(model)
 
 
-def test_matrices_of_qwen2_moe_leave_router_and_shared_expert_gate_out():
+def test_muon_parameters_of_qwen2_moe_leave_router_and_shared_expert_gate_out():
     config = Qwen2MoeConfig(**SMALL, num_experts=8, moe_intermediate_size=20, shared_expert_intermediate_size=22)
     model, found = _names(config)
     layer = {name.removeprefix("model.layers.1.") for name in found if ".1." in name}
@@ -469,14 +469,14 @@ def test_matrices_of_qwen2_moe_leave_router_and_shared_expert_gate_out():
     assert found["model.layers.0.mlp.experts.down_proj"] == Layout()
 
 
-def test_gpt_oss_alternates_along_its_last_dim_and_its_stacked_biases_are_no_matrices():
+def test_muon_parameters_of_gpt_oss_are_interleaved_and_leave_stacked_biases_out():
     _, found = _names(CONFIGS["gpt-oss"]())
     assert found["model.layers.0.mlp.experts.gate_up_proj"] == Layout(parts=2, out_dim=-1, interleaved=True)
     assert found["model.layers.0.mlp.experts.down_proj"] == Layout(out_dim=-1)
     assert not any("bias" in name or "router" in name for name in found)
 
 
-def test_nemotron_h_has_no_gate_to_part_and_its_convolution_is_no_matrix():
+def test_muon_parameters_of_nemotron_h_have_one_part_and_leave_its_convolution_out():
     _, found = _names(CONFIGS["nemotron-h"]())
     assert found["model.layers.0.mixer.experts.up_proj"] == Layout()
     assert "model.layers.0.mixer.fc1_latent_proj.weight" in found and "model.layers.2.mixer.in_proj.weight" in found
@@ -531,7 +531,7 @@ def test_nemotron_h_has_no_gate_to_part_and_its_convolution_is_no_matrix():
     ],
     ids=["deepseek-v2", "jamba", "gemma4"],
 )
-def test_routers_that_are_linears_are_left_out(config, router):
+def test_muon_parameters_leave_routers_that_are_linears_out(config, router):
     model, found = _names(config)
     names = [name for name, _ in model.named_parameters()]
     assert router in names and router not in found
@@ -559,11 +559,11 @@ def _a_plan_s_experts():
     assert list(muon_parameters(model)) == ["0.proj.weight"]
 
 
-def test_experts_of_a_user_s_plan_and_their_router_are_left_to_adamw():
+def test_muon_parameters_leave_planned_experts_and_their_router_to_adamw():
     run_ranks(_a_plan_s_experts, 2)
 
 
-def test_frozen_parameters_are_nobody_s():
+def test_muon_parameters_leave_frozen_parameters_out():
     model = _model(CONFIGS["qwen3"]())
     model.model.layers[0].mlp.experts.down_proj.requires_grad_(False)
     assert "model.layers.0.mlp.experts.down_proj" not in muon_parameters(model)
@@ -572,14 +572,14 @@ def test_frozen_parameters_are_nobody_s():
 # -- who orthogonalises what -------------------------------------------------------------------------------------------
 
 
-def test_work_is_dealt_out_evenly_bucket_by_bucket_and_in_all():
+def test_buckets_balance_cost_each_and_in_all():
     shapes = [(24, 40)] * 5 + [(40, 40)] * 3 + [(8, 200)] * 7 + [(100, 100)]
     blocks = [muon_partition.Block(None, (1, *shape), ()) for shape in shapes * 3]
     total = [0] * 4
-    buckets = list(muon_partition._fill(blocks, 4 * 4000, 4))
-    dealt = [muon_partition._deal(bucket, total) for bucket in buckets]
+    buckets = list(muon_partition._split_into_buckets(blocks, 4 * 4000, 4))
+    assigned = [muon_partition._assign_to_ranks(bucket, total) for bucket in buckets]
     assert [b for bucket in buckets for b in bucket] == blocks and len(buckets) > 1
-    for bucket, hands in zip(buckets, dealt, strict=True):
+    for bucket, hands in zip(buckets, assigned, strict=True):
         # The largest matrix is more than a rank's share of bytes: then a bucket has as much as four such.
         assert sum(block.numel for block in bucket) <= 4 * 100 * 100
         loads = [sum(block.cost for block in hand) for hand in hands]
@@ -588,6 +588,6 @@ def test_work_is_dealt_out_evenly_bucket_by_bucket_and_in_all():
     assert max(total) - min(total) <= 1.5 * max(block.cost for block in blocks)
 
 
-def test_matrices_too_large_for_a_bucket_still_give_every_rank_one():
+def test_buckets_of_large_matrices_give_every_rank_one():
     blocks = [muon_partition.Block(None, (1, 100, 100), ()) for _ in range(8)]
-    assert [len(bucket) for bucket in muon_partition._fill(blocks, 1, 4)] == [4, 4]
+    assert [len(bucket) for bucket in muon_partition._split_into_buckets(blocks, 1, 4)] == [4, 4]

@@ -1,4 +1,4 @@
-"""What travels while something computes: the same numbers, and the order that was promised."""
+"""Overlapping all-to-alls with compute changes no numbers, and keeps the promised order of events."""
 
 from unittest.mock import patch
 
@@ -24,21 +24,21 @@ from tests.support.ppo import check_ppo_updates
 from tests.support.ranks import run_ranks
 
 RELATIVE = 1e-5
-# Of transformers' families, by whether the block asks for its shared experts after the experts or before.
+# Of transformers' families, by whether the block calls its shared experts after the experts or before.
 AFTER = ["deepseek_v2", "deepseek_v3", "deepseek_v4", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite"]
 AFTER += ["glm_moe_dsa", "hy_v3", "nemotron_h", "nemotron_h_latent", "solar_open"]
 BEFORE = ["afmoe", "ernie4_5_moe", "hunyuan_v1_moe", "laguna", "qwen2_moe", "qwen3_next", "qwen3_5_moe"]
 
 
 @pytest.mark.parametrize(("tokens", "chunks"), [(0, 3), (1, 4), (7, 3), (12, 4), (5, 1)])
-def test_chunks_differ_by_a_token_at_most_and_hold_every_token(tokens, chunks):
+def test_chunk_bounds_differ_by_a_token_at_most_and_hold_every_token(tokens, chunks):
     edges = chunk_bounds(tokens, chunks)
     sizes = [b - a for a, b in zip(edges, edges[1:], strict=False)]
     assert len(sizes) == chunks and sum(sizes) == tokens and max(sizes) - min(sizes) <= 1
 
 
 def _every_routing_in_chunks():
-    """What the plain pair gives, and bit for bit the same in any chunks; as many collectives on all ranks."""
+    """Compare with dispatch and combine; any chunks agree bit for bit, and all ranks issue equally many collectives."""
     rank, world = dist.get_rank(), dist.get_world_size()
     local = EXPERTS // world
     scale_e = torch.arange(1.0, EXPERTS + 1)[rank * local : (rank + 1) * local]
@@ -75,12 +75,12 @@ def _every_routing_in_chunks():
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_chunks_give_what_one_exchange_gives(world):
+def test_exchange_in_chunks_equals_one_chunk(world):
     run_ranks(_every_routing_in_chunks, world)
 
 
 def _gradients_equal_the_reference(folder, world, cases):
-    """Rows of another length on each rank; losses are weighted so that their mean is the one over all tokens."""
+    """Each rank has rows of another length; losses are weighted so that their mean is the one over all tokens."""
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(0, VOCAB, (1, 4 + 5 * r), generator=generator) for r in range(world)]
@@ -95,14 +95,14 @@ def _gradients_equal_the_reference(folder, world, cases):
             assert relative_error(param.grad.full_tensor(), wanted[name]) < RELATIVE, (ep, options, name)
 
 
-def test_gradients_in_chunks_are_those_of_the_plain_model(tmp_path):
+def test_exchange_in_chunks_has_the_gradients_of_the_plain_model(tmp_path):
     cases = [(2, {"dispatch_chunks": 2}), (4, {"dispatch_chunks": 3, "expert_shard_dim": 0})]
     cases += [(2, {"dispatch_chunks": 2, "checkpointing": mode}) for mode in ("full", "selective")]
     cases += [(4, {"dispatch_chunks": 6, "checkpointing": "full", "prefetch_depth": 0})]
     run_ranks(_gradients_equal_the_reference, 4, save_qwen3_moe(tmp_path), 4, cases)
 
 
-def test_gradients_with_shared_experts_ahead_are_those_of_the_plain_model(tmp_path):
+def test_shared_experts_computed_ahead_have_the_gradients_of_the_plain_model(tmp_path):
     cases = [
         (2, {"overlap_shared_experts": True, "dispatch_chunks": chunks, "checkpointing": mode})
         for chunks, mode in [(1, "none"), (2, "full"), (3, "selective")]
@@ -124,7 +124,7 @@ def _ppo_update(folder, case):
 
 
 def _bfloat16_is_close(folder):
-    """Apart by what bfloat16 makes of sums in another order."""
+    """Results differ by bfloat16's rounding of sums in another order."""
     ids = torch.randint(0, VOCAB, (1, 40), generator=torch.Generator().manual_seed(dist.get_rank()))
     gradients = []
     for options in ({}, {"dispatch_chunks": 3, "overlap_shared_experts": True}):
@@ -135,12 +135,12 @@ def _bfloat16_is_close(folder):
         assert relative_error(gradients[1][name], gradient) < 2**-6, name
 
 
-def test_in_bfloat16_chunks_are_as_close_as_its_rounding(tmp_path):
+def test_exchange_in_chunks_in_bfloat16_differs_by_its_rounding(tmp_path):
     run_ranks(_bfloat16_is_close, 2, save_glm4_moe(tmp_path))
 
 
 class _Trace(_Recorder):
-    """Also the flights, numbered as they are launched, what each chunk computes, shared experts and attention."""
+    """Records also async all-to-alls in their order, the compute of chunks, shared experts and attention."""
 
     def __init__(self, model):
         super().__init__(model)
@@ -188,7 +188,7 @@ class _Trace(_Recorder):
 
 
 class _Awaited:
-    """A collective under way that says when it is waited for."""
+    """A collective that records when it is waited for."""
 
     def __init__(self, work, events, number):
         self.work, self.events, self.number = work, events, number
@@ -199,7 +199,7 @@ class _Awaited:
 
 
 def _traced(folder, ep, **options):
-    """Events of one step on this rank, which are those of all ranks."""
+    """Return the events of one step, which are equal on all ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model, _ = sharded_model(folder, world, ep, **options)
     model.train()
@@ -234,12 +234,12 @@ def _flies_while_it_computes(folder):
     assert events.index(("forward", "shared")) > events.index(("wait", 3))
 
 
-def test_chunks_travel_while_others_and_shared_experts_compute(tmp_path):
+def test_exchange_sends_chunks_while_others_and_shared_experts_compute(tmp_path):
     folder = save_glm4_moe(tmp_path, num_hidden_layers=1, first_k_dense_replace=0)
     run_ranks(_flies_while_it_computes, 2, folder)
 
 
-def _recomputed_alike(folder):
+def _recomputed_equally(folder):
     options = {"dispatch_chunks": 2, "overlap_shared_experts": True}
     kept, recomputed = (
         [event.split()[0] for event in _flights_and_compute(_traced(folder, 2, checkpointing=mode, **options))]
@@ -249,9 +249,9 @@ def _recomputed_alike(folder):
     assert forward.count("wait") == 4 and recomputed == forward + kept
 
 
-def test_a_recomputed_layer_overlaps_as_its_forward_did(tmp_path):
+def test_exchange_in_a_recomputed_layer_overlaps_as_in_its_forward(tmp_path):
     folder = save_glm4_moe(tmp_path, num_hidden_layers=1, first_k_dense_replace=0)
-    run_ranks(_recomputed_alike, 2, folder)
+    run_ranks(_recomputed_equally, 2, folder)
 
 
 def _gathered_behind_attention(folder, layers):
@@ -264,13 +264,13 @@ def _gathered_behind_attention(folder, layers):
         assert backward.index(("gather", f"layers.{i - 1}.experts")) < backward.index(("backward", f"attention {i}"))
 
 
-def test_experts_are_gathered_behind_attention(tmp_path):
+def test_prefetch_gathers_experts_while_attention_computes(tmp_path):
     folder = save_qwen3_moe(tmp_path, num_hidden_layers=3, mlp_only_layers=[])
     run_ranks(_gathered_behind_attention, 4, folder, 3)
 
 
 def _families_are_exact(folders):
-    """A block that had not its shared experts computed ahead, or did not ask for them, would raise."""
+    """A block whose shared experts are not computed ahead, or not called, raises."""
     ids = torch.randint(0, VOCAB, (2, 13), generator=torch.Generator().manual_seed(1))
     for name, folder in folders.items():
         reference = families.load(name, folder).train()
@@ -288,15 +288,19 @@ def _families_are_exact(folders):
 
 
 def _families_are_refused(folders):
-    """Before a weight is read; and when the block runs, which sees what it can't be asked before."""
+    """Refused before a weight is read; and when the block runs, if the check before can't tell."""
     ids = torch.randint(0, VOCAB, (2, 13), generator=torch.Generator().manual_seed(1))
     options = {"attention": "eager", "overlap_shared_experts": True}
     for folder in folders.values():
-        with pytest.raises(SettingError, match="overlap_shared_experts=True: .* asks for its shared experts before"):
+        with pytest.raises(
+            SettingError, match="overlap_shared_experts=True: .* calls its shared experts before the experts:"
+        ):
             sharded_model(folder, 2, 2, **options)
         with patch.object(overlap, "runs_shared_first", lambda *_: False):
             model, _ = sharded_model(folder, 2, 2, **options)
-        with pytest.raises(SettingError, match="overlap_shared_experts=True: .* asks for its shared experts first"):
+        with pytest.raises(
+            SettingError, match="overlap_shared_experts=True: .* calls its shared experts before the experts, or"
+        ):
             families.logits(model, ids)
 
 
@@ -304,21 +308,21 @@ def _saved(names, folder):
     return {name: families.save(name, folder / name) for name in names}
 
 
-def test_every_family_that_can_has_its_shared_experts_ahead(tmp_path):
+def test_shared_experts_of_every_family_that_allows_it_are_computed_ahead(tmp_path):
     run_ranks(_families_are_exact, 2, _saved(AFTER, tmp_path))
 
 
-def test_families_that_ask_for_their_shared_experts_first_are_refused(tmp_path):
+def test_check_overlap_refuses_families_that_call_their_shared_experts_first(tmp_path):
     run_ranks(_families_are_refused, 2, _saved(BEFORE, tmp_path))
 
 
-def test_a_model_without_shared_experts_is_refused():
+def test_check_overlap_refuses_a_model_without_shared_experts():
     model = build_on_meta(AutoModelForCausalLM, Qwen3MoeConfig(num_hidden_layers=1), torch.float32)
     with pytest.raises(SettingError, match=r"overlap_shared_experts=True: there are no shared experts beside model."):
         check_overlap(1, True, "all_to_all", model, find_experts(model))
 
 
-def test_experts_that_dispatch_themselves_are_refused():
+def test_check_overlap_refuses_custom_experts():
     model = OwnModel(PretrainedConfig())
     settings = {
         "dispatch_chunks=2: Pool": (2, False, "all_to_all"),

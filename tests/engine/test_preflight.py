@@ -442,7 +442,7 @@ def test_an_explicit_expert_shard_dim_has_to_divide(model, dim, ep, world, rest)
     with pytest.raises(SettingError) as caught:
         check()
     text = paragraph(caught.value, "engine.expert_shard_dim", dim)
-    assert f"{rest} along it" in text and f"ep_fsdp={world // ep} " in text
+    assert f"size {rest} along this dim" in text and f"ep_fsdp={world // ep} " in text
 
 
 @pytest.mark.parametrize("path", ["/no/such/model", "~/no-such-model", "./no/such", "a/b/c"])

@@ -1,4 +1,4 @@
-"""Memory of experts' gradients that is used again on a CPU."""
+"""The memory of experts' gradients is reused on a CPU."""
 
 import threading
 
@@ -22,7 +22,7 @@ def nothing_is_left():
     assert not gradient_buffers._storages
 
 
-def test_a_storage_is_taken_again_once_nobody_uses_it():
+def test_gradient_buffers_reuse_a_free_storage():
     first = gradient_buffers.empty(SHAPE, LIKE)
     assert (first.shape, first.dtype, first.is_contiguous()) == (SHAPE, torch.float32, True)
     address, view = first.data_ptr(), first[1]
@@ -36,7 +36,7 @@ def test_a_storage_is_taken_again_once_nobody_uses_it():
     assert gradient_buffers.empty((4, 256, 512), LIKE).data_ptr() not in (address, second.data_ptr())
 
 
-def test_little_is_kept_and_all_of_it_can_be_given_back():
+def test_gradient_buffers_keep_few_free_storages_and_release_them():
     held = [gradient_buffers.empty((2 + i, 256, 512), LIKE) for i in range(8)]
     assert len(gradient_buffers._storages) == 8
     held.clear()
@@ -47,13 +47,13 @@ def test_little_is_kept_and_all_of_it_can_be_given_back():
     assert len(gradient_buffers._storages) == 1 and used.sum() == used.numel()
 
 
-def test_small_tensors_and_those_of_a_device_are_not_kept():
+def test_gradient_buffers_of_small_or_device_tensors_are_not_kept():
     gradient_buffers.empty((10, 10), LIKE)
     assert gradient_buffers.empty(SHAPE, LIKE.to("meta")).is_meta
     assert not gradient_buffers._storages
 
 
-def test_threads_never_share_a_storage():
+def test_gradient_buffers_of_threads_share_no_storage():
     addresses, held, barrier = [], [], threading.Barrier(8)
 
     def take():
@@ -70,7 +70,7 @@ def test_threads_never_share_a_storage():
     assert len({tensor.data_ptr() for tensor in held}) == len(held) == 160
 
 
-def test_gradients_are_those_of_plain_autograd_step_after_step():
+def test_gradient_buffers_give_the_gradients_of_plain_autograd_step_after_step():
     config = Qwen3MoeConfig(num_experts=8, hidden_size=256, moe_intermediate_size=256)
     torch.manual_seed(0)
     modules = []
@@ -97,7 +97,7 @@ def test_gradients_are_those_of_plain_autograd_step_after_step():
     assert len(addresses) == 2, "of two weights, in three steps"
 
 
-def test_what_a_backward_does_not_use_any_more_goes_when_it_ends():
+def test_gradient_buffers_are_released_when_a_backward_ends():
     class Layer(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):

@@ -55,7 +55,7 @@ def test_is_dense_of_a_model_without_experts_is_true(family):
 
 def test_find_experts_where_the_config_alone_counts_some_refuses():
     with pytest.raises(
-        UnsupportedModelError, match="Qwen3MoeForCausalLM says num_local_experts=8, and none of its modules"
+        UnsupportedModelError, match="Qwen3MoeForCausalLM says num_local_experts=8, but none of its modules"
     ):
         find_experts(_on_meta("qwen3_moe", num_hidden_layers=1, mlp_only_layers=[0], num_experts=8))
     with pytest.raises(UnsupportedModelError, match="says num_experts=16384"):

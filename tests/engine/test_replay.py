@@ -1,4 +1,4 @@
-"""Tokens take the experts that they took before, in every family, and what was computed is what is computed again."""
+"""Router replay routes tokens to the recorded experts, in every family, also in recomputations."""
 
 from collections.abc import Sequence
 
@@ -44,7 +44,7 @@ def _shifted(routes: torch.Tensor, layers: Sequence[int], num_experts: int) -> t
 
 
 def _arriving(model: nn.Module) -> list[torch.Tensor]:
-    """Filled with the ids of every call of experts."""
+    """Collect the ids of every call of experts."""
     ids: list[torch.Tensor] = []
     for info in find_experts(model):
         info.module.register_forward_pre_hook(lambda module, args: ids.append(args[1].clone()))
@@ -53,7 +53,7 @@ def _arriving(model: nn.Module) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", REPLAYED)
 @torch.no_grad()
-def test_every_family_replays(name):
+def test_replay_of_every_family_takes_the_recorded_routes(name):
     model, ids = _family(name)
     replay = _with_replay(model)
     arriving = _arriving(model)
@@ -95,7 +95,7 @@ def test_every_family_replays(name):
     assert torch.equal(logits(), native)
 
 
-def test_what_cannot_be_replayed_says_so():
+def test_replay_of_unusable_routes_raises():
     model, _ = _family("ernie4_5_vl_moe")
     with pytest.raises(UnsupportedModelError, match=r"both .*text_moe.experts and .*vision_moe.experts are in it"):
         _with_replay(model)
@@ -105,18 +105,18 @@ def test_what_cannot_be_replayed_says_so():
     model(input_ids=ids, use_cache=False)
     routes = replay.recorded()
     replay.replay(_shifted(routes, sorted(replay._layers), 8))
-    with pytest.raises(ReplayError, match=r"layers.0.mlp.experts takes .* experts that no topk over 8 chose"):
+    with pytest.raises(ReplayError, match=r"layers.0.mlp.experts got .* expert ids that no topk over 8 chose"):
         model(input_ids=ids, use_cache=False)
-    with pytest.raises(ReplayError, match=r"are \(14, 5, 2\), where \[tokens, 3, k\] is needed"):
+    with pytest.raises(ReplayError, match=r"the shape \(14, 5, 2\), not \[tokens, 3, k\]"):
         replay.replay(torch.zeros(14, 5, 2))
     with pytest.raises(ReplayError, match="one expert per token"):
         replay.replay(torch.zeros(14, 3, 1))
-    with pytest.raises(ReplayError, match="not called once"):
+    with pytest.raises(ReplayError, match="not called exactly once"):
         replay.recorded()
 
 
-def test_routing_weights_are_the_present_routers_and_have_their_gradient():
-    """In Mixtral they are a softmax over all experts, taken at the chosen ones and made to add up to one."""
+def test_replay_takes_the_current_routing_weights_with_their_gradient():
+    """In Mixtral they are a softmax over all experts, restricted to the chosen ones and normalised."""
     model, ids = _family("mixtral")
     replay = _with_replay(model)
     replay.record()
@@ -136,7 +136,7 @@ def test_routing_weights_are_the_present_routers_and_have_their_gradient():
 
 
 def _on_ranks(folder):
-    """Experts over two ranks; with every checkpointing the replayed gradients are those of the plain model."""
+    """Shard experts over two ranks; with every checkpointing the replayed gradients are those of the plain model."""
     rank = dist.get_rank()
     ids = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(3))
     plain = reference_model(folder)
@@ -163,12 +163,12 @@ def _on_ranks(folder):
             torch.testing.assert_close(found, wanted[name], rtol=1e-4, atol=1e-6, msg=f"{checkpointing}: {name}")
 
 
-def test_gradients_of_replayed_routes_with_every_checkpointing(tmp_path):
+def test_replay_with_every_checkpointing_has_the_plain_gradients(tmp_path):
     run_ranks(_on_ranks, 2, save_qwen3_moe(tmp_path))
 
 
 def _two(folder):
-    """verl's worker: what the log-probs recorded is what the update takes (R2)."""
+    """Run verl's worker: the update takes the routes that the log-probs recorded (R2)."""
     from verl.utils import tensordict_utils as tu
     from verl.workers.config import EngineRouterReplayConfig
 
@@ -204,5 +204,5 @@ def _two(folder):
         ppo_worker(folder, 2, model=PADDED, router_replay=EngineRouterReplayConfig(mode="R3"))
 
 
-def test_a_ppo_update_takes_the_recorded_routes(tmp_path):
+def test_replay_in_a_ppo_update_takes_the_recorded_routes(tmp_path):
     run_ranks(_two, 2, save_qwen3_moe(tmp_path))

@@ -1,4 +1,4 @@
-"""What is exported is the checkpoint that was loaded, bit for bit; and of the experts a rank reads its own."""
+"""An export equals the loaded checkpoint bit for bit, and a rank reads only its own experts."""
 
 import json
 import re
@@ -80,7 +80,7 @@ with_experts = [trip for trip in TRIPS if trip.family in FAMILIES]
 
 
 class _Counting:
-    """In place of ``safe_open``: counts the bytes of each tensor that are asked for."""
+    """Replaces ``safe_open``; counts the bytes of each tensor that are read."""
 
     def __init__(self):
         self.bytes = Counter()
@@ -125,7 +125,7 @@ class _CountingSlice:
 
 
 def _save(trip: Trip, folder: Path) -> None:
-    """What transformers saves of a model whose parameters and persistent buffers are all random."""
+    """Save, by transformers, a model whose parameters and persistent buffers are all random."""
     model = EVERY[trip.family].build()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -160,7 +160,7 @@ class _AsAuto:
         return self.kind._from_config(config, dtype=dtype)
 
 
-def _travel(trips: list[Trip], folder: Path) -> None:
+def _round_trip(trips: list[Trip], folder: Path) -> None:
     """Load and export on this rank, which writes how many bytes of experts it read and holds, or what failed."""
     by_size = [build_meshes("cpu", Topology.arrange(dist.get_world_size(), ep)) for ep in (EP, 1)]
     for trip in trips:
@@ -169,7 +169,7 @@ def _travel(trips: list[Trip], folder: Path) -> None:
         try:
             model = _loaded(trip, folder / trip.name / trip.loaded, meshes, report)
             checkpoint.save_checkpoint(folder / trip.name / "saved", model, None, None, {"hf_model"}, step=1)
-        except Exception as error:  # alike on all ranks, and the other families can go on
+        except Exception as error:  # equal on all ranks, and the other families can go on
             report["failure"] = f"{type(error).__name__}: {error}"
         (folder / trip.name / f"{dist.get_rank()}.json").write_text(json.dumps(report))
 
@@ -187,59 +187,59 @@ def _loaded(trip: Trip, files: Path, meshes: Meshes, report: dict) -> nn.Module:
     return model
 
 
-def _travel_all(world: int, folder: Path) -> Path:
+def _round_trip_all(world: int, folder: Path) -> Path:
     trips = [trip for trip in TRIPS if trip.world == world]
     for trip in trips:
         _save(trip, folder / trip.name / "original")
         if trip.loaded == "swapped":
             _swap(folder / trip.name / "original", folder / trip.name / "swapped")
-    run_ranks(_travel, world, trips, folder)
+    run_ranks(_round_trip, world, trips, folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def on_2_ranks(tmp_path_factory):
-    return _travel_all(2, tmp_path_factory.mktemp("on_2_ranks"))
+    return _round_trip_all(2, tmp_path_factory.mktemp("on_2_ranks"))
 
 
 @pytest.fixture(scope="module")
 def on_4_ranks(tmp_path_factory):
-    return _travel_all(4, tmp_path_factory.mktemp("on_4_ranks"))
+    return _round_trip_all(4, tmp_path_factory.mktemp("on_4_ranks"))
 
 
 @pytest.fixture
-def travelled(trip, request):
-    """Where the trip was made, in one go with all others on as many ranks."""
+def round_trip(trip, request):
+    """Return the folder of the round trip, which ran with all others on as many ranks."""
     return request.getfixturevalue(f"on_{trip.world}_ranks") / trip.name
 
 
 def _tensors(folder: Path) -> dict[str, dict]:
-    """Dtype, shape and bytes of every tensor of every file."""
+    """Return dtype, shape and bytes of every tensor of every file."""
     found = [entry for file in sorted(folder.glob("*.safetensors")) for entry in deserialize(file.read_bytes())]
     assert len(dict(found)) == len(found) > 0
     return dict(found)
 
 
-def _reports(travelled: Path) -> list[dict]:
-    return [json.loads(path.read_text()) for path in sorted(travelled.glob("*.json"))]
+def _reports(round_trip: Path) -> list[dict]:
+    return [json.loads(path.read_text()) for path in sorted(round_trip.glob("*.json"))]
 
 
 @each_trip
-def test_what_is_exported_is_the_checkpoint_bit_for_bit(travelled, trip):
-    failures = {report["failure"] for report in _reports(travelled) if "failure" in report}
+def test_export_equals_the_checkpoint_bit_for_bit(round_trip, trip):
+    failures = {report["failure"] for report in _reports(round_trip) if "failure" in report}
     assert not failures
-    original, exported = (_tensors(travelled / name) for name in ("original", EXPORTED))
+    original, exported = (_tensors(round_trip / name) for name in ("original", EXPORTED))
     assert exported.keys() == original.keys()
     assert not [name for name in original if exported[name] != original[name]]
-    files = len(list((travelled / "original").glob("*.safetensors")))
+    files = len(list((round_trip / "original").glob("*.safetensors")))
     assert files == 1 if trip.file_size == "1GB" else files > 2
 
 
 @pytest.mark.parametrize("trip", with_experts, ids=lambda trip: trip.name)
-def test_of_the_experts_a_rank_reads_its_own(travelled, trip):
-    ranks = _reports(travelled)
+def test_load_weights_reads_only_own_experts(round_trip, trip):
+    ranks = _reports(round_trip)
     assert all("read" in rank for rank in ranks), ranks
-    stored = {name: len(facts["data"]) for name, facts in _tensors(travelled / "original").items()}
+    stored = {name: len(facts["data"]) for name, facts in _tensors(round_trip / "original").items()}
     assert sum(rank["own"] for rank in ranks) == sum(size for name, size in stored.items() if EXPERT.search(name)) > 0
     factors = [rank["read"] / rank["own"] for rank in ranks]
     assert min(factors) >= 1 and max(factors) <= 1.1, factors
@@ -249,7 +249,7 @@ TIED = [trip for trip in TRIPS if EVERY[trip.family].sizes.get("tie_word_embeddi
 
 
 @pytest.mark.parametrize("trip", TIED, ids=lambda trip: trip.name)
-def test_tied_weights_are_exported_under_the_name_of_the_embeddings(travelled, trip):
+def test_export_writes_tied_weights_under_the_name_of_the_embeddings(round_trip, trip):
     """As transformers saves them."""
-    names = _tensors(travelled / EXPORTED).keys()
+    names = _tensors(round_trip / EXPORTED).keys()
     assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names

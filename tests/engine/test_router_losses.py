@@ -1,4 +1,4 @@
-"""Load-balancing loss and z-loss on the routers of every family, over the tokens of all ranks; the experts' load."""
+"""Load-balancing loss, z-loss and load metrics for the routers of every family, over the tokens of all ranks."""
 
 from functools import partial
 
@@ -33,7 +33,7 @@ def one_rank(tmp_path_factory):
 
 
 def _formula(logits: torch.Tensor, ids: torch.Tensor, sigmoid: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both losses of one layer, token by token."""
+    """Compute both losses of one layer, token by token."""
     tokens, experts = logits.shape
     scores = logits.sigmoid() if sigmoid else logits.exp()
     probs = scores / scores.sum(-1, keepdim=True)
@@ -42,8 +42,8 @@ def _formula(logits: torch.Tensor, ids: torch.Tensor, sigmoid: bool) -> tuple[to
 
 
 @pytest.mark.parametrize("name", WATCHED)
-def test_every_family_has_its_losses(name):
-    """A router's weight is the one parameter of [experts, hidden] beside the experts."""
+def test_router_losses_of_every_family_equal_their_formula(name):
+    """A router's weight is the only parameter of shape [experts, hidden] in the block of the experts."""
     torch.manual_seed(0)
     model = FAMILIES[name].build().eval()
     model.set_experts_implementation("eager")
@@ -75,7 +75,7 @@ def test_every_family_has_its_losses(name):
 
 
 def _plain_losses(model: nn.Module, sigmoid: bool, samples) -> tuple[torch.Tensor, torch.Tensor]:
-    """Means over the layers, of samples as one micro-batch."""
+    """Return the losses, averaged over the layers, of samples as one micro-batch."""
     experts = find_experts(model)
     logits: dict[str, list[torch.Tensor]] = {info.fqn: [] for info in experts}
     ids: dict[str, list[torch.Tensor]] = {info.fqn: [] for info in experts}
@@ -95,7 +95,7 @@ def _plain_losses(model: nn.Module, sigmoid: bool, samples) -> tuple[torch.Tenso
 
 
 def _mean_losses(model: nn.Module, sigmoid: bool, samples, per_rank: int, micro_batch: int):
-    """Means over the tokens of a step, whose micro-batches are of all ranks."""
+    """Return the losses, averaged over the tokens of a step, whose micro-batches span all ranks."""
     aux, z, tokens = [], [], []
     for first in range(0, per_rank, micro_batch):
         ranks = [samples[own + first : own + first + micro_batch] for own in range(0, len(samples), per_rank)]
@@ -108,7 +108,7 @@ def _mean_losses(model: nn.Module, sigmoid: bool, samples, per_rank: int, micro_
 
 
 def _updates(folder, sigmoid, cases):
-    """The gradients of an update are those without the losses, and the losses' own over all ranks' tokens."""
+    """The gradients of an update are those without the losses plus those of the losses over all ranks' tokens."""
     samples = ppo_samples()
     reference = reference_model(folder)
     for micro_batch, settings in cases:
@@ -133,7 +133,7 @@ def _updates(folder, sigmoid, cases):
 
 
 def _gradients(worker, batch):
-    """Full gradients before the optimizer's step, by name, and the update's metrics."""
+    """Return full gradients before the optimizer's step, by name, and the update's metrics."""
     from verl.utils import tensordict_utils as tu
 
     seen = {}
@@ -156,7 +156,7 @@ def _gradients(worker, batch):
 
 
 @pytest.mark.parametrize(("save_model", "sigmoid"), [(save_qwen3_moe, False), (save_glm4_moe, True)])
-def test_the_losses_are_those_of_all_ranks_tokens(tmp_path, save_model, sigmoid):
+def test_router_losses_are_over_the_tokens_of_all_ranks(tmp_path, save_model, sigmoid):
     half, whole = SAMPLES // WORLD // 2, SAMPLES // WORLD
     cases = [(whole, {"ep": 2, "activation_checkpointing": kind}) for kind in CHECKPOINTING]
     cases += [(whole, {"ep": 2, "ulysses_sequence_parallel_size": 2})]
@@ -164,7 +164,7 @@ def test_the_losses_are_those_of_all_ranks_tokens(tmp_path, save_model, sigmoid)
     run_ranks(_updates, WORLD, save_model(tmp_path), sigmoid, cases)
 
 
-def test_what_cannot_be_watched_is_refused(tmp_path):
+def test_router_losses_of_unsuitable_models_are_refused(tmp_path):
     model = FAMILIES["ernie4_5_vl_moe"].build()
     with pytest.raises(UnsupportedModelError, match="both .*text_moe.experts and .*vision_moe.experts are in it"):
         RouterLosses(model, find_experts(model), AUX)

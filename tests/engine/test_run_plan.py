@@ -1,4 +1,4 @@
-"""The plan of the run that is under way: printed at start, and beside it tensors as they were measured."""
+"""The estimate of the running step: printed at start, and compared with measured tensors."""
 
 import contextlib
 import io
@@ -45,7 +45,7 @@ def _trains_to_the_end(folder, settings):
         assert ours == []
         return
     plan = worker.engine._plan
-    assert ours.pop(0).startswith("engine.experts_backend=auto: the experts are computed by torch")
+    assert ours.pop(0).startswith("engine.experts_backend=auto: torch computes the experts")
     assert ours == plan.lines() and ours[0] == "plan of Qwen3MoeForCausalLM"
 
     # The recipe says the same of the same settings, from the command that is printed.
@@ -70,7 +70,7 @@ def _trains_to_the_end(folder, settings):
     assert plan.outcome() is None
 
 
-def test_outcome_where_the_allocator_counts_compares_tensors_with_tensors():
+def test_step_estimate_outcome_compares_tensors_with_tensors():
     request = request_of(parse(["--model", "Qwen3-30B-A3B"]), config_of("Qwen3-30B-A3B"))
     settings = request.sizes, Topology.arrange(8, 8), request.options, "adamw", PlannerBackend(), None, (), "", 1
     plan = StepEstimate(*settings, measure=lambda: 3 << 30)
@@ -80,11 +80,11 @@ def test_outcome_where_the_allocator_counts_compares_tensors_with_tensors():
     assert "measured 3.00 GiB (all tensors of the process, the most so far)" in plan.outcome()
 
 
-def test_a_run_on_a_cpu_prints_its_plan_and_no_pages_beside_it(tmp_path):
+def test_step_estimate_on_a_cpu_prints_the_plan_and_no_pages(tmp_path):
     run_ranks(_trains_to_the_end, 2, save_qwen3_moe(tmp_path), CONFIGURED)
 
 
-def test_the_plan_of_a_run_with_adapters_and_chunks_is_the_recipes_too(tmp_path):
+def test_step_estimate_with_adapters_and_chunks_equals_that_of_the_recipe(tmp_path):
     model = {"lora_rank": 4, "lora_alpha": 4, "target_modules": "all-linear"}
     settings = {**CONFIGURED, "model": model, "dispatch_chunks": 2}
     run_ranks(_trains_to_the_end, 2, save_qwen3_moe(tmp_path), settings)
@@ -102,16 +102,16 @@ def _is_tracked(folder):
     assert tracked == pytest.approx(planned, rel=0.05), (tracked, planned)
 
 
-def test_an_update_through_verls_worker_holds_what_is_planned(tmp_path):
+def test_step_estimate_of_an_update_through_verls_worker_is_what_it_holds(tmp_path):
     wide = {"hidden_size": 128, "moe_intermediate_size": 256, "num_hidden_layers": 4, "mlp_only_layers": []}
     run_ranks(_is_tracked, 2, save_qwen3_moe(tmp_path, **wide))
 
 
-def test_where_the_settings_dont_say_how_long_sequences_are_an_example_is_planned(tmp_path):
+def test_step_estimate_without_a_sequence_length_is_an_example(tmp_path):
     run_ranks(_example, 2, save_qwen3_moe(tmp_path))
 
 
-def test_the_actors_settings_say_how_large_a_step_may_be():
+def test_configured_batch_follows_the_actors_settings():
     lengths = {"max_prompt_length": 100, "max_response_length": 28}
     sizes = {"rollout_n": 4, "ppo_mini_batch_size": 32, "ppo_micro_batch_size_per_gpu": 2}
     engine = EPFSDP2ActorConfig(**sizes, rollout=lengths, engine=EPFSDP2EngineConfig(ulysses_sequence_parallel_size=2))
@@ -128,6 +128,6 @@ def _example(folder):
     assert any("1024 tokens are an example" in line for line in lines)
 
 
-def test_the_recipe_takes_what_the_command_leaves_out():
+def test_recipe_defaults_are_what_the_command_leaves_out():
     options = vars(parse(["--model", "Qwen3-30B-A3B"]))
     assert {name: options[name.replace("-", "_")] for name in RECIPE_DEFAULTS} == RECIPE_DEFAULTS

@@ -77,12 +77,12 @@ def test_the_state_is_plain_json_and_goes_on_with_its_rates():
 
 def test_a_schedule_of_other_optimizers_is_refused():
     schedule = build_multi_lr_scheduler(_optimizer(), _halving)
-    with pytest.raises(ValueError, match=r"of the optimizers \['dense'\], this run has \['dense', 'experts'\]"):
+    with pytest.raises(ValueError, match=r"to the optimizers \['dense'\], but this run has \['dense', 'experts'\]"):
         schedule.load_state_dict({"dense": schedule.state_dict()["dense"]})
     optimizer = _optimizer()
     with pytest.raises(ValueError, match="are not those of"):
         MultiLRScheduler(optimizer, {"dense": _halving(optimizer.optimizers["dense"])})
-    with pytest.raises(ValueError, match="'experts' is of another optimizer"):
+    with pytest.raises(ValueError, match="'experts' belongs to another optimizer"):
         MultiLRScheduler(optimizer, {name: _halving(optimizer.optimizers["dense"]) for name in optimizer.optimizers})
 
 

@@ -1,7 +1,7 @@
-"""What the experts' compute is made of, in torch; and which backend a machine gets.
+"""The operators of the experts' compute, in torch, and the choice of a backend for a machine.
 
-``torch`` is also the twin that the Triton kernels (``triton_backend.py``) are compared with. ``reference`` is no
-backend in this sense: plain operators, with autograd through all of them (``moe/forward.py``).
+Tests compare the Triton kernels (``triton_backend.py``) with ``TorchBackend``. The setting ``reference`` has no
+``Backend``: it runs plain operators, with autograd through all of them (``moe/forward.py``).
 
 Shapes: ``R`` rows grouped by expert, ``e`` experts, ``T`` tokens, ``K`` experts per token.
 """
@@ -27,7 +27,7 @@ _OLDEST = (8, 0)  # compute capability that the Triton kernels are written for
 
 
 class Groups:
-    """How rows are grouped by expert; what is computed of it is computed once.
+    """How rows are grouped by expert; derived values are computed once and cached.
 
     Args:
         counts_e: int64 ``(e,)``, rows per expert; entries may be 0.
@@ -37,21 +37,21 @@ class Groups:
     def __init__(self, counts_e: torch.Tensor, rows: int):
         self.counts_e, self.rows = counts_e, rows
         self.offsets_e = torch.cumsum(counts_e, dim=0).to(torch.int32)
-        self.tiles: dict[int, Any] = {}  # of kernels, by the rows in a tile
+        self.tiles: dict[int, Any] = {}  # tiles of the Triton kernels, by rows per tile
 
     @cached_property
     def _ends(self) -> list[int]:
-        return self.offsets_e.tolist()  # a host sync; torch's and Triton's kernels never ask
+        return self.offsets_e.tolist()  # a host sync; only the loop over experts needs it
 
     def spans(self) -> Iterator[tuple[int, int, int]]:
-        """Expert, first row, row after the last."""
+        """Iterate over ``(expert, first row, row after the last)`` of all experts."""
         begin = 0
         for expert, end in enumerate(self._ends):
             yield expert, begin, end
             begin = end
 
     def __iter__(self) -> Iterator[tuple[int, int, int]]:
-        """The same of the experts that have rows."""
+        """Iterate over the spans of the experts that have rows."""
         return (span for span in self.spans() if span[2] > span[1])
 
 
@@ -61,33 +61,37 @@ class Backend(Protocol):
     name: str
 
     def take(self, x_TD: torch.Tensor, tokens_S: torch.Tensor) -> torch.Tensor:
-        """``x_TD[tokens_S]``."""
+        """Return ``x_TD[tokens_S]``."""
         ...
 
     def gather_sum(
         self, rows_SD: torch.Tensor, slots_TK: torch.Tensor, weights_TK: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor:
-        """``sum_k weights[t, k] * rows[slots[t, k]]``, ``(T, D)`` in ``dtype``; weights of 1 where there are none."""
+        """Return ``sum_k weights[t, k] * rows[slots[t, k]]``, ``(T, D)`` in ``dtype``; ``None`` means weights of 1."""
         ...
 
     def mm(
         self, rows: torch.Tensor, in_out: torch.Tensor, groups: Groups, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Rows ``(R, in)``, each times its expert's ``(e, in, out)``, any strides, plus its bias ``(e, out)``."""
+        """Multiply rows ``(R, in)`` by their experts' ``(e, in, out)``, any strides, and add the bias ``(e, out)``."""
         ...
 
     def outer(self, a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
-        """``a.T @ b`` of each expert's rows: ``(R, m)``, ``(R, n)`` -> ``(e, m, n)``, zero without rows."""
+        """Return ``a.T @ b`` of each expert's rows: ``(R, m)``, ``(R, n)`` -> ``(e, m, n)``, zero without rows."""
         ...
 
     def gate(self, module: Any, dtype: torch.dtype) -> Any:
-        """What ``up_gate`` and ``down_gate_backward`` need to know of the module's activation; ``None``: can't fuse."""
+        """Describe the module's activation for ``up_gate`` and ``down_gate_backward``; ``None`` if none can fuse it."""
         ...
 
     def up_gate(
         self, rows: torch.Tensor, in_out: torch.Tensor, groups: Groups, bias: torch.Tensor | None, gate: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``mm`` with the activation at its edge: pre-activation ``(R, 2 * I)`` and activation ``(R, I)``."""
+        """``mm`` with the gated activation fused into the epilogue.
+
+        Returns:
+            The pre-activation ``(R, 2 * I)`` and the activation ``(R, I)``.
+        """
         ...
 
     def down_gate_backward(
@@ -99,17 +103,17 @@ class Backend(Protocol):
         scale_R: torch.Tensor | None,
         gate: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """``mm`` of the gradient with the activation's backward at its edge.
+        """``mm`` of the gradient with the activation's backward fused into the epilogue.
 
         Returns:
-            The pre-activation's gradient ``(R, 2 * I)`` and the activation ``(R, I)``, both times ``scale_R``; and of
-            ``scale_R`` the gradient, float32, ``None`` without one.
+            The pre-activation's gradient ``(R, 2 * I)`` and the activation ``(R, I)``, both times ``scale_R``; and the
+            gradient of ``scale_R`` in float32, ``None`` without one.
         """
         ...
 
 
 class TorchBackend:
-    """Torch's operators: its grouped GEMM where that takes the operands, a loop over experts elsewhere."""
+    """Torch's operators: its grouped GEMM where that supports the operands, else a loop over experts."""
 
     name = "torch"
 
@@ -123,7 +127,7 @@ class TorchBackend:
         if weights_TK is None or weights_TK.dtype == rows_SD.dtype:
             return F.embedding_bag(slots_TK, rows_SD, mode="sum", per_sample_weights=weights_TK).to(dtype)
         total = rows_SD.new_zeros(tokens, rows_SD.shape[1], dtype=torch.promote_types(rows_SD.dtype, weights_TK.dtype))
-        for i in range(k):  # what is held at a time is no larger than the result
+        for i in range(k):  # so that temporaries are no larger than the result
             total.add_(rows_SD.index_select(0, slots_TK[:, i]) * weights_TK[:, i, None])
         return total.to(dtype)
 
@@ -156,10 +160,10 @@ class TorchBackend:
         return None
 
     def up_gate(self, rows, in_out, groups, bias, gate):
-        raise AssertionError("activations are the module's own here")
+        raise AssertionError("this backend fuses no activation: its gate() is None")
 
     def down_gate_backward(self, grad, out_in, groups, pre, scale_R, gate):
-        raise AssertionError("activations are the module's own here")
+        raise AssertionError("this backend fuses no activation: its gate() is None")
 
 
 TORCH: Backend = TorchBackend()
@@ -173,7 +177,7 @@ torch_grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm
 
 
 def supports_grouped_mm(rows: torch.Tensor, other: torch.Tensor) -> bool:
-    """What torch's grouped GEMM asks for: rows, each of a multiple of 16 bytes; and on an accelerator bfloat16."""
+    """Return whether torch's grouped GEMM takes these: some rows, 16-byte aligned; on an accelerator in bfloat16."""
     sizes = (rows.shape[1], *other.shape[-2:]) if other.dim() == 3 else (rows.shape[1], other.shape[1])
     aligned = all(size * rows.element_size() % 16 == 0 for size in sizes)
     return aligned and rows.shape[0] > 0 and (rows.device.type == "cpu" or rows.dtype == torch.bfloat16)
@@ -181,14 +185,14 @@ def supports_grouped_mm(rows: torch.Tensor, other: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """The backend that computes, and where ``auto`` passed over another one, the line that says so."""
+    """The backend that computes; ``fallback`` is the log line if ``auto`` could not take Triton, else ``None``."""
 
     name: str
     fallback: str | None = None
 
 
 def choose_backend(wanted: str, device_type: str, dtype: torch.dtype) -> BackendChoice:
-    """Which backend ``engine.experts_backend`` means on this machine.
+    """Choose the backend that ``engine.experts_backend`` means on this machine.
 
     Args:
         wanted: one of ``BACKENDS``.
@@ -196,7 +200,7 @@ def choose_backend(wanted: str, device_type: str, dtype: torch.dtype) -> Backend
         dtype: that the experts compute in.
 
     Raises:
-        SettingError: there is no such backend, or it was asked for by its name and can't run here.
+        SettingError: there is no such backend, or a backend that the setting names can't run here.
     """
     if wanted not in BACKENDS:
         raise SettingError(_SETTING, wanted, f"is one of {', '.join(BACKENDS)}.", f"{_SETTING}=auto")
@@ -208,17 +212,17 @@ def choose_backend(wanted: str, device_type: str, dtype: torch.dtype) -> Backend
             raise SettingError(_SETTING, wanted, reason, f"{_SETTING}=torch, or {_SETTING}=auto")
         return BackendChoice("triton")
     if reason is not None:
-        return BackendChoice("torch", f"{_SETTING}=auto: the experts are computed by torch, as {reason}")
-    if device_type == "cpu":  # the interpreter is for tests, which ask for it by name
+        return BackendChoice("torch", f"{_SETTING}=auto: torch computes the experts, because {reason}")
+    if device_type == "cpu":  # the interpreter is for tests, which name it
         return BackendChoice("torch")
     return BackendChoice("mixed")
 
 
 def backend_named(name: str) -> Backend:
-    """The backend of a ``BackendChoice`` other than ``reference``."""
+    """Return the backend that ``BackendChoice.name`` names; ``reference`` has none."""
     if name == "torch":
         return TORCH
-    from . import triton_backend  # Triton may not be installed where it is not asked for
+    from . import triton_backend  # Triton need not be installed where it is not used
 
     return triton_backend.TritonBackend() if name == "triton" else triton_backend.MixedBackend()
 
@@ -227,7 +231,7 @@ def _why_not_triton(device_type: str, dtype: torch.dtype) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed."
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"the Triton kernels compute float32, bfloat16 and float16, and not {dtype}."
+        return f"the Triton kernels compute in float32, bfloat16 and float16, not in {dtype}."
     if device_type == "cpu":
         if os.environ.get("TRITON_INTERPRET") == "1":
             return None
@@ -235,7 +239,7 @@ def _why_not_triton(device_type: str, dtype: torch.dtype) -> str | None:
     if device_type != "cuda":
         return f"the Triton kernels were not written for {device_type}."
     if not torch.cuda.is_available():
-        return None  # a driver without a GPU, whose workers have one
+        return None  # the driver has no GPU, its workers do
     capability = torch.cuda.get_device_capability()
     if torch.version.hip is None and capability < _OLDEST:
         has, needs = (".".join(map(str, version)) for version in (capability, _OLDEST))

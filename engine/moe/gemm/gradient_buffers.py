@@ -1,10 +1,10 @@
-"""Memory for gradients of experts' weights, used again: on a CPU a new page costs more than what is computed into it.
+"""Reuse the memory of experts' weight gradients on a CPU, where a fresh page costs more than the few rows added to it.
 
-Accelerators have an allocator that keeps what is freed; on a CPU large tensors come from the kernel and go back to it,
-page by page. With few rows per expert that is most of a layer's backward. Here a storage stays when its last tensor is
-gone, and the next gradient of its size takes it: that of the next layer, usually. It is told by the number of its
-references (``torch._C._storage_Use_Count``), so nobody has to give anything back. What is unused when a backward ends
-goes back to the kernel.
+Accelerators have a caching allocator; on a CPU large tensors are mapped from the kernel and returned to it page by
+page, which takes most of a layer's backward when experts have few rows. Here a storage outlives its last tensor, and
+the next gradient of its size reuses it, usually the next layer's. A buffer is free when its storage's reference count
+(``torch._C._storage_Use_Count``) drops to one; there is no explicit release. Free buffers are returned to the kernel
+when a backward ends.
 """
 
 import threading
@@ -14,16 +14,16 @@ import torch
 
 __all__ = ["MIN_BYTES", "empty", "release"]
 
-MIN_BYTES = 1 << 20  # bytes; what is smaller comes from the heap, which keeps its pages
-_MAX_FREE = 4  # storages that nobody uses: two weights each of two layers
+MIN_BYTES = 1 << 20  # smaller ones come from the heap, which keeps its pages
+_MAX_FREE = 4  # free storages: two weights each of two layers
 
 _storages: list[torch.UntypedStorage] = []  # newest last
 _lock = threading.Lock()
-_backward = -1  # that ends with a release
+_backward = -1  # id of the backward that has a release queued
 
 
 def empty(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    """Like ``like.new_empty(shape)``, contiguous, in memory that may have been another tensor's."""
+    """Return ``like.new_empty(shape)``, contiguous, in memory that may be reused."""
     size = torch.Size(shape)
     nbytes = size.numel() * like.element_size()
     if nbytes < MIN_BYTES or like.device.type != "cpu":
@@ -40,7 +40,7 @@ def empty(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
 
 
 def release() -> None:
-    """Give back what nobody uses."""
+    """Return free buffers to the kernel."""
     with _lock:
         _drop([storage for storage in _storages if _is_free(storage)])
 

@@ -1,7 +1,7 @@
-"""The experts' operators in Triton; ``backends.TorchBackend`` is their twin.
+"""The experts' operators in Triton; tests compare them with ``backends.TorchBackend``.
 
-No kernel uses atomics, so results are the same in every run; nothing waits for the device. GEMMs accumulate in float32.
-In the interpreter (``TRITON_INTERPRET=1`` when this file is imported) they run on a CPU, for tests.
+No kernel uses atomics, so results are deterministic; nothing waits for the device. GEMMs accumulate in float32. With
+``TRITON_INTERPRET=1``, set before this file is imported, the kernels run on a CPU, for tests.
 """
 
 import itertools
@@ -18,12 +18,12 @@ from .backends import Groups, TorchBackend, supports_grouped_mm
 __all__ = ["Gate", "MixedBackend", "TritonBackend"]
 
 _INTERPRETED = triton.knobs.runtime.interpret
-_NATIVE_SINCE = (9, 0)  # compute capability from which torch's grouped GEMM is a kernel of its own
+_NATIVE_SINCE = (9, 0)  # compute capability from which torch has a native grouped GEMM
 _WIDEST = 16 if _INTERPRETED else 1024  # columns of a row that one program copies
 
 
 class Gate(NamedTuple):
-    """``g * sigmoid(alpha * g) * (u + beta)`` of ``g`` up to ``limit`` and ``u`` within it."""
+    """A gated activation: ``g * sigmoid(alpha * g) * (u + beta)``, ``g <= limit``, ``-limit <= u <= limit``."""
 
     alpha: float
     beta: float
@@ -31,7 +31,7 @@ class Gate(NamedTuple):
     interleaved: bool
 
     def columns(self, inner: int) -> tuple[int, int]:
-        """Distance of neighbouring gates, and of a gate and its up, among the columns of the pre-activation."""
+        """Return the column distance of neighbouring gates, and that of a gate and its up, in the pre-activation."""
         return (2, 1) if self.interleaved else (1, inner)
 
     def __call__(self, pre: torch.Tensor) -> torch.Tensor:
@@ -42,7 +42,7 @@ class Gate(NamedTuple):
 
 
 class TritonBackend:
-    """Kernels of this file."""
+    """Launches the kernels of ``triton_kernels.py``."""
 
     name = "triton"
 
@@ -130,7 +130,7 @@ class TritonBackend:
     def down_gate_backward(self, grad, out_in, groups, pre, scale_R, gate):
         inner, blocks = out_in.shape[2], _Blocks.of(grad)
         grad_pre, act = torch.empty_like(pre), pre.new_empty(groups.rows, inner)
-        # One number for each row and block of columns, to be summed in an order that is always the same.
+        # One partial sum per row and block of columns; they are added in a fixed order, so the result is deterministic.
         parts = grad.new_zeros(triton.cdiv(inner, blocks.n), groups.rows, dtype=torch.float32)
         if act.numel():
             tiles = _tiles(groups, blocks.m)
@@ -159,14 +159,14 @@ class TritonBackend:
 
 
 class MixedBackend(TritonBackend):
-    """Torch's grouped GEMM where it is the faster one, on compute capability 9.0 and up in bfloat16; else Triton."""
+    """Torch's grouped GEMM on compute capability 9.0 and up in bfloat16, where it is native; else Triton."""
 
     name = "mixed"
     _torch = TorchBackend()
 
     def mm(self, rows, in_out, groups, bias=None):
-        torch_does = bias is None and _native(rows, in_out)
-        return (self._torch.mm if torch_does else super().mm)(rows, in_out, groups, bias)
+        is_native = bias is None and _native(rows, in_out)
+        return (self._torch.mm if is_native else super().mm)(rows, in_out, groups, bias)
 
     def outer(self, a, b, groups):
         return (self._torch.outer if _native(a, b) else super().outer)(a, b, groups)
@@ -179,7 +179,7 @@ _gates: "weakref.WeakKeyDictionary[Any, Gate | None]" = weakref.WeakKeyDictionar
 
 
 def _known_gate(module: Any) -> Gate | None:
-    """The ``Gate`` that is this module's ``_apply_gate``, found by trying; beyond its limit too."""
+    """Find the ``Gate`` that computes what the module's ``_apply_gate`` does, by trying, also beyond its limit."""
     limits = {math.inf, float(getattr(module, "limit", None) or math.inf)}
     alphas = {1.0, float(getattr(module, "alpha", None) or 1.0)}
     reach = 2 * max(limit for limit in (*limits, 4.0) if limit < math.inf)
@@ -203,7 +203,7 @@ def _has_native() -> bool:
 
 
 class _Blocks(NamedTuple):
-    """Sizes of a GEMM's tiles, and how their elements are multiplied."""
+    """Tile sizes of a GEMM, its warps, and whether its operands are cast to float32."""
 
     m: int
     n: int
@@ -213,7 +213,7 @@ class _Blocks(NamedTuple):
 
     @classmethod
     def of(cls, rows: torch.Tensor, halves: bool = False) -> "_Blocks":
-        """For operands like these; ``halves`` where there are two accumulators."""
+        """Choose them for operands like ``rows``; ``halves`` where a kernel has two accumulators."""
         if _INTERPRETED:
             # The interpreter (Triton 3.9) multiplies the bits of bfloat16 as integers.
             return cls(16, 16, 16, 4, rows.dtype == torch.bfloat16)
@@ -226,7 +226,7 @@ class _Blocks(NamedTuple):
 
 
 class _Tiles(NamedTuple):
-    """Of each tile of rows its expert (or the number of experts: no tile), its first row, and the expert's end."""
+    """Each tile's expert (the number of experts means no tile), its first row, and the end of the expert's rows."""
 
     expert: torch.Tensor
     first: torch.Tensor
@@ -234,7 +234,7 @@ class _Tiles(NamedTuple):
 
 
 def _tiles(groups: Groups, size: int) -> _Tiles:
-    """No more than ``R / size + e`` tiles, so that their number need not be asked of the device."""
+    """Build ``R // size + e`` tiles, an upper bound, so that their number takes no host sync."""
     if size not in groups.tiles:
         counts, ends = groups.counts_e, groups.offsets_e
         tiles_e = (counts + size - 1) // size

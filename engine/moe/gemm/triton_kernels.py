@@ -1,4 +1,4 @@
-"""The kernels that ``triton_backend.py`` launches: rows are gathered and summed, and multiplied expert by expert.
+"""The kernels that ``triton_backend.py`` launches: gathers and sums of rows, and grouped GEMMs.
 
 No kernel uses atomics. GEMMs accumulate in float32.
 """
@@ -16,7 +16,7 @@ __all__ = [
 ]
 
 
-# Of Triton's language the builtins alone: its own jitted functions (zeros, sum, sigmoid) can be interpreted only where
+# Only builtins of Triton's language: its own jitted functions (zeros, sum, sigmoid) can only be interpreted if
 # TRITON_INTERPRET was set before anything imported Triton.
 @triton.jit
 def _add(a, b):
@@ -69,7 +69,7 @@ def _product(
     BK: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Rows of ``a`` ``(R, K)`` times columns of one expert's ``b``, float32."""
+    """Multiply rows of ``a`` ``(R, K)`` by columns of one expert's ``b``; returns float32."""
     total = tl.full((BM, BN), 0.0, tl.float32)
     for k in range(0, K, BK):
         ks = k + tl.arange(0, BK)

@@ -1,14 +1,14 @@
-"""Keep the experts' load even, keep the routers' logits small, and say how the load is.
+"""The routers' load-balancing loss and z-loss, and metrics of the experts' load.
 
-The load-balancing loss of a layer is ``E * sum_e f_e * P_e`` (https://arxiv.org/abs/2101.03961): ``f_e`` the
-assignments to expert ``e`` per token, ``P_e`` the mean routing probability. Where the load is even it is ``K``, the
-experts per token. Both are of the tokens of all ranks in a micro-batch, which lets experts specialise on what one rank
-alone has much of (https://arxiv.org/abs/2501.11873). The z-loss is the mean square of ``logsumexp(logits)``
-(https://arxiv.org/abs/2202.08906). Both are means over the layers.
+The load-balancing loss of a layer is ``E * sum_e f_e * P_e`` (https://arxiv.org/abs/2101.03961), where ``f_e`` are the
+assignments to expert ``e`` per token and ``P_e`` is its mean routing probability. It is ``K``, the experts per token,
+if the load is even. Both are taken over the tokens of all ranks in a micro-batch, so that experts may specialise on
+data that only one rank has much of (https://arxiv.org/abs/2501.11873). The z-loss is the mean square of
+``logsumexp(logits)`` (https://arxiv.org/abs/2202.08906). Both losses are means over the layers.
 
-A family's own code stays as it is: the logits are what the last linear map onto as many outputs as there are experts
-returns before the experts are called. They leave the layer as they are, and what is made of them is not computed again
-under activation checkpointing.
+The family's own code is unchanged. The logits are the output of the last linear map onto ``E`` outputs before the
+experts are called. The losses are computed from them outside of the layer, so activation checkpointing does not
+recompute the losses.
 """
 
 import functools
@@ -32,21 +32,24 @@ _SIGMOID = (torch.sigmoid, torch.Tensor.sigmoid, F.sigmoid, torch.special.expit)
 
 
 def check_router_logits(experts: Sequence[ExpertsInfo], num_layers: int) -> None:
-    """
+    """Check that router losses and metrics are defined for the model.
+
     Args:
-        num_layers: of the model, those without experts included.
+        num_layers: all layers of the model, those without experts included.
 
     Raises:
         UnsupportedModelError: layers differ in their number of experts; or see ``experts_by_layer``.
     """
     experts_by_layer(experts, num_layers)
     if len({info.num_experts for info in experts}) > 1:
-        raise UnsupportedModelError("router losses are means over layers, whose numbers of experts differ here.")
+        raise UnsupportedModelError(
+            "router losses are means over layers, and the layers differ in their number of experts."
+        )
 
 
 @dataclass
 class _Layer:
-    """One experts module, and what the present forward has of its routing."""
+    """One experts module, and its routing in the current forward."""
 
     info: ExpertsInfo
     ids: torch.Tensor | None = None  # [tokens, K]
@@ -59,8 +62,11 @@ class _Layer:
         self.rows_before = rows_computed(self.info.module) or 0
 
     def counts(self, is_token: torch.Tensor) -> torch.Tensor:
-        """int64 ``[E + 2]``: assignments of tokens to each expert; then the assignments of all rows, and those of them
-        that were computed."""
+        """Count assignments, int64 ``[E + 2]``.
+
+        They are those of tokens to each expert, then those of all rows, padding included, and then how many of the
+        latter the experts have computed.
+        """
         assert self.ids is not None
         ids = self.ids.long()
         counts = torch.zeros(self.info.num_experts, dtype=torch.long, device=ids.device)
@@ -73,7 +79,7 @@ class _Layer:
 
 @dataclass
 class _Sums:
-    """Over the micro-batches of a step."""
+    """Sums over the micro-batches of a step."""
 
     aux: torch.Tensor | float = 0.0
     z: torch.Tensor | float = 0.0
@@ -82,9 +88,9 @@ class _Sums:
 
 
 class RouterLosses:
-    """Watches the routers of a model; adds to its loss, and tells the experts' load.
+    """Records the routing of a model; returns its router losses and the metrics of its experts' load.
 
-    Install it before anything wraps the layers. A process group has to be there.
+    Install it before anything wraps the layers, and after the process group is initialised.
 
     Args:
         aux_coef: weight of the load-balancing loss.
@@ -117,30 +123,30 @@ class RouterLosses:
         """Begin a step.
 
         Args:
-            tokens: in all micro-batches of all ranks.
+            tokens: number of tokens in all micro-batches of all ranks.
         """
         self._batch_tokens, self._sums = max(tokens, 1), _Sums()
 
     def watch(self) -> None:
-        """Have the next forward's routing."""
+        """Record the routing of the next forward."""
         self._watching = True
         for layer in self._layers:
             layer.forget()
 
     def loss(self, is_token: torch.Tensor) -> torch.Tensor | None:
-        """What the forward's routing adds to this rank's loss; collective.
+        """Return the router loss of the forward, to be added to this rank's loss; collective.
 
-        Gradients are averaged over all ranks, and micro-batches are added up: the sum of what this returns, averaged
-        over the ranks, is the mean over the tokens of the step.
+        Gradients are averaged over all ranks and summed over micro-batches. So this is scaled such that its sum over
+        micro-batches, averaged over ranks, is the mean over the tokens of the step.
 
         Args:
             is_token: bool ``[tokens]``; False for rows of padding.
 
         Returns:
-            A scalar, or None where no loss is asked for.
+            A scalar, or None if both coefficients are 0.
 
         Raises:
-            UnsupportedModelError: a layer's experts were not called once, or its logits not seen.
+            UnsupportedModelError: a layer's experts were not called exactly once, or its logits were not found.
         """
         self._watching = False
         for layer in self._layers:
@@ -163,7 +169,7 @@ class RouterLosses:
         for layer, f_E in zip(self._layers, per_token.float(), strict=True):
             if layer.logits is None:
                 raise UnsupportedModelError(
-                    f"{layer.info.fqn}: no linear map onto {layer.info.num_experts} experts was seen before it."
+                    f"{layer.info.fqn}: no linear map onto {layer.info.num_experts} experts was called before it."
                 )
             logits_TE = layer.logits.reshape(-1, layer.info.num_experts)[is_token].float()
             probs_TE = _probabilities(logits_TE, layer.by_sigmoid)
@@ -175,10 +181,10 @@ class RouterLosses:
         return dist.get_world_size() * (self.aux_coef * aux_sum + self.z_coef * z_sum)
 
     def metrics(self) -> dict[str, float]:
-        """Of the step since ``begin``, over all ranks; collective.
+        """Return the metrics of the step since ``begin``, over all ranks; collective.
 
-        ``router_load_max`` and ``router_load_min`` are loads of the busiest and the idlest expert of a layer against
-        an even load, means over the layers; ``router_dropped`` the (token, expert) pairs that no expert computed.
+        ``router_load_max`` and ``router_load_min`` are the loads of a layer's busiest and idlest expert relative to an
+        even load, averaged over the layers; ``router_dropped`` counts (token, expert) pairs that no expert computed.
         """
         loads = torch.as_tensor(self._sums.loads).float()
         relative = loads / loads.mean(1, keepdim=True)
@@ -200,7 +206,7 @@ class RouterLosses:
             return forward(*args, **kwargs)
 
     def _arrive(self, layer: _Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the experts: ``(hidden states, ids [tokens, K], weights)``."""
+        """Record the ids; runs before the experts, whose inputs are ``(hidden states, ids [tokens, K], weights)``."""
         if not self._watching:
             return
         ids = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
@@ -212,7 +218,7 @@ class RouterLosses:
 
 
 class _Logits(TorchFunctionMode):
-    """In one layer's block: the last linear map onto the experts, and whether a sigmoid makes scores of it."""
+    """Records, in one layer's block, the last linear map onto the experts, and whether a sigmoid follows it."""
 
     def __init__(self, num_experts: int):
         super().__init__()
@@ -230,7 +236,7 @@ class _Logits(TorchFunctionMode):
 
 
 def _probabilities(logits_TE: torch.Tensor, by_sigmoid: bool) -> torch.Tensor:
-    """A token's scores made to add up to one, as DeepSeek-V3's balance loss has them for sigmoid routers."""
+    """Return a token's scores, normalised to sum to one; for sigmoid routers as in DeepSeek-V3's balance loss."""
     if not by_sigmoid:
         return logits_TE.softmax(-1)
     scores = logits_TE.sigmoid()

@@ -1,12 +1,12 @@
-"""Router replay: have tokens take the experts that they took before.
+"""Router replay: route tokens to the experts that they were routed to before.
 
 A policy update in which the router chooses other experts than it did for the old log-probs (R2), or than vLLM did when
 it generated (R3), compares two different networks: for an MoE that is most of what training and rollout disagree about
 (https://arxiv.org/abs/2507.18071, https://arxiv.org/abs/2510.11370). Only the choice is replayed. The routing weights
-are those of the present router at the chosen experts, with their gradient.
+are those of the current router for the chosen experts, with their gradient.
 
-A family's own code stays as it is. In the block around an experts module the router's ``topk`` returns the wanted ids
-(``topk_override.py``), and what arrives at the experts is recorded, or compared where no ``topk`` was seen.
+The family's own code is unchanged. In the block around an experts module the router's ``topk`` returns the wanted ids
+(``topk_override.py``). The ids that the experts get are recorded, or compared where no ``topk`` was called.
 """
 
 import functools
@@ -25,12 +25,12 @@ __all__ = ["ReplayError", "RouterReplay"]
 
 
 class ReplayError(RuntimeError):
-    """Routes can't be replayed as they came."""
+    """Recorded routes can't be replayed."""
 
 
 @dataclass
 class _Layer:
-    """A layer's experts, and what one forward has of their routing."""
+    """A layer's experts, and their routing in one forward."""
 
     index: int
     fqn: str
@@ -40,12 +40,12 @@ class _Layer:
 
 
 class RouterReplay:
-    """Records and replays the experts that a model's tokens take, by the index of the layer.
+    """Records and replays the experts of a model's tokens, layer by layer.
 
     Install it before anything else wraps the layers: a recomputation of a layer has to replay too.
 
     Args:
-        num_layers: of the model, those without experts included.
+        num_layers: all layers of the model, those without experts included.
 
     Raises:
         UnsupportedModelError: see ``experts_by_layer``.
@@ -64,13 +64,13 @@ class RouterReplay:
             block.forward = functools.partial(self._block, layer, block.forward)  # type: ignore[method-assign]
 
     def record(self) -> None:
-        """Have the next forward's routes."""
+        """Record the routes of the next forward."""
         self._is_recording, self._routes = True, None
         for layer in self._layers.values():
             layer.chosen = None
 
     def recorded(self) -> torch.Tensor:
-        """``[tokens, layers, k]``, int16: what each token took in the last forward; zeros where there are no experts.
+        """Return the experts of each token in the last forward, ``[tokens, layers, k]`` int16; 0 in dense layers.
 
         Raises:
             ReplayError: a layer's experts were not called, or called twice.
@@ -80,7 +80,7 @@ class RouterReplay:
         for layer in self._layers.values():
             chosen, layer.chosen = layer.chosen, None
             if chosen is None:
-                raise ReplayError(f"{layer.fqn} was not called once in a forward, so its routes are not known.")
+                raise ReplayError(f"{layer.fqn} was not called exactly once in a forward, so its routes are not known.")
             if routes is None:
                 routes = chosen.new_zeros((chosen.shape[0], self.num_layers, chosen.shape[1]))
             routes[:, layer.index] = chosen
@@ -88,31 +88,34 @@ class RouterReplay:
         return routes
 
     def replay(self, routes: torch.Tensor) -> None:
-        """Have the next forward, and its recomputations, take these.
+        """Replay these routes in the next forward and in its recomputations.
 
         Args:
-            routes: ``[tokens, layers, k]``, integers. A token's row in a layer that does not name different experts is
-                no route: it is taken as the router chooses.
+            routes: ``[tokens, layers, k]``, integers. A row that lists an expert twice is no route (padding): there the
+                router chooses.
 
         Raises:
-            ReplayError: they are of another number of layers, or of one expert per token, where a row that was not
-                recorded can't be told from one that was.
+            ReplayError: the number of layers differs, or there is one expert per token, where a row that was not
+                recorded can't be told from a route.
         """
         if routes.dim() != 3 or routes.shape[1] != self.num_layers:
-            raise ReplayError(f"routes are {tuple(routes.shape)}, where [tokens, {self.num_layers}, k] is needed.")
+            raise ReplayError(f"routes have the shape {tuple(routes.shape)}, not [tokens, {self.num_layers}, k].")
         if routes.shape[2] < 2:
             raise ReplayError("routes of one expert per token can't be told from rows that were not recorded.")
         self._is_recording, self._routes = False, routes
 
     def stop(self) -> None:
-        """DispatchPlan natively again."""
+        """Let the router choose again."""
         self._is_recording, self._routes = False, None
 
     def differing(self, group: dist.ProcessGroup | None = None) -> float | None:
-        """The share of replayed tokens, over all layers, for which the router chose other experts; since last asked.
+        """Return the share of replayed tokens for which the router chose other experts, and reset it.
 
         Args:
-            group: ranks whose tokens are counted together, all of which ask.
+            group: ranks whose tokens are counted together; collective over it.
+
+        Returns:
+            A share over all layers since the last call; None if nothing was replayed.
         """
         if not self._differing:
             return None
@@ -131,7 +134,7 @@ class RouterReplay:
             return forward(*args, **kwargs)
 
     def _arrive(self, layer: _Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the experts: ``(hidden states, ids [tokens, k], weights)``."""
+        """Record or compare the ids; runs before the experts, whose inputs are ``(hidden states, ids, weights)``."""
         if not self._is_recording and self._routes is None:
             return
         ids = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
@@ -141,8 +144,8 @@ class RouterReplay:
             wanted = self._routes[:, layer.index].to(ids.dtype)
             if ids.shape != wanted.shape or bool((_is_route(wanted) & ~_same_experts(ids, wanted)).any()):
                 raise ReplayError(
-                    f"{layer.fqn} takes {tuple(ids.shape)} experts that no topk over {layer.num_experts} chose, and "
-                    f"routes of {tuple(wanted.shape)} that differ from them."
+                    f"{layer.fqn} got {tuple(ids.shape)} expert ids that no topk over {layer.num_experts} chose, and "
+                    f"the routes of shape {tuple(wanted.shape)} differ from them."
                 )
 
     def _count(self, native: torch.Tensor, wanted: torch.Tensor, is_route: torch.Tensor) -> None:
@@ -151,20 +154,22 @@ class RouterReplay:
 
 
 class _Replay(RoutingMode):
-    """In one layer's block: the wanted ids for the rows that have some."""
+    """In one layer's block, ``topk`` returns the wanted ids for the rows that have a route."""
 
     def __init__(self, owner: RouterReplay, layer: _Layer, wanted: torch.Tensor):
         super().__init__(layer.num_experts)
         self.owner, self.layer, self.wanted = owner, layer, wanted
 
     def choose(self, scores: torch.Tensor, dim: int, native: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-        # Groups of experts are chosen by topk too, over as many scores as there are groups.
+        # Routers with expert groups choose these by topk as well, over one score per group.
         if scores.dim() != 2 or dim not in (-1, 1) or scores.shape[1] != self.layer.num_experts:
             return None
         ids = native()
         wanted = self.wanted.to(ids.dtype)
         if ids.shape != wanted.shape:
-            raise ReplayError(f"{self.layer.fqn}: {tuple(ids.shape)} ids are chosen, and routes are {wanted.shape}.")
+            raise ReplayError(
+                f"{self.layer.fqn}: the router chose {tuple(ids.shape)} ids, but routes have {tuple(wanted.shape)}."
+            )
         is_route = _is_route(wanted)
         self.owner._count(ids, wanted, is_route)
         self.layer.is_replayed = True
@@ -172,11 +177,11 @@ class _Replay(RoutingMode):
 
 
 def _is_route(routes: torch.Tensor) -> torch.Tensor:
-    """Which rows name experts: those of padding, and those past what vLLM recorded, name one twice."""
+    """Return which rows are routes; rows of padding, and those past what vLLM recorded, list one expert twice."""
     ordered = routes.sort(dim=-1).values
     return (ordered[:, 1:] != ordered[:, :-1]).all(dim=-1)
 
 
 def _same_experts(ids: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Which rows name the same experts, in whatever order."""
+    """Return which rows list the same experts, in any order."""
     return (ids.sort(dim=-1).values == others.sort(dim=-1).values).all(dim=-1)

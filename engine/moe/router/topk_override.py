@@ -1,4 +1,4 @@
-"""Between a router's scores and the experts that it chooses: ``topk``, which every family on the interface calls."""
+"""Override the ``topk`` by which a router chooses experts; every family on the experts interface calls it."""
 
 import abc
 from collections.abc import Callable
@@ -13,12 +13,12 @@ _TOPK = (torch.topk, torch.Tensor.topk)
 
 
 class RoutingMode(TorchFunctionMode, abc.ABC):
-    """Where it is entered, ``choose`` has the last word on what each routing ``topk`` returns.
+    """While it is active, each routing ``topk`` returns what ``choose`` does.
 
-    Thread-local, and backward may run in another thread: it has to be entered inside what is recomputed there.
+    It is thread-local, and backward may run in another thread, so it has to be entered inside the recomputed function.
 
     Args:
-        num_experts: the largest number of experts: a ``topk`` over more than these is no routing.
+        num_experts: the largest number of experts; a ``topk`` over more scores is not routing.
     """
 
     def __init__(self, num_experts: int):
@@ -27,10 +27,10 @@ class RoutingMode(TorchFunctionMode, abc.ABC):
 
     @abc.abstractmethod
     def choose(self, scores: torch.Tensor, dim: int, native: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-        """The ids along ``dim``, distinct ones; None to leave ``topk`` alone.
+        """Return distinct ids along ``dim``, or None to leave ``topk`` unchanged.
 
         Args:
-            native: what ``topk`` would choose.
+            native: returns the ids that ``topk`` would choose.
         """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -52,12 +52,12 @@ class RoutingMode(TorchFunctionMode, abc.ABC):
 
 
 def _scores(input: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True, out: Any = None):
-    """``topk``'s own signature: the scores and the dim that it selects along."""
+    """Return the scores and the dim of a ``topk`` call; has the signature of ``topk``."""
     return input, dim
 
 
 class _TakeAlong(torch.autograd.Function):
-    """``gather`` of distinct ids; its gradient is written, not added up, so it is deterministic."""
+    """``gather`` of distinct ids; its gradient is a scatter without addition, so it is deterministic."""
 
     @staticmethod
     def forward(ctx, scores, ids, dim):

@@ -63,7 +63,7 @@ class AllToAll:
 
 @dataclass(frozen=True)
 class DispatchPlan:
-    """How the slots of some tokens travel to their experts, and back; made by ``build_dispatch_plans``, never changed."""
+    """How the slots of some tokens are sent to their experts and back; made by ``build_dispatch_plans``."""
 
     counts_e: torch.Tensor
     """int64 ``(e,)``: rows of each local expert."""

@@ -42,7 +42,7 @@ def test_a_run_that_ends_leaves_nothing(first_run):
 
 @pytest.fixture(scope="module")
 def interrupted_run(folder, warmed_up):
-    """CheckpointSaver the weights of every step, writes down what vLLM holds after every sync, and is interrupted in step 3."""
+    """Saves the weights of every step, writes down what vLLM holds after every sync, and is interrupted in step 3."""
     options = ["--model", warmed_up, "--steps", "200", "--override", f"{EXTENSION}=digests.WritesDigests"]
     options += ["--override", "trainer.save_freq=1"]
     options += ["--override", "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]"]

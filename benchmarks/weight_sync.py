@@ -45,7 +45,7 @@ from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.rollout.layout.vllm_layout import Rollout
 from epfsdp2.rollout.server_adapter import send_weights
-from epfsdp2.rollout.sync import RolloutSync, SyncSettings, WorkerStream
+from epfsdp2.rollout.sync import RolloutSync, SyncSettings, WorkerWeights
 from epfsdp2.rollout.transport.sender import Bucket
 from tests.rollout.conftest import Engine
 from tests.support.engine import sharded_model
@@ -83,8 +83,8 @@ class Trainer:
         self.ours = {"": _ours(folder, torch.float32), "-bf16": _ours(folder, torch.bfloat16)}
         self.stock = {"stock": _verls(folder, torch.float32), "stock-bf16": _verls(folder, torch.bfloat16)}
 
-    def weights(self, side: str, landing: Bucket | None = None):
-        """A side's generator, new for each sync; ours may have what arrives arrive in ``landing``."""
+    def weights(self, side: str, receive_buffers: Bucket | None = None):
+        """A side's generator, new for each sync; ours may receive into ``receive_buffers``."""
         if side in self.stock:
             from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
@@ -95,8 +95,8 @@ class Trainer:
             )
             return unfuse_moe_params(full, "qwen3_moe")
         kind, stored, _ = side.partition("-bf16")
-        stream = WorkerStream(self.ours[stored], 1, kind, self.rollout, self.rank % self.rollout.workers)
-        return stream.tensors(landing)
+        weights = WorkerWeights(self.ours[stored], 1, kind, self.rollout, self.rank % self.rollout.workers)
+        return weights.tensors(receive_buffers)
 
 
 def _ours(folder: Path, dtype: torch.dtype) -> RolloutSync:

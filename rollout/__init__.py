@@ -1,4 +1,4 @@
-"""How weights reach vLLM: what each worker keeps, how it gets there, and the checks that it has.
+"""Sends the trainer's weights to vLLM: plans what each worker keeps, transfers it, and verifies it.
 
 A sync (``docs/flow.md``)::
 
@@ -8,6 +8,6 @@ A sync (``docs/flow.md``)::
     engine/integration/engine.py  -->  sync.py                            -->    vllm/worker.py
     EPFSDP2Engine                      RolloutWeights                            WeightSyncExtension
       .get_per_tensor_param              .for_rollout                              .update_weights_from_ipc
-    the engine's weights               full tensors, or the slices               into the parameters,
-                                       that this worker keeps                    counted and verified
+    exports the weights                sends full tensors, or the                loads, counts and
+                                       slices that this worker keeps             verifies them
 """

@@ -1,3 +1,3 @@
-"""verl's checkpoint engine ``epfsdp2_p2p`` under the name that configs have; ``remote/checkpoint_engine.py`` has it."""
+"""Registers verl's checkpoint engine ``epfsdp2_p2p``; configs import it by this module's name."""
 
 from .remote import checkpoint_engine as checkpoint_engine

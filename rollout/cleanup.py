@@ -1,8 +1,8 @@
-"""Remove what a weight sync and vLLM leave behind on a machine: shared-memory segments and socket files.
+"""Removes shared-memory segments and socket files that a weight sync and vLLM leave behind.
 
 A normal end of a verl job with vLLM leaves a few ``psm_*`` segments in /dev/shm, a killed one also its weight bucket
-(``verl_weights_*``) and its sockets. Only what nobody uses is removed: a segment of this user that no process maps or
-holds open, a socket file that nobody has bound. Standard library only; Linux (/proc).
+(``verl_weights_*``) and its sockets. Only unused files are removed: segments of this user that no process maps or holds
+open, and socket files that no process has bound. Uses the standard library only, and /proc, so Linux.
 """
 
 import contextlib
@@ -36,27 +36,27 @@ logger = logging.getLogger("epfsdp2")
 
 
 def existing_segments() -> set[str]:
-    """Paths of all of this user's segments of the kinds that a run makes, in use or not."""
+    """Return the paths of this user's segments of the kinds that a run makes, used or not."""
     return set(_own(SEGMENTS, stat.S_ISREG))
 
 
 def unused_segments(patterns: Iterable[str] = SEGMENTS, minimum_age: float = _MINIMUM_AGE_SECONDS) -> list[str]:
-    """Paths of this user's shared-memory segments that no process has mapped or open.
+    """Return the paths of this user's shared-memory segments that no process has mapped or open.
 
     Args:
         patterns: globs of absolute paths.
-        minimum_age: seconds; what changed later is taken for in use.
+        minimum_age: seconds; younger segments count as used.
     """
     found = [path for path in _own(patterns, stat.S_ISREG) if _age(path) >= minimum_age]
     if not found:
         return []
     used = _used_files()
-    # By name and not by device and inode: /proc/*/maps can show another device number than stat does.
+    # Compare names, not device and inode: /proc/*/maps can show another device number than stat does.
     return [path for path in found if path not in used]
 
 
 def unused_sockets(patterns: Iterable[str] = SOCKETS) -> list[str]:
-    """Paths of this user's socket files that no process has bound."""
+    """Return the paths of this user's socket files that no process has bound."""
     found = _own(patterns, stat.S_ISSOCK)
     if not found:
         return []
@@ -68,37 +68,37 @@ def unused_sockets(patterns: Iterable[str] = SOCKETS) -> list[str]:
 def remove_leftovers(
     segments: Iterable[str], sockets: Iterable[str], minimum_age: float = _MINIMUM_AGE_SECONDS
 ) -> list[str]:
-    """Remove those of these segments and sockets that nobody uses; return the paths that are gone.
+    """Remove the unused ones of these segments and sockets and return their paths.
 
     Args:
         segments, sockets: globs of absolute paths.
-        minimum_age: of segments, in seconds.
+        minimum_age: seconds; younger segments are kept.
     """
-    gone = []
+    removed = []
     for path in (*unused_segments(segments, minimum_age), *unused_sockets(sockets)):
         with contextlib.suppress(FileNotFoundError, PermissionError):
             os.unlink(path)
-            gone.append(path)
-    return gone
+            removed.append(path)
+    return removed
 
 
 def held_by(processes: Iterable[int], patterns: Iterable[str] = SEGMENTS) -> set[str]:
-    """Paths of this user's segments that some of these processes have mapped or open now.
+    """Return the paths of this user's segments that any of these processes has mapped or open.
 
-    What a run notes so of its own processes is its own, and may be removed when they are gone (``remove_leftovers`` of
-    these paths). That nobody uses a segment does not say so: other containers may have the same /dev/shm
-    (``docker run --ipc=host``), and their processes are not in this one's /proc.
+    A run that records the segments of its own processes may remove them (``remove_leftovers``) after those have ended.
+    That a segment looks unused is not enough: other containers may share /dev/shm (``docker run --ipc=host``), and
+    their processes do not appear in this one's /proc.
     """
     return set(_own(patterns, stat.S_ISREG)) & _used_files(processes)
 
 
 def report_leftovers() -> None:
-    """Say in one line which segments nobody uses as far as can be seen from here. Nothing is removed."""
+    """Log segments that no visible process uses, in one line; removes nothing."""
     found = unused_segments()
     if found:
         logger.warning(
-            "epfsdp2: %d shared-memory segments (%d MB) such as %s are used by no process that can be seen from here. "
-            "An earlier run may have left them; if no other container has the same /dev/shm, they may be deleted",
+            "epfsdp2: %d shared-memory segments (%d MB) such as %s are used by no process that is visible from here. "
+            "An earlier run may have left them; if no other container shares /dev/shm, they can be deleted",
             len(found),
             sum(_size(path) for path in found) >> 20,
             found[0],
@@ -130,9 +130,9 @@ def _size(path: str) -> int:
 
 
 def _used_files(processes: Iterable[int] | None = None) -> set[str]:
-    """Every file that a process which we may look into has mapped or open; of all processes by default.
+    """Return every file that these processes, or by default all readable ones, have mapped or open.
 
-    Other users' processes can't be looked into without privileges; they can't open this user's segments either, which
+    Other users' processes can't be read without privileges, but they can't open this user's segments either, which
     Python creates with mode 0600.
     """
     used: set[str] = set()

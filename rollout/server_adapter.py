@@ -1,8 +1,8 @@
-"""The trainer's side of the weight road: verl's vLLM server adapter, with an end to every wait.
+"""verl's vLLM server adapter with bounded waits: sends a trainer rank's weights to its vLLM worker.
 
-Stock verl blocks in ``BucketedWeightSender`` until the vLLM worker answers; a worker that was killed never does, and
-the run hangs (seen with verl 0.9.1). The adapter here sends the same way and stops as soon as the remote call that
-receives has failed, or after a time-out, with the cause.
+verl's own adapter blocks in ``BucketedWeightSender`` until the vLLM worker answers; a worker that was killed never
+does, and the run hangs (seen with verl 0.9.1). This one sends the same way and raises the cause as soon as the
+receiving remote call has failed, or after a time-out.
 """
 
 import asyncio
@@ -17,12 +17,12 @@ from typing import Any
 import torch
 import zmq
 
-from .layout.stream_choice import has_our_extension
-from .sync import WorkerStream
+from .layout.sync_mode import has_our_extension
+from .sync import WorkerWeights
 from .transport.checksums import with_checksums
-from .transport.exchange import Landing
-from .transport.report import Handover
-from .transport.sender import is_stock, new_sender
+from .transport.exchange import ReceiveBuffers
+from .transport.report import TransferStats
+from .transport.sender import is_verl_sender, new_sender
 from .transport.watched_sockets import WatchedContext, WeightSyncError
 
 __all__ = ["WeightSyncError", "install"]
@@ -30,8 +30,8 @@ __all__ = ["WeightSyncError", "install"]
 _ADAPTER = "WatchedServerAdapter"
 
 Weights = Iterable[tuple[str, torch.Tensor]]
-# Or what makes them, which is told where they may arrive, so that they need not be copied.
-Source = Weights | Callable[[Landing | None], Weights]
+# Or a function that returns them, given memory that they may be received into to save a copy.
+Source = Weights | Callable[[ReceiveBuffers | None], Weights]
 
 _timeout_seconds = 300.0
 
@@ -40,7 +40,7 @@ def install(timeout_seconds: float) -> None:
     """Make verl build the watched adapter in this process. Call it before verl builds the rollout.
 
     Args:
-        timeout_seconds: longest wait for one answer during a weight sync, on both sides.
+        timeout_seconds: longest wait for one message of a weight sync, on both sides.
     """
     from verl.workers.rollout import base
 
@@ -50,7 +50,7 @@ def install(timeout_seconds: float) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    # verl's adapter pulls in Ray and looks for vLLM; a process that trains without a rollout needs neither.
+    # Made on first use: verl's adapter imports Ray and vLLM, which a process that trains without a rollout may lack.
     if name != _ADAPTER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _adapter_class()
@@ -64,9 +64,9 @@ def _adapter_class() -> type:
 
 
 class WatchedUpdates:
-    """Mix-in over verl's ``ServerAdapter``: replaces how full tensors are sent, and nothing else."""
+    """Mix-in for verl's ``ServerAdapter`` that replaces how named tensors are sent."""
 
-    # What verl's class brings.
+    # Provided by verl's class.
     config: Any
     rollout_rank: int
     server_handle: Any
@@ -74,7 +74,7 @@ class WatchedUpdates:
     zmq_handle: str
     _execute_method: Callable[..., Any]
     _has_server: bool
-    _agreed_on = ""
+    _checked_mode = ""
 
     async def update_weights(
         self,
@@ -83,10 +83,10 @@ class WatchedUpdates:
         wire_format: str = "named_tensors",
         **kwargs,
     ) -> None:
-        """Send every tensor of ``weights`` to this rank's vLLM worker. Arguments as in verl's method.
+        """Send ``weights`` to this rank's vLLM worker. Arguments as in verl's method.
 
         Raises:
-            WeightSyncError: the worker raised, died or went silent. Names this rank, how far it came, and the cause.
+            WeightSyncError: the worker raised, died or stopped answering; names this rank, its progress and the cause.
         """
         if wire_format != "named_tensors":
             stock = super().update_weights  # type: ignore[misc]
@@ -94,19 +94,19 @@ class WatchedUpdates:
 
         kwargs["use_shm"] = self.use_shm
         rank = int(os.environ.get("RANK", str(self.rollout_rank)))
-        # Weights of another engine are full tensors.
-        stream = weights.for_rollout(self.config, self.rollout_rank) if hasattr(weights, "for_rollout") else None
+        # Weights of another engine have no `for_rollout` and are sent as they are.
+        selected = weights.for_rollout(self.config, self.rollout_rank) if hasattr(weights, "for_rollout") else None
         source: Source = weights
-        if stream is not None:
-            await self._agree(stream)
-            source = stream.tensors
-            if has_our_extension(self.config) and stream.is_verified:
+        if selected is not None:
+            await self._check_layout(selected)
+            source = selected.tensors
+            if has_our_extension(self.config) and selected.has_checksums:
                 kwargs["verify"] = True
-                source = _verified(stream)
-        if has_our_extension(self.config):  # verl's own does not know it
+                source = _with_checksums(selected)
+        if has_our_extension(self.config):  # verl's extension has no such argument
             kwargs["sync_timeout_seconds"] = _timeout_seconds
         future = await self._execute_method("update_weights_from_ipc", non_block=True, kwargs=kwargs)
-        handover = await send_weights(
+        transfer = await send_weights(
             source,
             zmq_handle=self.zmq_handle,
             bucket_megabytes=self.config.checkpoint_engine.update_weights_bucket_megabytes,
@@ -115,41 +115,41 @@ class WatchedUpdates:
             rank=rank,
             future=future,
         )
-        if stream is not None:
-            report = stream.report(handover)
+        if selected is not None:
+            report = selected.report(transfer)
             if rank == 0:
                 print(f"[epfsdp2] {report}", flush=True)
         if self._has_server:
-            # What was computed with the old weights must not be reused.
+            # Cached keys and values are of the old weights.
             await self.server_handle.clear_kv_cache.remote()
             if global_steps is not None:
                 await self.server_handle.set_global_steps.remote(global_steps)
 
-    async def _agree(self, stream: WorkerStream) -> None:
-        """Compare what the trainer plans with what vLLM's workers have, before the first sync sends them anything.
+    async def _check_layout(self, weights: WorkerWeights) -> None:
+        """Compare the planned layout with that of vLLM's workers before the first sync; collective.
 
-        verl builds the rollout before its server, so nothing can be asked of the workers any earlier.
+        verl builds the rollout before its server, so the first sync is the earliest call that can reach the workers.
 
         Raises:
             WeightSyncError: on all ranks, with the first difference.
         """
-        if stream.kind in ("full", self._agreed_on):
+        if weights.mode in ("full", self._checked_mode):
             return
         failure: Exception | None = None
         try:
             future = await self._execute_method(
-                "epfsdp2_check_layout", non_block=True, kwargs={"layouts": stream.layouts()}
+                "epfsdp2_check_layout", non_block=True, kwargs={"layouts": weights.planned_layouts()}
             )
             if future is not None:
-                await _finished(future, _timeout_seconds, "vLLM did not compare its layout with the trainer's")
+                await _await_result(future, _timeout_seconds, "vLLM did not compare its layout with the trainer's plan")
         except Exception as error:
-            failure = WeightSyncError(_in_words(error))
-        stream.agree(failure)
-        self._agreed_on = stream.kind
+            failure = WeightSyncError(_describe(error))
+        weights.check_plans(failure)
+        self._checked_mode = weights.mode
 
 
-def _verified(stream: WorkerStream) -> Source:
-    return lambda landing: with_checksums(stream.tensors(landing))
+def _with_checksums(weights: WorkerWeights) -> Source:
+    return lambda receive_buffers: with_checksums(weights.tensors(receive_buffers))
 
 
 async def send_weights(
@@ -162,18 +162,23 @@ async def send_weights(
     rank: int,
     future: Any = None,
     failure_of: Callable[[Any], BaseException | None] | None = None,
-) -> Handover:
-    """Send weights through verl's bucketed transport, and wait for the receiving call to end.
+) -> TransferStats:
+    """Send weights through verl's bucketed transport and wait until the receiving call has ended.
 
-    Whatever happens, they are closed, and the socket file and the shared-memory segment are gone afterwards.
+    In any case the source's iterator is closed and the socket file and the shared-memory segment are removed.
 
     Args:
-        source: of the weights.
-        future: the remote call that receives, an awaitable; None on ranks that did not make it.
-        failure_of: tells, without waiting, the exception that ``future`` ended with; Ray's by default.
+        source: the weights, or a function that returns them.
+        zmq_handle: address of the socket, as verl names it for this rank.
+        bucket_megabytes: size of the bucket.
+        use_shm: whether the bucket is shared memory; otherwise CUDA IPC.
+        timeout_seconds: longest wait for one message.
+        rank: this rank, for the error's text.
+        future: awaitable of the receiving remote call; None on ranks that did not make the call.
+        failure_of: returns the exception with which ``future`` ended, or None, without waiting; Ray's by default.
 
     Returns:
-        How much went, and where the time did.
+        The number of tensors and bytes sent, and how long each stage took.
 
     Raises:
         WeightSyncError: see ``WatchedUpdates.update_weights``.
@@ -191,21 +196,23 @@ async def send_weights(
     )
     progress = _Progress(source, lambda: context.waited_seconds)
     try:
-        await sender.async_send_weights(progress.follow)
+        await sender.async_send_weights(progress.iterate)
         sent = time.monotonic()
         if future is not None:
-            await _finished(future, timeout_seconds, "vLLM took every tensor and did not finish the update")
+            await _await_result(future, timeout_seconds, "vLLM received every tensor but did not finish the update")
         finishing = time.monotonic() - sent
         wire = sent - started - progress.gather_seconds - context.waited_seconds
         load = context.waited_seconds + finishing
-        return Handover(progress.sent, progress.nbytes, progress.gather_seconds, wire, load, is_stock(sender))
+        return TransferStats(
+            progress.sent, progress.nbytes, progress.gather_seconds, wire, load, is_verl_sender(sender)
+        )
     except Exception as error:
         if progress.failed_in_source:
-            raise  # the trainer's own error, not the road's
+            raise  # an error of the trainer, not of the transfer
         cause = (failure_of(future) if future is not None else None) or error
         raise WeightSyncError(
             f"weight sync failed on trainer rank {rank} after {progress.sent} tensors "
-            f"(last: {progress.last or 'none'}): {_in_words(cause)}"
+            f"(last: {progress.last or 'none'}): {_describe(cause)}"
         ) from cause
     finally:
         await _close(progress.weights)
@@ -213,11 +220,11 @@ async def send_weights(
 
 
 class _Progress:
-    """What a sender has taken out of the stream, how long that took, and whether the stream itself failed.
+    """Iterates the weights for the sender; counts them, times the gathers and records whether the source raised.
 
     Args:
-        source: of the weights.
-        waited: tells the seconds that were spent waiting for the worker, which a stream may do, too.
+        source: the weights, or a function that returns them.
+        waited: returns the seconds spent waiting for the worker so far, which an exchange may also do.
     """
 
     def __init__(self, source: Source, waited: Callable[[], float]):
@@ -225,17 +232,17 @@ class _Progress:
         self.sent, self.last, self.failed_in_source = 0, "", False
         self.nbytes, self.gather_seconds = 0, 0.0
 
-    async def follow(self, landing: Landing | None) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    async def iterate(self, receive_buffers: ReceiveBuffers | None) -> AsyncIterator[tuple[str, torch.Tensor]]:
         from verl.workers.rollout.utils import ensure_async_iterator
 
-        stream = None
+        iterator = None
         while True:
             started = time.monotonic() - self._waited()
             try:
-                if stream is None:
-                    self.weights = self.weights(landing) if callable(self.weights) else self.weights
-                    stream = ensure_async_iterator(self.weights)
-                name, tensor = await anext(stream)
+                if iterator is None:
+                    self.weights = self.weights(receive_buffers) if callable(self.weights) else self.weights
+                    iterator = ensure_async_iterator(self.weights)
+                name, tensor = await anext(iterator)
             except StopAsyncIteration:
                 return
             except BaseException:
@@ -249,14 +256,14 @@ class _Progress:
             self.nbytes += tensor.nbytes
 
 
-async def _finished(future: Any, timeout_seconds: float, otherwise: str) -> None:
+async def _await_result(future: Any, timeout_seconds: float, failure: str) -> None:
     async def result() -> Any:
         return await future
 
     try:
         await asyncio.wait_for(result(), timeout_seconds)
     except asyncio.TimeoutError:
-        raise WeightSyncError(f"{otherwise} within {timeout_seconds:g} s") from None
+        raise WeightSyncError(f"{failure} within {timeout_seconds:g} s") from None
 
 
 def _failure_of_ray_call(reference: Any) -> Exception | None:
@@ -266,23 +273,23 @@ def _failure_of_ray_call(reference: Any) -> Exception | None:
         return None
     try:
         ray.get(reference, timeout=0)
-    except Exception as error:  # whatever the remote side raised is what is asked for
+    except Exception as error:  # any exception of the remote call is the answer
         return error
     return None
 
 
-def _in_words(cause: BaseException) -> str:
-    """The cause without Ray's wrapping and its remote traceback, which the chained exception still shows."""
+def _describe(cause: BaseException) -> str:
+    """Format a cause without Ray's wrapper and remote traceback, which the chained exception still shows."""
     cause = getattr(cause, "cause", None) or cause
     if isinstance(cause, WeightSyncError):
         return str(cause)
-    # vLLM cancels the calls of an engine whose worker is gone, and says no more than that.
+    # vLLM cancels the calls of an engine whose worker has died, without naming a cause.
     gone = " (the vLLM worker process died or was killed)" if "cancelled" in str(cause) else ""
     return f"{type(cause).__name__}: {cause}{gone}"
 
 
 async def _close(weights: Any) -> None:
-    # A generator that gathers holds collectives' buffers, and verl drops it without closing it.
+    # verl drops the generator without closing it, which would leave the remaining collectives unstarted.
     if hasattr(weights, "aclose"):
         await weights.aclose()
     elif hasattr(weights, "close"):
@@ -290,7 +297,7 @@ async def _close(weights: Any) -> None:
 
 
 def _release(zmq_handle: str, shared_memory_name: str | None) -> None:
-    """Remove the socket file, and the segment that verl's sender forgets when its first message stays unanswered."""
+    """Remove the socket file, and the segment that verl's sender leaks if its first message is never answered."""
     with contextlib.suppress(FileNotFoundError):
         os.remove(zmq_handle.removeprefix("ipc://"))
     if shared_memory_name is not None:

@@ -1,7 +1,7 @@
-"""What a trainer rank hands to the rollout: everything, or what the worker beside it keeps.
+"""The weights that a trainer rank sends in a sync: full tensors, or the slices that one vLLM worker keeps.
 
-Iterated, the weights of a sync are the ``full`` stream, which every backend of verl takes. An adapter that knows where
-its worker is asks for that worker's stream instead (``RolloutWeights.for_rollout``).
+Iterating ``RolloutWeights`` yields full tensors, which every backend of verl accepts. An adapter that knows its worker
+calls ``RolloutWeights.for_rollout`` instead.
 """
 
 import contextlib
@@ -20,46 +20,47 @@ from ..engine.topology.dtensor import local_tensor, persistent_buffers
 from ..engine.topology.index_ranges import IndexRange
 from ..engine.topology.mesh import Meshes
 from ..engine.topology.rank_consistency import check_agreement
-from .layout.layout_check import layouts
-from .layout.slice_names import Place, places
-from .layout.stream_choice import choose_stream, quantisation, rollout_of
-from .layout.trainer_tensors import sharded_tensors
-from .layout.transfer_plan import Targets, make_plan, round_bytes
-from .layout.vllm_layout import Heads, Need, Rollout, Stream, Tensor, needs
+from .layout.layout_check import planned_layouts
+from .layout.slice_names import NamedIndex, named_indices
+from .layout.sync_mode import choose_mode, quantisation_settings, rollout_of
+from .layout.trainer_tensors import sharded_tensor_specs
+from .layout.transfer_plan import Targets, make_transfer_plan, round_bytes
+from .layout.vllm_layout import Heads, Rollout, SyncMode, TargetSlice, TensorSpec, target_slices
 from .transport import full_gather
 from .transport.cast import CastOnCopy
-from .transport.checksums import is_verified
-from .transport.exchange import Exchange, Landing
-from .transport.report import Handover, SyncReport, Traffic
+from .transport.checksums import has_checksums
+from .transport.exchange import Exchange, ReceiveBuffers
+from .transport.report import SyncReport, Traffic, TransferStats
 from .transport.watched_sockets import WeightSyncError
 
-__all__ = ["RolloutSync", "RolloutWeights", "SyncSettings", "WorkerStream"]
+__all__ = ["RolloutSync", "RolloutWeights", "SyncSettings", "WorkerWeights"]
 
 logger = logging.getLogger("epfsdp2")
 
 
 @dataclass(frozen=True)
 class SyncSettings:
-    """What a user may set.
+    """The user's settings of the weight sync.
 
     Args:
-        wanted: ``engine.rollout_sync``.
-        memory_bytes: bound of the buffers that a rank holds.
-        verified: how many syncs carry checksums; -1 for all of them.
+        requested: ``engine.rollout_sync``.
+        memory_bytes: bound of a rank's buffers.
+        verify_syncs: number of first syncs that carry checksums; -1 for all.
     """
 
-    wanted: str
+    requested: str
     memory_bytes: int
-    verified: int = 0
+    verify_syncs: int = 0
 
 
 class RolloutSync:
-    """An engine's side of all its syncs; plans are made once per placement.
+    """Exports an engine's weights, sync after sync; keeps the transfer plan of each rollout layout.
 
     Args:
         model: sharded.
         layers: FQNs of its layers.
-        dtypes: in which parameters are sent (``engine/fsdp/wrap_plan.py``, ``compute_dtypes``).
+        dtypes: the dtype in which each parameter is sent, where it is narrower than the stored one
+            (``engine/fsdp/wrap_plan.py``, ``compute_dtypes``).
     """
 
     def __init__(
@@ -77,71 +78,73 @@ class RolloutSync:
         self.dtypes |= {name: buffer.dtype for name, buffer in buffers.items()}
         self._buffers = list(buffers)
         self.heads = Heads.of(model.config.get_text_config())
-        self._exchanges: dict[tuple[Stream, Rollout, int], Exchange] = {}
-        self._needs: dict[tuple[Stream, Rollout, int], dict[str, list[Need]]] = {}
-        self._places: dict[tuple[Stream, Rollout, int], dict[tuple[str, IndexRange], list[Place]]] = {}
+        self._exchanges: dict[tuple[SyncMode, Rollout, int], Exchange] = {}
+        self._slices: dict[tuple[SyncMode, Rollout, int], dict[str, list[TargetSlice]]] = {}
+        self._indices: dict[tuple[SyncMode, Rollout, int], dict[tuple[str, IndexRange], list[NamedIndex]]] = {}
         self._by_expert: dict[str, bool] = {}
-        self._said = ""
-        self._begun = 0
+        self._last_warning = ""
+        self._sync_count = 0
         self.last_report: SyncReport | None = None
 
     def weights(self) -> "RolloutWeights":
-        """The weights of one sync."""
+        """Return the weights of the next sync."""
         return RolloutWeights(self)
 
     @property
     def family(self) -> str:
-        """``model_type`` of the model."""
+        """The ``model_type`` of the model."""
         return self.model.config.model_type
 
-    def choose(self, config: Any) -> Stream:
-        """The stream for a rollout; says once, on one rank, why ``auto`` came to ``full``."""
-        wanted, untested = self.settings.wanted, versions.unknown_layout()
-        kind, reason = choose_stream(wanted, config, self.family, untested_vllm=untested)
-        if reason and reason != self._said and dist.get_rank() == 0:
-            logger.warning("epfsdp2: engine.rollout_sync=auto: full stream, since %s", reason)
-        self._said = reason
-        return kind
+    def choose_mode(self, config: Any) -> SyncMode:
+        """Choose the sync mode for a rollout; warns once, on rank 0, why ``auto`` fell back to ``full``."""
+        requested, untested = self.settings.requested, versions.unknown_layout()
+        mode, reason = choose_mode(requested, config, self.family, untested_vllm=untested)
+        if reason and reason != self._last_warning and dist.get_rank() == 0:
+            logger.warning("epfsdp2: engine.rollout_sync=auto falls back to full: %s", reason)
+        self._last_warning = reason
+        return mode
 
     def full(
         self, traffic: Traffic | None = None, *, as_checkpoint: bool = False
     ) -> Generator[tuple[str, torch.Tensor]]:
-        """Everything under names that vLLM takes; a stack that is too large comes as its experts, if it may.
+        """Yield all tensors in full under names that vLLM's loaders accept; collective.
+
+        A stack of experts that exceeds the memory bound is yielded expert by expert where checkpoints have it so.
 
         Args:
-            as_checkpoint: under the names of checkpoints alone, which for most families have no stack.
+            as_checkpoint: use the names of checkpoints only; those of most families have one matrix per expert.
         """
         named = hf_names.as_checkpoint if as_checkpoint else hf_names.for_vllm
         traffic = traffic or Traffic()
         limit = full_gather.gather_bytes(self.settings.memory_bytes, self.meshes.topology.fsdp, is_assembled=True)
-        arriving = self._gathered(limit, traffic, self._has_names_by_expert)
+        gathered = self._gather(limit, traffic, self._is_stored_by_expert)
         waiting: dict[str, torch.Tensor] = {}
-        with contextlib.closing(arriving):
-            for rows in full_gather.assembled(arriving, traffic, limit):
+        with contextlib.closing(gathered):
+            for rows in full_gather.assemble(gathered, traffic, limit):
                 if rows.first is None:
                     yield from named(self.model, [(rows.name, rows.values)], waiting)
                 else:
                     yield from hf_names.experts_from(self.model, rows.name, rows.values, rows.first)
 
-    def shards(self, traffic: Traffic) -> Generator[full_gather.Gathered, None, None]:
-        """Everything in the shards of all ranks."""
+    def shards(self, traffic: Traffic) -> Generator[full_gather.GatheredTensor, None, None]:
+        """Yield all tensors as the shards of all ranks, without assembling them; collective."""
         limit = full_gather.gather_bytes(self.settings.memory_bytes, self.meshes.topology.fsdp)
-        return self._gathered(limit, traffic, lambda name: True)
+        return self._gather(limit, traffic, lambda name: True)
 
-    def _gathered(
+    def _gather(
         self, limit: int, traffic: Traffic, may_split: Callable[[str], bool]
-    ) -> Generator[full_gather.Gathered, None, None]:
-        return full_gather.gathered(self.model, self.meshes, self.layers, limit, self.dtypes, traffic, may_split)
+    ) -> Generator[full_gather.GatheredTensor, None, None]:
+        return full_gather.gather(self.model, self.meshes, self.layers, limit, self.dtypes, traffic, may_split)
 
-    def _has_names_by_expert(self, name: str) -> bool:
-        """Whether a checkpoint has a parameter expert by expert; warns, once, of a large one that it has whole."""
+    def _is_stored_by_expert(self, name: str) -> bool:
+        """Tell whether checkpoints store a stack expert by expert; warns once of one that has to be held in full."""
         if name not in self._by_expert:
             param = self.model.get_parameter(name)
             self._by_expert[name] = by_expert = hf_names.is_by_expert(self.model, name, param.shape)
             if not by_expert and list(self._by_expert.values()).count(False) == 1 and dist.get_rank() == 0:
                 logger.warning(
-                    "epfsdp2: the full stream holds %s whole, %d bytes, which is more than engine.sync_megabytes=%d "
-                    "has room for: checkpoints of %s have it in one tensor",
+                    "epfsdp2: engine.rollout_sync=full holds all of %s at once, %d bytes, more than "
+                    "engine.sync_megabytes=%d allows: checkpoints of %s store it as one tensor",
                     name,
                     param.numel() * self.dtypes[name].itemsize,
                     self.settings.memory_bytes >> 20,
@@ -150,154 +153,162 @@ class RolloutSync:
         return self._by_expert[name]
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Parameters and persistent buffers, sharded, by name."""
-        # Which buffers are persistent takes longer to find out than to send a small layer.
+        """Return the sharded parameters and the persistent buffers by name."""
+        # Names of persistent buffers are cached: finding them takes longer than sending a small layer.
         return {**dict(self.model.named_parameters()), **{name: self.model.get_buffer(name) for name in self._buffers}}
 
     def values(self) -> LocalValues:
-        """What this rank holds of each, as it is sent: with adapters merged; collective."""
+        """Return a function from a parameter to this rank's values to send, with adapters merged; collective."""
         return local_values(self.model, self.meshes.dense.device_type)
 
-    def tensors(self) -> list[Tensor]:
-        """What there is to hand over, as the planner takes it."""
-        return sharded_tensors(self.model, {name: dtype.itemsize for name, dtype in self.dtypes.items()})
+    def tensor_specs(self) -> list[TensorSpec]:
+        """Describe the tensors to send for the transfer plan."""
+        return sharded_tensor_specs(self.model, {name: dtype.itemsize for name, dtype in self.dtypes.items()})
 
-    def stream(self, kind: Stream, rollout: Rollout, worker: int, is_quantised: bool = False) -> "WorkerStream":
-        """The weights of one sync for the worker with this index in its replica."""
-        self._begun += 1
-        return WorkerStream(self, self._begun, kind, rollout, worker, is_quantised)
+    def worker_weights(
+        self, mode: SyncMode, rollout: Rollout, worker: int, is_quantised: bool = False
+    ) -> "WorkerWeights":
+        """Return the weights of the next sync for the worker with this index in its replica."""
+        self._sync_count += 1
+        return WorkerWeights(self, self._sync_count, mode, rollout, worker, is_quantised)
 
-    def needs_of(self, kind: Stream, rollout: Rollout, worker: int) -> Callable[[Tensor], list[Need]]:
-        """Tells what a worker takes of a tensor; remembers it by name, since every sync asks."""
-        known = self._needs.setdefault((kind, rollout, worker), {})
+    def slices_of(self, mode: SyncMode, rollout: Rollout, worker: int) -> Callable[[TensorSpec], list[TargetSlice]]:
+        """Return a function from a tensor to the slices that a worker keeps, cached by name across syncs."""
+        known = self._slices.setdefault((mode, rollout, worker), {})
 
-        def of(tensor: Tensor) -> list[Need]:
+        def of(tensor: TensorSpec) -> list[TargetSlice]:
             if tensor.name not in known:
-                known[tensor.name] = needs(tensor, rollout, worker, self.heads, kind)
+                known[tensor.name] = target_slices(tensor, rollout, worker, self.heads, mode)
             return known[tensor.name]
 
         return of
 
-    def places_of(self, kind: Stream, rollout: Rollout, worker: int) -> Callable[[Tensor, IndexRange], list[Place]]:
-        """Tells what of a box of a tensor goes where in a worker; remembers that too."""
-        needs_of = self.needs_of(kind, rollout, worker)
-        known = self._places.setdefault((kind, rollout, worker), {})
+    def indices_of(
+        self, mode: SyncMode, rollout: Rollout, worker: int
+    ) -> Callable[[TensorSpec, IndexRange], list[NamedIndex]]:
+        """Return a function from a block of a tensor to its ``named_indices`` for a worker, cached across syncs."""
+        slices_of = self.slices_of(mode, rollout, worker)
+        known = self._indices.setdefault((mode, rollout, worker), {})
 
-        def of(tensor: Tensor, box: IndexRange) -> list[Place]:
-            if (tensor.name, box) not in known:
-                known[tensor.name, box] = places(box, needs_of(tensor))
-            return known[tensor.name, box]
+        def of(tensor: TensorSpec, block: IndexRange) -> list[NamedIndex]:
+            if (tensor.name, block) not in known:
+                known[tensor.name, block] = named_indices(block, slices_of(tensor))
+            return known[tensor.name, block]
 
         return of
 
-    def exchange(self, kind: Stream, rollout: Rollout, worker: int) -> Exchange:
-        """The exchange that feeds ``worker`` of each replica; collective only when it is run."""
-        key = (kind, rollout, worker)
+    def exchange(self, mode: SyncMode, rollout: Rollout, worker: int) -> Exchange:
+        """Return the exchange for ``worker`` of each replica, made once; running it is collective, this call is not."""
+        key = (mode, rollout, worker)
         if key not in self._exchanges:
             world = dist.get_world_size()
 
-            def needs_of(tensor: Tensor, index: int) -> list[Need]:
-                return needs(tensor, rollout, index % rollout.workers, self.heads, kind)
+            def slices_of(tensor: TensorSpec, index: int) -> list[TargetSlice]:
+                return target_slices(tensor, rollout, index % rollout.workers, self.heads, mode)
 
-            plan = make_plan(
-                self.tensors(),
+            plan = make_transfer_plan(
+                self.tensor_specs(),
                 self.layers,
                 self.meshes.topology,
                 Targets(world),
-                needs_of,
+                slices_of,
                 round_bytes(self.settings.memory_bytes),
             )
             device = self.meshes.dense.device_type
-            self._exchanges[key] = Exchange(plan, self.needs_of(*key), dist.get_rank(), device)
+            self._exchanges[key] = Exchange(plan, self.slices_of(*key), dist.get_rank(), device)
         return self._exchanges[key]
 
 
-class WorkerStream:
+class WorkerWeights:
     """The weights of one sync for one worker.
 
     Args:
-        is_quantised: vLLM quantises what it is handed, in verl's own loader. That takes matrices alone, so no stack of
-            experts, and no checksums.
+        is_quantised: vLLM quantises the weights in verl's own loader, which accepts neither stacks of experts nor
+            checksums.
 
     Attributes:
-        kind: what is handed over.
-        is_verified: whether its checksums are to come after the tensors.
-        traffic: what it has moved so far.
+        mode: what is sent: full tensors, slices, or the worker's own experts.
+        has_checksums: whether the tensors are to be followed by their checksums.
+        traffic: bytes that this sync has moved so far.
     """
 
     def __init__(
         self,
         sync: RolloutSync,
         number: int,
-        kind: Stream,
+        mode: SyncMode,
         rollout: Rollout,
         worker: int,
         is_quantised: bool = False,
     ):
-        self._sync, self._number, self.kind, self._rollout, self._worker = sync, number, kind, rollout, worker
+        self._sync, self._number, self.mode, self._rollout, self._worker = sync, number, mode, rollout, worker
         self._is_quantised = is_quantised
-        self.is_verified = not is_quantised and is_verified(number, sync.settings.verified)
-        self._places = sync.places_of(kind, rollout, worker)
+        self.has_checksums = not is_quantised and has_checksums(number, sync.settings.verify_syncs)
+        self._indices = sync.indices_of(mode, rollout, worker)
         self.traffic = Traffic()
 
-    def tensors(self, landing: Landing | None = None) -> Generator[tuple[str, torch.Tensor]]:
-        """What the worker takes, under names that it knows; collective.
+    def tensors(self, receive_buffers: ReceiveBuffers | None = None) -> Generator[tuple[str, torch.Tensor]]:
+        """Yield the tensors or slices for the worker under names that it accepts; collective.
 
         Args:
-            landing: where slices that come from other ranks may arrive.
+            receive_buffers: memory to receive slices from other ranks into, which saves a copy.
         """
-        if self.kind == "full":
+        if self.mode == "full":
             return self._sync.full(self.traffic, as_checkpoint=self._is_quantised)
-        if self.kind == "expert_local":
+        if self.mode == "expert_local":
             return self._expert_local()
-        return self._slices_of_gathers() if self._rollout.keeps_all else self._slices(landing)
+        return self._slices_from_gather() if self._rollout.keeps_all else self._slices(receive_buffers)
 
     def _expert_local(self) -> Generator[tuple[str, torch.Tensor]]:
-        whole = self._exchange.assembled(self._sync.state(), self._sync.dtypes, self.traffic, self._sync.values())
-        with contextlib.closing(whole):
-            for name, need, values in whole:
-                # vLLM would take a part of a stack for its first experts.
-                first = need.box.low[0] if need.box.low else 0
+        assembled = self._exchange.assembled(self._sync.state(), self._sync.dtypes, self.traffic, self._sync.values())
+        with contextlib.closing(assembled):
+            for name, part, values in assembled:
+                # Sent expert by expert: vLLM would load a part of a stack as the first experts.
+                first = part.block.low[0] if part.block.low else 0
                 yield from hf_names.experts_from(self._sync.model, name, values, first)
 
-    def _slices(self, landing: Landing | None) -> Generator[tuple[str, torch.Tensor]]:
-        arriving = self._exchange.run(self._sync.state(), self._sync.dtypes, self.traffic, self._sync.values(), landing)
-        with contextlib.closing(arriving):
-            for arrival in arriving:
-                dtype = self._sync.dtypes[arrival.tensor.name]
-                for name, inside in self._places(arrival.tensor, arrival.box):
-                    yield name, self._as_sent(arrival.values[inside], dtype)
+    def _slices(self, receive_buffers: ReceiveBuffers | None) -> Generator[tuple[str, torch.Tensor]]:
+        sync = self._sync
+        blocks = self._exchange.run(sync.state(), sync.dtypes, self.traffic, sync.values(), receive_buffers)
+        with contextlib.closing(blocks):
+            for found in blocks:
+                dtype = sync.dtypes[found.tensor.name]
+                for name, inside in self._indices(found.tensor, found.block):
+                    yield name, self._as_sent(found.values[inside], dtype)
 
     def _as_sent(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Values that this rank has itself and stores in another dtype, or elsewhere than it sends from."""
+        """Cast local values that are stored in another dtype or on another device than they are sent from."""
         device = torch.device(self._sync.meshes.dense.device_type)
         if values.dtype == dtype and values.device.type == device.type:
             return values
-        # A GPU makes casts faster than anything else here, and its transport may hand memory over as it is.
+        # On a GPU the cast is cheap, and its transport may share the memory without a copy that could cast.
         return CastOnCopy(values, dtype) if device.type == "cpu" else values.to(device, dtype)
 
-    def _slices_of_gathers(self) -> Generator[tuple[str, torch.Tensor]]:
-        """For a worker that keeps everything. Gathers cross a node's border once, rounds would for each rank in it."""
-        arriving = self._sync.shards(self.traffic)
-        with contextlib.closing(arriving):
-            for whole in arriving:
-                tensor = Tensor(whole.name, tuple(whole.shape), self._sync.dtypes[whole.name].itemsize)
-                for box, values in whole.shards:
-                    for name, inside in self._places(tensor, box):
+    def _slices_from_gather(self) -> Generator[tuple[str, torch.Tensor]]:
+        """Yield slices for a worker that keeps the whole model.
+
+        An all-gather sends a shard to each other node once, where an exchange would send it once per rank.
+        """
+        gathered = self._sync.shards(self.traffic)
+        with contextlib.closing(gathered):
+            for found in gathered:
+                tensor = TensorSpec(found.name, tuple(found.shape), self._sync.dtypes[found.name].itemsize)
+                for block, values in found.shards:
+                    for name, inside in self._indices(tensor, block):
                         yield name, values[inside]
 
     @property
     def _exchange(self) -> Exchange:
-        return self._sync.exchange(self.kind, self._rollout, self._worker)
+        return self._sync.exchange(self.mode, self._rollout, self._worker)
 
-    def agree(self, failure: Exception | None) -> None:
-        """Before anything is sent, have all ranks know that all plans are one plan, and what failed; collective.
+    def check_plans(self, failure: Exception | None) -> None:
+        """Raise on every rank if plans differ between ranks or any rank has failed; collective, before data is sent.
 
         Args:
-            failure: of this rank.
+            failure: this rank's failure, if any.
 
         Raises:
-            WeightSyncError: on all ranks alike.
+            WeightSyncError: on all ranks.
         """
         digest = ""
         try:
@@ -310,13 +321,13 @@ class WorkerStream:
         except Exception as error:
             raise WeightSyncError(str(error)) from error
 
-    def layouts(self) -> list[dict[str, str]]:
-        """What each worker of the replica keeps, as this engine plans it (``layout/layout_check.py``)."""
-        return layouts(self._sync.tensors(), self._rollout, self._sync.heads)
+    def planned_layouts(self) -> list[dict[str, str]]:
+        """Return the layout that this engine plans for each worker of the replica (``layout/layout_check.py``)."""
+        return planned_layouts(self._sync.tensor_specs(), self._rollout, self._sync.heads)
 
-    def least(self) -> int:
-        """Bytes that this rank can't do without: what it hands over but does not have itself."""
-        if self.kind != "full":
+    def min_received_bytes(self) -> int:
+        """Return the bytes of what this rank sends to its worker that it does not hold itself."""
+        if self.mode != "full":
             plan = self._exchange.plan
             return plan.received.get(dist.get_rank(), 0)
         state = dict(weights(self._sync.model))
@@ -325,15 +336,15 @@ class WorkerStream:
         )
         return sum(missing)
 
-    def report(self, handover: Handover) -> SyncReport:
-        """What there is to say at its end."""
-        report = SyncReport(self._number, self.kind, self.traffic, self.least(), handover)
+    def report(self, transfer: TransferStats) -> SyncReport:
+        """Make this sync's report and keep it as ``RolloutSync.last_report``."""
+        report = SyncReport(self._number, self.mode, self.traffic, self.min_received_bytes(), transfer)
         self._sync.last_report = report
         return report
 
 
 class RolloutWeights:
-    """The weights of one sync. Iterating is collective, and so is what the methods give; use one of them."""
+    """The weights of one sync: iterate it for full tensors, or use one of the ``for_`` methods; all are collective."""
 
     def __init__(self, sync: RolloutSync):
         self._sync = sync
@@ -343,17 +354,21 @@ class RolloutWeights:
 
     @property
     def sync(self) -> RolloutSync:
-        """The engine's side, for a road of another kind."""
+        """The engine's exporter, for the checkpoint-engine backend (``remote/remote_sync.py``)."""
         return self._sync
 
-    def for_rollout(self, config: Any, worker: int) -> WorkerStream:
-        """What the worker with this index in its replica takes; ``config`` is verl's rollout config.
+    def for_rollout(self, config: Any, worker: int) -> WorkerWeights:
+        """Return the weights for the worker with this index in its replica.
+
+        Args:
+            config: verl's rollout config.
 
         Raises:
-            SettingError: if the rollout can't take the stream that was asked for by its name.
+            SettingError: the rollout does not support the mode that ``engine.rollout_sync`` names.
         """
-        return self._sync.stream(self._sync.choose(config), rollout_of(config), worker, bool(quantisation(config)))
+        is_quantised = bool(quantisation_settings(config))
+        return self._sync.worker_weights(self._sync.choose_mode(config), rollout_of(config), worker, is_quantised)
 
-    def for_worker(self, kind: Stream, rollout: Rollout, worker: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same for a stream that is chosen already."""
-        return self._sync.stream(kind, rollout, worker).tensors()
+    def for_worker(self, mode: SyncMode, rollout: Rollout, worker: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors for a worker in a given mode."""
+        return self._sync.worker_weights(mode, rollout, worker).tensors()

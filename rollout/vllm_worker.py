@@ -1,3 +1,3 @@
-"""The worker extension under the name that configs have; ``vllm/worker.py`` has it."""
+"""Exports the worker extension under the name that stands in configs; it is defined in ``vllm/worker.py``."""
 
 from .vllm.worker import WeightSyncExtension as WeightSyncExtension

@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 
 from ...rollout.cleanup import report_leftovers
-from ...rollout.layout.stream_choice import check_placement, choose_stream, quantisation, rollout_of
-from ...rollout.layout.trainer_tensors import tensors_of
-from ...rollout.layout.transfer_plan import ROUND_BUFFERS, Targets, make_plan, round_bytes
-from ...rollout.layout.vllm_layout import Heads, Need, Tensor, needs
+from ...rollout.layout.sync_mode import check_rollout_parallelism, choose_mode, quantisation_settings, rollout_of
+from ...rollout.layout.trainer_tensors import tensor_specs_of
+from ...rollout.layout.transfer_plan import ROUND_BUFFERS, Targets, make_transfer_plan, round_bytes
+from ...rollout.layout.vllm_layout import Heads, TargetSlice, TensorSpec, target_slices
 from ..compat import versions
 from ..errors import SettingError
 from ..fsdp.options import ShardingOptions
@@ -52,14 +52,14 @@ def check_stream(
         SettingError: for the placement, the stream, or a round that is too small for it.
     """
     config = None if facts is None else facts.model.config.get_text_config()
-    check_placement(rollout, n_gpus if colocated else 0, config)
-    quantised = quantisation(rollout)
+    check_rollout_parallelism(rollout, n_gpus if colocated else 0, config)
+    quantised = quantisation_settings(rollout)
     if quantised and not colocated:
         setting, value = quantised[0]
         backend = rollout.get("backend")
         rule = f"vLLM's quantising loader takes checkpoints' names, and {_BACKEND}={backend} carries others."
         raise SettingError(setting, value, rule, f"{_BACKEND}=naive, or {setting}=null")
-    kind, _ = choose_stream(
+    kind, _ = choose_mode(
         engine.rollout_sync,
         rollout,
         None if facts is None else facts.model.config.model_type,
@@ -70,8 +70,8 @@ def check_stream(
         return
     placement, heads = rollout_of(rollout), Heads.of(config)
 
-    def needs_of(tensor: Tensor, worker: int) -> list[Need]:
-        return needs(tensor, placement, worker % placement.workers, heads, kind)
+    def slices_of(tensor: TensorSpec, worker: int) -> list[TargetSlice]:
+        return target_slices(tensor, placement, worker % placement.workers, heads, kind)
 
     topology = Topology.arrange(n_gpus, engine.ep_size, engine.fsdp_size)
     tensors = tensors_before_sharding(
@@ -80,11 +80,11 @@ def check_stream(
     try:
         # Of workers that are other processes one replica is enough: any other has the same needs.
         targets = Targets(n_gpus if colocated else placement.workers, colocated)
-        plan = make_plan(tensors, layer_names(facts.model), topology, targets, needs_of, 1)
+        plan = make_transfer_plan(tensors, layer_names(facts.model), topology, targets, slices_of, 1)
     except ValueError as error:
         rule, works = f"vLLM can't cut this model so: {error}", "a smaller one that divides"
         raise SettingError(_TP, placement.tp, rule, works) from None
-    least, name = plan.least_limit
+    least, name = plan.min_limit
     megabytes = engine.sync_megabytes
     if least > round_bytes(megabytes << 20):
         rule = f"one row of {name} is {least} bytes on a rank, and a {kind} sync holds {ROUND_BUFFERS} times that."
@@ -147,11 +147,11 @@ def tensors_before_sharding(
     expert_shard_dim: int | str = "auto",
     expert_plan: Mapping[str, int] | None = None,
     itemsize: Mapping[str, int] | int | None = None,
-) -> list[Tensor]:
-    """What ``trainer_tensors.sharded_tensors`` would say, of a model that is not sharded, on meta or elsewhere.
+) -> list[TensorSpec]:
+    """What ``trainer_tensors.sharded_tensor_specs`` would say, of a model that is not sharded, on meta or elsewhere.
 
     Raises:
         UnsupportedModelError, SettingError: as ``parallelize``.
     """
     cuts = cuts_before_sharding(model, topology, expert_shard_dim, expert_plan)
-    return list(tensors_of(model, cuts, itemsize))
+    return list(tensor_specs_of(model, cuts, itemsize))

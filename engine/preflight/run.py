@@ -83,7 +83,7 @@ def check_run(
         n_gpus: ranks of the trainer.
         model: verl's model settings.
         rollout: ``n_gpus_per_node``, ``backend`` and ``update_weights_bucket_megabytes``, and under their own names
-            those of verl's rollout settings that say how it is placed (``rollout/layout/stream_choice.py`` reads them).
+            those of verl's rollout settings that say how it is placed (``rollout/layout/sync_mode.py`` reads them).
         checkpoint: the actor's checkpoint settings.
         optim: the actor's optimizer settings.
         device: verl's device name; ``cpu`` where there is no accelerator.

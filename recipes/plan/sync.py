@@ -21,8 +21,16 @@ from ...engine.moe.find import UnsupportedModelError
 from ...engine.preflight.rollout import tensors_before_sharding
 from ...engine.topology.expert_placement import check_experts_divide
 from ...engine.topology.mesh import Topology
-from ...rollout.layout.transfer_plan import Plan, Targets, make_plan
-from ...rollout.layout.vllm_layout import STREAMS, Heads, Rollout, Stream, Tensor, known_families, needs
+from ...rollout.layout.transfer_plan import Targets, TransferPlan, make_transfer_plan
+from ...rollout.layout.vllm_layout import (
+    SYNC_MODES,
+    Heads,
+    Rollout,
+    SyncMode,
+    TensorSpec,
+    known_families,
+    target_slices,
+)
 from .cards import MODEL_HELP, config_of
 
 __all__ = ["main", "parse"]
@@ -103,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = ", ".join(sorted(known_families()))
         console.print(f"How vLLM cuts a {text_config.model_type} is not known here (only {known}): full stream alone.")
     table = Table(*_COLUMNS)
-    for stream in STREAMS if text_config.model_type in known_families() else STREAMS[:1]:
+    for stream in SYNC_MODES if text_config.model_type in known_families() else SYNC_MODES[:1]:
         if stream == "expert_local" and not options.rollout_ep:
             continue
         try:
@@ -116,8 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _row(
-    stream: Stream,
-    tensors: Sequence[Tensor],
+    stream: SyncMode,
+    tensors: Sequence[TensorSpec],
     layers: Sequence[str],
     topology: Topology,
     heads: Heads,
@@ -126,14 +134,14 @@ def _row(
     rollout = Rollout(options.rollout_tp, options.rollout_dp, options.rollout_ep)
     targets = Targets(options.standalone or options.world, colocated=not options.standalone)
 
-    def needs_of(tensor: Tensor, worker: int):
-        return needs(tensor, rollout, worker % rollout.workers, heads, stream)
+    def slices_of(tensor: TensorSpec, worker: int):
+        return target_slices(tensor, rollout, worker % rollout.workers, heads, stream)
 
-    plan = make_plan(tensors, layers, topology, targets, needs_of, options.round_megabytes * _MEGABYTE)
+    plan = make_transfer_plan(tensors, layers, topology, targets, slices_of, options.round_megabytes * _MEGABYTE)
     return [stream, *_figures(plan, topology, targets, options)]
 
 
-def _figures(plan: Plan, topology: Topology, targets: Targets, options: argparse.Namespace) -> list[str]:
+def _figures(plan: TransferPlan, topology: Topology, targets: Targets, options: argparse.Namespace) -> list[str]:
     shift = 0 if targets.colocated else topology.world
     node = options.gpus_per_node
     other_nodes = plan.between_nodes(lambda rank: rank // node, lambda worker: (worker + shift) // node)

@@ -1,1 +1,1 @@
-"""What a worker keeps, what a rank has, and the transfers between the two: arithmetic alone."""
+"""Layouts of the trainer and of vLLM, and the transfers between the two."""

@@ -1,8 +1,8 @@
-"""What a vLLM worker keeps of a model, said in one form by both sides, so that they can be compared before a sync.
+"""Describes a vLLM worker's layout in one form for both sides, so that they can be compared before the first sync.
 
-The trainer's side follows from its plan (``layout``), the worker's from its own model
-(``WeightSyncExtension.epfsdp2_check_layout``). An entry is a parameter's shape without vLLM's padding, and the first of
-its rows where the worker knows that: which rows of the vocabulary, or which experts.
+The trainer derives it from its plan (``planned_layout``), the worker from its model (``actual_layout``, called by
+``WeightSyncExtension.epfsdp2_check_layout``). An entry is a parameter's shape without vLLM's padding and, where the
+worker knows it, the global index of its first row: of vocabularies and of experts.
 """
 
 import hashlib
@@ -12,87 +12,88 @@ from typing import Any
 
 import torch
 
-from .vllm_layout import Heads, Need, Rollout, Tensor, is_numbered, needs
+from .vllm_layout import Heads, Rollout, TargetSlice, TensorSpec, has_known_rows, target_slices
 
 __all__ = [
     "RANK",
     "difference",
     "digest",
     "entry",
-    "held_layout",
-    "layout",
-    "layouts",
+    "actual_layout",
+    "planned_layout",
+    "planned_layouts",
     "prefix_of",
     "rank_entry",
     "unpadded_shape",
 ]
 
-# The entry that says which worker it is; no parameter has such a name.
+# The key of the entry that identifies the worker; no parameter has such a name.
 RANK = "worker"
 
 
 def entry(shape: Iterable[int], first: int | str = 0) -> str:
-    """``[100, 96] from 100``."""
+    """Format one entry, e.g. ``[100, 96] from 100``."""
     return f"{list(shape)} from {first}"
 
 
 def rank_entry(tp_rank: int, rollout: Rollout) -> str:
-    """``1 of 2 in tensor parallel, experts whole``."""
+    """Format a worker's rank, e.g. ``1 of 2 in tensor parallel, experts whole``."""
     return f"{tp_rank} of {rollout.tp} in tensor parallel, experts {'whole' if rollout.expert_parallel else 'cut'}"
 
 
 def prefix_of(layer: str) -> str:
-    """What the names of a layer's tensors begin with, given the layer's name in vLLM's model.
+    """Return the prefix of the names of a layer's tensors, given the layer's name in vLLM's model.
 
-    Some versions of vLLM have a module of their own between an experts layer and its weights; names do not.
+    Some versions of vLLM put a module between an experts layer and its weights; the names leave it out.
     """
     return layer.replace(".routed_experts", "") + "." if layer else ""
 
 
-def layout(tensors: Iterable[Tensor], rollout: Rollout, worker: int, heads: Heads) -> dict[str, str]:
-    """Entry by vLLM's name of everything that a worker keeps, as the trainer plans it.
+def planned_layout(tensors: Iterable[TensorSpec], rollout: Rollout, worker: int, heads: Heads) -> dict[str, str]:
+    """Return the entry of each parameter that a worker keeps, as the trainer plans it, by vLLM's name.
 
     Raises:
-        ValueError: if vLLM could not cut a tensor so.
+        ValueError: vLLM could not shard a tensor by this tensor-parallel size.
     """
-    placed: dict[str, list[Need]] = {}
+    placed: dict[str, list[TargetSlice]] = {}
     first: dict[str, int] = {}
     for tensor in tensors:
-        for need in needs(tensor, rollout, worker, heads):
-            placed.setdefault(need.parameter, []).append(need)
-            if is_numbered(tensor.name):
-                first[need.parameter] = need.box.low[0]
+        for part in target_slices(tensor, rollout, worker, heads):
+            placed.setdefault(part.parameter, []).append(part)
+            if has_known_rows(tensor.name):
+                first[part.parameter] = part.block.low[0]
     found = {RANK: rank_entry(worker % rollout.tp, rollout)}
     for parameter, parts in placed.items():
-        ends = zip(*(need.end for need in parts), strict=True)
+        ends = zip(*(part.end for part in parts), strict=True)
         found[parameter] = entry((max(end) for end in ends), first.get(parameter, 0))
     return found
 
 
-def layouts(tensors: Sequence[Tensor], rollout: Rollout, heads: Heads) -> list[dict[str, str]]:
-    """The ``layout`` of each worker of a replica."""
-    return [layout(tensors, rollout, worker, heads) for worker in range(rollout.workers)]
+def planned_layouts(tensors: Sequence[TensorSpec], rollout: Rollout, heads: Heads) -> list[dict[str, str]]:
+    """Return the ``planned_layout`` of each worker of a replica."""
+    return [planned_layout(tensors, rollout, worker, heads) for worker in range(rollout.workers)]
 
 
-def held_layout(
+def actual_layout(
     layers: Iterable[tuple[str, Any, Mapping[str, Any]]],
     rank: str,
-    is_needed: Callable[[str, str, bool], bool],
+    is_expected: Callable[[str, str, bool], bool],
 ) -> dict[str, str]:
-    """The same, of what a vLLM model really has.
+    """Return the entry of each parameter that a vLLM model has, in the form of ``planned_layout``.
 
     Args:
-        layers: name, module, and its tensors by name as they were when the model was built.
+        layers: ``(name, module, tensors by name)`` of each layer, with the tensors as they were when it was built.
         rank: ``rank_entry`` of this worker.
-        is_needed: tells by its full name, its own name and whether it is a parameter if a tensor is to be planned for.
+        is_expected: given a tensor's full name, its name in the layer and whether it is a parameter, tells whether the
+            plan has to have an entry for it.
     """
     found = {RANK: rank}
     for name, layer, tensors in layers:
         prefix = prefix_of(name)
         for own, tensor in tensors.items():
             shape = unpadded_shape(layer, own, tensor)
-            # All that the last worker has of a small vocabulary may be padding.
-            if all(shape) and is_needed(prefix + own, own, own in layer._parameters):
+            # The last worker's part of a small vocabulary may be padding alone.
+            if all(shape) and is_expected(prefix + own, own, own in layer._parameters):
                 found[prefix + own] = entry(shape, _first_row(layer, own))
     return found
 
@@ -103,32 +104,32 @@ def _first_row(layer: Any, own: str) -> int | str:
     experts = getattr(layer, "_expert_map", None)
     if experts is None or not own.startswith(("w13_", "w2_")):
         return 0
-    places = {place: expert for expert, place in enumerate(experts.tolist()) if place >= 0}
-    order = [places[place] for place in sorted(places)]
+    by_local_index = {local: expert for expert, local in enumerate(experts.tolist()) if local >= 0}
+    order = [by_local_index[local] for local in sorted(by_local_index)]
     in_order = order == list(range(order[0], order[0] + len(order))) if order else True
     return (order[0] if order else 0) if in_order else f"experts {order}"
 
 
 def digest(found: Mapping[str, str]) -> str:
-    """Equal for equal layouts."""
+    """Return a hash that is equal for equal layouts."""
     return hashlib.blake2b(json.dumps(sorted(found.items())).encode(), digest_size=16).hexdigest()
 
 
-def difference(planned: Mapping[str, str], held: Mapping[str, str]) -> str:
-    """How a plan and a worker differ, by the first entry, in the worker's order; empty if they don't."""
-    names = [name for name in {**held, **planned} if planned.get(name) != held.get(name)]
+def difference(planned: Mapping[str, str], actual: Mapping[str, str]) -> str:
+    """Describe the first difference between a planned and an actual layout, in the worker's order; empty if equal."""
+    names = [name for name in {**actual, **planned} if planned.get(name) != actual.get(name)]
     if not names:
         return ""
     name = names[0]
     return (
-        f"the trainer's plan (digest {digest(planned)}) and vLLM's model (digest {digest(held)}) differ in "
-        f"{len(names)} of {len({**held, **planned})} entries, first {name}: {planned.get(name, 'nothing')} is planned, "
-        f"{held.get(name, 'nothing')} is there"
+        f"the trainer's plan (digest {digest(planned)}) and vLLM's model (digest {digest(actual)}) differ in "
+        f"{len(names)} of {len({**actual, **planned})} entries, first {name}: planned is "
+        f"{planned.get(name, 'nothing')}, actual is {actual.get(name, 'nothing')}"
     )
 
 
 def unpadded_shape(layer: Any, name: str, parameter: torch.Tensor) -> list[int]:
-    """What a checkpoint holds for a parameter of this rank; vLLM pads vocabularies and some experts."""
+    """Return the shape of a worker's parameter without the padding that vLLM adds to vocabularies and some experts."""
     shape = list(parameter.shape)
     if hasattr(layer, "shard_indices") and shape[0] == layer.num_embeddings_per_partition:
         return [layer.shard_indices.num_org_elements, *shape[1:]]

@@ -1,59 +1,62 @@
-"""Slices of vLLM's parameters on their way to a worker, and how they are called: both ends' side of one name."""
+"""Names of slices: a slice is sent under its parameter's name and its position in that parameter."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from ...engine.topology.index_ranges import IndexRange
-from .vllm_layout import Need
+from .vllm_layout import TargetSlice
 
-__all__ = ["Place", "is_slice", "parse_slice", "placed", "places", "slice_name"]
+__all__ = ["NamedIndex", "is_slice", "named_indices", "named_values", "parse_slice", "slice_name"]
 
-# No checkpoint has such a name, so a receiver that does not know it fails: there is no such module.
-_MARK = "__epfsdp2__"
-# The name under which a part of a box is handed over, and where in the box that is.
-Place = tuple[str, tuple[slice, ...]]
+# No checkpoint has a module of this name, so a receiver that does not know it fails.
+_PREFIX = "__epfsdp2__"
+# The name of a slice, and the index of its values inside the block that they are taken from.
+NamedIndex = tuple[str, tuple[slice, ...]]
 
 
-def places(box: IndexRange, needs: Iterable[Need]) -> list[Place]:
-    """What a worker needs of a box: the name that says where each part goes, and where in the box that is.
+def named_indices(block: IndexRange, slices: Iterable[TargetSlice]) -> list[NamedIndex]:
+    """Return the name and the index inside ``block`` of each part of it that a worker keeps.
 
     Args:
-        needs: of the tensor that the box is of.
+        slices: what the worker keeps of the tensor that ``block`` is part of.
     """
     found = []
-    for need in needs:
-        shared = box.intersection(need.box)
+    for part in slices:
+        shared = block.intersection(part.block)
         if shared is not None:
-            dropped = len(shared.low) - len(need.at)
-            begins = zip(need.at, shared.low[dropped:], need.box.low[dropped:], strict=True)
-            corner = [at + low - need_low for at, low, need_low in begins]
-            found.append((slice_name(need.parameter, corner), shared.slices_in(box)))
+            dropped = len(shared.low) - len(part.at)
+            begins = zip(part.at, shared.low[dropped:], part.block.low[dropped:], strict=True)
+            corner = [at + low - part_low for at, low, part_low in begins]
+            found.append((slice_name(part.parameter, corner), shared.slices_in(block)))
     return found
 
 
-def placed(box: IndexRange, values: torch.Tensor, needs: Iterable[Need]) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a worker needs of the values of a box, each part under its name."""
-    for name, inside in places(box, needs):
+def named_values(
+    block: IndexRange, values: torch.Tensor, slices: Iterable[TargetSlice]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parts of a block's ``values`` that a worker keeps, each under its name."""
+    for name, inside in named_indices(block, slices):
         yield name, values[inside]
 
 
 def slice_name(parameter: str, at: Sequence[int]) -> str:
-    """The name of what goes to ``parameter`` from corner ``at`` on, e.g. ``__epfsdp2__/model.norm.weight/0``."""
-    return f"{_MARK}/{parameter}/{','.join(map(str, at))}"
+    """Return the name of the slice of ``parameter`` that begins at ``at``, e.g. ``__epfsdp2__/model.norm.weight/0``."""
+    return f"{_PREFIX}/{parameter}/{','.join(map(str, at))}"
 
 
 def is_slice(name: str) -> bool:
-    return name.startswith(f"{_MARK}/")
+    """Tell whether a tensor's name is that of a slice."""
+    return name.startswith(f"{_PREFIX}/")
 
 
 def parse_slice(name: str) -> tuple[str, tuple[int, ...]]:
-    """Parameter and corner of a slice's name.
+    """Return the parameter and the begin index that a slice's name holds.
 
     Raises:
-        ValueError: if it is no such name.
+        ValueError: ``name`` is not the name of a slice.
     """
-    mark, parameter, corner = name.split("/")
-    if mark != _MARK:
+    prefix, parameter, corner = name.split("/")
+    if prefix != _PREFIX:
         raise ValueError(f"{name} is not the name of a slice.")
     return parameter, tuple(int(c) for c in corner.split(",") if c)

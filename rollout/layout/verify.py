@@ -1,6 +1,6 @@
-"""What every vLLM worker must hold, computed from full checkpoint weights, and how it differs from what it holds.
+"""Computes from a full checkpoint what each vLLM worker must hold, and compares it with the worker's digests.
 
-Pure torch: the sender's side of the check. The other side is ``WeightSyncExtension.epfsdp2_digests``.
+This is the sender's side of the check, in plain torch; the workers' side is ``WeightSyncExtension.epfsdp2_digests``.
 """
 
 import hashlib
@@ -16,8 +16,8 @@ _VOCABULARY_MULTIPLE = 64
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Dtype, shape and hash of the values' bytes, e.g. ``float32[8, 128, 96]:0a1b...``; ``-0.0`` counts as ``0.0``."""
-    plain = (tensor.detach().cpu() + 0).contiguous()  # reading through a matrix product turns -0.0 into 0.0
+    """Return dtype, shape and a hash of the values, e.g. ``float32[8, 128, 96]:0a1b...``; ``-0.0`` equals ``0.0``."""
+    plain = (tensor.detach().cpu() + 0).contiguous()  # reading back through a matrix product turns -0.0 into 0.0
     dtype = str(plain.dtype).removeprefix("torch.")
     data = hashlib.blake2b(plain.reshape(-1).view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()
     return f"{dtype}{list(plain.shape)}:{data}"
@@ -26,25 +26,27 @@ def digest(tensor: torch.Tensor) -> str:
 def expected_digests(
     state: Mapping[str, torch.Tensor], config: Any, tp_size: int = 1, tp_rank: int = 0, dtype: torch.dtype | None = None
 ) -> dict[str, str]:
-    """``expected_tensors``, each as its ``digest``."""
+    """Return the ``digest`` of each of the ``expected_tensors`` by vLLM's name."""
     return {name: digest(tensor) for name, tensor in expected_tensors(state, config, tp_size, tp_rank, dtype)}
 
 
 def expected_tensors(
     state: Mapping[str, torch.Tensor], config: Any, tp_size: int = 1, tp_rank: int = 0, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield ``(vLLM's name, tensor)`` of what a tensor-parallel rank holds of a Qwen3-MoE (vLLM ``qwen3_moe.py``).
+    """Yield ``(vLLM's name, tensor)`` for each tensor that a tensor-parallel rank of a Qwen3-MoE holds.
 
     Args:
         state: full checkpoint weights, experts fused (``...experts.gate_up_proj`` ``[E, 2 I, D]``, ``...down_proj``
             ``[E, D, I]``) or one by one (``...experts.<e>.gate_proj.weight`` ``[I, D]`` ...).
         config: the model's HF config.
-        tp_size, tp_rank: vLLM's tensor-parallel size, and the rank asked for.
-        dtype: vLLM's dtype, where it is not the checkpoint's.
+        tp_size, tp_rank: vLLM's tensor-parallel size and rank.
+        dtype: vLLM's dtype where it differs from the checkpoint's.
 
     Raises:
-        KeyError: a tensor of the model is not in ``state``.
-        ValueError: ``state`` has a tensor that the model does not have.
+        KeyError: ``state`` lacks a tensor of the model.
+        ValueError: ``state`` has a tensor that the model lacks.
+
+    Source: vLLM ``model_executor/models/qwen3_moe.py``.
     """
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -55,7 +57,7 @@ def expected_tensors(
         return state[name] if dtype is None else state[name].to(dtype)
 
     def heads_of(tensor: torch.Tensor, total: int) -> torch.Tensor:
-        """This rank's heads; with fewer heads than ranks, neighbours share one."""
+        """Return this rank's heads; with fewer heads than ranks, neighbouring ranks hold the same one."""
         each = max(1, total // tp_size)
         first = tp_rank * each if total >= tp_size else tp_rank // (tp_size // total)
         return tensor[first * head_dim : (first + each) * head_dim]
@@ -96,7 +98,7 @@ def expected_tensors(
     tied = config.tie_word_embeddings and "lm_head.weight" not in state
     yield "lm_head.weight", vocabulary(embedding if tied else take("lm_head.weight"))
     if unknown := sorted(set(state) - used):
-        raise ValueError(f"{len(unknown)} tensors are not of a Qwen3-MoE: {', '.join(unknown[:5])}")
+        raise ValueError(f"{len(unknown)} tensors are not part of a Qwen3-MoE: {', '.join(unknown[:5])}")
 
 
 def _fused_experts(prefix: str, experts: int, state: Mapping[str, torch.Tensor], take) -> tuple:
@@ -110,9 +112,9 @@ def compare(expected: Mapping[str, str], found: Mapping[str, str], listed: int =
     """Describe how two maps of digests differ; empty when they are equal.
 
     Args:
-        expected: name to digest, as it should be.
-        found: name to digest, as read back.
-        listed: how many differences are spelled out.
+        expected: digest by name, computed from the checkpoint.
+        found: digest by name, read back from the worker.
+        listed: number of differences to list.
     """
     lines = []
     for name in sorted(expected.keys() | found.keys()):

@@ -1,18 +1,18 @@
-"""Where every element of a model is: on the trainer's ranks, and on the rollout's workers.
+"""Computes which elements of a model each trainer rank holds and which each vLLM worker keeps.
 
-Arithmetic alone, without torch: a placement can be computed for any cluster, anywhere. The trainer's side follows from
-the cuts of each parameter (``engine/topology/index_ranges.py``). The workers' side is how vLLM lays a model out under
-tensor, expert and data parallelism:
+This module is arithmetic without torch, so a layout can be computed for any cluster on any machine. The trainer's side
+follows from how each parameter is sharded (``engine/topology/index_ranges.py``). The workers' side follows how vLLM
+shards a model under tensor, expert and data parallelism:
 
-* a column-parallel weight is cut along its outputs, a row-parallel one along its inputs, vocabularies along their rows,
-  padded to a multiple of 64;
-* attention is cut by heads; with more ranks than key-value heads, neighbours hold the same head;
-* under tensor parallelism every expert is cut along its intermediate dim; under expert parallelism a worker holds whole
-  experts, in linear order, the first ones one more where they do not divide;
-* everything else is whole on each worker.
+* a column-parallel weight is sharded along its outputs, a row-parallel one along its inputs, a vocabulary along its
+  rows, padded to a multiple of 64;
+* attention is sharded by heads; with more ranks than key-value heads, neighbouring ranks hold the same head;
+* under tensor parallelism every expert is sharded along its intermediate dim; under expert parallelism a worker keeps
+  whole experts in linear order, and the first workers keep one more where the number does not divide;
+* everything else is replicated on each worker.
 
-What a family has of its own is in one table; ``vllm/loader_trace.py`` is the other way to know all this, and the
-measure of it.
+Differences between families stand in one table (``_FAMILIES``). ``vllm/loader_trace.py`` records the same layout from
+vLLM's own loaders, and tests compare the two.
 
 Sources: vLLM ``model_executor/layers/linear.py``, ``vocab_parallel_embedding.py``, ``fused_moe/routed_experts.py``,
 ``fused_moe/expert_map_manager.py``.
@@ -28,32 +28,32 @@ from ...engine.compat import versions
 from ...engine.topology.index_ranges import IndexRange, ShardStep, shard_range
 
 __all__ = [
-    "STREAMS",
+    "SYNC_MODES",
     "VOCABULARY_MULTIPLE",
     "Heads",
-    "Need",
+    "TargetSlice",
     "Rollout",
-    "Stream",
-    "Tensor",
-    "Topology",
+    "SyncMode",
+    "TensorSpec",
+    "TrainerTopology",
     "holders",
-    "is_numbered",
+    "has_known_rows",
     "known_families",
-    "needs",
+    "target_slices",
 ]
 
-Stream = Literal["full", "expert_local", "sliced"]
-STREAMS: tuple[Stream, ...] = ("full", "expert_local", "sliced")
+SyncMode = Literal["full", "expert_local", "sliced"]
+SYNC_MODES: tuple[SyncMode, ...] = ("full", "expert_local", "sliced")
 VOCABULARY_MULTIPLE = 64
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """A tensor as the trainer has it: fused experts are ``[E, 2 I, D]`` and ``[E, D, I]``.
+class TensorSpec:
+    """Name, global shape and sharding of a trainer tensor; fused experts are ``[E, 2 I, D]`` and ``[E, D, I]``.
 
     Args:
-        itemsize: bytes of an element when it is sent.
-        cuts: over the trainer's axes, outermost first.
+        itemsize: bytes per element in the dtype in which it is sent.
+        cuts: sharding steps over the trainer's mesh axes, outermost first.
     """
 
     name: str
@@ -66,8 +66,8 @@ class Tensor:
         return IndexRange.of(self.shape).numel * self.itemsize
 
 
-class Topology(Protocol):
-    """What is asked of the trainer's arrangement; ``engine.topology.mesh.Topology`` is one."""
+class TrainerTopology(Protocol):
+    """The part of ``engine.topology.mesh.Topology`` that planning a transfer uses."""
 
     @property
     def world(self) -> int: ...
@@ -83,10 +83,10 @@ class Topology(Protocol):
 
 @dataclass(frozen=True)
 class Rollout:
-    """How one replica of the rollout is parallel.
+    """The parallel sizes of one rollout replica.
 
     Args:
-        expert_parallel: vLLM's ``enable_expert_parallel``: experts are spread over all ``tp * dp`` workers.
+        expert_parallel: vLLM's ``enable_expert_parallel``, which spreads experts over all ``tp * dp`` workers.
     """
 
     tp: int = 1
@@ -95,7 +95,7 @@ class Rollout:
 
     @property
     def workers(self) -> int:
-        """Workers of a replica."""
+        """Number of workers in a replica."""
         return self.tp * self.dp
 
     @property
@@ -106,7 +106,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Heads:
-    """Attention heads of a model, and of which family (``model_type``) it is, for what that has of its own."""
+    """Attention head counts and head dim of a model, and its family (``model_type``), which may have its own rules."""
 
     queries: int
     keys: int
@@ -115,118 +115,120 @@ class Heads:
 
     @classmethod
     def of(cls, config: Any) -> "Heads":
-        """From a Hugging Face text config."""
+        """Read them from a Hugging Face text config."""
         queries = config.num_attention_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // queries
         return cls(queries, getattr(config, "num_key_value_heads", None) or queries, dim, config.model_type)
 
 
 @dataclass(frozen=True)
-class Need:
-    """A box of a trainer's tensor, and where a worker puts it: from corner ``at`` of its parameter ``parameter``.
+class TargetSlice:
+    """A block of a trainer tensor and its position in a worker's parameter, whose index ``at`` is the block's corner.
 
-    Leading dims of size 1 that the parameter does not have are dropped: ``at`` is shorter then.
+    ``at`` is shorter than the block's shape where the parameter lacks leading dims of size 1.
     """
 
-    box: IndexRange
+    block: IndexRange
     parameter: str
     at: tuple[int, ...]
 
     @property
     def end(self) -> tuple[int, ...]:
-        """The corner of the parameter opposite ``at``."""
-        shape = self.box.shape[len(self.box.shape) - len(self.at) :]
+        """The position in the parameter where the block ends, exclusive in each dim."""
+        shape = self.block.shape[len(self.block.shape) - len(self.at) :]
         return tuple(low + size for low, size in zip(self.at, shape, strict=True))
 
 
-def holders(tensor: Tensor, topology: Topology) -> dict[IndexRange, list[int]]:
-    """Who holds what, within one replica of the trainer: box -> its ranks there. Boxes don't overlap."""
+def holders(tensor: TensorSpec, topology: TrainerTopology) -> dict[IndexRange, list[int]]:
+    """Map each shard of a tensor to the ranks of one trainer replica that hold it; shards do not overlap."""
     held: dict[IndexRange, list[int]] = {}
     for rank in range(topology.fsdp):
-        box = shard_range(tensor.shape, tensor.cuts, topology.coordinate(rank))
-        if box.numel:
-            held.setdefault(box, []).append(rank)
+        block = shard_range(tensor.shape, tensor.cuts, topology.coordinate(rank))
+        if block.numel:
+            held.setdefault(block, []).append(rank)
     return held
 
 
-def needs(tensor: Tensor, rollout: Rollout, worker: int, heads: Heads, stream: Stream = "sliced") -> list[Need]:
-    """What a worker takes of a tensor; boxes don't overlap, and none is empty.
+def target_slices(
+    tensor: TensorSpec, rollout: Rollout, worker: int, heads: Heads, mode: SyncMode = "sliced"
+) -> list[TargetSlice]:
+    """Return the blocks of a tensor that a worker receives; they do not overlap and none is empty.
 
     Args:
         worker: index in its replica.
-        stream: ``sliced``, what the worker keeps; ``expert_local``, its experts whole and everything else whole;
-            ``full``, everything.
+        mode: ``sliced`` sends what the worker keeps; ``expert_local`` sends its experts and all other tensors unsliced;
+            ``full`` sends everything.
 
     Raises:
-        ValueError: if vLLM could not cut the tensor so either.
+        ValueError: vLLM could not shard the tensor by this tensor-parallel size either.
     """
-    whole = [Need(IndexRange.of(tensor.shape), tensor.name, (0,) * len(tensor.shape))]
+    whole = [TargetSlice(IndexRange.of(tensor.shape), tensor.name, (0,) * len(tensor.shape))]
     is_experts = _EXPERTS.search(tensor.name) is not None
-    if stream == "full" or (not is_experts and stream == "expert_local"):
+    if mode == "full" or (not is_experts and mode == "expert_local"):
         return whole
     family = _FAMILIES.get(heads.family, _Family())
     if is_experts and rollout.expert_parallel:
-        return family.named(_whole_experts(tensor, rollout.workers, worker))
-    if stream == "expert_local":
+        return family.renamed_slices(_own_experts(tensor, rollout.workers, worker))
+    if mode == "expert_local":
         return whole
     rank = worker % rollout.tp
     for pattern, rule in (*family.rules, *_RULES):
         found = pattern.search(tensor.name)
         if found:
-            return family.named(rule(tensor, rollout.tp, rank, heads, found[1]))
-    return family.named(whole)
+            return family.renamed_slices(rule(tensor, rollout.tp, rank, heads, found[1]))
+    return family.renamed_slices(whole)
 
 
-def is_numbered(name: str) -> bool:
-    """Whether a worker of vLLM knows which rows of a tensor it has: those of a vocabulary and of experts."""
+def has_known_rows(name: str) -> bool:
+    """Tell whether a vLLM worker records which rows of this tensor it holds: those of vocabularies and experts."""
     return (_EXPERTS.search(name) or _VOCABULARY.search(name)) is not None
 
 
-def _whole_experts(tensor: Tensor, workers: int, worker: int) -> list[Need]:
+def _own_experts(tensor: TensorSpec, workers: int, worker: int) -> list[TargetSlice]:
     each, more = divmod(tensor.shape[0], workers)
     first = worker * each + min(worker, more)
-    box = IndexRange.of(tensor.shape).with_dim(0, first, first + each + (worker < more))
-    return [Need(box, _vllm_experts(tensor.name), (0,) * len(tensor.shape))]
+    block = IndexRange.of(tensor.shape).with_dim(0, first, first + each + (worker < more))
+    return [TargetSlice(block, _vllm_experts(tensor.name), (0,) * len(tensor.shape))]
 
 
 def _vllm_experts(name: str) -> str:
     return name.replace("experts.gate_up_proj", "experts.w13_weight").replace("experts.down_proj", "experts.w2_weight")
 
 
-def _part(tensor: Tensor, dim: int, tp: int, rank: int, within: tuple[int, int] | None = None) -> IndexRange:
-    """The rank's part of ``[start, stop)`` along ``dim``, of all of it by default."""
+def _part(tensor: TensorSpec, dim: int, tp: int, rank: int, within: tuple[int, int] | None = None) -> IndexRange:
+    """Return the rank's part of ``within = (start, stop)`` along ``dim``; ``within`` defaults to the whole dim."""
     start, stop = within or (0, tensor.shape[dim])
     size, rest = divmod(stop - start, tp)
     if rest:
         raise ValueError(
-            f"{tensor.name} has {stop - start} along dim {dim}, which tensor parallelism {tp} does not cut."
+            f"{tensor.name} has {stop - start} along dim {dim}, which tensor parallelism {tp} does not divide."
         )
     return IndexRange.of(tensor.shape).with_dim(dim, start + rank * size, start + (rank + 1) * size)
 
 
-def _at(tensor: Tensor, dim: int = 0, offset: int = 0) -> tuple[int, ...]:
+def _at(tensor: TensorSpec, dim: int = 0, offset: int = 0) -> tuple[int, ...]:
     return tuple(offset if d == dim else 0 for d in range(len(tensor.shape)))
 
 
-def _experts_up(tensor: Tensor, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[Need]:
+def _gate_up_experts(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
     half = tensor.shape[1] // 2
     gate = _part(tensor, 1, tp, rank, (0, half))
     up = _part(tensor, 1, tp, rank, (half, 2 * half))
     name = _vllm_experts(tensor.name)
-    return Need(gate, name, _at(tensor)), Need(up, name, _at(tensor, 1, half // tp))
+    return TargetSlice(gate, name, _at(tensor)), TargetSlice(up, name, _at(tensor, 1, half // tp))
 
 
-def _experts_down(tensor: Tensor, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[Need]:
-    return [Need(_part(tensor, 2, tp, rank), _vllm_experts(tensor.name), _at(tensor))]
+def _down_experts(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
+    return [TargetSlice(_part(tensor, 2, tp, rank), _vllm_experts(tensor.name), _at(tensor))]
 
 
-def _heads_of(tensor: Tensor, tp: int, rank: int, heads: Heads, kind: str) -> tuple[IndexRange, int]:
-    """The rows of the rank's heads of this kind, and how many rows of other kinds are before them in a fused one."""
+def _heads_of(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> tuple[IndexRange, int]:
+    """Return the rows of the rank's heads of this kind, and how many rows precede them in the fused parameter."""
 
     def of(total: int) -> tuple[int, int]:
-        """First head of this rank, and how many."""
+        """Return the first head of this rank and the number of its heads."""
         if total % tp and tp % total:
-            raise ValueError(f"{tensor.name} has {total} heads, which tensor parallelism {tp} does not cut.")
+            raise ValueError(f"{tensor.name} has {total} heads, which tensor parallelism {tp} does not divide.")
         each = max(1, total // tp)
         return (rank * each if total >= tp else rank * total // tp), each
 
@@ -238,45 +240,45 @@ def _heads_of(tensor: Tensor, tp: int, rank: int, heads: Heads, kind: str) -> tu
     ] * heads.dim
 
 
-def _attention_in(tensor: Tensor, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[Need]:
-    """Queries, keys and values lie one after the other in vLLM's fused parameter."""
-    box, before = _heads_of(tensor, tp, rank, heads, kind)
-    return [Need(box, tensor.name.replace(f"{kind}_proj", "qkv_proj"), _at(tensor, 0, before))]
+def _qkv_projection(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
+    """vLLM's fused parameter holds queries, keys and values one after the other."""
+    block, before = _heads_of(tensor, tp, rank, heads, kind)
+    return [TargetSlice(block, tensor.name.replace(f"{kind}_proj", "qkv_proj"), _at(tensor, 0, before))]
 
 
-def _attention_norm(tensor: Tensor, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[Need]:
-    """A norm over the whole width of queries or keys, of which a rank has the part of its heads."""
-    return [Need(_heads_of(tensor, tp, rank, heads, kind)[0], tensor.name, _at(tensor))]
+def _attention_norm(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
+    """A norm over the full width of queries or keys is sharded by heads."""
+    return [TargetSlice(_heads_of(tensor, tp, rank, heads, kind)[0], tensor.name, _at(tensor))]
 
 
-def _gate_or_up(tensor: Tensor, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[Need]:
+def _gate_or_up(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
     name = tensor.name.replace(f"{kind}_proj", "gate_up_proj")
     offset = tensor.shape[0] // tp if kind == "up" else 0
-    return [Need(_part(tensor, 0, tp, rank), name, _at(tensor, 0, offset))]
+    return [TargetSlice(_part(tensor, 0, tp, rank), name, _at(tensor, 0, offset))]
 
 
-def _row_parallel(tensor: Tensor, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[Need]:
-    return [Need(_part(tensor, 1, tp, rank), tensor.name, _at(tensor))]
+def _row_parallel(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
+    return [TargetSlice(_part(tensor, 1, tp, rank), tensor.name, _at(tensor))]
 
 
-def _vocabulary(tensor: Tensor, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[Need]:
+def _vocabulary(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
     rows = tensor.shape[0]
     each = -(-rows // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE // tp
-    box = IndexRange.of(tensor.shape).with_dim(0, min(rank * each, rows), min((rank + 1) * each, rows))
-    return [Need(box, tensor.name, _at(tensor))]
+    block = IndexRange.of(tensor.shape).with_dim(0, min(rank * each, rows), min((rank + 1) * each, rows))
+    return [TargetSlice(block, tensor.name, _at(tensor))]
 
 
-def _without_first_dim(tensor: Tensor, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[Need]:
-    return [Need(IndexRange.of(tensor.shape), tensor.name, _at(tensor)[1:])]
+def _without_first_dim(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
+    return [TargetSlice(IndexRange.of(tensor.shape), tensor.name, _at(tensor)[1:])]
 
 
 _EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 _VOCABULARY = re.compile(r"(?:^|\.)(embed_tokens|lm_head)\.weight$")
-_Rule = Callable[[Tensor, int, int, Heads, str], Iterable[Need]]
+_Rule = Callable[[TensorSpec, int, int, Heads, str], Iterable[TargetSlice]]
 _RULES: list[tuple[re.Pattern[str], _Rule]] = [
-    (re.compile(r"\.experts\.(gate_up_proj)$"), _experts_up),
-    (re.compile(r"\.experts\.(down_proj)$"), _experts_down),
-    (re.compile(r"\.self_attn\.(q|k|v)_proj\.(?:weight|bias)$"), _attention_in),
+    (re.compile(r"\.experts\.(gate_up_proj)$"), _gate_up_experts),
+    (re.compile(r"\.experts\.(down_proj)$"), _down_experts),
+    (re.compile(r"\.self_attn\.(q|k|v)_proj\.(?:weight|bias)$"), _qkv_projection),
     (re.compile(r"\.(gate|up)_proj\.(?:weight|bias)$"), _gate_or_up),
     (re.compile(r"\.(o|down)_proj\.weight$"), _row_parallel),
     (_VOCABULARY, _vocabulary),
@@ -285,25 +287,25 @@ _RULES: list[tuple[re.Pattern[str], _Rule]] = [
 
 @dataclass(frozen=True)
 class _Family:
-    """What a family has of its own in vLLM.
+    """How vLLM's layout of a family differs from the common rules.
 
     Args:
-        renamed: parts of names that are others there.
-        rules: that come before the common ones.
+        renamed: pairs of the trainer's and vLLM's substring of a parameter name.
+        rules: rules that take precedence over the common ones.
     """
 
     renamed: tuple[tuple[str, str], ...] = ()
     rules: tuple[tuple[re.Pattern[str], _Rule], ...] = ()
 
-    def named(self, needs: Iterable[Need]) -> list[Need]:
-        """Those that are not empty, under vLLM's names."""
+    def renamed_slices(self, slices: Iterable[TargetSlice]) -> list[TargetSlice]:
+        """Drop empty slices and rename the others to vLLM's parameter names."""
         found = []
-        for need in needs:
-            parameter = need.parameter
+        for part in slices:
+            parameter = part.parameter
             for own, theirs in self.renamed:
                 parameter = parameter.replace(own, theirs)
-            if need.box.numel:
-                found.append(Need(need.box, parameter, need.at))
+            if part.block.numel:
+                found.append(TargetSlice(part.block, parameter, part.at))
         return found
 
 
@@ -321,14 +323,14 @@ _FAMILIES = {
     ),
     "mixtral": _Family(((".mlp.", ".block_sparse_moe."),)),
 }
-# Releases of vLLM with the layout of a family, where not all have it. vLLM has no model of its own for these any more,
-# since 0.23 and 0.29: it runs transformers' model, whose gate and up of shared experts it joins since 0.27.
+# The vLLM releases that have the layout above, for families where not all do. vLLM dropped its own models of these two
+# in 0.23 and 0.29 and runs transformers' instead, whose shared experts' gate and up it fuses since 0.27.
 _RELEASES = {"dots1": ">=0.27", "hunyuan_v1_moe": "<0.29"}
 
 
 @cache
 def known_families() -> frozenset[str]:
-    """Families (``model_type``) whose layout in the installed vLLM these rules describe.
+    """Return the families (``model_type``) whose layout in the installed vLLM these rules describe.
 
     Tests compare it with what vLLM's own loaders do.
     """

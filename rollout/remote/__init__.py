@@ -1,1 +1,1 @@
-"""Weights for rollout workers that are other processes."""
+"""Weight sync to rollout workers in processes of their own."""

@@ -1,9 +1,9 @@
-"""This rank's shards under the names of a checkpoint, for verl's ``delta_sharded`` backend.
+"""Exports this rank's shards under checkpoint names, for verl's ``delta_sharded`` backend.
 
-That backend sends the elements that a step has changed. Each rank compares its shards with those of the last sync, and
-what has changed goes to rank 0 by name and position in the checkpoint (verl 0.9.1, ``workers/engine/spec.py`` and
-``workers/engine/utils.py``, ``hf_delta_export``). A stack of experts is one matrix or more per expert there; which
-element of a stack becomes which is found by sending positions, instead of values, through transformers' own converter.
+That backend sends only the elements that a step has changed. Each rank compares its shards with those of the last sync
+and sends the changes to rank 0 by name and position in the checkpoint (verl 0.9.1, ``workers/engine/spec.py`` and
+``workers/engine/utils.py``, ``hf_delta_export``). A checkpoint stores a stack of experts as one or more matrices per
+expert; to learn which element of a stack becomes which, indices are sent through transformers' own converter.
 """
 
 from collections.abc import Iterator
@@ -24,13 +24,13 @@ __all__ = ["ExpertsSpec", "ShardExport", "experts_entry"]
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """How an expert of a stack, a row of it, lies in the checkpoint.
+class _ExpertLayout:
+    """How a checkpoint stores one expert (one row) of a stack.
 
     Args:
-        slots: names, for expert 0, and shapes of the matrices that a row becomes.
-        slot_of: per element of a row, in which of these it goes.
-        position: and where in it.
+        slots: names (those of expert 0) and shapes of the matrices that a row becomes.
+        slot_of: for each element of a row, the index of its matrix in ``slots``.
+        position: for each element of a row, its flat position in that matrix, int32.
     """
 
     slots: tuple[tuple[str, tuple[int, ...]], ...]
@@ -40,34 +40,34 @@ class _Rows:
 
 @dataclass
 class ExpertsSpec(ShardSpec):
-    """verl's description of a shard, with what ``experts_entry`` needs of the stack that it is of."""
+    """verl's description of a shard, with the expert layout of its stack for ``experts_entry``."""
 
-    rows: _Rows | None = field(default=None, repr=False)
+    rows: _ExpertLayout | None = field(default=None, repr=False)
 
 
 class ShardExport:
-    """An engine's side of all its delta syncs; how a stack lies in a checkpoint is found out once.
+    """Exports an engine's shards for delta syncs; keeps the checkpoint layout of each stack.
 
     Args:
         model: sharded.
-        dtype: in which floating-point values are sent. verl's first sync casts them to bfloat16, and what is compared
-            has to be what was sent.
+        dtype: the dtype in which floating-point values are sent. verl's first sync casts them to bfloat16, and later
+            syncs have to compare what was sent.
     """
 
     def __init__(self, model: nn.Module, meshes: Meshes, dtype: torch.dtype = torch.bfloat16):
         self.model: Any = model
         self.meshes, self.dtype = meshes, dtype
         self._names: dict[str, str] = {}
-        self._stacks: dict[str, _Rows] = {}
+        self._expert_layouts: dict[str, _ExpertLayout] = {}
 
     def shards(self) -> Iterator[tuple[str, torch.Tensor, ShardSpec]]:
-        """``(name, values, spec)`` of every parameter and persistent buffer, in an order that all ranks share.
+        """Yield ``(name, values, spec)`` of every parameter and persistent buffer, in the same order on all ranks.
 
-        Names are those of the checkpoint; of a stack of experts, whose matrices ``spec.hf_slots`` names, the model's.
-        Values are this rank's shard, flat, with its adapter merged. A tied parameter comes once.
+        Names are those of the checkpoint; a stack of experts has the model's name, and ``spec.hf_slots`` those of its
+        matrices. Values are this rank's flattened shard with its adapter merged. A tied parameter is yielded once.
 
         Raises:
-            ValueError: for a tensor that the checkpoint holds in another form, but for stacks of experts.
+            ValueError: the checkpoint stores a tensor in another form, and it is not a stack of experts.
         """
         device = self.meshes.dense.device_type
         tensors = {name: tensor for name, tensor in checkpoint_tensors(self.model).items() if not is_adapter(name)}
@@ -79,17 +79,17 @@ class ShardExport:
             yield self._checkpoint_name(name, tensor), values.reshape(-1), self._spec(name, tensor)
 
     def _spec(self, name: str, tensor: torch.Tensor) -> ShardSpec:
-        box, shape = local_range(tensor), tuple(tensor.shape)
+        block, shape = local_range(tensor), tuple(tensor.shape)
         if not shard_steps(tensor):
-            return ShardSpec(full_shape=shape)  # whole on every rank; verl takes rank 0's
+            return ShardSpec(full_shape=shape)  # replicated; verl takes that of rank 0
         placed: dict[str, Any] = {
             "full_shape": shape,
-            "place": BlockPlacement(box.shape, box.low, shape),
+            "place": BlockPlacement(block.shape, block.low, shape),
             "gather_group": self.meshes.replica_group,
-            # The other replicas of the trainer hold the same.
+            # Other replicas hold the same values.
             "contributes": self.meshes.dense.get_local_rank("dp_replicate") == 0,
         }
-        rows = self._stacks.get(name)
+        rows = self._expert_layouts.get(name)
         if rows is None:
             return ShardSpec(**placed)
         slots = [
@@ -98,7 +98,7 @@ class ShardExport:
         return ExpertsSpec(**placed, hf_slots=slots, to_hf_chunk=partial(self._chunk, name), rows=rows)
 
     def _chunk(self, name: str, start: int, segment: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """Experts from ``start`` on, as the checkpoint has them: expert by expert, as ``hf_slots`` lists them."""
+        """Convert rows of a stack, from expert ``start`` on, to checkpoint tensors in the order of ``hf_slots``."""
         one_by_one = (hf_names.as_checkpoint(self.model, [(name, row[None])]) for row in segment)
         return [
             (hf_names.shift_expert_index(own, start + i), values)
@@ -117,11 +117,11 @@ class ShardExport:
         if len(found) == 1 and found[0][1] is whole:
             return found[0][0]
         if found and hf_names.is_of_expert(found[0][0]):
-            self._stacks[name] = self._probe(name, tuple(tensor.shape[1:]))
+            self._expert_layouts[name] = self._probe(name, tuple(tensor.shape[1:]))
             return name
-        raise ValueError(f"{name} is no tensor of its own in a checkpoint of {self.model.config.model_type}.")
+        raise ValueError(f"checkpoints of {self.model.config.model_type} do not store {name} as a tensor of its own.")
 
-    def _probe(self, name: str, shape: tuple[int, ...]) -> _Rows:
+    def _probe(self, name: str, shape: tuple[int, ...]) -> _ExpertLayout:
         count = torch.Size(shape).numel()
         found = list(hf_names.as_checkpoint(self.model, [(name, torch.arange(count).view(1, *shape))]))
         slot_of, position = torch.full((count,), -1), torch.full((count,), -1)
@@ -129,23 +129,23 @@ class ShardExport:
             slot_of[sources.reshape(-1)] = slot
             position[sources.reshape(-1)] = torch.arange(sources.numel())
         if sum(sources.numel() for _, sources in found) != count or (slot_of < 0).any():
-            raise ValueError(f"the elements of an expert of {name} are not those of its tensors in the checkpoint.")
+            raise ValueError(f"the converter does not map elements of {name} one to one to those of a checkpoint.")
         device = self.meshes.dense.device_type
         slots = tuple((own, tuple(sources.shape)) for own, sources in found)
-        return _Rows(slots, slot_of.to(device), position.to(device, torch.int32))
+        return _ExpertLayout(slots, slot_of.to(device), position.to(device, torch.int32))
 
 
 def experts_entry(
     spec: ExpertsSpec, lidx: torch.Tensor, lval: torch.Tensor
 ) -> tuple[list, str, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A delta entry (``hf_delta_export``) of a stack: what changed, by slot of the checkpoint and position in it.
+    """Make the delta entry (``hf_delta_export``) of a stack: its changes by checkpoint tensor and position.
 
     Args:
-        lidx: flat positions in this rank's shard, int64.
-        lval: the values there.
+        lidx: flat positions of the changes in this rank's shard, int64.
+        lval: the new values at these positions.
 
     Returns:
-        Slots, dtype, counts per slot, and positions (int32) and values in the slots' order.
+        Slots, dtype, number of changes per slot, and their positions (int32) and values in the order of the slots.
     """
     rows, slots = spec.rows, spec.hf_slots
     assert rows is not None and slots is not None and spec.place is not None

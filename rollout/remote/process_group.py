@@ -1,11 +1,11 @@
-"""Trainer ranks and standalone rollout ranks as one process group.
+"""One process group of trainer ranks and standalone rollout ranks.
 
-The two are in different torch worlds: each has a default group of its own, and torch makes further groups only inside
-one. So the group is put together by hand, as vLLM does for its own (``vllm/distributed/utils.py``,
+The two belong to different torch worlds: each has its own default group, and torch makes further groups only inside
+one. So this group is built from private constructors, as vLLM does for its own (``vllm/distributed/utils.py``,
 ``stateless_init_torch_distributed_process_group``); ``tests/rollout/test_peers.py`` fails where torch no longer allows
-it. Small facts (who wants what, digests, the cause of a failure) go through the store that the group was made with.
+it. Small messages (layouts, requests, digests, the cause of a failure) go through the store of the group.
 
-Group ranks: the trainer's come first, in order, then the rollout's.
+Trainer ranks come first in the group, then rollout ranks.
 """
 
 import dataclasses
@@ -22,27 +22,27 @@ import torch.distributed as dist
 
 from ..transport.watched_sockets import WeightSyncError
 
-__all__ = ["Members", "Peers", "connect", "serve", "told"]
+__all__ = ["Members", "SyncGroup", "connect_store", "register_message_types", "serve_store"]
 
 _FAILURE = "failure"
 _POLL_SECONDS = 0.01
-# Whoever reaches the store's port can write to it, so facts are JSON and never unpickled: these dataclasses and dtypes.
-_TOLD: dict[str, type] = {}
+# Anyone who reaches the store's port can write to it, so messages are JSON of registered types and are never unpickled.
+_MESSAGE_TYPES: dict[str, type] = {}
 _KIND, _DTYPE = "__kind__", "__dtype__"
 
 
-def told(*kinds: type) -> None:
-    """Let members tell each other frozen dataclasses of these kinds; their sequences arrive as tuples."""
-    _TOLD.update({kind.__name__: kind for kind in kinds})
+def register_message_types(*types: type) -> None:
+    """Allow frozen dataclasses of these types in messages; their sequences are received as tuples."""
+    _MESSAGE_TYPES.update({kind.__name__: kind for kind in types})
 
 
 @dataclass(frozen=True)
 class Members:
-    """Who takes part.
+    """The members of a group.
 
     Args:
-        trainers: how many ranks the trainer has.
-        nodes: of every member, by group rank, the node that it runs on.
+        trainers: number of trainer ranks.
+        nodes: the node of every member, by group rank.
     """
 
     trainers: int
@@ -50,38 +50,38 @@ class Members:
 
     @property
     def rollouts(self) -> range:
-        """The rollout's group ranks."""
+        """The group ranks of the rollout's members."""
         return range(self.trainers, len(self.nodes))
 
     def name(self, rank: int) -> str:
-        """How a message calls a member."""
+        """Return a member's name for error texts."""
         if rank < self.trainers:
             return f"trainer rank {rank}"
         return f"rollout rank {rank - self.trainers}"
 
 
-def serve(host: str, timeout_seconds: float) -> dist.TCPStore:
-    """Start a store that others reach at ``host`` and the store's ``port``."""
+def serve_store(host: str, timeout_seconds: float) -> dist.TCPStore:
+    """Start a store that others can connect to at ``host`` and the store's ``port``."""
     timeout = timedelta(seconds=timeout_seconds)
     return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
 
 
-def connect(host: str, port: int, timeout_seconds: float) -> dist.TCPStore:
+def connect_store(host: str, port: int, timeout_seconds: float) -> dist.TCPStore:
     """Connect to a store that another process serves."""
     timeout = timedelta(seconds=timeout_seconds)
     return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
-class Peers:
-    """One member's end of the group; made by all members together.
+class SyncGroup:
+    """A member's handle on the group; constructing it is collective.
 
     Args:
-        store: of trainer rank 0, served or connected to.
-        rank: of this process in the group.
-        timeout_seconds: longest wait for another member, in a collective or for a fact.
+        store: the store that trainer rank 0 serves.
+        rank: this process's rank in the group.
+        timeout_seconds: longest wait for another member, in a collective or for a message.
 
     Raises:
-        WeightSyncError: a member did not come within the time.
+        WeightSyncError: a member did not join in time.
     """
 
     def __init__(
@@ -95,19 +95,19 @@ class Peers:
         )
         self._store = store
         self._syncs = 0
-        self._told: list[str] = []
+        self._published: list[str] = []
         self.failed = False
-        self.group: dist.ProcessGroup | None = None
-        self._from_trainer_0: dist.ProcessGroup | None = None
-        with self.guarded():
-            self.group = self._make_group("all", rank, len(members.nodes))
+        self.process_group: dist.ProcessGroup | None = None
+        self._broadcast_group: dist.ProcessGroup | None = None
+        with self.abort_on_error():
+            self.process_group = self._make_group("all", rank, len(members.nodes))
 
     def broadcast(self, bucket: torch.Tensor) -> dist.Work:
-        """Start to bring ``bucket`` of trainer rank 0 to every rollout rank; not for the trainer's other ranks."""
-        if self._from_trainer_0 is None:
+        """Start to broadcast ``bucket`` from trainer rank 0 to the rollout; other trainer ranks must not call it."""
+        if self._broadcast_group is None:
             own = 0 if self.rank == 0 else self.rank - self.members.trainers + 1
-            self._from_trainer_0 = self._make_group("from trainer 0", own, len(self.members.rollouts) + 1)
-        work = dist.broadcast(bucket, group_src=0, group=self._from_trainer_0, async_op=True)
+            self._broadcast_group = self._make_group("from trainer 0", own, len(self.members.rollouts) + 1)
+        work = dist.broadcast(bucket, group_src=0, group=self._broadcast_group, async_op=True)
         assert work is not None
         return work
 
@@ -121,7 +121,7 @@ class Peers:
             backend = dist.ProcessGroupGloo(store, rank, size, timeout)
         elif self.device.type != "cuda":
             raise WeightSyncError(
-                f"members are connected by gloo or NCCL, neither of which works on {self.device.type}"
+                f"weight sync uses gloo on cpu and NCCL on cuda; neither supports device {self.device.type}"
             )
         else:
             kind = dist.ProcessGroup.BackendType.NCCL
@@ -133,48 +133,48 @@ class Peers:
         group._register_backend(torch.device(self.device.type), kind, backend)
         return group
 
-    # -- facts ----------------------------------------------------------------------------------------------------
+    # -- messages -------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Start the next sync; facts told in one are not seen in another."""
+    def begin_sync(self) -> None:
+        """Start the next sync; messages of other syncs are not visible in it."""
         self._syncs += 1
 
-    def tell(self, name: str, fact: Any) -> None:
-        """Let the other members know something; it is forgotten when this member calls ``end``."""
+    def publish(self, name: str, message: Any) -> None:
+        """Make a message available to the other members until this one calls ``end_sync``."""
         key = f"{self._syncs}/{name}"
-        self._told.append(key)
-        self._set(key, fact)
+        self._published.append(key)
+        self._set(key, message)
 
-    def ask(self, name: str) -> Any:
-        """What a member told in this sync, waiting for it.
+    def wait_for(self, name: str) -> Any:
+        """Wait until a member has published a message in this sync, and return it.
 
         Raises:
-            WeightSyncError: a member failed, or nothing was told within the time.
+            WeightSyncError: a member failed, or nothing was published in time.
         """
         key = f"{self._syncs}/{name}"
         deadline = time.monotonic() + self.timeout_seconds
         while not self._store.check([key]):
             if self._store.check([_FAILURE]):
-                raise WeightSyncError(self._cause())
+                raise WeightSyncError(self._published_failure())
             if time.monotonic() > deadline:
-                raise WeightSyncError(f"no other rank said {name!r} within {self.timeout_seconds:g} s")
+                raise WeightSyncError(f"no other rank published {name!r} within {self.timeout_seconds:g} s")
             time.sleep(_POLL_SECONDS)
-        return _fact(self._store.get(key))
+        return _decode(self._store.get(key))
 
-    def end(self) -> None:
-        """The sync is over on every member."""
-        for key in self._told:
+    def end_sync(self) -> None:
+        """Delete this member's messages; call it when the sync has ended on every member."""
+        for key in self._published:
             self._store.delete_key(key)
-        self._told.clear()
+        self._published.clear()
 
     # -- failures -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def guarded(self) -> Iterator[None]:
-        """An error inside ends the group on this member, so that the others' waits end too, with its cause.
+    def abort_on_error(self) -> Iterator[None]:
+        """Leave the group if the block raises, so that the other members' waits end too, with the cause.
 
         Raises:
-            WeightSyncError: names this member and the first cause.
+            WeightSyncError: names this member and the first cause of all members.
         """
         try:
             yield
@@ -184,78 +184,80 @@ class Peers:
             ) from error
 
     def _fail(self, error: Exception) -> str:
-        """Say the cause to all, leave the group, and return what failed first."""
+        """Publish the cause, leave the group, and return the cause of the member that failed first."""
         self.failed = True
-        error = _unmasked(error)
+        error = _root_error(error)
         cause = str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
         if isinstance(error, dist.DistNetworkError):
-            cause = f"trainer rank 0 is gone, and with it the group's store ({cause})"
+            cause = f"trainer rank 0, which serves the group's store, is gone ({cause})"
         elif "Connection" in cause:
-            cause = f"another rank is gone, killed or out of reach ({cause})"
+            cause = f"another rank is gone: killed or unreachable ({cause})"
         try:
-            # A connection that broke is how others notice a failure; whoever failed first has said so before.
+            # Other members notice a failure by a broken connection; the one that failed first has published its cause.
             if self._store.check([_FAILURE]):
-                cause = self._cause()
+                cause = self._published_failure()
             else:
                 self._set(_FAILURE, f"{self.members.name(self.rank)}: {cause}")
         except RuntimeError:
-            pass  # the store is gone: there is nobody to say it to
+            pass  # the store is gone
         self.close()
         return cause
 
-    def _set(self, key: str, fact: Any) -> None:
-        self._store.set(key, json.dumps(fact, default=_plain))
+    def _set(self, key: str, message: Any) -> None:
+        self._store.set(key, json.dumps(message, default=_encode))
 
-    def _cause(self) -> str:
-        return str(_fact(self._store.get(_FAILURE)))
+    def _published_failure(self) -> str:
+        return str(_decode(self._store.get(_FAILURE)))
 
     def close(self) -> None:
-        """Leave the group: whoever waits for this member fails at once."""
-        for group in (self.group, self._from_trainer_0):
+        """Leave the group; members that wait for this one fail at once."""
+        for group in (self.process_group, self._broadcast_group):
             if group is not None:
                 group.abort()
-        self.group = self._from_trainer_0 = None
+        self.process_group = self._broadcast_group = None
 
 
-def _plain(value: Any) -> dict[str, Any]:
+def _encode(value: Any) -> dict[str, Any]:
     if isinstance(value, torch.dtype):
         return {_DTYPE: str(value).removeprefix("torch.")}
-    if not dataclasses.is_dataclass(value) or _TOLD.get(type(value).__name__) is not type(value):
-        raise TypeError(f"members tell each other no {type(value).__name__}")
+    if not dataclasses.is_dataclass(value) or _MESSAGE_TYPES.get(type(value).__name__) is not type(value):
+        raise TypeError(f"{type(value).__name__} is not a message type of the weight sync")
     return {_KIND: type(value).__name__} | {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
 
 
-def _fact(text: bytes) -> Any:
-    """What ``_plain`` was made of.
+def _decode(text: bytes) -> Any:
+    """Decode a message.
 
     Raises:
-        WeightSyncError: it is nothing that a member tells.
+        WeightSyncError: the text is not a message of registered types.
     """
     try:
-        return _tuples(json.loads(text, object_hook=_made))
+        return _tuples(json.loads(text, object_hook=_decode_object))
     except (ValueError, TypeError, KeyError) as error:
-        raise WeightSyncError(f"the store holds what no member tells ({type(error).__name__}: {error})") from error
+        raise WeightSyncError(
+            f"the store holds an entry that is not a message of the weight sync ({type(error).__name__}: {error})"
+        ) from error
 
 
-def _made(found: dict[str, Any]) -> Any:
+def _decode_object(found: dict[str, Any]) -> Any:
     if _DTYPE in found:
         dtype = getattr(torch, str(found[_DTYPE]), None)
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{found[_DTYPE]} is no dtype")
+            raise ValueError(f"{found[_DTYPE]} is not a dtype")
         return dtype
     fields = {name: _tuples(value) for name, value in found.items()}
-    return _TOLD[fields.pop(_KIND)](**fields) if _KIND in found else fields
+    return _MESSAGE_TYPES[fields.pop(_KIND)](**fields) if _KIND in found else fields
 
 
 def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def _unmasked(error: Exception) -> Exception:
-    """What made a collective fail.
+def _root_error(error: Exception) -> Exception:
+    """Return the error that made a collective fail.
 
-    Where one raises, torch's logger asks for the name of its group (``c10d_logger.py``), and of one made by hand raises
-    another error in its place.
+    When a collective raises, torch's logger looks up the name of its group (``c10d_logger.py``), which raises another
+    error for a group that is not in torch's registry.
     """
     cause = error.__context__
     return cause if isinstance(cause, Exception) and "in the world group map" in str(error) else error

@@ -1,9 +1,9 @@
-"""Weights of a trainer for rollout ranks that are other processes, maybe on other nodes.
+"""Sends a trainer's weights to rollout ranks in other processes, possibly on other nodes.
 
-The trainer says what it has and how it is cut (``Offer``); every rollout rank says what it takes (``Want``). From these
-every member makes the same plan, in which the trainer's ranks are sources and the rollout's are targets, and carries
-out its part: each slice goes straight from the rank that owns it to the ranks that keep it. Where one rollout rank can
-take nothing but full tensors, all get them, broadcast from trainer rank 0 in bounded buckets.
+The trainer publishes its tensors and their sharding (``TrainerLayout``); every rollout rank publishes what it needs
+(``WorkerRequest``). From these every member computes the same plan, with the trainer's ranks as sources and the
+rollout's as targets, and executes its part: each slice is sent from the rank that owns it to the ranks that keep it. If
+any rollout rank supports full tensors only, all receive them, broadcast from trainer rank 0 in bounded buckets.
 """
 
 import contextlib
@@ -18,36 +18,36 @@ import torch
 from ...engine.compat import versions
 from ...engine.topology.index_ranges import ShardStep
 from ...engine.topology.mesh import Topology
-from ..layout.layout_check import layouts
-from ..layout.slice_names import placed
-from ..layout.stream_choice import BACKEND, choose_stream, rollout_of
-from ..layout.transfer_plan import Targets, make_plan, round_bytes
-from ..layout.vllm_layout import Heads, Need, Rollout, Stream, Tensor, needs
+from ..layout.layout_check import planned_layouts
+from ..layout.slice_names import named_values
+from ..layout.sync_mode import BACKEND, choose_mode, rollout_of
+from ..layout.transfer_plan import Targets, make_transfer_plan, round_bytes
+from ..layout.vllm_layout import Heads, Rollout, SyncMode, TargetSlice, TensorSpec, target_slices
 from ..sync import RolloutSync, RolloutWeights
-from ..transport.checksums import is_verified
-from ..transport.exchange import Exchange, Landing
-from ..transport.report import Handover, SyncReport, Traffic
+from ..transport.checksums import has_checksums
+from ..transport.exchange import Exchange, ReceiveBuffers
+from ..transport.report import SyncReport, Traffic, TransferStats
 from ..transport.watched_sockets import WeightSyncError
-from .process_group import Peers, told
-from .relay import RelayedExchange, relayed
+from .process_group import SyncGroup, register_message_types
+from .relay import RelayedExchange, with_relays
 
-__all__ = ["ArrivingStream", "ArrivingWeights", "Receiver", "Sender"]
+__all__ = ["ReceivedWorkerWeights", "ReceivedWeights", "Receiver", "Sender"]
 
 logger = logging.getLogger("epfsdp2")
 
 
-class _Nothing(dict):
-    """The tensors of a rank that owns none: all are empty."""
+class _EmptyTensors(dict):
+    """Stands for the trainer's tensors on a rank that owns none: every name maps to an empty tensor."""
 
     def __missing__(self, name: str) -> torch.Tensor:
         return torch.empty(0)
 
 
 @dataclass(frozen=True)
-class Sharded:
-    """What a plan needs to know of the trainer."""
+class ShardedModel:
+    """The trainer's tensors, sharding and dtypes, from which a plan is made."""
 
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[TensorSpec, ...]
     dtypes: tuple[tuple[str, torch.dtype], ...]
     layers: tuple[str, ...]
     topology: Topology
@@ -55,280 +55,292 @@ class Sharded:
 
 
 @dataclass(frozen=True)
-class Offer:
-    """What the trainer has.
+class TrainerLayout:
+    """The trainer's settings and model, as trainer rank 0 publishes them.
 
     Args:
-        wanted: the user's ``engine.rollout_sync``.
-        verified: how many syncs carry checksums; -1 for all of them.
+        requested: the user's ``engine.rollout_sync``.
+        verify_syncs: number of first syncs that carry checksums; -1 for all.
         family: ``model_type`` of the model.
-        limit: bytes of one round, or of one bucket of full tensors.
-        sharded: None for weights that are not this engine's: they are full tensors only.
+        limit: bytes of a round, or of a bucket of full tensors.
+        model: None for weights of another engine, which are sent as full tensors.
     """
 
-    wanted: str
-    verified: int
+    requested: str
+    verify_syncs: int
     family: str
     limit: int
-    sharded: Sharded | None = None
+    model: ShardedModel | None = None
 
 
 @dataclass(frozen=True)
-class Want:
-    """What a rollout rank takes: a stream, and where the rank is in its replica."""
+class WorkerRequest:
+    """What a rollout rank requests: a sync mode, and its index in its replica."""
 
-    kind: Stream
+    mode: SyncMode
     rollout: Rollout
     worker: int
 
 
-def _offer(weights: Any, bucket_bytes: int) -> Offer:
+def _trainer_layout(weights: Any, bucket_bytes: int) -> TrainerLayout:
     if not isinstance(weights, RolloutWeights):
-        return Offer("full", 0, "", bucket_bytes)
+        return TrainerLayout("full", 0, "", bucket_bytes)
     sync = weights.sync
-    facts = Sharded(
-        tuple(sync.tensors()), tuple(sync.dtypes.items()), tuple(sync.layers), sync.meshes.topology, sync.heads
+    model = ShardedModel(
+        tuple(sync.tensor_specs()), tuple(sync.dtypes.items()), tuple(sync.layers), sync.meshes.topology, sync.heads
     )
     settings = sync.settings
-    return Offer(settings.wanted, settings.verified, sync.family, round_bytes(settings.memory_bytes), facts)
+    return TrainerLayout(
+        settings.requested, settings.verify_syncs, sync.family, round_bytes(settings.memory_bytes), model
+    )
 
 
-class _Road:
-    """What both ends do alike."""
+class _Endpoint:
+    """Planning, which trainer and rollout ranks share."""
 
-    def __init__(self, peers: Peers):
-        self.peers = peers
-        self._planned: tuple[Offer, list[Want], Exchange, str] | None = None
+    def __init__(self, group: SyncGroup):
+        self.group = group
+        self._cached_plan: tuple[TrainerLayout, list[WorkerRequest], Exchange, str] | None = None
 
-    def _exchange(self, offer: Offer, wants: list[Want]) -> Exchange:
-        """This member's part of the plan; the plan is made again only when something about it has changed.
+    def _exchange(self, layout: TrainerLayout, requests: list[WorkerRequest]) -> Exchange:
+        """Return the exchange for this member; it is planned again only if the layout or a request has changed.
 
         Raises:
-            WeightSyncError: trainer rank 0 has come to another plan.
+            WeightSyncError: this rank's plan differs from that of trainer rank 0.
         """
-        if self._planned is None or self._planned[:2] != (offer, wants):
-            exchange = self._plan(offer, wants)
-            self._planned = (offer, wants, exchange, exchange.plan.digest())
-        exchange, digest = self._planned[2:]
-        if self.peers.rank == 0:
-            self.peers.tell("plan", digest)
-        elif (other := self.peers.ask("plan")) != digest:
+        if self._cached_plan is None or self._cached_plan[:2] != (layout, requests):
+            exchange = self._plan(layout, requests)
+            self._cached_plan = (layout, requests, exchange, exchange.plan.digest())
+        exchange, digest = self._cached_plan[2:]
+        if self.group.rank == 0:
+            self.group.publish("plan", digest)
+        elif (other := self.group.wait_for("plan")) != digest:
             raise WeightSyncError(f"this rank's plan is {digest}, that of trainer rank 0 is {other}")
         return exchange
 
-    def _plan(self, offer: Offer, wants: list[Want]) -> Exchange:
-        members, sharded = self.peers.members, offer.sharded
-        assert sharded is not None, "only what is sharded is sliced"
+    def _plan(self, layout: TrainerLayout, requests: list[WorkerRequest]) -> Exchange:
+        members, sharded = self.group.members, layout.model
+        assert sharded is not None, "weights of other engines are sent as full tensors"
 
-        def needs_of(tensor: Tensor, rank: int) -> list[Need]:
+        def slices_of(tensor: TensorSpec, rank: int) -> list[TargetSlice]:
             if rank < members.trainers:
                 return []
-            want = wants[rank - members.trainers]
-            return needs(tensor, want.rollout, want.worker, sharded.heads, want.kind)
+            request = requests[rank - members.trainers]
+            return target_slices(tensor, request.rollout, request.worker, sharded.heads, request.mode)
 
-        # The plan's targets are the group's ranks, so that a rank is called the same in all of it.
+        # Targets are numbered by group rank, like sources; trainer ranks are targets that need nothing.
         targets = Targets(len(members.nodes), colocated=False)
-        plan = make_plan(sharded.tensors, sharded.layers, sharded.topology, targets, needs_of, offer.limit)
-        rank = self.peers.rank
+        plan = make_transfer_plan(sharded.tensors, sharded.layers, sharded.topology, targets, slices_of, layout.limit)
+        rank = self.group.rank
         return RelayedExchange(
-            relayed(plan, members.nodes),
-            lambda tensor: needs_of(tensor, rank),
+            with_relays(plan, members.nodes),
+            lambda tensor: slices_of(tensor, rank),
             rank,
-            self.peers.device,
-            self.peers.group,
+            self.group.device,
+            self.group.process_group,
             sources=members.trainers,
         )
 
-    def _wants(self) -> list[Want]:
-        return [self.peers.ask(f"want {rank}") for rank in self.peers.members.rollouts]
+    def _wait_for_requests(self) -> list[WorkerRequest]:
+        return [self.group.wait_for(f"request {rank}") for rank in self.group.members.rollouts]
 
 
-class Sender(_Road):
-    """A trainer rank's end."""
+class Sender(_Endpoint):
+    """Sends the weights of a trainer rank."""
 
     def send(self, weights: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> dict[str, float]:
         """Send the weights of one sync; collective over all members.
 
         Args:
-            weights: of this engine, or full tensors of any other, which every trainer rank iterates.
-            bucket_bytes: bound of a bucket of the latter.
+            weights: ``RolloutWeights``, or full tensors of another engine, which every trainer rank iterates.
+            bucket_bytes: bound of a bucket for the latter.
 
         Returns:
-            Facts of this sync, by the names under which a trainer's metrics show them: megabytes that the busiest of
-            the trainer's ranks sent, and seconds. From rank 0 alone, as verl keeps one rank's.
+            Metrics of this sync by name: the most megabytes that any trainer rank sent, and seconds. Empty but on rank
+            0, since verl keeps those of one rank.
 
         Raises:
-            WeightSyncError: this member or another one failed.
+            WeightSyncError: a member failed.
         """
         started = time.monotonic()
-        with self.peers.guarded():
-            self.peers.begin()
-            if self.peers.rank == 0:
-                self.peers.tell("offer", _offer(weights, bucket_bytes))
-            offer, wants = self.peers.ask("offer"), self._wants()
-            if any(want.kind == "full" for want in wants):
-                sent = self._broadcast(weights, offer.limit)
+        with self.group.abort_on_error():
+            self.group.begin_sync()
+            if self.group.rank == 0:
+                self.group.publish("layout", _trainer_layout(weights, bucket_bytes))
+            layout, requests = self.group.wait_for("layout"), self._wait_for_requests()
+            if any(request.mode == "full" for request in requests):
+                sent = self._broadcast(weights, layout.limit)
             else:
-                assert isinstance(weights, RolloutWeights), "others are offered as full tensors"
-                sent = self._slices(weights.sync, self._exchange(offer, wants))
-        if self.peers.rank > 0:
+                assert isinstance(weights, RolloutWeights), "weights of other engines are sent as full tensors"
+                sent = self._slices(weights.sync, self._exchange(layout, requests))
+        if self.group.rank > 0:
             return {}
         return {"weight_sync/sent_megabytes": sent / 2**20, "weight_sync/seconds": time.monotonic() - started}
 
     def _slices(self, sync: RolloutSync, exchange: Exchange) -> int:
         for _ in exchange.run(sync.state(), sync.dtypes, values=sync.values()):
-            raise AssertionError("a trainer rank receives nothing")
-        return max(exchange.plan.sent.get(rank, 0) for rank in range(self.peers.members.trainers))
+            raise AssertionError("a trainer rank receives no blocks")
+        return max(exchange.plan.sent.get(rank, 0) for rank in range(self.group.members.trainers))
 
     def _broadcast(self, weights: Iterable[tuple[str, torch.Tensor]], limit: int) -> int:
-        if self.peers.rank > 0:
+        if self.group.rank > 0:
             for _ in weights:
-                pass  # to bring a tensor together is collective among the trainer's ranks
+                pass  # gathering a tensor is collective over the trainer's ranks
             return 0
-        sent, index, coming = 0, 0, None
-        for chunks, bucket in _buckets(weights, limit, self.peers.device):
-            self.peers.tell(f"bucket {index}", chunks)
-            if coming is not None:
-                coming.wait()
-            coming = self.peers.broadcast(bucket)
+        sent, index, pending = 0, 0, None
+        for chunks, bucket in _buckets(weights, limit, self.group.device):
+            self.group.publish(f"bucket {index}", chunks)
+            if pending is not None:
+                pending.wait()
+            pending = self.group.broadcast(bucket)
             sent, index = sent + bucket.numel(), index + 1
-        self.peers.tell(f"bucket {index}", None)
-        if coming is not None:
-            coming.wait()
+        self.group.publish(f"bucket {index}", None)
+        if pending is not None:
+            pending.wait()
         return sent
 
 
-class Receiver(_Road):
-    """A rollout rank's end.
+class Receiver(_Endpoint):
+    """Receives the weights on a rollout rank.
 
     Attributes:
-        received: how many syncs have begun.
+        syncs: number of syncs that have begun.
     """
 
-    received = 0
+    syncs = 0
 
-    def receive(self) -> "ArrivingWeights":
-        """The weights of one sync, which has begun when this returns.
+    def receive(self) -> "ReceivedWeights":
+        """Begin a sync and return its weights.
 
         Raises:
-            WeightSyncError: the trainer failed, or did not say what it has within the time.
+            WeightSyncError: the trainer failed, or did not publish its layout in time.
         """
-        with self.peers.guarded():
-            self.peers.begin()
-            self.received += 1
-            return ArrivingWeights(self, self.peers.ask("offer"))
+        with self.group.abort_on_error():
+            self.group.begin_sync()
+            self.syncs += 1
+            return ReceivedWeights(self, self.group.wait_for("layout"))
 
-    def stream(
-        self, offer: Offer, want: Want, traffic: Traffic, landing: Landing | None
+    def tensors(
+        self,
+        layout: TrainerLayout,
+        request: WorkerRequest,
+        traffic: Traffic,
+        receive_buffers: ReceiveBuffers | None,
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """See ``ArrivingWeights``; collective over all members, also where the consumer stops early."""
-        with self.peers.guarded():
-            self.peers.tell(f"want {self.peers.rank}", want)
-            wants = self._wants()
-            if any(other.kind == "full" for other in wants):
+        """Yield what the worker requested; collective over all members, even if the consumer stops early."""
+        with self.group.abort_on_error():
+            self.group.publish(f"request {self.group.rank}", request)
+            requests = self._wait_for_requests()
+            if any(other.mode == "full" for other in requests):
                 yield from self._full(traffic)
                 return
-            exchange, sharded = self._exchange(offer, wants), offer.sharded
+            exchange, sharded = self._exchange(layout, requests), layout.model
             assert sharded is not None
-            arriving = exchange.run(_Nothing(), dict(sharded.dtypes), traffic, landing=landing)
-            with contextlib.closing(arriving):
-                for arrival in arriving:
-                    wanted = needs(arrival.tensor, want.rollout, want.worker, sharded.heads, want.kind)
-                    yield from placed(arrival.box, arrival.values, wanted)
+            blocks = exchange.run(_EmptyTensors(), dict(sharded.dtypes), traffic, receive_buffers=receive_buffers)
+            with contextlib.closing(blocks):
+                for found in blocks:
+                    slices = target_slices(found.tensor, request.rollout, request.worker, sharded.heads, request.mode)
+                    yield from named_values(found.block, found.values, slices)
 
     def _full(self, traffic: Traffic) -> Generator[tuple[str, torch.Tensor], None, None]:
-        index, coming = 0, self._bucket(0)
+        index, pending = 0, self._bucket(0)
         try:
-            while coming is not None:
-                chunks, bucket, work = coming
+            while pending is not None:
+                chunks, bucket, work = pending
                 index += 1
-                coming = self._bucket(index)
+                pending = self._bucket(index)
                 work.wait()
                 traffic.received += bucket.numel()
                 for chunk in chunks:
                     if chunk.start == 0:
-                        tensor = torch.empty(chunk.shape, dtype=chunk.dtype, device=self.peers.device)
+                        tensor = torch.empty(chunk.shape, dtype=chunk.dtype, device=self.group.device)
                     stop = chunk.start + chunk.nbytes
                     _bytes(tensor)[chunk.start : stop] = bucket[chunk.at : chunk.at + chunk.nbytes]
                     if stop == tensor.nbytes:
                         yield chunk.name, tensor
         finally:
-            while coming is not None:
-                coming[2].wait()
+            while pending is not None:
+                pending[2].wait()
                 index += 1
-                coming = self._bucket(index)
+                pending = self._bucket(index)
 
     def _bucket(self, index: int) -> tuple[tuple["_Chunk", ...], torch.Tensor, Any] | None:
-        """The next bucket under way; None after the last."""
-        chunks = self.peers.ask(f"bucket {index}")
+        """Start to receive the next bucket; return None after the last."""
+        chunks = self.group.wait_for(f"bucket {index}")
         if chunks is None:
             return None
-        bucket = torch.empty(sum(c.nbytes for c in chunks), dtype=torch.uint8, device=self.peers.device)
-        return chunks, bucket, self.peers.broadcast(bucket)
+        bucket = torch.empty(sum(c.nbytes for c in chunks), dtype=torch.uint8, device=self.group.device)
+        return chunks, bucket, self.group.broadcast(bucket)
 
 
-class ArrivingWeights:
-    """The weights of one sync on a rollout rank: iterated full tensors, or what one worker takes. Use one of them."""
+class ReceivedWeights:
+    """The weights of one sync on a rollout rank: iterate it for full tensors, or call ``for_rollout``, not both."""
 
-    def __init__(self, receiver: Receiver, offer: Offer):
-        self._receiver, self._offer = receiver, offer
+    def __init__(self, receiver: Receiver, layout: TrainerLayout):
+        self._receiver, self._layout = receiver, layout
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ArrivingStream(self._receiver, self._offer, Want("full", Rollout(), 0)).tensors()
+        return ReceivedWorkerWeights(self._receiver, self._layout, WorkerRequest("full", Rollout(), 0)).tensors()
 
-    def for_rollout(self, config: Any, worker: int) -> "ArrivingStream":
-        """What the worker with this index in its replica takes; ``config`` is verl's rollout config.
+    def for_rollout(self, config: Any, worker: int) -> "ReceivedWorkerWeights":
+        """Return the weights for the worker with this index in its replica.
 
-        Slices are the fewest bytes for any rollout that is not beside the trainer, so that is what is looked for.
+        Slices are the fewest bytes for any rollout that is not colocated, so every setting but ``full`` means slices.
+
+        Args:
+            config: verl's rollout config.
         """
-        kind: Stream = "full"
-        if self._offer.wanted != "full":
-            kind, reason = choose_stream(
-                "auto", config, self._offer.family, untested_vllm=versions.unknown_layout(), backend=BACKEND
+        mode: SyncMode = "full"
+        if self._layout.requested != "full":
+            mode, reason = choose_mode(
+                "auto", config, self._layout.family, untested_vllm=versions.unknown_layout(), backend=BACKEND
             )
             if reason and worker == 0:
-                logger.warning("epfsdp2: engine.rollout_sync=%s: full stream, since %s", self._offer.wanted, reason)
-        return ArrivingStream(self._receiver, self._offer, Want(kind, rollout_of(config), worker))
+                logger.warning("epfsdp2: engine.rollout_sync=%s falls back to full: %s", self._layout.requested, reason)
+        return ReceivedWorkerWeights(self._receiver, self._layout, WorkerRequest(mode, rollout_of(config), worker))
 
 
-class ArrivingStream:
-    """The weights of one sync for one worker, as ``sync.WorkerStream``: full tensors where another worker can take
-    nothing else."""
+class ReceivedWorkerWeights:
+    """The weights of one sync for one worker (see ``sync.WorkerWeights``): full tensors if any worker requires them."""
 
-    def __init__(self, receiver: Receiver, offer: Offer, want: Want):
-        self._receiver, self._offer, self._want = receiver, offer, want
-        self.kind = want.kind
-        self.is_verified = is_verified(receiver.received, offer.verified)
+    def __init__(self, receiver: Receiver, layout: TrainerLayout, request: WorkerRequest):
+        self._receiver, self._layout, self._request = receiver, layout, request
+        self.mode = request.mode
+        self.has_checksums = has_checksums(receiver.syncs, layout.verify_syncs)
         self.traffic = Traffic()
 
-    def tensors(self, landing: Landing | None = None) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """What the worker takes, under names that it knows; collective. Slices arrive in ``landing``."""
-        return self._receiver.stream(self._offer, self._want, self.traffic, landing)
+    def tensors(self, receive_buffers: ReceiveBuffers | None = None) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """Yield tensors or slices under names that the worker accepts; collective.
 
-    def layouts(self) -> list[dict[str, str]]:
-        """What each worker of the replica keeps, as is planned (``layout/layout_check.py``)."""
-        sharded = self._offer.sharded
-        assert sharded is not None, "only what is sharded is sliced"
-        return layouts(sharded.tensors, self._want.rollout, sharded.heads)
+        Args:
+            receive_buffers: memory to receive slices into, which saves a copy.
+        """
+        return self._receiver.tensors(self._layout, self._request, self.traffic, receive_buffers)
 
-    def agree(self, failure: Exception | None) -> None:
-        """Have all members know what failed; that all plans are one is compared when they are made.
+    def planned_layouts(self) -> list[dict[str, str]]:
+        """Return the layout that is planned for each worker of the replica (``layout/layout_check.py``)."""
+        sharded = self._layout.model
+        assert sharded is not None, "weights of other engines are sent as full tensors"
+        return planned_layouts(sharded.tensors, self._request.rollout, sharded.heads)
+
+    def check_plans(self, failure: Exception | None) -> None:
+        """Raise this rank's failure, if any, on all members; plans are compared when they are made.
 
         Raises:
-            Exception: ``failure``.
+            WeightSyncError: on all members.
         """
-        with self._receiver.peers.guarded():
+        with self._receiver.group.abort_on_error():
             if failure is not None:
                 raise failure
 
-    def report(self, handover: Handover) -> SyncReport:
-        """What there is to say at its end."""
-        return SyncReport(self._receiver.received, self.kind, self.traffic, handover.nbytes, handover)
+    def report(self, transfer: TransferStats) -> SyncReport:
+        """Make this sync's report."""
+        return SyncReport(self._receiver.syncs, self.mode, self.traffic, transfer.nbytes, transfer)
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Bytes of a tensor from ``start`` on, that lie in a bucket from ``at`` on."""
+    """Bytes of a tensor from ``start`` on, at byte ``at`` of a bucket."""
 
     name: str
     dtype: torch.dtype
@@ -338,18 +350,20 @@ class _Chunk:
     nbytes: int
 
 
-told(Offer, Sharded, Want, _Chunk, Tensor, ShardStep, Topology, Heads, Rollout)
+register_message_types(
+    TrainerLayout, ShardedModel, WorkerRequest, _Chunk, TensorSpec, ShardStep, Topology, Heads, Rollout
+)
 
 
 def _buckets(
     weights: Iterable[tuple[str, torch.Tensor]], limit: int, device: torch.device
 ) -> Iterator[tuple[list[_Chunk], torch.Tensor]]:
-    """Tensors in order, cut where a bucket of ``limit`` bytes ends."""
+    """Pack tensors in order into buckets of ``limit`` bytes; a tensor may continue in the next bucket."""
     bucket, used = torch.empty(limit, dtype=torch.uint8, device=device), 0
     chunks: list[_Chunk] = []
     for name, tensor in weights:
         values, start = _bytes(tensor.detach().contiguous()), 0
-        while start < values.numel() or not chunks or chunks[-1].name != name:  # an empty tensor comes too
+        while start < values.numel() or not chunks or chunks[-1].name != name:  # empty tensors get a chunk too
             if used == limit and start < values.numel():
                 yield chunks, bucket
                 bucket, chunks, used = torch.empty_like(bucket), [], 0

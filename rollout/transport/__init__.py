@@ -1,1 +1,1 @@
-"""How tensors travel: gathers, exchanges, buckets, checksums."""
+"""Moves tensors: all-gathers, exchanges, buckets and checksums."""

@@ -1,4 +1,4 @@
-"""Values in another dtype than they are stored in, cast while they are copied: one pass over them, not two."""
+"""A tensor that is cast while it is copied, in one pass over memory instead of two."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ __all__ = ["CastOnCopy"]
 
 
 class CastOnCopy(torch.Tensor):
-    """Looks like ``values.to(dtype)``, for who copies it into memory of its own; any other use makes the cast first.
+    """Stands for ``values.to(dtype)``: ``copy_`` from it casts and copies at once, any other operation casts first.
 
     Args:
-        values: dense, without a gradient; looked at when this is used.
+        values: dense, without a gradient; read when this tensor is used, not when it is made.
     """
 
     stored: torch.Tensor
@@ -33,9 +33,9 @@ class CastOnCopy(torch.Tensor):
             return func(args[0], args[1].stored, *args[2:])
         if func is torch.ops.aten.detach.default:
             return cls(args[0].stored, args[0].dtype)
-        args, kwargs = tree_map(_made, (args, kwargs or {}))
+        args, kwargs = tree_map(_materialized, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
-def _made(value: Any) -> Any:
+def _materialized(value: Any) -> Any:
     return value.stored.to(value.dtype) if isinstance(value, CastOnCopy) else value

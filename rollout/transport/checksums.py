@@ -1,6 +1,6 @@
-"""Did the values that were handed over arrive? A sum per tensor, computed on both sides.
+"""Verifies a weight sync by one checksum per tensor, computed on both sides.
 
-The sums travel as the last tensor of a sync, in the order of the tensors before it.
+The sender's checksums are sent as the last tensor of a sync, in the order of the tensors before it.
 """
 
 import contextlib
@@ -8,38 +8,38 @@ from collections.abc import Generator, Iterable, Sequence
 
 import torch
 
-__all__ = ["CHECKSUMS", "Arrivals", "Placements", "checksum", "is_verified", "with_checksums"]
+__all__ = ["CHECKSUMS", "ReceivedChecksums", "PlacedChecksums", "checksum", "has_checksums", "with_checksums"]
 
 # No checkpoint has such a name.
 CHECKSUMS = "__epfsdp2_checksums__"
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
-def is_verified(sync: int, verified: int) -> bool:
-    """Whether a sync, by its number from 1, carries checksums; ``verified`` of them do, -1 for all."""
-    return verified < 0 or sync <= verified
+def has_checksums(sync: int, verify_syncs: int) -> bool:
+    """Tell whether a sync, numbered from 1, is one of the first ``verify_syncs``; -1 stands for all."""
+    return verify_syncs < 0 or sync <= verify_syncs
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a tensor's bits: an int64 scalar on its device, without waiting for it.
+    """Return a checksum of a tensor's bits as an int64 scalar on its device, without synchronizing.
 
-    Any change of a single value changes it, and so do two rows that change places.
+    It changes with any single value, and when two rows are swapped.
     """
     if not tensor.numel():
         return torch.zeros((), dtype=torch.int64, device=tensor.device)
-    # The widest words that a row is made of: the sum of 2-byte words takes five times as long.
+    # Use the widest word that divides a row: summing 2-byte words takes five times as long.
     row = tensor.element_size() * (tensor.shape[-1] if tensor.dim() else 1)
     width = next(width for width in _WORDS if row % width == 0)
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.storage_offset() * flat.element_size() % width:
-        flat = flat.clone()  # buckets align tensors to their elements alone
+        flat = flat.clone()  # buckets align tensors to their element size only
     words = flat.view(_WORDS[width])
     rows = words.view(-1, row // width if tensor.dim() > 1 else 1).sum(1, dtype=torch.int64)
     return (rows * torch.arange(1, rows.numel() + 1, device=rows.device)).sum()  # modulo 2 ** 64
 
 
 def with_checksums(tensors: Generator[tuple[str, torch.Tensor]]) -> Generator[tuple[str, torch.Tensor]]:
-    """The same tensors, and their checksums after them."""
+    """Yield the tensors, then one tensor of their checksums; closes ``tensors``."""
     sums = []
     with contextlib.closing(tensors):
         for name, tensor in tensors:
@@ -49,65 +49,65 @@ def with_checksums(tensors: Generator[tuple[str, torch.Tensor]]) -> Generator[tu
         yield CHECKSUMS, torch.stack([value.to(sums[-1].device) for value in sums])
 
 
-class Arrivals:
-    """The receiver's side.
+class ReceivedChecksums:
+    """Computes the checksums of received tensors and compares them with the sender's.
 
     Args:
-        check: whether to compare; checksums that come all the same are dropped.
+        check: whether to compare; otherwise the sender's checksums are only removed.
     """
 
     def __init__(self, check: bool):
         self._check = check
-        self._arrived: list[tuple[str, torch.Tensor]] = []
+        self._received: list[tuple[str, torch.Tensor]] = []
         self._sent: list[int] | None = None
 
-    def take(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-        """What is to be loaded of a bucket."""
+    def record(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+        """Record the tensors of a bucket and return those to load, without the sender's checksums."""
         rest = []
         for name, tensor in tensors:
             if name == CHECKSUMS:
                 self._sent = tensor.tolist()
                 continue
             if self._check:
-                self._arrived.append((name, checksum(tensor)))
+                self._received.append((name, checksum(tensor)))
             rest.append((name, tensor))
         return rest
 
     def difference(self) -> str:
-        """What did not arrive as it was sent; empty if all did."""
+        """Describe the first difference from what was sent; empty if there is none."""
         if not self._check:
             return ""
         if self._sent is None:
-            return "the checksums of the tensors did not arrive"
-        if len(self._sent) != len(self._arrived):
-            return f"{len(self._arrived)} tensors arrived of {len(self._sent)} that were sent"
-        for sent, (name, arrived) in zip(self._sent, self._arrived, strict=True):
-            if sent != arrived.item():
-                return f"the values of {name} that arrived are not those that were sent"
+            return "the checksums of the tensors were not received"
+        if len(self._sent) != len(self._received):
+            return f"{len(self._received)} tensors were received of {len(self._sent)} that were sent"
+        for sent, (name, received) in zip(self._sent, self._received, strict=True):
+            if sent != received.item():
+                return f"the received values of {name} differ from those that were sent"
         return ""
 
 
-class Placements:
-    """Slices that were placed, to be compared with what is read back later."""
+class PlacedChecksums:
+    """Records the checksums of slices that were loaded, to compare them with what is read back after processing."""
 
     def __init__(self):
         self._placed: dict[str, list[tuple[tuple[slice, ...], torch.Tensor]]] = {}
 
     def add(self, parameter: str, corner: Sequence[int], values: torch.Tensor) -> None:
-        """Note what goes to ``parameter`` from ``corner`` on, in the parameter's dtype."""
-        box = tuple(slice(low, low + size) for low, size in zip(corner, values.shape, strict=True))
-        self._placed.setdefault(parameter, []).append((box, _comparable(values)))
+        """Record the values that ``parameter`` gets from ``corner`` on, in the parameter's dtype."""
+        block = tuple(slice(low, low + size) for low, size in zip(corner, values.shape, strict=True))
+        self._placed.setdefault(parameter, []).append((block, _comparable(values)))
 
     def difference(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-        """What is not there as it was placed; empty if all that ``tensors`` has is."""
+        """Describe the first tensor whose recorded slices read back differently; empty if there is none."""
         if not self._placed:
             return ""
         for name, tensor in tensors:
-            if any(_comparable(tensor[box]) != placed for box, placed in self._placed.get(name, ())):
-                return f"the values of {name} in vLLM are not those that arrived"
+            if any(_comparable(tensor[block]) != placed for block, placed in self._placed.get(name, ())):
+                return f"the values of {name} in vLLM differ from those that were received"
         return ""
 
 
 def _comparable(values: torch.Tensor) -> torch.Tensor:
-    # Some of what is read back went through arithmetic, which turns -0.0 into 0.0.
+    # Some tensors are read back through a matrix product, which turns -0.0 into 0.0.
     return checksum(values + 0)

@@ -1,8 +1,8 @@
-"""Carries out a plan among the trainer's ranks: rounds of one all-to-all each, one under way while another is taken.
+"""Executes a transfer plan among ranks: one all-to-all per round, started while the round before it is consumed.
 
-What arrives is handed on as it is: boxes that lie inside what the rank's own worker needs, in the model's order. A rank
-holds two buffers that it sends from, two that it receives into and one of casts, each bounded by the plan's limit. A
-consumer that would copy what arrives can have it arrive in memory of its own instead (``Landing``).
+Received blocks are yielded as they are, in the model's order; each lies inside one slice that the rank's worker keeps.
+A rank has two send buffers, two receive buffers and one buffer for casts, each bounded by the plan's limit. A consumer
+that would copy received blocks can provide the memory that they are received into instead (``ReceiveBuffers``).
 """
 
 import contextlib
@@ -17,106 +17,106 @@ import torch.distributed as dist
 
 from ...engine.lora.merge import LocalValues
 from ...engine.topology.index_ranges import IndexRange
-from ..layout.transfer_plan import Piece, Plan, Transfer
-from ..layout.vllm_layout import Need, Tensor
+from ..layout.transfer_plan import Piece, Transfer, TransferPlan
+from ..layout.vllm_layout import TargetSlice, TensorSpec
 from .report import Traffic
 from .round_blocks import (
     LocalBlock,
     LocalShards,
-    PackedBox,
+    PackedPart,
     PieceTransfers,
     SendBlock,
+    enclosing_rows,
+    offsets,
     read_as,
-    shared_rows,
-    starts,
     write_as,
 )
 
-__all__ = ["Arrival", "Buffers", "Exchange", "Landing", "Round"]
+__all__ = ["Exchange", "PendingRound", "ReceiveBuffers", "RoundBuffers", "TensorBlock"]
 
-_CACHED_BYTES = 2 << 20  # what is cast and then taken apart should still be in a cache
+_CACHED_BYTES = 2 << 20  # rows that are cast and then split should stay in a CPU cache
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """The values of a box of a tensor. They are the caller's until it asks for the next.
+class TensorBlock:
+    """The values of a block of a tensor, valid until the next one is requested.
 
     Args:
-        values: in the dtype in which they are sent; maybe as they are stored where this rank has them itself.
+        values: in the dtype in which they are sent; a local block may have the dtype in which it is stored.
     """
 
-    tensor: Tensor
-    box: IndexRange
+    tensor: TensorSpec
+    block: IndexRange
     values: torch.Tensor
 
 
 @dataclass
-class Buffers:
-    """What a round is sent from and received into, of which two take turns, and where it keeps its worker's own."""
+class RoundBuffers:
+    """The uint8 buffers of a round: ``send`` and ``receive`` alternate, ``local`` holds casts for the own worker."""
 
-    out: torch.Tensor
-    in_: torch.Tensor
-    kept: torch.Tensor
+    send: torch.Tensor
+    receive: torch.Tensor
+    local: torch.Tensor
 
 
 @dataclass
-class Round:
-    """One all-to-all under way, out of and into ``buffers``."""
+class PendingRound:
+    """A round whose all-to-all has started."""
 
     index: int
     work: dist.Work
-    buffers: Buffers
+    buffers: RoundBuffers
 
 
-class Landing(Protocol):
-    """Memory of a consumer's own in which rounds may arrive."""
+class ReceiveBuffers(Protocol):
+    """Memory of the consumer that rounds are received into."""
 
-    def room(self, sizes: Sequence[int], largest: int) -> list[torch.Tensor]:
-        """A buffer of each size in bytes, as many of the first ones as there is room for.
+    def allocate(self, sizes: Sequence[int], max_block_bytes: int) -> list[torch.Tensor]:
+        """Return a uint8 buffer of each size in bytes, for as many of the first sizes as fit.
 
-        What is handed over from elsewhere has at most ``largest`` bytes.
+        Blocks that are yielded from other memory have at most ``max_block_bytes`` bytes.
         """
 
-    def vacate(self) -> None:
-        """What has been handed over may be overwritten after this. Raises nothing, since rounds have to go on."""
+    def flush(self) -> None:
+        """Consume all yielded blocks, since their memory is overwritten next. Must not raise: rounds have to go on."""
 
 
 class Exchange:
-    """A rank's part in a plan, to be run once per sync.
+    """Executes one rank's part of a plan, once per sync.
 
     Args:
-        plan: the same on all ranks.
-        needs_of: what this rank's worker takes of a tensor; the plan was made with it.
-        rank: of this process among the plan's sources and targets, which are the ranks of ``group``.
-        device: where buffers are and tensors are handed over.
+        plan: equal on all ranks.
+        slices_of: returns the slices of a tensor that this rank's worker keeps, as the plan was made with.
+        rank: this process's rank in ``group``, which is also its number in the plan.
+        device: the device of all buffers and yielded values.
     """
 
     def __init__(
         self,
-        plan: Plan,
-        needs_of: Callable[[Tensor], Sequence[Need]],
+        plan: TransferPlan,
+        slices_of: Callable[[TensorSpec], Sequence[TargetSlice]],
         rank: int,
         device: torch.device | str,
         group: dist.ProcessGroup | None = None,
     ):
         self.plan, self.rank, self.device, self.group = plan, rank, torch.device(device), group
         self._ranks = dist.get_world_size(group)
-        self._needs_of = needs_of
-        # By template and tensor: the transfers that concern this rank, in the order that both ends share.
-        self._mine = [
+        self._slices_of = slices_of
+        # By template and tensor, the transfers of this rank in the order in which both ends pack and unpack them.
+        self._own_transfers = [
             [[t for t in tensor.transfers if rank in (t.source, t.target)] for tensor in template.tensors]
             for template in plan.templates
         ]
         self._pieces: dict[tuple[int, int, int, int], list[Transfer]] = {}
-        self._shares: dict[Piece, PieceTransfers] = {}
-        self._boxes: dict[str, IndexRange] = {}
-        self._gifts: list[list[SendBlock]] = []
-        self._own: list[list[LocalBlock]] = []
-        self._brought: dict[int, list[tuple[Tensor, IndexRange, int]]] = {}
-        self._out: list[torch.Tensor] = []
-        self._in: list[torch.Tensor] = []
-        self._cast = self._empty(0)
-        self._splits = [self._split(pieces, self._at_once) for pieces in plan.rounds]
+        self._piece_transfers: dict[Piece, PieceTransfers] = {}
+        self._shard_blocks: dict[str, IndexRange] = {}
+        self._send_blocks: list[list[SendBlock]] = []
+        self._local_blocks: list[list[LocalBlock]] = []
+        self._receive_offsets: dict[int, list[tuple[TensorSpec, IndexRange, int]]] = {}
+        self._send_buffers: list[torch.Tensor] = []
+        self._receive_buffers: list[torch.Tensor] = []
+        self._cast_buffer = self._empty(0)
+        self._splits = [self._split(pieces, self._first_hop) for pieces in plan.rounds]
         self.traffic = Traffic()
 
     def assembled(
@@ -125,28 +125,28 @@ class Exchange:
         dtypes: Mapping[str, torch.dtype],
         traffic: Traffic | None = None,
         values: LocalValues | None = None,
-    ) -> Generator[tuple[str, Need, torch.Tensor], None, None]:
-        """Yield ``(tensor's name, need, values)``, each need whole and the caller's own; otherwise as ``run``."""
-        arriving = self.run(tensors, dtypes, traffic, values)
-        parts: dict[str, list[tuple[Need, torch.Tensor]]] = {}
+    ) -> Generator[tuple[str, TargetSlice, torch.Tensor], None, None]:
+        """Yield ``(tensor's name, slice, values)`` with each slice assembled in memory of its own; see ``run``."""
+        blocks = self.run(tensors, dtypes, traffic, values)
+        parts: dict[str, list[tuple[TargetSlice, torch.Tensor]]] = {}
         missing: dict[str, int] = {}
-        with contextlib.closing(arriving):
-            for arrival in arriving:
-                name = arrival.tensor.name
+        with contextlib.closing(blocks):
+            for found in blocks:
+                name = found.tensor.name
                 if name not in parts:
                     parts[name] = [
-                        (need, torch.empty(need.box.shape, dtype=dtypes[name], device=self.device))
-                        for need in self._needs_of(arrival.tensor)
+                        (part, torch.empty(part.block.shape, dtype=dtypes[name], device=self.device))
+                        for part in self._slices_of(found.tensor)
                     ]
-                    missing[name] = sum(need.box.numel for need, _ in parts[name])
+                    missing[name] = sum(part.block.numel for part, _ in parts[name])
                     self.traffic.hold(sum(buffer.nbytes for _, buffer in parts[name]))
-                for need, buffer in parts[name]:
-                    if arrival.box.intersection(need.box) is not None:
-                        buffer[arrival.box.slices_in(need.box)] = arrival.values
-                missing[name] -= arrival.box.numel
+                for part, buffer in parts[name]:
+                    if found.block.intersection(part.block) is not None:
+                        buffer[found.block.slices_in(part.block)] = found.values
+                missing[name] -= found.block.numel
                 while parts[name] and not missing[name]:
-                    need, buffer = parts[name].pop(0)
-                    yield name, need, buffer
+                    part, buffer = parts[name].pop(0)
+                    yield name, part, buffer
                     self.traffic.release(buffer.nbytes)
 
     def run(
@@ -155,95 +155,96 @@ class Exchange:
         dtypes: Mapping[str, torch.dtype],
         traffic: Traffic | None = None,
         values: LocalValues | None = None,
-        landing: Landing | None = None,
-    ) -> Generator[Arrival, None, None]:
-        """Yield what this rank's worker needs, box by box; collective.
+        receive_buffers: ReceiveBuffers | None = None,
+    ) -> Generator[TensorBlock, None, None]:
+        """Yield the blocks that this rank's worker needs, each inside one slice; collective.
 
-        Each box lies inside one need. Rounds come in the model's order; what this rank has itself of one is yielded
-        before what comes with it, and after the round before, so that a worker waits for parts of few layers at a time.
-        Every round is issued on every rank, also
-        where the consumer stops early: what is left is then received and dropped when the iterator is closed.
+        Rounds come in the model's order. A round's local blocks are yielded before its received ones and after the
+        round before it, so that few layers of the worker are partly loaded at a time. Every rank starts every round,
+        even if its consumer stops early: closing the iterator receives and drops the rest.
 
         Args:
             tensors: the trainer's parameters and buffers by name, sharded.
-            dtypes: in which each is sent; cast before it is.
-            traffic: counts what this run moves and holds.
-            values: what this rank holds of a tensor, as it is to be sent; its shard by default.
-            landing: where rounds arrive, and what a rank keeps for its own worker is cast to, if there is room; it is
-                the caller's until it is vacated.
+            dtypes: the dtype in which each tensor is sent; it is cast before.
+            traffic: counts the bytes that this run sends, receives and holds.
+            values: returns the values to send for a tensor; its local shard by default.
+            receive_buffers: memory for received blocks and for casts of local ones, as far as they fit; the yielded
+                blocks in it stay valid until it is flushed.
         """
         self.traffic = traffic = traffic or Traffic()
-        shards = LocalShards(tensors, dtypes, self._boxes, values)
-        if not self._gifts:
+        shards = LocalShards(tensors, dtypes, self._shard_blocks, values)
+        if not self._send_blocks:
             for index in range(len(self._splits)):
-                self._prepare(index, shards)
-        buffers = self._make_buffers(landing)
-        held = sum(buffer.nbytes for buffer in (*self._out, *self._in, self._cast))
+                self._plan_packing(index, shards)
+        buffers = self._allocate(receive_buffers)
+        held = sum(buffer.nbytes for buffer in (*self._send_buffers, *self._receive_buffers, self._cast_buffer))
         traffic.hold(held)
-        arriving = self._arrivals(shards, buffers, landing)
+        blocks = self._run_rounds(shards, buffers, receive_buffers)
         try:
-            for arrival in arriving:  # noqa: UP028  (which would close it)
-                yield arrival
+            for found in blocks:  # noqa: UP028  (`yield from` would close `blocks` with this generator)
+                yield found
         finally:
-            for _ in arriving:  # in the order of the others, who go on
+            for _ in blocks:  # other ranks go on with the remaining all-to-alls
                 pass
             traffic.release(held)
             if self.device.type != "cpu":
-                self._out, self._in = [], []
+                self._send_buffers, self._receive_buffers = [], []
 
-    def _arrivals(self, shards: LocalShards, buffers: list[Buffers], landing: Landing | None) -> Iterator[Arrival]:
-        coming: Round | None = None
+    def _run_rounds(
+        self, shards: LocalShards, buffers: list[RoundBuffers], receive_buffers: ReceiveBuffers | None
+    ) -> Iterator[TensorBlock]:
+        pending: PendingRound | None = None
         for index in range(len(self._splits)):
-            if landing is not None:
-                landing.vacate()
-            self._fill(index, buffers[index % 2], shards)
-            issued = self._issue(index, buffers[index % 2])
-            if coming is not None:
-                yield from self._take(coming, shards)
-            yield from self._hand_over(index, buffers[index % 2], shards)
-            coming = issued
-        if coming is not None:
-            yield from self._take(coming, shards)
+            if receive_buffers is not None:
+                receive_buffers.flush()
+            self._pack(index, buffers[index % 2], shards)
+            started = self._start(index, buffers[index % 2])
+            if pending is not None:
+                yield from self._receive(pending, shards)
+            yield from self._local_values(index, buffers[index % 2], shards)
+            pending = started
+        if pending is not None:
+            yield from self._receive(pending, shards)
 
-    def _make_buffers(self, landing: Landing | None) -> list[Buffers]:
-        """What rounds are sent from and received into, in turn, and what rows are cast into.
+    def _allocate(self, receive_buffers: ReceiveBuffers | None) -> list[RoundBuffers]:
+        """Allocate two sets of buffers, of which rounds use one after the other.
 
-        On a GPU the caching allocator has them for others between syncs. A CPU has none, and there the faults of fresh
-        pages take as long as half of the copies, so they stay.
+        A GPU's caching allocator lends the memory to others between syncs. A CPU has no such allocator, and page faults
+        of fresh memory take half as long as the copies, so its buffers are kept.
         """
         if not self._splits:
             return []
-        count, (out, in_) = min(2, len(self._splits)), self._largest()
-        if not self._out:
-            self._out = [self._empty(out) for _ in range(count)]
-            self._cast = self._empty(max((gift.cast_bytes for gifts in self._gifts for gift in gifts), default=0))
-        kept = max((own.kept.stop for owns in self._own for own in owns if own.kept), default=0)
-        sizes = [in_] * count + [kept]
-        landed = landing.room(sizes, self._largest_box) if landing is not None else []
-        short = sizes[len(landed) :]
-        if len(self._in) < len(short):
-            self._in = [self._empty(size) for size in short]
-        *arrive, kept = (*landed, *self._in[len(self._in) - len(short) :])
-        return [Buffers(*pair, kept) for pair in zip(self._out, arrive, strict=True)]
+        count, (send, receive) = min(2, len(self._splits)), self._max_round_bytes()
+        if not self._send_buffers:
+            self._send_buffers = [self._empty(send) for _ in range(count)]
+            self._cast_buffer = self._empty(max((b.cast_bytes for b in itertools.chain(*self._send_blocks)), default=0))
+        ranges = [block.buffer_range for block in itertools.chain(*self._local_blocks) if block.buffer_range]
+        sizes = [receive] * count + [max((r.stop for r in ranges), default=0)]
+        given = receive_buffers.allocate(sizes, self._max_block_bytes) if receive_buffers is not None else []
+        rest = sizes[len(given) :]
+        if len(self._receive_buffers) < len(rest):
+            self._receive_buffers = [self._empty(size) for size in rest]
+        *receive_into, local = (*given, *self._receive_buffers[len(self._receive_buffers) - len(rest) :])
+        return [RoundBuffers(*pair, local) for pair in zip(self._send_buffers, receive_into, strict=True)]
 
     @cached_property
-    def _largest_box(self) -> int:
-        """Most bytes that are handed over at once."""
-        shares = map(self._share, itertools.chain(*self.plan.rounds))
-        mine = ((s, t) for s in shares for t in (*s.given, *s.taken) if t.target == self.rank)
-        return max((transfer.box.numel * share.tensor.itemsize for share, transfer in mine), default=0)
+    def _max_block_bytes(self) -> int:
+        """The most bytes of any block that is yielded."""
+        pieces = map(self._transfers_of, itertools.chain(*self.plan.rounds))
+        own = ((p, t) for p in pieces for t in (*p.outgoing, *p.incoming) if t.target == self.rank)
+        return max((transfer.block.numel * piece.tensor.itemsize for piece, transfer in own), default=0)
 
     def _empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    def _largest(self) -> tuple[int, int]:
-        """Most bytes that this rank sends, and that it receives, in one round."""
+    def _max_round_bytes(self) -> tuple[int, int]:
+        """Return the most bytes that this rank sends, and the most that it receives, in one round."""
         return max(sum(out) for out, _ in self._splits), max(sum(in_) for _, in_ in self._splits)
 
     def _split(
         self, pieces: Sequence[Piece], transfers: Callable[[Piece], Iterable[Transfer]]
     ) -> tuple[list[int], list[int]]:
-        """Bytes to, and from, each rank in a round, of these transfers."""
+        """Return the bytes that ``transfers`` of a round send to, and receive from, each rank."""
         out, in_ = [0] * self._ranks, [0] * self._ranks
         for piece in pieces:
             itemsize = self.plan.tensor(piece)[1].tensor.itemsize
@@ -251,145 +252,147 @@ class Exchange:
                 if transfer.source == transfer.target:
                     continue
                 if transfer.source == self.rank:
-                    out[transfer.target] += transfer.box.numel * itemsize
+                    out[transfer.target] += transfer.block.numel * itemsize
                 else:
-                    in_[transfer.source] += transfer.box.numel * itemsize
+                    in_[transfer.source] += transfer.block.numel * itemsize
         return out, in_
 
-    def _fill(self, index: int, buffers: Buffers, shards: LocalShards) -> None:
-        """Write what a round sends, and keep what was cast with it for this rank's worker."""
-        gifts, own = self._gifts[index], self._own[index]
-        shards.keep({gift.tensor.name for gift in gifts} | {box.tensor.name for box in own})
-        for gift in gifts:
-            name = gift.tensor.name
+    def _pack(self, index: int, buffers: RoundBuffers, shards: LocalShards) -> None:
+        """Write what a round sends into its send buffer, and what is cast with it for the own worker into ``local``."""
+        send_blocks, local_blocks = self._send_blocks[index], self._local_blocks[index]
+        shards.drop_except({b.tensor.name for b in send_blocks} | {b.tensor.name for b in local_blocks})
+        for block in send_blocks:
+            name = block.tensor.name
             dtype, values = shards.dtype(name), shards.values(name)
-            if gift.rows is not None:
-                values = self._cast[: gift.cast_bytes].view(dtype).view(gift.shape).copy_(values[gift.rows])
-            for part in gift.parts:
-                write_as((buffers.kept if part.is_kept else buffers.out)[part.to], values[part.inside], dtype)
+            if block.rows is not None:
+                values = self._cast_buffer[: block.cast_bytes].view(dtype).view(block.shape).copy_(values[block.rows])
+            for part in block.parts:
+                write_as((buffers.local if part.is_local else buffers.send)[part.to], values[part.inside], dtype)
 
-    def _hand_over(self, index: int, buffers: Buffers, shards: LocalShards) -> Iterator[Arrival]:
-        """What this rank's worker takes of its own in a round."""
-        for own in self._own[index]:
-            if own.kept is not None:
-                values = buffers.kept[own.kept].view(shards.dtype(own.tensor.name)).view(own.box.shape)
+    def _local_values(self, index: int, buffers: RoundBuffers, shards: LocalShards) -> Iterator[TensorBlock]:
+        """Yield the blocks of a round that this rank holds itself."""
+        for own in self._local_blocks[index]:
+            if own.buffer_range is not None:
+                values = buffers.local[own.buffer_range].view(shards.dtype(own.tensor.name)).view(own.block.shape)
             else:
                 values = shards.values(own.tensor.name)[own.inside]
-            yield Arrival(own.tensor, own.box, values)
+            yield TensorBlock(own.tensor, own.block, values)
 
-    def _prepare(self, index: int, shards: LocalShards) -> None:
-        """Work out what this rank gives in a round.
+    def _plan_packing(self, index: int, shards: LocalShards) -> None:
+        """Compute the send blocks and local blocks of a round.
 
-        To read columns takes a CPU about as long as to read their rows whole. So boxes that are columns of the same
-        rows would take as long as that many casts of the rows, if each were cast while it is copied. The rows are cast
-        instead, some at a time, and the worker's own columns are kept until it is their turn.
+        Reading columns takes a CPU about as long as reading the whole rows, so casting each block of columns while it
+        is copied would cost as many casts of the rows as there are blocks. Instead some rows at a time are cast and
+        split, and the own worker's columns wait in the local buffer.
         """
-        gifts: list[SendBlock] = []
-        own: list[LocalBlock] = []
-        at, kept = starts(self._splits[index][0]), 0
-        for piece in self.plan.rounds[index]:
-            share = self._share(piece)
-            if not share.given:
+        send_blocks: list[SendBlock] = []
+        local_blocks: list[LocalBlock] = []
+        at, local_end = offsets(self._splits[index][0]), 0
+        for piece in map(self._transfers_of, self.plan.rounds[index]):
+            if not piece.outgoing:
                 continue
-            tensor, itemsize, shard = share.tensor, share.tensor.itemsize, shards.box(share.tensor.name)
-            to_keep = -(-kept // itemsize) * itemsize
-            rows = self._cast_first(share, shards, to_keep)
+            tensor, itemsize, shard = piece.tensor, piece.tensor.itemsize, shards.block(piece.tensor.name)
+            local_at = -(-local_end // itemsize) * itemsize
+            rows = self._rows_to_cast(piece, shards, local_at)
             begins: list[tuple[Transfer, int]] = []
-            for transfer in share.given:
-                nbytes = transfer.box.numel * itemsize
+            for transfer in piece.outgoing:
+                nbytes = transfer.block.numel * itemsize
                 if transfer.target != self.rank:
                     begins.append((transfer, at[transfer.target]))
                     at[transfer.target] += nbytes
                     continue
-                where = None
+                buffer_range = None
                 if rows:
-                    begins.append((transfer, to_keep))
-                    where = slice(to_keep, to_keep + nbytes)
-                    kept = to_keep = to_keep + nbytes
-                own.append(LocalBlock(tensor, transfer.box, transfer.box.slices_in(shard), where))
+                    begins.append((transfer, local_at))
+                    buffer_range = slice(local_at, local_at + nbytes)
+                    local_end = local_at = local_at + nbytes
+                inside = transfer.block.slices_in(shard)
+                local_blocks.append(LocalBlock(tensor, transfer.block, inside, buffer_range))
             for some in rows:
-                parts = list(self._parts_of(begins, some, itemsize))
-                gifts.append(SendBlock(tensor, some.slices_in(shard), some.shape, parts))
+                parts = list(self._packed_parts(begins, some, itemsize))
+                send_blocks.append(SendBlock(tensor, some.slices_in(shard), some.shape, parts))
             if begins and not rows:
-                gifts.append(SendBlock(tensor, None, (), list(self._parts_of(begins, shard, itemsize))))
-        self._gifts.append(gifts)
-        self._own.append(own)
+                send_blocks.append(SendBlock(tensor, None, (), list(self._packed_parts(begins, shard, itemsize))))
+        self._send_blocks.append(send_blocks)
+        self._local_blocks.append(local_blocks)
 
-    def _cast_first(self, share: PieceTransfers, shards: LocalShards, kept: int) -> list[IndexRange]:
-        """The rows to cast before they are taken apart, if any, where so many bytes are kept already.
+    def _rows_to_cast(self, piece: PieceTransfers, shards: LocalShards, local_bytes: int) -> list[IndexRange]:
+        """Return the rows to cast before they are split, if any.
 
-        What is kept, and a cast, are within the plan's limit together.
+        Only as many as keep ``local_bytes``, the piece's own part and one cast within the plan's limit.
         """
-        if self.device.type != "cpu" or not shards.is_cast(share.tensor.name):
+        if self.device.type != "cpu" or not shards.is_cast(piece.tensor.name):
             return []
         most = min(_CACHED_BYTES, self.plan.limit // 2)
-        own = sum(t.box.numel for t in share.given if t.target == self.rank) * share.tensor.itemsize
-        if kept + own + most > self.plan.limit:
+        own = sum(t.block.numel for t in piece.outgoing if t.target == self.rank) * piece.tensor.itemsize
+        if local_bytes + own + most > self.plan.limit:
             return []
-        return list(shared_rows([t.box for t in share.given], most // share.tensor.itemsize))
+        return list(enclosing_rows([t.block for t in piece.outgoing], most // piece.tensor.itemsize))
 
-    def _parts_of(self, begins: Iterable[tuple[Transfer, int]], held: IndexRange, itemsize: int) -> Iterator[PackedBox]:
-        """What is written of a part of the shard; transfers begin at some byte of what is sent, or kept."""
+    def _packed_parts(
+        self, begins: Iterable[tuple[Transfer, int]], held: IndexRange, itemsize: int
+    ) -> Iterator[PackedPart]:
+        """Yield the parts of ``held`` that transfers take; each transfer begins at the given byte of its buffer."""
         for transfer, begin in begins:
-            box = transfer.box.intersection(held)
-            if box is not None:
-                start = begin + transfer.box.elements_before(box) * itemsize
-                to = slice(start, start + box.numel * itemsize)
-                yield PackedBox(box.slices_in(held), to, transfer.target == self.rank)
+            block = transfer.block.intersection(held)
+            if block is not None:
+                start = begin + transfer.block.elements_before(block) * itemsize
+                to = slice(start, start + block.numel * itemsize)
+                yield PackedPart(block.slices_in(held), to, transfer.target == self.rank)
 
-    def _issue(self, index: int, buffers: Buffers) -> Round:
+    def _start(self, index: int, buffers: RoundBuffers) -> PendingRound:
         send_splits, receive_splits = self._splits[index]
-        sent, received = buffers.out[: sum(send_splits)], buffers.in_[: sum(receive_splits)]
+        sent, received = buffers.send[: sum(send_splits)], buffers.receive[: sum(receive_splits)]
         self.traffic.sent += sent.numel()
         self.traffic.received += received.numel()
         work = dist.all_to_all_single(received, sent, receive_splits, send_splits, group=self.group, async_op=True)
         assert work is not None
-        return Round(index, work, buffers)
+        return PendingRound(index, work, buffers)
 
-    def _finish(self, taken: Round) -> torch.Tensor:
-        """Wait for a round; returns what it brought, source by source."""
-        taken.work.wait()
-        return taken.buffers.in_[: sum(self._arriving(taken.index))]
+    def _wait(self, pending: PendingRound) -> torch.Tensor:
+        """Wait for a round and return the bytes that it received, ordered by source."""
+        pending.work.wait()
+        return pending.buffers.receive[: sum(self._receive_sizes(pending.index))]
 
-    def _arriving(self, index: int) -> list[int]:
-        """Bytes that a round brings from each source."""
+    def _receive_sizes(self, index: int) -> list[int]:
+        """Return the bytes that a round receives from each source."""
         return self._splits[index][1]
 
-    def _take(self, coming: Round, shards: LocalShards) -> Iterator[Arrival]:
-        """Wait for a round; yield what it brings."""
-        received = self._finish(coming)
-        for tensor, box, start in self._brought_by(coming.index):
-            values = read_as(received[start : start + box.numel * tensor.itemsize], shards.dtype(tensor.name))
-            yield Arrival(tensor, box, values.view(box.shape))
+    def _receive(self, pending: PendingRound, shards: LocalShards) -> Iterator[TensorBlock]:
+        """Wait for a round and yield the blocks that it received."""
+        received = self._wait(pending)
+        for tensor, block, start in self._received_blocks(pending.index):
+            values = read_as(received[start : start + block.numel * tensor.itemsize], shards.dtype(tensor.name))
+            yield TensorBlock(tensor, block, values.view(block.shape))
 
-    def _brought_by(self, index: int) -> list[tuple[Tensor, IndexRange, int]]:
-        """What a round brings, and where in what is received it begins."""
-        if index not in self._brought:
-            at = starts(self._arriving(index))
-            self._brought[index] = brought = []
-            for share in map(self._share, self.plan.rounds[index]):
-                for transfer in share.taken:
-                    brought.append((share.tensor, transfer.box, at[transfer.source]))
-                    at[transfer.source] += transfer.box.numel * share.tensor.itemsize
-        return self._brought[index]
+    def _received_blocks(self, index: int) -> list[tuple[TensorSpec, IndexRange, int]]:
+        """Return the blocks that a round receives, each with its first byte in the receive buffer."""
+        if index not in self._receive_offsets:
+            at = offsets(self._receive_sizes(index))
+            self._receive_offsets[index] = found = []
+            for piece in map(self._transfers_of, self.plan.rounds[index]):
+                for transfer in piece.incoming:
+                    found.append((piece.tensor, transfer.block, at[transfer.source]))
+                    at[transfer.source] += transfer.block.numel * piece.tensor.itemsize
+        return self._receive_offsets[index]
 
-    def _share(self, piece: Piece) -> PieceTransfers:
-        if piece not in self._shares:
+    def _transfers_of(self, piece: Piece) -> PieceTransfers:
+        if piece not in self._piece_transfers:
             name, plan = self.plan.tensor(piece)
-            given = [t for t in self._at_once(piece) if t.source == self.rank]
-            taken = [t for t in self._transfers(piece) if t.target == self.rank != t.source]
-            self._shares[piece] = PieceTransfers(replace(plan.tensor, name=name), given, taken)
-        return self._shares[piece]
+            outgoing = [t for t in self._first_hop(piece) if t.source == self.rank]
+            incoming = [t for t in self._transfers(piece) if t.target == self.rank != t.source]
+            self._piece_transfers[piece] = PieceTransfers(replace(plan.tensor, name=name), outgoing, incoming)
+        return self._piece_transfers[piece]
 
-    def _at_once(self, piece: Piece) -> Iterable[Transfer]:
-        """Those of this rank's that a round begins with: all, where nobody passes on."""
+    def _first_hop(self, piece: Piece) -> Iterable[Transfer]:
+        """Return this rank's transfers in a round's first all-to-all: all of them, unless workers relay."""
         return self._transfers(piece)
 
     def _transfers(self, piece: Piece) -> list[Transfer]:
-        """This rank's part of a piece; the same for layers that are alike."""
+        """Return this rank's transfers of a piece; cached by template, since layers share them."""
         template = self.plan.layers[piece.group][1]
         key = (template, piece.index, piece.part, piece.parts)
         if key not in self._pieces:
-            parts = (transfer.part(piece.part, piece.parts) for transfer in self._mine[template][piece.index])
+            parts = (transfer.part(piece.part, piece.parts) for transfer in self._own_transfers[template][piece.index])
             self._pieces[key] = [part for part in parts if part is not None]
         return self._pieces[key]

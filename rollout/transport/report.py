@@ -1,18 +1,18 @@
-"""What one weight sync moved and held on one rank."""
+"""Statistics of one weight sync on one rank."""
 
 from dataclasses import dataclass
 
-__all__ = ["Handover", "SyncReport", "Traffic"]
+__all__ = ["TransferStats", "SyncReport", "Traffic"]
 
 _GB = 1e9
 
 
 @dataclass
 class Traffic:
-    """Bytes that went over the wire for this rank; what it had itself is not counted.
+    """Counts the bytes that a rank sent to and received from other ranks, and the bytes of its buffers.
 
     Attributes:
-        held: in the buffers of the gather or exchange now; ``peak``, at most at one time.
+        held: bytes in the buffers of the gather or exchange now; ``peak`` is their maximum.
     """
 
     sent: int = 0
@@ -21,7 +21,7 @@ class Traffic:
     peak: int = 0
 
     def hold(self, nbytes: int) -> None:
-        """Count a buffer that was allocated; ``release`` it when it is let go."""
+        """Count a buffer that was allocated; call ``release`` when it is freed."""
         self.held += nbytes
         self.peak = max(self.peak, self.held)
 
@@ -30,15 +30,16 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Handover:
-    """How a rank's weights went to its worker.
+class TransferStats:
+    """How a rank's weights reached its worker.
 
     Args:
-        tensors, nbytes: that were handed over.
-        gather_seconds: until the next tensor was there, in all.
-        wire_seconds: to put them into buckets.
-        load_seconds: waiting for the worker, which takes and loads them.
-        is_stock: verl's own sender filled the buckets, since it is another one than ours was made for (``sender.py``).
+        tensors, nbytes: number and bytes of the tensors that were sent.
+        gather_seconds: time spent waiting for tensors from the trainer's ranks.
+        wire_seconds: time spent filling buckets.
+        load_seconds: time spent waiting for the worker, which receives and loads them.
+        is_verl_sender: whether verl's own sender filled the buckets, because it is not the version that ours replaces
+            (``sender.py``).
     """
 
     tensors: int
@@ -46,45 +47,45 @@ class Handover:
     gather_seconds: float
     wire_seconds: float
     load_seconds: float
-    is_stock: bool = False
+    is_verl_sender: bool = False
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One sync as one rank saw it.
+    """One sync as seen by one rank.
 
     Args:
         number: of this engine's syncs, from 1.
-        stream: which was handed over.
-        least: bytes that this rank has to receive: all that it hands over but what it has itself.
+        mode: the sync mode that ran.
+        min_received_bytes: bytes of what the rank sends to its worker that it does not hold itself.
     """
 
     number: int
-    stream: str
+    mode: str
     traffic: Traffic
-    least: int
-    handover: Handover
+    min_received_bytes: int
+    transfer: TransferStats
 
     def __str__(self) -> str:
-        h, t = self.handover, self.traffic
+        h, t = self.transfer, self.traffic
         return (
-            f"weight sync {self.number}, {self.stream}: {h.tensors} tensors, {h.nbytes / _GB:.3f} GB in "
+            f"weight sync {self.number}, {self.mode}: {h.tensors} tensors, {h.nbytes / _GB:.3f} GB in "
             f"{h.gather_seconds + h.wire_seconds + h.load_seconds:.2f} s (gather {h.gather_seconds:.2f}, wire "
             f"{h.wire_seconds:.2f}, load {h.load_seconds:.2f}); received {t.received / _GB:.3f} GB of at least "
-            f"{self.least / _GB:.3f}, sent {t.sent / _GB:.3f}, held {t.peak / _GB:.3f} at most"
+            f"{self.min_received_bytes / _GB:.3f}, sent {t.sent / _GB:.3f}, held {t.peak / _GB:.3f} at most"
         )
 
     def metrics(self) -> dict[str, float]:
-        """Name -> value, for a trainer's logger."""
+        """Return the metrics for verl's logger by name."""
         return {
-            "sync_gather_seconds": self.handover.gather_seconds,
-            "sync_wire_seconds": self.handover.wire_seconds,
-            "sync_load_seconds": self.handover.load_seconds,
+            "sync_gather_seconds": self.transfer.gather_seconds,
+            "sync_wire_seconds": self.transfer.wire_seconds,
+            "sync_load_seconds": self.transfer.load_seconds,
             "sync_received_gb": self.traffic.received / _GB,
-            "sync_least_gb": self.least / _GB,
+            "sync_least_gb": self.min_received_bytes / _GB,
             "sync_sent_gb": self.traffic.sent / _GB,
             "sync_peak_gb": self.traffic.peak / _GB,
-            # The two slower ways that a sync may fall back to, 0 or 1.
-            "sync_full_stream": float(self.stream == "full"),
-            "sync_stock_sender": float(self.handover.is_stock),
+            # 1 if the sync fell back to the slower mode or sender, else 0.
+            "sync_full_stream": float(self.mode == "full"),
+            "sync_stock_sender": float(self.transfer.is_verl_sender),
         }

@@ -1,4 +1,4 @@
-"""What a rank packs into a round of an exchange, and unpacks: blocks of its shards, and where their bytes go."""
+"""Blocks of a rank's shards that a round of an exchange packs, with their byte ranges in the buffers."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -10,63 +10,65 @@ from ...engine.lora.merge import LocalValues
 from ...engine.topology.dtensor import local_range, local_tensor
 from ...engine.topology.index_ranges import IndexRange, bounding_range
 from ..layout.transfer_plan import Transfer
-from ..layout.vllm_layout import Tensor
+from ..layout.vllm_layout import TensorSpec
 
 __all__ = [
     "LocalBlock",
     "LocalShards",
-    "PackedBox",
+    "PackedPart",
     "PieceTransfers",
     "SendBlock",
     "read_as",
-    "shared_rows",
-    "starts",
+    "enclosing_rows",
+    "offsets",
     "write_as",
 ]
 
 
 @dataclass(frozen=True)
 class PieceTransfers:
-    """A rank's part in a piece.
+    """The transfers of a piece in which this rank takes part.
 
     Args:
-        given: what it sends when the round begins, and what its worker takes of its own.
-        taken: what reaches it.
+        outgoing: what it sends in the round's first all-to-all, and what stays on this rank for its worker.
+        incoming: what it receives.
     """
 
-    tensor: Tensor
-    given: list[Transfer]
-    taken: list[Transfer]
+    tensor: TensorSpec
+    outgoing: list[Transfer]
+    incoming: list[Transfer]
 
 
 @dataclass(frozen=True)
-class PackedBox:
-    """A box that a rank writes when a round is made ready.
+class PackedPart:
+    """A part of a ``SendBlock`` and the bytes that it is written to.
 
     Args:
-        inside: where it is in what is at hand.
-        to: its bytes in what is sent, or in what is kept for the rank's own worker.
+        inside: its index inside the block's rows or, without rows, inside the shard.
+        to: its byte range in the send buffer, or in the local buffer if ``is_local``.
+        is_local: whether it is for this rank's own worker.
     """
 
     inside: tuple[slice, ...]
     to: slice
-    is_kept: bool
+    is_local: bool
 
 
 @dataclass(frozen=True)
 class SendBlock:
-    """What a rank writes of a tensor at a time.
+    """One packing step of a tensor.
 
     Args:
-        rows: of the shard, around all parts, which are cast before they are taken apart; None if nothing is.
-        shape: of these rows.
-        parts: of the rows, else of the shard.
+        rows: index of the rows of the local shard that enclose all parts and are cast to the wire dtype before they are
+            split; None when nothing has to be cast first.
+        shape: shape of these rows.
+        parts: parts of the rows or, without rows, of the shard.
     """
 
-    tensor: Tensor
+    tensor: TensorSpec
     rows: tuple[slice, ...] | None
     shape: tuple[int, ...]
-    parts: list[PackedBox]
+    parts: list[PackedPart]
 
     @property
     def cast_bytes(self) -> int:
@@ -75,71 +77,72 @@ class SendBlock:
 
 @dataclass(frozen=True)
 class LocalBlock:
-    """A box that a rank's own worker takes of its shard.
+    """A block of a rank's own shard that its own worker needs.
 
     Args:
-        inside: where it is in the shard.
-        kept: its bytes in what was kept; None if it is to be read from the shard.
+        inside: its index inside the shard.
+        buffer_range: its byte range in the local buffer if it was cast with what is sent; None to read it from the
+            shard.
     """
 
-    tensor: Tensor
-    box: IndexRange
+    tensor: TensorSpec
+    block: IndexRange
     inside: tuple[slice, ...]
-    kept: slice | None
+    buffer_range: slice | None
 
 
 class LocalShards:
-    """What this rank holds of the trainer's tensors, looked up once each.
+    """The local shards of the trainer's tensors, computed at most once per sync.
 
     Args:
-        boxes: of the shards by the tensor's name, which stay as they are from sync to sync.
-        values: what there is of a tensor; its shard by default.
+        blocks: cache of each shard's block by the tensor's name, kept from sync to sync.
+        values: returns the values to send for a tensor; its local shard by default.
     """
 
     def __init__(
         self,
         tensors: Mapping[str, torch.Tensor],
         dtypes: Mapping[str, torch.dtype],
-        boxes: dict[str, IndexRange],
+        blocks: dict[str, IndexRange],
         values: LocalValues | None,
     ):
-        self._tensors, self._dtypes, self._boxes = tensors, dtypes, boxes
+        self._tensors, self._dtypes, self._boxes = tensors, dtypes, blocks
         self._values = values or (lambda name, tensor: local_tensor(tensor).detach())
         self._local: dict[str, torch.Tensor] = {}
 
     def dtype(self, name: str) -> torch.dtype:
-        """In which a tensor is sent."""
+        """Return the dtype in which a tensor is sent."""
         return self._dtypes[name]
 
     def is_cast(self, name: str) -> bool:
-        """Whether a tensor is stored in another dtype than it is sent in."""
+        """Tell whether a tensor is sent in another dtype than it is stored in."""
         return self._tensors[name].dtype != self._dtypes[name]
 
-    def box(self, name: str) -> IndexRange:
-        """Where the shard of a tensor is."""
+    def block(self, name: str) -> IndexRange:
+        """Return the block of a tensor that this rank's shard covers."""
         if name not in self._boxes:
             self._boxes[name] = local_range(self._tensors[name])
         return self._boxes[name]
 
     def values(self, name: str) -> torch.Tensor:
-        """The shard's values, as they are stored."""
+        """Return the shard's values in the dtype in which they are stored."""
         if name not in self._local:
             with torch.no_grad():
                 self._local[name] = self._values(name, self._tensors[name])
         return self._local[name]
 
-    def keep(self, names: Collection[str]) -> None:
-        """Let go of all others: what is merged with an adapter is memory of its own."""
+    def drop_except(self, names: Collection[str]) -> None:
+        """Free the values of all other tensors; values merged with an adapter take memory of their own."""
         self._local = {name: local for name, local in self._local.items() if name in names}
 
 
-def starts(sizes: Sequence[int]) -> list[int]:
-    """Where each part begins that follows the ones before it."""
+def offsets(sizes: Sequence[int]) -> list[int]:
+    """Return the exclusive prefix sums of ``sizes``."""
     return [sum(sizes[:i]) for i in range(len(sizes))]
 
 
 def write_as(flat: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> None:
-    """Cast and copy in one pass, where the bytes are aligned for ``dtype``."""
+    """Write ``values`` as ``dtype`` into the uint8 tensor ``flat``; casts and copies in one pass if it is aligned."""
     if flat.storage_offset() % dtype.itemsize == 0:
         flat.view(dtype).view(values.shape).copy_(values)
     else:
@@ -147,19 +150,20 @@ def write_as(flat: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> No
 
 
 def read_as(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """View the uint8 tensor ``flat`` as ``dtype``, of a copy if it is not aligned."""
     return (flat if flat.storage_offset() % dtype.itemsize == 0 else flat.clone()).view(dtype)
 
 
-def shared_rows(boxes: Sequence[IndexRange], most: int) -> Iterator[IndexRange]:
-    """The rows of which these boxes are columns, at most so many elements at a time.
+def enclosing_rows(blocks: Sequence[IndexRange], max_numel: int) -> Iterator[IndexRange]:
+    """Yield the rows that blocks of columns together cover, at most ``max_numel`` elements at a time.
 
-    Nothing, if they are anything else or leave columns out, or if a row has more elements.
+    Yields nothing if the blocks are not columns of the same rows, leave columns out, or if a row is larger.
     """
-    if len(boxes) < 2 or not boxes[0].low:
+    if len(blocks) < 2 or not blocks[0].low:
         return
-    rows = bounding_range(boxes)
-    each = most // (rows.numel // rows.shape[0])
-    are_columns = any(box.shape[-1] < rows.shape[-1] for box in boxes)
-    if each and are_columns and rows.numel <= sum(box.numel for box in boxes):
+    rows = bounding_range(blocks)
+    each = max_numel // (rows.numel // rows.shape[0])
+    are_columns = any(block.shape[-1] < rows.shape[-1] for block in blocks)
+    if each and are_columns and rows.numel <= sum(block.numel for block in blocks):
         for first in range(rows.low[0], rows.high[0], each):
             yield rows.with_dim(0, first, min(first + each, rows.high[0]))

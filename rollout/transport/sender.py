@@ -1,7 +1,8 @@
-"""verl's bucketed sender with a bucket in which rounds of an exchange may arrive: what has is not copied once more.
+"""verl's bucketed sender, with a bucket that an exchange can receive into directly, which saves a copy.
 
-It speaks verl's protocol (``BucketedWeightSender``, verl 0.9.1), so any receiver takes it. Of verl's class it replaces
-how the bucket is filled, and keeps the rest; where verl has been changed since, verl's own class sends instead.
+It speaks the protocol of verl's ``BucketedWeightSender`` (verl 0.9.1), so verl's receiver works with it. It replaces
+how that class fills its bucket and keeps the rest; if the class has another source, verl's own sender is used
+unchanged.
 """
 
 import hashlib
@@ -15,52 +16,53 @@ import torch
 
 from .cast import CastOnCopy
 
-__all__ = ["Bucket", "fingerprint", "is_stock", "new_sender"]
+__all__ = ["Bucket", "fingerprint", "is_verl_sender", "new_sender"]
 
 logger = logging.getLogger("epfsdp2")
 
-# Of verl's sender: what is replaced here, and what is kept and called.
+# The methods of verl's sender that are replaced or called here, and the fingerprints of their known sources.
 _METHODS = ("__init__", "async_send_weights", "_init_socket", "_init_buffer", "_cleanup", "_direct_send_large_weight")
 _KNOWN = {"9b12b0e8532bf171"}
-# Of a bucket, what is kept to copy to; rounds may arrive in the rest.
-_LEAST_TO_COPY_TO = 1 / 8
+# The smallest fraction of a bucket that stays free for copies; an exchange may receive into the rest.
+_MIN_COPY_FRACTION = 1 / 8
 
-# Of shared memory, bytes to copy to before they are shipped: pages that are new to both sides cost more than messages.
-_AT_ONCE = 16 << 20
+# Bytes copied into shared memory per message: page faults in fresh pages cost both sides more than messages do.
+_SHM_MESSAGE_BYTES = 16 << 20
 
-# What lies where: verl's metadata, by the tensors' names.
-Contents = dict[str, dict[str, Any]]
+# verl's metadata of the tensors in a bucket, by name.
+BucketMetadata = dict[str, dict[str, Any]]
 
 
 class Bucket:
-    """Memory that the worker sees too, filled tensor by tensor and shipped when it is full.
+    """Memory shared with the worker, filled tensor by tensor and sent when it is full (``exchange.ReceiveBuffers``).
 
     Args:
-        memory: bytes.
-        ship: is handed what lies in it, and whether that is the last; returns when the worker has taken it.
-        send_alone: is handed a tensor that is larger than the bucket; None if there is no such way.
-        at_once: most bytes that are copied before they are shipped, a larger tensor alone; the whole bucket by default.
+        memory: uint8 tensor.
+        send: called with the bucket's metadata and whether it is the last; returns when the worker has read it.
+        send_alone: sends a tensor that is larger than the bucket; None refuses such tensors.
+        message_bytes: the most bytes that are copied per message, but for a single larger tensor; defaults to the size
+            of the bucket.
     """
 
     def __init__(
         self,
         memory: torch.Tensor,
-        ship: Callable[[Contents, bool], None],
+        send: Callable[[BucketMetadata, bool], None],
         send_alone: Callable[[str, torch.Tensor], None] | None = None,
-        at_once: int | None = None,
+        message_bytes: int | None = None,
     ):
-        self._memory, self._ship, self._send_alone = memory, ship, send_alone
-        self._at_once = at_once or memory.numel()
+        self._memory, self._send_bucket, self._send_alone = memory, send, send_alone
+        self._message_bytes = message_bytes or memory.numel()
         self._base, self._size = memory.data_ptr(), memory.numel()
         self._storage = memory.untyped_storage().data_ptr()
         self._at = 0
-        self._contents: Contents = {}
+        self._metadata: BucketMetadata = {}
         self._failure: Exception | None = None
         self._is_closed = False
 
-    def room(self, sizes: Sequence[int], largest: int) -> list[torch.Tensor]:
-        """Memory in which a stream may receive; see ``exchange.Landing``."""
-        least, buffers = max(largest, self._memory.numel() * _LEAST_TO_COPY_TO), []
+    def allocate(self, sizes: Sequence[int], max_block_bytes: int) -> list[torch.Tensor]:
+        """Allocate receive buffers from the end of the bucket; see ``exchange.ReceiveBuffers``."""
+        least, buffers = max(max_block_bytes, self._memory.numel() * _MIN_COPY_FRACTION), []
         for size in sizes:
             begin = (self._size - size) // 64 * 64
             if begin < least:
@@ -69,35 +71,35 @@ class Bucket:
             self._size = begin
         return buffers
 
-    def vacate(self) -> None:
-        """Ship what lies in it; a failure is raised by what comes next."""
-        if self._contents and not self._is_closed:
+    def flush(self) -> None:
+        """Send the bucket; the next call of ``put`` or ``finish`` raises if that fails."""
+        if self._metadata and not self._is_closed:
             try:
                 self._send(is_last=False)
             except Exception as error:
                 self._failure, self._is_closed = error, True
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Add a tensor: where it is if that is in the bucket, a copy otherwise.
+        """Add a tensor: in place if its memory is in the bucket, as a copy otherwise.
 
         Raises:
-            ValueError: it is larger than the bucket, and can't be sent alone.
+            ValueError: the tensor is larger than the bucket and can't be sent alone.
         """
         if self._failure is not None:
             raise self._failure
-        if self._has(tensor):
+        if self._contains(tensor):
             self._add(name, tensor, tensor.data_ptr() - self._base)
             return
         nbytes, itemsize = tensor.nbytes, tensor.element_size()
         at = -(-self._at // itemsize) * itemsize
-        if at + nbytes > min(self._size, self._at_once):
-            if self._contents:
+        if at + nbytes > min(self._size, self._message_bytes):
+            if self._metadata:
                 self._send(is_last=False)
             at = 0
         if nbytes > self._size:
             if self._send_alone is None:
                 raise ValueError(
-                    f"{name} has {nbytes} bytes, the bucket {self._size}: raise "
+                    f"{name} has {nbytes} bytes and the bucket {self._size}; raise "
                     "rollout.checkpoint_engine.update_weights_bucket_megabytes."
                 )
             self._send_alone(name, tensor)
@@ -108,23 +110,23 @@ class Bucket:
         self._at = at + nbytes
 
     def finish(self) -> None:
-        """Ship what is left, as the last."""
+        """Send the rest as the last message."""
         if self._failure is not None:
             raise self._failure
         self._send(is_last=True)
 
     def close(self) -> None:
-        """Ship no more: what is still under way is received and dropped."""
+        """Make ``flush`` a no-op: what the exchange still receives is dropped."""
         self._is_closed = True
 
-    def _has(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is in the bucket as the worker is to read it."""
+    def _contains(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor lies in the bucket in the dtype and layout that the worker reads."""
         if isinstance(tensor, CastOnCopy):
             return False
         return tensor.untyped_storage().data_ptr() == self._storage and tensor.is_contiguous()
 
     def _add(self, name: str, tensor: torch.Tensor, at: int) -> None:
-        self._contents[name] = {
+        self._metadata[name] = {
             "name": name,
             "shape": tensor.shape,
             "dtype": tensor.dtype,
@@ -133,21 +135,22 @@ class Bucket:
         }
 
     def _send(self, is_last: bool) -> None:
-        contents, self._contents, self._at = self._contents, {}, 0
-        self._ship(contents, is_last)
+        metadata, self._metadata, self._at = self._metadata, {}, 0
+        self._send_bucket(metadata, is_last)
 
 
 def new_sender(*args: Any, **kwargs: Any) -> Any:
-    """A sender, made as verl's, whose ``async_send_weights`` takes what makes the weights.
+    """Make a sender; arguments as of verl's ``BucketedWeightSender``.
 
-    That is told where they may arrive: in the bucket, or None if it is verl's own sender that sends.
+    Its ``async_send_weights`` takes a function that returns the weights, and calls it with the bucket to receive into,
+    or with None if verl's own sender is used.
     """
     return _class()(*args, **kwargs)
 
 
-def is_stock(sender: Any) -> bool:
-    """Whether verl's own sender fills the buckets of one that ``new_sender`` made."""
-    return not getattr(sender, "lands", False)
+def is_verl_sender(sender: Any) -> bool:
+    """Tell whether ``new_sender`` made one in which verl's own class fills the buckets."""
+    return not getattr(sender, "fills_in_place", False)
 
 
 @cache
@@ -155,20 +158,20 @@ def _class() -> type:
     from verl.utils.device import get_torch_device
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
-    class StockSender(BucketedWeightSender):
+    class VerlSender(BucketedWeightSender):
         async def async_send_weights(self, weights: Callable[[None], AsyncIterable]) -> None:
             await super().async_send_weights(weights(None))
 
-    class LandingSender(BucketedWeightSender):
-        lands = True
+    class InPlaceSender(BucketedWeightSender):
+        fills_in_place = True
 
         async def async_send_weights(self, weights: Callable[[Bucket], AsyncIterable]) -> None:
             bucket = None
             try:
                 self._init_socket()
                 self._init_buffer()
-                options = {"at_once": _AT_ONCE} if self.use_shm else {"send_alone": self._send_alone}
-                bucket = Bucket(self.buffer, self._ship, **options)
+                options = {"message_bytes": _SHM_MESSAGE_BYTES} if self.use_shm else {"send_alone": self._send_alone}
+                bucket = Bucket(self.buffer, self._send_bucket, **options)
                 async for name, weight in weights(bucket):
                     bucket.put(name, weight)
                 bucket.finish()
@@ -180,14 +183,14 @@ def _class() -> type:
         def _init_buffer(self) -> None:
             super()._init_buffer()
             if self.use_shm:
-                # A mapping that lasts as long as its tensors: verl's can't be closed while there is one, as in the
+                # This mapping lives as long as tensors that view it. verl's fails to close while one exists, as in the
                 # frames of an exception.
                 path, size = f"/dev/shm/{self.shm.name}", self.bucket_size
                 self.buffer = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
 
-        def _ship(self, contents: Contents, is_last: bool) -> None:
+        def _send_bucket(self, metadata: BucketMetadata, is_last: bool) -> None:
             get_torch_device().synchronize()
-            self.socket.send_pyobj({"bucket_meta": contents, "is_last": is_last})
+            self.socket.send_pyobj({"bucket_meta": metadata, "is_last": is_last})
             self.socket.recv()
 
         def _send_alone(self, name: str, tensor: torch.Tensor) -> None:
@@ -195,13 +198,15 @@ def _class() -> type:
             self._direct_send_large_weight(name, tensor)
 
     if fingerprint() in _KNOWN:
-        return LandingSender
-    logger.warning("epfsdp2: verl's BucketedWeightSender is not that of verl 0.9.1; it fills its buckets itself")
-    return StockSender
+        return InPlaceSender
+    logger.warning(
+        "epfsdp2: verl's BucketedWeightSender is not that of verl 0.9.1; weights are sent by it, with one more copy"
+    )
+    return VerlSender
 
 
 def fingerprint() -> str:
-    """Of the source of verl's sender; empty if it lacks a method or its source is not installed."""
+    """Return a hash of the source of verl's sender; empty if it lacks a method or its source is not installed."""
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
     try:

@@ -1,8 +1,8 @@
-"""ZMQ sockets that do not wait for ever.
+"""ZMQ sockets whose waits time out.
 
 verl's bucketed sender and receiver take their socket from ``self.zmq_context`` and block on it without a time-out
 (verl 0.9.1, ``vllm_rollout/bucketed_weight_transfer.py``). Handing them a ``WatchedContext`` instead of the process's
-own context gives every wait an end, without touching verl.
+own context bounds every wait without patching verl.
 """
 
 import time
@@ -15,27 +15,28 @@ import zmq
 __all__ = ["WatchedContext", "WeightSyncError"]
 
 _POLL_MILLISECONDS = 200
-# A worker is often called shortly before its trainer rank listens, and ZMQ tries again after 100 to 200 ms. Having ZMQ
-# do so sooner won't do: the socket of one sync then finds the next one's before it is closed, and takes its message.
+# A worker often connects shortly before its trainer rank binds, and ZMQ retries only after 100 to 200 ms. A shorter
+# retry interval is unsafe: the socket of one sync could connect to the next one's before it is closed and take its
+# message.
 _LISTENING_SECONDS, _LOOK_SECONDS = 1.0, 0.002
 
 
 class WeightSyncError(RuntimeError):
-    """A weight sync that can't be completed, in one paragraph: which side, how far it came, and the cause."""
+    """Raised when a weight sync can't be completed; its message names the side, its progress and the cause."""
 
 
 class WatchedContext:
-    """Stands in for ``zmq.Context``: its sockets raise where a plain one would block for ever.
+    """Replaces ``zmq.Context`` with one whose sockets raise where a plain one would block forever.
 
     Args:
         context: the real context.
         timeout_seconds: longest wait of one send or receive.
-        waits_for: who is at the other end, for the error's text.
-        check: called several times a second while waiting; raises when the wait has become pointless.
-        linger_seconds: how long a closed socket may go on delivering what was already sent.
+        waits_for: name of the other end, for the error's text.
+        check: called several times a second while waiting; raises when the other end has failed.
+        linger_seconds: how long a closed socket keeps delivering messages that were already sent.
 
     Attributes:
-        waited_seconds: in all, over its sockets.
+        waited_seconds: total time that its sockets waited.
     """
 
     def __init__(
@@ -55,12 +56,13 @@ class WatchedContext:
         self.waited_seconds = 0.0
 
     def socket(self, kind: int) -> "_WatchedSocket":
+        """Make a socket of a ZMQ type (``zmq.REQ``, ``zmq.REP``)."""
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, int(self._linger_seconds * 1000))
         return _WatchedSocket(socket, self)
 
     def wait(self, socket: zmq.Socket, event: int) -> None:
-        """Return once ``socket`` is ready for ``event``.
+        """Wait until ``socket`` is ready for ``event``.
 
         Raises:
             WeightSyncError: nothing happened for ``timeout_seconds``.
@@ -77,7 +79,7 @@ class WatchedContext:
 
 
 class _WatchedSocket:
-    """The few methods of ``zmq.Socket`` that verl's sender and receiver call."""
+    """Implements the methods of ``zmq.Socket`` that verl's sender and receiver call."""
 
     def __init__(self, socket: zmq.Socket, context: WatchedContext):
         self._socket = socket
@@ -87,7 +89,7 @@ class _WatchedSocket:
         self._socket.bind(address)
 
     def connect(self, address: str) -> None:
-        """Connect as soon as somebody listens, or else after a second; from then on ZMQ tries by itself."""
+        """Connect as soon as the other end has bound an ipc address, at the latest after a second; ZMQ then retries."""
         path, until = Path(address.removeprefix("ipc://")), time.monotonic() + _LISTENING_SECONDS
         while address.startswith("ipc://") and not path.exists() and time.monotonic() < until:
             time.sleep(_LOOK_SECONDS)
@@ -98,7 +100,7 @@ class _WatchedSocket:
         self._socket.send(message)
 
     def send_pyobj(self, message: Any) -> None:
-        # The first message names the segment; verl's sender forgets it when the answer to this message never comes.
+        # The first message names the segment, which verl's sender leaks if this message is never answered.
         if isinstance(message, dict) and "name" in message and "size" in message:
             self._context.shared_memory_name = message["name"]
         self._context.wait(self._socket, zmq.POLLOUT)

@@ -1,1 +1,1 @@
-"""All that knows vLLM: what runs inside its workers while weights arrive."""
+"""Code that runs inside vLLM's workers and loads the received weights; only this package imports vLLM."""

@@ -1,7 +1,7 @@
-"""What each layer of a vLLM model has to receive during a layer-wise reload, and what it has received.
+"""Counts the elements that each layer of a vLLM model has received during a layer-wise reload.
 
-vLLM counts elements per layer and only warns when some are missing; a loader skips an expert or a name that it does not
-know without a word. Imports torch alone: vLLM's own objects come as arguments.
+vLLM counts elements per layer but only warns when some are missing, and a loader silently skips an expert or a name
+that it does not know. Imports torch only; vLLM's objects are passed as arguments.
 """
 
 import math
@@ -12,16 +12,16 @@ import torch
 
 from ..layout.layout_check import unpadded_shape
 
-__all__ = ["KeptCalls", "LayerRecord", "unpadded_numel"]
+__all__ = ["CountingCallList", "LayerRecord", "unpadded_numel"]
 
 
 class LayerRecord:
-    """What one layer of the model has to receive, and what it has received so far.
+    """The elements that one layer expects and has received.
 
     Args:
         name: the layer's name in the model.
-        layer: the layer, its tensors on meta, in the checkpoint's layout.
-        info: vLLM's ``LayerReloadingInfo`` of the layer, right after the reload was initialised.
+        layer: the layer, with its tensors on meta in the checkpoint's layout.
+        info: vLLM's ``LayerReloadingInfo`` of the layer, right after the reload was initialized.
         never_loaded: names of tensors that vLLM does not count (``SKIP_LOAD_TENSORS``).
     """
 
@@ -38,46 +38,52 @@ class LayerRecord:
         self._last: str | None = None
         self._counted = 0
 
-    def note(self, tensor_name: str | None) -> None:
-        """Book what vLLM counted since the last call; it counts a tensor right after it has kept it."""
+    def count_call(self, tensor_name: str | None) -> None:
+        """Count a loader call for a tensor, or None to end counting.
+
+        vLLM counts a call after appending it to its list, so the elements counted since the last call belong to that
+        one.
+        """
         if self._last is not None:
             self.received[self._last] = self.received.get(self._last, 0) + self.info.load_numel - self._counted
         self._last, self._counted = tensor_name, self.info.load_numel
 
     @property
     def is_loaded(self) -> bool:
+        """Whether vLLM has loaded and processed the layer."""
         return not self.info.can_load()
 
     @property
     def is_complete(self) -> bool:
+        """Whether the layer is loaded or has received every element."""
         if self.is_loaded:
             return True
         received, expected = self.counts()
         return received >= expected
 
     def counts(self) -> tuple[int, int]:
-        """Elements of parameters received and expected, of a layer that is not loaded yet."""
-        self.note(None)
+        """Return the elements of parameters received and expected, for a layer that is not loaded yet."""
+        self.count_call(None)
         return sum(min(self.received[name], most) for name, most in self.expected.items()), sum(self.expected.values())
 
 
-class Watcher(Protocol):
-    """What a ``KeptCalls`` reports to."""
+class LoaderCallObserver(Protocol):
+    """Receives the loader calls that a ``CountingCallList`` sees."""
 
     loader_calls: int
     touched_storages: set[int]
 
 
-class KeptCalls(list):
-    """vLLM's list of the loader calls that a layer waits with; tells the reload about each."""
+class CountingCallList(list):
+    """Replaces vLLM's list of a layer's deferred loader calls, and counts each call that is appended."""
 
-    def __init__(self, record: LayerRecord, reload: Watcher):
+    def __init__(self, record: LayerRecord, reload: LoaderCallObserver):
         super().__init__()
         self._record, self._reload = record, reload
 
     def append(self, call) -> None:
         name, arguments = call
-        self._record.note(name)
+        self._record.count_call(name)
         self._record.called.add(name)
         self._reload.loader_calls += 1
         for value in arguments.arguments.values():
@@ -87,5 +93,5 @@ class KeptCalls(list):
 
 
 def unpadded_numel(layer: Any, name: str, parameter: torch.Tensor) -> int:
-    """Elements that a checkpoint holds for a parameter of this rank."""
+    """Return the number of elements of this rank's parameter without vLLM's padding."""
     return math.prod(unpadded_shape(layer, name, parameter))

@@ -1,9 +1,9 @@
-"""Shim: vLLM's CPU build and experts in float32 on a CPU that has AMX.
+"""Shim that lets vLLM's CPU build run float32 experts on a CPU that has AMX.
 
-0.27 and 0.28 refuse every MoE there that is not bfloat16. Versions before send it to a loop over experts, which then
-fails: it makes an activation module in the middle of a forward, where vLLM has no config. Their vector kernel takes
-float32 on the same CPU and is what a CPU without AMX uses (``fused_moe/cpu_fused_moe.py``, ``check_grouped_gemm``), so
-that is taken. ``tests/rollout/test_vllm_remedies.py`` fails on the day that vLLM does it itself.
+vLLM 0.27 and 0.28 refuse every MoE there that is not bfloat16. Earlier versions use a loop over experts, which fails
+because it makes an activation module during a forward, where vLLM has no config. Their vector kernel supports float32
+on the same CPU and is what a CPU without AMX uses (``fused_moe/cpu_fused_moe.py``, ``check_grouped_gemm``), so the shim
+selects it. ``tests/rollout/test_vllm_remedies.py`` fails once vLLM no longer needs the shim.
 """
 
 import functools
@@ -18,7 +18,7 @@ __all__ = ["install"]
 
 
 def install() -> None:
-    """Wrap the check, once per process; does nothing off the CPU platform or where vLLM has no such check."""
+    """Wrap the check, once per process; no-op on other platforms and on versions without the check."""
     if not current_platform.is_cpu():
         return
     module = cpu_experts_module()
@@ -46,7 +46,7 @@ def install() -> None:
 
 
 def _use_plain_silu(module: Any) -> None:
-    """Have the loop over experts, for sizes that no kernel takes, call the function and make no module."""
+    """Make the loop over experts, used for sizes that no kernel supports, call SiLU without making a module."""
     from vllm.model_executor.layers.activation import SiluAndMul
 
     activations = getattr(module, "_CPU_MOE_ACT_FN", {})

@@ -1,9 +1,10 @@
-"""Read the weights that a running vLLM model really computes with.
+"""Reads back the weights that a running vLLM model computes with.
 
-On a GPU they are its parameters. On vLLM's CPU build they are not: a linear layer keeps a packed copy in a closure and
-drops its parameter, an experts layer packs its parameters. Both are read back through vLLM's own operators, exactly: a
-linear layer is applied to the identity matrix (each output is 1 * w plus zeros), and an experts layer's packing is a
-permutation that packing the indices reveals. Imports torch alone; vLLM's objects are told by their attributes.
+On a GPU these are its parameters. On vLLM's CPU build they are not: a linear layer keeps a packed copy in a closure and
+drops its parameter, and an experts layer packs its parameters. Both are read back exactly through vLLM's own operators:
+a linear layer is applied to the identity matrix (each output is 1 * w plus zeros), and the permutation by which an
+experts layer packs its weights is found by packing indices. Imports torch only; vLLM's objects are recognized by their
+attributes.
 """
 
 import functools
@@ -14,24 +15,24 @@ import torch
 
 from ..layout.layout_check import prefix_of
 
-__all__ = ["running_tensors", "unpack_by_index"]
+__all__ = ["running_weights", "unpack_by_index"]
 
 # Kernels that compute with w13_weight and w2_weight as vLLM's loader leaves them.
 _PLAIN_EXPERT_BACKENDS = ("TRITON", "BATCHED_TRITON", "NONE")
 
 
-def running_tensors(model: torch.nn.Module, packed_linears: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield ``(name, tensor)`` of every parameter and persistent buffer of this rank's share of the model.
+def running_weights(model: torch.nn.Module, packed_linears: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield ``(name, tensor)`` of every parameter and persistent buffer of this rank's part of the model.
 
     Names are vLLM's, with experts at ``<moe>.experts.w13_weight`` ``[E, 2 I / tp, D]`` and ``...w2_weight``
-    ``[E, D, I / tp]`` whatever the version calls the module in between. The language-model head comes as what
-    multiplies the hidden states, also where it is tied to the embedding.
+    ``[E, D, I / tp]`` whatever the version calls the module in between. The language-model head is the matrix that
+    multiplies the hidden states, even if it is tied to the embedding.
 
     Args:
-        packed_linears: also those of linear layers that can only be read by applying them to an identity matrix.
+        packed_linears: whether to include linear layers that can only be read by applying them to an identity matrix.
 
     Raises:
-        RuntimeError: an experts kernel whose layout is not known here.
+        RuntimeError: the layout of an experts kernel is not known here.
     """
     heads = {id(layer) for name, layer in model.named_modules(remove_duplicate=False) if name.endswith("lm_head")}
     for name, layer in model.named_modules():
@@ -47,7 +48,7 @@ def running_tensors(model: torch.nn.Module, packed_linears: bool = True) -> Iter
                 tensor = _packed_linear(layer)
             yield prefix + tensor_name, tensor.detach()
     for name, layer in model.named_modules(remove_duplicate=False) if packed_linears else ():
-        # An embedding that is also the head was read as the table it is; this is what its packed copy holds.
+        # A tied embedding was read above as a table; here the packed copy that it holds as the head is read.
         if name.endswith("lm_head") and hasattr(layer, "cpu_linear") and type(layer).__name__ != "ParallelLMHead":
             yield f"{name}.weight", _packed_linear(layer)
 
@@ -57,13 +58,13 @@ def _own_tensors(layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
         if parameter is not None:
             yield name, parameter
     for name, buffer in layer._buffers.items():
-        # A leading underscore marks vLLM's own state (expert maps, attention scales), which no checkpoint has.
+        # A leading underscore marks vLLM's own state (expert maps, attention scales), which checkpoints lack.
         if buffer is not None and name not in layer._non_persistent_buffers_set and not name.startswith("_"):
             yield name, buffer
 
 
 def _packed_linear(layer: Any) -> torch.Tensor:
-    """The ``[out, in]`` matrix behind a packed CPU linear layer, by applying the layer to the identity."""
+    """Return the ``[out, in]`` matrix of a packed CPU linear layer by applying the layer to the identity."""
     size = getattr(layer, "input_size_per_partition", None) or getattr(layer, "embedding_dim", None) or layer.input_size
     dtype = getattr(layer, "params_dtype", None) or layer.weight.dtype
     return layer.quant_method.apply(layer, torch.eye(size, dtype=dtype)).t().contiguous()
@@ -85,7 +86,7 @@ def _experts(prefix: str, layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def _expert_weights(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     method = layer.quant_method
     kernel = getattr(method, "cpu_fused_moe", None)
-    # From 0.29 on the kernel is another object, and there is one instruction set for each of its classes.
+    # From 0.29 on the kernel is another object, with one class per instruction set.
     isa = getattr(getattr(getattr(method, "moe_kernel", None), "fused_experts", None), "isa", None)
     if kernel is None and isa is not None:
         pack: Callable[..., torch.Tensor] = functools.partial(_prepack, isa=isa)
@@ -93,7 +94,7 @@ def _expert_weights(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
         backend = getattr(getattr(method, "unquantized_backend", None), "name", "NONE")
         if backend not in _PLAIN_EXPERT_BACKENDS:
             raise RuntimeError(
-                f"reading the experts of vLLM's {backend} backend back: its weight layout is not known here"
+                f"can't read back experts of vLLM's {backend} backend: its weight layout is not known here"
             )
         return layer.w13_weight.detach(), layer.w2_weight.detach()
     elif type(kernel).__name__ == "SGLFusedMOE":
@@ -121,7 +122,7 @@ def _prepack(weight: torch.Tensor, isa: str) -> torch.Tensor:
 
 
 def unpack_by_index(packed: torch.Tensor, pack: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Invert a packing that permutes the elements of each expert.
+    """Invert a packing that permutes the elements within each expert.
 
     Args:
         packed: ``[E, N, K]``, the output of ``pack``.
@@ -135,7 +136,7 @@ def unpack_by_index(packed: torch.Tensor, pack: Callable[[torch.Tensor], torch.T
     source = torch.zeros_like(index)
     base = 1
     while base <= rows * columns:
-        # A digit at a time: 0..255 is exact in every floating-point dtype of weights.
+        # Pack the indices one base-256 digit at a time: 0..255 is exact in every floating-point dtype of weights.
         digit = (index // base % 256).to(packed.dtype).view(1, rows, columns)
         source += pack(digit).flatten().long() * base
         base *= 256

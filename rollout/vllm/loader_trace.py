@@ -1,8 +1,8 @@
-"""Where vLLM's own loaders put every element of a model: the layout of ``layout/vllm_layout.py``, recorded.
+"""Traces where vLLM's own loaders put every element of a model, to check ``layout/vllm_layout.py``.
 
-Nothing is moved. The trainer's tensors are stood for by tensors on the meta device; whatever views naming and loaders
-take of them, torch keeps their storage, offset and strides. A dispatch mode sees the copies with which loaders end, and
-their two sides tell a box of a tensor and a box of a parameter. Imports torch alone; ``worker.py`` has the model.
+No values are moved. Tensors on the meta device stand for the trainer's; whatever views naming and loaders take of them,
+torch keeps storage, offset and strides. A dispatch mode intercepts the copies with which loaders end, and from their
+two sides computes a block of a tensor and a block of a parameter. Imports torch only; ``worker.py`` passes the model.
 """
 
 import math
@@ -16,14 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...engine.model import hf_names
 from ...engine.model.hf_convert import storage_id
 from ...engine.topology.index_ranges import IndexRange
-from ..layout.vllm_layout import Need, Tensor
+from ..layout.vllm_layout import TargetSlice, TensorSpec
 
-__all__ = ["Recorder", "View", "checkpoint_views", "joined"]
+__all__ = ["LoaderTracer", "View", "checkpoint_views", "merge_slices"]
 
 
 @dataclass(frozen=True)
 class View:
-    """A tensor of a checkpoint, as a strided view of one of the trainer's (``torch.as_strided``)."""
+    """A checkpoint tensor described as a strided view of a trainer tensor (``torch.as_strided``)."""
 
     name: str
     tensor: str
@@ -33,51 +33,51 @@ class View:
     offset: int
 
 
-def checkpoint_views(model: Any, tensors: Iterable[Tensor]) -> list[View]:
-    """What vLLM's loader is given of each of the trainer's tensors.
+def checkpoint_views(model: Any, tensors: Iterable[TensorSpec]) -> list[View]:
+    """Describe the checkpoint tensors that vLLM's loader receives as views of the trainer's tensors.
 
     Raises:
-        ValueError: naming makes a new tensor of several, or of a part that is no view.
+        ValueError: a checkpoint tensor is not a view of one trainer tensor.
     """
     stand_ins = {t.name: torch.empty(t.shape, device="meta") for t in tensors}
     names = {storage_id(t): name for name, t in stand_ins.items()}
     views = []
     for name, part in hf_names.as_checkpoint(model, stand_ins.items()):
         if storage_id(part) not in names:
-            raise ValueError(f"{name} is not a view of one of the trainer's tensors, but made of them.")
+            raise ValueError(f"{name} is not a view of one trainer tensor.")
         own = names[storage_id(part)]
         shape = tuple(stand_ins[own].shape)
         views.append(View(name, own, shape, tuple(part.shape), tuple(part.stride()), int(part.storage_offset())))
     return views
 
 
-class Recorder(TorchDispatchMode):
-    """Notes every copy of a view into a parameter, in place of doing it.
+class LoaderTracer(TorchDispatchMode):
+    """Records every copy of a view into a parameter instead of executing it.
 
     Args:
-        views: of a checkpoint, see ``checkpoint_views``.
-        parameters: of the receiving model, by name; contiguous, on any device.
+        views: the checkpoint tensors (``checkpoint_views``).
+        parameters: the receiving model's parameters by name; contiguous, on any device.
     """
 
     def __init__(self, views: Sequence[View], parameters: Mapping[str, torch.Tensor]):
         super().__init__()
         self._views = views
         self._tensors = {view.tensor: torch.empty(view.shape, device="meta") for view in views}
-        # The shape comes from here: ``parameter.data`` in a loader is another tensor of the same storage.
+        # Keyed by storage, since ``parameter.data`` in a loader is another tensor of the same storage.
         self._sources = {storage_id(tensor): (name, tensor) for name, tensor in self._tensors.items()}
         self._targets: dict[int, tuple[str, torch.Tensor]] = {}
-        for name, tensor in parameters.items():  # of a parameter with several names, the first one counts
+        for name, tensor in parameters.items():  # a parameter with several names gets the first
             self._targets.setdefault(storage_id(tensor), (name, tensor))
-        self._needs: dict[str, set[Need]] = {}
+        self._slices: dict[str, set[TargetSlice]] = {}
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """The checkpoint for the model's ``load_weights``, without values."""
+        """Yield the checkpoint tensors, without values, for the model's ``load_weights``."""
         for view in self._views:
             yield view.name, self._tensors[view.tensor].as_strided(view.size, view.stride, view.offset)
 
-    def needs(self) -> dict[str, list[Need]]:
-        """What the model takes, by the trainer's name, as few boxes as can be; nothing of what it ignores."""
-        return {name: joined(needs) for name, needs in self._needs.items()}
+    def slices(self) -> dict[str, list[TargetSlice]]:
+        """Return the slices that the model loaded, merged, by the trainer's name; ignored tensors have no entry."""
+        return {name: merge_slices(slices) for name, slices in self._slices.items()}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is not torch.ops.aten.copy_.default:
@@ -85,48 +85,52 @@ class Recorder(TorchDispatchMode):
         target, source = args[:2]
         if storage_id(source) not in self._sources:
             if source.is_meta:
-                raise ValueError("a loader copies a tensor that it has made, and not a view of one that it was given.")
+                raise ValueError(
+                    "a loader copies a tensor that it has made instead of a view of one that it was given."
+                )
             return func(*args, **(kwargs or {}))
         name, tensor = self._sources[storage_id(source)]
         if storage_id(target) not in self._targets:
-            raise ValueError(f"a loader copies {name} to a place that is no parameter.")
+            raise ValueError(f"a loader copies {name} to memory that is not a parameter's.")
         parameter, whole = self._targets[storage_id(target)]
-        box, dims = _box(tensor.shape, source)
-        there, dims_there = _box(whole.shape, target)
+        block, dims = _box(tensor.shape, source)
+        target_block, target_dims = _box(whole.shape, target)
         dropped = tensor.dim() - whole.dim()
-        if dropped < 0 or math.prod(tensor.shape[:dropped]) != 1 or dims != tuple(d + dropped for d in dims_there):
-            raise ValueError(f"a loader turns dims of {name} {list(tensor.shape)} for {parameter} {list(whole.shape)}.")
-        self._needs.setdefault(name, set()).add(Need(box, parameter, there.low))
+        if dropped < 0 or math.prod(tensor.shape[:dropped]) != 1 or dims != tuple(d + dropped for d in target_dims):
+            raise ValueError(
+                f"a loader permutes dims of {name} {list(tensor.shape)} for {parameter} {list(whole.shape)}."
+            )
+        self._slices.setdefault(name, set()).add(TargetSlice(block, parameter, target_block.low))
         return target
 
 
-def joined(needs: Iterable[Need]) -> list[Need]:
-    """The same elements in the same places, with boxes that continue one another made one; sorted."""
-    found = sorted(needs, key=lambda n: (n.parameter, n.box))
+def merge_slices(slices: Iterable[TargetSlice]) -> list[TargetSlice]:
+    """Merge slices that are adjacent in both tensor and parameter; returns them sorted."""
+    found = sorted(slices, key=lambda n: (n.parameter, n.block))
     for dim in reversed(range(len(found[0].at) if found else 0)):
-        # Neighbours along ``dim`` come one after the other in this order.
-        found.sort(key=lambda n: (n.parameter, n.box.low[:dim] + n.box.low[dim + 1 :], n.box.low[dim]))
-        kept: list[Need] = []
-        for need in found:
-            if kept and _continues(kept[-1], need, dim):
-                kept[-1] = Need(
-                    kept[-1].box.with_dim(dim, kept[-1].box.low[dim], need.box.high[dim]), need.parameter, kept[-1].at
-                )
+        # In this order, slices that are adjacent along ``dim`` follow one another.
+        found.sort(key=lambda n: (n.parameter, n.block.low[:dim] + n.block.low[dim + 1 :], n.block.low[dim]))
+        kept: list[TargetSlice] = []
+        for part in found:
+            if kept and _continues(kept[-1], part, dim):
+                last = kept[-1]
+                block = last.block.with_dim(dim, last.block.low[dim], part.block.high[dim])
+                kept[-1] = TargetSlice(block, part.parameter, last.at)
             else:
-                kept.append(need)
+                kept.append(part)
         found = kept
-    return sorted(found, key=lambda n: (n.parameter, n.box))
+    return sorted(found, key=lambda n: (n.parameter, n.block))
 
 
-def _continues(first: Need, second: Need, dim: int) -> bool:
-    size = first.box.high[dim] - first.box.low[dim]
-    box = first.box.with_dim(dim, first.box.high[dim], second.box.high[dim])
+def _continues(first: TargetSlice, second: TargetSlice, dim: int) -> bool:
+    size = first.block.high[dim] - first.block.low[dim]
+    block = first.block.with_dim(dim, first.block.high[dim], second.block.high[dim])
     at = (*first.at[:dim], first.at[dim] + size, *first.at[dim + 1 :])
-    return first.parameter == second.parameter and box == second.box and at == second.at
+    return first.parameter == second.parameter and block == second.block and at == second.at
 
 
 def _box(shape: Sequence[int], view: torch.Tensor) -> tuple[IndexRange, tuple[int, ...]]:
-    """The box of a contiguous tensor of ``shape`` that ``view`` is, and which of its dims each longer one is."""
+    """Return the block of a contiguous tensor of ``shape`` that ``view`` covers, and the dims of its sizes above 1."""
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     rest, low = view.storage_offset(), []
     for stride in strides:
@@ -138,7 +142,7 @@ def _box(shape: Sequence[int], view: torch.Tensor) -> tuple[IndexRange, tuple[in
             continue
         dim = next((d for d, s in enumerate(strides) if s == stride and shape[d] > 1), None)
         if dim is None or low[dim] + size > shape[dim]:
-            raise ValueError(f"a view {list(view.shape)} of a tensor {list(shape)} is no box of it.")
+            raise ValueError(f"a view {list(view.shape)} of a tensor {list(shape)} is not a contiguous block of it.")
         high[dim] = low[dim] + size
         dims.append(dim)
     return IndexRange(tuple(low), tuple(high)), tuple(dims)

@@ -1,9 +1,9 @@
-"""One layer-wise reload of the models in a vLLM worker, strict about what arrives (the transport: ``worker.py``).
+"""A layer-wise reload of the models in a vLLM worker that checks that every element is received.
 
-vLLM's reload (``vllm/model_executor/model_loader/reload``) lets a layer wait until it has all of its tensors, then
-loads and processes it as at start-up and copies the result into the storage that kernels and CUDA graphs know. Here
-every call of a weight loader is followed, so that what is missing, unknown or lost has a name; slices of parameters
-are taken beside whole tensors.
+vLLM's reload (``vllm/model_executor/model_loader/reload``) collects the tensors of a layer until they are complete,
+then loads and processes the layer as at start-up and copies the result into the memory that kernels and CUDA graphs
+use. This one also tracks every call of a weight loader, so that an error can name the tensor that is missing, unknown
+or lost, and it accepts slices of parameters besides full tensors.
 """
 
 import math
@@ -16,11 +16,11 @@ from verl.workers.rollout.vllm_rollout.weight_update_utils import apply_buffer_u
 
 from ..layout.layout_check import prefix_of
 from ..layout.slice_names import is_slice, parse_slice
-from ..layout.vllm_layout import Need
-from ..transport.checksums import Placements
+from ..layout.vllm_layout import TargetSlice
+from ..transport.checksums import PlacedChecksums
 from ..transport.watched_sockets import WeightSyncError
 from . import reload_shims
-from .accounting import KeptCalls, LayerRecord
+from .accounting import CountingCallList, LayerRecord
 from .compat import (
     ATTENTION,
     LEAVES_NON_PERSISTENT_BUFFERS,
@@ -31,8 +31,8 @@ from .compat import (
     initialize_layerwise_reload,
     make_online_process_loader,
 )
-from .loaded_weights import running_tensors
-from .loader_trace import Recorder, View
+from .loaded_weights import running_weights
+from .loader_trace import LoaderTracer, View
 
 __all__ = ["Reload", "slice_loader"]
 
@@ -40,53 +40,58 @@ _LISTED = 5
 
 
 class Reload:
-    """One layer-wise reload of every model that takes weights (the actor, and a draft model beside it)."""
+    """One layer-wise reload of every model of a worker: the actor and, if there is one, its draft model.
+
+    Args:
+        models: pairs of a model and its vLLM model config.
+        verify: whether to compare loaded slices with the weights that the model computes with afterwards.
+    """
 
     def __init__(self, models: list[tuple[Any, Any]], parallel_config: Any, verify: bool = False):
         self._models = models
         self._verify = verify
-        self._placed = Placements()
+        self._checksums = PlacedChecksums()
         self._parallel = parallel_config
         self._layers: list[LayerRecord] = []
         self._buffer_names: set[str] = set()
-        self._left_out: set[str] = set()
+        self._excluded_modules: set[str] = set()
         self._buffer_updates: list[tuple[str, torch.Tensor]] = []
         self._buffers: list[tuple[torch.nn.Module, dict[str, torch.Tensor], set[str]]] = []
         self._kernels: list[tuple[Any, Any]] = []
-        self._kept_buffers: list[tuple[str, torch.nn.Module, torch.Tensor, torch.Tensor]] = []
+        self._saved_buffers: list[tuple[str, torch.nn.Module, torch.Tensor, torch.Tensor]] = []
         self.names: set[str] = set()
         self.unused: list[str] = []
         self.loader_calls = 0
         self.touched_storages: set[int] = set()
         self._owners: dict[str, tuple[torch.nn.Module, str]] = {}
         self._loaders: list[tuple[torch.Tensor, Any]] = []
-        self._landings: dict[str, torch.Tensor] = {}
+        self._slice_buffers: dict[str, torch.Tensor] = {}
 
     def start(self) -> None:
-        """Put every layer on meta, ready to take its tensors."""
+        """Put every layer's tensors on meta and start to collect new ones."""
         for model, _ in self._models:
             self._buffer_names.update(name for name, _ in model.named_buffers())
             reload_shims.prepare_model(model)
             for layer in model.modules():
                 if (kernel := reload_shims.prepare_layer(layer)) is not None:
                     self._kernels.append((layer.quant_method, kernel))
-                self._keep_buffers(layer)
+                self._save_buffers(layer)
             initialize_layerwise_reload(model)
             known = {id(record.layer) for record in self._layers}
             for name, layer in model.named_modules():
-                if type(layer).__name__ == "StageMissingLayer":  # a tower for inputs that the user has excluded
-                    self._left_out.add(name)
-                # vLLM starts a layer that two models share (a draft model's embedding) once, and so do we.
+                if type(layer).__name__ == "StageMissingLayer":  # an encoder of inputs that the user has disabled
+                    self._excluded_modules.add(name)
+                # vLLM starts a layer that two models share (a draft model's embedding) only once.
                 if id(layer) not in known and not isinstance(layer, ATTENTION):
                     record = LayerRecord(name, layer, get_layerwise_info(layer), SKIP_LOAD_TENSORS)
-                    record.info.loaded_weights = KeptCalls(record, self)
+                    record.info.loaded_weights = CountingCallList(record, self)
                     self._layers.append(record)
 
     def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        """Take one bucket; its memory may be reused as soon as this returns.
+        """Load one bucket; its memory may be reused once this returns.
 
         Raises:
-            WeightSyncError: a name came twice. vLLM counts elements, so a repeated tensor would hide a missing one.
+            WeightSyncError: a name was sent twice. vLLM counts elements, so a repeated tensor would hide a missing one.
         """
         kept: list[tuple[str, torch.Tensor]] = []
         for name, tensor in weights:
@@ -94,20 +99,20 @@ class Reload:
                 raise WeightSyncError(f"the tensor {name} was sent twice in one weight sync")
             self.names.add(name)
             if is_slice(name):
-                self._place(*parse_slice(name), tensor)
+                self._load_slice(*parse_slice(name), tensor)
                 continue
-            # A layer waits with its tensors until it has all of them, and buckets are reused: it needs its own.
+            # vLLM keeps tensors until their layer is complete, and the bucket is reused before that: copy them.
             (self._buffer_updates if name in self._buffer_names else kept).append((name, tensor.clone()))
         self.touched_storages.clear()
         used: set[str] = set()
         for model, _ in self._models:
-            model.load_weights(self._follow(kept, used))
+            model.load_weights(self._tracked(kept, used))
         for name, tensor in kept:
             if name not in used and tensor.untyped_storage().data_ptr() not in self.touched_storages:
                 self.unused.append(name)
 
-    def _place(self, parameter: str, corner: tuple[int, ...], values: torch.Tensor) -> None:
-        """Take a slice of one of this worker's own parameters, from ``corner`` on.
+    def _load_slice(self, parameter: str, corner: tuple[int, ...], values: torch.Tensor) -> None:
+        """Load a slice of one of this worker's parameters, which begins at ``corner``.
 
         Raises:
             WeightSyncError: there is no such parameter, or the slice does not fit.
@@ -116,13 +121,13 @@ class Reload:
             self._buffer_updates.append((parameter, values.clone()))
             return
         if not self._owners:
-            self._owners = self._take_slices()
+            self._owners = self._install_slice_loaders()
         if parameter not in self._owners:
             raise WeightSyncError(f"a slice of {parameter} was sent, which vLLM's model does not have on this worker")
         layer, own = self._owners[parameter]
         target = getattr(layer, own)
         extra = max(0, values.dim() - len(corner))
-        if math.prod(values.shape[:extra]) == 1:  # leading dims that the parameter does not have
+        if math.prod(values.shape[:extra]) == 1:  # leading dims that the parameter lacks
             values = values.reshape(values.shape[extra:])
         stop = [c + s for c, s in zip(corner, values.shape, strict=False)]
         fits = len(corner) == target.dim() == values.dim() and all(
@@ -134,18 +139,17 @@ class Reload:
                 f"{list(target.shape)} on this worker"
             )
         if self._verify:
-            self._placed.add(parameter, corner, values.to(target.dtype))
+            self._checksums.add(parameter, corner, values.to(target.dtype))
         if target.is_meta:
-            if parameter not in self._landings:
-                self._landings[parameter] = _landing(layer, own, target)
-            place = self._landings[parameter][_at(corner, values)]
-            values = place.copy_(values)
-        else:  # a bias: vLLM leaves it where it is, and yet has its values wait
+            if parameter not in self._slice_buffers:
+                self._slice_buffers[parameter] = _slice_buffer(layer, own, target)
+            values = self._slice_buffers[parameter][_at(corner, values)].copy_(values)
+        else:  # a bias: vLLM does not put it on meta but still defers its loading
             values = values.clone()
         target.weight_loader(target, values, corner)
 
-    def _take_slices(self) -> dict[str, tuple[torch.nn.Module, str]]:
-        """Have every layer that waits take slices of its parameters instead of tensors of a checkpoint."""
+    def _install_slice_loaders(self) -> dict[str, tuple[torch.nn.Module, str]]:
+        """Replace the weight loaders of all layers by ones that load slices; return layer and name by parameter."""
         owners = {}
         for prefix, layer in self._prefixes():
             for own, tensor in get_layer_tensors(layer).items():
@@ -153,32 +157,32 @@ class Reload:
                     continue
                 owners[prefix + own] = (layer, own)
                 self._loaders.append((tensor, getattr(tensor, "weight_loader", None)))
-                tensor.weight_loader = slice_loader(layer, prefix + own, self._landings)
-                if own not in SKIP_LOAD_TENSORS:  # vLLM neither waits for these nor puts them on meta
+                tensor.weight_loader = slice_loader(layer, prefix + own, self._slice_buffers)
+                if own not in SKIP_LOAD_TENSORS:  # vLLM neither defers these nor puts them on meta
                     tensor.weight_loader = make_online_process_loader(layer, own)
         return owners
 
-    def record(self, views: Sequence[View]) -> dict[str, list[Need]]:
-        """Have the models load tensors without values, and note what would have gone where."""
+    def trace_loaders(self, views: Sequence[View]) -> dict[str, list[TargetSlice]]:
+        """Run the models' loaders on tensors without values and return what they would have copied where."""
         for record in self._layers:
-            record.info.load_numel = -(1 << 62)  # never enough, so that no layer is processed
+            record.info.load_numel = -(1 << 62)  # so low that no layer becomes complete and is processed
         parameters = {
             prefix + own: tensor
             for prefix, layer in self._prefixes()
             for own, tensor in get_layer_tensors(layer).items()
         }
-        with Recorder(views, parameters) as recorder:
+        with LoaderTracer(views, parameters) as tracer:
             for model, _ in self._models:
-                model.load_weights(recorder.weights())
-        return recorder.needs()
+                model.load_weights(tracer.weights())
+        return tracer.slices()
 
     def _prefixes(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Every layer, and what its tensors' names begin with."""
+        """Yield every layer with the prefix of its tensors' names."""
         for record in self._layers:
             yield prefix_of(record.name), record.layer
 
-    def _follow(self, weights, used: set[str]):
-        """Hand the tensors over one by one and note which of them made a weight loader run."""
+    def _tracked(self, weights, used: set[str]):
+        """Yield the tensors and add to ``used`` the names of those for which a weight loader was called."""
         for name, tensor in weights:
             before = self.loader_calls
             yield name, tensor
@@ -186,29 +190,29 @@ class Reload:
                 used.add(name)
 
     def finish(self) -> None:
-        """Process what is left and put the model back to work.
+        """Process the remaining layers and end the reload.
 
         Raises:
-            WeightSyncError: a layer did not receive every element, a name reached no parameter, or a slice got lost.
+            WeightSyncError: a layer did not receive every element, no parameter took a tensor, or a slice was lost.
         """
         tied = self._check_complete()
         self._check_unused()
         self._finalize()
         for record in tied:
-            # A tied layer shares the parameter but may hold a packed copy of it, which nothing else refreshes.
+            # A tied layer shares the parameter but may hold a packed copy of it, which only this refreshes.
             record.layer.quant_method.process_weights_after_loading(record.layer)
         loaded = {(id(record.layer), name) for record in self._layers for name in record.called}
-        for name, layer, buffer, before in self._kept_buffers:
+        for name, layer, buffer, before in self._saved_buffers:
             if (id(layer), name) not in loaded:
                 buffer.copy_(before)
         for model, _ in self._models:
             apply_buffer_updates(model, self._buffer_updates)
-        # What it takes a computation to read is left out.
-        if wrong := self._placed.difference(running_tensors(self._models[0][0], packed_linears=False)):
+        # Without packed linear layers: reading them back takes a matrix product each.
+        if wrong := self._checksums.difference(running_weights(self._models[0][0], packed_linears=False)):
             raise WeightSyncError(wrong)
 
     def abandon(self) -> None:
-        """Give the model its parameters back, so that nothing is left on meta; what came stays, even half a layer."""
+        """End a failed reload so that nothing stays on meta; loaded values stay, even those of an incomplete layer."""
         for record in self._layers:
             if not record.is_loaded:
                 record.info.load_numel = 0
@@ -226,16 +230,16 @@ class Reload:
                 if layer._buffers.get(name) is not buffer:
                     layer.register_buffer(name, buffer)
             layer._non_persistent_buffers_set = non_persistent
-        # vLLM keeps the meta tensors for the next reload, which may bring whole tensors.
-        for tensor, loader in reversed(self._loaders):  # a tensor that two layers share was noted twice
+        # vLLM reuses the meta tensors in the next reload, which may load full tensors: restore their loaders.
+        for tensor, loader in reversed(self._loaders):  # reversed, since a tensor that two layers share is listed twice
             if loader is None:
                 del tensor.weight_loader  # type: ignore[attr-defined]
             else:
                 tensor.weight_loader = loader  # type: ignore[attr-defined]
 
-    def _keep_buffers(self, layer: torch.nn.Module) -> None:
-        # vLLM copies a fresh, uninitialised buffer over one that no loader filled, and versions before 0.27 forget
-        # which buffers were not persistent and those that are views of parameters (they are not among `renewed`).
+    def _save_buffers(self, layer: torch.nn.Module) -> None:
+        # vLLM overwrites a buffer that no loader filled with uninitialized memory, and versions before 0.27 lose track
+        # of non-persistent buffers and of those that are views of parameters (which are not in `renewed`).
         buffers = {name: buffer for name, buffer in layer._buffers.items() if buffer is not None}
         self._buffers.append((layer, buffers, set(layer._non_persistent_buffers_set)))
         if not any(parameter is not None for parameter in layer._parameters.values()):
@@ -244,10 +248,10 @@ class Reload:
         for name, buffer in buffers.items():
             is_left = LEAVES_NON_PERSISTENT_BUFFERS and name in layer._non_persistent_buffers_set
             if name in renewed and not is_left:
-                self._kept_buffers.append((name, layer, buffer, buffer.clone()))
+                self._saved_buffers.append((name, layer, buffer, buffer.clone()))
 
     def _check_complete(self) -> list[LayerRecord]:
-        """Raise unless all layers are complete; return those that share their parameters with a complete one."""
+        """Raise unless all layers are complete; return those that share all parameters with complete layers."""
         owners: dict[int, list[LayerRecord]] = {}
         for record in self._layers:
             for parameter in record.kernel_parameters:
@@ -274,62 +278,63 @@ class Reload:
 
     def _check_unused(self) -> None:
         if self._parallel.pipeline_parallel_size > 1:
-            return  # a stage rightly drops the other stages' tensors
+            return  # a pipeline stage drops the other stages' tensors
         if any(not self._may_be_unused(name) for name in self.unused):
             raise WeightSyncError(self._unused_text())
 
     def _unused_text(self) -> str:
         names = [name for name in self.unused if not self._may_be_unused(name)]
         if not names:
-            return "Every tensor that was sent reached a parameter."
+            return "Every tensor that was sent was loaded into a parameter."
         return (
-            f"{len(names)} tensors were sent that vLLM's model silently ignored, so their names are not its checkpoint "
-            f"names: {', '.join(names[:_LISTED])}{', ...' if len(names) > _LISTED else ''}."
+            f"{len(names)} tensors were sent that vLLM's model silently ignored, because it does not know their names: "
+            f"{', '.join(names[:_LISTED])}{', ...' if len(names) > _LISTED else ''}."
         )
 
     def _may_be_unused(self, name: str) -> bool:
         config = self._models[0][1].hf_text_config
         last = name.rpartition(".")[2]
         if last in SKIP_LOAD_TENSORS or last == "inv_freq":
-            return True  # loaded past the counting wrappers; computed, not loaded
+            return True  # loaded without the counting wrappers, or computed
         if name.endswith("lm_head.weight") and getattr(config, "tie_word_embeddings", False):
             return True
         if self._parallel.enable_expert_parallel and ".experts." in name:
-            return True  # other ranks' experts are dropped once this rank's are complete
-        if any(f".{tower}." in f".{name}" for tower in self._left_out):
+            return True  # other ranks' experts are ignored once this rank's are complete
+        if any(f".{module}." in f".{name}" for module in self._excluded_modules):
             return True
-        # Multi-token-prediction layers come after the model's own, and without a draft model nobody takes them.
+        # Multi-token-prediction layers follow the model's own; without a draft model no parameter takes them.
         numbers = re.findall(r"(?:^|\.)layers\.(\d+)\.", name)
         return name.startswith("mtp.") or any(int(n) >= config.num_hidden_layers for n in numbers)
 
 
-def _landing(layer: torch.nn.Module, own: str, target: torch.Tensor) -> torch.Tensor:
-    """Where slices of a parameter on meta wait: in the running one's memory if that is alike, else in some of its own.
+def _slice_buffer(layer: torch.nn.Module, own: str, target: torch.Tensor) -> torch.Tensor:
+    """Return memory that collects the slices of a parameter on meta until its layer is complete.
 
-    vLLM makes of a layer what its kernels want once all of it is there, and copies that into the running parameters; so
-    values in their old layout may lie there as long, if no other tensor of the layer does.
+    It is the running parameter's memory if that has the same shape, strides and dtype and is not shared with other
+    tensors of the layer: vLLM processes the complete layer into new memory and only then copies it into the running
+    parameters. Otherwise it is newly allocated.
     """
     info = get_layerwise_info(layer)
     running = info.kernel_tensors[0].get(own)
     storages = [t.untyped_storage().data_ptr() for kept in info.kernel_tensors for t in kept.values()]
     if running is not None and storages.count(running.untyped_storage().data_ptr()) == 1:
-        mine, its = ((t.shape, t.stride(), t.dtype) for t in (running, target))
-        if mine == its:
+        own_layout, target_layout = ((t.shape, t.stride(), t.dtype) for t in (running, target))
+        if own_layout == target_layout:
             return running.data
     return torch.empty_like(target, device=info.restore_device, requires_grad=False)
 
 
-def slice_loader(layer: Any, parameter: str, landings: dict[str, torch.Tensor]) -> Callable[..., None]:
-    """A weight loader that places its values as they are, and zeroes the rows that vLLM pads a vocabulary with.
+def slice_loader(layer: Any, parameter: str, buffers: dict[str, torch.Tensor]) -> Callable[..., None]:
+    """Return a weight loader that copies slices into a parameter and zeroes the padding rows of a vocabulary.
 
     Args:
-        landings: where slices of a parameter wait by the parameter's name; that becomes the parameter, uncopied.
+        buffers: memory that collects slices, by the parameter's name; it becomes the parameter's data without a copy.
     """
     rows = layer.shard_indices.num_org_elements if hasattr(layer, "shard_indices") else None
 
     def load(param: torch.Tensor, values: torch.Tensor, corner: tuple[int, ...]) -> None:
-        if not param.is_meta and parameter in landings:
-            param.data = landings.pop(parameter)
+        if not param.is_meta and parameter in buffers:
+            param.data = buffers.pop(parameter)
         if param.is_meta or values.untyped_storage().data_ptr() != param.untyped_storage().data_ptr():
             param.data[_at(corner, values)].copy_(values)
         if rows is not None:

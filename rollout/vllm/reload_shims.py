@@ -1,4 +1,4 @@
-"""Remedies for what vLLM's layer-wise reload trips over; each is a no-op where its cause is absent."""
+"""Shims for defects of vLLM's layer-wise reload; each is a no-op where its cause is absent."""
 
 import functools
 from typing import Any
@@ -10,46 +10,46 @@ from .compat import get_layerwise_info
 
 __all__ = ["prepare_layer", "prepare_model"]
 
-# Models whose loader copies into these parameters itself instead of calling their weight loaders.
-_STRAIGHT_COPIES = {"GptOssModel": ("w13_weight", "w13_bias", "w2_weight", "w2_bias", "sinks")}
+# Models whose loader copies into these parameters directly instead of calling their weight loaders.
+_DIRECT_COPIES = {"GptOssModel": ("w13_weight", "w13_bias", "w2_weight", "w2_bias", "sinks")}
 
 
 def prepare_layer(layer: Any) -> Any:
-    """Make a layer ready for ``initialize_layerwise_reload``.
+    """Prepare a layer for ``initialize_layerwise_reload``.
 
     Returns:
-        The kernel that was taken from ``layer.quant_method``; to be put back if the reload makes no other.
+        The kernel that was removed from ``layer.quant_method``, to be restored if the reload makes no new one.
     """
     method = getattr(layer, "quant_method", None)
     kernel = getattr(method, "moe_kernel", None) if current_platform.is_cpu() else None
     if method is not None and kernel is not None:
-        # With a kernel in place vLLM 0.28 to 0.32 takes the reload for an in-place update and skips the CPU packing.
+        # With a kernel present, vLLM 0.28 to 0.32 treats the reload as an in-place update and skips the CPU packing.
         method.moe_kernel = None
     recorded = get_layerwise_info(layer).restore_metadata
     for tensor in [*layer._parameters.values(), *recorded[0].values(), *recorded[1].values()]:
         loader = getattr(tensor, "weight_loader", None)
         if isinstance(loader, functools.partial) and not hasattr(loader, "__name__"):
-            setattr(loader, "__name__", "partial_weight_loader")  # noqa: B010 - vLLM tells wrapped loaders by their name
+            setattr(loader, "__name__", "partial_weight_loader")  # noqa: B010 - vLLM recognizes wrapped loaders by name
     return kernel
 
 
 def prepare_model(model: torch.nn.Module) -> None:
-    """The same for a whole model: have the reload count what its loader copies straight into parameters.
+    """Prepare a model whose loader copies directly into parameters, so that the reload counts these copies.
 
-    Without this a reload of gpt-oss loses its experts and attention sinks: the copies end on the meta device.
+    Without this, a reload of gpt-oss loses its experts and attention sinks: their copies go to the meta device.
     """
     for part in model.modules():
-        names = _STRAIGHT_COPIES.get(type(part).__name__, ())
+        names = _DIRECT_COPIES.get(type(part).__name__, ())
         for layer in part.modules() if names else ():
             recorded, _ = get_layerwise_info(layer).restore_metadata
             for name in names:
                 if type(recorded.get(name)) is torch.nn.Parameter:
-                    recorded[name].__class__ = _StraightCopied
-                    recorded[name].weight_loader = _load_straight_copy
+                    recorded[name].__class__ = _DirectlyCopiedParameter
+                    recorded[name].weight_loader = _copy_values
 
 
-class _StraightCopied(torch.nn.Parameter):
-    """A parameter that, while it is on meta, takes ``copy_`` into it or into its ``data`` through its weight loader."""
+class _DirectlyCopiedParameter(torch.nn.Parameter):
+    """A parameter that, while it is on meta, passes ``copy_`` into it or its ``data`` to its weight loader."""
 
     @property
     def data(self):
@@ -66,5 +66,5 @@ class _StraightCopied(torch.nn.Parameter):
         return self
 
 
-def _load_straight_copy(param: torch.Tensor, values: torch.Tensor) -> None:
+def _copy_values(param: torch.Tensor, values: torch.Tensor) -> None:
     torch.Tensor.copy_(param, values)

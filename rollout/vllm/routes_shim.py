@@ -1,8 +1,8 @@
-"""Shim: vLLM does not return the experts that tokens took where its CPU kernel chooses them itself.
+"""Shim that makes vLLM return the routed experts of tokens where its CPU kernel computes the routing itself.
 
-Versions from 0.27 on refuse the whole server ("monolithic MoE kernel"); before, all tokens seem to take expert 0. But
-the kernel's experts come out of one Python function (``select_experts``), so what it returns is captured.
-``tests/rollout/test_vllm_remedies.py`` fails on the day that vLLM does it itself.
+Versions from 0.27 on refuse to start the server ("monolithic MoE kernel"); earlier ones report expert 0 for all tokens.
+The kernel computes its routing in one Python function (``select_experts``), whose result the shim captures.
+``tests/rollout/test_vllm_remedies.py`` fails once vLLM no longer needs the shim.
 """
 
 import functools
@@ -18,7 +18,7 @@ __all__ = ["install"]
 
 
 def install() -> None:
-    """Wrap the two functions, once per process; does nothing off the CPU platform or where vLLM has none such."""
+    """Wrap the two functions, once per process; no-op on other platforms and on versions without them."""
     if not current_platform.is_cpu():
         return
     from vllm.v1.worker import gpu_model_runner
@@ -28,7 +28,7 @@ def install() -> None:
     runner: Any = gpu_model_runner.GPUModelRunner
     if select is None or hasattr(select, "__wrapped__"):
         return
-    captures: list[Callable[[torch.Tensor], None]] = []  # of the layer that computes
+    captures: list[Callable[[torch.Tensor], None]] = []  # stack; the last one belongs to the layer that is computing
 
     @functools.wraps(select)
     def select_experts(*args, **kwargs):
@@ -60,7 +60,7 @@ def install() -> None:
 def _bind(
     stock: Callable[[], None], model: torch.nn.Module, capturer: Any, captures: list[Callable[[torch.Tensor], None]]
 ) -> None:
-    """Bind as vLLM does, and beside it the layers whose kernel chooses experts itself."""
+    """Bind the capturer as vLLM does, and to the layers whose kernel computes the routing itself."""
     try:
         stock()
     except ValueError as error:

@@ -1,8 +1,8 @@
-"""The vLLM side of the weight road: what runs inside a vLLM worker process when weights arrive.
+"""verl's vLLM worker extension that receives and loads the weights of a sync inside a vLLM worker process.
 
-verl's own extension calls ``model.load_weights`` in place and then post-processes the model once more. That is right
-only where a kernel's layout equals the checkpoint's: vLLM's CPU build drops the linear weights it packed, and several
-GPU kernels permute theirs. Here weights go through vLLM's layer-wise reload (``reload.py``).
+verl's own extension calls ``model.load_weights`` in place and then post-processes the model once more. That is correct
+only where a kernel's layout equals the checkpoint's: vLLM's CPU build drops the linear weights that it packed, and
+several GPU kernels permute theirs. This one loads weights by vLLM's layer-wise reload (``reload.py``).
 
 Select it with ``actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls``.
 """
@@ -20,14 +20,14 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from vllm.config import set_current_vllm_config
 from vllm.distributed import get_tp_group
 
-from ..layout.layout_check import difference, held_layout, rank_entry
+from ..layout.layout_check import actual_layout, difference, rank_entry
 from ..layout.verify import digest
-from ..layout.vllm_layout import Need, Rollout
-from ..transport.checksums import Arrivals
+from ..layout.vllm_layout import Rollout, TargetSlice
+from ..transport.checksums import ReceivedChecksums
 from ..transport.watched_sockets import WatchedContext, WeightSyncError
 from . import amx_shim, routes_shim
 from .compat import ATTENTION, SKIP_LOAD_TENSORS, SKIP_TENSORS, get_layer_tensors, get_layerwise_info
-from .loaded_weights import running_tensors
+from .loaded_weights import running_weights
 from .loader_trace import View
 from .reload import Reload
 
@@ -35,17 +35,17 @@ __all__ = ["WeightSyncExtension"]
 
 logger = logging.getLogger(__name__)
 
-# For a sender that names no time-out: longer than any gather between two buckets, and yet not for ever.
+# For a sender that passes no time-out; longer than any gather between two buckets.
 _DEFAULT_TIMEOUT_SECONDS = 300.0
 
 
 class WeightSyncExtension(vLLMColocateWorkerExtension):
-    """verl's worker extension with a strict layer-wise reload. See the module's docstring.
+    """verl's worker extension with a checked layer-wise reload; see the module's docstring.
 
-    Full standard weights are handled here; LoRA adapters, quantised and quantisation-aware models go to verl's class.
+    LoRA adapters and models that are quantised or trained with quantisation are passed on to verl's class.
     """
 
-    device: torch.device | None  # vLLM's worker sets it
+    device: torch.device | None  # set by vLLM's worker
 
     def __new__(cls, **kwargs):
         amx_shim.install()
@@ -60,17 +60,17 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
         sync_timeout_seconds: float = _DEFAULT_TIMEOUT_SECONDS,
         verify: bool = False,
     ) -> None:
-        """Receive every weight of the model from this worker's trainer rank and load them.
+        """Receive all weights of the model from this worker's trainer rank and load them.
 
         Args:
             peft_config, base_sync_done, use_shm: as in verl's method.
             sync_timeout_seconds: longest wait for one message of the sender.
-            verify: the sender's checksums come last: compare them with what arrived, and slices with what is computed
-                with.
+            verify: whether to compare the sender's checksums, which come last, with the received tensors, and slices
+                with the weights that the model then computes with.
 
         Raises:
-            WeightSyncError: the sender went silent, a layer did not receive every element, a name was not used, or
-                values are not those that were sent.
+            WeightSyncError: the sender stopped sending, a layer did not receive every element, no parameter took a
+                name, or values differ from those that were sent.
         """
         quantised = self._is_qat_model or self._is_modelopt_qat or is_quantized_model(self.model_runner.vllm_config)
         if peft_config or quantised:
@@ -85,22 +85,22 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
             receiver.zmq_context,
             sync_timeout_seconds,
             waits_for=f"the trainer rank behind {receiver.zmq_handle}",
-            # The last acknowledgement is sent just before the socket is closed.
+            # The last acknowledgement is sent right before the socket is closed.
             linger_seconds=5.0,
         )
         models = list(self._iter_all_models_with_config())
         reload = Reload(models, self.model_runner.vllm_config.parallel_config, verify)
-        arrivals = Arrivals(verify)
+        received = ReceivedChecksums(verify)
         failure: str | None = None
 
         def on_bucket(weights: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
-            # An error must not leave this function: its traceback would keep views of the shared memory alive, whose
-            # release then fails and hides the cause. The remaining buckets are taken and dropped instead, which also
-            # keeps the trainer ranks, who gather together, in step until the cause reaches them.
+            # An error must not leave this function: its traceback would keep views of the shared memory alive, so that
+            # releasing it would fail and hide the cause. Instead the remaining buckets are received and dropped, which
+            # also lets the trainer ranks finish their collectives before the cause reaches them.
             nonlocal failure
             if failure is None:
                 try:
-                    reload.load(arrivals.take(weights))
+                    reload.load(received.record(weights))
                 except Exception as error:
                     logger.error("weight sync failed:\n%s", traceback.format_exc())
                     failure = f"{type(error).__name__}: {error}"
@@ -111,7 +111,7 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
                 receiver.receive_weights(on_bucket_received=on_bucket)
                 if failure is not None:
                     raise WeightSyncError(f"loading the received weights failed, {failure}")
-                if wrong := arrivals.difference():
+                if wrong := received.difference():
                     raise WeightSyncError(wrong)
                 reload.finish()
             except BaseException:
@@ -119,28 +119,30 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
                 raise
 
     def epfsdp2_check_layout(self, layouts: list[dict[str, str]]) -> None:
-        """Compare what the trainer plans for the workers of this replica with what this worker has.
+        """Compare the trainer's planned layout with this worker's model.
 
         Args:
-            layouts: by worker, see ``layout/layout_check.py``.
+            layouts: the planned layout of each worker of the replica (``layout/layout_check.py``).
 
         Raises:
-            WeightSyncError: they differ; with both digests and the first difference.
+            WeightSyncError: they differ; names both digests and the first difference.
         """
         parallel, group = self.model_runner.vllm_config.parallel_config, get_tp_group()
         rollout = Rollout(group.world_size, parallel.data_parallel_size, parallel.enable_expert_parallel)
         worker = parallel.data_parallel_rank * group.world_size + group.rank_in_group
         if len(layouts) != rollout.workers:
-            raise WeightSyncError(f"the trainer plans for {len(layouts)} workers a replica; vLLM has {rollout.workers}")
+            raise WeightSyncError(
+                f"the trainer plans for {len(layouts)} workers per replica; vLLM has {rollout.workers}"
+            )
         model, config = next(iter(self._iter_all_models_with_config()))
         tied = getattr(config.hf_text_config, "tie_word_embeddings", False)
 
-        def is_needed(name: str, own: str, is_parameter: bool) -> bool:
+        def is_expected(name: str, own: str, is_parameter: bool) -> bool:
             is_optional = not is_parameter or own in SKIP_LOAD_TENSORS or (tied and name == "lm_head.weight")
             return name in layouts[worker] or not is_optional
 
         def built(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-            """Tensors as they were when the model was built; some, as biases, never change and are not recorded."""
+            """Return the layer's tensors as they were built; vLLM does not record those that a reload leaves alone."""
             parameters, buffers = get_layerwise_info(layer).restore_metadata
             unchanged = {name: t for name, t in get_layer_tensors(layer).items() if name in SKIP_TENSORS}
             return {**unchanged, **parameters, **buffers}
@@ -148,16 +150,18 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
         layers = (
             (name, layer, built(layer)) for name, layer in model.named_modules() if not isinstance(layer, ATTENTION)
         )
-        held = held_layout(layers, rank_entry(group.rank_in_group, rollout), is_needed)
+        held = actual_layout(layers, rank_entry(group.rank_in_group, rollout), is_expected)
         if wrong := difference(layouts[worker], held):
-            raise WeightSyncError(f"worker {worker} of a replica: {wrong}. engine.rollout_sync=full needs no plan.")
+            raise WeightSyncError(
+                f"worker {worker} of a replica: {wrong}. engine.rollout_sync=full works without a plan."
+            )
 
     def epfsdp2_digests(self, path: str | None = None) -> dict:
-        """Digests of what this worker's model computes with, for ``verify.compare``.
+        """Compute digests of the weights that this worker's model computes with, for ``verify.compare``.
 
         Args:
-            path: also write the answer to ``<path>.replica-<r>.rank-<tp rank>.json``; verl's server actor drops what a
-                remote call returns.
+            path: also write the result to ``<path>.replica-<r>.rank-<tp rank>.json``, since verl's server actor drops
+                what a remote call returns.
 
         Returns:
             ``{"tp_rank": int, "tp_size": int, "digests": {vLLM's parameter name: digest}}``.
@@ -169,11 +173,11 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
             target = f"{path}.replica-{os.environ.get('VERL_REPLICA_RANK', '0')}.rank-{group.rank_in_group}.json"
             with open(f"{target}.part", "w") as file:
                 json.dump(answer, file)
-            os.replace(f"{target}.part", target)  # a reader sees all of it or nothing
+            os.replace(f"{target}.part", target)  # atomic for readers
         return answer
 
     def epfsdp2_read_parameters(self, names: list[str]) -> dict:
-        """Values of the named parameters of the running model, as ``{name: (dtype, shape, bytes)}``.
+        """Return the values of the named parameters of the running model as ``{name: (dtype, shape, bytes)}``.
 
         Raises:
             KeyError: the model has no such parameter; see ``epfsdp2_digests`` for the names.
@@ -188,23 +192,23 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
             for name in names
         }
 
-    def epfsdp2_layout(self, views: Sequence[View]) -> dict[str, list[Need]]:
-        """Where this worker's loaders put every element of a checkpoint, see ``loader_trace.py``; its weights stay.
+    def epfsdp2_layout(self, views: Sequence[View]) -> dict[str, list[TargetSlice]]:
+        """Trace where this worker's loaders put each checkpoint tensor (``loader_trace.py``); its weights stay.
 
         Args:
-            views: of the checkpoint (``loader_trace.checkpoint_views``).
+            views: the checkpoint tensors (``loader_trace.checkpoint_views``).
 
         Raises:
-            ValueError: a loader does more than copy boxes.
+            ValueError: a loader does more than copy blocks.
         """
         reload = Reload(list(self._iter_all_models_with_config())[:1], self.model_runner.vllm_config.parallel_config)
         with set_current_vllm_config(self.model_runner.vllm_config), torch.no_grad():
             try:
                 reload.start()
-                return reload.record(views)
+                return reload.trace_loaders(views)
             finally:
                 reload.abandon()
 
     def _running_tensors(self):
         with set_current_vllm_config(self.model_runner.vllm_config), torch.no_grad():
-            yield from running_tensors(self.model_runner.model)
+            yield from running_weights(self.model_runner.model)

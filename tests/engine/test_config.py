@@ -25,7 +25,7 @@ from epfsdp2.engine.config import (
 )
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.settings.values import DTYPES
-from epfsdp2.rollout.layout.vllm_layout import STREAMS
+from epfsdp2.rollout.layout.vllm_layout import SYNC_MODES
 
 
 @pytest.mark.parametrize(
@@ -242,5 +242,5 @@ def test_a_process_that_is_handed_a_config_has_the_engine(tmp_path):
 
 
 def test_rollout_sync_takes_auto_and_each_way_that_the_rollout_has():
-    with pytest.raises(SettingError, match=f"is one of {', '.join(('auto', *STREAMS))}\\."):
+    with pytest.raises(SettingError, match=f"is one of {', '.join(('auto', *SYNC_MODES))}\\."):
         EPFSDP2EngineConfig(rollout_sync="slices")

@@ -242,7 +242,7 @@ def _streamed(folder, cases):
             slices = wanted[name][arrival.box.slices]
             torch.testing.assert_close(arrival.values, slices, rtol=1e-6, atol=1e-7, msg=where + name)
 
-        local = sync.stream("expert_local", Rollout(2, expert_parallel=True), worker).tensors()
+        local = sync.worker_weights("expert_local", Rollout(2, expert_parallel=True), worker).tensors()
         local = {name: tensor.clone() for name, tensor in local if ".experts." in name}
         assert len(local) == 2 * 3 * 4  # two layers, three matrices, four of eight experts
         for name, tensor in local.items():

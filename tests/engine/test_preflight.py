@@ -33,7 +33,7 @@ from epfsdp2.engine.preflight.features import check_attention
 from epfsdp2.engine.preflight.model_facts import inspect_model
 from epfsdp2.engine.preflight.rollout import check_rollout
 from epfsdp2.engine.preflight.run import check_model_settings, check_run, check_training, check_versions
-from epfsdp2.rollout.layout.stream_choice import EXTENSION
+from epfsdp2.rollout.layout.sync_mode import EXTENSION
 
 TINY = {
     "hidden_size": 32,

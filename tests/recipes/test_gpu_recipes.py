@@ -20,8 +20,8 @@ from epfsdp2.engine.preflight.model_facts import inspect_model
 from epfsdp2.engine.preflight.rollout import check_rollout, tensors_before_sharding
 from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.recipes.gpu.run import ALGORITHMS, CLUSTERS, command, overrides
-from epfsdp2.rollout.layout.stream_choice import rollout_of
-from epfsdp2.rollout.layout.vllm_layout import Heads, needs
+from epfsdp2.rollout.layout.sync_mode import rollout_of
+from epfsdp2.rollout.layout.vllm_layout import Heads, target_slices
 
 # Sizes from config.json of the model's repository on the Hugging Face hub, and the total number of parameters (1e9)
 # that its model card gives: if a size were wrong, the count would be.
@@ -241,11 +241,11 @@ def test_memory(cluster, algorithm, local_model):
     topology = Topology.arrange(world, config.engine.ep_size, config.engine.fsdp_size)
     text, placed = facts.model.config.get_text_config(), rollout_of(rollout)
     slices = [
-        need.box.numel * tensor.itemsize
+        need.block.numel * tensor.itemsize
         for tensor in tensors_before_sharding(facts.model, topology, itemsize=2)
         if ".layers." not in tensor.name or ".layers.1." in tensor.name  # all are alike
         for worker in range(placed.workers)
-        for need in needs(tensor, placed, worker, Heads.of(text), "sliced")
+        for need in target_slices(tensor, placed, worker, Heads.of(text), "sliced")
     ]
     assert max(slices) < bucket == config.engine.sync_megabytes << 20 >> 1
 

@@ -1,4 +1,4 @@
-"""A worker extension that goes wrong in the way it is told to: what comparisons have to see."""
+"""A worker extension with defects that comparisons have to detect."""
 
 from unittest import mock
 
@@ -11,7 +11,7 @@ class BrokenSync(WeightSyncExtension):
     _ignores = True
 
     def take_and_keep_buckets(self):
-        """From now on the tensors of a bucket are kept without copying them; until now, every bucket was dropped."""
+        """Keep the tensors of later buckets without copying them, instead of dropping every bucket."""
         self._ignores = False
 
     def update_weights_from_ipc(self, peft_config=None, base_sync_done=False, use_shm=False, **options):

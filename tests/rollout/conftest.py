@@ -19,7 +19,7 @@ import pytest
 
 from epfsdp2.engine.compat import versions
 from epfsdp2.engine.model import hf_names
-from epfsdp2.rollout.transport.report import Handover
+from epfsdp2.rollout.transport.report import TransferStats
 
 HERE = Path(__file__).parent
 OURS = "epfsdp2.rollout.vllm_worker.WeightSyncExtension"
@@ -37,7 +37,7 @@ _ENVIRONMENT = {
 
 @dataclass
 class Checkpoint:
-    """A tiny Qwen3-MoE on disk, and its weights as a trainer hands them over (experts fused)."""
+    """A tiny Qwen3-MoE on disk, and its weights as a trainer sends them (experts fused)."""
 
     path: str
     config: object
@@ -45,7 +45,7 @@ class Checkpoint:
 
 
 def one_by_one(name: str, stack):
-    """The names and matrices that a checkpoint has for a stack of experts."""
+    """Yield the names and matrices that a checkpoint has for a stack of experts."""
     prefix, _, kind = name.rpartition(".")
     for expert, matrix in enumerate(stack):
         parts = zip(("gate", "up"), matrix.chunk(2), strict=True) if kind == "gate_up_proj" else [("down", matrix)]
@@ -53,7 +53,7 @@ def one_by_one(name: str, stack):
 
 
 def as_taken(weights):
-    """Weights under the names that the installed vLLM takes: before 0.27 no stacks of experts."""
+    """Yield weights under names that the installed vLLM accepts: before 0.27 no stacks of experts."""
     for name, tensor in weights:
         if name.endswith((".experts.gate_up_proj", ".experts.down_proj")) and not hf_names._takes_stacks():
             yield from one_by_one(name, tensor)
@@ -65,7 +65,7 @@ def make_checkpoint(path: Path, seed: int, tied: bool = False) -> Checkpoint:
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    # Nothing square: hidden != 2 x intermediate, so that a transposed expert can't pass; a vocabulary that is padded.
+    # hidden != 2 x intermediate, so that a transposed expert can't pass; the vocabulary is padded.
     config = Qwen3MoeConfig(
         vocab_size=200,
         hidden_size=96,
@@ -93,7 +93,7 @@ def make_checkpoint(path: Path, seed: int, tied: bool = False) -> Checkpoint:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory) -> list[Checkpoint]:
-    """Two untied ones with different weights, then two tied ones."""
+    """Two untied checkpoints with different weights, then two tied ones."""
     root = tmp_path_factory.mktemp("checkpoints")
     return [make_checkpoint(root / str(seed), seed, tied=seed > 2) for seed in (1, 2, 3, 4)]
 
@@ -159,14 +159,14 @@ class Engine:
         return self.generating().result()
 
     def generating(self, prompts: list | None = None) -> concurrent.futures.Future:
-        """``prompts`` are ids, or what else vLLM takes."""
+        """Start to generate; ``prompts`` are ids or any other prompts of vLLM."""
         return self._calls.submit(self._ask, "generate", prompts or PROMPTS, 60.0)
 
     def digests(self) -> list[dict]:
         return [answer["digests"] for answer in self.call("epfsdp2_digests").result()]
 
     def difference(self, checkpoint: Checkpoint, weights: dict | None = None) -> str:
-        """How what the workers hold differs from a checkpoint's weights (or from ``weights``); empty if it does not."""
+        """Describe how the workers' weights differ from a checkpoint's (or from ``weights``); empty if they do not."""
         from epfsdp2.rollout.layout import verify
 
         found = self.digests()
@@ -183,16 +183,16 @@ class Engine:
 
     def sync(
         self, weights, timeout_seconds: float = 30.0, watched: bool = True, verify: bool = False
-    ) -> list[Handover]:
+    ) -> list[TransferStats]:
         """One weight sync: a sender per worker, the first of which also watches the receiving call.
 
         Args:
-            weights: what each rank sends; a function of the rank, called in the sender's thread.
-            watched: False leaves the first sender without that call, as all other ranks are.
-            verify: have the workers check what arrives.
+            weights: returns what a rank sends; called with the rank in the sender's thread.
+            watched: whether the first sender watches the receiving call; the others never do.
+            verify: whether the workers compare checksums.
 
         Returns:
-            How each rank's weights went.
+            The statistics of each rank's transfer.
         """
         from epfsdp2.rollout.server_adapter import send_weights
 

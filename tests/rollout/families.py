@@ -1,4 +1,4 @@
-"""A tiny model of every family whose layout in vLLM is known, in sizes that two and four workers can cut."""
+"""A tiny model of every family whose layout in vLLM is known, in sizes that two and four workers divide."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,17 +48,17 @@ DENSE = ("qwen3", "llama")
 
 
 def config_of(family: str, **overrides: Any) -> Any:
-    """The config of a family's tiny model."""
+    """Return the config of a family's tiny model."""
     served = SERVED[family].family
     return getattr(transformers, served.config)(**{**served.sizes, **FAMILIES[family].sizes, **overrides})
 
 
 def model_on_meta(config: Any) -> Any:
-    """The trainer's model, without values."""
+    """Build the trainer's model on meta."""
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def save(family: str, folder: Path, seed: int, **overrides: Any) -> Path:
-    """Save a family's tiny model, every weight random."""
+    """Save a family's tiny model with random weights."""
     return save_random(transformers.AutoModelForCausalLM.from_config(config_of(family, **overrides)), folder, seed)

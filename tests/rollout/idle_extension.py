@@ -1,6 +1,6 @@
 """A worker extension whose engine starts without a forward.
 
-vLLM's CPU build computes experts that a worker has not, with what lies behind its weights in memory: it may end there.
+vLLM's CPU build also computes experts that a worker lacks, which reads memory beyond its weights and may crash.
 """
 
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner

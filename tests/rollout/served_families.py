@@ -1,4 +1,4 @@
-"""A tiny random model of every family that vLLM's CPU build runs and of two dense ones, and what it takes to run it."""
+"""A tiny random model of every family that vLLM's CPU build runs and of two dense ones, with vLLM's settings."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ __all__ = ["SERVED", "Served", "build", "export", "randomise", "sent"]
 
 @dataclass(frozen=True)
 class Served:
-    """How a family is made, and served.
+    """How a family's model is made and served.
 
     Args:
         family: the model. Its matrices aren't square (hidden is neither the experts' size nor twice it), its vocabulary
@@ -222,7 +222,7 @@ SERVED: dict[str, Served] = {
 
 
 def build(name: str) -> Any:
-    """The family's model in float32 on the CPU, as a trainer's master weights are."""
+    """Build the family's model in float32 on the CPU, like a trainer's parameters."""
     return SERVED[name].family.build().float()
 
 
@@ -236,7 +236,7 @@ def randomise(model: Any, seed: int) -> None:
 
 
 def export(model: Any, dtype: torch.dtype, folder: Path) -> str:
-    """Write the model as a trainer exports what it computes with; ``folder`` as a string."""
+    """Write the model in the dtype that a trainer computes in; return ``folder`` as a string."""
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     weights = {name: t.contiguous() for name, t in hf_names.as_checkpoint(model, sent(model, dtype))}
@@ -245,7 +245,7 @@ def export(model: Any, dtype: torch.dtype, folder: Path) -> str:
 
 
 def sent(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers under the model's own names, as ``transport/full_gather.py`` yields them."""
+    """Yield parameters and persistent buffers under the model's own names, as ``transport/full_gather.py`` does."""
     dtypes = compute_dtypes(model, ShardingOptions(param_dtype=dtype))
     for name, param in model.named_parameters():
         yield name, param.detach().to(narrower(param.dtype, dtypes[name]))

@@ -1,4 +1,4 @@
-"""Values that are cast while they are copied."""
+"""``CastOnCopy`` casts values while they are copied."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ def values():
     return torch.randn(5, 7, 3, generator=torch.Generator().manual_seed(0)).transpose(0, 1)
 
 
-def test_it_looks_like_the_cast_and_is_made_when_it_is_copied(values):
+def test_cast_on_copy_casts_when_it_is_copied(values):
     lazy, wanted = CastOnCopy(values, torch.bfloat16), values.to(torch.bfloat16)
     assert (lazy.shape, lazy.dtype, lazy.nbytes, lazy.element_size()) == ((7, 5, 3), torch.bfloat16, wanted.nbytes, 2)
     into = torch.empty(7, 5, 3, dtype=torch.bfloat16)
@@ -21,14 +21,14 @@ def test_it_looks_like_the_cast_and_is_made_when_it_is_copied(values):
     assert torch.equal(into.copy_(lazy), wanted * 2)
 
 
-def test_a_copy_reads_what_is_stored(values, monkeypatch):
+def test_cast_on_copy_copies_from_the_stored_values(values, monkeypatch):
     made = []
-    monkeypatch.setattr("epfsdp2.rollout.transport.cast._made", lambda value: made.append(value))
+    monkeypatch.setattr("epfsdp2.rollout.transport.cast._materialized", lambda value: made.append(value))
     torch.empty(7, 5, 3, dtype=torch.bfloat16).copy_(CastOnCopy(values, torch.bfloat16).detach())
     assert not made
 
 
-def test_any_other_use_makes_the_cast(values):
+def test_cast_on_copy_casts_before_any_other_operation(values):
     lazy, wanted = CastOnCopy(values, torch.bfloat16), values.to(torch.bfloat16)
     assert torch.equal(lazy, wanted) and torch.equal(lazy[2:4], wanted[2:4])
     assert torch.equal(lazy.contiguous().view(torch.int16), wanted.contiguous().view(torch.int16))

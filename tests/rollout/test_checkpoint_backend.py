@@ -1,4 +1,4 @@
-"""The checkpoint backend between a trainer's ranks and rollout ranks that are in another torch world."""
+"""The checkpoint engine between a trainer's ranks and rollout ranks of another torch world."""
 
 import asyncio
 import os
@@ -18,8 +18,8 @@ from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.preflight.rollout import tensors_before_sharding
 from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.rollout.layout.slice_names import is_slice, parse_slice, slice_name
-from epfsdp2.rollout.layout.stream_choice import EXTENSION
-from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, needs
+from epfsdp2.rollout.layout.sync_mode import EXTENSION
+from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, target_slices
 from epfsdp2.rollout.remote import checkpoint_engine
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
@@ -63,7 +63,7 @@ class Member:
         )
 
     def connect(self):
-        """What verl's manager does before each sync."""
+        """Do what verl's manager does before each sync."""
         self.syncs += 1
         self.facts.set(f"{self.syncs}/{self.rank}", pickle.dumps(self.engine.prepare()))
         metadata = [pickle.loads(self.facts.get(f"{self.syncs}/{rank}")) for rank in range(self.world)]
@@ -72,7 +72,7 @@ class Member:
         self.engine.init_process_group(**{name: values[self.index] for name, values in kwargs.items()})
 
     def finalize(self):
-        """What verl's manager does after each sync that ended well, when all members have."""
+        """Do what verl's manager does after a sync in which all members succeeded."""
         self.facts.set(f"{self.syncs}/{self.rank} done", "")
         self.facts.wait([f"{self.syncs}/{rank} done" for rank in range(self.world)])
         self.engine.finalize()
@@ -90,7 +90,7 @@ class Member:
         return self.engine.receive_weights().for_rollout(config, self.index % TP).tensors()
 
     def sync(self, wanted="auto", is_ours=True, weights=None):
-        """A whole sync; what a rollout rank received, and how many bytes crossed from here to the other node."""
+        """Run a sync; return what a rollout rank received and the bytes sent from here to the other node."""
         self.connect()
         with _crossing() as crossed:
             got = self.send(weights or self.weights(wanted)) if self.is_trainer else _taken(self.receive(is_ours))
@@ -98,19 +98,19 @@ class Member:
         return got, sum(crossed)
 
     def slices(self, factor=1):
-        """What a rollout rank keeps."""
+        """Compute the slices that a rollout rank keeps."""
         model = reference_model(self.folder / "model")
         return _taken(
-            (slice_name(need.parameter, need.at), self.whole[tensor.name][need.box.slices] * factor)
+            (slice_name(need.parameter, need.at), self.whole[tensor.name][need.block.slices] * factor)
             for tensor in tensors_before_sharding(model, Topology.arrange(TRAINERS, 2))
-            for need in needs(tensor, Rollout(TP), self.index % TP, Heads.of(model.config))
+            for need in target_slices(tensor, Rollout(TP), self.index % TP, Heads.of(model.config))
         )
 
 
-def _taken(arriving):
-    """Full tensors as they come; slices pasted into the parameters that they are of."""
+def _taken(received):
+    """Collect full tensors, and slices assembled into their parameters."""
     whole, slices = {}, {}
-    for name, values in arriving:
+    for name, values in received:
         if is_slice(name):
             parameter, corner = parse_slice(name)
             slices.setdefault(parameter, []).append((corner, values.clone()))
@@ -168,8 +168,8 @@ def _syncs(folder):
                     param.mul_(2)
         else:
             _equal(got, member.slices(factor))
-    # One worker that can't take slices, or a trainer that does not want them: all get full tensors, experts one by one
-    # where a stack does not fit the memory.
+    # One worker that does not support slices, or a trainer that is set to full: all receive full tensors, expert by
+    # expert where a stack does not fit the memory.
     full = dict(hf_names.as_checkpoint(reference_model(folder / "model"), member.whole.items()))
     full = {name: tensor * 8 for name, tensor in full.items()}
     for case in ({"is_ours": member.rank != TRAINERS}, {"wanted": "full"}):
@@ -182,30 +182,30 @@ def _syncs(folder):
     if not member.is_trainer:
         _equal(got, {"a": torch.arange(5000.0), "b": torch.ones(3, dtype=torch.bfloat16)})
 
-    # A consumer that stops early keeps nobody waiting, and the group stays as it is.
-    group = member.engine._peers.group
+    # A consumer that stops early blocks no rank, and the group is kept.
+    group = member.engine._group.process_group
     for wanted in ("auto", "full"):
         member.connect()
         if member.is_trainer:
             member.send(member.weights(wanted))
         else:
-            arriving = member.receive()
-            for _ in zip(range(3), arriving, strict=False):
+            received = member.receive()
+            for _ in zip(range(3), received, strict=False):
                 pass
-            arriving.close()
+            received.close()
         member.finalize()
-    assert member.engine._peers.group is group
+    assert member.engine._group.process_group is group
 
-    # A rollout rank that was started again: everybody makes a new group.
+    # A rollout rank was restarted: all members make a new group.
     if member.rank == TRAINERS:
         member.new_engine()
     got, _ = member.sync()
-    assert member.engine._peers.group is not group
+    assert member.engine._group.process_group is not group
     if not member.is_trainer:
         _equal(got, member.slices(8))
 
 
-def test_rollout_ranks_get_what_they_keep_sync_after_sync(tmp_path):
+def test_checkpoint_engine_sends_rollout_ranks_what_they_keep_every_sync(tmp_path):
     save_qwen3_moe(tmp_path / "model")
     run_ranks(_syncs, TRAINERS + 2 * TP, tmp_path, timeout=400)
 
@@ -233,15 +233,17 @@ def _faults(folder):
     if not member.is_trainer:
         _equal(got, member.slices())
 
-    # A rank that never comes: a wait has an end.
+    # A rank that never joins: waits time out.
     member.connect()
     started = time.monotonic()
     if member.is_trainer:
-        with pytest.raises(WeightSyncError, match=r"no other rank said 'want 2' within|trainer rank 0: no other rank"):
+        with pytest.raises(
+            WeightSyncError, match=r"no other rank published 'request 2' within|trainer rank 0: no other rank"
+        ):
             member.send(member.weights())
         assert time.monotonic() - started < SECONDS + 5
     elif member.rank == TRAINERS + 1:
-        with pytest.raises(WeightSyncError, match="no other rank said 'want 2'"):
+        with pytest.raises(WeightSyncError, match="no other rank published 'request 2'"):
             dict(member.receive())
     else:
         time.sleep(SECONDS + 2)
@@ -254,18 +256,18 @@ def _faults(folder):
         with pytest.raises(WeightSyncError, match="rank"):
             member.send(member.weights())
     else:
-        arriving = iter(member.receive())
-        next(arriving)
+        received = iter(member.receive())
+        next(received)
         if member.rank == TRAINERS:
             dist.destroy_process_group()
             os._exit(0)
         with pytest.raises(WeightSyncError, match="is gone|Connection"):
-            dict(arriving)
+            dict(received)
         dist.destroy_process_group()
         os._exit(0)
     assert time.monotonic() - started < SECONDS
 
 
-def test_a_failure_ends_both_sides_with_its_cause_and_leaves_nothing_behind(tmp_path):
+def test_checkpoint_engine_failure_ends_both_sides_with_its_cause(tmp_path):
     save_qwen3_moe(tmp_path / "model")
     run_ranks(_faults, TRAINERS + TP, tmp_path, timeout=300)

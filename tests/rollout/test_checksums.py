@@ -1,9 +1,9 @@
-"""A checksum sees every change of a value and every exchange of rows, whatever the dtype and where the tensor lies."""
+"""Checksums detect every changed value and every swap of rows, for any dtype, offset and strides."""
 
 import pytest
 import torch
 
-from epfsdp2.rollout.transport.checksums import CHECKSUMS, Arrivals, Placements, checksum, with_checksums
+from epfsdp2.rollout.transport.checksums import CHECKSUMS, PlacedChecksums, ReceivedChecksums, checksum, with_checksums
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float64, torch.int32]
 
@@ -15,7 +15,7 @@ def values(shape, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (16,), (3, 5), (4, 8), (2, 3, 7)])
-def test_any_single_value(shape, dtype):
+def test_checksum_changes_with_any_single_value(shape, dtype):
     tensor = values(shape, dtype)
     whole = checksum(tensor)
     assert whole.dtype == torch.int64 and whole.dim() == 0 and checksum(tensor.clone()) == whole
@@ -27,14 +27,14 @@ def test_any_single_value(shape, dtype):
 
 
 @pytest.mark.parametrize("shape", [(8,), (8, 6), (8, 3, 4)])
-def test_rows_that_change_places(shape):
+def test_checksum_changes_when_rows_are_swapped(shape):
     tensor = values(shape, torch.float32)
     order = torch.tensor([1, 0, 2, 3, 4, 5, 6, 7])
     assert checksum(tensor[order]) != checksum(tensor)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_where_a_tensor_lies_does_not_matter(dtype):
+def test_checksum_is_independent_of_offset_and_strides(dtype):
     tensor = values((6, 8), dtype)
     for before in range(4):
         bucket = torch.empty((before + tensor.numel()) * tensor.element_size(), dtype=torch.uint8)
@@ -44,7 +44,7 @@ def test_where_a_tensor_lies_does_not_matter(dtype):
     assert checksum(tensor.t().contiguous().t()) == checksum(tensor)
 
 
-def test_an_empty_tensor():
+def test_checksum_of_an_empty_tensor_is_zero():
     assert checksum(torch.empty(2, 0)) == 0
 
 
@@ -52,28 +52,26 @@ def sent():
     return with_checksums((name, values((4, 4), torch.bfloat16) + n) for n, name in enumerate("abc"))
 
 
-def test_what_arrives_is_compared_in_its_order():
+def test_received_checksums_compare_tensors_in_order():
     for check in (True, False):
-        arrivals = Arrivals(check)
+        received = ReceivedChecksums(check)
         buckets = list(sent())
         assert [name for name, _ in buckets] == ["a", "b", "c", CHECKSUMS]
-        assert [name for part in (buckets[:2], buckets[2:]) for name, _ in arrivals.take(part)] == ["a", "b", "c"]
-        assert arrivals.difference() == ""
+        assert [name for part in (buckets[:2], buckets[2:]) for name, _ in received.record(part)] == ["a", "b", "c"]
+        assert received.difference() == ""
 
     def after(change):
-        arrivals = Arrivals(True)
-        arrivals.take(change(list(sent())))
-        return arrivals.difference()
+        received = ReceivedChecksums(True)
+        received.record(change(list(sent())))
+        return received.difference()
 
-    assert after(lambda items: [items[0], ("b", items[1][1] + 1), *items[2:]]).startswith(
-        "the values of b that arrived"
-    )
-    assert after(lambda items: [items[1], items[0], *items[2:]]).startswith("the values of b that arrived")
-    assert after(lambda items: items[1:]) == "2 tensors arrived of 3 that were sent"
-    assert after(lambda items: items[:-1]) == "the checksums of the tensors did not arrive"
+    assert after(lambda items: [items[0], ("b", items[1][1] + 1), *items[2:]]).startswith("the received values of b")
+    assert after(lambda items: [items[1], items[0], *items[2:]]).startswith("the received values of b")
+    assert after(lambda items: items[1:]) == "2 tensors were received of 3 that were sent"
+    assert after(lambda items: items[:-1]) == "the checksums of the tensors were not received"
 
 
-def test_a_stream_that_is_closed_early_closes_what_it_wraps():
+def test_with_checksums_closed_early_closes_its_source():
     closed = []
 
     def source():
@@ -83,9 +81,9 @@ def test_a_stream_that_is_closed_early_closes_what_it_wraps():
         finally:
             closed.append(True)
 
-    stream = with_checksums(source())
-    next(stream)
-    stream.close()
+    tensors = with_checksums(source())
+    next(tensors)
+    tensors.close()
     assert closed == [True]
     assert list(with_checksums(iter_nothing())) == []
 
@@ -94,9 +92,9 @@ def iter_nothing():
     yield from ()
 
 
-def test_placed_slices_are_found_again():
+def test_placed_checksums_see_a_changed_slice():
     held = torch.zeros(6, 8)
-    placements = Placements()
+    placements = PlacedChecksums()
     assert placements.difference([("w", held)]) == ""
     for corner in ((0, 0), (3, 4)):
         part = values((3, 4), torch.float32)
@@ -105,4 +103,4 @@ def test_placed_slices_are_found_again():
         placements.add("w", corner, part)
     assert placements.difference([("other", held), ("w", held)]) == ""
     held[3, 4] += 1
-    assert placements.difference([("w", held)]) == "the values of w in vLLM are not those that arrived"
+    assert placements.difference([("w", held)]) == "the values of w in vLLM differ from those that were received"

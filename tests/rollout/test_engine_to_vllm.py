@@ -1,4 +1,4 @@
-"""The whole road: experts sharded over two ranks, a stream, verl's transport, two real vLLM workers."""
+"""A whole weight sync: experts sharded over two ranks, each sync mode, verl's transport, two real vLLM workers."""
 
 import asyncio
 from pathlib import Path
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.e2e
 
 
 def _train_and_sync(folder: str, exports: list[str], handles: list[str], kind: str) -> None:
-    """Before each sync one optimizer step; every state that is synced is exported too, as ``hf_model`` is."""
+    """Take one optimizer step before each sync, and export every synced state as ``hf_model``."""
     from epfsdp2.engine.checkpoint import state as checkpoint
     from epfsdp2.engine.model.layers import layer_names
     from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
@@ -41,7 +41,7 @@ def _train_and_sync(folder: str, exports: list[str], handles: list[str], kind: s
         checkpoint.save_checkpoint(Path(export).parent, model, None, None, {"hf_model"}, i, describe)
         asyncio.run(
             send_weights(
-                sync.stream(kind, Rollout(2), rank).tensors,
+                sync.worker_weights(kind, Rollout(2), rank).tensors,
                 zmq_handle=handles[rank],
                 bucket_megabytes=1,
                 use_shm=True,
@@ -52,7 +52,7 @@ def _train_and_sync(folder: str, exports: list[str], handles: list[str], kind: s
 
 
 def _exported(folder: Path) -> dict[str, torch.Tensor]:
-    """The exported checkpoint's tensors, experts stacked as a trainer hands them over."""
+    """Load the exported checkpoint's tensors with experts stacked, as a trainer sends them."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Every family that vLLM's CPU build runs: a sync gives the engine that a fresh start on the same weights does."""
+"""For every family that vLLM's CPU build runs, a synced engine equals one started on the same weights."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from .served_families import SERVED, build, export, randomise, sent
 
 pytestmark = pytest.mark.e2e
 
-# One whose loader needs a remedy, one with names of its own, one with tied embeddings, two dense ones; the others take
+# One whose loader needs a shim, one with names of its own, one with tied embeddings, two dense ones; the others take
 # too long for every run of the suite.
 QUICK = ("gpt_oss", "mixtral", "gemma4", "qwen3", "llama")
 

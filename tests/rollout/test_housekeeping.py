@@ -1,4 +1,4 @@
-"""Only what nobody uses is removed; real processes, killed for real."""
+"""Cleanup removes only what no process uses; with real processes that are killed."""
 
 import atexit
 import os
@@ -54,7 +54,7 @@ def spawn():
 
 @pytest.mark.parametrize("how", ["mapped", "open"])
 @pytest.mark.parametrize("prefix", ["verl_weights_", "psm_"])
-def test_a_segment_goes_once_its_process_is_killed(spawn, prefix, how):
+def test_remove_leftovers_removes_a_segment_once_its_process_is_killed(spawn, prefix, how):
     path = f"/dev/shm/{prefix}{uuid.uuid4().hex}"
     try:
         holder = spawn(_HOLD, path, how)
@@ -67,7 +67,7 @@ def test_a_segment_goes_once_its_process_is_killed(spawn, prefix, how):
         Path(path).unlink(missing_ok=True)
 
 
-def test_a_segment_of_another_user_stays(spawn, monkeypatch):
+def test_remove_leftovers_keeps_a_segment_of_another_user(spawn, monkeypatch):
     path = f"/dev/shm/psm_{uuid.uuid4().hex}"
     Path(path).touch()
     try:
@@ -79,7 +79,7 @@ def test_a_segment_of_another_user_stays(spawn, monkeypatch):
         Path(path).unlink()
 
 
-def test_a_socket_goes_once_its_process_is_killed(spawn):
+def test_remove_leftovers_removes_a_socket_once_its_process_is_killed(spawn):
     path = f"/tmp/rl-colocate-zmq-{uuid.uuid4().hex}-replica-0-rank-0.sock"
     try:
         holder = spawn(_BIND, path)
@@ -91,7 +91,7 @@ def test_a_socket_goes_once_its_process_is_killed(spawn):
         Path(path).unlink(missing_ok=True)
 
 
-def test_remove_leftovers_reports_what_it_removed():
+def test_remove_leftovers_returns_what_it_removed():
     path = Path(f"/dev/shm/verl_weights_{uuid.uuid4().hex}")
     path.touch()
     assert cleanup.remove_leftovers([str(path)], []) == []  # too young
@@ -100,7 +100,7 @@ def test_remove_leftovers_reports_what_it_removed():
     assert not path.exists()
 
 
-def test_what_a_run_holds_is_its_own_and_may_go_with_it(spawn):
+def test_held_by_returns_the_segments_of_a_runs_processes(spawn):
     own, others = (f"/dev/shm/psm_{uuid.uuid4().hex}" for _ in range(2))
     try:
         holders = [spawn(_HOLD, path, how) for path, how in ((own, "mapped"), (others, "open"))]
@@ -116,8 +116,8 @@ def test_what_a_run_holds_is_its_own_and_may_go_with_it(spawn):
         Path(own).unlink(missing_ok=True), Path(others).unlink(missing_ok=True)
 
 
-def test_a_driver_says_what_nobody_uses_and_removes_nothing(monkeypatch, caplog):
-    """What ``main_ppo`` does; ``/proc`` of another container is not to be seen, so its segments look unused."""
+def test_report_leftovers_logs_unused_segments_and_removes_nothing(monkeypatch, caplog):
+    """The driver only reports: segments of another container look unused, since its ``/proc`` is not visible."""
     path = Path(f"/dev/shm/verl_weights_{uuid.uuid4().hex}")
     path.write_bytes(bytes(3 << 20))
     actor = engine_config_module.EPFSDP2ActorConfig.__new__(engine_config_module.EPFSDP2ActorConfig)
@@ -136,7 +136,7 @@ def test_a_driver_says_what_nobody_uses_and_removes_nothing(monkeypatch, caplog)
         with caplog.at_level("WARNING", "epfsdp2"):
             actor.validate(2, 8)
         assert path.exists() and removed == [] and registered == []
-        assert f"1 shared-memory segments (3 MB) such as {path} are used by no process that can be seen" in caplog.text
+        assert f"1 shared-memory segments (3 MB) such as {path} are used by no process that is visible" in caplog.text
     finally:
         monkeypatch.undo()
         path.unlink()

@@ -1,26 +1,26 @@
-"""What the trainer plans for a worker, in the form in which it is compared."""
+"""The planned and the actual layout of a worker, as they are compared before the first sync."""
 
 from types import SimpleNamespace
 
 import torch
 
-from epfsdp2.rollout.layout.layout_check import RANK, difference, digest, held_layout, layout, rank_entry
-from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, Tensor
+from epfsdp2.rollout.layout.layout_check import RANK, actual_layout, difference, digest, planned_layout, rank_entry
+from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, TensorSpec
 
 HEADS = Heads(queries=4, keys=2, dim=16)
 TENSORS = [
-    Tensor("model.embed_tokens.weight", (200, 64), 2),
-    Tensor("model.layers.0.self_attn.q_proj.weight", (64, 64), 2),
-    Tensor("model.layers.0.self_attn.k_proj.weight", (32, 64), 2),
-    Tensor("model.layers.0.self_attn.v_proj.weight", (32, 64), 2),
-    Tensor("model.layers.0.mlp.gate.weight", (6, 64), 2),
-    Tensor("model.layers.0.mlp.experts.gate_up_proj", (6, 96, 64), 2),
-    Tensor("model.layers.0.mlp.experts.down_proj", (6, 64, 48), 2),
+    TensorSpec("model.embed_tokens.weight", (200, 64), 2),
+    TensorSpec("model.layers.0.self_attn.q_proj.weight", (64, 64), 2),
+    TensorSpec("model.layers.0.self_attn.k_proj.weight", (32, 64), 2),
+    TensorSpec("model.layers.0.self_attn.v_proj.weight", (32, 64), 2),
+    TensorSpec("model.layers.0.mlp.gate.weight", (6, 64), 2),
+    TensorSpec("model.layers.0.mlp.experts.gate_up_proj", (6, 96, 64), 2),
+    TensorSpec("model.layers.0.mlp.experts.down_proj", (6, 64, 48), 2),
 ]
 
 
-def test_tensor_parallel():
-    planned = [layout(TENSORS, Rollout(2), worker, HEADS) for worker in (0, 1)]
+def test_planned_layout_under_tensor_parallelism():
+    planned = [planned_layout(TENSORS, Rollout(2), worker, HEADS) for worker in (0, 1)]
     assert planned[1] == {
         RANK: "1 of 2 in tensor parallel, experts cut",
         "model.embed_tokens.weight": "[72, 64] from 128",
@@ -33,18 +33,18 @@ def test_tensor_parallel():
     assert digest(planned[0]) != digest(planned[1]) and difference(planned[1], planned[1]) == ""
 
 
-def test_a_norm_that_is_cut_by_heads_is_compared_by_what_the_worker_knows():
-    norm = Tensor("model.layers.0.self_attn.q_norm.weight", (64,), 2)
-    planned = layout([norm], Rollout(2), 1, Heads(queries=4, keys=2, dim=16, family="minimax_m2"))
+def test_planned_layout_of_a_norm_sharded_by_heads_equals_the_actual_one():
+    norm = TensorSpec("model.layers.0.self_attn.q_norm.weight", (64,), 2)
+    planned = planned_layout([norm], Rollout(2), 1, Heads(queries=4, keys=2, dim=16, family="minimax_m2"))
     layer = torch.nn.Module()
     layer.weight = torch.nn.Parameter(torch.empty(32, device="meta"))
     layers = [("model.layers.0.self_attn.q_norm", layer, {"weight": layer.weight})]
-    held = held_layout(layers, rank_entry(1, Rollout(2)), lambda name, own, is_parameter: True)
+    held = actual_layout(layers, rank_entry(1, Rollout(2)), lambda name, own, is_parameter: True)
     assert difference(planned, held) == ""
 
 
-def test_whole_experts_uneven():
-    planned = [layout(TENSORS, Rollout(2, 2, expert_parallel=True), worker, HEADS) for worker in range(4)]
+def test_planned_layout_of_experts_that_do_not_divide():
+    planned = [planned_layout(TENSORS, Rollout(2, 2, expert_parallel=True), worker, HEADS) for worker in range(4)]
     assert [p["model.layers.0.mlp.experts.w2_weight"] for p in planned] == [
         "[2, 64, 48] from 0",
         "[2, 64, 48] from 2",
@@ -55,7 +55,7 @@ def test_whole_experts_uneven():
 
 
 def _held(places):
-    """A worker's model of one experts layer, whose map says where each expert is."""
+    """Return the actual layout of one experts layer with the given expert map."""
     layer = torch.nn.Module()
     layer.w2_weight = torch.nn.Parameter(torch.empty(2, 64, 48, device="meta"))
     layer._expert_map = torch.tensor(places)
@@ -66,33 +66,33 @@ def _held(places):
         intermediate_size_per_partition_unpadded=40,
     )
     layers = [("mlp.experts.routed_experts", layer, {"w2_weight": layer.w2_weight, "_expert_map": layer._expert_map})]
-    return held_layout(layers, rank_entry(0, Rollout(1)), lambda name, own, is_parameter: is_parameter)
+    return actual_layout(layers, rank_entry(0, Rollout(1)), lambda name, own, is_parameter: is_parameter)
 
 
-def test_a_worker_says_which_experts_it_has_without_its_padding():
+def test_actual_layout_names_experts_without_padding():
     assert _held([-1, -1, 0, 1])["mlp.experts.w2_weight"] == "[2, 64, 40] from 2"
     assert _held([0, -1, 1, -1])["mlp.experts.w2_weight"] == "[2, 64, 40] from experts [0, 2]"
     assert _held([1, 0, -1, -1])["mlp.experts.w2_weight"] == "[2, 64, 40] from experts [1, 0]"
     assert set(_held([0, 1, -1, -1])) == {RANK, "mlp.experts.w2_weight"}
 
 
-def test_a_worker_with_nothing_but_padding_of_a_vocabulary_has_nothing():
-    table = Tensor("embed_tokens.weight", (32, 16), 2)
+def test_actual_layout_omits_a_vocabulary_part_of_padding_only():
+    table = TensorSpec("embed_tokens.weight", (32, 16), 2)
     layer = torch.nn.Module()
     layer.weight = torch.nn.Parameter(torch.empty(32, 16, device="meta"))
     layer.num_embeddings_per_partition = 32
     for worker, rows in ((0, 32), (1, 0)):
         layer.shard_indices = SimpleNamespace(num_org_elements=rows, org_vocab_start_index=0 if rows else 32)
-        held = held_layout(
+        held = actual_layout(
             [("embed_tokens", layer, {"weight": layer.weight})], rank_entry(worker, Rollout(2)), lambda *_: True
         )
-        assert difference(layout([table], Rollout(2), worker, HEADS), held) == ""
+        assert difference(planned_layout([table], Rollout(2), worker, HEADS), held) == ""
         assert (table.name in held) == (rows > 0)
 
 
-def test_the_first_difference_comes_in_the_workers_order():
+def test_difference_names_the_first_entry_in_the_workers_order():
     held = {"a": "[1] from 0", "b": "[2] from 0", "c": "[3] from 0"}
     planned = {"c": "[4] from 0", "b": "[5] from 0", "d": "[1] from 0"}
-    said = difference(planned, held)
-    assert said.endswith("differ in 4 of 4 entries, first a: nothing is planned, [1] from 0 is there")
-    assert f"plan (digest {digest(planned)}) and vLLM's model (digest {digest(held)})" in said
+    message = difference(planned, held)
+    assert message.endswith("differ in 4 of 4 entries, first a: planned is nothing, actual is [1] from 0")
+    assert f"plan (digest {digest(planned)}) and vLLM's model (digest {digest(held)})" in message

@@ -1,4 +1,4 @@
-"""The layout that ``layout/vllm_layout.py`` computes is the one that vLLM's own loaders make."""
+"""The layout that ``layout/vllm_layout.py`` computes equals the one traced from vLLM's own loaders."""
 
 import os
 from pathlib import Path
@@ -10,8 +10,8 @@ import torch.distributed as dist
 from epfsdp2.engine.topology.dtensor import checkpoint_tensors
 from epfsdp2.engine.topology.index_ranges import IndexRange
 from epfsdp2.rollout.layout import vllm_layout
-from epfsdp2.rollout.layout.vllm_layout import Heads, Need, Rollout, Tensor, known_families, needs
-from epfsdp2.rollout.vllm.loader_trace import Recorder, View, checkpoint_views, joined
+from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, TargetSlice, TensorSpec, known_families, target_slices
+from epfsdp2.rollout.vllm.loader_trace import LoaderTracer, View, checkpoint_views, merge_slices
 from tests.rollout.families import DENSE, FAMILIES, config_of, model_on_meta
 from tests.rollout.served_families import SERVED
 from tests.support.ranks import run_ranks
@@ -24,7 +24,7 @@ _ENVIRONMENT = {
 
 
 def _compare(folder, cases):
-    """Each case is a family, what its config has otherwise, and whether vLLM spreads whole experts."""
+    """Compare both layouts; a case is a family, changes of its config, and whether vLLM runs expert parallel."""
     os.environ.update(_ENVIRONMENT, VLLM_DIST_IDENT=folder.replace("/", "."))
     # Before vLLM is imported, which changes some of transformers' classes (Dots1Model).
     models = [model_on_meta(config_of(family, **sizes)) for family, sizes, _ in cases]
@@ -54,34 +54,34 @@ def _compare(folder, cases):
         with set_current_vllm_config(engine):
             init_distributed_environment(world, rank, "env://", rank, "gloo")
             ensure_model_parallel_initialized(world, 1)
-            recorded = _record(engine, model)
+            traced = _trace(engine, model)
         rollout, heads = Rollout(world, expert_parallel=expert_parallel), Heads.of(model.config)
         for tensor in _tensors(model):
-            computed = joined(needs(tensor, rollout, rank, heads))
-            if computed != recorded.get(tensor.name, []):
-                differing.append((family, sizes, expert_parallel, rank, computed, recorded.get(tensor.name)))
+            computed = merge_slices(target_slices(tensor, rollout, rank, heads))
+            if computed != traced.get(tensor.name, []):
+                differing.append((family, sizes, expert_parallel, rank, computed, traced.get(tensor.name)))
     destroy_model_parallel()
     assert not differing, "\n".join(map(str, differing[:10]))
 
 
-def _tensors(model) -> list[Tensor]:
+def _tensors(model) -> list[TensorSpec]:
     state = checkpoint_tensors(model)
-    return [Tensor(name, tuple(t.shape), t.element_size()) for name, t in state.items()]
+    return [TensorSpec(name, tuple(t.shape), t.element_size()) for name, t in state.items()]
 
 
-def _record(engine, model):
+def _trace(engine, model):
     from vllm.model_executor.model_loader.utils import initialize_model
 
     theirs = initialize_model(engine)
     held = {**dict(theirs.named_parameters()), **dict(theirs.named_buffers())}
     held = {name.replace(".routed_experts", ""): tensor for name, tensor in held.items()}
-    with torch.no_grad(), Recorder(checkpoint_views(model, _tensors(model)), held) as recorder:
-        theirs.load_weights(recorder.weights())
-    return recorder.needs()
+    with torch.no_grad(), LoaderTracer(checkpoint_views(model, _tensors(model)), held) as tracer:
+        theirs.load_weights(tracer.weights())
+    return tracer.slices()
 
 
 def _cases(family: str) -> list:
-    """Cut by two; with one key-value head on both; with whole experts, of which one worker has more, or none."""
+    """Cases of tensor parallelism, of one shared key-value head, and of experts that the workers do not divide."""
     if family in DENSE:
         tied = {"tie_word_embeddings": True, "attention_bias": family == "llama"}  # vLLM's Qwen3 has none at o_proj
         return [(family, {}, False), (family, {"num_key_value_heads": 1}, False), (family, tied, False)]
@@ -98,7 +98,7 @@ def _cases(family: str) -> list:
 _KNOWN = [family for family in FAMILIES if family in known_families()]
 
 
-def test_every_family_on_two_workers(tmp_path):
+def test_layout_of_every_family_on_two_workers_equals_the_traced_one(tmp_path):
     run_ranks(_compare, 2, str(tmp_path), [case for family in _KNOWN for case in _cases(family)])
 
 
@@ -110,43 +110,45 @@ def test_every_family_on_one_worker_and_on_four(tmp_path, world):
     run_ranks(_compare, world, str(tmp_path), cases)
 
 
-def test_every_family_that_is_said_to_be_known_is_here():
+def test_known_families_are_all_tested_here():
     assert FAMILIES.keys() == known_families() | vllm_layout._RELEASES.keys()
 
 
-def _recorded(view, place, shape=(6, 4), parameter=(6, 4)):
-    """What is recorded of a loader that copies ``view`` of a tensor to ``place`` in a parameter."""
+def _traced(view, place, shape=(6, 4), parameter=(6, 4)):
+    """Trace a loader that copies ``view`` of a tensor to ``place`` in a parameter."""
     target = torch.zeros(parameter)
-    with Recorder([View("a", "t", shape, shape, (shape[1], 1), 0)], {"p": target}) as recorder:
-        ((_, tensor),) = recorder.weights()
+    with LoaderTracer([View("a", "t", shape, shape, (shape[1], 1), 0)], {"p": target}) as tracer:
+        ((_, tensor),) = tracer.weights()
         place(target.data).copy_(view(tensor))
     assert not target.any()
-    return recorder.needs()
+    return tracer.slices()
 
 
-def test_views_of_views_are_followed():
-    box = IndexRange((3, 1), (5, 3))
-    assert _recorded(lambda t: t.chunk(2)[1][:2].narrow(1, 1, 2), lambda p: p[1:3, 2:]) == {
-        "t": [Need(box, "p", (1, 2))]
+def test_loader_tracer_follows_views_of_views():
+    block = IndexRange((3, 1), (5, 3))
+    assert _traced(lambda t: t.chunk(2)[1][:2].narrow(1, 1, 2), lambda p: p[1:3, 2:]) == {
+        "t": [TargetSlice(block, "p", (1, 2))]
     }
 
 
-def test_neighbouring_boxes_are_one():
-    needs = [Need(IndexRange((e, 0, f), (e + 1, 4, f + 2)), "p", (e - 2, 0, f)) for e in range(2, 5) for f in (0, 2)]
-    assert joined(needs) == [Need(IndexRange((2, 0, 0), (5, 4, 4)), "p", (0, 0, 0))]
-    elsewhere = Need(IndexRange((5, 0, 0), (6, 4, 4)), "p", (7, 0, 0))
-    assert joined([*needs, elsewhere]) == [*joined(needs), elsewhere]
+def test_merge_slices_joins_adjacent_blocks():
+    slices = [
+        TargetSlice(IndexRange((e, 0, f), (e + 1, 4, f + 2)), "p", (e - 2, 0, f)) for e in range(2, 5) for f in (0, 2)
+    ]
+    assert merge_slices(slices) == [TargetSlice(IndexRange((2, 0, 0), (5, 4, 4)), "p", (0, 0, 0))]
+    elsewhere = TargetSlice(IndexRange((5, 0, 0), (6, 4, 4)), "p", (7, 0, 0))
+    assert merge_slices([*slices, elsewhere]) == [*merge_slices(slices), elsewhere]
 
 
 @pytest.mark.parametrize(
     ("view", "place", "words"),
     [
-        (lambda t: t[:4].t(), lambda p: p[:4], "turns dims of t"),
-        (lambda t: t[::2], lambda p: p[:3], "no box"),
+        (lambda t: t[:4].t(), lambda p: p[:4], "permutes dims of t"),
+        (lambda t: t[::2], lambda p: p[:3], "not a contiguous block"),
         (lambda t: t.clone(), lambda p: p, "that it has made"),
-        (lambda t: t, lambda p: p.clone(), "no parameter"),
+        (lambda t: t, lambda p: p.clone(), "not a parameter"),
     ],
 )
-def test_a_loader_that_does_more_than_copy_boxes_is_not_recorded(view, place, words):
+def test_loader_tracer_refuses_loaders_that_do_more_than_copy_blocks(view, place, words):
     with pytest.raises(ValueError, match=words):
-        _recorded(view, place)
+        _traced(view, place)

@@ -1,4 +1,4 @@
-"""Names of the tensors that vLLM is sent, family by family."""
+"""Names of the tensors that are sent to vLLM, for each family."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ LAYER = "model.layers.1"
         ("deepseek_v3", (), ("mlp.experts.0.down_proj.weight", "mlp.gate.e_score_correction_bias")),
     ],
 )
-def test_stacks_where_vllm_takes_them_and_checkpoint_names_for_the_rest(stacks_are_sent, name, stacks, others):
+def test_for_vllm_sends_stacks_only_where_vllm_loads_them(stacks_are_sent, name, stacks, others):
     model = build(name)
     tensors = dict(hf_names.for_vllm(model, sent(model, torch.float32)))
     for stack in stacks:
@@ -36,8 +36,8 @@ def test_stacks_where_vllm_takes_them_and_checkpoint_names_for_the_rest(stacks_a
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_a_tensor_is_the_same_under_either_name(name, stacks_are_sent):
-    """Cut into experts again, what vLLM is sent is what is written to a checkpoint."""
+def test_for_vllm_and_as_checkpoint_yield_equal_values(name, stacks_are_sent):
+    """Split into experts again, the tensors for vLLM equal those of a checkpoint."""
     model = build(name)
     randomise(model, 1)
     written = dict(hf_names.as_checkpoint(model, sent(model, torch.float32)))
@@ -57,7 +57,7 @@ def test_a_tensor_is_the_same_under_either_name(name, stacks_are_sent):
     assert (whole > 0) == (model.config.model_type in hf_names.FUSED_IN_VLLM)
 
 
-def test_parameters_that_share_tensors_of_a_checkpoint(tmp_path):
+def test_as_checkpoint_merges_parameters_that_share_a_tensor(tmp_path):
     """ERNIE 4.5-VL: text and vision experts are one list, and their routing biases are two rows of one tensor."""
     model = FAMILIES["ernie4_5_vl_moe"].build()
     randomise(model, 1)
@@ -84,11 +84,11 @@ def test_parameters_that_share_tensors_of_a_checkpoint(tmp_path):
 
     bias = f"{moe}.text_moe.gate.moe_statics.e_score_correction_bias"
     assert not hf_names.is_by_expert(model, bias, model.state_dict()[bias].shape)
-    with pytest.raises(ValueError, match=r"text_moe.*e_score_correction_bias: only a part of the parameters"):
+    with pytest.raises(ValueError, match=r"text_moe.*e_score_correction_bias: only a part of what a checkpoint's"):
         list(hf_names.as_checkpoint(model, [(bias, model.state_dict()[bias])]))
 
 
-def test_before_0_27_every_family_goes_by_a_checkpoints_names(monkeypatch):
+def test_for_vllm_before_0_27_uses_checkpoint_names_for_all_families(monkeypatch):
     model = build("qwen3_moe")
     monkeypatch.setattr(hf_names, "_takes_stacks", lambda: False)
     old = {name for name, _ in hf_names.for_vllm(model, sent(model, torch.float32))}

@@ -1,4 +1,4 @@
-"""What verl's other checkpoint backends ask of the engine, through verl's own worker on two ranks."""
+"""verl's other checkpoint backends with this engine, through verl's own worker on two ranks."""
 
 import asyncio
 
@@ -22,7 +22,7 @@ def _worker(folder):
 
 
 class _Broadcast:
-    """What nccl and its like do with the weights, without their wire."""
+    """Consumes the weights like nccl and similar backends, without their transport."""
 
     def __init__(self, bucket_size, is_master):
         self.bucket_size, self.is_master, self.sent = bucket_size, is_master, {}
@@ -54,7 +54,7 @@ def _full_and_deltas(folder):
             for param in engine.module.parameters():
                 param.mul_(2)
 
-    # delta_sharded asks for what has changed since it was told to remember.
+    # delta_sharded sends what has changed since its snapshot.
     engine.prime_delta_snapshots()
     with torch.no_grad():
         engine.module.model.norm.weight.add_(1)

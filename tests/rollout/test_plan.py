@@ -1,4 +1,4 @@
-"""The planner: every element once, bytes that add up, bounded rounds, and slices that vLLM would hold."""
+"""Transfer plans send every element once, in bounded rounds, and their slices are what vLLM holds."""
 
 import math
 from collections import Counter, defaultdict
@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from epfsdp2.engine.topology.index_ranges import IndexRange, ShardStep, shard_range
 from epfsdp2.engine.topology.mesh import Topology
-from epfsdp2.rollout.layout.transfer_plan import Targets, make_plan
+from epfsdp2.rollout.layout.transfer_plan import Targets, make_transfer_plan
 from epfsdp2.rollout.layout.verify import expected_tensors
-from epfsdp2.rollout.layout.vllm_layout import STREAMS, Heads, Rollout, Tensor, needs
+from epfsdp2.rollout.layout.vllm_layout import SYNC_MODES, Heads, Rollout, TensorSpec, target_slices
 
 PREFIX = "model.layers.0."
 
 
 @st.composite
 def _problems(draw):
-    """A small model of two layers, a trainer, a rollout, and how they meet."""
+    """Draw a small model of two layers, a trainer, a rollout, its targets, a sync mode and a limit."""
     replicas, ep_fsdp, ep = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 4]))
     topology = Topology(replicas * ep_fsdp * ep, ep, ep_fsdp, replicas)
     tp, dp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2]))
@@ -44,59 +44,61 @@ def _problems(draw):
         "mlp.shared_expert.up_proj.weight": ((inner, hidden), dense),
         "input_layernorm.weight": ((hidden,), dense),
     }
-    tensors = [Tensor("model.embed_tokens.weight", (vocabulary, hidden), 2, dense)]
-    tensors += [Tensor(f"model.layers.{i}.{n}", shape, 2, cuts) for i in (0, 1) for n, (shape, cuts) in inside.items()]
+    tensors = [TensorSpec("model.embed_tokens.weight", (vocabulary, hidden), 2, dense)]
     tensors += [
-        Tensor("model.norm.weight", (hidden,), 2, dense),
-        Tensor("lm_head.weight", (vocabulary, hidden), 2, dense),
+        TensorSpec(f"model.layers.{i}.{n}", shape, 2, cuts) for i in (0, 1) for n, (shape, cuts) in inside.items()
+    ]
+    tensors += [
+        TensorSpec("model.norm.weight", (hidden,), 2, dense),
+        TensorSpec("lm_head.weight", (vocabulary, hidden), 2, dense),
     ]
     colocated = draw(st.booleans())
     targets = Targets(topology.world if colocated else rollout.workers * draw(st.integers(1, 2)), colocated)
-    return tensors, topology, rollout, heads, targets, draw(st.sampled_from(STREAMS)), draw(st.integers(2000, 20000))
+    return tensors, topology, rollout, heads, targets, draw(st.sampled_from(SYNC_MODES)), draw(st.integers(2000, 20000))
 
 
-def _plan(tensors, topology, rollout, heads, targets, stream, limit):
-    def needs_of(tensor, worker):
-        return needs(tensor, rollout, worker % rollout.workers, heads, stream)
+def _plan(tensors, topology, rollout, heads, targets, mode, limit):
+    def slices_of(tensor, worker):
+        return target_slices(tensor, rollout, worker % rollout.workers, heads, mode)
 
     layers = ["model.layers.0", "model.layers.1"]
-    return make_plan(tensors, layers, topology, targets, needs_of, limit), needs_of
+    return make_transfer_plan(tensors, layers, topology, targets, slices_of, limit), slices_of
 
 
 @settings(max_examples=150, deadline=None)
 @given(_problems())
-def test_a_plan_brings_every_element_once_within_the_bound(problem):
-    tensors, topology, rollout, heads, targets, stream, limit = problem
-    plan, needs_of = _plan(*problem)
+def test_plan_transfers_every_element_once_within_the_limit(problem):
+    tensors, topology, rollout, heads, targets, mode, limit = problem
+    plan, slices_of = _plan(*problem)
     whole = {t.name: torch.arange(math.prod(t.shape)).view(t.shape) for t in tensors}
     by_name = {t.name: t for t in tensors}
     assert [name for name, _ in plan.tensors()] == [t.name for t in tensors]
 
-    # What each trainer rank has; anything else it could send is -1.
+    # The shard of each trainer rank; all other elements are -1.
     def held(name, rank):
         tensor, mine = by_name[name], torch.full(by_name[name].shape, -1)
-        box = shard_range(tensor.shape, tensor.cuts, topology.coordinate(rank % topology.fsdp))
-        mine[box.slices] = whole[name][box.slices]
+        block = shard_range(tensor.shape, tensor.cuts, topology.coordinate(rank % topology.fsdp))
+        mine[block.slices] = whole[name][block.slices]
         return mine
 
-    arrived = defaultdict(lambda: None)
+    received_values = defaultdict(lambda: None)
     sent_total, received_total = Counter(), Counter()
     for pieces in plan.rounds:
         sent, received = Counter(), Counter()
         for piece in pieces:
             name, tensor_plan = plan.tensor(piece)
             for transfer in plan.transfers(piece):
-                nbytes = transfer.box.numel * 2
+                nbytes = transfer.block.numel * 2
                 assert nbytes > 0
                 if not tensor_plan.is_local(transfer):
                     sent[transfer.source] += nbytes
                     received[transfer.target] += nbytes
                 at = (name, transfer.target)
-                if arrived[at] is None:
-                    arrived[at] = torch.full(by_name[name].shape, -1)
-                taken = arrived[at][transfer.box.slices]
-                assert (taken == -1).all(), "an element came twice"
-                taken.copy_(held(name, transfer.source)[transfer.box.slices])
+                if received_values[at] is None:
+                    received_values[at] = torch.full(by_name[name].shape, -1)
+                taken = received_values[at][transfer.block.slices]
+                assert (taken == -1).all(), "an element was sent twice"
+                taken.copy_(held(name, transfer.source)[transfer.block.slices])
         assert max([*sent.values(), *received.values(), 0]) <= limit
         sent_total += sent
         received_total += received
@@ -107,10 +109,10 @@ def test_a_plan_brings_every_element_once_within_the_bound(problem):
         wanted = 0
         for tensor in tensors:
             mask = torch.zeros(tensor.shape, dtype=torch.bool)
-            for need in needs_of(tensor, worker):
-                assert not mask[need.box.slices].any(), "two needs overlap"
-                mask[need.box.slices] = True
-            got = arrived[tensor.name, worker]
+            for need in slices_of(tensor, worker):
+                assert not mask[need.block.slices].any(), "two slices overlap"
+                mask[need.block.slices] = True
+            got = received_values[tensor.name, worker]
             if got is None:
                 got = torch.full(tensor.shape, -1)
             assert torch.equal(got != -1, mask)
@@ -123,16 +125,16 @@ def test_a_plan_brings_every_element_once_within_the_bound(problem):
 
 @settings(max_examples=40, deadline=None)
 @given(_problems())
-def test_equal_plans_have_equal_digests_and_other_ones_others(problem):
+def test_plan_digest_is_equal_only_for_equal_plans(problem):
     plan, _ = _plan(*problem)
     assert plan.digest() == _plan(*problem)[0].digest()
-    tensors, topology, rollout, heads, targets, stream, limit = problem
-    assert plan.digest() != _plan(tensors, topology, rollout, heads, targets, stream, limit + 1)[0].digest()
-    assert plan.digest() != _plan(tensors[:-1], topology, rollout, heads, targets, stream, limit)[0].digest()
+    tensors, topology, rollout, heads, targets, mode, limit = problem
+    assert plan.digest() != _plan(tensors, topology, rollout, heads, targets, mode, limit + 1)[0].digest()
+    assert plan.digest() != _plan(tensors[:-1], topology, rollout, heads, targets, mode, limit)[0].digest()
 
 
 def _qwen3_moe(hidden, heads, inner, experts, layers, vocabulary, topology, itemsize=2):
-    """Tensors of a Qwen3-MoE as the trainer holds them."""
+    """Describe the tensors of a Qwen3-MoE as the trainer shards them."""
     dense = (ShardStep(0, "fsdp", topology.fsdp),)
     stacks = (ShardStep(0, "ep", topology.ep), ShardStep(1, "ep_fsdp", topology.ep_fsdp))
     q, kv = heads.queries * heads.dim, heads.keys * heads.dim
@@ -152,12 +154,12 @@ def _qwen3_moe(hidden, heads, inner, experts, layers, vocabulary, topology, item
     shapes = {"model.embed_tokens.weight": (vocabulary, hidden)}
     shapes |= {f"model.layers.{i}.{name}": shape for i in range(layers) for name, shape in inside.items()}
     shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
-    return [Tensor(n, s, itemsize, stacks if ".experts." in n else dense) for n, s in shapes.items()]
+    return [TensorSpec(n, s, itemsize, stacks if ".experts." in n else dense) for n, s in shapes.items()]
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_placed_slices_are_what_vllm_holds(tp):
-    """Against ``verify.expected_tensors``, which other tests compare with real vLLM workers bit for bit."""
+def test_target_slices_assemble_to_what_vllm_holds(tp):
+    """Compares with ``verify.expected_tensors``, which other tests compare with real vLLM workers bit for bit."""
     topology, heads = Topology.arrange(4, 2), Heads(4, 2, 6)
     tensors = _qwen3_moe(20, heads, 12, 6, 2, 100, topology)
     torch.manual_seed(0)
@@ -174,9 +176,9 @@ def test_placed_slices_are_what_vllm_holds(tp):
     for rank in range(tp):
         placed = {name: torch.zeros_like(t) for name, t in expected_tensors(state, config, tp, rank)}
         for tensor in tensors:
-            for need in needs(tensor, Rollout(tp), rank, heads):
-                target = IndexRange(need.at, tuple(a + s for a, s in zip(need.at, need.box.shape, strict=True)))
-                placed[need.parameter][target.slices] = state[tensor.name][need.box.slices]
+            for need in target_slices(tensor, Rollout(tp), rank, heads):
+                target = IndexRange(need.at, tuple(a + s for a, s in zip(need.at, need.block.shape, strict=True)))
+                placed[need.parameter][target.slices] = state[tensor.name][need.block.slices]
         for name, want in expected_tensors(state, config, tp, rank):
             assert torch.equal(placed[name], want), (name, rank)
 
@@ -186,16 +188,16 @@ QWEN3_30B = (2048, Heads(32, 4, 128), 768, 128, 48, 151936)
 QWEN3_235B = (4096, Heads(64, 4, 128), 1536, 128, 94, 151936)
 
 
-def _figures(model, topology, rollout, stream="sliced", node=8, targets=None):
+def _figures(model, topology, rollout, mode="sliced", node=8, targets=None):
     tensors = _qwen3_moe(*model, topology)
     layers = [f"model.layers.{i}" for i in range(model[4])]
     targets = targets or Targets(topology.world)
-    plan = make_plan(
+    plan = make_transfer_plan(
         tensors,
         layers,
         topology,
         targets,
-        lambda tensor, worker: needs(tensor, rollout, worker % rollout.workers, model[1], stream),
+        lambda tensor, worker: target_slices(tensor, rollout, worker % rollout.workers, model[1], mode),
         512 << 20,
     )
     shift = 0 if targets.colocated else topology.world
@@ -204,7 +206,7 @@ def _figures(model, topology, rollout, stream="sliced", node=8, targets=None):
 
 
 @pytest.mark.parametrize(
-    ("rollout", "stream", "need", "received", "nic"),
+    ("rollout", "mode", "need", "received", "nic"),
     [
         (Rollout(2), "sliced", 30.54, 28.71, 15.84),
         (Rollout(4), "sliced", 15.29, 14.37, 7.92),
@@ -215,15 +217,15 @@ def _figures(model, topology, rollout, stream="sliced", node=8, targets=None):
         (Rollout(2), "full", 61.06, 57.25, None),
     ],
 )
-def test_the_published_bytes_of_qwen3_30b_on_16_gpus(rollout, stream, need, received, nic):
-    _, figures = _figures(QWEN3_30B, Topology.arrange(16, 8), rollout, stream)
+def test_plan_of_qwen3_30b_on_16_gpus_has_the_published_bytes(rollout, mode, need, received, nic):
+    _, figures = _figures(QWEN3_30B, Topology.arrange(16, 8), rollout, mode)
     assert figures[0] == pytest.approx(need, abs=0.011)
     assert figures[1] == pytest.approx(received, abs=0.011)
     assert nic is None or figures[2] == pytest.approx(nic, abs=0.011)
 
 
 class _EpFsdpFastest(Topology):
-    """The other order of ranks, ``e * ep_fsdp + f``, for which some of the published figures hold."""
+    """The other order of ranks, ``e * ep_fsdp + f``, to which some published figures refer."""
 
     def coordinate(self, fsdp_rank):
         e, f = divmod(fsdp_rank, self.ep_fsdp)
@@ -241,7 +243,7 @@ class _EpFsdpFastest(Topology):
         (QWEN3_235B, (64, 8, 8, 1), Rollout(1, 8, expert_parallel=True), 72.77, 72.5, 70.8),
     ],
 )
-def test_the_published_bytes_in_the_other_order_of_ranks(model, topology, rollout, need, received, nic):
+def test_plan_with_ep_fsdp_fastest_has_the_published_bytes(model, topology, rollout, need, received, nic):
     _, figures = _figures(model, _EpFsdpFastest(*topology), rollout)
     assert figures[0] == pytest.approx(need, abs=0.011)
     assert figures[1] == pytest.approx(received, abs=0.06)
@@ -257,22 +259,22 @@ def test_the_published_bytes_in_the_other_order_of_ranks(model, topology, rollou
         (QWEN3_235B, (64, 8), Rollout(16, expert_parallel=True), 64, 29.63),
     ],
 )
-def test_a_standalone_rollout_receives_what_it_needs(model, topology, rollout, workers, need):
+def test_plan_of_standalone_rollout_sends_exactly_what_is_needed(model, topology, rollout, workers, need):
     targets = Targets(workers, colocated=False)
     plan, figures = _figures(model, Topology.arrange(*topology), rollout, targets=targets)
     assert figures[:2] == pytest.approx([need, need], abs=0.011)
     assert sum(plan.sent.values()) == sum(plan.needed.values())
-    # Senders are busy alike.
+    # The load is balanced over senders.
     assert max(plan.sent.values()) < 1.1 * sum(plan.sent.values()) / topology[0]
 
 
-def test_the_rounds_of_qwen3_235b_are_nearly_as_few_as_can_be():
+def test_plan_of_qwen3_235b_has_nearly_the_fewest_rounds():
     plan, _ = _figures(QWEN3_235B, Topology.arrange(64, 8), Rollout(8))
     least = math.ceil(max(max(plan.received.values()), max(plan.sent.values())) / (512 << 20))
     assert least <= len(plan.rounds) <= 1.25 * least
 
 
-def test_a_round_smaller_than_a_row_is_refused():
+def test_plan_with_limit_below_a_row_is_refused():
     problem = _qwen3_moe(20, Heads(4, 2, 6), 12, 6, 1, 100, Topology.arrange(4, 2)), Topology.arrange(4, 2)
     plan, _ = _plan(*problem, Rollout(2), Heads(4, 2, 6), Targets(4), "sliced", 8)
     with pytest.raises(
@@ -281,7 +283,7 @@ def test_a_round_smaller_than_a_row_is_refused():
         len(plan.rounds)
 
 
-def test_a_tensor_parallel_size_that_cuts_no_head_is_named():
-    tensor = Tensor("model.layers.0.self_attn.k_proj.weight", (18, 8), 2)
+def test_target_slices_name_a_tensor_parallel_size_that_divides_no_heads():
+    tensor = TensorSpec("model.layers.0.self_attn.k_proj.weight", (18, 8), 2)
     with pytest.raises(ValueError, match="self_attn.k_proj.weight has 6 heads, which tensor parallelism 4"):
-        needs(tensor, Rollout(4), 0, Heads(12, 6, 3))
+        target_slices(tensor, Rollout(4), 0, Heads(12, 6, 3))

@@ -1,4 +1,4 @@
-"""The bucket in which rounds arrive, and verl's receiver at the other end of it."""
+"""The bucket that an exchange receives into, with verl's receiver at the other end."""
 
 import asyncio
 import os
@@ -25,18 +25,18 @@ MEMORY = 30_000
 
 
 class Worker:
-    """Reads what is shipped, as verl's receiver does, and then overwrites it."""
+    """Reads each message like verl's receiver and then overwrites the bucket."""
 
     def __init__(self, memory: torch.Tensor):
-        self.memory, self.tensors, self.ends, self.shipped = memory, {}, [], []
+        self.memory, self.tensors, self.ends, self.sent = memory, {}, [], []
 
-    def ship(self, contents, is_last):
-        for name, where in contents.items():
+    def send(self, metadata, is_last):
+        for name, where in metadata.items():
             stop = where["offset"] + where["dtype"].itemsize * where["shape"].numel()
             values = self.memory[where["offset"] : stop].view(where["dtype"]).view(where["shape"])
             self.tensors[name] = values.clone()
             values.zero_()
-            self.shipped.append((name, where["offset"]))
+            self.sent.append((name, where["offset"]))
         self.ends.append(is_last)
 
 
@@ -46,80 +46,85 @@ def _sync(folder, memory=MEMORY):
     return RolloutSync(model, meshes, layer_names(model), dtypes, SyncSettings("sliced", memory))
 
 
-def _copied(stream):
-    """As a sender that copies."""
-    return {name: torch.empty(t.shape, dtype=t.dtype).copy_(t) for name, t in stream.tensors()}
+def _copied(weights):
+    """Copy every tensor, like a sender without receive buffers."""
+    return {name: torch.empty(t.shape, dtype=t.dtype).copy_(t) for name, t in weights.tensors()}
 
 
-def _lands(folder):
+def _receives_in_place(folder):
     rank, sync = dist.get_rank(), _sync(folder)
-    stream = partial(sync.stream, "sliced", Rollout(2), rank)
-    wanted = _copied(stream())
-    for size, lands in ((1 << 16, True), (1 << 13, False), (1 << 16, True)):
+    new_weights = partial(sync.worker_weights, "sliced", Rollout(2), rank)
+    wanted = _copied(new_weights())
+    for size, fits in ((1 << 16, True), (1 << 13, False), (1 << 16, True)):
         memory = torch.zeros(size, dtype=torch.uint8)
-        worker, into = Worker(memory), stream()
-        bucket = Bucket(memory, worker.ship)
-        elsewhere, landed = set(), 0
+        worker, into = Worker(memory), new_weights()
+        bucket = Bucket(memory, worker.send)
+        elsewhere, in_place = set(), 0
         for name, tensor in into.tensors(bucket):
             if isinstance(tensor, CastOnCopy) or tensor.untyped_storage().data_ptr() != memory.data_ptr():
                 elsewhere.add(name)
             else:
-                landed += tensor.nbytes
+                in_place += tensor.nbytes
             bucket.put(name, tensor)
         bucket.finish()
         assert worker.ends == [False] * (len(worker.ends) - 1) + [True]
         assert worker.tensors.keys() == wanted.keys()
         assert all(torch.equal(worker.tensors[name], wanted[name]) for name in wanted)
-        # What arrives, and is kept, lies behind what is copied, and its buffers are not held twice.
-        first = min((at for name, at in worker.shipped if name not in elsewhere), default=size)
-        assert (first < size) == lands
-        assert all(at < first for name, at in worker.shipped if name in elsewhere)
-        assert (len(elsewhere) < len(wanted)) == lands
+        # Received and locally cast blocks lie behind the copied ones, and their buffers are not allocated twice.
+        first = min((at for name, at in worker.sent if name not in elsewhere), default=size)
+        assert (first < size) == fits
+        assert all(at < first for name, at in worker.sent if name in elsewhere)
+        assert (len(elsewhere) < len(wanted)) == fits
         exchange = sync.exchange("sliced", Rollout(2), rank)
-        kept = [own.box.numel * own.tensor.itemsize for owns in exchange._own for own in owns if own.kept]
-        assert kept and landed == (into.traffic.received + sum(kept) if lands else 0)
-        held = sum(buffer.nbytes for buffer in exchange._out)
+        kept = [
+            own.block.numel * own.tensor.itemsize
+            for blocks in exchange._local_blocks
+            for own in blocks
+            if own.buffer_range
+        ]
+        assert kept and in_place == (into.traffic.received + sum(kept) if fits else 0)
+        held = sum(buffer.nbytes for buffer in exchange._send_buffers)
         assert into.traffic.peak >= held and into.traffic.peak <= MEMORY
 
 
-def test_rounds_arrive_in_the_bucket_where_it_has_room(tmp_path):
-    run_ranks(_lands, 2, save_qwen3_moe(tmp_path))
+def test_bucket_with_room_receives_rounds_in_place(tmp_path):
+    run_ranks(_receives_in_place, 2, save_qwen3_moe(tmp_path))
 
 
-def _goes_on(folder):
-    """A worker that fails on rank 1 does not keep rank 0 from its weights, and does not hear of later rounds."""
+def _worker_fails(folder):
+    """A worker that fails on rank 1 does not stop rank 0's weights and receives no later rounds."""
     rank, sync = dist.get_rank(), _sync(folder)
-    stream = sync.stream("sliced", Rollout(2), rank)
+    weights = sync.worker_weights("sliced", Rollout(2), rank)
     memory, calls = torch.zeros(1 << 16, dtype=torch.uint8), []
     worker = Worker(memory)
 
-    def ship(contents, is_last):
+    def send(metadata, is_last):
         calls.append(is_last)
         if rank == 1 and len(calls) == 2:
             raise RuntimeError("the worker is gone")
-        worker.ship(contents, is_last)
+        worker.send(metadata, is_last)
 
-    bucket, tensors = Bucket(memory, ship), stream.tensors
-    arriving = tensors(bucket)
+    bucket, tensors = Bucket(memory, send), weights.tensors
+    blocks = tensors(bucket)
     try:
-        for name, tensor in arriving:
+        for name, tensor in blocks:
             bucket.put(name, tensor)
         bucket.finish()
         assert rank == 0
     except RuntimeError:
         assert rank == 1
         bucket.close()
-    arriving.close()
+    blocks.close()
     assert len(calls) == 2 or rank == 0
-    assert stream.traffic.received == stream.least()
+    assert weights.traffic.received == weights.min_received_bytes()
 
 
-def test_a_failure_between_rounds_is_raised_and_leaves_nobody_waiting(tmp_path):
-    run_ranks(_goes_on, 2, save_qwen3_moe(tmp_path))
+def test_bucket_whose_worker_fails_raises_and_blocks_no_rank(tmp_path):
+    run_ranks(_worker_fails, 2, save_qwen3_moe(tmp_path))
 
 
 def _received(handle: str) -> tuple[threading.Thread, dict, list]:
-    """What verl's receiver brings."""
+    """Receive with verl's receiver in a thread; return what it collects."""
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 
     tensors, buckets = {}, []
@@ -137,58 +142,58 @@ def _received(handle: str) -> tuple[threading.Thread, dict, list]:
 def _send(handle: str, weights):
     thread, tensors, buckets = _received(handle)
     arguments = dict(zmq_handle=handle, bucket_megabytes=1, use_shm=True, timeout_seconds=30.0, rank=0)
-    handover = asyncio.run(send_weights(weights, **arguments))
+    transfer = asyncio.run(send_weights(weights, **arguments))
     thread.join(30)
     assert not thread.is_alive()
-    return tensors, buckets, handover
+    return tensors, buckets, transfer
 
 
 def _through_verls(folder, handle):
     rank, sync = dist.get_rank(), _sync(folder)
-    stream = partial(sync.stream, "sliced", Rollout(2), rank)
-    wanted = _copied(stream())
+    new_weights = partial(sync.worker_weights, "sliced", Rollout(2), rank)
+    wanted = _copied(new_weights())
     for _ in range(2):
-        tensors, _, handover = _send(f"{handle}-{rank}.sock", stream().tensors)
-        assert tensors.keys() == wanted.keys() and handover.tensors == len(wanted)
+        tensors, _, transfer = _send(f"{handle}-{rank}.sock", new_weights().tensors)
+        assert tensors.keys() == wanted.keys() and transfer.tensors == len(wanted)
         assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
-        assert min(handover.gather_seconds, handover.wire_seconds, handover.load_seconds) > 0
+        assert min(transfer.gather_seconds, transfer.wire_seconds, transfer.load_seconds) > 0
 
 
-def test_verls_receiver_takes_what_lands(tmp_path):
+def test_verls_receiver_reads_rounds_received_in_the_bucket(tmp_path):
     run_ranks(_through_verls, 2, save_qwen3_moe(tmp_path), f"ipc:///tmp/epfsdp2-test-{os.getpid()}")
 
 
-def test_buckets_are_those_of_verls_sender(monkeypatch):
+def test_bucket_contents_equal_those_of_verls_sender(monkeypatch):
     handle = f"ipc:///tmp/epfsdp2-test-{os.getpid()}.sock"
     dtypes = (torch.float32, torch.bfloat16, torch.uint8, torch.int64)
     weights = [(f"{i}", torch.randn(90_000 + i).to(dtypes[i % 4])) for i in range(20)]
     weights += [("empty", torch.empty(0, 3)), ("scalar", torch.tensor(2.0))]
-    ours, buckets, handover = _send(handle, iter(weights))
-    assert not handover.is_stock
+    ours, buckets, transfer = _send(handle, iter(weights))
+    assert not transfer.is_verl_sender
     sender._class.cache_clear()
     monkeypatch.setattr(sender, "_KNOWN", set())
-    theirs, their_buckets, handover = _send(handle, iter(weights))
-    assert handover.is_stock
+    theirs, their_buckets, transfer = _send(handle, iter(weights))
+    assert transfer.is_verl_sender
     sender._class.cache_clear()
     assert buckets == their_buckets and len(buckets) > 3
     assert all(torch.equal(ours[name], tensor) and torch.equal(theirs[name], tensor) for name, tensor in weights)
 
 
-def test_verls_sender_is_the_one_that_ours_was_made_for():
+def test_fingerprint_of_installed_verl_is_known():
     assert sender.fingerprint() in sender._KNOWN
 
 
-def test_another_sender_of_verls_sends_itself_and_that_is_said(monkeypatch, caplog):
+def test_new_sender_with_unknown_fingerprint_uses_verls_and_warns_once(monkeypatch, caplog):
     sender._class.cache_clear()
     monkeypatch.setattr(sender, "_KNOWN", set())
     with caplog.at_level("WARNING", "epfsdp2"):
         classes = {sender._class().__name__ for _ in range(2)}
     sender._class.cache_clear()
-    assert classes == {"StockSender"} and caplog.text.count("is not that of verl 0.9.1") == 1
+    assert classes == {"VerlSender"} and caplog.text.count("is not that of verl 0.9.1") == 1
 
 
 @pytest.mark.parametrize("change", ["a method is gone", "the source is not installed"])
-def test_a_sender_of_verls_that_cannot_be_read_sends_itself(monkeypatch, caplog, change):
+def test_new_sender_without_verls_source_uses_verls(monkeypatch, caplog, change):
     if change == "a method is gone":
         monkeypatch.setattr(sender, "_METHODS", (*sender._METHODS, "renamed_since"))
     else:
@@ -197,23 +202,23 @@ def test_a_sender_of_verls_that_cannot_be_read_sends_itself(monkeypatch, caplog,
     with caplog.at_level("WARNING", "epfsdp2"):
         name = sender._class().__name__
     sender._class.cache_clear()
-    assert name == "StockSender" and "is not that of verl 0.9.1" in caplog.text
+    assert name == "VerlSender" and "is not that of verl 0.9.1" in caplog.text
 
 
-def test_a_tensor_that_is_larger_than_the_bucket_is_refused():
-    bucket = Bucket(torch.zeros(100, dtype=torch.uint8), lambda contents, is_last: None)
-    with pytest.raises(ValueError, match="large has 104 bytes, the bucket 100: raise .*bucket_megabytes"):
+def test_bucket_refuses_a_larger_tensor():
+    bucket = Bucket(torch.zeros(100, dtype=torch.uint8), lambda metadata, is_last: None)
+    with pytest.raises(ValueError, match="large has 104 bytes and the bucket 100; raise .*bucket_megabytes"):
         bucket.put("large", torch.zeros(26))
 
 
-def test_what_is_copied_at_once_is_bounded():
+def test_bucket_bounds_bytes_per_message():
     memory = torch.zeros(1000, dtype=torch.uint8)
     worker = Worker(memory)
-    bucket = Bucket(memory, worker.ship, at_once=100)
+    bucket = Bucket(memory, worker.send, message_bytes=100)
     tensors = {f"{i}": torch.full((size,), i + 1.0) for i, size in enumerate((10, 10, 10, 100, 5))}
     for name, tensor in tensors.items():
         bucket.put(name, tensor)
     bucket.finish()
     assert worker.ends == [False, False, False, True]
-    assert worker.shipped == [("0", 0), ("1", 40), ("2", 0), ("3", 0), ("4", 0)]
+    assert worker.sent == [("0", 0), ("1", 40), ("2", 0), ("3", 0), ("4", 0)]
     assert all(torch.equal(worker.tensors[name], tensor) for name, tensor in tensors.items())

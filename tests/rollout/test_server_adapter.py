@@ -1,4 +1,4 @@
-"""The watched adapter over a stand-in for verl's, and the watched sockets, without vLLM."""
+"""The watched adapter over a fake of verl's, and the watched sockets, without vLLM."""
 
 import asyncio
 import concurrent.futures
@@ -15,7 +15,7 @@ import torch
 import zmq
 
 from epfsdp2.rollout import server_adapter
-from epfsdp2.rollout.layout.stream_choice import EXTENSION
+from epfsdp2.rollout.layout.sync_mode import EXTENSION
 from epfsdp2.rollout.server_adapter import WatchedUpdates, WeightSyncError, send_weights
 from epfsdp2.rollout.sync import RolloutWeights
 
@@ -29,8 +29,8 @@ def handle():
     assert set(glob.glob("/dev/shm/verl_weights_*")) <= before
 
 
-class Stream:
-    """A weights generator that knows whether it was closed."""
+class Weights:
+    """An iterator of tensors that records whether it was closed."""
 
     def __init__(self, count: int = 4):
         self.closed = False
@@ -46,10 +46,10 @@ class Stream:
         self.closed = True
 
 
-def send(handle: str, stream, timeout_seconds=1.0, **kwargs):
+def send(handle: str, weights, timeout_seconds=1.0, **kwargs):
     return asyncio.run(
         send_weights(
-            stream,
+            weights,
             zmq_handle=handle,
             bucket_megabytes=1,
             use_shm=True,
@@ -61,7 +61,7 @@ def send(handle: str, stream, timeout_seconds=1.0, **kwargs):
 
 
 def receive(handle: str, buckets: int | None, seconds: float = 0.0) -> threading.Thread:
-    """A worker that takes so many buckets, each for some time, and is then gone without a word."""
+    """Start a worker that receives so many buckets, each for some time, and then stops without an answer."""
 
     def work():
         socket = zmq.Context().socket(zmq.REP)
@@ -81,57 +81,57 @@ def receive(handle: str, buckets: int | None, seconds: float = 0.0) -> threading
     return thread
 
 
-def test_everything_is_sent_and_closed(handle):
-    stream = Stream()
+def test_send_weights_sends_everything_and_closes_the_source(handle):
+    weights = Weights()
     worker = receive(handle, None)
-    send(handle, stream)
+    send(handle, weights)
     worker.join(5)
-    assert stream.closed and not worker.is_alive()
+    assert weights.closed and not worker.is_alive()
 
 
 @pytest.mark.parametrize(("buckets", "sent"), [(0, 0), (1, 1), (2, 2)], ids=["nobody", "greeted", "first bucket"])
-def test_silence_ends_by_the_time_out(handle, buckets, sent):
-    stream = Stream()
+def test_send_weights_to_a_silent_worker_times_out(handle, buckets, sent):
+    weights = Weights()
     if buckets:
         receive(handle, buckets)
     started = time.monotonic()
     with pytest.raises(WeightSyncError, match=rf"trainer rank 5 after {sent} tensors .*within 1 s") as caught:
-        send(handle, stream)
+        send(handle, weights)
     assert time.monotonic() - started < 6
-    assert stream.closed
+    assert weights.closed
     assert f"last: tensor.{sent}" in str(caught.value) or sent == 0
 
 
-def test_progress_starts_the_time_out_again(handle):
+def test_send_weights_times_each_message_not_the_sync(handle):
     worker = receive(handle, None, seconds=0.6)
     started = time.monotonic()
-    send(handle, Stream())
+    send(handle, Weights())
     worker.join(5)
     assert time.monotonic() - started > 2.0  # twice the time-out
 
 
-def test_the_receiving_calls_failure_ends_the_wait_at_once(handle):
+def test_send_weights_raises_the_receiving_calls_failure_at_once(handle):
     failed = concurrent.futures.Future()
     threading.Timer(0.5, failed.set_exception, [RuntimeError("vLLM's own words")]).start()
-    stream, started = Stream(), time.monotonic()
+    weights, started = Weights(), time.monotonic()
     with pytest.raises(WeightSyncError, match="RuntimeError: vLLM's own words") as caught:
-        send(handle, stream, 60.0, future=failed, failure_of=lambda f: f.exception() if f.done() else None)
+        send(handle, weights, 60.0, future=failed, failure_of=lambda f: f.exception() if f.done() else None)
     assert time.monotonic() - started < 10
     assert isinstance(caught.value.__cause__, RuntimeError)
-    assert stream.closed
+    assert weights.closed
 
 
-def test_a_call_that_never_returns_ends_by_the_time_out(handle):
+def test_send_weights_times_out_on_a_call_that_never_returns(handle):
     async def never():
         await asyncio.sleep(600)
 
     receive(handle, None)
     with pytest.raises(WeightSyncError, match="did not finish the update within 1 s"):
-        send(handle, Stream(), future=never(), failure_of=lambda _: None)
+        send(handle, Weights(), future=never(), failure_of=lambda _: None)
 
 
 class StockAdapter:
-    """What the mix-in uses of verl's ServerAdapter."""
+    """Fakes the parts of verl's ServerAdapter that the mix-in uses."""
 
     def __init__(self, handle: str, extension: str | None):
         self.zmq_handle, self.use_shm, self.rollout_rank, self._has_server = handle, True, 0, True
@@ -163,11 +163,11 @@ class Adapter(WatchedUpdates, StockAdapter):
 
 
 @pytest.mark.parametrize("extension", ["epfsdp2.rollout.vllm_worker.WeightSyncExtension", "theirs.Extension", None])
-def test_the_adapter_asks_sends_and_clears(handle, monkeypatch, extension):
+def test_adapter_calls_the_worker_sends_and_clears_the_cache(handle, monkeypatch, extension):
     monkeypatch.setattr(server_adapter, "_timeout_seconds", 7.0)
     adapter = Adapter(handle, extension)
     receive(handle, None)
-    asyncio.run(adapter.update_weights(Stream(), global_steps=3, peft_config=None))
+    asyncio.run(adapter.update_weights(Weights(), global_steps=3, peft_config=None))
     ours = {"sync_timeout_seconds": 7.0} if str(extension).startswith("epfsdp2") else {}
     assert adapter.calls == [
         ("update_weights_from_ipc", {"peft_config": None, "use_shm": True, **ours}),
@@ -176,42 +176,42 @@ def test_the_adapter_asks_sends_and_clears(handle, monkeypatch, extension):
     ]
 
 
-class OneWorkersStream:
-    """What the adapter uses of a ``WorkerStream``."""
+class FakeWorkerWeights:
+    """Fakes the parts of ``WorkerWeights`` that the adapter uses."""
 
-    def __init__(self, kind: str = "sliced", is_verified: bool = True):
-        self.kind, self.is_verified, self.handover, self.agreed = kind, is_verified, None, []
+    def __init__(self, mode: str = "sliced", has_checksums: bool = True):
+        self.mode, self.has_checksums, self.transfer, self.failures = mode, has_checksums, None, []
 
-    def tensors(self, landing=None):
+    def tensors(self, receive_buffers=None):
         yield "a", torch.ones(2)
 
-    def layouts(self):
+    def planned_layouts(self):
         return [{"a": "[2] from 0"}]
 
-    def agree(self, failure):
-        self.agreed.append(failure)
+    def check_plans(self, failure):
+        self.failures.append(failure)
         if failure is not None:
             raise failure
 
-    def report(self, handover):
-        self.handover = handover
+    def report(self, transfer):
+        self.transfer = transfer
         return "a report"
 
 
-def sync(adapter, stream):
+def sync(adapter, weights):
     engine = SimpleNamespace(
-        choose=lambda config: stream.kind, stream=lambda kind, rollout, worker, is_quantised: stream
+        choose_mode=lambda config: weights.mode, worker_weights=lambda mode, rollout, worker, is_quantised: weights
     )
     asyncio.run(adapter.update_weights(RolloutWeights(engine)))
 
 
-def test_layouts_are_compared_before_the_first_sync_and_the_end_is_reported(handle, monkeypatch, capsys):
+def test_adapter_checks_layouts_before_the_first_sync_and_prints_reports(handle, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     adapter = Adapter(handle, EXTENSION)
-    streams = [OneWorkersStream(), OneWorkersStream(is_verified=False)]
-    for stream in streams:
+    syncs = [FakeWorkerWeights(), FakeWorkerWeights(has_checksums=False)]
+    for weights in syncs:
         receive(handle, None)
-        sync(adapter, stream)
+        sync(adapter, weights)
     asked = [(name, *rest) for name, *rest in adapter.calls if name != "clear_kv_cache"]
     timeout = {"sync_timeout_seconds": server_adapter._timeout_seconds}
     assert asked == [
@@ -219,24 +219,24 @@ def test_layouts_are_compared_before_the_first_sync_and_the_end_is_reported(hand
         ("update_weights_from_ipc", {"use_shm": True, **timeout, "verify": True}),
         ("update_weights_from_ipc", {"use_shm": True, **timeout}),
     ]
-    assert [stream.agreed for stream in streams] == [[None], []]
+    assert [weights.failures for weights in syncs] == [[None], []]
     # The checksums are the second tensor.
-    assert [stream.handover.tensors for stream in streams] == [2, 1]
-    assert all(stream.handover.wire_seconds > 0 and stream.handover.load_seconds > 0 for stream in streams)
+    assert [weights.transfer.tensors for weights in syncs] == [2, 1]
+    assert all(weights.transfer.wire_seconds > 0 and weights.transfer.load_seconds > 0 for weights in syncs)
     assert capsys.readouterr().out == "[epfsdp2] a report\n" * 2
 
 
-def test_a_full_stream_needs_no_comparison_and_another_extension_no_checksums(handle, capsys, monkeypatch):
+def test_adapter_in_full_mode_with_another_extension_sends_only_tensors(handle, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    adapter, stream = Adapter(handle, "theirs.Extension"), OneWorkersStream("full")
+    adapter, weights = Adapter(handle, "theirs.Extension"), FakeWorkerWeights("full")
     receive(handle, None)
-    sync(adapter, stream)
+    sync(adapter, weights)
     assert adapter.calls[0] == ("update_weights_from_ipc", {"use_shm": True})
-    assert stream.handover.tensors == 1 and stream.agreed == []
+    assert weights.transfer.tensors == 1 and weights.failures == []
     assert capsys.readouterr().out == ""
 
 
-def test_a_disagreement_ends_the_run_before_anything_is_sent(handle):
+def test_adapter_with_differing_layouts_raises_before_sending(handle):
     class Disagrees(Adapter):
         async def _execute_method(self, method, non_block, kwargs):
             await super()._execute_method(method, non_block, kwargs)
@@ -246,24 +246,24 @@ def test_a_disagreement_ends_the_run_before_anything_is_sent(handle):
 
             return fails()
 
-    adapter, stream = Disagrees(handle, EXTENSION), OneWorkersStream()
+    adapter, weights = Disagrees(handle, EXTENSION), FakeWorkerWeights()
     for _ in range(2):  # it is asked again
         with pytest.raises(WeightSyncError, match="RuntimeError: worker 0 of a replica: they differ"):
-            sync(adapter, stream)
+            sync(adapter, weights)
     assert [name for name, *_ in adapter.calls] == ["epfsdp2_check_layout"] * 2
 
 
-def test_deltas_go_verls_own_way(handle):
+def test_adapter_passes_deltas_to_verls_method(handle):
     adapter = Adapter(handle, None)
-    asyncio.run(adapter.update_weights(Stream(), wire_format="delta_flush"))
+    asyncio.run(adapter.update_weights(Weights(), wire_format="delta_flush"))
     assert adapter.calls == [("stock", "delta_flush")]
 
 
-def test_install_is_light_and_verl_then_builds_the_watched_adapter():
+def test_install_imports_nothing_heavy_and_registers_the_adapter():
     code = """
 import sys
 from epfsdp2.rollout import server_adapter
-from epfsdp2.rollout.layout.stream_choice import EXTENSION
+from epfsdp2.rollout.layout.sync_mode import EXTENSION
 assert "ray" not in sys.modules and "verl" not in sys.modules and "vllm" not in sys.modules
 server_adapter.install(7.0)
 from verl.workers.rollout.base import get_rollout_class

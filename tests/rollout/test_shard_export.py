@@ -1,4 +1,4 @@
-"""Shards under checkpoint names: put together they are the checkpoint, and changes of them are changes of it."""
+"""Shards under checkpoint names assemble to the checkpoint, and their changes are its changes."""
 
 import sys
 import types
@@ -26,7 +26,7 @@ def _checkpoint(folder, dtype=None):
 
 
 def _assembled(export):
-    """What verl's description of the shards says the whole is, on rank 0."""
+    """Assemble the checkpoint on rank 0 from verl's description of the shards."""
     whole, order = {}, []
     for name, values, spec in export.shards():
         order.append(name)
@@ -65,11 +65,11 @@ def _shards(folder, meshes):
 
 
 @pytest.mark.parametrize("save", [save_qwen3_moe, save_glm4_moe])
-def test_the_shards_of_all_ranks_are_the_checkpoint(tmp_path, save):
+def test_shard_export_of_all_ranks_is_the_checkpoint(tmp_path, save):
     run_ranks(_shards, WORLD, save(tmp_path), MESHES if save is save_qwen3_moe else MESHES[:1])
 
 
-def test_a_tied_parameter_comes_once(tmp_path):
+def test_shard_export_yields_a_tied_parameter_once(tmp_path):
     run_ranks(_shards, WORLD, save_qwen3_moe(tmp_path, tie_word_embeddings=True), MESHES[:1])
 
 
@@ -122,14 +122,14 @@ def _deltas(folder):
 
 
 def _flush(backend, pieces):
-    """As rank 0 puts them together for the wire."""
+    """Assemble the entries as rank 0 does before it sends them."""
     engine = backend.DeltaShardedCheckpointEngine.__new__(backend.DeltaShardedCheckpointEngine)
     engine.encoding, engine.rollout_dtype = "indices", torch.bfloat16
     return engine._assemble_flush(pieces)
 
 
 def _apply(flush, held):
-    """What verl's consumer does with a flush (``decode_delta_payload``, whose import needs vLLM's patch interface)."""
+    """Apply a flush like verl's consumer (``decode_delta_payload``, whose import needs vLLM's patch interface)."""
     from verl.checkpoint_engine.delta_sync import checksum
 
     assert checksum(flush.positions_cpu, flush.values_gpu) == flush.checksum
@@ -150,5 +150,5 @@ def _mine(whole, param):
     return whole[local_range(param).slices]
 
 
-def test_changes_of_shards_are_the_changes_of_the_checkpoint(tmp_path):
+def test_shard_export_deltas_are_the_changes_of_the_checkpoint(tmp_path):
     run_ranks(_deltas, WORLD, save_qwen3_moe(tmp_path))

@@ -1,4 +1,4 @@
-"""Sockets of a weight sync: when they connect."""
+"""When the sockets of a weight sync connect."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ from epfsdp2.rollout.transport.watched_sockets import WatchedContext
 
 
 class Noted:
-    """A socket that notes whether anybody listened when it connected."""
+    """A socket that records whether its address was bound when it connected."""
 
     def __init__(self, path):
         self.path, self.connected = path, []
@@ -36,7 +36,7 @@ def _connect(path, address):
     return noted.connected
 
 
-def test_it_connects_once_somebody_listens(tmp_path, monkeypatch):
+def test_watched_socket_connects_once_the_other_end_binds(tmp_path, monkeypatch):
     monkeypatch.setattr(watched_sockets, "_LISTENING_SECONDS", 60.0)
     path = tmp_path / "socket"
     listener = threading.Timer(0.1, path.touch)
@@ -46,7 +46,7 @@ def test_it_connects_once_somebody_listens(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("scheme", ["ipc", "tcp"])
-def test_it_leaves_the_rest_to_zmq_where_nobody_does(tmp_path, monkeypatch, scheme):
+def test_watched_socket_without_a_listener_leaves_retries_to_zmq(tmp_path, monkeypatch, scheme):
     monkeypatch.setattr(watched_sockets, "_LISTENING_SECONDS", 0.05 if scheme == "ipc" else 60.0)
     path, started = tmp_path / "socket", time.monotonic()
     assert _connect(path, f"{scheme}://{path}") == [(f"{scheme}://{path}", False)]

@@ -1,4 +1,4 @@
-"""Full tensors in bounded buckets, and plans that have to be one, among three members in threads."""
+"""Full tensors in bounded buckets, and the comparison of plans, among three members in threads."""
 
 from types import SimpleNamespace
 
@@ -30,19 +30,19 @@ def _tensors():
     }
 
 
-def test_full_tensors_come_in_order_through_bounded_buckets(together):
+def test_sender_broadcasts_full_tensors_in_order_in_bounded_buckets(together):
     members, each = together
     buckets = list(remote_sync._buckets(_tensors().items(), LIMIT, torch.device("cpu")))
     assert [bucket.numel() for _, bucket in buckets[:-1]] == [LIMIT] * (len(buckets) - 1) and len(buckets) == 4
 
-    def part(peers):
-        if peers.rank < 2:
-            return remote_sync.Sender(peers).send(iter(_tensors().items()), LIMIT)
-        return list(remote_sync.Receiver(peers).receive())
+    def part(group):
+        if group.rank < 2:
+            return remote_sync.Sender(group).send(iter(_tensors().items()), LIMIT)
+        return list(remote_sync.Receiver(group).receive())
 
     for _ in range(2):
         first, second, got = each(part, members)
-        each(lambda peers: peers.end(), members)
+        each(lambda group: group.end_sync(), members)
         wanted = _tensors()
         assert [name for name, _ in got] == list(wanted)
         for name, tensor in got:
@@ -51,29 +51,32 @@ def test_full_tensors_come_in_order_through_bounded_buckets(together):
         assert second == {}
 
 
-class _Fixed(remote_sync._Road):
-    """Comes to the plan that it is told."""
+class _Fixed(remote_sync._Endpoint):
+    """Makes a plan with the digest that it is given."""
 
     planned = 0
 
-    def _plan(self, offer, wants):
+    def _plan(self, layout, requests):
         self.planned += 1
-        return SimpleNamespace(plan=SimpleNamespace(digest=lambda: self.says))
+        return SimpleNamespace(plan=SimpleNamespace(digest=lambda: self.digest))
 
 
-def test_members_with_another_plan_stop_and_equal_ones_are_not_planned_again(together):
+def test_endpoint_raises_on_a_differing_plan_and_caches_equal_ones(together):
     members, each = together
-    roads, offers = [_Fixed(peers) for peers in members], [remote_sync.Offer("auto", 0, "a", n) for n in (1, 1, 2)]
-    for road, says in zip(roads, "aab", strict=True):
-        road.says = says
+    endpoints, layouts = (
+        [_Fixed(group) for group in members],
+        [remote_sync.TrainerLayout("auto", 0, "a", n) for n in (1, 1, 2)],
+    )
+    for endpoint, digest in zip(endpoints, "aab", strict=True):
+        endpoint.digest = digest
 
-    def part(road, offer):
-        road.peers.begin()
-        if road.says == "a":
-            return road._exchange(offer, [])
+    def part(endpoint, layout):
+        endpoint.group.begin_sync()
+        if endpoint.digest == "a":
+            return endpoint._exchange(layout, [])
         with pytest.raises(WeightSyncError, match="this rank's plan is b, that of trainer rank 0 is a"):
-            road._exchange(offer, [])
+            endpoint._exchange(layout, [])
 
-    for offer in offers:
-        each(lambda road, offer=offer: part(road, offer), roads)
-    assert [road.planned for road in roads] == [2, 2, 2]
+    for layout in layouts:
+        each(lambda endpoint, layout=layout: part(endpoint, layout), endpoints)
+    assert [endpoint.planned for endpoint in endpoints] == [2, 2, 2]

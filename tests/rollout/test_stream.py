@@ -1,4 +1,4 @@
-"""The full stream: every tensor whole and exact on every rank, one gather per layer, bounded memory."""
+"""Full tensors: exact on every rank, one gather per layer, bounded memory."""
 
 import itertools
 
@@ -13,7 +13,7 @@ from epfsdp2.engine.model import hf_names
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.topology.dtensor import shard_steps
 from epfsdp2.engine.topology.index_ranges import shard_range
-from epfsdp2.rollout import sync as streams
+from epfsdp2.rollout import sync as rollout_sync
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport import full_gather
 from epfsdp2.rollout.transport.report import Traffic
@@ -24,7 +24,7 @@ from tests.support.ranks import run_ranks
 
 
 def _counted(model, meshes, bound, dtypes=None):
-    """The stream's tensors, and the bytes of each of its gathers."""
+    """Gather full tensors; return them and the bytes of each gather."""
     gathers = []
     original = dist.all_gather_into_tensor
 
@@ -39,7 +39,7 @@ def _counted(model, meshes, bound, dtypes=None):
         dist.all_gather_into_tensor = original
 
 
-def _streams(folder, cases):
+def _full_on_every_mesh(folder, cases):
     reference = reference_model(folder)
     wanted = dict(reference.named_parameters())
     for ep, fsdp_size, dim in cases:
@@ -66,7 +66,7 @@ def _in_parts(folder, cases):
         model, meshes = sharded_model(folder, dist.get_world_size(), ep, fsdp_size, expert_shard_dim=dim)
         stack = model.get_parameter("model.layers.0.mlp.experts.gate_up_proj")
         largest = max(p.nbytes for name, p in reference.named_parameters() if "experts" not in name)
-        assert 3 * largest < stack.numel() * stack.element_size(), "the stacks are what does not fit"
+        assert 3 * largest < stack.numel() * stack.element_size(), "stacks have to exceed the limit"
         sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("full", 6 * largest))
         traffic = Traffic()
         got = list(sync.full(traffic))
@@ -87,16 +87,16 @@ def _in_parts(folder, cases):
 _COPIES: dict[str, torch.Tensor] = {}
 
 
-def _copied(arrived):
-    """What came so far of a tensor, under its name."""
-    if arrived.name not in _COPIES or arrived.shards[0][0].low == (0,) * len(arrived.shape):
-        _COPIES[arrived.name] = torch.full(arrived.shape, torch.nan)
-    for box, values in arrived.shards:
-        _COPIES[arrived.name][box.slices] = values
-    yield arrived.name, _COPIES[arrived.name]
+def _copied(found):
+    """Yield the parts of a tensor that were gathered so far, under its name."""
+    if found.name not in _COPIES or found.shards[0][0].low == (0,) * len(found.shape):
+        _COPIES[found.name] = torch.full(found.shape, torch.nan)
+    for block, values in found.shards:
+        _COPIES[found.name][block.slices] = values
+    yield found.name, _COPIES[found.name]
 
 
-def test_a_stack_that_is_too_large_comes_as_its_experts(tmp_path):
+def test_full_mode_sends_a_stack_above_the_limit_by_expert(tmp_path):
     cases = [(1, -1, 1), (2, -1, 1), (4, -1, 1), (2, -1, 0), (2, 2, 1)]
     run_ranks(_in_parts, 4, save_qwen3_moe(tmp_path, num_experts=24, vocab_size=64), cases)
 
@@ -104,35 +104,35 @@ def test_a_stack_that_is_too_large_comes_as_its_experts(tmp_path):
 def _stays_whole(folder):
     model, meshes = sharded_model(folder, dist.get_world_size(), 2, attention="eager")
     lines = []
-    streams.logger.addFilter(lambda record: lines.append(record.getMessage()))
+    rollout_sync.logger.addFilter(lambda record: lines.append(record.getMessage()))
     sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("full", 4096))
     for _ in range(2):
         got = dict(sync.full())
     assert got.keys() == model.state_dict().keys()
-    wanted = "epfsdp2: the full stream holds model.embed_tokens.weight whole, "
+    wanted = "epfsdp2: engine.rollout_sync=full holds all of model.embed_tokens.weight at once, "
     assert [line.startswith(wanted) for line in lines] == [True] * (dist.get_rank() == 0)
 
 
-def test_a_family_whose_checkpoints_have_stacks_gets_them_whole_and_says_so_once(tmp_path):
+def test_full_mode_warns_once_of_a_stack_that_checkpoints_store_as_one(tmp_path):
     run_ranks(_stays_whole, 2, save_random(build("gpt_oss"), tmp_path, 0))
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_full_tensors_on_every_placement(tmp_path, tied):
+def test_full_tensors_on_every_mesh_are_exact(tmp_path, tied):
     cases = [(1, -1, 1), (2, -1, 1), (4, -1, 1), (2, -1, 0), (2, 2, 1), (1, 1, 1)]
-    run_ranks(_streams, 4, save_qwen3_moe(tmp_path, tie_word_embeddings=tied), cases)
+    run_ranks(_full_on_every_mesh, 4, save_qwen3_moe(tmp_path, tie_word_embeddings=tied), cases)
 
 
 def _one_stops_early(folder):
     model, meshes = sharded_model(folder, dist.get_world_size(), 2)
-    arriving = full_gather.full_tensors(model, meshes, layer_names(model), 1 << 16)
-    taken = list(itertools.islice(arriving, 3 if dist.get_rank() == 1 else None))
-    arriving.close()
+    tensors = full_gather.full_tensors(model, meshes, layer_names(model), 1 << 16)
+    taken = list(itertools.islice(tensors, 3 if dist.get_rank() == 1 else None))
+    tensors.close()
     assert len(taken) == 3 or dist.get_rank() != 1
     dist.barrier()
 
 
-def test_a_consumer_that_stops_early_leaves_nobody_waiting(tmp_path):
+def test_full_tensors_whose_consumer_stops_early_block_no_rank(tmp_path):
     run_ranks(_one_stops_early, 2, save_qwen3_moe(tmp_path))
 
 
@@ -150,7 +150,7 @@ def _narrower(folder):
     assert sum(sent_bytes) < 0.55 * sum(wide_bytes)
 
 
-def test_masters_are_cast_before_the_gather_but_for_float32_modules(tmp_path):
+def test_full_tensors_are_cast_before_the_gather_unless_kept_in_float32(tmp_path):
     run_ranks(_narrower, 2, save_qwen3_moe(tmp_path))
 
 
@@ -163,11 +163,11 @@ def _buffers_too(folder):
     assert all(torch.equal(full[name], wanted[name]) for name in wanted)
 
 
-def test_persistent_buffers_are_loaded_and_streamed(tmp_path):
+def test_full_tensors_include_persistent_buffers(tmp_path):
     run_ranks(_buffers_too, 2, save_glm4_moe(tmp_path))
 
 
-def test_a_30b_is_531_tensors_and_not_18867(stacks_are_sent):
+def test_for_vllm_sends_a_30b_as_531_tensors_instead_of_18867(stacks_are_sent):
     config = Qwen3MoeConfig(
         vocab_size=151936,
         hidden_size=2048,
@@ -187,7 +187,7 @@ def test_a_30b_is_531_tensors_and_not_18867(stacks_are_sent):
     assert sum(1 for _ in hf_names.as_checkpoint(model, model.named_parameters())) == 18867
 
 
-def test_fused_names_for_vllm_and_checkpoint_names_for_files(tmp_path, stacks_are_sent):
+def test_for_vllm_has_fused_names_and_as_checkpoint_those_of_files(tmp_path, stacks_are_sent):
     model = reference_model(save_qwen3_moe(tmp_path))
     tensors = dict(model.named_parameters())
     fused = dict(hf_names.for_vllm(model, tensors.items()))

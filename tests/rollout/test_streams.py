@@ -1,4 +1,4 @@
-"""Which stream a worker gets, and what is in the one of whole experts."""
+"""Which sync mode a rollout gets, and what each mode sends to a worker."""
 
 from dataclasses import replace
 
@@ -11,12 +11,12 @@ from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.model import hf_names
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.topology.dtensor import local_tensor
-from epfsdp2.rollout import sync as streams
-from epfsdp2.rollout.layout.stream_choice import EXTENSION, choose_stream, rollout_of
+from epfsdp2.rollout import sync as rollout_sync
+from epfsdp2.rollout.layout.sync_mode import EXTENSION, choose_mode, rollout_of
 from epfsdp2.rollout.layout.vllm_layout import Rollout
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport.cast import CastOnCopy
-from epfsdp2.rollout.transport.report import Handover
+from epfsdp2.rollout.transport.report import TransferStats
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
 from tests.support.engine import sharded_model
 from tests.support.models import reference_model, save_qwen3_moe
@@ -33,7 +33,7 @@ EP2 = {"data_parallel_size": 2, "expert_parallel_size": 2, **OURS}
 
 
 @pytest.mark.parametrize(
-    ("wanted", "family", "config", "stream", "reason"),
+    ("requested", "family", "config", "mode", "reason"),
     [
         ("auto", "qwen3_moe", OURS, "sliced", ""),
         ("auto", "qwen3_moe", TP2, "sliced", ""),
@@ -47,19 +47,19 @@ EP2 = {"data_parallel_size": 2, "expert_parallel_size": 2, **OURS}
         ("full", "no_such", {**TP2, "quantization": "fp8"}, "full", ""),
     ],
 )
-def test_the_stream_and_why(wanted, family, config, stream, reason):
-    kind, why = choose_stream(wanted, config, family)
-    assert kind == stream and reason in why and bool(reason) == bool(why)
+def test_choose_mode_returns_mode_and_reason(requested, family, config, mode, reason):
+    found, why = choose_mode(requested, config, family)
+    assert found == mode and reason in why and bool(reason) == bool(why)
 
 
-def test_the_dataclass_of_verl_is_read_as_the_mapping_is():
+def test_choose_mode_reads_verls_dataclass_like_a_mapping():
     verls = RolloutConfig(name="vllm", tensor_model_parallel_size=2, engine_kwargs={"vllm": {}})
     assert rollout_of(verls) == Rollout(2)
     with pytest.raises(SettingError, match="worker_extension_cls=None"):
-        choose_stream("sliced", verls, "qwen3_moe")
+        choose_mode("sliced", verls, "qwen3_moe")
     verls = RolloutConfig(name="vllm", tensor_model_parallel_size=2, disaggregation={"enabled": True}, **OURS)
     with pytest.raises(SettingError, match="disaggregation.enabled=True"):
-        choose_stream("sliced", verls, "qwen3_moe")
+        choose_mode("sliced", verls, "qwen3_moe")
 
 
 def _whole_experts(folder):
@@ -78,7 +78,7 @@ def _whole_experts(folder):
     assert full.keys() == dict(reference_model(folder).named_parameters()).keys()
 
 
-def test_a_worker_with_whole_experts_gets_its_own_under_their_names(tmp_path):
+def test_expert_local_sends_own_experts_under_checkpoint_names(tmp_path):
     run_ranks(_whole_experts, WORLD, save_qwen3_moe(tmp_path))
 
 
@@ -90,17 +90,17 @@ def _cast_slices(folder):
 
     def slices(dtypes):
         sync = RolloutSync(model, meshes, layers, dtypes, SyncSettings("auto", ROOMY))
-        arriving = sync.weights().for_worker("sliced", Rollout(2), rank % 2)
+        tensors = sync.weights().for_worker("sliced", Rollout(2), rank % 2)
         # As the transport does: a tensor is the sender's until the next is asked for.
         kinds, found = {}, {}
-        for name, tensor in arriving:
+        for name, tensor in tensors:
             kinds.setdefault(type(tensor), []).append(name)
             found[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
         return kinds, found
 
     (plain, wide), (kinds, narrow) = slices({}), slices(dtypes)
     assert plain.keys() == {torch.Tensor} and kinds.keys() == {torch.Tensor, CastOnCopy}, (
-        "its own are cast, what came was"
+        "local slices are cast on copy, received ones were cast before"
     )
     # Of these a rank sends columns and keeps columns: they are cast together.
     assert any("w2_weight" in name for name in narrow) and not any("w2_weight" in name for name in kinds[CastOnCopy])
@@ -110,25 +110,25 @@ def _cast_slices(folder):
         assert torch.equal(values, wide[name].to(values.dtype)), name
 
 
-def test_slices_of_wider_masters_are_their_casts(tmp_path):
+def test_slices_of_float32_parameters_equal_their_casts(tmp_path):
     run_ranks(_cast_slices, WORLD, save_qwen3_moe(tmp_path))
 
 
 def _for_a_quantised_rollout(folder):
     model, meshes = sharded_model(folder, WORLD, 2)
     wanted = dict(hf_names.as_checkpoint(model, reference_model(folder).named_parameters()))
-    assert max(tensor.dim() for tensor in wanted.values()) == 2  # which verl's quantisation asserts
+    assert max(tensor.dim() for tensor in wanted.values()) == 2  # which verl's quantization asserts
     for memory in (ROOMY, MEMORY):
-        sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("auto", memory, verified=-1))
-        assert sync.weights().for_rollout(TP2, dist.get_rank() % 2).is_verified
+        sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("auto", memory, verify_syncs=-1))
+        assert sync.weights().for_rollout(TP2, dist.get_rank() % 2).has_checksums
         for settings in ({"quantization": "fp8"}, {"qat": {"enable": True}}):
-            stream = sync.weights().for_rollout({**TP2, **settings}, dist.get_rank() % 2)
-            assert (stream.kind, stream.is_verified) == ("full", False)
-            got = {name: tensor.clone() for name, tensor in stream.tensors()}
+            weights = sync.weights().for_rollout({**TP2, **settings}, dist.get_rank() % 2)
+            assert (weights.mode, weights.has_checksums) == ("full", False)
+            got = {name: tensor.clone() for name, tensor in weights.tensors()}
             assert got.keys() == wanted.keys() and all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
-def test_a_quantised_rollout_is_sent_a_checkpoints_tensors_and_no_checksums(tmp_path):
+def test_quantised_rollout_gets_checkpoint_tensors_without_checksums(tmp_path):
     run_ranks(_for_a_quantised_rollout, WORLD, save_qwen3_moe(tmp_path))
 
 
@@ -136,56 +136,61 @@ def _said_once(folder):
     model, meshes = sharded_model(folder, 2, 2)
     sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("auto", ROOMY))
     lines = []
-    streams.logger.addFilter(lambda record: lines.append(record.getMessage()))
+    rollout_sync.logger.addFilter(lambda record: lines.append(record.getMessage()))
     config = {**TP2, "quantization": "fp8"}
     for _ in range(3):
         assert len(dict(sync.weights().for_rollout(config, dist.get_rank()).tensors())) > 0
-    said = "epfsdp2: engine.rollout_sync=auto: full stream, since actor_rollout_ref.rollout.quantization=fp8: "
+    said = "epfsdp2: engine.rollout_sync=auto falls back to full: actor_rollout_ref.rollout.quantization=fp8: "
     assert [line.startswith(said) for line in lines] == [True] * (dist.get_rank() == 0)
 
 
-def test_auto_says_once_and_on_one_rank_why_it_is_full(tmp_path):
+def test_auto_that_falls_back_to_full_warns_once_on_rank_0(tmp_path):
     run_ranks(_said_once, 2, save_qwen3_moe(tmp_path))
 
 
-HANDOVER = Handover(tensors=3, nbytes=2_000_000_000, gather_seconds=1.0, wire_seconds=0.25, load_seconds=2.0)
+TRANSFER = TransferStats(tensors=3, nbytes=2_000_000_000, gather_seconds=1.0, wire_seconds=0.25, load_seconds=2.0)
 
 
 def _counted(folder):
     rank = dist.get_rank()
     model, meshes = sharded_model(folder, WORLD, 2)
     memory = 600_000
-    sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("auto", memory, verified=2))
+    sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("auto", memory, verify_syncs=2))
     whole = sum(p.numel() * 4 for p in reference_model(folder).parameters())
     own = sum(local_tensor(p).numel() * 4 for p in model.parameters())
     reports = []
     for config in (OURS, TP2, TP2):
-        stream = sync.weights().for_rollout(config, rank % 2)
-        assert stream.is_verified == (len(reports) < 2)
-        handed = sum(tensor.nbytes for _, tensor in stream.tensors())
-        assert handed == whole if config is OURS else handed < 0.6 * whole
-        reports.append(stream.report(HANDOVER))
+        weights = sync.weights().for_rollout(config, rank % 2)
+        assert weights.has_checksums == (len(reports) < 2)
+        sent = sum(tensor.nbytes for _, tensor in weights.tensors())
+        assert sent == whole if config is OURS else sent < 0.6 * whole
+        reports.append(weights.report(TRANSFER))
         assert sync.last_report is reports[-1]
     gathered, sliced, again = reports
-    assert gathered.least == whole - own
+    assert gathered.min_received_bytes == whole - own
     # Shards are padded to 16 bytes, and to the largest rank's.
-    assert gathered.least <= gathered.traffic.received == gathered.traffic.sent <= 1.2 * gathered.least
+    assert (
+        gathered.min_received_bytes
+        <= gathered.traffic.received
+        == gathered.traffic.sent
+        <= 1.2 * gathered.min_received_bytes
+    )
     largest = max(p.numel() * 4 for p in model.parameters())
     assert 2 * largest < gathered.traffic.peak <= memory
     plan = sync.exchange("sliced", Rollout(2), rank % 2).plan
-    assert sliced.traffic.received == sliced.least == plan.received[rank]
+    assert sliced.traffic.received == sliced.min_received_bytes == plan.received[rank]
     assert sliced.traffic.sent == plan.sent[rank]
     assert memory / 5 < sliced.traffic.peak <= memory
     assert (again.traffic, again.number) == (sliced.traffic, 3)
     assert str(sliced).startswith(
         "weight sync 2, sliced: 3 tensors, 2.000 GB in 3.25 s (gather 1.00, wire 0.25, load 2.00)"
     )
-    assert sliced.metrics()["sync_received_gb"] == sliced.least / 1e9
-    full = replace(sliced, stream="full", handover=replace(HANDOVER, is_stock=True)).metrics()
+    assert sliced.metrics()["sync_received_gb"] == sliced.min_received_bytes / 1e9
+    full = replace(sliced, mode="full", transfer=replace(TRANSFER, is_verl_sender=True)).metrics()
     assert [m[n] for m in (sliced.metrics(), full) for n in ("sync_full_stream", "sync_stock_sender")] == [0, 0, 1, 1]
 
 
-def test_bytes_and_buffers_are_counted(tmp_path):
+def test_report_counts_bytes_and_buffers(tmp_path):
     run_ranks(_counted, WORLD, save_qwen3_moe(tmp_path))
 
 
@@ -194,21 +199,21 @@ def _one_plan(folder):
     model, meshes = sharded_model(folder, 2, 2)
     layers = layer_names(model)
 
-    def stream(limit):
+    def export(limit):
         sync = RolloutSync(model, meshes, layers, {}, SyncSettings("sliced", limit))
         return sync.weights().for_rollout(TP2, rank)
 
-    stream(MEMORY).agree(None)
+    export(MEMORY).check_plans(None)
     with pytest.raises(
         WeightSyncError, match="do not agree.*\n  plan: digest: [0-9a-f]+ on rank 0; [0-9a-f]+ on rank 1"
     ):
-        stream(MEMORY + 5 * rank).agree(None)
+        export(MEMORY + 5 * rank).check_plans(None)
     with pytest.raises(WeightSyncError, match="rank 1: WeightSyncError: the worker has another layout"):
-        stream(MEMORY).agree(WeightSyncError("the worker has another layout") if rank == 1 else None)
+        export(MEMORY).check_plans(WeightSyncError("the worker has another layout") if rank == 1 else None)
     # More than a round may hold, on one rank alone.
     with pytest.raises(WeightSyncError, match="rank 0: ValueError: one row of"):
-        stream(MEMORY if rank else 10).agree(None)
+        export(MEMORY if rank else 10).check_plans(None)
 
 
-def test_ranks_compare_their_plans_before_anything_is_sent(tmp_path):
+def test_check_plans_raises_on_every_rank_if_plans_differ(tmp_path):
     run_ranks(_one_plan, 2, save_qwen3_moe(tmp_path))

@@ -1,4 +1,4 @@
-"""What each tensor-parallel rank must hold, and how differences read; no vLLM."""
+"""The tensors that each tensor-parallel rank must hold, and how differences are reported; without vLLM."""
 
 from types import SimpleNamespace
 
@@ -42,7 +42,7 @@ def state() -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def test_slices_of_four_ranks():
+def test_expected_tensors_of_four_ranks_are_their_slices():
     """Four ranks and two key-value heads: neighbours share a head; the padded vocabulary ends in zeros."""
     full = state()
     ranks = [dict(verify.expected_tensors(full, CONFIG, 4, rank)) for rank in range(4)]
@@ -59,14 +59,14 @@ def test_slices_of_four_ranks():
     assert head.shape == (128, 5) and torch.equal(head[:70], full["lm_head.weight"]) and not head[70:].any()
 
 
-def test_a_foreign_tensor_and_a_missing_one_are_errors():
-    with pytest.raises(ValueError, match="1 tensors are not of a Qwen3-MoE: model.extra"):
+def test_expected_tensors_refuses_foreign_and_missing_tensors():
+    with pytest.raises(ValueError, match="1 tensors are not part of a Qwen3-MoE: model.extra"):
         verify.expected_digests({**state(), "model.extra": torch.zeros(1)}, CONFIG)
     with pytest.raises(KeyError, match="model.norm.weight"):
         verify.expected_digests({k: v for k, v in state().items() if k != "model.norm.weight"}, CONFIG)
 
 
-def test_a_digest_tells_values_shapes_and_dtypes_apart():
+def test_digest_differs_by_values_shape_and_dtype():
     ones = torch.ones(2, 3)
     others = [ones.view(3, 2), ones.to(torch.float64), ones.bfloat16(), torch.nextafter(ones, 2 * ones), ones.int()]
     assert len({verify.digest(t) for t in [ones, *others]}) == 6
@@ -75,7 +75,7 @@ def test_a_digest_tells_values_shapes_and_dtypes_apart():
     assert verify.digest(torch.tensor(1.0)).startswith("float32[]:")
 
 
-def test_the_report_names_every_kind_of_difference():
+def test_compare_names_every_kind_of_difference():
     assert verify.compare({"a": "1"}, {"a": "1"}) == ""
     report = verify.compare({"a": "1", "b": "2", "c": "3"}, {"a": "9", "b": "2", "d": "4"}, listed=2)
     assert report.splitlines() == [
@@ -87,7 +87,7 @@ def test_the_report_names_every_kind_of_difference():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_packing_is_inverted_in_every_dtype(dtype):
+def test_unpack_by_index_inverts_a_packing_in_every_dtype(dtype):
     def pack(weight):
         return weight.view(-1, 20, 4, 30).transpose(1, 3).contiguous().view(weight.shape)
 
@@ -97,7 +97,7 @@ def test_a_packing_is_inverted_in_every_dtype(dtype):
         unpack_by_index(plain, lambda weight: weight.clamp(max=7))
 
 
-def test_padding_is_not_waited_for():
+def test_unpadded_numel_excludes_padding():
     parameter = torch.empty(64, 6, device="meta")
     shards = SimpleNamespace(num_org_elements=50)
     embedding = SimpleNamespace(shard_indices=shards, num_embeddings_per_partition=64)

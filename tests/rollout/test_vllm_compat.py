@@ -1,4 +1,4 @@
-"""Where vLLM's private names are looked up; stand-ins are modules of the places that versions have them in."""
+"""Where vLLM's private names are looked up, with fake modules for the places of other versions."""
 
 import importlib
 import sys
@@ -33,7 +33,7 @@ def test_cpu_experts_module_is_found_in_either_place(compat, monkeypatch, presen
 
 
 @pytest.mark.parametrize("shim", ["amx_shim", "routes_shim"])
-def test_a_shim_without_a_cpu_experts_module_does_nothing(compat, monkeypatch, shim):
+def test_shim_without_a_cpu_experts_module_does_nothing(compat, monkeypatch, shim):
     for place in PLACES:
         monkeypatch.setitem(sys.modules, place, None)
     module = importlib.import_module(f"epfsdp2.rollout.vllm.{shim}")
@@ -44,7 +44,7 @@ def test_a_shim_without_a_cpu_experts_module_does_nothing(compat, monkeypatch, s
     assert before == (vars(runner), vars(runner.GPUModelRunner))
 
 
-def test_before_027_what_is_not_loaded_is_what_stays_off_meta(compat, monkeypatch):
+def test_compat_before_0_27_has_one_set_of_skipped_tensors(compat, monkeypatch):
     meta = importlib.import_module(RELOAD_META)
     monkeypatch.delattr(meta, "SKIP_LOAD_TENSORS", raising=False)
     monkeypatch.setattr(meta, "SKIP_TENSORS", {"_expert_map"})
@@ -52,8 +52,8 @@ def test_before_027_what_is_not_loaded_is_what_stays_off_meta(compat, monkeypatc
     assert {"_expert_map"} == found.SKIP_LOAD_TENSORS == found.SKIP_TENSORS
 
 
-def test_a_reload_without_a_name_is_an_error_with_the_version_and_the_way_around(compat, monkeypatch):
-    from epfsdp2.rollout.layout.stream_choice import EXTENSION  # what the way around replaces
+def test_compat_with_a_missing_name_raises_with_version_and_workaround(compat, monkeypatch):
+    from epfsdp2.rollout.layout.sync_mode import EXTENSION  # what the way around replaces
 
     monkeypatch.delattr(importlib.import_module("vllm.model_executor.model_loader.reload"), "finalize_layerwise_reload")
     with pytest.raises(MissingNameError, match=r"vllm \S+ has no \S+:finalize_layerwise_reload.*0\.24") as error:

@@ -1,4 +1,4 @@
-"""Slices from real trainer ranks to real vLLM workers: after each of three syncs they are as a fresh engine is."""
+"""Slices from real trainer ranks to real vLLM workers, which equal a fresh engine after each of three syncs."""
 
 import asyncio
 import shutil
@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from epfsdp2.engine.preflight.rollout import tensors_before_sharding
 from epfsdp2.engine.topology.mesh import Topology
-from epfsdp2.rollout.layout.layout_check import layout
-from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, holders, needs
+from epfsdp2.rollout.layout.layout_check import planned_layout
+from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, holders, target_slices
 from tests.rollout.families import DENSE, FAMILIES, config_of, model_on_meta, save
 from tests.rollout.served_families import SERVED
 from tests.support.engine import sharded_model
@@ -22,19 +22,19 @@ BOTH = ["expert_local", "sliced", "sliced", "expert_local"]
 
 
 def _sync(syncs: list[tuple[str, str]], handles: list[str], ep: int, expert_parallel: bool) -> None:
-    """Each sync is a checkpoint, as which the trainer's weights are, and a stream."""
+    """Send each sync's checkpoint as the trainer's weights, in the sync's mode."""
     from epfsdp2.engine.model.layers import layer_names
-    from epfsdp2.rollout.layout.trainer_tensors import sharded_tensors
+    from epfsdp2.rollout.layout.trainer_tensors import sharded_tensor_specs
     from epfsdp2.rollout.server_adapter import send_weights
     from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 
     rank, workers = dist.get_rank(), dist.get_world_size()
     rollout = Rollout(workers, expert_parallel=expert_parallel)
-    for folder, kind in syncs:
+    for folder, mode in syncs:
         model, meshes = sharded_model(Path(folder), workers, ep=ep)
-        sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings(kind, 5 << 18))
+        sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings(mode, 5 << 18))
         sending = send_weights(
-            sync.stream(kind, rollout, rank).tensors,
+            sync.worker_weights(mode, rollout, rank).tensors,
             zmq_handle=handles[rank],
             bucket_megabytes=1,
             use_shm=True,
@@ -43,13 +43,13 @@ def _sync(syncs: list[tuple[str, str]], handles: list[str], ep: int, expert_para
         )
         asyncio.run(sending)
         needed = received = 0
-        for tensor in sharded_tensors(model):
-            mine = next((box for box, ranks in holders(tensor, meshes.topology).items() if rank in ranks), None)
-            for need in needs(tensor, rollout, rank, Heads.of(model.config), kind):
-                own = need.box.intersection(mine) if mine else None
-                needed += need.box.numel * tensor.itemsize
-                received += (need.box.numel - (own.numel if own else 0)) * tensor.itemsize
-        exchange = sync.exchange(kind, rollout, rank)
+        for tensor in sharded_tensor_specs(model):
+            mine = next((block for block, ranks in holders(tensor, meshes.topology).items() if rank in ranks), None)
+            for need in target_slices(tensor, rollout, rank, Heads.of(model.config), mode):
+                own = need.block.intersection(mine) if mine else None
+                needed += need.block.numel * tensor.itemsize
+                received += (need.block.numel - (own.numel if own else 0)) * tensor.itemsize
+        exchange = sync.exchange(mode, rollout, rank)
         assert exchange.plan.needed[rank] == needed
         assert exchange.traffic.received == received
         assert exchange.traffic.sent == exchange.plan.sent.get(rank, 0)
@@ -58,11 +58,11 @@ def _sync(syncs: list[tuple[str, str]], handles: list[str], ep: int, expert_para
 def _layouts(config, workers, expert_parallel):
     model, rollout = model_on_meta(config), Rollout(workers, expert_parallel=expert_parallel)
     tensors = tensors_before_sharding(model, Topology.arrange(workers, 1))
-    return [layout(tensors, rollout, worker, Heads.of(config)) for worker in range(workers)]
+    return [planned_layout(tensors, rollout, worker, Heads.of(config)) for worker in range(workers)]
 
 
-def _matches_fresh_engines(start_engine, folder, family, tp, kinds, *, expert_parallel=False, **sizes):
-    """``kinds`` are the streams of the syncs, by turns of the second and of the first of two checkpoints."""
+def _matches_fresh_engines(start_engine, folder, family, tp, modes, *, expert_parallel=False, **sizes):
+    """Sync the second and the first of two checkpoints in turn, in these modes, and compare with fresh engines."""
     first, second = (str(save(family, folder / str(seed), seed, **sizes)) for seed in (1, 2))
     settings = {"tp_size": tp, **SERVED[family].settings}
     if expert_parallel:
@@ -78,7 +78,7 @@ def _matches_fresh_engines(start_engine, folder, family, tp, kinds, *, expert_pa
     engine = start_engine(first, **settings)
     fresh = {first: found(computes(engine))}
     engine.call("epfsdp2_check_layout", layouts=_layouts(config_of(family, **sizes), tp, expert_parallel)).result()
-    syncs = [([second, first][i % 2], kind) for i, kind in enumerate(kinds)]
+    syncs = [([second, first][i % 2], mode) for i, mode in enumerate(modes)]
     after = []
     for _ in syncs:
         engine.call("update_weights_from_ipc", timeout=200.0, use_shm=True, sync_timeout_seconds=150.0)
@@ -94,8 +94,8 @@ def _matches_fresh_engines(start_engine, folder, family, tp, kinds, *, expert_pa
     shutil.rmtree(folder)
 
 
-def test_slices_and_whole_experts_under_expert_parallelism(start_engine, tmp_path):
-    """Of a family with biases, which vLLM's reload treats otherwise than weights."""
+def test_expert_parallel_workers_hold_slices_and_own_experts(start_engine, tmp_path):
+    """The family has biases, which vLLM's reload handles differently from weights."""
     _matches_fresh_engines(start_engine, tmp_path, "qwen2_moe", 2, BOTH, expert_parallel=True)
 
 

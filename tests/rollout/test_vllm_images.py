@@ -1,4 +1,4 @@
-"""A model that sees images, updated on images and handed to two real vLLM workers, which then see an image alike."""
+"""A vision-language model is updated on images and synced to two vLLM workers, whose outputs equal a fresh engine's."""
 
 import asyncio
 from pathlib import Path

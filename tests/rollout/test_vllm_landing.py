@@ -1,4 +1,4 @@
-"""Where the slices of a parameter wait while vLLM reloads a layer."""
+"""The memory that collects a parameter's slices while vLLM reloads a layer."""
 
 import pytest
 import torch
@@ -6,22 +6,22 @@ import torch
 pytestmark = pytest.mark.e2e
 
 
-def _landing(running):
+def _buffer(running):
     reload = pytest.importorskip("epfsdp2.rollout.vllm.reload")
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     layer = torch.nn.Module()
     info = get_layerwise_info(layer)
     info.kernel_tensors, info.restore_device = (running, {}), torch.device("cpu")
-    return reload._landing(layer, "weight", TARGET)
+    return reload._slice_buffer(layer, "weight", TARGET)
 
 
 TARGET = torch.empty(4, 6, dtype=torch.bfloat16, device="meta")
 
 
-def test_in_the_running_parameter_that_is_alike():
+def test_slice_buffer_is_the_running_parameter_of_equal_layout():
     running = torch.zeros(4, 6, dtype=torch.bfloat16)
-    assert _landing({"weight": running}).data_ptr() == running.data_ptr()
+    assert _buffer({"weight": running}).data_ptr() == running.data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_in_the_running_parameter_that_is_alike():
     ],
     ids=["none", "dropped", "another dtype", "another layout", "shared"],
 )
-def test_in_memory_of_its_own_otherwise(running):
-    landing = _landing(running)
-    assert (landing.shape, landing.dtype, landing.device.type) == (TARGET.shape, TARGET.dtype, "cpu")
-    assert landing.data_ptr() not in {tensor.data_ptr() for tensor in running.values()}
+def test_slice_buffer_is_new_memory_otherwise(running):
+    buffer = _buffer(running)
+    assert (buffer.shape, buffer.dtype, buffer.device.type) == (TARGET.shape, TARGET.dtype, "cpu")
+    assert buffer.data_ptr() not in {tensor.data_ptr() for tensor in running.values()}

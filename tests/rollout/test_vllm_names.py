@@ -1,4 +1,4 @@
-"""Every name that ``rollout/`` takes from vLLM exists in vLLM 0.24 to 0.32, as read from their wheels."""
+"""Every name of vLLM that ``rollout/`` uses exists in vLLM 0.24 to 0.32, as read from their wheels."""
 
 import importlib.util
 import json
@@ -21,7 +21,7 @@ def script():
 
 
 def missing(used):
-    """Each need that a version of vLLM has none of the places for."""
+    """List the names that a version of vLLM has in none of their places."""
     unread = sorted({place for needs in used.values() for places in needs for place in places} - set(LIST["names"]))
     assert not unread, f"python {SCRIPT.relative_to(ROOT)} has not read {', '.join(unread)}"
     return [
@@ -33,14 +33,14 @@ def missing(used):
     ]
 
 
-def test_rollout_needs_no_name_that_a_vllm_of_the_range_lacks(script):
+def test_vllm_names_exist_in_every_supported_version(script):
     assert LIST["versions"] == list(script.VERSIONS)
     used = script.used()
     assert "vllm/worker.py" in used and len(used["vllm/compat.py"]) > 5
     assert not missing(used)
 
 
-def test_a_name_that_is_gone_or_was_never_read_is_seen(script, tmp_path):
+def test_vllm_names_check_sees_a_missing_and_an_unread_name(script, tmp_path):
     reload = "vllm.model_executor.model_loader.reload.meta"
     gone = f"from {reload} import SKIP_LOAD_TENSORS\n"
     (tmp_path / "gone.py").write_text(gone)

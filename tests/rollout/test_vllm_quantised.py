@@ -1,4 +1,4 @@
-"""What vLLM takes of weights that it quantises to FP8: verl's own loader on a real vLLM model."""
+"""verl's loader of weights that vLLM quantises to FP8, on a real vLLM model."""
 
 import json
 from types import SimpleNamespace
@@ -47,7 +47,7 @@ def _plain(model):
 
 
 def _save_quantised(model, folder):
-    """The checkpoint that vLLM reads as it is: what verl's loader should come to."""
+    """Save a checkpoint that is quantised already: the result that verl's loader should have."""
     tensors = {}
     for name, weight in _plain(model).items():
         if weight.dim() == 2 and not any(part in name for part in (".gate.", "embed_tokens", "lm_head")):
@@ -84,7 +84,7 @@ def _synchronised(folder):
         runner = SimpleNamespace(model=model, vllm_config=config)
 
         def load(*buckets):
-            """As verl's worker extension does (``vllm_rollout/utils.py``)."""
+            """Load buckets like verl's worker extension (``vllm_rollout/utils.py``)."""
             state = vllm_quant_utils.prepare_quanted_weights_for_loading(model)
             for bucket in buckets:
                 vllm_quant_utils.load_quanted_weights(bucket, runner)
@@ -116,6 +116,6 @@ def _synchronised(folder):
             load(list(with_checksums(pair for pair in plain)))
 
 
-def test_verls_quantising_loader_takes_a_checkpoints_tensors_and_neither_stacks_nor_checksums(tmp_path):
-    """That ``WorkerStream`` sends such a rollout the former is held by ``test_streams.py``."""
+def test_verls_quantising_loader_accepts_checkpoint_tensors_only(tmp_path):
+    """``test_streams.py`` checks that ``WorkerWeights`` sends these to such a rollout."""
     run_ranks(_synchronised, 1, tmp_path)

@@ -1,4 +1,4 @@
-"""What the extension does to single layers before a reload, and to vLLM's experts kernel; vLLM's classes, no engine."""
+"""The shims for vLLM's reload and for its CPU experts kernel, on vLLM's classes without an engine."""
 
 import contextlib
 import functools
@@ -13,11 +13,11 @@ pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
-def remedies():
+def shims():
     return pytest.importorskip("epfsdp2.rollout.vllm.reload_shims")
 
 
-def test_a_partial_loader_gets_the_name_that_the_reload_asks_for(remedies):
+def test_prepare_layer_names_a_partial_loader(shims):
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload, record_metadata_for_reloading
 
     def layer():
@@ -29,22 +29,22 @@ def test_a_partial_loader_gets_the_name_that_the_reload_asks_for(remedies):
     with pytest.raises(AttributeError, match="__name__"):
         initialize_layerwise_reload(layer())
     prepared = layer()
-    remedies.prepare_layer(prepared)
+    shims.prepare_layer(prepared)
     initialize_layerwise_reload(prepared)
     assert prepared.weight.is_meta
 
 
-def test_a_kernel_that_would_skip_the_cpu_packing_is_dropped_on_a_cpu_alone(remedies, monkeypatch):
+def test_prepare_layer_drops_the_kernel_on_a_cpu_only(shims, monkeypatch):
     for is_cpu in (True, False):
-        monkeypatch.setattr(remedies, "current_platform", SimpleNamespace(is_cpu=lambda answer=is_cpu: answer))
+        monkeypatch.setattr(shims, "current_platform", SimpleNamespace(is_cpu=lambda answer=is_cpu: answer))
         layer = torch.nn.Identity()
         layer.quant_method = SimpleNamespace(moe_kernel=object())
-        remedies.prepare_layer(layer)
+        shims.prepare_layer(layer)
         assert (layer.quant_method.moe_kernel is None) == is_cpu
 
 
 @pytest.mark.parametrize("name", ["GptOssModel", "AnotherModel"])
-def test_a_loader_that_copies_straight_into_parameters_is_followed(remedies, name):
+def test_prepare_model_counts_direct_copies_of_gpt_oss(shims, name):
     """vLLM's own reload loses such tensors, which is why gpt-oss needs it; other models are left as they are."""
     from vllm.model_executor.model_loader.reload import (
         finalize_layerwise_reload,
@@ -66,7 +66,7 @@ def test_a_loader_that_copies_straight_into_parameters_is_followed(remedies, nam
     record_metadata_for_reloading(model)
     load(model, 1.0)
     for value in (2.0, 3.0):
-        remedies.prepare_model(model)
+        shims.prepare_model(model)
         initialize_layerwise_reload(model)
         load(model, value)
         finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.float32))

@@ -1,13 +1,13 @@
-"""Workers that get nothing but their own slices hold, and compute, what a fresh engine does."""
+"""Real vLLM workers that receive only their own slices hold and compute what a fresh engine does."""
 
 import pytest
 
-from epfsdp2.rollout.layout.layout_check import RANK, digest, layout
+from epfsdp2.rollout.layout.layout_check import RANK, digest, planned_layout
 from epfsdp2.rollout.layout.slice_names import slice_name
-from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, Tensor, needs
+from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, TensorSpec, target_slices
 from epfsdp2.rollout.server_adapter import WeightSyncError
 from epfsdp2.rollout.transport.checksums import CHECKSUMS, with_checksums
-from epfsdp2.rollout.vllm.loader_trace import checkpoint_views, joined
+from epfsdp2.rollout.vllm.loader_trace import checkpoint_views, merge_slices
 from tests.rollout.conftest import as_taken
 from tests.rollout.families import model_on_meta
 
@@ -15,24 +15,24 @@ pytestmark = pytest.mark.e2e
 
 
 def _layouts(checkpoint, tp):
-    tensors = [Tensor(name, tuple(w.shape), w.element_size()) for name, w in checkpoint.weights.items()]
-    return [layout(tensors, Rollout(tp), worker, Heads.of(checkpoint.config)) for worker in range(tp)]
+    tensors = [TensorSpec(name, tuple(w.shape), w.element_size()) for name, w in checkpoint.weights.items()]
+    return [planned_layout(tensors, Rollout(tp), worker, Heads.of(checkpoint.config)) for worker in range(tp)]
 
 
 def _slices(checkpoint, tp, rank):
     for name, weight in checkpoint.weights.items():
-        tensor = Tensor(name, tuple(weight.shape), weight.element_size())
-        for need in needs(tensor, Rollout(tp), rank, Heads.of(checkpoint.config)):
-            yield slice_name(need.parameter, need.at), weight[need.box.slices].contiguous()
+        tensor = TensorSpec(name, tuple(weight.shape), weight.element_size())
+        for need in target_slices(tensor, Rollout(tp), rank, Heads.of(checkpoint.config)):
+            yield slice_name(need.parameter, need.at), weight[need.block.slices].contiguous()
 
 
-def _records_where_slices_go(engine, checkpoint, tp):
-    tensors = [Tensor(name, tuple(w.shape), w.element_size()) for name, w in checkpoint.weights.items()]
+def _check_traced_layout(engine, checkpoint, tp):
+    tensors = [TensorSpec(name, tuple(w.shape), w.element_size()) for name, w in checkpoint.weights.items()]
     views = checkpoint_views(model_on_meta(checkpoint.config), tensors)
     heads = Heads.of(checkpoint.config)
-    for rank, recorded in enumerate(engine.call("epfsdp2_layout", views=views).result()):
-        computed = {tensor.name: joined(needs(tensor, Rollout(tp), rank, heads)) for tensor in tensors}
-        assert recorded == computed
+    for rank, traced in enumerate(engine.call("epfsdp2_layout", views=views).result()):
+        computed = {tensor.name: merge_slices(target_slices(tensor, Rollout(tp), rank, heads)) for tensor in tensors}
+        assert traced == computed
 
 
 def _three_syncs_of_slices(start_engine, checkpoints, tp, first):
@@ -45,7 +45,7 @@ def _three_syncs_of_slices(start_engine, checkpoints, tp, first):
         engine.sync(lambda rank, checkpoint=checkpoint: with_checksums(_slices(checkpoint, tp, rank)), verify=times < 2)
         assert engine.difference(checkpoint) == ""
         assert (engine.generate() == fresh) == (checkpoint is old)
-    _records_where_slices_go(engine, new, tp)
+    _check_traced_layout(engine, new, tp)
     assert engine.difference(new) == "", "recording leaves the weights alone"
     engine.sync(lambda rank: iter(old.weights.items()))
     assert engine.difference(old) == "", "whole tensors are taken again after slices"
@@ -62,23 +62,23 @@ def _refused(engine, layouts):
     return str(caught.value)
 
 
-def test_a_plan_for_another_layout_is_refused_with_the_first_difference(start_engine, checkpoints):
+def test_check_layout_refuses_another_layout_with_the_first_difference(start_engine, checkpoints):
     engine = start_engine(checkpoints[0].path, tp_size=1, again=True)
     (right,) = _layouts(checkpoints[0], 1)
     engine.call("epfsdp2_check_layout", layouts=[right]).result()
     missing = dict(right)
     del missing["model.layers.1.mlp.experts.w13_weight"]
-    said = _refused(engine, [missing])
-    assert "differ in 1 of " in said
-    assert "first model.layers.1.mlp.experts.w13_weight: nothing is planned, [8, 128, 96] from 0 is there" in said
-    said = _refused(engine, [{**right, "model.layers.1.mlp.gate.bias": "[8] from 0"}])
-    assert "[8] from 0 is planned, nothing is there" in said
-    assert "plans for 2 workers a replica; vLLM has 1" in _refused(engine, [right, right])
+    message = _refused(engine, [missing])
+    assert "differ in 1 of " in message
+    assert "first model.layers.1.mlp.experts.w13_weight: planned is nothing, actual is [8, 128, 96] from 0" in message
+    message = _refused(engine, [{**right, "model.layers.1.mlp.gate.bias": "[8] from 0"}])
+    assert "planned is [8] from 0, actual is nothing" in message
+    assert "plans for 2 workers per replica; vLLM has 1" in _refused(engine, [right, right])
     engine.call("epfsdp2_check_layout", layouts=[right]).result()
 
 
 def _flipped(tensors, wrong):
-    """One value of one tensor is changed after its checksum was taken."""
+    """Yield the tensors with one value of one of them changed, after its checksum was computed."""
     for name, values in tensors:
         if name == wrong:
             values = values.clone()
@@ -86,7 +86,7 @@ def _flipped(tensors, wrong):
         yield name, values
 
 
-def test_a_flipped_value_is_seen(start_engine, checkpoints):
+def test_verified_sync_sees_a_flipped_value(start_engine, checkpoints):
     checkpoint = checkpoints[0]
     engine = start_engine(checkpoint.path, tp_size=1, again=True)
     wrong = slice_name("model.layers.1.mlp.experts.w2_weight", (0, 0, 0))
@@ -94,20 +94,20 @@ def test_a_flipped_value_is_seen(start_engine, checkpoints):
     def sums():
         return with_checksums(_slices(checkpoint, 1, 0))
 
-    with pytest.raises(WeightSyncError, match=f"the values of {wrong} that arrived are not those that were sent"):
+    with pytest.raises(WeightSyncError, match=f"the received values of {wrong} differ from those that were sent"):
         engine.sync(lambda rank: _flipped(sums(), wrong), verify=True)
-    with pytest.raises(WeightSyncError, match="the values of lm_head.weight that arrived are not"):
+    with pytest.raises(WeightSyncError, match="the received values of lm_head.weight differ"):
         whole = with_checksums(as_taken(checkpoint.weights.items()))
         engine.sync(lambda rank: _flipped(whole, "lm_head.weight"), verify=True)
-    with pytest.raises(WeightSyncError, match="the checksums of the tensors did not arrive"):
+    with pytest.raises(WeightSyncError, match="the checksums of the tensors were not received"):
         engine.sync(lambda rank: (item for item in sums() if item[0] != CHECKSUMS), verify=True)
-    with pytest.raises(WeightSyncError, match=r"\d+ tensors arrived of \d+ that were sent"):
+    with pytest.raises(WeightSyncError, match=r"\d+ tensors were received of \d+ that were sent"):
         engine.sync(lambda rank: (item for item in sums() if item[0] != wrong), verify=True)
     engine.sync(lambda rank: sums(), verify=True)
     assert engine.difference(checkpoint) == ""
 
 
-def test_wrong_slices_are_refused(start_engine, checkpoints):
+def test_reload_of_wrong_slices_raises(start_engine, checkpoints):
     checkpoint = checkpoints[0]
     engine = start_engine(checkpoint.path, tp_size=1, again=True)
 

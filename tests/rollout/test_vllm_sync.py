@@ -28,7 +28,7 @@ def same_on_all_ranks(weights: dict):
 
 
 def across_buckets(weights: dict):
-    """The experts of a layer far apart: the layer waits with the first while their bucket is filled again."""
+    """Send the experts of a layer far apart, so that the bucket of the first is reused before the layer is complete."""
     first, last = GATE_UP, GATE_UP.replace("gate_up", "down")
     yield first, weights[first]
     yield from ((name, tensor) for name, tensor in weights.items() if name not in (first, last))
@@ -37,7 +37,7 @@ def across_buckets(weights: dict):
 
 @pytest.fixture(scope="module")
 def synced(engine, checkpoints):
-    """What was generated before any sync, and after a sync to the other checkpoint's weights."""
+    """Tokens generated before any sync, and after a sync to the other checkpoint's weights."""
     outputs = {"fresh 1": engine.generate()}
     assert engine.difference(checkpoints[0]) == ""
     assert engine.difference(checkpoints[1]) != ""
@@ -55,7 +55,7 @@ def test_two_syncs_leave_exactly_the_senders_weights(engine, checkpoints, synced
     assert engine.leftovers() == []
 
 
-def test_values_can_be_read_back(engine, checkpoints):
+def test_read_parameters_returns_the_loaded_values(engine, checkpoints):
     engine.sync(same_on_all_ranks(checkpoints[0].weights))
     name = "model.layers.1.mlp.experts.w2_weight"
     dtype, shape, data = engine.call("epfsdp2_read_parameters", names=[name]).result()[0][name]
@@ -72,8 +72,8 @@ def test_values_can_be_read_back(engine, checkpoints):
         ("lm_head.weight", (199, 95), "lm_head.weight"),
     ],
 )
-def test_one_changed_element_changes_one_digest(engine, checkpoints, name, index, shows_in):
-    """The digests see what is inside the model: the sync brings the change, the sender's old weights lack it."""
+def test_digests_with_one_changed_element_differ_in_one_entry(engine, checkpoints, name, index, shows_in):
+    """Digests are of the model's values: the sync brings the change, the sender's old weights lack it."""
     changed = {**checkpoints[0].weights, name: checkpoints[0].weights[name].clone()}
     changed[name][index] += 1e-6
     engine.sync(same_on_all_ranks(changed))
@@ -83,8 +83,8 @@ def test_one_changed_element_changes_one_digest(engine, checkpoints, name, index
     assert f"\n{shows_in}: is" in report
 
 
-def test_swapped_gate_and_up_are_seen(engine, checkpoints, synced):
-    """No count and no name tells, so it takes the comparison."""
+def test_digests_with_swapped_gate_and_up_differ(engine, checkpoints, synced):
+    """Neither counts nor names differ, so only the digests can tell."""
     gate, up = checkpoints[0].weights[GATE_UP].chunk(2, 1)
     engine.sync(same_on_all_ranks({**checkpoints[0].weights, GATE_UP: torch.cat([up, gate], 1)}))
     report = engine.difference(checkpoints[0])
@@ -92,12 +92,12 @@ def test_swapped_gate_and_up_are_seen(engine, checkpoints, synced):
     assert engine.generate() != synced["fresh 1"]
 
 
-def test_a_layer_whose_tensors_come_in_several_buckets(engine, checkpoints):
+def test_reload_of_a_layer_from_several_buckets_is_exact(engine, checkpoints):
     engine.sync(lambda rank: across_buckets(checkpoints[1].weights))
     assert engine.difference(checkpoints[1]) == ""
 
 
-def test_one_expert_at_a_time_is_accepted(engine, checkpoints):
+def test_reload_of_one_expert_at_a_time_is_exact(engine, checkpoints):
     """Families whose loader knows no fused tensors send one tensor per expert and projection."""
     single = {}
     for name, tensor in checkpoints[1].weights.items():
@@ -130,7 +130,7 @@ def _without(weights, name):
     ],
     ids=["expert missing", "layer missing", "head missing", "projection missing", "renamed", "unknown", "wrong shape"],
 )
-def test_an_incomplete_or_wrong_stream_is_an_error(engine, checkpoints, spoil, message):
+def test_reload_of_incomplete_or_wrong_tensors_raises(engine, checkpoints, spoil, message):
     spoiled = spoil(checkpoints[0].weights)
     count = len(list(as_taken(spoiled.items())))  # 25 where vLLM takes stacks
     with pytest.raises(WeightSyncError, match=message.replace("COUNT", str(count))) as caught:
@@ -139,21 +139,21 @@ def test_an_incomplete_or_wrong_stream_is_an_error(engine, checkpoints, spoil, m
     assert engine.leftovers() == []
 
 
-def test_a_name_sent_twice_is_an_error(engine, checkpoints):
+def test_reload_of_a_repeated_name_raises(engine, checkpoints):
     twice = [*checkpoints[0].weights.items(), ("model.norm.weight", torch.zeros(96))]
-    # Far enough apart to travel in two buckets: within one, verl's transport keeps the last.
+    # Far enough apart to be sent in two buckets: within one, verl's transport keeps the last.
     twice.insert(0, twice.pop())
     with pytest.raises(WeightSyncError, match="model.norm.weight was sent twice"):
         engine.sync(lambda rank: iter(twice))
 
 
-def test_after_errors_a_good_sync_is_exact_again(engine, checkpoints, synced):
+def test_sync_after_failed_ones_is_exact(engine, checkpoints, synced):
     engine.sync(same_on_all_ranks(checkpoints[0].weights))
     assert engine.difference(checkpoints[0]) == ""
     assert engine.generate() == synced["fresh 1"]
 
 
-def test_an_error_of_the_stream_itself_comes_through(engine, checkpoints):
+def test_send_weights_raises_the_sources_own_error(engine, checkpoints):
     def failing(rank):
         yield next(iter(checkpoints[0].weights.items()))
         raise ZeroDivisionError("from the gather")
@@ -163,7 +163,7 @@ def test_an_error_of_the_stream_itself_comes_through(engine, checkpoints):
     assert engine.leftovers() == []
 
 
-def test_a_killed_trainer_rank_ends_the_receiving_call(engine, checkpoints):
+def test_receiving_call_ends_when_the_trainer_rank_is_killed(engine, checkpoints):
     from epfsdp2.rollout import cleanup
 
     script = Path(__file__).parent / "sender_process.py"
@@ -189,7 +189,7 @@ def test_a_killed_trainer_rank_ends_the_receiving_call(engine, checkpoints):
     assert engine.difference(checkpoints[0]) == ""
 
 
-def test_a_killed_vllm_worker_ends_the_sender_before_its_time_out(engine, checkpoints):
+def test_send_weights_raises_before_time_out_when_the_worker_is_killed(engine, checkpoints):
     killed_at = None
 
     def killing(rank):
@@ -208,7 +208,7 @@ def test_a_killed_vllm_worker_ends_the_sender_before_its_time_out(engine, checkp
     assert engine.leftovers() == []
 
 
-def test_a_disabled_sync_is_seen_and_a_fresh_engine_agrees(engine, start_engine, checkpoints, synced):
+def test_digests_see_a_disabled_sync_and_equal_a_fresh_engines(engine, start_engine, checkpoints, synced):
     fresh = start_engine(checkpoints[1].path, extension="broken_extension.BrokenSync")
     # The engine above was started on the first checkpoint and synced to the second, this one was started on it.
     assert fresh.generate() == synced["synced 2"]

@@ -30,7 +30,7 @@ def test_two_syncs_leave_exactly_the_senders_weights(engine, checkpoints):
     assert engine.leftovers() == []
 
 
-def test_one_rank_with_other_weights_is_seen_on_that_rank_alone(engine, checkpoints):
+def test_digests_with_one_ranks_weights_changed_differ_on_that_rank_only(engine, checkpoints):
     first, second = checkpoints[2:4]
     engine.sync(lambda rank: iter((second if rank == 1 else first).weights.items()))
     report = engine.difference(first)
@@ -38,7 +38,7 @@ def test_one_rank_with_other_weights_is_seen_on_that_rank_alone(engine, checkpoi
     assert report.startswith("21 of 21 tensors differ:")
 
 
-def test_an_error_on_one_rank_reaches_the_first(engine, checkpoints):
+def test_error_on_one_rank_reaches_the_first(engine, checkpoints):
     weights = checkpoints[2].weights
     short = {name: tensor for name, tensor in weights.items() if name != "model.norm.weight"}
     with pytest.raises(WeightSyncError, match=r"trainer rank 0 .*model\.norm \(0 of 96\)"):
@@ -46,7 +46,7 @@ def test_an_error_on_one_rank_reaches_the_first(engine, checkpoints):
     assert engine.leftovers() == []
 
 
-def test_a_killed_worker_ends_every_sender(engine, checkpoints):
+def test_send_weights_raises_on_every_rank_when_a_worker_is_killed(engine, checkpoints):
     workers = engine.workers()
     assert len(workers) == 2
 

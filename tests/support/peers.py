@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from epfsdp2.rollout.remote.process_group import Members, Peers
+from epfsdp2.rollout.remote.process_group import Members, SyncGroup
 
 __all__ = ["three_members"]
 
@@ -15,7 +15,7 @@ _MEMBERS = Members(2, ("one", "one", "two"))
 
 
 @contextmanager
-def three_members(timeout_seconds: float) -> Iterator[tuple[list[Peers], Callable[..., list]]]:
+def three_members(timeout_seconds: float) -> Iterator[tuple[list[SyncGroup], Callable[..., list]]]:
     """The members, and a ``map`` that has each do something at the same time."""
     store = dist.HashStore()
     with ThreadPoolExecutor(3) as pool, mock.patch.dict("os.environ", GLOO_SOCKET_IFNAME="lo"):
@@ -23,4 +23,4 @@ def three_members(timeout_seconds: float) -> Iterator[tuple[list[Peers], Callabl
         def each(function: Callable, *arguments) -> list:
             return list(pool.map(function, *arguments))
 
-        yield each(lambda rank: Peers(store, rank, _MEMBERS, "cpu", timeout_seconds), range(3)), each
+        yield each(lambda rank: SyncGroup(store, rank, _MEMBERS, "cpu", timeout_seconds), range(3)), each

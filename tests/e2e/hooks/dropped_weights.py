@@ -1,4 +1,4 @@
-"""A test hook: vLLM takes part in every weight sync, and throws away what arrives."""
+"""A test hook: vLLM takes part in every weight sync and drops what it receives."""
 
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 

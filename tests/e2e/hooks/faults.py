@@ -14,7 +14,7 @@ import signal
 import time
 from pathlib import Path
 
-from epfsdp2.rollout.layout import stream_choice
+from epfsdp2.rollout.layout import sync_mode
 
 WHO, HOW, WHERE = os.environ["EPFSDP2_TEST_FAULT"].split(":")
 
@@ -81,15 +81,15 @@ def _fails_in_the_worker() -> type:
 
 
 def _fail_in_the_trainer() -> None:
-    """Have the second sync's stream of rank 1 raise."""
+    """Make the weights of rank 1 raise in the second sync."""
     from epfsdp2.rollout import sync
 
-    stock, syncs = sync.WorkerStream.tensors, 0
+    stock, syncs = sync.WorkerWeights.tensors, 0
 
-    def failing(stream, landing=None):
+    def failing(worker_weights, receive_buffers=None):
         nonlocal syncs
         syncs += 1
-        weights = stock(stream, landing)
+        weights = stock(worker_weights, receive_buffers)
         return _raising(weights) if syncs == 2 and os.environ["RANK"] == "1" else weights
 
     def _raising(weights):
@@ -99,7 +99,7 @@ def _fail_in_the_trainer() -> None:
             yield tensor
         _fail()
 
-    sync.WorkerStream.tensors = failing
+    sync.WorkerWeights.tensors = failing
 
 
 def __getattr__(name: str):
@@ -109,6 +109,6 @@ def __getattr__(name: str):
 
 
 # Slices are sent to this extension as to the one that it is made of.
-stream_choice.EXTENSION = "faults.FailsInTheSecondSync"
+sync_mode.EXTENSION = "faults.FailsInTheSecondSync"
 if (WHO, HOW) == ("trainer", "raise"):
     _fail_in_the_trainer()

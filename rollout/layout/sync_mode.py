@@ -1,6 +1,7 @@
-"""Which stream a rollout takes, and which rollouts take none: judged alike on the driver and on the trainer's ranks.
+"""Chooses what a weight sync sends to a rollout, and rejects rollouts that no sync mode could serve.
 
-Every function takes verl's rollout config, as a mapping or as its dataclass; nothing else is looked at.
+The driver and the trainer's ranks call the same functions. Each takes verl's rollout config, as a mapping or as its
+dataclass, and reads nothing else of the run.
 """
 
 from collections.abc import Mapping
@@ -8,22 +9,22 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from ...engine.errors import SettingError
-from .vllm_layout import VOCABULARY_MULTIPLE, Rollout, Stream, known_families
+from .vllm_layout import VOCABULARY_MULTIPLE, Rollout, SyncMode, known_families
 
 __all__ = [
     "BACKEND",
     "EXTENSION",
-    "check_placement",
-    "choose_stream",
+    "check_rollout_parallelism",
+    "choose_mode",
     "has_our_extension",
-    "quantisation",
+    "quantisation_settings",
     "rollout_of",
 ]
 
 EXTENSION = "epfsdp2.rollout.vllm_worker.WeightSyncExtension"
-# Checkpoint-engine backends that carry slices; every other one but the colocated path broadcasts whole tensors.
+# The checkpoint-engine backends that can send slices; all others broadcast full tensors.
 BACKEND = "epfsdp2_p2p"
-_CARRY_SLICES = ("naive", BACKEND)
+_SLICE_BACKENDS = ("naive", BACKEND)
 _ROLLOUT = "actor_rollout_ref.rollout"
 _VLLM = f"{_ROLLOUT}.engine_kwargs.vllm"
 _TP = f"{_ROLLOUT}.tensor_model_parallel_size"
@@ -32,7 +33,7 @@ _SETTING = "engine.rollout_sync"
 
 @dataclass(frozen=True)
 class _Obstacle:
-    """What allows no other stream than ``full``: a setting, its value, the reason, and what would allow another."""
+    """A setting and its value that leave ``full`` as the only mode, with the reason and a value that would not."""
 
     setting: str
     value: object
@@ -41,69 +42,69 @@ class _Obstacle:
 
 
 def rollout_of(config: Any) -> Rollout:
-    """How one replica of a rollout is parallel."""
+    """Read the parallel sizes of one rollout replica."""
     tp, dp = _size(config, "tensor_model_parallel_size"), _size(config, "data_parallel_size")
     return Rollout(tp, dp, _size(config, "expert_parallel_size") > 1)
 
 
 def has_our_extension(config: Any) -> bool:
-    """Whether vLLM's workers have our extension, which alone knows slices."""
+    """Tell whether vLLM's workers run this package's extension, the only one that can load slices."""
     return _vllm(config).get("worker_extension_cls") == EXTENSION
 
 
-def choose_stream(
-    wanted: str, config: Any, family: str | None, *, untested_vllm: str = "", backend: str = "naive"
-) -> tuple[Stream, str]:
-    """The stream for a rollout, and, where ``auto`` would rather have had a smaller one, why it is ``full``.
+def choose_mode(
+    requested: str, config: Any, family: str | None, *, untested_vllm: str = "", backend: str = "naive"
+) -> tuple[SyncMode, str]:
+    """Return the sync mode for a rollout and, where ``auto`` had to fall back to ``full``, the reason.
 
     Args:
-        wanted: ``engine.rollout_sync``.
-        family: ``model_type`` of the whole model; None if it is not known yet, which is then no obstacle.
-        untested_vllm: what is wrong with vLLM's version, ``versions.unknown_layout()``.
-        backend: the checkpoint engine's.
+        requested: ``engine.rollout_sync``.
+        family: ``model_type`` of the model; None skips the check where it is not known yet.
+        untested_vllm: the reason why the layout of vLLM's version is unknown (``versions.unknown_layout()``).
+        backend: name of the checkpoint-engine backend.
 
     Raises:
-        SettingError: if a stream was asked for by its name that this rollout can't take.
+        SettingError: ``requested`` names a mode that this rollout does not support.
     """
     rollout = rollout_of(config)
-    if wanted == "full":
+    if requested == "full":
         return "full", ""
     found = _obstacle(config, family, untested_vllm, backend)
-    if found is None and wanted == "expert_local" and not rollout.expert_parallel:
+    if found is None and requested == "expert_local" and not rollout.expert_parallel:
         workers = rollout.workers
         reason = "vLLM runs without expert parallelism, so every worker keeps a part of every expert."
         found = _Obstacle(f"{_ROLLOUT}.expert_parallel_size", 1, reason, str(workers) if workers > 1 else "")
     if found is None:
-        return ("sliced" if wanted == "auto" else cast(Stream, wanted)), ""
-    if wanted == "auto":
-        # A worker that keeps everything is sent the same bytes either way.
+        return ("sliced" if requested == "auto" else cast(SyncMode, requested)), ""
+    if requested == "auto":
+        # A worker that keeps the whole model receives the same bytes in either mode.
         return "full", "" if rollout.keeps_all else f"{found.setting}={found.value}: {found.reason}"
     works = f"{_SETTING}=auto" + (f", or {found.setting}={found.works}" if found.works else "")
-    raise SettingError(_SETTING, wanted, f"can't be with {found.setting}={found.value}: {found.reason}", works)
+    raise SettingError(_SETTING, requested, f"can't be with {found.setting}={found.value}: {found.reason}", works)
 
 
 def _obstacle(config: Any, family: str | None, untested_vllm: str, backend: str) -> _Obstacle | None:
     vllm = _vllm(config)
     extension = vllm.get("worker_extension_cls")
-    if backend not in _CARRY_SLICES:
-        reason = "this backend carries whole tensors."
+    if backend not in _SLICE_BACKENDS:
+        reason = "this backend sends full tensors."
         return _Obstacle(f"{_ROLLOUT}.checkpoint_engine.backend", backend, reason, "naive")
     if extension != EXTENSION:
-        reason = "only this package's extension knows where a slice goes."
+        reason = "only this package's extension can load slices."
         return _Obstacle(f"{_VLLM}.worker_extension_cls", extension, reason, EXTENSION)
     pipeline = _size(config, "pipeline_model_parallel_size")
     if pipeline > 1:
-        reason = "which worker has which layer is not planned for."
+        reason = "transfer plans do not support pipeline-parallel rollouts."
         return _Obstacle(f"{_ROLLOUT}.pipeline_model_parallel_size", pipeline, reason, "1")
     disaggregation = config.get("disaggregation")
     if disaggregation is not None and disaggregation.get("enabled"):
-        reason = "prefill and decode are on different workers, each cut in its own way."
+        reason = "prefill and decode workers shard the model differently."
         return _Obstacle(f"{_ROLLOUT}.disaggregation.enabled", True, reason, "False")
-    for setting, value in quantisation(config):
-        return _Obstacle(setting, value, "vLLM quantises the weights, for which it needs them whole.", "null")
+    for setting, value in quantisation_settings(config):
+        return _Obstacle(setting, value, "vLLM quantises the weights and needs full tensors for that.", "null")
     placement = vllm.get("expert_placement_strategy") or "linear"
     if placement != "linear":
-        reason = "experts are planned for in linear order."
+        reason = "transfer plans assume that experts are placed in linear order."
         return _Obstacle(f"{_VLLM}.expert_placement_strategy", placement, reason, "linear")
     if untested_vllm:
         return _Obstacle("vllm", "installed", f"{untested_vllm}, and a layout may have changed.", "")
@@ -113,8 +114,8 @@ def _obstacle(config: Any, family: str | None, untested_vllm: str, backend: str)
     return None
 
 
-def quantisation(config: Any) -> list[tuple[str, object]]:
-    """The settings that have vLLM quantise the weights that it is handed, with their values."""
+def quantisation_settings(config: Any) -> list[tuple[str, object]]:
+    """Return the settings, with their values, that make vLLM quantise the weights that it receives."""
     qat = config.get("qat")
     asked = [
         (f"{_ROLLOUT}.quantization", config.get("quantization")),
@@ -124,15 +125,15 @@ def quantisation(config: Any) -> list[tuple[str, object]]:
     return [(setting, value) for setting, value in asked if value]
 
 
-def check_placement(config: Any, ranks: int, model: Any) -> None:
-    """Say no to a rollout that vLLM would refuse after its start, or for which no stream would be right.
+def check_rollout_parallelism(config: Any, ranks: int, model: Any) -> None:
+    """Reject parallel sizes that vLLM would refuse after its start, or that no sync mode could serve.
 
     Args:
-        ranks: of the trainer, each of which feeds one vLLM worker; 0 where the workers are other processes.
-        model: the model's text config; None if it is not known yet.
+        ranks: number of trainer ranks, each of which feeds one vLLM worker; 0 where the workers are separate processes.
+        model: the model's text config; None skips the checks that need it.
 
     Raises:
-        SettingError: for the first such setting.
+        SettingError: names the first such setting and a value that works.
     """
     vllm, rollout = _vllm(config), rollout_of(config)
     pipeline = _size(config, "pipeline_model_parallel_size")
@@ -149,28 +150,28 @@ def check_placement(config: Any, ranks: int, model: Any) -> None:
             raise SettingError(f"{_VLLM}.{name}", given, rule, f"{_ROLLOUT}.{own}={given}, and no {_VLLM}.{name}")
     if vllm.get("enable_eplb"):
         rule = (
-            "vLLM's loaders know the order of experts at start-up alone, and the router goes on with the one that the "
-            "balancing made: after a sync the weights would be wrong, silently."
+            "vLLM's loaders place experts in their start-up order while the router uses the rebalanced one, so after a "
+            "sync the weights would be silently wrong."
         )
         raise SettingError(f"{_VLLM}.enable_eplb", True, rule, f"{_VLLM}.enable_eplb=False")
     experts = _size(config, "expert_parallel_size")
     if experts not in (1, rollout.workers):
-        rule = f"vLLM spreads experts over all workers of a replica, tensor x data parallel: {rollout.workers}."
+        rule = f"vLLM spreads experts over all {rollout.workers} workers of a replica (tensor x data parallel)."
         setting = f"{_ROLLOUT}.expert_parallel_size"
         raise SettingError(setting, experts, rule, f"{setting}={rollout.workers}, or 1")
     disaggregation = config.get("disaggregation")
     replica = rollout.workers * pipeline
     if ranks % replica and not (disaggregation is not None and disaggregation.get("enabled")):
-        rule = f"a replica of vLLM takes {replica} workers, and the {ranks} ranks are not a multiple of that."
+        rule = f"a replica of vLLM takes {replica} workers, and the {ranks} trainer ranks are not a multiple of that."
         works = [tp for tp in _divisors(ranks) if ranks % (rollout.dp * pipeline * tp) == 0]
         others = f"{_ROLLOUT}.data_parallel_size=1"
         raise SettingError(_TP, rollout.tp, rule, f"{_TP} one of {works}" if works else others)
     if model is not None:
-        _check_cuts(rollout, model)
+        _check_tensor_parallel(rollout, model)
 
 
-def _check_cuts(rollout: Rollout, model: Any) -> None:
-    """What vLLM itself asserts of a tensor-parallel size.
+def _check_tensor_parallel(rollout: Rollout, model: Any) -> None:
+    """Check what vLLM itself asserts of a tensor-parallel size.
 
     Sources: ``ModelConfig.verify_with_parallel_config``, ``FusedMoEConfig.__post_init__``, the attention and experts
     of ``models/qwen3_moe.py``, ``VocabParallelEmbedding``.
@@ -182,7 +183,7 @@ def _check_cuts(rollout: Rollout, model: Any) -> None:
     if rollout.expert_parallel and not experts:
         setting = f"{_ROLLOUT}.expert_parallel_size"
         raise SettingError(setting, rollout.workers, "vLLM spreads experts, and the model has none.", f"{setting}=1")
-    # Under expert parallelism experts are whole.
+    # Under expert parallelism experts are not sharded.
     size = 0 if rollout.expert_parallel else _first(model, "moe_intermediate_size", "intermediate_size")
 
     def reasons(tp: int) -> list[str]:

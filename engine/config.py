@@ -6,7 +6,7 @@ worker that got its config has its engine.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -214,8 +214,7 @@ def engine_config(**settings: Any) -> EPFSDP2EngineConfig:
     with _on_the_driver():
         values = without_verls_keys("engine", settings, engine_settings(), notes)
         config = _engine(values)
-    if os.environ.get("RANK", "0") == "0":  # sft_trainer has no driver: each rank is here
-        tell(notes)
+    _tell(notes)
     return config
 
 
@@ -240,8 +239,7 @@ class EPFSDP2ActorConfig(ActorConfig):
     """Actor, and with ``forward_only`` the reference policy: verl's settings, and the role's engine.
 
     ``rollout`` carries the rollout settings that the driver checks together with the engine's (see ``preflight``),
-    ``reference`` the engine's settings of the reference policy, ``names`` how the user spelled those of this role, and
-    ``notes`` what is to be said of them once, on the driver.
+    ``reference`` the engine's settings of the reference policy, ``names`` how the user spelled those of this role.
     """
 
     strategy: str = STRATEGY
@@ -253,7 +251,6 @@ class EPFSDP2ActorConfig(ActorConfig):
     rollout: dict[str, Any] = field(default_factory=dict)
     reference: RoleEngine | None = None
     names: dict[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
 
     def __post_init__(self):
         super().__post_init__()
@@ -276,7 +273,6 @@ class EPFSDP2ActorConfig(ActorConfig):
             DriverError: see ``preflight.check_run``.
         """
         super().validate(n_gpus, train_batch_size, model_config or {})
-        tell(self.notes)
         with _on_the_driver(self.names):
             check_run(
                 self.engine,
@@ -289,7 +285,6 @@ class EPFSDP2ActorConfig(ActorConfig):
                 ipc=is_support_ipc(),
             )
         if self.reference is not None:
-            tell(self.reference.notes)
             # What is given for the reference policy alone; all else is the actor's, and was looked at.
             with _on_the_driver(self.reference.names):
                 engine = _engine(self.reference.values)
@@ -300,13 +295,12 @@ class EPFSDP2ActorConfig(ActorConfig):
 
 @dataclass
 class EPFSDP2CriticConfig(CriticConfig):
-    """Critic: verl's settings, and the role's engine; ``names`` and ``notes`` as the actor's."""
+    """Critic: verl's settings, and the role's engine; ``names`` as the actor's."""
 
     strategy: str = STRATEGY
     engine: Any = field(default_factory=EPFSDP2EngineConfig)
     grad_clip: float = 1.0
     names: dict[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
 
     def __post_init__(self):
         super().__post_init__()
@@ -319,7 +313,6 @@ class EPFSDP2CriticConfig(CriticConfig):
             DriverError: see ``preflight.check_training``.
         """
         super().validate(n_gpus, train_batch_size)
-        tell(self.notes)
         with _on_the_driver(self.names):
             check_training(
                 self.engine,
@@ -346,6 +339,7 @@ def actor_config(**settings: Any) -> EPFSDP2ActorConfig:
             reference["strategy"] = STRATEGY  # it follows the actor's, of which one line is enough
         with _on_the_driver():
             settings["reference"] = engine_of_role(ROLES["ref"], reference, engine_settings())
+        _tell(settings["reference"].notes)
     return _role_config(EPFSDP2ActorConfig, role, settings)
 
 
@@ -371,4 +365,11 @@ def _role_config(kind: type, role: Role, settings: dict[str, Any]) -> Any:
     for key, value in settings.items():
         if isinstance(value, Mapping):
             settings[key] = instantiate(value, _convert_="partial")
-    return kind(engine=engine, names=merged.names, notes=(*merged.notes, *notes), **settings)
+    _tell([*merged.notes, *notes])
+    return kind(engine=engine, names=merged.names, **settings)
+
+
+def _tell(notes: Collection[str]) -> None:
+    """Log the lines where a config is built, since not every trainer of verl validates it, and not on every rank."""
+    if os.environ.get("RANK", "0") == "0":
+        tell(notes)

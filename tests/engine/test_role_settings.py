@@ -194,7 +194,7 @@ def test_engine_of_a_role_without_settings_is_the_shared_one():
         config = role(name, "engine.ep_size=2", "engine.seed=7")
         plan = {name: getattr(config.engine, name) for name in ("_sequences_per_update", "_longest_sequence")}
         assert config.engine == replace(shared, forward_only=forward_only, _of_a_role=True, **plan)
-        assert config.names == {} and config.notes == ()
+        assert config.names == {}
 
 
 # What is refused, and what is said.
@@ -297,11 +297,18 @@ def test_strategy_fsdp2_beside_the_engine_runs_the_engine_and_says_so(model, sai
     for name in (ACTOR, REF, CRITIC):
         config = of_role(whole, name)
         assert (config.strategy, config.engine.strategy) == ("epfsdp2", "epfsdp2")
-        assert any(f"{name}.strategy=fsdp2: engine=epfsdp2 was asked for" in note for note in config.notes)
-    of_role(composed(*given), ACTOR).validate(2, 256, {})
-    assert [line.partition(":")[2].strip() for line in said()] == [
-        f"{ACTOR}.strategy=fsdp2: engine=epfsdp2 was asked for, and is the one that runs"
+    of_role(whole, ACTOR).validate(2, 256, {})
+    assert said() == [
+        f"epfsdp2: {name}.strategy=fsdp2: engine=epfsdp2 was asked for, and is the one that runs"
+        for name in (ACTOR, REF, CRITIC)
     ]
+
+
+def test_lines_are_logged_on_rank_0_alone(said, monkeypatch):
+    for rank, lines in (("1", 0), ("0", 1)):
+        monkeypatch.setenv("RANK", rank)
+        actor(f"{ACTOR}.strategy=fsdp2")
+        assert len(said()) == lines
 
 
 def test_sft_trainer_takes_verls_keys_in_its_one_node(said):

@@ -39,6 +39,46 @@ How an update and a weight sync run through these rooms is in [flow.md](flow.md)
 _COLUMNS = """| room | what it is | files | lines | imports |
 |---|---|---|---|---|
 """
+_QUESTIONS = """
+## Two questions of a newcomer
+
+### Where is the gradient of an expert divided, and why by that?
+
+By the number of all ranks, `world`, in FSDP's reduction of the experts' unit. The way there:
+
+1. `engine/parallelize.py` `parallelize`, step 6, gives every unit of the wrap plan one factor, and invariant 1 at the
+   top of that file says why it is the same for experts and the rest.
+2. `engine/fsdp/unit.py` `Unit.divide_factor` is that factor.
+3. `engine/parallelize.py` `divide_gradient` passes it to FSDP, with a sum as the reduction where a division inside of
+   it is not exact; `engine/fsdp/single_rank_reduce.py` `reduce_in_place` divides where `ep == world`, since FSDP has
+   nothing to reduce there.
+
+The loss is a mean over `world` ranks. An expert's gradient is a sum over the tokens of all ranks, and takes two
+steps: the backward of the dispatch (`engine/moe/dispatch.py` `dispatch`) sends the tokens' gradients of the `ep`
+ranks of an EP group to the rank that has the expert, which adds them up; FSDP's reduce-scatter adds the `world / ep`
+such ranks, and would divide by their number, so that they came out `ep` times too large. Divided by `world`, experts
+and the rest are means over the same ranks. `tests/engine/test_exactness.py` compares every gradient with that of the
+plain model in one process, and shows that FSDP's own factor fails by orders of magnitude.
+
+### How does a slice of `gate_up_proj` reach tensor-parallel rank 3?
+
+Qwen3-30B-A3B on 16 trainer ranks with `ep_size=8`, into vLLM with tensor parallelism 4. `gate_up_proj` of a layer is
+`[128, 1536, 2048]`, gate above up.
+
+1. What a trainer rank holds: `engine/fsdp/unit.py` `Unit.cuts` says that dim 0 is cut over `ep` and then over
+   `ep_fsdp`, so that each rank has 8 experts, `[8, 1536, 2048]`.
+2. What worker 3 keeps: `rollout/layout/vllm_layout.py` `target_slices` says rows 576 to 768 of every expert's gate
+   and 1344 to 1536 of its up, which are rows 0 to 192 and 192 to 384 of vLLM's `w13_weight`, `[128, 384, 2048]`.
+3. Who sends what: `rollout/layout/transfer_plan.py` `make_transfer_plan` intersects the two. Each of the 16 ranks has
+   8 experts' rows for each worker; what a rank has for the worker on its own device is not sent.
+4. `rollout/transport/exchange.py` `Exchange.run` moves it: a rank packs its blocks for all workers of a round into
+   one all-to-all, and yields what it received, block by block.
+5. `rollout/layout/slice_names.py` `named_values` gives each block its parameter's name and the position of its first
+   element; `rollout/server_adapter.py` `send_weights` passes it to the worker through a bucket that both processes
+   map.
+6. `rollout/vllm/reload.py` `slice_loader` copies it to that position of `w13_weight`, and
+   `rollout/vllm/accounting.py` counts its elements: a sync ends with an error unless every element has arrived.
+"""
 
 
 def architecture(files: Mapping[str, str] | None = None) -> str:
@@ -66,7 +106,7 @@ def architecture(files: Mapping[str, str] | None = None) -> str:
         f"\n{len(files)} files in {len(ROOMS)} rooms, {round(total, -2):,} lines. Imports upward: "
         f"{', '.join(upward) or 'none'}.\n"
     )
-    return _HEAD + _COLUMNS + "\n".join(rows) + "\n" + end
+    return _HEAD + _COLUMNS + "\n".join(rows) + "\n" + end + _QUESTIONS
 
 
 def _shown(room: str) -> str:

@@ -1,4 +1,4 @@
-"""``docs/flow.md`` and the pictures at the top of the packages name what is there, hop by hop."""
+"""docs/flow.md, the questions of docs/architecture.md and the pictures at the top of the packages name what is there."""
 
 import ast
 import importlib
@@ -9,9 +9,13 @@ from functools import reduce
 
 import pytest
 
+from epfsdp2.engine.topology.index_ranges import ShardStep
+from epfsdp2.engine.topology.mesh import Topology
+from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, TensorSpec, holders, target_slices
 from tests.support.imports import ROOT
 
 PAGE = (ROOT / "docs" / "flow.md").read_text()
+QUESTIONS = (ROOT / "docs" / "architecture.md").read_text().partition("## Two questions")[2]
 # A file, and the function or class in it that the page means; a cell of a table, a space or a new line between them.
 NAMED = re.compile(r"`([\w/]+)\.py`[ |\n]+`([\w.]+)`")
 HOPS = {
@@ -35,7 +39,7 @@ def found(file: str, name: str):
     return named
 
 
-@pytest.mark.parametrize(("file", "name"), NAMED.findall(PAGE))
+@pytest.mark.parametrize(("file", "name"), dict.fromkeys(NAMED.findall(PAGE) + NAMED.findall(QUESTIONS)))
 def test_name_of_the_page_is_there(file, name):
     assert callable(found(file, name))
 
@@ -126,3 +130,16 @@ def test_the_page_on_expert_parallelism_is_short_and_has_seven_steps():
     body = page[page.index("def parallelize") : page.index("def shard_over_ep")]
     assert re.findall(r"^    # (\d)\. ", body, flags=re.M) == list("1234567")
     assert re.findall(r"^(\d)\. ", page, flags=re.M) == list("123"), "three invariants"
+
+
+def test_example_of_a_slice_has_the_rows_that_the_page_says():
+    name, shape = "model.layers.0.mlp.experts.gate_up_proj", (128, 1536, 2048)
+    tensor = TensorSpec(name, shape, 2, (ShardStep(0, "ep", 8), ShardStep(0, "ep_fsdp", 2)))
+    assert {block.shape for block in holders(tensor, Topology.arrange(16, 8))} == {(8, 1536, 2048)}
+    gate, up = target_slices(tensor, Rollout(tp=4), 3, Heads(32, 4, 128, "qwen3_moe"))
+    assert [(part.block.low[1], part.block.high[1], part.at[1]) for part in (gate, up)] == [
+        (576, 768, 0),
+        (1344, 1536, 192),
+    ]
+    for rows in ("rows 576 to 768", "1344 to 1536", "rows 0 to 192 and 192 to 384"):
+        assert rows in QUESTIONS

@@ -1,4 +1,4 @@
-"""docs/flow.md, the questions of docs/architecture.md and the pictures at the top of the packages name what is there."""
+"""docs/flow.md, the questions of docs/architecture.md and the pictures atop the packages name what is there."""
 
 import ast
 import importlib

@@ -1,5 +1,6 @@
 """Before a worker is started: whether the features that are switched on can be with this model, and with each other."""
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ __all__ = [
     "check_routes",
     "check_sequence_parallel",
 ]
+
+logger = logging.getLogger("epfsdp2")
 
 _REPLAY = "engine.router_replay.mode"
 _ROUTES = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
@@ -330,13 +333,18 @@ def check_images(rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:
 
 
 def check_dispatcher(engine: Any, facts: ModelFacts, device: str) -> None:
-    """
+    """Check that DeepEP can be used where it is asked for, and warn that this engine was never run with it.
+
     Raises:
-        SettingError: ``engine.dispatcher=deepep`` where DeepEP can't be used; see ``check_deepep``.
+        SettingError: see ``check_deepep``.
     """
     if engine.dispatcher == "deepep":
         dtype = DTYPES[(engine.mixed_precision or {}).get("param_dtype", engine.dtype)]
         check_deepep(device, engine.ep_size, facts.model.config.get_text_config().hidden_size, dtype)
+        logger.warning(
+            "epfsdp2: engine.dispatcher=deepep is written to DeepEP 1.2.1's documentation and was never run with DeepEP; "
+            "engine.dispatcher=all_to_all is what was tested"
+        )
 
 
 def check_distillation(engine: Any, model: Mapping[str, Any], rollout: Mapping[str, Any]) -> None:

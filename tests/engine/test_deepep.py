@@ -4,13 +4,17 @@ There is no DeepEP here. ``_Documented`` does over gloo what DeepEP 1.2.1 docume
 can't show is that DeepEP does so too.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import Qwen3MoeConfig
 
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.moe.deepep import check_deepep, exchange
 from epfsdp2.engine.moe.dispatch import combine, deferred_router_grad, dispatch
+from epfsdp2.engine.preflight.features import check_dispatcher
 from epfsdp2.engine.preflight.run import check_training
 from tests.engine.test_dispatch import EXPERTS, D, K, _routings
 from tests.engine.test_preflight import checkpoint, engine
@@ -96,6 +100,14 @@ def test_around_a_documented_buffer_it_gives_what_our_dispatch_gives():
 def test_it_is_refused_by_name_where_there_is_no_gpu(tmp_path):
     with pytest.raises(SettingError, match=r"engine.dispatcher=deepep: .* device is cpu. .*dispatcher=all_to_all"):
         check_training(engine(ep_size=2, dispatcher="deepep"), 2, checkpoint(tmp_path), device="cpu")
+
+
+def test_dispatcher_deepep_where_it_can_be_used_warns_that_it_was_never_run(monkeypatch, caplog):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    facts = SimpleNamespace(model=SimpleNamespace(config=Qwen3MoeConfig(hidden_size=2048)))
+    for dispatcher, warnings in (("all_to_all", 0), ("deepep", 1)):
+        check_dispatcher(engine(ep_size=8, dispatcher=dispatcher), facts, "cuda")
+        assert caplog.text.count("was never run with DeepEP") == warnings
 
 
 def test_it_is_refused_by_name_where_it_is_not_installed():

@@ -342,8 +342,8 @@ def check_dispatcher(engine: Any, facts: ModelFacts, device: str) -> None:
         dtype = DTYPES[(engine.mixed_precision or {}).get("param_dtype", engine.dtype)]
         check_deepep(device, engine.ep_size, facts.model.config.get_text_config().hidden_size, dtype)
         logger.warning(
-            "epfsdp2: engine.dispatcher=deepep is written to DeepEP 1.2.1's documentation and was never run with DeepEP; "
-            "engine.dispatcher=all_to_all is what was tested"
+            "epfsdp2: engine.dispatcher=deepep is written to DeepEP 1.2.1's documentation and was never run with "
+            "DeepEP; engine.dispatcher=all_to_all is what was tested"
         )
 
 

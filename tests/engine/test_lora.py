@@ -239,7 +239,7 @@ def _streamed(folder, cases):
         sliced = sync.exchange("sliced", Rollout(2), worker)
         for arrival in sliced.run(sync.state(), sync.dtypes, values=sync.values()):
             name = arrival.tensor.name
-            slices = wanted[name][arrival.box.slices]
+            slices = wanted[name][arrival.block.slices]
             torch.testing.assert_close(arrival.values, slices, rtol=1e-6, atol=1e-7, msg=where + name)
 
         local = sync.worker_weights("expert_local", Rollout(2, expert_parallel=True), worker).tensors()

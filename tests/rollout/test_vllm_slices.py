@@ -133,27 +133,27 @@ def test_three_syncs_of_slices_to_two_workers(start_engine, checkpoints):
     _three_syncs_of_slices(start_engine, checkpoints, 2, 0)
 
 
-def test_each_worker_compares_its_own(start_engine, checkpoints):
+def test_check_layout_compares_each_workers_own(start_engine, checkpoints):
     engine = start_engine(checkpoints[0].path, tp_size=2, again=True)
     first, second = _layouts(checkpoints[0], 2)
     engine.call("epfsdp2_check_layout", layouts=[first, second]).result()
-    said = _refused(engine, [first, {**second, "lm_head.weight": "[72, 96] from 0"}])
-    assert "worker 1 of a replica: the trainer's plan (digest " in said and "differ in 1 of " in said
-    assert "first lm_head.weight: [72, 96] from 0 is planned, [72, 96] from 128 is there" in said
-    said = _refused(engine, [second, first])
-    assert f"worker 0 of a replica: the trainer's plan (digest {digest(second)}) and vLLM's model (digest " in said
-    assert f"first {RANK}: 1 of 2 in tensor parallel, experts cut is planned, 0 of 2 in tensor " in said
+    message = _refused(engine, [first, {**second, "lm_head.weight": "[72, 96] from 0"}])
+    assert "worker 1 of a replica: the trainer's plan (digest " in message and "differ in 1 of " in message
+    assert "first lm_head.weight: planned is [72, 96] from 0, actual is [72, 96] from 128" in message
+    message = _refused(engine, [second, first])
+    assert f"worker 0 of a replica: the trainer's plan (digest {digest(second)}) and vLLM's model (digest " in message
+    assert f"first {RANK}: planned is 1 of 2 in tensor parallel, experts cut, actual is 0 of 2 in tensor " in message
 
 
 def test_three_syncs_of_slices_to_two_workers_with_tied_embeddings(start_engine, checkpoints):
     _three_syncs_of_slices(start_engine, checkpoints, 2, 2)
 
 
-def test_values_that_vllm_does_not_keep_are_seen(start_engine, checkpoints):
-    """A worker whose loaders lose a value: what arrived is right, and what is there is not."""
+def test_verified_sync_sees_values_that_vllm_loses(start_engine, checkpoints):
+    """A worker whose loaders lose a value: the received tensors are right, the loaded ones are not."""
     checkpoint = checkpoints[0]
     engine = start_engine(checkpoint.path, tp_size=1, extension="losing_extension.LosesAValue")
     with pytest.raises(
-        WeightSyncError, match="the values of model.layers.0.mlp.experts.w2_weight in vLLM are not those"
+        WeightSyncError, match="the values of model.layers.0.mlp.experts.w2_weight in vLLM differ from those"
     ):
         engine.sync(lambda rank: with_checksums(_slices(checkpoint, 1, rank)), verify=True)

@@ -11,8 +11,8 @@ shards a model under tensor, expert and data parallelism:
   whole experts in linear order, and the first workers keep one more where the number does not divide;
 * everything else is replicated on each worker.
 
-Differences between families stand in one table (``_FAMILIES``). ``vllm/loader_trace.py`` records the same layout from
-vLLM's own loaders, and tests compare the two.
+Differences between families stand in one table (``_FAMILIES``). Tests compare the result with the layout
+that they trace from vLLM's own loaders (``tests/support/loader_trace.py``).
 
 Sources: vLLM ``model_executor/layers/linear.py``, ``vocab_parallel_embedding.py``, ``fused_moe/routed_experts.py``,
 ``fused_moe/expert_map_manager.py``.
@@ -44,7 +44,7 @@ __all__ = [
 
 SyncMode = Literal["full", "expert_local", "sliced"]
 SYNC_MODES: tuple[SyncMode, ...] = ("full", "expert_local", "sliced")
-VOCABULARY_MULTIPLE = 64
+VOCABULARY_MULTIPLE = 64  # vocab_parallel_embedding.py, DEFAULT_VOCAB_PADDING_SIZE
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from verl.workers.rollout.vllm_rollout.weight_update_utils import apply_buffer_u
 
 from ..layout.layout_check import prefix_of
 from ..layout.slice_names import is_slice, parse_slice
-from ..layout.vllm_layout import TargetSlice
 from ..transport.checksums import PlacedChecksums
 from ..transport.watched_sockets import WeightSyncError
 from . import reload_shims
@@ -32,7 +31,6 @@ from .compat import (
     make_online_process_loader,
 )
 from .loaded_weights import running_weights
-from .loader_trace import LoaderTracer, View
 
 __all__ = ["Reload", "slice_loader"]
 
@@ -161,20 +159,6 @@ class Reload:
                 if own not in SKIP_LOAD_TENSORS:  # vLLM neither defers these nor puts them on meta
                     tensor.weight_loader = make_online_process_loader(layer, own)
         return owners
-
-    def trace_loaders(self, views: Sequence[View]) -> dict[str, list[TargetSlice]]:
-        """Run the models' loaders on tensors without values and return what they would have copied where."""
-        for record in self._layers:
-            record.info.load_numel = -(1 << 62)  # so low that no layer becomes complete and is processed
-        parameters = {
-            prefix + own: tensor
-            for prefix, layer in self._prefixes()
-            for own, tensor in get_layer_tensors(layer).items()
-        }
-        with LoaderTracer(views, parameters) as tracer:
-            for model, _ in self._models:
-                model.load_weights(tracer.weights())
-        return tracer.slices()
 
     def _prefixes(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """Yield every layer with the prefix of its tensors' names."""

@@ -7,9 +7,9 @@ from epfsdp2.rollout.layout.slice_names import slice_name
 from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, TensorSpec, target_slices
 from epfsdp2.rollout.server_adapter import WeightSyncError
 from epfsdp2.rollout.transport.checksums import CHECKSUMS, with_checksums
-from epfsdp2.rollout.vllm.loader_trace import checkpoint_views, merge_slices
 from tests.rollout.conftest import as_taken
 from tests.rollout.families import model_on_meta
+from tests.support.loader_trace import checkpoint_views, merge_slices
 
 pytestmark = pytest.mark.e2e
 
@@ -139,10 +139,10 @@ def test_each_worker_compares_its_own(start_engine, checkpoints):
     engine.call("epfsdp2_check_layout", layouts=[first, second]).result()
     said = _refused(engine, [first, {**second, "lm_head.weight": "[72, 96] from 0"}])
     assert "worker 1 of a replica: the trainer's plan (digest " in said and "differ in 1 of " in said
-    assert "first lm_head.weight: [72, 96] from 0 is planned, [72, 96] from 128 is there" in said
+    assert "first lm_head.weight: planned is [72, 96] from 0, actual is [72, 96] from 128" in said
     said = _refused(engine, [second, first])
     assert f"worker 0 of a replica: the trainer's plan (digest {digest(second)}) and vLLM's model (digest " in said
-    assert f"first {RANK}: 1 of 2 in tensor parallel, experts cut is planned, 0 of 2 in tensor " in said
+    assert f"first {RANK}: planned is 1 of 2 in tensor parallel, experts cut, actual is 0 of 2 in tensor " in said
 
 
 def test_three_syncs_of_slices_to_two_workers_with_tied_embeddings(start_engine, checkpoints):
@@ -154,6 +154,6 @@ def test_values_that_vllm_does_not_keep_are_seen(start_engine, checkpoints):
     checkpoint = checkpoints[0]
     engine = start_engine(checkpoint.path, tp_size=1, extension="losing_extension.LosesAValue")
     with pytest.raises(
-        WeightSyncError, match="the values of model.layers.0.mlp.experts.w2_weight in vLLM are not those"
+        WeightSyncError, match="the values of model.layers.0.mlp.experts.w2_weight in vLLM differ from those"
     ):
         engine.sync(lambda rank: with_checksums(_slices(checkpoint, 1, rank)), verify=True)

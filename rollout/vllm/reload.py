@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from verl.workers.rollout.vllm_rollout.weight_update_utils import apply_buffer_updates
 
+from ...engine.errors import listed
 from ..layout.layout_check import prefix_of
 from ..layout.slice_names import is_slice, parse_slice
 from ..transport.checksums import PlacedChecksums
@@ -33,8 +34,6 @@ from .compat import (
 from .loaded_weights import running_weights
 
 __all__ = ["Reload", "slice_loader"]
-
-_LISTED = 5
 
 
 class Reload:
@@ -255,8 +254,8 @@ class Reload:
         if missing:
             raise WeightSyncError(
                 f"{len(missing)} layers of vLLM's model did not receive every element in this weight sync of "
-                f"{len(self.names)} tensors; elements received of expected: {', '.join(missing[:_LISTED])}"
-                f"{', ...' if len(missing) > _LISTED else ''}. {self._unused_text()}"
+                f"{len(self.names)} tensors; elements received of expected: {listed(missing)}. "
+                f"{self._unused_text()}"
             )
         return tied
 
@@ -272,7 +271,7 @@ class Reload:
             return "Every tensor that was sent was loaded into a parameter."
         return (
             f"{len(names)} tensors were sent that vLLM's model silently ignored, because it does not know their names: "
-            f"{', '.join(names[:_LISTED])}{', ...' if len(names) > _LISTED else ''}."
+            f"{listed(names)}."
         )
 
     def _may_be_unused(self, name: str) -> bool:

@@ -119,7 +119,7 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
             layouts: the planned layout of each worker of the replica (``layout/layout_check.py``).
 
         Raises:
-            WeightSyncError: they differ; names both digests and the first difference.
+            WeightSyncError: they differ; names the first difference.
         """
         parallel, group = self.model_runner.vllm_config.parallel_config, get_tp_group()
         rollout = Rollout(group.world_size, parallel.data_parallel_size, parallel.enable_expert_parallel)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from epfsdp2.rollout.layout.vllm_layout import VOCABULARY_MULTIPLE
+from epfsdp2.rollout.layout.vllm_layout import padded_vocabulary
 
 __all__ = ["compare", "digest", "expected_digests", "expected_tensors"]
 
@@ -65,8 +65,8 @@ def expected_tensors(
         return tensor.chunk(tp_size, dim)[tp_rank]
 
     def vocabulary(tensor: torch.Tensor) -> torch.Tensor:
-        rows = -(-tensor.shape[0] // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-        return part(torch.cat([tensor, tensor.new_zeros(rows - tensor.shape[0], tensor.shape[1])]), 0)
+        padding = padded_vocabulary(tensor.shape[0]) - tensor.shape[0]
+        return part(torch.cat([tensor, tensor.new_zeros(padding, tensor.shape[1])]), 0)
 
     embedding = take("model.embed_tokens.weight")
     yield "model.embed_tokens.weight", vocabulary(embedding)

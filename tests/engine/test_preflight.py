@@ -734,13 +734,13 @@ def test_slices_need_a_family_and_a_vllm_that_are_known(tmp_path, model, install
 @pytest.mark.parametrize(
     "settings, setting, value, words",
     [
-        ({"vllm": {"enable_eplb": True}}, f"{VLLM}.enable_eplb", True, "wrong, silently"),
+        ({"vllm": {"enable_eplb": True}}, f"{VLLM}.enable_eplb", True, "silently wrong"),
         ({"vllm": {"tensor_parallel_size": 4}}, f"{VLLM}.tensor_parallel_size", 4, "feeds the wrong ones"),
         ({"vllm": {"pipeline_parallel_size": 2}}, f"{VLLM}.pipeline_parallel_size", 2, "feeds the wrong ones"),
         ({"vllm": {"data_parallel_size": 2}}, f"{VLLM}.data_parallel_size", 2, "feeds the wrong ones"),
-        ({"expert_parallel_size": 3}, "actor_rollout_ref.rollout.expert_parallel_size", 3, "all workers of a replica"),
+        ({"expert_parallel_size": 3}, "actor_rollout_ref.rollout.expert_parallel_size", 3, "all 2 workers of a replica"),
         ({"data_parallel_size": 0}, "actor_rollout_ref.rollout.data_parallel_size", 0, "at least 1"),
-        ({"tp": 3}, TENSOR_PARALLEL, 3, "the 8 ranks are not a multiple"),
+        ({"tp": 3}, TENSOR_PARALLEL, 3, "the 8 trainer ranks are not a multiple"),
         ({"tp": 2, "data_parallel_size": 8}, TENSOR_PARALLEL, 2, "takes 16 workers"),
         ({"tp": 4}, TENSOR_PARALLEL, 4, "vLLM can't cut 2 attention heads so. What works: .* one of [1, 2]"),
     ],

@@ -344,7 +344,7 @@ class WorkerWeights:
 
 
 class RolloutWeights:
-    """The weights of one sync: iterate it for full tensors, or use one of the ``for_`` methods; all are collective."""
+    """The weights of one sync: iterate it for full tensors, or use ``for_rollout``; both are collective."""
 
     def __init__(self, sync: RolloutSync):
         self._sync = sync
@@ -368,7 +368,3 @@ class RolloutWeights:
         """
         is_quantised = bool(quantisation_settings(config))
         return self._sync.worker_weights(self._sync.choose_mode(config), rollout_of(config), worker, is_quantised)
-
-    def for_worker(self, mode: SyncMode, rollout: Rollout, worker: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors for a worker in a given mode."""
-        return self._sync.worker_weights(mode, rollout, worker).tensors()

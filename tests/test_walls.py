@@ -271,7 +271,6 @@ def test_the_core_imports_without_verl_and_vllm():
         "engine.preflight.run",
         "rollout.cleanup",
         "rollout.layout.transfer_plan",
-        "rollout.layout.verify",
         "rollout.transport.full_gather",
     ]
     code = (

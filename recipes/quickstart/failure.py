@@ -1,6 +1,7 @@
 """Finds, in the log of a failed command, the lines that say why."""
 
 import re
+from itertools import takewhile
 from pathlib import Path
 
 __all__ = ["cause"]
@@ -8,40 +9,29 @@ __all__ = ["cause"]
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 # What Ray puts before a line that a worker printed: "(TaskRunnerV1 pid=123) ".
 _RAY_PREFIX = re.compile(r"^\((?:\S+ )?pid=\d+(?:, [^)]*)?\)\s?")
-# The last line of a traceback, "package.SomeError: text", or what Hydra says of one, "SomeError('text')".
-_ERROR_LINE = re.compile(r"^(?:[\w.]*\.)?\w*(?:Error|Exception|Interrupt|Exit)\b\s*(?::|\(|$)")
-_HYDRA = ("Could not override", "Error merging", "In '", "Could not find", "Key '", "Could not load")
+# The last line of a traceback, "package.SomeError: text", or what Hydra says of one. Those of wrappers say less.
+_ERROR = re.compile(
+    r"^(?![\w.]*(?:ChildFailedError|RayTaskError|RayActorError))"
+    r"(?:[\w.]*(?:Error|Exception|Interrupt|Exit)\b\s*(?::|\(|$)"
+    r"|Could not (?:override|find|load)|Error merging|In '|Key ')"
+)
+_END = ("Traceback", "Set the environment variable HYDRA")
 _SHOWN = 12
-_READ_BYTES = 1 << 20
 
 
 def cause(log: Path) -> list[str]:
-    """At most 12 lines: the error that ended the driver, else the first one that anybody printed, else the last lines.
+    """Return at most 12 lines: the error that ended the driver, else the first that anybody printed, else the last.
 
-    The driver repeats a worker's error at the end of a chain of tracebacks, so its last error line is the cause. Those
-    of wrappers (Ray's ``RayTaskError``, torchrun's ``ChildFailedError``) say less and are passed over.
+    The driver repeats a worker's error at the end of a chain of tracebacks, so its last error line is the cause.
     """
-    with log.open("rb") as file:
-        file.seek(0, 2)
-        file.seek(max(0, file.tell() - _READ_BYTES))
-        raw = [_ANSI.sub("", line).rstrip() for line in file.read().decode(errors="replace").splitlines()]
-    lines = [_RAY_PREFIX.sub("", line) for line in raw]
-    errors = [i for i, line in enumerate(lines) if _ERROR_LINE.match(line) or line.startswith(_HYDRA)]
-    telling = [i for i in errors if not re.match(r"^[\w.]*(ChildFailedError|RayTaskError|RayActorError)", lines[i])]
-    if not errors:
-        return [line for line in lines if line.strip()][-_SHOWN:]
-    of_driver = [i for i in telling if lines[i] == raw[i]]
-    start = of_driver[-1] if of_driver else (telling or errors)[0]
-    while start - 1 in of_driver:
-        start -= 1  # Hydra says it in several lines
-    shown = [line for i, line in enumerate(lines[start:], start) if line.strip() and not (of_driver and line != raw[i])]
-    shown = shown[:_SHOWN]
-    end = next(
-        (
-            i
-            for i, line in enumerate(shown[1:], 1)
-            if line.startswith(("Traceback", "Set the environment variable HYDRA"))
-        ),
-        len(shown),
-    )
-    return shown[:end]
+    lines = [_ANSI.sub("", line).rstrip() for line in log.read_text(errors="replace").splitlines()]
+    everyones = [_RAY_PREFIX.sub("", line) for line in lines if line]
+    drivers = [line for line in lines if line and not _RAY_PREFIX.match(line)]
+    for found, which in ((drivers, -1), (everyones, 0)):
+        errors = [i for i, line in enumerate(found) if _ERROR.match(line)]
+        if errors:
+            start = errors[which]
+            while start - 1 in errors:
+                start -= 1  # Hydra says it in several lines
+            return list(takewhile(lambda line: not line.startswith(_END), found[start : start + _SHOWN]))
+    return everyones[-_SHOWN:]

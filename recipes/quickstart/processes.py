@@ -1,37 +1,35 @@
-"""Starts verl's commands and leaves nothing of them behind.
+"""Starts verl's commands and leaves nothing of them behind; Linux.
 
 Ray's daemons, Ray's workers and vLLM's engines are grandchildren in sessions of their own. Instead of looking for them
 by name, the quickstart becomes the *child subreaper* (``man 2 prctl``): whatever of its descendants loses its parent is
 handed to it by the kernel, so that its process tree is complete at any time, and ending the tree ends everything.
 """
 
-import contextlib
 import ctypes
-import glob
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from fnmatch import fnmatch
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from ...rollout.cleanup import SOCKETS, existing_segments, held_by, remove_leftovers
+from ...rollout.cleanup import held_by, remove_unused
 
 __all__ = ["Interrupted", "ProcessTree"]
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Ray's own shutdown takes about two seconds; what has not gone by then is killed.
 _GRACE_SECONDS = 8.0
 _POLL_SECONDS = 0.3
 _LOOK_SECONDS = 5.0  # between two looks at which shared memory and sockets the processes have
-_libc = ctypes.CDLL(None, use_errno=True)
+_libc = ctypes.CDLL(None)
 
 
 class Interrupted(BaseException):
@@ -42,62 +40,42 @@ class Interrupted(BaseException):
         self.number = number
 
 
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-def _interrupt(number, _frame):
-    # Once: a second signal, however soon, must not stop the clean-up that the first one starts.
-    _ignore_signals()
-    raise Interrupted(number)
-
-
-def _ignore_signals() -> None:
+def _on_signals(handler: Any) -> None:
     for number in _STOPPING:
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, handler)
 
 
-def _prctl(option: int, value: int) -> None:
-    if _libc.prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
-
-
-def _die_with_parent() -> None:
-    # For the one way out that leaves no time to clean up: SIGKILL of the quickstart. Ray's daemons follow the driver.
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+def _interrupt(number: int, _frame: Any) -> None:
+    _on_signals(signal.SIG_IGN)  # a second signal, however soon, must not stop the clean-up that the first one starts
+    raise Interrupted(number)
 
 
 class ProcessTree:
     """Context manager: commands run inside it, and when it ends nothing of them is left.
 
-    It owns a temporary directory (``folder``) for Ray's session; its path is short because a unix socket's path may
-    have 107 characters and Ray puts about 60 below it.
+    Attributes:
+        folder: a temporary directory for Ray's session. Its path is short because a unix socket's path may have 107
+            characters and Ray puts about 60 below it.
     """
 
-    def __init__(self):
-        self.folder = Path()
-
     def __enter__(self) -> "ProcessTree":
-        if sys.platform == "linux":
-            _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        self._before = existing_segments() | set(glob.glob("/tmp/*.sock"))
-        self._segments: set[str] = set()
-        self._sockets: set[str] = set()
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self._held: set[str] = set()
         self._looked = time.monotonic()
         self.folder = Path(tempfile.mkdtemp(prefix="epfsdp2-", dir="/tmp"))
-        for number in _STOPPING:
-            signal.signal(number, _interrupt)
+        _on_signals(_interrupt)
         return self
 
     def __exit__(self, *_exc) -> None:
         try:
-            _ignore_signals()
+            _on_signals(signal.SIG_IGN)
         finally:  # also where the first signal arrives just now
             self._end_descendants()
-            self._remove_leftovers()
+            remove_unused(self._held)
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def run(self, command: list[str], env: dict[str, str], log: Path, on_tick: Callable[[], None]) -> int:
-        """Run ``command`` with its output in ``log``, calling ``on_tick`` a few times a second; its exit status.
+        """Run ``command`` with its output in ``log``, calling ``on_tick`` a few times a second; return its exit status.
 
         The command gets a session of its own: a Ctrl-C in the terminal reaches the quickstart alone, which then ends
         the command in order. Descendants that outlive the command are ended before this returns.
@@ -111,57 +89,38 @@ class ProcessTree:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+                # Where the quickstart is killed and can't clean up; Ray's daemons follow their driver.
+                preexec_fn=lambda: _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
             )
-            while (status := process.poll()) is None:
-                on_tick()
-                if time.monotonic() - self._looked > _LOOK_SECONDS:
-                    self._look()
-                time.sleep(_POLL_SECONDS)
+        while (status := process.poll()) is None:
+            on_tick()
+            if time.monotonic() - self._looked > _LOOK_SECONDS:
+                self._look()
+            time.sleep(_POLL_SECONDS)
         on_tick()
         self._end_descendants()
         return status
 
     def _look(self) -> None:
-        """Note the shared memory that the processes have mapped, and the sockets that are bound: theirs or others'."""
+        """Note the shared memory and the sockets that the processes have."""
         self._looked = time.monotonic()
-        self._segments |= held_by(process.pid for process in psutil.Process().children(recursive=True))
-        with contextlib.suppress(OSError), open("/proc/net/unix") as table:
-            self._sockets.update(line.split()[-1] for line in table)
+        self._held |= held_by(process.pid for process in psutil.Process().children(recursive=True))
 
     def _end_descendants(self) -> None:
-        """SIGTERM to direct children, whose own clean-up is the most orderly one; SIGKILL to all that remain."""
+        """Terminate the children, whose own clean-up is the most orderly one, and kill all that remain."""
         self._look()
-        for child in _living(psutil.Process().children()):
-            with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process().children():
+            with suppress(psutil.NoSuchProcess):
                 child.terminate()
         deadline = time.monotonic() + _GRACE_SECONDS
-        while _reap_and_list() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        # Killing an orphan's parent hands us its children, so one pass may not be the last.
-        while descendants := _reap_and_list():
-            for process in descendants:
-                with contextlib.suppress(psutil.NoSuchProcess):
+        while True:
+            with suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            descendants = psutil.Process().children(recursive=True)
+            if not descendants:
+                return
+            for process in descendants if time.monotonic() > deadline else ():
+                with suppress(psutil.NoSuchProcess):
                     process.kill()
             time.sleep(0.05)
-
-    def _remove_leftovers(self) -> None:
-        """Shared memory and sockets that this run had and nobody has now: others' are not ours to remove."""
-        mine = self._segments - self._before
-        bound = [p for p in self._sockets - self._before if any(fnmatch(p, kind) for kind in SOCKETS)]
-        remove_leftovers(mine, bound, minimum_age=0)
-
-
-def _reap_and_list() -> list[psutil.Process]:
-    """Living descendants, after collecting the exit status of those that were handed to us and have ended."""
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    return list(_living(psutil.Process().children(recursive=True)))
-
-
-def _living(processes: list[psutil.Process]) -> Iterator[psutil.Process]:
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if process.status() != psutil.STATUS_ZOMBIE:
-                yield process

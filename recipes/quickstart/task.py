@@ -9,23 +9,14 @@ from pathlib import Path
 
 import pandas as pd
 
-__all__ = [
-    "DATA_SOURCE",
-    "compute_score",
-    "grpo_rows",
-    "problems",
-    "warmup_rows",
-    "write_datasets",
-]
+__all__ = ["DATA_SOURCE", "compute_score", "grpo_rows", "problems", "warmup_rows", "write_datasets"]
 
 DATA_SOURCE = "epfsdp2/one_digit_sums"
-DIGITS = 10
-LARGEST_SUM = 2 * (DIGITS - 1)
 
 
 def problems() -> list[tuple[str, str]]:
     """All 100 questions with their answers, as ``("7+5=", "12")``."""
-    return [(f"{a}+{b}=", str(a + b)) for a in range(DIGITS) for b in range(DIGITS)]
+    return [(f"{a}+{b}=", str(a + b)) for a in range(10) for b in range(10)]
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_settings) -> float:
@@ -36,7 +27,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_s
     """
     if data_source != DATA_SOURCE:
         raise ValueError(f"data_source={data_source!r}: this reward function scores {DATA_SOURCE!r} only")
-    return 1.0 if solution_str == str(ground_truth) else 0.0
+    return float(solution_str == str(ground_truth))
 
 
 def warmup_rows(seed: int, copies: int, right_share: float) -> list[dict]:
@@ -47,12 +38,10 @@ def warmup_rows(seed: int, copies: int, right_share: float) -> list[dict]:
     """
     if not 0.0 < right_share <= 1.0:
         raise ValueError(f"right_share={right_share}: has to be in (0, 1], for example 0.4")
-    rng = random.Random(seed)
+    rng, sums = random.Random(seed), [str(s) for s in range(19)]
     rows = []
     for question, answer in problems() * copies:
-        label = answer
-        if rng.random() >= right_share:
-            label = rng.choice([str(s) for s in range(LARGEST_SUM + 1) if str(s) != answer])
+        label = answer if rng.random() < right_share else rng.choice([s for s in sums if s != answer])
         rows.append({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": label}]})
     rng.shuffle(rows)
     return rows

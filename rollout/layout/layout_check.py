@@ -5,8 +5,6 @@ The trainer derives it from its plan (``planned_layout``), the worker from its m
 worker knows it, the global index of its first row: of vocabularies and of experts.
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +15,6 @@ from .vllm_layout import Heads, Rollout, TargetSlice, TensorSpec, has_known_rows
 __all__ = [
     "RANK",
     "difference",
-    "digest",
     "entry",
     "actual_layout",
     "planned_layout",
@@ -110,11 +107,6 @@ def _first_row(layer: Any, own: str) -> int | str:
     return (order[0] if order else 0) if in_order else f"experts {order}"
 
 
-def digest(found: Mapping[str, str]) -> str:
-    """Return a hash that is equal for equal layouts."""
-    return hashlib.blake2b(json.dumps(sorted(found.items())).encode(), digest_size=16).hexdigest()
-
-
 def difference(planned: Mapping[str, str], actual: Mapping[str, str]) -> str:
     """Describe the first difference between a planned and an actual layout, in the worker's order; empty if equal."""
     names = [name for name in {**actual, **planned} if planned.get(name) != actual.get(name)]
@@ -122,9 +114,8 @@ def difference(planned: Mapping[str, str], actual: Mapping[str, str]) -> str:
         return ""
     name = names[0]
     return (
-        f"the trainer's plan (digest {digest(planned)}) and vLLM's model (digest {digest(actual)}) differ in "
-        f"{len(names)} of {len({**actual, **planned})} entries, first {name}: planned is "
-        f"{planned.get(name, 'nothing')}, actual is {actual.get(name, 'nothing')}"
+        f"the trainer's plan and vLLM's model differ in {len(names)} of {len({**actual, **planned})} entries, first "
+        f"{name}: planned is {planned.get(name, 'nothing')}, actual is {actual.get(name, 'nothing')}"
     )
 
 

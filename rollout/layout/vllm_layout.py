@@ -11,8 +11,8 @@ shards a model under tensor, expert and data parallelism:
   whole experts in linear order, and the first workers keep one more where the number does not divide;
 * everything else is replicated on each worker.
 
-Differences between families stand in one table (``_FAMILIES``). ``vllm/loader_trace.py`` records the same layout from
-vLLM's own loaders, and tests compare the two.
+Differences between families stand in one table (``_FAMILIES``). Tests compare the result with the layout
+that they trace from vLLM's own loaders (``tests/support/loader_trace.py``).
 
 Sources: vLLM ``model_executor/layers/linear.py``, ``vocab_parallel_embedding.py``, ``fused_moe/routed_experts.py``,
 ``fused_moe/expert_map_manager.py``.
@@ -29,7 +29,6 @@ from ...engine.topology.index_ranges import IndexRange, ShardStep, shard_range
 
 __all__ = [
     "SYNC_MODES",
-    "VOCABULARY_MULTIPLE",
     "Heads",
     "TargetSlice",
     "Rollout",
@@ -39,12 +38,12 @@ __all__ = [
     "holders",
     "has_known_rows",
     "known_families",
+    "padded_vocabulary",
     "target_slices",
 ]
 
 SyncMode = Literal["full", "expert_local", "sliced"]
 SYNC_MODES: tuple[SyncMode, ...] = ("full", "expert_local", "sliced")
-VOCABULARY_MULTIPLE = 64
 
 
 @dataclass(frozen=True)
@@ -179,6 +178,11 @@ def target_slices(
     return family.renamed_slices(whole)
 
 
+def padded_vocabulary(rows: int) -> int:
+    """Return the rows of a vocabulary in vLLM, which pads it (``DEFAULT_VOCAB_PADDING_SIZE``)."""
+    return -(-rows // 64) * 64
+
+
 def has_known_rows(name: str) -> bool:
     """Tell whether a vLLM worker records which rows of this tensor it holds: those of vocabularies and experts."""
     return (_EXPERTS.search(name) or _VOCABULARY.search(name)) is not None
@@ -263,7 +267,7 @@ def _row_parallel(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: st
 
 def _vocabulary(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
     rows = tensor.shape[0]
-    each = -(-rows // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE // tp
+    each = padded_vocabulary(rows) // tp
     block = IndexRange.of(tensor.shape).with_dim(0, min(rank * each, rows), min((rank + 1) * each, rows))
     return [TargetSlice(block, tensor.name, _at(tensor))]
 

@@ -5,7 +5,6 @@ all-gather of bytes gathers all shards of a layer, where gathering tensor by ten
 expert weight. The next gather is started before a finished one is consumed.
 """
 
-import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,7 +18,7 @@ from ...engine.topology.index_ranges import IndexRange, chunk_range, shard_range
 from ...engine.topology.mesh import Meshes
 from .report import Traffic
 
-__all__ = ["GatheredTensor", "Rows", "assemble", "full_tensors", "gather", "gather_bytes", "narrower"]
+__all__ = ["GatheredTensor", "Rows", "assemble", "gather", "gather_bytes", "narrower"]
 
 _ALIGNMENT = 16  # bytes; enough to view the flat buffer as any dtype
 
@@ -122,23 +121,6 @@ class _Group:
         self.layouts = [_layout(members, meshes, rank) for rank in range(meshes.topology.fsdp)]
         # Every rank sends equally many bytes, as all_gather_into_tensor requires.
         self.rank_bytes = max(pieces[-1].offset + _aligned(pieces[-1].nbytes) for pieces in self.layouts)
-
-
-def full_tensors(
-    model: nn.Module,
-    meshes: Meshes,
-    layers: Sequence[str],
-    max_bytes: int,
-    dtypes: Mapping[str, torch.dtype] | None = None,
-    traffic: Traffic | None = None,
-) -> Generator[tuple[str, torch.Tensor], None, None]:
-    """Yield ``(name, full tensor)`` of each parameter and persistent buffer, in memory of its own; see ``gather``."""
-    traffic = traffic or Traffic()
-    limit = gather_bytes(max_bytes, meshes.topology.fsdp, is_assembled=True)
-    tensors = gather(model, meshes, layers, limit, dtypes, traffic)
-    with contextlib.closing(tensors):
-        for rows in assemble(tensors, traffic, limit):
-            yield rows.name, rows.values
 
 
 def assemble(tensors: Iterable[GatheredTensor], traffic: Traffic, max_gather_bytes: int) -> Iterator[Rows]:

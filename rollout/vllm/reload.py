@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from verl.workers.rollout.vllm_rollout.weight_update_utils import apply_buffer_updates
 
+from ...engine.errors import listed
 from ..layout.layout_check import prefix_of
 from ..layout.slice_names import is_slice, parse_slice
-from ..layout.vllm_layout import TargetSlice
 from ..transport.checksums import PlacedChecksums
 from ..transport.watched_sockets import WeightSyncError
 from . import reload_shims
@@ -32,11 +32,8 @@ from .compat import (
     make_online_process_loader,
 )
 from .loaded_weights import running_weights
-from .loader_trace import LoaderTracer, View
 
 __all__ = ["Reload", "slice_loader"]
-
-_LISTED = 5
 
 
 class Reload:
@@ -162,20 +159,6 @@ class Reload:
                     tensor.weight_loader = make_online_process_loader(layer, own)
         return owners
 
-    def trace_loaders(self, views: Sequence[View]) -> dict[str, list[TargetSlice]]:
-        """Run the models' loaders on tensors without values and return what they would have copied where."""
-        for record in self._layers:
-            record.info.load_numel = -(1 << 62)  # so low that no layer becomes complete and is processed
-        parameters = {
-            prefix + own: tensor
-            for prefix, layer in self._prefixes()
-            for own, tensor in get_layer_tensors(layer).items()
-        }
-        with LoaderTracer(views, parameters) as tracer:
-            for model, _ in self._models:
-                model.load_weights(tracer.weights())
-        return tracer.slices()
-
     def _prefixes(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """Yield every layer with the prefix of its tensors' names."""
         for record in self._layers:
@@ -271,8 +254,8 @@ class Reload:
         if missing:
             raise WeightSyncError(
                 f"{len(missing)} layers of vLLM's model did not receive every element in this weight sync of "
-                f"{len(self.names)} tensors; elements received of expected: {', '.join(missing[:_LISTED])}"
-                f"{', ...' if len(missing) > _LISTED else ''}. {self._unused_text()}"
+                f"{len(self.names)} tensors; elements received of expected: {listed(missing)}. "
+                f"{self._unused_text()}"
             )
         return tied
 
@@ -288,7 +271,7 @@ class Reload:
             return "Every tensor that was sent was loaded into a parameter."
         return (
             f"{len(names)} tensors were sent that vLLM's model silently ignored, because it does not know their names: "
-            f"{', '.join(names[:_LISTED])}{', ...' if len(names) > _LISTED else ''}."
+            f"{listed(names)}."
         )
 
     def _may_be_unused(self, name: str) -> bool:

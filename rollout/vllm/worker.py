@@ -7,11 +7,8 @@ several GPU kernels permute theirs. This one loads weights by vLLM's layer-wise 
 Select it with ``actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls``.
 """
 
-import json
 import logging
-import os
 import traceback
-from collections.abc import Sequence
 
 import torch
 from verl.utils.device import get_device_name
@@ -21,14 +18,11 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import get_tp_group
 
 from ..layout.layout_check import actual_layout, difference, rank_entry
-from ..layout.verify import digest
-from ..layout.vllm_layout import Rollout, TargetSlice
+from ..layout.vllm_layout import Rollout
 from ..transport.checksums import ReceivedChecksums
 from ..transport.watched_sockets import WatchedContext, WeightSyncError
 from . import amx_shim, routes_shim
 from .compat import ATTENTION, SKIP_LOAD_TENSORS, SKIP_TENSORS, get_layer_tensors, get_layerwise_info
-from .loaded_weights import running_weights
-from .loader_trace import View
 from .reload import Reload
 
 __all__ = ["WeightSyncExtension"]
@@ -125,7 +119,7 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
             layouts: the planned layout of each worker of the replica (``layout/layout_check.py``).
 
         Raises:
-            WeightSyncError: they differ; names both digests and the first difference.
+            WeightSyncError: they differ; names the first difference.
         """
         parallel, group = self.model_runner.vllm_config.parallel_config, get_tp_group()
         rollout = Rollout(group.world_size, parallel.data_parallel_size, parallel.enable_expert_parallel)
@@ -155,60 +149,3 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
             raise WeightSyncError(
                 f"worker {worker} of a replica: {wrong}. engine.rollout_sync=full works without a plan."
             )
-
-    def epfsdp2_digests(self, path: str | None = None) -> dict:
-        """Compute digests of the weights that this worker's model computes with, for ``verify.compare``.
-
-        Args:
-            path: also write the result to ``<path>.replica-<r>.rank-<tp rank>.json``, since verl's server actor drops
-                what a remote call returns.
-
-        Returns:
-            ``{"tp_rank": int, "tp_size": int, "digests": {vLLM's parameter name: digest}}``.
-        """
-        group = get_tp_group()
-        digests = {name: digest(tensor) for name, tensor in self._running_tensors()}
-        answer = {"tp_rank": group.rank_in_group, "tp_size": group.world_size, "digests": digests}
-        if path is not None:
-            target = f"{path}.replica-{os.environ.get('VERL_REPLICA_RANK', '0')}.rank-{group.rank_in_group}.json"
-            with open(f"{target}.part", "w") as file:
-                json.dump(answer, file)
-            os.replace(f"{target}.part", target)  # atomic for readers
-        return answer
-
-    def epfsdp2_read_parameters(self, names: list[str]) -> dict:
-        """Return the values of the named parameters of the running model as ``{name: (dtype, shape, bytes)}``.
-
-        Raises:
-            KeyError: the model has no such parameter; see ``epfsdp2_digests`` for the names.
-        """
-        found = {name: tensor for name, tensor in self._running_tensors() if name in set(names)}
-        return {
-            name: (
-                str(found[name].dtype).removeprefix("torch."),
-                list(found[name].shape),
-                found[name].cpu().reshape(-1).view(torch.uint8).numpy().tobytes(),
-            )
-            for name in names
-        }
-
-    def epfsdp2_layout(self, views: Sequence[View]) -> dict[str, list[TargetSlice]]:
-        """Trace where this worker's loaders put each checkpoint tensor (``loader_trace.py``); its weights stay.
-
-        Args:
-            views: the checkpoint tensors (``loader_trace.checkpoint_views``).
-
-        Raises:
-            ValueError: a loader does more than copy blocks.
-        """
-        reload = Reload(list(self._iter_all_models_with_config())[:1], self.model_runner.vllm_config.parallel_config)
-        with set_current_vllm_config(self.model_runner.vllm_config), torch.no_grad():
-            try:
-                reload.start()
-                return reload.trace_loaders(views)
-            finally:
-                reload.abandon()
-
-    def _running_tensors(self):
-        with set_current_vllm_config(self.model_runner.vllm_config), torch.no_grad():
-            yield from running_weights(self.model_runner.model)

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-HOOKS = Path(__file__).parent / "hooks"
+HOOKS, ROOT = Path(__file__).parent / "hooks", Path(__file__).parents[2]
 SECONDS = 420
 EXTENSION = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls"
 
@@ -32,7 +32,8 @@ class Run:
         program = ["epfsdp2.recipes.quickstart"] if trainer is None else ["other_trainer", trainer]
         program = program if script is None else ["verl_script", str(script)]
         words = [sys.executable, "-m", *program, "--output", str(output), *options]
-        env = os.environ | {"PYTHONPATH": os.pathsep.join([str(HOOKS), os.environ.get("PYTHONPATH", "")]).rstrip(":")}
+        paths = filter(None, [str(HOOKS), str(ROOT), os.environ.get("PYTHONPATH")])
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(words, env=env, stdout=log, stderr=subprocess.STDOUT)
         self.family = {psutil.Process(self.process.pid)}

@@ -26,8 +26,7 @@ from epfsdp2.engine.optim.lr_scheduler import build_multi_lr_scheduler
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.optim.muon import Muon
 from epfsdp2.engine.topology.rank_consistency import RankMismatchError
-from epfsdp2.rollout.transport import full_gather
-from tests.support.engine import sharded_model
+from tests.support.engine import full_tensors, sharded_model
 from tests.support.models import VOCAB, reference_model, save_qwen3_moe, token_loss
 from tests.support.permissions import obey_permissions
 from tests.support.ranks import run_ranks
@@ -56,7 +55,7 @@ def _step(trainer, ids):
 
 
 def _full(model, meshes):
-    return dict(full_gather.full_tensors(model, meshes, layer_names(model), 1 << 30))
+    return dict(full_tensors(model, meshes, layer_names(model), 1 << 30))
 
 
 def _other_algorithms_are_refused(folder, out):

@@ -34,9 +34,8 @@ from epfsdp2.recipes.convert.export import export
 from epfsdp2.rollout.layout.vllm_layout import Rollout
 from epfsdp2.rollout.remote.delta_shards import ShardExport
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
-from epfsdp2.rollout.transport.full_gather import full_tensors
 from tests.parity import families
-from tests.support.engine import sharded_model
+from tests.support.engine import full_tensors, sharded_model
 from tests.support.models import VOCAB, adam, reference_model, relative_error, save_qwen3_moe, token_batch
 from tests.support.names import send_stacks
 from tests.support.ppo import ppo_batch, ppo_samples, ppo_worker

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from safetensors import safe_open
 
-from epfsdp2.recipes.quickstart import cli, commands, failure, metrics, model, report, sampler, task
+from epfsdp2.recipes.quickstart import cli, commands, failure, metrics, model, sampler, task
 
 # ---------------------------------------------------------------------------------------------------------- the task
 
@@ -256,6 +256,8 @@ def test_quickstart_run_where_earlier_ones_are_takes_the_next_folder(tmp_path, c
         said = capsys.readouterr().out
         assert f"{tmp_path / 'run'} has an earlier run, which is kept" in said
         assert f"model and data in {tmp_path / f'run-{number}'}" in said
+        assert "step   1/12  reward 0.425  train/rollout difference 0.0e+00  1.0 s" in said
+        assert said.count("train/rollout difference 0") == 20
         assert json.loads((tmp_path / f"run-{number}/summary.json").read_text())["passed"]
     assert _content(tmp_path / "run") == before
 
@@ -294,10 +296,10 @@ def _ramp(first, last, count=40):
 
 
 def test_a_rising_reward_passes():
-    verdict = metrics.judge(_steps(_ramp(0.4, 0.97)), 40, 128)
-    assert verdict.passed
-    assert verdict.window == 4
-    assert verdict.first < 0.45 < 0.9 < verdict.last
+    facts = metrics.conclude(_steps(_ramp(0.4, 0.97)), 40, 128)
+    assert facts["passed"] and facts["failures"] == []
+    assert facts["window_steps"] == 4
+    assert facts["first_reward"] < 0.45 < 0.9 < facts["last_reward"]
 
 
 @pytest.mark.parametrize(
@@ -311,56 +313,56 @@ def test_a_rising_reward_passes():
     ],
 )
 def test_a_reward_that_does_not_clearly_rise_fails(rewards):
-    verdict = metrics.judge(_steps(rewards), 40, 128)
-    assert not verdict.passed
-    assert "did not clearly rise" in verdict.failures[0]
+    facts = metrics.conclude(_steps(rewards), 40, 128)
+    assert not facts["passed"]
+    assert "did not clearly rise" in facts["failures"][0]
 
 
 def test_few_samples_need_a_larger_rise():
     """Two equal neighbours are no proof of precision: 4 samples a step scatter by 0.25 whatever the window shows."""
     rewards = [0.5, 0.5] + [0.6] * 16 + [0.75, 0.75]
-    assert metrics.judge(_steps(rewards), 20, 1024).passed
-    assert not metrics.judge(_steps(rewards), 20, 4).passed
+    assert metrics.conclude(_steps(rewards), 20, 1024)["passed"]
+    assert not metrics.conclude(_steps(rewards), 20, 4)["passed"]
 
 
 @pytest.mark.parametrize("diff", [6e-3, math.nan])
 def test_one_step_of_disagreement_fails(diff):
     steps = _steps(_ramp(0.4, 0.97))
     steps[17] = _steps([0.6] * 18, diff)[17]
-    verdict = metrics.judge(steps, 40, 128)
-    assert len(verdict.failures) == 1
-    assert "at step 18" in verdict.failures[0]
+    (failure,) = metrics.conclude(steps, 40, 128)["failures"]
+    assert "at step 18" in failure
 
 
 def test_missing_steps_fail():
-    assert "only 30 of 40" in metrics.judge(_steps(_ramp(0.4, 0.97, 30)), 40, 128).failures[0]
-    assert "only 0 of 40" in metrics.judge([], 40, 128).failures[0]
+    assert "only 30 of 40" in metrics.conclude(_steps(_ramp(0.4, 0.97, 30)), 40, 128)["failures"][0]
+    for few in (0, 1):
+        facts = metrics.conclude(_steps([0.5] * few), 40, 128)
+        assert facts == {"steps": few, "passed": False, "failures": [f"only {few} of 40 steps ran"]}
 
 
 def test_steps_are_read_as_they_are_written(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    reader = metrics.StepReader(path)
-    assert reader.new_steps() == []
+    assert metrics.read_steps(path) == []
     line = json.dumps({"step": 1, "data": {metrics.REWARD: 0.5, metrics.PROBS_DIFF: None, "timing_s/gen": 2.0}}) + "\n"
     path.write_text(json.dumps({"step": 0, "data": {"val/acc": 1}}) + "\n" + line + line[:20])
-    (step,) = reader.new_steps()
+    (step,) = metrics.read_steps(path)
     assert (step.reward, step.phases["generation"]) == (0.5, 2.0)
     assert math.isnan(step.probs_diff)
+    assert len(metrics.read_records(path)) == 2
     with path.open("a") as file:
         file.write(line[20:].replace('"step": 1', '"step": 2'))
-    assert len(reader.new_steps()) == 1
-    assert len(reader.steps) == 2
+    assert len(metrics.read_steps(path)) == 2
 
 
 def test_plot_and_summary(tmp_path):
     steps = _steps(_ramp(0.4, 0.97))
-    assert report.write_plot(steps, tmp_path / "plot.png")
+    assert metrics.write_plot(steps, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     console = Console(record=True, width=100)
-    report.print_summary(console, steps, metrics.judge(steps, 40, 128))
+    metrics.print_summary(console, metrics.conclude(steps, 40, 128))
     text = console.export_text()
     assert "400" in text  # 1000 tokens in 2.5 seconds
-    assert all(name in text for name in metrics.PHASES)
+    assert all(name in text for name in ("seconds per step", *metrics.PHASES))
 
 
 # -------------------------------------------------------------------------------------------------------- the causes

@@ -4,10 +4,10 @@ from unittest import mock
 
 import torch
 
-from epfsdp2.rollout.vllm.worker import WeightSyncExtension
+from tests.support.vllm_extension import ReadableWorker
 
 
-class BrokenSync(WeightSyncExtension):
+class BrokenSync(ReadableWorker):
     _ignores = True
 
     def take_and_keep_buckets(self):

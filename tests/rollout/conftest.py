@@ -20,9 +20,10 @@ import pytest
 from epfsdp2.engine.compat import versions
 from epfsdp2.engine.model import hf_names
 from epfsdp2.rollout.transport.report import TransferStats
+from tests.support import verify
 
-HERE = Path(__file__).parent
-OURS = "epfsdp2.rollout.vllm_worker.WeightSyncExtension"
+HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
+READABLE = "tests.support.vllm_extension.ReadableWorker"
 PROMPTS = [[5, 6, 7, 8], [9, 3, 100, 42, 17, 150], [199]]
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -107,7 +108,7 @@ class Engine:
     """
 
     def __init__(
-        self, model: str, tp_size: int = 1, extension: str = OURS, environment: dict | None = None, **settings
+        self, model: str, tp_size: int = 1, extension: str = READABLE, environment: dict | None = None, **settings
     ):
         self.job = f"test{os.getpid()}x{id(self)}"
         self.tp_size = tp_size
@@ -117,7 +118,7 @@ class Engine:
         self._listener = Listener(f"{folder}/socket")
         settings |= {"model": model, "tensor_parallel_size": tp_size, "worker_extension_cls": extension}
         environment = environment or {}
-        paths = os.pathsep.join(filter(None, [str(HERE), environment.get("PYTHONPATH")]))
+        paths = os.pathsep.join(filter(None, [str(HERE), str(ROOT), environment.get("PYTHONPATH")]))
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "vllm_process.py"), f"{folder}/socket", json.dumps(settings)],
             env={**os.environ, **_ENVIRONMENT, "VERL_RAY_JOB_ID": self.job, **environment, "PYTHONPATH": paths},
@@ -167,8 +168,6 @@ class Engine:
 
     def difference(self, checkpoint: Checkpoint, weights: dict | None = None) -> str:
         """Describe how the workers' weights differ from a checkpoint's (or from ``weights``); empty if they do not."""
-        from epfsdp2.rollout.layout import verify
-
         found = self.digests()
         assert len(found) == self.tp_size
         state = checkpoint.weights if weights is None else weights

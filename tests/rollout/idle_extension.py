@@ -5,10 +5,10 @@ vLLM's CPU build also computes experts that a worker lacks, which reads memory b
 
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from epfsdp2.rollout.vllm_worker import WeightSyncExtension
+from tests.support.vllm_extension import ReadableWorker
 
 CPUModelRunner.warming_up_model = lambda runner: None
 
 
-class NeverComputes(WeightSyncExtension):
+class NeverComputes(ReadableWorker):
     pass

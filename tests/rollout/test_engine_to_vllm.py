@@ -9,6 +9,7 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from epfsdp2.engine.checkpoint.state import HF
+from tests.support import verify
 from tests.support.engine import sharded_model
 from tests.support.models import token_loss
 from tests.support.ranks import run_ranks
@@ -61,8 +62,6 @@ def _exported(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["full", "sliced"])
 def test_workers_hold_the_trainers_weights_after_each_of_two_syncs(start_engine, checkpoints, tmp_path, kind):
-    from epfsdp2.rollout.layout import verify
-
     checkpoint = checkpoints[0]
     exports = [tmp_path / name / HF for name in ("first", "second")]
     engine = start_engine(checkpoint.path, tp_size=2)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from epfsdp2.engine.model import hf_names
-from epfsdp2.rollout.layout import verify
+from tests.support import verify
 
 from .served_families import SERVED, build, export, randomise, sent
 

@@ -2,10 +2,8 @@
 
 import atexit
 import os
-import signal
 import subprocess
 import sys
-import time
 import uuid
 from pathlib import Path
 
@@ -52,68 +50,43 @@ def spawn():
         process.wait()
 
 
-@pytest.mark.parametrize("how", ["mapped", "open"])
-@pytest.mark.parametrize("prefix", ["verl_weights_", "psm_"])
-def test_remove_leftovers_removes_a_segment_once_its_process_is_killed(spawn, prefix, how):
-    path = f"/dev/shm/{prefix}{uuid.uuid4().hex}"
+@pytest.mark.parametrize(
+    ("code", "path"),
+    [
+        pytest.param((_HOLD, "mapped"), "/dev/shm/verl_weights_{}", id="mapped"),
+        pytest.param((_HOLD, "open"), "/dev/shm/psm_{}", id="open"),
+        pytest.param((_BIND,), "/tmp/rl-colocate-zmq-{}-replica-0-rank-0.sock", id="bound"),
+    ],
+)
+def test_remove_unused_removes_what_a_process_held_once_it_is_killed(spawn, code, path):
+    own, others = (path.format(uuid.uuid4().hex) for _ in range(2))
     try:
-        holder = spawn(_HOLD, path, how)
-        assert path not in cleanup.unused_segments(minimum_age=0)
-        holder.send_signal(signal.SIGKILL)
-        holder.wait()
-        assert path in cleanup.unused_segments(minimum_age=0)
-        assert path not in cleanup.unused_segments(minimum_age=60)
-    finally:
-        Path(path).unlink(missing_ok=True)
-
-
-def test_remove_leftovers_keeps_a_segment_of_another_user(spawn, monkeypatch):
-    path = f"/dev/shm/psm_{uuid.uuid4().hex}"
-    Path(path).touch()
-    try:
-        assert path in cleanup.unused_segments(minimum_age=0)
-        other = os.getuid() + 1
-        monkeypatch.setattr(os, "getuid", lambda: other)
-        assert path not in cleanup.unused_segments(minimum_age=0)
-    finally:
-        Path(path).unlink()
-
-
-def test_remove_leftovers_removes_a_socket_once_its_process_is_killed(spawn):
-    path = f"/tmp/rl-colocate-zmq-{uuid.uuid4().hex}-replica-0-rank-0.sock"
-    try:
-        holder = spawn(_BIND, path)
-        assert path not in cleanup.unused_sockets()
-        holder.send_signal(signal.SIGKILL)
-        holder.wait()
-        assert path in cleanup.unused_sockets()
-    finally:
-        Path(path).unlink(missing_ok=True)
-
-
-def test_remove_leftovers_returns_what_it_removed():
-    path = Path(f"/dev/shm/verl_weights_{uuid.uuid4().hex}")
-    path.touch()
-    assert cleanup.remove_leftovers([str(path)], []) == []  # too young
-    time.sleep(2.1)
-    assert cleanup.remove_leftovers([str(path)], []) == [str(path)]
-    assert not path.exists()
-
-
-def test_held_by_returns_the_segments_of_a_runs_processes(spawn):
-    own, others = (f"/dev/shm/psm_{uuid.uuid4().hex}" for _ in range(2))
-    try:
-        holders = [spawn(_HOLD, path, how) for path, how in ((own, "mapped"), (others, "open"))]
-        assert cleanup.held_by([holders[0].pid]) == {own}
+        holders = [spawn(code[0], path, *code[1:]) for path in (own, others)]
+        held = cleanup.held_by([holders[0].pid])
+        assert held == {own}
         assert cleanup.held_by([holders[1].pid, 2**22 + 1]) == {others}  # the second is no process
-        noted = cleanup.held_by([holders[0].pid])
+        cleanup.remove_unused(held)
+        assert Path(own).exists()
         for holder in holders:
             holder.kill()
             holder.wait()
-        assert cleanup.remove_leftovers(noted, [], minimum_age=0) == [own]
+        cleanup.remove_unused(held)
+        assert not Path(own).exists()
         assert Path(others).exists()  # as if its user were in another container
     finally:
         Path(own).unlink(missing_ok=True), Path(others).unlink(missing_ok=True)
+
+
+def test_held_by_leaves_out_a_segment_of_another_user(spawn, monkeypatch):
+    path = f"/dev/shm/psm_{uuid.uuid4().hex}"
+    try:
+        holder = spawn(_HOLD, path, "open")
+        assert cleanup.held_by([holder.pid]) == {path}
+        other = os.getuid() + 1
+        monkeypatch.setattr(os, "getuid", lambda: other)
+        assert cleanup.held_by([holder.pid]) == set()
+    finally:
+        Path(path).unlink()
 
 
 def test_report_leftovers_logs_unused_segments_and_removes_nothing(monkeypatch, caplog):
@@ -132,8 +105,11 @@ def test_report_leftovers_logs_unused_segments_and_removes_nothing(monkeypatch, 
     monkeypatch.setattr(atexit, "register", lambda *arguments, **__: registered.append(arguments))
     try:
         monkeypatch.setattr(cleanup, "SEGMENTS", (str(path),))
-        monkeypatch.setattr(cleanup.unused_segments, "__defaults__", ((str(path),), 0.0))
         with caplog.at_level("WARNING", "epfsdp2"):
+            monkeypatch.setattr(cleanup, "_MINIMUM_AGE_SECONDS", 60.0)
+            actor.validate(2, 8)
+            assert "shared-memory" not in caplog.text  # too young
+            monkeypatch.setattr(cleanup, "_MINIMUM_AGE_SECONDS", 0.0)
             actor.validate(2, 8)
         assert path.exists() and removed == [] and registered == []
         assert f"1 shared-memory segments (3 MB) such as {path} are used by no process that is visible" in caplog.text

@@ -11,9 +11,9 @@ from epfsdp2.engine.topology.dtensor import checkpoint_tensors
 from epfsdp2.engine.topology.index_ranges import IndexRange
 from epfsdp2.rollout.layout import vllm_layout
 from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, TargetSlice, TensorSpec, known_families, target_slices
-from epfsdp2.rollout.vllm.loader_trace import LoaderTracer, View, checkpoint_views, merge_slices
 from tests.rollout.families import DENSE, FAMILIES, config_of, model_on_meta
 from tests.rollout.served_families import SERVED
+from tests.support.loader_trace import LoaderTracer, View, checkpoint_views, merge_slices
 from tests.support.ranks import run_ranks
 
 _ENVIRONMENT = {

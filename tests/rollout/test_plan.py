@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from epfsdp2.engine.topology.index_ranges import IndexRange, ShardStep, shard_range
 from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.rollout.layout.transfer_plan import Targets, make_transfer_plan
-from epfsdp2.rollout.layout.verify import expected_tensors
 from epfsdp2.rollout.layout.vllm_layout import SYNC_MODES, Heads, Rollout, TensorSpec, target_slices
+from tests.support.verify import expected_tensors
 
 PREFIX = "model.layers.0."
 

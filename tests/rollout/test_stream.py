@@ -15,10 +15,9 @@ from epfsdp2.engine.topology.dtensor import shard_steps
 from epfsdp2.engine.topology.index_ranges import shard_range
 from epfsdp2.rollout import sync as rollout_sync
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
-from epfsdp2.rollout.transport import full_gather
 from epfsdp2.rollout.transport.report import Traffic
 from tests.rollout.served_families import build
-from tests.support.engine import sharded_model
+from tests.support.engine import full_tensors, sharded_model
 from tests.support.models import reference_model, save_glm4_moe, save_qwen3_moe, save_random
 from tests.support.ranks import run_ranks
 
@@ -34,7 +33,7 @@ def _counted(model, meshes, bound, dtypes=None):
 
     dist.all_gather_into_tensor = counting
     try:
-        return dict(full_gather.full_tensors(model, meshes, layer_names(model), bound, dtypes)), gathers
+        return dict(full_tensors(model, meshes, layer_names(model), bound, dtypes)), gathers
     finally:
         dist.all_gather_into_tensor = original
 
@@ -125,7 +124,7 @@ def test_full_tensors_on_every_mesh_are_exact(tmp_path, tied):
 
 def _one_stops_early(folder):
     model, meshes = sharded_model(folder, dist.get_world_size(), 2)
-    tensors = full_gather.full_tensors(model, meshes, layer_names(model), 1 << 16)
+    tensors = full_tensors(model, meshes, layer_names(model), 1 << 16)
     taken = list(itertools.islice(tensors, 3 if dist.get_rank() == 1 else None))
     tensors.close()
     assert len(taken) == 3 or dist.get_rank() != 1
@@ -156,7 +155,7 @@ def test_full_tensors_are_cast_before_the_gather_unless_kept_in_float32(tmp_path
 
 def _buffers_too(folder):
     model, meshes = sharded_model(folder, dist.get_world_size(), 2)
-    full = dict(full_gather.full_tensors(model, meshes, layer_names(model), 1 << 30))
+    full = dict(full_tensors(model, meshes, layer_names(model), 1 << 30))
     wanted = reference_model(folder).state_dict()
     assert any("correction_bias" in name for name in wanted)
     assert full.keys() == wanted.keys()

@@ -68,7 +68,7 @@ def _whole_experts(folder):
     model, meshes = sharded_model(folder, WORLD, 2)
     sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("auto", MEMORY))
     wanted = dict(hf_names.as_checkpoint(model, reference_model(folder).named_parameters()))
-    got = dict(sync.weights().for_worker("expert_local", Rollout(2, 2, expert_parallel=True), rank))
+    got = dict(sync.worker_weights("expert_local", Rollout(2, 2, expert_parallel=True), rank).tensors())
     mine = {name for name in wanted if ".experts." not in name or f".experts.{2 * rank}." in name}
     mine |= {name for name in wanted if f".experts.{2 * rank + 1}." in name}
     assert got.keys() == mine
@@ -90,7 +90,7 @@ def _cast_slices(folder):
 
     def slices(dtypes):
         sync = RolloutSync(model, meshes, layers, dtypes, SyncSettings("auto", ROOMY))
-        tensors = sync.weights().for_worker("sliced", Rollout(2), rank % 2)
+        tensors = sync.worker_weights("sliced", Rollout(2), rank % 2).tensors()
         # As the transport does: a tensor is the sender's until the next is asked for.
         kinds, found = {}, {}
         for name, tensor in tensors:

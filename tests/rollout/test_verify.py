@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from epfsdp2.rollout.layout import verify
 from epfsdp2.rollout.vllm.accounting import unpadded_numel
 from epfsdp2.rollout.vllm.loaded_weights import unpack_by_index
+from tests.support import verify
 
 CONFIG = SimpleNamespace(
     num_attention_heads=4,

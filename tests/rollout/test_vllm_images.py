@@ -39,7 +39,7 @@ def _train_and_send(folder: str, export: str, handles: list[str]) -> None:
     checkpoint.save_checkpoint(Path(export).parent, worker.engine.module, None, None, {"hf_model"}, 1, describe)
     weights, _ = worker.engine.get_per_tensor_param()
     sending = send_weights(
-        weights.for_worker("full", Rollout(2), rank),
+        weights.sync.worker_weights("full", Rollout(2), rank).tensors(),
         zmq_handle=handles[rank],
         bucket_megabytes=1,
         use_shm=True,

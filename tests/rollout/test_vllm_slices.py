@@ -2,14 +2,14 @@
 
 import pytest
 
-from epfsdp2.rollout.layout.layout_check import RANK, digest, planned_layout
+from epfsdp2.rollout.layout.layout_check import RANK, planned_layout
 from epfsdp2.rollout.layout.slice_names import slice_name
 from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, TensorSpec, target_slices
 from epfsdp2.rollout.server_adapter import WeightSyncError
 from epfsdp2.rollout.transport.checksums import CHECKSUMS, with_checksums
-from epfsdp2.rollout.vllm.loader_trace import checkpoint_views, merge_slices
 from tests.rollout.conftest import as_taken
 from tests.rollout.families import model_on_meta
+from tests.support.loader_trace import checkpoint_views, merge_slices
 
 pytestmark = pytest.mark.e2e
 
@@ -137,12 +137,12 @@ def test_check_layout_compares_each_workers_own(start_engine, checkpoints):
     engine = start_engine(checkpoints[0].path, tp_size=2, again=True)
     first, second = _layouts(checkpoints[0], 2)
     engine.call("epfsdp2_check_layout", layouts=[first, second]).result()
-    message = _refused(engine, [first, {**second, "lm_head.weight": "[72, 96] from 0"}])
-    assert "worker 1 of a replica: the trainer's plan (digest " in message and "differ in 1 of " in message
-    assert "first lm_head.weight: planned is [72, 96] from 0, actual is [72, 96] from 128" in message
-    message = _refused(engine, [second, first])
-    assert f"worker 0 of a replica: the trainer's plan (digest {digest(second)}) and vLLM's model (digest " in message
-    assert f"first {RANK}: planned is 1 of 2 in tensor parallel, experts cut, actual is 0 of 2 in tensor " in message
+    said = _refused(engine, [first, {**second, "lm_head.weight": "[72, 96] from 0"}])
+    assert "worker 1 of a replica: the trainer's plan and vLLM's model differ in 1 of " in said
+    assert "first lm_head.weight: planned is [72, 96] from 0, actual is [72, 96] from 128" in said
+    said = _refused(engine, [second, first])
+    assert "worker 0 of a replica: the trainer's plan and vLLM's model differ in " in said
+    assert f"first {RANK}: planned is 1 of 2 in tensor parallel, experts cut, actual is 0 of 2 in tensor " in said
 
 
 def test_three_syncs_of_slices_to_two_workers_with_tied_embeddings(start_engine, checkpoints):

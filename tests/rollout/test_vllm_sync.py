@@ -176,14 +176,14 @@ def test_receiving_call_ends_when_the_trainer_rank_is_killed(engine, checkpoints
         receiving = engine.call("update_weights_from_ipc", use_shm=True, sync_timeout_seconds=4)
         while sender.stdout.readline() != "hanging\n":
             assert sender.poll() is None
+        held = cleanup.held_by([sender.pid])
     finally:
         sender.send_signal(signal.SIGKILL)
         sender.wait()
     with pytest.raises(RuntimeError, match="no answer from the trainer rank behind .* within 4 s"):
         receiving.result(60)
     assert socket.exists()
-    time.sleep(2)
-    cleanup.remove_leftovers(cleanup.SEGMENTS, cleanup.SOCKETS)
+    cleanup.remove_unused(held)
     assert engine.leftovers() == []
     engine.sync(same_on_all_ranks(checkpoints[0].weights))
     assert engine.difference(checkpoints[0]) == ""

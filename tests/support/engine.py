@@ -1,6 +1,7 @@
-"""The core without verl: a sharded model on this rank."""
+"""The core without verl: a sharded model on this rank, and its gathered tensors."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -12,8 +13,10 @@ from epfsdp2.engine.checkpoint.safetensors_reader import open_checkpoint
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.model.meta import build_on_meta
 from epfsdp2.engine.topology.mesh import Meshes, Topology, build_meshes
+from epfsdp2.rollout.transport import full_gather
+from epfsdp2.rollout.transport.report import Traffic
 
-__all__ = ["sharded_model"]
+__all__ = ["full_tensors", "sharded_model"]
 
 
 def sharded_model(
@@ -51,3 +54,19 @@ def sharded_model(
         finish=finish,
     )
     return model, meshes
+
+
+def full_tensors(
+    model: nn.Module,
+    meshes: Meshes,
+    layers: Sequence[str],
+    max_bytes: int,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> Generator[tuple[str, torch.Tensor]]:
+    """Yield ``(name, full tensor)`` of each parameter and persistent buffer, in memory of its own; collective."""
+    traffic = Traffic()
+    limit = full_gather.gather_bytes(max_bytes, meshes.topology.fsdp, is_assembled=True)
+    tensors = full_gather.gather(model, meshes, layers, limit, dtypes, traffic)
+    with contextlib.closing(tensors):
+        for rows in full_gather.assemble(tensors, traffic, limit):
+            yield rows.name, rows.values

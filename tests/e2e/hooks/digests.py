@@ -2,10 +2,10 @@
 
 import os
 
-from epfsdp2.rollout.vllm.worker import WeightSyncExtension
+from tests.support.vllm_extension import ReadableWorker
 
 
-class WritesDigests(WeightSyncExtension):
+class WritesDigests(ReadableWorker):
     syncs = 0
 
     def update_weights_from_ipc(self, *args, **kwargs):

@@ -1,8 +1,9 @@
-"""Traces where vLLM's own loaders put every element of a model, to check ``layout/vllm_layout.py``.
+"""Traces where vLLM's own loaders put every element of a model, to check ``rollout/layout/vllm_layout.py``.
 
 No values are moved. Tensors on the meta device stand for the trainer's; whatever views naming and loaders take of them,
 torch keeps storage, offset and strides. A dispatch mode intercepts the copies with which loaders end, and from their
-two sides computes a block of a tensor and a block of a parameter. Imports torch only; ``worker.py`` passes the model.
+two sides computes a block of a tensor and a block of a parameter. Imports torch only; ``vllm_extension.py`` passes the
+model.
 """
 
 import math
@@ -13,10 +14,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...engine.model import hf_names
-from ...engine.model.hf_convert import storage_id
-from ...engine.topology.index_ranges import IndexRange
-from ..layout.vllm_layout import TargetSlice, TensorSpec
+from epfsdp2.engine.model import hf_names
+from epfsdp2.engine.model.hf_convert import storage_id
+from epfsdp2.engine.topology.index_ranges import IndexRange
+from epfsdp2.rollout.layout.vllm_layout import TargetSlice, TensorSpec
 
 __all__ = ["LoaderTracer", "View", "checkpoint_views", "merge_slices"]
 

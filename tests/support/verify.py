@@ -1,6 +1,6 @@
 """Computes from a full checkpoint what each vLLM worker must hold, and compares it with the worker's digests.
 
-This is the sender's side of the check, in plain torch; the workers' side is ``WeightSyncExtension.epfsdp2_digests``.
+This is the sender's side of the check, in plain torch; the workers' is ``vllm_extension.ReadableWorker``.
 """
 
 import hashlib
@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["compare", "digest", "expected_digests", "expected_tensors"]
+from epfsdp2.rollout.layout.vllm_layout import padded_vocabulary
 
-# vLLM pads vocabularies to a multiple of this (`vocab_parallel_embedding.py`, DEFAULT_VOCAB_PADDING_SIZE).
-_VOCABULARY_MULTIPLE = 64
+__all__ = ["compare", "digest", "expected_digests", "expected_tensors"]
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -66,8 +65,8 @@ def expected_tensors(
         return tensor.chunk(tp_size, dim)[tp_rank]
 
     def vocabulary(tensor: torch.Tensor) -> torch.Tensor:
-        rows = -(-tensor.shape[0] // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
-        return part(torch.cat([tensor, tensor.new_zeros(rows - tensor.shape[0], tensor.shape[1])]), 0)
+        padding = padded_vocabulary(tensor.shape[0]) - tensor.shape[0]
+        return part(torch.cat([tensor, tensor.new_zeros(padding, tensor.shape[1])]), 0)
 
     embedding = take("model.embed_tokens.weight")
     yield "model.embed_tokens.weight", vocabulary(embedding)

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from tests.e2e.conftest import EXTENSION, leavings, overrides, running, unused
+from tests.e2e.runs import EXTENSION, leavings, overrides, running, unused
 
 pytestmark = pytest.mark.e2e
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import image_task
-from tests.e2e.conftest import overrides, running
+from tests.e2e.runs import overrides, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 

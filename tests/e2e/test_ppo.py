@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST
 from epfsdp2.recipes.quickstart.model import write_model
-from tests.e2e.conftest import Run, overrides, running
+from tests.e2e.runs import Run, overrides, running
 from tests.support.models import save_qwen3
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoConfig
 
 from epfsdp2.rollout.layout import verify
-from tests.e2e.conftest import EXTENSION, leavings, running, unused
+from tests.e2e.runs import EXTENSION, leavings, running, unused
 from tests.support.models import reference_model
 
 pytestmark = pytest.mark.e2e

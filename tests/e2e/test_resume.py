@@ -5,7 +5,7 @@ import json
 import pytest
 
 from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST
-from tests.e2e.conftest import overrides, running
+from tests.e2e.runs import overrides, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.conftest import overrides, running
+from tests.e2e.runs import overrides, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.e2e.conftest import overrides, running
+from tests.e2e.runs import overrides, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from epfsdp2.recipes.quickstart.model import write_model
-from tests.e2e.conftest import overrides, running
+from tests.e2e.runs import overrides, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from epfsdp2.recipes.quickstart.model import write_model
-from tests.e2e.conftest import leavings, overrides, running, unused
+from tests.e2e.runs import leavings, overrides, running, unused
 
 pytestmark = pytest.mark.e2e
 

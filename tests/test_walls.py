@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import pytest
 
+from tests.support import fast
 from tests.support.imports import ROOMS, ROOT, Import, imports, room_of, sources
 
 MOST_LINES, MOST_FILES = 400, 10
@@ -265,6 +266,15 @@ def test_wall_lets_through_what_is_allowed(wall: Wall):
         "recipes/plan/cli.py": "from ...engine.planner.memory import peak\n",
     }
     assert wall(list(imports(allowed))) == []
+
+
+def test_every_test_of_the_fast_ones_is_there():
+    missing = []
+    for listed in (*fast.FAST, *fast.LEFT_OUT):
+        path, _, name = listed.partition("::")
+        if f"def {name.partition('[')[0]}" not in TESTS.get(path, ""):
+            missing.append(listed)
+    assert missing == []
 
 
 def test_wall_lets_tests_import_what_holds_no_tests():

@@ -36,7 +36,7 @@ def _case(fault: str, rollout: list[str], *causes: str, long: bool = True):
         _case("trainer:raise:last", SLICED, INJECTED),
     ],
 )
-def test_a_failed_sync_ends_the_run_with_its_cause(folder, warmed_up, monkeypatch, fault, rollout, causes):
+def test_run_whose_sync_fails_ends_with_the_cause(folder, warmed_up, monkeypatch, fault, rollout, causes):
     """The first sync of each of these runs is the next start after the failure before it."""
     run_folder = folder / fault.replace(":", "-")
     happened = run_folder.with_suffix(".time")

@@ -24,7 +24,7 @@ OVERRIDES = [
 ]
 
 
-def test_a_separate_rollout_follows_the_trainer(tmp_path, monkeypatch):
+def test_standalone_rollout_follows_the_trainer(tmp_path, monkeypatch):
     # verl 0.9.1 logs with an argument that logging does not have, at info level, where there are no hybrid replicas.
     monkeypatch.setenv("VERL_LOGGING_LEVEL", "WARNING")
     write_model(tmp_path / "model", 1)

@@ -35,7 +35,7 @@ FAST = (
 LEFT_OUT = (
     "tests/engine/test_config.py::test_a_process_that_is_handed_a_config_has_the_engine",
     "tests/engine/test_optimizer.py::test_the_fused_kernel_steps_every_placement_as_the_plain_one_does",
-    "tests/recipes/test_plan.py::test_what_does_not_fit_names_the_part_and_the_cluster_that_does",
+    "tests/recipes/test_plan.py::test_plan_that_does_not_fit_names_the_part_and_the_cluster_that_does",
     "tests/test_walls.py::test_names_that_users_have_lead_to_where_the_code_is",
     "tests/test_walls.py::test_the_checkpoint_engine_is_registered_by_the_module_that_configs_name",
 )

@@ -19,7 +19,7 @@ from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, reference_model, relative_error, save_glm4_moe, save_qwen3_moe, token_loss
 from tests.support.own_model import PLAN, OwnModel
 from tests.support.ppo import check_ppo_updates
-from tests.support.ranks import run_ranks
+from tests.support.ranks import each_case, run_ranks
 from tests.support.recorder import Recorder
 from tests.support.routing import EXPERTS, D, routings
 
@@ -87,12 +87,15 @@ def _gradients_equal_the_reference(folder, world, cases):
     reference = reference_model(folder).train()
     (sum(token_loss(reference, row) for row in rows) / world).backward()
     wanted = {name: param.grad for name, param in reference.named_parameters()}
-    for ep, options in cases:
+
+    def check(ep, options):
         model, _ = sharded_model(folder, world, ep, **options)
         model.train()
         token_loss(model, rows[rank]).backward()
-        for name, param in model.named_parameters():
-            assert relative_error(param.grad.full_tensor(), wanted[name]) < RELATIVE, (ep, options, name)
+        errors = {name: relative_error(p.grad.full_tensor(), wanted[name]) for name, p in model.named_parameters()}
+        assert {name: error for name, error in errors.items() if not error < RELATIVE} == {}
+
+    each_case(cases, check)
 
 
 def test_exchange_in_chunks_has_the_gradients_of_the_plain_model(tmp_path):

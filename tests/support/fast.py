@@ -29,6 +29,7 @@ FAST = (
     "tests/rollout/test_naming.py",
     "tests/rollout/test_plan.py",
     "tests/rollout/test_stream.py",
+    "tests/test_ranks.py",
     "tests/test_readme.py",
     "tests/test_walls.py",
 )

@@ -12,18 +12,36 @@ def checkpoints(tmp_path_factory) -> list[Checkpoint]:
     return [make_checkpoint(root / str(seed), seed, tied=seed > 2) for seed in (1, 2, 3, 4)]
 
 
+# Of an engine, what its process has from its start.
+OF_THE_PROCESS = ("environment", "extension", "tp_size")
+
+
 @pytest.fixture(scope="module")
 def start_engine():
     """Start engines one at a time: a new one stops the one before it.
 
     With ``again`` the running one is taken where it was started in the same way; it has whatever weights it was given.
+    Where vLLM runs in one process, and only its settings are others, the next is started in that process.
     """
     running: list[tuple[dict, Engine]] = []
 
     def start(model: str, again: bool = False, **settings) -> Engine:
         asked = {"model": model, **settings}
-        if again and running and running[0][0] == asked:
-            return running[0][1]
+        if again and running:
+            before, engine = running[0]
+            if before == asked:
+                return engine
+            in_one = before.get("distributed_executor_backend") == "uni" and before.keys() == asked.keys()
+            if in_one and all(before.get(key) == asked.get(key) for key in OF_THE_PROCESS):
+                settings = {key: value for key, value in asked.items() if key not in OF_THE_PROCESS}
+                running.clear()
+                try:
+                    engine.call("start", timeout=120, **settings).result()
+                except Exception:
+                    engine.stop()
+                    raise
+                running.append((asked, engine))
+                return engine
         while running:
             running.pop()[1].stop()
         running.append((asked, Engine(**asked)))

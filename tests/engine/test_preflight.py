@@ -872,10 +872,19 @@ def test_validate_config_sees_all_that_decides_on_the_stream(model, override, na
 @pytest.mark.parametrize(
     "override, words",
     [
-        ("engine.rollout_sync=expert_local", "engine.rollout_sync=expert_local: can't be with"),
+        # One that a check of a run refuses, and one that Hydra is given by the engine's config.
         ("engine.ep_size=3", "engine.ep_size=3: has to divide the number of ranks, 2"),
         ("engine.epsize=2", "engine.epsize=2: the engine has no such setting. What works: engine.ep_size"),
-        (f"{MODEL}.path=/no/such/model", f"{MODEL}.path=/no/such/model: there is no such folder"),
+        pytest.param(
+            "engine.rollout_sync=expert_local",
+            "engine.rollout_sync=expert_local: can't be with",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            f"{MODEL}.path=/no/such/model",
+            f"{MODEL}.path=/no/such/model: there is no such folder",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_main_ppo_ends_with_the_paragraph_and_never_starts_ray(tmp_path, model, override, words):

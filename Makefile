@@ -3,6 +3,7 @@
 #                    STACK=users|next|newest makes another set of versions in .venv_STACK, here and in what follows
 #   make quickstart  GRPO on a tiny Mixture-of-Experts, start to end
 #   make test        the whole test suite
+#   make test-fast   the core's tests, for the inner loop: no vLLM, no Ray (under 4 min)
 #   make test-stack  the tests that a stack is for (STACK=default|users|next|newest); writes what came of them
 #   make test-long   what the suite leaves out for its time; writes what came of it
 #   make parity      every family on every mesh against the plain model; prints and writes the table (about 20 min)
@@ -24,7 +25,7 @@ VENV := .venv$(if $(filter-out default,$(STACK)),_$(STACK))
 PEERS := .venv_peers
 BIN := $(VENV)/bin
 
-.PHONY: help setup quickstart test test-stack test-long parity memory peers bench bench-experts bench-step bench-growth bench-sync \
+.PHONY: help setup quickstart test test-fast test-stack test-long parity memory peers bench bench-experts bench-step bench-growth bench-sync \
 	bench-checkpoint bench-features verl-scripts lint clean
 
 help:
@@ -41,6 +42,9 @@ quickstart: setup
 
 test: setup
 	$(BIN)/python -m pytest -m "not long" -n 2 --durations=25 $(ARGS)
+
+test-fast: setup
+	$(BIN)/python -m pytest -m "fast and not long" -n 2 --durations=10 $(ARGS)
 
 test-stack: setup
 	$(BIN)/python benchmarks/stacks.py $(STACK) $(ARGS)

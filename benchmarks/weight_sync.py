@@ -47,9 +47,9 @@ from epfsdp2.rollout.layout.vllm_layout import Rollout
 from epfsdp2.rollout.server_adapter import send_weights
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings, WorkerWeights
 from epfsdp2.rollout.transport.sender import Bucket
-from tests.rollout.conftest import Engine
 from tests.support.engine import sharded_model
 from tests.support.ranks import run_ranks
+from tests.support.vllm_engine import Engine
 
 WORLD = 2
 SIDES = ("stock", "stock-bf16", "full", "sliced", "sliced-bf16")

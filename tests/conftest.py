@@ -5,6 +5,8 @@ import os
 import pytest
 import torch
 
+from tests.support.fast import is_fast
+
 # A CUDA build of torch on a machine without a GPU: the CPU platform has to be asked for (see
 # engine/integration/cpu_platform.py).
 if torch.version.cuda is not None and not torch.cuda.is_available():
@@ -17,6 +19,12 @@ def stacks_are_sent(monkeypatch):
     from epfsdp2.engine.model import hf_names
 
     monkeypatch.setattr(hf_names, "_takes_stacks", lambda: True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_fast(item.nodeid):
+            item.add_marker("fast")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -30,12 +30,12 @@ FEATURES = (
         "v1 `sync`, `colocate_async`, `separate_async`; one-step-off, fully-async; `sft_trainer`",
         "rollouts other than vLLM, or with EPLB",
         (
-            "e2e/test_quickstart.py::test_reward_rises_and_vllm_has_the_trainers_weights",
-            "e2e/test_trainers.py::test_sft_trainer",
-            "e2e/test_trainers.py::test_colocate_async",
-            "e2e/test_standalone.py::test_a_separate_rollout_follows_the_trainer",
-            "e2e/test_trainers.py::test_one_step_off",
-            "e2e/test_trainers.py::test_fully_async",
+            "e2e/test_quickstart.py::test_quickstart_raises_the_reward_with_the_trainers_weights_in_vllm",
+            "e2e/test_trainers.py::test_sft_trainer_lowers_the_loss",
+            "e2e/test_trainers.py::test_colocate_async_trainer_trains",
+            "e2e/test_standalone.py::test_standalone_rollout_follows_the_trainer",
+            "e2e/test_trainers.py::test_one_step_off_trainer_trains",
+            "e2e/test_trainers.py::test_fully_async_trainer_trains",
             "engine/test_preflight.py::test_the_rollout_is_vllm_behind_any_backend",
         ),
     ),
@@ -49,7 +49,7 @@ FEATURES = (
         (
             "engine/test_algorithms.py::test_an_update_by_every_algorithm_equals_the_plain_model",
             "engine/test_algorithms.py::test_no_policy_loss_of_verl_is_left_out",
-            "e2e/test_dapo.py::test_dapo_filters_groups_and_punishes_long_answers",
+            "e2e/test_dapo.py::test_dapo_run_filters_groups_and_punishes_long_answers",
             "engine/test_preflight.py::test_top_k_distillation_needs_logits_of_the_batch_s_tokens",
         ),
     ),
@@ -60,7 +60,7 @@ FEATURES = (
         (
             "engine/test_value_update.py::test_gradients_equal_the_plain_model",
             "engine/test_value_update.py::test_a_trained_head_is_read_also_where_transformers_has_no_class_for_it",
-            "e2e/test_ppo.py::test_the_reward_of_ppo_with_critic_and_reference_rises",
+            "e2e/test_ppo.py::test_ppo_run_with_critic_and_reference_raises_the_reward",
         ),
     ),
     Feature(
@@ -69,7 +69,7 @@ FEATURES = (
         "",
         (
             "engine/test_ppo_update.py::test_reference_policy_is_forward_only",
-            "e2e/test_ppo.py::test_the_reward_of_ppo_with_critic_and_reference_rises",
+            "e2e/test_ppo.py::test_ppo_run_with_critic_and_reference_raises_the_reward",
         ),
     ),
     Feature(
@@ -120,7 +120,7 @@ FEATURES = (
         (
             "engine/test_sequence_parallel.py::test_every_family_equals_the_plain_model",
             "engine/test_sequence_parallel.py::test_what_mixes_tokens_otherwise_is_refused",
-            "e2e/test_sequence_parallel.py::test_ranks_that_share_rows_train",
+            "e2e/test_sequence_parallel.py::test_sequence_parallel_run_trains",
         ),
     ),
     Feature(
@@ -130,7 +130,7 @@ FEATURES = (
         (
             "engine/test_replay.py::test_replay_of_every_family_takes_the_recorded_routes",
             "engine/test_replay.py::test_replay_of_unusable_routes_raises",
-            "e2e/test_router_replay.py::test_routes_of_the_rollout_bring_trainer_and_rollout_together",
+            "e2e/test_router_replay.py::test_router_replay_of_rollout_routes_brings_log_probs_together",
         ),
     ),
     Feature(
@@ -142,7 +142,7 @@ FEATURES = (
             "engine/test_lora.py::test_lora_log_probs_gradients_and_two_updates_equal_the_plain_model",
             "engine/test_lora.py::test_lora_adapter_that_was_saved_is_loaded_by_peft",
             "engine/test_lora.py::test_lora_check_refuses_bad_settings",
-            "e2e/test_lora.py::test_adapters_are_trained_and_reach_the_rollout",
+            "e2e/test_lora.py::test_lora_run_trains_adapters_that_reach_the_rollout",
         ),
     ),
     Feature(
@@ -153,7 +153,7 @@ FEATURES = (
             "engine/test_vlm.py::test_two_updates_equal_the_plain_model",
             "engine/test_vlm.py::test_glm4v_moe",
             "rollout/test_vllm_images.py::test_vllm_sees_an_image_as_a_fresh_engine_on_the_export_does",
-            "e2e/test_images.py::test_grpo_on_images",
+            "e2e/test_images.py::test_grpo_run_on_images_trains",
         ),
     ),
     Feature(
@@ -172,9 +172,9 @@ FEATURES = (
         "",
         (
             "engine/test_resume_matrix.py::test_a_run_saved_on_any_mesh_goes_on_on_any_other",
-            "e2e/test_resume.py::test_a_run_goes_on_from_what_was_saved_in_the_background",
-            "recipes/test_export.py::test_the_trained_weights_bit_for_bit",
-            "recipes/test_import_fsdp2.py::test_a_run_of_verls_goes_on_here",
+            "e2e/test_resume.py::test_run_resumed_from_a_background_save_goes_on",
+            "recipes/test_export.py::test_export_of_a_trained_model_has_its_weights_bit_for_bit",
+            "recipes/test_import_fsdp2.py::test_import_of_a_run_of_verls_goes_on_here",
         ),
     ),
     Feature(
@@ -182,11 +182,11 @@ FEATURES = (
         "colocated, and to rollouts apart from the trainer (`checkpoint_engine.backend=epfsdp2_p2p`, or verl's own)",
         "",
         (
-            "e2e/test_quickstart.py::test_every_vllm_worker_holds_the_trainers_weights_after_each_sync",
+            "e2e/test_quickstart.py::test_sync_of_every_step_leaves_the_trainers_weights_in_every_worker",
             "rollout/test_vllm_families.py::test_three_syncs_of_slices",
             "rollout/test_other_backends.py::"
             "test_backends_that_iterate_get_full_tensors_and_delta_gets_what_has_changed",
-            "e2e/test_standalone.py::test_a_separate_rollout_follows_the_trainer",
+            "e2e/test_standalone.py::test_standalone_rollout_follows_the_trainer",
         ),
     ),
     Feature(
@@ -219,7 +219,7 @@ FEATURES = (
             "engine/test_preflight.py::test_a_dense_model_beside_another_is_sharded_over_all_ranks",
             "engine/test_preflight.py::test_a_setting_of_experts_for_a_dense_model_alone_is_refused",
             "engine/test_value_update.py::test_gradients_equal_the_plain_model",
-            "e2e/test_ppo.py::test_a_dense_critic_trains_beside_an_actor_with_experts",
+            "e2e/test_ppo.py::test_ppo_run_with_a_dense_critic_beside_experts_trains_both",
         ),
     ),
     Feature(

@@ -84,8 +84,9 @@ def test_features_name_tests_that_are_there():
 
 def test_generator_marks_long_tests_by_function_and_by_module():
     long = {name: GENERATE["is_long"](name) for f in FEATURES for name in f.tests if name.startswith("e2e/")}
-    assert long["e2e/test_trainers.py::test_fully_async"] and not long["e2e/test_trainers.py::test_sft_trainer"]
-    assert long["e2e/test_dapo.py::test_dapo_filters_groups_and_punishes_long_answers"]
+    assert long["e2e/test_trainers.py::test_fully_async_trainer_trains"]
+    assert not long["e2e/test_trainers.py::test_sft_trainer_lowers_the_loss"]
+    assert long["e2e/test_dapo.py::test_dapo_run_filters_groups_and_punishes_long_answers"]
 
 
 def test_settings_page_has_every_setting_of_the_config():

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import pytest
 
+from tests.support import fast
 from tests.support.imports import ROOMS, ROOT, Import, imports, room_of, sources
 
 MOST_LINES, MOST_FILES = 400, 10
@@ -76,6 +77,8 @@ OUTSIDE = {
 # breaks it ("AST constructor recursion depth mismatch", python/cpython#106905).
 IMPORTS = list(imports(SOURCES))
 OF_RECIPES_AND_BENCHMARKS = list(imports(OUTSIDE))
+TESTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted((ROOT / "tests").rglob("*.py"))}
+OF_TESTS = list(imports(TESTS))
 
 Wall = Callable[[Iterable[Import]], list[str]]
 
@@ -149,6 +152,18 @@ def public(found: Iterable[Import]) -> list[str]:
     ]
 
 
+def alone(found: Iterable[Import]) -> list[str]:
+    """A test runs by itself: what several need is in ``tests/support`` or beside them, in files that hold no tests."""
+    broken = []
+    for one in found:
+        names = f"{one.module}.{one.name or ''}".split(".")
+        of_a_test = names[0] == "tests" and any(name.startswith("test_") or name == "conftest" for name in names)
+        of_benchmarks = names[0] == "benchmarks" and not one.path.startswith("tests/benchmarks/")
+        if of_a_test or of_benchmarks:
+            broken.append(_said(one))
+    return broken
+
+
 WALLS = (third_parties, downward, rollout_of_engine, engine_of_rollout, parallelize, planner)
 
 
@@ -199,6 +214,12 @@ def test_recipes_and_benchmarks_import_nobodys_underscore():
     assert public(OF_RECIPES_AND_BENCHMARKS) == [] and underscores_read(OUTSIDE) == []
 
 
+def test_no_test_imports_another_or_benchmarks():
+    # Two that measure memory as the benchmark does.
+    measured = {"tests/engine/test_memory.py", "tests/engine/test_run_plan.py"}
+    assert alone(one for one in OF_TESTS if one.path not in measured) == []
+
+
 def test_no_file_is_too_long_and_no_room_too_full():
     assert too_long(SOURCES) == [] and too_full(SOURCES) == []
 
@@ -225,6 +246,11 @@ def test_no_file_is_too_long_and_no_room_too_full():
         (planner, "rollout/sync.py", "from ..engine.planner import memory"),
         (public, "benchmarks/step.py", "from epfsdp2.engine.planner.memory import _states"),
         (public, "recipes/plan/cli.py", "from .tables import _mesh"),
+        (alone, "tests/engine/test_order.py", "from tests.engine.test_dispatch import EXPERTS"),
+        (alone, "tests/engine/test_order.py", "from tests.engine import test_dispatch"),
+        (alone, "tests/engine/test_order.py", "from .test_dispatch import EXPERTS"),
+        (alone, "tests/rollout/test_plan.py", "import tests.rollout.conftest"),
+        (alone, "tests/engine/test_order.py", "from benchmarks import step"),
     ],
 )
 def test_wall_sees_an_import_that_breaks_it(wall: Wall, path, text):
@@ -240,6 +266,23 @@ def test_wall_lets_through_what_is_allowed(wall: Wall):
         "recipes/plan/cli.py": "from ...engine.planner.memory import peak\n",
     }
     assert wall(list(imports(allowed))) == []
+
+
+def test_every_test_of_the_fast_ones_is_there():
+    missing = []
+    for listed in (*fast.FAST, *fast.LEFT_OUT):
+        path, _, name = listed.partition("::")
+        if f"def {name.partition('[')[0]}" not in TESTS.get(path, ""):
+            missing.append(listed)
+    assert missing == []
+
+
+def test_wall_lets_tests_import_what_holds_no_tests():
+    allowed = {
+        "tests/engine/test_order.py": "from tests.support.ranks import run_ranks\nfrom tests.parity import families",
+        "tests/benchmarks/test_benchmarks.py": "from benchmarks import step",
+    }
+    assert alone(imports(allowed)) == []
 
 
 def test_a_long_file_a_full_room_and_an_underscore_that_is_read_are_seen():

@@ -17,7 +17,7 @@ MODEL = {**step.MODEL, "vocab_size": 96, "hidden_size": 32, "moe_intermediate_si
 MODEL |= {"head_dim": 8, "num_experts": 8}
 
 
-def test_every_side_of_the_experts_layer_is_measured_and_a_missing_peer_says_so(tmp_path):
+def test_experts_measures_every_side_and_says_which_peer_is_missing(tmp_path):
     rows = {row.side: row for row in experts.measure(TINY, 2, tmp_path / "no python")}
     assert set(rows) == {*experts.LOCAL, *experts.PEERS}
     for side in experts.LOCAL:
@@ -28,7 +28,7 @@ def test_every_side_of_the_experts_layer_is_measured_and_a_missing_peer_says_so(
     assert {len(experts.cells(row)) for row in rows.values()} == {len(experts.COLUMNS)}
 
 
-def test_a_side_that_computes_something_else_is_not_timed(monkeypatch, tmp_path):
+def test_experts_with_a_side_that_computes_otherwise_does_not_time_it(monkeypatch, tmp_path):
     original = experts.Local.passes
 
     def off(self, side, times):
@@ -40,7 +40,7 @@ def test_a_side_that_computes_something_else_is_not_timed(monkeypatch, tmp_path)
         experts.measure(TINY, 1, tmp_path / "no python")
 
 
-def test_bounds_of_the_experts_layer():
+def test_experts_bounds_refuse_slower_rows():
     row = experts.Row(TINY, experts.OURS, ratio=0.99, kept_ratio=0.4)
     assert row.holds and not replace(row, ratio=1.01).holds and not replace(row, kept_ratio=0.41).holds
     on_gpu = replace(row, geometry=experts.ON_A_GPU[0])
@@ -50,7 +50,7 @@ def test_bounds_of_the_experts_layer():
     assert replace(row, side="eager", ratio=3.0).holds
 
 
-def test_kept_bytes_are_those_of_distinct_storages():
+def test_kept_bytes_count_each_storage_once():
     weight = torch.nn.Parameter(torch.randn(8, 8))
     hidden = torch.randn(4, 8, requires_grad=True)
 
@@ -63,7 +63,7 @@ def test_kept_bytes_are_those_of_distinct_storages():
     assert 0 < took["forward"] < took["total"] and took["norm"] > 0
 
 
-def test_what_the_gpu_rows_are_made_of_runs():
+def test_experts_rows_of_a_gpu_run_on_a_cpu():
     measured = experts.rates(TINY)
     assert min(measured.values()) > 0
     found = experts.shares(experts.Row(TINY, experts.OURS, total=1.0), measured)
@@ -71,7 +71,7 @@ def test_what_the_gpu_rows_are_made_of_runs():
     assert found["matrix rate"] == pytest.approx(TINY.flops / 1e12 / measured["matrix_tflops"])
 
 
-def test_a_peer_answers_with_its_error():
+def test_peer_that_fails_answers_with_its_error():
     """In this environment, which has none of them."""
     script = Path(experts.SCRIPT)
     question = json.dumps({**vars(TINY)}) + "\n"
@@ -80,13 +80,13 @@ def test_a_peer_answers_with_its_error():
 
 
 @pytest.mark.skipif(not experts.PEERS_PYTHON.exists(), reason="needs `make peers`")
-def test_torchtitan_computes_the_same():
+def test_torchtitans_layer_computes_the_same():
     """Or ``measure`` would say so."""
     rows = experts.measure(replace(TINY, dtype="bfloat16"), 1, experts.PEERS_PYTHON)
     assert next(row for row in rows if row.side == "torchtitan").kept > 0
 
 
-def test_both_engines_take_a_step_and_the_bytes_are_the_plans():
+def test_step_of_both_engines_moves_the_planned_bytes():
     rows = step.run(MODEL, 2, [1, 2], [32], 1)
     assert [row.side for row in rows] == [step.STOCK, "ep 1", "ep 2"]
     stock, whole, split = rows
@@ -96,13 +96,13 @@ def test_both_engines_take_a_step_and_the_bytes_are_the_plans():
     assert {len(step.cells(row)) for row in rows} == {len(step.COLUMNS)}
 
 
-def test_samples_have_the_tokens_that_are_asked_for():
+def test_step_samples_have_the_tokens_asked_for():
     for tokens in (32, 256, 1024):
         lengths = [len(ids) for ids, *_ in step.samples_of(2, tokens, 96)]
         assert sum(lengths) == 2 * tokens and len(set(lengths)) > 1 and min(lengths) > 3
 
 
-def test_bounds_of_the_step_and_the_share_of_experts():
+def test_step_bounds_refuse_slower_rows_and_experts_are_95_percent():
     row = step.Row(2, 32, "ep 2", 2, 1.0, 1.0, 2.0, 1, 1)
     assert row.holds and not replace(row, speedup=1.99).holds and replace(row, tokens=1024, speedup=1.99).holds
     assert replace(row, ep=1, speedup=0.95).holds and not replace(row, ep=1, speedup=0.94).holds
@@ -110,7 +110,7 @@ def test_bounds_of_the_step_and_the_share_of_experts():
     assert 0.945 < step.share_of_experts(step.MODEL) < 0.955
 
 
-def test_growth_is_fitted_and_plotted(tmp_path):
+def test_growth_fits_and_plots_its_rows(tmp_path):
     assert growth.exponent([(x, 3 * x**0.7) for x in (1, 2, 4, 8)]) == pytest.approx(0.7)
     points = [
         (x, step.Row(2, 128 * x, side, ep, 0.1, 0.5 * x, 1.0, 1, 1))
@@ -123,7 +123,7 @@ def test_growth_is_fitted_and_plotted(tmp_path):
     assert all(len(growth.cells("tokens", *point)) == len(growth.COLUMNS) for point in points)
 
 
-def test_bounds_of_the_weight_sync():
+def test_weight_sync_bounds_refuse_slower_rows():
     row = {"side": "sliced", "tp": 2, "times_stock": 3.0, "times_bare": 1.3, "peak_megabytes": 128}
     assert weight_sync.holds(row)
     for worse in ({"times_stock": 2.9}, {"times_bare": 1.31}, {"peak_megabytes": 129}):
@@ -133,7 +133,7 @@ def test_bounds_of_the_weight_sync():
     assert not weight_sync.holds({"side": "full", "tp": 2, "times_stock": 1.0, "peak_megabytes": 288})
 
 
-def test_what_was_not_run_again_stays(tmp_path, monkeypatch):
+def test_newest_keeps_rows_that_were_not_run_again(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     assert tables.newest("bench", "rows", "name", []) == {}
     (tmp_path / "bench.json").write_text('{"rows": [{"name": "step", "status": 1}, {"name": "memory", "status": 0}]}')

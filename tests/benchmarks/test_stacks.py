@@ -51,13 +51,13 @@ def test_layouts_are_known_of_the_vllm_with_which_all_tests_of_the_rollout_passe
 
 
 @pytest.mark.parametrize("stack", WHOLE)
-def test_every_pin_of_a_whole_stack_is_in_the_accepted_ranges(stack):
+def test_pins_of_a_whole_stack_are_in_the_accepted_ranges(stack):
     named = {name.removesuffix("-cpu"): version for name, version in pins(stack).items()}
     for name in ("torch", "transformers", "vllm", "verl", "ray"):
         assert versions.is_accepted(name, named[name]), f"{name} {named[name]}"
 
 
-def test_the_core_of_the_newest_stack_is_there():
+def test_core_of_the_newest_stack_names_files_that_are_there():
     assert all((ROOT / path).exists() for path in stacks.CORE)
 
 
@@ -144,7 +144,7 @@ def result(of, suite, torch="1"):
     return {"versions": {"torch": torch}, "of": of, "suite": suite, "long": {}, "quickstart": {}}
 
 
-def test_a_stack_is_shown_by_a_whole_suite_without_failures_alone(tmp_path):
+def test_stack_is_tested_by_a_whole_suite_without_failures_alone(tmp_path):
     events = [event("tests/a.py::x", "passed"), event("tests/b.py::y", "skipped", "no GPU")]
     suite = stacks.by_file(stacks.outcomes(log(tmp_path, *events)), STAMP)
     assert stacks.shown({"s": result(["tests/a.py", "tests/b.py"], suite)}) == {"s": {"torch": "1"}}
@@ -166,7 +166,7 @@ def test_results_keep_files_that_were_not_run_again_with_the_same_versions(tmp_p
     assert stacks.merged(both, other) == other | {"quickstart": quick["quickstart"]}
 
 
-def test_the_page_names_failures_skips_and_what_was_not_run(tmp_path):
+def test_page_of_stacks_names_failures_skips_and_what_was_not_run(tmp_path):
     events = [event("tests/a.py::x", "failed", "boom"), event("tests/a.py::y", "skipped", "no GPU")]
     suite = stacks.by_file(stacks.outcomes(log(tmp_path, *events)), STAMP)
     text = stacks.as_markdown({"users": result(["tests/a.py", "tests/b.py"], suite)})
@@ -174,7 +174,9 @@ def test_the_page_names_failures_skips_and_what_was_not_run(tmp_path):
     assert "Not run: `tests/b.py`." in text and "1 skipped, 1 failed" in text
 
 
-def test_a_run_that_does_not_end_is_ended_with_what_it_recorded(tmp_path):
-    program = f"import pathlib, time; pathlib.Path({str(tmp_path / 'begun')!r}).touch(); time.sleep(600)"
+def test_run_past_its_minutes_is_ended_with_what_it_recorded(tmp_path):
+    # In the background of a shell SIGINT is ignored, and the run would be waited for for a minute.
+    program = "import pathlib, signal, time; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    program += f"pathlib.Path({str(tmp_path / 'begun')!r}).touch(); time.sleep(600)"
     assert stacks.run([sys.executable, "-c", program], 3 / 60, dict(os.environ)) is None
     assert (tmp_path / "begun").exists()

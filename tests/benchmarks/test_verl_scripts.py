@@ -44,7 +44,7 @@ def test_recorded_scripts_compose_and_pass_the_drivers_checks(file, tmp_path):
     assert checks(facts["module"], [*facts["arguments"], path]) == "passes"
 
 
-def test_a_refusal_is_quoted_with_its_first_sentence(tmp_path):
+def test_refusal_of_a_script_is_quoted_with_its_first_sentence(tmp_path):
     arguments = ["actor_rollout_ref.model.path=x/Qwen3-30B-A3B", "actor_rollout_ref.actor.use_dynamic_bsz=True"]
     wrong = [*arguments, "actor_rollout_ref.actor.fsdp_config.param_ofload=True", *ADDED]
     row = examine({"module": "verl.trainer.main_ppo", "arguments": wrong, "added": ""}, tmp_path)

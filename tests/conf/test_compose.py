@@ -131,13 +131,13 @@ def test_main_ppo_has_one_engine_node_that_all_roles_share(choice, module):
     assert config.critic.optim._target_ == "verl.workers.config.FSDPOptimizerConfig"
 
 
-def test_every_choice_of_it_composes_to_the_same():
+def test_engine_chosen_either_way_composes_to_the_same():
     choices = [["engine=epfsdp2"], ["model_engine=epfsdp2"], ["engine=epfsdp2", "model_engine=epfsdp2"]]
     yaml = {OmegaConf.to_yaml(composed("ppo_trainer", *choice), sort_keys=True) for choice in choices}
     assert len(yaml) == 1
 
 
-def test_everything_else_stays_verls():
+def test_engine_chosen_leaves_everything_else_verls():
     stock = composed("ppo_trainer")
     ours = composed("ppo_trainer", "engine=epfsdp2")
     for key in stock:
@@ -154,7 +154,7 @@ def test_everything_else_stays_verls():
 
 
 @pytest.mark.parametrize("choice", ["engine=epfsdp2", "model_engine=epfsdp2"])
-def test_the_vllm_worker_extension_is_the_default_and_the_user_wins(choice):
+def test_vllm_worker_extension_is_the_default_and_the_user_wins(choice):
     assert OmegaConf.select(composed("ppo_trainer", choice), f"{VLLM}.worker_extension_cls") == EXTENSION
     mine = composed("ppo_trainer", choice, f"{VLLM}.worker_extension_cls=my.Extension", f"+{VLLM}.swap_space=1")
     assert mine.actor_rollout_ref.rollout.engine_kwargs.vllm == {
@@ -165,7 +165,7 @@ def test_the_vllm_worker_extension_is_the_default_and_the_user_wins(choice):
 
 
 @pytest.mark.parametrize("module", [False, True], ids=["file", "pkg"])
-def test_sft_trainer(module):
+def test_sft_trainer_takes_the_engine(module):
     config = composed("sft_trainer_engine", "engine=epfsdp2", "engine.ep_size=4", module=module)
     engine = omega_conf_to_dataclass(config.engine)
     assert isinstance(engine, EPFSDP2EngineConfig) and engine.ep_size == 4
@@ -187,7 +187,7 @@ def test_other_trainers_take_the_engine(folder, name, path):
     assert OmegaConf.select(config, f"{VLLM}.worker_extension_cls") == EXTENSION
 
 
-def test_grad_clip_means_something():
+def test_grad_clip_by_either_name_is_the_optimizers():
     # verl's FSDP actor has both and reads optim.clip_grad alone.
     for role in ("actor_rollout_ref.actor", "critic"):
         for override in (f"{role}.grad_clip=0.3", f"{role}.optim.clip_grad=0.3"):
@@ -195,12 +195,12 @@ def test_grad_clip_means_something():
             assert OmegaConf.select(config, f"{role}.optim.clip_grad") == 0.3
 
 
-def test_an_engine_of_sft_is_refused_by_main_ppo_with_what_works():
+def test_main_ppo_with_an_engine_of_sft_is_refused_with_what_works():
     with pytest.raises(HydraException, match="engine=veomni is for sft_trainer; here say model_engine=veomni"):
         composed("ppo_trainer", "engine=veomni")
 
 
-def test_the_critic_is_built_of_verls_parts_and_follows_its_own_token_limit(tmp_path):
+def test_critic_is_built_of_verls_parts_and_follows_its_own_token_limit(tmp_path):
     Qwen3MoeConfig(num_hidden_layers=1, architectures=["Qwen3MoeForCausalLM"]).save_pretrained(tmp_path)
     save_file({"x": torch.zeros(1)}, str(tmp_path / "model.safetensors"))
     model = [f"critic.model.path={tmp_path}", "+critic.model.load_tokenizer=False"]
@@ -247,7 +247,7 @@ def test_roles_are_instantiated_with_a_config_of_their_own():
     assert ref.engine.micro_batch_size_per_gpu is None
 
 
-def test_the_yaml_lists_every_setting_with_its_default_and_a_comment():
+def test_yaml_lists_every_setting_with_its_default_and_a_comment():
     path = Path(__file__).parents[2] / "conf" / "engine" / "epfsdp2.yaml"
     listed = OmegaConf.to_container(OmegaConf.load(path))
     router_replay = listed.pop("router_replay")
@@ -269,13 +269,13 @@ def test_yaml_format_is_verls(path):
         previous = entry
 
 
-def test_the_search_path_imports_hydra_alone():
+def test_search_path_imports_hydra_alone():
     code = "import sys, epfsdp2.conf.search_path as s; s.install(); assert not {'torch', 'verl'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("choice", ["engine=epfsdp2", "model_engine=epfsdp2"])
-def test_the_backend_for_separate_rollouts_needs_no_other_setting(choice):
+def test_backend_for_separate_rollouts_needs_no_other_setting(choice):
     road = "actor_rollout_ref.rollout.checkpoint_engine"
     backend = f"{road}.backend=epfsdp2_p2p"
     config = composed("ppo_trainer", *SIZES, choice, backend, "engine.sync_timeout_seconds=7").actor_rollout_ref.rollout
@@ -285,7 +285,7 @@ def test_the_backend_for_separate_rollouts_needs_no_other_setting(choice):
     assert mine.checkpoint_engine.custom_backend_module == "mine"
 
 
-def test_layouts_that_are_not_known_are_left_alone():
+def test_unknown_layouts_are_left_alone():
     known = [{"model_engine": "dp"}, {"actor@a.actor": "${model_engine}_actor"}, "legacy", "_self_"]
     new = with_engine_entry(known)
     assert new[1] == {"engine": None} and len(new) == len(known) + 1
@@ -301,7 +301,7 @@ def test_layouts_that_are_not_known_are_left_alone():
         assert with_engine_entry(layout) is None
 
 
-def test_an_unknown_layout_is_said_once_when_the_engine_is_asked_for(tmp_path, monkeypatch, capsys):
+def test_unknown_layout_with_the_engine_is_said_once(tmp_path, monkeypatch, capsys):
     from epfsdp2.conf import search_path
 
     (tmp_path / "ppo_trainer.yaml").write_text("defaults:\n  - _self_\n\ntrainer: 1\n")
@@ -324,7 +324,7 @@ def test_configs_that_are_not_verls_are_left_alone(tmp_path):
             compose("mine", ["engine=epfsdp2"])
 
 
-def test_a_primary_config_of_the_users_own_takes_model_engine(tmp_path):
+def test_primary_config_of_a_users_own_takes_model_engine(tmp_path):
     (tmp_path / "mine.yaml").write_text(
         f"hydra:\n  searchpath: [file://{VERL_CONFIG}]\ndefaults:\n  - ppo_trainer\n  - _self_\nengine:\n  ep_size: 4\n"
     )
@@ -333,7 +333,7 @@ def test_a_primary_config_of_the_users_own_takes_model_engine(tmp_path):
     assert (config.actor_rollout_ref.actor.shared_engine.ep_size, config.critic.shared_engine.seed) == (4, 3)
 
 
-def test_plans_and_fp32_modules_are_given_on_the_command_line():
+def test_expert_plan_and_fp32_modules_are_taken_from_the_command_line():
     config = composed(
         "ppo_trainer",
         "engine=epfsdp2",

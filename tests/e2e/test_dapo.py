@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.e2e.conftest import overrides, running
+from tests.e2e.runs import overrides, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -23,7 +23,7 @@ DAPO = [
 ]
 
 
-def test_dapo_filters_groups_and_punishes_long_answers(folder, warmed_up):
+def test_dapo_run_filters_groups_and_punishes_long_answers(folder, warmed_up):
     with running(folder / "dapo", "--model", warmed_up, "--steps", str(STEPS), *overrides(*DAPO)) as run:
         run.wait()
     steps = run.steps()

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from tests.e2e.conftest import EXTENSION, leavings, overrides, running, unused
+from tests.e2e.runs import EXTENSION, leavings, overrides, running, unused
 
 pytestmark = pytest.mark.e2e
 
@@ -16,6 +16,7 @@ WHOLE = ["engine.rollout_sync=full"]
 SLICED = ["engine.rollout_sync=sliced", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"]
 
 
+# In `make test` there is one of each: a worker that dies, one that raises, a trainer that raises.
 def _case(fault: str, rollout: list[str], *causes: str, long: bool = True):
     return pytest.param(fault, rollout, causes, marks=[pytest.mark.long] if long else [], id=fault)
 
@@ -26,17 +27,17 @@ def _case(fault: str, rollout: list[str], *causes: str, long: bool = True):
         _case("worker:kill:bucket2", WHOLE, "WeightSyncError", GONE, long=False),
         _case("trainer:kill:bucket1", SLICED, "died"),
         _case("worker:raise:start", WHOLE, "WeightSyncError", INJECTED),
-        _case("worker:raise:bucket1", SLICED, "WeightSyncError", INJECTED),
+        _case("worker:raise:bucket1", SLICED, "WeightSyncError", INJECTED, long=False),
         _case("worker:raise:finish", SLICED, "WeightSyncError", INJECTED),
         _case("worker:kill:start", SLICED, "WeightSyncError", GONE),
         _case("worker:kill:finish", WHOLE, "WeightSyncError", GONE),
         _case("trainer:kill:bucket2", WHOLE, "died"),
         _case("trainer:raise:first", SLICED, INJECTED),
-        _case("trainer:raise:middle", WHOLE, INJECTED),
+        _case("trainer:raise:middle", WHOLE, INJECTED, long=False),
         _case("trainer:raise:last", SLICED, INJECTED),
     ],
 )
-def test_a_failed_sync_ends_the_run_with_its_cause(folder, warmed_up, monkeypatch, fault, rollout, causes):
+def test_run_whose_sync_fails_ends_with_the_cause(folder, warmed_up, monkeypatch, fault, rollout, causes):
     """The first sync of each of these runs is the next start after the failure before it."""
     run_folder = folder / fault.replace(":", "-")
     happened = run_folder.with_suffix(".time")

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import image_task
-from tests.e2e.conftest import overrides, running
+from tests.e2e.runs import overrides, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_grpo_on_images(tmp_path, monkeypatch):
+def test_grpo_run_on_images_trains(tmp_path, monkeypatch):
     model, data = image_task.write_task(tmp_path, rows=40)
     paths = [ROOT] if find_spec("torchvision") else [ROOT, ROOT / "tests/rollout/stubs"]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)), prepend=os.pathsep)

@@ -3,7 +3,7 @@
 import pytest
 
 from epfsdp2.engine.lora.peft_files import ADAPTER
-from tests.e2e.conftest import overrides, running
+from tests.e2e.runs import overrides, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -11,7 +11,7 @@ STEPS = 2
 
 
 @pytest.mark.parametrize("sync", ["full", "sliced"])
-def test_adapters_are_trained_and_reach_the_rollout(folder, warmed_up, sync):
+def test_lora_run_trains_adapters_that_reach_the_rollout(folder, warmed_up, sync):
     kept = folder / f"lora_kept_{sync}"
     settings = overrides(
         "actor_rollout_ref.model.lora_rank=8",

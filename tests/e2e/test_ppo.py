@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST
 from epfsdp2.recipes.quickstart.model import write_model
-from tests.e2e.conftest import Run, overrides, running
+from tests.e2e.runs import Run, overrides, running
 from tests.support.models import save_qwen3
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
@@ -40,7 +40,7 @@ def _critic(model: Path) -> list[str]:
     ]
 
 
-def test_the_reward_of_ppo_with_critic_and_reference_rises(folder, warmed_up):
+def test_ppo_run_with_critic_and_reference_raises_the_reward(folder, warmed_up):
     kept = folder / "ppo_kept"
     settings = overrides(
         *_critic(warmed_up),
@@ -67,7 +67,7 @@ def test_the_reward_of_ppo_with_critic_and_reference_rises(folder, warmed_up):
         assert (kept / f"global_step_{STEPS}" / role / MANIFEST).is_file()
 
 
-def test_a_dense_critic_trains_beside_an_actor_with_experts(folder):
+def test_ppo_run_with_a_dense_critic_beside_experts_trains_both(folder):
     actor, kept = folder / "untrained", folder / "dense_critic_kept"
     write_model(actor, seed=0)
     critic = _dense(folder / "dense_critic", actor)
@@ -83,7 +83,7 @@ def test_a_dense_critic_trains_beside_an_actor_with_experts(folder):
         assert (kept / "global_step_3" / role / MANIFEST).is_file()
 
 
-def test_a_dense_actor_trains_by_itself_and_is_refused_with_ep_size(folder):
+def test_ppo_run_of_a_dense_actor_trains_and_refuses_ep_size(folder):
     write_model(folder / "like", seed=0)
     model = _dense(folder / "dense_actor", folder / "like")
     with running(folder / "refused", "--model", str(model), "--steps", "2") as run:

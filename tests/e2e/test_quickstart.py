@@ -11,14 +11,14 @@ import signal
 import pytest
 from transformers import AutoConfig
 
-from tests.e2e.conftest import EXTENSION, leavings, running, unused
+from tests.e2e.runs import EXTENSION, leavings, running, unused
 from tests.support import verify
 from tests.support.models import reference_model
 
 pytestmark = pytest.mark.e2e
 
 
-def test_reward_rises_and_vllm_has_the_trainers_weights(first_run):
+def test_quickstart_raises_the_reward_with_the_trainers_weights_in_vllm(first_run):
     assert first_run.process.returncode == 0, first_run.text()[-3000:]
     steps = first_run.steps()
     assert len(steps) == 12
@@ -35,7 +35,7 @@ def test_reward_rises_and_vllm_has_the_trainers_weights(first_run):
     assert "-m verl.trainer.main_ppo engine=epfsdp2 engine.ep_size=2" in first_run.text()
 
 
-def test_a_run_that_ends_leaves_nothing(first_run):
+def test_quickstart_that_ends_leaves_nothing(first_run):
     assert first_run.living() == []
     assert first_run.left == set()
 
@@ -57,7 +57,7 @@ def interrupted_run(folder, warmed_up):
     return run
 
 
-def test_every_vllm_worker_holds_the_trainers_weights_after_each_sync(folder, interrupted_run):
+def test_sync_of_every_step_leaves_the_trainers_weights_in_every_worker(folder, interrupted_run):
     """The first sync is the one before the first step; those after steps 1 and 2 are compared with what was saved."""
     config = AutoConfig.from_pretrained(folder / "second/checkpoints/global_step_1/actor/huggingface")
     held = {}
@@ -71,7 +71,7 @@ def test_every_vllm_worker_holds_the_trainers_weights_after_each_sync(folder, in
     assert held[1, 0] != held[2, 0]
 
 
-def test_an_interrupted_run_leaves_nothing(interrupted_run):
+def test_quickstart_interrupted_in_a_step_leaves_nothing(interrupted_run):
     run = interrupted_run
     assert run.status_before is None, run.text()[-3000:]
     assert len(run.family) > 10
@@ -82,7 +82,7 @@ def test_an_interrupted_run_leaves_nothing(interrupted_run):
 
 
 @pytest.mark.long
-def test_without_the_weight_sync_the_reward_check_fails(folder, warmed_up):
+def test_quickstart_without_weight_syncs_fails_its_reward_check(folder, warmed_up):
     """vLLM starts from the same checkpoint as the trainer and then never learns: the reward stays where it was."""
     options = ["--model", warmed_up, "--steps", "8"]
     options += ["--override", f"{EXTENSION}=dropped_weights.DroppedWeights"]
@@ -99,7 +99,7 @@ def test_without_the_weight_sync_the_reward_check_fails(folder, warmed_up):
     assert run.steps()[-1]["training/rollout_probs_diff_mean"] > 5e-3
 
 
-def test_an_interrupted_warm_up_leaves_nothing(folder):
+def test_quickstart_interrupted_in_the_warm_up_leaves_nothing(folder):
     with running(folder / "warming_up", "--warmup-steps", "1000") as run:
         run.wait(until=lambda: (run.output / "warmup.jsonl").exists() and (run.output / "warmup.jsonl").stat().st_size)
         assert len(run.family) >= 4

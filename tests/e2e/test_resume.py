@@ -5,12 +5,12 @@ import json
 import pytest
 
 from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST
-from tests.e2e.conftest import overrides, running
+from tests.e2e.runs import overrides, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 
-def test_a_run_goes_on_from_what_was_saved_in_the_background(folder, warmed_up):
+def test_run_resumed_from_a_background_save_goes_on(folder, warmed_up):
     kept = folder / "kept"
     settings = overrides(
         "trainer.resume_mode=auto",

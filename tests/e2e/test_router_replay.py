@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.conftest import overrides, running
+from tests.e2e.runs import overrides, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -35,7 +35,7 @@ def _steps(folder: Path, model: str, *settings: str) -> list[dict]:
     return run.steps()
 
 
-def test_routes_of_the_rollout_bring_trainer_and_rollout_together(folder, warmed_up):
+def test_router_replay_of_rollout_routes_brings_log_probs_together(folder, warmed_up):
     """R3 against the same seed without it."""
     model = _with_near_ties(Path(warmed_up), folder / "near_ties")
     native = _steps(folder / "native", model, *BFLOAT16)

@@ -2,14 +2,14 @@
 
 import pytest
 
-from tests.e2e.conftest import overrides, running
+from tests.e2e.runs import overrides, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 STEPS = 3
 
 
-def test_ranks_that_share_rows_train(folder, warmed_up):
+def test_sequence_parallel_run_trains(folder, warmed_up):
     settings = overrides("engine.ulysses_sequence_parallel_size=2", "actor_rollout_ref.actor.use_dynamic_bsz=True")
     with running(folder / "shared_rows", "--model", warmed_up, "--steps", str(STEPS), *settings) as run:
         run.wait()

@@ -3,7 +3,7 @@
 import pytest
 
 from epfsdp2.recipes.quickstart.model import write_model
-from tests.e2e.conftest import overrides, running
+from tests.e2e.runs import overrides, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -24,7 +24,7 @@ OVERRIDES = [
 ]
 
 
-def test_a_separate_rollout_follows_the_trainer(tmp_path, monkeypatch):
+def test_standalone_rollout_follows_the_trainer(tmp_path, monkeypatch):
     # verl 0.9.1 logs with an argument that logging does not have, at info level, where there are no hybrid replicas.
     monkeypatch.setenv("VERL_LOGGING_LEVEL", "WARNING")
     write_model(tmp_path / "model", 1)

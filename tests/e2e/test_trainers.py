@@ -8,7 +8,7 @@ import json
 import pytest
 
 from epfsdp2.recipes.quickstart.model import write_model
-from tests.e2e.conftest import leavings, overrides, running, unused
+from tests.e2e.runs import leavings, overrides, running, unused
 
 pytestmark = pytest.mark.e2e
 
@@ -57,7 +57,7 @@ def _is_learning(steps: list[dict]) -> bool:
     return entropies[-1] > entropies[0] + 0.05
 
 
-def test_sft_trainer(first_run):
+def test_sft_trainer_lowers_the_loss(first_run):
     """The quickstart's warm-up."""
     lines = (first_run.output / "warmup.jsonl").read_text().splitlines()
     losses = [data["train/loss"] for data in (json.loads(line)["data"] for line in lines) if "train/loss" in data]
@@ -66,7 +66,7 @@ def test_sft_trainer(first_run):
 
 
 @pytest.mark.long
-def test_colocate_async(tmp_path):
+def test_colocate_async_trainer_trains(tmp_path):
     steps = _steps(tmp_path, 4, "trainer.v1.trainer_mode=colocate_async", *ZERO_IN_THE_THIRD)
     # Generation runs ahead, by a part of a batch: a sample is at most one update older than what it is compared with.
     assert all(step["training/off_policy/trajectory_staleness/max"] <= 1 for step in steps)
@@ -76,7 +76,7 @@ def test_colocate_async(tmp_path):
 
 
 @pytest.mark.long
-def test_one_step_off(tmp_path):
+def test_one_step_off_trainer_trains(tmp_path):
     """It generates a batch while it trains on the one before, so samples are always one update older."""
     trainer = "verl.experimental.one_step_off_policy.main_ppo"
     first, second, third, fourth = _differences(_steps(tmp_path, 4, *SEPARATE, *ZERO_IN_THE_THIRD, trainer=trainer))
@@ -84,7 +84,7 @@ def test_one_step_off(tmp_path):
 
 
 @pytest.mark.long
-def test_fully_async(tmp_path):
+def test_fully_async_trainer_trains(tmp_path):
     """Without staleness it generates for one update at a time, always with the weights of the one before."""
     settings = [
         "rollout.total_rollout_steps=32",  # four updates; verl logs each with the next

@@ -15,7 +15,7 @@ import pytest
 from epfsdp2.recipes.quickstart import task
 from epfsdp2.recipes.quickstart.commands import overrides as quickstart
 from epfsdp2.recipes.quickstart.model import write_model
-from tests.e2e.conftest import leavings, overrides, running, unused
+from tests.e2e.runs import leavings, overrides, running, unused
 
 pytestmark = pytest.mark.e2e
 

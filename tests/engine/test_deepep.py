@@ -16,9 +16,9 @@ from epfsdp2.engine.moe.deepep import check_deepep, exchange
 from epfsdp2.engine.moe.dispatch import combine, deferred_router_grad, dispatch
 from epfsdp2.engine.preflight.features import check_dispatcher
 from epfsdp2.engine.preflight.run import check_training
-from tests.engine.test_dispatch import EXPERTS, D, K, _routings
-from tests.engine.test_preflight import checkpoint, engine
 from tests.support.ranks import run_ranks
+from tests.support.routing import EXPERTS, D, K, routings
+from tests.support.settings import checkpoint, engine
 
 
 def _to_each(pieces):
@@ -78,7 +78,7 @@ def _every_routing():
             *given, compute, num_experts=EXPERTS, group=group, buffer=lambda group, row_bytes: _Documented()
         )
 
-    for name, ids in _routings(rank, world):
+    for name, ids in routings(rank, world):
         hidden = torch.randn(ids.shape[0], D, requires_grad=True)
         weights = torch.rand(ids.shape[0], K, requires_grad=True)
         sent = dispatch(hidden, ids, EXPERTS, group)

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from epfsdp2.engine.moe.dispatch import combine, dispatch
 from epfsdp2.engine.moe.forward import grouped_linear
 from tests.support.ranks import run_ranks
-
-EXPERTS, K, D = 8, 2, 5
+from tests.support.routing import EXPERTS, D, K, routings
 
 
 def _expected(hidden, ids, weights, scale_E):
@@ -18,24 +17,11 @@ def _expected(hidden, ids, weights, scale_E):
     return (hidden.unsqueeze(1) * scale_E[ids].unsqueeze(-1) * weights.unsqueeze(-1)).sum(1)
 
 
-def _routings(rank, world):
-    generator = torch.Generator().manual_seed(rank)
-    random = torch.randint(0, EXPERTS, (7, K), generator=generator)
-    yield "random", random
-    yield "all to one expert", torch.full((6, K), 3)
-    yield "an expert twice in one token", torch.full((4, K), rank % EXPERTS)
-    yield "nobody here", random[:0] if rank == 0 else random
-    yield "nobody anywhere", random[:0]
-    yield "one rank receives all", torch.randint(0, EXPERTS // world, (5, K), generator=generator)
-    yield "different counts", random[: rank + 1]
-    yield "int32 ids", random.int()
-
-
 def _every_routing():
     world, rank = dist.get_world_size(), dist.get_rank()
     local = EXPERTS // world
     scale_E = torch.arange(1.0, EXPERTS + 1)
-    for name, ids in _routings(rank, world):
+    for name, ids in routings(rank, world):
         hidden = torch.randn(ids.shape[0], D, requires_grad=True)
         weights = torch.rand(ids.shape[0], K, requires_grad=True)
         before = ids.clone()

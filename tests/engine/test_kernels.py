@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from epfsdp2.engine.moe.gemm.backends import Groups, TorchBackend
-from tests.engine.test_experts_backend import (
+from tests.support.engine import sharded_model
+from tests.support.experts import (
     FAMILIES,
     RELATIVE,
     D,
@@ -18,7 +19,6 @@ from tests.engine.test_experts_backend import (
     rows_with,
     tokens_with,
 )
-from tests.support.engine import sharded_model
 from tests.support.models import reference_model, relative_error, save_qwen3_moe, token_batch, token_loss
 from tests.support.ranks import run_ranks
 

@@ -14,14 +14,14 @@ from epfsdp2.engine.moe import overlap
 from epfsdp2.engine.moe.dispatch import chunk_bounds, combine, deferred_router_grad, dispatch
 from epfsdp2.engine.moe.find import find_experts
 from epfsdp2.engine.moe.overlap import check_overlap, exchange
-from tests.engine.test_dispatch import EXPERTS, D, _routings
-from tests.engine.test_expert_plan import PLAN, OwnModel
-from tests.engine.test_order import _Recorder
 from tests.parity import families
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, reference_model, relative_error, save_glm4_moe, save_qwen3_moe, token_loss
+from tests.support.own_model import PLAN, OwnModel
 from tests.support.ppo import check_ppo_updates
-from tests.support.ranks import run_ranks
+from tests.support.ranks import each_case, run_ranks
+from tests.support.recorder import Recorder
+from tests.support.routing import EXPERTS, D, routings
 
 RELATIVE = 1e-5
 # Of transformers' families, by whether the block calls its shared experts after the experts or before.
@@ -47,7 +47,7 @@ def _every_routing_in_chunks():
         out = rows_RD * torch.repeat_interleave(scale_e, counts_e).unsqueeze(-1)
         return out if scale_R is None else deferred_router_grad(out, scale_R)
 
-    for name, ids in _routings(rank, world):
+    for name, ids in routings(rank, world):
         hidden = torch.randn(ids.shape[0], D, requires_grad=True)
         weights = torch.rand(ids.shape[0], ids.shape[1], requires_grad=True)
         sent = dispatch(hidden, ids, EXPERTS, dist.group.WORLD)
@@ -87,12 +87,15 @@ def _gradients_equal_the_reference(folder, world, cases):
     reference = reference_model(folder).train()
     (sum(token_loss(reference, row) for row in rows) / world).backward()
     wanted = {name: param.grad for name, param in reference.named_parameters()}
-    for ep, options in cases:
+
+    def check(ep, options):
         model, _ = sharded_model(folder, world, ep, **options)
         model.train()
         token_loss(model, rows[rank]).backward()
-        for name, param in model.named_parameters():
-            assert relative_error(param.grad.full_tensor(), wanted[name]) < RELATIVE, (ep, options, name)
+        errors = {name: relative_error(p.grad.full_tensor(), wanted[name]) for name, p in model.named_parameters()}
+        assert {name: error for name, error in errors.items() if not error < RELATIVE} == {}
+
+    each_case(cases, check)
 
 
 def test_exchange_in_chunks_has_the_gradients_of_the_plain_model(tmp_path):
@@ -139,7 +142,7 @@ def test_exchange_in_chunks_in_bfloat16_differs_by_its_rounding(tmp_path):
     run_ranks(_bfloat16_is_close, 2, save_glm4_moe(tmp_path))
 
 
-class _Trace(_Recorder):
+class _Trace(Recorder):
     """Records also async all-to-alls in their order, the compute of chunks, shared experts and attention."""
 
     def __init__(self, model):

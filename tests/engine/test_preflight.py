@@ -14,13 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 import verl.trainer.config
 from hydra import compose, initialize_config_module
 from hydra.errors import InstantiationException
 from omegaconf import OmegaConf
-from safetensors.torch import save_file
-from transformers import AutoConfig
 from verl.workers.config.model import HFModelConfig, MtpConfig
 
 from epfsdp2.engine import config as engine_config_module
@@ -34,19 +31,8 @@ from epfsdp2.engine.preflight.model_facts import inspect_model
 from epfsdp2.engine.preflight.rollout import check_rollout
 from epfsdp2.engine.preflight.run import check_model_settings, check_run, check_training, check_versions
 from epfsdp2.rollout.layout.sync_mode import EXTENSION
+from tests.support.settings import TINY, checkpoint, engine
 
-TINY = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "vocab_size": 64,
-}
 # Elements of the largest tensor of that model: gate_up_proj [E, 2I, D].
 GATE_UP = 8 * 2 * 16 * 32
 DISK = namedtuple("DISK", "total used free")
@@ -55,26 +41,6 @@ BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 SDPA = {"override_config": {"attn_implementation": "sdpa"}}
 TENSOR_PARALLEL = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
-
-
-def engine(**settings):
-    defaults = {"ep_size": 1, "fsdp_size": -1, "model_dtype": "fp32", "expert_shard_dim": "auto"}
-    defaults |= {"dtype": "bf16", "mixed_precision": None, "rollout_sync": "auto", "sync_megabytes": 2048}
-    defaults |= {"ulysses_sequence_parallel_size": 1, "experts_backend": "auto"}
-    replay = SimpleNamespace(mode=settings.pop("replay", "disabled"))
-    others = {"router_aux_loss_coef": 0.0, "router_z_loss_coef": 0.0, "router_metrics": False}
-    others |= {"activation_checkpointing": "auto", "dispatch_chunks": 1, "overlap_shared_experts": False}
-    others |= {"dispatcher": "all_to_all", "expert_plan": {}, "fp32_modules": ()}
-    given = others | defaults | settings
-    return SimpleNamespace(router_replay=replay, **given)
-
-
-def checkpoint(folder, kind="qwen3_moe", **settings):
-    """A folder with a config and a safetensors file: all that is looked at."""
-    config = AutoConfig.for_model(kind, **(TINY if kind == "qwen3_moe" else {}), **settings)
-    config.save_pretrained(folder)
-    save_file({"x": torch.zeros(1)}, str(folder / "model.safetensors"))
-    return {"path": str(folder), "override_config": {"attn_implementation": "sdpa"}}
 
 
 @pytest.fixture
@@ -906,10 +872,19 @@ def test_validate_config_sees_all_that_decides_on_the_stream(model, override, na
 @pytest.mark.parametrize(
     "override, words",
     [
-        ("engine.rollout_sync=expert_local", "engine.rollout_sync=expert_local: can't be with"),
+        # One that a check of a run refuses, and one that Hydra is given by the engine's config.
         ("engine.ep_size=3", "engine.ep_size=3: has to divide the number of ranks, 2"),
         ("engine.epsize=2", "engine.epsize=2: the engine has no such setting. What works: engine.ep_size"),
-        (f"{MODEL}.path=/no/such/model", f"{MODEL}.path=/no/such/model: there is no such folder"),
+        pytest.param(
+            "engine.rollout_sync=expert_local",
+            "engine.rollout_sync=expert_local: can't be with",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            f"{MODEL}.path=/no/such/model",
+            f"{MODEL}.path=/no/such/model: there is no such folder",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_main_ppo_ends_with_the_paragraph_and_never_starts_ray(tmp_path, model, override, words):

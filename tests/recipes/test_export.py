@@ -23,7 +23,7 @@ def _saves(folder, out):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_trained_weights_bit_for_bit(tmp_path, tied):
+def test_export_of_a_trained_model_has_its_weights_bit_for_bit(tmp_path, tied):
     folder, saved, out = save_qwen3_moe(tmp_path / "model", tie_word_embeddings=tied), tmp_path / "c", tmp_path / "out"
     run_ranks(_saves, 4, folder, saved)
     assert export.main([str(saved), str(out), "--file-gigabytes", "0.0001"]) == 0
@@ -36,7 +36,7 @@ def test_the_trained_weights_bit_for_bit(tmp_path, tied):
     assert torch.equal(model.model.norm.weight, original["model.norm.weight"] * 1.5)
 
 
-def test_bad_input_is_named(tmp_path, capsys):
+def test_export_of_bad_input_names_it(tmp_path, capsys):
     (tmp_path / "c").mkdir()
     assert export.main([str(tmp_path / "c"), str(tmp_path / "out")]) == 1
     assert "no complete checkpoint" in capsys.readouterr().err

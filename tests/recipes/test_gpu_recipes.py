@@ -147,16 +147,16 @@ def local_model(tmp_path):
 
 
 @pytest.mark.parametrize("path", MODELS)
-def test_the_table_is_the_model(path):
+def test_table_of_sizes_equals_the_model(path):
     assert parameters(path) / 1e9 == pytest.approx(MODELS[path][1], rel=0.01)
 
 
-def test_every_recipe_that_was_asked_for_is_there():
+def test_recipes_hold_every_model_and_algorithm():
     assert set(GPUS) == set(CLUSTERS)
 
 
 @recipes
-def test_the_command_is_verls_with_our_engine(cluster, algorithm):
+def test_command_of_recipe_is_verls_with_our_engine(cluster, algorithm):
     words = command(cluster, algorithm, ["trainer.nnodes=1"])
     assert words[:4] == ["-m", "verl.trainer.main_ppo", "engine=epfsdp2", "engine.ep_size=8"]
     assert words[-1] == "trainer.nnodes=1"
@@ -165,7 +165,7 @@ def test_the_command_is_verls_with_our_engine(cluster, algorithm):
     assert len(keys) == len(set(keys))
 
 
-def test_print_shows_the_command_that_runs():
+def test_print_shows_the_command_that_would_run():
     done = subprocess.run(
         [sys.executable, "-m", "epfsdp2.recipes.gpu.run", "--print", "gpt_oss_120b_32gpu", "ppo", "trainer.nnodes=1"],
         capture_output=True,
@@ -177,7 +177,7 @@ def test_print_shows_the_command_that_runs():
 
 
 @recipes
-def test_topology(cluster, algorithm):
+def test_recipe_topology_fits_the_cluster(cluster, algorithm):
     config = composed(cluster, algorithm)
     _, _, sizes = model_of(config)
     world = config.trainer.nnodes * config.trainer.n_gpus_per_node
@@ -199,7 +199,7 @@ def test_topology(cluster, algorithm):
 
 
 @recipes
-def test_batches(cluster, algorithm):
+def test_recipe_batches_divide_among_ranks(cluster, algorithm):
     config = composed(cluster, algorithm)
     world = config.trainer.nnodes * config.trainer.n_gpus_per_node
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
@@ -222,7 +222,7 @@ def test_batches(cluster, algorithm):
 
 
 @recipes
-def test_memory(cluster, algorithm, local_model):
+def test_recipe_memory_fits_a_gpu(cluster, algorithm, local_model):
     config = composed(cluster, algorithm)
     world = config.trainer.nnodes * config.trainer.n_gpus_per_node
     rollout = config.actor_rollout_ref.rollout
@@ -251,7 +251,7 @@ def test_memory(cluster, algorithm, local_model):
 
 
 @recipes
-def test_verl_validates_it_with_the_real_sizes(cluster, algorithm, local_model, monkeypatch):
+def test_recipe_with_the_real_sizes_passes_verls_validation(cluster, algorithm, local_model, monkeypatch):
     monkeypatch.setattr(engine_config_module, "get_device_name", lambda: "cuda")
     monkeypatch.setattr(engine_config_module, "is_support_ipc", lambda: True)
     version = versions.installed
@@ -275,7 +275,7 @@ def test_verl_validates_it_with_the_real_sizes(cluster, algorithm, local_model, 
         assert OmegaConf.to_container(theirs) == OmegaConf.to_container(mine)
 
 
-def test_a_bucket_one_size_smaller_would_be_refused_without_ipc(local_model, stacks_are_sent):
+def test_recipe_with_a_smaller_bucket_is_refused_without_ipc(local_model, stacks_are_sent):
     config = composed("qwen3_30b_a3b_8gpu", "grpo")
     facts = inspect_model({"path": local_model(config)})
     with pytest.raises(ValueError, match="gate_up_proj"):

@@ -145,7 +145,7 @@ def verls(tmp_path_factory):
     return saved
 
 
-def test_a_run_of_verls_goes_on_here(verls, tmp_path):
+def test_import_of_a_run_of_verls_goes_on_here(verls, tmp_path):
     out = tmp_path / STEP / "actor"
     assert import_fsdp2.main([str(verls), str(out)]) == 0
     assert json.loads((out / "trainer_state.json").read_text())["step"] == 2
@@ -168,7 +168,7 @@ def _save_actor_and_critic(folder, step):
     _saves_with_verl(folder, step / "critic", 2, value_model=True)
 
 
-def test_replicas_and_tied_parameters_are_taken_once_and_value_models_too(tmp_path):
+def test_import_of_replicas_tied_parameters_and_value_models_takes_each_once(tmp_path):
     run_ranks(_save_actor_and_critic, 4, save_qwen3_moe(tmp_path / "model", tie_word_embeddings=True), tmp_path / STEP)
     for role, has in (("actor", "model.model.norm.weight"), ("critic", "model.score.weight")):
         out = tmp_path / "out" / role
@@ -189,7 +189,7 @@ def _as_from_a_gpu(path):
             file.writestr(name, content)
 
 
-def test_what_a_gpu_wrote_is_read_without_one(verls, tmp_path):
+def test_import_without_a_gpu_reads_what_one_wrote(verls, tmp_path):
     saved, out = shutil.copytree(verls, tmp_path / STEP / "actor"), tmp_path / "out"
     random = torch.arange(16, dtype=torch.uint8)
     _rewrite(saved, "extra_state", lambda extra: extra["rng"].update(cuda=random))
@@ -201,7 +201,7 @@ def test_what_a_gpu_wrote_is_read_without_one(verls, tmp_path):
     assert torch.equal(load_file(out / "rng/00001.safetensors")["device"], random)
 
 
-def test_weights_alone_are_imported_and_the_rest_is_said_to_be_missing(verls, tmp_path, capsys):
+def test_import_of_weights_alone_says_what_is_missing(verls, tmp_path, capsys):
     saved, out = shutil.copytree(verls, tmp_path / STEP / "actor"), tmp_path / "out"
     for kind in ("optim", "extra_state"):
         for rank in range(WORLD):
@@ -315,7 +315,7 @@ def _of_another_count(saved):
         (_of_another_count, ["step in", "optim_world_size_3_rank_1.pt is another one"]),
     ],
 )
-def test_bad_input_is_named_and_leaves_nothing(verls, tmp_path, capsys, spoil, words):
+def test_import_of_bad_input_names_it_and_leaves_nothing(verls, tmp_path, capsys, spoil, words):
     saved, out = tmp_path / STEP / "actor", tmp_path / "out/actor"
     shutil.copytree(verls, saved)
     spoil(saved)
@@ -324,7 +324,7 @@ def test_bad_input_is_named_and_leaves_nothing(verls, tmp_path, capsys, spoil, w
     assert not (saved.parent / "executed").exists()
 
 
-def test_what_is_there_stays_and_the_step_has_to_be_known(verls, tmp_path, capsys):
+def test_import_into_a_full_folder_or_of_an_unknown_step_is_refused(verls, tmp_path, capsys):
     out = tmp_path / "out/actor"
     out.mkdir(parents=True)
     _is_refused(verls, out, capsys, "is there already")

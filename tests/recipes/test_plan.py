@@ -60,7 +60,7 @@ def test_plan_all_lists_every_mesh(capsys, qwen3_30b):
     assert {row.split("│")[12].strip() for row in rows} == {"yes", "no"}
 
 
-def test_the_meshes_are_those_that_the_engine_takes(qwen3_30b):
+def test_meshes_are_those_that_the_engine_takes(qwen3_30b):
     for world, nodes in ((16, 2), (24, 3)):
         legal = set()
         for ep in range(1, world + 1):
@@ -75,7 +75,7 @@ def test_the_meshes_are_those_that_the_engine_takes(qwen3_30b):
         assert {(c.topology, c.sp) for c in found} == legal and len(found) == len(legal)
 
 
-def test_the_recommendation_is_the_fastest_that_fits(qwen3_30b):
+def test_recommendation_is_the_fastest_mesh_that_fits(qwen3_30b):
     found = choices(qwen3_30b, Cluster(2, 8))
     best = recommended(found)
     assert best.fits and best.gib <= 0.9 * 80
@@ -83,7 +83,7 @@ def test_the_recommendation_is_the_fastest_that_fits(qwen3_30b):
     assert any(not c.fits for c in found)  # one GPU with 30 billion parameters and their states
 
 
-def test_rows_that_can_not_be_shared_are_not(capsys, tmp_path):
+def test_meshes_of_rows_that_cannot_be_shared_are_left_out(capsys, tmp_path):
     Qwen3NextConfig(num_hidden_layers=4, num_experts=16, num_experts_per_tok=2).save_pretrained(tmp_path)
     out = tmp_path / "plan.json"
     assert main(["--model", str(tmp_path), "--gpus", "2", "--tokens", "64", "--json", str(out)]) == 0
@@ -92,7 +92,7 @@ def test_rows_that_can_not_be_shared_are_not(capsys, tmp_path):
     assert "sp is 1: model.layers.0 of Qwen3NextForCausalLM has no attention" in said
 
 
-def test_what_does_not_fit_names_the_part_and_the_cluster_that_does(capsys, tmp_path):
+def test_plan_that_does_not_fit_names_the_part_and_the_cluster_that_does(capsys, tmp_path):
     out = tmp_path / "plan.json"
     assert main(["--model", "gpt-oss-120b", "--nodes", "1", "--tokens", "4096", "--json", str(out)]) == 2
     text = _joined(capsys.readouterr().out)
@@ -108,7 +108,7 @@ def test_what_does_not_fit_names_the_part_and_the_cluster_that_does(capsys, tmp_
     assert main([*more, *bf16, "--nodes", fewer[1]]) == 0 and int(fewer[1]) < nodes
 
 
-def test_json_and_picture_are_written(capsys, tmp_path):
+def test_plan_writes_json_and_a_picture(capsys, tmp_path):
     figures, picture = tmp_path / "plan.json", tmp_path / "plan.png"
     assert main([*QWEN, "--json", str(figures), "--png", str(picture)]) == 0
     result = json.loads(figures.read_text())
@@ -123,13 +123,13 @@ def test_json_and_picture_are_written(capsys, tmp_path):
     assert "memory at its peak" in said and "received in a step: all-gather" in said
 
 
-def test_a_folder_with_a_config_is_a_model(tmp_path, capsys):
+def test_plan_of_a_folder_with_a_config_takes_its_model(tmp_path, capsys):
     Qwen3MoeConfig(num_hidden_layers=2, num_experts=8, vocab_size=1024).save_pretrained(tmp_path)
     assert main(["--model", str(tmp_path), "--gpus", "2", "--tokens", "64"]) == 0
     assert "Recommended" in capsys.readouterr().out
 
 
-def test_adapters_chunks_and_the_backend_change_what_is_planned(tmp_path):
+def test_plan_with_adapters_chunks_or_another_backend_changes(tmp_path):
     Qwen3MoeConfig(num_hidden_layers=8, num_experts=8, vocab_size=1024).save_pretrained(tmp_path)
 
     def planned(*more):
@@ -177,7 +177,7 @@ def test_cards_have_the_published_number_of_parameters(card, billions):
         (["--model", "deepsek-v3"], "DeepSeek-V3"),
     ],
 )
-def test_an_unknown_model_is_told_the_nearest(options, words, capsys):
+def test_plan_of_an_unknown_model_names_the_nearest(options, words, capsys):
     assert main(options) == 1
     assert words in capsys.readouterr().out
 
@@ -191,13 +191,13 @@ def test_an_unknown_model_is_told_the_nearest(options, words, capsys):
         (["--imbalance", "0.5"], "1 or more"),
     ],
 )
-def test_sizes_that_can_not_be_are_refused(options, words, capsys):
+def test_plan_of_impossible_sizes_is_refused(options, words, capsys):
     with pytest.raises(SystemExit):
         parse(["--model", "Qwen3-30B-A3B", *options])
     assert words in capsys.readouterr().err
 
 
-def test_a_dense_model_is_planned_without_expert_parallelism(tmp_path, capsys):
+def test_plan_of_a_dense_model_has_no_expert_parallelism(tmp_path, capsys):
     Qwen3Config(num_hidden_layers=2).save_pretrained(tmp_path)
     report, picture = tmp_path / "plan.json", tmp_path / "plan.png"
     assert main(["--model", str(tmp_path), "--json", str(report), "--png", str(picture)]) == 0
@@ -207,14 +207,14 @@ def test_a_dense_model_is_planned_without_expert_parallelism(tmp_path, capsys):
     assert not [c for choice in choices for c in choice["collectives"] if c["name"].startswith("all-to-all tok")]
 
 
-def test_the_help_names_the_settings(capsys):
+def test_plan_help_names_the_settings(capsys):
     with pytest.raises(SystemExit):
         parse(["--help"])
     text = capsys.readouterr().out
     assert "engine.activation_checkpointing" in text and "Kimi-K2" in text
 
 
-def test_seconds_of_a_collective_by_hand():
+def test_seconds_of_a_collective_equal_those_by_hand():
     cluster = Cluster(nodes=2, gpus=8, inside=100, between=10)
     inside = Collective("all-gather dense", ranks=8, stride=1, calls=1, nbytes=80 * 10**9)
     assert inside.wire == 70e9 and seconds(inside, cluster) == pytest.approx(0.7)

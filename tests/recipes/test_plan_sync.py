@@ -28,7 +28,7 @@ def _rows(text):
     return {row[0]: row[1:] for row in cells}
 
 
-def test_it_prints_the_bytes_of_each_stream(qwen3_30b, capsys):
+def test_plan_sync_prints_the_bytes_of_each_stream(qwen3_30b, capsys):
     assert main(["--model", qwen3_30b, "--world", "16", "--ep", "8", "--rollout-tp", "8", "--rollout-ep"]) == 0
     text = capsys.readouterr().out
     rows = _rows(text)
@@ -39,12 +39,12 @@ def test_it_prints_the_bytes_of_each_stream(qwen3_30b, capsys):
     assert rows["sliced"][-1] == "0.09"
 
 
-def test_a_standalone_rollout_has_nothing_of_its_own(qwen3_30b, capsys):
+def test_plan_sync_of_a_standalone_rollout_has_nothing_of_its_own(qwen3_30b, capsys):
     assert main(["--model", qwen3_30b, "--world", "16", "--ep", "8", "--rollout-tp", "4", "--standalone", "8"]) == 0
     assert _rows(capsys.readouterr().out)["sliced"][:4] == ["15.29", "0.00", "15.29", "15.29"]
 
 
-def test_a_family_whose_layout_in_vllm_is_unknown_has_the_full_stream(tmp_path, capsys):
+def test_plan_sync_of_an_unknown_layout_has_the_full_stream(tmp_path, capsys):
     GlmMoeDsaConfig(num_hidden_layers=4).save_pretrained(tmp_path)
     assert main(["--model", str(tmp_path), "--world", "8", "--ep", "8"]) == 0
     text = capsys.readouterr().out
@@ -60,12 +60,12 @@ def test_a_family_whose_layout_in_vllm_is_unknown_has_the_full_stream(tmp_path, 
         (["--world", "16", "--ep", "8", "--rollout-tp", "16", "--round-megabytes", "1", "--dtype", "fp32"], "fp32"),
     ],
 )
-def test_what_can_not_be_is_said(qwen3_30b, capsys, options, words):
+def test_plan_sync_of_impossible_sizes_says_why(qwen3_30b, capsys, options, words):
     main(["--model", qwen3_30b, *options])
     assert words in capsys.readouterr().out
 
 
-def test_a_dense_model_has_no_expert_parallelism(tmp_path, capsys):
+def test_plan_sync_of_a_dense_model_has_no_expert_parallelism(tmp_path, capsys):
     Qwen3Config(num_hidden_layers=2).save_pretrained(tmp_path)
     assert main(["--model", str(tmp_path), "--world", "8", "--rollout-tp", "2"]) == 0
     assert "sliced" in capsys.readouterr().out
@@ -73,7 +73,7 @@ def test_a_dense_model_has_no_expert_parallelism(tmp_path, capsys):
     assert f"engine.ep_size=8: {tmp_path} has no experts to split." in capsys.readouterr().out
 
 
-def test_workers_that_make_no_whole_replica_are_refused(qwen3_30b, capsys):
+def test_plan_sync_of_workers_that_make_no_whole_replica_is_refused(qwen3_30b, capsys):
     with pytest.raises(SystemExit):
         main(["--model", qwen3_30b, "--world", "8", "--rollout-tp", "3"])
     assert "--world is 8, which a replica" in capsys.readouterr().err

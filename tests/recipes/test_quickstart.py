@@ -21,23 +21,23 @@ from epfsdp2.recipes.quickstart import cli, commands, failure, metrics, model, s
 # ---------------------------------------------------------------------------------------------------------- the task
 
 
-def test_reward_is_exact():
+def test_reward_of_any_answer_is_exact():
     score = lambda answer: task.compute_score(task.DATA_SOURCE, answer, "12", {"index": 0})  # noqa: E731
     assert score("12") == 1.0
     assert [score(wrong) for wrong in ("", "1", "2", "012", "12 ", "123", "13")] == [0.0] * 7
 
 
-def test_reward_refuses_other_data():
+def test_reward_of_other_data_is_refused():
     with pytest.raises(ValueError, match="gsm8k"):
         task.compute_score("openai/gsm8k", "12", "12")
 
 
-def test_problems_are_right():
+def test_problems_have_right_answers():
     assert len(set(task.problems())) == 100
     assert all(eval(question.rstrip("=")) == int(answer) for question, answer in task.problems())
 
 
-def test_labels_are_noisy_as_asked_and_right_answers_win():
+def test_labels_are_as_noisy_as_asked_and_right_answers_win():
     answers = dict(task.problems())
     rows = task.warmup_rows(seed=3, copies=200, right_share=0.4)
     told = pd.DataFrame([(m[0]["content"], m[1]["content"]) for m in (row["messages"] for row in rows)])
@@ -49,12 +49,12 @@ def test_labels_are_noisy_as_asked_and_right_answers_win():
 
 
 @pytest.mark.parametrize("share", [0.0, -0.1, 1.1])
-def test_share_of_right_labels_is_checked(share):
+def test_share_of_right_labels_out_of_range_is_refused(share):
     with pytest.raises(ValueError, match="right_share"):
         task.warmup_rows(1, 1, share)
 
 
-def test_data_depends_on_the_seed_alone(tmp_path):
+def test_datasets_depend_on_the_seed_alone(tmp_path):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         task.write_datasets(tmp_path / name, seed, copies=2, right_share=0.5)
     for file in ("warmup.parquet", "grpo.parquet"):
@@ -73,7 +73,7 @@ def saved_model(tmp_path_factory):
     return folder
 
 
-def test_tokenizer_survives_the_round_trip(saved_model):
+def test_tokenizer_decodes_what_it_encoded(saved_model):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(saved_model)
@@ -127,7 +127,7 @@ def test_model_depends_on_the_seed_alone_and_leaves_torch_alone():
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_buckets_hold_every_expert_tensor_and_not_the_model(tmp_path):
+def test_bucket_holds_every_expert_tensor_and_not_the_model(tmp_path):
     experts = model.build_model(model.build_tokenizer(), 1)
     bucket = next(o for o in commands.overrides("grpo", _values(tmp_path)) if "bucket_megabytes" in o)
     size = int(bucket.split("=")[1]) << 20
@@ -155,7 +155,7 @@ def test_commands_are_verls_own(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["grpo", "warmup"])
-def test_no_name_is_left_unfilled(name, tmp_path):
+def test_command_has_every_name_filled(name, tmp_path):
     filled = commands.overrides(name, _values(tmp_path))
     assert not [line for line in filled if "$" in line.replace("${algorithm.", "") or "None" in line]
     keys = [line.split("=")[0].lstrip("+") for line in filled]
@@ -182,7 +182,7 @@ def test_pretty_command_is_the_command(tmp_path):
         (["--model", "/nowhere"], "no config.json"),
     ],
 )
-def test_options_are_checked(arguments, says, capsys):
+def test_options_out_of_range_are_refused(arguments, says, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.parse(arguments)
     assert stopped.value.code == 2
@@ -295,7 +295,7 @@ def _ramp(first, last, count=40):
     return [first + (last - first) * i / (count - 1) for i in range(count)]
 
 
-def test_a_rising_reward_passes():
+def test_verdict_of_a_rising_reward_passes():
     facts = metrics.conclude(_steps(_ramp(0.4, 0.97)), 40, 128)
     assert facts["passed"] and facts["failures"] == []
     assert facts["window_steps"] == 4
@@ -312,13 +312,13 @@ def test_a_rising_reward_passes():
         pytest.param([math.nan] * 40, id="not a number"),
     ],
 )
-def test_a_reward_that_does_not_clearly_rise_fails(rewards):
+def test_verdict_of_a_reward_that_does_not_clearly_rise_fails(rewards):
     facts = metrics.conclude(_steps(rewards), 40, 128)
     assert not facts["passed"]
     assert "did not clearly rise" in facts["failures"][0]
 
 
-def test_few_samples_need_a_larger_rise():
+def test_verdict_of_few_samples_needs_a_larger_rise():
     """Two equal neighbours are no proof of precision: 4 samples a step scatter by 0.25 whatever the window shows."""
     rewards = [0.5, 0.5] + [0.6] * 16 + [0.75, 0.75]
     assert metrics.conclude(_steps(rewards), 20, 1024)["passed"]
@@ -326,21 +326,21 @@ def test_few_samples_need_a_larger_rise():
 
 
 @pytest.mark.parametrize("diff", [6e-3, math.nan])
-def test_one_step_of_disagreement_fails(diff):
+def test_verdict_of_one_step_of_disagreement_fails(diff):
     steps = _steps(_ramp(0.4, 0.97))
     steps[17] = _steps([0.6] * 18, diff)[17]
     (failure,) = metrics.conclude(steps, 40, 128)["failures"]
     assert "at step 18" in failure
 
 
-def test_missing_steps_fail():
+def test_verdict_of_missing_steps_fails():
     assert "only 30 of 40" in metrics.conclude(_steps(_ramp(0.4, 0.97, 30)), 40, 128)["failures"][0]
     for few in (0, 1):
         facts = metrics.conclude(_steps([0.5] * few), 40, 128)
         assert facts == {"steps": few, "passed": False, "failures": [f"only {few} of 40 steps ran"]}
 
 
-def test_steps_are_read_as_they_are_written(tmp_path):
+def test_metrics_are_read_as_they_are_written(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert metrics.read_steps(path) == []
     line = json.dumps({"step": 1, "data": {metrics.REWARD: 0.5, metrics.PROBS_DIFF: None, "timing_s/gen": 2.0}}) + "\n"
@@ -354,7 +354,7 @@ def test_steps_are_read_as_they_are_written(tmp_path):
     assert len(metrics.read_steps(path)) == 2
 
 
-def test_plot_and_summary(tmp_path):
+def test_report_writes_plot_and_summary(tmp_path):
     steps = _steps(_ramp(0.4, 0.97))
     assert metrics.write_plot(steps, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
@@ -393,7 +393,7 @@ def test_plot_and_summary(tmp_path):
         ("all is well\nKilled\n", ["all is well", "Killed"]),
     ],
 )
-def test_cause_of_a_failure(log, says, tmp_path):
+def test_cause_of_a_failure_is_found_in_its_log(log, says, tmp_path):
     (tmp_path / "log").write_text(log)
     assert failure.cause(tmp_path / "log") == says
 
@@ -429,7 +429,7 @@ except Interrupted as interrupted:
     [(), (signal.SIGINT,), (signal.SIGTERM,), (signal.SIGINT, signal.SIGTERM), (signal.SIGINT,) * 20],
     ids=lambda numbers: "-".join(n.name for n in numbers[:3]) or "none",
 )
-def test_nothing_outlives_the_tree(numbers, tmp_path):
+def test_process_tree_that_is_ended_leaves_no_process(numbers, tmp_path):
     """Also not when an impatient user, or a supervisor, sends more than one signal."""
     seconds = "600" if numbers else "0"
     words = [sys.executable, "-c", _RUNNER, _DAEMON, str(tmp_path / "ready"), seconds]

@@ -27,6 +27,7 @@ def test_three_syncs_give_what_a_fresh_engine_has(name, start_engine, tmp_path):
         folders.append(export(model, dtype, tmp_path / str(seed)))
     engine = start_engine(
         folders[1],
+        again=True,
         environment=served.environment,
         # In one process all engines of a test start in the time of two.
         distributed_executor_backend="uni",

@@ -7,54 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from epfsdp2.engine.topology.index_ranges import IndexRange, ShardStep, shard_range
 from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.rollout.layout.transfer_plan import Targets, make_transfer_plan
-from epfsdp2.rollout.layout.vllm_layout import SYNC_MODES, Heads, Rollout, TensorSpec, target_slices
+from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, TensorSpec, target_slices
+from tests.support.plans import problems
 from tests.support.verify import expected_tensors
 
 PREFIX = "model.layers.0."
-
-
-@st.composite
-def _problems(draw):
-    """Draw a small model of two layers, a trainer, a rollout, its targets, a sync mode and a limit."""
-    replicas, ep_fsdp, ep = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 4]))
-    topology = Topology(replicas * ep_fsdp * ep, ep, ep_fsdp, replicas)
-    tp, dp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2]))
-    rollout = Rollout(tp, dp, draw(st.booleans()))
-    kv = draw(st.sampled_from([1, 2, 4]))
-    heads = Heads(kv * draw(st.sampled_from([1, 2])) * (4 // kv), kv, draw(st.sampled_from([3, 4])))
-    hidden, inner = draw(st.integers(2, 9)), ep_fsdp * 4 * draw(st.integers(1, 2))
-    experts, vocabulary = ep * draw(st.integers(1, 3)), draw(st.integers(3, 90))
-    shard_dim = draw(st.sampled_from([0, 1] if experts // ep % ep_fsdp == 0 else [1]))
-    dense, over_ep = (ShardStep(0, "fsdp", topology.fsdp),), ShardStep(0, "ep", ep)
-    stacks = (over_ep, ShardStep(shard_dim, "ep_fsdp", ep_fsdp))
-    down = stacks if shard_dim == 0 or hidden % ep_fsdp == 0 else (over_ep, ShardStep(2, "ep_fsdp", ep_fsdp))
-    inside = {
-        "self_attn.q_proj.weight": ((heads.queries * heads.dim, hidden), dense),
-        "self_attn.k_proj.weight": ((heads.keys * heads.dim, hidden), dense),
-        "self_attn.o_proj.weight": ((hidden, heads.queries * heads.dim), dense),
-        "mlp.gate.weight": ((experts, hidden), dense),
-        "mlp.gate.e_score_correction_bias": ((experts,), ()),
-        "mlp.experts.gate_up_proj": ((experts, 2 * inner, hidden), stacks),
-        "mlp.experts.down_proj": ((experts, hidden, inner), down),
-        "mlp.shared_expert.up_proj.weight": ((inner, hidden), dense),
-        "input_layernorm.weight": ((hidden,), dense),
-    }
-    tensors = [TensorSpec("model.embed_tokens.weight", (vocabulary, hidden), 2, dense)]
-    tensors += [
-        TensorSpec(f"model.layers.{i}.{n}", shape, 2, cuts) for i in (0, 1) for n, (shape, cuts) in inside.items()
-    ]
-    tensors += [
-        TensorSpec("model.norm.weight", (hidden,), 2, dense),
-        TensorSpec("lm_head.weight", (vocabulary, hidden), 2, dense),
-    ]
-    colocated = draw(st.booleans())
-    targets = Targets(topology.world if colocated else rollout.workers * draw(st.integers(1, 2)), colocated)
-    return tensors, topology, rollout, heads, targets, draw(st.sampled_from(SYNC_MODES)), draw(st.integers(2000, 20000))
 
 
 def _plan(tensors, topology, rollout, heads, targets, mode, limit):
@@ -66,7 +27,7 @@ def _plan(tensors, topology, rollout, heads, targets, mode, limit):
 
 
 @settings(max_examples=150, deadline=None)
-@given(_problems())
+@given(problems())
 def test_plan_transfers_every_element_once_within_the_limit(problem):
     tensors, topology, rollout, heads, targets, mode, limit = problem
     plan, slices_of = _plan(*problem)
@@ -124,7 +85,7 @@ def test_plan_transfers_every_element_once_within_the_limit(problem):
 
 
 @settings(max_examples=40, deadline=None)
-@given(_problems())
+@given(problems())
 def test_plan_digest_is_equal_only_for_equal_plans(problem):
     plan, _ = _plan(*problem)
     assert plan.digest() == _plan(*problem)[0].digest()

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from epfsdp2.rollout.layout.transfer_plan import Targets, make_transfer_plan
 from epfsdp2.rollout.layout.vllm_layout import target_slices
 from epfsdp2.rollout.remote.relay import with_relays
-from tests.rollout.test_plan import _problems
+from tests.support.plans import problems
 
 
 @st.composite
 def _clusters(draw):
     """Draw a plan whose targets are numbered after the trainer's ranks, and the node of each rank."""
-    tensors, topology, rollout, heads, _, mode, limit = draw(_problems())
+    tensors, topology, rollout, heads, _, mode, limit = draw(problems())
     trainers, replicas = topology.world, draw(st.integers(1, 3))
 
     def slices_of(tensor, rank):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from epfsdp2.rollout.server_adapter import WeightSyncError
-from tests.rollout.conftest import as_taken, one_by_one
+from tests.support.vllm_engine import as_taken, one_by_one
 
 pytestmark = pytest.mark.e2e
 

@@ -56,7 +56,8 @@ def main() -> None:
                     del engine
                     gc.collect()
                     cleanup_dist_env_and_memory()
-                    engine = start({**settings, **arguments})
+                    settings |= arguments
+                    engine = start(settings)
                     answer = None
                 else:
                     answer = engine.collective_rpc(command, kwargs=arguments)

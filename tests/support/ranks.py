@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-__all__ = ["run_ranks"]
+__all__ = ["each_case", "run_ranks"]
 
 # verl's workers take 2.5 s of a core to import, on every rank that has not got them from here.
 multiprocessing.set_forkserver_preload(["tests.support.models", "tests.support.engine", "verl.workers.engine_workers"])
@@ -47,6 +47,32 @@ def run_ranks(function: Callable[..., None], world: int, *args: Any, timeout: fl
                 if process.is_alive():
                     process.kill()
                 process.join()
+
+
+def each_case(cases: Iterable[Any], check: Callable[..., None]) -> None:
+    """Check every case on these ranks, those after one that fails too.
+
+    Args:
+        cases: tuples of arguments of ``check``; equal on all ranks.
+
+    Raises:
+        AssertionError: what failed, by case and rank.
+    """
+    failures = []
+    for case in cases:
+        failure = None
+        try:
+            check(*case)
+        except Exception as error:
+            name = ", ".join(map(str, case))[:100]
+            failure = f"{name}, rank {dist.get_rank()}: {type(error).__name__}: {error}"
+        everyones: list[str | None] = [None] * dist.get_world_size()
+        try:
+            dist.all_gather_object(everyones, failure)
+        except RuntimeError as error:  # the others are still in the case, which this rank has left
+            raise AssertionError("\n".join([*failures, str(failure)])) from error
+        failures += [each for each in everyones if each is not None]
+    assert not failures, "\n".join(failures)
 
 
 def _rank(

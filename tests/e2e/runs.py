@@ -1,0 +1,106 @@
+"""One quickstart process, everything that descends from it, and what it leaves on the machine."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+__all__ = ["EXTENSION", "Run", "leavings", "overrides", "running", "unused"]
+
+HOOKS, ROOT = Path(__file__).parent / "hooks", Path(__file__).parents[2]
+SECONDS = 420
+EXTENSION = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls"
+
+
+class Run:
+    """One quickstart process and everything that ever descended from it.
+
+    Args:
+        trainer: the module of the trainer that it runs; verl's ``main_ppo`` where there is none.
+        script: what one of verl's scripts gives its trainer (``hooks/verl_script.py``).
+    """
+
+    def __init__(self, output: Path, *options: str, trainer: str | None = None, script: Path | None = None):
+        self.output = output
+        self.log = output.with_suffix(".out")
+        program = ["epfsdp2.recipes.quickstart"] if trainer is None else ["other_trainer", trainer]
+        program = program if script is None else ["verl_script", str(script)]
+        words = [sys.executable, "-m", *program, "--output", str(output), *options]
+        paths = filter(None, [str(HOOKS), str(ROOT), os.environ.get("PYTHONPATH")])
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(words, env=env, stdout=log, stderr=subprocess.STDOUT)
+        self.family = {psutil.Process(self.process.pid)}
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait(self, until=lambda: False) -> None:
+        """Until the process has ended or ``until`` says so."""
+        deadline = time.monotonic() + SECONDS
+        while self.process.poll() is None and not until():
+            if time.monotonic() > deadline:
+                pytest.fail(f"not done after {SECONDS} s:\n{self.text()[-3000:]}")
+            try:
+                self.family |= set(psutil.Process(self.process.pid).children(recursive=True))
+            except psutil.NoSuchProcess:
+                break
+            time.sleep(0.2)
+
+    def interrupt(self, number: int) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(timeout=40)
+
+    def living(self) -> list[str]:
+        alive = []
+        for process in self.family:
+            try:
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    alive.append(f"{process.pid} {process.name()}")
+            except psutil.NoSuchProcess:
+                continue
+        return alive
+
+    def steps(self) -> list[dict]:
+        path = self.output / "metrics.jsonl"
+        return [json.loads(line)["data"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def overrides(*settings: str) -> list[str]:
+    """The quickstart's options that hand settings to Hydra."""
+    return [f"--override={setting}" for setting in settings]
+
+
+@contextmanager
+def running(*arguments, **keywords):
+    run = Run(*arguments, **keywords)
+    try:
+        yield run
+    finally:
+        if run.process.poll() is None:
+            run.interrupt(signal.SIGTERM)
+
+
+def leavings() -> set[str]:
+    """Segments that a weight sync, or vLLM and Python beside it, make, and sockets in /tmp."""
+    segments = {p.name for p in Path("/dev/shm").iterdir() if p.name.startswith(("verl_weights_", "psm_"))}
+    return segments | {str(p) for p in Path("/tmp").iterdir() if p.is_socket()}
+
+
+def unused(names: set[str]) -> set[str]:
+    """Those that no process uses; another run's on the same machine are not our leavings."""
+    mapped = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()}
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            mapped |= set(re.findall(r"/dev/shm/(\S+)", maps.read_text()))
+        except OSError:
+            continue
+    return names - mapped

@@ -1,0 +1,47 @@
+"""Which tests are for the inner loop (``make test-fast``): the core's, in under four minutes on two cores.
+
+None starts vLLM or Ray. A new test of a file that is listed is in it too; what takes more than ten seconds of a core
+is left out, as ``make test`` has it.
+"""
+
+__all__ = ["FAST", "LEFT_OUT", "is_fast"]
+
+# A file, or a test in one.
+FAST = (
+    "tests/engine/test_checkpoint.py",
+    "tests/engine/test_clip.py",
+    "tests/engine/test_config.py",
+    "tests/engine/test_dispatch.py",
+    "tests/engine/test_exactness.py::test_gradients_norm_and_steps_on_every_mesh[False]",
+    "tests/engine/test_exactness.py::test_a_wrong_divide_factor_fails_by_orders_of_magnitude",
+    "tests/engine/test_experts_backend.py",
+    "tests/engine/test_kernels.py",
+    "tests/engine/test_loading.py",
+    "tests/engine/test_memory_plan.py",
+    "tests/engine/test_mesh.py",
+    "tests/engine/test_optimizer.py",
+    "tests/engine/test_order.py",
+    "tests/engine/test_role_settings.py",
+    "tests/recipes/test_plan.py",
+    "tests/rollout/test_checksums.py",
+    "tests/rollout/test_exchange.py",
+    "tests/rollout/test_layout.py",
+    "tests/rollout/test_naming.py",
+    "tests/rollout/test_plan.py",
+    "tests/rollout/test_stream.py",
+    "tests/test_ranks.py",
+    "tests/test_readme.py",
+    "tests/test_walls.py",
+)
+LEFT_OUT = (
+    "tests/engine/test_config.py::test_a_process_that_is_handed_a_config_has_the_engine",
+    "tests/engine/test_optimizer.py::test_the_fused_kernel_steps_every_placement_as_the_plain_one_does",
+    "tests/recipes/test_plan.py::test_plan_that_does_not_fit_names_the_part_and_the_cluster_that_does",
+    "tests/test_walls.py::test_names_that_users_have_lead_to_where_the_code_is",
+    "tests/test_walls.py::test_the_checkpoint_engine_is_registered_by_the_module_that_configs_name",
+)
+
+
+def is_fast(test: str) -> bool:
+    """Whether the test of this id is in ``make test-fast``."""
+    return test.startswith(FAST) and not test.startswith(LEFT_OUT)

@@ -9,6 +9,7 @@ from ...engine.fsdp.options import ShardingOptions
 from ...engine.planner.memory import Batch, MemoryPoint, peak
 from ...engine.planner.model_sizes import ModelSizes, unit_sizes
 from ...engine.planner.traffic import Collective, collectives
+from ...engine.topology.expert_placement import check_experts_divide
 from ...engine.topology.mesh import Topology, divisors
 from .roofline import Cluster, Roofline, roofline, seconds
 
@@ -99,7 +100,7 @@ def _topologies(request: Request, world: int) -> Iterator[Topology]:
         for ep in divisors(fsdp):
             topology = Topology.arrange(world, ep, fsdp)
             try:
-                request.sizes.check(topology)
+                check_experts_divide(request.sizes.num_experts, topology, request.sizes.name)
                 unit_sizes(request.sizes, topology, request.options.expert_shard_dim)
             except SettingError:
                 continue
@@ -140,8 +141,8 @@ def smallest(request: Request, cluster: Cluster) -> tuple[Cluster, Choice] | Non
     """The fewest nodes of the same shape on which the model fits, and how."""
     alone = Topology.arrange(1, 1)
     elements = sum(size.full for _, _, size in unit_sizes(request.sizes, alone))
-    states = 1 if request.optimizer == "muon" else 2
-    resident = (2 + states) * elements * request.sizes.master.itemsize / _GIB
+    copies = 3 if request.optimizer == "muon" else 4  # the weights, their gradients and the states
+    resident = copies * elements * request.sizes.master.itemsize / _GIB
     for nodes in range(cluster.nodes + 1, _MOST_NODES + 1):
         larger = replace(cluster, nodes=nodes)
         if resident / larger.world + request.reserve > cluster.gib * (1 - request.margin):

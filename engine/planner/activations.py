@@ -258,11 +258,11 @@ def _experts(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, 
     rows = down.weight.new_empty(tokens * k, wide)
     pre = rows.new_empty(len(rows), wide_pre).requires_grad_()
     weights = rows.new_empty(len(rows), dtype=torch.float32)
-    orders = [top_k_index.new_empty(len(rows), dtype=torch.long) for _ in range(2)]
+    slot_order, row_order = (weights.new_empty(len(rows), dtype=torch.long) for _ in range(2))
     by_gate: dict[int, torch.Tensor] = {pre.untyped_storage()._cdata: pre}
     with saved_tensors_hooks(lambda t: by_gate.setdefault(t.untyped_storage()._cdata, t), lambda t: t):
         act = self._apply_gate(pre) if self.has_gate else self.act_fn(pre)
-    kept = [rows, pre, weights, *orders]
+    kept = [rows, pre, weights, slot_order, row_order]
     if not tape.recompute_activations:
         kept += [*by_gate.values(), act, rows.new_empty(rows.shape)]
     if tape.layer is not None:
@@ -273,7 +273,7 @@ def _experts(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, 
         of_gate = sum(t.untyped_storage().nbytes() for t in by_gate.values() if t is not pre) / len(rows)
         of_gate += 2 * wide_act * element + max((wide_pre + wide_act) * element, 2 * wide_act * torch.float32.itemsize)
         tape.layer.facts |= {
-            "sent": k * (wide * element + weights.element_size() + orders[0].element_size()),
+            "sent": sum(t.nbytes for t in (rows, weights, row_order)) / tokens if tape.recompute_activations else 0,
             "backward": k * (wide * element + max(of_gate, (wide + wide_pre) * element)),
             "rows": k,
             "row_width": k * wide,

@@ -31,7 +31,7 @@ from ...engine.planner.run import format_plan, format_step
 from .cards import MODEL_HELP, config_of
 from .meshes import Request, choices, recommended, smallest
 from .roofline import Cluster
-from .tables import LEGEND, LEGEND_OF_ALL, after_the_best, print_wrapped, refusal, table_of_all, table_of_best
+from .tables import after_the_best, print_wrapped, refusal, table
 
 __all__ = ["main", "parse"]
 
@@ -157,12 +157,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if request.sizes.unshared:
         said.append(f"sp is 1: {request.sizes.unshared}")
     print_wrapped(console, said)
-    if options.all:
-        console.print(table_of_all(found, best))
-        print_wrapped(console, [LEGEND_OF_ALL])
-    else:
-        console.print(table_of_best(found, best))
-        print_wrapped(console, [*after_the_best(found), LEGEND])
+    rows, legend = table(found, best, options.all)
+    console.print(rows)
+    print_wrapped(console, [legend] if options.all else [*after_the_best(found), legend])
     if options.json:
         result = {
             "model": options.model,

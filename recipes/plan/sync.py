@@ -8,6 +8,7 @@ rounds, the memory, and the time that the network takes at least. Only the model
 
 import argparse
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -95,20 +96,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (SettingError, UnsupportedModelError, OSError, ValueError) as error:
         console.print(str(error), style="red", markup=False)
         return 1
-    text_config = config.get_text_config()
+    family = config.get_text_config().model_type
+    is_known = family in known_families()
     console.print(
         f"{options.model}: {sum(t.nbytes for t in tensors) / _GB:.2f} GB in {options.dtype}, {len(tensors)} tensors; "
         f"trainer {topology.dp_replicate} x {topology.ep_fsdp} x {topology.ep} (dp_replicate x ep_fsdp x ep)"
     )
-    if text_config.model_type not in known_families():
+    if not is_known:
         known = ", ".join(sorted(known_families()))
-        console.print(f"How vLLM cuts a {text_config.model_type} is not known here (only {known}): full stream alone.")
+        console.print(f"How vLLM cuts a {family} is not known here (only {known}): full stream alone.")
     table = Table(*_COLUMNS)
-    for stream in SYNC_MODES if text_config.model_type in known_families() else SYNC_MODES[:1]:
+    for stream in SYNC_MODES if is_known else SYNC_MODES[:1]:
         if stream == "expert_local" and not options.rollout_ep:
             continue
         try:
-            table.add_row(*_row(stream, tensors, layer_names(model), topology, Heads.of(text_config), options))
+            table.add_row(*_row(stream, tensors, model, topology, options))
         except ValueError as error:
             table.add_row(stream, str(error))
     console.print(table)
@@ -117,20 +119,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _row(
-    stream: SyncMode,
-    tensors: Sequence[TensorSpec],
-    layers: Sequence[str],
-    topology: Topology,
-    heads: Heads,
-    options: argparse.Namespace,
+    stream: SyncMode, tensors: Sequence[TensorSpec], model: Any, topology: Topology, options: argparse.Namespace
 ) -> list[str]:
+    heads = Heads.of(model.config.get_text_config())
     rollout = Rollout(options.rollout_tp, options.rollout_dp, options.rollout_ep)
     targets = Targets(options.standalone or options.world, colocated=not options.standalone)
 
     def slices_of(tensor: TensorSpec, worker: int):
         return target_slices(tensor, rollout, worker % rollout.workers, heads, stream)
 
-    plan = make_transfer_plan(tensors, layers, topology, targets, slices_of, options.round_megabytes * _MEGABYTE)
+    plan = make_transfer_plan(
+        tensors, layer_names(model), topology, targets, slices_of, options.round_megabytes * _MEGABYTE
+    )
     shift, node = 0 if targets.colocated else topology.world, options.gpus_per_node
     other_nodes = plan.between_nodes(lambda rank: rank // node, lambda worker: (worker + shift) // node)
     needed, received, nic = (max(m.values(), default=0) for m in (plan.needed, plan.received, other_nodes))

@@ -139,10 +139,9 @@ def test_model_sizes_of_a_dense_model_have_no_experts_and_refuse_a_mesh_that_spl
 
 def test_trace_counts_what_a_real_forward_saves():
     """Count what the layers of the plain model save outside the experts, on 24 tokens on a CPU with sdpa."""
-    config = Qwen3MoeConfig(**TINY)
-    traced = trace(build_on_meta(AutoModelForCausalLM, config, torch.float32))
+    traced = trace(build_on_meta(AutoModelForCausalLM, Qwen3MoeConfig(**TINY), torch.float32))
     layer = next(iter(traced.layers.values()))
-    config._attn_implementation = "sdpa"
+    config = Qwen3MoeConfig(**TINY, attn_implementation="sdpa")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     kept, inside = {}, []
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}

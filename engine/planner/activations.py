@@ -55,7 +55,8 @@ class LayerActivations:
         experts: saved by the experts, dispatch and combine included; grows with the rows that a rank receives.
         sent: the part of ``experts`` that is not saved if one rank holds all experts: received rows, their weights and
             their orders.
-        backward: what the experts' backward holds at most besides ``experts`` and gradients of weights; grows alike.
+        backward: what a backward holds at most besides saved tensors and gradients of weights: the experts', which grows
+            as ``experts`` does, or that of a layer without experts.
         selective: the part of ``dense`` that selective checkpointing saves.
         recomputed: under selective checkpointing, saved by the largest part of the layer while it is recomputed.
         rows: rows per token that are dispatched; 0 without experts.
@@ -141,6 +142,8 @@ class _Layer:
         for size, part in self.saved.values():
             by_part[part] = by_part.get(part, 0) + size
         experts = by_part.pop("experts", 0)
+        # Of the function that saves most, the gradients of its output and input.
+        backward = 2 * max((size for size, _ in self.saved.values()), default=0) / _TOKENS
         kept = {key: size for key, (size, part) in self.saved.items() if part is None} | self.part_inputs
         return LayerActivations(
             input=self.input / _TOKENS,
@@ -149,7 +152,7 @@ class _Layer:
             recomputed=max((size for part, size in by_part.items() if part is not None), default=0) / _TOKENS,
             experts=experts / _TOKENS,
             ends_with_experts=recompute_activations and self.last == "experts",
-            **self.facts,
+            **{"backward": backward, **self.facts},
         )
 
 

@@ -7,7 +7,7 @@ computes with: of experts its own over ``ep``, gathered over ``ep_fsdp``. "Ahead
 - forward, and gathering in backward: a buffer of X for this stage and each ahead; the weights copied out of it, X; and
   a copy of these, X, if they are sharded along another dim than the first;
 - computing gradients: the buffers ahead, the weights, X, and their gradients, X; X more for experts whose tokens are
-  dispatched in chunks; and what experts recompute (``LayerActivations.backward``);
+  dispatched in chunks; and what the backward holds (``LayerActivations.backward``);
 - packing gradients for the reduction: the buffers ahead; X of gradients (a copy, and the last parameter's own, if they
   are sharded along another dim than the first), and X packed;
 - reducing: the buffers ahead; X packed; with several ranks, X that gloo copies, and the rank's shard of the sum; the
@@ -157,7 +157,7 @@ class _Step:
         weights = self.gathered(main)
         gathering = (weights if size.ranks > 1 else 0) + weights + size.moved * compute
         held = self.stays[i] + sum(self.gathered(unit) for unit in stages[i].units if unit is not main)
-        alone, with_experts, in_backward = (self.activations(i, experts) for experts in (None, "saved", "backward"))
+        alone, with_experts, in_backward = (self.activations(i, what) for what in ("dense", "saved", "backward"))
         yield "forward", False, held + self.ahead(stages[i + 1 : i + 1 + depth], True) + gathering, with_experts
 
         held += self.ahead([s for s in stages[max(i - depth, 0) : i] if s.name != EMBEDDINGS], False)
@@ -168,7 +168,7 @@ class _Step:
         gradients, packed, last = size.reduced * compute, size.reduced * reduce, size.last * compute
         # Each chunk of a layer's tokens makes gradients of all its experts, which are added to those before.
         sets = 2 if main.is_experts and self.options.dispatch_chunks > 1 else 1
-        yield "gradients", True, held + read + sets * gradients, in_backward if main.is_experts else with_experts
+        yield "gradients", True, held + read + sets * gradients, in_backward
         left = alone if main.is_experts else with_experts
         written = gradients + last if size.moved else gradients
         yield "packing gradients", True, held + written + packed, left
@@ -177,21 +177,22 @@ class _Step:
         cast = size.trained * self.sizes.master.itemsize if self.sizes.master != self.options.reduce_dtype else 0
         yield "reducing gradients", True, held + summed + cast + last, left
 
-    def activations(self, i: int | None = None, experts: str | None = None) -> int:
+    def activations(self, i: int | None = None, what: str = "saved") -> int:
         """Return the bytes of activations of the layers before a stage, and of the stage itself while it computes.
 
         Args:
             i: the stage; None for what all layers save.
-            experts: what of the stage's experts exists: nothing, what they save, or also what their backward holds.
+            what: of the stage what is saved outside its experts, all that is saved, or also what its backward holds.
         """
         if i is None:
             return int((self.kept[-1] + self.sizes.traced.outside) * self.batch.tokens)
         name, per_token = self.sizes.stages[i].name, self.kept[i]
         layer = self.sizes.traced.layers.get(name)
         if layer is not None:
-            per_token += self._working(layer) + (self._experts(layer) if experts else 0)
-            if experts == "backward":
-                per_token += layer.backward * self.batch.imbalance / self.options.dispatch_chunks
+            per_token += self._working(layer) + (0 if what == "dense" else self._experts(layer))
+            if what == "backward":
+                rows = self.batch.imbalance / self.options.dispatch_chunks if layer.rows else 1
+                per_token += layer.backward * rows
         if layer or name == HEAD:
             per_token += self.sizes.traced.outside
         return int(per_token * self.batch.tokens)

@@ -50,7 +50,7 @@ def _trains_to_the_end(folder, settings, *recipe_options):
     # The recipe says the same of the same settings: the command that is printed, and options for the rest.
     words = shlex.split(ours[-1].partition(": ")[2])
     assert words[:3] == ["python", "-m", "epfsdp2.recipes.plan"]
-    options = parse([*words[3:], "--dtype", "fp32", "--checkpointing", "none", *recipe_options])
+    options = parse([*words[3:], "--dtype", "fp32", *recipe_options])
     request, topology = request_of(options, config_of(options.model)), Topology.arrange(2, 2)
     point = peak(request.sizes, topology, request.options, request.batch, request.optimizer, gloo=True)
     traffic = collectives(request.sizes, topology, request.options, request.batch)

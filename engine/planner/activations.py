@@ -55,8 +55,8 @@ class LayerActivations:
         experts: saved by the experts, dispatch and combine included; grows with the rows that a rank receives.
         sent: the part of ``experts`` that is not saved if one rank holds all experts: received rows, their weights and
             their orders.
-        backward: what a backward holds at most besides saved tensors and gradients of weights: the experts', which grows
-            as ``experts`` does, or that of a layer without experts.
+        backward: what a backward holds at most besides saved tensors and gradients of weights: that of the experts,
+            which grows as ``experts`` does, or that of a layer without experts.
         selective: the part of ``dense`` that selective checkpointing saves.
         recomputed: under selective checkpointing, saved by the largest part of the layer while it is recomputed.
         rows: rows per token that are dispatched; 0 without experts.

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -34,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.quickstart import machine
 from benchmarks.tables import write_table
 from epfsdp2.engine.integration.sharding import sharding_options
+from epfsdp2.engine.model.meta import build_on_meta
 from epfsdp2.engine.planner.memory import Batch
 from epfsdp2.engine.planner.model_sizes import ModelSizes
 from epfsdp2.engine.planner.traffic import Collective, collectives
@@ -196,7 +198,8 @@ def _wire(worker: Any, samples: Sequence[Sample]) -> dict[str, Counted]:
 def _planned(folder: Path, worker: Any, tokens: int) -> list[Collective]:
     """What the plan says of an update on one rank."""
     options = sharding_options(worker.engine.engine_config, worker.engine.model_config)
-    sizes = ModelSizes.of(AutoModelForCausalLM, AutoConfig.from_pretrained(folder), options)
+    config = AutoConfig.from_pretrained(folder)
+    sizes = ModelSizes.built_by(partial(build_on_meta, AutoModelForCausalLM, config), options)
     topology = Topology.arrange(dist.get_world_size(), worker.engine.engine_config.ep_size)
     return collectives(sizes, topology, options, Batch(tokens))
 

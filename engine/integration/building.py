@@ -33,8 +33,7 @@ from ..moe.router.losses import RouterLosses
 from ..optim.clip import ClippedStep
 from ..optim.lr_scheduler import build_multi_lr_scheduler
 from ..optim.multi_optimizer import optimizer_from_config
-from ..planner.run import StepEstimate, estimate_step
-from ..planner.text import format_mesh
+from ..planner.run import StepEstimate, estimate_step, format_mesh
 from ..preflight.dense_models import check_alone, not_applied, without_experts
 from ..preflight.run import check_training
 from ..topology.dtensor import is_adapter

@@ -4,35 +4,33 @@ The shards and the optimizer's states are always in memory. Added to these is th
 each stage (embeddings, a layer, the head) one unit of parameters is the largest. X is the part of it that a rank
 computes with: of experts its own over ``ep``, gathered over ``ep_fsdp``. "Ahead" are the stages that are prefetched.
 
-- gathering, in forward and backward: a buffer of X for this stage and each ahead; the weights copied out of it, X; and
+- forward, and gathering in backward: a buffer of X for this stage and each ahead; the weights copied out of it, X; and
   a copy of these, X, if they are sharded along another dim than the first;
-- computing forward: the buffers, which FSDP frees at the next stage, and the weights, X;
-- computing gradients: the buffers ahead, the weights, X, and the gradients so far, up to X; X more for experts whose
-  tokens are dispatched in chunks; and what experts recompute (``backward_memory.py``);
+- computing gradients: the buffers ahead, the weights, X, and their gradients, X; X more for experts whose tokens are
+  dispatched in chunks; and what the backward holds (``LayerActivations.backward``);
 - packing gradients for the reduction: the buffers ahead; X of gradients (a copy, and the last parameter's own, if they
   are sharded along another dim than the first), and X packed;
-- reducing: the buffers ahead; X packed; with several ranks, X that gloo copies and the rank's shard of the sum; the
+- reducing: the buffers ahead; X packed; with several ranks, X that gloo copies, and the rank's shard of the sum; the
   last parameter's gradient.
 
-On a CPU the memory of experts' gradients is reused by the previous layer's (``moe/gemm/gradient_buffers.py``). In
-backward there are also the gradients of the finished stages, and the saved tensors of the others. Tensors that experts
-save exist from the gather of the experts, in forward or in a recomputation, until their gradients are packed. A unit
-that no other rank shares is not gathered. Weights that are not freed after the forward stay until the backward, and are
-not gathered again. With several micro-batches all gradients exist from the second on.
+In backward there are also the gradients of the finished stages, and the saved tensors of the others. A unit that no
+other rank shares is not gathered. Weights that are not freed after the forward stay until the backward, and are not
+gathered again. With several micro-batches all gradients exist from the second on. What exists for a part of a point is
+counted for all of it, so that the prediction errs on the high side.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from ..fsdp.options import ShardingOptions
 from ..fsdp.unit import EMBEDDINGS, HEAD, Stage, Unit
-from ..moe.gemm.gradient_buffers import MIN_BYTES
+from ..topology.expert_placement import check_experts_divide
 from ..topology.mesh import Topology
 from .activations import LayerActivations
 from .model_sizes import ModelSizes, unit_sizes
 
-__all__ = ["IMBALANCE", "PlannerBackend", "Batch", "MemoryPoint", "OptimizerKind", "timeline", "peak"]
+__all__ = ["IMBALANCE", "Batch", "MemoryPoint", "OptimizerKind", "timeline", "peak"]
 
 IMBALANCE = 1.2  # assumed if nothing is known of the routing
 OptimizerKind = Literal["adamw", "muon"]
@@ -56,24 +54,10 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class PlannerBackend:
-    """Properties of the device and the kernels that memory depends on.
-
-    Args:
-        on_cpu: gloo copies what it sends, and the memory of experts' gradients is kept until a backward ends.
-        foreach: the optimizer uses foreach kernels, as it does without a fused one (``optim/multi_optimizer.py``).
-    """
-
-    on_cpu: bool = False
-    foreach: bool = False
-
-
-@dataclass(frozen=True)
 class MemoryPoint:
     """Bytes by part at one point of a step, on the rank with the most.
 
-    ``buffers`` are gathered parameters, gradients before they are reduced, and temporaries of collectives and of the
-    optimizer.
+    ``buffers`` are gathered parameters, gradients before they are reduced, and temporaries of collectives.
     """
 
     when: str
@@ -104,160 +88,114 @@ def timeline(
     options: ShardingOptions,
     batch: Batch,
     optimizer: OptimizerKind | None = "adamw",
-    backend: PlannerBackend = PlannerBackend(),
+    gloo: bool = False,
 ) -> Iterator[MemoryPoint]:
     """Yield the memory of a step at each point that may be its peak.
 
     Args:
         optimizer: None if its states are not known, which are not counted then.
+        gloo: whether gloo reduces, which copies what it gets.
 
     Raises:
         SettingError: the mesh would split an expert, or an explicit shard dim does not divide.
     """
-    sizes.check(topology)
-    step = _Step(sizes, topology, options, batch, backend)
-    on_host = options.cpu_offload
-    shards = step.trained_shards()
-    parameters = 0 if on_host else sizes.whole + sum(step.shards())
-    states = 0 if on_host else sum(_states(sizes, topology, options, optimizer))
+    check_experts_divide(sizes.num_experts, topology, sizes.name)
+    step = _Step(sizes, topology, options, batch, gloo)
+    on_rank = 0 if options.cpu_offload else sizes.master.itemsize  # bytes of an element of a shard
+    parameters = (sizes.whole if on_rank else 0) + on_rank * sum(size.local for size in step.size.values())
+    all_gradients = on_rank * step.trained(sizes.stages)
+    states = 0 if optimizer is None else 2 * all_gradients
+    if optimizer == "muon":  # one state for the matrices that it steps, and AdamW's two for the rest
+        states -= on_rank * step.stepped_by_muon()
+    before = all_gradients if batch.micro_batches > 1 else 0  # of the micro-batches that are done
     for i, stage in enumerate(sizes.stages):
-        done = sum(shards) if batch.micro_batches > 1 else sum(shards[i + 1 :])
-        for when, gradients, buffers, kept in step.of_stage(i):
-            logits = step.logits() if stage.name == HEAD and gradients else 0
-            held = done if gradients and not on_host else sum(shards) if batch.micro_batches > 1 and not on_host else 0
-            yield MemoryPoint(f"{stage.name}, {when}", parameters, held, states, buffers, kept, logits)
+        done = before or on_rank * step.trained(sizes.stages[i + 1 :])
+        for when, in_backward, buffers, kept in step.of_stage(i):
+            logits = step.logits() if stage.name == HEAD and in_backward else 0
+            gradients = done if in_backward else before
+            yield MemoryPoint(f"{stage.name}, {when}", parameters, gradients, states, buffers, kept, logits)
     if sizes.stages[-1].name != HEAD:  # the root has it
-        held = sum(shards) if batch.micro_batches > 1 and not on_host else 0
-        yield MemoryPoint("logits", parameters, held, states, step.stays[-1], step.all_activations(), step.logits())
-    if not on_host:
-        temporary = max(_by_kind(sizes, step.trained_shard)) if backend.foreach else 0
-        yield MemoryPoint("optimizer", parameters, sum(shards), states, temporary)
+        yield MemoryPoint("logits", parameters, before, states, step.stays[-1], step.activations(), step.logits())
+    yield MemoryPoint("optimizer", parameters, all_gradients, states)
 
 
 class _Step:
-    def __init__(
-        self, sizes: ModelSizes, topology: Topology, options: ShardingOptions, batch: Batch, backend: PlannerBackend
-    ):
-        self.sizes, self.topology, self.options, self.batch, self.backend = sizes, topology, options, batch, backend
-        self.sizes_of = {id(unit): size for _, unit, size in unit_sizes(sizes, topology, options.expert_shard_dim)}
+    def __init__(self, sizes: ModelSizes, topology: Topology, options: ShardingOptions, batch: Batch, gloo: bool):
+        self.sizes, self.topology, self.options, self.batch, self.gloo = sizes, topology, options, batch, gloo
+        self.size = {id(unit): size for _, unit, size in unit_sizes(sizes, topology, options.expert_shard_dim)}
         # Before each stage: bytes of weights that are not freed after the forward, and saved bytes per token.
         self.stays, self.kept = [0], [0.0]
         for stage in sizes.stages:
             layer = sizes.traced.layers.get(stage.name)
             self.stays.append(self.stays[-1] + sum(self.gathered(u) for u in stage.units if not u.is_freed))
             self.kept.append(self.kept[-1] + (self._kept(layer) if layer else 0.0))
-        # From each stage on: bytes of the reused memory of experts' gradients in backward.
-        self.waits = [0]
-        for stage in reversed(sizes.stages):
-            self.waits.insert(0, max([self.waits[0], *map(self.recycled, stage.units)]))
 
-    def shard(self, unit: Unit) -> int:
-        return self.sizes_of[id(unit)].local * self.sizes.master.itemsize
+    def trained(self, stages: Sequence[Stage]) -> int:
+        """Return the elements of a rank's gradients of these stages."""
+        return sum(self.size[id(unit)].trained for stage in stages for unit in stage.units)
 
-    def trained_shard(self, unit: Unit) -> int:
-        return self.sizes_of[id(unit)].trained * self.sizes.master.itemsize
-
-    def shards(self) -> list[int]:
-        """Return the bytes of a rank's parameters, by stage."""
-        return [sum(map(self.shard, stage.units)) for stage in self.sizes.stages]
-
-    def trained_shards(self) -> list[int]:
-        """Return the bytes of a rank's trained parameters, by stage."""
-        return [sum(map(self.trained_shard, stage.units)) for stage in self.sizes.stages]
+    def stepped_by_muon(self) -> int:
+        """Return the elements of a rank's shards of the matrices that Muon steps."""
+        units = [unit for stage in self.sizes.stages for unit in stage.units]
+        trained = [(unit, name) for unit in units for name in unit.shapes.keys() - unit.frozen]
+        dim = self.options.expert_shard_dim
+        return sum(u.local_numel(n, self.topology, dim) for u, n in trained if n in self.sizes.matrices)
 
     def gathered(self, unit: Unit) -> int:
-        return self.sizes_of[id(unit)].full * unit.param_dtype.itemsize
+        return self.size[id(unit)].full * unit.param_dtype.itemsize
 
-    def recycled(self, unit: Unit) -> int:
-        """Return the bytes of the reused memory that the gradients of a unit take."""
-        if not (unit.is_experts and self.backend.on_cpu) or self.options.experts_backend == "reference":
-            return 0
-        ranks, shard_dim = self.sizes_of[id(unit)].ranks, self.options.expert_shard_dim
-        trained = unit.shapes.keys() - unit.frozen
-        sizes = [
-            ranks * unit.local_numel(name, self.topology, shard_dim) * unit.param_dtype.itemsize for name in trained
-        ]
-        # With chunks there are two sets: a chunk's gradients are added to those of the chunks before.
-        return sum(size for size in sizes if size >= MIN_BYTES) * min(self.options.dispatch_chunks, 2)
-
-    def ahead(self, stages: list[Stage], forward: bool) -> int:
+    def ahead(self, stages: Sequence[Stage], forward: bool) -> int:
         """Return the bytes of the buffers of prefetched stages."""
         units = [unit for stage in stages for unit in stage.units if forward or unit.is_gathered_again]
-        return sum(self.gathered(unit) for unit in units if self.sizes_of[id(unit)].ranks > 1)
+        return sum(self.gathered(unit) for unit in units if self.size[id(unit)].ranks > 1)
 
     def of_stage(self, i: int) -> Iterator[tuple[str, bool, int, int]]:
         """Yield each point's name, whether it is in backward, and bytes of weights with buffers, and of activations."""
         stages, depth = self.sizes.stages, self.options.prefetch_depth
-        stage = stages[i]
-        main = max(stage.units, key=self.gathered)
-        others = sum(self.gathered(unit) for unit in stage.units if unit is not main)
-        stays = self.stays[i]
-        size, compute, reduce = self.sizes_of[id(main)], main.param_dtype.itemsize, self.options.reduce_dtype.itemsize
+        main = max(stages[i].units, key=self.gathered)
+        size, compute, reduce = self.size[id(main)], main.param_dtype.itemsize, self.options.reduce_dtype.itemsize
         weights = self.gathered(main)
         gathering = (weights if size.ranks > 1 else 0) + weights + size.moved * compute
+        held = self.stays[i] + sum(self.gathered(unit) for unit in stages[i].units if unit is not main)
+        alone, with_experts, in_backward = (self.activations(i, what) for what in ("dense", "saved", "backward"))
+        yield "forward", False, held + self.ahead(stages[i + 1 : i + 1 + depth], True) + gathering, with_experts
 
-        ahead = self.ahead(list(stages[i + 1 : i + 1 + depth]), forward=True)
-        held = stays + others + ahead + gathering
-        yield "gathering in forward", False, held, self.activations(i, None, experts=not main.is_experts)
-        yield "forward", False, held - size.moved * compute, self.activations(i, None, experts=True)
-
-        before = [s for s in stages[max(i - depth, 0) : i] if s.name != EMBEDDINGS]
-        kept = stays + others + self.ahead(before, forward=False)
-        waits = self.waits[i + 1]
-        if not main.is_experts:
-            kept, waits = kept + self.waits[i], 0
-        own = max(self.recycled(main), waits)
+        held += self.ahead([s for s in stages[max(i - depth, 0) : i] if s.name != EMBEDDINGS], False)
         if main.is_gathered_again:
-            computed = self.options.checkpointing == "full" and main.is_experts
-            held = kept + waits + gathering
-            yield "gathering in backward", True, held, self.activations(i, main, experts=not computed)
+            is_recomputed = main.is_experts and self.options.checkpointing == "full"
+            yield "gathering in backward", True, held + gathering, alone if is_recomputed else with_experts
         read = 0 if main.is_freed and not main.is_gathered_again else weights
-        gradients, packed = size.reduced * compute, size.reduced * reduce
-        last = size.last * compute
-        # With one rank the packed gradients are the result (fsdp/single_rank_reduce.py).
-        summed = packed if size.ranks == 1 else packed + size.trained * reduce + (packed if self.backend.on_cpu else 0)
-        cast = self.trained_shard(main) if self.sizes.master != self.options.reduce_dtype else 0
+        gradients, packed, last = size.reduced * compute, size.reduced * reduce, size.last * compute
         # Each chunk of a layer's tokens makes gradients of all its experts, which are added to those before.
-        added = gradients if main.is_experts and self.options.dispatch_chunks > 1 else 0
-        for share, working in self.phases(i, main):
-            there = max(int(share * gradients) + added, waits)
-            yield "gradients", True, kept + read + there, self.activations(i, main, experts=False) + working
-        left = self.activations(i, main, experts=not main.is_experts)
-        written = gradients + max(last, own) if size.moved else max(gradients, own)
-        yield "packing gradients", True, kept + written + packed, left
-        yield "reducing gradients", True, kept + summed + cast + max(last, own), left
+        sets = 2 if main.is_experts and self.options.dispatch_chunks > 1 else 1
+        yield "gradients", True, held + read + sets * gradients, in_backward
+        left = alone if main.is_experts else with_experts
+        written = gradients + last if size.moved else gradients
+        yield "packing gradients", True, held + written + packed, left
+        # With one rank the packed gradients are the result (fsdp/single_rank_reduce.py).
+        summed = packed if size.ranks == 1 else (1 + self.gloo) * packed + size.trained * reduce
+        cast = size.trained * self.sizes.master.itemsize if self.sizes.master != self.options.reduce_dtype else 0
+        yield "reducing gradients", True, held + summed + cast + last, left
 
-    def phases(self, i: int, unit: Unit) -> list[tuple[float, int]]:
-        """Return the phases of a unit's backward: the share of its gradients that exists, and bytes of the experts."""
-        layer = self.sizes.traced.layers.get(self.sizes.stages[i].name)
-        if layer is None:
-            return [(1.0, 0)]
-        kept, rows = self._experts(layer), self.batch.tokens * self.batch.imbalance
-        found = layer.local if self.topology.ep == 1 else layer.dispatched
-        if not unit.is_experts or not found:
-            return [(1.0, int(kept * self.batch.tokens))]
-        return [(share, int(nbytes * rows / self.options.dispatch_chunks)) for share, nbytes in found]
-
-    def activations(self, i: int, unit: Unit | None, experts: bool) -> int:
+    def activations(self, i: int | None = None, what: str = "saved") -> int:
         """Return the bytes of activations of the layers before a stage, and of the stage itself while it computes.
 
         Args:
-            unit: the unit of the stage whose backward runs; None in forward.
-            experts: whether the tensors that the stage's experts save exist.
+            i: the stage; None for what all layers save.
+            what: of the stage what is saved outside its experts, all that is saved, or also what its backward holds.
         """
-        name = self.sizes.stages[i].name
+        if i is None:
+            return int((self.kept[-1] + self.sizes.traced.outside) * self.batch.tokens)
+        name, per_token = self.sizes.stages[i].name, self.kept[i]
         layer = self.sizes.traced.layers.get(name)
-        per_token = self.kept[i]
         if layer is not None:
-            per_token += self._working(layer, beside_experts=unit is not None and unit.is_experts)
-            per_token += self._experts(layer) if experts else 0
+            per_token += self._working(layer) + (0 if what == "dense" else self._experts(layer))
+            if what == "backward":
+                rows = self.batch.imbalance / self.options.dispatch_chunks if layer.rows else 1
+                per_token += layer.backward * rows
         if layer or name == HEAD:
             per_token += self.sizes.traced.outside
         return int(per_token * self.batch.tokens)
-
-    def all_activations(self) -> int:
-        """Return the saved bytes of all layers."""
-        return int((self.kept[-1] + self.sizes.traced.outside) * self.batch.tokens)
 
     def _kept(self, layer: LayerActivations) -> float:
         if self.options.checkpointing == "full":
@@ -265,6 +203,13 @@ class _Step:
         if self.options.checkpointing == "selective":
             return layer.selective + self._experts(layer)
         return layer.dense + self._by_sequences(layer) + self._experts(layer)
+
+    def _working(self, layer: LayerActivations) -> float:
+        """Return bytes per token of the layer that computes, without its experts'."""
+        if self.options.checkpointing == "selective":
+            return layer.selective + layer.recomputed + self._by_sequences(layer)
+        kept = layer.input if self.options.checkpointing == "full" else 0
+        return layer.dense + self._by_sequences(layer) + kept
 
     def _experts(self, layer: LayerActivations) -> float:
         return (layer.experts - (layer.sent if self.topology.ep == 1 else 0)) * self.batch.imbalance
@@ -277,43 +222,9 @@ class _Step:
         repeated = (at.key + at.value) * (at.copies(self.batch.sp) - 1)
         return (at.output + repeated) * self.options.param_dtype.itemsize
 
-    def _working(self, layer: LayerActivations, beside_experts: bool) -> float:
-        """Return bytes per token of the layer that computes, without its experts'.
-
-        With ``beside_experts`` the experts' backward runs, and no other part of the layer is recomputed.
-        """
-        if self.options.checkpointing == "selective":
-            recomputed = 0 if beside_experts else layer.recomputed + self._by_sequences(layer)
-            return layer.selective + recomputed
-        kept = layer.input if self.options.checkpointing == "full" else 0
-        return layer.dense + self._by_sequences(layer) + kept
-
     def logits(self) -> int:
         """Return the bytes of the logits and their gradient in the compute dtype, and of their softmax in float32."""
         if self.options.head_in_root:  # fused cross-entropy allocates none
             return 0
         width = 2 * self.options.param_dtype.itemsize + 4
         return self.batch.tokens * self.sizes.outputs * width
-
-
-def _states(
-    sizes: ModelSizes, topology: Topology, options: ShardingOptions, optimizer: OptimizerKind | None
-) -> Iterator[int]:
-    """Yield the bytes of each parameter's state: two moments for AdamW, one for the matrices that Muon steps."""
-    if optimizer is None:
-        return
-    for stage in sizes.stages:
-        for unit in stage.units:
-            for name in unit.shapes.keys() - unit.frozen:
-                number = 1 if optimizer == "muon" and name in sizes.matrices else 2
-                local = unit.local_numel(name, topology, options.expert_shard_dim)
-                yield number * local * sizes.master.itemsize
-
-
-def _by_kind(sizes: ModelSizes, shards_of: Callable[[Unit], int]) -> tuple[int, int]:
-    """Return the bytes of a rank's experts and of the rest; each has an optimizer of its own."""
-    units = [unit for stage in sizes.stages for unit in stage.units]
-    return (
-        sum(shards_of(unit) for unit in units if unit.is_experts),
-        sum(shards_of(unit) for unit in units if not unit.is_experts),
-    )

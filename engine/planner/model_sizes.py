@@ -6,17 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
 
 from ..fsdp.options import ShardingOptions
 from ..fsdp.ulysses import heads_to_split
 from ..fsdp.unit import Stage, Unit, UnitSizes, stages_of
 from ..fsdp.wrap_plan import frozen_with_lora, wrap_plan
 from ..model.layers import layer_names
-from ..model.meta import build_on_meta
 from ..moe.find import UnsupportedModelError
 from ..optim.muon_partition import muon_parameters
-from ..topology.expert_placement import check_experts_divide
 from ..topology.mesh import Topology
 from .activations import Traced, trace
 
@@ -51,21 +48,6 @@ class ModelSizes:
     untraced: str = ""
 
     @classmethod
-    def of(
-        cls,
-        auto_class: Any,
-        config: PretrainedConfig,
-        options: ShardingOptions,
-        master: torch.dtype = torch.float32,
-    ) -> "ModelSizes":
-        """Build the model on the meta device, and read its sizes.
-
-        Raises:
-            UnsupportedModelError: it has no experts that can be dispatched, or can't be traced.
-        """
-        return cls.built_by(functools.partial(build_on_meta, auto_class, config), options, master).require_traced()
-
-    @classmethod
     def built_by(
         cls, build: Callable[[torch.dtype], Any], options: ShardingOptions, master: torch.dtype = torch.float32
     ) -> "ModelSizes":
@@ -81,13 +63,9 @@ class ModelSizes:
         model.tie_weights()  # moving to meta may have undone it
         plan = wrap_plan(model, options)
         whole = [model.get_parameter(name) for unit in plan for name in unit.unsharded]
+        whole_bytes = sum(param.numel() * param.element_size() for param in whole)
         stages = stages_of(plan, layer_names(model))
-        counts = tuple(
-            next(unit.shapes[name][dim] for name, dim in unit.ep_dims.items())
-            for stage in stages
-            for unit in stage.units
-            if unit.is_experts
-        )
+        experts = [unit for stage in stages for unit in stage.units if unit.is_experts]
         matrices = frozenset(muon_parameters(model))
         heads, unshared = 1, ""
         try:
@@ -95,14 +73,12 @@ class ModelSizes:
         except UnsupportedModelError as error:
             unshared = str(error)
         head = model.get_output_embeddings()
-        outputs = 1 if head is None else head.weight.shape[0]
-        if options.param_dtype != master:
-            model = build(options.param_dtype)
         for name in frozen_with_lora(model):
             model.get_parameter(name).requires_grad_(False)
         traced, untraced = Traced({}, 0.0), ""
         try:
-            traced = trace(model, options.expert_plan, recompute_activations=options.experts_backend != "reference")
+            # It computes in the precision in which FSDP gathers it.
+            traced = trace(model.to(options.param_dtype), options.expert_plan, options.experts_backend != "reference")
         except UnsupportedModelError as error:
             untraced = str(error)
         return cls(
@@ -110,32 +86,14 @@ class ModelSizes:
             stages=tuple(stages),
             traced=traced,
             master=master,
-            whole=sum(param.numel() * param.element_size() for param in whole),
-            outputs=outputs,
-            num_experts=counts,
+            whole=whole_bytes,
+            outputs=1 if head is None else head.weight.shape[0],
+            num_experts=tuple(next(unit.shapes[name][dim] for name, dim in unit.ep_dims.items()) for unit in experts),
             matrices=matrices,
             heads=heads,
             unshared=unshared,
             untraced=untraced,
         )
-
-    def require_traced(self) -> "ModelSizes":
-        """Return this, if what autograd saves is known.
-
-        Raises:
-            UnsupportedModelError: it is not known.
-        """
-        if self.untraced:
-            raise UnsupportedModelError(self.untraced)
-        return self
-
-    def check(self, topology: Topology) -> None:
-        """Check that the mesh fits the model.
-
-        Raises:
-            SettingError: the mesh would split an expert.
-        """
-        check_experts_divide(self.num_experts, topology, self.name)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -8,9 +8,8 @@ of the process also hold libraries and the allocator's gaps, which are not estim
 import logging
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,32 +18,16 @@ from ..fsdp.options import ShardingOptions
 from ..optim.settings import wants_muon
 from ..settings.values import DTYPES, get_setting
 from ..topology.mesh import Topology
-from .memory import IMBALANCE, Batch, MemoryPoint, OptimizerKind, PlannerBackend, peak
+from .memory import IMBALANCE, Batch, MemoryPoint, OptimizerKind, peak
 from .model_sizes import ModelSizes
-from .text import format_bytes, format_plan, format_step
-from .traffic import collectives
+from .traffic import Collective, collectives
 
-__all__ = ["RECIPE_DEFAULTS", "StepEstimate", "configured_batch", "options_of_recipe", "estimate_step"]
+__all__ = ["StepEstimate", "configured_batch", "estimate_step", "format_mesh", "format_plan", "format_step"]
 
 logger = logging.getLogger("epfsdp2")
 
 _ASSUMED_TOKENS = 1024
-_DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _ADAM = ("Adam", "AdamW")
-RECIPE_DEFAULTS = {
-    "micro-batches": 1,
-    "checkpointing": "full",
-    "prefetch-depth": 1,
-    "expert-shard-dim": "auto",
-    "dispatch-chunks": 1,
-    "experts-backend": "auto",
-    "lora-rank": 0,
-    "model-dtype": "fp32",
-    "dtype": "bf16",
-    "reduce-dtype": "fp32",
-    "optimizer": "adamw",
-}
-"""The defaults of the options of ``recipes.plan``."""
 
 
 @dataclass
@@ -55,24 +38,24 @@ class StepEstimate:
         measure: returns the most bytes that torch's allocator ever held; None if it doesn't count them.
         batch: the largest step; None if the settings don't tell.
         uncounted: descriptions of what the estimate leaves out.
-        command: the command that estimates every other mesh.
+        command: the command that estimates every other mesh, without the options of this run's other settings.
     """
 
     sizes: ModelSizes
     topology: Topology
     options: ShardingOptions
     optimizer: OptimizerKind | None
-    backend: PlannerBackend
     batch: Batch | None
     uncounted: tuple[str, ...]
     command: str
     sp: int
+    gloo: bool
     measure: Callable[[], int] | None
     _seen: Batch | None = None
 
     def peak(self, batch: Batch) -> MemoryPoint:
         """Return the memory of a step at its peak."""
-        return peak(self.sizes, self.topology, self.options, batch, self.optimizer, self.backend)
+        return peak(self.sizes, self.topology, self.options, batch, self.optimizer, self.gloo)
 
     def lines(self) -> list[str]:
         """Format the estimate that is printed at start."""
@@ -83,7 +66,7 @@ class StepEstimate:
             found.append(f"the settings don't say how long sequences are: {_ASSUMED_TOKENS} tokens are an example")
         if self.uncounted:
             found.append(f"not counted: {'; '.join(self.uncounted)}")
-        return [*found, f"all meshes: {self.command}"]
+        return [*found, f"all meshes, with the options of this run's settings (--help) added: {self.command}"]
 
     def begin_update(self) -> None:
         """Forget the micro-batches of the last one."""
@@ -110,7 +93,7 @@ class StepEstimate:
         """Format the line that this rank prints at the end; None if nothing was measured."""
         if self._seen is None or self.measure is None:
             return None
-        planned, measured = format_bytes(self.peak(self._seen).total), format_bytes(self.measure())
+        planned, measured = _format_bytes(self.peak(self._seen).total), _format_bytes(self.measure())
         return (
             f"memory of an update of at most {format_step(self._seen)}: planned {planned}; "
             f"measured {measured} (all tensors of the process, the most so far)"
@@ -142,11 +125,11 @@ def estimate_step(
             topology,
             options,
             optimizer=_known(optimizer),
-            backend=PlannerBackend(on_cpu=device == "cpu", foreach=_steps_many(optimizer, device)),
             batch=configured_batch(engine, topology),
-            uncounted=tuple(_uncounted(engine, model, optimizer, sizes)),
-            command=_command(engine, model, optimizer, topology, options, memory, device),
+            uncounted=tuple(_uncounted(engine, model, optimizer, sizes, device)),
+            command=_command(engine, model, topology, memory),
             sp=engine.ulysses_sequence_parallel_size,
+            gloo=device == "cpu",
             measure=None if device == "cpu" else memory.max_memory_allocated,
         )
         plan.lines()
@@ -172,30 +155,24 @@ def configured_batch(engine: Any, topology: Topology) -> Batch | None:
     return None
 
 
-def _steps_many(optimizer: Any, device: str) -> bool:
-    """Return whether AdamW uses foreach kernels: by choice, or because there is no fused one."""
-    chosen = get_setting(optimizer, "override_optimizer_config") or {}
-    return bool(chosen.get("foreach", device not in ("cpu", "cuda") and not chosen.get("fused")))
-
-
 def _known(optimizer: Any) -> OptimizerKind | None:
     if wants_muon(optimizer):
         return "muon"
     return "adamw" if get_setting(optimizer, "optimizer") in _ADAM else None
 
 
-def _uncounted(engine: Any, model: Any, optimizer: Any, sizes: ModelSizes) -> list[str]:
-    found = []
+def _uncounted(engine: Any, model: Any, optimizer: Any, sizes: ModelSizes, device: str) -> list[str]:
+    found, chosen = [], get_setting(optimizer, "override_optimizer_config") or {}
     if sizes.untraced:
         found.append(f"activations, and rows to and from experts ({sizes.untraced.rstrip('.')})")
     if _known(optimizer) is None:
         found.append(f"states of {get_setting(optimizer, 'optimizer')}")
     if _known(optimizer) == "muon":
         found.append("matrices while Muon orthogonalises them")
+    if chosen.get("foreach", device not in ("cpu", "cuda") and not chosen.get("fused")):
+        found.append("temporaries of foreach kernels (optim.override_optimizer_config.foreach)")
     if engine.use_no_sync_for_gradient_accumulation:
         found.append("gradients that wait to be reduced (engine.use_no_sync_for_gradient_accumulation)")
-    if engine.experts_backend == "reference":
-        found.append("what the experts hold in backward (engine.experts_backend=reference)")
     if hasattr(model.hf_config, "vision_config"):
         found.append("images")
     chunked = engine.entropy_from_logits_with_chunking or engine.entropy_checkpointing
@@ -204,43 +181,50 @@ def _uncounted(engine: Any, model: Any, optimizer: Any, sizes: ModelSizes) -> li
     return found
 
 
-def options_of_recipe(engine: Any, optimizer: Any, options: ShardingOptions) -> dict[str, Any]:
-    """Return the options of ``recipes.plan`` that mean these settings; True for a flag."""
-    experts = options.reshard_experts_after_forward
-    given = {
-        "checkpointing": options.checkpointing,
-        "prefetch-depth": options.prefetch_depth,
-        "expert-shard-dim": options.expert_shard_dim,
-        "dispatch-chunks": options.dispatch_chunks,
-        "experts-backend": options.experts_backend,
-        "model-dtype": _DTYPE_NAMES[DTYPES[engine.model_dtype]],
-        "dtype": _DTYPE_NAMES[options.param_dtype],
-        "reduce-dtype": _DTYPE_NAMES[options.reduce_dtype],
-        "optimizer": _known(optimizer),
-        "reshard-experts": None if experts is None else str(experts).lower(),
-        "no-reshard": not options.reshard_after_forward,
-        "activation-offload": options.activation_offload,
-        "offload-policy": options.cpu_offload,
-        "fused-kernels": options.head_in_root,
-    }
-    return {name: value for name, value in given.items() if value is not None and value is not False}
-
-
-def _command(
-    engine: Any, model: Any, optimizer: Any, topology: Topology, options: ShardingOptions, memory: Any, device: str
-) -> str:
+def _command(engine: Any, model: Any, topology: Topology, memory: Any) -> str:
     sp = engine.ulysses_sequence_parallel_size
     batch = configured_batch(engine, topology) or Batch(_ASSUMED_TOKENS, sp=sp)
     gpus = int(os.environ.get("RAY_LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or topology.world)
     gpus = gpus if topology.world % gpus == 0 else topology.world
-    total = memory.mem_get_info()[1] / 2**30
-    where = {"nodes": topology.world // gpus, "gpus": gpus, "gib": f"{total / (gpus if device == 'cpu' else 1):.0f}"}
-    what = {"tokens": batch.tokens * sp, "micro-batches": -(-batch.micro_batches // sp)}
-    words = ["python", "-m", "epfsdp2.recipes.plan", "--model", str(Path(model.local_path))]
-    adapters = {"lora-rank": get_setting(model, "lora_rank") or 0}
-    given = {**where, **what, **adapters, **options_of_recipe(engine, optimizer, options)}
-    for name, value in given.items():
-        if RECIPE_DEFAULTS.get(name) == value:
-            continue
-        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-    return shlex.join(words)
+    options = {
+        "model": model.local_path,
+        "nodes": topology.world // gpus,
+        "gpus": gpus,
+        "gib": f"{memory.mem_get_info()[1] / 2**30:.0f}",
+        "tokens": batch.tokens * sp,
+        "micro-batches": -(-batch.micro_batches // sp),
+    }
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    return shlex.join(["python", "-m", "epfsdp2.recipes.plan", *words])
+
+
+def format_plan(topology: Topology, batch: Batch, point: MemoryPoint, traffic: Iterable[Collective]) -> list[str]:
+    """Format a plan in four lines: the mesh, the step, the memory and the traffic."""
+    held = [f"{part} {_format_bytes(nbytes)}" for part, nbytes in point.parts.items() if nbytes]
+    moved = [f"{c.name} {_format_bytes(c.wire)} in {c.calls}" for c in traffic]
+    return [
+        f"mesh: {format_mesh(topology, batch.sp)}",
+        f"a step of a rank: {format_step(batch)}",
+        f"memory at its peak ({point.when}): {_format_bytes(point.total)} = {' + '.join(held)}",
+        f"received in a step: {', '.join(moved) or 'nothing'}",
+    ]
+
+
+def format_step(batch: Batch) -> str:
+    """Format a step as ``8 micro-batches of 16384 tokens``; the tokens are those of the largest."""
+    return f"{batch.micro_batches} micro-batch{'es' if batch.micro_batches > 1 else ''} of {batch.tokens} tokens"
+
+
+def format_mesh(topology: Topology, sp: int = 1) -> str:
+    """Format a mesh as ``16 ranks = dp_replicate 1 x ep_fsdp 2 x ep 8``, with ``dp x sp`` if ``sp`` is not 1."""
+    t = topology
+    rows = "" if sp == 1 else f" = dp {t.world // sp} x sp {sp}"
+    return f"{t.world} ranks = dp_replicate {t.dp_replicate} x ep_fsdp {t.ep_fsdp} x ep {t.ep}{rows}"
+
+
+def _format_bytes(nbytes: float) -> str:
+    """Format a size in the largest of GiB, MiB and KiB in which it is at least 1."""
+    for unit, shift in (("GiB", 30), ("MiB", 20)):
+        if nbytes >= 1 << shift:
+            return f"{nbytes / (1 << shift):.2f} {unit}"
+    return f"{nbytes / 1024:.2f} KiB"

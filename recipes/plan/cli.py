@@ -27,11 +27,11 @@ from ...engine.moe.find import UnsupportedModelError
 from ...engine.moe.gemm.backends import BACKENDS
 from ...engine.planner.memory import IMBALANCE, Batch
 from ...engine.planner.model_sizes import ModelSizes
-from ...engine.planner.text import format_plan, format_step
+from ...engine.planner.run import format_plan, format_step
 from .cards import MODEL_HELP, config_of
 from .meshes import Request, choices, recommended, smallest
 from .roofline import Cluster
-from .tables import LEGEND, LEGEND_OF_ALL, after_the_best, print_wrapped, refusal, table_of_all, table_of_best
+from .tables import after_the_best, print_wrapped, refusal, table
 
 __all__ = ["main", "parse"]
 
@@ -45,51 +45,40 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description="Whether a model fits a cluster, and with which settings: memory, traffic and time of a step.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--model", required=True, help=MODEL_HELP)
-    parser.add_argument("--nodes", type=int, default=1, help="nodes of the cluster")
-    parser.add_argument("--gpus", type=int, default=8, help="GPUs of a node")
-    parser.add_argument("--gib", type=float, default=Cluster.gib, help="memory of a GPU (H100 80, H200 141)")
-    parser.add_argument("--inside", type=float, default=Cluster.inside, help="GB/s of a GPU to others of its node")
-    parser.add_argument("--between", type=float, default=Cluster.between, help="GB/s of a GPU's network interface")
-    parser.add_argument(
-        "--tflops", type=float, default=Cluster.tflops, help="bfloat16 matrix TFLOP/s, as published (H100, H200)"
-    )
-    parser.add_argument("--efficiency", type=float, default=Cluster.efficiency, help="share of these that is reached")
-    parser.add_argument("--hbm", type=float, default=Cluster.hbm, help="GB/s of a GPU's memory (H200 4800)")
-    parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch of a rank (before sp cuts it)")
-    parser.add_argument("--sequences", type=int, default=1, help="of a micro-batch, of equal length")
-    parser.add_argument("--micro-batches", type=int, default=1, help="of a rank in a step (with sp = 1)")
-    parser.add_argument(
-        "--imbalance", type=float, default=IMBALANCE, help="rows of the busiest rank's experts over the mean"
-    )
-    parser.add_argument(
-        "--checkpointing", choices=CHECKPOINTING, default="full", help="engine.activation_checkpointing"
-    )
-    parser.add_argument("--prefetch-depth", type=int, default=1, help="engine.prefetch_depth")
-    parser.add_argument("--no-reshard", action="store_true", help="engine.reshard_after_forward=false")
-    parser.add_argument(
-        "--reshard-experts",
-        choices=["true", "false"],
-        help="engine.reshard_experts_after_forward; as the rest if not given",
-    )
-    parser.add_argument(
-        "--expert-shard-dim", choices=["auto", "0", "1"], default="auto", help="engine.expert_shard_dim"
-    )
-    parser.add_argument("--dispatch-chunks", type=int, default=1, help="engine.dispatch_chunks")
-    parser.add_argument("--experts-backend", choices=BACKENDS, default="auto", help="engine.experts_backend")
-    parser.add_argument("--lora-rank", type=int, default=0, help="model.lora_rank, of adapters on all linears")
-    parser.add_argument("--model-dtype", choices=_DTYPES, default="fp32", help="engine.model_dtype")
-    parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="engine.mixed_precision.param_dtype")
-    parser.add_argument("--reduce-dtype", choices=_DTYPES, default="fp32", help="engine.mixed_precision.reduce_dtype")
-    parser.add_argument("--activation-offload", action="store_true", help="model.enable_activation_offload")
-    parser.add_argument("--offload-policy", action="store_true", help="engine.offload_policy")
-    parser.add_argument("--fused-kernels", action="store_true", help="model.use_fused_kernels: no logits are held")
-    parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw", help="whose states are counted")
-    parser.add_argument("--reserve", type=float, default=4.0, help="GiB for contexts, NCCL and a sleeping vLLM")
-    parser.add_argument("--margin", type=float, default=0.1, help="share of the memory that has to stay free")
-    parser.add_argument("--all", action="store_true", help="list every legal mesh, in 150 columns")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw who holds what, of the recommended mesh")
+    add = parser.add_argument
+    add("--model", required=True, help=MODEL_HELP)
+    add("--nodes", type=int, default=1, help="nodes of the cluster")
+    add("--gpus", type=int, default=8, help="GPUs of a node")
+    add("--gib", type=float, default=Cluster.gib, help="memory of a GPU (H100 80, H200 141)")
+    add("--inside", type=float, default=Cluster.inside, help="GB/s of a GPU to others of its node")
+    add("--between", type=float, default=Cluster.between, help="GB/s of a GPU's network interface")
+    add("--tflops", type=float, default=Cluster.tflops, help="bfloat16 matrix TFLOP/s, as published (H100, H200)")
+    add("--efficiency", type=float, default=Cluster.efficiency, help="share of these that is reached")
+    add("--hbm", type=float, default=Cluster.hbm, help="GB/s of a GPU's memory (H200 4800)")
+    add("--tokens", type=int, default=16384, help="of a micro-batch of a rank (before sp cuts it)")
+    add("--sequences", type=int, default=1, help="of a micro-batch, of equal length")
+    add("--micro-batches", type=int, default=1, help="of a rank in a step (with sp = 1)")
+    add("--imbalance", type=float, default=IMBALANCE, help="rows of the busiest rank's experts over the mean")
+    add("--checkpointing", choices=CHECKPOINTING, default="full", help="engine.activation_checkpointing")
+    add("--prefetch-depth", type=int, default=1, help="engine.prefetch_depth")
+    add("--no-reshard", action="store_true", help="engine.reshard_after_forward=false")
+    add("--reshard-experts", choices=["true", "false"], help="engine.reshard_experts_after_forward")
+    add("--expert-shard-dim", choices=["auto", "0", "1"], default="auto", help="engine.expert_shard_dim")
+    add("--dispatch-chunks", type=int, default=1, help="engine.dispatch_chunks")
+    add("--experts-backend", choices=BACKENDS, default="auto", help="engine.experts_backend")
+    add("--lora-rank", type=int, default=0, help="model.lora_rank, of adapters on all linears")
+    add("--model-dtype", choices=_DTYPES, default="fp32", help="engine.model_dtype")
+    add("--dtype", choices=_DTYPES, default="bf16", help="engine.mixed_precision.param_dtype")
+    add("--reduce-dtype", choices=_DTYPES, default="fp32", help="engine.mixed_precision.reduce_dtype")
+    add("--activation-offload", action="store_true", help="model.enable_activation_offload")
+    add("--offload-policy", action="store_true", help="engine.offload_policy")
+    add("--fused-kernels", action="store_true", help="model.use_fused_kernels: no logits are held")
+    add("--optimizer", choices=["adamw", "muon"], default="adamw", help="whose states are counted")
+    add("--reserve", type=float, default=4.0, help="GiB for contexts, NCCL and a sleeping vLLM")
+    add("--margin", type=float, default=0.1, help="share of the memory that has to stay free")
+    add("--all", action="store_true", help="list every legal mesh, in 150 columns")
+    add("--json", type=Path, metavar="FILE", help="write all of it")
+    add("--png", type=Path, metavar="FILE", help="draw who holds what, of the recommended mesh")
     options = parser.parse_args(arguments)
     for name in ("nodes", "gpus", "tokens", "sequences", "micro_batches", "dispatch_chunks"):
         if getattr(options, name) < 1:
@@ -133,15 +122,11 @@ def request_of(options: argparse.Namespace, config: PretrainedConfig) -> Request
             Lora(model, LoraSettings("model", options.lora_rank, options.lora_rank, "all-linear"))
         return model
 
-    return Request(
-        ModelSizes.built_by(build, sharding, _DTYPES[options.model_dtype]).require_traced(),
-        sharding,
-        Batch(options.tokens, options.micro_batches, options.imbalance),
-        options.sequences,
-        options.optimizer,
-        options.reserve,
-        options.margin,
-    )
+    sizes = ModelSizes.built_by(build, sharding, _DTYPES[options.model_dtype])
+    if sizes.untraced:
+        raise UnsupportedModelError(sizes.untraced)
+    batch = Batch(options.tokens, options.micro_batches, options.imbalance)
+    return Request(sizes, sharding, batch, options.sequences, options.optimizer, options.reserve, options.margin)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -161,25 +146,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"stay free: {options.checkpointing} checkpointing, {options.model_dtype} parameters, {options.optimizer}, "
         f"{format_step(request.batch)}"
     ]
-    larger = None
+    larger = None if best else smallest(request, cluster)
     if best is not None:
         said.append(f"Recommended, {best.gib:.1f} of {cluster.gib:g} GiB and {best.time.step:.2f} s a step:")
         said += [f"    {' '.join(best.settings)}"]
         said += format_plan(best.topology, best.batch, best.peak, best.traffic)
     else:
-        larger = smallest(request, cluster)
         said += refusal(min(found, key=lambda c: c.gib), larger, request, cluster)
     if not request.sizes.num_experts:
         said.append("ep is 1: the model has no experts.")
     if request.sizes.unshared:
         said.append(f"sp is 1: {request.sizes.unshared}")
     print_wrapped(console, said)
-    if options.all:
-        console.print(table_of_all(found, best))
-        print_wrapped(console, [LEGEND_OF_ALL])
-    else:
-        console.print(table_of_best(found, best))
-        print_wrapped(console, [*after_the_best(found), LEGEND])
+    rows, legend = table(found, best, options.all)
+    console.print(rows)
+    print_wrapped(console, [legend] if options.all else [*after_the_best(found), legend])
     if options.json:
         result = {
             "model": options.model,

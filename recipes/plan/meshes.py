@@ -1,6 +1,7 @@
 """Every legal mesh of a cluster: what a model needs on it, what a step takes, and which one is recommended."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -9,6 +10,7 @@ from ...engine.fsdp.options import ShardingOptions
 from ...engine.planner.memory import Batch, MemoryPoint, peak
 from ...engine.planner.model_sizes import ModelSizes, unit_sizes
 from ...engine.planner.traffic import Collective, collectives
+from ...engine.topology.expert_placement import check_experts_divide
 from ...engine.topology.mesh import Topology, divisors
 from .roofline import Cluster, Roofline, roofline, seconds
 
@@ -38,7 +40,7 @@ class Choice:
     topology: Topology
     batch: Batch
     peak: MemoryPoint
-    traffic: tuple[Collective, ...]
+    traffic: list[Collective]
     time: Roofline
     sync: float
     limit: float
@@ -57,6 +59,11 @@ class Choice:
         return self.gib <= self.limit
 
     @property
+    def room(self) -> float:
+        """GiB that a rank's tensors may have."""
+        return self.limit - self.reserve
+
+    @property
     def settings(self) -> list[str]:
         """As on the command line."""
         fsdp = -1 if self.topology.dp_replicate == 1 else self.topology.fsdp
@@ -70,15 +77,11 @@ class Choice:
     def as_json(self) -> dict[str, Any]:
         t = self.topology
         return {
-            "ep": t.ep,
-            "ep_fsdp": t.ep_fsdp,
-            "dp_replicate": t.dp_replicate,
-            "sp": self.sp,
+            **{"ep": t.ep, "ep_fsdp": t.ep_fsdp, "dp_replicate": t.dp_replicate, "sp": self.sp},
             "settings": self.settings,
             "peak": self.peak.when,
             "bytes": {**self.peak.parts, "total": self.peak.total},
-            "gib_with_reserve": self.gib,
-            "fits": self.fits,
+            **{"gib_with_reserve": self.gib, "fits": self.fits},
             "collectives": [{**asdict(c), "wire": c.wire} for c in self.traffic],
             "seconds": {**asdict(self.time), "step": self.time.step, "sync": self.sync},
         }
@@ -86,38 +89,32 @@ class Choice:
 
 def choices(request: Request, cluster: Cluster) -> list[Choice]:
     """Every mesh that ``engine/topology/mesh.py`` and ``expert_placement.py`` allow, by time."""
-    found = []
-    for topology in _topologies(request, cluster.world):
-        for sp in divisors(cluster.world):
-            if request.sizes.heads % sp == 0 and request.batch.tokens % sp == 0:
-                found.append(_choice(request, cluster, topology, sp))
+    shared = [sp for sp in divisors(cluster.world) if request.sizes.heads % sp == 0 and request.batch.tokens % sp == 0]
+    found = [_choice(request, cluster, topology, sp) for topology in _meshes(request, cluster.world) for sp in shared]
     return sorted(found, key=lambda c: (c.time.step, c.gib))
 
 
-def _topologies(request: Request, world: int) -> Iterator[Topology]:
+def _meshes(request: Request, world: int) -> Iterator[Topology]:
     for fsdp in divisors(world):
         for ep in divisors(fsdp):
             topology = Topology.arrange(world, ep, fsdp)
-            try:
-                request.sizes.check(topology)
+            with suppress(SettingError):
+                check_experts_divide(request.sizes.num_experts, topology, request.sizes.name)
                 unit_sizes(request.sizes, topology, request.options.expert_shard_dim)
-            except SettingError:
-                continue
-            yield topology
+                yield topology
 
 
 def _choice(request: Request, cluster: Cluster, topology: Topology, sp: int) -> Choice:
-    sizes, options = request.sizes, request.options
+    sizes, options, given = request.sizes, request.options, request.batch
     # The ranks of a sequence share its micro-batch, so each has as many more of them.
-    given = request.batch
     batch = replace(given, tokens=given.tokens // sp, micro_batches=given.micro_batches * sp, sp=sp)
-    length = request.batch.tokens // request.sequences
+    traffic = collectives(sizes, topology, options, batch)
     return Choice(
         topology,
         batch,
         peak(sizes, topology, options, batch, request.optimizer),
-        tuple(collectives(sizes, topology, options, batch)),
-        roofline(sizes, topology, options, batch, cluster, length),
+        traffic,
+        roofline(sizes, topology, options, batch, cluster, traffic, given.tokens // request.sequences),
         _sync(sizes, topology, options, cluster),
         cluster.gib * (1 - request.margin),
         request.reserve,
@@ -140,8 +137,8 @@ def smallest(request: Request, cluster: Cluster) -> tuple[Cluster, Choice] | Non
     """The fewest nodes of the same shape on which the model fits, and how."""
     alone = Topology.arrange(1, 1)
     elements = sum(size.full for _, _, size in unit_sizes(request.sizes, alone))
-    states = 1 if request.optimizer == "muon" else 2
-    resident = (2 + states) * elements * request.sizes.master.itemsize / _GIB
+    copies = 3 if request.optimizer == "muon" else 4  # the weights, their gradients and the states
+    resident = copies * elements * request.sizes.master.itemsize / _GIB
     for nodes in range(cluster.nodes + 1, _MOST_NODES + 1):
         larger = replace(cluster, nodes=nodes)
         if resident / larger.world + request.reserve > cluster.gib * (1 - request.margin):

@@ -1,14 +1,14 @@
 """What a training step moves and computes on each rank, and how long that takes at least."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...engine.fsdp.options import ShardingOptions
-from ...engine.fsdp.unit import EMBEDDINGS, Unit
-from ...engine.planner.activations import LayerActivations
+from ...engine.fsdp.unit import EMBEDDINGS
 from ...engine.planner.memory import Batch
 from ...engine.planner.model_sizes import ModelSizes, unit_sizes
-from ...engine.planner.traffic import Collective, collectives
+from ...engine.planner.traffic import Collective
 from ...engine.topology.mesh import Topology
 
 __all__ = ["Cluster", "Roofline", "roofline", "seconds"]
@@ -77,18 +77,20 @@ def roofline(
     options: ShardingOptions,
     batch: Batch,
     cluster: Cluster,
+    moved: Sequence[Collective],
     length: int,
 ) -> Roofline:
     """
     Args:
+        moved: the collectives of the step.
         length: tokens of a sequence, for attention.
     """
-    moved = collectives(sizes, topology, options, batch)
     by_tokens = sum(seconds(c, cluster) for c in moved if c.name.startswith("all-to-all"))
     by_fsdp = sum(seconds(c, cluster) for c in moved if not c.name.startswith("all-to-all"))
     forwards = 2 if options.checkpointing == "full" else 1
     compute = by_experts = 0.0
-    widths = iter(sizes.num_experts)
+    rate = cluster.tflops * cluster.efficiency * 1e12
+    counts = iter(sizes.num_experts)
     sharded = unit_sizes(sizes, topology, options.expert_shard_dim)
     for stage, unit, size in sharded:
         if stage == EMBEDDINGS:
@@ -96,32 +98,22 @@ def roofline(
         elements, again = float(size.full), float(forwards - 1)
         if unit.is_experts:
             # Balanced: of a layer's experts a token uses K, wherever they are.
-            experts, layer = next(widths), _layer_of(sizes, unit)
-            elements = size.full * topology.ep * layer.rows / experts * batch.imbalance
+            layer = sizes.traced.layers[stage]
+            elements = size.full * topology.ep * layer.rows / next(counts) * batch.imbalance
             if layer.ends_with_experts:  # which are computed again up to their last linear
-                again *= 1 - _elements(unit, "down_proj") / _elements(unit)
-        products = 2 * elements * batch.tokens / (cluster.tflops * cluster.efficiency) / 1e12
+                shapes = {name: math.prod(shape) for name, shape in unit.shapes.items()}
+                again *= 1 - sum(n for name, n in shapes.items() if name.endswith("down_proj")) / sum(shapes.values())
         reading = size.full * unit.param_dtype.itemsize / cluster.hbm / 1e9
-        took = (3 + again) * max(products, reading)
+        took = (3 + again) * max(2 * elements * batch.tokens / rate, reading)
         compute += took
         by_experts += took if unit.is_experts else 0
     for layer in sizes.traced.layers.values():
         # Causal: half of the products of queries and keys, and of their weights and values.
         products = batch.tokens * length * (layer.attention.query + layer.attention.output)
-        compute += (forwards + 2.5) * products / (cluster.tflops * cluster.efficiency) / 1e12
+        compute += (forwards + 2.5) * products / rate
     # All chunks but one travel while another computes.
     rows = sum(seconds(c, cluster) for c in moved if c.name == "all-to-all tokens")
     by_tokens -= min(rows, by_experts * batch.micro_batches) * (1 - 1 / options.dispatch_chunks)
     shards = sum(size.local for _, _, size in sharded)
     optimizer = 7 * shards * sizes.master.itemsize / cluster.hbm / 1e9  # reads 4, writes 3
     return Roofline(compute * batch.micro_batches, by_fsdp, by_tokens, optimizer)
-
-
-def _layer_of(sizes: ModelSizes, unit: Unit) -> LayerActivations:
-    first = next(iter(unit.shapes))
-    return next(layer for name, layer in sizes.traced.layers.items() if first.startswith(f"{name}."))
-
-
-def _elements(unit: Unit, ends: str = "") -> int:
-    """Of the parameters whose names end so."""
-    return sum(math.prod(shape) for name, shape in unit.shapes.items() if name.endswith(ends))

@@ -8,6 +8,7 @@ rounds, the memory, and the time that the network takes at least. Only the model
 
 import argparse
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -21,7 +22,7 @@ from ...engine.moe.find import UnsupportedModelError
 from ...engine.preflight.rollout import tensors_before_sharding
 from ...engine.topology.expert_placement import check_experts_divide
 from ...engine.topology.mesh import Topology
-from ...rollout.layout.transfer_plan import Targets, TransferPlan, make_transfer_plan
+from ...rollout.layout.transfer_plan import Targets, make_transfer_plan
 from ...rollout.layout.vllm_layout import (
     SYNC_MODES,
     Heads,
@@ -53,27 +54,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description="Bytes, rounds, memory and least time of a weight sync, from a model's config and sizes alone.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--model", required=True, help=MODEL_HELP)
-    parser.add_argument("--world", type=int, required=True, help="ranks of the trainer")
-    parser.add_argument("--ep", type=int, default=1, help="engine.ep_size")
-    parser.add_argument("--fsdp-size", type=int, default=-1, help="engine.fsdp_size")
-    parser.add_argument(
-        "--expert-shard-dim", default="auto", choices=["auto", "0", "1"], help="engine.expert_shard_dim"
-    )
-    parser.add_argument("--rollout-tp", type=int, default=1, help="tensor parallel size of a vLLM replica")
-    parser.add_argument("--rollout-dp", type=int, default=1, help="data parallel size of a vLLM replica")
-    parser.add_argument("--rollout-ep", action="store_true", help="vLLM with enable_expert_parallel")
-    parser.add_argument(
-        "--standalone",
-        type=int,
-        default=0,
-        metavar="WORKERS",
-        help="vLLM workers of their own; 0: on the trainer's ranks",
-    )
-    parser.add_argument("--dtype", default="bf16", choices=_DTYPES, help="in which weights are sent")
-    parser.add_argument("--round-megabytes", type=int, default=512, help="what a rank sends or receives in one round")
-    parser.add_argument("--gpus-per-node", type=int, default=8, help="ranks on a node")
-    parser.add_argument("--bandwidth", type=float, default=45.0, help="GB/s of a rank's network interface")
+    add = parser.add_argument
+    add("--model", required=True, help=MODEL_HELP)
+    add("--world", type=int, required=True, help="ranks of the trainer")
+    add("--ep", type=int, default=1, help="engine.ep_size")
+    add("--fsdp-size", type=int, default=-1, help="engine.fsdp_size")
+    add("--expert-shard-dim", default="auto", choices=["auto", "0", "1"], help="engine.expert_shard_dim")
+    add("--rollout-tp", type=int, default=1, help="tensor parallel size of a vLLM replica")
+    add("--rollout-dp", type=int, default=1, help="data parallel size of a vLLM replica")
+    add("--rollout-ep", action="store_true", help="vLLM with enable_expert_parallel")
+    add("--standalone", type=int, default=0, help="vLLM workers of their own; 0: on the trainer's ranks")
+    add("--dtype", default="bf16", choices=_DTYPES, help="in which weights are sent")
+    add("--round-megabytes", type=int, default=512, help="what a rank sends or receives in one round")
+    add("--gpus-per-node", type=int, default=8, help="ranks on a node")
+    add("--bandwidth", type=float, default=45.0, help="GB/s of a rank's network interface")
     options = parser.parse_args(arguments)
     for name in ("world", "ep", "rollout_tp", "rollout_dp", "round_megabytes", "gpus_per_node"):
         if getattr(options, name) < 1:
@@ -102,20 +96,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (SettingError, UnsupportedModelError, OSError, ValueError) as error:
         console.print(str(error), style="red", markup=False)
         return 1
-    text_config = config.get_text_config()
+    family = config.get_text_config().model_type
+    is_known = family in known_families()
     console.print(
         f"{options.model}: {sum(t.nbytes for t in tensors) / _GB:.2f} GB in {options.dtype}, {len(tensors)} tensors; "
         f"trainer {topology.dp_replicate} x {topology.ep_fsdp} x {topology.ep} (dp_replicate x ep_fsdp x ep)"
     )
-    if text_config.model_type not in known_families():
+    if not is_known:
         known = ", ".join(sorted(known_families()))
-        console.print(f"How vLLM cuts a {text_config.model_type} is not known here (only {known}): full stream alone.")
+        console.print(f"How vLLM cuts a {family} is not known here (only {known}): full stream alone.")
     table = Table(*_COLUMNS)
-    for stream in SYNC_MODES if text_config.model_type in known_families() else SYNC_MODES[:1]:
+    for stream in SYNC_MODES if is_known else SYNC_MODES[:1]:
         if stream == "expert_local" and not options.rollout_ep:
             continue
         try:
-            table.add_row(*_row(stream, tensors, layer_names(model), topology, Heads.of(text_config), options))
+            table.add_row(*_row(stream, tensors, model, topology, options))
         except ValueError as error:
             table.add_row(stream, str(error))
     console.print(table)
@@ -124,29 +119,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _row(
-    stream: SyncMode,
-    tensors: Sequence[TensorSpec],
-    layers: Sequence[str],
-    topology: Topology,
-    heads: Heads,
-    options: argparse.Namespace,
+    stream: SyncMode, tensors: Sequence[TensorSpec], model: Any, topology: Topology, options: argparse.Namespace
 ) -> list[str]:
+    heads = Heads.of(model.config.get_text_config())
     rollout = Rollout(options.rollout_tp, options.rollout_dp, options.rollout_ep)
     targets = Targets(options.standalone or options.world, colocated=not options.standalone)
 
     def slices_of(tensor: TensorSpec, worker: int):
         return target_slices(tensor, rollout, worker % rollout.workers, heads, stream)
 
-    plan = make_transfer_plan(tensors, layers, topology, targets, slices_of, options.round_megabytes * _MEGABYTE)
-    return [stream, *_figures(plan, topology, targets, options)]
-
-
-def _figures(plan: TransferPlan, topology: Topology, targets: Targets, options: argparse.Namespace) -> list[str]:
-    shift = 0 if targets.colocated else topology.world
-    node = options.gpus_per_node
+    plan = make_transfer_plan(
+        tensors, layer_names(model), topology, targets, slices_of, options.round_megabytes * _MEGABYTE
+    )
+    shift, node = 0 if targets.colocated else topology.world, options.gpus_per_node
     other_nodes = plan.between_nodes(lambda rank: rank // node, lambda worker: (worker + shift) // node)
     needed, received, nic = (max(m.values(), default=0) for m in (plan.needed, plan.received, other_nodes))
     local = max((plan.needed[w] - plan.received.get(w, 0) for w in plan.needed), default=0)
-    seconds = (nic or received) / _GB / options.bandwidth
     sizes = [f"{n / _GB:.2f}" for n in (needed, local, received, nic)]
-    return [*sizes, str(len(plan.rounds)), str(_BUCKETS * options.round_megabytes), f"{seconds:.2f}"]
+    seconds = (nic or received) / _GB / options.bandwidth
+    return [stream, *sizes, str(len(plan.rounds)), str(_BUCKETS * options.round_megabytes), f"{seconds:.2f}"]

@@ -11,54 +11,45 @@ from rich.table import Table
 from .meshes import Choice, Request, smallest
 from .roofline import Cluster
 
-__all__ = ["LEGEND", "LEGEND_OF_ALL", "after_the_best", "print_wrapped", "refusal", "table_of_all", "table_of_best"]
+__all__ = ["after_the_best", "print_wrapped", "refusal", "table"]
 
 _GIB, _GB = 1 << 30, 1e9
 _BEST = 10  # rows of the short table
-LEGEND = (
-    "states: parameters, gradients and optimizer; GiB on the rank that needs most, at its peak, and in all with the "
-    "reserve. received: GB that a rank receives in a step. step: seconds by a roofline, in which nothing waits but for "
-    "bandwidth. sync: seconds for a rank to receive the weights that it lacks, in a weight sync."
-)
-LEGEND_OF_ALL = (
-    "GiB on the rank that needs most, at its peak; with the reserve, in all. dense, experts, tokens: GB that a rank "
-    "receives in a step (gathers and reductions of the dense part, of the experts, rows to and from experts). Seconds "
-    "are a roofline: nothing waits but for bandwidth. sync: seconds for a rank to receive the weights that it lacks."
-)
 _MESH = ("ep", "ep_fsdp", "dp_replicate", "sp")
 _COLUMNS = (*_MESH, "states", "the rest", "in all", "received", "step", "sync")
 _PARTS = ("params", "grads", "optim", "buffers", "activ.", "logits")
 _COLUMNS_OF_ALL = (*_MESH, *_PARTS, "all", "fits", "dense", "experts", "tokens", "step s", "sync s")
+_LEGEND = (
+    "{}GiB on the rank that needs most, at its peak, and in all with the reserve. {}: GB that a rank receives. "
+    "step: seconds by a roofline, in which nothing waits but for bandwidth. sync: seconds for a rank to receive the "
+    "weights that it lacks, in a weight sync."
+)
+_STATES = "states: parameters, gradients and optimizer; "
+_KINDS = "dense, experts, tokens (gathers and reductions of the dense part, of the experts, rows to and from experts)"
 
 
 def print_wrapped(console: Console, paragraphs: Sequence[str]) -> None:
+    wrapper = textwrap.TextWrapper(
+        console.width, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False
+    )
     for text in paragraphs:
-        lines = textwrap.wrap(
-            text,
-            console.width,
-            subsequent_indent="    ",
-            break_on_hyphens=False,
-            break_long_words=False,
-        )
-        console.print("\n".join(line.rstrip() for line in lines), markup=False)
+        console.print("\n".join(line.rstrip() for line in wrapper.wrap(text)), markup=False)
 
 
-def _mesh(choice: Choice) -> list[str]:
-    t = choice.topology
-    return [str(size) for size in (t.ep, t.ep_fsdp, t.dp_replicate, choice.sp)]
-
-
-def table_of_best(found: Sequence[Choice], best: Choice | None) -> Table:
-    """The fastest that fit; where none does, those that need least."""
-    shown = [c for c in found if c.fits] or sorted(found, key=lambda c: c.gib)
-    table = Table(*_COLUMNS)
-    for c in shown[:_BEST]:
+def table(found: Sequence[Choice], best: Choice | None, is_all: bool) -> tuple[Table, str]:
+    """All meshes, or the fastest that fit; where none does, those that need least. And what the columns are."""
+    shown = found if is_all else ([c for c in found if c.fits] or sorted(found, key=lambda c: c.gib))[:_BEST]
+    made = Table(*(_COLUMNS_OF_ALL if is_all else _COLUMNS))
+    for c in shown:
+        t, parts = c.topology, list(c.peak.parts.values())
         states = c.peak.parameters + c.peak.gradients + c.peak.optimizer
-        received = sum(one.wire for one in c.traffic)
-        sizes = [f"{nbytes / _GIB:.1f}" for nbytes in (states, c.peak.total - states)]
-        row = [*_mesh(c), *sizes, f"{c.gib:.1f}", f"{received / _GB:.1f}", f"{c.time.step:.2f}", f"{c.sync:.2f}"]
-        table.add_row(*row, style="bold green" if c is best else None)
-    return table
+        held = parts if is_all else [states, c.peak.total - states]
+        moved = [c.wire(kind) for kind in (("dense", "experts", "tokens") if is_all else ("",))]
+        row = [*map(str, (t.ep, t.ep_fsdp, t.dp_replicate, c.sp)), *(f"{n / _GIB:.1f}" for n in held), f"{c.gib:.1f}"]
+        row += ["yes" if c.fits else "no"] if is_all else []
+        row += [*(f"{n / _GB:.1f}" for n in moved), f"{c.time.step:.2f}", f"{c.sync:.2f}"]
+        made.add_row(*row, style="bold green" if c is best else None)
+    return made, _LEGEND.format("", _KINDS) if is_all else _LEGEND.format(_STATES, "received")
 
 
 def after_the_best(found: Sequence[Choice]) -> list[str]:
@@ -67,56 +58,42 @@ def after_the_best(found: Sequence[Choice]) -> list[str]:
     said = []
     if fit and len(fit) < len(found):
         c = next(c for c in found if not c.fits)
-        room = c.limit - c.reserve
-        parts = sorted(c.peak.parts.items(), key=lambda part: -part[1])[:2]
-        largest = " and ".join(f"{name} {nbytes / _GIB:.1f}" for name, nbytes in parts)
         said.append(
             f"The next, {c.time.step:.2f} s a step, does not fit: {' '.join(c.settings)} needs "
-            f"{c.peak.total / _GIB:.1f} GiB of the {room:.1f} that a rank's tensors may have, of which {largest}."
+            f"{c.peak.total / _GIB:.1f} GiB of the {c.room:.1f} that a rank's tensors may have, of which "
+            f"{' and '.join(_largest(c)[:2])}."
         )
     hidden = len(found) - min(len(fit) or len(found), _BEST)
     said.append(f"{len(fit)} of {len(found)} meshes fit" + (f"; --all lists all {len(found)}." if hidden else "."))
     return said
 
 
-def table_of_all(found: Sequence[Choice], best: Choice | None) -> Table:
-    table = Table(*_COLUMNS_OF_ALL)
-    for c in found:
-        sizes = [f"{nbytes / _GIB:.1f}" for nbytes in c.peak.parts.values()]
-        moved = [f"{c.wire(kind) / _GB:.1f}" for kind in ("dense", "experts", "tokens")]
-        row = [*_mesh(c), *sizes, f"{c.gib:.1f}", "yes" if c.fits else "no", *moved]
-        table.add_row(*row, f"{c.time.step:.2f}", f"{c.sync:.2f}", style="bold green" if c is best else None)
-    return table
-
-
 def refusal(least: Choice, larger: tuple[Cluster, Choice] | None, request: Request, cluster: Cluster) -> list[str]:
     """What is too big, in which mesh, and what would do."""
-    parts = sorted(least.peak.parts.items(), key=lambda part: -part[1])
-    room = least.limit - least.reserve
     said = [
-        f"It does not fit. Of {cluster.gib:g} GiB {room:.1f} are for a rank's tensors ({request.margin:.0%} stay free, "
-        f"{least.reserve:g} GiB are reserved), and every mesh needs more.",
+        f"It does not fit. Of {cluster.gib:g} GiB {least.room:.1f} are for a rank's tensors ({request.margin:.0%} stay "
+        f"free, {least.reserve:g} GiB are reserved), and every mesh needs more.",
         f"The least is {least.peak.total / _GIB:.1f} GiB, with {' '.join(least.settings)} ({least.peak.when}): "
-        + ", ".join(f"{name} {nbytes / _GIB:.1f}" for name, nbytes in parts if nbytes)
-        + ".",
+        f"{', '.join(_largest(least))}.",
     ]
-    alone = [name for name, nbytes in parts if nbytes / _GIB > room]
+    alone = [name for name, nbytes in least.peak.parts.items() if nbytes / _GIB > least.room]
     if alone:
         said.append(f"Too big each by itself: {', '.join(alone)}.")
-    else:
-        said.append(f"The largest part is {parts[0][0]}.")
     if larger is None:
-        said.append("More nodes do not help; fewer --tokens, or fuller --checkpointing, may.")
-        return said
+        return [*said, "More nodes do not help; fewer --tokens, or fuller --checkpointing, may."]
     nodes, best = larger
     said.append(
         f"The smallest cluster of such nodes that fits has {nodes.nodes} ({nodes.world} GPUs), {best.gib:.1f} GiB each "
         f"with the reserve: {' '.join(best.settings)}"
     )
     fewer = [f"{nodes} with {option}" for option, nodes in _leaner(request, cluster, nodes.nodes)]
-    if fewer:
-        said.append(f"Fewer do with other settings: {', '.join(fewer)}.")
-    return said
+    return [*said, f"Fewer do with other settings: {', '.join(fewer)}."] if fewer else said
+
+
+def _largest(choice: Choice) -> list[str]:
+    """The parts of the memory, the largest first."""
+    parts = sorted(choice.peak.parts.items(), key=lambda part: -part[1])
+    return [f"{name} {nbytes / _GIB:.1f}" for name, nbytes in parts if nbytes]
 
 
 def _leaner(request: Request, cluster: Cluster, nodes: int) -> Iterator[tuple[str, int]]:

@@ -9,15 +9,14 @@ import pytest
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.memory import peak_of
 from epfsdp2.engine.config import EPFSDP2ActorConfig, EPFSDP2EngineConfig
-from epfsdp2.engine.planner.memory import IMBALANCE, Batch, PlannerBackend, peak
-from epfsdp2.engine.planner.run import RECIPE_DEFAULTS, StepEstimate, configured_batch
-from epfsdp2.engine.planner.text import format_plan
+from epfsdp2.engine.planner.memory import IMBALANCE, Batch, peak
+from epfsdp2.engine.planner.run import StepEstimate, configured_batch, format_plan
 from epfsdp2.engine.planner.traffic import collectives
 from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.recipes.plan.cards import config_of
 from epfsdp2.recipes.plan.cli import parse, request_of
+from tests.support.memory import peak_of
 from tests.support.models import save_qwen3_moe
 from tests.support.ppo import of_this_rank, ppo_batch, ppo_samples, ppo_worker
 from tests.support.ranks import run_ranks
@@ -35,7 +34,7 @@ def _update(worker):
     return tu.get(worker.train_batch(batch), "metrics")
 
 
-def _trains_to_the_end(folder, settings):
+def _trains_to_the_end(folder, settings, *recipe_options):
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         worker = ppo_worker(folder, ep=2, **settings)
@@ -48,16 +47,14 @@ def _trains_to_the_end(folder, settings):
     assert ours.pop(0).startswith("engine.experts_backend=auto: torch computes the experts")
     assert ours == plan.lines() and ours[0] == "plan of Qwen3MoeForCausalLM"
 
-    # The recipe says the same of the same settings, from the command that is printed.
-    words = shlex.split(ours[-1].removeprefix("all meshes: "))
+    # The recipe says the same of the same settings: the command that is printed, and options for the rest.
+    words = shlex.split(ours[-1].partition(": ")[2])
     assert words[:3] == ["python", "-m", "epfsdp2.recipes.plan"]
-    options = parse(words[3:])
+    options = parse([*words[3:], "--dtype", "fp32", *recipe_options])
     request, topology = request_of(options, config_of(options.model)), Topology.arrange(2, 2)
-    moment = peak(
-        request.sizes, topology, request.options, request.batch, request.optimizer, PlannerBackend(on_cpu=True)
-    )
+    point = peak(request.sizes, topology, request.options, request.batch, request.optimizer, gloo=True)
     traffic = collectives(request.sizes, topology, request.options, request.batch)
-    assert ours[1:5] == format_plan(topology, request.batch, moment, traffic)
+    assert ours[1:5] == format_plan(topology, request.batch, point, traffic)
     assert (request.batch.tokens, request.batch.micro_batches) == (40, 3) and options.gpus * options.nodes == 2
 
     # What an update needs is planned for the micro-batches that it had.
@@ -72,7 +69,7 @@ def _trains_to_the_end(folder, settings):
 
 def test_step_estimate_outcome_compares_tensors_with_tensors():
     request = request_of(parse(["--model", "Qwen3-30B-A3B"]), config_of("Qwen3-30B-A3B"))
-    settings = request.sizes, Topology.arrange(8, 8), request.options, "adamw", PlannerBackend(), None, (), "", 1
+    settings = request.sizes, Topology.arrange(8, 8), request.options, "adamw", None, (), "", 1, False
     plan = StepEstimate(*settings, measure=lambda: 3 << 30)
     assert plan.metrics() == {} and plan.outcome() is None
     plan.see(1024)
@@ -87,7 +84,8 @@ def test_step_estimate_on_a_cpu_prints_the_plan_and_no_pages(tmp_path):
 def test_step_estimate_with_adapters_and_chunks_equals_that_of_the_recipe(tmp_path):
     model = {"lora_rank": 4, "lora_alpha": 4, "target_modules": "all-linear"}
     settings = {**CONFIGURED, "model": model, "dispatch_chunks": 2}
-    run_ranks(_trains_to_the_end, 2, save_qwen3_moe(tmp_path), settings)
+    options = "--lora-rank", "4", "--dispatch-chunks", "2"
+    run_ranks(_trains_to_the_end, 2, save_qwen3_moe(tmp_path), settings, *options)
 
 
 def _is_tracked(folder):
@@ -99,7 +97,7 @@ def _is_tracked(folder):
     files = {file.stat().st_size for file in folder.glob("*.safetensors")}
     tracked = peak_of(profiler, "second update", files)[0]
     planned = metrics["memory_max_planned_gib"][dist.get_rank()][0] * 2**30
-    assert tracked == pytest.approx(planned, rel=0.05), (tracked, planned)
+    assert tracked == pytest.approx(planned, rel=0.1), (tracked, planned)
 
 
 def test_step_estimate_of_an_update_through_verls_worker_is_what_it_holds(tmp_path):
@@ -126,8 +124,4 @@ def test_configured_batch_follows_the_actors_settings():
 def _example(folder):
     lines = ppo_worker(folder, ep=1, optimizer={"foreach": True}).engine.run_plan.lines()
     assert any("1024 tokens are an example" in line for line in lines)
-
-
-def test_recipe_defaults_are_what_the_command_leaves_out():
-    options = vars(parse(["--model", "Qwen3-30B-A3B"]))
-    assert {name: options[name.replace("-", "_")] for name in RECIPE_DEFAULTS} == RECIPE_DEFAULTS
+    assert any(line.startswith("not counted: ") and "foreach" in line for line in lines)

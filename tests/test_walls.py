@@ -24,7 +24,7 @@ THIRD_PARTIES: dict[str, frozenset[str]] = {
     "recipes/gpu": frozenset({"yaml"}),
     "recipes/quickstart": MODEL | {"matplotlib", "pandas", "psutil", "rich", "tokenizers", "yaml"},
     "recipes/quickstart/sampler.py": frozenset({"verl"}),
-    "recipes/plan": MODEL | {"huggingface_hub", "matplotlib", "rich"},
+    "recipes/plan": MODEL | {"huggingface_hub", "matplotlib", "rich", "yaml"},
     "recipes/convert": TORCH | {"numpy", "rich", "safetensors", "tqdm"},
     "conf": frozenset({"hydra", "omegaconf"}),
     "engine/config.py": frozenset({"hydra", "verl"}),
@@ -35,6 +35,7 @@ THIRD_PARTIES: dict[str, frozenset[str]] = {
     "engine/planner": MODEL,
     "engine/checkpoint": MODEL | {"huggingface_hub", "safetensors", "tqdm"},
     "engine/optim": TORCH,
+    "engine/declared": TORCH,
     # verl's side of a sync: its server adapter, its bucketed sender, its checkpoint engines, its worker extension.
     "rollout/remote": TORCH,
     "rollout/remote/checkpoint_engine.py": TORCH | {"ray", "verl"},

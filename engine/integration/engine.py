@@ -18,11 +18,11 @@ from ...rollout import server_adapter
 from ...rollout.remote.delta_shards import ExpertsSpec, experts_entry
 from ..build import shard_and_load
 from ..checkpoint.saves import CheckpointSaver
+from ..declared.derived import sharding_options
 from ..topology.mesh import Topology, build_meshes, build_sequence_mesh
 from .building import BuildsModel, agreed_settings
 from .checkpoints import WritesCheckpoints
 from .modes import EvalMode, TrainMode
-from .sharding import sharding_options
 from .shims import distillation_shim, separation_shim
 from .step_features import StepFeature
 

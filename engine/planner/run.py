@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..declared.derived import planned_overrides
 from ..fsdp.options import ShardingOptions
 from ..optim.settings import wants_muon
 from ..settings.values import DTYPES, get_setting
@@ -24,27 +25,14 @@ from .model_sizes import ModelSizes
 from .text import format_bytes, format_plan, format_step
 from .traffic import collectives
 
-__all__ = ["RECIPE_DEFAULTS", "StepEstimate", "configured_batch", "options_of_recipe", "estimate_step"]
+__all__ = ["RECIPE_DEFAULTS", "StepEstimate", "configured_batch", "estimate_step"]
 
 logger = logging.getLogger("epfsdp2")
 
 _ASSUMED_TOKENS = 1024
-_DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _ADAM = ("Adam", "AdamW")
-RECIPE_DEFAULTS = {
-    "micro-batches": 1,
-    "checkpointing": "full",
-    "prefetch-depth": 1,
-    "expert-shard-dim": "auto",
-    "dispatch-chunks": 1,
-    "experts-backend": "auto",
-    "lora-rank": 0,
-    "model-dtype": "fp32",
-    "dtype": "bf16",
-    "reduce-dtype": "fp32",
-    "optimizer": "adamw",
-}
-"""The defaults of the options of ``recipes.plan``."""
+RECIPE_DEFAULTS = {"micro-batches": 1, "lora-rank": 0, "optimizer": "adamw"}
+"""The defaults of those options of ``recipes.plan`` that the command of a run may leave out."""
 
 
 @dataclass
@@ -204,28 +192,6 @@ def _uncounted(engine: Any, model: Any, optimizer: Any, sizes: ModelSizes) -> li
     return found
 
 
-def options_of_recipe(engine: Any, optimizer: Any, options: ShardingOptions) -> dict[str, Any]:
-    """Return the options of ``recipes.plan`` that mean these settings; True for a flag."""
-    experts = options.reshard_experts_after_forward
-    given = {
-        "checkpointing": options.checkpointing,
-        "prefetch-depth": options.prefetch_depth,
-        "expert-shard-dim": options.expert_shard_dim,
-        "dispatch-chunks": options.dispatch_chunks,
-        "experts-backend": options.experts_backend,
-        "model-dtype": _DTYPE_NAMES[DTYPES[engine.model_dtype]],
-        "dtype": _DTYPE_NAMES[options.param_dtype],
-        "reduce-dtype": _DTYPE_NAMES[options.reduce_dtype],
-        "optimizer": _known(optimizer),
-        "reshard-experts": None if experts is None else str(experts).lower(),
-        "no-reshard": not options.reshard_after_forward,
-        "activation-offload": options.activation_offload,
-        "offload-policy": options.cpu_offload,
-        "fused-kernels": options.head_in_root,
-    }
-    return {name: value for name, value in given.items() if value is not None and value is not False}
-
-
 def _command(
     engine: Any, model: Any, optimizer: Any, topology: Topology, options: ShardingOptions, memory: Any, device: str
 ) -> str:
@@ -237,10 +203,14 @@ def _command(
     where = {"nodes": topology.world // gpus, "gpus": gpus, "gib": f"{total / (gpus if device == 'cpu' else 1):.0f}"}
     what = {"tokens": batch.tokens * sp, "micro-batches": -(-batch.micro_batches // sp)}
     words = ["python", "-m", "epfsdp2.recipes.plan", "--model", str(Path(model.local_path))]
-    adapters = {"lora-rank": get_setting(model, "lora_rank") or 0}
-    given = {**where, **what, **adapters, **options_of_recipe(engine, optimizer, options)}
-    for name, value in given.items():
-        if RECIPE_DEFAULTS.get(name) == value:
+    options_of_recipe = {
+        "lora-rank": get_setting(model, "lora_rank") or 0,
+        "optimizer": _known(optimizer),
+        "activation-offload": options.activation_offload,
+        "fused-kernels": options.head_in_root,
+    }
+    for name, value in {**where, **what, **options_of_recipe}.items():
+        if value is None or value is False or RECIPE_DEFAULTS.get(name) == value:
             continue
         words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-    return shlex.join(words)
+    return shlex.join([*words, *planned_overrides(engine, options)])

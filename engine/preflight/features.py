@@ -7,6 +7,7 @@ from typing import Any
 from pyarrow import parquet
 
 from ..compat import versions
+from ..declared.derived import param_dtype
 from ..errors import SettingError
 from ..fsdp.ulysses import SETTING as SEQUENCE
 from ..fsdp.ulysses import check_attention_splits
@@ -19,7 +20,7 @@ from ..moe.deepep import check_deepep
 from ..moe.find import UnsupportedModelError, experts_by_layer, find_experts
 from ..moe.router.losses import check_router_logits
 from ..optim.settings import wants_muon
-from ..settings.values import ACTOR_MODEL, DTYPES, OPTIMIZERS, get_setting, overrides_of, plain
+from ..settings.values import ACTOR_MODEL, OPTIMIZERS, get_setting, overrides_of, plain
 from ..topology.expert_placement import ep_fsdp_dim
 from ..topology.mesh import Topology, check_sequence_size
 from .model_facts import ModelFacts
@@ -335,7 +336,7 @@ def check_dispatcher(engine: Any, facts: ModelFacts, device: str) -> None:
         SettingError: ``engine.dispatcher=deepep`` where DeepEP can't be used; see ``check_deepep``.
     """
     if engine.dispatcher == "deepep":
-        dtype = DTYPES[(engine.mixed_precision or {}).get("param_dtype", engine.dtype)]
+        dtype = param_dtype(engine)
         check_deepep(device, engine.ep_size, facts.model.config.get_text_config().hidden_size, dtype)
 
 

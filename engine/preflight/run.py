@@ -13,12 +13,13 @@ from typing import Any
 
 from ..checkpoint.state import KNOWN_CONTENTS
 from ..compat import versions
+from ..declared.derived import param_dtype
 from ..errors import SettingError
 from ..moe.find import find_experts
 from ..moe.gemm.backends import choose_backend
 from ..moe.overlap import check_overlap
 from ..optim.settings import check_optimizer
-from ..settings.values import ACTOR_MODEL, DTYPES, OPTIMIZERS, get_setting, plain
+from ..settings.values import ACTOR_MODEL, OPTIMIZERS, get_setting, plain
 from ..topology.expert_placement import check_experts_divide, ep_fsdp_dim
 from ..topology.mesh import Topology
 from .dense_models import check_alone, without_experts
@@ -142,8 +143,7 @@ def check_training(
     if facts is not None and facts.is_dense:
         engine = without_experts(engine, facts.model)
     topology = Topology.arrange(world, engine.ep_size, engine.fsdp_size)
-    dtype = (engine.mixed_precision or {}).get("param_dtype", engine.dtype)
-    choose_backend(engine.experts_backend, device, DTYPES[dtype])
+    choose_backend(engine.experts_backend, device, param_dtype(engine))
     if facts is not None:
         check_experts(topology, facts, engine.expert_shard_dim)
         check_routers(engine, model, facts)

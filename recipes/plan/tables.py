@@ -106,7 +106,7 @@ def refusal(least: Choice, larger: tuple[Cluster, Choice] | None, request: Reque
     else:
         said.append(f"The largest part is {parts[0][0]}.")
     if larger is None:
-        said.append("More nodes do not help; fewer --tokens, or fuller --checkpointing, may.")
+        said.append("More nodes do not help; fewer --tokens, or engine.activation_checkpointing=full, may.")
         return said
     nodes, best = larger
     said.append(
@@ -124,8 +124,8 @@ def _leaner(request: Request, cluster: Cluster, nodes: int) -> Iterator[tuple[st
     bf16 = replace(request.sizes, master=torch.bfloat16)
     settings = {
         "--optimizer muon": replace(request, optimizer="muon"),
-        "--model-dtype bf16": replace(request, sizes=bf16),
-        "--model-dtype bf16 --optimizer muon": replace(request, sizes=bf16, optimizer="muon"),
+        "engine.model_dtype=bf16": replace(request, sizes=bf16),
+        "engine.model_dtype=bf16 --optimizer muon": replace(request, sizes=bf16, optimizer="muon"),
     }
     for option, leaner in settings.items():
         found = smallest(leaner, replace(cluster, nodes=cluster.nodes - 1)) if leaner != request else None

@@ -25,6 +25,7 @@ from verl.workers.config.model import HFModelConfig, MtpConfig
 
 from epfsdp2.engine import config as engine_config_module
 from epfsdp2.engine.compat import versions
+from epfsdp2.engine.declared.engine_settings import EngineSettings
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight import model_facts
 from epfsdp2.engine.preflight import run as preflight
@@ -57,16 +58,10 @@ TENSOR_PARALLEL = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
 
 
-def engine(**settings):
-    defaults = {"ep_size": 1, "fsdp_size": -1, "model_dtype": "fp32", "expert_shard_dim": "auto"}
-    defaults |= {"dtype": "bf16", "mixed_precision": None, "rollout_sync": "auto", "sync_megabytes": 2048}
-    defaults |= {"ulysses_sequence_parallel_size": 1, "experts_backend": "auto"}
-    replay = SimpleNamespace(mode=settings.pop("replay", "disabled"))
-    others = {"router_aux_loss_coef": 0.0, "router_z_loss_coef": 0.0, "router_metrics": False}
-    others |= {"activation_checkpointing": "auto", "dispatch_chunks": 1, "overlap_shared_experts": False}
-    others |= {"dispatcher": "all_to_all", "expert_plan": {}, "fp32_modules": ()}
-    given = others | defaults | settings
-    return SimpleNamespace(router_replay=replay, **given)
+def engine(replay="disabled", **settings):
+    found = EngineSettings(**{"dtype": "bf16", **settings})
+    found.router_replay.mode = replay
+    return found
 
 
 def checkpoint(folder, kind="qwen3_moe", **settings):

@@ -35,6 +35,7 @@ ROOMS = (
     "rollout/transport",
     "rollout/layout",
     "rollout/cleanup.py",
+    "engine/declared",
     "engine/lora",
     "engine/parallelize.py",
     "engine/fsdp",

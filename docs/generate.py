@@ -27,9 +27,10 @@ from tests.features import FEATURES, Feature  # noqa: E402
 _YAML = "conf/engine/epfsdp2.yaml"
 _NOT_SET = ("strategy", "forward_only")  # which no user sets
 _UNBROKEN: dict[str, Any] = {"break_on_hyphens": False, "break_long_words": False}
-_YAML_HEAD = """# Generated from engine/declared/engine_settings.py by docs/generate.py. Format, as in verl's configs: comments above each
-# field, a blank line between fields, no inline comments. Names are those of verl's engine/fsdp.yaml wherever the
-# meaning is the same.
+_YAML_HEAD = """\
+# Generated from engine/declared/engine_settings.py by docs/generate.py. Format, as in verl's configs: comments
+# above each field, a blank line between fields, no inline comments. Names are those of verl's engine/fsdp.yaml
+# wherever the meaning is the same.
 
 # Target class for this configuration: checks the keys, then builds EPFSDP2EngineConfig
 _target_: epfsdp2.engine.config.engine_config

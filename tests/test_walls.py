@@ -59,6 +59,7 @@ THIRD_PARTIES: dict[str, frozenset[str]] = {
     "engine/topology": TORCH,
     "engine/settings": TORCH,
     "engine/compat": MODEL | {"packaging"},
+    "engine/wrap_forward.py": TORCH,
 }
 # compat says which versions there are and looks up vLLM's private names; the rest is what a weight is: where its parts
 # are, what it is called in a checkpoint, and what is merged into it.
@@ -307,6 +308,23 @@ def test_the_checkpoint_engine_is_registered_by_the_module_that_configs_name():
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert found.stdout.split()[-1:] == ["epfsdp2.rollout.remote.checkpoint_engine"], found.stderr[-2000:]
+
+
+def _forwards_replaced(files: Mapping[str, str]) -> list[str]:
+    """Files that assign the forward of a module or a class."""
+    return [
+        path
+        for path, text in files.items()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Attribute) and target.attr == "forward"
+    ]
+
+
+def test_forwards_are_replaced_in_one_place():
+    # vision.py puts a class's own forward back after verl has patched it.
+    assert _forwards_replaced(SOURCES) == ["engine/model/vision.py", "engine/wrap_forward.py"]
 
 
 def test_nothing_is_left_for_later():

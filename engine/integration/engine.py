@@ -72,7 +72,10 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
     # -- building -----------------------------------------------------------------------------------------------
 
     def __init__(self, model_config, engine_config, optimizer_config, checkpoint_config):
-        engine_config = agreed_settings(model_config, engine_config, optimizer_config, checkpoint_config)
+        self.model_config, self.engine_config = model_config, engine_config
+        engine_config, self._plain = agreed_settings(
+            model_config, engine_config, optimizer_config, checkpoint_config, self._plain_module
+        )
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
         # float32 is what verl's forward takes as "no autocast". FSDP gathers parameters in their compute dtype, and
         # autocast would run in bfloat16 what a model computes in float32 on purpose, such as routers.

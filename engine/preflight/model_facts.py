@@ -69,11 +69,13 @@ def inspect_model(
     setting: str = ACTOR_MODEL,
     expert_plan: Mapping[str, int] | None = None,
     fp32_modules: Sequence[str] = (),
+    built: nn.Module | None = None,
 ) -> ModelFacts | None:
     """Read the model's config, build it without weights and count.
 
     Args:
         expert_plan, fp32_modules: the engine's settings that name parts of the model.
+        built: it on the meta device, where it is built already.
 
     Returns:
         None, with one line of log, if it is not on this machine: a hub id outside the cache, or a remote path.
@@ -87,7 +89,10 @@ def inspect_model(
     if folder is None:
         logger.warning("epfsdp2: %s.path=%s is not on this machine yet, so it is not checked", setting, path)
         return None
-    built = _build(model, str(model.get("hf_config_path") or folder), setting)
+    if built is None:
+        built = _build(model, str(model.get("hf_config_path") or folder), setting)
+    else:
+        check_not_quantised(built.config, path, setting)  # type: ignore[arg-type]
     try:
         # The plan, and patterns of routers, may be those of another role's model.
         dense = is_dense(built, expert_plan)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from ...engine.errors import SettingError
+from ...engine.topology.mesh import divisors
 from .vllm_layout import VOCABULARY_MULTIPLE, Rollout, SyncMode, known_families
 
 __all__ = [
@@ -163,7 +164,7 @@ def check_rollout_parallelism(config: Any, ranks: int, model: Any) -> None:
     replica = rollout.workers * pipeline
     if ranks % replica and not (disaggregation is not None and disaggregation.get("enabled")):
         rule = f"a replica of vLLM takes {replica} workers, and the {ranks} trainer ranks are not a multiple of that."
-        works = [tp for tp in _divisors(ranks) if ranks % (rollout.dp * pipeline * tp) == 0]
+        works = [tp for tp in divisors(ranks) if ranks % (rollout.dp * pipeline * tp) == 0]
         others = f"{_ROLLOUT}.data_parallel_size=1"
         raise SettingError(_TP, rollout.tp, rule, f"{_TP} one of {works}" if works else others)
     if model is not None:
@@ -197,12 +198,8 @@ def _check_tensor_parallel(rollout: Rollout, model: Any) -> None:
         return [what for what, holds in found.items() if not holds]
 
     if wrong := reasons(rollout.tp):
-        works = [tp for tp in _divisors(heads) if not reasons(tp)]
+        works = [tp for tp in divisors(heads) if not reasons(tp)]
         raise SettingError(_TP, rollout.tp, f"vLLM can't cut {wrong[0]} so.", f"{_TP} one of {works}")
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _first(model: Any, *names: str) -> int:

@@ -192,7 +192,7 @@ def test_an_unknown_model_is_told_the_nearest(options, words, capsys):
         (["engine.dispatch_chunks=0"], "engine.dispatch_chunks=0: is the number of parts"),
         (
             ["engine.prefetch=2"],
-            "engine.prefetch=2: the plan does not depend on such a setting. What works: engine.pre",
+            "engine.prefetch=2: the plan does not depend on such a setting. What works: ",
         ),
         (["engine.ep_size=8"], "engine.ep_size=8: the plan does not depend on such a setting."),
         (["dispatch_chunks=2"], "dispatch_chunks=2: is no setting of the engine with a value."),

@@ -46,6 +46,7 @@ ROOMS = (
     "engine/topology",
     "engine/settings",
     "engine/compat",
+    "engine/wrap_forward.py",
     "engine/errors.py",
     "engine",
 )

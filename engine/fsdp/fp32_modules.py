@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import SettingError, close_matches
+from ..model.families import READ_WITHOUT_A_CALL
 from ..model.meta import kept_in_float32
 from ..wrap_forward import wrap_forward
 
@@ -41,8 +42,6 @@ __all__ = [
 
 logger = logging.getLogger("epfsdp2")
 
-# FSDP gathers a module's weight when the module is called.
-_READ_WITHOUT_A_CALL = {("DeepseekV2Moe", "gate")}
 # What routers call their correction biases: e_score_correction_bias, and expert_bias in Afmoe.
 _CORRECTION_BIAS = re.compile(r"(?:^|[._])(?:correction|expert)_bias$")
 
@@ -170,7 +169,7 @@ def _named(model: nn.Module, experts: set[nn.Module], patterns: Sequence[str]) -
             raise SettingError("engine.fp32_modules", pattern, rule, "the router alone, e.g. '*.mlp.gate'")
         for fqn, _ in ((fqn, m) for fqn, m in with_params.items() if m in matching):
             parent, _, own = fqn.rpartition(".")
-            if (type(model.get_submodule(parent)).__name__, own) in _READ_WITHOUT_A_CALL:
+            if (type(model.get_submodule(parent)).__name__, own) in READ_WITHOUT_A_CALL:
                 rule = f"matches {fqn}, whose weight the model's code reads without calling it, and casts to float32."
                 raise SettingError("engine.fp32_modules", pattern, rule, "leave it out")
         found.update(dict.fromkeys(reversed(matching)))  # a module comes before what is below it

@@ -14,7 +14,7 @@ from ..fsdp.ulysses import check_attention_splits
 from ..lora.adapters import Lora
 from ..lora.peft_files import read_adapter
 from ..lora.settings import LoraSettings
-from ..model.packing import why_not_packed
+from ..model.families import NOT_BY_TOPK, why_not_packed
 from ..model.vision import images_error, why_not_images
 from ..moe.deepep import check_deepep
 from ..moe.find import UnsupportedModelError, experts_by_layer, find_experts
@@ -44,8 +44,6 @@ __all__ = [
 _REPLAY = "engine.router_replay.mode"
 _ROUTES = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 _BYPASS = "algorithm.rollout_correction.bypass_mode"
-# Families that choose experts in another way than all others.
-_NOT_BY_TOPK = {"phimoe": "its routers choose by a maximum, and another one over what is left."}
 # What a config may ask to be done with a head's logits.
 _AFTER_THE_HEAD = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 _TOP_K_DISTILLATION = ("forward_kl_topk",)
@@ -260,7 +258,7 @@ def check_replay(engine: Any, model: Mapping[str, Any], facts: ModelFacts | None
     if facts is None:
         return
     config = facts.model.config.get_text_config()
-    rule = _NOT_BY_TOPK.get(config.model_type, "")
+    rule = NOT_BY_TOPK.get(config.model_type, "")
     if getattr(config, "num_experts_per_tok", 0) == 1:
         rule = "a token takes one expert, and no route can't be told from that to expert 0."
     try:

@@ -102,8 +102,8 @@ def _overrides(words: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.partition("=")
-        node, *above, last = name.split(".")
-        if node != "engine" or not equals or not last:
+        *above, last = name.removeprefix("engine.").split(".")
+        if not name.startswith("engine.") or not equals or not last:
             rule = "is no setting of the engine with a value."
             raise SettingError("recipes.plan", word, rule, "engine.activation_checkpointing=full")
         inside = found

@@ -181,7 +181,7 @@ def check_lora(
     Raises:
         SettingError: for the first setting that can't work.
     """
-    megatron = model.get("lora") if isinstance(model, Mapping) else getattr(model, "lora", None)
+    megatron = get_setting(model, "lora")
     if megatron and megatron.get("rank"):
         rule = "is verl's setting for Megatron."
         raise SettingError(f"{setting}.lora.rank", megatron["rank"], rule, f"{setting}.lora_rank={megatron['rank']}")

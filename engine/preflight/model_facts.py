@@ -35,8 +35,6 @@ class ModelFacts:
         experts: number of experts of each experts module, in the model's order; none of a dense model.
         stacked: the different shapes ``[E, ...]`` of its stacked expert parameters, each with the dim that counts the
             experts.
-        largest: name and number of elements of the largest tensor that goes to the rollout: a fused expert stack whole
-            where vLLM takes it so, else the checkpoint's tensors.
         sdpa, flash, flex: attention implementations of transformers that its class supports.
         model: it, on the meta device.
     """
@@ -44,7 +42,6 @@ class ModelFacts:
     name: str
     experts: tuple[int, ...]
     stacked: tuple[tuple[tuple[int, ...], int], ...]
-    largest: tuple[str, int]
     sdpa: bool
     flash: bool
     flex: bool
@@ -162,7 +159,6 @@ def _facts(model: Any, experts: Sequence[ExpertsInfo]) -> ModelFacts:
         name=type(model).__name__,
         experts=tuple(info.num_experts for info in experts),
         stacked=tuple(sorted(stacked)),
-        largest=largest_sent(model),
         sdpa=bool(getattr(model, "_supports_sdpa", False)),
         flash=bool(getattr(model, "_supports_flash_attn", False)),
         flex=bool(getattr(model, "_supports_flex_attn", False)),
@@ -171,7 +167,8 @@ def _facts(model: Any, experts: Sequence[ExpertsInfo]) -> ModelFacts:
 
 
 def largest_sent(model: Any, itemsizes: Mapping[str, int] | None = None) -> tuple[str, int]:
-    """Name and number of elements of the largest tensor that ``model.hf_names.for_vllm`` yields for this model.
+    """Name and number of elements of the largest tensor that goes to the rollout, as ``model.hf_names.for_vllm`` yields
+    it: a fused expert stack whole where vLLM takes it so, else the checkpoint's tensors.
 
     Args:
         itemsizes: bytes of an element of each parameter as it is sent; bytes are then compared and returned.

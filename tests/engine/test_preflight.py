@@ -610,12 +610,11 @@ def test_the_bucket_has_to_hold_one_expert_where_vllm_takes_them_one_by_one(tmp_
     model = checkpoint(tmp_path, "hunyuan_v1_moe", **sizes, **heads)
     facts = inspect_model(model)
     assert max(math.prod(shape) for shape, _ in facts.stacked) == 8 * 2 << 20
-    assert largest_sent(facts.model)[1] == 1 << 20 and ".experts.0." in largest_sent(facts.model)[0]
+    name, elements = largest_sent(facts.model)
+    assert elements == 1 << 20 and ".experts.0." in name
     rollout = {"name": "vllm", "n_gpus_per_node": 2, "update_weights_bucket_megabytes": 2}
     check_run(engine(), 2, model, rollout, device="cpu", ipc=False)
-    with pytest.raises(
-        SettingError, match=f"{BUCKET}=1: the largest tensor, {re.escape(largest_sent(facts.model)[0])}, "
-    ):
+    with pytest.raises(SettingError, match=f"{BUCKET}=1: the largest tensor, {re.escape(name)}, "):
         check_run(engine(), 2, model, rollout | {"update_weights_bucket_megabytes": 1}, device="cpu", ipc=False)
     # A dense tensor that is larger counts.
     model["override_config"] |= {"vocab_size": 4096}

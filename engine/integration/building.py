@@ -63,8 +63,11 @@ def agreed_settings(
     Raises:
         RankMismatchError: on all ranks, where ranks differ or one of them refuses its settings.
     """
-    failure, line, own = None, "", engine_config
-    module, not_built = _attempt(build)
+    module, failure, line, own = None, None, "", engine_config
+    try:
+        module = build()
+    except Exception as error:
+        failure = error  # unless a check below knows better what is wrong
     try:
         # The driver checked this for main_ppo; sft_trainer has no driver.
         facts = check_training(
@@ -78,16 +81,12 @@ def agreed_settings(
             # Buffers are on meta too: what is looked at computes nothing.
             built=None if module is None else copy.deepcopy(module).to("meta"),
         )
-        if module is None:
-            raise not_built  # which no check explains
-        # A path that is no local one has no facts.
-        model = module if facts is None else facts.model
-        dense = is_dense(model, engine_config.expert_plan) if facts is None else facts.is_dense
-        if dense:
+        if module is not None and is_dense(module, engine_config.expert_plan):
+            # A path that is no local one has no facts.
             if facts is not None and not engine_config._of_a_role:
                 check_alone(engine_config, facts, "model")
-            line = not_applied(engine_config, model_config.path, model)
-            own = without_experts(engine_config, model)
+            line = not_applied(engine_config, model_config.path, module)
+            own = without_experts(engine_config, module)
     except Exception as error:
         failure = error
     check_agreement(
@@ -104,14 +103,6 @@ def agreed_settings(
         print(f"[epfsdp2] {line}", flush=True)
     assert module is not None, "all ranks raise where it could not be built"
     return own, module
-
-
-def _attempt(build: Callable[[], nn.Module]) -> tuple[nn.Module | None, Exception]:
-    """Return what is built, or None and why not: the checks of the settings know better what is wrong with them."""
-    try:
-        return build(), RuntimeError("it was built")
-    except Exception as error:
-        return None, error
 
 
 class BuildsModel:

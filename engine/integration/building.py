@@ -130,6 +130,13 @@ class BuildsModel:
 
     # -- before it is sharded -----------------------------------------------------------------------------------
 
+    def _agree(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> Any:
+        """Build the model on the meta device, and return the engine's settings as ``agreed_settings`` does."""
+        self.model_config, self.engine_config = model_config, engine_config
+        configs = model_config, engine_config, optimizer_config, checkpoint_config
+        agreed, self._plain = agreed_settings(*configs, self._plain_module)
+        return agreed
+
     def _open(self) -> tuple[nn.Module, CheckpointFiles]:
         """Build the model on the meta device and open its checkpoint; all ranks have the same, or all raise."""
         revision = getattr(self.model_config.hf_config, "_commit_hash", None)  # as transformers notes it

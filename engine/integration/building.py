@@ -42,10 +42,10 @@ from ..topology.mesh import Meshes
 from ..topology.rank_consistency import check_agreement, model_facts, raise_on_all_ranks, without_paths
 from .step_features import PlannedMemory, RouterTerms, StepFeature, SyncMetrics, VisionTowers
 
-__all__ = ["BuildsModel", "agreed_settings"]
+__all__ = ["BuildsModel"]
 
 
-def agreed_settings(
+def _agreed_settings(
     model_config: Any,
     engine_config: Any,
     optimizer_config: Any,
@@ -131,10 +131,10 @@ class BuildsModel:
     # -- before it is sharded -----------------------------------------------------------------------------------
 
     def _agree(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> Any:
-        """Build the model on the meta device, and return the engine's settings as ``agreed_settings`` does."""
+        """Build the model on the meta device, and return the engine's settings as ``_agreed_settings`` does."""
         self.model_config, self.engine_config = model_config, engine_config
         configs = model_config, engine_config, optimizer_config, checkpoint_config
-        agreed, self._plain = agreed_settings(*configs, self._plain_module)
+        agreed, self._plain = _agreed_settings(*configs, self._plain_module)
         return agreed
 
     def _open(self) -> tuple[nn.Module, CheckpointFiles]:

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.quickstart import machine
 from benchmarks.tables import write_table
-from epfsdp2.engine.integration.sharding import sharding_options
+from epfsdp2.engine.declared.derived import sharding_options
 from epfsdp2.engine.model.meta import build_on_meta
 from epfsdp2.engine.planner.memory import Batch
 from epfsdp2.engine.planner.model_sizes import ModelSizes

@@ -1,4 +1,5 @@
-"""Writes the pages of docs/ that are made from other files: settings.md, compatibility.md, architecture.md, loop.svg.
+"""Writes what is made from other files: conf/engine/epfsdp2.yaml, and of docs/ settings.md, compatibility.md,
+architecture.md and loop.svg.
 
 python docs/generate.py            # write them
 python docs/generate.py --check    # status 1 where one is not what would be written
@@ -7,9 +8,11 @@ python docs/generate.py --check    # status 1 where one is not what would be wri
 import argparse
 import ast
 import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
-
-import yaml
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
@@ -17,13 +20,25 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 from draw_loop import loop  # noqa: E402
 from import_graph import architecture  # noqa: E402
 
+from epfsdp2.engine.declared.derived import as_yaml  # noqa: E402
+from epfsdp2.engine.declared.engine_settings import EngineSettings  # noqa: E402
 from tests.features import FEATURES, Feature  # noqa: E402
 
 _YAML = "conf/engine/epfsdp2.yaml"
-_NOT_SET = ("_target_", "strategy", "forward_only")  # which no user sets
+_NOT_SET = ("strategy", "forward_only")  # which no user sets
+_UNBROKEN: dict[str, Any] = {"break_on_hyphens": False, "break_long_words": False}
+_YAML_HEAD = """\
+# Generated from engine/declared/engine_settings.py by docs/generate.py. Format, as in verl's configs: comments
+# above each field, a blank line between fields, no inline comments. Names are those of verl's engine/fsdp.yaml
+# wherever the meaning is the same.
+
+# Target class for this configuration: checks the keys, then builds EPFSDP2EngineConfig
+_target_: epfsdp2.engine.config.engine_config
+"""
 _SETTINGS = f"""# Settings
 
-Generated from the comments of [{_YAML}](../{_YAML}) by `python docs/generate.py`.
+Generated from [engine/declared/engine_settings.py](../engine/declared/engine_settings.py), as
+[{_YAML}](../{_YAML}) is, by `python docs/generate.py`.
 
 All stand under `engine.` on the command line: `engine.ep_size=8`. Those that verl's FSDP engine has, have its names
 and meaning. A value of the wrong kind, a key that does not exist and a combination that can't work end the run on the
@@ -81,40 +96,39 @@ ends on the driver, before Ray starts, with one paragraph.
 
 
 def settings_page() -> str:
-    """A table of the YAML: each key, its default, and the comment above it."""
-    rows = [f"| `{name}` | {default} | {text} |" for name, default, text in settings((ROOT / _YAML).read_text())]
+    rows = [f"| `{name}` | `{default}` | {_cell(text)} |" for name, default, text in listed() if name not in _NOT_SET]
     return _SETTINGS + "\n".join(["| setting | default | what it does |", "|---|---|---|", *rows]) + "\n" + _ROLES
 
 
-def settings(text: str) -> list[tuple[str, str, str]]:
-    """Dotted name, default and description of every setting.
-
-    Raises:
-        ValueError: for a setting without a comment.
-    """
-    found, comment, parents = [], [], []
-    for line in text.splitlines():
-        words, indent = line.strip(), len(line) - len(line.lstrip())
-        if words.startswith("#"):
-            comment.append(words.removeprefix("#").strip())
-            continue
-        if not words:
-            # A comment that a blank line follows is about the file.
-            comment = []
-            continue
-        key, _, value = words.partition(":")
-        parents = [*parents[: indent // 2], key]
-        if not comment:
-            raise ValueError(f"{'.'.join(parents)} has no comment above it")
-        if value.strip() and parents[0] not in _NOT_SET:
-            default = "null" if (parsed := yaml.safe_load(value)) is None else _plain(parsed)
-            found.append((".".join(parents), f"`{default}`", " ".join(comment).replace("|", "\\|").replace("*", "\\*")))
-        comment = []
-    return found
+def listed() -> Iterator[tuple[str, str, str]]:
+    """Yield dotted name, default and text of every setting; a mapping's own are its keys."""
+    for entry in fields(EngineSettings):
+        inner = entry.metadata["inner"]
+        for key, (default, text) in inner.items():
+            yield f"{entry.name}.{key}", as_yaml(default), text
+        if not inner:
+            yield entry.name, as_yaml(getattr(EngineSettings(), entry.name)), entry.metadata["text"]
 
 
-def _plain(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def settings_yaml() -> str:
+    """Hydra's file of the settings, in the format of verl's configs."""
+    default, parts = EngineSettings(), [_YAML_HEAD]
+    for entry in fields(EngineSettings):
+        lines = _comment(entry.metadata["text"])
+        inner = entry.metadata["inner"]
+        lines.append(f"{entry.name}:" if inner else f"{entry.name}: {as_yaml(getattr(default, entry.name))}")
+        for key, (value, text) in inner.items():
+            lines += ["", *_comment(text, "  "), f"  {key}: {as_yaml(value)}"]
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def _comment(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(text, 120, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ", **_UNBROKEN)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("*", "\\*")
 
 
 def features_page() -> str:
@@ -148,10 +162,11 @@ def _shown(test: str) -> str:
 
 
 PAGES = {
-    "settings.md": settings_page,
-    "compatibility.md": features_page,
-    "architecture.md": architecture,
-    "loop.svg": loop,
+    _YAML: settings_yaml,
+    "docs/settings.md": settings_page,
+    "docs/compatibility.md": features_page,
+    "docs/architecture.md": architecture,
+    "docs/loop.svg": loop,
 }
 
 
@@ -164,7 +179,7 @@ def main() -> int:
         return 1
     stale = []
     for name, page in PAGES.items():
-        path = ROOT / "docs" / name
+        path = ROOT / name
         if arguments.check:
             stale += [name] if not path.exists() or path.read_text() != page() else []
         else:

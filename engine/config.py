@@ -1,8 +1,7 @@
-"""Every setting of the engine, as verl-style dataclasses that check themselves.
+"""The engine's settings and those of its roles, as verl-style dataclasses that check themselves.
 
-``conf/engine/epfsdp2.yaml`` is the same list for Hydra. A setting that means what verl's ``FSDPEngineConfig`` means has
-its name. Whoever instantiates or unpickles ``EPFSDP2EngineConfig`` also registers the engine with verl, so that a
-worker that got its config has its engine.
+``declared/engine_settings.py`` lists the engine's settings. Whoever instantiates or unpickles ``EPFSDP2EngineConfig``
+also registers the engine with verl, so that a worker that got its config has its engine.
 """
 
 import os
@@ -18,10 +17,9 @@ from verl.workers.config.actor import ActorConfig
 from verl.workers.config.critic import CriticConfig
 from verl.workers.config.engine import EngineConfig, EngineRouterReplayConfig
 
+from .declared.checks import check_settings
+from .declared.engine_settings import EngineSettings
 from .errors import SettingError
-from .fsdp.activation_checkpoint import CHECKPOINTING
-from .moe.deepep import DISPATCHERS
-from .moe.gemm.backends import BACKENDS
 from .preflight.model_facts import check_model_path
 from .preflight.rollout import report_leftovers
 from .preflight.run import check_run, check_training
@@ -37,27 +35,7 @@ from .settings.roles import (
     tell,
     without_verls_keys,
 )
-from .settings.rules import (
-    DTYPE,
-    EXPERT_PLAN,
-    FLAG,
-    LOSS_WEIGHT,
-    MIXED_PRECISION,
-    MODEL_DTYPE,
-    PATTERNS,
-    POSITIVE,
-    POSITIVE_NUMBER,
-    REPLAY,
-    REPLAY_MODES,
-    SEED,
-    check_fields,
-    is_whole,
-    must,
-    one_of,
-    optional,
-    setting,
-    whole,
-)
+from .settings.rules import REPLAY_MODES, one_of
 
 __all__ = [
     "STRATEGY",
@@ -70,17 +48,6 @@ __all__ = [
     "engine_config",
     "engine_settings",
 ]
-
-_RANKS = whole(1, "is a number of ranks, or -1 for all of them.", "-1", besides=(-1,))
-_SHARD_DIM = must(
-    lambda value: (isinstance(value, str) and value == "auto") or (is_whole(value) and value in (0, 1)),
-    "experts are sharded over ep_fsdp along dim 0 (whole experts), dim 1, or dim 0 where that divides.",
-    "auto",
-)
-_CHUNKS = whole(1, "is the number of parts in which a layer's tokens are dispatched.", "1")
-# How weights may be sent; rollout/layout/vllm_layout.py has the ways, and a test compares.
-_SYNCED_AS = ("auto", "full", "expert_local", "sliced")
-_SYNCS = whole(0, "is the number of syncs that are verified, or -1 for all of them.", "2", besides=(-1,))
 
 
 class DriverError(SettingError, CompactHydraException):
@@ -105,56 +72,12 @@ def _on_the_driver(names: Mapping[str, str] | None = None) -> Iterator[None]:
 
 
 @dataclass
-class EPFSDP2EngineConfig(EngineConfig):
-    """Settings of the EP + FSDP2 engine; the YAML says what each of them does.
-
-    ``ep * ep_fsdp * dp_replicate == world``, with ``ep = ep_size``, ``dp_replicate = world / fsdp_size`` (1 where
-    ``fsdp_size`` is -1) and ``ep_fsdp`` what is left.
-    """
+class EPFSDP2EngineConfig(EngineSettings, EngineConfig):
+    """Settings of the EP + FSDP2 engine: those that ``EngineSettings`` declares, and what verl sets of any engine's."""
 
     _mutable_fields = EngineConfig._mutable_fields | {"ulysses_sequence_parallel_size"}
 
-    strategy: str = setting(STRATEGY, must(lambda v: v == STRATEGY, "this engine has one strategy.", STRATEGY))
-    ep_size: int = setting(1, POSITIVE)
-    expert_shard_dim: Any = setting("auto", _SHARD_DIM)
-    expert_plan: dict[str, int] | None = setting(None, EXPERT_PLAN)
-    experts_backend: str = setting("auto", one_of(BACKENDS, "auto"))
-    fsdp_size: int = setting(-1, _RANKS)
-    ulysses_sequence_parallel_size: int = setting(1, POSITIVE)
-    model_dtype: str = setting("fp32", MODEL_DTYPE)
-    allow_unused_weights: bool = setting(False, FLAG)
-    mixed_precision: dict[str, Any] | None = setting(None, MIXED_PRECISION)
-    dtype: str = setting("bfloat16", DTYPE)
-    fp32_modules: list[str] = setting(None, PATTERNS, factory=list)
-    reshard_after_forward: bool = setting(True, FLAG)
-    reshard_experts_after_forward: bool | None = setting(None, optional(FLAG))
-    activation_checkpointing: str = setting("auto", one_of(("auto", *CHECKPOINTING), "auto"))
-    compile_dense: bool = setting(False, FLAG)
-    prefetch_depth: int = setting(1, whole(0, "is the number of layers gathered ahead, 0 for none.", "1"))
-    dispatch_chunks: int = setting(1, _CHUNKS)
-    overlap_shared_experts: bool = setting(False, FLAG)
-    dispatcher: str = setting("all_to_all", one_of(DISPATCHERS, "all_to_all"))
-    param_offload: bool = setting(False, FLAG)
-    optimizer_offload: bool = setting(False, FLAG)
-    offload_policy: bool = setting(False, FLAG)
-    use_no_sync_for_gradient_accumulation: bool = setting(False, FLAG)
-    entropy_from_logits_with_chunking: bool = setting(False, FLAG)
-    entropy_from_logits_chunk_size: int = setting(2048, POSITIVE)
-    entropy_checkpointing: bool = setting(False, FLAG)
-    use_torch_compile: bool = setting(False, FLAG)
-    pad_to_length: bool = setting(False, FLAG)
-    pad_to_length_bucket: int = setting(1024, POSITIVE)
-    seed: int = setting(42, SEED)
-    full_determinism: bool = setting(False, FLAG)
-    forward_only: bool = setting(False, FLAG)
-    router_aux_loss_coef: float = setting(0.0, LOSS_WEIGHT)
-    router_z_loss_coef: float = setting(0.0, LOSS_WEIGHT)
-    router_metrics: bool = setting(False, FLAG)
-    router_replay: EngineRouterReplayConfig = setting(None, REPLAY, factory=EngineRouterReplayConfig)
-    rollout_sync: str = setting("auto", one_of(_SYNCED_AS, "auto"))
-    rollout_sync_verify: int = setting(2, _SYNCS)
-    sync_megabytes: int = setting(2048, POSITIVE)
-    sync_timeout_seconds: float = setting(300.0, POSITIVE_NUMBER)
+    router_replay: EngineRouterReplayConfig = field(default_factory=EngineRouterReplayConfig)
     # What the plan is made for; the actor's settings say it, 0 where nothing does.
     _sequences_per_update: int = 0
     _longest_sequence: int = 0
@@ -163,7 +86,7 @@ class EPFSDP2EngineConfig(EngineConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_engine_values(self)
+        check_settings(self)
         _register()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -174,33 +97,6 @@ class EPFSDP2EngineConfig(EngineConfig):
 
 def _register() -> None:
     from .integration import language_model, value_model  # noqa: F401  (they register themselves with verl)
-
-
-def check_engine_values(config: EPFSDP2EngineConfig) -> None:
-    """Refuse values that no model and no number of ranks could make right.
-
-    Raises:
-        SettingError: naming the first such setting.
-    """
-    check_fields(config)
-    # What holds between fields.
-    for name, default in (("dispatch_chunks", 1), ("overlap_shared_experts", False), ("dispatcher", "all_to_all")):
-        value = getattr(config, name)
-        if value == default:
-            continue
-        if config.dispatcher == "deepep" and name != "dispatcher":
-            rule = "is for all_to_all: DeepEP (engine.dispatcher=deepep) sends a layer's tokens at once."
-            raise SettingError(f"engine.{name}", value, rule, f"engine.{name}={default}")
-        if config.ep_size == 1:
-            rule = "no token travels where a rank holds all experts (engine.ep_size=1)."
-            raise SettingError(f"engine.{name}", value, rule, f"engine.{name}={default}, or a larger ep_size")
-    if config.ulysses_sequence_parallel_size > 1 and config.compile_dense:
-        size = config.ulysses_sequence_parallel_size
-        rule = (
-            "what is compiled may hold no collective, and with sequence parallelism "
-            f"(engine.ulysses_sequence_parallel_size={size}) attention does."
-        )
-        raise SettingError("engine.compile_dense", True, rule, "engine.compile_dense=False")
 
 
 def engine_config(**settings: Any) -> EPFSDP2EngineConfig:

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable, Sequence
 
-__all__ = ["SettingError", "close_matches", "listed"]
+__all__ = ["SettingError", "close_matches", "first_of", "listed"]
 
 
 class SettingError(ValueError):
@@ -27,8 +27,13 @@ class SettingError(ValueError):
 
 def listed(offenders: Sequence[str], most: int = 5) -> str:
     """Format the first offenders and the number of the others, for an error."""
-    more = f"; and {len(offenders) - most} more" if len(offenders) > most else ""
-    return "; ".join(offenders[:most]) + more
+    return "; ".join(first_of(offenders, most))
+
+
+def first_of(offenders: Sequence[str], most: int = 5) -> list[str]:
+    """Return the first offenders, and in an entry of its own the number of the others."""
+    more = [f"and {len(offenders) - most} more"] if len(offenders) > most else []
+    return [*offenders[:most], *more]
 
 
 def close_matches(wanted: str, known: Iterable[str], most: int = 3, cutoff: float = 0.3) -> list[str]:

@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from ..moe.router.topk_override import RoutingMode
+from ..wrap_forward import wrap_forward
 
 __all__ = ["CHECKPOINTING", "Checkpointing", "checkpoint_layers", "units_recomputed"]
 
@@ -41,9 +42,7 @@ def checkpoint_layers(
         inputs_on_host: keep what goes into them, all that is kept under ``full``, in the host's memory.
     """
     for unit in units_recomputed(layers, experts, mode):
-        # On the instance: modules keep their class and parameters their names, and hooks stay outside.
-        forward = functools.partial(_recomputed, unit, unit.forward, num_experts, inputs_on_host)
-        unit.forward = forward  # type: ignore[method-assign]
+        wrap_forward(unit, "recompute", functools.partial(_recomputed, unit, num_experts, inputs_on_host))
 
 
 def units_recomputed(layers: Iterable[nn.Module], experts: Iterable[nn.Module], mode: Checkpointing) -> list[nn.Module]:
@@ -59,9 +58,9 @@ def units_recomputed(layers: Iterable[nn.Module], experts: Iterable[nn.Module], 
 
 def _recomputed(
     module: nn.Module,
-    forward: Callable[..., Any],
     num_experts: int,
     inputs_on_host: bool,
+    forward: Callable[..., Any],
     /,
     *args: Any,
     **kwargs: Any,

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..wrap_forward import wrap_forward
+
 __all__ = ["compile_dense_parts"]
 
 logger = logging.getLogger("epfsdp2")
@@ -33,7 +35,7 @@ def compile_dense_parts(
     for child in (c for layer in layers for c in layer.children()):
         if any(True for _ in child.parameters()) and not holding & set(child.modules()):
             compiled = torch.compile(child.forward, backend=backend)
-            child.forward = _Fallback(failure, type(child).__name__, compiled, child.forward)  # type: ignore[method-assign]
+            wrap_forward(child, "compile", _Fallback(failure, type(child).__name__, compiled))
             count += 1
     return count
 
@@ -57,13 +59,13 @@ class _Failure:
 class _Fallback:
     """A part's forward: the compiled one until compiling fails, then the eager one."""
 
-    def __init__(self, failure: _Failure, name: str, compiled: Callable, eager: Callable):
-        self.failure, self.name, self.compiled, self.eager = failure, name, compiled, eager
+    def __init__(self, failure: _Failure, name: str, compiled: Callable):
+        self.failure, self.name, self.compiled = failure, name, compiled
         self.has_compiled = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, eager: Callable, *args: Any, **kwargs: Any) -> Any:
         if self.failure.happened and not self.has_compiled:
-            return self.eager(*args, **kwargs)
+            return eager(*args, **kwargs)
         try:
             output = self.compiled(*args, **kwargs)
         except _compiler_errors() as error:
@@ -76,6 +78,6 @@ class _Fallback:
                 type(inner).__name__,
                 reason,
             )
-            return self.eager(*args, **kwargs)
+            return eager(*args, **kwargs)
         self.has_compiled = True
         return output

@@ -13,10 +13,10 @@ FSDP casts parameters, not buffers. Where a module multiplies float32 buffers of
 are float32 when they meet the next weight. Such modules run under autocast (``mixing_buffers``).
 """
 
-import difflib
+import functools
 import logging
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -25,8 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import SettingError
+from ..errors import SettingError, close_matches
+from ..model.families import READ_WITHOUT_A_CALL
 from ..model.meta import kept_in_float32
+from ..wrap_forward import wrap_forward
 
 __all__ = [
     "Float32Module",
@@ -40,8 +42,6 @@ __all__ = [
 
 logger = logging.getLogger("epfsdp2")
 
-# FSDP gathers a module's weight when the module is called.
-_READ_WITHOUT_A_CALL = {("DeepseekV2Moe", "gate")}
 # What routers call their correction biases: e_score_correction_bias, and expert_bias in Afmoe.
 _CORRECTION_BIAS = re.compile(r"(?:^|[._])(?:correction|expert)_bias$")
 
@@ -118,8 +118,7 @@ def run_under_autocast(
     """
     mixing = mixing_buffers(model, experts) if param_dtype != torch.float32 else []
     for module in mixing:
-        autocast = torch.autocast(device_type, param_dtype)
-        module.forward = autocast(module.forward)  # type: ignore[method-assign]
+        wrap_forward(module, "autocast", functools.partial(_under_autocast, device_type, param_dtype))
     if mixing and dist.get_rank() == 0:
         logger.warning(
             "epfsdp2: %s multiplies float32 buffers of its own, so it runs under autocast to %s (%d modules)",
@@ -127,6 +126,13 @@ def run_under_autocast(
             param_dtype,
             len(mixing),
         )
+
+
+def _under_autocast(
+    device_type: str, dtype: torch.dtype, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    with torch.autocast(device_type, dtype):
+        return forward(*args, **kwargs)
 
 
 def keep_input_dtype(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -156,14 +162,14 @@ def _named(model: nn.Module, experts: set[nn.Module], patterns: Sequence[str]) -
     for pattern in patterns:
         matching = [m for fqn, m in with_params.items() if fnmatchcase(fqn, pattern)]
         if not matching:
-            near = difflib.get_close_matches(pattern, with_params, n=3, cutoff=0.3)
+            near = close_matches(pattern, with_params)
             raise SettingError("engine.fp32_modules", pattern, "matches no module of the model.", f"one like {near}")
         if any(experts & set(module.modules()) for module in matching):
             rule = "matches a module that holds experts, which compute in engine.dtype."
             raise SettingError("engine.fp32_modules", pattern, rule, "the router alone, e.g. '*.mlp.gate'")
         for fqn, _ in ((fqn, m) for fqn, m in with_params.items() if m in matching):
             parent, _, own = fqn.rpartition(".")
-            if (type(model.get_submodule(parent)).__name__, own) in _READ_WITHOUT_A_CALL:
+            if (type(model.get_submodule(parent)).__name__, own) in READ_WITHOUT_A_CALL:
                 rule = f"matches {fqn}, whose weight the model's code reads without calling it, and casts to float32."
                 raise SettingError("engine.fp32_modules", pattern, rule, "leave it out")
         found.update(dict.fromkeys(reversed(matching)))  # a module comes before what is below it

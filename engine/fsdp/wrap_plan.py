@@ -234,6 +234,6 @@ def cuts_before_sharding(
     Raises:
         UnsupportedModelError, SettingError: as ``wrap_plan`` and ``Unit.cuts``.
     """
-    plan = wrap_plan(model, ShardingOptions(expert_plan=expert_plan or {}))
+    plan = wrap_plan(model, ShardingOptions(expert_plan=expert_plan))
     cuts = {name: unit.cuts(name, topology, expert_shard_dim) for unit in plan for name in unit.shapes}
     return {name: cuts.get(name, ()) for name, _ in model.named_parameters()}

@@ -12,7 +12,6 @@ from torch import nn
 from verl.models.transformers.monkey_patch import apply_monkey_patch
 from verl.utils.device import get_device_id, get_device_name, get_torch_device
 from verl.utils.model import get_hf_auto_model_class
-from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.config.optimizer import build_optimizer
 
 from ...rollout.remote.delta_shards import ShardExport
@@ -25,7 +24,7 @@ from ..lora.adapters import Lora
 from ..lora.peft_files import read_adapter
 from ..lora.settings import LoraSettings
 from ..model.layers import layer_names
-from ..model.meta import build_on_meta, check_not_quantised
+from ..model.meta import build_on_meta, check_not_quantised, copy_on_meta
 from ..model.vision import VisionTowerSync, preserve_forward
 from ..moe.find import find_experts, is_dense
 from ..moe.gemm.backends import choose_backend
@@ -36,24 +35,38 @@ from ..optim.multi_optimizer import optimizer_from_config
 from ..planner.run import StepEstimate, estimate_step, format_mesh
 from ..preflight.dense_models import check_alone, not_applied, without_experts
 from ..preflight.run import check_training
+from ..settings.values import DTYPES
 from ..topology.dtensor import is_adapter
 from ..topology.mesh import Meshes
 from ..topology.rank_consistency import check_agreement, model_facts, raise_on_all_ranks, without_paths
 from .step_features import PlannedMemory, RouterTerms, StepFeature, SyncMetrics, VisionTowers
 
-__all__ = ["BuildsModel", "agreed_settings"]
+__all__ = ["BuildsModel"]
 
 
-def agreed_settings(model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> Any:
+def _agreed_settings(
+    model_config: Any,
+    engine_config: Any,
+    optimizer_config: Any,
+    checkpoint_config: Any,
+    build: Callable[[], nn.Module],
+) -> tuple[Any, nn.Module]:
     """Check the settings of a role, and that all ranks have the same; collective.
 
+    Args:
+        build: builds the model on the meta device.
+
     Returns:
-        ``engine_config``, of a dense model without what concerns experts alone.
+        ``engine_config``, of a dense model without what concerns experts alone; and the model.
 
     Raises:
         RankMismatchError: on all ranks, where ranks differ or one of them refuses its settings.
     """
-    failure, line, own = None, "", engine_config
+    module, failure, line, own = None, None, "", engine_config
+    try:
+        module = build()
+    except Exception as error:
+        failure = error  # unless a check below knows better what is wrong
     try:
         # The driver checked this for main_ppo; sft_trainer has no driver.
         facts = check_training(
@@ -64,15 +77,15 @@ def agreed_settings(model_config: Any, engine_config: Any, optimizer_config: Any
             setting="model",
             checkpoint=checkpoint_config,
             optim=None if engine_config.forward_only else optimizer_config,
+            # Buffers are on meta too: what is looked at computes nothing.
+            built=None if module is None else copy.deepcopy(module).to("meta"),
         )
-        # A path that is no local one has no facts.
-        model = _on_meta(model_config) if facts is None else facts.model
-        dense = is_dense(model, engine_config.expert_plan) if facts is None else facts.is_dense
-        if dense:
+        if module is not None and is_dense(module, engine_config.expert_plan):
+            # A path that is no local one has no facts.
             if facts is not None and not engine_config._of_a_role:
                 check_alone(engine_config, facts, "model")
-            line = not_applied(engine_config, model_config.path, model)
-            own = without_experts(engine_config, model)
+            line = not_applied(engine_config, model_config.path, module)
+            own = without_experts(engine_config, module)
     except Exception as error:
         failure = error
     check_agreement(
@@ -87,7 +100,8 @@ def agreed_settings(model_config: Any, engine_config: Any, optimizer_config: Any
     )
     if line and dist.get_rank() == 0:
         print(f"[epfsdp2] {line}", flush=True)
-    return own
+    assert module is not None, "all ranks raise where it could not be built"
+    return own, module
 
 
 class BuildsModel:
@@ -98,6 +112,7 @@ class BuildsModel:
     model_config: Any
     engine_config: Any
     optimizer_config: Any
+    _plain: nn.Module
     meshes: Meshes
     use_remove_padding: bool
     ulysses_parallel_group: dist.ProcessGroup | None
@@ -113,6 +128,13 @@ class BuildsModel:
     _may_be_unused = r"(?!)"  # what a checkpoint may have and the model not, as a pattern (``load_weights``)
 
     # -- before it is sharded -----------------------------------------------------------------------------------
+
+    def _agree(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> Any:
+        """Build the model on the meta device, and return the engine's settings as ``_agreed_settings`` does."""
+        self.model_config, self.engine_config = model_config, engine_config
+        configs = model_config, engine_config, optimizer_config, checkpoint_config
+        agreed, self._plain = _agreed_settings(*configs, self._plain_module)
+        return agreed
 
     def _open(self) -> tuple[nn.Module, CheckpointFiles]:
         """Build the model on the meta device and open its checkpoint; all ranks have the same, or all raise."""
@@ -130,7 +152,9 @@ class BuildsModel:
 
     def _build_module(self) -> nn.Module:
         """The model on meta, with everything that has to be installed before FSDP's hooks and recomputation."""
-        module = self._plain_module(self.model_config.hf_config, PrecisionType.to_dtype(self.engine_config.model_dtype))
+        module = self._plain
+        if not self.engine_config.forward_only:
+            self._plain = copy.deepcopy(module)  # for the plan, as it is before anything is installed
         self._patch(module)
         if self.ulysses_parallel_group is not None:
             SequenceParallel(module, self.ulysses_parallel_group)
@@ -141,8 +165,9 @@ class BuildsModel:
         self.router_features: list[StepFeature] = self._routers_of(module)
         return module
 
-    def _plain_module(self, config: Any, dtype: torch.dtype) -> nn.Module:
+    def _plain_module(self) -> nn.Module:
         """The model on the meta device, as its family has it."""
+        config, dtype = self.model_config.hf_config, DTYPES[self.engine_config.model_dtype]
         return build_on_meta(self._auto_class(), config, dtype, self.model_config.trust_remote_code)
 
     def _auto_class(self) -> Any:
@@ -161,7 +186,7 @@ class BuildsModel:
             )
 
     def _routers_of(self, module: nn.Module) -> list[StepFeature]:
-        """What watches the routers; it wraps blocks of the model, so it comes before anything wraps the layers."""
+        """What watches the routers."""
         config = self.engine_config
         aux, z = config.router_aux_loss_coef, config.router_z_loss_coef
         if config.forward_only or not (aux or z or config.router_metrics):
@@ -180,6 +205,7 @@ class BuildsModel:
             memory, device, build = get_torch_device(), get_device_name(), self._module_to_plan
             settings = config, self.model_config, self.optimizer_config
             self.run_plan = estimate_step(*settings, build, topology, options, memory, device)
+            del self._plain
         mesh = f"mesh: {format_mesh(topology, self.ulysses_sequence_parallel_size)}"
         lines += [mesh] if self.run_plan is None else self.run_plan.lines()
         if self.rank == 0:
@@ -187,7 +213,7 @@ class BuildsModel:
 
     def _module_to_plan(self, dtype: torch.dtype) -> nn.Module:
         """The plain model with its adapters, and a config of its own."""
-        module = self._plain_module(copy.deepcopy(self.model_config.hf_config), dtype)
+        module = copy_on_meta(self._plain, dtype)
         lora = LoraSettings.of(self.model_config, "model")
         if lora is not None:
             Lora(module, lora, self.engine_config.expert_plan)
@@ -263,9 +289,3 @@ class BuildsModel:
     def _build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         config = self.optimizer_config
         return optimizer_from_config(module, config, lambda params: build_optimizer(params, config))
-
-
-def _on_meta(model: Any) -> nn.Module:
-    """The model of verl's settings, with a config of its own."""
-    auto_class = get_hf_auto_model_class(hf_config=model.hf_config)
-    return build_on_meta(auto_class, copy.deepcopy(model.hf_config), torch.float32, model.trust_remote_code)

@@ -18,11 +18,11 @@ from ...rollout import server_adapter
 from ...rollout.remote.delta_shards import ExpertsSpec, experts_entry
 from ..build import shard_and_load
 from ..checkpoint.saves import CheckpointSaver
+from ..declared.derived import sharding_options
 from ..topology.mesh import Topology, build_meshes, build_sequence_mesh
-from .building import BuildsModel, agreed_settings
+from .building import BuildsModel
 from .checkpoints import WritesCheckpoints
 from .modes import EvalMode, TrainMode
-from .sharding import sharding_options
 from .shims import distillation_shim, separation_shim
 from .step_features import StepFeature
 
@@ -72,7 +72,7 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
     # -- building -----------------------------------------------------------------------------------------------
 
     def __init__(self, model_config, engine_config, optimizer_config, checkpoint_config):
-        engine_config = agreed_settings(model_config, engine_config, optimizer_config, checkpoint_config)
+        engine_config = self._agree(model_config, engine_config, optimizer_config, checkpoint_config)
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
         # float32 is what verl's forward takes as "no autocast". FSDP gathers parameters in their compute dtype, and
         # autocast would run in bfloat16 what a model computes in float32 on purpose, such as routers.

@@ -24,14 +24,15 @@ class EPFSDP2EngineWithValueHead(EPFSDP2Engine, FSDPEngineWithValueHead):
 
     _may_be_unused = r"^(lm_head|score)\."  # another head than this model's
 
-    def _plain_module(self, config: Any, dtype: torch.dtype) -> nn.Module:
+    def _plain_module(self) -> nn.Module:
+        config = self.model_config.hf_config
         config.num_labels = 1
         # As verl's own value engine sets them: values are regressed, so nothing is dropped.
         config.classifier_dropout = 0.0
         config.hidden_dropout = 0.0
         if not self._has_own_class():
             config.tie_word_embeddings = False
-        module: Any = super()._plain_module(config, dtype)
+        module: Any = super()._plain_module()
         if not self._has_own_class():
             head = module.get_output_embeddings()
             module.set_output_embeddings(

@@ -15,10 +15,10 @@ import torch
 
 from ..compat import versions
 from ..compat.transformers_names import revert_weight_conversion
+from .families import FUSED_IN_VLLM
 from .hf_convert import converted_together, revert
 
 __all__ = [
-    "FUSED_IN_VLLM",
     "as_checkpoint",
     "experts_from",
     "for_vllm",
@@ -28,20 +28,6 @@ __all__ = [
 ]
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-_OWN = {"gate_up_proj": "gate_up_proj", "down_proj": "down_proj"}
-_LETTERED = {"gate_up_proj": "w13", "down_proj": "w2"}
-
-# Families whose stacks of experts load bit-exactly in the CPU builds of vLLM 0.27 and 0.30 (tested), and the names that
-# the stacks load under. vLLM silently drops unknown fused names, so nothing is assumed: a family that is not here
-# gets its checkpoint's names (which are fused ones for gpt_oss, gemma4 and qwen3_vl_moe), and so does every family
-# before 0.27: vLLM 0.24 drops the stacks of Qwen3-MoE and fails on Mixtral's.
-FUSED_IN_VLLM: dict[str, dict[str, str]] = {
-    **dict.fromkeys(("qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe", "dots1", "ernie4_5_moe"), _OWN),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), _OWN),
-    **dict.fromkeys(("mixtral", "minimax_m2"), _LETTERED),
-}
-
-
 # Running a converter takes over a millisecond per tensor, too long for a sync of gigabytes per second.
 _KNOWN: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()
 

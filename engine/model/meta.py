@@ -4,6 +4,7 @@ Memory is poisoned when it is allocated (NaN, or the smallest integer). So a ten
 instead of being trained from whatever was in memory.
 """
 
+import copy
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from transformers import (
 )
 
 from ..compat.transformers_names import no_init_weights
-from ..errors import SettingError
+from ..errors import SettingError, listed
 from ..topology.dtensor import local_tensor
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "build_on_meta",
     "check_initialized",
     "check_not_quantised",
+    "copy_on_meta",
     "kept_in_float32",
     "materialize",
     "model_of_checkpoint",
@@ -39,7 +41,6 @@ __all__ = [
 
 _SMALL = 1 << 20  # elements; larger tensors go to meta at once, without memory
 _CHUNK = 1 << 24  # elements looked at together
-_FIRST = 5  # how many offenders an error lists
 
 
 class UninitializedError(ValueError):
@@ -67,6 +68,15 @@ def build_on_meta(
                 if tensor is not None and tensor.is_floating_point() and kept.search(f"{module_name}.{name}"):
                     tensor.data = tensor.data.float()
     return model
+
+
+def copy_on_meta(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return a copy of what ``build_on_meta`` has built, with parameters in another dtype."""
+    copied, kept = copy.deepcopy(model), kept_in_float32(model)
+    for name, param in copied.named_parameters():
+        if param.is_floating_point() and not kept.search(name):
+            param.data = param.data.to(dtype)
+    return copied
 
 
 def model_of_checkpoint(folder: Path, names: Iterable[str], dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -140,10 +150,10 @@ def check_initialized(model: nn.Module, device: torch.device | str = "cpu") -> N
     for rank, names in enumerate(everyone):
         for name in names:
             holders.setdefault(name, []).append(rank)
-    first = [f"{name} on rank {', '.join(map(str, ranks[:4]))}" for name, ranks in list(holders.items())[:_FIRST]]
+    holds = [f"{name} on rank {', '.join(map(str, ranks[:4]))}" for name, ranks in holders.items()]
     raise UninitializedError(
         f"{len(holders)} parameters or buffers of {type(model).__name__} hold NaN after loading: they were not "
-        f"filled, or the checkpoint itself holds NaN. First: {'; '.join(first)}."
+        f"filled, or the checkpoint itself holds NaN. First: {listed(holds)}."
     )
 
 

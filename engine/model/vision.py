@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import SettingError
+from .families import IMAGES_UNSUPPORTED
 
 __all__ = ["VisionTowerSync", "images_error", "preserve_forward", "why_not_images"]
 
@@ -28,11 +29,6 @@ __all__ = ["VisionTowerSync", "images_error", "preserve_forward", "why_not_image
 _KINDS = {
     "pixel_values": ("image_grid_thw", "get_image_features"),
     "pixel_values_videos": ("video_grid_thw", "get_video_features"),
-}
-# Families whose images would be computed otherwise than in transformers, and why.
-_UNSUPPORTED = {
-    "ernie4_5_vl_moe": "moe_mm_token_type_ids choose its experts for vision, and verl's batches don't have these",
-    "qwen3_omni_moe_thinker": "verl 0.9.1 has no processor for it, so its positions are not known",
 }
 
 
@@ -42,7 +38,7 @@ def why_not_images(model: Any) -> str | None:
         return "it has no vision tower"
     if "image_grid_thw" not in signature(model.get_image_features).parameters:
         return "its images are not rows of patches with a grid (pixel_values and image_grid_thw)"
-    return _UNSUPPORTED.get(model.config.model_type)
+    return IMAGES_UNSUPPORTED.get(model.config.model_type)
 
 
 def images_error(name: str, why: str) -> SettingError:

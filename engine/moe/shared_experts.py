@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..errors import SettingError
+from ..wrap_forward import wrap_forward
 
 __all__ = ["SharedExperts", "runs_shared_first", "shared_experts_of", "no_overlap_error"]
 
@@ -78,10 +79,9 @@ class SharedExperts:
         self.input: torch.Tensor | None = None
         self.called: set[nn.Module] = set()
         self.ready: dict[nn.Module, torch.Tensor] = {}
-        # On the instances: modules keep their class and parameters their names.
         for module in self.forwards:
-            module.forward = functools.partial(self._shared, module)  # type: ignore[method-assign]
-        block.forward = functools.partial(self._block, block.forward)  # type: ignore[method-assign]
+            wrap_forward(module, "shared_experts", functools.partial(self._shared, module))
+        wrap_forward(block, "shared_experts", self._block)
 
     def compute_ahead(self) -> None:
         """Compute the shared experts that the block has not called yet."""
@@ -109,12 +109,12 @@ class SharedExperts:
             self.called.clear()
             self.ready.clear()
 
-    def _shared(self, module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    def _shared(self, module: nn.Module, forward: Callable[..., Any], hidden: torch.Tensor) -> torch.Tensor:
         if module in self.ready and self._is_input(hidden):
             out = self.ready.pop(module)
             return out.view(*hidden.shape[:-1], out.shape[-1])
         self.called.add(module)
-        return self.forwards[module](hidden)
+        return forward(hidden)
 
     def _is_input(self, hidden: torch.Tensor) -> bool:
         """Return whether a tensor is the block's input, unchanged, or a view of all of it."""

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import SettingError, close_matches
-from ..settings.values import get_setting
+from ..settings.values import get_setting, plain
 from .muon import Muon
 
 __all__ = ["ACTOR_OPTIM", "adamw_arguments", "check_optimizer", "muon_arguments", "wants_muon"]
@@ -137,13 +137,4 @@ def _near(wanted: str, known: Iterable[str]) -> str:
 
 
 def _overrides(config: Any) -> dict[str, Any]:
-    return _plain(get_setting(config, _OVERRIDES) or {})
-
-
-def _plain(value: Any) -> Any:
-    """Convert omegaconf containers to dicts and tuples, without importing omegaconf."""
-    if isinstance(value, Mapping):
-        return {key: _plain(value[key]) for key in value}
-    if hasattr(value, "__iter__") and not isinstance(value, (str, torch.Tensor)):
-        return tuple(_plain(item) for item in value)
-    return value
+    return plain(get_setting(config, _OVERRIDES) or {})

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..declared.derived import planned_overrides
 from ..fsdp.options import ShardingOptions
 from ..optim.settings import wants_muon
 from ..settings.values import DTYPES, get_setting
@@ -66,7 +67,7 @@ class StepEstimate:
             found.append(f"the settings don't say how long sequences are: {_ASSUMED_TOKENS} tokens are an example")
         if self.uncounted:
             found.append(f"not counted: {'; '.join(self.uncounted)}")
-        return [*found, f"all meshes, with the options of this run's settings (--help) added: {self.command}"]
+        return [*found, f"all meshes: {self.command}"]
 
     def begin_update(self) -> None:
         """Forget the micro-batches of the last one."""
@@ -127,7 +128,7 @@ def estimate_step(
             optimizer=_known(optimizer),
             batch=configured_batch(engine, topology),
             uncounted=tuple(_uncounted(engine, model, optimizer, sizes, device)),
-            command=_command(engine, model, topology, memory),
+            command=_command(engine, model, optimizer, topology, options, memory),
             sp=engine.ulysses_sequence_parallel_size,
             gloo=device == "cpu",
             measure=None if device == "cpu" else memory.max_memory_allocated,
@@ -181,12 +182,12 @@ def _uncounted(engine: Any, model: Any, optimizer: Any, sizes: ModelSizes, devic
     return found
 
 
-def _command(engine: Any, model: Any, topology: Topology, memory: Any) -> str:
+def _command(engine: Any, model: Any, optimizer: Any, topology: Topology, options: ShardingOptions, memory: Any) -> str:
     sp = engine.ulysses_sequence_parallel_size
     batch = configured_batch(engine, topology) or Batch(_ASSUMED_TOKENS, sp=sp)
     gpus = int(os.environ.get("RAY_LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or topology.world)
     gpus = gpus if topology.world % gpus == 0 else topology.world
-    options = {
+    what = {
         "model": model.local_path,
         "nodes": topology.world // gpus,
         "gpus": gpus,
@@ -194,8 +195,14 @@ def _command(engine: Any, model: Any, topology: Topology, memory: Any) -> str:
         "tokens": batch.tokens * sp,
         "micro-batches": -(-batch.micro_batches // sp),
     }
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    return shlex.join(["python", "-m", "epfsdp2.recipes.plan", *words])
+    if lora_rank := get_setting(model, "lora_rank"):
+        what["lora-rank"] = lora_rank
+    if _known(optimizer) == "muon":
+        what["optimizer"] = "muon"
+    words = [word for name, value in what.items() for word in (f"--{name}", str(value))]
+    flags = {"--activation-offload": options.activation_offload, "--fused-kernels": options.head_in_root}
+    words += [flag for flag, is_set in flags.items() if is_set]
+    return shlex.join(["python", "-m", "epfsdp2.recipes.plan", *words, *planned_overrides(engine, options)])
 
 
 def format_plan(topology: Topology, batch: Batch, point: MemoryPoint, traffic: Iterable[Collective]) -> list[str]:

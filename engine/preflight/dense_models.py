@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from ..declared.derived import expert_settings
 from ..errors import SettingError
 from ..fsdp.fp32_modules import find_float32_modules, unmatched_patterns
 from ..moe.find import find_experts
@@ -18,20 +19,6 @@ from .model_facts import ModelFacts, inspect_model
 
 __all__ = ["check_alone", "not_applied", "without_experts"]
 
-# Settings that concern experts alone, and their defaults (``EPFSDP2EngineConfig``).
-_OF_EXPERTS: dict[str, Any] = {
-    "ep_size": 1,
-    "expert_plan": None,
-    "expert_shard_dim": "auto",
-    "experts_backend": "auto",
-    "reshard_experts_after_forward": None,
-    "dispatch_chunks": 1,
-    "overlap_shared_experts": False,
-    "dispatcher": "all_to_all",
-    "router_aux_loss_coef": 0.0,
-    "router_z_loss_coef": 0.0,
-    "router_metrics": False,
-}
 _REPLAY = "disabled"
 
 
@@ -41,7 +28,7 @@ def without_experts(engine: Any, model: nn.Module) -> Any:
     Patterns of ``fp32_modules`` that match nothing of the model (routers) are left out.
     """
     own = copy.copy(engine)
-    vars(own).update(_OF_EXPERTS)
+    vars(own).update(expert_settings())
     unmatched = unmatched_patterns(model, engine.fp32_modules)
     own.__dict__["fp32_modules"] = [pattern for pattern in engine.fp32_modules if pattern not in unmatched]
     own.__dict__["router_replay"] = copy.copy(engine.router_replay)
@@ -85,7 +72,7 @@ def check_alone(engine: Any, facts: ModelFacts, setting: str, critic: Mapping[st
     find_float32_modules(facts.model, [], engine.fp32_modules)
     name, value = next(iter(given.items()))
     rule = f"concerns experts, and {facts.name} ({setting}.path) is a dense model: it has none{others}."
-    default = _REPLAY if name.endswith("mode") else _OF_EXPERTS[name.removeprefix("engine.")]
+    default = _REPLAY if name.endswith("mode") else expert_settings()[name.removeprefix("engine.")]
     raise SettingError(name, value, rule, f"{name}={default}, or leave it out: FSDP2 over all ranks")
 
 
@@ -93,8 +80,8 @@ def _given(engine: Any) -> dict[str, Any]:
     """What concerns experts and is not at its default, as a user writes it."""
     found = {
         f"engine.{name}": value
-        for name, default in _OF_EXPERTS.items()
-        if (value := getattr(engine, name, default)) not in (default, {})
+        for name, default in expert_settings().items()
+        if (value := getattr(engine, name)) not in (default, {})
     }
     if engine.router_replay.mode != _REPLAY:
         found["engine.router_replay.mode"] = engine.router_replay.mode

@@ -8,19 +8,20 @@ from typing import Any
 from pyarrow import parquet
 
 from ..compat import versions
+from ..declared.derived import param_dtype
 from ..errors import SettingError
 from ..fsdp.ulysses import SETTING as SEQUENCE
 from ..fsdp.ulysses import check_attention_splits
 from ..lora.adapters import Lora
 from ..lora.peft_files import read_adapter
 from ..lora.settings import LoraSettings
-from ..model.packing import why_not_packed
+from ..model.families import NOT_BY_TOPK, why_not_packed
 from ..model.vision import images_error, why_not_images
 from ..moe.deepep import check_deepep
 from ..moe.find import UnsupportedModelError, experts_by_layer, find_experts
 from ..moe.router.losses import check_router_logits
 from ..optim.settings import wants_muon
-from ..settings.values import ACTOR_MODEL, DTYPES, OPTIMIZERS, get_setting, overrides_of, plain
+from ..settings.values import ACTOR_MODEL, OPTIMIZERS, get_setting, overrides_of, plain
 from ..topology.expert_placement import ep_fsdp_dim
 from ..topology.mesh import Topology, check_sequence_size
 from .model_facts import ModelFacts
@@ -46,8 +47,6 @@ logger = logging.getLogger("epfsdp2")
 _REPLAY = "engine.router_replay.mode"
 _ROUTES = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 _BYPASS = "algorithm.rollout_correction.bypass_mode"
-# Families that choose experts in another way than all others.
-_NOT_BY_TOPK = {"phimoe": "its routers choose by a maximum, and another one over what is left."}
 # What a config may ask to be done with a head's logits.
 _AFTER_THE_HEAD = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 _TOP_K_DISTILLATION = ("forward_kl_topk",)
@@ -185,7 +184,7 @@ def check_lora(
     Raises:
         SettingError: for the first setting that can't work.
     """
-    megatron = model.get("lora") if isinstance(model, Mapping) else getattr(model, "lora", None)
+    megatron = get_setting(model, "lora")
     if megatron and megatron.get("rank"):
         rule = "is verl's setting for Megatron."
         raise SettingError(f"{setting}.lora.rank", megatron["rank"], rule, f"{setting}.lora_rank={megatron['rank']}")
@@ -262,7 +261,7 @@ def check_replay(engine: Any, model: Mapping[str, Any], facts: ModelFacts | None
     if facts is None:
         return
     config = facts.model.config.get_text_config()
-    rule = _NOT_BY_TOPK.get(config.model_type, "")
+    rule = NOT_BY_TOPK.get(config.model_type, "")
     if getattr(config, "num_experts_per_tok", 0) == 1:
         rule = "a token takes one expert, and no route can't be told from that to expert 0."
     try:
@@ -339,7 +338,7 @@ def check_dispatcher(engine: Any, facts: ModelFacts, device: str) -> None:
         SettingError: see ``check_deepep``.
     """
     if engine.dispatcher == "deepep":
-        dtype = DTYPES[(engine.mixed_precision or {}).get("param_dtype", engine.dtype)]
+        dtype = param_dtype(engine)
         check_deepep(device, engine.ep_size, facts.model.config.get_text_config().hidden_size, dtype)
         logger.warning(
             "epfsdp2: engine.dispatcher=deepep is written to DeepEP 1.2.1's documentation and was never run with "

@@ -35,8 +35,6 @@ class ModelFacts:
         experts: number of experts of each experts module, in the model's order; none of a dense model.
         stacked: the different shapes ``[E, ...]`` of its stacked expert parameters, each with the dim that counts the
             experts.
-        largest: name and number of elements of the largest tensor that goes to the rollout: a fused expert stack whole
-            where vLLM takes it so, else the checkpoint's tensors.
         sdpa, flash, flex: attention implementations of transformers that its class supports.
         model: it, on the meta device.
     """
@@ -44,7 +42,6 @@ class ModelFacts:
     name: str
     experts: tuple[int, ...]
     stacked: tuple[tuple[tuple[int, ...], int], ...]
-    largest: tuple[str, int]
     sdpa: bool
     flash: bool
     flex: bool
@@ -69,11 +66,13 @@ def inspect_model(
     setting: str = ACTOR_MODEL,
     expert_plan: Mapping[str, int] | None = None,
     fp32_modules: Sequence[str] = (),
+    built: nn.Module | None = None,
 ) -> ModelFacts | None:
     """Read the model's config, build it without weights and count.
 
     Args:
         expert_plan, fp32_modules: the engine's settings that name parts of the model.
+        built: it on the meta device, where it is built already.
 
     Returns:
         None, with one line of log, if it is not on this machine: a hub id outside the cache, or a remote path.
@@ -87,7 +86,10 @@ def inspect_model(
     if folder is None:
         logger.warning("epfsdp2: %s.path=%s is not on this machine yet, so it is not checked", setting, path)
         return None
-    built = _build(model, str(model.get("hf_config_path") or folder), setting)
+    if built is None:
+        built = _build(model, str(model.get("hf_config_path") or folder), setting)
+    else:
+        check_not_quantised(built.config, path, setting)  # type: ignore[arg-type]
     try:
         # The plan, and patterns of routers, may be those of another role's model.
         dense = is_dense(built, expert_plan)
@@ -157,7 +159,6 @@ def _facts(model: Any, experts: Sequence[ExpertsInfo]) -> ModelFacts:
         name=type(model).__name__,
         experts=tuple(info.num_experts for info in experts),
         stacked=tuple(sorted(stacked)),
-        largest=largest_sent(model),
         sdpa=bool(getattr(model, "_supports_sdpa", False)),
         flash=bool(getattr(model, "_supports_flash_attn", False)),
         flex=bool(getattr(model, "_supports_flex_attn", False)),
@@ -166,7 +167,8 @@ def _facts(model: Any, experts: Sequence[ExpertsInfo]) -> ModelFacts:
 
 
 def largest_sent(model: Any, itemsizes: Mapping[str, int] | None = None) -> tuple[str, int]:
-    """Name and number of elements of the largest tensor that ``model.hf_names.for_vllm`` yields for this model.
+    """Name and number of elements of the largest tensor that goes to the rollout, as ``model.hf_names.for_vllm`` yields
+    it: a fused expert stack whole where vLLM takes it so, else the checkpoint's tensors.
 
     Args:
         itemsizes: bytes of an element of each parameter as it is sent; bytes are then compared and returned.

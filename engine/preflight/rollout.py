@@ -13,8 +13,8 @@ from ...rollout.layout.trainer_tensors import tensor_specs_of
 from ...rollout.layout.transfer_plan import ROUND_BUFFERS, Targets, make_transfer_plan, round_bytes
 from ...rollout.layout.vllm_layout import Heads, TargetSlice, TensorSpec, target_slices
 from ..compat import versions
+from ..declared.derived import sharding_options
 from ..errors import SettingError
-from ..fsdp.options import ShardingOptions
 from ..fsdp.wrap_plan import compute_dtypes, cuts_before_sharding
 from ..model.layers import layer_names
 from ..settings.values import DTYPES
@@ -133,12 +133,8 @@ def check_rollout(engine: Any, n_gpus: int, rollout: Mapping[str, Any], facts: M
 
 def _sent_itemsizes(engine: Any, facts: ModelFacts) -> dict[str, int]:
     """Bytes of an element of each parameter as it is sent: in the forward's dtype, where it is the narrower one."""
-    wanted = DTYPES[(engine.mixed_precision or {}).get("param_dtype", engine.dtype)]
-    options = ShardingOptions(
-        param_dtype=wanted, fp32_modules=engine.fp32_modules, expert_plan=engine.expert_plan or {}
-    )
-    stored = DTYPES[engine.model_dtype].itemsize
-    return {name: min(stored, dtype.itemsize) for name, dtype in compute_dtypes(facts.model, options).items()}
+    stored, dtypes = DTYPES[engine.model_dtype].itemsize, compute_dtypes(facts.model, sharding_options(engine))
+    return {name: min(stored, dtype.itemsize) for name, dtype in dtypes.items()}
 
 
 def tensors_before_sharding(

@@ -11,14 +11,17 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
 from ..checkpoint.state import KNOWN_CONTENTS
 from ..compat import versions
+from ..declared.derived import param_dtype
 from ..errors import SettingError
 from ..moe.find import find_experts
 from ..moe.gemm.backends import choose_backend
 from ..moe.overlap import check_overlap
 from ..optim.settings import check_optimizer
-from ..settings.values import ACTOR_MODEL, DTYPES, OPTIMIZERS, get_setting, plain
+from ..settings.values import ACTOR_MODEL, OPTIMIZERS, get_setting, plain
 from ..topology.expert_placement import check_experts_divide, ep_fsdp_dim
 from ..topology.mesh import Topology
 from .dense_models import check_alone, without_experts
@@ -120,6 +123,7 @@ def check_training(
     optim: Any = None,
     device: str = "cuda",
     setting: str = ACTOR_MODEL,
+    built: nn.Module | None = None,
 ) -> ModelFacts | None:
     """Checks of the engine and the model, without a rollout.
 
@@ -128,6 +132,7 @@ def check_training(
         checkpoint: the role's checkpoint settings.
         optim: the role's optimizer settings; None where there is none.
         setting: how the user calls the model's node: ``model`` in ``sft_trainer``.
+        built: the model on the meta device, where it is built already; it may get adapters.
 
     Returns:
         What is known of the model; None if it is not on this machine yet.
@@ -138,12 +143,11 @@ def check_training(
     check_model_settings(model, setting)
     check_activation_offload(engine, model, setting)
     check_checkpoint(checkpoint or {}, _CHECKPOINTS.get(setting, "checkpoint"))
-    facts = inspect_model(model, setting, engine.expert_plan, engine.fp32_modules)
+    facts = inspect_model(model, setting, engine.expert_plan, engine.fp32_modules, built)
     if facts is not None and facts.is_dense:
         engine = without_experts(engine, facts.model)
     topology = Topology.arrange(world, engine.ep_size, engine.fsdp_size)
-    dtype = (engine.mixed_precision or {}).get("param_dtype", engine.dtype)
-    choose_backend(engine.experts_backend, device, DTYPES[dtype])
+    choose_backend(engine.experts_backend, device, param_dtype(engine))
     if facts is not None:
         check_experts(topology, facts, engine.expert_shard_dim)
         check_routers(engine, model, facts)

@@ -1,4 +1,4 @@
-"""Types and ranges of settings: each field of the engine's config names its rule, and one function applies them.
+"""Types and ranges of settings: each field of the engine's settings is declared with its rule.
 
 A rule is a function of the setting's name and its value that raises ``SettingError``. It takes a value of any kind,
 since a command line can give one.
@@ -6,7 +6,7 @@ since a command line can give one.
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING, field, fields
+from dataclasses import MISSING, field
 from typing import Any
 
 from ..errors import SettingError
@@ -27,7 +27,6 @@ __all__ = [
     "REPLAY_MODES",
     "SEED",
     "Rule",
-    "check_fields",
     "is_whole",
     "must",
     "one_of",
@@ -43,22 +42,29 @@ REPLAY_MODES = ("disabled", "R2", "R3")
 _SEEDS = 2**32  # numpy's, which verl seeds as well
 
 
-def setting(default: Any, rule: Rule, *, factory: Callable[[], Any] | Any = MISSING) -> Any:
-    """A dataclass field with its rule."""
-    if factory is not MISSING:
-        return field(default_factory=factory, metadata={"rule": rule})
-    return field(default=default, metadata={"rule": rule})
+def setting(
+    default: Any,
+    rule: Rule,
+    text: str,
+    *,
+    factory: Callable[[], Any] | Any = MISSING,
+    inner: Mapping[str, tuple[Any, str]] | None = None,
+    shards: bool | str = False,
+    of_experts: bool = False,
+) -> Any:
+    """Declare a setting: a dataclass field with all that is known of it.
 
-
-def check_fields(config: Any, node: str = "engine") -> None:
-    """Apply the rule of every field.
-
-    Raises:
-        SettingError: naming the first setting that breaks its rule.
+    Args:
+        text: what it does, as the YAML and the docs say it.
+        factory: makes the default, where that is mutable.
+        inner: of a mapping with settings of its own, the default and the text of each.
+        shards: whether it is a field of ``ShardingOptions``; or the name of that field, if it is another one.
+        of_experts: whether it concerns experts alone.
     """
-    for entry in fields(config):
-        if "rule" in entry.metadata:
-            entry.metadata["rule"](f"{node}.{entry.name}", getattr(config, entry.name))
+    known = {"rule": rule, "text": text, "inner": inner or {}, "shards": shards, "of_experts": of_experts}
+    if factory is not MISSING:
+        return field(default_factory=factory, metadata=known)
+    return field(default=default, metadata=known)
 
 
 def must(holds: Callable[[Any], bool], says: str, works: str) -> Rule:

@@ -25,7 +25,7 @@ def plain(value: Any) -> Any:
     """omegaconf containers as dicts and lists, without importing omegaconf."""
     if isinstance(value, Mapping):
         return {key: plain(value[key]) for key in value}
-    if hasattr(value, "__iter__") and not isinstance(value, str):
+    if hasattr(value, "__iter__") and not isinstance(value, str | torch.Tensor):
         return [plain(item) for item in value]
     return value
 

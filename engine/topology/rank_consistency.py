@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..errors import first_of
+
 __all__ = ["RankMismatchError", "raise_on_all_ranks", "check_agreement", "model_facts", "without_paths"]
 
-_FIRST = 5  # how many differences an error lists
 _SHOWN = 120  # characters of a value
 
 
@@ -111,9 +112,8 @@ def _differences(everyone: list[dict[str, dict[str, str]]]) -> list[str]:
                 holders.setdefault(held.get(entry, "(not there)"), []).append(rank)
             if len(holders) > 1:
                 said = "; ".join(f"{value[:_SHOWN]} on {_ranks(ranks)}" for value, ranks in holders.items())
-                lines.append(f"  {section}: {entry}: {said}")
-    rest = [f"  and {len(lines) - _FIRST} more"] if len(lines) > _FIRST else []
-    return lines[:_FIRST] + rest
+                lines.append(f"{section}: {entry}: {said}")
+    return [f"  {line}" for line in first_of(lines)]
 
 
 def _ranks(ranks: list[int]) -> str:

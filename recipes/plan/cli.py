@@ -14,20 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from rich.console import Console
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from ...engine.declared.derived import PLANNED, planned_settings, sharding_options
 from ...engine.errors import SettingError
-from ...engine.fsdp.activation_checkpoint import CHECKPOINTING
-from ...engine.fsdp.options import ShardingOptions
 from ...engine.lora.adapters import Lora
 from ...engine.lora.settings import LoraSettings
 from ...engine.model.meta import build_on_meta
 from ...engine.moe.find import UnsupportedModelError
-from ...engine.moe.gemm.backends import BACKENDS
 from ...engine.planner.memory import IMBALANCE, Batch
 from ...engine.planner.model_sizes import ModelSizes
 from ...engine.planner.run import format_plan, format_step
+from ...engine.settings.values import DTYPES
 from .cards import MODEL_HELP, config_of
 from .meshes import Request, choices, recommended, smallest
 from .roofline import Cluster
@@ -36,7 +36,6 @@ from .tables import after_the_best, print_wrapped, refusal, table
 __all__ = ["main", "parse"]
 
 _WIDTH, _WIDTH_OF_ALL = 100, 150
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -59,19 +58,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--sequences", type=int, default=1, help="of a micro-batch, of equal length")
     add("--micro-batches", type=int, default=1, help="of a rank in a step (with sp = 1)")
     add("--imbalance", type=float, default=IMBALANCE, help="rows of the busiest rank's experts over the mean")
-    add("--checkpointing", choices=CHECKPOINTING, default="full", help="engine.activation_checkpointing")
-    add("--prefetch-depth", type=int, default=1, help="engine.prefetch_depth")
-    add("--no-reshard", action="store_true", help="engine.reshard_after_forward=false")
-    add("--reshard-experts", choices=["true", "false"], help="engine.reshard_experts_after_forward")
-    add("--expert-shard-dim", choices=["auto", "0", "1"], default="auto", help="engine.expert_shard_dim")
-    add("--dispatch-chunks", type=int, default=1, help="engine.dispatch_chunks")
-    add("--experts-backend", choices=BACKENDS, default="auto", help="engine.experts_backend")
     add("--lora-rank", type=int, default=0, help="model.lora_rank, of adapters on all linears")
-    add("--model-dtype", choices=_DTYPES, default="fp32", help="engine.model_dtype")
-    add("--dtype", choices=_DTYPES, default="bf16", help="engine.mixed_precision.param_dtype")
-    add("--reduce-dtype", choices=_DTYPES, default="fp32", help="engine.mixed_precision.reduce_dtype")
     add("--activation-offload", action="store_true", help="model.enable_activation_offload")
-    add("--offload-policy", action="store_true", help="engine.offload_policy")
     add("--fused-kernels", action="store_true", help="model.use_fused_kernels: no logits are held")
     add("--optimizer", choices=["adamw", "muon"], default="adamw", help="whose states are counted")
     add("--reserve", type=float, default=4.0, help="GiB for contexts, NCCL and a sleeping vLLM")
@@ -79,8 +67,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--all", action="store_true", help="list every legal mesh, in 150 columns")
     add("--json", type=Path, metavar="FILE", help="write all of it")
     add("--png", type=Path, metavar="FILE", help="draw who holds what, of the recommended mesh")
-    options = parser.parse_args(arguments)
-    for name in ("nodes", "gpus", "tokens", "sequences", "micro_batches", "dispatch_chunks"):
+    add("settings", nargs="*", metavar="engine.SETTING=VALUE", help=f"of the run, as in a run: {', '.join(PLANNED)}")
+    options = parser.parse_intermixed_args(arguments)
+    for name in ("nodes", "gpus", "tokens", "sequences", "micro_batches"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it has to be at least 1")
     for name in ("gib", "inside", "between", "tflops", "efficiency", "hbm"):
@@ -90,9 +79,33 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--sequences is {options.sequences}, which does not divide --tokens, {options.tokens}")
     if options.imbalance < 1:
         parser.error(f"--imbalance is {options.imbalance}; the busiest rank has at least the mean: 1 or more")
-    if not 0 <= options.margin < 1 or min(options.reserve, options.prefetch_depth, options.lora_rank) < 0:
-        parser.error("--margin is a share from 0 to 1; --reserve, --prefetch-depth and --lora-rank are at least 0")
+    if not 0 <= options.margin < 1 or min(options.reserve, options.lora_rank) < 0:
+        parser.error("--margin is a share from 0 to 1; --reserve and --lora-rank are at least 0")
+    try:
+        options.engine = planned_settings(_overrides(options.settings))
+    except SettingError as error:
+        parser.error(str(error))
     return options
+
+
+def _overrides(words: Sequence[str]) -> dict[str, Any]:
+    """Values by their names under ``engine.``; a dotted name is a key of a mapping.
+
+    Raises:
+        SettingError: for a word that is not ``engine.SETTING=VALUE``.
+    """
+    found: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        *above, last = name.removeprefix("engine.").split(".")
+        if not name.startswith("engine.") or not equals or not last:
+            rule = "is no setting of the engine with a value."
+            raise SettingError("recipes.plan", word, rule, "engine.activation_checkpointing=full")
+        inside = found
+        for key in above:
+            inside = inside.setdefault(key, {})
+        inside[last] = yaml.safe_load(text)
+    return found
 
 
 def request_of(options: argparse.Namespace, config: PretrainedConfig) -> Request:
@@ -100,21 +113,8 @@ def request_of(options: argparse.Namespace, config: PretrainedConfig) -> Request
     Raises:
         UnsupportedModelError: its experts can't be dispatched, or it can't be traced.
     """
-    dim, experts = options.expert_shard_dim, options.reshard_experts
-    sharding = ShardingOptions(
-        param_dtype=_DTYPES[options.dtype],
-        reduce_dtype=_DTYPES[options.reduce_dtype],
-        reshard_after_forward=not options.no_reshard,
-        reshard_experts_after_forward=None if experts is None else experts == "true",
-        prefetch_depth=options.prefetch_depth,
-        expert_shard_dim=dim if dim == "auto" else int(dim),
-        dispatch_chunks=options.dispatch_chunks,
-        experts_backend=options.experts_backend,
-        checkpointing=options.checkpointing,
-        activation_offload=options.activation_offload,
-        head_in_root=options.fused_kernels,
-        cpu_offload=options.offload_policy,
-    )
+    model = {"enable_activation_offload": options.activation_offload, "use_fused_kernels": options.fused_kernels}
+    sharding = sharding_options(options.engine, {"enable_gradient_checkpointing": True, **model})
 
     def build(dtype: torch.dtype) -> Any:
         model: Any = build_on_meta(AutoModelForCausalLM, config, dtype)
@@ -122,7 +122,7 @@ def request_of(options: argparse.Namespace, config: PretrainedConfig) -> Request
             Lora(model, LoraSettings("model", options.lora_rank, options.lora_rank, "all-linear"))
         return model
 
-    sizes = ModelSizes.built_by(build, sharding, _DTYPES[options.model_dtype])
+    sizes = ModelSizes.built_by(build, sharding, DTYPES[options.engine.model_dtype])
     if sizes.untraced:
         raise UnsupportedModelError(sizes.untraced)
     batch = Batch(options.tokens, options.micro_batches, options.imbalance)
@@ -143,7 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     best = recommended(found)
     said = [
         f"{options.model} on {cluster.nodes} x {cluster.gpus} GPUs of {cluster.gib:g} GiB, {request.margin:.0%} to "
-        f"stay free: {options.checkpointing} checkpointing, {options.model_dtype} parameters, {options.optimizer}, "
+        f"stay free: {request.options.checkpointing} checkpointing, {options.engine.model_dtype} parameters, "
+        f"{options.optimizer}, "
         f"{format_step(request.batch)}"
     ]
     larger = None if best else smallest(request, cluster)

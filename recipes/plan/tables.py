@@ -80,7 +80,7 @@ def refusal(least: Choice, larger: tuple[Cluster, Choice] | None, request: Reque
     if alone:
         said.append(f"Too big each by itself: {', '.join(alone)}.")
     if larger is None:
-        return [*said, "More nodes do not help; fewer --tokens, or fuller --checkpointing, may."]
+        return [*said, "More nodes do not help; fewer --tokens, or engine.activation_checkpointing=full, may."]
     nodes, best = larger
     said.append(
         f"The smallest cluster of such nodes that fits has {nodes.nodes} ({nodes.world} GPUs), {best.gib:.1f} GiB each "
@@ -101,8 +101,8 @@ def _leaner(request: Request, cluster: Cluster, nodes: int) -> Iterator[tuple[st
     bf16 = replace(request.sizes, master=torch.bfloat16)
     settings = {
         "--optimizer muon": replace(request, optimizer="muon"),
-        "--model-dtype bf16": replace(request, sizes=bf16),
-        "--model-dtype bf16 --optimizer muon": replace(request, sizes=bf16, optimizer="muon"),
+        "engine.model_dtype=bf16": replace(request, sizes=bf16),
+        "engine.model_dtype=bf16 --optimizer muon": replace(request, sizes=bf16, optimizer="muon"),
     }
     for option, leaner in settings.items():
         found = smallest(leaner, replace(cluster, nodes=cluster.nodes - 1)) if leaner != request else None

@@ -4,9 +4,12 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
+import torch
 import verl.trainer.config
+import yaml
 from hydra.errors import CompactHydraException
 from omegaconf import OmegaConf
 from verl.trainer.config import CheckpointConfig
@@ -23,7 +26,10 @@ from epfsdp2.engine.config import (
     engine_config,
     engine_settings,
 )
+from epfsdp2.engine.declared.derived import planned_overrides, planned_settings, sharding_options
+from epfsdp2.engine.declared.engine_settings import EngineSettings
 from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.settings.values import DTYPES
 from epfsdp2.rollout.layout.vllm_layout import SYNC_MODES
 
@@ -105,6 +111,36 @@ def test_right_dtypes(dtype):
     assert (config.model_dtype, config.dtype, config.mixed_precision) == (dtype, dtype, precision)
     engine_config(mixed_precision={"buffer_dtype": "float32"})
     assert DTYPES[dtype] == PrecisionType.to_dtype(dtype)  # as engine/integration/engine.py reads it
+
+
+def test_sharding_options_come_from_the_settings_that_are_declared_to_feed_them():
+    model = {"enable_gradient_checkpointing": True, "enable_activation_offload": True, "use_fused_kernels": True}
+    assert sharding_options(engine_config(), model) == ShardingOptions(
+        fp32_modules=[], checkpointing="full", activation_offload=True, head_in_root=True
+    )
+    config = engine_config(ep_size=2, dispatch_chunks=3, offload_policy=True, mixed_precision={"reduce_dtype": "bf16"})
+    assert sharding_options(config) == ShardingOptions(
+        fp32_modules=[], dispatch_chunks=3, cpu_offload=True, reduce_dtype=torch.bfloat16
+    )
+
+
+def test_every_sharding_option_is_fed():
+    """By one setting, by the settings of dtypes, or by verl's settings of the model."""
+    declared = [f.name if f.metadata["shards"] is True else f.metadata["shards"] for f in fields(EngineSettings)]
+    fed = [name for name in declared if name] + ["param_dtype", "reduce_dtype", "activation_offload", "head_in_root"]
+    assert sorted(fed) == sorted(f.name for f in fields(ShardingOptions))
+
+
+def test_planned_overrides_are_read_back():
+    settings = {"dispatch_chunks": 2, "fp32_modules": ["*.gate"], "mixed_precision": {"reduce_dtype": "bf16"}}
+    config = engine_config(ep_size=2, reshard_experts_after_forward=False, **settings)
+    overrides = planned_overrides(config, sharding_options(config))
+    assert "engine.mixed_precision={reduce_dtype: bf16}" in overrides
+    read = {
+        word.partition("=")[0].removeprefix("engine."): yaml.safe_load(word.partition("=")[2]) for word in overrides
+    }
+    assert sharding_options(planned_settings(read)) == sharding_options(config)
+    assert planned_overrides(engine_config(), ShardingOptions(checkpointing="full")) == []
 
 
 def test_right_shard_dims():

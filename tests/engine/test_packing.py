@@ -6,7 +6,7 @@ import transformers
 from packaging.version import Version
 
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.model.packing import why_not_packed
+from epfsdp2.engine.model.families import why_not_packed
 from epfsdp2.engine.model.vision import VisionTowerSync
 from epfsdp2.engine.preflight.features import check_packing
 from tests.parity import families

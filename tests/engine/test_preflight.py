@@ -27,7 +27,7 @@ from epfsdp2.engine.preflight import model_facts
 from epfsdp2.engine.preflight import run as preflight
 from epfsdp2.engine.preflight.dense_models import not_applied, without_experts
 from epfsdp2.engine.preflight.features import check_attention
-from epfsdp2.engine.preflight.model_facts import inspect_model
+from epfsdp2.engine.preflight.model_facts import inspect_model, largest_sent
 from epfsdp2.engine.preflight.rollout import check_rollout
 from epfsdp2.engine.preflight.run import check_model_settings, check_run, check_training, check_versions
 from epfsdp2.rollout.layout.sync_mode import EXTENSION
@@ -59,7 +59,7 @@ def test_a_right_run_passes_and_is_counted(model, stacks_are_sent):
     facts = check_training(engine(ep_size=4), 8, model, device="cpu")
     assert facts.experts == (8, 8)
     assert facts.stacked == (((8, 32, 16), 0), ((8, 32, 32), 0))
-    assert facts.largest == ("model.layers.0.mlp.experts.gate_up_proj", GATE_UP)
+    assert largest_sent(facts.model) == ("model.layers.0.mlp.experts.gate_up_proj", GATE_UP)
 
 
 @pytest.fixture
@@ -581,14 +581,15 @@ def test_the_bucket_has_to_hold_one_expert_where_vllm_takes_them_one_by_one(tmp_
     model = checkpoint(tmp_path, "hunyuan_v1_moe", **sizes, **heads)
     facts = inspect_model(model)
     assert max(math.prod(shape) for shape, _ in facts.stacked) == 8 * 2 << 20
-    assert facts.largest[1] == 1 << 20 and ".experts.0." in facts.largest[0]
+    name, elements = largest_sent(facts.model)
+    assert elements == 1 << 20 and ".experts.0." in name
     rollout = {"name": "vllm", "n_gpus_per_node": 2, "update_weights_bucket_megabytes": 2}
     check_run(engine(), 2, model, rollout, device="cpu", ipc=False)
-    with pytest.raises(SettingError, match=f"{BUCKET}=1: the largest tensor, {re.escape(facts.largest[0])}, "):
+    with pytest.raises(SettingError, match=f"{BUCKET}=1: the largest tensor, {re.escape(name)}, "):
         check_run(engine(), 2, model, rollout | {"update_weights_bucket_megabytes": 1}, device="cpu", ipc=False)
     # A dense tensor that is larger counts.
     model["override_config"] |= {"vocab_size": 4096}
-    assert inspect_model(model).largest[1] == 4096 * 1024
+    assert largest_sent(inspect_model(model).model)[1] == 4096 * 1024
 
 
 def test_rollouts_in_other_processes_have_buckets_too_but_elsewhere(model, monkeypatch):

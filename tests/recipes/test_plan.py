@@ -103,8 +103,8 @@ def test_plan_that_does_not_fit_names_the_part_and_the_cluster_that_does(capsys,
     more = ["--model", "gpt-oss-120b", "--tokens", "4096"]
     assert main([*more, "--nodes", str(nodes)]) == 0
     assert main([*more, "--nodes", str(nodes - 1)]) == 2
-    fewer = re.search(r"Fewer do with other settings: .*?(\d+) with --model-dtype bf16 --optimizer muon", text)
-    bf16 = ["--model-dtype", "bf16", "--optimizer", "muon"]
+    fewer = re.search(r"Fewer do with other settings: .*?(\d+) with engine.model_dtype=bf16 --optimizer muon", text)
+    bf16 = ["engine.model_dtype=bf16", "--optimizer", "muon"]
     assert main([*more, *bf16, "--nodes", fewer[1]]) == 0 and int(fewer[1]) < nodes
 
 
@@ -137,7 +137,7 @@ def test_plan_with_adapters_chunks_or_another_backend_changes(tmp_path):
         found = choices(request_of(options, config_of(str(tmp_path))), Cluster(nodes=1, gpus=2))
         return next(choice for choice in found if choice.topology.ep == 2 and choice.sp == 1)
 
-    plain, lora, chunks = planned(), planned("--lora-rank", "8"), planned("--dispatch-chunks", "2")
+    plain, lora, chunks = planned(), planned("--lora-rank", "8"), planned("engine.dispatch_chunks=2")
     assert 0 < lora.peak.optimizer < 0.1 * plain.peak.optimizer and lora.peak.parameters > plain.peak.parameters
     calls = [{c.name: c.calls for c in found.traffic}["all-to-all tokens"] for found in (plain, chunks)]
     # Of 8 layers; at once a layer that is computed again is done before its rows come home.
@@ -145,9 +145,9 @@ def test_plan_with_adapters_chunks_or_another_backend_changes(tmp_path):
     assert chunks.time.all_to_all == pytest.approx(
         plain.time.all_to_all * 6 / 5 / 2, rel=0.01
     )  # counts and weights apart
-    assert planned("--dispatch-chunks", "4").time.all_to_all < chunks.time.all_to_all
-    reference = planned("--experts-backend", "reference", "--checkpointing", "none")
-    assert reference.peak.activations > planned("--checkpointing", "none").peak.activations
+    assert planned("engine.dispatch_chunks=4").time.all_to_all < chunks.time.all_to_all
+    reference = planned("engine.experts_backend=reference", "engine.activation_checkpointing=none")
+    assert reference.peak.activations > planned("engine.activation_checkpointing=none").peak.activations
 
 
 @pytest.mark.parametrize(
@@ -189,6 +189,13 @@ def test_plan_of_an_unknown_model_names_the_nearest(options, words, capsys):
         (["--gib", "-1"], "--gib is -1.0; it has to be positive"),
         (["--tokens", "100", "--sequences", "3"], "does not divide --tokens"),
         (["--imbalance", "0.5"], "1 or more"),
+        (["engine.dispatch_chunks=0"], "engine.dispatch_chunks=0: is the number of parts"),
+        (
+            ["engine.prefetch=2"],
+            "engine.prefetch=2: the plan does not depend on such a setting. What works: ",
+        ),
+        (["engine.ep_size=8"], "engine.ep_size=8: the plan does not depend on such a setting."),
+        (["dispatch_chunks=2"], "dispatch_chunks=2: is no setting of the engine with a value."),
     ],
 )
 def test_plan_of_impossible_sizes_is_refused(options, words, capsys):
@@ -211,7 +218,7 @@ def test_plan_help_names_the_settings(capsys):
     with pytest.raises(SystemExit):
         parse(["--help"])
     text = capsys.readouterr().out
-    assert "engine.activation_checkpointing" in text and "Kimi-K2" in text
+    assert "activation_checkpointing" in text and "engine.SETTING=VALUE" in text and "Kimi-K2" in text
 
 
 def test_seconds_of_a_collective_equal_those_by_hand():

@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from epfsdp2.engine.model import hf_names
+from epfsdp2.engine.model.families import FUSED_IN_VLLM
 from tests.parity.families import FAMILIES
 
 from .served_families import SERVED, build, randomise, sent
@@ -54,7 +55,7 @@ def test_for_vllm_and_as_checkpoint_yield_equal_values(name, stacks_are_sent):
             for kind, part in zip(kinds, matrix.chunk(len(kinds)), strict=True):
                 assert torch.equal(part, written.pop(f"{prefix}.{expert}.{kind}.weight"))
     assert written == {}
-    assert (whole > 0) == (model.config.model_type in hf_names.FUSED_IN_VLLM)
+    assert (whole > 0) == (model.config.model_type in FUSED_IN_VLLM)
 
 
 def test_as_checkpoint_merges_parameters_that_share_a_tensor(tmp_path):

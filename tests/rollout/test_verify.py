@@ -77,12 +77,12 @@ def test_digest_differs_by_values_shape_and_dtype():
 
 def test_compare_names_every_kind_of_difference():
     assert verify.compare({"a": "1"}, {"a": "1"}) == ""
-    report = verify.compare({"a": "1", "b": "2", "c": "3"}, {"a": "9", "b": "2", "d": "4"}, listed=2)
+    report = verify.compare({"a": "1", "b": "2", "c": "3"}, {"a": "9", "b": "2", "d": "4"}, most=2)
     assert report.splitlines() == [
         "3 of 4 tensors differ:",
         "a: is 9, should be 1",
         "c: missing, should be 3",
-        "... and 1 more",
+        "and 1 more",
     ]
 
 

@@ -35,6 +35,7 @@ ROOMS = (
     "rollout/transport",
     "rollout/layout",
     "rollout/cleanup.py",
+    "engine/declared",
     "engine/lora",
     "engine/parallelize.py",
     "engine/fsdp",
@@ -45,6 +46,7 @@ ROOMS = (
     "engine/topology",
     "engine/settings",
     "engine/compat",
+    "engine/wrap_forward.py",
     "engine/errors.py",
     "engine",
 )

@@ -1,10 +1,10 @@
 """The engine's settings and a model folder, as the checks before a run take them."""
 
-from types import SimpleNamespace
-
 import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
+
+from epfsdp2.engine.declared.engine_settings import EngineSettings
 
 __all__ = ["TINY", "checkpoint", "engine"]
 
@@ -22,17 +22,11 @@ TINY = {
 }
 
 
-def engine(**settings):
-    """Return settings of the engine: verl's and ours by default, but for those given."""
-    defaults = {"ep_size": 1, "fsdp_size": -1, "model_dtype": "fp32", "expert_shard_dim": "auto"}
-    defaults |= {"dtype": "bf16", "mixed_precision": None, "rollout_sync": "auto", "sync_megabytes": 2048}
-    defaults |= {"ulysses_sequence_parallel_size": 1, "experts_backend": "auto"}
-    replay = SimpleNamespace(mode=settings.pop("replay", "disabled"))
-    others = {"router_aux_loss_coef": 0.0, "router_z_loss_coef": 0.0, "router_metrics": False}
-    others |= {"activation_checkpointing": "auto", "dispatch_chunks": 1, "overlap_shared_experts": False}
-    others |= {"dispatcher": "all_to_all", "expert_plan": {}, "fp32_modules": ()}
-    given = others | defaults | settings
-    return SimpleNamespace(router_replay=replay, **given)
+def engine(replay="disabled", **settings):
+    """Return settings of the engine: the defaults, but for those given."""
+    found = EngineSettings(**{"dtype": "bf16", **settings})
+    found.router_replay.mode = replay
+    return found
 
 
 def checkpoint(folder, kind="qwen3_moe", **settings):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from epfsdp2.engine.errors import first_of
 from epfsdp2.rollout.layout.vllm_layout import padded_vocabulary
 
 __all__ = ["compare", "digest", "expected_digests", "expected_tensors"]
@@ -107,13 +108,13 @@ def _fused_experts(prefix: str, experts: int, state: Mapping[str, torch.Tensor],
     return torch.stack(gate_up), torch.stack([take(f"{prefix}.{e}.down_proj.weight") for e in range(experts)])
 
 
-def compare(expected: Mapping[str, str], found: Mapping[str, str], listed: int = 10) -> str:
+def compare(expected: Mapping[str, str], found: Mapping[str, str], most: int = 10) -> str:
     """Describe how two maps of digests differ; empty when they are equal.
 
     Args:
         expected: digest by name, computed from the checkpoint.
         found: digest by name, read back from the worker.
-        listed: number of differences to list.
+        most: number of differences to list.
     """
     lines = []
     for name in sorted(expected.keys() | found.keys()):
@@ -125,6 +126,5 @@ def compare(expected: Mapping[str, str], found: Mapping[str, str], listed: int =
             lines.append(f"{name}: is {found[name]}, should be {expected[name]}")
     if not lines:
         return ""
-    more = [f"... and {len(lines) - listed} more"] if len(lines) > listed else []
     total = len(expected.keys() | found.keys())
-    return "\n".join([f"{len(lines)} of {total} tensors differ:", *lines[:listed], *more])
+    return "\n".join([f"{len(lines)} of {total} tensors differ:", *first_of(lines, most)])

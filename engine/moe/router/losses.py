@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ...wrap_forward import wrap_forward
 from ..find import ExpertsInfo, UnsupportedModelError, experts_by_layer
 from ..forward import rows_computed
 
@@ -90,7 +91,7 @@ class _Sums:
 class RouterLosses:
     """Records the routing of a model; returns its router losses and the metrics of its experts' load.
 
-    Install it before anything wraps the layers, and after the process group is initialised.
+    Install it after the process group is initialised.
 
     Args:
         aux_coef: weight of the load-balancing loss.
@@ -112,8 +113,7 @@ class RouterLosses:
             layer.info.module.register_forward_pre_hook(functools.partial(self._arrive, layer), with_kwargs=True)
             if self._has_loss:
                 block = model.get_submodule(layer.info.fqn.rpartition(".")[0])
-                forward = functools.partial(self._block, layer.info.num_experts, block.forward)
-                block.forward = forward  # type: ignore[method-assign]
+                wrap_forward(block, "router_losses", functools.partial(self._block, layer.info.num_experts))
 
     @property
     def _has_loss(self) -> bool:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...wrap_forward import wrap_forward
 from ..find import ExpertsInfo, experts_by_layer
 from .topk_override import RoutingMode
 
@@ -42,8 +43,6 @@ class _Layer:
 class RouterReplay:
     """Records and replays the experts of a model's tokens, layer by layer.
 
-    Install it before anything else wraps the layers: a recomputation of a layer has to replay too.
-
     Args:
         num_layers: all layers of the model, those without experts included.
 
@@ -61,7 +60,7 @@ class RouterReplay:
             self._layers[index] = layer = _Layer(index, info.fqn, info.num_experts)
             info.module.register_forward_pre_hook(functools.partial(self._arrive, layer), with_kwargs=True)
             block = model.get_submodule(info.fqn.rpartition(".")[0])
-            block.forward = functools.partial(self._block, layer, block.forward)  # type: ignore[method-assign]
+            wrap_forward(block, "router_replay", functools.partial(self._block, layer))
 
     def record(self) -> None:
         """Record the routes of the next forward."""

@@ -1,0 +1,60 @@
+"""What has to hold of the engine's settings, whatever the model and the ranks are."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..errors import SettingError
+from .derived import expert_settings
+from .engine_settings import check_fields
+
+__all__ = ["check_settings"]
+
+
+def check_settings(config: Any) -> None:
+    """Refuse values that no model and no number of ranks could make right.
+
+    Raises:
+        SettingError: naming the first such setting.
+    """
+    check_fields(config)
+    for rule in _BETWEEN_SETTINGS:
+        rule(config)
+
+
+def _only_all_to_all(config: Any) -> None:
+    for name, value, default in _given_dispatch(config):
+        if config.dispatcher == "deepep" and name != "dispatcher":
+            rule = "is for all_to_all: DeepEP (engine.dispatcher=deepep) sends a layer's tokens at once."
+            raise SettingError(f"engine.{name}", value, rule, f"engine.{name}={default}")
+
+
+def _only_with_ep(config: Any) -> None:
+    for name, value, default in _given_dispatch(config):
+        if config.ep_size == 1:
+            rule = "no token travels where a rank holds all experts (engine.ep_size=1)."
+            raise SettingError(f"engine.{name}", value, rule, f"engine.{name}={default}, or a larger ep_size")
+
+
+def _given_dispatch(config: Any) -> list[tuple[str, Any, Any]]:
+    """Name, value and default of the settings of dispatch that are not at their default."""
+    defaults = expert_settings()
+    names = ("dispatch_chunks", "overlap_shared_experts", "dispatcher")
+    values = ((name, getattr(config, name), defaults[name]) for name in names)
+    return [(name, value, default) for name, value, default in values if value != default]
+
+
+def _only_eager_attention_over_ranks(config: Any) -> None:
+    size = config.ulysses_sequence_parallel_size
+    if size > 1 and config.compile_dense:
+        rule = (
+            "what is compiled may hold no collective, and with sequence parallelism "
+            f"(engine.ulysses_sequence_parallel_size={size}) attention does."
+        )
+        raise SettingError("engine.compile_dense", True, rule, "engine.compile_dense=False")
+
+
+_BETWEEN_SETTINGS: Sequence[Callable[[Any], None]] = (
+    _only_all_to_all,
+    _only_with_ep,
+    _only_eager_attention_over_ranks,
+)

@@ -1,0 +1,347 @@
+"""The list of the engine's settings, each with its default, its rule, what it does, and what it says of sharding.
+
+``config.EPFSDP2EngineConfig`` is this dataclass with what verl sets of any engine. ``docs/generate.py`` writes
+``conf/engine/epfsdp2.yaml`` and ``docs/settings.md`` from it, ``derived.py`` the options of ``parallelize`` and of
+``recipes/plan``. A setting that means what verl's ``FSDPEngineConfig`` means has its name.
+"""
+
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
+from typing import Any
+
+from ..fsdp.activation_checkpoint import CHECKPOINTING
+from ..moe.deepep import DISPATCHERS
+from ..moe.gemm.backends import BACKENDS
+from ..settings.roles import STRATEGY
+from ..settings.rules import (
+    DTYPE,
+    EXPERT_PLAN,
+    FLAG,
+    LOSS_WEIGHT,
+    MIXED_PRECISION,
+    MODEL_DTYPE,
+    PATTERNS,
+    POSITIVE,
+    POSITIVE_NUMBER,
+    REPLAY,
+    SEED,
+    is_whole,
+    must,
+    one_of,
+    optional,
+    setting,
+    whole,
+)
+
+__all__ = ["EngineSettings", "check_fields"]
+
+_RANKS = whole(1, "is a number of ranks, or -1 for all of them.", "-1", besides=(-1,))
+_SHARD_DIM = must(
+    lambda value: (isinstance(value, str) and value == "auto") or (is_whole(value) and value in (0, 1)),
+    "experts are sharded over ep_fsdp along dim 0 (whole experts), dim 1, or dim 0 where that divides.",
+    "auto",
+)
+_CHUNKS = whole(1, "is the number of parts in which a layer's tokens are dispatched.", "1")
+# How weights may be sent; rollout/layout/vllm_layout.py has the ways, and a test compares.
+_SYNCED_AS = ("auto", "full", "expert_local", "sliced")
+_SYNCS = whole(0, "is the number of syncs that are verified, or -1 for all of them.", "2", besides=(-1,))
+
+
+def _no_replay() -> Any:
+    return SimpleNamespace(mode="disabled", record_file=None, replay_file=None)
+
+
+@dataclass
+class EngineSettings:
+    """The settings under ``engine.``, which need neither verl nor Hydra.
+
+    ``ep * ep_fsdp * dp_replicate == world``, with ``ep = ep_size``, ``dp_replicate = world / fsdp_size`` (1 where
+    ``fsdp_size`` is -1) and ``ep_fsdp`` what is left.
+    """
+
+    strategy: str = setting(
+        STRATEGY,
+        must(lambda v: v == STRATEGY, "this engine has one strategy.", STRATEGY),
+        "Name under which verl's registry knows the engine",
+    )
+    ep_size: int = setting(
+        1,
+        POSITIVE,
+        "Ranks over which the experts of a layer are split: each holds num_experts / ep_size of them, and "
+        "neighbouring ranks form one expert-parallel group. Has to divide the number of experts and fsdp_size. 1: "
+        "no expert parallelism (python -m epfsdp2.recipes.plan lists what is legal on a cluster, with the memory "
+        "that each needs). This and all that concerns experts counts for the roles whose model has some; another "
+        "role is sharded by FSDP2 over all ranks",
+        of_experts=True,
+    )
+    expert_shard_dim: Any = setting(
+        "auto",
+        _SHARD_DIM,
+        "Dim of the stacked expert weights [E, ..., ...] that is sharded over the remaining ranks (ep_fsdp): 1 "
+        "splits every expert, 0 keeps experts whole (only where they divide evenly), auto takes 0 where it can",
+        shards=True,
+        of_experts=True,
+    )
+    expert_plan: dict[str, int] | None = setting(
+        None,
+        EXPERT_PLAN,
+        "For a model of your own whose experts are not on transformers' experts interface: pattern of parameter "
+        "names -> dim that counts the experts, e.g. {model.layers.*.moe.w1: 0, model.layers.*.moe.w2: 0}",
+        shards=True,
+        of_experts=True,
+    )
+    experts_backend: str = setting(
+        "auto",
+        one_of(BACKENDS, "auto"),
+        "What computes the experts: torch; triton, kernels for a GPU of compute capability 8.0 and up; auto, what "
+        "is fastest of them for the machine and the dtype; reference, plain operators, which keep several times "
+        "as much for backward",
+        shards=True,
+        of_experts=True,
+    )
+    fsdp_size: int = setting(
+        -1,
+        _RANKS,
+        "Ranks in each shard group; -1 means all of them. A smaller one gives HSDP: world / fsdp_size replicas",
+    )
+    ulysses_sequence_parallel_size: int = setting(
+        1,
+        POSITIVE,
+        "Ulysses sequence parallelism: neighbouring ranks that share packed rows, each a slice of their tokens; a "
+        "rank then has batches of world / this many. Has to divide the ranks and the attention heads; needs "
+        "model.use_remove_padding. max_token_len_per_gpu is per rank: a row may be this many times as long. 1: "
+        "each rank has rows of its own",
+    )
+    model_dtype: str = setting(
+        "fp32",
+        MODEL_DTYPE,
+        "dtype of the parameters that the optimizer steps on. (Weights are handed to the rollout in the dtype "
+        "that the forward computes with.) This and every other dtype here is fp32 or bf16: float16 would need its "
+        "loss scaled",
+    )
+    allow_unused_weights: bool = setting(
+        False,
+        FLAG,
+        "Whether the checkpoint may have tensors that the model has no place for; they are not read. Otherwise an "
+        "error names the first, but for those that the model's class leaves out itself",
+    )
+    mixed_precision: dict[str, Any] | None = setting(
+        None,
+        MIXED_PRECISION,
+        "FSDP2 mixed precision, e.g. {param_dtype: bf16, reduce_dtype: fp32}; null means dtype with reductions in "
+        "fp32. Buffers are never cast, so buffer_dtype is fp32 or left out",
+    )
+    dtype: str = setting(
+        "bfloat16",
+        DTYPE,
+        "dtype in which parameters are gathered and computed with where mixed_precision does not say",
+    )
+    fp32_modules: list[str] = setting(
+        None,
+        PATTERNS,
+        "Patterns of modules that compute in float32 whatever dtype says, e.g. ['*.mlp.gate'] for routers. What "
+        "the model's class keeps in float32 by itself (transformers' _keep_in_fp32_modules_strict) does so anyway",
+        factory=list,
+        shards=True,
+    )
+    reshard_after_forward: bool = setting(
+        True,
+        FLAG,
+        "Free gathered parameters after forward and gather them again in backward: less memory, more communication",
+        shards=True,
+    )
+    reshard_experts_after_forward: bool | None = setting(
+        None,
+        optional(FLAG),
+        "The same for the experts alone; null means as reshard_after_forward. False saves a gather of the experts "
+        "in backward where ep_size is large and a rank's experts are few",
+        shards=True,
+        of_experts=True,
+    )
+    prefetch_depth: int = setting(
+        1,
+        whole(0, "is the number of layers gathered ahead, 0 for none.", "1"),
+        "Layers (and the embeddings, and the head) that are gathered ahead of what computes; 0 for none",
+        shards=True,
+    )
+    dispatch_chunks: int = setting(
+        1,
+        _CHUNKS,
+        "Parts in which a layer's tokens are dispatched to their experts: one travels while another computes, in "
+        "both directions. More than 1 needs ep_size > 1; the same rows travel, in as many times more messages",
+        shards=True,
+        of_experts=True,
+    )
+    overlap_shared_experts: bool = setting(
+        False,
+        FLAG,
+        "Compute a layer's shared experts while its tokens travel. For families whose layers ask for them after "
+        "the experts (DeepSeek, GLM, Nemotron-H, ...; docs/engine.md); needs ep_size > 1",
+        shards=True,
+        of_experts=True,
+    )
+    dispatcher: str = setting(
+        "all_to_all",
+        one_of(DISPATCHERS, "all_to_all"),
+        "What brings tokens to their experts: all_to_all, torch's; or deepep, DeepEP's kernels, where deep_ep is "
+        "installed (bfloat16, a hidden size of a multiple of 256, one of the ep_sizes that it has kernels for, no "
+        "dispatch_chunks)",
+        shards=True,
+        of_experts=True,
+    )
+    activation_checkpointing: str = setting(
+        "auto",
+        one_of(("auto", *CHECKPOINTING), "auto"),
+        "What is computed again in backward instead of kept: none; full, each layer whole; selective, the parts "
+        "of a layer without experts, so that no all-to-all runs twice; auto, full or none as "
+        "model.enable_gradient_checkpointing says. A token is routed the same way when it is computed again",
+        shards="checkpointing",
+    )
+    compile_dense: bool = setting(
+        False,
+        FLAG,
+        "torch.compile the parts of the layers without experts (attention, norms, dense MLPs). If compiling "
+        "fails, one line of log says why and everything runs eagerly",
+        shards=True,
+    )
+    param_offload: bool = setting(
+        False,
+        FLAG,
+        "Whether to keep parameters on the CPU between phases (both of verl's offloads are manual, unlike "
+        "offload_policy)",
+    )
+    optimizer_offload: bool = setting(
+        False,
+        FLAG,
+        "Whether to keep optimizer state on the CPU between phases",
+    )
+    offload_policy: bool = setting(
+        False,
+        FLAG,
+        "FSDP2's own CPU offload of parameters, gradients and optimizer state during training",
+        shards="cpu_offload",
+    )
+    use_no_sync_for_gradient_accumulation: bool = setting(
+        False,
+        FLAG,
+        "Whether to defer gradient synchronization until the last micro-batch: less communication, and unsharded "
+        "gradients stay in memory between micro-batches",
+    )
+    entropy_from_logits_with_chunking: bool = setting(
+        False,
+        FLAG,
+        "Whether to compute the entropy in chunks",
+    )
+    entropy_from_logits_chunk_size: int = setting(
+        2048,
+        POSITIVE,
+        "Tokens per chunk of the entropy",
+    )
+    entropy_checkpointing: bool = setting(
+        False,
+        FLAG,
+        "Whether to recompute the entropy in backward",
+    )
+    use_torch_compile: bool = setting(
+        False,
+        FLAG,
+        "Whether to compile verl's entropy function with torch.compile. Off, unlike in verl: compiling costs "
+        "start-up time",
+    )
+    pad_to_length: bool = setting(
+        False,
+        FLAG,
+        "Round every packed micro-batch up to a multiple of pad_to_length_bucket tokens, so that kernels see few "
+        "shapes",
+    )
+    pad_to_length_bucket: int = setting(
+        1024,
+        POSITIVE,
+        "Multiple of tokens for pad_to_length",
+    )
+    seed: int = setting(
+        42,
+        SEED,
+        "Random seed",
+    )
+    full_determinism: bool = setting(
+        False,
+        FLAG,
+        "Whether to enable full determinism, for debugging",
+    )
+    forward_only: bool = setting(
+        False,
+        FLAG,
+        "Whether there is never a backward; ref sets it for itself",
+    )
+    rollout_sync: str = setting(
+        "auto",
+        one_of(_SYNCED_AS, "auto"),
+        "What a trainer rank hands to the vLLM worker beside it: full, every tensor whole; sliced, what the "
+        "worker keeps; expert_local, its experts whole and everything else whole (vLLM with expert parallelism); "
+        "auto, sliced, or full with one line of log where the rollout, vLLM's version or the family allows no "
+        "other",
+    )
+    rollout_sync_verify: int = setting(
+        2,
+        _SYNCS,
+        "How many of the first syncs are verified: checksums of every tensor where it is handed over and where it "
+        "arrives, and of slices once more in vLLM's parameters. -1: all syncs; 0: none",
+    )
+    sync_megabytes: int = setting(
+        2048,
+        POSITIVE,
+        "Upper bound in MB on the buffers that a rank holds during a weight sync: two gathers of a full sync, one "
+        "under way and one that is handed over, and what is put together of the latter (a tensor that a "
+        "checkpoint has whole and that does not fit is gathered alone); or the four buffers of two rounds of the "
+        "others. The transport's bucket comes on top",
+    )
+    sync_timeout_seconds: float = setting(
+        300.0,
+        POSITIVE_NUMBER,
+        "Seconds after which a weight sync without progress ends the run with its cause; vLLM's final processing "
+        "of the weights, which shows no progress, has to end within them too",
+    )
+    router_aux_loss_coef: float = setting(
+        0.0,
+        LOSS_WEIGHT,
+        "Weight of the load-balancing loss on the routers, over the tokens of all ranks in a micro-batch; 0 for "
+        "none. The model's own router_aux_loss_coef is not read",
+        of_experts=True,
+    )
+    router_z_loss_coef: float = setting(
+        0.0,
+        LOSS_WEIGHT,
+        "Weight of the routers' z-loss; 0 for none",
+        of_experts=True,
+    )
+    router_metrics: bool = setting(
+        False,
+        FLAG,
+        "Whether each update logs the load of the busiest and the idlest expert against an even load, the (token, "
+        "expert) pairs that no expert computed, and the losses above",
+        of_experts=True,
+    )
+    router_replay: Any = setting(
+        None,
+        REPLAY,
+        "Router replay: have an update's tokens take the experts that they took before",
+        factory=_no_replay,
+        inner={
+            "mode": (
+                "disabled",
+                "disabled; R2: as they took them for the old log-probs; R3: as they took them in vLLM, for the old "
+                "log-probs and the update alike, with actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
+            )
+        },
+    )
+
+
+def check_fields(config: Any) -> None:
+    """Apply the rule of every setting.
+
+    Raises:
+        SettingError: naming the first that breaks its rule.
+    """
+    for entry in fields(EngineSettings):
+        entry.metadata["rule"](f"engine.{entry.name}", getattr(config, entry.name))

@@ -1,0 +1,58 @@
+"""What is known of single families of models, by ``model_type`` or by class; all else here depends on no family.
+
+How vLLM cuts a family's weights is in ``rollout/layout/vllm_layout.py``.
+"""
+
+from typing import Any
+
+__all__ = ["FUSED_IN_VLLM", "IMAGES_UNSUPPORTED", "NOT_BY_TOPK", "READ_WITHOUT_A_CALL", "why_not_packed"]
+
+# Packed sequences silently see each other; found by running each family.
+_STATE = "some of its layers carry a state from one packed sequence into the next"
+_COMPRESSED = "some of its layers compress windows of a row into one key, across sequences"
+_NO_POSITIONS = "its mask is not made from the positions that separate packed sequences"
+_MANY_ROWS = "it passes three rows of positions to flash attention, which needs the one that separates packed sequences"
+_UNPACKED_WITH_ANY_ATTENTION = {
+    **dict.fromkeys(("jamba", "lfm2_moe", "minimax", "nemotron_h", "qwen3_next", "qwen3_5_moe_text"), _STATE),
+    "deepseek_v4": _COMPRESSED,
+    "glm_moe_dsa": _NO_POSITIONS,
+}
+_UNPACKED_WITH_MASKS = dict.fromkeys(("afmoe", "gpt_oss", "openai_privacy_filter"), _NO_POSITIONS)
+_UNPACKED_WITH_FLASH = {"glm4v_moe_text": _MANY_ROWS, "ernie4_5_vl_moe_text": _MANY_ROWS}
+
+IMAGES_UNSUPPORTED = {
+    "ernie4_5_vl_moe": "moe_mm_token_type_ids choose its experts for vision, and verl's batches don't have these",
+    "qwen3_omni_moe_thinker": "verl 0.9.1 has no processor for it, so its positions are not known",
+}
+"""Families whose images would be computed otherwise than in transformers, and why."""
+
+NOT_BY_TOPK = {"phimoe": "its routers choose by a maximum, and another one over what is left."}
+"""Families whose routes can't be replayed, and why."""
+
+READ_WITHOUT_A_CALL = {("DeepseekV2Moe", "gate")}
+"""Class and child whose weight the class reads without calling it; FSDP gathers it only when it is called."""
+
+_OWN = {"gate_up_proj": "gate_up_proj", "down_proj": "down_proj"}
+_LETTERED = {"gate_up_proj": "w13", "down_proj": "w2"}
+# Bit-exactly in the CPU builds of vLLM 0.27 and 0.30 (tested). vLLM silently drops unknown fused names, so nothing is
+# assumed: a family that is not here gets its checkpoint's names (which are fused ones for gpt_oss, gemma4 and
+# qwen3_vl_moe), and so does every family before 0.27: vLLM 0.24 drops the stacks of Qwen3-MoE and fails on Mixtral's.
+FUSED_IN_VLLM: dict[str, dict[str, str]] = {
+    **dict.fromkeys(("qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe", "dots1", "ernie4_5_moe"), _OWN),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), _OWN),
+    **dict.fromkeys(("mixtral", "minimax_m2"), _LETTERED),
+}
+"""Families whose stacks of experts vLLM loads, and the names that it loads them under."""
+
+
+def why_not_packed(config: Any, flash: bool, own_masks: bool = False) -> str | None:
+    """Return why sequences that are packed into one row would see each other; None if they don't.
+
+    Args:
+        config: a model config of transformers.
+        flash: whether attention is a flash attention, which takes positions in place of masks.
+        own_masks: whether masks are made outside the model's code, from all positions (``fsdp/ulysses.py``).
+    """
+    kind = config.get_text_config().model_type
+    masks = {} if own_masks else _UNPACKED_WITH_MASKS
+    return (_UNPACKED_WITH_ANY_ATTENTION | (_UNPACKED_WITH_FLASH if flash else masks)).get(kind)

@@ -25,7 +25,7 @@ THIRD_PARTIES: dict[str, frozenset[str]] = {
     "recipes/gpu": frozenset({"yaml"}),
     "recipes/quickstart": MODEL | {"matplotlib", "pandas", "psutil", "rich", "tokenizers", "yaml"},
     "recipes/quickstart/sampler.py": frozenset({"verl"}),
-    "recipes/plan": MODEL | {"huggingface_hub", "matplotlib", "rich", "yaml"},
+    "recipes/plan": MODEL | {"huggingface_hub", "matplotlib", "omegaconf", "rich"},
     "recipes/convert": TORCH | {"numpy", "rich", "safetensors", "tqdm"},
     "conf": frozenset({"hydra", "omegaconf"}),
     "engine/config.py": frozenset({"hydra", "verl"}),

@@ -8,13 +8,14 @@ fit. ``--all`` lists every legal mesh with its memory by part and its traffic. I
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
+from omegaconf import OmegaConf
 from rich.console import Console
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
@@ -94,18 +95,12 @@ def _overrides(words: Sequence[str]) -> dict[str, Any]:
     Raises:
         SettingError: for a word that is not ``engine.SETTING=VALUE``.
     """
-    found: dict[str, Any] = {}
     for word in words:
-        name, equals, text = word.partition("=")
-        *above, last = name.removeprefix("engine.").split(".")
-        if not name.startswith("engine.") or not equals or not last:
+        if not re.match(r"engine\.\w[\w.]*=", word):
             rule = "is no setting of the engine with a value."
             raise SettingError("recipes.plan", word, rule, "engine.activation_checkpointing=full")
-        inside = found
-        for key in above:
-            inside = inside.setdefault(key, {})
-        inside[last] = yaml.safe_load(text)
-    return found
+    given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(words)))
+    return given.get("engine", {})
 
 
 def request_of(options: argparse.Namespace, config: PretrainedConfig) -> Request:

@@ -146,6 +146,8 @@ def test_plan_with_adapters_chunks_or_another_backend_changes(tmp_path):
         plain.time.all_to_all * 6 / 5 / 2, rel=0.01
     )  # counts and weights apart
     assert planned("engine.dispatch_chunks=4").time.all_to_all < chunks.time.all_to_all
+    wide = planned("engine.mixed_precision=null", "engine.mixed_precision.param_dtype=fp32").traffic
+    assert sum(c.wire for c in wide) > sum(c.wire for c in plain.traffic)
     reference = planned("engine.experts_backend=reference", "engine.activation_checkpointing=none")
     assert reference.peak.activations > planned("engine.activation_checkpointing=none").peak.activations
 

@@ -26,6 +26,7 @@ from ..lora.peft_files import read_adapter
 from ..lora.settings import LoraSettings
 from ..model.layers import layer_names
 from ..model.meta import build_on_meta, check_not_quantised
+from ..model.packing import PackedSequences
 from ..model.vision import VisionTowerSync, preserve_forward
 from ..moe.find import find_experts, is_dense
 from ..moe.gemm.backends import choose_backend
@@ -133,6 +134,7 @@ class BuildsModel:
         """The model on meta, with everything that has to be installed before FSDP's hooks and recomputation."""
         module = self._plain_module(self.model_config.hf_config, PrecisionType.to_dtype(self.engine_config.model_dtype))
         self._patch(module)
+        self.packed = PackedSequences(module) if self.use_remove_padding else None
         if self.ulysses_parallel_group is not None:
             SequenceParallel(module, self.ulysses_parallel_group)
         lora = LoraSettings.of(self.model_config, "model")
@@ -183,6 +185,8 @@ class BuildsModel:
             self.run_plan = estimate_step(*settings, build, topology, options, memory, device)
         mesh = f"mesh: {format_mesh(topology, self.ulysses_sequence_parallel_size)}"
         lines += [mesh] if self.run_plan is None else self.run_plan.lines()
+        if self.packed is not None and self.packed.line():
+            lines.append(self.packed.line())
         if self.rank == 0:
             print("\n".join(f"[epfsdp2] {line}" for line in lines), flush=True)
 

@@ -61,15 +61,7 @@ def _family(name):
     """The model in float64, for packed rows."""
     ALL_ATTENTION_FUNCTIONS.register("sinks", _sinks)
     ALL_MASK_ATTENTION_FUNCTIONS.register("sinks", eager_mask)
-    family = EVERY[name]
-    torch.manual_seed(5)
-    model = type(family)(**{**vars(family), "sizes": {**family.sizes, **WINDOWS.get(name, {})}}).build()
-    with torch.no_grad():
-        for param in model.parameters():
-            param.normal_(std=family.std) if param.dim() > 1 else param.uniform_(*family.vectors)
-    model.config._attn_implementation = "sinks" if name == "gpt_oss" else "sdpa"
-    model.set_experts_implementation("eager")
-    return model.double().train(family.train)
+    return EVERY[name].build_random("sinks" if name == "gpt_oss" else "sdpa", **WINDOWS.get(name, {}))
 
 
 def _row():

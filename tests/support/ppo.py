@@ -168,16 +168,17 @@ def of_this_rank(worker: Any, samples: Sequence[Any]) -> Sequence[Any]:
     return samples[rank * each : (rank + 1) * each]
 
 
-def check_ppo_updates(folder: Path, cases: Sequence[dict[str, Any]]) -> None:
+def check_ppo_updates(folder: Path, cases: Sequence[dict[str, Any]], attention: str = "sdpa") -> None:
     """On each rank: log-probs, loss, gradients, norm and parameters of an update are the plain model's.
 
     Args:
         cases: arguments of ``ppo_worker``.
+        attention: of both, as transformers calls it.
     """
     from verl.utils import tensordict_utils as tu
     from verl.workers.config.optimizer import build_optimizer
 
-    samples, reference = ppo_samples(), reference_model(folder)
+    samples, reference = ppo_samples(), reference_model(folder, attention)
     with torch.no_grad():
         log_probs = [_log_probs(reference, ids) for ids, *_ in samples]
     loss = reference_update(reference, samples)
@@ -187,7 +188,8 @@ def check_ppo_updates(folder: Path, cases: Sequence[dict[str, Any]]) -> None:
 
     for settings in cases:
         where = str(settings)
-        worker = ppo_worker(folder, **settings)
+        model = {"override_config": {"attn_implementation": attention}, **settings.get("model", {})}
+        worker = ppo_worker(folder, **{**settings, "model": model})
         mine = of_this_rank(worker, samples)
 
         # Log-probs as the actor and the reference policy compute them.

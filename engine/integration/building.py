@@ -185,7 +185,7 @@ class BuildsModel:
             self.run_plan = estimate_step(*settings, build, topology, options, memory, device)
         mesh = f"mesh: {format_mesh(topology, self.ulysses_sequence_parallel_size)}"
         lines += [mesh] if self.run_plan is None else self.run_plan.lines()
-        if self.packed is not None and self.packed.line():
+        if self.packed is not None:
             lines.append(self.packed.line())
         if self.rank == 0:
             print("\n".join(f"[epfsdp2] {line}" for line in lines), flush=True)

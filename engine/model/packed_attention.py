@@ -141,8 +141,8 @@ class PackedAttention:
             raise ValueError(f"{type(module).__name__} is handed a mask that is not made for packed rows.")
         outputs = []
         for start, end in spans:
-            sequence = (each[:, :, start:end] for each in (query, key, value))
-            outputs.append(self._of_one(module, *sequence, attention_mask, (start, end), kwargs))
+            q, k, v = (each[:, :, start:end] for each in (query, key, value))
+            outputs.append(self._of_one(module, q, k, v, attention_mask, (start, end), kwargs))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
 
     def _of_one(

@@ -131,8 +131,9 @@ class PackedSequences:
         self._arguments: dict[str, torch.Tensor] = {}
         self._taken = {fqn: lengths_taken(module) for fqn, module in self._mixers.others.items()}
         self._configured = name
-        model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        model.register_forward_hook(self._end, always_call=True)
+        if name in _WITH_MASKS or self._mixers.others:
+            model.register_forward_pre_hook(self._begin, with_kwargs=True)
+            model.register_forward_hook(self._end, always_call=True)
         if name in _WITH_MASKS:
             self._make_mask = ALL_MASK_ATTENTION_FUNCTIONS[name]
             for fqn, module in attention_modules(model).items():
@@ -149,14 +150,12 @@ class PackedSequences:
 
     def line(self) -> str:
         """Which way is taken, for people."""
-        ways: dict[str, str] = {}
-        if self._configured in _SPLIT:
-            ways |= {type(m).__name__: self._configured for m in self._mixers.attentions.values()}
+        way = f"{self._configured} {'once per sequence' if self._configured in _SPLIT else 'of the row'}"
+        ways = {type(module).__name__: way for module in self._mixers.attentions.values()}
         for fqn, module in self._mixers.others.items():
             taken = self._taken[fqn]
-            ways[type(module).__name__] = f"kernels with {' and '.join(taken)}" if taken else "the whole module"
-        parts = [f"{name} ({way})" for name, way in sorted(ways.items())]
-        return f"packed sequences: {', '.join(parts)} once for each" if parts else ""
+            ways[type(module).__name__] = f"kernels that take {' and '.join(taken)}" if taken else "once per sequence"
+        return "packed rows: " + "; ".join(f"{name}: {way}" for name, way in sorted(ways.items()))
 
     # -- around a forward ---------------------------------------------------------------------------------------
 
@@ -220,8 +219,10 @@ class PackedSequences:
     def _per_sequence(self, forward: Callable[..., Any], taken: Sequence[str], /, *args: Any, **kwargs: Any) -> Any:
         if self._spans is None:
             return forward(*args, **kwargs)
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        if hidden.shape[1] != self._spans[-1][1]:
+            raise ValueError(f"{hidden.shape[1]} tokens in a packed row of {self._spans[-1][1]}.")
         if taken:
-            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
             return forward(*args, **kwargs, **{name: self._argument(name, hidden.device) for name in taken})
         outputs = []
         # The first token once more in place of sequences that only other ranks have.

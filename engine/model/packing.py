@@ -211,8 +211,8 @@ class PackedSequences:
             return PackedMask(self._make_mask, eager_mask, asked)
         apart = packed_sequence_mask_function(self._argument("seq_idx", asked["device"]))  # not all families ask for it
         length = self._spans[-1][1]
-        function = and_masks(asked["mask_function"], apart)
-        return self._make_mask(**{**asked, "mask_function": function, "q_length": length, "kv_length": length})
+        asked |= {"mask_function": and_masks(asked["mask_function"], apart), "allow_is_causal_skip": False}
+        return self._make_mask(**asked | {"q_length": length, "kv_length": length})
 
     # -- the other mixers ---------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from epfsdp2.engine.errors import SettingError
@@ -47,6 +48,12 @@ EAGER = ["deepseek_v3", "glm_moe_dsa", "mistral", "qwen3_next"]
 
 def _model(name, attention="sdpa"):
     return families.EVERY[name].build_random(attention, **SIZES.get(name, {}))
+
+
+def _attend_by(model, attention):
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation = attention
 
 
 def _sequences():
@@ -106,9 +113,7 @@ def _check_family(name, attention):
     (ids, targets), bound = _sequences(), MAGNIFIED if name == "deepseek_v4" else EXACT
     apart = _apart(model, ids)
     wanted = _gradients(model, _loss(apart, targets))
-    for module in model.modules():
-        if hasattr(module, "config"):
-            module.config._attn_implementation = attention
+    _attend_by(model, attention)
     PackedSequences(model)
     packed = _packed(model, ids)
     assert relative_error(packed, apart) < EXACT
@@ -181,6 +186,20 @@ def test_a_sliding_window_is_computed_in_blocks(monkeypatch):
     _packed(model, ids)
     # 14 tokens: 5 x 5, then 5 x 9 and 4 x 8; so 11: 5 x 5, 5 x 9, 1 x 5; the others whole.
     assert counted.pairs == model.config.num_hidden_layers * (25 + 45 + 32 + 25 + 45 + 5 + 36 + 1)
+
+
+def test_one_mask_of_a_row_keeps_its_sequences_apart(monkeypatch):
+    """Flex attention, in whose place sdpa is handed what it would be: AFMoE asks for no mask between sequences."""
+    for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        monkeypatch.setitem(interface._global_mapping, "flex_attention", interface["sdpa"])
+    model, (ids, _) = _model("afmoe"), _sequences()
+    _attend_by(model, "flex_attention")
+    apart = _apart(model, ids)
+    assert relative_error(_packed(model, ids), apart) > 1e-2
+    PackedSequences(model)
+    counted = _Pairs(monkeypatch)
+    assert relative_error(_packed(model, ids), apart) < EXACT
+    assert counted.pairs == model.config.num_hidden_layers * sum(LENGTHS) ** 2
 
 
 def test_rows_that_are_not_packed_are_as_they_were():

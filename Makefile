@@ -15,6 +15,7 @@
 #   make peers       the environment of torchtitan and VeOmni, for bench-experts
 #   make bench-sync  a weight sync against verl's stock export; prints and writes the table (about 10 min)
 #   make bench-checkpoint  memory to load and export, and what a save in the background costs (about 3 min)
+#   make bench-packing  packed rows: attention per sequence, and packed beside padded (about 10 min)
 #   make bench-features  what router replay and offloading cost a step (about 5 min)
 #   make verl-scripts  verl's own example scripts with engine=epfsdp2 added (VERL=a checkout of verl; about 5 min)
 #   make lint        ruff check, ruff format, mypy
@@ -26,7 +27,7 @@ PEERS := .venv_peers
 BIN := $(VENV)/bin
 
 .PHONY: help setup quickstart test test-fast test-stack test-long parity memory peers bench bench-experts bench-step bench-growth bench-sync \
-	bench-checkpoint bench-features verl-scripts lint clean
+	bench-checkpoint bench-features bench-packing verl-scripts lint clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -84,6 +85,9 @@ bench-checkpoint: setup
 
 bench-features: setup
 	$(BIN)/python benchmarks/features.py $(ARGS)
+
+bench-packing: setup
+	$(BIN)/python benchmarks/packing.py $(ARGS)
 
 verl-scripts: setup
 	$(BIN)/python -W ignore -m benchmarks.verl_scripts --verl $(VERL) $(ARGS)

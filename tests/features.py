@@ -74,12 +74,13 @@ FEATURES = (
     ),
     Feature(
         "batches",
-        "packed and padded, dynamic sizes, temperature, entropy chunked and recomputed, `pad_to_length`",
-        "packing with eager attention, or in models that would see across it (Qwen3-Next, Qwen3.5, Nemotron-H, Jamba, "
-        "gpt-oss, ...)",
+        "[packed](engine.md#packed-rows), in every family, and padded; dynamic sizes, temperature, entropy chunked and "
+        "recomputed, `pad_to_length`",
+        "GLM-4.5V and ERNIE-4.5-VL packed with flash attention",
         (
             "engine/test_ppo_update.py::test_gradients_and_norm_equal_the_plain_model",
-            "engine/test_packing.py::test_packed_sequences_are_apart_or_refused",
+            "engine/test_packing.py::test_packed_sequences_are_computed_as_if_apart",
+            "engine/test_packing.py::test_ppo_updates_of_packed_rows_equal_the_plain_model",
         ),
     ),
     Feature(

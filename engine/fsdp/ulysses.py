@@ -30,14 +30,14 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import SettingError
-from ..model.layers import layer_names
+from ..model.layers import attention_modules, layer_names
+from ..model.packed_attention import NAME as PACKED
 from ..moe.find import UnsupportedModelError
 from ..topology.mesh import divisors
 
 __all__ = [
     "SETTING",
     "SequenceParallel",
-    "attention_modules",
     "check_attention_splits",
     "gather_parts",
     "heads_to_split",
@@ -47,11 +47,6 @@ __all__ = [
 SETTING = "engine.ulysses_sequence_parallel_size"
 _HANDLE = "_epfsdp2_sequence"
 _OF_TOKENS = ("vision_config", "audio_config")  # configs of models that put other things among the tokens
-
-
-def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """By name, the modules whose forward takes its attention from transformers' interface."""
-    return {fqn: module for fqn, module in model.named_modules() if _calls_the_interface(type(module))}
 
 
 def check_attention_splits(model: Any, size: int) -> None:
@@ -155,7 +150,8 @@ class SequenceParallel:
             setattr(module, _HANDLE, self)
         name = model.config.get_text_config()._attn_implementation
         _wrap(ALL_ATTENTION_FUNCTIONS, name, _attention)
-        _wrap(ALL_MASK_ATTENTION_FUNCTIONS, name, _mask)
+        if name != PACKED:  # whose masks are of the whole row whatever a rank has of it
+            _wrap(ALL_MASK_ATTENTION_FUNCTIONS, name, _mask)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         positions = kwargs.get("position_ids")
@@ -222,13 +218,14 @@ class SequenceParallel:
             )
         heads, kv_heads = query.shape[1], key.shape[1]
         copies = math.lcm(kv_heads, self.size) // kv_heads
+        own: dict[str, Any] = {}
         if copies > 1:  # each rank needs those of its queries, and they may be those of other ranks' too
             key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
-            module = _Regrouped(module, heads // (kv_heads * copies))
+            own["num_key_value_groups"] = heads // (kv_heads * copies)
         kwargs["position_ids"] = self._positions  # by which flash attention keeps sequences apart
-        if kwargs.get("s_aux") is not None:
-            kwargs["s_aux"] = kwargs["s_aux"].chunk(self.size)[self.rank]
-        output, _ = attention(module, *self._to_heads(query, key, value), attention_mask, **kwargs)
+        if kwargs.get("s_aux") is not None:  # which eager attention reads off the module
+            own["sinks"] = kwargs["s_aux"] = kwargs["s_aux"].chunk(self.size)[self.rank]
+        output, _ = attention(_Part(module, own), *self._to_heads(query, key, value), attention_mask, **kwargs)
         return self._to_tokens(output), None
 
     def _to_heads(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -245,12 +242,6 @@ class SequenceParallel:
         """``[B, S, H / sp, D]`` -> ``[B, s, H, D]``."""
         by_rank = output.unflatten(1, (self.size, -1)).transpose(0, 1)  # [sp, B, s, H / sp, D]
         return _Exchange.apply(by_rank, self.group).permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous()
-
-
-def _calls_the_interface(kind: type[nn.Module]) -> bool:
-    # By what its code names, not by what it is called: transformers looks for the same words in a family's source.
-    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
-    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
 def _embeds_positions(module: nn.Module) -> bool:
@@ -279,15 +270,18 @@ def _mask(real: Callable[..., Any], **kwargs: Any) -> Any:
     return real(**kwargs) if parallel is None else parallel.mask(real, **kwargs)
 
 
-class _Regrouped:
-    """An attention module with as many queries to a key as are left on a rank."""
+class _Part:
+    """An attention module as it is with the heads of one rank.
 
-    def __init__(self, module: nn.Module, num_key_value_groups: int):
-        self.num_key_value_groups = num_key_value_groups
-        self._module = module
+    Args:
+        own: attributes that are other than the module's.
+    """
+
+    def __init__(self, module: nn.Module, own: dict[str, Any]):
+        self._module, self._own = module, own
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+        return self._own[name] if name in self._own else getattr(self._module, name)
 
 
 class _Exchange(torch.autograd.Function):

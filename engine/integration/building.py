@@ -25,6 +25,7 @@ from ..lora.peft_files import read_adapter
 from ..lora.settings import LoraSettings
 from ..model.layers import layer_names
 from ..model.meta import build_on_meta, check_not_quantised, copy_on_meta
+from ..model.packing import PackedSequences
 from ..model.vision import VisionTowerSync, preserve_forward
 from ..moe.find import find_experts, is_dense
 from ..moe.gemm.backends import choose_backend
@@ -156,6 +157,7 @@ class BuildsModel:
         if not self.engine_config.forward_only:
             self._plain = copy.deepcopy(module)  # for the plan, as it is before anything is installed
         self._patch(module)
+        self.packed = PackedSequences(module) if self.use_remove_padding else None
         if self.ulysses_parallel_group is not None:
             SequenceParallel(module, self.ulysses_parallel_group)
         lora = LoraSettings.of(self.model_config, "model")
@@ -208,6 +210,8 @@ class BuildsModel:
             del self._plain
         mesh = f"mesh: {format_mesh(topology, self.ulysses_sequence_parallel_size)}"
         lines += [mesh] if self.run_plan is None else self.run_plan.lines()
+        if self.packed is not None:
+            lines.append(self.packed.line())
         if self.rank == 0:
             print("\n".join(f"[epfsdp2] {line}" for line in lines), flush=True)
 

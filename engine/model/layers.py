@@ -1,8 +1,12 @@
-"""Find the layers of a Hugging Face model."""
+"""Find the layers of a Hugging Face model, and what mixes the tokens of a row in them."""
+
+import inspect
+from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
-__all__ = ["layer_names"]
+__all__ = ["attention_modules", "decoder_layers", "layer_names"]
 
 
 def layer_names(model: nn.Module) -> list[str]:
@@ -11,3 +15,21 @@ def layer_names(model: nn.Module) -> list[str]:
     # fully_shard makes each module an instance of a subclass of its own class.
     named = [fqn for fqn, m in model.named_modules() if classes & {c.__name__ for c in type(m).__mro__}]
     return [fqn for fqn in named if not any(other.startswith(fqn + ".") for other in named)]
+
+
+def decoder_layers(model: Any) -> list[str]:
+    """Return the FQNs of the layers that tokens pass: those of no vision or audio tower, whose config is another."""
+    own = {type(model.config), type(model.config.get_text_config())}
+    towers = [fqn for fqn, m in model.named_modules() if isinstance(m, PreTrainedModel) and type(m.config) not in own]
+    return [layer for layer in layer_names(model) if not any(layer.startswith(f"{tower}.") for tower in towers)]
+
+
+def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """By name, the modules whose forward takes its attention from transformers' interface."""
+    return {fqn: module for fqn, module in model.named_modules() if _calls_the_interface(type(module))}
+
+
+def _calls_the_interface(kind: type[nn.Module]) -> bool:
+    # By what its code names, not by what it is called: transformers looks for the same words in a family's source.
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names

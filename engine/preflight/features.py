@@ -15,7 +15,8 @@ from ..fsdp.ulysses import check_attention_splits
 from ..lora.adapters import Lora
 from ..lora.peft_files import read_adapter
 from ..lora.settings import LoraSettings
-from ..model.families import NOT_BY_TOPK, why_not_packed
+from ..model.families import NOT_BY_TOPK
+from ..model.packing import why_not_packed
 from ..model.vision import images_error, why_not_images
 from ..moe.deepep import check_deepep
 from ..moe.find import UnsupportedModelError, experts_by_layer, find_experts
@@ -75,10 +76,7 @@ def check_activation_offload(engine: Any, model: Any, setting: str = ACTOR_MODEL
 def check_attention(
     model: Mapping[str, Any], facts: ModelFacts | None, *, device: str = "cuda", setting: str = ACTOR_MODEL
 ) -> None:
-    """The attention has to exist for this model on this device, and to keep packed sequences apart.
-
-    Eager attention gets no mask between the sequences of a packed row: they see each other, silently (gpt-oss, packed
-    in pairs: log-probs off by 0.95).
+    """The attention has to exist for this model on this device.
 
     Args:
         facts: None for a model that is not on this machine: what does not depend on it is checked.
@@ -98,8 +96,8 @@ def check_attention(
         "flex_attention": facts is None or facts.flex,
     }
     here = {_DEFAULT_ATTENTION: accelerator and installed, "sdpa": True, "flex_attention": accelerator}
-    packs = [option for option in in_class if in_class[option] and here[option]]
-    works = f"+{name}={packs[0]}" if packs else f"+{name}=eager with {setting}.use_remove_padding=False"
+    exist = [option for option in in_class if in_class[option] and here[option]]
+    works = f"+{name}={exist[0] if exist else 'eager'}"
     if kind == _DEFAULT_ATTENTION and not accelerator:
         raise SettingError(name, wanted, "flash attention (verl's default) needs an accelerator; here is none.", works)
     if facts is not None and not in_class.get(kind, True):
@@ -109,25 +107,17 @@ def check_attention(
     if wanted.rpartition("|")[2] == _DEFAULT_ATTENTION and not installed:
         rule = "flash attention 2 (verl's default) needs the distribution flash-attn, which is not installed."
         raise SettingError(name, wanted, rule, f"pip install 'verl[vllm,fsdp]' (it brings flash-attn), or {works}")
-    if kind == "eager" and model.get("use_remove_padding", True):
-        rule = (
-            f"eager attention does not keep packed sequences apart, and {setting}.use_remove_padding=True packs them."
-        )
-        raise SettingError(name, wanted, rule, works)
 
 
-def check_packing(size: int, model: Mapping[str, Any], facts: ModelFacts | None, setting: str = ACTOR_MODEL) -> None:
+def check_packing(model: Mapping[str, Any], facts: ModelFacts | None, setting: str = ACTOR_MODEL) -> None:
     """Sequences of a packed row must not see each other.
-
-    Args:
-        size: ranks that share a row; the masks of such rows are made here, from all positions.
 
     Raises:
         SettingError: for the packing.
     """
     if facts is None or not model.get("use_remove_padding", True):
         return
-    why = why_not_packed(facts.model.config, flash="flash" in _attention_of(model), own_masks=size > 1)
+    why = why_not_packed(facts.model, _attention_of(model))
     if why:
         name = f"{setting}.use_remove_padding"
         raise SettingError(name, True, f"packs sequences, and in {facts.name} {why}.", f"{name}=False")

@@ -158,7 +158,7 @@ def check_training(
     check_fused_kernels(model, facts, device=device, setting=setting)
     check_lora(engine, topology, model, facts, optim, setting)
     check_sequence_parallel(engine.ulysses_sequence_parallel_size, world, model, facts, setting=setting)
-    check_packing(engine.ulysses_sequence_parallel_size, model, facts, setting)
+    check_packing(model, facts, setting)
     if optim is not None:
         check_optimizer(optim, OPTIMIZERS.get(setting, "optim"))
     return facts

@@ -1,58 +1,328 @@
 """Sequences packed into one row against the same apart, for every family of the parity table."""
 
+import functools
+
 import pytest
 import torch
-import transformers
-from packaging.version import Version
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.model.families import why_not_packed
+from epfsdp2.engine.model.packing import PackedSequences, lengths_taken, why_not_packed
 from epfsdp2.engine.model.vision import VisionTowerSync
 from epfsdp2.engine.preflight.features import check_packing
 from tests.parity import families
-from tests.support.models import VOCAB
+from tests.support.models import VOCAB, relative_error
+from tests.support.ppo import check_ppo_updates
+from tests.support.ranks import run_ranks
+
+EXACT = 1e-6  # in float64; norms, some softmaxes and some routers compute in float32 whatever they are given
+MAGNIFIED = 1e-5  # what that becomes in the hyper-connections of DeepSeek-V4
+LENGTHS = (11, 1, 14, 6)
+CHANGED = 2  # the sequence that is changed
+# Windows, chosen keys and compressed keys within sequences.
+SIZES = {
+    "afmoe": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 5},
+    "deepseek_v4": {
+        "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"],
+        "compress_rates": {"heavily_compressed_attention": 4, "compressed_sparse_attention": 2},
+        "index_topk": 2,
+        "sliding_window": 5,
+    },
+    "gemma3": {"sliding_window": 5},
+    "gemma4": {"sliding_window": 5},
+    "glm_moe_dsa": {"index_topk": 4, "indexer_types": ["full", "shared", "full"]},
+    "gpt_oss": {"sliding_window": 5},
+    "mistral": {"sliding_window": 5},
+    "mixtral": {"sliding_window": 5},
+    "openai_privacy_filter": {"sliding_window": 5},
+}
+NO_SDPA = ("deepseek_v4", "gpt_oss", "openai_privacy_filter")
+# Of each kind of mixer one, with eager attention: its masks are others.
+EAGER = ["deepseek_v3", "glm_moe_dsa", "mistral", "qwen3_next"]
 
 
-def _model(name, folder):
-    kind = families._model_class(families.FAMILIES[name].model)
-    folder = families.save(name, folder)
-    options = {"dtype": torch.float32, "experts_implementation": "eager"}
-    try:
-        return kind.from_pretrained(folder, attn_implementation="sdpa", **options).eval()
-    except ValueError as error:
-        assert "does not support an attention implementation" in str(error)
-        return kind.from_pretrained(folder, attn_implementation="eager", **options).eval()  # whose masks are alike
+def _model(name, attention="sdpa"):
+    return families.EVERY[name].build_random(attention, **SIZES.get(name, {}))
 
 
-@pytest.mark.parametrize("name", families.FAMILIES)
-def test_packed_sequences_are_apart_or_refused(tmp_path, name):
-    model = _model(name, tmp_path)
+def _attend_by(model, attention):
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation = attention
+
+
+def _sequences():
     generator = torch.Generator().manual_seed(1)
-    parts = [torch.randint(3, VOCAB - 6, (1, length), generator=generator) for length in (9, 7)]
+    ids = [torch.randint(3, VOCAB - 6, (1, length), generator=generator) for length in LENGTHS]
+    return ids, torch.randint(0, VOCAB, (sum(LENGTHS),), generator=generator)
+
+
+def _loss(logits, targets, of=None):
+    losses = nn.functional.cross_entropy(logits[0].double(), targets, reduction="none").split(LENGTHS)
+    return sum(loss.sum() for i, loss in enumerate(losses) if of is None or i in of) / sum(LENGTHS)
+
+
+def _apart(model, ids):
+    return torch.cat([model(input_ids=each, use_cache=False).logits for each in ids], 1)
+
+
+def _packed(model, ids):
     inputs = {
-        "input_ids": torch.cat(parts, 1),
-        "position_ids": torch.cat([torch.arange(part.shape[1]) for part in parts])[None],
+        "input_ids": torch.cat(ids, 1),
+        "position_ids": torch.cat([torch.arange(each.shape[1]) for each in ids])[None],
         "attention_mask": None,
     }
     if hasattr(model.config, "vision_config"):
         VisionTowerSync(model).prepare_inputs(inputs)
-    with torch.no_grad():
-        apart = torch.cat([model(input_ids=part, use_cache=False).logits for part in parts], 1)
-        packed = model(**inputs, use_cache=False).logits
-    same = (packed - apart).abs().max() < 1e-4
-    refused = why_not_packed(model.config, flash=False) is not None
-    if name == "glm_moe_dsa" and Version(transformers.__version__) >= Version("5.12"):
-        assert same and refused  # its mask is made from positions since then; with flash attention it was not tried
-    else:
-        assert same != refused
+    return model(**inputs, use_cache=False).logits
 
 
-def test_it_is_refused_on_the_driver(tmp_path):
+def _gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _check_close(found, wanted, bound):
+    bad = {n: error for n, grad in wanted.items() if (error := relative_error(found[n], grad)) > bound}
+    assert not bad, bad
+
+
+def _seen_gradient(model, ids, targets, of):
+    """Of a loss of some sequences with respect to the embeddings of all tokens, by sequence."""
+    kept = []
+
+    def keep(module, args, output):
+        output.retain_grad()
+        kept.append(output)
+
+    handle = model.get_input_embeddings().register_forward_hook(keep)
+    _loss(_packed(model, ids), targets, of).backward()
+    handle.remove()
+    return kept[0].grad[0].split(LENGTHS)
+
+
+def _check_family(name, attention):
+    # With sdpa GLM-MoE-DSA (transformers 5.9) sees what comes later: the reference is its eager attention.
+    model = _model(name, "eager" if name == "glm_moe_dsa" else attention)
+    (ids, targets), bound = _sequences(), MAGNIFIED if name == "deepseek_v4" else EXACT
+    apart = _apart(model, ids)
+    wanted = _gradients(model, _loss(apart, targets))
+    _attend_by(model, attention)
+    PackedSequences(model)
+    packed = _packed(model, ids)
+    assert relative_error(packed, apart) < EXACT
+    _check_close(_gradients(model, _loss(packed, targets)), wanted, bound)
+
+    # No gradient at all reaches another sequence, and none sees that a token of another one has changed.
+    others = [i for i in range(len(LENGTHS)) if i != CHANGED]
+    seen = _seen_gradient(model, ids, targets, [CHANGED])
+    assert [bool(each.any()) for each in seen] == [i == CHANGED for i in range(len(LENGTHS))]
+    before = _gradients(model, _loss(_packed(model, ids), targets, others))
+    ids[CHANGED] = VOCAB - 7 - ids[CHANGED] + 3
+    changed = _packed(model, ids)
+    by_sequence = [
+        (relative_error(a, b)) for a, b in zip(changed.split(LENGTHS, 1), packed.split(LENGTHS, 1), strict=True)
+    ]
+    assert by_sequence[CHANGED] > 1e-2
+    assert max(by_sequence[i] for i in others) < EXACT
+    _check_close(_gradients(model, _loss(changed, targets, others)), before, bound)
+
+
+@pytest.mark.parametrize("name", families.EVERY)
+def test_packed_sequences_are_computed_as_if_apart(name):
+    _check_family(name, "eager" if name in NO_SDPA else "sdpa")
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_packed_sequences_are_computed_as_if_apart_by_eager_attention(name):
+    _check_family(name, "eager")
+
+
+def test_the_comparison_tells_sequences_that_see_each_other():
+    model, (ids, targets) = _model("qwen3_next"), _sequences()
+    assert relative_error(_packed(model, ids), _apart(model, ids)) > 1e-3
+    assert _seen_gradient(model, ids, targets, [CHANGED])[CHANGED - 1].any()
+
+
+class _Pairs:
+    """Counts the pairs of queries and keys that sdpa is asked for, and the masks that it is handed."""
+
+    def __init__(self, monkeypatch):
+        self.pairs = self.masks = 0
+        self._real = nn.functional.scaled_dot_product_attention
+        monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", self)
+
+    def __call__(self, query, key, value, attn_mask=None, **kwargs):
+        self.pairs += query.shape[2] * key.shape[2]
+        self.masks += attn_mask is not None
+        return self._real(query, key, value, attn_mask=attn_mask, **kwargs)
+
+
+def test_no_mask_is_made_and_no_pair_across_sequences_computed(monkeypatch):
+    model, (ids, _) = _model("qwen3_moe"), _sequences()
+    asked = []
+    for name in ("sdpa", "eager"):
+        real = ALL_MASK_ATTENTION_FUNCTIONS[name]
+        spy = functools.partial(lambda real, **kwargs: asked.append(real(**kwargs)) or asked[-1], real)
+        monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, name, spy)
+    PackedSequences(model)
+    counted = _Pairs(monkeypatch)
+    _packed(model, ids)
+    layers = model.config.num_hidden_layers
+    assert (counted.pairs, counted.masks) == (layers * sum(length**2 for length in LENGTHS), 0)
+    assert asked and all(mask is None for mask in asked)
+
+
+def test_a_sliding_window_is_computed_in_blocks(monkeypatch):
+    model, (ids, _) = _model("mistral"), _sequences()
+    PackedSequences(model)
+    counted = _Pairs(monkeypatch)
+    _packed(model, ids)
+    # 14 tokens: 5 x 5, then 5 x 9 and 4 x 8; so 11: 5 x 5, 5 x 9, 1 x 5; the others whole.
+    assert counted.pairs == model.config.num_hidden_layers * (25 + 45 + 32 + 25 + 45 + 5 + 36 + 1)
+
+
+def test_one_mask_of_a_row_keeps_its_sequences_apart(monkeypatch):
+    """Flex attention, in whose place sdpa is handed what it would be: AFMoE asks for no mask between sequences."""
+    for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        monkeypatch.setitem(interface._global_mapping, "flex_attention", interface["sdpa"])
+    model, (ids, _) = _model("afmoe"), _sequences()
+    _attend_by(model, "flex_attention")
+    apart = _apart(model, ids)
+    assert relative_error(_packed(model, ids), apart) > 1e-2
+    PackedSequences(model)
+    counted = _Pairs(monkeypatch)
+    assert relative_error(_packed(model, ids), apart) < EXACT
+    assert counted.pairs == model.config.num_hidden_layers * sum(LENGTHS) ** 2
+
+
+def test_rows_that_are_not_packed_are_as_they_were():
+    model, plain, (ids, _) = _model("qwen3_next"), _model("qwen3_next"), _sequences()
+    PackedSequences(model)
+    batch = {
+        "input_ids": torch.cat([ids[0], ids[0].flip(1)]),
+        "attention_mask": torch.tensor([[0] * 3 + [1] * 8, [1] * 11]),
+        "position_ids": torch.arange(11).expand(2, -1),
+    }
+    assert torch.equal(model(**batch, use_cache=False).logits, plain(**batch, use_cache=False).logits)
+    batch["attention_mask"] = None
+    assert torch.equal(model(**batch, use_cache=False).logits, plain(**batch, use_cache=False).logits)
+    with pytest.raises(ValueError, match="packed into one row, and there are 2"):
+        model(**{**batch, "position_ids": torch.arange(11).expand(2, -1) % 6})
+    assert plain.config._attn_implementation == "sdpa"  # configs may be shared with what else is built of them
+
+
+def _by_sequence(function, numbers, dim):
+    """A kernel that takes sequences' numbers, made of one that does not: it is called once for each."""
+    parts = [torch.nonzero(numbers == number)[:, 0] for number in numbers.unique()]
+    return torch.cat([function(part) for part in parts], dim)
+
+
+def _fake_conv(x, weight, bias, activation, seq_idx=None):
+    def one(at):
+        part = x[:, :, at]
+        return nn.functional.silu(
+            nn.functional.conv1d(part, weight[:, None], bias, padding=weight.shape[1] - 1, groups=x.shape[1])
+        )[:, :, : part.shape[2]]
+
+    calls.append(("seq_idx", seq_idx.tolist()))
+    return _by_sequence(one, seq_idx[0], 2)
+
+
+def _fake_rule(query, key, value, g, beta, cu_seqlens=None, **kwargs):
+    def one(at):
+        parts = (x[:, at] for x in (query, key, value))
+        return modeling_qwen3_next.torch_chunk_gated_delta_rule(*parts, g=g[:, at], beta=beta[:, at], **kwargs)[0]
+
+    calls.append(("cu_seqlens", cu_seqlens.tolist()))
+    numbers = torch.arange(len(cu_seqlens) - 1).repeat_interleave(cu_seqlens.diff())
+    return _by_sequence(one, numbers, 1), None
+
+
+calls = []
+
+
+def test_kernels_that_take_lengths_are_handed_them(monkeypatch):
+    model, (ids, _) = _model("qwen3_next"), _sequences()
+    apart = _apart(model, ids)
+    mixers = [layer.linear_attn for layer in model.model.layers if hasattr(layer, "linear_attn")]
+    assert all(lengths_taken(mixer) == () for mixer in mixers)
+    monkeypatch.setattr(modeling_qwen3_next, "is_fast_path_available", True)
+    for mixer in mixers:
+        mixer.causal_conv1d_fn, mixer.chunk_gated_delta_rule = _fake_conv, _fake_rule
+        assert lengths_taken(mixer) == ("seq_idx", "cu_seq_lens_q")
+    rows = PackedSequences(model)
+    assert "Qwen3NextGatedDeltaNet: kernels that take seq_idx and cu_seq_lens_q" in rows.line()
+    calls.clear()
+    assert relative_error(_packed(model, ids), apart) < EXACT
+    numbers = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS)).tolist()
+    assert calls == [("seq_idx", [numbers]), ("cu_seqlens", [0, 11, 12, 26, 32])] * len(mixers)
+
+
+def test_a_kernel_without_the_argument_is_called_for_each_sequence(monkeypatch):
+    monkeypatch.setattr(modeling_qwen3_next, "is_fast_path_available", True)
+    mixer = next(layer.linear_attn for layer in _model("qwen3_next").model.layers if hasattr(layer, "linear_attn"))
+    mixer.causal_conv1d_fn = lambda x, weight, bias, activation: x
+    mixer.chunk_gated_delta_rule = _fake_rule
+    assert lengths_taken(mixer) == ()
+
+
+def test_what_cannot_be_told_apart_is_refused(tmp_path):
     from epfsdp2.engine.preflight.model_facts import inspect_model
 
-    model = {"path": str(families.save("qwen3_next", tmp_path))}
-    model["override_config"] = {"attn_implementation": "sdpa"}
-    facts = inspect_model(model)
-    with pytest.raises(SettingError, match=r"use_remove_padding=True: packs .* carry a state .*=False"):
-        check_packing(1, model, facts)
-    check_packing(1, model | {"use_remove_padding": False}, facts)
+    model = _model("lfm2_moe")
+    model.model.layers[0].feed_forward.conv = nn.Conv1d(4, 4, 3)  # where no module takes a mask or a cache
+    assert "a convolution mixes tokens in model.layers.0.feed_forward" in why_not_packed(model, "sdpa")
+    with pytest.raises(ValueError, match="a convolution mixes tokens"):
+        PackedSequences(model)
+    assert "GlmMoeDsaAttention needs masks" in why_not_packed(_model("glm_moe_dsa"), "flash_attention_2")
+
+    settings = {"path": str(families.save("glm4v_moe", tmp_path))}
+    facts = inspect_model(settings)
+    with pytest.raises(SettingError, match=r"use_remove_padding=True: packs .* three rows .*=False"):
+        check_packing(settings, facts)
+    check_packing(settings | {"use_remove_padding": False}, facts)
+    check_packing(settings | {"override_config": {"attn_implementation": "sdpa"}}, facts)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "gpt_oss"])
+def test_ppo_updates_of_packed_rows_equal_the_plain_model(tmp_path, name):
+    attention = "eager" if name in NO_SDPA else "sdpa"
+    cases = [{"ep": 2}, {"ep": 2, "dynamic": True, "activation_checkpointing": "full"}]
+    # An eps that does not magnify rounding errors of tiny gradients.
+    run_ranks(check_ppo_updates, 2, families.save(name, tmp_path), cases, attention, {"eps": 1e-5}, timeout=300)
+
+
+UNEVEN = ((9, 4, 7), (5,))  # lengths of the sequences of each rank's row
+
+
+def _uneven():
+    """Parts of mixers are FSDP units, as norms kept in float32 are: each of their calls is a collective."""
+    generator = torch.Generator().manual_seed(1)
+    ids = [[torch.randint(3, VOCAB, (1, length), generator=generator) for length in own] for own in UNEVEN]
+    model, own = _model("qwen3_next"), ids[dist.get_rank()]
+    for row in ids:
+        _apart(model, row).square().sum().backward()
+    wanted = {name: param.grad for name, param in model.named_parameters()}
+    model.zero_grad()
+    PackedSequences(model)
+    for layer in model.model.layers:
+        if hasattr(layer, "linear_attn"):
+            fully_shard(layer.linear_attn.out_proj)
+            fully_shard([layer.linear_attn.in_proj_qkvz, layer.linear_attn.in_proj_ba])
+        fully_shard(layer)
+    fully_shard(model)
+    for _ in range(2):
+        model.zero_grad()
+        (2 * _packed(model, own).square().sum()).backward()  # FSDP takes the mean over two ranks
+        _check_close({n: p.grad.full_tensor() for n, p in model.named_parameters()}, wanted, EXACT)
+
+
+def test_ranks_with_other_numbers_of_sequences_call_alike():
+    run_ranks(_uneven, 2, timeout=120)

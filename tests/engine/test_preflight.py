@@ -194,37 +194,26 @@ def test_experts_outside_the_interface_are_refused_by_their_class(tmp_path, kind
 
 
 @pytest.mark.parametrize("use_remove_padding", [True, False])
-def test_eager_attention_is_refused_for_packed_inputs_only(model, use_remove_padding):
+def test_eager_attention_takes_packed_inputs_too(model, use_remove_padding):
     model |= {"use_remove_padding": use_remove_padding, "override_config": {"attn_implementation": "eager"}}
-    if not use_remove_padding:
-        assert check_training(engine(), 2, model, device="cpu") is not None
-        return
-    with pytest.raises(SettingError) as caught:
-        check_training(engine(), 2, model, device="cpu")
-    text = paragraph(caught.value, f"{MODEL}.override_config.attn_implementation", "eager")
-    assert "does not keep packed sequences apart" in text
-    assert text.endswith(f"+{MODEL}.override_config.attn_implementation=sdpa")
+    assert check_training(engine(), 2, model, device="cpu") is not None
 
 
-def test_gpt_oss_has_no_sdpa_and_needs_unpacked_inputs_without_an_accelerator(tmp_path, flash_attn):
+def test_gpt_oss_has_no_sdpa_and_runs_eager_without_an_accelerator(tmp_path, flash_attn):
     flash_attn(True)
     model = checkpoint(tmp_path, "gpt_oss", num_hidden_layers=1)
-    with pytest.raises(SettingError, match="GptOssForCausalLM does not support it"):
-        check_training(engine(), 2, model, device="cpu")
-    model["override_config"] = {"attn_implementation": "eager"}
-    with pytest.raises(SettingError, match="use_remove_padding=False"):
+    with pytest.raises(SettingError, match="GptOssForCausalLM does not support it.*attn_implementation=eager"):
         check_training(engine(), 2, model, device="cpu")
     with pytest.raises(SettingError, match="attn_implementation=flash_attention_2"):
         check_training(engine(), 2, model, device="cuda")
     flash_attn(False)
     with pytest.raises(SettingError, match="attn_implementation=flex_attention"):
         check_training(engine(), 2, model, device="cuda")
-    assert check_training(engine(), 2, model | {"use_remove_padding": False}, device="cpu") is not None
+    model["override_config"] = {"attn_implementation": "eager"}
+    assert check_training(engine(), 2, model, device="cpu") is not None
     model["override_config"] = {"attn_implementation": "flex_attention"}
-    assert check_training(engine(), 2, model | {"use_remove_padding": False}, device="cuda") is not None
+    assert check_training(engine(), 2, model, device="cuda") is not None
     assert check_training(engine(ulysses_sequence_parallel_size=2), 2, model, device="cuda") is not None
-    with pytest.raises(SettingError, match="masks? is not made from the positions.*use_remove_padding=False"):
-        check_training(engine(), 2, model, device="cuda")
     with pytest.raises(SettingError, match="flex attention needs an accelerator"):
         check_training(engine(), 2, model, device="cpu")
 
@@ -442,11 +431,6 @@ def test_what_is_not_here_yet_is_not_checked_and_said_so(path, caplog):
     with pytest.raises(SettingError, match="number of ranks"):
         check_training(engine(ep_size=3), 8, {"path": path}, device="cpu")
     # What does not depend on the model is.
-    eager = {"path": path, "override_config": {"attn_implementation": "eager"}}
-    for device in ("cpu", "cuda"):
-        with pytest.raises(SettingError, match="does not keep packed sequences apart"):
-            check_training(engine(), 2, eager, device=device)
-        assert check_training(engine(), 2, eager | {"use_remove_padding": False}, device=device) is None
     with pytest.raises(SettingError, match="needs an accelerator"):
         check_training(engine(), 2, {"path": path}, device="cpu")
 

@@ -13,6 +13,7 @@ from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.fsdp.activation_checkpoint import checkpoint_layers
 from epfsdp2.engine.fsdp.ulysses import SequenceParallel, check_attention_splits
 from epfsdp2.engine.model.layers import layer_names
+from epfsdp2.engine.model.packing import PackedSequences
 from epfsdp2.engine.moe.find import UnsupportedModelError
 from tests.parity.families import EVERY, FAMILIES
 from tests.support.models import VOCAB, save_qwen3_moe
@@ -57,19 +58,15 @@ def _sinks(module, query, key, value, attention_mask, s_aux, **kwargs):
     return eager_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
-def _family(name):
-    """The model in float64, for packed rows."""
+def _family(name, with_sinks="sinks"):
+    """The model in float64, for packed rows.
+
+    Args:
+        with_sinks: the attention of a family whose attention has sinks.
+    """
     ALL_ATTENTION_FUNCTIONS.register("sinks", _sinks)
     ALL_MASK_ATTENTION_FUNCTIONS.register("sinks", eager_mask)
-    family = EVERY[name]
-    torch.manual_seed(5)
-    model = type(family)(**{**vars(family), "sizes": {**family.sizes, **WINDOWS.get(name, {})}}).build()
-    with torch.no_grad():
-        for param in model.parameters():
-            param.normal_(std=family.std) if param.dim() > 1 else param.uniform_(*family.vectors)
-    model.config._attn_implementation = "sinks" if name == "gpt_oss" else "sdpa"
-    model.set_experts_implementation("eager")
-    return model.double().train(family.train)
+    return EVERY[name].build_random(with_sinks if name == "gpt_oss" else "sdpa", **WINDOWS.get(name, {}))
 
 
 def _row():
@@ -90,9 +87,11 @@ def _one_by_one(name):
     return logits.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def _slices(name, group, checkpointing="none"):
+def _slices(name, group, checkpointing="none", packed=False):
     """The same by the ranks of a group: this rank's logits, and everyone's gradients added up."""
-    model, (ids, targets) = _family(name), _row()
+    model, (ids, targets) = _family(name, "eager" if packed else "sinks"), _row()
+    if packed:
+        PackedSequences(model)
     SequenceParallel(model, group)
     layers = [model.get_submodule(fqn) for fqn in layer_names(model)]
     checkpoint_layers(layers, (), 8, checkpointing)
@@ -127,13 +126,13 @@ def _groups():
     return [pairs[dist.get_rank() // 2], dist.group.WORLD]
 
 
-def _compare(names, checkpointings):
+def _compare(names, checkpointings, packed=False):
     groups = _groups()
     for i, name in enumerate(names):
         wanted = _one_by_one(name)
         for group in groups:
             how = checkpointings[i % len(checkpointings)]
-            errors = _errors(name, group, wanted, checkpointing=how)
+            errors = _errors(name, group, wanted, checkpointing=how, packed=packed)
             bad = {n: error for n, error in errors.items() if error > EXACT}
             assert not bad, (name, dist.get_world_size(group), how, bad)
 
@@ -142,9 +141,14 @@ def test_every_kind_of_attention_equals_the_plain_model():
     run_ranks(_compare, WORLD, KINDS, ["none", "full"])
 
 
+def test_attention_per_sequence_equals_the_plain_model():
+    run_ranks(_compare, WORLD, KINDS, ["none", "full"], True)
+
+
 @pytest.mark.long
-def test_every_family_equals_the_plain_model():
-    run_ranks(_compare, WORLD, SPLIT, ["none", "full", "selective"], timeout=500)
+@pytest.mark.parametrize("packed", [False, True])
+def test_every_family_equals_the_plain_model(packed):
+    run_ranks(_compare, WORLD, SPLIT, ["none", "full", "selective"], packed, timeout=500)
 
 
 def _wrong_ones_differ():

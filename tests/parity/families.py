@@ -36,10 +36,23 @@ class Family:
     train: bool = True
     note: str = ""
 
-    def build(self) -> Any:
-        config = getattr(transformers, self.config)(**self.sizes)
-        config._attn_implementation = "eager"
+    def build(self, attention: str = "eager", **sizes: Any) -> Any:
+        config = getattr(transformers, self.config)(**{**self.sizes, **sizes})
+        config._attn_implementation = attention
         return _model_class(self.model)(config)
+
+    def build_random(self, attention: str, **sizes: Any) -> Any:
+        """In float64, with every weight random, from a seed, and its experts computed by its own loop."""
+        torch.manual_seed(5)
+        model = self.build(attention, **sizes)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.normal_(std=self.std) if param.dim() > 1 else param.uniform_(*self.vectors)
+            for name, buffer in model.named_buffers():
+                if "tid2eid" in name:  # a router that looks experts up by token
+                    buffer.random_(0, 8)
+        model.set_experts_implementation("eager")
+        return model.double().train(self.train)
 
 
 def _model_class(name: str) -> Any:

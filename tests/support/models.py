@@ -113,9 +113,9 @@ def save_random(model: nn.Module, folder: Path, seed: int) -> Path:
     return folder
 
 
-def reference_model(folder: Path) -> nn.Module:
+def reference_model(folder: Path, attention: str = "sdpa") -> nn.Module:
     """The plain Hugging Face model, float32, its experts computed by its own loop (sizes may be odd)."""
-    config = AutoConfig.from_pretrained(folder, attn_implementation="sdpa")
+    config = AutoConfig.from_pretrained(folder, attn_implementation=attention)
     return AutoModelForCausalLM.from_pretrained(
         folder, config=config, dtype=torch.float32, experts_implementation="eager"
     )

@@ -168,26 +168,31 @@ def of_this_rank(worker: Any, samples: Sequence[Any]) -> Sequence[Any]:
     return samples[rank * each : (rank + 1) * each]
 
 
-def check_ppo_updates(folder: Path, cases: Sequence[dict[str, Any]]) -> None:
+def check_ppo_updates(
+    folder: Path, cases: Sequence[dict[str, Any]], attention: str = "sdpa", optimizer: Mapping[str, Any] | None = None
+) -> None:
     """On each rank: log-probs, loss, gradients, norm and parameters of an update are the plain model's.
 
     Args:
         cases: arguments of ``ppo_worker``.
+        attention: of both, as transformers calls it.
+        optimizer: what torch's AdamW takes besides the learning rate, of both.
     """
     from verl.utils import tensordict_utils as tu
     from verl.workers.config.optimizer import build_optimizer
 
-    samples, reference = ppo_samples(), reference_model(folder)
+    samples, reference = ppo_samples(), reference_model(folder, attention)
     with torch.no_grad():
         log_probs = [_log_probs(reference, ids) for ids, *_ in samples]
     loss = reference_update(reference, samples)
     wanted = {n: p.grad for n, p in reference.named_parameters()}
     wanted_norm = torch.stack([g.square().sum() for g in wanted.values()]).sum().sqrt().item()
-    build_optimizer(reference.parameters(), optimizer_config()).step()
+    build_optimizer(reference.parameters(), optimizer_config(**(optimizer or {}))).step()
 
     for settings in cases:
         where = str(settings)
-        worker = ppo_worker(folder, **settings)
+        model = {"override_config": {"attn_implementation": attention}, **settings.get("model", {})}
+        worker = ppo_worker(folder, **{"optimizer": optimizer, **settings, "model": model})
         mine = of_this_rank(worker, samples)
 
         # Log-probs as the actor and the reference policy compute them.

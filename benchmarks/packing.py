@@ -1,0 +1,187 @@
+"""What packed rows cost: attention per sequence beside one mask of the row, and packed beside padded batches.
+
+    python benchmarks/packing.py [--repeats 5]
+
+Two ranks on a CPU, experts over both, float32, one thread each. Updates of verl's own worker, sides in turns in the
+same processes. First, rows of 4,096 tokens as 4 and as 16 sequences: attention once for each sequence, beside the dense
+mask of all pairs that transformers hands sdpa. Then sequences whose lengths are uniform up to the longest: packed rows
+beside a padded batch, for a softmax and for a linear-attention family.
+"""
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.quickstart import machine
+from benchmarks.step import MODEL
+from benchmarks.tables import write_table
+from epfsdp2.engine.integration import building
+from tests.support.ppo import PADDED, Sample, of_this_rank, ppo_batch, ppo_worker
+from tests.support.ranks import run_ranks
+
+WORLD, ROW = 2, 4096
+COLUMNS = ["model", "sequences of a rank", "side", "update s", "tokens/s", "speedup"]
+LEAST = {"4 x 1,024": 1.7, "16 x 256": 3.0}  # speedups over the first side
+LEAST_OVER_PADDED = 1.6
+SPREAD = 16  # sequences of a rank with lengths from 1 to LONGEST
+LONGEST = 512
+LINEAR = {
+    **MODEL,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "shared_expert_intermediate_size": 512,
+}
+SIDES = {"one mask of the row": "dense", "per sequence": "packed", "padded": "padded"}
+
+
+def samples_of(lengths: Sequence[int], vocabulary: int) -> list[Sample]:
+    """Samples of these lengths for each rank; a quarter of each is its prompt."""
+    generator = torch.Generator().manual_seed(0)
+    samples = []
+    for length in list(lengths) * WORLD:
+        before = max(1, length // 4)
+        ids = torch.randint(0, vocabulary, (length,), generator=generator)
+        old = -8.0 - torch.rand(length - before, generator=generator)
+        samples.append((ids, before, old, torch.randn(length - before, generator=generator)))
+    return samples
+
+
+def cases() -> dict[str, tuple[str, list[int], tuple[str, str]]]:
+    """By name: the model, the lengths of a rank's sequences, and the sides, the first of which is compared with."""
+    generator = torch.Generator().manual_seed(1)
+    spread = (torch.randint(2, LONGEST + 1, (SPREAD,), generator=generator)).tolist()
+    return {
+        "4 x 1,024": ("softmax", [ROW // 4] * 4, ("one mask of the row", "per sequence")),
+        "16 x 256": ("softmax", [ROW // 16] * 16, ("one mask of the row", "per sequence")),
+        f"{SPREAD} x 2 to {LONGEST}": ("softmax", spread, ("padded", "per sequence")),
+        f"{SPREAD} x 2 to {LONGEST}, linear": ("linear", spread, ("padded", "per sequence")),
+    }
+
+
+@contextlib.contextmanager
+def _built(side: str) -> Iterator[dict[str, Any]]:
+    """What a worker's model is built with."""
+    if SIDES[side] != "dense":
+        yield PADDED if SIDES[side] == "padded" else {}
+        return
+    with mock.patch.object(building, "PackedSequences", lambda module: None):
+        yield {}
+
+
+def measure(folders: dict[str, Path], out: Path, repeats: int) -> None:
+    """Rank 0 writes seconds of an update of each turn, by case and side."""
+    figures: dict[str, dict[str, list[float]]] = {}
+    for case, (model, lengths, sides) in cases().items():
+        samples = samples_of(lengths, MODEL["vocab_size"])
+        workers = {}
+        for side in sides:
+            with _built(side) as settings:
+                workers[side] = ppo_worker(folders[model], WORLD, micro_batch=len(lengths), model=settings)
+        figures[case] = {side: [] for side in sides}
+        for turn in range(repeats + 1):
+            for side in sides if turn % 2 else sides[::-1]:
+                seconds = _update(workers[side], samples)
+                if turn:
+                    figures[case][side].append(seconds)
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(figures))
+
+
+def _update(worker: Any, samples: Sequence[Sample]) -> float:
+    prompt, response = (max(n) for n in zip(*((b, len(ids) - b) for ids, b, *_ in samples), strict=True))
+    batch = ppo_batch(of_this_rank(worker, samples), len(samples), prompt, response)
+    dist.barrier()
+    began = time.monotonic()
+    worker.train_batch(batch)
+    dist.barrier()
+    return time.monotonic() - began
+
+
+def run(repeats: int) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as name:
+        folders = {kind: Path(name) / kind for kind in ("softmax", "linear")}
+        torch.manual_seed(0)
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**MODEL)).float().save_pretrained(folders["softmax"])
+        Qwen3NextForCausalLM(Qwen3NextConfig(**LINEAR)).float().save_pretrained(folders["linear"])
+        out = Path(name) / "figures.json"
+        run_ranks(measure, WORLD, folders, out, repeats, timeout=3000)
+        figures = json.loads(out.read_text())
+    rows: list[dict[str, Any]] = []
+    for case, (model, lengths, sides) in cases().items():
+        before = figures[case][sides[0]]
+        for side in sides:
+            seconds = figures[case][side]
+            speedup = statistics.median(b / s for b, s in zip(before, seconds, strict=True))
+            rows.append(
+                {
+                    "model": "Qwen3-MoE" if model == "softmax" else "Qwen3-Next",
+                    "case": case.removesuffix(", linear"),
+                    "side": side,
+                    "update": statistics.median(seconds),
+                    "tokens_per_second": WORLD * sum(lengths) / statistics.median(seconds),
+                    "speedup": speedup,
+                    "holds": side == sides[0] or speedup >= LEAST.get(case, LEAST_OVER_PADDED),
+                }
+            )
+    return rows
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    speedup = f"{row['speedup']:.2f} x" + ("" if row["holds"] else " (below the bound)")
+    figures = [f"{row['update']:.2f}", f"{row['tokens_per_second']:.0f}", speedup]
+    return [row["model"], row["case"], row["side"], *figures]
+
+
+def write(rows: list[dict[str, Any]], repeats: int) -> None:
+    where = machine()
+    versions = ", ".join(f"{name} {where['versions'][name]}" for name in ("torch", "verl", "transformers"))
+    text = [
+        "Two ranks, experts over both, float32, activation checkpointing, one thread per rank; updates of verl's",
+        f"worker, sides in turns in the same processes, medians of {repeats}, speedups within a turn. Tokens are",
+        "those of the sequences, without padding. Linear attention has no kernel that takes lengths here: its module",
+        "is called once for each sequence.",
+        "",
+        f"Bounds: {', '.join(f'{least} x with {case}' for case, least in LEAST.items())}, and {LEAST_OVER_PADDED} x",
+        "a padded batch.",
+    ]
+    result = {"machine": where, "models": {"softmax": MODEL, "linear": LINEAR}, "repeats": repeats, "rows": rows}
+    on = f"{where['cpu']}, {where['cores']} cores; {versions}"
+    write_table("packing", result, "Packed rows", "make bench-packing", on, text, COLUMNS, [*map(cells, rows)])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5, help="turns that count")
+    parser.add_argument("--keep", action=argparse.BooleanOptionalAction, default=True, help="write the result file")
+    asked = parser.parse_args()
+    rows = run(asked.repeats)
+    shown = Table(*COLUMNS)
+    for row in rows:
+        shown.add_row(*cells(row))
+    Console(width=120).print(shown)
+    if asked.keep:
+        write(rows, asked.repeats)
+    return 0 if all(row["holds"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

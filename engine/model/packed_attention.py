@@ -1,0 +1,188 @@
+"""Attention of the sequences of a packed row, each by itself.
+
+A packed row has several sequences one after the other. transformers hands sdpa and eager attention a mask of all pairs
+of its tokens, of which all but the blocks on the diagonal are masked: they are computed nevertheless. Here the
+configured attention is called once for each sequence, without a mask where it is causal.
+
+    q, k, v  [1, H, S, D]  ->  attention of each [1, H, n, D]  ->  [1, S, H, D]
+
+Both go by transformers' interfaces: an attention function and a maker of masks are registered under ``NAME``. What the
+maker returns is handed through the family's code as its mask, and makes the mask of a sequence when it is asked for.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.masking_utils import and_masks
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+__all__ = ["HANDLE", "NAME", "PackedAttention", "PackedMask", "Span", "spans_of"]
+
+NAME = "epfsdp2_packed"
+HANDLE = "_epfsdp2_packed"  # attribute of an attention module: its ``PackedAttention``
+
+Span = tuple[int, int]
+"""Where a sequence starts in its row, and where it ends."""
+
+_PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
+_WINDOW = "sliding_window_overlay.<locals>.inner_mask"
+# Mask functions that depend on how far tokens are from each other and from the start of their sequence alone.
+_OF_DISTANCES = {
+    _WINDOW,
+    "bidirectional_mask_function",
+    "causal_mask_function",
+    "chunked_overlay.<locals>.inner_mask",
+    "sliding_window_bidirectional_overlay.<locals>.inner_mask",
+}
+
+
+def spans_of(positions: torch.Tensor) -> tuple[Span, ...]:
+    """Where the sequences of a row are; on a GPU this waits for the device.
+
+    Args:
+        positions: ``[S]``, counting up by one within a sequence.
+    """
+    ends = [*((positions.diff() != 1).nonzero()[:, 0] + 1).tolist(), positions.shape[0]]
+    return tuple(zip([0, *ends[:-1]], ends, strict=True))
+
+
+class PackedMask:
+    """The mask of a packed row: those of its sequences, each made when it is first asked for.
+
+    Args:
+        sparse: transformers' maker of masks for the attention that was configured.
+        explicit: transformers' maker of masks for eager attention.
+        asked: what the family's code asked of the maker for the whole row.
+    """
+
+    def __init__(self, sparse: Callable[..., Any], explicit: Callable[..., Any], asked: dict[str, Any]):
+        self._makers = {False: sparse, True: explicit}
+        self._asked, self._made = asked, dict[tuple[int, int, bool], torch.Tensor | None]()
+        parts = _intersected(asked["mask_function"])
+        own = [part for part in parts if part.__qualname__ != _PACKED]
+        self._of_distances = all(part.__qualname__ in _OF_DISTANCES for part in own)
+        names = {part.__qualname__ for part in own}
+        self.window = asked.get("local_size") if names == {"causal_mask_function", _WINDOW} else None
+        """Keys that a query sees where a mask is a causal window and nothing else; None for any other mask."""
+        if self._of_distances:
+            function = own[0] if len(own) == 1 else and_masks(*own)
+            self._asked = {**asked, "mask_function": function}
+            if len(own) < len(parts):  # it was for the packing alone that a mask had to be made
+                self._asked["allow_is_causal_skip"] = True
+
+    def of(self, span: Span, explicit: bool = False) -> torch.Tensor | None:
+        """The mask of one sequence as if it were alone, ``[1, 1, n, n]``; None where none is needed.
+
+        Args:
+            explicit: what is masked is added to scores, and nothing goes without a mask.
+        """
+        start, length = span[0], span[1] - span[0]
+        # A mask of distances is the same at every place of the row.
+        offset = 0 if self._of_distances else start
+        key = offset, length, explicit
+        if key not in self._made:
+            sizes = {"q_length": length, "kv_length": length, "q_offset": offset, "kv_offset": offset}
+            self._made[key] = self._makers[explicit](**{**self._asked, **sizes})
+        return self._made[key]
+
+
+def _intersected(function: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """The mask functions whose intersection this one is; itself where that is not known."""
+    if function.__qualname__ != "and_masks.<locals>.and_mask" or function.__closure__ is None:
+        return [function]
+    (functions,) = (cell.cell_contents for cell in function.__closure__)
+    return [part for each in functions for part in _intersected(each)]
+
+
+@dataclass(frozen=True)
+class PackedAttention:
+    """One attention module's function for packed rows.
+
+    Args:
+        real: the attention that was configured, as on transformers' interface.
+        explicit: whether it knows nothing of causality but by a mask (eager attention).
+        spans: where the sequences of the row under way are; None where its rows are not packed.
+    """
+
+    real: Callable[..., Any]
+    explicit: bool
+    spans: Callable[[], Sequence[Span] | None]
+
+    def attend(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, Any]:
+        """Attention within each sequence.
+
+        Args:
+            query: ``[1, H, S, D]``; ``key`` and ``value`` may have fewer heads, and ``value`` another ``D``.
+            attention_mask: a ``PackedMask`` where rows are packed.
+
+        Returns:
+            ``[1, S, H, D]``, and no weights.
+
+        Raises:
+            ValueError: the row is not the one whose positions are known, or the family's code made another mask of its
+                own.
+        """
+        spans = self.spans()
+        if spans is None:
+            return self.real(module, query, key, value, attention_mask, **kwargs)
+        if query.shape[2] != spans[-1][1] or key.shape[2] != spans[-1][1]:
+            raise ValueError(f"attention over {query.shape[2]} tokens in a packed row of {spans[-1][1]}.")
+        if not isinstance(attention_mask, PackedMask):
+            raise ValueError(f"{type(module).__name__} is handed a mask that is not made for packed rows.")
+        outputs = []
+        for start, end in spans:
+            q, k, v = (each[:, :, start:end] for each in (query, key, value))
+            outputs.append(self._of_one(module, q, k, v, attention_mask, (start, end), kwargs))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
+
+    def _of_one(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        masks: PackedMask,
+        span: Span,
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor:
+        length, window = span[1] - span[0], masks.window
+        if window is None or length <= 2 * window:
+            return self.real(module, query, key, value, masks.of(span, self.explicit), **kwargs)[0]
+        # Queries in blocks of a window, each with the keys of its block and of the one before.
+        outputs = []
+        for start in range(0, length, window):
+            first, end = max(0, start - window + 1), min(start + window, length)
+            mask = _window_mask(query, start - first, end - start, window, self.explicit)
+            keys = (each[:, :, first:end] for each in (key, value))
+            outputs.append(self.real(module, query[:, :, start:end], *keys, mask, **kwargs)[0])
+        return torch.cat(outputs, dim=1)
+
+
+def _window_mask(like: torch.Tensor, before: int, queries: int, window: int, explicit: bool) -> torch.Tensor:
+    """The mask of a block of queries whose keys begin ``before`` tokens earlier, ``[1, 1, queries, before + queries]``.
+
+    Args:
+        explicit: what is masked is added to scores, in the dtype of ``like``; else what is not masked is true.
+    """
+    query = torch.arange(before, before + queries, device=like.device)[:, None]
+    key = torch.arange(before + queries, device=like.device)
+    seen = ((key <= query) & (key > query - window))[None, None]
+    return like.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(like.dtype).min) if explicit else seen
+
+
+@torch.compiler.disable
+def _attend(module: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+    return getattr(module, HANDLE).attend(module, *args, **kwargs)
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)

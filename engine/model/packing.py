@@ -1,0 +1,331 @@
+"""Sequences that are packed into one row compute what each would alone, in every family.
+
+Tokens of a layer meet in few of its modules, its mixers. What mixes by attention on transformers' interface alone has
+that attention called once for each sequence (``packed_attention.py``); what carries a state along the row (linear
+attention, state spaces, short convolutions), or chooses and compresses keys of the row before its attention, is itself
+called once for each sequence. That is exact whatever is in it. Where a state's kernels take the lengths of sequences,
+they are passed instead; torch's fallbacks take the same arguments and ignore them.
+
+Mixers are found by what their forward takes, in any family.
+"""
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_map
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    and_masks,
+    eager_mask,
+    packed_sequence_mask_function,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..wrap_forward import wrap_forward
+from .families import UNPACKED_WITH_FLASH
+from .layers import attention_modules, decoder_layers
+from .packed_attention import HANDLE, NAME, PackedAttention, PackedMask, Span, spans_of
+
+__all__ = ["Mixers", "PackedSequences", "find_mixers", "lengths_taken", "why_not_packed"]
+
+# What a module's forward takes if tokens meet in it: what hides tokens, or what is kept of earlier ones.
+_OF_TOKENS = {"attention_mask", "cache_params", "layer_past", "past_key_value", "past_key_values"}
+_EAGER = "eager_attention_forward"  # what every family calls its own
+# Kernels of states: their argument for the sequences of a row, and the one of the module's forward that becomes it.
+_KERNELS = {
+    "causal_conv1d_fn": ("seq_idx", "seq_idx"),
+    "chunk_gated_delta_rule": ("cu_seqlens", "cu_seq_lens_q"),
+    "mamba_chunk_scan_combined": ("seq_idx", "seq_idx"),
+    "mamba_split_conv1d_scan_combined": ("seq_idx", "seq_idx"),
+}
+_FLEX = "flex_attention"
+_SPLIT = ("sdpa", "eager")
+_WITH_MASKS = (*_SPLIT, _FLEX)
+
+
+@dataclass(frozen=True)
+class Mixers:
+    """Where the tokens of a model's rows meet, by name.
+
+    Args:
+        attentions: take all of it from transformers' attention interface.
+        others: the rest; ``why_not`` says whether one of them can't be told apart.
+    """
+
+    attentions: dict[str, nn.Module]
+    others: dict[str, nn.Module]
+    why_not: str | None = None
+
+
+def find_mixers(model: Any) -> Mixers:
+    """Find the mixers of a model, which may be on the meta device, by what their forward takes."""
+    interface, found = attention_modules(model), Mixers({}, {})
+    for layer in decoder_layers(model):
+        parts = {f"{layer}.{fqn}": m for fqn, m in model.get_submodule(layer).named_modules() if fqn}
+        taking = {fqn: m for fqn, m in parts.items() if _OF_TOKENS & set(_parameters(m))}
+        attentions = {fqn: m for fqn, m in taking.items() if fqn in interface and not any(_below(taking, fqn))}
+        others = {fqn: m for fqn, m in taking.items() if fqn not in attentions and not any(_below(attentions, fqn))}
+        found.attentions.update(attentions)
+        found.others.update((fqn, m) for fqn, m in others.items() if not any(fqn in _below(taking, o) for o in others))
+        for fqn, module in parts.items():
+            if isinstance(module, nn.Conv1d) and not any(fqn in _below(parts, other) for other in others):
+                return Mixers({}, {}, f"a convolution mixes tokens in {fqn.rpartition('.')[0]}, which takes no mask")
+    return (
+        found if found.attentions or found.others else Mixers({}, {}, "no part of its layers takes a mask or a cache")
+    )
+
+
+def why_not_packed(model: Any, attention: str) -> str | None:
+    """Return why sequences that are packed into one row would see each other; None if they don't.
+
+    Args:
+        model: a transformers model, which may be on the meta device.
+        attention: the attention that is to run, as transformers calls it.
+    """
+    mixers = find_mixers(model)
+    if mixers.why_not is not None:
+        return mixers.why_not
+    if attention in _SPLIT:
+        return None
+    choosing = {type(m).__name__ for fqn, m in mixers.others.items() if fqn in attention_modules(model)}
+    if choosing:
+        return f"{' and '.join(sorted(choosing))} needs masks, which {attention} has none of"
+    return UNPACKED_WITH_FLASH.get(model.config.get_text_config().model_type) if "flash" in attention else None
+
+
+class PackedSequences:
+    """Has a model compute the sequences of a packed row apart; install it before anything else wraps its modules.
+
+    From then on a forward without an attention mask has its sequences found from its ``position_ids [1, S]``, or of
+    four rows ``[4, 1, S]`` from the first, which start anew where a sequence does. With an attention mask everything is
+    as it was.
+
+    Args:
+        model: a causal LM or the like; its config names the attention that is to run.
+
+    Raises:
+        ValueError: the sequences of its rows can't be told apart, see ``why_not_packed``.
+    """
+
+    running: ClassVar["PackedSequences | None"] = None
+    """That of the model whose forward is under way: transformers' masks are asked for without saying by whom."""
+
+    def __init__(self, model: Any):
+        name = model.config.get_text_config()._attn_implementation
+        why = why_not_packed(model, name)
+        if why is not None:
+            raise ValueError(f"{type(model).__name__}: {why}.")
+        self._mixers = find_mixers(model)
+        self._spans: tuple[Span, ...] | None = None
+        self._calls = 0  # of each of the other mixers in this forward
+        self._arguments: dict[str, torch.Tensor] = {}
+        self._taken = {fqn: lengths_taken(module) for fqn, module in self._mixers.others.items()}
+        self._configured = name
+        if name in _WITH_MASKS or self._mixers.others:
+            model.register_forward_pre_hook(self._begin, with_kwargs=True)
+            model.register_forward_hook(self._end, always_call=True)
+        if name in _WITH_MASKS:
+            self._make_mask = ALL_MASK_ATTENTION_FUNCTIONS[name]
+            for fqn, module in attention_modules(model).items():
+                if fqn in self._mixers.attentions and name != _FLEX:
+                    self._attach(module, lambda: self._spans)
+                elif fqn in self._mixers.attentions or fqn in self._mixers.others:
+                    # Its mask is of the row in blocks, or it has one sequence when it comes to its attention.
+                    self._attach(module, lambda: None)
+            _rename_attention(model)
+        for fqn, module in self._mixers.others.items():
+            call = functools.partial(self._per_sequence, self._taken[fqn])
+            wrap_forward(module, "packed_sequences", torch.compiler.disable(call, recursive=False))
+
+    def line(self) -> str:
+        """Which way is taken, for people."""
+        way = f"{self._configured} {'once per sequence' if self._configured in _SPLIT else 'of the row'}"
+        ways = {type(module).__name__: way for module in self._mixers.attentions.values()}
+        for fqn, module in self._mixers.others.items():
+            taken = self._taken[fqn]
+            ways[type(module).__name__] = f"kernels that take {' and '.join(taken)}" if taken else "once per sequence"
+        return "packed rows: " + "; ".join(f"{name}: {way}" for name, way in sorted(ways.items()))
+
+    # -- around a forward ---------------------------------------------------------------------------------------
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._spans, self._arguments = self._find(kwargs), {}
+        PackedSequences.running = self
+        self._calls = 0 if self._spans is None else self._agreed_calls(kwargs["position_ids"].device)
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        PackedSequences.running = None  # what is computed again in backward asks for no mask
+
+    def _find(self, kwargs: dict[str, Any]) -> tuple[Span, ...] | None:
+        positions = kwargs.get("position_ids")
+        if positions is None or kwargs.get("attention_mask") is not None:
+            return None
+        if positions.dim() == 3:
+            if positions.shape[0] != 4:
+                raise ValueError("the first of four rows of positions tells packed sequences apart, and there is none.")
+            positions = positions[0]
+        if positions.shape[0] == 1:
+            return spans_of(positions[0])
+        if (positions.diff(dim=-1) != 1).any():
+            raise ValueError(f"sequences are packed into one row, and there are {positions.shape[0]}.")
+        return None
+
+    def _agreed_calls(self, device: torch.device) -> int:
+        """How often each of the other mixers is called: alike on all ranks where FSDP gathers parts of it by calls."""
+        assert self._spans is not None
+        if not self._gathers_by_calls or not dist.is_initialized():
+            return len(self._spans)
+        most = torch.tensor(len(self._spans), device=device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return int(most)
+
+    @functools.cached_property
+    def _gathers_by_calls(self) -> bool:
+        inner = (part for m in self._mixers.others.values() for part in m.modules() if part is not m)
+        return any(isinstance(part, FSDPModule) for part in inner)
+
+    # -- attention ----------------------------------------------------------------------------------------------
+
+    def _attach(self, module: Any, spans: Callable[[], Sequence[Span] | None]) -> None:
+        explicit = self._configured == "eager"
+        code = inspect.unwrap(type(module).forward).__globals__
+        real = code[_EAGER] if explicit else ALL_ATTENTION_FUNCTIONS[self._configured]
+        setattr(module, HANDLE, PackedAttention(real, explicit, spans))
+
+    def mask(self, **asked: Any) -> Any:
+        """What the family's code is handed as a mask: of a packed row one that is made when it is looked at."""
+        if self._spans is None:
+            return self._make_mask(**asked)
+        if self._configured != _FLEX:
+            return PackedMask(self._make_mask, eager_mask, asked)
+        apart = packed_sequence_mask_function(self._argument("seq_idx", asked["device"]))  # not all families ask for it
+        length = self._spans[-1][1]
+        asked |= {"mask_function": and_masks(asked["mask_function"], apart), "allow_is_causal_skip": False}
+        return self._make_mask(**asked | {"q_length": length, "kv_length": length})
+
+    # -- the other mixers ---------------------------------------------------------------------------------------
+
+    def _per_sequence(self, taken: Sequence[str], forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if self._spans is None:
+            return forward(*args, **kwargs)
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        if hidden.shape[1] != self._spans[-1][1]:
+            raise ValueError(f"{hidden.shape[1]} tokens in a packed row of {self._spans[-1][1]}.")
+        if taken:
+            return forward(*args, **kwargs, **{name: self._argument(name, hidden.device) for name in taken})
+        outputs = []
+        # The first token once more in place of sequences that only other ranks have.
+        calls = [*self._spans, *[(0, 1)] * (self._calls - len(self._spans))]
+        for number, span in enumerate(calls):
+            pick = functools.partial(_of_sequence, self._spans[-1][1], number, span)
+            own_args, own_kwargs = tree_map(pick, (args, kwargs))
+            outputs.append(forward(*own_args, **own_kwargs))
+        return _joined(outputs, len(self._spans))
+
+    def _argument(self, name: str, device: torch.device) -> torch.Tensor:
+        """Of kernels: the cumulative lengths ``[sequences + 1]``, or the number of each token's sequence ``[1, S]``."""
+        assert self._spans is not None
+        if name not in self._arguments:
+            ends = torch.tensor([0, *(end for _, end in self._spans)])
+            numbers = torch.arange(len(self._spans)).repeat_interleave(ends.diff())
+            value = ends if name == "cu_seq_lens_q" else numbers[None].int()
+            self._arguments[name] = value.to(device)
+        return self._arguments[name]
+
+
+def lengths_taken(module: nn.Module) -> tuple[str, ...]:
+    """The arguments by which a mixer's kernels are told the sequences of a row; none where they ignore some of them."""
+    forward = inspect.unwrap(type(module).forward)
+    code = forward.__globals__
+    if not code.get("is_fast_path_available"):
+        return ()
+    read = {*_parameters(module), *(c for c in forward.__code__.co_consts if isinstance(c, str))}
+    taken: dict[str, None] = {}
+    for name, (parameter, argument) in _KERNELS.items():
+        kernel = getattr(module, name, code.get(name))
+        if kernel is None:
+            continue
+        if argument not in read or parameter not in inspect.signature(kernel).parameters:
+            return ()
+        taken[argument] = None
+    return tuple(taken)
+
+
+class _OfSequences:
+    """What a mixer returned beside its output, by call; a mixer of a later layer is handed its own part."""
+
+    def __init__(self, parts: Sequence[Any]):
+        self.parts = parts
+
+
+def _of_sequence(length: int, number: int, span: Span, value: Any) -> Any:
+    """The part of a mixer's argument that is of one sequence of a row of so many tokens."""
+    start, end = span
+    if isinstance(value, PackedMask):
+        return value.of(span, explicit=True)
+    if isinstance(value, _OfSequences):
+        return value.parts[number]
+    if isinstance(value, Cache):
+        return None  # a later sequence would go on from it
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.dim() > 1 and value.shape[1] == length:
+        return value[:, start:end]
+    return value[..., start:end] if value.dim() == 3 and value.shape[2] == length else value  # rows of positions
+
+
+def _joined(outputs: Sequence[Any], sequences: int) -> Any:
+    """The outputs of all calls as one of the row; those beyond ``sequences`` count nothing, but have a gradient."""
+    first = outputs[0]
+    if not isinstance(first, tuple):
+        return torch.cat([*outputs[: sequences - 1], _with_rest(outputs[sequences - 1 :])], dim=1)
+    main = [output[0] for output in outputs]
+    besides = (tuple(output[i] for output in outputs) for i in range(1, len(first)))
+    others = (None if all(part is None for part in parts) else _OfSequences(parts) for parts in besides)
+    return (_joined(main, sequences), *others)
+
+
+def _with_rest(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    last = outputs[0]
+    for rest in outputs[1:]:
+        last = last + 0.0 * rest.sum()
+    return last
+
+
+def _rename_attention(model: Any) -> None:
+    """Have the decoder ask transformers' interfaces for ``NAME``, by configs of its own."""
+    copies: dict[int, Any] = {}
+    text = type(model.config.get_text_config())
+    for module in model.modules():
+        if isinstance(getattr(module, "config", None), PreTrainedConfig):
+            module.config = copy.deepcopy(module.config, copies)
+            if type(module.config) is text:
+                module.config._attn_implementation = NAME
+    model.config.get_text_config()._attn_implementation = NAME
+
+
+def _below(named: dict[str, Any], fqn: str) -> Iterator[str]:
+    return (other for other in named if other.startswith(f"{fqn}."))
+
+
+def _parameters(module: nn.Module) -> Any:
+    return inspect.signature(type(module).forward).parameters
+
+
+def _mask(**asked: Any) -> Any:
+    if PackedSequences.running is None:
+        raise RuntimeError("the decoder of a model with packed sequences is called without the model.")
+    return PackedSequences.running.mask(**asked)
+
+
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)

@@ -37,7 +37,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.memory import peak_of
 from benchmarks.quickstart import machine
 from benchmarks.tables import write_table
 from epfsdp2.engine.fsdp.options import ShardingOptions
@@ -48,6 +47,7 @@ from epfsdp2.rollout.server_adapter import send_weights
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings, WorkerWeights
 from epfsdp2.rollout.transport.sender import Bucket
 from tests.support.engine import sharded_model
+from tests.support.memory import peak_of
 from tests.support.ranks import run_ranks
 from tests.support.vllm_engine import Engine
 

@@ -27,7 +27,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.memory import MODEL, peak_of
 from benchmarks.quickstart import machine
 from benchmarks.tables import write_table
 from epfsdp2.engine.checkpoint import state as checkpoint
@@ -42,6 +41,7 @@ from epfsdp2.engine.topology.dtensor import local_tensor
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from epfsdp2.recipes.convert.export import export
 from tests.support.engine import sharded_model
+from tests.support.memory import MODEL, peak_of
 from tests.support.ranks import run_ranks
 
 WORLD = 4

@@ -25,9 +25,9 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.memory import MODEL, peak_of
 from benchmarks.quickstart import machine
 from benchmarks.tables import write_table
+from tests.support.memory import MODEL, peak_of
 from tests.support.ppo import of_this_rank, ppo_batch, ppo_samples, ppo_worker
 from tests.support.ranks import run_ranks
 

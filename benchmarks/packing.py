@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -65,15 +65,15 @@ def samples_of(lengths: Sequence[int], vocabulary: int) -> list[Sample]:
     return samples
 
 
-def cases() -> dict[str, tuple[str, list[int], tuple[str, str]]]:
+def cases(row: int = ROW, longest: int = LONGEST) -> dict[str, tuple[str, list[int], tuple[str, str]]]:
     """By name: the model, the lengths of a rank's sequences, and the sides, the first of which is compared with."""
     generator = torch.Generator().manual_seed(1)
-    spread = (torch.randint(2, LONGEST + 1, (SPREAD,), generator=generator)).tolist()
+    spread = (torch.randint(2, longest + 1, (SPREAD,), generator=generator)).tolist()
     return {
-        "4 x 1,024": ("softmax", [ROW // 4] * 4, ("one mask of the row", "per sequence")),
-        "16 x 256": ("softmax", [ROW // 16] * 16, ("one mask of the row", "per sequence")),
-        f"{SPREAD} x 2 to {LONGEST}": ("softmax", spread, ("padded", "per sequence")),
-        f"{SPREAD} x 2 to {LONGEST}, linear": ("linear", spread, ("padded", "per sequence")),
+        f"4 x {row // 4:,}": ("softmax", [row // 4] * 4, ("one mask of the row", "per sequence")),
+        f"16 x {row // 16:,}": ("softmax", [row // 16] * 16, ("one mask of the row", "per sequence")),
+        f"{SPREAD} x 2 to {longest}": ("softmax", spread, ("padded", "per sequence")),
+        f"{SPREAD} x 2 to {longest}, linear": ("linear", spread, ("padded", "per sequence")),
     }
 
 
@@ -87,11 +87,11 @@ def _built(side: str) -> Iterator[dict[str, Any]]:
         yield {}
 
 
-def measure(folders: dict[str, Path], out: Path, repeats: int) -> None:
+def measure(folders: dict[str, Path], out: Path, repeats: int, sizes: tuple[int, int]) -> None:
     """Rank 0 writes seconds of an update of each turn, by case and side."""
     figures: dict[str, dict[str, list[float]]] = {}
-    for case, (model, lengths, sides) in cases().items():
-        samples = samples_of(lengths, MODEL["vocab_size"])
+    for case, (model, lengths, sides) in cases(*sizes).items():
+        samples = samples_of(lengths, AutoConfig.from_pretrained(folders[model]).vocab_size)
         workers = {}
         for side in sides:
             with _built(side) as settings:
@@ -116,17 +116,27 @@ def _update(worker: Any, samples: Sequence[Sample]) -> float:
     return time.monotonic() - began
 
 
-def run(repeats: int) -> list[dict[str, Any]]:
+def run(
+    repeats: int,
+    softmax: dict[str, Any] = MODEL,
+    linear: dict[str, Any] = LINEAR,
+    sizes: tuple[int, int] = (ROW, LONGEST),
+) -> list[dict[str, Any]]:
+    """Both models, made from a seed.
+
+    Args:
+        sizes: tokens of a row, and of the longest sequence of those with different lengths.
+    """
     with tempfile.TemporaryDirectory() as name:
         folders = {kind: Path(name) / kind for kind in ("softmax", "linear")}
         torch.manual_seed(0)
-        Qwen3MoeForCausalLM(Qwen3MoeConfig(**MODEL)).float().save_pretrained(folders["softmax"])
-        Qwen3NextForCausalLM(Qwen3NextConfig(**LINEAR)).float().save_pretrained(folders["linear"])
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**softmax)).float().save_pretrained(folders["softmax"])
+        Qwen3NextForCausalLM(Qwen3NextConfig(**linear)).float().save_pretrained(folders["linear"])
         out = Path(name) / "figures.json"
-        run_ranks(measure, WORLD, folders, out, repeats, timeout=3000)
+        run_ranks(measure, WORLD, folders, out, repeats, sizes, timeout=3000)
         figures = json.loads(out.read_text())
     rows: list[dict[str, Any]] = []
-    for case, (model, lengths, sides) in cases().items():
+    for case, (model, lengths, sides) in cases(*sizes).items():
         before = figures[case][sides[0]]
         for side in sides:
             seconds = figures[case][side]

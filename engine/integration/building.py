@@ -202,6 +202,8 @@ class BuildsModel:
         passed_over = choose_backend(options.experts_backend, get_device_name(), options.param_dtype).fallback
         if passed_over and find_experts(module, options.expert_plan):
             lines.append(passed_over)
+        if self.packed is not None:
+            lines.append(self.packed.line())
         config, topology = self.engine_config, self.meshes.topology
         if not config.forward_only:
             memory, device, build = get_torch_device(), get_device_name(), self._module_to_plan
@@ -210,8 +212,6 @@ class BuildsModel:
             del self._plain
         mesh = f"mesh: {format_mesh(topology, self.ulysses_sequence_parallel_size)}"
         lines += [mesh] if self.run_plan is None else self.run_plan.lines()
-        if self.packed is not None:
-            lines.append(self.packed.line())
         if self.rank == 0:
             print("\n".join(f"[epfsdp2] {line}" for line in lines), flush=True)
 

@@ -10,6 +10,7 @@ Both go by transformers' interfaces: an attention function and a maker of masks 
 maker returns is handed through the family's code as its mask, and makes the mask of a sequence when it is asked for.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,10 +91,10 @@ class PackedMask:
 
 def _intersected(function: Callable[..., Any]) -> list[Callable[..., Any]]:
     """The mask functions whose intersection this one is; itself where that is not known."""
-    if function.__qualname__ != "and_masks.<locals>.and_mask" or function.__closure__ is None:
+    if function.__qualname__ != "and_masks.<locals>.and_mask":
         return [function]
-    (functions,) = (cell.cell_contents for cell in function.__closure__)
-    return [part for each in functions for part in _intersected(each)]
+    functions = inspect.getclosurevars(function).nonlocals.get("mask_functions", ())
+    return [part for each in functions for part in _intersected(each)] or [function]
 
 
 @dataclass(frozen=True)

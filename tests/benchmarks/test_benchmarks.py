@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import experts, growth, step, tables, weight_sync
+from benchmarks import experts, growth, packing, step, tables, weight_sync
 from benchmarks.layer import Geometry, kept_bytes, passes
 
 TINY = Geometry("tiny", tokens=24, experts=4, top_k=2, hidden=32, intermediate=16)
@@ -108,6 +108,16 @@ def test_step_bounds_refuse_slower_rows_and_experts_are_95_percent():
     assert replace(row, ep=1, speedup=0.95).holds and not replace(row, ep=1, speedup=0.94).holds
     assert replace(row, world=1, ep=1, speedup=0.95).holds
     assert 0.945 < step.share_of_experts(step.MODEL) < 0.955
+
+
+def test_packing_is_timed_beside_a_mask_of_the_row_and_padded_batches():
+    linear = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 16}
+    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    rows = packing.run(1, MODEL, {**packing.LINEAR, **MODEL, **linear, **layers}, (64, 9))
+    sides = ["one mask of the row", "per sequence"] * 2 + ["padded", "per sequence"] * 2
+    assert [row["side"] for row in rows] == sides
+    assert all(row["speedup"] == 1 and row["holds"] for row in rows[::2])
+    assert {len(packing.cells(row)) for row in rows} == {len(packing.COLUMNS)}
 
 
 def test_growth_fits_and_plots_its_rows(tmp_path):

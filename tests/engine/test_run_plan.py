@@ -45,6 +45,7 @@ def _trains_to_the_end(folder, settings, *recipe_options):
         return
     plan = worker.engine.run_plan
     assert ours.pop(0).startswith("engine.experts_backend=auto: torch computes the experts")
+    assert ours.pop(0) == "packed rows: Qwen3MoeAttention: sdpa once per sequence"
     assert ours == plan.lines() and ours[0] == "plan of Qwen3MoeForCausalLM"
 
     # The recipe says the same of the same settings: the command that is printed, and options for the rest.

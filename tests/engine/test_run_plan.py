@@ -34,7 +34,7 @@ def _update(worker):
     return tu.get(worker.train_batch(batch), "metrics")
 
 
-def _trains_to_the_end(folder, settings, *recipe_options):
+def _trains_to_the_end(folder, settings):
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         worker = ppo_worker(folder, ep=2, **settings)
@@ -48,10 +48,10 @@ def _trains_to_the_end(folder, settings, *recipe_options):
     assert ours.pop(0) == "packed rows: Qwen3MoeAttention: sdpa once per sequence"
     assert ours == plan.lines() and ours[0] == "plan of Qwen3MoeForCausalLM"
 
-    # The recipe says the same of the same settings: the command that is printed, and options for the rest.
+    # The recipe says the same of the command that is printed.
     words = shlex.split(ours[-1].partition(": ")[2])
     assert words[:3] == ["python", "-m", "epfsdp2.recipes.plan"]
-    options = parse([*words[3:], "--dtype", "fp32", *recipe_options])
+    options = parse(words[3:])
     request, topology = request_of(options, config_of(options.model)), Topology.arrange(2, 2)
     point = peak(request.sizes, topology, request.options, request.batch, request.optimizer, gloo=True)
     traffic = collectives(request.sizes, topology, request.options, request.batch)
@@ -85,8 +85,7 @@ def test_step_estimate_on_a_cpu_prints_the_plan_and_no_pages(tmp_path):
 def test_step_estimate_with_adapters_and_chunks_equals_that_of_the_recipe(tmp_path):
     model = {"lora_rank": 4, "lora_alpha": 4, "target_modules": "all-linear"}
     settings = {**CONFIGURED, "model": model, "dispatch_chunks": 2}
-    options = "--lora-rank", "4", "--dispatch-chunks", "2"
-    run_ranks(_trains_to_the_end, 2, save_qwen3_moe(tmp_path), settings, *options)
+    run_ranks(_trains_to_the_end, 2, save_qwen3_moe(tmp_path), settings)
 
 
 def _is_tracked(folder):

@@ -60,7 +60,7 @@ def test_a_recomputed_router_chooses_the_experts_of_the_forward(tmp_path):
 
 
 def _routing_changes_without(folder):
-    def plain(module, forward, num_experts, inputs_on_host, *args, **kwargs):
+    def plain(module, num_experts, inputs_on_host, forward, *args, **kwargs):
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     with patch.object(activation_checkpoint, "_recomputed", plain):

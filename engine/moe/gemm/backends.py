@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 
 from ...errors import SettingError
-from . import gradient_buffers
 
 __all__ = ["BACKENDS", "TORCH", "Backend", "BackendChoice", "Groups", "TorchBackend", "backend_named", "choose_backend"]
 
@@ -148,7 +147,7 @@ class TorchBackend:
     def outer(self, a, b, groups):
         if torch_grouped_mm is not None and supports_grouped_mm(a, b) and not _on_cpu(a):
             return torch_grouped_mm(a.t(), b, offs=groups.offsets_e)
-        out = gradient_buffers.empty((groups.counts_e.shape[0], a.shape[1], b.shape[1]), a)
+        out = a.new_empty((groups.counts_e.shape[0], a.shape[1], b.shape[1]))
         for expert, begin, end in groups.spans():
             if end > begin:
                 torch.mm(a[begin:end].t(), b[begin:end], out=out[expert])

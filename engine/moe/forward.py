@@ -17,10 +17,16 @@ from ..compat.transformers_names import ALL_EXPERTS_FUNCTIONS
 from . import fused
 from .dispatch import build_dispatch_plans, combine, deferred_router_grad, dispatch
 from .find import CustomExperts
-from .gemm.backends import backend_named, supports_grouped_mm, torch_grouped_mm
+from .gemm.backends import (
+    EXPERTS_IMPLEMENTATION,
+    backend_named,
+    has_backend,
+    supports_grouped_mm,
+    torch_grouped_mm,
+)
+from .registered import compute_registered
 
 __all__ = [
-    "EXPERTS_IMPLEMENTATION",
     "Adapters",
     "ExpertsRuntime",
     "adapt_experts",
@@ -29,7 +35,6 @@ __all__ = [
     "rows_computed",
 ]
 
-EXPERTS_IMPLEMENTATION = "epfsdp2"
 _HANDLE, _ADAPTERS = "_epfsdp2", "_epfsdp2_adapters"
 
 
@@ -115,7 +120,7 @@ def experts_forward(
 
     if runtime.exchange is not None:
         return runtime.exchange(hidden, top_k_index, top_k_weights, local_experts).to(hidden_states.dtype)
-    if runtime.backend == "reference":
+    if not has_backend(runtime.backend):
         dispatched = dispatch(hidden, top_k_index, runtime.num_experts, runtime.group)
         out = local_experts(dispatched.rows_RD, dispatched.counts_e)
         return combine(out, dispatched, top_k_weights, runtime.group).to(hidden_states.dtype)
@@ -144,12 +149,15 @@ def compute(
             (``dispatch.deferred_router_grad``).
     """
     runtime: ExpertsRuntime = getattr(module, _HANDLE)
-    if runtime.backend != "reference":
+    if has_backend(runtime.backend):
         up, down = linears(module, weight)
         return fused.on_rows(module, backend_named(runtime.backend), up, down, rows_RD, counts_e, scale_R)
-    h = _linear(module, rows_RD, _up_name(module), weight, counts_e)
-    h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
-    out = _linear(module, h, "down_proj", weight, counts_e)
+    if runtime.backend == "reference":
+        h = _linear(module, rows_RD, _up_name(module), weight, counts_e)
+        h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
+        out = _linear(module, h, "down_proj", weight, counts_e)
+    else:
+        out = compute_registered(runtime.backend, module, weight, rows_RD, counts_e)
     return out if scale_R is None else deferred_router_grad(out, scale_R)
 
 

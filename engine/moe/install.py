@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from . import deepep, overlap
 from .find import CustomExperts, ExpertsInfo
-from .forward import EXPERTS_IMPLEMENTATION, ExpertsRuntime, TokenExchange, attach
-from .gemm.backends import backend_named
+from .forward import ExpertsRuntime, TokenExchange, attach
+from .gemm.backends import EXPERTS_IMPLEMENTATION, backend_named
 from .overlap import check_overlap
 from .shared_experts import SharedExperts
 
@@ -49,7 +49,7 @@ def install_experts_forward(
                 overlap.exchange,
                 num_experts=info.num_experts,
                 group=group,
-                backend=backend_named("torch" if backend == "reference" else backend),
+                backend=backend_named(backend),
                 chunks=chunks,
                 shared=SharedExperts(block, info.module) if overlap_shared_experts else None,
             )

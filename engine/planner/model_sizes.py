@@ -13,6 +13,7 @@ from ..fsdp.unit import Stage, Unit, UnitSizes, stages_of
 from ..fsdp.wrap_plan import frozen_with_lora, wrap_plan
 from ..model.layers import layer_names
 from ..moe.find import UnsupportedModelError
+from ..moe.gemm.backends import has_backend
 from ..optim.muon_partition import muon_parameters
 from ..topology.mesh import Topology
 from .activations import Traced, trace
@@ -78,7 +79,7 @@ class ModelSizes:
         traced, untraced = Traced({}, 0.0), ""
         try:
             # It computes in the precision in which FSDP gathers it.
-            traced = trace(model.to(options.param_dtype), options.expert_plan, options.experts_backend != "reference")
+            traced = trace(model.to(options.param_dtype), options.expert_plan, has_backend(options.experts_backend))
         except UnsupportedModelError as error:
             untraced = str(error)
         return cls(

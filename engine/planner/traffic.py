@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from ..fsdp.options import ShardingOptions
 from ..fsdp.unit import ROOT
+from ..moe.gemm.backends import has_backend
 from ..topology.mesh import Topology
 from .memory import Batch
 from .model_sizes import ModelSizes, unit_sizes
@@ -64,7 +65,7 @@ def collectives(sizes: ModelSizes, topology: Topology, options: ShardingOptions,
     counts = iter(sizes.num_experts)
     element = options.param_dtype.itemsize
     at_once = chunks == 1 and not options.overlap_shared_experts
-    plain = at_once and options.experts_backend == "reference"
+    plain = at_once and not has_backend(options.experts_backend)
     for layer in sizes.traced.layers.values():
         if layer.row_width:
             rows = batch.tokens * layer.row_width * element

@@ -20,6 +20,7 @@ from ..model.packing import why_not_packed
 from ..model.vision import images_error, why_not_images
 from ..moe.deepep import check_deepep
 from ..moe.find import UnsupportedModelError, experts_by_layer, find_experts
+from ..moe.gemm.backends import REGISTERED
 from ..moe.router.losses import check_router_logits
 from ..optim.settings import wants_muon
 from ..settings.values import ACTOR_MODEL, OPTIMIZERS, get_setting, overrides_of, plain
@@ -191,6 +192,10 @@ def check_lora(
     if facts is None:
         return
     lora = Lora(facts.model, settings, engine.expert_plan)
+    on_experts = [name for name, target in lora.targets.items() if target.experts is not None]
+    if on_experts and engine.experts_backend.startswith(REGISTERED):
+        rule = f"adds no adapter, and {on_experts[0]} gets one."
+        raise SettingError("engine.experts_backend", engine.experts_backend, rule, "engine.experts_backend=auto")
     if settings.adapter is not None:
         read_adapter(settings.adapter, lora.targets, f"{setting}.lora_adapter_path")
     for info in find_experts(facts.model, engine.expert_plan):

@@ -25,6 +25,8 @@ SFT = DATA / "examples-sft-gsm8k-run_qwen3_8b_fsdp.json"
 FULLY_ASYNC = DATA / "verl-experimental-fully_async_policy-shell-dapo_30b_a3b_base_math_fsdp.json"
 RUNS = "engine=epfsdp2 was asked for, and is the one that runs"
 SAME = 1e-5
+# The answers of a model that is not trained are all wrong, so that no advantage would move it.
+MOVES = "actor_rollout_ref.actor.entropy_coeff=0.01"
 
 
 def _steps(tmp_path, steps, script, *settings):
@@ -67,7 +69,7 @@ def test_sft_script_with_two_words_trains(tmp_path):
 @pytest.mark.long
 def test_grpo_script_with_two_words_trains(tmp_path):
     """With the reference policy, KL loss, dynamic batches and both offloads of the script."""
-    steps, log = _steps(tmp_path, 2, GRPO)
+    steps, log = _steps(tmp_path, 2, GRPO, MOVES)
     assert all(step["training/rollout_probs_diff_mean"] < SAME for step in steps if step)
     assert all("actor/kl_loss" in step for step in steps)
     assert f"actor_rollout_ref.actor.strategy=fsdp2: {RUNS}" in log
@@ -77,7 +79,7 @@ def test_grpo_script_with_two_words_trains(tmp_path):
 def test_fully_async_script_with_two_words_trains(tmp_path):
     """With the sequence parallelism of the script, for the actor and the reference policy, on two ranks.
 
-    This trainer counts answers and not steps. They are all wrong, so that no advantage would move the model.
+    This trainer counts answers and not steps.
     """
-    _, log = _steps(tmp_path, 3, FULLY_ASYNC, "actor_rollout_ref.actor.entropy_coeff=0.01")
+    _, log = _steps(tmp_path, 3, FULLY_ASYNC, MOVES)
     assert f"actor_rollout_ref.actor.fsdp_config.strategy=fsdp: {RUNS}" in log

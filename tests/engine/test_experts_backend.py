@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3MoeConfig
-from transformers.integrations.moe import grouped_mm_experts_forward
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from epfsdp2.engine.errors import SettingError
@@ -47,6 +47,52 @@ def test_fused_experts_of_every_layout_equal_plain_operators(family, tokens):
     for scale in (None, torch.rand(len(rows))):
         got, want = (rows_with(module, backend, rows, counts_e, scale) for backend in ("torch", "reference"))
         assert_equal(got, want)
+
+
+def _users_own(self, hidden_states, top_k_index, top_k_weights):
+    """Loop over experts, as models outside of transformers do."""
+    out = torch.zeros_like(hidden_states)
+    for expert in range(self.num_experts):
+        token, slot = (top_k_index == expert).nonzero(as_tuple=True)
+        up = hidden_states[token] @ self.gate_up_proj[expert].T
+        down = self._apply_gate(up) @ self.down_proj[expert].T
+        out = out.index_add(0, token, down * top_k_weights[token, slot, None])
+    return out
+
+
+ALL_EXPERTS_FUNCTIONS.register("a_users_own", _users_own)
+
+
+@pytest.mark.parametrize("tokens", [T, 0])
+@pytest.mark.parametrize("name", ["grouped_mm", "batched_mm", "a_users_own"])
+def test_registered_experts_functions_equal_plain_operators(name, tokens):
+    layouts = ["plain"] if name == "a_users_own" else FAMILIES
+    for module, (hidden, ids, weights) in ((make(family), routed(tokens)) for family in layouts):
+        got = tokens_with(module, f"transformers:{name}", hidden, ids, weights)
+        assert_equal(got, tokens_with(module, "reference", hidden, ids, weights))
+        assert not got["down_proj"][-1].any() and (tokens == 0 or got["down_proj"][0].any())
+
+
+def _registered_over_ranks(rank_of_experts):
+    group, module = dist.group.WORLD, make("plain")
+    hidden, ids, weights = routed()
+    got = {}
+    for backend in ("reference", "transformers:batched_mm"):
+        own = copy.deepcopy(module)
+        for name, param in module.named_parameters():
+            setattr(own, name, nn.Parameter(param.detach().chunk(2)[dist.get_rank()].clone()))
+        attach(own, ExpertsRuntime(E, group, backend=backend))
+        x, w = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
+        # Of the last case every token goes to the experts of one rank.
+        out = experts_forward(own, x, ids if rank_of_experts is None else ids % 3 + 3 * rank_of_experts, w)
+        out.square().sum().backward()
+        got[backend] = {"out": out, "hidden": x.grad, "weights": w.grad} | grads_of(own)
+    assert_equal(got["transformers:batched_mm"], got["reference"])
+
+
+@pytest.mark.parametrize("rank_of_experts", [None, 1])
+def test_registered_experts_functions_compute_the_experts_of_a_rank(rank_of_experts):
+    run_ranks(_registered_over_ranks, 2, rank_of_experts)
 
 
 @pytest.mark.parametrize("frozen", [(), ("gate_up_proj", "down_proj"), ENDS, ENDS[:2] + ("gate_up_proj",)], ids=str)
@@ -227,5 +273,8 @@ def test_choose_backend_that_can_not_run_is_refused_by_name_and_skipped_by_auto(
 
 
 def test_choose_backend_with_an_unknown_name_is_refused():
-    with pytest.raises(SettingError, match=r"engine.experts_backend=cutlass: is one of .*torch"):
+    with pytest.raises(SettingError, match=r"engine.experts_backend=cutlass: is auto, torch, .* or transformers:NAME"):
         choose_backend("cutlass", "cpu", torch.float32)
+    for name in ("cutlass", "epfsdp2"):
+        with pytest.raises(SettingError, match=rf"=transformers:{name}: names no function .* has .*grouped_mm"):
+            choose_backend(f"transformers:{name}", "cpu", torch.float32)

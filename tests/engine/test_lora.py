@@ -459,6 +459,11 @@ def test_lora_check_accepts_a_run_that_works(checked):
         ({}, {"setting": "critic.model"}, "lora_rank=4: a critic's head is trained whole"),
         ({}, {"optim": {"optimizer": "Muon"}}, "optimizer=Muon: orthogonalises whole matrices"),
         (
+            {},
+            {"experts_backend": "transformers:grouped_mm"},
+            "transformers:grouped_mm: adds no adapter",
+        ),
+        (
             {"lora_rank": 6},
             {"expert_shard_dim": 1},
             "engine.expert_shard_dim=1: an expert weight has size 6 along this dim",

@@ -1,7 +1,8 @@
 """The operators of the experts' compute, in torch, and the choice of a backend for a machine.
 
-Tests compare the Triton kernels (``triton_backend.py``) with ``TorchBackend``. The setting ``reference`` has no
-``Backend``: it runs plain operators, with autograd through all of them (``moe/forward.py``).
+Tests compare the Triton kernels (``triton_backend.py``) with ``TorchBackend``. The settings ``reference`` and
+``transformers:NAME`` have no ``Backend``: autograd goes through plain operators (``moe/forward.py``), or through a
+function that is registered with transformers (``moe/registered.py``).
 
 Shapes: ``R`` rows grouped by expert, ``e`` experts, ``T`` tokens, ``K`` experts per token.
 """
@@ -16,11 +17,26 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
+from ...compat.transformers_names import ALL_EXPERTS_FUNCTIONS
 from ...errors import SettingError
 
-__all__ = ["BACKENDS", "TORCH", "Backend", "BackendChoice", "Groups", "TorchBackend", "backend_named", "choose_backend"]
+__all__ = [
+    "BACKENDS",
+    "EXPERTS_IMPLEMENTATION",
+    "REGISTERED",
+    "TORCH",
+    "Backend",
+    "BackendChoice",
+    "Groups",
+    "TorchBackend",
+    "backend_named",
+    "choose_backend",
+    "has_backend",
+]
 
 BACKENDS = ("auto", "torch", "triton", "reference")
+REGISTERED = "transformers:"
+EXPERTS_IMPLEMENTATION = "epfsdp2"  # what calls all of them is registered with transformers by this name
 _SETTING = "engine.experts_backend"
 _OLDEST = (8, 0)  # compute capability that the Triton kernels are written for
 
@@ -194,15 +210,22 @@ def choose_backend(wanted: str, device_type: str, dtype: torch.dtype) -> Backend
     """Choose the backend that ``engine.experts_backend`` means on this machine.
 
     Args:
-        wanted: one of ``BACKENDS``.
+        wanted: one of ``BACKENDS``, or ``transformers:NAME``.
         device_type: ``cpu``, ``cuda``, ...
         dtype: that the experts compute in.
 
     Raises:
         SettingError: there is no such backend, or a backend that the setting names can't run here.
     """
+    if wanted.startswith(REGISTERED):
+        names = sorted(set(ALL_EXPERTS_FUNCTIONS.valid_keys()) - {EXPERTS_IMPLEMENTATION})
+        if wanted.removeprefix(REGISTERED) not in names:
+            rule = f"names no function in transformers' ALL_EXPERTS_FUNCTIONS, which has {', '.join(names)}."
+            works = "import the module that registers it in every process, by VERL_USE_EXTERNAL_MODULES=MODULE"
+            raise SettingError(_SETTING, wanted, rule, works)
+        return BackendChoice(wanted)
     if wanted not in BACKENDS:
-        raise SettingError(_SETTING, wanted, f"is one of {', '.join(BACKENDS)}.", f"{_SETTING}=auto")
+        raise SettingError(_SETTING, wanted, f"is {', '.join(BACKENDS)} or {REGISTERED}NAME.", f"{_SETTING}=auto")
     if wanted in ("torch", "reference"):
         return BackendChoice(wanted)
     reason = _why_not_triton(device_type, dtype)
@@ -217,9 +240,14 @@ def choose_backend(wanted: str, device_type: str, dtype: torch.dtype) -> Backend
     return BackendChoice("mixed")
 
 
+def has_backend(setting: str) -> bool:
+    """Tell whether a setting means a ``Backend``, whose gradients are this package's own."""
+    return setting != "reference" and not setting.startswith(REGISTERED)
+
+
 def backend_named(name: str) -> Backend:
-    """Return the backend that ``BackendChoice.name`` names; ``reference`` has none."""
-    if name == "torch":
+    """Return the backend that ``BackendChoice.name`` names; torch's where it has none, to move rows with."""
+    if name == "torch" or not has_backend(name):
         return TORCH
     from . import triton_backend  # Triton need not be installed where it is not used
 

@@ -1,0 +1,46 @@
+"""Local experts computed by a function that is registered with transformers (``engine.experts_backend``).
+
+Such a function computes all experts of a module for the tokens of one process. Here a token is a row that was
+dispatched, its one expert is among those of this rank, and its routing weight is 1: the weights are applied in combine.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..compat.transformers_names import ALL_EXPERTS_FUNCTIONS
+from .gemm.backends import REGISTERED
+
+__all__ = ["compute_registered"]
+
+
+class _LocalExperts:
+    """An experts module that holds the experts of this rank; all else is the real module's."""
+
+    def __init__(self, module: Any, weight: Mapping[str, torch.Tensor], num_experts: int):
+        self._module, self._weight, self.num_experts = module, weight, num_experts
+
+    def __getattr__(self, name: str) -> Any:
+        return self._weight[name] if name in self._weight else getattr(self._module, name)
+
+
+def compute_registered(
+    backend: str, module: Any, weight: Mapping[str, torch.Tensor], rows_RD: torch.Tensor, counts_e: torch.Tensor
+) -> torch.Tensor:
+    """Compute the local experts on rows that are grouped by expert; returns ``(R, D)``.
+
+    Args:
+        backend: ``transformers:NAME``.
+        module: the experts module.
+        weight: its own parameters by name, local to this rank.
+        rows_RD: in the parameters' dtype.
+        counts_e: int64 ``(e,)``, rows per local expert, summing to ``R``; entries may be 0.
+    """
+    if rows_RD.shape[0] == 0:
+        # No function has to expect this. Gradients are dense: FSDP would skip a None on this rank only.
+        return rows_RD + sum(param.flatten()[:0].sum() for param in weight.values())
+    function = ALL_EXPERTS_FUNCTIONS[backend.removeprefix(REGISTERED)]
+    experts_R = torch.repeat_interleave(counts_e, output_size=rows_RD.shape[0])
+    local = _LocalExperts(module, weight, counts_e.shape[0])
+    return function(local, rows_RD, experts_R[:, None], rows_RD.new_ones(rows_RD.shape[0], 1))

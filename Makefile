@@ -18,16 +18,19 @@
 #   make bench-packing  packed rows: attention per sequence, and packed beside padded (about 10 min)
 #   make bench-features  what router replay and offloading cost a step (about 5 min)
 #   make verl-scripts  verl's own example scripts with engine=epfsdp2 added (VERL=a checkout of verl; about 5 min)
+#   make gpu-check  everything that a visit to a machine with a GPU can tell, in under ten minutes; without one, what can run
+#   make gpu-wheels  collects in .whl what that machine may lack (GPU_PYTHON=its Python, 3.12)
 #   make lint        ruff check, ruff format, mypy
 
 PYTHON ?=
 STACK ?= default
+GPU_PYTHON ?= 3.12
 VENV := .venv$(if $(filter-out default,$(STACK)),_$(STACK))
 PEERS := .venv_peers
 BIN := $(VENV)/bin
 
 .PHONY: help setup quickstart test test-fast test-stack test-long parity memory peers bench bench-experts bench-step bench-growth bench-sync \
-	bench-checkpoint bench-features bench-packing verl-scripts lint clean
+	bench-checkpoint bench-features bench-packing verl-scripts gpu-check gpu-wheels lint clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -91,6 +94,15 @@ bench-packing: setup
 
 verl-scripts: setup
 	$(BIN)/python -W ignore -m benchmarks.verl_scripts --verl $(VERL) $(ARGS)
+
+gpu-check:
+	bash .ci/gpu_check $(ARGS)
+
+gpu-wheels: setup
+	$(BIN)/python -m pip download -q --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) \
+		--implementation cp --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 \
+		-d .whl -r .ci/gpu_wheels.txt
+	@ls -l .whl
 
 lint: setup
 	$(BIN)/ruff check .

@@ -288,7 +288,6 @@ def write(rows: list[Row], on_gpu: dict[str, Any], repeats: int) -> None:
     where = machine()
     text = [
         f"Forward and backward of one layer on one core; sides take turns, medians of {repeats}, ratios within a turn.",
-        "`epfsdp2` writes gradients to memory that earlier ones have left, as it does from layer to layer.",
         "Kept: what a forward keeps for its backward, besides parameters and inputs. torchtitan computes in bfloat16",
         "whatever the dtype of its parameters. The full layers are cut in tokens, and DeepSeek-V3's in experts, to fit",
         "the machine.",

@@ -26,6 +26,7 @@ def sharded_model(
     fsdp_size: int = -1,
     attention: str = "sdpa",
     dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
     before: Callable[[nn.Module], object] = lambda model: None,
     initialize: Callable[[str, torch.Tensor, bool], bool] = lambda name, tensor, fits: False,
     finish: Callable[[nn.Module], None] | None = None,
@@ -39,7 +40,7 @@ def sharded_model(
         options: those of ``ShardingOptions``.
     """
     topology = world if isinstance(world, Topology) else Topology.arrange(world, ep, fsdp_size)
-    meshes = build_meshes("cpu", topology)
+    meshes = build_meshes(device, topology)
     config = AutoConfig.from_pretrained(folder, attn_implementation=attention)
     model = build_on_meta(AutoModelForCausalLM, config, dtype)
     before(model)
@@ -48,8 +49,8 @@ def sharded_model(
         open_checkpoint(folder),
         meshes,
         ShardingOptions(**{"param_dtype": torch.float32, **options}),
-        device="cpu",
-        device_id="cpu",
+        device=device,
+        device_id=device,
         initialize=initialize,
         finish=finish,
     )

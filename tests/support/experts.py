@@ -57,10 +57,10 @@ class Enabled:
     enabled, scaling = True, 0.5
 
 
-def make(family, dtype=torch.float32, adapters=False):
+def make(family, dtype=torch.float32, adapters=False, config=Config):
     """Build a family's experts with random weights, with or without adapters."""
     torch.manual_seed(1)
-    module = FAMILIES[family](Config())
+    module = FAMILIES[family](config())
     if adapters:
         for name, (out, inner) in {"gate_up_proj": (2 * INNER, D), "down_proj": (D, INNER)}.items():
             module.register_parameter(f"{name}_lora_A", nn.Parameter(torch.empty(E, 3, inner)))
@@ -71,12 +71,12 @@ def make(family, dtype=torch.float32, adapters=False):
     return module.to(dtype)
 
 
-def routed(tokens=T, dtype=torch.float32, weights_dtype=torch.float32):
+def routed(tokens=T, dtype=torch.float32, weights_dtype=torch.float32, width=D):
     """Draw tokens, routing weights and ids of all experts but the last, of which each token lists one twice."""
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(0, E - 1, (tokens, K), generator=generator)
     ids[:, 1] = ids[:, 0]
-    hidden = torch.randn(tokens, D, generator=generator).to(dtype)
+    hidden = torch.randn(tokens, width, generator=generator).to(dtype)
     return hidden, ids, torch.rand(tokens, K, generator=generator).to(weights_dtype)
 
 

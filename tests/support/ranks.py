@@ -23,7 +23,9 @@ __all__ = ["each_case", "run_ranks"]
 multiprocessing.set_forkserver_preload(["tests.support.models", "tests.support.engine", "verl.workers.engine_workers"])
 
 
-def run_ranks(function: Callable[..., None], world: int, *args: Any, timeout: float = 240.0) -> None:
+def run_ranks(
+    function: Callable[..., None], world: int, *args: Any, timeout: float = 240.0, backend: str = "cpu:gloo"
+) -> None:
     """Call ``function(*args)`` on ``world`` processes that form a gloo group; returns when all have ended well.
 
     Raises:
@@ -32,7 +34,7 @@ def run_ranks(function: Callable[..., None], world: int, *args: Any, timeout: fl
     with tempfile.TemporaryDirectory() as folder:
         context = mp.start_processes(
             _rank,
-            (world, folder, dict(os.environ), function, args),
+            (world, folder, dict(os.environ), backend, function, args),
             nprocs=world,
             join=False,
             start_method="forkserver",
@@ -76,7 +78,13 @@ def each_case(cases: Iterable[Any], check: Callable[..., None]) -> None:
 
 
 def _rank(
-    rank: int, world: int, folder: str, environment: dict[str, str], function: Callable[..., None], args: tuple
+    rank: int,
+    world: int,
+    folder: str,
+    environment: dict[str, str],
+    backend: str,
+    function: Callable[..., None],
+    args: tuple,
 ) -> None:
     os.environ.clear()
     os.environ.update(environment)  # of now; that of the process that forks is of its start
@@ -85,7 +93,7 @@ def _rank(
     os.environ.update({name: str(value) for name, value in names.items()}, GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     dist.init_process_group(
-        "cpu:gloo",
+        backend,
         init_method=f"file://{Path(folder) / 'store'}",
         rank=rank,
         world_size=world,

@@ -192,10 +192,11 @@ torch_grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm
 
 
 def supports_grouped_mm(rows: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether torch's grouped GEMM takes these: some rows, 16-byte aligned; on an accelerator in bfloat16."""
+    """Return whether torch's grouped GEMM takes these: some rows, 16-byte aligned, in a dtype that it has there."""
     sizes = (rows.shape[1], *other.shape[-2:]) if other.dim() == 3 else (rows.shape[1], other.shape[1])
     aligned = all(size * rows.element_size() % 16 == 0 for size in sizes)
-    return aligned and rows.shape[0] > 0 and (rows.device.type == "cpu" or rows.dtype == torch.bfloat16)
+    taken = rows.dtype == torch.bfloat16 or (rows.device.type == "cpu" and rows.dtype != torch.float64)
+    return aligned and rows.shape[0] > 0 and taken
 
 
 @dataclass(frozen=True)

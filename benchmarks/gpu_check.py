@@ -1,0 +1,108 @@
+"""Everything that one visit to a machine with a GPU can tell, in under ten minutes.
+
+    python benchmarks/gpu_check.py [SECTION ...] [--results FOLDER]
+
+Needs torch, Triton, transformers, and of verl one file; no network, no vLLM, no Ray. ``make gpu-wheels`` collects what
+such a machine may lack, ``make gpu-check`` uses it. Each section runs in a process of its own with a time limit, and
+one that fails has its error in the table. On a machine with a GPU the table is written to ``benchmarks/results/gpu.md``
+and ``gpu.json``; without one the same sections run what they can in Triton's interpreter and over gloo.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks import tables
+from benchmarks.gpu_sections import SECTIONS, Row
+from benchmarks.quickstart import machine
+
+COLUMNS = ["section", "what", "measured", "wanted", "holds"]
+_TAIL = 600  # characters of a failed section's output
+
+
+def run(name: str, folder: Path) -> list[Row]:
+    """Run a section in a process of its own; what it printed last becomes a row if it fails."""
+    limit, out = SECTIONS[name][1], folder / f"{name}.json"
+    environment = dict(os.environ)
+    if not torch.cuda.is_available():
+        environment |= {"TRITON_INTERPRET": "1", "VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(Path(__file__).resolve()), "--one", name, "--out", str(out)]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
+        failure = "" if done.returncode == 0 else (done.stdout + done.stderr)[-_TAIL:]
+    except subprocess.TimeoutExpired:
+        failure = f"did not end within {limit:g} s"
+    rows = [Row(**row) for row in json.loads(out.read_text())] if out.exists() else []
+    return rows + ([Row("all of it", failure, "no error", False)] if failure else [])
+
+
+def run_here(name: str, out: Path) -> None:
+    """Run a section in this process, and write its rows as they come."""
+    rows = []
+    for row in SECTIONS[name][0]():
+        rows.append(asdict(row))
+        out.write_text(json.dumps(rows))
+
+
+def cells(name: str, row: Row) -> list[str]:
+    holds = "" if row.holds is None else "yes" if row.holds else "NO"
+    return [name, row.what, " ".join(row.value.split()).replace("|", "/"), row.wanted, holds]
+
+
+def write(found: dict[str, list[Row]], took: float) -> None:
+    where = machine()
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    result = {
+        "machine": where | {"gpu": gpu},
+        "seconds": round(took),
+        "sections": {name: [asdict(row) for row in rows] for name, rows in found.items()},
+    }
+    on = f"{gpu}; {where['cpu']}, {where['cores']} cores; torch {torch.__version__}"
+    text = [f"All of it took {took / 60:.1f} minutes."]
+    rows = [cells(name, row) for name, rows in found.items() for row in rows]
+    tables.write_table("gpu", result, "On a GPU", "make gpu-check", on, text, COLUMNS, rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="*", default=[], metavar="SECTION", help=f"of {', '.join(SECTIONS)}")
+    parser.add_argument("--results", type=Path, help="write the table there, with or without a GPU")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.one:
+        run_here(asked.one, asked.out)
+        return 0
+    if unknown := set(asked.sections) - set(SECTIONS):
+        parser.error(f"no such section: {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    console, began = Console(width=160), time.monotonic()
+    found, shown = {}, Table(*COLUMNS)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in asked.sections or SECTIONS:
+            console.print(f"{time.monotonic() - began:4.0f} s: {name}: {SECTIONS[name][0].__doc__}")
+            found[name] = run(name, Path(folder))
+            for row in found[name]:
+                shown.add_row(*cells(name, row))
+    console.print(shown)
+    if asked.results is not None:
+        asked.results.mkdir(parents=True, exist_ok=True)
+        tables.RESULTS = asked.results
+    if asked.results is not None or (torch.cuda.is_available() and not asked.sections):
+        write(found, time.monotonic() - began)
+    return int(any(row.holds is False for rows in found.values() for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""The check that a machine with a GPU is visited with runs whole on one without, in the interpreter and over gloo."""
+
+import json
+import sys
+
+import pytest
+
+from benchmarks import gpu_check, gpu_sections
+
+pytestmark = pytest.mark.skipif(gpu_sections.HAS_GPU, reason="there is a GPU: `make gpu-check` does more")
+
+
+def test_gpu_check_of_every_section_holds_on_a_cpu(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--results", str(tmp_path)])
+    monkeypatch.setattr(gpu_check.tables, "RESULTS", gpu_check.tables.RESULTS)
+    assert gpu_check.main() == 0, capsys.readouterr().out
+    sections = json.loads((tmp_path / "gpu.json").read_text())["sections"]
+    assert sections.keys() == gpu_sections.SECTIONS.keys()
+    judged = {name: [row["what"] for row in rows if row["holds"]] for name, rows in sections.items()}
+    assert judged["kernels"] == ["triton, float32", "triton, float32, run twice"]
+    assert len(judged["processes"]) == 4 and len(judged["weights"]) == 2 and judged["step"] and judged["nccl"]
+    assert all(rows for rows in sections.values())
+
+
+def test_gpu_check_section_that_fails_has_its_error_in_the_table(tmp_path, monkeypatch):
+    monkeypatch.setitem(gpu_sections.SECTIONS, "broken", (gpu_sections.kernels, 30.0))  # only this process knows it
+    (row,) = gpu_check.run("broken", tmp_path)
+    assert row.holds is False and "KeyError: 'broken'" in row.value
+
+
+def test_gpu_check_section_without_an_end_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setitem(gpu_sections.SECTIONS, "kernels", (gpu_sections.kernels, 0.2))
+    (row,) = gpu_check.run("kernels", tmp_path)
+    assert row == gpu_sections.Row("all of it", "did not end within 0.2 s", "no error", False)

@@ -1,22 +1,15 @@
-"""Compile what the Triton backend launches, for GPUs that need not be there.
+"""Compile what the Triton backends launch, for a GPU that need not be there, and read what the compiler made of it.
 
 The experts' forward and backward run on meta tensors of a model's sizes with the backend of a GPU user. Each launch of
-a kernel compiles it for an architecture, as Triton would on that GPU, instead of running it; what the compiler says of
-it is kept.
+a kernel compiles it for an architecture, as Triton would on that GPU, instead of running it.
 """
 
-import os
-
-# Read when Triton decides about ``triton.jit``: interpreted kernels can't be compiled.
-os.environ.pop("TRITON_INTERPRET", None)
-
 import contextlib
-import functools
 import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,26 +19,30 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-__all__ = ["ARCHITECTURES", "Compiled", "Launch", "on_gpu"]
+from epfsdp2.engine.moe.gemm import triton_backend, triton_tiles
 
-ARCHITECTURES = (80, 90, 100)
+__all__ = ["Compiled", "Launch", "on_gpu"]
+
 _BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-# What the PTX of a kernel has, and what the machine code.
-_IN_PTX = {
+_INSTRUCTIONS = {
     "mma.sync": r"\bmma\.sync",
     "wgmma": r"wgmma\.mma_async",
     "tcgen05": r"tcgen05\.mma",
     "cp.async": r"cp\.async\.c[ag]\.",
-    "tma": r"cp\.async\.bulk\.tensor",
+    "TMA": r"cp\.async\.bulk\.tensor",
 }
-_IN_SASS = {"stores to stack": r"\bSTL\b", "loads from stack": r"\bLDL\b"}
-_SHARED = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}  # of an SM, of which 1 KiB a CTA is the system's
+_PRODUCT = re.compile(r"\b(HMMA|HGMMA|UTC\w*MMA)\b")
+_STACK = re.compile(r"\b(STL|LDL)\b")
+_SHARED = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}  # bytes of an SM; the system takes 1 KiB of each CTA
 _REGISTERS, _THREADS, _CTAS = 65536, 2048, 32  # of an SM
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a kernel needs of an SM of ``arch``; ``counts`` are of instructions by name."""
+    """What a kernel needs of an SM of ``arch``, and its instructions in PTX: matrix products and asynchronous loads.
+
+    ``stack`` is bytes of a thread; ``spills_in_loop`` says that they are used between the first product and the last.
+    """
 
     kernel: str
     arch: int
@@ -53,8 +50,9 @@ class Compiled:
     stages: int
     registers: int
     stack: int
+    spills_in_loop: bool
     shared: int
-    counts: dict[str, int] = field(hash=False)
+    instructions: dict[str, int]
 
     @property
     def ctas(self) -> int:
@@ -66,80 +64,103 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch: what it compiled to, its grid, and its arguments that are numbers."""
+    """One launch: what it compiled to, its programs, its arguments that are numbers, and the bytes of its tensors."""
 
     compiled: Compiled
-    grid: tuple[int, ...]
+    programs: int
     dtype: str
-    values: dict[str, Any] = field(hash=False)
+    values: dict[str, Any]
+    nbytes: dict[str, int]
+    is_first_choice: bool  # the tile that runs where none is measured
+
+    @property
+    def tile(self) -> tuple[int, int, int] | None:
+        return tuple(self.values[size] for size in ("BM", "BN", "BK")) if "BM" in self.values else None  # type: ignore[return-value]
 
 
 class _Driver:
-    """Stands in for the driver of a GPU of each architecture; a device's number is its architecture."""
+    """Stands in for the driver of a GPU; its device's number is the architecture, by which Triton caches."""
 
     def __init__(self, arch: int):
-        self.arch = arch
+        self._arch = arch
 
     def get_current_device(self) -> int:
-        return self.arch
+        return self._arch
 
     def get_current_stream(self, device: int) -> int:
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.arch, 32)
+        return GPUTarget("cuda", self._arch, 32)
 
 
 @contextlib.contextmanager
-def on_gpu(arch: int, launches: list[Launch]) -> Iterator[None]:
-    """Make it look as if there were a GPU of ``arch``; launches compile, with each tile of a list, and are appended."""
+def on_gpu(arch: int, launches: list[Launch], every_tile: bool = True) -> Iterator[None]:
+    """Make it look as if there were a GPU of ``arch``: launches are compiled and appended, none runs.
 
-    run = JITFunction.run
+    Args:
+        every_tile: compile a GEMM with each tile of its list; else with the first.
 
-    def compile_instead(kernel, *args, grid, warmup, **kwargs):
+    Raises:
+        RuntimeError: Triton interprets its kernels in this process.
+    """
+    if triton_tiles.INTERPRETED:
+        raise RuntimeError("TRITON_INTERPRET=1: interpreted kernels can't be compiled; unset it")
+    run, is_first = JITFunction.run, True
+
+    def compile_only(kernel, *args, grid, warmup, **kwargs):
         compiled = run(kernel, *args, grid=grid, warmup=True, **kwargs)
         values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
-        tensors = [value for value in values.values() if isinstance(value, torch.Tensor)]
-        numbers = {name: value for name, value in values.items() if not isinstance(value, torch.Tensor)}
-        dtype = str(tensors[0].dtype).removeprefix("torch.")
-        launches.append(Launch(_described(kernel.__name__, arch, compiled), grid, dtype, numbers))
+        tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        numbers = {name: value for name, value in values.items() if name not in tensors}
+        once = {id(tensor): name for name, tensor in reversed(tensors.items())}.values()  # some stand for none
+        nbytes = {name: tensors[name].nbytes for name in once}
+        programs = 1
+        for axis in grid:
+            programs *= axis
+        dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+        launches.append(Launch(_read(kernel.__name__, arch, compiled), programs, dtype, numbers, nbytes, is_first))
 
-    def launch_all(what, key, tiles, launch):
-        for tile in tiles:
+    def launch_each(what, key, tiles, launch):
+        nonlocal is_first
+        for i, tile in enumerate(tiles if every_tile else tiles[:1]):
+            is_first = i == 0
             launch(tile)
+        is_first = True
 
-    capability = (arch // 10, arch % 10)
     with contextlib.ExitStack() as stack:
-        patch = functools.partial(mock.patch.object, spec=False)
-        stack.enter_context(mock.patch.object(JITFunction, "run", compile_instead))
+        stack.enter_context(mock.patch.object(JITFunction, "run", compile_only))
+        stack.enter_context(mock.patch.object(triton_backend, "launch_fastest", launch_each))
         stack.enter_context(mock.patch.object(torch.cuda, "is_available", lambda: True))
-        stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", lambda *_: capability))
-        from epfsdp2.engine.moe.gemm import triton_backend
-
-        stack.enter_context(mock.patch.object(triton_backend, "launch_fastest", launch_all))
-        triton.runtime.driver.set_active(_Driver(arch))
-        stack.callback(setattr, triton.runtime.driver, "_active", None)
+        stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", lambda *_: divmod(arch, 10)))
+        stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", _Driver(arch)))
         yield
 
 
 _seen: dict[str, Compiled] = {}
 
 
-def _described(name: str, arch: int, compiled: Any) -> Compiled:
-    key = compiled.hash
-    if key not in _seen:
+def _read(name: str, arch: int, compiled: Any) -> Compiled:
+    if compiled.hash not in _seen:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             Path(file.name).write_bytes(compiled.asm["cubin"])
-            usage, sass = (
-                subprocess.run([_BIN / tool, *options, file.name], capture_output=True, text=True, check=True).stdout
-                for tool, options in (("cuobjdump", ["--dump-resource-usage"]), ("nvdisasm", ["-c"]))
-            )
-        found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-        assert found is not None, usage
-        counts = {label: len(re.findall(pattern, compiled.asm["ptx"])) for label, pattern in _IN_PTX.items()}
-        counts |= {label: len(re.findall(pattern, sass)) for label, pattern in _IN_SASS.items()}
-        meta = compiled.metadata
-        _seen[key] = Compiled(
-            name, arch, meta.num_warps, meta.num_stages, int(found[1]), int(found[2]), meta.shared, counts
+            usage = _said(_BIN / "cuobjdump", "--dump-resource-usage", file.name)
+            found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+            assert found is not None, usage
+            registers, stack = map(int, found.groups())
+            in_loop = bool(stack) and _spills_in_loop(_said(_BIN / "nvdisasm", "-c", file.name).splitlines())
+        ptx, meta = compiled.asm["ptx"], compiled.metadata
+        counts = {label: len(re.findall(pattern, ptx)) for label, pattern in _INSTRUCTIONS.items()}
+        _seen[compiled.hash] = Compiled(
+            name, arch, meta.num_warps, meta.num_stages, registers, stack, in_loop, meta.shared, counts
         )
-    return _seen[key]
+    return _seen[compiled.hash]
+
+
+def _said(*command: Any) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _spills_in_loop(sass: list[str]) -> bool:
+    products = [number for number, line in enumerate(sass) if _PRODUCT.search(line)]
+    return not products or any(_STACK.search(line) for line in sass[products[0] : products[-1]])

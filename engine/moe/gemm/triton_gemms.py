@@ -31,17 +31,16 @@ def _product(
     K,
     sk,
     sn,
+    total,
     BM: tl.constexpr,
-    BN: tl.constexpr,
     BK: tl.constexpr,
     EVEN_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Multiply ``BM`` rows at ``a``, ``K`` wide, by columns of the matrix at ``b``; returns float32."""
+    """Multiply ``BM`` rows at ``a``, ``K`` wide, by columns of the matrix at ``b``, and add it to ``total``."""
     ks = tl.arange(0, BK)
     a_at = a + tl.arange(0, BM)[:, None] * K + ks[None, :]
     b_at = b + ks[:, None] * sk + columns[None, :] * sn
-    total = tl.full((BM, BN), 0.0, tl.float32)
     for k in range(0, K, BK):
         if EVEN_K:
             a_tile = tl.load(a_at, mask=in_rows[:, None], other=0.0)
@@ -92,10 +91,11 @@ def grouped_mm(
         rows, columns = tl.arange(0, BM), block * BN + tl.arange(0, BN)
         in_rows, in_columns = rows < tl.load(end_of + tile) - first, columns < N
         first = first.to(tl.int64)
-        a_rows, own = a + first * K, b + expert * se
-        total = _product(a_rows, own, in_rows, columns, in_columns, K, sk, sn, BM, BN, BK, EVEN_K, UPCAST)
+        total = tl.full((BM, BN), 0.0, tl.float32)
         if HAS_BIAS:
             total += tl.load(bias + expert * N + columns, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+        a_rows, own = a + first * K, b + expert * se
+        total = _product(a_rows, own, in_rows, columns, in_columns, K, sk, sn, total, BM, BK, EVEN_K, UPCAST)
         at = out + first * N + rows[:, None] * N + columns[None, :]
         tl.store(at, total.to(out.dtype.element_ty), mask=in_rows[:, None] & in_columns[None, :])
 
@@ -143,22 +143,30 @@ def grouped_mm_gate(
         else:
             columns = begin + both % BN + both // BN * INNER
             in_columns = begin + both % BN < INNER
-        a_rows, own = a + first * K, b + expert * se
-        total = _product(a_rows, own, in_rows, columns, in_columns, K, sk, sn, BM, 2 * BN, BK, EVEN_K, UPCAST)
+        total = tl.full((BM, 2 * BN), 0.0, tl.float32)
         if HAS_BIAS:
             total += tl.load(bias + expert * 2 * INNER + columns, mask=in_columns, other=0.0).to(tl.float32)[None, :]
-        # Rounded as they are kept, so that backward sees the same.
-        total = total.to(pre.dtype.element_ty)
+        a_rows, own = a + first * K, b + expert * se
+        total = _product(a_rows, own, in_rows, columns, in_columns, K, sk, sn, total, BM, BK, EVEN_K, UPCAST)
+        pre += first * 2 * INNER
+        act += first * INNER
         if INTERLEAVED:
-            g, u = tl.split(tl.reshape(total, (BM, BN, 2)))
+            halves = _columns_halved(total, BM, 2 * BN)
         else:
-            g, u = tl.split(tl.permute(tl.reshape(total, (BM, 2, BN)), (0, 2, 1)))
-        pre_at = pre + first * 2 * INNER + rows[:, None] * (2 * INNER) + columns[None, :]
-        tl.store(pre_at, total, mask=in_rows[:, None] & in_columns[None, :])
-        out = activation(g.to(tl.float32), u.to(tl.float32), alpha, beta, limit, LIMITED)
-        n = begin + tl.arange(0, BN)
-        at = act + first * INNER + rows[:, None] * INNER + n[None, :]
-        tl.store(at, out.to(act.dtype.element_ty), mask=in_rows[:, None] & (n < INNER)[None, :])
+            g_all, u_all = _columns_halved(total, BM, 2 * BN)
+            gates, ups = _columns_halved(g_all, BM, BN), _columns_halved(u_all, BM, BN)
+        # By halves, so that their values fit into the registers.
+        for half in tl.static_range(2):
+            if INTERLEAVED:
+                g, u = tl.split(tl.reshape(halves[half], (BM, BN // 2, 2)))
+            else:
+                g, u = gates[half], ups[half]
+            at = begin + half * (BN // 2)
+            # Rounded as they are kept, so that backward sees the same.
+            g, u = g.to(pre.dtype.element_ty), u.to(pre.dtype.element_ty)
+            store_halves(pre, g, u, rows, in_rows, at, INNER, INTERLEAVED, BM, BN // 2)
+            out = activation(g.to(tl.float32), u.to(tl.float32), alpha, beta, limit, LIMITED)
+            store_rows(act, out, rows, in_rows, at, INNER, BN // 2)
 
 
 # R differs from one micro-batch to the next: specialising on it would compile again in the middle of a run.
@@ -206,7 +214,8 @@ def grouped_mm_gate_backward(
         in_rows, in_inner = rows < tl.load(end_of + tile) - first, n < INNER
         first = first.to(tl.int64)
         a_rows, own = grad + first * K, b + expert * se
-        d = _product(a_rows, own, in_rows, n, in_inner, K, sk, sn, BM, BN, BK, EVEN_K, UPCAST)
+        d = tl.full((BM, BN), 0.0, tl.float32)
+        d = _product(a_rows, own, in_rows, n, in_inner, K, sk, sn, d, BM, BK, EVEN_K, UPCAST)
         by = tl.full((BM, 1), 1.0, tl.float32)
         if SCALED:
             by = tl.load(scale + first + rows, mask=in_rows, other=0.0).to(tl.float32)[:, None]

@@ -235,7 +235,7 @@ def gate_backward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """For ``grad``, that of ``act``: the gradient of ``pre`` and ``act``, both times ``scale``, and that of ``scale``."""
+    """For the gradient of ``act``: that of ``pre``, and ``act``, both times ``scale``; and that of ``scale``."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     rows = tl.arange(0, ROWS)
     in_rows = rows < R - first

@@ -17,24 +17,26 @@ from .backends import Groups
 __all__ = ["INTERPRETED", "Tile", "Tiles", "gate_tiles", "launch_fastest", "mm_tiles", "outer_tiles", "tiles_of"]
 
 INTERPRETED = triton.knobs.runtime.interpret
+_HALF = 128  # registers of a thread, with which two CTAs of eight warps fit on an SM
 _TIMES = 5  # launches of a tile that are timed
 _fastest: dict[tuple, "Tile"] = {}
 
 
 class Tile(NamedTuple):
-    """Sizes of a GEMM's tile, its warps, and the stages of its pipeline of loads."""
+    """Sizes of a GEMM's tile, its warps, the stages of its pipeline of loads, and how many registers it may have."""
 
     m: int
     n: int
     k: int
     warps: int = 8
     stages: int = 3
+    registers: int | None = None
 
     def constants(self, dtype: torch.dtype) -> dict[str, Any]:
         # The interpreter (Triton 3.9) multiplies the bits of bfloat16 as integers.
         upcast = INTERPRETED and dtype == torch.bfloat16
         sizes = {"BM": self.m, "BN": self.n, "BK": self.k, "UPCAST": upcast}
-        return sizes | {"num_warps": self.warps, "num_stages": self.stages}
+        return sizes | {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
 
 _SMALL = (Tile(16, 16, 16),)  # for the interpreter
@@ -46,26 +48,21 @@ def mm_tiles(dtype: torch.dtype, n: int, k: int) -> Sequence[Tile]:
         return _SMALL
     if dtype == torch.float32:
         return (Tile(64, 64, 32, 4),)
-    depth = min(64, max(16, triton.next_power_of_2(k)))
     if n <= 64:
-        return (Tile(128, max(16, triton.next_power_of_2(n)), depth, 4),)
-    if _is_hopper_or_newer():
-        return (Tile(128, 128, depth), Tile(128, 256, depth), Tile(128, 256, depth, stages=4))
-    return (Tile(128, 128, depth), Tile(128, 128, depth, stages=4))
+        return (Tile(128, _fitting(n, 64), _fitting(k, 64), 4),)
+    return _of_128_columns(k)
 
 
 def gate_tiles(dtype: torch.dtype, k: int, backward: bool) -> Sequence[Tile]:
-    """Return those of ``grouped_mm_gate``, whose tile has twice as many columns, or of its backward."""
+    """Return those of ``grouped_mm_gate``, which has ``n`` gates and their ups, or of its backward."""
     if INTERPRETED:
         return _SMALL
     if dtype == torch.float32:
         return (Tile(64, 32, 32, 4),)
-    depth = min(64, max(16, triton.next_power_of_2(k)))
     if backward:
-        return (Tile(128, 64, depth), Tile(128, 64, depth, stages=4))
-    if _is_hopper_or_newer():
-        return (Tile(128, 64, depth), Tile(128, 64, depth, stages=4), Tile(128, 128, depth))
-    return (Tile(128, 64, depth), Tile(128, 64, depth, stages=4))
+        tile = Tile(128, 64, _fitting(k, 64), registers=_HALF)
+        return (tile, tile._replace(stages=4))
+    return tuple(tile._replace(n=tile.n // 2) for tile in _of_128_columns(k))
 
 
 def outer_tiles(dtype: torch.dtype, m: int, n: int) -> Sequence[Tile]:
@@ -75,10 +72,21 @@ def outer_tiles(dtype: torch.dtype, m: int, n: int) -> Sequence[Tile]:
     if dtype == torch.float32:
         return (Tile(64, 64, 32, 4),)
     if min(m, n) <= 64:
-        return (Tile(64 if m <= 64 else 128, max(16, triton.next_power_of_2(n)) if n <= 64 else 128, 64, 4),)
-    if _is_hopper_or_newer():
-        return (Tile(128, 128, 64), Tile(128, 256, 64), Tile(128, 256, 64, stages=4))
-    return (Tile(128, 128, 64), Tile(128, 128, 64, stages=4))
+        return (Tile(64 if m <= 64 else 128, _fitting(n, 128), 64, 4),)
+    return _of_128_columns(64)
+
+
+def _of_128_columns(k: int) -> Sequence[Tile]:
+    """Return tiles of 128 columns, two of which an SM holds, and larger ones."""
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0):
+        depth = _fitting(k, 64)
+        larger = Tile(128, 256, depth)
+        return (Tile(128, 128, depth, registers=_HALF), larger, larger._replace(stages=4))
+    return (Tile(128, 128, _fitting(k, 32), 4, 4), Tile(128, 128, _fitting(k, 64)))
+
+
+def _fitting(size: int, most: int) -> int:
+    return min(most, max(16, triton.next_power_of_2(size)))
 
 
 def launch_fastest(what: str, key: tuple, tiles: Sequence[Tile], launch: Callable[[Tile], Any]) -> None:
@@ -110,10 +118,6 @@ def _milliseconds(launch: Callable[[], Any]) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / _TIMES
-
-
-def _is_hopper_or_newer() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
 class Tiles(NamedTuple):

@@ -9,7 +9,6 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,9 +18,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from benchmarks.kernel_model import Compiled, Launch
 from epfsdp2.engine.moe.gemm import triton_backend, triton_tiles
 
-__all__ = ["Compiled", "Launch", "on_gpu"]
+__all__ = ["on_gpu"]
 
 _BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _INSTRUCTIONS = {
@@ -33,49 +33,6 @@ _INSTRUCTIONS = {
 }
 _PRODUCT = re.compile(r"\b(HMMA|HGMMA|UTC\w*MMA)\b")
 _STACK = re.compile(r"\b(STL|LDL)\b")
-_SHARED = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}  # bytes of an SM; the system takes 1 KiB of each CTA
-_REGISTERS, _THREADS, _CTAS = 65536, 2048, 32  # of an SM
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """What a kernel needs of an SM of ``arch``, and its instructions in PTX: matrix products and asynchronous loads.
-
-    ``stack`` is bytes of a thread; ``spills_in_loop`` says that they are used between the first product and the last.
-    """
-
-    kernel: str
-    arch: int
-    warps: int
-    stages: int
-    registers: int
-    stack: int
-    spills_in_loop: bool
-    shared: int
-    instructions: dict[str, int]
-
-    @property
-    def ctas(self) -> int:
-        """How many run on an SM at a time."""
-        by_registers = _REGISTERS // (-(-self.registers // 8) * 8 * 32 * self.warps)
-        by_shared = _SHARED[self.arch] // (self.shared + 1024)
-        return min(by_registers, by_shared, _THREADS // (32 * self.warps), _CTAS)
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One launch: what it compiled to, its programs, its arguments that are numbers, and the bytes of its tensors."""
-
-    compiled: Compiled
-    programs: int
-    dtype: str
-    values: dict[str, Any]
-    nbytes: dict[str, int]
-    is_first_choice: bool  # the tile that runs where none is measured
-
-    @property
-    def tile(self) -> tuple[int, int, int] | None:
-        return tuple(self.values[size] for size in ("BM", "BN", "BK")) if "BM" in self.values else None  # type: ignore[return-value]
 
 
 class _Driver:

@@ -1,19 +1,31 @@
-"""What a kernel can reach on a GPU, by arithmetic: bytes from HBM by the order of its programs, and a roofline.
+"""What a kernel may need of a GPU, and what it can reach there by arithmetic: bytes from HBM, and a roofline.
 
-Nothing here was measured. A figure is an upper bound: it knows the resources below and no latency but that of a CTA
-that is alone on its SM.
+Nothing here was measured. A predicted figure is an upper bound: it knows the resources below and no latency but that
+of a CTA that is alone on its SM.
 """
 
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from benchmarks.kernel_compile import Launch
-
-__all__ = ["GPUS", "Gpu", "Work", "hbm_bytes", "mm_order", "outer_order", "rows_per_expert", "seconds", "work_of"]
+__all__ = [
+    "GPUS",
+    "Compiled",
+    "Gpu",
+    "Launch",
+    "Work",
+    "hbm_bytes",
+    "mm_order",
+    "outer_order",
+    "over_budget",
+    "rows_per_expert",
+    "seconds",
+    "work_of",
+]
 
 Panel = tuple[object, float]  # a name and its bytes
 
@@ -40,8 +52,85 @@ GPUS = {
     90: Gpu("H100 SXM", 132, 989e12, 67e12, 3.0e12, 50e6, 132 * 128 * 1.83e9),
     100: Gpu("B200", 148, 2250e12, 75e12, 7.2e12, 126e6, 148 * 128 * 1.85e9),
 }
+# For over_budget.
+GEMMS = ("grouped_mm", "grouped_mm_gate", "grouped_mm_gate_backward", "grouped_outer")
+_EPILOGUE_STACK = 64  # bytes of a thread that may be spilled where a tile is finished
+_SHARED = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}  # bytes of an SM; the system takes 1 KiB of each CTA
+_REGISTERS, _THREADS, _CTAS = 65536, 2048, 32  # of an SM
 SUSTAINED = 0.8  # of the boost clock under a load of matrix products
 _FILL = 1.5e-6  # seconds that a CTA waits for its first operands
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a kernel needs of an SM of ``arch``, and its instructions in PTX: matrix products and asynchronous loads.
+
+    ``stack`` is bytes of a thread; ``spills_in_loop`` says that they are used between the first product and the last.
+    """
+
+    kernel: str
+    arch: int
+    warps: int
+    stages: int
+    registers: int
+    stack: int
+    spills_in_loop: bool
+    shared: int
+    instructions: dict[str, int]
+
+    @property
+    def ctas(self) -> int:
+        """How many run on an SM at a time."""
+        by_registers = _REGISTERS // (-(-self.registers // 8) * 8 * 32 * self.warps)
+        by_shared = _SHARED[self.arch] // (self.shared + 1024)
+        return min(by_registers, by_shared, _THREADS // (32 * self.warps), _CTAS)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch: what it compiled to, its programs, its arguments that are numbers, and the bytes of its tensors."""
+
+    compiled: Compiled
+    programs: int
+    dtype: str
+    values: dict[str, Any]
+    nbytes: dict[str, int]
+    is_first_choice: bool  # the tile that runs where none is measured
+
+    @property
+    def tile(self) -> tuple[int, int, int] | None:
+        return tuple(self.values[size] for size in ("BM", "BN", "BK")) if "BM" in self.values else None  # type: ignore[return-value]
+
+
+def over_budget(launch: Launch) -> list[str]:
+    """Say which budgets a launch is over."""
+    made, problems = launch.compiled, []
+    if made.stack > _EPILOGUE_STACK or made.spills_in_loop:
+        problems.append(f"{made.stack} bytes of stack{', used in its loop' if made.spills_in_loop else ''}")
+    if made.kernel in GEMMS:
+        product = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}[made.arch]
+        if launch.dtype != "float32" and not made.instructions[product]:
+            problems.append(f"no {product}")
+        if _is_aligned(launch) and not made.instructions["cp.async"] + made.instructions["TMA"]:
+            problems.append("no asynchronous loads")
+    if made.ctas < (designed := _designed_ctas(launch)):
+        problems.append(
+            f"{made.ctas} CTAs per SM by {made.registers} registers and {made.shared} bytes, not {designed}"
+        )
+    where = f"{made.kernel} {launch.tile} with {made.stages} stages, sm_{made.arch}, {launch.dtype}"
+    return [f"{where}: {problem}" for problem in problems]
+
+
+def _designed_ctas(launch: Launch) -> int:
+    """Return how many CTAs of a kernel an SM shall have, so that one computes while another loads or stores."""
+    if launch.compiled.kernel not in GEMMS:
+        return 4
+    return 2 if launch.is_first_choice and _is_aligned(launch) else 1
+
+
+def _is_aligned(launch: Launch) -> bool:
+    """Whether rows are a multiple of 32 bytes, as all are but those of an adapter of rank 8: these load no 16 bytes."""
+    return all(launch.values.get(name, 16) % 16 == 0 for name in ("K", "M", "N"))
 
 
 def rows_per_expert(rows: int, experts: int) -> list[int]:

@@ -20,20 +20,18 @@ import triton
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.kernel_compile import Launch, on_gpu
-from benchmarks.kernel_model import GPUS, rows_per_expert, seconds, work_of
+from benchmarks.kernel_compile import on_gpu
+from benchmarks.kernel_model import GPUS, Launch, over_budget, rows_per_expert, seconds, work_of
 from benchmarks.quickstart import machine
 from benchmarks.tables import write_table
 from epfsdp2.engine.moe.fused import Linear, on_rows
 from epfsdp2.engine.moe.gemm.gate import Gate
 from epfsdp2.engine.moe.gemm.triton_backend import MixedBackend, TritonBackend
 
-__all__ = ["FEW", "MODELS", "Model", "compile_model", "layers", "over_budget", "rows_of"]
+__all__ = ["FEW", "MODELS", "Model", "compile_model", "layers", "rows_of"]
 
 TOKENS = 16384
 DTYPES = ("bfloat16", "float16", "float32")
-GEMMS = ("grouped_mm", "grouped_mm_gate", "grouped_mm_gate_backward", "grouped_outer")
-_EPILOGUE_STACK = 64  # bytes of a thread that may be spilled where a tile is finished
 _SILU, _CLAMPED = Gate(1.0, 0.0, math.inf, False), Gate(1.702, 1.0, 7.0, True)
 
 
@@ -105,37 +103,6 @@ def compile_model(
         out.sum().backward()
         operators.gather_sum(gathered.detach(), slots, None, kwargs["dtype"])
     return launches[:forward], launches[forward:]
-
-
-def over_budget(launch: Launch) -> list[str]:
-    """Say which budgets a launch is over."""
-    made, problems = launch.compiled, []
-    if made.stack > _EPILOGUE_STACK or made.spills_in_loop:
-        problems.append(f"{made.stack} bytes of stack{', used in its loop' if made.spills_in_loop else ''}")
-    if made.kernel in GEMMS:
-        product = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}[made.arch]
-        if launch.dtype != "float32" and not made.instructions[product]:
-            problems.append(f"no {product}")
-        if _is_aligned(launch) and not made.instructions["cp.async"] + made.instructions["TMA"]:
-            problems.append("no asynchronous loads")
-    if made.ctas < (designed := _designed_ctas(launch)):
-        problems.append(
-            f"{made.ctas} CTAs per SM by {made.registers} registers and {made.shared} bytes, not {designed}"
-        )
-    where = f"{made.kernel} {launch.tile} with {made.stages} stages, sm_{made.arch}, {launch.dtype}"
-    return [f"{where}: {problem}" for problem in problems]
-
-
-def _designed_ctas(launch: Launch) -> int:
-    """Return how many CTAs of a kernel an SM shall have, so that one computes while another loads or stores."""
-    if launch.compiled.kernel not in GEMMS:
-        return 4
-    return 2 if launch.is_first_choice and _is_aligned(launch) else 1
-
-
-def _is_aligned(launch: Launch) -> bool:
-    """Whether rows are a multiple of 32 bytes, as all are but those of an adapter of rank 8: these load no 16 bytes."""
-    return all(launch.values.get(name, 16) % 16 == 0 for name in ("K", "M", "N"))
 
 
 COLUMNS = ("kernel", "model", "GPU", "dtype", "tile", "registers", "stack", "shared KiB", "CTAs/SM", "loads, products")

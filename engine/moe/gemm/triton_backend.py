@@ -17,7 +17,7 @@ __all__ = ["MixedBackend", "TritonBackend"]
 
 _NATIVE_SINCE = (9, 0)  # compute capability from which torch has a native grouped GEMM
 _WIDEST = 16 if INTERPRETED else 1024  # columns of a row that one program copies
-_ROWS, _COLUMNS = (4, 16) if INTERPRETED else (4, 512)  # of an activation that one program computes at a time
+_ROWS, _COLUMNS = (4, 16) if INTERPRETED else (4, 256)  # of an activation that one program computes at a time
 _SEGMENT = 16 if INTERPRETED else 128  # rows that one program sums
 
 

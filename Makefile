@@ -12,6 +12,7 @@
 #   make bench-experts  the experts layer beside transformers', torchtitan's and VeOmni's (about 5 min)
 #   make bench-step  the engine's step beside verl's fsdp2 engine, and its bytes on the wire (about 6 min)
 #   make bench-growth  how the cost grows with tokens, experts and ranks (about 4 min)
+#   make kernels     every Triton kernel, compiled for GPUs that need not be there, with what is predicted of it (about 15 min)
 #   make peers       the environment of torchtitan and VeOmni, for bench-experts
 #   make bench-sync  a weight sync against verl's stock export; prints and writes the table (about 10 min)
 #   make bench-checkpoint  memory to load and export, and what a save in the background costs (about 3 min)
@@ -29,8 +30,8 @@ VENV := .venv$(if $(filter-out default,$(STACK)),_$(STACK))
 PEERS := .venv_peers
 BIN := $(VENV)/bin
 
-.PHONY: help setup quickstart test test-fast test-stack test-long parity memory peers bench bench-experts bench-step bench-growth bench-sync \
-	bench-checkpoint bench-features bench-packing verl-scripts gpu-check gpu-wheels lint clean
+.PHONY: help setup quickstart test test-fast test-stack test-long parity memory peers bench bench-experts bench-step \
+	bench-growth bench-sync bench-checkpoint bench-features bench-packing kernels verl-scripts gpu-check gpu-wheels lint clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -91,6 +92,9 @@ bench-features: setup
 
 bench-packing: setup
 	$(BIN)/python benchmarks/packing.py $(ARGS)
+
+kernels: setup
+	$(BIN)/python -W ignore -m benchmarks.kernels $(ARGS)
 
 verl-scripts: setup
 	$(BIN)/python -W ignore -m benchmarks.verl_scripts --verl $(VERL) $(ARGS)

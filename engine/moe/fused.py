@@ -29,8 +29,6 @@ from .gemm.backends import Backend, Groups
 
 __all__ = ["Linear", "on_rows", "on_tokens"]
 
-_COLUMNS = 8  # a vector is a GEMM operand of this width: rows have at least 16 bytes in every dtype
-
 
 @dataclass(frozen=True)
 class Linear:
@@ -105,8 +103,7 @@ class Linear:
         if needed[0]:
             grads[0] = backend.outer(rows, grad, groups) if self.is_transposed else backend.outer(grad, rows, groups)
         if needed[1]:
-            ones = grad.new_ones(groups.rows) if scale_R is None else scale_R.to(grad.dtype)
-            grads[1] = backend.outer(_columns(ones), grad, groups)[:, 0]
+            grads[1] = backend.segment_sum(grad, groups, scale_R)
         if self.lora_A is not None and self.lora_B is not None:
             if needed[2]:
                 grads[2] = backend.outer(backend.mm(grad, self.lora_B, groups).mul_(self.scaling), rows, groups)
@@ -137,11 +134,12 @@ class _Experts:
         return act.to(self.down.weight.dtype)
 
     def forward_up(self, rows: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute the pre-activation, and the activation where the backend fuses it (else ``None``)."""
-        gate = self.backend.gate(self.module, self.down.weight.dtype) if self.up.lora_A is None else None
-        if gate is not None:
+        """Compute the pre-activation, and the activation where the backend computes it (else ``None``)."""
+        gate = self.backend.gate(self.module, self.down.weight.dtype)
+        if gate is not None and self.up.lora_A is None:
             return self.backend.up_gate(rows, self.up.in_out, groups, self.up.bias, gate)
-        return self.up.forward(self.backend, rows, groups), None
+        pre = self.up.forward(self.backend, rows, groups)
+        return pre, None if gate is None else self.backend.activate(pre, gate)
 
     def forward_down(self, pre: torch.Tensor, act: torch.Tensor | None, groups: Groups, ambient: Any) -> torch.Tensor:
         """Compute the output; ``act=None`` computes the activation first."""
@@ -164,10 +162,13 @@ class _Experts:
         Args:
             grad: the gradient of the output, or with ``scale_R`` that of the output times ``scale_R``.
         """
-        gate = self.backend.gate(self.module, self.down.weight.dtype) if self.down.lora_A is None else None
-        if gate is not None:
+        gate = self.backend.gate(self.module, self.down.weight.dtype)
+        if gate is not None and self.down.lora_A is None:
             out_in = self.down.in_out.mT
             grad_pre, act, grad_scale = self.backend.down_gate_backward(grad, out_in, groups, pre, scale_R, gate)
+        elif gate is not None:
+            grad_act = self.down.grad_rows(self.backend, grad, groups)
+            grad_pre, act, grad_scale = self.backend.activate_backward(pre, grad_act, scale_R, gate)
         else:
             with torch.enable_grad(), ambient:
                 leaf = pre.detach().requires_grad_()
@@ -181,7 +182,7 @@ class _Experts:
             if scale_R is not None:
                 act = (act * scale_R.unsqueeze(-1)).to(act.dtype)
         if grad_scale is not None and self.down.bias is not None:
-            grad_scale += self.backend.mm(grad, _columns(self.down.bias), groups)[:, 0]
+            grad_scale += self.backend.row_dot(grad, self.down.bias, groups)
         grads = self.down.grad_tensors(self.backend, act, grad, groups, needed, scale_R)
         return grad_pre, grad_scale, grads
 
@@ -378,10 +379,6 @@ class _Down(torch.autograd.Function):
             )
         ctx.up.from_down = slot_order, row_order, inputs, tensors, grad_scale
         return None, None, None, None, grad_pre, None, *down_grads
-
-
-def _columns(vector: torch.Tensor) -> torch.Tensor:
-    return vector.unsqueeze(-1).expand(*vector.shape, _COLUMNS).contiguous()
 
 
 def _no_autocast(like: torch.Tensor) -> Any:

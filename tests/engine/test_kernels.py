@@ -1,13 +1,16 @@
 """The Triton kernels, in Triton's interpreter, equal torch's operators; sizes are no multiples of a tile."""
 
 import importlib
+import math
 import os
 from unittest import mock
 
 import pytest
 import torch
 
+from benchmarks.kernel_model import mm_order, outer_order
 from epfsdp2.engine.moe.gemm.backends import Groups, TorchBackend
+from epfsdp2.engine.moe.gemm.gate import Gate
 from tests.support.engine import sharded_model
 from tests.support.experts import (
     FAMILIES,
@@ -23,7 +26,9 @@ from tests.support.models import reference_model, relative_error, save_qwen3_moe
 from tests.support.ranks import run_ranks
 
 COUNTS = [21, 0, 3, 17, 0]
+RAGGED = [21, 0, 1, 16, 0, 33]  # without rows, with one, with a whole tile, with a part of one
 BFLOAT16 = 1e-2
+GATES = [Gate(1.0, 0.0, math.inf, False), Gate(1.702, 1.0, 0.7, True), Gate(1.702, 1.0, 0.7, False)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -65,6 +70,119 @@ def test_triton_gemms_and_sums_accumulate_in_float32(kernels):
     assert (ours.mm(ones[:1], torch.ones(1, n, 3).bfloat16(), Groups(torch.tensor([1]), 1)) == n).all()
     assert (ours.outer(ones[:, :3], ones[:, :2], groups)[1] == n).all()
     assert (ours.gather_sum(ones[:, :3], torch.arange(n).view(1, n), None, torch.float32) == n).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_triton_operators_on_small_integers_are_torchs_bit_for_bit(kernels, dtype):
+    """Sums of these are exact in any order, so that nothing may differ."""
+    ours, twin, total = kernels.TritonBackend(), TorchBackend(), sum(RAGGED)
+    groups = Groups(torch.tensor(RAGGED), total)
+
+    def whole(*shape, seed=0):
+        return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+    rows, weight, bias, other = whole(total, 37), whole(6, 37, 23, seed=1), whole(6, 23, seed=2), whole(total, 18)
+    scale = 2.0 ** whole(total, seed=3).float()
+    for in_out in (weight, weight.mT.contiguous().mT):
+        assert torch.equal(ours.mm(rows, in_out, groups, bias), twin.mm(rows, in_out, groups, bias))
+    assert torch.equal(ours.outer(rows, other, groups), twin.outer(rows, other, groups))
+    for scale_R in (None, scale):
+        assert torch.equal(ours.segment_sum(rows, groups, scale_R), twin.segment_sum(rows, groups, scale_R))
+    vectors = whole(6, 37, seed=4)
+    assert torch.equal(ours.row_dot(rows, vectors, groups), twin.row_dot(rows, vectors, groups).float())
+
+
+@pytest.mark.parametrize("gate", GATES, ids=str)
+def test_a_gate_that_is_fused_into_a_gemm_is_the_separate_one_bit_for_bit(kernels, gate):
+    ours, total, (hidden, inner) = kernels.TritonBackend(), sum(RAGGED), (24, 20)
+    groups, rows, scale = Groups(torch.tensor(RAGGED), total), drawn(total, hidden), drawn(total, seed=3)
+    up, down, bias = drawn(6, hidden, 2 * inner), drawn(6, inner, hidden, seed=1), drawn(6, 2 * inner, seed=2)
+    for in_out, b in ((up, bias), (up.mT.contiguous().mT, None)):
+        pre, act = ours.up_gate(rows, in_out, groups, b, gate)
+        assert torch.equal(pre, ours.mm(rows, in_out, groups, b)) and torch.equal(act, ours.activate(pre, gate))
+    for out_in in (down.mT, down.mT.contiguous()):
+        for scale_R in (None, scale):
+            got = ours.down_gate_backward(rows, out_in, groups, pre, scale_R, gate)
+            want = ours.activate_backward(pre, ours.mm(rows, out_in, groups), scale_R, gate)
+            assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+            assert (got[2] is None) == (want[2] is None) == (scale_R is None)
+        assert relative_error(got[2], want[2]) < 1e-6  # its blocks of columns are added up in another order
+
+
+@pytest.mark.parametrize("gate", GATES, ids=str)
+def test_the_gates_kernels_equal_autograd(kernels, gate):
+    ours, pre, grad, scale = kernels.TritonBackend(), drawn(37, 2 * 20), drawn(37, 20, seed=1), drawn(37, seed=2)
+    leaf, scale_leaf = pre.clone().requires_grad_(), scale.clone().requires_grad_()
+    act = gate(leaf)
+    (act * scale_leaf[:, None]).backward(grad)
+    assert relative_error(ours.activate(pre, gate), act.detach()) < 1e-6
+    wanted = leaf.grad, (act * scale[:, None]).detach(), scale_leaf.grad
+    for got, want in zip(ours.activate_backward(pre, grad, scale, gate), wanted, strict=True):
+        assert relative_error(got, want) < 1e-6
+
+
+def test_tiles_cover_every_row_once_and_those_too_many_none(kernels):
+    for counts in (RAGGED, [0, 0, 5], [16, 16], [0], [1]):
+        tiles = kernels.tiles_of(Groups(torch.tensor(counts), sum(counts)), 16)
+        covered = []
+        for expert, first, end in zip(*(part.tolist() for part in tiles.table), strict=True):
+            covered += [(row, expert) for row in range(first, min(end, first + 16)) if expert < len(counts)]
+            assert expert <= len(counts) and (expert < len(counts) or first >= end)
+        assert covered == list(enumerate(torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).tolist()))
+        for expert, count in enumerate(counts):
+            first, end = tiles.first_of_expert[expert], tiles.end_of_expert[expert]
+            assert end - first == -(-count // 16) and (tiles.expert[first:end] == expert).all()
+
+
+def _written(kernel, out, *args, **constants):
+    """List the first element that each program writes of ``out``, by launching one program more each time."""
+    seen, corners = torch.zeros_like(out, dtype=torch.bool), []
+    while not seen.all():
+        out.fill_(math.nan)
+        kernel[(len(corners) + 1,)](*args, BM=16, BN=16, BK=16, UPCAST=False, **constants)
+        new = ~out.isnan() & ~seen
+        corners.append(tuple(new.nonzero()[0].tolist()))
+        seen |= new
+    return corners
+
+
+def test_programs_run_in_the_order_that_their_bytes_are_counted_by(kernels):
+    """``benchmarks/kernel_model.py`` counts the bytes from HBM by these orders."""
+    gemms, groups = kernels.triton_gemms, Groups(torch.tensor([16, 32]), 48)
+    table, rows, pre, gate = kernels.tiles_of(groups, 16).table, drawn(48, 16), drawn(48, 64), (1.0, 0.0, math.inf)
+    wanted = [(16 * tile, 16 * block) for tile, block in mm_order(3, 2)]
+    constants, gated = {"HAS_BIAS": False, "EVEN_K": True}, {"INTERLEAVED": False, "LIMITED": False}
+    b, out = drawn(2, 16, 32), torch.empty(48, 32)
+    sizes = (*table, 2, 32, 16, *b.stride())
+    assert _written(gemms.grouped_mm, out, rows, b, b, out, *sizes, **constants) == wanted
+    up = drawn(2, 16, 64)
+    sizes = (*table, 2, 32, 16, *up.stride(), *gate)
+    found = _written(gemms.grouped_mm_gate, out, rows, up, up, pre, out, *sizes, **constants, **gated)
+    assert found == wanted
+    sizes = (*table, 2, 32, 16, 48, *b.stride(), *gate)
+    args = rows, b, pre, rows, drawn(48, 64), out, rows, *sizes
+    assert _written(gemms.grouped_mm_gate_backward, out, *args, SCALED=False, EVEN_K=True, **gated) == wanted
+    out = torch.empty(2, 48, 32)
+    found = _written(gemms.grouped_outer, out, drawn(48, 48), drawn(48, 32), out, groups.offsets_e, 48, 32)
+    assert found == [(e, 16 * i, 16 * j) for e, i, j in outer_order(2, 3, 2)]
+
+
+def test_the_fastest_tile_is_measured_once_for_each_key_and_printed(kernels, monkeypatch, capsys):
+    launch_fastest = kernels.launch_fastest
+    tiles = importlib.import_module("epfsdp2.engine.moe.gemm.triton_tiles")
+    choices, launched = [tiles.Tile(16, n, 16) for n in (16, 32, 64)], []
+    monkeypatch.setattr(tiles, "_fastest", {})
+    times = iter((3.0, 1.0, 2.0))
+    monkeypatch.setattr(tiles, "_milliseconds", lambda launch: next(times))
+    for _ in range(2):
+        launch_fastest("mm", (torch.float16, 8), choices, launched.append)
+    assert launched == [choices[1]] * 2
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and "16x32x16 with 3 stages 1.000 ms (taken)" in said
+    with pytest.raises(StopIteration):
+        launch_fastest("mm", (torch.float16, 16), choices, launched.append)
+    launch_fastest("mm", (torch.float16, 16), choices[:1], launched.append)
+    assert launched[-1] == choices[0] and not capsys.readouterr().out
 
 
 @pytest.mark.parametrize("backend", ["triton", "mixed"])

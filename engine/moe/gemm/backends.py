@@ -38,6 +38,8 @@ BACKENDS = ("auto", "torch", "triton", "reference")
 REGISTERED = "transformers:"
 EXPERTS_IMPLEMENTATION = "epfsdp2"  # what calls all of them is registered with transformers by this name
 _SETTING = "engine.experts_backend"
+_NO_GATE = "this backend computes no activation: its gate() is None"
+_WIDTH = 8  # a vector is a GEMM operand of this width: rows have at least 16 bytes in every dtype
 _OLDEST = (8, 0)  # compute capability that the Triton kernels are written for
 
 
@@ -95,8 +97,30 @@ class Backend(Protocol):
         """Return ``a.T @ b`` of each expert's rows: ``(R, m)``, ``(R, n)`` -> ``(e, m, n)``, zero without rows."""
         ...
 
+    def segment_sum(self, rows: torch.Tensor, groups: Groups, scale_R: torch.Tensor | None = None) -> torch.Tensor:
+        """Sum each expert's rows, times ``scale_R``: ``(R, n)`` -> ``(e, n)``, zero without rows."""
+        ...
+
+    def row_dot(self, rows: torch.Tensor, vectors: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """Multiply rows ``(R, n)`` by their experts' vectors ``(e, n)``: ``(R,)``."""
+        ...
+
     def gate(self, module: Any, dtype: torch.dtype) -> Any:
-        """Describe the module's activation for ``up_gate`` and ``down_gate_backward``; ``None`` if none can fuse it."""
+        """Describe the module's activation for the operators below; ``None`` if this backend does not compute it."""
+        ...
+
+    def activate(self, pre: torch.Tensor, gate: Any) -> torch.Tensor:
+        """Compute the gated activation: ``(R, 2 * I)`` -> ``(R, I)``."""
+        ...
+
+    def activate_backward(
+        self, pre: torch.Tensor, grad: torch.Tensor, scale_R: torch.Tensor | None, gate: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """``activate``'s backward for ``grad`` ``(R, I)``, which with ``scale_R`` is that of the scaled activation.
+
+        Returns:
+            As ``down_gate_backward``.
+        """
         ...
 
     def up_gate(
@@ -171,17 +195,34 @@ class TorchBackend:
                 out[expert].zero_()
         return out
 
+    def segment_sum(self, rows, groups, scale_R=None):
+        ones = rows.new_ones(groups.rows) if scale_R is None else scale_R.to(rows.dtype)
+        return self.outer(_columns(ones), rows, groups)[:, 0]
+
+    def row_dot(self, rows, vectors, groups):
+        return self.mm(rows, _columns(vectors), groups)[:, 0]
+
     def gate(self, module, dtype):
         return None
 
+    def activate(self, pre, gate):
+        raise AssertionError(_NO_GATE)
+
+    def activate_backward(self, pre, grad, scale_R, gate):
+        raise AssertionError(_NO_GATE)
+
     def up_gate(self, rows, in_out, groups, bias, gate):
-        raise AssertionError("this backend fuses no activation: its gate() is None")
+        raise AssertionError(_NO_GATE)
 
     def down_gate_backward(self, grad, out_in, groups, pre, scale_R, gate):
-        raise AssertionError("this backend fuses no activation: its gate() is None")
+        raise AssertionError(_NO_GATE)
 
 
 TORCH: Backend = TorchBackend()
+
+
+def _columns(vector: torch.Tensor) -> torch.Tensor:
+    return vector.unsqueeze(-1).expand(*vector.shape, _WIDTH).contiguous()
 
 
 def _on_cpu(tensor: torch.Tensor) -> bool:

@@ -1,48 +1,28 @@
 """The experts' operators in Triton; tests compare them with ``backends.TorchBackend``.
 
-No kernel uses atomics, so results are deterministic; nothing waits for the device. GEMMs accumulate in float32. With
-``TRITON_INTERPRET=1``, set before this file is imported, the kernels run on a CPU, for tests.
+No kernel uses atomics, so results are deterministic; nothing waits for the device, but for the first launch of a GEMM,
+which measures a few tiles. GEMMs accumulate in float32. With ``TRITON_INTERPRET=1``, set before this file is imported,
+the kernels run on a CPU, for tests.
 """
-
-import itertools
-import math
-import weakref
-from typing import Any, NamedTuple
 
 import torch
 import triton
 
-from . import triton_kernels
-from .backends import Groups, TorchBackend, supports_grouped_mm
+from . import triton_gemms, triton_rows
+from .backends import TorchBackend, supports_grouped_mm
+from .gate import gate_of
+from .triton_tiles import INTERPRETED, gate_tiles, launch_fastest, mm_tiles, outer_tiles, tiles_of
 
-__all__ = ["Gate", "MixedBackend", "TritonBackend"]
+__all__ = ["MixedBackend", "TritonBackend"]
 
-_INTERPRETED = triton.knobs.runtime.interpret
 _NATIVE_SINCE = (9, 0)  # compute capability from which torch has a native grouped GEMM
-_WIDEST = 16 if _INTERPRETED else 1024  # columns of a row that one program copies
-
-
-class Gate(NamedTuple):
-    """A gated activation: ``g * sigmoid(alpha * g) * (u + beta)``, ``g <= limit``, ``-limit <= u <= limit``."""
-
-    alpha: float
-    beta: float
-    limit: float
-    interleaved: bool
-
-    def columns(self, inner: int) -> tuple[int, int]:
-        """Return the column distance of neighbouring gates, and that of a gate and its up, in the pre-activation."""
-        return (2, 1) if self.interleaved else (1, inner)
-
-    def __call__(self, pre: torch.Tensor) -> torch.Tensor:
-        step, up = self.columns(pre.shape[-1] // 2)
-        g, u = (pre[..., ::2], pre[..., 1::2]) if step == 2 else (pre[..., :up], pre[..., up:])
-        g, u = g.clamp(max=self.limit), u.clamp(-self.limit, self.limit)
-        return g * torch.sigmoid(self.alpha * g) * (u + self.beta)
+_WIDEST = 16 if INTERPRETED else 1024  # columns of a row that one program copies
+_ROWS, _COLUMNS = (4, 16) if INTERPRETED else (4, 256)  # of an activation that one program computes at a time
+_SEGMENT = 16 if INTERPRETED else 128  # rows that one program sums
 
 
 class TritonBackend:
-    """Launches the kernels of ``triton_kernels.py``."""
+    """Launches the kernels of ``triton_rows.py`` and ``triton_gemms.py``."""
 
     name = "triton"
 
@@ -51,7 +31,7 @@ class TritonBackend:
         out = x_TD.new_empty(tokens_S.shape[0], width)
         block = min(triton.next_power_of_2(width), _WIDEST)
         if out.numel():
-            triton_kernels.take[(out.shape[0], triton.cdiv(width, block))](x_TD, tokens_S, out, width, BLOCK=block)
+            triton_rows.take[(out.shape[0], triton.cdiv(width, block))](x_TD, tokens_S, out, width, BLOCK=block)
         return out
 
     def gather_sum(self, rows_SD, slots_TK, weights_TK, dtype):
@@ -61,105 +41,199 @@ class TritonBackend:
         weighted = weights_TK is not None
         if out.numel():
             weights = weights_TK.contiguous() if weighted else rows_SD
-            triton_kernels.gather_sum[(tokens, triton.cdiv(width, block))](
+            triton_rows.gather_sum[(tokens, triton.cdiv(width, block))](
                 rows_SD.contiguous(), slots_TK.contiguous(), weights, out, width, K=k, WEIGHTED=weighted, BLOCK=block
             )
         return out
 
     def mm(self, rows, in_out, groups, bias=None):
-        out = rows.new_empty(groups.rows, in_out.shape[2])
-        blocks = _Blocks.of(rows)
-        if out.numel():
-            tiles = _tiles(groups, blocks.m)
-            triton_kernels.grouped_mm[(len(tiles.expert), triton.cdiv(in_out.shape[2], blocks.n))](
-                rows.contiguous(),
+        experts, k, n = in_out.shape
+        rows, out = rows.contiguous(), rows.new_empty(groups.rows, n)
+        bias = None if bias is None else bias.contiguous()
+
+        def launch(tile):
+            tiles = tiles_of(groups, tile.m)
+            triton_gemms.grouped_mm[(len(tiles.expert) * triton.cdiv(n, tile.n),)](
+                rows,
                 in_out,
-                in_out if bias is None else bias.contiguous(),
+                in_out if bias is None else bias,
                 out,
-                *tiles,
-                in_out.shape[0],
-                in_out.shape[2],
-                in_out.shape[1],
+                *tiles.table,
+                experts,
+                n,
+                k,
                 *in_out.stride(),
                 HAS_BIAS=bias is not None,
-                **blocks.constants(),
+                EVEN_K=k % tile.k == 0,
+                **tile.constants(rows.dtype),
             )
+
+        if out.numel():
+            key = (rows.dtype, k, n, in_out.stride(2) == 1, bias is not None)
+            launch_fastest("mm", key, mm_tiles(rows.dtype, n, k), launch)
         return out
 
     def outer(self, a, b, groups):
-        experts, blocks = groups.counts_e.shape[0], _Blocks.of(a)
-        out = a.new_empty(experts, a.shape[1], b.shape[1])
+        experts, m, n = groups.counts_e.shape[0], a.shape[1], b.shape[1]
+        out = a.new_empty(experts, m, n)
         if not groups.rows:
             return out.zero_()
-        grid = (experts, triton.cdiv(a.shape[1], blocks.m), triton.cdiv(b.shape[1], blocks.n))
         a, b = a.contiguous(), b.contiguous()
-        triton_kernels.grouped_outer[grid](a, b, out, groups.offsets_e, a.shape[1], b.shape[1], **blocks.constants())
+
+        def launch(tile):
+            grid = (experts * triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n),)
+            triton_gemms.grouped_outer[grid](a, b, out, groups.offsets_e, m, n, **tile.constants(a.dtype))
+
+        launch_fastest("outer", (a.dtype, m, n), outer_tiles(a.dtype, m, n), launch)
+        return out
+
+    def segment_sum(self, rows, groups, scale_R=None):
+        experts, width = groups.counts_e.shape[0], rows.shape[1]
+        out = rows.new_empty(experts, width)
+        if not groups.rows:
+            return out.zero_()
+        # First within each tile of rows, so that an expert with many rows takes no longer; then over its tiles.
+        tiles, rows = tiles_of(groups, _SEGMENT), rows.contiguous()
+        parts = rows.new_empty(len(tiles.expert), width, dtype=torch.float32)
+        scale = rows if scale_R is None else scale_R.contiguous()
+        sizes = {"AT_MOST": _SEGMENT, "ROWS": 16, "BLOCK": min(128, triton.next_power_of_2(width))}
+        blocks = triton.cdiv(width, sizes["BLOCK"])
+        triton_rows.sum_rows[(blocks, len(parts))](
+            rows, scale, parts, tiles.first, tiles.end, width, SCALED=scale_R is not None, **sizes
+        )
+        sizes["AT_MOST"] = len(parts)
+        triton_rows.sum_rows[(blocks, experts)](
+            parts, parts, out, tiles.first_of_expert, tiles.end_of_expert, width, SCALED=False, **sizes
+        )
+        return out
+
+    def row_dot(self, rows, vectors, groups):
+        experts, width = vectors.shape
+        out = rows.new_empty(groups.rows, dtype=torch.float32)
+        if groups.rows:
+            tiles = tiles_of(groups, _SEGMENT)
+            triton_rows.row_dot[(_SEGMENT // 16, len(tiles.expert))](
+                rows.contiguous(),
+                vectors.contiguous(),
+                out,
+                *tiles.table,
+                experts,
+                width,
+                ROWS=16,
+                BLOCK=min(128, triton.next_power_of_2(width)),
+            )
         return out
 
     def gate(self, module, dtype):
-        if module not in _gates:
-            _gates[module] = _known_gate(module) if module.has_gate else None
-        return _gates[module]
+        return gate_of(module)
+
+    def activate(self, pre, gate):
+        rows, inner = pre.shape[0], pre.shape[1] // 2
+        act, block = pre.new_empty(rows, inner), min(triton.next_power_of_2(inner), _COLUMNS)
+        if act.numel():
+            grid = (triton.cdiv(rows, _ROWS), triton.cdiv(inner, block))
+            triton_rows.gate[grid](pre, act, rows, inner, *gate[:3], **gate.constants(), ROWS=_ROWS, BLOCK=block)
+        return act
+
+    def activate_backward(self, pre, grad, scale_R, gate):
+        rows, inner = grad.shape
+        grad_pre, act, block = (
+            torch.empty_like(pre),
+            torch.empty_like(grad),
+            min(triton.next_power_of_2(inner), _COLUMNS),
+        )
+        grad_scale = None if scale_R is None else pre.new_empty(rows, dtype=torch.float32)
+        if act.numel():
+            triton_rows.gate_backward[(triton.cdiv(rows, _ROWS),)](
+                pre,
+                grad.contiguous(),
+                pre if scale_R is None else scale_R.contiguous(),
+                grad_pre,
+                act,
+                pre if grad_scale is None else grad_scale,
+                rows,
+                inner,
+                *gate[:3],
+                **gate.constants(),
+                SCALED=scale_R is not None,
+                ROWS=_ROWS,
+                BLOCK=block,
+            )
+        return grad_pre, act, grad_scale
 
     def up_gate(self, rows, in_out, groups, bias, gate):
-        inner = in_out.shape[2] // 2
-        pre, act = rows.new_empty(groups.rows, 2 * inner), rows.new_empty(groups.rows, inner)
-        blocks = _Blocks.of(rows, halves=True)
-        if act.numel():
-            tiles = _tiles(groups, blocks.m)
-            triton_kernels.grouped_mm_gate[(len(tiles.expert), triton.cdiv(inner, blocks.n))](
-                rows.contiguous(),
+        (experts, k, n), rows = in_out.shape, rows.contiguous()
+        inner = n // 2
+        pre, act = rows.new_empty(groups.rows, n), rows.new_empty(groups.rows, inner)
+        bias = None if bias is None else bias.contiguous()
+
+        def launch(tile):
+            tiles = tiles_of(groups, tile.m)
+            triton_gemms.grouped_mm_gate[(len(tiles.expert) * triton.cdiv(inner, tile.n),)](
+                rows,
                 in_out,
-                in_out if bias is None else bias.contiguous(),
+                in_out if bias is None else bias,
                 pre,
                 act,
-                *tiles,
-                in_out.shape[0],
+                *tiles.table,
+                experts,
                 inner,
-                in_out.shape[1],
+                k,
                 *in_out.stride(),
-                *gate.columns(inner),
-                gate.alpha,
-                gate.beta,
-                gate.limit,
+                *gate[:3],
                 HAS_BIAS=bias is not None,
-                **blocks.constants(),
+                **gate.constants(),
+                EVEN_K=k % tile.k == 0,
+                **tile.constants(rows.dtype),
             )
+
+        if act.numel():
+            key = (rows.dtype, k, inner, in_out.stride(2) == 1, bias is not None, gate.is_interleaved)
+            launch_fastest("mm and gate", key, gate_tiles(rows.dtype, k, backward=False), launch)
         return pre, act
 
     def down_gate_backward(self, grad, out_in, groups, pre, scale_R, gate):
-        inner, blocks = out_in.shape[2], _Blocks.of(grad)
+        (experts, k, inner), grad = out_in.shape, grad.contiguous()
         grad_pre, act = torch.empty_like(pre), pre.new_empty(groups.rows, inner)
+        choices = gate_tiles(grad.dtype, k, backward=True)
         # One partial sum per row and block of columns; they are added in a fixed order, so the result is deterministic.
-        parts = grad.new_zeros(triton.cdiv(inner, blocks.n), groups.rows, dtype=torch.float32)
-        if act.numel():
-            tiles = _tiles(groups, blocks.m)
-            triton_kernels.grouped_mm_gate_backward[(len(tiles.expert), len(parts))](
-                grad.contiguous(),
+        parts = grad.new_empty(triton.cdiv(inner, choices[0].n), groups.rows, dtype=torch.float32)
+        scale = grad if scale_R is None else scale_R.contiguous()
+
+        def launch(tile):
+            tiles = tiles_of(groups, tile.m)
+            triton_gemms.grouped_mm_gate_backward[(len(tiles.expert) * len(parts),)](
+                grad,
                 out_in,
                 pre,
-                grad if scale_R is None else scale_R.contiguous(),
+                scale,
                 grad_pre,
                 act,
                 parts,
-                *tiles,
-                out_in.shape[0],
+                *tiles.table,
+                experts,
                 inner,
-                out_in.shape[1],
+                k,
                 groups.rows,
                 *out_in.stride(),
-                *gate.columns(inner),
-                gate.alpha,
-                gate.beta,
-                gate.limit,
+                *gate[:3],
                 SCALED=scale_R is not None,
-                **blocks.constants(),
+                **gate.constants(),
+                EVEN_K=k % tile.k == 0,
+                **tile.constants(grad.dtype),
             )
+
+        if act.numel():
+            key = (grad.dtype, k, inner, out_in.stride(2) == 1, scale_R is not None, gate.is_interleaved)
+            launch_fastest("mm and gate's backward", key, choices, launch)
         return grad_pre, act, None if scale_R is None else parts.sum(0)
 
 
 class MixedBackend(TritonBackend):
-    """Torch's grouped GEMM on compute capability 9.0 and up in bfloat16, where it is native; else Triton."""
+    """Torch's grouped GEMM on compute capability 9.0 and up in bfloat16, where it is native; else Triton.
+
+    Beside torch's GEMM the gated activation is one kernel, and so is its backward.
+    """
 
     name = "mixed"
     _torch = TorchBackend()
@@ -171,27 +245,16 @@ class MixedBackend(TritonBackend):
     def outer(self, a, b, groups):
         return (self._torch.outer if _native(a, b) else super().outer)(a, b, groups)
 
-    def gate(self, module, dtype):
-        return None if dtype == torch.bfloat16 and _has_native() else super().gate(module, dtype)
+    def up_gate(self, rows, in_out, groups, bias, gate):
+        if bias is not None or not _native(rows, in_out):
+            return super().up_gate(rows, in_out, groups, bias, gate)
+        pre = self.mm(rows, in_out, groups)
+        return pre, self.activate(pre, gate)
 
-
-_gates: "weakref.WeakKeyDictionary[Any, Gate | None]" = weakref.WeakKeyDictionary()
-
-
-def _known_gate(module: Any) -> Gate | None:
-    """Find the ``Gate`` that computes what the module's ``_apply_gate`` does, by trying, also beyond its limit."""
-    limits = {math.inf, float(getattr(module, "limit", None) or math.inf)}
-    alphas = {1.0, float(getattr(module, "alpha", None) or 1.0)}
-    reach = 2 * max(limit for limit in (*limits, 4.0) if limit < math.inf)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        pre = torch.rand(256, 8, generator=generator).mul_(2 * reach).sub_(reach)
-        wanted = module._apply_gate(pre.clone())
-        for candidate in itertools.product(alphas, (0.0, 1.0), limits, (False, True)):
-            gate = Gate(*candidate)
-            if wanted.shape == (256, 4) and torch.allclose(gate(pre), wanted, rtol=1e-5, atol=1e-6):
-                return gate
-    return None
+    def down_gate_backward(self, grad, out_in, groups, pre, scale_R, gate):
+        if not _native(grad, out_in):
+            return super().down_gate_backward(grad, out_in, groups, pre, scale_R, gate)
+        return self.activate_backward(pre, self.mm(grad, out_in, groups), scale_R, gate)
 
 
 def _native(rows: torch.Tensor, other: torch.Tensor) -> bool:
@@ -200,48 +263,3 @@ def _native(rows: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _has_native() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= _NATIVE_SINCE
-
-
-class _Blocks(NamedTuple):
-    """Tile sizes of a GEMM, its warps, and whether its operands are cast to float32."""
-
-    m: int
-    n: int
-    k: int
-    warps: int
-    upcast: bool
-
-    @classmethod
-    def of(cls, rows: torch.Tensor, halves: bool = False) -> "_Blocks":
-        """Choose them for operands like ``rows``; ``halves`` where a kernel has two accumulators."""
-        if _INTERPRETED:
-            # The interpreter (Triton 3.9) multiplies the bits of bfloat16 as integers.
-            return cls(16, 16, 16, 4, rows.dtype == torch.bfloat16)
-        if rows.dtype == torch.float32:
-            return cls(64, 32 if halves else 64, 32, 4, False)
-        return cls(128, 64 if halves else 128, 64, 8, False)
-
-    def constants(self) -> dict[str, Any]:
-        return {"BM": self.m, "BN": self.n, "BK": self.k, "UPCAST": self.upcast, "num_warps": self.warps}
-
-
-class _Tiles(NamedTuple):
-    """Each tile's expert (the number of experts means no tile), its first row, and the end of the expert's rows."""
-
-    expert: torch.Tensor
-    first: torch.Tensor
-    end: torch.Tensor
-
-
-def _tiles(groups: Groups, size: int) -> _Tiles:
-    """Build ``R // size + e`` tiles, an upper bound, so that their number takes no host sync."""
-    if size not in groups.tiles:
-        counts, ends = groups.counts_e, groups.offsets_e
-        tiles_e = (counts + size - 1) // size
-        ends_e = tiles_e.cumsum(0)
-        tile = torch.arange(groups.rows // size + len(counts), device=counts.device)
-        expert = torch.searchsorted(ends_e, tile, right=True)
-        own = expert.clamp(max=len(counts) - 1)
-        first = (ends - counts)[own] + (tile - (ends_e - tiles_e)[own]) * size
-        groups.tiles[size] = _Tiles(expert.int(), first.int(), ends[own])
-    return groups.tiles[size]

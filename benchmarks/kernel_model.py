@@ -1,0 +1,259 @@
+"""What a kernel may need of a GPU, and what it can reach there by arithmetic: bytes from HBM, and a roofline.
+
+Nothing here was measured. A predicted figure is an upper bound: it knows the resources below and no latency but that
+of a CTA that is alone on its SM.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = [
+    "GPUS",
+    "Compiled",
+    "Gpu",
+    "Launch",
+    "Work",
+    "hbm_bytes",
+    "mm_order",
+    "outer_order",
+    "over_budget",
+    "rows_per_expert",
+    "seconds",
+    "work_of",
+]
+
+Panel = tuple[object, float]  # a name and its bytes
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """``flops`` of dense half-precision products at the boost clock; ``fp32`` of FMAs; ``hbm`` usable bytes a second.
+
+    ``shared`` is bytes of shared memory a second over all SMs.
+    """
+
+    name: str
+    sms: int
+    flops: float
+    fp32: float
+    hbm: float
+    l2: float
+    shared: float
+
+
+# 128 bytes of shared memory per clock and SM; nine tenths of the HBM's data sheet.
+GPUS = {
+    80: Gpu("A100 SXM 80GB", 108, 312e12, 19.5e12, 1.8e12, 40e6, 108 * 128 * 1.41e9),
+    90: Gpu("H100 SXM", 132, 989e12, 67e12, 3.0e12, 50e6, 132 * 128 * 1.83e9),
+    100: Gpu("B200", 148, 2250e12, 75e12, 7.2e12, 126e6, 148 * 128 * 1.85e9),
+}
+# For over_budget.
+GEMMS = ("grouped_mm", "grouped_mm_gate", "grouped_mm_gate_backward", "grouped_outer")
+_EPILOGUE_STACK = 64  # bytes of a thread that may be spilled where a tile is finished
+_SHARED = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}  # bytes of an SM; the system takes 1 KiB of each CTA
+_REGISTERS, _THREADS, _CTAS = 65536, 2048, 32  # of an SM
+SUSTAINED = 0.8  # of the boost clock under a load of matrix products
+_FILL = 1.5e-6  # seconds that a CTA waits for its first operands
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a kernel needs of an SM of ``arch``, and its instructions in PTX: matrix products and asynchronous loads.
+
+    ``stack`` is bytes of a thread; ``spills_in_loop`` says that they are used between the first product and the last.
+    """
+
+    kernel: str
+    arch: int
+    warps: int
+    stages: int
+    registers: int
+    stack: int
+    spills_in_loop: bool
+    shared: int
+    instructions: dict[str, int]
+
+    @property
+    def ctas(self) -> int:
+        """How many run on an SM at a time."""
+        by_registers = _REGISTERS // (-(-self.registers // 8) * 8 * 32 * self.warps)
+        by_shared = _SHARED[self.arch] // (self.shared + 1024)
+        return min(by_registers, by_shared, _THREADS // (32 * self.warps), _CTAS)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch: what it compiled to, its programs, its arguments that are numbers, and the bytes of its tensors."""
+
+    compiled: Compiled
+    programs: int
+    dtype: str
+    values: dict[str, Any]
+    nbytes: dict[str, int]
+    is_first_choice: bool  # the tile that runs where none is measured
+
+    @property
+    def tile(self) -> tuple[int, int, int] | None:
+        return tuple(self.values[size] for size in ("BM", "BN", "BK")) if "BM" in self.values else None  # type: ignore[return-value]
+
+
+def over_budget(launch: Launch) -> list[str]:
+    """Say which budgets a launch is over."""
+    made, problems = launch.compiled, []
+    if made.stack > _EPILOGUE_STACK or made.spills_in_loop:
+        problems.append(f"{made.stack} bytes of stack{', used in its loop' if made.spills_in_loop else ''}")
+    if made.kernel in GEMMS:
+        product = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}[made.arch]
+        if launch.dtype != "float32" and not made.instructions[product]:
+            problems.append(f"no {product}")
+        if _is_aligned(launch) and not made.instructions["cp.async"] + made.instructions["TMA"]:
+            problems.append("no asynchronous loads")
+    if made.ctas < (designed := _designed_ctas(launch)):
+        problems.append(
+            f"{made.ctas} CTAs per SM by {made.registers} registers and {made.shared} bytes, not {designed}"
+        )
+    where = f"{made.kernel} {launch.tile} with {made.stages} stages, sm_{made.arch}, {launch.dtype}"
+    return [f"{where}: {problem}" for problem in problems]
+
+
+def _designed_ctas(launch: Launch) -> int:
+    """Return how many CTAs of a kernel an SM shall have, so that one computes while another loads or stores."""
+    if launch.compiled.kernel not in GEMMS:
+        return 4
+    return 2 if launch.is_first_choice and _is_aligned(launch) else 1
+
+
+def _is_aligned(launch: Launch) -> bool:
+    """Whether rows are a multiple of 32 bytes, as all are but those of an adapter of rank 8: these load no 16 bytes."""
+    return all(launch.values.get(name, 16) % 16 == 0 for name in ("K", "M", "N"))
+
+
+def rows_per_expert(rows: int, experts: int) -> list[int]:
+    """Draw how many rows each expert has, if a router chose uniformly."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(experts, (rows,), generator=generator).bincount(minlength=experts).tolist()
+
+
+def mm_order(tiles: int, blocks: int) -> Iterator[tuple[int, int]]:
+    """Iterate over the tile of rows and the block of columns that each program of ``grouped_mm*`` has."""
+    return (divmod(program, blocks) for program in range(tiles * blocks))
+
+
+def outer_order(experts: int, m_blocks: int, n_blocks: int) -> Iterator[tuple[int, int, int]]:
+    """Iterate over the expert, block of ``m`` and block of ``n`` that each program of ``grouped_outer`` has."""
+    for program in range(experts * m_blocks * n_blocks):
+        expert, block = divmod(program, m_blocks * n_blocks)
+        yield expert, *divmod(block, n_blocks)
+
+
+def hbm_bytes(programs: Iterable[tuple[Panel, ...]], at_a_time: int, l2: float) -> float:
+    """Count the bytes that are read from HBM.
+
+    Programs run in waves of ``at_a_time``. Those of a wave advance together along the sum's dimension, so a panel that
+    several read comes once; it comes again in a later wave if it is no longer among the ``l2`` bytes used last.
+    """
+    cached: OrderedDict[object, float] = OrderedDict()
+    total, held, wave = 0.0, 0.0, 0
+    seen: set[object] = set()
+    for number, panels in enumerate(programs):
+        if number // at_a_time != wave:
+            wave, seen = number // at_a_time, set()
+            while held > l2:
+                held -= cached.popitem(last=False)[1]
+        for name, nbytes in panels:
+            if name in cached:
+                cached.move_to_end(name)
+            elif name not in seen:
+                total += nbytes
+                cached[name] = nbytes
+                held += nbytes
+            seen.add(name)
+    return total
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a launch has to do: products, bytes of the operands and results once, and bytes by the order of programs."""
+
+    flops: float
+    padded: float
+    least_bytes: float
+    hbm_bytes: float
+    epilogue_bytes: float
+
+
+def work_of(launch: Launch, counts: list[int], gpu: Gpu) -> Work:
+    """Compute it for rows that are distributed over experts like ``counts``."""
+    values, size = launch.values, 4 if launch.dtype == "float32" else 2
+    at_a_time = launch.compiled.ctas * gpu.sms
+    if launch.tile is None:
+        moved = float(sum(launch.nbytes.values()))
+        if launch.compiled.kernel in ("take", "gather_sum"):  # each slot is read, not each row of the operand
+            moved = 2.0 * launch.nbytes["out"]
+            if launch.compiled.kernel == "gather_sum":
+                moved = launch.nbytes["out"] * (1 + values["K"])
+        return Work(0, 0, moved, moved, 0)
+    bm, bn, bk = launch.tile
+    rows, experts = sum(counts), len(counts)
+    if launch.compiled.kernel == "grouped_outer":
+        m, n = values["M"], values["N"]
+        programs = (
+            ((("a", e, i), counts[e] * min(bm, m) * size), (("b", e, j), counts[e] * min(bn, n) * size))
+            for e, i, j in outer_order(experts, math.ceil(m / bm), math.ceil(n / bn))
+        )
+        operands, written = rows * (m + n) * size, experts * m * n * size
+        padded_rows = sum(math.ceil(count / bk) * bk for count in counts)
+        flops, padded = 2.0 * rows * m * n, 2.0 * padded_rows * math.ceil(m / bm) * bm * math.ceil(n / bn) * bn
+    else:
+        k, n = values["K"], values.get("N") or values["INNER"]
+        twice = 2 if launch.compiled.kernel == "grouped_mm_gate" else 1
+        tiles = [(e, min(bm, count - first)) for e, count in enumerate(counts) for first in range(0, count, bm)]
+        programs = (
+            ((("a", t), tiles[t][1] * k * size), (("b", tiles[t][0], j), twice * min(bn, n) * k * size))
+            for t, j in mm_order(len(tiles), math.ceil(n / bn))
+        )
+        columns = math.ceil(n / bn) * bn
+        flops, padded = 2.0 * twice * rows * k * n, 2.0 * twice * len(tiles) * bm * columns * math.ceil(k / bk) * bk
+        per_row = {"grouped_mm": n, "grouped_mm_gate": 3 * n, "grouped_mm_gate_backward": 5 * n}
+        operands, written = (rows * k + twice * experts * k * n) * size, rows * per_row[launch.compiled.kernel] * size
+    read = hbm_bytes(programs, at_a_time, gpu.l2)
+    return Work(flops, padded, operands + written, read + written, written)
+
+
+def seconds(launch: Launch, work: Work, gpu: Gpu) -> float:
+    """Return the least time of a launch: by matrix products, shared memory and HBM, the slowest of which counts.
+
+    A CTA that is alone on its SM does not overlap its first loads and its epilogue with another's products.
+    """
+    by_hbm = work.hbm_bytes / gpu.hbm
+    if launch.tile is None:
+        return by_hbm
+    bm, bn, bk = launch.tile
+    if launch.dtype == "float32":
+        return max(work.padded / (gpu.fp32 * SUSTAINED), by_hbm)
+    if launch.compiled.kernel == "grouped_mm_gate":
+        bn *= 2
+    steps = work.padded / (2 * bm * bn * bk)
+    products = max(work.padded / gpu.flops, steps * _shared_bytes(launch, bm, bn, bk) / gpu.shared) / SUSTAINED
+    if launch.compiled.ctas > 1:
+        return max(products, by_hbm)
+    waves = math.ceil(launch.programs / gpu.sms)
+    return max(products + work.epilogue_bytes / gpu.hbm + waves * _FILL, by_hbm)
+
+
+def _shared_bytes(launch: Launch, bm: int, bn: int, bk: int) -> int:
+    """Return the bytes that a step along the sum writes to shared memory and reads from it."""
+    if launch.compiled.arch == 80:  # a warp reads its own part of both operands
+        across = 2 if launch.compiled.warps == 8 else 1
+        down = launch.compiled.warps // across
+        read = bm * across + bn * down
+    elif launch.compiled.arch == 90:  # each 64 rows are a warp group, which reads all columns
+        read = bm + bn * math.ceil(bm / 64)
+    else:
+        read = bm + bn
+    return 2 * bk * (bm + bn + read)

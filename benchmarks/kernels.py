@@ -1,0 +1,244 @@
+"""Compile every Triton kernel that a GPU user meets, for GPUs that need not be there; refuse what is over a budget.
+
+    make kernels                            all models, dtypes, GPUs and tiles; writes results/kernels.md and .json
+    python -m benchmarks.kernels --few      what `make test` compiles
+
+The tables say what compiled (registers, stack, shared memory, CTAs per SM) and what arithmetic predicts of it
+(``kernel_model.py``: bytes from HBM, share of the peak). Nothing is measured: no kernel runs.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+import triton
+from rich.console import Console
+from rich.progress import track
+
+from benchmarks.kernel_compile import on_gpu
+from benchmarks.kernel_model import GPUS, Launch, over_budget, rows_per_expert, seconds, work_of
+from benchmarks.quickstart import machine
+from benchmarks.tables import write_table
+from epfsdp2.engine.moe.fused import Linear, on_rows
+from epfsdp2.engine.moe.gemm.gate import Gate
+from epfsdp2.engine.moe.gemm.triton_backend import MixedBackend, TritonBackend
+
+__all__ = ["FEW", "MODELS", "Model", "compile_model", "layers", "rows_of"]
+
+TOKENS = 16384
+DTYPES = ("bfloat16", "float16", "float32")
+_SILU, _CLAMPED = Gate(1.0, 0.0, math.inf, False), Gate(1.702, 1.0, 7.0, True)
+
+
+@dataclass(frozen=True)
+class Model:
+    """The experts of a model on one rank, with a low-rank adapter where ``lora`` is its rank."""
+
+    name: str
+    experts: int
+    top_k: int
+    hidden: int
+    inner: int
+    gate: Gate = _SILU
+    is_transposed: bool = False
+    has_bias: bool = False
+    lora: int = 0
+
+
+MODELS = (
+    Model("Qwen3-30B-A3B", 128, 8, 2048, 768),
+    Model("Qwen3-235B-A22B", 128, 8, 4096, 1536),
+    Model("DeepSeek-V3", 256, 8, 7168, 2048),
+    Model("gpt-oss-120b", 128, 4, 2880, 2880, _CLAMPED, is_transposed=True, has_bias=True),
+    Model("GLM-4.5", 160, 8, 5120, 1536),
+    Model("GLM-4.5-Air", 128, 8, 4096, 1408),
+    *(Model(f"Qwen3-30B-A3B, LoRA rank {rank}", 128, 8, 2048, 768, lora=rank) for rank in (8, 32, 64)),
+)
+FEW = (MODELS[0], MODELS[3])
+_BACKENDS = {"triton": TritonBackend(), "mixed": MixedBackend()}
+
+
+class _Module:
+    """Stands in for an experts module, of which the backends ask the activation."""
+
+    has_gate = True
+
+    def __init__(self, gate: Gate):
+        self.alpha, self.limit, self._apply_gate = gate.alpha, gate.limit, gate
+
+
+def compile_model(
+    model: Model, arch: int, dtype: str, backend: str, every_tile: bool = True
+) -> tuple[list[Launch], list[Launch]]:
+    """Compile what a forward and a backward of the model's experts launch: one rank, all weights trained."""
+    launches: list[Launch] = []
+    kwargs = {"dtype": getattr(torch, dtype), "device": "meta"}
+    e, h, i, r = model.experts, model.hidden, model.inner, model.lora
+
+    def linear(out, into):
+        shape = (e, into, out) if model.is_transposed else (e, out, into)
+        parts = [torch.empty(shape, **kwargs, requires_grad=not r)]
+        parts.append(torch.empty(e, out, **kwargs, requires_grad=True) if model.has_bias else None)
+        shapes = ((e, r, into), (e, out, r)) if r else ()
+        low = [torch.empty(shape, **kwargs, requires_grad=True) for shape in shapes] or [None, None]
+        return Linear(*parts, *low, scaling=2.0, is_transposed=model.is_transposed)
+
+    with on_gpu(arch, launches, every_tile):
+        operators = _BACKENDS[backend]
+        tokens = torch.empty(TOKENS, h, **kwargs)
+        slots = torch.empty(TOKENS, model.top_k, dtype=torch.int64, device="meta")
+        weights = torch.empty(TOKENS, model.top_k, dtype=torch.float32, device="meta", requires_grad=True)
+        gathered = operators.take(tokens, slots.view(-1)).requires_grad_()
+        counts = torch.empty(e, dtype=torch.int64, device="meta")
+        module = _Module(model.gate)
+        out = on_rows(module, operators, linear(2 * i, h), linear(h, i), gathered, counts, weights.view(-1))
+        operators.gather_sum(out.detach(), slots, weights.detach(), kwargs["dtype"])
+        forward = len(launches)
+        operators.take(tokens, slots.view(-1))  # of the output's gradient
+        out.sum().backward()
+        operators.gather_sum(gathered.detach(), slots, None, kwargs["dtype"])
+    return launches[:forward], launches[forward:]
+
+
+COLUMNS = ("kernel", "model", "GPU", "dtype", "tile", "registers", "stack", "shared KiB", "CTAs/SM", "loads, products")
+COLUMNS += ("GB from HBM (each byte once)", "of peak, at most")
+
+
+def rows_of(model: Model, arch: int, dtype: str, backend: str, every_tile: bool = True) -> tuple[list[dict], list[str]]:
+    """Compile a model; return a row of each launch and what is over a budget."""
+    counts, rows, problems = rows_per_expert(TOKENS * model.top_k, model.experts), [], []
+    for direction, launches in zip(
+        ("forward", "backward"), compile_model(model, arch, dtype, backend, every_tile), strict=True
+    ):
+        number = 0
+        for launch in launches:
+            number += launch.is_first_choice
+            rows.append({"backend": backend, "pass": direction, "launch": number, **_row(model, dtype, launch, counts)})
+            problems += over_budget(launch)
+    return rows, problems
+
+
+def _row(model: Model, dtype: str, launch: Launch, counts: list[int]) -> dict:
+    """Make the row of a launch; ``share`` is of the GPU's matrix rate, or of its HBM's for a pass over rows."""
+    gpu, made = GPUS[launch.compiled.arch], launch.compiled
+    work = work_of(launch, counts, gpu)
+    least = seconds(launch, work, gpu)
+    peak = gpu.fp32 if launch.dtype == "float32" else gpu.flops
+    share = work.flops / peak / least if work.flops else work.least_bytes / gpu.hbm / least
+    return {
+        "model": model.name,
+        "dtype": dtype,
+        "tile": launch.tile,
+        **{key: value for key, value in asdict(made).items() if key != "instructions"},
+        "instructions": {name: count for name, count in made.instructions.items() if count},
+        "ctas": made.ctas,
+        "is_first_choice": launch.is_first_choice,
+        "gflop": work.flops / 1e9,
+        "gb": work.hbm_bytes / 1e9,
+        "gb_once": work.least_bytes / 1e9,
+        "ms": 1e3 * least,
+        "share": share,
+    }
+
+
+def cells(row: dict) -> list[str]:
+    tile = "" if row["tile"] is None else "x".join(map(str, row["tile"])) + f", {row['stages']} stages"
+    return [
+        row["kernel"],
+        row["model"],
+        GPUS[row["arch"]].name,
+        row["dtype"],
+        tile,
+        str(row["registers"]),
+        str(row["stack"]),
+        f"{row['shared'] / 1024:.0f}",
+        str(row["ctas"]),
+        ", ".join(row["instructions"]),
+        f"{row['gb']:.2f} ({row['gb_once']:.2f})",
+        f"{row['share']:.0%}" if row["gflop"] else f"{row['share']:.0%} of HBM",
+    ]
+
+
+def layers(rows: list[dict]) -> list[dict]:
+    """Add up the kernels of the ``triton`` backend's passes, each with the tile that is predicted to be the fastest."""
+    fastest: dict[tuple, dict] = {}
+    for row in rows:
+        if row["backend"] == "triton":
+            key = tuple(row[name] for name in ("model", "arch", "dtype", "pass", "launch"))
+            fastest[key] = min(row, fastest.get(key, row), key=lambda row: row["ms"])
+    sums: dict[tuple, dict] = {}
+    for (model, arch, dtype, direction, _), row in fastest.items():
+        empty = {"model": model, "arch": arch, "dtype": dtype, "pass": direction, "ms": 0.0, "gflop": 0.0}
+        total = sums.setdefault((model, arch, dtype, direction), empty)
+        total["ms"] += row["ms"]
+        total["gflop"] += row["gflop"]
+    for total in sums.values():
+        peak = GPUS[total["arch"]].fp32 if total["dtype"] == "float32" else GPUS[total["arch"]].flops
+        total["share"] = total["gflop"] * 1e12 / peak / total["ms"]
+    return list(sums.values())
+
+
+def write(rows: list[dict], sums: list[dict]) -> None:
+    text = [
+        f"Triton {triton.__version__} and its ptxas compiled {len({_code(row) for row in rows})} kernels of "
+        f"{len(rows)} launches; every budget holds (`benchmarks/kernels.py`, `over_budget`).",
+        "",
+        "**Compiled**, ahead of time and without a GPU: registers, stack, shared memory, CTAs per SM, instructions.",
+        "**Predicted**, by arithmetic (`benchmarks/kernel_model.py`; [the model](../../docs/benchmarks.md)): bytes",
+        f"from HBM, shares and times, at {TOKENS:,} tokens on one rank with all experts. **Measured**: nothing.",
+        "",
+        "The experts layer with `engine.experts_backend=triton`, predicted, at most:",
+        "",
+        "| model | GPU | forward | of peak | backward | of peak |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    halves = [one for one in sums if one["dtype"] == "bfloat16"]
+    for first, second in zip(halves[::2], halves[1::2], strict=True):
+        passes = [f"{one['ms']:.2f} ms | {one['share']:.0%}" for one in (first, second)]
+        text.append(f"| {first['model']} | {GPUS[first['arch']].name} | {' | '.join(passes)} |")
+    text += ["", "The kernels of two models in bfloat16; `kernels.json` has the others, and float16 and float32:"]
+    few = {model.name for model in FEW}
+    shown = {tuple(cells(row)): None for row in rows if row["model"] in few and row["dtype"] == "bfloat16"}
+    result = {"machine": machine(), "triton": triton.__version__, "layers": sums, "rows": rows}
+    write_table("kernels", result, "The Triton kernels, compiled", "make kernels", "No GPU", text, COLUMNS, list(shown))
+
+
+def _code(row: dict) -> tuple:
+    return tuple(str(row[name]) for name in ("kernel", "arch", "dtype", "tile", "stages", "registers", "shared"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--few", action="store_true", help="what `make test` compiles; prints JSON, writes no file")
+    asked = parser.parse_args()
+    cases = list(_few() if asked.few else itertools.product(MODELS, GPUS, DTYPES, _BACKENDS, [True]))
+    rows, problems = [], []
+    for case in track(cases, "compiling", console=Console(stderr=True)):
+        found, over = rows_of(*case)
+        rows += found
+        problems += [f"{case[0].name}: {problem}" for problem in over]
+    sums = layers(rows)
+    if asked.few:
+        print(json.dumps({"rows": rows, "layers": sums, "problems": problems}))
+    else:
+        print(*problems, sep="\n")
+        write(rows, sums)
+    return 1 if problems else 0
+
+
+def _few() -> Iterator[tuple[Model, int, str, str, bool]]:
+    """Iterate over cases with all that makes code differ: most sizes of the other models compile to the same."""
+    for arch in GPUS:
+        yield from ((MODELS[0], arch, dtype, "triton", False) for dtype in DTYPES)
+        yield from ((FEW[1], arch, "bfloat16", backend, False) for backend in _BACKENDS)
+    yield MODELS[0], 90, "bfloat16", "mixed", False
+    yield from ((model, 90, "bfloat16", "triton", False) for model in MODELS if model.lora)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,276 @@
+"""Grouped GEMMs in Triton: rows by their experts' matrices, also with a gated activation, and sums of outer products.
+
+Accumulators are float32, and no kernel uses atomics. A program has one tile of the result. Programs that are next to
+each other share the tile of rows (``grouped_mm*``) or the expert (``grouped_outer``): those that run at the same time
+read the same operands, which stay in the L2 cache. An address is a 64-bit base of the tile or of the expert and a
+32-bit offset.
+"""
+
+import triton
+import triton.language as tl
+
+from .triton_rows import activation, gate_gradients, load_halves, store_halves, store_rows, sum_columns
+
+__all__ = ["grouped_mm", "grouped_mm_gate", "grouped_mm_gate_backward", "grouped_outer"]
+
+
+@triton.jit
+def _dot(a, b, total, UPCAST: tl.constexpr):
+    if UPCAST:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def _product(
+    a,
+    b,
+    in_rows,
+    columns,
+    in_columns,
+    K,
+    sk,
+    sn,
+    total,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Multiply ``BM`` rows at ``a``, ``K`` wide, by columns of the matrix at ``b``, and add it to ``total``."""
+    ks = tl.arange(0, BK)
+    a_at = a + tl.arange(0, BM)[:, None] * K + ks[None, :]
+    b_at = b + ks[:, None] * sk + columns[None, :] * sn
+    for k in range(0, K, BK):
+        if EVEN_K:
+            a_tile = tl.load(a_at, mask=in_rows[:, None], other=0.0)
+            b_tile = tl.load(b_at, mask=in_columns[None, :], other=0.0)
+        else:
+            in_k = ks < K - k
+            a_tile = tl.load(a_at, mask=in_rows[:, None] & in_k[None, :], other=0.0)
+            b_tile = tl.load(b_at, mask=in_k[:, None] & in_columns[None, :], other=0.0)
+        total = _dot(a_tile, b_tile, total, UPCAST)
+        a_at += BK
+        b_at += BK * sk
+    return total
+
+
+@triton.jit
+def _columns_halved(x, BM: tl.constexpr, BN: tl.constexpr):
+    return tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def grouped_mm(
+    a,
+    b,
+    bias,
+    out,
+    expert_of,
+    first_of,
+    end_of,
+    EXPERTS,
+    N,
+    K,
+    se,
+    sk,
+    sn,
+    HAS_BIAS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Rows ``a`` ``(R, K)`` by their experts' ``b`` ``(e, K, N)``, and the bias ``(e, N)``."""
+    blocks = (N + BN - 1) // BN
+    tile, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    expert = tl.load(expert_of + tile).to(tl.int64)
+    if expert < EXPERTS:
+        first = tl.load(first_of + tile)
+        rows, columns = tl.arange(0, BM), block * BN + tl.arange(0, BN)
+        in_rows, in_columns = rows < tl.load(end_of + tile) - first, columns < N
+        first = first.to(tl.int64)
+        total = tl.full((BM, BN), 0.0, tl.float32)
+        if HAS_BIAS:
+            total += tl.load(bias + expert * N + columns, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+        a_rows, own = a + first * K, b + expert * se
+        total = _product(a_rows, own, in_rows, columns, in_columns, K, sk, sn, total, BM, BK, EVEN_K, UPCAST)
+        at = out + first * N + rows[:, None] * N + columns[None, :]
+        tl.store(at, total.to(out.dtype.element_ty), mask=in_rows[:, None] & in_columns[None, :])
+
+
+@triton.jit
+def grouped_mm_gate(
+    a,
+    b,
+    bias,
+    pre,
+    act,
+    expert_of,
+    first_of,
+    end_of,
+    EXPERTS,
+    INNER,
+    K,
+    se,
+    sk,
+    sn,
+    alpha,
+    beta,
+    limit,
+    HAS_BIAS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    LIMITED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """``grouped_mm`` and its activation; a tile has ``BN`` gates and their ups, which one product computes."""
+    blocks = (INNER + BN - 1) // BN
+    tile, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    expert = tl.load(expert_of + tile).to(tl.int64)
+    if expert < EXPERTS:
+        first, begin = tl.load(first_of + tile), block * BN
+        rows, both = tl.arange(0, BM), tl.arange(0, 2 * BN)
+        in_rows = rows < tl.load(end_of + tile) - first
+        first = first.to(tl.int64)
+        if INTERLEAVED:
+            columns = 2 * begin + both
+            in_columns = columns < 2 * INNER
+        else:
+            columns = begin + both % BN + both // BN * INNER
+            in_columns = begin + both % BN < INNER
+        total = tl.full((BM, 2 * BN), 0.0, tl.float32)
+        if HAS_BIAS:
+            total += tl.load(bias + expert * 2 * INNER + columns, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+        a_rows, own = a + first * K, b + expert * se
+        total = _product(a_rows, own, in_rows, columns, in_columns, K, sk, sn, total, BM, BK, EVEN_K, UPCAST)
+        pre += first * 2 * INNER
+        act += first * INNER
+        if INTERLEAVED:
+            halves = _columns_halved(total, BM, 2 * BN)
+        else:
+            g_all, u_all = _columns_halved(total, BM, 2 * BN)
+            gates, ups = _columns_halved(g_all, BM, BN), _columns_halved(u_all, BM, BN)
+        # By halves, so that their values fit into the registers.
+        for half in tl.static_range(2):
+            if INTERLEAVED:
+                g, u = tl.split(tl.reshape(halves[half], (BM, BN // 2, 2)))
+            else:
+                g, u = gates[half], ups[half]
+            at = begin + half * (BN // 2)
+            # Rounded as they are kept, so that backward sees the same.
+            g, u = g.to(pre.dtype.element_ty), u.to(pre.dtype.element_ty)
+            store_halves(pre, g, u, rows, in_rows, at, INNER, INTERLEAVED, BM, BN // 2)
+            out = activation(g.to(tl.float32), u.to(tl.float32), alpha, beta, limit, LIMITED)
+            store_rows(act, out, rows, in_rows, at, INNER, BN // 2)
+
+
+# R differs from one micro-batch to the next: specialising on it would compile again in the middle of a run.
+@triton.jit(do_not_specialize=["R"])
+def grouped_mm_gate_backward(
+    grad,
+    b,
+    pre,
+    scale,
+    grad_pre,
+    act,
+    parts,
+    expert_of,
+    first_of,
+    end_of,
+    EXPERTS,
+    INNER,
+    K,
+    R,
+    se,
+    sk,
+    sn,
+    alpha,
+    beta,
+    limit,
+    SCALED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    LIMITED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """``grouped_mm`` of ``grad`` ``(R, K)`` by ``b`` ``(e, K, INNER)``, and ``gate_backward`` of the product.
+
+    Each block of columns adds its part of the gradient of ``scale`` to a row of ``parts``.
+    """
+    blocks = (INNER + BN - 1) // BN
+    tile, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    expert = tl.load(expert_of + tile).to(tl.int64)
+    if expert < EXPERTS:
+        first, begin = tl.load(first_of + tile), block * BN
+        rows, n = tl.arange(0, BM), begin + tl.arange(0, BN)
+        in_rows, in_inner = rows < tl.load(end_of + tile) - first, n < INNER
+        first = first.to(tl.int64)
+        a_rows, own = grad + first * K, b + expert * se
+        d = tl.full((BM, BN), 0.0, tl.float32)
+        d = _product(a_rows, own, in_rows, n, in_inner, K, sk, sn, d, BM, BK, EVEN_K, UPCAST)
+        by = tl.full((BM, 1), 1.0, tl.float32)
+        if SCALED:
+            by = tl.load(scale + first + rows, mask=in_rows, other=0.0).to(tl.float32)[:, None]
+        pre += first * 2 * INNER
+        grad_pre += first * 2 * INNER
+        act += first * INNER
+        total = tl.full((BM,), 0.0, tl.float32)
+        # In quarters, each of which fits into the registers.
+        left, right = _columns_halved(d, BM, BN)
+        for half in tl.static_range(2):
+            quarters = _columns_halved(left if half == 0 else right, BM, BN // 2)
+            for quarter in tl.static_range(2):
+                d = quarters[quarter]
+                at = begin + (2 * half + quarter) * (BN // 4)
+                g, u = load_halves(pre, rows, in_rows, at, INNER, INTERLEAVED, BM, BN // 4)
+                out = activation(g, u, alpha, beta, limit, LIMITED)
+                if SCALED:
+                    total += sum_columns(d * out)
+                    d, out = d * by, out * by
+                store_rows(act, out, rows, in_rows, at, INNER, BN // 4)
+                d_gate, d_up = gate_gradients(d, g, u, alpha, beta, limit, LIMITED)
+                store_halves(grad_pre, d_gate, d_up, rows, in_rows, at, INNER, INTERLEAVED, BM, BN // 4)
+        if SCALED:
+            tl.store(parts + block.to(tl.int64) * R + first + rows, total, mask=in_rows)
+
+
+@triton.jit
+def grouped_outer(
+    a,
+    b,
+    out,
+    ends,
+    M,
+    N,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """``a.T @ b`` over each expert's rows of ``a`` ``(R, M)`` and ``b`` ``(R, N)``; zero without rows."""
+    columns = (N + BN - 1) // BN
+    blocks = (M + BM - 1) // BM * columns
+    expert, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    ms, ns = block // columns * BM + tl.arange(0, BM), block % columns * BN + tl.arange(0, BN)
+    begin, end = tl.load(ends + expert - 1, mask=expert > 0, other=0), tl.load(ends + expert)
+    rows = tl.arange(0, BK)
+    a_at = a + begin.to(tl.int64) * M + rows[None, :] * M + ms[:, None]
+    b_at = b + begin.to(tl.int64) * N + rows[:, None] * N + ns[None, :]
+    total = tl.full((BM, BN), 0.0, tl.float32)
+    for row in range(begin, end, BK):
+        in_rows = rows < end - row
+        a_tile = tl.load(a_at, mask=in_rows[None, :] & (ms < M)[:, None], other=0.0)
+        b_tile = tl.load(b_at, mask=in_rows[:, None] & (ns < N)[None, :], other=0.0)
+        total = _dot(a_tile, b_tile, total, UPCAST)
+        a_at += BK * M
+        b_at += BK * N
+    at = out + expert.to(tl.int64) * M * N + ms[:, None] * N + ns[None, :]
+    tl.store(at, total.to(out.dtype.element_ty), mask=(ms < M)[:, None] & (ns < N)[None, :])

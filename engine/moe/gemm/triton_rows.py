@@ -1,0 +1,263 @@
+"""Triton kernels that pass over rows once: gathers and sums of rows, the gated activation, and the table of tiles.
+
+No kernel uses atomics, so results are deterministic. Sums are in float32.
+"""
+
+import triton
+import triton.language as tl
+
+__all__ = [
+    "activation",
+    "gate",
+    "gate_backward",
+    "gate_gradients",
+    "gather_sum",
+    "load_halves",
+    "row_dot",
+    "store_rows",
+    "store_halves",
+    "sum_columns",
+    "sum_rows",
+    "take",
+    "tile_table",
+]
+
+
+# Only builtins of Triton's language: its own jitted functions (zeros, sum, sigmoid) can only be interpreted if
+# TRITON_INTERPRET was set before anything imported Triton.
+@triton.jit
+def _add(a, b):
+    return a + b
+
+
+@triton.jit
+def sum_columns(x):
+    return tl.reduce(x, 1, _add)
+
+
+@triton.jit
+def take(x, index, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    source = tl.load(index + row).to(tl.int64)
+    values = tl.load(x + source * width + columns, mask=columns < width)
+    tl.store(out + row * width + columns, values, mask=columns < width)
+
+
+@triton.jit
+def gather_sum(rows, slots, weights, out, width, K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.full((BLOCK,), 0.0, tl.float32)
+    for k in range(K):
+        slot = tl.load(slots + token * K + k).to(tl.int64)
+        values = tl.load(rows + slot * width + columns, mask=columns < width, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            values *= tl.load(weights + token * K + k).to(tl.float32)
+        total += values
+    tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=columns < width)
+
+
+@triton.jit
+def tile_table(
+    counts, expert_of, first_of, end_of, tile_first, tile_end, EXPERTS, SIZE: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Each program finds one tile's expert, first row, and its expert's end; the first also each expert's tiles."""
+    tile = tl.program_id(0)
+    e = tl.arange(0, WIDTH)
+    count = tl.load(counts + e, mask=e < EXPERTS, other=0).to(tl.int32)
+    tiles = (count + SIZE - 1) // SIZE
+    rows_end, tiles_end = tl.associative_scan(count, 0, _add), tl.associative_scan(tiles, 0, _add)
+    if tile == 0:
+        tl.store(tile_first + e, tiles_end - tiles, mask=e < EXPERTS)
+        tl.store(tile_end + e, tiles_end, mask=e < EXPERTS)
+    expert = tl.reduce(tl.where((e < EXPERTS) & (tiles_end <= tile), 1, 0), 0, _add)
+    first = rows_end - count + (tile - tiles_end + tiles) * SIZE
+    tl.store(expert_of + tile, expert)
+    # Of a tile that is none, no row is before the end.
+    tl.store(first_of + tile, tl.reduce(tl.where(e == expert, first, 0), 0, _add))
+    tl.store(end_of + tile, tl.reduce(tl.where(e == expert, rows_end, 0), 0, _add))
+
+
+@triton.jit
+def sum_rows(
+    x,
+    scale,
+    out,
+    first_of,
+    end_of,
+    N,
+    SCALED: tl.constexpr,
+    AT_MOST: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sum each segment's rows of ``x`` ``(R, N)``, at most so many, times ``scale``, into a row of ``out``."""
+    segment = tl.program_id(1)
+    begin = tl.load(first_of + segment)
+    end = tl.minimum(tl.load(end_of + segment), begin + AT_MOST)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.full((ROWS, BLOCK), 0.0, tl.float32)
+    for row in range(begin, end, ROWS):
+        rows = row + tl.arange(0, ROWS)
+        at = x + rows.to(tl.int64)[:, None] * N + columns[None, :]
+        values = tl.load(at, mask=(rows < end)[:, None] & (columns < N)[None, :], other=0.0).to(tl.float32)
+        if SCALED:
+            values *= tl.load(scale + rows, mask=rows < end, other=0.0).to(tl.float32)[:, None]
+        total += values
+    at = out + segment.to(tl.int64) * N + columns
+    tl.store(at, tl.reduce(total, 0, _add).to(out.dtype.element_ty), mask=columns < N)
+
+
+@triton.jit
+def row_dot(x, vectors, out, expert_of, first_of, end_of, EXPERTS, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Multiply each row of ``x`` ``(R, N)`` by its expert's vector; a program has ``ROWS`` of a tile."""
+    tile = tl.program_id(1)
+    expert = tl.load(expert_of + tile).to(tl.int64)
+    if expert < EXPERTS:
+        first = tl.load(first_of + tile) + tl.program_id(0) * ROWS
+        rows = tl.arange(0, ROWS)
+        in_rows = rows < tl.load(end_of + tile) - first
+        x += first.to(tl.int64) * N
+        total = tl.full((ROWS, BLOCK), 0.0, tl.float32)
+        for begin in range(0, N, BLOCK):
+            n = begin + tl.arange(0, BLOCK)
+            vector = tl.load(vectors + expert * N + n, mask=n < N, other=0.0).to(tl.float32)
+            values = tl.load(x + rows[:, None] * N + n[None, :], mask=in_rows[:, None] & (n < N)[None, :], other=0.0)
+            total += values.to(tl.float32) * vector[None, :]
+        tl.store(out + first + rows, sum_columns(total), mask=in_rows)
+
+
+@triton.jit
+def load_halves(pre, rows, in_rows, begin, INNER, INTERLEAVED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Load gates and ups of rows of ``pre`` ``(R, 2 * INNER)`` from column ``begin`` on, as float32 ``(BM, BN)``."""
+    if INTERLEAVED:
+        n = 2 * begin + tl.arange(0, 2 * BN)
+        at = pre + rows[:, None] * (2 * INNER) + n[None, :]
+        both = tl.load(at, mask=in_rows[:, None] & (n < 2 * INNER)[None, :], other=0.0)
+        g, u = tl.split(tl.reshape(both, (BM, BN, 2)))
+    else:
+        n = begin + tl.arange(0, BN)
+        at = pre + rows[:, None] * (2 * INNER) + n[None, :]
+        mask = in_rows[:, None] & (n < INNER)[None, :]
+        g, u = tl.load(at, mask=mask, other=0.0), tl.load(at + INNER, mask=mask, other=0.0)
+    return g.to(tl.float32), u.to(tl.float32)
+
+
+@triton.jit
+def store_halves(pre, g, u, rows, in_rows, begin, INNER, INTERLEAVED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Store what ``load_halves`` loads."""
+    g, u = g.to(pre.dtype.element_ty), u.to(pre.dtype.element_ty)
+    if INTERLEAVED:
+        n = 2 * begin + tl.arange(0, 2 * BN)
+        at = pre + rows[:, None] * (2 * INNER) + n[None, :]
+        both = tl.reshape(tl.join(g, u), (BM, 2 * BN))
+        tl.store(at, both, mask=in_rows[:, None] & (n < 2 * INNER)[None, :])
+    else:
+        n = begin + tl.arange(0, BN)
+        at = pre + rows[:, None] * (2 * INNER) + n[None, :]
+        mask = in_rows[:, None] & (n < INNER)[None, :]
+        tl.store(at, g, mask=mask)
+        tl.store(at + INNER, u, mask=mask)
+
+
+@triton.jit
+def store_rows(out, values, rows, in_rows, begin, N, BN: tl.constexpr):
+    """Store ``(BM, BN)`` values into rows of ``out`` ``(R, N)`` from column ``begin`` on."""
+    n = begin + tl.arange(0, BN)
+    at = out + rows[:, None] * N + n[None, :]
+    tl.store(at, values.to(out.dtype.element_ty), mask=in_rows[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def activation(g, u, alpha, beta, limit, LIMITED: tl.constexpr):
+    if LIMITED:
+        g, u = tl.minimum(g, limit), tl.maximum(tl.minimum(u, limit), -limit)
+    return g * (1.0 / (1.0 + tl.exp(-alpha * g))) * (u + beta)
+
+
+@triton.jit
+def gate_gradients(d, g_all, u_all, alpha, beta, limit, LIMITED: tl.constexpr):
+    """Return the gradients of gates and ups for the gradient ``d`` of the activation."""
+    g, u = g_all, u_all
+    if LIMITED:
+        g, u = tl.minimum(g_all, limit), tl.maximum(tl.minimum(u_all, limit), -limit)
+    s = 1.0 / (1.0 + tl.exp(-alpha * g))
+    d_gate = d * (u + beta) * (s + alpha * g * s * (1.0 - s))
+    d_up = d * g * s
+    if LIMITED:
+        d_gate = tl.where(g_all <= limit, d_gate, 0.0)
+        d_up = tl.where((u_all <= limit) & (u_all >= -limit), d_up, 0.0)
+    return d_gate, d_up
+
+
+# R differs from one micro-batch to the next: specialising on it would compile again in the middle of a run.
+@triton.jit(do_not_specialize=["R"])
+def gate(
+    pre,
+    act,
+    R,
+    INNER,
+    alpha,
+    beta,
+    limit,
+    INTERLEAVED: tl.constexpr,
+    LIMITED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The activation ``(R, INNER)`` of a pre-activation ``(R, 2 * INNER)``."""
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    rows, begin = tl.arange(0, ROWS), tl.program_id(1) * BLOCK
+    in_rows, n = rows < R - first, begin + tl.arange(0, BLOCK)
+    g, u = load_halves(pre + first * 2 * INNER, rows, in_rows, begin, INNER, INTERLEAVED, ROWS, BLOCK)
+    out = activation(g, u, alpha, beta, limit, LIMITED).to(act.dtype.element_ty)
+    at = act + first * INNER + rows[:, None] * INNER + n[None, :]
+    tl.store(at, out, mask=in_rows[:, None] & (n < INNER)[None, :])
+
+
+@triton.jit(do_not_specialize=["R"])
+def gate_backward(
+    pre,
+    grad,
+    scale,
+    grad_pre,
+    act,
+    grad_scale,
+    R,
+    INNER,
+    alpha,
+    beta,
+    limit,
+    INTERLEAVED: tl.constexpr,
+    LIMITED: tl.constexpr,
+    SCALED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """For the gradient of ``act``: that of ``pre``, and ``act``, both times ``scale``; and that of ``scale``."""
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    rows = tl.arange(0, ROWS)
+    in_rows = rows < R - first
+    pre += first * 2 * INNER
+    grad_pre += first * 2 * INNER
+    grad += first * INNER
+    act += first * INNER
+    by = tl.full((ROWS, 1), 1.0, tl.float32)
+    if SCALED:
+        by = tl.load(scale + first + rows, mask=in_rows, other=0.0).to(tl.float32)[:, None]
+    total = tl.full((ROWS, BLOCK), 0.0, tl.float32)
+    for begin in range(0, INNER, BLOCK):
+        n = begin + tl.arange(0, BLOCK)
+        mask, at = in_rows[:, None] & (n < INNER)[None, :], rows[:, None] * INNER + n[None, :]
+        g, u = load_halves(pre, rows, in_rows, begin, INNER, INTERLEAVED, ROWS, BLOCK)
+        d = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
+        out = activation(g, u, alpha, beta, limit, LIMITED)
+        if SCALED:
+            total += d * out
+            d, out = d * by, out * by
+        tl.store(act + at, out.to(act.dtype.element_ty), mask=mask)
+        d_gate, d_up = gate_gradients(d, g, u, alpha, beta, limit, LIMITED)
+        store_halves(grad_pre, d_gate, d_up, rows, in_rows, begin, INNER, INTERLEAVED, ROWS, BLOCK)
+    if SCALED:
+        tl.store(grad_scale + first + rows, sum_columns(total), mask=in_rows)

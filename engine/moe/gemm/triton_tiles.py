@@ -1,0 +1,149 @@
+"""Which tiles the Triton GEMMs have: a short list for each, of which the fastest is measured once on the GPU.
+
+Tiles of a list differ in nothing that changes a bit of the result: a GEMM adds along ``k`` in the same order with each,
+and the columns that are reduced over are as many.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from . import triton_rows
+from .backends import Groups
+
+__all__ = ["INTERPRETED", "Tile", "Tiles", "gate_tiles", "launch_fastest", "mm_tiles", "outer_tiles", "tiles_of"]
+
+INTERPRETED = triton.knobs.runtime.interpret
+_HALF = 128  # registers of a thread, with which two CTAs of eight warps fit on an SM
+_TIMES = 5  # launches of a tile that are timed
+_fastest: dict[tuple, "Tile"] = {}
+
+
+class Tile(NamedTuple):
+    """Sizes of a GEMM's tile, its warps, the stages of its pipeline of loads, and how many registers it may have."""
+
+    m: int
+    n: int
+    k: int
+    warps: int = 8
+    stages: int = 3
+    registers: int | None = None
+
+    def constants(self, dtype: torch.dtype) -> dict[str, Any]:
+        # The interpreter (Triton 3.9) multiplies the bits of bfloat16 as integers.
+        upcast = INTERPRETED and dtype == torch.bfloat16
+        sizes = {"BM": self.m, "BN": self.n, "BK": self.k, "UPCAST": upcast}
+        return sizes | {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
+
+
+_SMALL = (Tile(16, 16, 16),)  # for the interpreter
+
+
+def mm_tiles(dtype: torch.dtype, n: int, k: int) -> Sequence[Tile]:
+    """Return those of ``grouped_mm`` with ``n`` columns over ``k``, the first being what runs unmeasured."""
+    if INTERPRETED:
+        return _SMALL
+    if dtype == torch.float32:
+        return (Tile(64, 64, 32, 4),)
+    if n <= 64:
+        return (Tile(128, _fitting(n, 64), _fitting(k, 64), 4),)
+    return _of_128_columns(k)
+
+
+def gate_tiles(dtype: torch.dtype, k: int, backward: bool) -> Sequence[Tile]:
+    """Return those of ``grouped_mm_gate``, which has ``n`` gates and their ups, or of its backward."""
+    if INTERPRETED:
+        return _SMALL
+    if dtype == torch.float32:
+        return (Tile(64, 32, 32, 4),)
+    if backward:
+        tile = Tile(128, 64, _fitting(k, 64), registers=_HALF)
+        return (tile, tile._replace(stages=4))
+    return tuple(tile._replace(n=tile.n // 2) for tile in _of_128_columns(k))
+
+
+def outer_tiles(dtype: torch.dtype, m: int, n: int) -> Sequence[Tile]:
+    """Return those of ``grouped_outer`` for results of ``(m, n)``."""
+    if INTERPRETED:
+        return _SMALL
+    if dtype == torch.float32:
+        return (Tile(64, 64, 16, 4),)  # on sm_80 twice the rows don't fit into the registers
+    if min(m, n) <= 64:
+        return (Tile(64 if m <= 64 else 128, _fitting(n, 128), 64, 4),)
+    return _of_128_columns(64)
+
+
+def _of_128_columns(k: int) -> Sequence[Tile]:
+    """Return tiles of 128 columns, two of which an SM holds, and larger ones."""
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0):
+        depth = _fitting(k, 64)
+        larger = Tile(128, 256, depth)
+        return (Tile(128, 128, depth, registers=_HALF), larger, larger._replace(stages=4))
+    return (Tile(128, 128, _fitting(k, 32), 4, 4), Tile(128, 128, _fitting(k, 64)))
+
+
+def _fitting(size: int, most: int) -> int:
+    return min(most, max(16, triton.next_power_of_2(size)))
+
+
+def launch_fastest(what: str, key: tuple, tiles: Sequence[Tile], launch: Callable[[Tile], Any]) -> None:
+    """Launch with the fastest of ``tiles``, which is measured at the first launch of ``key`` and printed.
+
+    Args:
+        what: the kernel, in the line that is printed.
+        key: what the choice may depend on: sizes and dtype.
+        launch: launches with a tile; a second launch writes the same results.
+    """
+    key = (what, *key)
+    if len(tiles) > 1 and key not in _fastest and not torch.cuda.is_current_stream_capturing():
+        times = {tile: _milliseconds(functools.partial(launch, tile)) for tile in tiles}
+        _fastest[key] = min(times, key=times.__getitem__)
+        found = ", ".join(
+            f"{t.m}x{t.n}x{t.k} with {t.stages} stages {ms:.3f} ms{' (taken)' if t == _fastest[key] else ''}"
+            for t, ms in times.items()
+        )
+        print(f"engine.experts_backend: {what} {key[1:]}: {found}", flush=True)
+    launch(_fastest.get(key, tiles[0]))
+
+
+def _milliseconds(launch: Callable[[], Any]) -> float:
+    launch()  # compiles
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(_TIMES):
+        launch()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / _TIMES
+
+
+class Tiles(NamedTuple):
+    """Each tile's expert (the number of experts means no tile), its first row, and the end of the expert's rows.
+
+    ``first_of_expert`` and ``end_of_expert`` are the range of each expert's tiles.
+    """
+
+    expert: torch.Tensor
+    first: torch.Tensor
+    end: torch.Tensor
+    first_of_expert: torch.Tensor
+    end_of_expert: torch.Tensor
+
+    @property
+    def table(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.expert, self.first, self.end
+
+
+def tiles_of(groups: Groups, size: int) -> Tiles:
+    """Build ``R // size + e`` tiles, an upper bound, so that their number takes no host sync."""
+    if size not in groups.tiles:
+        experts = len(groups.counts_e)
+        shapes = (groups.rows // size + experts,) * 3 + (experts,) * 2
+        tiles = Tiles(*(groups.offsets_e.new_empty(n) for n in shapes))
+        width = triton.next_power_of_2(experts)
+        triton_rows.tile_table[(shapes[0],)](groups.counts_e, *tiles, experts, SIZE=size, WIDTH=width, num_warps=1)
+        groups.tiles[size] = tiles
+    return groups.tiles[size]

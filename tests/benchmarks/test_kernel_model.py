@@ -1,0 +1,88 @@
+"""Every Triton kernel compiles for GPUs that need not be there and is within its budgets; what is predicted of them."""
+
+import importlib.util
+import itertools
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.kernel_model import GEMMS, GPUS, Compiled, Launch, hbm_bytes, mm_order, over_budget, seconds, work_of
+
+MMA = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_every_kernel_compiles_for_every_gpu_within_its_budgets():
+    """In a process of its own: Triton decides once, at import, whether kernels are interpreted."""
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.kernels", "--few"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment, timeout=900)
+    assert done.stdout, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert found["problems"] == [] and done.returncode == 0
+    rows = found["rows"]
+    for arch, dtype in itertools.product(GPUS, ("bfloat16", "float16", "float32")):
+        kernels = {row["kernel"] for row in rows if (row["arch"], row["dtype"]) == (arch, dtype)}
+        assert kernels >= {*GEMMS, "take", "gather_sum", "tile_table"}, (arch, dtype, kernels)
+    kernels = {row["kernel"] for row in rows}
+    assert kernels >= {"sum_rows", "row_dot", "gate", "gate_backward"}
+    # Where the grid's order is right, an operand comes from HBM hardly more often than once.
+    assert all(row["gb"] < 1.1 * row["gb_once"] for row in rows)
+    assert {(one["model"], one["pass"]) for one in found["layers"]} >= {("Qwen3-30B-A3B", "backward")}
+
+
+def launch(kernel="grouped_mm", arch=90, dtype="bfloat16", **made):
+    counts = dict.fromkeys([*MMA.values(), "cp.async", "TMA"], 0) | {MMA[arch]: 4, "cp.async": 24}
+    facts = {"warps": 8, "stages": 3, "registers": 116, "stack": 0, "spills_in_loop": False, "shared": 98304}
+    compiled = Compiled(kernel, arch, instructions=counts, **facts | made)
+    values = {"BM": 128, "BN": 128, "BK": 64, "K": 2048, "N": 1536}
+    return Launch(compiled, 12 * 1152, dtype, values, {}, is_first_choice=True)
+
+
+def test_a_kernel_over_a_budget_is_named_with_what_is_over():
+    assert over_budget(launch()) == over_budget(launch(stack=64)) == []
+    for made, problem in (
+        ({"stack": 72}, "72 bytes of stack"),
+        ({"stack": 8, "spills_in_loop": True}, "8 bytes of stack, used in its loop"),
+        ({"registers": 136}, "1 CTAs per SM by 136 registers"),
+        ({"shared": 120_000}, "1 CTAs per SM by 116 registers and 120000 bytes"),
+    ):
+        (said,) = over_budget(launch(**made))
+        assert problem in said and "grouped_mm (128, 128, 64) with 3 stages, sm_90, bfloat16" in said
+    right = launch().compiled.instructions
+    for missing, problem in (("wgmma", "no wgmma"), ("cp.async", "no asynchronous loads")):
+        made = replace(launch().compiled, instructions=right | {missing: 0})
+        (said,) = over_budget(replace(launch(), compiled=made))
+        assert problem in said
+    larger = launch(registers=200)
+    assert over_budget(larger) and not over_budget(replace(larger, is_first_choice=False))
+
+
+def test_bytes_from_hbm_show_which_order_of_programs_reads_rows_again_for_each_block_of_columns():
+    """Qwen3-30B-A3B's up projection on an H100: neighbours that share nothing read 7 GB where 0.5 + 0.8 would do."""
+    tiles, blocks, a, b = 1152, 12, 128 * 2048 * 2, 128 * 2048 * 2
+    rows_first = [(tile, block) for block in range(blocks) for tile in range(tiles)]
+    read = {}
+    for name, order in (("columns", mm_order(tiles, blocks)), ("rows", rows_first)):
+        panels = (((("a", tile), a), (("b", tile // 9, block), b)) for tile, block in order)
+        read[name] = hbm_bytes(panels, 2 * 132, GPUS[90].l2)
+    once = tiles * a + 128 * blocks * b
+    assert read["columns"] == once and read["rows"] > 4 * once
+
+
+def test_a_lone_cta_and_rows_that_fill_no_tile_cost_time():
+    counts, gpu = [1024] * 128, GPUS[90]
+    times = []
+    for registers, rows in ((116, counts), (200, counts), (116, [1025] * 128)):
+        one = launch(registers=registers)
+        work = work_of(one, rows, gpu)
+        times.append(seconds(one, work, gpu))
+        assert work.flops == 2 * sum(rows) * 2048 * 1536 and work.flops <= work.padded
+        assert 0.4 < work.flops / gpu.flops / times[-1] < 0.8
+    assert times[0] < min(times[1:])

@@ -127,6 +127,11 @@ class Meshes:
         return self.dense.get_group("fsdp")
 
     @property
+    def reduces_by_nccl(self) -> bool:
+        """Whether NCCL reduces the gradients; a GPU's ranks may also be joined by gloo, which has fewer operations."""
+        return f"{self.dense.device_type}:nccl" in dist.get_backend_config(self.replica_group).split(",")
+
+    @property
     def fsdp_rank(self) -> int:
         return self.dense.get_local_rank("fsdp")
 

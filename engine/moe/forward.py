@@ -17,7 +17,7 @@ from ..compat.transformers_names import ALL_EXPERTS_FUNCTIONS
 from . import fused
 from .dispatch import build_dispatch_plans, combine, deferred_router_grad, dispatch
 from .find import CustomExperts
-from .gemm.backends import backend_named, supports_grouped_mm, torch_grouped_mm
+from .gemm.backends import backend_named, supports_grouped_mm, torch_grouped_mm, zeroes_empty_groups
 
 __all__ = [
     "EXPERTS_IMPLEMENTATION",
@@ -204,7 +204,7 @@ def grouped_linear(
 
 
 def _grouped_mm(rows: torch.Tensor, in_out: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    if torch_grouped_mm is not None and supports_grouped_mm(rows, in_out):
+    if torch_grouped_mm is not None and supports_grouped_mm(rows, in_out) and zeroes_empty_groups():  # in backward
         return torch_grouped_mm(rows, in_out, offs=offsets)
     groups = rows.tensor_split(offsets[:-1].tolist())
     return torch.cat([group @ weight for group, weight in zip(groups, in_out.unbind(), strict=True)])

@@ -13,12 +13,11 @@ import torch
 import triton
 
 from . import triton_kernels
-from .backends import Groups, TorchBackend, supports_grouped_mm
+from .backends import Groups, TorchBackend, has_native_grouped_mm, supports_grouped_mm, zeroes_empty_groups
 
 __all__ = ["Gate", "MixedBackend", "TritonBackend"]
 
 _INTERPRETED = triton.knobs.runtime.interpret
-_NATIVE_SINCE = (9, 0)  # compute capability from which torch has a native grouped GEMM
 _WIDEST = 16 if _INTERPRETED else 1024  # columns of a row that one program copies
 
 
@@ -159,7 +158,7 @@ class TritonBackend:
 
 
 class MixedBackend(TritonBackend):
-    """Torch's grouped GEMM on compute capability 9.0 and up in bfloat16, where it is native; else Triton."""
+    """Torch's grouped GEMM in bfloat16 where it has a kernel for the GPU, and that kernel is right; else Triton."""
 
     name = "mixed"
     _torch = TorchBackend()
@@ -169,10 +168,11 @@ class MixedBackend(TritonBackend):
         return (self._torch.mm if is_native else super().mm)(rows, in_out, groups, bias)
 
     def outer(self, a, b, groups):
-        return (self._torch.outer if _native(a, b) else super().outer)(a, b, groups)
+        is_native = _native(a, b) and zeroes_empty_groups()
+        return (self._torch.outer if is_native else super().outer)(a, b, groups)
 
     def gate(self, module, dtype):
-        return None if dtype == torch.bfloat16 and _has_native() else super().gate(module, dtype)
+        return None if dtype == torch.bfloat16 and has_native_grouped_mm() else super().gate(module, dtype)
 
 
 _gates: "weakref.WeakKeyDictionary[Any, Gate | None]" = weakref.WeakKeyDictionary()
@@ -195,11 +195,7 @@ def _known_gate(module: Any) -> Gate | None:
 
 
 def _native(rows: torch.Tensor, other: torch.Tensor) -> bool:
-    return supports_grouped_mm(rows, other) and (rows.device.type == "cpu" or _has_native())
-
-
-def _has_native() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= _NATIVE_SINCE
+    return supports_grouped_mm(rows, other) and (rows.device.type == "cpu" or has_native_grouped_mm())
 
 
 class _Blocks(NamedTuple):

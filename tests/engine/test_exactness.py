@@ -112,7 +112,7 @@ def _sums_where_nccl_can_not_multiply(folder):
     ):
         plan = wrap_plan(model, ShardingOptions(param_dtype=torch.float32, reduce_dtype=dtype))
         sums = mock.patch.object(FSDPModule, "set_force_sum_reduction_for_comms")
-        with mock.patch.object(dist, "get_backend_config", lambda group: backends), sums as sums:
+        with mock.patch.object(dist, "get_backend_config", return_value=backends), sums as sums:
             for unit in plan:
                 parallelize.divide_gradient(model.get_submodule(unit.name), unit, on_gpu)
         assert sums.call_count == summed

@@ -20,7 +20,7 @@ from ..errors import SettingError
 from .dispatch import inverse
 from .gemm.backends import TORCH, Backend
 
-__all__ = ["DISPATCHERS", "buffer_of", "check_deepep", "exchange"]
+__all__ = ["DISPATCHERS", "buffer_bytes", "buffer_of", "check_deepep", "exchange"]
 
 DISPATCHERS = ("all_to_all", "deepep")
 # deep_ep/buffer.py has a configuration for these; kernels copy units of 512 bytes.
@@ -55,16 +55,27 @@ def check_deepep(device: str, ep: int, hidden: int, dtype: torch.dtype) -> None:
         raise refused(f"DeepEP sends rows of a multiple of {_COLUMNS} columns, and the hidden size is {hidden}.")
 
 
-@functools.cache
-def buffer_of(group: dist.ProcessGroup, row_bytes: int) -> Any:
-    """Return the ``deep_ep.Buffer`` of a group, one per group; collective over the group at its first call."""
+def buffer_bytes(ranks: int, row_bytes: int) -> tuple[int, int]:
+    """Return the bytes that DeepEP allocates on a GPU to reach the ranks of a node, and those of others.
+
+    It allocates them outside of torch's allocator, by ``cudaMalloc`` and NVSHMEM (``csrc/deep_ep.cpp``, 1.2.1).
+    """
     from deep_ep import Buffer
 
-    ranks = group.size()
     configs = Buffer.get_dispatch_config(ranks), Buffer.get_combine_config(ranks)
     inside = max(config.get_nvl_buffer_size_hint(row_bytes, ranks) for config in configs)
-    between = max(config.get_rdma_buffer_size_hint(row_bytes, ranks) for config in configs)
-    return Buffer(group, inside, between)
+    return inside, max(config.get_rdma_buffer_size_hint(row_bytes, ranks) for config in configs)
+
+
+@functools.cache
+def buffer_of(group: dist.ProcessGroup, row_bytes: int) -> Any:
+    """Return the ``deep_ep.Buffer`` of a group, one per group; collective over the group at its first call.
+
+    It is kept for as long as the process lives, also while vLLM is awake; the plan of a run names its size.
+    """
+    from deep_ep import Buffer
+
+    return Buffer(group, *buffer_bytes(group.size(), row_bytes))
 
 
 def exchange(

@@ -175,7 +175,7 @@ def divide_gradient(module: FSDPModule, unit: Unit, meshes: Meshes) -> None:
     module.set_gradient_divide_factor(factor)
     # FSDP divides by PREMUL_SUM, which NCCL alone has, and which its float16 and bfloat16 kernels get a factor of zero
     # for (pytorch#190745). With a sum the division comes after the reduction.
-    if meshes.dense.device_type != "cuda" or unit.reduce_dtype != torch.float32:
+    if not meshes.reduces_by_nccl or unit.reduce_dtype != torch.float32:
         module.set_force_sum_reduction_for_comms(True)
 
 

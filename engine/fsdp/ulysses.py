@@ -46,6 +46,8 @@ __all__ = [
 
 SETTING = "engine.ulysses_sequence_parallel_size"
 _HANDLE = "_epfsdp2_sequence"
+# Tensors that attention may be handed: what is cut here, and what is of the whole row for every head.
+_KNOWN = ("position_ids", "s_aux", "cu_seq_lens_q", "cu_seq_lens_k")
 _OF_TOKENS = ("vision_config", "audio_config")  # configs of models that put other things among the tokens
 
 
@@ -211,7 +213,7 @@ class SequenceParallel:
         Raises:
             UnsupportedModelError: the attention is handed a tensor of which is not known how it would be cut.
         """
-        unknown = [n for n, x in kwargs.items() if isinstance(x, torch.Tensor) and n not in ("position_ids", "s_aux")]
+        unknown = [n for n, x in kwargs.items() if isinstance(x, torch.Tensor) and n not in _KNOWN]
         if unknown:
             raise UnsupportedModelError(
                 f"{type(module).__name__} hands its attention {', '.join(unknown)}, and how to cut that is not known."

@@ -10,6 +10,7 @@ Both go by transformers' interfaces: an attention function and a maker of masks 
 maker returns is handed through the family's code as its mask, and makes the mask of a sequence when it is asked for.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,10 +20,11 @@ import torch
 from transformers.masking_utils import and_masks
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-__all__ = ["HANDLE", "NAME", "PackedAttention", "PackedMask", "Span", "spans_of"]
+__all__ = ["HANDLE", "LENGTHS", "NAME", "PackedAttention", "PackedMask", "Span", "hand_lengths", "spans_of"]
 
 NAME = "epfsdp2_packed"
 HANDLE = "_epfsdp2_packed"  # attribute of an attention module: its ``PackedAttention``
+LENGTHS = "_epfsdp2_lengths"  # attribute of an attention module: returns what ``hand_lengths`` hands its attention
 
 Span = tuple[int, int]
 """Where a sequence starts in its row, and where it ends."""
@@ -187,3 +189,33 @@ def _attend(module: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
+
+
+def hand_lengths(name: str) -> None:
+    """Have flash attention be handed the lengths of a row's sequences, of modules that know them.
+
+    transformers computes them from the positions otherwise, in every layer and recomputation, and waits for the device
+    each time (5.9, ``modeling_flash_attention_utils.py``, ``_is_packed_sequence`` and ``_prepare_from_posids``).
+    """
+    real = inner = ALL_ATTENTION_FUNCTIONS[name]
+    while isinstance(inner, functools.partial):
+        if inner.func is _with_lengths:
+            return
+        inner = inner.args[0] if inner.args else inner.func
+    ALL_ATTENTION_FUNCTIONS.register(name, functools.partial(_with_lengths, real))
+
+
+@torch.compiler.disable  # other rows have other lengths
+def _with_lengths(
+    real: Callable[..., Any],
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, Any]:
+    lengths = getattr(module, LENGTHS, lambda: None)()
+    if lengths is not None and attention_mask is None:
+        kwargs |= {**lengths, "position_ids": None}
+    return real(module, query, key, value, attention_mask, **kwargs)

@@ -34,7 +34,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..wrap_forward import wrap_forward
 from .families import UNPACKED_WITH_FLASH
 from .layers import attention_modules, decoder_layers
-from .packed_attention import HANDLE, NAME, PackedAttention, PackedMask, Span, spans_of
+from .packed_attention import HANDLE, LENGTHS, NAME, PackedAttention, PackedMask, Span, hand_lengths, spans_of
 
 __all__ = ["Mixers", "PackedSequences", "find_mixers", "lengths_taken", "why_not_packed"]
 
@@ -129,9 +129,10 @@ class PackedSequences:
         self._spans: tuple[Span, ...] | None = None
         self._calls = 0  # of each of the other mixers in this forward
         self._arguments: dict[str, torch.Tensor] = {}
+        self._lengths: dict[str, Any] | None = None
         self._taken = {fqn: lengths_taken(module) for fqn, module in self._mixers.others.items()}
         self._configured = name
-        if name in _WITH_MASKS or self._mixers.others:
+        if name in _WITH_MASKS or self._mixers.others or "flash" in name:
             model.register_forward_pre_hook(self._begin, with_kwargs=True)
             model.register_forward_hook(self._end, always_call=True)
         if name in _WITH_MASKS:
@@ -143,6 +144,10 @@ class PackedSequences:
                     # Its mask is of the row in blocks, or it has one sequence when it comes to its attention.
                     self._attach(module, lambda: None)
             _rename_attention(model)
+        if "flash" in name:
+            hand_lengths(name)
+            for module in self._mixers.attentions.values():
+                setattr(module, LENGTHS, lambda: self._lengths)
         for fqn, module in self._mixers.others.items():
             call = functools.partial(self._per_sequence, self._taken[fqn])
             wrap_forward(module, "packed_sequences", torch.compiler.disable(call, recursive=False))
@@ -162,6 +167,12 @@ class PackedSequences:
         self._spans, self._arguments = self._find(kwargs), {}
         PackedSequences.running = self
         self._calls = 0 if self._spans is None else self._agreed_calls(kwargs["position_ids"].device)
+        self._lengths = None
+        if self._spans is not None and "flash" in self._configured:
+            ends = self._argument("cu_seq_lens_q", kwargs["position_ids"].device).int()
+            longest = max(end - start for start, end in self._spans)
+            self._lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+            self._lengths |= {"max_length_q": longest, "max_length_k": longest}
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         PackedSequences.running = None  # what is computed again in backward asks for no mask
@@ -170,13 +181,17 @@ class PackedSequences:
         positions = kwargs.get("position_ids")
         if positions is None or kwargs.get("attention_mask") is not None:
             return None
+        # Flash attention alone finds sequences itself where they can't be told here.
+        needed = self._configured in _WITH_MASKS or bool(self._mixers.others)
         if positions.dim() == 3:
+            if positions.shape[0] != 4 and not needed:
+                return None
             if positions.shape[0] != 4:
                 raise ValueError("the first of four rows of positions tells packed sequences apart, and there is none.")
             positions = positions[0]
         if positions.shape[0] == 1:
             return spans_of(positions[0])
-        if (positions.diff(dim=-1) != 1).any():
+        if needed and (positions.diff(dim=-1) != 1).any():
             raise ValueError(f"sequences are packed into one row, and there are {positions.shape[0]}.")
         return None
 

@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 
 from ..errors import SettingError
+from .dispatch import inverse
+from .gemm.backends import TORCH, Backend
 
-__all__ = ["DISPATCHERS", "buffer_of", "check_deepep", "exchange"]
+__all__ = ["DISPATCHERS", "buffer_bytes", "buffer_of", "check_deepep", "exchange"]
 
 DISPATCHERS = ("all_to_all", "deepep")
 # deep_ep/buffer.py has a configuration for these; kernels copy units of 512 bytes.
@@ -53,16 +55,27 @@ def check_deepep(device: str, ep: int, hidden: int, dtype: torch.dtype) -> None:
         raise refused(f"DeepEP sends rows of a multiple of {_COLUMNS} columns, and the hidden size is {hidden}.")
 
 
-@functools.cache
-def buffer_of(group: dist.ProcessGroup, row_bytes: int) -> Any:
-    """Return the ``deep_ep.Buffer`` of a group, one per group; collective over the group at its first call."""
+def buffer_bytes(ranks: int, row_bytes: int) -> tuple[int, int]:
+    """Return the bytes that DeepEP allocates on a GPU to reach the ranks of a node, and those of others.
+
+    It allocates them outside of torch's allocator, by ``cudaMalloc`` and NVSHMEM (``csrc/deep_ep.cpp``, 1.2.1).
+    """
     from deep_ep import Buffer
 
-    ranks = group.size()
     configs = Buffer.get_dispatch_config(ranks), Buffer.get_combine_config(ranks)
     inside = max(config.get_nvl_buffer_size_hint(row_bytes, ranks) for config in configs)
-    between = max(config.get_rdma_buffer_size_hint(row_bytes, ranks) for config in configs)
-    return Buffer(group, inside, between)
+    return inside, max(config.get_rdma_buffer_size_hint(row_bytes, ranks) for config in configs)
+
+
+@functools.cache
+def buffer_of(group: dist.ProcessGroup, row_bytes: int) -> Any:
+    """Return the ``deep_ep.Buffer`` of a group, one per group; collective over the group at its first call.
+
+    It is kept for as long as the process lives, also while vLLM is awake; the plan of a run names its size.
+    """
+    from deep_ep import Buffer
+
+    return Buffer(group, *buffer_bytes(group.size(), row_bytes))
 
 
 def exchange(
@@ -73,6 +86,7 @@ def exchange(
     *,
     num_experts: int,
     group: dist.ProcessGroup,
+    backend: Backend = TORCH,
     buffer: Callable[[dist.ProcessGroup, int], Any] = buffer_of,
 ) -> torch.Tensor:
     """Do what ``overlap.exchange`` does with DeepEP; returns ``(T, D)`` in the dtype of ``hidden_TD``."""
@@ -80,29 +94,56 @@ def exchange(
     arrived = _Dispatch.apply(hidden_TD.contiguous(), experts_TK.long(), weights_TK.float(), num_experts, deepep)
     tokens_ND, local_NK, weights_NK, counts, handle = arrived
     # Slots in expert order; -1, an expert on another rank, comes first.
-    experts = local_NK.reshape(-1)
-    slots_R = torch.argsort(experts, stable=True)[experts.numel() - sum(counts) :]
-    token_R = slots_R // experts_TK.shape[1]
-    counts_e = torch.tensor(counts, device=experts.device)
+    experts, absent = local_NK.reshape(-1), local_NK.numel() - sum(counts)
+    order = torch.argsort(experts, stable=True)
+    slots_R, rows_NK = order[absent:], inverse(order).view_as(local_NK) - absent
+    # Where a token's expert is not here, one of its other rows stands, with a weight of zero.
+    present_NK = local_NK >= 0
+    rows_NK = torch.where(present_NK, rows_NK, rows_NK.amax(1, keepdim=True))
+    token_R, counts_e = slots_R // experts_TK.shape[1], torch.tensor(counts, device=experts.device)
     scale_R = weights_NK.reshape(-1).index_select(0, slots_R)
-    out_RD = compute(tokens_ND.index_select(0, token_R), counts_e, scale_R if torch.is_grad_enabled() else None)
-    out_ND = _WeightedCombine.apply(out_RD, token_R, scale_R, tokens_ND.shape[0])
+    rows_RD = _TokensToRows.apply(tokens_ND, token_R, rows_NK, present_NK, backend)
+    out_RD = compute(rows_RD, counts_e, scale_R if torch.is_grad_enabled() else None)
+    out_ND = _WeightedCombine.apply(out_RD, token_R, rows_NK, weights_NK * present_NK, backend)
     return _Combine.apply(out_ND, handle, deepep)
+
+
+class _TokensToRows(torch.autograd.Function):
+    """``tokens[token_R]``; its gradient is a sum over a token's rows without atomics, so it is deterministic."""
+
+    @staticmethod
+    def forward(ctx, tokens_ND, token_R, rows_NK, present_NK, backend):
+        ctx.save_for_backward(rows_NK, present_NK)
+        ctx.backend = backend
+        return backend.take(tokens_ND, token_R)
+
+    @staticmethod
+    def backward(ctx, grad_RD):
+        rows_NK, present_NK = ctx.saved_tensors
+        return _sum_of_rows(ctx.backend, grad_RD, rows_NK, present_NK.to(grad_RD.dtype)), None, None, None, None
 
 
 class _WeightedCombine(torch.autograd.Function):
     """``dispatch.weighted_combine`` over the rows that a token has on this rank, ``(N, D)``; sums in float32."""
 
     @staticmethod
-    def forward(ctx, out_RD, token_R, scale_R, tokens):
+    def forward(ctx, out_RD, token_R, rows_NK, weights_NK, backend):
         ctx.save_for_backward(token_R)
-        total = out_RD.new_zeros(tokens, out_RD.shape[1], dtype=scale_R.dtype)
-        return total.index_add_(0, token_R, out_RD * scale_R.unsqueeze(1)).to(out_RD.dtype)
+        ctx.backend = backend
+        return _sum_of_rows(backend, out_RD, rows_NK, weights_NK)
 
     @staticmethod
     def backward(ctx, grad_ND):
         (token_R,) = ctx.saved_tensors
-        return grad_ND.index_select(0, token_R), None, None, None
+        return ctx.backend.take(grad_ND.contiguous(), token_R), None, None, None, None
+
+
+def _sum_of_rows(
+    backend: Backend, rows_RD: torch.Tensor, rows_NK: torch.Tensor, weights_NK: torch.Tensor
+) -> torch.Tensor:
+    if not rows_RD.shape[0]:
+        return rows_RD.new_zeros(rows_NK.shape[0], rows_RD.shape[1])
+    return backend.gather_sum(rows_RD.contiguous(), rows_NK, weights_NK, rows_RD.dtype)
 
 
 class _Dispatch(torch.autograd.Function):

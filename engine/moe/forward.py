@@ -23,6 +23,7 @@ from .gemm.backends import (
     has_backend,
     supports_grouped_mm,
     torch_grouped_mm,
+    zeroes_empty_groups,
 )
 from .registered import compute_registered
 
@@ -212,7 +213,7 @@ def grouped_linear(
 
 
 def _grouped_mm(rows: torch.Tensor, in_out: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    if torch_grouped_mm is not None and supports_grouped_mm(rows, in_out):
+    if torch_grouped_mm is not None and supports_grouped_mm(rows, in_out) and zeroes_empty_groups():  # in backward
         return torch_grouped_mm(rows, in_out, offs=offsets)
     groups = rows.tensor_split(offsets[:-1].tolist())
     return torch.cat([group @ weight for group, weight in zip(groups, in_out.unbind(), strict=True)])

@@ -39,17 +39,18 @@ def install_experts_forward(
         SettingError: as ``check_overlap``.
     """
     check_overlap(chunks, overlap_shared_experts, dispatcher, model, experts)
+    sums = backend_named(backend)
     for info in experts:
         exchange: TokenExchange | None = None
         if group is not None and dispatcher == "deepep":
-            exchange = functools.partial(deepep.exchange, num_experts=info.num_experts, group=group)
+            exchange = functools.partial(deepep.exchange, num_experts=info.num_experts, group=group, backend=sums)
         elif group is not None and (chunks > 1 or overlap_shared_experts):
             block = model.get_submodule(info.fqn.rpartition(".")[0])
             exchange = functools.partial(
                 overlap.exchange,
                 num_experts=info.num_experts,
                 group=group,
-                backend=backend_named(backend),
+                backend=sums,
                 chunks=chunks,
                 shared=SharedExperts(block, info.module) if overlap_shared_experts else None,
             )

@@ -16,6 +16,7 @@ import torch
 
 from ..declared.derived import planned_overrides
 from ..fsdp.options import ShardingOptions
+from ..moe.deepep import buffer_bytes
 from ..optim.settings import wants_muon
 from ..settings.values import DTYPES, get_setting
 from ..topology.mesh import Topology
@@ -121,13 +122,14 @@ def estimate_step(
     """
     try:
         sizes = ModelSizes.built_by(build, options, DTYPES[engine.model_dtype])
+        uncounted = _uncounted(engine, model, optimizer, sizes, device) + _outside(engine, model, topology, device)
         plan = StepEstimate(
             sizes,
             topology,
             options,
             optimizer=_known(optimizer),
             batch=configured_batch(engine, topology),
-            uncounted=tuple(_uncounted(engine, model, optimizer, sizes, device)),
+            uncounted=tuple(uncounted),
             command=_command(engine, model, optimizer, topology, options, memory),
             sp=engine.ulysses_sequence_parallel_size,
             gloo=device == "cpu",
@@ -179,6 +181,17 @@ def _uncounted(engine: Any, model: Any, optimizer: Any, sizes: ModelSizes, devic
     chunked = engine.entropy_from_logits_with_chunking or engine.entropy_checkpointing
     if not chunked and not get_setting(model, "use_fused_kernels"):
         found.append("the entropy's copies of the logits (engine.entropy_from_logits_with_chunking)")
+    return found
+
+
+def _outside(engine: Any, model: Any, topology: Topology, device: str) -> list[str]:
+    """What takes a GPU's memory outside of torch's allocator, for as long as the process lives."""
+    groups = topology.communicators(engine.ulysses_sequence_parallel_size) if device == "cuda" else {}
+    found = [f"buffers of {len(groups)} NCCL communicators ({', '.join(groups)})"] if groups else []
+    if engine.dispatcher == "deepep" and topology.ep > 1:
+        row_bytes = model.hf_config.get_text_config().hidden_size * DTYPES["bf16"].itemsize  # all that DeepEP sends
+        nbytes = sum(buffer_bytes(topology.ep, row_bytes))
+        found.append(f"DeepEP's buffers ({_format_bytes(nbytes)}), which vLLM has to leave free beside it")
     return found
 
 

@@ -21,13 +21,15 @@ from ..settings.values import DTYPES
 from ..topology.mesh import Topology
 from .model_facts import ModelFacts, largest_sent
 
-__all__ = ["check_road", "check_rollout", "check_stream", "report_leftovers", "tensors_before_sharding"]
+__all__ = ["check_graphs", "check_road", "check_rollout", "check_stream", "report_leftovers", "tensors_before_sharding"]
 
 _BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 _BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
 _TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _MEMORY = "engine.sync_megabytes"
 _SHM = Path("/dev/shm")
+# From here on mla_attention.py copies into W_UV and W_UK_T (replace_parameter, vllm#48251); in 0.24 it assigns them.
+_KEEPS_LATENT_MATRICES = ">=0.27.1"
 # Left free in /dev/shm besides the buckets: verl's and gloo's own segments are small.
 _SHM_MARGIN = 64 << 20
 
@@ -38,6 +40,25 @@ def check_road(rollout: Mapping[str, Any]) -> None:
     if name not in (None, "vllm"):
         rule = "this engine hands weights over under vLLM's names."
         raise SettingError("actor_rollout_ref.rollout.name", name, rule, "actor_rollout_ref.rollout.name=vllm")
+
+
+def check_graphs(rollout: Mapping[str, Any], facts: ModelFacts | None, device: str) -> None:
+    """CUDA graphs have to compute with the weights of the last sync.
+
+    Raises:
+        SettingError: the model has multi-head latent attention, whose matrices the installed vLLM puts elsewhere in
+            every sync.
+    """
+    latent = facts is not None and getattr(facts.model.config.get_text_config(), "kv_lora_rank", None)
+    if device != "cuda" or not latent or rollout.get("enforce_eager"):
+        return
+    if not versions.vllm_in(_KEEPS_LATENT_MATRICES):
+        rule = (
+            f"vllm {versions.installed('vllm')} allocates the matrices of latent attention anew in every weight sync, "
+            "and CUDA graphs go on with the old memory, so rollouts would be silently wrong."
+        )
+        setting = "actor_rollout_ref.rollout.enforce_eager"
+        raise SettingError(setting, False, rule, f"{setting}=True, or vllm{_KEEPS_LATENT_MATRICES}")
 
 
 def check_stream(

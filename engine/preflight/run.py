@@ -41,7 +41,7 @@ from .features import (
     check_sequence_parallel,
 )
 from .model_facts import ModelFacts, inspect_model
-from .rollout import check_road, check_rollout, check_stream
+from .rollout import check_graphs, check_road, check_rollout, check_stream
 
 __all__ = [
     "check_checkpoint",
@@ -109,6 +109,7 @@ def check_run(
     check_images(rollout, facts)
     colocated = (rollout.get("backend") or "naive") == "naive"
     if rollout.get("name"):
+        check_graphs(rollout, facts, device)
         check_stream(engine, n_gpus, rollout, facts, colocated=colocated)
     if not ipc and rollout.get("name"):
         check_rollout(engine, n_gpus if colocated else 0, rollout, facts)

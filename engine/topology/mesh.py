@@ -16,6 +16,7 @@ For 16 ranks, ``ep_size=8``, one replica:
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -82,6 +83,18 @@ class Topology:
         """The axes that shard the experts before FSDP does: ``ep`` and the inner ones."""
         return tuple(self.expert_axes)[2:]
 
+    def communicators(self, sp: int = 1) -> dict[str, int]:
+        """Return the groups of this topology that a rank exchanges tensors in, and their numbers of ranks.
+
+        An axis of all ranks has the group of the world (``init_device_mesh``), and both meshes share their replicas'.
+
+        Args:
+            sp: ranks that share packed rows.
+        """
+        axes = {"fsdp": self.fsdp, **self.expert_axes, "sp": sp, "dp": self.world // sp if sp > 1 else 1}
+        own = {name: size for name, size in axes.items() if 1 < size < self.world}
+        return {"world": self.world, **own} if self.world > 1 else {}
+
     def coordinate(self, fsdp_rank: int) -> dict[str, int]:
         """Return the index of a replica's ``fsdp_rank``-th rank on each sharding axis of both meshes."""
         at, rest = {"fsdp": fsdp_rank}, fsdp_rank
@@ -127,6 +140,11 @@ class Meshes:
         return self.dense.get_group("fsdp")
 
     @property
+    def reduces_by_nccl(self) -> bool:
+        """Whether NCCL reduces the gradients; a GPU's ranks may also be joined by gloo, which has fewer operations."""
+        return f"{self.dense.device_type}:nccl" in dist.get_backend_config(self.replica_group).split(",")
+
+    @property
     def fsdp_rank(self) -> int:
         return self.dense.get_local_rank("fsdp")
 
@@ -135,14 +153,20 @@ def build_meshes(device_type: str, topology: Topology) -> Meshes:
     """Create the meshes of ``topology`` and their process groups; collective.
 
     They are two root meshes rather than one flattened one: that is public API in every torch we support, and no
-    operation mixes parameters of the two.
+    operation mixes parameters of the two. Their replicas are the same ranks and share one group: each communicator
+    takes memory of its own.
     """
-    t = topology
-    return Meshes(
-        topology=t,
-        dense=init_device_mesh(device_type, (t.dp_replicate, t.fsdp), mesh_dim_names=("dp_replicate", "fsdp")),
-        experts=init_device_mesh(device_type, tuple(t.expert_axes.values()), mesh_dim_names=tuple(t.expert_axes)),
-    )
+    t, axes = topology, topology.expert_axes
+    dense = init_device_mesh(device_type, (t.dp_replicate, t.fsdp), mesh_dim_names=("dp_replicate", "fsdp"))
+    if t.dp_replicate == 1:
+        return Meshes(t, dense, init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes)))
+    ranks = torch.arange(t.world).view(*axes.values())
+    groups = [dense.get_group("dp_replicate")]
+    for dim in range(1, len(axes)):
+        of_axis = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
+        groups.append(dist.new_subgroups_by_enumeration(of_axis)[0])
+    names = tuple(axes)
+    return Meshes(t, dense, DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names))
 
 
 def check_sequence_size(world: int, size: int) -> None:

@@ -2,7 +2,7 @@
 
 The trainer derives it from its plan (``planned_layout``), the worker from its model (``actual_layout``, called by
 ``WeightSyncExtension.epfsdp2_check_layout``). An entry is a parameter's shape without vLLM's padding and, where the
-worker knows it, the global index of its first row: of vocabularies and of experts.
+worker knows it, the global index of its first row: of vocabularies and of experts. No plan has padded experts.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -92,6 +92,9 @@ def actual_layout(
             # The last worker's part of a small vocabulary may be padding alone.
             if all(shape) and is_expected(prefix + own, own, own in layer._parameters):
                 found[prefix + own] = entry(shape, _first_row(layer, own))
+                if hasattr(layer, "moe_config") and shape != list(tensor.shape):
+                    # vLLM 0.32 pads for FlashInfer's TRT-LLM kernel, also between the gate and the up projection.
+                    found[prefix + own] += f", padded to {list(tensor.shape)}"
     return found
 
 

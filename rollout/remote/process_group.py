@@ -10,6 +10,7 @@ Trainer ranks come first in the group, then rollout ranks.
 
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,10 @@ from ..transport.watched_sockets import WeightSyncError
 __all__ = ["Members", "SyncGroup", "connect_store", "register_message_types", "serve_store"]
 
 _FAILURE = "failure"
-_POLL_SECONDS = 0.01
+_POLL_SECONDS, _SHORTEST_POLL_SECONDS = 0.01, 0.0002
+# NCCL's watchdog counts from when a collective is launched, which may be long before the others are there.
+_NCCL_TIMEOUT = timedelta(days=1)
+_NCCL_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 # Anyone who reaches the store's port can write to it, so messages are JSON of registered types and are never unpickled.
 _MESSAGE_TYPES: dict[str, type] = {}
 _KIND, _DTYPE = "__kind__", "__dtype__"
@@ -125,13 +129,30 @@ class SyncGroup:
             )
         else:
             kind = dist.ProcessGroup.BackendType.NCCL
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            backend = dist.ProcessGroupNCCL(store, rank, size, options)
+            backend = _nccl(store, rank, size)
         group._set_default_backend(kind)
         backend._set_sequence_number_for_group()
         group._register_backend(torch.device(self.device.type), kind, backend)
         return group
+
+    def finish(self, work: dist.Work) -> None:
+        """Wait until a collective has ended on this rank, or has failed on any.
+
+        The host waits, since NCCL's ``wait`` does neither that nor raise, and its kernels go on when another member
+        leaves the group: whoever sees the failure in the store leaves it too (``abort_on_error``).
+
+        Raises:
+            WeightSyncError: a member failed, or did not take part in time.
+        """
+        deadline, pause = time.monotonic() + self.timeout_seconds, _SHORTEST_POLL_SECONDS
+        while not work.is_completed():
+            if self._store.check([_FAILURE]):
+                raise WeightSyncError(self._published_failure())
+            if time.monotonic() > deadline:
+                raise WeightSyncError(f"another rank took no part in a collective within {self.timeout_seconds:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_SECONDS)
+        work.wait()  # orders this rank's stream after it, and raises what the backend noticed
 
     # -- messages -------------------------------------------------------------------------------------------------
 
@@ -210,11 +231,31 @@ class SyncGroup:
         return str(_decode(self._store.get(_FAILURE)))
 
     def close(self) -> None:
-        """Leave the group; members that wait for this one fail at once."""
+        """Leave the group. With gloo, members that wait for this one fail at once; see ``finish`` for NCCL."""
         for group in (self.process_group, self._broadcast_group):
             if group is not None:
                 group.abort()
         self.process_group = self._broadcast_group = None
+
+
+def _nccl(store: dist.Store, rank: int, size: int) -> Any:
+    """Make a backend that raises NCCL's errors where they are waited for.
+
+    By default torch's watchdog ends the process at a collective that fails or takes too long, without a word to the
+    other members. It does not for a backend that is constructed with blocking waits (``ProcessGroupNCCL.cpp``, torch
+    2.13: ``asyncErrorHandling_`` is then ``NoHandling``). Other backends of the process keep their own setting.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = _NCCL_TIMEOUT
+    before = os.environ.get(_NCCL_BLOCKING_WAIT)
+    os.environ[_NCCL_BLOCKING_WAIT] = "1"
+    try:
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        if before is None:
+            del os.environ[_NCCL_BLOCKING_WAIT]
+        else:
+            os.environ[_NCCL_BLOCKING_WAIT] = before
 
 
 def _encode(value: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ with relays differs from the original only in its sources: of the workers of a n
 from the trainer rank that owns it and sends it to the others. Workers on the source's own node receive it directly.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,10 +51,11 @@ class RelayedExchange(Exchange):
 
     Args:
         sources: ranks below this number own tensors; the others receive and relay.
+        finish: waits for a collective, and raises if a member has failed (``SyncGroup.finish``).
     """
 
-    def __init__(self, *args: Any, sources: int, **kwargs: Any):
-        self._sources = sources
+    def __init__(self, *args: Any, sources: int, finish: Callable[[dist.Work], None], **kwargs: Any):
+        self._sources, self._wait_for_all = sources, finish
         super().__init__(*args, **kwargs)
         transfers = (t for template in self.plan.templates for tensor in template.tensors for t in tensor.transfers)
         self._has_relays = any(t.source >= sources for t in transfers)
@@ -76,6 +77,9 @@ class RelayedExchange(Exchange):
     def _receive_sizes(self, index: int) -> list[int]:
         # Relaying ranks have higher numbers than owners, so this is also the order in the receive buffer.
         return [a + b for a, b in zip(self._splits[index][1], self._relay_splits[index][1], strict=True)]
+
+    def _finish(self, work: dist.Work) -> None:
+        self._wait_for_all(work)
 
     def _wait(self, pending: PendingRound) -> torch.Tensor:
         received = super()._wait(pending)
@@ -104,4 +108,6 @@ class RelayedExchange(Exchange):
         relayed = received[len(received) - sum(receive_splits) :]
         self.traffic.sent += sent.numel()
         self.traffic.received += relayed.numel()
-        dist.all_to_all_single(relayed, sent, receive_splits, send_splits, group=self.group)
+        work = dist.all_to_all_single(relayed, sent, receive_splits, send_splits, group=self.group, async_op=True)
+        assert work is not None
+        self._finish(work)

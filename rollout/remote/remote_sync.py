@@ -139,6 +139,7 @@ class _Endpoint:
             self.group.device,
             self.group.process_group,
             sources=members.trainers,
+            finish=self.group.finish,
         )
 
     def _wait_for_requests(self) -> list[WorkerRequest]:
@@ -191,12 +192,12 @@ class Sender(_Endpoint):
         for chunks, bucket in _buckets(weights, limit, self.group.device):
             self.group.publish(f"bucket {index}", chunks)
             if pending is not None:
-                pending.wait()
+                self.group.finish(pending)
             pending = self.group.broadcast(bucket)
             sent, index = sent + bucket.numel(), index + 1
         self.group.publish(f"bucket {index}", None)
         if pending is not None:
-            pending.wait()
+            self.group.finish(pending)
         return sent
 
 
@@ -249,7 +250,7 @@ class Receiver(_Endpoint):
                 chunks, bucket, work = pending
                 index += 1
                 pending = self._bucket(index)
-                work.wait()
+                self.group.finish(work)
                 traffic.received += bucket.numel()
                 for chunk in chunks:
                     if chunk.start == 0:
@@ -260,7 +261,7 @@ class Receiver(_Endpoint):
                         yield chunk.name, tensor
         finally:
             while pending is not None:
-                pending[2].wait()
+                self.group.finish(pending[2])
                 index += 1
                 pending = self._bucket(index)
 

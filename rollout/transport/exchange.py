@@ -351,8 +351,11 @@ class Exchange:
 
     def _wait(self, pending: PendingRound) -> torch.Tensor:
         """Wait for a round and return the bytes that it received, ordered by source."""
-        pending.work.wait()
+        self._finish(pending.work)
         return pending.buffers.receive[: sum(self._receive_sizes(pending.index))]
+
+    def _finish(self, work: dist.Work) -> None:
+        work.wait()
 
     def _receive_sizes(self, index: int) -> list[int]:
         """Return the bytes that a round receives from each source."""

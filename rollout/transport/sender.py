@@ -116,8 +116,8 @@ class Bucket:
         self._send(is_last=True)
 
     def close(self) -> None:
-        """Make ``flush`` a no-op: what the exchange still receives is dropped."""
-        self._is_closed = True
+        """Make ``flush`` a no-op, since what the exchange still receives is dropped, and let the memory go."""
+        self._is_closed, self._memory = True, torch.empty(0, dtype=torch.uint8)
 
     def _contains(self, tensor: torch.Tensor) -> bool:
         """Tell whether a tensor lies in the bucket in the dtype and layout that the worker reads."""
@@ -166,7 +166,7 @@ def _class() -> type:
         fills_in_place = True
 
         async def async_send_weights(self, weights: Callable[[Bucket], AsyncIterable]) -> None:
-            bucket = None
+            bucket = weight = None
             try:
                 self._init_socket()
                 self._init_buffer()
@@ -178,6 +178,8 @@ def _class() -> type:
             finally:
                 if bucket is not None:
                     bucket.close()
+                # Its memory goes back to the device in the clean-up, if nothing views it any more: vLLM may need it.
+                bucket = weight = None
                 self._cleanup()
 
         def _init_buffer(self) -> None:
@@ -189,13 +191,18 @@ def _class() -> type:
                 self.buffer = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
 
         def _send_bucket(self, metadata: BucketMetadata, is_last: bool) -> None:
-            get_torch_device().synchronize()
+            self._await_writes()
             self.socket.send_pyobj({"bucket_meta": metadata, "is_last": is_last})
             self.socket.recv()
 
         def _send_alone(self, name: str, tensor: torch.Tensor) -> None:
-            get_torch_device().synchronize()
+            self._await_writes()
             self._direct_send_large_weight(name, tensor)
+
+        def _await_writes(self) -> None:
+            # Not the whole device: the next round is on its way, and waiting for it would undo the overlap. What was
+            # received was waited for on this stream.
+            get_torch_device().current_stream().synchronize()
 
     if fingerprint() in _KNOWN:
         return InPlaceSender

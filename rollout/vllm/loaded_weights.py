@@ -8,6 +8,7 @@ attributes.
 """
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,8 +18,12 @@ from ..layout.layout_check import prefix_of
 
 __all__ = ["running_weights", "unpack_by_index"]
 
-# Kernels that compute with w13_weight and w2_weight as vLLM's loader leaves them.
+logger = logging.getLogger("epfsdp2")
+
+# Kernels that compute with w13_weight and w2_weight as vLLM's loader leaves them, and those that want the up projection
+# above the gate (vllm/model_executor/layers/fused_moe/oracle/unquantized.py, 0.24 to 0.32).
 _PLAIN_EXPERT_BACKENDS = ("TRITON", "BATCHED_TRITON", "NONE")
+_SWAPPED_EXPERT_BACKENDS = ("FLASHINFER_CUTLASS",)
 
 
 def running_weights(model: torch.nn.Module, packed_linears: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
@@ -28,11 +33,11 @@ def running_weights(model: torch.nn.Module, packed_linears: bool = True) -> Iter
     ``[E, D, I / tp]`` whatever the version calls the module in between. The language-model head is the matrix that
     multiplies the hidden states, even if it is tied to the embedding.
 
+    Experts whose kernel has a layout that is not known here, such as FlashInfer's TRT-LLM blocks on Blackwell, are left
+    out with a warning.
+
     Args:
         packed_linears: whether to include linear layers that can only be read by applying them to an identity matrix.
-
-    Raises:
-        RuntimeError: the layout of an experts kernel is not known here.
     """
     heads = {id(layer) for name, layer in model.named_modules(remove_duplicate=False) if name.endswith("lm_head")}
     for name, layer in model.named_modules():
@@ -71,7 +76,10 @@ def _packed_linear(layer: Any) -> torch.Tensor:
 
 
 def _experts(prefix: str, layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    w13, w2 = _expert_weights(layer)
+    weights = _expert_weights(layer)
+    if weights is None:
+        return
+    w13, w2 = weights
     size, padded = layer.moe_config.intermediate_size_per_partition, w2.shape[2]
     if size != padded:
         w13 = torch.cat([w13[:, :size], w13[:, padded : padded + size]], dim=1)
@@ -83,7 +91,7 @@ def _experts(prefix: str, layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield prefix + name, tensor.detach()
 
 
-def _expert_weights(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _expert_weights(layer: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
     method = layer.quant_method
     kernel = getattr(method, "cpu_fused_moe", None)
     # From 0.29 on the kernel is another object, with one class per instruction set.
@@ -92,11 +100,13 @@ def _expert_weights(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
         pack: Callable[..., torch.Tensor] = functools.partial(_prepack, isa=isa)
     elif kernel is None:
         backend = getattr(getattr(method, "unquantized_backend", None), "name", "NONE")
-        if backend not in _PLAIN_EXPERT_BACKENDS:
-            raise RuntimeError(
-                f"can't read back experts of vLLM's {backend} backend: its weight layout is not known here"
-            )
-        return layer.w13_weight.detach(), layer.w2_weight.detach()
+        w13, w2 = layer.w13_weight.detach(), layer.w2_weight.detach()
+        if backend in _PLAIN_EXPERT_BACKENDS:
+            return w13, w2
+        if backend in _SWAPPED_EXPERT_BACKENDS:
+            return torch.cat(w13.chunk(2, dim=1)[::-1], dim=1) if layer.moe_config.is_act_and_mul else w13, w2
+        _warn_of(backend)
+        return None
     elif type(kernel).__name__ == "SGLFusedMOE":
         pack = torch.ops._C.convert_weight_packed
     elif kernel.forward_method.__name__ == "forward_grouped_gemm":
@@ -113,6 +123,16 @@ def _expert_weights(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
         )
         return up, down
     return unpack_by_index(layer.w13_weight.detach(), pack), unpack_by_index(layer.w2_weight.detach(), pack)
+
+
+@functools.cache
+def _warn_of(backend: str) -> None:
+    logger.warning(
+        "epfsdp2: experts of vLLM's %s backend can't be read back, because their layout is not known here; of these a "
+        "sync verifies what was received, and not what the model computes with. engine_kwargs.vllm.moe_backend=triton "
+        "has a known layout.",
+        backend,
+    )
 
 
 def _prepack(weight: torch.Tensor, isa: str) -> torch.Tensor:

@@ -189,6 +189,7 @@ class Reload:
             if (id(layer), name) not in loaded:
                 buffer.copy_(before)
         for model, _ in self._models:
+            reload_shims.finish_model(model)
             apply_buffer_updates(model, self._buffer_updates)
         # Without packed linear layers: reading them back takes a matrix product each.
         if wrong := self._checksums.difference(running_weights(self._models[0][0], packed_linears=False)):
@@ -294,8 +295,8 @@ def _slice_buffer(layer: torch.nn.Module, own: str, target: torch.Tensor) -> tor
     """Return memory that collects the slices of a parameter on meta until its layer is complete.
 
     It is the running parameter's memory if that has the same shape, strides and dtype and is not shared with other
-    tensors of the layer: vLLM processes the complete layer into new memory and only then copies it into the running
-    parameters. Otherwise it is newly allocated.
+    tensors of the layer: vLLM processes the complete layer into new memory, or in place (FlashInfer's blocks in 0.32),
+    and only then copies it into the running parameters. Otherwise it is newly allocated.
     """
     info = get_layerwise_info(layer)
     running = info.kernel_tensors[0].get(own)

@@ -8,7 +8,7 @@ from vllm.platforms import current_platform
 
 from .compat import get_layerwise_info
 
-__all__ = ["prepare_layer", "prepare_model"]
+__all__ = ["finish_model", "prepare_layer", "prepare_model"]
 
 # Models whose loader copies into these parameters directly instead of calling their weight loaders.
 _DIRECT_COPIES = {"GptOssModel": ("w13_weight", "w13_bias", "w2_weight", "w2_bias", "sinks")}
@@ -46,6 +46,18 @@ def prepare_model(model: torch.nn.Module) -> None:
                 if type(recorded.get(name)) is torch.nn.Parameter:
                     recorded[name].__class__ = _DirectlyCopiedParameter
                     recorded[name].weight_loader = _copy_values
+
+
+def finish_model(model: torch.nn.Module) -> None:
+    """Renew the float32 attention sinks of FlashInfer, which vLLM 0.24 makes of the first weights and then keeps.
+
+    They keep their memory, which CUDA graphs have the address of. vLLM 0.27.1 renews them itself.
+    """
+    for part in model.modules():
+        own = getattr(part, "sinks", None)
+        kept = getattr(getattr(getattr(part, "attn", None), "impl", None), "sinks", None)
+        if own is not None and kept is not None and kept is not own:
+            kept.copy_(own)
 
 
 class _DirectlyCopiedParameter(torch.nn.Parameter):

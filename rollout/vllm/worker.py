@@ -147,5 +147,6 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
         held = actual_layout(layers, rank_entry(group.rank_in_group, rollout), is_expected)
         if wrong := difference(layouts[worker], held):
             raise WeightSyncError(
-                f"worker {worker} of a replica: {wrong}. engine.rollout_sync=full works without a plan."
+                f"worker {worker} of a replica: {wrong}. engine.rollout_sync=full works without a plan, and experts "
+                "are not padded with actor_rollout_ref.rollout.engine_kwargs.vllm.moe_backend=triton."
             )

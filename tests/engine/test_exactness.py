@@ -14,6 +14,7 @@ from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.fsdp.wrap_plan import wrap_plan
 from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
+from epfsdp2.engine.topology.mesh import Meshes
 from tests.support.engine import sharded_model
 from tests.support.models import adam, reference_model, relative_error, save_qwen3_moe, token_batch, token_loss
 from tests.support.ranks import each_case, run_ranks
@@ -99,23 +100,27 @@ def _wrong_factor_is_seen(folder):
     assert min(errors) > 1e4 * RELATIVE
 
 
-def _sums_where_nccl_would_multiply_by_zero(folder):
+def _sums_where_nccl_can_not_multiply(folder):
     model, meshes = sharded_model(folder, WORLD, 2)
-    on_gpu = SimpleNamespace(topology=meshes.topology, dense=SimpleNamespace(device_type="cuda"))
-    for dtype, summed in (
-        (torch.float32, 0),
-        (torch.bfloat16, sum(isinstance(m, FSDPModule) for m in model.modules())),
+    dense = SimpleNamespace(device_type="cuda", get_group=meshes.dense.get_group)
+    on_gpu = Meshes(meshes.topology, dense, meshes.experts)
+    units = sum(isinstance(m, FSDPModule) for m in model.modules())
+    for backends, dtype, summed in (
+        ("cpu:gloo,cuda:nccl", torch.float32, 0),
+        ("cpu:gloo,cuda:nccl", torch.bfloat16, units),
+        (dist.get_backend_config(), torch.float32, units),  # that of these ranks: gloo, also for CUDA tensors
     ):
         plan = wrap_plan(model, ShardingOptions(param_dtype=torch.float32, reduce_dtype=dtype))
-        with mock.patch.object(FSDPModule, "set_force_sum_reduction_for_comms") as sums:
+        sums = mock.patch.object(FSDPModule, "set_force_sum_reduction_for_comms")
+        with mock.patch.object(dist, "get_backend_config", return_value=backends), sums as sums:
             for unit in plan:
                 parallelize.divide_gradient(model.get_submodule(unit.name), unit, on_gpu)
         assert sums.call_count == summed
 
 
-def test_a_bfloat16_reduction_on_a_gpu_sums_and_divides_after(tmp_path):
-    """NCCL's PREMUL_SUM gets a factor of zero there (pytorch#190745)."""
-    run_ranks(_sums_where_nccl_would_multiply_by_zero, WORLD, save_qwen3_moe(tmp_path))
+def test_a_reduction_in_bfloat16_or_over_gloo_on_a_gpu_sums_and_divides_after(tmp_path):
+    """NCCL's PREMUL_SUM gets a factor of zero in bfloat16 (pytorch#190745), and gloo has none."""
+    run_ranks(_sums_where_nccl_can_not_multiply, WORLD, save_qwen3_moe(tmp_path))
 
 
 def test_a_wrong_divide_factor_fails_by_orders_of_magnitude(tmp_path):

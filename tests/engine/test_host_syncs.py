@@ -10,15 +10,19 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Qwen3MoeConfig
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from epfsdp2.engine.moe.find import find_experts
 from epfsdp2.engine.moe.forward import ExpertsRuntime, attach, experts_forward
 from epfsdp2.engine.moe.gemm import backends
+from epfsdp2.engine.moe.router.losses import RouterLosses
 from tests.support.ranks import run_ranks
+from tests.support.settings import TINY
 
 E, K, D, TOKENS = 8, 2, 16, 12
 READS = ("item", "tolist", "numpy", "__bool__", "__int__", "__index__", "__float__")
+COPIES = ("new_tensor",)  # of the host's numbers, from memory that is not pinned
 OF_VALUES = ("nonzero", "masked_select", "bincount", "_unique2", "_local_scalar_dense", "repeat_interleave")
 
 
@@ -39,7 +43,7 @@ class Waits(TorchDispatchMode):
     @contextlib.contextmanager
     def counting(self):
         with contextlib.ExitStack() as stack:
-            for read in READS:
+            for read in (*READS, *COPIES):
                 stack.enter_context(mock.patch.object(torch.Tensor, read, self._noting(read), create=True))
             with self:
                 yield
@@ -47,9 +51,9 @@ class Waits(TorchDispatchMode):
     def _noting(self, read):
         original = getattr(torch.Tensor, read)
 
-        def noted(tensor, *args):
+        def noted(tensor, *args, **kwargs):
             self.found.append(read)
-            return original(tensor, *args)
+            return original(tensor, *args, **kwargs)
 
         return noted
 
@@ -83,6 +87,22 @@ def test_a_layer_waits_once_in_forward_and_never_in_backward():
 
 def test_without_expert_parallelism_it_never_waits():
     assert _waits(1) == ([], [])
+
+
+def _router_losses_wait():
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**TINY))
+    losses, waits = RouterLosses(model, find_experts(model), 0.1, 0.1), Waits()
+    losses.begin(TOKENS)
+    losses.watch()
+    model(input_ids=torch.randint(0, 32, (1, TOKENS)), use_cache=False)
+    is_token = torch.arange(TOKENS) < TOKENS - 2
+    with waits.counting():
+        losses.loss(is_token).backward()
+    assert waits.found == []
+
+
+def test_router_losses_never_wait():
+    run_ranks(_router_losses_wait, 1)
 
 
 def test_what_would_wait_is_seen():

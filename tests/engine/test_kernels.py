@@ -3,12 +3,15 @@
 import importlib
 import math
 import os
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
 from benchmarks.kernel_model import mm_order, outer_order
+from epfsdp2.engine.moe import forward
+from epfsdp2.engine.moe.gemm import backends
 from epfsdp2.engine.moe.gemm.backends import Groups, TorchBackend
 from epfsdp2.engine.moe.gemm.gate import Gate
 from tests.support.engine import sharded_model
@@ -40,6 +43,51 @@ def kernels():
 
 def drawn(*shape, dtype=torch.float32, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("capability", "mm", "outer"),
+    [
+        ((8, 6), "triton", "triton"),
+        ((9, 0), "torch", "torch"),
+        ((10, 0), "torch", "triton"),  # torch has a kernel that leaves garbage for experts without rows
+        ((10, 3), "torch", "triton"),
+        ((11, 0), "triton", "triton"),  # torch loops over the experts
+        ((12, 0), "triton", "triton"),
+    ],
+)
+def test_mixed_takes_the_grouped_gemm_that_torch_has_a_right_kernel_for(kernels, monkeypatch, capability, mm, outer):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    torchs = SimpleNamespace(mm=lambda *args: "torch", outer=lambda *args: "torch")
+    monkeypatch.setattr(kernels.MixedBackend, "_torch", torchs)
+    for operator in ("mm", "outer"):
+        monkeypatch.setattr(kernels.TritonBackend, operator, lambda *args: "triton")
+    rows = torch.empty(64, 16, dtype=torch.bfloat16, device="meta")
+    weight, mixed = rows.new_empty(4, 16, 16), kernels.MixedBackend()
+    assert (mixed.mm(rows, weight, None), mixed.outer(rows, rows, None)) == (mm, outer)
+
+
+def test_torch_leaves_no_garbage_for_experts_without_rows_where_its_kernel_does(monkeypatch):
+    """As CUTLASS on compute capability 10.x (pytorch#172439)."""
+    groups, rows = Groups(torch.tensor(COUNTS), sum(COUNTS)), drawn(sum(COUNTS), 16)
+    want = TorchBackend().outer(rows, rows, groups)
+    grouped_mm, asked = backends.torch_grouped_mm, []
+
+    def leaves_garbage(a, b, offs):
+        asked.append(offs)
+        empty = (groups.counts_e == 0)[:, None, None]
+        return grouped_mm(a, b, offs=offs).masked_fill(empty, float("nan"))
+
+    for place in (backends, forward):
+        monkeypatch.setattr(place, "torch_grouped_mm", leaves_garbage)
+    monkeypatch.setattr(backends, "_on_cpu", lambda tensor: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    assert relative_error(TorchBackend().outer(rows, rows, groups), want) < 1e-6 and len(asked) == 1
+    weight = drawn(len(COUNTS), 16, 16).requires_grad_()
+    forward.grouped_linear(rows, weight, groups.counts_e, None, False).sum().backward()
+    assert len(asked) == 1, "autograd would compute the weight's gradient with it"
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, BFLOAT16), (torch.float16, 1e-3)])

@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.topology.expert_placement import ep_fsdp_dim, model_parallel_placements
-from epfsdp2.engine.topology.mesh import Topology, divisors
+from epfsdp2.engine.topology.mesh import Topology, build_meshes, divisors
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, reference_model, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks
@@ -63,6 +64,32 @@ def test_build_meshes_puts_every_rank_into_groups_of_the_right_ranks(world):
             # Neighbours share an EP group; the ranks of one ep_fsdp group are ep apart.
             assert all(a["ep_fsdp"] == r // ep and a["ep"] == r % ep for r, a in enumerate(at))
             assert Counter(a["ep"] for a in at) == dict.fromkeys(range(ep), t.ep_fsdp)
+
+
+@pytest.mark.parametrize("rank", [0, 5, 14])
+def test_build_meshes_shares_the_replicas_group_and_names_its_communicators(rank):
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=16)
+    try:
+        t = Topology.arrange(16, 4, 8)
+        before = set(dist.distributed_c10d._world.pg_map)
+        meshes = build_meshes("cpu", t)
+        made = {g for g in set(dist.distributed_c10d._world.pg_map) - before if g.size() > 1}
+        ranks = {name: dist.get_process_group_ranks(meshes.experts.get_group(name)) for name in t.expert_axes}
+        assert meshes.experts.get_group("dp_replicate") is meshes.dense.get_group("dp_replicate")
+        first = rank % 8
+        assert ranks["dp_replicate"] == [first, first + 8]
+        assert ranks["ep_fsdp"] == [rank - rank % 8 + rank % 4, rank - rank % 8 + rank % 4 + 4]
+        assert ranks["ep"] == list(range(rank - rank % 4, rank - rank % 4 + 4))
+        assert meshes.experts_shard.mesh_dim_names == ("dp_replicate", "ep_fsdp")
+        assert len(made) + 1 == len(t.communicators()) == 5
+    finally:
+        dist.destroy_process_group()
+
+
+def test_communicators_of_axes_of_all_ranks_are_the_worlds():
+    assert Topology.arrange(1, 1).communicators() == {}
+    assert Topology.arrange(8, 8).communicators() == {"world": 8}
+    assert Topology.arrange(8, 2).communicators(sp=2) == {"world": 8, "ep_fsdp": 4, "ep": 2, "sp": 2, "dp": 4}
 
 
 @pytest.mark.parametrize(

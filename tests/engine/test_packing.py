@@ -1,6 +1,7 @@
 """Sequences packed into one row against the same apart, for every family of the parity table."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -12,6 +13,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.fsdp.activation_checkpoint import checkpoint_layers
+from epfsdp2.engine.model import packing
+from epfsdp2.engine.model.layers import layer_names
+from epfsdp2.engine.model.packed_attention import spans_of
 from epfsdp2.engine.model.packing import PackedSequences, lengths_taken, why_not_packed
 from epfsdp2.engine.model.vision import VisionTowerSync
 from epfsdp2.engine.preflight.features import check_packing
@@ -263,6 +268,41 @@ def test_kernels_that_take_lengths_are_handed_them(monkeypatch):
     assert relative_error(_packed(model, ids), apart) < EXACT
     numbers = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS)).tolist()
     assert calls == [("seq_idx", [numbers]), ("cu_seqlens", [0, 11, 12, 26, 32])] * len(mixers)
+
+
+def _fake_flash(module, query, key, value, attention_mask, position_ids=None, **kwargs):
+    """Flash attention's varlen path as transformers calls it, by sdpa; it sees lengths alone."""
+    assert attention_mask is None and position_ids is None, "transformers would look for sequences in the positions"
+    ends, longest = kwargs.pop("cu_seq_lens_q"), kwargs.pop("max_length_q")
+    assert kwargs.pop("cu_seq_lens_k") is ends and kwargs.pop("max_length_k") == longest and type(longest) is int
+    calls.append((ends.tolist(), ends.dtype, longest))
+    parts = [slice(a, b) for a, b in itertools.pairwise(ends.tolist())]
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    outputs = [sdpa(module, query[:, :, at], key[:, :, at], value[:, :, at], None, **kwargs)[0] for at in parts]
+    return torch.cat(outputs, dim=1), None
+
+
+@pytest.mark.parametrize("sequences", [LENGTHS, LENGTHS[:1]])
+def test_flash_attention_is_handed_the_lengths_of_a_row_once_computed(monkeypatch, sequences):
+    model, (ids, _) = _model("qwen3_moe", "sdpa"), _sequences()
+    ids = ids[: len(sequences)]
+    apart = _apart(model, ids)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", _fake_flash)
+    _attend_by(model, "flash_attention_2")
+    found = []
+    monkeypatch.setattr(packing, "spans_of", lambda positions: found.append(1) or spans_of(positions))
+    for _ in range(2):  # the attention is wrapped once
+        PackedSequences(model)
+    layers = [model.get_submodule(fqn) for fqn in layer_names(model)]
+    checkpoint_layers(layers, (), 8, "full")
+    model.train()
+    calls.clear()
+    packed = _packed(model, ids)
+    assert relative_error(packed, apart) < EXACT
+    packed.sum().backward()
+    ends = [0, *itertools.accumulate(sequences)]
+    assert calls == [(ends, torch.int32, max(sequences))] * 2 * len(layers), "in the forward, and computed again"
+    assert len(found) == 2, "by each of the two, for all layers"
 
 
 def test_a_kernel_without_the_argument_is_called_for_each_sequence(monkeypatch):

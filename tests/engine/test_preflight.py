@@ -28,7 +28,7 @@ from epfsdp2.engine.preflight import run as preflight
 from epfsdp2.engine.preflight.dense_models import not_applied, without_experts
 from epfsdp2.engine.preflight.features import check_attention
 from epfsdp2.engine.preflight.model_facts import inspect_model, largest_sent
-from epfsdp2.engine.preflight.rollout import check_rollout
+from epfsdp2.engine.preflight.rollout import check_graphs, check_rollout
 from epfsdp2.engine.preflight.run import check_model_settings, check_run, check_training, check_versions
 from epfsdp2.rollout.layout.sync_mode import EXTENSION
 from tests.support.settings import TINY, checkpoint, engine
@@ -608,6 +608,26 @@ def rollout(tp=2, **settings):
     """A rollout of verl's that slices can be sent to; keys of ``vllm`` are vLLM's own."""
     vllm = {"worker_extension_cls": EXTENSION, **settings.pop("vllm", {})}
     return {"name": "vllm", "tensor_model_parallel_size": tp, "engine_kwargs": {"vllm": vllm}, **settings}
+
+
+def test_latent_attention_in_cuda_graphs_needs_a_vllm_that_keeps_its_matrices(tmp_path, model, installs):
+    latent = checkpoint(tmp_path / "latent", "deepseek_v3", num_hidden_layers=2, first_k_dense_replace=1)
+    facts, plain = (check_training(engine(), 2, model, device="cpu") for model in (latent, model))
+    installs("vllm", "0.24.0")
+    for graphs in ({}, {"enforce_eager": False}):
+        with pytest.raises(SettingError) as caught:
+            check_graphs(graphs, facts, "cuda")
+    text = paragraph(caught.value, "actor_rollout_ref.rollout.enforce_eager", False)
+    assert "vllm 0.24.0 allocates" in text and text.endswith("enforce_eager=True, or vllm>=0.27.1")
+    for works in (
+        ({"enforce_eager": True}, facts, "cuda"),
+        ({}, facts, "cpu"),
+        ({}, plain, "cuda"),
+        ({}, None, "cuda"),
+    ):
+        check_graphs(*works)
+    installs("vllm", "0.27.1")
+    check_graphs({}, facts, "cuda")
 
 
 @pytest.mark.parametrize("wanted", ["full", "auto", "sliced", "expert_local"])

@@ -3,13 +3,17 @@
 import contextlib
 import io
 import shlex
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import Qwen3MoeConfig
 
 from epfsdp2.engine.config import EPFSDP2ActorConfig, EPFSDP2EngineConfig
+from epfsdp2.engine.planner import run
 from epfsdp2.engine.planner.memory import IMBALANCE, Batch, peak
 from epfsdp2.engine.planner.run import StepEstimate, configured_batch, format_plan
 from epfsdp2.engine.planner.traffic import collectives
@@ -125,3 +129,18 @@ def _example(folder):
     lines = ppo_worker(folder, ep=1, optimizer={"foreach": True}).engine.run_plan.lines()
     assert any("1024 tokens are an example" in line for line in lines)
     assert any(line.startswith("not counted: ") and "foreach" in line for line in lines)
+
+
+def test_what_is_outside_of_torchs_allocator_is_named(monkeypatch):
+    sizes = SimpleNamespace(
+        get_nvl_buffer_size_hint=lambda nbytes, ranks: nbytes * ranks << 10,
+        get_rdma_buffer_size_hint=lambda *_: 1 << 30,
+    )
+    buffer = SimpleNamespace(get_dispatch_config=lambda ranks: sizes, get_combine_config=lambda ranks: sizes)
+    monkeypatch.setitem(sys.modules, "deep_ep", SimpleNamespace(Buffer=buffer))
+    model = SimpleNamespace(hf_config=Qwen3MoeConfig(hidden_size=2048))
+    engine, topology = EPFSDP2EngineConfig(ep_size=4, dispatcher="deepep"), Topology.arrange(16, 4, 8)
+    communicators, deepep = run._outside(engine, model, topology, "cuda")
+    assert communicators == "buffers of 5 NCCL communicators (world, fsdp, dp_replicate, ep_fsdp, ep)"
+    assert deepep.startswith("DeepEP's buffers (1.02 GiB)")
+    assert run._outside(EPFSDP2EngineConfig(), model, topology, "cpu") == []

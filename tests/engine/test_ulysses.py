@@ -1,5 +1,6 @@
 """Ranks that share rows compute what the plain model does in one process."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -173,6 +174,36 @@ def _mask_of_slices(*, q_length, kv_length, **kwargs):
 
 def test_the_comparison_tells_wrong_ones():
     run_ranks(_wrong_ones_differ, 2)
+
+
+def _flash_sees_whole_rows():
+    handed = []
+
+    def flash(module, query, key, value, attention_mask, position_ids=None, **kwargs):
+        handed.append((kwargs.pop("cu_seq_lens_q").tolist(), kwargs.pop("cu_seq_lens_k").tolist(), position_ids))
+        assert (kwargs.pop("max_length_q"), kwargs.pop("max_length_k")) == (max(LENGTHS),) * 2
+        parts = [slice(a, b) for a, b in itertools.pairwise(handed[-1][0])]
+        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        outputs = [sdpa(module, query[:, :, at], key[:, :, at], value[:, :, at], None, **kwargs)[0] for at in parts]
+        return torch.cat(outputs, dim=1), None
+
+    group, (ids, _) = dist.group.WORLD, _row()
+    wanted, model = _one_by_one("qwen3_moe"), _family("qwen3_moe")
+    ALL_ATTENTION_FUNCTIONS.register("flash_attention_2", flash)
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation = "flash_attention_2"
+    PackedSequences(model)
+    SequenceParallel(model, group)
+    positions, own = torch.cat([torch.arange(length) for length in LENGTHS])[None], _own(group)
+    logits = model(input_ids=torch.cat(ids, 1)[:, own], position_ids=positions, use_cache=False).logits
+    assert _error(logits, wanted[0][:, own]) < EXACT
+    ends = [0, *itertools.accumulate(LENGTHS)]
+    assert handed == [(ends, ends, None)] * len(layer_names(model))
+
+
+def test_flash_attention_is_handed_the_lengths_of_the_whole_row():
+    run_ranks(_flash_sees_whole_rows, 2)
 
 
 def _sp(size, ep, **settings):

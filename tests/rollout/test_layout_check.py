@@ -54,7 +54,7 @@ def test_planned_layout_of_experts_that_do_not_divide():
     assert planned[2][RANK] == "0 of 2 in tensor parallel, experts whole"
 
 
-def _held(places):
+def _held(places, unpadded=48):
     """Return the actual layout of one experts layer with the given expert map."""
     layer = torch.nn.Module()
     layer.w2_weight = torch.nn.Parameter(torch.empty(2, 64, 48, device="meta"))
@@ -63,17 +63,26 @@ def _held(places):
         hidden_dim=64,
         hidden_dim_unpadded=64,
         intermediate_size_per_partition=48,
-        intermediate_size_per_partition_unpadded=40,
+        intermediate_size_per_partition_unpadded=unpadded,
     )
     layers = [("mlp.experts.routed_experts", layer, {"w2_weight": layer.w2_weight, "_expert_map": layer._expert_map})]
     return actual_layout(layers, rank_entry(0, Rollout(1)), lambda name, own, is_parameter: is_parameter)
 
 
-def test_actual_layout_names_experts_without_padding():
-    assert _held([-1, -1, 0, 1])["mlp.experts.w2_weight"] == "[2, 64, 40] from 2"
-    assert _held([0, -1, 1, -1])["mlp.experts.w2_weight"] == "[2, 64, 40] from experts [0, 2]"
-    assert _held([1, 0, -1, -1])["mlp.experts.w2_weight"] == "[2, 64, 40] from experts [1, 0]"
+def test_actual_layout_names_experts():
+    assert _held([-1, -1, 0, 1])["mlp.experts.w2_weight"] == "[2, 64, 48] from 2"
+    assert _held([0, -1, 1, -1])["mlp.experts.w2_weight"] == "[2, 64, 48] from experts [0, 2]"
+    assert _held([1, 0, -1, -1])["mlp.experts.w2_weight"] == "[2, 64, 48] from experts [1, 0]"
     assert set(_held([0, 1, -1, -1])) == {RANK, "mlp.experts.w2_weight"}
+
+
+def test_padded_experts_differ_from_every_plan():
+    """Slices would be placed as if there were no padding between the gate and the up projection."""
+    planned, held = {"mlp.experts.w2_weight": "[2, 64, 40] from 2"}, _held([-1, -1, 0, 1], unpadded=40)
+    assert held["mlp.experts.w2_weight"] == "[2, 64, 40] from 2, padded to [2, 64, 48]"
+    assert "first mlp.experts.w2_weight" in difference(
+        planned, {"mlp.experts.w2_weight": held["mlp.experts.w2_weight"]}
+    )
 
 
 def test_actual_layout_omits_a_vocabulary_part_of_padding_only():

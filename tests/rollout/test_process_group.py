@@ -1,8 +1,10 @@
 """The process group built outside of any torch world, and the messages of its members."""
 
+import os
 import pickle
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +13,9 @@ import torch.distributed as dist
 from epfsdp2.engine.topology.index_ranges import ShardStep
 from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.rollout.layout import vllm_layout
-from epfsdp2.rollout.remote import remote_sync
+from epfsdp2.rollout.remote import process_group, remote_sync
 from epfsdp2.rollout.remote.process_group import Members, SyncGroup
+from epfsdp2.rollout.transport.exchange import PendingRound
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
 from tests.support.peers import three_members
 
@@ -128,6 +131,77 @@ def test_abort_on_error_publishes_the_cause_and_ends_all_waits(together):
     assert all(group.failed for group in members)
     with pytest.raises(WeightSyncError, match="a fault that the test injected"):
         members[0].wait_for("anything")
+
+
+class _LikeNccls:
+    """A collective that the others never complete: its wait neither blocks the host nor raises."""
+
+    def is_completed(self):
+        return False
+
+    def wait(self):
+        return True
+
+
+def test_a_wait_of_nccls_ends_with_the_cause_when_a_member_fails(together):
+    members, each = together
+
+    def part(group):
+        with pytest.raises(WeightSyncError) as caught, group.abort_on_error():
+            if group.rank == 2:
+                time.sleep(0.2)
+                raise ValueError("a fault that the test injected")
+            group.finish(_LikeNccls())
+        return str(caught.value)
+
+    started = time.monotonic()
+    causes = each(part, members)
+    assert time.monotonic() - started < SECONDS
+    cause = "rollout rank 0: ValueError: a fault that the test injected"
+    assert causes[:2] == [f"weight sync failed on trainer rank {rank}: {cause}" for rank in range(2)]
+    assert all(group.failed and group.process_group is None for group in members), "everyone's kernels are aborted"
+
+
+def test_a_collective_that_a_member_never_joins_ends_in_time(together):
+    (first, *_), _ = together
+    first.timeout_seconds = 0.1
+    with pytest.raises(WeightSyncError, match=r"another rank took no part in a collective within 0.1 s"):
+        first.finish(_LikeNccls())
+
+
+def test_rounds_and_buckets_are_waited_for_on_the_host(together):
+    (first, *_), _ = together
+    first.timeout_seconds = 0.1
+    heads = vllm_layout.Heads(4, 2, 8, "qwen3_moe")
+    tensors = (vllm_layout.TensorSpec("model.norm.weight", (4,), 2, (ShardStep(0, "fsdp", 2),)),)
+    sharded = remote_sync.ShardedModel(
+        tensors, (("model.norm.weight", torch.bfloat16),), (), Topology(2, 1, 2, 1), heads
+    )
+    layout = remote_sync.TrainerLayout("auto", 0, "qwen3_moe", 1 << 20, sharded)
+    request = remote_sync.WorkerRequest("sliced", vllm_layout.Rollout(1), 0)
+    exchange = remote_sync._Endpoint(first)._plan(layout, [request])
+    with pytest.raises(WeightSyncError, match="took no part"):
+        exchange._wait(PendingRound(0, _LikeNccls(), None))
+    first.broadcast = lambda bucket: _LikeNccls()
+    with pytest.raises(WeightSyncError, match="took no part"):
+        remote_sync.Sender(first)._broadcast(iter({"a": torch.ones(4)}.items()), 8)
+
+
+def test_nccls_watchdog_leaves_the_process_alone(monkeypatch):
+    """It reads the environment when a backend is constructed, and kills the process at a time-out otherwise."""
+    made = []
+
+    def construct(store, rank, size, options):
+        made.append((os.environ["TORCH_NCCL_BLOCKING_WAIT"], options._timeout.total_seconds()))
+
+    construct.Options = SimpleNamespace
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", construct, raising=False)
+    for before in (None, "0"):
+        if before is not None:
+            monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", before)
+        process_group._nccl(dist.HashStore(), 0, 1)
+        assert os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == before
+    assert made == [("1", 86400.0)] * 2
 
 
 def test_abort_on_error_reports_the_collectives_error_behind_torchs(together, tmp_path):

@@ -4,6 +4,7 @@ import asyncio
 import os
 import threading
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -177,6 +178,45 @@ def test_bucket_contents_equal_those_of_verls_sender(monkeypatch):
     sender._class.cache_clear()
     assert buckets == their_buckets and len(buckets) > 3
     assert all(torch.equal(ours[name], tensor) and torch.equal(theirs[name], tensor) for name, tensor in weights)
+
+
+def _views_of_the_bucket(bucket):
+    (into,) = bucket.allocate([4000], 4000)
+    for i in range(3):
+        yield f"{i}", into.view(torch.float32)[:100].fill_(i)
+        bucket.flush()
+
+
+def test_nothing_views_the_bucket_when_its_memory_is_given_back(monkeypatch):
+    """What is still referenced stays reserved on the GPU, beside vLLM's cache."""
+    references, cls = [], sender._class()
+    cleanup = cls._cleanup
+
+    def count(self):
+        references.append(torch._C._storage_Use_Count(self.buffer.untyped_storage()._cdata))
+        cleanup(self)
+
+    monkeypatch.setattr(cls, "_cleanup", count)
+    tensors, _, _ = _send(f"ipc:///tmp/epfsdp2-test-{os.getpid()}.sock", _views_of_the_bucket)
+    assert [tensors[f"{i}"][0] for i in range(3)] == [0, 1, 2]
+    alone = torch.empty(4)
+    assert references == [torch._C._storage_Use_Count(alone.untyped_storage()._cdata)]
+
+
+def test_before_a_bucket_is_sent_its_own_stream_is_waited_for_and_not_the_device(monkeypatch):
+    """The next round is in flight on other streams."""
+    waits = []
+    stream = SimpleNamespace(synchronize=lambda: waits.append("stream"))
+    device = SimpleNamespace(
+        current_stream=lambda: stream, synchronize=lambda: waits.append("device"), empty_cache=lambda: None
+    )
+    sender._class.cache_clear()
+    monkeypatch.setattr("verl.utils.device.get_torch_device", lambda: device)
+    try:
+        _, buckets, _ = _send(f"ipc:///tmp/epfsdp2-test-{os.getpid()}.sock", _views_of_the_bucket)
+    finally:
+        sender._class.cache_clear()
+    assert waits == ["stream"] * len(buckets) and len(buckets) == 4
 
 
 def test_fingerprint_of_installed_verl_is_known():

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from epfsdp2.rollout.transport.checksums import PlacedChecksums
 from epfsdp2.rollout.vllm.accounting import unpadded_numel
-from epfsdp2.rollout.vllm.loaded_weights import unpack_by_index
+from epfsdp2.rollout.vllm.loaded_weights import running_weights, unpack_by_index
 from tests.support import verify
 
 CONFIG = SimpleNamespace(
@@ -95,6 +96,37 @@ def test_unpack_by_index_inverts_a_packing_in_every_dtype(dtype):
     assert torch.equal(unpack_by_index(pack(plain), pack), plain)
     with pytest.raises(RuntimeError, match="80 x 30 expert is not a permutation"):
         unpack_by_index(plain, lambda weight: weight.clamp(max=7))
+
+
+def _experts(backend, w13, w2):
+    """A model of one experts layer as a vLLM with this backend leaves it."""
+    layer, model = torch.nn.Module(), torch.nn.Module()
+    layer.w13_weight, layer.w2_weight = (torch.nn.Parameter(w, requires_grad=False) for w in (w13, w2))
+    layer.quant_method = SimpleNamespace(unquantized_backend=SimpleNamespace(name=backend), moe_kernel=None)
+    layer.moe_config = SimpleNamespace(intermediate_size_per_partition=4, is_act_and_mul=True)
+    model.experts, model.norm = layer, torch.nn.LayerNorm(6)
+    return model
+
+
+def test_swapped_experts_are_read_back_and_unknown_layouts_are_left_out_with_a_warning(caplog):
+    w13, w2 = torch.randn(3, 8, 6), torch.randn(3, 6, 4)
+    placed = PlacedChecksums()
+    placed.add("experts.w13_weight", (0, 0, 0), w13[:, :4])
+    placed.add("experts.w13_weight", (0, 4, 0), w13[:, 4:])
+    placed.add("experts.w2_weight", (0, 0, 0), w2)
+    placed.add("norm.weight", (0,), torch.ones(6))
+    swapped, blocks = torch.cat([w13[:, 4:], w13[:, :4]], dim=1), (w13.view(3, 2, 4, 6), w2.view(3, 2, 3, 4))
+    for backend, held in (
+        ("TRITON", (w13, w2)),
+        ("FLASHINFER_CUTLASS", (swapped, w2)),
+        ("FLASHINFER_TRTLLM", blocks),  # a 4-D layout: vLLM's default on compute capability 10.x
+    ):
+        model = _experts(backend, *held)
+        assert placed.difference(running_weights(model)) == ""
+        model.norm.weight.data[0] = 2
+        assert "norm.weight" in placed.difference(running_weights(model)), "the rest is still verified"
+    assert "w13_weight" in placed.difference(running_weights(_experts("FLASHINFER_CUTLASS", w13, w2)))
+    assert caplog.text.count("FLASHINFER_TRTLLM backend can't be read back") == 1
 
 
 def test_unpadded_numel_excludes_padding():

@@ -43,6 +43,20 @@ def test_prepare_layer_drops_the_kernel_on_a_cpu_only(shims, monkeypatch):
         assert (layer.quant_method.moe_kernel is None) == is_cpu
 
 
+def test_finish_model_renews_sinks_that_vllm_keeps_in_float32(shims):
+    """As FlashInfer's of vLLM 0.24, which converts them once."""
+    model, sinks = torch.nn.Module(), torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16), requires_grad=False)
+    model.sinks, model.attn = sinks, torch.nn.Identity()
+    model.attn.impl = SimpleNamespace(sinks=sinks.float())
+    kept = model.attn.impl.sinks
+    sinks.fill_(3)
+    shims.finish_model(model)
+    assert model.attn.impl.sinks is kept and kept.tolist() == [3] * 4
+    model.attn.impl.sinks = sinks
+    shims.finish_model(model)
+    assert model.attn.impl.sinks is sinks
+
+
 @pytest.mark.parametrize("name", ["GptOssModel", "AnotherModel"])
 def test_prepare_model_counts_direct_copies_of_gpt_oss(shims, name):
     """vLLM's own reload loses such tensors, which is why gpt-oss needs it; other models are left as they are."""

@@ -32,6 +32,10 @@ __all__ = [
     "backend_named",
     "choose_backend",
     "has_backend",
+    "has_native_grouped_mm",
+    "supports_grouped_mm",
+    "torch_grouped_mm",
+    "zeroes_empty_groups",
 ]
 
 BACKENDS = ("auto", "torch", "triton", "reference")
@@ -41,6 +45,10 @@ _SETTING = "engine.experts_backend"
 _NO_GATE = "this backend computes no activation: its gate() is None"
 _WIDTH = 8  # a vector is a GEMM operand of this width: rows have at least 16 bytes in every dtype
 _OLDEST = (8, 0)  # compute capability that the Triton kernels are written for
+# The major compute capabilities that torch's grouped GEMM has a kernel for. On others it loops over the experts, and
+# waits for their sizes (torch 2.13, cuda/GroupedBlas.cpp: _scaled_mm_allowed_device(sm90_only, sm100_only)).
+_NATIVE = (9, 10)
+_LEAVES_GARBAGE = 10  # where a product over no rows is what its memory was (pytorch#172439, CUTLASS#2674)
 
 
 class Groups:
@@ -186,7 +194,8 @@ class TorchBackend:
 
     def outer(self, a, b, groups):
         if torch_grouped_mm is not None and supports_grouped_mm(a, b) and not _on_cpu(a):
-            return torch_grouped_mm(a.t(), b, offs=groups.offsets_e)
+            out = torch_grouped_mm(a.t(), b, offs=groups.offsets_e)
+            return out if zeroes_empty_groups() else out.masked_fill_((groups.counts_e == 0)[:, None, None], 0)
         out = a.new_empty((groups.counts_e.shape[0], a.shape[1], b.shape[1]))
         for expert, begin, end in groups.spans():
             if end > begin:
@@ -238,6 +247,16 @@ def supports_grouped_mm(rows: torch.Tensor, other: torch.Tensor) -> bool:
     aligned = all(size * rows.element_size() % 16 == 0 for size in sizes)
     taken = rows.dtype == torch.bfloat16 or (rows.device.type == "cpu" and rows.dtype != torch.float64)
     return aligned and rows.shape[0] > 0 and taken
+
+
+def has_native_grouped_mm() -> bool:
+    """Return whether this machine's GPU has a kernel for torch's grouped GEMM in bfloat16."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in _NATIVE
+
+
+def zeroes_empty_groups() -> bool:
+    """Return whether torch's grouped GEMM makes the weights' gradient of an expert without rows zero."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != _LEAVES_GARBAGE
 
 
 @dataclass(frozen=True)

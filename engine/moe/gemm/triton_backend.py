@@ -9,13 +9,12 @@ import torch
 import triton
 
 from . import triton_gemms, triton_rows
-from .backends import TorchBackend, supports_grouped_mm
+from .backends import TorchBackend, has_native_grouped_mm, supports_grouped_mm, zeroes_empty_groups
 from .gate import gate_of
 from .triton_tiles import INTERPRETED, gate_tiles, launch_fastest, mm_tiles, outer_tiles, tiles_of
 
 __all__ = ["MixedBackend", "TritonBackend"]
 
-_NATIVE_SINCE = (9, 0)  # compute capability from which torch has a native grouped GEMM
 _WIDEST = 16 if INTERPRETED else 1024  # columns of a row that one program copies
 _ROWS, _COLUMNS = (4, 16) if INTERPRETED else (4, 256)  # of an activation that one program computes at a time
 _SEGMENT = 16 if INTERPRETED else 128  # rows that one program sums
@@ -230,7 +229,7 @@ class TritonBackend:
 
 
 class MixedBackend(TritonBackend):
-    """Torch's grouped GEMM on compute capability 9.0 and up in bfloat16, where it is native; else Triton.
+    """Torch's grouped GEMM in bfloat16 where it has a kernel for the GPU, and that kernel is right; else Triton.
 
     Beside torch's GEMM the gated activation is one kernel, and so is its backward.
     """
@@ -243,7 +242,8 @@ class MixedBackend(TritonBackend):
         return (self._torch.mm if is_native else super().mm)(rows, in_out, groups, bias)
 
     def outer(self, a, b, groups):
-        return (self._torch.outer if _native(a, b) else super().outer)(a, b, groups)
+        is_native = _native(a, b) and zeroes_empty_groups()
+        return (self._torch.outer if is_native else super().outer)(a, b, groups)
 
     def up_gate(self, rows, in_out, groups, bias, gate):
         if bias is not None or not _native(rows, in_out):
@@ -258,8 +258,4 @@ class MixedBackend(TritonBackend):
 
 
 def _native(rows: torch.Tensor, other: torch.Tensor) -> bool:
-    return supports_grouped_mm(rows, other) and (rows.device.type == "cpu" or _has_native())
-
-
-def _has_native() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= _NATIVE_SINCE
+    return supports_grouped_mm(rows, other) and (rows.device.type == "cpu" or has_native_grouped_mm())

@@ -62,20 +62,18 @@ class _Layer:
         self.ids = self.logits = None
         self.rows_before = rows_computed(self.info.module) or 0
 
-    def counts(self, is_token: torch.Tensor) -> torch.Tensor:
-        """Count assignments, int64 ``[E + 2]``.
-
-        They are those of tokens to each expert, then those of all rows, padding included, and then how many of the
-        latter the experts have computed.
-        """
+    def load(self, is_token: torch.Tensor) -> torch.Tensor:
+        """Count the tokens of each expert, int64 ``[E]``."""
         assert self.ids is not None
         ids = self.ids.long()
         counts = torch.zeros(self.info.num_experts, dtype=torch.long, device=ids.device)
-        counts.scatter_add_(0, ids.reshape(-1), is_token[:, None].expand_as(ids).reshape(-1).long())
-        rows = rows_computed(self.info.module)
-        return torch.cat(
-            [counts, counts.new_tensor([ids.numel(), ids.numel() if rows is None else rows - self.rows_before])]
-        )
+        return counts.scatter_add_(0, ids.reshape(-1), is_token[:, None].expand_as(ids).reshape(-1).long())
+
+    def rows(self) -> tuple[int, int]:
+        """Count the assignments of all rows, padding included, and how many of them the experts have computed."""
+        assert self.ids is not None
+        computed = rows_computed(self.info.module)
+        return self.ids.numel(), self.ids.numel() if computed is None else computed - self.rows_before
 
 
 @dataclass
@@ -152,11 +150,15 @@ class RouterLosses:
         for layer in self._layers:
             if layer.ids is None:
                 raise UnsupportedModelError(f"{layer.info.fqn} was not called in a forward.")
-        counts = torch.stack([layer.counts(is_token) for layer in self._layers])
-        everyone = torch.cat([counts.reshape(-1), is_token.sum()[None]])
+        loads = torch.stack([layer.load(is_token) for layer in self._layers])
+        # Numbers that the host knows are filled in: a copy from its memory would wait for the device.
+        known = [
+            loads.new_full((1,), sum(each)) for each in zip(*(layer.rows() for layer in self._layers), strict=True)
+        ]
+        everyone = torch.cat([loads.reshape(-1), is_token.sum()[None], *known])
         dist.all_reduce(everyone)
-        tokens, counts = everyone[-1].clamp(min=1), everyone[:-1].view_as(counts)
-        loads, (routed, computed) = counts[:, :-2], counts[:, -2:].sum(0)
+        loads, (tokens, routed, computed) = everyone[:-3].view_as(loads), everyone[-3:].unbind()
+        tokens = tokens.clamp(min=1)
         self._sums.loads = self._sums.loads + loads
         self._sums.dropped = self._sums.dropped + routed - computed
         added = self._added(loads / tokens, is_token) if self._has_loss else None
@@ -171,10 +173,12 @@ class RouterLosses:
                 raise UnsupportedModelError(
                     f"{layer.info.fqn}: no linear map onto {layer.info.num_experts} experts was called before it."
                 )
-            logits_TE = layer.logits.reshape(-1, layer.info.num_experts)[is_token].float()
-            probs_TE = _probabilities(logits_TE, layer.by_sigmoid)
+            # Rows of padding are hidden rather than left out, which would take their number.
+            logits_TE = layer.logits.reshape(-1, layer.info.num_experts)
+            logits_TE = torch.where(is_token[:, None], logits_TE, 0).float()
+            probs_TE = _probabilities(logits_TE, layer.by_sigmoid) * is_token[:, None]
             aux.append(layer.info.num_experts * (f_E * probs_TE.sum(0)).sum())
-            z.append(logits_TE.logsumexp(-1).square().sum())
+            z.append((logits_TE.logsumexp(-1).square() * is_token).sum())
         share = 1 / (len(self._layers) * self._batch_tokens)
         aux_sum, z_sum = torch.stack(aux).sum() * share, torch.stack(z).sum() * share
         self._sums.aux, self._sums.z = self._sums.aux + aux_sum.detach(), self._sums.z + z_sum.detach()

@@ -30,8 +30,10 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import SettingError
-from ..model.layers import attention_modules, layer_names
+from ..model.layers import attention_modules
 from ..model.packed_attention import NAME as PACKED
+from ..model.packing import PackedSequences, find_mixers
+from ..model.shared_mixers import to_heads, to_tokens
 from ..moe.find import UnsupportedModelError
 from ..topology.mesh import divisors
 
@@ -76,22 +78,20 @@ def heads_to_split(model: Any) -> int:
         model: may be on the meta device.
 
     Raises:
-        UnsupportedModelError: a layer mixes tokens by other means than attention on transformers' interface, so that
-            rows can't be shared at all.
+        UnsupportedModelError: tokens of a row meet elsewhere than in attention on transformers' interface and in
+            modules that take whole sequences, so that rows can't be shared at all.
     """
     name, config = type(model).__name__, model.config.get_text_config()
     if any(hasattr(model.config, key) for key in _OF_TOKENS):
         raise UnsupportedModelError(f"{name} puts what is no text among the tokens, after they would have been cut.")
     if getattr(config, "index_topk", None):
         raise UnsupportedModelError(f"an indexer of {name} chooses among the keys of a whole row before its attention.")
-    attentions = attention_modules(model)
-    for layer in layer_names(model):
-        if not any(fqn.startswith(f"{layer}.") for fqn in attentions):
-            parts = ", ".join(sorted({type(child).__name__ for child in model.get_submodule(layer).children()}))
-            raise UnsupportedModelError(
-                f"{layer} of {name} has no attention on transformers' interface, but {parts}; linear attention, "
-                "convolutions and state spaces go along a whole row."
-            )
+    mixers = find_mixers(model)
+    if mixers.why_not is not None:
+        raise UnsupportedModelError(f"{name}: {mixers.why_not}.")
+    choosing = sorted({type(m).__name__ for fqn, m in mixers.others.items() if fqn in attention_modules(model)})
+    if choosing:
+        raise UnsupportedModelError(f"{' and '.join(choosing)} of {name} looks at the keys of a whole row.")
     return math.gcd(config.num_attention_heads, *(getattr(config, "num_attention_heads_per_layer", None) or ()))
 
 
@@ -128,17 +128,23 @@ class SequenceParallel:
     Args:
         model: a causal LM or the like; its config names the attention that is to run.
         group: the ranks that share rows, in the order of the slices.
+        packed: what was installed in the model; needed where layers carry a state along a row.
 
     Raises:
         UnsupportedModelError, SettingError: see ``check_attention_splits``.
+        ValueError: layers carry a state along a row, and nothing keeps its sequences apart.
     """
 
     running: ClassVar["SequenceParallel | None"] = None
     """That of the model whose forward is under way: transformers' masks are asked for without saying by whom."""
 
-    def __init__(self, model: Any, group: dist.ProcessGroup):
+    def __init__(self, model: Any, group: dist.ProcessGroup, packed: PackedSequences | None = None):
         self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
         check_attention_splits(model, self.size)
+        if packed is not None:
+            packed.share(group)
+        elif find_mixers(model).others:
+            raise ValueError(f"the rows of {type(model).__name__} are shared by their sequences, and are not packed.")
         self._positions = torch.empty(0)
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)
@@ -230,18 +236,11 @@ class SequenceParallel:
 
     def _to_heads(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """``[B, H, s, D]`` each -> ``[B, H / sp, S, D]`` each, in one exchange."""
-        by_rank = [x.unflatten(1, (self.size, -1)).permute(1, 3, 0, 2, 4) for x in tensors]  # [sp, s, B, H / sp, D]
-        arrived = _Exchange.apply(torch.cat([x.flatten(2) for x in by_rank], dim=-1), self.group).flatten(0, 1)
-        parts = arrived.split([x.shape[2:].numel() for x in by_rank], dim=-1)
-        return [
-            part.unflatten(-1, x.shape[2:]).permute(1, 2, 0, 3).to(x.dtype)
-            for part, x in zip(parts, by_rank, strict=True)
-        ]
+        return to_heads(self.group, *tensors)
 
     def _to_tokens(self, output: torch.Tensor) -> torch.Tensor:
         """``[B, S, H / sp, D]`` -> ``[B, s, H, D]``."""
-        by_rank = output.unflatten(1, (self.size, -1)).transpose(0, 1)  # [sp, B, s, H / sp, D]
-        return _Exchange.apply(by_rank, self.group).permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous()
+        return to_tokens(self.group, output)
 
 
 def _embeds_positions(module: nn.Module) -> bool:
@@ -282,18 +281,3 @@ class _Part:
 
     def __getattr__(self, name: str) -> Any:
         return self._own[name] if name in self._own else getattr(self._module, name)
-
-
-class _Exchange(torch.autograd.Function):
-    """Rank ``i`` gets everyone's ``x[i]``; that undoes itself, so the gradient goes the same way."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        arrived = torch.empty_like(x, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(arrived, x.contiguous(), group=group)
-        return arrived
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _Exchange.forward(ctx, grad, ctx.group), None

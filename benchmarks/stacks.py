@@ -37,15 +37,16 @@ CORE = (
     *(
         f"tests/engine/test_{name}.py"
         for name in (
-            *("agreement", "checkpointing", "clip", "determinism", "dispatch", "exactness", "expert_plan"),
-            *("experts_backend", "islands", "kernels", "loading", "mesh", "muon", "optimizer"),
-            *("order", "overlap", "recycled", "reduce_in_place", "routing_property", "scheduler", "uninitialized"),
+            *("activation_checkpoint", "clip", "determinism", "dispatch", "exactness", "expert_plan"),
+            *("experts_backend", "fp32_modules", "gradient_buffers", "kernels", "load", "lr_scheduler", "mesh", "muon"),
+            *("optimizer", "order", "overlap", "rank_consistency", "routing_property", "single_rank_reduce"),
+            "uninitialized",
         )
     ),
     "tests/parity/test_parity.py",
-    "tests/rollout/test_naming.py",
-    "tests/rollout/test_plan.py",
-    "tests/rollout/test_stream.py",
+    "tests/rollout/test_hf_names.py",
+    "tests/rollout/test_transfer_plan.py",
+    "tests/rollout/test_full_gather.py",
 )
 FOR = {
     "users": "What `verl[vllm]` 0.9.1 pins, which `pip install 'epfsdp2[gpu]'` brings, on a CPU: the whole suite.",

@@ -110,7 +110,7 @@ FEATURES = (
         "",
         (
             "engine/test_held_memory.py::test_what_was_gathered_is_given_back",
-            "engine/test_checkpointing.py::test_offloaded_inputs_leave_the_device_and_change_nothing",
+            "engine/test_activation_checkpoint.py::test_offloaded_inputs_leave_the_device_and_change_nothing",
         ),
     ),
     Feature(
@@ -119,8 +119,8 @@ FEATURES = (
         "HSDP, the critic, replay",
         "padded batches; linear attention, state spaces, images",
         (
-            "engine/test_sequence_parallel.py::test_every_family_equals_the_plain_model",
-            "engine/test_sequence_parallel.py::test_what_mixes_tokens_otherwise_is_refused",
+            "engine/test_ulysses.py::test_every_family_equals_the_plain_model",
+            "engine/test_ulysses.py::test_what_mixes_tokens_otherwise_is_refused",
             "e2e/test_sequence_parallel.py::test_sequence_parallel_run_trains",
         ),
     ),
@@ -129,8 +129,8 @@ FEATURES = (
         "R2 and R3, with every checkpointing",
         "padded batches; R2 with bypass mode; phimoe (no `topk`), ERNIE-4.5-VL (two experts modules in a layer)",
         (
-            "engine/test_replay.py::test_replay_of_every_family_takes_the_recorded_routes",
-            "engine/test_replay.py::test_replay_of_unusable_routes_raises",
+            "engine/test_router_replay.py::test_replay_of_every_family_takes_the_recorded_routes",
+            "engine/test_router_replay.py::test_replay_of_unusable_routes_raises",
             "e2e/test_router_replay.py::test_router_replay_of_rollout_routes_brings_log_probs_together",
         ),
     ),
@@ -151,8 +151,8 @@ FEATURES = (
         "Qwen3-VL-MoE and GLM-4.5V, also where some ranks have none; vLLM sees what it would with the exported model",
         "ERNIE-4.5-VL, Qwen3-Omni, Gemma 4; audio",
         (
-            "engine/test_vlm.py::test_two_updates_equal_the_plain_model",
-            "engine/test_vlm.py::test_glm4v_moe",
+            "engine/test_vision.py::test_two_updates_equal_the_plain_model",
+            "engine/test_vision.py::test_glm4v_moe",
             "rollout/test_vllm_images.py::test_vllm_sees_an_image_as_a_fresh_engine_on_the_export_does",
             "e2e/test_images.py::test_grpo_run_on_images_trains",
         ),

@@ -249,7 +249,7 @@ def test_no_file_is_too_long_and_no_room_too_full():
         (alone, "tests/engine/test_order.py", "from tests.engine.test_dispatch import EXPERTS"),
         (alone, "tests/engine/test_order.py", "from tests.engine import test_dispatch"),
         (alone, "tests/engine/test_order.py", "from .test_dispatch import EXPERTS"),
-        (alone, "tests/rollout/test_plan.py", "import tests.rollout.conftest"),
+        (alone, "tests/rollout/test_transfer_plan.py", "import tests.rollout.conftest"),
         (alone, "tests/engine/test_order.py", "from benchmarks import step"),
     ],
 )

@@ -40,7 +40,7 @@ _GB = 1e9
 _MEGABYTE = 1 << 20
 _BUCKETS = 4  # two being filled or sent, two being received or loaded
 _WIDTH = 100  # what the table takes
-_COLUMNS = ("stream", "needed", "there", "received", "from nodes", "rounds", "buffers", "floor")
+_COLUMNS = ("mode", "needed", "there", "received", "from nodes", "rounds", "buffers", "floor")
 _LEGEND = (
     "GB, the largest of any rank. Floor: seconds for the bytes from other nodes over one network interface, or, where "
     "there are none, for all received bytes at the same rate. Buffers: MB, two to send and two to receive."
@@ -104,29 +104,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     if not is_known:
         known = ", ".join(sorted(known_families()))
-        console.print(f"How vLLM cuts a {family} is not known here (only {known}): full stream alone.")
+        console.print(f"How vLLM cuts a {family} is not known here (only {known}): mode full alone.")
     table = Table(*_COLUMNS)
-    for stream in SYNC_MODES if is_known else SYNC_MODES[:1]:
-        if stream == "expert_local" and not options.rollout_ep:
+    for mode in SYNC_MODES if is_known else SYNC_MODES[:1]:
+        if mode == "expert_local" and not options.rollout_ep:
             continue
         try:
-            table.add_row(*_row(stream, tensors, model, topology, options))
+            table.add_row(*_row(mode, tensors, model, topology, options))
         except ValueError as error:
-            table.add_row(stream, str(error))
+            table.add_row(mode, str(error))
     console.print(table)
     console.print(_LEGEND)
     return 0
 
 
 def _row(
-    stream: SyncMode, tensors: Sequence[TensorSpec], model: Any, topology: Topology, options: argparse.Namespace
+    mode: SyncMode, tensors: Sequence[TensorSpec], model: Any, topology: Topology, options: argparse.Namespace
 ) -> list[str]:
     heads = Heads.of(model.config.get_text_config())
     rollout = Rollout(options.rollout_tp, options.rollout_dp, options.rollout_ep)
     targets = Targets(options.standalone or options.world, colocated=not options.standalone)
 
     def slices_of(tensor: TensorSpec, worker: int):
-        return target_slices(tensor, rollout, worker % rollout.workers, heads, stream)
+        return target_slices(tensor, rollout, worker % rollout.workers, heads, mode)
 
     plan = make_transfer_plan(
         tensors, layer_names(model), topology, targets, slices_of, options.round_megabytes * _MEGABYTE
@@ -137,4 +137,4 @@ def _row(
     local = max((plan.needed[w] - plan.received.get(w, 0) for w in plan.needed), default=0)
     sizes = [f"{n / _GB:.2f}" for n in (needed, local, received, nic)]
     seconds = (nic or received) / _GB / options.bandwidth
-    return [stream, *sizes, str(len(plan.rounds)), str(_BUCKETS * options.round_megabytes), f"{seconds:.2f}"]
+    return [mode, *sizes, str(len(plan.rounds)), str(_BUCKETS * options.round_megabytes), f"{seconds:.2f}"]

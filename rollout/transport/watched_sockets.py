@@ -5,14 +5,18 @@ verl's bucketed sender and receiver take their socket from ``self.zmq_context`` 
 own context bounds every wait without patching verl.
 """
 
+import contextlib
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 
 __all__ = ["WatchedContext", "WeightSyncError"]
+
+_T = TypeVar("_T")
 
 _POLL_MILLISECONDS = 200
 # A worker often connects shortly before its trainer rank binds, and ZMQ retries only after 100 to 200 ms. A shorter
@@ -61,21 +65,27 @@ class WatchedContext:
         socket.setsockopt(zmq.LINGER, int(self._linger_seconds * 1000))
         return _WatchedSocket(socket, self)
 
-    def wait(self, socket: zmq.Socket, event: int) -> None:
-        """Wait until ``socket`` is ready for ``event``.
+    def call(self, socket: zmq.Socket, event: int, method: Callable[..., _T]) -> _T:
+        """Wait until ``socket`` is ready for ``event`` and return ``method(flags=zmq.NOBLOCK)``.
+
+        The method may not block: the other end can disconnect after the socket was ready, and then it isn't any more.
 
         Raises:
             WeightSyncError: nothing happened for ``timeout_seconds``.
         """
         started = time.monotonic()
-        while not socket.poll(_POLL_MILLISECONDS, event):
+        while True:
+            if socket.poll(_POLL_MILLISECONDS, event):
+                with contextlib.suppress(zmq.Again):
+                    result = method(flags=zmq.NOBLOCK)
+                    self.waited_seconds += time.monotonic() - started
+                    return result
             self._check()
             if time.monotonic() >= started + self._timeout_seconds:
                 raise WeightSyncError(
                     f"no answer from {self._waits_for} within {self._timeout_seconds:g} s; "
                     "it was killed, raised, or hangs"
                 )
-        self.waited_seconds += time.monotonic() - started
 
 
 class _WatchedSocket:
@@ -96,23 +106,19 @@ class _WatchedSocket:
         self._socket.connect(address)
 
     def send(self, message: bytes) -> None:
-        self._context.wait(self._socket, zmq.POLLOUT)
-        self._socket.send(message)
+        self._context.call(self._socket, zmq.POLLOUT, functools.partial(self._socket.send, message))
 
     def send_pyobj(self, message: Any) -> None:
         # The first message names the segment, which verl's sender leaks if this message is never answered.
         if isinstance(message, dict) and "name" in message and "size" in message:
             self._context.shared_memory_name = message["name"]
-        self._context.wait(self._socket, zmq.POLLOUT)
-        self._socket.send_pyobj(message)
+        self._context.call(self._socket, zmq.POLLOUT, functools.partial(self._socket.send_pyobj, message))
 
     def recv(self) -> bytes:
-        self._context.wait(self._socket, zmq.POLLIN)
-        return self._socket.recv()
+        return self._context.call(self._socket, zmq.POLLIN, self._socket.recv)
 
     def recv_pyobj(self) -> Any:
-        self._context.wait(self._socket, zmq.POLLIN)
-        return self._socket.recv_pyobj()
+        return self._context.call(self._socket, zmq.POLLIN, self._socket.recv_pyobj)
 
     def close(self) -> None:
         self._socket.close()

@@ -28,7 +28,7 @@ def _rows(text):
     return {row[0]: row[1:] for row in cells}
 
 
-def test_plan_sync_prints_the_bytes_of_each_stream(qwen3_30b, capsys):
+def test_plan_sync_prints_the_bytes_of_each_mode(qwen3_30b, capsys):
     assert main(["--model", qwen3_30b, "--world", "16", "--ep", "8", "--rollout-tp", "8", "--rollout-ep"]) == 0
     text = capsys.readouterr().out
     rows = _rows(text)
@@ -44,7 +44,7 @@ def test_plan_sync_of_a_standalone_rollout_has_nothing_of_its_own(qwen3_30b, cap
     assert _rows(capsys.readouterr().out)["sliced"][:4] == ["15.29", "0.00", "15.29", "15.29"]
 
 
-def test_plan_sync_of_an_unknown_layout_has_the_full_stream(tmp_path, capsys):
+def test_plan_sync_of_an_unknown_layout_has_mode_full_alone(tmp_path, capsys):
     GlmMoeDsaConfig(num_hidden_layers=4).save_pretrained(tmp_path)
     assert main(["--model", str(tmp_path), "--world", "8", "--ep", "8"]) == 0
     text = capsys.readouterr().out

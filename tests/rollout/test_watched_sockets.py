@@ -1,4 +1,4 @@
-"""When the sockets of a weight sync connect."""
+"""When the sockets of a weight sync connect, and that no wait is unbounded."""
 
 import threading
 import time
@@ -7,7 +7,7 @@ import pytest
 import zmq
 
 from epfsdp2.rollout.transport import watched_sockets
-from epfsdp2.rollout.transport.watched_sockets import WatchedContext
+from epfsdp2.rollout.transport.watched_sockets import WatchedContext, WeightSyncError
 
 
 class Noted:
@@ -51,3 +51,32 @@ def test_watched_socket_without_a_listener_leaves_retries_to_zmq(tmp_path, monke
     path, started = tmp_path / "socket", time.monotonic()
     assert _connect(path, f"{scheme}://{path}") == [(f"{scheme}://{path}", False)]
     assert time.monotonic() - started < 30, "only a file is waited for"
+
+
+def test_watched_socket_times_out_when_the_other_end_leaves_after_the_poll():
+    """A worker that is killed at that moment: the socket was writable and is not any more."""
+
+    class Left:
+        def setsockopt(self, *_): ...
+
+        def poll(self, milliseconds, event):
+            time.sleep(0.01)
+            return event
+
+        def send(self, message, flags=0):
+            assert flags & zmq.NOBLOCK, "this blocks for ever"
+            raise zmq.Again
+
+        def send_pyobj(self, message, flags=0):
+            self.send(message, flags)
+
+        def recv(self, flags=0):
+            self.send(None, flags)
+
+        def recv_pyobj(self, flags=0):
+            self.send(None, flags)
+
+    for call in ("send", "send_pyobj", "recv", "recv_pyobj"):
+        socket = WatchedContext(Context(Left()), 0.1, "a test").socket(zmq.REQ)
+        with pytest.raises(WeightSyncError, match="no answer from a test within 0.1 s"):
+            getattr(socket, call)(*([b""] if "send" in call else []))

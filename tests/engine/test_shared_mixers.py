@@ -200,15 +200,6 @@ def test_sequences_are_dealt_by_their_lengths():
     assert deal([7], 3) == [0]
 
 
-def _needs_packing():
-    with pytest.raises(ValueError, match="Qwen3NextForCausalLM are shared by their sequences"):
-        SequenceParallel(EVERY["qwen3_next"].build_random("sdpa"), dist.group.WORLD)
-
-
-def test_rows_that_are_not_packed_cannot_be_shared():
-    run_ranks(_needs_packing, 2)
-
-
 @pytest.mark.parametrize("name", ["qwen3_next", "jamba"])
 def test_ppo_updates_of_shared_rows_equal_the_plain_model(tmp_path, name):
     shared = {"ep": 2, "ulysses_sequence_parallel_size": 2}

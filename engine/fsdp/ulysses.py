@@ -8,8 +8,8 @@ its part of the heads, the attention that was configured runs, and another all-t
 
 The model is handed its slice of the tokens and the positions of the whole row. From these its own code makes rotary
 embeddings, of which each rank keeps its slice; masks are of the sequences (``model/packed_attention.py``). A model with
-images is handed all tokens, puts images among their embeddings, and its decoder gets its slice of what comes out. Layers
-that carry a state along the row are shared otherwise (``model/shared_mixers.py``).
+a vision tower is handed all tokens, puts images among their embeddings, and what its decoder gets is cut. Layers that
+carry a state along the row are shared otherwise (``model/shared_mixers.py``).
 
 Shapes: ``B`` rows (1 where they are packed), ``S`` tokens of the whole row, ``s = S / sp`` of this rank, ``H`` heads.
 """
@@ -155,11 +155,11 @@ class SequenceParallel:
         whole = kwargs.get("inputs_embeds")
         if whole is None:
             return None
-        own = {"inputs_embeds": own_part(whole, 1, self.group)}
+        own: dict[str, Any] = {"inputs_embeds": own_part(whole, 1, self.group)}
         seen = kwargs.get("visual_pos_masks")  # of tokens that features of images are added to in early layers
         if seen is not None:
             own["visual_pos_masks"] = own_part(seen, 1, self.group)
-            counts = seen[0].view(self.size, -1).sum(1).tolist()
+            counts = seen.view(self.size, -1).sum(1).tolist()  # of one row
             features = kwargs["deepstack_visual_embeds"]
             own["deepstack_visual_embeds"] = [each.split(counts)[self.rank] for each in features]
         return args, {**kwargs, **own}

@@ -53,7 +53,7 @@ class Exchange(torch.autograd.Function):
 
 def _exchange(x: torch.Tensor, group: Any, send: list[int] | None, receive: list[int] | None) -> torch.Tensor:
     arrived = x.new_empty(x.shape[0] if receive is None else sum(receive), *x.shape[1:])
-    dist.all_to_all_single(arrived, x.contiguous(), receive, send, group=group)
+    dist.all_to_all_single(arrived, x.contiguous(), output_split_sizes=receive, input_split_sizes=send, group=group)
     return arrived
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from epfsdp2.engine.fsdp.activation_checkpoint import checkpoint_layers
@@ -194,15 +195,43 @@ def test_the_comparison_tells_wrong_ones():
     run_ranks(_wrong_ones_differ, 2)
 
 
+def _uneven():
+    """Parts of mixers are FSDP units, as norms kept in float32 are: each of their calls is a collective."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    mine, rows = dist.get_rank() // 2, (UNEVEN, LONG)  # each rank two sequences, and one over heads
+    wanted = [_one_by_one("qwen3_next", lengths)[1] for lengths in rows]
+    model, (ids, targets) = EVERY["qwen3_next"].build_random("sdpa"), _row(rows[mine])
+    SequenceParallel(model, groups[mine], PackedSequences(model))
+    for layer in model.model.layers:
+        if hasattr(layer, "linear_attn"):
+            fully_shard(layer.linear_attn.norm)
+            fully_shard(layer.linear_attn.out_proj)
+        fully_shard(layer)
+    fully_shard(model)
+    own = _own(rows[mine], groups[mine])
+    positions = torch.cat([torch.arange(length) for length in rows[mine]])[None]
+    for _ in range(2):
+        model.zero_grad()
+        logits = model(input_ids=torch.cat(ids, 1)[:, own], position_ids=positions, use_cache=False).logits
+        (4 * _loss(logits, targets[own])).backward()  # FSDP takes the mean over four ranks
+        for name, param in model.named_parameters():
+            both = [of_row[name] for of_row in wanted if name in of_row]
+            assert relative_error(param.grad.full_tensor(), sum(both)) < EXACT, name
+
+
+def test_ranks_that_share_other_rows_call_alike():
+    run_ranks(_uneven, 4, timeout=120)
+
+
 def test_sequences_are_dealt_by_their_lengths():
     assert deal([11, 1, 14, 6], 2) == [1, 0, 0, 1]
     assert deal([5, 5, 5], 2) == [0, 1, 0]
     assert deal([7], 3) == [0]
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "jamba"])
-def test_ppo_updates_of_shared_rows_equal_the_plain_model(tmp_path, name):
+@pytest.mark.parametrize(("name", "world"), [("qwen3_next", 4), ("jamba", 2)])
+def test_ppo_updates_of_shared_rows_equal_the_plain_model(tmp_path, name, world):
     shared = {"ep": 2, "ulysses_sequence_parallel_size": 2}
     cases = [shared, {**shared, "dynamic": True, "activation_checkpointing": "full"}]
     # An eps that does not magnify rounding errors of tiny gradients.
-    run_ranks(check_ppo_updates, 2, save(name, tmp_path), cases, "sdpa", {"eps": 1e-5}, timeout=300)
+    run_ranks(check_ppo_updates, world, save(name, tmp_path), cases, "sdpa", {"eps": 1e-5}, timeout=300)

@@ -115,11 +115,13 @@ FEATURES = (
     ),
     Feature(
         "[sequence parallelism](engine.md#sequence-parallelism)",
-        "Ulysses for any family on transformers' attention interface: full, sliding, MLA, sinks; with every `ep`, "
-        "HSDP, the critic, replay",
-        "padded batches; linear attention, state spaces, images",
+        "Ulysses for any family on transformers' attention interface: full, sliding, MLA, sinks; linear attention and "
+        "state spaces; images; with every `ep`, HSDP, the critic, replay",
+        "padded batches; an indexer that chooses keys (GLM-MoE-DSA, DeepSeek-V4)",
         (
             "engine/test_ulysses.py::test_every_family_equals_the_plain_model",
+            "engine/test_shared_mixers.py::test_a_family_that_carries_a_state_equals_the_plain_model",
+            "engine/test_vision.py::test_updates_of_shared_rows_equal_the_plain_model",
             "engine/test_ulysses.py::test_what_mixes_tokens_otherwise_is_refused",
             "e2e/test_sequence_parallel.py::test_sequence_parallel_run_trains",
         ),

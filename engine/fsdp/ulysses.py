@@ -6,8 +6,10 @@ its part of the heads, the attention that was configured runs, and another all-t
 
     q, k, v    [B, H, S/sp, D]  ->  [B, H/sp, S, D]  ->  attention  ->  [B, S, H/sp, D]  ->  [B, S/sp, H, D]
 
-The model is handed its slice of the tokens and the positions of the whole row. From these its own code makes the masks
-of the whole row (each kind of layer its own) and rotary embeddings, of which each rank keeps its slice.
+The model is handed its slice of the tokens and the positions of the whole row. From these its own code makes rotary
+embeddings, of which each rank keeps its slice; masks are of the sequences (``model/packed_attention.py``). A model with
+a vision tower is handed all tokens, puts images among their embeddings, and what its decoder gets is cut. Layers that
+carry a state along the row are shared otherwise (``model/shared_mixers.py``).
 
 Shapes: ``B`` rows (1 where they are packed), ``S`` tokens of the whole row, ``s = S / sp`` of this rank, ``H`` heads.
 """
@@ -16,22 +18,17 @@ import functools
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    and_masks,
-    find_packed_sequence_indices,
-    packed_sequence_mask_function,
-)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import SettingError
-from ..model.layers import attention_modules, layer_names
-from ..model.packed_attention import NAME as PACKED
+from ..model.layers import attention_modules, decoder_layers
+from ..model.packing import PackedSequences, find_mixers
+from ..model.shared_mixers import to_heads, to_tokens
 from ..moe.find import UnsupportedModelError
 from ..topology.mesh import divisors
 
@@ -48,7 +45,6 @@ SETTING = "engine.ulysses_sequence_parallel_size"
 _HANDLE = "_epfsdp2_sequence"
 # Tensors that attention may be handed: what is cut here, and what is of the whole row for every head.
 _KNOWN = ("position_ids", "s_aux", "cu_seq_lens_q", "cu_seq_lens_k")
-_OF_TOKENS = ("vision_config", "audio_config")  # configs of models that put other things among the tokens
 
 
 def check_attention_splits(model: Any, size: int) -> None:
@@ -78,22 +74,20 @@ def heads_to_split(model: Any) -> int:
         model: may be on the meta device.
 
     Raises:
-        UnsupportedModelError: a layer mixes tokens by other means than attention on transformers' interface, so that
-            rows can't be shared at all.
+        UnsupportedModelError: tokens of a row meet elsewhere than in attention on transformers' interface and in
+            modules that take whole sequences, so that rows can't be shared at all.
     """
     name, config = type(model).__name__, model.config.get_text_config()
-    if any(hasattr(model.config, key) for key in _OF_TOKENS):
-        raise UnsupportedModelError(f"{name} puts what is no text among the tokens, after they would have been cut.")
+    if hasattr(model.config, "audio_config") and not hasattr(model.config, "vision_config"):
+        raise UnsupportedModelError(f"{name} puts audio among the tokens, which verl would have cut before that.")
     if getattr(config, "index_topk", None):
         raise UnsupportedModelError(f"an indexer of {name} chooses among the keys of a whole row before its attention.")
-    attentions = attention_modules(model)
-    for layer in layer_names(model):
-        if not any(fqn.startswith(f"{layer}.") for fqn in attentions):
-            parts = ", ".join(sorted({type(child).__name__ for child in model.get_submodule(layer).children()}))
-            raise UnsupportedModelError(
-                f"{layer} of {name} has no attention on transformers' interface, but {parts}; linear attention, "
-                "convolutions and state spaces go along a whole row."
-            )
+    mixers = find_mixers(model)
+    if mixers.why_not is not None:
+        raise UnsupportedModelError(f"{name}: {mixers.why_not}.")
+    choosing = sorted({type(m).__name__ for fqn, m in mixers.others.items() if fqn in attention_modules(model)})
+    if choosing:
+        raise UnsupportedModelError(f"{' and '.join(choosing)} of {name} looks at the keys of a whole row.")
     return math.gcd(config.num_attention_heads, *(getattr(config, "num_attention_heads_per_layer", None) or ()))
 
 
@@ -124,72 +118,64 @@ def gather_parts(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch
 class SequenceParallel:
     """Has a model compute slices; install it before the model is sharded.
 
-    From then on the model is called with ``input_ids [B, s]`` and ``position_ids [B, S]``, which start anew where a
-    sequence does, and without an attention mask.
+    From then on the model is called with ``input_ids [B, s]`` (``[B, S]`` if its config has a vision tower's, as verl
+    does it), with ``position_ids [B, S]`` or ``[4, B, S]`` and without an attention mask.
 
     Args:
         model: a causal LM or the like; its config names the attention that is to run.
         group: the ranks that share rows, in the order of the slices.
+        packed: what keeps the sequences of the model's rows apart.
 
     Raises:
         UnsupportedModelError, SettingError: see ``check_attention_splits``.
     """
 
-    running: ClassVar["SequenceParallel | None"] = None
-    """That of the model whose forward is under way: transformers' masks are asked for without saying by whom."""
-
-    def __init__(self, model: Any, group: dist.ProcessGroup):
+    def __init__(self, model: Any, group: dist.ProcessGroup, packed: PackedSequences):
         self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
         check_attention_splits(model, self.size)
+        packed.share(group)
         self._positions = torch.empty(0)
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        model.register_forward_hook(self._end, always_call=True)
-        for module in model.modules():
+        decoder = model.get_submodule(decoder_layers(model)[0].rsplit(".", 2)[0])  # above layers.0
+        decoder.register_forward_pre_hook(self._cut_inputs, with_kwargs=True)
+        for module in decoder.modules():
             if _embeds_positions(module):
                 module.register_forward_hook(self._cut_embeddings)
-        for module in attention_modules(model).values():
+        for module in attention_modules(decoder).values():
             module.register_forward_pre_hook(self._cut_positions, with_kwargs=True)
             setattr(module, _HANDLE, self)
-        name = model.config.get_text_config()._attn_implementation
-        _wrap(ALL_ATTENTION_FUNCTIONS, name, _attention)
-        if name != PACKED:  # whose masks are of the whole row whatever a rank has of it
-            _wrap(ALL_MASK_ATTENTION_FUNCTIONS, name, _mask)
+        _wrap(ALL_ATTENTION_FUNCTIONS, model.config.get_text_config()._attn_implementation, _attention)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         positions = kwargs.get("position_ids")
         if positions is None:
             raise ValueError("the positions of the whole row are needed: position_ids [B, S].")
-        self._positions, SequenceParallel.running = positions, self
+        self._positions = positions if positions.dim() == 2 else positions[0]
 
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        SequenceParallel.running = None
+    def _cut_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What was embedded before the decoder is of the whole row: text with images in their places."""
+        whole = kwargs.get("inputs_embeds")
+        if whole is None:
+            return None
+        own: dict[str, Any] = {"inputs_embeds": own_part(whole, 1, self.group)}
+        seen = kwargs.get("visual_pos_masks")  # of tokens that features of images are added to in early layers
+        if seen is not None:
+            own["visual_pos_masks"] = own_part(seen, 1, self.group)
+            counts = seen.view(self.size, -1).sum(1).tolist()  # of one row
+            features = kwargs["deepstack_visual_embeds"]
+            own["deepstack_visual_embeds"] = [each.split(counts)[self.rank] for each in features]
+        return args, {**kwargs, **own}
 
     def _cut_embeddings(self, module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, torch.Tensor):
-            return own_part(output, 1, self.group)
-        return type(output)(own_part(part, 1, self.group) for part in output)
+            return own_part(output, -2, self.group)
+        return type(output)(own_part(part, -2, self.group) for part in output)
 
     def _cut_positions(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Positions that scale queries are of these queries; the attention itself gets all again."""
         if kwargs.get("position_ids") is None:
             return None
-        return args, {**kwargs, "position_ids": own_part(kwargs["position_ids"], 1, self.group)}
-
-    def mask(self, make: Callable[..., Any], *, mask_function: Callable[..., Any], **kwargs: Any) -> Any:
-        """That of the whole row: which tokens see each other is a function of their places in it.
-
-        Args:
-            make: transformers' maker of masks for the attention that runs.
-            mask_function: the family's. gpt-oss and AFMoE (transformers 5.9) do not ask for the sequences of a row to
-                be kept apart, so they are here, for all.
-        """
-        sequences = find_packed_sequence_indices(self._positions)
-        if sequences is not None:
-            mask_function = and_masks(mask_function, packed_sequence_mask_function(sequences))
-            kwargs["allow_is_causal_skip"] = False
-        for length in ("q_length", "kv_length"):
-            kwargs[length] *= self.size
-        return make(mask_function=mask_function, **kwargs)
+        return args, {**kwargs, "position_ids": own_part(kwargs["position_ids"], -1, self.group)}
 
     def attend(
         self,
@@ -227,23 +213,9 @@ class SequenceParallel:
         kwargs["position_ids"] = self._positions  # by which flash attention keeps sequences apart
         if kwargs.get("s_aux") is not None:  # which eager attention reads off the module
             own["sinks"] = kwargs["s_aux"] = kwargs["s_aux"].chunk(self.size)[self.rank]
-        output, _ = attention(_Part(module, own), *self._to_heads(query, key, value), attention_mask, **kwargs)
-        return self._to_tokens(output), None
-
-    def _to_heads(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """``[B, H, s, D]`` each -> ``[B, H / sp, S, D]`` each, in one exchange."""
-        by_rank = [x.unflatten(1, (self.size, -1)).permute(1, 3, 0, 2, 4) for x in tensors]  # [sp, s, B, H / sp, D]
-        arrived = _Exchange.apply(torch.cat([x.flatten(2) for x in by_rank], dim=-1), self.group).flatten(0, 1)
-        parts = arrived.split([x.shape[2:].numel() for x in by_rank], dim=-1)
-        return [
-            part.unflatten(-1, x.shape[2:]).permute(1, 2, 0, 3).to(x.dtype)
-            for part, x in zip(parts, by_rank, strict=True)
-        ]
-
-    def _to_tokens(self, output: torch.Tensor) -> torch.Tensor:
-        """``[B, S, H / sp, D]`` -> ``[B, s, H, D]``."""
-        by_rank = output.unflatten(1, (self.size, -1)).transpose(0, 1)  # [sp, B, s, H / sp, D]
-        return _Exchange.apply(by_rank, self.group).permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous()
+        heads_of_rank = to_heads(self.group, query, key, value)
+        output, _ = attention(_Part(module, own), *heads_of_rank, attention_mask, **kwargs)
+        return to_tokens(self.group, output), None
 
 
 def _embeds_positions(module: nn.Module) -> bool:
@@ -267,11 +239,6 @@ def _attention(real: Callable[..., Any], module: nn.Module, *args: Any, **kwargs
     return real(module, *args, **kwargs) if parallel is None else parallel.attend(real, module, *args, **kwargs)
 
 
-def _mask(real: Callable[..., Any], **kwargs: Any) -> Any:
-    parallel = SequenceParallel.running
-    return real(**kwargs) if parallel is None else parallel.mask(real, **kwargs)
-
-
 class _Part:
     """An attention module as it is with the heads of one rank.
 
@@ -284,18 +251,3 @@ class _Part:
 
     def __getattr__(self, name: str) -> Any:
         return self._own[name] if name in self._own else getattr(self._module, name)
-
-
-class _Exchange(torch.autograd.Function):
-    """Rank ``i`` gets everyone's ``x[i]``; that undoes itself, so the gradient goes the same way."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        arrived = torch.empty_like(x, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(arrived, x.contiguous(), group=group)
-        return arrived
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _Exchange.forward(ctx, grad, ctx.group), None

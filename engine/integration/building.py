@@ -159,7 +159,8 @@ class BuildsModel:
         self._patch(module)
         self.packed = PackedSequences(module) if self.use_remove_padding else None
         if self.ulysses_parallel_group is not None:
-            SequenceParallel(module, self.ulysses_parallel_group)
+            assert self.packed is not None, "check_sequence_parallel refuses rows that are not packed"
+            SequenceParallel(module, self.ulysses_parallel_group, self.packed)
         lora = LoraSettings.of(self.model_config, "model")
         if lora is not None:
             self._lora = Lora(module, lora, self.engine_config.expert_plan)

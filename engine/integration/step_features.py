@@ -97,9 +97,8 @@ class RouterTerms(StepFeature):
         if inputs.get("attention_mask") is not None:
             self._is_token = inputs["attention_mask"].reshape(-1).bool()
             return
-        ids = inputs["input_ids"]
-        sp = 1 if self._sp_group is None else self._sp_group.size()
-        rows = torch.arange(ids.numel() * sp, device=ids.device)
+        positions = inputs["position_ids"]  # of the whole row
+        rows = torch.arange(positions.shape[-1], device=positions.device)
         self._is_token = own_part(rows < micro_batch["input_ids"].values().shape[0], 0, self._sp_group)
 
     def add_loss(self, loss: torch.Tensor) -> torch.Tensor:
@@ -142,10 +141,14 @@ class ReplayedRoutes(StepFeature):
         if self._records:
             self._replay.record()
         elif not self._routes_for_itself():
-            self._replay.replay(self._routes(micro_batch, inputs["input_ids"].numel()))
+            self._replay.replay(self._routes(micro_batch, inputs["position_ids"].shape[-1]))
 
     def _routes(self, micro_batch: TensorDict, tokens: int) -> torch.Tensor:
-        """What is to be replayed for this rank's tokens, ``[tokens, layers, k]``; the rows of padding are zeros."""
+        """What is to be replayed for this rank's tokens, ``[own tokens, layers, k]``; the rows of padding are zeros.
+
+        Args:
+            tokens: of the whole packed row.
+        """
         routes = micro_batch.get("routed_experts", None)
         if routes is None:
             source = "compute_log_prob" if self._mode == "R2" else "the rollout"
@@ -153,8 +156,7 @@ class ReplayedRoutes(StepFeature):
                 f"engine.router_replay.mode={self._mode}: {source} has left no routed_experts in the batch."
             )
         routes = routes.values()
-        sp = 1 if self._sp_group is None else self._sp_group.size()
-        padded = routes.new_zeros((tokens * sp, *routes.shape[1:]))
+        padded = routes.new_zeros((tokens, *routes.shape[1:]))
         padded[: routes.shape[0]] = routes
         return own_part(padded, 0, self._sp_group)
 
@@ -182,7 +184,8 @@ class PlannedMemory(StepFeature):
 
     def prepare_inputs(self, inputs: dict[str, Any], micro_batch: TensorDict) -> None:
         if torch.is_grad_enabled():
-            self._plan.see(inputs["input_ids"].numel())
+            # The ids may be of this rank or of the row, positions are of the row.
+            self._plan.see(inputs["position_ids"].shape[-2:].numel() // self._plan.sp)
 
     def metrics(self) -> Mapping[str, float]:
         return self._plan.metrics()

@@ -6,12 +6,14 @@ attention, state spaces, short convolutions), or chooses and compresses keys of 
 called once for each sequence. That is exact whatever is in it. Where a state's kernels take the lengths of sequences,
 they are passed instead; torch's fallbacks take the same arguments and ignore them.
 
-Mixers are found by what their forward takes, in any family.
+Mixers are found by what their forward takes, in any family. Where ranks share a row (``shared_mixers.py``), attention
+gets all of its sequences and part of the heads, other mixers the sequences that their rank was dealt.
 """
 
 import copy
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -35,6 +37,7 @@ from ..wrap_forward import wrap_forward
 from .families import UNPACKED_WITH_FLASH
 from .layers import attention_modules, decoder_layers
 from .packed_attention import HANDLE, LENGTHS, NAME, PackedAttention, PackedMask, Span, hand_lengths, spans_of
+from .shared_mixers import SharedMixers, kernel_argument
 
 __all__ = ["Mixers", "PackedSequences", "find_mixers", "lengths_taken", "why_not_packed"]
 
@@ -127,7 +130,10 @@ class PackedSequences:
             raise ValueError(f"{type(model).__name__}: {why}.")
         self._mixers = find_mixers(model)
         self._spans: tuple[Span, ...] | None = None
+        self._own: Sequence[Span] = ()  # the sequences of the row that the other mixers are handed
+        self._places: Sequence[Span] = ()  # where these are in what they are handed
         self._calls = 0  # of each of the other mixers in this forward
+        self._shared: SharedMixers | None = None
         self._arguments: dict[str, torch.Tensor] = {}
         self._lengths: dict[str, Any] | None = None
         self._taken = {fqn: lengths_taken(module) for fqn, module in self._mixers.others.items()}
@@ -149,8 +155,16 @@ class PackedSequences:
             for module in self._mixers.attentions.values():
                 setattr(module, LENGTHS, lambda: self._lengths)
         for fqn, module in self._mixers.others.items():
-            call = functools.partial(self._per_sequence, self._taken[fqn])
+            call = functools.partial(self._call_mixer, module, self._taken[fqn])
             wrap_forward(module, "packed_sequences", torch.compiler.disable(call, recursive=False))
+
+    def share(self, group: dist.ProcessGroup) -> None:
+        """From now on a model is called with a slice of the row's tokens, and the positions of the whole row.
+
+        Args:
+            group: the ranks that share rows, in the order of the slices.
+        """
+        self._shared = SharedMixers(group)
 
     def line(self) -> str:
         """Which way is taken, for people."""
@@ -159,19 +173,28 @@ class PackedSequences:
         for fqn, module in self._mixers.others.items():
             taken = self._taken[fqn]
             ways[type(module).__name__] = f"kernels that take {' and '.join(taken)}" if taken else "once per sequence"
-        return "packed rows: " + "; ".join(f"{name}: {way}" for name, way in sorted(ways.items()))
+        said = "packed rows: " + "; ".join(f"{name}: {way}" for name, way in sorted(ways.items()))
+        if self._shared is None or not self._mixers.others:
+            return said
+        return f"{said}; {self._shared.line(list(self._mixers.others.values()))}"
 
     # -- around a forward ---------------------------------------------------------------------------------------
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._spans, self._arguments = self._find(kwargs), {}
         PackedSequences.running = self
-        self._calls = 0 if self._spans is None else self._agreed_calls(kwargs["position_ids"].device)
         self._lengths = None
-        if self._spans is not None and "flash" in self._configured:
-            ends = self._argument("cu_seq_lens_q", kwargs["position_ids"].device).int()
+        if self._spans is None:
+            return
+        device = kwargs["position_ids"].device
+        self._own = self._spans if self._shared is None else self._shared.begin(self._spans, device)
+        ends = list(itertools.accumulate(end - start for start, end in self._own))
+        self._places = list(zip([0, *ends[:-1]], ends, strict=True))
+        self._calls = self._agreed_calls(device)
+        if "flash" in self._configured:
+            lengths = kernel_argument("cu_seq_lens_q", self._spans).to(device, torch.int32)
             longest = max(end - start for start, end in self._spans)
-            self._lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+            self._lengths = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths}
             self._lengths |= {"max_length_q": longest, "max_length_k": longest}
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -197,10 +220,9 @@ class PackedSequences:
 
     def _agreed_calls(self, device: torch.device) -> int:
         """How often each of the other mixers is called: alike on all ranks where FSDP gathers parts of it by calls."""
-        assert self._spans is not None
         if not self._gathers_by_calls or not dist.is_initialized():
-            return len(self._spans)
-        most = torch.tensor(len(self._spans), device=device)
+            return len(self._own)
+        most = torch.tensor(len(self._own), device=device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         return int(most)
 
@@ -223,38 +245,54 @@ class PackedSequences:
             return self._make_mask(**asked)
         if self._configured != _FLEX:
             return PackedMask(self._make_mask, eager_mask, asked)
-        apart = packed_sequence_mask_function(self._argument("seq_idx", asked["device"]))  # not all families ask for it
+        numbers = kernel_argument("seq_idx", self._spans).to(asked["device"])
+        apart = packed_sequence_mask_function(numbers)  # not all families ask for it
         length = self._spans[-1][1]
         asked |= {"mask_function": and_masks(asked["mask_function"], apart), "allow_is_causal_skip": False}
         return self._make_mask(**asked | {"q_length": length, "kv_length": length})
 
     # -- the other mixers ---------------------------------------------------------------------------------------
 
-    def _per_sequence(self, taken: Sequence[str], forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def _call_mixer(
+        self, module: nn.Module, taken: Sequence[str], forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         if self._spans is None:
             return forward(*args, **kwargs)
-        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        if hidden.shape[1] != self._spans[-1][1]:
-            raise ValueError(f"{hidden.shape[1]} tokens in a packed row of {self._spans[-1][1]}.")
+        if self._shared is None:
+            return self._per_sequence(taken, forward, *args, **kwargs)
+        if not self._shared.spreads(module):
+            call = functools.partial(self._per_sequence, taken, forward)
+            return self._shared.on_sequences(call, args, kwargs)
+        with self._shared.spreading(module, bool(taken)):
+            output = forward(*args, **kwargs)
+        if taken or not self._gathers_by_calls:
+            return output
+        # The first token once more in place of sequences that ranks with other rows have.
+        pick = functools.partial(_of_sequence, _hidden(args, kwargs).shape[1], 0, (0, 1), (0, 1))
+        own_args, own_kwargs = tree_map(pick, (args, kwargs))
+        return _joined([output, *(forward(*own_args, **own_kwargs) for _ in range(self._calls - 1))], 1)
+
+    def _per_sequence(self, taken: Sequence[str], forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        length, tokens = self._places[-1][1], _hidden(args, kwargs).shape[1]
+        if tokens != length:
+            raise ValueError(f"{tokens} tokens in a packed row of {length}.")
         if taken:
-            return forward(*args, **kwargs, **{name: self._argument(name, hidden.device) for name in taken})
+            device = _hidden(args, kwargs).device
+            return forward(*args, **kwargs, **{name: self._argument(name, device) for name in taken})
         outputs = []
         # The first token once more in place of sequences that only other ranks have.
-        calls = [*self._spans, *[(0, 1)] * (self._calls - len(self._spans))]
-        for number, span in enumerate(calls):
-            pick = functools.partial(_of_sequence, self._spans[-1][1], number, span)
+        calls = [*zip(self._places, self._own, strict=True)]
+        calls += [((0, 1), (self._own[0][0], self._own[0][0] + 1))] * (self._calls - len(calls))
+        for number, (place, span) in enumerate(calls):
+            pick = functools.partial(_of_sequence, length, number, place, span)
             own_args, own_kwargs = tree_map(pick, (args, kwargs))
             outputs.append(forward(*own_args, **own_kwargs))
-        return _joined(outputs, len(self._spans))
+        return _joined(outputs, len(self._places))
 
     def _argument(self, name: str, device: torch.device) -> torch.Tensor:
-        """Of kernels: the cumulative lengths ``[sequences + 1]``, or the number of each token's sequence ``[1, S]``."""
-        assert self._spans is not None
+        """Of kernels: the cumulative lengths ``[sequences + 1]``, or the number of each token's sequence ``[1, n]``."""
         if name not in self._arguments:
-            ends = torch.tensor([0, *(end for _, end in self._spans)])
-            numbers = torch.arange(len(self._spans)).repeat_interleave(ends.diff())
-            value = ends if name == "cu_seq_lens_q" else numbers[None].int()
-            self._arguments[name] = value.to(device)
+            self._arguments[name] = kernel_argument(name, self._places).to(device)
         return self._arguments[name]
 
 
@@ -283,9 +321,19 @@ class _OfSequences:
         self.parts = parts
 
 
-def _of_sequence(length: int, number: int, span: Span, value: Any) -> Any:
-    """The part of a mixer's argument that is of one sequence of a row of so many tokens."""
-    start, end = span
+def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    return kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+
+
+def _of_sequence(length: int, number: int, place: Span, span: Span, value: Any) -> Any:
+    """The part of a mixer's argument that is of one sequence.
+
+    Args:
+        length: tokens that the mixer is handed.
+        place: of the sequence among these.
+        span: of the sequence in the row, whose masks are those of the model.
+    """
+    start, end = place
     if isinstance(value, PackedMask):
         return value.of(span, explicit=True)
     if isinstance(value, _OfSequences):

@@ -12,6 +12,7 @@ from ..fsdp.ulysses import heads_to_split
 from ..fsdp.unit import Stage, Unit, UnitSizes, stages_of
 from ..fsdp.wrap_plan import frozen_with_lora, wrap_plan
 from ..model.layers import layer_names
+from ..model.packing import find_mixers
 from ..moe.find import UnsupportedModelError
 from ..moe.gemm.backends import has_backend
 from ..optim.muon_partition import muon_parameters
@@ -33,6 +34,7 @@ class ModelSizes:
         matrices: names of the parameters that Muon steps.
         heads: the number of heads that the sequence-parallel size has to divide; 1 if it has to be 1.
         unshared: why the sequence-parallel size has to be 1; empty if it need not.
+        uncounted: what of ranks that share rows is not counted; empty if all is.
         untraced: why it is not known what autograd saves and what the layers send; empty if it is known.
     """
 
@@ -46,6 +48,7 @@ class ModelSizes:
     matrices: Collection[str]
     heads: int
     unshared: str = ""
+    uncounted: str = ""
     untraced: str = ""
 
     @classmethod
@@ -73,6 +76,7 @@ class ModelSizes:
             heads = heads_to_split(model)
         except UnsupportedModelError as error:
             unshared = str(error)
+        dealt = " and ".join(sorted({type(module).__name__ for module in find_mixers(model).others.values()}))
         head = model.get_output_embeddings()
         for name in frozen_with_lora(model):
             model.get_parameter(name).requires_grad_(False)
@@ -93,6 +97,7 @@ class ModelSizes:
             matrices=matrices,
             heads=heads,
             unshared=unshared,
+            uncounted=f"what {dealt} sends, and holds of a long sequence" if dealt else "",
             untraced=untraced,
         )
 

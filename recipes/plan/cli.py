@@ -153,6 +153,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         said.append("ep is 1: the model has no experts.")
     if request.sizes.unshared:
         said.append(f"sp is 1: {request.sizes.unshared}")
+    if request.sizes.uncounted:
+        said.append(f"Not counted where sp is above 1: {request.sizes.uncounted}.")
     print_wrapped(console, said)
     rows, legend = table(found, best, options.all)
     console.print(rows)

@@ -15,6 +15,7 @@ from epfsdp2.engine.fsdp.ulysses import SequenceParallel
 from epfsdp2.engine.lora.adapters import Lora, lora_of
 from epfsdp2.engine.lora.settings import LoraSettings
 from epfsdp2.engine.model.meta import build_on_meta
+from epfsdp2.engine.model.packing import PackedSequences
 from epfsdp2.engine.planner.activations import trace
 from epfsdp2.engine.planner.memory import Batch, peak, timeline
 from epfsdp2.engine.planner.model_sizes import ModelSizes
@@ -172,7 +173,7 @@ def _step_is_counted(folder, ep, fsdp_size, options, tokens, sp, lora, expected)
 
     def before(model):
         if sp > 1:
-            SequenceParallel(model, build_sequence_mesh("cpu", world, sp).get_group("sp"))
+            SequenceParallel(model, build_sequence_mesh("cpu", world, sp).get_group("sp"), PackedSequences(model))
         if lora is not None:
             Lora(model, lora)
 

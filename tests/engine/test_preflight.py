@@ -31,6 +31,7 @@ from epfsdp2.engine.preflight.model_facts import inspect_model, largest_sent
 from epfsdp2.engine.preflight.rollout import check_graphs, check_rollout
 from epfsdp2.engine.preflight.run import check_model_settings, check_run, check_training, check_versions
 from epfsdp2.rollout.layout.sync_mode import EXTENSION
+from tests.parity.families import save
 from tests.support.settings import TINY, checkpoint, engine
 
 # Elements of the largest tensor of that model: gate_up_proj [E, 2I, D].
@@ -455,7 +456,16 @@ def test_ranks_that_share_rows(model, tmp_path):
     refused(2, 4, {"path": "hdfs://host/model"} | SDPA | {"use_remove_padding": False}, "packed rows", name, "False")
     linear = {"num_hidden_layers": 2, "num_experts": 8, "layer_types": ["linear_attention", "full_attention"]}
     next_ = checkpoint(tmp_path / "next", "qwen3_next", **{**TINY, **linear})
-    refused(2, 4, next_, "model.layers.0 of Qwen3NextForCausalLM has no attention on transformers' interface, but ")
+    assert check_training(engine(ulysses_sequence_parallel_size=2), 4, next_, device="cpu") is not None
+    refused(4, 4, next_, f"has to divide the number of attention heads of Qwen3NextForCausalLM, 2. {works}")
+
+
+@pytest.mark.parametrize("name", ["deepseek_v4", "glm_moe_dsa"])
+def test_ranks_can_not_share_rows_of_which_an_indexer_chooses_keys(tmp_path, name):
+    model = {"path": str(save(name, tmp_path)), "override_config": {"attn_implementation": "eager"}}
+    words = rf"^{SEQUENCE}=2: can't be with \w+: an indexer of \w+ chooses among the keys .*What works: {SEQUENCE}=1$"
+    with pytest.raises(SettingError, match=words):
+        check_training(engine(ulysses_sequence_parallel_size=2), 2, model, device="cpu")
 
 
 def test_a_hub_id_in_the_cache_is_checked(tmp_path, model, monkeypatch):

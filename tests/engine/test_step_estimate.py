@@ -20,6 +20,7 @@ from epfsdp2.engine.planner.traffic import collectives
 from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.recipes.plan.cards import config_of
 from epfsdp2.recipes.plan.cli import parse, request_of
+from tests.parity.families import save
 from tests.support.memory import peak_of
 from tests.support.models import save_qwen3_moe
 from tests.support.ppo import of_this_rank, ppo_batch, ppo_samples, ppo_worker
@@ -123,6 +124,18 @@ def test_configured_batch_follows_the_actors_settings():
     dynamic = replace(engine, use_dynamic_bsz=True, max_token_len_per_gpu=1024)
     assert configured_batch(dynamic, Topology.arrange(8, 4)) == Batch(1024, 2, IMBALANCE, 2)
     assert configured_batch(replace(engine, _longest_sequence=0), Topology.arrange(8, 4)) is None
+
+
+def _shared_states(folder):
+    model = {"override_config": {"attn_implementation": "sdpa"}}
+    plan = ppo_worker(folder, ep=1, ulysses_sequence_parallel_size=2, model=model).engine.run_plan
+    (line,) = (line for line in plan.lines() if line.startswith("not counted: "))
+    assert "what Qwen3NextGatedDeltaNet sends" in line
+    assert plan.sizes.heads == 4
+
+
+def test_step_estimate_says_what_is_not_counted_of_shared_rows(tmp_path):
+    run_ranks(_shared_states, 2, save("qwen3_next", tmp_path))
 
 
 def _example(folder):

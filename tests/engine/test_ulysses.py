@@ -1,20 +1,19 @@
 """Ranks that share rows compute what the plain model does in one process."""
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.fsdp import ulysses
 from epfsdp2.engine.fsdp.activation_checkpoint import checkpoint_layers
 from epfsdp2.engine.fsdp.ulysses import SequenceParallel, check_attention_splits
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.model.packing import PackedSequences
+from epfsdp2.engine.model.vision import VisionTowerSync
 from epfsdp2.engine.moe.find import UnsupportedModelError
 from tests.parity.families import EVERY, FAMILIES
 from tests.support.models import VOCAB, save_qwen3_moe
@@ -31,43 +30,19 @@ WINDOWS = {
     "gpt_oss": {"sliding_window": 5},
     "mixtral": {"sliding_window": 5},
 }
-NOT_SPLIT = {
-    "deepseek_v4": "indexer",
-    "glm_moe_dsa": "indexer",
-    "jamba": "JambaMambaMixer",
-    "lfm2_moe": "Lfm2MoeShortConv",
-    "minimax": "MiniMaxLightningAttention",
-    "nemotron_h": "NemotronHMamba2Mixer",
-    "nemotron_h_latent": "NemotronHMamba2Mixer",
-    "qwen3_next": "Qwen3NextGatedDeltaNet",
-    "qwen3_5_moe": "Qwen3_5MoeGatedDeltaNet",
-    "ernie4_5_vl_moe": "no text",
-    "glm4v_moe": "no text",
-    "qwen3_omni_moe": "no text",
-    "qwen3_vl_moe": "no text",
-}
+NOT_SPLIT = {"deepseek_v4": "indexer", "glm_moe_dsa": "indexer"}
+# Shared by their sequences (test_shared_mixers.py).
+STATES = ("jamba", "lfm2_moe", "minimax", "nemotron_h", "nemotron_h_latent", "qwen3_5_moe", "qwen3_next")
 # A classifier that sees both ways, and has no attention on transformers' interface that runs on a CPU.
-SPLIT = [name for name in EVERY if name not in NOT_SPLIT and name != "openai_privacy_filter"]
+SPLIT = [name for name in EVERY if name not in (*NOT_SPLIT, *STATES, "openai_privacy_filter")]
 # Keys of fewer heads than ranks; windows and full attention in turns; values narrower than keys; sinks; queries that
 # are scaled by their position.
 KINDS = ["qwen3_moe", "gemma4", "deepseek_v3", "gpt_oss", "mistral4"]
 
 
-def _sinks(module, query, key, value, attention_mask, s_aux, **kwargs):
-    """gpt-oss' own attention, with the sinks that it is handed: of what is on the interface none has any on a CPU."""
-    module = SimpleNamespace(sinks=s_aux, training=False, num_key_value_groups=module.num_key_value_groups)
-    return eager_attention_forward(module, query, key, value, attention_mask, **kwargs)
-
-
-def _family(name, with_sinks="sinks"):
-    """The model in float64, for packed rows.
-
-    Args:
-        with_sinks: the attention of a family whose attention has sinks.
-    """
-    ALL_ATTENTION_FUNCTIONS.register("sinks", _sinks)
-    ALL_MASK_ATTENTION_FUNCTIONS.register("sinks", eager_mask)
-    return EVERY[name].build_random(with_sinks if name == "gpt_oss" else "sdpa", **WINDOWS.get(name, {}))
+def _family(name):
+    """The model in float64; of gpt-oss no attention but its own has sinks on a CPU."""
+    return EVERY[name].build_random("eager" if name == "gpt_oss" else "sdpa", **WINDOWS.get(name, {}))
 
 
 def _row():
@@ -88,17 +63,22 @@ def _one_by_one(name):
     return logits.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def _slices(name, group, checkpointing="none", packed=False):
+def _slices(name, group, checkpointing="none"):
     """The same by the ranks of a group: this rank's logits, and everyone's gradients added up."""
-    model, (ids, targets) = _family(name, "eager" if packed else "sinks"), _row()
-    if packed:
-        PackedSequences(model)
-    SequenceParallel(model, group)
+    model, (ids, targets) = _family(name), _row()
+    SequenceParallel(model, group, PackedSequences(model))
     layers = [model.get_submodule(fqn) for fqn in layer_names(model)]
     checkpoint_layers(layers, (), 8, checkpointing)
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    inputs = {
+        "input_ids": torch.cat(ids, 1),
+        "position_ids": torch.cat([torch.arange(length) for length in LENGTHS])[None],
+    }
     own = _own(group)
-    logits = model(input_ids=torch.cat(ids, 1)[:, own], position_ids=positions, use_cache=False).logits
+    if hasattr(model.config, "vision_config"):  # images may come among the tokens before they are cut
+        VisionTowerSync(model).prepare_inputs(inputs)
+    else:
+        inputs["input_ids"] = inputs["input_ids"][:, own]
+    logits = model(**inputs, use_cache=False).logits
     _loss(logits, targets[own]).backward()
     grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
     for grad in grads.values():
@@ -127,13 +107,13 @@ def _groups():
     return [pairs[dist.get_rank() // 2], dist.group.WORLD]
 
 
-def _compare(names, checkpointings, packed=False):
+def _compare(names, checkpointings):
     groups = _groups()
     for i, name in enumerate(names):
         wanted = _one_by_one(name)
         for group in groups:
             how = checkpointings[i % len(checkpointings)]
-            errors = _errors(name, group, wanted, checkpointing=how, packed=packed)
+            errors = _errors(name, group, wanted, checkpointing=how)
             bad = {n: error for n, error in errors.items() if error > EXACT}
             assert not bad, (name, dist.get_world_size(group), how, bad)
 
@@ -142,34 +122,25 @@ def test_every_kind_of_attention_equals_the_plain_model():
     run_ranks(_compare, WORLD, KINDS, ["none", "full"])
 
 
-def test_attention_per_sequence_equals_the_plain_model():
-    run_ranks(_compare, WORLD, KINDS, ["none", "full"], True)
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("packed", [False, True])
-def test_every_family_equals_the_plain_model(packed):
-    run_ranks(_compare, WORLD, SPLIT, ["none", "full", "selective"], packed, timeout=500)
+def test_every_family_equals_the_plain_model():
+    run_ranks(_compare, WORLD, SPLIT, ["none", "full", "selective"], timeout=500)
 
 
 def _wrong_ones_differ():
-    """The masks of the slices alone, and heads that came back in another order."""
+    """Heads that came back in another order, and rotary embeddings of other tokens."""
     group = dist.group.WORLD
     wanted = _one_by_one("qwen3_moe")
     assert _errors("qwen3_moe", group, wanted)["logits"] < EXACT
     with pytest.MonkeyPatch.context() as patch:
-        to_tokens = SequenceParallel._to_tokens
-        patch.setattr(SequenceParallel, "_to_tokens", lambda self, output: to_tokens(self, output).flip(2))
+        to_tokens = ulysses.to_tokens
+        patch.setattr(ulysses, "to_tokens", lambda group, output: to_tokens(group, output).flip(2))
         assert _errors("qwen3_moe", group, wanted)["logits"] > 1e-2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "sdpa", _mask_of_slices)
-        assert _errors("qwen3_moe", group, wanted)["logits"] > 1e-2
-
-
-def _mask_of_slices(*, q_length, kv_length, **kwargs):
-    """Each slice sees itself, and nothing of the sequence that began before it."""
-    inside = torch.ones(q_length // 2, kv_length // 2, dtype=torch.bool).tril()
-    return torch.block_diag(*[inside] * 2)[None, None].bool()
+        patch.setattr(ulysses, "own_part", lambda whole, dim, group: whole.chunk(2, dim)[0])
+        error = torch.tensor(_errors("qwen3_moe", group, wanted)["logits"])
+        dist.all_reduce(error, op=dist.ReduceOp.MAX)
+        assert error > 1e-2
 
 
 def test_the_comparison_tells_wrong_ones():
@@ -193,8 +164,7 @@ def _flash_sees_whole_rows():
     for module in model.modules():
         if hasattr(module, "config"):
             module.config._attn_implementation = "flash_attention_2"
-    PackedSequences(model)
-    SequenceParallel(model, group)
+    SequenceParallel(model, group, PackedSequences(model))
     positions, own = torch.cat([torch.arange(length) for length in LENGTHS])[None], _own(group)
     logits = model(input_ids=torch.cat(ids, 1)[:, own], position_ids=positions, use_cache=False).logits
     assert _error(logits, wanted[0][:, own]) < EXACT

@@ -114,8 +114,9 @@ def _value_update(folder, own_class, model, settings):
 SHARED = {"ulysses_sequence_parallel_size": 2}
 
 
-def test_so_do_those_of_a_model_that_could_see_images(tmp_path):
-    run_ranks(_value_update, WORLD, save_vlm("qwen3_vl_moe", tmp_path), False, {}, {})
+@pytest.mark.parametrize("settings", [{}, SHARED], ids=["", "shared rows"])
+def test_so_do_those_of_a_model_that_could_see_images(tmp_path, settings):
+    run_ranks(_value_update, WORLD, save_vlm("qwen3_vl_moe", tmp_path), False, {}, settings)
 
 
 def test_a_dense_critic_beside_an_actor_with_experts_equals_the_plain_model(tmp_path):

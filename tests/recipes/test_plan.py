@@ -14,6 +14,7 @@ from epfsdp2.recipes.plan.cards import CARDS, config_of
 from epfsdp2.recipes.plan.cli import main, parse, request_of
 from epfsdp2.recipes.plan.meshes import choices, recommended
 from epfsdp2.recipes.plan.roofline import Cluster, seconds
+from tests.parity.families import FAMILIES
 
 QWEN = ["--model", "Qwen3-30B-A3B", "--nodes", "2"]
 
@@ -83,13 +84,23 @@ def test_recommendation_is_the_fastest_mesh_that_fits(qwen3_30b):
     assert any(not c.fits for c in found)  # one GPU with 30 billion parameters and their states
 
 
+def _planned_sizes(folder, out):
+    """The sequence-parallel sizes of a plan for two GPUs."""
+    assert main(["--model", str(folder), "--gpus", "2", "--tokens", "64", "--json", str(out)]) == 0
+    return {choice["sp"] for choice in json.loads(out.read_text())["choices"]}
+
+
 def test_meshes_of_rows_that_cannot_be_shared_are_left_out(capsys, tmp_path):
+    FAMILIES["glm_moe_dsa"].build().config.save_pretrained(tmp_path)
+    assert _planned_sizes(tmp_path, tmp_path / "plan.json") == {1}
+    assert "sp is 1: an indexer of GlmMoeDsaForCausalLM chooses among the keys" in _joined(capsys.readouterr().out)
+
+
+def test_what_is_not_counted_of_shared_rows_is_said(capsys, tmp_path):
     Qwen3NextConfig(num_hidden_layers=4, num_experts=16, num_experts_per_tok=2).save_pretrained(tmp_path)
-    out = tmp_path / "plan.json"
-    assert main(["--model", str(tmp_path), "--gpus", "2", "--tokens", "64", "--json", str(out)]) == 0
-    assert {choice["sp"] for choice in json.loads(out.read_text())["choices"]} == {1}
+    assert _planned_sizes(tmp_path, tmp_path / "plan.json") == {1, 2}
     said = _joined(capsys.readouterr().out)
-    assert "sp is 1: model.layers.0 of Qwen3NextForCausalLM has no attention" in said
+    assert "Not counted where sp is above 1: what Qwen3NextGatedDeltaNet sends" in said
 
 
 def test_plan_that_does_not_fit_names_the_part_and_the_cluster_that_does(capsys, tmp_path):

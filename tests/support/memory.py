@@ -35,6 +35,7 @@ from epfsdp2.engine.fsdp.ulysses import SequenceParallel
 from epfsdp2.engine.lora.adapters import Lora, lora_of
 from epfsdp2.engine.lora.settings import LoraSettings
 from epfsdp2.engine.model.meta import build_on_meta, materialize
+from epfsdp2.engine.model.packing import PackedSequences
 from epfsdp2.engine.moe.forward import rows_computed
 from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
@@ -145,7 +146,7 @@ def measure(folder: Path, row: Row, out: Path) -> None:
         torch.manual_seed(rank)
         model = build(row)
         if row.sp > 1:
-            SequenceParallel(model, build_sequence_mesh("cpu", WORLD, row.sp).get_group("sp"))
+            SequenceParallel(model, build_sequence_mesh("cpu", WORLD, row.sp).get_group("sp"), PackedSequences(model))
         parallelize(model, meshes, sharding(row))
         materialize(model, "cpu")
         with torch.no_grad():

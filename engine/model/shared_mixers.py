@@ -1,0 +1,278 @@
+"""Mixers of tokens that carry a state along a row, where the ranks of a group share the row.
+
+Each rank has an equal slice of the tokens of a packed row, and such a mixer (``packing.py``) needs whole sequences.
+They are dealt to the ranks by their lengths, alike on all ranks: an all-to-all brings a rank the sequences that it was
+dealt, the mixer computes these, another all-to-all brings the outputs back. That is exact whatever is in the mixer.
+
+    [1, s, D]  ->  own sequences [1, n, D]  ->  mixer  ->  [1, n, D]  ->  [1, s, D]
+
+Where this leaves a rank with much more than its share (one long sequence), a gated delta rule is spread over its heads
+instead: projections, norm and gate are of the slice, the convolution gets the few tokens before the slice from the
+ranks that have them, and two all-to-alls around the rule bring a rank the whole row for its part of the heads. Mixers
+of other kinds compute a long sequence on the one rank that was dealt it.
+
+Shapes: ``S`` tokens of the whole row, ``s = S / sp`` of this rank, ``n`` of the sequences that this rank was dealt.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from .packed_attention import Span
+
+__all__ = ["Exchange", "SharedMixers", "deal", "kernel_argument", "to_heads", "to_tokens"]
+
+_UNBALANCED = 1.25
+"""The most that a rank is dealt, in equal shares, up to which no row is spread over heads."""
+_CONV, _RULE = "causal_conv1d_fn", "chunk_gated_delta_rule"  # attributes of a gated delta rule's module
+
+
+class Exchange(torch.autograd.Function):
+    """Rank ``i`` gets everyone's ``i``-th part of dim 0; the gradient goes the way back.
+
+    Args:
+        send: sizes of the parts for the ranks; equal parts without.
+        receive: sizes of what the ranks send.
+    """
+
+    @staticmethod
+    def forward(ctx, x, group, send=None, receive=None):
+        ctx.group, ctx.send, ctx.receive = group, send, receive
+        return _exchange(x, group, send, receive)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _exchange(grad, ctx.group, ctx.receive, ctx.send), None, None, None
+
+
+def _exchange(x: torch.Tensor, group: Any, send: list[int] | None, receive: list[int] | None) -> torch.Tensor:
+    arrived = x.new_empty(x.shape[0] if receive is None else sum(receive), *x.shape[1:])
+    dist.all_to_all_single(arrived, x.contiguous(), output_split_sizes=receive, input_split_sizes=send, group=group)
+    return arrived
+
+
+def to_heads(group: dist.ProcessGroup, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """``[B, H, s, D]`` each -> ``[B, H / sp, S, D]`` each, in one exchange."""
+    size = dist.get_world_size(group)
+    by_rank = [x.unflatten(1, (size, -1)).permute(1, 3, 0, 2, 4) for x in tensors]  # [sp, s, B, H / sp, D]
+    arrived = Exchange.apply(torch.cat([x.flatten(2) for x in by_rank], dim=-1), group).flatten(0, 1)
+    parts = arrived.split([x.shape[2:].numel() for x in by_rank], dim=-1)
+    return [
+        part.unflatten(-1, x.shape[2:]).permute(1, 2, 0, 3).to(x.dtype) for part, x in zip(parts, by_rank, strict=True)
+    ]
+
+
+def to_tokens(group: dist.ProcessGroup, output: torch.Tensor) -> torch.Tensor:
+    """``[B, S, H / sp, D]`` -> ``[B, s, H, D]``."""
+    by_rank = output.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1)  # [sp, B, s, H / sp, D]
+    return Exchange.apply(by_rank, group).permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous()
+
+
+def deal(lengths: Sequence[int], ranks: int) -> list[int]:
+    """Return the rank of each sequence: the longest first, each to the rank that has the fewest tokens."""
+    dealt, owners = [0] * ranks, [0] * len(lengths)
+    for number in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        owners[number] = dealt.index(min(dealt))
+        dealt[owners[number]] += lengths[number]
+    return owners
+
+
+def kernel_argument(name: str, spans: Sequence[Span]) -> torch.Tensor:
+    """The cumulative lengths ``[sequences + 1]``, or the number of each token's sequence ``[1, S]``.
+
+    Args:
+        name: ``cu_seq_lens_q`` or ``seq_idx``.
+    """
+    ends = torch.tensor([0, *(end for _, end in spans)])
+    numbers = torch.arange(len(spans)).repeat_interleave(ends.diff())
+    return ends if name == "cu_seq_lens_q" else numbers[None].int()
+
+
+class SharedMixers:
+    """How the ranks of a group share the mixers of a model; of one row after the other.
+
+    Args:
+        group: the ranks that share rows, in the order of the slices.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+
+    def begin(self, spans: Sequence[Span], device: torch.device) -> list[Span]:
+        """Deal the sequences of a row.
+
+        Args:
+            spans: where they are in the row.
+            device: of the hidden states.
+
+        Returns:
+            Those of this rank, in the order of the row; the row's first token alone where there is none.
+
+        Raises:
+            ValueError: the row can't be cut into equal slices.
+        """
+        length = spans[-1][1]
+        if length % self.size:
+            raise ValueError(f"{length} tokens can't be cut into {self.size} equal slices.")
+        lengths = [end - start for start, end in spans]
+        owners = deal(lengths, self.size)
+        of_tokens = torch.tensor(owners).repeat_interleave(torch.tensor(lengths)).view(self.size, -1)
+        loads = torch.bincount(of_tokens.flatten(), minlength=self.size)
+        self._is_unbalanced = loads.max().item() * self.size > _UNBALANCED * length
+        order = of_tokens[self.rank].argsort(stable=True)
+        self._sent = torch.bincount(of_tokens[self.rank], minlength=self.size).tolist()
+        self._received = (of_tokens == self.rank).sum(1).tolist()
+        self._order, self._back = order.to(device), order.argsort().to(device)
+        self._tokens = (of_tokens.flatten() == self.rank).nonzero()[:, 0].to(device)
+        self._spans, self._slice = spans, length // self.size
+        self._arguments: dict[str, torch.Tensor] = {}
+        return [span for span, owner in zip(spans, owners, strict=True) if owner == self.rank] or [(0, 1)]
+
+    # -- whole sequences ----------------------------------------------------------------------------------------
+
+    def on_sequences(self, mixer: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a mixer with the sequences that this rank was dealt, and bring the outputs to their slices.
+
+        A rank that was dealt none calls it with a token whose output counts nothing: its parameters have gradients, and
+        it takes part in what is gathered.
+        """
+        args, kwargs = tree_map(self._hand, (args, kwargs))
+        output = mixer(*args, **kwargs)
+        if isinstance(output, tuple):
+            return self._bring_back(output[0]), *output[1:]
+        return self._bring_back(output)
+
+    @property
+    def _is_idle(self) -> bool:
+        return not any(self._received)
+
+    def _hand(self, value: Any) -> Any:
+        """What is of the tokens of the slice, or of the row, as it is of the sequences of this rank."""
+        if not isinstance(value, torch.Tensor) or value.dim() < 2:
+            return value
+        row = self._slice * self.size
+        if value.shape[1] == self._slice:
+            sent = value.transpose(0, 1).index_select(0, self._order)
+            own = Exchange.apply(sent, self.group, self._sent, self._received).transpose(0, 1)
+            # The exchange stays a part of what is differentiated, as it is on the other ranks.
+            return torch.cat([own, value[:, :1]], dim=1) if self._is_idle else own
+        tokens = self._tokens.new_zeros(1) if self._is_idle else self._tokens
+        if value.shape[1] == row:
+            return value[:, tokens]
+        return value[..., tokens] if value.dim() == 3 and value.shape[2] == row else value
+
+    def _bring_back(self, output: torch.Tensor) -> torch.Tensor:
+        sent = (output[:, :0] if self._is_idle else output).transpose(0, 1)
+        slices = Exchange.apply(sent, self.group, self._received, self._sent).index_select(0, self._back)
+        own = slices.transpose(0, 1)
+        return own + 0.0 * output.sum() if self._is_idle else own
+
+    # -- heads --------------------------------------------------------------------------------------------------
+
+    def spreads(self, module: nn.Module) -> bool:
+        """Whether this row is spread over the heads of a module."""
+        return self._is_unbalanced and self._can_spread(module)
+
+    def _can_spread(self, module: Any) -> bool:
+        """Whether it is a gated delta rule whose heads divide by the ranks."""
+        return hasattr(module, _RULE) and hasattr(module, _CONV) and module.num_v_heads % self.size == 0
+
+    @contextlib.contextmanager
+    def spreading(self, module: Any, takes_lengths: bool) -> Iterator[None]:
+        """Have a module that ``spreads`` compute its slice of the tokens.
+
+        Args:
+            takes_lengths: its kernels are told the sequences of a row (``lengths_taken``).
+        """
+        conv, rule = getattr(module, _CONV), getattr(module, _RULE)
+        setattr(module, _CONV, functools.partial(self._convolve, conv, takes_lengths))
+        setattr(module, _RULE, functools.partial(self._apply_rule, rule, takes_lengths))
+        try:
+            yield
+        finally:
+            setattr(module, _CONV, conv)
+            setattr(module, _RULE, rule)
+
+    def _convolve(
+        self,
+        real: Callable[..., torch.Tensor] | None,
+        takes_lengths: bool,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str,
+        seq_idx: None = None,
+    ) -> torch.Tensor:
+        """The causal convolution of the slice, ``[1, C, s]``, within sequences; ``real`` is as in causal-conv1d."""
+        reach = weight.shape[1] - 1
+        kept = min(reach, self._slice)
+        tails = Exchange.apply(x[..., self._slice - kept :].expand(self.size, -1, -1).contiguous(), self.group)
+        # Empty on the first rank, but a part of what is differentiated: every rank exchanges in backward.
+        context = torch.cat(tails.unbind(), dim=-1)[None, :, max(0, self.rank * kept - reach) : self.rank * kept]
+        # Along the memory go the channels: kernels that are told sequences need that.
+        row = torch.cat([context.transpose(1, 2), x.transpose(1, 2)], dim=1).transpose(1, 2)
+        before = context.shape[-1]
+        first = self.rank * self._slice - before  # where ``row`` begins in the whole row
+        convolve = functools.partial(_causal_conv if real is None else real, weight=weight, bias=bias)
+        if takes_lengths:
+            numbers = self._of_row("seq_idx", x.device)[:, first : first + row.shape[-1]].contiguous()
+            return convolve(x=row, activation=activation, seq_idx=numbers)[..., before:]
+        outputs = []
+        for start, end in self._spans:
+            start, end = max(start - first, 0), min(end - first, row.shape[-1])
+            if end > max(start, before):
+                output = convolve(x=row[..., start:end], activation=activation)
+                outputs.append(output[..., max(before - start, 0) :])
+        return torch.cat(outputs, dim=-1)
+
+    def _apply_rule(
+        self,
+        real: Callable[..., tuple[torch.Tensor, Any]],
+        takes_lengths: bool,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        cu_seqlens: None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """The rule over the whole row for this rank's heads: ``[1, s, H, D]``, ``g`` and ``beta`` ``[1, s, H]``."""
+        wide = to_heads(self.group, *(x.transpose(1, 2) for x in (query, key, value)))
+        narrow = to_heads(self.group, *(x.transpose(1, 2)[..., None] for x in (g, beta)))
+        q, k, v = (x.transpose(1, 2) for x in wide)
+        g, beta = (x[..., 0].transpose(1, 2) for x in narrow)
+        if takes_lengths:
+            q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
+            lengths = self._of_row("cu_seq_lens_q", q.device)
+            output = real(q, k, v, g=g, beta=beta, cu_seqlens=lengths, **kwargs)[0]
+        else:
+            spans = [slice(*span) for span in self._spans]
+            parts = (real(q[:, at], k[:, at], v[:, at], g=g[:, at], beta=beta[:, at], **kwargs)[0] for at in spans)
+            output = torch.cat(list(parts), dim=1)
+        return to_tokens(self.group, output), None
+
+    def _of_row(self, name: str, device: torch.device) -> torch.Tensor:
+        if name not in self._arguments:
+            self._arguments[name] = kernel_argument(name, self._spans).to(device)
+        return self._arguments[name]
+
+    def line(self, modules: Sequence[nn.Module]) -> str:
+        """How rows are shared by these mixers, for people."""
+        ways = {
+            type(module).__name__: "over its heads" if self._can_spread(module) else "by one rank" for module in modules
+        }
+        said = "; ".join(f"{name}: whole sequences by rank, a long one {way}" for name, way in sorted(ways.items()))
+        return f"shared rows: {said}"
+
+
+def _causal_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
+    """causal-conv1d's function as the families' own code does it, of ``[1, C, n]`` and ``weight [C, k]``."""
+    output = nn.functional.conv1d(x, weight[:, None], bias, padding=weight.shape[1] - 1, groups=x.shape[1])
+    return nn.functional.silu(output[..., : x.shape[-1]])

@@ -1,0 +1,237 @@
+"""Ranks that share rows compute what the plain model does where its layers carry a state along the row."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from transformers.models.qwen3_next import modeling_qwen3_next
+
+from epfsdp2.engine.fsdp.activation_checkpoint import checkpoint_layers
+from epfsdp2.engine.fsdp.ulysses import SequenceParallel
+from epfsdp2.engine.model import shared_mixers
+from epfsdp2.engine.model.layers import layer_names
+from epfsdp2.engine.model.packing import PackedSequences
+from epfsdp2.engine.model.shared_mixers import SharedMixers, deal
+from tests.parity.families import EVERY, save
+from tests.support.models import VOCAB, relative_error
+from tests.support.ppo import check_ppo_updates
+from tests.support.ranks import run_ranks
+
+EXACT = 1e-6  # in float64; norms and some routers compute in float32 whatever they are given
+STATES = ["jamba", "lfm2_moe", "minimax", "nemotron_h", "nemotron_h_latent", "qwen3_5_moe", "qwen3_next"]
+DELTA_RULES = ["qwen3_5_moe", "qwen3_next"]
+UNEVEN = (11, 1, 14, 6)  # 32 tokens; slices end within sequences
+LONG = (32,)  # on one rank, or over heads
+MOSTLY_ONE = (3, 1, 26, 2)  # over heads, of several sequences
+FEW = (4, 2)  # slices shorter than what the convolution reaches back, on four ranks with two tokens of padding
+
+
+def _row(lengths):
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(3, VOCAB - 6, (1, length), generator=generator) for length in lengths]
+    return ids, torch.randint(0, VOCAB, (sum(lengths),), generator=generator)
+
+
+def _loss(logits, targets):
+    return nn.functional.cross_entropy(logits[0].double(), targets, reduction="sum")
+
+
+def _one_by_one(name, lengths):
+    """Logits and gradients of the sequences of a row, each computed alone."""
+    model, (ids, targets) = EVERY[name].build_random("sdpa"), _row(lengths)
+    logits = torch.cat([model(input_ids=each, use_cache=False).logits for each in ids], dim=1)
+    _loss(logits, targets).backward()
+    return logits.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _fast_kernels(model, calls):
+    """Kernels that take sequences, made of the family's own code, in the place of those that need a GPU."""
+
+    def by_sequence(function, ends, dim):
+        spans = zip(ends[:-1], ends[1:], strict=True)
+        return torch.cat([function(slice(start, end)) for start, end in spans], dim)
+
+    def conv(x, weight, bias, activation, seq_idx=None):
+        assert x.stride(1) == 1  # causal-conv1d tells sequences apart in this layout alone
+        assert seq_idx.shape == (1, x.shape[2]) and seq_idx.dtype == torch.int32
+        calls.append("conv")
+        ends = [0, *(seq_idx[0].diff().nonzero()[:, 0] + 1).tolist(), x.shape[2]]
+        return by_sequence(lambda at: shared_mixers._causal_conv(x[..., at], weight, bias, activation), ends, 2)
+
+    def rule(query, key, value, g, beta, cu_seqlens=None, **kwargs):
+        assert cu_seqlens[-1] == query.shape[1]
+        calls.append("rule")
+
+        def one(at):
+            parts = (x[:, at] for x in (query, key, value))
+            return modeling_qwen3_next.torch_chunk_gated_delta_rule(*parts, g=g[:, at], beta=beta[:, at], **kwargs)[0]
+
+        return by_sequence(one, cu_seqlens.tolist(), 1), None
+
+    for layer in model.model.layers:
+        if hasattr(layer, "linear_attn"):
+            layer.linear_attn.causal_conv1d_fn, layer.linear_attn.chunk_gated_delta_rule = conv, rule
+
+
+def _shared(name, lengths, group, checkpointing="none", prepare=None):
+    """The same by the ranks of a group: this rank's logits, everyone's gradients added up, and how it was done."""
+    model, (ids, targets) = EVERY[name].build_random("sdpa"), _row(lengths)
+    if prepare is not None:
+        prepare(model)
+    packed = PackedSequences(model)
+    SequenceParallel(model, group, packed)
+    checkpoint_layers([model.get_submodule(fqn) for fqn in layer_names(model)], (), 8, checkpointing)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    own = _own(lengths, group)
+    logits = model(input_ids=torch.cat(ids, 1)[:, own], position_ids=positions, use_cache=False).logits
+    _loss(logits, targets[own]).backward()
+    # Every parameter of a mixer has a gradient on every rank: FSDP reduces those that are there.
+    for fqn, module in packed._mixers.others.items():
+        assert all(p.grad is not None for p in module.parameters()), fqn
+    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    for grad in grads.values():
+        dist.all_reduce(grad, group=group)
+    return logits.detach(), grads, packed
+
+
+def _own(lengths, group):
+    each = sum(lengths) // dist.get_world_size(group)
+    return slice(dist.get_rank(group) * each, (dist.get_rank(group) + 1) * each)
+
+
+def _errors(name, lengths, group, wanted, **how):
+    logits, grads, _ = _shared(name, lengths, group, **how)
+    errors = {f"gradient of {n}": relative_error(grads[n], grad) for n, grad in wanted[1].items()}
+    return {"logits": relative_error(logits, wanted[0][:, _own(lengths, group)]), **errors}
+
+
+def _compare(names, rows, checkpointings=("none",)):
+    for name in names:
+        for i, lengths in enumerate(rows):
+            how = checkpointings[i % len(checkpointings)]
+            errors = _errors(name, lengths, dist.group.WORLD, _one_by_one(name, lengths), checkpointing=how)
+            bad = {n: error for n, error in errors.items() if error > EXACT}
+            assert not bad, (name, lengths, how, bad)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_family_that_carries_a_state_equals_the_plain_model(name):
+    run_ranks(_compare, 2, [name], [UNEVEN, LONG, MOSTLY_ONE], ["none", "full", "selective"])
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "qwen3_next"])
+def test_more_ranks_than_sequences_equal_the_plain_model(name):
+    run_ranks(_compare, 4, [name], [UNEVEN, LONG, (*FEW, 2)], ["selective", "none"])
+
+
+def _kernels():
+    for lengths in (UNEVEN, MOSTLY_ONE):
+        calls = []
+        with pytest.MonkeyPatch.context() as patch:
+            wanted = _one_by_one("qwen3_next", lengths)
+            patch.setattr(modeling_qwen3_next, "is_fast_path_available", True)
+            prepare = functools.partial(_fast_kernels, calls=calls)
+            errors = _errors("qwen3_next", lengths, dist.group.WORLD, wanted, prepare=prepare)
+        assert max(errors.values()) < EXACT, errors
+        assert calls == ["conv", "rule"] * 2  # once in each of two such layers, whatever the number of sequences
+
+
+def test_kernels_that_take_lengths_are_handed_those_of_what_they_compute():
+    run_ranks(_kernels, 2)
+
+
+def _ways():
+    """Which tokens the rule is called with: whole sequences of all heads, or the row for half of the heads."""
+    shapes = []
+    real = modeling_qwen3_next.torch_chunk_gated_delta_rule
+
+    def spy(query, *args, **kwargs):
+        shapes.append(tuple(query.shape[1:3]))
+        return real(query, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modeling_qwen3_next, "torch_chunk_gated_delta_rule", spy)
+        found = {}
+        for lengths in (UNEVEN, MOSTLY_ONE):
+            shapes.clear()
+            *_, packed = _shared("qwen3_next", lengths, dist.group.WORLD)
+            found[lengths] = shapes[: len(shapes) // 2]  # of the first of two such layers
+    own = [[(1, 4), (14, 4)], [(11, 4), (6, 4)]][dist.get_rank()]
+    assert found[UNEVEN] == own
+    assert found[MOSTLY_ONE] == [(length, 2) for length in MOSTLY_ONE]
+    assert "Qwen3NextGatedDeltaNet: whole sequences by rank, a long one over its heads" in packed.line()
+    *_, packed = _shared("jamba", LONG, dist.group.WORLD)
+    assert "JambaMambaMixer: whole sequences by rank, a long one by one rank" in packed.line()
+
+
+def test_sequences_are_dealt_and_a_long_one_is_spread_over_heads():
+    run_ranks(_ways, 2)
+
+
+def _wrong_ones_differ():
+    """Sequences that are brought back in another order, and a convolution that misses what was before its slice."""
+    group = dist.group.WORLD
+    for lengths, method, wrong in (
+        (UNEVEN, "_bring_back", lambda real: lambda self, output: real(self, output).flip(1)),
+        (MOSTLY_ONE, "_convolve", lambda real: _without_context),
+    ):
+        wanted = _one_by_one("qwen3_next", lengths)
+        assert _errors("qwen3_next", lengths, group, wanted)["logits"] < EXACT
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SharedMixers, method, wrong(getattr(SharedMixers, method)))
+            error = torch.tensor(_errors("qwen3_next", lengths, group, wanted)["logits"])
+        dist.all_reduce(error, op=dist.ReduceOp.MAX)
+        assert error > 1e-3, method
+
+
+def _without_context(self, real, takes_lengths, x, weight, bias, activation, seq_idx):
+    return shared_mixers._causal_conv(x, weight, bias, activation)
+
+
+def test_the_comparison_tells_wrong_ones():
+    run_ranks(_wrong_ones_differ, 2)
+
+
+def _uneven():
+    """Parts of mixers are FSDP units, as norms kept in float32 are: each of their calls is a collective."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    mine, rows = dist.get_rank() // 2, (UNEVEN, LONG)  # each rank two sequences, and one over heads
+    wanted = [_one_by_one("qwen3_next", lengths)[1] for lengths in rows]
+    model, (ids, targets) = EVERY["qwen3_next"].build_random("sdpa"), _row(rows[mine])
+    SequenceParallel(model, groups[mine], PackedSequences(model))
+    for layer in model.model.layers:
+        if hasattr(layer, "linear_attn"):
+            fully_shard(layer.linear_attn.norm)
+            fully_shard(layer.linear_attn.out_proj)
+        fully_shard(layer)
+    fully_shard(model)
+    own = _own(rows[mine], groups[mine])
+    positions = torch.cat([torch.arange(length) for length in rows[mine]])[None]
+    for _ in range(2):
+        model.zero_grad()
+        logits = model(input_ids=torch.cat(ids, 1)[:, own], position_ids=positions, use_cache=False).logits
+        (4 * _loss(logits, targets[own])).backward()  # FSDP takes the mean over four ranks
+        for name, param in model.named_parameters():
+            both = [of_row[name] for of_row in wanted if name in of_row]
+            assert relative_error(param.grad.full_tensor(), sum(both)) < EXACT, name
+
+
+def test_ranks_that_share_other_rows_call_alike():
+    run_ranks(_uneven, 4, timeout=120)
+
+
+def test_sequences_are_dealt_by_their_lengths():
+    assert deal([11, 1, 14, 6], 2) == [1, 0, 0, 1]
+    assert deal([5, 5, 5], 2) == [0, 1, 0]
+    assert deal([7], 3) == [0]
+
+
+@pytest.mark.parametrize(("name", "world"), [("qwen3_next", 4), ("jamba", 2)])
+def test_ppo_updates_of_shared_rows_equal_the_plain_model(tmp_path, name, world):
+    shared = {"ep": 2, "ulysses_sequence_parallel_size": 2}
+    cases = [shared, {**shared, "dynamic": True, "activation_checkpointing": "full"}]
+    # An eps that does not magnify rounding errors of tiny gradients.
+    run_ranks(check_ppo_updates, world, save(name, tmp_path), cases, "sdpa", {"eps": 1e-5}, timeout=300)

@@ -77,9 +77,9 @@ def test_bytes_from_hbm_show_which_order_of_programs_reads_rows_again_for_each_b
 
 
 def test_a_lone_cta_and_rows_that_fill_no_tile_cost_time():
-    counts, gpu = [1024] * 128, GPUS[90]
+    counts, gpu = (1024,) * 128, GPUS[90]
     times = []
-    for registers, rows in ((116, counts), (200, counts), (116, [1025] * 128)):
+    for registers, rows in ((116, counts), (200, counts), (116, (1025,) * 128)):
         one = launch(registers=registers)
         work = work_of(one, rows, gpu)
         times.append(seconds(one, work, gpu))

@@ -156,7 +156,7 @@ def test_the_fastest_tile_is_measured_once_for_each_key_and_printed(kernels, mon
 @pytest.mark.parametrize("family", FAMILIES)
 def test_triton_experts_of_every_layout_equal_plain_operators(kernels, family, backend):
     module, inputs = make(family), routed()
-    fused = kernels.TritonBackend().gate(module, torch.float32)
+    fused = kernels.TritonBackend().gate(module)
     assert (fused is None) == (family == "no gate")
     assert_equal(tokens_with(module, backend, *inputs), tokens_with(module, "reference", *inputs))
     counts_e = torch.tensor([18, 0, 4, 0, 1, 3])
@@ -182,7 +182,7 @@ def test_triton_experts_in_half_precision_are_as_near_to_float32_as_torchs(kerne
 def test_triton_experts_with_an_unknown_activation_run_it_in_torch(kernels):
     module = make("plain")
     module.act_fn = torch.nn.Tanh()
-    assert kernels.TritonBackend().gate(module, torch.float32) is None
+    assert kernels.TritonBackend().gate(module) is None
     assert_equal(tokens_with(module, "triton", *routed()), tokens_with(module, "reference", *routed()))
 
 

@@ -6,6 +6,7 @@ of a CTA that is alone on its SM.
 
 import functools
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ __all__ = [
     "over_budget",
     "rows_per_expert",
     "seconds",
+    "spills_in_loop",
     "work_of",
 ]
 
@@ -56,6 +58,8 @@ GPUS = {
 # For over_budget.
 GEMMS = ("grouped_mm", "grouped_mm_gate", "grouped_mm_gate_backward", "grouped_outer")
 _EPILOGUE_STACK = 64  # bytes of a thread that may be spilled where a tile is finished
+_PRODUCTS = (re.compile(r"\b(HMMA|HGMMA|UTC\w*MMA)\b"), re.compile(r"\bFFMA\b"))  # in half precision, in float32
+_STACK = re.compile(r"\b(STL|LDL)\b")
 _SHARED = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}  # bytes of an SM; the system takes 1 KiB of each CTA
 _REGISTERS, _THREADS, _CTAS = 65536, 2048, 32  # of an SM
 SUSTAINED = 0.8  # of the boost clock under a load of matrix products
@@ -101,6 +105,15 @@ class Launch:
     @property
     def tile(self) -> tuple[int, int, int] | None:
         return tuple(self.values[size] for size in ("BM", "BN", "BK")) if "BM" in self.values else None  # type: ignore[return-value]
+
+
+def spills_in_loop(sass: list[str]) -> bool:
+    """Whether machine code, by lines, uses the stack between its first product and its last."""
+    for product in _PRODUCTS:
+        lines = [number for number, line in enumerate(sass) if product.search(line)]
+        if lines:
+            return any(_STACK.search(line) for line in sass[lines[0] : lines[-1]])
+    return True
 
 
 def over_budget(launch: Launch) -> list[str]:

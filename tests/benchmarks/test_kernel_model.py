@@ -11,7 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.kernel_model import GEMMS, GPUS, Compiled, Launch, hbm_bytes, mm_order, over_budget, seconds, work_of
+from benchmarks.kernel_model import (
+    GEMMS,
+    GPUS,
+    Compiled,
+    Launch,
+    hbm_bytes,
+    mm_order,
+    over_budget,
+    seconds,
+    spills_in_loop,
+    work_of,
+)
 
 MMA = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}
 
@@ -62,6 +73,14 @@ def test_a_kernel_over_a_budget_is_named_with_what_is_over():
         assert problem in said
     larger = launch(registers=200)
     assert over_budget(larger) and not over_budget(replace(larger, is_first_choice=False))
+
+
+@pytest.mark.parametrize("product", ["HMMA.16816.F32.BF16", "HGMMA.64x128x16.F32.BF16", "UTCHMMA", "FFMA"])
+def test_a_spill_is_in_the_loop_if_it_is_between_two_products(product):
+    loop = [f"{product} R4, R8 ;", "MOV R1, R2 ;", f"{product} R4, R8 ;"]
+    assert not spills_in_loop(["STL [R1], R0 ;", *loop, "LDL R0, [R1] ;"])
+    assert spills_in_loop([*loop, "LDL R0, [R1] ;", *loop])
+    assert spills_in_loop(["STL [R1], R0 ;"])  # a kernel without products is one loop over rows
 
 
 def test_bytes_from_hbm_show_which_order_of_programs_reads_rows_again_for_each_block_of_columns():

@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from benchmarks.kernel_model import Compiled, Launch
+from benchmarks.kernel_model import Compiled, Launch, spills_in_loop
 from epfsdp2.engine.moe.gemm import triton_backend, triton_tiles
 
 __all__ = ["on_gpu"]
@@ -31,8 +31,6 @@ _INSTRUCTIONS = {
     "cp.async": r"cp\.async\.c[ag]\.",
     "TMA": r"cp\.async\.bulk\.tensor",
 }
-_PRODUCT = re.compile(r"\b(HMMA|HGMMA|UTC\w*MMA)\b")
-_STACK = re.compile(r"\b(STL|LDL)\b")
 
 
 class _Driver:
@@ -105,7 +103,7 @@ def _read(name: str, arch: int, compiled: Any) -> Compiled:
             found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
             assert found is not None, usage
             registers, stack = map(int, found.groups())
-            in_loop = bool(stack) and _spills_in_loop(_said(_BIN / "nvdisasm", "-c", file.name).splitlines())
+            in_loop = bool(stack) and spills_in_loop(_said(_BIN / "nvdisasm", "-c", file.name).splitlines())
         ptx, meta = compiled.asm["ptx"], compiled.metadata
         counts = {label: len(re.findall(pattern, ptx)) for label, pattern in _INSTRUCTIONS.items()}
         _seen[compiled.hash] = Compiled(
@@ -116,8 +114,3 @@ def _read(name: str, arch: int, compiled: Any) -> Compiled:
 
 def _said(*command: Any) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def _spills_in_loop(sass: list[str]) -> bool:
-    products = [number for number, line in enumerate(sass) if _PRODUCT.search(line)]
-    return not products or any(_STACK.search(line) for line in sass[products[0] : products[-1]])

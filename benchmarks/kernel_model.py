@@ -4,7 +4,9 @@ Nothing here was measured. A predicted figure is an upper bound: it knows the re
 of a CTA that is alone on its SM.
 """
 
+import functools
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ __all__ = [
     "over_budget",
     "rows_per_expert",
     "seconds",
+    "spills_in_loop",
     "work_of",
 ]
 
@@ -55,6 +58,8 @@ GPUS = {
 # For over_budget.
 GEMMS = ("grouped_mm", "grouped_mm_gate", "grouped_mm_gate_backward", "grouped_outer")
 _EPILOGUE_STACK = 64  # bytes of a thread that may be spilled where a tile is finished
+_PRODUCTS = (re.compile(r"\b(HMMA|HGMMA|UTC\w*MMA)\b"), re.compile(r"\bFFMA\b"))  # in half precision, in float32
+_STACK = re.compile(r"\b(STL|LDL)\b")
 _SHARED = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}  # bytes of an SM; the system takes 1 KiB of each CTA
 _REGISTERS, _THREADS, _CTAS = 65536, 2048, 32  # of an SM
 SUSTAINED = 0.8  # of the boost clock under a load of matrix products
@@ -102,6 +107,15 @@ class Launch:
         return tuple(self.values[size] for size in ("BM", "BN", "BK")) if "BM" in self.values else None  # type: ignore[return-value]
 
 
+def spills_in_loop(sass: list[str]) -> bool:
+    """Whether machine code, by lines, uses the stack between its first product and its last."""
+    for product in _PRODUCTS:
+        lines = [number for number, line in enumerate(sass) if product.search(line)]
+        if lines:
+            return any(_STACK.search(line) for line in sass[lines[0] : lines[-1]])
+    return True
+
+
 def over_budget(launch: Launch) -> list[str]:
     """Say which budgets a launch is over."""
     made, problems = launch.compiled, []
@@ -133,10 +147,12 @@ def _is_aligned(launch: Launch) -> bool:
     return all(launch.values.get(name, 16) % 16 == 0 for name in ("K", "M", "N"))
 
 
-def rows_per_expert(rows: int, experts: int) -> list[int]:
+def rows_per_expert(rows: int, experts: int) -> tuple[int, ...]:
     """Draw how many rows each expert has, if a router chose uniformly."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(experts, (rows,), generator=generator).bincount(minlength=experts).tolist()
+    drawn = torch.randint(experts, (rows,), generator=generator).bincount(minlength=experts)
+
+    return tuple(drawn.tolist())
 
 
 def mm_order(tiles: int, blocks: int) -> Iterator[tuple[int, int]]:
@@ -187,7 +203,27 @@ class Work:
     epilogue_bytes: float
 
 
-def work_of(launch: Launch, counts: list[int], gpu: Gpu) -> Work:
+@functools.cache
+def _mm_reads(tiles: tuple[tuple[int, int], ...], blocks: int, row: int, columns: int, at_a_time: int, l2: float):
+    """Count the bytes that ``grouped_mm*`` reads; ``tiles`` are experts and rows, ``row`` and ``columns`` are bytes."""
+    programs = (
+        ((("a", t), tiles[t][1] * row), (("b", tiles[t][0], block), columns))
+        for t, block in mm_order(len(tiles), blocks)
+    )
+    return hbm_bytes(programs, at_a_time, l2)
+
+
+@functools.cache
+def _outer_reads(counts: tuple[int, ...], blocks: tuple[int, int], row: tuple[int, int], at_a_time: int, l2: float):
+    """Count the bytes that ``grouped_outer`` reads; ``row`` has the bytes of a row of each block."""
+    programs = (
+        ((("a", e, i), counts[e] * row[0]), (("b", e, j), counts[e] * row[1]))
+        for e, i, j in outer_order(len(counts), *blocks)
+    )
+    return hbm_bytes(programs, at_a_time, l2)
+
+
+def work_of(launch: Launch, counts: tuple[int, ...], gpu: Gpu) -> Work:
     """Compute it for rows that are distributed over experts like ``counts``."""
     values, size = launch.values, 4 if launch.dtype == "float32" else 2
     at_a_time = launch.compiled.ctas * gpu.sms
@@ -202,26 +238,20 @@ def work_of(launch: Launch, counts: list[int], gpu: Gpu) -> Work:
     rows, experts = sum(counts), len(counts)
     if launch.compiled.kernel == "grouped_outer":
         m, n = values["M"], values["N"]
-        programs = (
-            ((("a", e, i), counts[e] * min(bm, m) * size), (("b", e, j), counts[e] * min(bn, n) * size))
-            for e, i, j in outer_order(experts, math.ceil(m / bm), math.ceil(n / bn))
-        )
+        blocks = math.ceil(m / bm), math.ceil(n / bn)
+        read = _outer_reads(counts, blocks, (m * size / blocks[0], n * size / blocks[1]), at_a_time, gpu.l2)
         operands, written = rows * (m + n) * size, experts * m * n * size
         padded_rows = sum(math.ceil(count / bk) * bk for count in counts)
-        flops, padded = 2.0 * rows * m * n, 2.0 * padded_rows * math.ceil(m / bm) * bm * math.ceil(n / bn) * bn
+        flops, padded = 2.0 * rows * m * n, 2.0 * padded_rows * blocks[0] * bm * blocks[1] * bn
     else:
         k, n = values["K"], values.get("N") or values["INNER"]
         twice = 2 if launch.compiled.kernel == "grouped_mm_gate" else 1
-        tiles = [(e, min(bm, count - first)) for e, count in enumerate(counts) for first in range(0, count, bm)]
-        programs = (
-            ((("a", t), tiles[t][1] * k * size), (("b", tiles[t][0], j), twice * min(bn, n) * k * size))
-            for t, j in mm_order(len(tiles), math.ceil(n / bn))
-        )
-        columns = math.ceil(n / bn) * bn
-        flops, padded = 2.0 * twice * rows * k * n, 2.0 * twice * len(tiles) * bm * columns * math.ceil(k / bk) * bk
+        tiles = tuple((e, min(bm, count - first)) for e, count in enumerate(counts) for first in range(0, count, bm))
+        blocks = math.ceil(n / bn)
+        read = _mm_reads(tiles, blocks, k * size, twice * n * k * size / blocks, at_a_time, gpu.l2)
+        flops, padded = 2.0 * twice * rows * k * n, 2.0 * twice * len(tiles) * bm * blocks * bn * math.ceil(k / bk) * bk
         per_row = {"grouped_mm": n, "grouped_mm_gate": 3 * n, "grouped_mm_gate_backward": 5 * n}
         operands, written = (rows * k + twice * experts * k * n) * size, rows * per_row[launch.compiled.kernel] * size
-    read = hbm_bytes(programs, at_a_time, gpu.l2)
     return Work(flops, padded, operands + written, read + written, written)
 
 

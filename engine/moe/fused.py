@@ -135,7 +135,7 @@ class _Experts:
 
     def forward_up(self, rows: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute the pre-activation, and the activation where the backend computes it (else ``None``)."""
-        gate = self.backend.gate(self.module, self.down.weight.dtype)
+        gate = self.backend.gate(self.module)
         if gate is not None and self.up.lora_A is None:
             return self.backend.up_gate(rows, self.up.in_out, groups, self.up.bias, gate)
         pre = self.up.forward(self.backend, rows, groups)
@@ -162,7 +162,7 @@ class _Experts:
         Args:
             grad: the gradient of the output, or with ``scale_R`` that of the output times ``scale_R``.
         """
-        gate = self.backend.gate(self.module, self.down.weight.dtype)
+        gate = self.backend.gate(self.module)
         if gate is not None and self.down.lora_A is None:
             out_in = self.down.in_out.mT
             grad_pre, act, grad_scale = self.backend.down_gate_backward(grad, out_in, groups, pre, scale_R, gate)

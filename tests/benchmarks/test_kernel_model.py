@@ -11,7 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.kernel_model import GEMMS, GPUS, Compiled, Launch, hbm_bytes, mm_order, over_budget, seconds, work_of
+from benchmarks.kernel_model import (
+    GEMMS,
+    GPUS,
+    Compiled,
+    Launch,
+    hbm_bytes,
+    mm_order,
+    over_budget,
+    seconds,
+    spills_in_loop,
+    work_of,
+)
 
 MMA = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}
 
@@ -64,6 +75,14 @@ def test_a_kernel_over_a_budget_is_named_with_what_is_over():
     assert over_budget(larger) and not over_budget(replace(larger, is_first_choice=False))
 
 
+@pytest.mark.parametrize("product", ["HMMA.16816.F32.BF16", "HGMMA.64x128x16.F32.BF16", "UTCHMMA", "FFMA"])
+def test_a_spill_is_in_the_loop_if_it_is_between_two_products(product):
+    loop = [f"{product} R4, R8 ;", "MOV R1, R2 ;", f"{product} R4, R8 ;"]
+    assert not spills_in_loop(["STL [R1], R0 ;", *loop, "LDL R0, [R1] ;"])
+    assert spills_in_loop([*loop, "LDL R0, [R1] ;", *loop])
+    assert spills_in_loop(["STL [R1], R0 ;"])  # a kernel without products is one loop over rows
+
+
 def test_bytes_from_hbm_show_which_order_of_programs_reads_rows_again_for_each_block_of_columns():
     """Qwen3-30B-A3B's up projection on an H100: neighbours that share nothing read 7 GB where 0.5 + 0.8 would do."""
     tiles, blocks, a, b = 1152, 12, 128 * 2048 * 2, 128 * 2048 * 2
@@ -77,9 +96,9 @@ def test_bytes_from_hbm_show_which_order_of_programs_reads_rows_again_for_each_b
 
 
 def test_a_lone_cta_and_rows_that_fill_no_tile_cost_time():
-    counts, gpu = [1024] * 128, GPUS[90]
+    counts, gpu = (1024,) * 128, GPUS[90]
     times = []
-    for registers, rows in ((116, counts), (200, counts), (116, [1025] * 128)):
+    for registers, rows in ((116, counts), (200, counts), (116, (1025,) * 128)):
         one = launch(registers=registers)
         work = work_of(one, rows, gpu)
         times.append(seconds(one, work, gpu))

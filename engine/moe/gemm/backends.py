@@ -113,7 +113,7 @@ class Backend(Protocol):
         """Multiply rows ``(R, n)`` by their experts' vectors ``(e, n)``: ``(R,)``."""
         ...
 
-    def gate(self, module: Any, dtype: torch.dtype) -> Any:
+    def gate(self, module: Any) -> Any:
         """Describe the module's activation for the operators below; ``None`` if this backend does not compute it."""
         ...
 
@@ -211,7 +211,7 @@ class TorchBackend:
     def row_dot(self, rows, vectors, groups):
         return self.mm(rows, _columns(vectors), groups)[:, 0]
 
-    def gate(self, module, dtype):
+    def gate(self, module):
         return None
 
     def activate(self, pre, gate):

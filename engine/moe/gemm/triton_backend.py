@@ -123,7 +123,7 @@ class TritonBackend:
             )
         return out
 
-    def gate(self, module, dtype):
+    def gate(self, module):
         return gate_of(module)
 
     def activate(self, pre, gate):

@@ -47,7 +47,7 @@ def mm_tiles(dtype: torch.dtype, n: int, k: int) -> Sequence[Tile]:
     if INTERPRETED:
         return _SMALL
     if dtype == torch.float32:
-        return (Tile(64, 64, 32, 4),)
+        return (Tile(64, 64, _fitting(k, 32), 4),)
     if n <= 64:
         return (Tile(128, _fitting(n, 64), _fitting(k, 64), 4),)
     return _of_128_columns(k)

@@ -1,0 +1,55 @@
+"""Programs of the Triton GEMMs run in the order by which ``benchmarks/kernel_model.py`` counts bytes from HBM."""
+
+import importlib
+import math
+import os
+from unittest import mock
+
+import pytest
+import torch
+
+from benchmarks.kernel_model import mm_order, outer_order
+from epfsdp2.engine.moe.gemm.backends import Groups
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    """Import the kernels interpreted, which Triton decides at import."""
+    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
+        yield importlib.import_module("epfsdp2.engine.moe.gemm.triton_backend")
+
+
+def drawn(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def _written(kernel, out, *args, **constants):
+    """List the first element that each program writes of ``out``, by launching one program more each time."""
+    seen, corners = torch.zeros_like(out, dtype=torch.bool), []
+    while not seen.all():
+        out.fill_(math.nan)
+        kernel[(len(corners) + 1,)](*args, BM=16, BN=16, BK=16, UPCAST=False, **constants)
+        new = ~out.isnan() & ~seen
+        corners.append(tuple(new.nonzero()[0].tolist()))
+        seen |= new
+    return corners
+
+
+def test_programs_run_in_the_order_that_their_bytes_are_counted_by(kernels):
+    gemms, groups = kernels.triton_gemms, Groups(torch.tensor([16, 32]), 48)
+    table, rows, pre, gate = kernels.tiles_of(groups, 16).table, drawn(48, 16), drawn(48, 64), (1.0, 0.0, math.inf)
+    wanted = [(16 * tile, 16 * block) for tile, block in mm_order(3, 2)]
+    constants, gated = {"HAS_BIAS": False, "EVEN_K": True}, {"INTERLEAVED": False, "LIMITED": False}
+    b, out = drawn(2, 16, 32), torch.empty(48, 32)
+    sizes = (*table, 2, 32, 16, *b.stride())
+    assert _written(gemms.grouped_mm, out, rows, b, b, out, *sizes, **constants) == wanted
+    up = drawn(2, 16, 64)
+    sizes = (*table, 2, 32, 16, *up.stride(), *gate)
+    found = _written(gemms.grouped_mm_gate, out, rows, up, up, pre, out, *sizes, **constants, **gated)
+    assert found == wanted
+    sizes = (*table, 2, 32, 16, 48, *b.stride(), *gate)
+    args = rows, b, pre, rows, drawn(48, 64), out, rows, *sizes
+    assert _written(gemms.grouped_mm_gate_backward, out, *args, SCALED=False, EVEN_K=True, **gated) == wanted
+    out = torch.empty(2, 48, 32)
+    found = _written(gemms.grouped_outer, out, drawn(48, 48), drawn(48, 32), out, groups.offsets_e, 48, 32)
+    assert found == [(e, 16 * i, 16 * j) for e, i, j in outer_order(2, 3, 2)]

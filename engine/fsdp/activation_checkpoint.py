@@ -26,7 +26,7 @@ __all__ = ["CHECKPOINTING", "Checkpointing", "checkpoint_layers", "units_recompu
 
 Checkpointing = Literal["none", "selective", "full"]
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
-_RANDOM = re.compile("drop|jitter|noise")
+_NOISE = re.compile("jitter|noise")
 _CACHES = ("past_key_value", "past_key_values", "layer_past")
 
 
@@ -95,8 +95,10 @@ def _first_as(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def draws_numbers(module: nn.Module) -> bool:
-    """Whether a forward may draw random numbers: some rate of dropout or noise in the module, or in a config that it
-    has, is not zero. Families call these ``attention_dropout``, ``resid_pdrop``, ``router_jitter_noise`` and so on.
+    """Whether a forward may draw random numbers, by what families call the settings of the module and of its config.
+
+    A rate of dropout is not zero (``attention_dropout``, ``resid_pdrop``), or a router has a setting of noise, whatever
+    its value (``router_jitter_noise``): sparsemixer draws also where it is zero.
     """
     if module not in _draws:
         places = [place for part in module.modules() for place in (part, getattr(part, "config", None)) if place]
@@ -110,7 +112,10 @@ _DROPOUTS = (nn.modules.dropout._DropoutNd,)
 
 
 def _rates(place: Any) -> bool:
-    return any(_RANDOM.search(name) and isinstance(rate, float) and rate > 0 for name, rate in vars(place).items())
+    return any(
+        _NOISE.search(name) or ("drop" in name and isinstance(rate, float) and rate)
+        for name, rate in vars(place).items()
+    )
 
 
 class HostInputs:

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from epfsdp2.engine.fsdp import activation_checkpoint
+from tests.parity.families import FAMILIES
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, reference_model, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks
@@ -209,19 +210,12 @@ def test_a_recomputation_dispatches_by_the_plan_of_the_forward(tmp_path):
 
 
 def test_the_random_state_is_kept_where_a_layer_may_draw_numbers():
-    from transformers import MixtralConfig
-    from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
-
-    def layer(**settings):
-        config = MixtralConfig(hidden_size=16, intermediate_size=16, num_attention_heads=2, num_key_value_heads=1)
-        for name, value in settings.items():
-            setattr(config, name, value)
-        config._attn_implementation = "eager"
-        return MixtralDecoderLayer(config, 0)
+    def layer(family, **settings):
+        return FAMILIES[family].build(**settings).model.layers[0]
 
     draws = activation_checkpoint.draws_numbers
-    assert not draws(layer()) and not draws(torch.nn.Sequential(torch.nn.Dropout(0.0)))
-    assert draws(layer(attention_dropout=0.1)) and draws(layer(router_jitter_noise=0.01))
+    assert not draws(layer("qwen3_moe")) and not draws(torch.nn.Sequential(torch.nn.Dropout(0.0)))
+    assert draws(layer("qwen3_moe", attention_dropout=0.1)) and draws(layer("phimoe", router_jitter_noise=0.0))
     assert draws(torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout(0.1)))
     with patch.object(activation_checkpoint, "checkpoint") as called:
         for module, kept in ((_AddsOne([]), False), (torch.nn.Sequential(torch.nn.Dropout(0.1)), True)):

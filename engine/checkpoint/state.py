@@ -37,6 +37,7 @@ from ..optim.multi_optimizer import MultiOptimizer
 from ..topology.dtensor import checkpoint_tensors, is_adapter
 from ..topology.rank_consistency import raise_on_all_ranks
 from .atomic_folder import CheckpointError, atomic_dir_all_ranks, verify_all_ranks
+from .background import copied_to_host
 from .export_hf import MODEL, reader, write_hf_weights
 
 __all__ = [
@@ -100,7 +101,7 @@ class Snapshot:
 
     def on_host(self) -> "Snapshot":
         """Copy the tensors to host memory, where training does not change them."""
-        return replace(self, tensors={name: t.detach().to("cpu", copy=True) for name, t in self.tensors.items()})
+        return replace(self, tensors=copied_to_host(self.tensors))
 
     def write(
         self,

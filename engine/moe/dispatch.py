@@ -12,7 +12,10 @@ pieces and save less for backward.
 """
 
 import itertools
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -29,6 +32,7 @@ __all__ = [
     "deferred_router_grad",
     "dispatch",
     "inverse",
+    "keep_plans",
     "permute",
     "slot_weights",
     "to_slots",
@@ -117,17 +121,28 @@ def build_dispatch_plans(
 ) -> list[DispatchPlan]:
     """Build the plan of each chunk of tokens, with one all-to-all of counts and one host sync for all of them.
 
+    In a recomputation inside of ``keep_plans`` they are those of the forward, and nothing is sent or waited for.
+
     Args:
         experts_TK: global expert ids ``(T, K)``, any integer dtype; read only.
         num_experts: ``E``.
         chunks: parts of the ``T`` tokens (``chunk_bounds``), as many on all ranks of the group.
     """
+    kept: _KeptPlans | None = getattr(_kept, "plans", None)
+    if kept is None:
+        return _build(experts_TK, num_experts, group, chunks)
+    return kept.next(lambda: _build(experts_TK, num_experts, group, chunks))
+
+
+def _build(
+    experts_TK: torch.Tensor, num_experts: int, group: dist.ProcessGroup | None, chunks: int
+) -> list[DispatchPlan]:
     (tokens, k), e = experts_TK.shape, num_experts
     keys = experts_TK.long()
     if chunks > 1:  # by chunk, then by expert
         keys = keys + (torch.arange(tokens, device=keys.device) * chunks // max(tokens, 1) * e).unsqueeze(1)
     keys = keys.reshape(-1)
-    slot_orders = _split_order(torch.argsort(keys, stable=True), [k * b for b in chunk_bounds(tokens, chunks)])
+    slot_orders = _split_order(_order(keys, chunks * e), [k * b for b in chunk_bounds(tokens, chunks)])
     # Not bincount: on an accelerator it waits for the device to learn its output's size.
     counts = keys.new_zeros(chunks * e).scatter_add_(0, keys, torch.ones_like(keys))
     if group is None:
@@ -146,10 +161,47 @@ def build_dispatch_plans(
     local_expert = torch.arange(chunks * e, device=keys.device).view(chunks, 1, e).expand(chunks, ep, e).reshape(-1)
     sizes = received.transpose(0, 1).reshape(-1)
     row_expert = torch.repeat_interleave(local_expert, sizes, output_size=row_bounds[-1])
-    row_orders = _split_order(torch.argsort(row_expert, stable=True), row_bounds)
+    row_orders = _split_order(_order(row_expert, chunks * e), row_bounds)
     counts_e = received.sum(0).unbind()
     all_to_alls = [AllToAll(send, recv, group) for send, recv in zip(send_splits, recv_splits, strict=True)]
     return [DispatchPlan(*fields) for fields in zip(counts_e, slot_orders, row_orders, all_to_alls, strict=True)]
+
+
+_kept = threading.local()  # backward, which recomputes, may run in another thread
+
+
+@contextmanager
+def keep_plans(tape: list[list[DispatchPlan]], replay: bool) -> Iterator[None]:
+    """Append the plans that are built to ``tape``, or hand out those on it; every token has to be routed alike."""
+    before, _kept.plans = getattr(_kept, "plans", None), _KeptPlans(tape, replay)
+    try:
+        yield
+    finally:
+        _kept.plans = before
+
+
+class _KeptPlans:
+    def __init__(self, tape: list[list[DispatchPlan]], replay: bool):
+        self.tape, self.replay, self.used = tape, replay, 0
+
+    def next(self, build: Callable[[], list[DispatchPlan]]) -> list[DispatchPlan]:
+        if self.replay:
+            self.used += 1
+            return [_with_orders(plan, torch.int64) for plan in self.tape[self.used - 1]]
+        plans = build()
+        small = all(plan.slot_order.numel() < 2**31 > plan.rows for plan in plans)
+        self.tape.append([_with_orders(plan, torch.int32) for plan in plans] if small else plans)
+        return plans
+
+
+def _with_orders(plan: DispatchPlan, dtype: torch.dtype) -> DispatchPlan:
+    rows = None if plan.row_order is None else plan.row_order.to(dtype)
+    return replace(plan, slot_order=plan.slot_order.to(dtype), row_order=rows)
+
+
+def _order(keys: torch.Tensor, below: int) -> torch.Tensor:
+    """Return the stable order of integers from 0 to ``below``; on a GPU the time goes by the bytes of a key."""
+    return torch.argsort(keys.to(torch.int16) if below <= 2**15 else keys, stable=True)
 
 
 def _split_order(order: torch.Tensor, bounds: list[int]) -> list[torch.Tensor]:

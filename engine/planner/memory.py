@@ -32,6 +32,7 @@ from .model_sizes import ModelSizes, unit_sizes
 
 __all__ = ["IMBALANCE", "Batch", "MemoryPoint", "OptimizerKind", "timeline", "peak"]
 
+_ORDER = 4  # bytes of a row's place in another order
 IMBALANCE = 1.2  # assumed if nothing is known of the routing
 OptimizerKind = Literal["adamw", "muon"]
 
@@ -173,7 +174,11 @@ class _Step:
         written = gradients + last if size.moved else gradients
         yield "packing gradients", True, held + written + packed, left
         # With one rank the packed gradients are the result (fsdp/single_rank_reduce.py).
-        summed = packed if size.ranks == 1 else (1 + self.gloo) * packed + size.trained * reduce
+        if size.ranks == 1:
+            # On a GPU a buffer that is added to earlier gradients is reused only when another stream has passed it.
+            summed = packed * (1 + (self.batch.micro_batches > 1 and not self.gloo))
+        else:
+            summed = (1 + self.gloo) * packed + size.trained * reduce
         cast = size.trained * self.sizes.master.itemsize if self.sizes.master != self.options.reduce_dtype else 0
         yield "reducing gradients", True, held + summed + cast + last, left
 
@@ -199,16 +204,22 @@ class _Step:
 
     def _kept(self, layer: LayerActivations) -> float:
         if self.options.checkpointing == "full":
-            return 0 if self.options.activation_offload else layer.input
+            return self._plan(layer) + (0 if self.options.activation_offload else layer.input)
         if self.options.checkpointing == "selective":
             return layer.selective + self._experts(layer)
         return layer.dense + self._by_sequences(layer) + self._experts(layer)
+
+    def _plan(self, layer: LayerActivations) -> float:
+        """Return bytes per token of a dispatch plan that is kept for the recomputation."""
+        return _ORDER * layer.rows * (1 + (self.batch.imbalance if self.topology.ep > 1 else 0))
 
     def _working(self, layer: LayerActivations) -> float:
         """Return bytes per token of the layer that computes, without its experts'."""
         if self.options.checkpointing == "selective":
             return layer.selective + layer.recomputed + self._by_sequences(layer)
         kept = layer.input if self.options.checkpointing == "full" else 0
+        if self.options.activation_offload and not self.gloo:
+            kept *= 2  # the one before it arrives from the host
         return layer.dense + self._by_sequences(layer) + kept
 
     def _experts(self, layer: LayerActivations) -> float:

@@ -187,13 +187,16 @@ def _uncounted(engine: Any, model: Any, optimizer: Any, sizes: ModelSizes, devic
 
 
 def _outside(engine: Any, model: Any, topology: Topology, device: str) -> list[str]:
-    """What takes a GPU's memory outside of torch's allocator, for as long as the process lives."""
+    """What takes memory outside of torch's allocator of the GPU, for as long as the process lives."""
     groups = topology.communicators(engine.ulysses_sequence_parallel_size) if device == "cuda" else {}
     found = [f"buffers of {len(groups)} NCCL communicators ({', '.join(groups)})"] if groups else []
     if engine.dispatcher == "deepep" and topology.ep > 1:
         row_bytes = model.hf_config.get_text_config().hidden_size * DTYPES["bf16"].itemsize  # all that DeepEP sends
         nbytes = sum(buffer_bytes(topology.ep, row_bytes))
         found.append(f"DeepEP's buffers ({_format_bytes(nbytes)}), which vLLM has to leave free beside it")
+    if engine.optimizer_offload and device == "cuda":
+        # torch's allocator of pinned memory has blocks of powers of two, and keeps them.
+        found.append("on the host up to twice the optimizer's states, pinned (engine.optimizer_offload)")
     return found
 
 

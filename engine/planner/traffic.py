@@ -75,7 +75,7 @@ def collectives(sizes: ModelSizes, topology: Topology, options: ShardingOptions,
             if not plain:
                 weights = batch.tokens * layer.rows * _WEIGHT
                 add("all-to-all weights", topology.ep, 1, chunks * (forwards + 1), (forwards + 1) * weights)
-            add("all-to-all counts", topology.ep, 1, forwards, forwards * chunks * next(counts) * _COUNT)
+            add("all-to-all counts", topology.ep, 1, 1, chunks * next(counts) * _COUNT)  # kept for a recomputation
         at = layer.attention
         width = at.query + at.output + (at.key + at.value) * at.copies(batch.sp)
         passes = forwards + 1 if options.checkpointing != "selective" else 3

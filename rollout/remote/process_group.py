@@ -27,7 +27,7 @@ __all__ = ["Members", "SyncGroup", "connect_store", "register_message_types", "s
 
 _FAILURE = "failure"
 _POLL_SECONDS, _SHORTEST_POLL_SECONDS = 0.01, 0.0002
-# NCCL's watchdog counts from when a collective is launched, which may be long before the others are there.
+# NCCL's time counts from when a collective is launched, which may be long before the others are there.
 _NCCL_TIMEOUT = timedelta(days=1)
 _NCCL_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 # Anyone who reaches the store's port can write to it, so messages are JSON of registered types and are never unpickled.
@@ -242,8 +242,9 @@ def _nccl(store: dist.Store, rank: int, size: int) -> Any:
     """Make a backend that raises NCCL's errors where they are waited for.
 
     By default torch's watchdog ends the process at a collective that fails or takes too long, without a word to the
-    other members. It does not for a backend that is constructed with blocking waits (``ProcessGroupNCCL.cpp``, torch
-    2.13: ``asyncErrorHandling_`` is then ``NoHandling``). Other backends of the process keep their own setting.
+    other members. A backend that is constructed with blocking waits has none, and its ``wait`` raises
+    (``ProcessGroupNCCL.cpp``: "no watchdog thread is created"; in older torch one that does not end the process). Other
+    backends of the process keep their own setting. Read in the source, and never run.
     """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _NCCL_TIMEOUT

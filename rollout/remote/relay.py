@@ -55,8 +55,9 @@ class RelayedExchange(Exchange):
     """
 
     def __init__(self, *args: Any, sources: int, finish: Callable[[dist.Work], None], **kwargs: Any):
-        self._sources, self._wait_for_all = sources, finish
+        self._sources = sources
         super().__init__(*args, **kwargs)
+        self._finish = finish
         transfers = (t for template in self.plan.templates for tensor in template.tensors for t in tensor.transfers)
         self._has_relays = any(t.source >= sources for t in transfers)
         self._relay_splits = [self._split(pieces, self._second_hop) for pieces in self.plan.rounds]
@@ -77,9 +78,6 @@ class RelayedExchange(Exchange):
     def _receive_sizes(self, index: int) -> list[int]:
         # Relaying ranks have higher numbers than owners, so this is also the order in the receive buffer.
         return [a + b for a, b in zip(self._splits[index][1], self._relay_splits[index][1], strict=True)]
-
-    def _finish(self, work: dist.Work) -> None:
-        self._wait_for_all(work)
 
     def _wait(self, pending: PendingRound) -> torch.Tensor:
         received = super()._wait(pending)

@@ -116,6 +116,7 @@ class Exchange:
         self._send_buffers: list[torch.Tensor] = []
         self._receive_buffers: list[torch.Tensor] = []
         self._cast_buffer = self._empty(0)
+        self._finish: Callable[[dist.Work], object] = dist.Work.wait
         self._splits = [self._split(pieces, self._first_hop) for pieces in plan.rounds]
         self.traffic = Traffic()
 
@@ -353,9 +354,6 @@ class Exchange:
         """Wait for a round and return the bytes that it received, ordered by source."""
         self._finish(pending.work)
         return pending.buffers.receive[: sum(self._receive_sizes(pending.index))]
-
-    def _finish(self, work: dist.Work) -> None:
-        work.wait()
 
     def _receive_sizes(self, index: int) -> list[int]:
         """Return the bytes that a round receives from each source."""

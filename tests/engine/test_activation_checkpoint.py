@@ -1,6 +1,8 @@
 """Activation checkpointing: the same numbers, and the same routing where a recomputation would route otherwise."""
 
+import contextlib
 import itertools
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -10,9 +12,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from epfsdp2.engine.fsdp import activation_checkpoint
+from tests.parity.families import FAMILIES
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, reference_model, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks
+from tests.support.recorder import Recorder
 
 WORLD = 2
 
@@ -122,6 +126,101 @@ def _inputs_on_host(folder):
 
 def test_offloaded_inputs_leave_the_device_and_change_nothing(tmp_path):
     run_ranks(_inputs_on_host, WORLD, save_qwen3_moe(tmp_path))
+
+
+class _FakeStreams:
+    """A device's streams, for tensors on a CPU: notes what is launched on which."""
+
+    def __init__(self, monkeypatch):
+        self.log, self.running = [], "compute"
+        self.compute = SimpleNamespace(name="compute", wait_stream=lambda other: self.log.append("compute waits"))
+        self.copies = SimpleNamespace(name="copies", wait_stream=lambda other: None)
+        monkeypatch.setattr(torch, "get_device_module", lambda device: self)
+        monkeypatch.setattr(activation_checkpoint.HostInputs, "_own_stream", lambda inputs, device: self.copies)
+        monkeypatch.setattr(activation_checkpoint, "_empty_on_host", lambda like, pinned: torch.empty_like(like))
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: self.log.append("kept for the copy"))
+        copy = torch.Tensor.copy_
+
+        def copy_(target, source, non_blocking=False):
+            self.log.append(f"copy {int(source[0, 0])} on {self.running}")
+            return copy(target, source)
+
+        monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+
+    def current_stream(self, device):
+        return self.compute
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        self.running = stream.name
+        yield
+        self.running = "compute"
+
+
+class _AddsOne(torch.nn.Module):
+    def __init__(self, log):
+        super().__init__()
+        self.log, self.weight = log, torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, hidden_states):
+        self.log.append(f"layer {int(hidden_states[0, 0])}")
+        return hidden_states * self.weight + 1
+
+
+def test_offloaded_inputs_are_copied_beside_the_computing_stream_and_fetched_a_layer_ahead(monkeypatch):
+    streams = _FakeStreams(monkeypatch)
+    layers = [_AddsOne(streams.log) for _ in range(3)]
+    activation_checkpoint.checkpoint_layers(layers, (), 8, "full", inputs_on_host=True)
+    for _ in range(2):  # a second micro-batch does not fetch those of the first
+        streams.log.clear()
+        hidden = torch.zeros(2, 2, requires_grad=True)
+        for layer in layers:
+            hidden = layer(hidden_states=hidden)
+        assert streams.log == [
+            entry for i in range(3) for entry in (f"copy {i} on copies", "kept for the copy", f"layer {i}")
+        ]
+        streams.log.clear()
+        hidden.sum().backward()
+        assert streams.log == [
+            *("copy 2 on copies", "compute waits", "copy 1 on copies", "layer 2"),
+            *("compute waits", "copy 0 on copies", "layer 1"),
+            *("compute waits", "layer 0"),
+        ]
+    assert [layer.weight.grad.item() for layer in layers] == [0, 8, 16]
+
+
+def _plans_are_kept(folder):
+    """The counts are exchanged, and the slots sorted, in the forward alone."""
+    ids, seen = _batch(dist.get_rank()), {}
+    for checkpointing in ("none", "full"):
+        model, _ = sharded_model(folder, WORLD, 2, checkpointing=checkpointing)
+        model.train()
+        with Recorder(model) as recorder, patch.object(torch, "argsort", side_effect=torch.argsort) as sorts:
+            token_loss(model, ids).backward()
+        counts = recorder.events.count(("all-to-all", torch.int64))
+        grads = [p.grad.full_tensor() for p in model.parameters()]
+        seen[checkpointing] = counts, sorts.call_count, grads
+    (kept, kept_sorts, wanted), (again, sorts, grads) = seen["none"], seen["full"]
+    assert kept == again > 0 and kept_sorts == sorts > 0
+    assert all(torch.equal(a, b) for a, b in zip(grads, wanted, strict=True))
+
+
+def test_a_recomputation_dispatches_by_the_plan_of_the_forward(tmp_path):
+    run_ranks(_plans_are_kept, WORLD, save_qwen3_moe(tmp_path, mlp_only_layers=[]))
+
+
+def test_the_random_state_is_kept_where_a_layer_may_draw_numbers():
+    def layer(family, **settings):
+        return FAMILIES[family].build(**settings).model.layers[0]
+
+    draws = activation_checkpoint.draws_numbers
+    assert not draws(layer("qwen3_moe")) and not draws(torch.nn.Sequential(torch.nn.Dropout(0.0)))
+    assert draws(layer("qwen3_moe", attention_dropout=0.1)) and draws(layer("phimoe", router_jitter_noise=0.0))
+    assert draws(torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout(0.1)))
+    with patch.object(activation_checkpoint, "checkpoint") as called:
+        for module, kept in ((_AddsOne([]), False), (torch.nn.Sequential(torch.nn.Dropout(0.1)), True)):
+            activation_checkpoint._recomputed(module.train(), 8, None, lambda hidden: hidden, torch.ones(1))
+            assert called.call_args.kwargs["preserve_rng_state"] is kept
 
 
 @pytest.mark.parametrize("experts", [8, 40000])

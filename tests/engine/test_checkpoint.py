@@ -6,6 +6,7 @@ import json
 import threading
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig
 
+from epfsdp2.engine.checkpoint import background
 from epfsdp2.engine.checkpoint import state as checkpoint
 from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST, CheckpointError
 from epfsdp2.engine.checkpoint.background import Background
@@ -411,3 +413,39 @@ def _keeps_the_named(folder):
     (folder / "latest_checkpointed_iteration.txt").write_text("3")
     assert checkpoint.remove_old(paths[2:], 1) == paths[3:]
     assert [p.exists() for p in paths] == [False, False, False, True]
+
+
+def test_a_device_is_copied_to_the_host_through_two_pinned_buffers(monkeypatch):
+    """Larger than a buffer, smaller, and of none; a buffer is read only when what was copied to it has arrived."""
+    log = []
+
+    class Event:
+        def __init__(self):
+            self.name, self.recorded = f"{sum(e == 'made' for e in log)}", False
+            log.append("made")
+
+        def record(self, stream):
+            assert stream == "the stream that computes" and not self.recorded
+            self.recorded = True
+
+        def synchronize(self):
+            assert self.recorded
+            self.recorded = False
+            log.append(f"emptied {self.name}")
+
+    module = SimpleNamespace(Event=Event, current_stream=lambda device: "the stream that computes")
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(background, "_on_host", lambda tensor: False)
+    monkeypatch.setattr(background, "_Staging", partial(background._Staging, nbytes=64))
+    tensors = {
+        "large": torch.randn(7, 9),
+        "step": torch.tensor(3.0),
+        "half": torch.randn(5).bfloat16(),
+        "none": torch.empty(0, 2),
+        "transposed": torch.randn(3, 4).t(),
+    }
+    copies = background.copied_to_host(tensors)
+    assert all(torch.equal(copies[name], tensor) for name, tensor in tensors.items())
+    tensors["large"].zero_()
+    assert copies["large"].any()
+    assert log == ["made"] * 2 + ["emptied 0", "emptied 1"] * 3 + ["emptied 0"]

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epfsdp2.engine.moe.dispatch import combine, dispatch
+from epfsdp2.engine.moe.dispatch import build_dispatch_plans, combine, dispatch
 from epfsdp2.engine.moe.forward import grouped_linear
 from tests.support.ranks import run_ranks
 from tests.support.routing import EXPERTS, D, K, routings
@@ -37,6 +37,17 @@ def _every_routing():
         want = torch.autograd.grad(reference, [hidden, weights], seed)
         for g, w in zip(got, want, strict=True):
             torch.testing.assert_close(g, w, msg=name)
+
+
+@pytest.mark.parametrize(("experts", "dtype"), [(128, torch.int16), (2**15, torch.int16), (2**15 + 1, torch.int64)])
+def test_slots_are_sorted_by_the_smallest_keys(monkeypatch, experts, dtype):
+    """A GPU's radix sort takes a pass for each byte of a key."""
+    ids = torch.randint(0, experts, (50, K), generator=torch.Generator().manual_seed(0))
+    ids[7, 0] = experts - 1
+    sort, sorted_by = torch.argsort, []
+    monkeypatch.setattr(torch, "argsort", lambda keys, **how: sorted_by.append(keys.dtype) or sort(keys, **how))
+    (plan,) = build_dispatch_plans(ids, experts, None)
+    assert sorted_by == [dtype] and torch.equal(plan.slot_order, sort(ids.reshape(-1), stable=True))
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -5,14 +5,17 @@ each of these waits.
 """
 
 import contextlib
+import functools
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from epfsdp2.engine.fsdp.activation_checkpoint import _routing_contexts
 from epfsdp2.engine.moe.find import find_experts
 from epfsdp2.engine.moe.forward import ExpertsRuntime, attach, experts_forward
 from epfsdp2.engine.moe.gemm import backends
@@ -31,7 +34,7 @@ class Waits(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.found = []
+        self.found, self.inside = [], False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name, kwargs = func.overloadpacket.__name__, kwargs or {}
@@ -43,22 +46,31 @@ class Waits(TorchDispatchMode):
     @contextlib.contextmanager
     def counting(self):
         with contextlib.ExitStack() as stack:
+            for make in ("tensor", "as_tensor"):
+                noted = mock.patch.object(torch, make, side_effect=self._noting(make, torch))
+                stack.enter_context(noted)
             for read in (*READS, *COPIES):
                 stack.enter_context(mock.patch.object(torch.Tensor, read, self._noting(read), create=True))
             with self:
                 yield
 
-    def _noting(self, read):
-        original = getattr(torch.Tensor, read)
+    def _noting(self, read, of=torch.Tensor):
+        original = getattr(of, read)
 
-        def noted(tensor, *args, **kwargs):
+        def noted(*args, **kwargs):
+            if self.inside:  # a mode, as that of a recomputation, calls it once more
+                return original(*args, **kwargs)
             self.found.append(read)
-            return original(tensor, *args, **kwargs)
+            self.inside = True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.inside = False
 
         return noted
 
 
-def _waits(ep):
+def _waits(ep, recomputed=False):
     config = Qwen3MoeConfig(num_experts=E, hidden_size=D, moe_intermediate_size=D)
     config._experts_implementation = "eager"
     module = Qwen3MoeExperts(config)
@@ -69,9 +81,15 @@ def _waits(ep):
     hidden = torch.randn(TOKENS, D, requires_grad=True)
     ids, weights = torch.randint(0, E, (TOKENS, K)), torch.rand(TOKENS, K, requires_grad=True)
     forward, backward = Waits(), Waits()
+    compute = functools.partial(experts_forward, module)
+    if recomputed:
+        contexts = functools.partial(_routing_contexts, E)
+        compute = functools.partial(
+            checkpoint, compute, use_reentrant=False, context_fn=contexts, preserve_rng_state=False
+        )
     # On a CPU nothing waits, so there the gradients' loop may ask for the counts once more.
     with mock.patch.object(backends, "_on_cpu", lambda tensor: False), forward.counting():
-        out = experts_forward(module, hidden, ids, weights)
+        out = compute(hidden, ids, weights)
     with mock.patch.object(backends, "_on_cpu", lambda tensor: False), backward.counting():
         out.backward(torch.ones_like(out))
     return forward.found, backward.found
@@ -79,9 +97,10 @@ def _waits(ep):
 
 def _once():
     assert _waits(dist.get_world_size()) == (["tolist"], [])
+    assert _waits(dist.get_world_size(), recomputed=True) == (["tolist"], [])
 
 
-def test_a_layer_waits_once_in_forward_and_never_in_backward():
+def test_a_layer_waits_once_in_forward_and_never_in_backward_or_when_computed_again():
     run_ranks(_once, 2)
 
 
@@ -109,6 +128,6 @@ def test_what_would_wait_is_seen():
     waits, tensor = Waits(), torch.arange(3)
     with waits.counting():
         tensor[tensor > 1], tensor.nonzero(), torch.repeat_interleave(tensor, tensor), int(tensor[0]), tensor[1].item()
-        torch.repeat_interleave(tensor, tensor, output_size=3)
-    assert {"index", "nonzero", "repeat_interleave", "__int__", "item"} <= set(waits.found)
+        torch.repeat_interleave(tensor, tensor, output_size=3), torch.tensor([1]), tensor.new_tensor([2])
+    assert {"tensor", "new_tensor", "index", "nonzero", "repeat_interleave", "__int__", "item"} <= set(waits.found)
     assert waits.found.count("repeat_interleave") == 1, "with its size given it does not wait"

@@ -99,6 +99,20 @@ def test_timeline_changes_with_the_settings():
     assert needs().activations < selective.activations < none.activations
     assert needs(imbalance=2.0).activations > needs().activations
     assert needs(replace(bf16, activation_offload=True)).total <= needs().total
+    on_host, two = replace(bf16, activation_offload=True), Batch(4096, micro_batches=2)
+    offloaded, on_a_gpu = (
+        {p.when: p.activations for p in timeline(sizes, topology, on_host, Batch(4096), gloo=gloo)} for gloo in (1, 0)
+    )
+    fetched = {on_a_gpu[when] - offloaded[when] for when in offloaded if "layers.1," in when}
+    assert fetched == {4096 * sizes.traced.layers["model.layers.1"].input}, "the input before it arrives ahead"
+    # With ep over all ranks nothing is reduced; a GPU holds the packed gradients of two layers' experts for a while.
+    alone = Topology.arrange(4, 4)
+    buffers = [
+        {p.when: p.buffers for p in timeline(sizes, alone, bf16, batch, gloo=gloo)}
+        for batch, gloo in ((two, False), (two, True), (Batch(4096), False))
+    ]
+    when = next(name for name in buffers[0] if "layers.1," in name and "reducing" in name)
+    assert buffers[0][when] > buffers[1][when] == buffers[2][when]
     small = {"tokens": 1}
     assert needs(replace(bf16, prefetch_depth=0), **small).total <= needs(**small).total
     freed, stays = (

@@ -154,6 +154,8 @@ def test_what_is_outside_of_torchs_allocator_is_named(monkeypatch):
     model = SimpleNamespace(hf_config=Qwen3MoeConfig(hidden_size=2048))
     engine, topology = EPFSDP2EngineConfig(ep_size=4, dispatcher="deepep"), Topology.arrange(16, 4, 8)
     communicators, deepep = run._outside(engine, model, topology, "cuda")
+    (*_, host) = run._outside(EPFSDP2EngineConfig(optimizer_offload=True), model, topology, "cuda")
+    assert host == "on the host up to twice the optimizer's states, pinned (engine.optimizer_offload)"
     assert communicators == "buffers of 5 NCCL communicators (world, fsdp, dp_replicate, ep_fsdp, ep)"
     assert deepep.startswith("DeepEP's buffers (1.02 GiB)")
     assert run._outside(EPFSDP2EngineConfig(), model, topology, "cpu") == []

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...checkpoint.background import copied_to_host
 from ...settings.roles import STRATEGY
 from ...topology.dtensor import local_tensor
 
@@ -41,7 +42,7 @@ def install() -> None:
 
 def save(model: nn.Module) -> dict[str, torch.Tensor]:
     """Copies on the host of this rank's shards."""
-    return {name: torch.empty_like(t, device="cpu").copy_(t) for name, t in _shards(model).items()}
+    return copied_to_host(_shards(model))
 
 
 def restore(model: nn.Module, saved: dict[str, torch.Tensor]) -> None:

@@ -12,7 +12,7 @@
 #   make bench-experts  the experts layer beside transformers', torchtitan's and VeOmni's (about 5 min)
 #   make bench-step  the engine's step beside verl's fsdp2 engine, and its bytes on the wire (about 6 min)
 #   make bench-growth  how the cost grows with tokens, experts and ranks (about 4 min)
-#   make kernels     every Triton kernel, compiled for GPUs that need not be there, with what is predicted of it (about 15 min)
+#   make kernels     every Triton kernel, compiled for GPUs that need not be there, and what is predicted of it (about 5 min)
 #   make peers       the environment of torchtitan and VeOmni, for bench-experts
 #   make bench-sync  a weight sync against verl's stock export; prints and writes the table (about 10 min)
 #   make bench-checkpoint  memory to load and export, and what a save in the background costs (about 3 min)

@@ -44,7 +44,7 @@ def test_every_kernel_compiles_for_every_gpu_within_its_budgets():
     kernels = {row["kernel"] for row in rows}
     assert kernels >= {"sum_rows", "row_dot", "gate", "gate_backward"}
     # Where the grid's order is right, an operand comes from HBM hardly more often than once.
-    assert all(row["gb"] < 1.1 * row["gb_once"] for row in rows)
+    assert all(row["gb"] <= 1.1 * row["gb_once"] for row in rows)
     assert {(one["model"], one["pass"]) for one in found["layers"]} >= {("Qwen3-30B-A3B", "backward")}
 
 

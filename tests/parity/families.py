@@ -15,6 +15,7 @@ from tests.parity.family import (
     QWEN,
     SPARSE_LAYERS,
     VISION,
+    AsAuto,
     Family,
     model_class,
     of,
@@ -23,7 +24,7 @@ from tests.parity.family import (
 from tests.parity.newer_families import NEWER
 from tests.support.models import VOCAB
 
-__all__ = ["ALL", "DENSE", "EVERY", "FAMILIES", "NEWER", "Family", "load", "logits", "loss", "save"]
+__all__ = ["ALL", "DENSE", "EVERY", "FAMILIES", "NEWER", "AsAuto", "Family", "load", "logits", "loss", "save"]
 
 _DENSE = {"intermediate_size": 40, "note": "dense"}
 

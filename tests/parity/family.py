@@ -16,6 +16,7 @@ __all__ = [
     "QWEN",
     "SPARSE_LAYERS",
     "VISION",
+    "AsAuto",
     "Family",
     "model_class",
     "of",
@@ -74,6 +75,16 @@ def model_class(name: str) -> Any:
     else:
         raise AttributeError(f"transformers has no {name}")
     return getattr(module, name)
+
+
+class AsAuto:
+    """A model's class in place of an auto class."""
+
+    def __init__(self, kind: type):
+        self.kind = kind
+
+    def from_config(self, config, dtype, **_):
+        return self.kind._from_config(config, dtype=dtype)
 
 
 def sizes(**own: Any) -> dict[str, Any]:

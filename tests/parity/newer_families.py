@@ -276,7 +276,7 @@ _KNOWN: dict[str, Family] = {
 
 REFUSED = {
     "muse_spark": "a norm of each expert's output (has_post_expert_norm), whose weight all experts share",
-    "diffusion_gemma": "not a causal language model: its logits are of a canvas that is denoised, not of the next token",
+    "diffusion_gemma": "not a causal language model: its logits are of a canvas that is denoised",
 }
 """Families on the interface that are not trained, and why."""
 

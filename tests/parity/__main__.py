@@ -32,6 +32,9 @@ def main() -> int:
     parser.add_argument(
         "--results", default="parity", help="name of the result files; those of other versions have their own"
     )
+    parser.add_argument(
+        "--meshes", default="", help="those to run alone, as the table heads them: '1 x 2 x 2,1 x 1 x 4'"
+    )
     asked = parser.parse_args()
     names = asked.families.split(",") if asked.families else list(families.ALL)
     unknown = sorted(set(names) - set(families.ALL))
@@ -42,7 +45,9 @@ def main() -> int:
     with Progress(console=console) as progress:
         for i, name in enumerate(progress.track(names, description="Families")):
             dense = name in families.DENSE
-            rows += run_family(name, [fast_case(i, dense)] if asked.fast else cases(dense))
+            todo = [fast_case(i, dense)] if asked.fast else cases(dense)
+            wanted = asked.meshes.split(",") if asked.meshes else {case.mesh for case in todo}
+            rows += run_family(name, [case for case in todo if case.mesh in wanted])
             console.print(_cells(name, [row for row in rows if row.family == name]), highlight=False)
     minutes = (time.monotonic() - start) / 60
     console.print(_table(names, rows))

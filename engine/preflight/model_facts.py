@@ -91,7 +91,8 @@ def inspect_model(
         built = _build(model, str(model.get("hf_config_path") or folder), setting)
     else:
         check_not_quantised(built.config, path, setting)  # type: ignore[arg-type]
-    rule = NOT_CAUSAL.get(built.config.model_type, "")  # type: ignore[union-attr]
+    config: Any = built.config
+    rule = NOT_CAUSAL.get(config.model_type, "")
     if rule:
         raise SettingError(f"{setting}.path", path, rule, "a causal language model, e.g. Gemma 4")
     try:

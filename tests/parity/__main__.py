@@ -18,6 +18,7 @@ from rich.table import Table
 
 from tests.parity import families
 from tests.parity.compare import BOUND, WORLD, Case, Row, cases, compare, fast_case
+from tests.parity.newer_families import REFUSED
 from tests.support.ranks import run_ranks
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -172,6 +173,8 @@ def _write(rows: list[Row], minutes: float, results: Path) -> None:
         "",
         *("| " + " | ".join(line) + " |" for line in table),
     ]
+    if set(names) & set(families.NEWER):
+        text += ["", *(f"* {name} is refused: {why}" for name, why in REFUSED.items())]
     results.with_suffix(".md").write_text("\n".join(text) + "\n")
 
 

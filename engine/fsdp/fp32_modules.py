@@ -178,7 +178,11 @@ def _named(model: nn.Module, experts: set[nn.Module], patterns: Sequence[str]) -
 
 def _owners(model: nn.Module, kept: set[nn.Parameter]) -> Iterator[Float32Module]:
     """The largest modules that hold nothing but ``kept``, and the modules that hold some of it directly; a module comes
-    before those below it."""
+    before those below it.
+
+    A convolution's parameters count as its parent's: linear attention hands them to a kernel and does not call the
+    convolution (Bailing), so that FSDP would never gather them.
+    """
     todo = [model]
     while todo:
         module = todo.pop()
@@ -188,6 +192,8 @@ def _owners(model: nn.Module, kept: set[nn.Parameter]) -> Iterator[Float32Module
         if below <= kept:
             yield Float32Module(module)
             continue
-        todo.extend(module.children())
-        if kept & set(module.parameters(recurse=False)):
-            yield Float32Module(module, tuple(c for c in module.children() if set(c.parameters()) - kept))
+        convolutions = [c for c in module.children() if isinstance(c, nn.modules.conv._ConvNd)]
+        own = {*module.parameters(recurse=False), *(p for c in convolutions for p in c.parameters())}
+        todo.extend(c for c in module.children() if c not in convolutions)
+        if kept & own:
+            yield Float32Module(module, tuple(c for c in module.children() if set(c.parameters()) - kept - own))

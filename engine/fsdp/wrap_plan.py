@@ -63,9 +63,8 @@ def wrap_plan(model: Any, options: ShardingOptions) -> list[Unit]:
     for layer in units.layers:
         units.add("layer", [model.get_submodule(layer)], reshard)
     if ends.embeddings is not None:
-        # The gradient of an embedding reads no weight.
         units.add(
-            "embeddings", [ends.embeddings], reshard, unshard_in_backward=not isinstance(ends.embeddings, nn.Embedding)
+            "embeddings", [ends.embeddings], reshard, unshard_in_backward=_backward_reads_weights(ends.embeddings)
         )
     if ends.head is not None:
         units.add("head", [ends.head], False)  # its backward follows its forward at once
@@ -208,6 +207,11 @@ class _Units:
         units = [unit for unit in self._units if unit.stage == stage]
         units.sort(key=lambda unit: (unit.is_experts, min(self._order[fqn] for fqn in unit.modules)))
         return [unit.name for unit in units]
+
+
+def _backward_reads_weights(embeddings: nn.Module) -> bool:
+    """Whether there is more than a table, whose gradient reads no weight: Inkling's embeddings end with a norm."""
+    return not isinstance(embeddings, nn.Embedding) or [name for name, _ in embeddings.named_parameters()] != ["weight"]
 
 
 def frozen_with_lora(model: nn.Module) -> frozenset[str]:

@@ -3,7 +3,14 @@
 How vLLM cuts a family's weights is in ``rollout/layout/vllm_layout.py``.
 """
 
-__all__ = ["FUSED_IN_VLLM", "IMAGES_UNSUPPORTED", "NOT_BY_TOPK", "READ_WITHOUT_A_CALL", "UNPACKED_WITH_FLASH"]
+__all__ = [
+    "FUSED_IN_VLLM",
+    "IMAGES_UNSUPPORTED",
+    "NOT_BY_TOPK",
+    "NOT_CAUSAL",
+    "READ_WITHOUT_A_CALL",
+    "UNPACKED_WITH_FLASH",
+]
 
 IMAGES_UNSUPPORTED = {
     "ernie4_5_vl_moe": "moe_mm_token_type_ids choose its experts for vision, and verl's batches don't have these",
@@ -13,6 +20,11 @@ IMAGES_UNSUPPORTED = {
 
 NOT_BY_TOPK = {"phimoe": "its routers choose by a maximum, and another one over what is left."}
 """Families whose routes can't be replayed, and why."""
+
+NOT_CAUSAL = {
+    "diffusion_gemma": "its logits are of a canvas of tokens that is denoised, not of the next token.",
+}
+"""Families that give a response no log-probs, and why."""
 
 READ_WITHOUT_A_CALL = {("DeepseekV2Moe", "gate")}
 """Class and child whose weight the class reads without calling it; FSDP gathers it only when it is called."""

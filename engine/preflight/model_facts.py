@@ -16,6 +16,7 @@ from ..checkpoint.safetensors_reader import check_files, open_checkpoint
 from ..compat.transformers_names import no_init_weights
 from ..errors import SettingError
 from ..fsdp.fp32_modules import find_float32_modules, unmatched_patterns
+from ..model.families import NOT_CAUSAL
 from ..model.hf_names import for_vllm
 from ..model.meta import check_not_quantised
 from ..moe.find import ExpertsInfo, UnsupportedModelError, find_experts, is_dense
@@ -79,7 +80,7 @@ def inspect_model(
 
     Raises:
         SettingError: if there is no such folder, it has no safetensors, the config is wrong, or the model has experts
-            that are not on transformers' experts interface.
+            that are not on transformers' experts interface, or is no causal language model.
     """
     path = str(model.get("path"))
     folder = check_model_path(model, setting)
@@ -90,6 +91,10 @@ def inspect_model(
         built = _build(model, str(model.get("hf_config_path") or folder), setting)
     else:
         check_not_quantised(built.config, path, setting)  # type: ignore[arg-type]
+    config: Any = built.config
+    rule = NOT_CAUSAL.get(config.model_type, "")
+    if rule:
+        raise SettingError(f"{setting}.path", path, rule, "a causal language model, e.g. Gemma 4")
     try:
         # The plan, and patterns of routers, may be those of another role's model.
         dense = is_dense(built, expert_plan)

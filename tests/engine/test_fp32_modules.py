@@ -213,6 +213,21 @@ def test_a_parameter_among_others_gets_its_owner_and_leaves_the_owners_children(
     assert found == [(model.attention.norm, ()), (model.attention, (model.attention.q,))]
 
 
+def test_a_convolution_that_the_class_keeps_in_float32_is_its_parents():
+    """Bailing's linear attention hands its weight to a kernel and does not call it, so FSDP would not gather it."""
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q_proj, self.conv1d = nn.Linear(8, 8), nn.Conv1d(8, 8, 4, groups=8, bias=False)
+
+    model = nn.ModuleDict({"attn": Attention(), "conv1d": nn.Linear(8, 8)})
+    model._keep_in_fp32_modules_strict = {"conv1d"}
+    attention = model["attn"]
+    found = {f.module: f.low_precision_children for f in find_float32_modules(model, [])}
+    assert found == {attention: (attention.q_proj,), model["conv1d"]: ()}
+
+
 def test_find_float32_modules_of_a_pattern_has_inner_modules_first():
     model = _model([])
     order = [found.module for found in find_float32_modules(model, [], ["attention*"])]

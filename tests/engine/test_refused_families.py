@@ -4,7 +4,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.moe.find import UnsupportedModelError, find_experts, is_dense
+from epfsdp2.engine.preflight.model_facts import inspect_model
+from tests.support.models import save_qwen3_moe
 
 OUTSIDE = {
     "llama4_text": ({"num_hidden_layers": 4}, "Llama4TextExperts"),
@@ -38,6 +41,23 @@ def test_a_family_outside_the_interface_is_refused_with_a_reason(family):
     with pytest.raises(UnsupportedModelError, match="outside transformers' experts interface") as error:
         find_experts(model)
     assert holder in str(error.value)
+
+
+def test_a_family_that_denoises_is_refused_for_its_logits(tmp_path):
+    built = _on_meta("qwen3_moe", num_hidden_layers=1, num_experts=8)
+    path = str(save_qwen3_moe(tmp_path))
+    assert inspect_model({"path": path}, built=built) is not None
+    built.config.model_type = "diffusion_gemma"
+    with pytest.raises(SettingError, match="canvas of tokens that is denoised"):
+        inspect_model({"path": path}, built=built)
+
+
+def test_a_family_with_a_norm_after_its_experts_is_refused():
+    module = pytest.importorskip("transformers.models.muse_spark.modeling_muse_spark")
+    with torch.device("meta"):
+        experts = module.MuseSparkExperts(AutoConfig.for_model("muse_spark_text", num_local_experts=4))
+    with pytest.raises(UnsupportedModelError, match="has post_expert_norm"):
+        find_experts(torch.nn.ModuleDict({"experts": experts}))
 
 
 def test_is_dense_of_a_family_outside_the_interface_raises():

@@ -165,6 +165,25 @@ def test_wrap_plan_of_a_moe_has_experts_then_layers_then_ends_then_the_root():
     assert not any(unit.forward_prefetch for unit in wrap_plan(model, ShardingOptions(prefetch_depth=0)))
 
 
+class _NormedEmbedding(nn.Embedding):
+    """As Inkling's: its backward reads the norm's weight."""
+
+    def __init__(self, rows, width):
+        super().__init__(rows, width)
+        self.embed_norm = nn.RMSNorm(width)
+
+    def forward(self, ids):
+        return self.embed_norm(super().forward(ids))
+
+
+def test_wrap_plan_gathers_embeddings_with_a_norm_in_backward():
+    model = _moe()
+    model.set_input_embeddings(_NormedEmbedding(96, 32).to("meta"))
+    (embeddings,) = [unit for unit in wrap_plan(model, ShardingOptions()) if unit.kind == "embeddings"]
+    assert set(embeddings.shapes) == {"model.embed_tokens.weight", "model.embed_tokens.embed_norm.weight"}
+    assert embeddings.unshard_in_backward
+
+
 def test_wrap_plan_holds_every_parameter_once_and_no_module():
     for model in (_moe(), _shared_experts(), _float32_router(), _tied(), _vision(), _KeptInFloat32()):
         plan = wrap_plan(model, ShardingOptions())

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from tests.parity import families
 from tests.parity.compare import BOUND, WORLD, Case, Row, cases, compare, fast_case
+from tests.parity.newer_families import REFUSED
 from tests.support.ranks import run_ranks
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -29,24 +30,32 @@ def main() -> int:
         "--families", default="", help="names, separated by commas, whose rows are written beside those of the others"
     )
     parser.add_argument("--fast", action="store_true", help="one case per family; writes no result file")
+    parser.add_argument(
+        "--results", default="parity", help="name of the result files; those of other versions have their own"
+    )
+    parser.add_argument(
+        "--meshes", default="", help="those to run alone, as the table heads them: '1 x 2 x 2,1 x 1 x 4'"
+    )
     asked = parser.parse_args()
-    names = asked.families.split(",") if asked.families else list(families.EVERY)
-    unknown = sorted(set(names) - set(families.EVERY))
+    names = asked.families.split(",") if asked.families else list(families.ALL)
+    unknown = sorted(set(names) - set(families.ALL))
     if unknown:
-        parser.error(f"there is no family {', '.join(unknown)}; there are {', '.join(families.EVERY)}")
+        parser.error(f"there is no family {', '.join(unknown)}; there are {', '.join(families.ALL)}")
 
     console, rows, start = Console(width=150), [], time.monotonic()
     with Progress(console=console) as progress:
         for i, name in enumerate(progress.track(names, description="Families")):
             dense = name in families.DENSE
-            rows += run_family(name, [fast_case(i, dense)] if asked.fast else cases(dense))
+            todo = [fast_case(i, dense)] if asked.fast else cases(dense)
+            wanted = asked.meshes.split(",") if asked.meshes else {case.mesh for case in todo}
+            rows += run_family(name, [case for case in todo if case.mesh in wanted])
             console.print(_cells(name, [row for row in rows if row.family == name]), highlight=False)
     minutes = (time.monotonic() - start) / 60
     console.print(_table(names, rows))
     good = all(row.good for row in rows)
     console.print(_summary(rows, minutes))
     if not asked.fast:
-        _write(rows, minutes)
+        _write(rows, minutes, RESULTS / asked.results)
     return 0 if good else 1
 
 
@@ -76,7 +85,7 @@ def run_family(name: str, todo: list[Case]) -> list[Row]:
 
 def _cells(name: str, rows: list[Row]) -> str:
     bad = [row for row in rows if not row.good]
-    note = families.EVERY[name].note
+    note = families.ALL[name].note
     worst = max((row.worst for row in rows), default=0.0)
     failures = "".join(f"\n    {row.case}: {row.failed}" for row in bad)
     return f"{name}: {len(rows) - len(bad)} of {len(rows)} good, worst {worst:.1e} {note}{failures}"
@@ -97,7 +106,7 @@ def _lines(names: list[str], rows: list[Row]) -> list[list[str]]:
         low = [r for r in mine if r.case.dtype != "float32"]
         line.append("" if not low else "no" if low[0].failed else "yes")
         refused = sum(bool(r.refused) for r in mine)
-        notes = [families.EVERY[name].note]
+        notes = [families.ALL[name].note]
         notes += [f"{refused} refused: the dim does not divide"] if refused else []
         lines.append([*line, "; ".join(note for note in notes if note)])
     return lines
@@ -127,7 +136,7 @@ def _summary(rows: list[Row], minutes: float) -> str:
     return f"{len(rows)} cases, {failed} failed, {refused} refused, worst {worst:.1e}, {minutes:.0f} min"
 
 
-def _write(rows: list[Row], minutes: float) -> None:
+def _write(rows: list[Row], minutes: float, results: Path) -> None:
     """What of an earlier run was not run again stays, with what it ran with."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     about = {
@@ -140,13 +149,14 @@ def _write(rows: list[Row], minutes: float) -> None:
     }
     mine = {row.family for row in rows}
     runs = [{**about, "families": sorted(mine), "rows": [row.as_json() for row in rows]}]
-    for run in json.loads((RESULTS / "parity.json").read_text())["runs"]:
-        kept = [row for row in run["rows"] if row["family"] in families.EVERY and row["family"] not in mine]
+    path = results.with_suffix(".json")
+    for run in json.loads(path.read_text())["runs"] if path.exists() else ():
+        kept = [row for row in run["rows"] if row["family"] in families.ALL and row["family"] not in mine]
         if kept:
             runs.insert(0, {**run, "families": sorted({row["family"] for row in kept}), "rows": kept})
-    (RESULTS / "parity.json").write_text(json.dumps({"runs": runs}, indent=1) + "\n")
+    path.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
     every = [Row.of_json(row) for run in runs for row in run["rows"]]
-    names = [name for name in families.EVERY if any(row.family == name for row in every)]
+    names = [name for name in families.ALL if any(row.family == name for row in every)]
     head = ["family", *_columns(every), "bf16 runs", "note"]
     table = [head, ["---"] * len(head), *_lines(names, every)]
     text = [
@@ -163,7 +173,9 @@ def _write(rows: list[Row], minutes: float) -> None:
         "",
         *("| " + " | ".join(line) + " |" for line in table),
     ]
-    (RESULTS / "parity.md").write_text("\n".join(text) + "\n")
+    if set(names) & set(families.NEWER):
+        text += ["", *(f"* {name} is refused: {why}" for name, why in REFUSED.items())]
+    results.with_suffix(".md").write_text("\n".join(text) + "\n")
 
 
 def _run_in_words(run: dict, one_of_several: bool) -> str:

@@ -133,7 +133,7 @@ class _Reference:
 
     @classmethod
     def run(cls, name: str, folder: Path) -> "_Reference":
-        model = families.load(name, folder).train(families.EVERY[name].train)
+        model = families.load(name, folder).train(families.ALL[name].train)
         optimizer, steps = _adam([p for p in model.parameters() if p.requires_grad]), []
         for _ in range(_STEPS):
             optimizer.zero_grad()
@@ -176,7 +176,7 @@ def _sharded(folder: Path, case: Case, reference: _Reference):
 
 
 def _compare(name: str, folder: Path, case: Case, reference: _Reference) -> Row:
-    family = families.EVERY[name]
+    family = families.ALL[name]
     try:
         model, meshes = _sharded(folder, case, reference)
     except SettingError as error:  # alike on all ranks: nothing has been sent

@@ -1,141 +1,43 @@
 """A tiny random model of every family on transformers' experts interface, and of four dense ones; as a command, each is
 run in one process."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
+from tests.parity.family import (
+    DEEPSEEK,
+    LINEAR,
+    LOCAL,
+    MLA,
+    QWEN,
+    SPARSE_LAYERS,
+    VISION,
+    AsAuto,
+    Family,
+    model_class,
+    of,
+    sizes,
+)
+from tests.parity.newer_families import NEWER
 from tests.support.models import VOCAB
 
-__all__ = ["DENSE", "EVERY", "FAMILIES", "Family", "load", "logits", "loss", "save"]
+__all__ = ["ALL", "DENSE", "EVERY", "FAMILIES", "NEWER", "AsAuto", "Family", "load", "logits", "loss", "save"]
 
-
-@dataclass(frozen=True)
-class Family:
-    """How to make one.
-
-    Args:
-        model: class in transformers, ``<Name>ForCausalLM`` or what else gives logits from ids.
-        config: class of its config.
-        sizes: arguments of the config.
-        std: spread of the random weights, and ``vectors`` the range of those with one dim (norms, decays): such that
-            rounding errors are not magnified beyond what 1e-5 can tell from a mistake.
-        train: whether it is compared in training mode.
-        note: printed in the table.
-    """
-
-    model: str
-    config: str
-    sizes: dict[str, Any]
-    std: float = 0.1
-    vectors: tuple[float, float] = (0.5, 1.5)
-    train: bool = True
-    note: str = ""
-
-    def build(self, attention: str = "eager", **sizes: Any) -> Any:
-        config = getattr(transformers, self.config)(**{**self.sizes, **sizes})
-        config._attn_implementation = attention
-        return _model_class(self.model)(config)
-
-    def build_random(self, attention: str, **sizes: Any) -> Any:
-        """In float64, with every weight random, from a seed, and its experts computed by its own loop."""
-        torch.manual_seed(5)
-        model = self.build(attention, **sizes)
-        with torch.no_grad():
-            for param in model.parameters():
-                param.normal_(std=self.std) if param.dim() > 1 else param.uniform_(*self.vectors)
-            for name, buffer in model.named_buffers():
-                if "tid2eid" in name:  # a router that looks experts up by token
-                    buffer.random_(0, 8)
-        model.set_experts_implementation("eager")
-        return model.double().train(self.train)
-
-
-def _model_class(name: str) -> Any:
-    if hasattr(transformers, name):
-        return getattr(transformers, name)
-    if name.startswith("Qwen3_5Moe"):
-        from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as module
-    elif name.startswith("Ernie4_5_VLMoe"):
-        from transformers.models.ernie4_5_vl_moe import modeling_ernie4_5_vl_moe as module
-    else:
-        raise AttributeError(f"transformers has no {name}")
-    return getattr(module, name)
-
-
-def _sizes(**own: Any) -> dict[str, Any]:
-    """Nothing square and few powers of two; what a config does not know it keeps as an attribute."""
-    return {
-        "vocab_size": VOCAB,
-        "hidden_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 12,
-        "max_position_embeddings": 128,
-        "tie_word_embeddings": False,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        **own,
-    }
-
-
-def _of(name: str, head: str = "ForCausalLM", **own: Any) -> Family:
-    options = {key: own.pop(key) for key in ("std", "vectors", "train", "note") if key in own}
-    config = own.pop("config", name + "Config")
-    return Family(name + head, config, _sizes(**own), **options)
-
-
-_QWEN = {"intermediate_size": 40, "moe_intermediate_size": 18, "num_experts": 8, "num_experts_per_tok": 2}
-_DEEPSEEK = {
-    "intermediate_size": 40,
-    "moe_intermediate_size": 20,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "n_group": 2,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-}
-_MLA = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 20,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 12,
-    "v_head_dim": 10,
-    "head_dim": 8,
-}
-_SPARSE_LAYERS = ["dense", "sparse", "sparse"]
-_LOCAL = {"intermediate_size": 20, "num_local_experts": 8, "num_experts_per_tok": 2}
 _DENSE = {"intermediate_size": 40, "note": "dense"}
-_LINEAR = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_conv_kernel_dim": 4,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "shared_expert_intermediate_size": 20,
-}
-_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
 
 FAMILIES: dict[str, Family] = {
-    "afmoe": _of("Afmoe", **_QWEN, num_dense_layers=1, num_shared_experts=1, layer_types=["full_attention"] * 3),
-    "cohere2_moe": _of("Cohere2Moe", **{**_QWEN, "intermediate_size": 20}, layer_types=["full_attention"] * 3),
+    "afmoe": of("Afmoe", **QWEN, num_dense_layers=1, num_shared_experts=1, layer_types=["full_attention"] * 3),
+    "cohere2_moe": of("Cohere2Moe", **{**QWEN, "intermediate_size": 20}, layer_types=["full_attention"] * 3),
     # group_limited_greedy reads an attribute that transformers 5.9 does not set.
-    "deepseek_v2": _of("DeepseekV2", **{**_DEEPSEEK, **_MLA}, topk_method="greedy"),
-    "deepseek_v3": _of("DeepseekV3", **{**_DEEPSEEK, **_MLA}),
-    "deepseek_v4": _of(
+    "deepseek_v2": of("DeepseekV2", **{**DEEPSEEK, **MLA}, topk_method="greedy"),
+    "deepseek_v3": of("DeepseekV3", **{**DEEPSEEK, **MLA}),
+    "deepseek_v4": of(
         "DeepseekV4",
         # Two layers: its hyper-connections magnify rounding errors with every layer.
-        **{**_DEEPSEEK, "q_lora_rank": 20, "o_lora_rank": 12, "o_groups": 2, "num_key_value_heads": 1, "head_dim": 16},
+        **{**DEEPSEEK, "q_lora_rank": 20, "o_lora_rank": 12, "o_groups": 2, "num_key_value_heads": 1, "head_dim": 16},
         partial_rotary_factor=0.5,
         hc_mult=3,
         hc_sinkhorn_iters=3,
@@ -147,8 +49,8 @@ FAMILIES: dict[str, Family] = {
         num_hidden_layers=2,
         mlp_layer_types=["hash_moe", "moe"],
     ),
-    "dots1": _of("Dots1", **_DEEPSEEK, layer_types=["full_attention"] * 3),
-    "ernie4_5_moe": _of(
+    "dots1": of("Dots1", **DEEPSEEK, layer_types=["full_attention"] * 3),
+    "ernie4_5_moe": of(
         "Ernie4_5_Moe",
         intermediate_size=40,
         moe_intermediate_size=18,
@@ -157,28 +59,28 @@ FAMILIES: dict[str, Family] = {
         moe_num_shared_experts=1,
         moe_layer_start_index=1,
     ),
-    "ernie4_5_vl_moe": _of(
+    "ernie4_5_vl_moe": of(
         "Ernie4_5_VLMoe",
         "ForConditionalGeneration",
         config="Ernie4_5_VLMoeConfig",
-        text_config=_sizes(
+        text_config=sizes(
             intermediate_size=40,
             moe_intermediate_size=[20, 12],
             moe_num_experts=8,
             moe_k=2,
             moe_num_shared_experts=1,
-            mlp_layer_types=_SPARSE_LAYERS,
+            mlp_layer_types=SPARSE_LAYERS,
             rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]},
         ),
         vision_config={"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2},
         note="two experts modules in a layer; text alone",
     ),
-    "exaone_moe": _of("ExaoneMoe", **_QWEN, mlp_layer_types=_SPARSE_LAYERS, layer_types=["full_attention"] * 3),
-    "flex_olmo": _of("FlexOlmo", **{**_QWEN, "intermediate_size": 20, "num_experts": 12}),
-    "gemma4": _of(
+    "exaone_moe": of("ExaoneMoe", **QWEN, mlp_layer_types=SPARSE_LAYERS, layer_types=["full_attention"] * 3),
+    "flex_olmo": of("FlexOlmo", **{**QWEN, "intermediate_size": 20, "num_experts": 12}),
+    "gemma4": of(
         "Gemma4",
         config="Gemma4TextConfig",
-        **{**_QWEN, "num_hidden_layers": 2},
+        **{**QWEN, "num_hidden_layers": 2},
         enable_moe_block=True,
         top_k_experts=2,
         layer_types=["sliding_attention", "full_attention"],
@@ -188,13 +90,13 @@ FAMILIES: dict[str, Family] = {
         vocab_size_per_layer_input=VOCAB,
         num_kv_shared_layers=0,
     ),
-    "glm4_moe": _of("Glm4Moe", **_DEEPSEEK),
-    "glm4_moe_lite": _of("Glm4MoeLite", **{**_DEEPSEEK, **_MLA}, mlp_layer_types=_SPARSE_LAYERS),
-    "glm4v_moe": _of(
+    "glm4_moe": of("Glm4Moe", **DEEPSEEK),
+    "glm4_moe_lite": of("Glm4MoeLite", **{**DEEPSEEK, **MLA}, mlp_layer_types=SPARSE_LAYERS),
+    "glm4v_moe": of(
         "Glm4vMoe",
         "ForConditionalGeneration",
-        text_config=_sizes(
-            **_DEEPSEEK,
+        text_config=sizes(
+            **DEEPSEEK,
             rope_parameters={
                 "rope_type": "default",
                 "rope_theta": 1e4,
@@ -202,21 +104,21 @@ FAMILIES: dict[str, Family] = {
                 "partial_rotary_factor": 0.5,
             },
         ),
-        vision_config={**_VISION, "image_size": 28, "patch_size": 14},
+        vision_config={**VISION, "image_size": 28, "patch_size": 14},
         note="text alone",
     ),
-    "glm_moe_dsa": _of(
+    "glm_moe_dsa": of(
         "GlmMoeDsa",
-        **{**_DEEPSEEK, **_MLA},
-        mlp_layer_types=_SPARSE_LAYERS,
+        **{**DEEPSEEK, **MLA},
+        mlp_layer_types=SPARSE_LAYERS,
         index_topk=64,
         index_head_dim=16,
         index_n_heads=2,
     ),
-    "gpt_oss": _of("GptOss", **_LOCAL, layer_types=["sliding_attention", "full_attention", "full_attention"]),
-    "hunyuan_v1_moe": _of("HunYuanMoEV1", intermediate_size=20, num_experts=8, moe_topk=2),
-    "hy_v3": _of("HYV3", **_QWEN, num_shared_experts=1, mlp_layer_types=_SPARSE_LAYERS),
-    "jamba": _of(
+    "gpt_oss": of("GptOss", **LOCAL, layer_types=["sliding_attention", "full_attention", "full_attention"]),
+    "hunyuan_v1_moe": of("HunYuanMoEV1", intermediate_size=20, num_experts=8, moe_topk=2),
+    "hy_v3": of("HYV3", **QWEN, num_shared_experts=1, mlp_layer_types=SPARSE_LAYERS),
+    "jamba": of(
         "Jamba",
         intermediate_size=20,
         num_experts=8,
@@ -229,24 +131,24 @@ FAMILIES: dict[str, Family] = {
         mamba_d_state=8,
         mamba_dt_rank=8,
     ),
-    "laguna": _of(
+    "laguna": of(
         "Laguna",
-        **_QWEN,
+        **QWEN,
         shared_expert_intermediate_size=20,
-        mlp_layer_types=_SPARSE_LAYERS,
+        mlp_layer_types=SPARSE_LAYERS,
         layer_types=["full_attention"] * 3,
         num_attention_heads_per_layer=[4, 4, 4],
     ),
-    "lfm2_moe": _of("Lfm2Moe", **_QWEN, num_dense_layers=1, layer_types=["conv", "full_attention", "conv"]),
-    "minimax": _of(
-        "MiniMax", **_LOCAL, layer_types=["linear_attention", "full_attention", "full_attention"], block_size=8
+    "lfm2_moe": of("Lfm2Moe", **QWEN, num_dense_layers=1, layer_types=["conv", "full_attention", "conv"]),
+    "minimax": of(
+        "MiniMax", **LOCAL, layer_types=["linear_attention", "full_attention", "full_attention"], block_size=8
     ),
-    "minimax_m2": _of("MiniMaxM2", **_LOCAL),
-    "mistral4": _of("Mistral4", **{**_DEEPSEEK, **_MLA, "head_dim": 20}),
-    "mixtral": _of("Mixtral", **_LOCAL),
-    "nemotron_h": _of(
+    "minimax_m2": of("MiniMaxM2", **LOCAL),
+    "mistral4": of("Mistral4", **{**DEEPSEEK, **MLA, "head_dim": 20}),
+    "mixtral": of("Mixtral", **LOCAL),
+    "nemotron_h": of(
         "NemotronH",
-        **{**_DEEPSEEK, "n_groups": 2},
+        **{**DEEPSEEK, "n_groups": 2},
         layers_block_type=["mamba", "moe", "attention", "moe"],
         moe_shared_expert_intermediate_size=20,
         use_mamba_kernels=False,
@@ -255,9 +157,9 @@ FAMILIES: dict[str, Family] = {
         mamba_head_dim=12,
         chunk_size=8,
     ),
-    "nemotron_h_latent": _of(
+    "nemotron_h_latent": of(
         "NemotronH",
-        **{**_DEEPSEEK, "n_groups": 2},
+        **{**DEEPSEEK, "n_groups": 2},
         layers_block_type=["mamba", "moe", "moe"],
         moe_shared_expert_intermediate_size=20,
         moe_latent_size=20,
@@ -267,27 +169,27 @@ FAMILIES: dict[str, Family] = {
         mamba_head_dim=12,
         chunk_size=8,
     ),
-    "olmoe": _of("Olmoe", intermediate_size=20, num_experts=8, num_experts_per_tok=2),
-    "openai_privacy_filter": _of("OpenAIPrivacyFilter", "ForTokenClassification", **_LOCAL, num_labels=VOCAB),
-    "phimoe": _of(
+    "olmoe": of("Olmoe", intermediate_size=20, num_experts=8, num_experts_per_tok=2),
+    "openai_privacy_filter": of("OpenAIPrivacyFilter", "ForTokenClassification", **LOCAL, num_labels=VOCAB),
+    "phimoe": of(
         "Phimoe",
-        **_LOCAL,
+        **LOCAL,
         router_jitter_noise=0.0,
         train=False,
         note="in eval mode: in training sparsemixer draws at random",
     ),
-    "qwen2_moe": _of("Qwen2Moe", **_QWEN, shared_expert_intermediate_size=20),
-    "qwen3_moe": _of("Qwen3Moe", **_QWEN, norm_topk_prob=True, mlp_only_layers=[1]),
-    "qwen3_moe_12": _of("Qwen3Moe", **{**_QWEN, "num_experts": 12, "num_experts_per_tok": 3}, tie_word_embeddings=True),
-    "qwen3_next": _of("Qwen3Next", **_QWEN, **_LINEAR, norm_topk_prob=True, std=0.05, vectors=(0.1, 0.5)),
-    "qwen3_5_moe": _of("Qwen3_5Moe", config="Qwen3_5MoeTextConfig", **_QWEN, **_LINEAR, std=0.05, vectors=(0.1, 0.5)),
-    "qwen3_omni_moe": _of(
+    "qwen2_moe": of("Qwen2Moe", **QWEN, shared_expert_intermediate_size=20),
+    "qwen3_moe": of("Qwen3Moe", **QWEN, norm_topk_prob=True, mlp_only_layers=[1]),
+    "qwen3_moe_12": of("Qwen3Moe", **{**QWEN, "num_experts": 12, "num_experts_per_tok": 3}, tie_word_embeddings=True),
+    "qwen3_next": of("Qwen3Next", **QWEN, **LINEAR, norm_topk_prob=True, std=0.05, vectors=(0.1, 0.5)),
+    "qwen3_5_moe": of("Qwen3_5Moe", config="Qwen3_5MoeTextConfig", **QWEN, **LINEAR, std=0.05, vectors=(0.1, 0.5)),
+    "qwen3_omni_moe": of(
         "Qwen3OmniMoeThinker",
         "ForConditionalGeneration",
-        text_config=_sizes(
-            **_QWEN, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}
+        text_config=sizes(
+            **QWEN, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}
         ),
-        vision_config={**_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        vision_config={**VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
         vision_start_token_id=90,
         audio_start_token_id=91,
         audio_config={
@@ -301,23 +203,23 @@ FAMILIES: dict[str, Family] = {
         },
         note="the thinker; text alone",
     ),
-    "qwen3_vl_moe": _of(
+    "qwen3_vl_moe": of(
         "Qwen3VLMoe",
         "ForConditionalGeneration",
-        text_config=_sizes(
-            **_QWEN, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}
+        text_config=sizes(
+            **QWEN, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}
         ),
-        vision_config={**_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        vision_config={**VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
         note="text alone",
     ),
-    "solar_open": _of("SolarOpen", **_DEEPSEEK),
+    "solar_open": of("SolarOpen", **DEEPSEEK),
 }
 
 # Without experts.
 DENSE: dict[str, Family] = {
-    "qwen3": _of("Qwen3", **_DENSE),
-    "llama": _of("Llama", **_DENSE, tie_word_embeddings=True),
-    "gemma3": _of(
+    "qwen3": of("Qwen3", **_DENSE),
+    "llama": of("Llama", **_DENSE, tie_word_embeddings=True),
+    "gemma3": of(
         "Gemma3",
         config="Gemma3TextConfig",
         **_DENSE,
@@ -325,14 +227,15 @@ DENSE: dict[str, Family] = {
         sliding_window=8,
         query_pre_attn_scalar=12,
     ),
-    "mistral": _of("Mistral", **_DENSE, sliding_window=8),
+    "mistral": of("Mistral", **_DENSE, sliding_window=8),
 }
 EVERY = {**FAMILIES, **DENSE}
+ALL = {**EVERY, **NEWER}
 
 
 def save(name: str, folder: Path) -> Path:
     """Save the family's model with every weight and every correction bias random, from a seed."""
-    family = EVERY[name]
+    family = ALL[name]
     torch.manual_seed(12)
     model = family.build()
     with torch.no_grad():
@@ -354,7 +257,7 @@ def save(name: str, folder: Path) -> Path:
 
 def load(name: str, folder: Path) -> Any:
     """The plain Hugging Face model in float32, its experts computed by its own loop."""
-    kind = _model_class(EVERY[name].model)
+    kind = model_class(ALL[name].model)
     return kind.from_pretrained(
         folder, dtype=torch.float32, experts_implementation="eager", attn_implementation="eager"
     )
@@ -372,7 +275,7 @@ def loss(name: str, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 def _check(name: str, folder: Path) -> str:
     """What is wrong with a family in one process; empty if nothing is."""
-    model = load(name, save(name, folder)).train(EVERY[name].train)
+    model = load(name, save(name, folder)).train(ALL[name].train)
     ids = torch.randint(0, VOCAB, (8, 13), generator=torch.Generator().manual_seed(1))
     loss(name, logits(model, ids), ids).backward()
     whole = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -393,7 +296,7 @@ if __name__ == "__main__":
     import tempfile
     import traceback
 
-    for family_name in sys.argv[1:] or EVERY:
+    for family_name in sys.argv[1:] or ALL:
         with tempfile.TemporaryDirectory() as parent:
             try:
                 print(family_name, _check(family_name, Path(parent)), flush=True)

@@ -1,0 +1,293 @@
+"""The families that came to transformers' experts interface after 5.9, as far as the installed version has them."""
+
+import importlib
+
+from tests.parity.family import DEEPSEEK, LOCAL, MLA, QWEN, SPARSE_LAYERS, VISION, Family, of, sizes
+from tests.support.models import VOCAB
+
+__all__ = ["NEWER", "REFUSED"]
+
+_GRANITE = {
+    **LOCAL,
+    "embedding_multiplier": 2.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.25,
+}
+_WINDOW = ["sliding_attention", "full_attention", "sliding_attention"]
+_HYBRID = ["linear_attention", "full_attention", "linear_attention"]
+_INDEX = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2}
+_SMALL_TOWER = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_OCR_VISION = {
+    "sam_config": {
+        "hidden_size": 16,
+        "output_channels": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 16,
+        "global_attn_indexes": [0],
+        "mlp_dim": 16,
+        "downsample_channels": [8, 16],
+    },
+    "encoder_config": {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    },
+}
+# Over 13 tokens linear attention and hyper-connections magnify the rounding errors of larger weights.
+_TAME = {"std": 0.05, "vectors": (0.1, 0.5)}
+
+_KNOWN: dict[str, Family] = {
+    "granitemoe": of("GraniteMoe", **_GRANITE),
+    "granitemoeshared": of("GraniteMoeShared", **_GRANITE, shared_intermediate_size=20, tie_word_embeddings=True),
+    "granitemoe_swa": of(
+        "GraniteMoeSWA", **_GRANITE, shared_intermediate_size=20, layer_types=_WINDOW, sliding_window=8
+    ),
+    "granitemoehybrid": of(
+        "GraniteMoeHybrid",
+        **_GRANITE,
+        shared_intermediate_size=20,
+        layer_types=_HYBRID,
+        mamba_n_heads=4,
+        mamba_d_state=8,
+        mamba_chunk_size=8,
+    ),
+    "deepseek_v32": of("DeepseekV32", **{**DEEPSEEK, **MLA}, **_INDEX),
+    "kimi_linear": of(
+        "KimiLinear",
+        **{**DEEPSEEK, **MLA, "q_lora_rank": None},
+        num_local_experts=8,
+        linear_attn_config={
+            "head_dim": 16,
+            "num_heads": 4,
+            "short_conv_kernel_size": 4,
+            "kda_layers": [1, 3],
+            "full_attn_layers": [2],
+        },
+    ),
+    "bailing_hybrid": of(
+        "BailingHybrid",
+        **{**DEEPSEEK, **MLA, "head_dim": 16},
+        num_local_experts=8,
+        layer_types=_HYBRID,
+        num_mtp_layers=0,
+    ),
+    "mimo_v2_flash": of(
+        "MiMoV2Flash",
+        **DEEPSEEK,
+        v_head_dim=10,
+        layer_types=_WINDOW,
+        sliding_window=8,
+        mlp_layer_types=SPARSE_LAYERS,
+    ),
+    "minimax_m3_vl": of(
+        "MiniMaxM3Sparse",
+        "ForConditionalGeneration",
+        config="MiniMaxM3VLConfig",
+        text_config=sizes(
+            **LOCAL,
+            dense_intermediate_size=40,
+            shared_intermediate_size=20,
+            rotary_dim=8,
+            mlp_layer_types=SPARSE_LAYERS,
+            layer_types=["minimax_m3_sparse", "full_attention", "minimax_m3_sparse"],
+            index_n_heads=2,
+            index_head_dim=12,
+            index_block_size=4,
+            index_topk_blocks=2,
+        ),
+        vision_config=_SMALL_TOWER,
+        projector_hidden_size=16,
+        note="text alone",
+    ),
+    "glm5_next": of(
+        "Glm5Next",
+        "ForConditionalGeneration",
+        text_config=sizes(
+            **{**DEEPSEEK, **MLA, "qk_rope_head_dim": 0, "head_dim": 0},
+            # Two layers: as in DeepSeek-V4, hyper-connections magnify rounding errors with every layer.
+            num_hidden_layers=2,
+            mlp_layer_types=["sparse", "sparse"],
+            layer_types=["linear_attention", "indexed_attention"],
+            index_topk=8,
+            index_head_dim=16,
+            index_n_heads=2,
+            index_kpool=2,
+            linear_head_dim=16,
+            linear_num_heads=4,
+            hc_mult=3,
+            hc_sinkhorn_iters=3,
+        ),
+        **_TAME,
+        vision_config={**VISION, "image_size": 28, "patch_size": 14, "projection_intermediate_size": 16},
+        note="text alone",
+    ),
+    "mistral_large4": of(
+        "MistralLarge4",
+        "ForConditionalGeneration",
+        text_config=sizes(**{**DEEPSEEK, **MLA}, **_INDEX),
+        vision_config={**_SMALL_TOWER, "model_type": "pixtral", "head_dim": 8},
+        note="text alone",
+    ),
+    "qwen4_exp": of(
+        "Qwen4Exp",
+        config="Qwen4ExpTextConfig",
+        **_TAME,
+        **QWEN,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        shared_expert_intermediate_size=20,
+        layer_types=["linear_attention", "indexed_attention", "linear_attention"],
+        hc_count=2,
+        hc_lowrank=12,
+        ple_layer_ids=[1],
+        ple_embed_dim=24,
+        heads_per_ngram=2,
+        ngram_vocab_size_base=50,
+        make_ngram_vocab_size_divisible_by=4,
+        indexer_n_heads=2,
+        indexer_kv_heads=1,
+        indexer_head_dim=16,
+        indexer_budget=8,
+        indexer_compress_ratio=2,
+    ),
+    "aria": of(
+        "Aria",
+        "ForConditionalGeneration",
+        text_config=sizes(intermediate_size=20, moe_num_experts=8, moe_topk=2, moe_num_shared_experts=1),
+        vision_config={**_SMALL_TOWER, "model_type": "idefics3_vision"},
+        projector_patch_to_query_dict={4: 2},
+        note="text alone",
+    ),
+    "axk1": of("AXK1", **{**DEEPSEEK, **MLA}),
+    "axk2": of("AXK2", **{**DEEPSEEK, **MLA}, **_INDEX, gated_norm_rank=4),
+    "beam": of(
+        "Beam",
+        **QWEN,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        sliding_window=8,
+        mlp_layer_types=SPARSE_LAYERS,
+        n_group=2,
+        topk_group=1,
+    ),
+    "deepseek_ocr2": of(
+        "DeepseekOcr2",
+        "ForConditionalGeneration",
+        text_config=sizes(**DEEPSEEK, mlp_layer_types=SPARSE_LAYERS),
+        vision_config=_OCR_VISION,
+        note="text alone",
+    ),
+    "dots3_note": of(
+        "Dots3Note",
+        config="Dots3NoteTextConfig",
+        **{**DEEPSEEK, **MLA},
+        **_INDEX,
+        layer_types=["indexed_attention", "sliding_attention", "indexed_attention"],
+        sliding_window=8,
+        shared_experts_intermediate_size=20,
+        swa_num_attention_heads=4,
+        swa_num_key_value_heads=4,
+        swa_q_lora_rank=20,
+        swa_kv_lora_rank=16,
+        swa_head_dim=20,
+        swa_qk_nope_head_dim=12,
+        swa_v_head_dim=10,
+    ),
+    "flint": of(
+        "Flint",
+        **QWEN,
+        layer_types=_WINDOW,
+        sliding_window=8,
+        shared_expert_intermediate_size=20,
+        mlp_only_layers=[0],
+    ),
+    "hy_v4": of(
+        "HYV4",
+        **{**DEEPSEEK, **MLA},
+        **_INDEX,
+        std=0.05,
+        num_hidden_layers=2,
+        mlp_layer_types=["dense", "sparse"],
+        hc_mult=3,
+    ),
+    "inkling": of(
+        "Inkling",
+        config="InklingTextConfig",
+        **DEEPSEEK,
+        layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding"],
+        mlp_layer_types=SPARSE_LAYERS,
+        swa_num_attention_heads=4,
+        swa_num_key_value_heads=2,
+        swa_head_dim=12,
+        sliding_window_size=8,
+        d_rel=4,
+        rel_extent=8,
+        logits_mup_width_multiplier=2.0,
+    ),
+    "inkling2": of(
+        "Inkling2",
+        config="Inkling2TextConfig",
+        moe_intermediate_size=20,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        unpadded_vocab_size=VOCAB,
+        layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding"],
+        swa_num_attention_heads=4,
+        swa_num_key_value_heads=2,
+        swa_head_dim=12,
+        sliding_window_size=8,
+        d_rel=4,
+        rel_extent=8,
+        n_layers_per_attn_res_block=2,
+    ),
+    "kolibri1": of("Kolibri1", **QWEN, shared_expert_intermediate_size=20, layer_types=_WINDOW, sliding_window=8),
+    "mellum": of("Mellum", **QWEN, mlp_layer_types=SPARSE_LAYERS, layer_types=_WINDOW, sliding_window=8),
+    "unlimited_ocr": of(
+        "UnlimitedOcr",
+        "ForConditionalGeneration",
+        text_config=sizes(**DEEPSEEK, num_key_value_heads=4, sliding_window=8),
+        vision_config=_OCR_VISION,
+        note="text alone",
+    ),
+    "zaya": of(
+        "Zaya",
+        moe_intermediate_size=20,
+        num_experts=8,
+        num_experts_per_tok=1,
+        router_hidden_size=12,
+        num_hidden_layers=2,
+        std=0.3,
+        vectors=(0.8, 1.2),
+    ),
+}
+
+REFUSED = {
+    "muse_spark": "a norm of each expert's output (has_post_expert_norm), whose weight all experts share",
+    "diffusion_gemma": "not a causal language model: its logits are of a canvas that is denoised",
+}
+"""Families on the interface that are not trained, and why."""
+
+
+def _is_on_interface(name: str) -> bool:
+    """Whether the installed transformers has it, and there: it has had GraniteMoe and Aria outside for long."""
+    try:
+        module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    except ImportError:
+        return False
+    return hasattr(module, "use_experts_implementation")
+
+
+NEWER = {name: family for name, family in _KNOWN.items() if _is_on_interface(name)}

@@ -295,6 +295,8 @@ def write(rows: list[Row], on_gpu: dict[str, Any], repeats: int) -> None:
         f"Bounds: `{OURS}` takes at most {TIME_LIMIT} of the time of `{BASE}` and keeps at most {KEPT_LIMIT} of its",
         f"bytes; on an H200 {GPU_SPEEDUP} x its speed, {RATE_SHARE:.0%} of the matrix rate measured in the same run,",
         f"and {BANDWIDTH_SHARE:.0%} of the copy bandwidth for permuting rows and for summing them.",
+        f"`{OURS}` was faster on a CPU while its gradients were in memory of its own, which a whole update gained less",
+        "than a tenth of ([decisions](../../docs/decisions.md)).",
         "",
         json.dumps(on_gpu) if on_gpu else READY.capitalize() + ".",
     ]

@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import io
 import json
-import os
 import re
 import shlex
 import shutil
@@ -39,7 +38,9 @@ from benchmarks.tables import newest, write_table
 from epfsdp2.engine.compat.versions import installed
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight.run import check_training
-from epfsdp2.recipes.quickstart.model import write_model
+from tests.e2e import small_families
+from tests.e2e.runs import overrides, running
+from tests.rollout.served_families import SERVED
 
 ADDED = ("engine=epfsdp2", "engine.ep_size=8")
 FOLDERS = ("examples", "verl/experimental")
@@ -57,6 +58,13 @@ TRAINERS = {
     ),
 }
 SFT = "verl.trainer.sft_trainer"
+# Which small model stands for a script's on a CPU. Images need their own data, so VL models are left out.
+STANDS_FOR = [
+    (r"Qwen3-30B-A3B", "qwen3_moe"),
+    (r"Qwen3-Next", "qwen3_next"),
+    (r"Qwen3\.5-35B", "qwen3_5_moe"),
+    (r"Qwen3-(0\.6|4|8|32)B", "qwen3"),
+]
 # Engines of other back ends: their scripts have settings that no FSDP engine knows.
 OTHER_ENGINES = re.compile(r"model_engine=(?!dp)|^engine=(?!fsdp|epfsdp2)|megatron|veomni|torchtitan|automodel|mlite")
 # What stands in for programs that a script would start, and what of a system a script may need.
@@ -99,9 +107,10 @@ def main() -> int:
             facts = {"script": path, "verl": commit, **{k: recorded[k] for k in ("module", "arguments")}}
             file = (options.record or Path(folder)) / (path.replace("/", "-").removesuffix(".sh") + ".json")
             file.write_text(json.dumps(facts, indent=1) + "\n")
-            if options.steps and runs_here(row):
-                row["step"] = two_steps(file, Path(folder) / "run")
-            console.print(f"{path}: {row['model']}; {row['composes']}; {row['checks']}", markup=False)
+            if options.steps and (family := runs_here(row)):
+                row["step"] = two_steps(file, Path(folder) / "run", family)
+            shown = "; ".join([row["model"], row["composes"], row["checks"], row.get("step", "-")])
+            console.print(f"{path}: {shown}", markup=False)
             rows.append(row)
     before = newest("verl_scripts", "scripts", "path", [])
     for row in rows:
@@ -189,31 +198,32 @@ def composed(module: str, arguments: list[str]):
     for word in arguments:
         if word.startswith("--config-name") and missing_config(module, [word]) is None:
             name = word.partition("=")[2].removesuffix(".yaml")
-    overrides = [word for word in arguments if not word.startswith("--")]
+    words = [word for word in arguments if not word.startswith("--")]
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(Path(verl.__file__).parent / folder), version_base=None):
-        return compose(name, overrides)
+        return compose(name, words)
 
 
-def runs_here(row: dict) -> bool:
-    """Whether the quickstart's model stands for the script's: Qwen3-MoE, by verl's trainers with vLLM."""
-    return row["checks"] == "passes" and "Qwen3-30B-A3B" in row["model"]
+def runs_here(row: dict) -> str | None:
+    """Return the family of ``tests/e2e/small_families.py`` that stands for the script's model; None for SFT."""
+    if row["checks"] != "passes" or row["module"] == SFT:
+        return None
+    return next((family for pattern, family in STANDS_FOR if re.search(pattern, row["model"])), None)
 
 
-def two_steps(facts: Path, output: Path) -> str:
-    """Run the script's trainer on the quickstart's small model, and say what came of it."""
+def two_steps(facts: Path, output: Path, family: str) -> str:
+    """Run the script's trainer on a small model of the family, and say what came of it."""
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir()
-    write_model(output / "model", 1)
-    hooks = Path(__file__).parents[1] / "tests" / "e2e" / "hooks"
-    words = ["--output", str(output / "run"), "--model", str(output / "model"), "--steps", "2", "--batch-size", "8"]
-    command = [sys.executable, "-m", "verl_script", str(facts), *words]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(hooks)}, capture_output=True, timeout=600)
-    metrics = output / "run" / "metrics.jsonl"
-    lines = metrics.read_text().splitlines() if metrics.exists() else []
-    steps = [data for data in (json.loads(line)["data"] for line in lines) if "actor/grad_norm" in data]
+    small_families.write_model(family, output / "model", 1)
+    words = ["--model", str(output / "model"), "--steps", "2", "--batch-size", "8"]
+    words += overrides(*small_families.settings(family))
+    environment = SERVED[family].environment
+    with running(output / "run", *words, program=("verl_script", str(facts)), environment=environment) as run:
+        run.wait()
+    steps = [step for step in run.steps() if "actor/grad_norm" in step]
     if len(steps) < 2:
-        return f"fails: {done.stdout.decode(errors='replace').strip()[-300:]}"
+        return f"fails: {run.text().strip()[-300:]}"
     differences = [
         step["training/rollout_probs_diff_mean"] for step in steps if "training/rollout_probs_diff_mean" in step
     ]

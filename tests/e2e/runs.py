@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 import pytest
@@ -24,18 +26,22 @@ class Run:
     """One quickstart process and everything that ever descended from it.
 
     Args:
-        trainer: the module of the trainer that it runs; verl's ``main_ppo`` where there is none.
-        script: what one of verl's scripts gives its trainer (``hooks/verl_script.py``).
+        program: the module to run and its first arguments: the quickstart, or one of ``hooks`` that changes it.
+        environment: variables beside the test's own; ``PYTHONPATH`` is added to it.
     """
 
-    def __init__(self, output: Path, *options: str, trainer: str | None = None, script: Path | None = None):
+    def __init__(
+        self,
+        output: Path,
+        *options: str,
+        program: Sequence[str] = ("epfsdp2.recipes.quickstart",),
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ):
         self.output = output
         self.log = output.with_suffix(".out")
-        program = ["epfsdp2.recipes.quickstart"] if trainer is None else ["other_trainer", trainer]
-        program = program if script is None else ["verl_script", str(script)]
         words = [sys.executable, "-m", *program, "--output", str(output), *options]
-        paths = filter(None, [str(HOOKS), str(ROOT), os.environ.get("PYTHONPATH")])
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+        paths = filter(None, [str(HOOKS), str(ROOT), environment.get("PYTHONPATH"), os.environ.get("PYTHONPATH")])
+        env = {**os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(words, env=env, stdout=log, stderr=subprocess.STDOUT)
         self.family = {psutil.Process(self.process.pid)}

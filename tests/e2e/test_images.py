@@ -1,23 +1,16 @@
 """GRPO on images: verl's trainer, Ray, vLLM generating from images, a sharded Qwen3-VL-MoE with its vision tower."""
 
-import os
-from importlib.util import find_spec
-from pathlib import Path
-
 import pytest
 
 from tests.e2e import image_task
 from tests.e2e.runs import overrides, running
+from tests.rollout.served_families import SERVED
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
-ROOT = Path(__file__).parents[2]
 
-
-def test_grpo_run_on_images_trains(tmp_path, monkeypatch):
+def test_grpo_run_on_images_trains(tmp_path):
     model, data = image_task.write_task(tmp_path, rows=40)
-    paths = [ROOT] if find_spec("torchvision") else [ROOT, ROOT / "tests/rollout/stubs"]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)), prepend=os.pathsep)
     settings = overrides(
         f"data.train_files={data}",
         f"data.val_files={data}",
@@ -31,7 +24,8 @@ def test_grpo_run_on_images_trains(tmp_path, monkeypatch):
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.limit_mm_per_prompt={image:1,video:0}",
     )
     options = ["--model", str(model), "--steps", "3", "--batch-size", "10", "--group-size", "4", "--lr", "1e-3"]
-    with running(tmp_path / "run", *options, *settings) as run:
+    environment = SERVED["qwen3_vl_moe"].environment
+    with running(tmp_path / "run", *options, *settings, environment=environment) as run:
         run.wait()
     steps = run.steps()
     assert len(steps) == 3, run.text()[-3000:] + (run.output / "logs/grpo.log").read_text(errors="replace")[-6000:]

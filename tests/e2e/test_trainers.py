@@ -32,12 +32,12 @@ SEPARATE = [
 SAME, OTHER = 1e-5, 1e-3
 
 
-def _steps(tmp_path, steps: int, *settings: str, trainer: str | None = None) -> list[dict]:
+def _steps(tmp_path, steps: int, *settings: str, **program) -> list[dict]:
     """What it logged; it has to end well and leave nothing."""
     write_model(tmp_path / "model", 1)
     options = ["--model", str(tmp_path / "model"), "--steps", str(steps), "--batch-size", "8"]
     before = leavings()
-    with running(tmp_path / "run", *options, *overrides(*CHANGES, *settings), trainer=trainer) as run:
+    with running(tmp_path / "run", *options, *overrides(*CHANGES, *settings), **program) as run:
         run.wait()
     logged = [step for step in run.steps() if "actor/grad_norm" in step]
     assert len(logged) == steps, run.text()[-3000:]
@@ -78,8 +78,8 @@ def test_colocate_async_trainer_trains(tmp_path):
 @pytest.mark.long
 def test_one_step_off_trainer_trains(tmp_path):
     """It generates a batch while it trains on the one before, so samples are always one update older."""
-    trainer = "verl.experimental.one_step_off_policy.main_ppo"
-    first, second, third, fourth = _differences(_steps(tmp_path, 4, *SEPARATE, *ZERO_IN_THE_THIRD, trainer=trainer))
+    program = ("other_trainer", "verl.experimental.one_step_off_policy.main_ppo")
+    first, second, third, fourth = _differences(_steps(tmp_path, 4, *SEPARATE, *ZERO_IN_THE_THIRD, program=program))
     assert first < SAME and second > OTHER and third > OTHER and fourth < SAME, (first, second, third, fourth)
 
 
@@ -94,6 +94,7 @@ def test_fully_async_trainer_trains(tmp_path):
         "data.train_batch_size=0",
         "data.gen_batch_size=1",
     ]
-    steps = _steps(tmp_path, 3, *SEPARATE, *settings, trainer="verl.experimental.fully_async_policy.fully_async_main")
+    program = ("other_trainer", "verl.experimental.fully_async_policy.fully_async_main")
+    steps = _steps(tmp_path, 3, *SEPARATE, *settings, program=program)
     assert all(difference < SAME for difference in _differences(steps)), _differences(steps)
     assert _is_learning(steps)

@@ -33,7 +33,7 @@ def _steps(tmp_path, steps, script, *settings):
     write_model(tmp_path / "model", 1)
     options = ["--model", str(tmp_path / "model"), "--steps", "2", "--batch-size", "8", *overrides(*settings)]
     before = leavings()
-    with running(tmp_path / "run", *options, script=script) as run:
+    with running(tmp_path / "run", *options, program=("verl_script", str(script))) as run:
         run.wait()
     logged = [step for step in run.steps() if "actor/grad_norm" in step]
     assert len(logged) == steps, run.text()[-3000:]

@@ -13,7 +13,7 @@ from epfsdp2.recipes.quickstart import cli, commands
 
 _, _FACTS, *_OPTIONS = sys.argv
 _OF_THE_SCRIPT = ("algorithm.", "actor_rollout_ref.actor.use_kl_loss=")
-_SMALL = ["engine.ep_size=2", "ray_kwargs.ray_init.runtime_env.py_executable=null"]
+_SMALL = ["++ray_kwargs.ray_init.runtime_env.py_executable=null"]
 # One worker generates, in a process of its own. verl has no config of the name that one script gives. Rows that a
 # script shares among four or eight ranks are shared by two.
 _FULLY_ASYNC = [
@@ -39,6 +39,8 @@ def _command(values: dict, extra: list[str]) -> list[str]:
     # The script may have added the key already.
     small = [f"++{line.lstrip('+')}" if line.startswith("+") else line for line in small]
     small += _SMALL + (_FULLY_ASYNC if "fully_async" in facts["module"] else [])
+    if any(word.startswith("engine.ep_size=") for word in facts["arguments"]):
+        small.append("engine.ep_size=2")
     words = [*facts["arguments"], *small, *extra]
     # Hydra's own options come first, each once: between overrides its parser would end the list of them.
     options = {word.partition("=")[0]: word for word in words if word.startswith("--")}

@@ -214,6 +214,18 @@ FEATURES = (
         ),
     ),
     Feature(
+        "[float16](engine.md#float16)",
+        "`dtype=float16` with parameters in float32 and a loss scale that adapts, is saved and resumed; a step that "
+        "overflows on one rank is skipped by all optimizers on all",
+        "`model_dtype` or `reduce_dtype` in float16",
+        (
+            "engine/test_loss_scale.py::test_scaled_loss_in_float32_gives_the_same_updates_bit_for_bit",
+            "engine/test_loss_scale.py::test_update_in_float16_has_the_gradients_of_float32_to_its_precision",
+            "engine/test_loss_scale.py::"
+            "test_overflow_in_one_expert_of_one_rank_skips_the_step_of_all_optimizers_on_all_ranks",
+        ),
+    ),
+    Feature(
         "dense models",
         "plain FSDP2 by the same recipe, as actor, critic or both; `ep_size` counts for the roles whose model has "
         "experts, another one says so in a line",
@@ -228,7 +240,7 @@ FEATURES = (
     Feature(
         "models",
         "every Mixture-of-Experts on transformers' experts interface ([parity](../benchmarks/results/parity.md))",
-        "experts outside that interface (llama4, granitemoe, dbrx, ...) without `expert_plan`; fp16; liger; tiled MLP; "
+        "experts outside that interface (llama4, granitemoe, dbrx, ...) without `expert_plan`; liger; tiled MLP; "
         "multi-token prediction",
         (
             "parity/test_parity.py::test_every_family_equals_the_plain_model",

@@ -33,6 +33,7 @@ from ..errors import listed
 from ..lora.adapters import lora_of
 from ..lora.peft_files import ADAPTER, write_adapter
 from ..model.hf_convert import cache_shapes
+from ..optim.loss_scale import LossScale
 from ..optim.multi_optimizer import MultiOptimizer
 from ..topology.dtensor import checkpoint_tensors, is_adapter
 from ..topology.rank_consistency import raise_on_all_ranks
@@ -82,7 +83,13 @@ class Snapshot:
 
     @classmethod
     def of(
-        cls, model: nn.Module, optimizer: MultiOptimizer | None, lr_scheduler: Any, contents: Iterable[str], step: int
+        cls,
+        model: nn.Module,
+        optimizer: MultiOptimizer | None,
+        lr_scheduler: Any,
+        contents: Iterable[str],
+        step: int,
+        loss_scale: LossScale | None = None,
     ) -> "Snapshot":
         """Take what ``contents`` names as it is now; tensors are not copied."""
         contents = frozenset(contents)
@@ -96,6 +103,8 @@ class Snapshot:
             groups = packed["param_groups"]
         schedule = lr_scheduler.state_dict() if "extra" in contents and lr_scheduler is not None else None
         facts = {"step": step, "lr_scheduler": schedule, "param_groups": groups, "lora": _lora_facts(model)}
+        if "extra" in contents and loss_scale is not None:
+            facts["loss_scale"] = loss_scale.state_dict()
         facts = json.loads(json.dumps(facts, default=plain_value))
         return cls(model, contents, tensors, facts, _random_state() if "extra" in contents else {})
 
@@ -169,6 +178,7 @@ def load_checkpoint(
     lr_scheduler: Any,
     contents: Iterable[str],
     device: torch.device | str = "cpu",
+    loss_scale: LossScale | None = None,
 ) -> None:
     """Restore what ``contents`` names, on any mesh; collective.
 
@@ -203,6 +213,8 @@ def load_checkpoint(
     if "extra" in contents:
         if schedule is not None:
             lr_scheduler.load_state_dict(schedule)
+        if loss_scale is not None and "loss_scale" in facts:
+            loss_scale.load_state_dict(facts["loss_scale"])
         _restore_random_state(folder)
     dist.barrier()
 

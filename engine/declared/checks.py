@@ -3,8 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from ..errors import SettingError
-from .derived import expert_settings
+from ..settings.values import DTYPES
+from .derived import expert_settings, param_dtype
 from .engine_settings import check_fields
 
 __all__ = ["check_settings"]
@@ -53,8 +56,17 @@ def _only_eager_attention_over_ranks(config: Any) -> None:
         raise SettingError("engine.compile_dense", True, rule, "engine.compile_dense=False")
 
 
+def _float16_of_float32(config: Any) -> None:
+    if param_dtype(config) is torch.float16 and DTYPES[config.model_dtype] is not torch.float32:
+        rule = (
+            "what is computed with in float16 is kept in float32: bfloat16 has 3 bits less, and float16 nothing small."
+        )
+        raise SettingError("engine.model_dtype", config.model_dtype, rule, "engine.model_dtype=fp32")
+
+
 _BETWEEN_SETTINGS: Sequence[Callable[[Any], None]] = (
     _only_all_to_all,
     _only_with_ep,
     _only_eager_attention_over_ranks,
+    _float16_of_float32,
 )

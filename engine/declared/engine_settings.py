@@ -17,9 +17,9 @@ from ..settings.rules import (
     DTYPE,
     EXPERT_PLAN,
     FLAG,
+    KEPT_DTYPE,
     LOSS_WEIGHT,
     MIXED_PRECISION,
-    MODEL_DTYPE,
     PATTERNS,
     POSITIVE,
     POSITIVE_NUMBER,
@@ -119,10 +119,9 @@ class EngineSettings:
     )
     model_dtype: str = setting(
         "fp32",
-        MODEL_DTYPE,
+        KEPT_DTYPE,
         "dtype of the parameters that the optimizer steps on. (Weights are handed to the rollout in the dtype "
-        "that the forward computes with.) This and every other dtype here is fp32 or bf16: float16 would need its "
-        "loss scaled",
+        "that the forward computes with.) fp32 or bf16",
     )
     allow_unused_weights: bool = setting(
         False,
@@ -139,7 +138,8 @@ class EngineSettings:
     dtype: str = setting(
         "bfloat16",
         DTYPE,
-        "dtype in which parameters are gathered and computed with where mixed_precision does not say",
+        "dtype in which parameters are gathered and computed with where mixed_precision does not say: fp32, bf16, or "
+        "fp16, whose loss is scaled; the scale adapts, and a step whose gradients overflow is skipped",
     )
     fp32_modules: list[str] = setting(
         None,

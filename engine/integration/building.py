@@ -17,6 +17,7 @@ from verl.workers.config.optimizer import build_optimizer
 from ...rollout.remote.delta_shards import ShardExport
 from ...rollout.sync import RolloutSync, SyncSettings
 from ..checkpoint.safetensors_reader import CheckpointFiles, local_checkpoint, open_checkpoint
+from ..declared.derived import param_dtype
 from ..fsdp.options import ShardingOptions
 from ..fsdp.ulysses import SequenceParallel
 from ..fsdp.wrap_plan import compute_dtypes
@@ -31,6 +32,7 @@ from ..moe.find import find_experts, is_dense
 from ..moe.gemm.backends import choose_backend
 from ..moe.router.losses import RouterLosses
 from ..optim.clip import ClippedStep
+from ..optim.loss_scale import LossScale
 from ..optim.lr_scheduler import build_multi_lr_scheduler
 from ..optim.multi_optimizer import optimizer_from_config
 from ..planner.run import StepEstimate, estimate_step, format_mesh
@@ -121,6 +123,7 @@ class BuildsModel:
     get_data_parallel_group: Any
     _build_lr_scheduler: Any
 
+    scaler: LossScale | None  # verl's name for what scales the loss; None at first
     run_plan: StepEstimate | None = None
     """What is planned for a role that trains."""
     without_adapters: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
@@ -289,7 +292,9 @@ class BuildsModel:
         if not self.engine_config.forward_only:
             self.optimizer = self._build_optimizer(module)
             self.lr_scheduler = build_multi_lr_scheduler(self.optimizer, self._build_lr_scheduler)
-            self.clipped_step = ClippedStep(self.optimizer_config.clip_grad, self.meshes)
+            if param_dtype(self.engine_config) is torch.float16:
+                self.scaler = LossScale(module, self.layer_names)
+            self.clipped_step = ClippedStep(self.optimizer_config.clip_grad, self.meshes, self.scaler)
 
     def _build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         config = self.optimizer_config

@@ -9,6 +9,7 @@ from verl.utils.device import get_device_name
 from ..checkpoint import state as checkpoint
 from ..checkpoint.saves import CheckpointSaver
 from ..fsdp.reshard import reshard_all
+from ..optim.loss_scale import LossScale
 
 __all__ = ["WritesCheckpoints"]
 
@@ -22,6 +23,7 @@ class WritesCheckpoints:
     module: Any
     optimizer: Any
     lr_scheduler: Any
+    scaler: LossScale | None
     rank: int
     model_config: Any
     checkpoint_config: Any
@@ -44,7 +46,7 @@ class WritesCheckpoints:
             )
         contents = self.checkpoint_config.get("save_contents") or ()
         state = (self.module, self.optimizer, self.lr_scheduler)
-        snapshot, folder = checkpoint.Snapshot.of(*state, contents, global_step), Path(local_path)
+        snapshot, folder = checkpoint.Snapshot.of(*state, contents, global_step, self.scaler), Path(local_path)
         in_background = self._saves_in_background(folder)
         self._saves.save(snapshot, folder, max_ckpt_to_keep, in_background)
         if in_background and self._trained_to_the_end(global_step):
@@ -74,7 +76,7 @@ class WritesCheckpoints:
         # Optimizer state is created where the parameters are.
         self.to(get_device_name(), model=self._is_offload_param, optimizer=False, grad=False)
         state = (self.module, self.optimizer, self.lr_scheduler)
-        checkpoint.load_checkpoint(Path(local_path), *state, contents, get_device_name())
+        checkpoint.load_checkpoint(Path(local_path), *state, contents, get_device_name(), self.scaler)
         # A forward-only pass may have left parameters gathered, with the weights from before.
         reshard_all(self.module)
         self.to("cpu", model=self._is_offload_param, optimizer=self._is_offload_optimizer, grad=False)

@@ -136,7 +136,7 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
             feature.begin_update()
         outputs = super().train_batch(data, loss_function)
         metrics = {name: value for feature in self.features for name, value in feature.metrics().items()}
-        metrics["skipped_steps"] = float(self.clipped_step.skipped)
+        metrics |= self.clipped_step.metrics()
         if self.is_mp_src_rank_with_outputs():
             # Lists, as verl joins the lists of ranks and mini-batches before it takes the mean.
             outputs["metrics"] |= {name: [value] for name, value in metrics.items()}

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from ..topology.dtensor import local_tensor, shard_steps
 from ..topology.mesh import Meshes
+from .loss_scale import LossScale
 
 __all__ = ["ClippedStep", "clip_grad_norm_"]
 
@@ -20,39 +21,55 @@ class ClippedStep:
 
     Args:
         max_norm: as in ``clip_grad_norm_``.
+        loss_scale: what the loss was multiplied by, adapted after each step; None if it was not.
 
     Attributes:
         skipped: steps skipped so far.
     """
 
-    def __init__(self, max_norm: float | None, meshes: Meshes):
-        self.max_norm, self.meshes = max_norm, meshes
+    def __init__(self, max_norm: float | None, meshes: Meshes, loss_scale: LossScale | None = None):
+        self.max_norm, self.meshes, self.loss_scale = max_norm, meshes, loss_scale
         self.skipped = 0
 
     def __call__(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
         """Step ``optimizer`` on gradients clipped over all its parameters.
 
         Returns:
-            The norm before clipping, equal on all ranks, so they all step or all skip.
+            The norm before clipping, of the loss without its scale; equal on all ranks, so they all step or all skip.
+
+        Raises:
+            LossOverflowError: on all ranks, see ``LossScale.update``.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        norm = clip_grad_norm_(parameters, self.max_norm, self.meshes)
-        if torch.isfinite(norm):
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        norm = clip_grad_norm_(parameters, self.max_norm, self.meshes, scale)
+        finite = bool(torch.isfinite(norm))
+        if finite:
             optimizer.step()
-            return norm
-        self.skipped += 1
-        optimizer.zero_grad()
-        if dist.get_rank() == 0:
-            logger.warning(
-                "epfsdp2: the gradient norm is %s: this step is skipped on all ranks (%d so far)",
-                norm.item(),
-                self.skipped,
-            )
+        else:
+            self.skipped += 1
+            optimizer.zero_grad()
+            if dist.get_rank() == 0:
+                of = "" if self.loss_scale is None else f" with the loss scaled by {scale:g}, which is halved"
+                logger.warning(
+                    "epfsdp2: the gradient norm is %s%s: this step is skipped on all ranks (%d so far)",
+                    norm.item(),
+                    of,
+                    self.skipped,
+                )
+        if self.loss_scale is not None:
+            self.loss_scale.update(finite)
         return norm
+
+    def metrics(self) -> dict[str, float]:
+        scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale.value}
+        return {"skipped_steps": float(self.skipped), **scale}
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: Iterable[torch.Tensor], max_norm: float | None, meshes: Meshes) -> torch.Tensor:
+def clip_grad_norm_(
+    parameters: Iterable[torch.Tensor], max_norm: float | None, meshes: Meshes, loss_scale: float = 1.0
+) -> torch.Tensor:
     """Scale gradients so that their global 2-norm is at most ``max_norm``.
 
     Every parameter, dense or expert, is sharded over the ranks of a replica without overlap. So the squares of the
@@ -63,9 +80,11 @@ def clip_grad_norm_(parameters: Iterable[torch.Tensor], max_norm: float | None, 
         parameters: sharded parameters; those without a gradient are ignored. Gradients may be on any device, also on
             the host (CPU offload).
         max_norm: no clipping if it is ``None``, infinite, or not positive.
+        loss_scale: the gradients are those of a loss that was multiplied by this; they are divided by it.
 
     Returns:
-        The norm before clipping, a float32 scalar, equal on all ranks. If it is not finite, nothing was scaled.
+        The norm before clipping, without ``loss_scale``, a float32 scalar, equal on all ranks. If it is not finite,
+        nothing was scaled.
     """
     shards: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
     for param in parameters:
@@ -78,11 +97,12 @@ def clip_grad_norm_(parameters: Iterable[torch.Tensor], max_norm: float | None, 
         norms = torch._foreach_norm(group, 2, dtype=torch.float32)
         total += (torch.stack(norms).square().sum() / copies).to(total.device)
     dist.all_reduce(total, group=meshes.replica_group)
-    norm = total.sqrt()
-    if max_norm is not None and 0 < max_norm < float("inf") and torch.isfinite(norm):
-        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    norm = total.sqrt() / loss_scale
+    clips = max_norm is not None and 0 < max_norm < float("inf")
+    if (clips or loss_scale != 1.0) and torch.isfinite(norm):
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) if clips else torch.ones_like(norm)
         for (device, _), group in shards.items():
-            torch._foreach_mul_(group, scale.to(device))
+            torch._foreach_mul_(group, (factor / loss_scale).to(device))
     return norm
 
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, field
 from typing import Any
 
+import torch
+
 from ..errors import SettingError
 from .values import DTYPES
 
@@ -16,9 +18,9 @@ __all__ = [
     "DTYPE",
     "EXPERT_PLAN",
     "FLAG",
+    "KEPT_DTYPE",
     "LOSS_WEIGHT",
     "MIXED_PRECISION",
-    "MODEL_DTYPE",
     "PATTERNS",
     "POSITIVE",
     "POSITIVE_NUMBER",
@@ -110,9 +112,9 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _dtype(works: str) -> Rule:
-    says = f"is one of {', '.join(DTYPES)}: float16 would need its loss scaled, which this engine does not do."
-    return must(lambda value: isinstance(value, str) and value in DTYPES, says, works)
+def _dtype(names: Collection[str], works: str, because: str = ".") -> Rule:
+    says = f"is one of {', '.join(names)}{because}"
+    return must(lambda value: isinstance(value, str) and value in names, says, works)
 
 
 def _mixed_precision(name: str, value: Any) -> None:
@@ -125,7 +127,7 @@ def _mixed_precision(name: str, value: Any) -> None:
         given = {str(key): entry for key, entry in value.items()}[unknown[0]]
         raise SettingError(f"{name}.{unknown[0]}", given, "there is no such key.", f"keys {', '.join(PRECISION_KEYS)}")
     for key, dtype in value.items():
-        DTYPE(f"{name}.{key}", dtype)
+        (DTYPE if key == "param_dtype" else KEPT_DTYPE)(f"{name}.{key}", dtype)
     buffers = value.get("buffer_dtype", "fp32")
     if DTYPES[buffers].itemsize != 4:
         rule = "buffers are never cast: they stay float32."
@@ -158,7 +160,12 @@ POSITIVE = whole(1, "has to be a positive whole number.", "1")
 POSITIVE_NUMBER = must(lambda v: _is_number(v) and v > 0, "has to be a positive number.", "300")
 LOSS_WEIGHT = must(lambda v: _is_number(v) and v >= 0, "is a weight of a loss: 0 or more.", "0.001")
 SEED = must(lambda v: is_whole(v) and 0 <= v < _SEEDS, f"is a whole number from 0 to {_SEEDS - 1}.", "42")
-DTYPE, MODEL_DTYPE = _dtype("bf16"), _dtype("fp32")
+DTYPE = _dtype(DTYPES, "bf16")
+KEPT_DTYPE = _dtype(
+    [name for name, dtype in DTYPES.items() if dtype is not torch.float16],
+    "fp32",
+    ": float16 is for what is computed with (dtype), not for parameters and sums that are kept.",
+)
 MIXED_PRECISION: Rule = _mixed_precision
 REPLAY: Rule = _replay
 EXPERT_PLAN = optional(

@@ -10,9 +10,11 @@ __all__ = ["ACTOR_MODEL", "DTYPES", "OPTIMIZERS", "overrides_of", "plain", "get_
 ACTOR_MODEL = "actor_rollout_ref.model"
 # How a user calls the optimizer's node, by how they call the model's.
 OPTIMIZERS = {ACTOR_MODEL: "actor_rollout_ref.actor.optim", "critic.model": "critic.optim", "model": "optim"}
-# What a setting of the engine may call a dtype. No float16: there is no loss scaling here, and its reduction would be
-# divided twice where a shard group has one rank.
-DTYPES = {"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
+# What a setting of the engine may call a dtype; float16 only for what is computed with.
+DTYPES = {
+    **{"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16},
+    **{"fp16": torch.float16, "float16": torch.float16},
+}
 
 
 def overrides_of(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from epfsdp2.engine.config import (
     engine_config,
     engine_settings,
 )
-from epfsdp2.engine.declared.derived import planned_overrides, planned_settings, sharding_options
+from epfsdp2.engine.declared.derived import param_dtype, planned_overrides, planned_settings, sharding_options
 from epfsdp2.engine.declared.engine_settings import EngineSettings
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.fsdp.options import ShardingOptions
@@ -67,10 +67,11 @@ from epfsdp2.rollout.layout.vllm_layout import SYNC_MODES
         ({"expert_plan": {"*.w1": "0"}}, "engine.expert_plan={'*.w1': '0'}: maps patterns"),
         ({"fp32_modules": "*.gate"}, "engine.fp32_modules=*.gate: is a list"),
         ({"model_dtype": "fp8"}, "engine.model_dtype=fp8: "),
-        ({"model_dtype": "fp16"}, "engine.model_dtype=fp16: is one of fp32, float32, bf16, bfloat16"),
-        ({"dtype": "float16"}, "engine.dtype=float16: "),
+        ({"model_dtype": "fp16"}, "engine.model_dtype=fp16: is one of fp32, float32, bf16, bfloat16: float16 is for"),
+        ({"dtype": "float8"}, "engine.dtype=float8: is one of fp32, float32, bf16, bfloat16, fp16, float16."),
+        ({"dtype": "float16", "model_dtype": "bf16"}, "engine.model_dtype=bf16: parameters that are computed with in"),
         ({"dtype": 16}, "engine.dtype=16: "),
-        ({"mixed_precision": {"param_dtype": "fp16"}}, "engine.mixed_precision.param_dtype=fp16: "),
+        ({"mixed_precision": {"param_dtype": "fp8"}}, "engine.mixed_precision.param_dtype=fp8: "),
         ({"mixed_precision": {"reduce_dtype": "float16"}}, "engine.mixed_precision.reduce_dtype=float16: "),
         ({"mixed_precision": {"reduce_dtype": None}}, "engine.mixed_precision.reduce_dtype=None: "),
         ({"mixed_precision": {"buffer_dtype": "bf16"}}, "engine.mixed_precision.buffer_dtype=bf16: buffers are never"),
@@ -111,6 +112,11 @@ def test_right_dtypes(dtype):
     assert (config.model_dtype, config.dtype, config.mixed_precision) == (dtype, dtype, precision)
     engine_config(mixed_precision={"buffer_dtype": "float32"})
     assert DTYPES[dtype] == PrecisionType.to_dtype(dtype)  # as engine/integration/engine.py reads it
+
+
+@pytest.mark.parametrize("settings", [{"dtype": "float16"}, {"mixed_precision": {"param_dtype": "fp16"}}])
+def test_float16_is_what_is_computed_with(settings):
+    assert param_dtype(engine_config(**settings)) is torch.float16
 
 
 def test_sharding_options_come_from_the_settings_that_are_declared_to_feed_them():

@@ -215,7 +215,7 @@ def test_engine_of_a_role_without_settings_is_the_shared_one():
         ([f"{ACTOR}.fsdp_config.ep_size=8"], f"What works: {ACTOR}.engine.ep_size"),
         ([f"{ACTOR}.engine.epsize=8"], f"{ACTOR}.engine.epsize=8: the engine has no such setting. What works: {ACTOR}"),
         ([f"{ACTOR}.fsdp_config=8"], f"{ACTOR}.fsdp_config=8: is a mapping of settings."),
-        ([f"{ACTOR}.fsdp_config.dtype=float16"], f"{ACTOR}.fsdp_config.dtype=float16: is one of fp32, float32, bf16"),
+        ([f"{ACTOR}.fsdp_config.dtype=float8"], f"{ACTOR}.fsdp_config.dtype=float8: is one of fp32, float32, bf16"),
         (
             [f"{ACTOR}.fsdp_config.mixed_precision.buffer_dtype=bf16"],
             f"{ACTOR}.fsdp_config.mixed_precision.buffer_dtype=bf16: buffers are never cast: they stay float32. "

@@ -1,0 +1,94 @@
+"""The scale of float16's loss, and what to say where no scale helps.
+
+float16 has no gradient below 6e-8, so the loss is multiplied by a scale before backward, and the gradients, which are
+reduced in float32, divided by it before they are clipped. A scale that is too large makes them infinite: that step is
+skipped and the scale halved (Micikevicius et al., Mixed Precision Training, 2018).
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+__all__ = ["LossScale", "LossOverflowError"]
+
+# Of torch's GradScaler, with the interval that verl's FSDP engine gives it.
+_INITIAL, _GROWTH_INTERVAL = 2.0**16, 400
+# From the initial scale this many halvings lead below 1, where a scale no longer causes what overflows.
+_MOST_SKIPPED = 20
+
+
+class LossOverflowError(RuntimeError):
+    """Gradients in float16 stay infinite whatever the scale is."""
+
+
+class LossScale:
+    """The scale of the loss, equal on all ranks: a power of two, so that multiplying and dividing by it is exact.
+
+    Args:
+        layers: FQNs of the model's layers, in order; one of them is named where the scale is not what overflows.
+        growth_interval: steps in a row without an overflow after which the scale is doubled.
+    """
+
+    def __init__(self, module: nn.Module, layers: Iterable[str], growth_interval: int = _GROWTH_INTERVAL):
+        self.value = _INITIAL
+        self._interval, self._good, self._skipped = growth_interval, 0, 0
+        self._module, self._layers = module, list(layers)
+        self._finite: torch.Tensor | None = None
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return what to call ``backward`` of (verl's engines call their scaler so)."""
+        return loss * self.value
+
+    def update(self, finite: bool) -> None:
+        """Adapt to a step; ``finite`` says of all ranks' gradients whether they were. Collective where it raises.
+
+        Raises:
+            LossOverflowError: on all ranks, after 20 overflows in a row; names the layer whose output is not finite.
+        """
+        if finite:
+            self._good, self._skipped = self._good + 1, 0
+            if self._good == self._interval:
+                self.value, self._good = self.value * 2, 0
+            return
+        self._good, self._skipped, self.value = 0, self._skipped + 1, self.value / 2
+        if self._skipped == _MOST_SKIPPED - 1:
+            self._watch()
+        elif self._skipped == _MOST_SKIPPED:
+            raise LossOverflowError(self._diagnosis())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "good": self._good, "skipped": self._skipped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value, self._good, self._skipped = state["value"], state["good"], 0
+
+    def _watch(self) -> None:
+        """From now on note whether the outputs of layers are finite; one more step tells where they stop to be."""
+        device = next(self._module.parameters()).device
+        finite = self._finite = torch.ones(len(self._layers), dtype=torch.int32, device=device)
+
+        def note(index: int, output: Any) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            finite[index] *= torch.isfinite(hidden.detach()).all()
+
+        for index, name in enumerate(self._layers):
+            layer = self._module.get_submodule(name)
+            layer.register_forward_hook(lambda module, args, output, index=index: note(index, output))
+
+    def _diagnosis(self) -> str:
+        assert self._finite is not None
+        dist.all_reduce(self._finite, dist.ReduceOp.MIN)
+        found = [name for name, finite in zip(self._layers, self._finite.tolist(), strict=True) if not finite]
+        where = (
+            f"the output of {found[0]} is not finite" if found else "every layer's output is finite, a gradient is not"
+        )
+        scale = f"2^{math.log2(self.value):.0f}"
+        return (
+            f"dtype=float16: {_MOST_SKIPPED} steps in a row were skipped, down to a scale of the loss of {scale}; "
+            f"{where}. This model leaves float16's range (65,504). What works: dtype=bfloat16, or fp32_modules for "
+            "what overflows."
+        )

@@ -1,0 +1,187 @@
+"""Training in float16: the loss is scaled, all ranks agree on which step is skipped, and the scale is resumed."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from epfsdp2.engine.optim.loss_scale import LossOverflowError, LossScale
+from epfsdp2.engine.optim.multi_optimizer import optimizer_from_config
+from epfsdp2.engine.topology.dtensor import is_expert_parameter, local_tensor
+from tests.support.models import reference_model, save_qwen3_moe
+from tests.support.ppo import of_this_rank, ppo_batch, ppo_samples, ppo_worker, reference_update
+from tests.support.ranks import run_ranks
+from tests.support.verl_worker import optimizer_config
+
+START = 2.0**8  # these models are so small that their gradients overflow with the scale that a run starts with
+OVER_TWO_RANKS = {"ulysses_sequence_parallel_size": 2}
+SETTINGS = [
+    {"ep": 2, "dispatch_chunks": 2, "activation_checkpointing": "full"},
+    {"ep": 2, "activation_checkpointing": "selective", "optimizer_offload": True, "param_offload": True},
+    {"ep": 2, **OVER_TWO_RANKS},
+    {"ep": 1, "fsdp_size": 1},
+]
+
+
+def test_loss_scale_doubles_after_an_interval_and_halves_at_an_overflow():
+    scale = LossScale(nn.Linear(1, 1), [], growth_interval=3)
+    seen = []
+    for finite in (True, True, False, True, True, True, True):
+        scale.update(finite)
+        seen.append(scale.value)
+    assert seen == [2.0**16, 2.0**16, 2.0**15, 2.0**15, 2.0**15, 2.0**16, 2.0**16]
+    assert scale.scale(torch.tensor(0.5)).item() == 2.0**15
+
+
+def _values(worker):
+    """This rank's parameters and optimizer state, by name."""
+    engine = worker.engine
+    state = {n: local_tensor(p.detach()).clone() for n, p in engine.module.named_parameters()}
+    for name, entries in engine.optimizer.state_dict()["state"].items():
+        state |= {f"{name}.{key}": local_tensor(v).clone() for key, v in entries.items() if isinstance(v, torch.Tensor)}
+    return state
+
+
+def _equal(some, others):
+    return some.keys() == others.keys() and all(torch.equal(value, others[name]) for name, value in some.items())
+
+
+def _half(folder, ep=2, fsdp_size=-1, **settings):
+    """A worker that computes in float16."""
+    precision = {"param_dtype": "fp16", "reduce_dtype": "fp32"}
+    worker = ppo_worker(folder, ep, fsdp_size, mixed_precision=precision, **settings)
+    assert worker.engine.scaler.value == 2.0**16
+    worker.engine.scaler.value = START
+    return worker
+
+
+def _scaled(worker):
+    engine = worker.engine
+    engine.scaler = engine.clipped_step.loss_scale = LossScale(engine.module, engine.layer_names)
+    return worker
+
+
+def _is_exact(folder):
+    plain, scaled = ppo_worker(folder, 2), _scaled(ppo_worker(folder, 2))
+    for worker in (plain, scaled):
+        worker.engine.clipped_step.max_norm = 0.1  # below the norm
+        for _ in range(2):
+            worker.train_batch(ppo_batch(of_this_rank(worker, ppo_samples())))
+    assert _equal(_values(plain), _values(scaled))
+    assert scaled.engine.scaler.value == 2.0**16
+
+
+def test_scaled_loss_in_float32_gives_the_same_updates_bit_for_bit(tmp_path):
+    run_ranks(_is_exact, 2, save_qwen3_moe(tmp_path))
+
+
+def _close_to_float32(folder, cases):
+    from verl.utils import tensordict_utils as tu
+
+    samples, reference = ppo_samples(), reference_model(folder)
+    reference_update(reference, samples)
+    wanted = {name: p.grad for name, p in reference.named_parameters()}
+    norm = torch.stack([grad.square().sum() for grad in wanted.values()]).sum().sqrt().item()
+    for settings in cases:
+        worker = _half(folder, **settings)
+        seen, step = {}, worker.engine.optimizer.step
+        worker.engine.optimizer.step = lambda *a, seen=seen, worker=worker, step=step: (
+            seen.update({n: p.grad.full_tensor().cpu() for n, p in worker.engine.module.named_parameters()}),
+            step(*a),
+        )
+        output = worker.train_batch(ppo_batch(of_this_rank(worker, samples)))
+        assert worker.engine.clipped_step.skipped == 0, settings
+        for name, want in wanted.items():
+            assert (seen[name] - want).norm() < 2e-2 * want.norm(), (settings, name)
+        if worker.engine.is_mp_src_rank_with_outputs():
+            metrics = tu.get(output, "metrics")
+            assert metrics["loss_scale"] == [START] and metrics["skipped_steps"] == [0.0]
+            assert abs(metrics["grad_norm"] / norm - 1) < 1e-2, settings
+
+
+def test_update_in_float16_has_the_gradients_of_float32_to_its_precision(tmp_path):
+    """A scale that stays in gradients or norm is wrong by 2^8; bfloat16 is eight times as far off as float16."""
+    run_ranks(_close_to_float32, 2, save_qwen3_moe(tmp_path), SETTINGS)
+
+
+def _with_muon(worker):
+    """The worker with the matrices stepped by Muon."""
+    from verl.workers.config.optimizer import build_optimizer
+
+    config = copy.copy(optimizer_config())
+    object.__setattr__(config, "optimizer", "Muon")
+    engine = worker.engine
+    engine.optimizer = optimizer_from_config(engine.module, config, lambda params: build_optimizer(params, config))
+    return worker
+
+
+def _overflows(engine, rank):
+    """Have an element of one expert's gradient be infinite on a rank when it is stepped."""
+    step = engine.optimizer_step
+
+    def broken():
+        if dist.get_rank() == rank:
+            gradient = next(p.grad for p in engine.module.parameters() if is_expert_parameter(p))
+            local_tensor(gradient).view(-1)[0] = float("inf")
+        return step()
+
+    engine.optimizer_step = broken
+
+
+def _skips_everywhere(folder):
+    for optimizer in (lambda worker: worker, _with_muon):
+        worker = optimizer(_half(folder))
+        batch = of_this_rank(worker, ppo_samples())
+        worker.train_batch(ppo_batch(batch))
+        before = _values(worker)
+        step = worker.engine.optimizer_step
+        _overflows(worker.engine, rank=1)
+        worker.train_batch(ppo_batch(batch))
+        assert _equal(before, _values(worker))
+        assert worker.engine.clipped_step.skipped == 1 and worker.engine.scaler.value == START / 2
+        worker.engine.optimizer_step = step
+        worker.train_batch(ppo_batch(batch))
+        assert not _equal(before, _values(worker)) and worker.engine.clipped_step.skipped == 1
+
+
+def test_overflow_in_one_expert_of_one_rank_skips_the_step_of_all_optimizers_on_all_ranks(tmp_path):
+    run_ranks(_skips_everywhere, 2, save_qwen3_moe(tmp_path))
+
+
+def _ends(folder):
+    worker = _half(folder)
+    with torch.no_grad():
+        local_tensor(worker.engine.module.model.layers[1].mlp.down_proj.weight).fill_(6e4)
+    batch = of_this_rank(worker, ppo_samples())
+    for _ in range(19):
+        worker.train_batch(ppo_batch(batch))
+    with pytest.raises(
+        LossOverflowError, match=r"20 steps in a row.*2\^-12; the output of model.layers.1 is not finite"
+    ):
+        worker.train_batch(ppo_batch(batch))
+
+
+def test_activations_beyond_float16_end_the_run_with_the_layers_name(tmp_path):
+    run_ranks(_ends, 2, save_qwen3_moe(tmp_path))
+
+
+def _resumes(folder, out):
+    worker = _half(folder)
+    batch = of_this_rank(worker, ppo_samples())
+    _overflows(worker.engine, rank=0)
+    worker.train_batch(ppo_batch(batch))
+    del worker.engine.optimizer_step
+    worker.train_batch(ppo_batch(batch))
+    worker.save_checkpoint(str(out), global_step=2)
+    resumed = _half(folder, 1, 1)
+    resumed.load_checkpoint(str(out))
+    state = resumed.engine.scaler.state_dict()
+    assert state == worker.engine.scaler.state_dict() == {"value": START / 2, "good": 1, "skipped": 0}
+    # A run in float32 goes on from it as well.
+    ppo_worker(folder, 1).load_checkpoint(str(out))
+
+
+def test_scale_and_its_counter_are_resumed_on_another_mesh(tmp_path):
+    run_ranks(_resumes, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "saved")

@@ -69,7 +69,7 @@ from epfsdp2.rollout.layout.vllm_layout import SYNC_MODES
         ({"model_dtype": "fp8"}, "engine.model_dtype=fp8: "),
         ({"model_dtype": "fp16"}, "engine.model_dtype=fp16: is one of fp32, float32, bf16, bfloat16: float16 is for"),
         ({"dtype": "float8"}, "engine.dtype=float8: is one of fp32, float32, bf16, bfloat16, fp16, float16."),
-        ({"dtype": "float16", "model_dtype": "bf16"}, "engine.model_dtype=bf16: parameters that are computed with in"),
+        ({"dtype": "float16", "model_dtype": "bf16"}, "engine.model_dtype=bf16: parameters that are"),
         ({"dtype": 16}, "engine.dtype=16: "),
         ({"mixed_precision": {"param_dtype": "fp8"}}, "engine.mixed_precision.param_dtype=fp8: "),
         ({"mixed_precision": {"reduce_dtype": "float16"}}, "engine.mixed_precision.reduce_dtype=float16: "),

@@ -59,7 +59,6 @@ def _only_eager_attention_over_ranks(config: Any) -> None:
 def _float16_of_float32(config: Any) -> None:
     if param_dtype(config) is torch.float16 and DTYPES[config.model_dtype] is not torch.float32:
         rule = "parameters that are computed with in float16 are kept in float32."
-        )
         raise SettingError("engine.model_dtype", config.model_dtype, rule, "engine.model_dtype=fp32")
 
 

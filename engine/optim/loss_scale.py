@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 __all__ = ["LossScale", "LossOverflowError"]
 
@@ -38,6 +39,7 @@ class LossScale:
         self._interval, self._good, self._skipped = growth_interval, 0, 0
         self._module, self._layers = module, list(layers)
         self._finite: torch.Tensor | None = None
+        self._hooks: list[RemovableHandle] = []
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return what to call ``backward`` of (verl's engines call their scaler so)."""
@@ -51,6 +53,8 @@ class LossScale:
         """
         if finite:
             self._good, self._skipped = self._good + 1, 0
+            while self._hooks:
+                self._hooks.pop().remove()
             if self._good == self._interval:
                 self.value, self._good = self.value * 2, 0
             return
@@ -77,7 +81,8 @@ class LossScale:
 
         for index, name in enumerate(self._layers):
             layer = self._module.get_submodule(name)
-            layer.register_forward_hook(lambda module, args, output, index=index: note(index, output))
+            hook = layer.register_forward_hook(lambda module, args, output, index=index: note(index, output))
+            self._hooks.append(hook)
 
     def _diagnosis(self) -> str:
         assert self._finite is not None

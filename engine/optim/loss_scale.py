@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["LossScale", "LossOverflowError"]
+__all__ = ["LossOverflowError", "LossScale"]
 
 # Of torch's GradScaler, with the interval that verl's FSDP engine gives it.
 _INITIAL, _GROWTH_INTERVAL = 2.0**16, 400
@@ -38,7 +38,7 @@ class LossScale:
         self.value = _INITIAL
         self._interval, self._good, self._skipped = growth_interval, 0, 0
         self._module, self._layers = module, list(layers)
-        self._finite: torch.Tensor | None = None
+        self._overflowing: set[int] = set()
         self._hooks: list[RemovableHandle] = []
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -65,19 +65,19 @@ class LossScale:
             raise LossOverflowError(self._diagnosis())
 
     def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value, "good": self._good, "skipped": self._skipped}
+        return {"value": self.value, "good": self._good}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value, self._good, self._skipped = state["value"], state["good"], 0
+        self.value, self._good = state["value"], state["good"]
 
     def _watch(self) -> None:
-        """From now on note whether the outputs of layers are finite; one more step tells where they stop to be."""
-        device = next(self._module.parameters()).device
-        finite = self._finite = torch.ones(len(self._layers), dtype=torch.int32, device=device)
+        """From now on note which layers' outputs are not finite; one more step tells where that begins."""
+        self._overflowing.clear()
 
         def note(index: int, output: Any) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
-            finite[index] *= torch.isfinite(hidden.detach()).all()
+            if not torch.isfinite(hidden.detach()).all():
+                self._overflowing.add(index)
 
         for index, name in enumerate(self._layers):
             layer = self._module.get_submodule(name)
@@ -85,12 +85,12 @@ class LossScale:
             self._hooks.append(hook)
 
     def _diagnosis(self) -> str:
-        assert self._finite is not None
-        dist.all_reduce(self._finite, dist.ReduceOp.MIN)
-        found = [name for name, finite in zip(self._layers, self._finite.tolist(), strict=True) if not finite]
-        where = (
-            f"the output of {found[0]} is not finite" if found else "every layer's output is finite, a gradient is not"
-        )
+        of_ranks: list[set[int]] = [set()] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, self._overflowing)
+        found = set[int]().union(*of_ranks)
+        where = "the layers' outputs are finite, and a gradient is not"
+        if found:
+            where = f"the output of {self._layers[min(found)]} is not finite"
         scale = f"2^{math.log2(self.value):.0f}"
         return (
             f"dtype=float16: {_MOST_SKIPPED} steps in a row were skipped, down to a scale of the loss of {scale}; "

@@ -178,7 +178,7 @@ def _resumes(folder, out):
     resumed = _half(folder, 1, 1)
     resumed.load_checkpoint(str(out))
     state = resumed.engine.scaler.state_dict()
-    assert state == worker.engine.scaler.state_dict() == {"value": START / 2, "good": 1, "skipped": 0}
+    assert state == worker.engine.scaler.state_dict() == {"value": START / 2, "good": 1}
     # A run in float32 goes on from it as well.
     ppo_worker(folder, 1).load_checkpoint(str(out))
 

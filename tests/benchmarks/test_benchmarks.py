@@ -115,6 +115,7 @@ def test_packing_is_timed_beside_a_mask_of_the_row_and_padded_batches():
     layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
     rows = packing.run(1, MODEL, {**packing.LINEAR, **MODEL, **linear, **layers}, (64, 9))
     sides = ["one mask of the row", "per sequence"] * 2 + ["padded", "per sequence"] * 2
+    sides += [packing.ONE_CALL, "per sequence"]
     assert [row["side"] for row in rows] == sides
     assert all(row["speedup"] == 1 and row["holds"] for row in rows[::2])
     assert {len(packing.cells(row)) for row in rows} == {len(packing.COLUMNS)}

@@ -433,7 +433,8 @@ def test_a_device_is_copied_to_the_host_through_two_pinned_buffers(monkeypatch):
             self.recorded = False
             log.append(f"emptied {self.name}")
 
-    module = SimpleNamespace(Event=Event, current_stream=lambda device: "the stream that computes")
+    stream = "the stream that computes"
+    module = SimpleNamespace(Event=Event, current_stream=lambda device: stream, is_available=lambda: False)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     monkeypatch.setattr(background, "_on_host", lambda tensor: False)
     monkeypatch.setattr(background, "_Staging", partial(background._Staging, nbytes=64))

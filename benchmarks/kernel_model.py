@@ -5,12 +5,13 @@ of a CTA that is alone on its SM.
 """
 
 import functools
+import itertools
 import math
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,12 +20,13 @@ __all__ = [
     "Compiled",
     "Gpu",
     "Launch",
+    "Routing",
     "Work",
     "hbm_bytes",
     "mm_order",
     "outer_order",
     "over_budget",
-    "rows_per_expert",
+    "routed",
     "seconds",
     "spills_in_loop",
     "work_of",
@@ -64,6 +66,7 @@ _SHARED = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}  # bytes of an SM; t
 _REGISTERS, _THREADS, _CTAS = 65536, 2048, 32  # of an SM
 SUSTAINED = 0.8  # of the boost clock under a load of matrix products
 _FILL = 1.5e-6  # seconds that a CTA waits for its first operands
+_LOOK_UP = 0.7e-6  # more of them if it has to read an index first
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,12 @@ class Launch:
     def tile(self) -> tuple[int, int, int] | None:
         return tuple(self.values[size] for size in ("BM", "BN", "BK")) if "BM" in self.values else None  # type: ignore[return-value]
 
+    @property
+    def indexed(self) -> str:
+        """The operand whose rows are read through an index: ``a`` or ``b``, or none."""
+        named = {"HAS_INDEX": "a", "A_INDEXED": "a", "B_INDEXED": "b"}
+        return "".join(operand for flag, operand in named.items() if self.values.get(flag))
+
 
 def spills_in_loop(sass: list[str]) -> bool:
     """Whether machine code, by lines, uses the stack between its first product and its last."""
@@ -125,8 +134,9 @@ def over_budget(launch: Launch) -> list[str]:
         product = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}[made.arch]
         if launch.dtype != "float32" and not made.instructions[product]:
             problems.append(f"no {product}")
-        if _is_aligned(launch) and not made.instructions["cp.async"] + made.instructions["TMA"]:
-            problems.append("no asynchronous loads")
+        loads, wanted = made.instructions["cp.async"], _asynchronous_loads(launch)
+        if _is_aligned(launch) and not made.instructions["TMA"] and loads < wanted:
+            problems.append(f"{loads} asynchronous loads, not {wanted}")
     if made.ctas < (designed := _designed_ctas(launch)):
         problems.append(
             f"{made.ctas} CTAs per SM by {made.registers} registers and {made.shared} bytes, not {designed}"
@@ -142,17 +152,35 @@ def _designed_ctas(launch: Launch) -> int:
     return 2 if launch.is_first_choice and _is_aligned(launch) else 1
 
 
+def _asynchronous_loads(launch: Launch) -> int:
+    """Return how many loads of 16 bytes a thread has if both operands of each stage are loaded asynchronously.
+
+    Where ``grouped_outer`` loads an index, the rows have half of the stages.
+    """
+    made, (bm, bn, bk) = launch.compiled, launch.tile or (0, 0, 0)
+    stages = (made.stages + 1) // 2 if made.kernel == "grouped_outer" and launch.indexed else made.stages
+    columns = 2 * bn if made.kernel == "grouped_mm_gate" else bn
+    nbytes = (bm + columns) * bk * (4 if launch.dtype == "float32" else 2)
+    return stages * (nbytes // (16 * 32 * made.warps))
+
+
 def _is_aligned(launch: Launch) -> bool:
     """Whether rows are a multiple of 32 bytes, as all are but those of an adapter of rank 8: these load no 16 bytes."""
     return all(launch.values.get(name, 16) % 16 == 0 for name in ("K", "M", "N"))
 
 
-def rows_per_expert(rows: int, experts: int) -> tuple[int, ...]:
-    """Draw how many rows each expert has, if a router chose uniformly."""
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(experts, (rows,), generator=generator).bincount(minlength=experts)
+class Routing(NamedTuple):
+    """How many rows each expert has, and the token that each row is of, in the order of the experts."""
 
-    return tuple(drawn.tolist())
+    counts: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+def routed(tokens: int, top_k: int, experts: int) -> Routing:
+    """Draw them, if a router chose uniformly."""
+    drawn = torch.randint(experts, (tokens * top_k,), generator=torch.Generator().manual_seed(0))
+    order = torch.argsort(drawn, stable=True) // top_k
+    return Routing(tuple(drawn.bincount(minlength=experts).tolist()), tuple(order.tolist()))
 
 
 def mm_order(tiles: int, blocks: int) -> Iterator[tuple[int, int]]:
@@ -204,27 +232,70 @@ class Work:
 
 
 @functools.cache
-def _mm_reads(tiles: tuple[tuple[int, int], ...], blocks: int, row: int, columns: int, at_a_time: int, l2: float):
-    """Count the bytes that ``grouped_mm*`` reads; ``tiles`` are experts and rows, ``row`` and ``columns`` are bytes."""
-    programs = (
-        ((("a", t), tiles[t][1] * row), (("b", tiles[t][0], block), columns))
-        for t, block in mm_order(len(tiles), blocks)
-    )
-    return hbm_bytes(programs, at_a_time, l2)
+def _mm_reads(
+    tiles: tuple[tuple[int, int], ...],
+    blocks: int,
+    row: int,
+    columns: int,
+    at_a_time: int,
+    l2: float,
+    tokens: tuple[int, ...] = (),
+) -> float:
+    """Count the bytes that ``grouped_mm*`` reads; ``tiles`` are experts and rows, ``row`` and ``columns`` are bytes.
+
+    With ``tokens``, which the rows are of, a row that is read for one expert is the same as for another.
+    """
+    ends = tuple(itertools.accumulate(rows for _, rows in tiles))
+
+    def programs() -> Iterator[tuple[Panel, ...]]:
+        for number, (t, block) in enumerate(mm_order(len(tiles), blocks)):
+            expert, rows = tiles[t]
+            b = ("b", expert, block), columns
+            if not tokens:
+                yield (("a", t), rows * row), b
+            elif block == 0 or number % at_a_time == 0:  # other programs of the wave read what this one does
+                yield *((("a", token), row) for token in tokens[ends[t] - rows : ends[t]]), b
+            else:
+                yield (b,)
+
+    return hbm_bytes(programs(), at_a_time, l2)
 
 
 @functools.cache
-def _outer_reads(counts: tuple[int, ...], blocks: tuple[int, int], row: tuple[int, int], at_a_time: int, l2: float):
-    """Count the bytes that ``grouped_outer`` reads; ``row`` has the bytes of a row of each block."""
-    programs = (
-        ((("a", e, i), counts[e] * row[0]), (("b", e, j), counts[e] * row[1]))
-        for e, i, j in outer_order(len(counts), *blocks)
-    )
-    return hbm_bytes(programs, at_a_time, l2)
+def _outer_reads(
+    counts: tuple[int, ...],
+    blocks: tuple[int, int],
+    row: tuple[float, float],
+    at_a_time: int,
+    l2: float,
+    indexed: str = "",
+    tokens: tuple[int, ...] = (),
+) -> float:
+    """Count the bytes that ``grouped_outer`` reads; ``row`` has the bytes of a row of each block.
+
+    Of the operand that is indexed all columns are read at once: the programs of a wave have most of an expert.
+    """
+    ends = tuple(itertools.accumulate(counts))
+
+    def programs() -> Iterator[tuple[Panel, ...]]:
+        before = -1
+        for number, (e, *at) in enumerate(outer_order(len(counts), *blocks)):
+            panels: list[Panel] = []
+            for side, operand in enumerate("ab"):
+                if operand not in indexed:
+                    panels.append(((operand, e, at[side]), counts[e] * row[side]))
+                elif e != before or number % at_a_time == 0:
+                    whole = row[side] * blocks[side]
+                    panels += [((operand, token), whole) for token in tokens[ends[e] - counts[e] : ends[e]]]
+            before = e
+            yield tuple(panels)
+
+    return hbm_bytes(programs(), at_a_time, l2)
 
 
-def work_of(launch: Launch, counts: tuple[int, ...], gpu: Gpu) -> Work:
-    """Compute it for rows that are distributed over experts like ``counts``."""
+def work_of(launch: Launch, routing: Routing, gpu: Gpu) -> Work:
+    """Compute it for such a routing; the operands' least bytes have a row that is indexed as often as the index has."""
+    counts, tokens = routing
     values, size = launch.values, 4 if launch.dtype == "float32" else 2
     at_a_time = launch.compiled.ctas * gpu.sms
     if launch.tile is None:
@@ -233,13 +304,17 @@ def work_of(launch: Launch, counts: tuple[int, ...], gpu: Gpu) -> Work:
             moved = 2.0 * launch.nbytes["out"]
             if launch.compiled.kernel == "gather_sum":
                 moved = launch.nbytes["out"] * (1 + values["K"])
+        elif launch.indexed:
+            moved += sum(counts) * values["N"] * size - launch.nbytes["x"]
         return Work(0, 0, moved, moved, 0)
     bm, bn, bk = launch.tile
     rows, experts = sum(counts), len(counts)
+    index = 8 * rows if launch.indexed else 0
     if launch.compiled.kernel == "grouped_outer":
         m, n = values["M"], values["N"]
         blocks = math.ceil(m / bm), math.ceil(n / bn)
-        read = _outer_reads(counts, blocks, (m * size / blocks[0], n * size / blocks[1]), at_a_time, gpu.l2)
+        row = m * size / blocks[0], n * size / blocks[1]
+        read = _outer_reads(counts, blocks, row, at_a_time, gpu.l2, launch.indexed, tokens if launch.indexed else ())
         operands, written = rows * (m + n) * size, experts * m * n * size
         padded_rows = sum(math.ceil(count / bk) * bk for count in counts)
         flops, padded = 2.0 * rows * m * n, 2.0 * padded_rows * blocks[0] * bm * blocks[1] * bn
@@ -248,11 +323,12 @@ def work_of(launch: Launch, counts: tuple[int, ...], gpu: Gpu) -> Work:
         twice = 2 if launch.compiled.kernel == "grouped_mm_gate" else 1
         tiles = tuple((e, min(bm, count - first)) for e, count in enumerate(counts) for first in range(0, count, bm))
         blocks = math.ceil(n / bn)
-        read = _mm_reads(tiles, blocks, k * size, twice * n * k * size / blocks, at_a_time, gpu.l2)
+        columns, sources = twice * n * k * size / blocks, tokens if launch.indexed else ()
+        read = _mm_reads(tiles, blocks, k * size, columns, at_a_time, gpu.l2, sources)
         flops, padded = 2.0 * twice * rows * k * n, 2.0 * twice * len(tiles) * bm * blocks * bn * math.ceil(k / bk) * bk
         per_row = {"grouped_mm": n, "grouped_mm_gate": 3 * n, "grouped_mm_gate_backward": 5 * n}
         operands, written = (rows * k + twice * experts * k * n) * size, rows * per_row[launch.compiled.kernel] * size
-    return Work(flops, padded, operands + written, read + written, written)
+    return Work(flops, padded, index + operands + written, index + read + written, written)
 
 
 def seconds(launch: Launch, work: Work, gpu: Gpu) -> float:
@@ -272,8 +348,8 @@ def seconds(launch: Launch, work: Work, gpu: Gpu) -> float:
     products = max(work.padded / gpu.flops, steps * _shared_bytes(launch, bm, bn, bk) / gpu.shared) / SUSTAINED
     if launch.compiled.ctas > 1:
         return max(products, by_hbm)
-    waves = math.ceil(launch.programs / gpu.sms)
-    return max(products + work.epilogue_bytes / gpu.hbm + waves * _FILL, by_hbm)
+    waves, fill = math.ceil(launch.programs / gpu.sms), _FILL + (_LOOK_UP if launch.indexed else 0)
+    return max(products + work.epilogue_bytes / gpu.hbm + waves * fill, by_hbm)
 
 
 def _shared_bytes(launch: Launch, bm: int, bn: int, bk: int) -> int:

@@ -21,10 +21,11 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.kernel_compile import on_gpu
-from benchmarks.kernel_model import GPUS, Launch, over_budget, rows_per_expert, seconds, work_of
+from benchmarks.kernel_model import GPUS, Launch, Routing, over_budget, routed, seconds, work_of
 from benchmarks.quickstart import machine
 from benchmarks.tables import write_table
-from epfsdp2.engine.moe.fused import Linear, on_rows
+from epfsdp2.engine.moe.dispatch import AllToAll, DispatchPlan
+from epfsdp2.engine.moe.fused import Linear, on_rows, on_tokens
 from epfsdp2.engine.moe.gemm.gate import Gate
 from epfsdp2.engine.moe.gemm.triton_backend import MixedBackend, TritonBackend
 
@@ -73,9 +74,13 @@ class _Module:
 
 
 def compile_model(
-    model: Model, arch: int, dtype: str, backend: str, every_tile: bool = True
-) -> tuple[list[Launch], list[Launch]]:
-    """Compile what a forward and a backward of the model's experts launch: one rank, all weights trained."""
+    model: Model, arch: int, dtype: str, backend: str, every_tile: bool = True, received: bool = False
+) -> dict[str, list[Launch]]:
+    """Compile what the model's experts launch, by pass: one rank, all weights trained.
+
+    ``forward`` and ``backward`` are of tokens on the rank of their experts. ``received`` is what copies tokens that are
+    sent, and if asked for both passes of rows that other code received and grouped by expert (``fused.on_rows``).
+    """
     launches: list[Launch] = []
     kwargs = {"dtype": getattr(torch, dtype), "device": "meta"}
     e, h, i, r = model.experts, model.hidden, model.inner, model.lora
@@ -88,45 +93,50 @@ def compile_model(
         low = [torch.empty(shape, **kwargs, requires_grad=True) for shape in shapes] or [None, None]
         return Linear(*parts, *low, scaling=2.0, is_transposed=model.is_transposed)
 
+    slots = torch.empty(TOKENS * model.top_k, dtype=torch.int64, device="meta")
+    counts = torch.empty(e, dtype=torch.int64, device="meta")
+    weights = torch.empty(TOKENS, model.top_k, dtype=torch.float32, device="meta", requires_grad=True)
+    tokens = torch.empty(TOKENS, h, **kwargs, requires_grad=True)
+    rows = torch.empty(len(slots), h, **kwargs, requires_grad=True)
+    module, operators = _Module(model.gate), _BACKENDS[backend]
+    linears = linear(2 * i, h), linear(h, i)
+    plan = DispatchPlan(counts, slots, None, AllToAll([], [], None))
+    ends = []
     with on_gpu(arch, launches, every_tile):
-        operators = _BACKENDS[backend]
-        tokens = torch.empty(TOKENS, h, **kwargs)
-        slots = torch.empty(TOKENS, model.top_k, dtype=torch.int64, device="meta")
-        weights = torch.empty(TOKENS, model.top_k, dtype=torch.float32, device="meta", requires_grad=True)
-        gathered = operators.take(tokens, slots.view(-1)).requires_grad_()
-        counts = torch.empty(e, dtype=torch.int64, device="meta")
-        module = _Module(model.gate)
-        out = on_rows(module, operators, linear(2 * i, h), linear(h, i), gathered, counts, weights.view(-1))
-        operators.gather_sum(out.detach(), slots, weights.detach(), kwargs["dtype"])
-        forward = len(launches)
-        operators.take(tokens, slots.view(-1))  # of the output's gradient
+        out = on_tokens(module, operators, *linears, tokens, weights, plan, kwargs["dtype"])
+        ends.append(len(launches))
         out.sum().backward()
-        operators.gather_sum(gathered.detach(), slots, None, kwargs["dtype"])
-    return launches[:forward], launches[forward:]
+        ends.append(len(launches))
+        operators.take(tokens.detach(), slots)  # as tokens are sent
+        if received:
+            on_rows(module, operators, *linears, rows, counts, weights.view(-1)).sum().backward()
+    return {"forward": launches[: ends[0]], "backward": launches[ends[0] : ends[1]], "received": launches[ends[1] :]}
 
 
 COLUMNS = ("kernel", "model", "GPU", "dtype", "tile", "registers", "stack", "shared KiB", "CTAs/SM", "loads, products")
-COLUMNS += ("GB from HBM (each byte once)", "of peak, at most")
+COLUMNS += ("GB from HBM (each operand once)", "of peak, at most")
 
 
-def rows_of(model: Model, arch: int, dtype: str, backend: str, every_tile: bool = True) -> tuple[list[dict], list[str]]:
+def rows_of(
+    model: Model, arch: int, dtype: str, backend: str, every_tile: bool = True, received: bool = False
+) -> tuple[list[dict], list[str]]:
     """Compile a model; return a row of each launch and what is over a budget."""
-    counts, rows, problems = rows_per_expert(TOKENS * model.top_k, model.experts), [], []
-    for direction, launches in zip(
-        ("forward", "backward"), compile_model(model, arch, dtype, backend, every_tile), strict=True
-    ):
+    routing, rows, problems = routed(TOKENS, model.top_k, model.experts), [], []
+    for direction, launches in compile_model(model, arch, dtype, backend, every_tile, received).items():
         number = 0
         for launch in launches:
             number += launch.is_first_choice
-            rows.append({"backend": backend, "pass": direction, "launch": number, **_row(model, dtype, launch, counts)})
+            rows.append(
+                {"backend": backend, "pass": direction, "launch": number, **_row(model, dtype, launch, routing)}
+            )
             problems += over_budget(launch)
     return rows, problems
 
 
-def _row(model: Model, dtype: str, launch: Launch, counts: list[int]) -> dict:
+def _row(model: Model, dtype: str, launch: Launch, routing: Routing) -> dict:
     """Make the row of a launch; ``share`` is of the GPU's matrix rate, or of its HBM's for a pass over rows."""
     gpu, made = GPUS[launch.compiled.arch], launch.compiled
-    work = work_of(launch, counts, gpu)
+    work = work_of(launch, routing, gpu)
     least = seconds(launch, work, gpu)
     peak = gpu.fp32 if launch.dtype == "float32" else gpu.flops
     share = work.flops / peak / least if work.flops else work.least_bytes / gpu.hbm / least
@@ -134,6 +144,7 @@ def _row(model: Model, dtype: str, launch: Launch, counts: list[int]) -> dict:
         "model": model.name,
         "dtype": dtype,
         "tile": launch.tile,
+        "indexed": launch.indexed,
         **{key: value for key, value in asdict(made).items() if key != "instructions"},
         "instructions": {name: count for name, count in made.instructions.items() if count},
         "ctas": made.ctas,
@@ -149,7 +160,7 @@ def _row(model: Model, dtype: str, launch: Launch, counts: list[int]) -> dict:
 def cells(row: dict) -> list[str]:
     tile = "" if row["tile"] is None else "x".join(map(str, row["tile"])) + f", {row['stages']} stages"
     return [
-        row["kernel"],
+        row["kernel"] + (f", {row['indexed']}[index]" if row["indexed"] else ""),
         row["model"],
         GPUS[row["arch"]].name,
         row["dtype"],
@@ -168,7 +179,7 @@ def layers(rows: list[dict]) -> list[dict]:
     """Add up the kernels of the ``triton`` backend's passes, each with the tile that is predicted to be the fastest."""
     fastest: dict[tuple, dict] = {}
     for row in rows:
-        if row["backend"] == "triton":
+        if row["backend"] == "triton" and row["pass"] != "received":
             key = tuple(row[name] for name in ("model", "arch", "dtype", "pass", "launch"))
             fastest[key] = min(row, fastest.get(key, row), key=lambda row: row["ms"])
     sums: dict[tuple, dict] = {}
@@ -211,7 +222,8 @@ def write(rows: list[dict], sums: list[dict], problems: list[str]) -> None:
 
 
 def _code(row: dict) -> tuple:
-    return tuple(str(row[name]) for name in ("kernel", "arch", "dtype", "tile", "stages", "registers", "shared"))
+    names = ("kernel", "indexed", "arch", "dtype", "tile", "stages", "registers", "shared")
+    return tuple(str(row[name]) for name in names)
 
 
 def main() -> int:
@@ -233,21 +245,21 @@ def main() -> int:
     return 1 if problems else 0
 
 
-def _every() -> Iterator[tuple[Model, int, str, str, bool]]:
+def _every() -> Iterator[tuple[Model, int, str, str, bool, bool]]:
     """Iterate over all cases; ``mixed`` is ``triton`` where torch has no native grouped GEMM."""
     for model, arch, dtype in itertools.product(MODELS, GPUS, DTYPES):
-        yield model, arch, dtype, "triton", True
+        yield model, arch, dtype, "triton", True, model in FEW
         if arch >= 90 and dtype == "bfloat16":
-            yield model, arch, dtype, "mixed", True
+            yield model, arch, dtype, "mixed", True, False
 
 
-def _few() -> Iterator[tuple[Model, int, str, str, bool]]:
+def _few() -> Iterator[tuple[Model, int, str, str, bool, bool]]:
     """Iterate over cases with all that makes code differ: most sizes of the other models compile to the same."""
     for arch in GPUS:
-        yield from ((MODELS[0], arch, dtype, "triton", False) for dtype in DTYPES)
-        yield from ((FEW[1], arch, "bfloat16", backend, False) for backend in _BACKENDS)
-    yield MODELS[0], 90, "bfloat16", "mixed", False
-    yield from ((model, 90, "bfloat16", "triton", False) for model in MODELS if model.lora)
+        yield from ((MODELS[0], arch, dtype, "triton", False, dtype == "bfloat16") for dtype in DTYPES)
+        yield from ((FEW[1], arch, "bfloat16", backend, False, False) for backend in _BACKENDS)
+    yield MODELS[0], 90, "bfloat16", "mixed", False, False
+    yield from ((model, 90, "bfloat16", "triton", False, False) for model in MODELS if model.lora)
 
 
 if __name__ == "__main__":

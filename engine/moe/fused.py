@@ -1,7 +1,8 @@
 """The experts' computation as autograd functions that save only their input and the pre-activation.
 
-Backward recomputes the rest: the activation, by the module's own code, and the gathered rows. The output that a routing
-weight ``w`` scales is not saved for the gradient of ``w`` either: with ``out = act @ W``
+Backward recomputes the rest: the activation, by the module's own code, and the gathered rows, unless the GEMMs read
+these through an index. The output that a routing weight ``w`` scales is not saved for the gradient of ``w`` either, as
+with ``out = act @ W``
 
     <grad, out> = <grad @ W.T, act>
 
@@ -25,7 +26,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .dispatch import AllToAll, DispatchPlan, inverse, slot_weights
-from .gemm.backends import Backend, Groups
+from .gemm.backends import Backend, Groups, IndexedRows, Rows
 
 __all__ = ["Linear", "on_rows", "on_tokens"]
 
@@ -69,14 +70,14 @@ class Linear:
     def in_out(self) -> torch.Tensor:
         return self.weight if self.is_transposed else self.weight.mT
 
-    def forward(self, backend: Backend, rows: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def forward(self, backend: Backend, rows: Rows, groups: Groups) -> torch.Tensor:
         out = backend.mm(rows, self.in_out, groups, self.bias)
         if self.lora_A is not None and self.lora_B is not None:
             low = backend.mm(rows, self.lora_A.mT, groups)
             out.add_(backend.mm(low, self.lora_B.mT, groups), alpha=self.scaling)
         return out
 
-    def grad_rows(self, backend: Backend, grad: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def grad_rows(self, backend: Backend, grad: Rows, groups: Groups) -> torch.Tensor:
         grad_rows = backend.mm(grad, self.in_out.mT, groups)
         if self.lora_A is not None and self.lora_B is not None:
             low = backend.mm(grad, self.lora_B, groups)
@@ -86,8 +87,8 @@ class Linear:
     def grad_tensors(
         self,
         backend: Backend,
-        rows: torch.Tensor,
-        grad: torch.Tensor,
+        rows: Rows,
+        grad: Rows,
         groups: Groups,
         needed: Sequence[bool],
         scale_R: torch.Tensor | None = None,
@@ -133,7 +134,7 @@ class _Experts:
         # Under autocast the activation may return another dtype than it got.
         return act.to(self.down.weight.dtype)
 
-    def forward_up(self, rows: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward_up(self, rows: Rows, groups: Groups) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute the pre-activation, and the activation where the backend computes it (else ``None``)."""
         gate = self.backend.gate(self.module)
         if gate is not None and self.up.lora_A is None:
@@ -151,7 +152,7 @@ class _Experts:
     def backward(
         self,
         pre: torch.Tensor,
-        grad: torch.Tensor,
+        grad: Rows,
         groups: Groups,
         ambient: Any,
         scale_R: torch.Tensor | None,
@@ -256,10 +257,12 @@ class _Call:
     def backend(self) -> Backend:
         return self.experts.backend
 
-    def to_experts(self, x_TD: torch.Tensor, slot_order: torch.Tensor, row_order: torch.Tensor | None) -> torch.Tensor:
+    def to_experts(self, x_TD: torch.Tensor, slot_order: torch.Tensor, row_order: torch.Tensor | None) -> Rows:
         """Send a tensor of tokens to the ranks of their experts, as rows in expert order: ``(T, D)`` to ``(R, D)``."""
-        x_RD = self.all_to_all(self.backend.take(x_TD, slot_order // self.k))
-        return x_RD if row_order is None else self.backend.take(x_RD, row_order)
+        tokens_S = slot_order // self.k
+        if row_order is None:
+            return self.backend.indexed(x_TD, tokens_S)
+        return self.backend.indexed(self.all_to_all(self.backend.take(x_TD, tokens_S)), row_order)
 
     def inverses(
         self, slot_order: torch.Tensor, row_order: torch.Tensor | None
@@ -316,11 +319,12 @@ class _Up(torch.autograd.Function):
             rows_RD = call.to_experts(hidden_TD, slot_order, row_order)
             pre, act = call.experts.holding(tensors).forward_up(rows_RD, call.groups)
         if call.trains:
-            is_gathered_again = row_order is None
-            inputs = hidden_TD if is_gathered_again else rows_RD
-            scale = (
-                weights_TK if is_gathered_again else call.all_to_all(slot_weights(weights_TK)[slot_order])[row_order]
-            )
+            if row_order is None:
+                inputs, scale = hidden_TD, weights_TK
+            else:
+                inputs = rows_RD.x if isinstance(rows_RD, IndexedRows) else rows_RD
+                scale = call.all_to_all(slot_weights(weights_TK)[slot_order])[row_order]
+            ctx.in_order = inputs is rows_RD
             trains_up = any(ctx.needs_input_grad[6:10])
             ctx.save_for_backward(pre, slot_order, row_order, scale, inputs if trains_up else None, *tensors)
         from_up.append((ctx, act))
@@ -341,7 +345,8 @@ class _Up(torch.autograd.Function):
         slots_TK, rows_R = call.inverses(slot_order, row_order)
         with _no_autocast(grad_pre):
             if inputs is not None:
-                rows_RD = inputs if row_order is not None else call.to_experts(inputs, slot_order, None)
+                index_R = slot_order // call.k if row_order is None else row_order
+                rows_RD = inputs if ctx.in_order else call.backend.indexed(inputs, index_R)
                 up_grads = up.grad_tensors(call.backend, rows_RD, grad_pre, call.groups, needed[:4])
                 del rows_RD, inputs
             if ctx.needs_input_grad[4]:

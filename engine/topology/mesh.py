@@ -86,13 +86,14 @@ class Topology:
     def communicators(self, sp: int = 1) -> dict[str, int]:
         """Return the groups of this topology that a rank exchanges tensors in, and their numbers of ranks.
 
-        An axis of all ranks has the group of the world (``init_device_mesh``), and both meshes share their replicas'.
+        An axis of all ranks has the group of the world (``init_device_mesh``), but for ``ep``, which has its own; both
+        meshes share their replicas' (``build_meshes``).
 
         Args:
             sp: ranks that share packed rows.
         """
         axes = {"fsdp": self.fsdp, **self.expert_axes, "sp": sp, "dp": self.world // sp if sp > 1 else 1}
-        own = {name: size for name, size in axes.items() if 1 < size < self.world}
+        own = {name: size for name, size in axes.items() if 1 < size < self.world or name == "ep" and size > 1}
         return {"world": self.world, **own} if self.world > 1 else {}
 
     def coordinate(self, fsdp_rank: int) -> dict[str, int]:
@@ -154,11 +155,12 @@ def build_meshes(device_type: str, topology: Topology) -> Meshes:
 
     They are two root meshes rather than one flattened one: that is public API in every torch we support, and no
     operation mixes parameters of the two. Their replicas are the same ranks and share one group: each communicator
-    takes memory of its own.
+    takes memory of its own. ``ep`` shares none, not even where it spans all ranks: what two collectives of one group
+    send is sent one after the other, and the tokens would wait for FSDP's weights.
     """
     t, axes = topology, topology.expert_axes
     dense = init_device_mesh(device_type, (t.dp_replicate, t.fsdp), mesh_dim_names=("dp_replicate", "fsdp"))
-    if t.dp_replicate == 1:
+    if t.dp_replicate == 1 and (t.ep < t.world or t.world == 1):
         return Meshes(t, dense, init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes)))
     ranks = torch.arange(t.world).view(*axes.values())
     groups = [dense.get_group("dp_replicate")]

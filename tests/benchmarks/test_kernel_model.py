@@ -16,9 +16,11 @@ from benchmarks.kernel_model import (
     GPUS,
     Compiled,
     Launch,
+    Routing,
     hbm_bytes,
     mm_order,
     over_budget,
+    routed,
     seconds,
     spills_in_loop,
     work_of,
@@ -45,7 +47,13 @@ def test_every_kernel_compiles_for_every_gpu_within_its_budgets():
     assert kernels >= {"sum_rows", "row_dot", "gate", "gate_backward"}
     # Where the grid's order is right, an operand comes from HBM hardly more often than once.
     assert all(row["gb"] <= 1.1 * row["gb_once"] for row in rows)
-    assert {(one["model"], one["pass"]) for one in found["layers"]} >= {("Qwen3-30B-A3B", "backward")}
+    # Every GEMM reads rows through an index, and nothing copies them, where they are not sent.
+    assert {row["kernel"] for row in rows if row["indexed"]} >= set(GEMMS)
+    own = [row for row in rows if row["backend"] == "triton" and row["pass"] != "received"]
+    assert "take" not in {row["kernel"] for row in own}
+    shares = {(one["model"], one["arch"], one["dtype"], one["pass"]): one["share"] for one in found["layers"]}
+    for direction, wanted in (("forward", 0.55), ("backward", 0.5)):
+        assert shares["Qwen3-30B-A3B", 90, "bfloat16", direction] >= wanted
 
 
 def launch(kernel="grouped_mm", arch=90, dtype="bfloat16", **made):
@@ -67,10 +75,12 @@ def test_a_kernel_over_a_budget_is_named_with_what_is_over():
         (said,) = over_budget(launch(**made))
         assert problem in said and "grouped_mm (128, 128, 64) with 3 stages, sm_90, bfloat16" in said
     right = launch().compiled.instructions
-    for missing, problem in (("wgmma", "no wgmma"), ("cp.async", "no asynchronous loads")):
+    for missing, problem in (("wgmma", "no wgmma"), ("cp.async", "0 asynchronous loads, not 24")):
         made = replace(launch().compiled, instructions=right | {missing: 0})
         (said,) = over_budget(replace(launch(), compiled=made))
         assert problem in said
+    half = replace(launch().compiled, instructions=right | {"cp.async": 12})  # those of one operand
+    assert "12 asynchronous loads, not 24" in over_budget(replace(launch(), compiled=half))[0]
     larger = launch(registers=200)
     assert over_budget(larger) and not over_budget(replace(larger, is_first_choice=False))
 
@@ -95,12 +105,33 @@ def test_bytes_from_hbm_show_which_order_of_programs_reads_rows_again_for_each_b
     assert read["columns"] == once and read["rows"] > 4 * once
 
 
+@pytest.mark.parametrize("kernel", ["grouped_mm", "grouped_outer"])
+def test_rows_that_are_read_through_an_index_come_from_hbm_again_unless_the_cache_still_has_them(kernel):
+    routing, wide, inner, size = routed(4096, 2, 8), 2048, 1536, 2
+    rows, tokens = len(routing.tokens), 4096
+    assert sum(routing.counts) == rows == 2 * tokens
+    assert list(routing.tokens[: routing.counts[0]]) == sorted(routing.tokens[: routing.counts[0]])  # as dispatch does
+    values = {"BM": 128, "BN": 128, "BK": 64}
+    values |= {"M": inner, "N": wide} if kernel == "grouped_outer" else {"K": wide, "N": inner}
+    flag = "B_INDEXED" if kernel == "grouped_outer" else "HAS_INDEX"
+    others = 8 * wide * inner * size + rows * inner * size  # the weights or their gradients, and the other rows
+    read = {}
+    for l2, indexed in itertools.product((0.0, 1e12), (False, True)):
+        one = replace(launch(kernel=kernel), values=values | {flag: indexed})
+        read[l2, indexed] = work_of(one, routing, replace(GPUS[90], l2=l2)).hbm_bytes - others - 8 * rows * indexed
+    row = wide * size
+    assert read[1e12, False] == pytest.approx(rows * row) and read[1e12, True] == pytest.approx(
+        len(set(routing.tokens)) * row
+    )
+    assert 0.8 * read[0.0, False] < read[0.0, True] <= read[0.0, False]  # programs of a wave share some tokens
+
+
 def test_a_lone_cta_and_rows_that_fill_no_tile_cost_time():
     counts, gpu = (1024,) * 128, GPUS[90]
     times = []
     for registers, rows in ((116, counts), (200, counts), (116, (1025,) * 128)):
         one = launch(registers=registers)
-        work = work_of(one, rows, gpu)
+        work = work_of(one, Routing(rows, ()), gpu)
         times.append(seconds(one, work, gpu))
         assert work.flops == 2 * sum(rows) * 2048 * 1536 and work.flops <= work.padded
         assert 0.4 < work.flops / gpu.flops / times[-1] < 0.8

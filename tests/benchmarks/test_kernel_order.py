@@ -39,17 +39,21 @@ def test_programs_run_in_the_order_that_their_bytes_are_counted_by(kernels):
     gemms, groups = kernels.triton_gemms, Groups(torch.tensor([16, 32]), 48)
     table, rows, pre, gate = kernels.tiles_of(groups, 16).table, drawn(48, 16), drawn(48, 64), (1.0, 0.0, math.inf)
     wanted = [(16 * tile, 16 * block) for tile, block in mm_order(3, 2)]
-    constants, gated = {"HAS_BIAS": False, "EVEN_K": True}, {"INTERLEAVED": False, "LIMITED": False}
+    constants = {"HAS_INDEX": False, "HAS_BIAS": False, "EVEN_K": True}
+    gated = {"INTERLEAVED": False, "LIMITED": False}
     b, out = drawn(2, 16, 32), torch.empty(48, 32)
     sizes = (*table, 2, 32, 16, *b.stride())
-    assert _written(gemms.grouped_mm, out, rows, b, b, out, *sizes, **constants) == wanted
+    assert _written(gemms.grouped_mm, out, rows, rows, b, b, out, *sizes, **constants) == wanted
     up = drawn(2, 16, 64)
     sizes = (*table, 2, 32, 16, *up.stride(), *gate)
-    found = _written(gemms.grouped_mm_gate, out, rows, up, up, pre, out, *sizes, **constants, **gated)
+    found = _written(gemms.grouped_mm_gate, out, rows, rows, up, up, pre, out, *sizes, **constants, **gated)
     assert found == wanted
     sizes = (*table, 2, 32, 16, 48, *b.stride(), *gate)
-    args = rows, b, pre, rows, drawn(48, 64), out, rows, *sizes
-    assert _written(gemms.grouped_mm_gate_backward, out, *args, SCALED=False, EVEN_K=True, **gated) == wanted
+    args = rows, rows, b, pre, rows, drawn(48, 64), out, rows, *sizes
+    constants = {"HAS_INDEX": False, "SCALED": False, "EVEN_K": True}
+    assert _written(gemms.grouped_mm_gate_backward, out, *args, **constants, **gated) == wanted
     out = torch.empty(2, 48, 32)
-    found = _written(gemms.grouped_outer, out, drawn(48, 48), drawn(48, 32), out, groups.offsets_e, 48, 32)
+    a, b = drawn(48, 48), drawn(48, 32)
+    unindexed = {"A_INDEXED": False, "B_INDEXED": False}
+    found = _written(gemms.grouped_outer, out, a, a, b, b, out, groups.offsets_e, 48, 32, **unindexed)
     assert found == [(e, 16 * i, 16 * j) for e, i, j in outer_order(2, 3, 2)]

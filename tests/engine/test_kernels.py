@@ -11,7 +11,7 @@ import torch
 
 from epfsdp2.engine.moe import forward
 from epfsdp2.engine.moe.gemm import backends
-from epfsdp2.engine.moe.gemm.backends import Groups, TorchBackend
+from epfsdp2.engine.moe.gemm.backends import Groups, IndexedRows, TorchBackend
 from epfsdp2.engine.moe.gemm.gate import Gate
 from tests.support.engine import sharded_model
 from tests.support.experts import (
@@ -154,6 +154,51 @@ def test_a_gate_that_is_fused_into_a_gemm_is_the_separate_one_bit_for_bit(kernel
             assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
             assert (got[2] is None) == (want[2] is None) == (scale_R is None)
         assert relative_error(got[2], want[2]) < 1e-6  # its blocks of columns are added up in another order
+
+
+@pytest.mark.parametrize(
+    ("dtype", "counts"),
+    [(torch.float32, RAGGED), (torch.bfloat16, RAGGED), (torch.float16, RAGGED)]
+    + [(torch.float32, counts) for counts in ([1, 0, 1], [0, 32], [0, 0])],
+    ids=str,
+)
+def test_rows_that_are_read_through_an_index_give_what_their_copy_does_bit_for_bit(kernels, dtype, counts):
+    ours, total, experts, (hidden, inner) = kernels.TritonBackend(), sum(counts), len(counts), (19, 18)
+    groups, x = Groups(torch.tensor(counts), total), drawn(11, hidden, dtype=dtype)
+    index = torch.randint(11, (total + 1,), generator=torch.Generator().manual_seed(5))[1:]  # of another alignment
+    rows, copied = ours.indexed(x, index), ours.take(x, index)
+    assert isinstance(rows, IndexedRows) and torch.equal(copied, TorchBackend().indexed(x, index))
+    scale, other = drawn(total, seed=3), drawn(total, inner, dtype=dtype, seed=1)
+    up, bias = drawn(experts, hidden, 2 * inner, dtype=dtype), drawn(experts, 2 * inner, dtype=dtype, seed=2)
+    down, vectors = drawn(experts, hidden, inner, dtype=dtype), drawn(experts, hidden, dtype=dtype)
+    pre = drawn(total, 2 * inner, dtype=dtype, seed=4)
+    linears = (up, None), (up.mT.contiguous().mT, bias)
+    calls = [lambda r, w=w, b=b: ours.mm(r, w, groups, b) for w, b in linears]
+    calls += [lambda r: ours.outer(r, other, groups), lambda r: ours.outer(other, r, groups)]
+    calls += [lambda r: ours.outer(r, r, groups), lambda r: ours.row_dot(r, vectors, groups)]
+    calls += [lambda r, s=s: ours.segment_sum(r, groups, s) for s in (None, scale)]
+    for g, (w, b), s in zip(GATES[:2], linears, (scale, None), strict=True):
+        calls.append(lambda r, g=g, w=w, b=b: ours.up_gate(r, w, groups, b, g))
+        calls.append(lambda r, g=g, s=s: ours.down_gate_backward(r, down, groups, pre, s, g))
+    for call in calls:
+        got, want = call(rows), call(copied)
+        for found, wanted in zip(*(x if isinstance(x, tuple) else (x,) for x in (got, want)), strict=True):
+            assert found is wanted is None or torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("family", ["plain", "interleaved, transposed, biases", "no gate"])
+def test_triton_experts_copy_no_rows_where_tokens_are_not_sent(kernels, monkeypatch, family):
+    module, inputs = make(family), routed()
+    with monkeypatch.context() as patched:
+        patched.setattr(kernels.TritonBackend, "indexed", kernels.TritonBackend.take)
+        wanted = tokens_with(module, "triton", *inputs)
+
+    def copies(*_):
+        raise AssertionError("rows are copied")
+
+    monkeypatch.setattr(kernels.TritonBackend, "take", copies)
+    found = tokens_with(module, "triton", *inputs)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 @pytest.mark.parametrize("gate", GATES, ids=str)

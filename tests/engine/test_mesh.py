@@ -86,9 +86,36 @@ def test_build_meshes_shares_the_replicas_group_and_names_its_communicators(rank
         dist.destroy_process_group()
 
 
-def test_communicators_of_axes_of_all_ranks_are_the_worlds():
+def _ep_of_all_ranks():
+    t, rank = Topology.arrange(dist.get_world_size(), dist.get_world_size()), dist.get_rank()
+    before = set(dist.distributed_c10d._world.pg_map)
+    meshes = build_meshes("cpu", t)
+    made = {g for g in set(dist.distributed_c10d._world.pg_map) - before if g.size() > 1}
+    ep, fsdp = meshes.ep.get_group(), meshes.dense_shard.get_group()
+    assert ep is not fsdp and ep.group_name != fsdp.group_name
+    assert dist.get_process_group_ranks(ep) == dist.get_process_group_ranks(fsdp) == list(range(t.world))
+    assert len(made) + 1 == len(t.communicators()) == 2
+    assert meshes.experts.get_group("ep_fsdp").size() == meshes.experts.get_group("dp_replicate").size() == 1
+    # Each group has an order of its own: ranks that issue the two collectives in different orders do not wait.
+    gathered, sent = torch.empty(t.world), torch.full((t.world,), float(rank))
+    received = torch.empty_like(sent)
+    calls = [
+        lambda: dist.all_gather_into_tensor(gathered, sent[:1].contiguous(), group=fsdp, async_op=True),
+        lambda: dist.all_to_all_single(received, sent, group=ep, async_op=True),
+    ]
+    for work in [call() for call in (calls if rank else calls[::-1])]:
+        work.wait()
+    assert gathered.tolist() == received.tolist() == list(range(t.world))
+
+
+def test_ep_of_all_ranks_has_a_group_of_its_own_beside_fsdps():
+    run_ranks(_ep_of_all_ranks, 2)
+
+
+def test_communicators_of_axes_of_all_ranks_are_the_worlds_but_for_ep():
     assert Topology.arrange(1, 1).communicators() == {}
-    assert Topology.arrange(8, 8).communicators() == {"world": 8}
+    assert Topology.arrange(8, 1).communicators() == {"world": 8}
+    assert Topology.arrange(8, 8).communicators() == {"world": 8, "ep": 8}
     assert Topology.arrange(8, 2).communicators(sp=2) == {"world": 8, "ep_fsdp": 4, "ep": 2, "sp": 2, "dp": 4}
 
 

@@ -28,6 +28,8 @@ __all__ = [
     "Backend",
     "BackendChoice",
     "Groups",
+    "IndexedRows",
+    "Rows",
     "TorchBackend",
     "backend_named",
     "choose_backend",
@@ -80,10 +82,25 @@ class Groups:
         return (span for span in self.spans() if span[2] > span[1])
 
 
+@dataclass(frozen=True)
+class IndexedRows:
+    """The rows ``x[index_R]``, which operators read through the index instead of from a copy."""
+
+    x: torch.Tensor
+    index_R: torch.Tensor
+
+
+Rows = torch.Tensor | IndexedRows
+
+
 class Backend(Protocol):
     """The operators of ``moe/fused.py``; none is differentiable. GEMMs and sums accumulate in float32."""
 
     name: str
+
+    def indexed(self, x: torch.Tensor, index_R: torch.Tensor) -> Rows:
+        """Return ``x[index_R]`` as an operand of this backend: without a copy, if its GEMMs read through an index."""
+        ...
 
     def take(self, x_TD: torch.Tensor, tokens_S: torch.Tensor) -> torch.Tensor:
         """Return ``x_TD[tokens_S]``."""
@@ -95,21 +112,19 @@ class Backend(Protocol):
         """Return ``sum_k weights[t, k] * rows[slots[t, k]]``, ``(T, D)`` in ``dtype``; ``None`` means weights of 1."""
         ...
 
-    def mm(
-        self, rows: torch.Tensor, in_out: torch.Tensor, groups: Groups, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def mm(self, rows: Rows, in_out: torch.Tensor, groups: Groups, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply rows ``(R, in)`` by their experts' ``(e, in, out)``, any strides, and add the bias ``(e, out)``."""
         ...
 
-    def outer(self, a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def outer(self, a: Rows, b: Rows, groups: Groups) -> torch.Tensor:
         """Return ``a.T @ b`` of each expert's rows: ``(R, m)``, ``(R, n)`` -> ``(e, m, n)``, zero without rows."""
         ...
 
-    def segment_sum(self, rows: torch.Tensor, groups: Groups, scale_R: torch.Tensor | None = None) -> torch.Tensor:
+    def segment_sum(self, rows: Rows, groups: Groups, scale_R: torch.Tensor | None = None) -> torch.Tensor:
         """Sum each expert's rows, times ``scale_R``: ``(R, n)`` -> ``(e, n)``, zero without rows."""
         ...
 
-    def row_dot(self, rows: torch.Tensor, vectors: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def row_dot(self, rows: Rows, vectors: torch.Tensor, groups: Groups) -> torch.Tensor:
         """Multiply rows ``(R, n)`` by their experts' vectors ``(e, n)``: ``(R,)``."""
         ...
 
@@ -132,7 +147,7 @@ class Backend(Protocol):
         ...
 
     def up_gate(
-        self, rows: torch.Tensor, in_out: torch.Tensor, groups: Groups, bias: torch.Tensor | None, gate: Any
+        self, rows: Rows, in_out: torch.Tensor, groups: Groups, bias: torch.Tensor | None, gate: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``mm`` with the gated activation fused into the epilogue.
 
@@ -143,7 +158,7 @@ class Backend(Protocol):
 
     def down_gate_backward(
         self,
-        grad: torch.Tensor,
+        grad: Rows,
         out_in: torch.Tensor,
         groups: Groups,
         pre: torch.Tensor,
@@ -163,6 +178,9 @@ class TorchBackend:
     """Torch's operators: its grouped GEMM where that supports the operands, else a loop over experts."""
 
     name = "torch"
+
+    def indexed(self, x, index_R):
+        return self.take(x, index_R)
 
     def take(self, x_TD, tokens_S):
         return x_TD.index_select(0, tokens_S)

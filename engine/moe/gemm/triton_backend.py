@@ -9,7 +9,14 @@ import torch
 import triton
 
 from . import triton_gemms, triton_rows
-from .backends import TorchBackend, has_native_grouped_mm, supports_grouped_mm, zeroes_empty_groups
+from .backends import (
+    IndexedRows,
+    Rows,
+    TorchBackend,
+    has_native_grouped_mm,
+    supports_grouped_mm,
+    zeroes_empty_groups,
+)
 from .gate import gate_of
 from .triton_tiles import INTERPRETED, gate_tiles, launch_fastest, mm_tiles, outer_tiles, tiles_of
 
@@ -24,6 +31,9 @@ class TritonBackend:
     """Launches the kernels of ``triton_rows.py`` and ``triton_gemms.py``."""
 
     name = "triton"
+
+    def indexed(self, x, index_R):
+        return IndexedRows(x, index_R)
 
     def take(self, x_TD, tokens_S):
         x_TD, width = x_TD.contiguous(), x_TD.shape[1]
@@ -46,14 +56,15 @@ class TritonBackend:
         return out
 
     def mm(self, rows, in_out, groups, bias=None):
-        experts, k, n = in_out.shape
-        rows, out = rows.contiguous(), rows.new_empty(groups.rows, n)
+        (experts, k, n), (rows, index, has_index) = in_out.shape, _operand(rows)
+        out = rows.new_empty(groups.rows, n)
         bias = None if bias is None else bias.contiguous()
 
         def launch(tile):
             tiles = tiles_of(groups, tile.m)
             triton_gemms.grouped_mm[(len(tiles.expert) * triton.cdiv(n, tile.n),)](
                 rows,
+                index,
                 in_out,
                 in_out if bias is None else bias,
                 out,
@@ -62,62 +73,71 @@ class TritonBackend:
                 n,
                 k,
                 *in_out.stride(),
+                HAS_INDEX=has_index,
                 HAS_BIAS=bias is not None,
                 EVEN_K=k % tile.k == 0,
                 **tile.constants(rows.dtype),
             )
 
         if out.numel():
-            key = (rows.dtype, k, n, in_out.stride(2) == 1, bias is not None)
+            key = (rows.dtype, k, n, in_out.stride(2) == 1, bias is not None, has_index)
             launch_fastest("mm", key, mm_tiles(rows.dtype, n, k), launch)
         return out
 
     def outer(self, a, b, groups):
+        (a, a_index, a_indexed), (b, b_index, b_indexed) = _operand(a), _operand(b)
         experts, m, n = groups.counts_e.shape[0], a.shape[1], b.shape[1]
         out = a.new_empty(experts, m, n)
         if not groups.rows:
             return out.zero_()
-        a, b = a.contiguous(), b.contiguous()
 
         def launch(tile):
             grid = (experts * triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n),)
-            triton_gemms.grouped_outer[grid](a, b, out, groups.offsets_e, m, n, **tile.constants(a.dtype))
+            indexed = {"A_INDEXED": a_indexed, "B_INDEXED": b_indexed}
+            operands = a, a_index, b, b_index
+            triton_gemms.grouped_outer[grid](
+                *operands, out, groups.offsets_e, m, n, **indexed, **tile.constants(a.dtype)
+            )
 
-        launch_fastest("outer", (a.dtype, m, n), outer_tiles(a.dtype, m, n), launch)
+        choices = outer_tiles(a.dtype, m, n, a_indexed or b_indexed)
+        launch_fastest("outer", (a.dtype, m, n, a_indexed, b_indexed), choices, launch)
         return out
 
     def segment_sum(self, rows, groups, scale_R=None):
+        rows, index, has_index = _operand(rows)
         experts, width = groups.counts_e.shape[0], rows.shape[1]
         out = rows.new_empty(experts, width)
         if not groups.rows:
             return out.zero_()
         # First within each tile of rows, so that an expert with many rows takes no longer; then over its tiles.
-        tiles, rows = tiles_of(groups, _SEGMENT), rows.contiguous()
+        tiles = tiles_of(groups, _SEGMENT)
         parts = rows.new_empty(len(tiles.expert), width, dtype=torch.float32)
         scale = rows if scale_R is None else scale_R.contiguous()
         sizes = {"AT_MOST": _SEGMENT, "ROWS": 16, "BLOCK": min(128, triton.next_power_of_2(width))}
         blocks = triton.cdiv(width, sizes["BLOCK"])
+        first = {"HAS_INDEX": has_index, "SCALED": scale_R is not None}
         triton_rows.sum_rows[(blocks, len(parts))](
-            rows, scale, parts, tiles.first, tiles.end, width, SCALED=scale_R is not None, **sizes
+            rows, index, scale, parts, tiles.first, tiles.end, width, **first, **sizes
         )
-        sizes["AT_MOST"] = len(parts)
-        triton_rows.sum_rows[(blocks, experts)](
-            parts, parts, out, tiles.first_of_expert, tiles.end_of_expert, width, SCALED=False, **sizes
-        )
+        sizes |= {"AT_MOST": len(parts), "HAS_INDEX": False, "SCALED": False}
+        of_experts = tiles.first_of_expert, tiles.end_of_expert
+        triton_rows.sum_rows[(blocks, experts)](parts, parts, parts, out, *of_experts, width, **sizes)
         return out
 
     def row_dot(self, rows, vectors, groups):
-        experts, width = vectors.shape
+        (experts, width), (rows, index, has_index) = vectors.shape, _operand(rows)
         out = rows.new_empty(groups.rows, dtype=torch.float32)
         if groups.rows:
             tiles = tiles_of(groups, _SEGMENT)
             triton_rows.row_dot[(_SEGMENT // 16, len(tiles.expert))](
-                rows.contiguous(),
+                rows,
+                index,
                 vectors.contiguous(),
                 out,
                 *tiles.table,
                 experts,
                 width,
+                HAS_INDEX=has_index,
                 ROWS=16,
                 BLOCK=min(128, triton.next_power_of_2(width)),
             )
@@ -161,7 +181,7 @@ class TritonBackend:
         return grad_pre, act, grad_scale
 
     def up_gate(self, rows, in_out, groups, bias, gate):
-        (experts, k, n), rows = in_out.shape, rows.contiguous()
+        (experts, k, n), (rows, index, has_index) = in_out.shape, _operand(rows)
         inner = n // 2
         pre, act = rows.new_empty(groups.rows, n), rows.new_empty(groups.rows, inner)
         bias = None if bias is None else bias.contiguous()
@@ -170,6 +190,7 @@ class TritonBackend:
             tiles = tiles_of(groups, tile.m)
             triton_gemms.grouped_mm_gate[(len(tiles.expert) * triton.cdiv(inner, tile.n),)](
                 rows,
+                index,
                 in_out,
                 in_out if bias is None else bias,
                 pre,
@@ -180,6 +201,7 @@ class TritonBackend:
                 k,
                 *in_out.stride(),
                 *gate[:3],
+                HAS_INDEX=has_index,
                 HAS_BIAS=bias is not None,
                 **gate.constants(),
                 EVEN_K=k % tile.k == 0,
@@ -187,12 +209,12 @@ class TritonBackend:
             )
 
         if act.numel():
-            key = (rows.dtype, k, inner, in_out.stride(2) == 1, bias is not None, gate.is_interleaved)
+            key = (rows.dtype, k, inner, in_out.stride(2) == 1, bias is not None, gate.is_interleaved, has_index)
             launch_fastest("mm and gate", key, gate_tiles(rows.dtype, k, backward=False), launch)
         return pre, act
 
     def down_gate_backward(self, grad, out_in, groups, pre, scale_R, gate):
-        (experts, k, inner), grad = out_in.shape, grad.contiguous()
+        (experts, k, inner), (grad, index, has_index) = out_in.shape, _operand(grad)
         grad_pre, act = torch.empty_like(pre), pre.new_empty(groups.rows, inner)
         choices = gate_tiles(grad.dtype, k, backward=True)
         # One partial sum per row and block of columns; they are added in a fixed order, so the result is deterministic.
@@ -203,6 +225,7 @@ class TritonBackend:
             tiles = tiles_of(groups, tile.m)
             triton_gemms.grouped_mm_gate_backward[(len(tiles.expert) * len(parts),)](
                 grad,
+                index,
                 out_in,
                 pre,
                 scale,
@@ -216,6 +239,7 @@ class TritonBackend:
                 groups.rows,
                 *out_in.stride(),
                 *gate[:3],
+                HAS_INDEX=has_index,
                 SCALED=scale_R is not None,
                 **gate.constants(),
                 EVEN_K=k % tile.k == 0,
@@ -223,7 +247,7 @@ class TritonBackend:
             )
 
         if act.numel():
-            key = (grad.dtype, k, inner, out_in.stride(2) == 1, scale_R is not None, gate.is_interleaved)
+            key = (grad.dtype, k, inner, out_in.stride(2) == 1, scale_R is not None, gate.is_interleaved, has_index)
             launch_fastest("mm and gate's backward", key, choices, launch)
         return grad_pre, act, None if scale_R is None else parts.sum(0)
 
@@ -236,6 +260,10 @@ class MixedBackend(TritonBackend):
 
     name = "mixed"
     _torch = TorchBackend()
+
+    def indexed(self, x, index_R):
+        # Torch's GEMM reads no index.
+        return self.take(x, index_R) if _native(x, x) else super().indexed(x, index_R)
 
     def mm(self, rows, in_out, groups, bias=None):
         is_native = bias is None and _native(rows, in_out)
@@ -257,5 +285,15 @@ class MixedBackend(TritonBackend):
         return self.activate_backward(pre, self.mm(grad, out_in, groups), scale_R, gate)
 
 
-def _native(rows: torch.Tensor, other: torch.Tensor) -> bool:
+def _native(rows: Rows, other: Rows) -> bool:
+    if isinstance(rows, IndexedRows) or isinstance(other, IndexedRows):
+        return False
     return supports_grouped_mm(rows, other) and (rows.device.type == "cpu" or has_native_grouped_mm())
+
+
+def _operand(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """Return what a kernel is handed: the tensor, the index, for which the tensor stands where there is none."""
+    if isinstance(rows, IndexedRows):
+        return rows.x.contiguous(), rows.index_R.contiguous(), True
+    rows = rows.contiguous()
+    return rows, rows, False

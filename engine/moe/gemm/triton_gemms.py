@@ -2,8 +2,11 @@
 
 Accumulators are float32, and no kernel uses atomics. A program has one tile of the result. Programs that are next to
 each other share the tile of rows (``grouped_mm*``) or the expert (``grouped_outer``): those that run at the same time
-read the same operands, which stay in the L2 cache. An address is a 64-bit base of the tile or of the expert and a
-32-bit offset.
+read the same operands, which stay in the L2 cache. An address is a 64-bit base of the tile, of the expert or of an
+indexed row, and a 32-bit offset.
+
+Rows may be read through an index, row ``index[i]`` of the tensor as the ``i``-th: the ``grouped_mm*`` load a tile's
+part of it once, before they sum along ``k``, and ``grouped_outer``, which sums along the rows, with each block of them.
 """
 
 import triton
@@ -22,24 +25,41 @@ def _dot(a, b, total, UPCAST: tl.constexpr):
 
 
 @triton.jit
+def _tile(expert_of, first_of, end_of, N, BM: tl.constexpr, BN: tl.constexpr):
+    """Return a program's expert, first row, ``BM`` rows from there, which of them there are, and block of columns."""
+    blocks = (N + BN - 1) // BN
+    tile, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    expert, first, rows = tl.load(expert_of + tile), tl.load(first_of + tile), tl.arange(0, BM)
+    in_rows = rows < tl.load(end_of + tile) - first
+    return expert.to(tl.int64), first.to(tl.int64), rows, in_rows, block
+
+
+@triton.jit
 def _product(
     a,
-    b,
+    index,
+    first,
+    rows,
     in_rows,
+    b,
     columns,
     in_columns,
     K,
     sk,
     sn,
     total,
-    BM: tl.constexpr,
     BK: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
     EVEN_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Multiply ``BM`` rows at ``a``, ``K`` wide, by columns of the matrix at ``b``, and add it to ``total``."""
+    """Multiply rows of ``a``, ``K`` wide, from ``first`` on, by columns of the matrix at ``b``; add it to ``total``."""
     ks = tl.arange(0, BK)
-    a_at = a + tl.arange(0, BM)[:, None] * K + ks[None, :]
+    if HAS_INDEX:
+        sources = tl.load(index + first + rows, mask=in_rows, other=0).to(tl.int64)
+        a_at = a + (sources * K)[:, None] + ks[None, :]
+    else:
+        a_at = a + first * K + rows[:, None] * K + ks[None, :]
     b_at = b + ks[:, None] * sk + columns[None, :] * sn
     for k in range(0, K, BK):
         if EVEN_K:
@@ -60,9 +80,12 @@ def _columns_halved(x, BM: tl.constexpr, BN: tl.constexpr):
     return tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
-@triton.jit
+# The number of rows and where an index begins differ from one micro-batch to the next: specialising on them would
+# compile again in the middle of a run.
+@triton.jit(do_not_specialize_on_alignment=["index"])
 def grouped_mm(
     a,
+    index,
     b,
     bias,
     out,
@@ -75,6 +98,7 @@ def grouped_mm(
     se,
     sk,
     sn,
+    HAS_INDEX: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -83,26 +107,25 @@ def grouped_mm(
     UPCAST: tl.constexpr,
 ):
     """Rows ``a`` ``(R, K)`` by their experts' ``b`` ``(e, K, N)``, and the bias ``(e, N)``."""
-    blocks = (N + BN - 1) // BN
-    tile, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    expert = tl.load(expert_of + tile).to(tl.int64)
+    expert, first, rows, in_rows, block = _tile(expert_of, first_of, end_of, N, BM, BN)
     if expert < EXPERTS:
-        first = tl.load(first_of + tile)
-        rows, columns = tl.arange(0, BM), block * BN + tl.arange(0, BN)
-        in_rows, in_columns = rows < tl.load(end_of + tile) - first, columns < N
-        first = first.to(tl.int64)
+        columns = block * BN + tl.arange(0, BN)
+        in_columns = columns < N
         total = tl.full((BM, BN), 0.0, tl.float32)
         if HAS_BIAS:
             total += tl.load(bias + expert * N + columns, mask=in_columns, other=0.0).to(tl.float32)[None, :]
-        a_rows, own = a + first * K, b + expert * se
-        total = _product(a_rows, own, in_rows, columns, in_columns, K, sk, sn, total, BM, BK, EVEN_K, UPCAST)
+        own = b + expert * se
+        total = _product(
+            a, index, first, rows, in_rows, own, columns, in_columns, K, sk, sn, total, BK, HAS_INDEX, EVEN_K, UPCAST
+        )
         at = out + first * N + rows[:, None] * N + columns[None, :]
         tl.store(at, total.to(out.dtype.element_ty), mask=in_rows[:, None] & in_columns[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["index"])
 def grouped_mm_gate(
     a,
+    index,
     b,
     bias,
     pre,
@@ -119,6 +142,7 @@ def grouped_mm_gate(
     alpha,
     beta,
     limit,
+    HAS_INDEX: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     LIMITED: tl.constexpr,
@@ -129,14 +153,9 @@ def grouped_mm_gate(
     UPCAST: tl.constexpr,
 ):
     """``grouped_mm`` and its activation; a tile has ``BN`` gates and their ups, which one product computes."""
-    blocks = (INNER + BN - 1) // BN
-    tile, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    expert = tl.load(expert_of + tile).to(tl.int64)
+    expert, first, rows, in_rows, block = _tile(expert_of, first_of, end_of, INNER, BM, BN)
     if expert < EXPERTS:
-        first, begin = tl.load(first_of + tile), block * BN
-        rows, both = tl.arange(0, BM), tl.arange(0, 2 * BN)
-        in_rows = rows < tl.load(end_of + tile) - first
-        first = first.to(tl.int64)
+        begin, both = block * BN, tl.arange(0, 2 * BN)
         if INTERLEAVED:
             columns = 2 * begin + both
             in_columns = columns < 2 * INNER
@@ -146,8 +165,10 @@ def grouped_mm_gate(
         total = tl.full((BM, 2 * BN), 0.0, tl.float32)
         if HAS_BIAS:
             total += tl.load(bias + expert * 2 * INNER + columns, mask=in_columns, other=0.0).to(tl.float32)[None, :]
-        a_rows, own = a + first * K, b + expert * se
-        total = _product(a_rows, own, in_rows, columns, in_columns, K, sk, sn, total, BM, BK, EVEN_K, UPCAST)
+        own = b + expert * se
+        total = _product(
+            a, index, first, rows, in_rows, own, columns, in_columns, K, sk, sn, total, BK, HAS_INDEX, EVEN_K, UPCAST
+        )
         pre += first * 2 * INNER
         act += first * INNER
         if INTERLEAVED:
@@ -169,10 +190,10 @@ def grouped_mm_gate(
             store_rows(act, out, rows, in_rows, at, INNER, BN // 2)
 
 
-# R differs from one micro-batch to the next: specialising on it would compile again in the middle of a run.
-@triton.jit(do_not_specialize=["R"])
+@triton.jit(do_not_specialize=["R"], do_not_specialize_on_alignment=["index"])
 def grouped_mm_gate_backward(
     grad,
+    index,
     b,
     pre,
     scale,
@@ -192,6 +213,7 @@ def grouped_mm_gate_backward(
     alpha,
     beta,
     limit,
+    HAS_INDEX: tl.constexpr,
     SCALED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     LIMITED: tl.constexpr,
@@ -205,17 +227,12 @@ def grouped_mm_gate_backward(
 
     Each block of columns adds its part of the gradient of ``scale`` to a row of ``parts``.
     """
-    blocks = (INNER + BN - 1) // BN
-    tile, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    expert = tl.load(expert_of + tile).to(tl.int64)
+    expert, first, rows, in_rows, block = _tile(expert_of, first_of, end_of, INNER, BM, BN)
     if expert < EXPERTS:
-        first, begin = tl.load(first_of + tile), block * BN
-        rows, n = tl.arange(0, BM), begin + tl.arange(0, BN)
-        in_rows, in_inner = rows < tl.load(end_of + tile) - first, n < INNER
-        first = first.to(tl.int64)
-        a_rows, own = grad + first * K, b + expert * se
-        d = tl.full((BM, BN), 0.0, tl.float32)
-        d = _product(a_rows, own, in_rows, n, in_inner, K, sk, sn, d, BM, BK, EVEN_K, UPCAST)
+        begin = block * BN
+        n = begin + tl.arange(0, BN)
+        in_inner, own, d = n < INNER, b + expert * se, tl.full((BM, BN), 0.0, tl.float32)
+        d = _product(grad, index, first, rows, in_rows, own, n, in_inner, K, sk, sn, d, BK, HAS_INDEX, EVEN_K, UPCAST)
         by = tl.full((BM, 1), 1.0, tl.float32)
         if SCALED:
             by = tl.load(scale + first + rows, mask=in_rows, other=0.0).to(tl.float32)[:, None]
@@ -242,14 +259,18 @@ def grouped_mm_gate_backward(
             tl.store(parts + block.to(tl.int64) * R + first + rows, total, mask=in_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["a_index", "b_index"])
 def grouped_outer(
     a,
+    a_index,
     b,
+    b_index,
     out,
     ends,
     M,
     N,
+    A_INDEXED: tl.constexpr,
+    B_INDEXED: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -267,6 +288,12 @@ def grouped_outer(
     total = tl.full((BM, BN), 0.0, tl.float32)
     for row in range(begin, end, BK):
         in_rows = rows < end - row
+        if A_INDEXED:
+            sources = tl.load(a_index + row + rows, mask=in_rows, other=0).to(tl.int64)
+            a_at = a + (sources * M)[None, :] + ms[:, None]
+        if B_INDEXED:
+            sources = tl.load(b_index + row + rows, mask=in_rows, other=0).to(tl.int64)
+            b_at = b + (sources * N)[:, None] + ns[None, :]
         a_tile = tl.load(a_at, mask=in_rows[None, :] & (ms < M)[:, None], other=0.0)
         b_tile = tl.load(b_at, mask=in_rows[:, None] & (ns < N)[None, :], other=0.0)
         total = _dot(a_tile, b_tile, total, UPCAST)

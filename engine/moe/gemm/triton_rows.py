@@ -79,20 +79,25 @@ def tile_table(
     tl.store(end_of + tile, tl.reduce(tl.where(e == expert, rows_end, 0), 0, _add))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["index"])
 def sum_rows(
     x,
+    index,
     scale,
     out,
     first_of,
     end_of,
     N,
+    HAS_INDEX: tl.constexpr,
     SCALED: tl.constexpr,
     AT_MOST: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum each segment's rows of ``x`` ``(R, N)``, at most so many, times ``scale``, into a row of ``out``."""
+    """Sum each segment's rows of ``x`` ``(R, N)``, at most so many, times ``scale``, into a row of ``out``.
+
+    With an index, rows are ``x[index]``.
+    """
     segment = tl.program_id(1)
     begin = tl.load(first_of + segment)
     end = tl.minimum(tl.load(end_of + segment), begin + AT_MOST)
@@ -100,7 +105,8 @@ def sum_rows(
     total = tl.full((ROWS, BLOCK), 0.0, tl.float32)
     for row in range(begin, end, ROWS):
         rows = row + tl.arange(0, ROWS)
-        at = x + rows.to(tl.int64)[:, None] * N + columns[None, :]
+        sources = tl.load(index + rows, mask=rows < end, other=0) if HAS_INDEX else rows
+        at = x + sources.to(tl.int64)[:, None] * N + columns[None, :]
         values = tl.load(at, mask=(rows < end)[:, None] & (columns < N)[None, :], other=0.0).to(tl.float32)
         if SCALED:
             values *= tl.load(scale + rows, mask=rows < end, other=0.0).to(tl.float32)[:, None]
@@ -109,21 +115,35 @@ def sum_rows(
     tl.store(at, tl.reduce(total, 0, _add).to(out.dtype.element_ty), mask=columns < N)
 
 
-@triton.jit
-def row_dot(x, vectors, out, expert_of, first_of, end_of, EXPERTS, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Multiply each row of ``x`` ``(R, N)`` by its expert's vector; a program has ``ROWS`` of a tile."""
+@triton.jit(do_not_specialize_on_alignment=["index"])
+def row_dot(
+    x,
+    index,
+    vectors,
+    out,
+    expert_of,
+    first_of,
+    end_of,
+    EXPERTS,
+    N,
+    HAS_INDEX: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Multiply each row of ``x`` ``(R, N)``, or ``x[index]``, by its expert's vector; a program has ``ROWS``."""
     tile = tl.program_id(1)
     expert = tl.load(expert_of + tile).to(tl.int64)
     if expert < EXPERTS:
         first = tl.load(first_of + tile) + tl.program_id(0) * ROWS
         rows = tl.arange(0, ROWS)
         in_rows = rows < tl.load(end_of + tile) - first
-        x += first.to(tl.int64) * N
+        sources = tl.load(index + first + rows, mask=in_rows, other=0) if HAS_INDEX else first + rows
+        at = x + sources.to(tl.int64)[:, None] * N
         total = tl.full((ROWS, BLOCK), 0.0, tl.float32)
         for begin in range(0, N, BLOCK):
             n = begin + tl.arange(0, BLOCK)
             vector = tl.load(vectors + expert * N + n, mask=n < N, other=0.0).to(tl.float32)
-            values = tl.load(x + rows[:, None] * N + n[None, :], mask=in_rows[:, None] & (n < N)[None, :], other=0.0)
+            values = tl.load(at + n[None, :], mask=in_rows[:, None] & (n < N)[None, :], other=0.0)
             total += values.to(tl.float32) * vector[None, :]
         tl.store(out + first + rows, sum_columns(total), mask=in_rows)
 

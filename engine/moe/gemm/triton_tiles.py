@@ -65,15 +65,18 @@ def gate_tiles(dtype: torch.dtype, k: int, backward: bool) -> Sequence[Tile]:
     return tuple(tile._replace(n=tile.n // 2) for tile in _of_128_columns(k))
 
 
-def outer_tiles(dtype: torch.dtype, m: int, n: int) -> Sequence[Tile]:
-    """Return those of ``grouped_outer`` for results of ``(m, n)``."""
+def outer_tiles(dtype: torch.dtype, m: int, n: int, indexed: bool) -> Sequence[Tile]:
+    """Return those of ``grouped_outer`` for results of ``(m, n)``, of rows that are read through an index or not."""
     if INTERPRETED:
         return _SMALL
     if dtype == torch.float32:
-        return (Tile(64, 64, 16, 4),)  # on sm_80 twice the rows don't fit into the registers
-    if min(m, n) <= 64:
-        return (Tile(64 if m <= 64 else 128, _fitting(n, 128), 64, 4),)
-    return _of_128_columns(64)
+        tiles: Sequence[Tile] = (Tile(64, 64, 16, 4),)  # on sm_80 twice the rows don't fit into the registers
+    elif min(m, n) <= 64:
+        tiles = (Tile(64 if m <= 64 else 128, _fitting(n, 128), 64, 4),)
+    else:
+        tiles = _of_128_columns(64)
+    # Half of the stages are of the index, so that as many rows are on their way as without one.
+    return [tile._replace(stages=2 * tile.stages - 1) for tile in tiles] if indexed else tiles
 
 
 def _of_128_columns(k: int) -> Sequence[Tile]:

@@ -42,6 +42,7 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(),
     "minimax_m2": Family(may_be_tied=False),
     "deepseek_v3": Family(may_be_tied=False),
+    "deepseek_v3_latent": Family(may_be_tied=False),
     # Its full attention has other heads, whose keys are values too.
     "gemma4": Family({"attention_k_eq_v": True, "global_head_dim": 64, "num_global_key_value_heads": 1}),
     "gpt_oss": Family({"num_key_value_heads": 4}, may_be_tied=False),

@@ -69,6 +69,7 @@ def _matches_fresh_engines(start_engine, folder, family, *args, **options):
     """Sync the second and the first of two checkpoints in turn, in these modes, and compare with fresh engines."""
     if not known(family):
         pytest.skip(f"how the installed vLLM shards {family} is not known")
+    SERVED[family].skip_where_broken()
     # What vLLM's environment decides of its layout, the trainer reads in its own.
     environment = {name: value for name, value in SERVED[family].environment.items() if name.startswith("VLLM_")}
     with mock.patch.dict(os.environ, environment):

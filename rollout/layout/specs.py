@@ -110,7 +110,7 @@ class Heads:
             return replace(heads, layers=tuple(_sizes_of_layer(heads, config, kind) for kind in config.layer_types))
         # vLLM fuses these for its latent attention, which this variable turns off.
         if getattr(config, "kv_lora_rank", None) and not int(os.environ.get("VLLM_MLA_DISABLE", "0")):
-            return replace(heads, query_rank=config.q_lora_rank or 0)
+            return replace(heads, query_rank=getattr(config, "q_lora_rank", None) or 0)
         return heads
 
     def of_layer(self, name: str) -> "Heads":

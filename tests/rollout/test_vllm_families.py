@@ -34,7 +34,7 @@ def _sync(syncs: list[tuple[str, str]], handles: list[str], ep: int, expert_para
     rank, workers = dist.get_rank(), dist.get_world_size()
     rollout = Rollout(workers, expert_parallel=expert_parallel)
     for folder, mode in syncs:
-        model, meshes = sharded_model(Path(folder), workers, ep=ep)
+        model, meshes = sharded_model(Path(folder), workers, ep=ep, attention="eager")
         sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings(mode, 5 << 18))
         weights = sync.worker_weights(mode, rollout, rank)
         sending = send_weights(

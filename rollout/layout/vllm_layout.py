@@ -98,7 +98,7 @@ def loads_own_experts(family: str) -> bool:
 
 
 _EXPERTS = re.compile(r"\.experts\.(?:gate_up|down)_proj(?:_bias)?$")
-_VOCABULARY = re.compile(r"(?:^|\.)(embed_tokens(?:_per_layer)?|lm_head)\.weight$")
+_VOCABULARY = re.compile(r"(?:^|\.)(embed_tokens|lm_head)\.weight$")
 _Rules = tuple[tuple[re.Pattern[str], rules.Rule], ...]
 
 
@@ -170,7 +170,6 @@ _FAMILIES = {
     ),
     "gemma4_text": _Family(
         ((".experts.", ".moe.experts."), (".router.per_expert_scale", ".moe.per_expert_scale")),
-        _rules((r"(?:^|\.)(per_layer_model_projection)\.weight", rules.columns)),
         is_stacked=True,
     ),
     "gpt_oss": _Family(

@@ -52,7 +52,7 @@ def _compare(folder, cases):
     for index, (model, (family, sizes, expert_parallel)) in enumerate(zip(models, cases, strict=True)):
         environment = SERVED[family].environment
         os.environ.update(environment)
-        sys.path += environment.get("PYTHONPATH", "").split(":")
+        sys.path += filter(None, [environment.get("PYTHONPATH")])
         model.config.architectures = [type(model).__name__]
         where = Path(folder) / f"{rank}-{index}"
         model.config.save_pretrained(where)
@@ -117,7 +117,7 @@ _KNOWN = [family for family in FAMILIES if known(family)]
 
 
 def test_layout_of_every_family_on_two_workers_equals_the_traced_one(tmp_path):
-    run_ranks(_compare, 2, str(tmp_path), [case for family in _KNOWN for case in _cases(family)])
+    run_ranks(_compare, 2, str(tmp_path), [case for family in _KNOWN for case in _cases(family)], timeout=600)
 
 
 @pytest.mark.long
@@ -125,7 +125,7 @@ def test_layout_of_every_family_on_two_workers_equals_the_traced_one(tmp_path):
 def test_every_family_on_one_worker_and_on_four(tmp_path, world):
     modes = [(family, whole) for family in _KNOWN for whole in (False, world > 1)]
     cases = [(family, {}, whole) for family, whole in modes if not (whole and family in DENSE)]
-    run_ranks(_compare, world, str(tmp_path), cases)
+    run_ranks(_compare, world, str(tmp_path), cases, timeout=600)
 
 
 def test_known_families_are_all_tested_here():

@@ -80,6 +80,8 @@ def _compare(start_engine, folder, family, tp, modes, *, expert_parallel=False, 
     served = SERVED[family]
     first, second = (str(save(family, folder / str(seed), seed, **sizes)) for seed in (1, 2))
     settings = {"tp_size": tp, "dtype": served.dtype, "environment": served.environment, **served.settings}
+    if tp == 1:  # in one process engines start in a moment
+        settings |= {"distributed_executor_backend": "uni", "again": True}
     if expert_parallel:
         settings |= {"enable_expert_parallel": True, "extension": "idle_extension.NeverComputes"}
 

@@ -30,6 +30,7 @@ from ...rollout.layout.vllm_layout import (
     SyncMode,
     TensorSpec,
     known_families,
+    loads_own_experts,
     target_slices,
 )
 from .cards import MODEL_HELP, config_of
@@ -107,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"How vLLM cuts a {family} is not known here (only {known}): mode full alone.")
     table = Table(*_COLUMNS)
     for mode in SYNC_MODES if is_known else SYNC_MODES[:1]:
-        if mode == "expert_local" and not options.rollout_ep:
+        if mode == "expert_local" and not (options.rollout_ep and loads_own_experts(family)):
             continue
         try:
             table.add_row(*_row(mode, tensors, model, topology, options))

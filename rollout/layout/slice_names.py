@@ -1,11 +1,12 @@
 """Names of slices: a slice is sent under its parameter's name and its position in that parameter."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import cast
 
 import torch
 
 from ...engine.topology.index_ranges import IndexRange
-from .vllm_layout import TargetSlice
+from .specs import SliceForm, TargetSlice
 
 __all__ = ["NamedIndex", "is_slice", "named_indices", "named_values", "parse_slice", "slice_name"]
 
@@ -25,10 +26,8 @@ def named_indices(block: IndexRange, slices: Iterable[TargetSlice]) -> list[Name
     for part in slices:
         shared = block.intersection(part.block)
         if shared is not None:
-            dropped = len(shared.low) - len(part.at)
-            begins = zip(part.at, shared.low[dropped:], part.block.low[dropped:], strict=True)
-            corner = [at + low - part_low for at, low, part_low in begins]
-            found.append((slice_name(part.parameter, corner), shared.slices_in(block)))
+            corner = part.moved([low - first for low, first in zip(shared.low, part.block.low, strict=True)])
+            found.append((slice_name(part.parameter, corner, part.form), shared.slices_in(block)))
     return found
 
 
@@ -40,9 +39,9 @@ def named_values(
         yield name, values[inside]
 
 
-def slice_name(parameter: str, at: Sequence[int]) -> str:
+def slice_name(parameter: str, at: Sequence[int], form: SliceForm = "") -> str:
     """Return the name of the slice of ``parameter`` that begins at ``at``, e.g. ``__epfsdp2__/model.norm.weight/0``."""
-    return f"{_PREFIX}/{parameter}/{','.join(map(str, at))}"
+    return f"{_PREFIX}/{parameter}/{','.join(map(str, at))}" + (f"/{form}" if form else "")
 
 
 def is_slice(name: str) -> bool:
@@ -50,13 +49,13 @@ def is_slice(name: str) -> bool:
     return name.startswith(f"{_PREFIX}/")
 
 
-def parse_slice(name: str) -> tuple[str, tuple[int, ...]]:
-    """Return the parameter and the begin index that a slice's name holds.
+def parse_slice(name: str) -> tuple[str, tuple[int, ...], SliceForm]:
+    """Return the parameter, the begin index and the form that a slice's name holds.
 
     Raises:
         ValueError: ``name`` is not the name of a slice.
     """
-    prefix, parameter, corner = name.split("/")
+    prefix, parameter, corner, form = [*name.split("/"), ""][:4]
     if prefix != _PREFIX:
         raise ValueError(f"{name} is not the name of a slice.")
-    return parameter, tuple(int(c) for c in corner.split(",") if c)
+    return parameter, tuple(int(c) for c in corner.split(",") if c), cast(SliceForm, form)

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from ...engine.errors import SettingError
 from ...engine.topology.mesh import divisors
-from .vllm_layout import Rollout, SyncMode, known_families, padded_vocabulary
+from .vllm_layout import Rollout, SyncMode, known_families, loads_own_experts, padded_vocabulary
 
 __all__ = [
     "BACKEND",
@@ -75,6 +75,9 @@ def choose_mode(
         workers = rollout.workers
         reason = "vLLM runs without expert parallelism, so every worker keeps a part of every expert."
         found = _Obstacle(f"{_ROLLOUT}.expert_parallel_size", 1, reason, str(workers) if workers > 1 else "")
+    if found is None and requested == "expert_local" and family is not None and not loads_own_experts(family):
+        reason = "its checkpoints have experts as stacks, of which vLLM's loader takes no part."
+        found = _Obstacle("actor_rollout_ref.model", family, reason, "")
     if found is None:
         return ("sliced" if requested == "auto" else cast(SyncMode, requested)), ""
     if requested == "auto":

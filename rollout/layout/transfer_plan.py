@@ -275,8 +275,8 @@ def make_transfer_plan(
     Args:
         tensors: in the model's order.
         layers: FQNs of the layers; layers with equal tensors are planned once.
-        slices_of: returns the slices of a tensor that a worker (index in ``range(targets.count)``) keeps. Within layers
-            it may depend only on the part of the tensor's name that follows the layer's.
+        slices_of: returns the slices of a tensor that a worker (index in ``range(targets.count)``) keeps. Their blocks
+            have to be the same in layers with equal tensors.
         limit: the most bytes that a rank sends, and the most that it receives, in one round.
     """
     groups: list[tuple[str, list[TensorSpec]]] = []
@@ -308,8 +308,8 @@ def _plan_tensor(
     grid = _Grid(holders(tensor, topology))
     transfers = []
     for target, slices in enumerate(slices_by_worker):
-        for part in slices:
-            for block, ranks in grid.overlapping(part.block):
+        for part in dict.fromkeys(part.block for part in slices):  # a worker may keep a block in several places
+            for block, ranks in grid.overlapping(part):
                 source = _source(ranks, target, topology, targets.colocated)
                 transfers.append(Transfer(block, source, target))
     return TensorPlan(tensor, tuple(sorted(transfers)), targets.colocated)

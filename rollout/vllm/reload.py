@@ -17,6 +17,7 @@ from verl.workers.rollout.vllm_rollout.weight_update_utils import apply_buffer_u
 from ...engine.errors import listed
 from ..layout.layout_check import prefix_of
 from ..layout.slice_names import is_slice, parse_slice
+from ..layout.specs import SliceForm
 from ..transport.checksums import PlacedChecksums
 from ..transport.watched_sockets import WeightSyncError
 from . import reload_shims
@@ -108,12 +109,16 @@ class Reload:
             if name not in used and tensor.untyped_storage().data_ptr() not in self.touched_storages:
                 self.unused.append(name)
 
-    def _load_slice(self, parameter: str, corner: tuple[int, ...], values: torch.Tensor) -> None:
+    def _load_slice(self, parameter: str, corner: tuple[int, ...], form: SliceForm, values: torch.Tensor) -> None:
         """Load a slice of one of this worker's parameters, which begins at ``corner``.
 
         Raises:
             WeightSyncError: there is no such parameter, or the slice does not fit.
         """
+        if form == "transposed":
+            values = values.transpose(-1, -2)
+        elif form == "zeros":
+            values = torch.zeros_like(values)
         if parameter in self._buffer_names:
             self._buffer_updates.append((parameter, values.clone()))
             return

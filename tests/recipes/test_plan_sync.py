@@ -39,6 +39,13 @@ def test_plan_sync_prints_the_bytes_of_each_mode(qwen3_30b, capsys):
     assert rows["sliced"][-1] == "0.09"
 
 
+def test_plan_sync_of_a_family_with_stacks_alone_sends_slices_and_no_own_experts(capsys):
+    assert main(["--model", "gpt-oss-20b", "--world", "64", "--ep", "32", "--rollout-tp", "8", "--rollout-ep"]) == 0
+    rows = _rows(capsys.readouterr().out)
+    assert rows.keys() == {"full", "sliced"}
+    assert rows["sliced"][:3] == ["5.23", "0.65", "5.23"]
+
+
 def test_plan_sync_of_a_standalone_rollout_has_nothing_of_its_own(qwen3_30b, capsys):
     assert main(["--model", qwen3_30b, "--world", "16", "--ep", "8", "--rollout-tp", "4", "--standalone", "8"]) == 0
     assert _rows(capsys.readouterr().out)["sliced"][:4] == ["15.29", "0.00", "15.29", "15.29"]

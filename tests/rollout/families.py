@@ -7,10 +7,11 @@ from typing import Any
 import torch
 import transformers
 
+from epfsdp2.rollout.layout.vllm_layout import known_families
 from tests.rollout.served_families import SERVED
 from tests.support.models import save_random
 
-__all__ = ["DENSE", "FAMILIES", "Family", "config_of", "model_on_meta", "save"]
+__all__ = ["DENSE", "FAMILIES", "Family", "config_of", "known", "model_on_meta", "save"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Family:
 _WIDE = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 # Its configs may also have these by layer.
 _BY_LAYER = {"moe_intermediate_size": [64, 64], "moe_topk": [2, 2], "num_shared_expert": [1, 1]}
+_FOUR_KEYS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 
 FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(),
@@ -39,6 +41,13 @@ FAMILIES: dict[str, Family] = {
     "dots1": Family(),
     "mixtral": Family(),
     "minimax_m2": Family(may_be_tied=False),
+    "deepseek_v3": Family(may_be_tied=False),
+    "deepseek_v3_latent": Family(may_be_tied=False),
+    # Its full attention has other heads, whose keys are values too.
+    "gemma4": Family({"attention_k_eq_v": True, "global_head_dim": 64, "num_global_key_value_heads": 1}),
+    "gpt_oss": Family({"num_key_value_heads": 4}, may_be_tied=False),
+    "qwen3_next": Family(_FOUR_KEYS, may_be_tied=False),
+    "qwen3_5_moe": Family(_FOUR_KEYS),
     "ernie4_5_moe": Family(),
     "hunyuan_v1_moe": Family(_BY_LAYER),
     "qwen3": Family(),
@@ -51,6 +60,11 @@ def config_of(family: str, **overrides: Any) -> Any:
     """Return the config of a family's tiny model."""
     served = SERVED[family].family
     return getattr(transformers, served.config)(**{**served.sizes, **FAMILIES[family].sizes, **overrides})
+
+
+def known(family: str) -> bool:
+    """Tell whether the family's layout in the installed vLLM is known."""
+    return config_of(family).model_type in known_families()
 
 
 def model_on_meta(config: Any) -> Any:

@@ -1,7 +1,7 @@
 """A tiny random model of every family that vLLM's CPU build runs and of two dense ones, with vLLM's settings."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -185,6 +185,7 @@ SERVED: dict[str, Served] = {
         _of("Qwen3_5Moe", config="Qwen3_5MoeTextConfig", **_QWEN, **_LINEAR),
         dtype="bfloat16",
         environment=_TORCHVISION,
+        broken={"0.24": "it has no class of its text model alone"},
     ),
     "qwen3_vl_moe": Served(
         Family(
@@ -219,6 +220,11 @@ SERVED: dict[str, Served] = {
         environment=_TORCHVISION,
     ),
 }
+# With the attention that GPUs have; vLLM's CPU build has it since 0.29.
+_NO_LATENT = "its CPU build has no latent attention"
+SERVED["deepseek_v3_latent"] = replace(
+    SERVED["deepseek_v3"], environment={}, broken={"0.24": _NO_LATENT, "0.27": _NO_LATENT}
+)
 
 
 def build(name: str) -> Any:

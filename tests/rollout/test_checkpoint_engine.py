@@ -112,7 +112,7 @@ def _taken(received):
     whole, slices = {}, {}
     for name, values in received:
         if is_slice(name):
-            parameter, corner = parse_slice(name)
+            parameter, corner, _ = parse_slice(name)
             slices.setdefault(parameter, []).append((corner, values.clone()))
         else:
             whole[name] = values

@@ -94,7 +94,8 @@ def test_published_messages_are_received_unchanged(together):
         vllm_layout.TensorSpec("a", (4, 2, 3), 2, (cut, ShardStep(1, "ep_fsdp", 2))),
         vllm_layout.TensorSpec("b", (), 4),
     )
-    heads, dtypes = vllm_layout.Heads(4, 2, 8, "qwen3_moe"), (("a", torch.bfloat16), ("b", torch.float32))
+    heads = vllm_layout.Heads(4, 2, 8, "gemma4_text", layers=((2, 8, False), (1, 16, True)))
+    dtypes = (("a", torch.bfloat16), ("b", torch.float32))
     sharded = remote_sync.ShardedModel(tensors, dtypes, ("layers.0",), Topology.arrange(8, 2, 4), heads)
     chunks = [remote_sync._Chunk("a", torch.float32, (4, 2), 0, 16, 32)]
     messages = {

@@ -52,6 +52,12 @@ def test_choose_mode_returns_mode_and_reason(requested, family, config, mode, re
     assert found == mode and reason in why and bool(reason) == bool(why)
 
 
+def test_own_experts_can_not_be_sent_to_a_family_with_stacks_alone():
+    assert choose_mode("auto", EP2, "gpt_oss") == ("sliced", "")
+    with pytest.raises(SettingError, match="actor_rollout_ref.model=gpt_oss: its checkpoints have experts as stacks"):
+        choose_mode("expert_local", EP2, "gpt_oss")
+
+
 def test_choose_mode_reads_verls_dataclass_like_a_mapping():
     verls = RolloutConfig(name="vllm", tensor_model_parallel_size=2, engine_kwargs={"vllm": {}})
     assert rollout_of(verls) == Rollout(2)

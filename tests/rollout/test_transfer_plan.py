@@ -10,6 +10,7 @@ from hypothesis import given, settings
 
 from epfsdp2.engine.topology.index_ranges import IndexRange, ShardStep, shard_range
 from epfsdp2.engine.topology.mesh import Topology
+from epfsdp2.rollout.layout.slice_names import named_values, parse_slice
 from epfsdp2.rollout.layout.transfer_plan import Targets, make_transfer_plan
 from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, TensorSpec, target_slices
 from tests.support.plans import problems
@@ -248,3 +249,35 @@ def test_target_slices_name_a_tensor_parallel_size_that_divides_no_heads():
     tensor = TensorSpec("model.layers.0.self_attn.k_proj.weight", (18, 8), 2)
     with pytest.raises(ValueError, match="self_attn.k_proj.weight has 6 heads, which tensor parallelism 4"):
         target_slices(tensor, Rollout(4), 0, Heads(12, 6, 3))
+
+
+def test_a_block_that_a_worker_keeps_twice_is_sent_once():
+    """Gemma 4's full attention, whose keys are values too: one of its two heads on each of two workers."""
+    heads = Heads(4, 2, 6, "gemma4_text", layers=((2, 6, False), (2, 12, True)))
+    keys = TensorSpec("model.layers.1.self_attn.k_proj.weight", (24, 20), 2, (ShardStep(dim=0, axis="fsdp", parts=2),))
+    parts = target_slices(keys, Rollout(2), 1, heads)
+    assert [(part.block.low, part.block.high, part.at) for part in parts] == [
+        ((12, 0), (24, 20), (24, 0)),
+        ((12, 0), (24, 20), (36, 0)),
+    ]
+    plan, _ = _plan([keys], Topology.arrange(2, 1), Rollout(2), heads, Targets(2), "sliced", 1 << 20)
+    assert plan.needed == {0: 480, 1: 480}
+    names = [parse_slice(name)[:2] for name, _ in named_values(parts[0].block, torch.zeros(12, 20), parts)]
+    assert names == [("model.layers.1.self_attn.qkv_proj.weight", (at, 0)) for at in (24, 36)]
+
+
+def test_parts_of_transposed_experts_are_named_by_their_place_in_vllms():
+    """gpt-oss: ``[E, D, 2 I]`` of the trainer, in blocks of any size, is ``[E, 2 I / tp, D]`` of a worker."""
+    heads, values = Heads(4, 4, 6, "gpt_oss"), torch.arange(3 * 4 * 8).view(3, 4, 8)
+    stack = TensorSpec("model.layers.0.mlp.experts.gate_up_proj", (3, 4, 8), 2)
+    (part,) = slices = target_slices(stack, Rollout(2), 1, heads)
+    assert part.end == (3, 4, 4)
+    placed = torch.zeros(3, 4, 4, dtype=values.dtype)
+    for block in [IndexRange((e, 0, c), (e + 1, 4, c + 3 if c < 6 else 8)) for e in range(3) for c in (0, 3, 6)]:
+        for name, found in named_values(block, values[block.slices], slices):
+            parameter, corner, form = parse_slice(name)
+            assert (parameter, form) == ("model.layers.0.mlp.experts.w13_weight", "transposed")
+            found = found.transpose(-1, -2)
+            at = tuple(slice(low, low + size) for low, size in zip(corner, found.shape, strict=True))
+            placed[at] = found
+    assert torch.equal(placed, values[:, :, 4:].transpose(1, 2))

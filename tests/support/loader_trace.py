@@ -8,7 +8,7 @@ model.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from epfsdp2.engine.model import hf_names
 from epfsdp2.engine.model.hf_convert import storage_id
 from epfsdp2.engine.topology.index_ranges import IndexRange
-from epfsdp2.rollout.layout.vllm_layout import TargetSlice, TensorSpec
+from epfsdp2.rollout.layout.specs import SliceForm, TargetSlice, TensorSpec
 
 __all__ = ["LoaderTracer", "View", "checkpoint_views", "merge_slices"]
 
@@ -53,7 +53,7 @@ def checkpoint_views(model: Any, tensors: Iterable[TensorSpec]) -> list[View]:
 
 
 class LoaderTracer(TorchDispatchMode):
-    """Records every copy of a view into a parameter instead of executing it.
+    """Records every copy of a view into a parameter instead of executing it; copies of a view stand for the view.
 
     Args:
         views: the checkpoint tensors (``checkpoint_views``).
@@ -66,6 +66,7 @@ class LoaderTracer(TorchDispatchMode):
         self._tensors = {view.tensor: torch.empty(view.shape, device="meta") for view in views}
         # Keyed by storage, since ``parameter.data`` in a loader is another tensor of the same storage.
         self._sources = {storage_id(tensor): (name, tensor) for name, tensor in self._tensors.items()}
+        self._zeroed: set[int] = set()
         self._targets: dict[int, tuple[str, torch.Tensor]] = {}
         for name, tensor in parameters.items():  # a parameter with several names gets the first
             self._targets.setdefault(storage_id(tensor), (name, tensor))
@@ -81,6 +82,11 @@ class LoaderTracer(TorchDispatchMode):
         return {name: merge_slices(slices) for name, slices in self._slices.items()}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.clone.default and storage_id(args[0]) in self._sources:
+            return args[0]
+        if func is torch.ops.aten.zero_.default and storage_id(args[0]) in self._sources:
+            self._zeroed.add(storage_id(args[0]))
+            return args[0]
         if func is not torch.ops.aten.copy_.default:
             return func(*args, **(kwargs or {}))
         target, source = args[:2]
@@ -97,18 +103,21 @@ class LoaderTracer(TorchDispatchMode):
         block, dims = _box(tensor.shape, source)
         target_block, target_dims = _box(whole.shape, target)
         dropped = tensor.dim() - whole.dim()
-        if dropped < 0 or math.prod(tensor.shape[:dropped]) != 1 or dims != tuple(d + dropped for d in target_dims):
+        wanted = tuple(d + dropped for d in target_dims)
+        is_transposed = dims == (*wanted[:-2], *reversed(wanted[-2:])) != wanted
+        if dropped < 0 or math.prod(tensor.shape[:dropped]) != 1 or not (is_transposed or dims == wanted):
             raise ValueError(
                 f"a loader permutes dims of {name} {list(tensor.shape)} for {parameter} {list(whole.shape)}."
             )
-        self._slices.setdefault(name, set()).add(TargetSlice(block, parameter, target_block.low))
+        form: SliceForm = "zeros" if storage_id(source) in self._zeroed else "transposed" if is_transposed else ""
+        self._slices.setdefault(name, set()).add(TargetSlice(block, parameter, target_block.low, form))
         return target
 
 
 def merge_slices(slices: Iterable[TargetSlice]) -> list[TargetSlice]:
     """Merge slices that are adjacent in both tensor and parameter; returns them sorted."""
     found = sorted(slices, key=lambda n: (n.parameter, n.block))
-    for dim in reversed(range(len(found[0].at) if found else 0)):
+    for dim in reversed(range(len(found[0].block.low) if found else 0)):
         # In this order, slices that are adjacent along ``dim`` follow one another.
         found.sort(key=lambda n: (n.parameter, n.block.low[:dim] + n.block.low[dim + 1 :], n.block.low[dim]))
         kept: list[TargetSlice] = []
@@ -116,7 +125,7 @@ def merge_slices(slices: Iterable[TargetSlice]) -> list[TargetSlice]:
             if kept and _continues(kept[-1], part, dim):
                 last = kept[-1]
                 block = last.block.with_dim(dim, last.block.low[dim], part.block.high[dim])
-                kept[-1] = TargetSlice(block, part.parameter, last.at)
+                kept[-1] = replace(last, block=block)
             else:
                 kept.append(part)
         found = kept
@@ -124,10 +133,9 @@ def merge_slices(slices: Iterable[TargetSlice]) -> list[TargetSlice]:
 
 
 def _continues(first: TargetSlice, second: TargetSlice, dim: int) -> bool:
-    size = first.block.high[dim] - first.block.low[dim]
+    steps = [size if d == dim else 0 for d, size in enumerate(first.block.shape)]
     block = first.block.with_dim(dim, first.block.high[dim], second.block.high[dim])
-    at = (*first.at[:dim], first.at[dim] + size, *first.at[dim + 1 :])
-    return first.parameter == second.parameter and block == second.block and at == second.at
+    return replace(first, block=block, at=first.moved(steps)) == second
 
 
 def _box(shape: Sequence[int], view: torch.Tensor) -> tuple[IndexRange, tuple[int, ...]]:

@@ -107,7 +107,7 @@ def save_random(model: nn.Module, folder: Path, seed: int) -> Path:
         for param in model.parameters():
             param.normal_(std=0.1) if param.dim() > 1 else param.uniform_(0.5, 1.5)
         for name, buffer in model.named_buffers():
-            if "correction_bias" in name:
+            if name.endswith(("correction_bias", "layer_scalar")):
                 buffer.uniform_(-0.1, 0.1)
     model.save_pretrained(folder)
     return folder

@@ -123,12 +123,16 @@ class Engine:
         )
         # One thread, so that calls come one after the other; the first waits for the engine.
         self._calls = concurrent.futures.ThreadPoolExecutor(1)
-        self._connection = self._calls.submit(self._accept).result(timeout=240)
+        try:
+            self._connection = self._calls.submit(self._accept).result(timeout=540)
+        except Exception:
+            self.stop()
+            raise
 
     def _accept(self):
         socket = self._listener._listener._socket
         socket.settimeout(1)
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + 500
         while True:
             try:
                 connection = self._listener.accept()

@@ -1,0 +1,200 @@
+"""Rules by which vLLM shards a tensor: what of it a tensor-parallel rank keeps, and where in which parameter.
+
+Which rule holds for which name stands in ``vllm_layout.py``.
+
+Sources: vLLM ``model_executor/layers/linear.py``, ``vocab_parallel_embedding.py``, ``fused_moe/routed_experts.py``,
+``fused_moe/expert_map_manager.py``, ``mamba/gdn/qwen_gdn_linear_attn.py``, ``model_executor/models/deepseek_v2.py``,
+``gpt_oss.py``.
+"""
+
+from collections.abc import Callable, Iterable
+
+from ...engine.topology.index_ranges import IndexRange
+from .specs import Heads, SliceForm, TargetSlice, TensorSpec
+
+__all__ = [
+    "Rule",
+    "attention_norm",
+    "columns",
+    "compressions",
+    "down_experts",
+    "gate_or_up",
+    "gate_up_experts",
+    "linear_gate_or_decay",
+    "linear_output_gate",
+    "linear_qkv",
+    "own_experts",
+    "padded_vocabulary",
+    "qkv_projection",
+    "row_parallel",
+    "transposed_experts",
+    "transposed_experts_bias",
+    "vocabulary",
+    "without_first_dim",
+]
+
+# Takes a tensor, the tensor-parallel size and rank, the model's heads, and the group that its name's pattern found.
+Rule = Callable[[TensorSpec, int, int, Heads, str], Iterable[TargetSlice]]
+
+_VLLM_EXPERTS = {
+    "gate_up_proj": "w13_weight",
+    "down_proj": "w2_weight",
+    "gate_up_proj_bias": "w13_bias",
+    "down_proj_bias": "w2_bias",
+}
+
+
+def padded_vocabulary(rows: int) -> int:
+    """Return the rows of a vocabulary in vLLM, which pads it (``DEFAULT_VOCAB_PADDING_SIZE``)."""
+    return -(-rows // 64) * 64
+
+
+def _part(tensor: TensorSpec, dim: int, tp: int, rank: int, within: tuple[int, int] | None = None) -> IndexRange:
+    """Return the rank's part of ``within = (start, stop)`` along ``dim``; ``within`` defaults to the whole dim."""
+    start, stop = within or (0, tensor.shape[dim])
+    size, rest = divmod(stop - start, tp)
+    if rest:
+        raise ValueError(
+            f"{tensor.name} has {stop - start} along dim {dim}, which tensor parallelism {tp} does not divide."
+        )
+    return IndexRange.of(tensor.shape).with_dim(dim, start + rank * size, start + (rank + 1) * size)
+
+
+def _at(tensor: TensorSpec, dim: int = 0, offset: int = 0) -> tuple[int, ...]:
+    return tuple(offset if d == dim else 0 for d in range(len(tensor.shape)))
+
+
+def columns(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
+    """A column-parallel weight, or anything else that is sharded along its first dim."""
+    return [TargetSlice(_part(tensor, 0, tp, rank), tensor.name, _at(tensor))]
+
+
+def row_parallel(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
+    return [TargetSlice(_part(tensor, 1, tp, rank), tensor.name, _at(tensor))]
+
+
+def vocabulary(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
+    rows = tensor.shape[0]
+    each = padded_vocabulary(rows) // tp
+    block = IndexRange.of(tensor.shape).with_dim(0, min(rank * each, rows), min((rank + 1) * each, rows))
+    return [TargetSlice(block, tensor.name, _at(tensor))]
+
+
+def gate_or_up(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
+    name = tensor.name.replace(f"{kind}_proj", "gate_up_proj")
+    offset = tensor.shape[0] // tp if kind == "up" else 0
+    return [TargetSlice(_part(tensor, 0, tp, rank), name, _at(tensor, 0, offset))]
+
+
+def without_first_dim(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
+    return [TargetSlice(IndexRange.of(tensor.shape), tensor.name, _at(tensor)[1:])]
+
+
+# Attention
+
+
+def _heads_of(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> tuple[IndexRange, int]:
+    """Return the rows of the rank's heads of this kind, and how many rows precede them in the fused parameter."""
+
+    def of(total: int) -> tuple[int, int]:
+        """Return the first head of this rank and the number of its heads."""
+        if total % tp and tp % total:
+            raise ValueError(f"{tensor.name} has {total} heads, which tensor parallelism {tp} does not divide.")
+        each = max(1, total // tp)
+        return (rank * each if total >= tp else rank * total // tp), each
+
+    counts = {"q": of(heads.queries), "k": of(heads.keys), "v": of(heads.keys)}
+    before = {"q": 0, "k": counts["q"][1], "v": counts["q"][1] + counts["k"][1]}
+    first, each = counts[kind]
+    return IndexRange.of(tensor.shape).with_dim(0, first * heads.dim, (first + each) * heads.dim), before[
+        kind
+    ] * heads.dim
+
+
+def qkv_projection(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
+    """vLLM's fused parameter holds queries, keys and values one after the other."""
+    block, before = _heads_of(tensor, tp, rank, heads, kind)
+    name = tensor.name.replace(f"{kind}_proj", "qkv_proj")
+    found = [TargetSlice(block, name, _at(tensor, 0, before))]
+    if kind == "k" and heads.values_are_keys:
+        found.append(TargetSlice(block, name, _at(tensor, 0, before + block.shape[0])))
+    return found
+
+
+def attention_norm(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
+    """A norm over the full width of queries or keys is sharded by heads."""
+    return [TargetSlice(_heads_of(tensor, tp, rank, heads, kind)[0], tensor.name, _at(tensor))]
+
+
+def compressions(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
+    """Latent attention's first projections are replicated; vLLM may store that of queries above the other."""
+    offset = heads.query_rank if kind.startswith("kv") else 0
+    name = tensor.name.replace(kind, "fused_qkv_a_proj") if heads.query_rank else tensor.name
+    return [TargetSlice(IndexRange.of(tensor.shape), name, _at(tensor, 0, offset))]
+
+
+# Linear attention
+
+
+def linear_qkv(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
+    """Queries, keys and values are stored one after the other; each is sharded by itself."""
+    keys, name = heads.linear_keys, tensor.name.replace("in_proj_qkv.", "in_proj_qkvz.")
+    borders = (0, keys, 2 * keys, tensor.shape[0])
+    parts = [_part(tensor, 0, tp, rank, span) for span in zip(borders, borders[1:], strict=False)]
+    return [TargetSlice(part, name, _at(tensor, 0, at // tp)) for part, at in zip(parts, borders, strict=False)]
+
+
+def linear_output_gate(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
+    """vLLM stores the gate, as wide as the values, below queries, keys and values."""
+    name = tensor.name.replace("in_proj_z", "in_proj_qkvz")
+    return [
+        TargetSlice(_part(tensor, 0, tp, rank), name, _at(tensor, 0, (2 * heads.linear_keys + tensor.shape[0]) // tp))
+    ]
+
+
+def linear_gate_or_decay(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
+    """vLLM stores the decay below the gate."""
+    name = tensor.name.replace(f"in_proj_{kind}", "in_proj_ba")
+    return [TargetSlice(_part(tensor, 0, tp, rank), name, _at(tensor, 0, (kind == "a") * tensor.shape[0] // tp))]
+
+
+# Experts
+
+
+def _experts_name(tensor: TensorSpec) -> str:
+    module, _, own = tensor.name.rpartition(".")
+    return f"{module}.{_VLLM_EXPERTS[own]}"
+
+
+def own_experts(tensor: TensorSpec, workers: int, worker: int, is_transposed: bool) -> list[TargetSlice]:
+    """Return what a worker keeps under expert parallelism: whole experts in linear order."""
+    each, more = divmod(tensor.shape[0], workers)
+    first = worker * each + min(worker, more)
+    block = IndexRange.of(tensor.shape).with_dim(0, first, first + each + (worker < more))
+    form: SliceForm = "transposed" if is_transposed and len(tensor.shape) == 3 else ""
+    return [TargetSlice(block, _experts_name(tensor), _at(tensor), form)]
+
+
+def gate_up_experts(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
+    half = tensor.shape[1] // 2
+    gate = _part(tensor, 1, tp, rank, (0, half))
+    up = _part(tensor, 1, tp, rank, (half, 2 * half))
+    name = _experts_name(tensor)
+    return TargetSlice(gate, name, _at(tensor)), TargetSlice(up, name, _at(tensor, 1, half // tp))
+
+
+def down_experts(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
+    return [TargetSlice(_part(tensor, 2, tp, rank), _experts_name(tensor), _at(tensor))]
+
+
+def transposed_experts(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
+    """``[E, D, 2 I]``, gate and up column by column, and ``[E, I, D]``, which vLLM stores with outputs as rows."""
+    part = _part(tensor, 2 if kind == "gate_up_proj" else 1, tp, rank)
+    return [TargetSlice(part, _experts_name(tensor), _at(tensor), "transposed")]
+
+
+def transposed_experts_bias(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
+    """Of the bias of outputs, which the ranks' results are added up to, all ranks but the first hold zeros."""
+    if kind == "gate_up_proj_bias":
+        return [TargetSlice(_part(tensor, 1, tp, rank), _experts_name(tensor), _at(tensor))]
+    return [TargetSlice(IndexRange.of(tensor.shape), _experts_name(tensor), _at(tensor), "zeros" if rank else "")]

@@ -1,0 +1,159 @@
+"""The terms in which layouts are described: tensors, sizes, and blocks of tensors in a worker's parameters."""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+from ...engine.topology.index_ranges import IndexRange, ShardStep
+
+__all__ = ["Heads", "Rollout", "SliceForm", "TargetSlice", "TensorSpec", "TrainerTopology"]
+
+# What a worker does with the values of a block before it stores them: nothing, it swaps the last two dims, or it stores
+# as many zeros.
+SliceForm = Literal["", "transposed", "zeros"]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, global shape and sharding of a trainer tensor; fused experts are ``[E, 2 I, D]`` and ``[E, D, I]``.
+
+    Args:
+        itemsize: bytes per element in the dtype in which it is sent.
+        cuts: sharding steps over the trainer's mesh axes, outermost first.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    cuts: tuple[ShardStep, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return IndexRange.of(self.shape).numel * self.itemsize
+
+
+class TrainerTopology(Protocol):
+    """The part of ``engine.topology.mesh.Topology`` that planning a transfer uses."""
+
+    @property
+    def world(self) -> int: ...
+
+    @property
+    def dp_replicate(self) -> int: ...
+
+    @property
+    def fsdp(self) -> int: ...
+
+    def coordinate(self, fsdp_rank: int) -> Mapping[str, int]: ...
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The parallel sizes of one rollout replica.
+
+    Args:
+        expert_parallel: vLLM's ``enable_expert_parallel``, which spreads experts over all ``tp * dp`` workers.
+    """
+
+    tp: int = 1
+    dp: int = 1
+    expert_parallel: bool = False
+
+    @property
+    def workers(self) -> int:
+        """Number of workers in a replica."""
+        return self.tp * self.dp
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether each worker keeps the whole model."""
+        return self.tp == 1 and not self.expert_parallel
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Sizes of a model's attention by which vLLM shards it, and its family (``model_type``), which may have own rules.
+
+    Args:
+        queries: query heads; two for each where a gate of its output is stored beside it.
+        keys: key-value heads.
+        dim: rows of a head.
+        values_are_keys: whether vLLM stores the keys' weights as those of the values too.
+        layers: ``(keys, dim, values_are_keys)`` of each layer, where layers differ.
+        query_rank: rows of the queries' compression, where vLLM stores that of keys and values below it in the same
+            parameter; 0 elsewhere.
+        linear_keys: rows of the keys of linear attention.
+    """
+
+    queries: int
+    keys: int
+    dim: int
+    family: str = ""
+    values_are_keys: bool = False
+    layers: tuple[tuple[int, int, bool], ...] = ()
+    query_rank: int = 0
+    linear_keys: int = 0
+
+    @classmethod
+    def of(cls, config: Any) -> "Heads":
+        """Read them from a Hugging Face text config."""
+        queries = config.num_attention_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // queries
+        heads = cls(queries, getattr(config, "num_key_value_heads", None) or queries, dim, config.model_type)
+        if getattr(config, "linear_num_key_heads", None):
+            gated = getattr(config, "attn_output_gate", True)
+            keys = config.linear_num_key_heads * config.linear_key_head_dim
+            return replace(heads, queries=queries * (1 + gated), linear_keys=keys)
+        if getattr(config, "global_head_dim", None):
+            return replace(heads, layers=tuple(_sizes_of_layer(heads, config, kind) for kind in config.layer_types))
+        # vLLM fuses these for its latent attention, which this variable turns off.
+        if getattr(config, "kv_lora_rank", None) and not int(os.environ.get("VLLM_MLA_DISABLE", "0")):
+            return replace(heads, query_rank=getattr(config, "q_lora_rank", None) or 0)
+        return heads
+
+    def of_layer(self, name: str) -> "Heads":
+        """Return the sizes of the layer that the tensor ``name`` belongs to."""
+        number = _LAYER.search(name)
+        if number is None or not self.layers:
+            return self
+        keys, dim, values_are_keys = self.layers[int(number[1])]
+        return replace(self, keys=keys, dim=dim, values_are_keys=values_are_keys, layers=())
+
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def _sizes_of_layer(heads: Heads, config: Any, kind: str) -> tuple[int, int, bool]:
+    """Return ``(keys, dim, values_are_keys)`` of a layer of Gemma 4."""
+    if kind != "full_attention":
+        return heads.keys, heads.dim, False
+    if config.attention_k_eq_v:
+        return config.num_global_key_value_heads or heads.keys, config.global_head_dim, True
+    return heads.keys, config.global_head_dim, False
+
+
+@dataclass(frozen=True)
+class TargetSlice:
+    """A block of a trainer tensor and its position in a worker's parameter, whose index ``at`` is the block's corner.
+
+    ``at`` is shorter than the block's shape where the parameter lacks leading dims of size 1.
+    """
+
+    block: IndexRange
+    parameter: str
+    at: tuple[int, ...]
+    form: SliceForm = ""
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """The position in the parameter where the block ends, exclusive in each dim."""
+        return self.moved(self.block.shape)
+
+    def moved(self, by: Sequence[int]) -> tuple[int, ...]:
+        """Return ``at``, moved by as much as ``by`` says in the dims of the trainer's tensor."""
+        steps = list(by[len(by) - len(self.at) :])
+        if self.form == "transposed":
+            steps[-2:] = reversed(steps[-2:])
+        return tuple(low + step for low, step in zip(self.at, steps, strict=True))

@@ -1,5 +1,5 @@
 """Writes what is made from other files: conf/engine/epfsdp2.yaml, and of docs/ settings.md, compatibility.md,
-architecture.md and loop.svg.
+families.md, architecture.md and loop.svg.
 
 python docs/generate.py            # write them
 python docs/generate.py --check    # status 1 where one is not what would be written
@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
 from draw_loop import loop  # noqa: E402
+from family_table import families_page  # noqa: E402
 from import_graph import architecture  # noqa: E402
 
 from epfsdp2.engine.declared.derived import as_yaml  # noqa: E402
@@ -165,6 +166,7 @@ PAGES = {
     _YAML: settings_yaml,
     "docs/settings.md": settings_page,
     "docs/compatibility.md": features_page,
+    "docs/families.md": families_page,
     "docs/architecture.md": architecture,
     "docs/loop.svg": loop,
 }

@@ -117,7 +117,7 @@ FEATURES = (
         "[sequence parallelism](engine.md#sequence-parallelism)",
         "Ulysses for any family on transformers' attention interface: full, sliding, MLA, sinks; linear attention and "
         "state spaces; images; with every `ep`, HSDP, the critic, replay",
-        "padded batches; an indexer that chooses keys (GLM-MoE-DSA, DeepSeek-V4)",
+        "padded batches; an indexer that chooses keys (GLM-MoE-DSA, DeepSeek-V4); Llama 4",
         (
             "engine/test_ulysses.py::test_every_family_equals_the_plain_model",
             "engine/test_shared_mixers.py::test_a_family_that_carries_a_state_equals_the_plain_model",
@@ -129,7 +129,8 @@ FEATURES = (
     Feature(
         "[router replay](engine.md#router-replay)",
         "R2 and R3, with every checkpointing",
-        "padded batches; R2 with bypass mode; phimoe (no `topk`), ERNIE-4.5-VL (two experts modules in a layer)",
+        "padded batches; R2 with bypass mode; phimoe (no `topk`), ERNIE-4.5-VL (two experts modules in a "
+        "layer), Llama 4 (one expert for each token)",
         (
             "engine/test_router_replay.py::test_replay_of_every_family_takes_the_recorded_routes",
             "engine/test_router_replay.py::test_replay_of_unusable_routes_raises",
@@ -239,9 +240,9 @@ FEATURES = (
     ),
     Feature(
         "models",
-        "every Mixture-of-Experts on transformers' experts interface ([parity](../benchmarks/results/parity.md))",
-        "experts outside that interface (llama4, granitemoe, dbrx, ...) without `expert_plan`; liger; tiled MLP; "
-        "multi-token prediction",
+        "every Mixture-of-Experts on transformers' experts interface, Llama 4 and Granite ([each](families.md))",
+        "experts outside that interface (dbrx, jetmoe, ...) that [nobody has added](new_family.md); liger; "
+        "tiled MLP; multi-token prediction",
         (
             "parity/test_parity.py::test_every_family_equals_the_plain_model",
             "engine/test_refused_families.py::test_a_family_outside_the_interface_is_refused_with_a_reason",

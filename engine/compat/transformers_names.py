@@ -3,6 +3,7 @@
 Read in transformers 5.9.0, 5.12.1 and 5.23.0.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from .private_names import look_up
 
 __all__ = [
     "ALL_EXPERTS_FUNCTIONS",
+    "RENAMED",
     "Transpose",
     "WeightConverter",
     "WeightRenaming",
@@ -24,6 +26,7 @@ __all__ = [
     "no_init_weights",
     "renamed",
     "revert_weight_conversion",
+    "use_experts_implementation",
 ]
 
 _find = partial(look_up, known="5.9 to 5.23")
@@ -33,11 +36,16 @@ ALL_EXPERTS_FUNCTIONS = _find("transformers.integrations.moe:ALL_EXPERTS_FUNCTIO
 Transpose = _find(f"{_LOADING}:Transpose")
 WeightConverter = _find(f"{_LOADING}:WeightConverter")
 WeightRenaming = _find(f"{_LOADING}:WeightRenaming")
+use_experts_implementation = _find("transformers.integrations.moe:use_experts_implementation")
 dot_natural_key = _find(f"{_LOADING}:dot_natural_key")
 no_init_weights = _find("transformers.initialization:no_init_weights")
 _get_mapping = _find("transformers.conversion_mapping:get_model_conversion_mapping")
 _revert = _find(f"{_LOADING}:revert_weight_conversion")
 _rename_source_key = _find(f"{_LOADING}:rename_source_key")
+
+
+RENAMED = "_epfsdp2_renamed"
+"""Attribute of a model: the ends of its parameters' names by those that transformers gives them, where they differ."""
 
 
 def renamed(
@@ -54,13 +62,17 @@ def renamed(
 
 
 def get_model_conversion_mapping(model: nn.Module, **kwargs: Any) -> list[Any]:
-    """transformers' weight converters and renamings for a model, sharded or not."""
-    return _get_mapping(_unsharded(model), **kwargs)
+    """transformers' weight converters and renamings for a model, sharded or not, and those of its own."""
+    own = [WeightRenaming(re.escape(old), new) for old, new in getattr(model, RENAMED, {}).items()]
+    return [*_get_mapping(_unsharded(model), **kwargs), *own]
 
 
 def revert_weight_conversion(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A checkpoint's tensors of those of a model, sharded or not."""
-    return _revert(_unsharded(model), state)
+    reverted: dict[str, torch.Tensor] = _revert(_unsharded(model), state)
+    for old, new in getattr(model, RENAMED, {}).items():
+        reverted = {n.removesuffix(new) + old if n.endswith(new) else n: t for n, t in reverted.items()}
+    return reverted
 
 
 def _unsharded(model: nn.Module) -> nn.Module:

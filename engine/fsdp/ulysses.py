@@ -87,7 +87,7 @@ def heads_to_split(model: Any) -> int:
         raise UnsupportedModelError(f"{name}: {mixers.why_not}.")
     choosing = sorted({type(m).__name__ for fqn, m in mixers.others.items() if fqn in attention_modules(model)})
     if choosing:
-        raise UnsupportedModelError(f"{' and '.join(choosing)} of {name} looks at the keys of a whole row.")
+        raise UnsupportedModelError(f"{' and '.join(choosing)} of {name} takes whole sequences.")
     return math.gcd(config.num_attention_heads, *(getattr(config, "num_attention_heads_per_layer", None) or ()))
 
 

@@ -6,8 +6,10 @@ How vLLM cuts a family's weights is in ``rollout/layout/vllm_layout.py``.
 __all__ = [
     "FUSED_IN_VLLM",
     "IMAGES_UNSUPPORTED",
+    "KNOWN_AS",
     "NOT_BY_TOPK",
     "NOT_CAUSAL",
+    "PLACES_AS_POSITIONS",
     "READ_WITHOUT_A_CALL",
     "UNPACKED_WITH_FLASH",
 ]
@@ -18,6 +20,13 @@ IMAGES_UNSUPPORTED = {
 }
 """Families whose images would be computed otherwise than in transformers, and why."""
 
+_BAILING = "a module of your own (docs/new_family.md): of Ling's families transformers has bailing_hybrid alone"
+KNOWN_AS = {
+    "kimi_k2": 'a copy of the folder whose config.json says "model_type": "deepseek_v3", the same architecture',
+    **dict.fromkeys(("bailing_moe", "bailing_moe_linear", "bailing_moe_v2"), _BAILING),
+}
+"""``model_type`` of checkpoints that bring code of their own, for which transformers has no class -> what works."""
+
 NOT_BY_TOPK = {"phimoe": "its routers choose by a maximum, and another one over what is left."}
 """Families whose routes can't be replayed, and why."""
 
@@ -25,6 +34,10 @@ NOT_CAUSAL = {
     "diffusion_gemma": "its logits are of a canvas of tokens that is denoised, not of the next token.",
 }
 """Families that give a response no log-probs, and why."""
+
+PLACES_AS_POSITIONS = {"Llama4TextAttention": {"attn_temperature_tuning": True, "use_rope": 0}}
+"""Class of an attention that scales queries by their place in what it is handed, whatever their position -> its
+attributes where it does. In a packed row such a module has to be called once for each sequence."""
 
 READ_WITHOUT_A_CALL = {("DeepseekV2Moe", "gate")}
 """Class and child whose weight the class reads without calling it; FSDP gathers it only when it is called."""

@@ -26,6 +26,7 @@ from transformers import (
 
 from ..compat.transformers_names import no_init_weights
 from ..errors import SettingError, listed
+from ..moe.outside.families import prepare
 from ..topology.dtensor import local_tensor
 
 __all__ = [
@@ -54,6 +55,7 @@ def build_on_meta(
 
     Computed buffers (rotary frequencies) are in no checkpoint, so they must keep their values. No parameter beyond
     ``_SMALL`` elements is allocated. Modules that the class always keeps in float32 are, as by ``from_pretrained``.
+    Families outside transformers' experts interface that are known are brought onto it.
 
     Args:
         auto_class: a transformers auto class, e.g. ``AutoModelForCausalLM``.
@@ -61,6 +63,7 @@ def build_on_meta(
     """
     with _parameters_on_meta(), no_init_weights(), _PoisonEmpty():
         model = auto_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    prepare(model)
     kept = kept_in_float32(model)
     for module_name, module in model.named_modules():
         for tensors in (module._parameters, module._buffers):

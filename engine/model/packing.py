@@ -34,7 +34,7 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..wrap_forward import wrap_forward
-from .families import UNPACKED_WITH_FLASH
+from .families import PLACES_AS_POSITIONS, UNPACKED_WITH_FLASH
 from .layers import attention_modules, decoder_layers
 from .packed_attention import HANDLE, LENGTHS, NAME, PackedAttention, PackedMask, Span, hand_lengths, spans_of
 from .shared_mixers import SharedMixers, kernel_argument
@@ -76,7 +76,8 @@ def find_mixers(model: Any) -> Mixers:
     for layer in decoder_layers(model):
         parts = {f"{layer}.{fqn}": m for fqn, m in model.get_submodule(layer).named_modules() if fqn}
         taking = {fqn: m for fqn, m in parts.items() if _OF_TOKENS & set(_parameters(m))}
-        attentions = {fqn: m for fqn, m in taking.items() if fqn in interface and not any(_below(taking, fqn))}
+        whole = {fqn for fqn, m in taking.items() if any(_below(taking, fqn)) or _places_are_positions(m)}
+        attentions = {fqn: m for fqn, m in taking.items() if fqn in interface and fqn not in whole}
         others = {fqn: m for fqn, m in taking.items() if fqn not in attentions and not any(_below(attentions, fqn))}
         found.attentions.update(attentions)
         found.others.update((fqn, m) for fqn, m in others.items() if not any(fqn in _below(taking, o) for o in others))
@@ -375,6 +376,11 @@ def _rename_attention(model: Any) -> None:
             if type(module.config) is text:
                 module.config._attn_implementation = NAME
     model.config.get_text_config()._attn_implementation = NAME
+
+
+def _places_are_positions(module: nn.Module) -> bool:
+    attributes = PLACES_AS_POSITIONS.get(type(module).__name__)
+    return attributes is not None and all(getattr(module, name) == value for name, value in attributes.items())
 
 
 def _below(named: dict[str, Any], fqn: str) -> Iterator[str]:

@@ -24,7 +24,15 @@ from torch import nn
 
 from ..errors import SettingError, close_matches
 
-__all__ = ["CustomExperts", "ExpertsInfo", "UnsupportedModelError", "experts_by_layer", "find_experts", "is_dense"]
+__all__ = [
+    "CustomExperts",
+    "ExpertsInfo",
+    "UnsupportedModelError",
+    "experts_by_layer",
+    "find_experts",
+    "is_dense",
+    "is_on_interface",
+]
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)(?:\.|$)")
 _INTERFACE_FLAGS = ("has_gate", "has_bias", "is_transposed")
@@ -156,7 +164,7 @@ def experts_by_layer(experts: Sequence[ExpertsInfo], num_layers: int) -> dict[in
 
 def _on_interface(fqn: str, module: nn.Module) -> ExpertsInfo | None:
     """Describe a module that is on transformers' interface and whose own 3-D weights agree on the number of experts."""
-    if not _has_flags(module):
+    if not is_on_interface(module):
         return None
     if getattr(module, "has_post_expert_norm", False):  # transformers >= 5.10
         raise UnsupportedModelError(
@@ -171,7 +179,8 @@ def _on_interface(fqn: str, module: nn.Module) -> ExpertsInfo | None:
     return ExpertsInfo(fqn, module, counts[0], {name: 0 for name, p in own.items() if p.shape[0] == counts[0]})
 
 
-def _has_flags(module: nn.Module) -> bool:
+def is_on_interface(module: nn.Module) -> bool:
+    """Return whether a module's class is on transformers' experts interface."""
     return all(hasattr(module, flag) for flag in _INTERFACE_FLAGS)
 
 
@@ -219,7 +228,7 @@ def _planned_module(fqn: str, module: nn.Module, ep_dims: Mapping[str, int]) -> 
     if len(set(counts.values())) != 1:
         rule = f"the parameters of {fqn} disagree on the number of experts."
         raise SettingError("engine.expert_plan", counts, rule, "the dim of each that counts the experts")
-    if not _has_flags(module) and not isinstance(module, CustomExperts):
+    if not is_on_interface(module) and not isinstance(module, CustomExperts):
         raise SettingError(
             "engine.expert_plan",
             fqn,
@@ -228,7 +237,7 @@ def _planned_module(fqn: str, module: nn.Module, ep_dims: Mapping[str, int]) -> 
             "decorate the class with transformers.integrations.moe.use_experts_implementation, or give it that method "
             "(engine/moe/find.py, CustomExperts)",
         )
-    if _has_flags(module) and set(ep_dims.values()) != {0}:
+    if is_on_interface(module) and set(ep_dims.values()) != {0}:
         rule = f"{type(module).__name__} is on transformers' experts interface, which stacks experts along dim 0."
         raise SettingError("engine.expert_plan", dict(ep_dims), rule, "dim 0, or leave the module out of the plan")
     return ExpertsInfo(fqn, module, next(iter(counts.values())), dict(ep_dims))

@@ -1,5 +1,6 @@
 """What a model's config says of it: counted on the meta device, which takes a second and no memory."""
 
+import importlib
 import logging
 import os
 import re
@@ -16,11 +17,12 @@ from ..checkpoint.safetensors_reader import check_files, open_checkpoint
 from ..compat.transformers_names import no_init_weights
 from ..errors import SettingError
 from ..fsdp.fp32_modules import find_float32_modules, unmatched_patterns
-from ..model.families import NOT_CAUSAL
+from ..model.families import KNOWN_AS, NOT_CAUSAL
 from ..model.hf_names import for_vllm
 from ..model.meta import check_not_quantised
 from ..moe.find import ExpertsInfo, UnsupportedModelError, find_experts, is_dense
-from ..settings.values import ACTOR_MODEL, overrides_of
+from ..moe.outside.families import prepare
+from ..settings.values import ACTOR_MODEL, overrides_of, plain
 
 __all__ = ["ModelFacts", "check_model_path", "inspect_model", "largest_sent"]
 
@@ -101,6 +103,8 @@ def inspect_model(
         experts = [] if dense else find_experts(built, expert_plan)
     except UnsupportedModelError as error:
         works = "a dense model, or one whose experts are on that interface, e.g. Qwen3-MoE, Mixtral, GLM-4.5 or gpt-oss"
+        if "auto_map" in config.to_dict() and model.get("trust_remote_code"):
+            works = "if transformers has a class of the family, a copy of the folder whose config.json has no auto_map"
         raise SettingError(f"{setting}.path", path, str(error), works) from None
     unmatched = unmatched_patterns(built, fp32_modules) if dense else ()
     patterns = [pattern for pattern in fp32_modules if pattern not in unmatched]
@@ -129,6 +133,7 @@ def _model_folder(path: str, setting: str) -> str | None:
 
 def _build(model: Mapping[str, Any], config_path: str, setting: str) -> nn.Module:
     """The model on the meta device, from its config with the user's overrides."""
+    _import_external(model, setting)
     trust = bool(model.get("trust_remote_code", False))
     overrides = overrides_of(model)
     # Built with eager attention, which every class has; what it supports is read from the class.
@@ -139,14 +144,36 @@ def _build(model: Mapping[str, Any], config_path: str, setting: str) -> nn.Modul
         check_not_quantised(config, str(model.get("path")), setting)
         # All of it on meta, buffers too: nothing is computed, and a fused stack can be larger than the driver's memory.
         with torch.device("meta"), no_init_weights():
-            return _auto_class(config, trust).from_config(config, dtype=torch.float32, trust_remote_code=trust)
+            built = _auto_class(config, trust).from_config(config, dtype=torch.float32, trust_remote_code=trust)
+        prepare(built)
+        return built
     except SettingError:
         raise
     except (OSError, ValueError, TypeError, AttributeError, KeyError, ImportError) as error:
         reason = " ".join(str(error).split())[:300]
         rule = f"transformers can't build a model from its config: {type(error).__name__}: {reason}."
         works = f"a config.json of a causal language model; and look at {setting}.override_config"
+        works = KNOWN_AS.get(_model_type(config_path), works)
         raise SettingError(f"{setting}.path", model.get("path"), rule, works) from error
+
+
+def _model_type(path: str) -> str:
+    """What a config.json says of its family, whether transformers knows it or not; empty where there is none."""
+    try:
+        return str(PretrainedConfig.get_config_dict(path)[0].get("model_type", ""))
+    except OSError:
+        return ""
+
+
+def _import_external(model: Mapping[str, Any], setting: str) -> None:
+    """Import what verl imports in each worker, as it may register a class of models, or a family's block."""
+    named = plain(model.get("external_lib")) or []
+    for name in [named] if isinstance(named, str) else named:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            rule = f"it can't be imported: {error}."
+            raise SettingError(f"{setting}.external_lib", name, rule, "a module on PYTHONPATH of all nodes") from error
 
 
 def _auto_class(config: PretrainedConfig, trust: bool) -> Any:

@@ -42,6 +42,8 @@ SIZES = {
     "gemma4": {"sliding_window": 5},
     "glm_moe_dsa": {"index_topk": 4, "indexer_types": ["full", "shared", "full"]},
     "gpt_oss": {"sliding_window": 5},
+    # Keys of a chunk; queries that are scaled by their place.
+    "llama4": {"text_config": {**families.EVERY["llama4"].sizes["text_config"], "attention_chunk_size": 5}},
     "mistral": {"sliding_window": 5},
     "mixtral": {"sliding_window": 5},
     "openai_privacy_filter": {"sliding_window": 5},

@@ -1,4 +1,5 @@
-"""Every family that came to transformers since 5.9 goes on after a resume as if it had not stopped."""
+"""Families outside transformers' interface, and all that came to it since 5.9, go on after a resume as if they had not
+stopped."""
 
 import json
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.support.models import VOCAB
 from tests.support.ranks import run_ranks
 
 CONTENTS = {"model", "optimizer"}
+RESUMED = (*families.OUTSIDE, *families.NEWER)
 
 
 class _Trainer:
@@ -73,13 +75,13 @@ def _resume_all(names: list[str], folder: Path) -> None:
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("families")
-    for name in families.NEWER:
+    for name in RESUMED:
         families.save(name, folder / name)
-    run_ranks(_resume_all, 2, list(families.NEWER), folder, timeout=900)
+    run_ranks(_resume_all, 2, list(RESUMED), folder, timeout=900)
     return folder
 
 
-@pytest.mark.parametrize("name", families.NEWER)
-def test_a_resumed_run_of_a_newer_family_goes_on_bit_for_bit(resumed, name):
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_of_a_family_goes_on_bit_for_bit(resumed, name):
     reports = [json.loads((resumed / f"{name}.{rank}.json").read_text()) for rank in range(2)]
     assert reports == [[], []]

@@ -11,6 +11,7 @@ from epfsdp2.engine.config import EPFSDP2EngineConfig
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.fsdp.activation_checkpoint import CHECKPOINTING
 from epfsdp2.engine.moe.find import UnsupportedModelError, find_experts
+from epfsdp2.engine.moe.outside.families import prepare
 from epfsdp2.engine.moe.router.losses import RouterLosses
 from epfsdp2.engine.preflight.run import check_training
 from tests.parity.families import FAMILIES, save
@@ -46,6 +47,7 @@ def test_router_losses_of_every_family_equal_their_formula(name):
     """A router's weight is the only parameter of shape [experts, hidden] in the block of the experts."""
     torch.manual_seed(0)
     model = FAMILIES[name].build().eval()
+    prepare(model)
     model.set_experts_implementation("eager")
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith("tid2eid"):

@@ -21,7 +21,16 @@ from tests.support.ppo import check_ppo_updates
 from tests.support.ranks import run_ranks
 
 EXACT = 1e-6  # in float64; norms and some routers compute in float32 whatever they are given
-STATES = ["jamba", "lfm2_moe", "minimax", "nemotron_h", "nemotron_h_latent", "qwen3_5_moe", "qwen3_next"]
+STATES = [
+    "granitemoehybrid",
+    "jamba",
+    "lfm2_moe",
+    "minimax",
+    "nemotron_h",
+    "nemotron_h_latent",
+    "qwen3_5_moe",
+    "qwen3_next",
+]
 DELTA_RULES = ["qwen3_5_moe", "qwen3_next"]
 UNEVEN = (11, 1, 14, 6)  # 32 tokens; slices end within sequences
 LONG = (32,)  # on one rank, or over heads

@@ -30,9 +30,18 @@ WINDOWS = {
     "gpt_oss": {"sliding_window": 5},
     "mixtral": {"sliding_window": 5},
 }
-NOT_SPLIT = {"deepseek_v4": "indexer", "glm_moe_dsa": "indexer"}
+NOT_SPLIT = {"deepseek_v4": "indexer", "glm_moe_dsa": "indexer", "llama4": "Llama4TextAttention of .* takes whole"}
 # Shared by their sequences (test_shared_mixers.py).
-STATES = ("jamba", "lfm2_moe", "minimax", "nemotron_h", "nemotron_h_latent", "qwen3_5_moe", "qwen3_next")
+STATES = (
+    "granitemoehybrid",
+    "jamba",
+    "lfm2_moe",
+    "minimax",
+    "nemotron_h",
+    "nemotron_h_latent",
+    "qwen3_5_moe",
+    "qwen3_next",
+)
 # A classifier that sees both ways, and has no attention on transformers' interface that runs on a CPU.
 SPLIT = [name for name in EVERY if name not in (*NOT_SPLIT, *STATES, "openai_privacy_filter")]
 # Keys of fewer heads than ranks; windows and full attention in turns; values narrower than keys; sinks; queries that

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -189,7 +190,9 @@ def _compare(name: str, folder: Path, case: Case, reference: _Reference) -> Row:
         return Row(name, case, failed="" if finite and all(finite) else "a gradient is not finite")
     optimizer = build_multi_optimizer(model, _adam)
     found: list[tuple[str, str, float]] = []
-    for step, expected in enumerate(reference.steps, start=1):
+    own = {families.plain_name(model, n): n for n, _ in model.named_parameters()}
+    for step, plain in enumerate(reference.steps, start=1):
+        expected = {key: _renamed(value, own) for key, value in plain.items()}
         optimizer.zero_grad()
         logits = families.logits(model, _batch()[rows])
         families.loss(name, logits, _batch()[rows]).backward()
@@ -205,6 +208,10 @@ def _compare(name: str, folder: Path, case: Case, reference: _Reference) -> Row:
                 pairs.append(("moments", param_name, optimizer.state.get(param, {}).get(key), wanted))
         found += _errors(pairs, meshes)
     return _row(name, case, found)
+
+
+def _renamed(values: Any, names: dict[str, str]) -> Any:
+    return {names[name]: value for name, value in values.items()} if isinstance(values, dict) else values
 
 
 def _gradients(model: nn.Module, wanted: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from epfsdp2.engine.compat.transformers_names import RENAMED
 from tests.parity.family import (
     DEEPSEEK,
+    GRANITE,
     LINEAR,
     LOCAL,
     MLA,
@@ -24,9 +26,43 @@ from tests.parity.family import (
 from tests.parity.newer_families import NEWER
 from tests.support.models import VOCAB
 
-__all__ = ["ALL", "DENSE", "EVERY", "FAMILIES", "NEWER", "AsAuto", "Family", "load", "logits", "loss", "save"]
+__all__ = [
+    "ALL",
+    "DENSE",
+    "EVERY",
+    "FAMILIES",
+    "NEWER",
+    "OUTSIDE",
+    "AsAuto",
+    "Family",
+    "load",
+    "logits",
+    "loss",
+    "plain_name",
+    "save",
+]
 
 _DENSE = {"intermediate_size": 40, "note": "dense"}
+# Dense and sparse layers; chunks of attention; a layer without rotary embeddings, whose queries are scaled by position.
+_LLAMA4 = sizes(
+    **{**LOCAL, "num_experts_per_tok": 1},
+    intermediate_size_mlp=40,
+    moe_layers=[0, 2],
+    no_rope_layers=[1, 1, 0],
+    attention_chunk_size=8,
+    floor_scale=4,
+)
+_LLAMA4_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "vision_output_dim": 16,
+    "projector_input_dim": 16,
+    "projector_output_dim": 16,
+}
 
 FAMILIES: dict[str, Family] = {
     "afmoe": of("Afmoe", **QWEN, num_dense_layers=1, num_shared_experts=1, layer_types=["full_attention"] * 3),
@@ -116,6 +152,17 @@ FAMILIES: dict[str, Family] = {
         index_n_heads=2,
     ),
     "gpt_oss": of("GptOss", **LOCAL, layer_types=["sliding_attention", "full_attention", "full_attention"]),
+    "granitemoe": of("GraniteMoe", **GRANITE),
+    "granitemoehybrid": of(
+        "GraniteMoeHybrid",
+        **GRANITE,
+        shared_intermediate_size=20,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        mamba_n_heads=4,
+        mamba_d_state=8,
+        mamba_chunk_size=8,
+    ),
+    "granitemoeshared": of("GraniteMoeShared", **GRANITE, shared_intermediate_size=20, tie_word_embeddings=True),
     "hunyuan_v1_moe": of("HunYuanMoEV1", intermediate_size=20, num_experts=8, moe_topk=2),
     "hy_v3": of("HYV3", **QWEN, num_shared_experts=1, mlp_layer_types=SPARSE_LAYERS),
     "jamba": of(
@@ -140,6 +187,9 @@ FAMILIES: dict[str, Family] = {
         num_attention_heads_per_layer=[4, 4, 4],
     ),
     "lfm2_moe": of("Lfm2Moe", **QWEN, num_dense_layers=1, layer_types=["conv", "full_attention", "conv"]),
+    "llama4": of(
+        "Llama4", "ForConditionalGeneration", text_config=_LLAMA4, vision_config=_LLAMA4_VISION, note="text alone"
+    ),
     "minimax": of(
         "MiniMax", **LOCAL, layer_types=["linear_attention", "full_attention", "full_attention"], block_size=8
     ),
@@ -229,6 +279,8 @@ DENSE: dict[str, Family] = {
     ),
     "mistral": of("Mistral", **_DENSE, sliding_window=8),
 }
+# Whose experts are outside transformers' interface in 5.9.
+OUTSIDE = ("granitemoe", "granitemoehybrid", "granitemoeshared", "llama4")
 EVERY = {**FAMILIES, **DENSE}
 ALL = {**EVERY, **NEWER}
 
@@ -261,6 +313,14 @@ def load(name: str, folder: Path) -> Any:
     return kind.from_pretrained(
         folder, dtype=torch.float32, experts_implementation="eager", attn_implementation="eager"
     )
+
+
+def plain_name(model: nn.Module, name: str) -> str:
+    """What the plain model calls a parameter of one that the engine has built."""
+    for plain, own in getattr(model, RENAMED, {}).items():
+        if name.endswith(own):
+            return name.removesuffix(own) + plain
+    return name
 
 
 def logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:

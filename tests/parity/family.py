@@ -10,6 +10,7 @@ from tests.support.models import VOCAB
 
 __all__ = [
     "DEEPSEEK",
+    "GRANITE",
     "LINEAR",
     "LOCAL",
     "MLA",
@@ -134,6 +135,13 @@ MLA = {
 }
 SPARSE_LAYERS = ["dense", "sparse", "sparse"]
 LOCAL = {"intermediate_size": 20, "num_local_experts": 8, "num_experts_per_tok": 2}
+GRANITE = {
+    **LOCAL,
+    "embedding_multiplier": 2.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.25,
+}
 LINEAR = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,

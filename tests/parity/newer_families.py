@@ -2,18 +2,11 @@
 
 import importlib
 
-from tests.parity.family import DEEPSEEK, LOCAL, MLA, QWEN, SPARSE_LAYERS, VISION, Family, of, sizes
+from tests.parity.family import DEEPSEEK, GRANITE, LOCAL, MLA, QWEN, SPARSE_LAYERS, VISION, Family, of, sizes
 from tests.support.models import VOCAB
 
-__all__ = ["NEWER", "REFUSED"]
+__all__ = ["KNOWN", "NEWER", "REFUSED"]
 
-_GRANITE = {
-    **LOCAL,
-    "embedding_multiplier": 2.0,
-    "logits_scaling": 2.0,
-    "residual_multiplier": 0.5,
-    "attention_multiplier": 0.25,
-}
 _WINDOW = ["sliding_attention", "full_attention", "sliding_attention"]
 _HYBRID = ["linear_attention", "full_attention", "linear_attention"]
 _INDEX = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2}
@@ -48,20 +41,9 @@ _OCR_VISION = {
 # Over 13 tokens linear attention and hyper-connections magnify the rounding errors of larger weights.
 _TAME = {"std": 0.05, "vectors": (0.1, 0.5)}
 
-_KNOWN: dict[str, Family] = {
-    "granitemoe": of("GraniteMoe", **_GRANITE),
-    "granitemoeshared": of("GraniteMoeShared", **_GRANITE, shared_intermediate_size=20, tie_word_embeddings=True),
+KNOWN: dict[str, Family] = {
     "granitemoe_swa": of(
-        "GraniteMoeSWA", **_GRANITE, shared_intermediate_size=20, layer_types=_WINDOW, sliding_window=8
-    ),
-    "granitemoehybrid": of(
-        "GraniteMoeHybrid",
-        **_GRANITE,
-        shared_intermediate_size=20,
-        layer_types=_HYBRID,
-        mamba_n_heads=4,
-        mamba_d_state=8,
-        mamba_chunk_size=8,
+        "GraniteMoeSWA", **GRANITE, shared_intermediate_size=20, layer_types=_WINDOW, sliding_window=8
     ),
     "deepseek_v32": of("DeepseekV32", **{**DEEPSEEK, **MLA}, **_INDEX),
     "kimi_linear": of(
@@ -290,4 +272,4 @@ def _is_on_interface(name: str) -> bool:
     return hasattr(module, "use_experts_implementation")
 
 
-NEWER = {name: family for name, family in _KNOWN.items() if _is_on_interface(name)}
+NEWER = {name: family for name, family in KNOWN.items() if _is_on_interface(name)}

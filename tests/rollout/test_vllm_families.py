@@ -20,6 +20,7 @@ from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.e2e
 
+BY_EXPERTS = [name for name in FAMILIES if name not in DENSE]
 BOTH = ["expert_local", "sliced", "sliced", "expert_local"]
 
 
@@ -117,7 +118,7 @@ def test_expert_parallel_workers_hold_slices_and_own_experts(start_engine, tmp_p
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("qwen2_moe", *DENSE)])
+@pytest.mark.parametrize("family", [name for name in BY_EXPERTS if name != "qwen2_moe"])
 def test_the_same_of_every_other_family(start_engine, tmp_path, family):
     modes = BOTH if loads_own_experts(config_of(family).model_type) else ["sliced"] * 3
     _matches_fresh_engines(start_engine, tmp_path, family, 2, modes, expert_parallel=True)

@@ -40,6 +40,7 @@ ROOMS = (
     "engine/parallelize.py",
     "engine/fsdp",
     "engine/model",
+    "engine/moe/outside",
     "engine/moe/router",
     "engine/moe",
     "engine/moe/gemm",

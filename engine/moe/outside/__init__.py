@@ -1,0 +1,1 @@
+"""Families outside transformers' experts interface, brought onto it: one record and one forward each."""

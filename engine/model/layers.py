@@ -10,8 +10,12 @@ __all__ = ["attention_modules", "decoder_layers", "layer_names"]
 
 
 def layer_names(model: nn.Module) -> list[str]:
-    """Return the FQNs of the model's layers, in order: the innermost modules of a class in ``_no_split_modules``."""
-    classes = set(getattr(model, "_no_split_modules", None) or ())
+    """Return the FQNs of the model's layers, in order: the innermost modules of a class in ``_no_split_modules``.
+
+    Or of the class that the decoder's hidden states are recorded of: Qwen3-Omni's text model of transformers 5.12 names
+    a class in ``_no_split_modules`` that it has none of.
+    """
+    classes = set(getattr(model, "_no_split_modules", None) or ()) | _recorded_classes(model)
     # fully_shard makes each module an instance of a subclass of its own class.
     named = [fqn for fqn, m in model.named_modules() if classes & {c.__name__ for c in type(m).__mro__}]
     return [fqn for fqn in named if not any(other.startswith(fqn + ".") for other in named)]
@@ -22,6 +26,16 @@ def decoder_layers(model: Any) -> list[str]:
     own = {type(model.config), type(model.config.get_text_config())}
     towers = [fqn for fqn, m in model.named_modules() if isinstance(m, PreTrainedModel) and type(m.config) not in own]
     return [layer for layer in layer_names(model) if not any(layer.startswith(f"{tower}.") for tower in towers)]
+
+
+def _recorded_classes(model: nn.Module) -> set[str]:
+    if not isinstance(model, PreTrainedModel):
+        return set()
+    text = type(model.config.get_text_config())
+    decoders = (m for m in model.modules() if isinstance(m, PreTrainedModel) and type(m.config) is text)
+    recorded = (getattr(decoder, "_can_record_outputs", None) or {} for decoder in decoders)
+    entries = (of.get("hidden_states") for of in recorded)
+    return {entry.__name__ for entry in entries if isinstance(entry, type)}
 
 
 def attention_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -14,7 +14,7 @@ import copy
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -72,11 +72,13 @@ class Mixers:
 
 def find_mixers(model: Any) -> Mixers:
     """Find the mixers of a model, which may be on the meta device, by what their forward takes."""
-    interface, found = attention_modules(model), Mixers({}, {})
+    interface, found, choosing = attention_modules(model), Mixers({}, {}), set[type]()
     for layer in decoder_layers(model):
         parts = {f"{layer}.{fqn}": m for fqn, m in model.get_submodule(layer).named_modules() if fqn}
         taking = {fqn: m for fqn, m in parts.items() if _OF_TOKENS & set(_parameters(m))}
-        whole = {fqn for fqn, m in taking.items() if any(_below(taking, fqn)) or _places_are_positions(m)}
+        # An indexer in one, and in those of its class that are handed what it chose.
+        choosing |= {type(m) for fqn, m in taking.items() if any(_below(taking, fqn))}
+        whole = {fqn for fqn, m in taking.items() if type(m) in choosing or _places_are_positions(m)}
         attentions = {fqn: m for fqn, m in taking.items() if fqn in interface and fqn not in whole}
         others = {fqn: m for fqn, m in taking.items() if fqn not in attentions and not any(_below(attentions, fqn))}
         found.attentions.update(attentions)
@@ -84,9 +86,9 @@ def find_mixers(model: Any) -> Mixers:
         for fqn, module in parts.items():
             if isinstance(module, nn.Conv1d) and not any(fqn in _below(parts, other) for other in others):
                 return Mixers({}, {}, f"a convolution mixes tokens in {fqn.rpartition('.')[0]}, which takes no mask")
-    return (
-        found if found.attentions or found.others else Mixers({}, {}, "no part of its layers takes a mask or a cache")
-    )
+    if not found.attentions and not found.others:
+        return Mixers({}, {}, "no part of its layers takes a mask or a cache")
+    return found
 
 
 def why_not_packed(model: Any, attention: str) -> str | None:
@@ -101,8 +103,7 @@ def why_not_packed(model: Any, attention: str) -> str | None:
         return mixers.why_not
     if attention in _SPLIT:
         return None
-    choosing = {type(m).__name__ for fqn, m in mixers.others.items() if fqn in attention_modules(model)}
-    if choosing:
+    if choosing := {type(m).__name__ for fqn, m in mixers.others.items() if fqn in attention_modules(model)}:
         return f"{' and '.join(sorted(choosing))} needs masks, which {attention} has none of"
     return UNPACKED_WITH_FLASH.get(model.config.get_text_config().model_type) if "flash" in attention else None
 
@@ -144,13 +145,10 @@ class PackedSequences:
             model.register_forward_hook(self._end, always_call=True)
         if name in _WITH_MASKS:
             self._make_mask = ALL_MASK_ATTENTION_FUNCTIONS[name]
-            for fqn, module in attention_modules(model).items():
-                if fqn in self._mixers.attentions and name != _FLEX:
-                    self._attach(module, lambda: self._spans)
-                elif fqn in self._mixers.attentions or fqn in self._mixers.others:
-                    # Its mask is of the row in blocks, or it has one sequence when it comes to its attention.
-                    self._attach(module, lambda: None)
-            _rename_attention(model)
+            for module in self._mixers.attentions.values():
+                # Flex's mask is of the row, in blocks.
+                self._attach(module, (lambda: None) if name == _FLEX else (lambda: self._spans))
+            _rename_attention(model, self._mixers.others.values())
         if "flash" in name:
             hand_lengths(name)
             for module in self._mixers.attentions.values():
@@ -205,8 +203,7 @@ class PackedSequences:
         positions = kwargs.get("position_ids")
         if positions is None or kwargs.get("attention_mask") is not None:
             return None
-        # Flash attention alone finds sequences itself where they can't be told here.
-        needed = self._configured in _WITH_MASKS or bool(self._mixers.others)
+        needed = self._configured in _WITH_MASKS or bool(self._mixers.others)  # flash attention finds them itself
         if positions.dim() == 3:
             if positions.shape[0] != 4 and not needed:
                 return None
@@ -366,14 +363,17 @@ def _with_rest(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
     return last
 
 
-def _rename_attention(model: Any) -> None:
-    """Have the decoder ask transformers' interfaces for ``NAME``, by configs of its own."""
-    copies: dict[int, Any] = {}
-    text = type(model.config.get_text_config())
+def _rename_attention(model: Any, others: Iterable[nn.Module]) -> None:
+    """Have the decoder ask transformers' interfaces for ``NAME``, by configs of its own.
+
+    Not those of ``others``: by the name GLM-MoE-DSA's attention tells whether it masks the keys that it did not choose.
+    """
+    copies: dict[bool, dict[int, Any]] = {True: {}, False: {}}
+    text, kept = type(model.config.get_text_config()), {part for other in others for part in other.modules()}
     for module in model.modules():
         if isinstance(getattr(module, "config", None), PreTrainedConfig):
-            module.config = copy.deepcopy(module.config, copies)
-            if type(module.config) is text:
+            module.config = copy.deepcopy(module.config, copies[module in kept])
+            if type(module.config) is text and module not in kept:
                 module.config._attn_implementation = NAME
     model.config.get_text_config()._attn_implementation = NAME
 

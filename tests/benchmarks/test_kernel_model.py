@@ -119,10 +119,9 @@ def test_rows_that_are_read_through_an_index_come_from_hbm_again_unless_the_cach
     for l2, indexed in itertools.product((0.0, 1e12), (False, True)):
         one = replace(launch(kernel=kernel), values=values | {flag: indexed})
         read[l2, indexed] = work_of(one, routing, replace(GPUS[90], l2=l2)).hbm_bytes - others - 8 * rows * indexed
-    row = wide * size
-    assert read[1e12, False] == pytest.approx(rows * row) and read[1e12, True] == pytest.approx(
-        len(set(routing.tokens)) * row
-    )
+    once = len(set(routing.tokens))
+    assert read[1e12, False] == pytest.approx(rows * wide * size)
+    assert read[1e12, True] == pytest.approx(once * wide * size)
     assert 0.8 * read[0.0, False] < read[0.0, True] <= read[0.0, False]  # programs of a wave share some tokens
 
 

@@ -21,6 +21,7 @@ from tests.parity.compare import BOUND, WORLD, Case, Row, cases, compare, fast_c
 from tests.parity.newer_families import REFUSED
 from tests.support.ranks import run_ranks
 
+_BOUNDS = f"Bound {BOUND['float32']:.0e}, in float64 {BOUND['float64']:.0e}"
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
@@ -45,8 +46,7 @@ def main() -> int:
     console, rows, start = Console(width=150), [], time.monotonic()
     with Progress(console=console) as progress:
         for i, name in enumerate(progress.track(names, description="Families")):
-            dense = name in families.DENSE
-            todo = [fast_case(i, dense)] if asked.fast else cases(dense)
+            todo = [fast_case(i, name)] if asked.fast else cases(name)
             wanted = asked.meshes.split(",") if asked.meshes else {case.mesh for case in todo}
             rows += run_family(name, [case for case in todo if case.mesh in wanted])
             console.print(_cells(name, [row for row in rows if row.family == name]), highlight=False)
@@ -92,7 +92,7 @@ def _cells(name: str, rows: list[Row]) -> str:
 
 
 def _columns(rows: list[Row]) -> list[str]:
-    return list(dict.fromkeys(row.case.mesh for row in rows if row.case.dtype == "float32"))
+    return list(dict.fromkeys(row.case.mesh for row in rows if row.case.dtype != "bfloat16"))
 
 
 def _lines(names: list[str], rows: list[Row]) -> list[list[str]]:
@@ -102,11 +102,12 @@ def _lines(names: list[str], rows: list[Row]) -> list[list[str]]:
         mine = [row for row in rows if row.family == name]
         line = [name]
         for mesh in _columns(rows):
-            line.append(_cell([r for r in mine if r.case.mesh == mesh and r.case.dtype == "float32"]))
-        low = [r for r in mine if r.case.dtype != "float32"]
+            line.append(_cell([r for r in mine if r.case.mesh == mesh and r.case.dtype != "bfloat16"]))
+        low = [r for r in mine if r.case.dtype == "bfloat16"]
         line.append("" if not low else "no" if low[0].failed else "yes")
         refused = sum(bool(r.refused) for r in mine)
-        notes = [families.ALL[name].note]
+        notes = ["in float64"] if any(r.case.dtype == "float64" for r in mine) else []
+        notes.append(families.ALL[name].note)
         notes += [f"{refused} refused: the dim does not divide"] if refused else []
         lines.append([*line, "; ".join(note for note in notes if note)])
     return lines
@@ -120,9 +121,7 @@ def _cell(rows: list[Row]) -> str:
 
 
 def _table(names: list[str], rows: list[Row]) -> Table:
-    table = Table(
-        title=f"Worst relative error, float32, dp_replicate x ep_fsdp x ep on {WORLD} ranks (bound {BOUND:.0e})"
-    )
+    table = Table(title=f"Worst relative error, dp_replicate x ep_fsdp x ep on {WORLD} ranks ({_BOUNDS})")
     for heading in ["family", *_columns(rows), "bf16 runs", "note"]:
         table.add_column(heading)
     for line in _lines(names, rows):
@@ -162,10 +161,10 @@ def _write(rows: list[Row], minutes: float, results: Path) -> None:
     text = [
         "# Every family against the plain Hugging Face model",
         "",
-        f"Float32, {WORLD} ranks (`dp_replicate x ep_fsdp x ep`), against one process on the concatenated batch: the",
-        "worst relative error of any logits, gradient, gradient norm, parameter and AdamW moment over two steps, over",
-        "expert shard dims 0 and 1, checkpointing none and full, and once selective. "
-        f"Bound {BOUND:.0e}. {_summary(every, sum(run['minutes'] for run in runs))}. Dense models have no `ep`.",
+        f"Float32 where float64 is not noted, {WORLD} ranks (`dp_replicate x ep_fsdp x ep`), against one process on",
+        "the concatenated batch: the worst relative error of any logits, gradient, gradient norm, parameter and AdamW",
+        "moment over two steps, over expert shard dims 0 and 1, checkpointing none and full, and once selective. "
+        f"{_BOUNDS}. {_summary(every, sum(run['minutes'] for run in runs))}. Dense models have no `ep`.",
         "",
         *(_run_in_words(run, len(runs) > 1) for run in runs),
         "",

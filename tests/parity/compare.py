@@ -6,6 +6,7 @@ import itertools
 import json
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,25 +26,30 @@ from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.topology.dtensor import local_range, local_tensor
 from epfsdp2.engine.topology.mesh import Meshes, Topology, build_meshes
 from tests.parity import families
+from tests.parity.float64 import float64
 from tests.support.models import VOCAB
 
 __all__ = ["BOUND", "WORLD", "Case", "Row", "cases", "compare", "fast_case"]
 
 WORLD = 4
-BOUND = 1e-5  # relative, ||ours - theirs|| / ||theirs|| per tensor
+BOUND = {"float32": 1e-5, "float64": 1e-12}  # relative, ||ours - theirs|| / ||theirs|| per tensor
 _ROWS_PER_RANK, _LENGTH, _CLIP, _STEPS = 2, 13, 0.5, 2
 _MESHES = ((1, -1), (2, -1), (4, -1), (1, 2), (2, 2))  # (ep, fsdp_size); fsdp_size=2 gives two replicas
 
 
 @dataclass(frozen=True)
 class Case:
-    """One setting of the matrix; ``dtype`` bfloat16 only asks whether the model runs."""
+    """One setting of the matrix; ``dtype`` is what is computed in, and bfloat16 only asks whether the model runs."""
 
     ep: int
     fsdp_size: int
     shard_dim: int | str
     checkpointing: str
     dtype: str = "float32"
+
+    @property
+    def bound(self) -> float:
+        return BOUND.get(self.dtype, float("inf"))
 
     @property
     def mesh(self) -> str:
@@ -67,7 +73,7 @@ class Row:
 
     @property
     def good(self) -> bool:
-        return not self.failed and self.worst < BOUND
+        return not self.failed and self.worst < self.case.bound
 
     def as_json(self) -> dict:
         return {**asdict(self), "mesh": self.case.mesh}
@@ -78,34 +84,43 @@ class Row:
         return cls(**{**row, "case": Case(**row["case"])})
 
 
-def cases(dense: bool = False) -> list[Case]:
+def cases(name: str) -> list[Case]:
     """The whole matrix of one family; without experts there is no ``ep``, and no dim of theirs."""
-    if dense:
+    dtype = families.ALL[name].dtype
+    if name in families.DENSE:
         flat = [Case(*mesh, "auto", ac) for mesh, ac in itertools.product(_MESHES, ("none", "full")) if mesh[0] == 1]
         return [*flat, Case(1, -1, "auto", "selective"), Case(1, -1, "auto", "full", "bfloat16")]
-    matrix = [Case(*mesh, dim, ac) for mesh, dim, ac in itertools.product(_MESHES, (0, 1), ("none", "full"))]
-    return [*matrix, Case(2, -1, 1, "selective"), Case(2, -1, 1, "full", "bfloat16")]
+    matrix = [Case(*mesh, dim, ac, dtype) for mesh, dim, ac in itertools.product(_MESHES, (0, 1), ("none", "full"))]
+    return [*matrix, Case(2, -1, 1, "selective", dtype), Case(2, -1, 1, "full", "bfloat16")]
 
 
-def fast_case(index: int, dense: bool = False) -> Case:
+def fast_case(index: int, name: str) -> Case:
     """One case for the ``index``-th family, so that the families together meet every setting."""
-    if dense:
+    if name in families.DENSE:
         return Case(1, (-1, 2)[index % 2], "auto", ("full", "none", "selective")[index % 3])
     ep, fsdp_size = [(2, -1), (4, -1), (2, 2)][index % 3]
-    return Case(ep, fsdp_size, 1 if index % 2 else 0, ("full", "none", "selective")[index // 2 % 3])
+    return Case(
+        ep, fsdp_size, 1 if index % 2 else 0, ("full", "none", "selective")[index // 2 % 3], families.ALL[name].dtype
+    )
 
 
 def compare(work: Sequence[tuple[str, Path, Sequence[Case]]], results: Path) -> None:
     """Run cases on this rank; rank 0 appends to ``results`` a line when a case starts, and one with its row."""
     rank = dist.get_rank()
     for name, folder, todo in work:
-        reference = _Reference.run(name, folder)
+        with _precision(families.ALL[name].dtype):
+            reference = _Reference.run(name, folder)
         for case in todo:
             if rank == 0:
                 _append(results, {"started": [name, asdict(case)], "time": time.time()})
-            row = _compare(name, folder, case, reference)
+            with _precision(case.dtype):
+                row = _compare(name, folder, case, reference)
             if rank == 0:
                 _append(results, {"row": row.as_json()})
+
+
+def _precision(dtype: str) -> AbstractContextManager[None]:
+    return float64() if dtype == "float64" else nullcontext()
 
 
 def _append(path: Path, line: dict) -> None:
@@ -134,7 +149,7 @@ class _Reference:
 
     @classmethod
     def run(cls, name: str, folder: Path) -> "_Reference":
-        model = families.load(name, folder).train(families.ALL[name].train)
+        model = families.load(name, folder, getattr(torch, families.ALL[name].dtype)).train(families.ALL[name].train)
         optimizer, steps = _adam([p for p in model.parameters() if p.requires_grad]), []
         for _ in range(_STEPS):
             optimizer.zero_grad()
@@ -168,9 +183,13 @@ def _meshes(ep: int, fsdp_size: int) -> Meshes:
 def _sharded(folder: Path, case: Case, reference: _Reference):
     meshes = _meshes(case.ep, case.fsdp_size)
     kind = SimpleNamespace(from_config=lambda config, dtype, **_: reference.kind._from_config(config, dtype=dtype))
-    model = build_on_meta(kind, copy.deepcopy(reference.config), torch.float32)
+    dtype = torch.float64 if case.dtype == "float64" else torch.float32
+    model = build_on_meta(kind, copy.deepcopy(reference.config), dtype)
     options = ShardingOptions(
-        param_dtype=getattr(torch, case.dtype), expert_shard_dim=case.shard_dim, checkpointing=case.checkpointing
+        param_dtype=getattr(torch, case.dtype),
+        reduce_dtype=dtype,
+        expert_shard_dim=case.shard_dim,
+        checkpointing=case.checkpointing,
     )
     shard_and_load(model, open_checkpoint(folder), meshes, options, device="cpu", device_id="cpu")
     return model, meshes
@@ -184,7 +203,7 @@ def _compare(name: str, folder: Path, case: Case, reference: _Reference) -> Row:
         return Row(name, case, refused=str(error))
     model.train(family.train)
     rows = slice(dist.get_rank() * _ROWS_PER_RANK, (dist.get_rank() + 1) * _ROWS_PER_RANK)
-    if case.dtype != "float32":
+    if case.dtype == "bfloat16":
         families.loss(name, families.logits(model, _batch()[rows]), _batch()[rows]).backward()
         finite = [bool(torch.isfinite(local_tensor(p.grad)).all()) for p in model.parameters() if p.grad is not None]
         return Row(name, case, failed="" if finite and all(finite) else "a gradient is not finite")
@@ -252,6 +271,6 @@ def _row(name: str, case: Case, found: list[tuple[str, str, float]]) -> Row:
     bad: list[str] = []
     for quantity, tensor, error in itertools.chain(*everyone):
         errors[quantity] = max(errors.get(quantity, 0.0), error)
-        if not error < BOUND:
+        if not error < case.bound:
             bad.append(f"{quantity} {tensor} {error:.1e}")
     return Row(name, case, errors, failed="; ".join(dict.fromkeys(bad[:4])))

@@ -286,7 +286,7 @@ ALL = {**EVERY, **NEWER}
 
 
 def save(name: str, folder: Path) -> Path:
-    """Save the family's model with every weight and every correction bias random, from a seed."""
+    """Save the family's model, in its dtype, with every weight and every correction bias random, from a seed."""
     family = ALL[name]
     torch.manual_seed(12)
     model = family.build()
@@ -303,16 +303,14 @@ def save(name: str, folder: Path) -> Path:
                 buffer.uniform_(-0.1, 0.1)
             elif "tid2eid" in buffer_name:  # a router that looks experts up by token
                 buffer.random_(0, 8)
-    model.save_pretrained(folder)
+    model.to(getattr(torch, family.dtype)).save_pretrained(folder)
     return folder
 
 
-def load(name: str, folder: Path) -> Any:
-    """The plain Hugging Face model in float32, its experts computed by its own loop."""
+def load(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The plain Hugging Face model, its experts computed by its own loop."""
     kind = model_class(ALL[name].model)
-    return kind.from_pretrained(
-        folder, dtype=torch.float32, experts_implementation="eager", attn_implementation="eager"
-    )
+    return kind.from_pretrained(folder, dtype=dtype, experts_implementation="eager", attn_implementation="eager")
 
 
 def plain_name(model: nn.Module, name: str) -> str:

@@ -35,6 +35,7 @@ class Family:
         sizes: arguments of the config.
         std: spread of the random weights, and ``vectors`` the range of those with one dim (norms, decays): such that
             rounding errors are not magnified beyond what 1e-5 can tell from a mistake.
+        dtype: in which its exactness is shown; float64 where float32's rounding is magnified beyond that.
         train: whether it is compared in training mode.
         note: printed in the table.
     """
@@ -45,6 +46,7 @@ class Family:
     std: float = 0.1
     vectors: tuple[float, float] = (0.5, 1.5)
     train: bool = True
+    dtype: str = "float32"
     note: str = ""
 
     def build(self, attention: str = "eager", **sizes: Any) -> Any:
@@ -107,7 +109,7 @@ def sizes(**own: Any) -> dict[str, Any]:
 
 
 def of(name: str, head: str = "ForCausalLM", **own: Any) -> Family:
-    options = {key: own.pop(key) for key in ("std", "vectors", "train", "note") if key in own}
+    options = {key: own.pop(key) for key in ("std", "vectors", "train", "dtype", "note") if key in own}
     config = own.pop("config", name + "Config")
     return Family(name + head, config, sizes(**own), **options)
 

@@ -1,0 +1,25 @@
+"""Computes in float64 whatever a model's code, FSDP and the engine say to compute in float32."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+
+__all__ = ["float64"]
+
+
+@contextmanager
+def float64() -> Iterator[None]:
+    """Build, load, compute and step in float64; files have to be in it as well.
+
+    Norms, softmaxes, rotary embeddings, states and routers name float32, in which a difference of 1e-12 would drown.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    names = mock.patch.multiple(torch, float32=torch.float64, float=torch.float64)
+    try:
+        with names, mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+            yield
+    finally:
+        torch.set_default_dtype(before)

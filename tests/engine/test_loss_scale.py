@@ -97,7 +97,7 @@ def _close_to_float32(folder, cases):
             assert (seen[name] - want).norm() < 2e-2 * want.norm(), (settings, name)
         if worker.engine.is_mp_src_rank_with_outputs():
             metrics = tu.get(output, "metrics")
-            assert set(metrics["loss_scale"]) == {START} and set(metrics["skipped_steps"]) == {0.0}
+            assert torch.tensor(metrics["loss_scale"]).unique().tolist() == [START]
             assert abs(metrics["grad_norm"] / norm - 1) < 1e-2, settings
 
 

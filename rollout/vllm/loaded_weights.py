@@ -47,7 +47,10 @@ def running_weights(model: torch.nn.Module, packed_linears: bool = True) -> Iter
             continue
         for tensor_name, tensor in _own_tensors(layer):
             is_table = hasattr(layer, "shard_indices") and id(layer) not in heads
-            if tensor_name == "weight" and hasattr(layer, "cpu_linear") and not is_table:
+            if tensor_name == "weight" and hasattr(layer, "_cpu_unpacked_conv_weight"):
+                # The CPU build packs a convolution of linear attention on processors with AMX, and keeps this beside.
+                tensor = layer._cpu_unpacked_conv_weight[:, None]
+            elif tensor_name == "weight" and hasattr(layer, "cpu_linear") and not is_table:
                 if not packed_linears:
                     continue
                 tensor = _packed_linear(layer)

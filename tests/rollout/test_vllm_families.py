@@ -41,7 +41,7 @@ def _sync(syncs: list[tuple[str, str]], handles: list[str], ep: int, expert_para
         sending = send_weights(
             lambda receive_buffers, weights=weights: with_checksums(weights.tensors(receive_buffers)),
             zmq_handle=handles[rank],
-            bucket_megabytes=1,
+            bucket_megabytes=2,
             use_shm=True,
             timeout_seconds=100,
             rank=rank,

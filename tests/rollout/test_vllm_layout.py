@@ -34,6 +34,10 @@ class _NoAttention(torch.nn.Module):
         super().__init__()
 
 
+def _sorted(slices):
+    return sorted(slices, key=lambda part: (part.block.low, part.at))
+
+
 def _compare(folder, cases):
     """Compare both layouts; a case is a family, changes of its config, and whether vLLM runs expert parallel."""
     os.environ.update(_ENVIRONMENT, VLLM_DIST_IDENT=folder.replace("/", "."))
@@ -73,9 +77,10 @@ def _compare(folder, cases):
         for name in environment:
             del os.environ[name]
         for tensor in _tensors(model):
-            computed = merge_slices(target_slices(tensor, rollout, rank, heads))
-            if computed != traced.get(tensor.name, []):
-                differing.append((family, sizes, expert_parallel, rank, computed, traced.get(tensor.name)))
+            computed = _sorted(merge_slices(target_slices(tensor, rollout, rank, heads)))
+            found = _sorted(traced.get(tensor.name, []))
+            if computed != found:
+                differing.append((family, sizes, expert_parallel, rank, computed, found))
     destroy_model_parallel()
     assert not differing, "\n".join(map(str, differing[:10]))
 

@@ -174,8 +174,6 @@ def test_whole_experts_in_the_rollout_of_a_dense_model_are_refused(dense):
 @pytest.mark.parametrize(
     "kind, experts",
     [
-        ("llama4_text", "Llama4TextExperts"),
-        ("granitemoe", "GraniteMoeParallelExperts"),
         ("jetmoe", "JetMoeParallelExperts"),
         ("longcat_flash", "LongcatFlashExperts"),
         ("dbrx", "DbrxExperts"),

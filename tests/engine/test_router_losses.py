@@ -149,7 +149,7 @@ def _gradients(worker, batch):
         return step(optimizer)
 
     engine.clipped_step = keep
-    keep.skipped = 0
+    keep.metrics = step.metrics
     output = worker.train_batch(batch)
     metrics = tu.get(output, "metrics") if engine.is_mp_src_rank_with_outputs() else {}
     return seen, {

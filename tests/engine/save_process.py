@@ -86,8 +86,10 @@ def _wait(pids: list[int]) -> list[int]:
 
 
 def _killed_once(folder: Path, out: Path, first: int, moment: float) -> dict:
-    """One run: a whole save, then one that is killed after ``moment`` of the time that the first took."""
+    """One run: two whole saves, then one that is killed after ``moment`` of the time that the second took."""
     pids, reads = _start_all(_save_for_ever, folder, out, first)
+    assert os.read(reads, 1) == b"b"
+    assert os.read(reads, 1) == b"e"  # the first is slower
     assert os.read(reads, 1) == b"b"
     began = time.monotonic()
     assert os.read(reads, 1) == b"e"
@@ -103,7 +105,7 @@ def _killed_once(folder: Path, out: Path, first: int, moment: float) -> dict:
     statuses = _wait(pids)
     steps = json.loads(os.read(reads, 1 << 16) or b"null")
     os.close(reads)
-    return {"saving": first + 1, "moment": moment, "seconds": took, "statuses": statuses, "loaded": steps}
+    return {"saving": first + 2, "moment": moment, "seconds": took, "statuses": statuses, "loaded": steps}
 
 
 def main() -> None:

@@ -58,13 +58,6 @@ TRAINERS = {
     ),
 }
 SFT = "verl.trainer.sft_trainer"
-# Which small model stands for a script's on a CPU. Images need their own data, so VL models are left out.
-STANDS_FOR = [
-    (r"Qwen3-30B-A3B", "qwen3_moe"),
-    (r"Qwen3-Next", "qwen3_next"),
-    (r"Qwen3\.5-35B", "qwen3_5_moe"),
-    (r"Qwen3-(0\.6|4|8|32)B", "qwen3"),
-]
 # Engines of other back ends: their scripts have settings that no FSDP engine knows.
 OTHER_ENGINES = re.compile(r"model_engine=(?!dp)|^engine=(?!fsdp|epfsdp2)|megatron|veomni|torchtitan|automodel|mlite")
 # What stands in for programs that a script would start, and what of a system a script may need.
@@ -109,8 +102,8 @@ def main() -> int:
             file.write_text(json.dumps(facts, indent=1) + "\n")
             if options.steps and (family := runs_here(row)):
                 row["step"] = two_steps(file, Path(folder) / "run", family)
-            shown = "; ".join([row["model"], row["composes"], row["checks"], row.get("step", "-")])
-            console.print(f"{path}: {shown}", markup=False)
+            said = (row["model"], row["composes"], row["checks"], row.get("step", "-"))
+            console.print(f"{path}: {'; '.join(said)}", markup=False)
             rows.append(row)
     before = newest("verl_scripts", "scripts", "path", [])
     for row in rows:
@@ -208,25 +201,23 @@ def runs_here(row: dict) -> str | None:
     """Return the family of ``tests/e2e/small_families.py`` that stands for the script's model; None for SFT."""
     if row["checks"] != "passes" or row["module"] == SFT:
         return None
-    return next((family for pattern, family in STANDS_FOR if re.search(pattern, row["model"])), None)
+    return kind if (kind := _architecture(row["model"])[0]) in small_families.FAMILIES else None
 
 
 def two_steps(facts: Path, output: Path, family: str) -> str:
     """Run the script's trainer on a small model of the family, and say what came of it."""
     shutil.rmtree(output, ignore_errors=True)
-    output.mkdir()
     small_families.write_model(family, output / "model", 1)
     words = ["--model", str(output / "model"), "--steps", "2", "--batch-size", "8"]
     words += overrides(*small_families.settings(family))
-    environment = SERVED[family].environment
-    with running(output / "run", *words, program=("verl_script", str(facts)), environment=environment) as run:
+    how = {"program": ("verl_script", str(facts)), "environment": SERVED[family].environment}
+    with running(output / "run", *words, **how) as run:
         run.wait()
     steps = [step for step in run.steps() if "actor/grad_norm" in step]
     if len(steps) < 2:
         return f"fails: {run.text().strip()[-300:]}"
-    differences = [
-        step["training/rollout_probs_diff_mean"] for step in steps if "training/rollout_probs_diff_mean" in step
-    ]
+    key = "training/rollout_probs_diff_mean"
+    differences = [step[key] for step in steps if key in step]
     return f"{len(steps)} steps" + (f", difference to vLLM {max(differences):.0e}" if differences else "")
 
 
@@ -341,10 +332,7 @@ def small_model(name: str, models: Path) -> Path:
     Raises:
         KeyError: for an architecture that is not in the table.
     """
-    match = next(((kind, kept) for pattern, kind, kept in ARCHITECTURES if re.search(pattern, name)), None)
-    if match is None:
-        raise KeyError(name)
-    kind, kept = match
+    kind, kept = _architecture(name)
     folder = models / f"{kind}_{kept.get('num_attention_heads', '')}"
     if not folder.exists():
         config = _small_config(kind, kept)
@@ -355,6 +343,13 @@ def small_model(name: str, models: Path) -> Path:
         config.save_pretrained(folder)
         save_file({"x": torch.zeros(1)}, str(folder / "model.safetensors"))
     return folder
+
+
+def _architecture(name: str) -> tuple[str, dict]:
+    for pattern, kind, kept in ARCHITECTURES:
+        if re.search(pattern, name):
+            return kind, kept
+    raise KeyError(name)
 
 
 def _small_config(kind: str, kept: dict) -> PretrainedConfig:

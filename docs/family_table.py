@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.engine import test_lora, test_packing, test_router_replay, test_shared_mixers, test_ulysses
+from tests.engine import test_lora, test_packing, test_router_replay, test_ulysses
 from tests.parity import families
 from tests.parity.newer_families import KNOWN
 from tests.rollout import test_families as test_served
@@ -94,7 +94,7 @@ def _parity() -> dict[str, str]:
 def _sequence_parallel(name: str) -> str:
     if name in test_ulysses.NOT_SPLIT:
         return "refused"
-    return "heads" if name in test_ulysses.SPLIT else "sequences" if name in test_shared_mixers.STATES else ""
+    return "heads" if name in test_ulysses.SPLIT else "sequences" if name in families.STATES else ""
 
 
 def _weight_sync(model: str) -> str:

@@ -106,9 +106,8 @@ def _heads_of(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -
     counts = {"q": of(heads.queries), "k": of(heads.keys), "v": of(heads.keys)}
     before = {"q": 0, "k": counts["q"][1], "v": counts["q"][1] + counts["k"][1]}
     first, each = counts[kind]
-    return IndexRange.of(tensor.shape).with_dim(0, first * heads.dim, (first + each) * heads.dim), before[
-        kind
-    ] * heads.dim
+    rows = IndexRange.of(tensor.shape).with_dim(0, first * heads.dim, (first + each) * heads.dim)
+    return rows, before[kind] * heads.dim
 
 
 def qkv_projection(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:

@@ -1,6 +1,5 @@
 """Small models of other families for the quickstart's task, and the settings that vLLM's CPU build needs for them."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+from epfsdp2.engine.declared.derived import as_yaml
 from epfsdp2.recipes.quickstart.model import build_tokenizer
 from tests.rollout.served_families import SERVED
 
@@ -54,11 +54,5 @@ def settings(name: str) -> list[str]:
     return [
         f"actor_rollout_ref.rollout.dtype={served.dtype}",
         f"engine.mixed_precision={{param_dtype:{short},reduce_dtype:fp32,buffer_dtype:fp32}}",
-        *(f"+{kept}.{key}={_as_override(value)}" for key, value in served.settings.items()),
+        *(f"+{kept}.{key}={as_yaml(value)}" for key, value in served.settings.items()),
     ]
-
-
-def _as_override(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_as_override(item)}" for key, item in value.items()) + "}"
-    return json.dumps(value)

@@ -15,22 +15,12 @@ from epfsdp2.engine.model import shared_mixers
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.model.packing import PackedSequences
 from epfsdp2.engine.model.shared_mixers import SharedMixers, deal
-from tests.parity.families import EVERY, save
+from tests.parity.families import EVERY, STATES, save
 from tests.support.models import VOCAB, relative_error
 from tests.support.ppo import check_ppo_updates
 from tests.support.ranks import run_ranks
 
 EXACT = 1e-6  # in float64; norms and some routers compute in float32 whatever they are given
-STATES = [
-    "granitemoehybrid",
-    "jamba",
-    "lfm2_moe",
-    "minimax",
-    "nemotron_h",
-    "nemotron_h_latent",
-    "qwen3_5_moe",
-    "qwen3_next",
-]
 DELTA_RULES = ["qwen3_5_moe", "qwen3_next"]
 UNEVEN = (11, 1, 14, 6)  # 32 tokens; slices end within sequences
 LONG = (32,)  # on one rank, or over heads

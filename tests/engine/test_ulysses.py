@@ -15,7 +15,7 @@ from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.model.packing import PackedSequences
 from epfsdp2.engine.model.vision import VisionTowerSync
 from epfsdp2.engine.moe.find import UnsupportedModelError
-from tests.parity.families import EVERY, FAMILIES
+from tests.parity.families import EVERY, FAMILIES, STATES
 from tests.support.models import VOCAB, save_qwen3_moe
 from tests.support.ppo import check_ppo_updates, of_this_rank, ppo_batch, ppo_samples, ppo_worker
 from tests.support.ranks import run_ranks
@@ -31,17 +31,7 @@ WINDOWS = {
     "mixtral": {"sliding_window": 5},
 }
 NOT_SPLIT = {"deepseek_v4": "indexer", "glm_moe_dsa": "indexer", "llama4": "Llama4TextAttention of .* takes whole"}
-# Shared by their sequences (test_shared_mixers.py).
-STATES = (
-    "granitemoehybrid",
-    "jamba",
-    "lfm2_moe",
-    "minimax",
-    "nemotron_h",
-    "nemotron_h_latent",
-    "qwen3_5_moe",
-    "qwen3_next",
-)
+# STATES are shared by their sequences (test_shared_mixers.py).
 # A classifier that sees both ways, and has no attention on transformers' interface that runs on a CPU.
 SPLIT = [name for name in EVERY if name not in (*NOT_SPLIT, *STATES, "openai_privacy_filter")]
 # Keys of fewer heads than ranks; windows and full attention in turns; values narrower than keys; sinks; queries that

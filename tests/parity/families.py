@@ -33,6 +33,7 @@ __all__ = [
     "FAMILIES",
     "NEWER",
     "OUTSIDE",
+    "STATES",
     "AsAuto",
     "Family",
     "load",
@@ -281,6 +282,11 @@ DENSE: dict[str, Family] = {
 }
 # Whose experts are outside transformers' interface in 5.9.
 OUTSIDE = ("granitemoe", "granitemoehybrid", "granitemoeshared", "llama4")
+# Those that carry a state along the row: ranks share rows of them by sequences.
+STATES = (
+    *("granitemoehybrid", "jamba", "lfm2_moe", "minimax", "nemotron_h", "nemotron_h_latent", "qwen3_5_moe"),
+    "qwen3_next",
+)
 EVERY = {**FAMILIES, **DENSE}
 ALL = {**EVERY, **NEWER}
 

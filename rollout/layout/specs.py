@@ -54,7 +54,8 @@ class Rollout:
     """The parallel sizes of one rollout replica.
 
     Args:
-        expert_parallel: vLLM's ``enable_expert_parallel``, which spreads experts over all ``tp * dp`` workers.
+        expert_parallel: vLLM's ``enable_expert_parallel``: each of the ``tp * dp`` workers keeps some whole experts.
+            Without it each keeps a part of every expert. Other tensors are sharded over ``tp`` alone.
     """
 
     tp: int = 1
@@ -68,8 +69,8 @@ class Rollout:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether each worker keeps the whole model."""
-        return self.tp == 1 and not self.expert_parallel
+        """Whether the replica is one worker, which keeps the whole model."""
+        return self.workers == 1
 
 
 @dataclass(frozen=True)

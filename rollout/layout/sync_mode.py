@@ -187,14 +187,16 @@ def _check_tensor_parallel(rollout: Rollout, model: Any) -> None:
     if rollout.expert_parallel and not experts:
         setting = f"{_ROLLOUT}.expert_parallel_size"
         raise SettingError(setting, rollout.workers, "vLLM spreads experts, and the model has none.", f"{setting}=1")
-    # Under expert parallelism experts are not sharded.
+    # Under expert parallelism experts are not sharded; without it data-parallel workers shard them too.
+    dp = rollout.dp if experts else 1
+    whose = " of an expert" if experts else ""
     size = 0 if rollout.expert_parallel else _first(model, "moe_intermediate_size", "intermediate_size")
 
     def reasons(tp: int) -> list[str]:
         found = {
             f"{heads} attention heads": heads % tp == 0,
             f"{keys} key-value heads": keys % tp == 0 or (keys > 0 and tp % keys == 0),
-            f"the intermediate size {size}{' of an expert' if experts else ''}": size % tp == 0,
+            f"the intermediate size {size}{whose}, in {tp * dp} parts": size % (tp * dp) == 0,
             f"{experts} experts (at least as many as ranks)": not experts or tp <= experts,
             f"a vocabulary of {model.vocab_size}, padded to {vocabulary}": vocabulary % tp == 0,
         }
@@ -202,7 +204,10 @@ def _check_tensor_parallel(rollout: Rollout, model: Any) -> None:
 
     if wrong := reasons(rollout.tp):
         works = [tp for tp in divisors(heads) if not reasons(tp)]
-        raise SettingError(_TP, rollout.tp, f"vLLM can't cut {wrong[0]} so.", f"{_TP} one of {works}")
+        spread = f"{_ROLLOUT}.expert_parallel_size={rollout.workers}"
+        raise SettingError(
+            _TP, rollout.tp, f"vLLM can't cut {wrong[0]} so.", f"{_TP} one of {works}" if works else spread
+        )
 
 
 def _first(model: Any, *names: str) -> int:

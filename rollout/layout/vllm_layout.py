@@ -79,11 +79,12 @@ def target_slices(
         return family.renamed_slices(rules.own_experts(tensor, rollout.workers, worker, family.is_transposed))
     if mode == "expert_local":
         return whole
-    rank = worker % rollout.tp
+    # vLLM cuts experts over data-parallel workers too (``FusedMoEParallelConfig.flatten_tp_across_dp_and_pcp``).
+    size, rank = (rollout.workers, worker) if is_experts else (rollout.tp, worker % rollout.tp)
     for pattern, rule in (*family.rules, *_RULES):
         found = pattern.search(tensor.name)
         if found:
-            return family.renamed_slices(rule(tensor, rollout.tp, rank, heads.of_layer(tensor.name), found[1]))
+            return family.renamed_slices(rule(tensor, size, rank, heads.of_layer(tensor.name), found[1]))
     return family.renamed_slices(whole)
 
 

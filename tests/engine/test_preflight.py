@@ -752,6 +752,16 @@ def test_what_vllm_cannot_cut(model, sizes, tp, words):
     check_run(engine(), 48, model, rollout(2), device="cpu")
 
 
+def test_experts_are_cut_over_data_parallel_workers_too(model):
+    model["override_config"] |= {"moe_intermediate_size": 6}
+    with pytest.raises(SettingError) as caught:
+        check_run(engine(), 8, model, rollout(1, data_parallel_size=4), device="cpu")
+    text = paragraph(caught.value, TENSOR_PARALLEL, 1)
+    assert "the intermediate size 6 of an expert, in 4 parts" in text
+    assert text.endswith("What works: actor_rollout_ref.rollout.expert_parallel_size=4")
+    check_run(engine(), 8, model, rollout(1, data_parallel_size=4, expert_parallel_size=4), device="cpu")
+
+
 def test_a_dense_part_that_does_not_divide_is_found_by_the_plan(model):
     model["override_config"] |= {"intermediate_size": 33, "mlp_only_layers": [0]}
     with pytest.raises(SettingError, match=r"gate_proj.weight has 33 along dim 0, which tensor parallelism 2"):

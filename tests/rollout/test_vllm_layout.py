@@ -38,7 +38,7 @@ def _sorted(slices):
     return sorted(slices, key=lambda part: (part.block.low, part.at))
 
 
-def _compare(folder, cases):
+def _compare(folder, cases, is_data_parallel=False):
     """Compare both layouts; a case is a family, changes of its config, and whether vLLM runs expert parallel."""
     os.environ.update(_ENVIRONMENT, VLLM_DIST_IDENT=folder.replace("/", "."))
     # Before vLLM is imported, which changes some of transformers' classes (Dots1Model).
@@ -52,6 +52,7 @@ def _compare(folder, cases):
     from vllm.engine.arg_utils import EngineArgs
 
     rank, world = dist.get_rank(), dist.get_world_size()
+    tp, dp = (1, world) if is_data_parallel else (world, 1)
     differing = []
     for index, (model, (family, sizes, expert_parallel)) in enumerate(zip(models, cases, strict=True)):
         environment = SERVED[family].environment
@@ -63,17 +64,19 @@ def _compare(folder, cases):
         engine = EngineArgs(
             model=str(where),
             dtype=SERVED[family].dtype,
-            tensor_parallel_size=world,
+            tensor_parallel_size=tp,
+            data_parallel_size=dp,
             enable_expert_parallel=expert_parallel,
             skip_tokenizer_init=True,
             enforce_eager=True,
-            distributed_executor_backend="mp",
+            # vLLM takes the ranks of this launcher as they are.
+            distributed_executor_backend="external_launcher" if is_data_parallel else "mp",
         ).create_engine_config()
         with set_current_vllm_config(engine), mock.patch(_LATENT_ATTENTION, _NoAttention):
             init_distributed_environment(world, rank, "env://", rank, "gloo")
-            ensure_model_parallel_initialized(world, 1)
+            ensure_model_parallel_initialized(tp, 1)
             traced = _trace(engine, model)
-        rollout, heads = Rollout(world, expert_parallel=expert_parallel), Heads.of(model.config)
+        rollout, heads = Rollout(tp, dp, expert_parallel), Heads.of(model.config)
         for name in environment:
             del os.environ[name]
         for tensor in _tensors(model):
@@ -123,6 +126,11 @@ _KNOWN = [family for family in FAMILIES if known(family)]
 
 def test_layout_of_every_family_on_two_workers_equals_the_traced_one(tmp_path):
     run_ranks(_compare, 2, str(tmp_path), [case for family in _KNOWN for case in _cases(family)], timeout=600)
+
+
+def test_layout_of_data_parallel_workers_equals_the_traced_one(tmp_path):
+    """vLLM cuts experts over data-parallel workers too, and nothing else."""
+    run_ranks(_compare, 2, str(tmp_path), [(name, {}, False) for name in ("qwen3_moe", "deepseek_v3", "gpt_oss")], True)
 
 
 @pytest.mark.long

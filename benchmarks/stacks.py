@@ -39,8 +39,8 @@ CORE = (
         for name in (
             *("activation_checkpoint", "clip", "determinism", "dispatch", "exactness", "expert_plan"),
             *("experts_backend", "fp32_modules", "kernels", "load", "lr_scheduler", "mesh", "muon"),
-            *("optimizer", "order", "overlap", "rank_consistency", "routing_property", "single_rank_reduce"),
-            "uninitialized",
+            *("optimizer", "order", "outside_families", "overlap", "rank_consistency", "refused_families"),
+            *("resume_families", "round_trip", "routing_property", "single_rank_reduce", "uninitialized"),
         )
     ),
     "tests/parity/test_parity.py",

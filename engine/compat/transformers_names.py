@@ -4,7 +4,7 @@ Read in transformers 5.9.0, 5.12.1 and 5.23.0.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ __all__ = [
     "no_init_weights",
     "renamed",
     "revert_weight_conversion",
+    "set_experts_implementation",
     "use_experts_implementation",
 ]
 
@@ -65,6 +66,16 @@ def get_model_conversion_mapping(model: nn.Module, **kwargs: Any) -> list[Any]:
     """transformers' weight converters and renamings for a model, sharded or not, and those of its own."""
     own = [WeightRenaming(re.escape(old), new) for old, new in getattr(model, RENAMED, {}).items()]
     return [*_get_mapping(_unsharded(model), **kwargs), *own]
+
+
+def set_experts_implementation(model: Any, experts: Iterable[Any], name: str) -> None:
+    """Have a model's experts modules, which are on the interface, computed by the function registered as ``name``.
+
+    transformers 5.23 by itself leaves out a model whose source does not decorate a class (``moe/outside``).
+    """
+    model.set_experts_implementation(name)
+    for module in experts:
+        module.config._experts_implementation_internal = name
 
 
 def revert_weight_conversion(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..compat.transformers_names import set_experts_implementation
 from . import deepep, overlap
 from .find import CustomExperts, ExpertsInfo
 from .forward import ExpertsRuntime, TokenExchange, attach
@@ -55,5 +56,5 @@ def install_experts_forward(
                 shared=SharedExperts(block, info.module) if overlap_shared_experts else None,
             )
         attach(info.module, ExpertsRuntime(info.num_experts, group, backend, exchange))
-    if any(not isinstance(info.module, CustomExperts) for info in experts):
-        model.set_experts_implementation(EXPERTS_IMPLEMENTATION)
+    if on_interface := [info.module for info in experts if not isinstance(info.module, CustomExperts)]:
+        set_experts_implementation(model, on_interface, EXPERTS_IMPLEMENTATION)

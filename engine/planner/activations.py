@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from ..compat.transformers_names import ALL_EXPERTS_FUNCTIONS
+from ..compat.transformers_names import ALL_EXPERTS_FUNCTIONS, set_experts_implementation
 from ..fsdp.activation_checkpoint import units_recomputed
 from ..model.layers import layer_names
 from ..moe.find import CustomExperts, UnsupportedModelError, find_experts
@@ -105,7 +105,7 @@ def trace(model: Any, expert_plan: Mapping[str, int] | None = None, recompute_ac
     model.eval()._apply(lambda t: t if t.is_meta else t.to("meta"))
     model.tie_weights()
     model.set_attn_implementation(_TRACED)
-    model.set_experts_implementation(_TRACED)
+    set_experts_implementation(model, experts, _TRACED)
     layers = {name: model.get_submodule(name) for name in layer_names(model)}
     ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
     tape = _tape = _Tape(model, recompute_activations)

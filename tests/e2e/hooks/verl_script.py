@@ -12,8 +12,18 @@ from pathlib import Path
 from epfsdp2.recipes.quickstart import cli, commands
 
 _, _FACTS, *_OPTIONS = sys.argv
-_OF_THE_SCRIPT = ("algorithm.", "actor_rollout_ref.actor.use_kl_loss=")
-_SMALL = ["++ray_kwargs.ray_init.runtime_env.py_executable=null"]
+_OF_THE_SCRIPT = (
+    "algorithm.",
+    "actor_rollout_ref.actor.use_kl_loss=",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=",
+)
+# A script's sizes are those of a machine with eight GPUs.
+_SMALL = [
+    "++ray_kwargs.ray_init.runtime_env.py_executable=null",
+    "++actor_rollout_ref.actor.fsdp_config.fsdp_size=-1",
+    "++actor_rollout_ref.ref.fsdp_config.fsdp_size=-1",
+    "++actor_rollout_ref.rollout.expert_parallel_size=1",
+]
 # One worker generates, in a process of its own. verl has no config of the name that one script gives. Rows that a
 # script shares among four or eight ranks are shared by two.
 _FULLY_ASYNC = [

@@ -17,19 +17,12 @@ _OF_THE_SCRIPT = (
     "actor_rollout_ref.actor.use_kl_loss=",
     "actor_rollout_ref.model.enable_gradient_checkpointing=",
 )
-# A script's sizes are those of a machine with eight GPUs.
-_SMALL = [
-    "++ray_kwargs.ray_init.runtime_env.py_executable=null",
-    "++actor_rollout_ref.actor.fsdp_config.fsdp_size=-1",
-    "++actor_rollout_ref.ref.fsdp_config.fsdp_size=-1",
-    "++actor_rollout_ref.rollout.expert_parallel_size=1",
-]
-# One worker generates, in a process of its own. verl has no config of the name that one script gives. Rows that a
-# script shares among four or eight ranks are shared by two.
+# What a script gives these are sizes of a machine with eight GPUs.
+_TWO_RANKS = {"ulysses_sequence_parallel_size": "2", "fsdp_size": "-1", "expert_parallel_size": "1"}
+_SMALL = ["++ray_kwargs.ray_init.runtime_env.py_executable=null"]
+# One worker generates, in a process of its own. verl has no config of the name that one script gives.
 _FULLY_ASYNC = [
     "--config-name=fully_async_ppo_trainer.yaml",
-    "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
-    "actor_rollout_ref.ref.ulysses_sequence_parallel_size=2",
     "rollout.nnodes=1",
     "rollout.n_gpus_per_node=1",
     "rollout.n=8",
@@ -51,11 +44,17 @@ def _command(values: dict, extra: list[str]) -> list[str]:
     small += _SMALL + (_FULLY_ASYNC if "fully_async" in facts["module"] else [])
     if any(word.startswith("engine.ep_size=") for word in facts["arguments"]):
         small.append("engine.ep_size=2")
-    words = [*facts["arguments"], *small, *extra]
+    words = [*map(_on_two_ranks, facts["arguments"]), *small, *extra]
     # Hydra's own options come first, each once: between overrides its parser would end the list of them.
     options = {word.partition("=")[0]: word for word in words if word.startswith("--")}
     overrides = [word for word in words if not word.startswith("--")]
     return [sys.executable, "-m", facts["module"], *options.values(), *overrides]
+
+
+def _on_two_ranks(word: str) -> str:
+    key, _, value = word.partition("=")
+    size = _TWO_RANKS.get(key.rpartition(".")[2])
+    return f"{key}={size}" if size and value != "1" else word
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ class RolloutSync:
         buffers = persistent_buffers(model)
         self.dtypes |= {name: buffer.dtype for name, buffer in buffers.items()}
         self._buffers = list(buffers)
-        self.heads = Heads.of(model.config.get_text_config())
+        self.heads = Heads.of(model.config)
         self._exchanges: dict[tuple[SyncMode, Rollout, int], Exchange] = {}
         self._slices: dict[tuple[SyncMode, Rollout, int], dict[str, list[TargetSlice]]] = {}
         self._indices: dict[tuple[SyncMode, Rollout, int], dict[tuple[str, IndexRange], list[NamedIndex]]] = {}

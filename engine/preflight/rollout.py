@@ -89,7 +89,7 @@ def check_stream(
     )
     if config is None or facts is None or kind == "full":
         return
-    placement, heads = rollout_of(rollout), Heads.of(config)
+    placement, heads = rollout_of(rollout), Heads.of(facts.model.config)
 
     def slices_of(tensor: TensorSpec, worker: int) -> list[TargetSlice]:
         return target_slices(tensor, placement, worker % placement.workers, heads, kind)

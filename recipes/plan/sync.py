@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (SettingError, UnsupportedModelError, OSError, ValueError) as error:
         console.print(str(error), style="red", markup=False)
         return 1
-    family = config.get_text_config().model_type
+    family = config.model_type
     is_known = family in known_families()
     console.print(
         f"{options.model}: {sum(t.nbytes for t in tensors) / _GB:.2f} GB in {options.dtype}, {len(tensors)} tensors; "
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _row(
     mode: SyncMode, tensors: Sequence[TensorSpec], model: Any, topology: Topology, options: argparse.Namespace
 ) -> list[str]:
-    heads = Heads.of(model.config.get_text_config())
+    heads = Heads.of(model.config)
     rollout = Rollout(options.rollout_tp, options.rollout_dp, options.rollout_ep)
     targets = Targets(options.standalone or options.world, colocated=not options.standalone)
 

@@ -27,6 +27,7 @@ __all__ = [
     "padded_vocabulary",
     "qkv_projection",
     "row_parallel",
+    "stacked_thirds",
     "transposed_experts",
     "transposed_experts_bias",
     "vocabulary",
@@ -118,6 +119,13 @@ def qkv_projection(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: s
     if kind == "k" and heads.values_are_keys:
         found.append(TargetSlice(block, name, _at(tensor, 0, before + block.shape[0])))
     return found
+
+
+def stacked_thirds(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
+    """Queries, keys and values of as many heads, stored one after the other; each is sharded by itself."""
+    third = tensor.shape[0] // 3
+    parts = [_part(tensor, 0, tp, rank, (i * third, (i + 1) * third)) for i in range(3)]
+    return [TargetSlice(part, tensor.name, _at(tensor, 0, i * third // tp)) for i, part in enumerate(parts)]
 
 
 def attention_norm(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:

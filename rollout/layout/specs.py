@@ -8,11 +8,13 @@ from typing import Any, Literal, Protocol
 
 from ...engine.topology.index_ranges import IndexRange, ShardStep
 
-__all__ = ["Heads", "Rollout", "SliceForm", "TargetSlice", "TensorSpec", "TrainerTopology"]
+__all__ = ["Heads", "Rollout", "SliceForm", "TargetSlice", "TensorSpec", "Tower", "TrainerTopology"]
 
 # What a worker does with the values of a block before it stores them: nothing, it swaps the last two dims, or it stores
 # as many zeros.
 SliceForm = Literal["", "transposed", "zeros"]
+# How the workers hold a vision tower: each a part of it, each the whole, or not at all.
+Tower = Literal["sharded", "whole", "none"]
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,13 @@ class Rollout:
     Args:
         expert_parallel: vLLM's ``enable_expert_parallel``: each of the ``tp * dp`` workers keeps some whole experts.
             Without it each keeps a part of every expert. Other tensors are sharded over ``tp`` alone.
+        tower: of a model that sees images.
     """
 
     tp: int = 1
     dp: int = 1
     expert_parallel: bool = False
+    tower: Tower = "sharded"
 
     @property
     def workers(self) -> int:
@@ -99,10 +103,11 @@ class Heads:
 
     @classmethod
     def of(cls, config: Any) -> "Heads":
-        """Read them from a Hugging Face text config."""
+        """Read them from a model's Hugging Face config."""
+        family, config = config.model_type, config.get_text_config()
         queries = config.num_attention_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // queries
-        heads = cls(queries, getattr(config, "num_key_value_heads", None) or queries, dim, config.model_type)
+        heads = cls(queries, getattr(config, "num_key_value_heads", None) or queries, dim, family)
         if getattr(config, "linear_num_key_heads", None):
             gated = getattr(config, "attn_output_gate", True)
             keys = config.linear_num_key_heads * config.linear_key_head_dim

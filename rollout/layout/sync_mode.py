@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from ...engine.errors import SettingError
 from ...engine.topology.mesh import divisors
+from .specs import Tower
 from .vllm_layout import Rollout, SyncMode, known_families, loads_own_experts, padded_vocabulary
 
 __all__ = [
@@ -43,9 +44,16 @@ class _Obstacle:
 
 
 def rollout_of(config: Any) -> Rollout:
-    """Read the parallel sizes of one rollout replica."""
+    """Read how one rollout replica is sharded."""
     tp, dp = _size(config, "tensor_model_parallel_size"), _size(config, "data_parallel_size")
-    return Rollout(tp, dp, _size(config, "expert_parallel_size") > 1)
+    return Rollout(tp, dp, _size(config, "expert_parallel_size") > 1, _tower(_vllm(config)))
+
+
+def _tower(vllm: Mapping[str, Any]) -> Tower:
+    limits = vllm.get("limit_mm_per_prompt") or {}
+    if vllm.get("language_model_only") or all(limits.get(kind) == 0 for kind in ("image", "video")):
+        return "none"
+    return "whole" if vllm.get("mm_encoder_tp_mode") == "data" else "sharded"
 
 
 def has_our_extension(config: Any) -> bool:

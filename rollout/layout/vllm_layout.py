@@ -75,6 +75,8 @@ def target_slices(
     if mode == "full" or (not is_experts and mode == "expert_local"):
         return whole
     family = _FAMILIES.get(heads.family, _Family())
+    if rollout.tower != "sharded" and tensor.name.startswith(_TOWER):
+        return family.renamed_slices(whole if rollout.tower == "whole" else [])
     if is_experts and rollout.expert_parallel:
         return family.renamed_slices(rules.own_experts(tensor, rollout.workers, worker, family.is_transposed))
     if mode == "expert_local":
@@ -99,6 +101,7 @@ def loads_own_experts(family: str) -> bool:
 
 
 _EXPERTS = re.compile(r"\.experts\.(?:gate_up|down)_proj(?:_bias)?$")
+_TOWER = "model.visual."
 _VOCABULARY = re.compile(r"(?:^|\.)(embed_tokens|lm_head)\.weight$")
 _Rules = tuple[tuple[re.Pattern[str], rules.Rule], ...]
 
@@ -156,6 +159,17 @@ _LINEAR_ATTENTION = _rules(
     (r"\.linear_attn\.(in_proj_z)\.weight", rules.linear_output_gate),
     (r"\.linear_attn\.in_proj_(b|a)\.weight", rules.linear_gate_or_decay),
 )
+# A language model beside a vision tower, whose linears are sharded by the same size.
+_BESIDE_A_TOWER = (
+    (_TOWER, "visual."),
+    ("model.language_model.", "language_model.model."),
+    ("lm_head.", "language_model.lm_head."),
+)
+_QWEN_TOWER = _rules(
+    (r"\.visual\..*\.attn\.(qkv)\.(?:weight|bias)", rules.stacked_thirds),
+    (r"\.visual\..*\.linear_(fc1)\.(?:weight|bias)", rules.columns),
+    (r"\.visual\..*\.(?:attn\.proj|linear_(fc2))\.weight", rules.row_parallel),
+)
 _FAMILIES = {
     **dict.fromkeys(("dots1", "glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe"), _Family()),
     **dict.fromkeys(("llama", "qwen3"), _Family()),  # dense
@@ -190,6 +204,8 @@ _FAMILIES = {
     ),
     "mixtral": _Family(((".mlp.", ".block_sparse_moe."),)),
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_next"), _Family(rules=_LINEAR_ATTENTION)),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), _Family(_BESIDE_A_TOWER, _QWEN_TOWER, is_stacked=True)),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _Family(_BESIDE_A_TOWER, (*_QWEN_TOWER, *_LINEAR_ATTENTION))),
 }
 # The vLLM releases that have the layout above, for families where not all do. vLLM dropped its own models of dots1 and
 # hunyuan_v1_moe in 0.23 and 0.29 and runs transformers' instead, whose shared experts' gate and up it fuses since 0.27.

@@ -132,7 +132,7 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
         tied = getattr(config.hf_text_config, "tie_word_embeddings", False)
 
         def is_expected(name: str, own: str, is_parameter: bool) -> bool:
-            is_optional = not is_parameter or own in SKIP_LOAD_TENSORS or (tied and name == "lm_head.weight")
+            is_optional = not is_parameter or own in SKIP_LOAD_TENSORS or (tied and name.endswith("lm_head.weight"))
             return name in layouts[worker] or not is_optional
 
         def built(layer: torch.nn.Module) -> dict[str, torch.Tensor]:

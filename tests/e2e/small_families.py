@@ -11,7 +11,7 @@ from epfsdp2.engine.declared.derived import as_yaml
 from epfsdp2.recipes.quickstart.model import build_tokenizer
 from tests.rollout.served_families import SERVED
 
-__all__ = ["FAMILIES", "build_model", "settings", "write_model"]
+__all__ = ["ATTENTION", "FAMILIES", "build_model", "settings", "write_model"]
 
 # Sizes beside those of ``SERVED``: wide enough to learn sums, and no matrix of an expert is square.
 _WIDE = {"hidden_size": 128, "max_position_embeddings": 128, "initializer_range": 0.1}
@@ -24,6 +24,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**_WIDE, "intermediate_size": 384, "moe_intermediate_size": 192, "n_routed_experts": 16},
     "qwen3": {**_WIDE, "intermediate_size": 384},
 }
+# transformers has no sdpa with sinks.
+ATTENTION = {"gpt_oss": "eager"}
 
 
 def build_model(name: str, tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedModel:

@@ -239,13 +239,13 @@ def test_recipe_memory_fits_a_gpu(cluster, algorithm, local_model):
     assert 4 * count / world + weights + bucket + 2 * largest_sent(facts.model)[1] < 0.9 * CARD_GB * 1e9
     # The bucket holds the largest slice of a worker, and is no larger than rounds of an exchange arrive in.
     topology = Topology.arrange(world, config.engine.ep_size, config.engine.fsdp_size)
-    text, placed = facts.model.config.get_text_config(), rollout_of(rollout)
+    placed = rollout_of(rollout)
     slices = [
         need.block.numel * tensor.itemsize
         for tensor in tensors_before_sharding(facts.model, topology, itemsize=2)
         if ".layers." not in tensor.name or ".layers.1." in tensor.name  # all are alike
         for worker in range(placed.workers)
-        for need in target_slices(tensor, placed, worker, Heads.of(text), "sliced")
+        for need in target_slices(tensor, placed, worker, Heads.of(facts.model.config), "sliced")
     ]
     assert max(slices) < bucket == config.engine.sync_megabytes << 20 >> 1
 

@@ -48,18 +48,26 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": Family({"num_key_value_heads": 4}, may_be_tied=False),
     "qwen3_next": Family(_FOUR_KEYS, may_be_tied=False),
     "qwen3_5_moe": Family(_FOUR_KEYS),
+    "qwen3_5_moe_vl": Family(_FOUR_KEYS),
+    "qwen3_vl_moe": Family(),
     "ernie4_5_moe": Family(),
     "hunyuan_v1_moe": Family(_BY_LAYER),
     "qwen3": Family(),
+    "qwen3_5_vl": Family(_FOUR_KEYS),
+    "qwen3_vl": Family(),
     "llama": Family(),
 }
-DENSE = ("qwen3", "llama")
+DENSE = ("qwen3", "qwen3_5_vl", "qwen3_vl", "llama")
 
 
 def config_of(family: str, **overrides: Any) -> Any:
     """Return the config of a family's tiny model."""
     served = SERVED[family].family
-    return getattr(transformers, served.config)(**{**served.sizes, **FAMILIES[family].sizes, **overrides})
+    changes = {**FAMILIES[family].sizes, **overrides}
+    if "text_config" in served.sizes:
+        tied = {"tie_word_embeddings": changes.get("tie_word_embeddings", False)}
+        changes = {"text_config": {**served.sizes["text_config"], **changes}, **tied}
+    return getattr(transformers, served.config)(**{**served.sizes, **changes})
 
 
 def known(family: str) -> bool:
@@ -70,9 +78,15 @@ def known(family: str) -> bool:
 def model_on_meta(config: Any) -> Any:
     """Build the trainer's model on meta."""
     with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config)
+        return _auto_class(config).from_config(config)
 
 
 def save(family: str, folder: Path, seed: int, **overrides: Any) -> Path:
     """Save a family's tiny model with random weights."""
-    return save_random(transformers.AutoModelForCausalLM.from_config(config_of(family, **overrides)), folder, seed)
+    config = config_of(family, **overrides)
+    return save_random(_auto_class(config).from_config(config), folder, seed)
+
+
+def _auto_class(config: Any) -> Any:
+    has_images = hasattr(config, "vision_config")
+    return transformers.AutoModelForImageTextToText if has_images else transformers.AutoModelForCausalLM

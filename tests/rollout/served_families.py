@@ -72,6 +72,17 @@ def _of(name: str, config: str = "", **sizes: Any) -> Family:
     return Family(f"{name}ForCausalLM", config or f"{name}Config", _sizes(**sizes))
 
 
+def _seeing(name: str, text: dict[str, Any], **tower: Any) -> Family:
+    """A model of text and images; ``tower`` are further sizes of its vision tower."""
+    sizes = {"depth": 1, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "out_hidden_size": 96}
+    vision = {"vision_config": {**sizes, "num_position_embeddings": 16, **tower}, "tie_word_embeddings": False}
+    return Family(
+        f"{name}ForConditionalGeneration",
+        f"{name}Config",
+        {"text_config": _sizes(**text), **vision, **IMAGE_TOKENS},
+    )
+
+
 _QWEN = {"intermediate_size": 128, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
 _DEEPSEEK = {
     "intermediate_size": 128,
@@ -101,6 +112,10 @@ _THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3}
 _PLAIN_ROTARY = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 # vLLM's classes of these families import torchvision, whose builds on PyPI do not load beside a CPU build of torch.
 _TORCHVISION = {} if find_spec("torchvision") else {"PYTHONPATH": str(Path(__file__).parent / "stubs")}
+
+# transformers interleaves whatever this says; vLLM does if it does.
+_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
+_TEXT_ALONE = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
 
 SERVED: dict[str, Served] = {
     "qwen3_moe": Served(_of("Qwen3Moe", **_QWEN, norm_topk_prob=True, mlp_only_layers=[1])),
@@ -162,6 +177,7 @@ SERVED: dict[str, Served] = {
             "DeepseekV3",
             **_DEEPSEEK,
             topk_method="noaux_tc",
+            scoring_func="sigmoid",  # without it, as transformers writes it, vLLM computes another model
             num_key_value_heads=4,
             q_lora_rank=64,
             kv_lora_rank=512,
@@ -187,38 +203,23 @@ SERVED: dict[str, Served] = {
         environment=_TORCHVISION,
         broken={"0.24": "it has no class of its text model alone"},
     ),
-    "qwen3_vl_moe": Served(
-        Family(
-            "Qwen3VLMoeForConditionalGeneration",
-            "Qwen3VLMoeConfig",
-            {
-                "text_config": _sizes(
-                    **_QWEN,
-                    norm_topk_prob=True,
-                    # transformers interleaves whatever this says; vLLM does if it does.
-                    rope_parameters={
-                        "rope_type": "default",
-                        "rope_theta": 1e4,
-                        "mrope_section": [8, 4, 4],
-                        "mrope_interleaved": True,
-                    },
-                ),
-                "vision_config": {
-                    "depth": 1,
-                    "hidden_size": 64,
-                    "intermediate_size": 96,
-                    "num_heads": 2,
-                    "out_hidden_size": 96,
-                    "deepstack_visual_indexes": [0],
-                    "num_position_embeddings": 16,
-                },
-                "tie_word_embeddings": False,
-                **IMAGE_TOKENS,
-            },
-        ),
-        settings={"limit_mm_per_prompt": {"image": 0, "video": 0}},
-        environment=_TORCHVISION,
-    ),
+    **{
+        name: Served(
+            _seeing(kind, {**text, "rope_parameters": _MROPE}, deepstack_visual_indexes=[0]),
+            settings=_TEXT_ALONE,
+            environment=_TORCHVISION,
+        )
+        for name, kind, text in (
+            ("qwen3_vl", "Qwen3VL", _DENSE),
+            ("qwen3_vl_moe", "Qwen3VLMoe", {**_QWEN, "norm_topk_prob": True}),
+        )
+    },
+    **{
+        name: Served(
+            _seeing(kind, {**text, **_LINEAR}), dtype="bfloat16", settings=_TEXT_ALONE, environment=_TORCHVISION
+        )
+        for name, kind, text in (("qwen3_5_vl", "Qwen3_5", _DENSE), ("qwen3_5_moe_vl", "Qwen3_5Moe", _QWEN))
+    },
 }
 # With the attention that GPUs have; vLLM's CPU build has it since 0.29.
 _NO_LATENT = "its CPU build has no latent attention"

@@ -24,7 +24,7 @@ BY_EXPERTS = [name for name in FAMILIES if name not in DENSE]
 BOTH = ["expert_local", "sliced", "sliced", "expert_local"]
 
 
-def _sync(syncs: list[tuple[str, str]], handles: list[str], ep: int, expert_parallel: bool) -> None:
+def _sync(syncs: list[tuple[str, str]], handles: list[str], ep: int, rollout: Rollout) -> None:
     """Send each sync's checkpoint as the trainer's weights, in the sync's mode."""
     from epfsdp2.engine.model.layers import layer_names
     from epfsdp2.rollout.layout.trainer_tensors import sharded_tensor_specs
@@ -33,7 +33,6 @@ def _sync(syncs: list[tuple[str, str]], handles: list[str], ep: int, expert_para
     from epfsdp2.rollout.transport.checksums import with_checksums
 
     rank, workers = dist.get_rank(), dist.get_world_size()
-    rollout = Rollout(workers, expert_parallel=expert_parallel)
     for folder, mode in syncs:
         model, meshes = sharded_model(Path(folder), workers, ep=ep, attention="eager")
         sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings(mode, 5 << 18))
@@ -60,10 +59,9 @@ def _sync(syncs: list[tuple[str, str]], handles: list[str], ep: int, expert_para
         assert exchange.traffic.sent == exchange.plan.sent.get(rank, 0)
 
 
-def _layouts(config, workers, expert_parallel):
-    model, rollout = model_on_meta(config), Rollout(workers, expert_parallel=expert_parallel)
-    tensors = tensors_before_sharding(model, Topology.arrange(workers, 1))
-    return [planned_layout(tensors, rollout, worker, Heads.of(config)) for worker in range(workers)]
+def _layouts(config, rollout):
+    tensors = tensors_before_sharding(model_on_meta(config), Topology.arrange(rollout.workers, 1))
+    return [planned_layout(tensors, rollout, worker, Heads.of(config)) for worker in range(rollout.workers)]
 
 
 def _matches_fresh_engines(start_engine, folder, family, *args, **options):
@@ -80,6 +78,8 @@ def _matches_fresh_engines(start_engine, folder, family, *args, **options):
 def _compare(start_engine, folder, family, tp, modes, *, expert_parallel=False, **sizes):
     served = SERVED[family]
     first, second = (str(save(family, folder / str(seed), seed, **sizes)) for seed in (1, 2))
+    # Towers are compared in test_vllm_images.py.
+    rollout = Rollout(tp, 1, expert_parallel, "none" if "limit_mm_per_prompt" in served.settings else "sharded")
     settings = {"tp_size": tp, "dtype": served.dtype, "environment": served.environment, **served.settings}
     if tp == 1:  # in one process engines start in a moment
         settings |= {"distributed_executor_backend": "uni", "again": True}
@@ -95,14 +95,14 @@ def _compare(start_engine, folder, family, tp, modes, *, expert_parallel=False, 
 
     engine = start_engine(first, **settings)
     fresh = {first: found(computes(engine))}
-    engine.call("epfsdp2_check_layout", layouts=_layouts(config_of(family, **sizes), tp, expert_parallel)).result()
+    engine.call("epfsdp2_check_layout", layouts=_layouts(config_of(family, **sizes), rollout)).result()
     syncs = [([second, first][i % 2], mode) for i, mode in enumerate(modes)]
     after = []
     for _ in syncs:
         engine.call("update_weights_from_ipc", timeout=200.0, use_shm=True, sync_timeout_seconds=150.0, verify=True)
         after.append(computes(engine))
     ep = 1 if family in DENSE else tp
-    run_ranks(_sync, tp, syncs, [engine.handle(rank) for rank in range(tp)], ep, expert_parallel)
+    run_ranks(_sync, tp, syncs, [engine.handle(rank) for rank in range(tp)], ep, rollout)
     after = [found(computed) for computed in after]
     assert engine.leftovers() == []
     fresh[second] = found(computes(start_engine(second, **settings)))

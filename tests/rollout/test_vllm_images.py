@@ -24,7 +24,7 @@ _SETTINGS = {
 }
 
 
-def _train_and_send(folder: str, export: str, handles: list[str]) -> None:
+def _train_and_send(folder: str, export: str, handles: list[str], mode: str) -> None:
     from epfsdp2.engine.checkpoint import state as checkpoint
     from epfsdp2.rollout.layout.vllm_layout import Rollout
     from epfsdp2.rollout.server_adapter import send_weights
@@ -39,7 +39,7 @@ def _train_and_send(folder: str, export: str, handles: list[str]) -> None:
     checkpoint.save_checkpoint(Path(export).parent, worker.engine.module, None, None, {"hf_model"}, 1, describe)
     weights, _ = worker.engine.get_per_tensor_param()
     sending = send_weights(
-        weights.sync.worker_weights("full", Rollout(2), rank).tensors(),
+        weights.sync.worker_weights(mode, Rollout(2), rank).tensors(),
         zmq_handle=handles[rank],
         bucket_megabytes=1,
         use_shm=True,
@@ -60,7 +60,8 @@ def _prompts() -> list[dict]:
     ]
 
 
-def test_vllm_sees_an_image_as_a_fresh_engine_on_the_export_does(start_engine, tmp_path):
+@pytest.mark.parametrize("mode", ["full", "sliced"])
+def test_vllm_sees_an_image_as_a_fresh_engine_on_the_export_does(start_engine, tmp_path, mode):
     folder, export = tmp_path / "model", tmp_path / "trained" / HF
     model = build("qwen3_vl_moe")
     randomise(model, 1)
@@ -72,7 +73,7 @@ def test_vllm_sees_an_image_as_a_fresh_engine_on_the_export_does(start_engine, t
     engine.call("update_weights_from_ipc", timeout=200.0, use_shm=True, sync_timeout_seconds=150.0)
     engine.call("clear")
     answers = engine.call("epfsdp2_digests"), engine.generating(_prompts())
-    run_ranks(_train_and_send, 2, str(folder), str(export), [engine.handle(rank) for rank in range(2)])
+    run_ranks(_train_and_send, 2, str(folder), str(export), [engine.handle(rank) for rank in range(2)], mode)
     synced = [[answer["digests"] for answer in answers[0].result()], answers[1].result()]
     assert engine.leftovers() == []
 

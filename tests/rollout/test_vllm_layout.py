@@ -38,7 +38,7 @@ def _sorted(slices):
     return sorted(slices, key=lambda part: (part.block.low, part.at))
 
 
-def _compare(folder, cases, is_data_parallel=False):
+def _compare(folder, cases, is_data_parallel=False, tower="sharded"):
     """Compare both layouts; a case is a family, changes of its config, and whether vLLM runs expert parallel."""
     os.environ.update(_ENVIRONMENT, VLLM_DIST_IDENT=folder.replace("/", "."))
     # Before vLLM is imported, which changes some of transformers' classes (Dots1Model).
@@ -69,6 +69,8 @@ def _compare(folder, cases, is_data_parallel=False):
             enable_expert_parallel=expert_parallel,
             skip_tokenizer_init=True,
             enforce_eager=True,
+            mm_encoder_tp_mode="data" if tower == "whole" else "weights",
+            limit_mm_per_prompt={"image": 0, "video": 0} if tower == "none" else {},
             # vLLM takes the ranks of this launcher as they are.
             distributed_executor_backend="external_launcher" if is_data_parallel else "mp",
         ).create_engine_config()
@@ -76,7 +78,7 @@ def _compare(folder, cases, is_data_parallel=False):
             init_distributed_environment(world, rank, "env://", rank, "gloo")
             ensure_model_parallel_initialized(tp, 1)
             traced = _trace(engine, model)
-        rollout, heads = Rollout(tp, dp, expert_parallel), Heads.of(model.config)
+        rollout, heads = Rollout(tp, dp, expert_parallel, tower), Heads.of(model.config)
         for name in environment:
             del os.environ[name]
         for tensor in _tensors(model):
@@ -110,7 +112,8 @@ def _cases(family: str) -> list:
         tied = {"tie_word_embeddings": True, "attention_bias": family == "llama"}  # vLLM's Qwen3 has none at o_proj
         return [(family, {}, False), (family, {"num_key_value_heads": 1}, False), (family, tied, False)]
     counts = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-    experts = next(name for name in counts if name in SERVED[family].family.sizes)
+    sizes = SERVED[family].family.sizes
+    experts = next(name for name in counts if name in sizes.get("text_config", sizes))
     if family == "gpt_oss":  # vLLM's class takes neither
         return [(family, {}, False), (family, {"tie_word_embeddings": True}, True)]
     return [
@@ -122,15 +125,24 @@ def _cases(family: str) -> list:
 
 # In this order: one with experts has to come first, as vLLM makes their groups for the first model of a process.
 _KNOWN = [family for family in FAMILIES if known(family)]
+_SEEING = [family for family in _KNOWN if "vision_config" in SERVED[family].family.sizes]  # vLLM starts them slowly
 
 
 def test_layout_of_every_family_on_two_workers_equals_the_traced_one(tmp_path):
-    run_ranks(_compare, 2, str(tmp_path), [case for family in _KNOWN for case in _cases(family)], timeout=600)
+    cases = [case for family in _KNOWN if family not in _SEEING for case in _cases(family)]
+    run_ranks(_compare, 2, str(tmp_path), cases, timeout=600)
 
 
 def test_layout_of_data_parallel_workers_equals_the_traced_one(tmp_path):
     """vLLM cuts experts over data-parallel workers too, and nothing else."""
     run_ranks(_compare, 2, str(tmp_path), [(name, {}, False) for name in ("qwen3_moe", "deepseek_v3", "gpt_oss")], True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tower", ["sharded", "whole", "none"])
+def test_layout_of_a_model_with_a_vision_tower_equals_the_traced_one(tmp_path, tower):
+    cases = [case for family in _SEEING for case in (_cases(family) if tower == "sharded" else [(family, {}, False)])]
+    run_ranks(_compare, 2, str(tmp_path), cases, False, tower, timeout=600)
 
 
 @pytest.mark.long

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from epfsdp2.engine.build import shard_and_load
 from epfsdp2.engine.checkpoint.safetensors_reader import open_checkpoint
@@ -42,7 +42,8 @@ def sharded_model(
     topology = world if isinstance(world, Topology) else Topology.arrange(world, ep, fsdp_size)
     meshes = build_meshes(device, topology)
     config = AutoConfig.from_pretrained(folder, attn_implementation=attention)
-    model = build_on_meta(AutoModelForCausalLM, config, dtype)
+    auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    model = build_on_meta(auto, config, dtype)
     before(model)
     shard_and_load(
         model,

@@ -19,7 +19,7 @@ def problems(draw):
     rollout = Rollout(tp, dp, draw(st.booleans()))
     kv = draw(st.sampled_from([1, 2, 4]))
     heads = Heads(kv * draw(st.sampled_from([1, 2])) * (4 // kv), kv, draw(st.sampled_from([3, 4])))
-    hidden, inner = draw(st.integers(2, 9)), ep_fsdp * 4 * draw(st.integers(1, 2))
+    hidden, inner = draw(st.integers(2, 9)), ep_fsdp * 8 * draw(st.integers(1, 2))
     experts, vocabulary = ep * draw(st.integers(1, 3)), draw(st.integers(3, 90))
     shard_dim = draw(st.sampled_from([0, 1] if experts // ep % ep_fsdp == 0 else [1]))
     dense, over_ep = (ShardStep(0, "fsdp", topology.fsdp),), ShardStep(0, "ep", ep)

@@ -45,7 +45,8 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3_latent": Family(may_be_tied=False),
     # Its full attention has other heads, whose keys are values too.
     "gemma4": Family({"attention_k_eq_v": True, "global_head_dim": 64, "num_global_key_value_heads": 1}),
-    "gpt_oss": Family({"num_key_value_heads": 4}, may_be_tied=False),
+    # vLLM 0.29 does not pad experts whose gate and up are interleaved: four workers have 32 rows each.
+    "gpt_oss": Family({"num_key_value_heads": 4, "intermediate_size": 128}, may_be_tied=False),
     "qwen3_next": Family(_FOUR_KEYS, may_be_tied=False),
     "qwen3_5_moe": Family(_FOUR_KEYS),
     "qwen3_5_moe_vl": Family(_FOUR_KEYS),

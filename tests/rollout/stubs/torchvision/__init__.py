@@ -7,6 +7,8 @@ is here (``transforms.v2.functional``); the rest can be imported, and does nothi
 import sys
 from unittest import mock
 
+__version__ = "0.28.0"  # transformers 5.12 compares it
+
 for _name in ("io", "transforms", "transforms.functional", "transforms.v2"):
     sys.modules[f"{__name__}.{_name}"] = mock.MagicMock(name=_name)
 

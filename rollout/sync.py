@@ -114,7 +114,6 @@ class RolloutSync:
         Args:
             as_checkpoint: use the names of checkpoints only; those of most families have one matrix per expert.
         """
-        named = hf_names.as_checkpoint if as_checkpoint else hf_names.for_vllm
         traffic = traffic or Traffic()
         limit = full_gather.gather_bytes(self.settings.memory_bytes, self.meshes.topology.fsdp, is_assembled=True)
         gathered = self._gather(limit, traffic, self._is_stored_by_expert)
@@ -122,7 +121,8 @@ class RolloutSync:
         with contextlib.closing(gathered):
             for rows in full_gather.assemble(gathered, traffic, limit):
                 if rows.first is None:
-                    yield from named(self.model, [(rows.name, rows.values)], waiting)
+                    one = [(rows.name, rows.values)]
+                    yield from hf_names.for_vllm(self.model, one, waiting, may_be_fused=not as_checkpoint)
                 else:
                     yield from hf_names.experts_from(self.model, rows.name, rows.values, rows.first)
 

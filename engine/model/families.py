@@ -11,6 +11,7 @@ __all__ = [
     "NOT_CAUSAL",
     "PLACES_AS_POSITIONS",
     "READ_WITHOUT_A_CALL",
+    "SPLIT_BEFORE_0_27",
     "UNPACKED_WITH_FLASH",
 ]
 
@@ -53,6 +54,9 @@ FUSED_IN_VLLM: dict[str, dict[str, str]] = {
     **dict.fromkeys(("mixtral", "minimax_m2"), _LETTERED),
 }
 """Families whose stacks of experts vLLM loads, and the names that it loads them under."""
+
+SPLIT_BEFORE_0_27 = frozenset({"qwen3_vl_moe"})
+"""Families whose stacks of experts vLLM before 0.27 can't reload; single experts, which no checkpoint has, it can."""
 
 UNPACKED_WITH_FLASH = dict.fromkeys(
     ("glm4v_moe_text", "ernie4_5_vl_moe_text"),

@@ -15,7 +15,7 @@ import torch
 
 from ..compat import versions
 from ..compat.transformers_names import revert_weight_conversion
-from .families import FUSED_IN_VLLM
+from .families import FUSED_IN_VLLM, SPLIT_BEFORE_0_27
 from .hf_convert import converted_together, revert
 
 __all__ = [
@@ -33,22 +33,42 @@ _KNOWN: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()
 
 
 def for_vllm(
-    model: Any, tensors: Iterable[tuple[str, torch.Tensor]], waiting: dict[str, torch.Tensor] | None = None
+    model: Any,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    waiting: dict[str, torch.Tensor] | None = None,
+    *,
+    may_be_fused: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield tensors under the names that vLLM's loader of this family takes: fused if it can, else the checkpoint's.
 
     Args:
         waiting: as in ``as_checkpoint``.
+        may_be_fused: False for the checkpoint's names anyway.
     """
     fused = FUSED_IN_VLLM.get(model.config.model_type)
-    if fused is None or not _takes_stacks():
-        yield from as_checkpoint(model, tensors, waiting)
+    if fused is None or not may_be_fused or not _takes_stacks():
+        named = as_checkpoint(model, tensors, waiting)
+        is_split = model.config.model_type in SPLIT_BEFORE_0_27 and not _takes_stacks()
+        yield from _single_experts(named) if is_split else named
         return
     known = _KNOWN.setdefault(model, {})
     for name, tensor in tensors:
         if name not in known:
             known[name] = _fused_name(model, name, tensor, fused)
         yield known[name], tensor
+
+
+def _single_experts(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the matrices of each expert, ``[I, D]`` and ``[D, I]``, instead of stacks."""
+    for name, tensor in tensors:
+        module, _, own = name.rpartition(".experts.")
+        if own not in ("gate_up_proj", "down_proj"):
+            yield name, tensor
+            continue
+        parts = ("gate_proj", "up_proj") if own == "gate_up_proj" else (own,)
+        for expert, matrix in enumerate(tensor):
+            for part, values in zip(parts, matrix.chunk(len(parts)), strict=True):
+                yield f"{module}.experts.{expert}.{part}.weight", values
 
 
 @cache

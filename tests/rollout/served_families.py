@@ -216,7 +216,11 @@ SERVED: dict[str, Served] = {
     },
     **{
         name: Served(
-            _seeing(kind, {**text, **_LINEAR}), dtype="bfloat16", settings=_TEXT_ALONE, environment=_TORCHVISION
+            _seeing(kind, {**text, **_LINEAR}),
+            dtype="bfloat16",
+            settings=_TEXT_ALONE,
+            environment=_TORCHVISION,
+            broken={"0.24": "its CPU build can't run it (tensor must be contiguous)"},
         )
         for name, kind, text in (("qwen3_5_vl", "Qwen3_5", _DENSE), ("qwen3_5_moe_vl", "Qwen3_5Moe", _QWEN))
     },
@@ -243,10 +247,10 @@ def randomise(model: Any, seed: int) -> None:
 
 
 def export(model: Any, dtype: torch.dtype, folder: Path) -> str:
-    """Write the model in the dtype that a trainer computes in; return ``folder`` as a string."""
+    """Write the model in the dtype that a trainer computes in, as vLLM can load it; return ``folder`` as a string."""
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
-    weights = {name: t.contiguous() for name, t in hf_names.as_checkpoint(model, sent(model, dtype))}
+    weights = {n: t.contiguous() for n, t in hf_names.for_vllm(model, sent(model, dtype), may_be_fused=False)}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return str(folder)
 

@@ -45,8 +45,8 @@ def test_three_syncs_give_what_a_fresh_engine_has(name, start_engine, tmp_path):
         assert outputs != wanted_outputs
         randomise(model, seed)
         # The last as the stream does where stacks do not fit its memory: expert by expert, as a checkpoint has them.
-        names = hf_names.as_checkpoint if seed == len(wanted) else hf_names.for_vllm
-        engine.sync(lambda rank, names=names: names(model, sent(model, dtype)))
+        fused = seed < len(wanted)
+        engine.sync(lambda rank, fused=fused: hf_names.for_vllm(model, sent(model, dtype), may_be_fused=fused))
         digests, outputs = engine.digests(), engine.generate()
         assert verify.compare(wanted_digests[0], digests[0]) == ""
         assert outputs == wanted_outputs

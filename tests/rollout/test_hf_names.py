@@ -95,3 +95,15 @@ def test_for_vllm_before_0_27_uses_checkpoint_names_for_all_families(monkeypatch
     old = {name for name, _ in hf_names.for_vllm(model, sent(model, torch.float32))}
     assert old == {name for name, _ in hf_names.as_checkpoint(model, sent(model, torch.float32))}
     assert any(hf_names.is_of_expert(name) for name in old)
+
+
+def test_for_vllm_before_0_27_splits_stacks_that_its_reload_loses(monkeypatch):
+    model = build("qwen3_vl_moe")
+    tensors = dict(sent(model, torch.float32))
+    monkeypatch.setattr(hf_names, "_takes_stacks", lambda: False)
+    found = dict(hf_names.for_vllm(model, tensors.items()))
+    moe = "model.language_model.layers.1.mlp.experts"
+    assert not any(name.endswith(("experts.gate_up_proj", "experts.down_proj")) for name in found)
+    gate, up = tensors[f"{moe}.gate_up_proj"][3].chunk(2)
+    assert torch.equal(found[f"{moe}.3.gate_proj.weight"], gate) and torch.equal(found[f"{moe}.3.up_proj.weight"], up)
+    assert torch.equal(found[f"{moe}.3.down_proj.weight"], tensors[f"{moe}.down_proj"][3])

@@ -135,7 +135,8 @@ def test_layout_of_every_family_on_two_workers_equals_the_traced_one(tmp_path):
 
 def test_layout_of_data_parallel_workers_equals_the_traced_one(tmp_path):
     """vLLM cuts experts over data-parallel workers too, and nothing else."""
-    run_ranks(_compare, 2, str(tmp_path), [(name, {}, False) for name in ("qwen3_moe", "deepseek_v3", "gpt_oss")], True)
+    cases = [(name, {}, False) for name in ("qwen3_moe", "deepseek_v3", "gpt_oss") if known(name)]
+    run_ranks(_compare, 2, str(tmp_path), cases, True)
 
 
 @pytest.mark.long

@@ -43,7 +43,7 @@ def checkpoint_views(model: Any, tensors: Iterable[TensorSpec]) -> list[View]:
     stand_ins = {t.name: torch.empty(t.shape, device="meta") for t in tensors}
     names = {storage_id(t): name for name, t in stand_ins.items()}
     views = []
-    for name, part in hf_names.as_checkpoint(model, stand_ins.items()):
+    for name, part in hf_names.for_vllm(model, stand_ins.items(), may_be_fused=False):
         if storage_id(part) not in names:
             raise ValueError(f"{name} is not a view of one trainer tensor.")
         own = names[storage_id(part)]

@@ -41,7 +41,8 @@ def _command(values: dict, extra: list[str]) -> list[str]:
     small = [line for line in commands.overrides("grpo", values) if not line.startswith(_OF_THE_SCRIPT)]
     # The script may have added the key already.
     small = [f"++{line.lstrip('+')}" if line.startswith("+") else line for line in small]
-    small += _SMALL + (_FULLY_ASYNC if "fully_async" in facts["module"] else [])
+    critic = [f"critic.model.path={values['model']}", "++critic.model.override_config.attn_implementation=sdpa"]
+    small += _SMALL + critic + (_FULLY_ASYNC if "fully_async" in facts["module"] else [])
     if any(word.startswith("engine.ep_size=") for word in facts["arguments"]):
         small.append("engine.ep_size=2")
     words = [*map(_on_two_ranks, facts["arguments"]), *small, *extra]

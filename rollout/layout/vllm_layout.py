@@ -172,7 +172,7 @@ _QWEN_TOWER = _rules(
 )
 _FAMILIES = {
     **dict.fromkeys(("dots1", "glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe"), _Family()),
-    **dict.fromkeys(("llama", "qwen3"), _Family()),  # dense
+    **dict.fromkeys(("llama", "qwen2", "qwen3"), _Family()),  # dense
     "deepseek_v3": _Family(
         rules=_rules(
             (r"\.self_attn\.(q|q_b|kv_b)_proj\.weight", rules.columns),

@@ -22,7 +22,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": {**_WIDE, **_MORE_EXPERTS},
     "gpt_oss": {**_WIDE, "intermediate_size": 192, "num_local_experts": 16},
     "deepseek_v3": {**_WIDE, "intermediate_size": 384, "moe_intermediate_size": 192, "n_routed_experts": 16},
-    "qwen3": {**_WIDE, "intermediate_size": 384},
+    **dict.fromkeys(("qwen3", "qwen2"), {**_WIDE, "intermediate_size": 384}),
 }
 # transformers has no sdpa with sinks.
 ATTENTION = {"gpt_oss": "eager"}

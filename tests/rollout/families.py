@@ -56,9 +56,10 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(),
     "qwen3_5_vl": Family(_FOUR_KEYS),
     "qwen3_vl": Family(),
+    "qwen2": Family(_WIDE),
     "llama": Family(),
 }
-DENSE = ("qwen3", "qwen3_5_vl", "qwen3_vl", "llama")
+DENSE = ("qwen3", "qwen3_5_vl", "qwen3_vl", "qwen2", "llama")
 
 
 def config_of(family: str, **overrides: Any) -> Any:

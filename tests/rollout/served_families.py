@@ -1,4 +1,4 @@
-"""A tiny random model of every family that vLLM's CPU build runs and of two dense ones, with vLLM's settings."""
+"""A tiny random model of every family that vLLM's CPU build runs and of dense ones, with vLLM's settings."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -155,6 +155,7 @@ SERVED: dict[str, Served] = {
         )
     ),
     "qwen3": Served(_of("Qwen3", **_DENSE)),
+    "qwen2": Served(_of("Qwen2", **_DENSE, **_THREE_HEADS)),
     "llama": Served(_of("Llama", **_DENSE)),
     "gemma4": Served(
         _of(

@@ -4,7 +4,7 @@
 #   make quickstart  GRPO on a tiny Mixture-of-Experts, start to end
 #   make test        the whole test suite
 #   make test-fast   the core's tests, for the inner loop: no vLLM, no Ray (under 4 min)
-#   make test-stack  the tests that a stack is for (STACK=default|users|next|newest); writes what came of them
+#   make test-stack  the tests that a stack is for (STACK=default|users|next|newest|sglang); writes what came of them
 #   make test-long   what the suite leaves out for its time; writes what came of it
 #   make parity      every family on every mesh against the plain model; prints and writes the table (about 20 min)
 #   make memory      peak memory of a step against the arithmetic; prints and writes the table

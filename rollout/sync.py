@@ -46,11 +46,13 @@ class SyncSettings:
         requested: ``engine.rollout_sync``.
         memory_bytes: bound of a rank's buffers.
         verify_syncs: number of first syncs that carry checksums; -1 for all.
+        is_for_vllm: False for another rollout, which is sent full tensors under the names of checkpoints.
     """
 
     requested: str
     memory_bytes: int
     verify_syncs: int = 0
+    is_for_vllm: bool = True
 
 
 class RolloutSync:
@@ -107,7 +109,7 @@ class RolloutSync:
     def full(
         self, traffic: Traffic | None = None, *, as_checkpoint: bool = False
     ) -> Generator[tuple[str, torch.Tensor]]:
-        """Yield all tensors in full under names that vLLM's loaders accept; collective.
+        """Yield all tensors in full under names that loaders accept; collective.
 
         A stack of experts that exceeds the memory bound is yielded expert by expert where checkpoints have it so.
 
@@ -350,7 +352,7 @@ class RolloutWeights:
         self._sync = sync
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._sync.full()
+        return self._sync.full(as_checkpoint=not self._sync.settings.is_for_vllm)
 
     @property
     def sync(self) -> RolloutSync:

@@ -27,8 +27,9 @@ class Feature:
 FEATURES = (
     Feature(
         "trainers",
-        "v1 `sync`, `colocate_async`, `separate_async`; one-step-off, fully-async; `sft_trainer`",
-        "rollouts other than vLLM, or with EPLB",
+        "v1 `sync`, `colocate_async`, `separate_async`; one-step-off, fully-async; `sft_trainer`; rollouts by vLLM, "
+        "and by [others](weight_sync.md#rollouts-other-than-vllm) with full tensors",
+        "slices to rollouts other than vLLM; EPLB",
         (
             "e2e/test_quickstart.py::test_quickstart_raises_the_reward_with_the_trainers_weights_in_vllm",
             "e2e/test_trainers.py::test_sft_trainer_lowers_the_loss",
@@ -36,7 +37,8 @@ FEATURES = (
             "e2e/test_standalone.py::test_standalone_rollout_follows_the_trainer",
             "e2e/test_trainers.py::test_one_step_off_trainer_trains",
             "e2e/test_trainers.py::test_fully_async_trainer_trains",
-            "engine/test_preflight.py::test_the_rollout_is_vllm_behind_any_backend",
+            "engine/test_preflight.py::test_any_rollout_is_sent_full_tensors_and_only_vllm_slices",
+            "e2e/test_sglang.py::test_sglang_run_raises_the_reward_and_agrees_with_the_trainer",
         ),
     ),
     Feature(

@@ -19,11 +19,12 @@ __all__ = [
     "vllm_in",
 ]
 
-# Stack -> versions with which the whole suite passed: what benchmarks/results/stacks.json shows, and no more.
+# Stack -> versions with which its tests passed: what benchmarks/results/stacks.json shows, and no more.
 TESTED: dict[str, dict[str, str]] = {
     "users": {"torch": "2.11.0", "transformers": "5.9.0", "vllm": "0.24.0", "verl": "0.9.1", "ray": "2.60.0"},
     "default": {"torch": "2.13.0", "transformers": "5.9.0", "vllm": "0.27.1", "verl": "0.9.1", "ray": "2.60.0"},
     "next": {"torch": "2.13.0", "transformers": "5.12.1", "vllm": "0.29.0", "verl": "0.9.1", "ray": "2.60.0"},
+    "sglang": {"sglang": "0.5.12"},
 }
 # vLLM releases with which all tests of rollout/ passed, of the same file: the layouts of their weights are known.
 KNOWN_LAYOUTS = ("0.24.0", "0.27.1", "0.29.0")

@@ -272,7 +272,12 @@ class BuildsModel:
             self.meshes,
             self.layer_names,
             compute_dtypes(module, options),
-            SyncSettings(config.rollout_sync, config.sync_megabytes << 20, config.rollout_sync_verify),
+            SyncSettings(
+                config.rollout_sync,
+                config.sync_megabytes << 20,
+                config.rollout_sync_verify,
+                is_for_vllm=config._rollout == "vllm",
+            ),
         )
         self.shard_export = ShardExport(module, self.meshes)
         if self._lora is not None:

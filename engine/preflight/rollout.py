@@ -1,5 +1,6 @@
 """Before a worker is started: whether weights can reach the rollout as it is placed, in the memory that there is."""
 
+import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +9,13 @@ from typing import Any
 from torch import nn
 
 from ...rollout.cleanup import report_leftovers
-from ...rollout.layout.sync_mode import check_rollout_parallelism, choose_mode, quantisation_settings, rollout_of
+from ...rollout.layout.sync_mode import (
+    BACKEND,
+    check_rollout_parallelism,
+    choose_mode,
+    quantisation_settings,
+    rollout_of,
+)
 from ...rollout.layout.trainer_tensors import tensor_specs_of
 from ...rollout.layout.transfer_plan import ROUND_BUFFERS, Targets, make_transfer_plan, round_bytes
 from ...rollout.layout.vllm_layout import Heads, TargetSlice, TensorSpec, target_slices
@@ -21,8 +28,19 @@ from ..settings.values import DTYPES
 from ..topology.mesh import Topology
 from .model_facts import ModelFacts, largest_sent
 
-__all__ = ["check_graphs", "check_road", "check_rollout", "check_stream", "report_leftovers", "tensors_before_sharding"]
+__all__ = [
+    "check_graphs",
+    "check_other_rollout",
+    "check_rollout",
+    "check_stream",
+    "report_leftovers",
+    "tensors_before_sharding",
+]
 
+logger = logging.getLogger("epfsdp2")
+
+# The rollouts besides vLLM that a committed run shows.
+_RUN_WITH = ("sglang",)
 _BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 _BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
 _TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
@@ -34,12 +52,24 @@ _KEEPS_LATENT_MATRICES = ">=0.27.1"
 _SHM_MARGIN = 64 << 20
 
 
-def check_road(rollout: Mapping[str, Any]) -> None:
-    """Weights leave under names, and along a road, that vLLM's workers take."""
-    name = rollout.get("name")
-    if name not in (None, "vllm"):
-        rule = "this engine hands weights over under vLLM's names."
-        raise SettingError("actor_rollout_ref.rollout.name", name, rule, "actor_rollout_ref.rollout.name=vllm")
+def check_other_rollout(engine: Any, rollout: Mapping[str, Any]) -> None:
+    """A rollout that is not vLLM is sent full tensors, by verl's own adapter or checkpoint engines.
+
+    Raises:
+        SettingError: for a setting that asks for slices.
+    """
+    name, backend = rollout["name"], rollout.get("backend")
+    rule = f"slices are made for vLLM's workers; {name} is sent full tensors."
+    if engine.rollout_sync not in ("auto", "full"):
+        raise SettingError("engine.rollout_sync", engine.rollout_sync, rule, "engine.rollout_sync=auto")
+    if backend == BACKEND:
+        raise SettingError(_BACKEND, backend, rule, f"{_BACKEND}=naive, or one of verl's own")
+    if name not in _RUN_WITH:
+        logger.warning(
+            "epfsdp2: nobody has run this engine with actor_rollout_ref.rollout.name=%s. It is sent full tensors under "
+            "the names of checkpoints.",
+            name,
+        )
 
 
 def check_graphs(rollout: Mapping[str, Any], facts: ModelFacts | None, device: str) -> None:

@@ -41,7 +41,7 @@ from .features import (
     check_sequence_parallel,
 )
 from .model_facts import ModelFacts, inspect_model
-from .rollout import check_graphs, check_road, check_rollout, check_stream
+from .rollout import check_graphs, check_other_rollout, check_rollout, check_stream
 
 __all__ = [
     "check_checkpoint",
@@ -59,6 +59,11 @@ _CHECKPOINTS = {
     ACTOR_MODEL: "actor_rollout_ref.actor.checkpoint",
     "critic.model": "critic.checkpoint",
     "model": "checkpoint",
+}
+# Rollouts whose versions are looked at: how each is spelled, and installed.
+_ROLLOUTS = {
+    "vllm": ("vLLM", "pip install 'epfsdp2[gpu]', or on a machine without a GPU 'epfsdp2[cpu]'"),
+    "sglang": ("SGLang", "pip install 'epfsdp2[sglang]'"),
 }
 # verl's model settings that ask for what this engine does not do, and the value that does not ask for it.
 _UNSUPPORTED = {
@@ -96,7 +101,9 @@ def check_run(
         SettingError: for the first setting that can't work.
     """
     check_versions(rollout.get("name"))
-    check_road(rollout)
+    is_vllm = rollout.get("name") == "vllm"
+    if rollout.get("name") and not is_vllm:
+        check_other_rollout(engine, rollout)
     check_routes(engine, rollout)
     facts = check_training(engine, n_gpus, model, checkpoint=checkpoint, optim=optim, device=device)
     if facts is not None and facts.is_dense:
@@ -108,10 +115,10 @@ def check_run(
     check_distillation(engine, model, rollout)
     check_images(rollout, facts)
     colocated = (rollout.get("backend") or "naive") == "naive"
-    if rollout.get("name"):
+    if is_vllm:
         check_graphs(rollout, facts, device)
         check_stream(engine, n_gpus, rollout, facts, colocated=colocated)
-    if not ipc and rollout.get("name"):
+    if is_vllm and not ipc:
         check_rollout(engine, n_gpus if colocated else 0, rollout, facts)
 
 
@@ -214,18 +221,18 @@ def check_checkpoint(checkpoint: Mapping[str, Any], setting: str) -> None:
 
 
 def check_versions(rollout_name: str | None) -> None:
-    """Refuse a missing verl, Ray or vLLM and one outside the accepted range; warn of one that was not tested with.
+    """Refuse a missing verl, Ray or rollout and one outside the accepted range; warn of one that was not tested with.
 
     Raises:
         SettingError: for the first such distribution.
     """
-    for name in ("verl", "ray", "torch", "transformers", "vllm"):
-        if name == "vllm" and rollout_name != "vllm":
+    for name in ("verl", "ray", "torch", "transformers", "vllm", "sglang"):
+        if name in _ROLLOUTS and rollout_name != name:
             continue
         version, accepted = versions.installed(name), versions.accepted()[name]
-        if version is None and name == "vllm":
-            works = "pip install 'epfsdp2[gpu]', or on a machine without a GPU 'epfsdp2[cpu]'"
-            raise SettingError("actor_rollout_ref.rollout.name", "vllm", "vLLM is not installed.", works)
+        if version is None and name in _ROLLOUTS:
+            spelled, works = _ROLLOUTS[name]
+            raise SettingError("actor_rollout_ref.rollout.name", name, f"{spelled} is not installed.", works)
         if version is None:
             raise SettingError(name, None, f"{name} is not installed.", f"pip install '{name}{accepted}'")
         if not versions.is_accepted(name, version):

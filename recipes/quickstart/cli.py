@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from . import task
-from .commands import RANKS, grpo_command, pretty, warmup_command
+from .commands import RANKS, grpo_command, overrides, pretty, sglang_environment, warmup_command
 from .failure import cause
 from .metrics import Step, conclude, print_summary, read_records, read_steps, write_plot
 from .processes import Interrupted, ProcessTree
@@ -56,6 +56,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--warmup-lr", type=float, default=2e-3, help="learning rate of the warm-up")
     add("--right-share", type=float, default=0.6, help="share of the warm-up's labels that are right")
     add("--model", type=Path, help="start GRPO from this checkpoint of an earlier warm-up")
+    add(
+        "--rollout", choices=("vllm", "sglang"), default="vllm", help="what generates (SGLang: make setup STACK=sglang)"
+    )
     add("--override", action="append", default=[], metavar="KEY=VALUE", help="one more Hydra override for GRPO")
     add("--dry-run", action="store_true", help="print the commands, write nothing")
     options = parser.parse_args(arguments)
@@ -100,13 +103,16 @@ class _Quickstart:
         paths = {"VLLM_RPC_BASE_PATH": str(tree.folder)}
         # Also where torch is a CUDA build on a machine without a GPU, which the platform can't tell by itself.
         device = {} if torch.accelerator.is_available() else {"VERL_PLATFORM": "cpu"}
+        if options.rollout == "sglang":
+            device |= sglang_environment()
         self.env = {k: v for k, v in os.environ.items() if k not in _RAY_ENV} | _CHILD_ENV | paths | device
 
     def run(self) -> int:
         started, options = time.monotonic(), self.options
         warmup = warmup_command(self._values(self.output / "model"))
         grpo = grpo_command(
-            self._values(options.model.resolve() if options.model else self.warmed_up), options.override
+            self._values(options.model.resolve() if options.model else self.warmed_up),
+            [*([] if options.rollout == "vllm" else overrides(options.rollout, {})), *options.override],
         )
         if options.dry_run:
             if options.model is None:
@@ -170,7 +176,9 @@ class _Quickstart:
         self._show("GRPO", command)
         shown = 0
 
-        with self.console.status("GRPO: starting Ray, two trainer ranks and two vLLM replicas (a minute)") as status:
+        with self.console.status(
+            f"GRPO: starting Ray, two trainer ranks and {self.options.rollout} (a minute)"
+        ) as status:
 
             def tick() -> None:
                 nonlocal shown

@@ -1,5 +1,6 @@
 """The two commands that the quickstart runs, from the override files beside this one."""
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from string import Template
 
 import yaml
 
-__all__ = ["RANKS", "grpo_command", "overrides", "pretty", "warmup_command"]
+__all__ = ["RANKS", "grpo_command", "overrides", "pretty", "sglang_environment", "warmup_command"]
 
 _HERE = Path(__file__).parent
 ENGINE = ["engine=epfsdp2", "engine.ep_size=2"]
@@ -33,6 +34,16 @@ def warmup_command(values: dict) -> list[str]:
 def grpo_command(values: dict, extra: list[str]) -> list[str]:
     """verl's PPO trainer; ``extra`` overrides come last and win."""
     return [sys.executable, "-m", "verl.trainer.main_ppo", *ENGINE, *overrides("grpo", values), *extra]
+
+
+def sglang_environment() -> dict[str, str]:
+    """The variables that SGLang needs on a machine without a GPU, besides the library that ``.ci/setup`` puts there."""
+    paths = [str(Path(sys.prefix) / "lib" / "libcuda"), os.environ.get("LD_LIBRARY_PATH", "")]
+    return {
+        "LD_LIBRARY_PATH": os.pathsep.join(filter(None, paths)),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_NCCL_SO_PATH": "none.so",  # two tensor-parallel workers would look for a GPU with it
+    }
 
 
 def pretty(command: list[str]) -> str:

@@ -112,7 +112,7 @@ exit 1"""
 
 def test_setup_refuses_a_stack_that_is_not_there():
     found = subprocess.run(["bash", ROOT / ".ci" / "setup", "latest"], capture_output=True, text=True)
-    assert found.returncode == 1 and "there are default, users, next and newest" in found.stderr
+    assert found.returncode == 1 and "there are default, users, next, newest and sglang" in found.stderr
 
 
 def log(folder, *events):

@@ -1,5 +1,6 @@
 """Low-rank adapters against the plain Hugging Face model that computes with ``W + scaling * B @ A``, float32."""
 
+import contextlib
 import copy
 import json
 import traceback
@@ -35,6 +36,7 @@ from epfsdp2.rollout.layout.vllm_layout import Rollout
 from epfsdp2.rollout.remote.delta_shards import ShardExport
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from tests.parity import families
+from tests.parity.float64 import float64
 from tests.support.engine import full_tensors, sharded_model
 from tests.support.models import VOCAB, adam, reference_model, relative_error, save_qwen3_moe, token_batch
 from tests.support.names import send_stacks
@@ -47,6 +49,8 @@ CLIP = 0.5
 SETTINGS = {"lora_rank": 4, "lora_alpha": 12, "target_modules": "all-linear"}
 SCALING = 3.0
 ADAPTED = list(families.EVERY)
+# In float32 its gradients are 1.2e-5 off those in float64.
+IN_FLOAT64 = ("gemma3",)
 
 
 def lora_settings(**changes):
@@ -498,11 +502,16 @@ class _OfConfig:
         return self.kind._from_config(config, dtype=dtype)
 
 
+def _precision(family):
+    return float64() if family in IN_FLOAT64 else contextlib.nullcontext()
+
+
 def _families(work, results):
     meshes = [build_meshes("cpu", Topology.arrange(2, ep, -1)) for ep in (2, 1)]
     for name, folder in work:
         try:
-            row = {"family": name, **_compared(name, folder, meshes[name in families.DENSE])}
+            with _precision(name):
+                row = {"family": name, **_compared(name, folder, meshes[name in families.DENSE])}
         except Exception:
             row = {"family": name, "failed": traceback.format_exc()[-1500:]}
         if dist.get_rank() == 0:
@@ -515,14 +524,14 @@ def _compared(name, folder, meshes):
     ids = torch.randint(0, VOCAB, (4, 13), generator=torch.Generator().manual_seed(1))
     mine = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
     train = families.EVERY[name].train
-    plain = families.load(name, folder).train(train)
+    plain = families.load(name, folder, torch.float32).train(train)
     model = build_on_meta(_OfConfig(type(plain)), copy.deepcopy(plain.config), torch.float32)
     lora = Lora(model, lora_settings())
     shard_and_load(
         model,
         open_checkpoint(folder),
         meshes,
-        ShardingOptions(param_dtype=torch.float32),
+        ShardingOptions(param_dtype=torch.float32, reduce_dtype=torch.float32),
         device="cpu",
         device_id="cpu",
         initialize=lambda name, tensor, fits: is_adapter(name),
@@ -559,12 +568,19 @@ def _compared(name, folder, meshes):
 
 
 def _compare_families(tmp_path, names):
-    results = tmp_path / "results.jsonl"
-    run_ranks(_families, 2, [(name, families.save(name, tmp_path / name)) for name in names], results, timeout=600)
+    results, saved = tmp_path / "results.jsonl", []
+    for name in names:
+        with _precision(name):
+            saved.append((name, families.save(name, tmp_path / name)))
+    run_ranks(_families, 2, saved, results, timeout=600)
     rows = [json.loads(line) for line in results.read_text().splitlines()]
     assert [row["family"] for row in rows] == names
     off = [
-        row for row in rows if "failed" in row or max(row["logits"], row["gradient"]) > RELATIVE or row["merged"] > 1e-6
+        row
+        for row in rows
+        if "failed" in row
+        or max(row["logits"], row["gradient"]) > (1e-12 if row["family"] in IN_FLOAT64 else RELATIVE)
+        or row["merged"] > 1e-6
     ]
     assert not off, "\n".join(str(row.get("failed") or row) + f" ({row['family']})" for row in off)
 

@@ -364,14 +364,23 @@ def test_top_k_distillation_needs_logits_of_the_batch_s_tokens(model):
         assert "distillation_loss.loss_mode=forward_kl_topk" in paragraph(caught.value, setting, True)
 
 
-def test_the_rollout_is_vllm_behind_any_backend(model):
+def test_any_rollout_is_sent_full_tensors_and_only_vllm_slices(model, installs, caplog):
     road = {"name": "vllm", "update_weights_bucket_megabytes": 1024}
     for backend in ("naive", "nccl", "epfsdp2_p2p", "delta_sharded", None):
         check_run(engine(), 2, model, road | {"backend": backend}, device="cpu")
     check_run(engine(), 2, model, {"name": None}, device="cpu")
-    with pytest.raises(SettingError) as caught:
-        check_run(engine(), 2, model, road | {"name": "sglang"}, device="cpu")
-    paragraph(caught.value, "actor_rollout_ref.rollout.name", "sglang")
+    installs("sglang", "0.5.12")
+    check_run(engine(), 2, model, road | {"name": "sglang"}, device="cpu")
+    assert "nobody has run" not in caplog.text
+    check_run(engine(rollout_sync="full"), 2, model, road | {"name": "trtllm", "backend": "nccl"}, device="cpu")
+    assert "nobody has run this engine with actor_rollout_ref.rollout.name=trtllm" in caplog.text
+    for settings, backend, setting, value in (
+        ({"rollout_sync": "sliced"}, "naive", "engine.rollout_sync", "sliced"),
+        ({}, "epfsdp2_p2p", "actor_rollout_ref.rollout.checkpoint_engine.backend", "epfsdp2_p2p"),
+    ):
+        with pytest.raises(SettingError) as caught:
+            check_run(engine(**settings), 2, model, road | {"name": "sglang", "backend": backend}, device="cpu")
+        paragraph(caught.value, setting, value)
 
 
 @pytest.mark.parametrize(
@@ -482,14 +491,14 @@ def test_a_config_that_transformers_cannot_build(tmp_path, model):
         inspect_model(model)
 
 
-@pytest.mark.parametrize("name", ["verl", "ray", "vllm"])
+@pytest.mark.parametrize("name", ["verl", "ray", "vllm", "sglang"])
 def test_a_missing_distribution_is_refused(monkeypatch, name):
     version = versions.installed
     monkeypatch.setattr(versions, "installed", lambda asked: None if asked == name else version(asked))
     with pytest.raises(SettingError, match=f"(?i){name} is not installed.*pip install"):
-        check_versions("vllm")
-    if name == "vllm":
-        check_versions("sglang")
+        check_versions("sglang" if name == "sglang" else "vllm")
+    if name in ("vllm", "sglang"):
+        check_versions("trtllm")
 
 
 @pytest.fixture
@@ -816,8 +825,10 @@ def validate(model, *overrides, critic=False):
     validate_config(config, use_reference_policy=False, use_critic=critic)
 
 
-def test_validate_config_lets_a_right_run_pass(model):
+def test_validate_config_lets_a_right_run_pass(model, installs):
+    installs("sglang", "0.5.12")
     validate(model, "engine.ep_size=2")
+    validate(model, "engine.ep_size=2", "actor_rollout_ref.rollout.name=sglang")
 
 
 @pytest.mark.parametrize(
@@ -828,7 +839,6 @@ def test_validate_config_lets_a_right_run_pass(model):
         (f"+{MODEL}.override_config.num_experts=7", "engine.ep_size=2: has to divide the number of experts"),
         (f"{MODEL}.lora_rank=8", f"{MODEL}.lora.merge=False: this engine hands adapters"),
         (f"{MODEL}.mtp.enable=True", f"{MODEL}.mtp.enable=True: is not supported"),
-        ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.name=sglang: this engine"),
         (
             "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf]",
             "actor_rollout_ref.actor.checkpoint.save_contents=['model', 'hf']: there is no hf",

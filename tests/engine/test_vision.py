@@ -21,6 +21,7 @@ RELATIVE = 1e-5
 UPDATES = 2
 # An eps near the gradients' size: AdamW's sign-like step for tiny gradients would magnify their rounding errors.
 ADAM = {"eps": 1e-4}
+FUSED = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}
 
 # Numbers of the samples without an image. Micro-batches are pairs, and each rank has four samples (with sp=2 eight).
 WITHOUT = {
@@ -198,7 +199,7 @@ def test_with_every_setting(tmp_path):
         {"ep": 2, "activation_checkpointing": "full"},
         {"ep": 2, "activation_checkpointing": "selective", "reshard_after_forward": False},
         {"ep": 2, "prefetch_depth": 2, "micro_batch": 1},
-        {"ep": 2, "ulysses_sequence_parallel_size": 4, "model": {"use_fused_kernels": True}},
+        {"ep": 2, "ulysses_sequence_parallel_size": 4, "model": FUSED},
         {"ep": 1, "ulysses_sequence_parallel_size": 2, "fsdp_size": 2, "activation_checkpointing": "full"},
     ]
     cases = [("one rank has none", each) for each in settings]

@@ -12,12 +12,11 @@ from tests.support.ranks import run_ranks
 from tests.support.verl_worker import training_worker
 
 
-def _worker(folder):
+def _worker(folder, **settings):
     from epfsdp2.engine.config import EPFSDP2EngineConfig
 
-    engine = EPFSDP2EngineConfig(
-        ep_size=2, mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32"}, rollout_sync="auto"
-    )
+    precision = {"param_dtype": "fp32", "reduce_dtype": "fp32"}
+    engine = EPFSDP2EngineConfig(ep_size=2, mixed_precision=precision, rollout_sync="auto", **settings)
     return training_worker(folder, "language_model", engine, loss=None)
 
 
@@ -76,3 +75,15 @@ def _full_and_deltas(folder):
 
 def test_backends_that_iterate_get_full_tensors_and_delta_gets_what_has_changed(tmp_path):
     run_ranks(_full_and_deltas, 2, save_qwen3_moe(tmp_path))
+
+
+def _by_the_names_of_checkpoints(folder):
+    send_stacks()
+    weights, _ = _worker(folder, _rollout="sglang").engine.get_per_tensor_param()
+    saved, sent = load_file(folder / "model.safetensors"), dict(weights)
+    assert sent.keys() == saved.keys()
+    assert all(torch.equal(sent[name], saved[name]) for name in saved)
+
+
+def test_a_rollout_that_is_not_vllm_gets_the_names_of_checkpoints(tmp_path):
+    run_ranks(_by_the_names_of_checkpoints, 2, save_qwen3_moe(tmp_path))

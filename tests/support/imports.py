@@ -31,6 +31,7 @@ ROOMS = (
     "rollout/remote",
     "rollout/server_adapter.py",
     "rollout/sync.py",
+    "rollout/sglang",
     "rollout/vllm",
     "rollout/transport",
     "rollout/layout",

@@ -22,7 +22,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": {**_WIDE, **_MORE_EXPERTS},
     "gpt_oss": {**_WIDE, "intermediate_size": 192, "num_local_experts": 16},
     "deepseek_v3": {**_WIDE, "intermediate_size": 384, "moe_intermediate_size": 192, "n_routed_experts": 16},
-    **dict.fromkeys(("qwen3", "qwen2"), {**_WIDE, "intermediate_size": 384}),
+    "qwen3": {**_WIDE, "intermediate_size": 384},
+    "qwen2": {**_WIDE, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2},
 }
 # transformers has no sdpa with sinks.
 ATTENTION = {"gpt_oss": "eager"}
@@ -44,6 +45,7 @@ def build_model(name: str, tokenizer: PreTrainedTokenizerFast, seed: int) -> Pre
 def write_model(name: str, folder: Path, seed: int) -> None:
     """Save model and tokenizer to ``folder`` as a Hugging Face checkpoint."""
     tokenizer = build_tokenizer()
+    tokenizer.add_tokens("\n")  # verl's agent loop asks a Qwen2's tokenizer for it
     build_model(name, tokenizer, seed).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

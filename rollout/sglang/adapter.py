@@ -12,10 +12,12 @@ from ..layout.sync_mode import SGLANG_LOADER
 from ..transport.checksums import with_checksums
 from ..transport.report import TransferStats
 from ..transport.watched_sockets import WeightSyncError
-from .bucket import ANSWER_BYTES, Header, answer_of, fill
+from .bucket import ANSWER_BYTES, Header, answer_of, fill, synchronize
 
 __all__ = ["ADAPTER", "shared_memory"]
 
+# As in ``transport/sender.py``: fresh pages of shared memory cost more than messages.
+_SHM_BYTES = 16 << 20
 ADAPTER = f"{__name__}.SlicingServerAdapter"  # as verl's registry names it
 
 
@@ -71,9 +73,13 @@ class SlicedUpdates:
                 await self.server_actor.set_global_steps.remote(global_steps)
 
     async def _send(self, selected: Any) -> TransferStats:
+        from verl.utils.device import get_device_name
+
         started = time.monotonic()
         waited, sent, nbytes = 0.0, 0, 0
-        size = int(self.config.checkpoint_engine.update_weights_bucket_megabytes) << 20
+        size = (int(self.config.checkpoint_engine.update_weights_bucket_megabytes) << 20) // 2
+        if get_device_name() == "cpu":
+            size = min(size, _SHM_BYTES)
         tensors = selected.tensors()
         stream = fill(
             with_checksums(tensors) if selected.has_checksums else tensors,
@@ -103,6 +109,7 @@ class SlicedUpdates:
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
         monkey_patch_torch_reductions()
+        synchronize(memory)
         group, workers = self.device_mesh["infer_tp"].get_group(), self.device_mesh["infer_tp"].size()
         mine = (MultiprocessingSerializer.serialize([(header.as_text(), memory)]), is_done)
         everyone: list[Any] = [None] * workers

@@ -7,19 +7,18 @@ weight loader back, and one that leaves a worker ends the server.
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import torch
 
 from ..transport.cast import CastOnCopy
 
-__all__ = ["ANSWER_BYTES", "Header", "answer_of", "fill", "write_answer"]
+__all__ = ["ANSWER_BYTES", "Header", "answer_of", "fill", "synchronize", "write_answer"]
 
 ANSWER_BYTES = 4096
 _ALIGNMENT = 16
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
-_DTYPES |= {
-    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.int64, torch.int32, torch.uint8)
+# By name, as a header has them: checksums are in int64.
+_DTYPES = {
+    name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8")
 }
 
 
@@ -82,6 +81,12 @@ def fill(
     yield header, buffers[turn]
 
 
+def synchronize(memory: torch.Tensor) -> None:
+    """Wait until the other process may use a bucket: what this one has queued that reads or writes it is done."""
+    if memory.device.type != "cpu":
+        torch.get_device_module(memory.device).synchronize(memory.device)
+
+
 def write_answer(memory: torch.Tensor, text: str) -> None:
     """Write the worker's answer, cut to what fits; empty where all is well."""
     data = text.encode()[: ANSWER_BYTES - 1]
@@ -90,5 +95,4 @@ def write_answer(memory: torch.Tensor, text: str) -> None:
 
 def answer_of(memory: torch.Tensor) -> str:
     """Return the worker's answer."""
-    data: Any = bytes(memory[:ANSWER_BYTES].tolist())
-    return data.partition(b"\0")[0].decode(errors="replace")
+    return bytes(memory[:ANSWER_BYTES].tolist()).partition(b"\0")[0].decode(errors="replace")

@@ -15,7 +15,7 @@ from ..layout.slice_names import parse_slice
 from ..layout.specs import Rollout
 from ..transport.checksums import PlacedChecksums, ReceivedChecksums
 from ..transport.watched_sockets import WeightSyncError
-from .bucket import Header, write_answer
+from .bucket import Header, synchronize, write_answer
 
 __all__ = ["load"]
 
@@ -32,6 +32,7 @@ def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
         traceback.print_exc()
         answer = f"{type(error).__name__}: {error}"
     write_answer(memory, answer)
+    synchronize(memory)
 
 
 @torch.no_grad()

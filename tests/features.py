@@ -28,8 +28,8 @@ FEATURES = (
     Feature(
         "trainers",
         "v1 `sync`, `colocate_async`, `separate_async`; one-step-off, fully-async; `sft_trainer`; rollouts by vLLM, "
-        "and by [others](weight_sync.md#rollouts-other-than-vllm) with full tensors",
-        "slices to rollouts other than vLLM; EPLB",
+        "SGLang and [others](weight_sync.md#rollouts-other-than-vllm)",
+        "EPLB",
         (
             "e2e/test_quickstart.py::test_quickstart_raises_the_reward_with_the_trainers_weights_in_vllm",
             "e2e/test_trainers.py::test_sft_trainer_lowers_the_loss",

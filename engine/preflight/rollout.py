@@ -52,18 +52,17 @@ _KEEPS_LATENT_MATRICES = ">=0.27.1"
 _SHM_MARGIN = 64 << 20
 
 
-def check_other_rollout(engine: Any, rollout: Mapping[str, Any]) -> None:
-    """A rollout that is not vLLM is sent full tensors, by verl's own adapter or checkpoint engines.
+def check_other_rollout(engine: Any, rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:
+    """A rollout that is not vLLM is sent full tensors, or slices where it is known to take them.
 
     Raises:
-        SettingError: for a setting that asks for slices.
+        SettingError: for a setting that asks for more.
     """
-    name, backend = rollout["name"], rollout.get("backend")
-    rule = f"slices are made for vLLM's workers; {name} is sent full tensors."
-    if engine.rollout_sync not in ("auto", "full"):
-        raise SettingError("engine.rollout_sync", engine.rollout_sync, rule, "engine.rollout_sync=auto")
+    name, backend = rollout["name"], rollout.get("backend") or "naive"
     if backend == BACKEND:
+        rule = f"it feeds vLLM's workers, and not those of {name}."
         raise SettingError(_BACKEND, backend, rule, f"{_BACKEND}=naive, or one of verl's own")
+    choose_mode(engine.rollout_sync, rollout, None if facts is None else facts.model.config.model_type, backend=backend)
     if name not in _RUN_WITH:
         logger.warning(
             "epfsdp2: nobody has run this engine with actor_rollout_ref.rollout.name=%s. It is sent full tensors under "

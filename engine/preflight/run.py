@@ -102,8 +102,6 @@ def check_run(
     """
     check_versions(rollout.get("name"))
     is_vllm = rollout.get("name") == "vllm"
-    if rollout.get("name") and not is_vllm:
-        check_other_rollout(engine, rollout)
     check_routes(engine, rollout)
     facts = check_training(engine, n_gpus, model, checkpoint=checkpoint, optim=optim, device=device)
     if facts is not None and facts.is_dense:
@@ -115,6 +113,8 @@ def check_run(
     check_distillation(engine, model, rollout)
     check_images(rollout, facts)
     colocated = (rollout.get("backend") or "naive") == "naive"
+    if rollout.get("name") and not is_vllm:
+        check_other_rollout(engine, rollout, facts)
     if is_vllm:
         check_graphs(rollout, facts, device)
         check_stream(engine, n_gpus, rollout, facts, colocated=colocated)

@@ -115,9 +115,9 @@ def difference(planned: Mapping[str, str], actual: Mapping[str, str]) -> str:
     names = [name for name in {**actual, **planned} if planned.get(name) != actual.get(name)]
     if not names:
         return ""
-    name = names[0]
+    name, count = names[0], len({**actual, **planned})
     return (
-        f"the trainer's plan and vLLM's model differ in {len(names)} of {len({**actual, **planned})} entries, first "
+        f"the trainer's plan and the worker's model differ in {len(names)} of {count} entries, first "
         f"{name}: planned is {planned.get(name, 'nothing')}, actual is {actual.get(name, 'nothing')}"
     )
 

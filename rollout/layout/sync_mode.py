@@ -16,6 +16,7 @@ from .vllm_layout import Rollout, SyncMode, known_families, loads_own_experts, p
 __all__ = [
     "BACKEND",
     "EXTENSION",
+    "SGLANG_LOADER",
     "check_rollout_parallelism",
     "choose_mode",
     "has_our_extension",
@@ -24,6 +25,9 @@ __all__ = [
 ]
 
 EXTENSION = "epfsdp2.rollout.vllm_worker.WeightSyncExtension"
+SGLANG_LOADER = "epfsdp2.rollout.sglang.loader.load"
+# Families whose parameters SGLang lays out as vLLM: tests/rollout/test_sglang.py compares them.
+_SGLANG_FAMILIES = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe"})
 # The checkpoint-engine backends that can send slices; all others broadcast full tensors.
 BACKEND = "epfsdp2_p2p"
 _SLICE_BACKENDS = ("naive", BACKEND)
@@ -96,6 +100,8 @@ def choose_mode(
 
 
 def _obstacle(config: Any, family: str | None, untested_vllm: str, backend: str) -> _Obstacle | None:
+    if _rollout_name(config) != "vllm":
+        return _obstacle_elsewhere(config, family, backend)
     vllm = _vllm(config)
     extension = vllm.get("worker_extension_cls")
     if backend not in _SLICE_BACKENDS:
@@ -124,6 +130,42 @@ def _obstacle(config: Any, family: str | None, untested_vllm: str, backend: str)
         known = ", ".join(sorted(known_families()))
         return _Obstacle("actor_rollout_ref.model", family, f"how vLLM cuts it is not known here (known: {known}).", "")
     return None
+
+
+def _obstacle_elsewhere(config: Any, family: str | None, backend: str) -> _Obstacle | None:
+    """As ``_obstacle``, for a rollout that is not vLLM: SGLang takes slices of some families."""
+    name = _rollout_name(config)
+    if name != "sglang":
+        return _Obstacle(f"{_ROLLOUT}.name", name, "it takes full tensors alone.", "vllm")
+    if backend != "naive":
+        reason = "beside another process SGLang takes full tensors alone."
+        return _Obstacle(f"{_ROLLOUT}.checkpoint_engine.backend", backend, reason, "naive")
+    for size in ("data_parallel_size", "expert_parallel_size", "pipeline_model_parallel_size"):
+        if _size(config, size) > 1:
+            reason = "how SGLang places weights so is not known here."
+            return _Obstacle(f"{_ROLLOUT}.{size}", _size(config, size), reason, "1")
+    disaggregation = config.get("disaggregation")
+    if disaggregation is not None and disaggregation.get("enabled"):
+        reason = "prefill and decode workers shard the model differently."
+        return _Obstacle(f"{_ROLLOUT}.disaggregation.enabled", True, reason, "False")
+    if config.get("quantization"):
+        reason = "SGLang quantises the weights and needs full tensors for that."
+        return _Obstacle(f"{_ROLLOUT}.quantization", config.get("quantization"), reason, "null")
+    sglang = (config.get("engine_kwargs") or {}).get("sglang") or {}
+    loaders = sglang.get("custom_weight_loader") or []
+    if SGLANG_LOADER not in loaders:
+        reason = "only this package's loader can load slices."
+        setting = f"{_ROLLOUT}.engine_kwargs.sglang.custom_weight_loader"
+        return _Obstacle(setting, list(loaders), reason, f"[{SGLANG_LOADER}]")
+    if family is not None and family not in _SGLANG_FAMILIES:
+        known = ", ".join(sorted(_SGLANG_FAMILIES))
+        reason = f"how SGLang cuts it was not compared (known: {known})."
+        return _Obstacle("actor_rollout_ref.model", family, reason, "")
+    return None
+
+
+def _rollout_name(config: Any) -> str:
+    return config.get("name") or "vllm"
 
 
 def quantisation_settings(config: Any) -> list[tuple[str, object]]:

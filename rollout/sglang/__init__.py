@@ -1,1 +1,1 @@
-"""What knows SGLang: verl's adapter sends it full tensors; on a machine without a GPU that takes a shim."""
+"""What knows SGLang: the adapter beside a trainer rank, the loader inside a worker, and what they share."""

@@ -26,17 +26,25 @@ def test_sglang_run_raises_the_reward_and_agrees_with_the_trainer(first_run):
     steps = first_run.steps()
     assert len(steps) == 12
     assert all(step["training/rollout_probs_diff_mean"] < 1e-6 for step in steps)
-    log = (first_run.output / "logs" / "grpo.log").read_text(errors="replace")
-    assert "SGLang http server" in log and not re.search(r"nobody has run this engine", log)
+    assert _modes(first_run) == ["sliced"] * 13
 
 
-def test_sglang_run_on_two_tensor_parallel_workers_agrees_with_the_trainer(folder, first_run):
+def _modes(run):
+    """How the weights were sent in each sync."""
+    log = (run.output / "logs" / "grpo.log").read_text(errors="replace")
+    assert "SGLang http server" in log
+    return re.findall(r"\[epfsdp2\] weight sync \d+, (\w+): ", log)
+
+
+@pytest.mark.parametrize("mode", ["sliced", "full"])
+def test_sglang_run_on_two_tensor_parallel_workers_agrees_with_the_trainer(folder, first_run, mode):
     (model,) = (first_run.output / "warmup").glob("global_step_*/huggingface")
     options = ["--rollout", "sglang", "--model", str(model), "--steps", "3"]
     environment = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    options += overrides(f"{ROLLOUT}.tensor_model_parallel_size=2")
-    with running(folder / "sglang_tp2", *options, environment=environment) as run:
+    options += overrides(f"{ROLLOUT}.tensor_model_parallel_size=2", f"engine.rollout_sync={mode}")
+    with running(folder / f"sglang_{mode}", *options, environment=environment) as run:
         run.wait()
     steps = run.steps()
     assert len(steps) == 3, run.text()[-3000:]
     assert all(step["training/rollout_probs_diff_mean"] < 1e-6 for step in steps)
+    assert _modes(run) == (["sliced"] * 4 if mode == "sliced" else [])  # verl's adapter sends the others

@@ -12,7 +12,7 @@ from epfsdp2.engine.model import hf_names
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.topology.dtensor import local_tensor
 from epfsdp2.rollout import sync as rollout_sync
-from epfsdp2.rollout.layout.sync_mode import EXTENSION, choose_mode, rollout_of
+from epfsdp2.rollout.layout.sync_mode import EXTENSION, SGLANG_LOADER, choose_mode, rollout_of
 from epfsdp2.rollout.layout.vllm_layout import Rollout
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport.cast import CastOnCopy
@@ -30,6 +30,11 @@ MEMORY, ROOMY = 30_000, 1 << 22
 OURS = {"engine_kwargs": {"vllm": {"worker_extension_cls": EXTENSION}}}
 TP2 = {"tensor_model_parallel_size": 2, **OURS}
 EP2 = {"data_parallel_size": 2, "expert_parallel_size": 2, **OURS}
+SGLANG = {
+    "name": "sglang",
+    "tensor_model_parallel_size": 2,
+    "engine_kwargs": {"sglang": {"custom_weight_loader": [SGLANG_LOADER]}},
+}
 
 
 @pytest.mark.parametrize(
@@ -45,6 +50,12 @@ EP2 = {"data_parallel_size": 2, "expert_parallel_size": 2, **OURS}
         ("sliced", "qwen3_moe", OURS, "sliced", ""),
         ("expert_local", "qwen3_moe", EP2, "expert_local", ""),
         ("full", "no_such", {**TP2, "quantization": "fp8"}, "full", ""),
+        ("auto", "qwen3_moe", SGLANG, "sliced", ""),
+        ("auto", "gpt_oss", SGLANG, "full", "actor_rollout_ref.model=gpt_oss: how SGLang cuts it was not compared"),
+        ("auto", "qwen3_moe", {**SGLANG, "expert_parallel_size": 2}, "full", "expert_parallel_size=2: how SGLang"),
+        ("auto", "qwen3_moe", {**SGLANG, "engine_kwargs": {}}, "full", "custom_weight_loader=[]: only this"),
+        ("auto", "qwen3_moe", {**SGLANG, "quantization": "fp8"}, "full", "quantization=fp8: SGLang quantises"),
+        ("auto", "qwen3_moe", {**SGLANG, "name": "trtllm"}, "full", "rollout.name=trtllm: it takes full tensors"),
     ],
 )
 def test_choose_mode_returns_mode_and_reason(requested, family, config, mode, reason):
@@ -53,9 +64,9 @@ def test_choose_mode_returns_mode_and_reason(requested, family, config, mode, re
 
 
 def test_own_experts_can_not_be_sent_to_a_family_with_stacks_alone():
-    assert choose_mode("auto", EP2, "gpt_oss") == ("sliced", "")
-    with pytest.raises(SettingError, match="actor_rollout_ref.model=gpt_oss: its checkpoints have experts as stacks"):
-        choose_mode("expert_local", EP2, "gpt_oss")
+    assert choose_mode("auto", EP2, "gemma4_text") == ("sliced", "")
+    with pytest.raises(SettingError, match="actor_rollout_ref.model=gemma4_text: its checkpoints have experts as"):
+        choose_mode("expert_local", EP2, "gemma4_text")
 
 
 def test_choose_mode_reads_verls_dataclass_like_a_mapping():

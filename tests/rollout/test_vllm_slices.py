@@ -138,10 +138,10 @@ def test_check_layout_compares_each_workers_own(start_engine, checkpoints):
     first, second = _layouts(checkpoints[0], 2)
     engine.call("epfsdp2_check_layout", layouts=[first, second]).result()
     said = _refused(engine, [first, {**second, "lm_head.weight": "[72, 96] from 0"}])
-    assert "worker 1 of a replica: the trainer's plan and vLLM's model differ in 1 of " in said
+    assert "worker 1 of a replica: the trainer's plan and the worker's model differ in 1 of " in said
     assert "first lm_head.weight: planned is [72, 96] from 0, actual is [72, 96] from 128" in said
     said = _refused(engine, [second, first])
-    assert "worker 0 of a replica: the trainer's plan and vLLM's model differ in " in said
+    assert "worker 0 of a replica: the trainer's plan and the worker's model differ in " in said
     assert f"first {RANK}: planned is 1 of 2 in tensor parallel, experts cut, actual is 0 of 2 in tensor " in said
 
 

@@ -1,0 +1,98 @@
+"""What a trainer rank and its SGLang worker share: memory for slices, and for the worker's answer.
+
+A bucket is one uint8 tensor and a header. Its first bytes are the worker's answer: SGLang hands no exception of a
+weight loader back, and one that leaves a worker ends the server.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+
+import torch
+
+from ..transport.cast import CastOnCopy
+
+__all__ = ["ANSWER_BYTES", "Header", "answer_of", "fill", "synchronize", "write_answer"]
+
+ANSWER_BYTES = 4096
+_ALIGNMENT = 16
+# By name, as a header has them: checksums are in int64.
+_DTYPES = {
+    name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8")
+}
+
+
+@dataclass
+class Header:
+    """What a bucket holds; goes as the name of its tensor.
+
+    Args:
+        entries: name, shape, dtype and offset of each tensor.
+        layouts: the planned layout of each worker, in the first bucket of a sync (``layout/layout_check.py``).
+        verify: in the first bucket, whether checksums come last.
+        is_last: whether the worker has everything after this bucket.
+    """
+
+    entries: list[tuple[str, list[int], str, int]] = field(default_factory=list)
+    layouts: list[dict[str, str]] | None = None
+    verify: bool = False
+    is_last: bool = False
+
+    def as_text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of(cls, text: str) -> "Header":
+        return cls(**json.loads(text))
+
+    def tensors(self, memory: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """Return views of the tensors in a bucket."""
+        found = []
+        for name, shape, dtype, offset in self.entries:
+            nbytes = torch.Size(shape).numel() * _DTYPES[dtype].itemsize
+            found.append((name, memory[offset : offset + nbytes].view(_DTYPES[dtype]).view(shape)))
+        return found
+
+
+def fill(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    buffers: list[torch.Tensor],
+    allocate: Callable[[int], torch.Tensor],
+) -> Iterator[tuple[Header, torch.Tensor]]:
+    """Copy tensors into two buffers in turn, and yield each that is full with its header; the last one says so.
+
+    Args:
+        buffers: two of ``allocate``'s; a larger one replaces that which a tensor does not fit in.
+        allocate: returns a uint8 tensor of so many bytes that the worker can read.
+    """
+    turn, at, header = 0, ANSWER_BYTES, Header()
+    for name, tensor in tensors:
+        at = -(-at // _ALIGNMENT) * _ALIGNMENT
+        if header.entries and at + tensor.nbytes > buffers[turn].numel():
+            yield header, buffers[turn]
+            turn, at, header = 1 - turn, ANSWER_BYTES, Header()
+        if at + tensor.nbytes > buffers[turn].numel():
+            buffers[turn] = allocate(at + tensor.nbytes)
+        into = buffers[turn][at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        into.copy_(tensor.stored if isinstance(tensor, CastOnCopy) else tensor.detach())
+        header.entries.append((name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), at))
+        at += tensor.nbytes
+    header.is_last = True
+    yield header, buffers[turn]
+
+
+def synchronize(memory: torch.Tensor) -> None:
+    """Wait until the other process may use a bucket: what this one has queued that reads or writes it is done."""
+    if memory.device.type != "cpu":
+        torch.get_device_module(memory.device).synchronize(memory.device)
+
+
+def write_answer(memory: torch.Tensor, text: str) -> None:
+    """Write the worker's answer, cut to what fits; empty where all is well."""
+    data = text.encode()[: ANSWER_BYTES - 1]
+    memory[: len(data) + 1] = torch.tensor([*data, 0], dtype=torch.uint8)
+
+
+def answer_of(memory: torch.Tensor) -> str:
+    """Return the worker's answer."""
+    return bytes(memory[:ANSWER_BYTES].tolist()).partition(b"\0")[0].decode(errors="replace")

@@ -22,10 +22,12 @@ from verl.workers.config.model import HFModelConfig, MtpConfig
 
 from epfsdp2.conf.search_path import with_engine_entry
 from epfsdp2.engine.config import EPFSDP2CriticConfig, EPFSDP2EngineConfig, engine_settings
+from epfsdp2.rollout.layout.sync_mode import SGLANG_LOADER
 
 VERL_CONFIG = os.path.dirname(verl.trainer.config.__file__)
 EXTENSION = "epfsdp2.rollout.vllm_worker.WeightSyncExtension"
 VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+SGLANG = "actor_rollout_ref.rollout.engine_kwargs.sglang"
 SIZES = [
     "actor_rollout_ref.rollout.name=vllm",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
@@ -144,6 +146,7 @@ def test_engine_chosen_leaves_everything_else_verls():
         if key not in ("actor_rollout_ref", "critic", "model_engine"):
             assert raw(stock[key]) == raw(ours[key]), key
     del ours.actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls
+    del ours.actor_rollout_ref.rollout.engine_kwargs.sglang.custom_weight_loader
     del ours.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.epfsdp2_p2p
     ours.actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module = None
     for key in ("model", "rollout"):
@@ -162,6 +165,13 @@ def test_vllm_worker_extension_is_the_default_and_the_user_wins(choice):
         "swap_space": 1,
     }
     assert OmegaConf.select(composed("ppo_trainer"), VLLM) == {}
+
+
+def test_sglang_weight_loader_is_the_default_and_the_user_wins():
+    loader = f"{SGLANG}.custom_weight_loader"
+    assert OmegaConf.select(composed("ppo_trainer", "engine=epfsdp2"), loader) == [SGLANG_LOADER]
+    mine = composed("ppo_trainer", "engine=epfsdp2", f"{loader}=[my.loader]")
+    assert OmegaConf.select(mine, loader) == ["my.loader"]
 
 
 @pytest.mark.parametrize("module", [False, True], ids=["file", "pkg"])

@@ -1,5 +1,6 @@
 """verl's SGLang server adapter, which sends slices where they are known to be right, and full tensors elsewhere."""
 
+import contextlib
 import os
 import time
 from functools import cache
@@ -80,25 +81,22 @@ class SlicedUpdates:
         size = (int(self.config.checkpoint_engine.update_weights_bucket_megabytes) << 20) // 2
         if get_device_name() == "cpu":
             size = min(size, _SHM_BYTES)
-        tensors = selected.tensors()
-        stream = fill(
-            with_checksums(tensors) if selected.has_checksums else tensors,
-            [shared_memory(ANSWER_BYTES + size) for _ in range(2)],
-            shared_memory,
-        )
+        tensors = with_checksums(selected.tensors()) if selected.has_checksums else selected.tensors()
+        stream = fill(tensors, [shared_memory(ANSWER_BYTES + size) for _ in range(2)], shared_memory)
         idle = shared_memory(ANSWER_BYTES)
-        header, memory = next(stream)
-        header.layouts, header.verify = selected.planned_layouts(), selected.has_checksums
         is_done = False
-        while True:
-            is_done = is_done or header.is_last
-            sent, nbytes = sent + len(header.entries), nbytes + sum(t.nbytes for _, t in header.tensors(memory))
-            before = time.monotonic()
-            are_all_done = await self._post(header, memory, is_done)
-            waited += time.monotonic() - before
-            if are_all_done:
-                break
-            header, memory = (Header(), idle) if is_done else next(stream)
+        with contextlib.closing(tensors):  # which takes part in what is left of the exchange, if a worker has failed
+            header, memory = next(stream)
+            header.layouts, header.verify = selected.planned_layouts(), selected.has_checksums
+            while True:
+                is_done = is_done or header.is_last
+                sent, nbytes = sent + len(header.entries), nbytes + sum(t.nbytes for _, t in header.tensors(memory))
+                before = time.monotonic()
+                are_all_done = await self._post(header, memory, is_done)
+                waited += time.monotonic() - before
+                if are_all_done:
+                    break
+                header, memory = (Header(), idle) if is_done else next(stream)
         gathered = time.monotonic() - started - waited
         return TransferStats(sent, nbytes, gathered, 0.0, waited)
 
@@ -112,6 +110,7 @@ class SlicedUpdates:
         synchronize(memory)
         group, workers = self.device_mesh["infer_tp"].get_group(), self.device_mesh["infer_tp"].size()
         mine = (MultiprocessingSerializer.serialize([(header.as_text(), memory)]), is_done)
+        failure = ""
         everyone: list[Any] = [None] * workers
         dist.all_gather_object(everyone, mine, group)
         if self._engine is not None:
@@ -120,10 +119,14 @@ class SlicedUpdates:
                 load_format=SGLANG_LOADER,
                 flush_cache=False,
             )
-            await self._engine.update_weights_from_tensor(request)
-        dist.barrier(group)  # before that the workers have not answered
+            try:
+                await self._engine.update_weights_from_tensor(request)
+            except Exception as error:  # the other ranks wait for it
+                failure = f"SGLang did not take the update: {type(error).__name__}: {error}"
+        failures: list[Any] = [None] * workers
+        dist.all_gather_object(failures, failure, group)  # before that the workers have not answered
         answers: list[Any] = [None] * workers
-        dist.all_gather_object(answers, answer_of(memory), group)
+        dist.all_gather_object(answers, "".join(failures) or answer_of(memory), group)
         if failed := [f"worker {i}: {text}" for i, text in enumerate(answers) if text]:
             rank = int(os.environ.get("RANK", "0"))
             raise WeightSyncError(f"weight sync failed on trainer rank {rank}: {failed[0]}")

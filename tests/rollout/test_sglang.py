@@ -85,3 +85,50 @@ def test_three_syncs_of_slices_give_what_a_fresh_sglang_has(tmp_path, family, tp
     assert "did not receive every element" in incomplete
     assert too_large
     assert "was sent twice" in twice
+
+
+_ENDS = """
+import asyncio
+from types import SimpleNamespace
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from epfsdp2.rollout.sglang.adapter import SlicedUpdates
+from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
+
+closed = []
+
+def tensors():
+    try:
+        for i in range(100):
+            yield str(i), torch.ones(1 << 20)
+    finally:
+        closed.append(True)  # an exchange takes part in what is left here
+
+class Server:
+    async def update_weights_from_tensor(self, request):
+        raise ConnectionError("nobody listens")
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+updates = SlicedUpdates()
+updates.device_mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "infer_tp"))
+updates.config = SimpleNamespace(checkpoint_engine=SimpleNamespace(update_weights_bucket_megabytes=16))
+updates._engine = Server()
+weights = SimpleNamespace(tensors=tensors, has_checksums=True, planned_layouts=lambda: [{}])
+try:
+    asyncio.run(updates._send(weights))
+except WeightSyncError as error:
+    assert "trainer rank 0: worker 0: SGLang did not take the update: ConnectionError: nobody listens" in str(error)
+    assert closed == [True]
+    print("ended")
+"""
+
+
+def test_a_server_that_does_not_answer_ends_the_sync_with_the_cause(tmp_path):
+    script = tmp_path / "ends.py"
+    script.write_text(_ENDS)
+    environment = os.environ | sglang_environment() | {"VERL_PLATFORM": "cpu"}
+    done = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert "ended" in done.stdout, done.stderr[-2000:]

@@ -1,0 +1,48 @@
+"""The memory that a trainer rank shares with its SGLang worker: what is put in comes out, and so does the answer."""
+
+import torch
+
+from epfsdp2.rollout.sglang.bucket import ANSWER_BYTES, Header, answer_of, fill, write_answer
+from epfsdp2.rollout.transport.cast import CastOnCopy
+
+
+def allocate(nbytes):
+    return torch.zeros(nbytes, dtype=torch.uint8)
+
+
+def test_what_fills_buckets_is_what_they_hold():
+    tensors = [
+        ("first", torch.arange(6.0).view(2, 3)),
+        ("cast", CastOnCopy(torch.arange(5.0), torch.bfloat16)),
+        ("larger than a bucket", torch.arange(100, dtype=torch.int64)),
+        ("a scalar", torch.tensor(7.0)),
+    ]
+    buffers = [allocate(ANSWER_BYTES + 64) for _ in range(2)]
+    found, last = {}, []
+    for header, memory in fill(iter(tensors), buffers, allocate):
+        received = Header.of(header.as_text())
+        found |= {name: tensor.clone() for name, tensor in received.tensors(memory)}
+        last.append(received.is_last)
+    assert list(found) == [name for name, _ in tensors]
+    assert found["cast"].dtype == torch.bfloat16
+    for name, tensor in tensors:
+        assert torch.equal(found[name], torch.arange(5).bfloat16() if name == "cast" else tensor)
+    assert last == [False] * (len(last) - 1) + [True] and len(last) > 1
+
+
+def test_two_buckets_in_turn_are_not_the_same_memory():
+    tensors = [(str(i), torch.full((16,), float(i))) for i in range(5)]
+    buffers = [allocate(ANSWER_BYTES + 64) for _ in range(2)]
+    pointers = [memory.data_ptr() for _, memory in fill(iter(tensors), buffers, allocate)]
+    assert len(pointers) == 5
+    assert all(one != other for one, other in zip(pointers, pointers[1:], strict=False))
+
+
+def test_an_answer_is_read_as_written_and_a_long_one_is_cut():
+    memory = allocate(ANSWER_BYTES)
+    write_answer(memory, "layers.0: größer")
+    assert answer_of(memory) == "layers.0: größer"
+    write_answer(memory, "x" * 10_000)
+    assert answer_of(memory) == "x" * (ANSWER_BYTES - 1)
+    write_answer(memory, "")
+    assert answer_of(memory) == ""

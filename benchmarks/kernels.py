@@ -145,6 +145,7 @@ def _row(model: Model, dtype: str, launch: Launch, routing: Routing) -> dict:
         "dtype": dtype,
         "tile": launch.tile,
         "indexed": launch.indexed,
+        "is_persistent": launch.is_persistent,
         **{key: value for key, value in asdict(made).items() if key != "instructions"},
         "instructions": {name: count for name, count in made.instructions.items() if count},
         "ctas": made.ctas,
@@ -160,7 +161,9 @@ def _row(model: Model, dtype: str, launch: Launch, routing: Routing) -> dict:
 def cells(row: dict) -> list[str]:
     tile = "" if row["tile"] is None else "x".join(map(str, row["tile"])) + f", {row['stages']} stages"
     return [
-        row["kernel"] + (f", {row['indexed']}[index]" if row["indexed"] else ""),
+        row["kernel"]
+        + (f", {row['indexed']}[index]" if row["indexed"] else "")
+        + ", persistent" * row["is_persistent"],
         row["model"],
         GPUS[row["arch"]].name,
         row["dtype"],
@@ -222,7 +225,7 @@ def write(rows: list[dict], sums: list[dict], problems: list[str]) -> None:
 
 
 def _code(row: dict) -> tuple:
-    names = ("kernel", "indexed", "arch", "dtype", "tile", "stages", "registers", "shared")
+    names = ("kernel", "is_persistent", "indexed", "arch", "dtype", "tile", "stages", "registers", "shared")
     return tuple(str(row[name]) for name in names)
 
 

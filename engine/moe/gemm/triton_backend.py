@@ -8,7 +8,7 @@ the kernels run on a CPU, for tests.
 import torch
 import triton
 
-from . import triton_gemms, triton_rows
+from . import persistent_launch, triton_gemms, triton_rows
 from .backends import (
     IndexedRows,
     Rows,
@@ -61,6 +61,8 @@ class TritonBackend:
         bias = None if bias is None else bias.contiguous()
 
         def launch(tile):
+            if tile.is_persistent:
+                return persistent_launch.mm(tile, rows, index, has_index, in_out, out, groups)
             tiles = tiles_of(groups, tile.m)
             triton_gemms.grouped_mm[(len(tiles.expert) * triton.cdiv(n, tile.n),)](
                 rows,
@@ -80,8 +82,9 @@ class TritonBackend:
             )
 
         if out.numel():
-            key = (rows.dtype, k, n, in_out.stride(2) == 1, bias is not None, has_index)
-            launch_fastest("mm", key, mm_tiles(rows.dtype, n, k), launch)
+            persistent = persistent_launch.takes(rows, in_out, bias)
+            key = (rows.dtype, k, n, in_out.stride(2) == 1, bias is not None, has_index, persistent)
+            launch_fastest("mm", key, mm_tiles(rows.dtype, n, k, persistent), launch, (out,))
         return out
 
     def outer(self, a, b, groups):
@@ -100,7 +103,7 @@ class TritonBackend:
             )
 
         choices = outer_tiles(a.dtype, m, n, a_indexed or b_indexed)
-        launch_fastest("outer", (a.dtype, m, n, a_indexed, b_indexed), choices, launch)
+        launch_fastest("outer", (a.dtype, m, n, a_indexed, b_indexed), choices, launch, (out,))
         return out
 
     def segment_sum(self, rows, groups, scale_R=None):
@@ -187,6 +190,8 @@ class TritonBackend:
         bias = None if bias is None else bias.contiguous()
 
         def launch(tile):
+            if tile.is_persistent:
+                return persistent_launch.up_gate(tile, rows, index, has_index, in_out, (pre, act), groups, gate)
             tiles = tiles_of(groups, tile.m)
             triton_gemms.grouped_mm_gate[(len(tiles.expert) * triton.cdiv(inner, tile.n),)](
                 rows,
@@ -209,19 +214,26 @@ class TritonBackend:
             )
 
         if act.numel():
+            persistent = not gate.is_interleaved and persistent_launch.takes(rows, in_out, bias, gates=2)
             key = (rows.dtype, k, inner, in_out.stride(2) == 1, bias is not None, gate.is_interleaved, has_index)
-            launch_fastest("mm and gate", key, gate_tiles(rows.dtype, k, backward=False), launch)
+            choices = gate_tiles(rows.dtype, k, backward=False, persistent=persistent)
+            launch_fastest("mm and gate", (*key, persistent), choices, launch, (pre, act))
         return pre, act
 
     def down_gate_backward(self, grad, out_in, groups, pre, scale_R, gate):
         (experts, k, inner), (grad, index, has_index) = out_in.shape, _operand(grad)
         grad_pre, act = torch.empty_like(pre), pre.new_empty(groups.rows, inner)
-        choices = gate_tiles(grad.dtype, k, backward=True)
+        persistent = persistent_launch.takes(grad, out_in, None)
+        choices = gate_tiles(grad.dtype, k, backward=True, persistent=persistent)
         # One partial sum per row and block of columns; they are added in a fixed order, so the result is deterministic.
         parts = grad.new_empty(triton.cdiv(inner, choices[0].n), groups.rows, dtype=torch.float32)
         scale = grad if scale_R is None else scale_R.contiguous()
 
         def launch(tile):
+            if tile.is_persistent:
+                others, is_scaled = (pre, scale, grad_pre, act, parts), scale_R is not None
+                operands = tile, grad, index, has_index, out_in
+                return persistent_launch.down_gate_backward(*operands, others, groups, gate, is_scaled)
             tiles = tiles_of(groups, tile.m)
             triton_gemms.grouped_mm_gate_backward[(len(tiles.expert) * len(parts),)](
                 grad,
@@ -248,7 +260,8 @@ class TritonBackend:
 
         if act.numel():
             key = (grad.dtype, k, inner, out_in.stride(2) == 1, scale_R is not None, gate.is_interleaved, has_index)
-            launch_fastest("mm and gate's backward", key, choices, launch)
+            results = (grad_pre, act) if scale_R is None else (grad_pre, act, parts)
+            launch_fastest("mm and gate's backward", (*key, persistent), choices, launch, results)
         return grad_pre, act, None if scale_R is None else parts.sum(0)
 
 

@@ -110,6 +110,11 @@ class Launch:
         return tuple(self.values[size] for size in ("BM", "BN", "BK")) if "BM" in self.values else None  # type: ignore[return-value]
 
     @property
+    def is_scattered(self) -> bool:
+        """Whether results are stored through an index."""
+        return bool(self.values.get("HAS_ORDER"))
+
+    @property
     def is_persistent(self) -> bool:
         return "SPECIALIZED" in self.values
 
@@ -330,7 +335,7 @@ def work_of(launch: Launch, routing: Routing, gpu: Gpu) -> Work:
         return Work(0, 0, moved, moved, 0)
     bm, bn, bk = launch.tile
     rows, experts = sum(counts), len(counts)
-    index = 8 * rows if launch.indexed else 0
+    index = 8 * rows * (bool(launch.indexed) + launch.is_scattered)
     if launch.compiled.kernel == "grouped_outer":
         m, n = values["M"], values["N"]
         blocks = math.ceil(m / bm), math.ceil(n / bn)

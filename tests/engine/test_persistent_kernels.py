@@ -1,4 +1,4 @@
-"""The persistent kernels give what the others do bit for bit, in Triton's interpreter, and are taken only if they do."""
+"""Persistent kernels give what the others do bit for bit, in Triton's interpreter, and are taken only if they do."""
 
 import importlib
 import itertools
@@ -71,12 +71,13 @@ def test_persistent_kernels_give_what_the_others_do_bit_for_bit(kernels, persist
     ours, (hidden, inner), e, total = kernels.TritonBackend(), (24, 24), len(counts), sum(counts)
     groups, x = Groups(torch.tensor(counts), total), drawn(11, hidden, dtype=dtype)
     index = torch.randint(11, (total,), generator=torch.Generator().manual_seed(5))
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(6))
     pre, scale = drawn(total, 2 * inner, dtype=dtype, seed=4), drawn(total, seed=3)
     for is_indexed, is_transposed in itertools.product((False, True), (False, True)):
         rows = ours.indexed(x, index) if is_indexed else x[index]
         down = drawn(e, hidden, inner, dtype=dtype, seed=1)
         down = down.mT.contiguous().mT if is_transposed else down
-        calls = [lambda rows=rows, down=down: (ours.mm(rows, down, groups),)]
+        calls = [lambda rows=rows, down=down, to=to: (ours.mm(rows, down, groups, None, to),) for to in (None, order)]
         for gate, by in ((PLAIN, scale), (CLAMPED, None)):
             operands = rows, down, groups, pre, by, gate
             calls.append(lambda operands=operands: ours.down_gate_backward(*operands))

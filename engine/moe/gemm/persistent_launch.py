@@ -39,12 +39,16 @@ def mm(
     has_index: bool,
     in_out: torch.Tensor,
     out: torch.Tensor,
+    order: torch.Tensor | None,
     groups,
 ) -> None:
     """``TritonBackend.mm`` without a bias; ``index`` is any tensor where there is none."""
     operands, how = _described(tile, rows, index, has_index, in_out)
     sizes = len(groups.counts_e), in_out.shape[2], in_out.shape[1]
-    triton_persistent.grouped_mm[(_programs(),)](*operands, out, *_tiles(groups, tile), *sizes, **how)
+    to = out if order is None else order
+    triton_persistent.grouped_mm[(_programs(),)](
+        *operands, out, to, *_tiles(groups, tile), *sizes, HAS_ORDER=order is not None, **how
+    )
 
 
 def up_gate(

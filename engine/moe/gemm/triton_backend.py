@@ -14,6 +14,7 @@ from .backends import (
     Rows,
     TorchBackend,
     has_native_grouped_mm,
+    inverse,
     supports_grouped_mm,
     zeroes_empty_groups,
 )
@@ -31,6 +32,9 @@ class TritonBackend:
     """Launches the kernels of ``triton_rows.py`` and ``triton_gemms.py``."""
 
     name = "triton"
+
+    def reads_index(self, x):
+        return True
 
     def indexed(self, x, index_R):
         return IndexedRows(x, index_R)
@@ -55,14 +59,14 @@ class TritonBackend:
             )
         return out
 
-    def mm(self, rows, in_out, groups, bias=None):
+    def mm(self, rows, in_out, groups, bias=None, order_R=None):
         (experts, k, n), (rows, index, has_index) = in_out.shape, _operand(rows)
         out = rows.new_empty(groups.rows, n)
         bias = None if bias is None else bias.contiguous()
 
         def launch(tile):
             if tile.is_persistent:
-                return persistent_launch.mm(tile, rows, index, has_index, in_out, out, groups)
+                return persistent_launch.mm(tile, rows, index, has_index, in_out, out, order_R, groups)
             tiles = tiles_of(groups, tile.m)
             triton_gemms.grouped_mm[(len(tiles.expert) * triton.cdiv(n, tile.n),)](
                 rows,
@@ -70,6 +74,7 @@ class TritonBackend:
                 in_out,
                 in_out if bias is None else bias,
                 out,
+                out if order_R is None else order_R,
                 *tiles.table,
                 experts,
                 n,
@@ -77,13 +82,14 @@ class TritonBackend:
                 *in_out.stride(),
                 HAS_INDEX=has_index,
                 HAS_BIAS=bias is not None,
+                HAS_ORDER=order_R is not None,
                 EVEN_K=k % tile.k == 0,
                 **tile.constants(rows.dtype),
             )
 
         if out.numel():
-            persistent = persistent_launch.takes(rows, in_out, bias)
-            key = (rows.dtype, k, n, in_out.stride(2) == 1, bias is not None, has_index, persistent)
+            persistent, is_scattered = persistent_launch.takes(rows, in_out, bias), order_R is not None
+            key = (rows.dtype, k, n, in_out.stride(2) == 1, bias is not None, has_index, is_scattered, persistent)
             launch_fastest("mm", key, mm_tiles(rows.dtype, n, k, persistent), launch, (out,))
         return out
 
@@ -274,13 +280,17 @@ class MixedBackend(TritonBackend):
     name = "mixed"
     _torch = TorchBackend()
 
-    def indexed(self, x, index_R):
-        # Torch's GEMM reads no index.
-        return self.take(x, index_R) if _native(x, x) else super().indexed(x, index_R)
+    def reads_index(self, x):
+        return not _native(x, x)  # torch's GEMM reads none
 
-    def mm(self, rows, in_out, groups, bias=None):
-        is_native = bias is None and _native(rows, in_out)
-        return (self._torch.mm if is_native else super().mm)(rows, in_out, groups, bias)
+    def indexed(self, x, index_R):
+        return super().indexed(x, index_R) if self.reads_index(x) else self.take(x, index_R)
+
+    def mm(self, rows, in_out, groups, bias=None, order_R=None):
+        if bias is not None or not _native(rows, in_out):
+            return super().mm(rows, in_out, groups, bias, order_R)
+        out = self._torch.mm(rows, in_out, groups)
+        return out if order_R is None else self.take(out, inverse(order_R))
 
     def outer(self, a, b, groups):
         is_native = _native(a, b) and zeroes_empty_groups()

@@ -82,13 +82,14 @@ def columns_halved(x, BM: tl.constexpr, BN: tl.constexpr):
 
 # The number of rows and where an index begins differ from one micro-batch to the next: specialising on them would
 # compile again in the middle of a run.
-@triton.jit(do_not_specialize_on_alignment=["index"])
+@triton.jit(do_not_specialize_on_alignment=["index", "order"])
 def grouped_mm(
     a,
     index,
     b,
     bias,
     out,
+    order,
     expert_of,
     first_of,
     end_of,
@@ -100,13 +101,17 @@ def grouped_mm(
     sn,
     HAS_INDEX: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     EVEN_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Rows ``a`` ``(R, K)`` by their experts' ``b`` ``(e, K, N)``, and the bias ``(e, N)``."""
+    """Rows ``a`` ``(R, K)`` by their experts' ``b`` ``(e, K, N)``, and the bias ``(e, N)``.
+
+    With an order, the ``i``-th of the results is row ``order[i]`` of ``out``.
+    """
     expert, first, rows, in_rows, block = _tile(expert_of, first_of, end_of, N, BM, BN)
     if expert < EXPERTS:
         columns = block * BN + tl.arange(0, BN)
@@ -118,8 +123,11 @@ def grouped_mm(
         total = _product(
             a, index, first, rows, in_rows, own, columns, in_columns, K, sk, sn, total, BK, HAS_INDEX, EVEN_K, UPCAST
         )
-        at = out + first * N + rows[:, None] * N + columns[None, :]
-        tl.store(at, total.to(out.dtype.element_ty), mask=in_rows[:, None] & in_columns[None, :])
+        if HAS_ORDER:
+            to = tl.load(order + first + rows, mask=in_rows, other=0).to(tl.int64)
+            store_rows(out, total, to, in_rows, block * BN, N, BN)
+        else:
+            store_rows(out + first * N, total, rows, in_rows, block * BN, N, BN)
 
 
 @triton.jit(do_not_specialize_on_alignment=["index"])

@@ -25,10 +25,7 @@ def _rows_of(a, index, first, end, rows, K, HAS_INDEX: tl.constexpr, GATHERS: tl
     sources = first
     if HAS_INDEX:
         sources = tl.load(index + first + rows, mask=rows < end - first, other=0)
-        if GATHERS:
-            sources = sources.to(tl.int32)
-        else:
-            sources = a + (sources.to(tl.int64) * K)[:, None]
+        sources = sources.to(tl.int32) if GATHERS else a + (sources.to(tl.int64) * K)[:, None]
     return sources
 
 
@@ -47,12 +44,13 @@ def _row_tile(a, sources, k, K, HAS_INDEX: tl.constexpr, GATHERS: tl.constexpr, 
     return tile
 
 
-@triton.jit(do_not_specialize_on_alignment=["index"])
+@triton.jit(do_not_specialize_on_alignment=["index", "order"])
 def grouped_mm(
     a,
     index,
     b,
     out,
+    order,
     expert_of,
     first_of,
     end_of,
@@ -60,6 +58,7 @@ def grouped_mm(
     EXPERTS,
     N,
     K,
+    HAS_ORDER: tl.constexpr,
     HAS_INDEX: tl.constexpr,
     GATHERS: tl.constexpr,
     K_INNERMOST: tl.constexpr,
@@ -70,7 +69,7 @@ def grouped_mm(
     EVEN_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """``triton_gemms.grouped_mm`` without a bias; ``b`` describes ``(e, N, K)`` with ``K_INNERMOST``, else the other."""
+    """``triton_gemms.grouped_mm`` without a bias; ``b`` describes ``(e, N, K)`` if ``K_INNERMOST``, else the other."""
     blocks, rows = (N + BN - 1) // BN, tl.arange(0, BM)
     tiles = tl.load(tile_ends + EXPERTS - 1)
     for number in tl.range(
@@ -87,7 +86,11 @@ def grouped_mm(
             else:
                 b_tile = tl.reshape(b.load([expert, k, begin]), (BK, BN))
             total = dot(a_tile, b_tile, total, UPCAST)
-        store_rows(out + first.to(tl.int64) * N, total, rows, rows < end - first, begin, N, BN)
+        if HAS_ORDER:
+            to = tl.load(order + first + rows, mask=rows < end - first, other=0).to(tl.int64)
+            store_rows(out, total, to, rows < end - first, begin, N, BN)
+        else:
+            store_rows(out + first.to(tl.int64) * N, total, rows, rows < end - first, begin, N, BN)
 
 
 @triton.jit(do_not_specialize_on_alignment=["index"])

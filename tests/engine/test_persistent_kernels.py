@@ -4,11 +4,14 @@ import importlib
 import itertools
 import math
 import os
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
+from epfsdp2.engine.compat.private_names import MissingNameError
+from epfsdp2.engine.compat.torch_sms import leave_sms
 from epfsdp2.engine.moe.gemm.backends import Groups
 from epfsdp2.engine.moe.gemm.gate import Gate
 
@@ -158,6 +161,23 @@ def test_persistent_tile_is_one_of_three_where_a_gpu_has_tma(tiles, monkeypatch,
     for few, more, wanted in zip(lists[False], lists[True], (forward, forward, backward), strict=True):
         assert not any(tile.is_persistent for tile in few)
         assert few[0] == more[0] and len(more) <= 3 and sum(tile.is_persistent for tile in more) == wanted
+
+
+def test_gemms_leave_the_sms_that_are_asked_for_to_collectives(kernels, monkeypatch):
+    """Torch's grouped GEMM reads the number from where it is set (cuda/GroupMM.cu, ``_SMCarveout_EXPERIMENTAL``)."""
+    launch, before = kernels.persistent_launch, torch._C._get_sm_carveout_experimental()
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
+    try:
+        for asked, programs in ((0, 132), (24, 108), (0, 108), (200, 1)):
+            leave_sms(asked)
+            assert launch._programs() == programs
+    finally:
+        torch._C._set_sm_carveout_experimental(before)
+    monkeypatch.delattr(torch._C, "_set_sm_carveout_experimental")
+    with pytest.raises(MissingNameError, match="engine.communication_sms=0"):
+        leave_sms(1)
 
 
 def test_persistent_kernels_take_no_operands_that_tma_does_not(kernels):

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from ...compat.torch_sms import sms_left
 from . import triton_persistent
 from .gate import Gate
 from .triton_tiles import INTERPRETED, Tile, tiles_of
@@ -116,5 +117,8 @@ def _tiles(groups, tile: Tile) -> tuple[torch.Tensor, ...]:
 
 
 def _programs() -> int:
-    """Return how many programs run at a time, one on each SM; in the interpreter as many as share some tiles."""
-    return 3 if INTERPRETED else torch.cuda.get_device_properties().multi_processor_count
+    """Return how many programs run at a time, one on each SM but those that are left to collectives.
+
+    In the interpreter as many as have several tiles each.
+    """
+    return 3 if INTERPRETED else max(1, torch.cuda.get_device_properties().multi_processor_count - sms_left())

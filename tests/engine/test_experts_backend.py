@@ -15,12 +15,14 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.moe.forward import ExpertsRuntime, attach, experts_forward
+from epfsdp2.engine.moe.forward import ExpertsRuntime, attach, experts_forward, linears
+from epfsdp2.engine.moe.fused import on_rows
 from epfsdp2.engine.moe.gemm.backends import BackendChoice, TorchBackend, choose_backend
 from tests.support.experts import (
     ENDS,
     FAMILIES,
     INNER,
+    RELATIVE,
     Config,
     D,
     E,
@@ -32,6 +34,7 @@ from tests.support.experts import (
     rows_with,
     tokens_with,
 )
+from tests.support.indexed_backend import IndexedBackend
 from tests.support.models import relative_error
 from tests.support.ranks import run_ranks
 
@@ -278,3 +281,24 @@ def test_choose_backend_with_an_unknown_name_is_refused():
     for name in ("cutlass", "epfsdp2"):
         with pytest.raises(SettingError, match=rf"=transformers:{name}: names no function .* has .*grouped_mm"):
             choose_backend(f"transformers:{name}", "cpu", torch.float32)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_in_the_order_in_which_they_were_received_give_what_grouped_ones_do(family):
+    """By operators that read rows through an index and store them in an order."""
+    module, counts_e = make(family), torch.tensor([18, 0, 4, 0, 1, 3])
+    total = int(counts_e.sum())
+    drawn = torch.Generator().manual_seed(0)
+    rows, order = torch.randn(total, D, generator=drawn), torch.randperm(total, generator=drawn)
+    scale, grad = torch.rand(total, generator=drawn), torch.randn(total, D, generator=drawn)
+    up, down = linears(module, dict(module.named_parameters(recurse=False)))
+    found = []
+    for order_R in (None, order):
+        x, by = rows.clone().requires_grad_(), scale.clone().requires_grad_()
+        given = (x[order], by[order]) if order_R is None else (x, by)
+        out = on_rows(module, IndexedBackend(), up, down, given[0], counts_e, given[1], order_R)
+        out.backward(grad[order] if order_R is None else grad)
+        out = out.detach() if order_R is not None else torch.empty_like(out).index_copy_(0, order, out.detach())
+        found.append([out, x.grad, by.grad, *(param.grad.clone() for param in module.parameters())])
+        module.zero_grad()
+    assert all(relative_error(one, other) < RELATIVE for one, other in zip(*found, strict=True))

@@ -41,6 +41,18 @@ class IndexedBackend(TorchBackend):
             out[expert].addmm_(x.t(), y)
         return out
 
+    def segment_sum(self, rows, groups, scale_R=None):
+        out = _tensor(rows).new_zeros(len(groups.counts_e), _tensor(rows).shape[1])
+        for expert, part, x in _pieces(rows, groups):
+            out[expert] += x.sum(0) if scale_R is None else scale_R[part].to(x.dtype) @ x
+        return out
+
+    def row_dot(self, rows, vectors, groups):
+        out = _tensor(rows).new_empty(groups.rows)
+        for expert, part, x in _pieces(rows, groups):
+            out[part] = x @ vectors[expert]
+        return out
+
     def gate(self, module):
         return gate_of(module)
 

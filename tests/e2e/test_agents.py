@@ -32,7 +32,7 @@ REPLAY = ["engine.router_replay.mode=R3", f"{_ROLLOUT}.enable_rollout_routing_re
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("agent")
-    model, data = agent_task.write_task(folder, steps=150)
+    model, data = agent_task.write_task(folder, steps=250)
     files = [f"data.train_files={data}", f"data.val_files={data}"]
     options = ["--model", str(model), "--steps", str(STEPS), *overrides(*files, *AGENT, *DYNAMIC, *REPLAY)]
     environment = {"EPFSDP2_TEST_BATCHES": str(folder / "batches")}
@@ -54,3 +54,26 @@ def test_agent_that_calls_a_tool_raises_its_reward(run):
     # In float32 trainer and vLLM agree on every token of every turn.
     assert all(step["training/rollout_probs_diff_mean"] < 1e-5 for step in steps)
     assert all(step["actor/grad_norm"] > 0 and step["actor/skipped_steps"] == 0 for step in steps)
+
+
+def test_what_the_tool_answered_has_routes_and_no_part_in_the_loss(run):
+    answer, end = run.tokenizer.convert_tokens_to_ids(["<|tool|>", "<|im_end|>"])
+    with_tool = cut_off = 0
+    for batch in run.batches:
+        for i, response in enumerate(batch["responses"]):
+            mask, routes = batch["response_mask"][i].bool(), batch["routed_experts"][i]
+            # Only the last token was never computed by vLLM, and not that one where verl cut what it had generated.
+            chosen = routes[: len(batch["input_ids"][i]) - 1].sort(-1).values
+            assert (chosen[..., 1:] != chosen[..., :-1]).all()
+            assert mask[0] and mask[-1] and len(response) <= agent_task.RESPONSE
+            if answer in response:
+                with_tool += 1
+                # The newline after a call, the tool's turn, and what opens the next.
+                first = int((response == answer).nonzero()[0])
+                length = int((response[first:] == end).nonzero()[0]) + 3
+                wanted = torch.ones_like(mask)
+                wanted[first - 1 : first + length] = False
+                if answer not in response[first + length :]:
+                    assert torch.equal(mask, wanted), (response, mask)
+                cut_off += len(response) == agent_task.RESPONSE and response[-1] != end
+    assert with_tool > 100 and cut_off > 10, (with_tool, cut_off)

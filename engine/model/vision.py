@@ -52,7 +52,9 @@ def images_error(name: str, why: str) -> SettingError:
 def tower_parameters(model: Any) -> set[str]:
     """Return the names of a vision tower's parameters, its merger's included; of a model without one, none."""
     config = getattr(model.config, "vision_config", None)
-    towers = [fqn for fqn, part in model.named_modules() if fqn and type(getattr(part, "config", None)) is type(config)]
+    if config is None:
+        return set()
+    towers = [fqn for fqn, part in model.named_modules() if type(getattr(part, "config", None)) is type(config)]
     return {name for name, _ in model.named_parameters() if any(name.startswith(f"{fqn}.") for fqn in towers)}
 
 

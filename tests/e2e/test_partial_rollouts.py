@@ -5,8 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from epfsdp2.recipes.quickstart.model import write_model
-from tests.e2e.runs import overrides, running
-from tests.e2e.test_trainers import CHANGES, SEPARATE
+from tests.e2e.runs import CHANGES, SEPARATE, overrides, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 

@@ -91,8 +91,8 @@ def write(result: dict) -> None:
         f"{where['cpu']}, {where['cores']} cores; {versions}",
         [
             f"The quickstart's GRPO, {result['steps']} steps, seed {seeds}, update and vLLM both in the dtype, "
-            "parameters of the trainer in float32. The difference is that of a sampled token's probability, as verl logs "
-            "it.",
+            "parameters of the trainer in float32. The difference is that of a sampled token's probability, as verl "
+            "logs it.",
         ],
         ["dtype", "difference, mean", "largest", "reward, first and last two steps", "skipped steps"],
         cells,

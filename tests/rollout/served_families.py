@@ -106,6 +106,8 @@ _LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
     "shared_expert_intermediate_size": 64,
 }
+# Without AMX vLLM's CPU kernel takes a state in float32 alone; by default it has the model's dtype.
+_STATE = {} if torch.cpu._is_amx_tile_supported() else {"mamba_ssm_cache_dtype": "float32"}
 # The head size of these configs is hidden / heads, and vLLM's CPU attention takes 32.
 _THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3}
 # vLLM's operator for rotary embeddings works in place, which the CPU build gets wrong on strided views.
@@ -197,10 +199,11 @@ SERVED: dict[str, Served] = {
             "0.24": "its loader finds no experts of a gpt-oss in bfloat16 (KeyError: layers.0.mlp.experts.w2_weight)"
         },
     ),
-    "qwen3_next": Served(_of("Qwen3Next", **_QWEN, **_LINEAR, norm_topk_prob=True), dtype="bfloat16"),
+    "qwen3_next": Served(_of("Qwen3Next", **_QWEN, **_LINEAR, norm_topk_prob=True), dtype="bfloat16", settings=_STATE),
     "qwen3_5_moe": Served(
         _of("Qwen3_5Moe", config="Qwen3_5MoeTextConfig", **_QWEN, **_LINEAR),
         dtype="bfloat16",
+        settings=_STATE,
         environment=_TORCHVISION,
         broken={"0.24": "it has no class of its text model alone"},
     ),
@@ -219,7 +222,7 @@ SERVED: dict[str, Served] = {
         name: Served(
             _seeing(kind, {**text, **_LINEAR}),
             dtype="bfloat16",
-            settings=_TEXT_ALONE,
+            settings={**_TEXT_ALONE, **_STATE},
             environment=_TORCHVISION,
             broken={"0.24": "its CPU build can't run it (tensor must be contiguous)"},
         )

@@ -20,7 +20,7 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 __all__ = ["EPFSDP2ConfigSource", "EPFSDP2SearchPath", "install", "with_engine_entry"]
 
@@ -136,7 +136,7 @@ def _model_engine(engine: str | None, model_engine: str) -> str:
     return f"(engine={engine} is for sft_trainer; here say model_engine={engine} or engine={ENGINE})"
 
 
-def _lora_modules(_root_: DictConfig) -> list[str] | None:
+def _lora_modules(_root_: DictConfig) -> ListConfig | None:
     """Suffixes of the layers that vLLM may adapt; None for all that it can.
 
     It keeps memory for adapters of each of these, of experts as well, whatever adapters it is given.
@@ -146,7 +146,9 @@ def _lora_modules(_root_: DictConfig) -> list[str] | None:
     if not OmegaConf.is_list(targets) or not model.get("lora_rank") or (model.get("lora") or {}).get("merge"):
         return None
     names = {str(name).rpartition(".")[2] for name in targets}
-    return sorted(names | {"experts"} if names & _OF_EXPERTS or model.get("target_parameters") else names)
+    if names & _OF_EXPERTS or model.get("target_parameters"):
+        names.add("experts")
+    return OmegaConf.create(sorted(names))  # a plain list can't take the interpolation's place
 
 
 def _verl_config_folder() -> str:

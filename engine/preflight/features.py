@@ -214,7 +214,8 @@ def check_adapters_alone(model: Any, rollout: Mapping[str, Any], facts: ModelFac
         return
     setting, works = f"{ACTOR_MODEL}.lora.merge", f"{ACTOR_MODEL}.lora.merge=True"
     if rollout["name"] != "vllm":
-        raise SettingError(setting, False, f"{rollout['name']} is sent adapters merged into the weights alone.", works)
+        rule = f"{rollout['name']} is sent adapters merged into the weights, and in no other way."
+        raise SettingError(setting, False, rule, works)
     if facts is None or facts.is_dense:
         return
     lora = lora_of(facts.model)

@@ -44,8 +44,9 @@ from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.rollout.layout.vllm_layout import Rollout
 from epfsdp2.rollout.server_adapter import send_weights
-from epfsdp2.rollout.sync import RolloutSync, SyncSettings, WorkerWeights
+from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport.sender import Bucket
+from epfsdp2.rollout.worker_weights import WorkerWeights
 from tests.support.engine import sharded_model
 from tests.support.memory import peak_of
 from tests.support.ranks import run_ranks

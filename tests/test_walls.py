@@ -43,6 +43,8 @@ THIRD_PARTIES: dict[str, frozenset[str]] = {
     "rollout/remote/delta_shards.py": TORCH | {"verl"},
     "rollout/server_adapter.py": TORCH | {"ray", "verl", "zmq"},
     "rollout/sync.py": TORCH,
+    "rollout/worker_weights.py": TORCH,
+    "rollout/adapter_sync.py": TORCH,
     "rollout/sglang": TORCH | {"sglang", "verl"},
     "rollout/vllm": TORCH | {"verl", "vllm"},
     "rollout/transport": TORCH | {"zmq"},

@@ -4,6 +4,7 @@ How vLLM cuts a family's weights is in ``rollout/layout/vllm_layout.py``.
 """
 
 __all__ = [
+    "ADAPTED_AS_STACKS_IN_VLLM",
     "FUSED_IN_VLLM",
     "IMAGES_UNSUPPORTED",
     "KNOWN_AS",
@@ -54,6 +55,9 @@ FUSED_IN_VLLM: dict[str, dict[str, str]] = {
     **dict.fromkeys(("mixtral", "minimax_m2"), _LETTERED),
 }
 """Families whose stacks of experts vLLM loads, and the names that it loads them under."""
+
+ADAPTED_AS_STACKS_IN_VLLM = frozenset({"gpt_oss", "qwen3_vl_moe", "qwen3_5_moe", "qwen3_5_moe_text"})
+"""Families whose experts vLLM adapts by peft's stacks (``is_3d_moe_weight`` of its classes), and not one by one."""
 
 SPLIT_BEFORE_0_27 = frozenset({"qwen3_vl_moe"})
 """Families whose stacks of experts vLLM before 0.27 can't reload; single experts, which no checkpoint has, it can."""

@@ -829,6 +829,10 @@ def test_validate_config_lets_a_right_run_pass(model, installs):
     installs("sglang", "0.5.12")
     validate(model, "engine.ep_size=2")
     validate(model, "engine.ep_size=2", "actor_rollout_ref.rollout.name=sglang")
+    adapters = f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=[q_proj,o_proj]"
+    validate(model, "engine.ep_size=2", *adapters)
+    with pytest.raises(SettingError, match="lora.merge=False: sglang is sent adapters merged"):
+        validate(model, "engine.ep_size=2", "actor_rollout_ref.rollout.name=sglang", *adapters)
 
 
 @pytest.mark.parametrize(
@@ -837,7 +841,7 @@ def test_validate_config_lets_a_right_run_pass(model, installs):
         ("engine.ep_size=3", "engine.ep_size=3: has to divide the number of ranks"),
         (f"{MODEL}.path=/no/such/model", f"{MODEL}.path=/no/such/model: there is no such folder"),
         (f"+{MODEL}.override_config.num_experts=7", "engine.ep_size=2: has to divide the number of experts"),
-        (f"{MODEL}.lora_rank=8", f"{MODEL}.lora.merge=False: this engine hands adapters"),
+        (f"{MODEL}.lora_rank=8", f"{MODEL}.lora.merge=False: vLLM's CPU build has no kernels for adapters of experts"),
         (f"{MODEL}.mtp.enable=True", f"{MODEL}.mtp.enable=True: is not supported"),
         (
             "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf]",

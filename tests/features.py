@@ -56,6 +56,20 @@ FEATURES = (
         ),
     ),
     Feature(
+        "[agents](engine.md#agents)",
+        "verl's agent loop with several turns and tools; responses cut off within a turn; partial rollouts of "
+        "fully-async, whose tokens keep the log-probs of the weights that wrote them; with packed rows, dynamic "
+        "batches and R3",
+        "",
+        (
+            "engine/test_multi_turn.py::test_an_update_of_turns_with_a_tool_equals_the_plain_model",
+            "e2e/test_agents.py::test_agent_that_calls_a_tool_raises_its_reward",
+            "e2e/test_agents.py::test_what_the_tool_answered_has_routes_and_no_part_in_the_loss",
+            "e2e/test_partial_rollouts.py::"
+            "test_partial_rollout_keeps_the_log_prob_of_the_weights_that_wrote_each_token",
+        ),
+    ),
+    Feature(
         "critic",
         "one-output head from a causal LM or a checkpoint with a head; GAE, warm-up, its own optimizer and checkpoints",
         "adapters on it",
@@ -154,10 +168,12 @@ FEATURES = (
     ),
     Feature(
         "[images](engine.md#images)",
-        "Qwen3-VL-MoE and GLM-4.5V, also where some ranks have none; vLLM sees what it would with the exported model",
+        "Qwen3-VL-MoE and GLM-4.5V, also where some ranks have none; vLLM sees what it would with the exported model; "
+        "`freeze_vision_tower`",
         "ERNIE-4.5-VL, Qwen3-Omni, Gemma 4; audio",
         (
             "engine/test_vision.py::test_two_updates_equal_the_plain_model",
+            "engine/test_vision.py::test_two_updates_beside_a_frozen_tower_equal_the_plain_model",
             "engine/test_vision.py::test_glm4v_moe",
             "rollout/test_vllm_images.py::test_vllm_sees_an_image_as_a_fresh_engine_on_the_export_does",
             "e2e/test_images.py::test_grpo_run_on_images_trains",
@@ -220,11 +236,14 @@ FEATURES = (
     Feature(
         "[float16](engine.md#float16)",
         "`dtype=float16` with parameters in float32 and a loss scale that adapts, is saved and resumed; a step that "
-        "overflows on one rank is skipped by all optimizers on all",
+        "overflows on one rank is skipped by all optimizers on all; with chunks, checkpointing, offload, shared rows, "
+        "LoRA and a critic; [what it changes](../benchmarks/results/dtypes.md)",
         "`model_dtype` or `reduce_dtype` in float16",
         (
             "engine/test_loss_scale.py::test_scaled_loss_in_float32_gives_the_same_updates_bit_for_bit",
             "engine/test_loss_scale.py::test_update_in_float16_has_the_gradients_of_float32_to_its_precision",
+            "engine/test_loss_scale.py::test_adapters_in_float16_have_the_gradients_of_float32_to_its_precision",
+            "engine/test_value_update.py::test_gradients_equal_the_plain_model",
             "engine/test_loss_scale.py::"
             "test_overflow_in_one_expert_of_one_rank_skips_the_step_of_all_optimizers_on_all_ranks",
         ),

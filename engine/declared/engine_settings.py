@@ -209,6 +209,13 @@ class EngineSettings:
         "fails, one line of log says why and everything runs eagerly",
         shards=True,
     )
+    freeze_vision_tower: bool = setting(
+        False,
+        FLAG,
+        "Leave the weights of a model's vision tower, its merger included, as they are: no gradient and no optimizer "
+        "state for them. For a role whose model has one",
+        shards=True,
+    )
     param_offload: bool = setting(
         False,
         FLAG,

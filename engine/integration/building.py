@@ -27,7 +27,7 @@ from ..lora.settings import LoraSettings
 from ..model.layers import layer_names
 from ..model.meta import build_on_meta, check_not_quantised, copy_on_meta
 from ..model.packing import PackedSequences
-from ..model.vision import VisionTowerSync, preserve_forward
+from ..model.vision import VisionTowerSync, preserve_forward, tower_parameters
 from ..moe.find import find_experts, is_dense
 from ..moe.gemm.backends import choose_backend
 from ..moe.router.losses import RouterLosses
@@ -264,7 +264,7 @@ class BuildsModel:
     # -- when it is sharded -------------------------------------------------------------------------------------
 
     def _take_shards(self, module: nn.Module, options: ShardingOptions) -> None:
-        """Prepare weight syncs; then leave the adapters alone with a gradient, where there are some.
+        """Prepare weight syncs; then freeze what is not trained.
 
         In this order: to the wrap plan, which says in which dtypes weights are sent, a frozen parameter may be a
         correction bias.
@@ -286,6 +286,8 @@ class BuildsModel:
         self.shard_export = ShardExport(module, self.meshes)
         if self._lora is not None:
             self._lora.freeze_base(module)
+        for name in tower_parameters(module) if config.freeze_vision_tower else ():
+            module.get_parameter(name).requires_grad_(False)
 
     def _features_of(self, module: Any) -> list[StepFeature]:
         vision: list[StepFeature] = []

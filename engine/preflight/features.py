@@ -18,7 +18,7 @@ from ..lora.rollout_names import has_form
 from ..lora.settings import LoraSettings
 from ..model.families import NOT_BY_TOPK
 from ..model.packing import why_not_packed
-from ..model.vision import images_error, why_not_images
+from ..model.vision import images_error, tower_parameters, why_not_images
 from ..moe.deepep import check_deepep
 from ..moe.find import UnsupportedModelError, experts_by_layer, find_experts
 from ..moe.gemm.backends import REGISTERED
@@ -43,6 +43,7 @@ __all__ = [
     "check_routers",
     "check_routes",
     "check_sequence_parallel",
+    "check_tower",
 ]
 
 logger = logging.getLogger("epfsdp2")
@@ -345,6 +346,17 @@ def check_images(rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:
     for file in [files] if isinstance(files, str) else files:
         if why and Path(file).is_file() and rollout.get("image_key") in parquet.read_schema(file).names:
             raise images_error(facts.name, why)
+
+
+def check_tower(engine: Any, facts: ModelFacts) -> None:
+    """What is left as it is has to be there.
+
+    Raises:
+        SettingError: the model has no vision tower.
+    """
+    if engine.freeze_vision_tower and not tower_parameters(facts.model):
+        name = "engine.freeze_vision_tower"
+        raise SettingError(name, True, f"{facts.name} has no vision tower.", f"{name}=False")
 
 
 def check_dispatcher(engine: Any, facts: ModelFacts, device: str) -> None:

@@ -39,6 +39,7 @@ from .features import (
     check_routers,
     check_routes,
     check_sequence_parallel,
+    check_tower,
 )
 from .model_facts import ModelFacts, inspect_model
 from .rollout import check_graphs, check_other_rollout, check_rollout, check_stream
@@ -162,6 +163,7 @@ def check_training(
         experts = find_experts(facts.model, engine.expert_plan)
         check_overlap(engine.dispatch_chunks, engine.overlap_shared_experts, engine.dispatcher, facts.model, experts)
         check_dispatcher(engine, facts, device)
+        check_tower(engine, facts)
     check_attention(model, facts, device=device, setting=setting)
     check_fused_kernels(model, facts, device=device, setting=setting)
     check_lora(engine, topology, model, facts, optim, setting)

@@ -8,26 +8,14 @@ import json
 import pytest
 
 from epfsdp2.recipes.quickstart.model import write_model
-from tests.e2e.runs import leftovers, overrides, running, unused
+from tests.e2e.runs import CHANGES, SEPARATE, leftovers, overrides, running, unused
 
 pytestmark = pytest.mark.e2e
 
-# A model that knows nothing earns no reward to learn from; this changes its weights all the same.
-CHANGES = ["actor_rollout_ref.actor.entropy_coeff=1.0"]
 # Learning rates of four updates: all, half, none, half.
 ZERO_IN_THE_THIRD = [
     "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
     "actor_rollout_ref.actor.optim.num_cycles=1.0",
-]
-# One worker generates, in a process of its own; verl has old log-probs from the trainer, to compare with vLLM's.
-SEPARATE = [
-    "actor_rollout_ref.hybrid_engine=False",
-    "rollout.nnodes=1",
-    "rollout.n_gpus_per_node=1",
-    "actor_rollout_ref.rollout.checkpoint_engine.backend=epfsdp2_p2p",
-    "algorithm.rollout_correction.bypass_mode=False",
-    "ray_kwargs.ray_init.num_gpus=3",
-    "ray_kwargs.ray_init.num_cpus=64",
 ]
 SAME, OTHER = 1e-5, 1e-3
 

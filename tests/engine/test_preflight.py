@@ -265,6 +265,12 @@ def test_what_the_engine_does_not_do_is_refused(model, setting, name, value, set
         check_training(engine(), 2, {"path": "some-org/not-here"} | settings, device="cpu", setting=setting)
 
 
+def test_a_tower_that_there_is_not_is_not_left_as_it_is(model):
+    with pytest.raises(SettingError) as caught:
+        check_training(engine(freeze_vision_tower=True), 2, model, device="cpu")
+    assert "has no vision tower" in paragraph(caught.value, "engine.freeze_vision_tower", True)
+
+
 @pytest.mark.parametrize("setting", [MODEL, "critic.model", "model"])
 def test_activations_are_offloaded_where_layers_are_computed_again(model, setting):
     for checkpointing, recomputed in (("none", True), ("selective", True), ("auto", False)):

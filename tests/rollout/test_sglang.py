@@ -52,9 +52,9 @@ def test_tensors_on_the_cpu_can_be_sent_with_the_shim_alone(tmp_path, how):
     assert how == "shim" or "IndexError: tuple index out of range" in done.stderr
 
 
-def _run(tp, *folders):
+def _run(folders, tp, *options):
     """What ``tests.support.sglang_engine`` says."""
-    words = [sys.executable, "-m", "tests.support.sglang_engine", str(tp), *map(str, folders)]
+    words = [sys.executable, "-m", "tests.support.sglang_engine", "--tp", str(tp), *options, *map(str, folders)]
     environment = os.environ | sglang_environment() | {"VERL_PLATFORM": "cpu", "PYTHONPATH": str(ROOT)}
     if tp > 1:
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join("01"[:tp])
@@ -64,23 +64,34 @@ def _run(tp, *folders):
     return json.loads(line.removeprefix("RESULT"))
 
 
-# SGLang knows no dense layers between those with experts, and pads a part of 80 rows on a CPU.
+# SGLang knows no dense layers between those with experts, and pads parts that are not a multiple of 32 on a CPU.
 FAMILIES = {
     "qwen3_moe": {"mlp_only_layers": []},
+    "qwen2_moe": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 192},
+    "mixtral": {},
+    "olmoe": {"intermediate_size": 64},
+    "glm4_moe": {},
+    "deepseek_v3": {},
     "qwen3": {"intermediate_size": 192, "tie_word_embeddings": True},
     "qwen2": {"intermediate_size": 192},
     "llama": {"intermediate_size": 192, "attention_bias": True},
 }
 
 
+def _compared(tmp_path, family, tp, *options):
+    """Three syncs against a fresh engine; returns what both hold at the end, and why some updates failed."""
+    folders = [save(family, tmp_path / str(seed), seed, **FAMILIES[family]) for seed in range(4)]
+    held, failures = _run(folders, tp, *options)
+    ((fresh,), _) = _run(folders[-1:], tp, *options)
+    assert held[2] == fresh and held[3] == fresh
+    assert held[0] != held[1] != held[2]
+    return fresh, failures
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_three_syncs_of_slices_give_what_a_fresh_sglang_has(tmp_path, family, tp):
-    folders = [save(family, tmp_path / str(seed), seed, **FAMILIES[family]) for seed in range(4)]
-    held, failures = _run(tp, *folders)
-    ((fresh,), _) = _run(tp, folders[-1])
-    assert held[2] == fresh and held[3] == fresh
-    assert held[0] != held[1] != held[2]
+    _, failures = _compared(tmp_path, family, tp)
     incomplete, too_large, twice = failures
     assert "did not receive every element" in incomplete
     assert too_large
@@ -93,9 +104,11 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from epfsdp2.rollout.sglang import cpu_shim
 from epfsdp2.rollout.sglang.adapter import SlicedUpdates
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
 
+cpu_shim.install()
 closed = []
 
 def tensors():

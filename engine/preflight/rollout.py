@@ -72,7 +72,8 @@ def check_other_rollout(
         rule = f"it feeds the workers of vLLM and SGLang, and not those of {name}."
         raise SettingError(_BACKEND, backend, rule, f"{_BACKEND}=naive, or one of verl's own")
     family = None if facts is None else facts.model.config.model_type
-    kind, _ = choose_mode(engine.rollout_sync, rollout, family, backend=backend)
+    untested = versions.unknown_layout(name)
+    kind, _ = choose_mode(engine.rollout_sync, rollout, family, untested=untested, backend=backend)
     if name == "sglang":
         check_sglang_sizes(rollout)
         if rollout.get("enable_rollout_routing_replay") and family in _RECORDS_NO_ROUTES:
@@ -130,7 +131,7 @@ def check_stream(
         engine.rollout_sync,
         rollout,
         None if facts is None else facts.model.config.model_type,
-        untested_vllm=versions.unknown_layout(),
+        untested=versions.unknown_layout(),
         backend=rollout.get("backend") or "naive",
     )
     if facts is not None and kind != "full":

@@ -98,14 +98,14 @@ def has_our_extension(config: Any) -> bool:
 
 
 def choose_mode(
-    requested: str, config: Any, family: str | None, *, untested_vllm: str = "", backend: str = "naive"
+    requested: str, config: Any, family: str | None, *, untested: str = "", backend: str = "naive"
 ) -> tuple[SyncMode, str]:
     """Return the sync mode for a rollout and, where ``auto`` had to fall back to ``full``, the reason.
 
     Args:
         requested: ``engine.rollout_sync``.
         family: ``model_type`` of the model; None skips the check where it is not known yet.
-        untested_vllm: the reason why the layout of vLLM's version is unknown (``versions.unknown_layout()``).
+        untested: the reason why the layout of the rollout's version is unknown (``versions.unknown_layout``).
         backend: name of the checkpoint-engine backend.
 
     Raises:
@@ -114,7 +114,7 @@ def choose_mode(
     rollout = rollout_of(config)
     if requested == "full":
         return "full", ""
-    found = _obstacle(config, family, untested_vllm, backend)
+    found = _obstacle(config, family, untested, backend)
     server = _SERVERS[rollout.server]
     if found is None and requested == "expert_local" and not rollout.expert_parallel:
         workers = rollout.workers
@@ -133,9 +133,9 @@ def choose_mode(
     raise SettingError(_SETTING, requested, f"can't be with {found.setting}={found.value}: {found.reason}", works)
 
 
-def _obstacle(config: Any, family: str | None, untested_vllm: str, backend: str) -> _Obstacle | None:
+def _obstacle(config: Any, family: str | None, untested: str, backend: str) -> _Obstacle | None:
     if _rollout_name(config) != "vllm":
-        return _obstacle_elsewhere(config, family, backend)
+        return _obstacle_elsewhere(config, family, untested, backend)
     vllm = _vllm(config)
     extension = vllm.get("worker_extension_cls")
     if backend not in _SLICE_BACKENDS:
@@ -158,15 +158,15 @@ def _obstacle(config: Any, family: str | None, untested_vllm: str, backend: str)
     if placement != "linear":
         reason = "transfer plans assume that experts are placed in linear order."
         return _Obstacle(f"{_VLLM}.expert_placement_strategy", placement, reason, "linear")
-    if untested_vllm:
-        return _Obstacle("vllm", "installed", f"{untested_vllm}, and a layout may have changed.", "")
+    if untested:
+        return _Obstacle("vllm", "installed", f"{untested}, and a layout may have changed.", "")
     if family is not None and family not in known_families():
         known = ", ".join(sorted(known_families()))
         return _Obstacle("actor_rollout_ref.model", family, f"how vLLM cuts it is not known here (known: {known}).", "")
     return None
 
 
-def _obstacle_elsewhere(config: Any, family: str | None, backend: str) -> _Obstacle | None:
+def _obstacle_elsewhere(config: Any, family: str | None, untested: str, backend: str) -> _Obstacle | None:
     """As ``_obstacle``, for a rollout that is not vLLM: SGLang takes slices of some families."""
     name = _rollout_name(config)
     if name != "sglang":
@@ -194,6 +194,8 @@ def _obstacle_elsewhere(config: Any, family: str | None, backend: str) -> _Obsta
     if SGLANG_LOADER not in loaders:
         reason = "only this package's loader can load slices."
         return _Obstacle(f"{_SGLANG}.custom_weight_loader", list(loaders), reason, f"[{SGLANG_LOADER}]")
+    if untested:
+        return _Obstacle("sglang", "installed", f"{untested}, and a layout may have changed.", "")
     for name, (served, reason) in _SGLANG_ARGUMENTS.items():
         if (value := sglang.get(name)) is not None and value not in served:
             return _Obstacle(f"{_SGLANG}.{name}", value, reason, str(served[0]) if served else "null")

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from verl.workers.config import RolloutConfig
 
+from epfsdp2.engine.compat import versions
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.model import hf_names
 from epfsdp2.engine.model.layers import layer_names
@@ -89,6 +90,18 @@ def test_own_experts_can_not_be_sent_to_a_family_with_stacks_alone():
     assert choose_mode("auto", EP2, "gemma4_text") == ("sliced", "")
     with pytest.raises(SettingError, match="actor_rollout_ref.model=gemma4_text: its checkpoints have experts as"):
         choose_mode("expert_local", EP2, "gemma4_text")
+
+
+@pytest.mark.parametrize(("name", "config"), [("vllm", OURS), ("sglang", SGLANG)])
+def test_slices_are_not_sent_to_a_version_whose_layout_is_unknown(name, config):
+    with pytest.raises(SettingError, match=f"{name}=installed: {name} 9.9 was not tested with, and a layout may"):
+        choose_mode("sliced", config, "qwen3_moe", untested=f"{name} 9.9 was not tested with")
+
+
+def test_layout_of_an_sglang_that_was_not_shown_is_unknown(monkeypatch):
+    assert versions.unknown_layout("trtllm") == ""
+    monkeypatch.setattr(versions, "installed", lambda name: "0.5.13")
+    assert versions.unknown_layout("sglang") == "sglang 0.5.13 was not tested with; tested: sglang 0.5.12"
 
 
 def test_own_experts_can_not_be_sent_to_sglang_without_expert_parallelism():

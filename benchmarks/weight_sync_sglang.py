@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import socket
 import statistics
 import subprocess
@@ -239,6 +240,7 @@ def main(repeats: int, sizes: list[int]) -> int:
         os.execvpe(sys.executable, [sys.executable, *sys.argv], environment)
     import sglang
 
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no server is left
     rows = []
     for name, model in _models().items():
         for tp in sizes:

@@ -53,6 +53,29 @@ def test_tensors_on_the_cpu_can_be_sent_with_the_shim_alone(tmp_path, how):
     assert how == "shim" or "IndexError: tuple index out of range" in done.stderr
 
 
+_KEEPS = """
+import sys
+from sglang.srt.state_capturer.base import BaseHostCache
+from epfsdp2.rollout.sglang import routes_shim
+
+if sys.argv[1] == "shim":
+    routes_shim.install()
+    routes_shim.install()  # once
+assert BaseHostCache(4, 2, 3, "routes").buffer.shape == (4, 2, 3)
+"""
+
+
+@pytest.mark.parametrize("how", ["stock", "shim"])
+def test_routes_are_kept_on_the_cpu_with_the_shim_alone(tmp_path, how):
+    script = tmp_path / "keeps.py"
+    script.write_text(_KEEPS)
+    environment = os.environ | sglang_environment() | {"VERL_PLATFORM": "cpu"}
+    done = subprocess.run(
+        [sys.executable, script, how], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert (done.returncode == 0) == (how == "shim"), done.stderr[-2000:]
+
+
 def _run(folders, tp, *options):
     """What ``tests.support.sglang_engine`` says."""
     words = [sys.executable, "-m", "tests.support.sglang_engine", "--tp", str(tp), *options, *map(str, folders)]

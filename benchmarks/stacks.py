@@ -48,7 +48,10 @@ CORE = (
     "tests/rollout/test_transfer_plan.py",
     "tests/rollout/test_full_gather.py",
 )
-SGLANG = ("tests/e2e/test_sglang.py", "tests/rollout/test_sglang.py")
+SGLANG = (
+    *("tests/e2e/test_sglang.py", "tests/e2e/test_sglang_trainers.py"),
+    *("tests/rollout/test_sglang.py", "tests/rollout/test_sglang_layout.py"),
+)
 FOR = {
     "users": "What `verl[vllm]` 0.9.1 pins, which `pip install 'epfsdp2[gpu]'` brings, on a CPU: the whole suite.",
     "default": "What `make setup` installs on a machine without a GPU: the whole suite.",

@@ -234,6 +234,8 @@ def test_no_file_is_too_long_and_no_room_too_full():
     ("wall", "path", "text"),
     [
         (third_parties, "engine/fsdp/ulysses.py", "import vllm"),
+        (third_parties, "rollout/sync.py", "def f():\n    import sglang.srt.utils"),
+        (third_parties, "rollout/vllm/worker.py", "from sglang.srt import distributed"),
         (third_parties, "engine/planner/run.py", "from verl.utils import device"),
         (third_parties, "rollout/transport/exchange.py", "def f():\n    from verl.protocol import DataProto"),
         (third_parties, "engine/errors.py", "import torch.distributed as dist"),

@@ -115,7 +115,7 @@ def check_run(
     check_images(rollout, facts)
     colocated = (rollout.get("backend") or "naive") == "naive"
     if rollout.get("name") and not is_vllm:
-        check_other_rollout(engine, rollout, facts)
+        check_other_rollout(engine, n_gpus, rollout, facts, colocated=colocated)
     if is_vllm:
         check_graphs(rollout, facts, device)
         check_stream(engine, n_gpus, rollout, facts, colocated=colocated)

@@ -24,13 +24,14 @@ from epfsdp2.engine import config as engine_config_module
 from epfsdp2.engine.compat import versions
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight import model_facts
+from epfsdp2.engine.preflight import rollout as rollout_checks
 from epfsdp2.engine.preflight import run as preflight
 from epfsdp2.engine.preflight.dense_models import not_applied, without_experts
 from epfsdp2.engine.preflight.features import check_attention
 from epfsdp2.engine.preflight.model_facts import inspect_model, largest_sent
 from epfsdp2.engine.preflight.rollout import check_graphs, check_rollout
 from epfsdp2.engine.preflight.run import check_model_settings, check_run, check_training, check_versions
-from epfsdp2.rollout.layout.sync_mode import EXTENSION
+from epfsdp2.rollout.layout.sync_mode import EXTENSION, SGLANG_LOADER
 from tests.parity.families import save
 from tests.support.settings import TINY, checkpoint, engine
 
@@ -380,13 +381,46 @@ def test_any_rollout_is_sent_full_tensors_and_only_vllm_slices(model, installs, 
     assert "nobody has run" not in caplog.text
     check_run(engine(rollout_sync="full"), 2, model, road | {"name": "trtllm", "backend": "nccl"}, device="cpu")
     assert "nobody has run this engine with actor_rollout_ref.rollout.name=trtllm" in caplog.text
-    for settings, backend, setting, value in (
-        ({"rollout_sync": "sliced"}, "naive", "engine.rollout_sync", "sliced"),
-        ({}, "epfsdp2_p2p", "actor_rollout_ref.rollout.checkpoint_engine.backend", "epfsdp2_p2p"),
+    for name, settings, backend, setting, value in (
+        ("sglang", {"rollout_sync": "sliced"}, "naive", "engine.rollout_sync", "sliced"),
+        ("trtllm", {}, "epfsdp2_p2p", "actor_rollout_ref.rollout.checkpoint_engine.backend", "epfsdp2_p2p"),
     ):
         with pytest.raises(SettingError) as caught:
-            check_run(engine(**settings), 2, model, road | {"name": "sglang", "backend": backend}, device="cpu")
+            check_run(engine(**settings), 2, model, road | {"name": name, "backend": backend}, device="cpu")
         paragraph(caught.value, setting, value)
+
+
+@pytest.mark.parametrize(
+    "argument, value", [("tp_size", 2), ("dp_size", 2), ("pp_size", 2), ("ep_size", 2)], ids=lambda it: str(it)
+)
+def test_sizes_among_sglangs_arguments_are_verls_own(model, installs, argument, value):
+    installs("sglang", "0.5.12")
+    setting = f"actor_rollout_ref.rollout.engine_kwargs.sglang.{argument}"
+    check_run(engine(), 2, model, {"name": "sglang", "engine_kwargs": {"sglang": {argument: 1}}}, device="cpu")
+    with pytest.raises(SettingError) as caught:
+        check_run(engine(), 2, model, {"name": "sglang", "engine_kwargs": {"sglang": {argument: value}}}, device="cpu")
+    paragraph(caught.value, setting, value)
+
+
+def test_slices_that_sglang_can_not_cut_are_refused(model, installs):
+    installs("sglang", "0.5.12")
+    kwargs = {"sglang": {"custom_weight_loader": [SGLANG_LOADER]}}
+    rollout = {"name": "sglang", "backend": "epfsdp2_p2p", "tensor_model_parallel_size": 3, "engine_kwargs": kwargs}
+    with pytest.raises(SettingError) as caught:
+        check_run(engine(), 2, model, rollout, device="cpu")
+    text = paragraph(caught.value, "actor_rollout_ref.rollout.tensor_model_parallel_size", 3)
+    assert "SGLang can't cut this model so" in text
+
+
+def test_routes_of_a_family_that_sglang_records_none_of_are_refused(model, installs, monkeypatch):
+    installs("sglang", "0.5.12")
+    rollout = {"name": "sglang", "enable_rollout_routing_replay": True}
+    replay = engine("R3")
+    check_run(replay, 2, model, rollout, device="cpu")
+    monkeypatch.setattr(rollout_checks, "_RECORDS_NO_ROUTES", ("qwen3_moe",))
+    with pytest.raises(SettingError) as caught:
+        check_run(replay, 2, model, rollout, device="cpu")
+    paragraph(caught.value, "actor_rollout_ref.rollout.enable_rollout_routing_replay", True)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.e2e import test_families as test_other_families
 from tests.engine import test_lora, test_packing, test_router_replay, test_ulysses
 from tests.parity import families
 from tests.parity.newer_families import KNOWN
@@ -123,6 +124,8 @@ def _images() -> Iterator[str]:
 
 def _end_to_end() -> Iterator[str]:
     """The kinds of model that runs are started with: what the quickstart makes, and what its tests make instead."""
+    for name in _names(test_other_families.test_grpo_run_of_a_family_raises_the_reward):
+        yield _kind(SERVED[name].family.model)
     files = [ROOT / "recipes/quickstart/model.py", *sorted((ROOT / "tests/e2e").glob("*.py"))]
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):

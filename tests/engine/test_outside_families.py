@@ -160,4 +160,5 @@ def test_a_family_of_a_users_own_module_is_planned(tmp_path, users_module, capsy
     assert plan([*words, "--external-lib", "no_such_module"]) == 1
     assert "model.external_lib=no_such_module: it can't be imported" in " ".join(capsys.readouterr().out.split())
     assert plan([*words, "--external-lib", users_module]) == 0
-    assert "ep_size=2" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "mesh: 2 ranks" in text and "no experts" not in text

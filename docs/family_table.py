@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e import test_families as test_other_families
-from tests.engine import test_lora, test_packing, test_router_replay, test_ulysses
+from tests.engine import test_lora_families, test_packing, test_router_replay, test_ulysses
 from tests.parity import families
 from tests.parity.newer_families import KNOWN
 from tests.rollout import test_families as test_served
@@ -32,7 +32,7 @@ transformers, small and random, made from a seed.
 * **SP**: ranks share rows: by heads ([test_ulysses.py](../tests/engine/test_ulysses.py)), or by sequences where a state
   is carried along them ([test_shared_mixers.py](../tests/engine/test_shared_mixers.py)).
 * **images**: updates on images ([test_vision.py](../tests/engine/test_vision.py)).
-* **LoRA** ([test_lora.py](../tests/engine/test_lora.py)), **replay** of routes
+* **LoRA** ([test_lora_families.py](../tests/engine/test_lora_families.py)), **replay** of routes
   ([test_router_replay.py](../tests/engine/test_router_replay.py)).
 * **weight sync**: three syncs into vLLM, each compared bit for bit with an engine started on the same weights: of full
   tensors ([test_families.py](../tests/rollout/test_families.py)), of slices with tensor parallelism 1 and 2 and with
@@ -56,7 +56,7 @@ def families_page() -> str:
             _yes(name in _names(test_packing.test_packed_sequences_are_computed_as_if_apart)),
             _sequence_parallel(name),
             _yes(kinds[name] in images),
-            _yes(name in test_lora.ADAPTED),
+            _yes(name in test_lora_families.ADAPTED),
             "refused" if name in test_router_replay.NOT_REPLAYED else _yes(name in test_router_replay.REPLAYED),
             _weight_sync(family.model),
             _yes(kinds[name] in whole),

@@ -12,15 +12,16 @@ from epfsdp2.engine.fsdp.activation_checkpoint import CHECKPOINTING
 from epfsdp2.engine.moe.find import UnsupportedModelError, find_experts
 from epfsdp2.engine.moe.outside.families import prepare
 from epfsdp2.engine.moe.router.replay import ReplayError, RouterReplay
-from tests.parity.families import FAMILIES
+from tests.parity.families import FAMILIES, NEWER
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, reference_model, save_qwen3_moe, token_loss
 from tests.support.ppo import PADDED, ppo_batch, ppo_samples, ppo_worker
 from tests.support.ranks import run_ranks
 
+MODELS = {**FAMILIES, **NEWER}
 # Two experts modules in a layer; one expert for each token; no topk.
 NOT_REPLAYED = ("ernie4_5_vl_moe", "llama4", "phimoe")
-REPLAYED = [name for name in FAMILIES if name not in NOT_REPLAYED]
+REPLAYED = [name for name in MODELS if name not in NOT_REPLAYED]
 
 
 def _with_replay(model: nn.Module) -> RouterReplay:
@@ -29,7 +30,7 @@ def _with_replay(model: nn.Module) -> RouterReplay:
 
 def _family(family: str):
     torch.manual_seed(0)
-    model = FAMILIES[family].build().eval()
+    model = MODELS[family].build().eval()
     prepare(model)
     model.set_experts_implementation("eager")
     for name, buffer in model.named_buffers():
@@ -207,4 +208,5 @@ def _two(folder):
 
 
 def test_replay_in_a_ppo_update_takes_the_recorded_routes(tmp_path):
+    pytest.importorskip("verl")
     run_ranks(_two, 2, save_qwen3_moe(tmp_path))

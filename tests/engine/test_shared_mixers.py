@@ -15,7 +15,7 @@ from epfsdp2.engine.model import shared_mixers
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.model.packing import PackedSequences
 from epfsdp2.engine.model.shared_mixers import SharedMixers, deal
-from tests.parity.families import EVERY, STATES, save
+from tests.parity.families import ALL, STATES, save
 from tests.support.models import VOCAB, relative_error
 from tests.support.ppo import check_ppo_updates
 from tests.support.ranks import run_ranks
@@ -40,7 +40,7 @@ def _loss(logits, targets):
 
 def _one_by_one(name, lengths):
     """Logits and gradients of the sequences of a row, each computed alone."""
-    model, (ids, targets) = EVERY[name].build_random("sdpa"), _row(lengths)
+    model, (ids, targets) = ALL[name].build_random("sdpa"), _row(lengths)
     logits = torch.cat([model(input_ids=each, use_cache=False).logits for each in ids], dim=1)
     _loss(logits, targets).backward()
     return logits.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -77,7 +77,7 @@ def _fast_kernels(model, calls):
 
 def _shared(name, lengths, group, checkpointing="none", prepare=None):
     """The same by the ranks of a group: this rank's logits, everyone's gradients added up, and how it was done."""
-    model, (ids, targets) = EVERY[name].build_random("sdpa"), _row(lengths)
+    model, (ids, targets) = ALL[name].build_random("sdpa"), _row(lengths)
     if prepare is not None:
         prepare(model)
     packed = PackedSequences(model)
@@ -199,7 +199,7 @@ def _uneven():
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     mine, rows = dist.get_rank() // 2, (UNEVEN, LONG)  # each rank two sequences, and one over heads
     wanted = [_one_by_one("qwen3_next", lengths)[1] for lengths in rows]
-    model, (ids, targets) = EVERY["qwen3_next"].build_random("sdpa"), _row(rows[mine])
+    model, (ids, targets) = ALL["qwen3_next"].build_random("sdpa"), _row(rows[mine])
     SequenceParallel(model, groups[mine], PackedSequences(model))
     for layer in model.model.layers:
         if hasattr(layer, "linear_attn"):
@@ -230,6 +230,7 @@ def test_sequences_are_dealt_by_their_lengths():
 
 @pytest.mark.parametrize(("name", "world"), [("qwen3_next", 4), ("jamba", 2)])
 def test_ppo_updates_of_shared_rows_equal_the_plain_model(tmp_path, name, world):
+    pytest.importorskip("verl")
     shared = {"ep": 2, "ulysses_sequence_parallel_size": 2}
     cases = [shared, {**shared, "dynamic": True, "activation_checkpointing": "full"}]
     # An eps that does not magnify rounding errors of tiny gradients.

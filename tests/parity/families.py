@@ -288,6 +288,7 @@ OUTSIDE = ("granitemoe", "granitemoehybrid", "granitemoeshared", "llama4")
 STATES = (
     *("granitemoehybrid", "jamba", "lfm2_moe", "minimax", "nemotron_h", "nemotron_h_latent", "qwen3_5_moe"),
     "qwen3_next",
+    *(name for name in ("bailing_hybrid", "kimi_linear") if name in NEWER),
 )
 EVERY = {**FAMILIES, **DENSE}
 ALL = {**EVERY, **NEWER}

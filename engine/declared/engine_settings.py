@@ -335,8 +335,8 @@ class EngineSettings:
         inner={
             "mode": (
                 "disabled",
-                "disabled; R2: as they took them for the old log-probs; R3: as they took them in vLLM, for the old "
-                "log-probs and the update alike, with actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
+                "disabled; R2: as they took them for the old log-probs; R3: as they took them in vLLM, for both "
+                "the old log-probs and the update, with actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
             )
         },
     )

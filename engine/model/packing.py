@@ -7,7 +7,7 @@ called once for each sequence. That is exact whatever is in it. Where a state's 
 they are passed instead; torch's fallbacks take the same arguments and ignore them.
 
 Mixers are found by what their forward takes, in any family. Where ranks share a row (``shared_mixers.py``), attention
-gets all of its sequences and part of the heads, other mixers the sequences that their rank was dealt.
+gets all of its sequences and part of the heads, other mixers the sequences that their rank was assigned.
 """
 
 import copy
@@ -217,7 +217,7 @@ class PackedSequences:
         return None
 
     def _agreed_calls(self, device: torch.device) -> int:
-        """How often each of the other mixers is called: alike on all ranks where FSDP gathers parts of it by calls."""
+        """Calls of each of the other mixers: as many on all ranks where FSDP gathers parts of it by calls."""
         if not self._gathers_by_calls or not dist.is_initialized():
             return len(self._own)
         most = torch.tensor(len(self._own), device=device)

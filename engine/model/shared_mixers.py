@@ -1,17 +1,17 @@
 """Mixers of tokens that carry a state along a row, where the ranks of a group share the row.
 
 Each rank has an equal slice of the tokens of a packed row, and such a mixer (``packing.py``) needs whole sequences.
-They are dealt to the ranks by their lengths, alike on all ranks: an all-to-all brings a rank the sequences that it was
-dealt, the mixer computes these, another all-to-all brings the outputs back. That is exact whatever is in the mixer.
+They are assigned to the ranks by their lengths, by one rule on all ranks: an all-to-all brings a rank its sequences,
+the mixer computes these, another all-to-all brings the outputs back. That is exact whatever is in the mixer.
 
     [1, s, D]  ->  own sequences [1, n, D]  ->  mixer  ->  [1, n, D]  ->  [1, s, D]
 
 Where this leaves a rank with much more than its share (one long sequence), a gated delta rule is spread over its heads
 instead: projections, norm and gate are of the slice, the convolution gets the few tokens before the slice from the
 ranks that have them, and two all-to-alls around the rule bring a rank the whole row for its part of the heads. Mixers
-of other kinds compute a long sequence on the one rank that was dealt it.
+of other kinds compute a long sequence on the one rank that was assigned it.
 
-Shapes: ``S`` tokens of the whole row, ``s = S / sp`` of this rank, ``n`` of the sequences that this rank was dealt.
+Shapes: ``S`` tokens of the whole row, ``s = S / sp`` of this rank, ``n`` of the sequences that this rank was assigned.
 """
 
 import contextlib
@@ -26,10 +26,10 @@ from torch.utils._pytree import tree_map
 
 from .packed_attention import Span
 
-__all__ = ["Exchange", "SharedMixers", "deal", "kernel_argument", "to_heads", "to_tokens"]
+__all__ = ["Exchange", "SharedMixers", "assign", "kernel_argument", "to_heads", "to_tokens"]
 
 _UNBALANCED = 1.25
-"""The most that a rank is dealt, in equal shares, up to which no row is spread over heads."""
+"""The most that a rank is assigned, in equal shares, up to which no row is spread over heads."""
 _CONV, _RULE = "causal_conv1d_fn", "chunk_gated_delta_rule"  # attributes of a gated delta rule's module
 
 
@@ -74,12 +74,12 @@ def to_tokens(group: dist.ProcessGroup, output: torch.Tensor) -> torch.Tensor:
     return Exchange.apply(by_rank, group).permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous()
 
 
-def deal(lengths: Sequence[int], ranks: int) -> list[int]:
+def assign(lengths: Sequence[int], ranks: int) -> list[int]:
     """Return the rank of each sequence: the longest first, each to the rank that has the fewest tokens."""
-    dealt, owners = [0] * ranks, [0] * len(lengths)
+    loads, owners = [0] * ranks, [0] * len(lengths)
     for number in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        owners[number] = dealt.index(min(dealt))
-        dealt[owners[number]] += lengths[number]
+        owners[number] = loads.index(min(loads))
+        loads[owners[number]] += lengths[number]
     return owners
 
 
@@ -105,7 +105,7 @@ class SharedMixers:
         self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
 
     def begin(self, spans: Sequence[Span], device: torch.device) -> list[Span]:
-        """Deal the sequences of a row.
+        """Assign the sequences of a row to ranks.
 
         Args:
             spans: where they are in the row.
@@ -121,7 +121,7 @@ class SharedMixers:
         if length % self.size:
             raise ValueError(f"{length} tokens can't be cut into {self.size} equal slices.")
         lengths = [end - start for start, end in spans]
-        owners = deal(lengths, self.size)
+        owners = assign(lengths, self.size)
         of_tokens = torch.tensor(owners).repeat_interleave(torch.tensor(lengths)).view(self.size, -1)
         loads = torch.bincount(of_tokens.flatten(), minlength=self.size)
         self._is_unbalanced = loads.max().item() * self.size > _UNBALANCED * length
@@ -137,9 +137,9 @@ class SharedMixers:
     # -- whole sequences ----------------------------------------------------------------------------------------
 
     def on_sequences(self, mixer: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a mixer with the sequences that this rank was dealt, and bring the outputs to their slices.
+        """Call a mixer with the sequences that this rank was assigned, and bring the outputs to their slices.
 
-        A rank that was dealt none calls it with a token whose output counts nothing: its parameters have gradients, and
+        A rank without a sequence calls it with a token whose output counts nothing: its parameters have gradients, and
         it takes part in what is gathered.
         """
         args, kwargs = tree_map(self._hand, (args, kwargs))

@@ -76,7 +76,7 @@ class ModelSizes:
             heads = heads_to_split(model)
         except UnsupportedModelError as error:
             unshared = str(error)
-        dealt = " and ".join(sorted({type(module).__name__ for module in find_mixers(model).others.values()}))
+        kinds = " and ".join(sorted({type(module).__name__ for module in find_mixers(model).others.values()}))
         head = model.get_output_embeddings()
         for name in frozen_with_lora(model):
             model.get_parameter(name).requires_grad_(False)
@@ -97,7 +97,7 @@ class ModelSizes:
             matrices=matrices,
             heads=heads,
             unshared=unshared,
-            uncounted=f"what {dealt} sends, and holds of a long sequence" if dealt else "",
+            uncounted=f"what {kinds} sends, and holds of a long sequence" if kinds else "",
             untraced=untraced,
         )
 

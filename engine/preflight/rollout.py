@@ -144,7 +144,7 @@ def check_stream(
 def check_rollout(engine: Any, n_gpus: int, rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:
     """Where weights travel through shared memory: the bucket has to hold the largest tensor, and /dev/shm the buckets.
 
-    Each local rank has one bucket. Only this node's /dev/shm can be looked at; the others are taken to be alike.
+    Each local rank has one bucket. Only this node's /dev/shm can be looked at; the others are assumed to be the same.
 
     Args:
         n_gpus: ranks of the trainer that keep a bucket; 0 where other processes do, on nodes that are not known.

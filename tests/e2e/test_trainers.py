@@ -8,7 +8,7 @@ import json
 import pytest
 
 from epfsdp2.recipes.quickstart.model import write_model
-from tests.e2e.runs import leavings, overrides, running, unused
+from tests.e2e.runs import leftovers, overrides, running, unused
 
 pytestmark = pytest.mark.e2e
 
@@ -36,14 +36,14 @@ def _steps(tmp_path, steps: int, *settings: str, **program) -> list[dict]:
     """What it logged; it has to end well and leave nothing."""
     write_model(tmp_path / "model", 1)
     options = ["--model", str(tmp_path / "model"), "--steps", str(steps), "--batch-size", "8"]
-    before = leavings()
+    before = leftovers()
     with running(tmp_path / "run", *options, *overrides(*CHANGES, *settings), **program) as run:
         run.wait()
     logged = [step for step in run.steps() if "actor/grad_norm" in step]
     assert len(logged) == steps, run.text()[-3000:]
     assert all(step["actor/grad_norm"] > 0 for step in logged)
     assert run.living() == []
-    assert unused(leavings() - before) == set()
+    assert unused(leftovers() - before) == set()
     return logged
 
 

@@ -14,7 +14,7 @@ from epfsdp2.engine.fsdp.ulysses import SequenceParallel
 from epfsdp2.engine.model import shared_mixers
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.model.packing import PackedSequences
-from epfsdp2.engine.model.shared_mixers import SharedMixers, deal
+from epfsdp2.engine.model.shared_mixers import SharedMixers, assign
 from tests.parity.families import ALL, STATES, save
 from tests.support.models import VOCAB, relative_error
 from tests.support.ppo import check_ppo_updates
@@ -166,7 +166,7 @@ def _ways():
     assert "JambaMambaMixer: whole sequences by rank, a long one by one rank" in packed.line()
 
 
-def test_sequences_are_dealt_and_a_long_one_is_spread_over_heads():
+def test_sequences_are_assigned_and_a_long_one_is_spread_over_heads():
     run_ranks(_ways, 2)
 
 
@@ -222,10 +222,10 @@ def test_ranks_that_share_other_rows_call_alike():
     run_ranks(_uneven, 4, timeout=120)
 
 
-def test_sequences_are_dealt_by_their_lengths():
-    assert deal([11, 1, 14, 6], 2) == [1, 0, 0, 1]
-    assert deal([5, 5, 5], 2) == [0, 1, 0]
-    assert deal([7], 3) == [0]
+def test_sequences_are_assigned_by_their_lengths():
+    assert assign([11, 1, 14, 6], 2) == [1, 0, 0, 1]
+    assert assign([5, 5, 5], 2) == [0, 1, 0]
+    assert assign([7], 3) == [0]
 
 
 @pytest.mark.parametrize(("name", "world"), [("qwen3_next", 4), ("jamba", 2)])

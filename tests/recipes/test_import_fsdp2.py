@@ -91,7 +91,7 @@ def _saves_with_verl(folder, out, fsdp_size=-1, value_model=False):
 
 
 def _value_model(folder):
-    """As verl's value engine has it, its head drawn alike on all ranks."""
+    """As verl's value engine has it, its head drawn from one seed on all ranks."""
     torch.manual_seed(5)
     config = AutoConfig.from_pretrained(folder, num_labels=1)
     return AutoModelForTokenClassification.from_pretrained(

@@ -34,6 +34,7 @@ __all__ = [
     "FAMILIES",
     "NEWER",
     "OUTSIDE",
+    "STATEFUL",
     "STATES",
     "AsAuto",
     "Family",
@@ -284,14 +285,14 @@ DENSE: dict[str, Family] = {
 }
 # Whose experts are outside transformers' interface in 5.9.
 OUTSIDE = ("granitemoe", "granitemoehybrid", "granitemoeshared", "llama4")
-# Those that carry a state along the row: ranks share rows of them by sequences.
-STATES = (
-    *("granitemoehybrid", "jamba", "lfm2_moe", "minimax", "nemotron_h", "nemotron_h_latent", "qwen3_5_moe"),
-    "qwen3_next",
-    *(name for name in ("bailing_hybrid", "kimi_linear") if name in NEWER),
-)
 EVERY = {**FAMILIES, **DENSE}
 ALL = {**EVERY, **NEWER}
+# Those that carry a state along the row: ranks share rows of them by sequences. Some only newer transformers have.
+STATEFUL = (
+    *("bailing_hybrid", "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe", "minimax", "nemotron_h"),
+    *("nemotron_h_latent", "qwen3_5_moe", "qwen3_next"),
+)
+STATES = tuple(name for name in STATEFUL if name in ALL)
 
 
 def save(name: str, folder: Path) -> Path:

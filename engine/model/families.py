@@ -7,7 +7,6 @@ __all__ = [
     "FUSED_IN_VLLM",
     "IMAGES_UNSUPPORTED",
     "KNOWN_AS",
-    "NOT_BY_TOPK",
     "NOT_CAUSAL",
     "PLACES_AS_POSITIONS",
     "READ_WITHOUT_A_CALL",
@@ -27,9 +26,6 @@ KNOWN_AS = {
     **dict.fromkeys(("bailing_moe", "bailing_moe_linear", "bailing_moe_v2"), _BAILING),
 }
 """``model_type`` of checkpoints that bring code of their own, for which transformers has no class -> what works."""
-
-NOT_BY_TOPK = {"phimoe": "its routers choose by a maximum, and another one over what is left."}
-"""Families whose routes can't be replayed, and why."""
 
 NOT_CAUSAL = {
     "diffusion_gemma": "its logits are of a canvas of tokens that is denoised, not of the next token.",

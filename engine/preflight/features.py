@@ -15,7 +15,6 @@ from ..fsdp.ulysses import check_attention_splits
 from ..lora.adapters import Lora
 from ..lora.peft_files import read_adapter
 from ..lora.settings import LoraSettings
-from ..model.families import NOT_BY_TOPK
 from ..model.packing import why_not_packed
 from ..model.vision import images_error, why_not_images
 from ..moe.deepep import check_deepep
@@ -256,7 +255,7 @@ def check_replay(engine: Any, model: Mapping[str, Any], facts: ModelFacts | None
     if facts is None:
         return
     config = facts.model.config.get_text_config()
-    rule = NOT_BY_TOPK.get(config.model_type, "")
+    rule = ""
     if getattr(config, "num_experts_per_tok", 0) == 1:
         rule = "a token takes one expert, and no route can't be told from that to expert 0."
     try:

@@ -128,7 +128,7 @@ _TORCHVISION = {} if find_spec("torchvision") else {"PYTHONPATH": str(Path(__fil
 
 # transformers interleaves whatever this says; vLLM does if it does.
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
-_HALF = {"partial_rotary_factor": 0.5}
+_HALF_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "partial_rotary_factor": 0.5}
 _TEXT_ALONE = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
 
 SERVED: dict[str, Served] = {
@@ -206,7 +206,7 @@ SERVED: dict[str, Served] = {
         environment={"VLLM_MLA_DISABLE": "1"},
     ),
     "glm4v_moe": Served(
-        _seeing("Glm4vMoe", {**_DEEPSEEK, "rope_parameters": {**_MROPE, "mrope_section": [4, 2, 2], **_HALF}}),
+        _seeing("Glm4vMoe", {**_DEEPSEEK, "use_qk_norm": False, "rope_parameters": _HALF_MROPE}),
         settings=_TEXT_ALONE,
         environment=_TORCHVISION,
     ),

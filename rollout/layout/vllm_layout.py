@@ -101,7 +101,7 @@ def loads_own_experts(family: str) -> bool:
 
 
 _EXPERTS = re.compile(r"\.experts\.(?:gate_up|down)_proj(?:_bias)?$")
-_TOWER = "model.visual."
+_TOWER = ("model.visual.", "model.vision_tower.", "model.embed_vision.")
 _VOCABULARY = re.compile(r"(?:^|\.)(embed_tokens|lm_head)\.weight$")
 _Rules = tuple[tuple[re.Pattern[str], rules.Rule], ...]
 
@@ -161,7 +161,7 @@ _LINEAR_ATTENTION = _rules(
 )
 # A language model beside a vision tower, whose linears are sharded by the same size.
 _BESIDE_A_TOWER = (
-    (_TOWER, "visual."),
+    *((name, name.removeprefix("model.")) for name in _TOWER),
     ("model.language_model.", "language_model.model."),
     ("lm_head.", "language_model.lm_head."),
 )
@@ -170,6 +170,8 @@ _QWEN_TOWER = _rules(
     (r"\.visual\..*\.linear_(fc1)\.(?:weight|bias)", rules.columns),
     (r"\.visual\..*\.(?:attn\.proj|linear_(fc2))\.weight", rules.row_parallel),
 )
+_GEMMA_EXPERTS = ((".experts.", ".moe.experts."), (".router.per_expert_scale", ".moe.per_expert_scale"))
+_GLM_TOWER = (*_QWEN_TOWER, *_rules((r"\.visual\.merger\.(proj)\.weight", rules.columns)))
 _FAMILIES = {
     **dict.fromkeys(("dots1", "glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe"), _Family()),
     **dict.fromkeys(("llama", "qwen2", "qwen3"), _Family()),  # dense
@@ -183,10 +185,13 @@ _FAMILIES = {
         ((".gate.moe_statics.", ".gate."),),
         _rules((r"\.moe_statics\.(e_score_correction_bias)", rules.without_first_dim)),
     ),
-    "gemma4_text": _Family(
-        ((".experts.", ".moe.experts."), (".router.per_expert_scale", ".moe.per_expert_scale")),
+    "gemma4": _Family(
+        (*_BESIDE_A_TOWER, *_GEMMA_EXPERTS),
+        _rules((r"\.(vision_tower|embed_vision)\..*", rules.replicated)),  # transformers' own module
         is_stacked=True,
     ),
+    "gemma4_text": _Family(_GEMMA_EXPERTS, is_stacked=True),
+    "glm4v_moe": _Family(_BESIDE_A_TOWER, _GLM_TOWER),
     "gpt_oss": _Family(
         ((".self_attn.", ".attn."), ("model.embed_tokens.", "model.embedding.")),
         _rules(

@@ -6,8 +6,8 @@ it generated (R3), compares two different networks: for an MoE that is most of w
 are those of the current router for the chosen experts, with their gradient.
 
 The family's own code is unchanged. In the block around an experts module the router's ``topk`` returns the wanted ids
-(``topk_override.py``), or its maxima do (``maximum_override.py``). The ids that the experts get are recorded, or compared
-where neither was called.
+(``topk_override.py``), or its maxima do (``maximum_override.py``). The ids that the experts get are recorded, or
+compared where neither was called.
 """
 
 import functools

@@ -28,7 +28,9 @@ transformers, small and random, made from a seed.
 * **parity**: the sharded model equals the plain one; on how many meshes, with which transformers where it is not 5.9
   ([parity](../benchmarks/results/parity.md), [newest](../benchmarks/results/parity_newest.md)). Loading and export are
   tested of the same families ([test_round_trip.py](../tests/engine/test_round_trip.py)).
-* **packed**: sequences in one row are computed as if apart ([test_packing.py](../tests/engine/test_packing.py)).
+* **packed**: sequences in one row are computed as if apart ([test_packing.py](../tests/engine/test_packing.py)), and
+  on how many meshes the gradients of packed rows equal those of one sequence per row
+  ([packed](../benchmarks/results/parity_packed.md)).
 * **SP**: ranks share rows: by heads ([test_ulysses.py](../tests/engine/test_ulysses.py)), or by sequences where a state
   is carried along them ([test_shared_mixers.py](../tests/engine/test_shared_mixers.py)).
 * **images**: updates on images ([test_vision.py](../tests/engine/test_vision.py)).
@@ -47,13 +49,15 @@ Empty: no test has it. Refused: the driver ends the run with the reason. How to 
 
 def families_page() -> str:
     known: dict[str, families.Family] = {**families.FAMILIES, **KNOWN, **families.DENSE}
-    parity, images, whole = _parity(), set(_images()), set(_end_to_end())
+    parity, images, whole = _parity("parity_newest", "parity"), set(_images()), set(_end_to_end())
+    packed = _parity("parity_newest_packed", "parity_packed")
     kinds = {name: _kind(family.model) for name, family in known.items()}
     rows = [
         (
             name,
             parity.get(name, ""),
-            _yes(_is_run("packing", name, _names(test_packing.test_packed_sequences_are_computed_as_if_apart))),
+            packed.get(name)
+            or _yes(_is_run("packing", name, _names(test_packing.test_packed_sequences_are_computed_as_if_apart))),
             _sequence_parallel(name),
             _yes(kinds[name] in images),
             _yes(_is_run("lora_families", name, test_lora_families.ADAPTED, "long")),
@@ -88,11 +92,11 @@ def _names(test: Any) -> list[str]:
     return [getattr(value, "values", (value,))[0] for mark in marks for value in mark.args[1]]
 
 
-def _parity() -> dict[str, str]:
+def _parity(*results: str) -> dict[str, str]:
     """Of each family, how many meshes it was exact on."""
     found: dict[str, str] = {}
-    for result in ("parity_newest", "parity"):
-        for run in json.loads((ROOT / f"benchmarks/results/{result}.json").read_text())["runs"]:
+    for path in (ROOT / f"benchmarks/results/{result}.json" for result in results):
+        for run in json.loads(path.read_text())["runs"] if path.exists() else ():
             for name in run["families"]:
                 rows = [row for row in run["rows"] if row["family"] == name and row["case"]["dtype"] != "bfloat16"]
                 bad = {row["mesh"] for row in rows if row["failed"]}

@@ -10,6 +10,7 @@ __all__ = [
     "NOT_CAUSAL",
     "PLACES_AS_POSITIONS",
     "READ_WITHOUT_A_CALL",
+    "SHORT_CONVOLUTIONS",
     "SPLIT_BEFORE_0_27",
     "UNPACKED_WITH_FLASH",
 ]
@@ -38,6 +39,9 @@ attributes where it does. In a packed row such a module has to be called once fo
 
 READ_WITHOUT_A_CALL = {("DeepseekV2Moe", "gate")}
 """Class and child whose weight the class reads without calling it; FSDP gathers it only when it is called."""
+
+SHORT_CONVOLUTIONS = {"Lfm2MoeShortConv": "L_cache"}
+"""Class of a mixer that is one causal convolution -> its attribute that has how many tokens that takes."""
 
 _OWN = {"gate_up_proj": "gate_up_proj", "down_proj": "down_proj"}
 _LETTERED = {"gate_up_proj": "w13", "down_proj": "w2"}

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeShortConv
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from epfsdp2.engine.fsdp.activation_checkpoint import checkpoint_layers
@@ -121,7 +122,7 @@ def test_a_family_that_carries_a_state_equals_the_plain_model(name):
     run_ranks(_compare, 2, [name], [UNEVEN, LONG, MOSTLY_ONE], ["none", "full", "selective"])
 
 
-@pytest.mark.parametrize("name", ["nemotron_h", "qwen3_next"])
+@pytest.mark.parametrize("name", ["lfm2_moe", "nemotron_h", "qwen3_next"])
 def test_more_ranks_than_sequences_equal_the_plain_model(name):
     run_ranks(_compare, 4, [name], [UNEVEN, LONG, (*FEW, 2)], ["selective", "none"])
 
@@ -164,6 +165,15 @@ def _ways():
     assert "Qwen3NextGatedDeltaNet: whole sequences by rank, a long one over its heads" in packed.line()
     *_, packed = _shared("jamba", LONG, dist.group.WORLD)
     assert "JambaMambaMixer: whole sequences by rank, a long one by one rank" in packed.line()
+    with pytest.MonkeyPatch.context() as patch:
+        found, real = [], Lfm2MoeShortConv.slow_forward
+        patch.setattr(
+            Lfm2MoeShortConv, "slow_forward", lambda self, x, *a: found.append(x.shape[1]) or real(self, x, *a)
+        )
+        *_, packed = _shared("lfm2_moe", LONG, dist.group.WORLD)
+    # The slice, with two tokens of the rank before it.
+    assert set(found) == {16 + 2 * (dist.get_rank() == 1)}
+    assert "Lfm2MoeShortConv: whole sequences by rank, a long one by slices" in packed.line()
 
 
 def test_sequences_are_assigned_and_a_long_one_is_spread_over_heads():

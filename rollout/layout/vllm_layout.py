@@ -215,8 +215,8 @@ _FAMILIES = {
 # The vLLM releases that have the layout above, for families where not all do. vLLM dropped its own models of dots1 and
 # hunyuan_v1_moe in 0.23 and 0.29 and runs transformers' instead, whose shared experts' gate and up it fuses since 0.27.
 # vLLM 0.24 can load neither a gpt_oss that is not quantised nor a Qwen3.5 without its vision tower, and its CPU build
-# can't run one with it.
-_SINCE = ("dots1", "gpt_oss", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
+# can't run one with it; GLM-4.5V and Gemma 4 with their towers were not tried there.
+_SINCE = ("dots1", "gemma4", "glm4v_moe", "gpt_oss", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
 _RELEASES = {"hunyuan_v1_moe": "<0.29", **dict.fromkeys(_SINCE, ">=0.27")}
 
 

@@ -145,8 +145,8 @@ FEATURES = (
     Feature(
         "[router replay](engine.md#router-replay)",
         "R2 and R3, with every checkpointing",
-        "padded batches; R2 with bypass mode; phimoe (no `topk`), ERNIE-4.5-VL (two experts modules in a "
-        "layer), Llama 4 (one expert for each token)",
+        "padded batches; R2 with bypass mode; ERNIE-4.5-VL (two experts modules in a layer), Llama 4 (one expert "
+        "for each token)",
         (
             "engine/test_router_replay.py::test_replay_of_every_family_takes_the_recorded_routes",
             "engine/test_router_replay.py::test_replay_of_unusable_routes_raises",

@@ -8,10 +8,10 @@ __all__ = [
     "FUSED_IN_VLLM",
     "IMAGES_UNSUPPORTED",
     "KNOWN_AS",
-    "NOT_BY_TOPK",
     "NOT_CAUSAL",
     "PLACES_AS_POSITIONS",
     "READ_WITHOUT_A_CALL",
+    "SHORT_CONVOLUTIONS",
     "SPLIT_BEFORE_0_27",
     "UNPACKED_WITH_FLASH",
 ]
@@ -29,9 +29,6 @@ KNOWN_AS = {
 }
 """``model_type`` of checkpoints that bring code of their own, for which transformers has no class -> what works."""
 
-NOT_BY_TOPK = {"phimoe": "its routers choose by a maximum, and another one over what is left."}
-"""Families whose routes can't be replayed, and why."""
-
 NOT_CAUSAL = {
     "diffusion_gemma": "its logits are of a canvas of tokens that is denoised, not of the next token.",
 }
@@ -43,6 +40,9 @@ attributes where it does. In a packed row such a module has to be called once fo
 
 READ_WITHOUT_A_CALL = {("DeepseekV2Moe", "gate")}
 """Class and child whose weight the class reads without calling it; FSDP gathers it only when it is called."""
+
+SHORT_CONVOLUTIONS = {"Lfm2MoeShortConv": "L_cache"}
+"""Class of a mixer that is one causal convolution -> its attribute that has how many tokens that takes."""
 
 _OWN = {"gate_up_proj": "gate_up_proj", "down_proj": "down_proj"}
 _LETTERED = {"gate_up_proj": "w13", "down_proj": "w2"}

@@ -16,7 +16,6 @@ from ..lora.adapters import Lora, lora_of
 from ..lora.peft_files import read_adapter
 from ..lora.rollout_names import has_form
 from ..lora.settings import LoraSettings
-from ..model.families import NOT_BY_TOPK
 from ..model.packing import why_not_packed
 from ..model.vision import images_error, tower_parameters, why_not_images
 from ..moe.deepep import check_deepep
@@ -278,7 +277,7 @@ def check_replay(engine: Any, model: Mapping[str, Any], facts: ModelFacts | None
     if facts is None:
         return
     config = facts.model.config.get_text_config()
-    rule = NOT_BY_TOPK.get(config.model_type, "")
+    rule = ""
     if getattr(config, "num_experts_per_tok", 0) == 1:
         rule = "a token takes one expert, and no route can't be told from that to expert 0."
     try:

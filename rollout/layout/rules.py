@@ -33,6 +33,7 @@ __all__ = [
     "own_experts",
     "padded_vocabulary",
     "qkv_projection",
+    "replicated",
     "row_parallel",
     "stacked_thirds",
     "transposed_experts",
@@ -113,6 +114,10 @@ def columns(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> 
 
 def row_parallel(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
     return [TargetSlice(_part(tensor, 1, tp, rank), tensor.name, _at(tensor))]
+
+
+def replicated(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
+    return [TargetSlice(IndexRange.of(tensor.shape), tensor.name, _at(tensor))]
 
 
 def vocabulary(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:

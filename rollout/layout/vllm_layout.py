@@ -100,7 +100,7 @@ def loads_own_experts(family: str) -> bool:
 
 
 _EXPERTS = re.compile(r"\.experts\.(?:gate_up|down)_proj(?:_bias)?$")
-_TOWER = "model.visual."
+_TOWER = ("model.visual.", "model.vision_tower.", "model.embed_vision.")
 _VOCABULARY = re.compile(r"(?:^|\.)(embed_tokens|lm_head)\.weight$")
 _RULES: NamedRules = (
     *named_rules(
@@ -124,7 +124,7 @@ _LINEAR_ATTENTION = named_rules(
 )
 # A language model beside a vision tower, whose linears are sharded by the same size.
 _BESIDE_A_TOWER = (
-    (_TOWER, "visual."),
+    *((name, name.removeprefix("model.")) for name in _TOWER),
     ("model.language_model.", "language_model.model."),
     ("lm_head.", "language_model.lm_head."),
 )
@@ -133,6 +133,8 @@ _QWEN_TOWER = named_rules(
     (r"\.visual\..*\.linear_(fc1)\.(?:weight|bias)", rules.columns),
     (r"\.visual\..*\.(?:attn\.proj|linear_(fc2))\.weight", rules.row_parallel),
 )
+_GEMMA_EXPERTS = ((".experts.", ".moe.experts."), (".router.per_expert_scale", ".moe.per_expert_scale"))
+_GLM_TOWER = (*_QWEN_TOWER, *named_rules((r"\.visual\.merger\.(proj)\.weight", rules.columns)))
 _FAMILIES = {
     **dict.fromkeys(("dots1", "glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe"), Family()),
     **dict.fromkeys(("llama", "qwen2", "qwen3"), Family()),  # dense
@@ -141,10 +143,13 @@ _FAMILIES = {
         ((".gate.moe_statics.", ".gate."),),
         named_rules((r"\.moe_statics\.(e_score_correction_bias)", rules.without_first_dim)),
     ),
-    "gemma4_text": Family(
-        ((".experts.", ".moe.experts."), (".router.per_expert_scale", ".moe.per_expert_scale")),
+    "gemma4": Family(
+        (*_BESIDE_A_TOWER, *_GEMMA_EXPERTS),
+        named_rules((r"\.(vision_tower|embed_vision)\..*", rules.replicated)),  # transformers' own module
         is_stacked=True,
     ),
+    "gemma4_text": Family(_GEMMA_EXPERTS, is_stacked=True),
+    "glm4v_moe": Family(_BESIDE_A_TOWER, _GLM_TOWER),
     "gpt_oss": Family(
         ((".self_attn.", ".attn."), ("model.embed_tokens.", "model.embedding.")),
         rules.TRANSPOSED_EXPERTS,
@@ -164,8 +169,8 @@ _FAMILIES = {
 # The vLLM releases that have the layout above, for families where not all do. vLLM dropped its own models of dots1 and
 # hunyuan_v1_moe in 0.23 and 0.29 and runs transformers' instead, whose shared experts' gate and up it fuses since 0.27.
 # vLLM 0.24 can load neither a gpt_oss that is not quantised nor a Qwen3.5 without its vision tower, and its CPU build
-# can't run one with it.
-_SINCE = ("dots1", "gpt_oss", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
+# can't run one with it; GLM-4.5V and Gemma 4 with their towers were not tried there.
+_SINCE = ("dots1", "gemma4", "glm4v_moe", "gpt_oss", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
 _RELEASES = {"hunyuan_v1_moe": "<0.29", **dict.fromkeys(_SINCE, ">=0.27")}
 
 

@@ -143,7 +143,7 @@ def _lora_modules(_root_: DictConfig) -> ListConfig | None:
     """
     model = OmegaConf.select(_root_, "actor_rollout_ref.model")
     targets = model.get("target_modules") if model is not None else None
-    if not OmegaConf.is_list(targets) or not model.get("lora_rank") or (model.get("lora") or {}).get("merge"):
+    if model is None or not isinstance(targets, ListConfig) or not model.get("lora_rank") or (model.get("lora") or {}).get("merge"):
         return None
     names = {str(name).rpartition(".")[2] for name in targets}
     if names & _OF_EXPERTS or model.get("target_parameters"):

@@ -141,9 +141,9 @@ def _lora_modules(_root_: DictConfig) -> ListConfig | None:
 
     It keeps memory for adapters of each of these, of experts as well, whatever adapters it is given.
     """
-    model = OmegaConf.select(_root_, "actor_rollout_ref.model")
-    targets = model.get("target_modules") if model is not None else None
-    if model is None or not isinstance(targets, ListConfig) or not model.get("lora_rank") or (model.get("lora") or {}).get("merge"):
+    model = OmegaConf.select(_root_, "actor_rollout_ref.model") or {}
+    targets, is_merged = model.get("target_modules"), (model.get("lora") or {}).get("merge")
+    if not model.get("lora_rank") or is_merged or not isinstance(targets, ListConfig):
         return None
     names = {str(name).rpartition(".")[2] for name in targets}
     if names & _OF_EXPERTS or model.get("target_parameters"):

@@ -145,8 +145,8 @@ FEATURES = (
     Feature(
         "[router replay](engine.md#router-replay)",
         "R2 and R3, with every checkpointing",
-        "padded batches; R2 with bypass mode; phimoe (no `topk`), ERNIE-4.5-VL (two experts modules in a "
-        "layer), Llama 4 (one expert for each token)",
+        "padded batches; R2 with bypass mode; ERNIE-4.5-VL (two experts modules in a layer), Llama 4 (one expert "
+        "for each token)",
         (
             "engine/test_router_replay.py::test_replay_of_every_family_takes_the_recorded_routes",
             "engine/test_router_replay.py::test_replay_of_unusable_routes_raises",
@@ -155,13 +155,14 @@ FEATURES = (
     ),
     Feature(
         "[LoRA](engine.md#lora)",
-        "linears and experts; merged on the way to vLLM (`lora.merge=True`); a peft adapter in each checkpoint; the "
-        "base as reference",
-        "handed to vLLM apart from the weights; Muon",
+        "linears and experts; to vLLM merged (`lora.merge=True`), or to a colocated one apart from the weights, where "
+        "those of experts need a GPU; a peft adapter in each checkpoint; the base as reference",
+        "a critic; Muon",
         (
             "engine/test_lora.py::test_lora_log_probs_gradients_and_two_updates_equal_the_plain_model",
             "engine/test_lora.py::test_lora_adapter_that_was_saved_is_loaded_by_peft",
             "engine/test_lora.py::test_lora_check_refuses_bad_settings",
+            "rollout/test_adapters.py::test_adapters_alone_equal_those_that_vllm_loads_from_a_file",
             "e2e/test_lora.py::test_lora_run_trains_adapters_that_reach_the_rollout",
         ),
     ),

@@ -104,6 +104,15 @@ class EngineSettings:
         shards=True,
         of_experts=True,
     )
+    communication_sms: int = setting(
+        0,
+        whole(0, "is a number of SMs of a GPU.", "0"),
+        "SMs of a GPU that GEMMs leave to collectives that run beside them (torch's grouped GEMM and the persistent "
+        "kernels would have one CTA on each SM, the last of which wait for a collective to end): about as many as "
+        "NCCL has CTAs (NCCL_MAX_CTAS), which it takes where all-gathers are prefetched or dispatch overlaps. "
+        "0: none, which was never compared on a GPU",
+        shards=True,
+    )
     fsdp_size: int = setting(
         -1,
         _RANKS,

@@ -22,7 +22,7 @@ from ..fsdp.options import ShardingOptions
 from ..fsdp.ulysses import SequenceParallel
 from ..fsdp.wrap_plan import compute_dtypes
 from ..lora.adapters import Lora
-from ..lora.peft_files import read_adapter
+from ..lora.peft_files import adapter_config, read_adapter
 from ..lora.settings import LoraSettings
 from ..model.layers import layer_names
 from ..model.meta import build_on_meta, check_not_quantised, copy_on_meta
@@ -129,6 +129,8 @@ class BuildsModel:
     without_adapters: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     """Context in which the model computes without its adapters."""
     _lora: Lora | None = None
+    adapters_config: dict[str, Any] | None = None
+    """peft's config of adapters that the rollout computes with; None where it is sent merged weights."""
     _may_be_unused = r"(?!)"  # what a checkpoint may have and the model not, as a pattern (``load_weights``)
 
     # -- before it is sharded -----------------------------------------------------------------------------------
@@ -168,6 +170,8 @@ class BuildsModel:
         if lora is not None:
             self._lora = Lora(module, lora, self.engine_config.expert_plan)
             self.without_adapters = self._lora.disabled
+            if not self.model_config.lora.get("merge"):
+                self.adapters_config = adapter_config(self._lora, self.model_config.local_path)
         self.router_features: list[StepFeature] = self._routers_of(module)
         return module
 

@@ -15,23 +15,11 @@ from types import MappingProxyType
 import psutil
 import pytest
 
-__all__ = ["CHANGES", "EXTENSION", "SEPARATE", "Run", "leftovers", "overrides", "running", "unused"]
+__all__ = ["EXTENSION", "Run", "leftovers", "overrides", "running", "unused"]
 
 HOOKS, ROOT = Path(__file__).parent / "hooks", Path(__file__).parents[2]
 SECONDS = 900  # of a slow machine; a run takes two to three minutes on two cores
 EXTENSION = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls"
-# A model that knows nothing earns no reward to learn from; this changes its weights all the same.
-CHANGES = ["actor_rollout_ref.actor.entropy_coeff=1.0"]
-# One worker generates, in a process of its own; verl has old log-probs from the trainer, to compare with vLLM's.
-SEPARATE = [
-    "actor_rollout_ref.hybrid_engine=False",
-    "rollout.nnodes=1",
-    "rollout.n_gpus_per_node=1",
-    "actor_rollout_ref.rollout.checkpoint_engine.backend=epfsdp2_p2p",
-    "algorithm.rollout_correction.bypass_mode=False",
-    "ray_kwargs.ray_init.num_gpus=3",
-    "ray_kwargs.ray_init.num_cpus=64",
-]
 
 
 class Run:

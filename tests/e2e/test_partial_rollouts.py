@@ -5,7 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from epfsdp2.recipes.quickstart.model import write_model
-from tests.e2e.runs import CHANGES, SEPARATE, overrides, running
+from tests.e2e.runs import overrides, running
+from tests.e2e.trainers import CHANGES, SEPARATE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 

@@ -43,6 +43,8 @@ THIRD_PARTIES: dict[str, frozenset[str]] = {
     "rollout/remote/delta_shards.py": TORCH | {"verl"},
     "rollout/server_adapter.py": TORCH | {"ray", "verl", "zmq"},
     "rollout/sync.py": TORCH,
+    "rollout/worker_weights.py": TORCH,
+    "rollout/adapter_sync.py": TORCH,
     "rollout/sglang": TORCH | {"sglang", "verl"},
     "rollout/vllm": TORCH | {"verl", "vllm"},
     "rollout/transport": TORCH | {"zmq"},
@@ -234,6 +236,8 @@ def test_no_file_is_too_long_and_no_room_too_full():
     ("wall", "path", "text"),
     [
         (third_parties, "engine/fsdp/ulysses.py", "import vllm"),
+        (third_parties, "rollout/sync.py", "def f():\n    import sglang.srt.utils"),
+        (third_parties, "rollout/vllm/worker.py", "from sglang.srt import distributed"),
         (third_parties, "engine/planner/run.py", "from verl.utils import device"),
         (third_parties, "rollout/transport/exchange.py", "def f():\n    from verl.protocol import DataProto"),
         (third_parties, "engine/errors.py", "import torch.distributed as dist"),

@@ -218,6 +218,13 @@ class EngineSettings:
         "fails, one line of log says why and everything runs eagerly",
         shards=True,
     )
+    freeze_vision_tower: bool = setting(
+        False,
+        FLAG,
+        "Leave the weights of a model's vision tower, its merger included, as they are: no gradient and no optimizer "
+        "state for them. For a role whose model has one",
+        shards=True,
+    )
     param_offload: bool = setting(
         False,
         FLAG,
@@ -344,8 +351,8 @@ class EngineSettings:
         inner={
             "mode": (
                 "disabled",
-                "disabled; R2: as they took them for the old log-probs; R3: as they took them in vLLM, for the old "
-                "log-probs and the update alike, with actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
+                "disabled; R2: as they took them for the old log-probs; R3: as they took them in vLLM, for both "
+                "the old log-probs and the update, with actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
             )
         },
     )

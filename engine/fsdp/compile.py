@@ -27,7 +27,7 @@ def compile_dense_parts(
 
     The first failure of the compiler in a forward is logged with its cause; that part, and every part that has not been
     compiled by then, runs eagerly from there on. A part that was compiled stays so: under activation checkpointing it
-    is computed again in backward, and has to be computed alike. A backward that can't be compiled is an error.
+    is computed again in backward, and has to come out the same. A backward that can't be compiled is an error.
     """
     holding = set(experts)
     failure = _Failure()

@@ -41,5 +41,6 @@ class ShardingOptions:
     checkpointing: Checkpointing = "none"
     activation_offload: bool = False
     compile_dense: bool = False
+    freeze_vision_tower: bool = False
     head_in_root: bool = False
     cpu_offload: bool = False

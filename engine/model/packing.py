@@ -7,7 +7,7 @@ called once for each sequence. That is exact whatever is in it. Where a state's 
 they are passed instead; torch's fallbacks take the same arguments and ignore them.
 
 Mixers are found by what their forward takes, in any family. Where ranks share a row (``shared_mixers.py``), attention
-gets all of its sequences and part of the heads, other mixers the sequences that their rank was dealt.
+gets all of its sequences and part of the heads, other mixers the sequences that their rank was assigned.
 """
 
 import copy
@@ -217,7 +217,7 @@ class PackedSequences:
         return None
 
     def _agreed_calls(self, device: torch.device) -> int:
-        """How often each of the other mixers is called: alike on all ranks where FSDP gathers parts of it by calls."""
+        """Calls of each of the other mixers: as many on all ranks where FSDP gathers parts of it by calls."""
         if not self._gathers_by_calls or not dist.is_initialized():
             return len(self._own)
         most = torch.tensor(len(self._own), device=device)
@@ -258,11 +258,11 @@ class PackedSequences:
             return forward(*args, **kwargs)
         if self._shared is None:
             return self._per_sequence(taken, forward, *args, **kwargs)
-        if not self._shared.spreads(module):
+        if not self._shared.spreads(module, self._gathers_by_calls):
             call = functools.partial(self._per_sequence, taken, forward)
             return self._shared.on_sequences(call, args, kwargs)
-        with self._shared.spreading(module, bool(taken)):
-            output = forward(*args, **kwargs)
+        with self._shared.spreading(module, forward, bool(taken)) as spread:
+            output = spread(*args, **kwargs)
         if taken or not self._gathers_by_calls:
             return output
         # The first token once more in place of sequences that ranks with other rows have.

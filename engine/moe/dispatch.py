@@ -171,7 +171,7 @@ _kept = threading.local()  # backward, which recomputes, may run in another thre
 
 @contextmanager
 def keep_plans(tape: list[list[DispatchPlan]], replay: bool) -> Iterator[None]:
-    """Append the plans that are built to ``tape``, or hand out those on it; every token has to be routed alike."""
+    """Append the plans that are built to ``tape``, or hand out those on it; every token has to be routed as before."""
     before, _kept.plans = getattr(_kept, "plans", None), _KeptPlans(tape, replay)
     try:
         yield

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.e2e.runs import leavings, running, unused
+from tests.e2e.runs import leftovers, running, unused
 
 
 @pytest.fixture(scope="session")
@@ -13,10 +13,10 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def first_run(folder):
     """A short quickstart from nothing. What it leaves is checked by the test that asks for it."""
-    before = leavings()
+    before = leftovers()
     with running(folder / "first", "--steps", "12") as run:
         run.wait()
-    run.left = unused(leavings() - before)
+    run.left = unused(leftovers() - before)
     return run
 
 

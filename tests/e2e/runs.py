@@ -15,7 +15,7 @@ from types import MappingProxyType
 import psutil
 import pytest
 
-__all__ = ["EXTENSION", "Run", "leavings", "overrides", "running", "unused"]
+__all__ = ["EXTENSION", "Run", "leftovers", "overrides", "running", "unused"]
 
 HOOKS, ROOT = Path(__file__).parent / "hooks", Path(__file__).parents[2]
 SECONDS = 900  # of a slow machine; a run takes two to three minutes on two cores
@@ -95,14 +95,14 @@ def running(*arguments, **keywords):
             run.interrupt(signal.SIGTERM)
 
 
-def leavings() -> set[str]:
+def leftovers() -> set[str]:
     """Segments that a weight sync, or vLLM and Python beside it, make, and sockets in /tmp."""
     segments = {p.name for p in Path("/dev/shm").iterdir() if p.name.startswith(("verl_weights_", "psm_"))}
     return segments | {str(p) for p in Path("/tmp").iterdir() if p.is_socket()}
 
 
 def unused(names: set[str]) -> set[str]:
-    """Those that no process uses; another run's on the same machine are not our leavings."""
+    """Those that no process uses; another run's on the same machine are not ours."""
     mapped = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()}
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:

@@ -1,4 +1,4 @@
-"""DAPO end to end: its clipping, groups whose answers are all alike generated anew, its penalty on long answers."""
+"""DAPO end to end: its clipping, groups whose answers are all the same generated anew, its penalty on long answers."""
 
 import pytest
 

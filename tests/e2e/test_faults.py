@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from tests.e2e.runs import EXTENSION, leavings, overrides, running, unused
+from tests.e2e.runs import EXTENSION, leftovers, overrides, running, unused
 
 pytestmark = pytest.mark.e2e
 
@@ -33,7 +33,7 @@ def test_run_whose_sync_fails_ends_with_the_cause(folder, warmed_up, monkeypatch
     monkeypatch.setenv("EPFSDP2_TEST_FAULT", fault)
     monkeypatch.setenv("EPFSDP2_TEST_FAULT_TIME", str(happened))
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "faults")
-    before = leavings()
+    before = leftovers()
     settings = overrides(f"{EXTENSION}=faults.FailsInTheSecondSync", "engine.sync_timeout_seconds=40", *rollout)
     with running(run_folder, "--model", warmed_up, "--steps", "200", *settings) as run:
         run.wait()
@@ -45,4 +45,4 @@ def test_run_whose_sync_fails_ends_with_the_cause(folder, warmed_up, monkeypatch
     for cause in causes:
         assert cause in run.text(), run.text()[-3000:]
     assert run.living() == []
-    assert unused(leavings() - before) == set()
+    assert unused(leftovers() - before) == set()

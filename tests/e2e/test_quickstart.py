@@ -11,7 +11,7 @@ import signal
 import pytest
 from transformers import AutoConfig
 
-from tests.e2e.runs import EXTENSION, leavings, running, unused
+from tests.e2e.runs import EXTENSION, leftovers, running, unused
 from tests.support import verify
 from tests.support.models import reference_model
 
@@ -46,14 +46,14 @@ def interrupted_run(folder, warmed_up):
     options = ["--model", warmed_up, "--steps", "200", "--override", f"{EXTENSION}=digests.WritesDigests"]
     options += ["--override", "trainer.save_freq=1"]
     options += ["--override", "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]"]
-    before = leavings()
+    before = leftovers()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EPFSDP2_TEST_DIGESTS", str(folder / "digests"))
         with running(folder / "second", *options) as run:
             run.wait(until=lambda: len(run.steps()) >= 2)
             run.status_before = run.process.poll()
             run.status = run.interrupt(signal.SIGINT)
-    run.left = unused(leavings() - before)
+    run.left = unused(leftovers() - before)
     return run
 
 

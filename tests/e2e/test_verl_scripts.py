@@ -15,7 +15,7 @@ import pytest
 from epfsdp2.recipes.quickstart import task
 from epfsdp2.recipes.quickstart.commands import overrides as quickstart
 from epfsdp2.recipes.quickstart.model import write_model
-from tests.e2e.runs import leavings, overrides, running, unused
+from tests.e2e.runs import leftovers, overrides, running, unused
 
 pytestmark = pytest.mark.e2e
 
@@ -32,13 +32,13 @@ MOVES = "actor_rollout_ref.actor.entropy_coeff=0.01"
 def _steps(tmp_path, steps, script, *settings):
     write_model(tmp_path / "model", 1)
     options = ["--model", str(tmp_path / "model"), "--steps", "2", "--batch-size", "8", *overrides(*settings)]
-    before = leavings()
+    before = leftovers()
     with running(tmp_path / "run", *options, program=("verl_script", str(script))) as run:
         run.wait()
     logged = [step for step in run.steps() if "actor/grad_norm" in step]
     assert len(logged) == steps, run.text()[-3000:]
     assert all(step["actor/grad_norm"] > 0 for step in logged)
-    assert run.living() == [] and unused(leavings() - before) == set()
+    assert run.living() == [] and unused(leftovers() - before) == set()
     return logged, (tmp_path / "run" / "logs" / "grpo.log").read_text(errors="replace")
 
 

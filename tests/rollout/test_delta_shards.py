@@ -98,7 +98,7 @@ def _deltas(folder):
             generator = torch.Generator().manual_seed(step)
             with torch.no_grad():
                 for param in model.parameters():
-                    # Alike on all ranks, replicas included: a whole tensor's values, of which each takes its own.
+                    # The same on all ranks, replicas included: a whole tensor's values, of which each takes its own.
                     changed = torch.rand(param.shape, generator=generator) < (0.05 if step else 0.5)
                     _local(param).add_(_mine(changed.float(), param))
             wanted = _assembled(export)

@@ -65,7 +65,7 @@ from .fsdp.single_rank_reduce import reduce_in_place
 from .fsdp.unit import Unit
 from .fsdp.wrap_plan import wrap_plan
 from .model.layers import layer_names
-from .moe.find import ExpertsInfo, find_experts
+from .moe.find import ExpertsInfo, check_etp, find_experts
 from .moe.gemm.backends import choose_backend
 from .moe.install import install_experts_forward
 from .topology.expert_placement import check_experts_divide, model_parallel_placements
@@ -86,20 +86,22 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
     # 1. Find the experts modules, and plan what FSDP wraps: a list of units, an inner module before an outer one.
     experts = find_experts(model, options.expert_plan)
     check_experts_divide([info.num_experts for info in experts], meshes.topology, type(model).__name__)
+    check_etp(experts, meshes.topology, type(model).__name__)
     plan = wrap_plan(model, options)
     experts_modules = {info.module for info in experts}
     layers = [model.get_submodule(fqn) for fqn in layer_names(model)]
     device_type = meshes.dense.device_type
 
-    # 2. Shard the experts over ep. FSDP then sees DTensors, and shards them once more over ep_fsdp.
+    # 2. Shard the experts over ep and etp. FSDP then sees DTensors, and shards them once more over ep_fsdp.
     for info in experts:
-        shard_over_ep(info, meshes)
+        shard_experts(info, meshes)
 
     # 3. Have the experts dispatch their tokens, compute the local experts, and combine.
     install_experts_forward(
         model,
         experts,
         meshes.ep.get_group() if meshes.topology.ep > 1 else None,
+        meshes.etp_group,
         choose_backend(options.experts_backend, device_type, options.param_dtype).name,
         dispatcher=options.dispatcher,
         chunks=options.dispatch_chunks,
@@ -130,15 +132,16 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
     return model
 
 
-def shard_over_ep(info: ExpertsInfo, meshes: Meshes) -> None:
-    """Make each parameter of an experts module that has a dim for its experts a DTensor sharded over ``ep`` along it.
+def shard_experts(info: ExpertsInfo, meshes: Meshes) -> None:
+    """Make each parameter of an experts module that has a dim for its experts a DTensor over ``ep`` along it, and over
+    ``etp`` along its inner dim.
 
     ``[E, ..., ...]`` keeps its shape; its local tensor is ``[E / ep, ..., ...]``.
     """
-    axes = meshes.topology.model_parallel_axes
+    axes, etp_dims = meshes.topology.model_parallel_axes, info.etp_dims
     for name, ep_dim in info.ep_dims.items():
         param = info.module.get_parameter(name)
-        placements = model_parallel_placements(axes, ep_dim)
+        placements = model_parallel_placements(axes, ep_dim, etp_dims.get(name))
         # No source rank: each rank cuts what it has (nothing yet, on the meta device).
         sharded = distribute_tensor(param.detach(), meshes.model_parallel, placements, src_data_rank=None)
         info.module.register_parameter(name, nn.Parameter(sharded, requires_grad=param.requires_grad))

@@ -56,6 +56,7 @@ THIRD_PARTIES: dict[str, frozenset[str]] = {
     "engine/moe/router": TORCH,
     "engine/moe": TORCH,
     "engine/moe/deepep.py": TORCH | {"deep_ep"},
+    "engine/moe/collectives": TORCH,
     "engine/moe/gemm": TORCH,
     "engine/moe/gemm/triton_backend.py": TORCH | {"triton"},
     "engine/moe/gemm/triton_gemms.py": frozenset({"triton"}),

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from .dispatch import AllToAll, DispatchPlan, inverse, slot_weights
+from .collectives.rows import RowExchange
+from .dispatch import DispatchPlan, inverse, slot_weights
 from .gemm.backends import Backend, Groups, IndexedRows, Rows
 
 __all__ = ["Linear", "on_rows", "on_tokens"]
@@ -247,7 +248,7 @@ class _Call:
 
     experts: _Experts
     groups: Groups
-    all_to_all: AllToAll
+    all_to_all: RowExchange
     k: int
     dtype: torch.dtype
     ambient: Any

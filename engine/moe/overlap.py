@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import SettingError
-from .dispatch import AllToAll, build_dispatch_plans, inverse, permute, slot_weights, to_slots, weighted_combine
+from .collectives.rows import AllToAll
+from .dispatch import build_dispatch_plans, inverse, permute, slot_weights, to_slots, weighted_combine
 from .find import CustomExperts, ExpertsInfo
 from .gemm.backends import TORCH, Backend
 from .shared_experts import SharedExperts, no_overlap_error, runs_shared_first, shared_experts_of

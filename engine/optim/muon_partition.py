@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..model.layers import layer_names
-from ..moe.find import UnsupportedModelError, find_experts
+from ..moe.find import UnsupportedModelError, find_experts, is_interleaved
 from ..topology.dtensor import local_range, shard_steps
 from ..topology.index_ranges import ShardStep
 
@@ -70,7 +70,7 @@ def muon_parameters(model: nn.Module) -> dict[str, Layout]:
         for name, param in module.named_parameters(recurse=False):
             if param.dim() == 3:
                 gated = module.has_gate and name == "gate_up_proj"
-                parts = Layout(2, out_dim, _is_interleaved(module)) if gated else Layout(1, out_dim)
+                parts = Layout(2, out_dim, is_interleaved(module)) if gated else Layout(1, out_dim)
                 found[f"{info.fqn}.{name}"] = parts
     layers = tuple(f"{name}." for name in layer_names(model))
     routers = _routers(model, {info.fqn: info.num_experts for info in experts} | _planned_experts(model))
@@ -89,17 +89,6 @@ def matrix_groups(model: nn.Module) -> list[dict[str, Any]]:
     for name, layout in muon_parameters(model).items():
         groups.setdefault(layout, []).append(params[name])
     return [{"params": members, **vars(layout)} for layout, members in groups.items()]
-
-
-def _is_interleaved(experts: Any) -> bool:
-    """Return whether gate and up are interleaved in the columns that ``_apply_gate`` takes.
-
-    This calls the function: transformers had interleaved families before it had the flag ``is_concatenated``.
-    """
-    columns = torch.tensor([[0.5, 0.6, 0.7, 0.8], [0.5, 0.3, 0.7, 0.8]], device="cpu")
-    # The two rows differ in the second column: the first output's up if they are interleaved, else another gate.
-    first, other = experts._apply_gate(columns)[:, 0].tolist()
-    return first != other
 
 
 def _planned_experts(model: nn.Module) -> dict[str, int]:

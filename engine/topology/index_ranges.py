@@ -3,12 +3,13 @@
 FSDP2 shards like ``torch.chunk``: equal chunks of ``ceil(n / parts)``, the last ones shorter or empty.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["IndexRange", "ShardStep", "bounding_range", "chunk_range", "shard_range"]
+__all__ = ["IndexRange", "ShardStep", "bounding_range", "chunk_range", "shard_range", "shard_ranges"]
 
 
 @dataclass(frozen=True, order=True)
@@ -59,11 +60,16 @@ class IndexRange:
 
 @dataclass(frozen=True)
 class ShardStep:
-    """One step of sharding: ``dim`` is split over the mesh axis ``axis`` into ``parts`` chunks."""
+    """One step of sharding: ``dim`` is split over the mesh axis ``axis`` into ``parts`` chunks.
+
+    With a ``split_factor`` (the term of DTensor's ``_StridedShard``) the dim is first divided into as many equal parts,
+    e.g. gate and up, and each of these is split: a rank holds one chunk of each.
+    """
 
     dim: int
     axis: str
     parts: int
+    split_factor: int = 1
 
 
 def bounding_range(ranges: Sequence[IndexRange]) -> IndexRange:
@@ -79,9 +85,29 @@ def chunk_range(start: int, stop: int, parts: int, index: int) -> tuple[int, int
 
 
 def shard_range(shape: Sequence[int], steps: Iterable[ShardStep], coordinate: Mapping[str, int]) -> IndexRange:
-    """Return the range that a rank at ``coordinate`` (axis -> index) holds of a tensor; ``steps`` outermost first."""
-    held = IndexRange.of(shape)
-    for step in steps:
-        dim = step.dim
-        held = held.with_dim(dim, *chunk_range(held.low[dim], held.high[dim], step.parts, coordinate[step.axis]))
+    """Return the one range that a rank at ``coordinate`` (axis -> index) holds; see ``shard_ranges``.
+
+    Raises:
+        ValueError: it holds several.
+    """
+    (held,) = shard_ranges(shape, steps, coordinate)
     return held
+
+
+def shard_ranges(
+    shape: Sequence[int], steps: Iterable[ShardStep], coordinate: Mapping[str, int]
+) -> tuple[IndexRange, ...]:
+    """Return the ranges that a rank at ``coordinate`` (axis -> index) holds of a tensor; ``steps`` outermost first.
+
+    It is one range, unless a step has a ``split_factor``. The rank's shard is then their values one after the other
+    along that step's dim, in the order in which they are returned.
+    """
+    held = [IndexRange.of(shape)]
+    for step in steps:
+        dim, index = step.dim, coordinate[step.axis]
+        parts = [
+            part.with_dim(dim, *chunk_range(part.low[dim], part.high[dim], step.split_factor, i))
+            for part, i in itertools.product(held, range(step.split_factor))
+        ]
+        held = [part.with_dim(dim, *chunk_range(part.low[dim], part.high[dim], step.parts, index)) for part in parts]
+    return tuple(held)

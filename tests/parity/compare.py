@@ -23,7 +23,7 @@ from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.model.meta import build_on_meta
 from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
-from epfsdp2.engine.topology.dtensor import local_range, local_tensor
+from epfsdp2.engine.topology.dtensor import local_pieces, local_tensor
 from epfsdp2.engine.topology.mesh import Meshes, Topology, build_meshes
 from tests.parity import families
 from tests.parity.float64 import float64
@@ -46,6 +46,7 @@ class Case:
     shard_dim: int | str
     checkpointing: str
     dtype: str = "float32"
+    etp: int = 1
 
     @property
     def bound(self) -> float:
@@ -54,7 +55,8 @@ class Case:
     @property
     def mesh(self) -> str:
         replicas = 1 if self.fsdp_size == -1 else WORLD // self.fsdp_size
-        return f"{replicas} x {WORLD // replicas // self.ep} x {self.ep}"
+        etp = f" x {self.etp}" if self.etp > 1 else ""
+        return f"{replicas} x {WORLD // replicas // self.ep // self.etp} x {self.ep}{etp}"
 
 
 @dataclass
@@ -176,12 +178,12 @@ def _moments(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> dict[str,
 
 
 @functools.cache
-def _meshes(ep: int, fsdp_size: int) -> Meshes:
-    return build_meshes("cpu", Topology.arrange(WORLD, ep, fsdp_size))
+def _meshes(ep: int, fsdp_size: int, etp: int) -> Meshes:
+    return build_meshes("cpu", Topology.arrange(WORLD, ep, fsdp_size, etp))
 
 
 def _sharded(folder: Path, case: Case, reference: _Reference):
-    meshes = _meshes(case.ep, case.fsdp_size)
+    meshes = _meshes(case.ep, case.fsdp_size, case.etp)
     kind = SimpleNamespace(from_config=lambda config, dtype, **_: reference.kind._from_config(config, dtype=dtype))
     dtype = torch.float64 if case.dtype == "float64" else torch.float32
     model = build_on_meta(kind, copy.deepcopy(reference.config), dtype)
@@ -247,10 +249,10 @@ def _errors(
     squares = torch.zeros(len(pairs), 2, dtype=torch.float64)
     for i, (_, _, ours, wanted) in enumerate(pairs):
         if ours is not None:
-            part = local_tensor(ours.detach()).double()
-            theirs = 0.0 if wanted is None else wanted[local_range(ours).slices].double()
-            squares[i, 0] = (part - theirs).square().sum()
-            squares[i, 1] = 0.0 if wanted is None else theirs.square().sum()
+            for held, part in local_pieces(ours.detach()):
+                theirs = torch.zeros(()) if wanted is None else wanted[held.slices].double()
+                squares[i, 0] += (part.double() - theirs).square().sum()
+                squares[i, 1] += theirs.square().sum()
     dist.all_reduce(squares, group=meshes.replica_group)
     errors = squares[:, 0].sqrt() / squares[:, 1].sqrt().clamp_min(1e-12)
     return [

@@ -154,7 +154,7 @@ def check_training(
     facts = inspect_model(model, setting, engine.expert_plan, engine.fp32_modules, built)
     if facts is not None and facts.is_dense:
         engine = without_experts(engine, facts.model)
-    topology = Topology.arrange(world, engine.ep_size, engine.fsdp_size)
+    topology = Topology.arrange(world, engine.ep_size, engine.fsdp_size, engine.etp_size)
     choose_backend(engine.experts_backend, device, param_dtype(engine))
     if facts is not None:
         check_experts(topology, facts, engine.expert_shard_dim)

@@ -1,13 +1,13 @@
 """Which elements of a parameter each rank holds: one rule for loading, the gradient norm, export and weight syncs."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .index_ranges import IndexRange, ShardStep, shard_range, shard_ranges
+from .index_ranges import IndexRange, ShardStep, shard_range, shard_ranges, slices_in_shard
 
 __all__ = [
     "checkpoint_tensors",
@@ -18,7 +18,6 @@ __all__ = [
     "local_range",
     "local_ranges",
     "local_tensor",
-    "pieces_of",
     "persistent_buffers",
 ]
 
@@ -67,16 +66,9 @@ def local_ranges(param: torch.Tensor, at: Mapping[str, int] | None = None) -> tu
 
 def local_pieces(param: torch.Tensor) -> Iterator[tuple[IndexRange, torch.Tensor]]:
     """Yield the ranges that this rank holds, each with its values, a view of the local shard."""
-    yield from pieces_of(local_tensor(param), local_ranges(param))
-
-
-def pieces_of(local: torch.Tensor, ranges: Sequence[IndexRange]) -> Iterator[tuple[IndexRange, torch.Tensor]]:
-    """Yield the ranges of a shard, each with its values, views of ``local``."""
-    if len(ranges) == 1:
-        yield ranges[0], local
-        return
-    dim = next(d for d, (a, b) in enumerate(zip(ranges[0].low, ranges[1].low, strict=True)) if a != b)
-    yield from zip(ranges, local.split([held.shape[dim] for held in ranges], dim), strict=True)
+    local, ranges = local_tensor(param), local_ranges(param)
+    for held in ranges:
+        yield held, local if len(ranges) == 1 else local[slices_in_shard(held, ranges)]
 
 
 def _coordinate(param: torch.Tensor, at: Mapping[str, int] | None) -> dict[str, int]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["IndexRange", "ShardStep", "bounding_range", "chunk_range", "shard_range", "shard_ranges"]
+__all__ = ["IndexRange", "ShardStep", "bounding_range", "chunk_range", "shard_range", "shard_ranges", "slices_in_shard"]
 
 
 @dataclass(frozen=True, order=True)
@@ -111,3 +111,23 @@ def shard_ranges(
         ]
         held = [part.with_dim(dim, *chunk_range(part.low[dim], part.high[dim], step.parts, index)) for part in parts]
     return tuple(held)
+
+
+def slices_in_shard(block: IndexRange, ranges: Sequence[IndexRange]) -> tuple[slice, ...]:
+    """Return the slices that select ``block`` from a shard with these ranges (``shard_ranges``), one of which holds it.
+
+    Raises:
+        ValueError: none of them does.
+    """
+    first, before = ranges[0], 0
+    dim = 0 if len(ranges) == 1 else next(d for d, low in enumerate(first.low) if low != ranges[1].low[d])
+    for held in ranges:
+        if all(low >= a for low, a in zip(block.low, held.low, strict=True)) and all(
+            high <= b for high, b in zip(block.high, held.high, strict=True)
+        ):
+            slices = list(block.slices_in(held))
+            if before:
+                slices[dim] = slice(slices[dim].start + before, slices[dim].stop + before)
+            return tuple(slices)
+        before += held.shape[dim]
+    raise ValueError(f"{block} is in none of {list(ranges)}.")

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ...engine.lora.merge import LocalValues
-from ...engine.topology.index_ranges import IndexRange
+from ...engine.topology.index_ranges import IndexRange, slices_in_shard
 from ..layout.transfer_plan import Piece, Transfer, TransferPlan
 from ..layout.vllm_layout import TargetSlice, TensorSpec
 from .report import Traffic
@@ -109,7 +109,7 @@ class Exchange:
         ]
         self._pieces: dict[tuple[int, int, int, int], list[Transfer]] = {}
         self._piece_transfers: dict[Piece, PieceTransfers] = {}
-        self._shard_blocks: dict[str, IndexRange] = {}
+        self._shard_blocks: dict[str, tuple[IndexRange, ...]] = {}
         self._send_blocks: list[list[SendBlock]] = []
         self._local_blocks: list[list[LocalBlock]] = []
         self._receive_offsets: dict[int, list[tuple[TensorSpec, IndexRange, int]]] = {}
@@ -292,7 +292,7 @@ class Exchange:
         for piece in map(self._transfers_of, self.plan.rounds[index]):
             if not piece.outgoing:
                 continue
-            tensor, itemsize, shard = piece.tensor, piece.tensor.itemsize, shards.block(piece.tensor.name)
+            tensor, itemsize, shard = piece.tensor, piece.tensor.itemsize, shards.ranges(piece.tensor.name)
             local_at = -(-local_end // itemsize) * itemsize
             rows = self._rows_to_cast(piece, shards, local_at)
             begins: list[tuple[Transfer, int]] = []
@@ -307,13 +307,17 @@ class Exchange:
                     begins.append((transfer, local_at))
                     buffer_range = slice(local_at, local_at + nbytes)
                     local_end = local_at = local_at + nbytes
-                inside = transfer.block.slices_in(shard)
+                inside = slices_in_shard(transfer.block, shard)
                 local_blocks.append(LocalBlock(tensor, transfer.block, inside, buffer_range))
             for some in rows:
                 parts = list(self._packed_parts(begins, some, itemsize))
-                send_blocks.append(SendBlock(tensor, some.slices_in(shard), some.shape, parts))
+                send_blocks.append(SendBlock(tensor, slices_in_shard(some, shard), some.shape, parts))
             if begins and not rows:
-                send_blocks.append(SendBlock(tensor, None, (), list(self._packed_parts(begins, shard, itemsize))))
+                parts = [
+                    PackedPart(slices_in_shard(t.block, shard), slice(begin, begin + t.block.numel * itemsize), False)
+                    for t, begin in begins
+                ]
+                send_blocks.append(SendBlock(tensor, None, (), parts))
         self._send_blocks.append(send_blocks)
         self._local_blocks.append(local_blocks)
 

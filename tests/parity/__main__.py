@@ -121,7 +121,7 @@ def _cell(rows: list[Row]) -> str:
 
 
 def _table(names: list[str], rows: list[Row]) -> Table:
-    table = Table(title=f"Worst relative error, dp_replicate x ep_fsdp x ep on {WORLD} ranks ({_BOUNDS})")
+    table = Table(title=f"Worst relative error, dp_replicate x ep_fsdp x ep (x etp) on {WORLD} ranks ({_BOUNDS})")
     for heading in ["family", *_columns(rows), "bf16 runs", "note"]:
         table.add_column(heading)
     for line in _lines(names, rows):
@@ -161,8 +161,8 @@ def _write(rows: list[Row], minutes: float, results: Path) -> None:
     text = [
         "# Every family against the plain Hugging Face model",
         "",
-        f"Float32 where float64 is not noted, {WORLD} ranks (`dp_replicate x ep_fsdp x ep`), against one process on",
-        "the concatenated batch: the worst relative error of any logits, gradient, gradient norm, parameter and AdamW",
+        f"Float32 where float64 is not noted, {WORLD} ranks (`dp_replicate x ep_fsdp x ep`, and `x etp` where it is",
+        "not 1), against one process on the concatenated batch: the worst relative error of any logits, gradient, gradient norm, parameter and AdamW",
         "moment over two steps, over expert shard dims 0 and 1, checkpointing none and full, and once selective. "
         f"{_BOUNDS}. {_summary(every, sum(run['minutes'] for run in runs))}. Dense models have no `ep`.",
         "",

@@ -34,7 +34,8 @@ __all__ = ["BOUND", "WORLD", "Case", "Row", "cases", "compare", "fast_case"]
 WORLD = 4
 BOUND = {"float32": 1e-5, "float64": 1e-12}  # relative, ||ours - theirs|| / ||theirs|| per tensor
 _ROWS_PER_RANK, _LENGTH, _CLIP, _STEPS = 2, 13, 0.5, 2
-_MESHES = ((1, -1), (2, -1), (4, -1), (1, 2), (2, 2))  # (ep, fsdp_size); fsdp_size=2 gives two replicas
+# (ep, fsdp_size, etp); fsdp_size=2 gives two replicas
+_MESHES = ((1, -1, 1), (2, -1, 1), (4, -1, 1), (1, 2, 1), (2, 2, 1), (2, -1, 2), (1, -1, 2), (1, 2, 2))
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,12 @@ class Case:
     checkpointing: str
     dtype: str = "float32"
     etp: int = 1
+
+    @classmethod
+    def on(cls, mesh: tuple[int, int, int], *how: Any) -> "Case":
+        """Make it of one of ``_MESHES`` and further fields."""
+        ep, fsdp_size, etp = mesh
+        return cls(ep, fsdp_size, *how, etp=etp)
 
     @property
     def bound(self) -> float:
@@ -90,20 +97,21 @@ def cases(name: str) -> list[Case]:
     """The whole matrix of one family; without experts there is no ``ep``, and no dim of theirs."""
     dtype = families.ALL[name].dtype
     if name in families.DENSE:
-        flat = [Case(*mesh, "auto", ac) for mesh, ac in itertools.product(_MESHES, ("none", "full")) if mesh[0] == 1]
+        alone = [mesh for mesh in _MESHES if mesh[0] == mesh[2] == 1]
+        flat = [Case.on(mesh, "auto", ac) for mesh, ac in itertools.product(alone, ("none", "full"))]
         return [*flat, Case(1, -1, "auto", "selective"), Case(1, -1, "auto", "full", "bfloat16")]
-    matrix = [Case(*mesh, dim, ac, dtype) for mesh, dim, ac in itertools.product(_MESHES, (0, 1), ("none", "full"))]
-    return [*matrix, Case(2, -1, 1, "selective", dtype), Case(2, -1, 1, "full", "bfloat16")]
+    matrix = [Case.on(mesh, dim, ac, dtype) for mesh, dim, ac in itertools.product(_MESHES, (0, 1), ("none", "full"))]
+    more = [Case(2, -1, 1, "selective", dtype), Case(2, -1, 1, "selective", dtype, etp=2)]
+    return [*matrix, *more, Case(2, -1, 1, "full", "bfloat16")]
 
 
 def fast_case(index: int, name: str) -> Case:
     """One case for the ``index``-th family, so that the families together meet every setting."""
     if name in families.DENSE:
         return Case(1, (-1, 2)[index % 2], "auto", ("full", "none", "selective")[index % 3])
-    ep, fsdp_size = [(2, -1), (4, -1), (2, 2)][index % 3]
-    return Case(
-        ep, fsdp_size, 1 if index % 2 else 0, ("full", "none", "selective")[index // 2 % 3], families.ALL[name].dtype
-    )
+    mesh = [(2, -1, 1), (4, -1, 1), (2, 2, 1), (2, -1, 2), (1, 2, 2), (1, -1, 2)][index % 6]
+    checkpointing = ("full", "none", "selective")[(index // 2 + index // 6) % 3]
+    return Case.on(mesh, index // 6 % 2, checkpointing, families.ALL[name].dtype)
 
 
 def compare(work: Sequence[tuple[str, Path, Sequence[Case]]], results: Path) -> None:

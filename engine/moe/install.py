@@ -53,6 +53,7 @@ def install_experts_forward(
                 overlap.exchange,
                 num_experts=info.num_experts,
                 group=group,
+                etp_group=etp_group,
                 backend=sums,
                 chunks=chunks,
                 shared=SharedExperts(block, info.module) if overlap_shared_experts else None,

@@ -8,14 +8,29 @@ what it computes of a row is a summand. Each line is the gradient of the other. 
 all-to-all alone.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["AllToAll", "Gather", "RowExchange", "exchange_rows", "gather_counts"]
+__all__ = ["AllToAll", "Gather", "RowExchange", "Started", "exchange_rows", "gather_counts"]
+
+
+@dataclass(frozen=True)
+class Started:
+    """Rows that are on their way.
+
+    Args:
+        out: holds nothing before ``finish`` has returned.
+        sent: kept until then, so that nothing else gets its memory.
+    """
+
+    out: torch.Tensor
+    sent: torch.Tensor
+    finish: Callable[[], object]
 
 
 class RowExchange(Protocol):
@@ -26,6 +41,9 @@ class RowExchange(Protocol):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Send one row per slot to the ranks of the experts, ``(S, ...)`` to ``(R, ...)``, or return one for each."""
+
+    def start(self, x: torch.Tensor) -> Started:
+        """Start to do so: the all-to-all is under way, and what ``etp`` adds comes before or after it."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +58,27 @@ class AllToAll:
         return AllToAll(self.recv_splits, self.send_splits, self.group)
 
     def __call__(self, x_S: torch.Tensor) -> torch.Tensor:
-        return x_S if self.group is None else self.into(self.empty_output(x_S), x_S)
-
-    def into(self, out: torch.Tensor, x_S: torch.Tensor) -> torch.Tensor:
-        """Receive into ``out``, ``(R, ...)`` and contiguous."""
         if self.group is None:
-            return out.copy_(x_S)
+            return x_S
+        out = self._empty_output(x_S)
         dist.all_to_all_single(out, x_S.contiguous(), self.recv_splits, self.send_splits, group=self.group)
         return out
 
-    def empty_output(self, x_S: torch.Tensor) -> torch.Tensor:
-        """Allocate the output for an input like ``x_S``: ``(R, ...)`` in its dtype."""
+    def start(self, x_S: torch.Tensor) -> Started:
+        return Started(x_S, x_S, lambda: None) if self.group is None else self.start_into(self._empty_output(x_S), x_S)
+
+    def start_into(self, out: torch.Tensor, x_S: torch.Tensor) -> Started:
+        """Start to receive into ``out``, ``(R, ...)`` and contiguous."""
+        if self.group is None:
+            out.copy_(x_S)
+            return Started(out, x_S, lambda: None)
+        sent = x_S.contiguous()
+        splits = self.recv_splits, self.send_splits
+        work = dist.all_to_all_single(out, sent, *splits, group=self.group, async_op=True)
+        assert work is not None
+        return Started(out, sent, work.wait)
+
+    def _empty_output(self, x_S: torch.Tensor) -> torch.Tensor:
         return x_S.new_empty(sum(self.recv_splits), *x_S.shape[1:])
 
 
@@ -74,20 +102,21 @@ class Gather:
         return ReduceScatter(self)
 
     def __call__(self, x_S: torch.Tensor) -> torch.Tensor:
-        out = self.empty_output(x_S)
-        self.all_to_all.into(out[self.others :], x_S)
-        return self.finish(out)
+        started = self.start(x_S)
+        started.finish()
+        return started.out
 
-    def empty_output(self, x_S: torch.Tensor) -> torch.Tensor:
-        """Allocate the output for an input like ``x_S``: ``(R, ...)`` in its dtype."""
-        return x_S.new_empty(sum(self.sizes), *x_S.shape[1:])
+    def start(self, x_S: torch.Tensor) -> Started:
+        out = x_S.new_empty(sum(self.sizes), *x_S.shape[1:])
+        own = self.all_to_all.start_into(out[self.others :], x_S)
+        return Started(out, own.sent, partial(self._finish, out, own))
 
-    def finish(self, out: torch.Tensor) -> torch.Tensor:
-        """Gather the rows of the others into ``out``, which holds what the all-to-all received."""
+    def _finish(self, out: torch.Tensor, started: Started) -> None:
+        """Wait for this rank's rows, and gather those of the others into ``out``, which has them at its end."""
+        started.finish()
         own, ranks = out[self.others :], len(self.sizes)
         sent = own if ranks == 2 else own.repeat(ranks - 1, *[1] * (own.dim() - 1))
         dist.all_to_all_single(out[: self.others], sent, self.others_rows, self.own_rows, group=self.group)
-        return out
 
     @cached_property
     def rank(self) -> int:
@@ -122,9 +151,12 @@ class ReduceScatter:
         return self.gather
 
     def __call__(self, x_R: torch.Tensor) -> torch.Tensor:
-        return self.gather.all_to_all.reversed()(self.reduce(x_R))
+        return self.gather.all_to_all.reversed()(self._reduce(x_R))
 
-    def reduce(self, x_R: torch.Tensor) -> torch.Tensor:
+    def start(self, x_R: torch.Tensor) -> Started:
+        return self.gather.all_to_all.reversed().start(self._reduce(x_R))
+
+    def _reduce(self, x_R: torch.Tensor) -> torch.Tensor:
         """Exchange the summands and add them up, ``(R, ...)`` to ``(r, ...)``."""
         gather, x_R = self.gather, x_R.contiguous()
         own = x_R[gather.others :]

@@ -74,8 +74,10 @@ def ep_fsdp_dim(
     if wanted == "auto":
         return next((d for d in (ep_dim, *free) if local[d] % topology.ep_fsdp == 0), 0)
     dim = int(wanted)
+    if dim == taken and not free:
+        return ep_dim  # a bias; FSDP shards dim 0 unevenly
     if dim == taken:
-        dim = free[0] if free else ep_dim
+        dim = free[0]
     if dim >= len(local):
         dim = ep_dim  # a bias or a scale, one entry per expert
     if local[dim] % topology.ep_fsdp:

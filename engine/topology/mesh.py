@@ -30,8 +30,8 @@ __all__ = ["Meshes", "Topology", "build_meshes", "build_sequence_mesh", "check_s
 class Topology:
     """The sizes of the mesh axes on which ``world`` ranks are arranged.
 
-    ``inner`` are further axes of the experts' mesh inside ``ep``: ``(("etp", 2),)``, or none where ``etp`` is 1. They are
-    part of a replica: ``ep_fsdp * ep * inner == fsdp``.
+    ``inner`` are further axes of the experts' mesh inside ``ep``: ``(("etp", 2),)``, or none where ``etp`` is 1. They
+    are part of a replica: ``ep_fsdp * ep * inner == fsdp``.
     """
 
     world: int

@@ -162,8 +162,9 @@ def _write(rows: list[Row], minutes: float, results: Path) -> None:
         "# Every family against the plain Hugging Face model",
         "",
         f"Float32 where float64 is not noted, {WORLD} ranks (`dp_replicate x ep_fsdp x ep`, and `x etp` where it is",
-        "not 1), against one process on the concatenated batch: the worst relative error of any logits, gradient, gradient norm, parameter and AdamW",
-        "moment over two steps, over expert shard dims 0 and 1, checkpointing none and full, and once selective. "
+        "not 1), against one process on the concatenated batch: the worst relative error of any logits, gradient,",
+        "gradient norm, parameter and AdamW moment over two steps, over expert shard dims 0 and 1, checkpointing none "
+        "and full, and once selective. "
         f"{_BOUNDS}. {_summary(every, sum(run['minutes'] for run in runs))}. Dense models have no `ep`.",
         "",
         *(_run_in_words(run, len(runs) > 1) for run in runs),

@@ -39,10 +39,10 @@ class RowExchange(Protocol):
     def reversed(self) -> "RowExchange":
         """Return the other direction: combine's, or the one of the gradient."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, /) -> torch.Tensor:
         """Send one row per slot to the ranks of the experts, ``(S, ...)`` to ``(R, ...)``, or return one for each."""
 
-    def start(self, x: torch.Tensor) -> Started:
+    def start(self, x: torch.Tensor, /) -> Started:
         """Start to do so: the all-to-all is under way, and what ``etp`` adds comes before or after it."""
 
 
@@ -161,9 +161,7 @@ class ReduceScatter:
         gather, x_R = self.gather, x_R.contiguous()
         own = x_R[gather.others :]
         received = x_R.new_empty(sum(gather.own_rows), *x_R.shape[1:])
-        dist.all_to_all_single(
-            received, x_R[: gather.others], gather.own_rows, gather.others_rows, group=gather.group
-        )
+        dist.all_to_all_single(received, x_R[: gather.others], gather.own_rows, gather.others_rows, group=gather.group)
         if len(gather.sizes) == 2:
             return own + received  # which is computed in float32 and rounded once
         summands = received.view(len(gather.sizes) - 1, *own.shape)

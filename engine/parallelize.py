@@ -7,7 +7,7 @@ Two device meshes over the same ranks (``topology/mesh.py``), here for 16 ranks 
     experts   (dp_replicate, ep_fsdp, ep)     ep          0  1  2  3  4  5  6  7 |  0  1  2  3  4  5  6  7
                                               ep_fsdp     0  0  0  0  0  0  0  0 |  1  1  1  1  1  1  1  1
 
-    dp_replicate * ep_fsdp * ep == dp_replicate * fsdp == world
+    dp_replicate * ep_fsdp * ep * etp == dp_replicate * fsdp == world        (etp, fastest, is 1 where it is not given)
 
     parameter                       global shape      placements                              a rank computes with
     experts, gate_up_proj           [E, 2I, D]        ep: Shard(0), ep_fsdp: Shard(0 or 1)    [E / ep, 2I, D]
@@ -15,21 +15,26 @@ Two device meshes over the same ranks (``topology/mesh.py``), here for 16 ranks 
     attention, norms, router, ...   [n, ...]          fsdp: Shard(0)                          [n, ...]
     correction biases, if frozen    [E]               none: every rank holds them whole       [E]
 
+    with etp_size > 1, gate_up_proj   and etp: _StridedShard(1, 2), ep_fsdp: Shard(0 or 2)    [E / ep, 2I / etp, D]
+                       down_proj      and etp: Shard(2)                                       [E / ep, D, I / etp]
+
 Tokens move over ``ep``: dispatch and combine are all-to-alls inside the experts' forward. Parameters move over
 ``ep_fsdp`` and ``fsdp``: FSDP2 all-gathers them before a module computes and reduce-scatters their gradients after it.
+With ``etp`` each rank has a part of gate, up and down of its experts: what a rank received is gathered over ``etp``,
+each computes a summand of the outputs, and these are reduce-scattered, ``out == sum over etp of act_j @ down_j``.
 Three invariants hold for this to be the gradient of the plain model:
 
 1. One divide factor. The loss is a mean over ``world`` ranks, so of every parameter
 
        grad == 1 / world * sum over all ranks of d(loss of the rank) / d(parameter)
 
-   The backward all-to-all has already summed an expert's gradient over ``ep``, and FSDP sums it over
-   ``ep_fsdp * dp_replicate == world / ep`` ranks, by whose number it would divide: experts would come out ``ep`` times
-   too large. Hence every unit, experts or not, divides by ``world`` (step 6).
+   The backward all-to-all has already summed an expert's gradient over ``ep`` (and a gather over ``etp``, the gradient
+   of the reduce-scatter), and FSDP sums it over ``ep_fsdp * dp_replicate == world / (ep * etp)`` ranks, by whose number
+   it would divide: experts would come out ``ep * etp`` times too large. Hence every unit divides by ``world`` (step 6).
 
 2. One order of collectives on all ranks:
 
-       all-to-alls of an experts module's backward  <  its reduce-scatter  <  the next unit's
+       all-to-alls (and, inside them, etp's) of an experts module's backward  <  its reduce-scatter  <  the next unit's
 
    whatever the routing is. Experts are FSDP units of their own, with dispatch and combine inside their forward, so FSDP
    launches their reduce-scatter when autograd has left that forward. Were they part of their layer's unit or dispatch
@@ -38,7 +43,7 @@ Three invariants hold for this to be the gradient of the plain model:
 
 3. Experts are DTensors of their full global shape:
 
-       param.shape == (E, ...)      param.placements == (ep_fsdp: Shard(0 or 1), ep: Shard(0))
+       param.shape == (E, ...)      param.placements == (ep_fsdp: Shard(0 or 1), ep: Shard(0)), and etp's as above
 
    Where they are plain tensors of ``E / ep`` experts instead, every rank has a parameter of the same name and shape
    with other contents: a checkpoint keeps the experts of one EP rank, a gradient norm counts those of one, and loading

@@ -80,8 +80,8 @@ class EngineSettings:
         "Expert tensor parallelism: neighbouring ranks that share each expert, cut along its inner dim. They gather "
         "the tokens that were dispatched to them and add up their outputs, so that as many times more rows travel "
         "among them; what FSDP gathers of experts gets smaller. For few large experts, and where there are more ranks "
-        "than experts. Has to divide the experts' inner and hidden size and fsdp_size / ep_size. 1: a rank holds its "
-        "experts whole",
+        "than experts. Has to divide the experts' inner size, with biases their hidden size, and fsdp_size / ep_size. "
+        "1: a rank holds its experts whole",
         of_experts=True,
     )
     expert_shard_dim: Any = setting(

@@ -26,6 +26,7 @@ from .gemm.backends import TORCH, Backend
 __all__ = [
     "DispatchPlan",
     "Dispatched",
+    "RowExchange",
     "build_dispatch_plans",
     "chunk_bounds",
     "combine",

@@ -25,8 +25,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from .collectives.rows import RowExchange
-from .dispatch import DispatchPlan, inverse, slot_weights
+from .dispatch import DispatchPlan, RowExchange, inverse, slot_weights
 from .gemm.backends import Backend, Groups, IndexedRows, Rows
 
 __all__ = ["Linear", "on_rows", "on_tokens"]

@@ -310,14 +310,10 @@ class Exchange:
                 inside = slices_in_shard(transfer.block, shard)
                 local_blocks.append(LocalBlock(tensor, transfer.block, inside, buffer_range))
             for some in rows:
-                parts = list(self._packed_parts(begins, some, itemsize))
+                parts = list(self._packed_parts(begins, [some], itemsize))
                 send_blocks.append(SendBlock(tensor, slices_in_shard(some, shard), some.shape, parts))
             if begins and not rows:
-                parts = [
-                    PackedPart(slices_in_shard(t.block, shard), slice(begin, begin + t.block.numel * itemsize), False)
-                    for t, begin in begins
-                ]
-                send_blocks.append(SendBlock(tensor, None, (), parts))
+                send_blocks.append(SendBlock(tensor, None, (), list(self._packed_parts(begins, shard, itemsize))))
         self._send_blocks.append(send_blocks)
         self._local_blocks.append(local_blocks)
 
@@ -335,15 +331,15 @@ class Exchange:
         return list(enclosing_rows([t.block for t in piece.outgoing], most // piece.tensor.itemsize))
 
     def _packed_parts(
-        self, begins: Iterable[tuple[Transfer, int]], held: IndexRange, itemsize: int
+        self, begins: Iterable[tuple[Transfer, int]], ranges: Sequence[IndexRange], itemsize: int
     ) -> Iterator[PackedPart]:
-        """Yield the parts of ``held`` that transfers take; each transfer begins at the given byte of its buffer."""
-        for transfer, begin in begins:
+        """Yield the parts of ``ranges`` that transfers take; each transfer begins at the given byte of its buffer."""
+        for (transfer, begin), held in itertools.product(begins, ranges):
             block = transfer.block.intersection(held)
             if block is not None:
                 start = begin + transfer.block.elements_before(block) * itemsize
                 to = slice(start, start + block.numel * itemsize)
-                yield PackedPart(block.slices_in(held), to, transfer.target == self.rank)
+                yield PackedPart(slices_in_shard(block, ranges), to, transfer.target == self.rank)
 
     def _start(self, index: int, buffers: RoundBuffers) -> PendingRound:
         send_splits, receive_splits = self._splits[index]

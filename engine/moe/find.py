@@ -82,8 +82,8 @@ class ExpertsInfo:
         """Parameter name in the module -> its dim that expert tensor parallelism shards.
 
         It is the inner dim of both linears, so that a rank computes with a part of it and its outputs are a summand.
-        What has no inner dim is sharded along the hidden one: the bias of the outputs, of which each rank adds a part,
-        and the half of an adapter that is gathered before it is used. Custom experts have no such dim.
+        The bias of the outputs has no inner dim and is sharded along the hidden one: each rank adds its part. Custom
+        experts and adapters are left out.
         """
         module: Any = self.module
         if not is_on_interface(module):
@@ -94,12 +94,8 @@ class ExpertsInfo:
         known = {
             up: EtpDim(outputs, parts),
             f"{up}_bias": EtpDim(1, parts),
-            f"{up}_lora_A": EtpDim(2),
-            f"{up}_lora_B": EtpDim(1, parts),
             "down_proj": EtpDim(inputs),
             "down_proj_bias": EtpDim(1),
-            "down_proj_lora_A": EtpDim(2),
-            "down_proj_lora_B": EtpDim(1),
         }
         return {name: known[name] for name in self.ep_dims if name in known}
 
@@ -272,8 +268,8 @@ def check_etp(experts: Sequence[ExpertsInfo], topology: Topology, model: str) ->
             raise SettingError(
                 "engine.etp_size",
                 topology.etp,
-                f"the inner dim of {info.fqn}.{unknown[0]} is not known, as {type(info.module).__name__} is none of "
-                "transformers' experts modules with two linears.",
+                f"it is not known how to cut {info.fqn}.{unknown[0]}: experts are cut that are the two linears of "
+                "transformers' interface, without adapters.",
                 "engine.etp_size=1",
             )
     check_inner_divides([size for info in experts for size in info.etp_sizes], topology, model)

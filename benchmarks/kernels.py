@@ -24,7 +24,8 @@ from benchmarks.kernel_compile import on_gpu
 from benchmarks.kernel_model import GPUS, Launch, Routing, over_budget, routed, seconds, work_of
 from benchmarks.quickstart import machine
 from benchmarks.tables import write_table
-from epfsdp2.engine.moe.dispatch import AllToAll, DispatchPlan
+from epfsdp2.engine.moe.collectives.rows import AllToAll
+from epfsdp2.engine.moe.dispatch import DispatchPlan
 from epfsdp2.engine.moe.fused import on_rows, on_tokens
 from epfsdp2.engine.moe.gemm.gate import Gate
 from epfsdp2.engine.moe.gemm.linear import Linear

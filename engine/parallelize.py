@@ -7,7 +7,7 @@ Two device meshes over the same ranks (``topology/mesh.py``), here for 16 ranks 
     experts   (dp_replicate, ep_fsdp, ep)     ep          0  1  2  3  4  5  6  7 |  0  1  2  3  4  5  6  7
                                               ep_fsdp     0  0  0  0  0  0  0  0 |  1  1  1  1  1  1  1  1
 
-    dp_replicate * ep_fsdp * ep == dp_replicate * fsdp == world
+    dp_replicate * ep_fsdp * ep * etp == dp_replicate * fsdp == world        (etp, fastest, is 1 where it is not given)
 
     parameter                       global shape      placements                              a rank computes with
     experts, gate_up_proj           [E, 2I, D]        ep: Shard(0), ep_fsdp: Shard(0 or 1)    [E / ep, 2I, D]
@@ -15,21 +15,26 @@ Two device meshes over the same ranks (``topology/mesh.py``), here for 16 ranks 
     attention, norms, router, ...   [n, ...]          fsdp: Shard(0)                          [n, ...]
     correction biases, if frozen    [E]               none: every rank holds them whole       [E]
 
+    with etp_size > 1, gate_up_proj   and etp: _StridedShard(1, 2), ep_fsdp: Shard(0 or 2)    [E / ep, 2I / etp, D]
+                       down_proj      and etp: Shard(2)                                       [E / ep, D, I / etp]
+
 Tokens move over ``ep``: dispatch and combine are all-to-alls inside the experts' forward. Parameters move over
 ``ep_fsdp`` and ``fsdp``: FSDP2 all-gathers them before a module computes and reduce-scatters their gradients after it.
+With ``etp`` each rank has a part of gate, up and down of its experts: what a rank received is gathered over ``etp``,
+each computes a summand of the outputs, and these are reduce-scattered, ``out == sum over etp of act_j @ down_j``.
 Three invariants hold for this to be the gradient of the plain model:
 
 1. One divide factor. The loss is a mean over ``world`` ranks, so of every parameter
 
        grad == 1 / world * sum over all ranks of d(loss of the rank) / d(parameter)
 
-   The backward all-to-all has already summed an expert's gradient over ``ep``, and FSDP sums it over
-   ``ep_fsdp * dp_replicate == world / ep`` ranks, by whose number it would divide: experts would come out ``ep`` times
-   too large. Hence every unit, experts or not, divides by ``world`` (step 6).
+   The backward all-to-all has already summed an expert's gradient over ``ep`` (and a gather over ``etp``, the gradient
+   of the reduce-scatter), and FSDP sums it over ``ep_fsdp * dp_replicate == world / (ep * etp)`` ranks, by whose number
+   it would divide: experts would come out ``ep * etp`` times too large. Hence every unit divides by ``world`` (step 6).
 
 2. One order of collectives on all ranks:
 
-       all-to-alls of an experts module's backward  <  its reduce-scatter  <  the next unit's
+       all-to-alls (and, inside them, etp's) of an experts module's backward  <  its reduce-scatter  <  the next unit's
 
    whatever the routing is. Experts are FSDP units of their own, with dispatch and combine inside their forward, so FSDP
    launches their reduce-scatter when autograd has left that forward. Were they part of their layer's unit or dispatch
@@ -38,7 +43,7 @@ Three invariants hold for this to be the gradient of the plain model:
 
 3. Experts are DTensors of their full global shape:
 
-       param.shape == (E, ...)      param.placements == (ep_fsdp: Shard(0 or 1), ep: Shard(0))
+       param.shape == (E, ...)      param.placements == (ep_fsdp: Shard(0 or 1), ep: Shard(0)), and etp's as above
 
    Where they are plain tensors of ``E / ep`` experts instead, every rank has a parameter of the same name and shape
    with other contents: a checkpoint keeps the experts of one EP rank, a gradient norm counts those of one, and loading
@@ -66,7 +71,7 @@ from .fsdp.single_rank_reduce import reduce_in_place
 from .fsdp.unit import Unit
 from .fsdp.wrap_plan import wrap_plan
 from .model.layers import layer_names
-from .moe.find import ExpertsInfo, find_experts
+from .moe.find import ExpertsInfo, check_etp, find_experts
 from .moe.gemm.backends import choose_backend
 from .moe.install import install_experts_forward
 from .topology.expert_placement import check_experts_divide, model_parallel_placements
@@ -87,20 +92,22 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
     # 1. Find the experts modules, and plan what FSDP wraps: a list of units, an inner module before an outer one.
     experts = find_experts(model, options.expert_plan)
     check_experts_divide([info.num_experts for info in experts], meshes.topology, type(model).__name__)
+    check_etp(experts, meshes.topology, type(model).__name__)
     plan = wrap_plan(model, options)
     experts_modules = {info.module for info in experts}
     layers = [model.get_submodule(fqn) for fqn in layer_names(model)]
     device_type = meshes.dense.device_type
 
-    # 2. Shard the experts over ep. FSDP then sees DTensors, and shards them once more over ep_fsdp.
+    # 2. Shard the experts over ep and etp. FSDP then sees DTensors, and shards them once more over ep_fsdp.
     for info in experts:
-        shard_over_ep(info, meshes)
+        shard_experts(info, meshes)
 
     # 3. Have the experts dispatch their tokens, compute the local experts, and combine.
     install_experts_forward(
         model,
         experts,
         meshes.ep.get_group() if meshes.topology.ep > 1 else None,
+        meshes.etp_group,
         choose_backend(options.experts_backend, device_type, options.param_dtype).name,
         dispatcher=options.dispatcher,
         chunks=options.dispatch_chunks,
@@ -132,15 +139,16 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
     return model
 
 
-def shard_over_ep(info: ExpertsInfo, meshes: Meshes) -> None:
-    """Make each parameter of an experts module that has a dim for its experts a DTensor sharded over ``ep`` along it.
+def shard_experts(info: ExpertsInfo, meshes: Meshes) -> None:
+    """Make each parameter of an experts module that has a dim for its experts a DTensor over ``ep`` along it, and over
+    ``etp`` along its inner dim.
 
     ``[E, ..., ...]`` keeps its shape; its local tensor is ``[E / ep, ..., ...]``.
     """
-    axes = meshes.topology.model_parallel_axes
+    axes, etp_dims = meshes.topology.model_parallel_axes, info.etp_dims
     for name, ep_dim in info.ep_dims.items():
         param = info.module.get_parameter(name)
-        placements = model_parallel_placements(axes, ep_dim)
+        placements = model_parallel_placements(axes, ep_dim, etp_dims.get(name))
         # No source rank: each rank cuts what it has (nothing yet, on the meta device).
         sharded = distribute_tensor(param.detach(), meshes.model_parallel, placements, src_data_rank=None)
         info.module.register_parameter(name, nn.Parameter(sharded, requires_grad=param.requires_grad))

@@ -127,7 +127,7 @@ def test_call_order_of_the_docstring_is_verls():
 def test_the_page_on_expert_parallelism_is_short_and_has_seven_steps():
     page = (ROOT / "engine/parallelize.py").read_text()
     assert len(page.splitlines()) < 200
-    body = page[page.index("def parallelize") : page.index("def shard_over_ep")]
+    body = page[page.index("def parallelize") : page.index("def shard_experts")]
     assert re.findall(r"^    # (\d)\. ", body, flags=re.M) == list("1234567")
     assert re.findall(r"^(\d)\. ", page, flags=re.M) == list("123"), "three invariants"
 

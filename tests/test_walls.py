@@ -58,6 +58,7 @@ THIRD_PARTIES: dict[str, frozenset[str]] = {
     "engine/moe/router": TORCH,
     "engine/moe": TORCH,
     "engine/moe/deepep.py": TORCH | {"deep_ep"},
+    "engine/moe/collectives": TORCH,
     "engine/moe/gemm": TORCH,
     "engine/moe/gemm/persistent_launch.py": TORCH | {"triton"},
     "engine/moe/gemm/triton_backend.py": TORCH | {"triton"},

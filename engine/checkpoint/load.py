@@ -27,8 +27,8 @@ from ..compat.transformers_names import (
 )
 from ..errors import listed
 from ..model.hf_convert import converter_targets
-from ..topology.dtensor import checkpoint_tensors, is_expert_parameter, local_range, local_tensor
-from ..topology.index_ranges import IndexRange
+from ..topology.dtensor import checkpoint_tensors, is_expert_parameter, local_pieces, local_tensor
+from ..topology.index_ranges import IndexRange, bounding_range
 from ..topology.mesh import Meshes
 from ..topology.rank_consistency import raise_on_all_ranks
 from .hf_slices import CheckpointSlice, find_slices
@@ -153,16 +153,16 @@ def verify_experts(model: nn.Module, files: CheckpointFiles, count: int = 2) -> 
     count = min(count, len(names))
     for index in (round(i * (len(names) - 1) / max(1, count - 1)) for i in range(count)):
         name, target = names[index], held[names[index]]
-        held_range = local_range(target)
-        expert = held_range.low[0] + index % (held_range.high[0] - held_range.low[0])
-        one = held_range.with_dim(0, expert, expert + 1)
-        if sources[name].converter is None:
-            wanted = files.read(sources[name].keys[-1][1], one.slices)
-        else:
-            wanted = _convert(name, target, sources[name], one.slices, model, files)
-        found = local_tensor(target).detach()[one.slices_in(held_range)].cpu()
-        if not torch.equal(found, wanted.to(found.dtype)):
-            raise ValueError(f"{name}[{expert}] differs from {files.folder} after loading.")
+        for held_range, values in local_pieces(target.detach()):
+            expert = held_range.low[0] + index % (held_range.high[0] - held_range.low[0])
+            one = held_range.with_dim(0, expert, expert + 1)
+            if sources[name].converter is None:
+                wanted = files.read(sources[name].keys[-1][1], one.slices)
+            else:
+                wanted = _convert(name, target, sources[name], one.slices, model, files)
+            found = values[one.slices_in(held_range)].cpu()
+            if not torch.equal(found, wanted.to(found.dtype)):
+                raise ValueError(f"{name}[{expert}] differs from {files.folder} after loading.")
         done.append(f"{name}[{expert}]")
     return done
 
@@ -248,18 +248,21 @@ def _unknown(names: list[str], sources: Mapping[str, _Source], model: Any, files
 
 def _fill(tensor: _Target, model: nn.Module, files: CheckpointFiles) -> None:
     """Read this rank's shard of a tensor."""
-    local = local_tensor(tensor.target)
-    if not local.numel():
+    if not local_tensor(tensor.target).numel():
         return
-    held = local_range(tensor.target)
+    held_pieces = list(local_pieces(tensor.target))
     if tensor.slices is None:
-        local.copy_(_convert(tensor.name, tensor.target, tensor.source, held.slices, model, files))
+        whole = bounding_range([held for held, _ in held_pieces])
+        values = _convert(tensor.name, tensor.target, tensor.source, whole.slices, model, files)
+        for held, local in held_pieces:
+            local.copy_(values[held.slices_in(whole)])
         return
-    for piece, keys in tensor.slices:
-        for key, wanted, into in _keys_in(keys, held, local):
-            part = piece.copy_into(wanted, files.shape(key))
-            if part is not None:
-                part.copy(files.read(key, part.source), into)
+    for held, local in held_pieces:
+        for piece, keys in tensor.slices:
+            for key, wanted, into in _keys_in(keys, held, local):
+                part = piece.copy_into(wanted, files.shape(key))
+                if part is not None:
+                    part.copy(files.read(key, part.source), into)
 
 
 def _keys_in(keys: list[str], held: IndexRange, local: torch.Tensor) -> Iterator[tuple[str, IndexRange, torch.Tensor]]:

@@ -35,6 +35,7 @@ from ..lora.peft_files import ADAPTER, write_adapter
 from ..model.hf_convert import cache_shapes
 from ..optim.loss_scale import LossScale
 from ..optim.multi_optimizer import MultiOptimizer
+from ..topology.dcp import ShardWriter, chunked
 from ..topology.dtensor import checkpoint_tensors, is_adapter
 from ..topology.rank_consistency import raise_on_all_ranks
 from .atomic_folder import CheckpointError, atomic_dir_all_ranks, verify_all_ranks
@@ -207,7 +208,7 @@ def load_checkpoint(
         packed = _optimizer_template(folder, facts["param_groups"], metadata, optimizer)
         state |= _flat(packed["state"])
     if state:
-        dcp.load(state, storage_reader=reader)
+        dcp.load(chunked(state), storage_reader=reader)
     if packed is not None and optimizer is not None:
         optimizer.load_state_dict(packed)
     if "extra" in contents:
@@ -288,11 +289,7 @@ def _restore_random_state(folder: Path) -> None:
 
 def _write_shards(folder: Path, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
     if tensors:
-        dcp.save(
-            tensors,
-            storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True),
-            process_group=group,
-        )
+        dcp.save(chunked(tensors), storage_writer=ShardWriter(str(folder)), process_group=group)
 
 
 def _of_model(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -31,6 +31,12 @@ def _only_all_to_all(config: Any) -> None:
             raise SettingError(f"engine.{name}", value, rule, f"engine.{name}={default}")
 
 
+def _only_whole_experts(config: Any) -> None:
+    if config.dispatcher == "deepep" and config.etp_size > 1:
+        rule = f"sends rows to ranks that hold experts whole, and engine.etp_size={config.etp_size} cuts them."
+        raise SettingError("engine.dispatcher", "deepep", rule, "engine.dispatcher=all_to_all, or engine.etp_size=1")
+
+
 def _only_with_ep(config: Any) -> None:
     for name, value, default in _given_dispatch(config):
         if config.ep_size == 1:
@@ -64,6 +70,7 @@ def _float16_of_float32(config: Any) -> None:
 
 _BETWEEN_SETTINGS: Sequence[Callable[[Any], None]] = (
     _only_all_to_all,
+    _only_whole_experts,
     _only_with_ep,
     _only_eager_attention_over_ranks,
     _float16_of_float32,

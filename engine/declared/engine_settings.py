@@ -55,8 +55,8 @@ def _no_replay() -> Any:
 class EngineSettings:
     """The settings under ``engine.``, which need neither verl nor Hydra.
 
-    ``ep * ep_fsdp * dp_replicate == world``, with ``ep = ep_size``, ``dp_replicate = world / fsdp_size`` (1 where
-    ``fsdp_size`` is -1) and ``ep_fsdp`` what is left.
+    ``ep * etp * ep_fsdp * dp_replicate == world``, with ``ep = ep_size``, ``etp = etp_size``, ``dp_replicate = world /
+    fsdp_size`` (1 where ``fsdp_size`` is -1) and ``ep_fsdp`` what is left.
     """
 
     strategy: str = setting(
@@ -74,11 +74,22 @@ class EngineSettings:
         "role is sharded by FSDP2 over all ranks",
         of_experts=True,
     )
+    etp_size: int = setting(
+        1,
+        POSITIVE,
+        "Expert tensor parallelism: neighbouring ranks that share each expert, cut along its inner dim. They gather "
+        "the tokens that were dispatched to them and add up their outputs, so that as many times more rows travel "
+        "among them; what FSDP gathers of experts gets smaller. For few large experts, and where there are more ranks "
+        "than experts. Has to divide the experts' inner size, with biases their hidden size, and fsdp_size / ep_size. "
+        "1: a rank holds its experts whole",
+        of_experts=True,
+    )
     expert_shard_dim: Any = setting(
         "auto",
         _SHARD_DIM,
         "Dim of the stacked expert weights [E, ..., ...] that is sharded over the remaining ranks (ep_fsdp): 1 "
-        "splits every expert, 0 keeps experts whole (only where they divide evenly), auto takes 0 where it can",
+        "splits every expert, 0 keeps experts whole (only where they divide evenly), auto takes 0 where it can. With "
+        "etp_size the dim that splits an expert is its hidden one",
         shards=True,
         of_experts=True,
     )

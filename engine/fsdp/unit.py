@@ -5,12 +5,12 @@ A unit names modules and parameters and holds none, so it can be compared, print
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
-from ..topology.expert_placement import ep_fsdp_dim
+from ..topology.expert_placement import EtpDim, ep_fsdp_dim
 from ..topology.index_ranges import ShardStep
 from ..topology.mesh import Topology
 
@@ -61,6 +61,7 @@ class Unit:
         stage: when it is needed: in the root, the embeddings, the head, or the layer that it is a part of.
         shapes: global shape of each parameter, by FQN. A parameter belongs to the first unit that holds it.
         ep_dims: for each parameter of experts, the dim that counts the experts; empty for every other unit.
+        etp_dims: for each parameter of experts, the dim that ``etp`` shards.
         param_dtype: dtype in which the parameters are gathered.
         reduce_dtype: dtype in which the gradients are reduced.
         casts_inputs: FSDP casts floating-point inputs of the forward to ``param_dtype``.
@@ -82,6 +83,7 @@ class Unit:
     reduce_dtype: torch.dtype
     reshard_after_forward: bool | None
     ep_dims: Mapping[str, int]
+    etp_dims: Mapping[str, EtpDim] = field(default_factory=dict)
     casts_inputs: bool = True
     casts_outputs: bool = False
     unshard_in_backward: bool = True
@@ -133,21 +135,27 @@ class Unit:
         """
         if not self.is_experts:
             return 0
-        return ep_fsdp_dim(self.shapes[name], topology, expert_shard_dim, self.ep_dims.get(name, 0))
+        ep_dim, etp_dim = self.ep_dims.get(name, 0), self.etp_dims.get(name)
+        return ep_fsdp_dim(self.shapes[name], topology, expert_shard_dim, ep_dim, etp_dim)
 
     def cuts(self, name: str, topology: Topology, expert_shard_dim: int | str = "auto") -> tuple[ShardStep, ...]:
         """How a parameter is cut over the axes of its mesh, the outermost cut first; arguments as ``shard_dim``'s."""
         dim = self.shard_dim(name, topology, expert_shard_dim)
         if not self.is_experts:
             return (ShardStep(dim, "fsdp", topology.fsdp),)
-        over_ep = (ShardStep(self.ep_dims[name], "ep", topology.ep),) if name in self.ep_dims else ()
-        return (*over_ep, ShardStep(dim, "ep_fsdp", topology.ep_fsdp))
+        steps = [ShardStep(self.ep_dims[name], "ep", topology.ep)] if name in self.ep_dims else []
+        if topology.etp > 1 and name in self.etp_dims:
+            cut = self.etp_dims[name]
+            steps.append(ShardStep(cut.dim, "etp", topology.etp, cut.parts))
+        return (*steps, ShardStep(dim, "ep_fsdp", topology.ep_fsdp))
 
     def local_numel(self, name: str, topology: Topology, expert_shard_dim: int | str = "auto") -> int:
         """Elements of a rank's padded shard of one parameter; arguments as ``shard_dim``'s."""
         shape, dim = list(self.shapes[name]), self.shard_dim(name, topology, expert_shard_dim)
         if name in self.ep_dims:
             shape[self.ep_dims[name]] //= topology.ep
+        if name in self.etp_dims:
+            shape[self.etp_dims[name].dim] //= topology.etp
         shape[dim] = -(-shape[dim] // self.ranks(topology))
         return math.prod(shape)
 

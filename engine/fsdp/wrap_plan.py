@@ -48,6 +48,7 @@ def wrap_plan(model: Any, options: ShardingOptions) -> list[Unit]:
             [info.module],
             reshard if reshard_experts is None else reshard_experts,
             ep_dims={f"{info.fqn}.{name}": dim for name, dim in info.ep_dims.items()},
+            etp_dims={f"{info.fqn}.{name}": cut for name, cut in info.etp_dims.items()},
             casts_inputs=False,  # routing weights may be float32 on purpose: the experts cast their hidden states
         )
     if {options.param_dtype, *(p.dtype for p in model.parameters())} != {torch.float32}:

@@ -88,7 +88,7 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
 
     def _init_device_mesh(self) -> None:
         config, device, world = self.engine_config, get_device_name(), dist.get_world_size()
-        self.meshes = build_meshes(device, Topology.arrange(world, config.ep_size, config.fsdp_size))
+        self.meshes = build_meshes(device, Topology.arrange(world, config.ep_size, config.fsdp_size, config.etp_size))
         self.device_mesh = self.meshes.dense
         self.ulysses_sequence_parallel_size = sp = config.ulysses_sequence_parallel_size
         self.use_ulysses_sp = sp > 1

@@ -20,12 +20,13 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from .collectives.rows import AllToAll, Gather, RowExchange, exchange_rows, gather_counts
 from .gemm.backends import TORCH, Backend, inverse
 
 __all__ = [
-    "AllToAll",
     "DispatchPlan",
     "Dispatched",
+    "RowExchange",
     "build_dispatch_plans",
     "chunk_bounds",
     "combine",
@@ -40,31 +41,6 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class AllToAll:
-    """The splits of one all-to-all, from the ranks of the tokens to those of their experts; a no-op without a group."""
-
-    send_splits: list[int]
-    recv_splits: list[int]
-    group: dist.ProcessGroup | None
-
-    def reversed(self) -> "AllToAll":
-        """Return the all-to-all in the other direction: combine's, or the one of the gradient."""
-        return AllToAll(self.recv_splits, self.send_splits, self.group)
-
-    def __call__(self, x_S: torch.Tensor) -> torch.Tensor:
-        """Send one row per slot to the ranks of the experts: ``(S, ...)`` to ``(R, ...)``; not differentiable."""
-        if self.group is None:
-            return x_S
-        out = self.empty_output(x_S)
-        dist.all_to_all_single(out, x_S.contiguous(), self.recv_splits, self.send_splits, group=self.group)
-        return out
-
-    def empty_output(self, x_S: torch.Tensor) -> torch.Tensor:
-        """Allocate the output for an input like ``x_S``: ``(R, ...)`` in its dtype."""
-        return x_S.new_empty(sum(self.recv_splits), *x_S.shape[1:])
-
-
-@dataclass(frozen=True)
 class DispatchPlan:
     """How the slots of some tokens are sent to their experts and back; made by ``build_dispatch_plans``."""
 
@@ -73,8 +49,9 @@ class DispatchPlan:
     slot_order: torch.Tensor
     """int64 ``(T * K,)``: slots in the order they were sent."""
     row_order: torch.Tensor | None
-    """int64 ``(R,)``: received rows in expert order; ``None`` where they arrive in it (``ep == 1``)."""
-    all_to_all: AllToAll
+    """int64 ``(R,)``: received rows in expert order; ``None`` where they arrive in it (``ep == etp == 1``)."""
+    all_to_all: RowExchange
+    """Sends slots to the ranks of their experts."""
 
     @property
     def rows(self) -> int:
@@ -91,7 +68,11 @@ class Dispatched(DispatchPlan):
 
 
 def dispatch(
-    hidden_TD: torch.Tensor, experts_TK: torch.Tensor, num_experts: int, group: dist.ProcessGroup | None
+    hidden_TD: torch.Tensor,
+    experts_TK: torch.Tensor,
+    num_experts: int,
+    group: dist.ProcessGroup | None,
+    etp_group: dist.ProcessGroup | None = None,
 ) -> Dispatched:
     """Send every slot's hidden state to the rank of its expert.
 
@@ -100,13 +81,13 @@ def dispatch(
         experts_TK: global expert ids ``(T, K)``, any integer dtype; read only.
         num_experts: ``E``.
         group: the EP group, ``None`` where one rank holds all experts.
+        etp_group: the ranks that share each expert, ``None`` where a rank holds its experts whole.
     """
-    (plan,) = build_dispatch_plans(experts_TK, num_experts, group)
+    (plan,) = build_dispatch_plans(experts_TK, num_experts, group, etp_group=etp_group)
     sent_SD = to_slots(hidden_TD, plan, experts_TK.shape[-1])
-    if group is None:
+    if plan.row_order is None:
         return Dispatched(**vars(plan), rows_RD=sent_SD)
-    assert plan.row_order is not None
-    received_RD = _AllToAll.apply(sent_SD, plan.all_to_all)
+    received_RD = exchange_rows(sent_SD, plan.all_to_all)
     return Dispatched(**vars(plan), rows_RD=permute(received_RD, plan.row_order))
 
 
@@ -116,7 +97,11 @@ def chunk_bounds(tokens: int, chunks: int) -> list[int]:
 
 
 def build_dispatch_plans(
-    experts_TK: torch.Tensor, num_experts: int, group: dist.ProcessGroup | None, chunks: int = 1
+    experts_TK: torch.Tensor,
+    num_experts: int,
+    group: dist.ProcessGroup | None,
+    chunks: int = 1,
+    etp_group: dist.ProcessGroup | None = None,
 ) -> list[DispatchPlan]:
     """Build the plan of each chunk of tokens, with one all-to-all of counts and one host sync for all of them.
 
@@ -126,15 +111,20 @@ def build_dispatch_plans(
         experts_TK: global expert ids ``(T, K)``, any integer dtype; read only.
         num_experts: ``E``.
         chunks: parts of the ``T`` tokens (``chunk_bounds``), as many on all ranks of the group.
+        etp_group: as in ``dispatch``; what the EP group exchanged is then gathered over it.
     """
     kept: _KeptPlans | None = getattr(_kept, "plans", None)
     if kept is None:
-        return _build(experts_TK, num_experts, group, chunks)
-    return kept.next(lambda: _build(experts_TK, num_experts, group, chunks))
+        return _build(experts_TK, num_experts, group, chunks, etp_group)
+    return kept.next(lambda: _build(experts_TK, num_experts, group, chunks, etp_group))
 
 
 def _build(
-    experts_TK: torch.Tensor, num_experts: int, group: dist.ProcessGroup | None, chunks: int
+    experts_TK: torch.Tensor,
+    num_experts: int,
+    group: dist.ProcessGroup | None,
+    chunks: int,
+    etp_group: dist.ProcessGroup | None,
 ) -> list[DispatchPlan]:
     (tokens, k), e = experts_TK.shape, num_experts
     keys = experts_TK.long()
@@ -144,26 +134,47 @@ def _build(
     slot_orders = _split_order(_order(keys, chunks * e), [k * b for b in chunk_bounds(tokens, chunks)])
     # Not bincount: on an accelerator it waits for the device to learn its output's size.
     counts = keys.new_zeros(chunks * e).scatter_add_(0, keys, torch.ones_like(keys))
-    if group is None:
+    if group is None and etp_group is None:
         local = AllToAll([], [], None)
         return [DispatchPlan(c, order, None, local) for c, order in zip(counts.split(e), slot_orders, strict=True)]
 
-    ep = dist.get_world_size(group)
+    ep = dist.get_world_size(group) if group is not None else 1
     e //= ep
     sent = counts.view(chunks, ep, e).transpose(0, 1).contiguous()  # [destination rank, chunk, local expert]
-    received = torch.empty_like(sent)  # [source rank, chunk, local expert]
-    dist.all_to_all_single(received, sent, group=group)
-    # One host sync: the sizes of both directions, of each chunk.
-    send_splits, recv_splits = torch.stack([sent.sum(2), received.sum(2)]).transpose(1, 2).tolist()
+    received = sent
+    if group is not None:
+        received = torch.empty_like(sent)  # [source rank, chunk, local expert]
+        dist.all_to_all_single(received, sent, group=group)
+    # One host sync: the sizes of every direction, of each chunk.
+    splits = [sent.sum(2), received.sum(2)]
+    if etp_group is not None:
+        by_rank = gather_counts(received, etp_group)
+        splits.append(by_rank.sum((1, 3)))
+        received = by_rank.flatten(0, 1)
+    sizes_of_chunks = torch.cat(splits).t().tolist()
+    exchanges = [_row_exchange(sizes, ep, group, etp_group) for sizes in sizes_of_chunks]
 
-    row_bounds = [0, *itertools.accumulate(sum(splits) for splits in recv_splits)]
-    local_expert = torch.arange(chunks * e, device=keys.device).view(chunks, 1, e).expand(chunks, ep, e).reshape(-1)
+    sources = received.shape[0]
+    row_bounds = [0, *itertools.accumulate(sum(sizes[2 * ep :] or sizes[ep:]) for sizes in sizes_of_chunks)]
+    local_expert = torch.arange(chunks * e, device=keys.device).view(chunks, 1, e)
+    local_expert = local_expert.expand(chunks, sources, e).reshape(-1)
     sizes = received.transpose(0, 1).reshape(-1)
     row_expert = torch.repeat_interleave(local_expert, sizes, output_size=row_bounds[-1])
     row_orders = _split_order(_order(row_expert, chunks * e), row_bounds)
     counts_e = received.sum(0).unbind()
-    all_to_alls = [AllToAll(send, recv, group) for send, recv in zip(send_splits, recv_splits, strict=True)]
-    return [DispatchPlan(*fields) for fields in zip(counts_e, slot_orders, row_orders, all_to_alls, strict=True)]
+    return [DispatchPlan(*fields) for fields in zip(counts_e, slot_orders, row_orders, exchanges, strict=True)]
+
+
+def _row_exchange(
+    sizes: list[int], ep: int, group: dist.ProcessGroup | None, etp_group: dist.ProcessGroup | None
+) -> RowExchange:
+    """Make it of the rows of each direction: to each EP rank, from each, and of each rank of ``etp``, its own last."""
+    all_to_all = AllToAll(sizes[:ep], sizes[ep : 2 * ep], group)
+    if etp_group is None:
+        return all_to_all
+    *others, own = sizes[2 * ep :]
+    others.insert(dist.get_rank(etp_group), own)
+    return Gather(all_to_all, others, etp_group)
 
 
 _kept = threading.local()  # backward, which recomputes, may run in another thread
@@ -223,10 +234,9 @@ def combine(
     Returns:
         ``(T, D)`` in the dtype that the product has.
     """
-    if group is not None:
-        assert dispatched.row_order is not None
+    if dispatched.row_order is not None:
         output_RD = permute(output_RD, inverse(dispatched.row_order))
-        output_RD = _AllToAll.apply(output_RD, dispatched.all_to_all.reversed())
+        output_RD = exchange_rows(output_RD, dispatched.all_to_all.reversed())
     slots_SD = permute(output_RD, inverse(dispatched.slot_order))
     tokens, k = weights_TK.shape
     return (slots_SD.view(tokens, k, slots_SD.shape[-1]) * weights_TK.unsqueeze(-1)).sum(dim=1)
@@ -326,16 +336,3 @@ class _DeferredRouterGrad(torch.autograd.Function):
         output_RD, scale_R = ctx.saved_tensors
         scaled = (grad_RD * scale_R.unsqueeze(-1)).to(grad_RD.dtype)
         return scaled, (grad_RD.to(scale_R.dtype) * output_RD).sum(-1)
-
-
-class _AllToAll(torch.autograd.Function):
-    """A differentiable ``AllToAll``: the gradient is sent in the other direction."""
-
-    @staticmethod
-    def forward(ctx, x, all_to_all):
-        ctx.all_to_all = all_to_all
-        return all_to_all(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.all_to_all.reversed()(grad), None

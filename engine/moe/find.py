@@ -20,17 +20,22 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import nn
 
 from ..errors import SettingError, close_matches
+from ..topology.expert_placement import EtpDim, check_inner_divides
+from ..topology.mesh import Topology
 
 __all__ = [
     "CustomExperts",
     "ExpertsInfo",
     "UnsupportedModelError",
+    "check_etp",
     "experts_by_layer",
     "find_experts",
     "is_dense",
+    "is_interleaved",
     "is_on_interface",
 ]
 
@@ -71,6 +76,33 @@ class ExpertsInfo:
     num_experts: int
     ep_dims: Mapping[str, int] = field(default_factory=dict)
     """Parameter name in the module -> its dim that counts the experts; parameters without one are left out."""
+
+    @property
+    def etp_dims(self) -> dict[str, EtpDim]:
+        """Parameter name in the module -> its dim that expert tensor parallelism shards.
+
+        It is the inner dim of both linears, so that a rank computes with a part of it and its outputs are a summand.
+        The bias of the outputs has no inner dim and is sharded along the hidden one: each rank adds its part. Custom
+        experts and adapters are left out.
+        """
+        module: Any = self.module
+        if not is_on_interface(module):
+            return {}
+        parts = 2 if module.has_gate and not is_interleaved(module) else 1
+        outputs, inputs = (2, 1) if module.is_transposed else (1, 2)
+        up = "gate_up_proj" if module.has_gate else "up_proj"
+        known = {
+            up: EtpDim(outputs, parts),
+            f"{up}_bias": EtpDim(1, parts),
+            "down_proj": EtpDim(inputs),
+            "down_proj_bias": EtpDim(1),
+        }
+        return {name: known[name] for name in self.ep_dims if name in known}
+
+    @property
+    def etp_sizes(self) -> list[int]:
+        """What an expert tensor-parallel size has to divide: the sizes along ``etp_dims``, of gate and up each."""
+        return [self.module.get_parameter(n).shape[cut.dim] // cut.parts for n, cut in self.etp_dims.items()]
 
 
 def find_experts(model: nn.Module, plan: Mapping[str, int] | None = None) -> list[ExpertsInfo]:
@@ -184,6 +216,17 @@ def is_on_interface(module: nn.Module) -> bool:
     return all(hasattr(module, flag) for flag in _INTERFACE_FLAGS)
 
 
+def is_interleaved(experts: Any) -> bool:
+    """Return whether gate and up are interleaved in the columns that ``_apply_gate`` takes.
+
+    This calls the function: transformers had interleaved families before it had the flag ``is_concatenated``.
+    """
+    columns = torch.tensor([[0.5, 0.6, 0.7, 0.8], [0.5, 0.3, 0.7, 0.8]], device="cpu")
+    # The two rows differ in the second column: the first output's up if they are interleaved, else another gate.
+    first, other = experts._apply_gate(columns)[:, 0].tolist()
+    return first != other
+
+
 def _planned(model: nn.Module, plan: Mapping[str, int]) -> dict[str, ExpertsInfo]:
     """Describe the modules that the user's plan names, by their FQN."""
     params = dict(model.named_parameters())
@@ -208,6 +251,28 @@ def _check_plan(name: str, param: nn.Parameter, pattern: str, dim: Any) -> None:
             f"has to be the dim of {name}, of shape {tuple(param.shape)}, that counts the experts.",
             f"one of {list(range(param.dim()))}",
         )
+
+
+def check_etp(experts: Sequence[ExpertsInfo], topology: Topology, model: str) -> None:
+    """Check that experts can be sharded over ``etp``.
+
+    Args:
+        model: the model's name.
+
+    Raises:
+        SettingError: it has none, its experts compute themselves, or the size does not divide their inner dims.
+    """
+    for info in experts if topology.etp > 1 else ():
+        unknown = [name for name in info.ep_dims if name not in info.etp_dims]
+        if unknown:
+            raise SettingError(
+                "engine.etp_size",
+                topology.etp,
+                f"it is not known how to cut {info.fqn}.{unknown[0]}: experts are cut that are the two linears of "
+                "transformers' interface, without adapters.",
+                "engine.etp_size=1",
+            )
+    check_inner_divides([size for info in experts for size in info.etp_sizes], topology, model)
 
 
 def _check_nothing_else(info: ExpertsInfo) -> None:

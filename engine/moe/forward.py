@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ..compat.transformers_names import ALL_EXPERTS_FUNCTIONS
 from . import fused
+from .collectives.weights import with_whole_outputs
 from .dispatch import build_dispatch_plans, combine, deferred_router_grad, dispatch
 from .find import CustomExperts
 from .gemm.backends import (
@@ -66,6 +67,8 @@ class ExpertsRuntime:
     """Name of a ``backends.BackendChoice``."""
     exchange: TokenExchange | None = None
     """Replaces the synchronous all-to-alls, where the settings say so."""
+    etp_group: dist.ProcessGroup | None = None
+    """The ranks that share each expert, ``None`` where this rank holds its experts whole."""
     rows_computed: int = 0
     """Rows that this rank's experts have computed so far, recomputations included."""
 
@@ -112,6 +115,8 @@ def experts_forward(
     """
     runtime: ExpertsRuntime = getattr(self, _HANDLE)
     weight = {name: _local(p) for name, p in self.named_parameters(recurse=False)}
+    if runtime.etp_group is not None:
+        weight = with_whole_outputs(weight, runtime.etp_group)
     hidden = hidden_states.to(weight["down_proj"].dtype)
 
     def local_experts(
@@ -126,10 +131,10 @@ def experts_forward(
     if runtime.exchange is not None:
         return runtime.exchange(hidden, top_k_index, top_k_weights, local_experts).to(hidden_states.dtype)
     if not has_backend(runtime.backend):
-        dispatched = dispatch(hidden, top_k_index, runtime.num_experts, runtime.group)
+        dispatched = dispatch(hidden, top_k_index, runtime.num_experts, runtime.group, runtime.etp_group)
         out = local_experts(dispatched.rows_RD, dispatched.counts_e)
         return combine(out, dispatched, top_k_weights, runtime.group).to(hidden_states.dtype)
-    (plan,) = build_dispatch_plans(top_k_index, runtime.num_experts, runtime.group)
+    (plan,) = build_dispatch_plans(top_k_index, runtime.num_experts, runtime.group, etp_group=runtime.etp_group)
     runtime.rows_computed += plan.rows
     up, down = linears(self, weight)
     backend = backend_named(runtime.backend)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from .dispatch import AllToAll, DispatchPlan, slot_weights
+from .dispatch import DispatchPlan, RowExchange, slot_weights
 from .gemm.backends import Backend, Groups, IndexedRows, Rows, inverse
 from .gemm.linear import Linear
 
@@ -176,7 +176,7 @@ class _Call:
 
     experts: _Experts
     groups: Groups
-    all_to_all: AllToAll
+    all_to_all: RowExchange
     k: int
     dtype: torch.dtype
     ambient: Any

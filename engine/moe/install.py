@@ -21,6 +21,7 @@ def install_experts_forward(
     model: Any,
     experts: Sequence[ExpertsInfo],
     group: dist.ProcessGroup | None,
+    etp_group: dist.ProcessGroup | None,
     backend: str,
     *,
     dispatcher: str = "all_to_all",
@@ -31,6 +32,7 @@ def install_experts_forward(
 
     Args:
         group: the EP group; None where a single rank holds all experts.
+        etp_group: the ranks that share each expert; None where a rank holds its experts whole.
         backend: name of what computes the experts (``moe/gemm/backends.py``).
         dispatcher: what brings tokens to their experts, one of ``deepep.DISPATCHERS``.
         chunks: parts in which a layer's tokens are dispatched, one while another computes.
@@ -51,10 +53,11 @@ def install_experts_forward(
                 overlap.exchange,
                 num_experts=info.num_experts,
                 group=group,
+                etp_group=etp_group,
                 backend=sums,
                 chunks=chunks,
                 shared=SharedExperts(block, info.module) if overlap_shared_experts else None,
             )
-        attach(info.module, ExpertsRuntime(info.num_experts, group, backend, exchange))
+        attach(info.module, ExpertsRuntime(info.num_experts, group, backend, exchange, etp_group))
     if on_interface := [info.module for info in experts if not isinstance(info.module, CustomExperts)]:
         set_experts_implementation(model, on_interface, EXPERTS_IMPLEMENTATION)

@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import SettingError
-from .dispatch import AllToAll, build_dispatch_plans, permute, slot_weights, to_slots, weighted_combine
+from .collectives.rows import RowExchange, Started
+from .dispatch import build_dispatch_plans, permute, slot_weights, to_slots, weighted_combine
 from .find import CustomExperts, ExpertsInfo
 from .gemm.backends import TORCH, Backend, inverse
 from .shared_experts import SharedExperts, no_overlap_error, runs_shared_first, shared_experts_of
@@ -68,6 +69,7 @@ def exchange(
     *,
     num_experts: int,
     group: dist.ProcessGroup,
+    etp_group: dist.ProcessGroup | None = None,
     backend: Backend = TORCH,
     chunks: int = 1,
     shared: SharedExperts | None = None,
@@ -84,6 +86,7 @@ def exchange(
             chunks without rows. If ``backend`` reads rows through an index, rows come as they were received, outputs
             are returned so, and a fourth argument is the order that groups them.
         num_experts: ``E``.
+        etp_group: the ranks that share each expert, which gather before a chunk computes and reduce-scatter after it.
         backend: permutes and sums rows.
         chunks: parts in which tokens are dispatched.
         shared: the shared experts to compute while tokens are dispatched, if any.
@@ -92,7 +95,7 @@ def exchange(
         ``(T, D)``, as ``combine`` returns it.
     """
     k = experts_TK.shape[-1]
-    plans = build_dispatch_plans(experts_TK, num_experts, group, chunks)
+    plans = build_dispatch_plans(experts_TK, num_experts, group, chunks, etp_group)
     sizes = [plan.slot_order.numel() // k for plan in plans]
     weights = weights_TK.split(sizes)
     dispatches = []
@@ -122,18 +125,19 @@ def exchange(
 
 
 class _AsyncAllToAll:
-    """All-to-alls of several tensors with the same splits, started and waited for by two autograd nodes.
+    """All-to-alls of several tensors with the same splits, and what ``etp`` adds to them (``collectives/rows.py``),
+    started and waited for by two autograd nodes.
 
     Backward does the same in the other direction: the gradient of ``wait`` starts it, that of ``start`` waits for it.
     """
 
-    def __init__(self, all_to_all: AllToAll):
+    def __init__(self, all_to_all: RowExchange):
         self.all_to_all = all_to_all
         self.outputs: tuple[torch.Tensor, ...] = ()
-        self.works: list[tuple[dist.Work, torch.Tensor, torch.Tensor]] = []
+        self.started: list[Started] = []
 
     @classmethod
-    def start(cls, rows: Sequence[torch.Tensor], all_to_all: AllToAll) -> "_AsyncAllToAll":
+    def start(cls, rows: Sequence[torch.Tensor], all_to_all: RowExchange) -> "_AsyncAllToAll":
         """Start to send tensors that have one row per slot."""
         pending = cls(all_to_all)
         pending.outputs = _Start.apply(pending, *rows)
@@ -144,20 +148,16 @@ class _AsyncAllToAll:
         outputs, self.outputs = self.outputs, ()
         return _Wait.apply(self, *outputs)
 
-    def issue(self, rows: Sequence[torch.Tensor], all_to_all: AllToAll) -> tuple[torch.Tensor, ...]:
+    def issue(self, rows: Sequence[torch.Tensor], all_to_all: RowExchange) -> tuple[torch.Tensor, ...]:
         """Issue the collectives, outside of autograd; the outputs hold nothing before ``finish``."""
-        splits = all_to_all.recv_splits, all_to_all.send_splits
-        for x in rows:
-            x, out = x.contiguous(), all_to_all.empty_output(x)
-            work = dist.all_to_all_single(out, x, *splits, group=all_to_all.group, async_op=True)
-            self.works.append((work, x, out))
-        return tuple(out for _, _, out in self.works)
+        self.started = [all_to_all.start(x) for x in rows]
+        return tuple(started.out for started in self.started)
 
     def finish(self) -> tuple[torch.Tensor, ...]:
-        works, self.works = self.works, []
-        for work, _, _ in works:
-            work.wait()
-        return tuple(out for _, _, out in works)
+        under_way, self.started = self.started, []
+        for started in under_way:
+            started.finish()
+        return tuple(started.out for started in under_way)
 
 
 class _Start(torch.autograd.Function):

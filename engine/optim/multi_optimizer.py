@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..errors import listed
-from ..topology.dtensor import is_expert_parameter, local_range
+from ..topology.dtensor import is_expert_parameter, local_pieces
 from .muon import Muon
 from .muon_partition import matrix_groups
 from .settings import adamw_arguments, check_optimizer, muon_arguments, wants_muon
@@ -300,15 +300,10 @@ def _sharded_like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         full = value.full_tensor()
     if full.shape != param.shape:
         return full
-    local = full[local_range(param).slices].clone()
-    return DTensor.from_local(
-        local.to(param.to_local().device),
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
-    )
+    sharded = torch.empty_like(param.detach(), dtype=full.dtype)
+    for held, values in local_pieces(sharded):
+        values.copy_(full[held.slices])
+    return sharded
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..model.layers import layer_names
-from ..moe.find import UnsupportedModelError, find_experts
-from ..topology.dtensor import local_range, shard_steps
-from ..topology.index_ranges import ShardStep
+from ..moe.find import UnsupportedModelError, find_experts, is_interleaved
+from ..topology.dtensor import local_ranges, shard_steps
+from ..topology.index_ranges import IndexRange, ShardStep
 
 __all__ = [
     "Block",
@@ -70,7 +70,7 @@ def muon_parameters(model: nn.Module) -> dict[str, Layout]:
         for name, param in module.named_parameters(recurse=False):
             if param.dim() == 3:
                 gated = module.has_gate and name == "gate_up_proj"
-                parts = Layout(2, out_dim, _is_interleaved(module)) if gated else Layout(1, out_dim)
+                parts = Layout(2, out_dim, is_interleaved(module)) if gated else Layout(1, out_dim)
                 found[f"{info.fqn}.{name}"] = parts
     layers = tuple(f"{name}." for name in layer_names(model))
     routers = _routers(model, {info.fqn: info.num_experts for info in experts} | _planned_experts(model))
@@ -89,17 +89,6 @@ def matrix_groups(model: nn.Module) -> list[dict[str, Any]]:
     for name, layout in muon_parameters(model).items():
         groups.setdefault(layout, []).append(params[name])
     return [{"params": members, **vars(layout)} for layout, members in groups.items()]
-
-
-def _is_interleaved(experts: Any) -> bool:
-    """Return whether gate and up are interleaved in the columns that ``_apply_gate`` takes.
-
-    This calls the function: transformers had interleaved families before it had the flag ``is_concatenated``.
-    """
-    columns = torch.tensor([[0.5, 0.6, 0.7, 0.8], [0.5, 0.3, 0.7, 0.8]], device="cpu")
-    # The two rows differ in the second column: the first output's up if they are interleaved, else another gate.
-    first, other = experts._apply_gate(columns)[:, 0].tolist()
-    return first != other
 
 
 def _planned_experts(model: nn.Module) -> dict[str, int]:
@@ -250,11 +239,8 @@ def _assign_to_ranks(blocks: Sequence[Block], total: list[int]) -> tuple[tuple[B
 def _blocks(param: torch.Tensor, step: ShardStep | None, layout: Layout, limit: int) -> Iterator[Block]:
     """Yield the blocks of a parameter: enough for every rank to get some, each of at most ``limit`` elements."""
     ranks = step.parts if step else 1
-    held = [local_range(param, {step.axis: rank} if step else {}) for rank in range(ranks)]
-    bounds: list[Bounds] = [tuple(zip(shard.low, shard.high, strict=True)) for shard in held]
-    # A single matrix is a stack of one.
-    bounds = [((0, 1), *own) if param.dim() == 2 else own for own in bounds]
-    first, last = bounds[0][0]
+    held = [local_ranges(param, {step.axis: rank} if step else {}) for rank in range(ranks)]
+    first, last = _bounds(held[0][0])[0]
     sizes = list(param.shape[-2:])
     out_dim = layout.out_dim + 2
     for part in range(layout.parts):
@@ -264,21 +250,43 @@ def _blocks(param: torch.Tensor, step: ShardStep | None, layout: Layout, limit: 
             matrix_slices[out_dim] = slice(part, sizes[out_dim], layout.parts)
         else:
             matrix_slices[out_dim] = slice(part * each, (part + 1) * each, 1)
+        # Of gate and up, each sharded by itself, a rank's shard has a piece of both, one after the other.
+        index = part if len(held[0]) > 1 else 0
+        bounds = [_bounds(ranges[index]) for ranges in held]
+        before = [_rows_before(ranges, index, layout.out_dim) for ranges in held]
         shape = [len(range(s.start, s.stop, s.step)) for s in matrix_slices]
         count = max(1, min(-(-(last - first) // ranks), limit // math.prod(shape)))
         for start in range(first, last, count):
             stop = min(start + count, last)
-            pieces = tuple(_piece(own, [slice(start, stop, 1), *matrix_slices]) for own in bounds)
+            wanted = [slice(start, stop, 1), *matrix_slices]
+            pieces = tuple(
+                _piece(own, wanted, skipped, out_dim + 1) for own, skipped in zip(bounds, before, strict=True)
+            )
             yield Block(param, (stop - start, shape[0], shape[1]), pieces)
 
 
-def _piece(bounds: Bounds, wanted: Sequence[slice]) -> Piece:
-    """Return the piece of the (strided) slices ``wanted`` of a parameter that a rank with ``bounds`` holds."""
+def _bounds(held: IndexRange) -> Bounds:
+    """Return the bounds of a range in each dim; a single matrix is a stack of one."""
+    own = tuple(zip(held.low, held.high, strict=True))
+    return ((0, 1), *own) if len(own) == 2 else own
+
+
+def _rows_before(ranges: Sequence[IndexRange], index: int, dim: int) -> int:
+    """Return what a shard has along ``dim`` of the ranges before one of its own."""
+    return sum(held.shape[dim] for held in ranges[:index])
+
+
+def _piece(bounds: Bounds, wanted: Sequence[slice], before: int, out_dim: int) -> Piece:
+    """Return the piece of the (strided) slices ``wanted`` of a parameter that a rank with ``bounds`` holds.
+
+    Args:
+        before: what the rank's shard has along ``out_dim`` before what is in these bounds.
+    """
     held, whole = [], []
-    for (start, stop), want in zip(bounds, wanted, strict=True):
+    for dim, ((start, stop), want) in enumerate(zip(bounds, wanted, strict=True)):
         first = max(0, -(-(start - want.start) // want.step))
         last = max(first, -(-(min(stop, want.stop) - want.start) // want.step))
-        at = want.start + first * want.step - start
+        at = want.start + first * want.step - start + (before if dim == out_dim else 0)
         held.append(slice(at, at + (last - first) * want.step, want.step) if last > first else slice(0, 0))
         whole.append(slice(first, last))
     shape = tuple(w.stop - w.start for w in whole)

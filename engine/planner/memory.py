@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from ..fsdp.options import ShardingOptions
 from ..fsdp.unit import EMBEDDINGS, HEAD, Stage, Unit
-from ..topology.expert_placement import check_experts_divide
+from ..topology.expert_placement import check_experts_divide, check_inner_divides
 from ..topology.mesh import Topology
 from .activations import LayerActivations
 from .model_sizes import ModelSizes, unit_sizes
@@ -101,6 +101,7 @@ def timeline(
         SettingError: the mesh would split an expert, or an explicit shard dim does not divide.
     """
     check_experts_divide(sizes.num_experts, topology, sizes.name)
+    check_inner_divides(sizes.etp_sizes, topology, sizes.name)
     step = _Step(sizes, topology, options, batch, gloo)
     on_rank = 0 if options.cpu_offload else sizes.master.itemsize  # bytes of an element of a shard
     parameters = (sizes.whole if on_rank else 0) + on_rank * sum(size.local for size in step.size.values())
@@ -196,7 +197,8 @@ class _Step:
         if layer is not None:
             per_token += self._working(layer) + (0 if what == "dense" else self._experts(layer))
             if what == "backward":
-                rows = self.batch.imbalance / self.options.dispatch_chunks if layer.rows else 1
+                # With etp as many times more rows have their gradients, and no inner part of them is larger.
+                rows = self.batch.imbalance * self.topology.etp / self.options.dispatch_chunks if layer.rows else 1
                 per_token += self._backward(layer) * rows
         if layer or name == HEAD:
             per_token += self.sizes.traced.outside
@@ -211,7 +213,8 @@ class _Step:
 
     def _plan(self, layer: LayerActivations) -> float:
         """Return bytes per token of a dispatch plan that is kept for the recomputation."""
-        return _ORDER * layer.rows * (1 + (self.batch.imbalance if self.topology.ep > 1 else 0))
+        etp = self.topology.etp
+        return _ORDER * layer.rows * (1 + (self.batch.imbalance * etp if self.topology.ep * etp > 1 else 0))
 
     def _working(self, layer: LayerActivations) -> float:
         """Return bytes per token of the layer that computes, without its experts'."""
@@ -223,7 +226,9 @@ class _Step:
         return layer.dense + self._by_sequences(layer) + kept
 
     def _experts(self, layer: LayerActivations) -> float:
-        return (layer.experts - (layer.sent if self.topology.ep == 1 else 0)) * self.batch.imbalance
+        # Of the rows that it received and those of the other ranks of etp; what is inside of an expert is cut.
+        received = self.topology.etp if self.topology.ep * self.topology.etp > 1 else 0
+        return (layer.experts + (received - 1) * layer.sent) * self.batch.imbalance
 
     def _backward(self, layer: LayerActivations) -> float:
         """Return bytes per token of a layer's backward, by what computes the experts."""

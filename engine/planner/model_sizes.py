@@ -31,6 +31,7 @@ class ModelSizes:
         whole: bytes of parameters that are not sharded.
         outputs: outputs of the head per token: logits, or one value for a critic.
         num_experts: number of experts of each experts module.
+        etp_sizes: what an expert tensor-parallel size has to divide; 1 where experts can't be cut.
         matrices: names of the parameters that Muon steps.
         heads: the number of heads that the sequence-parallel size has to divide; 1 if it has to be 1.
         unshared: why the sequence-parallel size has to be 1; empty if it need not.
@@ -45,6 +46,7 @@ class ModelSizes:
     whole: int
     outputs: int
     num_experts: tuple[int, ...]
+    etp_sizes: tuple[int, ...]
     matrices: Collection[str]
     heads: int
     unshared: str = ""
@@ -94,12 +96,19 @@ class ModelSizes:
             whole=whole_bytes,
             outputs=1 if head is None else head.weight.shape[0],
             num_experts=tuple(next(unit.shapes[name][dim] for name, dim in unit.ep_dims.items()) for unit in experts),
+            etp_sizes=tuple(sorted({size for unit in experts for size in _etp_sizes(unit)})),
             matrices=matrices,
             heads=heads,
             unshared=unshared,
             uncounted=f"what {kinds} sends, and holds of a long sequence" if kinds else "",
             untraced=untraced,
         )
+
+
+def _etp_sizes(unit: Unit) -> list[int]:
+    if unit.ep_dims.keys() - unit.etp_dims.keys():
+        return [1]
+    return [unit.shapes[name][cut.dim] // cut.parts for name, cut in unit.etp_dims.items()]
 
 
 @functools.lru_cache(maxsize=1024)

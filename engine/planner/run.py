@@ -244,7 +244,8 @@ def format_mesh(topology: Topology, sp: int = 1) -> str:
     """Format a mesh as ``16 ranks = dp_replicate 1 x ep_fsdp 2 x ep 8``, with ``dp x sp`` if ``sp`` is not 1."""
     t = topology
     rows = "" if sp == 1 else f" = dp {t.world // sp} x sp {sp}"
-    return f"{t.world} ranks = dp_replicate {t.dp_replicate} x ep_fsdp {t.ep_fsdp} x ep {t.ep}{rows}"
+    etp = f" x etp {t.etp}" if t.etp > 1 else ""
+    return f"{t.world} ranks = dp_replicate {t.dp_replicate} x ep_fsdp {t.ep_fsdp} x ep {t.ep}{etp}{rows}"
 
 
 def _format_bytes(nbytes: float) -> str:

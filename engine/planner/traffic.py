@@ -54,7 +54,7 @@ def collectives(sizes: ModelSizes, topology: Topology, options: ShardingOptions,
 
     for stage, unit, size in unit_sizes(sizes, topology, options.expert_shard_dim):
         kind = "experts" if unit.is_experts else "dense"
-        stride = topology.ep if unit.is_experts else 1
+        stride = topology.ep * topology.etp if unit.is_experts else 1
         gathers = 1 + (unit.is_gathered_again and stage != ROOT)
         reduce = options.reduce_dtype.itemsize
         add(f"all-gather {kind}", size.ranks, stride, gathers, gathers * size.full * unit.param_dtype.itemsize)
@@ -71,11 +71,16 @@ def collectives(sizes: ModelSizes, topology: Topology, options: ShardingOptions,
             rows = batch.tokens * layer.row_width * element
             # A recomputation of a layer may end before combine (moe/fused.py).
             ways = 2 * forwards + 2 - (forwards == 2 and at_once and layer.ends_with_experts)
-            add("all-to-all tokens", topology.ep, 1, chunks * ways, ways * rows)
+            ep, etp, of_counts = topology.ep, topology.etp, chunks * next(counts) * _COUNT
+            add("all-to-all tokens", ep, etp, chunks * ways, ways * rows)
+            # What etp adds to each way: a gather, or a reduce-scatter, of as many rows of each of its ranks.
+            add("all-to-all etp tokens", etp, 1, chunks * ways, ways * rows * etp)
             if not plain:
                 weights = batch.tokens * layer.rows * _WEIGHT
-                add("all-to-all weights", topology.ep, 1, chunks * (forwards + 1), (forwards + 1) * weights)
-            add("all-to-all counts", topology.ep, 1, 1, chunks * next(counts) * _COUNT)  # kept for a recomputation
+                add("all-to-all weights", ep, etp, chunks * (forwards + 1), (forwards + 1) * weights)
+                add("all-to-all etp weights", etp, 1, chunks * (forwards + 1), (forwards + 1) * weights * etp)
+            add("all-to-all counts", ep, etp, 1, of_counts)  # kept for a recomputation
+            add("all-gather etp counts", etp, 1, 1, of_counts * etp)
         at = layer.attention
         width = at.query + at.output + (at.key + at.value) * at.copies(batch.sp)
         passes = forwards + 1 if options.checkpointing != "selective" else 3

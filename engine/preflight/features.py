@@ -199,6 +199,10 @@ def check_lora(
         raise SettingError("engine.experts_backend", engine.experts_backend, rule, "engine.experts_backend=auto")
     if settings.adapter is not None:
         read_adapter(settings.adapter, lora.targets, f"{setting}.lora_adapter_path")
+    if on_experts and topology.etp > 1:
+        rule = f"cuts experts whose adapters it can't cut, and {on_experts[0]} gets one."
+        works = f"engine.etp_size=1, or {setting}.target_modules without experts"
+        raise SettingError("engine.etp_size", topology.etp, rule, works)
     for info in find_experts(facts.model, engine.expert_plan):
         for name, dim in info.ep_dims.items():
             ep_fsdp_dim(info.module.get_parameter(name).shape, topology, engine.expert_shard_dim, dim)

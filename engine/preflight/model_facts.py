@@ -23,6 +23,7 @@ from ..model.meta import check_not_quantised
 from ..moe.find import ExpertsInfo, UnsupportedModelError, find_experts, is_dense
 from ..moe.outside.families import prepare
 from ..settings.values import ACTOR_MODEL, overrides_of, plain
+from ..topology.expert_placement import EtpDim
 
 __all__ = ["ModelFacts", "check_model_path", "import_external", "inspect_model", "largest_sent"]
 
@@ -37,14 +38,14 @@ class ModelFacts:
         name: its class.
         experts: number of experts of each experts module, in the model's order; none of a dense model.
         stacked: the different shapes ``[E, ...]`` of its stacked expert parameters, each with the dim that counts the
-            experts.
+            experts and the one that ``etp`` shards.
         sdpa, flash, flex: attention implementations of transformers that its class supports.
         model: it, on the meta device.
     """
 
     name: str
     experts: tuple[int, ...]
-    stacked: tuple[tuple[tuple[int, ...], int], ...]
+    stacked: tuple[tuple[tuple[int, ...], int, EtpDim | None], ...]
     sdpa: bool
     flash: bool
     flex: bool
@@ -190,11 +191,16 @@ def _auto_class(config: PretrainedConfig, trust: bool) -> Any:
 
 
 def _facts(model: Any, experts: Sequence[ExpertsInfo]) -> ModelFacts:
-    stacked = {(tuple(info.module.get_parameter(n).shape), d) for info in experts for n, d in info.ep_dims.items()}
+    stacked = {
+        (tuple(info.module.get_parameter(name).shape), dim, etp_dims.get(name))
+        for info in experts
+        for etp_dims in [info.etp_dims]
+        for name, dim in info.ep_dims.items()
+    }
     return ModelFacts(
         name=type(model).__name__,
         experts=tuple(info.num_experts for info in experts),
-        stacked=tuple(sorted(stacked)),
+        stacked=tuple(sorted(stacked, key=str)),
         sdpa=bool(getattr(model, "_supports_sdpa", False)),
         flash=bool(getattr(model, "_supports_flash_attn", False)),
         flex=bool(getattr(model, "_supports_flex_attn", False)),

@@ -147,7 +147,7 @@ def _check_plan(
     def slices_of(tensor: TensorSpec, worker: int) -> list[TargetSlice]:
         return target_slices(tensor, placement, worker % placement.workers, heads, kind)
 
-    topology = Topology.arrange(n_gpus, engine.ep_size, engine.fsdp_size)
+    topology = Topology.arrange(n_gpus, engine.ep_size, engine.fsdp_size, engine.etp_size)
     tensors = tensors_before_sharding(
         facts.model, topology, engine.expert_shard_dim, engine.expert_plan, _sent_itemsizes(engine, facts)
     )

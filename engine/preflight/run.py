@@ -24,6 +24,7 @@ from ..optim.settings import check_optimizer
 from ..settings.values import ACTOR_MODEL, OPTIMIZERS, get_setting, plain
 from ..topology.expert_placement import check_experts_divide, ep_fsdp_dim
 from ..topology.mesh import Topology
+from .cut_experts import check_cut_experts, check_cut_experts_sync
 from .dense_models import check_alone, without_experts
 from .features import (
     check_activation_offload,
@@ -110,6 +111,7 @@ def check_run(
     check_replay(engine, model, facts)
     if facts is not None and facts.is_dense:
         engine = without_experts(engine, facts.model)
+    check_cut_experts_sync(engine, rollout)
     check_adapters_alone(model, rollout, facts, device)
     check_distillation(engine, model, rollout)
     check_images(rollout, facts)
@@ -155,10 +157,11 @@ def check_training(
     facts = inspect_model(model, setting, engine.expert_plan, engine.fp32_modules, built)
     if facts is not None and facts.is_dense:
         engine = without_experts(engine, facts.model)
-    topology = Topology.arrange(world, engine.ep_size, engine.fsdp_size)
+    topology = Topology.arrange(world, engine.ep_size, engine.fsdp_size, engine.etp_size)
     choose_backend(engine.experts_backend, device, param_dtype(engine))
     if facts is not None:
         check_experts(topology, facts, engine.expert_shard_dim)
+        check_cut_experts(engine, topology, facts, optim, setting)
         check_routers(engine, model, facts)
         experts = find_experts(facts.model, engine.expert_plan)
         check_overlap(engine.dispatch_chunks, engine.overlap_shared_experts, engine.dispatcher, facts.model, experts)
@@ -255,5 +258,5 @@ def check_experts(topology: Topology, facts: ModelFacts, shard_dim: int | str = 
         SettingError: with the values that divide the ranks too.
     """
     check_experts_divide(facts.experts, topology, facts.name)
-    for shape, ep_dim in facts.stacked:
-        ep_fsdp_dim(shape, topology, shard_dim, ep_dim)
+    for shape, ep_dim, etp_dim in facts.stacked:
+        ep_fsdp_dim(shape, topology, shard_dim, ep_dim, etp_dim)

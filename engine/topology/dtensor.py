@@ -1,19 +1,22 @@
 """Which elements of a parameter each rank holds: one rule for loading, the gradient norm, export and weight syncs."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from .index_ranges import IndexRange, ShardStep, shard_range
+from .index_ranges import IndexRange, ShardStep, shard_range, shard_ranges, slices_in_shard
 
 __all__ = [
     "checkpoint_tensors",
     "shard_steps",
     "is_adapter",
     "is_expert_parameter",
+    "local_pieces",
     "local_range",
+    "local_ranges",
     "local_tensor",
     "persistent_buffers",
 ]
@@ -23,27 +26,55 @@ def shard_steps(param: torch.Tensor) -> tuple[ShardStep, ...]:
     """Return the steps by which a parameter is sharded, outermost first; empty for a plain tensor.
 
     Dim 0 of an expert weight may be sharded over both ``ep`` and ``ep_fsdp``. DTensor lists its axes in mesh order, and
-    marks the one that was applied to an already sharded dim as strided, so plain shards come first here.
+    marks the one that was applied to an already sharded dim as strided, with as many parts as the axes after it made.
+    So plain shards come first here. A strided shard with more parts than these is what ``split_factor`` says: gate and
+    up, each sharded over ``etp``.
     """
     if not isinstance(param, DTensor):
         return ()
     mesh = param.device_mesh
     names = mesh.mesh_dim_names
     assert names is not None, "our meshes have named axes"
-    sharded = [
-        (type(placement) is not Shard, ShardStep(placement.dim, names[axis], mesh.size(axis)))  # type: ignore[attr-defined]
-        for axis, placement in enumerate(param.placements)
-        if placement.is_shard() or hasattr(placement, "split_factor")
-    ]
-    return tuple(step for _, step in sorted(sharded, key=lambda entry: entry[0]))
+    found: list[tuple[bool, ShardStep]] = []
+    made: dict[int, int] = {}  # by dim, the parts that the axes after this one made
+    for axis in reversed(range(mesh.ndim)):
+        placement: Any = param.placements[axis]
+        factor = getattr(placement, "split_factor", 1)
+        if not placement.is_shard() and factor == 1:
+            continue
+        inside = made.get(placement.dim, 1)
+        comes_later = factor == inside > 1
+        step = ShardStep(placement.dim, names[axis], mesh.size(axis), 1 if comes_later else factor)
+        found.insert(0, (comes_later, step))
+        made[placement.dim] = inside * mesh.size(axis)
+    return tuple(step for _, step in sorted(found, key=lambda entry: entry[0]))
 
 
 def local_range(param: torch.Tensor, at: Mapping[str, int] | None = None) -> IndexRange:
-    """Return the range of ``param`` that this rank holds, or another rank, whose index on some axes is ``at``."""
+    """Return the one range of ``param`` that this rank holds, or another rank, whose index on some axes is ``at``.
+
+    Raises:
+        ValueError: it holds several (``local_pieces``).
+    """
+    return shard_range(param.shape, shard_steps(param), _coordinate(param, at))
+
+
+def local_ranges(param: torch.Tensor, at: Mapping[str, int] | None = None) -> tuple[IndexRange, ...]:
+    """Return the ranges of ``param`` that this rank holds, or another rank, whose index on some axes is ``at``."""
+    return shard_ranges(param.shape, shard_steps(param), _coordinate(param, at))
+
+
+def local_pieces(param: torch.Tensor) -> Iterator[tuple[IndexRange, torch.Tensor]]:
+    """Yield the ranges that this rank holds, each with its values, a view of the local shard."""
+    local, ranges = local_tensor(param), local_ranges(param)
+    for held in ranges:
+        yield held, local if len(ranges) == 1 else local[slices_in_shard(held, ranges)]
+
+
+def _coordinate(param: torch.Tensor, at: Mapping[str, int] | None) -> dict[str, int]:
     mesh = param.device_mesh if isinstance(param, DTensor) else None
-    steps = shard_steps(param)
-    here = {step.axis: mesh.get_local_rank(step.axis) for step in steps} if mesh is not None else {}
-    return shard_range(param.shape, steps, {**here, **(at or {})})
+    here = {step.axis: mesh.get_local_rank(step.axis) for step in shard_steps(param)} if mesh is not None else {}
+    return {**here, **(at or {})}
 
 
 def local_tensor(param: torch.Tensor) -> torch.Tensor:

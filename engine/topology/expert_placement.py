@@ -1,51 +1,83 @@
 """Decide which dim of an expert parameter is sharded over which axis of the experts' mesh.
 
-A further axis (``etp``: expert tensor parallelism) would get its dim here and nowhere else: meshes come from
-``mesh.py``; loading, export, checkpoints and the gradient norm read the placements of the parameter.
+Meshes come from ``mesh.py``; loading, export, checkpoints and the gradient norm read the placements of the parameter.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..errors import SettingError
 from .mesh import Topology, divisors
 
-__all__ = ["check_experts_divide", "ep_fsdp_dim", "model_parallel_placements"]
+__all__ = ["EtpDim", "check_experts_divide", "check_inner_divides", "ep_fsdp_dim", "model_parallel_placements"]
 
 
-def model_parallel_placements(axes: Sequence[str], ep_dim: int) -> list[Placement]:
+@dataclass(frozen=True)
+class EtpDim:
+    """The dim of an expert parameter that is sharded over ``etp``.
+
+    Args:
+        parts: equal parts of the dim that are each sharded: 2 for gate and up one after the other.
+    """
+
+    dim: int
+    parts: int = 1
+
+    @property
+    def placement(self) -> Placement:
+        return Shard(self.dim) if self.parts == 1 else _StridedShard(self.dim, split_factor=self.parts)
+
+
+def model_parallel_placements(axes: Sequence[str], ep_dim: int, etp_dim: EtpDim | None = None) -> list[Placement]:
     """Return the placements of an expert parameter over the model-parallel axes.
 
     Args:
         axes: axis names of the mesh, ``("ep",)`` or ``("ep", "etp")``.
         ep_dim: the dim that counts the experts.
     """
-    dims: Mapping[str, int] = {"ep": ep_dim}
-    return [Shard(dims[axis]) if axis in dims else Replicate() for axis in axes]
+    placements: dict[str, Placement] = {"ep": Shard(ep_dim)}
+    if etp_dim is not None:
+        placements["etp"] = etp_dim.placement
+    return [placements.get(axis, Replicate()) for axis in axes]
 
 
-def ep_fsdp_dim(shape: Sequence[int], topology: Topology, wanted: int | str = "auto", ep_dim: int = 0) -> int:
+def ep_fsdp_dim(
+    shape: Sequence[int],
+    topology: Topology,
+    wanted: int | str = "auto",
+    ep_dim: int = 0,
+    etp_dim: EtpDim | None = None,
+) -> int:
     """Return the dim of an expert parameter of global ``shape`` that is sharded over ``ep_fsdp``.
 
     ``auto`` chooses the experts dim if ``ep_fsdp`` divides the local experts, because FSDP gathers and reduces dim 0
     without an extra copy; else the first other dim that divides (dim 1 of ``[E, ...]``, as in VeOmni); else dim 0, the
-    only one that FSDP can shard unevenly (torch ``_fsdp_param.py``).
+    only one that FSDP can shard unevenly (torch ``_fsdp_param.py``). With expert tensor parallelism it is never the dim
+    that ``etp`` shards: where that is wanted, it is the third dim.
 
     Args:
         wanted: ``engine.expert_shard_dim``.
         ep_dim: the dim that counts the experts.
+        etp_dim: the dim that ``etp`` shards, if it does.
 
     Raises:
         SettingError: ``ep_fsdp`` does not divide an explicit dim.
     """
     local = list(shape)
     local[ep_dim] //= topology.ep
+    taken = etp_dim.dim if etp_dim is not None and topology.etp > 1 else None
+    free = [d for d in range(len(local)) if d not in (ep_dim, taken)]
     if wanted == "auto":
-        dims = [ep_dim, *(d for d in range(len(local)) if d != ep_dim)]
-        return next((d for d in dims if local[d] % topology.ep_fsdp == 0), 0)
+        return next((d for d in (ep_dim, *free) if local[d] % topology.ep_fsdp == 0), 0)
     dim = int(wanted)
+    if dim == taken and not free:
+        return ep_dim  # a bias; FSDP shards dim 0 unevenly
+    if dim == taken:
+        dim = free[0]
     if dim >= len(local):
         dim = ep_dim  # a bias or a scale, one entry per expert
     if local[dim] % topology.ep_fsdp:
@@ -80,3 +112,29 @@ def check_experts_divide(num_experts: Sequence[int], topology: Topology, model: 
                 f"has to divide the number of experts of a layer, which is {count} in {model}.",
                 f"engine.ep_size= one of {fits}",
             )
+
+
+def check_inner_divides(inner: Sequence[int], topology: Topology, model: str) -> None:
+    """Refuse an expert tensor-parallel size that does not divide what it splits.
+
+    Args:
+        inner: sizes of the dims of the experts' parameters that ``etp`` shards, of gate and up each; none where a
+            model has no experts.
+        model: its name.
+
+    Raises:
+        SettingError: with the sizes that work for all experts modules and for the ranks.
+    """
+    if topology.etp == 1:
+        return
+    if not inner:
+        raise SettingError("engine.etp_size", topology.etp, f"{model} has no experts to split.", "engine.etp_size=1")
+    wrong = sorted({size for size in inner if size % topology.etp})
+    if wrong:
+        fits = divisors(math.gcd(topology.fsdp // topology.ep, *inner))
+        raise SettingError(
+            "engine.etp_size",
+            topology.etp,
+            f"has to divide the inner size of the experts, and with biases their hidden size; {model} has {wrong[0]}.",
+            f"engine.etp_size= one of {fits}",
+        )

@@ -3,12 +3,13 @@
 FSDP2 shards like ``torch.chunk``: equal chunks of ``ceil(n / parts)``, the last ones shorter or empty.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["IndexRange", "ShardStep", "bounding_range", "chunk_range", "shard_range"]
+__all__ = ["IndexRange", "ShardStep", "bounding_range", "chunk_range", "shard_range", "shard_ranges", "slices_in_shard"]
 
 
 @dataclass(frozen=True, order=True)
@@ -59,11 +60,16 @@ class IndexRange:
 
 @dataclass(frozen=True)
 class ShardStep:
-    """One step of sharding: ``dim`` is split over the mesh axis ``axis`` into ``parts`` chunks."""
+    """One step of sharding: ``dim`` is split over the mesh axis ``axis`` into ``parts`` chunks.
+
+    With a ``split_factor`` (the term of DTensor's ``_StridedShard``) the dim is first divided into as many equal parts,
+    e.g. gate and up, and each of these is split: a rank holds one chunk of each.
+    """
 
     dim: int
     axis: str
     parts: int
+    split_factor: int = 1
 
 
 def bounding_range(ranges: Sequence[IndexRange]) -> IndexRange:
@@ -79,9 +85,49 @@ def chunk_range(start: int, stop: int, parts: int, index: int) -> tuple[int, int
 
 
 def shard_range(shape: Sequence[int], steps: Iterable[ShardStep], coordinate: Mapping[str, int]) -> IndexRange:
-    """Return the range that a rank at ``coordinate`` (axis -> index) holds of a tensor; ``steps`` outermost first."""
-    held = IndexRange.of(shape)
-    for step in steps:
-        dim = step.dim
-        held = held.with_dim(dim, *chunk_range(held.low[dim], held.high[dim], step.parts, coordinate[step.axis]))
+    """Return the one range that a rank at ``coordinate`` (axis -> index) holds; see ``shard_ranges``.
+
+    Raises:
+        ValueError: it holds several.
+    """
+    (held,) = shard_ranges(shape, steps, coordinate)
     return held
+
+
+def shard_ranges(
+    shape: Sequence[int], steps: Iterable[ShardStep], coordinate: Mapping[str, int]
+) -> tuple[IndexRange, ...]:
+    """Return the ranges that a rank at ``coordinate`` (axis -> index) holds of a tensor; ``steps`` outermost first.
+
+    It is one range, unless a step has a ``split_factor``. The rank's shard is then their values one after the other
+    along that step's dim, in the order in which they are returned.
+    """
+    held = [IndexRange.of(shape)]
+    for step in steps:
+        dim, index = step.dim, coordinate[step.axis]
+        parts = [
+            part.with_dim(dim, *chunk_range(part.low[dim], part.high[dim], step.split_factor, i))
+            for part, i in itertools.product(held, range(step.split_factor))
+        ]
+        held = [part.with_dim(dim, *chunk_range(part.low[dim], part.high[dim], step.parts, index)) for part in parts]
+    return tuple(held)
+
+
+def slices_in_shard(block: IndexRange, ranges: Sequence[IndexRange]) -> tuple[slice, ...]:
+    """Return the slices that select ``block`` from a shard with these ranges (``shard_ranges``), one of which holds it.
+
+    Raises:
+        ValueError: none of them does.
+    """
+    first, before = ranges[0], 0
+    dim = 0 if len(ranges) == 1 else next(d for d, low in enumerate(first.low) if low != ranges[1].low[d])
+    for held in ranges:
+        if all(low >= a for low, a in zip(block.low, held.low, strict=True)) and all(
+            high <= b for high, b in zip(block.high, held.high, strict=True)
+        ):
+            slices = list(block.slices_in(held))
+            if before:
+                slices[dim] = slice(slices[dim].start + before, slices[dim].stop + before)
+            return tuple(slices)
+        before += held.shape[dim]
+    raise ValueError(f"{block} is in none of {list(ranges)}.")

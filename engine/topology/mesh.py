@@ -1,10 +1,11 @@
 """Arrange ranks in meshes; the only file that does rank arithmetic.
 
 Experts are on the mesh ``(dp_replicate, ep_fsdp, ep)``, ``ep`` fastest, so that the ranks of an EP group are adjacent.
-Everything else is on ``(dp_replicate, fsdp)``. A *replica* is the block of ``ep_fsdp * ep == fsdp`` ranks that holds
-the model once; both meshes shard it over exactly these ranks:
+With expert tensor parallelism it is ``(dp_replicate, ep_fsdp, ep, etp)``, ``etp`` fastest: the ranks that hold parts of
+the same experts are neighbours. Everything else is on ``(dp_replicate, fsdp)``. A *replica* is the block of
+``ep_fsdp * ep * etp == fsdp`` ranks that holds the model once; both meshes shard it over exactly these ranks:
 
-    dp_replicate * ep_fsdp * ep == dp_replicate * fsdp == world
+    dp_replicate * ep_fsdp * ep * etp == dp_replicate * fsdp == world
 
 For 16 ranks, ``ep_size=8``, one replica:
 
@@ -29,8 +30,8 @@ __all__ = ["Meshes", "Topology", "build_meshes", "build_sequence_mesh", "check_s
 class Topology:
     """The sizes of the mesh axes on which ``world`` ranks are arranged.
 
-    ``inner`` are further axes of the experts' mesh inside ``ep``, e.g. ``(("etp", 1),)``; they are part of a replica:
-    ``ep_fsdp * ep * inner == fsdp``.
+    ``inner`` are further axes of the experts' mesh inside ``ep``: ``(("etp", 2),)``, or none where ``etp`` is 1. They
+    are part of a replica: ``ep_fsdp * ep * inner == fsdp``.
     """
 
     world: int
@@ -40,12 +41,13 @@ class Topology:
     inner: tuple[tuple[str, int], ...] = ()
 
     @classmethod
-    def arrange(cls, world: int, ep_size: int, fsdp_size: int = -1) -> "Topology":
+    def arrange(cls, world: int, ep_size: int, fsdp_size: int = -1, etp_size: int = 1) -> "Topology":
         """Arrange ``world`` ranks.
 
         Args:
             ep_size: ranks that share one set of experts.
             fsdp_size: ranks that share one copy of the model; -1 for all.
+            etp_size: ranks that share each expert.
 
         Raises:
             SettingError: if the sizes do not multiply to ``world``.
@@ -66,7 +68,21 @@ class Topology:
                 f"has to divide the number of ranks{copies}, {replica} (ep * ep_fsdp * dp_replicate == {world}).",
                 f"engine.ep_size= one of {divisors(replica)}",
             )
-        return cls(world=world, ep=ep_size, ep_fsdp=replica // ep_size, dp_replicate=world // replica)
+        if etp_size < 1 or replica // ep_size % etp_size:
+            raise SettingError(
+                "engine.etp_size",
+                etp_size,
+                f"has to divide the number of ranks of one copy of the model by engine.ep_size, {replica} / {ep_size} "
+                f"(ep * etp * ep_fsdp * dp_replicate == {world}).",
+                f"engine.etp_size= one of {divisors(replica // ep_size)}",
+            )
+        inner = (("etp", etp_size),) if etp_size > 1 else ()
+        return cls(world, ep_size, replica // ep_size // etp_size, world // replica, inner)
+
+    @property
+    def etp(self) -> int:
+        """Ranks that share each expert."""
+        return dict(self.inner).get("etp", 1)
 
     @property
     def fsdp(self) -> int:
@@ -86,14 +102,14 @@ class Topology:
     def communicators(self, sp: int = 1) -> dict[str, int]:
         """Return the groups of this topology that a rank exchanges tensors in, and their numbers of ranks.
 
-        An axis of all ranks has the group of the world (``init_device_mesh``), but for ``ep``, which has its own; both
-        meshes share their replicas' (``build_meshes``).
+        An axis of all ranks has the group of the world (``init_device_mesh``), but for ``ep`` and ``etp``, which have
+        their own; both meshes share their replicas' (``build_meshes``).
 
         Args:
             sp: ranks that share packed rows.
         """
         axes = {"fsdp": self.fsdp, **self.expert_axes, "sp": sp, "dp": self.world // sp if sp > 1 else 1}
-        own = {name: size for name, size in axes.items() if 1 < size < self.world or name == "ep" and size > 1}
+        own = {name: size for name, size in axes.items() if 1 < size < self.world or name in ("ep", "etp") and size > 1}
         return {"world": self.world, **own} if self.world > 1 else {}
 
     def coordinate(self, fsdp_rank: int) -> dict[str, int]:
@@ -131,6 +147,11 @@ class Meshes:
         return self.experts["ep"]
 
     @property
+    def etp_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share each of this rank's experts; None where it holds them whole."""
+        return self.experts.get_group("etp") if self.topology.etp > 1 else None
+
+    @property
     def model_parallel(self) -> DeviceMesh:
         """The experts' mesh without the axes that FSDP shards and replicates over."""
         return self.experts[self.topology.model_parallel_axes]
@@ -155,12 +176,12 @@ def build_meshes(device_type: str, topology: Topology) -> Meshes:
 
     They are two root meshes rather than one flattened one: that is public API in every torch we support, and no
     operation mixes parameters of the two. Their replicas are the same ranks and share one group: each communicator
-    takes memory of its own. ``ep`` shares none, not even where it spans all ranks: what two collectives of one group
-    send is sent one after the other, and the tokens would wait for FSDP's weights.
+    takes memory of its own. ``ep`` and ``etp`` share none, not even where one spans all ranks: what two collectives of
+    one group send is sent one after the other, and the tokens would wait for FSDP's weights.
     """
     t, axes = topology, topology.expert_axes
     dense = init_device_mesh(device_type, (t.dp_replicate, t.fsdp), mesh_dim_names=("dp_replicate", "fsdp"))
-    if t.dp_replicate == 1 and (t.ep < t.world or t.world == 1):
+    if t.dp_replicate == 1 and (max(t.ep, t.etp) < t.world or t.world == 1):
         return Meshes(t, dense, init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes)))
     ranks = torch.arange(t.world).view(*axes.values())
     groups = [dense.get_group("dp_replicate")]

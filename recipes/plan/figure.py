@@ -54,7 +54,8 @@ def held(rank: int, topology: Topology, sizes: ModelSizes) -> str:
     """What one rank holds, in three lines."""
     at = topology.coordinate(rank % topology.fsdp)
     experts = max(sizes.num_experts, default=0) // topology.ep
-    cut = f"1/{topology.ep_fsdp} of " if topology.ep_fsdp > 1 else ""
+    parts = topology.ep_fsdp * topology.etp
+    cut = f"1/{parts} of " if parts > 1 else ""
     copy = f"copy {rank // topology.fsdp}, " if topology.dp_replicate > 1 else ""
     first = at["ep"] * experts
     if not experts:

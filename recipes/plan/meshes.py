@@ -10,7 +10,7 @@ from ...engine.fsdp.options import ShardingOptions
 from ...engine.planner.memory import Batch, MemoryPoint, peak
 from ...engine.planner.model_sizes import ModelSizes, unit_sizes
 from ...engine.planner.traffic import Collective, collectives
-from ...engine.topology.expert_placement import check_experts_divide
+from ...engine.topology.expert_placement import check_experts_divide, check_inner_divides
 from ...engine.topology.mesh import Topology, divisors
 from .roofline import Cluster, Roofline, roofline, seconds
 
@@ -68,6 +68,8 @@ class Choice:
         """As on the command line."""
         fsdp = -1 if self.topology.dp_replicate == 1 else self.topology.fsdp
         values = {"ep_size": self.topology.ep, "fsdp_size": fsdp, "ulysses_sequence_parallel_size": self.sp}
+        if self.topology.etp > 1:
+            values["etp_size"] = self.topology.etp
         return [f"engine.{name}={value}" for name, value in values.items()]
 
     def wire(self, kind: str) -> float:
@@ -77,7 +79,7 @@ class Choice:
     def as_json(self) -> dict[str, Any]:
         t = self.topology
         return {
-            **{"ep": t.ep, "ep_fsdp": t.ep_fsdp, "dp_replicate": t.dp_replicate, "sp": self.sp},
+            **{"ep": t.ep, "etp": t.etp, "ep_fsdp": t.ep_fsdp, "dp_replicate": t.dp_replicate, "sp": self.sp},
             "settings": self.settings,
             "peak": self.peak.when,
             "bytes": {**self.peak.parts, "total": self.peak.total},
@@ -95,13 +97,16 @@ def choices(request: Request, cluster: Cluster) -> list[Choice]:
 
 
 def _meshes(request: Request, world: int) -> Iterator[Topology]:
+    sizes = request.sizes
     for fsdp in divisors(world):
         for ep in divisors(fsdp):
-            topology = Topology.arrange(world, ep, fsdp)
-            with suppress(SettingError):
-                check_experts_divide(request.sizes.num_experts, topology, request.sizes.name)
-                unit_sizes(request.sizes, topology, request.options.expert_shard_dim)
-                yield topology
+            for etp in divisors(fsdp // ep):
+                topology = Topology.arrange(world, ep, fsdp, etp)
+                with suppress(SettingError):
+                    check_experts_divide(sizes.num_experts, topology, sizes.name)
+                    check_inner_divides(sizes.etp_sizes, topology, sizes.name)
+                    unit_sizes(sizes, topology, request.options.expert_shard_dim)
+                    yield topology
 
 
 def _choice(request: Request, cluster: Cluster, topology: Topology, sp: int) -> Choice:

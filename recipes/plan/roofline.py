@@ -99,7 +99,7 @@ def roofline(
         if unit.is_experts:
             # Balanced: of a layer's experts a token uses K, wherever they are.
             layer = sizes.traced.layers[stage]
-            elements = size.full * topology.ep * layer.rows / next(counts) * batch.imbalance
+            elements = size.full * topology.ep * topology.etp * layer.rows / next(counts) * batch.imbalance
             if layer.ends_with_experts:  # which are computed again up to their last linear
                 shapes = {name: math.prod(shape) for name, shape in unit.shapes.items()}
                 again *= 1 - sum(n for name, n in shapes.items() if name.endswith("down_proj")) / sum(shapes.values())

@@ -59,6 +59,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--model", required=True, help=MODEL_HELP)
     add("--world", type=int, required=True, help="ranks of the trainer")
     add("--ep", type=int, default=1, help="engine.ep_size")
+    add("--etp", type=int, default=1, help="engine.etp_size")
     add("--fsdp-size", type=int, default=-1, help="engine.fsdp_size")
     add("--expert-shard-dim", default="auto", choices=["auto", "0", "1"], help="engine.expert_shard_dim")
     add("--rollout-tp", type=int, default=1, help="tensor parallel size of a vLLM replica")
@@ -70,7 +71,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--gpus-per-node", type=int, default=8, help="ranks on a node")
     add("--bandwidth", type=float, default=45.0, help="GB/s of a rank's network interface")
     options = parser.parse_args(arguments)
-    for name in ("world", "ep", "rollout_tp", "rollout_dp", "round_megabytes", "gpus_per_node"):
+    for name in ("world", "ep", "etp", "rollout_tp", "rollout_dp", "round_megabytes", "gpus_per_node"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it has to be at least 1")
     if options.bandwidth <= 0:
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     console = Console(highlight=False, soft_wrap=True, width=max(_WIDTH, Console().width))
     try:
-        topology = Topology.arrange(options.world, options.ep, options.fsdp_size)
+        topology = Topology.arrange(options.world, options.ep, options.fsdp_size, options.etp)
         config = config_of(options.model)
         model = build_on_meta(AutoModelForCausalLM, config, torch.bfloat16)
         shard_dim = options.expert_shard_dim if options.expert_shard_dim == "auto" else int(options.expert_shard_dim)
@@ -101,7 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_known = family in known_families()
     console.print(
         f"{options.model}: {sum(t.nbytes for t in tensors) / _GB:.2f} GB in {options.dtype}, {len(tensors)} tensors; "
-        f"trainer {topology.dp_replicate} x {topology.ep_fsdp} x {topology.ep} (dp_replicate x ep_fsdp x ep)"
+        f"trainer {topology.dp_replicate} x {topology.ep_fsdp} x {topology.ep} x {topology.etp} "
+        "(dp_replicate x ep_fsdp x ep x etp)"
     )
     if not is_known:
         known = ", ".join(sorted(known_families()))

@@ -15,7 +15,7 @@ __all__ = ["after_the_best", "print_wrapped", "refusal", "table"]
 
 _GIB, _GB = 1 << 30, 1e9
 _BEST = 10  # rows of the short table
-_MESH = ("ep", "ep_fsdp", "dp_replicate", "sp")
+_MESH = ("ep", "etp", "ep_fsdp", "dp_replicate", "sp")
 _COLUMNS = (*_MESH, "states", "the rest", "in all", "received", "step", "sync")
 _PARTS = ("params", "grads", "optim", "buffers", "activ.", "logits")
 _COLUMNS_OF_ALL = (*_MESH, *_PARTS, "all", "fits", "dense", "experts", "tokens", "step s", "sync s")
@@ -45,7 +45,11 @@ def table(found: Sequence[Choice], best: Choice | None, is_all: bool) -> tuple[T
         states = c.peak.parameters + c.peak.gradients + c.peak.optimizer
         held = parts if is_all else [states, c.peak.total - states]
         moved = [c.wire(kind) for kind in (("dense", "experts", "tokens") if is_all else ("",))]
-        row = [*map(str, (t.ep, t.ep_fsdp, t.dp_replicate, c.sp)), *(f"{n / _GIB:.1f}" for n in held), f"{c.gib:.1f}"]
+        row = [
+            *map(str, (t.ep, t.etp, t.ep_fsdp, t.dp_replicate, c.sp)),
+            *(f"{n / _GIB:.1f}" for n in held),
+            f"{c.gib:.1f}",
+        ]
         row += ["yes" if c.fits else "no"] if is_all else []
         row += [*(f"{n / _GB:.1f}" for n in moved), f"{c.time.step:.2f}", f"{c.sync:.2f}"]
         made.add_row(*row, style="bold green" if c is best else None)

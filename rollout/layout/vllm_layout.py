@@ -20,7 +20,7 @@ from functools import cache
 from typing import Literal
 
 from ...engine.compat import versions
-from ...engine.topology.index_ranges import IndexRange, shard_range
+from ...engine.topology.index_ranges import IndexRange, shard_ranges
 from . import rules, sglang_layout
 from .rules import Family, NamedRules, named_rules, padded_vocabulary
 from .specs import Heads, Rollout, TargetSlice, TensorSpec, TrainerTopology
@@ -46,12 +46,12 @@ SYNC_MODES: tuple[SyncMode, ...] = ("full", "expert_local", "sliced")
 
 
 def holders(tensor: TensorSpec, topology: TrainerTopology) -> dict[IndexRange, list[int]]:
-    """Map each shard of a tensor to the ranks of one trainer replica that hold it; shards do not overlap."""
+    """Map each range that a rank holds of a tensor to the ranks of one trainer replica that hold it; none overlap."""
     held: dict[IndexRange, list[int]] = {}
     for rank in range(topology.fsdp):
-        block = shard_range(tensor.shape, tensor.cuts, topology.coordinate(rank))
-        if block.numel:
-            held.setdefault(block, []).append(rank)
+        for block in shard_ranges(tensor.shape, tensor.cuts, topology.coordinate(rank)):
+            if block.numel:
+                held.setdefault(block, []).append(rank)
     return held
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ...engine.lora.merge import LocalValues
-from ...engine.topology.index_ranges import IndexRange
+from ...engine.topology.index_ranges import IndexRange, slices_in_shard
 from ..layout.transfer_plan import Piece, Transfer, TransferPlan
 from ..layout.vllm_layout import TargetSlice, TensorSpec
 from .report import Traffic
@@ -109,7 +109,7 @@ class Exchange:
         ]
         self._pieces: dict[tuple[int, int, int, int], list[Transfer]] = {}
         self._piece_transfers: dict[Piece, PieceTransfers] = {}
-        self._shard_blocks: dict[str, IndexRange] = {}
+        self._shard_blocks: dict[str, tuple[IndexRange, ...]] = {}
         self._send_blocks: list[list[SendBlock]] = []
         self._local_blocks: list[list[LocalBlock]] = []
         self._receive_offsets: dict[int, list[tuple[TensorSpec, IndexRange, int]]] = {}
@@ -292,7 +292,7 @@ class Exchange:
         for piece in map(self._transfers_of, self.plan.rounds[index]):
             if not piece.outgoing:
                 continue
-            tensor, itemsize, shard = piece.tensor, piece.tensor.itemsize, shards.block(piece.tensor.name)
+            tensor, itemsize, shard = piece.tensor, piece.tensor.itemsize, shards.ranges(piece.tensor.name)
             local_at = -(-local_end // itemsize) * itemsize
             rows = self._rows_to_cast(piece, shards, local_at)
             begins: list[tuple[Transfer, int]] = []
@@ -307,11 +307,11 @@ class Exchange:
                     begins.append((transfer, local_at))
                     buffer_range = slice(local_at, local_at + nbytes)
                     local_end = local_at = local_at + nbytes
-                inside = transfer.block.slices_in(shard)
+                inside = slices_in_shard(transfer.block, shard)
                 local_blocks.append(LocalBlock(tensor, transfer.block, inside, buffer_range))
             for some in rows:
-                parts = list(self._packed_parts(begins, some, itemsize))
-                send_blocks.append(SendBlock(tensor, some.slices_in(shard), some.shape, parts))
+                parts = list(self._packed_parts(begins, [some], itemsize))
+                send_blocks.append(SendBlock(tensor, slices_in_shard(some, shard), some.shape, parts))
             if begins and not rows:
                 send_blocks.append(SendBlock(tensor, None, (), list(self._packed_parts(begins, shard, itemsize))))
         self._send_blocks.append(send_blocks)
@@ -331,15 +331,15 @@ class Exchange:
         return list(enclosing_rows([t.block for t in piece.outgoing], most // piece.tensor.itemsize))
 
     def _packed_parts(
-        self, begins: Iterable[tuple[Transfer, int]], held: IndexRange, itemsize: int
+        self, begins: Iterable[tuple[Transfer, int]], ranges: Sequence[IndexRange], itemsize: int
     ) -> Iterator[PackedPart]:
-        """Yield the parts of ``held`` that transfers take; each transfer begins at the given byte of its buffer."""
-        for transfer, begin in begins:
+        """Yield the parts of ``ranges`` that transfers take; each transfer begins at the given byte of its buffer."""
+        for (transfer, begin), held in itertools.product(begins, ranges):
             block = transfer.block.intersection(held)
             if block is not None:
                 start = begin + transfer.block.elements_before(block) * itemsize
                 to = slice(start, start + block.numel * itemsize)
-                yield PackedPart(block.slices_in(held), to, transfer.target == self.rank)
+                yield PackedPart(slices_in_shard(block, ranges), to, transfer.target == self.rank)
 
     def _start(self, index: int, buffers: RoundBuffers) -> PendingRound:
         send_splits, receive_splits = self._splits[index]

@@ -14,7 +14,7 @@ from torch import nn
 
 from ...engine.lora.merge import AdapterUse, adapter_weights, local_values, unmerged_values, weights
 from ...engine.topology.dtensor import persistent_buffers, shard_steps
-from ...engine.topology.index_ranges import IndexRange, chunk_range, shard_range
+from ...engine.topology.index_ranges import IndexRange, chunk_range, shard_ranges, slices_in_shard
 from ...engine.topology.mesh import Meshes
 from .report import Traffic
 
@@ -120,7 +120,7 @@ class _Group:
         self.members = members
         self.layouts = [_layout(members, meshes, rank) for rank in range(meshes.topology.fsdp)]
         # Every rank sends equally many bytes, as all_gather_into_tensor requires.
-        self.rank_bytes = max(pieces[-1].offset + _aligned(pieces[-1].nbytes) for pieces in self.layouts)
+        self.rank_bytes = max(pieces[-1][-1].offset + _aligned(pieces[-1][-1].nbytes) for pieces in self.layouts)
 
 
 def assemble(tensors: Iterable[GatheredTensor], traffic: Traffic, max_gather_bytes: int) -> Iterator[Rows]:
@@ -186,10 +186,11 @@ def gather(
             return None
         group, buffer = groups[started], buffers[started % 2]
         own, everyone = buffer[: group.rank_bytes], buffer[max_rank_bytes : max_rank_bytes + ranks * group.rank_bytes]
-        for sent, piece in zip(group.members, group.layouts[meshes.fsdp_rank], strict=True):
-            if piece.nbytes:
-                shard = own[piece.offset : piece.offset + piece.nbytes].view(sent.dtype)
-                shard.view(piece.block.shape).copy_(values(sent.name, sent.param)[piece.inside])
+        for sent, pieces in zip(group.members, group.layouts[meshes.fsdp_rank], strict=True):
+            for piece in pieces:
+                if piece.nbytes:
+                    shard = own[piece.offset : piece.offset + piece.nbytes].view(sent.dtype)
+                    shard.view(piece.block.shape).copy_(values(sent.name, sent.param)[piece.inside])
         traffic.sent += everyone.numel() - own.numel()
         traffic.received += everyone.numel() - own.numel()
         work = dist.all_gather_into_tensor(everyone, own, group=meshes.replica_group, async_op=True)
@@ -236,7 +237,8 @@ def _parts(
         yield whole
         return
     # The first rank has the most rows.
-    rows = shard_range(whole.param.shape, shard_steps(whole.param), meshes.topology.coordinate(0)).shape[0]
+    held = shard_ranges(whole.param.shape, shard_steps(whole.param), meshes.topology.coordinate(0))
+    rows = held[0].shape[0]
     parts = -(-rows // max(1, rows * max_gather_bytes // whole.nbytes))
     for part in range(parts):
         yield replace(whole, part=part, parts=parts)
@@ -259,24 +261,28 @@ def _groups(members: Iterable[_SentParam], layers: Sequence[str], max_gather_byt
 def _shards(group: _Group, index: int, everyone: torch.Tensor) -> Iterator[tuple[IndexRange, torch.Tensor]]:
     """Yield each rank's shard of a group's ``index``-th parameter as a view of the gathered bytes."""
     dtype = group.members[index].dtype
-    for rank, pieces in enumerate(group.layouts):
-        piece = pieces[index]
-        if piece.nbytes:
-            start = rank * group.rank_bytes + piece.offset
-            yield piece.block, everyone[start : start + piece.nbytes].view(dtype).view(piece.block.shape)
+    for rank, members in enumerate(group.layouts):
+        for piece in members[index]:
+            if piece.nbytes:
+                start = rank * group.rank_bytes + piece.offset
+                yield piece.block, everyone[start : start + piece.nbytes].view(dtype).view(piece.block.shape)
 
 
-def _layout(group: Sequence[_SentParam], meshes: Meshes, rank: int) -> list[_ShardPart]:
-    pieces, offset = [], 0
+def _layout(group: Sequence[_SentParam], meshes: Meshes, rank: int) -> list[list[_ShardPart]]:
+    """Lay out the parts of each parameter in a rank's flat buffer, one for each range that the rank holds of it."""
+    members: list[list[_ShardPart]] = []
+    offset = 0
     for sent in group:
-        cuts = shard_steps(sent.param)
-        held = shard_range(sent.param.shape, cuts, meshes.topology.coordinate(rank))
-        block = sent.block(held)
-        # Rank 0 alone sends what is replicated.
-        nbytes = sent.dtype.itemsize * block.numel if cuts or rank == 0 else 0
-        pieces.append(_ShardPart(block, block.slices_in(held), offset, nbytes))
-        offset += _aligned(nbytes)
-    return pieces
+        cuts, pieces = shard_steps(sent.param), []
+        ranges = shard_ranges(sent.param.shape, cuts, meshes.topology.coordinate(rank))
+        for held in ranges:
+            block = sent.block(held)
+            # Rank 0 alone sends what is replicated.
+            nbytes = sent.dtype.itemsize * block.numel if cuts or rank == 0 else 0
+            pieces.append(_ShardPart(block, slices_in_shard(block, ranges), offset, nbytes))
+            offset += _aligned(nbytes)
+        members.append(pieces)
+    return members
 
 
 def _aligned(nbytes: int) -> int:

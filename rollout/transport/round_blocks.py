@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ...engine.lora.merge import LocalValues
-from ...engine.topology.dtensor import local_range, local_tensor
+from ...engine.topology.dtensor import local_ranges, local_tensor
 from ...engine.topology.index_ranges import IndexRange, bounding_range
 from ..layout.transfer_plan import Transfer
 from ..layout.vllm_layout import TensorSpec
@@ -95,7 +95,7 @@ class LocalShards:
     """The local shards of the trainer's tensors, computed at most once per sync.
 
     Args:
-        blocks: cache of each shard's block by the tensor's name, kept from sync to sync.
+        blocks: cache of each shard's ranges by the tensor's name, kept from sync to sync.
         values: returns the values to send for a tensor; its local shard by default.
     """
 
@@ -103,7 +103,7 @@ class LocalShards:
         self,
         tensors: Mapping[str, torch.Tensor],
         dtypes: Mapping[str, torch.dtype],
-        blocks: dict[str, IndexRange],
+        blocks: dict[str, tuple[IndexRange, ...]],
         values: LocalValues | None,
     ):
         self._tensors, self._dtypes, self._boxes = tensors, dtypes, blocks
@@ -118,10 +118,10 @@ class LocalShards:
         """Tell whether a tensor is sent in another dtype than it is stored in."""
         return self._tensors[name].dtype != self._dtypes[name]
 
-    def block(self, name: str) -> IndexRange:
-        """Return the block of a tensor that this rank's shard covers."""
+    def ranges(self, name: str) -> tuple[IndexRange, ...]:
+        """Return the ranges of a tensor that this rank's shard holds."""
         if name not in self._boxes:
-            self._boxes[name] = local_range(self._tensors[name])
+            self._boxes[name] = local_ranges(self._tensors[name])
         return self._boxes[name]
 
     def values(self, name: str) -> torch.Tensor:

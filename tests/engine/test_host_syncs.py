@@ -71,14 +71,15 @@ class Waits(TorchDispatchMode):
         return noted
 
 
-def _waits(ep, recomputed=False):
+def _waits(ep, recomputed=False, etp=1):
     config = Qwen3MoeConfig(num_experts=E, hidden_size=D, moe_intermediate_size=D)
     config._experts_implementation = "eager"
     module = Qwen3MoeExperts(config)
     for name, param in list(module.named_parameters()):
-        local = torch.randn(E // ep, *param.shape[1:])
+        local = torch.randn(E // ep, *param.shape[1:]).chunk(etp, dim=2 if name == "down_proj" else 1)[0].contiguous()
         setattr(module, name, torch.nn.Parameter(local))
-    attach(module, ExpertsRuntime(E, dist.group.WORLD if ep > 1 else None))
+    group, etp_group = (dist.group.WORLD if size > 1 else None for size in (ep, etp))
+    attach(module, ExpertsRuntime(E, group, etp_group=etp_group))
     hidden = torch.randn(TOKENS, D, requires_grad=True)
     ids, weights = torch.randint(0, E, (TOKENS, K)), torch.rand(TOKENS, K, requires_grad=True)
     forward, backward = Waits(), Waits()
@@ -99,6 +100,7 @@ def _waits(ep, recomputed=False):
 def _once():
     assert _waits(dist.get_world_size()) == (["tolist"], [])
     assert _waits(dist.get_world_size(), recomputed=True) == (["tolist"], [])
+    assert _waits(1, etp=dist.get_world_size()) == (["tolist"], [])
 
 
 def test_a_layer_waits_once_in_forward_and_never_in_backward_or_when_computed_again():

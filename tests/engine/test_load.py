@@ -78,20 +78,21 @@ def _counted(folder, cases):
         return tensor
 
     safetensors_reader.CheckpointFiles.read = counting
-    for ep, fsdp_size, dim in cases:
+    for ep, fsdp_size, dim, etp in cases:
         read.clear()
         with mock.patch.object(build, "verify_experts"):
-            model, meshes = sharded_model(folder, world, ep, fsdp_size, expert_shard_dim=dim)
+            model, meshes = sharded_model(folder, world, ep, fsdp_size, etp, expert_shard_dim=dim)
         is_first = meshes.dense.get_local_rank("dp_replicate") == 0
         for of_experts in (True, False):
             found = sum(nbytes for key, nbytes in read.items() if (".experts." in key) == of_experts)
             held = [p for p in model.parameters() if is_expert_parameter(p) == of_experts]
-            assert found == is_first * sum(p.to_local().nbytes for p in held), (ep, fsdp_size, dim, of_experts)
+            assert found == is_first * sum(p.to_local().nbytes for p in held), (ep, fsdp_size, dim, etp, of_experts)
     safetensors_reader.CheckpointFiles.read = original
 
 
 def test_load_weights_reads_only_own_shards_and_nothing_in_a_second_replica(tmp_path):
-    cases = [(4, -1, "auto"), (2, -1, "auto"), (1, -1, 1), (2, -1, 0), (2, 2, "auto")]
+    cases = [(4, -1, "auto", 1), (2, -1, "auto", 1), (1, -1, 1, 1), (2, -1, 0, 1), (2, 2, "auto", 1)]
+    cases += [(2, -1, "auto", 2), (1, -1, 1, 2), (1, 2, "auto", 2)]
     run_ranks(_counted, 4, save_qwen3_moe(tmp_path), cases)
 
 

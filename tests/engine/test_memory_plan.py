@@ -181,7 +181,7 @@ def test_trace_counts_what_a_real_forward_saves():
     assert layer.input < layer.selective < layer.dense
 
 
-def _step_is_counted(folder, ep, fsdp_size, options, tokens, sp, lora, expected):
+def _step_is_counted(folder, ep, fsdp_size, etp, options, tokens, sp, lora, expected):
     """Count the bytes of every collective of one step, from the inputs of torch's functions."""
     rank, world = dist.get_rank(), dist.get_world_size()
 
@@ -195,12 +195,12 @@ def _step_is_counted(folder, ep, fsdp_size, options, tokens, sp, lora, expected)
         tensor.fill_(0.1)
         return is_adapter(name)
 
-    model, _ = sharded_model(folder, world, ep, fsdp_size, before=before, initialize=initialize, **options)
+    model, meshes = sharded_model(folder, world, ep, fsdp_size, etp, before=before, initialize=initialize, **options)
     if lora is not None:
         lora_of(model).freeze_base(model)
     model.train()
     ids = torch.randint(0, VOCAB, (1, tokens), generator=torch.Generator().manual_seed(rank))
-    with counted_collectives() as counted:
+    with counted_collectives(meshes.etp_group) as counted:
         positions = torch.arange(tokens * sp)[None]
         logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
         cross_entropy(logits[0, :-1], ids[0, 1:]).backward()
@@ -213,19 +213,22 @@ def _step_is_counted(folder, ep, fsdp_size, options, tokens, sp, lora, expected)
 
 
 @pytest.mark.parametrize(
-    ("save", "world", "ep", "fsdp_size", "options", "sp", "lora"),
+    ("save", "world", "ep", "fsdp_size", "etp", "options", "sp", "lora"),
     [
-        (save_qwen3_moe, 4, 2, -1, {}, 1, None),
-        (save_qwen3_moe, 4, 2, 2, {"checkpointing": "full"}, 1, None),
-        (save_qwen3_moe, 2, 2, -1, {"checkpointing": "full", "dispatch_chunks": 3}, 1, None),
-        (save_glm4_moe, 2, 1, -1, {"checkpointing": "selective", "reshard_experts_after_forward": False}, 1, None),
-        (save_qwen3_moe, 4, 2, -1, {"checkpointing": "full"}, 4, LORA),
-        (save_glm4_moe, 2, 2, -1, {"checkpointing": "full"}, 1, None),
-        (save_qwen3_moe, 2, 2, -1, {"checkpointing": "full", "experts_backend": "reference"}, 1, None),
+        (save_qwen3_moe, 4, 2, -1, 1, {}, 1, None),
+        (save_qwen3_moe, 4, 2, 2, 1, {"checkpointing": "full"}, 1, None),
+        (save_qwen3_moe, 2, 2, -1, 1, {"checkpointing": "full", "dispatch_chunks": 3}, 1, None),
+        (save_glm4_moe, 2, 1, -1, 1, {"checkpointing": "selective", "reshard_experts_after_forward": False}, 1, None),
+        (save_qwen3_moe, 4, 2, -1, 1, {"checkpointing": "full"}, 4, LORA),
+        (save_glm4_moe, 2, 2, -1, 1, {"checkpointing": "full"}, 1, None),
+        (save_qwen3_moe, 2, 2, -1, 1, {"checkpointing": "full", "experts_backend": "reference"}, 1, None),
+        (save_qwen3_moe, 4, 2, -1, 2, {"checkpointing": "full", "dispatch_chunks": 2}, 1, None),
+        (save_qwen3_moe, 4, 1, -1, 4, {}, 1, None),
+        (save_qwen3_moe, 4, 1, -1, 2, {"checkpointing": "full"}, 1, None),
     ],
-    ids=["ep_fsdp", "replicas", "chunks", "glm", "sp and LoRA", "shared experts", "reference"],
+    ids=["ep_fsdp", "replicas", "chunks", "glm", "sp and LoRA", "shared experts", "reference", "ep etp", "etp", "cut"],
 )
-def test_collectives_are_the_bytes_of_a_real_step(tmp_path, save, world, ep, fsdp_size, options, sp, lora):
+def test_collectives_are_the_bytes_of_a_real_step(tmp_path, save, world, ep, fsdp_size, etp, options, sp, lora):
     folder = save(tmp_path)
     sharding, config = replace(FLOAT32, **options), AutoConfig.from_pretrained(folder)
 
@@ -236,10 +239,10 @@ def test_collectives_are_the_bytes_of_a_real_step(tmp_path, save, world, ep, fsd
         return model
 
     sizes = ModelSizes.built_by(build, sharding)
-    found = collectives(sizes, Topology.arrange(world, ep, fsdp_size), sharding, Batch(tokens=24, sp=sp))
+    found = collectives(sizes, Topology.arrange(world, ep, fsdp_size, etp), sharding, Batch(tokens=24, sp=sp))
     assert {c.name for c in found} >= ({"all-to-all sp"} if sp > 1 else set())
     expected = {c.name: (c.calls, c.nbytes) for c in found}
-    run_ranks(_step_is_counted, world, folder, ep, fsdp_size, options, 24, sp, lora, expected)
+    run_ranks(_step_is_counted, world, folder, ep, fsdp_size, etp, options, 24, sp, lora, expected)
 
 
 def test_timeline_with_lora_has_no_gradients_or_states_of_frozen_weights():

@@ -1,16 +1,27 @@
-"""Mesh arithmetic without processes, and a mesh with an axis that is not used yet."""
+"""Mesh arithmetic without processes, and a mesh with a further axis of size 1."""
 
 import dataclasses
+import itertools
+import re
 from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Replicate, Shard
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.topology.expert_placement import ep_fsdp_dim, model_parallel_placements
+from epfsdp2.engine.topology.expert_placement import (
+    EtpDim,
+    check_inner_divides,
+    ep_fsdp_dim,
+    model_parallel_placements,
+)
+from epfsdp2.engine.topology.index_ranges import ShardStep, shard_ranges, slices_in_shard
 from epfsdp2.engine.topology.mesh import Topology, build_meshes, divisors
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, reference_model, save_qwen3_moe, token_loss
@@ -141,15 +152,60 @@ def test_ep_fsdp_dim_refuses_an_explicit_dim_that_does_not_divide():
         ep_fsdp_dim((12, 10, 7), Topology.arrange(12, 3), 1)
 
 
+@pytest.mark.parametrize(
+    ("shape", "etp_dim", "wanted", "dim"),
+    [
+        ((8, 64, 32), EtpDim(1, parts=2), "auto", 2),
+        ((8, 64, 32), EtpDim(1, parts=2), 1, 2),
+        ((8, 32, 64), EtpDim(2), 1, 1),
+        ((8, 64), EtpDim(1), 1, 0),
+    ],
+)
+def test_ep_fsdp_dim_is_never_the_one_that_etp_shards(shape, etp_dim, wanted, dim):
+    assert ep_fsdp_dim(shape, Topology.arrange(32, 1, etp_size=2), wanted, 0, etp_dim) == dim
+
+
 def test_ep_fsdp_dim_of_a_vector_with_one_entry_per_expert_is_its_only_dim():
     assert ep_fsdp_dim((8,), Topology.arrange(4, 2), 1) == 0
 
 
-def test_topology_with_a_further_axis_has_its_coordinates_and_placements():
-    t = dataclasses.replace(Topology.arrange(8, 2), ep_fsdp=2, inner=(("etp", 2),))
-    assert t.expert_axes == {"dp_replicate": 1, "ep_fsdp": 2, "ep": 2, "etp": 2} and t.fsdp == 8
+def test_topology_with_etp_has_its_coordinates_and_placements():
+    t = Topology.arrange(16, 2, 8, etp_size=2)
+    assert t.expert_axes == {"dp_replicate": 2, "ep_fsdp": 2, "ep": 2, "etp": 2} and t.fsdp == 8
     assert t.coordinate(5) == {"fsdp": 5, "ep_fsdp": 1, "ep": 0, "etp": 1}
-    assert model_parallel_placements(t.model_parallel_axes, 0) == [Shard(0), Replicate()]
+    assert model_parallel_placements(t.model_parallel_axes, 0, EtpDim(2)) == [Shard(0), Shard(2)]
+    halves = model_parallel_placements(t.model_parallel_axes, 0, EtpDim(1, parts=2))
+    assert halves == [Shard(0), _StridedShard(1, split_factor=2)]
+    assert t.communicators() == {"world": 16, "dp_replicate": 2, "fsdp": 8, "ep_fsdp": 2, "ep": 2, "etp": 2}
+
+
+@pytest.mark.parametrize(("world", "ep", "fsdp", "etp", "works"), [(8, 4, -1, 4, [1, 2]), (12, 2, 6, 2, [1, 3])])
+def test_topology_refuses_an_etp_size_that_does_not_divide_the_ranks(world, ep, fsdp, etp, works):
+    with pytest.raises(SettingError, match=re.escape(f"engine.etp_size= one of {works}")):
+        Topology.arrange(world, ep, fsdp, etp)
+
+
+def test_check_inner_divides_names_the_sizes_that_fit_the_experts_and_the_ranks():
+    check_inner_divides([48, 64], Topology.arrange(8, 1, etp_size=8), "Model")
+    with pytest.raises(SettingError, match=r"Model has 18.*etp_size= one of \[1, 2\]"):
+        check_inner_divides([18, 64], Topology.arrange(8, 1, etp_size=4), "Model")
+    with pytest.raises(SettingError, match="no experts to split"):
+        check_inner_divides([], Topology.arrange(4, 1, etp_size=2), "Model")
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.sampled_from([1, 2]), st.sampled_from([1, 2]))
+def test_shard_ranges_of_a_strided_step_are_what_dtensor_says(experts, inner, etp, parts, ep):
+    """``_StridedShard`` cuts each part; a shard is the ranges of a rank one after the other."""
+    whole = torch.arange(ep * experts * parts * etp * inner).view(ep * experts, parts * etp * inner)
+    steps = [ShardStep(0, "ep", ep), ShardStep(1, "etp", etp, parts)]
+    for at_ep, at_etp in itertools.product(range(ep), range(etp)):
+        ranges = shard_ranges(whole.shape, steps, {"ep": at_ep, "etp": at_etp})
+        shard = torch.cat([whole[held.slices] for held in ranges], dim=1)
+        cut = _StridedShard(1, split_factor=parts)._split_tensor(whole, etp)[0][at_etp] if parts > 1 else None
+        wanted = whole.chunk(etp, dim=1)[at_etp] if cut is None else cut
+        assert torch.equal(shard, wanted.chunk(ep)[at_ep])
+        for held in ranges:
+            assert torch.equal(shard[slices_in_shard(held, ranges)], whole[held.slices])
 
 
 def _step_with_an_extra_axis(folder):

@@ -102,6 +102,7 @@ def test_exchange_in_chunks_has_the_gradients_of_the_plain_model(tmp_path):
     cases = [(2, {"dispatch_chunks": 2}), (4, {"dispatch_chunks": 3, "expert_shard_dim": 0})]
     cases += [(2, {"dispatch_chunks": 2, "checkpointing": mode}) for mode in ("full", "selective")]
     cases += [(4, {"dispatch_chunks": 6, "checkpointing": "full", "prefetch_depth": 0})]
+    cases += [(2, {"etp": 2, "dispatch_chunks": 3, "checkpointing": mode}) for mode in ("none", "full")]
     run_ranks(_gradients_equal_the_reference, 4, save_qwen3_moe(tmp_path), 4, cases)
 
 

@@ -26,11 +26,14 @@ from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight import model_facts
 from epfsdp2.engine.preflight import rollout as rollout_checks
 from epfsdp2.engine.preflight import run as preflight
+from epfsdp2.engine.preflight.cut_experts import check_cut_experts_sync
 from epfsdp2.engine.preflight.dense_models import not_applied, without_experts
 from epfsdp2.engine.preflight.features import check_attention
 from epfsdp2.engine.preflight.model_facts import inspect_model, largest_sent
 from epfsdp2.engine.preflight.rollout import check_graphs, check_rollout
 from epfsdp2.engine.preflight.run import check_model_settings, check_run, check_training, check_versions
+from epfsdp2.engine.settings.values import OPTIMIZERS
+from epfsdp2.engine.topology.expert_placement import EtpDim
 from epfsdp2.rollout.layout.sync_mode import EXTENSION, SGLANG_LOADER
 from tests.parity.families import save
 from tests.support.settings import TINY, checkpoint, engine
@@ -60,7 +63,7 @@ def paragraph(error: SettingError, setting: str, value: object) -> str:
 def test_a_right_run_passes_and_is_counted(model, stacks_are_sent):
     facts = check_training(engine(ep_size=4), 8, model, device="cpu")
     assert facts.experts == (8, 8)
-    assert facts.stacked == (((8, 32, 16), 0), ((8, 32, 32), 0))
+    assert facts.stacked == (((8, 32, 16), 0, EtpDim(2)), ((8, 32, 32), 0, EtpDim(1, parts=2)))
     assert largest_sent(facts.model) == ("model.layers.0.mlp.experts.gate_up_proj", GATE_UP)
 
 
@@ -130,6 +133,7 @@ def test_patterns_of_routers_are_for_the_models_that_have_some(dense):
     ("name", "value"),
     [
         ("ep_size", 2),
+        ("etp_size", 2),
         ("expert_shard_dim", 1),
         ("experts_backend", "torch"),
         ("reshard_experts_after_forward", False),
@@ -149,6 +153,32 @@ def test_a_setting_of_experts_for_a_dense_model_alone_is_refused(dense, name, va
         assert f"Qwen3ForCausalLM ({MODEL}.path) is a dense model" in text
         assert ("nor has that of the critic, Qwen3ForCausalLM" in text) == ("critic_enable" in critic)
     check_run(engine(), 4, dense, {}, device="cpu")
+
+
+def test_an_etp_size_that_does_not_fit_is_refused_with_those_that_do(model):
+    check_training(engine(ep_size=2, etp_size=2), 8, model, device="cpu")
+    with pytest.raises(SettingError) as caught:
+        check_training(engine(ep_size=4, etp_size=4), 8, model, device="cpu")
+    assert "engine.etp_size= one of [1, 2]" in paragraph(caught.value, "engine.etp_size", 4)
+    with pytest.raises(SettingError) as caught:  # the inner size is 16
+        check_training(engine(etp_size=32), 32, model, device="cpu")
+    assert "engine.etp_size= one of [1, 2, 4, 8, 16]" in paragraph(caught.value, "engine.etp_size", 32)
+
+
+def test_what_can_not_be_with_cut_experts_is_refused(model):
+    cut = engine(ep_size=2, etp_size=2)
+    muon = {"optimizer": "Muon", "optimizer_impl": "torch.optim", "lr": 1e-3, "weight_decay": 0.0, "betas": (0.9, 0.99)}
+    check_training(cut, 8, model, optim=muon, device="cpu")
+    with pytest.raises(SettingError) as caught:
+        check_training(engine(ep_size=8, etp_size=2), 64, model, optim=muon, device="cpu")
+    paragraph(caught.value, f"{OPTIMIZERS[MODEL]}.optimizer", "Muon")
+    with pytest.raises(SettingError) as caught:
+        check_cut_experts_sync(cut, {"backend": "delta_sharded"})
+    paragraph(caught.value, "actor_rollout_ref.rollout.checkpoint_engine.backend", "delta_sharded")
+    check_cut_experts_sync(cut, {"backend": "naive"})
+    with pytest.raises(SettingError) as caught:
+        check_training(cut, 8, {**model, "lora_rank": 8, "target_modules": "all-linear"}, device="cpu")
+    paragraph(caught.value, "engine.etp_size", 2)
 
 
 def test_a_plan_of_experts_for_a_dense_model_alone_is_refused(dense):
@@ -619,7 +649,7 @@ def test_the_bucket_has_to_hold_one_expert_where_vllm_takes_them_one_by_one(tmp_
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_experts": 8}
     model = checkpoint(tmp_path, "hunyuan_v1_moe", **sizes, **heads)
     facts = inspect_model(model)
-    assert max(math.prod(shape) for shape, _ in facts.stacked) == 8 * 2 << 20
+    assert max(math.prod(shape) for shape, *_ in facts.stacked) == 8 * 2 << 20
     name, elements = largest_sent(facts.model)
     assert elements == 1 << 20 and ".experts.0." in name
     rollout = {"name": "vllm", "n_gpus_per_node": 2, "update_weights_bucket_megabytes": 2}

@@ -124,7 +124,7 @@ def _cell(rows: list[Row]) -> str:
 
 
 def _table(names: list[str], rows: list[Row]) -> Table:
-    table = Table(title=f"Worst relative error, dp_replicate x ep_fsdp x ep on {WORLD} ranks ({_BOUNDS})")
+    table = Table(title=f"Worst relative error, dp_replicate x ep_fsdp x ep (x etp) on {WORLD} ranks ({_BOUNDS})")
     for heading in ["family", *_columns(rows), "bf16 runs", "note"]:
         table.add_column(heading)
     for line in _lines(names, rows):
@@ -168,9 +168,9 @@ def _write(rows: list[Row], minutes: float, results: Path) -> None:
     text = [
         "# Every family against the plain Hugging Face model",
         "",
-        f"Float32 where float64 is not noted, {WORLD} ranks (`dp_replicate x ep_fsdp x ep`), against one process on",
-        "the concatenated batch: the worst relative error of any logits, gradient, gradient norm, parameter and AdamW",
-        f"moment over two steps, {settings}. "
+        f"Float32 where float64 is not noted, {WORLD} ranks (`dp_replicate x ep_fsdp x ep`, and `x etp` where it is",
+        "not 1), against one process on the concatenated batch: the worst relative error of any logits, gradient,",
+        f"gradient norm, parameter and AdamW moment over two steps, {settings}. "
         f"{_BOUNDS}. {_summary(every, sum(run['minutes'] for run in runs))}. Dense models have no `ep`.",
         "",
         *(_run_in_words(run, len(runs) > 1) for run in runs),

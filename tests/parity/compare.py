@@ -24,7 +24,7 @@ from epfsdp2.engine.model.meta import build_on_meta
 from epfsdp2.engine.model.packing import PackedSequences
 from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
-from epfsdp2.engine.topology.dtensor import local_range, local_tensor
+from epfsdp2.engine.topology.dtensor import local_pieces, local_tensor
 from epfsdp2.engine.topology.mesh import Meshes, Topology, build_meshes
 from tests.parity import families
 from tests.parity.float64 import float64
@@ -35,7 +35,8 @@ __all__ = ["BOUND", "WORLD", "Case", "Row", "cases", "compare", "fast_case", "pa
 WORLD = 4
 BOUND = {"float32": 1e-5, "float64": 1e-12}  # relative, ||ours - theirs|| / ||theirs|| per tensor
 _ROWS_PER_RANK, _LENGTH, _CLIP, _STEPS = 2, 13, 0.5, 2
-_MESHES = ((1, -1), (2, -1), (4, -1), (1, 2), (2, 2))  # (ep, fsdp_size); fsdp_size=2 gives two replicas
+# (ep, fsdp_size, etp); fsdp_size=2 gives two replicas
+_MESHES = ((1, -1, 1), (2, -1, 1), (4, -1, 1), (1, 2, 1), (2, 2, 1), (2, -1, 2), (1, -1, 2), (1, 2, 2))
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,13 @@ class Case:
     checkpointing: str
     dtype: str = "float32"
     packed: bool = False
+    etp: int = 1
+
+    @classmethod
+    def on(cls, mesh: tuple[int, int, int], *how: Any, packed: bool = False) -> "Case":
+        """Make it of one of ``_MESHES`` and further fields."""
+        ep, fsdp_size, etp = mesh
+        return cls(ep, fsdp_size, *how, packed=packed, etp=etp)
 
     @property
     def bound(self) -> float:
@@ -61,7 +69,8 @@ class Case:
     @property
     def mesh(self) -> str:
         replicas = 1 if self.fsdp_size == -1 else WORLD // self.fsdp_size
-        return f"{replicas} x {WORLD // replicas // self.ep} x {self.ep}"
+        etp = f" x {self.etp}" if self.etp > 1 else ""
+        return f"{replicas} x {WORLD // replicas // self.ep // self.etp} x {self.ep}{etp}"
 
 
 @dataclass
@@ -95,18 +104,21 @@ def cases(name: str) -> list[Case]:
     """The whole matrix of one family; without experts there is no ``ep``, and no dim of theirs."""
     dtype = families.ALL[name].dtype
     if name in families.DENSE:
-        flat = [Case(*mesh, "auto", ac) for mesh, ac in itertools.product(_MESHES, ("none", "full")) if mesh[0] == 1]
+        alone = [mesh for mesh in _MESHES if mesh[0] == mesh[2] == 1]
+        flat = [Case.on(mesh, "auto", ac) for mesh, ac in itertools.product(alone, ("none", "full"))]
         return [*flat, Case(1, -1, "auto", "selective"), Case(1, -1, "auto", "full", "bfloat16")]
-    matrix = [Case(*mesh, dim, ac, dtype) for mesh, dim, ac in itertools.product(_MESHES, (0, 1), ("none", "full"))]
-    return [*matrix, Case(2, -1, 1, "selective", dtype), Case(2, -1, 1, "full", "bfloat16")]
+    matrix = [Case.on(mesh, dim, ac, dtype) for mesh, dim, ac in itertools.product(_MESHES, (0, 1), ("none", "full"))]
+    more = [Case(2, -1, 1, "selective", dtype), Case(2, -1, 1, "selective", dtype, etp=2)]
+    return [*matrix, *more, Case(2, -1, 1, "full", "bfloat16")]
 
 
 def packed_cases(name: str) -> list[Case]:
-    """Packed rows on each mesh once, and the other settings in turn."""
-    meshes = [mesh for mesh in _MESHES if name not in families.DENSE or mesh[0] == 1]
+    """Packed rows on each mesh without ``etp`` once, and the other settings in turn."""
+    meshes = [mesh for mesh in _MESHES if mesh[2] == 1 and (name not in families.DENSE or mesh[0] == 1)]
+    dims = ["auto" if mesh[0] == 1 else i % 2 for i, mesh in enumerate(meshes)]
     return [
-        Case(*mesh, "auto" if mesh[0] == 1 else i % 2, ("full", "none")[i % 2], families.ALL[name].dtype, packed=True)
-        for i, mesh in enumerate(meshes)
+        Case.on(mesh, dim, ("full", "none")[i % 2], families.ALL[name].dtype, packed=True)
+        for i, (mesh, dim) in enumerate(zip(meshes, dims, strict=True))
     ]
 
 
@@ -115,9 +127,9 @@ def fast_case(index: int, name: str) -> Case:
     packed = index % 4 > 1
     if name in families.DENSE:
         return Case(1, (-1, 2)[index % 2], "auto", ("full", "none", "selective")[index % 3], packed=packed)
-    ep, fsdp_size = [(2, -1), (4, -1), (2, 2)][index % 3]
-    checkpointing = ("full", "none", "selective")[index // 2 % 3]
-    return Case(ep, fsdp_size, 1 if index % 2 else 0, checkpointing, families.ALL[name].dtype, packed)
+    mesh = [(2, -1, 1), (4, -1, 1), (2, 2, 1), (2, -1, 2), (1, 2, 2), (1, -1, 2)][index % 6]
+    checkpointing = ("full", "none", "selective")[(index // 2 + index // 6) % 3]
+    return Case.on(mesh, index // 6 % 2, checkpointing, families.ALL[name].dtype, packed=packed)
 
 
 def compare(work: Sequence[tuple[str, Path, Sequence[Case]]], results: Path) -> None:
@@ -192,12 +204,12 @@ def _moments(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> dict[str,
 
 
 @functools.cache
-def _meshes(ep: int, fsdp_size: int) -> Meshes:
-    return build_meshes("cpu", Topology.arrange(WORLD, ep, fsdp_size))
+def _meshes(ep: int, fsdp_size: int, etp: int) -> Meshes:
+    return build_meshes("cpu", Topology.arrange(WORLD, ep, fsdp_size, etp))
 
 
 def _sharded(folder: Path, case: Case, reference: _Reference):
-    meshes = _meshes(case.ep, case.fsdp_size)
+    meshes = _meshes(case.ep, case.fsdp_size, case.etp)
     kind = SimpleNamespace(from_config=lambda config, dtype, **_: reference.kind._from_config(config, dtype=dtype))
     dtype = torch.float64 if case.dtype == "float64" else torch.float32
     model = build_on_meta(kind, copy.deepcopy(reference.config), dtype)
@@ -265,10 +277,10 @@ def _errors(
     squares = torch.zeros(len(pairs), 2, dtype=torch.float64)
     for i, (_, _, ours, wanted) in enumerate(pairs):
         if ours is not None:
-            part = local_tensor(ours.detach()).double()
-            theirs = 0.0 if wanted is None else wanted[local_range(ours).slices].double()
-            squares[i, 0] = (part - theirs).square().sum()
-            squares[i, 1] = 0.0 if wanted is None else theirs.square().sum()
+            for held, part in local_pieces(ours.detach()):
+                theirs = torch.zeros(()) if wanted is None else wanted[held.slices].double()
+                squares[i, 0] += (part.double() - theirs).square().sum()
+                squares[i, 1] += theirs.square().sum()
     dist.all_reduce(squares, group=meshes.replica_group)
     errors = squares[:, 0].sqrt() / squares[:, 1].sqrt().clamp_min(1e-12)
     return [

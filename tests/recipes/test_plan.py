@@ -1,14 +1,15 @@
 """The planner's command line, on published sizes."""
 
+import itertools
 import json
 import re
 
 import pytest
-from transformers import Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig
+from transformers import MixtralConfig, Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig
 
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.planner.traffic import Collective
-from epfsdp2.engine.topology.expert_placement import check_experts_divide
+from epfsdp2.engine.topology.expert_placement import check_experts_divide, check_inner_divides
 from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.recipes.plan.cards import CARDS, config_of
 from epfsdp2.recipes.plan.cli import main, parse, request_of
@@ -39,8 +40,9 @@ def test_plan_by_default_has_ten_meshes_that_fit_and_why_the_next_does_not_in_10
     assert max(map(len, text.splitlines())) <= 100 and len(text.splitlines()) < 40
     found = choices(qwen3_30b, Cluster(2, 8))
     fit, refused = [c for c in found if c.fits], next(c for c in found if not c.fits)
-    meshes = [[int(cell) for cell in row.split("│")[1:5]] for row in _rows(text)]
-    assert meshes == [[c.topology.ep, c.topology.ep_fsdp, c.topology.dp_replicate, c.sp] for c in fit[:10]]
+    meshes = [[int(cell) for cell in row.split("│")[1:6]] for row in _rows(text)]
+    tops = [(c.topology, c.sp) for c in fit[:10]]
+    assert meshes == [[t.ep, t.etp, t.ep_fsdp, t.dp_replicate, sp] for t, sp in tops]
     needs = f"{' '.join(refused.settings)} needs {refused.peak.total / 2**30:.1f} GiB"
     assert needs in _joined(text) and refused.gib > refused.limit
     assert f"{len(fit)} of {len(found)} meshes fit; --all lists all {len(found)}." in text
@@ -49,26 +51,27 @@ def test_plan_by_default_has_ten_meshes_that_fit_and_why_the_next_does_not_in_10
 def test_plan_that_fits_nowhere_has_the_ten_meshes_that_need_least(capsys):
     assert main(["--model", "gpt-oss-120b", "--tokens", "4096"]) == 2
     text = capsys.readouterr().out
-    needed = [float(row.split("│")[7]) for row in _rows(text)]
+    needed = [float(row.split("│")[8]) for row in _rows(text)]
     assert len(needed) == 10 and needed == sorted(needed) and min(needed) > 72
-    assert max(map(len, text.splitlines())) <= 100 and "0 of 40 meshes fit" in text
+    assert max(map(len, text.splitlines())) <= 100 and re.search(r"\b0 of \d+ meshes fit", text)
 
 
 def test_plan_all_lists_every_mesh(capsys, qwen3_30b):
     assert main([*QWEN, "--all"]) == 0
     rows = _rows(capsys.readouterr().out)
     assert len(rows) == len(choices(qwen3_30b, Cluster(2, 8)))
-    assert {row.split("│")[12].strip() for row in rows} == {"yes", "no"}
+    assert {row.split("│")[13].strip() for row in rows} == {"yes", "no"}
 
 
 def test_meshes_are_those_that_the_engine_takes(qwen3_30b):
     for world, nodes in ((16, 2), (24, 3)):
         legal = set()
         for ep in range(1, world + 1):
-            for fsdp in range(1, world + 1):
+            for fsdp, etp in itertools.product(range(1, world + 1), repeat=2):
                 try:
-                    topology = Topology.arrange(world, ep, fsdp)
+                    topology = Topology.arrange(world, ep, fsdp, etp)
                     check_experts_divide([128], topology, "it")
+                    check_inner_divides([768], topology, "it")
                 except SettingError:
                     continue
                 legal |= {(topology, sp) for sp in range(1, world + 1) if world % sp == 0 and 32 % sp == 0}
@@ -82,6 +85,17 @@ def test_recommendation_is_the_fastest_mesh_that_fits(qwen3_30b):
     assert best.fits and best.gib <= 0.9 * 80
     assert best.time.step == min(c.time.step for c in found if c.fits)
     assert any(not c.fits for c in found)  # one GPU with 30 billion parameters and their states
+
+
+def test_few_large_experts_on_more_ranks_are_recommended_to_be_cut(tmp_path):
+    """Mixtral 8x7B on 16 GPUs, a micro-batch of 1,024 tokens: to gather experts costs more than to gather rows."""
+    MixtralConfig().save_pretrained(tmp_path)
+    request = request_of(parse(["--model", str(tmp_path), "--tokens", "1024"]), config_of(str(tmp_path)))
+    found = choices(request, Cluster(2, 8))
+    best = recommended(found)
+    assert (best.topology.ep, best.topology.etp, best.topology.ep_fsdp) == (8, 2, 1)
+    whole = min(c.time.step for c in found if c.fits and c.topology.etp == 1)
+    assert best.time.step < 0.7 * whole
 
 
 def _planned_sizes(folder, out):

@@ -42,9 +42,9 @@ def _facts(tensor, meshes):
 
 def _brings_the_slices(folder, cases):
     rank, whole = dist.get_rank(), _state(reference_model(folder))
-    for ep, fsdp_size, dim, rollout, mode, dtype in cases:
-        where = str((ep, fsdp_size, dim, rollout, mode, dtype))
-        model, meshes = sharded_model(folder, WORLD, ep, fsdp_size, expert_shard_dim=dim)
+    for ep, fsdp_size, dim, rollout, mode, dtype, etp in cases:
+        where = str((ep, fsdp_size, dim, rollout, mode, dtype, etp))
+        model, meshes = sharded_model(folder, WORLD, ep, fsdp_size, etp, expert_shard_dim=dim)
         tensors = sharded_tensor_specs(model, dtype.itemsize)
         before = tensors_before_sharding(reference_model(folder), meshes.topology, dim, itemsize=dtype.itemsize)
         assert [_facts(t, meshes) for t in tensors] == [_facts(t, meshes) for t in before], where
@@ -66,13 +66,17 @@ def _brings_the_slices(folder, cases):
 
 
 CASES = [
-    (2, -1, 1, Rollout(2), "sliced", torch.float32),
-    (4, -1, 1, Rollout(4), "sliced", torch.bfloat16),
-    (1, -1, 0, Rollout(1, 2), "sliced", torch.float32),
-    (2, 2, 1, Rollout(2), "sliced", torch.bfloat16),
-    (2, -1, 0, Rollout(4, expert_parallel=True), "sliced", torch.float32),
-    (2, -1, 1, Rollout(2, 2, expert_parallel=True), "expert_local", torch.bfloat16),
-    (4, -1, 1, Rollout(2), "full", torch.float32),
+    (2, -1, 1, Rollout(2), "sliced", torch.float32, 1),
+    (4, -1, 1, Rollout(4), "sliced", torch.bfloat16, 1),
+    (1, -1, 0, Rollout(1, 2), "sliced", torch.float32, 1),
+    (2, 2, 1, Rollout(2), "sliced", torch.bfloat16, 1),
+    (2, -1, 0, Rollout(4, expert_parallel=True), "sliced", torch.float32, 1),
+    (2, -1, 1, Rollout(2, 2, expert_parallel=True), "expert_local", torch.bfloat16, 1),
+    (4, -1, 1, Rollout(2), "full", torch.float32, 1),
+    (2, -1, 0, Rollout(4), "sliced", torch.bfloat16, 2),
+    (1, -1, 1, Rollout(2), "sliced", torch.float32, 2),
+    (1, 2, 0, Rollout(4, expert_parallel=True), "sliced", torch.bfloat16, 2),
+    (1, -1, 0, Rollout(2), "full", torch.float32, 4),
 ]
 
 
@@ -81,7 +85,7 @@ def test_exchange_brings_every_worker_its_slices_in_the_plans_bytes(tmp_path):
 
 
 def test_exchange_includes_persistent_buffers(tmp_path):
-    cases = [(2, -1, 1, Rollout(2, expert_parallel=True), "expert_local", torch.bfloat16)]
+    cases = [(2, -1, 1, Rollout(2, expert_parallel=True), "expert_local", torch.bfloat16, 1)]
     run_ranks(_brings_the_slices, WORLD, save_glm4_moe(tmp_path), cases)
 
 

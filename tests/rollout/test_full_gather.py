@@ -12,7 +12,7 @@ from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes
 from epfsdp2.engine.model import hf_names
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.topology.dtensor import shard_steps
-from epfsdp2.engine.topology.index_ranges import shard_range
+from epfsdp2.engine.topology.index_ranges import shard_ranges
 from epfsdp2.rollout import sync as rollout_sync
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport.report import Traffic
@@ -41,8 +41,8 @@ def _counted(model, meshes, bound, dtypes=None):
 def _full_on_every_mesh(folder, cases):
     reference = reference_model(folder)
     wanted = dict(reference.named_parameters())
-    for ep, fsdp_size, dim in cases:
-        model, meshes = sharded_model(folder, dist.get_world_size(), ep, fsdp_size, expert_shard_dim=dim)
+    for ep, fsdp_size, dim, etp in cases:
+        model, meshes = sharded_model(folder, dist.get_world_size(), ep, fsdp_size, etp, expert_shard_dim=dim)
         full, gathers = _counted(model, meshes, 1 << 30)
         assert list(full) == list(wanted)
         for name, tensor in full.items():
@@ -61,8 +61,8 @@ def _full_on_every_mesh(folder, cases):
 def _in_parts(folder, cases):
     reference = reference_model(folder)
     wanted = dict(hf_names.as_checkpoint(reference, reference.state_dict().items()))
-    for ep, fsdp_size, dim in cases:
-        model, meshes = sharded_model(folder, dist.get_world_size(), ep, fsdp_size, expert_shard_dim=dim)
+    for ep, fsdp_size, dim, etp in cases:
+        model, meshes = sharded_model(folder, dist.get_world_size(), ep, fsdp_size, etp, expert_shard_dim=dim)
         stack = model.get_parameter("model.layers.0.mlp.experts.gate_up_proj")
         largest = max(p.nbytes for name, p in reference.named_parameters() if "experts" not in name)
         assert 3 * largest < stack.numel() * stack.element_size(), "stacks have to exceed the limit"
@@ -75,7 +75,7 @@ def _in_parts(folder, cases):
         # The least that a gather can bring is one expert of each rank; two of them, a rank's own, and one assembled.
         ranks = meshes.topology.fsdp
         firsts = {
-            shard_range(stack.shape, shard_steps(stack), meshes.topology.coordinate(r)).low[0] for r in range(ranks)
+            shard_ranges(stack.shape, shard_steps(stack), meshes.topology.coordinate(r))[0].low[0] for r in range(ranks)
         }
         at_once = len(firsts) * stack.shape[1:].numel() * 4
         assert traffic.peak <= max(6 * largest, (2 * (ranks + 1) / ranks + 1) * at_once), (ep, fsdp_size, dim)
@@ -96,7 +96,7 @@ def _copied(found):
 
 
 def test_full_mode_sends_a_stack_above_the_limit_by_expert(tmp_path):
-    cases = [(1, -1, 1), (2, -1, 1), (4, -1, 1), (2, -1, 0), (2, 2, 1)]
+    cases = [(1, -1, 1, 1), (2, -1, 1, 1), (4, -1, 1, 1), (2, -1, 0, 1), (2, 2, 1, 1), (2, -1, 0, 2), (1, -1, 1, 2)]
     run_ranks(_in_parts, 4, save_qwen3_moe(tmp_path, num_experts=24, vocab_size=64), cases)
 
 
@@ -118,7 +118,8 @@ def test_full_mode_warns_once_of_a_stack_that_checkpoints_store_as_one(tmp_path)
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_full_tensors_on_every_mesh_are_exact(tmp_path, tied):
-    cases = [(1, -1, 1), (2, -1, 1), (4, -1, 1), (2, -1, 0), (2, 2, 1), (1, 1, 1)]
+    cases = [(1, -1, 1, 1), (2, -1, 1, 1), (4, -1, 1, 1), (2, -1, 0, 1), (2, 2, 1, 1), (1, 1, 1, 1)]
+    cases += [(2, -1, 0, 2), (1, -1, 1, 2), (1, 2, 0, 2)]
     run_ranks(_full_on_every_mesh, 4, save_qwen3_moe(tmp_path, tie_word_embeddings=tied), cases)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from epfsdp2.engine.topology.index_ranges import IndexRange, ShardStep, shard_range
+from epfsdp2.engine.topology.index_ranges import IndexRange, ShardStep, shard_ranges
 from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.rollout.layout.slice_names import named_values, parse_slice
 from epfsdp2.rollout.layout.transfer_plan import Targets, make_transfer_plan
@@ -39,8 +39,8 @@ def test_plan_transfers_every_element_once_within_the_limit(problem):
     # The shard of each trainer rank; all other elements are -1.
     def held(name, rank):
         tensor, mine = by_name[name], torch.full(by_name[name].shape, -1)
-        block = shard_range(tensor.shape, tensor.cuts, topology.coordinate(rank % topology.fsdp))
-        mine[block.slices] = whole[name][block.slices]
+        for block in shard_ranges(tensor.shape, tensor.cuts, topology.coordinate(rank % topology.fsdp)):
+            mine[block.slices] = whole[name][block.slices]
         return mine
 
     received_values = defaultdict(lambda: None)

@@ -24,6 +24,7 @@ def sharded_model(
     world: int | Topology,
     ep: int = 1,
     fsdp_size: int = -1,
+    etp: int = 1,
     attention: str = "sdpa",
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
@@ -39,7 +40,7 @@ def sharded_model(
         initialize, finish: as ``shard_and_load``'s.
         options: those of ``ShardingOptions``.
     """
-    topology = world if isinstance(world, Topology) else Topology.arrange(world, ep, fsdp_size)
+    topology = world if isinstance(world, Topology) else Topology.arrange(world, ep, fsdp_size, etp)
     meshes = build_meshes(device, topology)
     config = AutoConfig.from_pretrained(folder, attn_implementation=attention)
     auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM

@@ -46,6 +46,7 @@ ROOMS = (
     "engine/moe/outside",
     "engine/moe/router",
     "engine/moe",
+    "engine/moe/collectives",
     "engine/moe/gemm",
     "engine/topology",
     "engine/settings",

@@ -14,7 +14,8 @@ __all__ = ["problems"]
 def problems(draw):
     """Draw a small model of two layers, a trainer, a rollout, its targets, a sync mode and a limit."""
     replicas, ep_fsdp, ep = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 4]))
-    topology = Topology(replicas * ep_fsdp * ep, ep, ep_fsdp, replicas)
+    etp = draw(st.sampled_from([1, 1, 2]))
+    topology = Topology(replicas * ep_fsdp * ep * etp, ep, ep_fsdp, replicas, (("etp", etp),))
     tp, dp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2]))
     rollout = Rollout(tp, dp, draw(st.booleans()))
     kv = draw(st.sampled_from([1, 2, 4]))
@@ -25,6 +26,11 @@ def problems(draw):
     dense, over_ep = (ShardStep(0, "fsdp", topology.fsdp),), ShardStep(0, "ep", ep)
     stacks = (over_ep, ShardStep(shard_dim, "ep_fsdp", ep_fsdp))
     down = stacks if shard_dim == 0 or hidden % ep_fsdp == 0 else (over_ep, ShardStep(2, "ep_fsdp", ep_fsdp))
+    if etp > 1:
+        whole = shard_dim == 0 or hidden % ep_fsdp
+        over_hidden = [ShardStep(0 if whole else dim, "ep_fsdp", ep_fsdp) for dim in (2, 1)]
+        stacks = (over_ep, ShardStep(1, "etp", etp, split_factor=2), over_hidden[0])
+        down = (over_ep, ShardStep(2, "etp", etp), over_hidden[1])
     inside = {
         "self_attn.q_proj.weight": ((heads.queries * heads.dim, hidden), dense),
         "self_attn.k_proj.weight": ((heads.keys * heads.dim, hidden), dense),

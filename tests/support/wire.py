@@ -23,8 +23,12 @@ class Counted:
 
 
 @contextlib.contextmanager
-def counted_collectives() -> Iterator[dict[str, Counted]]:
-    """What is called inside, by the names of ``engine/planner/traffic.py``; groups of one rank move nothing."""
+def counted_collectives(etp_group: dist.ProcessGroup | None = None) -> Iterator[dict[str, Counted]]:
+    """What is called inside, by the names of ``engine/planner/traffic.py``; groups of one rank move nothing.
+
+    Args:
+        etp_group: whose exchanges leave a rank's own rows out, which are counted as if they were not.
+    """
     counted: dict[str, Counted] = {}
 
     def count(name, tensor, group):
@@ -37,7 +41,7 @@ def counted_collectives() -> Iterator[dict[str, Counted]]:
         entry.wire += (2 if name.startswith("all-reduce") else 1) * nbytes * (ranks - 1) / ranks
 
     gather, scatter = DefaultAllGather.__call__, DefaultReduceScatter.__call__
-    exchange, reduce = dist.all_to_all_single, dist.all_reduce
+    exchange, reduce, gather_counts = dist.all_to_all_single, dist.all_reduce, dist.all_gather_into_tensor
     now = []
 
     def experts_or_dense(params):
@@ -69,8 +73,18 @@ def counted_collectives() -> Iterator[dict[str, Counted]]:
     def all_to_all(output, input, *args, **kwargs):
         rows = "weights" if input.dim() == 1 else "tokens"
         what = "counts" if input.dtype == torch.int64 else rows if args else "sp"  # rows go by their numbers
-        count(f"all-to-all {what}", input, kwargs["group"])
+        group = kwargs["group"]
+        if etp_group is not None and group is etp_group:
+            ranks = dist.get_world_size(group)
+            count(f"all-to-all etp {what}", input.new_empty(input.numel() // (ranks - 1) * ranks), group)
+        else:
+            count(f"all-to-all {what}", input, group)
         return exchange(output, input, *args, **kwargs)
+
+    def all_gather_counts(output, input, *args, **kwargs):
+        if etp_group is not None and kwargs.get("group") is etp_group:
+            count("all-gather etp counts", output, etp_group)
+        return gather_counts(output, input, *args, **kwargs)
 
     with (
         patch.object(_fsdp_param_group, "foreach_all_gather", told(_fsdp_param_group.foreach_all_gather)),
@@ -79,5 +93,6 @@ def counted_collectives() -> Iterator[dict[str, Counted]]:
         patch.object(DefaultReduceScatter, "__call__", reduce_scatter),
         patch.object(dist, "all_reduce", all_reduce),
         patch.object(dist, "all_to_all_single", all_to_all),
+        patch.object(dist, "all_gather_into_tensor", all_gather_counts),
     ):
         yield counted

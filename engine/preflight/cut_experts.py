@@ -1,0 +1,52 @@
+"""Whether experts can be cut over ``etp`` (expert tensor parallelism) in a run, and with what else is switched on."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import SettingError
+from ..moe.find import check_etp, find_experts
+from ..optim.settings import wants_muon
+from ..settings.values import OPTIMIZERS
+from ..topology.expert_placement import ep_fsdp_dim
+from ..topology.mesh import Topology
+from .model_facts import ModelFacts
+
+__all__ = ["check_cut_experts", "check_cut_experts_sync"]
+
+_BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
+
+
+def check_cut_experts(engine: Any, topology: Topology, facts: ModelFacts, optim: Any, setting: str) -> None:
+    """The inner dims have to divide, and Muon to gather a matrix over one axis.
+
+    Args:
+        optim: optimizer settings; None where there is none.
+        setting: how the user calls the model's node.
+
+    Raises:
+        SettingError: for the size, or for the optimizer.
+    """
+    check_etp(find_experts(facts.model, engine.expert_plan), topology, facts.name)
+    if topology.etp == 1 or topology.ep_fsdp == 1 or optim is None or not wants_muon(optim):
+        return
+    shard_dim, name = engine.expert_shard_dim, f"{OPTIMIZERS.get(setting, 'optim')}.optimizer"
+    for shape, ep_dim, etp_dim in facts.stacked:
+        if len(shape) == 3 and ep_fsdp_dim(shape, topology, shard_dim, ep_dim, etp_dim) != ep_dim:
+            raise SettingError(
+                name,
+                "Muon",
+                f"gathers a matrix over one axis, and experts are cut over etp (engine.etp_size={topology.etp}) and "
+                f"over ep_fsdp={topology.ep_fsdp} too (engine.expert_shard_dim={shard_dim}).",
+                f"{name}=AdamW; or engine.expert_shard_dim=0 where ep_fsdp divides the experts of a rank",
+            )
+
+
+def check_cut_experts_sync(engine: Any, rollout: Mapping[str, Any]) -> None:
+    """verl's delta syncs take a shard to be one block of its tensor, and that of gate and up is two.
+
+    Raises:
+        SettingError: for the backend.
+    """
+    if engine.etp_size > 1 and rollout.get("backend") == "delta_sharded":
+        rule = f"takes a shard to be one block, and with engine.etp_size={engine.etp_size} that of gate and up is two."
+        raise SettingError(_BACKEND, "delta_sharded", rule, f"{_BACKEND}=naive, or engine.etp_size=1")

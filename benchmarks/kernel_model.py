@@ -110,6 +110,15 @@ class Launch:
         return tuple(self.values[size] for size in ("BM", "BN", "BK")) if "BM" in self.values else None  # type: ignore[return-value]
 
     @property
+    def is_scattered(self) -> bool:
+        """Whether results are stored through an index."""
+        return bool(self.values.get("HAS_ORDER"))
+
+    @property
+    def is_persistent(self) -> bool:
+        return "SPECIALIZED" in self.values
+
+    @property
     def indexed(self) -> str:
         """The operand whose rows are read through an index: ``a`` or ``b``, or none."""
         named = {"HAS_INDEX": "a", "A_INDEXED": "a", "B_INDEXED": "b"}
@@ -135,8 +144,13 @@ def over_budget(launch: Launch) -> list[str]:
         if launch.dtype != "float32" and not made.instructions[product]:
             problems.append(f"no {product}")
         loads, wanted = made.instructions["cp.async"], _asynchronous_loads(launch)
-        if _is_aligned(launch) and not made.instructions["TMA"] and loads < wanted:
+        if _is_aligned(launch) and loads < wanted:
             problems.append(f"{loads} asynchronous loads, not {wanted}")
+        loads, wanted = made.instructions["TMA"], _loads_by_tma(launch)
+        if loads < wanted:
+            problems.append(f"{loads} loads by TMA, not {wanted}: its loops are not one")
+        if launch.values.get("SPECIALIZED") and not made.instructions["specialized warps"]:
+            problems.append("no specialized warps")
     if made.ctas < (designed := _designed_ctas(launch)):
         problems.append(
             f"{made.ctas} CTAs per SM by {made.registers} registers and {made.shared} bytes, not {designed}"
@@ -160,8 +174,20 @@ def _asynchronous_loads(launch: Launch) -> int:
     made, (bm, bn, bk) = launch.compiled, launch.tile or (0, 0, 0)
     stages = (made.stages + 1) // 2 if made.kernel == "grouped_outer" and launch.indexed else made.stages
     columns = 2 * bn if made.kernel == "grouped_mm_gate" else bn
+    if launch.is_persistent:  # all else comes by TMA
+        bm, columns = bm if launch.indexed and not launch.values["GATHERS"] else 0, 0
     nbytes = (bm + columns) * bk * (4 if launch.dtype == "float32" else 2)
     return stages * (nbytes // (16 * 32 * made.warps))
+
+
+def _loads_by_tma(launch: Launch) -> int:
+    """Return how many TMA loads a persistent kernel has at least: of each operand, for each stage, or by a warp of its
+    own. One whose loop over tiles was not made one with that along the sum has one for each operand.
+    """
+    if not launch.is_persistent:
+        return 0
+    operands = 2 if launch.values["GATHERS"] or not launch.indexed else 1
+    return operands * (1 if launch.values["SPECIALIZED"] else launch.compiled.stages)
 
 
 def _is_aligned(launch: Launch) -> bool:
@@ -309,7 +335,7 @@ def work_of(launch: Launch, routing: Routing, gpu: Gpu) -> Work:
         return Work(0, 0, moved, moved, 0)
     bm, bn, bk = launch.tile
     rows, experts = sum(counts), len(counts)
-    index = 8 * rows if launch.indexed else 0
+    index = 8 * rows * (bool(launch.indexed) + launch.is_scattered)
     if launch.compiled.kernel == "grouped_outer":
         m, n = values["M"], values["N"]
         blocks = math.ceil(m / bm), math.ceil(n / bn)
@@ -334,7 +360,8 @@ def work_of(launch: Launch, routing: Routing, gpu: Gpu) -> Work:
 def seconds(launch: Launch, work: Work, gpu: Gpu) -> float:
     """Return the least time of a launch: by matrix products, shared memory and HBM, the slowest of which counts.
 
-    A CTA that is alone on its SM does not overlap its first loads and its epilogue with another's products.
+    A CTA that is alone on its SM does not overlap its first loads and its epilogue with another's products. One that is
+    persistent has first loads once, and as many tiles as the one with most.
     """
     by_hbm = work.hbm_bytes / gpu.hbm
     if launch.tile is None:
@@ -346,6 +373,11 @@ def seconds(launch: Launch, work: Work, gpu: Gpu) -> float:
         bn *= 2
     steps = work.padded / (2 * bm * bn * bk)
     products = max(work.padded / gpu.flops, steps * _shared_bytes(launch, bm, bn, bk) / gpu.shared) / SUSTAINED
+    if launch.is_persistent:
+        # The next tile's operands are loaded meanwhile; where other warps finish a tile, its products begin too.
+        tiles = steps / math.ceil(launch.values["K"] / bk) / gpu.sms
+        epilogue = 0.0 if launch.values["SPECIALIZED"] else work.epilogue_bytes / gpu.hbm
+        return max(products * math.ceil(tiles) / tiles + epilogue, by_hbm) + _FILL + _LOOK_UP
     if launch.compiled.ctas > 1:
         return max(products, by_hbm)
     waves, fill = math.ceil(launch.programs / gpu.sms), _FILL + (_LOOK_UP if launch.indexed else 0)

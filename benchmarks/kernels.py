@@ -26,8 +26,9 @@ from benchmarks.quickstart import machine
 from benchmarks.tables import write_table
 from epfsdp2.engine.moe.collectives.rows import AllToAll
 from epfsdp2.engine.moe.dispatch import DispatchPlan
-from epfsdp2.engine.moe.fused import Linear, on_rows, on_tokens
+from epfsdp2.engine.moe.fused import on_rows, on_tokens
 from epfsdp2.engine.moe.gemm.gate import Gate
+from epfsdp2.engine.moe.gemm.linear import Linear
 from epfsdp2.engine.moe.gemm.triton_backend import MixedBackend, TritonBackend
 
 __all__ = ["FEW", "MODELS", "Model", "compile_model", "layers", "rows_of"]
@@ -80,7 +81,7 @@ def compile_model(
     """Compile what the model's experts launch, by pass: one rank, all weights trained.
 
     ``forward`` and ``backward`` are of tokens on the rank of their experts. ``received`` is what copies tokens that are
-    sent, and if asked for both passes of rows that other code received and grouped by expert (``fused.on_rows``).
+    sent, and if asked for both passes of rows that were received (``fused.on_rows``), grouped by expert and not.
     """
     launches: list[Launch] = []
     kwargs = {"dtype": getattr(torch, dtype), "device": "meta"}
@@ -111,6 +112,7 @@ def compile_model(
         operators.take(tokens.detach(), slots)  # as tokens are sent
         if received:
             on_rows(module, operators, *linears, rows, counts, weights.view(-1)).sum().backward()
+            on_rows(module, operators, *linears, rows, counts, weights.view(-1), slots).sum().backward()
     return {"forward": launches[: ends[0]], "backward": launches[ends[0] : ends[1]], "received": launches[ends[1] :]}
 
 
@@ -146,6 +148,8 @@ def _row(model: Model, dtype: str, launch: Launch, routing: Routing) -> dict:
         "dtype": dtype,
         "tile": launch.tile,
         "indexed": launch.indexed,
+        "is_persistent": launch.is_persistent,
+        "is_scattered": launch.is_scattered,
         **{key: value for key, value in asdict(made).items() if key != "instructions"},
         "instructions": {name: count for name, count in made.instructions.items() if count},
         "ctas": made.ctas,
@@ -160,8 +164,9 @@ def _row(model: Model, dtype: str, launch: Launch, routing: Routing) -> dict:
 
 def cells(row: dict) -> list[str]:
     tile = "" if row["tile"] is None else "x".join(map(str, row["tile"])) + f", {row['stages']} stages"
+    kernel = row["kernel"] + (f", {row['indexed']}[index]" if row["indexed"] else "")
     return [
-        row["kernel"] + (f", {row['indexed']}[index]" if row["indexed"] else ""),
+        kernel + ", out[order]" * row["is_scattered"] + ", persistent" * row["is_persistent"],
         row["model"],
         GPUS[row["arch"]].name,
         row["dtype"],
@@ -223,7 +228,18 @@ def write(rows: list[dict], sums: list[dict], problems: list[str]) -> None:
 
 
 def _code(row: dict) -> tuple:
-    names = ("kernel", "indexed", "arch", "dtype", "tile", "stages", "registers", "shared")
+    names = (
+        "kernel",
+        "is_persistent",
+        "is_scattered",
+        "indexed",
+        "arch",
+        "dtype",
+        "tile",
+        "stages",
+        "registers",
+        "shared",
+    )
     return tuple(str(row[name]) for name in names)
 
 

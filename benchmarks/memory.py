@@ -52,6 +52,9 @@ ROWS = [
     Row(2, checkpointing="full", tokens=512, critic=True),
     Row(2, checkpointing="full", tokens=512, lora_rank=16),
     Row(4, checkpointing="full", tokens=512, chunks=2),
+    Row(1, checkpointing="full", tokens=512, by_index=True),
+    Row(4, checkpointing="full", tokens=512, by_index=True),
+    Row(4, checkpointing="none", tokens=512, chunks=2, by_index=True),
     Row(1, checkpointing="full", tokens=512, dense=True),
     Row(1, fsdp_size=2, checkpointing="none", tokens=512, dense=True),
 ]
@@ -66,6 +69,7 @@ def cells(row: Row) -> list[str]:
         f"LoRA {row.lora_rank}": row.lora_rank > 0,
         f"{row.chunks} chunks": row.chunks > 1,
         "dense": row.dense,
+        "by index": row.by_index,
     }
     besides = " ".join(name for name, is_there in features.items() if is_there)
     options = [row.mesh, row.shard_dim, row.depth, row.reshard, row.checkpointing, row.tokens, besides]
@@ -80,6 +84,7 @@ def write(rows: list[Row]) -> None:
         "peak; tokens are of a rank. Predicted: `engine/planner/memory.py`, from sizes and from how unevenly the",
         "routers, which are random, spread the rows. Largest: the largest single allocation over the stack",
         "`[E, 2I, D]` of a layer's `gate_up_proj`. With `ep` = 1 FSDP gathers whole stacks by design; EP is for that.",
+        "By index: operators that allocate what the Triton kernels do on a GPU (`tests/support/indexed_backend.py`).",
     ]
     on = f"{where['cpu']}; torch {where['versions']['torch']}"
     write_table("memory", result, "Peak memory of a step", "make memory", on, text, COLUMNS, [*map(cells, rows)])

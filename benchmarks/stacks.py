@@ -38,9 +38,10 @@ CORE = (
         f"tests/engine/test_{name}.py"
         for name in (
             *("activation_checkpoint", "clip", "determinism", "dispatch", "exactness", "expert_plan"),
-            *("experts_backend", "fp32_modules", "kernels", "load", "lr_scheduler", "mesh", "muon"),
-            *("optimizer", "order", "outside_families", "overlap", "rank_consistency", "refused_families"),
-            *("resume_families", "round_trip", "routing_property", "single_rank_reduce", "uninitialized"),
+            *("experts_backend", "fp32_modules", "kernels", "load", "lora_families", "lr_scheduler", "mesh", "muon"),
+            *("optimizer", "order", "outside_families", "overlap", "packing", "rank_consistency"),
+            *("refused_families", "resume_families", "round_trip", "router_replay", "routing_property"),
+            *("shared_mixers", "single_rank_reduce", "ulysses", "uninitialized"),
         )
     ),
     "tests/parity/test_parity.py",
@@ -48,7 +49,10 @@ CORE = (
     "tests/rollout/test_transfer_plan.py",
     "tests/rollout/test_full_gather.py",
 )
-SGLANG = ("tests/e2e/test_sglang.py", "tests/rollout/test_sglang.py")
+SGLANG = (
+    *("tests/e2e/test_sglang.py", "tests/e2e/test_sglang_trainers.py"),
+    *("tests/rollout/test_sglang.py", "tests/rollout/test_sglang_layout.py"),
+)
 FOR = {
     "users": "What `verl[vllm]` 0.9.1 pins, which `pip install 'epfsdp2[gpu]'` brings, on a CPU: the whole suite.",
     "default": "What `make setup` installs on a machine without a GPU: the whole suite.",

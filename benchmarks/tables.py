@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["RESULTS", "newest", "write_table"]
+__all__ = ["RESULTS", "newest", "rows_of", "write_table"]
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -18,6 +18,7 @@ def write_table(
     text: Sequence[str],
     columns: Sequence[str],
     cells: Sequence[Sequence[str]],
+    more: Sequence[str] = (),
 ) -> None:
     """Write ``results/<name>.json`` and ``<name>.md``.
 
@@ -25,6 +26,7 @@ def write_table(
         result: what the JSON holds; its entry ``machine`` says at which date and commit.
         machine: what of the machine matters to these figures.
         text: lines between it and the table.
+        more: lines below the table.
     """
     where = result["machine"]
     lines = [
@@ -36,10 +38,16 @@ def write_table(
         "",
         *text,
         "",
-        *(f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *cells)),
+        *rows_of(columns, cells),
+        *more,
     ]
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n")
+
+
+def rows_of(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table."""
+    return [f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *cells)]
 
 
 def newest(name: str, entry: str, key: str, now: Sequence[dict]) -> dict[str, dict]:

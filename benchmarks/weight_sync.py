@@ -1,6 +1,6 @@
 """A weight sync end to end: verl's stock export beside this engine's streams, into the same vLLM.
 
-    python benchmarks/weight_sync.py [--repeats 5] [--trainer-only]
+    python benchmarks/weight_sync.py [--repeats 5] [--trainer-only] [--rollout sglang]
 
 Two trainer ranks hold a Qwen3-MoE of half a gigabyte in bfloat16, once sharded by verl's fsdp2, once by this engine
 with ``ep_size=2``; masters are float32, as is both engines' default. Their weights go over verl's bucketed transport
@@ -11,7 +11,8 @@ are compared. Every side is received by this engine's extension: verl's own fail
 A second figure is the trainer's part alone, gathering and one copy into a buffer. It is held against the bare
 collectives of the same bytes and one copy of what is handed over, as bfloat16; and against the same with a copy that
 reads what is stored, which for float32 masters is a cast. The last is the most memory that it had allocated at once.
-``--trainer-only`` measures that alone, in a few minutes, and writes nothing.
+``--trainer-only`` measures that alone, in a few minutes, and writes nothing. ``--rollout sglang``, on the stack of that
+name, is ``weight_sync_sglang.py``, whose table stands below this one.
 """
 
 import argparse
@@ -37,19 +38,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks import weight_sync_sglang
 from benchmarks.quickstart import machine
-from benchmarks.tables import write_table
+from benchmarks.tables import RESULTS, write_table
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.rollout.layout.vllm_layout import Rollout
 from epfsdp2.rollout.server_adapter import send_weights
-from epfsdp2.rollout.sync import RolloutSync, SyncSettings, WorkerWeights
+from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport.sender import Bucket
+from epfsdp2.rollout.worker_weights import WorkerWeights
 from tests.support.engine import sharded_model
 from tests.support.memory import peak_of
 from tests.support.ranks import run_ranks
-from tests.support.vllm_engine import Engine
 
 WORLD = 2
 SIDES = ("stock", "stock-bf16", "full", "sliced", "sliced-bf16")
@@ -80,33 +82,36 @@ class Trainer:
 
     def __init__(self, folder: Path, tp: int):
         self.rank, self.rollout = dist.get_rank(), Rollout(tp)
-        self.ours = {"": _ours(folder, torch.float32), "-bf16": _ours(folder, torch.bfloat16)}
-        self.stock = {"stock": _verls(folder, torch.float32), "stock-bf16": _verls(folder, torch.bfloat16)}
+        self.ours = {"": ours(folder, torch.float32), "-bf16": ours(folder, torch.bfloat16)}
+        self.stock = {"stock": verls(folder, torch.float32), "stock-bf16": verls(folder, torch.bfloat16)}
 
     def weights(self, side: str, receive_buffers: Bucket | None = None):
         """A side's generator, new for each sync; ours may receive into ``receive_buffers``."""
         if side in self.stock:
-            from verl.workers.engine.fsdp.utils import unfuse_moe_params
-
-            # As verl's FSDPEngine.get_per_tensor_param.
-            full = (
-                (name, p.to("cpu").full_tensor() if isinstance(p, DTensor) else p)
-                for name, p in self.stock[side].state_dict().items()
-            )
-            return unfuse_moe_params(full, "qwen3_moe")
+            return stock_weights(self.stock[side])
         kind, stored, _ = side.partition("-bf16")
         weights = WorkerWeights(self.ours[stored], 1, kind, self.rollout, self.rank % self.rollout.workers)
         return weights.tensors(receive_buffers)
 
 
-def _ours(folder: Path, dtype: torch.dtype) -> RolloutSync:
+def stock_weights(model: torch.nn.Module):
+    """As verl's ``FSDPEngine.get_per_tensor_param``."""
+    from verl.workers.engine.fsdp.utils import unfuse_moe_params
+
+    full = (
+        (name, p.to("cpu").full_tensor() if isinstance(p, DTensor) else p) for name, p in model.state_dict().items()
+    )
+    return unfuse_moe_params(full, "qwen3_moe")
+
+
+def ours(folder: Path, dtype: torch.dtype) -> RolloutSync:
     options = {"param_dtype": torch.bfloat16}
     model, meshes = sharded_model(folder, WORLD, 2, dtype=dtype, **options)
     dtypes = compute_dtypes(model, ShardingOptions(**options))
     return RolloutSync(model, meshes, layer_names(model), dtypes, SyncSettings("auto", SYNC_MEGABYTES << 20))
 
 
-def _verls(folder: Path, dtype: torch.dtype):
+def verls(folder: Path, dtype: torch.dtype):
     """The model as verl's fsdp2 engine shards it (``fsdp/transformer_impl.py``, ``_build_fsdp_module``)."""
     from verl.utils.fsdp_utils import apply_fsdp2
 
@@ -224,6 +229,8 @@ def peak_memory(trainer: Trainer, side: str) -> int:
 
 def run(tp: int, repeats: int, trainer_only: bool) -> list[dict]:
     """Medians of each side at one rollout TP."""
+    from tests.support.vllm_engine import Engine
+
     turns = [side for _ in range(repeats + 1) for side in SIDES]  # the first of each warms up
     with tempfile.TemporaryDirectory() as name:
         folder, out = Path(name) / "model", Path(name) / "figures.json"
@@ -261,7 +268,7 @@ def run(tp: int, repeats: int, trainer_only: bool) -> list[dict]:
     return rows
 
 
-def _when_done(engine: Engine):
+def _when_done(engine):
     """Ask for one sync; returns what tells, once it has ended, when that was."""
     ended: list[float] = []
     done = threading.Event()
@@ -303,9 +310,9 @@ def holds(row: dict) -> bool:
     return fast and row.get("times_bare", 0) <= MOST_OF_BARE and row["peak_megabytes"] <= SYNC_MEGABYTES
 
 
-def write(rows: list[dict], repeats: int) -> None:
-    where = machine()
-    result = {"machine": where, "model": MODEL, "repeats": repeats, "rows": rows}
+def write(result: dict) -> None:
+    """Write the table, with that of SGLang's below it."""
+    where, repeats = result["machine"], result["repeats"]
     text = [
         "Two trainer ranks with a Qwen3-MoE of 0.48 GB in bfloat16 (masters float32) send it to vLLM's CPU build;",
         f"sides take turns, medians of {repeats}. GB: handed to one worker. Against stock: verl's fsdp2 engine with",
@@ -319,24 +326,37 @@ def write(rows: list[dict], repeats: int) -> None:
     ]
     on = f"{where['cpu']}, {where['cores']} cores; torch {where['versions']['torch']}"
     heading = "A weight sync, end to end"
-    write_table("weight_sync", result, heading, "make bench-sync", on, text, COLUMNS, [*map(cells, rows)])
+    more = weight_sync_sglang.section()
+    write_table(
+        "weight_sync", result, heading, "make bench-sync", on, text, COLUMNS, [*map(cells, result["rows"])], more
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="syncs per side and placement that count")
     parser.add_argument(
-        "--tp", type=int, nargs="+", default=[1, 2], choices=[1, 2], help="vLLM's; one alone writes no file"
+        "--tp",
+        type=int,
+        nargs="+",
+        default=[1, 2],
+        choices=[1, 2],
+        help="the rollout's; of vLLM one alone writes nothing",
     )
     parser.add_argument("--trainer-only", action="store_true", help="without vLLM: the trainer's part alone")
+    parser.add_argument("--rollout", choices=["vllm", "sglang"], default="vllm")
     asked = parser.parse_args()
+    if asked.rollout == "sglang":
+        status = weight_sync_sglang.main(asked.repeats, asked.tp)
+        write(json.loads((RESULTS / "weight_sync.json").read_text()))
+        return status
     rows = [row for tp in asked.tp for row in run(tp, asked.repeats, asked.trainer_only)]
     shown = Table(*COLUMNS)
     for row in rows:
         shown.add_row(*cells(row))
     Console(width=140).print(shown)
     if not asked.trainer_only and asked.tp == [1, 2]:
-        write(rows, asked.repeats)
+        write({"machine": machine(), "model": MODEL, "repeats": asked.repeats, "rows": rows})
     return 0 if all(map(holds, rows)) else 1
 
 

@@ -20,13 +20,15 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 __all__ = ["EPFSDP2ConfigSource", "EPFSDP2SearchPath", "install", "with_engine_entry"]
 
 ENGINE = "epfsdp2"
 _SCHEME = "epfsdp2"
 _RESOLVER = "epfsdp2.model_engine"
+_LORA_MODULES = "epfsdp2.lora_modules"
+_OF_EXPERTS = {"gate_up_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 _AFTER_ROLLOUT = "after_rollout"
 _OPEN_NODES = ("engine", "fsdp_config", "fsdp", "model.fsdp_config")
 _HERE = os.path.dirname(os.path.realpath(__file__))
@@ -37,6 +39,7 @@ _OTHER_TRAINERS = "verl.experimental."
 def install() -> None:
     """Register the resolver, the config source and the search path plug-in; a second call changes nothing."""
     OmegaConf.register_new_resolver(_RESOLVER, _model_engine, replace=True)
+    OmegaConf.register_new_resolver(_LORA_MODULES, _lora_modules, replace=True)
     Plugins.instance().register(EPFSDP2ConfigSource)
     Plugins.instance().register(EPFSDP2SearchPath)
 
@@ -131,6 +134,21 @@ def _model_engine(engine: str | None, model_engine: str) -> str:
         return engine or model_engine
     # Stock verl has no engine group here. Accepting `engine=veomni` would add an `engine` node that nothing reads.
     return f"(engine={engine} is for sft_trainer; here say model_engine={engine} or engine={ENGINE})"
+
+
+def _lora_modules(_root_: DictConfig) -> ListConfig | None:
+    """Suffixes of the layers that vLLM may adapt; None for all that it can.
+
+    It keeps memory for adapters of each of these, of experts as well, whatever adapters it is given.
+    """
+    model = OmegaConf.select(_root_, "actor_rollout_ref.model") or {}
+    targets, is_merged = model.get("target_modules"), (model.get("lora") or {}).get("merge")
+    if not model.get("lora_rank") or is_merged or not isinstance(targets, ListConfig):
+        return None
+    names = {str(name).rpartition(".")[2] for name in targets}
+    if names & _OF_EXPERTS or model.get("target_parameters"):
+        names.add("experts")
+    return OmegaConf.create(sorted(names))  # a plain list can't take the interpolation's place
 
 
 def _verl_config_folder() -> str:

@@ -2,11 +2,12 @@
 
 import ast
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.engine import test_lora, test_packing, test_router_replay, test_ulysses
+from tests.e2e import test_families as test_other_families
+from tests.engine import test_lora_families, test_packing, test_router_replay, test_ulysses
 from tests.parity import families
 from tests.parity.newer_families import KNOWN
 from tests.rollout import test_families as test_served
@@ -27,11 +28,13 @@ transformers, small and random, made from a seed.
 * **parity**: the sharded model equals the plain one; on how many meshes, with which transformers where it is not 5.9
   ([parity](../benchmarks/results/parity.md), [newest](../benchmarks/results/parity_newest.md)). Loading and export are
   tested of the same families ([test_round_trip.py](../tests/engine/test_round_trip.py)).
-* **packed**: sequences in one row are computed as if apart ([test_packing.py](../tests/engine/test_packing.py)).
+* **packed**: sequences in one row are computed as if apart ([test_packing.py](../tests/engine/test_packing.py)), and
+  on how many meshes the gradients of packed rows equal those of one sequence per row
+  ([packed](../benchmarks/results/parity_packed.md)).
 * **SP**: ranks share rows: by heads ([test_ulysses.py](../tests/engine/test_ulysses.py)), or by sequences where a state
   is carried along them ([test_shared_mixers.py](../tests/engine/test_shared_mixers.py)).
 * **images**: updates on images ([test_vision.py](../tests/engine/test_vision.py)).
-* **LoRA** ([test_lora.py](../tests/engine/test_lora.py)), **replay** of routes
+* **LoRA** ([test_lora_families.py](../tests/engine/test_lora_families.py)), **replay** of routes
   ([test_router_replay.py](../tests/engine/test_router_replay.py)).
 * **weight sync**: three syncs into vLLM, each compared bit for bit with an engine started on the same weights: of full
   tensors ([test_families.py](../tests/rollout/test_families.py)), of slices with tensor parallelism 1 and 2 and with
@@ -46,17 +49,21 @@ Empty: no test has it. Refused: the driver ends the run with the reason. How to 
 
 def families_page() -> str:
     known: dict[str, families.Family] = {**families.FAMILIES, **KNOWN, **families.DENSE}
-    parity, images, whole = _parity(), set(_images()), set(_end_to_end())
+    parity, images, whole = _parity("parity_newest", "parity"), set(_images()), set(_end_to_end())
+    packed = _parity("parity_newest_packed", "parity_packed")
     kinds = {name: _kind(family.model) for name, family in known.items()}
     rows = [
         (
             name,
             parity.get(name, ""),
-            _yes(name in _names(test_packing.test_packed_sequences_are_computed_as_if_apart)),
+            packed.get(name)
+            or _yes(_is_run("packing", name, _names(test_packing.test_packed_sequences_are_computed_as_if_apart))),
             _sequence_parallel(name),
             _yes(kinds[name] in images),
-            _yes(name in test_lora.ADAPTED),
-            "refused" if name in test_router_replay.NOT_REPLAYED else _yes(name in test_router_replay.REPLAYED),
+            _yes(_is_run("lora_families", name, test_lora_families.ADAPTED, "long")),
+            "refused"
+            if name in test_router_replay.NOT_REPLAYED
+            else _yes(_is_run("router_replay", name, test_router_replay.REPLAYED)),
             _weight_sync(family.model),
             _yes(kinds[name] in whole),
         )
@@ -70,17 +77,26 @@ def _yes(is_tested: bool) -> str:
     return "yes" if is_tested else ""
 
 
+def _is_run(file: str, name: str, over: Collection[str], part: str = "suite") -> bool:
+    """Whether a test file runs over a family, here or, of one that the newest transformers has, on that stack."""
+    if name in over or name not in KNOWN:
+        return name in over
+    newest = json.loads((ROOT / "benchmarks/results/stacks.json").read_text())["newest"]
+    counts = newest[part].get(f"tests/engine/test_{file}.py", {"counts": {}})["counts"]
+    return "passed" in counts and not counts.keys() & {"failed", "error", "unfinished"}
+
+
 def _names(test: Any) -> list[str]:
     """The families that a test is parametrised with."""
     marks = [mark for mark in test.pytestmark if mark.name == "parametrize" and mark.args[0] in ("name", "family")]
     return [getattr(value, "values", (value,))[0] for mark in marks for value in mark.args[1]]
 
 
-def _parity() -> dict[str, str]:
+def _parity(*results: str) -> dict[str, str]:
     """Of each family, how many meshes it was exact on."""
     found: dict[str, str] = {}
-    for result in ("parity_newest", "parity"):
-        for run in json.loads((ROOT / f"benchmarks/results/{result}.json").read_text())["runs"]:
+    for path in (ROOT / f"benchmarks/results/{result}.json" for result in results):
+        for run in json.loads(path.read_text())["runs"] if path.exists() else ():
             for name in run["families"]:
                 rows = [row for row in run["rows"] if row["family"] == name and row["case"]["dtype"] != "bfloat16"]
                 bad = {row["mesh"] for row in rows if row["failed"]}
@@ -94,7 +110,9 @@ def _parity() -> dict[str, str]:
 def _sequence_parallel(name: str) -> str:
     if name in test_ulysses.NOT_SPLIT:
         return "refused"
-    return "heads" if name in test_ulysses.SPLIT else "sequences" if name in families.STATES else ""
+    if name in families.STATEFUL:
+        return "sequences" if _is_run("shared_mixers", name, families.STATES) else ""
+    return "heads" if _is_run("ulysses", name, test_ulysses.SPLIT, "long") else ""
 
 
 def _weight_sync(model: str) -> str:
@@ -123,6 +141,8 @@ def _images() -> Iterator[str]:
 
 def _end_to_end() -> Iterator[str]:
     """The kinds of model that runs are started with: what the quickstart makes, and what its tests make instead."""
+    for name in _names(test_other_families.test_grpo_run_of_a_family_raises_the_reward):
+        yield _kind(SERVED[name].family.model)
     files = [ROOT / "recipes/quickstart/model.py", *sorted((ROOT / "tests/e2e").glob("*.py"))]
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):

@@ -62,6 +62,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from .compat.torch_sms import leave_sms
 from .fsdp.activation_checkpoint import checkpoint_layers
 from .fsdp.compile import compile_dense_parts
 from .fsdp.fp32_modules import keep_input_dtype, run_under_autocast
@@ -112,6 +113,7 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
         chunks=options.dispatch_chunks,
         overlap_shared_experts=options.overlap_shared_experts,
     )
+    leave_sms(options.communication_sms)
 
     # 4. Wrap forwards, before FSDP puts its hooks outside of them: autocast innermost, then compilation of what holds
     #    no experts, then recomputation in backward.

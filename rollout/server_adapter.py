@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import zmq
 
+from .adapter_sync import RolloutAdapters
 from .layout.sync_mode import has_our_extension
 from .sglang import adapter as sglang_adapter
 from .sync import WorkerWeights
@@ -127,7 +128,7 @@ class WatchedUpdates:
             if global_steps is not None:
                 await self.server_handle.set_global_steps.remote(global_steps)
 
-    async def _check_layout(self, weights: WorkerWeights) -> None:
+    async def _check_layout(self, weights: WorkerWeights | RolloutAdapters) -> None:
         """Compare the planned layout with that of vLLM's workers before the first sync; collective.
 
         verl builds the rollout before its server, so the first sync is the earliest call that can reach the workers.
@@ -135,7 +136,7 @@ class WatchedUpdates:
         Raises:
             WeightSyncError: on all ranks, with the first difference.
         """
-        if weights.mode in ("full", self._checked_mode):
+        if isinstance(weights, RolloutAdapters) or weights.mode in ("full", self._checked_mode):
             return
         failure: Exception | None = None
         try:
@@ -150,7 +151,7 @@ class WatchedUpdates:
         self._checked_mode = weights.mode
 
 
-def _with_checksums(weights: WorkerWeights) -> Source:
+def _with_checksums(weights: WorkerWeights | RolloutAdapters) -> Source:
     return lambda receive_buffers: with_checksums(weights.tensors(receive_buffers))
 
 

@@ -14,26 +14,25 @@ import torch
 import torch.distributed as dist
 
 from ..engine.compat import versions
-from ..engine.lora.merge import LocalValues, local_values, weights
+from ..engine.lora.adapters import lora_of
+from ..engine.lora.merge import AdapterUse, LocalValues, adapter_weights, local_values, unmerged_values, weights
+from ..engine.lora.rollout_names import RolloutNames
 from ..engine.model import hf_names
 from ..engine.topology.dtensor import local_tensor, persistent_buffers
 from ..engine.topology.index_ranges import IndexRange
 from ..engine.topology.mesh import Meshes
-from ..engine.topology.rank_consistency import check_agreement
-from .layout.layout_check import planned_layouts
+from .adapter_sync import RolloutAdapters
 from .layout.slice_names import NamedIndex, named_indices
 from .layout.sync_mode import choose_mode, quantisation_settings, rollout_of
 from .layout.trainer_tensors import sharded_tensor_specs
 from .layout.transfer_plan import Targets, make_transfer_plan, round_bytes
 from .layout.vllm_layout import Heads, Rollout, SyncMode, TargetSlice, TensorSpec, target_slices
 from .transport import full_gather
-from .transport.cast import CastOnCopy
-from .transport.checksums import has_checksums
-from .transport.exchange import Exchange, ReceiveBuffers
-from .transport.report import SyncReport, Traffic, TransferStats
-from .transport.watched_sockets import WeightSyncError
+from .transport.exchange import Exchange
+from .transport.report import SyncReport, Traffic
+from .worker_weights import WorkerWeights
 
-__all__ = ["RolloutSync", "RolloutWeights", "SyncSettings", "WorkerWeights"]
+__all__ = ["RolloutSync", "RolloutWeights", "SyncSettings"]
 
 logger = logging.getLogger("epfsdp2")
 
@@ -74,7 +73,7 @@ class RolloutSync:
         settings: SyncSettings,
     ):
         self.model, self.meshes, self.layers, self.settings = model, meshes, layers, settings
-        stored = {name: p.dtype for name, p in weights(model)}
+        stored = {name: p.dtype for name, p in model.named_parameters()}
         self.dtypes = {name: full_gather.narrower(dtype, dtypes.get(name)) for name, dtype in stored.items()}
         buffers = persistent_buffers(model)
         self.dtypes |= {name: buffer.dtype for name, buffer in buffers.items()}
@@ -85,12 +84,22 @@ class RolloutSync:
         self._indices: dict[tuple[SyncMode, Rollout, int], dict[tuple[str, IndexRange], list[NamedIndex]]] = {}
         self._by_expert: dict[str, bool] = {}
         self._last_warning = ""
+        self._adapter_names: RolloutNames | None = None
         self._sync_count = 0
         self.last_report: SyncReport | None = None
 
-    def weights(self) -> "RolloutWeights":
-        """Return the weights of the next sync."""
-        return RolloutWeights(self)
+    def weights(self, adapters: AdapterUse = "merged") -> "RolloutWeights":
+        """Return the weights of the next sync, with adapters merged or left out."""
+        return RolloutWeights(self, adapters)
+
+    def adapters(self) -> RolloutAdapters:
+        """Return the adapters of the next sync, for a rollout that has the weights without them."""
+        if self._adapter_names is None:
+            lora = lora_of(self.model)
+            assert lora is not None, "a model without adapters has none to send"
+            self._adapter_names = RolloutNames(self.model, lora)
+        self._sync_count += 1
+        return RolloutAdapters(self, self._adapter_names, self._sync_count)
 
     @property
     def family(self) -> str:
@@ -99,15 +108,15 @@ class RolloutSync:
 
     def choose_mode(self, config: Any) -> SyncMode:
         """Choose the sync mode for a rollout; warns once, on rank 0, why ``auto`` fell back to ``full``."""
-        requested, untested = self.settings.requested, versions.unknown_layout()
-        mode, reason = choose_mode(requested, config, self.family, untested_vllm=untested)
+        requested, untested = self.settings.requested, versions.unknown_layout(config.get("name") or "vllm")
+        mode, reason = choose_mode(requested, config, self.family, untested=untested)
         if reason and reason != self._last_warning and dist.get_rank() == 0:
             logger.warning("epfsdp2: engine.rollout_sync=auto falls back to full: %s", reason)
         self._last_warning = reason
         return mode
 
     def full(
-        self, traffic: Traffic | None = None, *, as_checkpoint: bool = False
+        self, traffic: Traffic | None = None, *, as_checkpoint: bool = False, adapters: AdapterUse = "merged"
     ) -> Generator[tuple[str, torch.Tensor]]:
         """Yield all tensors in full under names that loaders accept; collective.
 
@@ -117,8 +126,8 @@ class RolloutSync:
             as_checkpoint: use the names of checkpoints only; those of most families have one matrix per expert.
         """
         traffic = traffic or Traffic()
-        limit = full_gather.gather_bytes(self.settings.memory_bytes, self.meshes.topology.fsdp, is_assembled=True)
-        gathered = self._gather(limit, traffic, self._is_stored_by_expert)
+        limit = self.gather_limit
+        gathered = self.gather(limit, traffic, self._is_stored_by_expert, adapters)
         waiting: dict[str, torch.Tensor] = {}
         with contextlib.closing(gathered):
             for rows in full_gather.assemble(gathered, traffic, limit):
@@ -128,15 +137,29 @@ class RolloutSync:
                 else:
                     yield from hf_names.experts_from(self.model, rows.name, rows.values, rows.first)
 
-    def shards(self, traffic: Traffic) -> Generator[full_gather.GatheredTensor, None, None]:
+    def shards(
+        self, traffic: Traffic, adapters: AdapterUse = "merged"
+    ) -> Generator[full_gather.GatheredTensor, None, None]:
         """Yield all tensors as the shards of all ranks, without assembling them; collective."""
         limit = full_gather.gather_bytes(self.settings.memory_bytes, self.meshes.topology.fsdp)
-        return self._gather(limit, traffic, lambda name: True)
+        return self.gather(limit, traffic, lambda name: True, adapters)
 
-    def _gather(
-        self, limit: int, traffic: Traffic, may_split: Callable[[str], bool]
+    def gather(
+        self,
+        limit: int,
+        traffic: Traffic,
+        may_split: Callable[[str], bool] = lambda name: False,
+        adapters: AdapterUse = "merged",
     ) -> Generator[full_gather.GatheredTensor, None, None]:
-        return full_gather.gather(self.model, self.meshes, self.layers, limit, self.dtypes, traffic, may_split)
+        """Gather the weights or the adapters, in the dtypes in which they are sent; see ``full_gather.gather``."""
+        return full_gather.gather(
+            self.model, self.meshes, self.layers, limit, self.dtypes, traffic, may_split, adapters
+        )
+
+    @property
+    def gather_limit(self) -> int:
+        """Bytes of one gather whose tensors are assembled, within the memory bound."""
+        return full_gather.gather_bytes(self.settings.memory_bytes, self.meshes.topology.fsdp, is_assembled=True)
 
     def _is_stored_by_expert(self, name: str) -> bool:
         """Tell whether checkpoints store a stack expert by expert; warns once of one that has to be held in full."""
@@ -159,20 +182,30 @@ class RolloutSync:
         # Names of persistent buffers are cached: finding them takes longer than sending a small layer.
         return {**dict(self.model.named_parameters()), **{name: self.model.get_buffer(name) for name in self._buffers}}
 
-    def values(self) -> LocalValues:
-        """Return a function from a parameter to this rank's values to send, with adapters merged; collective."""
-        return local_values(self.model, self.meshes.dense.device_type)
+    def values(self, adapters: AdapterUse = "merged") -> LocalValues:
+        """Return a function from a parameter to this rank's values to send; collective where adapters are merged."""
+        return local_values(self.model, self.meshes.dense.device_type) if adapters == "merged" else unmerged_values
+
+    def missing_bytes(self, adapters: bool = False) -> int:
+        """Return the bytes, as they are sent, of all weights or adapters that this rank does not hold."""
+        params = (adapter_weights if adapters else weights)(self.model)
+        return sum((p.numel() - local_tensor(p).numel()) * self.dtypes[name].itemsize for name, p in params)
 
     def tensor_specs(self) -> list[TensorSpec]:
         """Describe the tensors to send for the transfer plan."""
         return sharded_tensor_specs(self.model, {name: dtype.itemsize for name, dtype in self.dtypes.items()})
 
     def worker_weights(
-        self, mode: SyncMode, rollout: Rollout, worker: int, is_quantised: bool = False
-    ) -> "WorkerWeights":
+        self,
+        mode: SyncMode,
+        rollout: Rollout,
+        worker: int,
+        is_quantised: bool = False,
+        adapters: AdapterUse = "merged",
+    ) -> WorkerWeights:
         """Return the weights of the next sync for the worker with this index in its replica."""
         self._sync_count += 1
-        return WorkerWeights(self, self._sync_count, mode, rollout, worker, is_quantised)
+        return WorkerWeights(self, self._sync_count, mode, rollout, worker, is_quantised, adapters)
 
     def slices_of(self, mode: SyncMode, rollout: Rollout, worker: int) -> Callable[[TensorSpec], list[TargetSlice]]:
         """Return a function from a tensor to the slices that a worker keeps, cached by name across syncs."""
@@ -221,138 +254,14 @@ class RolloutSync:
         return self._exchanges[key]
 
 
-class WorkerWeights:
-    """The weights of one sync for one worker.
-
-    Args:
-        is_quantised: vLLM quantises the weights in verl's own loader, which accepts neither stacks of experts nor
-            checksums.
-
-    Attributes:
-        mode: what is sent: full tensors, slices, or the worker's own experts.
-        has_checksums: whether the tensors are to be followed by their checksums.
-        traffic: bytes that this sync has moved so far.
-    """
-
-    def __init__(
-        self,
-        sync: RolloutSync,
-        number: int,
-        mode: SyncMode,
-        rollout: Rollout,
-        worker: int,
-        is_quantised: bool = False,
-    ):
-        self._sync, self._number, self.mode, self._rollout, self._worker = sync, number, mode, rollout, worker
-        self._is_quantised = is_quantised
-        self.has_checksums = not is_quantised and has_checksums(number, sync.settings.verify_syncs)
-        self._indices = sync.indices_of(mode, rollout, worker)
-        self.traffic = Traffic()
-
-    def tensors(self, receive_buffers: ReceiveBuffers | None = None) -> Generator[tuple[str, torch.Tensor]]:
-        """Yield the tensors or slices for the worker under names that it accepts; collective.
-
-        Args:
-            receive_buffers: memory to receive slices from other ranks into, which saves a copy.
-        """
-        if self.mode == "full":
-            return self._sync.full(self.traffic, as_checkpoint=self._is_quantised)
-        if self.mode == "expert_local":
-            return self._expert_local()
-        return self._slices_from_gather() if self._rollout.keeps_all else self._slices(receive_buffers)
-
-    def _expert_local(self) -> Generator[tuple[str, torch.Tensor]]:
-        assembled = self._exchange.assembled(self._sync.state(), self._sync.dtypes, self.traffic, self._sync.values())
-        with contextlib.closing(assembled):
-            for name, part, values in assembled:
-                # Sent expert by expert: vLLM would load a part of a stack as the first experts.
-                first = part.block.low[0] if part.block.low else 0
-                yield from hf_names.experts_from(self._sync.model, name, values, first)
-
-    def _slices(self, receive_buffers: ReceiveBuffers | None) -> Generator[tuple[str, torch.Tensor]]:
-        sync = self._sync
-        blocks = self._exchange.run(sync.state(), sync.dtypes, self.traffic, sync.values(), receive_buffers)
-        with contextlib.closing(blocks):
-            for found in blocks:
-                dtype = sync.dtypes[found.tensor.name]
-                for name, inside in self._indices(found.tensor, found.block):
-                    yield name, self._as_sent(found.values[inside], dtype)
-
-    def _as_sent(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Cast local values that are stored in another dtype or on another device than they are sent from."""
-        device = torch.device(self._sync.meshes.dense.device_type)
-        if values.dtype == dtype and values.device.type == device.type:
-            return values
-        # On a GPU the cast is cheap, and its transport may share the memory without a copy that could cast.
-        return CastOnCopy(values, dtype) if device.type == "cpu" else values.to(device, dtype)
-
-    def _slices_from_gather(self) -> Generator[tuple[str, torch.Tensor]]:
-        """Yield slices for a worker that keeps the whole model.
-
-        An all-gather sends a shard to each other node once, where an exchange would send it once per rank.
-        """
-        gathered = self._sync.shards(self.traffic)
-        with contextlib.closing(gathered):
-            for found in gathered:
-                tensor = TensorSpec(found.name, tuple(found.shape), self._sync.dtypes[found.name].itemsize)
-                for block, values in found.shards:
-                    for name, inside in self._indices(tensor, block):
-                        yield name, values[inside]
-
-    @property
-    def _exchange(self) -> Exchange:
-        return self._sync.exchange(self.mode, self._rollout, self._worker)
-
-    def check_plans(self, failure: Exception | None) -> None:
-        """Raise on every rank if plans differ between ranks or any rank has failed; collective, before data is sent.
-
-        Args:
-            failure: this rank's failure, if any.
-
-        Raises:
-            WeightSyncError: on all ranks.
-        """
-        digest = ""
-        try:
-            plan = self._exchange.plan
-            digest = plan.digest() if plan.rounds else ""
-        except Exception as error:
-            failure = failure or error
-        try:
-            check_agreement({"plan": {"digest": digest}}, device=self._sync.meshes.dense.device_type, failure=failure)
-        except Exception as error:
-            raise WeightSyncError(str(error)) from error
-
-    def planned_layouts(self) -> list[dict[str, str]]:
-        """Return the layout that this engine plans for each worker of the replica (``layout/layout_check.py``)."""
-        return planned_layouts(self._sync.tensor_specs(), self._rollout, self._sync.heads)
-
-    def min_received_bytes(self) -> int:
-        """Return the bytes of what this rank sends to its worker that it does not hold itself."""
-        if self.mode != "full":
-            plan = self._exchange.plan
-            return plan.received.get(dist.get_rank(), 0)
-        state = dict(weights(self._sync.model))
-        missing = (
-            (p.numel() - local_tensor(p).numel()) * self._sync.dtypes[name].itemsize for name, p in state.items()
-        )
-        return sum(missing)
-
-    def report(self, transfer: TransferStats) -> SyncReport:
-        """Make this sync's report and keep it as ``RolloutSync.last_report``."""
-        report = SyncReport(self._number, self.mode, self.traffic, self.min_received_bytes(), transfer)
-        self._sync.last_report = report
-        return report
-
-
 class RolloutWeights:
     """The weights of one sync: iterate it for full tensors, or use ``for_rollout``; both are collective."""
 
-    def __init__(self, sync: RolloutSync):
-        self._sync = sync
+    def __init__(self, sync: RolloutSync, adapters: AdapterUse = "merged"):
+        self._sync, self._adapters = sync, adapters
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._sync.full(as_checkpoint=not self._sync.settings.is_for_vllm)
+        return self._sync.full(as_checkpoint=not self._sync.settings.is_for_vllm, adapters=self._adapters)
 
     @property
     def sync(self) -> RolloutSync:
@@ -368,5 +277,5 @@ class RolloutWeights:
         Raises:
             SettingError: the rollout does not support the mode that ``engine.rollout_sync`` names.
         """
-        is_quantised = bool(quantisation_settings(config))
-        return self._sync.worker_weights(self._sync.choose_mode(config), rollout_of(config), worker, is_quantised)
+        is_quantised, mode = bool(quantisation_settings(config)), self._sync.choose_mode(config)
+        return self._sync.worker_weights(mode, rollout_of(config), worker, is_quantised, self._adapters)

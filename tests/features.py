@@ -56,6 +56,20 @@ FEATURES = (
         ),
     ),
     Feature(
+        "[agents](engine.md#agents)",
+        "verl's agent loop with several turns and tools; responses cut off within a turn; partial rollouts of "
+        "fully-async, whose tokens keep the log-probs of the weights that wrote them; with packed rows, dynamic "
+        "batches and R3",
+        "",
+        (
+            "engine/test_multi_turn.py::test_an_update_of_turns_with_a_tool_equals_the_plain_model",
+            "e2e/test_agents.py::test_agent_that_calls_a_tool_raises_its_reward",
+            "e2e/test_agents.py::test_what_the_tool_answered_has_routes_and_no_part_in_the_loss",
+            "e2e/test_partial_rollouts.py::"
+            "test_partial_rollout_keeps_the_log_prob_of_the_weights_that_wrote_each_token",
+        ),
+    ),
+    Feature(
         "critic",
         "one-output head from a causal LM or a checkpoint with a head; GAE, warm-up, its own optimizer and checkpoints",
         "adapters on it",
@@ -131,8 +145,8 @@ FEATURES = (
     Feature(
         "[router replay](engine.md#router-replay)",
         "R2 and R3, with every checkpointing",
-        "padded batches; R2 with bypass mode; phimoe (no `topk`), ERNIE-4.5-VL (two experts modules in a "
-        "layer), Llama 4 (one expert for each token)",
+        "padded batches; R2 with bypass mode; ERNIE-4.5-VL (two experts modules in a layer), Llama 4 (one expert "
+        "for each token)",
         (
             "engine/test_router_replay.py::test_replay_of_every_family_takes_the_recorded_routes",
             "engine/test_router_replay.py::test_replay_of_unusable_routes_raises",
@@ -141,22 +155,25 @@ FEATURES = (
     ),
     Feature(
         "[LoRA](engine.md#lora)",
-        "linears and experts; merged on the way to vLLM (`lora.merge=True`); a peft adapter in each checkpoint; the "
-        "base as reference",
-        "handed to vLLM apart from the weights; Muon",
+        "linears and experts; to vLLM merged (`lora.merge=True`), or to a colocated one apart from the weights, where "
+        "those of experts need a GPU; a peft adapter in each checkpoint; the base as reference",
+        "a critic; Muon",
         (
             "engine/test_lora.py::test_lora_log_probs_gradients_and_two_updates_equal_the_plain_model",
             "engine/test_lora.py::test_lora_adapter_that_was_saved_is_loaded_by_peft",
             "engine/test_lora.py::test_lora_check_refuses_bad_settings",
+            "rollout/test_adapters.py::test_adapters_alone_equal_those_that_vllm_loads_from_a_file",
             "e2e/test_lora.py::test_lora_run_trains_adapters_that_reach_the_rollout",
         ),
     ),
     Feature(
         "[images](engine.md#images)",
-        "Qwen3-VL-MoE and GLM-4.5V, also where some ranks have none; vLLM sees what it would with the exported model",
+        "Qwen3-VL-MoE and GLM-4.5V, also where some ranks have none; vLLM sees what it would with the exported model; "
+        "`freeze_vision_tower`",
         "ERNIE-4.5-VL, Qwen3-Omni, Gemma 4; audio",
         (
             "engine/test_vision.py::test_two_updates_equal_the_plain_model",
+            "engine/test_vision.py::test_two_updates_beside_a_frozen_tower_equal_the_plain_model",
             "engine/test_vision.py::test_glm4v_moe",
             "rollout/test_vllm_images.py::test_vllm_sees_an_image_as_a_fresh_engine_on_the_export_does",
             "e2e/test_images.py::test_grpo_run_on_images_trains",
@@ -219,11 +236,14 @@ FEATURES = (
     Feature(
         "[float16](engine.md#float16)",
         "`dtype=float16` with parameters in float32 and a loss scale that adapts, is saved and resumed; a step that "
-        "overflows on one rank is skipped by all optimizers on all",
+        "overflows on one rank is skipped by all optimizers on all; with chunks, checkpointing, offload, shared rows, "
+        "LoRA and a critic; [what it changes](../benchmarks/results/dtypes.md)",
         "`model_dtype` or `reduce_dtype` in float16",
         (
             "engine/test_loss_scale.py::test_scaled_loss_in_float32_gives_the_same_updates_bit_for_bit",
             "engine/test_loss_scale.py::test_update_in_float16_has_the_gradients_of_float32_to_its_precision",
+            "engine/test_loss_scale.py::test_adapters_in_float16_have_the_gradients_of_float32_to_its_precision",
+            "engine/test_value_update.py::test_gradients_equal_the_plain_model",
             "engine/test_loss_scale.py::"
             "test_overflow_in_one_expert_of_one_rank_skips_the_step_of_all_optimizers_on_all_ranks",
         ),

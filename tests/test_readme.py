@@ -14,6 +14,9 @@ from pathlib import Path
 import pytest
 
 from epfsdp2.engine.config import engine_settings
+from epfsdp2.engine.model.families import IMAGES_UNSUPPORTED, NOT_BY_TOPK, NOT_CAUSAL, UNPACKED_WITH_FLASH
+from epfsdp2.engine.preflight import features, run
+from epfsdp2.engine.settings.roles import ENGINE_REFUSED, ROLE_REFUSED
 from tests.features import FEATURES, Feature
 
 ROOT = Path(__file__).parents[1]
@@ -94,6 +97,15 @@ def test_settings_page_has_a_row_for_every_setting_that_a_user_may_give():
     rows = dict(re.findall(r"^\| `(\w+)[.\w]*` \| `(.*?)` \|", page, re.MULTILINE))
     assert set(rows) == engine_settings() - {"strategy", "forward_only"}
     assert [rows[name] for name in ("ep_size", "rollout_sync", "router_replay")] == ["1", "auto", "disabled"]
+
+
+def test_decisions_say_of_all_that_the_code_refuses_by_name_what_to_use_instead():
+    tables = [*run._UNSUPPORTED, *ENGINE_REFUSED, *ROLE_REFUSED, *IMAGES_UNSUPPORTED, *NOT_BY_TOPK, *NOT_CAUSAL]
+    tables += [*UNPACKED_WITH_FLASH, *features._AFTER_THE_HEAD, *features._TOP_K_DISTILLATION, "enable_eplb"]
+    refused = {name.partition(".")[0] for name in tables} | {"pad_to_length"}
+    section = (ROOT / "docs/decisions.md").read_text().partition("## What is refused")[2]
+    titles = " ".join(re.findall(r"^\*\*(.+?)\*\*", section, flags=re.MULTILINE | re.DOTALL))
+    assert set(re.findall(r"`(\w+)`", titles)) == refused
 
 
 def test_loop_is_well_formed_and_says_which_part_is_ours():

@@ -24,6 +24,7 @@ __all__ = [
     "dot_natural_key",
     "get_model_conversion_mapping",
     "no_init_weights",
+    "own_name",
     "renamed",
     "revert_weight_conversion",
     "set_experts_implementation",
@@ -60,6 +61,14 @@ def renamed(
     """
     # By position: the fourth parameter is ``prefix`` up to 5.11 and ``base_model_prefix`` after.
     return _rename_source_key(key, renamings, converters, base_model_prefix, known)
+
+
+def own_name(model: nn.Module, name: str) -> str:
+    """What a model calls the parameter that transformers gives this name."""
+    for plain, own in getattr(model, RENAMED, {}).items():
+        if name.endswith(plain):
+            return name.removesuffix(plain) + own
+    return name
 
 
 def get_model_conversion_mapping(model: nn.Module, **kwargs: Any) -> list[Any]:

@@ -78,9 +78,15 @@ def vllm_in(releases: str) -> bool:
     return version is None or SpecifierSet(releases).contains(Version(version).base_version)
 
 
-def unknown_layout() -> str:
-    """Why the layouts of the installed vLLM's weights are not known; empty where they are, or there is no vLLM."""
+def unknown_layout(rollout: str | None = "vllm") -> str:
+    """Why the layouts of the weights of an installed rollout are not known; empty where they are, or it is not there.
+
+    Args:
+        rollout: as verl names it; of others than vLLM and SGLang no layout is asked for.
+    """
+    if rollout == "sglang":
+        return untested("sglang")
     version = installed("vllm")
-    if version is None or Version(version).public in KNOWN_LAYOUTS:
+    if rollout != "vllm" or version is None or Version(version).public in KNOWN_LAYOUTS:
         return ""
     return f"vllm {version} was not tested with; layouts are known of vllm {', '.join(KNOWN_LAYOUTS)}"

@@ -115,6 +115,15 @@ class EngineSettings:
         shards=True,
         of_experts=True,
     )
+    communication_sms: int = setting(
+        0,
+        whole(0, "is a number of SMs of a GPU.", "0"),
+        "SMs of a GPU that GEMMs leave to collectives that run beside them (torch's grouped GEMM and the persistent "
+        "kernels would have one CTA on each SM, the last of which wait for a collective to end): about as many as "
+        "NCCL has CTAs (NCCL_MAX_CTAS), which it takes where all-gathers are prefetched or dispatch overlaps. "
+        "0: none, which was never compared on a GPU",
+        shards=True,
+    )
     fsdp_size: int = setting(
         -1,
         _RANKS,
@@ -218,6 +227,13 @@ class EngineSettings:
         FLAG,
         "torch.compile the parts of the layers without experts (attention, norms, dense MLPs). If compiling "
         "fails, one line of log says why and everything runs eagerly",
+        shards=True,
+    )
+    freeze_vision_tower: bool = setting(
+        False,
+        FLAG,
+        "Leave the weights of a model's vision tower, its merger included, as they are: no gradient and no optimizer "
+        "state for them. For a role whose model has one",
         shards=True,
     )
     param_offload: bool = setting(

@@ -37,8 +37,10 @@ class ShardingOptions:
     overlap_shared_experts: bool = False
     dispatcher: str = "all_to_all"
     experts_backend: str = "auto"
+    communication_sms: int = 0
     checkpointing: Checkpointing = "none"
     activation_offload: bool = False
     compile_dense: bool = False
+    freeze_vision_tower: bool = False
     head_in_root: bool = False
     cpu_offload: bool = False

@@ -70,7 +70,7 @@ class Unit:
             FSDP, which keeps those of the root.
         unshard_in_backward: whether backward reads the parameters.
         unsharded: parameters below the modules that FSDP leaves alone: each rank holds them whole, in their own dtype.
-        frozen: parameters that have no gradient because there are adapters.
+        frozen: parameters that have no gradient: there are adapters, or the vision tower is left as it is.
         forward_prefetch: units, by name, whose all-gathers start when this unit's forward does.
         backward_prefetch: the same for its backward.
     """

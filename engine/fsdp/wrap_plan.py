@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..model.layers import layer_names
+from ..model.vision import tower_parameters
 from ..moe.find import ExpertsInfo, find_experts
 from ..topology.dtensor import is_adapter
 from ..topology.index_ranges import ShardStep
@@ -25,7 +26,7 @@ from .fp32_modules import correction_biases, find_float32_modules
 from .options import ShardingOptions
 from .unit import EMBEDDINGS, HEAD, ROOT, Kind, Unit
 
-__all__ = ["compute_dtypes", "cuts_before_sharding", "frozen_with_lora", "wrap_plan"]
+__all__ = ["compute_dtypes", "cuts_before_sharding", "frozen_parameters", "wrap_plan"]
 
 
 def wrap_plan(model: Any, options: ShardingOptions) -> list[Unit]:
@@ -104,7 +105,8 @@ class _Units:
         self._fqns = {module: fqn for fqn, module in model.named_modules()}
         self._order = {fqn: i for i, fqn in enumerate(self._fqns.values())}
         self._whole = correction_biases(model, {info.num_experts for info in experts})
-        self._frozen = frozen_with_lora(model)
+        self._frozen = frozen_parameters(model, options)
+        self._without_backward = tower_parameters(model) if options.freeze_vision_tower else set()
         self._left = {param: name for name, param in model.named_parameters()}
         self._units: list[Unit] = []
         self._wrapped: set[nn.Module] = set()
@@ -135,6 +137,8 @@ class _Units:
         params = [p for module in new for p in module.parameters() if p in self._left]
         names = {param: self._left.pop(param) for param in dict.fromkeys(params)}
         shapes = {name: tuple(param.shape) for param, name in names.items() if param not in self._whole}
+        if shapes and self._without_backward.issuperset(shapes):
+            how["unshard_in_backward"] = False
         fqns = tuple(self._fqns[module] for module in new)
         self._units.append(
             Unit(
@@ -215,11 +219,12 @@ def _backward_reads_weights(embeddings: nn.Module) -> bool:
     return not isinstance(embeddings, nn.Embedding) or [name for name, _ in embeddings.named_parameters()] != ["weight"]
 
 
-def frozen_with_lora(model: nn.Module) -> frozenset[str]:
-    """Names of all parameters but adapters, where there are adapters."""
+def frozen_parameters(model: nn.Module, options: ShardingOptions) -> frozenset[str]:
+    """Names of the parameters that are not trained: all but adapters, where there are some, and a frozen tower's."""
     names = {name for name, _ in model.named_parameters()}
     adapters = {name for name in names if is_adapter(name)}
-    return frozenset(names - adapters if adapters else ())
+    frozen = names - adapters if adapters else set()
+    return frozenset(frozen | tower_parameters(model) if options.freeze_vision_tower else frozen)
 
 
 def compute_dtypes(model: nn.Module, options: ShardingOptions) -> dict[str, torch.dtype]:

@@ -22,12 +22,12 @@ from ..fsdp.options import ShardingOptions
 from ..fsdp.ulysses import SequenceParallel
 from ..fsdp.wrap_plan import compute_dtypes
 from ..lora.adapters import Lora
-from ..lora.peft_files import read_adapter
+from ..lora.peft_files import adapter_config, read_adapter
 from ..lora.settings import LoraSettings
 from ..model.layers import layer_names
 from ..model.meta import build_on_meta, check_not_quantised, copy_on_meta
 from ..model.packing import PackedSequences
-from ..model.vision import VisionTowerSync, preserve_forward
+from ..model.vision import VisionTowerSync, preserve_forward, tower_parameters
 from ..moe.find import find_experts, is_dense
 from ..moe.gemm.backends import choose_backend
 from ..moe.router.losses import RouterLosses
@@ -129,6 +129,8 @@ class BuildsModel:
     without_adapters: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     """Context in which the model computes without its adapters."""
     _lora: Lora | None = None
+    adapters_config: dict[str, Any] | None = None
+    """peft's config of adapters that the rollout computes with; None where it is sent merged weights."""
     _may_be_unused = r"(?!)"  # what a checkpoint may have and the model not, as a pattern (``load_weights``)
 
     # -- before it is sharded -----------------------------------------------------------------------------------
@@ -168,6 +170,8 @@ class BuildsModel:
         if lora is not None:
             self._lora = Lora(module, lora, self.engine_config.expert_plan)
             self.without_adapters = self._lora.disabled
+            if not self.model_config.lora.get("merge"):
+                self.adapters_config = adapter_config(self._lora, self.model_config.local_path)
         self.router_features: list[StepFeature] = self._routers_of(module)
         return module
 
@@ -260,7 +264,7 @@ class BuildsModel:
     # -- when it is sharded -------------------------------------------------------------------------------------
 
     def _take_shards(self, module: nn.Module, options: ShardingOptions) -> None:
-        """Prepare weight syncs; then leave the adapters alone with a gradient, where there are some.
+        """Prepare weight syncs; then freeze what is not trained.
 
         In this order: to the wrap plan, which says in which dtypes weights are sent, a frozen parameter may be a
         correction bias.
@@ -282,6 +286,8 @@ class BuildsModel:
         self.shard_export = ShardExport(module, self.meshes)
         if self._lora is not None:
             self._lora.freeze_base(module)
+        for name in tower_parameters(module) if config.freeze_vision_tower else ():
+            module.get_parameter(name).requires_grad_(False)
 
     def _features_of(self, module: Any) -> list[StepFeature]:
         vision: list[StepFeature] = []

@@ -189,13 +189,17 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
 
     # -- weights out --------------------------------------------------------------------------------------------
 
-    def get_per_tensor_param(self, layered_summon=False, base_sync_done=False, **kwargs):
+    def get_per_tensor_param(self, layered_summon=False, base_sync_done=None, **kwargs):
         """The weights for the rollout: iterated, full tensors under names that vLLM's loader takes, on every rank.
 
         In the dtype that this engine's own forward computes with: masters are cast before they are gathered. Adapters
-        are merged into what they adapt, so there is none for the rollout.
+        are merged into what they adapt, so there is none for the rollout; but with ``lora.merge=False`` a colocated
+        rollout, for which ``base_sync_done`` is given, gets the weights once and then the adapters alone.
         """
-        return self.rollout_sync.weights(), None
+        config = self.adapters_config
+        if config is None or base_sync_done is None:
+            return self.rollout_sync.weights(), None
+        return self.rollout_sync.adapters() if base_sync_done else self.rollout_sync.weights("left out"), config
 
     def get_per_tensor_param_shard(self, **kwargs):
         """``(name, flat values, spec)`` of this rank's shards, for verl's ``delta_sharded`` backend; in bfloat16."""

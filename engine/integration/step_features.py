@@ -83,9 +83,10 @@ class RouterTerms(StepFeature):
     def begin_batch(self, data: TensorDict, forward_only: bool) -> None:
         if forward_only:
             return
-        tokens = torch.tensor(data["input_ids"].values().numel(), device=get_device_id())
+        # Filled in and left on the device: to copy it either way would wait.
+        tokens = torch.full((), data["input_ids"].values().numel(), device=get_device_id())
         dist.all_reduce(tokens, group=self._dp_group)
-        self._losses.begin(int(tokens))
+        self._losses.begin(tokens)
 
     def begin_micro_batch(self, forward_only: bool) -> None:
         self._trains = not forward_only

@@ -6,6 +6,7 @@ the FSDP axes, those of experts among the ranks that share these experts; weight
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -15,15 +16,27 @@ from ..topology.dtensor import is_adapter, local_range, local_tensor, shard_step
 from ..topology.index_ranges import IndexRange, bounding_range
 from .adapters import A, B, lora_of
 
-__all__ = ["LocalValues", "local_values", "merged", "weights"]
+__all__ = ["AdapterUse", "LocalValues", "adapter_weights", "local_values", "merged", "unmerged_values", "weights"]
 
 # Maps a tensor and its name to the values that this rank holds.
 LocalValues = Callable[[str, torch.Tensor], torch.Tensor]
+# What becomes of adapters where weights are sent.
+AdapterUse = Literal["merged", "left out", "alone"]
 
 
 def weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Iterate over a model's parameters without adapters, which are those of the merged model."""
     return ((name, param) for name, param in model.named_parameters() if not is_adapter(name))
+
+
+def adapter_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Iterate over the parameters of a model's adapters."""
+    return ((name, param) for name, param in model.named_parameters() if is_adapter(name))
+
+
+def unmerged_values(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values that this rank holds of a tensor, without any adapter."""
+    return local_tensor(tensor).detach()
 
 
 def local_values(model: nn.Module, device: torch.device | str) -> LocalValues:
@@ -33,7 +46,7 @@ def local_values(model: nn.Module, device: torch.device | str) -> LocalValues:
         device: device type of the tensors that the mesh's backend sends.
     """
     if lora_of(model) is None:
-        return lambda name, tensor: local_tensor(tensor).detach()
+        return unmerged_values
     return _MergedShards(model, device)
 
 

@@ -19,7 +19,7 @@ from ..errors import SettingError, listed
 from .adapters import A, B, Lora
 from .settings import ADAPTER_CONFIG, Target
 
-__all__ = ["ADAPTER", "read_adapter", "write_adapter"]
+__all__ = ["ADAPTER", "adapter_config", "as_peft", "peft_names", "read_adapter", "write_adapter"]
 
 ADAPTER = "lora_adapter"  # the folder's name in a checkpoint
 _FILE = "adapter_model.safetensors"
@@ -34,14 +34,14 @@ def write_adapter(out: Path, lora: Lora, base: str, read: Callable[[str], torch.
         base: name or path of the base model.
         read: returns an adapter's full parameter by its name in the model.
     """
-    keys = _keys(lora.targets)
+    keys = peft_names(lora.targets)
     tensors = {
-        key: _as_peft(read(name + suffix), suffix, lora.targets[name].experts).contiguous()
+        key: as_peft(read(name + suffix), suffix, lora.targets[name].experts).contiguous()
         for (name, suffix), key in keys.items()
     }
     out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, out / _FILE, metadata={"format": "pt"})
-    (out / ADAPTER_CONFIG).write_text(json.dumps(_config(lora, base), indent=2))
+    (out / ADAPTER_CONFIG).write_text(json.dumps(adapter_config(lora, base), indent=2))
 
 
 def read_adapter(folder: Path, targets: Mapping[str, Target], setting: str) -> Callable[[str], torch.Tensor]:
@@ -50,7 +50,7 @@ def read_adapter(folder: Path, targets: Mapping[str, Target], setting: str) -> C
     Raises:
         SettingError: the folder's adapters are not those of the targets.
     """
-    path, keys = folder / _FILE, _keys(targets)
+    path, keys = folder / _FILE, peft_names(targets)
     if not path.is_file():
         raise SettingError(setting, folder, f"it holds no {_FILE}.", "a complete adapter")
     with safe_open(path, framework="pt") as file:
@@ -70,7 +70,7 @@ def read_adapter(folder: Path, targets: Mapping[str, Target], setting: str) -> C
     return read
 
 
-def _keys(targets: Mapping[str, Target]) -> dict[tuple[str, str], str]:
+def peft_names(targets: Mapping[str, Target]) -> dict[tuple[str, str], str]:
     """Map each target's name and suffix (``A`` or ``B``) to peft's name."""
     found = {}
     for name, target in targets.items():
@@ -88,7 +88,8 @@ def _in_order(target: Target) -> list[str]:
     return [name for name, _ in target.module.named_parameters(recurse=False)]
 
 
-def _as_peft(half: torch.Tensor, suffix: str, experts: int | None) -> torch.Tensor:
+def as_peft(half: torch.Tensor, suffix: str, experts: int | None) -> torch.Tensor:
+    """Return an ``A`` or ``B`` in peft's layout."""
     if experts is None:
         return half
     return half.flatten(0, 1) if suffix == A else half.permute(1, 2, 0).flatten(1)
@@ -102,7 +103,12 @@ def _from_peft(half: torch.Tensor, suffix: str, experts: int | None) -> torch.Te
     return half.unflatten(1, (-1, experts)).permute(2, 0, 1)
 
 
-def _config(lora: Lora, base: str) -> dict[str, Any]:
+def adapter_config(lora: Lora, base: str) -> dict[str, Any]:
+    """Return peft's config of a model's adapters.
+
+    Args:
+        base: name or path of the base model.
+    """
     linears = {name.removesuffix(".weight") for name, target in lora.targets.items() if target.experts is None}
     modules = {name for name in linears if name.rpartition(".")[2] not in _TAKEN_FOR_EXPERTS}
     parameters = [name for name in lora.targets if name.removesuffix(".weight") not in modules]

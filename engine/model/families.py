@@ -4,13 +4,14 @@ How vLLM cuts a family's weights is in ``rollout/layout/vllm_layout.py``.
 """
 
 __all__ = [
+    "ADAPTED_AS_STACKS_IN_VLLM",
     "FUSED_IN_VLLM",
     "IMAGES_UNSUPPORTED",
     "KNOWN_AS",
-    "NOT_BY_TOPK",
     "NOT_CAUSAL",
     "PLACES_AS_POSITIONS",
     "READ_WITHOUT_A_CALL",
+    "SHORT_CONVOLUTIONS",
     "SPLIT_BEFORE_0_27",
     "UNPACKED_WITH_FLASH",
 ]
@@ -28,9 +29,6 @@ KNOWN_AS = {
 }
 """``model_type`` of checkpoints that bring code of their own, for which transformers has no class -> what works."""
 
-NOT_BY_TOPK = {"phimoe": "its routers choose by a maximum, and another one over what is left."}
-"""Families whose routes can't be replayed, and why."""
-
 NOT_CAUSAL = {
     "diffusion_gemma": "its logits are of a canvas of tokens that is denoised, not of the next token.",
 }
@@ -43,6 +41,9 @@ attributes where it does. In a packed row such a module has to be called once fo
 READ_WITHOUT_A_CALL = {("DeepseekV2Moe", "gate")}
 """Class and child whose weight the class reads without calling it; FSDP gathers it only when it is called."""
 
+SHORT_CONVOLUTIONS = {"Lfm2MoeShortConv": "L_cache"}
+"""Class of a mixer that is one causal convolution -> its attribute that has how many tokens that takes."""
+
 _OWN = {"gate_up_proj": "gate_up_proj", "down_proj": "down_proj"}
 _LETTERED = {"gate_up_proj": "w13", "down_proj": "w2"}
 # Bit-exactly in the CPU builds of vLLM 0.27 and 0.30 (tested). vLLM silently drops unknown fused names, so nothing is
@@ -54,6 +55,9 @@ FUSED_IN_VLLM: dict[str, dict[str, str]] = {
     **dict.fromkeys(("mixtral", "minimax_m2"), _LETTERED),
 }
 """Families whose stacks of experts vLLM loads, and the names that it loads them under."""
+
+ADAPTED_AS_STACKS_IN_VLLM = frozenset({"gpt_oss", "qwen3_vl_moe", "qwen3_5_moe", "qwen3_5_moe_text"})
+"""Families whose experts vLLM adapts by peft's stacks (``is_3d_moe_weight`` of its classes), and not one by one."""
 
 SPLIT_BEFORE_0_27 = frozenset({"qwen3_vl_moe"})
 """Families whose stacks of experts vLLM before 0.27 can't reload; single experts, which no checkpoint has, it can."""

@@ -258,11 +258,11 @@ class PackedSequences:
             return forward(*args, **kwargs)
         if self._shared is None:
             return self._per_sequence(taken, forward, *args, **kwargs)
-        if not self._shared.spreads(module):
+        if not self._shared.spreads(module, self._gathers_by_calls):
             call = functools.partial(self._per_sequence, taken, forward)
             return self._shared.on_sequences(call, args, kwargs)
-        with self._shared.spreading(module, bool(taken)):
-            output = forward(*args, **kwargs)
+        with self._shared.spreading(module, forward, bool(taken)) as spread:
+            output = spread(*args, **kwargs)
         if taken or not self._gathers_by_calls:
             return output
         # The first token once more in place of sequences that ranks with other rows have.

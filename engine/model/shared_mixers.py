@@ -8,8 +8,9 @@ the mixer computes these, another all-to-all brings the outputs back. That is ex
 
 Where this leaves a rank with much more than its share (one long sequence), a gated delta rule is spread over its heads
 instead: projections, norm and gate are of the slice, the convolution gets the few tokens before the slice from the
-ranks that have them, and two all-to-alls around the rule bring a rank the whole row for its part of the heads. Mixers
-of other kinds compute a long sequence on the one rank that was assigned it.
+ranks that have them, and two all-to-alls around the rule bring a rank the whole row for its part of the heads. A mixer
+that is a short convolution computes the slice and these tokens. Mixers of other kinds compute a long sequence on the
+one rank that was assigned it.
 
 Shapes: ``S`` tokens of the whole row, ``s = S / sp`` of this rank, ``n`` of the sequences that this rank was assigned.
 """
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from .families import SHORT_CONVOLUTIONS
 from .packed_attention import Span
 
 __all__ = ["Exchange", "SharedMixers", "assign", "kernel_argument", "to_heads", "to_tokens"]
@@ -173,28 +175,41 @@ class SharedMixers:
         own = slices.transpose(0, 1)
         return own + 0.0 * output.sum() if self._is_idle else own
 
-    # -- heads --------------------------------------------------------------------------------------------------
+    # -- slices -------------------------------------------------------------------------------------------------
 
-    def spreads(self, module: nn.Module) -> bool:
-        """Whether this row is spread over the heads of a module."""
-        return self._is_unbalanced and self._can_spread(module)
-
-    def _can_spread(self, module: Any) -> bool:
-        """Whether it is a gated delta rule whose heads divide by the ranks."""
-        return hasattr(module, _RULE) and hasattr(module, _CONV) and module.num_v_heads % self.size == 0
-
-    @contextlib.contextmanager
-    def spreading(self, module: Any, takes_lengths: bool) -> Iterator[None]:
-        """Have a module that ``spreads`` compute its slice of the tokens.
+    def spreads(self, module: nn.Module, gathers_by_calls: bool) -> bool:
+        """Whether the ranks compute their slices of this row, by heads or with the tokens before.
 
         Args:
+            gathers_by_calls: the ranks have to call parts of the module equally often.
+        """
+        by_calls = gathers_by_calls and _reach(module) is not None
+        return self._is_unbalanced and self._can_spread(module) and not by_calls
+
+    def _can_spread(self, module: Any) -> bool:
+        """Whether it is a short convolution, or a gated delta rule whose heads divide by the ranks."""
+        has_heads = hasattr(module, _RULE) and hasattr(module, _CONV) and module.num_v_heads % self.size == 0
+        return has_heads or _reach(module) is not None
+
+    @contextlib.contextmanager
+    def spreading(
+        self, module: Any, forward: Callable[..., Any], takes_lengths: bool
+    ) -> Iterator[Callable[..., torch.Tensor]]:
+        """What computes the slice of the tokens, of a module that ``spreads``.
+
+        Args:
+            forward: the module's.
             takes_lengths: its kernels are told the sequences of a row (``lengths_taken``).
         """
+        reach = _reach(module)
+        if reach is not None:
+            yield functools.partial(self._on_slice, forward, reach)
+            return
         conv, rule = getattr(module, _CONV), getattr(module, _RULE)
         setattr(module, _CONV, functools.partial(self._convolve, conv, takes_lengths))
         setattr(module, _RULE, functools.partial(self._apply_rule, rule, takes_lengths))
         try:
-            yield
+            yield forward
         finally:
             setattr(module, _CONV, conv)
             setattr(module, _RULE, rule)
@@ -210,26 +225,44 @@ class SharedMixers:
         seq_idx: None = None,
     ) -> torch.Tensor:
         """The causal convolution of the slice, ``[1, C, s]``, within sequences; ``real`` is as in causal-conv1d."""
-        reach = weight.shape[1] - 1
-        kept = min(reach, self._slice)
-        tails = Exchange.apply(x[..., self._slice - kept :].expand(self.size, -1, -1).contiguous(), self.group)
-        # Empty on the first rank, but a part of what is differentiated: every rank exchanges in backward.
-        context = torch.cat(tails.unbind(), dim=-1)[None, :, max(0, self.rank * kept - reach) : self.rank * kept]
         # Along the memory go the channels: kernels that are told sequences need that.
-        row = torch.cat([context.transpose(1, 2), x.transpose(1, 2)], dim=1).transpose(1, 2)
-        before = context.shape[-1]
+        row = self._with_tokens_before(x.transpose(1, 2), weight.shape[1] - 1).transpose(1, 2)
+        before = row.shape[-1] - self._slice
         first = self.rank * self._slice - before  # where ``row`` begins in the whole row
         convolve = functools.partial(_causal_conv if real is None else real, weight=weight, bias=bias)
         if takes_lengths:
             numbers = self._of_row("seq_idx", x.device)[:, first : first + row.shape[-1]].contiguous()
             return convolve(x=row, activation=activation, seq_idx=numbers)[..., before:]
-        outputs = []
-        for start, end in self._spans:
-            start, end = max(start - first, 0), min(end - first, row.shape[-1])
-            if end > max(start, before):
-                output = convolve(x=row[..., start:end], activation=activation)
-                outputs.append(output[..., max(before - start, 0) :])
+        pieces = self._pieces(before)
+        outputs = [convolve(x=row[..., start:end], activation=activation)[..., rest:] for start, end, rest in pieces]
         return torch.cat(outputs, dim=-1)
+
+    def _on_slice(
+        self, forward: Callable[..., torch.Tensor], reach: int, *, hidden_states: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
+        """A mixer that sees ``reach`` tokens back: its output of the slice, ``[1, s, D]``, within sequences."""
+        row, kwargs = self._with_tokens_before(hidden_states, reach), {**kwargs, "attention_mask": None}
+        pieces = self._pieces(row.shape[1] - self._slice)
+        outputs = [forward(hidden_states=row[:, start:end], **kwargs)[:, rest:] for start, end, rest in pieces]
+        return torch.cat(outputs, dim=1)
+
+    def _with_tokens_before(self, x: torch.Tensor, reach: int) -> torch.Tensor:
+        """``[1, s, D]`` and as many tokens before it, of the ranks that have them; fewer where the row begins."""
+        kept = min(reach, self._slice)
+        tails = Exchange.apply(x[:, self._slice - kept :].expand(self.size, -1, -1).contiguous(), self.group)
+        # Empty on the first rank, but a part of what is differentiated: every rank exchanges in backward.
+        context = tails.flatten(0, 1)[None, max(0, self.rank * kept - reach) : self.rank * kept]
+        return torch.cat([context, x], dim=1)
+
+    def _pieces(self, before: int) -> list[tuple[int, int, int]]:
+        """The sequences in a slice that has ``before`` tokens before it: start, end, and tokens that others have."""
+        first = self.rank * self._slice - before
+        found = []
+        for start, end in self._spans:
+            start, end = max(start - first, 0), min(end - first, before + self._slice)
+            if end > max(start, before):
+                found.append((start, end, max(before - start, 0)))
+        return found
 
     def _apply_rule(
         self,
@@ -263,13 +296,24 @@ class SharedMixers:
             self._arguments[name] = kernel_argument(name, self._spans).to(device)
         return self._arguments[name]
 
+    def _way(self, module: nn.Module) -> str:
+        if _reach(module) is not None:
+            return "by slices"
+        return "over its heads" if self._can_spread(module) else "by one rank"
+
     def line(self, modules: Sequence[nn.Module]) -> str:
         """How rows are shared by these mixers, for people."""
-        ways = {
-            type(module).__name__: "over its heads" if self._can_spread(module) else "by one rank" for module in modules
-        }
+        ways = {type(module).__name__: self._way(module) for module in modules}
         said = "; ".join(f"{name}: whole sequences by rank, a long one {way}" for name, way in sorted(ways.items()))
         return f"shared rows: {said}"
+
+
+def _reach(module: nn.Module) -> int | None:
+    """How many tokens before one a short convolution takes with it; None of other mixers."""
+    length = next(
+        (SHORT_CONVOLUTIONS[k.__name__] for k in type(module).__mro__ if k.__name__ in SHORT_CONVOLUTIONS), None
+    )
+    return None if length is None else getattr(module, length) - 1
 
 
 def _causal_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:

@@ -23,7 +23,7 @@ from torch import nn
 from ..errors import SettingError
 from .families import IMAGES_UNSUPPORTED
 
-__all__ = ["VisionTowerSync", "images_error", "preserve_forward", "why_not_images"]
+__all__ = ["VisionTowerSync", "images_error", "preserve_forward", "tower_parameters", "why_not_images"]
 
 # Pixels, their grid, and the method that computes their features.
 _KINDS = {
@@ -47,6 +47,15 @@ def images_error(name: str, why: str) -> SettingError:
     return SettingError(
         "data.train_files", "data with images", rule, "data without images, or Qwen3-VL-MoE or GLM-4.5V"
     )
+
+
+def tower_parameters(model: Any) -> set[str]:
+    """Return the names of a vision tower's parameters, its merger's included; of a model without one, none."""
+    config = getattr(model.config, "vision_config", None)
+    if config is None:
+        return set()
+    towers = [fqn for fqn, part in model.named_modules() if type(getattr(part, "config", None)) is type(config)]
+    return {name for name, _ in model.named_parameters() if any(name.startswith(f"{fqn}.") for fqn in towers)}
 
 
 class VisionTowerSync:

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import SettingError
-from .dispatch import inverse
-from .gemm.backends import TORCH, Backend
+from .gemm.backends import TORCH, Backend, inverse
 
 __all__ = ["DISPATCHERS", "buffer_bytes", "buffer_of", "check_deepep", "exchange"]
 

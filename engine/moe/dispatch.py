@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from .collectives.rows import AllToAll, Gather, RowExchange, exchange_rows, gather_counts
-from .gemm.backends import TORCH, Backend
+from .gemm.backends import TORCH, Backend, inverse
 
 __all__ = [
     "DispatchPlan",
@@ -32,7 +32,6 @@ __all__ = [
     "combine",
     "deferred_router_grad",
     "dispatch",
-    "inverse",
     "keep_plans",
     "permute",
     "slot_weights",
@@ -279,13 +278,6 @@ def deferred_router_grad(output_RD: torch.Tensor, scale_R: torch.Tensor) -> torc
     makes that of the routing weights. It saves the outputs for this; ``fused.on_rows`` does the same without.
     """
     return _DeferredRouterGrad.apply(output_RD, scale_R)
-
-
-def inverse(order: torch.Tensor) -> torch.Tensor:
-    """Return the permutation that undoes ``order``."""
-    undo = torch.empty_like(order)
-    undo[order] = torch.arange(order.numel(), device=order.device)
-    return undo
 
 
 class _TokensToSlots(torch.autograd.Function):

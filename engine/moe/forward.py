@@ -26,6 +26,7 @@ from .gemm.backends import (
     torch_grouped_mm,
     zeroes_empty_groups,
 )
+from .gemm.linear import Linear
 from .registered import compute_registered
 
 __all__ = [
@@ -48,7 +49,7 @@ class TokenExchange(Protocol):
         hidden_TD: torch.Tensor,
         experts_TK: torch.Tensor,
         weights_TK: torch.Tensor,
-        compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor],
+        compute: Callable[..., torch.Tensor],
     ) -> torch.Tensor: ...
 
 
@@ -119,10 +120,13 @@ def experts_forward(
     hidden = hidden_states.to(weight["down_proj"].dtype)
 
     def local_experts(
-        rows_RD: torch.Tensor, counts_e: torch.Tensor, scale_R: torch.Tensor | None = None
+        rows_RD: torch.Tensor,
+        counts_e: torch.Tensor,
+        scale_R: torch.Tensor | None = None,
+        order_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
         runtime.rows_computed += rows_RD.shape[0]
-        return compute(self, weight, rows_RD, counts_e, scale_R)
+        return compute(self, weight, rows_RD, counts_e, scale_R, order_R)
 
     if runtime.exchange is not None:
         return runtime.exchange(hidden, top_k_index, top_k_weights, local_experts).to(hidden_states.dtype)
@@ -143,6 +147,7 @@ def compute(
     rows_RD: torch.Tensor,
     counts_e: torch.Tensor,
     scale_R: torch.Tensor | None = None,
+    order_R: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the local experts on rows that are grouped by expert; returns ``(R, D)``.
 
@@ -153,11 +158,13 @@ def compute(
         counts_e: int64 ``(e,)``, rows per local expert, summing to ``R``; entries may be 0.
         scale_R: routing weights that are applied on the source rank, whose gradient is made here
             (``dispatch.deferred_router_grad``).
+        order_R: of a backend that reads rows through an index: rows are grouped by it (``fused.on_rows``).
     """
     runtime: ExpertsRuntime = getattr(module, _HANDLE)
     if has_backend(runtime.backend):
         up, down = linears(module, weight)
-        return fused.on_rows(module, backend_named(runtime.backend), up, down, rows_RD, counts_e, scale_R)
+        return fused.on_rows(module, backend_named(runtime.backend), up, down, rows_RD, counts_e, scale_R, order_R)
+    assert order_R is None, f"{runtime.backend} reads no rows through an index"
     if runtime.backend == "reference":
         h = _linear(module, rows_RD, _up_name(module), weight, counts_e)
         h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
@@ -167,12 +174,12 @@ def compute(
     return out if scale_R is None else deferred_router_grad(out, scale_R)
 
 
-def linears(module: Any, weight: Mapping[str, torch.Tensor]) -> tuple[fused.Linear, fused.Linear]:
+def linears(module: Any, weight: Mapping[str, torch.Tensor]) -> tuple[Linear, Linear]:
     """Return an experts module's first and second linear, made of its own parameters by name."""
     adapters: Adapters | None = getattr(module, _ADAPTERS, None)
     scaling = adapters.scaling if adapters is not None and adapters.enabled else None
     names = (_up_name(module), "down_proj")
-    up, down = (fused.Linear.of(name, weight, module.is_transposed, scaling) for name in names)
+    up, down = (Linear.of(name, weight, module.is_transposed, scaling) for name in names)
     return up, down
 
 

@@ -18,99 +18,18 @@ return the gradient of the row and of its weight.
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from .dispatch import DispatchPlan, RowExchange, inverse, slot_weights
-from .gemm.backends import Backend, Groups, IndexedRows, Rows
+from .dispatch import DispatchPlan, RowExchange, slot_weights
+from .gemm.backends import Backend, Groups, IndexedRows, Rows, inverse
+from .gemm.linear import Linear
 
-__all__ = ["Linear", "on_rows", "on_tokens"]
-
-
-@dataclass(frozen=True)
-class Linear:
-    """One of the experts' two linears, with its bias and its low-rank adapter if it has them.
-
-    Args:
-        weight: ``(e, out, in)``, or ``(e, in, out)`` where ``is_transposed``.
-        bias: ``(e, out)``.
-        lora_A: ``(e, r, in)``.
-        lora_B: ``(e, out, r)``.
-        scaling: multiplies the adapter's output.
-    """
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    lora_A: torch.Tensor | None
-    lora_B: torch.Tensor | None
-    scaling: float
-    is_transposed: bool
-
-    @classmethod
-    def of(cls, name: str, weight: Mapping[str, torch.Tensor], is_transposed: bool, scaling: float | None) -> "Linear":
-        """Make it from an experts module's parameters; ``scaling=None`` leaves adapters out, if there are any."""
-        if scaling is None:
-            return cls(weight[name], weight.get(f"{name}_bias"), None, None, 0.0, is_transposed)
-        a, b = (weight.get(f"{name}_lora_{half}") for half in "AB")
-        return cls(weight[name], weight.get(f"{name}_bias"), a, b, scaling, is_transposed)
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        return (self.weight, self.bias, self.lora_A, self.lora_B)
-
-    def holding(self, tensors: Sequence[torch.Tensor | None]) -> "Linear":
-        """Return the same linear with other tensors, in the order of ``tensors``."""
-        return replace(self, **dict(zip(("weight", "bias", "lora_A", "lora_B"), tensors, strict=True)))  # type: ignore[arg-type]
-
-    @property
-    def in_out(self) -> torch.Tensor:
-        return self.weight if self.is_transposed else self.weight.mT
-
-    def forward(self, backend: Backend, rows: Rows, groups: Groups) -> torch.Tensor:
-        out = backend.mm(rows, self.in_out, groups, self.bias)
-        if self.lora_A is not None and self.lora_B is not None:
-            low = backend.mm(rows, self.lora_A.mT, groups)
-            out.add_(backend.mm(low, self.lora_B.mT, groups), alpha=self.scaling)
-        return out
-
-    def grad_rows(self, backend: Backend, grad: Rows, groups: Groups) -> torch.Tensor:
-        grad_rows = backend.mm(grad, self.in_out.mT, groups)
-        if self.lora_A is not None and self.lora_B is not None:
-            low = backend.mm(grad, self.lora_B, groups)
-            grad_rows.add_(backend.mm(low, self.lora_A, groups), alpha=self.scaling)
-        return grad_rows
-
-    def grad_tensors(
-        self,
-        backend: Backend,
-        rows: Rows,
-        grad: Rows,
-        groups: Groups,
-        needed: Sequence[bool],
-        scale_R: torch.Tensor | None = None,
-    ) -> list[torch.Tensor | None]:
-        """Compute the needed gradients of ``tensors``; dense, because FSDP would skip a ``None`` on this rank only.
-
-        Args:
-            rows: the input, times ``scale_R``.
-            grad: the gradient of the output.
-            scale_R: the routing weights that the output was scaled by.
-        """
-        grads: list[torch.Tensor | None] = [None] * 4
-        if needed[0]:
-            grads[0] = backend.outer(rows, grad, groups) if self.is_transposed else backend.outer(grad, rows, groups)
-        if needed[1]:
-            grads[1] = backend.segment_sum(grad, groups, scale_R)
-        if self.lora_A is not None and self.lora_B is not None:
-            if needed[2]:
-                grads[2] = backend.outer(backend.mm(grad, self.lora_B, groups).mul_(self.scaling), rows, groups)
-            if needed[3]:
-                grads[3] = backend.outer(grad, backend.mm(rows, self.lora_A.mT, groups).mul_(self.scaling), groups)
-        return grads
+__all__ = ["on_rows", "on_tokens"]
 
 
 @dataclass(frozen=True)
@@ -142,12 +61,19 @@ class _Experts:
         pre = self.up.forward(self.backend, rows, groups)
         return pre, None if gate is None else self.backend.activate(pre, gate)
 
-    def forward_down(self, pre: torch.Tensor, act: torch.Tensor | None, groups: Groups, ambient: Any) -> torch.Tensor:
-        """Compute the output; ``act=None`` computes the activation first."""
+    def forward_down(
+        self,
+        pre: torch.Tensor,
+        act: torch.Tensor | None,
+        groups: Groups,
+        ambient: Any,
+        order_R: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Compute the output, by ``order_R`` as in ``Backend.mm``; ``act=None`` computes the activation first."""
         if act is None:
             with ambient:
                 act = self.activation(pre)
-        return self.down.forward(self.backend, act, groups)
+        return self.down.forward(self.backend, act, groups, order_R)
 
     def backward(
         self,
@@ -196,15 +122,18 @@ def on_rows(
     rows_RD: torch.Tensor,
     counts_e: torch.Tensor,
     scale_R: torch.Tensor | None = None,
+    order_R: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the local experts on rows grouped by expert, ``(R, D)``; saves the rows and the pre-activation.
 
     Args:
         scale_R: routing weights that are applied elsewhere: backward takes the incoming gradient to be that of the
             output times these (``dispatch.deferred_router_grad``). ``None``: it is the output's.
+        order_R: rows are in another order, by this permutation they are grouped: ``rows_RD[order_R]``. Weights and
+            output have the order of ``rows_RD``.
     """
     experts = _Experts(module, backend, up, down)
-    return _OnRows.apply(experts, Groups(counts_e, rows_RD.shape[0]), rows_RD, scale_R, *experts.tensors)
+    return _OnRows.apply(experts, Groups(counts_e, rows_RD.shape[0]), rows_RD, scale_R, order_R, *experts.tensors)
 
 
 def on_tokens(
@@ -264,49 +193,53 @@ class _Call:
             return self.backend.indexed(x_TD, tokens_S)
         return self.backend.indexed(self.all_to_all(self.backend.take(x_TD, tokens_S)), row_order)
 
-    def inverses(
-        self, slot_order: torch.Tensor, row_order: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the inverse permutations: where each slot of a token is, ``(T, K)``, and where each row."""
-        return inverse(slot_order).view(-1, self.k), None if row_order is None else inverse(row_order)
+    def slots(self, slot_order: torch.Tensor) -> torch.Tensor:
+        """Return where each slot of a token is, ``(T, K)``."""
+        return inverse(slot_order).view(-1, self.k)
 
-    def summed(
-        self, x_RD: torch.Tensor, slots_TK: torch.Tensor, rows_R: torch.Tensor | None, weights_TK: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return rows to the ranks of their tokens and sum them over each token's slots: ``(R, D)`` to ``(T, D)``."""
-        x_SD = self.all_to_all.reversed()(x_RD if rows_R is None else self.backend.take(x_RD, rows_R))
+    def summed(self, x_RD: torch.Tensor, slots_TK: torch.Tensor, weights_TK: torch.Tensor | None) -> torch.Tensor:
+        """Return rows, in the order in which they were received, to the ranks of their tokens, and sum each token's.
+
+        ``(R, D)`` to ``(T, D)``.
+        """
+        x_SD = self.all_to_all.reversed()(x_RD)
         dtype = x_SD.dtype if weights_TK is None else self.dtype
         return self.backend.gather_sum(x_SD, slots_TK, weights_TK, dtype)
 
 
 class _OnRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, experts, groups, rows_RD, scale_R, *tensors):
+    def forward(ctx, experts, groups, rows_RD, scale_R, order_R, *tensors):
         ctx.experts, ctx.groups, ctx.ambient = experts.holding([None] * 8), groups, _ambient(rows_RD)
         with _no_autocast(rows_RD):
-            pre, act = experts.forward_up(rows_RD, groups)
-            out = experts.forward_down(pre, act, groups, ctx.ambient)
-        trains_up = any(ctx.needs_input_grad[4:8])
-        ctx.save_for_backward(pre, rows_RD if trains_up else None, scale_R, *tensors)
+            rows = rows_RD if order_R is None else experts.backend.indexed(rows_RD, order_R)
+            pre, act = experts.forward_up(rows, groups)
+            out = experts.forward_down(pre, act, groups, ctx.ambient, order_R)
+        trains_up = any(ctx.needs_input_grad[5:9])
+        ctx.save_for_backward(pre, rows_RD if trains_up else None, scale_R, order_R, *tensors)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_RD):
-        pre, rows_RD, scale_R, *tensors = ctx.saved_tensors
-        experts, groups, needed = ctx.experts.holding(tensors), ctx.groups, ctx.needs_input_grad[4:]
-        backend, up = experts.backend, experts.up
+        pre, rows_RD, scale_R, order_R, *tensors = ctx.saved_tensors
+        experts, groups, needed = ctx.experts.holding(tensors), ctx.groups, ctx.needs_input_grad[5:]
+        backend, up, dtype = experts.backend, experts.up, None if scale_R is None else scale_R.dtype
         with _no_autocast(grad_RD):
             grad_RD = grad_RD.to(pre.dtype).contiguous()
+            if order_R is not None:
+                grad_RD = backend.indexed(grad_RD, order_R)
+                rows_RD = None if rows_RD is None else backend.indexed(rows_RD, order_R)
+                scale_R = None if scale_R is None else scale_R[order_R]
             grad_pre, grad_scale, down_grads = experts.backward(pre, grad_RD, groups, ctx.ambient, scale_R, needed[4:])
             del grad_RD
             up_grads = (
                 up.grad_tensors(backend, rows_RD, grad_pre, groups, needed[:4]) if any(needed[:4]) else [None] * 4
             )
-            grad_rows = up.grad_rows(backend, grad_pre, groups) if ctx.needs_input_grad[2] else None
+            grad_rows = up.grad_rows(backend, grad_pre, groups, order_R) if ctx.needs_input_grad[2] else None
             if scale_R is not None:
-                grad_scale = grad_scale.to(scale_R.dtype)
-        return None, None, grad_rows, grad_scale, *up_grads, *down_grads
+                grad_scale = _scattered(grad_scale, order_R).to(dtype)
+        return None, None, grad_rows, grad_scale, None, *up_grads, *down_grads
 
 
 class _Up(torch.autograd.Function):
@@ -342,7 +275,7 @@ class _Up(torch.autograd.Function):
         call, needed = ctx.call, ctx.needs_input_grad[6:]
         experts = call.experts.holding(tensors)
         up, up_grads, grad_hidden, grad_weights = experts.up, [None] * 4, None, None
-        slots_TK, rows_R = call.inverses(slot_order, row_order)
+        slots_TK = call.slots(slot_order)
         with _no_autocast(grad_pre):
             if inputs is not None:
                 index_R = slot_order // call.k if row_order is None else row_order
@@ -350,10 +283,10 @@ class _Up(torch.autograd.Function):
                 up_grads = up.grad_tensors(call.backend, rows_RD, grad_pre, call.groups, needed[:4])
                 del rows_RD, inputs
             if ctx.needs_input_grad[4]:
-                grad_rows = up.grad_rows(call.backend, grad_pre, call.groups)
-                grad_hidden = call.summed(grad_rows, slots_TK, rows_R, None)
+                grad_rows = up.grad_rows(call.backend, grad_pre, call.groups, row_order)
+                grad_hidden = call.summed(grad_rows, slots_TK, None)
             if ctx.needs_input_grad[5]:
-                grad_scale = call.all_to_all.reversed()(grad_scale if rows_R is None else grad_scale[rows_R])
+                grad_scale = call.all_to_all.reversed()(_scattered(grad_scale, row_order))
                 grad_weights = grad_scale[slots_TK].to(ctx.weights_dtype)
         return None, None, None, None, grad_hidden, grad_weights, *up_grads, *([None] * 4)
 
@@ -366,9 +299,9 @@ class _Down(torch.autograd.Function):
         (ctx.up, act), ctx.call = from_up.pop(), call
         experts = call.experts.holding([None] * 4 + list(tensors))
         with _no_autocast(pre):
-            out_RD = experts.forward_down(pre, act, call.groups, call.ambient)
+            out_RD = experts.forward_down(pre, act, call.groups, call.ambient, row_order)
             del act
-            return call.summed(out_RD, *call.inverses(slot_order, row_order), weights_TK)
+            return call.summed(out_RD, call.slots(slot_order), weights_TK)
 
     @staticmethod
     @once_differentiable
@@ -384,6 +317,11 @@ class _Down(torch.autograd.Function):
             )
         ctx.up.from_down = slot_order, row_order, inputs, tensors, grad_scale
         return None, None, None, None, grad_pre, None, *down_grads
+
+
+def _scattered(x_R: torch.Tensor, order_R: torch.Tensor | None) -> torch.Tensor:
+    """Return the vector of which element ``order_R[i]`` is ``x_R[i]``."""
+    return x_R if order_R is None else torch.empty_like(x_R).index_copy_(0, order_R, x_R)
 
 
 def _no_autocast(like: torch.Tensor) -> Any:

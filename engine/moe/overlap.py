@@ -26,9 +26,9 @@ from torch import nn
 
 from ..errors import SettingError
 from .collectives.rows import RowExchange, Started
-from .dispatch import build_dispatch_plans, inverse, permute, slot_weights, to_slots, weighted_combine
+from .dispatch import build_dispatch_plans, permute, slot_weights, to_slots, weighted_combine
 from .find import CustomExperts, ExpertsInfo
-from .gemm.backends import TORCH, Backend
+from .gemm.backends import TORCH, Backend, inverse
 from .shared_experts import SharedExperts, no_overlap_error, runs_shared_first, shared_experts_of
 
 __all__ = ["check_overlap", "exchange"]
@@ -65,7 +65,7 @@ def exchange(
     hidden_TD: torch.Tensor,
     experts_TK: torch.Tensor,
     weights_TK: torch.Tensor,
-    compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor],
+    compute: Callable[..., torch.Tensor],
     *,
     num_experts: int,
     group: dist.ProcessGroup,
@@ -83,7 +83,8 @@ def exchange(
         compute: maps rows grouped by local expert ``(R, D)``, their counts ``(e,)`` and their routing weights ``(R,)``
             (``None`` where gradients are not enabled) to outputs ``(R, D)``, *not* weighted; the gradient that it gets
             is that of the weighted outputs (``dispatch.deferred_router_grad``). Called once for each chunk, also for
-            chunks without rows.
+            chunks without rows. If ``backend`` reads rows through an index, rows come as they were received, outputs
+            are returned so, and a fourth argument is the order that groups them.
         num_experts: ``E``.
         etp_group: the ranks that share each expert, which gather before a chunk computes and reduce-scatter after it.
         backend: permutes and sums rows.
@@ -108,11 +109,13 @@ def exchange(
     combines = []
     for pending, plan in zip(dispatches, plans, strict=True):
         assert plan.row_order is not None
-        received_RD, *scale_R = pending.wait()
-        rows_RD = permute(received_RD, plan.row_order, backend)
-        del received_RD
-        out_RD = compute(rows_RD, plan.counts_e, permute(scale_R[0], plan.row_order) if scale_R else None)
-        out_RD = permute(out_RD, inverse(plan.row_order), backend)
+        rows_RD, *scale_R = pending.wait()
+        if backend.reads_index(rows_RD):
+            out_RD = compute(rows_RD, plan.counts_e, scale_R[0] if scale_R else None, plan.row_order)
+        else:
+            rows_RD = permute(rows_RD, plan.row_order, backend)
+            out_RD = compute(rows_RD, plan.counts_e, permute(scale_R[0], plan.row_order) if scale_R else None)
+            out_RD = permute(out_RD, inverse(plan.row_order), backend)
         combines.append(_AsyncAllToAll.start([out_RD], plan.all_to_all.reversed()))
     outputs = [
         weighted_combine(pending.wait()[0], plan, weights_tK, backend)

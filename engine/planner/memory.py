@@ -199,7 +199,7 @@ class _Step:
             if what == "backward":
                 # With etp as many times more rows have their gradients, and no inner part of them is larger.
                 rows = self.batch.imbalance * self.topology.etp / self.options.dispatch_chunks if layer.rows else 1
-                per_token += layer.backward * rows
+                per_token += self._backward(layer) * rows
         if layer or name == HEAD:
             per_token += self.sizes.traced.outside
         return int(per_token * self.batch.tokens)
@@ -229,6 +229,16 @@ class _Step:
         # Of the rows that it received and those of the other ranks of etp; what is inside of an expert is cut.
         received = self.topology.etp if self.topology.ep * self.topology.etp > 1 else 0
         return (layer.experts + (received - 1) * layer.sent) * self.batch.imbalance
+
+    def _backward(self, layer: LayerActivations) -> float:
+        """Return bytes per token of a layer's backward, by what computes the experts."""
+        backend = self.options.experts_backend
+        if not layer.rows or backend not in ("auto", "triton") or (backend == "auto" and self.gloo):
+            return layer.backward
+        if backend == "auto":  # torch's GEMM, which reads through no index, where the GPU has one
+            return layer.backward_of_kernels
+        received = layer.row_width * self.options.param_dtype.itemsize if self.topology.ep > 1 else 0
+        return min(layer.backward_by_index + received, layer.backward)
 
     def _by_sequences(self, layer: LayerActivations) -> float:
         """Return what sequence parallelism saves in addition: the output of attention, and repeated keys and values."""

@@ -10,7 +10,7 @@ import torch
 from ..fsdp.options import ShardingOptions
 from ..fsdp.ulysses import heads_to_split
 from ..fsdp.unit import Stage, Unit, UnitSizes, stages_of
-from ..fsdp.wrap_plan import frozen_with_lora, wrap_plan
+from ..fsdp.wrap_plan import frozen_parameters, wrap_plan
 from ..model.layers import layer_names
 from ..model.packing import find_mixers
 from ..moe.find import UnsupportedModelError
@@ -80,7 +80,7 @@ class ModelSizes:
             unshared = str(error)
         kinds = " and ".join(sorted({type(module).__name__ for module in find_mixers(model).others.values()}))
         head = model.get_output_embeddings()
-        for name in frozen_with_lora(model):
+        for name in frozen_parameters(model, options):
             model.get_parameter(name).requires_grad_(False)
         traced, untraced = Traced({}, 0.0), ""
         try:

@@ -12,12 +12,12 @@ from ..declared.derived import param_dtype
 from ..errors import SettingError
 from ..fsdp.ulysses import SETTING as SEQUENCE
 from ..fsdp.ulysses import check_attention_splits
-from ..lora.adapters import Lora
+from ..lora.adapters import Lora, lora_of
 from ..lora.peft_files import read_adapter
+from ..lora.rollout_names import has_form
 from ..lora.settings import LoraSettings
-from ..model.families import NOT_BY_TOPK
 from ..model.packing import why_not_packed
-from ..model.vision import images_error, why_not_images
+from ..model.vision import images_error, tower_parameters, why_not_images
 from ..moe.deepep import check_deepep
 from ..moe.find import UnsupportedModelError, experts_by_layer, find_experts
 from ..moe.gemm.backends import REGISTERED
@@ -30,18 +30,19 @@ from .model_facts import ModelFacts
 
 __all__ = [
     "check_activation_offload",
+    "check_adapters_alone",
     "check_attention",
     "check_dispatcher",
     "check_distillation",
     "check_fused_kernels",
     "check_images",
     "check_lora",
-    "check_merged",
     "check_packing",
     "check_replay",
     "check_routers",
     "check_routes",
     "check_sequence_parallel",
+    "check_tower",
 ]
 
 logger = logging.getLogger("epfsdp2")
@@ -207,12 +208,32 @@ def check_lora(
             ep_fsdp_dim(info.module.get_parameter(name).shape, topology, engine.expert_shard_dim, dim)
 
 
-def check_merged(model: Any, rollout: Mapping[str, Any]) -> None:
-    """vLLM is handed weights. What it does with an adapter of experts, it does in kernels that only GPUs have."""
-    lora = model.get("lora") or {}
-    if model.get("lora_rank") and rollout.get("name") and not lora.get("merge"):
-        rule = "this engine hands adapters to vLLM merged into the weights, and in no other way."
-        raise SettingError(f"{ACTOR_MODEL}.lora.merge", False, rule, f"{ACTOR_MODEL}.lora.merge=True")
+def check_adapters_alone(model: Any, rollout: Mapping[str, Any], facts: ModelFacts | None, device: str) -> None:
+    """Adapters that are not merged go to vLLM alone, whose CPU build has no kernels for those of experts.
+
+    Args:
+        facts: None for a model that is not on this machine. Its model has the adapters (``check_lora``).
+    """
+    if not model.get("lora_rank") or not rollout.get("name") or (model.get("lora") or {}).get("merge"):
+        return
+    setting, works = f"{ACTOR_MODEL}.lora.merge", f"{ACTOR_MODEL}.lora.merge=True"
+    if rollout["name"] != "vllm":
+        rule = f"{rollout['name']} is sent adapters merged into the weights, and in no other way."
+        raise SettingError(setting, False, rule, works)
+    if facts is None or facts.is_dense:
+        return
+    lora = lora_of(facts.model)
+    adapted = [name for name, target in lora.targets.items() if target.experts is not None] if lora is not None else []
+    some = model.get("target_modules")
+    if device == "cpu" and (adapted or not some or isinstance(some, str)):
+        what = f"{adapted[0]} gets one" if adapted else "it prepares them unless target_modules is a list"
+        rule = f"vLLM's CPU build has no kernels for adapters of experts, and {what}."
+        works += f", or {ACTOR_MODEL}.target_modules=[q_proj,k_proj,v_proj,o_proj]"
+        raise SettingError(setting, False, rule, works)
+    unknown = [name for name in adapted if not has_form(facts.model, name)]
+    if unknown:
+        rule = f"it is not known in which form vLLM takes adapters of {unknown[0]} of {facts.name}."
+        raise SettingError(setting, False, rule, works)
 
 
 def check_sequence_parallel(
@@ -260,7 +281,7 @@ def check_replay(engine: Any, model: Mapping[str, Any], facts: ModelFacts | None
     if facts is None:
         return
     config = facts.model.config.get_text_config()
-    rule = NOT_BY_TOPK.get(config.model_type, "")
+    rule = ""
     if getattr(config, "num_experts_per_tok", 0) == 1:
         rule = "a token takes one expert, and no route can't be told from that to expert 0."
     try:
@@ -328,6 +349,17 @@ def check_images(rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:
     for file in [files] if isinstance(files, str) else files:
         if why and Path(file).is_file() and rollout.get("image_key") in parquet.read_schema(file).names:
             raise images_error(facts.name, why)
+
+
+def check_tower(engine: Any, facts: ModelFacts) -> None:
+    """What is left as it is has to be there.
+
+    Raises:
+        SettingError: the model has no vision tower.
+    """
+    if engine.freeze_vision_tower and not tower_parameters(facts.model):
+        name = "engine.freeze_vision_tower"
+        raise SettingError(name, True, f"{facts.name} has no vision tower.", f"{name}=False")
 
 
 def check_dispatcher(engine: Any, facts: ModelFacts, device: str) -> None:

@@ -25,7 +25,7 @@ from ..moe.outside.families import prepare
 from ..settings.values import ACTOR_MODEL, overrides_of, plain
 from ..topology.expert_placement import EtpDim
 
-__all__ = ["ModelFacts", "check_model_path", "inspect_model", "largest_sent"]
+__all__ = ["ModelFacts", "check_model_path", "import_external", "inspect_model", "largest_sent"]
 
 logger = logging.getLogger("epfsdp2")
 
@@ -134,7 +134,7 @@ def _model_folder(path: str, setting: str) -> str | None:
 
 def _build(model: Mapping[str, Any], config_path: str, setting: str) -> nn.Module:
     """The model on the meta device, from its config with the user's overrides."""
-    _import_external(model, setting)
+    import_external(model, setting)
     trust = bool(model.get("trust_remote_code", False))
     overrides = overrides_of(model)
     # Built with eager attention, which every class has; what it supports is read from the class.
@@ -166,8 +166,12 @@ def _model_type(path: str) -> str:
         return ""
 
 
-def _import_external(model: Mapping[str, Any], setting: str) -> None:
-    """Import what verl imports in each worker, as it may register a class of models, or a family's block."""
+def import_external(model: Mapping[str, Any], setting: str) -> None:
+    """Import what verl imports in each worker, as it may register a class of models, or a family's block.
+
+    Raises:
+        SettingError: there is no such module.
+    """
     named = plain(model.get("external_lib")) or []
     for name in [named] if isinstance(named, str) else named:
         try:

@@ -12,13 +12,14 @@ from ...rollout.cleanup import report_leftovers
 from ...rollout.layout.sync_mode import (
     BACKEND,
     check_rollout_parallelism,
+    check_sglang_sizes,
     choose_mode,
     quantisation_settings,
     rollout_of,
 )
 from ...rollout.layout.trainer_tensors import tensor_specs_of
 from ...rollout.layout.transfer_plan import ROUND_BUFFERS, Targets, make_transfer_plan, round_bytes
-from ...rollout.layout.vllm_layout import Heads, TargetSlice, TensorSpec, target_slices
+from ...rollout.layout.vllm_layout import Heads, SyncMode, TargetSlice, TensorSpec, target_slices
 from ..compat import versions
 from ..declared.derived import sharding_options
 from ..errors import SettingError
@@ -46,29 +47,46 @@ _BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_meg
 _TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _MEMORY = "engine.sync_megabytes"
 _SHM = Path("/dev/shm")
+_ROUTES = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+# SGLang 0.5.12 makes their routers without the layer's number.
+_RECORDS_NO_ROUTES = ("mixtral", "olmoe")
 # From here on mla_attention.py copies into W_UV and W_UK_T (replace_parameter, vllm#48251); in 0.24 it assigns them.
 _KEEPS_LATENT_MATRICES = ">=0.27.1"
 # Left free in /dev/shm besides the buckets: verl's and gloo's own segments are small.
 _SHM_MARGIN = 64 << 20
 
 
-def check_other_rollout(engine: Any, rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:
+def check_other_rollout(
+    engine: Any, n_gpus: int, rollout: Mapping[str, Any], facts: ModelFacts | None, *, colocated: bool = True
+) -> None:
     """A rollout that is not vLLM is sent full tensors, or slices where it is known to take them.
 
+    Args:
+        colocated: see ``check_stream``.
+
     Raises:
-        SettingError: for a setting that asks for more.
+        SettingError: for a setting that asks for more, or for slices that can't be made.
     """
     name, backend = rollout["name"], rollout.get("backend") or "naive"
-    if backend == BACKEND:
-        rule = f"it feeds vLLM's workers, and not those of {name}."
+    if name != "sglang" and backend == BACKEND:
+        rule = f"it feeds the workers of vLLM and SGLang, and not those of {name}."
         raise SettingError(_BACKEND, backend, rule, f"{_BACKEND}=naive, or one of verl's own")
-    choose_mode(engine.rollout_sync, rollout, None if facts is None else facts.model.config.model_type, backend=backend)
+    family = None if facts is None else facts.model.config.model_type
+    untested = versions.unknown_layout(name)
+    kind, _ = choose_mode(engine.rollout_sync, rollout, family, untested=untested, backend=backend)
+    if name == "sglang":
+        check_sglang_sizes(rollout)
+        if rollout.get("enable_rollout_routing_replay") and family in _RECORDS_NO_ROUTES:
+            rule = f"SGLang does not say which layer the routes of a {family} are of."
+            raise SettingError(_ROUTES, True, rule, f"{_ROUTES}=False, or actor_rollout_ref.rollout.name=vllm")
     if name not in _RUN_WITH:
         logger.warning(
             "epfsdp2: nobody has run this engine with actor_rollout_ref.rollout.name=%s. It is sent full tensors under "
             "the names of checkpoints.",
             name,
         )
+    if facts is not None and kind != "full":
+        _check_plan(engine, n_gpus, rollout, facts, kind, colocated)
 
 
 def check_graphs(rollout: Mapping[str, Any], facts: ModelFacts | None, device: str) -> None:
@@ -113,11 +131,17 @@ def check_stream(
         engine.rollout_sync,
         rollout,
         None if facts is None else facts.model.config.model_type,
-        untested_vllm=versions.unknown_layout(),
+        untested=versions.unknown_layout(),
         backend=rollout.get("backend") or "naive",
     )
-    if config is None or facts is None or kind == "full":
-        return
+    if facts is not None and kind != "full":
+        _check_plan(engine, n_gpus, rollout, facts, kind, colocated)
+
+
+def _check_plan(
+    engine: Any, n_gpus: int, rollout: Mapping[str, Any], facts: ModelFacts, kind: SyncMode, colocated: bool
+) -> None:
+    """Slices have to be made by this tensor-parallel size, and a row of the largest tensor to fit into a round."""
     placement, heads = rollout_of(rollout), Heads.of(facts.model.config)
 
     def slices_of(tensor: TensorSpec, worker: int) -> list[TargetSlice]:
@@ -132,7 +156,8 @@ def check_stream(
         targets = Targets(n_gpus if colocated else placement.workers, colocated)
         plan = make_transfer_plan(tensors, layer_names(facts.model), topology, targets, slices_of, 1)
     except ValueError as error:
-        rule, works = f"vLLM can't cut this model so: {error}", "a smaller one that divides"
+        server = "SGLang" if placement.server == "sglang" else "vLLM"
+        rule, works = f"{server} can't cut this model so: {error}", "a smaller one that divides"
         raise SettingError(_TP, placement.tp, rule, works) from None
     least, name = plan.min_limit
     megabytes = engine.sync_megabytes

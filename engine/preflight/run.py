@@ -28,18 +28,19 @@ from .cut_experts import check_cut_experts, check_cut_experts_sync
 from .dense_models import check_alone, without_experts
 from .features import (
     check_activation_offload,
+    check_adapters_alone,
     check_attention,
     check_dispatcher,
     check_distillation,
     check_fused_kernels,
     check_images,
     check_lora,
-    check_merged,
     check_packing,
     check_replay,
     check_routers,
     check_routes,
     check_sequence_parallel,
+    check_tower,
 )
 from .model_facts import ModelFacts, inspect_model
 from .rollout import check_graphs, check_other_rollout, check_rollout, check_stream
@@ -111,12 +112,12 @@ def check_run(
     if facts is not None and facts.is_dense:
         engine = without_experts(engine, facts.model)
     check_cut_experts_sync(engine, rollout)
-    check_merged(model, rollout)
+    check_adapters_alone(model, rollout, facts, device)
     check_distillation(engine, model, rollout)
     check_images(rollout, facts)
     colocated = (rollout.get("backend") or "naive") == "naive"
     if rollout.get("name") and not is_vllm:
-        check_other_rollout(engine, rollout, facts)
+        check_other_rollout(engine, n_gpus, rollout, facts, colocated=colocated)
     if is_vllm:
         check_graphs(rollout, facts, device)
         check_stream(engine, n_gpus, rollout, facts, colocated=colocated)
@@ -165,6 +166,7 @@ def check_training(
         experts = find_experts(facts.model, engine.expert_plan)
         check_overlap(engine.dispatch_chunks, engine.overlap_shared_experts, engine.dispatcher, facts.model, experts)
         check_dispatcher(engine, facts, device)
+        check_tower(engine, facts)
     check_attention(model, facts, device=device, setting=setting)
     check_fused_kernels(model, facts, device=device, setting=setting)
     check_lora(engine, topology, model, facts, optim, setting)

@@ -104,6 +104,7 @@ ROLE_TAKEN = frozenset(
         "entropy_checkpointing",
         "entropy_from_logits_chunk_size",
         "entropy_from_logits_with_chunking",
+        "freeze_vision_tower",
         "pad_to_length",
         "ulysses_sequence_parallel_size",
     }
@@ -115,7 +116,6 @@ ROLE_NO_USE: dict[str, tuple[Any, str]] = {
 }
 ROLE_REFUSED: dict[str, tuple[str, str]] = {
     "qat": (_QAT, "{}.enable=False"),
-    "freeze_vision_tower": ("every parameter is trained.", "{}=False"),
 }
 # Keys that verl's trainers, workers and losses read themselves, whatever the engine is.
 _VERLS_OWN = """

@@ -34,6 +34,7 @@ from ...engine.checkpoint.atomic_folder import CheckpointError, atomic_checkpoin
 from ...engine.checkpoint.export_hf import FILE_BYTES, MODEL
 from ...engine.checkpoint.safetensors_writer import Entry, write_safetensors
 from ...engine.checkpoint.state import HF, OPTIMIZER, RNG, SHARDS, STATE, plain_value
+from ...engine.compat.transformers_names import own_name
 from ...engine.errors import listed
 from ...engine.model.meta import model_of_checkpoint
 from ...engine.moe.find import find_experts
@@ -100,10 +101,12 @@ def import_fsdp2(checkpoint: Path, out: Path, step: int | None = None, optimizer
     step = _global_step(checkpoint, out) if step is None else step
     saved = {kind: [_read(path) for path in tqdm(paths, f"Reading {kind}")] for kind, paths in files.items()}
     model = model_of_checkpoint(checkpoint / HF, saved["model"][0])
+    saved["model"] = [{own_name(model, name): value for name, value in of.items()} for of in saved["model"]]
     tensors = {MODEL + name: stored for name, stored in _model(checkpoint, files["model"], saved["model"], model)}
     groups = None
     if "optim" in saved:
-        groups, moments = _optimizer(checkpoint, files["optim"], saved["optim"], model, optimizer)
+        order = [name for name in saved["model"][0] if name in dict(model.named_parameters())]
+        groups, moments = _optimizer(checkpoint, files["optim"], saved["optim"], model, order, optimizer)
         tensors |= {OPTIMIZER + name: stored for name, stored in moments.items()}
     extras = saved.get("extra_state", [])
     schedule = _entry(files["extra_state"][0], extras[0], "lr_scheduler") if extras else None
@@ -244,9 +247,13 @@ def _optimizer(
     files: Sequence[Path],
     of_ranks: Sequence[Mapping[str, Any]],
     model: nn.Module,
+    order: Sequence[str],
     algorithm: str | None,
 ) -> tuple[list[dict[str, Any]], dict[str, _Stored]]:
     """The groups as ``MultiOptimizer.state_dict`` has them, and the state as ``<parameter>.<key>``.
+
+    Args:
+        order: the parameters as verl's model has them one after the other, which its optimizer numbers.
 
     Raises:
         CheckpointError: the state is of other parameters than the model's.
@@ -259,7 +266,7 @@ def _optimizer(
             f"{files[0]} is of groups of {counts} parameters, verl's fsdp2 has one of all {len(parameters)} parameters."
         )
     options = {key: value for key, value in groups[0].items() if key != "params"}
-    names = dict(zip(groups[0]["params"], parameters, strict=True))
+    names = dict(zip(groups[0]["params"], order, strict=True))
     flat = [
         {
             f"{names[number]}.{key}": value

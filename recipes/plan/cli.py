@@ -28,6 +28,7 @@ from ...engine.moe.find import UnsupportedModelError
 from ...engine.planner.memory import IMBALANCE, Batch
 from ...engine.planner.model_sizes import ModelSizes
 from ...engine.planner.run import format_plan, format_step
+from ...engine.preflight.model_facts import import_external
 from ...engine.settings.values import DTYPES
 from .cards import MODEL_HELP, config_of
 from .meshes import Request, choices, recommended, smallest
@@ -47,6 +48,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", required=True, help=MODEL_HELP)
+    add("--external-lib", help="model.external_lib, a module that registers the model's class or its experts' block")
     add("--nodes", type=int, default=1, help="nodes of the cluster")
     add("--gpus", type=int, default=8, help="GPUs of a node")
     add("--gib", type=float, default=Cluster.gib, help="memory of a GPU (H100 80, H200 141)")
@@ -130,6 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = ("nodes", "gpus", "gib", "inside", "between", "tflops", "efficiency", "hbm")
     cluster = Cluster(**{name: getattr(options, name) for name in names})
     try:
+        import_external({"external_lib": options.external_lib}, "model")
         request = request_of(options, config_of(options.model))
     except (SettingError, UnsupportedModelError, OSError, ValueError) as error:
         console.print(str(error), style="red", markup=False)

@@ -101,6 +101,8 @@ def actual_layout(
 def _first_row(layer: Any, own: str) -> int | str:
     if hasattr(layer, "shard_indices"):
         return layer.shard_indices.org_vocab_start_index
+    if hasattr(layer, "moe_ep_rank"):  # SGLang's experts, which it places in linear order, as many on each worker
+        return layer.moe_ep_rank * layer.num_local_experts
     experts = getattr(layer, "_expert_map", None)
     if experts is None or not own.startswith(("w13_", "w2_")):
         return 0

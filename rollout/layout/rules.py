@@ -1,18 +1,24 @@
 """Rules by which vLLM shards a tensor: what of it a tensor-parallel rank keeps, and where in which parameter.
 
-Which rule holds for which name stands in ``vllm_layout.py``.
+Which rule holds for which name stands in ``vllm_layout.py``, and in ``sglang_layout.py`` where SGLang differs.
 
 Sources: vLLM ``model_executor/layers/linear.py``, ``vocab_parallel_embedding.py``, ``fused_moe/routed_experts.py``,
 ``fused_moe/expert_map_manager.py``, ``mamba/gdn/qwen_gdn_linear_attn.py``, ``model_executor/models/deepseek_v2.py``,
 ``gpt_oss.py``.
 """
 
+import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from ...engine.topology.index_ranges import IndexRange
 from .specs import Heads, SliceForm, TargetSlice, TensorSpec
 
 __all__ = [
+    "LATENT_ATTENTION",
+    "TRANSPOSED_EXPERTS",
+    "Family",
+    "NamedRules",
     "Rule",
     "attention_norm",
     "columns",
@@ -23,9 +29,11 @@ __all__ = [
     "linear_gate_or_decay",
     "linear_output_gate",
     "linear_qkv",
+    "named_rules",
     "own_experts",
     "padded_vocabulary",
     "qkv_projection",
+    "replicated",
     "row_parallel",
     "stacked_thirds",
     "transposed_experts",
@@ -36,6 +44,7 @@ __all__ = [
 
 # Takes a tensor, the tensor-parallel size and rank, the model's heads, and the group that its name's pattern found.
 Rule = Callable[[TensorSpec, int, int, Heads, str], Iterable[TargetSlice]]
+NamedRules = tuple[tuple[re.Pattern[str], Rule], ...]
 
 _VLLM_EXPERTS = {
     "gate_up_proj": "w13_weight",
@@ -43,6 +52,39 @@ _VLLM_EXPERTS = {
     "gate_up_proj_bias": "w13_bias",
     "down_proj_bias": "w2_bias",
 }
+
+
+def named_rules(*pairs: tuple[str, Rule]) -> NamedRules:
+    """Compile the ends of names."""
+    return tuple((re.compile(f"{pattern}$"), rule) for pattern, rule in pairs)
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the layout of a family differs from the common rules.
+
+    Args:
+        renamed: pairs of the trainer's and the worker's substring of a parameter name.
+        rules: rules that take precedence over the common ones.
+        is_stacked: whether checkpoints, and with them the worker's loader, have experts as stacks alone.
+        is_transposed: whether the trainer's experts have inputs as rows, and the worker's have outputs.
+    """
+
+    renamed: tuple[tuple[str, str], ...] = ()
+    rules: NamedRules = ()
+    is_stacked: bool = False
+    is_transposed: bool = False
+
+    def renamed_slices(self, slices: Iterable[TargetSlice]) -> list[TargetSlice]:
+        """Drop empty slices and rename the others to the worker's parameter names."""
+        found = []
+        for part in slices:
+            parameter = part.parameter
+            for own, theirs in self.renamed:
+                parameter = parameter.replace(own, theirs)
+            if part.block.numel:
+                found.append(replace(part, parameter=parameter))
+        return found
 
 
 def padded_vocabulary(rows: int) -> int:
@@ -72,6 +114,10 @@ def columns(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> 
 
 def row_parallel(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
     return [TargetSlice(_part(tensor, 1, tp, rank), tensor.name, _at(tensor))]
+
+
+def replicated(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
+    return [TargetSlice(IndexRange.of(tensor.shape), tensor.name, _at(tensor))]
 
 
 def vocabulary(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
@@ -205,3 +251,16 @@ def transposed_experts_bias(tensor: TensorSpec, tp: int, rank: int, heads: Heads
     if kind == "gate_up_proj_bias":
         return [TargetSlice(_part(tensor, 1, tp, rank), _experts_name(tensor), _at(tensor))]
     return [TargetSlice(IndexRange.of(tensor.shape), _experts_name(tensor), _at(tensor), "zeros" if rank else "")]
+
+
+# Of families that vLLM and SGLang cut alike
+
+LATENT_ATTENTION = named_rules(
+    (r"\.self_attn\.(q|q_b|kv_b)_proj\.weight", columns),
+    (r"\.self_attn\.(q_a_proj|kv_a_proj_with_mqa)\.weight", compressions),
+)
+TRANSPOSED_EXPERTS = named_rules(
+    (r"\.experts\.(gate_up_proj|down_proj)", transposed_experts),
+    (r"\.experts\.(gate_up_proj_bias|down_proj_bias)", transposed_experts_bias),
+    (r"\.self_attn\.(sinks)", columns),
+)

@@ -1,5 +1,6 @@
 """Names of slices: a slice is sent under its parameter's name and its position in that parameter."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
@@ -8,7 +9,16 @@ import torch
 from ...engine.topology.index_ranges import IndexRange
 from .specs import SliceForm, TargetSlice
 
-__all__ = ["NamedIndex", "is_slice", "named_indices", "named_values", "parse_slice", "slice_name"]
+__all__ = [
+    "NamedIndex",
+    "as_stored",
+    "block_at",
+    "is_slice",
+    "named_indices",
+    "named_values",
+    "parse_slice",
+    "slice_name",
+]
 
 # No checkpoint has a module of this name, so a receiver that does not know it fails.
 _PREFIX = "__epfsdp2__"
@@ -59,3 +69,20 @@ def parse_slice(name: str) -> tuple[str, tuple[int, ...], SliceForm]:
     if prefix != _PREFIX:
         raise ValueError(f"{name} is not the name of a slice.")
     return parameter, tuple(int(c) for c in corner.split(",") if c), cast(SliceForm, form)
+
+
+def as_stored(values: torch.Tensor, corner: Sequence[int], form: SliceForm) -> torch.Tensor:
+    """Return a slice's values as the parameter that it begins in at ``corner`` stores them."""
+    if form == "transposed":
+        values = values.transpose(-1, -2)
+    elif form == "zeros":
+        values = torch.zeros_like(values)
+    extra = max(0, values.dim() - len(corner))
+    if math.prod(values.shape[:extra]) == 1:  # leading dims that the parameter lacks
+        values = values.reshape(values.shape[extra:])
+    return values
+
+
+def block_at(corner: Sequence[int], values: torch.Tensor) -> tuple[slice, ...]:
+    """Return the index of the block of a parameter that ``values`` fill from ``corner`` on."""
+    return tuple(slice(low, low + size) for low, size in zip(corner, values.shape, strict=True))

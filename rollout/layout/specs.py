@@ -8,13 +8,15 @@ from typing import Any, Literal, Protocol
 
 from ...engine.topology.index_ranges import IndexRange, ShardStep
 
-__all__ = ["Heads", "Rollout", "SliceForm", "TargetSlice", "TensorSpec", "Tower", "TrainerTopology"]
+__all__ = ["Heads", "Rollout", "Server", "SliceForm", "TargetSlice", "TensorSpec", "Tower", "TrainerTopology"]
 
 # What a worker does with the values of a block before it stores them: nothing, it swaps the last two dims, or it stores
 # as many zeros.
 SliceForm = Literal["", "transposed", "zeros"]
 # How the workers hold a vision tower: each a part of it, each the whole, or not at all.
 Tower = Literal["sharded", "whole", "none"]
+# Whose workers a rollout has.
+Server = Literal["vllm", "sglang"]
 
 
 @dataclass(frozen=True)
@@ -56,15 +58,18 @@ class Rollout:
     """The parallel sizes of one rollout replica.
 
     Args:
-        expert_parallel: vLLM's ``enable_expert_parallel``: each of the ``tp * dp`` workers keeps some whole experts.
-            Without it each keeps a part of every expert. Other tensors are sharded over ``tp`` alone.
+        expert_parallel: vLLM's ``enable_expert_parallel``, SGLang's ``ep_size``: each of the ``tp * dp`` workers keeps
+            some whole experts. Without it each keeps a part of every expert. Other tensors are sharded over ``tp``
+            alone.
         tower: of a model that sees images.
+        server: names the workers' parameters.
     """
 
     tp: int = 1
     dp: int = 1
     expert_parallel: bool = False
     tower: Tower = "sharded"
+    server: Server = "vllm"
 
     @property
     def workers(self) -> int:

@@ -10,7 +10,8 @@ from typing import Any, cast
 
 from ...engine.errors import SettingError
 from ...engine.topology.mesh import divisors
-from .specs import Tower
+from . import sglang_layout
+from .specs import Server, Tower
 from .vllm_layout import Rollout, SyncMode, known_families, loads_own_experts, padded_vocabulary
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "EXTENSION",
     "SGLANG_LOADER",
     "check_rollout_parallelism",
+    "check_sglang_sizes",
     "choose_mode",
     "has_our_extension",
     "quantisation_settings",
@@ -26,15 +28,44 @@ __all__ = [
 
 EXTENSION = "epfsdp2.rollout.vllm_worker.WeightSyncExtension"
 SGLANG_LOADER = "epfsdp2.rollout.sglang.loader.load"
-# Families whose parameters SGLang lays out as vLLM: tests/rollout/test_sglang.py compares them.
-_SGLANG_FAMILIES = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe"})
 # The checkpoint-engine backends that can send slices; all others broadcast full tensors.
 BACKEND = "epfsdp2_p2p"
 _SLICE_BACKENDS = ("naive", BACKEND)
 _ROLLOUT = "actor_rollout_ref.rollout"
 _VLLM = f"{_ROLLOUT}.engine_kwargs.vllm"
 _TP = f"{_ROLLOUT}.tensor_model_parallel_size"
+_SGLANG = f"{_ROLLOUT}.engine_kwargs.sglang"
 _SETTING = "engine.rollout_sync"
+_SERVERS: dict[str, str] = {"vllm": "vLLM", "sglang": "SGLang"}
+_QUANTISES = "SGLang quantises the weights and needs full tensors for that."
+_MOVES = "SGLang stores experts in another order or more than once."
+_CUTS = "it cuts the model in ways that transfer plans do not know."
+# Of SGLang's arguments the values that slices can serve, besides none at all, and why they can serve no other.
+_SGLANG_ARGUMENTS: dict[str, tuple[tuple[object, ...], str]] = {
+    "quantization": ((), _QUANTISES),
+    "torchao_config": (("",), _QUANTISES),
+    "load_format": (
+        ("auto", "safetensors", "pt", "npcache", "dummy", "mistral", "fastsafetensors", "runai_streamer"),
+        "a loader of this kind changes the weights, or takes the place of the model's.",
+    ),
+    "moe_runner_backend": (("auto", "triton"), "this kernel stores experts in another order."),
+    "moe_a2a_backend": (("none",), _MOVES),
+    "ep_num_redundant_experts": ((0,), _MOVES),
+    "enable_eplb": ((False,), _MOVES),
+    "init_expert_location": (("trivial",), _MOVES),
+    "enable_dp_attention": ((False,), _CUTS),
+    "moe_dense_tp_size": ((), _CUTS),
+    "moe_dp_size": ((1,), _CUTS),
+    "attn_cp_size": ((1,), _CUTS),
+    "speculative_algorithm": ((), "a draft model would be sent the slices of the model."),
+}
+# What a family needs besides where SGLang runs on a GPU; on a CPU it is so in any case.
+_NO_FUSION = ("disable_shared_experts_fusion", True, "SGLang may store the shared expert as one of the others.")
+_SGLANG_ON_GPU: dict[str, tuple[str, object, str]] = {
+    "deepseek_v3": _NO_FUSION,
+    "glm4_moe": _NO_FUSION,
+    "gpt_oss": ("moe_runner_backend", "triton", "SGLang's own choice stores experts with their inputs as rows."),
+}
 
 
 @dataclass(frozen=True)
@@ -50,7 +81,8 @@ class _Obstacle:
 def rollout_of(config: Any) -> Rollout:
     """Read how one rollout replica is sharded."""
     tp, dp = _size(config, "tensor_model_parallel_size"), _size(config, "data_parallel_size")
-    return Rollout(tp, dp, _size(config, "expert_parallel_size") > 1, _tower(_vllm(config)))
+    server: Server = "sglang" if _rollout_name(config) == "sglang" else "vllm"
+    return Rollout(tp, dp, _size(config, "expert_parallel_size") > 1, _tower(_vllm(config)), server)
 
 
 def _tower(vllm: Mapping[str, Any]) -> Tower:
@@ -66,14 +98,14 @@ def has_our_extension(config: Any) -> bool:
 
 
 def choose_mode(
-    requested: str, config: Any, family: str | None, *, untested_vllm: str = "", backend: str = "naive"
+    requested: str, config: Any, family: str | None, *, untested: str = "", backend: str = "naive"
 ) -> tuple[SyncMode, str]:
     """Return the sync mode for a rollout and, where ``auto`` had to fall back to ``full``, the reason.
 
     Args:
         requested: ``engine.rollout_sync``.
         family: ``model_type`` of the model; None skips the check where it is not known yet.
-        untested_vllm: the reason why the layout of vLLM's version is unknown (``versions.unknown_layout()``).
+        untested: the reason why the layout of the rollout's version is unknown (``versions.unknown_layout``).
         backend: name of the checkpoint-engine backend.
 
     Raises:
@@ -82,26 +114,28 @@ def choose_mode(
     rollout = rollout_of(config)
     if requested == "full":
         return "full", ""
-    found = _obstacle(config, family, untested_vllm, backend)
+    found = _obstacle(config, family, untested, backend)
+    server = _SERVERS[rollout.server]
     if found is None and requested == "expert_local" and not rollout.expert_parallel:
         workers = rollout.workers
-        reason = "vLLM runs without expert parallelism, so every worker keeps a part of every expert."
+        reason = f"{server} runs without expert parallelism, so every worker keeps a part of every expert."
         found = _Obstacle(f"{_ROLLOUT}.expert_parallel_size", 1, reason, str(workers) if workers > 1 else "")
     if found is None and requested == "expert_local" and family is not None and not loads_own_experts(family):
-        reason = "its checkpoints have experts as stacks, of which vLLM's loader takes no part."
+        reason = f"its checkpoints have experts as stacks, of which {server}'s loader takes no part."
         found = _Obstacle("actor_rollout_ref.model", family, reason, "")
     if found is None:
         return ("sliced" if requested == "auto" else cast(SyncMode, requested)), ""
     if requested == "auto":
-        # A worker that keeps the whole model receives the same bytes in either mode.
-        return "full", "" if rollout.keeps_all else f"{found.setting}={found.value}: {found.reason}"
+        # A worker of vLLM that keeps the whole model receives the same bytes in either mode, as fast.
+        is_as_good = rollout.keeps_all and rollout.server == "vllm"
+        return "full", "" if is_as_good else f"{found.setting}={found.value}: {found.reason}"
     works = f"{_SETTING}=auto" + (f", or {found.setting}={found.works}" if found.works else "")
     raise SettingError(_SETTING, requested, f"can't be with {found.setting}={found.value}: {found.reason}", works)
 
 
-def _obstacle(config: Any, family: str | None, untested_vllm: str, backend: str) -> _Obstacle | None:
+def _obstacle(config: Any, family: str | None, untested: str, backend: str) -> _Obstacle | None:
     if _rollout_name(config) != "vllm":
-        return _obstacle_elsewhere(config, family, backend)
+        return _obstacle_elsewhere(config, family, untested, backend)
     vllm = _vllm(config)
     extension = vllm.get("worker_extension_cls")
     if backend not in _SLICE_BACKENDS:
@@ -124,43 +158,55 @@ def _obstacle(config: Any, family: str | None, untested_vllm: str, backend: str)
     if placement != "linear":
         reason = "transfer plans assume that experts are placed in linear order."
         return _Obstacle(f"{_VLLM}.expert_placement_strategy", placement, reason, "linear")
-    if untested_vllm:
-        return _Obstacle("vllm", "installed", f"{untested_vllm}, and a layout may have changed.", "")
+    if untested:
+        return _Obstacle("vllm", "installed", f"{untested}, and a layout may have changed.", "")
     if family is not None and family not in known_families():
         known = ", ".join(sorted(known_families()))
         return _Obstacle("actor_rollout_ref.model", family, f"how vLLM cuts it is not known here (known: {known}).", "")
     return None
 
 
-def _obstacle_elsewhere(config: Any, family: str | None, backend: str) -> _Obstacle | None:
+def _obstacle_elsewhere(config: Any, family: str | None, untested: str, backend: str) -> _Obstacle | None:
     """As ``_obstacle``, for a rollout that is not vLLM: SGLang takes slices of some families."""
     name = _rollout_name(config)
     if name != "sglang":
         return _Obstacle(f"{_ROLLOUT}.name", name, "it takes full tensors alone.", "vllm")
-    if backend != "naive":
-        reason = "beside another process SGLang takes full tensors alone."
+    if backend not in _SLICE_BACKENDS:
+        reason = "this backend sends full tensors."
         return _Obstacle(f"{_ROLLOUT}.checkpoint_engine.backend", backend, reason, "naive")
-    for size in ("data_parallel_size", "expert_parallel_size", "pipeline_model_parallel_size"):
+    tp, experts = _size(config, "tensor_model_parallel_size"), _size(config, "expert_parallel_size")
+    for size in ("data_parallel_size", "pipeline_model_parallel_size"):
         if _size(config, size) > 1:
-            reason = "how SGLang places weights so is not known here."
-            return _Obstacle(f"{_ROLLOUT}.{size}", _size(config, size), reason, "1")
+            return _Obstacle(f"{_ROLLOUT}.{size}", _size(config, size), _CUTS, "1")
+    if experts not in (1, tp) or (experts > 1 and family == "gpt_oss"):
+        reason = "slices know a part of every expert on each worker, or whole ones spread over all of them."
+        if family == "gpt_oss":
+            reason = "SGLang's loader of this family knows no expert parallelism."
+        return _Obstacle(f"{_ROLLOUT}.expert_parallel_size", experts, reason, "1")
     disaggregation = config.get("disaggregation")
     if disaggregation is not None and disaggregation.get("enabled"):
         reason = "prefill and decode workers shard the model differently."
         return _Obstacle(f"{_ROLLOUT}.disaggregation.enabled", True, reason, "False")
     if config.get("quantization"):
-        reason = "SGLang quantises the weights and needs full tensors for that."
-        return _Obstacle(f"{_ROLLOUT}.quantization", config.get("quantization"), reason, "null")
-    sglang = (config.get("engine_kwargs") or {}).get("sglang") or {}
+        return _Obstacle(f"{_ROLLOUT}.quantization", config.get("quantization"), _QUANTISES, "null")
+    sglang = _sglang(config)
     loaders = sglang.get("custom_weight_loader") or []
     if SGLANG_LOADER not in loaders:
         reason = "only this package's loader can load slices."
-        setting = f"{_ROLLOUT}.engine_kwargs.sglang.custom_weight_loader"
-        return _Obstacle(setting, list(loaders), reason, f"[{SGLANG_LOADER}]")
-    if family is not None and family not in _SGLANG_FAMILIES:
-        known = ", ".join(sorted(_SGLANG_FAMILIES))
+        return _Obstacle(f"{_SGLANG}.custom_weight_loader", list(loaders), reason, f"[{SGLANG_LOADER}]")
+    if untested:
+        return _Obstacle("sglang", "installed", f"{untested}, and a layout may have changed.", "")
+    for name, (served, reason) in _SGLANG_ARGUMENTS.items():
+        if (value := sglang.get(name)) is not None and value not in served:
+            return _Obstacle(f"{_SGLANG}.{name}", value, reason, str(served[0]) if served else "null")
+    if family is not None and family not in sglang_layout.FAMILIES:
+        known = ", ".join(sorted(sglang_layout.FAMILIES))
         reason = f"how SGLang cuts it was not compared (known: {known})."
         return _Obstacle("actor_rollout_ref.model", family, reason, "")
+    if family in _SGLANG_ON_GPU and sglang.get("device") != "cpu":
+        name, needed, reason = _SGLANG_ON_GPU[family]
+        if sglang.get(name) != needed:
+            return _Obstacle(f"{_SGLANG}.{name}", sglang.get(name), reason, str(needed))
     return None
 
 
@@ -224,6 +270,25 @@ def check_rollout_parallelism(config: Any, ranks: int, model: Any) -> None:
         _check_tensor_parallel(rollout, model)
 
 
+def check_sglang_sizes(config: Any) -> None:
+    """Reject sizes among SGLang's arguments, which win over verl's own, by which verl finds each rank's worker.
+
+    Raises:
+        SettingError: names the first that differs.
+    """
+    tp, dp = _size(config, "tensor_model_parallel_size"), _size(config, "data_parallel_size")
+    for name, own, size in (
+        ("tp_size", "tensor_model_parallel_size", tp * dp),
+        ("dp_size", "data_parallel_size", dp),
+        ("pp_size", "pipeline_model_parallel_size", _size(config, "pipeline_model_parallel_size")),
+        ("ep_size", "expert_parallel_size", _size(config, "expert_parallel_size")),
+    ):
+        given = _sglang(config).get(name)
+        if given is not None and given != size:
+            rule = f"verl finds each rank's worker by its own sizes, and {_ROLLOUT}.{own}={_size(config, own)}."
+            raise SettingError(f"{_SGLANG}.{name}", given, rule, f"{_ROLLOUT}.{own}, and no {_SGLANG}.{name}")
+
+
 def _check_tensor_parallel(rollout: Rollout, model: Any) -> None:
     """Check what vLLM itself asserts of a tensor-parallel size.
 
@@ -271,3 +336,7 @@ def _size(config: Any, name: str) -> int:
 
 def _vllm(config: Any) -> Mapping[str, Any]:
     return (config.get("engine_kwargs") or {}).get("vllm") or {}
+
+
+def _sglang(config: Any) -> Mapping[str, Any]:
+    return (config.get("engine_kwargs") or {}).get("sglang") or {}

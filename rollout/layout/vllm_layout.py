@@ -16,15 +16,13 @@ compare the result with the layout that they trace from vLLM's own loaders (``te
 """
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
 from ...engine.compat import versions
 from ...engine.topology.index_ranges import IndexRange, shard_ranges
-from . import rules
-from .rules import padded_vocabulary
+from . import rules, sglang_layout
+from .rules import Family, NamedRules, named_rules, padded_vocabulary
 from .specs import Heads, Rollout, TargetSlice, TensorSpec, TrainerTopology
 
 __all__ = [
@@ -74,7 +72,8 @@ def target_slices(
     is_experts = _EXPERTS.search(tensor.name) is not None
     if mode == "full" or (not is_experts and mode == "expert_local"):
         return whole
-    family = _FAMILIES.get(heads.family, _Family())
+    families = sglang_layout.FAMILIES if rollout.server == "sglang" else _FAMILIES
+    family = families.get(heads.family, Family())
     if rollout.tower != "sharded" and tensor.name.startswith(_TOWER):
         return family.renamed_slices(whole if rollout.tower == "whole" else [])
     if is_experts and rollout.expert_parallel:
@@ -96,23 +95,15 @@ def has_known_rows(name: str) -> bool:
 
 
 def loads_own_experts(family: str) -> bool:
-    """Tell whether vLLM's loader of a family takes experts one by one, so that a worker can be sent its own alone."""
+    """Tell whether the loaders of a family take experts one by one, so that a worker can be sent its own alone."""
     return not _FAMILIES[family].is_stacked
 
 
 _EXPERTS = re.compile(r"\.experts\.(?:gate_up|down)_proj(?:_bias)?$")
-_TOWER = "model.visual."
+_TOWER = ("model.visual.", "model.vision_tower.", "model.embed_vision.")
 _VOCABULARY = re.compile(r"(?:^|\.)(embed_tokens|lm_head)\.weight$")
-_Rules = tuple[tuple[re.Pattern[str], rules.Rule], ...]
-
-
-def _rules(*pairs: tuple[str, rules.Rule]) -> _Rules:
-    """Compile the ends of names."""
-    return tuple((re.compile(f"{pattern}$"), rule) for pattern, rule in pairs)
-
-
-_RULES: _Rules = (
-    *_rules(
+_RULES: NamedRules = (
+    *named_rules(
         (r"\.experts\.(gate_up_proj)", rules.gate_up_experts),
         (r"\.experts\.(down_proj)", rules.down_experts),
         (r"\.self_attn\.(q|k|v)_proj\.(?:weight|bias)", rules.qkv_projection),
@@ -123,35 +114,7 @@ _RULES: _Rules = (
 )
 
 
-@dataclass(frozen=True)
-class _Family:
-    """How vLLM's layout of a family differs from the common rules.
-
-    Args:
-        renamed: pairs of the trainer's and vLLM's substring of a parameter name.
-        rules: rules that take precedence over the common ones.
-        is_stacked: whether checkpoints, and with them vLLM's loader, have experts as stacks alone.
-        is_transposed: whether the trainer's experts have inputs as rows, and vLLM's have outputs.
-    """
-
-    renamed: tuple[tuple[str, str], ...] = ()
-    rules: _Rules = ()
-    is_stacked: bool = False
-    is_transposed: bool = False
-
-    def renamed_slices(self, slices: Iterable[TargetSlice]) -> list[TargetSlice]:
-        """Drop empty slices and rename the others to vLLM's parameter names."""
-        found = []
-        for part in slices:
-            parameter = part.parameter
-            for own, theirs in self.renamed:
-                parameter = parameter.replace(own, theirs)
-            if part.block.numel:
-                found.append(replace(part, parameter=parameter))
-        return found
-
-
-_LINEAR_ATTENTION = _rules(
+_LINEAR_ATTENTION = named_rules(
     (r"\.linear_attn\.(conv1d)\.weight", rules.linear_qkv),
     (r"\.linear_attn\.(A_log|dt_bias|in_proj_qkvz\.weight|in_proj_ba\.weight)", rules.columns),
     (r"\.linear_attn\.(out)_proj\.weight", rules.row_parallel),
@@ -161,57 +124,53 @@ _LINEAR_ATTENTION = _rules(
 )
 # A language model beside a vision tower, whose linears are sharded by the same size.
 _BESIDE_A_TOWER = (
-    (_TOWER, "visual."),
+    *((name, name.removeprefix("model.")) for name in _TOWER),
     ("model.language_model.", "language_model.model."),
     ("lm_head.", "language_model.lm_head."),
 )
-_QWEN_TOWER = _rules(
+_QWEN_TOWER = named_rules(
     (r"\.visual\..*\.attn\.(qkv)\.(?:weight|bias)", rules.stacked_thirds),
     (r"\.visual\..*\.linear_(fc1)\.(?:weight|bias)", rules.columns),
     (r"\.visual\..*\.(?:attn\.proj|linear_(fc2))\.weight", rules.row_parallel),
 )
+_GEMMA_EXPERTS = ((".experts.", ".moe.experts."), (".router.per_expert_scale", ".moe.per_expert_scale"))
+_GLM_TOWER = (*_QWEN_TOWER, *named_rules((r"\.visual\.merger\.(proj)\.weight", rules.columns)))
 _FAMILIES = {
-    **dict.fromkeys(("dots1", "glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe"), _Family()),
-    **dict.fromkeys(("llama", "qwen2", "qwen3"), _Family()),  # dense
-    "deepseek_v3": _Family(
-        rules=_rules(
-            (r"\.self_attn\.(q|q_b|kv_b)_proj\.weight", rules.columns),
-            (r"\.self_attn\.(q_a_proj|kv_a_proj_with_mqa)\.weight", rules.compressions),
-        )
-    ),
-    "ernie4_5_moe": _Family(
+    **dict.fromkeys(("dots1", "glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe"), Family()),
+    **dict.fromkeys(("llama", "qwen2", "qwen3"), Family()),  # dense
+    "deepseek_v3": Family(rules=rules.LATENT_ATTENTION),
+    "ernie4_5_moe": Family(
         ((".gate.moe_statics.", ".gate."),),
-        _rules((r"\.moe_statics\.(e_score_correction_bias)", rules.without_first_dim)),
+        named_rules((r"\.moe_statics\.(e_score_correction_bias)", rules.without_first_dim)),
     ),
-    "gemma4_text": _Family(
-        ((".experts.", ".moe.experts."), (".router.per_expert_scale", ".moe.per_expert_scale")),
+    "gemma4": Family(
+        (*_BESIDE_A_TOWER, *_GEMMA_EXPERTS),
+        named_rules((r"\.(vision_tower|embed_vision)\..*", rules.replicated)),  # transformers' own module
         is_stacked=True,
     ),
-    "gpt_oss": _Family(
+    "gemma4_text": Family(_GEMMA_EXPERTS, is_stacked=True),
+    "glm4v_moe": Family(_BESIDE_A_TOWER, _GLM_TOWER),
+    "gpt_oss": Family(
         ((".self_attn.", ".attn."), ("model.embed_tokens.", "model.embedding.")),
-        _rules(
-            (r"\.experts\.(gate_up_proj|down_proj)", rules.transposed_experts),
-            (r"\.experts\.(gate_up_proj_bias|down_proj_bias)", rules.transposed_experts_bias),
-            (r"\.self_attn\.(sinks)", rules.columns),
-        ),
+        rules.TRANSPOSED_EXPERTS,
         is_stacked=True,
         is_transposed=True,
     ),
-    "hunyuan_v1_moe": _Family(((".mlp.gate.wg.", ".mlp.gate."),)),
-    "minimax_m2": _Family(
+    "hunyuan_v1_moe": Family(((".mlp.gate.wg.", ".mlp.gate."),)),
+    "minimax_m2": Family(
         ((".mlp.", ".block_sparse_moe."),),
-        _rules((r"\.self_attn\.(q|k)_norm\.weight", rules.attention_norm)),
+        named_rules((r"\.self_attn\.(q|k)_norm\.weight", rules.attention_norm)),
     ),
-    "mixtral": _Family(((".mlp.", ".block_sparse_moe."),)),
-    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_next"), _Family(rules=_LINEAR_ATTENTION)),
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), _Family(_BESIDE_A_TOWER, _QWEN_TOWER, is_stacked=True)),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _Family(_BESIDE_A_TOWER, (*_QWEN_TOWER, *_LINEAR_ATTENTION))),
+    "mixtral": Family(((".mlp.", ".block_sparse_moe."),)),
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_next"), Family(rules=_LINEAR_ATTENTION)),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), Family(_BESIDE_A_TOWER, _QWEN_TOWER, is_stacked=True)),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), Family(_BESIDE_A_TOWER, (*_QWEN_TOWER, *_LINEAR_ATTENTION))),
 }
 # The vLLM releases that have the layout above, for families where not all do. vLLM dropped its own models of dots1 and
 # hunyuan_v1_moe in 0.23 and 0.29 and runs transformers' instead, whose shared experts' gate and up it fuses since 0.27.
 # vLLM 0.24 can load neither a gpt_oss that is not quantised nor a Qwen3.5 without its vision tower, and its CPU build
-# can't run one with it.
-_SINCE = ("dots1", "gpt_oss", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
+# can't run one with it; GLM-4.5V and Gemma 4 with their towers were not tried there.
+_SINCE = ("dots1", "gemma4", "glm4v_moe", "gpt_oss", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
 _RELEASES = {"hunyuan_v1_moe": "<0.29", **dict.fromkeys(_SINCE, ">=0.27")}
 
 

@@ -1,8 +1,9 @@
-"""Loads slices inside SGLang's workers: SGLang calls ``load`` for each bucket of an update that names it.
+"""Loads weights inside SGLang's workers: SGLang calls ``load`` for each bucket of an update that names it.
 
-A worker's parameters have vLLM's names and layout in the families that are known (``layout/sync_mode.py``), so a slice
-is copied to where it belongs, and nothing is converted. Elements are counted, and compared with their checksums after
-the last bucket, as in vLLM's workers.
+A slice is copied to where it belongs, and nothing is converted; what a family computes from its weights is computed
+again. Elements are counted, and compared with their checksums after the last bucket, as in vLLM's workers. Tensors
+under the names of checkpoints (``expert_local``) go through the model's own loader, which tells nobody what it took: in
+syncs with checksums no element may be left that was there before.
 """
 
 import traceback
@@ -10,16 +11,18 @@ from typing import Any
 
 import torch
 
-from ..layout.layout_check import actual_layout, difference, prefix_of, rank_entry, unpadded_shape
-from ..layout.slice_names import parse_slice
-from ..layout.specs import Rollout
+from ..layout.layout_check import actual_layout, difference, prefix_of, unpadded_shape
+from ..layout.slice_names import as_stored, block_at, is_slice, parse_slice
 from ..transport.checksums import PlacedChecksums, ReceivedChecksums
 from ..transport.watched_sockets import WeightSyncError
 from .bucket import Header, synchronize, write_answer
+from .compat import changed_layout, rank_of, recompute
 
 __all__ = ["load"]
 
 _STATE = "_epfsdp2_update"
+# DeepSeek's loader joins these two, and forgets one that comes in another call than the other.
+_JOINED = {"q_a_proj": "kv_a_proj_with_mqa", "kv_a_proj_with_mqa": "q_a_proj"}
 
 
 def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -55,27 +58,26 @@ def _load(model: Any, header: Header, memory: torch.Tensor) -> None:
 
 
 class _Update:
-    """One update of a worker's model by slices.
+    """One update of a worker's model.
 
     Raises:
         WeightSyncError: the model is laid out otherwise than the trainer plans.
     """
 
     def __init__(self, model: Any, layouts: list[dict[str, str]], verify: bool):
-        from sglang.srt.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-
-        rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        rank, size, entry = rank_of()
         if len(layouts) != size:
             raise WeightSyncError(f"the trainer plans for {len(layouts)} workers per replica; SGLang has {size}")
         layers = [
             (name, layer, {own: tensor for own, tensor in layer._parameters.items() if tensor is not None})
             for name, layer in model.named_modules()
         ]
+        self._model = model
         self._parameters = {
             prefix_of(name) + own: (layer, tensor) for name, layer, tensors in layers for own, tensor in tensors.items()
         }
-        held = actual_layout(layers, rank_entry(rank, Rollout(size)), lambda name, own, is_parameter: True)
-        if wrong := difference(layouts[rank], held):
+        held = actual_layout(layers, entry, lambda name, own, is_parameter: True)
+        if wrong := changed_layout(model) or difference(layouts[rank], held):
             raise WeightSyncError(
                 f"worker {rank} of a replica: {wrong}. engine.rollout_sync=full works without a plan."
             )
@@ -83,32 +85,56 @@ class _Update:
         self._placed = PlacedChecksums() if verify else None
         self._names: set[str] = set()
         self._counts = dict.fromkeys(self._parameters, 0)
+        self._waiting: dict[str, torch.Tensor] = {}
+        self._is_by_name = False
 
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Copy the slices of a bucket.
+        """Load the tensors of a bucket.
 
         Raises:
             WeightSyncError: a name was sent twice, or a slice does not fit.
         """
+        by_name = []
         for name, values in self._received.record(tensors):
             if name in self._names:
                 raise WeightSyncError(f"the tensor {name} was sent twice in one weight sync")
             self._names.add(name)
-            parameter, corner, form = parse_slice(name)
-            if form or parameter not in self._parameters:
-                raise WeightSyncError(f"{name} was sent, for which SGLang's model has no place on this worker")
-            target = self._parameters[parameter][1].data
-            extra = values.dim() - len(corner)
-            if extra > 0 and values.shape[:extra].numel() == 1:  # leading dims that the parameter lacks
-                values = values.reshape(values.shape[extra:])
-            block = tuple(slice(low, low + size) for low, size in zip(corner, values.shape, strict=True))
-            target[block].copy_(values)
-            self._counts[parameter] += values.numel()
-            if self._placed is not None:
-                self._placed.add(parameter, corner, values.to(target.dtype))
+            if is_slice(name):
+                self._place(name, values)
+            else:
+                by_name.append((name, values))
+        if by_name:
+            self._load_by_name(by_name)
+
+    def _place(self, name: str, values: torch.Tensor) -> None:
+        parameter, corner, form = parse_slice(name)
+        if parameter not in self._parameters:
+            raise WeightSyncError(f"{name} was sent, for which SGLang's model has no place on this worker")
+        target = self._parameters[parameter][1].data
+        values = as_stored(values, corner, form)
+        target[block_at(corner, values)].copy_(values)
+        self._counts[parameter] += values.numel()
+        if self._placed is not None:
+            self._placed.add(parameter, corner, values.to(target.dtype))
+
+    def _load_by_name(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        if not self._is_by_name:
+            self._is_by_name = True
+            for _, tensor in self._parameters.values() if self._placed is not None else ():
+                tensor.data.fill_(torch.nan)
+        together = dict(tensors) | self._waiting
+        self._waiting = {}
+        for name in list(together):
+            joined = next((kind for kind in _JOINED if f".{kind}." in name), "")
+            if joined and name.replace(joined, _JOINED[joined]) not in together and self._is_joined(name, joined):
+                self._waiting[name] = together.pop(name).clone()
+        self._model.load_weights(list(together.items()))
+
+    def _is_joined(self, name: str, kind: str) -> bool:
+        return name.replace(kind, "fused_qkv_a_proj_with_mqa") in self._parameters
 
     def finish(self) -> None:
-        """Check that everything has come.
+        """Check that everything has come, and compute what follows from it.
 
         Raises:
             WeightSyncError: elements are missing, or values differ from those that were sent.
@@ -116,14 +142,18 @@ class _Update:
         missing = []
         for parameter, (layer, tensor) in self._parameters.items():
             shape = torch.Size(unpadded_shape(layer, parameter.rpartition(".")[2], tensor))
-            if self._counts[parameter] != shape.numel():
-                missing.append(f"{parameter} ({self._counts[parameter]} of {shape.numel()})")
+            received = self._counts[parameter]
+            if self._is_by_name:
+                received = shape.numel() - int(tensor.isnan().sum())
+            if received != shape.numel():
+                missing.append(f"{parameter} ({received} of {shape.numel()})")
             elif list(shape) != list(tensor.shape):
                 tensor.data[shape[0] :].zero_()  # a vocabulary's padding
         if missing:
             raise WeightSyncError(
                 f"{len(missing)} parameters of SGLang's model did not receive every element, first {missing[0]}"
             )
+        recompute(self._model)
         held = ((name, tensor.detach()) for name, (_, tensor) in self._parameters.items())
         if wrong := self._received.difference() or (self._placed.difference(held) if self._placed else ""):
             raise WeightSyncError(wrong)

@@ -104,7 +104,7 @@ class PlacedChecksums:
             return ""
         for name, tensor in tensors:
             if any(_comparable(tensor[block]) != placed for block, placed in self._placed.get(name, ())):
-                return f"the values of {name} in vLLM differ from those that were received"
+                return f"the values of {name} on the worker differ from those that were received"
         return ""
 
 

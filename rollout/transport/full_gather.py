@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...engine.lora.merge import local_values, weights
+from ...engine.lora.merge import AdapterUse, adapter_weights, local_values, unmerged_values, weights
 from ...engine.topology.dtensor import persistent_buffers, shard_steps
 from ...engine.topology.index_ranges import IndexRange, chunk_range, shard_ranges, slices_in_shard
 from ...engine.topology.mesh import Meshes
@@ -143,11 +143,12 @@ def gather(
     dtypes: Mapping[str, torch.dtype] | None = None,
     traffic: Traffic | None = None,
     may_split: Callable[[str], bool] = lambda name: False,
+    adapters: AdapterUse = "merged",
 ) -> Generator[GatheredTensor, None, None]:
     """Gather every parameter and persistent buffer of the model to every rank, in the model's order; collective.
 
-    A tied parameter is gathered once; adapters are merged into the weights that they adapt. Every rank starts every
-    gather, even if its consumer stops early: closing the iterator receives and drops the rest.
+    A tied parameter is gathered once. Every rank starts every gather, even if its consumer stops early: closing the
+    iterator receives and drops the rest.
 
     Args:
         layers: FQNs of the layers; the parameters of a layer are gathered together.
@@ -158,12 +159,13 @@ def gather(
         traffic: counts the bytes that the gathers send, receive and hold.
         may_split: tells by name whether a parameter that is too large for one gather may be gathered in parts, each of
             at least one row of every rank's shard.
+        adapters: whether low-rank adapters are merged into the weights that they adapt, left out, or gathered alone.
     """
     traffic = traffic or Traffic()
     device, ranks = torch.device(meshes.dense.device_type), meshes.topology.fsdp
     members = [
         part
-        for name, param in weights(model)
+        for name, param in (adapter_weights(model) if adapters == "alone" else weights(model))
         for part in _parts(
             _SentParam(name, param.detach(), narrower(param.dtype, (dtypes or {}).get(name))),
             meshes,
@@ -175,7 +177,7 @@ def gather(
     max_rank_bytes = max((group.rank_bytes for group in groups), default=0)
     buffers = [torch.empty((ranks + 1) * max_rank_bytes, dtype=torch.uint8, device=device) for _ in groups[:2]]
     traffic.hold(sum(buffer.nbytes for buffer in buffers))
-    started, values = 0, local_values(model, device)
+    started, values = 0, local_values(model, device) if adapters == "merged" else unmerged_values
 
     def start() -> tuple[_Group, torch.Tensor, dist.Work] | None:
         """Start the next gather; return None after the last."""
@@ -204,7 +206,7 @@ def gather(
             work.wait()
             for i, sent in enumerate(group.members):
                 yield GatheredTensor(sent.name, sent.param.shape, list(_shards(group, i, everyone)), sent.parts == 1)
-        for name, buffer in persistent_buffers(model).items():
+        for name, buffer in persistent_buffers(model).items() if adapters != "alone" else ():
             yield GatheredTensor(name, buffer.shape, [(IndexRange.of(buffer.shape), buffer.detach().to(device))])
     finally:
         while pending is not None:

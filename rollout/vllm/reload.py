@@ -6,9 +6,8 @@ use. This one also tracks every call of a weight loader, so that an error can na
 or lost, and it accepts slices of parameters besides full tensors.
 """
 
-import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from verl.workers.rollout.vllm_rollout.weight_update_utils import apply_buffer_u
 
 from ...engine.errors import listed
 from ..layout.layout_check import prefix_of
-from ..layout.slice_names import is_slice, parse_slice
+from ..layout.slice_names import as_stored, block_at, is_slice, parse_slice
 from ..layout.specs import SliceForm
 from ..transport.checksums import PlacedChecksums
 from ..transport.watched_sockets import WeightSyncError
@@ -115,10 +114,7 @@ class Reload:
         Raises:
             WeightSyncError: there is no such parameter, or the slice does not fit.
         """
-        if form == "transposed":
-            values = values.transpose(-1, -2)
-        elif form == "zeros":
-            values = torch.zeros_like(values)
+        values = as_stored(values, corner, form)
         if parameter in self._buffer_names:
             self._buffer_updates.append((parameter, values.clone()))
             return
@@ -128,9 +124,6 @@ class Reload:
             raise WeightSyncError(f"a slice of {parameter} was sent, which vLLM's model does not have on this worker")
         layer, own = self._owners[parameter]
         target = getattr(layer, own)
-        extra = max(0, values.dim() - len(corner))
-        if math.prod(values.shape[:extra]) == 1:  # leading dims that the parameter lacks
-            values = values.reshape(values.shape[extra:])
         stop = [c + s for c, s in zip(corner, values.shape, strict=False)]
         fits = len(corner) == target.dim() == values.dim() and all(
             a <= b for a, b in zip(stop, target.shape, strict=True)
@@ -145,7 +138,7 @@ class Reload:
         if target.is_meta:
             if parameter not in self._slice_buffers:
                 self._slice_buffers[parameter] = _slice_buffer(layer, own, target)
-            values = self._slice_buffers[parameter][_at(corner, values)].copy_(values)
+            values = self._slice_buffers[parameter][block_at(corner, values)].copy_(values)
         else:  # a bias: vLLM does not put it on meta but still defers its loading
             values = values.clone()
         target.weight_loader(target, values, corner)
@@ -325,12 +318,8 @@ def slice_loader(layer: Any, parameter: str, buffers: dict[str, torch.Tensor]) -
         if not param.is_meta and parameter in buffers:
             param.data = buffers.pop(parameter)
         if param.is_meta or values.untyped_storage().data_ptr() != param.untyped_storage().data_ptr():
-            param.data[_at(corner, values)].copy_(values)
+            param.data[block_at(corner, values)].copy_(values)
         if rows is not None:
             param.data[rows:].zero_()
 
     return load
-
-
-def _at(corner: Sequence[int], values: torch.Tensor) -> tuple[slice, ...]:
-    return tuple(slice(c, c + n) for c, n in zip(corner, values.shape, strict=True))

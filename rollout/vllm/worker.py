@@ -7,8 +7,10 @@ several GPU kernels permute theirs. This one loads weights by vLLM's layer-wise 
 Select it with ``actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls``.
 """
 
+import contextlib
 import logging
 import traceback
+from collections.abc import Callable
 
 import torch
 from verl.utils.device import get_device_name
@@ -22,6 +24,7 @@ from ..layout.vllm_layout import Rollout
 from ..transport.checksums import ReceivedChecksums
 from ..transport.watched_sockets import WatchedContext, WeightSyncError
 from . import amx_shim, routes_shim
+from .adapters import load_adapters, without_adapters
 from .compat import ATTENTION, SKIP_LOAD_TENSORS, SKIP_TENSORS, get_layer_tensors, get_layerwise_info
 from .reload import Reload
 
@@ -36,7 +39,7 @@ _DEFAULT_TIMEOUT_SECONDS = 300.0
 class WeightSyncExtension(vLLMColocateWorkerExtension):
     """verl's worker extension with a checked layer-wise reload; see the module's docstring.
 
-    LoRA adapters and models that are quantised or trained with quantisation are passed on to verl's class.
+    Models that are quantised or trained with quantisation are passed on to verl's class.
     """
 
     device: torch.device | None  # set by vLLM's worker
@@ -54,10 +57,12 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
         sync_timeout_seconds: float = _DEFAULT_TIMEOUT_SECONDS,
         verify: bool = False,
     ) -> None:
-        """Receive all weights of the model from this worker's trainer rank and load them.
+        """Receive all weights of the model from this worker's trainer rank and load them, or its adapters alone.
 
         Args:
-            peft_config, base_sync_done, use_shm: as in verl's method.
+            peft_config: peft's, where the worker computes with adapters.
+            base_sync_done: whether it is these that come.
+            use_shm: as in verl's method.
             sync_timeout_seconds: longest wait for one message of the sender.
             verify: whether to compare the sender's checksums, which come last, with the received tensors, and slices
                 with the weights that the model then computes with.
@@ -67,9 +72,44 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
                 name, or values differ from those that were sent.
         """
         quantised = self._is_qat_model or self._is_modelopt_qat or is_quantized_model(self.model_runner.vllm_config)
-        if peft_config or quantised:
+        if quantised:
             return super().update_weights_from_ipc(peft_config, base_sync_done, use_shm)
+        received = ReceivedChecksums(verify)
+        if peft_config is not None and base_sync_done:
+            adapters: dict[str, torch.Tensor] = {}
 
+            def keep(weights: list[tuple[str, torch.Tensor]]) -> None:
+                adapters.update((name, tensor.clone()) for name, tensor in received.record(weights))
+
+            self._receive(keep, use_shm, sync_timeout_seconds)
+            if wrong := received.difference():
+                raise WeightSyncError(wrong)
+            load_adapters(self, peft_config, adapters)
+            return None
+
+        models = list(self._iter_all_models_with_config())
+        reload = Reload(models, self.model_runner.vllm_config.parallel_config, verify)
+        with contextlib.ExitStack() as entered:
+            entered.enter_context(set_current_vllm_config(self.model_runner.vllm_config))
+            entered.enter_context(torch.no_grad())
+            for model, _ in models:
+                entered.enter_context(without_adapters(model))
+            try:
+                reload.start()
+                self._receive(lambda weights: reload.load(received.record(weights)), use_shm, sync_timeout_seconds)
+                if wrong := received.difference():
+                    raise WeightSyncError(wrong)
+                reload.finish()
+            except BaseException:
+                reload.abandon()
+                raise
+
+    def _receive(self, load: Callable[[list[tuple[str, torch.Tensor]]], None], use_shm: bool, timeout: float) -> None:
+        """Receive the buckets of a sync and call ``load`` with each; its memory is reused once that returns.
+
+        Raises:
+            WeightSyncError: the sender stopped sending, or ``load`` has raised.
+        """
         from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 
         if self.device is None:
@@ -77,14 +117,11 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
         receiver = BucketedWeightReceiver(self._get_zmq_handle(), device=self.device, use_shm=use_shm)
         receiver.zmq_context = WatchedContext(
             receiver.zmq_context,
-            sync_timeout_seconds,
+            timeout,
             waits_for=f"the trainer rank behind {receiver.zmq_handle}",
             # The last acknowledgement is sent right before the socket is closed.
             linger_seconds=5.0,
         )
-        models = list(self._iter_all_models_with_config())
-        reload = Reload(models, self.model_runner.vllm_config.parallel_config, verify)
-        received = ReceivedChecksums(verify)
         failure: str | None = None
 
         def on_bucket(weights: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
@@ -94,23 +131,14 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
             nonlocal failure
             if failure is None:
                 try:
-                    reload.load(received.record(weights))
+                    load(weights)
                 except Exception as error:
                     logger.error("weight sync failed:\n%s", traceback.format_exc())
                     failure = f"{type(error).__name__}: {error}"
 
-        with set_current_vllm_config(self.model_runner.vllm_config), torch.no_grad():
-            try:
-                reload.start()
-                receiver.receive_weights(on_bucket_received=on_bucket)
-                if failure is not None:
-                    raise WeightSyncError(f"loading the received weights failed, {failure}")
-                if wrong := received.difference():
-                    raise WeightSyncError(wrong)
-                reload.finish()
-            except BaseException:
-                reload.abandon()
-                raise
+        receiver.receive_weights(on_bucket_received=on_bucket)
+        if failure is not None:
+            raise WeightSyncError(f"loading the received weights failed, {failure}")
 
     def epfsdp2_check_layout(self, layouts: list[dict[str, str]]) -> None:
         """Compare the trainer's planned layout with this worker's model.
@@ -141,9 +169,10 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
             unchanged = {name: t for name, t in get_layer_tensors(layer).items() if name in SKIP_TENSORS}
             return {**unchanged, **parameters, **buffers}
 
-        layers = (
-            (name, layer, built(layer)) for name, layer in model.named_modules() if not isinstance(layer, ATTENTION)
-        )
+        with without_adapters(model):
+            layers = [
+                (name, layer, built(layer)) for name, layer in model.named_modules() if not isinstance(layer, ATTENTION)
+            ]
         held = actual_layout(layers, rank_entry(group.rank_in_group, rollout), is_expected)
         if wrong := difference(layouts[worker], held):
             raise WeightSyncError(

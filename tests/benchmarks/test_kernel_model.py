@@ -49,6 +49,15 @@ def test_every_kernel_compiles_for_every_gpu_within_its_budgets():
     assert all(row["gb"] <= 1.1 * row["gb_once"] for row in rows)
     # Every GEMM reads rows through an index, and nothing copies them, where they are not sent.
     assert {row["kernel"] for row in rows if row["indexed"]} >= set(GEMMS)
+    # The persistent kernels, through an index and not, and none where there is no TMA, in float32 or with a bias.
+    persistent = {(row["arch"], row["kernel"], row["indexed"]) for row in rows if row["is_persistent"]}
+    assert persistent >= {(arch, "grouped_mm_gate", "a") for arch in (90, 100)} | {
+        (100, "grouped_mm_gate_backward", "a")
+    }
+    assert persistent >= {(arch, "grouped_mm", "") for arch in (90, 100)}
+    assert not any(row["arch"] == 80 or row["dtype"] == "float32" for row in rows if row["is_persistent"])
+    # Under expert parallelism outputs and gradients of rows are stored in the order in which they are sent.
+    assert {row["is_persistent"] for row in rows if row["is_scattered"]} == {False, True}
     own = [row for row in rows if row["backend"] == "triton" and row["pass"] != "received"]
     assert "take" not in {row["kernel"] for row in own}
     shares = {(one["model"], one["arch"], one["dtype"], one["pass"]): one["share"] for one in found["layers"]}
@@ -83,6 +92,40 @@ def test_a_kernel_over_a_budget_is_named_with_what_is_over():
     assert "12 asynchronous loads, not 24" in over_budget(replace(launch(), compiled=half))[0]
     larger = launch(registers=200)
     assert over_budget(larger) and not over_budget(replace(larger, is_first_choice=False))
+
+
+def persistent(arch=90, **made):
+    values = {"SPECIALIZED": arch == 100, "HAS_INDEX": True, "GATHERS": arch == 100, "BM": 128, "BN": 256, "BK": 64}
+    instructions = dict.fromkeys([*MMA.values(), "cp.async", "TMA", "specialized warps"], 0) | {MMA[arch]: 4}
+    instructions |= {"TMA": 17, "specialized warps": 10} if arch == 100 else {"TMA": 4, "cp.async": 16}
+    one = launch(arch=arch, stages=4, registers=168, shared=213_000)
+    compiled = replace(one.compiled, instructions=instructions | made)
+    return replace(one, compiled=compiled, values=values | {"K": 2048, "N": 1536}, is_first_choice=False)
+
+
+def test_a_persistent_kernel_whose_loops_or_warps_are_not_as_designed_is_named():
+    assert over_budget(persistent()) == over_budget(persistent(100)) == []
+    for arch, made, problem in (
+        (90, {"TMA": 1}, "1 loads by TMA, not 4: its loops are not one"),
+        (90, {"cp.async": 12}, "12 asynchronous loads, not 16"),
+        (100, {"TMA": 1}, "1 loads by TMA, not 2"),
+        (100, {"specialized warps": 0}, "no specialized warps"),
+    ):
+        (said,) = over_budget(persistent(arch, **made))
+        assert problem in said
+
+
+def test_a_persistent_kernel_fills_its_pipeline_once_and_where_warps_are_specialised_hides_what_it_stores():
+    times = {}
+    for arch in (90, 100):
+        one, gpu = persistent(arch), GPUS[arch]
+        work = work_of(one, Routing((1024,) * 128, tuple(range(16384)) * 8), gpu)
+        once = replace(one, values={name: value for name, value in one.values.items() if name != "SPECIALIZED"})
+        once = replace(once, programs=1024 * 6)
+        times[arch] = seconds(one, work, gpu), seconds(once, work, gpu), work.epilogue_bytes / gpu.hbm
+        assert times[arch][0] < times[arch][1]
+    specialised, alone, stored = times[100]
+    assert alone - specialised > stored
 
 
 @pytest.mark.parametrize("product", ["HMMA.16816.F32.BF16", "HGMMA.64x128x16.F32.BF16", "UTCHMMA", "FFMA"])

@@ -146,6 +146,7 @@ def test_engine_chosen_leaves_everything_else_verls():
         if key not in ("actor_rollout_ref", "critic", "model_engine"):
             assert raw(stock[key]) == raw(ours[key]), key
     del ours.actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls
+    del ours.actor_rollout_ref.rollout.engine_kwargs.vllm.lora_target_modules
     del ours.actor_rollout_ref.rollout.engine_kwargs.sglang.custom_weight_loader
     del ours.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.epfsdp2_p2p
     ours.actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module = None
@@ -162,9 +163,30 @@ def test_vllm_worker_extension_is_the_default_and_the_user_wins(choice):
     mine = composed("ppo_trainer", choice, f"{VLLM}.worker_extension_cls=my.Extension", f"+{VLLM}.swap_space=1")
     assert mine.actor_rollout_ref.rollout.engine_kwargs.vllm == {
         "worker_extension_cls": "my.Extension",
+        "lora_target_modules": None,
         "swap_space": 1,
     }
     assert OmegaConf.select(composed("ppo_trainer"), VLLM) == {}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "modules"),
+    [
+        ([], None),
+        (["lora_rank=8"], None),  # all-linear
+        (["lora_rank=8", "target_modules=[q_proj,self_attn.o_proj]"], ["o_proj", "q_proj"]),
+        (["lora_rank=8", "target_modules=[q_proj,gate_proj,up_proj]"], ["experts", "gate_proj", "q_proj", "up_proj"]),
+        (["lora_rank=8", "target_modules=[q_proj]", "+target_parameters=[experts.down_proj]"], ["experts", "q_proj"]),
+        (["lora_rank=8", "target_modules=[q_proj]", "lora.merge=True"], None),
+        (["target_modules=[q_proj]"], None),
+    ],
+)
+def test_vllm_keeps_memory_for_adapters_of_the_layers_that_get_one(chosen, modules):
+    model = [f"{'+' * entry.startswith('+')}actor_rollout_ref.model.{entry.lstrip('+')}" for entry in chosen]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", [*SIZES, "engine=epfsdp2", *model])
+    OmegaConf.resolve(config)
+    assert OmegaConf.select(config, f"{VLLM}.lora_target_modules") == modules
 
 
 def test_sglang_weight_loader_is_the_default_and_the_user_wins():

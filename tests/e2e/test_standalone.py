@@ -4,31 +4,16 @@ import pytest
 
 from epfsdp2.recipes.quickstart.model import write_model
 from tests.e2e.runs import overrides, running
+from tests.e2e.trainers import STANDALONE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
-
-OVERRIDES = [
-    "trainer.v1.trainer_mode=separate_async",
-    "trainer.v1.separate_async.parameter_sync_step=1",
-    "actor_rollout_ref.hybrid_engine=False",
-    "actor_rollout_ref.rollout.nnodes=1",
-    "actor_rollout_ref.rollout.n_gpus_per_node=1",
-    "actor_rollout_ref.rollout.checkpoint_engine.backend=epfsdp2_p2p",
-    "ray_kwargs.ray_init.num_gpus=3",
-    "engine.rollout_sync=auto",
-    # A model that knows nothing earns no reward to learn from: this changes its weights all the same.
-    "actor_rollout_ref.actor.entropy_coeff=1.0",
-    # Learning rates of the updates: all, half, none, half.
-    "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
-    "actor_rollout_ref.actor.optim.num_cycles=1.0",
-]
 
 
 def test_standalone_rollout_follows_the_trainer(tmp_path, monkeypatch):
     # verl 0.9.1 logs with an argument that logging does not have, at info level, where there are no hybrid replicas.
     monkeypatch.setenv("VERL_LOGGING_LEVEL", "WARNING")
     write_model(tmp_path / "model", 1)
-    options = ["--model", str(tmp_path / "model"), "--steps", "4", *overrides(*OVERRIDES)]
+    options = ["--model", str(tmp_path / "model"), "--steps", "4", *overrides(*STANDALONE)]
     with running(tmp_path / "run", *options) as run:
         run.wait()
     steps = run.steps()

@@ -16,6 +16,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from epfsdp2.engine.fsdp.activation_checkpoint import _routing_contexts
+from epfsdp2.engine.integration.step_features import RouterTerms
 from epfsdp2.engine.moe.find import find_experts
 from epfsdp2.engine.moe.forward import ExpertsRuntime, attach, experts_forward
 from epfsdp2.engine.moe.gemm import backends
@@ -113,7 +114,11 @@ def test_without_expert_parallelism_it_never_waits():
 def _router_losses_wait():
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**TINY))
     losses, waits = RouterLosses(model, find_experts(model), 0.1, 0.1), Waits()
-    losses.begin(TOKENS)
+    terms = RouterTerms(losses, dist.group.WORLD, None)
+    batch = {"input_ids": torch.nested.nested_tensor([torch.zeros(TOKENS)], layout=torch.jagged)}
+    with waits.counting():
+        terms.begin_batch(batch, forward_only=False)
+    assert losses._batch_tokens == TOKENS and waits.found == []
     losses.watch()
     model(input_ids=torch.randint(0, 32, (1, TOKENS)), use_cache=False)
     is_token = torch.arange(TOKENS) < TOKENS - 2

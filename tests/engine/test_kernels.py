@@ -130,8 +130,14 @@ def test_triton_operators_on_small_integers_are_torchs_bit_for_bit(kernels, dtyp
 
     rows, weight, bias, other = whole(total, 37), whole(6, 37, 23, seed=1), whole(6, 23, seed=2), whole(total, 18)
     scale = 2.0 ** whole(total, seed=3).float()
+    order = torch.randperm(total + 1, generator=torch.Generator().manual_seed(5))
+    order = order[order != total]
     for in_out in (weight, weight.mT.contiguous().mT):
         assert torch.equal(ours.mm(rows, in_out, groups, bias), twin.mm(rows, in_out, groups, bias))
+        sent = torch.empty(total, 23, dtype=dtype)
+        sent[order] = twin.mm(rows, in_out, groups, bias)
+        for backend in (ours, twin, kernels.MixedBackend()):
+            assert torch.equal(backend.mm(rows, in_out, groups, bias, order), sent)
     assert torch.equal(ours.outer(rows, other, groups), twin.outer(rows, other, groups))
     for scale_R in (None, scale):
         assert torch.equal(ours.segment_sum(rows, groups, scale_R), twin.segment_sum(rows, groups, scale_R))

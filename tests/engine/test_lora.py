@@ -1,9 +1,6 @@
 """Low-rank adapters against the plain Hugging Face model that computes with ``W + scaling * B @ A``, float32."""
 
-import contextlib
-import copy
 import json
-import traceback
 import warnings
 
 import pytest
@@ -13,31 +10,24 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch.func import functional_call
 
-from epfsdp2.engine.build import shard_and_load
 from epfsdp2.engine.checkpoint.atomic_folder import CheckpointError
-from epfsdp2.engine.checkpoint.safetensors_reader import open_checkpoint
 from epfsdp2.engine.checkpoint.state import HF, load_checkpoint, save_checkpoint
 from epfsdp2.engine.config import EPFSDP2EngineConfig
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.lora.adapters import A, B, Lora, lora_of
 from epfsdp2.engine.lora.peft_files import ADAPTER, read_adapter
-from epfsdp2.engine.lora.settings import LoraSettings
 from epfsdp2.engine.model import hf_names
 from epfsdp2.engine.model.layers import layer_names
-from epfsdp2.engine.model.meta import build_on_meta
 from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.preflight.run import check_training
 from epfsdp2.engine.topology.dtensor import is_adapter, local_range
-from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from epfsdp2.recipes.convert.export import export
 from epfsdp2.rollout.layout.vllm_layout import Rollout
 from epfsdp2.rollout.remote.delta_shards import ShardExport
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
-from tests.parity import families
-from tests.parity.float64 import float64
-from tests.support.engine import full_tensors, sharded_model
+from tests.support.engine import sharded_model
+from tests.support.lora import SCALING, SETTINGS, adapters_of, lora_settings, stirred, whole
 from tests.support.models import VOCAB, adam, reference_model, relative_error, save_qwen3_moe, token_batch
 from tests.support.names import send_stacks
 from tests.support.ppo import ppo_batch, ppo_samples, ppo_worker
@@ -46,15 +36,6 @@ from tests.support.ranks import run_ranks
 WORLD = 4
 RELATIVE = 1e-5
 CLIP = 0.5
-SETTINGS = {"lora_rank": 4, "lora_alpha": 12, "target_modules": "all-linear"}
-SCALING = 3.0
-ADAPTED = list(families.EVERY)
-# In float32 its gradients are 1.2e-5 off those in float64.
-IN_FLOAT64 = ("gemma3",)
-
-
-def lora_settings(**changes):
-    return LoraSettings.of(SETTINGS | changes, "actor_rollout_ref.model")
 
 
 def _sharded(folder, ep, fsdp_size=-1, seed=0, changes=None, **options):
@@ -72,20 +53,6 @@ def _sharded(folder, ep, fsdp_size=-1, seed=0, changes=None, **options):
     lora = lora_of(model)
     lora.freeze_base(model)
     return model.train(), meshes, lora
-
-
-def _adapters(model):
-    return {name: param for name, param in model.named_parameters() if is_adapter(name)}
-
-
-def _stirred(model, seed=5):
-    """Set adapters that change the output: each is drawn whole, and sharded as its parameter."""
-
-    def read(name):
-        generator = torch.Generator().manual_seed(seed + len(name) + sum(name.encode()))
-        return torch.randn(model.get_parameter(name).shape, generator=generator) * 0.1
-
-    return read
 
 
 def _merged(weights, adapters):
@@ -121,10 +88,6 @@ def _logits(model, ids):
     return model(input_ids=ids, use_cache=False).logits
 
 
-def _whole(param):
-    return param.detach().full_tensor()
-
-
 def _two_updates(folder, cases):
     rank, world = dist.get_rank(), dist.get_world_size()
     ids = token_batch(world)
@@ -133,27 +96,27 @@ def _two_updates(folder, cases):
     for ep, fsdp_size, options in cases:
         where = f"ep={ep} fsdp_size={fsdp_size} {options}"
         model, meshes, lora = _sharded(folder, ep, fsdp_size, **options)
-        lora.initialize(model, 0, _stirred(model))
-        base = {n: _whole(p).clone() for n, p in model.named_parameters() if not is_adapter(n)}
+        lora.initialize(model, 0, stirred(model))
+        base = {n: whole(p).clone() for n, p in model.named_parameters() if not is_adapter(n)}
         if expected is None:
-            expected = _updates(_Reference(folder, {n: _whole(p) for n, p in _adapters(model).items()}), ids)
+            expected = _updates(_Reference(folder, {n: whole(p) for n, p in adapters_of(model).items()}), ids)
         optimizer = build_multi_optimizer(model, adam)
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        assert {id(p) for p in held} == {id(p) for p in _adapters(model).values()}
+        assert {id(p) for p in held} == {id(p) for p in adapters_of(model).values()}
         for logits, grads, norm, params in expected:
             optimizer.zero_grad()
             got = _logits(model, ids[mine])
             torch.testing.assert_close(got.detach().log_softmax(-1), logits[mine], rtol=1e-5, atol=1e-5)
             _loss(got, ids[mine]).backward()
             assert all(p.grad is None for n, p in model.named_parameters() if not is_adapter(n)), where
-            for name, param in _adapters(model).items():
+            for name, param in adapters_of(model).items():
                 assert relative_error(param.grad.full_tensor(), grads[name]) < RELATIVE, (where, name)
             got = clip_grad_norm_(model.parameters(), CLIP, meshes)
             assert abs(got.item() / norm.item() - 1) < RELATIVE, where
             optimizer.step()
-            for name, param in _adapters(model).items():
-                assert relative_error(_whole(param), params[name]) < RELATIVE, (where, name)
-        assert all(torch.equal(_whole(p), base[n]) for n, p in model.named_parameters() if n in base), where
+            for name, param in adapters_of(model).items():
+                assert relative_error(whole(param), params[name]) < RELATIVE, (where, name)
+        assert all(torch.equal(whole(p), base[n]) for n, p in model.named_parameters() if n in base), where
 
 
 def _updates(reference, ids):
@@ -189,7 +152,7 @@ def _begins_as_the_base(folder):
     drawn = None
     for ep in (1, 2, 4):
         model, _, lora = _sharded(folder, ep, seed=7)
-        adapters = {name: _whole(param) for name, param in _adapters(model).items()}
+        adapters = {name: whole(param) for name, param in adapters_of(model).items()}
         assert all(not value.any() for name, value in adapters.items() if name.endswith(B))
         assert all(value.abs().max() <= value.shape[-1] ** -0.5 for value in adapters.values())
         assert len({value.flatten()[0].item() for name, value in adapters.items() if name.endswith(A)}) > 10
@@ -200,7 +163,7 @@ def _begins_as_the_base(folder):
             with lora.disabled():
                 without = _logits(model, ids)
         assert torch.equal(with_adapters, without)
-        lora.initialize(model, 0, _stirred(model))
+        lora.initialize(model, 0, stirred(model))
         with torch.no_grad():
             assert not torch.allclose(_logits(model, ids), without, atol=1e-2)
             with lora.disabled():
@@ -216,7 +179,7 @@ def test_lora_starts_as_its_base_and_the_reference_is_the_base(tmp_path):
 
 def _wanted_weights(folder, model):
     """Merge the adapters of a sharded model into the plain model's weights, by hand."""
-    adapters = {name: _whole(param) for name, param in _adapters(model).items()}
+    adapters = {name: whole(param) for name, param in adapters_of(model).items()}
     return _merged({n: p.detach() for n, p in reference_model(folder).named_parameters()}, adapters)
 
 
@@ -225,8 +188,8 @@ def _streamed(folder, cases):
     for ep, fsdp_size, options in cases:
         where = f"ep={ep} fsdp_size={fsdp_size} {options}"
         model, meshes, lora = _sharded(folder, ep, fsdp_size, **options)
-        lora.initialize(model, 0, _stirred(model))
-        before = {name: _whole(param).clone() for name, param in model.named_parameters()}
+        lora.initialize(model, 0, stirred(model))
+        before = {name: whole(param).clone() for name, param in model.named_parameters()}
         wanted = _wanted_weights(folder, model)
         sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("auto", 1 << 17))
 
@@ -257,7 +220,7 @@ def _streamed(folder, cases):
             if name in wanted and spec.place is not None:
                 slices = wanted[name][local_range(model.get_parameter(name)).slices].reshape(-1)
                 torch.testing.assert_close(values, slices, rtol=1e-6, atol=1e-7, msg=where + name)
-        assert all(torch.equal(_whole(param), before[name]) for name, param in model.named_parameters()), where
+        assert all(torch.equal(whole(param), before[name]) for name, param in model.named_parameters()), where
 
 
 def test_lora_weights_are_merged_in_every_stream(tmp_path):
@@ -297,7 +260,7 @@ def _saves(folder, out):
         load_checkpoint(out / "saved", resumed, again, None, ("model", "optimizer"))
         update(resumed, other, again)
         for (name, a), (_, b) in zip(model.named_parameters(), resumed.named_parameters(), strict=True):
-            torch.testing.assert_close(_whole(a), _whole(b), rtol=1e-5, atol=1e-7, msg=f"{ep} {name}")
+            torch.testing.assert_close(whole(a), whole(b), rtol=1e-5, atol=1e-7, msg=f"{ep} {name}")
 
     differing, _, _ = _sharded(folder, 2, changes={"lora_alpha": 4})
     with pytest.raises(CheckpointError, match="'alpha': 12"):
@@ -319,7 +282,7 @@ def test_lora_resumes_on_another_mesh_and_exports_merged_weights(tmp_path):
 
 def _writes_an_adapter(folder, out, changes):
     model, _, lora = _sharded(folder, 2, changes=changes)
-    lora.initialize(model, 0, _stirred(model))
+    lora.initialize(model, 0, stirred(model))
     save_checkpoint(out, model, None, None, ("model",), 1, model.config.save_pretrained)
     ids = token_batch(1)
     with torch.no_grad():
@@ -328,8 +291,8 @@ def _writes_an_adapter(folder, out, changes):
         save_file({"logits": logits}, out.with_suffix(".logits"))
     again, _, lora = _sharded(folder, 1, changes={"lora_adapter_path": str(out / ADAPTER)})
     lora.initialize(again, 0, read_adapter(out / ADAPTER, lora.targets, "lora_adapter_path"))
-    for name, param in _adapters(again).items():
-        assert torch.equal(_whole(param), _whole(model.get_parameter(name))), name
+    for name, param in adapters_of(again).items():
+        assert torch.equal(whole(param), whole(model.get_parameter(name))), name
 
 
 @pytest.mark.parametrize(
@@ -402,7 +365,7 @@ def _by_verl(folder, out):
         torch.testing.assert_close(trained[i], want, rtol=1e-5, atol=1e-5)
     assert max((a - b).abs().max() for a, b in zip(trained, base, strict=True)) > 1e-3
     for name, param in plain.named_parameters():
-        assert torch.equal(_whole(module.get_parameter(name)), param), name
+        assert torch.equal(whole(module.get_parameter(name)), param), name
 
     worker.save_checkpoint(str(out), global_step=2)
     resumed = ppo_worker(folder, 1, model=model_settings)
@@ -490,112 +453,6 @@ def test_lora_check_refuses_an_adapter_of_another_kind(checked, tmp_path):
     save_file({"base_model.model.q_proj.lora_A.weight": torch.zeros(1)}, path.with_name("adapter_model.safetensors"))
     with pytest.raises(SettingError, match="q_proj.lora_A.weight is missing"):
         checked({"lora_adapter_path": "$/adapter"})
-
-
-class _OfConfig:
-    """An auto class of one model class."""
-
-    def __init__(self, kind):
-        self.kind = kind
-
-    def from_config(self, config, dtype, **_):
-        return self.kind._from_config(config, dtype=dtype)
-
-
-def _precision(family):
-    return float64() if family in IN_FLOAT64 else contextlib.nullcontext()
-
-
-def _families(work, results):
-    meshes = [build_meshes("cpu", Topology.arrange(2, ep, -1)) for ep in (2, 1)]
-    for name, folder in work:
-        try:
-            with _precision(name):
-                row = {"family": name, **_compared(name, folder, meshes[name in families.DENSE])}
-        except Exception:
-            row = {"family": name, "failed": traceback.format_exc()[-1500:]}
-        if dist.get_rank() == 0:
-            with results.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-
-
-def _compared(name, folder, meshes):
-    """Return how far logits, adapters' gradients and merged weights of a family on two ranks are off."""
-    ids = torch.randint(0, VOCAB, (4, 13), generator=torch.Generator().manual_seed(1))
-    mine = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
-    train = families.EVERY[name].train
-    plain = families.load(name, folder, torch.float32).train(train)
-    model = build_on_meta(_OfConfig(type(plain)), copy.deepcopy(plain.config), torch.float32)
-    lora = Lora(model, lora_settings())
-    shard_and_load(
-        model,
-        open_checkpoint(folder),
-        meshes,
-        ShardingOptions(param_dtype=torch.float32, reduce_dtype=torch.float32),
-        device="cpu",
-        device_id="cpu",
-        initialize=lambda name, tensor, fits: is_adapter(name),
-        finish=lambda model: lora.initialize(model, 0, _stirred(model)),
-    )
-    lora.freeze_base(model)
-    model.train(train)
-
-    leaves = {n: _whole(p).clone().requires_grad_() for n, p in _adapters(model).items()}
-    weights = {n: p.detach() for n, p in plain.named_parameters()}
-    for target in lora.targets.values():
-        delta = SCALING * leaves[target.name + B] @ leaves[target.name + A]
-        plain_name = families.plain_name(model, target.name)
-        weights[plain_name] = weights[plain_name] + (delta.mT if target.is_transposed else delta)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
-    wanted = functional_call(plain, weights, kwargs=inputs).logits
-    families.loss(name, wanted, ids).backward()
-    logits = families.logits(model, ids[mine])
-    families.loss(name, logits, ids[mine]).backward()
-    used = {n: p for n, p in _adapters(model).items() if leaves[n].grad is not None and leaves[n].grad.norm() > 1e-7}
-    errors = {
-        n: 1.0 if p.grad is None else relative_error(p.grad.full_tensor(), leaves[n].grad) for n, p in used.items()
-    }
-    streamed = dict(full_tensors(model, meshes, layer_names(model), 1 << 20))
-    return {
-        "logits": relative_error(logits.detach(), wanted.detach()[mine]),
-        "gradient": max(errors.values()),
-        "of": max(errors, key=errors.get),
-        "merged": max(
-            (streamed[n] - weights[families.plain_name(model, n)].detach()).abs().max().item() for n in lora.targets
-        ),
-        "targets": len(lora.targets),
-    }
-
-
-def _compare_families(tmp_path, names):
-    results, saved = tmp_path / "results.jsonl", []
-    for name in names:
-        with _precision(name):
-            saved.append((name, families.save(name, tmp_path / name)))
-    run_ranks(_families, 2, saved, results, timeout=600)
-    rows = [json.loads(line) for line in results.read_text().splitlines()]
-    assert [row["family"] for row in rows] == names
-    off = [
-        row
-        for row in rows
-        if "failed" in row
-        or max(row["logits"], row["gradient"]) > (1e-12 if row["family"] in IN_FLOAT64 else RELATIVE)
-        or row["merged"] > 1e-6
-    ]
-    assert not off, "\n".join(str(row.get("failed") or row) + f" ({row['family']})" for row in off)
-
-
-def test_lora_on_transposed_experts_with_biases_and_shared_experts(tmp_path):
-    _compare_families(tmp_path, ["gpt_oss", "glm4_moe"])
-
-
-def test_lora_on_linears_of_dense_models(tmp_path):
-    _compare_families(tmp_path, ["qwen3", "llama"])
-
-
-@pytest.mark.long
-def test_lora_on_every_family(tmp_path):
-    _compare_families(tmp_path, ADAPTED)
 
 
 def _routes_of_the_reference(folder):

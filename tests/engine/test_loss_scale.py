@@ -9,7 +9,7 @@ from torch import nn
 
 from epfsdp2.engine.optim.loss_scale import LossOverflowError, LossScale
 from epfsdp2.engine.optim.multi_optimizer import optimizer_from_config
-from epfsdp2.engine.topology.dtensor import is_expert_parameter, local_tensor
+from epfsdp2.engine.topology.dtensor import is_adapter, is_expert_parameter, local_tensor
 from tests.support.models import reference_model, save_qwen3_moe
 from tests.support.ppo import of_this_rank, ppo_batch, ppo_samples, ppo_worker, reference_update
 from tests.support.ranks import run_ranks
@@ -21,6 +21,7 @@ SETTINGS = [
     {"ep": 2, "dispatch_chunks": 2, "activation_checkpointing": "full"},
     {"ep": 2, "activation_checkpointing": "selective", "optimizer_offload": True, "param_offload": True},
     {"ep": 2, **OVER_TWO_RANKS},
+    {"ep": 2, "offload_policy": True},
     {"ep": 1, "fsdp_size": 1},
 ]
 
@@ -104,6 +105,36 @@ def _close_to_float32(folder, cases):
 def test_update_in_float16_has_the_gradients_of_float32_to_its_precision(tmp_path):
     """A scale that stays in gradients or norm is wrong by 2^8; bfloat16 is eight times as far off as float16."""
     run_ranks(_close_to_float32, 2, save_qwen3_moe(tmp_path), SETTINGS)
+
+
+def _adapters_of(worker, batch):
+    """The gradients of an update of random adapters, and their norm."""
+    from verl.utils import tensordict_utils as tu
+
+    engine, seen = worker.engine, {}
+    adapters = {name: p for name, p in engine.module.named_parameters() if is_adapter(name)}
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with torch.no_grad():
+        for param in adapters.values():
+            local_tensor(param).normal_(std=0.1, generator=generator)
+    step = engine.optimizer.step
+    engine.optimizer.step = lambda *a: (seen.update({n: p.grad.full_tensor() for n, p in adapters.items()}), step(*a))
+    return seen, tu.get(worker.train_batch(ppo_batch(batch)), "metrics")["grad_norm"]
+
+
+def _adapters_close_to_float32(folder):
+    lora = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+    single, half = ppo_worker(folder, 2, model=lora), _half(folder, model=lora)
+    batch = of_this_rank(single, ppo_samples())
+    (wanted, norm), (seen, its_norm) = _adapters_of(single, batch), _adapters_of(half, batch)
+    assert half.engine.clipped_step.skipped == 0 and abs(its_norm / norm - 1) < 1e-2
+    assert wanted.keys() == seen.keys() and any(".experts." in name for name in wanted)
+    for name, want in wanted.items():
+        assert (seen[name] - want).norm() < 2e-2 * want.norm(), name
+
+
+def test_adapters_in_float16_have_the_gradients_of_float32_to_its_precision(tmp_path):
+    run_ranks(_adapters_close_to_float32, 2, save_qwen3_moe(tmp_path))
 
 
 def _with_muon(worker):

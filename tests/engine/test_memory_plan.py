@@ -99,7 +99,7 @@ def test_timeline_changes_with_the_settings():
     assert needs().activations < selective.activations < none.activations
     assert needs(imbalance=2.0).activations > needs().activations
     assert needs(replace(bf16, activation_offload=True)).total <= needs().total
-    on_host, two = replace(bf16, activation_offload=True), Batch(4096, micro_batches=2)
+    on_host, two = replace(bf16, activation_offload=True, experts_backend="torch"), Batch(4096, micro_batches=2)
     offloaded, on_a_gpu = (
         {p.when: p.activations for p in timeline(sizes, topology, on_host, Batch(4096), gloo=gloo)} for gloo in (1, 0)
     )
@@ -272,6 +272,24 @@ def test_trace_of_fused_experts_saves_rows_and_the_pre_activation():
     # The activation, its product with the other half, and what combine scales.
     assert usual.experts - lean.experts == 2 * 4 * (48 + 48 + 32)
     assert lean.dense == usual.dense
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_timeline_of_backward_counts_the_copies_of_what_computes_the_experts(ep):
+    """2 experts per token, rows of 32, first product of 96, activation of 48; nothing else differs between backends."""
+    topology, batch, in_backward = Topology.arrange(2, ep), Batch(4096), {}
+    for backend in ("torch", "auto", "triton"):
+        options = replace(FLOAT32, experts_backend=backend)
+        points = timeline(_sizes(options), topology, options, batch)
+        in_backward[backend] = max(p.activations for p in points if "gradients" in p.when)
+    layer = next(iter(_sizes(FLOAT32).traced.layers.values()))
+    by_torch, row = layer.backward * 4096, 2 * 4 * 4096
+    # Its GEMM's rows, and in the activation's backward its input's gradient, its output and its output's gradient.
+    assert in_backward["torch"] - in_backward["auto"] == by_torch - row * (32 + 96 + 48 + 48)
+    # No copy of rows, and no gradient of the activation's output; rows of gradients only if they were received.
+    assert in_backward["torch"] - in_backward["triton"] == by_torch - row * (96 + 48 + (32 if ep > 1 else 0))
+    on_a_cpu = max(p.activations for p in timeline(_sizes(FLOAT32), topology, FLOAT32, batch, gloo=True))
+    assert on_a_cpu == in_backward["torch"]
 
 
 def test_timeline_counts_the_logits_of_a_tied_head():

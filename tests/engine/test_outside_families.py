@@ -13,6 +13,7 @@ from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.moe.find import UnsupportedModelError, find_experts, is_on_interface
 from epfsdp2.engine.moe.outside.families import OUTSIDE, prepare
 from epfsdp2.engine.preflight.model_facts import inspect_model
+from epfsdp2.recipes.plan.cli import main as plan
 from tests.parity import families
 from tests.parity.families import FAMILIES, plain_name
 from tests.support.models import relative_error
@@ -148,3 +149,16 @@ def test_a_family_of_a_users_own_module_is_checked_on_the_driver(tmp_path, users
     (folder / "config.json").write_text(text)
     facts = inspect_model(settings | {"external_lib": users_module})
     assert facts is not None and facts.name == "UsersForCausalLM" and facts.experts == (6, 6)
+
+
+def test_a_family_of_a_users_own_module_is_planned(tmp_path, users_module, capsys):
+    config = AutoConfig.for_model("qwen3", vocab_size=64, hidden_size=HIDDEN, num_hidden_layers=2)
+    config.save_pretrained(tmp_path)
+    text = (tmp_path / "config.json").read_text().replace('"qwen3"', '"users_family"')
+    (tmp_path / "config.json").write_text(text)
+    words = ["--model", str(tmp_path), "--gpus", "2", "--tokens", "256"]
+    assert plan([*words, "--external-lib", "no_such_module"]) == 1
+    assert "model.external_lib=no_such_module: it can't be imported" in " ".join(capsys.readouterr().out.split())
+    assert plan([*words, "--external-lib", users_module]) == 0
+    text = capsys.readouterr().out
+    assert "mesh: 2 ranks" in text and "no experts" not in text

@@ -24,6 +24,7 @@ from epfsdp2.engine import config as engine_config_module
 from epfsdp2.engine.compat import versions
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight import model_facts
+from epfsdp2.engine.preflight import rollout as rollout_checks
 from epfsdp2.engine.preflight import run as preflight
 from epfsdp2.engine.preflight.cut_experts import check_cut_experts_sync
 from epfsdp2.engine.preflight.dense_models import not_applied, without_experts
@@ -33,7 +34,7 @@ from epfsdp2.engine.preflight.rollout import check_graphs, check_rollout
 from epfsdp2.engine.preflight.run import check_model_settings, check_run, check_training, check_versions
 from epfsdp2.engine.settings.values import OPTIMIZERS
 from epfsdp2.engine.topology.expert_placement import EtpDim
-from epfsdp2.rollout.layout.sync_mode import EXTENSION
+from epfsdp2.rollout.layout.sync_mode import EXTENSION, SGLANG_LOADER
 from tests.parity.families import save
 from tests.support.settings import TINY, checkpoint, engine
 
@@ -295,6 +296,12 @@ def test_what_the_engine_does_not_do_is_refused(model, setting, name, value, set
         check_training(engine(), 2, {"path": "some-org/not-here"} | settings, device="cpu", setting=setting)
 
 
+def test_a_tower_that_there_is_not_is_not_left_as_it_is(model):
+    with pytest.raises(SettingError) as caught:
+        check_training(engine(freeze_vision_tower=True), 2, model, device="cpu")
+    assert "has no vision tower" in paragraph(caught.value, "engine.freeze_vision_tower", True)
+
+
 @pytest.mark.parametrize("setting", [MODEL, "critic.model", "model"])
 def test_activations_are_offloaded_where_layers_are_computed_again(model, setting):
     for checkpointing, recomputed in (("none", True), ("selective", True), ("auto", False)):
@@ -369,8 +376,6 @@ def test_what_cannot_be_replayed(tmp_path, model):
         assert words in paragraph(caught.value, setting, value)
 
     refused(model | {"use_remove_padding": False}, f"{MODEL}.use_remove_padding", False, "along a packed row")
-    phimoe = checkpoint(tmp_path / "phimoe", "phimoe", num_hidden_layers=2, num_local_experts=8)
-    refused(phimoe, REPLAY, "R2", "choose by a maximum")
     (tmp_path / "one").mkdir()
     one = checkpoint(tmp_path / "one", "mixtral", num_hidden_layers=2, num_experts_per_tok=1)
     refused(one, REPLAY, "R2", "a token takes one expert")
@@ -404,13 +409,46 @@ def test_any_rollout_is_sent_full_tensors_and_only_vllm_slices(model, installs, 
     assert "nobody has run" not in caplog.text
     check_run(engine(rollout_sync="full"), 2, model, road | {"name": "trtllm", "backend": "nccl"}, device="cpu")
     assert "nobody has run this engine with actor_rollout_ref.rollout.name=trtllm" in caplog.text
-    for settings, backend, setting, value in (
-        ({"rollout_sync": "sliced"}, "naive", "engine.rollout_sync", "sliced"),
-        ({}, "epfsdp2_p2p", "actor_rollout_ref.rollout.checkpoint_engine.backend", "epfsdp2_p2p"),
+    for name, settings, backend, setting, value in (
+        ("sglang", {"rollout_sync": "sliced"}, "naive", "engine.rollout_sync", "sliced"),
+        ("trtllm", {}, "epfsdp2_p2p", "actor_rollout_ref.rollout.checkpoint_engine.backend", "epfsdp2_p2p"),
     ):
         with pytest.raises(SettingError) as caught:
-            check_run(engine(**settings), 2, model, road | {"name": "sglang", "backend": backend}, device="cpu")
+            check_run(engine(**settings), 2, model, road | {"name": name, "backend": backend}, device="cpu")
         paragraph(caught.value, setting, value)
+
+
+@pytest.mark.parametrize(
+    "argument, value", [("tp_size", 2), ("dp_size", 2), ("pp_size", 2), ("ep_size", 2)], ids=lambda it: str(it)
+)
+def test_sizes_among_sglangs_arguments_are_verls_own(model, installs, argument, value):
+    installs("sglang", "0.5.12")
+    setting = f"actor_rollout_ref.rollout.engine_kwargs.sglang.{argument}"
+    check_run(engine(), 2, model, {"name": "sglang", "engine_kwargs": {"sglang": {argument: 1}}}, device="cpu")
+    with pytest.raises(SettingError) as caught:
+        check_run(engine(), 2, model, {"name": "sglang", "engine_kwargs": {"sglang": {argument: value}}}, device="cpu")
+    paragraph(caught.value, setting, value)
+
+
+def test_slices_that_sglang_can_not_cut_are_refused(model, installs):
+    installs("sglang", "0.5.12")
+    kwargs = {"sglang": {"custom_weight_loader": [SGLANG_LOADER]}}
+    rollout = {"name": "sglang", "backend": "epfsdp2_p2p", "tensor_model_parallel_size": 3, "engine_kwargs": kwargs}
+    with pytest.raises(SettingError) as caught:
+        check_run(engine(), 2, model, rollout, device="cpu")
+    text = paragraph(caught.value, "actor_rollout_ref.rollout.tensor_model_parallel_size", 3)
+    assert "SGLang can't cut this model so" in text
+
+
+def test_routes_of_a_family_that_sglang_records_none_of_are_refused(model, installs, monkeypatch):
+    installs("sglang", "0.5.12")
+    rollout = {"name": "sglang", "enable_rollout_routing_replay": True}
+    replay = engine("R3")
+    check_run(replay, 2, model, rollout, device="cpu")
+    monkeypatch.setattr(rollout_checks, "_RECORDS_NO_ROUTES", ("qwen3_moe",))
+    with pytest.raises(SettingError) as caught:
+        check_run(replay, 2, model, rollout, device="cpu")
+    paragraph(caught.value, "actor_rollout_ref.rollout.enable_rollout_routing_replay", True)
 
 
 @pytest.mark.parametrize(
@@ -859,6 +897,10 @@ def test_validate_config_lets_a_right_run_pass(model, installs):
     installs("sglang", "0.5.12")
     validate(model, "engine.ep_size=2")
     validate(model, "engine.ep_size=2", "actor_rollout_ref.rollout.name=sglang")
+    adapters = f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=[q_proj,o_proj]"
+    validate(model, "engine.ep_size=2", *adapters)
+    with pytest.raises(SettingError, match="lora.merge=False: sglang is sent adapters merged"):
+        validate(model, "engine.ep_size=2", "actor_rollout_ref.rollout.name=sglang", *adapters)
 
 
 @pytest.mark.parametrize(
@@ -867,7 +909,7 @@ def test_validate_config_lets_a_right_run_pass(model, installs):
         ("engine.ep_size=3", "engine.ep_size=3: has to divide the number of ranks"),
         (f"{MODEL}.path=/no/such/model", f"{MODEL}.path=/no/such/model: there is no such folder"),
         (f"+{MODEL}.override_config.num_experts=7", "engine.ep_size=2: has to divide the number of experts"),
-        (f"{MODEL}.lora_rank=8", f"{MODEL}.lora.merge=False: this engine hands adapters"),
+        (f"{MODEL}.lora_rank=8", f"{MODEL}.lora.merge=False: vLLM's CPU build has no kernels for adapters of experts"),
         (f"{MODEL}.mtp.enable=True", f"{MODEL}.mtp.enable=True: is not supported"),
         (
             "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf]",

@@ -224,7 +224,6 @@ def test_engine_of_a_role_without_settings_is_the_shared_one():
         ([f"{ACTOR}.fsdp_config.qat.enable=True"], f"{ACTOR}.fsdp_config.qat={{'enable': True}}: quantisation-aware"),
         ([f"{ACTOR}.qat.enable=True"], f"{ACTOR}.qat="),
         ([f"{ACTOR}.fsdp_config.turbo_config.distributed.expert_parallel_size=8"], "strategy fsdp_turbo"),
-        ([f"{ACTOR}.freeze_vision_tower=True"], f"{ACTOR}.freeze_vision_tower=True: every parameter is trained."),
         ([f"{ACTOR}.strategy=megatron"], f"{ACTOR}.strategy=megatron: asks for another engine than engine=epfsdp2."),
         ([f"{ACTOR}.fsdp_config.strategy=veomni"], f"{ACTOR}.fsdp_config.strategy=veomni: this engine has one"),
         ([f"{ACTOR}.fsdp_config.forward_only=True"], f"{ACTOR}.fsdp_config.forward_only=True: this role is trained."),

@@ -59,7 +59,7 @@ def test_router_losses_of_every_family_equal_their_formula(name):
     losses = RouterLosses(model, experts, AUX, Z)
     ids = torch.randint(3, 60, (2, 7))
     native = model(input_ids=ids, use_cache=False).logits
-    losses.begin(ids.numel())
+    losses.begin(torch.tensor(ids.numel()))
     losses.watch()
     watched = model(input_ids=ids, use_cache=False).logits
     assert torch.equal(watched, native)

@@ -12,15 +12,16 @@ from epfsdp2.engine.fsdp.activation_checkpoint import CHECKPOINTING
 from epfsdp2.engine.moe.find import UnsupportedModelError, find_experts
 from epfsdp2.engine.moe.outside.families import prepare
 from epfsdp2.engine.moe.router.replay import ReplayError, RouterReplay
-from tests.parity.families import FAMILIES
+from tests.parity.families import FAMILIES, NEWER
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, reference_model, save_qwen3_moe, token_loss
 from tests.support.ppo import PADDED, ppo_batch, ppo_samples, ppo_worker
 from tests.support.ranks import run_ranks
 
-# Two experts modules in a layer; one expert for each token; no topk.
-NOT_REPLAYED = ("ernie4_5_vl_moe", "llama4", "phimoe")
-REPLAYED = [name for name in FAMILIES if name not in NOT_REPLAYED]
+MODELS = {**FAMILIES, **NEWER}
+# Two experts modules in a layer; one expert for each token.
+NOT_REPLAYED = ("ernie4_5_vl_moe", "llama4")
+REPLAYED = [name for name in MODELS if name not in NOT_REPLAYED]
 
 
 def _with_replay(model: nn.Module) -> RouterReplay:
@@ -29,7 +30,7 @@ def _with_replay(model: nn.Module) -> RouterReplay:
 
 def _family(family: str):
     torch.manual_seed(0)
-    model = FAMILIES[family].build().eval()
+    model = MODELS[family].build().eval()
     prepare(model)
     model.set_experts_implementation("eager")
     for name, buffer in model.named_buffers():
@@ -97,17 +98,49 @@ def test_replay_of_every_family_takes_the_recorded_routes(name):
     assert torch.equal(logits(), native)
 
 
-def test_replay_of_unusable_routes_raises():
+def _trained(model, ids, seed):
+    torch.manual_seed(seed)
+    model.zero_grad()
+    logits = model(input_ids=ids, use_cache=False).logits
+    logits.square().mean().backward()
+    return [logits.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def test_replay_of_a_router_that_draws_at_random_takes_what_was_drawn():
+    """In training Phi-3.5-MoE chooses by maxima of scores with noise; other noise, the same experts."""
+    torch.manual_seed(0)
+    model, ids = FAMILIES["phimoe"].build(router_jitter_noise=0.3).train(), torch.randint(3, 60, (2, 7))
+    model.set_experts_implementation("eager")
+    replay = _with_replay(model)
+    arriving = _arriving(model)
+    replay.record()
+    native = _trained(model, ids, seed=1)
+    routes = replay.recorded()
+    layers = sorted(replay._layers)
+    replay.replay(routes)
+    assert all(torch.equal(a, b) for a, b in zip(_trained(model, ids, seed=1), native, strict=True))
+    arriving.clear()
+    other = _trained(model, ids, seed=2)
+    assert all(torch.equal(routes[:, layer].long(), own) for layer, own in zip(layers, arriving, strict=True))
+    assert all(grad.isfinite().all() for grad in other)
+    replay.stop()
+    arriving.clear()
+    _trained(model, ids, seed=2)
+    assert not all(torch.equal(routes[:, layer].long(), own) for layer, own in zip(layers, arriving, strict=True))
+
+
+def test_replay_of_unusable_routes_raises(monkeypatch):
     model, _ = _family("ernie4_5_vl_moe")
     with pytest.raises(UnsupportedModelError, match=r"both .*text_moe.experts and .*vision_moe.experts are in it"):
         _with_replay(model)
-    model, ids = _family("phimoe")
+    model, ids = _family("qwen3_moe")
     replay = _with_replay(model)
+    monkeypatch.setattr("epfsdp2.engine.moe.router.replay._Replay.choose", lambda *args: None)
     replay.record()
     model(input_ids=ids, use_cache=False)
     routes = replay.recorded()
     replay.replay(_shifted(routes, sorted(replay._layers), 8))
-    with pytest.raises(ReplayError, match=r"layers.0.mlp.experts got .* expert ids that no topk over 8 chose"):
+    with pytest.raises(ReplayError, match=r"layers.0.mlp.experts got .* expert ids that no choice among 8 made"):
         model(input_ids=ids, use_cache=False)
     with pytest.raises(ReplayError, match=r"the shape \(14, 5, 2\), not \[tokens, 3, k\]"):
         replay.replay(torch.zeros(14, 5, 2))
@@ -207,4 +240,5 @@ def _two(folder):
 
 
 def test_replay_in_a_ppo_update_takes_the_recorded_routes(tmp_path):
+    pytest.importorskip("verl")
     run_ranks(_two, 2, save_qwen3_moe(tmp_path))

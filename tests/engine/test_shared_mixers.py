@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeShortConv
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from epfsdp2.engine.fsdp.activation_checkpoint import checkpoint_layers
@@ -15,7 +16,7 @@ from epfsdp2.engine.model import shared_mixers
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.model.packing import PackedSequences
 from epfsdp2.engine.model.shared_mixers import SharedMixers, assign
-from tests.parity.families import EVERY, STATES, save
+from tests.parity.families import ALL, STATES, save
 from tests.support.models import VOCAB, relative_error
 from tests.support.ppo import check_ppo_updates
 from tests.support.ranks import run_ranks
@@ -40,7 +41,7 @@ def _loss(logits, targets):
 
 def _one_by_one(name, lengths):
     """Logits and gradients of the sequences of a row, each computed alone."""
-    model, (ids, targets) = EVERY[name].build_random("sdpa"), _row(lengths)
+    model, (ids, targets) = ALL[name].build_random("sdpa"), _row(lengths)
     logits = torch.cat([model(input_ids=each, use_cache=False).logits for each in ids], dim=1)
     _loss(logits, targets).backward()
     return logits.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -77,7 +78,7 @@ def _fast_kernels(model, calls):
 
 def _shared(name, lengths, group, checkpointing="none", prepare=None):
     """The same by the ranks of a group: this rank's logits, everyone's gradients added up, and how it was done."""
-    model, (ids, targets) = EVERY[name].build_random("sdpa"), _row(lengths)
+    model, (ids, targets) = ALL[name].build_random("sdpa"), _row(lengths)
     if prepare is not None:
         prepare(model)
     packed = PackedSequences(model)
@@ -121,7 +122,7 @@ def test_a_family_that_carries_a_state_equals_the_plain_model(name):
     run_ranks(_compare, 2, [name], [UNEVEN, LONG, MOSTLY_ONE], ["none", "full", "selective"])
 
 
-@pytest.mark.parametrize("name", ["nemotron_h", "qwen3_next"])
+@pytest.mark.parametrize("name", ["lfm2_moe", "nemotron_h", "qwen3_next"])
 def test_more_ranks_than_sequences_equal_the_plain_model(name):
     run_ranks(_compare, 4, [name], [UNEVEN, LONG, (*FEW, 2)], ["selective", "none"])
 
@@ -164,6 +165,15 @@ def _ways():
     assert "Qwen3NextGatedDeltaNet: whole sequences by rank, a long one over its heads" in packed.line()
     *_, packed = _shared("jamba", LONG, dist.group.WORLD)
     assert "JambaMambaMixer: whole sequences by rank, a long one by one rank" in packed.line()
+    with pytest.MonkeyPatch.context() as patch:
+        found, real = [], Lfm2MoeShortConv.slow_forward
+        patch.setattr(
+            Lfm2MoeShortConv, "slow_forward", lambda self, x, *a: found.append(x.shape[1]) or real(self, x, *a)
+        )
+        *_, packed = _shared("lfm2_moe", LONG, dist.group.WORLD)
+    # The slice, with two tokens of the rank before it.
+    assert set(found) == {16 + 2 * (dist.get_rank() == 1)}
+    assert "Lfm2MoeShortConv: whole sequences by rank, a long one by slices" in packed.line()
 
 
 def test_sequences_are_assigned_and_a_long_one_is_spread_over_heads():
@@ -199,7 +209,7 @@ def _uneven():
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     mine, rows = dist.get_rank() // 2, (UNEVEN, LONG)  # each rank two sequences, and one over heads
     wanted = [_one_by_one("qwen3_next", lengths)[1] for lengths in rows]
-    model, (ids, targets) = EVERY["qwen3_next"].build_random("sdpa"), _row(rows[mine])
+    model, (ids, targets) = ALL["qwen3_next"].build_random("sdpa"), _row(rows[mine])
     SequenceParallel(model, groups[mine], PackedSequences(model))
     for layer in model.model.layers:
         if hasattr(layer, "linear_attn"):
@@ -230,6 +240,7 @@ def test_sequences_are_assigned_by_their_lengths():
 
 @pytest.mark.parametrize(("name", "world"), [("qwen3_next", 4), ("jamba", 2)])
 def test_ppo_updates_of_shared_rows_equal_the_plain_model(tmp_path, name, world):
+    pytest.importorskip("verl")
     shared = {"ep": 2, "ulysses_sequence_parallel_size": 2}
     cases = [shared, {**shared, "dynamic": True, "activation_checkpointing": "full"}]
     # An eps that does not magnify rounding errors of tiny gradients.

@@ -15,7 +15,7 @@ from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.model.packing import PackedSequences
 from epfsdp2.engine.model.vision import VisionTowerSync
 from epfsdp2.engine.moe.find import UnsupportedModelError
-from tests.parity.families import EVERY, FAMILIES, STATES
+from tests.parity.families import ALL, FAMILIES, STATES
 from tests.support.models import VOCAB, save_qwen3_moe
 from tests.support.ppo import check_ppo_updates, of_this_rank, ppo_batch, ppo_samples, ppo_worker
 from tests.support.ranks import run_ranks
@@ -30,18 +30,24 @@ WINDOWS = {
     "gpt_oss": {"sliding_window": 5},
     "mixtral": {"sliding_window": 5},
 }
-NOT_SPLIT = {"deepseek_v4": "indexer", "glm_moe_dsa": "indexer", "llama4": "Llama4TextAttention of .* takes whole"}
+INDEXED = ("axk2", "deepseek_v32", "deepseek_v4", "dots3_note", "glm5_next", "glm_moe_dsa", "hy_v4", "mistral_large4")
+WHOLE = {"inkling": "Inkling", "inkling2": "Inkling2Full", "llama4": "Llama4Text", "minimax_m3_vl": "MiniMaxM3VL"}
+WHOLE |= {"qwen4_exp": "Qwen4ExpText", "zaya": "Zaya"}
+NOT_SPLIT = {
+    **dict.fromkeys(INDEXED, "indexer"),
+    **{name: f"{kind}Attention .*takes whole" for name, kind in WHOLE.items()},
+}
 # STATES are shared by their sequences (test_shared_mixers.py).
 # A classifier that sees both ways, and has no attention on transformers' interface that runs on a CPU.
-SPLIT = [name for name in EVERY if name not in (*NOT_SPLIT, *STATES, "openai_privacy_filter")]
+SPLIT = [name for name in ALL if name not in (*NOT_SPLIT, *STATES, "openai_privacy_filter")]
 # Keys of fewer heads than ranks; windows and full attention in turns; values narrower than keys; sinks; queries that
 # are scaled by their position.
 KINDS = ["qwen3_moe", "gemma4", "deepseek_v3", "gpt_oss", "mistral4"]
 
 
 def _family(name):
-    """The model in float64; of gpt-oss no attention but its own has sinks on a CPU."""
-    return EVERY[name].build_random("eager" if name == "gpt_oss" else "sdpa", **WINDOWS.get(name, {}))
+    """The model in float64."""
+    return ALL[name].build_random(ALL[name].attention, **WINDOWS.get(name, {}))
 
 
 def _row():
@@ -181,6 +187,7 @@ def _sp(size, ep, **settings):
 
 def test_a_ppo_update_equals_the_plain_model(tmp_path):
     """The model has two heads of keys, so four ranks have each of them twice."""
+    pytest.importorskip("verl")
     cases = [
         _sp(2, 2, dynamic=True, pad_to_length=True, pad_to_length_bucket=17),
         _sp(4, 4, activation_checkpointing="full"),
@@ -190,6 +197,7 @@ def test_a_ppo_update_equals_the_plain_model(tmp_path):
 
 @pytest.mark.long
 def test_a_ppo_update_equals_the_plain_model_on_every_mesh(tmp_path):
+    pytest.importorskip("verl")
     cases = [_sp(sp, ep) for sp in (2, 4) for ep in (1, 2, 4)]
     cases += [
         _sp(2, 2, fsdp_size=2),
@@ -246,13 +254,14 @@ def _replays(folder):
 
 
 def test_router_replay_of_shared_rows(tmp_path):
+    pytest.importorskip("verl")
     run_ranks(_replays, 2, save_qwen3_moe(tmp_path))
 
 
-@pytest.mark.parametrize("name", NOT_SPLIT)
+@pytest.mark.parametrize("name", [name for name in NOT_SPLIT if name in ALL])
 def test_what_mixes_tokens_otherwise_is_refused(name):
     with torch.device("meta"), pytest.raises(UnsupportedModelError, match=NOT_SPLIT[name]):
-        check_attention_splits(FAMILIES[name].build(), 2)
+        check_attention_splits(ALL[name].build(), 2)
 
 
 def test_heads_have_to_divide():

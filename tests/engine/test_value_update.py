@@ -12,7 +12,7 @@ from tests.support.verl_worker import training_worker
 from tests.support.vlm import save_vlm
 
 WORLD, PER_RANK = 2, 4
-RELATIVE = 1e-5
+RELATIVE, OF_FLOAT16 = 1e-5, 2e-2
 
 
 def _worker(folder, ep, model=None, **settings):
@@ -24,11 +24,10 @@ def _worker(folder, ep, model=None, **settings):
 
     engine = EPFSDP2EngineConfig(
         ep_size=ep,
-        mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32"},
         use_dynamic_bsz=False,
         micro_batch_size_per_gpu=2,
         infer_micro_batch_size_per_gpu=2,
-        **settings,
+        **{"mixed_precision": {"param_dtype": "fp32", "reduce_dtype": "fp32"}, **settings},
     )
     critic = EPFSDP2CriticConfig(engine=engine, ppo_micro_batch_size_per_gpu=2)
     return training_worker(folder, "value_model", engine, partial(value_loss, config=critic), **(model or {}))
@@ -65,6 +64,10 @@ def _value_update(folder, own_class, model, settings):
     # The last tokens of a vocabulary may stand for images.
     samples = [(ids % (VOCAB - 16), *others) for ids, *others in ppo_samples(WORLD * PER_RANK)]
     worker = _worker(folder, 2, model, **settings)
+    bound = RELATIVE
+    if worker.engine.scaler is not None:
+        # So small a model overflows with the scale that a run starts with.
+        worker.engine.scaler.value, bound = 2.0**8, OF_FLOAT16
     seen = {}
     step = worker.engine.optimizer.step
 
@@ -108,10 +111,11 @@ def _value_update(folder, own_class, model, settings):
     assert wanted.keys() == seen.keys()
     for name, want in wanted.items():
         error = ((seen[name] - want).norm() / want.norm().clamp_min(1e-12)).item()
-        assert error < RELATIVE, (name, error)
+        assert error < bound, (name, error)
 
 
 SHARED = {"ulysses_sequence_parallel_size": 2}
+FLOAT16 = {"mixed_precision": {"param_dtype": "fp16", "reduce_dtype": "fp32"}}
 
 
 @pytest.mark.parametrize("settings", [{}, SHARED], ids=["", "shared rows"])
@@ -125,8 +129,15 @@ def test_a_dense_critic_beside_an_actor_with_experts_equals_the_plain_model(tmp_
 
 @pytest.mark.parametrize(
     ("own_class", "model", "settings"),
-    [(True, {}, {}), (True, PADDED, {}), (False, {}, {}), (True, {}, SHARED), (False, {}, SHARED)],
-    ids=["own class", "own class, padded", "other head", "own class, shared rows", "other head, shared rows"],
+    [(True, {}, {}), (True, PADDED, {}), (False, {}, {}), (True, {}, SHARED), (False, {}, SHARED), (True, {}, FLOAT16)],
+    ids=[
+        "own class",
+        "own class, padded",
+        "other head",
+        "own class, shared rows",
+        "other head, shared rows",
+        "float16",
+    ],
 )
 def test_gradients_equal_the_plain_model(tmp_path, own_class, model, settings):
     """Qwen3-MoE has a token-classification class in transformers, GLM-4-MoE has none."""

@@ -36,9 +36,10 @@ def _relative(value, wanted):
     return ((value - wanted).norm() / wanted.norm().clamp_min(1e-12)).item()
 
 
-def _plain_updates(folder, without):
+def _plain_updates(folder, without, frozen):
     """Of each update: log-probs before it, gradients, norm, loss, and the parameters after it."""
     model = plain_vlm(folder)
+    _tower(model).requires_grad_(not frozen)
     samples = vlm_samples(model, without)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, **ADAM)
     found = []
@@ -61,11 +62,9 @@ def _updates(folder, cases, updates=UPDATES):
     from verl.utils import tensordict_utils as tu
 
     plain = {}
-    for which, _ in cases:
-        plain[which] = plain.get(which) or _plain_updates(folder, WITHOUT[which])
     for which, settings in cases:
-        where = f"{which} {settings}"
-        samples, wanted = plain[which]
+        where, kind = f"{which} {settings}", (which, settings.get("freeze_vision_tower", False))
+        samples, wanted = plain[kind] = plain.get(kind) or _plain_updates(folder, WITHOUT[which], kind[1])
         worker = ppo_worker(folder, optimizer=ADAM, tokens=90, **settings)
         mine = of_this_rank(worker, samples)
         calls: list[int] = []
@@ -155,6 +154,18 @@ def test_images_that_would_go_wrong_are_refused_on_all_ranks_and_on_the_driver(t
 def test_two_updates_equal_the_plain_model(tmp_path):
     cases = [("one rank has none", {"ep": 2}), ("none has any", {"ep": 2}), ("some have none", {"ep": 4})]
     run_ranks(_updates, WORLD, save_vlm("qwen3_vl_moe", tmp_path), cases)
+
+
+def test_two_updates_beside_a_frozen_tower_equal_the_plain_model(tmp_path):
+    frozen = {"freeze_vision_tower": True}
+    cases = [
+        ("one rank has none", {"ep": 2, **frozen}),
+        (
+            "some have none",
+            {"ep": 2, "ulysses_sequence_parallel_size": 2, "activation_checkpointing": "full", **frozen},
+        ),
+    ]
+    run_ranks(_updates, 2, save_vlm("qwen3_vl_moe", tmp_path), cases)
 
 
 def test_updates_of_shared_rows_equal_the_plain_model(tmp_path):

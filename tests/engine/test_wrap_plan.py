@@ -276,6 +276,12 @@ def test_wrap_plan_of_a_tied_dense_model_leaves_embeddings_and_head_to_the_root(
     assert [unit.kind for unit in untied[-2:]] == ["embeddings", "root"] and "lm_head.weight" in untied[-1].shapes
 
 
+def test_wrap_plan_of_a_frozen_vision_tower_trains_the_rest_and_gathers_no_layer_of_it_in_backward():
+    for unit in wrap_plan(_vision(), ShardingOptions(freeze_vision_tower=True)):
+        assert unit.frozen == {name for name in unit.shapes if name.startswith("model.visual.")}
+        assert unit.unshard_in_backward == (".visual." not in f".{unit.name}." and unit.kind != "embeddings"), unit.name
+
+
 def test_wrap_plan_of_a_vision_model_has_a_chain_of_its_own_for_the_vision_layers():
     model = _vision()
     units = {unit.name: unit for unit in wrap_plan(model, ShardingOptions())}

@@ -17,7 +17,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from tests.parity import families
-from tests.parity.compare import BOUND, WORLD, Case, Row, cases, compare, fast_case
+from tests.parity.compare import BOUND, WORLD, Case, Row, cases, compare, fast_case, packed_cases
 from tests.parity.newer_families import REFUSED
 from tests.support.ranks import run_ranks
 
@@ -31,6 +31,7 @@ def main() -> int:
         "--families", default="", help="names, separated by commas, whose rows are written beside those of the others"
     )
     parser.add_argument("--fast", action="store_true", help="one case per family; writes no result file")
+    parser.add_argument("--packed", action="store_true", help="packed rows, each mesh once; asks for --results")
     parser.add_argument(
         "--results", default="parity", help="name of the result files; those of other versions have their own"
     )
@@ -39,6 +40,8 @@ def main() -> int:
     )
     asked = parser.parse_args()
     names = asked.families.split(",") if asked.families else list(families.ALL)
+    if asked.packed and "packed" not in asked.results:
+        parser.error("packed rows have result files of their own: --packed --results parity_packed")
     unknown = sorted(set(names) - set(families.ALL))
     if unknown:
         parser.error(f"there is no family {', '.join(unknown)}; there are {', '.join(families.ALL)}")
@@ -46,7 +49,7 @@ def main() -> int:
     console, rows, start = Console(width=150), [], time.monotonic()
     with Progress(console=console) as progress:
         for i, name in enumerate(progress.track(names, description="Families")):
-            todo = [fast_case(i, name)] if asked.fast else cases(name)
+            todo = [fast_case(i, name)] if asked.fast else packed_cases(name) if asked.packed else cases(name)
             wanted = asked.meshes.split(",") if asked.meshes else {case.mesh for case in todo}
             rows += run_family(name, [case for case in todo if case.mesh in wanted])
             console.print(_cells(name, [row for row in rows if row.family == name]), highlight=False)
@@ -158,18 +161,21 @@ def _write(rows: list[Row], minutes: float, results: Path) -> None:
     names = [name for name in families.ALL if any(row.family == name for row in every)]
     head = ["family", *_columns(every), "bf16 runs", "note"]
     table = [head, ["---"] * len(head), *_lines(names, every)]
+    settings, packed = "over expert shard dims 0 and 1, checkpointing none and full, and once selective", ""
+    if all(row.case.packed for row in every):
+        packed = f" ARGS='--packed --results {results.name}'"
+        settings = "the sequences of a rank packed into one row, those of the plain model in one row each"
     text = [
         "# Every family against the plain Hugging Face model",
         "",
         f"Float32 where float64 is not noted, {WORLD} ranks (`dp_replicate x ep_fsdp x ep`, and `x etp` where it is",
         "not 1), against one process on the concatenated batch: the worst relative error of any logits, gradient,",
-        "gradient norm, parameter and AdamW moment over two steps, over expert shard dims 0 and 1, checkpointing none "
-        "and full, and once selective. "
+        f"gradient norm, parameter and AdamW moment over two steps, {settings}. "
         f"{_BOUNDS}. {_summary(every, sum(run['minutes'] for run in runs))}. Dense models have no `ep`.",
         "",
         *(_run_in_words(run, len(runs) > 1) for run in runs),
         "",
-        "`make parity` writes this file.",
+        f"`make parity{packed}` writes this file.",
         "",
         *("| " + " | ".join(line) + " |" for line in table),
     ]

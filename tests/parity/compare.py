@@ -21,6 +21,7 @@ from epfsdp2.engine.checkpoint.safetensors_reader import open_checkpoint
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.model.meta import build_on_meta
+from epfsdp2.engine.model.packing import PackedSequences
 from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.topology.dtensor import local_pieces, local_tensor
@@ -29,7 +30,7 @@ from tests.parity import families
 from tests.parity.float64 import float64
 from tests.support.models import VOCAB
 
-__all__ = ["BOUND", "WORLD", "Case", "Row", "cases", "compare", "fast_case"]
+__all__ = ["BOUND", "WORLD", "Case", "Row", "cases", "compare", "fast_case", "packed_cases"]
 
 WORLD = 4
 BOUND = {"float32": 1e-5, "float64": 1e-12}  # relative, ||ours - theirs|| / ||theirs|| per tensor
@@ -40,13 +41,19 @@ _MESHES = ((1, -1, 1), (2, -1, 1), (4, -1, 1), (1, 2, 1), (2, 2, 1), (2, -1, 2),
 
 @dataclass(frozen=True)
 class Case:
-    """One setting of the matrix; ``dtype`` is what is computed in, and bfloat16 only asks whether the model runs."""
+    """One setting of the matrix.
+
+    Args:
+        dtype: what is computed in; bfloat16 only asks whether the model runs.
+        packed: whether the sequences of a rank are one row; the plain model has one in each row.
+    """
 
     ep: int
     fsdp_size: int
     shard_dim: int | str
     checkpointing: str
     dtype: str = "float32"
+    packed: bool = False
     etp: int = 1
 
     @classmethod
@@ -105,13 +112,24 @@ def cases(name: str) -> list[Case]:
     return [*matrix, *more, Case(2, -1, 1, "full", "bfloat16")]
 
 
+def packed_cases(name: str) -> list[Case]:
+    """Packed rows on each mesh once, and the other settings in turn."""
+    meshes = [mesh for mesh in _MESHES if name not in families.DENSE or mesh[0] == mesh[2] == 1]
+    dtype = families.ALL[name].dtype
+    return [
+        Case.on(mesh, "auto" if mesh[0] == mesh[2] == 1 else i % 2, ("full", "none")[i % 2], dtype, True)
+        for i, mesh in enumerate(meshes)
+    ]
+
+
 def fast_case(index: int, name: str) -> Case:
     """One case for the ``index``-th family, so that the families together meet every setting."""
+    packed = index % 4 > 1
     if name in families.DENSE:
-        return Case(1, (-1, 2)[index % 2], "auto", ("full", "none", "selective")[index % 3])
+        return Case(1, (-1, 2)[index % 2], "auto", ("full", "none", "selective")[index % 3], packed=packed)
     mesh = [(2, -1, 1), (4, -1, 1), (2, 2, 1), (2, -1, 2), (1, 2, 2), (1, -1, 2)][index % 6]
     checkpointing = ("full", "none", "selective")[(index // 2 + index // 6) % 3]
-    return Case.on(mesh, index // 6 % 2, checkpointing, families.ALL[name].dtype)
+    return Case.on(mesh, index // 6 % 2, checkpointing, families.ALL[name].dtype, packed)
 
 
 def compare(work: Sequence[tuple[str, Path, Sequence[Case]]], results: Path) -> None:
@@ -195,6 +213,8 @@ def _sharded(folder: Path, case: Case, reference: _Reference):
     kind = SimpleNamespace(from_config=lambda config, dtype, **_: reference.kind._from_config(config, dtype=dtype))
     dtype = torch.float64 if case.dtype == "float64" else torch.float32
     model = build_on_meta(kind, copy.deepcopy(reference.config), dtype)
+    if case.packed:
+        PackedSequences(model)
     options = ShardingOptions(
         param_dtype=getattr(torch, case.dtype),
         reduce_dtype=dtype,
@@ -223,7 +243,7 @@ def _compare(name: str, folder: Path, case: Case, reference: _Reference) -> Row:
     for step, plain in enumerate(reference.steps, start=1):
         expected = {key: _renamed(value, own) for key, value in plain.items()}
         optimizer.zero_grad()
-        logits = families.logits(model, _batch()[rows])
+        logits = (families.packed_logits if case.packed else families.logits)(model, _batch()[rows])
         families.loss(name, logits, _batch()[rows]).backward()
         grads = [("gradients", n, g, expected["gradients"].get(n)) for n, g in _gradients(model, expected["gradients"])]
         found.append(("logits", f"of step {step}", _relative(logits.detach(), expected["logits"][rows])))

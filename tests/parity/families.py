@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from epfsdp2.engine.compat.transformers_names import RENAMED
+from epfsdp2.engine.model.vision import VisionTowerSync
 from tests.parity.family import (
     DEEPSEEK,
     GRANITE,
@@ -33,12 +34,14 @@ __all__ = [
     "FAMILIES",
     "NEWER",
     "OUTSIDE",
+    "STATEFUL",
     "STATES",
     "AsAuto",
     "Family",
     "load",
     "logits",
     "loss",
+    "packed_logits",
     "plain_name",
     "save",
 ]
@@ -282,13 +285,14 @@ DENSE: dict[str, Family] = {
 }
 # Whose experts are outside transformers' interface in 5.9.
 OUTSIDE = ("granitemoe", "granitemoehybrid", "granitemoeshared", "llama4")
-# Those that carry a state along the row: ranks share rows of them by sequences.
-STATES = (
-    *("granitemoehybrid", "jamba", "lfm2_moe", "minimax", "nemotron_h", "nemotron_h_latent", "qwen3_5_moe"),
-    "qwen3_next",
-)
 EVERY = {**FAMILIES, **DENSE}
 ALL = {**EVERY, **NEWER}
+# Those that carry a state along the row: ranks share rows of them by sequences. Some only newer transformers have.
+STATEFUL = (
+    *("bailing_hybrid", "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe", "minimax", "nemotron_h"),
+    *("nemotron_h_latent", "qwen3_5_moe", "qwen3_next"),
+)
+STATES = tuple(name for name in STATEFUL if name in ALL)
 
 
 def save(name: str, folder: Path) -> Path:
@@ -330,6 +334,15 @@ def plain_name(model: nn.Module, name: str) -> str:
 def logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """``(B, S, VOCAB)`` of ids ``(B, S)``."""
     return model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float()
+
+
+def packed_logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """The same of one row that has the ``B`` sequences one after the other."""
+    positions = torch.arange(ids.shape[1]).repeat(len(ids))[None]
+    inputs = {"input_ids": ids.reshape(1, -1), "position_ids": positions, "attention_mask": None}
+    if hasattr(model.config, "vision_config"):
+        VisionTowerSync(model).prepare_inputs(inputs)
+    return model(**inputs, use_cache=False).logits.float().view(*ids.shape, -1)
 
 
 def loss(name: str, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

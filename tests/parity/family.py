@@ -49,6 +49,11 @@ class Family:
     dtype: str = "float32"
     note: str = ""
 
+    @property
+    def attention(self) -> str:
+        """Which its class has: sdpa, or else eager (of gpt-oss no attention but its own has sinks on a CPU)."""
+        return "sdpa" if getattr(model_class(self.model), "_supports_sdpa", False) else "eager"
+
     def build(self, attention: str = "eager", **sizes: Any) -> Any:
         config = getattr(transformers, self.config)(**{**self.sizes, **sizes})
         config._attn_implementation = attention

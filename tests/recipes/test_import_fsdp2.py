@@ -17,6 +17,7 @@ from epfsdp2.engine.checkpoint import state as checkpoint
 from epfsdp2.engine.optim.lr_scheduler import build_multi_lr_scheduler
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.recipes.convert import import_fsdp2
+from tests.parity import families
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, reference_model, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks
@@ -111,10 +112,10 @@ def _resumes(folder, saved, facts):
     schedule = build_multi_lr_scheduler(optimizer, _schedule)
     checkpoint.load_checkpoint(saved, model, optimizer, schedule, {"model", "optimizer", "extra"})
     verls = torch.load(facts)
-    parameters = _whole(model.named_parameters())
+    parameters = _whole(_under_plain_names(model, model.named_parameters()))
     assert parameters.keys() == verls["saved"].keys()
     assert all(torch.equal(tensor, verls["saved"][name]) for name, tensor in parameters.items())
-    state = optimizer.state_dict()["state"]
+    state = dict(_under_plain_names(model, optimizer.state_dict()["state"].items()))
     assert state.keys() == verls["moments"].keys()
     for name, entries in state.items():
         moments = _whole(entries.items())
@@ -127,9 +128,13 @@ def _resumes(folder, saved, facts):
         assert torch.equal(torch.get_rng_state(), verls["random"])
     _step(model, optimizer, schedule)
     assert set(schedule.get_last_lr()) == set(verls["rates after"])
-    for name, tensor in _whole(model.named_parameters()).items():
+    for name, tensor in _whole(_under_plain_names(model, model.named_parameters())).items():
         torch.testing.assert_close(tensor, verls["after"][name], rtol=1e-5, atol=1e-6, msg=name)
         assert not torch.equal(tensor, verls["saved"][name]), name
+
+
+def _under_plain_names(model, named):
+    return ((families.plain_name(model, name), value) for name, value in named)
 
 
 def _imported(out):
@@ -175,6 +180,22 @@ def test_import_of_replicas_tied_parameters_and_value_models_takes_each_once(tmp
         assert import_fsdp2.main([str(tmp_path / STEP / role), str(out)]) == 0
         _is_what_was_saved(out, tmp_path / STEP / role)
         assert has in _imported(out) and "model.lm_head.weight" not in _imported(out)
+
+
+def test_import_of_a_family_that_the_engine_brings_onto_the_interface_goes_on_here(tmp_path):
+    """Its experts have other names than in transformers, and another place among the parameters."""
+    saved, out = tmp_path / STEP / "actor", tmp_path / "out"
+    model = families.save("granitemoe", tmp_path / "model")
+    run_ranks(_saves_with_verl, 2, model, saved)
+    assert import_fsdp2.main([str(saved), str(out), "--step", "2"]) == 0
+    found = _imported(out)
+    own = "model.model.layers.0.block_sparse_moe.experts.gate_up_proj"
+    facts = torch.load(_facts_of(saved))
+    theirs = "model.layers.0.block_sparse_moe.input_linear.weight"
+    assert torch.equal(found[own], facts["saved"][theirs])
+    moments = facts["moments"][theirs]
+    assert all(torch.equal(found[f"optimizer.{own.removeprefix('model.')}.{k}"], moments[k]) for k in MOMENTS)
+    run_ranks(_resumes, 2, model, out, _facts_of(saved))
 
 
 def _as_from_a_gpu(path):

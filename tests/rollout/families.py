@@ -31,6 +31,8 @@ class Family:
 _WIDE = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 # Its configs may also have these by layer.
 _BY_LAYER = {"moe_intermediate_size": [64, 64], "moe_topk": [2, 2], "num_shared_expert": [1, 1]}
+# Its full attention has other heads, whose keys are values too.
+_SHARED_KEYS = {"attention_k_eq_v": True, "global_head_dim": 64, "num_global_key_value_heads": 1}
 _FOUR_KEYS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 
 FAMILIES: dict[str, Family] = {
@@ -38,13 +40,14 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": Family({**_WIDE, "moe_intermediate_size": 96}),
     "olmoe": Family({**_WIDE, "intermediate_size": 96}, may_be_tied=False),
     "glm4_moe": Family({"use_qk_norm": True, "attention_bias": True}, may_be_tied=False),
+    "glm4v_moe": Family({"attention_bias": True}, may_be_tied=False),
     "dots1": Family(),
     "mixtral": Family(),
     "minimax_m2": Family(may_be_tied=False),
     "deepseek_v3": Family(may_be_tied=False),
     "deepseek_v3_latent": Family(may_be_tied=False),
-    # Its full attention has other heads, whose keys are values too.
-    "gemma4": Family({"attention_k_eq_v": True, "global_head_dim": 64, "num_global_key_value_heads": 1}),
+    "gemma4": Family(_SHARED_KEYS),
+    "gemma4_vl": Family(_SHARED_KEYS),
     # vLLM 0.29 does not pad experts whose gate and up are interleaved: four workers have 32 rows each.
     "gpt_oss": Family({"num_key_value_heads": 4, "intermediate_size": 128}, may_be_tied=False),
     "qwen3_next": Family(_FOUR_KEYS, may_be_tied=False),

@@ -106,6 +106,21 @@ _LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
     "shared_expert_intermediate_size": 64,
 }
+# Without AMX vLLM's CPU kernel takes a state in float32 alone; by default it has the model's dtype.
+_STATE = {} if torch.cpu._is_amx_tile_supported() else {"mamba_ssm_cache_dtype": "float32"}
+_GEMMA = {
+    **_QWEN,
+    "enable_moe_block": True,
+    "top_k_experts": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 8,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": VOCAB,
+    "num_kv_shared_layers": 0,
+    "tie_word_embeddings": True,
+}
+_TWO_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
 # The head size of these configs is hidden / heads, and vLLM's CPU attention takes 32.
 _THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3}
 # vLLM's operator for rotary embeddings works in place, which the CPU build gets wrong on strided views.
@@ -115,6 +130,7 @@ _TORCHVISION = {} if find_spec("torchvision") else {"PYTHONPATH": str(Path(__fil
 
 # transformers interleaves whatever this says; vLLM does if it does.
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
+_HALF_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "partial_rotary_factor": 0.5}
 _TEXT_ALONE = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
 
 SERVED: dict[str, Served] = {
@@ -157,21 +173,22 @@ SERVED: dict[str, Served] = {
     "qwen3": Served(_of("Qwen3", **_DENSE)),
     "qwen2": Served(_of("Qwen2", **_DENSE, **_THREE_HEADS)),
     "llama": Served(_of("Llama", **_DENSE)),
-    "gemma4": Served(
-        _of(
-            "Gemma4",
-            config="Gemma4TextConfig",
-            **_QWEN,
-            enable_moe_block=True,
-            top_k_experts=2,
-            layer_types=["sliding_attention", "full_attention"],
-            sliding_window=8,
-            global_head_dim=32,
-            hidden_size_per_layer_input=0,
-            vocab_size_per_layer_input=VOCAB,
-            num_kv_shared_layers=0,
-            tie_word_embeddings=True,
-        )
+    "gemma4": Served(_of("Gemma4", config="Gemma4TextConfig", **_GEMMA)),
+    "gemma4_vl": Served(
+        Family(
+            "Gemma4ForConditionalGeneration",
+            "Gemma4Config",
+            {
+                "text_config": _sizes(**_GEMMA),
+                "vision_config": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, **_TWO_HEADS},
+                "audio_config": None,
+                "image_token_id": 94,
+                "video_token_id": 95,
+                "tie_word_embeddings": True,
+            },
+        ),
+        settings=_TEXT_ALONE,
+        environment=_TORCHVISION,
     ),
     "deepseek_v3": Served(
         _of(
@@ -190,6 +207,11 @@ SERVED: dict[str, Served] = {
         settings=_PLAIN_ROTARY,
         environment={"VLLM_MLA_DISABLE": "1"},
     ),
+    "glm4v_moe": Served(
+        _seeing("Glm4vMoe", {**_DEEPSEEK, "use_qk_norm": False, "rope_parameters": _HALF_MROPE}),
+        settings=_TEXT_ALONE,
+        environment=_TORCHVISION,
+    ),
     "gpt_oss": Served(
         _of("GptOss", **_LOCAL, layer_types=["sliding_attention", "full_attention"]),
         dtype="bfloat16",
@@ -197,10 +219,11 @@ SERVED: dict[str, Served] = {
             "0.24": "its loader finds no experts of a gpt-oss in bfloat16 (KeyError: layers.0.mlp.experts.w2_weight)"
         },
     ),
-    "qwen3_next": Served(_of("Qwen3Next", **_QWEN, **_LINEAR, norm_topk_prob=True), dtype="bfloat16"),
+    "qwen3_next": Served(_of("Qwen3Next", **_QWEN, **_LINEAR, norm_topk_prob=True), dtype="bfloat16", settings=_STATE),
     "qwen3_5_moe": Served(
         _of("Qwen3_5Moe", config="Qwen3_5MoeTextConfig", **_QWEN, **_LINEAR),
         dtype="bfloat16",
+        settings=_STATE,
         environment=_TORCHVISION,
         broken={"0.24": "it has no class of its text model alone"},
     ),
@@ -219,7 +242,7 @@ SERVED: dict[str, Served] = {
         name: Served(
             _seeing(kind, {**text, **_LINEAR}),
             dtype="bfloat16",
-            settings=_TEXT_ALONE,
+            settings={**_TEXT_ALONE, **_STATE},
             environment=_TORCHVISION,
             broken={"0.24": "its CPU build can't run it (tensor must be contiguous)"},
         )

@@ -103,4 +103,4 @@ def test_placed_checksums_see_a_changed_slice():
         placements.add("w", corner, part)
     assert placements.difference([("other", held), ("w", held)]) == ""
     held[3, 4] += 1
-    assert placements.difference([("w", held)]) == "the values of w in vLLM differ from those that were received"
+    assert placements.difference([("w", held)]) == "the values of w on the worker differ from those that were received"

@@ -11,6 +11,7 @@ import pytest
 
 from epfsdp2.recipes.quickstart.commands import sglang_environment
 from tests.rollout.families import save
+from tests.rollout.sglang_families import SIZES
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed (make setup STACK=sglang)")
@@ -52,10 +53,35 @@ def test_tensors_on_the_cpu_can_be_sent_with_the_shim_alone(tmp_path, how):
     assert how == "shim" or "IndexError: tuple index out of range" in done.stderr
 
 
-def _run(tp, *folders):
+_KEEPS = """
+import sys
+from sglang.srt.state_capturer.base import BaseHostCache
+from epfsdp2.rollout.sglang import routes_shim
+
+if sys.argv[1] == "shim":
+    routes_shim.install()
+    routes_shim.install()  # once
+assert BaseHostCache(4, 2, 3, "routes").buffer.shape == (4, 2, 3)
+"""
+
+
+@pytest.mark.parametrize("how", ["stock", "shim"])
+def test_routes_are_kept_on_the_cpu_with_the_shim_alone(tmp_path, how):
+    script = tmp_path / "keeps.py"
+    script.write_text(_KEEPS)
+    environment = os.environ | sglang_environment() | {"VERL_PLATFORM": "cpu"}
+    done = subprocess.run(
+        [sys.executable, script, how], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert (done.returncode == 0) == (how == "shim"), done.stderr[-2000:]
+
+
+def _run(folders, tp, *options):
     """What ``tests.support.sglang_engine`` says."""
-    words = [sys.executable, "-m", "tests.support.sglang_engine", str(tp), *map(str, folders)]
-    environment = os.environ | sglang_environment() | {"VERL_PLATFORM": "cpu", "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-m", "tests.support.sglang_engine", "--tp", str(tp), *options, *map(str, folders)]
+    # Without compiled routers, which take longer than all else.
+    environment = os.environ | sglang_environment() | {"VERL_PLATFORM": "cpu", "TORCHDYNAMO_DISABLE": "1"}
+    environment["PYTHONPATH"] = str(ROOT)
     if tp > 1:
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join("01"[:tp])
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600, check=False)
@@ -64,26 +90,47 @@ def _run(tp, *folders):
     return json.loads(line.removeprefix("RESULT"))
 
 
-# SGLang knows no dense layers between those with experts, and pads a part of 80 rows on a CPU.
-FAMILIES = {
-    "qwen3_moe": {"mlp_only_layers": []},
-    "qwen3": {"intermediate_size": 192, "tie_word_embeddings": True},
-    "qwen2": {"intermediate_size": 192},
-    "llama": {"intermediate_size": 192, "attention_bias": True},
-}
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_three_syncs_of_slices_give_what_a_fresh_sglang_has(tmp_path, family, tp):
-    folders = [save(family, tmp_path / str(seed), seed, **FAMILIES[family]) for seed in range(4)]
-    held, failures = _run(tp, *folders)
-    ((fresh,), _) = _run(tp, folders[-1])
+def _compared(tmp_path, family, tp, *options):
+    """Three syncs against a fresh engine; returns what both hold, and why some updates failed."""
+    folders = [save(family, tmp_path / str(seed), seed, **SIZES[family]) for seed in range(4)]
+    held, failures = _run(folders, tp, *options)
+    ((fresh,), _) = _run(folders[-1:], tp, *options)
     assert held[2] == fresh and held[3] == fresh
     assert held[0] != held[1] != held[2]
+    return fresh, failures
+
+
+# Its CPU build can run all but gpt-oss, which ``test_sglang_layout.py`` has.
+FAMILIES = [family for family in SIZES if family != "gpt_oss"]
+ON_ONE_WORKER = ("qwen3_moe", "deepseek_v3")
+CASES = [
+    *((family, 2) for family in FAMILIES),
+    *(pytest.param(f, 1, marks=[] if f in ON_ONE_WORKER else pytest.mark.long) for f in FAMILIES),
+]
+
+
+@pytest.mark.parametrize(("family", "tp"), CASES)
+def test_three_syncs_of_slices_give_what_a_fresh_sglang_has(tmp_path, family, tp):
+    _, failures = _compared(tmp_path, family, tp)
     incomplete, too_large, twice = failures
     assert "did not receive every element" in incomplete
     assert too_large
+    assert "was sent twice" in twice
+
+
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [
+        ("qwen3_moe", "sliced"),
+        ("deepseek_v3", "expert_local"),
+        pytest.param("qwen3_moe", "expert_local", marks=pytest.mark.long),
+        pytest.param("deepseek_v3", "sliced", marks=pytest.mark.long),
+    ],
+)
+def test_three_syncs_of_whole_experts_give_what_a_fresh_sglang_has(tmp_path, family, mode):
+    """SGLang can't compute with them on a CPU."""
+    _, (incomplete, _, twice) = _compared(tmp_path, family, 2, "--ep", "--mode", mode)
+    assert "did not receive every element" in incomplete
     assert "was sent twice" in twice
 
 
@@ -93,9 +140,11 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from epfsdp2.rollout.sglang import cpu_shim
 from epfsdp2.rollout.sglang.adapter import SlicedUpdates
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
 
+cpu_shim.install()
 closed = []
 
 def tensors():

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from verl.workers.config import RolloutConfig
 
+from epfsdp2.engine.compat import versions
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.model import hf_names
 from epfsdp2.engine.model.layers import layer_names
@@ -37,6 +38,11 @@ SGLANG = {
 }
 
 
+def _sglang(**arguments):
+    """A rollout by SGLang with more arguments."""
+    return {**SGLANG, "engine_kwargs": {"sglang": {**SGLANG["engine_kwargs"]["sglang"], **arguments}}}
+
+
 @pytest.mark.parametrize(
     ("requested", "family", "config", "mode", "reason"),
     [
@@ -51,10 +57,27 @@ SGLANG = {
         ("expert_local", "qwen3_moe", EP2, "expert_local", ""),
         ("full", "no_such", {**TP2, "quantization": "fp8"}, "full", ""),
         ("auto", "qwen3_moe", SGLANG, "sliced", ""),
-        ("auto", "gpt_oss", SGLANG, "full", "actor_rollout_ref.model=gpt_oss: how SGLang cuts it was not compared"),
-        ("auto", "qwen3_moe", {**SGLANG, "expert_parallel_size": 2}, "full", "expert_parallel_size=2: how SGLang"),
+        ("auto", "dots1", SGLANG, "full", "actor_rollout_ref.model=dots1: how SGLang cuts it was not compared"),
+        ("auto", "dots1", {**SGLANG, "tensor_model_parallel_size": 1}, "full", "how SGLang cuts it was not compared"),
+        ("auto", "qwen3_moe", {**SGLANG, "expert_parallel_size": 2}, "sliced", ""),
+        ("expert_local", "qwen3_moe", {**SGLANG, "expert_parallel_size": 2}, "expert_local", ""),
+        ("auto", "qwen3_moe", {**SGLANG, "expert_parallel_size": 3}, "full", "expert_parallel_size=3: slices know"),
+        ("auto", "gpt_oss", {**SGLANG, "expert_parallel_size": 2}, "full", "SGLang's loader of this family knows no"),
+        ("auto", "qwen3_moe", {**SGLANG, "data_parallel_size": 2}, "full", "data_parallel_size=2: it cuts the model"),
         ("auto", "qwen3_moe", {**SGLANG, "engine_kwargs": {}}, "full", "custom_weight_loader=[]: only this"),
         ("auto", "qwen3_moe", {**SGLANG, "quantization": "fp8"}, "full", "quantization=fp8: SGLang quantises"),
+        ("auto", "glm4_moe", SGLANG, "full", "disable_shared_experts_fusion=None: SGLang may store the shared"),
+        ("auto", "glm4_moe", _sglang(disable_shared_experts_fusion=True), "sliced", ""),
+        ("auto", "gpt_oss", SGLANG, "full", "moe_runner_backend=None: SGLang's own choice stores experts"),
+        ("auto", "gpt_oss", _sglang(moe_runner_backend="triton"), "sliced", ""),
+        ("auto", "deepseek_v3", _sglang(device="cpu"), "sliced", ""),
+        ("auto", "qwen3_moe", _sglang(quantization="fp8"), "full", "sglang.quantization=fp8: SGLang quantises"),
+        ("auto", "qwen3_moe", _sglang(load_format="flash_rl"), "full", "load_format=flash_rl: a loader of this kind"),
+        ("auto", "qwen3_moe", _sglang(load_format="dummy", ep_num_redundant_experts=0), "sliced", ""),
+        ("auto", "qwen3_moe", _sglang(enable_eplb=True), "full", "sglang.enable_eplb=True: SGLang stores experts"),
+        ("auto", "qwen3_moe", _sglang(moe_runner_backend="flashinfer_cutlass"), "full", "this kernel stores experts"),
+        ("auto", "qwen3_moe", _sglang(custom_weight_loader=["my.loader"]), "full", "only this package's loader"),
+        ("auto", "qwen3_moe", _sglang(custom_weight_loader=["my.loader", SGLANG_LOADER]), "sliced", ""),
         ("auto", "qwen3_moe", {**SGLANG, "name": "trtllm"}, "full", "rollout.name=trtllm: it takes full tensors"),
     ],
 )
@@ -67,6 +90,23 @@ def test_own_experts_can_not_be_sent_to_a_family_with_stacks_alone():
     assert choose_mode("auto", EP2, "gemma4_text") == ("sliced", "")
     with pytest.raises(SettingError, match="actor_rollout_ref.model=gemma4_text: its checkpoints have experts as"):
         choose_mode("expert_local", EP2, "gemma4_text")
+
+
+@pytest.mark.parametrize(("name", "config"), [("vllm", OURS), ("sglang", SGLANG)])
+def test_slices_are_not_sent_to_a_version_whose_layout_is_unknown(name, config):
+    with pytest.raises(SettingError, match=f"{name}=installed: {name} 9.9 was not tested with, and a layout may"):
+        choose_mode("sliced", config, "qwen3_moe", untested=f"{name} 9.9 was not tested with")
+
+
+def test_layout_of_an_sglang_that_was_not_shown_is_unknown(monkeypatch):
+    assert versions.unknown_layout("trtllm") == ""
+    monkeypatch.setattr(versions, "installed", lambda name: "0.5.13")
+    assert versions.unknown_layout("sglang") == "sglang 0.5.13 was not tested with; tested: sglang 0.5.12"
+
+
+def test_own_experts_can_not_be_sent_to_sglang_without_expert_parallelism():
+    with pytest.raises(SettingError, match="expert_parallel_size=1: SGLang runs without expert parallelism.*size=2"):
+        choose_mode("expert_local", SGLANG, "qwen3_moe")
 
 
 def test_choose_mode_reads_verls_dataclass_like_a_mapping():

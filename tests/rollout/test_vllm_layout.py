@@ -9,13 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from epfsdp2.engine.topology.dtensor import checkpoint_tensors
 from epfsdp2.engine.topology.index_ranges import IndexRange
 from epfsdp2.rollout.layout import vllm_layout
-from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, TargetSlice, TensorSpec, known_families, target_slices
+from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, TargetSlice, known_families
 from tests.rollout.families import DENSE, FAMILIES, config_of, known, model_on_meta
 from tests.rollout.served_families import SERVED
-from tests.support.loader_trace import LoaderTracer, View, checkpoint_views, merge_slices
+from tests.support.loader_trace import LoaderTracer, View, differing_layouts, merge_slices
 from tests.support.ranks import run_ranks
 
 _ENVIRONMENT = {
@@ -32,10 +31,6 @@ _LATENT_ATTENTION = "vllm.model_executor.models.deepseek_v2.MultiHeadLatentAtten
 class _NoAttention(torch.nn.Module):
     def __init__(self, *args, **kwargs):
         super().__init__()
-
-
-def _sorted(slices):
-    return sorted(slices, key=lambda part: (part.block.low, part.at))
 
 
 def _compare(folder, cases, is_data_parallel=False, tower="sharded"):
@@ -77,33 +72,22 @@ def _compare(folder, cases, is_data_parallel=False, tower="sharded"):
         with set_current_vllm_config(engine), mock.patch(_LATENT_ATTENTION, _NoAttention):
             init_distributed_environment(world, rank, "env://", rank, "gloo")
             ensure_model_parallel_initialized(tp, 1)
-            traced = _trace(engine, model)
-        rollout, heads = Rollout(tp, dp, expert_parallel, tower), Heads.of(model.config)
+            rollout, heads = Rollout(tp, dp, expert_parallel, tower), Heads.of(model.config)
+            for found in differing_layouts(model, *_loader(engine), rollout, rank, heads):
+                differing.append((family, sizes, expert_parallel, rank, *found))
         for name in environment:
             del os.environ[name]
-        for tensor in _tensors(model):
-            computed = _sorted(merge_slices(target_slices(tensor, rollout, rank, heads)))
-            found = _sorted(traced.get(tensor.name, []))
-            if computed != found:
-                differing.append((family, sizes, expert_parallel, rank, computed, found))
     destroy_model_parallel()
     assert not differing, "\n".join(map(str, differing[:10]))
 
 
-def _tensors(model) -> list[TensorSpec]:
-    state = checkpoint_tensors(model)
-    return [TensorSpec(name, tuple(t.shape), t.element_size()) for name, t in state.items()]
-
-
-def _trace(engine, model):
+def _loader(engine):
+    """The parameters and buffers of vLLM's model, and what loads them."""
     from vllm.model_executor.model_loader.utils import initialize_model
 
     theirs = initialize_model(engine)
     held = {**dict(theirs.named_parameters()), **dict(theirs.named_buffers())}
-    held = {name.replace(".routed_experts", ""): tensor for name, tensor in held.items()}
-    with torch.no_grad(), LoaderTracer(checkpoint_views(model, _tensors(model)), held) as tracer:
-        theirs.load_weights(tracer.weights())
-    return tracer.slices()
+    return {name.replace(".routed_experts", ""): tensor for name, tensor in held.items()}, theirs.load_weights
 
 
 def _cases(family: str) -> list:
@@ -191,6 +175,17 @@ def test_loader_tracer_follows_transposed_copies_and_zeros():
     assert found == {"t": [TargetSlice(block, "p", (0, 0, 0), "transposed")]}
     whole = IndexRange((0, 0), (6, 4))
     assert _traced(lambda t: t.zero_(), lambda p: p) == {"t": [TargetSlice(whole, "p", (0, 0), "zeros")]}
+
+
+def test_loader_tracer_follows_views_that_are_joined():
+    target = torch.zeros(5, 3)
+    views = [View(name, name, (rows, 3), (rows, 3), (3, 1), 0) for name, rows in (("a", 2), ("b", 3))]
+    with LoaderTracer(views, {"p": target}) as tracer:
+        target.data.copy_(torch.cat([tensor for _, tensor in tracer.weights()]))
+    assert tracer.slices() == {
+        "a": [TargetSlice(IndexRange((0, 0), (2, 3)), "p", (0, 0))],
+        "b": [TargetSlice(IndexRange((0, 0), (3, 3)), "p", (2, 0))],
+    }
 
 
 @pytest.mark.parametrize(

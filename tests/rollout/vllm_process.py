@@ -9,6 +9,7 @@ from multiprocessing.connection import Client
 def main() -> None:
     from vllm import LLM, SamplingParams
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+    from vllm.lora.request import LoRARequest
 
     def start(settings: dict) -> LLM:
         defaults = {
@@ -27,9 +28,10 @@ def main() -> None:
     engine = start(settings)
     sampling = SamplingParams(temperature=0, max_tokens=8, logprobs=3, prompt_logprobs=3, detokenize=False)
 
-    def generate(prompts):
+    def generate(prompts, adapter=None):
         prompts = [p if isinstance(p, dict) else {"prompt_token_ids": p} for p in prompts]
-        outputs = engine.generate(prompts, sampling, use_tqdm=False)
+        request = None if adapter is None else LoRARequest(*adapter)
+        outputs = engine.generate(prompts, sampling, use_tqdm=False, lora_request=request)
         return [
             (
                 list(output.outputs[0].token_ids),
@@ -48,6 +50,8 @@ def main() -> None:
             try:
                 if command == "generate":
                     answer = generate(arguments)
+                elif command == "generate_adapted":
+                    answer = generate(**arguments)
                 elif command == "clear":  # what verl's server does after a sync (clear_kv_cache)
                     answer = engine.reset_prefix_cache()
                     engine.llm_engine.reset_mm_cache()

@@ -31,6 +31,8 @@ ROOMS = (
     "rollout/remote",
     "rollout/server_adapter.py",
     "rollout/sync.py",
+    "rollout/worker_weights.py",
+    "rollout/adapter_sync.py",
     "rollout/sglang",
     "rollout/vllm",
     "rollout/transport",

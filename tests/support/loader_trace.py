@@ -1,4 +1,4 @@
-"""Traces where vLLM's own loaders put every element of a model, to check ``rollout/layout/vllm_layout.py``.
+"""Traces where vLLM's and SGLang's own loaders put every element of a model, to check ``rollout/layout``.
 
 No values are moved. Tensors on the meta device stand for the trainer's; whatever views naming and loaders take of them,
 torch keeps storage, offset and strides. A dispatch mode intercepts the copies with which loaders end, and from their
@@ -7,7 +7,7 @@ model.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,10 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from epfsdp2.engine.model import hf_names
 from epfsdp2.engine.model.hf_convert import storage_id
+from epfsdp2.engine.topology.dtensor import checkpoint_tensors
 from epfsdp2.engine.topology.index_ranges import IndexRange
 from epfsdp2.rollout.layout.specs import SliceForm, TargetSlice, TensorSpec
+from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, target_slices
 
-__all__ = ["LoaderTracer", "View", "checkpoint_views", "merge_slices"]
+__all__ = ["LoaderTracer", "View", "checkpoint_views", "differing_layouts", "merge_slices"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,36 @@ class View:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+
+
+def differing_layouts(
+    model: Any,
+    parameters: Mapping[str, torch.Tensor],
+    load_weights: Callable[[Iterable[tuple[str, torch.Tensor]]], Any],
+    rollout: Rollout,
+    worker: int,
+    heads: Heads,
+) -> Iterator[tuple[str, list[TargetSlice], list[TargetSlice]]]:
+    """Yield the tensors whose computed slices are not those that a worker's loader was seen to copy, with both.
+
+    Args:
+        model: the trainer's, on any device.
+        parameters: the worker's, by name, and what else its loader fills.
+        load_weights: the worker's.
+    """
+    specs = [TensorSpec(name, tuple(t.shape), t.element_size()) for name, t in checkpoint_tensors(model).items()]
+    with torch.no_grad(), LoaderTracer(checkpoint_views(model, specs), parameters) as tracer:
+        load_weights(tracer.weights())
+    traced = tracer.slices()
+    for spec in specs:
+        computed = _sorted(merge_slices(target_slices(spec, rollout, worker, heads)))
+        found = _sorted(traced.get(spec.name, []))
+        if computed != found:
+            yield spec.name, computed, found
+
+
+def _sorted(slices: Iterable[TargetSlice]) -> list[TargetSlice]:
+    return sorted(slices, key=lambda part: (part.block.low, part.at))
 
 
 def checkpoint_views(model: Any, tensors: Iterable[TensorSpec]) -> list[View]:
@@ -55,6 +87,8 @@ def checkpoint_views(model: Any, tensors: Iterable[TensorSpec]) -> list[View]:
 class LoaderTracer(TorchDispatchMode):
     """Records every copy of a view into a parameter instead of executing it; copies of a view stand for the view.
 
+    Views that a loader has joined by ``torch.cat`` and copies as a whole are recorded one by one.
+
     Args:
         views: the checkpoint tensors (``checkpoint_views``).
         parameters: the receiving model's parameters by name; contiguous, on any device.
@@ -67,6 +101,7 @@ class LoaderTracer(TorchDispatchMode):
         # Keyed by storage, since ``parameter.data`` in a loader is another tensor of the same storage.
         self._sources = {storage_id(tensor): (name, tensor) for name, tensor in self._tensors.items()}
         self._zeroed: set[int] = set()
+        self._joined: dict[int, tuple[torch.Tensor, Sequence[torch.Tensor], int]] = {}
         self._targets: dict[int, tuple[str, torch.Tensor]] = {}
         for name, tensor in parameters.items():  # a parameter with several names gets the first
             self._targets.setdefault(storage_id(tensor), (name, tensor))
@@ -87,15 +122,27 @@ class LoaderTracer(TorchDispatchMode):
         if func is torch.ops.aten.zero_.default and storage_id(args[0]) in self._sources:
             self._zeroed.add(storage_id(args[0]))
             return args[0]
+        if func is torch.ops.aten.cat.default and all(storage_id(part) in self._sources for part in args[0]):
+            joined = func(*args, **(kwargs or {}))
+            self._joined[storage_id(joined)] = (joined, args[0], args[1] if len(args) > 1 else 0)
+            return joined
         if func is not torch.ops.aten.copy_.default:
             return func(*args, **(kwargs or {}))
         target, source = args[:2]
+        if storage_id(source) in self._joined and source.numel() == self._joined[storage_id(source)][0].numel():
+            _, parts, dim = self._joined[storage_id(source)]
+            for part, place in zip(parts, target.split([part.shape[dim] for part in parts], dim), strict=True):
+                self._record(place, part)
+            return target
+        return self._record(target, source, *args[2:], **(kwargs or {}))
+
+    def _record(self, target: torch.Tensor, source: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         if storage_id(source) not in self._sources:
             if source.is_meta:
                 raise ValueError(
                     "a loader copies a tensor that it has made instead of a view of one that it was given."
                 )
-            return func(*args, **(kwargs or {}))
+            return target.copy_(source, *args, **kwargs)
         name, tensor = self._sources[storage_id(source)]
         if storage_id(target) not in self._targets:
             raise ValueError(f"a loader copies {name} to memory that is not a parameter's.")

@@ -44,6 +44,7 @@ from epfsdp2.engine.planner.memory import Batch, peak
 from epfsdp2.engine.planner.model_sizes import ModelSizes
 from epfsdp2.engine.topology.dtensor import local_tensor
 from epfsdp2.engine.topology.mesh import Topology, build_meshes, build_sequence_mesh
+from tests.support.indexed_backend import stand_in
 from tests.support.ranks import run_ranks
 
 __all__ = ["MODEL", "Row", "peak_of", "run"]
@@ -85,6 +86,7 @@ class Row:
     lora_rank: int = 0
     chunks: int = 1
     dense: bool = False
+    by_index: bool = False  # operators that read rows through an index, and fuse the activation
     measured: int = 0
     predicted: int = 0
     largest: int = 0  # single allocation
@@ -134,6 +136,7 @@ def sharding(row: Row) -> ShardingOptions:
         prefetch_depth=row.depth,
         reshard_after_forward=row.reshard,
         dispatch_chunks=row.chunks,
+        experts_backend="triton" if row.by_index else "auto",
     )
 
 
@@ -141,6 +144,8 @@ def measure(folder: Path, row: Row, out: Path) -> None:
     """Train on this rank; rank 0 writes the largest peak of all ranks in a step, and the largest allocation."""
     rank = dist.get_rank()
     _give_threads_a_moment()
+    if row.by_index:
+        stand_in()
     meshes = build_meshes("cpu", Topology.arrange(WORLD, row.ep, row.fsdp_size))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         torch.manual_seed(rank)

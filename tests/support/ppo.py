@@ -50,22 +50,26 @@ def ppo_samples(count: int = SAMPLES, prompt: int = PROMPT, response: int = RESP
     return samples
 
 
-def plain_ppo_loss(samples: Sequence[Sample], logits: Sequence[torch.Tensor]) -> torch.Tensor:
+def plain_ppo_loss(
+    samples: Sequence[Sample], logits: Sequence[torch.Tensor], masks: Sequence[torch.Tensor] | None = None
+) -> torch.Tensor:
     """verl's formula: clipped ratio, mean over all response tokens, entropy bonus.
 
     Args:
         logits: of each sample the plain model's, ``(T, VOCAB)``.
+        masks: of each sample which tokens of the response the policy wrote; all of them by default.
     """
+    masks = masks or [torch.ones(len(old), dtype=torch.bool) for _, _, old, _ in samples]
     losses = []
-    for (ids, prompt, old, advantage), scores in zip(samples, logits, strict=True):
+    for (ids, prompt, old, advantage), scores, mask in zip(samples, logits, masks, strict=True):
         log_probs = (scores[prompt - 1 : -1] / 0.7).log_softmax(-1)
         entropy = -(log_probs.exp() * log_probs).sum(-1)
         log_prob = log_probs.gather(-1, ids[prompt:, None])[:, 0]
         ratio = (log_prob - old).clamp(-20, 20).exp()
         clipped = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
         dual = torch.minimum(-advantage * 3.0, clipped)
-        losses.append((torch.where(advantage < 0, dual, clipped) - 0.01 * entropy).sum())
-    return torch.stack(losses).sum() / sum(len(old) for _, _, old, _ in samples)
+        losses.append((torch.where(advantage < 0, dual, clipped) - 0.01 * entropy)[mask].sum())
+    return torch.stack(losses).sum() / sum(int(mask.sum()) for mask in masks)
 
 
 def ppo_batch(
@@ -75,10 +79,12 @@ def ppo_batch(
     response: int = RESPONSE,
     positions: Sequence[torch.Tensor] | None = None,
     images: Sequence[Mapping[str, torch.Tensor]] | None = None,
+    masks: Sequence[torch.Tensor] | None = None,
 ):
     """verl's no-padding batch of some samples, which are a part of so many.
 
     Args:
+        masks: see ``plain_ppo_loss``.
         positions: of each sample the position ids, ``(4, T)`` with images.
         images: of each sample what verl calls its ``multi_modal_inputs``.
     """
@@ -105,7 +111,7 @@ def ppo_batch(
         data["position_ids"][i, ..., start : start + len(ids)] = positions[i]
         data["prompts"][i, start:] = ids[:before]
         data["responses"][i, :after] = ids[before:]
-        data["response_mask"][i, :after] = 1
+        data["response_mask"][i, :after] = 1 if masks is None else masks[i]
         data["old_log_probs"][i, :after] = old
         data["advantages"][i, :after] = advantage
     batch = left_right_2_no_padding(TensorDict(data, batch_size=[n]))

@@ -1,15 +1,15 @@
 """A real SGLang engine in a process of its own: is updated by slices, and says what its workers then hold.
 
-    python -m tests.support.sglang_engine TP FOLDER...
+    python -m tests.support.sglang_engine [--tp TP] [--ep] [--mode MODE] [--dtype DTYPE] [--generates] FOLDER...
 
 starts an engine on the first folder's model, updates it by slices of each other folder's, and prints a JSON list of
-what its workers hold after each; with one folder, of what they hold after their start. Then, where there were updates,
-a list of the answers to updates that can't be loaded.
+what its workers hold, and with ``--generates`` say, after each; with one folder, of that after their start. Then, where
+there were updates, a list of the answers to updates that can't be loaded.
 """
 
+import argparse
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ def write_digests(model: Any, named_tensors: Any) -> None:
     from sglang.srt.distributed import get_tensor_model_parallel_rank
 
     held = {name: digest(tensor) for name, tensor in model.named_parameters()}
+    for name, layer in model.named_modules():  # what is computed from them: w_kc, w_vc
+        held |= {f"{name}.{own}": digest(it) for own, it in vars(layer).items() if isinstance(it, torch.Tensor)}
     (Path(os.environ[_DIGESTS]) / f"{get_tensor_model_parallel_rank()}.json").write_text(json.dumps(held))
 
 
@@ -33,7 +35,7 @@ WRITER = "tests.support.sglang_engine.write_digests"
 
 
 class _Engine:
-    def __init__(self, folder: str, tp: int):
+    def __init__(self, folder: str, asked: argparse.Namespace):
         from sglang import Engine
 
         from epfsdp2.rollout.layout.sync_mode import SGLANG_LOADER
@@ -41,12 +43,14 @@ class _Engine:
         from epfsdp2.rollout.sglang import cpu_shim
 
         cpu_shim.install()
-        self.rollout, self.folder = Rollout(tp), Path(tempfile.mkdtemp())
+        self.rollout = Rollout(asked.tp, expert_parallel=asked.ep, server="sglang")
+        self.folder, self.mode, self.generates = Path(tempfile.mkdtemp()), asked.mode, asked.generates
         os.environ[_DIGESTS] = str(self.folder)
         self.engine = Engine(
             model_path=folder,
-            tp_size=tp,
-            dtype="float32",
+            tp_size=asked.tp,
+            ep_size=asked.tp if asked.ep else 1,
+            dtype=asked.dtype,
             device="cpu",
             attention_backend="torch_native",
             disable_overlap_schedule=True,
@@ -58,10 +62,15 @@ class _Engine:
             custom_weight_loader=[SGLANG_LOADER, WRITER],
         )
 
-    def held(self) -> list[dict[str, str]]:
-        """Digests of each worker's parameters."""
+    def held(self) -> list[Any]:
+        """Digests of each worker's parameters, then the tokens and log-probs of a greedy answer."""
         self._post([[("nothing", torch.zeros(1))]] * self.rollout.workers, WRITER)
-        return [json.loads((self.folder / f"{rank}.json").read_text()) for rank in range(self.rollout.workers)]
+        found = [json.loads((self.folder / f"{rank}.json").read_text()) for rank in range(self.rollout.workers)]
+        if self.generates:
+            sampling = {"temperature": 0.0, "max_new_tokens": 6, "ignore_eos": True}
+            answer = self.engine.generate(input_ids=[5, 9, 3, 17], sampling_params=sampling, return_logprob=True)
+            found.append([entry[:2] for entry in answer["meta_info"]["output_token_logprobs"]])
+        return found
 
     def update(self, model: Any, change: Any = lambda slices: slices) -> list[str]:
         """Send each worker the slices that it keeps of a model; return the workers' answers.
@@ -69,6 +78,8 @@ class _Engine:
         Args:
             change: what to do with a worker's slices before they are sent.
         """
+        from epfsdp2.engine.model import hf_names
+        from epfsdp2.engine.topology.dtensor import checkpoint_tensors
         from epfsdp2.engine.topology.index_ranges import IndexRange
         from epfsdp2.rollout.layout.layout_check import planned_layouts
         from epfsdp2.rollout.layout.slice_names import named_values
@@ -79,13 +90,19 @@ class _Engine:
         from epfsdp2.rollout.transport.checksums import with_checksums
 
         heads, workers = Heads.of(model.config), range(self.rollout.workers)
-        specs = [TensorSpec(name, tuple(p.shape), p.element_size()) for name, p in model.named_parameters()]
+        tensors = {name: tensor.detach() for name, tensor in checkpoint_tensors(model).items()}
+        specs = [TensorSpec(name, tuple(t.shape), t.element_size()) for name, t in tensors.items()]
         layouts = planned_layouts(specs, self.rollout, heads)
 
         def slices(worker: int):
-            for spec, (_, values) in zip(specs, model.named_parameters(), strict=True):
-                kept = target_slices(spec, self.rollout, worker, heads)
-                yield from named_values(IndexRange.of(spec.shape), values.detach(), kept)
+            for spec in specs:
+                values, kept = tensors[spec.name], target_slices(spec, self.rollout, worker, heads, self.mode)
+                if self.mode == "sliced":
+                    yield from named_values(IndexRange.of(spec.shape), values, kept)
+                    continue
+                for part in kept:
+                    first = part.block.low[0] if part.block.low else 0
+                    yield from hf_names.experts_from(model, spec.name, values[part.block.slices], first)
 
         streams = []
         for worker in workers:
@@ -149,8 +166,16 @@ def _twice(slices):
 def main() -> None:
     from transformers import AutoModelForCausalLM
 
-    tp, folders = int(sys.argv[1]), sys.argv[2:]
-    engine = _Engine(folders[0], tp)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--ep", action="store_true", help="whole experts, spread over the workers")
+    parser.add_argument("--mode", default="sliced")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--generates", action="store_true")
+    parser.add_argument("folders", nargs="+")
+    asked = parser.parse_args()
+    folders = asked.folders
+    engine = _Engine(folders[0], asked)
     held, failures = [], []
     if len(folders) == 1:
         held.append(engine.held())

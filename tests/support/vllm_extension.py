@@ -12,6 +12,7 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import get_tp_group
 
 from epfsdp2.rollout.layout.vllm_layout import TargetSlice
+from epfsdp2.rollout.vllm.adapters import without_adapters
 from epfsdp2.rollout.vllm.compat import get_layer_tensors
 from epfsdp2.rollout.vllm.loaded_weights import running_weights
 from epfsdp2.rollout.vllm.reload import Reload
@@ -44,6 +45,16 @@ class ReadableWorker(WeightSyncExtension):
                 json.dump(answer, file)
             os.replace(f"{target}.part", target)  # atomic for readers
         return answer
+
+    def epfsdp2_adapter_digests(self) -> dict[str, str]:
+        """Return digests of what this worker's layers hold of the one adapter that they compute with."""
+        layers = self.model_runner.lora_manager._adapter_manager.modules
+        return {
+            f"{name}.{half}.{i}": digest(stack[0])
+            for name, layer in layers.items()
+            for half in ("lora_a_stacked", "lora_b_stacked")
+            for i, stack in enumerate(getattr(layer, half))
+        }
 
     def epfsdp2_read_parameters(self, names: list[str]) -> dict:
         """Return the values of the named parameters of the running model as ``{name: (dtype, shape, bytes)}``.
@@ -79,8 +90,9 @@ class ReadableWorker(WeightSyncExtension):
                 reload.abandon()
 
     def _running_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        with set_current_vllm_config(self.model_runner.vllm_config), torch.no_grad():
-            yield from running_weights(self.model_runner.model)
+        model = self.model_runner.model
+        with set_current_vllm_config(self.model_runner.vllm_config), torch.no_grad(), without_adapters(model):
+            yield from running_weights(model)
 
 
 def _traced(reload: Reload, views: Sequence[View]) -> dict[str, list[TargetSlice]]:

@@ -35,6 +35,7 @@ __all__ = [
     "choose_backend",
     "has_backend",
     "has_native_grouped_mm",
+    "inverse",
     "supports_grouped_mm",
     "torch_grouped_mm",
     "zeroes_empty_groups",
@@ -98,6 +99,10 @@ class Backend(Protocol):
 
     name: str
 
+    def reads_index(self, x: torch.Tensor) -> bool:
+        """Return whether the GEMMs read rows of ``x`` through an index."""
+        ...
+
     def indexed(self, x: torch.Tensor, index_R: torch.Tensor) -> Rows:
         """Return ``x[index_R]`` as an operand of this backend: without a copy, if its GEMMs read through an index."""
         ...
@@ -112,8 +117,18 @@ class Backend(Protocol):
         """Return ``sum_k weights[t, k] * rows[slots[t, k]]``, ``(T, D)`` in ``dtype``; ``None`` means weights of 1."""
         ...
 
-    def mm(self, rows: Rows, in_out: torch.Tensor, groups: Groups, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Multiply rows ``(R, in)`` by their experts' ``(e, in, out)``, any strides, and add the bias ``(e, out)``."""
+    def mm(
+        self,
+        rows: Rows,
+        in_out: torch.Tensor,
+        groups: Groups,
+        bias: torch.Tensor | None = None,
+        order_R: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Multiply rows ``(R, in)`` by their experts' ``(e, in, out)``, any strides, and add the bias ``(e, out)``.
+
+        With a permutation ``order_R`` the ``i``-th result becomes row ``order_R[i]`` of what is returned.
+        """
         ...
 
     def outer(self, a: Rows, b: Rows, groups: Groups) -> torch.Tensor:
@@ -179,6 +194,9 @@ class TorchBackend:
 
     name = "torch"
 
+    def reads_index(self, x):
+        return False
+
     def indexed(self, x, index_R):
         return self.take(x, index_R)
 
@@ -196,7 +214,11 @@ class TorchBackend:
             total.add_(rows_SD.index_select(0, slots_TK[:, i]) * weights_TK[:, i, None])
         return total.to(dtype)
 
-    def mm(self, rows, in_out, groups, bias=None):
+    def mm(self, rows, in_out, groups, bias=None, order_R=None):
+        out = self._mm(rows, in_out, groups, bias)
+        return out if order_R is None else self.take(out, inverse(order_R))
+
+    def _mm(self, rows, in_out, groups, bias):
         if torch_grouped_mm is not None and supports_grouped_mm(rows, in_out):
             out = torch_grouped_mm(rows, in_out, offs=groups.offsets_e)
             if bias is not None:
@@ -246,6 +268,13 @@ class TorchBackend:
 
 
 TORCH: Backend = TorchBackend()
+
+
+def inverse(order: torch.Tensor) -> torch.Tensor:
+    """Return the permutation that undoes ``order``."""
+    undo = torch.empty_like(order)
+    undo[order] = torch.arange(order.numel(), dtype=order.dtype, device=order.device)
+    return undo
 
 
 def _columns(vector: torch.Tensor) -> torch.Tensor:

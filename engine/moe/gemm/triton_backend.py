@@ -8,12 +8,13 @@ the kernels run on a CPU, for tests.
 import torch
 import triton
 
-from . import triton_gemms, triton_rows
+from . import persistent_launch, triton_gemms, triton_rows
 from .backends import (
     IndexedRows,
     Rows,
     TorchBackend,
     has_native_grouped_mm,
+    inverse,
     supports_grouped_mm,
     zeroes_empty_groups,
 )
@@ -31,6 +32,9 @@ class TritonBackend:
     """Launches the kernels of ``triton_rows.py`` and ``triton_gemms.py``."""
 
     name = "triton"
+
+    def reads_index(self, x):
+        return True
 
     def indexed(self, x, index_R):
         return IndexedRows(x, index_R)
@@ -55,12 +59,14 @@ class TritonBackend:
             )
         return out
 
-    def mm(self, rows, in_out, groups, bias=None):
+    def mm(self, rows, in_out, groups, bias=None, order_R=None):
         (experts, k, n), (rows, index, has_index) = in_out.shape, _operand(rows)
         out = rows.new_empty(groups.rows, n)
         bias = None if bias is None else bias.contiguous()
 
         def launch(tile):
+            if tile.is_persistent:
+                return persistent_launch.mm(tile, rows, index, has_index, in_out, out, order_R, groups)
             tiles = tiles_of(groups, tile.m)
             triton_gemms.grouped_mm[(len(tiles.expert) * triton.cdiv(n, tile.n),)](
                 rows,
@@ -68,6 +74,7 @@ class TritonBackend:
                 in_out,
                 in_out if bias is None else bias,
                 out,
+                out if order_R is None else order_R,
                 *tiles.table,
                 experts,
                 n,
@@ -75,13 +82,15 @@ class TritonBackend:
                 *in_out.stride(),
                 HAS_INDEX=has_index,
                 HAS_BIAS=bias is not None,
+                HAS_ORDER=order_R is not None,
                 EVEN_K=k % tile.k == 0,
                 **tile.constants(rows.dtype),
             )
 
         if out.numel():
-            key = (rows.dtype, k, n, in_out.stride(2) == 1, bias is not None, has_index)
-            launch_fastest("mm", key, mm_tiles(rows.dtype, n, k), launch)
+            persistent, is_scattered = persistent_launch.takes(rows, in_out, bias), order_R is not None
+            key = (rows.dtype, k, n, in_out.stride(2) == 1, bias is not None, has_index, is_scattered, persistent)
+            launch_fastest("mm", key, mm_tiles(rows.dtype, n, k, persistent), launch, (out,))
         return out
 
     def outer(self, a, b, groups):
@@ -100,7 +109,7 @@ class TritonBackend:
             )
 
         choices = outer_tiles(a.dtype, m, n, a_indexed or b_indexed)
-        launch_fastest("outer", (a.dtype, m, n, a_indexed, b_indexed), choices, launch)
+        launch_fastest("outer", (a.dtype, m, n, a_indexed, b_indexed), choices, launch, (out,))
         return out
 
     def segment_sum(self, rows, groups, scale_R=None):
@@ -187,6 +196,8 @@ class TritonBackend:
         bias = None if bias is None else bias.contiguous()
 
         def launch(tile):
+            if tile.is_persistent:
+                return persistent_launch.up_gate(tile, rows, index, has_index, in_out, (pre, act), groups, gate)
             tiles = tiles_of(groups, tile.m)
             triton_gemms.grouped_mm_gate[(len(tiles.expert) * triton.cdiv(inner, tile.n),)](
                 rows,
@@ -209,19 +220,26 @@ class TritonBackend:
             )
 
         if act.numel():
+            persistent = not gate.is_interleaved and persistent_launch.takes(rows, in_out, bias, gates=2)
             key = (rows.dtype, k, inner, in_out.stride(2) == 1, bias is not None, gate.is_interleaved, has_index)
-            launch_fastest("mm and gate", key, gate_tiles(rows.dtype, k, backward=False), launch)
+            choices = gate_tiles(rows.dtype, k, backward=False, persistent=persistent)
+            launch_fastest("mm and gate", (*key, persistent), choices, launch, (pre, act))
         return pre, act
 
     def down_gate_backward(self, grad, out_in, groups, pre, scale_R, gate):
         (experts, k, inner), (grad, index, has_index) = out_in.shape, _operand(grad)
         grad_pre, act = torch.empty_like(pre), pre.new_empty(groups.rows, inner)
-        choices = gate_tiles(grad.dtype, k, backward=True)
+        persistent = persistent_launch.takes(grad, out_in, None)
+        choices = gate_tiles(grad.dtype, k, backward=True, persistent=persistent)
         # One partial sum per row and block of columns; they are added in a fixed order, so the result is deterministic.
         parts = grad.new_empty(triton.cdiv(inner, choices[0].n), groups.rows, dtype=torch.float32)
         scale = grad if scale_R is None else scale_R.contiguous()
 
         def launch(tile):
+            if tile.is_persistent:
+                others, is_scaled = (pre, scale, grad_pre, act, parts), scale_R is not None
+                operands = tile, grad, index, has_index, out_in
+                return persistent_launch.down_gate_backward(*operands, others, groups, gate, is_scaled)
             tiles = tiles_of(groups, tile.m)
             triton_gemms.grouped_mm_gate_backward[(len(tiles.expert) * len(parts),)](
                 grad,
@@ -248,7 +266,8 @@ class TritonBackend:
 
         if act.numel():
             key = (grad.dtype, k, inner, out_in.stride(2) == 1, scale_R is not None, gate.is_interleaved, has_index)
-            launch_fastest("mm and gate's backward", key, choices, launch)
+            results = (grad_pre, act) if scale_R is None else (grad_pre, act, parts)
+            launch_fastest("mm and gate's backward", (*key, persistent), choices, launch, results)
         return grad_pre, act, None if scale_R is None else parts.sum(0)
 
 
@@ -261,13 +280,17 @@ class MixedBackend(TritonBackend):
     name = "mixed"
     _torch = TorchBackend()
 
-    def indexed(self, x, index_R):
-        # Torch's GEMM reads no index.
-        return self.take(x, index_R) if _native(x, x) else super().indexed(x, index_R)
+    def reads_index(self, x):
+        return not _native(x, x)  # torch's GEMM reads none
 
-    def mm(self, rows, in_out, groups, bias=None):
-        is_native = bias is None and _native(rows, in_out)
-        return (self._torch.mm if is_native else super().mm)(rows, in_out, groups, bias)
+    def indexed(self, x, index_R):
+        return super().indexed(x, index_R) if self.reads_index(x) else self.take(x, index_R)
+
+    def mm(self, rows, in_out, groups, bias=None, order_R=None):
+        if bias is not None or not _native(rows, in_out):
+            return super().mm(rows, in_out, groups, bias, order_R)
+        out = self._torch.mm(rows, in_out, groups)
+        return out if order_R is None else self.take(out, inverse(order_R))
 
     def outer(self, a, b, groups):
         is_native = _native(a, b) and zeroes_empty_groups()

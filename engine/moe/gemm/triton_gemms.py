@@ -14,11 +14,11 @@ import triton.language as tl
 
 from .triton_rows import activation, gate_gradients, load_halves, store_halves, store_rows, sum_columns
 
-__all__ = ["grouped_mm", "grouped_mm_gate", "grouped_mm_gate_backward", "grouped_outer"]
+__all__ = ["columns_halved", "dot", "grouped_mm", "grouped_mm_gate", "grouped_mm_gate_backward", "grouped_outer"]
 
 
 @triton.jit
-def _dot(a, b, total, UPCAST: tl.constexpr):
+def dot(a, b, total, UPCAST: tl.constexpr):
     if UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="ieee")
@@ -69,26 +69,27 @@ def _product(
             in_k = ks < K - k
             a_tile = tl.load(a_at, mask=in_rows[:, None] & in_k[None, :], other=0.0)
             b_tile = tl.load(b_at, mask=in_k[:, None] & in_columns[None, :], other=0.0)
-        total = _dot(a_tile, b_tile, total, UPCAST)
+        total = dot(a_tile, b_tile, total, UPCAST)
         a_at += BK
         b_at += BK * sk
     return total
 
 
 @triton.jit
-def _columns_halved(x, BM: tl.constexpr, BN: tl.constexpr):
+def columns_halved(x, BM: tl.constexpr, BN: tl.constexpr):
     return tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
 # The number of rows and where an index begins differ from one micro-batch to the next: specialising on them would
 # compile again in the middle of a run.
-@triton.jit(do_not_specialize_on_alignment=["index"])
+@triton.jit(do_not_specialize_on_alignment=["index", "order"])
 def grouped_mm(
     a,
     index,
     b,
     bias,
     out,
+    order,
     expert_of,
     first_of,
     end_of,
@@ -100,13 +101,17 @@ def grouped_mm(
     sn,
     HAS_INDEX: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     EVEN_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Rows ``a`` ``(R, K)`` by their experts' ``b`` ``(e, K, N)``, and the bias ``(e, N)``."""
+    """Rows ``a`` ``(R, K)`` by their experts' ``b`` ``(e, K, N)``, and the bias ``(e, N)``.
+
+    With an order, the ``i``-th of the results is row ``order[i]`` of ``out``.
+    """
     expert, first, rows, in_rows, block = _tile(expert_of, first_of, end_of, N, BM, BN)
     if expert < EXPERTS:
         columns = block * BN + tl.arange(0, BN)
@@ -118,8 +123,11 @@ def grouped_mm(
         total = _product(
             a, index, first, rows, in_rows, own, columns, in_columns, K, sk, sn, total, BK, HAS_INDEX, EVEN_K, UPCAST
         )
-        at = out + first * N + rows[:, None] * N + columns[None, :]
-        tl.store(at, total.to(out.dtype.element_ty), mask=in_rows[:, None] & in_columns[None, :])
+        if HAS_ORDER:
+            to = tl.load(order + first + rows, mask=in_rows, other=0).to(tl.int64)
+            store_rows(out, total, to, in_rows, block * BN, N, BN)
+        else:
+            store_rows(out + first * N, total, rows, in_rows, block * BN, N, BN)
 
 
 @triton.jit(do_not_specialize_on_alignment=["index"])
@@ -172,10 +180,10 @@ def grouped_mm_gate(
         pre += first * 2 * INNER
         act += first * INNER
         if INTERLEAVED:
-            halves = _columns_halved(total, BM, 2 * BN)
+            halves = columns_halved(total, BM, 2 * BN)
         else:
-            g_all, u_all = _columns_halved(total, BM, 2 * BN)
-            gates, ups = _columns_halved(g_all, BM, BN), _columns_halved(u_all, BM, BN)
+            g_all, u_all = columns_halved(total, BM, 2 * BN)
+            gates, ups = columns_halved(g_all, BM, BN), columns_halved(u_all, BM, BN)
         # By halves, so that their values fit into the registers.
         for half in tl.static_range(2):
             if INTERLEAVED:
@@ -241,9 +249,9 @@ def grouped_mm_gate_backward(
         act += first * INNER
         total = tl.full((BM,), 0.0, tl.float32)
         # In quarters, each of which fits into the registers.
-        left, right = _columns_halved(d, BM, BN)
+        left, right = columns_halved(d, BM, BN)
         for half in tl.static_range(2):
-            quarters = _columns_halved(left if half == 0 else right, BM, BN // 2)
+            quarters = columns_halved(left if half == 0 else right, BM, BN // 2)
             for quarter in tl.static_range(2):
                 d = quarters[quarter]
                 at = begin + (2 * half + quarter) * (BN // 4)
@@ -296,7 +304,7 @@ def grouped_outer(
             b_at = b + (sources * N)[:, None] + ns[None, :]
         a_tile = tl.load(a_at, mask=in_rows[None, :] & (ms < M)[:, None], other=0.0)
         b_tile = tl.load(b_at, mask=in_rows[:, None] & (ns < N)[None, :], other=0.0)
-        total = _dot(a_tile, b_tile, total, UPCAST)
+        total = dot(a_tile, b_tile, total, UPCAST)
         a_at += BK * M
         b_at += BK * N
     at = out + expert.to(tl.int64) * M * N + ms[:, None] * N + ns[None, :]

@@ -23,7 +23,10 @@ _fastest: dict[tuple, "Tile"] = {}
 
 
 class Tile(NamedTuple):
-    """Sizes of a GEMM's tile, its warps, the stages of its pipeline of loads, and how many registers it may have."""
+    """Sizes of a GEMM's tile, its warps, the stages of its pipeline of loads, and how many registers it may have.
+
+    ``is_persistent``: of the kernel in ``triton_persistent.py``.
+    """
 
     m: int
     n: int
@@ -31,6 +34,11 @@ class Tile(NamedTuple):
     warps: int = 8
     stages: int = 3
     registers: int | None = None
+    is_persistent: bool = False
+
+    def __str__(self) -> str:
+        kernel = ", persistent" if self.is_persistent else ""
+        return f"{self.m}x{self.n}x{self.k} with {self.stages} stages{kernel}"
 
     def constants(self, dtype: torch.dtype) -> dict[str, Any]:
         # The interpreter (Triton 3.9) multiplies the bits of bfloat16 as integers.
@@ -42,18 +50,22 @@ class Tile(NamedTuple):
 _SMALL = (Tile(16, 16, 16),)  # for the interpreter
 
 
-def mm_tiles(dtype: torch.dtype, n: int, k: int) -> Sequence[Tile]:
-    """Return those of ``grouped_mm`` with ``n`` columns over ``k``, the first being what runs unmeasured."""
+def mm_tiles(dtype: torch.dtype, n: int, k: int, persistent: bool = False) -> Sequence[Tile]:
+    """Return those of ``grouped_mm`` with ``n`` columns over ``k``, the first being what runs unmeasured.
+
+    Args:
+        persistent: the operands are such that the persistent kernel takes them.
+    """
     if INTERPRETED:
         return _SMALL
     if dtype == torch.float32:
         return (Tile(64, 64, _fitting(k, 32), 4),)
     if n <= 64:
         return (Tile(128, _fitting(n, 64), _fitting(k, 64), 4),)
-    return _of_128_columns(k)
+    return _of_128_columns(k, persistent)
 
 
-def gate_tiles(dtype: torch.dtype, k: int, backward: bool) -> Sequence[Tile]:
+def gate_tiles(dtype: torch.dtype, k: int, backward: bool, persistent: bool = False) -> Sequence[Tile]:
     """Return those of ``grouped_mm_gate``, which has ``n`` gates and their ups, or of its backward."""
     if INTERPRETED:
         return _SMALL
@@ -61,8 +73,11 @@ def gate_tiles(dtype: torch.dtype, k: int, backward: bool) -> Sequence[Tile]:
         return (Tile(64, 32, 32, 4),)
     if backward:
         tile = Tile(128, 64, _fitting(k, 64), registers=_HALF)
+        # The persistent kernel has room for one CTA on an SM: it pays where other warps finish a tile.
+        if persistent and _capability()[0] == 10:
+            return (tile, Tile(128, 128, tile.k, stages=4, is_persistent=True))
         return (tile, tile._replace(stages=4))
-    return tuple(tile._replace(n=tile.n // 2) for tile in _of_128_columns(k))
+    return tuple(tile._replace(n=tile.n // 2) for tile in _of_128_columns(k, persistent))
 
 
 def outer_tiles(dtype: torch.dtype, m: int, n: int, indexed: bool) -> Sequence[Tile]:
@@ -79,37 +94,72 @@ def outer_tiles(dtype: torch.dtype, m: int, n: int, indexed: bool) -> Sequence[T
     return [tile._replace(stages=2 * tile.stages - 1) for tile in tiles] if indexed else tiles
 
 
-def _of_128_columns(k: int) -> Sequence[Tile]:
+def _of_128_columns(k: int, persistent: bool = False) -> Sequence[Tile]:
     """Return tiles of 128 columns, two of which an SM holds, and larger ones."""
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0):
+    if _capability() >= (9, 0):
         depth = _fitting(k, 64)
-        larger = Tile(128, 256, depth)
-        return (Tile(128, 128, depth, registers=_HALF), larger, larger._replace(stages=4))
+        first, larger = Tile(128, 128, depth, registers=_HALF), Tile(128, 256, depth)
+        deeper = larger._replace(stages=4)
+        if persistent and _capability()[0] in (9, 10):
+            return (first, deeper, deeper._replace(is_persistent=True))
+        return (first, larger, deeper)
     return (Tile(128, 128, _fitting(k, 32), 4, 4), Tile(128, 128, _fitting(k, 64)))
+
+
+def _capability() -> tuple[int, int]:
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 
 def _fitting(size: int, most: int) -> int:
     return min(most, max(16, triton.next_power_of_2(size)))
 
 
-def launch_fastest(what: str, key: tuple, tiles: Sequence[Tile], launch: Callable[[Tile], Any]) -> None:
+def launch_fastest(
+    what: str,
+    key: tuple,
+    tiles: Sequence[Tile],
+    launch: Callable[[Tile], Any],
+    results: Sequence[torch.Tensor] = (),
+) -> None:
     """Launch with the fastest of ``tiles``, which is measured at the first launch of ``key`` and printed.
+
+    A tile that does not compile here, or whose results are not those of the first, bit for bit, is not taken.
 
     Args:
         what: the kernel, in the line that is printed.
         key: what the choice may depend on: sizes and dtype.
         launch: launches with a tile; a second launch writes the same results.
+        results: what it writes.
     """
     key = (what, *key)
     if len(tiles) > 1 and key not in _fastest and not torch.cuda.is_current_stream_capturing():
-        times = {tile: _milliseconds(functools.partial(launch, tile)) for tile in tiles}
+        times, said, wanted = {}, {}, None
+        for tile in tiles:
+            try:
+                times[tile] = _milliseconds(functools.partial(launch, tile))
+            except Exception as error:  # Triton has no common class for what it can't compile
+                if tile == tiles[0]:
+                    raise
+                why = str(error).strip().partition("\n")[0]
+                said[tile] = f"does not run here ({type(error).__name__}: {why})"
+                continue
+            found = [_sum_of_bits(x) for x in results]
+            wanted = found if wanted is None else wanted
+            said[tile] = f"{times[tile]:.3f} ms"
+            if found != wanted:
+                del times[tile]
+                said[tile] += ", not taken, for its results differ from the first's"
         _fastest[key] = min(times, key=times.__getitem__)
-        found = ", ".join(
-            f"{t.m}x{t.n}x{t.k} with {t.stages} stages {ms:.3f} ms{' (taken)' if t == _fastest[key] else ''}"
-            for t, ms in times.items()
-        )
-        print(f"engine.experts_backend: {what} {key[1:]}: {found}", flush=True)
+        said[_fastest[key]] += " (taken)"
+        lines = ", ".join(f"{tile} {text}" for tile, text in said.items())
+        print(f"engine.experts_backend: {what} {key[1:]}: {lines}", flush=True)
     launch(_fastest.get(key, tiles[0]))
+
+
+def _sum_of_bits(x: torch.Tensor) -> int:
+    """Return a checksum of a contiguous tensor; by parts, since integers are summed in a copy that is wider."""
+    bits = x.view(torch.int16 if x.element_size() == 2 else torch.int32).view(-1)
+    return sum(int(part.sum()) for part in bits.split(1 << 24))
 
 
 def _milliseconds(launch: Callable[[], Any]) -> float:

@@ -106,7 +106,7 @@ class RouterLosses:
         self._watching = False
         self._logits: _Logits | None = None
         self._sums = _Sums()
-        self._batch_tokens = 1
+        self._batch_tokens = torch.ones(())
         for layer in self._layers:
             layer.info.module.register_forward_pre_hook(functools.partial(self._arrive, layer), with_kwargs=True)
             if self._has_loss:
@@ -117,13 +117,13 @@ class RouterLosses:
     def _has_loss(self) -> bool:
         return bool(self.aux_coef or self.z_coef)
 
-    def begin(self, tokens: int) -> None:
+    def begin(self, tokens: torch.Tensor) -> None:
         """Begin a step.
 
         Args:
-            tokens: number of tokens in all micro-batches of all ranks.
+            tokens: number of tokens in all micro-batches of all ranks, a scalar, which the host need not know.
         """
-        self._batch_tokens, self._sums = max(tokens, 1), _Sums()
+        self._batch_tokens, self._sums = tokens.clamp(min=1), _Sums()
 
     def watch(self) -> None:
         """Record the routing of the next forward."""

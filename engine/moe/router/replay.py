@@ -6,7 +6,8 @@ it generated (R3), compares two different networks: for an MoE that is most of w
 are those of the current router for the chosen experts, with their gradient.
 
 The family's own code is unchanged. In the block around an experts module the router's ``topk`` returns the wanted ids
-(``topk_override.py``). The ids that the experts get are recorded, or compared where no ``topk`` was called.
+(``topk_override.py``), or its maxima do (``maximum_override.py``). The ids that the experts get are recorded, or
+compared where neither was called.
 """
 
 import functools
@@ -20,6 +21,7 @@ from torch import nn
 
 from ...wrap_forward import wrap_forward
 from ..find import ExpertsInfo, experts_by_layer
+from .maximum_override import MaximumRouting, chooses_by_maximum
 from .topk_override import RoutingMode
 
 __all__ = ["ReplayError", "RouterReplay"]
@@ -60,7 +62,10 @@ class RouterReplay:
             self._layers[index] = layer = _Layer(index, info.fqn, info.num_experts)
             info.module.register_forward_pre_hook(functools.partial(self._arrive, layer), with_kwargs=True)
             block = model.get_submodule(info.fqn.rpartition(".")[0])
-            wrap_forward(block, "router_replay", functools.partial(self._block, layer))
+            call = functools.partial(self._block, layer)
+            if chooses_by_maximum(block):
+                call = functools.partial(self._block_by_maximum, layer, block)
+            wrap_forward(block, "router_replay", call)
 
     def record(self) -> None:
         """Record the routes of the next forward."""
@@ -132,6 +137,21 @@ class RouterReplay:
         with _Replay(self, layer, self._routes[:, layer.index]):
             return forward(*args, **kwargs)
 
+    def _block_by_maximum(
+        self, layer: _Layer, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._routes is None:
+            return forward(*args, **kwargs)
+        wanted = self._routes[:, layer.index]
+        is_route, layer.is_replayed = _is_route(wanted), False
+
+        def told(native: torch.Tensor) -> None:
+            layer.is_replayed = True
+            self._count(native, wanted, is_route)
+
+        with MaximumRouting(wanted, is_route, layer.num_experts, block.training, told):
+            return forward(*args, **kwargs)
+
     def _arrive(self, layer: _Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record or compare the ids; runs before the experts, whose inputs are ``(hidden states, ids, weights)``."""
         if not self._is_recording and self._routes is None:
@@ -143,7 +163,7 @@ class RouterReplay:
             wanted = self._routes[:, layer.index].to(ids.dtype)
             if ids.shape != wanted.shape or bool((_is_route(wanted) & ~_same_experts(ids, wanted)).any()):
                 raise ReplayError(
-                    f"{layer.fqn} got {tuple(ids.shape)} expert ids that no topk over {layer.num_experts} chose, and "
+                    f"{layer.fqn} got {tuple(ids.shape)} expert ids that no choice among {layer.num_experts} made, and "
                     f"the routes of shape {tuple(wanted.shape)} differ from them."
                 )
 

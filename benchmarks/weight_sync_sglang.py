@@ -1,0 +1,254 @@
+"""A weight sync into SGLang: verl's stock path beside slices, same model, same servers, same run.
+
+    python benchmarks/weight_sync.py --rollout sglang [--repeats 5]
+
+Two trainer ranks hold a Qwen3-MoE in float32, once sharded by verl's fsdp2 engine, whose weights go through verl's own
+adapter (``ServerAdapter.update_weights``), once by this engine with ``ep_size=2``, whose adapter sends slices. Each
+side is timed until SGLang has loaded everything and has flushed its cache. SGLang's servers are real, on the CPU, in
+bfloat16: a replica for each rank, or one for both. Two models: that of ``weight_sync.py``, and one with the names of
+Qwen3-30B-A3B and tiny widths, whose tensors are few bytes and many. What of an earlier run was not run again stays.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.quickstart import machine
+from benchmarks.tables import RESULTS, rows_of
+from epfsdp2.recipes.quickstart.commands import sglang_environment
+from tests.support.ranks import run_ranks
+
+__all__ = ["main", "section"]
+
+WORLD, SIDES = 2, ("stock", "sliced")
+BUCKET_MEGABYTES = 2048  # verl's default
+NAMES = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+LEAST = {"names of Qwen3-30B-A3B": 20.0, "0.48 GB": 2.0}  # times as fast as stock, by model
+COLUMNS = ["model", "tensors", "rollout", "side", "GB", "end to end s", "against stock"]
+_RESULT = RESULTS / "weight_sync_sglang.json"
+
+
+def _models() -> dict[str, dict]:
+    from benchmarks.weight_sync import MODEL
+
+    return {"names of Qwen3-30B-A3B": NAMES, "0.48 GB": MODEL}
+
+
+@contextlib.contextmanager
+def _servers(folder: Path, tp: int):
+    """A replica for each rank, or one for all: their ports."""
+    ports, processes = [], []
+    for first in range(0, WORLD, tp):
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", 0))
+            ports.append(one.getsockname()[1])
+        words = {"model-path": folder, "port": ports[-1], "tp-size": tp, "dtype": "bfloat16", "device": "cpu"}
+        words |= {"attention-backend": "torch_native", "max-total-tokens": 1024, "log-level": "error"}
+        words |= {"custom-weight-loader": "epfsdp2.rollout.sglang.loader.load"}
+        flags = ["disable-overlap-schedule", "disable-cuda-graph", "disable-radix-cache", "skip-tokenizer-init"]
+        flags += ["skip-server-warmup"]
+        command = [
+            sys.executable,
+            "-m",
+            "sglang.launch_server",
+            *(f"--{name}={value}" for name, value in words.items()),
+        ]
+        cores = "|".join("01"[first : first + tp])
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": cores}
+        flags = [f"--{flag}" for flag in flags]
+        processes.append(subprocess.Popen([*command, *flags], env=environment, start_new_session=True))
+    try:
+        for port in ports:
+            _wait_until_it_answers(port)
+        yield ports
+    finally:
+        for process in processes:
+            _end(process)
+
+
+def _wait_until_it_answers(port: int) -> None:
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+            return
+        time.sleep(0.5)
+    raise TimeoutError("SGLang's server does not answer")
+
+
+def _end(process: subprocess.Popen) -> None:
+    import psutil
+
+    for one in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    process.wait()
+
+
+def _adapter(tp: int, port: int):
+    """This rank's adapter, as verl builds it, on a server that nobody started through Ray."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from verl.workers.config import RolloutConfig
+    from verl.workers.rollout.sglang_rollout.http_server_engine import AsyncHttpServerAdapter
+
+    from epfsdp2.rollout.layout.sync_mode import SGLANG_LOADER
+    from epfsdp2.rollout.sglang import adapter
+
+    one = object.__new__(adapter.SlicingServerAdapter)
+    one.config = RolloutConfig(
+        name="sglang",
+        tensor_model_parallel_size=tp,
+        checkpoint_engine={"update_weights_bucket_megabytes": BUCKET_MEGABYTES},
+        engine_kwargs={"sglang": {"custom_weight_loader": [SGLANG_LOADER], "device": "cpu"}},
+    )
+    one.model_config = SimpleNamespace(hf_config=SimpleNamespace(model_type="qwen3_moe"))
+    one.device_mesh = init_device_mesh("cpu", (WORLD // tp, tp), mesh_dim_names=("dp", "infer_tp"))
+    one.rollout_rank, one._pd_role, one._engine = dist.get_rank() % tp, None, None
+    if one.rollout_rank == 0:
+        one._engine = AsyncHttpServerAdapter(
+            model_path="", host="127.0.0.1", port=port, launch_server=False, timeout=600.0
+        )
+
+    async def there() -> None:
+        """The server is there."""
+
+    one._init_server_adapter = there
+    return one
+
+
+def _ranks(folder: Path, tp: int, ports: list[int], turns: list[str], out: Path) -> None:
+    """Update the servers in each turn; write what each took, and the bytes that a worker was sent."""
+    from benchmarks.weight_sync import ours, stock_weights, verls
+    from epfsdp2.rollout.sync import RolloutWeights
+
+    model, sync = verls(folder, torch.float32), ours(folder, torch.float32)
+    adapter, took = _adapter(tp, ports[dist.get_rank() // tp]), []
+    for side in turns:
+        weights = RolloutWeights(sync) if side == "sliced" else stock_weights(model)
+        dist.barrier()
+        began = time.monotonic()
+        asyncio.run(adapter.update_weights(weights))
+        dist.barrier()
+        took.append(time.monotonic() - began)
+    stock = list(stock_weights(model))
+    sliced = list(sync.weights().for_rollout(adapter.config, adapter.rollout_rank).tensors())
+    sent = {"stock": sum(t.nbytes for _, t in stock), "sliced": sum(t.nbytes for _, t in sliced)}
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps({"took": took, "sent": sent, "tensors": len(stock)}))
+
+
+def _run(name: str, sizes: dict, tp: int, repeats: int) -> list[dict]:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    turns = [side for _ in range(repeats + 1) for side in SIDES]  # the first of each warms up
+    with tempfile.TemporaryDirectory() as one:
+        folder, out = Path(one) / "model", Path(one) / "figures.json"
+        torch.manual_seed(0)
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, mlp_only_layers=[]))
+        model.save_pretrained(folder)
+        with _servers(folder, tp) as ports:
+            run_ranks(_ranks, WORLD, folder, tp, ports, turns, out, timeout=600)
+        figures = json.loads(out.read_text())
+    rows: list[dict] = []
+    for side in SIDES:
+        seconds = statistics.median(
+            [took for turn, took in zip(turns, figures["took"], strict=True) if turn == side][1:]
+        )
+        row = {"model": name, "tensors": figures["tensors"], "tp": tp, "side": side, "seconds": seconds}
+        row["gigabytes"] = figures["sent"][side] / 1e9
+        row["times_stock"] = (rows[0]["seconds"] if rows else seconds) / seconds
+        rows.append(row)
+    return rows
+
+
+def _cells(row: dict) -> list[str]:
+    return [
+        row["model"],
+        str(row["tensors"]),
+        f"TP {row['tp']}",
+        row["side"],
+        f"{row['gigabytes']:.2f}",
+        f"{row['seconds']:.2f}",
+        f"{row['times_stock']:.1f} x",
+    ]
+
+
+def holds(row: dict) -> bool:
+    """Whether a row is as fast as it has to be."""
+    return row["side"] == "stock" or row["times_stock"] >= LEAST[row["model"]]
+
+
+def section() -> list[str]:
+    """The lines of the table of the last run; none where there was none."""
+    if not _RESULT.exists():
+        return []
+    result = json.loads(_RESULT.read_text())
+    where = result["machine"]
+    return [
+        "",
+        "## Into SGLang",
+        "",
+        "Written by `make bench-sync STACK=sglang ARGS='--rollout sglang'`.",
+        "",
+        f"{where['cpu']}, {where['cores']} cores; torch {where['versions']['torch']}, SGLang {result['sglang']}; "
+        f"{where['date']}; commit {where['commit'][:12]}.",
+        "",
+        "Two trainer ranks with float32 masters update real SGLang servers in bfloat16, until everything is loaded",
+        f"and the cache is flushed; sides take turns, medians of {result['repeats']}. Stock: verl's fsdp2 engine and",
+        "verl's own adapter. Sliced: this engine and its adapter. GB: handed to one worker.",
+        "",
+        f"Bounds of `sliced`: {', '.join(f'{least:.0f} x with the {name} model' for name, least in LEAST.items())}.",
+        "",
+        *rows_of(COLUMNS, [*map(_cells, result["rows"])]),
+    ]
+
+
+def main(repeats: int, sizes: list[int]) -> int:
+    """Measure, print and write the figures.
+
+    Args:
+        sizes: SGLang's tensor-parallel sizes.
+    """
+    if "SGLANG_USE_CPU_ENGINE" not in os.environ:  # which is read, with the library's path, when a process starts
+        environment = os.environ | sglang_environment() | {"VERL_PLATFORM": "cpu"}
+        os.execvpe(sys.executable, [sys.executable, *sys.argv], environment)
+    import sglang
+
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no server is left
+    rows = []
+    for name, model in _models().items():
+        for tp in sizes:
+            rows += _run(name, model, tp, repeats)
+            print("\n".join(" | ".join(_cells(row)) for row in rows[-len(SIDES) :]), flush=True)
+    before = json.loads(_RESULT.read_text())["rows"] if _RESULT.exists() else []
+    found = {(row["model"], row["tp"], row["side"]): row for row in (*before, *rows)}
+    kept = [found[key] for key in itertools.product(_models(), (1, 2), SIDES) if key in found]
+    result = {"machine": machine(), "sglang": sglang.__version__, "repeats": repeats, "rows": kept}
+    _RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    return 0 if all(map(holds, rows)) else 1

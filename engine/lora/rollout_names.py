@@ -1,0 +1,60 @@
+"""The names and shapes in which vLLM's adapter loader takes adapters.
+
+A linear's are ``base_model.model.<module>.lora_A.weight`` ``[r, in]`` and ``...lora_B.weight`` ``[out, r]``, with the
+checkpoint's name of the module. Experts have a pair for each matrix that the checkpoint has of an expert, so that the
+halves of a ``gate_up_proj`` share their ``A``; of some families vLLM takes peft's own form of a stack
+(``peft_files.py``; vLLM 0.27, ``lora/model_manager.py``, ``_stack_moe_lora_weights``).
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..model.families import ADAPTED_AS_STACKS_IN_VLLM
+from ..model.hf_names import experts_from, is_by_expert
+from .adapters import A, B, Lora
+from .peft_files import as_peft, peft_names
+
+__all__ = ["RolloutNames", "has_form"]
+
+_PREFIX = "base_model.model."
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+def has_form(model: Any, name: str) -> bool:
+    """Return whether it is known in which form vLLM takes adapters of a stack of experts."""
+    stacked = model.config.model_type in ADAPTED_AS_STACKS_IN_VLLM
+    return stacked or is_by_expert(model, name, model.get_parameter(name).shape)
+
+
+class RolloutNames:
+    """The adapters of one model as vLLM takes them.
+
+    Args:
+        model: sharded or not.
+    """
+
+    def __init__(self, model: Any, lora: Lora):
+        self._model, self._targets, self._peft_names = model, lora.targets, peft_names(lora.targets)
+        self._is_stacked = model.config.model_type in ADAPTED_AS_STACKS_IN_VLLM
+
+    def tensors(self, name: str, a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors that vLLM takes for one adapter.
+
+        Args:
+            name: the adapted weight's name in the model.
+            a: ``[r, in]``, of a stack of experts ``[E, r, in]``.
+            b: ``[out, r]``, of a stack of experts ``[E, out, r]``.
+        """
+        experts = self._targets[name].experts
+        if experts is not None and self._is_stacked:
+            yield from ((self._peft_names[name, end], as_peft(half, end, experts)) for end, half in ((A, a), (B, b)))
+            return
+        # B has the rows of the weight, so a checkpoint's converter cuts it as it does the weight.
+        for own, rows in experts_from(self._model, name, b, 0):
+            module = _PREFIX + own.removesuffix(".weight")
+            expert = None if experts is None else _EXPERT.search(own)
+            yield f"{module}.lora_A.weight", a if expert is None else a[int(expert[1])]
+            yield f"{module}.lora_B.weight", rows

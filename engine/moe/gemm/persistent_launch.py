@@ -1,0 +1,124 @@
+"""Launches the kernels of ``triton_persistent.py``, and says which operands they take."""
+
+import importlib.util
+from typing import Any
+
+import torch
+
+from ...compat.torch_sms import sms_left
+from . import triton_persistent
+from .gate import Gate
+from .triton_tiles import INTERPRETED, Tile, tiles_of
+
+__all__ = ["GPUS", "down_gate_backward", "mm", "takes", "up_gate"]
+
+# Major compute capabilities that the kernels were compiled for; with the second Triton divides the work among warps.
+# On the first it does so with descriptors made on the device alone, and does not compile these (3.7 and 3.9).
+GPUS = _, _SPECIALIZES = (9, 10)
+_HAS_DESCRIPTORS = importlib.util.find_spec("triton.tools.tensor_descriptor") is not None
+
+
+def takes(rows: torch.Tensor, in_out: torch.Tensor, bias: torch.Tensor | None, gates: int = 1) -> bool:
+    """Return whether these operands can be described: 16-bit, aligned to 16 bytes, one of two dimensions contiguous.
+
+    Args:
+        gates: 2 for ``up_gate``, which takes matrices with ``in`` contiguous.
+    """
+    half = rows.dtype in (torch.bfloat16, torch.float16) or INTERPRETED
+    contiguous = (1,) if gates == 2 else (1, 2)
+    (inner,) = [dim for dim in contiguous if in_out.stride(dim) == 1][:1] or (0,)
+    strides = (*(in_out.stride(dim) for dim in range(3) if dim != inner), rows.shape[1], in_out.shape[2] // gates)
+    aligned = all(stride * rows.element_size() % 16 == 0 for stride in strides)
+    placed = rows.data_ptr() % 16 == in_out.data_ptr() % 16 == 0
+    return _HAS_DESCRIPTORS and half and bias is None and inner > 0 and aligned and placed
+
+
+def mm(
+    tile: Tile,
+    rows: torch.Tensor,
+    index: torch.Tensor,
+    has_index: bool,
+    in_out: torch.Tensor,
+    out: torch.Tensor,
+    order: torch.Tensor | None,
+    groups,
+) -> None:
+    """``TritonBackend.mm`` without a bias; ``index`` is any tensor where there is none."""
+    operands, how = _described(tile, rows, index, has_index, in_out)
+    sizes = len(groups.counts_e), in_out.shape[2], in_out.shape[1]
+    to = out if order is None else order
+    triton_persistent.grouped_mm[(_programs(),)](
+        *operands, out, to, *_tiles(groups, tile), *sizes, HAS_ORDER=order is not None, **how
+    )
+
+
+def up_gate(
+    tile: Tile,
+    rows: torch.Tensor,
+    index: torch.Tensor,
+    has_index: bool,
+    in_out: torch.Tensor,
+    results: tuple[torch.Tensor, ...],
+    groups,
+    gate: Gate,
+) -> None:
+    """``TritonBackend.up_gate`` without a bias, of gates above ups."""
+    operands, how = _described(tile, rows, index, has_index, in_out, gates=2)
+    del how["K_INNERMOST"]
+    sizes = len(groups.counts_e), in_out.shape[2] // 2, in_out.shape[1]
+    triton_persistent.grouped_mm_gate[(_programs(),)](
+        *operands, *results, *_tiles(groups, tile), *sizes, *gate[:3], LIMITED=gate.constants()["LIMITED"], **how
+    )
+
+
+def down_gate_backward(
+    tile: Tile,
+    grad: torch.Tensor,
+    index: torch.Tensor,
+    has_index: bool,
+    out_in: torch.Tensor,
+    others: tuple[torch.Tensor, ...],
+    groups,
+    gate: Gate,
+    is_scaled: bool,
+) -> None:
+    """``TritonBackend.down_gate_backward``; ``others`` are its other tensors in the kernel's order."""
+    operands, how = _described(tile, grad, index, has_index, out_in)
+    sizes = len(groups.counts_e), out_in.shape[2], out_in.shape[1], groups.rows
+    how |= gate.constants() | {"SCALED": is_scaled}
+    triton_persistent.grouped_mm_gate_backward[(_programs(),)](
+        *operands, *others, *_tiles(groups, tile), *sizes, *gate[:3], **how
+    )
+
+
+def _described(
+    tile: Tile, rows: torch.Tensor, index: torch.Tensor, has_index: bool, in_out: torch.Tensor, gates: int = 1
+) -> tuple[tuple, dict[str, Any]]:
+    """Return rows, index and the matrices as a kernel takes them, and its constants."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    specializes = not INTERPRETED and torch.cuda.get_device_capability()[0] == _SPECIALIZES
+    gathers = has_index and (specializes or INTERPRETED)
+    how = {"HAS_INDEX": has_index, "GATHERS": gathers, "SPECIALIZED": specializes}
+    how |= {"K_INNERMOST": in_out.stride(1) == 1, "EVEN_K": in_out.shape[1] % tile.k == 0}
+    how |= tile.constants(rows.dtype)
+    described: Any = rows
+    if gathers or not has_index:
+        described = TensorDescriptor.from_tensor(rows, [1 if gathers else tile.m, tile.k])
+    matrices, block = (in_out.mT, [1, tile.n, tile.k]) if how["K_INNERMOST"] else (in_out, [1, tile.k, tile.n])
+    if gates == 2:
+        matrices, block = matrices.unflatten(1, (2, -1)), [1, 2, tile.n, tile.k]
+    return (described, index, TensorDescriptor.from_tensor(matrices, block)), how
+
+
+def _tiles(groups, tile: Tile) -> tuple[torch.Tensor, ...]:
+    tiles = tiles_of(groups, tile.m)
+    return *tiles.table, tiles.end_of_expert
+
+
+def _programs() -> int:
+    """Return how many programs run at a time, one on each SM but those that are left to collectives.
+
+    In the interpreter as many as have several tiles each.
+    """
+    return 3 if INTERPRETED else max(1, torch.cuda.get_device_properties().multi_processor_count - sms_left())

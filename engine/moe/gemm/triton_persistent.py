@@ -1,0 +1,225 @@
+"""The grouped GEMMs of rows by matrices for sm_90 and sm_100: persistent, with loads by tensor descriptors (TMA).
+
+A program computes tile after tile, so that the first operands of the next tile are loaded while the last one is stored.
+The loop over tiles and that along ``k`` are one to the compiler (``flatten``). With ``SPECIALIZED`` other warps load
+and issue the products than finish a tile. Rows that are read through an index come by TMA's gather with ``GATHERS``,
+else by asynchronous copies; matrices always by TMA.
+
+Tiles, and the order of every sum, are those of ``triton_gemms.py``, so that results are the same bit for bit. A tile
+with fewer rows than ``BM`` also loads what comes after them, which reaches none of the rows that are stored. There is
+no bias: to begin a sum with one keeps the compiler from making one loop of the two.
+"""
+
+import triton
+import triton.language as tl
+
+from .triton_gemms import columns_halved, dot
+from .triton_rows import activation, gate_gradients, load_halves, store_halves, store_rows, sum_columns
+
+__all__ = ["grouped_mm", "grouped_mm_gate", "grouped_mm_gate_backward"]
+
+
+@triton.jit
+def _rows_of(a, index, first, end, rows, K, HAS_INDEX: tl.constexpr, GATHERS: tl.constexpr):
+    """Return what ``_row_tile`` reads by: rows of ``a``, or where they begin; nothing without an index."""
+    sources = first
+    if HAS_INDEX:
+        sources = tl.load(index + first + rows, mask=rows < end - first, other=0)
+        sources = sources.to(tl.int32) if GATHERS else a + (sources.to(tl.int64) * K)[:, None]
+    return sources
+
+
+@triton.jit
+def _row_tile(a, sources, k, K, HAS_INDEX: tl.constexpr, GATHERS: tl.constexpr, EVEN_K: tl.constexpr, BK: tl.constexpr):
+    if GATHERS:
+        tile = a.gather(sources, k)
+    elif HAS_INDEX:
+        ks = k + tl.arange(0, BK)
+        if EVEN_K:
+            tile = tl.load(sources + ks[None, :])
+        else:
+            tile = tl.load(sources + ks[None, :], mask=(ks < K)[None, :], other=0.0)
+    else:
+        tile = a.load([sources, k])
+    return tile
+
+
+@triton.jit(do_not_specialize_on_alignment=["index", "order"])
+def grouped_mm(
+    a,
+    index,
+    b,
+    out,
+    order,
+    expert_of,
+    first_of,
+    end_of,
+    tile_ends,
+    EXPERTS,
+    N,
+    K,
+    HAS_ORDER: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+    GATHERS: tl.constexpr,
+    K_INNERMOST: tl.constexpr,
+    SPECIALIZED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """``triton_gemms.grouped_mm`` without a bias; ``b`` describes ``(e, N, K)`` if ``K_INNERMOST``, else the other."""
+    blocks, rows = (N + BN - 1) // BN, tl.arange(0, BM)
+    tiles = tl.load(tile_ends + EXPERTS - 1)
+    for number in tl.range(
+        tl.program_id(0), tiles * blocks, tl.num_programs(0), flatten=True, warp_specialize=SPECIALIZED
+    ):
+        tile, begin = number // blocks, number % blocks * BN
+        expert, first, end = tl.load(expert_of + tile), tl.load(first_of + tile), tl.load(end_of + tile)
+        sources = _rows_of(a, index, first, end, rows, K, HAS_INDEX, GATHERS)
+        total = tl.full((BM, BN), 0.0, tl.float32)
+        for k in range(0, K, BK):
+            a_tile = _row_tile(a, sources, k, K, HAS_INDEX, GATHERS, EVEN_K, BK)
+            if K_INNERMOST:
+                b_tile = tl.permute(tl.reshape(b.load([expert, begin, k]), (BN, BK)), (1, 0))
+            else:
+                b_tile = tl.reshape(b.load([expert, k, begin]), (BK, BN))
+            total = dot(a_tile, b_tile, total, UPCAST)
+        if HAS_ORDER:
+            to = tl.load(order + first + rows, mask=rows < end - first, other=0).to(tl.int64)
+            store_rows(out, total, to, rows < end - first, begin, N, BN)
+        else:
+            store_rows(out + first.to(tl.int64) * N, total, rows, rows < end - first, begin, N, BN)
+
+
+@triton.jit(do_not_specialize_on_alignment=["index"])
+def grouped_mm_gate(
+    a,
+    index,
+    b,
+    pre,
+    act,
+    expert_of,
+    first_of,
+    end_of,
+    tile_ends,
+    EXPERTS,
+    INNER,
+    K,
+    alpha,
+    beta,
+    limit,
+    HAS_INDEX: tl.constexpr,
+    GATHERS: tl.constexpr,
+    SPECIALIZED: tl.constexpr,
+    LIMITED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """``triton_gemms.grouped_mm_gate`` of gates above ups, which one load has: ``b`` describes ``(e, 2, INNER, K)``."""
+    blocks, rows = (INNER + BN - 1) // BN, tl.arange(0, BM)
+    tiles = tl.load(tile_ends + EXPERTS - 1)
+    for number in tl.range(
+        tl.program_id(0), tiles * blocks, tl.num_programs(0), flatten=True, warp_specialize=SPECIALIZED
+    ):
+        tile, begin = number // blocks, number % blocks * BN
+        expert, first, end = tl.load(expert_of + tile), tl.load(first_of + tile), tl.load(end_of + tile)
+        sources = _rows_of(a, index, first, end, rows, K, HAS_INDEX, GATHERS)
+        total = tl.full((BM, 2 * BN), 0.0, tl.float32)
+        for k in range(0, K, BK):
+            a_tile = _row_tile(a, sources, k, K, HAS_INDEX, GATHERS, EVEN_K, BK)
+            b_tile = tl.permute(tl.reshape(b.load([expert, 0, begin, k]), (2 * BN, BK)), (1, 0))
+            total = dot(a_tile, b_tile, total, UPCAST)
+        in_rows, row = rows < end - first, first.to(tl.int64)
+        g_all, u_all = columns_halved(total, BM, 2 * BN)
+        gates, ups = columns_halved(g_all, BM, BN), columns_halved(u_all, BM, BN)
+        for half in tl.static_range(2):
+            at = begin + half * (BN // 2)
+            g, u = gates[half].to(pre.dtype.element_ty), ups[half].to(pre.dtype.element_ty)
+            store_halves(pre + row * 2 * INNER, g, u, rows, in_rows, at, INNER, False, BM, BN // 2)
+            out = activation(g.to(tl.float32), u.to(tl.float32), alpha, beta, limit, LIMITED)
+            store_rows(act + row * INNER, out, rows, in_rows, at, INNER, BN // 2)
+
+
+@triton.jit(do_not_specialize=["R"], do_not_specialize_on_alignment=["index"])
+def grouped_mm_gate_backward(
+    grad,
+    index,
+    b,
+    pre,
+    scale,
+    grad_pre,
+    act,
+    parts,
+    expert_of,
+    first_of,
+    end_of,
+    tile_ends,
+    EXPERTS,
+    INNER,
+    K,
+    R,
+    alpha,
+    beta,
+    limit,
+    HAS_INDEX: tl.constexpr,
+    GATHERS: tl.constexpr,
+    K_INNERMOST: tl.constexpr,
+    SPECIALIZED: tl.constexpr,
+    SCALED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    LIMITED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """``triton_gemms.grouped_mm_gate_backward``; a tile has two of that kernel's blocks of columns."""
+    blocks, rows = (INNER + BN - 1) // BN, tl.arange(0, BM)
+    tiles = tl.load(tile_ends + EXPERTS - 1)
+    for number in tl.range(
+        tl.program_id(0), tiles * blocks, tl.num_programs(0), flatten=True, warp_specialize=SPECIALIZED
+    ):
+        tile, begin = number // blocks, number % blocks * BN
+        expert, first, end = tl.load(expert_of + tile), tl.load(first_of + tile), tl.load(end_of + tile)
+        sources = _rows_of(grad, index, first, end, rows, K, HAS_INDEX, GATHERS)
+        product = tl.full((BM, BN), 0.0, tl.float32)
+        for k in range(0, K, BK):
+            a_tile = _row_tile(grad, sources, k, K, HAS_INDEX, GATHERS, EVEN_K, BK)
+            if K_INNERMOST:
+                b_tile = tl.permute(tl.reshape(b.load([expert, begin, k]), (BN, BK)), (1, 0))
+            else:
+                b_tile = tl.reshape(b.load([expert, k, begin]), (BK, BN))
+            product = dot(a_tile, b_tile, product, UPCAST)
+        in_rows, row = rows < end - first, first.to(tl.int64)
+        by = tl.full((BM, 1), 1.0, tl.float32)
+        if SCALED:
+            by = tl.load(scale + first + rows, mask=in_rows, other=0.0).to(tl.float32)[:, None]
+        both = columns_halved(product, BM, BN)
+        for side in tl.static_range(2):
+            total = tl.full((BM,), 0.0, tl.float32)
+            halves = columns_halved(both[side], BM, BN // 2)
+            for half in tl.static_range(2):
+                quarters = columns_halved(halves[half], BM, BN // 4)
+                for quarter in tl.static_range(2):
+                    d = quarters[quarter]
+                    at = begin + (4 * side + 2 * half + quarter) * (BN // 8)
+                    g, u = load_halves(pre + row * 2 * INNER, rows, in_rows, at, INNER, INTERLEAVED, BM, BN // 8)
+                    out = activation(g, u, alpha, beta, limit, LIMITED)
+                    if SCALED:
+                        total += sum_columns(d * out)
+                        d, out = d * by, out * by
+                    store_rows(act + row * INNER, out, rows, in_rows, at, INNER, BN // 8)
+                    d_gate, d_up = gate_gradients(d, g, u, alpha, beta, limit, LIMITED)
+                    own = grad_pre + row * 2 * INNER
+                    store_halves(own, d_gate, d_up, rows, in_rows, at, INNER, INTERLEAVED, BM, BN // 8)
+            if SCALED:
+                column = begin + side * (BN // 2)
+                part = parts + (column // (BN // 2)).to(tl.int64) * R + first + rows
+                # No row of a block that begins behind the last column.
+                tl.store(part, total, mask=rows < tl.minimum(end - first, (INNER - column) * BM))

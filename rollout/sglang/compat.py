@@ -1,0 +1,57 @@
+"""What of SGLang's private names the loader looks at: how a worker's kernels store weights, and who keeps which expert.
+
+They exist in SGLang 0.5.12.
+"""
+
+from typing import Any
+
+from ..layout.layout_check import rank_entry
+from ..layout.specs import Rollout
+
+__all__ = ["changed_layout", "rank_of", "recompute"]
+
+# Flags of ``UnquantizedFusedMoEMethod``: backends that keep experts in another order, which their shape may not show.
+_BACKENDS = {
+    "use_flashinfer_cutlass": "flashinfer_cutlass (up projections come first)",
+    "use_flashinfer_trtllm_moe": "flashinfer_trtllm (rows are shuffled)",
+    "use_triton_kernels": "triton_kernel (inputs are rows)",
+    "_aiter_runner": "aiter (rows are shuffled)",
+}
+_RUNNER = "actor_rollout_ref.rollout.engine_kwargs.sglang.moe_runner_backend"
+
+
+def changed_layout(model: Any) -> str:
+    """Say which layer's weights are not in the layout of slices, and what to set; empty if all are."""
+    from sglang.srt.layers.quantization import unquant
+
+    plain = (unquant.UnquantizedEmbeddingMethod, unquant.UnquantizedFusedMoEMethod, unquant.UnquantizedLinearMethod)
+    for name, layer in model.named_modules():
+        method = getattr(layer, "quant_method", None)
+        if method is None:
+            continue
+        if not isinstance(method, plain):
+            return f"{name} is quantised by {type(method).__name__}"
+        if getattr(layer, "use_intel_amx_backend", False):
+            return f"{name} is packed for AMX"
+        for flag, backend in _BACKENDS.items():
+            if getattr(method, flag, None):
+                return f"{name} runs on {backend}; set {_RUNNER}=triton"
+    return ""
+
+
+def rank_of() -> tuple[int, int, str]:
+    """Return this worker's tensor-parallel rank, how many there are, and its ``layout_check.rank_entry``."""
+    from sglang.srt.distributed import (
+        get_moe_expert_parallel_world_size,
+        get_tensor_model_parallel_rank,
+        get_tensor_model_parallel_world_size,
+    )
+
+    rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    return rank, size, rank_entry(rank, Rollout(size, expert_parallel=get_moe_expert_parallel_world_size() > 1))
+
+
+def recompute(model: Any) -> None:
+    """Compute again what a family computes from its weights after loading: latent attention's ``w_kc`` and ``w_vc``."""
+    if hasattr(model, "post_load_weights"):
+        model.post_load_weights()

@@ -1,0 +1,75 @@
+"""Low-rank adapters in a vLLM worker: its layers without their adapters for a reload, and the adapters of a sync."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from verl.utils.vllm import TensorLoRARequest
+from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_INT_ID, VLLM_LORA_NAME, VLLM_LORA_PATH
+from vllm.lora.layers import BaseLayerWithLoRA
+
+from ...engine.errors import listed
+from ..transport.watched_sockets import WeightSyncError
+
+__all__ = ["load_adapters", "without_adapters"]
+
+
+@contextlib.contextmanager
+def without_adapters(model: torch.nn.Module) -> Iterator[None]:
+    """Run the block with every layer in the place of the one that adds an adapter to it.
+
+    vLLM puts that one in the layer's place after it has loaded the model, which changes the names of parameters
+    (``<layer>.base_layer.weight``) and hides layers from their models' loaders.
+    """
+    wrapped = [
+        (parent, name, layer)
+        for parent in model.modules()
+        for name, layer in parent._modules.items()
+        if isinstance(layer, BaseLayerWithLoRA)
+    ]
+    experts = [part for _, _, layer in wrapped for part in layer.modules() if hasattr(part, "lora_base_layer_prefix")]
+    prefixes = [part.lora_base_layer_prefix for part in experts]
+    for parent, name, layer in wrapped:
+        parent._modules[name] = layer.base_layer
+    for part in experts:
+        part.lora_base_layer_prefix = ""
+    try:
+        yield
+    finally:
+        for parent, name, layer in wrapped:
+            parent._modules[name] = layer
+        for part, prefix in zip(experts, prefixes, strict=True):
+            part.lora_base_layer_prefix = prefix
+
+
+def load_adapters(worker: Any, config: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Replace the adapters that a worker computes with.
+
+    Args:
+        worker: vLLM's worker.
+        config: peft's.
+        tensors: under the names of ``engine/lora/rollout_names.py``; kept.
+
+    Raises:
+        WeightSyncError: the model has no layer for some of them, which vLLM would drop without a word.
+    """
+    worker.remove_lora(VLLM_LORA_INT_ID)
+    worker.add_lora(
+        TensorLoRARequest(
+            lora_name=VLLM_LORA_NAME,
+            lora_int_id=VLLM_LORA_INT_ID,
+            lora_path=VLLM_LORA_PATH,
+            peft_config=config,
+            lora_tensors=tensors,
+        )
+    )
+    manager = worker.model_runner.lora_manager._adapter_manager
+    held = manager.get_adapter(VLLM_LORA_INT_ID).loras
+    unknown = sorted(name for name in held if name.removesuffix(".base_layer") not in manager.modules)
+    if unknown:
+        raise WeightSyncError(
+            f"{len(unknown)} adapters were sent that vLLM's model has no layers for: {listed(unknown)}. "
+            "actor_rollout_ref.rollout.engine_kwargs.vllm.lora_target_modules leaves them out, or vLLM does not adapt "
+            "such layers; actor_rollout_ref.model.lora.merge=True works for every layer."
+        )

@@ -1,0 +1,92 @@
+"""Responses of several turns: what a tool answered is in the forward and not in the loss, and has routes to replay."""
+
+import torch
+import torch.distributed as dist
+
+from epfsdp2.engine.moe.find import find_experts
+from epfsdp2.engine.moe.router.replay import RouterReplay
+from tests.support.models import reference_model, save_qwen3_moe
+from tests.support.ppo import of_this_rank, plain_ppo_loss, ppo_batch, ppo_samples, ppo_worker
+from tests.support.ranks import run_ranks
+
+RELATIVE = 1e-5
+LAYERS, EXPERTS = 3, 8
+CASES = [
+    {"ep": 2, "dynamic": True},
+    {"ep": 2, "activation_checkpointing": "full", "dispatch_chunks": 2},
+    {"ep": 2, "ulysses_sequence_parallel_size": 2, "dynamic": True},
+    {"ep": 1, "pad_to_length": True, "pad_to_length_bucket": 32},
+]
+
+
+def _turns(samples):
+    """Which tokens of each response the policy wrote.
+
+    In turn: all; a tool's answer between two turns; one at the end, where the response was cut off before the policy's
+    next turn; and two answers, the last turn cut off after its first token.
+    """
+    masks = []
+    for i, (_, _, old, _) in enumerate(samples):
+        mask = torch.ones(len(old), dtype=torch.bool)
+        mask[[slice(0, 0), slice(1, len(old) - 1), slice(1, None), slice(1, len(old) - 1, 2)][i % 4]] = False
+        masks.append(mask)
+    return masks
+
+
+def _routes(samples, masks):
+    """Of a rollout whose router chose otherwise: rows of its last token, and of what it did not see, are zeros."""
+    generator, routes = torch.Generator().manual_seed(5), []
+    for (ids, prompt, *_), mask in zip(samples, masks, strict=True):
+        scores = torch.rand(len(ids), LAYERS, EXPERTS, generator=generator)
+        own = scores.topk(2).indices.to(torch.int16)
+        own[prompt + int(mask.nonzero().max()) :] = 0
+        routes.append(own)
+    return routes
+
+
+def _plain_gradients(model, samples, masks, routes):
+    """The plain model's, one sequence at a time."""
+    replay = RouterReplay(model, find_experts(model), LAYERS)
+    logits = []
+    for (ids, *_), own in zip(samples, routes, strict=True):
+        replay.replay(own)
+        logits.append(model(input_ids=ids[None], use_cache=False).logits[0])
+    plain_ppo_loss(samples, logits, masks).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def _largest_error(found, wanted):
+    return max(((found[name] - want).norm() / want.norm()).item() for name, want in wanted.items())
+
+
+def _on_ranks(folder, cases):
+    from verl.workers.config import EngineRouterReplayConfig
+
+    samples = ppo_samples()
+    masks = _turns(samples)
+    routes = _routes(samples, masks)
+    wanted = _plain_gradients(reference_model(folder), samples, masks, routes)
+    if dist.get_rank() == 0:
+        # Neither is something that the bound would let pass.
+        everything = [torch.ones_like(mask) for mask in masks]
+        assert _largest_error(_plain_gradients(reference_model(folder), samples, everything, routes), wanted) > 1e-2
+        without = [own.clone() for own in routes]
+        for own, (_, prompt, *_), mask in zip(without, samples, masks, strict=True):
+            own[prompt:][~mask] = 0
+        assert _largest_error(_plain_gradients(reference_model(folder), samples, masks, without), wanted) > 1e-2
+
+    for settings in cases:
+        worker = ppo_worker(folder, router_replay=EngineRouterReplayConfig(mode="R3"), **settings)
+        seen, step = {}, worker.engine.optimizer.step
+        worker.engine.optimizer.step = lambda *a, seen=seen, worker=worker, step=step: (
+            seen.update({n: p.grad.full_tensor() for n, p in worker.engine.module.named_parameters()}),
+            step(*a),
+        )
+        batch = ppo_batch(of_this_rank(worker, samples), masks=of_this_rank(worker, masks))
+        batch["routed_experts"] = torch.nested.as_nested_tensor(of_this_rank(worker, routes), layout=torch.jagged)
+        worker.train_batch(batch)
+        assert _largest_error(seen, wanted) < RELATIVE, settings
+
+
+def test_an_update_of_turns_with_a_tool_equals_the_plain_model(tmp_path):
+    run_ranks(_on_ranks, 2, save_qwen3_moe(tmp_path), CASES)

@@ -1,0 +1,28 @@
+"""What differs in the tiny models of the families (``families.py``) where SGLang serves them, on a CPU."""
+
+from typing import Any
+
+__all__ = ["SIZES"]
+
+# SGLang knows no dense layers between those with experts, and no heads of Mixtral of another size than hidden / heads.
+# On a CPU it pads parts that are not a multiple of 32, and has latent attention with these positions alone.
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 2.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"mlp_only_layers": []},
+    "qwen2_moe": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 192},
+    "mixtral": {"hidden_size": 128},
+    "olmoe": {"intermediate_size": 64},
+    "glm4_moe": {},
+    "deepseek_v3": {"rope_parameters": _YARN},
+    "gpt_oss": {},
+    "qwen3": {"intermediate_size": 192, "tie_word_embeddings": True},
+    "qwen2": {"intermediate_size": 192},
+    "llama": {"intermediate_size": 192, "attention_bias": True},
+}

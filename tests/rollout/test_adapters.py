@@ -1,0 +1,253 @@
+"""Adapters alone, from trainer ranks to vLLM, and what vLLM's own adapter loader makes of their names and shapes."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from epfsdp2.engine.lora.adapters import A, B, Lora, lora_of
+from epfsdp2.engine.lora.peft_files import adapter_config, write_adapter
+from epfsdp2.engine.lora.rollout_names import RolloutNames
+from epfsdp2.engine.lora.settings import LoraSettings
+from epfsdp2.engine.model.layers import layer_names
+from epfsdp2.engine.model.meta import build_on_meta
+from epfsdp2.engine.topology.dtensor import is_adapter
+from epfsdp2.rollout.layout.vllm_layout import Rollout
+from epfsdp2.rollout.server_adapter import send_weights
+from epfsdp2.rollout.sync import RolloutSync, SyncSettings
+from epfsdp2.rollout.transport.checksums import with_checksums
+from tests.rollout.served_families import build
+from tests.support.engine import sharded_model
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.e2e
+
+RANK = 8
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+SEEDS = (5, 6)
+# verl's names of the one adapter that a server has.
+NAME = ("123", 123, "simon_lora_path")
+
+
+def _settings(targets=ATTENTION):
+    return LoraSettings("model", RANK, 16, targets if isinstance(targets, str) else tuple(targets))
+
+
+def _drawn(model, seed):
+    """Return a function that draws an adapter's full parameter by its name."""
+
+    def read(name):
+        generator = torch.Generator().manual_seed(seed * 1000 + sum(name.encode()))
+        return torch.randn(model.get_parameter(name).shape, generator=generator) * 0.3
+
+    return read
+
+
+def _send(folder, adapters, handles, mode, tp):
+    """Send the base without adapters, then two adapters one after the other."""
+    rank = dist.get_rank()
+    model, meshes = sharded_model(
+        Path(folder),
+        tp,
+        ep=tp,
+        attention="eager",
+        before=lambda model: Lora(model, _settings()),
+        initialize=lambda name, tensor, fits: is_adapter(name),
+        finish=lambda model: lora_of(model).initialize(model, 0),
+    )
+    lora = lora_of(model)
+    sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings(mode, 1 << 20))
+
+    counted = 0
+
+    def counting(tensors):
+        nonlocal counted
+        for name, tensor in tensors:
+            counted += tensor.nbytes
+            yield name, tensor
+
+    def send(weights):
+        nonlocal counted
+        counted = 0
+        sending = send_weights(
+            lambda receive_buffers: with_checksums(counting(weights.tensors(receive_buffers))),
+            zmq_handle=handles[rank],
+            bucket_megabytes=1,
+            use_shm=True,
+            timeout_seconds=100,
+            rank=rank,
+        )
+        asyncio.run(sending)
+
+    lora.initialize(model, 0, _drawn(model, 1))  # what must not reach the base
+    send(sync.worker_weights(mode, Rollout(tp, 1, False), rank, adapters="left out"))
+    for seed, out in zip(SEEDS, adapters, strict=True):
+        read = _drawn(model, seed)
+        lora.initialize(model, 0, read)
+        if rank == 0:
+            write_adapter(Path(out), lora, folder, read)
+        send(sync.adapters().for_rollout(None, rank))
+        assert counted == sum(p.nbytes for name, p in model.named_parameters() if is_adapter(name))
+
+
+@pytest.mark.parametrize(
+    ("mode", "tp"),
+    [("sliced", 1), pytest.param("full", 2, marks=pytest.mark.long), pytest.param("sliced", 2, marks=pytest.mark.long)],
+)
+def test_adapters_alone_equal_those_that_vllm_loads_from_a_file(start_engine, checkpoints, tmp_path, mode, tp):
+    served, trained = checkpoints[:2]
+    settings = {"tp_size": tp, "enable_lora": True, "max_lora_rank": RANK, "lora_target_modules": ATTENTION}
+    if tp == 1:
+        settings |= {"distributed_executor_backend": "uni", "again": True}
+    config = _config(trained)
+    engine = start_engine(served.path, **settings)
+    handles, found = [engine.handle(rank) for rank in range(tp)], []
+    for is_base in (True, False, False):
+        engine.call(
+            "update_weights_from_ipc",
+            timeout=200.0,
+            use_shm=True,
+            sync_timeout_seconds=150.0,
+            verify=True,
+            peft_config=config,
+            base_sync_done=not is_base,
+        )
+        found.append(_state(engine, None if is_base else NAME))
+    adapters = [str(tmp_path / str(seed)) for seed in SEEDS]
+    run_ranks(_send, tp, trained.path, adapters, handles, mode, tp)
+    (base, _, generated), *synced = [[part.result() for part in parts] for parts in found]
+    assert engine.leftovers() == []
+    fresh = start_engine(trained.path, **settings)
+    wanted, _, plain = (part.result() for part in _state(fresh, None))
+    assert (base, generated) == (wanted, plain)
+    for number, folder in enumerate(adapters):
+        outputs = fresh.call("generate_adapted", prompts=PROMPTS, adapter=(str(number), number + 1, folder)).result()
+        digests = fresh.call("epfsdp2_adapter_digests").result()
+        assert synced[number] == [wanted, digests, outputs]
+        assert outputs != plain
+    assert synced[0][1] != synced[1][1]
+
+
+PROMPTS = [[5, 6, 7, 8], [9, 3, 100, 42, 17, 150], [199]]
+
+
+def _state(engine, adapter):
+    """Ask for a worker's weights, what it holds of an adapter, and what it generates."""
+    return (
+        engine.call("epfsdp2_digests"),
+        engine.call("epfsdp2_adapter_digests"),
+        engine.call("generate_adapted", prompts=PROMPTS, adapter=adapter),
+    )
+
+
+def _config(checkpoint):
+    model = build_on_meta(AutoModelForCausalLM, checkpoint.config, torch.float32)
+    return adapter_config(Lora(model, _settings()), checkpoint.path)
+
+
+def _sent_of(family, targets="all-linear"):
+    """Return a family's model, its adapters with values, and all that is sent of them."""
+    model = build(family)
+    lora = Lora(model, _settings(targets))
+    lora.initialize(model, 0, _drawn(model, 7))
+    names, values = RolloutNames(model, lora), dict(model.named_parameters())
+    tensors = {}
+    for name in lora.targets:
+        for own, tensor in names.tensors(name, values[name + A].detach(), values[name + B].detach()):
+            assert own not in tensors
+            tensors[own] = tensor
+    return model, lora, tensors
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe"])
+def test_adapters_of_experts_are_packed_by_vllm_into_the_stacks_of_the_trainer(family):
+    from vllm.lora.lora_weights import PackedLoRALayerWeights
+
+    model, lora, tensors = _sent_of(family)
+    loaded = _loaded(model, lora, tensors)
+    parts = ("w1", "w2", "w3") if family == "mixtral" else ("gate_proj", "down_proj", "up_proj")
+    modules = {name.partition(".experts.")[0] for name in loaded if ".experts." in name}
+    assert modules
+    for module in modules:
+        own = next(name for name in lora.targets if name.endswith("experts.gate_up_proj") and _same(name, module))
+        experts = lora.targets[own].experts
+        each = [loaded[f"{module}.experts.{e}.{part}"] for e in range(experts) for part in parts]
+        packed = PackedLoRALayerWeights.pack_moe(each, module)
+        up_a, up_b = (model.get_parameter(own + half) for half in (A, B))
+        down = own.replace("gate_up_proj", "down_proj")
+        gate, rise = up_b.chunk(2, dim=1)
+        down_a, down_b = (model.get_parameter(down + half) for half in (A, B))
+        for i, (a, b) in enumerate([(up_a, gate), (down_a, down_b), (up_a, rise)]):
+            assert torch.equal(packed.lora_a[i], a) and torch.equal(packed.lora_b[i], b)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_5_moe"])
+def test_adapters_of_experts_that_checkpoints_stack_have_the_form_that_vllm_reshapes(family):
+    model, lora, tensors = _sent_of(family)
+    loaded = _loaded(model, lora, tensors)
+    for name, target in lora.targets.items():
+        if target.experts is None:
+            continue
+        module = name.rpartition(".")[0] + (".base_layer" if name.endswith("gate_up_proj") else "")
+        found, a, b = loaded[module], model.get_parameter(name + A), model.get_parameter(name + B)
+        # As vLLM's LoRAModelManager._stack_moe_lora_weights takes them apart.
+        assert torch.equal(found.lora_a.reshape(target.experts, -1, a.shape[-1]), a)
+        assert torch.equal(found.lora_b.reshape(b.shape[1], -1, target.experts).permute(2, 0, 1), b)
+
+
+def _loaded(model, lora, tensors):
+    """What vLLM's own loader makes of the tensors, by the module's name; none is left over."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    helper = PEFTHelper.from_dict(adapter_config(lora, "base"))
+    loaded = LoRAModel.from_lora_tensors(1, tensors, helper, device="cpu").loras
+    assert len(loaded) * 2 == len(tensors)
+    assert all(each.lora_a is not None and each.lora_b is not None for each in loaded.values())
+    return loaded
+
+
+def _same(name, module):
+    """Whether a stack of the model is of a module under its checkpoint's name."""
+    return name.split(".")[:3] == module.split(".")[:3]
+
+
+def test_an_adapter_without_a_layer_ends_the_sync_with_its_name(start_engine, checkpoints, tmp_path):
+    served = checkpoints[0]
+    settings = {"distributed_executor_backend": "uni", "again": True, "enable_lora": True, "max_lora_rank": RANK}
+    engine = start_engine(served.path, **settings, lora_target_modules=["q_proj"])
+    failing = engine.call(
+        "update_weights_from_ipc",
+        timeout=100.0,
+        use_shm=True,
+        sync_timeout_seconds=60.0,
+        peft_config=_config(served),
+        base_sync_done=True,
+    )
+    run_ranks(_send_adapters, 1, served.path, engine.handle())
+    with pytest.raises(RuntimeError, match=r"adapters were sent that vLLM's model has no layers for.*o_proj"):
+        failing.result()
+
+
+def _send_adapters(folder, handle):
+    model, meshes = sharded_model(
+        Path(folder),
+        1,
+        before=lambda model: Lora(model, _settings()),
+        initialize=lambda name, tensor, fits: is_adapter(name),
+        finish=lambda model: lora_of(model).initialize(model, 0),
+    )
+    lora_of(model).initialize(model, 0)
+    sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("full", 1 << 20))
+    sending = send_weights(
+        sync.adapters().tensors(),
+        zmq_handle=handle,
+        bucket_megabytes=1,
+        use_shm=True,
+        timeout_seconds=60,
+        rank=0,
+    )
+    asyncio.run(sending)

@@ -1,0 +1,102 @@
+"""The layout that ``layout/sglang_layout.py`` says of SGLang equals the one traced from SGLang's own loaders.
+
+The loaders run on tensors without values, so this also shows what SGLang can't compute on a CPU: whole experts spread
+over the workers (``ep_size``).
+"""
+
+import ctypes
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from epfsdp2.recipes.quickstart.commands import sglang_environment
+from epfsdp2.rollout.layout.sglang_layout import FAMILIES as KNOWN
+from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout
+from tests.rollout.families import config_of, model_on_meta
+from tests.rollout.served_families import SERVED
+from tests.rollout.sglang_families import SIZES
+from tests.support.loader_trace import differing_layouts
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed (make setup STACK=sglang)")
+
+DENSE = ("llama", "qwen2", "qwen3")
+
+
+def _compare(folder, cases, expert_parallel):
+    """Compare both layouts; a case is a family and changes of its config."""
+    os.environ.update(sglang_environment(), VERL_PLATFORM="cpu")
+    ctypes.CDLL(f"{sys.prefix}/lib/libcuda/libcuda.so.1", ctypes.RTLD_GLOBAL)
+    models = [model_on_meta(config_of(family, **{**SIZES[family], **sizes})) for family, sizes in cases]
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
+    from sglang.srt.layers.dp_attention import initialize_dp_attention
+    from sglang.srt.layers.moe import initialize_moe_config
+    from sglang.srt.model_loader.utils import get_model_architecture, set_default_torch_dtype
+    from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rollout = Rollout(world, expert_parallel=expert_parallel, server="sglang")
+    differing = []
+    for index, (model, (family, sizes)) in enumerate(zip(models, cases, strict=True)):
+        model.config.architectures = [type(model).__name__]
+        where = Path(folder) / f"{rank}-{index}"
+        model.config.save_pretrained(where)
+        arguments = ServerArgs(
+            model_path=str(where),
+            tp_size=world,
+            ep_size=world if expert_parallel else 1,
+            dtype=SERVED[family].dtype,
+            device="cpu",
+            # gpt-oss is refused with the one that computes on a CPU, and nothing is computed here.
+            attention_backend="triton" if family == "gpt_oss" else "torch_native",
+            skip_tokenizer_init=True,
+        )
+        set_global_server_args_for_scheduler(arguments)
+        config = ModelConfig.from_server_args(arguments)
+        if index == 0:
+            init_distributed_environment(world, rank, "env://", rank, "gloo")
+            initialize_model_parallel(world, arguments.ep_size)
+            initialize_dp_attention(arguments, config)
+        initialize_moe_config(arguments)
+        with set_default_torch_dtype(config.dtype):
+            theirs = get_model_architecture(config)[0](config=config.hf_config, quant_config=None)
+        held = dict(theirs.named_parameters())
+        # Latent attention's matrices are computed from values.
+        theirs.post_load_weights = mock.Mock()
+        for found in differing_layouts(model, held, theirs.load_weights, rollout, rank, Heads.of(model.config)):
+            differing.append((family, sizes, rank, *found))
+    assert not differing, "\n".join(map(str, differing[:10]))
+
+
+def _cases(family):
+    if family == "gpt_oss":
+        return [(family, {})]
+    return [(family, {}), (family, {"num_key_value_heads": 1})]
+
+
+def test_layout_of_every_family_on_two_workers_equals_the_traced_one(tmp_path):
+    run_ranks(_compare, 2, str(tmp_path), [case for family in sorted(KNOWN) for case in _cases(family)], False)
+
+
+def test_layout_of_whole_experts_on_two_workers_equals_the_traced_one(tmp_path):
+    families = [family for family in sorted(KNOWN) if family not in (*DENSE, "gpt_oss")]
+    run_ranks(_compare, 2, str(tmp_path), [case for family in families for case in _cases(family)], True)
+
+
+def test_sglang_can_not_spread_the_experts_of_gpt_oss(tmp_path):
+    # Its loader copies all of them into a worker's own.
+    with pytest.raises(Exception, match=r"\('gpt_oss', \{\}, \d, 'model.layers.0.mlp.experts.\w+', \[TargetSlice"):
+        run_ranks(_compare, 2, str(tmp_path), [("gpt_oss", {})], True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("world", "whole"), [(1, False), (4, False), (4, True)])
+def test_layout_on_one_worker_and_on_four(tmp_path, world, whole):
+    families = [family for family in sorted(KNOWN) if not (whole and family in (*DENSE, "gpt_oss"))]
+    run_ranks(_compare, world, str(tmp_path), [(family, {}) for family in families], whole)

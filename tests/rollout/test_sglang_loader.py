@@ -1,0 +1,133 @@
+"""The loader inside SGLang's workers, on a model that needs no SGLang; ``test_sglang.py`` has real ones."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from epfsdp2.rollout.layout.layout_check import RANK, entry, rank_entry
+from epfsdp2.rollout.layout.slice_names import slice_name
+from epfsdp2.rollout.layout.specs import Rollout
+from epfsdp2.rollout.sglang import compat, loader
+from epfsdp2.rollout.sglang.bucket import ANSWER_BYTES, answer_of, fill
+from epfsdp2.rollout.transport.checksums import with_checksums
+
+RANK_ENTRY = rank_entry(0, Rollout())
+
+
+class Model(nn.Module):
+    """Two parameters, and what is computed from one of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.Module()
+        self.attention.fused_qkv_a_proj_with_mqa = nn.Linear(3, 5, bias=False)
+        self.bias = nn.Parameter(torch.zeros(4))
+        self.twice = torch.zeros(4)
+        self.calls = []
+
+    def load_weights(self, weights):
+        """As DeepSeek's: joins two projections of one call, and forgets one alone."""
+        found = {name.split(".")[-2]: values for name, values in weights}
+        self.calls.append(sorted(found))
+        if {"q_a_proj", "kv_a_proj_with_mqa"} <= found.keys():
+            joined = torch.cat([found["q_a_proj"], found["kv_a_proj_with_mqa"]])
+            self.attention.fused_qkv_a_proj_with_mqa.weight.data.copy_(joined)
+        if "bias" in found:
+            self.bias.data.copy_(found["bias"])
+
+    def post_load_weights(self):
+        self.twice = 2 * self.bias.detach()
+
+
+FUSED = "attention.fused_qkv_a_proj_with_mqa.weight"
+Q, KV, BIAS = (f"attention.{kind}.weight" for kind in ("q_a_proj", "kv_a_proj_with_mqa", "bias"))
+LAYOUT = {RANK: RANK_ENTRY, FUSED: entry((5, 3)), "bias": entry((4,))}
+
+
+@pytest.fixture
+def model(monkeypatch):
+    monkeypatch.setattr(loader, "rank_of", lambda: (0, 1, RANK_ENTRY))
+    monkeypatch.setattr(loader, "changed_layout", lambda model: "")
+    return Model()
+
+
+def _send(model, tensors, *, verify=True, layout=LAYOUT, bucket=64):
+    """Load tensors in buckets of so many bytes; return the first answer that says something."""
+
+    def allocate(nbytes):
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    stream = (pair for pair in tensors)
+    buckets = fill(with_checksums(stream) if verify else stream, [allocate(ANSWER_BYTES + bucket)] * 2, allocate)
+    answers = []
+    for index, (header, memory) in enumerate(buckets):
+        if index == 0:
+            header.layouts, header.verify = [layout], verify
+        loader.load(model, [(header.as_text(), memory)])
+        answers.append(answer_of(memory))
+    assert len(answers) > 1
+    return next((answer for answer in answers if answer), "")
+
+
+def _slices(form=""):
+    values = torch.arange(15.0).view(5, 3)
+    yield slice_name(FUSED, (0, 0), "transposed"), values[:2].T.contiguous()
+    yield slice_name(FUSED, (2, 0)), values[2:]
+    yield slice_name("bias", (0,), form), torch.ones(4)
+
+
+def test_slices_are_stored_as_their_names_say_and_what_follows_is_computed_again(model):
+    assert _send(model, _slices()) == ""
+    assert torch.equal(model.get_parameter(FUSED), torch.arange(15.0).view(5, 3))
+    assert torch.equal(model.twice, 2 * torch.ones(4))
+    assert _send(model, _slices("zeros")) == ""
+    assert torch.equal(model.bias, torch.zeros(4)) and torch.equal(model.twice, torch.zeros(4))
+
+
+def test_tensors_by_name_go_through_the_models_own_loader_two_projections_together(model):
+    named = [(Q, torch.ones(2, 3)), (BIAS, torch.ones(4)), (KV, 2 * torch.ones(3, 3))]
+    assert _send(model, named) == ""
+    assert torch.equal(model.get_parameter(FUSED), torch.cat([torch.ones(2, 3), 2 * torch.ones(3, 3)]))
+    assert ["q_a_proj"] not in model.calls and ["kv_a_proj_with_mqa"] not in model.calls
+    assert torch.equal(model.twice, 2 * torch.ones(4))
+
+
+def test_a_tensor_by_name_that_nobody_took_is_missed_in_a_verified_sync(model):
+    answer = _send(model, [(Q, torch.ones(2, 3)), (KV, torch.ones(3, 3))])
+    assert "1 parameters of SGLang's model did not receive every element, first bias (0 of 4)" in answer
+
+
+def test_a_model_that_is_laid_out_otherwise_is_refused(model, monkeypatch):
+    assert "first bias: planned is [4] from 0" not in _send(model, _slices())
+    answer = _send(model, _slices(), layout={**LAYOUT, "bias": entry((5,))})
+    assert "bias: planned is [5] from 0, actual is [4] from 0" in answer and "rollout_sync=full works" in answer
+    monkeypatch.setattr(loader, "changed_layout", lambda model: "experts runs on another kernel")
+    assert "worker 0 of a replica: experts runs on another kernel" in _send(model, _slices())
+
+
+def test_kernels_that_store_weights_otherwise_are_named(monkeypatch):
+    class Plain:
+        use_triton_kernels = use_flashinfer_cutlass = use_flashinfer_trtllm_moe = False
+
+    unquant = ModuleType("unquant")
+    for name in ("UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod", "UnquantizedLinearMethod"):
+        setattr(unquant, name, Plain)
+    quantization = SimpleNamespace(unquant=unquant)
+    monkeypatch.setitem(sys.modules, "sglang", ModuleType("sglang"))
+    monkeypatch.setitem(sys.modules, "sglang.srt", ModuleType("sglang.srt"))
+    monkeypatch.setitem(sys.modules, "sglang.srt.layers", ModuleType("sglang.srt.layers"))
+    monkeypatch.setitem(sys.modules, "sglang.srt.layers.quantization", quantization)
+    model = Model()
+    assert compat.changed_layout(model) == ""
+    model.attention.quant_method = Plain()
+    assert compat.changed_layout(model) == ""
+    model.attention.use_intel_amx_backend = True
+    assert compat.changed_layout(model) == "attention is packed for AMX"
+    model.attention.use_intel_amx_backend = False
+    model.attention.quant_method.use_flashinfer_cutlass = True
+    assert "flashinfer_cutlass (up projections come first)" in compat.changed_layout(model)
+    model.attention.quant_method = object()
+    assert compat.changed_layout(model) == "attention is quantised by object"

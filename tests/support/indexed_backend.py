@@ -1,0 +1,89 @@
+"""Operators in torch that allocate what the Triton kernels do, which on a CPU only run interpreted.
+
+They read rows through an index, store them in an order, and fuse the activation, in pieces of a few rows, whose
+temporaries are small beside all rows.
+"""
+
+import os
+from collections.abc import Iterator
+
+import torch
+
+from epfsdp2.engine.moe import forward, install
+from epfsdp2.engine.moe.gemm.backends import Groups, IndexedRows, Rows, TorchBackend
+from epfsdp2.engine.moe.gemm.gate import gate_of
+
+__all__ = ["IndexedBackend", "stand_in"]
+
+_ROWS = 32
+
+
+class IndexedBackend(TorchBackend):
+    name = "triton"
+
+    def reads_index(self, x):
+        return True
+
+    def indexed(self, x, index_R):
+        return IndexedRows(x, index_R)
+
+    def mm(self, rows, in_out, groups, bias=None, order_R=None):
+        out = in_out.new_empty(groups.rows, in_out.shape[2])
+        for expert, part, x in _pieces(rows, groups):
+            product = x @ in_out[expert]
+            out[part if order_R is None else order_R[part]] = product if bias is None else product + bias[expert]
+        return out
+
+    def outer(self, a, b, groups):
+        widths = [_tensor(rows).shape[1] for rows in (a, b)]
+        out = _tensor(a).new_zeros(len(groups.counts_e), *widths)
+        for (expert, _, x), (_, _, y) in zip(_pieces(a, groups), _pieces(b, groups), strict=True):
+            out[expert].addmm_(x.t(), y)
+        return out
+
+    def gate(self, module):
+        return gate_of(module)
+
+    def activate(self, pre, gate):
+        out = pre.new_empty(len(pre), pre.shape[1] // 2)
+        for begin in range(0, len(pre), _ROWS):
+            out[begin : begin + _ROWS] = gate(pre[begin : begin + _ROWS])
+        return out
+
+    def up_gate(self, rows, in_out, groups, bias, gate):
+        pre = self.mm(rows, in_out, groups, bias)
+        return pre, self.activate(pre, gate)
+
+    def down_gate_backward(self, grad, out_in, groups, pre, scale_R, gate):
+        grad_pre, act = torch.empty_like(pre), pre.new_empty(len(pre), pre.shape[1] // 2)
+        grad_scale = None if scale_R is None else pre.new_empty(len(pre), dtype=torch.float32)
+        for expert, part, x in _pieces(grad, groups):
+            d = x @ out_in[expert]
+            with torch.enable_grad():
+                leaf = pre[part].detach().requires_grad_()
+                out = gate(leaf)
+            scale = 1.0 if scale_R is None else scale_R[part, None]
+            if grad_scale is not None:
+                grad_scale[part] = (d * out.detach()).sum(-1)
+            (grad_pre[part],) = torch.autograd.grad(out, leaf, d * scale)
+            act[part] = out.detach() * scale
+        return grad_pre, act, grad_scale
+
+
+def _tensor(rows: Rows) -> torch.Tensor:
+    return rows.x if isinstance(rows, IndexedRows) else rows
+
+
+def _pieces(rows: Rows, groups: Groups) -> Iterator[tuple[int, slice, torch.Tensor]]:
+    for expert, begin, end in groups:
+        for first in range(begin, end, _ROWS):
+            part = slice(first, min(first + _ROWS, end))
+            yield expert, part, rows.x[rows.index_R[part]] if isinstance(rows, IndexedRows) else rows[part]
+
+
+def stand_in() -> None:
+    """Have it compute in this process wherever Triton's backend is asked for."""
+    os.environ["TRITON_INTERPRET"] = "1"  # or the setting is refused on a CPU
+    for module in (forward, install):
+        if hasattr(module, "backend_named"):
+            module.backend_named = lambda name: IndexedBackend()

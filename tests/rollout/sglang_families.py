@@ -20,7 +20,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "mixtral": {"hidden_size": 128},
     "olmoe": {"intermediate_size": 64},
     "glm4_moe": {},
-    "deepseek_v3": {"rope_parameters": _YARN},
+    "deepseek_v3": {"rope_parameters": _YARN, "moe_layer_freq": 1},  # as its checkpoints have it
     "gpt_oss": {},
     "qwen3": {"intermediate_size": 192, "tie_word_embeddings": True},
     "qwen2": {"intermediate_size": 192},

@@ -21,7 +21,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "olmoe": {"intermediate_size": 64, "num_key_value_heads": 4},  # SGLang's norms of keys are as wide as of queries
     "glm4_moe": {},
     "deepseek_v3": {"rope_parameters": _YARN, "moe_layer_freq": 1},  # as its checkpoints have it
-    "gpt_oss": {"swiglu_limit": 7.0},
     "qwen3": {"intermediate_size": 192, "tie_word_embeddings": True},
     "qwen2": {"intermediate_size": 192},
     "llama": {"intermediate_size": 192, "attention_bias": True},

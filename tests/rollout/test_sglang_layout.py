@@ -56,8 +56,7 @@ def _compare(folder, cases, expert_parallel):
             ep_size=world if expert_parallel else 1,
             dtype=SERVED[family].dtype,
             device="cpu",
-            # gpt-oss is refused with the one that computes on a CPU, and nothing is computed here.
-            attention_backend="triton" if family == "gpt_oss" else "torch_native",
+            attention_backend="torch_native",
             skip_tokenizer_init=True,
         )
         set_global_server_args_for_scheduler(arguments)
@@ -76,7 +75,7 @@ def _compare(folder, cases, expert_parallel):
 
 
 def _cases(family):
-    if family in ("gpt_oss", "olmoe"):  # SGLang's OLMoE has as many keys as queries
+    if family == "olmoe":  # SGLang's OLMoE has as many keys as queries
         return [(family, {})]
     return [(family, {}), (family, {"num_key_value_heads": 1})]
 
@@ -86,18 +85,12 @@ def test_layout_of_every_family_on_two_workers_equals_the_traced_one(tmp_path):
 
 
 def test_layout_of_whole_experts_on_two_workers_equals_the_traced_one(tmp_path):
-    families = [family for family in sorted(KNOWN) if family not in (*DENSE, "gpt_oss")]
+    families = [family for family in sorted(KNOWN) if family not in DENSE]
     run_ranks(_compare, 2, str(tmp_path), [case for family in families for case in _cases(family)], True)
-
-
-def test_sglang_can_not_spread_the_experts_of_gpt_oss(tmp_path):
-    # Its loader copies all of them into a worker's own.
-    with pytest.raises(Exception, match=r"gpt_oss, 0, rank 0: AssertionError: \('model.layers.0.mlp.experts"):
-        run_ranks(_compare, 2, str(tmp_path), [("gpt_oss", {})], True)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("world", "whole"), [(1, False), (4, False), (4, True)])
 def test_layout_on_one_worker_and_on_four(tmp_path, world, whole):
-    families = [family for family in sorted(KNOWN) if not (whole and family in (*DENSE, "gpt_oss"))]
+    families = [family for family in sorted(KNOWN) if not (whole and family in DENSE)]
     run_ranks(_compare, world, str(tmp_path), [(family, {}) for family in families], whole)

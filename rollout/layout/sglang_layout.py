@@ -3,7 +3,7 @@
 Tests compare it with the layout that they trace from SGLang's own loaders, and with a fresh engine's parameters.
 """
 
-from .rules import LATENT_ATTENTION, TRANSPOSED_EXPERTS, Family
+from .rules import LATENT_ATTENTION, Family
 
 __all__ = ["FAMILIES"]
 
@@ -11,11 +11,5 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe"), Family()),
     **dict.fromkeys(("llama", "qwen2", "qwen3"), Family()),  # dense
     "deepseek_v3": Family(((".fused_qkv_a_proj.", ".fused_qkv_a_proj_with_mqa."),), LATENT_ATTENTION),
-    "gpt_oss": Family(
-        ((".w13_bias", ".w13_weight_bias"), (".w2_bias", ".w2_weight_bias")),
-        TRANSPOSED_EXPERTS,
-        is_stacked=True,
-        is_transposed=True,
-    ),
     "mixtral": Family(((".mlp.", ".block_sparse_moe."),)),
 }

@@ -64,7 +64,6 @@ _NO_FUSION = ("disable_shared_experts_fusion", True, "SGLang may store the share
 _SGLANG_ON_GPU: dict[str, tuple[str, object, str]] = {
     "deepseek_v3": _NO_FUSION,
     "glm4_moe": _NO_FUSION,
-    "gpt_oss": ("moe_runner_backend", "triton", "SGLang's own choice stores experts with their inputs as rows."),
 }
 
 
@@ -178,10 +177,8 @@ def _obstacle_elsewhere(config: Any, family: str | None, untested: str, backend:
     for size in ("data_parallel_size", "pipeline_model_parallel_size"):
         if _size(config, size) > 1:
             return _Obstacle(f"{_ROLLOUT}.{size}", _size(config, size), _CUTS, "1")
-    if experts not in (1, tp) or (experts > 1 and family == "gpt_oss"):
+    if experts not in (1, tp):
         reason = "slices know a part of every expert on each worker, or whole ones spread over all of them."
-        if family == "gpt_oss":
-            reason = "SGLang's loader of this family knows no expert parallelism."
         return _Obstacle(f"{_ROLLOUT}.expert_parallel_size", experts, reason, "1")
     disaggregation = config.get("disaggregation")
     if disaggregation is not None and disaggregation.get("enabled"):

@@ -18,10 +18,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"mlp_only_layers": []},
     "qwen2_moe": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 192},
     "mixtral": {"hidden_size": 128},
-    "olmoe": {"intermediate_size": 64},
+    "olmoe": {"intermediate_size": 64, "num_key_value_heads": 4},  # SGLang's norms of keys are as wide as of queries
     "glm4_moe": {},
-    "deepseek_v3": {"rope_parameters": _YARN},
-    "gpt_oss": {},
+    "deepseek_v3": {"rope_parameters": _YARN, "moe_layer_freq": 1},  # as its checkpoints have it
     "qwen3": {"intermediate_size": 192, "tie_word_embeddings": True},
     "qwen2": {"intermediate_size": 192},
     "llama": {"intermediate_size": 192, "attention_bias": True},

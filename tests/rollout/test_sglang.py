@@ -100,12 +100,10 @@ def _compared(tmp_path, family, tp, *options):
     return fresh, failures
 
 
-# Its CPU build can run all but gpt-oss, which ``test_sglang_layout.py`` has.
-FAMILIES = [family for family in SIZES if family != "gpt_oss"]
 ON_ONE_WORKER = ("qwen3_moe", "deepseek_v3")
 CASES = [
-    *((family, 2) for family in FAMILIES),
-    *(pytest.param(f, 1, marks=[] if f in ON_ONE_WORKER else pytest.mark.long) for f in FAMILIES),
+    *((family, 2) for family in SIZES),
+    *(pytest.param(f, 1, marks=[] if f in ON_ONE_WORKER else pytest.mark.long) for f in SIZES),
 ]
 
 

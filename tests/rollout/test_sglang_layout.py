@@ -21,7 +21,7 @@ from tests.rollout.families import config_of, model_on_meta
 from tests.rollout.served_families import SERVED
 from tests.rollout.sglang_families import SIZES
 from tests.support.loader_trace import differing_layouts
-from tests.support.ranks import run_ranks
+from tests.support.ranks import each_case, run_ranks
 
 pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed (make setup STACK=sglang)")
 
@@ -42,8 +42,11 @@ def _compare(folder, cases, expert_parallel):
 
     rank, world = dist.get_rank(), dist.get_world_size()
     rollout = Rollout(world, expert_parallel=expert_parallel, server="sglang")
-    differing = []
-    for index, (model, (family, sizes)) in enumerate(zip(models, cases, strict=True)):
+    init_distributed_environment(world, rank, "env://", rank, "gloo")
+    initialize_model_parallel(world, world if expert_parallel else 1)
+
+    def check(family, index):
+        model = models[index]
         model.config.architectures = [type(model).__name__]
         where = Path(folder) / f"{rank}-{index}"
         model.config.save_pretrained(where)
@@ -53,29 +56,26 @@ def _compare(folder, cases, expert_parallel):
             ep_size=world if expert_parallel else 1,
             dtype=SERVED[family].dtype,
             device="cpu",
-            # gpt-oss is refused with the one that computes on a CPU, and nothing is computed here.
-            attention_backend="triton" if family == "gpt_oss" else "torch_native",
+            attention_backend="torch_native",
             skip_tokenizer_init=True,
         )
         set_global_server_args_for_scheduler(arguments)
         config = ModelConfig.from_server_args(arguments)
-        if index == 0:
-            init_distributed_environment(world, rank, "env://", rank, "gloo")
-            initialize_model_parallel(world, arguments.ep_size)
-            initialize_dp_attention(arguments, config)
+        initialize_dp_attention(arguments, config)
         initialize_moe_config(arguments)
         with set_default_torch_dtype(config.dtype):
             theirs = get_model_architecture(config)[0](config=config.hf_config, quant_config=None)
-        held = dict(theirs.named_parameters())
         # Latent attention's matrices are computed from values.
         theirs.post_load_weights = mock.Mock()
-        for found in differing_layouts(model, held, theirs.load_weights, rollout, rank, Heads.of(model.config)):
-            differing.append((family, sizes, rank, *found))
-    assert not differing, "\n".join(map(str, differing[:10]))
+        heads, held = Heads.of(model.config), dict(theirs.named_parameters())
+        differing = list(differing_layouts(model, held, theirs.load_weights, rollout, rank, heads))
+        assert not differing, "\n".join(map(str, differing[:10]))
+
+    each_case([(family, index) for index, (family, _) in enumerate(cases)], check)
 
 
 def _cases(family):
-    if family == "gpt_oss":
+    if family == "olmoe":  # SGLang's OLMoE has as many keys as queries
         return [(family, {})]
     return [(family, {}), (family, {"num_key_value_heads": 1})]
 
@@ -85,18 +85,12 @@ def test_layout_of_every_family_on_two_workers_equals_the_traced_one(tmp_path):
 
 
 def test_layout_of_whole_experts_on_two_workers_equals_the_traced_one(tmp_path):
-    families = [family for family in sorted(KNOWN) if family not in (*DENSE, "gpt_oss")]
+    families = [family for family in sorted(KNOWN) if family not in DENSE]
     run_ranks(_compare, 2, str(tmp_path), [case for family in families for case in _cases(family)], True)
-
-
-def test_sglang_can_not_spread_the_experts_of_gpt_oss(tmp_path):
-    # Its loader copies all of them into a worker's own.
-    with pytest.raises(Exception, match=r"\('gpt_oss', \{\}, \d, 'model.layers.0.mlp.experts.\w+', \[TargetSlice"):
-        run_ranks(_compare, 2, str(tmp_path), [("gpt_oss", {})], True)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("world", "whole"), [(1, False), (4, False), (4, True)])
 def test_layout_on_one_worker_and_on_four(tmp_path, world, whole):
-    families = [family for family in sorted(KNOWN) if not (whole and family in (*DENSE, "gpt_oss"))]
+    families = [family for family in sorted(KNOWN) if not (whole and family in DENSE)]
     run_ranks(_compare, world, str(tmp_path), [(family, {}) for family in families], whole)

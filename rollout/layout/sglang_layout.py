@@ -5,7 +5,7 @@ Tests compare it with the layout that they trace from SGLang's own loaders, and 
 
 from .rules import LATENT_ATTENTION, Family
 
-__all__ = ["FAMILIES"]
+__all__ = ["COMPARED", "FAMILIES"]
 
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe"), Family()),
@@ -13,3 +13,9 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(((".fused_qkv_a_proj.", ".fused_qkv_a_proj_with_mqa."),), LATENT_ATTENTION),
     "mixtral": Family(((".mlp.", ".block_sparse_moe."),)),
 }
+
+COMPARED = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe"})
+"""Families of which a running engine was compared with a fresh one (``test_sglang.py``): ``auto`` sends slices of these.
+
+The layouts of all others were compared with those traced from SGLang's loaders alone.
+"""

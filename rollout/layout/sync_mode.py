@@ -122,6 +122,10 @@ def choose_mode(
     if found is None and requested == "expert_local" and family is not None and not loads_own_experts(family):
         reason = f"its checkpoints have experts as stacks, of which {server}'s loader takes no part."
         found = _Obstacle("actor_rollout_ref.model", family, reason, "")
+    is_compared = rollout.server == "vllm" or family in sglang_layout.COMPARED
+    if found is None and requested == "auto" and not is_compared:
+        reason = f"no SGLang with slices of it was compared with a fresh one; {_SETTING}=sliced sends them."
+        found = _Obstacle("actor_rollout_ref.model", family, reason, "")
     if found is None:
         return ("sliced" if requested == "auto" else cast(SyncMode, requested)), ""
     if requested == "auto":

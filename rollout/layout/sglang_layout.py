@@ -15,7 +15,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 COMPARED = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe"})
-"""Families of which a running engine was compared with a fresh one (``test_sglang.py``): ``auto`` sends slices of these.
+"""Families of which a running engine was compared with a fresh one (``test_sglang.py``), so ``auto`` sends slices of them.
 
-The layouts of all others were compared with those traced from SGLang's loaders alone.
+Of the others the layouts were compared with those traced from SGLang's loaders alone.
 """

@@ -15,7 +15,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 COMPARED = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe"})
-"""Families of which a running engine was compared with a fresh one (``test_sglang.py``), so ``auto`` sends slices of them.
+"""Families of which ``test_sglang.py`` has compared a running engine with a fresh one: ``auto`` sends slices of these.
 
 Of the others the layouts were compared with those traced from SGLang's loaders alone.
 """

@@ -214,10 +214,10 @@ def _step_with_an_extra_axis(folder):
     reference = reference_model(folder)
     token_loss(reference, ids).backward()
     wanted = dict(reference.named_parameters())
-    topology = dataclasses.replace(Topology.arrange(WORLD, 2), inner=(("etp", 1),))
+    topology = dataclasses.replace(Topology.arrange(WORLD, 2), inner=(("tp", 1),))
     for dim in (0, 1):
         model, meshes = sharded_model(folder, topology, expert_shard_dim=dim)
-        assert meshes.experts.mesh_dim_names == ("dp_replicate", "ep_fsdp", "ep", "etp")
+        assert meshes.experts.mesh_dim_names == ("dp_replicate", "ep_fsdp", "ep", "tp")
         token_loss(model, ids[rank : rank + 1]).backward()
         for name, param in model.named_parameters():
             want = wanted[name].grad

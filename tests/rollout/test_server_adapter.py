@@ -200,7 +200,8 @@ class FakeWorkerWeights:
 
 def sync(adapter, weights):
     engine = SimpleNamespace(
-        choose_mode=lambda config: weights.mode, worker_weights=lambda mode, rollout, worker, is_quantised: weights
+        choose_mode=lambda config: weights.mode,
+        worker_weights=lambda mode, rollout, worker, is_quantised, adapters: weights,
     )
     asyncio.run(adapter.update_weights(RolloutWeights(engine)))
 

@@ -391,7 +391,7 @@ SECTIONS: dict[str, tuple[Callable[[], Iterator[Row]], float]] = {
     "speeds": (speeds, 120.0),
     "step": (step, 120.0),
     "processes": (processes, 120.0),
-    "weights": (weights, 60.0),
-    "nccl": (nccl, 60.0),
+    "weights": (weights, 120.0),
+    "nccl": (nccl, 120.0),
 }
 """By name: what yields the rows, and the seconds that it may take."""

@@ -22,7 +22,6 @@ class RolloutAdapters:
     Args:
         sync: the engine's ``RolloutSync``.
         names: of the model's adapters.
-        number: of this engine's syncs, from 1.
 
     Attributes:
         mode: what the report calls this kind of sync.
@@ -32,16 +31,18 @@ class RolloutAdapters:
 
     mode = "adapters"
 
-    def __init__(self, sync: Any, names: RolloutNames, number: int):
-        self._sync, self._names, self._number = sync, names, number
-        self.has_checksums = has_checksums(number, sync.settings.verify_syncs)
+    def __init__(self, sync: Any, names: RolloutNames):
+        self._sync, self._names, self._number = sync, names, 0
+        self.has_checksums = False
         self.traffic = Traffic()
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.tensors()
 
     def for_rollout(self, config: Any, worker: int) -> "RolloutAdapters":
-        """Return what to send to a worker; see ``RolloutWeights.for_rollout``."""
+        """Return what to send to a worker; see ``RolloutWeights.for_rollout``. verl may send the base before it."""
+        self._number = self._sync.next_number()
+        self.has_checksums = has_checksums(self._number, self._sync.settings.verify_syncs)
         return self
 
     def tensors(self, receive_buffers: ReceiveBuffers | None = None) -> Generator[tuple[str, torch.Tensor]]:

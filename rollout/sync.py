@@ -98,8 +98,12 @@ class RolloutSync:
             lora = lora_of(self.model)
             assert lora is not None, "a model without adapters has none to send"
             self._adapter_names = RolloutNames(self.model, lora)
+        return RolloutAdapters(self, self._adapter_names)
+
+    def next_number(self) -> int:
+        """Count a sync; return its number, from 1."""
         self._sync_count += 1
-        return RolloutAdapters(self, self._adapter_names, self._sync_count)
+        return self._sync_count
 
     @property
     def family(self) -> str:
@@ -204,8 +208,7 @@ class RolloutSync:
         adapters: AdapterUse = "merged",
     ) -> WorkerWeights:
         """Return the weights of the next sync for the worker with this index in its replica."""
-        self._sync_count += 1
-        return WorkerWeights(self, self._sync_count, mode, rollout, worker, is_quantised, adapters)
+        return WorkerWeights(self, self.next_number(), mode, rollout, worker, is_quantised, adapters)
 
     def slices_of(self, mode: SyncMode, rollout: Rollout, worker: int) -> Callable[[TensorSpec], list[TargetSlice]]:
         """Return a function from a tensor to the slices that a worker keeps, cached by name across syncs."""

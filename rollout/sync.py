@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ..engine.compat import versions
 from ..engine.lora.adapters import lora_of
-from ..engine.lora.merge import AdapterUse, LocalValues, adapter_weights, local_values, unmerged_values, weights
+from ..engine.lora.merge import AdapterUse, LocalValues, adapter_weights, local_values, weights
 from ..engine.lora.rollout_names import RolloutNames
 from ..engine.model import hf_names
 from ..engine.topology.dtensor import local_tensor, persistent_buffers
@@ -188,7 +188,7 @@ class RolloutSync:
 
     def values(self, adapters: AdapterUse = "merged") -> LocalValues:
         """Return a function from a parameter to this rank's values to send; collective where adapters are merged."""
-        return local_values(self.model, self.meshes.dense.device_type) if adapters == "merged" else unmerged_values
+        return local_values(self.model, self.meshes.dense.device_type, adapters)
 
     def missing_bytes(self, adapters: bool = False) -> int:
         """Return the bytes, as they are sent, of all weights or adapters that this rank does not hold."""

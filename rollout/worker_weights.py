@@ -66,8 +66,9 @@ class WorkerWeights:
         return self._slices_from_gather() if self._rollout.keeps_all else self._slices(receive_buffers)
 
     def _expert_local(self) -> Generator[tuple[str, torch.Tensor]]:
-        sync, values = self._sync, self._sync.values(self._adapters)
-        assembled = self._exchange.assembled(sync.state(), sync.dtypes, self.traffic, values)
+        sync = self._sync
+        held = sync.values(self._adapters)
+        assembled = self._exchange.assembled(sync.state(), sync.dtypes, self.traffic, held)
         with contextlib.closing(assembled):
             for name, part, values in assembled:
                 # Sent expert by expert: vLLM would load a part of a stack as the first experts.

@@ -16,7 +16,7 @@ from ..topology.dtensor import is_adapter, local_range, local_tensor, shard_step
 from ..topology.index_ranges import IndexRange, bounding_range
 from .adapters import A, B, lora_of
 
-__all__ = ["AdapterUse", "LocalValues", "adapter_weights", "local_values", "merged", "unmerged_values", "weights"]
+__all__ = ["AdapterUse", "LocalValues", "adapter_weights", "local_values", "merged", "weights"]
 
 # Maps a tensor and its name to the values that this rank holds.
 LocalValues = Callable[[str, torch.Tensor], torch.Tensor]
@@ -34,19 +34,14 @@ def adapter_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, param) for name, param in model.named_parameters() if is_adapter(name))
 
 
-def unmerged_values(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values that this rank holds of a tensor, without any adapter."""
-    return local_tensor(tensor).detach()
-
-
-def local_values(model: nn.Module, device: torch.device | str) -> LocalValues:
-    """Return a function from a tensor to its local values with adapters merged; collective if there are adapters.
+def local_values(model: nn.Module, device: torch.device | str, adapters: AdapterUse = "merged") -> LocalValues:
+    """Return a function from a tensor to its local values; collective if there are adapters to merge.
 
     Args:
         device: device type of the tensors that the mesh's backend sends.
     """
-    if lora_of(model) is None:
-        return unmerged_values
+    if adapters != "merged" or lora_of(model) is None:
+        return lambda name, tensor: local_tensor(tensor).detach()
     return _MergedShards(model, device)
 
 

@@ -6,21 +6,19 @@ halves of a ``gate_up_proj`` share their ``A``; of some families vLLM takes peft
 (``peft_files.py``; vLLM 0.27, ``lora/model_manager.py``, ``_stack_moe_lora_weights``).
 """
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from ..model.families import ADAPTED_AS_STACKS_IN_VLLM
-from ..model.hf_names import experts_from, is_by_expert
+from ..model.hf_names import expert_of, experts_from, is_by_expert
 from .adapters import A, B, Lora
 from .peft_files import as_peft, peft_names
 
 __all__ = ["RolloutNames", "has_form"]
 
 _PREFIX = "base_model.model."
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 def has_form(model: Any, name: str) -> bool:
@@ -55,6 +53,6 @@ class RolloutNames:
         # B has the rows of the weight, so a checkpoint's converter cuts it as it does the weight.
         for own, rows in experts_from(self._model, name, b, 0):
             module = _PREFIX + own.removesuffix(".weight")
-            expert = None if experts is None else _EXPERT.search(own)
-            yield f"{module}.lora_A.weight", a if expert is None else a[int(expert[1])]
+            expert = None if experts is None else expert_of(own)
+            yield f"{module}.lora_A.weight", a if expert is None else a[expert]
             yield f"{module}.lora_B.weight", rows

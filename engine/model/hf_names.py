@@ -20,6 +20,7 @@ from .hf_convert import converted_together, revert
 
 __all__ = [
     "as_checkpoint",
+    "expert_of",
     "experts_from",
     "for_vllm",
     "is_by_expert",
@@ -91,7 +92,13 @@ def _fused_name(model: Any, name: str, tensor: torch.Tensor, stacks: Mapping[str
 
 def is_of_expert(name: str) -> bool:
     """Return whether a checkpoint's tensor belongs to a single expert."""
-    return _EXPERT.search(name) is not None
+    return expert_of(name) is not None
+
+
+def expert_of(name: str) -> int | None:
+    """Return the number of the single expert that a checkpoint's tensor belongs to; None if there is none."""
+    found = _EXPERT.search(name)
+    return None if found is None else int(found[1])
 
 
 def shift_expert_index(name: str, by: int) -> str:

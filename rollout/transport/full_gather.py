@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...engine.lora.merge import AdapterUse, adapter_weights, local_values, unmerged_values, weights
+from ...engine.lora.merge import AdapterUse, adapter_weights, local_values, weights
 from ...engine.topology.dtensor import persistent_buffers, shard_steps
 from ...engine.topology.index_ranges import IndexRange, chunk_range, shard_ranges, slices_in_shard
 from ...engine.topology.mesh import Meshes
@@ -177,7 +177,7 @@ def gather(
     max_rank_bytes = max((group.rank_bytes for group in groups), default=0)
     buffers = [torch.empty((ranks + 1) * max_rank_bytes, dtype=torch.uint8, device=device) for _ in groups[:2]]
     traffic.hold(sum(buffer.nbytes for buffer in buffers))
-    started, values = 0, local_values(model, device) if adapters == "merged" else unmerged_values
+    started, values = 0, local_values(model, device, adapters)
 
     def start() -> tuple[_Group, torch.Tensor, dist.Work] | None:
         """Start the next gather; return None after the last."""

@@ -64,7 +64,7 @@ def load_adapters(worker: Any, config: dict[str, Any], tensors: Mapping[str, tor
             lora_tensors=tensors,
         )
     )
-    manager = worker.model_runner.lora_manager._adapter_manager
+    manager = worker.model_runner.model.lora_manager
     held = manager.get_adapter(VLLM_LORA_INT_ID).loras
     unknown = sorted(name for name in held if name.removesuffix(".base_layer") not in manager.modules)
     if unknown:

@@ -48,7 +48,7 @@ class ReadableWorker(WeightSyncExtension):
 
     def epfsdp2_adapter_digests(self) -> dict[str, str]:
         """Return digests of what this worker's layers hold of the one adapter that they compute with."""
-        layers = self.model_runner.lora_manager._adapter_manager.modules
+        layers = self.model_runner.model.lora_manager.modules
         return {
             f"{name}.{half}.{i}": digest(stack[0])
             for name, layer in layers.items()

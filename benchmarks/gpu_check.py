@@ -9,8 +9,10 @@ and ``gpu.json``; without one the same sections run what they can in Triton's in
 """
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -39,11 +41,22 @@ def run(name: str, folder: Path) -> list[Row]:
     if not torch.cuda.is_available():
         environment |= {"TRITON_INTERPRET": "1", "VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(Path(__file__).resolve()), "--one", name, "--out", str(out)]
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
-        failure = "" if done.returncode == 0 else (done.stdout + done.stderr)[-_TAIL:]
-    except subprocess.TimeoutExpired:
-        failure = f"did not end within {limit:g} s"
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=limit)
+            failure = "" if process.returncode == 0 else said[-_TAIL:]
+        except subprocess.TimeoutExpired:
+            failure = f"did not end within {limit:g} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
     rows = [Row(**row) for row in json.loads(out.read_text())] if out.exists() else []
     return rows + ([Row("all of it", failure, "no error", False)] if failure else [])
 

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import importlib
 import importlib.util
+import io
 import itertools
 import json
 import os
@@ -154,8 +155,8 @@ def speeds() -> Iterator[Row]:
         return OURS
 
     times: dict[str, dict[str, list[float]]] = {side: {"forward": [], "total": []} for side in sides}
-    for turn in range(6):
-        for side in sides:
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        for turn, side in itertools.product(range(6), sides):
             took = local.passes(implementation_of(side), 3)
             if turn:  # the first compiles
                 times[side]["forward"].append(took["forward"])
@@ -172,6 +173,9 @@ def speeds() -> Iterator[Row]:
         wanted = "55 % and 50 %" if is_default else ""
         holds = shares[0] >= 0.55 and shares[1] >= 0.5 if is_default else None
         yield Row(f"{side}: forward + backward", f"{value}, {total / base:.2f} x grouped_mm's", wanted, holds)
+    for line in said.getvalue().splitlines():  # how long each tile took, persistent kernels among them
+        if line.startswith("engine.experts_backend: "):
+            yield Row(*line.removeprefix("engine.experts_backend: ").split(": ", 1))
     for side in sides:
         yield Row(f"{side}: kept for backward", f"{local.kept(implementation_of(side)) / MIB:.0f} MiB")
 

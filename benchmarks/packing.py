@@ -35,9 +35,9 @@ from benchmarks.quickstart import machine
 from benchmarks.step import MODEL
 from benchmarks.tables import newest, write_table
 from epfsdp2.engine.integration import building
-from epfsdp2.engine.model import packing
-from epfsdp2.engine.model.packed_attention import PackedAttention
-from epfsdp2.engine.model.packing import find_mixers
+from epfsdp2.engine.packing import sequences as packing
+from epfsdp2.engine.packing.attention import PackedAttention
+from epfsdp2.engine.packing.sequences import find_mixers
 from tests.support.ppo import PADDED, Sample, of_this_rank, ppo_batch, ppo_worker
 from tests.support.ranks import run_ranks
 

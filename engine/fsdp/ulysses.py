@@ -7,9 +7,9 @@ its part of the heads, the attention that was configured runs, and another all-t
     q, k, v    [B, H, S/sp, D]  ->  [B, H/sp, S, D]  ->  attention  ->  [B, S, H/sp, D]  ->  [B, S/sp, H, D]
 
 The model is handed its slice of the tokens and the positions of the whole row. From these its own code makes rotary
-embeddings, of which each rank keeps its slice; masks are of the sequences (``model/packed_attention.py``). A model with
+embeddings, of which each rank keeps its slice; masks are of the sequences (``packing/attention.py``). A model with
 a vision tower is handed all tokens, puts images among their embeddings, and what its decoder gets is cut. Layers that
-carry a state along the row are shared otherwise (``model/shared_mixers.py``).
+carry a state along the row are shared otherwise (``packing/shared_mixers.py``).
 
 Shapes: ``B`` rows (1 where they are packed), ``S`` tokens of the whole row, ``s = S / sp`` of this rank, ``H`` heads.
 """
@@ -27,9 +27,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import SettingError
 from ..model.layers import attention_modules, decoder_layers
-from ..model.packing import PackedSequences, find_mixers
-from ..model.shared_mixers import to_heads, to_tokens
 from ..moe.find import UnsupportedModelError
+from ..packing.exchange import to_heads, to_tokens
+from ..packing.sequences import PackedSequences, find_mixers
 from ..topology.mesh import divisors
 
 __all__ = [

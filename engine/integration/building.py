@@ -26,7 +26,6 @@ from ..lora.peft_files import adapter_config, read_adapter
 from ..lora.settings import LoraSettings
 from ..model.layers import layer_names
 from ..model.meta import build_on_meta, check_not_quantised, copy_on_meta
-from ..model.packing import PackedSequences
 from ..model.vision import VisionTowerSync, preserve_forward, tower_parameters
 from ..moe.find import find_experts, is_dense
 from ..moe.gemm.backends import choose_backend
@@ -35,6 +34,7 @@ from ..optim.clip import ClippedStep
 from ..optim.loss_scale import LossScale
 from ..optim.lr_scheduler import build_multi_lr_scheduler
 from ..optim.multi_optimizer import optimizer_from_config
+from ..packing.sequences import PackedSequences
 from ..planner.run import StepEstimate, estimate_step, format_mesh
 from ..preflight.dense_models import check_alone, not_applied, without_experts
 from ..preflight.run import check_training

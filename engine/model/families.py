@@ -13,6 +13,7 @@ __all__ = [
     "READ_WITHOUT_A_CALL",
     "SHORT_CONVOLUTIONS",
     "SPLIT_BEFORE_0_27",
+    "SPREAD_OVER_HEADS",
     "UNPACKED_WITH_FLASH",
 ]
 
@@ -43,6 +44,14 @@ READ_WITHOUT_A_CALL = {("DeepseekV2Moe", "gate")}
 
 SHORT_CONVOLUTIONS = {"Lfm2MoeShortConv": "L_cache"}
 """Class of a mixer that is one causal convolution -> its attribute that has how many tokens that takes."""
+
+SPREAD_OVER_HEADS = {
+    **dict.fromkeys(("BailingHybridDeltaAttention", "KimiLinearDeltaAttention"), "delta attention"),
+    **dict.fromkeys(("GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer"), "mamba2"),
+    "JambaMambaMixer": "mamba",
+    "MiniMaxLightningAttention": "lightning",
+}
+"""Class of a mixer whose heads ranks can share -> of which kind it is (``packing/head_parts.py``)."""
 
 _OWN = {"gate_up_proj": "gate_up_proj", "down_proj": "down_proj"}
 _LETTERED = {"gate_up_proj": "w13", "down_proj": "w2"}

@@ -12,10 +12,10 @@ from ..fsdp.ulysses import heads_to_split
 from ..fsdp.unit import Stage, Unit, UnitSizes, stages_of
 from ..fsdp.wrap_plan import frozen_parameters, wrap_plan
 from ..model.layers import layer_names
-from ..model.packing import find_mixers
 from ..moe.find import UnsupportedModelError
 from ..moe.gemm.backends import has_backend
 from ..optim.muon_partition import muon_parameters
+from ..packing.sequences import find_mixers
 from ..topology.mesh import Topology
 from .activations import Traced, trace
 

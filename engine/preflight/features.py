@@ -16,13 +16,13 @@ from ..lora.adapters import Lora, lora_of
 from ..lora.peft_files import read_adapter
 from ..lora.rollout_names import has_form
 from ..lora.settings import LoraSettings
-from ..model.packing import why_not_packed
 from ..model.vision import images_error, tower_parameters, why_not_images
 from ..moe.deepep import check_deepep
 from ..moe.find import UnsupportedModelError, experts_by_layer, find_experts
 from ..moe.gemm.backends import REGISTERED
 from ..moe.router.losses import check_router_logits
 from ..optim.settings import wants_muon
+from ..packing.sequences import why_not_packed
 from ..settings.values import ACTOR_MODEL, OPTIMIZERS, get_setting, overrides_of, plain
 from ..topology.expert_placement import ep_fsdp_dim
 from ..topology.mesh import Topology, check_sequence_size

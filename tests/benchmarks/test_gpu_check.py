@@ -1,8 +1,10 @@
 """The check that a machine with a GPU is visited with runs whole on one without, in the interpreter and over gloo."""
 
+import contextlib
 import json
 import sys
 
+import psutil
 import pytest
 
 from benchmarks import gpu_check, gpu_sections
@@ -28,7 +30,13 @@ def test_gpu_check_section_that_fails_has_its_error_in_the_table(tmp_path, monke
     assert row.holds is False and "KeyError: 'broken'" in row.value
 
 
-def test_gpu_check_section_without_an_end_is_ended(tmp_path, monkeypatch):
-    monkeypatch.setitem(gpu_sections.SECTIONS, "kernels", (gpu_sections.kernels, 0.2))
+def test_gpu_check_section_without_an_end_is_ended_with_the_processes_that_it_started(tmp_path, monkeypatch):
+    section, started = tmp_path / "section", tmp_path / "started"
+    section.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {started}\nwait\n")
+    section.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(section))
+    monkeypatch.setitem(gpu_sections.SECTIONS, "kernels", (gpu_sections.kernels, 1.0))
     (row,) = gpu_check.run("kernels", tmp_path)
-    assert row == gpu_sections.Row("all of it", "did not end within 0.2 s", "no error", False)
+    assert row == gpu_sections.Row("all of it", "did not end within 1 s", "no error", False)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int(started.read_text())).wait(10)

@@ -15,7 +15,7 @@ from epfsdp2.engine.fsdp.ulysses import SequenceParallel
 from epfsdp2.engine.lora.adapters import Lora, lora_of
 from epfsdp2.engine.lora.settings import LoraSettings
 from epfsdp2.engine.model.meta import build_on_meta
-from epfsdp2.engine.model.packing import PackedSequences
+from epfsdp2.engine.packing.sequences import PackedSequences
 from epfsdp2.engine.planner.activations import trace
 from epfsdp2.engine.planner.memory import Batch, peak, timeline
 from epfsdp2.engine.planner.model_sizes import ModelSizes

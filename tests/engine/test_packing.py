@@ -15,11 +15,11 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.fsdp.activation_checkpoint import checkpoint_layers
-from epfsdp2.engine.model import packing
 from epfsdp2.engine.model.layers import layer_names
-from epfsdp2.engine.model.packed_attention import spans_of
-from epfsdp2.engine.model.packing import PackedSequences, lengths_taken, why_not_packed
 from epfsdp2.engine.model.vision import VisionTowerSync
+from epfsdp2.engine.packing import sequences as packing
+from epfsdp2.engine.packing.attention import spans_of
+from epfsdp2.engine.packing.sequences import PackedSequences, lengths_taken, why_not_packed
 from epfsdp2.engine.preflight.features import check_packing
 from tests.parity import families
 from tests.parity.float64 import float64

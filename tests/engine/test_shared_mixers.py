@@ -12,10 +12,11 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from epfsdp2.engine.fsdp.activation_checkpoint import checkpoint_layers
 from epfsdp2.engine.fsdp.ulysses import SequenceParallel
-from epfsdp2.engine.model import shared_mixers
+from epfsdp2.engine.model.families import SPREAD_OVER_HEADS
 from epfsdp2.engine.model.layers import layer_names
-from epfsdp2.engine.model.packing import PackedSequences
-from epfsdp2.engine.model.shared_mixers import SharedMixers, assign
+from epfsdp2.engine.packing import head_parts, shared_mixers
+from epfsdp2.engine.packing.sequences import PackedSequences
+from epfsdp2.engine.packing.shared_mixers import SharedMixers, assign
 from tests.parity.families import ALL, STATES, save
 from tests.support.models import VOCAB, relative_error
 from tests.support.ppo import check_ppo_updates
@@ -122,7 +123,7 @@ def test_a_family_that_carries_a_state_equals_the_plain_model(name):
     run_ranks(_compare, 2, [name], [UNEVEN, LONG, MOSTLY_ONE], ["none", "full", "selective"])
 
 
-@pytest.mark.parametrize("name", ["lfm2_moe", "nemotron_h", "qwen3_next"])
+@pytest.mark.parametrize("name", ["granitemoehybrid", "lfm2_moe", "nemotron_h", "qwen3_next"])
 def test_more_ranks_than_sequences_equal_the_plain_model(name):
     run_ranks(_compare, 4, [name], [UNEVEN, LONG, (*FEW, 2)], ["selective", "none"])
 
@@ -163,8 +164,6 @@ def _ways():
     assert found[UNEVEN] == own
     assert found[MOSTLY_ONE] == [(length, 2) for length in MOSTLY_ONE]
     assert "Qwen3NextGatedDeltaNet: whole sequences by rank, a long one over its heads" in packed.line()
-    *_, packed = _shared("jamba", LONG, dist.group.WORLD)
-    assert "JambaMambaMixer: whole sequences by rank, a long one by one rank" in packed.line()
     with pytest.MonkeyPatch.context() as patch:
         found, real = [], Lfm2MoeShortConv.slow_forward
         patch.setattr(
@@ -178,6 +177,29 @@ def _ways():
 
 def test_sequences_are_assigned_and_a_long_one_is_spread_over_heads():
     run_ranks(_ways, 2)
+
+
+def _recurrences():
+    """The family's own code gets every sequence of the row whole, and half of the heads."""
+    real = head_parts._run
+    for name in STATES:
+        calls = []
+
+        def spy(part, given, calls=calls, **kwargs):
+            calls.append((part.layer_idx, given.shape[1]))
+            return real(part, given, **kwargs)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(head_parts, "_run", spy)
+            *_, packed = _shared(name, MOSTLY_ONE, dist.group.WORLD)
+        others = packed._mixers.others.values()
+        spread = [m.layer_idx for m in others if type(m).__name__ in SPREAD_OVER_HEADS]
+        assert calls == [(layer, length) for layer in spread for length in MOSTLY_ONE], name
+        assert "by one rank" not in packed.line(), packed.line()
+
+
+def test_every_state_that_is_known_is_spread_over_heads():
+    run_ranks(_recurrences, 2)
 
 
 def _wrong_ones_differ():
@@ -204,18 +226,19 @@ def test_the_comparison_tells_wrong_ones():
     run_ranks(_wrong_ones_differ, 2)
 
 
-def _uneven():
-    """Parts of mixers are FSDP units, as norms kept in float32 are: each of their calls is a collective."""
+def _uneven(name):
+    """Mixers and parts of them are FSDP units, as norms kept in float32 are: each of their calls is a collective."""
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     mine, rows = dist.get_rank() // 2, (UNEVEN, LONG)  # each rank two sequences, and one over heads
-    wanted = [_one_by_one("qwen3_next", lengths)[1] for lengths in rows]
-    model, (ids, targets) = ALL["qwen3_next"].build_random("sdpa"), _row(rows[mine])
-    SequenceParallel(model, groups[mine], PackedSequences(model))
-    for layer in model.model.layers:
-        if hasattr(layer, "linear_attn"):
-            fully_shard(layer.linear_attn.norm)
-            fully_shard(layer.linear_attn.out_proj)
-        fully_shard(layer)
+    wanted = [_one_by_one(name, lengths)[1] for lengths in rows]
+    model, (ids, targets) = ALL[name].build_random("sdpa"), _row(rows[mine])
+    packed = PackedSequences(model)
+    SequenceParallel(model, groups[mine], packed)
+    for mixer in packed._mixers.others.values():
+        for unit in (mixer.norm, mixer.out_proj, mixer):
+            fully_shard(unit)
+    for layer in layer_names(model):
+        fully_shard(model.get_submodule(layer))
     fully_shard(model)
     own = _own(rows[mine], groups[mine])
     positions = torch.cat([torch.arange(length) for length in rows[mine]])[None]
@@ -223,13 +246,14 @@ def _uneven():
         model.zero_grad()
         logits = model(input_ids=torch.cat(ids, 1)[:, own], position_ids=positions, use_cache=False).logits
         (4 * _loss(logits, targets[own])).backward()  # FSDP takes the mean over four ranks
-        for name, param in model.named_parameters():
-            both = [of_row[name] for of_row in wanted if name in of_row]
-            assert relative_error(param.grad.full_tensor(), sum(both)) < EXACT, name
+        for fqn, param in model.named_parameters():
+            both = [of_row[fqn] for of_row in wanted if fqn in of_row]
+            assert not both or relative_error(param.grad.full_tensor(), sum(both)) < EXACT, fqn
 
 
-def test_ranks_that_share_other_rows_call_alike():
-    run_ranks(_uneven, 4, timeout=120)
+@pytest.mark.parametrize("name", ["minimax", "nemotron_h", "qwen3_next"])
+def test_ranks_that_share_other_rows_call_alike(name):
+    run_ranks(_uneven, 4, name, timeout=120)
 
 
 def test_sequences_are_assigned_by_their_lengths():

@@ -12,9 +12,9 @@ from epfsdp2.engine.fsdp import ulysses
 from epfsdp2.engine.fsdp.activation_checkpoint import checkpoint_layers
 from epfsdp2.engine.fsdp.ulysses import SequenceParallel, check_attention_splits
 from epfsdp2.engine.model.layers import layer_names
-from epfsdp2.engine.model.packing import PackedSequences
 from epfsdp2.engine.model.vision import VisionTowerSync
 from epfsdp2.engine.moe.find import UnsupportedModelError
+from epfsdp2.engine.packing.sequences import PackedSequences
 from tests.parity.families import ALL, FAMILIES, STATES
 from tests.support.models import VOCAB, save_qwen3_moe
 from tests.support.ppo import check_ppo_updates, of_this_rank, ppo_batch, ppo_samples, ppo_worker

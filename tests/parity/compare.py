@@ -21,9 +21,9 @@ from epfsdp2.engine.checkpoint.safetensors_reader import open_checkpoint
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.model.meta import build_on_meta
-from epfsdp2.engine.model.packing import PackedSequences
 from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
+from epfsdp2.engine.packing.sequences import PackedSequences
 from epfsdp2.engine.topology.dtensor import local_pieces, local_tensor
 from epfsdp2.engine.topology.mesh import Meshes, Topology, build_meshes
 from tests.parity import families

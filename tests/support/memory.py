@@ -35,10 +35,10 @@ from epfsdp2.engine.fsdp.ulysses import SequenceParallel
 from epfsdp2.engine.lora.adapters import Lora, lora_of
 from epfsdp2.engine.lora.settings import LoraSettings
 from epfsdp2.engine.model.meta import build_on_meta, materialize
-from epfsdp2.engine.model.packing import PackedSequences
 from epfsdp2.engine.moe.forward import rows_computed
 from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
+from epfsdp2.engine.packing.sequences import PackedSequences
 from epfsdp2.engine.parallelize import parallelize
 from epfsdp2.engine.planner.memory import Batch, peak
 from epfsdp2.engine.planner.model_sizes import ModelSizes

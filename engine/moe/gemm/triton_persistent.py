@@ -20,6 +20,22 @@ __all__ = ["grouped_mm", "grouped_mm_gate", "grouped_mm_gate_backward"]
 
 
 @triton.jit
+def _tile(number, blocks, expert_of, first_of, end_of, BN: tl.constexpr):
+    """Return a tile's expert, first row, the end of the expert's rows, and first column."""
+    tile = number // blocks
+    return tl.load(expert_of + tile), tl.load(first_of + tile), tl.load(end_of + tile), number % blocks * BN
+
+
+@triton.jit
+def _matrix_tile(b, expert, begin, k, K_INNERMOST: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    if K_INNERMOST:
+        tile = tl.permute(tl.reshape(b.load([expert, begin, k]), (BN, BK)), (1, 0))
+    else:
+        tile = tl.reshape(b.load([expert, k, begin]), (BK, BN))
+    return tile
+
+
+@triton.jit
 def _rows_of(a, index, first, end, rows, K, HAS_INDEX: tl.constexpr, GATHERS: tl.constexpr):
     """Return what ``_row_tile`` reads by: rows of ``a``, or where they begin; nothing without an index."""
     sources = first
@@ -75,16 +91,12 @@ def grouped_mm(
     for number in tl.range(
         tl.program_id(0), tiles * blocks, tl.num_programs(0), flatten=True, warp_specialize=SPECIALIZED
     ):
-        tile, begin = number // blocks, number % blocks * BN
-        expert, first, end = tl.load(expert_of + tile), tl.load(first_of + tile), tl.load(end_of + tile)
+        expert, first, end, begin = _tile(number, blocks, expert_of, first_of, end_of, BN)
         sources = _rows_of(a, index, first, end, rows, K, HAS_INDEX, GATHERS)
         total = tl.full((BM, BN), 0.0, tl.float32)
         for k in range(0, K, BK):
             a_tile = _row_tile(a, sources, k, K, HAS_INDEX, GATHERS, EVEN_K, BK)
-            if K_INNERMOST:
-                b_tile = tl.permute(tl.reshape(b.load([expert, begin, k]), (BN, BK)), (1, 0))
-            else:
-                b_tile = tl.reshape(b.load([expert, k, begin]), (BK, BN))
+            b_tile = _matrix_tile(b, expert, begin, k, K_INNERMOST, BN, BK)
             total = dot(a_tile, b_tile, total, UPCAST)
         if HAS_ORDER:
             to = tl.load(order + first + rows, mask=rows < end - first, other=0).to(tl.int64)
@@ -126,8 +138,7 @@ def grouped_mm_gate(
     for number in tl.range(
         tl.program_id(0), tiles * blocks, tl.num_programs(0), flatten=True, warp_specialize=SPECIALIZED
     ):
-        tile, begin = number // blocks, number % blocks * BN
-        expert, first, end = tl.load(expert_of + tile), tl.load(first_of + tile), tl.load(end_of + tile)
+        expert, first, end, begin = _tile(number, blocks, expert_of, first_of, end_of, BN)
         sources = _rows_of(a, index, first, end, rows, K, HAS_INDEX, GATHERS)
         total = tl.full((BM, 2 * BN), 0.0, tl.float32)
         for k in range(0, K, BK):
@@ -185,16 +196,12 @@ def grouped_mm_gate_backward(
     for number in tl.range(
         tl.program_id(0), tiles * blocks, tl.num_programs(0), flatten=True, warp_specialize=SPECIALIZED
     ):
-        tile, begin = number // blocks, number % blocks * BN
-        expert, first, end = tl.load(expert_of + tile), tl.load(first_of + tile), tl.load(end_of + tile)
+        expert, first, end, begin = _tile(number, blocks, expert_of, first_of, end_of, BN)
         sources = _rows_of(grad, index, first, end, rows, K, HAS_INDEX, GATHERS)
         product = tl.full((BM, BN), 0.0, tl.float32)
         for k in range(0, K, BK):
             a_tile = _row_tile(grad, sources, k, K, HAS_INDEX, GATHERS, EVEN_K, BK)
-            if K_INNERMOST:
-                b_tile = tl.permute(tl.reshape(b.load([expert, begin, k]), (BN, BK)), (1, 0))
-            else:
-                b_tile = tl.reshape(b.load([expert, k, begin]), (BK, BN))
+            b_tile = _matrix_tile(b, expert, begin, k, K_INNERMOST, BN, BK)
             product = dot(a_tile, b_tile, product, UPCAST)
         in_rows, row = rows < end - first, first.to(tl.int64)
         by = tl.full((BM, 1), 1.0, tl.float32)

@@ -1,7 +1,7 @@
 """Sequences that are packed into one row compute what each would alone, in every family.
 
 Tokens of a layer meet in few of its modules, its mixers. What mixes by attention on transformers' interface alone has
-that attention called once for each sequence (``packed_attention.py``); what carries a state along the row (linear
+that attention called once for each sequence (``attention.py``); what carries a state along the row (linear
 attention, state spaces, short convolutions), or chooses and compresses keys of the row before its attention, is itself
 called once for each sequence. That is exact whatever is in it. Where a state's kernels take the lengths of sequences,
 they are passed instead; torch's fallbacks take the same arguments and ignore them.
@@ -33,10 +33,10 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..model.families import PLACES_AS_POSITIONS, UNPACKED_WITH_FLASH
+from ..model.layers import attention_modules, decoder_layers
 from ..wrap_forward import wrap_forward
-from .families import PLACES_AS_POSITIONS, UNPACKED_WITH_FLASH
-from .layers import attention_modules, decoder_layers
-from .packed_attention import HANDLE, LENGTHS, NAME, PackedAttention, PackedMask, Span, hand_lengths, spans_of
+from .attention import HANDLE, LENGTHS, NAME, PackedAttention, PackedMask, Span, hand_lengths, spans_of
 from .shared_mixers import SharedMixers, kernel_argument
 
 __all__ = ["Mixers", "PackedSequences", "find_mixers", "lengths_taken", "why_not_packed"]

@@ -1,16 +1,16 @@
 """Mixers of tokens that carry a state along a row, where the ranks of a group share the row.
 
-Each rank has an equal slice of the tokens of a packed row, and such a mixer (``packing.py``) needs whole sequences.
+Each rank has an equal slice of the tokens of a packed row, and such a mixer (``sequences.py``) needs whole sequences.
 They are assigned to the ranks by their lengths, by one rule on all ranks: an all-to-all brings a rank its sequences,
 the mixer computes these, another all-to-all brings the outputs back. That is exact whatever is in the mixer.
 
     [1, s, D]  ->  own sequences [1, n, D]  ->  mixer  ->  [1, n, D]  ->  [1, s, D]
 
-Where this leaves a rank with much more than its share (one long sequence), a gated delta rule is spread over its heads
-instead: projections, norm and gate are of the slice, the convolution gets the few tokens before the slice from the
-ranks that have them, and two all-to-alls around the rule bring a rank the whole row for its part of the heads. A mixer
-that is a short convolution computes the slice and these tokens. Mixers of other kinds compute a long sequence on the
-one rank that was assigned it.
+Where this leaves a rank with much more than its share (one long sequence), a mixer is spread over its heads instead:
+projections, norm and gate are of the slice, and two all-to-alls around the recurrence bring a rank the whole row for
+its part of the heads (``head_parts.py``). Of a gated delta rule the convolution is of the slice too, and gets the few
+tokens before it from the ranks that have them; so does a mixer that is a short convolution. Mixers of other kinds
+compute a long sequence on the one rank that was assigned it.
 
 Shapes: ``S`` tokens of the whole row, ``s = S / sp`` of this rank, ``n`` of the sequences that this rank was assigned.
 """
@@ -25,55 +25,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from .families import SHORT_CONVOLUTIONS
-from .packed_attention import Span
+from ..model.families import SHORT_CONVOLUTIONS
+from .attention import Span
+from .exchange import Exchange, to_heads, to_tokens
+from .head_parts import HeadParts, head_parts_of
 
-__all__ = ["Exchange", "SharedMixers", "assign", "kernel_argument", "to_heads", "to_tokens"]
+__all__ = ["SharedMixers", "assign", "kernel_argument"]
 
 _UNBALANCED = 1.25
 """The most that a rank is assigned, in equal shares, up to which no row is spread over heads."""
 _CONV, _RULE = "causal_conv1d_fn", "chunk_gated_delta_rule"  # attributes of a gated delta rule's module
-
-
-class Exchange(torch.autograd.Function):
-    """Rank ``i`` gets everyone's ``i``-th part of dim 0; the gradient goes the way back.
-
-    Args:
-        send: sizes of the parts for the ranks; equal parts without.
-        receive: sizes of what the ranks send.
-    """
-
-    @staticmethod
-    def forward(ctx, x, group, send=None, receive=None):
-        ctx.group, ctx.send, ctx.receive = group, send, receive
-        return _exchange(x, group, send, receive)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _exchange(grad, ctx.group, ctx.receive, ctx.send), None, None, None
-
-
-def _exchange(x: torch.Tensor, group: Any, send: list[int] | None, receive: list[int] | None) -> torch.Tensor:
-    arrived = x.new_empty(x.shape[0] if receive is None else sum(receive), *x.shape[1:])
-    dist.all_to_all_single(arrived, x.contiguous(), output_split_sizes=receive, input_split_sizes=send, group=group)
-    return arrived
-
-
-def to_heads(group: dist.ProcessGroup, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """``[B, H, s, D]`` each -> ``[B, H / sp, S, D]`` each, in one exchange."""
-    size = dist.get_world_size(group)
-    by_rank = [x.unflatten(1, (size, -1)).permute(1, 3, 0, 2, 4) for x in tensors]  # [sp, s, B, H / sp, D]
-    arrived = Exchange.apply(torch.cat([x.flatten(2) for x in by_rank], dim=-1), group).flatten(0, 1)
-    parts = arrived.split([x.shape[2:].numel() for x in by_rank], dim=-1)
-    return [
-        part.unflatten(-1, x.shape[2:]).permute(1, 2, 0, 3).to(x.dtype) for part, x in zip(parts, by_rank, strict=True)
-    ]
-
-
-def to_tokens(group: dist.ProcessGroup, output: torch.Tensor) -> torch.Tensor:
-    """``[B, S, H / sp, D]`` -> ``[B, s, H, D]``."""
-    by_rank = output.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1)  # [sp, B, s, H / sp, D]
-    return Exchange.apply(by_rank, group).permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous()
 
 
 def assign(lengths: Sequence[int], ranks: int) -> list[int]:
@@ -187,14 +148,12 @@ class SharedMixers:
         return self._is_unbalanced and self._can_spread(module) and not by_calls
 
     def _can_spread(self, module: Any) -> bool:
-        """Whether it is a short convolution, or a gated delta rule whose heads divide by the ranks."""
-        has_heads = hasattr(module, _RULE) and hasattr(module, _CONV) and module.num_v_heads % self.size == 0
-        return has_heads or _reach(module) is not None
+        """Whether it is a short convolution, or has heads that divide by the ranks."""
+        has_rule = hasattr(module, _RULE) and hasattr(module, _CONV) and module.num_v_heads % self.size == 0
+        return has_rule or _reach(module) is not None or head_parts_of(module, self.size) is not None
 
     @contextlib.contextmanager
-    def spreading(
-        self, module: Any, forward: Callable[..., Any], takes_lengths: bool
-    ) -> Iterator[Callable[..., torch.Tensor]]:
+    def spreading(self, module: Any, forward: Callable[..., Any], takes_lengths: bool) -> Iterator[Callable[..., Any]]:
         """What computes the slice of the tokens, of a module that ``spreads``.
 
         Args:
@@ -204,6 +163,10 @@ class SharedMixers:
         reach = _reach(module)
         if reach is not None:
             yield functools.partial(self._on_slice, forward, reach)
+            return
+        parts = head_parts_of(module, self.size)
+        if parts is not None:
+            yield functools.partial(self._on_heads, parts(module, self.group))
             return
         conv, rule = getattr(module, _CONV), getattr(module, _RULE)
         setattr(module, _CONV, functools.partial(self._convolve, conv, takes_lengths))
@@ -245,6 +208,13 @@ class SharedMixers:
         pieces = self._pieces(row.shape[1] - self._slice)
         outputs = [forward(hidden_states=row[:, start:end], **kwargs)[:, rest:] for start, end, rest in pieces]
         return torch.cat(outputs, dim=1)
+
+    def _on_heads(self, parts: HeadParts, hidden_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+        """A mixer of the slice, ``[1, s, D]``, whose recurrence is of the whole row and this rank's heads."""
+        whole = to_heads(self.group, *parts.project(hidden_states))
+        rows = [x.transpose(1, 2).flatten(2) for x in whole]
+        mixed = torch.cat([parts.mix(*(x[:, start:end] for x in rows)) for start, end in self._spans], dim=1)
+        return parts.finish(hidden_states, to_tokens(self.group, mixed.unflatten(2, (parts.heads, -1))).flatten(2))
 
     def _with_tokens_before(self, x: torch.Tensor, reach: int) -> torch.Tensor:
         """``[1, s, D]`` and as many tokens before it, of the ranks that have them; fewer where the row begins."""

@@ -1,0 +1,1 @@
+"""Sequences that are packed into one row, and rows that ranks share."""

@@ -1,0 +1,52 @@
+"""All-to-alls between ranks that share rows, as operators with gradients: of tokens, and of heads.
+
+Shapes: ``S`` tokens of the whole row, ``s = S / sp`` of this rank, ``H`` heads.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Exchange", "to_heads", "to_tokens"]
+
+
+class Exchange(torch.autograd.Function):
+    """Rank ``i`` gets everyone's ``i``-th part of dim 0; the gradient goes the way back.
+
+    Args:
+        send: sizes of the parts for the ranks; equal parts without.
+        receive: sizes of what the ranks send.
+    """
+
+    @staticmethod
+    def forward(ctx, x, group, send=None, receive=None):
+        ctx.group, ctx.send, ctx.receive = group, send, receive
+        return _exchange(x, group, send, receive)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _exchange(grad, ctx.group, ctx.receive, ctx.send), None, None, None
+
+
+def _exchange(x: torch.Tensor, group: Any, send: list[int] | None, receive: list[int] | None) -> torch.Tensor:
+    arrived = x.new_empty(x.shape[0] if receive is None else sum(receive), *x.shape[1:])
+    dist.all_to_all_single(arrived, x.contiguous(), output_split_sizes=receive, input_split_sizes=send, group=group)
+    return arrived
+
+
+def to_heads(group: dist.ProcessGroup, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """``[B, H, s, D]`` each -> ``[B, H / sp, S, D]`` each, in one exchange."""
+    size = dist.get_world_size(group)
+    by_rank = [x.unflatten(1, (size, -1)).permute(1, 3, 0, 2, 4) for x in tensors]  # [sp, s, B, H / sp, D]
+    arrived = Exchange.apply(torch.cat([x.flatten(2) for x in by_rank], dim=-1), group).flatten(0, 1)
+    parts = arrived.split([x.shape[2:].numel() for x in by_rank], dim=-1)
+    return [
+        part.unflatten(-1, x.shape[2:]).permute(1, 2, 0, 3).to(x.dtype) for part, x in zip(parts, by_rank, strict=True)
+    ]
+
+
+def to_tokens(group: dist.ProcessGroup, output: torch.Tensor) -> torch.Tensor:
+    """``[B, S, H / sp, D]`` -> ``[B, s, H, D]``."""
+    by_rank = output.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1)  # [sp, B, s, H / sp, D]
+    return Exchange.apply(by_rank, group).permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous()

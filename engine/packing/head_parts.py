@@ -149,7 +149,7 @@ class _Mamba2(HeadParts):
         )
         return self._copy(
             in_proj=_Given(module.in_proj),
-            conv1d=_Convolution(weight, bias),
+            conv1d=_Convolution(self._channels(conv.weight, sizes), bias),
             norm=_same,
             out_proj=_same,
             num_heads=self.heads,

@@ -71,10 +71,9 @@ class HeadParts:
 
     def _copy(self, **attributes: Any) -> Any:
         """The mixer with some attributes replaced, parameters and modules too; not training, so nothing is fused."""
-        cls = type(self.module).__mro__[
-            2 if isinstance(self.module, FSDPModule) else 0
-        ]  # of FSDP's own no copy is made
-        part = cls.__new__(cls)
+        # FSDP's class of a unit makes no copies; the family's comes after it and FSDPModule.
+        cls: Any = type(self.module).__mro__[2 if isinstance(self.module, FSDPModule) else 0]
+        part = object.__new__(cls)
         vars(part).update(vars(self.module) | attributes, training=False)
         return part
 
@@ -141,12 +140,10 @@ class _Mamba2(HeadParts):
 
     @functools.cached_property
     def _part(self) -> Any:
-        module = self.module
+        module, conv = self.module, self.module.conv1d
         inner, groups = module.intermediate_size // self.size, max(1, module.n_groups // self.size)
         sizes = [module.intermediate_size, *[module.n_groups * module.ssm_state_size] * 2]
-        weight, bias = (
-            None if y is None else self._channels(y, sizes) for y in (module.conv1d.weight, module.conv1d.bias)
-        )
+        bias = None if conv.bias is None else self._channels(conv.bias, sizes)
         return self._copy(
             in_proj=_Given(module.in_proj),
             conv1d=_Convolution(self._channels(conv.weight, sizes), bias),

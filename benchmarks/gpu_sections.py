@@ -296,7 +296,7 @@ def processes() -> Iterator[Row]:
     """Gradients of two and four processes, on the one GPU over gloo, beside one process."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint, out = save_qwen3_moe(Path(folder) / "model"), Path(folder) / "error.json"
-        for world, ep in ((2, 1), (2, 2), (4, 2), (4, 4)):
+        for world, ep in ((2, 1), (2, 2), (4, 2), (4, 4)) if HAS_GPU else ((2, 2), (4, 4)):
             run_ranks(_against_one_process, world, checkpoint, ep, out, backend="gloo")
             error = json.loads(out.read_text())
             yield Row(f"{world} ranks, ep {ep}", f"{error:.1e}", f"< {RELATIVE}", error < RELATIVE)

@@ -12,6 +12,9 @@ from tests.support.fast import is_fast
 if torch.version.cuda is not None and not torch.cuda.is_available():
     os.environ.setdefault("VERL_PLATFORM", "cpu")
 
+# `make test` has a worker for each core: threads of both would wait for each other.
+torch.set_num_threads(1)
+
 
 @pytest.fixture
 def stacks_are_sent(monkeypatch):

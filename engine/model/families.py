@@ -42,11 +42,12 @@ attributes where it does. In a packed row such a module has to be called once fo
 READ_WITHOUT_A_CALL = {("DeepseekV2Moe", "gate")}
 """Class and child whose weight the class reads without calling it; FSDP gathers it only when it is called."""
 
-SHORT_CONVOLUTIONS = {"Lfm2MoeShortConv": "L_cache"}
-"""Class of a mixer that is one causal convolution -> its attribute that has how many tokens that takes."""
+SHORT_CONVOLUTIONS = {"Lfm2MoeShortConv": "conv"}
+"""Class of a mixer that is one causal convolution -> its child that has the weight."""
 
 SPREAD_OVER_HEADS = {
     **dict.fromkeys(("BailingHybridDeltaAttention", "KimiLinearDeltaAttention"), "delta attention"),
+    **dict.fromkeys(("Qwen3NextGatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "Qwen3_5GatedDeltaNet"), "gated delta rule"),
     **dict.fromkeys(("GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer"), "mamba2"),
     "JambaMambaMixer": "mamba",
     "MiniMaxLightningAttention": "lightning",

@@ -16,7 +16,6 @@ before the last projection.
 import functools
 import inspect
 import math
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -69,6 +68,27 @@ class HeadParts:
     def _own(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         return x.chunk(self.size, dim)[self.rank]
 
+    def _copied(self, x: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
+        """Divide a dim by heads, with a copy for each rank that uses a head: there may be fewer heads than ranks."""
+        return x.unflatten(dim, (heads, -1)).repeat_interleave(max(1, self.size // heads), dim)
+
+    def _by_head(self, x: torch.Tensor, heads: int) -> torch.Tensor:
+        """``[1, s, heads * d]`` -> ``[1, heads, s, d]``."""
+        return self._copied(x, heads, 2).transpose(1, 2)
+
+    def _convolution(self, conv: nn.Conv1d, *parts: tuple[int, int]) -> "_Convolution":
+        """That of this rank's channels.
+
+        Args:
+            parts: the channels of each part of what it takes, and how many heads these are of.
+        """
+
+        def own(weight: torch.Tensor) -> torch.Tensor:
+            by_part = zip(weight.split([channels for channels, _ in parts]), parts, strict=True)
+            return torch.cat([self._own(self._copied(w, heads, 0)).flatten(0, 1) for w, (_, heads) in by_part])
+
+        return _Convolution(own(conv.weight), None if conv.bias is None else own(conv.bias))
+
     def _copy(self, **attributes: Any) -> Any:
         """The mixer with some attributes replaced, parameters and modules too; not training, so nothing is fused."""
         # FSDP's class of a unit makes no copies; the family's comes after it and FSDPModule.
@@ -120,19 +140,11 @@ class _Mamba2(HeadParts):
     def heads(self) -> int:
         return self.module.num_heads // self.size
 
-    @property
-    def _copies(self) -> int:
-        """Ranks that have heads of the same group."""
-        return max(1, self.size // self.module.n_groups)
-
     def project(self, hidden: torch.Tensor) -> list[torch.Tensor]:
         module = self.module
-        of_groups = module.n_groups * module.ssm_state_size
-        inner, heads = module.intermediate_size, module.num_heads
-        sizes = [inner, inner, of_groups, of_groups, heads]
-        self._gate, x, b, c, dt = module.in_proj(hidden).split(sizes, dim=-1)
-        by_group = (y.unflatten(2, (module.n_groups, -1)).repeat_interleave(self._copies, 2) for y in (b, c))
-        return [y.transpose(1, 2) for y in (x.unflatten(2, (heads, -1)), *by_group, dt[..., None])]
+        inner, heads, of_groups = module.intermediate_size, module.num_heads, module.n_groups * module.ssm_state_size
+        self._gate, x, b, c, dt = module.in_proj(hidden).split([inner, inner, of_groups, of_groups, heads], dim=-1)
+        return [self._by_head(y, of) for y, of in ((x, heads), (b, module.n_groups), (c, module.n_groups), (dt, heads))]
 
     def mix(self, *parts: torch.Tensor) -> torch.Tensor:
         x = parts[0]
@@ -140,13 +152,12 @@ class _Mamba2(HeadParts):
 
     @functools.cached_property
     def _part(self) -> Any:
-        module, conv = self.module, self.module.conv1d
+        module = self.module
         inner, groups = module.intermediate_size // self.size, max(1, module.n_groups // self.size)
-        sizes = [module.intermediate_size, *[module.n_groups * module.ssm_state_size] * 2]
-        bias = None if conv.bias is None else self._channels(conv.bias, sizes)
+        of_groups = module.n_groups * module.ssm_state_size, module.n_groups
         return self._copy(
             in_proj=_Given(module.in_proj),
-            conv1d=_Convolution(self._channels(conv.weight, sizes), bias),
+            conv1d=self._convolution(module.conv1d, (module.intermediate_size, module.num_heads), of_groups, of_groups),
             norm=_same,
             out_proj=_same,
             num_heads=self.heads,
@@ -155,11 +166,6 @@ class _Mamba2(HeadParts):
             conv_dim=inner + 2 * groups * module.ssm_state_size,
             **{name: self._own(getattr(module, name)) for name in ("A_log", "D", "dt_bias")},
         )
-
-    def _channels(self, weight: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        x, b, c = weight.split(sizes)
-        groups = (y.unflatten(0, (self.module.n_groups, -1)).repeat_interleave(self._copies, 0) for y in (b, c))
-        return torch.cat([self._own(x), *(self._own(y).flatten(0, 1) for y in groups)])
 
     def finish(self, hidden: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         return self.module.out_proj(self.module.norm(mixed, self._gate).to(hidden.dtype))
@@ -172,7 +178,7 @@ class _Mamba1(HeadParts):
 
     @classmethod
     def divides(cls, module: Any, size: int) -> bool:
-        fast = inspect.unwrap(type(module).forward).__globals__["is_fast_path_available"]  # it writes a bias
+        fast = inspect.unwrap(type(module).forward).__globals__.get("is_fast_path_available")  # it writes a bias
         return module.intermediate_size % size == 0 and not fast
 
     @property
@@ -180,19 +186,19 @@ class _Mamba1(HeadParts):
         return self.module.intermediate_size // self.size
 
     def project(self, hidden: torch.Tensor) -> list[torch.Tensor]:
-        return [y.transpose(1, 2)[..., None] for y in self.module.in_proj(hidden).chunk(2, dim=-1)]
+        return [self._by_head(y, self.module.intermediate_size) for y in self.module.in_proj(hidden).chunk(2, dim=-1)]
 
     def mix(self, *parts: torch.Tensor) -> torch.Tensor:
         return _run(self._part, torch.cat(parts, dim=-1))
 
     @functools.cached_property
     def _part(self) -> Any:
-        module, conv, linear = self.module, self.module.conv1d, nn.functional.linear
+        module, linear = self.module, nn.functional.linear
         choosing = self._own(module.x_proj.weight, 1)
         step = self._own(module.dt_proj.weight), self._own(module.dt_proj.bias)
         return self._copy(
             in_proj=_Given(module.in_proj),
-            conv1d=_Convolution(self._own(conv.weight), None if conv.bias is None else self._own(conv.bias)),
+            conv1d=self._convolution(module.conv1d, (module.intermediate_size, module.intermediate_size)),
             x_proj=lambda x: _Sum.apply(linear(x, choosing), self.group),
             dt_proj=lambda x: linear(x, *step),
             out_proj=_same,
@@ -236,8 +242,7 @@ class _Lightning(HeadParts):
         return self.module.num_attention_heads // self.size
 
     def project(self, hidden: torch.Tensor) -> list[torch.Tensor]:
-        qkv = self.module.qkv_proj(hidden)
-        return [qkv.unflatten(2, (self.module.num_attention_heads, -1)).transpose(1, 2)]
+        return [self._by_head(self.module.qkv_proj(hidden), self.module.num_attention_heads)]
 
     def mix(self, *parts: torch.Tensor) -> torch.Tensor:
         return _run(self._part, *parts, position_embeddings=None, attention_mask=None)[0]
@@ -276,11 +281,9 @@ class _DeltaAttention(HeadParts):
 
     def project(self, hidden: torch.Tensor) -> list[torch.Tensor]:
         module = self.module
-        qkv = [
-            getattr(module, name)(hidden).unflatten(2, (module.num_heads, -1))
-            for name in ("q_proj", "k_proj", "v_proj")
-        ]
-        return [x.transpose(1, 2) for x in (*qkv, module.forget_gate(hidden), module.b_proj(hidden)[..., None])]
+        parts = [module.q_proj(hidden), module.k_proj(hidden), module.v_proj(hidden)]
+        parts += [module.forget_gate(hidden).flatten(2), module.b_proj(hidden)]
+        return [self._by_head(x, module.num_heads) for x in parts]
 
     def mix(self, *parts: torch.Tensor) -> torch.Tensor:
         q, k, v, forget, rates = parts
@@ -291,7 +294,7 @@ class _DeltaAttention(HeadParts):
             v_proj=lambda _: v,
             b_proj=lambda _: rates,
             forget_gate=lambda _: forget.unflatten(2, (self.heads, -1)),
-            conv1d=_Convolution(torch.cat([self._own(w) for w in module.conv1d.weight.chunk(3)]), None),
+            conv1d=self._convolution(module.conv1d, *[(module.qkv_dim, module.num_heads)] * 3),
             qkv_dim=module.qkv_dim // self.size,
             o_norm=_same,
             o_proj=_same,
@@ -306,8 +309,66 @@ class _DeltaAttention(HeadParts):
         return module.o_proj(module.o_norm(*by_head).flatten(2))
 
 
+class _GatedDeltaRule(HeadParts):
+    """Gated delta rule: heads of values have rates of their own and share queries and keys within groups."""
+
+    not_called_once = ("conv1d",)
+
+    @classmethod
+    def divides(cls, module: Any, size: int) -> bool:
+        groups = module.num_k_heads
+        return module.num_v_heads % size == 0 and (groups % size == 0 or size % groups == 0)
+
+    @property
+    def heads(self) -> int:
+        return self.module.num_v_heads // self.size
+
+    def project(self, hidden: torch.Tensor) -> list[torch.Tensor]:
+        module = self.module
+        if hasattr(module, "in_proj_qkvz"):
+            mixed = module.in_proj_qkvz(hidden), module.in_proj_ba(hidden)
+            *qkvz, b, a = module.fix_query_key_value_ordering(*mixed)
+            q, k, v, self._gate = (x.flatten(2) for x in qkvz)
+        else:
+            q, k, v = module.in_proj_qkv(hidden).split([module.key_dim, module.key_dim, module.value_dim], dim=-1)
+            self._gate, b, a = module.in_proj_z(hidden), module.in_proj_b(hidden), module.in_proj_a(hidden)
+        of = module.num_k_heads, module.num_k_heads, *[module.num_v_heads] * 3
+        return [self._by_head(x, heads) for x, heads in zip((q, k, v, b, a), of, strict=True)]
+
+    def mix(self, *parts: torch.Tensor) -> torch.Tensor:
+        q, k, v, b, a = parts
+        module = self.module
+        keys = max(1, module.num_k_heads // self.size)
+        sizes = {"num_k_heads": keys, "num_v_heads": self.heads}
+        sizes |= {"key_dim": q.shape[2], "value_dim": v.shape[2], "conv_dim": 2 * q.shape[2] + v.shape[2]}
+        of_keys = module.key_dim, module.num_k_heads
+        z = v.unflatten(2, (self.heads, -1))  # any: it is applied in ``finish``
+        part = self._copy(
+            in_proj_qkvz=_same,
+            in_proj_ba=_same,
+            fix_query_key_value_ordering=lambda *_: (q, k, v, z, b, a),
+            in_proj_qkv=lambda _: torch.cat([q, k, v], dim=-1),
+            in_proj_z=lambda _: z,
+            in_proj_b=lambda _: b,
+            in_proj_a=lambda _: a,
+            conv1d=self._convolution(module.conv1d, of_keys, of_keys, (module.value_dim, module.num_v_heads)),
+            norm=_same,
+            out_proj=_same,
+            A_log=self._own(module.A_log),
+            dt_bias=self._own(module.dt_bias),
+            **sizes,
+        )
+        return _run(part, v)
+
+    def finish(self, hidden: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        width = self.module.head_v_dim
+        normed = self.module.norm(mixed.reshape(-1, width), self._gate.reshape(-1, width))
+        return self.module.out_proj(normed.view_as(mixed))
+
+
 _KINDS: dict[str, type[HeadParts]] = {
     "delta attention": _DeltaAttention,
+    "gated delta rule": _GatedDeltaRule,
     "lightning": _Lightning,
     "mamba": _Mamba1,
     "mamba2": _Mamba2,

@@ -261,8 +261,7 @@ class PackedSequences:
         if not self._shared.spreads(module, self._gathers_by_calls):
             call = functools.partial(self._per_sequence, taken, forward)
             return self._shared.on_sequences(call, args, kwargs)
-        with self._shared.spreading(module, forward, bool(taken)) as spread:
-            output = spread(*args, **kwargs)
+        output = self._shared.spread(module, forward)(*args, **kwargs)
         if taken or not self._gathers_by_calls:
             return output
         # The first token once more in place of sequences that ranks with other rows have.

@@ -8,16 +8,15 @@ the mixer computes these, another all-to-all brings the outputs back. That is ex
 
 Where this leaves a rank with much more than its share (one long sequence), a mixer is spread over its heads instead:
 projections, norm and gate are of the slice, and two all-to-alls around the recurrence bring a rank the whole row for
-its part of the heads (``head_parts.py``). Of a gated delta rule the convolution is of the slice too, and gets the few
-tokens before it from the ranks that have them; so does a mixer that is a short convolution. Mixers of other kinds
-compute a long sequence on the one rank that was assigned it.
+its part of the heads (``head_parts.py``). A mixer that is a short convolution computes the slice, and gets the few
+tokens before it from the ranks that have them. Mixers of other kinds compute a long sequence on the one rank that was
+assigned it.
 
 Shapes: ``S`` tokens of the whole row, ``s = S / sp`` of this rank, ``n`` of the sequences that this rank was assigned.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +33,6 @@ __all__ = ["SharedMixers", "assign", "kernel_argument"]
 
 _UNBALANCED = 1.25
 """The most that a rank is assigned, in equal shares, up to which no row is spread over heads."""
-_CONV, _RULE = "causal_conv1d_fn", "chunk_gated_delta_rule"  # attributes of a gated delta rule's module
 
 
 def assign(lengths: Sequence[int], ranks: int) -> list[int]:
@@ -94,7 +92,6 @@ class SharedMixers:
         self._order, self._back = order.to(device), order.argsort().to(device)
         self._tokens = (of_tokens.flatten() == self.rank).nonzero()[:, 0].to(device)
         self._spans, self._slice = spans, length // self.size
-        self._arguments: dict[str, torch.Tensor] = {}
         return [span for span, owner in zip(spans, owners, strict=True) if owner == self.rank] or [(0, 1)]
 
     # -- whole sequences ----------------------------------------------------------------------------------------
@@ -149,56 +146,20 @@ class SharedMixers:
 
     def _can_spread(self, module: Any) -> bool:
         """Whether it is a short convolution, or has heads that divide by the ranks."""
-        has_rule = hasattr(module, _RULE) and hasattr(module, _CONV) and module.num_v_heads % self.size == 0
-        return has_rule or _reach(module) is not None or head_parts_of(module, self.size) is not None
+        return _reach(module) is not None or head_parts_of(module, self.size) is not None
 
-    @contextlib.contextmanager
-    def spreading(self, module: Any, forward: Callable[..., Any], takes_lengths: bool) -> Iterator[Callable[..., Any]]:
+    def spread(self, module: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
         """What computes the slice of the tokens, of a module that ``spreads``.
 
         Args:
             forward: the module's.
-            takes_lengths: its kernels are told the sequences of a row (``lengths_taken``).
         """
         reach = _reach(module)
         if reach is not None:
-            yield functools.partial(self._on_slice, forward, reach)
-            return
+            return functools.partial(self._on_slice, forward, reach)
         parts = head_parts_of(module, self.size)
-        if parts is not None:
-            yield functools.partial(self._on_heads, parts(module, self.group))
-            return
-        conv, rule = getattr(module, _CONV), getattr(module, _RULE)
-        setattr(module, _CONV, functools.partial(self._convolve, conv, takes_lengths))
-        setattr(module, _RULE, functools.partial(self._apply_rule, rule, takes_lengths))
-        try:
-            yield forward
-        finally:
-            setattr(module, _CONV, conv)
-            setattr(module, _RULE, rule)
-
-    def _convolve(
-        self,
-        real: Callable[..., torch.Tensor] | None,
-        takes_lengths: bool,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        activation: str,
-        seq_idx: None = None,
-    ) -> torch.Tensor:
-        """The causal convolution of the slice, ``[1, C, s]``, within sequences; ``real`` is as in causal-conv1d."""
-        # Along the memory go the channels: kernels that are told sequences need that.
-        row = self._with_tokens_before(x.transpose(1, 2), weight.shape[1] - 1).transpose(1, 2)
-        before = row.shape[-1] - self._slice
-        first = self.rank * self._slice - before  # where ``row`` begins in the whole row
-        convolve = functools.partial(_causal_conv if real is None else real, weight=weight, bias=bias)
-        if takes_lengths:
-            numbers = self._of_row("seq_idx", x.device)[:, first : first + row.shape[-1]].contiguous()
-            return convolve(x=row, activation=activation, seq_idx=numbers)[..., before:]
-        pieces = self._pieces(before)
-        outputs = [convolve(x=row[..., start:end], activation=activation)[..., rest:] for start, end, rest in pieces]
-        return torch.cat(outputs, dim=-1)
+        assert parts is not None
+        return functools.partial(self._on_heads, parts(module, self.group))
 
     def _on_slice(
         self, forward: Callable[..., torch.Tensor], reach: int, *, hidden_states: torch.Tensor, **kwargs: Any
@@ -234,38 +195,6 @@ class SharedMixers:
                 found.append((start, end, max(before - start, 0)))
         return found
 
-    def _apply_rule(
-        self,
-        real: Callable[..., tuple[torch.Tensor, Any]],
-        takes_lengths: bool,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-        cu_seqlens: None = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        """The rule over the whole row for this rank's heads: ``[1, s, H, D]``, ``g`` and ``beta`` ``[1, s, H]``."""
-        wide = to_heads(self.group, *(x.transpose(1, 2) for x in (query, key, value)))
-        narrow = to_heads(self.group, *(x.transpose(1, 2)[..., None] for x in (g, beta)))
-        q, k, v = (x.transpose(1, 2) for x in wide)
-        g, beta = (x[..., 0].transpose(1, 2) for x in narrow)
-        if takes_lengths:
-            q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
-            lengths = self._of_row("cu_seq_lens_q", q.device)
-            output = real(q, k, v, g=g, beta=beta, cu_seqlens=lengths, **kwargs)[0]
-        else:
-            spans = [slice(*span) for span in self._spans]
-            parts = (real(q[:, at], k[:, at], v[:, at], g=g[:, at], beta=beta[:, at], **kwargs)[0] for at in spans)
-            output = torch.cat(list(parts), dim=1)
-        return to_tokens(self.group, output), None
-
-    def _of_row(self, name: str, device: torch.device) -> torch.Tensor:
-        if name not in self._arguments:
-            self._arguments[name] = kernel_argument(name, self._spans).to(device)
-        return self._arguments[name]
-
     def _way(self, module: nn.Module) -> str:
         if _reach(module) is not None:
             return "by slices"
@@ -280,13 +209,6 @@ class SharedMixers:
 
 def _reach(module: nn.Module) -> int | None:
     """How many tokens before one a short convolution takes with it; None of other mixers."""
-    length = next(
-        (SHORT_CONVOLUTIONS[k.__name__] for k in type(module).__mro__ if k.__name__ in SHORT_CONVOLUTIONS), None
-    )
-    return None if length is None else getattr(module, length) - 1
-
-
-def _causal_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
-    """causal-conv1d's function as the families' own code does it, of ``[1, C, n]`` and ``weight [C, k]``."""
-    output = nn.functional.conv1d(x, weight[:, None], bias, padding=weight.shape[1] - 1, groups=x.shape[1])
-    return nn.functional.silu(output[..., : x.shape[-1]])
+    names = (SHORT_CONVOLUTIONS.get(each.__name__) for each in type(module).__mro__)
+    convolution = next(filter(None, names), None)
+    return None if convolution is None else getattr(module, convolution).kernel_size[0] - 1

@@ -14,7 +14,8 @@ from epfsdp2.engine.fsdp.activation_checkpoint import checkpoint_layers
 from epfsdp2.engine.fsdp.ulysses import SequenceParallel
 from epfsdp2.engine.model.families import SPREAD_OVER_HEADS
 from epfsdp2.engine.model.layers import layer_names
-from epfsdp2.engine.packing import head_parts, shared_mixers
+from epfsdp2.engine.packing import head_parts
+from epfsdp2.engine.packing.head_parts import HeadParts
 from epfsdp2.engine.packing.sequences import PackedSequences
 from epfsdp2.engine.packing.shared_mixers import SharedMixers, assign
 from tests.parity.families import ALL, STATES, save
@@ -48,6 +49,11 @@ def _one_by_one(name, lengths):
     return logits.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
+def _causal_conv(x, weight, bias):
+    output = nn.functional.conv1d(x, weight[:, None], bias, padding=weight.shape[1] - 1, groups=x.shape[1])
+    return nn.functional.silu(output[..., : x.shape[-1]])
+
+
 def _fast_kernels(model, calls):
     """Kernels that take sequences, made of the family's own code, in the place of those that need a GPU."""
 
@@ -57,20 +63,23 @@ def _fast_kernels(model, calls):
 
     def conv(x, weight, bias, activation, seq_idx=None):
         assert x.stride(1) == 1  # causal-conv1d tells sequences apart in this layout alone
-        assert seq_idx.shape == (1, x.shape[2]) and seq_idx.dtype == torch.int32
         calls.append("conv")
+        if seq_idx is None:
+            return _causal_conv(x, weight, bias)
+        assert seq_idx.shape == (1, x.shape[2]) and seq_idx.dtype == torch.int32
         ends = [0, *(seq_idx[0].diff().nonzero()[:, 0] + 1).tolist(), x.shape[2]]
-        return by_sequence(lambda at: shared_mixers._causal_conv(x[..., at], weight, bias, activation), ends, 2)
+        return by_sequence(lambda at: _causal_conv(x[..., at], weight, bias), ends, 2)
 
     def rule(query, key, value, g, beta, cu_seqlens=None, **kwargs):
-        assert cu_seqlens[-1] == query.shape[1]
+        ends = [0, query.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+        assert ends[-1] == query.shape[1]
         calls.append("rule")
 
         def one(at):
             parts = (x[:, at] for x in (query, key, value))
             return modeling_qwen3_next.torch_chunk_gated_delta_rule(*parts, g=g[:, at], beta=beta[:, at], **kwargs)[0]
 
-        return by_sequence(one, cu_seqlens.tolist(), 1), None
+        return by_sequence(one, ends, 1), None
 
     for layer in model.model.layers:
         if hasattr(layer, "linear_attn"):
@@ -137,7 +146,8 @@ def _kernels():
             prepare = functools.partial(_fast_kernels, calls=calls)
             errors = _errors("qwen3_next", lengths, dist.group.WORLD, wanted, prepare=prepare)
         assert max(errors.values()) < EXACT, errors
-        assert calls == ["conv", "rule"] * 2  # once in each of two such layers, whatever the number of sequences
+        # Once in each of two such layers, whatever the number of sequences; over heads each sequence by itself.
+        assert calls == ["conv", "rule"] * 2 * (1 if lengths == UNEVEN else len(MOSTLY_ONE))
 
 
 def test_kernels_that_take_lengths_are_handed_those_of_what_they_compute():
@@ -202,24 +212,28 @@ def test_every_state_that_is_known_is_spread_over_heads():
     run_ranks(_recurrences, 2)
 
 
+def _without_tokens_before(real):
+    def wrong(self, x, reach):
+        found = real(self, x, reach)
+        return torch.cat([0.0 * found[:, : -x.shape[1]], x], dim=1)
+
+    return wrong
+
+
 def _wrong_ones_differ():
-    """Sequences that are brought back in another order, and a convolution that misses what was before its slice."""
-    group = dist.group.WORLD
-    for lengths, method, wrong in (
-        (UNEVEN, "_bring_back", lambda real: lambda self, output: real(self, output).flip(1)),
-        (MOSTLY_ONE, "_convolve", lambda real: _without_context),
+    """Outputs in another order, the weights of other heads, and a convolution that misses what was before its slice."""
+    for name, lengths, owner, method, wrong in (
+        ("qwen3_next", UNEVEN, SharedMixers, "_bring_back", lambda real: lambda self, x: real(self, x).flip(1)),
+        ("qwen3_next", MOSTLY_ONE, HeadParts, "_own", lambda real: lambda self, x, dim=0: real(self, x.flip(dim), dim)),
+        ("lfm2_moe", LONG, SharedMixers, "_with_tokens_before", _without_tokens_before),
     ):
-        wanted = _one_by_one("qwen3_next", lengths)
-        assert _errors("qwen3_next", lengths, group, wanted)["logits"] < EXACT
+        wanted = _one_by_one(name, lengths)
+        assert _errors(name, lengths, dist.group.WORLD, wanted)["logits"] < EXACT
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(SharedMixers, method, wrong(getattr(SharedMixers, method)))
-            error = torch.tensor(_errors("qwen3_next", lengths, group, wanted)["logits"])
+            patch.setattr(owner, method, wrong(getattr(owner, method)))
+            error = torch.tensor(_errors(name, lengths, dist.group.WORLD, wanted)["logits"])
         dist.all_reduce(error, op=dist.ReduceOp.MAX)
         assert error > 1e-3, method
-
-
-def _without_context(self, real, takes_lengths, x, weight, bias, activation, seq_idx):
-    return shared_mixers._causal_conv(x, weight, bias, activation)
 
 
 def test_the_comparison_tells_wrong_ones():

@@ -38,9 +38,10 @@ CORE = (
         f"tests/engine/test_{name}.py"
         for name in (
             *("activation_checkpoint", "clip", "determinism", "dispatch", "exactness", "expert_plan"),
-            *("experts_backend", "fp32_modules", "kernels", "load", "lr_scheduler", "mesh", "muon"),
-            *("optimizer", "order", "outside_families", "overlap", "rank_consistency", "refused_families"),
-            *("resume_families", "round_trip", "routing_property", "single_rank_reduce", "uninitialized"),
+            *("experts_backend", "fp32_modules", "kernels", "load", "lora_families", "lr_scheduler", "mesh"),
+            *("muon", "optimizer", "order", "outside_families", "overlap", "packing", "rank_consistency"),
+            *("refused_families", "resume_families", "round_trip", "router_replay", "routing_property"),
+            *("shared_mixers", "single_rank_reduce", "uninitialized"),
         )
     ),
     "tests/parity/test_parity.py",

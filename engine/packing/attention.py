@@ -30,6 +30,7 @@ Span = tuple[int, int]
 """Where a sequence starts in its row, and where it ends."""
 
 _PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
+_REMAPPED = "remap_positions_for_packed_sequence.<locals>.inner_mask"  # by transformers 5.23; of distances none differs
 _WINDOW = "sliding_window_overlay.<locals>.inner_mask"
 # Mask functions that depend on how far tokens are from each other and from the start of their sequence alone.
 _OF_DISTANCES = {
@@ -93,9 +94,12 @@ class PackedMask:
 
 def _intersected(function: Callable[..., Any]) -> list[Callable[..., Any]]:
     """The mask functions whose intersection this one is; itself where that is not known."""
+    inner = inspect.getclosurevars(function).nonlocals
+    if function.__qualname__ == _REMAPPED:
+        return _intersected(inner["mask_function"])
     if function.__qualname__ != "and_masks.<locals>.and_mask":
         return [function]
-    functions = inspect.getclosurevars(function).nonlocals.get("mask_functions", ())
+    functions = inner.get("mask_functions", ())
     return [part for each in functions for part in _intersected(each)] or [function]
 
 

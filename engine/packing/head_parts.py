@@ -106,6 +106,16 @@ def _same(x: torch.Tensor, *_: Any) -> torch.Tensor:
     return x
 
 
+class _Linear:
+    """Some rows of a projection."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor):
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
 class _Given:
     """In the place of a projection: what it is called with was projected before."""
 
@@ -193,14 +203,13 @@ class _Mamba1(HeadParts):
 
     @functools.cached_property
     def _part(self) -> Any:
-        module, linear = self.module, nn.functional.linear
+        module = self.module
         choosing = self._own(module.x_proj.weight, 1)
-        step = self._own(module.dt_proj.weight), self._own(module.dt_proj.bias)
         return self._copy(
             in_proj=_Given(module.in_proj),
             conv1d=self._convolution(module.conv1d, (module.intermediate_size, module.intermediate_size)),
-            x_proj=lambda x: _Sum.apply(linear(x, choosing), self.group),
-            dt_proj=lambda x: linear(x, *step),
+            x_proj=lambda x: _Sum.apply(nn.functional.linear(x, choosing), self.group),
+            dt_proj=_Linear(self._own(module.dt_proj.weight), self._own(module.dt_proj.bias)),
             out_proj=_same,
             intermediate_size=self.heads,
             A_log=self._own(module.A_log),

@@ -74,14 +74,17 @@ def target_slices(
         return whole
     families = sglang_layout.FAMILIES if rollout.server == "sglang" else _FAMILIES
     family = families.get(heads.family, Family())
-    if rollout.tower != "sharded" and tensor.name.startswith(_TOWER):
-        return family.renamed_slices(whole if rollout.tower == "whole" else [])
+    in_tower = tensor.name.startswith(_TOWER)
+    if in_tower and rollout.tower == "none":
+        return []
     if is_experts and rollout.expert_parallel:
         return family.renamed_slices(rules.own_experts(tensor, rollout.workers, worker, family.is_transposed))
     if mode == "expert_local":
         return whole
     # vLLM cuts experts over data-parallel workers too (``FusedMoEParallelConfig.flatten_tp_across_dp_and_pcp``).
     size, rank = (rollout.workers, worker) if is_experts else (rollout.tp, worker % rollout.tp)
+    if in_tower and rollout.tower == "whole":
+        size, rank = 1, 0
     for pattern, rule in (*family.rules, *_RULES):
         found = pattern.search(tensor.name)
         if found:

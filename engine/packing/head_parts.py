@@ -36,6 +36,10 @@ class HeadParts:
         group: the ranks that share a row.
     """
 
+    count: ClassVar[str]
+    """The attribute that has the number of heads."""
+    shared: ClassVar[str | None] = None
+    """That of the groups of heads which share something."""
     not_called_once: ClassVar[tuple[str, ...]] = ()
     """Children whose weights are read without a call, and those that are called for each sequence of a row."""
 
@@ -46,12 +50,13 @@ class HeadParts:
     @classmethod
     def divides(cls, module: Any, size: int) -> bool:
         """Whether so many ranks can have parts of equal size."""
-        raise NotImplementedError
+        groups = size if cls.shared is None else getattr(module, cls.shared)
+        return getattr(module, cls.count) % size == 0 and (groups % size == 0 or size % groups == 0)
 
     @property
     def heads(self) -> int:
         """Of this rank."""
-        raise NotImplementedError
+        return getattr(self.module, self.count) // self.size
 
     def project(self, hidden: torch.Tensor) -> list[torch.Tensor]:
         """``[1, s, D]`` -> what the recurrence takes, ``[1, H, s, d]`` each; ``H`` are heads or groups of them."""
@@ -139,16 +144,7 @@ class _Convolution:
 class _Mamba2(HeadParts):
     """Mamba2: heads have ``x`` and ``dt`` of their own and share ``B`` and ``C`` within groups."""
 
-    not_called_once = ("conv1d",)
-
-    @classmethod
-    def divides(cls, module: Any, size: int) -> bool:
-        groups = module.n_groups
-        return module.num_heads % size == 0 and (groups % size == 0 or size % groups == 0)
-
-    @property
-    def heads(self) -> int:
-        return self.module.num_heads // self.size
+    count, shared, not_called_once = "num_heads", "n_groups", ("conv1d",)
 
     def project(self, hidden: torch.Tensor) -> list[torch.Tensor]:
         module = self.module
@@ -184,16 +180,13 @@ class _Mamba2(HeadParts):
 class _Mamba1(HeadParts):
     """Mamba: every channel is a head; what chooses ``dt``, ``B`` and ``C`` is a sum over all of them."""
 
+    count = "intermediate_size"
     not_called_once = ("conv1d", "x_proj", "dt_proj", "dt_layernorm", "b_layernorm", "c_layernorm")
 
     @classmethod
     def divides(cls, module: Any, size: int) -> bool:
         fast = inspect.unwrap(type(module).forward).__globals__.get("is_fast_path_available")  # it writes a bias
-        return module.intermediate_size % size == 0 and not fast
-
-    @property
-    def heads(self) -> int:
-        return self.module.intermediate_size // self.size
+        return super().divides(module, size) and not fast
 
     def project(self, hidden: torch.Tensor) -> list[torch.Tensor]:
         return [self._by_head(y, self.module.intermediate_size) for y in self.module.in_proj(hidden).chunk(2, dim=-1)]
@@ -242,13 +235,7 @@ class _Sum(torch.autograd.Function):
 class _Lightning(HeadParts):
     """Lightning attention: queries, keys and values of a head, and its decay."""
 
-    @classmethod
-    def divides(cls, module: Any, size: int) -> bool:
-        return module.num_attention_heads % size == 0
-
-    @property
-    def heads(self) -> int:
-        return self.module.num_attention_heads // self.size
+    count = "num_attention_heads"
 
     def project(self, hidden: torch.Tensor) -> list[torch.Tensor]:
         return [self._by_head(self.module.qkv_proj(hidden), self.module.num_attention_heads)]
@@ -278,15 +265,7 @@ class _Lightning(HeadParts):
 class _DeltaAttention(HeadParts):
     """Kimi Delta Attention: queries, keys, values and forget gates of a head's channels, and one rate of a head."""
 
-    not_called_once = ("conv1d",)
-
-    @classmethod
-    def divides(cls, module: Any, size: int) -> bool:
-        return module.num_heads % size == 0
-
-    @property
-    def heads(self) -> int:
-        return self.module.num_heads // self.size
+    count, not_called_once = "num_heads", ("conv1d",)
 
     def project(self, hidden: torch.Tensor) -> list[torch.Tensor]:
         module = self.module
@@ -321,16 +300,7 @@ class _DeltaAttention(HeadParts):
 class _GatedDeltaRule(HeadParts):
     """Gated delta rule: heads of values have rates of their own and share queries and keys within groups."""
 
-    not_called_once = ("conv1d",)
-
-    @classmethod
-    def divides(cls, module: Any, size: int) -> bool:
-        groups = module.num_k_heads
-        return module.num_v_heads % size == 0 and (groups % size == 0 or size % groups == 0)
-
-    @property
-    def heads(self) -> int:
-        return self.module.num_v_heads // self.size
+    count, shared, not_called_once = "num_v_heads", "num_k_heads", ("conv1d",)
 
     def project(self, hidden: torch.Tensor) -> list[torch.Tensor]:
         module = self.module
@@ -375,6 +345,7 @@ class _GatedDeltaRule(HeadParts):
         return self.module.out_proj(normed.view_as(mixed))
 
 
+_OWN = {"weight", "bias"}
 _KINDS: dict[str, type[HeadParts]] = {
     "delta attention": _DeltaAttention,
     "gated delta rule": _GatedDeltaRule,
@@ -390,6 +361,7 @@ def head_parts_of(module: Any, size: int) -> type[HeadParts] | None:
     name = next(filter(None, names), None)
     if name is None or not _KINDS[name].divides(module, size):
         return None
-    kind = _KINDS[name]
-    # FSDP gathers its units by calls, which have to be as many on ranks that share other rows.
-    return None if any(isinstance(getattr(module, child), FSDPModule) for child in kind.not_called_once) else kind
+    children = [getattr(module, child) for child in _KINDS[name].not_called_once]
+    # FSDP gathers its units by calls, which have to be as many on ranks that share other rows; adapters come by a call.
+    called = any(isinstance(child, FSDPModule) or {n for n, _ in child.named_parameters()} - _OWN for child in children)
+    return None if called else _KINDS[name]

@@ -15,7 +15,7 @@ from epfsdp2.engine.fsdp.ulysses import SequenceParallel
 from epfsdp2.engine.model.families import SPREAD_OVER_HEADS
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.packing import head_parts
-from epfsdp2.engine.packing.head_parts import HeadParts
+from epfsdp2.engine.packing.head_parts import HeadParts, head_parts_of
 from epfsdp2.engine.packing.sequences import PackedSequences
 from epfsdp2.engine.packing.shared_mixers import SharedMixers, assign
 from tests.parity.families import ALL, STATES, save
@@ -132,7 +132,9 @@ def test_a_family_that_carries_a_state_equals_the_plain_model(name):
     run_ranks(_compare, 2, [name], [UNEVEN, LONG, MOSTLY_ONE], ["none", "full", "selective"])
 
 
-@pytest.mark.parametrize("name", ["granitemoehybrid", "lfm2_moe", "nemotron_h", "qwen3_next"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("granitemoehybrid", marks=pytest.mark.long), "lfm2_moe", "nemotron_h", "qwen3_next"]
+)
 def test_more_ranks_than_sequences_equal_the_plain_model(name):
     run_ranks(_compare, 4, [name], [UNEVEN, LONG, (*FEW, 2)], ["selective", "none"])
 
@@ -227,6 +229,16 @@ def _without_tokens_before(real):
     return wrong
 
 
+def test_a_mixer_that_does_not_divide_or_has_adapters_where_it_is_not_called_is_not_spread():
+    mixers = PackedSequences(ALL["jamba"].build_random("sdpa"))._mixers.others.values()
+    mixer = next(m for m in mixers if type(m).__name__ == "JambaMambaMixer")
+    assert head_parts_of(mixer, 2) is not None and head_parts_of(mixer, 5) is None
+    mixer.in_proj.register_parameter("weight_lora_A", nn.Parameter(torch.zeros(1)))
+    assert head_parts_of(mixer, 2) is not None
+    mixer.x_proj.register_parameter("weight_lora_A", nn.Parameter(torch.zeros(1)))
+    assert head_parts_of(mixer, 2) is None
+
+
 def _wrong_ones_differ():
     """Outputs in another order, the weights of other heads, and a convolution that misses what was before its slice."""
     for name, lengths, owner, method, wrong in (
@@ -272,7 +284,7 @@ def _uneven(name):
             assert not both or relative_error(param.grad.full_tensor(), sum(both)) < EXACT, fqn
 
 
-@pytest.mark.parametrize("name", ["minimax", "nemotron_h", "qwen3_next"])
+@pytest.mark.parametrize("name", [pytest.param("minimax", marks=pytest.mark.long), "nemotron_h", "qwen3_next"])
 def test_ranks_that_share_other_rows_call_alike(name):
     run_ranks(_uneven, 4, name, timeout=120)
 

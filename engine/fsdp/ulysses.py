@@ -45,6 +45,8 @@ SETTING = "engine.ulysses_sequence_parallel_size"
 _HANDLE = "_epfsdp2_sequence"
 # Tensors that attention may be handed: what is cut here, and what is of the whole row for every head.
 _KNOWN = ("position_ids", "s_aux", "cu_seq_lens_q", "cu_seq_lens_k")
+# Arguments of an attention module that are of its queries, and their dim of tokens (Beam scales queries by the second).
+_OF_QUERIES = {"position_ids": -1, "attention_scaling": -2}
 
 
 def check_attention_splits(model: Any, size: int) -> None:
@@ -173,9 +175,8 @@ class SequenceParallel:
 
     def _cut_positions(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Positions that scale queries are of these queries; the attention itself gets all again."""
-        if kwargs.get("position_ids") is None:
-            return None
-        return args, {**kwargs, "position_ids": own_part(kwargs["position_ids"], -1, self.group)}
+        whole = {name: (kwargs[name], dim) for name, dim in _OF_QUERIES.items() if kwargs.get(name) is not None}
+        return args, kwargs | {name: own_part(tensor, dim, self.group) for name, (tensor, dim) in whole.items()}
 
     def attend(
         self,

@@ -91,7 +91,7 @@ def _compare(start_engine, folder, family, tp, modes, *, expert_parallel=False, 
         settings |= {"enable_expert_parallel": True, "extension": "idle_extension.NeverComputes"}
 
     def computes(engine):
-        return engine.call("epfsdp2_digests"), None if expert_parallel else engine.generating()
+        return engine.call("epfsdp2_digests"), None if expert_parallel or served.is_mute else engine.generating()
 
     def found(computed):
         digests, generated = computed

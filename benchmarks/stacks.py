@@ -164,9 +164,12 @@ def merged(before: dict | None, now: dict) -> dict:
         return before | {"quickstart": before["quickstart"] | now["quickstart"]}
     if before["versions"] != now["versions"]:
         return now | {"quickstart": before["quickstart"]}
+    suite = now["suite"]
     for part in ("suite", "long"):  # without files that are gone, or no longer of this stack
         both = before[part] | now[part]
         now = now | {part: {path: row for path, row in both.items() if path in now["of"]}}
+    if not suite:  # `of` is what the suite that ran last was of
+        now = now | {"of": [path for path in before["of"] if path in now["of"]]}
     return now | {"quickstart": before["quickstart"]}
 
 

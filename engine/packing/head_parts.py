@@ -16,6 +16,7 @@ before the last projection.
 import functools
 import inspect
 import math
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 import torch
@@ -28,7 +29,7 @@ from ..model.families import SPREAD_OVER_HEADS
 __all__ = ["HeadParts", "head_parts_of"]
 
 
-class HeadParts:
+class HeadParts(ABC):
     """This rank's part of the heads of a mixer.
 
     Args:
@@ -58,17 +59,17 @@ class HeadParts:
         """Of this rank."""
         return getattr(self.module, self.count) // self.size
 
+    @abstractmethod
     def project(self, hidden: torch.Tensor) -> list[torch.Tensor]:
         """``[1, s, D]`` -> what the recurrence takes, ``[1, H, s, d]`` each; ``H`` are heads or groups of them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def mix(self, *parts: torch.Tensor) -> torch.Tensor:
         """What the recurrence takes of one sequence and the own heads, ``[1, n, h * d]`` each -> ``[1, n, F / sp]``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish(self, hidden: torch.Tensor, mixed: torch.Tensor) -> Any:
         """``[1, s, D]`` and ``[1, s, F]`` -> what the mixer returns."""
-        raise NotImplementedError
 
     def _own(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         return x.chunk(self.size, dim)[self.rank]

@@ -160,6 +160,8 @@ def test_results_keep_files_that_were_not_run_again_with_the_same_versions(tmp_p
     assert stacks.merged(first, again)["suite"] == {"a": {"counts": {"passed": 1}}, "b": {"counts": {"passed": 1}}}
     other = result(["a", "b"], {"a": {"counts": {"passed": 1}}}, torch="2")
     assert stacks.merged(first, other) == other
+    long = result(["a", "b", "c"], {}) | {"long": {"c": {"counts": {"passed": 1}}}}
+    assert stacks.merged(first, long) == first | {"long": long["long"]}
     quick = other | {"suite": {}, "quickstart": {"Python 3.12.1, torch 2": {"ended": 0}}}
     both = stacks.merged(first, quick)
     assert both == first | {"quickstart": quick["quickstart"]}

@@ -208,7 +208,7 @@ def check_ppo_updates(
         if worker.engine.is_mp_src_rank_with_outputs():
             wanted_here = of_this_rank(worker, log_probs)
             for want, got in zip(wanted_here, tu.get(output, "log_probs").unbind(), strict=True):
-                torch.testing.assert_close(got[:-1], want, rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(got[:-1], want.to(got.dtype), rtol=1e-5, atol=1e-5)
 
         # train_mode drops the gradients when it ends, so read them where the step uses them.
         seen = {}

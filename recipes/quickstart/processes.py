@@ -107,7 +107,10 @@ class ProcessTree:
         self._held |= held_by(process.pid for process in psutil.Process().children(recursive=True))
 
     def _end_descendants(self) -> None:
-        """Terminate the children, whose own clean-up is the most orderly one, and kill all that remain."""
+        """Terminate the children, whose own clean-up is the most orderly one, and kill all that remain.
+
+        Until they end they go on: a weight sync that begins meanwhile makes a segment and a socket.
+        """
         self._look()
         for child in psutil.Process().children():
             with suppress(psutil.NoSuchProcess):
@@ -120,6 +123,7 @@ class ProcessTree:
             descendants = psutil.Process().children(recursive=True)
             if not descendants:
                 return
+            self._look()
             for process in descendants if time.monotonic() > deadline else ():
                 with suppress(psutil.NoSuchProcess):
                     process.kill()

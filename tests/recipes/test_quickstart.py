@@ -448,13 +448,22 @@ def test_process_tree_that_is_ended_leaves_no_process(numbers, tmp_path):
     assert not [p for p in family if p.is_running()]
 
 
-# Maps a segment and ends without removing it, as a killed worker does.
+# Maps a segment and ends without removing it, as a killed worker does; or so does its child, when it is terminated.
 _LEAVES = """
-import sys, time
+import os, signal, sys, time
 from multiprocessing import resource_tracker, shared_memory
-segment = shared_memory.SharedMemory(name=sys.argv[1], create=True, size=4096)
-resource_tracker.unregister(segment._name, "shared_memory")
-time.sleep(1.5)
+
+def leave(*_):
+    segment = shared_memory.SharedMemory(name=sys.argv[1], create=True, size=4096)
+    resource_tracker.unregister(segment._name, "shared_memory")
+    time.sleep(1.5)
+    os._exit(0)
+
+if sys.argv[2] == "by itself":
+    leave()
+signal.signal(signal.SIGTERM, leave)
+if os.fork() == 0:
+    time.sleep(60)
 """
 _TREE_OF_ONE = """
 import os, pathlib, sys
@@ -463,18 +472,19 @@ processes._LOOK_SECONDS = 0.1
 mine, others = (pathlib.Path("/dev/shm") / name for name in sys.argv[2:4])
 with processes.ProcessTree() as tree:
     others.write_bytes(b"")
-    command = [sys.executable, "-c", sys.argv[1], mine.name]
-    assert tree.run(command, dict(os.environ), pathlib.Path(sys.argv[4]), lambda: None) == 0
+    command = [sys.executable, "-c", sys.argv[1], mine.name, sys.argv[4]]
+    assert tree.run(command, dict(os.environ), pathlib.Path(sys.argv[5]), lambda: None) == 0
     assert mine.exists()
 assert others.exists() and not mine.exists(), os.listdir("/dev/shm")
 """
 
 
-def test_process_tree_that_ends_removes_its_own_segments_and_no_others(tmp_path):
+@pytest.mark.parametrize("when", ["by itself", "terminated"])
+def test_process_tree_that_ends_removes_its_own_segments_and_no_others(tmp_path, when):
     """Another container that shares this machine's memory may have made one that no process here has mapped."""
     names = [f"psm_{os.getpid()}_{whose}" for whose in ("mine", "others")]
     try:
-        words = [sys.executable, "-c", _TREE_OF_ONE, _LEAVES, *names, str(tmp_path / "log")]
+        words = [sys.executable, "-c", _TREE_OF_ONE, _LEAVES, *names, when, str(tmp_path / "log")]
         ran = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
         assert ran.returncode == 0, ran.stderr
     finally:

@@ -244,13 +244,18 @@ SERVED: dict[str, Served] = {
     ),
     **{
         name: Served(
-            _seeing(kind, {**text, "rope_parameters": _MROPE}, deepstack_visual_indexes=[0]),
+            # vLLM 0.29's CPU platform asks the text model's config for its architecture.
+            _seeing(
+                f"Qwen3VL{moe}",
+                {**text, "rope_parameters": _MROPE, "architectures": [f"Qwen3{moe}ForCausalLM"]},
+                deepstack_visual_indexes=[0],
+            ),
             settings=_TEXT_ALONE,
             environment=_TORCHVISION,
         )
-        for name, kind, text in (
-            ("qwen3_vl", "Qwen3VL", _DENSE),
-            ("qwen3_vl_moe", "Qwen3VLMoe", {**_QWEN, "norm_topk_prob": True}),
+        for name, moe, text in (
+            ("qwen3_vl", "", _DENSE),
+            ("qwen3_vl_moe", "Moe", {**_QWEN, "norm_topk_prob": True}),
         )
     },
     **{

@@ -45,6 +45,7 @@ def _compare(folder, cases, is_data_parallel=False, tower="sharded"):
         init_distributed_environment,
     )
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.models import ModelRegistry
 
     rank, world = dist.get_rank(), dist.get_world_size()
     tp, dp = (1, world) if is_data_parallel else (world, 1)
@@ -53,7 +54,11 @@ def _compare(folder, cases, is_data_parallel=False, tower="sharded"):
         environment = SERVED[family].environment
         os.environ.update(environment)
         sys.path += filter(None, [environment.get("PYTHONPATH")])
-        model.config.architectures = [type(model).__name__]
+        architecture = type(model).__name__
+        model.config.architectures = [architecture]
+        # A class that vLLM has not got yet, it looks at in another process, which takes seconds to start.
+        if architecture in ModelRegistry.models:
+            ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
         where = Path(folder) / f"{rank}-{index}"
         model.config.save_pretrained(where)
         engine = EngineArgs(

@@ -13,6 +13,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from transformers import AutoModelForTokenClassification, AutoTokenizer
+
 from benchmarks.quickstart import machine
 from benchmarks.tables import newest, write_table
 from tests.e2e.runs import HOOKS, Run, overrides, running
@@ -31,7 +34,7 @@ _ONE_BY_ONE = (
 
 @dataclass(frozen=True)
 class Case:
-    """The quickstart's GRPO with these settings, in which ``{model}`` is the checkpoint with experts.
+    """The quickstart's GRPO with these settings, in which ``{critic}`` is a checkpoint with one value per token.
 
     Attributes:
         roles: those that an engine computes.
@@ -64,7 +67,7 @@ CASES = {
     "PPO with a critic": Case(
         (
             "algorithm.adv_estimator=gae",
-            "critic.model.path={model}",
+            "critic.model.path={critic}",
             "+critic.model.override_config.attn_implementation=sdpa",
             "critic.model.use_remove_padding=True",
             "critic.model.enable_gradient_checkpointing=False",
@@ -96,7 +99,7 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        models = _models(folder)
+        models = save_models(_warmed_up(folder), folder)
         rows = []
         for name in options.cases:
             for side in (STOCK, *(("ep 1",) if CASES[name].dense else ("ep 1", "ep 2"))):
@@ -107,11 +110,21 @@ def main() -> int:
     return write({"machine": machine(), "runs": [*runs.values()]})
 
 
-def _models(folder: Path) -> dict[bool, Path]:
-    """The checkpoint of the quickstart's warm-up, and a dense one with its tokenizer."""
+def _warmed_up(folder: Path) -> Path:
+    """The checkpoint of the quickstart's warm-up."""
     run = _run(folder / "warmup", "--steps", "2")
     (warm,) = (run.output / "warmup").glob("global_step_*/huggingface")
-    return {False: warm, True: save_dense_beside(warm, folder / "dense")}
+    return warm
+
+
+def save_models(experts: Path, folder: Path) -> dict[str, Path]:
+    """A critic of the model with experts, and a dense model, both with its tokenizer."""
+    torch.manual_seed(1)
+    critic = AutoModelForTokenClassification.from_pretrained(experts, num_labels=1, dtype=torch.float32)
+    critic.save_pretrained(folder / "critic")
+    AutoTokenizer.from_pretrained(experts).save_pretrained(folder / "critic")
+    dense = save_dense_beside(experts, folder / "dense")
+    return {"experts": experts, "critic": folder / "critic", "dense": dense}
 
 
 def _run(output: Path, *words: str, program: tuple[str, ...] = ("epfsdp2.recipes.quickstart",)) -> Run:
@@ -121,15 +134,15 @@ def _run(output: Path, *words: str, program: tuple[str, ...] = ("epfsdp2.recipes
     return run
 
 
-def logged(name: str, side: str, models: dict[bool, Path], folder: Path, steps: int) -> list[dict[str, float]]:
+def logged(name: str, side: str, models: dict[str, Path], folder: Path, steps: int) -> list[dict[str, float]]:
     """What each step of a run logs, of ``LOGGED``.
 
     Raises:
         RuntimeError: it has not made its steps.
     """
     case = CASES[name]
-    settings = [*_ONE_BY_ONE, *(setting.format(model=models[False]) for setting in case.settings)]
-    words = ["--model", str(models[case.dense]), "--steps", str(steps)]
+    settings = [*_ONE_BY_ONE, *(setting.format(critic=models["critic"]) for setting in case.settings)]
+    words = ["--model", str(models["dense" if case.dense else "experts"]), "--steps", str(steps)]
     output = folder / f"{name} {side}".replace(" ", "_")
     if side == STOCK:
         run = _run(output, *words, *overrides(*settings), program=("stock_engine", ",".join(case.roles)))

@@ -14,13 +14,16 @@ _ENGINES = {
     "ref": "actor_rollout_ref.ref.fsdp_config",
     "critic": "critic.fsdp",
 }
-_STRATEGIES = {"actor": ["actor_rollout_ref.actor.strategy=fsdp2"], "critic": ["critic.strategy=fsdp2"]}
+_STRATEGIES = {
+    "actor": ["actor_rollout_ref.actor.strategy=fsdp2"],
+    "critic": ["critic.strategy=fsdp2", "critic.model.external_lib=stock_on_cpu"],
+}
 _stock = cli.grpo_command
 
 
 def _command(values: dict, extra: list[str]) -> list[str]:
     words = [word for word in _stock(values, extra) if not word.startswith(("engine=", "engine."))]
-    words.append("actor_rollout_ref.model.external_lib=sglang_on_cpu")
+    words.append("actor_rollout_ref.model.external_lib=stock_on_cpu")
     for role in _ROLES.split(","):
         engine = _ENGINES[role]
         words += _STRATEGIES.get(role, [])

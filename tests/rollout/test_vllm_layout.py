@@ -1,5 +1,6 @@
 """The layout that ``layout/vllm_layout.py`` computes equals the one traced from vLLM's own loaders."""
 
+import glob
 import os
 import sys
 from pathlib import Path
@@ -33,9 +34,21 @@ class _NoAttention(torch.nn.Module):
         super().__init__()
 
 
+def _identity(folder):
+    """What vLLM's segments are named by."""
+    return str(folder).replace("/", ".")
+
+
+@pytest.fixture(autouse=True)
+def _no_segments_are_left(tmp_path):
+    yield
+    for path in glob.glob(f"/dev/shm/{_identity(tmp_path)}-*"):
+        os.unlink(path)
+
+
 def _compare(folder, cases, is_data_parallel=False, tower="sharded"):
     """Compare both layouts; a case is a family, changes of its config, and whether vLLM runs expert parallel."""
-    os.environ.update(_ENVIRONMENT, VLLM_DIST_IDENT=folder.replace("/", "."))
+    os.environ.update(_ENVIRONMENT, VLLM_DIST_IDENT=_identity(folder))
     # Before vLLM is imported, which changes some of transformers' classes (Dots1Model).
     models = [model_on_meta(config_of(family, **sizes)) for family, sizes, _ in cases]
     from vllm.config import set_current_vllm_config

@@ -15,8 +15,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import Listener
 from pathlib import Path
 
+import psutil
+
 from epfsdp2.engine.compat import versions
 from epfsdp2.engine.model import hf_names
+from epfsdp2.rollout.cleanup import held_by, remove_unused
 from epfsdp2.rollout.transport.report import TransferStats
 from tests.support import verify
 
@@ -222,18 +225,22 @@ class Engine:
         buckets = set(glob.glob("/dev/shm/verl_weights_*")) - self._buckets_before
         return sorted(buckets) + glob.glob(f"/tmp/rl-colocate-zmq-{self.job}-*")
 
-    def workers(self) -> list[int]:
-        import psutil
+    def _family(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.process.pid).children(recursive=True)
+        return []
 
-        family = psutil.Process(self.process.pid).children(recursive=True)
+    def workers(self) -> list[int]:
         # vLLM's worker processes title themselves; the resource tracker beside them has none of that.
-        return [child.pid for child in family if "Worker" in " ".join(child.cmdline() + [child.name()])]
+        return [child.pid for child in self._family() if "Worker" in " ".join(child.cmdline() + [child.name()])]
 
     def log(self) -> str:
         self._log.flush()
         return Path(self._log.name).read_text()[-4000:]
 
     def stop(self) -> None:
+        """End the process; segments of workers that could not remove them are removed."""
+        held = held_by([self.process.pid, *(child.pid for child in self._family())])
         if self.process.poll() is None:
             with contextlib.suppress(OSError, subprocess.TimeoutExpired, AttributeError):
                 self._connection.send(("exit", None))
@@ -241,6 +248,7 @@ class Engine:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        remove_unused(held)
         self._calls.shutdown(wait=False)
         self._listener.close()
         self._log.close()

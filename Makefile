@@ -17,7 +17,6 @@
 #   make bench-sync  a weight sync against verl's stock export; prints and writes the table (about 10 min)
 #   make bench-checkpoint  memory to load and export, and what a save in the background costs (about 3 min)
 #   make bench-dtypes  train/rollout difference of GRPO in float32, bfloat16 and float16 (about 15 min)
-#   make bench-drop-in  the same runs by verl's fsdp2 engine and by this one, with SGLang (STACK=sglang; about 20 min)
 #   make bench-packing  packed rows: attention per sequence, and packed beside padded (about 10 min)
 #   make bench-features  what router replay and offloading cost a step (about 5 min)
 #   make verl-scripts  verl's own example scripts with engine=epfsdp2 added (VERL=a checkout of verl; about 5 min)
@@ -33,8 +32,7 @@ PEERS := .venv_peers
 BIN := $(VENV)/bin
 
 .PHONY: help setup quickstart test test-fast test-stack test-long parity memory peers bench bench-experts bench-step \
-	bench-growth bench-sync bench-checkpoint bench-features bench-dtypes bench-drop-in bench-packing \
-	kernels verl-scripts gpu-check gpu-wheels lint clean
+	bench-growth bench-sync bench-checkpoint bench-features bench-dtypes bench-packing kernels verl-scripts gpu-check gpu-wheels lint clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -95,9 +93,6 @@ bench-features: setup
 
 bench-dtypes: setup
 	$(BIN)/python -m benchmarks.dtypes $(ARGS)
-
-bench-drop-in: setup
-	$(BIN)/python -m benchmarks.drop_in $(ARGS)
 
 bench-packing: setup
 	$(BIN)/python benchmarks/packing.py $(ARGS)

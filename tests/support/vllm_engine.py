@@ -126,8 +126,10 @@ class Engine:
         )
         # One thread, so that calls come one after the other; the first waits for the engine.
         self._calls = concurrent.futures.ThreadPoolExecutor(1)
+        self._held: set[str] = set()
         try:
             self._connection = self._calls.submit(self._accept).result(timeout=540)
+            self._held = self._holds()  # some tests kill workers
         except Exception:
             self.stop()
             raise
@@ -225,6 +227,9 @@ class Engine:
         buckets = set(glob.glob("/dev/shm/verl_weights_*")) - self._buckets_before
         return sorted(buckets) + glob.glob(f"/tmp/rl-colocate-zmq-{self.job}-*")
 
+    def _holds(self) -> set[str]:
+        return held_by([self.process.pid, *(child.pid for child in self._family())])
+
     def _family(self) -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):
             return psutil.Process(self.process.pid).children(recursive=True)
@@ -240,7 +245,7 @@ class Engine:
 
     def stop(self) -> None:
         """End the process; segments of workers that could not remove them are removed."""
-        held = held_by([self.process.pid, *(child.pid for child in self._family())])
+        held = self._held | self._holds()
         if self.process.poll() is None:
             with contextlib.suppress(OSError, subprocess.TimeoutExpired, AttributeError):
                 self._connection.send(("exit", None))

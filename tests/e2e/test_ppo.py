@@ -3,15 +3,25 @@
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST
 from epfsdp2.recipes.quickstart.model import write_model
 from tests.e2e.runs import Run, overrides, running
-from tests.support.models import save_dense_beside
+from tests.support.models import save_qwen3
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 STEPS = 10
+
+
+def _dense(folder: Path, like: Path) -> Path:
+    """A dense model with the tokenizer of another, in sizes that vLLM's CPU build takes."""
+    tokenizer = AutoTokenizer.from_pretrained(like)
+    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    save_qwen3(folder, vocab_size=len(tokenizer), head_dim=32, **ends)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def _said(run: Run) -> str:
@@ -60,7 +70,7 @@ def test_ppo_run_with_critic_and_reference_raises_the_reward(folder, warmed_up):
 def test_ppo_run_with_a_dense_critic_beside_experts_trains_both(folder):
     actor, kept = folder / "untrained", folder / "dense_critic_kept"
     write_model(actor, seed=0)
-    critic = save_dense_beside(actor, folder / "dense_critic")
+    critic = _dense(folder / "dense_critic", actor)
     settings = overrides(*_critic(critic), "trainer.save_freq=3", f"trainer.default_local_dir={kept}")
     with running(folder / "beside", "--model", str(actor), "--steps", "3", *settings) as run:
         run.wait()
@@ -75,7 +85,7 @@ def test_ppo_run_with_a_dense_critic_beside_experts_trains_both(folder):
 
 def test_ppo_run_of_a_dense_actor_trains_and_refuses_ep_size(folder):
     write_model(folder / "like", seed=0)
-    model = save_dense_beside(folder / "like", folder / "dense_actor")
+    model = _dense(folder / "dense_actor", folder / "like")
     with running(folder / "refused", "--model", str(model), "--steps", "2") as run:
         run.wait()
     assert run.process.returncode != 0 and not run.steps()

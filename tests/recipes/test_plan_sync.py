@@ -64,7 +64,7 @@ def test_plan_sync_of_an_unknown_layout_has_mode_full_alone(tmp_path, capsys):
     [
         (["--world", "16", "--ep", "3"], "engine.ep_size"),
         (["--world", "96", "--ep", "96"], "one of [1, 2, 4, 8, 16, 32]"),
-        (["--world", "4", "--ep", "4", "--rollout-tp", "4", "--round-megabytes", "64", "--dtype", "fp32"], "fp32"),
+        (["--world", "16", "--ep", "8", "--rollout-tp", "16", "--round-megabytes", "1", "--dtype", "fp32"], "fp32"),
     ],
 )
 def test_plan_sync_of_impossible_sizes_says_why(qwen3_30b, capsys, options, words):

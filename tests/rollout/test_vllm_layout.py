@@ -69,7 +69,7 @@ def _compare(folder, cases, is_data_parallel=False, tower="sharded"):
         sys.path += filter(None, [environment.get("PYTHONPATH")])
         architecture = type(model).__name__
         model.config.architectures = [architecture]
-        # A class that vLLM has not got yet, it looks at in another process, which takes seconds to start.
+        # vLLM inspects a class that it has not imported in a process of its own, which takes seconds to start.
         if architecture in ModelRegistry.models:
             ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
         where = Path(folder) / f"{rank}-{index}"

@@ -7,7 +7,6 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     Qwen3Config,
@@ -21,7 +20,6 @@ __all__ = [
     "adam",
     "reference_model",
     "relative_error",
-    "save_dense_beside",
     "save_glm4_moe",
     "save_qwen3",
     "save_qwen3_moe",
@@ -74,15 +72,6 @@ def save_qwen3(folder: Path, seed: int = 0, **overrides) -> Path:
         }
     )
     return save_random(Qwen3ForCausalLM(config), folder, seed)
-
-
-def save_dense_beside(like: Path, folder: Path) -> Path:
-    """Save a dense Qwen3 with the tokenizer of another model, in sizes that vLLM's and SGLang's CPU builds take."""
-    tokenizer = AutoTokenizer.from_pretrained(like)
-    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    save_qwen3(folder, vocab_size=len(tokenizer), head_dim=32, intermediate_size=128, **ends)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def save_glm4_moe(folder: Path, seed: int = 0, **overrides) -> Path:

@@ -53,55 +53,55 @@ test-fast: setup
 	$(BIN)/python -m pytest -m "fast and not long" -n 2 --durations=10 $(ARGS)
 
 test-stack: setup
-	$(BIN)/python benchmarks/stacks.py $(STACK) $(ARGS)
+	$(BIN)/python -m benchmarks.suites.stacks $(STACK) $(ARGS)
 
 test-long: setup
-	$(BIN)/python benchmarks/long_tests.py $(ARGS)
+	$(BIN)/python -m benchmarks.suites.long_tests $(ARGS)
 
 parity: setup
 	$(BIN)/python -m tests.parity $(ARGS)
 
 memory: setup
-	$(BIN)/python benchmarks/memory.py $(ARGS)
+	$(BIN)/python -m benchmarks.update.memory $(ARGS)
 
 peers: $(PEERS)/.ready
 
-$(PEERS)/.ready: .ci/setup_peers benchmarks/peers.txt
+$(PEERS)/.ready: .ci/setup_peers benchmarks/experts/peers.txt
 	PYTHON=$(PYTHON) bash .ci/setup_peers $(PEERS)
 	@touch $@
 
 bench: setup peers
-	$(BIN)/python benchmarks/bench.py $(ARGS)
+	$(BIN)/python -m benchmarks.bench $(ARGS)
 
 bench-experts: setup peers
-	$(BIN)/python benchmarks/experts.py $(ARGS)
+	$(BIN)/python -m benchmarks.experts.compare $(ARGS)
 
 bench-step: setup
-	$(BIN)/python benchmarks/step.py $(ARGS)
+	$(BIN)/python -m benchmarks.update.step $(ARGS)
 
 bench-growth: setup
-	$(BIN)/python benchmarks/growth.py $(ARGS)
+	$(BIN)/python -m benchmarks.update.growth $(ARGS)
 
 bench-sync: setup
-	$(BIN)/python benchmarks/weight_sync.py $(ARGS)
+	$(BIN)/python -m benchmarks.weights.weight_sync $(ARGS)
 
 bench-checkpoint: setup
-	$(BIN)/python benchmarks/checkpoint.py $(ARGS)
+	$(BIN)/python -m benchmarks.weights.checkpoint $(ARGS)
 
 bench-features: setup
-	$(BIN)/python benchmarks/features.py $(ARGS)
+	$(BIN)/python -m benchmarks.update.features $(ARGS)
 
 bench-dtypes: setup
-	$(BIN)/python -m benchmarks.dtypes $(ARGS)
+	$(BIN)/python -m benchmarks.training.dtypes $(ARGS)
 
 bench-packing: setup
-	$(BIN)/python benchmarks/packing.py $(ARGS)
+	$(BIN)/python -m benchmarks.update.packing $(ARGS)
 
 kernels: setup
 	$(BIN)/python -W ignore -m benchmarks.kernels $(ARGS)
 
 verl-scripts: setup
-	$(BIN)/python -W ignore -m benchmarks.verl_scripts --verl $(VERL) $(ARGS)
+	$(BIN)/python -W ignore -m benchmarks.training.verl_scripts --verl $(VERL) $(ARGS)
 
 gpu-check:
 	bash .ci/gpu_check $(ARGS)

@@ -1,6 +1,6 @@
 """Every benchmark, one after the other, and one table of what came of each.
 
-    python benchmarks/bench.py [NAME ...]
+    python -m benchmarks.bench [NAME ...]
 
 What of an earlier run was not run again stays in the table, with the commit that it ran at.
 """
@@ -9,23 +9,30 @@ import argparse
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.machine import machine
+from benchmarks.tables import ROOT, newest, write_table
 
-from benchmarks.quickstart import machine
-from benchmarks.tables import newest, write_table
-
-# In this order: what is short comes first. Script, and what it has to reach, which its exit status tells.
+# In this order: what is short comes first. The module below this folder, and what it has to reach, which its exit
+# status tells.
 BENCHMARKS = {
-    "memory": "peak memory of a step as the arithmetic says",
-    "checkpoint": "loading and exporting within a shard and a layer of memory",
-    "features": "router replay R3 at most 3 % of a step",
-    "packing": "1.7 and 3 x with 4 and 16 sequences in a row of 4,096 tokens, or 0.9 of no attention; 1.6 x padded",
-    "experts": "no slower than transformers' grouped_mm, with 0.4 of what it keeps",
-    "step": "2 x verl's fsdp2 engine with ep over all ranks, nowhere below 0.95 x; bytes on the wire equal the plan's",
-    "growth": "figures alone",
-    "weight_sync": "2 x verl's export at TP 1, 3 x at TP 2; the trainer's part 1.3 x collectives and a copy; memory",
+    "memory": ("update.memory", "peak memory of a step as the arithmetic says"),
+    "checkpoint": ("weights.checkpoint", "loading and exporting within a shard and a layer of memory"),
+    "features": ("update.features", "router replay R3 at most 3 % of a step"),
+    "packing": (
+        "update.packing",
+        "1.7 and 3 x with 4 and 16 sequences in a row of 4,096 tokens, or 0.9 of no attention; 1.6 x padded",
+    ),
+    "experts": ("experts.compare", "no slower than transformers' grouped_mm, with 0.4 of what it keeps"),
+    "step": (
+        "update.step",
+        "2 x verl's fsdp2 engine with ep over all ranks, nowhere below 0.95 x; bytes on the wire equal the plan's",
+    ),
+    "growth": ("update.growth", "figures alone"),
+    "weight_sync": (
+        "weights.weight_sync",
+        "2 x verl's export at TP 1, 3 x at TP 2; the trainer's part 1.3 x collectives and a copy; memory",
+    ),
 }
 COLUMNS = ["benchmark", "what it has to reach", "reached", "minutes", "date", "commit"]
 
@@ -38,9 +45,10 @@ def main() -> int:
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
     rows = []
     for name in names:
-        print(f"== {name}: {BENCHMARKS[name]}", flush=True)
+        module, bound = BENCHMARKS[name]
+        print(f"== {name}: {bound}", flush=True)
         began = time.monotonic()
-        status = subprocess.run([sys.executable, str(Path(__file__).with_name(f"{name}.py"))]).returncode
+        status = subprocess.run([sys.executable, "-m", f"benchmarks.{module}"], cwd=ROOT).returncode
         rows.append({"name": name, "status": status, "minutes": (time.monotonic() - began) / 60})
     for row in rows:
         print(f"{row['name']}: {'reached' if row['status'] == 0 else 'NOT reached'}, {row['minutes']:.1f} min")
@@ -57,7 +65,7 @@ def _write(now: list[dict]) -> None:
     lines = [
         [
             f"[{row['name']}]({row['name']}.md)",
-            BENCHMARKS[row["name"]],
+            BENCHMARKS[row["name"]][1],
             "yes" if row["status"] == 0 else "no",
             f"{row['minutes']:.1f}",
             row["date"],

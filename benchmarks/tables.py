@@ -4,9 +4,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["RESULTS", "newest", "rows_of", "write_table"]
+__all__ = ["RESULTS", "ROOT", "newest", "rows_of", "write_table"]
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def write_table(

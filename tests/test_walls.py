@@ -231,7 +231,8 @@ def test_no_test_imports_another_or_benchmarks():
 
 
 def test_no_file_is_too_long_and_no_room_too_full():
-    assert too_long(SOURCES) == [] and too_full(SOURCES) == []
+    measured = SOURCES | OUTSIDE
+    assert too_long(measured) == [] and too_full(measured) == []
 
 
 @pytest.mark.parametrize(
@@ -256,7 +257,7 @@ def test_no_file_is_too_long_and_no_room_too_full():
         (parallelize, "engine/preflight/run.py", "from .. import parallelize"),
         (planner, "engine/checkpoint/load.py", "from ..planner.memory import peak"),
         (planner, "rollout/sync.py", "from ..engine.planner import memory"),
-        (public, "benchmarks/step.py", "from epfsdp2.engine.planner.memory import _states"),
+        (public, "benchmarks/update/step.py", "from epfsdp2.engine.planner.memory import _states"),
         (public, "recipes/plan/cli.py", "from .tables import _mesh"),
         (alone, "tests/engine/test_order.py", "from tests.engine.test_dispatch import EXPERTS"),
         (alone, "tests/engine/test_order.py", "from tests.engine import test_dispatch"),

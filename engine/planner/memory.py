@@ -1,4 +1,4 @@
-"""Predict the memory of a training step on each rank, from sizes alone; ``benchmarks/memory.py`` measures it.
+"""Predict the memory of a training step on each rank, from sizes alone; ``benchmarks/update/memory.py`` measures it.
 
 The shards and the optimizer's states are always in memory. Added to these is the maximum over the points of a step. In
 each stage (embeddings, a layer, the head) one unit of parameters is the largest. X is the part of it that a rank

@@ -4,13 +4,15 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import experts, growth, packing, step, tables, weight_sync
-from benchmarks.layer import Geometry, kept_bytes, passes
+from benchmarks import tables
+from benchmarks.experts import compare
+from benchmarks.experts.layer import Geometry, kept_bytes, passes
+from benchmarks.update import growth, packing, step
+from benchmarks.weights import weight_sync
 
 TINY = Geometry("tiny", tokens=24, experts=4, top_k=2, hidden=32, intermediate=16)
 MODEL = {**step.MODEL, "vocab_size": 96, "hidden_size": 32, "moe_intermediate_size": 48, "num_hidden_layers": 2}
@@ -18,35 +20,35 @@ MODEL |= {"head_dim": 8, "num_experts": 8}
 
 
 def test_experts_measures_every_side_and_says_which_peer_is_missing(tmp_path):
-    rows = {row.side: row for row in experts.measure(TINY, 2, tmp_path / "no python")}
-    assert set(rows) == {*experts.LOCAL, *experts.PEERS}
-    for side in experts.LOCAL:
+    rows = {row.side: row for row in compare.measure(TINY, 2, tmp_path / "no python")}
+    assert set(rows) == {*compare.LOCAL, *compare.PEERS}
+    for side in compare.LOCAL:
         assert 0 < rows[side].forward < rows[side].total and rows[side].kept > 0
-    assert rows[experts.BASE].ratio == rows[experts.BASE].kept_ratio == 1
-    for side in experts.PEERS:
-        assert "make peers" in rows[side].note and experts.cells(rows[side])[-1] == rows[side].note
-    assert {len(experts.cells(row)) for row in rows.values()} == {len(experts.COLUMNS)}
+    assert rows[compare.BASE].ratio == rows[compare.BASE].kept_ratio == 1
+    for side in compare.PEERS:
+        assert "make peers" in rows[side].note and compare.cells(rows[side])[-1] == rows[side].note
+    assert {len(compare.cells(row)) for row in rows.values()} == {len(compare.COLUMNS)}
 
 
 def test_experts_with_a_side_that_computes_otherwise_does_not_time_it(monkeypatch, tmp_path):
-    original = experts.Local.passes
+    original = compare.Local.passes
 
     def off(self, side, times):
         found = original(self, side, times)
-        return found | {"norm": 1.01 * found["norm"]} if side == experts.OURS else found
+        return found | {"norm": 1.01 * found["norm"]} if side == compare.OURS else found
 
-    monkeypatch.setattr(experts.Local, "passes", off)
-    with pytest.raises(AssertionError, match=experts.OURS):
-        experts.measure(TINY, 1, tmp_path / "no python")
+    monkeypatch.setattr(compare.Local, "passes", off)
+    with pytest.raises(AssertionError, match=compare.OURS):
+        compare.measure(TINY, 1, tmp_path / "no python")
 
 
 def test_experts_bounds_refuse_slower_rows():
-    row = experts.Row(TINY, experts.OURS, ratio=0.99, kept_ratio=0.4)
+    row = compare.Row(TINY, compare.OURS, ratio=0.99, kept_ratio=0.4)
     assert row.holds and not replace(row, ratio=1.01).holds and not replace(row, kept_ratio=0.41).holds
-    on_gpu = replace(row, geometry=experts.ON_A_GPU[0])
+    on_gpu = replace(row, geometry=compare.ON_A_GPU[0])
     assert not on_gpu.holds and replace(on_gpu, ratio=0.66).holds  # there it has to be 1.5 x as fast
     found = {"matrix rate": 0.5, "permute": 0.7, "sum": 0.7}
-    assert experts.fast_enough(found) and not any(experts.fast_enough(found | {name: 0.4}) for name in found)
+    assert compare.fast_enough(found) and not any(compare.fast_enough(found | {name: 0.4}) for name in found)
     assert replace(row, side="eager", ratio=3.0).holds
 
 
@@ -64,25 +66,25 @@ def test_kept_bytes_count_each_storage_once():
 
 
 def test_experts_rows_of_a_gpu_run_on_a_cpu():
-    measured = experts.rates(TINY)
+    measured = compare.rates(TINY)
     assert min(measured.values()) > 0
-    found = experts.shares(experts.Row(TINY, experts.OURS, total=1.0), measured)
+    found = compare.shares(compare.Row(TINY, compare.OURS, total=1.0), measured)
     assert set(found) == {"matrix rate", "permute", "sum"}
     assert found["matrix rate"] == pytest.approx(TINY.flops / 1e12 / measured["matrix_tflops"])
 
 
 def test_peer_that_fails_answers_with_its_error():
     """In this environment, which has none of them."""
-    script = Path(experts.SCRIPT)
     question = json.dumps({**vars(TINY)}) + "\n"
-    answer = subprocess.run([sys.executable, script, "veomni"], input=question, capture_output=True, text=True)
+    command = [sys.executable, *compare.PEERS_COMMAND, "veomni"]
+    answer = subprocess.run(command, input=question, capture_output=True, text=True)
     assert "ModuleNotFoundError" in json.loads(answer.stdout)["error"] and answer.returncode == 1
 
 
-@pytest.mark.skipif(not experts.PEERS_PYTHON.exists(), reason="needs `make peers`")
+@pytest.mark.skipif(not compare.PEERS_PYTHON.exists(), reason="needs `make peers`")
 def test_torchtitans_layer_computes_the_same():
     """Or ``measure`` would say so."""
-    rows = experts.measure(replace(TINY, dtype="bfloat16"), 1, experts.PEERS_PYTHON)
+    rows = compare.measure(replace(TINY, dtype="bfloat16"), 1, compare.PEERS_PYTHON)
     assert next(row for row in rows if row.side == "torchtitan").kept > 0
 
 

@@ -7,7 +7,7 @@ import sys
 import psutil
 import pytest
 
-from benchmarks import gpu_check, gpu_sections
+from benchmarks.gpu import gpu_check, gpu_sections
 
 pytestmark = pytest.mark.skipif(gpu_sections.HAS_GPU, reason="there is a GPU: `make gpu-check` does more")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.kernel_model import (
+from benchmarks.kernels.kernel_model import (
     GEMMS,
     GPUS,
     Compiled,

@@ -1,4 +1,4 @@
-"""Programs of the Triton GEMMs run in the order by which ``benchmarks/kernel_model.py`` counts bytes from HBM."""
+"""Programs of the Triton GEMMs run in the order by which ``kernel_model.py`` counts bytes from HBM."""
 
 import importlib
 import math
@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks.kernel_model import mm_order, outer_order
+from benchmarks.kernels.kernel_model import mm_order, outer_order
 from epfsdp2.engine.moe.gemm.backends import Groups
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from benchmarks import stacks
+from benchmarks.suites import stacks
 from epfsdp2.engine.compat import versions
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.verl_scripts import ADDED, checks, composed, examine, record, small_model
+from benchmarks.training.verl_scripts import ADDED, checks, composed, examine, record, small_model
 
 DATA = sorted((Path(__file__).parents[1] / "e2e" / "data").glob("*.json"))
 SCRIPTS = {

@@ -1,8 +1,8 @@
 """The quickstart with the arguments of one of verl's scripts: ``python -m verl_script FACTS.json ...``.
 
-``FACTS.json`` is what ``benchmarks/verl_scripts.py --record`` wrote: the trainer that the script starts, and all it is
-given, ``engine=epfsdp2 engine.ep_size=8`` at the end. Behind it come the quickstart's settings of a small machine. The
-algorithm stays the script's.
+``benchmarks/training/verl_scripts.py --record`` writes ``FACTS.json``: the trainer that the script starts, and its
+arguments, ``engine=epfsdp2 engine.ep_size=8`` at their end. The quickstart's settings of a small machine follow them.
+The algorithm stays the script's.
 """
 
 import json

@@ -29,10 +29,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from benchmarks.experts import BASE, OURS, Local, rates
-from benchmarks.layer import Geometry
+from benchmarks.experts.compare import BASE, OURS, Local, rates
+from benchmarks.experts.layer import Geometry
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.model.meta import build_on_meta, materialize
 from epfsdp2.engine.moe.forward import ExpertsRuntime, attach

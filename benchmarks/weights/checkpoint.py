@@ -1,6 +1,6 @@
 """Memory to load and to export a checkpoint, and how long a save in the background keeps a step waiting.
 
-    python benchmarks/checkpoint.py [--repeats 5]
+    python -m benchmarks.weights.checkpoint [--repeats 5]
 
 Four ranks on a CPU load a Qwen3-MoE of about 0.2 GB; torch's profiler records every allocation and release, and the
 peak is compared with a rank's shard and one layer. So is the export's, which runs in one process and has no shard.
@@ -25,9 +25,7 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from benchmarks.quickstart import machine
+from benchmarks.machine import machine
 from benchmarks.tables import write_table
 from epfsdp2.engine.checkpoint import state as checkpoint
 from epfsdp2.engine.checkpoint.background import Background

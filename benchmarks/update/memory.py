@@ -1,6 +1,6 @@
 """Peak memory of a training step on each rank, allocation by allocation, beside what arithmetic says.
 
-    python benchmarks/memory.py [--fast]
+    python -m benchmarks.update.memory [--fast]
 
 ``tests/support/memory.py`` measures; this has the settings and writes the table.
 """
@@ -8,15 +8,12 @@
 import argparse
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from benchmarks.quickstart import machine
+from benchmarks.machine import machine
 from benchmarks.tables import write_table
 from tests.support.memory import MODEL, Row, run
 

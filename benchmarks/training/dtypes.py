@@ -1,6 +1,6 @@
 """GRPO in float32, bfloat16 and float16: how far the trainer's probabilities are from those that vLLM sampled by.
 
-    python -m benchmarks.dtypes [--steps 12] [--seeds 1 2]
+    python -m benchmarks.training.dtypes [--steps 12] [--seeds 1 2]
 
 runs the quickstart, trainer and vLLM in the same dtype, from one warm-up in float32, and writes
 ``benchmarks/results/dtypes.json`` and ``dtypes.md``.
@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from statistics import mean
 
-from benchmarks.quickstart import machine
+from benchmarks.machine import machine
 from benchmarks.tables import write_table
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -87,7 +87,7 @@ def write(result: dict) -> None:
         "dtypes",
         result,
         "Train and rollout in three dtypes",
-        "python -m benchmarks.dtypes",
+        "python -m benchmarks.training.dtypes",
         f"{where['cpu']}, {where['cores']} cores; {versions}",
         [
             f"The quickstart's GRPO, {result['steps']} steps, seed {seeds}, update and vLLM both in the dtype, "

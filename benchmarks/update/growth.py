@@ -1,6 +1,6 @@
 """How the cost of an update grows with tokens, experts and ranks, beside verl's stock fsdp2 engine.
 
-    python benchmarks/growth.py [--repeats 5] [--only tokens|experts|ranks]
+    python -m benchmarks.update.growth [--repeats 5] [--only tokens|experts|ranks]
 
 As ``step.py``, on a smaller model, ``ep`` over all ranks. Tokens and experts grow 1 to 16 times on two ranks, experts
 with as many active per token. Ranks grow from 1 to 8 with the tokens of all of them the same, so that the work is;
@@ -24,11 +24,9 @@ from rich.table import Table
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from benchmarks.quickstart import machine
-from benchmarks.step import MODEL, STOCK, Row, run
+from benchmarks.machine import machine
 from benchmarks.tables import RESULTS, write_table
+from benchmarks.update.step import MODEL, STOCK, Row, run
 
 FACTORS = (1, 2, 4, 8, 16)
 RANKS = (1, 2, 4, 8)

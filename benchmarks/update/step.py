@@ -1,6 +1,6 @@
 """The engine's step beside verl's stock fsdp2 engine: log-probs and an update, over ranks and ``ep``.
 
-    python benchmarks/step.py [--repeats 5] [--worlds 1 2 4]
+    python -m benchmarks.update.step [--repeats 5] [--worlds 1 2 4]
 
 Both engines sit in verl's own worker in the same processes, on the same checkpoint, batch, ranks and loss, in float32
 with activation checkpointing, verl's default. Sides take turns; each ratio is taken within a turn, and medians are
@@ -30,9 +30,7 @@ from rich.progress import track
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from benchmarks.quickstart import machine
+from benchmarks.machine import machine
 from benchmarks.tables import write_table
 from epfsdp2.engine.declared.derived import sharding_options
 from epfsdp2.engine.model.meta import build_on_meta

@@ -1,6 +1,6 @@
 """Runs the tests that ``make test`` leaves out for their time, and writes what came of each.
 
-    python benchmarks/long_tests.py [pytest's arguments]
+    python -m benchmarks.suites.long_tests [pytest's arguments]
 
 writes ``benchmarks/results/test_long.json`` and ``test_long.md``. What of an earlier run was not run again stays, with
 the commit that it ran at, while there is such a test.
@@ -12,10 +12,8 @@ import tempfile
 from pathlib import Path
 from xml.etree import ElementTree
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from benchmarks.quickstart import HERE, machine
-from benchmarks.tables import newest, write_table
+from benchmarks.machine import machine
+from benchmarks.tables import ROOT, newest, write_table
 
 COLUMNS = ["test", "outcome", "seconds", "commit"]
 
@@ -33,7 +31,7 @@ def outcomes(report: Path) -> list[dict]:
 def existing() -> set[str]:
     """Names of all long tests."""
     command = [sys.executable, "-m", "pytest", "-m", "long", "--collect-only", "-q"]
-    done = subprocess.run(command, cwd=HERE.parent, check=True, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     return {line for line in done.stdout.splitlines() if "::" in line}
 
 
@@ -41,7 +39,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         pytest = [sys.executable, "-m", "pytest", "-m", "long", f"--junitxml={report}", *sys.argv[1:]]
-        status = subprocess.run(pytest, cwd=HERE.parent, check=False).returncode
+        status = subprocess.run(pytest, cwd=ROOT, check=False).returncode
         if not report.exists():
             return status
         where = machine()

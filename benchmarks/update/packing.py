@@ -1,6 +1,6 @@
 """What packed rows cost: attention per sequence beside one mask of the row, and packed beside padded batches.
 
-    python benchmarks/packing.py [--repeats 5] [--models softmax linear]
+    python -m benchmarks.update.packing [--repeats 5] [--models softmax linear]
 
 Two ranks on a CPU, experts over both, float32, one thread each. Updates of verl's own worker, sides in turns in the
 same processes. First, rows of 4,096 tokens as 4 and as 16 sequences: attention once for each sequence, beside the dense
@@ -29,11 +29,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from benchmarks.quickstart import machine
-from benchmarks.step import MODEL
+from benchmarks.machine import machine
 from benchmarks.tables import newest, write_table
+from benchmarks.update.step import MODEL
 from epfsdp2.engine.integration import building
 from epfsdp2.engine.packing import sequences as packing
 from epfsdp2.engine.packing.attention import PackedAttention

@@ -1,6 +1,6 @@
 """What a feature costs a step: tokens per second and peak memory against the same run without it.
 
-    python benchmarks/features.py [--repeats 21]
+    python -m benchmarks.update.features [--repeats 21]
 
 Two ranks on a CPU update an actor through verl's own worker, with and without each feature, in turns; a step is old
 log-probs and one update. Peak memory: most bytes allocated at once in a step, on the rank with the most, tracked
@@ -23,9 +23,7 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from benchmarks.quickstart import machine
+from benchmarks.machine import machine
 from benchmarks.tables import write_table
 from tests.support.memory import MODEL, peak_of
 from tests.support.ppo import of_this_rank, ppo_batch, ppo_samples, ppo_worker

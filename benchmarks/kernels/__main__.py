@@ -20,9 +20,9 @@ import triton
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.kernel_compile import on_gpu
-from benchmarks.kernel_model import GPUS, Launch, Routing, over_budget, routed, seconds, work_of
-from benchmarks.quickstart import machine
+from benchmarks.kernels.kernel_compile import on_gpu
+from benchmarks.kernels.kernel_model import GPUS, Launch, Routing, over_budget, routed, seconds, work_of
+from benchmarks.machine import machine
 from benchmarks.tables import write_table
 from epfsdp2.engine.moe.collectives.rows import AllToAll
 from epfsdp2.engine.moe.dispatch import DispatchPlan
@@ -204,11 +204,11 @@ def write(rows: list[dict], sums: list[dict], problems: list[str]) -> None:
     held = "every budget holds" if not problems else f"{len(problems)} launches are over a budget"
     text = [
         f"Triton {triton.__version__} and its ptxas compiled {len({_code(row) for row in rows})} kernels of "
-        f"{len(rows)} launches; {held} (`benchmarks/kernel_model.py`, `over_budget`).",
+        f"{len(rows)} launches; {held} (`benchmarks/kernels/kernel_model.py`, `over_budget`).",
         "",
         "**Compiled**, ahead of time and without a GPU: registers, stack, shared memory, CTAs per SM, instructions.",
-        "**Predicted**, by arithmetic (`benchmarks/kernel_model.py`; [the model](../../docs/benchmarks.md)): bytes",
-        f"from HBM, shares and times, at {TOKENS:,} tokens on one rank with all experts. **Measured**: nothing.",
+        "**Predicted**, by arithmetic (`benchmarks/kernels/kernel_model.py`; [the model](../../docs/benchmarks.md)):",
+        f"bytes from HBM, shares and times, at {TOKENS:,} tokens on one rank with all experts. **Measured**: nothing.",
         "",
         "The experts layer with `engine.experts_backend=triton`, predicted, at most:",
         "",

@@ -1,6 +1,6 @@
 """What a person waits for on a fresh machine: seconds and peak memory of the make targets in a clean clone.
 
-    python benchmarks/fresh_clone.py [--targets setup quickstart test]
+    python -m benchmarks.suites.fresh_clone [--targets setup quickstart test]
 
 clones this repository's HEAD into an empty folder, runs the targets there one after the other with a virtual
 environment of its own, and writes their rows of ``benchmarks/results/fresh_clone.json`` and ``fresh_clone.md``.
@@ -15,7 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from quickstart import HERE, TreeMemory, machine
+from benchmarks.machine import TreeMemory, machine
+from benchmarks.tables import RESULTS, ROOT
 
 LIMITS = {"setup": 6, "quickstart": 3, "test": 25}  # minutes, of the project's own promise
 _GIB = 1 << 30
@@ -47,7 +48,7 @@ def as_markdown(result: dict) -> str:
         for target, run in result["targets"].items()
     )
     return (
-        "# A fresh clone\n\nWritten by `python benchmarks/fresh_clone.py`.\n\n"
+        "# A fresh clone\n\nWritten by `python -m benchmarks.suites.fresh_clone`.\n\n"
         f"{where['cpu']}, {where['cores']} cores, {where['memory_gib']} GiB; Python {where['python']}; "
         f"{where['date']}.\n\n"
         f"| | minutes | promised | peak memory (PSS), GiB | commit |\n|---|---|---|---|---|\n{rows}\n"
@@ -60,9 +61,9 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="fresh-") as folder:
         clone = Path(folder) / "epfsdp2"
-        subprocess.run(["git", "clone", "--quiet", str(HERE.parent), str(clone)], check=True)
+        subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
         where = machine()  # now: there may be commits while the targets run
-        results = HERE / "results" / "fresh_clone.json"
+        results = RESULTS / "fresh_clone.json"
         targets = json.loads(results.read_text())["targets"] if results.exists() else {}
         for target in arguments.targets:
             # Written after each: one that fails does not take the others' figures with it.

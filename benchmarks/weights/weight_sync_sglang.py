@@ -1,6 +1,6 @@
 """A weight sync into SGLang: verl's stock path beside slices, same model, same servers, same run.
 
-    python benchmarks/weight_sync.py --rollout sglang [--repeats 5]
+    python -m benchmarks.weights.weight_sync --rollout sglang [--repeats 5]
 
 Two trainer ranks hold a Qwen3-MoE in float32, once sharded by verl's fsdp2 engine, whose weights go through verl's own
 adapter (``ServerAdapter.update_weights``), once by this engine with ``ep_size=2``, whose adapter sends slices. Each
@@ -28,7 +28,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from benchmarks.quickstart import machine
+from benchmarks.machine import machine
 from benchmarks.tables import RESULTS, rows_of
 from epfsdp2.recipes.quickstart.commands import sglang_environment
 from tests.support.ranks import run_ranks
@@ -56,7 +56,7 @@ _RESULT = RESULTS / "weight_sync_sglang.json"
 
 
 def _models() -> dict[str, dict]:
-    from benchmarks.weight_sync import MODEL
+    from benchmarks.weights.weight_sync import MODEL
 
     return {"names of Qwen3-30B-A3B": NAMES, "0.48 GB": MODEL}
 
@@ -144,7 +144,7 @@ def _adapter(tp: int, port: int):
 
 def _ranks(folder: Path, tp: int, ports: list[int], turns: list[str], out: Path) -> None:
     """Update the servers in each turn; write what each took, and the bytes that a worker was sent."""
-    from benchmarks.weight_sync import ours, stock_weights, verls
+    from benchmarks.weights.weight_sync import ours, stock_weights, verls
     from epfsdp2.rollout.sync import RolloutWeights
 
     model, sync = verls(folder, torch.float32), ours(folder, torch.float32)

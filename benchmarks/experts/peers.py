@@ -1,6 +1,6 @@
 """Other libraries' experts layers, run by the Python of an environment of their own (``make peers``).
 
-    .venv_peers/bin/python benchmarks/peers.py torchtitan
+    .venv_peers/bin/python -m benchmarks.experts.peers torchtitan
 
 answers lines of JSON on its input with lines of JSON on its output: first a ``Geometry``, which builds the layer, then
 ``{"times": n}``, which measures it; what fails is answered with ``{"error": ...}``, and ends it.
@@ -11,14 +11,11 @@ import os
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
 
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from benchmarks.layer import Geometry, Layer, kept_bytes, passes
+from benchmarks.experts.layer import Geometry, Layer, kept_bytes, passes
 
 
 def torchtitan(geometry: Geometry) -> tuple[Layer, list[nn.Parameter]]:

@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from benchmarks.kernel_model import GPUS, Compiled, Launch, spills_in_loop
+from benchmarks.kernels.kernel_model import GPUS, Compiled, Launch, spills_in_loop
 from epfsdp2.engine.moe.gemm import triton_backend, triton_tiles
 
 __all__ = ["on_gpu"]

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch.distributed.tensor import DTensor
 
 from epfsdp2.engine.checkpoint import state as checkpoint
 from epfsdp2.engine.optim.clip import clip_grad_norm_
@@ -20,7 +19,7 @@ from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.optim.muon import Muon
 from epfsdp2.engine.topology.dtensor import checkpoint_tensors, local_pieces
 from epfsdp2.engine.topology.mesh import Topology, build_meshes, divisors
-from tests.support.engine import sharded_model
+from tests.support.engine import sharded_model, whole_tensor
 from tests.support.models import VOCAB, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks
 
@@ -124,7 +123,7 @@ class _Trainer:
 
     def write(self, path: Path) -> None:
         """Every tensor, whole."""
-        whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in self.tensors()}
+        whole = {name: whole_tensor(t) for name, t in self.tensors()}
         if dist.get_rank() == 0:
             save_file({name: tensor.contiguous() for name, tensor in whole.items()}, path)
 

@@ -5,18 +5,21 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from epfsdp2.engine.build import shard_and_load
 from epfsdp2.engine.checkpoint.safetensors_reader import open_checkpoint
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.model.meta import build_on_meta
+from epfsdp2.engine.topology.dtensor import local_pieces
 from epfsdp2.engine.topology.mesh import Meshes, Topology, build_meshes
 from epfsdp2.rollout.transport import full_gather
 from epfsdp2.rollout.transport.report import Traffic
 
-__all__ = ["full_tensors", "sharded_model"]
+__all__ = ["full_tensors", "sharded_model", "whole_tensor"]
 
 
 def sharded_model(
@@ -73,3 +76,18 @@ def full_tensors(
     with contextlib.closing(tensors):
         for rows in full_gather.assemble(tensors, traffic, limit):
             yield rows.name, rows.values
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The full values of a DTensor of any of our meshes, on every rank; collective.
+
+    torch 2.13's ``full_tensor`` raises for ``(_StridedShard(0), Shard(0), _StridedShard(1))``, whole experts over
+    ``ep`` and ``ep_fsdp`` whose gate and up are cut over ``etp``.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    whole = torch.full(tensor.shape, -torch.inf, dtype=tensor.dtype)
+    for held, values in local_pieces(tensor):
+        whole[held.slices] = values
+    dist.all_reduce(whole, dist.ReduceOp.MAX)
+    return whole

@@ -6,8 +6,6 @@ A section yields rows. Sizes are those of a GPU of 80 GB, or so small that Trito
 import asyncio
 import contextlib
 import copy
-import importlib
-import importlib.util
 import io
 import itertools
 import json
@@ -16,7 +14,6 @@ import statistics
 import sys
 import tempfile
 import time
-import types
 import warnings
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -46,6 +43,7 @@ from tests.support.engine import sharded_model
 from tests.support.experts import FAMILIES, Config, make, routed, tokens_with
 from tests.support.models import reference_model, relative_error, save_qwen3_moe, token_batch, token_loss
 from tests.support.ranks import run_ranks
+from tests.support.verls_transport import find_verls_transport, receive
 
 __all__ = ["SECTIONS", "Row"]
 
@@ -302,43 +300,10 @@ def processes() -> Iterator[Row]:
 
 # -- weights ----------------------------------------------------------------------------------------------------------
 
-_TRANSPORT = "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer"
-
-
-def _find_verls_transport() -> None:
-    """Make verl's transport importable where Ray and vLLM, which its packages import, are not installed."""
-    with contextlib.suppress(ImportError):
-        importlib.import_module(_TRANSPORT)
-        return
-    for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
-        del sys.modules[name]
-    spec = importlib.util.find_spec("verl")
-    assert spec is not None and spec.submodule_search_locations is not None, "verl is not installed"
-    root = spec.submodule_search_locations[0]
-    packages = ["verl", *itertools.accumulate(_TRANSPORT.split(".")[:-1], "{}.{}".format)][1:]
-    for name in [*packages, "verl.utils"]:
-        module = types.ModuleType(name)
-        module.__path__ = [os.path.join(root, *name.split(".")[1:])]
-        sys.modules[name] = module
-    importlib.import_module("epfsdp2.engine.integration.cpu_platform")  # which verl's plug-in loads where verl is whole
-
-
-def _receive(handle: str, results: Any) -> None:
-    _find_verls_transport()
-    transport: Any = importlib.import_module(_TRANSPORT)
-    sums = {}
-
-    def on_bucket(weights: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
-        sums.update({name: tensor.double().sum().item() for name, tensor in weights})
-
-    device = torch.device(DEVICE, 0) if HAS_GPU else torch.device("cpu")
-    transport.BucketedWeightReceiver(handle, device, use_shm=not HAS_GPU).receive_weights(on_bucket)
-    results.put(sums)
-
 
 def weights() -> Iterator[Row]:
     """From our sender to verl's receiver in another process, by CUDA IPC (shared memory on a CPU)."""
-    _find_verls_transport()
+    find_verls_transport()
     from epfsdp2.rollout.transport.sender import is_verl_sender, new_sender
 
     sizes = [(1000,), (1 << 20,), (3, 5, 7), (1 << 22,), (2,)]  # the fourth fills the bucket
@@ -347,7 +312,7 @@ def weights() -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         handle, spawn = f"ipc://{folder}/socket", mp.get_context("spawn")
         results = spawn.SimpleQueue()
-        worker = spawn.Process(target=_receive, args=(handle, results), daemon=True)
+        worker = spawn.Process(target=receive, args=(handle, HAS_GPU, results), daemon=True)
         worker.start()
         before = torch.cuda.memory_reserved() if HAS_GPU else 0
         sender = new_sender(handle, bucket_size_mb=8, use_shm=not HAS_GPU)

@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -21,6 +22,9 @@ from epfsdp2.engine.moe.find import find_experts
 from epfsdp2.engine.moe.forward import ExpertsRuntime, attach, experts_forward
 from epfsdp2.engine.moe.gemm import backends
 from epfsdp2.engine.moe.router.losses import RouterLosses
+from epfsdp2.engine.packing.sequences import PackedSequences
+from tests.support.engine import sharded_model
+from tests.support.models import VOCAB, save_qwen3_moe
 from tests.support.ranks import run_ranks
 from tests.support.settings import TINY
 
@@ -109,6 +113,28 @@ def test_a_layer_waits_once_in_forward_and_never_in_backward_or_when_computed_ag
 
 def test_without_expert_parallelism_it_never_waits():
     assert _waits(1) == ([], [])
+
+
+def _model_waits(folder):
+    """Of packed rows, sharded experts, and layers that are computed again in backward."""
+    model, _ = sharded_model(folder, 2, 2, checkpointing="full", before=PackedSequences)
+    ids = torch.randint(0, VOCAB, (1, 24), generator=torch.Generator().manual_seed(dist.get_rank()))
+    positions = torch.cat([torch.arange(9), torch.arange(15)])[None]
+    forward, backward, before_layers = Waits(), Waits(), []
+    model.train()
+    model.model.layers[0].register_forward_pre_hook(lambda *_: before_layers.append(len(forward.found)))
+    with mock.patch.object(backends, "_on_cpu", lambda tensor: False):
+        with forward.counting():
+            logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+            loss = nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])
+        with backward.counting():
+            loss.backward()
+    # What is not of a layer is where the row's sequences are, once for a micro-batch.
+    assert forward.found[before_layers[0] :] == ["tolist"] * 3 and backward.found == []
+
+
+def test_every_layer_of_a_model_waits_once_in_forward_and_never_in_backward(tmp_path):
+    run_ranks(_model_waits, 2, save_qwen3_moe(tmp_path, mlp_only_layers=[]))
 
 
 def _router_losses_wait():

@@ -11,9 +11,12 @@ import pytest
 import torch
 
 from epfsdp2.engine.compat.private_names import MissingNameError
-from epfsdp2.engine.compat.torch_sms import leave_sms
+from epfsdp2.engine.compat.torch_sms import leave_sms, sms_left
 from epfsdp2.engine.moe.gemm.backends import Groups
 from epfsdp2.engine.moe.gemm.gate import Gate
+from tests.support.engine import sharded_model
+from tests.support.models import save_qwen3_moe
+from tests.support.ranks import run_ranks
 
 RAGGED = [5, 0, 1, 16, 0, 18]  # without rows, with one, with a whole tile, with a part of one
 PLAIN, CLAMPED = Gate(1.0, 0.0, math.inf, False), Gate(1.702, 1.0, 0.7, True)
@@ -178,6 +181,16 @@ def test_gemms_leave_the_sms_that_are_asked_for_to_collectives(kernels, monkeypa
     monkeypatch.delattr(torch._C, "_set_sm_carveout_experimental")
     with pytest.raises(MissingNameError, match="engine.communication_sms=0"):
         leave_sms(1)
+
+
+def _leaves_sms(folder):
+    before = sms_left()
+    sharded_model(folder, 1, communication_sms=20)
+    assert (before, sms_left()) == (0, 20)
+
+
+def test_sharding_a_model_leaves_the_sms_that_the_setting_asks_for(tmp_path):
+    run_ranks(_leaves_sms, 1, save_qwen3_moe(tmp_path))
 
 
 def test_persistent_kernels_take_no_operands_that_tma_does_not(kernels):

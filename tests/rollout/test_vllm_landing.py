@@ -1,7 +1,12 @@
-"""The memory that collects a parameter's slices while vLLM reloads a layer."""
+"""The memory that collects a parameter's slices while vLLM reloads a layer, and what a kernel's layout makes of it."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+from epfsdp2.rollout.layout.slice_names import slice_name
+from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
 
 pytestmark = pytest.mark.e2e
 
@@ -39,3 +44,98 @@ def test_slice_buffer_is_new_memory_otherwise(running):
     buffer = _buffer(running)
     assert (buffer.shape, buffer.dtype, buffer.device.type) == (TARGET.shape, TARGET.dtype, "cpu")
     assert buffer.data_ptr() not in {tensor.data_ptr() for tensor in running.values()}
+
+
+E, INNER, D = 3, 4, 6
+
+
+def _swapped(w13):
+    return torch.cat([w13[:, INNER:], w13[:, :INNER]], dim=1)
+
+
+def _in_blocks(weight):
+    return weight.view(E, 2, -1, weight.shape[2]).transpose(2, 3).contiguous()
+
+
+def _replaced(layer):
+    """FlashInfer's CUTLASS kernel: the up projection comes first."""
+    layer.w13_weight = torch.nn.Parameter(_swapped(layer.w13_weight.data), requires_grad=False)
+
+
+def _in_place(layer):
+    layer.w13_weight.data.copy_(_swapped(layer.w13_weight.data.clone()))
+
+
+def _as_blocks(layer):
+    """FlashInfer's TRT-LLM kernel: four dimensions."""
+    for name in ("w13_weight", "w2_weight"):
+        blocks = _in_blocks(_swapped(layer.w13_weight.data) if name == "w13_weight" else layer.w2_weight.data)
+        setattr(layer, name, torch.nn.Parameter(blocks, requires_grad=False))
+
+
+def _worker(process, backend):
+    """A model of one experts layer, as a vLLM whose kernel wants the layout that ``process`` makes."""
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    class Method(QuantizeMethodBase):
+        unquantized_backend, moe_kernel = SimpleNamespace(name=backend), None
+
+        def create_weights(self, layer, *args, **kwargs): ...
+
+        def apply(self, layer, *args, **kwargs): ...
+
+        def process_weights_after_loading(self, layer):
+            process(layer)
+
+    layer, model = torch.nn.Module(), torch.nn.Module()
+    for name, shape in (("w13_weight", (E, 2 * INNER, D)), ("w2_weight", (E, D, INNER))):
+        layer.register_parameter(name, torch.nn.Parameter(torch.zeros(shape), requires_grad=False))
+    sizes = {"intermediate_size_per_partition": INNER, "hidden_dim": D}
+    sizes |= {f"{name}_unpadded": size for name, size in sizes.items()}
+    layer.moe_config = SimpleNamespace(**sizes, is_act_and_mul=True)
+    layer.quant_method, model.experts, model.load_weights = Method(), layer, list
+    record_metadata_for_reloading(model)
+    process(layer)  # as at start-up
+    return model
+
+
+def _synced(model, w13, w2):
+    """Send it the experts in slices, verified."""
+    reload = pytest.importorskip("epfsdp2.rollout.vllm.reload")
+    parallel = SimpleNamespace(pipeline_parallel_size=1, enable_expert_parallel=False)
+    config = SimpleNamespace(dtype=torch.float32, hf_text_config=SimpleNamespace(num_hidden_layers=1))
+    one = reload.Reload([(model, config)], parallel, verify=True)
+    one.start()
+    for at in (INNER, 0):
+        one.load([(slice_name("experts.w13_weight", (0, at, 0)), w13[:, at : at + INNER].contiguous())])
+    one.load([(slice_name("experts.w2_weight", (0, 0, 0)), w2)])
+    one.finish()
+
+
+def _experts(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in ((E, 2 * INNER, D), (E, D, INNER))]
+
+
+@pytest.mark.parametrize(
+    ("process", "backend"),
+    [(_replaced, "FLASHINFER_CUTLASS"), (_in_place, "FLASHINFER_CUTLASS"), (_as_blocks, "FLASHINFER_TRTLLM")],
+)
+def test_slices_reach_the_layout_that_a_kernel_wants_in_the_memory_that_it_has(process, backend):
+    """Layouts of the experts that vLLM has on GPUs of compute capability 10 and 12."""
+    model, wanted = _worker(process, backend), torch.nn.Module()
+    memory = [tensor.data_ptr() for tensor in model.parameters()]
+    for seed in range(3):
+        w13, w2 = _experts(seed)
+        _synced(model, w13, w2)
+        wanted.w13_weight, wanted.w2_weight = (torch.nn.Parameter(w, requires_grad=False) for w in (w13, w2))
+        process(wanted)
+        for name, parameter in wanted.named_parameters():
+            assert torch.equal(model.experts.get_parameter(name), parameter)
+        assert [tensor.data_ptr() for tensor in model.parameters()] == memory, "kernels and graphs have these addresses"
+
+
+def test_a_layout_that_is_not_its_kernels_is_seen():
+    with pytest.raises(WeightSyncError, match="the values of experts.w13_weight on the worker differ"):
+        _synced(_worker(_replaced, "TRITON"), *_experts(0))

@@ -1,0 +1,52 @@
+"""verl's transport of weights where Ray and vLLM, which its packages import, need not be installed; and a receiver."""
+
+import contextlib
+import importlib
+import importlib.util
+import itertools
+import os
+import sys
+import types
+from typing import Any
+
+import torch
+
+__all__ = ["find_verls_transport", "receive"]
+
+_TRANSPORT = "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer"
+
+
+def find_verls_transport() -> Any:
+    """Return verl's module, which stays importable; of its packages only what it needs is executed."""
+    with contextlib.suppress(ImportError):
+        return importlib.import_module(_TRANSPORT)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
+        del sys.modules[name]
+    spec = importlib.util.find_spec("verl")
+    assert spec is not None and spec.submodule_search_locations is not None, "verl is not installed"
+    root = spec.submodule_search_locations[0]
+    packages = ["verl", *itertools.accumulate(_TRANSPORT.split(".")[:-1], "{}.{}".format)][1:]
+    for name in [*packages, "verl.utils"]:
+        module = types.ModuleType(name)
+        module.__path__ = [os.path.join(root, *name.split(".")[1:])]
+        sys.modules[name] = module
+    importlib.import_module("epfsdp2.engine.integration.cpu_platform")  # which verl's plug-in loads where verl is whole
+    return importlib.import_module(_TRANSPORT)
+
+
+def receive(handle: str, on_gpu: bool, results: Any) -> None:
+    """Be the worker: put the sum of each tensor that arrives, by name, into the queue ``results``.
+
+    Args:
+        handle: address of the sender's socket.
+        on_gpu: by CUDA IPC, and not through shared memory.
+    """
+    sums = {}
+
+    def on_bucket(weights: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
+        sums.update({name: tensor.double().sum().item() for name, tensor in weights})
+
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    receiver = find_verls_transport().BucketedWeightReceiver(handle, device, use_shm=not on_gpu)
+    receiver.receive_weights(on_bucket)
+    results.put(sums)

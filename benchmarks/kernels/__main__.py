@@ -8,25 +8,28 @@ The tables say what compiled (registers, stack, shared memory, CTAs per SM) and 
 """
 
 import argparse
+import hashlib
 import itertools
 import json
 import math
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 import triton
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.kernels.kernel_compile import on_gpu
+from benchmarks.kernels.kernel_compile import not_compiled, on_gpu
 from benchmarks.kernels.kernel_model import GPUS, Launch, Routing, over_budget, routed, seconds, work_of
 from benchmarks.machine import machine
 from benchmarks.tables import write_table
 from epfsdp2.engine.moe.collectives.rows import AllToAll
 from epfsdp2.engine.moe.dispatch import DispatchPlan
 from epfsdp2.engine.moe.fused import on_rows, on_tokens
+from epfsdp2.engine.moe.gemm import triton_gemms, triton_persistent, triton_rows, triton_tiles
 from epfsdp2.engine.moe.gemm.gate import Gate
 from epfsdp2.engine.moe.gemm.linear import Linear
 from epfsdp2.engine.moe.gemm.triton_backend import MixedBackend, TritonBackend
@@ -63,6 +66,7 @@ MODELS = (
     *(Model(f"Qwen3-30B-A3B, LoRA rank {rank}", 128, 8, 2048, 768, lora=rank) for rank in (8, 32, 64)),
 )
 FEW = (MODELS[0], MODELS[3])
+_SOURCES = (triton_gemms, triton_persistent, triton_rows, triton_tiles)
 _BACKENDS = {"triton": TritonBackend(), "mixed": MixedBackend()}
 
 
@@ -223,8 +227,15 @@ def write(rows: list[dict], sums: list[dict], problems: list[str]) -> None:
     few = {model.name for model in FEW}
     distinct = {tuple(cells(row)): row for row in rows if row["model"] in few}
     shown = {tuple(cells(row)): None for row in rows if row["model"] in few and row["dtype"] == "bfloat16"}
-    result = {"machine": machine(), "triton": triton.__version__, "layers": sums, "rows": list(distinct.values())}
+    result = {"machine": machine(), "triton": triton.__version__, "sources": sources_digest()}
+    result |= {"problems": problems, "layers": sums, "rows": list(distinct.values())}
     write_table("kernels", result, "The Triton kernels, compiled", "make kernels", "No GPU", text, COLUMNS, list(shown))
+
+
+def sources_digest() -> str:
+    """Return a digest of the files of the kernels and their tiles, by which a table is known to be of them."""
+    texts = [Path(str(module.__file__)).read_bytes() for module in _SOURCES]
+    return hashlib.blake2b(b"".join(texts), digest_size=8).hexdigest()
 
 
 def _code(row: dict) -> tuple:
@@ -255,7 +266,8 @@ def main() -> int:
         problems += [f"{case[0].name}: {problem}" for problem in over]
     sums = layers(rows)
     if asked.few:
-        print(json.dumps({"rows": rows, "layers": sums, "problems": problems}))
+        printed = {"rows": rows, "layers": sums, "problems": problems}
+        print(json.dumps(printed | {"others": _code_of_others(), "sources": sources_digest()}))
     else:
         print(*problems, sep="\n")
         write(rows, sums, problems)
@@ -271,12 +283,22 @@ def _every() -> Iterator[tuple[Model, int, str, str, bool, bool]]:
 
 
 def _few() -> Iterator[tuple[Model, int, str, str, bool, bool]]:
-    """Iterate over cases with all that makes code differ: most sizes of the other models compile to the same."""
+    """Iterate over cases with all that makes code differ: the sizes of the other models compile to the same."""
     for arch in GPUS:
         yield from ((MODELS[0], arch, dtype, "triton", False, dtype == "bfloat16") for dtype in DTYPES)
         yield from ((FEW[1], arch, "bfloat16", backend, False, False) for backend in _BACKENDS)
     yield MODELS[0], 90, "bfloat16", "mixed", False, False
     yield from ((model, 90, "bfloat16", "triton", False, False) for model in MODELS if model.lora)
+
+
+def _code_of_others() -> list[str]:
+    """Name the kernels of the models whose sizes were left out that are other code than what was compiled."""
+    found: list[str] = []
+    others = [model for model in MODELS if model not in FEW and not model.lora]
+    with not_compiled(found):
+        for model, arch, dtype in itertools.product(others, GPUS, DTYPES):
+            compile_model(model, arch, dtype, "triton", every_tile=False)
+    return sorted(set(found))
 
 
 if __name__ == "__main__":

@@ -3,16 +3,49 @@
 import contextlib
 import json
 import sys
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from pathlib import Path
 
 import psutil
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from benchmarks.gpu import gpu_check, gpu_sections
 
 pytestmark = pytest.mark.skipif(gpu_sections.HAS_GPU, reason="there is a GPU: `make gpu-check` does more")
 
 
+WHEELS = Path(__file__).parents[2] / ".ci/gpu_wheels.txt"
+ON_THE_MACHINE = ("torch", "triton", "transformers", "psutil", "rich")  # as the list of wheels says
+
+
+def _with_what_they_need(packages: Iterable[str]) -> set[str]:
+    found, left = set(), list(packages)
+    while left:
+        name = canonicalize_name(left.pop())
+        with contextlib.suppress(PackageNotFoundError):
+            needs = [] if name in found else map(Requirement, requires(name) or [])
+            left += [need.name for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
+        found.add(name)
+    return found
+
+
+def _other_modules() -> list[str]:
+    """Name what can be imported here and is neither on such a machine nor carried there, vLLM and Ray among them."""
+    carried = [Requirement(line).name for line in WHEELS.read_text().splitlines() if not line.startswith("#")]
+    there = _with_what_they_need(ON_THE_MACHINE) | set(carried) | {"epfsdp2"}
+    modules = packages_distributions().items()
+    return [name for name, packages in modules if not there & {canonicalize_name(package) for package in packages}]
+
+
 def test_gpu_check_of_every_section_holds_on_a_cpu(tmp_path, monkeypatch, capsys):
+    others = _other_modules()
+    assert {"vllm", "ray", "tensordict", "hydra"} <= set(others) and not {"torch", "zmq", "verl", "numpy"} & set(others)
+    # Sections run in processes of their own, which import this first: what is None can't be imported.
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({others}))\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--results", str(tmp_path)])
     monkeypatch.setattr(gpu_check.tables, "RESULTS", gpu_check.tables.RESULTS)
     assert gpu_check.main() == 0, capsys.readouterr().out

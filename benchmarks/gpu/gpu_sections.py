@@ -180,7 +180,7 @@ def speeds() -> Iterator[Row]:
 
 
 def step() -> Iterator[Row]:
-    """Three steps of a model of two layers at full width, on one rank: waits for the device, memory, speed."""
+    """Steps of a model of two layers at full width, on one rank: waits for the device, memory, speed."""
     tokens = 8192 if HAS_GPU else 64
     sizes = QWEN3_30B if HAS_GPU else TINY
 
@@ -194,7 +194,8 @@ def step() -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder, _one_rank(folder, "nccl" if HAS_GPU else "gloo"):
         topology = Topology.arrange(1, 1, -1)
         meshes = build_meshes(DEVICE, topology)
-        planned = peak(ModelSizes.built_by(build, options), topology, options, Batch(tokens)).total
+        planned_sizes = ModelSizes.built_by(build, options)
+        planned = {n: peak(planned_sizes, topology, options, Batch(tokens, n)).total for n in (1, 2)}
         model = build()
         parallelize(model, meshes, options)
         materialize(model, DEVICE)
@@ -205,36 +206,38 @@ def step() -> Iterator[Row]:
         optimizer = build_multi_optimizer(model, lambda params: torch.optim.AdamW(params, lr=1e-4))
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, sizes["vocab_size"], (1, tokens), generator=generator).to(DEVICE)
-        waits, took = Counter(), []
-        for number in range(4):
+        waits, took, measured = Counter(), [], {}
+        for number, micro_batches in enumerate((1, 1, 1, 1, 2)):
             if HAS_GPU:
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
             began = time.perf_counter()
             with _waits_for_the_device() as found:
-                loss = token_loss(model, ids)
-                loss.backward()
+                for _ in range(micro_batches):
+                    loss = token_loss(model, ids)
+                    loss.backward()
             norm = clip_grad_norm_(model.parameters(), 1.0, meshes)
             optimizer.step()
             optimizer.zero_grad()
             final = loss.item()
-            if number:
+            if number and micro_batches == 1:
                 took.append(time.perf_counter() - began)
                 waits = found
+            measured[micro_batches] = torch.cuda.max_memory_allocated() if HAS_GPU else 0
         seconds = statistics.median(took)
         finite = torch.isfinite(torch.tensor([final, float(norm)])).all().item()
         yield Row("loss and gradient norm", f"{final:.3f}, {float(norm):.3f}", "finite", bool(finite))
         yield Row("a step", f"{seconds:.3g} s, {tokens / seconds:.3g} tokens/s")
         if not HAS_GPU:
             yield Row("waits for the device", NEEDS_A_GPU)
-            yield Row("memory", NEEDS_A_GPU, f"{planned / MIB:.0f} MiB planned")
+            yield Row("memory", NEEDS_A_GPU, f"{planned[1] / MIB:.0f} MiB planned")
             return
         places = "; ".join(f"{count} at {place}" for place, count in waits.most_common(6))
         # With one rank no sizes are exchanged, and nothing else of a layer needs the host.
         yield Row("waits for the device in forward and backward", f"{sum(waits.values())}: {places}", "0", not waits)
-        measured = torch.cuda.max_memory_allocated()
-        holds = abs(measured / planned - 1) <= WITHIN
-        yield Row("memory", f"{measured / MIB:.0f} MiB", f"{planned / MIB:.0f} MiB planned, within 10 %", holds)
+        for n, nbytes in measured.items():
+            holds, wanted = abs(nbytes / planned[n] - 1) <= WITHIN, f"{planned[n] / MIB:.0f} MiB planned, within 10 %"
+            yield Row(f"memory, {n} micro-batch{'es' * (n > 1)}", f"{nbytes / MIB:.0f} MiB", wanted, holds)
         free, total = torch.cuda.mem_get_info()
         outside = total - free - torch.cuda.memory_reserved()
         yield Row("memory outside of torch's allocator", f"{outside / MIB:.0f} MiB")

@@ -207,9 +207,9 @@ class BuildsModel:
     def _announce(self, module: nn.Module, options: ShardingOptions) -> None:
         """Plan the run; print the plan, of a role that does not train the mesh alone."""
         lines = []
-        fallback = choose_backend(options.experts_backend, get_device_name(), options.param_dtype).fallback
-        if fallback and find_experts(module, options.expert_plan):
-            lines.append(fallback)
+        said = choose_backend(options.experts_backend, get_device_name(), options.param_dtype).line
+        if said and find_experts(module, options.expert_plan):
+            lines.append(said)
         if self.packed is not None:
             lines.append(self.packed.line())
         config, topology = self.engine_config, self.meshes.topology

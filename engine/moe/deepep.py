@@ -99,7 +99,9 @@ def exchange(
     # Where a token's expert is not here, one of its other rows stands, with a weight of zero.
     present_NK = local_NK >= 0
     rows_NK = torch.where(present_NK, rows_NK, rows_NK.amax(1, keepdim=True))
-    token_R, counts_e = slots_R // experts_TK.shape[1], torch.tensor(counts, device=experts.device)
+    # Counted here again: to copy the list to the device would wait for it.
+    counts_e = experts.new_zeros(len(counts)).scatter_add_(0, experts.clamp(min=0), present_NK.view(-1).long())
+    token_R = slots_R // experts_TK.shape[1]
     scale_R = weights_NK.reshape(-1).index_select(0, slots_R)
     rows_RD = _TokensToRows.apply(tokens_ND, token_R, rows_NK, present_NK, backend)
     out_RD = compute(rows_RD, counts_e, scale_R if torch.is_grad_enabled() else None)

@@ -195,8 +195,9 @@ def _outside(engine: Any, model: Any, topology: Topology, device: str) -> list[s
         nbytes = sum(buffer_bytes(topology.ep, row_bytes))
         found.append(f"DeepEP's buffers ({_format_bytes(nbytes)}), which vLLM has to leave free beside it")
     if engine.optimizer_offload and device == "cuda":
-        # torch's allocator of pinned memory has blocks of powers of two, and keeps them.
-        found.append("on the host up to twice the optimizer's states, pinned (engine.optimizer_offload)")
+        # torch's allocator of pinned memory has blocks of powers of two, and keeps them; 2.11 has no setting for it.
+        said = "from torch 2.13 on PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:1 leaves blocks at their size"
+        found.append(f"on the host up to twice the optimizer's states, pinned (engine.optimizer_offload; {said})")
     return found
 
 

@@ -2,6 +2,9 @@
 
 import contextlib
 import json
+import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
@@ -17,7 +20,7 @@ from benchmarks.gpu import gpu_check, gpu_sections
 pytestmark = pytest.mark.skipif(gpu_sections.HAS_GPU, reason="there is a GPU: `make gpu-check` does more")
 
 
-WHEELS = Path(__file__).parents[2] / ".ci/gpu_wheels.txt"
+ROOT = Path(__file__).parents[2]
 ON_THE_MACHINE = ("torch", "triton", "transformers", "psutil", "rich")  # as the list of wheels says
 
 
@@ -34,8 +37,9 @@ def _with_what_they_need(packages: Iterable[str]) -> set[str]:
 
 def _other_modules() -> list[str]:
     """Name what can be imported here and is neither on such a machine nor carried there, vLLM and Ray among them."""
-    carried = [Requirement(line).name for line in WHEELS.read_text().splitlines() if not line.startswith("#")]
-    there = _with_what_they_need(ON_THE_MACHINE) | set(carried) | {"epfsdp2"}
+    wheels = (ROOT / ".ci/gpu_wheels.txt").read_text().splitlines()
+    carried = {Requirement(line).name for line in wheels if not line.startswith("#")}
+    there = _with_what_they_need(ON_THE_MACHINE) | carried | {"epfsdp2"}
     modules = packages_distributions().items()
     return [name for name, packages in modules if not there & {canonicalize_name(package) for package in packages}]
 
@@ -73,3 +77,18 @@ def test_gpu_check_section_without_an_end_is_ended_with_the_processes_that_it_st
     assert row == gpu_sections.Row("all of it", "did not end within 1 s", "no error", False)
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(int(started.read_text())).wait(10)
+
+
+def test_gpu_check_without_an_environment_runs_the_code_as_it_is_now(tmp_path):
+    for folder in (".ci", "benchmarks/gpu", "engine"):
+        (tmp_path / folder).mkdir(parents=True)
+    shutil.copy(ROOT / ".ci/gpu_check", tmp_path / ".ci")
+    (tmp_path / "benchmarks/gpu/gpu_check.py").write_text(
+        "import sys\nfrom epfsdp2.engine import code\nprint(code.VALUE, *sys.argv[1:])\n"
+    )
+    environment = os.environ | {"PYTHON": sys.executable, "PYTHONDONTWRITEBYTECODE": "1"}
+    for value in (1, 2):
+        (tmp_path / "engine/code.py").write_text(f"VALUE = {value}\n")
+        command = ["bash", tmp_path / ".ci/gpu_check", "kernels"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout == f"{value} kernels\n"

@@ -258,7 +258,7 @@ def test_choose_backend_that_can_not_run_is_refused_by_name_and_skipped_by_auto(
         with pytest.raises(SettingError, match=rf"experts_backend=triton: .*{reason}.*What works: .*=torch"):
             choose_backend("triton", "cpu", dtype)
         choice = choose_backend("auto", "cpu", dtype)
-        assert choice.name == "torch" and reason in choice.fallback
+        assert choice.name == "torch" and reason in choice.line
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert choose_backend("triton", "cpu", torch.float32).name == "triton"
     assert choose_backend("auto", "cpu", torch.float32) == BackendChoice("torch")
@@ -266,7 +266,11 @@ def test_choose_backend_that_can_not_run_is_refused_by_name_and_skipped_by_auto(
     for capability, auto in (((7, 5), "torch"), ((8, 0), "mixed"), ((9, 0), "mixed")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
         choice = choose_backend("auto", "cuda", torch.bfloat16)
-        assert choice.name == auto and (choice.fallback is None) == (auto == "mixed")
+        assert choice.name == auto and (choice.line is None) == (auto == "mixed")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (13, 0))  # which nobody knows
+    for wanted, name in (("auto", "mixed"), ("triton", "triton")):
+        choice = choose_backend(wanted, "cuda", torch.bfloat16)
+        assert choice.name == name and "and this GPU has 13.0" in choice.line
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     with pytest.raises(SettingError, match=r"compute capability 8.0, and this GPU has 7.5"):
         choose_backend("triton", "cuda", torch.bfloat16)

@@ -53,6 +53,7 @@ def drawn(*shape, dtype=torch.float32, seed=0):
         ((10, 3), "torch", "triton"),
         ((11, 0), "triton", "triton"),  # torch loops over the experts
         ((12, 0), "triton", "triton"),
+        ((13, 0), "triton", "triton"),  # nobody knows it
     ],
 )
 def test_mixed_takes_the_grouped_gemm_that_torch_has_a_right_kernel_for(kernels, monkeypatch, capability, mm, outer):

@@ -155,7 +155,8 @@ def test_what_is_outside_of_torchs_allocator_is_named(monkeypatch):
     engine, topology = EPFSDP2EngineConfig(ep_size=4, dispatcher="deepep"), Topology.arrange(16, 4, 8)
     communicators, deepep = run._outside(engine, model, topology, "cuda")
     (*_, host) = run._outside(EPFSDP2EngineConfig(optimizer_offload=True), model, topology, "cuda")
-    assert host == "on the host up to twice the optimizer's states, pinned (engine.optimizer_offload)"
+    assert host.startswith("on the host up to twice the optimizer's states, pinned (engine.optimizer_offload; ")
+    assert "PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:1" in host
     assert communicators == "buffers of 5 NCCL communicators (world, fsdp, dp_replicate, ep_fsdp, ep)"
     assert deepep.startswith("DeepEP's buffers (1.02 GiB)")
     assert run._outside(EPFSDP2EngineConfig(), model, topology, "cpu") == []

@@ -51,6 +51,7 @@ _OLDEST = (8, 0)  # compute capability that the Triton kernels are written for
 # The major compute capabilities that torch's grouped GEMM has a kernel for. On others it loops over the experts, and
 # waits for their sizes (torch 2.13, cuda/GroupedBlas.cpp: _scaled_mm_allowed_device(sm90_only, sm100_only)).
 _NATIVE = (9, 10)
+_COMPILED = (8, 9, 10)  # and those that tests compile the Triton kernels for
 _LEAVES_GARBAGE = 10  # where a product over no rows is what its memory was (pytorch#172439, CUTLASS#2674)
 
 
@@ -308,10 +309,10 @@ def zeroes_empty_groups() -> bool:
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """The backend that computes; ``fallback`` is the log line if ``auto`` could not take Triton, else ``None``."""
+    """The backend that computes; ``line`` is for the log: ``auto`` could not take Triton, or the GPU is a new one."""
 
     name: str
-    fallback: str | None = None
+    line: str | None = None
 
 
 def choose_backend(wanted: str, device_type: str, dtype: torch.dtype) -> BackendChoice:
@@ -340,12 +341,12 @@ def choose_backend(wanted: str, device_type: str, dtype: torch.dtype) -> Backend
     if wanted == "triton":
         if reason is not None:
             raise SettingError(_SETTING, wanted, reason, f"{_SETTING}=torch, or {_SETTING}=auto")
-        return BackendChoice("triton")
+        return BackendChoice("triton", _new_gpu())
     if reason is not None:
         return BackendChoice("torch", f"{_SETTING}=auto: torch computes the experts, because {reason}")
     if device_type == "cpu":  # the interpreter is for tests, which name it
         return BackendChoice("torch")
-    return BackendChoice("mixed")
+    return BackendChoice("mixed", _new_gpu())
 
 
 def has_backend(setting: str) -> bool:
@@ -360,6 +361,19 @@ def backend_named(name: str) -> Backend:
     from . import triton_backend  # Triton need not be installed where it is not used
 
     return triton_backend.TritonBackend() if name == "triton" else triton_backend.MixedBackend()
+
+
+def _new_gpu() -> str | None:
+    """Say that nobody has compiled the Triton kernels for this machine's GPU, where that is so."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    if major in _COMPILED:
+        return None
+    return (
+        f"{_SETTING}: the Triton kernels, which compute the experts, were compiled for compute capability 8, 9 and 10, "
+        f"and this GPU has {major}.{minor}; torch's grouped GEMM has kernels for 9 and 10 alone"
+    )
 
 
 def _why_not_triton(device_type: str, dtype: torch.dtype) -> str | None:

@@ -6,7 +6,7 @@ overrides the default. Two of them that contradict each other are refused.
 
 Every key of verl's FSDP engine, actor, reference and critic configs is in one of three tables: taken with its meaning,
 without use here (one line says why), or refused because its meaning can't be kept.
-``tests/engine/test_role_settings.py`` walks over verl's configs and finds each key in one of them.
+``test_role_settings.py`` walks over verl's configs and finds each key in one of them.
 """
 
 import logging

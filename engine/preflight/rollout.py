@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from ...rollout.cleanup import report_leftovers
+from ...rollout.layout.sglang_layout import RECORDS_NO_ROUTES
 from ...rollout.layout.sync_mode import (
     BACKEND,
     check_rollout_parallelism,
@@ -48,8 +49,6 @@ _TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _MEMORY = "engine.sync_megabytes"
 _SHM = Path("/dev/shm")
 _ROUTES = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
-# SGLang 0.5.12 makes their routers without the layer's number.
-_RECORDS_NO_ROUTES = ("mixtral", "olmoe")
 # From here on mla_attention.py copies into W_UV and W_UK_T (replace_parameter, vllm#48251); in 0.24 it assigns them.
 _KEEPS_LATENT_MATRICES = ">=0.27.1"
 # Left free in /dev/shm besides the buckets: verl's and gloo's own segments are small.
@@ -76,7 +75,7 @@ def check_other_rollout(
     kind, _ = choose_mode(engine.rollout_sync, rollout, family, untested=untested, backend=backend)
     if name == "sglang":
         check_sglang_sizes(rollout)
-        if rollout.get("enable_rollout_routing_replay") and family in _RECORDS_NO_ROUTES:
+        if rollout.get("enable_rollout_routing_replay") and family in RECORDS_NO_ROUTES:
             rule = f"SGLang does not say which layer the routes of a {family} are of."
             raise SettingError(_ROUTES, True, rule, f"{_ROUTES}=False, or actor_rollout_ref.rollout.name=vllm")
     if name not in _RUN_WITH:

@@ -28,11 +28,12 @@ transformers, small and random, made from a seed.
 * **parity**: the sharded model equals the plain one; on how many meshes, with which transformers where it is not 5.9
   ([parity](../benchmarks/results/parity.md), [newest](../benchmarks/results/parity_newest.md)). Loading and export are
   tested of the same families ([test_round_trip.py](../tests/engine/test_round_trip.py)).
-* **packed**: sequences in one row are computed as if apart ([test_packing.py](../tests/engine/test_packing.py)), and
-  on how many meshes the gradients of packed rows equal those of one sequence per row
+* **packed**: sequences in one row are computed as if apart
+  ([test_packing.py](../tests/engine/test_packing.py)), and on how many meshes the gradients of packed rows equal those
+  of one sequence per row
   ([packed](../benchmarks/results/parity_packed.md), [newest](../benchmarks/results/parity_newest_packed.md)).
-* **SP**: ranks share rows: by heads ([test_ulysses.py](../tests/engine/test_ulysses.py)), or by sequences where a state
-  is carried along them ([test_shared_mixers.py](../tests/engine/test_shared_mixers.py)).
+* **SP**: ranks share rows: by heads ([test_ulysses.py](../tests/engine/test_ulysses.py)), or by sequences where
+  a state is carried along them ([test_shared_mixers.py](../tests/engine/test_shared_mixers.py)).
 * **images**: updates on images ([test_vision.py](../tests/engine/test_vision.py)).
 * **LoRA** ([test_lora_families.py](../tests/engine/test_lora_families.py)), **replay** of routes
   ([test_router_replay.py](../tests/engine/test_router_replay.py)).
@@ -82,7 +83,7 @@ def _is_run(file: str, name: str, over: Collection[str], part: str = "suite") ->
     if name in over or name not in KNOWN:
         return name in over
     newest = json.loads((ROOT / "benchmarks/results/stacks.json").read_text())["newest"]
-    counts = newest[part].get(f"tests/engine/test_{file}.py", {"counts": {}})["counts"]
+    counts = next((of["counts"] for path, of in newest[part].items() if path.endswith(f"/test_{file}.py")), {})
     return "passed" in counts and not counts.keys() & {"failed", "error", "unfinished"}
 
 
@@ -134,7 +135,8 @@ def _kind(model: str) -> str:
 
 def _images() -> Iterator[str]:
     """The kinds of model that the tests of updates on images save."""
-    for node in ast.walk(ast.parse((ROOT / "tests/engine/test_vision.py").read_text())):
+    (file,) = (ROOT / "tests/engine").rglob("test_vision.py")
+    for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "save_vlm":
             yield VLMS[ast.literal_eval(node.args[0])][0]
 

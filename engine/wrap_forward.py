@@ -18,7 +18,7 @@ _WRAPPED_BY = "_epfsdp2_wrapped_by"
 
 
 def wrap_forward(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
-    """Have ``function(forward, *args, **kwargs)`` called in the place of a module's forward, ``forward``.
+    """Have ``function(forward, *args, **kwargs)`` called instead of a module's forward, which it gets as ``forward``.
 
     On the instance: the module keeps its class and its parameters their names, and hooks stay outside.
 

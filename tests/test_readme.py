@@ -81,7 +81,7 @@ def test_generated_page_is_what_the_generator_writes(name):
 
 def test_features_name_tests_that_are_there():
     assert GENERATE["missing_tests"]() == []
-    gone = Feature("it", "works", "", ("engine/test_mesh.py::test_that_never_was", "engine/no_such_file.py::test_it"))
+    gone = Feature("it", "works", "", ("test_flow.py::test_that_never_was", "engine/no_such_file.py::test_it"))
     assert GENERATE["missing_tests"]((gone,)) == list(gone.tests)
     assert all(feature.tests for feature in FEATURES) and len({f.name for f in FEATURES}) == len(FEATURES)
 

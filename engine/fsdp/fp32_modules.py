@@ -63,7 +63,7 @@ class Float32Module:
 def find_float32_modules(
     model: nn.Module, experts: Sequence[nn.Module], patterns: Sequence[str] = ()
 ) -> list[Float32Module]:
-    """The modules that are kept in float32, an inner one before an outer one, as ``fully_shard`` has to come to them.
+    """Find the modules that are kept in float32, inner ones first, in the order for ``fully_shard``.
 
     Those that patterns name come first, then those that the model's class keeps so.
 
@@ -83,7 +83,7 @@ def find_float32_modules(
 
 
 def correction_biases(model: nn.Module, num_experts: Collection[int]) -> set[nn.Parameter]:
-    """Frozen parameters with one entry per expert, which are added to routing scores (Afmoe, Laguna, Ernie 4.5).
+    """Find frozen parameters with one entry per expert, which are added to routing scores (Afmoe, Laguna, Ernie 4.5).
 
     By their names too: other parameters may be frozen, and as large (``head_dim`` is 128 in a model of 128 experts).
     """
@@ -95,7 +95,7 @@ def correction_biases(model: nn.Module, num_experts: Collection[int]) -> set[nn.
 
 
 def mixing_buffers(model: nn.Module, experts: Collection[nn.Module]) -> list[nn.Module]:
-    """Modules with linears and floating-point buffers of their own, but no experts: MiniMax's linear attention.
+    """Find modules with linears and floating-point buffers of their own, but no experts: MiniMax's linear attention.
 
     Not so routers, whose buffers are correction biases, and rotary embeddings: they cast for themselves, and have no
     linear below them.
@@ -147,7 +147,7 @@ def keep_input_dtype(module: nn.Module, args: tuple[Any, ...], output: Any) -> A
 
 
 def unmatched_patterns(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Those of the FQN patterns that match no module with parameters."""
+    """Return the FQN patterns that match no module with parameters."""
     names = _with_params(model)
     return [pattern for pattern in patterns if not any(fnmatchcase(fqn, pattern) for fqn in names)]
 

@@ -1,8 +1,9 @@
-"""Gradients of FSDP groups of one rank, which there is nothing to reduce of: packed by FSDP and divided where they lie.
+"""Skip two copies in FSDP2's gradient reduction where the shard group has a single rank (experts with ``ep == world``).
 
 FSDP2 packs a module's gradients into a buffer, divides that into another and copies the result into a third
-(``_fsdp_collectives.py``, ``foreach_reduce``, torch 2.13). With ``ep`` over all ranks these are all experts' gradients.
-Its extension points ``set_custom_reduce_scatter`` and ``set_all_reduce_hook`` leave the first.
+(``_fsdp_collectives.py``, ``foreach_reduce``, torch 2.13). With ``ep`` over all ranks this happens to every expert's
+gradient. ``set_custom_reduce_scatter`` and ``set_all_reduce_hook``, FSDP's extension points, let the first buffer be
+divided in place and become the gradient.
 """
 
 import math
@@ -17,9 +18,9 @@ __all__ = ["reduce_in_place"]
 
 
 def reduce_in_place(module: FSDPModule, divide_by: float) -> None:
-    """Have the gradients of a module whose shard group is one rank become what was packed, divided.
+    """Divide the packed gradients of a module in place; its shard group has one rank.
 
-    Over replicas (HSDP) FSDP takes the mean of them; the division comes after.
+    With replicas (HSDP) FSDP takes the mean over the replicas; the division is done in addition.
     """
     module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
     buffer = _SameBuffer()
@@ -36,17 +37,18 @@ def reduce_in_place(module: FSDPModule, divide_by: float) -> None:
 
 
 class _SameBuffer:
-    """In the place of FSDP's reduce-scatter. FSDP asks for what it packs into, then for the result, to copy to.
+    """Replaces FSDP's reduce-scatter: input and output are one buffer, so FSDP's copy between them is a no-op.
 
-    A copy of a tensor to itself is none. What was packed is held by FSDP alone, so that nothing is left for the next
-    backward if an error comes between the two.
+    FSDP allocates the buffer that it packs into, then the one for the result. Only FSDP holds the first, so an error
+    between the two leaves no buffer behind for the next backward.
     """
 
     def __init__(self) -> None:
         self._packed: Callable[[], torch.Tensor | None] = lambda: None
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """
+        """Return a new buffer to pack into, or the packed one for the result.
+
         Raises:
             RuntimeError: the result is not of the size and dtype of what was packed.
         """
@@ -64,7 +66,8 @@ class _SameBuffer:
         return packed
 
     def check_is_complete(self) -> None:
-        """
+        """Check that the result was allocated as well.
+
         Raises:
             RuntimeError: a buffer was packed, and the result is another one.
         """

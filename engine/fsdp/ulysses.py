@@ -50,7 +50,7 @@ _OF_QUERIES = {"position_ids": -1, "attention_scaling": -2}
 
 
 def check_attention_splits(model: Any, size: int) -> None:
-    """The heads of every layer's attention have to divide by the ranks.
+    """Check that the ranks divide the heads of every layer's attention.
 
     Args:
         model: may be on the meta device.
@@ -70,7 +70,7 @@ def check_attention_splits(model: Any, size: int) -> None:
 
 
 def heads_to_split(model: Any) -> int:
-    """How many heads the ranks that share a row are to divide; the greatest common divisor where layers differ.
+    """Return the number of heads that sharing ranks have to divide; the greatest common divisor if layers differ.
 
     Args:
         model: may be on the meta device.
@@ -94,7 +94,7 @@ def heads_to_split(model: Any) -> int:
 
 
 def own_part(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """This rank's slice of what is of the whole row; all of it without a group.
+    """Return this rank's slice of a tensor of the whole row; all of it without a group.
 
     Raises:
         ValueError: ``dim`` does not divide by the ranks of the group.
@@ -108,7 +108,7 @@ def own_part(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None) ->
 
 
 def gather_parts(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The slices of all ranks, one after the other along dim 0; no gradient flows."""
+    """Gather the slices of all ranks along dim 0; without gradient."""
     if group is None:
         return tensor
     part = tensor.detach().contiguous().view(torch.uint8)  # no backend has every integer

@@ -30,7 +30,7 @@ __all__ = ["compute_dtypes", "cuts_before_sharding", "frozen_parameters", "wrap_
 
 
 def wrap_plan(model: Any, options: ShardingOptions) -> list[Unit]:
-    """The FSDP units of a model, in the order in which they are wrapped: what is inside a module before the module.
+    """Plan the FSDP units of a model, in the order in which they are wrapped: inner modules before outer ones.
 
     Every parameter is in one unit: in the first that holds it, or in that unit's ``unsharded``.
 
@@ -220,7 +220,7 @@ def _backward_reads_weights(embeddings: nn.Module) -> bool:
 
 
 def frozen_parameters(model: nn.Module, options: ShardingOptions) -> frozenset[str]:
-    """Names of the parameters that are not trained: all but adapters, where there are some, and a frozen tower's."""
+    """Return the names of parameters that are not trained: a frozen tower's, and all but adapters if there are any."""
     names = {name for name, _ in model.named_parameters()}
     adapters = {name for name in names if is_adapter(name)}
     frozen = names - adapters if adapters else set()
@@ -228,7 +228,7 @@ def frozen_parameters(model: nn.Module, options: ShardingOptions) -> frozenset[s
 
 
 def compute_dtypes(model: nn.Module, options: ShardingOptions) -> dict[str, torch.dtype]:
-    """The dtype in which the forward of a model sharded with ``options`` reads each parameter, by name."""
+    """Return the dtype in which the forward of a model sharded with ``options`` reads each parameter, by name."""
     gathered = {name: unit.param_dtype for unit in wrap_plan(model, options) for name in unit.shapes}
     return {name: gathered.get(name, param.dtype) for name, param in model.named_parameters()}
 
@@ -239,7 +239,7 @@ def cuts_before_sharding(
     expert_shard_dim: int | str = "auto",
     expert_plan: Mapping[str, int] | None = None,
 ) -> dict[str, tuple[ShardStep, ...]]:
-    """How ``parallelize`` would cut each parameter of a model that is not sharded, the outermost cut first.
+    """Return how ``parallelize`` will cut each parameter of a model that is not sharded yet, the outermost cut first.
 
     Raises:
         UnsupportedModelError, SettingError: as ``wrap_plan`` and ``Unit.cuts``.

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class WritesCheckpoints:
-    """Mix-in over verl's engine: a checkpoint of this engine's own layout in the place of verl's."""
+    """Mix-in over verl's engine: writes checkpoints in this engine's own layout instead of verl's."""
 
     # What the engine has.
     module: Any

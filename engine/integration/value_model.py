@@ -19,7 +19,7 @@ class EPFSDP2EngineWithValueHead(EPFSDP2Engine, FSDPEngineWithValueHead):
     """Critic, from a causal-LM checkpoint (the head starts at random) or from one with a ``score`` head.
 
     Families without a token-classification class in transformers (GLM-4.5, OLMoE, those with images, ...) get their
-    causal LM with a one-output head in the place of the language-model head.
+    causal LM with a one-output head instead of the language-model head.
     """
 
     _may_be_unused = r"^(lm_head|score)\."  # another head than this model's

@@ -28,7 +28,7 @@ def install_experts_forward(
     chunks: int = 1,
     overlap_shared_experts: bool = False,
 ) -> None:
-    """Install dispatch, the computation of the local experts, and combine in the place of each experts module's own.
+    """Replace each experts module's computation by dispatch, the computation of the local experts, and combine.
 
     Args:
         group: the EP group; None where a single rank holds all experts.

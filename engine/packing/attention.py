@@ -43,7 +43,7 @@ _OF_DISTANCES = {
 
 
 def spans_of(positions: torch.Tensor) -> tuple[Span, ...]:
-    """Where the sequences of a row are; on a GPU this waits for the device.
+    """Return where the sequences of a row are; on a GPU this waits for the device.
 
     Args:
         positions: ``[S]``, counting up by one within a sequence.
@@ -77,7 +77,7 @@ class PackedMask:
                 self._asked["allow_is_causal_skip"] = True
 
     def of(self, span: Span, explicit: bool = False) -> torch.Tensor | None:
-        """The mask of one sequence as if it were alone, ``[1, 1, n, n]``; None where none is needed.
+        """Return the mask of one sequence as if it were alone, ``[1, 1, n, n]``; None if it needs none.
 
         Args:
             explicit: what is masked is added to scores, and nothing goes without a mask.
@@ -126,7 +126,7 @@ class PackedAttention:
         attention_mask: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, Any]:
-        """Attention within each sequence.
+        """Compute attention within each sequence.
 
         Args:
             query: ``[1, H, S, D]``; ``key`` and ``value`` may have fewer heads, and ``value`` another ``D``.

@@ -6,8 +6,8 @@ its heads, the family's own code computes these, and another all-to-all brings t
 
     project  [1, s, D] -> [1, H, s, d]  ->  [1, H / sp, S, d]  -> mix ->  [1, S, F / sp]  ->  [1, s, F]  -> finish
 
-The family's code is run on a copy of the module whose weights and sizes are those of the heads, and whose projections
-hand on what they are given.
+The family's code runs on a copy of the module that has the weights and sizes of these heads, and whose projections
+return their inputs.
 
 Shapes: ``S`` tokens of the whole row, ``s = S / sp`` of this rank, ``n`` of a sequence, ``H`` heads, ``F`` features
 before the last projection.
@@ -50,26 +50,26 @@ class HeadParts(ABC):
 
     @classmethod
     def divides(cls, module: Any, size: int) -> bool:
-        """Whether so many ranks can have parts of equal size."""
+        """Return whether ``size`` ranks can have parts of equal size."""
         groups = size if cls.shared is None else getattr(module, cls.shared)
         return getattr(module, cls.count) % size == 0 and (groups % size == 0 or size % groups == 0)
 
     @property
     def heads(self) -> int:
-        """Of this rank."""
+        """Number of heads of this rank."""
         return getattr(self.module, self.count) // self.size
 
     @abstractmethod
     def project(self, hidden: torch.Tensor) -> list[torch.Tensor]:
-        """``[1, s, D]`` -> what the recurrence takes, ``[1, H, s, d]`` each; ``H`` are heads or groups of them."""
+        """Project ``[1, s, D]`` to the inputs of the recurrence, ``[1, H, s, d]`` each; ``H`` are heads or groups."""
 
     @abstractmethod
     def mix(self, *parts: torch.Tensor) -> torch.Tensor:
-        """What the recurrence takes of one sequence and the own heads, ``[1, n, h * d]`` each -> ``[1, n, F / sp]``."""
+        """Run the recurrence of one sequence for this rank's heads: ``[1, n, h * d]`` each -> ``[1, n, F / sp]``."""
 
     @abstractmethod
     def finish(self, hidden: torch.Tensor, mixed: torch.Tensor) -> Any:
-        """``[1, s, D]`` and ``[1, s, F]`` -> what the mixer returns."""
+        """Compute what the mixer returns from ``[1, s, D]`` and ``[1, s, F]``."""
 
     def _own(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         return x.chunk(self.size, dim)[self.rank]
@@ -83,7 +83,7 @@ class HeadParts(ABC):
         return self._copied(x, heads, 2).transpose(1, 2)
 
     def _convolution(self, conv: nn.Conv1d, *parts: tuple[int, int]) -> "_Convolution":
-        """That of this rank's channels.
+        """Return the convolution of this rank's channels.
 
         Args:
             parts: the channels of each part of what it takes, and how many heads these are of.
@@ -96,7 +96,7 @@ class HeadParts(ABC):
         return _Convolution(own(conv.weight), None if conv.bias is None else own(conv.bias))
 
     def _copy(self, **attributes: Any) -> Any:
-        """The mixer with some attributes replaced, parameters and modules too; not training, so nothing is fused."""
+        """Copy the mixer with some attributes, parameters or modules replaced; in eval mode, so nothing is fused."""
         # FSDP's class of a unit makes no copies; the family's comes after it and FSDPModule.
         cls: Any = type(self.module).__mro__[2 if isinstance(self.module, FSDPModule) else 0]
         part = object.__new__(cls)
@@ -123,7 +123,7 @@ class _Linear:
 
 
 class _Given:
-    """In the place of a projection: what it is called with was projected before."""
+    """Replaces a projection that was computed before: returns its input."""
 
     def __init__(self, projection: nn.Linear):
         self.weight = projection.weight

@@ -166,7 +166,7 @@ class PackedSequences:
         self._shared = SharedMixers(group)
 
     def line(self) -> str:
-        """Which way is taken, for people."""
+        """Format which way is taken, for the log."""
         way = f"{self._configured} {'once per sequence' if self._configured in _SPLIT else 'of the row'}"
         ways = {type(module).__name__: way for module in self._mixers.attentions.values()}
         for fqn, module in self._mixers.others.items():
@@ -238,7 +238,7 @@ class PackedSequences:
         setattr(module, HANDLE, PackedAttention(real, explicit, spans))
 
     def mask(self, **asked: Any) -> Any:
-        """What the family's code is handed as a mask: of a packed row one that is made when it is looked at."""
+        """Return the mask for the family's code: of a packed row, one that is made when it is first read."""
         if self._spans is None:
             return self._make_mask(**asked)
         if self._configured != _FLEX:

@@ -201,7 +201,7 @@ class SharedMixers:
         return "over its heads" if self._can_spread(module) else "by one rank"
 
     def line(self, modules: Sequence[nn.Module]) -> str:
-        """How rows are shared by these mixers, for people."""
+        """Format how these mixers share rows, for the log."""
         ways = {type(module).__name__: self._way(module) for module in modules}
         said = "; ".join(f"{name}: whole sequences by rank, a long one {way}" for name, way in sorted(ways.items()))
         return f"shared rows: {said}"

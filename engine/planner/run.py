@@ -75,7 +75,7 @@ class StepEstimate:
         self._seen = None
 
     def see(self, tokens: int) -> None:
-        """Note a micro-batch of an update, of so many tokens on this rank."""
+        """Record a micro-batch of an update by its tokens on this rank."""
         seen = self._seen or Batch(0, 0, IMBALANCE, self.sp)
         self._seen = Batch(max(seen.tokens, tokens), seen.micro_batches + 1, IMBALANCE, self.sp)
 

@@ -1,4 +1,4 @@
-"""Whether experts can be cut over ``etp`` (expert tensor parallelism) in a run, and with what else is switched on."""
+"""Check that experts can be sharded over ``etp`` (expert tensor parallelism) together with a run's other settings."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ _BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 
 
 def check_cut_experts(engine: Any, topology: Topology, facts: ModelFacts, optim: Any, setting: str) -> None:
-    """The inner dims have to divide, and Muon to gather a matrix over one axis.
+    """Check that ``etp`` divides the inner dims, and that Muon gathers each matrix over one axis only.
 
     Args:
         optim: optimizer settings; None where there is none.
@@ -42,7 +42,7 @@ def check_cut_experts(engine: Any, topology: Topology, facts: ModelFacts, optim:
 
 
 def check_cut_experts_sync(engine: Any, rollout: Mapping[str, Any]) -> None:
-    """verl's delta syncs take a shard to be one block of its tensor, and that of gate and up is two.
+    """Refuse verl's delta syncs with ``etp``: they expect a shard to be one block, and a shard of gate and up is two.
 
     Raises:
         SettingError: for the backend.

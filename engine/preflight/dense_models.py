@@ -1,8 +1,8 @@
 """Models without experts: plain FSDP2, by the same recipe.
 
-``engine.ep_size`` and what else concerns experts counts for the roles whose model has some. Another role runs as if
-these settings had not been given, and says so in one line. Where no trained model has experts they are refused, for
-they were given in the belief that one has.
+``engine.ep_size`` and the other settings of experts apply to the roles whose model has experts. Another role runs as if
+they had not been given, and logs that in one line. They are refused where no trained model has experts, because
+whoever gave them believes that one has.
 """
 
 import copy
@@ -23,7 +23,7 @@ _REPLAY = "disabled"
 
 
 def without_experts(engine: Any, model: nn.Module) -> Any:
-    """A copy of the engine's settings for a dense model, those of experts at their defaults.
+    """Copy the engine's settings for a dense model, with the settings of experts at their defaults.
 
     Patterns of ``fp32_modules`` that match nothing of the model (routers) are left out.
     """
@@ -37,7 +37,7 @@ def without_experts(engine: Any, model: nn.Module) -> Any:
 
 
 def not_applied(engine: Any, path: str, model: nn.Module) -> str:
-    """The line that says which settings do not count for a model without experts; empty if none was given."""
+    """Format the line that says which settings do not apply to a model without experts; empty if none was given."""
     given = _given(engine)
     if unmatched := unmatched_patterns(model, engine.fp32_modules):
         given["engine.fp32_modules"] = unmatched
@@ -48,7 +48,7 @@ def not_applied(engine: Any, path: str, model: nn.Module) -> str:
 
 
 def check_alone(engine: Any, facts: ModelFacts, setting: str, critic: Mapping[str, Any] | None = None) -> None:
-    """Settings of experts need a trained model that has some.
+    """Refuse settings of experts where no trained model has experts.
 
     Args:
         facts: of a dense model.
@@ -77,7 +77,7 @@ def check_alone(engine: Any, facts: ModelFacts, setting: str, critic: Mapping[st
 
 
 def _given(engine: Any) -> dict[str, Any]:
-    """What concerns experts and is not at its default, as a user writes it."""
+    """Return the settings of experts that are not at their default, as a user writes them."""
     found = {
         f"engine.{name}": value
         for name, default in expert_settings().items()

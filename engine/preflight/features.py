@@ -1,4 +1,4 @@
-"""Before a worker is started: whether the features that are switched on can be with this model, and with each other."""
+"""Check before a worker starts that the features that are switched on work with this model and with each other."""
 
 import logging
 from collections.abc import Mapping
@@ -57,10 +57,10 @@ _DEFAULT_ATTENTION = "flash_attention_2"  # verl 0.9.1, workers/config/model.py
 
 
 def check_activation_offload(engine: Any, model: Any, setting: str = ACTOR_MODEL) -> None:
-    """What is offloaded is what whole layers are computed again from.
+    """Check that activation offloading has what it offloads: the inputs of layers that are recomputed as a whole.
 
     Raises:
-        SettingError: layers are not computed again whole.
+        SettingError: layers are not recomputed as a whole.
     """
     if not get_setting(model, "enable_activation_offload"):
         return
@@ -78,13 +78,13 @@ def check_activation_offload(engine: Any, model: Any, setting: str = ACTOR_MODEL
 def check_attention(
     model: Mapping[str, Any], facts: ModelFacts | None, *, device: str = "cuda", setting: str = ACTOR_MODEL
 ) -> None:
-    """The attention has to exist for this model on this device.
+    """Check that the attention implementation exists for this model on this device.
 
     Args:
         facts: None for a model that is not on this machine: what does not depend on it is checked.
 
     Raises:
-        SettingError: with an implementation that works.
+        SettingError: names an implementation that works.
     """
     name = f"{setting}.override_config.attn_implementation"
     wanted = _attention_of(model)
@@ -112,7 +112,7 @@ def check_attention(
 
 
 def check_packing(model: Mapping[str, Any], facts: ModelFacts | None, setting: str = ACTOR_MODEL) -> None:
-    """Sequences of a packed row must not see each other.
+    """Check that the sequences of a packed row do not see each other in this model.
 
     Raises:
         SettingError: for the packing.
@@ -132,13 +132,13 @@ def _attention_of(model: Mapping[str, Any]) -> str:
 def check_fused_kernels(
     model: Mapping[str, Any], facts: ModelFacts | None, *, device: str = "cuda", setting: str = ACTOR_MODEL
 ) -> None:
-    """verl's fused linear cross-entropy multiplies by the head's weight, and does nothing else that a head may do.
+    """Check that the head only multiplies by its weight, which is all that verl's fused linear cross-entropy does.
 
     Args:
         facts: None for a model that is not on this machine: what does not depend on it is checked.
 
     Raises:
-        SettingError: where log-probs would silently be others, and where there are none.
+        SettingError: log-probs would silently be wrong, or the role computes none.
     """
     if not model.get("use_fused_kernels", False):
         return
@@ -167,7 +167,7 @@ def check_lora(
     optim: Any = None,
     setting: str = ACTOR_MODEL,
 ) -> None:
-    """Adapters have to be of weights that there are, and something that can be trained and cut.
+    """Check that adapters match weights of the model, and that they can be trained and sharded.
 
     Args:
         facts: None for a model that is not on this machine: what does not depend on it is checked. Its model gets the
@@ -209,7 +209,9 @@ def check_lora(
 
 
 def check_adapters_alone(model: Any, rollout: Mapping[str, Any], facts: ModelFacts | None, device: str) -> None:
-    """Adapters that are not merged go to vLLM alone, whose CPU build has no kernels for those of experts.
+    """Check that the rollout can compute with adapters that are not merged.
+
+    Only vLLM is sent such adapters, and its CPU build has no kernels for adapters of experts.
 
     Args:
         facts: None for a model that is not on this machine. Its model has the adapters (``check_lora``).
@@ -239,7 +241,7 @@ def check_adapters_alone(model: Any, rollout: Mapping[str, Any], facts: ModelFac
 def check_sequence_parallel(
     size: int, world: int, model: Mapping[str, Any], facts: ModelFacts | None, *, setting: str = ACTOR_MODEL
 ) -> None:
-    """Rows have to be packed, the ranks to divide, and the model to mix tokens by attention over heads that divide.
+    """Check that rows are packed, that ``size`` divides the ranks, and that the model's attention can be split over it.
 
     Args:
         size: ranks that share a row.
@@ -263,7 +265,7 @@ def check_sequence_parallel(
 
 
 def check_replay(engine: Any, model: Mapping[str, Any], facts: ModelFacts | None) -> None:
-    """Router replay needs packed rows, and a model whose layers each choose several experts by ``topk``.
+    """Check that router replay has packed rows and a model whose layers each choose several experts by ``topk``.
 
     Args:
         facts: None for a model that is not on this machine: what does not depend on it is checked.
@@ -295,7 +297,7 @@ def check_replay(engine: Any, model: Mapping[str, Any], facts: ModelFacts | None
 
 
 def check_routes(engine: Any, rollout: Mapping[str, Any]) -> None:
-    """The routes that are replayed have to come from somewhere, and from one place.
+    """Check that the routes that are replayed come from exactly one source.
 
     Raises:
         SettingError: for the mode, or for the rollout's setting.
@@ -313,7 +315,7 @@ def check_routes(engine: Any, rollout: Mapping[str, Any]) -> None:
 
 
 def check_routers(engine: Any, model: Any, facts: ModelFacts) -> None:
-    """Losses and metrics of the routers need layers that each have one, and losses its logits.
+    """Check that every layer has a router, for its losses and metrics, and that losses see its logits.
 
     Raises:
         SettingError: for the first of their settings.
@@ -335,13 +337,13 @@ def check_routers(engine: Any, model: Any, facts: ModelFacts) -> None:
 
 
 def check_images(rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:
-    """Data with a column of images need a model that can be trained on them; a model without a tower ignores them.
+    """Check that a model with a vision tower can be trained on images if the data have a column of them.
 
     Args:
-        rollout: besides, ``train_files``, of which local Parquet files are looked at, and ``image_key``.
+        rollout: also has ``train_files``, of which local Parquet files are read, and ``image_key``.
 
     Raises:
-        SettingError: with the reason.
+        SettingError: says why it can't.
     """
     if facts is None or not hasattr(facts.model.config, "vision_config"):
         return
@@ -352,7 +354,7 @@ def check_images(rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:
 
 
 def check_tower(engine: Any, facts: ModelFacts) -> None:
-    """What is left as it is has to be there.
+    """Check that there is a vision tower to freeze.
 
     Raises:
         SettingError: the model has no vision tower.
@@ -378,10 +380,10 @@ def check_dispatcher(engine: Any, facts: ModelFacts, device: str) -> None:
 
 
 def check_distillation(engine: Any, model: Mapping[str, Any], rollout: Mapping[str, Any]) -> None:
-    """verl's top-k distillation reads whole logits, one for each token of the batch.
+    """Check that verl's top-k distillation finds whole logits, for exactly the tokens of the batch.
 
     Raises:
-        SettingError: for the setting that leaves it without them.
+        SettingError: for the setting that takes them away.
     """
     if not rollout.get("distillation") or rollout.get("distillation_loss") not in _TOP_K_DISTILLATION:
         return

@@ -1,4 +1,4 @@
-"""Before a worker is started: whether weights can reach the rollout as it is placed, in the memory that there is."""
+"""Check before a worker starts that weights can reach the rollout, with its parallel sizes and the memory there is."""
 
 import logging
 import shutil
@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from ...rollout.cleanup import report_leftovers
+from ...rollout.layout.sglang_layout import RECORDS_NO_ROUTES
 from ...rollout.layout.sync_mode import (
     BACKEND,
     check_rollout_parallelism,
@@ -48,8 +49,6 @@ _TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _MEMORY = "engine.sync_megabytes"
 _SHM = Path("/dev/shm")
 _ROUTES = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
-# SGLang 0.5.12 makes their routers without the layer's number.
-_RECORDS_NO_ROUTES = ("mixtral", "olmoe")
 # From here on mla_attention.py copies into W_UV and W_UK_T (replace_parameter, vllm#48251); in 0.24 it assigns them.
 _KEEPS_LATENT_MATRICES = ">=0.27.1"
 # Left free in /dev/shm besides the buckets: verl's and gloo's own segments are small.
@@ -59,13 +58,13 @@ _SHM_MARGIN = 64 << 20
 def check_other_rollout(
     engine: Any, n_gpus: int, rollout: Mapping[str, Any], facts: ModelFacts | None, *, colocated: bool = True
 ) -> None:
-    """A rollout that is not vLLM is sent full tensors, or slices where it is known to take them.
+    """Check the weight sync to a rollout that is not vLLM: full tensors, or slices where it is known to load them.
 
     Args:
         colocated: see ``check_stream``.
 
     Raises:
-        SettingError: for a setting that asks for more, or for slices that can't be made.
+        SettingError: for a setting that asks for more, or for slices that can't be planned.
     """
     name, backend = rollout["name"], rollout.get("backend") or "naive"
     if name != "sglang" and backend == BACKEND:
@@ -76,7 +75,7 @@ def check_other_rollout(
     kind, _ = choose_mode(engine.rollout_sync, rollout, family, untested=untested, backend=backend)
     if name == "sglang":
         check_sglang_sizes(rollout)
-        if rollout.get("enable_rollout_routing_replay") and family in _RECORDS_NO_ROUTES:
+        if rollout.get("enable_rollout_routing_replay") and family in RECORDS_NO_ROUTES:
             rule = f"SGLang does not say which layer the routes of a {family} are of."
             raise SettingError(_ROUTES, True, rule, f"{_ROUTES}=False, or actor_rollout_ref.rollout.name=vllm")
     if name not in _RUN_WITH:
@@ -90,7 +89,7 @@ def check_other_rollout(
 
 
 def check_graphs(rollout: Mapping[str, Any], facts: ModelFacts | None, device: str) -> None:
-    """CUDA graphs have to compute with the weights of the last sync.
+    """Check that CUDA graphs compute with the weights of the last sync.
 
     Raises:
         SettingError: the model has multi-head latent attention, whose matrices the installed vLLM puts elsewhere in
@@ -111,13 +110,13 @@ def check_graphs(rollout: Mapping[str, Any], facts: ModelFacts | None, device: s
 def check_stream(
     engine: Any, n_gpus: int, rollout: Mapping[str, Any], facts: ModelFacts | None, *, colocated: bool = True
 ) -> None:
-    """The rollout has to be one that weights can reach, and by the stream that was asked for.
+    """Check that weights can reach a vLLM rollout, in the sync mode that the user asked for.
 
     Args:
         colocated: whether each rank feeds the worker beside it; the workers are other processes otherwise.
 
     Raises:
-        SettingError: for the placement, the stream, or a round that is too small for it.
+        SettingError: for the parallel sizes, the sync mode, or rounds that are too small for it.
     """
     config = None if facts is None else facts.model.config.get_text_config()
     check_rollout_parallelism(rollout, n_gpus if colocated else 0, config)
@@ -141,7 +140,7 @@ def check_stream(
 def _check_plan(
     engine: Any, n_gpus: int, rollout: Mapping[str, Any], facts: ModelFacts, kind: SyncMode, colocated: bool
 ) -> None:
-    """Slices have to be made by this tensor-parallel size, and a row of the largest tensor to fit into a round."""
+    """Check that this tensor-parallel size cuts the model, and that a row of the largest tensor fits into a round."""
     placement, heads = rollout_of(rollout), Heads.of(facts.model.config)
 
     def slices_of(tensor: TensorSpec, worker: int) -> list[TargetSlice]:
@@ -167,7 +166,7 @@ def _check_plan(
 
 
 def check_rollout(engine: Any, n_gpus: int, rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:
-    """Where weights travel through shared memory: the bucket has to hold the largest tensor, and /dev/shm the buckets.
+    """Check that a bucket in shared memory holds the largest tensor, and that /dev/shm holds the buckets.
 
     Each local rank has one bucket. Only this node's /dev/shm can be looked at; the others are assumed to be the same.
 
@@ -175,7 +174,7 @@ def check_rollout(engine: Any, n_gpus: int, rollout: Mapping[str, Any], facts: M
         n_gpus: ranks of the trainer that keep a bucket; 0 where other processes do, on nodes that are not known.
 
     Raises:
-        SettingError: with a size that works.
+        SettingError: names a size that works.
     """
     megabytes = int(rollout["update_weights_bucket_megabytes"])
     needed = 1
@@ -207,7 +206,7 @@ def check_rollout(engine: Any, n_gpus: int, rollout: Mapping[str, Any], facts: M
 
 
 def _sent_itemsizes(engine: Any, facts: ModelFacts) -> dict[str, int]:
-    """Bytes of an element of each parameter as it is sent: in the forward's dtype, where it is the narrower one."""
+    """Return the bytes of an element of each parameter as it is sent: in the forward's dtype if that is narrower."""
     stored, dtypes = DTYPES[engine.model_dtype].itemsize, compute_dtypes(facts.model, sharding_options(engine))
     return {name: min(stored, dtype.itemsize) for name, dtype in dtypes.items()}
 
@@ -219,7 +218,7 @@ def tensors_before_sharding(
     expert_plan: Mapping[str, int] | None = None,
     itemsize: Mapping[str, int] | int | None = None,
 ) -> list[TensorSpec]:
-    """What ``trainer_tensors.sharded_tensor_specs`` would say, of a model that is not sharded, on meta or elsewhere.
+    """Return what ``trainer_tensors.sharded_tensor_specs`` will return once this model is sharded; it may be on meta.
 
     Raises:
         UnsupportedModelError, SettingError: as ``parallelize``.

@@ -86,7 +86,7 @@ def check_run(
     device: str = "cuda",
     ipc: bool = True,
 ) -> None:
-    """All checks of a run of verl's RL trainer.
+    """Run all checks for a run of verl's RL trainer.
 
     Args:
         engine: the engine's settings (``EPFSDP2EngineConfig`` or anything with its fields).
@@ -136,7 +136,7 @@ def check_training(
     setting: str = ACTOR_MODEL,
     built: nn.Module | None = None,
 ) -> ModelFacts | None:
-    """Checks of the engine and the model, without a rollout.
+    """Check the settings of the engine and the model, without a rollout.
 
     Args:
         world: number of ranks.
@@ -178,14 +178,14 @@ def check_training(
 
 
 def _critic_of(rollout: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The model settings of the run's critic; None if it has none (verl's ``need_critic``)."""
+    """Return the model settings of the run's critic; None if it has none (verl's ``need_critic``)."""
     wanted = rollout.get("critic_enable")
     wanted = rollout.get("adv_estimator") == "gae" if wanted is None else wanted
     return {"path": rollout["critic_path"]} if wanted and rollout.get("critic_path") else None
 
 
 def check_model_settings(model: Any, setting: str = ACTOR_MODEL) -> None:
-    """Say no to what verl's model settings can ask for and this engine would silently not do.
+    """Reject what verl's model settings can ask for and this engine would silently ignore.
 
     Args:
         model: verl's model settings, as a mapping or as ``HFModelConfig``.
@@ -203,10 +203,10 @@ def check_model_settings(model: Any, setting: str = ACTOR_MODEL) -> None:
 
 
 def check_checkpoint(checkpoint: Mapping[str, Any], setting: str) -> None:
-    """What is saved and loaded has to be something that there is.
+    """Check that a checkpoint has the contents that are to be saved and loaded.
 
     Raises:
-        SettingError: with what there is.
+        SettingError: lists the known contents.
     """
     for key in ("save_contents", "load_contents"):
         contents = plain(checkpoint.get(key) or ())
@@ -226,7 +226,7 @@ def check_checkpoint(checkpoint: Mapping[str, Any], setting: str) -> None:
 
 
 def check_versions(rollout_name: str | None) -> None:
-    """Refuse a missing verl, Ray or rollout and one outside the accepted range; warn of one that was not tested with.
+    """Refuse a library that is missing or outside the accepted range; warn of a version that was not tested.
 
     Raises:
         SettingError: for the first such distribution.
@@ -249,13 +249,13 @@ def check_versions(rollout_name: str | None) -> None:
 
 
 def check_experts(topology: Topology, facts: ModelFacts, shard_dim: int | str = "auto") -> None:
-    """``ep_size`` has to divide the number of experts of every layer, and ``ep_fsdp`` what is left of them.
+    """Check that ``ep_size`` divides the experts of every layer, and that ``ep_fsdp`` divides a dim of what is left.
 
     Args:
         shard_dim: ``engine.expert_shard_dim``.
 
     Raises:
-        SettingError: with the values that divide the ranks too.
+        SettingError: names values that divide the experts and the ranks.
     """
     check_experts_divide(facts.experts, topology, facts.name)
     for shape, ep_dim, etp_dim in facts.stacked:

@@ -1,12 +1,12 @@
-"""The settings of one role: what verl's FSDP engine calls them, and how they meet ``engine.*``.
+"""The settings of one role: verl's names for them, and how they are merged with ``engine.*``.
 
 A role (actor, reference policy, critic) may be given settings under verl's own names (``fsdp_config``, ``fsdp``,
-``ulysses_sequence_parallel_size`` beside them) and under ours (``<role>.engine``). They count before ``engine.*``,
-which counts before the default. Two of them that say different things are refused.
+``ulysses_sequence_parallel_size`` beside them) and under ours (``<role>.engine``). They override ``engine.*``, which
+overrides the default. Two of them that contradict each other are refused.
 
 Every key of verl's FSDP engine, actor, reference and critic configs is in one of three tables: taken with its meaning,
 without use here (one line says why), or refused because its meaning can't be kept.
-``tests/engine/test_role_settings.py`` walks over verl's configs and finds each key in one of them.
+``test_role_settings.py`` walks over verl's configs and finds each key in one of them.
 """
 
 import logging
@@ -136,7 +136,7 @@ _MERGED = ("mixed_precision", "router_replay")
 
 @dataclass(frozen=True)
 class Role:
-    """How a role is spelled.
+    """The config nodes of a role.
 
     Args:
         name: the node of its config.
@@ -180,7 +180,7 @@ def engine_of_role(role: Role, settings: dict[str, Any], known: Collection[str])
         known: the settings that the engine has.
 
     Raises:
-        SettingError: for a key that there is not, one whose meaning can't be kept, or two that contradict each other.
+        SettingError: for an unknown key, one whose meaning can't be kept, or two that contradict each other.
     """
     notes: list[str] = []
     values = without_verls_keys("engine", _mapping("engine", settings.pop("shared_engine", None)), known, notes)
@@ -217,14 +217,14 @@ def engine_of_role(role: Role, settings: dict[str, Any], known: Collection[str])
 def without_verls_keys(
     node: str, settings: Mapping[str, Any], known: Collection[str], notes: list[str], *, fsdp: bool = False
 ) -> dict[str, Any]:
-    """The settings of a node that the engine has, after a look at those that only verl's FSDP engine has.
+    """Return the settings of a node that this engine has; note or refuse those that only verl's FSDP engine has.
 
     Args:
         fsdp: whether the node is verl's, which has no keys of ours.
-        notes: gets a line for each that is taken and has no use.
+        notes: gets a line for each setting that is accepted and has no use.
 
     Raises:
-        SettingError: for a key that there is not, with the nearest; or one whose meaning can't be kept.
+        SettingError: for an unknown key, with the nearest known one; or for one whose meaning can't be kept.
     """
     allowed = ENGINE_TAKEN if fsdp else known
     taken = {}
@@ -248,7 +248,7 @@ def without_verls_keys(
 
 
 def check_role_keys(role: Role, settings: dict[str, Any], known: Collection[str]) -> list[str]:
-    """Take what has no use out of a role's node, and refuse what there is not, or can't be kept.
+    """Remove keys without use from a role's node, and refuse unknown ones and those whose meaning can't be kept.
 
     Returns:
         Lines on what has no use.
@@ -271,7 +271,7 @@ def check_role_keys(role: Role, settings: dict[str, Any], known: Collection[str]
 
 
 def renamed(error: SettingError, names: Mapping[str, str]) -> SettingError:
-    """The error by the name that the user typed, where the setting was given for one role."""
+    """Return the error under the name that the user typed, if the setting was given for one role."""
     node, _, dotted = error.setting.partition(".")
     key = dotted if dotted in names else dotted.partition(".")[0]
     if node != "engine" or key not in names:
@@ -311,7 +311,7 @@ def _pop(settings: dict[str, Any], dotted: str) -> Any:
 
 
 def _give(given: dict[str, tuple[str, Any]], key: str, spelled: str, value: Any) -> None:
-    """Note a setting that was given; one that was given already has to say the same."""
+    """Record a setting; refuse one that was given before with another value."""
     if key in _MERGED and isinstance(value, Mapping):
         for inner, entry in value.items():
             _give(given, f"{key}.{inner}", f"{spelled}.{inner}", entry)
@@ -324,7 +324,7 @@ def _give(given: dict[str, tuple[str, Any]], key: str, spelled: str, value: Any)
 
 
 def _strategy_of(role: Role, settings: dict[str, Any]) -> list[str]:
-    """verl's workers ask the registry by the engine's strategy; the role's says which nodes verl itself reads."""
+    """Check the role's strategy, by which verl chooses the config nodes that it reads itself."""
     value = settings.pop("strategy", STRATEGY)
     if not (isinstance(value, str) and value in (STRATEGY, *_FSDP_STRATEGIES)):
         rule = f"asks for another engine than engine={STRATEGY}."

@@ -70,7 +70,7 @@ def setting(
 
 
 def must(holds: Callable[[Any], bool], says: str, works: str) -> Rule:
-    """The value has to hold.
+    """Make a rule that refuses values for which ``holds`` is false.
 
     Args:
         says: the rule, as it follows "name=value: ".
@@ -99,7 +99,7 @@ def one_of(choices: Collection[str], works: str) -> Rule:
 
 
 def optional(rule: Rule) -> Rule:
-    """None is right too."""
+    """Make a rule that also accepts None."""
 
     def or_none(name: str, value: Any) -> None:
         if value is not None:

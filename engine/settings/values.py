@@ -1,4 +1,4 @@
-"""What verl's settings say, read without omegaconf, and how a user calls their nodes."""
+"""Read verl's settings without omegaconf; the names of their nodes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,13 +18,13 @@ DTYPES = {
 
 
 def overrides_of(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's changes of the model's config, in either of the places where verl takes them."""
+    """Return the user's overrides of the model's config, from either of the two places where verl accepts them."""
     overrides = plain(model.get("override_config") or {})
     return overrides.get("model_config", overrides)
 
 
 def plain(value: Any) -> Any:
-    """omegaconf containers as dicts and lists, without importing omegaconf."""
+    """Convert omegaconf containers to dicts and lists, without importing omegaconf."""
     if isinstance(value, Mapping):
         return {key: plain(value[key]) for key in value}
     if hasattr(value, "__iter__") and not isinstance(value, str | torch.Tensor):

@@ -5,7 +5,7 @@ Tests compare it with the layout that they trace from SGLang's own loaders, and 
 
 from .rules import LATENT_ATTENTION, Family
 
-__all__ = ["COMPARED", "FAMILIES"]
+__all__ = ["COMPARED", "FAMILIES", "RECORDS_NO_ROUTES"]
 
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe"), Family()),
@@ -19,3 +19,6 @@ COMPARED = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe"})
 
 Of the others the layouts were compared with those traced from SGLang's loaders alone.
 """
+
+# SGLang 0.5.12 makes the routers of these without the layer's number, so that it can't say whose routes it recorded.
+RECORDS_NO_ROUTES = ("mixtral", "olmoe")

@@ -77,6 +77,11 @@ class _Obstacle:
     works: str
 
 
+_DISAGGREGATED = _Obstacle(
+    f"{_ROLLOUT}.disaggregation.enabled", True, "prefill and decode workers shard the model differently.", "False"
+)
+
+
 def rollout_of(config: Any) -> Rollout:
     """Read how one rollout replica is sharded."""
     tp, dp = _size(config, "tensor_model_parallel_size"), _size(config, "data_parallel_size")
@@ -89,6 +94,11 @@ def _tower(vllm: Mapping[str, Any]) -> Tower:
     if vllm.get("language_model_only") or all(limits.get(kind) == 0 for kind in ("image", "video")):
         return "none"
     return "whole" if vllm.get("mm_encoder_tp_mode") == "data" else "sharded"
+
+
+def _is_disaggregated(config: Any) -> bool:
+    disaggregation = config.get("disaggregation")
+    return disaggregation is not None and bool(disaggregation.get("enabled"))
 
 
 def has_our_extension(config: Any) -> bool:
@@ -151,10 +161,8 @@ def _obstacle(config: Any, family: str | None, untested: str, backend: str) -> _
     if pipeline > 1:
         reason = "transfer plans do not support pipeline-parallel rollouts."
         return _Obstacle(f"{_ROLLOUT}.pipeline_model_parallel_size", pipeline, reason, "1")
-    disaggregation = config.get("disaggregation")
-    if disaggregation is not None and disaggregation.get("enabled"):
-        reason = "prefill and decode workers shard the model differently."
-        return _Obstacle(f"{_ROLLOUT}.disaggregation.enabled", True, reason, "False")
+    if _is_disaggregated(config):
+        return _DISAGGREGATED
     for setting, value in quantisation_settings(config):
         return _Obstacle(setting, value, "vLLM quantises the weights and needs full tensors for that.", "null")
     placement = vllm.get("expert_placement_strategy") or "linear"
@@ -184,10 +192,8 @@ def _obstacle_elsewhere(config: Any, family: str | None, untested: str, backend:
     if experts not in (1, tp):
         reason = "slices know a part of every expert on each worker, or whole ones spread over all of them."
         return _Obstacle(f"{_ROLLOUT}.expert_parallel_size", experts, reason, "1")
-    disaggregation = config.get("disaggregation")
-    if disaggregation is not None and disaggregation.get("enabled"):
-        reason = "prefill and decode workers shard the model differently."
-        return _Obstacle(f"{_ROLLOUT}.disaggregation.enabled", True, reason, "False")
+    if _is_disaggregated(config):
+        return _DISAGGREGATED
     if config.get("quantization"):
         return _Obstacle(f"{_ROLLOUT}.quantization", config.get("quantization"), _QUANTISES, "null")
     sglang = _sglang(config)
@@ -260,9 +266,8 @@ def check_rollout_parallelism(config: Any, ranks: int, model: Any) -> None:
         rule = f"vLLM spreads experts over all {rollout.workers} workers of a replica (tensor x data parallel)."
         setting = f"{_ROLLOUT}.expert_parallel_size"
         raise SettingError(setting, experts, rule, f"{setting}={rollout.workers}, or 1")
-    disaggregation = config.get("disaggregation")
     replica = rollout.workers * pipeline
-    if ranks % replica and not (disaggregation is not None and disaggregation.get("enabled")):
+    if ranks % replica and not _is_disaggregated(config):
         rule = f"a replica of vLLM takes {replica} workers, and the {ranks} trainer ranks are not a multiple of that."
         works = [tp for tp in divisors(ranks) if ranks % (rollout.dp * pipeline * tp) == 0]
         others = f"{_ROLLOUT}.data_parallel_size=1"

@@ -2,7 +2,7 @@
 
 The two belong to different torch worlds: each has its own default group, and torch makes further groups only inside
 one. So this group is built from private constructors, as vLLM does for its own (``vllm/distributed/utils.py``,
-``stateless_init_torch_distributed_process_group``); ``tests/rollout/test_process_group.py`` fails where torch no longer
+``stateless_init_torch_distributed_process_group``); ``test_process_group.py`` fails where torch no longer
 allows it. Small messages (layouts, requests, digests, the cause of a failure) go through the store of the group.
 
 Trainer ranks come first in the group, then rollout ranks.

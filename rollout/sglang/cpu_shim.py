@@ -2,7 +2,7 @@
 
 SGLang puts the UUID of a tensor's GPU into what torch pickles of it, and a tensor on the CPU has none (IndexError). Its
 file descriptors can't be handed to a process that was not started by this one, so its memory is shared by name.
-``tests/rollout/test_sglang.py`` fails once SGLang no longer needs the shim.
+``test_sglang.py`` fails once SGLang no longer needs the shim.
 """
 
 import functools

@@ -106,7 +106,7 @@ class LocalShards:
         blocks: dict[str, tuple[IndexRange, ...]],
         values: LocalValues | None,
     ):
-        self._tensors, self._dtypes, self._boxes = tensors, dtypes, blocks
+        self._tensors, self._dtypes, self._blocks = tensors, dtypes, blocks
         self._values = values or (lambda name, tensor: local_tensor(tensor).detach())
         self._local: dict[str, torch.Tensor] = {}
 
@@ -120,9 +120,9 @@ class LocalShards:
 
     def ranges(self, name: str) -> tuple[IndexRange, ...]:
         """Return the ranges of a tensor that this rank's shard holds."""
-        if name not in self._boxes:
-            self._boxes[name] = local_ranges(self._tensors[name])
-        return self._boxes[name]
+        if name not in self._blocks:
+            self._blocks[name] = local_ranges(self._tensors[name])
+        return self._blocks[name]
 
     def values(self, name: str) -> torch.Tensor:
         """Return the shard's values in the dtype in which they are stored."""

@@ -3,7 +3,7 @@
 vLLM 0.27 and 0.28 refuse every MoE there that is not bfloat16. Earlier versions use a loop over experts, which fails
 because it makes an activation module during a forward, where vLLM has no config. Their vector kernel supports float32
 on the same CPU and is what a CPU without AMX uses (``fused_moe/cpu_fused_moe.py``, ``check_grouped_gemm``), so the shim
-selects it. ``tests/rollout/test_vllm_shims.py`` fails once vLLM no longer needs the shim.
+selects it. ``test_vllm_shims.py`` fails once vLLM no longer needs the shim.
 """
 
 import functools

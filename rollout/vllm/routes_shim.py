@@ -2,7 +2,7 @@
 
 Versions from 0.27 on refuse to start the server ("monolithic MoE kernel"); earlier ones report expert 0 for all tokens.
 The kernel computes its routing in one Python function (``select_experts``), whose result the shim captures.
-``tests/rollout/test_vllm_shims.py`` fails once vLLM no longer needs the shim.
+``test_vllm_shims.py`` fails once vLLM no longer needs the shim.
 """
 
 import functools

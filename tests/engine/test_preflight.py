@@ -445,7 +445,7 @@ def test_routes_of_a_family_that_sglang_records_none_of_are_refused(model, insta
     rollout = {"name": "sglang", "enable_rollout_routing_replay": True}
     replay = engine("R3")
     check_run(replay, 2, model, rollout, device="cpu")
-    monkeypatch.setattr(rollout_checks, "_RECORDS_NO_ROUTES", ("qwen3_moe",))
+    monkeypatch.setattr(rollout_checks, "RECORDS_NO_ROUTES", ("qwen3_moe",))
     with pytest.raises(SettingError) as caught:
         check_run(replay, 2, model, rollout, device="cpu")
     paragraph(caught.value, "actor_rollout_ref.rollout.enable_rollout_routing_replay", True)

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from epfsdp2.engine.model import hf_names
+from tests.rollout.served_families import SERVED, build, export, randomise, sent
 from tests.support import verify
-
-from .served_families import SERVED, build, export, randomise, sent
 
 pytestmark = pytest.mark.e2e
 

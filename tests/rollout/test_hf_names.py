@@ -7,8 +7,7 @@ from safetensors.torch import load_file
 from epfsdp2.engine.model import hf_names
 from epfsdp2.engine.model.families import FUSED_IN_VLLM
 from tests.parity.families import FAMILIES
-
-from .served_families import SERVED, build, randomise, sent
+from tests.rollout.served_families import SERVED, build, randomise, sent
 
 LAYER = "model.layers.1"
 

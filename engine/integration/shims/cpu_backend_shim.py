@@ -2,7 +2,7 @@
 
 On a CPU that is ``cpu:gloo,cpu:gloo``, which torch refuses ("Duplicate device type cpu in backend string"). verl has
 no setting for it (``utils/distributed.py:63`` and ``:89``), so the two functions that build it get a wrapper that is
-active on the CPU platform only. ``tests/engine/test_cpu_platform.py`` fails when upstream no longer needs it.
+active on the CPU platform only. ``test_cpu_platform.py`` fails when upstream no longer needs it.
 """
 
 import os

@@ -2,7 +2,7 @@
 
 ``compute_topk_loss`` reads logits that an engine has whole, so FSDP's are right here too
 (``trainer/distillation/losses.py``, 137). There is no way to register a strategy, so the function gets a wrapper that
-calls it under FSDP's name. ``tests/engine/test_distillation_shim.py`` fails when upstream no longer needs it.
+calls it under FSDP's name. ``test_distillation_shim.py`` fails when upstream no longer needs it.
 """
 
 import sys

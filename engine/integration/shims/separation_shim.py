@@ -3,7 +3,7 @@
 The worker of ``separate_async`` and of the fully-async trainers saves the weights to the host and restores them, so
 that old log-probs come from one policy over several updates (``experimental/separation/engine_workers.py``,
 ``_get_strategy_handlers``). There is no way to register a strategy, so its method gets a wrapper that knows this one.
-``tests/engine/test_separation_shim.py`` fails when upstream no longer needs it.
+``test_separation_shim.py`` fails when upstream no longer needs it.
 """
 
 import sys

@@ -1,6 +1,9 @@
 """For all tests."""
 
+import json
+import math
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,25 +27,38 @@ def stacks_are_sent(monkeypatch):
     monkeypatch.setattr(hf_names, "_takes_stacks", lambda: True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+# Tests with Ray, vLLM or segments in /dev/shm look at what a run leaves on the machine.
+_ON_ONE_WORKER = ("tests/e2e/", "tests/rollout/")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if is_fast(item.nodeid):
             item.add_marker("fast")
+    if hasattr(config, "workerinput"):
+        results = json.loads((Path(__file__).parents[1] / "benchmarks" / "results" / "stacks.json").read_text())
+        seconds = {file: run["seconds"] for file, run in results["default"]["suite"].items()}
+
+        def longest_first(item: pytest.Item) -> float:
+            file = item.nodeid.partition("::")[0]
+            return -math.inf if file.startswith(_ON_ONE_WORKER) else -seconds.get(file, 0.0)
+
+        items.sort(key=longest_first)  # what is served last is short, so that both workers end at about the same time
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
     """Which tests may run at the same time as others: `make test` has two workers.
 
-    Those with Ray, vLLM or segments in /dev/shm look at what a run leaves on the machine. They run in order on one
-    worker, and mostly wait; of the others a worker takes a file at a time. (The marks for groups of pytest-xdist 3.8 do
-    nothing under pytest 9.2.)
+    Those that look at the machine run in order on one worker, and mostly wait; of the others a worker takes a file at a
+    time, the longest first. (The marks for groups of pytest-xdist 3.8 do nothing under pytest 9.2.)
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class Groups(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return "machine" if file.startswith(("tests/e2e/", "tests/rollout/")) else file
+            return "machine" if file.startswith(_ON_ONE_WORKER) else file
 
+    config.option.loadscopereorder = False  # the order is that of the items
     return Groups(config, log)

@@ -3,9 +3,7 @@
 import importlib
 import itertools
 import math
-import os
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from epfsdp2.engine.compat.private_names import MissingNameError
 from epfsdp2.engine.compat.torch_sms import leave_sms
 from epfsdp2.engine.moe.gemm.backends import Groups
 from epfsdp2.engine.moe.gemm.gate import Gate
+from tests.support.interpreter import interpreted_kernels
 
 RAGGED = [5, 0, 1, 16, 0, 18]  # without rows, with one, with a whole tile, with a part of one
 PLAIN, CLAMPED = Gate(1.0, 0.0, math.inf, False), Gate(1.702, 1.0, 0.7, True)
@@ -21,9 +20,8 @@ PLAIN, CLAMPED = Gate(1.0, 0.0, math.inf, False), Gate(1.702, 1.0, 0.7, True)
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
-    """Import the kernels interpreted, which Triton decides at import."""
-    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
-        yield importlib.import_module("epfsdp2.engine.moe.gemm.triton_backend")
+    with interpreted_kernels() as backend:
+        yield backend
 
 
 def drawn(*shape, dtype=torch.float32, seed=0):

@@ -113,14 +113,6 @@ class TensorPlan:
                     nbytes[end] = nbytes.get(end, 0) + count * size
         return nbytes
 
-    def equal_parts(self, parts: int) -> list[tuple[int, int, dict[End, int]]]:
-        """Return the first and the last part, exclusive, of each run of parts whose ``rank_bytes`` are these."""
-        runs = []
-        for _, run in itertools.groupby(range(parts), lambda part: [_part_numel(s, part, parts) for s in self._counts]):
-            first, *others = run
-            runs.append((first, first + 1 + len(others), self.rank_bytes(first, parts)))
-        return runs
-
     @property
     def max_parts(self) -> int:
         """The largest number of parts into which the tensor can be divided."""
@@ -145,6 +137,17 @@ class TensorPlan:
                 f"{limit} bytes that a round may hold."
             )
         return parts
+
+    def divided(self, limit: int) -> tuple[int, list[tuple[int, int, dict[End, int]]]]:
+        """Return ``parts_for_limit``, and each run of parts that weigh the same: the first, the last, exclusive, and
+        their ``rank_bytes``.
+        """
+        parts = self.parts_for_limit(limit)
+        runs = []
+        for _, run in itertools.groupby(range(parts), lambda part: [_part_numel(s, part, parts) for s in self._counts]):
+            first, *others = run
+            runs.append((first, first + 1 + len(others), self.rank_bytes(first, parts)))
+        return parts, runs
 
 
 @dataclass(frozen=True)
@@ -231,16 +234,12 @@ class TransferPlan:
     @cached_property
     def rounds(self) -> tuple[tuple[Piece, ...], ...]:
         """The pieces of each round in the model's order; no rank sends or receives more than ``limit`` bytes."""
-        runs_by_template = []
-        for template in self.templates:
-            parts = [plan.parts_for_limit(self.limit) for plan in template.tensors]
-            runs = [plan.equal_parts(n) for plan, n in zip(template.tensors, parts, strict=True)]
-            runs_by_template.append(list(zip(parts, runs, strict=True)))
+        divided = [[plan.divided(self.limit) for plan in template.tensors] for template in self.templates]
         rounds: list[tuple[Piece, ...]] = []
         pieces: list[Piece] = []
         load: dict[End, int] = {}
         for group, (_, template) in enumerate(self.layers):
-            for index, (parts, runs) in enumerate(runs_by_template[template]):
+            for index, (parts, runs) in enumerate(divided[template]):
                 for first, last, nbytes in runs:
                     while first < last:
                         room = ((self.limit - load.get(end, 0)) // more for end, more in nbytes.items())

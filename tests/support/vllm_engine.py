@@ -234,8 +234,10 @@ class Engine:
         return []
 
     def workers(self) -> list[int]:
-        # vLLM's worker processes title themselves; the resource tracker beside them has none of that.
-        return [child.pid for child in self._family() if "Worker" in " ".join(child.cmdline() + [child.name()])]
+        # Forked ones have this engine's command line; vLLM titles them where it can. The resource tracker has neither.
+        words = ("vllm_process.py", "Worker")
+        commands = {child.pid: " ".join([*child.cmdline(), child.name()]) for child in self._family()}
+        return [pid for pid, command in commands.items() if any(word in command for word in words)]
 
     def log(self) -> str:
         return self._log.read_text()[-4000:]

@@ -41,6 +41,7 @@ def main() -> None:
         os.environ.clear()
         os.environ.update(request["environment"])
         return serve(request["socket"], request["settings"])
+    os._exit(0)  # the tests have ended: nothing is left to be done
 
 
 def serve(socket: str, settings: dict) -> None:

@@ -1,9 +1,19 @@
 """For all tests."""
 
+import json
+import math
 import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import yaml
+from omegaconf import omegaconf
 
 from tests.support.fast import is_fast
 
@@ -16,6 +26,21 @@ if torch.version.cuda is not None and not torch.cuda.is_available():
 torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def files_of_hydra_are_parsed_once() -> Iterator[None]:
+    """Each composition parses verl's files anew, in a third of its time."""
+    parsed: dict[str, bytes] = {}
+
+    def load(file: Any, Loader: Any) -> Any:
+        text = file if isinstance(file, str) else file.read()
+        if text not in parsed:
+            parsed[text] = pickle.dumps(yaml.load(text, Loader=Loader))
+        return pickle.loads(parsed[text])
+
+    with mock.patch.object(omegaconf, "yaml", SimpleNamespace(**{**vars(yaml), "load": load})):
+        yield
+
+
 @pytest.fixture
 def stacks_are_sent(monkeypatch):
     """Experts are sent as stacks, as to vLLM since 0.27, whichever is installed."""
@@ -24,25 +49,38 @@ def stacks_are_sent(monkeypatch):
     monkeypatch.setattr(hf_names, "_takes_stacks", lambda: True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+# Tests with Ray, vLLM or segments in /dev/shm look at what a run leaves on the machine.
+_ON_ONE_WORKER = ("tests/e2e/", "tests/rollout/")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if is_fast(item.nodeid):
             item.add_marker("fast")
+    if hasattr(config, "workerinput"):
+        results = json.loads((Path(__file__).parents[1] / "benchmarks" / "results" / "stacks.json").read_text())
+        seconds = {file: run["seconds"] for file, run in results["default"]["suite"].items()}
+
+        def longest_first(item: pytest.Item) -> float:
+            file = item.nodeid.partition("::")[0]
+            return -math.inf if file.startswith(_ON_ONE_WORKER) else -seconds.get(file, 0.0)
+
+        items.sort(key=longest_first)  # what is served last is short, so that both workers end at about the same time
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
     """Which tests may run at the same time as others: `make test` has two workers.
 
-    Those with Ray, vLLM or segments in /dev/shm look at what a run leaves on the machine. They run in order on one
-    worker, and mostly wait; of the others a worker takes a file at a time. (The marks for groups of pytest-xdist 3.8 do
-    nothing under pytest 9.2.)
+    Those that look at the machine run in order on one worker, and mostly wait; of the others a worker takes a file at a
+    time, the longest first. (The marks for groups of pytest-xdist 3.8 do nothing under pytest 9.2.)
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class Groups(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return "machine" if file.startswith(("tests/e2e/", "tests/rollout/")) else file
+            return "machine" if file.startswith(_ON_ONE_WORKER) else file
 
+    config.option.loadscopereorder = False  # the order is that of the items
     return Groups(config, log)

@@ -228,21 +228,20 @@ def hbm_bytes(programs: Iterable[tuple[Panel, ...]], at_a_time: int, l2: float) 
     several read comes once; it comes again in a later wave if it is no longer among the ``l2`` bytes used last.
     """
     cached: OrderedDict[object, float] = OrderedDict()
+    used_last = cached.move_to_end
     total, held, wave = 0.0, 0.0, 0
-    seen: set[object] = set()
     for number, panels in enumerate(programs):
         if number // at_a_time != wave:
-            wave, seen = number // at_a_time, set()
+            wave = number // at_a_time
             while held > l2:
                 held -= cached.popitem(last=False)[1]
         for name, nbytes in panels:
             if name in cached:
-                cached.move_to_end(name)
-            elif name not in seen:
+                used_last(name)
+            else:
                 total += nbytes
                 cached[name] = nbytes
                 held += nbytes
-            seen.add(name)
     return total
 
 

@@ -20,8 +20,15 @@ from .processes import Interrupted, ProcessTree
 __all__ = ["main", "parse"]
 
 _HERE = Path(__file__).resolve().parent
-# What verl's two trainers should find, whatever the shell has: one thread per process on a small machine, our own Ray.
-_CHILD_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+# What verl's two trainers should find, whatever the shell has: one thread per process on a small machine, our own Ray,
+# which would start a worker for each of its CPUs that none of verl's actors takes, as these have an environment.
+_CHILD_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONUNBUFFERED": "1",
+    "RAY_prestart_worker_first_driver": "0",
+}
 _RAY_ENV = ("RAY_ADDRESS", "RAY_TMPDIR")
 _OUTPUT_HELP = "folder for everything written; where it has an earlier run, that one is kept and a number is added"
 

@@ -10,7 +10,10 @@ part in every round, whether or not it has anything to send.
 """
 
 import hashlib
+import itertools
 import json
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +32,8 @@ __all__ = [
     "round_bytes",
 ]
 
+# What sends or receives: ("sent", a trainer's rank) or ("received", a worker).
+End = tuple[str, int]
 # Two send buffers, two receive buffers, and one for what is cast before it is packed.
 ROUND_BUFFERS = 5
 
@@ -51,7 +56,7 @@ class Transfer:
         shape = self.block.shape
         if not shape:
             return self if part == 0 else None
-        dim = next((d for d, size in enumerate(shape) if size >= parts), shape.index(max(shape)))
+        dim = _split_dim(shape, parts)
         start, stop = chunk_range(self.block.low[dim], self.block.high[dim], parts, part)
         return Transfer(self.block.with_dim(dim, start, stop), self.source, self.target) if start < stop else None
 
@@ -87,20 +92,26 @@ class TensorPlan:
 
     def max_rank_bytes(self, part: int = 0, parts: int = 1) -> int:
         """Return the most bytes that any rank sends or receives for this part."""
-        sent, received = self.rank_bytes(part, parts)
-        return max([*sent.values(), *received.values(), 0])
+        return max(self.rank_bytes(part, parts).values(), default=0)
 
-    def rank_bytes(self, part: int = 0, parts: int = 1) -> tuple[dict[int, int], dict[int, int]]:
-        """Return the bytes sent by each source and the bytes received by each target."""
-        sent: dict[int, int] = {}
-        received: dict[int, int] = {}
+    @cached_property
+    def _counts(self) -> dict[tuple[int, ...], Counter[End]]:
+        """How many blocks of a shape each end sends or receives: the size of a part depends on nothing else."""
+        counts: dict[tuple[int, ...], Counter[End]] = {}
         for transfer in self.remote_transfers:
-            piece = transfer.part(part, parts)
-            if piece is not None:
-                nbytes = piece.block.numel * self.tensor.itemsize
-                sent[piece.source] = sent.get(piece.source, 0) + nbytes
-                received[piece.target] = received.get(piece.target, 0) + nbytes
-        return sent, received
+            ends = counts.setdefault(transfer.block.shape, Counter())
+            ends["sent", transfer.source] += 1
+            ends["received", transfer.target] += 1
+        return counts
+
+    def rank_bytes(self, part: int = 0, parts: int = 1) -> dict[End, int]:
+        """Return the bytes sent by each source, ``("sent", rank)``, and received by each target."""
+        nbytes: dict[End, int] = {}
+        for shape, ends in self._counts.items():
+            if size := _part_numel(shape, part, parts) * self.tensor.itemsize:
+                for end, count in ends.items():
+                    nbytes[end] = nbytes.get(end, 0) + count * size
+        return nbytes
 
     @property
     def max_parts(self) -> int:
@@ -126,6 +137,17 @@ class TensorPlan:
                 f"{limit} bytes that a round may hold."
             )
         return parts
+
+    def divided(self, limit: int) -> tuple[int, list[tuple[int, int, dict[End, int]]]]:
+        """Return ``parts_for_limit``, and each run of parts that weigh the same: the first, the last, exclusive, and
+        their ``rank_bytes``.
+        """
+        parts = self.parts_for_limit(limit)
+        runs = []
+        for _, run in itertools.groupby(range(parts), lambda part: [_part_numel(s, part, parts) for s in self._counts]):
+            first, *others = run
+            runs.append((first, first + 1 + len(others), self.rank_bytes(first, parts)))
+        return parts, runs
 
 
 @dataclass(frozen=True)
@@ -212,28 +234,25 @@ class TransferPlan:
     @cached_property
     def rounds(self) -> tuple[tuple[Piece, ...], ...]:
         """The pieces of each round in the model's order; no rank sends or receives more than ``limit`` bytes."""
-        parts = [[plan.parts_for_limit(self.limit) for plan in template.tensors] for template in self.templates]
-        bytes_by_part = [
-            [[plan.rank_bytes(i, n) for i in range(n)] for plan, n in zip(template.tensors, each, strict=True)]
-            for template, each in zip(self.templates, parts, strict=True)
-        ]
+        divided = [[plan.divided(self.limit) for plan in template.tensors] for template in self.templates]
         rounds: list[tuple[Piece, ...]] = []
         pieces: list[Piece] = []
-        sent: dict[int, int] = {}
-        received: dict[int, int] = {}
+        load: dict[End, int] = {}
         for group, (_, template) in enumerate(self.layers):
-            for index, by_part in enumerate(bytes_by_part[template]):
-                for part, (out, in_) in enumerate(by_part):
-                    if pieces and (self._exceeds(sent, out) or self._exceeds(received, in_)):
-                        rounds.append(tuple(pieces))
-                        pieces, sent, received = [], {}, {}
-                    pieces.append(Piece(group, index, part, len(by_part)))
-                    _add(sent, out)
-                    _add(received, in_)
+            for index, (parts, runs) in enumerate(divided[template]):
+                for first, last, nbytes in runs:
+                    while first < last:
+                        room = ((self.limit - load.get(end, 0)) // more for end, more in nbytes.items())
+                        fitting = min([last - first, *room])
+                        if not fitting:
+                            rounds.append(tuple(pieces))
+                            pieces, load = [], {}
+                            continue
+                        pieces += [Piece(group, index, part, parts) for part in range(first, first + fitting)]
+                        for end, more in nbytes.items():
+                            load[end] = load.get(end, 0) + fitting * more
+                        first += fitting
         return (*rounds, tuple(pieces)) if pieces else tuple(rounds)
-
-    def _exceeds(self, so_far: dict[int, int], more: dict[int, int]) -> bool:
-        return any(so_far.get(rank, 0) + nbytes > self.limit for rank, nbytes in more.items())
 
     def tensor(self, piece: Piece) -> tuple[str, TensorPlan]:
         """Return the full name and the plan of a piece's tensor."""
@@ -349,6 +368,14 @@ class _Grid:
                 yield shared, self._ranks[cell.low]
 
 
-def _add(totals: dict[int, int], more: dict[int, int]) -> None:
-    for rank, nbytes in more.items():
-        totals[rank] = totals.get(rank, 0) + nbytes
+def _split_dim(shape: tuple[int, ...], parts: int) -> int:
+    return next((d for d, size in enumerate(shape) if size >= parts), shape.index(max(shape)))
+
+
+def _part_numel(shape: tuple[int, ...], part: int, parts: int) -> int:
+    """Return the elements of a block's part (``Transfer.part``)."""
+    if not shape:
+        return int(part == 0)
+    dim = _split_dim(shape, parts)
+    start, stop = chunk_range(0, shape[dim], parts, part)
+    return math.prod(shape[:dim]) * (stop - start) * math.prod(shape[dim + 1 :])

@@ -1,22 +1,19 @@
 """Programs of the Triton GEMMs run in the order by which ``kernel_model.py`` counts bytes from HBM."""
 
-import importlib
 import math
-import os
-from unittest import mock
 
 import pytest
 import torch
 
 from benchmarks.kernels.kernel_model import mm_order, outer_order
 from epfsdp2.engine.moe.gemm.backends import Groups
+from tests.support.interpreter import interpreted_kernels
 
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
-    """Import the kernels interpreted, which Triton decides at import."""
-    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
-        yield importlib.import_module("epfsdp2.engine.moe.gemm.triton_backend")
+    with interpreted_kernels() as backend:
+        yield backend
 
 
 def drawn(*shape):

@@ -59,7 +59,7 @@ class Run:
                 self.family |= set(psutil.Process(self.process.pid).children(recursive=True))
             except psutil.NoSuchProcess:
                 break
-            time.sleep(0.2)
+            time.sleep(0.5)
 
     def interrupt(self, number: int) -> int:
         self.process.send_signal(number)

@@ -2,9 +2,7 @@
 
 import importlib
 import math
-import os
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +22,7 @@ from tests.support.experts import (
     rows_with,
     tokens_with,
 )
+from tests.support.interpreter import interpreted_kernels
 from tests.support.models import reference_model, relative_error, save_qwen3_moe, token_batch, token_loss
 from tests.support.ranks import run_ranks
 
@@ -35,9 +34,8 @@ GATES = [Gate(1.0, 0.0, math.inf, False), Gate(1.702, 1.0, 0.7, True), Gate(1.70
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
-    """Import the kernels interpreted, which Triton decides at import."""
-    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
-        yield importlib.import_module("epfsdp2.engine.moe.gemm.triton_backend")
+    with interpreted_kernels() as backend:
+        yield backend
 
 
 def drawn(*shape, dtype=torch.float32, seed=0):

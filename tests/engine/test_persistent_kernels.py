@@ -3,9 +3,7 @@
 import importlib
 import itertools
 import math
-import os
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from epfsdp2.engine.compat.torch_sms import leave_sms, sms_left
 from epfsdp2.engine.moe.gemm.backends import Groups
 from epfsdp2.engine.moe.gemm.gate import Gate
 from tests.support.engine import sharded_model
+from tests.support.interpreter import interpreted_kernels
 from tests.support.models import save_qwen3_moe
 from tests.support.ranks import run_ranks
 
@@ -24,9 +23,8 @@ PLAIN, CLAMPED = Gate(1.0, 0.0, math.inf, False), Gate(1.702, 1.0, 0.7, True)
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
-    """Import the kernels interpreted, which Triton decides at import."""
-    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
-        yield importlib.import_module("epfsdp2.engine.moe.gemm.triton_backend")
+    with interpreted_kernels() as backend:
+        yield backend
 
 
 def drawn(*shape, dtype=torch.float32, seed=0):

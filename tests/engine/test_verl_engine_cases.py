@@ -27,15 +27,17 @@ def cluster():
     import ray
 
     folder = tempfile.mkdtemp(prefix="epfsdp2-", dir="/tmp")  # short: a socket's path may have 107 characters
-    ray.init(
-        address="local",
-        num_cpus=16,
-        num_gpus=2 * WORLD,  # a group keeps its own until the end
-        include_dashboard=False,
-        object_store_memory=100 << 20,
-        log_to_driver=False,
-        _temp_dir=folder,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_prestart_worker_first_driver", "0")  # else it starts a worker for each CPU
+        ray.init(
+            address="local",
+            num_cpus=16,
+            num_gpus=2 * WORLD,  # a group keeps its own until the end
+            include_dashboard=False,
+            object_store_memory=100 << 20,
+            log_to_driver=False,
+            _temp_dir=folder,
+        )
     yield
     ray.shutdown()
     shutil.rmtree(folder, ignore_errors=True)

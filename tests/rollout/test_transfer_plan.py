@@ -1,5 +1,6 @@
 """Transfer plans send every element once, in bounded rounds, and their slices are what vLLM holds."""
 
+import functools
 import math
 from collections import Counter, defaultdict
 from types import SimpleNamespace
@@ -37,6 +38,7 @@ def test_plan_transfers_every_element_once_within_the_limit(problem):
     assert [name for name, _ in plan.tensors()] == [t.name for t in tensors]
 
     # The shard of each trainer rank; all other elements are -1.
+    @functools.cache
     def held(name, rank):
         tensor, mine = by_name[name], torch.full(by_name[name].shape, -1)
         for block in shard_ranges(tensor.shape, tensor.cuts, topology.coordinate(rank % topology.fsdp)):

@@ -1,12 +1,50 @@
-"""A vLLM engine in a process of its own, driven over a pipe: ``python vllm_process.py <socket> <settings as JSON>``."""
+"""vLLM engines in processes of their own, driven over sockets: ``python vllm_process.py``, then a request on each line.
+
+A request is JSON of an engine's ``socket``, ``settings``, ``environment`` and ``log``; the answer is its process's pid.
+vLLM takes ten seconds of a core to import, so engines and their workers are forked from a process that has.
+"""
 
 import gc
 import json
+import multiprocessing
+import os
+import signal
 import sys
 from multiprocessing.connection import Client
 
 
 def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM logs to stdout
+
+    import vllm.v1.worker.cpu_worker  # noqa: F401  (for the workers)
+    from vllm.model_executor.models import registry
+    from vllm.v1.executor import multiproc_executor
+
+    import epfsdp2.rollout.vllm.worker  # noqa: F401  (for the workers)
+
+    # vLLM says spawn on a CPU, for the sake of libraries that are to be loaded before a worker starts.
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    registry._run_in_subprocess = lambda inspect: inspect()  # it would import vLLM once more for each new class
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for an engine's process
+    for line in sys.stdin:
+        request = json.loads(line)
+        if pid := os.fork():
+            print(pid, file=answers, flush=True)
+            continue
+        answers.close()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        log = os.open(request["log"], os.O_WRONLY | os.O_APPEND)
+        for number, file in enumerate((os.open(os.devnull, os.O_RDONLY), log, log)):
+            os.dup2(file, number)
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        return serve(request["socket"], request["settings"])
+    os._exit(0)  # the tests have ended: nothing is left to be done
+
+
+def serve(socket: str, settings: dict) -> None:
     from vllm import LLM, SamplingParams
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
     from vllm.lora.request import LoRARequest
@@ -24,7 +62,6 @@ def main() -> None:
         }
         return LLM(**{**defaults, **settings})
 
-    settings = json.loads(sys.argv[2])
     engine = start(settings)
     sampling = SamplingParams(temperature=0, max_tokens=8, logprobs=3, prompt_logprobs=3, detokenize=False)
 
@@ -41,7 +78,7 @@ def main() -> None:
             for output in outputs
         ]
 
-    with Client(sys.argv[1]) as connection:
+    with Client(socket) as connection:
         connection.send(("ok", None))
         while True:
             command, arguments = connection.recv()

@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import glob
 import json
 import os
@@ -112,18 +113,15 @@ class Engine:
         self.tp_size = tp_size
         self._buckets_before = set(glob.glob("/dev/shm/verl_weights_*"))  # other jobs'
         folder = tempfile.mkdtemp()
-        self._log = Path(f"{folder}/log").open("w+")  # noqa: SIM115  (closed in stop)
+        self._log = Path(f"{folder}/log")
+        self._log.touch()
         self._listener = Listener(f"{folder}/socket")
         settings |= {"model": model, "tensor_parallel_size": tp_size, "worker_extension_cls": extension}
-        environment = environment or {}
-        paths = os.pathsep.join(filter(None, [str(FOLDER), str(ROOT), environment.get("PYTHONPATH")]))
-        self.process = subprocess.Popen(
-            [sys.executable, str(FOLDER / "vllm_process.py"), f"{folder}/socket", json.dumps(settings)],
-            env={**os.environ, **_ENVIRONMENT, "VERL_RAY_JOB_ID": self.job, **environment, "PYTHONPATH": paths},
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        paths = os.pathsep.join(filter(None, [str(FOLDER), str(ROOT), (environment or {}).get("PYTHONPATH")]))
+        environment = {**_ENVIRONMENT, **(environment or {}), "PYTHONPATH": paths}
+        request = {"socket": f"{folder}/socket", "settings": settings, "log": str(self._log)}
+        request["environment"] = {**os.environ, **environment, "VERL_RAY_JOB_ID": self.job}
+        self.process = _forked(request, environment)
         # One thread, so that calls come one after the other; the first waits for the engine.
         self._calls = concurrent.futures.ThreadPoolExecutor(1)
         self._held: set[str] = set()
@@ -143,7 +141,7 @@ class Engine:
                 connection = self._listener.accept()
                 break
             except TimeoutError:
-                if self.process.poll() is not None or time.monotonic() > deadline:
+                if not self.process.is_running() or time.monotonic() > deadline:
                     raise RuntimeError(f"vLLM did not start\n{self.log()}") from None
         connection.recv()
         return connection
@@ -232,22 +230,23 @@ class Engine:
 
     def _family(self) -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            return psutil.Process(self.process.pid).children(recursive=True)
+            return self.process.children(recursive=True)
         return []
 
     def workers(self) -> list[int]:
-        # vLLM's worker processes title themselves; the resource tracker beside them has none of that.
-        return [child.pid for child in self._family() if "Worker" in " ".join(child.cmdline() + [child.name()])]
+        # Forked ones have this engine's command line; vLLM titles them where it can. The resource tracker has neither.
+        words = ("vllm_process.py", "Worker")
+        commands = {child.pid: " ".join([*child.cmdline(), child.name()]) for child in self._family()}
+        return [pid for pid, command in commands.items() if any(word in command for word in words)]
 
     def log(self) -> str:
-        self._log.flush()
-        return Path(self._log.name).read_text()[-4000:]
+        return self._log.read_text()[-4000:]
 
     def stop(self) -> None:
         """End the process; segments of workers that could not remove them are removed."""
         held = self._held | self._holds()
-        if self.process.poll() is None:
-            with contextlib.suppress(OSError, subprocess.TimeoutExpired, AttributeError):
+        if self.process.is_running():
+            with contextlib.suppress(OSError, psutil.TimeoutExpired, AttributeError):
                 self._connection.send(("exit", None))
                 self.process.wait(20)
         with contextlib.suppress(ProcessLookupError):
@@ -256,4 +255,26 @@ class Engine:
         remove_unused(held)
         self._calls.shutdown(wait=False)
         self._listener.close()
-        self._log.close()
+
+
+@functools.cache
+def _forking(environment: tuple[tuple[str, str], ...]) -> subprocess.Popen:
+    """Start the process that engines with these variables are forked from; it ends with this one."""
+    program = [sys.executable, str(FOLDER / "vllm_process.py")]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(program, env={**os.environ, **dict(environment)}, stdin=pipe, stdout=pipe, text=True)
+
+
+def _forked(request: dict, environment: dict) -> psutil.Process:
+    """Start an engine's process as ``vllm_process.py`` says.
+
+    Raises:
+        RuntimeError: vLLM can't be imported; it has said why.
+    """
+    forking = _forking(tuple(sorted(environment.items())))
+    forking.stdin.write(json.dumps(request) + "\n")
+    forking.stdin.flush()
+    pid = forking.stdout.readline()
+    if not pid:
+        raise RuntimeError("the process that engines are forked from has ended")
+    return psutil.Process(int(pid))

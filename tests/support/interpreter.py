@@ -1,0 +1,22 @@
+"""The Triton kernels in Triton's interpreter."""
+
+import contextlib
+import importlib
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from types import ModuleType
+from unittest import mock
+
+__all__ = ["interpreted_kernels"]
+
+
+@contextlib.contextmanager
+def interpreted_kernels() -> Iterator[ModuleType]:
+    """Import the Triton backend interpreted, which Triton decides at import."""
+    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
+        backend = importlib.import_module("epfsdp2.engine.moe.gemm.triton_backend")
+        builder = importlib.import_module("triton.runtime.interpreter").interpreter_builder
+        # It would compute every sum of indices once more, in 64 bits, which indices of tests do not need.
+        with mock.patch.object(builder, "options", replace(builder.options, sanitize_overflow=False)):
+            yield backend

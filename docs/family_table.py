@@ -29,8 +29,8 @@ transformers, small and random, made from a seed.
   ([parity](../benchmarks/results/parity.md), [newest](../benchmarks/results/parity_newest.md)). Loading and export are
   tested of the same families ([test_round_trip.py](../tests/engine/test_round_trip.py)).
 * **packed**: sequences in one row are computed as if apart
-  ([test_packing.py](../tests/engine/test_packing.py)), and on how many meshes the gradients of packed rows equal
-  those of one sequence per row
+  ([test_packing.py](../tests/engine/test_packing.py)), and on how many meshes the gradients of packed rows
+  equal those of one sequence per row
   ([packed](../benchmarks/results/parity_packed.md), [newest](../benchmarks/results/parity_newest_packed.md)).
 * **SP**: ranks share rows: by heads ([test_ulysses.py](../tests/engine/test_ulysses.py)), or by sequences where
   a state is carried along them ([test_shared_mixers.py](../tests/engine/test_shared_mixers.py)).

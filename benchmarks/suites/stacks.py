@@ -38,7 +38,7 @@ CORE = (
             *("experts_backend", "fp32_modules", "kernels", "load", "lora_families", "lr_scheduler", "mesh"),
             *("muon", "optimizer", "order", "outside_families", "overlap", "packing", "rank_consistency"),
             *("refused_families", "resume_families", "round_trip", "router_replay", "routing_property"),
-            *("shared_mixers", "single_rank_reduce", "uninitialized"),
+            *("shared_mixers", "single_rank_reduce", "ulysses", "uninitialized"),
         )
     ),
     "tests/parity/test_parity.py",

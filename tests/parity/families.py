@@ -314,6 +314,8 @@ def save(name: str, folder: Path) -> Path:
         for buffer_name, buffer in model.named_buffers():
             if "bias" in buffer_name:
                 buffer.uniform_(-0.1, 0.1)
+                if "balancing_biases" in buffer_name:
+                    buffer[-1] = -1.0  # which transformers 5.23 writes over what it has loaded (Zaya)
             elif "tid2eid" in buffer_name:  # a router that looks experts up by token
                 buffer.random_(0, 8)
     model.to(getattr(torch, family.dtype)).save_pretrained(folder)

@@ -41,7 +41,7 @@ _NEED_NEITHER = (
     *("experts_backend", "fp32_modules", "kernels", "load", "lora_families", "lr_scheduler", "mesh"),
     *("muon", "optimizer", "order", "outside_families", "overlap", "packing", "rank_consistency"),
     *("refused_families", "resume_families", "round_trip", "router_replay", "routing_property"),
-    *("shared_mixers", "single_rank_reduce", "uninitialized"),
+    *("shared_mixers", "single_rank_reduce", "ulysses", "uninitialized"),
 )
 # What ``newest`` is for, and what needs neither verl nor vLLM.
 CORE = (
@@ -102,11 +102,11 @@ _deselected: set[str] = set()
 
 
 def pytest_deselected(items) -> None:
-    _deselected.update(item.nodeid.partition("::")[0] for item in items)
+    _deselected.update(_file(item.nodeid) for item in items)
 
 
 def pytest_collection_finish(session) -> None:
-    for path in _deselected - {item.nodeid.partition("::")[0] for item in session.items}:
+    for path in _deselected - {_file(item.nodeid) for item in session.items}:
         _log({"test": path, "outcome": "deselected"})
 
 
@@ -141,11 +141,16 @@ def outcomes(log: Path) -> dict[str, dict]:
     return found
 
 
-def by_file(found: dict[str, dict], stamp: dict) -> dict[str, dict]:
-    """Per test file: how many of each outcome, the seconds, and what did not pass with its reason."""
+def by_file(found: dict[str, dict], stamp: dict, part: str = "suite") -> dict[str, dict]:
+    """Per test file: how many of each outcome, the seconds, and what did not pass with its reason.
+
+    Long tests are run a few at a time, so of these there is a row for each test.
+    """
     files: dict[str, dict] = {}
     for test, row in found.items():
-        path, _, name = test.partition("::")
+        if part == "long" and row["outcome"] == "deselected":
+            continue
+        path, _, name = (test, "", "") if part == "long" else test.partition("::")
         entry = files.setdefault(path, {"counts": {}, "seconds": 0.0, "not_passed": [], **stamp})
         entry["counts"] = dict(Counter(entry["counts"]) + Counter([row["outcome"]]))
         entry["seconds"] = round(entry["seconds"] + row["seconds"], 1)
@@ -153,6 +158,10 @@ def by_file(found: dict[str, dict], stamp: dict) -> dict[str, dict]:
             reason = re.sub(r"/\S*/(tests|site-packages)/", r"\1/", row["reason"])
             entry["not_passed"].append({"test": name, "outcome": row["outcome"], "reason": reason})
     return files
+
+
+def _file(test: str) -> str:
+    return test.partition("::")[0]
 
 
 def merged(before: dict | None, now: dict) -> dict:
@@ -169,7 +178,7 @@ def merged(before: dict | None, now: dict) -> dict:
     suite = now["suite"]
     for part in ("suite", "long"):  # without files that are gone, or no longer of this stack
         both = before[part] | now[part]
-        now = now | {part: {path: row for path, row in both.items() if path in now["of"]}}
+        now = now | {part: {path: row for path, row in both.items() if _file(path) in now["of"]}}
     if not suite:  # `of` is what the suite that ran last was of
         now = now | {"of": [path for path in before["of"] if path in now["of"]]}
     return now | {"quickstart": before["quickstart"]}
@@ -231,7 +240,7 @@ def run_tests(stack: str, part: str, minutes: float, arguments: list[str], stamp
         status = run(command, minutes, environment)
         if status is None:
             print(f"stacks: ended after {minutes:g} minutes", file=sys.stderr)
-        return by_file(outcomes(log), stamp), 1 if status is None else status
+        return by_file(outcomes(log), stamp, part), 1 if status is None else status
 
 
 def run_quickstart(minutes: float, options: list[str], stamp: dict, versions: dict[str, str]) -> tuple[dict, int]:
@@ -273,20 +282,21 @@ def as_markdown(results: dict) -> str:
 
 def _part(heading: str, files: dict[str, dict]) -> list[str]:
     counts = sum((Counter(row["counts"]) for row in files.values()), Counter())
-    folders: dict[str, list[dict]] = {}
+    folders: dict[str, list[str]] = {}
     for path in sorted(files):
-        folders.setdefault(str(Path(path).parent), []).append(files[path])
+        folders.setdefault(str(Path(_file(path)).parent), []).append(path)
     words = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("passed", "skipped", *_BAD) if counts[outcome])
     pythons = ", ".join(sorted({row["python"] for row in files.values()}))
     lines = [f"{heading}: {words}; Python {pythons}; {_machines(files)}.", ""]
     table = [["tests", "files", "passed", "skipped", "failed", "minutes", "commit"], ["---"] * 7]
-    for folder, rows in folders.items():
+    for folder, paths in folders.items():
+        rows, number = [files[path] for path in paths], len({_file(path) for path in paths})
         of = sum((Counter(row["counts"]) for row in rows), Counter())
         commits = ", ".join(sorted({f"{row['commit'][:9]} ({row['date']})" for row in rows}))
         minutes = sum(row["seconds"] for row in rows) / 60
         bad = sum(of[outcome] for outcome in _BAD)
         table.append(
-            [f"`{folder}`", str(len(rows)), str(of["passed"]), str(of["skipped"]), str(bad), f"{minutes:.1f}", commits]
+            [f"`{folder}`", str(number), str(of["passed"]), str(of["skipped"]), str(bad), f"{minutes:.1f}", commits]
         )
     lines += [*(f"| {' | '.join(line)} |" for line in table), ""]
     for outcome in (*_BAD, "skipped"):

@@ -1,5 +1,7 @@
 """Read verl's LoRA settings, and find the weights of a model that they select."""
 
+import functools
+import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -161,7 +163,8 @@ def find_targets(model: nn.Module, settings: LoraSettings, plan: Mapping[str, in
     """Find the weights that the settings select: linears, then stacks of experts, in the model's order.
 
     Linears of the layers match by their name, stacks of experts by their own name and by those of their tensors in a
-    checkpoint (``gate_proj`` and ``up_proj``). Heads, embeddings and routers never match.
+    checkpoint (``gate_proj`` and ``up_proj``). Heads, embeddings and routers never match, nor do linears whose weight
+    the family's code reads instead of calling them (Mamba's ``out_proj``): an adapter acts where a linear is called.
 
     Args:
         model: a model that is not sharded yet.
@@ -171,9 +174,11 @@ def find_targets(model: nn.Module, settings: LoraSettings, plan: Mapping[str, in
         SettingError: an entry matches nothing, or only a part of a stack.
     """
     experts = _experts(model, plan)
-    known = {**_linears(model, experts), **_stacks(experts)}
+    linears = _linears(model, experts)
+    read = [name for name in linears if _is_read(model, name)]
+    known = {**{name: target for name, target in linears.items() if name not in read}, **_stacks(experts)}
     names = {name: _names_of(model, target) for name, target in known.items()}
-    _check_entries(settings, names)
+    _check_entries(settings, names, [name.removesuffix(".weight") for name in read])
     chosen = []
     for name, target in known.items():
         # Its own name selects all of it, each name of the checkpoint one part.
@@ -209,18 +214,36 @@ def _experts(model: nn.Module, plan: Mapping[str, int] | None) -> list[ExpertsIn
 def _linears(model: nn.Module, experts: Sequence[ExpertsInfo]) -> dict[str, Target]:
     """Return the linears of the layers.
 
-    Subclasses of ``nn.Linear`` are left out, because they may compute otherwise, and so are routers, because some read
-    a linear's weight without calling it (DeepSeek-V2).
+    Subclasses of ``nn.Linear`` are left out, because they may compute otherwise, and so are routers: a linear beside
+    the experts with an output for each, and what is in a module that families call ``gate`` or ``router``.
     """
     layers = tuple(f"{name}." for name in layer_names(model))
     routed = {info.fqn.rpartition(".")[0]: info.num_experts for info in experts}
+    routers = tuple(f"{block}.{name}." for block in routed for name in ("gate", "router"))
     return {
         f"{fqn}.weight": Target(f"{fqn}.weight", module, "weight", None, False)
         for fqn, module in model.named_modules()
         if type(module) is nn.Linear
         and fqn.startswith(layers)
+        and not f"{fqn}.".startswith(routers)
         and module.out_features != routed.get(fqn.rpartition(".")[0])
     }
+
+
+def _is_read(model: nn.Module, name: str) -> bool:
+    """Tell whether a family's code uses the weight of a linear without calling it, maybe for some kernels alone."""
+    parent, _, own = name.removesuffix(".weight").rpartition(".")
+    use = rf"\bself\.{own}\.weight\b(?!\.d(type|evice)\b)"
+    return re.search(use, _code(type(model.get_submodule(parent)))) is not None
+
+
+@functools.cache
+def _code(kind: type) -> str:
+    """The source of a module's class, without comments; empty where there is none."""
+    try:
+        return re.sub("#.*", "", inspect.getsource(kind))
+    except (OSError, TypeError):
+        return ""
 
 
 def _stacks(experts: Sequence[ExpertsInfo]) -> dict[str, Target]:
@@ -256,8 +279,11 @@ def _matches(name: str, wanted: str | Sequence[str]) -> bool:
     return any(f".{name}".endswith(f".{entry.removesuffix('.weight')}") for entry in wanted)
 
 
-def _check_entries(settings: LoraSettings, names: Mapping[str, Sequence[str]]) -> None:
+def _check_entries(settings: LoraSettings, names: Mapping[str, Sequence[str]], read: Sequence[str]) -> None:
     """Check that each entry of the settings matches a weight.
+
+    Args:
+        read: linears that can't have an adapter, by name.
 
     Raises:
         SettingError: for the first that matches nothing.
@@ -273,6 +299,8 @@ def _check_entries(settings: LoraSettings, names: Mapping[str, Sequence[str]]) -
                 ends = sorted({name.rpartition(".")[2] for name in everything})
                 near = close_matches(said, ends) or ends[:6]
                 rule = f"{said} matches no linear of a layer and no weight of experts."
+                if any(_matches(name, entry) for name in read):
+                    rule = f"the family's code reads the weight of {said} without a call, so an adapter would not act."
                 raise SettingError(f"{settings.node}.{key}", _typed(wanted), rule, f"{_ALL}, or some of {near}")
     if not settings.target_modules and not settings.target_parameters:
         rule = "neither this nor target_parameters selects a weight."

@@ -168,6 +168,22 @@ def test_results_keep_files_that_were_not_run_again_with_the_same_versions(tmp_p
     assert stacks.merged(both, other) == other | {"quickstart": quick["quickstart"]}
 
 
+def test_long_tests_keep_those_that_were_not_run_again(tmp_path):
+    def long_of(*events):
+        rows = stacks.by_file(stacks.outcomes(log(tmp_path, *events)), STAMP, "long")
+        return result(["tests/a.py"], {}) | {"long": rows}
+
+    deselected = {"test": "tests/b.py", "outcome": "deselected"}
+    first = long_of(event("tests/a.py::x[1/2]", "failed", "boom"), event("tests/a.py::y", "passed"), deselected)
+    both = stacks.merged(first, long_of(event("tests/a.py::x[1/2]", "passed"), event("tests/gone.py::z", "passed")))
+    assert {test: row["counts"] for test, row in both["long"].items()} == {
+        "tests/a.py::x[1/2]": {"passed": 1},
+        "tests/a.py::y": {"passed": 1},
+    }
+    assert "* failed: `tests/a.py::x[1/2]`: boom" in stacks.as_markdown({"users": first})
+    assert "| `tests` | 1 | 2 | 0 | 0 |" in stacks.as_markdown({"users": both})
+
+
 def test_page_of_stacks_names_failures_skips_and_what_was_not_run(tmp_path):
     events = [event("tests/a.py::x", "failed", "boom"), event("tests/a.py::y", "skipped", "no GPU")]
     suite = stacks.by_file(stacks.outcomes(log(tmp_path, *events)), STAMP)

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import json
+import re
 import traceback
 
 import pytest
@@ -12,10 +13,13 @@ from torch.func import functional_call
 
 from epfsdp2.engine.build import shard_and_load
 from epfsdp2.engine.checkpoint.safetensors_reader import open_checkpoint
+from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.lora.adapters import A, B, Lora
+from epfsdp2.engine.lora.settings import find_targets
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.model.meta import build_on_meta
+from epfsdp2.engine.moe.outside.families import prepare
 from epfsdp2.engine.topology.dtensor import is_adapter
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from tests.parity import families
@@ -124,6 +128,30 @@ def test_lora_on_transposed_experts_with_biases_and_shared_experts(tmp_path):
 
 def test_lora_on_linears_of_dense_models(tmp_path):
     _compare_families(tmp_path, ["qwen3", "llama"])
+
+
+def _targets(name, **settings):
+    with torch.device("meta"):
+        model = families.ALL[name].build()
+    prepare(model)
+    return {target.name for target in find_targets(model, lora_settings(**settings))}
+
+
+def test_what_a_familys_code_reads_without_a_call_has_no_adapter():
+    """Kernels that fuse Mamba2's last projection take its weight."""
+    mixer = "model.layers.0.mixer"
+    targets = _targets("nemotron_h")
+    assert f"{mixer}.in_proj.weight" in targets and f"{mixer}.out_proj.weight" not in targets
+    assert "model.layers.0.linear_attn.out_proj.weight" in _targets("qwen3_next")
+    with pytest.raises(SettingError, match=r"reads the weight of out_proj without a call"):
+        _targets("nemotron_h", target_modules=["in_proj", "out_proj"])
+    assert f"{mixer}.in_proj.weight" in _targets("nemotron_h", target_modules=["in_proj"])
+
+
+@pytest.mark.parametrize("name", ["afmoe", "gemma4", "granitemoe", "hunyuan_v1_moe", "qwen3_moe", "deepseek_v2"])
+def test_routers_have_no_adapter(name):
+    targets = _targets(name)
+    assert targets and not any(re.search(r"\.(gate|router)\.", target) for target in targets)
 
 
 @pytest.mark.long

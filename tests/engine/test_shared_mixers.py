@@ -213,6 +213,7 @@ def _recurrences():
             patch.setattr(head_parts, "_run", spy)
             *_, packed = _shared(name, MOSTLY_ONE, dist.group.WORLD)
         others = packed._mixers.others.values()
+        assert others, f"no layer of {name} carries a state"
         spread = [m.layer_idx for m in others if type(m).__name__ in SPREAD_OVER_HEADS]
         assert calls == [(layer, length) for layer in spread for length in MOSTLY_ONE], name
         assert "by one rank" not in packed.line(), packed.line()

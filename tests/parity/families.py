@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
 from epfsdp2.engine.compat.transformers_names import RENAMED
@@ -47,6 +48,8 @@ __all__ = [
 ]
 
 _DENSE = {"intermediate_size": 40, "note": "dense"}
+# What Granite 4 calls its Mamba layers; any other name makes layers of attention.
+_MAMBA = transformers.GraniteMoeHybridConfig(num_hidden_layers=1).layer_types[0]
 # Dense and sparse layers; chunks of attention; a layer without rotary embeddings, whose queries are scaled by position.
 _LLAMA4 = sizes(
     **{**LOCAL, "num_experts_per_tok": 1},
@@ -161,7 +164,7 @@ FAMILIES: dict[str, Family] = {
         "GraniteMoeHybrid",
         **GRANITE,
         shared_intermediate_size=20,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        layer_types=[_MAMBA, "full_attention", _MAMBA],
         mamba_n_heads=4,
         mamba_d_state=8,
         mamba_chunk_size=8,
@@ -311,6 +314,8 @@ def save(name: str, folder: Path) -> Path:
         for buffer_name, buffer in model.named_buffers():
             if "bias" in buffer_name:
                 buffer.uniform_(-0.1, 0.1)
+                if "balancing_biases" in buffer_name:
+                    buffer[-1] = -1.0  # which transformers 5.23 writes over what it has loaded (Zaya)
             elif "tid2eid" in buffer_name:  # a router that looks experts up by token
                 buffer.random_(0, 8)
     model.to(getattr(torch, family.dtype)).save_pretrained(folder)

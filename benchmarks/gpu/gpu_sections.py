@@ -32,6 +32,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from benchmarks.experts.compare import BASE, OURS, Local, rates
 from benchmarks.experts.layer import Geometry
 from epfsdp2.engine.fsdp.options import ShardingOptions
+from epfsdp2.engine.head.causal_head import CausalHead, Wanted
 from epfsdp2.engine.model.meta import build_on_meta, materialize
 from epfsdp2.engine.moe.forward import ExpertsRuntime, attach
 from epfsdp2.engine.optim.clip import clip_grad_norm_
@@ -198,6 +199,7 @@ def step() -> Iterator[Row]:
         meshes = build_meshes(DEVICE, topology)
         planned = peak(ModelSizes.built_by(build, options), topology, options, Batch(tokens)).total
         model = build()
+        head = CausalHead(model)
         parallelize(model, meshes, options)
         materialize(model, DEVICE)
         with torch.no_grad():
@@ -214,7 +216,9 @@ def step() -> Iterator[Row]:
                 torch.cuda.reset_peak_memory_stats()
             began = time.perf_counter()
             with _waits_for_the_device() as found:
-                loss = token_loss(model, ids)
+                head.wanted = Wanted(ids.roll(-1), torch.ones(ids.shape, device=DEVICE), with_entropy=True)
+                log_probs, entropy = head.take(model(input_ids=ids, use_cache=False).logits)
+                loss = -(log_probs + 0.01 * entropy).mean()
                 loss.backward()
             norm = clip_grad_norm_(model.parameters(), 1.0, meshes)
             optimizer.step()

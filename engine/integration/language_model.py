@@ -36,9 +36,17 @@ class EPFSDP2EngineWithLMHead(EPFSDP2Engine):
             replay = RouterReplay(module, experts, module.config.get_text_config().num_hidden_layers)
             mode, sp_group = config.router_replay.mode, self.ulysses_parallel_group
             self.router_features.append(ReplayedRoutes(replay, mode, self._is_reference, sp_group))
-        if config.chunked_logits and not self.model_config.use_fused_kernels and not why_whole_logits(module):
-            self._head = CausalHead(module)
         return module
+
+    def _patch(self, module: nn.Module) -> None:
+        super()._patch(module)
+        # With what verl made of the forward, and before there are hooks, which need a real batch.
+        if self.engine_config.chunked_logits and not self.model_config.use_fused_kernels:
+            why = why_whole_logits(module)
+            if not why:
+                self._head = CausalHead(module)
+            elif self.rank == 0:
+                print(f"[epfsdp2] logits are whole: {why}", flush=True)
 
     def _is_reference(self) -> bool:
         """Whether the model is the reference policy now: the actor without its adapters."""

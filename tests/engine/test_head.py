@@ -13,8 +13,8 @@ from epfsdp2.engine.head import log_probs
 from epfsdp2.engine.head.causal_head import CausalHead, Wanted, why_whole_logits
 from epfsdp2.engine.lora.adapters import Lora
 from epfsdp2.engine.lora.settings import LoraSettings
-from tests.engine.test_fused_kernels import HEADS, SCALED
 from tests.parity.families import FAMILIES
+from tests.parity.family import HEADS, SCALED
 from tests.parity.float64 import float64
 from tests.support.models import reference_model, save_qwen3_moe
 from tests.support.ppo import PADDED, of_this_rank, ppo_batch, ppo_samples, ppo_worker
@@ -172,6 +172,8 @@ def _logits_are_whole_where_they_are_read(folder):
                 found = tu.get(output, "log_probs").unbind()[i][:-1]
                 torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     assert ppo_worker(folder, 2, chunked_logits=False).engine._head is None
+    shared = ppo_worker(folder, 2, ulysses_sequence_parallel_size=2)
+    assert shared.engine._head is not None
     dist.barrier()
 
 

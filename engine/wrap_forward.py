@@ -8,7 +8,16 @@ from torch import nn
 
 __all__ = ["ORDER", "wrap_forward", "wrapped_by"]
 
-ORDER = ("packed_sequences", "router_losses", "router_replay", "shared_experts", "autocast", "compile", "recompute")
+ORDER = (
+    "log_probs",
+    "packed_sequences",
+    "router_losses",
+    "router_replay",
+    "shared_experts",
+    "autocast",
+    "compile",
+    "recompute",
+)
 """What wraps forwards, the innermost first.
 
 Routers are watched and replayed inside of what is computed again in backward, so that a recomputation takes the same

@@ -100,6 +100,16 @@ FEATURES = (
         ),
     ),
     Feature(
+        "log-probs without whole logits",
+        "[`engine.chunked_logits`](engine.md#log-probs-and-entropy), by default; whole logits where they are scaled, "
+        "capped or read",
+        "",
+        (
+            "engine/test_head.py::test_every_family_is_exact_or_keeps_whole_logits",
+            "engine/test_head.py::test_logits_are_whole_where_verl_reads_them",
+        ),
+    ),
+    Feature(
         "fused linear cross-entropy",
         "`use_fused_kernels`",
         "heads with a bias or scaled logits",

@@ -53,6 +53,7 @@ THIRD_PARTIES: dict[str, frozenset[str]] = {
     "engine/lora": TORCH | {"safetensors"},
     "engine/parallelize.py": TORCH,
     "engine/fsdp": MODEL,
+    "engine/head": TORCH,
     "engine/packing": MODEL,
     "engine/model": MODEL,
     "engine/moe/outside": TORCH,

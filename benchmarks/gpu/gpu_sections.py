@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from benchmarks.experts.compare import BASE, OURS, Local, rates
 from benchmarks.experts.layer import Geometry
 from epfsdp2.engine.fsdp.options import ShardingOptions
+from epfsdp2.engine.head.causal_head import CausalHead, Wanted
 from epfsdp2.engine.model.meta import build_on_meta, materialize
 from epfsdp2.engine.moe.forward import ExpertsRuntime, attach
 from epfsdp2.engine.optim.clip import clip_grad_norm_
@@ -180,8 +181,7 @@ def speeds() -> Iterator[Row]:
 
 def step() -> Iterator[Row]:
     """Steps of a model of two layers at full width, on one rank: waits for the device, memory, speed."""
-    tokens = 8192 if HAS_GPU else 64
-    sizes = QWEN3_30B if HAS_GPU else TINY
+    tokens, sizes = (8192, QWEN3_30B) if HAS_GPU else (64, TINY)
 
     def build(dtype: torch.dtype = torch.float32) -> Any:
         config = Qwen3MoeConfig(**sizes, num_hidden_layers=2, attn_implementation="sdpa")
@@ -196,6 +196,7 @@ def step() -> Iterator[Row]:
         planned_sizes = ModelSizes.built_by(build, options)
         planned = {n: peak(planned_sizes, topology, options, Batch(tokens, n)).total for n in (1, 2)}
         model = build()
+        head = CausalHead(model)
         parallelize(model, meshes, options)
         materialize(model, DEVICE)
         with torch.no_grad():
@@ -213,7 +214,8 @@ def step() -> Iterator[Row]:
             began = time.perf_counter()
             with _waits_for_the_device() as found:
                 for _ in range(micro_batches):
-                    loss = token_loss(model, ids)
+                    head.wanted = Wanted(ids.roll(-1), torch.ones(ids.shape, device=DEVICE), with_entropy=True)
+                    loss = -torch.stack(head.take(model(input_ids=ids, use_cache=False).logits)).mean()
                     loss.backward()
             norm = clip_grad_norm_(model.parameters(), 1.0, meshes)
             optimizer.step()

@@ -6,7 +6,8 @@ Both engines sit in verl's own worker in the same processes, on the same checkpo
 with activation checkpointing, verl's default. Sides take turns; each ratio is taken within a turn, and medians are
 compared. The model is a Qwen3-MoE with 95 % of its weights in experts, of which a token uses one in sixteen, as in
 Qwen3-30B-A3B. Bytes on the wire are counted where FSDP and the dispatch call torch, in one more update; they have to
-equal the plan's (``engine/planner/traffic.py``), byte for byte.
+equal the plan's (``engine/planner/traffic.py``), byte for byte. In each turn the ranks also multiply the matrices of an
+update and do nothing else (``matmuls.py``): no update is faster. Two rows have a vocabulary as large as users' models.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3
 
 from benchmarks.machine import machine
 from benchmarks.tables import write_table
+from benchmarks.update.matmuls import matmuls, seconds
 from epfsdp2.engine.declared.derived import sharding_options
 from epfsdp2.engine.model.meta import build_on_meta
 from epfsdp2.engine.planner.memory import Batch
@@ -45,10 +47,12 @@ from tests.support.wire import Counted, counted_collectives
 
 STOCK = "verl fsdp2"
 WORLDS, TOKENS, PER_RANK = (1, 2, 4), (256, 1024), 4
+LARGE_VOCABULARY = 65536  # measured on two ranks with the most tokens
 # Of tokens per second in an update; the first with ep over all ranks and the fewest tokens.
 FULL_EP_SPEEDUP, LEAST_SPEEDUP = 2.0, 0.95
 COLUMNS = [
     "ranks",
+    "vocabulary",
     "tokens of a rank",
     "side",
     "log-probs s",
@@ -57,6 +61,7 @@ COLUMNS = [
     "of verl's",
     "wire MB",
     "plan MB",
+    "of the matmuls'",
 ]
 MODEL = {
     "vocab_size": 3072,
@@ -86,10 +91,17 @@ class Row:
     speedup: float  # over verl's, of the update
     wire: float
     plan: float
+    vocabulary: int = MODEL["vocab_size"]
+    matmuls: float = 0.0  # seconds of the update's matrix multiplications alone
 
     @property
     def tokens_per_second(self) -> float:
         return self.world * self.tokens / self.update
+
+    @property
+    def of_matmuls(self) -> float:
+        """The share of an update that its matrix multiplications would take alone."""
+        return self.matmuls / self.update
 
     @property
     def holds(self) -> bool:
@@ -136,17 +148,19 @@ def stock_worker(folder: Path, loss: Any) -> Any:
 
 def measure(folder: Path, out: Path, eps: Sequence[int], tokens: Sequence[int], repeats: int) -> None:
     """Rank 0 writes, for each number of tokens, seconds of each turn and bytes of all ranks, by side."""
-    world, vocabulary, figures = dist.get_world_size(), AutoConfig.from_pretrained(folder).vocab_size, []
+    world, model, figures = dist.get_world_size(), AutoConfig.from_pretrained(folder).to_dict(), []
     workers = {f"ep {ep}": ppo_worker(folder, ep, micro_batch=PER_RANK) for ep in eps}
     ours = dict(workers)
     workers[STOCK] = stock_worker(folder, next(iter(workers.values())).loss_fn)
     for count in tokens:
-        samples = samples_of(world, count, vocabulary)
-        seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in workers}
+        samples = samples_of(world, count, model["vocab_size"])
+        sides: dict[str, list[tuple[float, float]]] = {name: [] for name in workers}
+        bound: list[float] = []
         for turn in range(repeats + 1):
             names = [*workers][turn % len(workers) :] + [*workers][: turn % len(workers)]  # each is the first at times
             for name in names:
-                seconds[name].append(_step(workers[name], samples))
+                sides[name].append(_step(workers[name], samples))
+            bound.append(_bound(model, samples))
         wire = {name: _wire(worker, samples) for name, worker in workers.items()}
         planned = {name: _planned(folder, worker, count) for name, worker in ours.items()}
         for name, plan in planned.items():
@@ -155,7 +169,8 @@ def measure(folder: Path, out: Path, eps: Sequence[int], tokens: Sequence[int], 
             assert found == wanted, f"{world} ranks, {name}, {count} tokens: {found} is not {wanted}"
         received = {name: sum(c.wire for c in counted.values()) for name, counted in wire.items()}
         plans = {name: world * sum(c.wire for c in plan) for name, plan in planned.items()}
-        figures.append({"seconds": {n: s[1:] for n, s in seconds.items()}, "wire": received, "plan": plans})
+        turns = {name: found[1:] for name, found in sides.items()}
+        figures.append({"seconds": turns, "wire": received, "plan": plans, "matmuls": bound[1:]})
     if dist.get_rank() == 0:
         out.write_text(json.dumps(figures))
 
@@ -179,6 +194,15 @@ def _step(worker: Any, samples: Sequence[Sample]) -> tuple[float, float]:
     worker.train_batch(train)
     dist.barrier()
     return half - began, time.monotonic() - half
+
+
+def _bound(model: dict[str, Any], samples: Sequence[Sample]) -> float:
+    """Seconds of an update's matrix multiplications, on all ranks at once."""
+    products = list(matmuls(model, [len(ids) for ids, *_ in samples[:PER_RANK]]))
+    dist.barrier()
+    took = torch.tensor(seconds(products))
+    dist.all_reduce(took, op=dist.ReduceOp.MAX)
+    return took.item()
 
 
 def _wire(worker: Any, samples: Sequence[Sample]) -> dict[str, Counted]:
@@ -210,7 +234,8 @@ def run(model: dict[str, Any], world: int, eps: Sequence[int], tokens: Sequence[
         Qwen3MoeForCausalLM(Qwen3MoeConfig(**model)).float().save_pretrained(folder)
         run_ranks(measure, world, folder, out, eps, tokens, repeats, timeout=1800)
         figures = json.loads(out.read_text())
-    return [row for count, found in zip(tokens, figures, strict=True) for row in rows_of(world, count, found)]
+    rows = [row for count, found in zip(tokens, figures, strict=True) for row in rows_of(world, count, found)]
+    return [replace(row, vocabulary=model["vocab_size"]) for row in rows]
 
 
 def rows_of(world: int, tokens: int, figures: dict[str, Any]) -> list[Row]:
@@ -222,7 +247,8 @@ def rows_of(world: int, tokens: int, figures: dict[str, Any]) -> list[Row]:
         speedup = statistics.median(v[1] / o[1] for v, o in zip(seconds[STOCK], seconds[side], strict=True))
         ep = 0 if side == STOCK else int(side.removeprefix("ep "))
         wire, plan = figures["wire"][side], figures["plan"].get(side, 0)
-        rows.append(Row(world, tokens, side, ep, log_probs, update, speedup, wire, plan))
+        matmuls = statistics.median(figures["matmuls"])
+        rows.append(Row(world, tokens, side, ep, log_probs, update, speedup, wire, plan, matmuls=matmuls))
     return rows
 
 
@@ -237,6 +263,7 @@ def share_of_experts(model: dict[str, Any]) -> float:
 def cells(row: Row) -> list[str]:
     return [
         str(row.world),
+        str(row.vocabulary),
         str(row.tokens),
         row.side,
         f"{row.log_probs:.2f}",
@@ -245,6 +272,7 @@ def cells(row: Row) -> list[str]:
         f"{row.speedup:.2f} x" + ("" if row.holds else " (below the bound)"),
         f"{row.wire / 1e6:.3f}",
         "" if row.ep == 0 else f"{row.plan / 1e6:.3f}",
+        f"{row.of_matmuls:.2f}",
     ]
 
 
@@ -255,6 +283,8 @@ def write(rows: list[Row], repeats: int) -> None:
         f"sides take turns in the same processes, medians of {repeats}, ratios within a turn; one thread per rank.",
         "Tokens/s are of an update, of all ranks. Wire: bytes that all ranks together receive in an update, counted;",
         "plan: what `engine/planner/traffic.py` says, which is asserted to be the same, by bytes and by calls.",
+        "Of the matmuls': seconds of an update's matrix multiplications alone (`benchmarks/update/matmuls.py`), in the",
+        "same turns, over those of the update: 1 is what no engine is faster than.",
         "",
         f"Bounds: `ep` over all ranks with {TOKENS[0]} tokens at least {FULL_EP_SPEEDUP} x, every other row at least",
         f"{LEAST_SPEEDUP} x verl's. What EP saves does not grow with tokens, which both sides compute alike.",
@@ -263,7 +293,10 @@ def write(rows: list[Row], repeats: int) -> None:
         "machine": where,
         "model": MODEL,
         "repeats": repeats,
-        "rows": [asdict(row) | {"tokens_per_second": row.tokens_per_second, "holds": row.holds} for row in rows],
+        "rows": [
+            asdict(row) | {"tokens_per_second": row.tokens_per_second, "of_matmuls": row.of_matmuls, "holds": row.holds}
+            for row in rows
+        ],
     }
     versions = ", ".join(f"{name} {where['versions'][name]}" for name in ("torch", "verl", "transformers"))
     on = f"{where['cpu']}, {where['cores']} cores; {versions}"
@@ -276,15 +309,21 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5, help="turns that count")
     parser.add_argument("--worlds", type=int, nargs="+", default=WORLDS, help="ranks; fewer write no result file")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="of a rank in an update")
+    parser.add_argument(
+        "--large", action=argparse.BooleanOptionalAction, default=True, help=f"a vocabulary of {LARGE_VOCABULARY:,} too"
+    )
     asked = parser.parse_args()
     rows: list[Row] = []
     for world in track(asked.worlds, "measuring", console=Console(stderr=True)):
         rows += run(MODEL, world, divisors(world), asked.tokens, asked.repeats)
+        if world == 2 and asked.large:
+            large = MODEL | {"vocab_size": LARGE_VOCABULARY}
+            rows += run(large, world, [world], asked.tokens[-1:], asked.repeats)
     shown = Table(*COLUMNS)
     for row in rows:
         shown.add_row(*cells(row))
     Console(width=160).print(shown)
-    if (*asked.worlds,) == WORLDS and (*asked.tokens,) == TOKENS:
+    if (*asked.worlds,) == WORLDS and (*asked.tokens,) == TOKENS and asked.large:
         write(rows, asked.repeats)
     return 0 if all(row.holds for row in rows) else 1
 

@@ -259,10 +259,19 @@ class EngineSettings:
         "Whether to defer gradient synchronization until the last micro-batch: less communication, and unsharded "
         "gradients stay in memory between micro-batches",
     )
+    chunked_logits: bool = setting(
+        True,
+        FLAG,
+        "Compute log-probs and entropies in the head's forward, a tile of the logits at a time, which backward "
+        "computes again: logits are never whole. They are, as with False, where a family changes them after its head, "
+        "and in micro-batches of which verl computes something else (top-k distillation, sums of squared "
+        "probabilities)",
+        shards=True,
+    )
     entropy_from_logits_with_chunking: bool = setting(
         False,
         FLAG,
-        "Whether to compute the entropy in chunks",
+        "Whether to compute the entropy of whole logits in chunks",
     )
     entropy_from_logits_chunk_size: int = setting(
         2048,
@@ -272,7 +281,7 @@ class EngineSettings:
     entropy_checkpointing: bool = setting(
         False,
         FLAG,
-        "Whether to recompute the entropy in backward",
+        "Whether to recompute the entropy of whole logits in backward",
     )
     use_torch_compile: bool = setting(
         False,

@@ -43,4 +43,5 @@ class ShardingOptions:
     compile_dense: bool = False
     freeze_vision_tower: bool = False
     head_in_root: bool = False
+    chunked_logits: bool = True
     cpu_offload: bool = False

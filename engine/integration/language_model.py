@@ -1,10 +1,15 @@
 """The causal language model behind verl's engine interface: actor, reference policy and SFT."""
 
+from types import SimpleNamespace
 from typing import Any
 
+import torch
+from tensordict import TensorDict
 from torch import nn
+from verl.utils import tensordict_utils as tu
 from verl.workers.engine.base import EngineRegistry
 
+from ..head.causal_head import CausalHead, Wanted, why_whole_logits
 from ..moe.find import find_experts
 from ..moe.router.replay import RouterReplay
 from ..preflight.features import check_replay
@@ -19,6 +24,9 @@ __all__ = ["EPFSDP2EngineWithLMHead"]
 class EPFSDP2EngineWithLMHead(EPFSDP2Engine):
     """Actor, reference policy, SFT."""
 
+    _head: CausalHead | None = None
+    """The head where it can return log-probs; None where logits are whole in every micro-batch."""
+
     def _build_module(self) -> nn.Module:
         module: Any = super()._build_module()
         config = self.engine_config
@@ -30,6 +38,52 @@ class EPFSDP2EngineWithLMHead(EPFSDP2Engine):
             self.router_features.append(ReplayedRoutes(replay, mode, self._is_reference, sp_group))
         return module
 
+    def _patch(self, module: nn.Module) -> None:
+        super()._patch(module)
+        # With what verl made of the forward, and before there are hooks, which need a real batch.
+        if self.engine_config.chunked_logits and not self.model_config.use_fused_kernels:
+            why = why_whole_logits(module)
+            if not why:
+                self._head = CausalHead(module)
+            elif self.rank == 0:
+                print(f"[epfsdp2] logits are whole: {why}", flush=True)
+
     def _is_reference(self) -> bool:
         """Whether the model is the reference policy now: the actor without its adapters."""
         return self._lora is not None and not self._lora.enabled
+
+    def prepare_model_inputs(self, micro_batch):
+        inputs, arguments = super().prepare_model_inputs(micro_batch)
+        if self._head is not None:
+            self._head.wanted = None if _reads_logits(micro_batch) else _wanted(arguments, micro_batch)
+        return inputs, arguments
+
+    def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
+        if self._head is not None and self._head.wanted is not None:
+            log_probs, entropy = self._head.take(output.logits)
+            # verl then takes both as they are; the loss function gets the batch without this.
+            output, micro_batch = SimpleNamespace(log_probs=log_probs, entropy=entropy), micro_batch.copy()
+            tu.assign_non_tensor(micro_batch, use_fused_kernels=True)
+        return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+
+
+def _reads_logits(micro_batch: TensorDict) -> bool:
+    """Whether verl computes something else of a micro-batch's logits than log-probs and entropies."""
+    others = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
+    return any(tu.get_non_tensor_data(micro_batch, key=key, default=False) for key in others)
+
+
+def _wanted(arguments: dict[str, Any], micro_batch: TensorDict) -> Wanted:
+    """What verl computes of a micro-batch's logits.
+
+    Args:
+        arguments: what verl's ``prepare_model_inputs`` returns for its ``prepare_model_outputs``.
+    """
+    labels, temperature = arguments["input_ids_rmpad_rolled"], arguments.get("temperature_rmpad")
+    if temperature is None:  # rows are padded, labels are not
+        lengths = micro_batch["input_ids"].offsets().diff()
+        is_token = torch.arange(int(lengths.max()), device=labels.device) < lengths[:, None]
+        labels = torch.zeros_like(is_token, dtype=labels.dtype).masked_scatter_(is_token, labels)
+        temperature = arguments["temperature"][:, None].expand_as(labels)
+    with_entropy = tu.get_non_tensor_data(micro_batch, key="calculate_entropy", default=False)
+    return Wanted(labels, temperature, bool(with_entropy))

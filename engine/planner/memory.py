@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 from ..fsdp.options import ShardingOptions
 from ..fsdp.unit import EMBEDDINGS, HEAD, Stage, Unit
+from ..head.log_probs import tile_bytes
 from ..topology.expert_placement import check_experts_divide, check_inner_divides
 from ..topology.mesh import Topology
 from .activations import LayerActivations
@@ -249,8 +250,11 @@ class _Step:
         return (at.output + repeated) * self.options.param_dtype.itemsize
 
     def logits(self) -> int:
-        """Return the bytes of the logits and their gradient in the compute dtype, and of their softmax in float32."""
+        """Return the bytes of the logits and their gradient in the compute dtype, and of their softmax in float32; or
+        of a tile of them."""
         if self.options.head_in_root:  # fused cross-entropy allocates none
             return 0
-        width = 2 * self.options.param_dtype.itemsize + 4
-        return self.batch.tokens * self.sizes.outputs * width
+        tokens, outputs, dtype = self.batch.tokens, self.sizes.outputs, self.options.param_dtype
+        if self.sizes.chunked_logits:
+            return tile_bytes(tokens, outputs, self.sizes.head_width, dtype, "cpu" if self.gloo else "cuda")
+        return tokens * outputs * (2 * dtype.itemsize + 4)

@@ -11,6 +11,7 @@ from ..fsdp.options import ShardingOptions
 from ..fsdp.ulysses import heads_to_split
 from ..fsdp.unit import Stage, Unit, UnitSizes, stages_of
 from ..fsdp.wrap_plan import frozen_parameters, wrap_plan
+from ..head.causal_head import why_whole_logits
 from ..model.layers import layer_names
 from ..moe.find import UnsupportedModelError
 from ..moe.gemm.backends import has_backend
@@ -30,6 +31,8 @@ class ModelSizes:
         master: dtype of the parameters that the optimizer steps.
         whole: bytes of parameters that are not sharded.
         outputs: outputs of the head per token: logits, or one value for a critic.
+        head_width: of the hidden states that the head reads.
+        chunked_logits: whether the head returns log-probs, and logits are never whole.
         num_experts: number of experts of each experts module.
         etp_sizes: what an expert tensor-parallel size has to divide; 1 where experts can't be cut.
         matrices: names of the parameters that Muon steps.
@@ -45,6 +48,8 @@ class ModelSizes:
     master: torch.dtype
     whole: int
     outputs: int
+    head_width: int
+    chunked_logits: bool
     num_experts: tuple[int, ...]
     etp_sizes: tuple[int, ...]
     matrices: Collection[str]
@@ -80,6 +85,8 @@ class ModelSizes:
             unshared = str(error)
         kinds = " and ".join(sorted({type(module).__name__ for module in find_mixers(model).others.values()}))
         head = model.get_output_embeddings()
+        outputs, width = (1, 0) if head is None else head.weight.shape
+        chunked_logits = options.chunked_logits and outputs > 1 and not why_whole_logits(model)
         for name in frozen_parameters(model, options):
             model.get_parameter(name).requires_grad_(False)
         traced, untraced = Traced({}, 0.0), ""
@@ -94,7 +101,9 @@ class ModelSizes:
             traced=traced,
             master=master,
             whole=whole_bytes,
-            outputs=1 if head is None else head.weight.shape[0],
+            outputs=outputs,
+            head_width=width,
+            chunked_logits=chunked_logits,
             num_experts=tuple(next(unit.shapes[name][dim] for name, dim in unit.ep_dims.items()) for unit in experts),
             etp_sizes=tuple(sorted({size for unit in experts for size in _etp_sizes(unit)})),
             matrices=matrices,

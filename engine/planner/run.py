@@ -181,7 +181,7 @@ def _uncounted(engine: Any, model: Any, optimizer: Any, sizes: ModelSizes, devic
     if engine.ulysses_sequence_parallel_size > 1 and sizes.uncounted:
         found.append(f"{sizes.uncounted} (engine.ulysses_sequence_parallel_size)")
     chunked = engine.entropy_from_logits_with_chunking or engine.entropy_checkpointing
-    if not chunked and not get_setting(model, "use_fused_kernels"):
+    if not chunked and not sizes.chunked_logits and not get_setting(model, "use_fused_kernels"):
         found.append("the entropy's copies of the logits (engine.entropy_from_logits_with_chunking)")
     return found
 

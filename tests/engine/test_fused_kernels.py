@@ -10,6 +10,7 @@ import torch.distributed as dist
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight.features import check_fused_kernels
 from tests.parity.families import FAMILIES
+from tests.parity.family import HEADS, SCALED
 from tests.support.models import reference_model, save_qwen3_moe
 from tests.support.ppo import PADDED, ppo_batch, ppo_samples, ppo_worker, reference_update
 from tests.support.ranks import run_ranks
@@ -17,15 +18,6 @@ from tests.support.ranks import run_ranks
 FUSED = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}
 # verl has forwards of its own for models with images.
 TEXT = [name for name, family in FAMILIES.items() if family.model.endswith("ForCausalLM")]
-
-
-SCALED = ("cohere2_moe", "granitemoe", "granitemoehybrid", "granitemoeshared")  # their logits
-# What larger models of three families have, and their tiny ones here have not.
-HEADS = [
-    ("phimoe", "lm_head_bias", True),
-    ("ernie4_5_moe", "use_bias", True),
-    ("gemma4", "final_logit_softcapping", 5.0),
-]
 
 
 @pytest.mark.parametrize(

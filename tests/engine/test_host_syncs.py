@@ -17,6 +17,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from epfsdp2.engine.fsdp.activation_checkpoint import _routing_contexts
+from epfsdp2.engine.head import log_probs
 from epfsdp2.engine.integration.step_features import RouterTerms
 from epfsdp2.engine.moe.find import find_experts
 from epfsdp2.engine.moe.forward import ExpertsRuntime, attach, experts_forward
@@ -164,3 +165,13 @@ def test_what_would_wait_is_seen():
         torch.repeat_interleave(tensor, tensor, output_size=3), torch.tensor([1]), tensor.new_tensor([2])
     assert {"tensor", "new_tensor", "index", "nonzero", "repeat_interleave", "__int__", "item"} <= set(waits.found)
     assert waits.found.count("repeat_interleave") == 1, "with its size given it does not wait"
+
+
+def test_log_probs_a_tile_at_a_time_read_nothing(monkeypatch):
+    monkeypatch.setattr(log_probs, "tile_sizes", lambda device: (5, 16))
+    hidden, weight = (torch.randn(n, D, requires_grad=True) for n in (TOKENS, 40))
+    labels, temperature, waits = torch.arange(TOKENS), torch.ones(TOKENS), Waits()
+    with waits.counting():
+        found = log_probs.log_probs_and_entropy(hidden, weight, None, labels, temperature, True)
+        found.backward(torch.ones_like(found))
+    assert hidden.grad.abs().sum() > 0 and waits.found == []

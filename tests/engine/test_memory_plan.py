@@ -6,12 +6,13 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.functional import cross_entropy
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GraniteMoeConfig, Qwen3Config, Qwen3MoeConfig
 
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.fsdp.ulysses import SequenceParallel
+from epfsdp2.engine.head.causal_head import CausalHead, Wanted
+from epfsdp2.engine.head.log_probs import tile_bytes
 from epfsdp2.engine.lora.adapters import Lora, lora_of
 from epfsdp2.engine.lora.settings import LoraSettings
 from epfsdp2.engine.model.meta import build_on_meta
@@ -183,13 +184,14 @@ def test_trace_counts_what_a_real_forward_saves():
 
 def _step_is_counted(folder, ep, fsdp_size, etp, options, tokens, sp, lora, expected):
     """Count the bytes of every collective of one step, from the inputs of torch's functions."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world, head = dist.get_rank(), dist.get_world_size(), []
 
     def before(model):
         if sp > 1:
             SequenceParallel(model, build_sequence_mesh("cpu", world, sp).get_group("sp"), PackedSequences(model))
         if lora is not None:
             Lora(model, lora)
+        head.append(CausalHead(model))
 
     def initialize(name, tensor, fits):
         tensor.fill_(0.1)
@@ -202,8 +204,9 @@ def _step_is_counted(folder, ep, fsdp_size, etp, options, tokens, sp, lora, expe
     ids = torch.randint(0, VOCAB, (1, tokens), generator=torch.Generator().manual_seed(rank))
     with counted_collectives(meshes.etp_group) as counted:
         positions = torch.arange(tokens * sp)[None]
-        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-        cross_entropy(logits[0, :-1], ids[0, 1:]).backward()
+        head[0].wanted = Wanted(ids.roll(-1), torch.ones(ids.shape), with_entropy=False)
+        log_probs, _ = head[0].take(model(input_ids=ids, position_ids=positions, use_cache=False).logits)
+        log_probs.mean().backward()
     everyone = [None] * world
     dist.all_gather_object(everyone, counted)
     # Routing is not balanced: what a rank receives and sends back differs, and its sum over the ranks does not.
@@ -292,10 +295,22 @@ def test_timeline_of_backward_counts_the_copies_of_what_computes_the_experts(ep)
     assert on_a_cpu == in_backward["torch"]
 
 
-def test_timeline_counts_the_logits_of_a_tied_head():
-    sizes = _sizes(tie_word_embeddings=True)
-    when = {m.when: m for m in timeline(sizes, Topology.arrange(2, 1), FLOAT32, Batch(64))}
-    assert when["logits"].logits == 64 * 64 * 12
+def test_timeline_counts_the_logits_of_a_tied_head_or_a_tile_of_them():
+    def logits(options, tokens, **sizes):
+        points = timeline(_sizes(options, tie_word_embeddings=True, **sizes), Topology.arrange(2, 1), options, tokens)
+        return {m.when: m for m in points}["logits"].logits
+
+    whole, bf16 = replace(FLOAT32, chunked_logits=False), ShardingOptions()
+    assert logits(whole, Batch(64)) == 64 * 64 * 12
+    assert logits(FLOAT32, Batch(64)) == 64 * 64 * 8
+    # On a GPU a tile has at most 2,048 tokens and 16,384 tokens of the vocabulary; hidden states have 32.
+    assert logits(FLOAT32, Batch(8192), vocab_size=32768) == 2048 * 16384 * 8
+    in_bf16 = 2048 * 16384 * 12 + 32 * (4 * (8192 + 16384) + 2 * 16384)
+    assert logits(bf16, Batch(8192), vocab_size=32768) == in_bf16
+    assert tile_bytes(8192, 32768, 32, torch.float32, "cpu") == 256 * 1024 * 8
+    granite = GraniteMoeConfig(**{**TINY, "num_local_experts": 8, "intermediate_size": 48, "logits_scaling": 2.0})
+    build = partial(build_on_meta, AutoModelForCausalLM, granite)
+    assert not ModelSizes.built_by(build, FLOAT32).chunked_logits
     fused = replace(FLOAT32, head_in_root=True)
     assert max(m.logits for m in timeline(_sizes(fused), Topology.arrange(2, 1), fused, Batch(64))) == 0
 

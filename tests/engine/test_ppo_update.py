@@ -19,6 +19,7 @@ from tests.support.ranks import run_ranks
 
 WORLD = 4
 RELATIVE = 1e-5
+WHOLE = {"chunked_logits": False}  # logits
 
 
 def test_gradients_and_norm_equal_the_plain_model(tmp_path):
@@ -32,11 +33,13 @@ def test_gradients_and_norm_equal_the_plain_model(tmp_path):
         {"ep": 2, "param_offload": True, "optimizer_offload": True},
         {"ep": 2, "offload_policy": True},
         {"ep": 2, "pad_to_length": True, "pad_to_length_bucket": 32},
-        {"ep": 2, "entropy_from_logits_with_chunking": True, "entropy_from_logits_chunk_size": 8},
-        {"ep": 2, "entropy_checkpointing": True, "reshard_after_forward": False},
-        {"ep": 4, "entropy_checkpointing": True, "entropy_from_logits_with_chunking": True},
+        {"ep": 2, **WHOLE, "entropy_from_logits_with_chunking": True, "entropy_from_logits_chunk_size": 8},
+        {"ep": 2, **WHOLE, "entropy_checkpointing": True, "reshard_after_forward": False},
+        {"ep": 4, **WHOLE, "entropy_checkpointing": True, "entropy_from_logits_with_chunking": True},
+        {"ep": 2, "reshard_after_forward": False},
         {"ep": 2, "model": PADDED},
-        {"ep": 4, "model": PADDED, "dynamic": True, "entropy_checkpointing": True},
+        {"ep": 4, "model": PADDED, "dynamic": True},
+        {"ep": 4, "model": PADDED, **WHOLE, "dynamic": True, "entropy_checkpointing": True},
     ]
     run_ranks(check_ppo_updates, WORLD, save_qwen3_moe(tmp_path), cases, timeout=500)
 

@@ -207,8 +207,8 @@ def test_a_ppo_update_equals_the_plain_model_on_every_mesh(tmp_path):
         _sp(2, 2, param_offload=True, optimizer_offload=True),
         _sp(2, 2, offload_policy=True),
         _sp(2, 4, pad_to_length=True, pad_to_length_bucket=32),
-        _sp(2, 2, entropy_from_logits_with_chunking=True, entropy_from_logits_chunk_size=8),
-        _sp(2, 2, entropy_checkpointing=True, reshard_after_forward=False),
+        _sp(2, 2, chunked_logits=False, entropy_from_logits_with_chunking=True, entropy_from_logits_chunk_size=8),
+        _sp(2, 2, chunked_logits=False, entropy_checkpointing=True, reshard_after_forward=False),
     ]
     run_ranks(check_ppo_updates, WORLD, save_qwen3_moe(tmp_path), cases, timeout=600)
 

@@ -11,10 +11,12 @@ from tests.support.models import VOCAB
 __all__ = [
     "DEEPSEEK",
     "GRANITE",
+    "HEADS",
     "LINEAR",
     "LOCAL",
     "MLA",
     "QWEN",
+    "SCALED",
     "SPARSE_LAYERS",
     "VISION",
     "AsAuto",
@@ -159,3 +161,11 @@ LINEAR = {
     "shared_expert_intermediate_size": 20,
 }
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
+SCALED = ("cohere2_moe", "granitemoe", "granitemoehybrid", "granitemoeshared")
+"""Families that scale their logits."""
+HEADS = [
+    ("phimoe", "lm_head_bias", True),
+    ("ernie4_5_moe", "use_bias", True),
+    ("gemma4", "final_logit_softcapping", 5.0),
+]
+"""What larger models of three families have of a head, and their tiny ones here have not."""

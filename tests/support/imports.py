@@ -42,6 +42,7 @@ ROOMS = (
     "engine/lora",
     "engine/parallelize.py",
     "engine/fsdp",
+    "engine/head",
     "engine/packing",
     "engine/model",
     "engine/moe/outside",

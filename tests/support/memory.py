@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._profiler import _EventType
-from torch.nn.functional import cross_entropy
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import (
     AutoConfig,
@@ -32,6 +31,7 @@ from transformers import (
 
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.fsdp.ulysses import SequenceParallel
+from epfsdp2.engine.head.causal_head import CausalHead, Wanted
 from epfsdp2.engine.lora.adapters import Lora, lora_of
 from epfsdp2.engine.lora.settings import LoraSettings
 from epfsdp2.engine.model.meta import build_on_meta, materialize
@@ -152,6 +152,7 @@ def measure(folder: Path, row: Row, out: Path) -> None:
         model = build(row)
         if row.sp > 1:
             SequenceParallel(model, build_sequence_mesh("cpu", WORLD, row.sp).get_group("sp"), PackedSequences(model))
+        head = None if row.critic else CausalHead(model)
         parallelize(model, meshes, sharding(row))
         materialize(model, "cpu")
         with torch.no_grad():
@@ -166,10 +167,12 @@ def measure(folder: Path, row: Row, out: Path) -> None:
             # Given positions, transformers makes a mask, with which sdpa holds scores that it does not without.
             positions = torch.arange(row.tokens * row.sp)[None] if row.sp > 1 else None
             with record_function(step):
-                logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-                loss = (logits * logits).mean() if row.critic else cross_entropy(logits[0, :-1], ids[0, 1:])
+                if head is not None:
+                    head.wanted = Wanted(ids.roll(-1), torch.ones(ids.shape), with_entropy=True)
+                outputs = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+                loss = (outputs * outputs).mean() if head is None else -torch.stack(head.take(outputs)).mean()
                 loss.backward()
-                del logits, loss
+                del outputs, loss
                 clip_grad_norm_(model.parameters(), 1.0, meshes)
                 optimizer.step()
                 optimizer.zero_grad()

@@ -1,0 +1,80 @@
+"""What is computed of a tile of logits ``[n, k]``: reduced in forward, replaced by its gradient in backward."""
+
+import torch
+
+__all__ = ["LABEL", "MOST", "TOTAL", "WEIGHTED", "add_product", "gradient_of", "reduce_tile"]
+
+# Rows of what was reduced of each token so far, with its maximum m: m, the sum of e^(z - m), the sum of
+# e^(z - m) (z - m), and the label's z.
+MOST, TOTAL, WEIGHTED, LABEL = range(4)
+
+
+def reduce_tile(
+    logits: torch.Tensor, scale: torch.Tensor, labels: torch.Tensor, sums: torch.Tensor, with_entropy: bool
+) -> None:
+    """Add a tile to the sums of its tokens; it may be overwritten.
+
+    Args:
+        scale: ``[n]``, what the logits are multiplied by.
+        labels: ``[n]``, columns of the tile, where they are outside of it another tile's.
+        sums: ``[4, n]``, changed.
+    """
+    z = _scaled(logits, scale)
+    inside, column = _columns(labels, z)
+    sums[LABEL] = torch.where(inside, z.gather(1, column[:, None])[:, 0], sums[LABEL])
+    before = sums[MOST].clone()
+    torch.maximum(before, z.amax(dim=1), out=sums[MOST])
+    z -= sums[MOST, :, None]
+    less = before - sums[MOST]
+    factor = less.exp()
+    e = z.exp() if with_entropy else z.exp_()
+    if with_entropy:
+        sums[WEIGHTED] = factor * (sums[WEIGHTED] + less * sums[TOTAL]) + torch.linalg.vecdot(e, z)
+    sums[TOTAL] = factor * sums[TOTAL] + e.sum(dim=1)
+
+
+def gradient_of(
+    logits: torch.Tensor,
+    scale: torch.Tensor,
+    labels: torch.Tensor,
+    lse: torch.Tensor,
+    common: torch.Tensor,
+    of_entropy: torch.Tensor | None,
+    of_label: torch.Tensor,
+) -> torch.Tensor:
+    """The gradient of a tile's logits, ``p (common + of_entropy log p) + of_label [column == label]``, in their dtype.
+
+    Args:
+        logits: may be overwritten.
+        scale, labels: as ``reduce_tile``'s.
+        lse, common, of_entropy, of_label: ``[n]``.
+    """
+    dtype, z = logits.dtype, _scaled(logits, scale)
+    z -= lse[:, None]
+    if of_entropy is None:
+        z.exp_().mul_(common[:, None])
+    else:
+        p = z.exp()
+        z.mul_(of_entropy[:, None]).add_(common[:, None]).mul_(p)
+    inside, column = _columns(labels, z)
+    rows = torch.arange(len(z), device=z.device)
+    z[rows, column] += torch.where(inside, of_label, 0)  # each row once, so that the order does not matter
+    return z.to(dtype)
+
+
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """``total += a @ b``; a product of a lower dtype is rounded to it before it is added."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
+
+
+def _scaled(logits: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """In the dtype of the scale, which is the higher one."""
+    return logits.mul_(scale[:, None]) if logits.dtype == scale.dtype else logits * scale[:, None]
+
+
+def _columns(labels: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which labels are in the tile, and a column of it for each."""
+    return (labels >= 0) & (labels < z.shape[1]), labels.clamp(0, z.shape[1] - 1)

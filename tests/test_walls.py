@@ -55,6 +55,7 @@ THIRD_PARTIES: dict[str, frozenset[str]] = {
     "engine/fsdp": MODEL,
     "engine/packing": MODEL,
     "engine/model": MODEL,
+    "engine/model/safetensors_files.py": TORCH | {"safetensors"},
     "engine/moe/outside": TORCH,
     "engine/moe/router": TORCH,
     "engine/moe": TORCH,

@@ -79,6 +79,10 @@ def check(command: Command, from_scratch: bool) -> None:
         rule = f"a run can't go on without {', '.join(lacking)}."
         works = "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra]"
         raise SettingError("actor_rollout_ref.actor.checkpoint.save_contents", list(contents), rule, works)
+    if command.setting("trainer.del_local_ckpt_after_load"):
+        rule = "removes the checkpoint that the next restart would need."
+        works = "trainer.del_local_ckpt_after_load=False"
+        raise SettingError("trainer.del_local_ckpt_after_load", True, rule, works)
     root, found = command.checkpoints, saved_steps(command.checkpoints)
     if found and command.setting("trainer.resume_mode") == "disable":
         rule = f"{root} holds checkpoints, of which a later restart could not tell whose they are."

@@ -241,6 +241,8 @@ def test_a_run_that_could_not_be_resumed_is_refused_at_the_start(tmp_path):
     with pytest.raises(SettingError, match=r"can't go on without extra, optimizer"):
         contents = {"actor_rollout_ref__actor__checkpoint__save_contents": ["model"]}
         cli.check(_command(tmp_path, **contents), from_scratch=False)
+    with pytest.raises(SettingError, match=r"del_local_ckpt_after_load=True: removes the checkpoint"):
+        cli.check(_command(tmp_path, trainer__del_local_ckpt_after_load=True), from_scratch=False)
     actor = _save(tmp_path, 2)
     cli.check(_command(tmp_path), from_scratch=False)
     with pytest.raises(SettingError, match=r"trainer.resume_mode=disable: .* could not tell whose they are"):

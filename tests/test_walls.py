@@ -23,6 +23,8 @@ MODEL = frozenset({"torch", "transformers"})
 # may not.
 THIRD_PARTIES: dict[str, frozenset[str]] = {
     "recipes/gpu": frozenset({"yaml"}),
+    "recipes/resilient": frozenset({"psutil", "rich", "yaml"}),
+    "recipes/resilient/notice.py": frozenset({"verl"}),
     "recipes/quickstart": MODEL | {"matplotlib", "pandas", "psutil", "rich", "tokenizers", "yaml"},
     "recipes/quickstart/sampler.py": frozenset({"verl"}),
     "recipes/plan": MODEL | {"huggingface_hub", "matplotlib", "omegaconf", "rich"},
@@ -56,6 +58,7 @@ THIRD_PARTIES: dict[str, frozenset[str]] = {
     "engine/head": TORCH,
     "engine/packing": MODEL,
     "engine/model": MODEL,
+    "engine/model/safetensors_files.py": TORCH | {"safetensors"},
     "engine/moe/outside": TORCH,
     "engine/moe/router": TORCH,
     "engine/moe": TORCH,

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from tqdm import tqdm
 
@@ -18,8 +16,10 @@ from ..lora.adapters import A, B
 from ..lora.merge import merged
 from ..model import hf_names
 from ..model.hf_convert import converted_together
+from ..model.safetensors_files import SafetensorsFile
 from .atomic_folder import CheckpointError
 from .safetensors_writer import Entry, split_into_files, write_file, write_index
+from .stored_shards import shards_metadata
 
 __all__ = ["FILE_BYTES", "MODEL", "reader", "write_hf_weights"]
 
@@ -51,8 +51,7 @@ class _StoredTensor:
         """Read the full tensor, with its adapter merged."""
         tensor = torch.empty(self.shape, dtype=self.stored)
         for offset, path in self.pieces:
-            with safe_open(path, framework="pt") as file:
-                values = file.get_tensor(MODEL + self.name)
+            values = SafetensorsFile(Path(path)).read(MODEL + self.name)
             tensor[tuple(slice(at, at + size) for at, size in zip(offset, values.shape, strict=True))] = values
         return (tensor if self.adapter is None else self.adapter.merged_into(tensor)).to(self.dtype)
 
@@ -105,7 +104,7 @@ def write_hf_weights(
     Raises:
         CheckpointError: tensors of the model are missing in ``shards``.
     """
-    metadata = dcp.HuggingFaceStorageReader(str(shards)).read_metadata()
+    metadata = shards_metadata(shards)
     files = split_into_files(
         _converted_groups(model, _with_adapters(model, metadata, _stored(metadata, dtypes), scaling)), file_bytes
     )
@@ -120,7 +119,7 @@ def write_hf_weights(
 
 def reader(shards: Path) -> Callable[[str], torch.Tensor]:
     """Return a function that reads one of the model's full tensors by its name."""
-    metadata = dcp.HuggingFaceStorageReader(str(shards)).read_metadata()
+    metadata = shards_metadata(shards)
     names = [name.removeprefix(MODEL) for name in metadata.state_dict_metadata if name.startswith(MODEL)]
     known = {tensor.name: tensor for tensor in _stored(metadata, dict.fromkeys(names))}
     return lambda name: known[name].read()

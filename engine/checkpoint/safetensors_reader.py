@@ -1,11 +1,11 @@
 """Open and check the safetensors files of a Hugging Face checkpoint, and download them from the hub."""
 
 import json
-import math
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..errors import SettingError
+from ..model.safetensors_files import DamagedFileError, SafetensorsFile, check_within
 from ..topology.rank_consistency import raise_on_all_ranks
 
 __all__ = ["CheckpointFiles", "check_files", "local_checkpoint", "open_checkpoint"]
@@ -31,17 +31,19 @@ class CheckpointFiles:
 
     folder: Path
     file_of: Mapping[str, str]
-    _open: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    _open: dict[str, SafetensorsFile] = field(default_factory=dict, repr=False, compare=False)
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Return the shape of one tensor, from the file's header."""
-        return tuple(self._file(key).get_slice(key).get_shape())
+        with _as_setting():
+            return self._file(key).shapes[key]
 
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
         """Read one tensor, or the slices ``index`` of it; only those bytes are read."""
-        return self._file(key).get_slice(key)[index] if index else self._file(key).get_tensor(key)
+        with _as_setting():
+            return self._file(key).read(key, index)
 
-    def _file(self, key: str) -> Any:
+    def _file(self, key: str) -> SafetensorsFile:
         """Open the file of a tensor.
 
         Raises:
@@ -90,11 +92,8 @@ def open_checkpoint(folder: str | Path) -> CheckpointFiles:
     if not folder.is_dir():
         raise SettingError(_SETTING, folder, "is not a folder.", "the folder of a Hugging Face checkpoint")
     if (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
-        try:
-            weight_map = dict(json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text())["weight_map"])
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise _damaged(folder / SAFE_WEIGHTS_INDEX_NAME, f"{type(error).__name__}: {error}") from error
-        return CheckpointFiles(folder, weight_map)
+        with _as_setting():
+            return CheckpointFiles(folder, _weight_map(folder))
     single = folder / SAFE_WEIGHTS_NAME
     files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
@@ -106,8 +105,7 @@ def open_checkpoint(folder: str | Path) -> CheckpointFiles:
         )
     file_of: dict[str, str] = {}
     for file in files:
-        with _opened(file) as handle:
-            file_of.update(dict.fromkeys(handle.keys(), file.name))
+        file_of.update(dict.fromkeys(_opened(file).shapes, file.name))
     return CheckpointFiles(folder, file_of)
 
 
@@ -117,68 +115,53 @@ def check_files(checkpoint: CheckpointFiles) -> None:
     Raises:
         SettingError: naming the first file that is missing or damaged.
     """
-    keys_of: dict[str, list[str]] = {}
+    keys_of: dict[str, set[str]] = {}
     for key, name in checkpoint.file_of.items():
-        keys_of.setdefault(name, []).append(key)
+        keys_of.setdefault(name, set()).add(key)
     missing = [name for name in sorted(keys_of) if not (checkpoint.folder / name).is_file()]
     if missing:
         rule = f"its index names {', '.join(missing[:3])}, which {'is' if len(missing) == 1 else 'are'} not there."
         raise SettingError(_SETTING, checkpoint.folder, rule, "a complete checkpoint")
     for name, keys in keys_of.items():
-        with _opened(checkpoint.folder / name) as handle:
-            lacking = set(keys) - set(handle.keys())
-        if lacking:
-            raise _damaged(checkpoint.folder / name, f"it lacks {min(lacking)}, which the index lists")
+        with _as_setting():
+            file = SafetensorsFile(checkpoint.folder / name)
+            if lacking := keys - file.shapes.keys():
+                raise DamagedFileError(file.path, f"it lacks {min(lacking)}, which the index lists")
 
 
-def _opened(path: Path) -> Any:
-    """Open a file; safetensors checks the header against the file's size.
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Map each tensor to its file, as the folder's index does.
+
+    Raises:
+        DamagedFileError: it is no index, or names a file outside of the folder.
+    """
+    path = folder / SAFE_WEIGHTS_INDEX_NAME
+    try:
+        weight_map: dict[str, Any] = dict(json.loads(path.read_text())["weight_map"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise DamagedFileError(path, f"{type(error).__name__}: {error}") from error
+    for name in weight_map.values():
+        try:
+            check_within(folder, name)
+        except DamagedFileError as error:
+            raise DamagedFileError(path, error.fault) from error
+    return weight_map
+
+
+def _opened(path: Path) -> SafetensorsFile:
+    """Open a file.
 
     Raises:
         SettingError: it can't be read.
     """
+    with _as_setting():
+        return SafetensorsFile(path)
+
+
+@contextmanager
+def _as_setting() -> Iterator[None]:
     try:
-        path.open("rb").close()  # safetensors reports any error of open() as a missing file
-        return safe_open(path, framework="pt")
-    except OSError as error:
-        raise _damaged(path, error.strerror or str(error)) from error
-    except SafetensorError as error:
-        raise _damaged(path, _fault(path) or str(error)) from error
-
-
-def _damaged(path: Path, fault: str) -> SettingError:
-    works = "the same checkpoint downloaded or copied again, or saved again with model.save_pretrained"
-    return SettingError(_SETTING, path.parent, f"{path.name} can't be read: {fault}.", works)
-
-
-def _fault(path: Path) -> str:
-    """Describe what is wrong with a safetensors file; empty if that is not known."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        begin = file.read(64)
-        if begin.startswith(b"version https://git-lfs"):
-            return "it is a Git LFS pointer (git lfs pull fetches the file itself)"
-        if size < 8:
-            return f"it has {size} bytes"
-        length = int.from_bytes(begin[:8], "little")
-        if size < 8 + length:
-            return f"its header should have {length} bytes, and the file has {size}: it is cut off, or no safetensors"
-        file.seek(8)
-        try:
-            tensors = {name: at for name, at in json.loads(file.read(length)).items() if name != "__metadata__"}
-            at = 0
-            for name, tensor in sorted(tensors.items(), key=lambda item: item[1]["data_offsets"]):
-                begins, ends = tensor["data_offsets"]
-                bits = re.search(r"\d+", tensor["dtype"])
-                nbytes = math.prod(tensor["shape"]) * (int(bits[0]) if bits else 8) // 8
-                if begins != at:
-                    return f"{name} begins at byte {begins} of its data, and what is before it ends at {at}"
-                if ends - begins != nbytes:
-                    return f"{name} is {tensor['dtype']} {tensor['shape']}, and has {ends - begins} bytes"
-                at = ends
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            return f"its header is damaged ({type(error).__name__}: {error})"
-    if size != 8 + length + at:
-        cut = ": it is cut off" if size < 8 + length + at else ""
-        return f"its tensors end at byte {8 + length + at}, and the file has {size}{cut}"
-    return ""
+        yield
+    except DamagedFileError as error:
+        works = "the same checkpoint downloaded or copied again, or saved again with model.save_pretrained"
+        raise SettingError(_SETTING, error.path.parent, f"{error}.", works) from error

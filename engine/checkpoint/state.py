@@ -17,7 +17,8 @@ All of it is safetensors and JSON: nothing is ever unpickled.
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +26,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -33,6 +34,7 @@ from ..errors import listed
 from ..lora.adapters import lora_of
 from ..lora.peft_files import ADAPTER, write_adapter
 from ..model.hf_convert import cache_shapes
+from ..model.safetensors_files import DamagedFileError, SafetensorsFile
 from ..optim.loss_scale import LossScale
 from ..optim.multi_optimizer import MultiOptimizer
 from ..topology.dcp import ShardWriter, chunked
@@ -41,6 +43,7 @@ from ..topology.rank_consistency import raise_on_all_ranks
 from .atomic_folder import CheckpointError, atomic_dir_all_ranks, verify_all_ranks
 from .background import copied_to_host
 from .export_hf import MODEL, reader, write_hf_weights
+from .stored_shards import STATE, read_facts, shards_metadata
 
 __all__ = [
     "HF",
@@ -61,7 +64,7 @@ logger = logging.getLogger("epfsdp2")
 
 KNOWN_CONTENTS = frozenset({"model", "optimizer", "extra", "hf_model"})
 SHARDS, HF = "dist_ckpt", "huggingface"
-STATE, RNG, _FOR_HF = "trainer_state.json", "rng", "for_hf"
+RNG, _FOR_HF = "rng", "for_hf"
 OPTIMIZER = "optimizer."  # prefix of names in SHARDS
 _TRACKER = "latest_checkpointed_iteration.txt"  # verl's
 
@@ -190,14 +193,14 @@ def load_checkpoint(
     """
     contents = set(contents)
     verify_all_ranks(folder, device)
-    facts = json.loads((folder / STATE).read_text())
+    facts = read_facts(folder)
     if "model" in contents and facts.get("lora") != _lora_facts(model):
         raise CheckpointError(f"{folder} has adapters {facts.get('lora')}, but this run's are {_lora_facts(model)}.")
     schedule = facts["lr_scheduler"] if "extra" in contents and lr_scheduler is not None else None
     if schedule is not None:
         lr_scheduler.check_state_dict(schedule)
+    metadata = shards_metadata(folder / SHARDS)
     reader = dcp.HuggingFaceStorageReader(str(folder / SHARDS))
-    metadata = reader.read_metadata()
     state: dict[str, torch.Tensor] = {}
     if "model" in contents:
         own = _of_model(model)
@@ -268,13 +271,14 @@ def _restore_random_state(folder: Path) -> None:
     """Restore this rank's state; a rank that the saved run did not have is seeded from rank 0's and its number."""
     own, first = (folder / RNG / f"{rank:05d}.safetensors" for rank in (dist.get_rank(), 0))
     if own.is_file():
-        random = load_file(own)
-        torch.set_rng_state(random["cpu"])
-        if "device" in random and torch.accelerator.is_available():
-            torch.get_device_module().set_rng_state(random["device"])
+        with _readable(own) as random:
+            torch.set_rng_state(random.read("cpu"))
+            if "device" in random.shapes and torch.accelerator.is_available():
+                torch.get_device_module().set_rng_state(random.read("device"))
     elif first.is_file():
         drawn = torch.Generator()
-        drawn.set_state(load_file(first)["cpu"])
+        with _readable(first) as random:
+            drawn.set_state(random.read("cpu"))
         torch.manual_seed(int(torch.randint(2**62, (), generator=drawn)) + dist.get_rank())
     saved, ranks = len(list((folder / RNG).glob("*.safetensors"))), dist.get_world_size()
     if 0 < saved < ranks and dist.get_rank() == 0:
@@ -285,6 +289,18 @@ def _restore_random_state(folder: Path) -> None:
             saved,
             ranks,
         )
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[SafetensorsFile]:
+    """
+    Raises:
+        CheckpointError: the file is damaged, or what it holds is no random state.
+    """
+    try:
+        yield SafetensorsFile(path)
+    except (DamagedFileError, RuntimeError, TypeError) as error:
+        raise CheckpointError(f"{path} holds no random state: {error}") from error
 
 
 def _write_shards(folder: Path, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:

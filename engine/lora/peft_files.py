@@ -7,15 +7,16 @@ experts (``_MOE_TARGET_MODULE_MAPPING``), so linears with such names are written
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ..errors import SettingError, listed
+from ..model.safetensors_files import DamagedFileError, SafetensorsFile
 from .adapters import A, B, Lora
 from .settings import ADAPTER_CONFIG, Target
 
@@ -53,8 +54,9 @@ def read_adapter(folder: Path, targets: Mapping[str, Target], setting: str) -> C
     path, keys = folder / _FILE, peft_names(targets)
     if not path.is_file():
         raise SettingError(setting, folder, f"it holds no {_FILE}.", "a complete adapter")
-    with safe_open(path, framework="pt") as file:
-        there = set(file.keys())
+    with _as_setting(setting, folder):
+        file = SafetensorsFile(path)
+    there = set(file.shapes)
     wrong = [f"{key} is missing" for key in keys.values() if key not in there]
     wrong += [
         f"{key} belongs to no weight that the adapter's config names" for key in sorted(there - set(keys.values()))
@@ -64,10 +66,18 @@ def read_adapter(folder: Path, targets: Mapping[str, Target], setting: str) -> C
 
     def read(name: str) -> torch.Tensor:
         weight, suffix = (name.removesuffix(A), A) if name.endswith(A) else (name.removesuffix(B), B)
-        with safe_open(path, framework="pt") as file:
-            return _from_peft(file.get_tensor(keys[weight, suffix]), suffix, targets[weight].experts)
+        with _as_setting(setting, folder):
+            return _from_peft(file.read(keys[weight, suffix]), suffix, targets[weight].experts)
 
     return read
+
+
+@contextmanager
+def _as_setting(setting: str, folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (DamagedFileError, RuntimeError, IndexError) as error:
+        raise SettingError(setting, folder, f"{_FILE}: {error}.", "a complete adapter of this model") from error
 
 
 def peft_names(targets: Mapping[str, Target]) -> dict[tuple[str, str], str]:

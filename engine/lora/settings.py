@@ -107,7 +107,7 @@ class LoraSettings:
         if not (folder / ADAPTER_CONFIG).is_file():
             works = "a folder with an adapter that peft or this engine has saved (.../actor/lora_adapter)"
             raise SettingError(setting, folder, f"it holds no {ADAPTER_CONFIG}.", works)
-        found = json.loads((folder / ADAPTER_CONFIG).read_text())
+        found = _config_of(folder, setting)
         for name, plain in _PLAIN.items():
             if found.get(name, plain) not in (plain, None):
                 rule = f"its {name} is {found[name]}, but this engine only has adapters W + alpha / r * B @ A."
@@ -124,6 +124,29 @@ class LoraSettings:
             _names(found.get("exclude_modules") or ()),
             folder,
         )
+
+
+def _config_of(folder: Path, setting: str) -> dict[str, Any]:
+    """
+    Raises:
+        SettingError: the file is no config of an adapter.
+    """
+    rules = {"r": int, "lora_alpha": int | float}
+    names = ("target_modules", "target_parameters", "exclude_modules")
+    try:
+        found = json.loads((folder / ADAPTER_CONFIG).read_text())
+        wrong = [name for name, kind in rules.items() if type(found[name]) is bool or not isinstance(found[name], kind)]
+        wrong += [name for name in names if not _is_names(found.get(name))]
+        if wrong:
+            raise ValueError(f"{wrong[0]} is {str(found[wrong[0]])[:80]}")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        rule = f"its {ADAPTER_CONFIG} is damaged ({type(error).__name__}: {error})."
+        raise SettingError(setting, folder, rule, "a folder with an adapter as peft saves it") from error
+    return found
+
+
+def _is_names(value: Any) -> bool:
+    return value is None or isinstance(value, str) or all(isinstance(name, str) for name in list(value))
 
 
 def _names(value: Any) -> str | tuple[str, ...]:

@@ -33,6 +33,7 @@ __all__ = [
     "UninitializedError",
     "build_on_meta",
     "check_initialized",
+    "check_no_kernels",
     "check_not_quantised",
     "copy_on_meta",
     "kept_in_float32",
@@ -91,7 +92,8 @@ def model_of_checkpoint(folder: Path, names: Iterable[str], dtype: torch.dtype =
     Raises:
         ValueError: transformers has no such class for the config.
     """
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    check_no_kernels(config, str(folder), "checkpoint")
     kinds: list[Any] = [AutoModelForImageTextToText, AutoModelForCausalLM]
     if any(name.startswith("score.") for name in names):
         config.num_labels, kinds = 1, [AutoModelForTokenClassification]
@@ -158,6 +160,24 @@ def check_initialized(model: nn.Module, device: torch.device | str = "cpu") -> N
         f"{len(holders)} parameters or buffers of {type(model).__name__} hold NaN after loading: they were not "
         f"filled, or the checkpoint itself holds NaN. First: {listed(holds)}."
     )
+
+
+def check_no_kernels(config: PretrainedConfig, path: str, setting: str = "--model") -> None:
+    """Check that a config, as it was read from a file, asks for no code of the hub.
+
+    In transformers a file's ``_attn_implementation`` or ``_experts_implementation`` with a slash names a repository of
+    kernels, which is downloaded and imported, whatever ``trust_remote_code`` says; the file's wins over an argument.
+
+    Raises:
+        SettingError: it does.
+    """
+    parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+    for name in ("_attn_implementation", "_experts_implementation"):
+        for value in (getattr(part, name, None) for part in parts):
+            if "/" in str(value):
+                rule = f"its config.json has {name}={value}, a repository of kernels, which would be run."
+                works = "the config without it; kernels that you chose go into model.override_config"
+                raise SettingError(f"{setting}.path" if setting[0] != "-" else setting, path, rule, works)
 
 
 def check_not_quantised(config: PretrainedConfig, path: str, setting: str = "actor_rollout_ref.model") -> None:

@@ -19,7 +19,7 @@ from ..errors import SettingError
 from ..fsdp.fp32_modules import find_float32_modules, unmatched_patterns
 from ..model.families import KNOWN_AS, NOT_CAUSAL
 from ..model.hf_names import for_vllm
-from ..model.meta import check_not_quantised
+from ..model.meta import check_no_kernels, check_not_quantised
 from ..moe.find import ExpertsInfo, UnsupportedModelError, find_experts, is_dense
 from ..moe.outside.families import prepare
 from ..settings.values import ACTOR_MODEL, overrides_of, plain
@@ -141,6 +141,7 @@ def _build(model: Mapping[str, Any], config_path: str, setting: str) -> nn.Modul
     overrides.pop("attn_implementation", None)
     try:
         config = AutoConfig.from_pretrained(config_path, trust_remote_code=trust, attn_implementation="eager")
+        check_no_kernels(config, str(model.get("path")), setting)
         _override(config, overrides)
         check_not_quantised(config, str(model.get("path")), setting)
         # All of it on meta, buffers too: nothing is computed, and a fused stack can be larger than the driver's memory.

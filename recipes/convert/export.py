@@ -8,18 +8,16 @@ Low-rank adapters are merged into the weights that they adapt.
 """
 
 import argparse
-import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from rich.console import Console
 
-from ...engine.checkpoint.atomic_folder import CheckpointError, atomic_dir, verify_files
+from ...engine.checkpoint.atomic_folder import CheckpointError, atomic_dir, copy_files, verify_files
 from ...engine.checkpoint.export_hf import FILE_BYTES, MODEL, write_hf_weights
-from ...engine.checkpoint.state import HF, SHARDS, STATE
+from ...engine.checkpoint.state import HF, SHARDS
+from ...engine.checkpoint.stored_shards import read_facts, shards_metadata
 from ...engine.model.meta import model_of_checkpoint
 from ...engine.topology.dtensor import checkpoint_tensors
 
@@ -62,7 +60,7 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, file_b
     verify_files(checkpoint)
     if out.exists():
         raise FileExistsError(f"{out} is there already.")
-    metadata = dcp.HuggingFaceStorageReader(str(checkpoint / SHARDS)).read_metadata()
+    metadata = shards_metadata(checkpoint / SHARDS)
     names = [name.removeprefix(MODEL) for name in metadata.state_dict_metadata if name.startswith(MODEL)]
     if not names:
         raise CheckpointError(f"{checkpoint} holds no model: checkpoint.save_contents was without it.")
@@ -72,8 +70,7 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, file_b
         for name, own in checkpoint_tensors(model).items()
     }
     with atomic_dir(out) as partial:
-        ignored = shutil.ignore_patterns("*.safetensors*")
-        shutil.copytree(checkpoint / HF, partial, ignore=ignored, dirs_exist_ok=True)
-        lora = json.loads((checkpoint / STATE).read_text()).get("lora")
+        copy_files(checkpoint / HF, partial, "*.safetensors*")
+        lora = read_facts(checkpoint).get("lora")
         scaling = None if lora is None else lora["alpha"] / lora["rank"]
         write_hf_weights(model, checkpoint / SHARDS, partial, dtypes, file_bytes, scaling, progress=True)

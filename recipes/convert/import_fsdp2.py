@@ -15,7 +15,6 @@ import contextlib
 import json
 import logging
 import re
-import shutil
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from tqdm import tqdm
 
-from ...engine.checkpoint.atomic_folder import CheckpointError, atomic_checkpoint_dir
+from ...engine.checkpoint.atomic_folder import CheckpointError, atomic_checkpoint_dir, copy_files
 from ...engine.checkpoint.export_hf import FILE_BYTES, MODEL
 from ...engine.checkpoint.safetensors_writer import Entry, write_safetensors
 from ...engine.checkpoint.state import HF, OPTIMIZER, RNG, SHARDS, STATE, plain_value
@@ -125,7 +124,7 @@ def import_fsdp2(checkpoint: Path, out: Path, step: int | None = None, optimizer
             if "rng" in extra:
                 save_file(_random_state(extra["rng"]), partial / RNG / f"{rank:05d}.safetensors")
         (partial / STATE).write_text(json.dumps(facts, default=plain_value))
-        shutil.copytree(checkpoint / HF, partial / HF)
+        copy_files(checkpoint / HF, partial / HF)
     told = {"optimizer state": groups, "learning-rate schedule": schedule}
     return [content for content, found in told.items() if found is None]
 

@@ -11,6 +11,7 @@ from huggingface_hub.utils import build_hf_headers
 from transformers import AutoConfig, PretrainedConfig
 
 from ...engine.errors import SettingError, close_matches
+from ...engine.model.meta import check_no_kernels
 
 __all__ = ["CARDS", "MODEL_HELP", "config_of"]
 
@@ -60,10 +61,16 @@ def config_of(model: str) -> PretrainedConfig:
     """The config of a folder, of a card, or of a model on the hub, in this order.
 
     Raises:
-        SettingError: there is none.
+        SettingError: there is none, or it asks for code.
     """
+    config = _config_of(model)
+    check_no_kernels(config, model)
+    return config
+
+
+def _config_of(model: str) -> PretrainedConfig:
     if (Path(model) / "config.json").is_file():
-        return AutoConfig.from_pretrained(model)
+        return AutoConfig.from_pretrained(model, trust_remote_code=False)
     names = {name.lower(): name for name in CARDS}
     wanted = model.lower().rpartition("/")[2]
     if wanted in names:
@@ -79,7 +86,7 @@ def _of_the_hub(model: str, works: str) -> PretrainedConfig:
     """One request: the hub's own client repeats one that fails for half a minute."""
     cached = try_to_load_from_cache(model, "config.json")
     if isinstance(cached, str):
-        return AutoConfig.from_pretrained(Path(cached).parent)
+        return AutoConfig.from_pretrained(Path(cached).parent, trust_remote_code=False)
     why = "HF_HUB_OFFLINE is set"
     if not constants.HF_HUB_OFFLINE:
         try:

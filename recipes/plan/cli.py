@@ -32,7 +32,7 @@ from ...engine.preflight.model_facts import import_external
 from ...engine.settings.values import DTYPES
 from .cards import MODEL_HELP, config_of
 from .meshes import Request, choices, recommended, smallest
-from .roofline import Cluster
+from .roofline import ERROR, Cluster
 from .tables import after_the_best, print_wrapped, refusal, table
 
 __all__ = ["main", "parse"]
@@ -55,7 +55,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--inside", type=float, default=Cluster.inside, help="GB/s of a GPU to others of its node")
     add("--between", type=float, default=Cluster.between, help="GB/s of a GPU's network interface")
     add("--tflops", type=float, default=Cluster.tflops, help="bfloat16 matrix TFLOP/s, as published (H100, H200)")
-    add("--efficiency", type=float, default=Cluster.efficiency, help="share of these that is reached")
+    add("--efficiency", type=float, default=Cluster.efficiency, help="share of these that linears and experts reach")
+    add("--attention", type=float, default=Cluster.attention, help="share of these that attention reaches")
     add("--hbm", type=float, default=Cluster.hbm, help="GB/s of a GPU's memory (H200 4800)")
     add("--tokens", type=int, default=16384, help="of a micro-batch of a rank (before sp cuts it)")
     add("--sequences", type=int, default=1, help="of a micro-batch, of equal length")
@@ -75,7 +76,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for name in ("nodes", "gpus", "tokens", "sequences", "micro_batches"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it has to be at least 1")
-    for name in ("gib", "inside", "between", "tflops", "efficiency", "hbm"):
+    for name in ("gib", "inside", "between", "tflops", "efficiency", "attention", "hbm"):
         if getattr(options, name) <= 0:
             parser.error(f"--{name} is {getattr(options, name)}; it has to be positive")
     if options.tokens % options.sequences:
@@ -129,7 +130,7 @@ def request_of(options: argparse.Namespace, config: PretrainedConfig) -> Request
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     console = Console(highlight=False, soft_wrap=True, width=_WIDTH_OF_ALL if options.all else _WIDTH)
-    names = ("nodes", "gpus", "gib", "inside", "between", "tflops", "efficiency", "hbm")
+    names = ("nodes", "gpus", "gib", "inside", "between", "tflops", "efficiency", "attention", "hbm")
     cluster = Cluster(**{name: getattr(options, name) for name in names})
     try:
         import_external({"external_lib": options.external_lib}, "model")
@@ -147,7 +148,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     larger = None if best else smallest(request, cluster)
     if best is not None:
-        said.append(f"Recommended, {best.gib:.1f} of {cluster.gib:g} GiB and {best.time.step:.2f} s a step:")
+        said.append(
+            f"Recommended, {best.gib:.1f} of {cluster.gib:g} GiB and {best.time.step:.2f} s a step, predicted "
+            f"(published figures were within {ERROR:.0%}):"
+        )
         said += [f"    {' '.join(best.settings)}"]
         said += format_plan(best.topology, best.batch, best.peak, best.traffic)
     else:

@@ -4,6 +4,7 @@ import argparse
 import itertools
 import json
 import os
+import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,8 @@ _CHILD_ENV = {
     "PYTHONUNBUFFERED": "1",
     "RAY_prestart_worker_first_driver": "0",
 }
+# Its ports are this machine's alone: Ray listens on loopback where it is told that it is no cluster, and so does gloo.
+_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "GLOO_SOCKET_IFNAME": "lo"}
 _RAY_ENV = ("RAY_ADDRESS", "RAY_TMPDIR")
 _OUTPUT_HELP = "folder for everything written; where it has an earlier run, that one is kept and a number is added"
 
@@ -112,7 +115,10 @@ class _Quickstart:
         device = {} if torch.accelerator.is_available() else {"VERL_PLATFORM": "cpu"}
         if options.rollout == "sglang":
             device |= sglang_environment()
-        self.env = {k: v for k, v in os.environ.items() if k not in _RAY_ENV} | _CHILD_ENV | paths | device
+        # Whoever has no token of this run is refused by Ray; versions before 2.52 do not ask for one.
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        own = {k: v for k, v in os.environ.items() if k not in _RAY_ENV}
+        self.env = own | _CHILD_ENV | _LOOPBACK | token | paths | device
 
     def run(self) -> int:
         started, options = time.monotonic(), self.options

@@ -22,8 +22,9 @@ from verl.utils.device import get_device_name
 
 from .. import server_adapter
 from ..layout.sync_mode import BACKEND
-from .process_group import Members, SyncGroup, connect_store, serve_store
+from .process_group import Members, SyncGroup
 from .remote_sync import ReceivedWeights, Receiver, Sender
+from .signed_store import SignedStore, connect_store, new_token, serve_store
 
 __all__ = ["PeerToPeerCheckpointEngine"]
 
@@ -45,6 +46,7 @@ class PeerToPeerCheckpointEngine(CheckpointEngine):
         self._group: SyncGroup | None = None
         self._endpoint: Sender | Receiver | None = None
         self._store: dist.TCPStore | None = None
+        self._token = ""
         self._identity = ""
         self._identities: tuple[str, ...] = ()
         if is_master is None:
@@ -58,8 +60,8 @@ class PeerToPeerCheckpointEngine(CheckpointEngine):
             self._identity = uuid.uuid4().hex
             if self.is_master:
                 # A new store, since failed members may still write to the old one.
-                self._store = serve_store(_address(), self.timeout_seconds)
-        address = (_address(), self._store.port) if self._store is not None else None
+                self._store, self._token = serve_store(_address(), self.timeout_seconds), new_token()
+        address = (_address(), self._store.port, self._token) if self._store is not None else None
         return {"identity": self._identity, "node": _node(), "address": address}
 
     @classmethod
@@ -80,19 +82,23 @@ class PeerToPeerCheckpointEngine(CheckpointEngine):
         return of(range(actor_wg_world_size)), of(range(actor_wg_world_size, world))
 
     def init_process_group(
-        self, rank: int, members: Members, identities: tuple[str, ...], address: tuple[str, int]
+        self, rank: int, members: Members, identities: tuple[str, ...], address: tuple[str, int, str]
     ) -> None:
         """Join the group.
+
+        Args:
+            address: host, port and token of the store.
 
         Raises:
             WeightSyncError: a member did not join in time.
         """
         if self._identities == identities:
             return
-        store = self._store or connect_store(*address, self.timeout_seconds)
+        host, port, token = address
+        store = self._store or connect_store(host, port, self.timeout_seconds)
         self._leave()
         # A store may serve several groups, one after the other.
-        store_of_group = dist.PrefixStore("/".join(identities), store)
+        store_of_group = SignedStore(dist.PrefixStore("/".join(identities), store), token)
         self._group = SyncGroup(store_of_group, rank, members, get_device_name(), self.timeout_seconds)
         self._endpoint = (Receiver if rank in members.rollouts else Sender)(self._group)
         self._identities = identities

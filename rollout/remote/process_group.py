@@ -23,14 +23,14 @@ import torch.distributed as dist
 
 from ..transport.watched_sockets import WeightSyncError
 
-__all__ = ["Members", "SyncGroup", "connect_store", "register_message_types", "serve_store"]
+__all__ = ["Members", "SyncGroup", "register_message_types"]
 
 _FAILURE = "failure"
 _POLL_SECONDS, _SHORTEST_POLL_SECONDS = 0.01, 0.0002
 # NCCL's time counts from when a collective is launched, which may be long before the others are there.
 _NCCL_TIMEOUT = timedelta(days=1)
 _NCCL_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
-# Anyone who reaches the store's port can write to it, so messages are JSON of registered types and are never unpickled.
+# Nothing of the store is unpickled: messages are JSON of registered types, and signed (``signed_store.py``).
 _MESSAGE_TYPES: dict[str, type] = {}
 _KIND, _DTYPE = "__kind__", "__dtype__"
 
@@ -64,23 +64,11 @@ class Members:
         return f"rollout rank {rank - self.trainers}"
 
 
-def serve_store(host: str, timeout_seconds: float) -> dist.TCPStore:
-    """Start a store that others can connect to at ``host`` and the store's ``port``."""
-    timeout = timedelta(seconds=timeout_seconds)
-    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-
-
-def connect_store(host: str, port: int, timeout_seconds: float) -> dist.TCPStore:
-    """Connect to a store that another process serves."""
-    timeout = timedelta(seconds=timeout_seconds)
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-
-
 class SyncGroup:
     """A member's handle on the group; constructing it is collective.
 
     Args:
-        store: the store that trainer rank 0 serves.
+        store: the store that trainer rank 0 serves, under the run's token (``signed_store.py``).
         rank: this process's rank in the group.
         timeout_seconds: longest wait for another member, in a collective or for a message.
 
@@ -275,7 +263,7 @@ def _decode(text: bytes) -> Any:
     """
     try:
         return _tuples(json.loads(text, object_hook=_decode_object))
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise WeightSyncError(
             f"the store holds an entry that is not a message of the weight sync ({type(error).__name__}: {error})"
         ) from error

@@ -7,12 +7,16 @@ own context bounds every wait without patching verl.
 
 import contextlib
 import functools
+import os
+import pickle
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import zmq
+
+from .metadata import read_metadata
 
 __all__ = ["WatchedContext", "WeightSyncError"]
 
@@ -94,15 +98,19 @@ class _WatchedSocket:
     def __init__(self, socket: zmq.Socket, context: WatchedContext):
         self._socket = socket
         self._context = context
+        self._address = ""
 
     def bind(self, address: str) -> None:
         self._socket.bind(address)
+        if address.startswith("ipc://"):
+            os.chmod(address.removeprefix("ipc://"), 0o600)  # whatever the umask: others can't connect
 
     def connect(self, address: str) -> None:
         """Connect as soon as the other end has bound an ipc address, at the latest after a second; ZMQ then retries."""
         path, until = Path(address.removeprefix("ipc://")), time.monotonic() + _LISTENING_SECONDS
         while address.startswith("ipc://") and not path.exists() and time.monotonic() < until:
             time.sleep(_LOOK_SECONDS)
+        self._address = address
         self._socket.connect(address)
 
     def send(self, message: bytes) -> None:
@@ -118,7 +126,21 @@ class _WatchedSocket:
         return self._context.call(self._socket, zmq.POLLIN, self._socket.recv)
 
     def recv_pyobj(self) -> Any:
-        return self._context.call(self._socket, zmq.POLLIN, self._socket.recv_pyobj)
+        """Receive what ``send_pyobj`` of the same user's other end has sent; no code of it is run.
+
+        Raises:
+            WeightSyncError: the socket is another user's, or the message is no metadata of a weight sync.
+        """
+        message = self.recv()
+        if self._address.startswith("ipc://"):
+            with contextlib.suppress(FileNotFoundError):
+                owner = os.stat(self._address.removeprefix("ipc://")).st_uid
+                if owner not in (os.getuid(), 0):
+                    raise WeightSyncError(f"the socket {self._address} belongs to another user, {owner}")
+        try:
+            return read_metadata(message)
+        except pickle.UnpicklingError as error:
+            raise WeightSyncError(f"{self._address} sent what is no metadata of a weight sync: {error}") from error
 
     def close(self) -> None:
         self._socket.close()

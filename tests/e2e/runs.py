@@ -18,6 +18,7 @@ import pytest
 __all__ = ["EXTENSION", "Run", "leftovers", "overrides", "running", "unused"]
 
 HOOKS, ROOT = Path(__file__).parent / "hooks", Path(__file__).parents[2]
+ANOTHER = ("epfsdp2.recipes.resilient", "verl.trainer.main_ppo")
 SECONDS = 900  # of a slow machine; a run takes two to three minutes on two cores
 EXTENSION = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls"
 
@@ -26,7 +27,8 @@ class Run:
     """One quickstart process and everything that ever descended from it.
 
     Args:
-        program: the module to run and its first arguments: the quickstart, or one of ``hooks`` that changes it.
+        program: the module to run and its first arguments: the quickstart, one of ``hooks`` that changes it, or another
+            program, which is not given ``--output``.
         environment: variables beside the test's own; ``PYTHONPATH`` is added to it.
     """
 
@@ -39,7 +41,8 @@ class Run:
     ):
         self.output = output
         self.log = output.with_suffix(".out")
-        words = [sys.executable, "-m", *program, "--output", str(output), *options]
+        given = [] if program[0] in ANOTHER else ["--output", str(output)]
+        words = [sys.executable, "-m", *program, *given, *options]
         paths = filter(None, [str(HOOKS), str(ROOT), environment.get("PYTHONPATH"), os.environ.get("PYTHONPATH")])
         env = {**os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)}
         with self.log.open("wb") as log:

@@ -14,6 +14,7 @@ PACKAGES = ("engine", "rollout", "conf", "recipes")
 ROOMS = (
     "recipes",
     "recipes/gpu",
+    "recipes/resilient",
     "recipes/quickstart",
     "recipes/plan",
     "recipes/convert",

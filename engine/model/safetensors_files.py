@@ -1,0 +1,129 @@
+"""Open safetensors files that anybody may have written: each fault is one error, with the file's name.
+
+safetensors itself compares the header with the file: it refuses headers over 100 MB, tensors that overlap, leave gaps
+or end outside of the file, and sizes that are not those of shape and dtype. So what is read has at most the file's
+size. Beyond that, a tensor that the header names twice is refused here (safetensors takes the last), and one whose
+shape or dtype torch does not have.
+"""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+__all__ = ["DamagedFileError", "SafetensorsFile", "check_within"]
+
+# The longest header that a fault is looked for in; it is parsed in Python, which takes some twenty times the memory.
+_DESCRIBED_BYTES = 8 << 20
+_MOST_ELEMENTS, _MOST_DIMS = 2**63, 64  # of a tensor of torch
+
+
+class DamagedFileError(ValueError):
+    """A file can't be read; its text has the file's name and says why.
+
+    Attributes:
+        path: of the file.
+        fault: the reason alone.
+    """
+
+    def __init__(self, path: Path, fault: str):
+        super().__init__(path, fault)
+        self.path, self.fault = path, fault
+
+    def __str__(self) -> str:
+        return f"{self.path.name} can't be read: {self.fault}"
+
+
+class SafetensorsFile:
+    """An open file, memory-mapped.
+
+    Attributes:
+        shapes: of its tensors, by their names.
+
+    Raises:
+        DamagedFileError: from the constructor and from every method.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            path.open("rb").close()  # safetensors reports any error of open() as a missing file
+            self._file: Any = safe_open(path, framework="pt")
+        except OSError as error:
+            raise DamagedFileError(path, error.strerror or str(error)) from error
+        except SafetensorError as error:
+            raise DamagedFileError(path, _fault(path) or str(error)) from error
+        names = list(self._file.keys())
+        with path.open("rb") as file:
+            header = file.read(int.from_bytes(file.read(8), "little"))
+        # A quotation mark inside of a name is escaped in JSON, so this is the key of each entry and nothing else.
+        if header.count(b'"data_offsets"') != len(names):
+            raise DamagedFileError(path, "its header names a tensor more than once")
+        self.shapes: dict[str, tuple[int, ...]] = {
+            name: tuple(self._file.get_slice(name).get_shape()) for name in names
+        }
+        for name, shape in self.shapes.items():
+            if len(shape) > _MOST_DIMS or math.prod(size or 1 for size in shape) >= _MOST_ELEMENTS:
+                raise DamagedFileError(path, f"{name} has a shape that torch has no tensor of")
+
+    def metadata(self) -> dict[str, str]:
+        return self._file.metadata() or {}
+
+    def read(self, key: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
+        """Read a tensor, or the slices ``index`` of it; only those bytes are read."""
+        try:
+            return self._file.get_slice(key)[index] if index else self._file.get_tensor(key)
+        except (SafetensorError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+            raise DamagedFileError(self.path, f"{key}: {type(error).__name__}: {error}") from error
+
+
+def check_within(folder: Path, name: Any) -> Path:
+    """Return the path of a file that a file of the folder names.
+
+    Raises:
+        DamagedFileError: the name is not that of a file below the folder.
+    """
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise DamagedFileError(folder, f"{str(name)[:80]!r} is no name of a file")
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise DamagedFileError(folder, f"{name[:80]} lies outside of the folder")
+    return folder / name
+
+
+def _fault(path: Path) -> str:
+    """Describe what is wrong with a safetensors file; empty if that is not known."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        begin = file.read(64)
+        if begin.startswith(b"version https://git-lfs"):
+            return "it is a Git LFS pointer (git lfs pull fetches the file itself)"
+        if size < 8:
+            return f"it has {size} bytes"
+        length = int.from_bytes(begin[:8], "little")
+        if size < 8 + length:
+            return f"its header should have {length} bytes, and the file has {size}: it is cut off, or no safetensors"
+        if length > _DESCRIBED_BYTES:
+            return ""
+        file.seek(8)
+        try:
+            tensors = {name: at for name, at in json.loads(file.read(length)).items() if name != "__metadata__"}
+            at = 0
+            for name, tensor in sorted(tensors.items(), key=lambda item: item[1]["data_offsets"]):
+                begins, ends = tensor["data_offsets"]
+                bits = re.search(r"\d+", tensor["dtype"])
+                nbytes = math.prod(tensor["shape"]) * (int(bits[0]) if bits else 8) // 8
+                if begins != at:
+                    return f"{name} begins at byte {begins} of its data, and what is before it ends at {at}"
+                if ends - begins != nbytes:
+                    return f"{name} is {tensor['dtype']} {tensor['shape']}, and has {ends - begins} bytes"
+                at = ends
+        except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
+            return f"its header is damaged ({type(error).__name__}: {error})"
+    if size != 8 + length + at:
+        cut = ": it is cut off" if size < 8 + length + at else ""
+        return f"its tensors end at byte {8 + length + at}, and the file has {size}{cut}"
+    return ""

@@ -1,0 +1,227 @@
+"""Start a run again, from its last complete checkpoint, on what is left.
+
+    python -m epfsdp2.recipes.resilient [options] -- python -m verl.trainer.main_ppo engine=epfsdp2 ...
+
+What runs is the command itself with a few overrides behind it. When it fails, the nodes of the Ray cluster that it
+joins are counted again; where some are gone, it goes on with the largest mesh that the plan says fits, and the same
+batch.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+
+from ...engine.errors import SettingError
+from ..quickstart.processes import Interrupted, ProcessTree
+from .attempts import Attempt, Preemption
+from .checkpoints import Saved, latest, saved_steps
+from .cluster import address_of, living_gpus, usable_nodes, wait_for_nodes
+from .command import Command
+from .decisions import Failure, backoff_seconds, reason_to_give_up, report
+
+__all__ = ["check", "main", "parse"]
+
+_CALLBACK = "epfsdp2.recipes.resilient.notice.SaveOnNotice"
+_RESUMED = {"model", "optimizer", "extra"}
+
+
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options and the command behind ``--``.
+
+    Raises:
+        SettingError: there is no ``--``.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m epfsdp2.recipes.resilient",
+        description="Run one of verl's trainers, and start it again from its last complete checkpoint when it fails.",
+        epilog="-- python -m verl.trainer.main_ppo engine=epfsdp2 ... follows the options.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--max-restarts", type=int, default=10, help="starts after the first")
+    add("--grace-seconds", type=float, default=30.0, help="for a save between SIGTERM and the end")
+    add("--wait-for-nodes", type=float, default=0.0, metavar="S", help="seconds to wait for nodes that are gone")
+    add("--from-scratch", action="store_true", help="begin anew where no checkpoint is complete")
+    add(
+        "--gib", type=float, help="memory of a GPU, for the plan on fewer nodes; by default 80, without GPUs the host's"
+    )
+    add("--backoff-seconds", type=float, default=5.0, help="pause before the first restart; doubles, up to 300")
+    if "--" not in arguments:
+        parser.parse_args([word for word in arguments if word in ("-h", "--help")])
+        works = "python -m epfsdp2.recipes.resilient -- python -m verl.trainer.main_ppo engine=epfsdp2 ..."
+        raise SettingError("resilient", " ".join(arguments), "-- is missing before the trainer's command.", works)
+    at = list(arguments).index("--")
+    options = parser.parse_args(arguments[:at])
+    for name in ("max_restarts", "grace_seconds", "wait_for_nodes", "backoff_seconds"):
+        if getattr(options, name) < 0:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it has to be at least 0")
+    return options, list(arguments[at + 1 :])
+
+
+def check(command: Command, from_scratch: bool) -> None:
+    """Check that a run can be resumed.
+
+    Raises:
+        SettingError: it saves nothing, or too little, or where another run's checkpoints are.
+    """
+    frequency = int(command.setting("trainer.save_freq", -1))
+    if frequency <= 0 and not from_scratch:
+        works = "trainer.save_freq=20; or --from-scratch, which begins anew each time"
+        raise SettingError("trainer.save_freq", frequency, "there will be no checkpoint to go on from.", works)
+    contents = command.setting("actor_rollout_ref.actor.checkpoint.save_contents", ())
+    if lacking := sorted(_RESUMED - set(contents)) if frequency > 0 else []:
+        rule = f"a run can't go on without {', '.join(lacking)}."
+        works = "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra]"
+        raise SettingError("actor_rollout_ref.actor.checkpoint.save_contents", list(contents), rule, works)
+    if command.setting("trainer.del_local_ckpt_after_load"):
+        rule = "removes the checkpoint that the next restart would need."
+        works = "trainer.del_local_ckpt_after_load=False"
+        raise SettingError("trainer.del_local_ckpt_after_load", True, rule, works)
+    root, found = command.checkpoints, saved_steps(command.checkpoints)
+    if found and command.setting("trainer.resume_mode") == "disable":
+        rule = f"{root} holds checkpoints, of which a later restart could not tell whose they are."
+        raise SettingError("trainer.resume_mode", "disable", rule, "trainer.resume_mode=auto, or a folder of its own")
+    if found and latest(root) is None and not from_scratch:
+        rule = f"none of its {len(found)} checkpoints is complete ({found[-1].folder.name}: {found[-1].fault})."
+        raise SettingError("trainer.default_local_dir", root, rule, "--from-scratch, which begins anew")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run to the end; 0 where the run has ended, 1 where it was given up, 2 for what can't work at all."""
+    console = Console(highlight=False, soft_wrap=True, stderr=True)
+    try:
+        options, words = parse(sys.argv[1:] if arguments is None else arguments)
+        command = Command.of(words)
+        check(command, options.from_scratch)
+        with ProcessTree() as tree:
+            return _Run(options, command, console, tree).to_the_end()
+    except Interrupted as interrupted:
+        console.print(f"interrupted by {interrupted}; every process of this run has ended", style="yellow")
+        return 128 + interrupted.number
+    except SettingError as error:
+        console.print(str(error), style="red", markup=False)
+        return 2
+
+
+class _Run:
+    """A run, and what has become of it so far."""
+
+    def __init__(self, options: argparse.Namespace, command: Command, console: Console, tree: ProcessTree):
+        self._options, self._command, self._console, self._tree = options, command, console, tree
+        self._root = command.checkpoints
+        self._failures: list[Failure] = []
+        self._preemption = Preemption(self._root, options.grace_seconds, self._say)
+        self._preemption.install()
+
+    def to_the_end(self) -> int:
+        while True:
+            try:
+                on_mesh = self._mesh()
+            except SettingError as error:
+                if not self._failures:
+                    raise
+                return self._give_up(str(error))
+            saved = latest(self._root)
+            attempt = Attempt(self._free_log())
+            words = self._command.with_overrides([*on_mesh, *self._resume(saved), *self._settings()])
+            if self._failures:
+                self._say(f"starts again {self._from(saved)}: {' '.join([*on_mesh, *self._resume(saved)])}")
+            status = attempt.run(self._tree, words, os.environ, self._preemption.look)
+            if status == 0:
+                return 0
+            begun = saved.step if saved else 0
+            step = (begun if attempt.step is None else attempt.step) + 1
+            mesh = " ".join(on_mesh) or "the command's own mesh"
+            self._failures.append(Failure(step, attempt.cause(), mesh, saved.step if saved else None))
+            if (why := self._why_not_again()) is not None:
+                return self._give_up(why)
+            pause = backoff_seconds(len(self._failures), self._options.backoff_seconds)
+            self._say(f"step {step} has failed ({self._failures[-1].lines[0]}); a pause of {pause:g} s")
+            self._pause(pause)
+
+    def _why_not_again(self) -> str | None:
+        why = reason_to_give_up(self._failures, self._options.max_restarts)
+        if why is None and not self._options.from_scratch and not self._can_resume():
+            why = f"{self._root} holds no complete checkpoint to go on from; --from-scratch begins anew"
+        return why
+
+    def _can_resume(self) -> bool:
+        return latest(self._root) is not None or self._command.setting("trainer.resume_mode") == "resume_path"
+
+    def _resume(self, saved: Saved | None) -> list[str]:
+        if saved is not None:
+            return ["trainer.resume_mode=resume_path", f'trainer.resume_from_path="{saved.folder}"']
+        if self._can_resume() or not (self._failures or saved_steps(self._root)):
+            return []  # as the command says
+        return ["trainer.resume_mode=disable"]
+
+    def _settings(self) -> list[str]:
+        """The same folder wherever Ray's workers are, and what saves at SIGTERM, unless the run has a callback."""
+        folder = f'trainer.default_local_dir="{self._root}"'
+        own = self._command.setting("trainer.checkpoint_callback_class")
+        return [folder] if own else [folder, f"++trainer.checkpoint_callback_class={_CALLBACK}"]
+
+    def _mesh(self) -> list[str]:
+        """Return the settings of the mesh on the nodes that live; none where all are there.
+
+        Raises:
+            SettingError: what is left is too small.
+        """
+        wanted, address = int(self._command.setting("trainer.nnodes", 1)), address_of(self._command)
+        if address is None:
+            return []
+
+        def usable() -> int:
+            return usable_nodes(self._command, living_gpus(address, self._resource))
+
+        nodes = wait_for_nodes(usable, wanted, self._options.wait_for_nodes, self._pause)
+        if nodes == wanted:
+            return []
+        from .mesh import largest_mesh  # takes seconds to import, and is seldom needed
+
+        return largest_mesh(self._command, nodes, self._gib)
+
+    @property
+    def _resource(self) -> str:
+        return "NPU" if self._command.setting("trainer.device") == "npu" else "GPU"
+
+    @property
+    def _gib(self) -> float:
+        if self._options.gib is not None:
+            return self._options.gib
+        if self._command.setting("trainer.device") != "cpu":
+            return 80.0
+        return psutil.virtual_memory().total / int(self._command.setting("trainer.n_gpus_per_node", 8)) / 2**30
+
+    def _pause(self, seconds: float) -> None:
+        """Sleep; SIGTERM ends it, and no run is there to save."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self._preemption.end_if_asked()
+            time.sleep(min(0.2, max(0.0, deadline - time.monotonic())))
+
+    def _give_up(self, why: str) -> int:
+        lines = report(self._failures, why)
+        path = self._root / "resilient" / "report.txt"
+        path.write_text("\n".join(lines) + "\n")
+        for line in [*lines, f"This report is in {path}; the logs are beside it."]:
+            self._console.print(line, style="red", markup=False)
+        return 1
+
+    def _free_log(self) -> Path:
+        folder = self._root / "resilient"
+        folder.mkdir(parents=True, exist_ok=True)
+        taken = [int(path.stem.rpartition("-")[2]) for path in folder.glob("attempt-*.log")]
+        return folder / f"attempt-{max(taken, default=0) + 1}.log"
+
+    def _from(self, saved: Saved | None) -> str:
+        return "from the beginning" if saved is None else f"from step {saved.step}"
+
+    def _say(self, text: str) -> None:
+        self._console.print(f"[resilient] {text}", style="yellow", markup=False)

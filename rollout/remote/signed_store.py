@@ -1,0 +1,99 @@
+"""The store of a sync's process group: it listens on one address, and an entry counts only with the run's signature.
+
+torch's ``TCPStore`` listens on every interface and takes what anybody writes. Here it gets a socket that is bound to
+one address, and each entry carries an HMAC (SHA-256) of its key and value under a token that trainer rank 0 draws and
+that the members receive through Ray. gloo's and NCCL's own addresses go through the same store, so members connect to
+members alone. Someone without the token can still remove entries, which ends a sync with an error.
+"""
+
+import hashlib
+import hmac
+import secrets
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ..transport.watched_sockets import WeightSyncError
+
+__all__ = ["SignedStore", "connect_store", "new_token", "serve_store"]
+
+_DIGEST = hashlib.sha256().digest_size
+
+
+def new_token() -> str:
+    """Return a token that nobody can guess."""
+    return secrets.token_hex(32)
+
+
+def serve_store(host: str, timeout_seconds: float) -> dist.TCPStore:
+    """Start a store that others can connect to at ``host`` and the store's ``port``; it listens there alone.
+
+    Raises:
+        WeightSyncError: ``host`` is no address of this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, 0), family=family, backlog=1024)
+    except OSError as error:
+        raise WeightSyncError(f"the store of the weight sync can't listen on {host}: {error}") from error
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_seconds),
+        master_listen_fd=listener.detach(),
+    )
+
+
+def connect_store(host: str, port: int, timeout_seconds: float) -> dist.TCPStore:
+    """Connect to a store that another process serves."""
+    timeout = timedelta(seconds=timeout_seconds)
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+class SignedStore(dist.Store):
+    """A store whose entries are signed with a token; torch's backends call it as any other.
+
+    The object has to live as long as a backend that was made with it.
+    """
+
+    def __init__(self, store: dist.Store, token: str):
+        super().__init__()
+        self._store, self._token = store, token.encode()
+
+    def set(self, key: str, value: Any) -> None:
+        value = value.encode() if isinstance(value, str) else bytes(value)
+        self._store.set(key, self._signature(key, value) + value)
+
+    def get(self, key: str) -> bytes:
+        """
+        Raises:
+            WeightSyncError: the entry was not written by a member of the run.
+        """
+        entry = self._store.get(key)
+        signature, value = entry[:_DIGEST], entry[_DIGEST:]
+        if not hmac.compare_digest(signature, self._signature(key, value)):
+            raise WeightSyncError(f"the store's entry {key!r} is not signed with this run's token")
+        return value
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(key, amount)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._store.check(list(keys))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        return self._store.wait(list(keys), *(() if timeout is None else (timeout,)))
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete_key(key)
+
+    deleteKey = delete_key  # what torch's C++ calls
+
+    def _signature(self, key: str, value: bytes) -> bytes:
+        return hmac.digest(self._token, len(key).to_bytes(8) + key.encode() + value, "sha256")

@@ -1,0 +1,320 @@
+"""Checkpoints, adapters and configs of a stranger: an error with the file's name, and no code, no write, no memory."""
+
+import json
+import random
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from epfsdp2.engine.checkpoint import safetensors_reader
+from epfsdp2.engine.checkpoint.atomic_folder import FORMAT, MANIFEST, CheckpointError, copy_files, verify_files
+from epfsdp2.engine.checkpoint.stored_shards import STATE, read_facts, shards_metadata
+from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.lora.peft_files import read_adapter
+from epfsdp2.engine.lora.settings import LoraSettings
+from epfsdp2.engine.model.safetensors_files import DamagedFileError, SafetensorsFile
+from epfsdp2.engine.preflight.model_facts import inspect_model
+from epfsdp2.recipes.plan.cards import config_of
+from tests.support.models import save_qwen3_moe
+
+HUGE = (2**31, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**40)
+NUMBERS = (*HUGE, -1, -(2**63), 1.5, 1e308, True, None, "4", [], [4], {}, "4" * 1000)
+DEEP = b'{"a":' * 100_000
+
+
+def _entries(header, rng):
+    return header[rng.choice([name for name in header if name != "__metadata__"])]
+
+
+def _shape(header, rng):
+    entry = _entries(header, rng)
+    entry["shape"] = rng.choice(
+        [
+            [rng.choice(NUMBERS)],
+            [*entry["shape"], rng.choice(NUMBERS)],
+            [rng.choice(HUGE)] * rng.randint(1, 4),
+            [0, rng.choice(HUGE[2:])],  # no bytes, and no tensor of torch
+            [1] * 5000 + entry["shape"],
+            [entry["shape"][0] + rng.randint(1, 9), *entry["shape"][1:]],
+            rng.choice(NUMBERS[:-4]),
+        ]
+    )
+
+
+def _offsets(header, rng):
+    entry = _entries(header, rng)
+    begin, end = entry["data_offsets"]
+    moved = rng.choice([-8, -4, -1, 1, 4, 8, 1 << 20, *HUGE])
+    entry["data_offsets"] = rng.choice(
+        [[begin + moved, end + moved], [begin, end + moved], [end, begin], [begin], [begin, end, end], [begin, None]]
+    )
+
+
+def _dtype(header, rng):
+    wrong = ["F16", "F64", "I8", "F128", "U4", "", "f32", "object", None, 4, ["F32"]]
+    _entries(header, rng)["dtype"] = rng.choice(wrong)
+
+
+def _overlap(header, rng):
+    first, second = rng.sample([name for name in header if name != "__metadata__"], 2)
+    header[first]["data_offsets"] = header[second]["data_offsets"]
+
+
+def _lacks(header, rng):
+    del _entries(header, rng)[rng.choice(["dtype", "shape", "data_offsets"])]
+
+
+def _metadata(header, rng):
+    header["__metadata__"] = rng.choice([3, [], "x", {"a": 1}, {"a": None}, {"a": {}}])
+
+
+def _named_twice(text, rng):
+    name = rng.choice("abc").encode()
+    at = text.index(b'"' + name + b'":')
+    entry = text[at : text.index(b"}", at) + 1]
+    return text.replace(entry, entry + b", " + entry)
+
+
+def _broken(text, rng):
+    text = text.rstrip()
+    at = rng.randrange(len(text))
+    return rng.choice([text[:at], b"", b"[]", b"null", DEEP, text[:at] + b"\xff\x00" + text[at:], text + b"}"])
+
+
+def _length(data, rng):
+    length = rng.choice([0, 1, len(data), 100_000_001, 2**31, 2**63, 2**64 - 1, rng.randrange(2**64)])
+    return length.to_bytes(8, "little") + data[8:]
+
+
+def _damaged(data, rng):
+    """The file's bytes with one thing changed that no valid file has."""
+    length = int.from_bytes(data[:8], "little")
+    text, tensors = data[8 : 8 + length], data[8 + length :]
+    change = rng.choice([_shape, _offsets, _dtype, _overlap, _lacks, _metadata, _named_twice, _broken, _length, "cut"])
+    if change in (_named_twice, _broken):
+        text = change(text, rng)
+    elif change == _length:
+        return _length(data, rng)
+    elif change == "cut":
+        return data[: rng.randrange(len(data))] if rng.random() < 0.7 else data + bytes(rng.randint(1, 99))
+    else:
+        header = json.loads(text)
+        change(header, rng)
+        text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + tensors
+
+
+def _of_a_model(path):
+    files = safetensors_reader.open_checkpoint(path.parent)
+    safetensors_reader.check_files(files)
+    for name in files.file_of:
+        files.read(name)
+
+
+def _of_an_adapter(path):
+    read_adapter(path.parent, {}, "model.lora_adapter_path")
+
+
+def _of_a_run(path):
+    shards_metadata(path.parent)
+
+
+def test_ten_thousand_damaged_headers_are_errors_with_the_files_name(tmp_path):
+    places = {
+        _of_a_model: (tmp_path / "model" / "model.safetensors", SettingError),
+        _of_an_adapter: (tmp_path / "adapter" / "adapter_model.safetensors", SettingError),
+        _of_a_run: (tmp_path / "dist_ckpt" / "shard-00001-model-00001-of-00001.safetensors", CheckpointError),
+    }
+    for path, _ in places.values():
+        path.parent.mkdir()
+        save_file({"a": torch.ones(3, 4), "b": torch.ones(5), "c": torch.ones(2, 2, dtype=torch.int32)}, path)
+        SafetensorsFile(path).read("a")
+    data, rng, before = path.read_bytes(), random.Random(0), 0
+    for number in range(10_000):
+        read, (path, kind) = list(places.items())[number % len(places)]
+        content = _damaged(data, rng)
+        path.write_bytes(content)
+        with pytest.raises(kind) as caught:
+            read(path)
+            pytest.fail(f"number {number} was read: {content[:400]!r}")
+        assert path.name in str(caught.value), content[:400]
+        if number == 300:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10, "KiB"
+
+
+def test_a_changed_byte_of_a_header_is_an_error_or_reads_what_the_file_holds(tmp_path):
+    path, rng = tmp_path / "model.safetensors", random.Random(1)
+    save_file({"a": torch.ones(3, 4), "b": torch.ones(5)}, path)
+    data, failed = path.read_bytes(), 0
+    for _ in range(1000):
+        at = rng.randrange(8 + int.from_bytes(data[:8], "little"))
+        path.write_bytes(data[:at] + rng.randbytes(1) + data[at + 1 :])
+        try:
+            file = SafetensorsFile(path)
+            assert sum(file.read(name).nbytes for name in file.shapes) <= len(data)
+        except DamagedFileError as error:
+            failed += 1
+            assert path.name in str(error)
+    assert 500 < failed < 1000
+
+
+def _shard(path, places, shape=(2, 4), name="model.a"):
+    path.parent.mkdir(exist_ok=True)
+    text = places if isinstance(places, str) else json.dumps(places)
+    save_file({name: torch.ones(shape)}, path, metadata={"format": "pt", "DCP_SHARDING_INFO": text})
+
+
+@pytest.mark.parametrize(
+    ("places", "words"),
+    [
+        *(({"model.a": {"saved_offsets": [at, 0]}}, "does not say where") for at in (*HUGE[2:], -1, 1.5, "0", True)),
+        *(({"model.a": {"saved_offsets": at}}, "does not say where") for at in (None, 3, [0], [0, 0, 0], {})),
+        *(({"model.a": {"saved_offsets": [at, 0]}}, "do not make up whole tensors") for at in (2, 2**31, 2**40)),
+        ({"model.a": 3}, "are damaged"),
+        ([], "are damaged"),
+        ({}, "does not say where"),
+        ("{", "are damaged"),
+        (DEEP.decode(), "are damaged"),
+    ],
+)
+def test_shards_whose_places_are_wrong_are_refused_before_anything_is_allocated(tmp_path, places, words):
+    path = tmp_path / "dist_ckpt" / "shard-00001-model-00001-of-00001.safetensors"
+    _shard(path, places)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        shards_metadata(path.parent)
+    assert path.name in str(caught.value) or "model.a" in str(caught.value)
+
+
+def test_shards_that_make_up_a_tensor_are_taken_and_a_second_copy_is_not(tmp_path):
+    folder = tmp_path / "dist_ckpt"
+    for number, at in enumerate((0, 2, 4)):
+        _shard(folder / f"{number}.safetensors", {"model.a": {"saved_offsets": [at, 0]}})
+    assert tuple(shards_metadata(folder).state_dict_metadata["model.a"].size) == (6, 4)
+    _shard(folder / "3.safetensors", {"model.a": {"saved_offsets": [4, 0]}})
+    with pytest.raises(CheckpointError, match=r"3.safetensors can't be read: another file holds the same shard"):
+        shards_metadata(folder)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/hostname", "a/../../b.safetensors", "", 3, None, ["a"]])
+def test_an_index_names_files_of_its_own_folder_alone(tmp_path, name):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(SettingError, match=r"index.json can't be read: .*(outside of the folder|no name of a file)"):
+        safetensors_reader.open_checkpoint(folder)
+    index.write_bytes(b'{"weight_map":' + DEEP)
+    with pytest.raises(SettingError, match=r"index.json can't be read: RecursionError"):
+        safetensors_reader.open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        {"format": FORMAT, "files": {"../secret": {"bytes": 6, "crc32": 0}}},
+        {"format": FORMAT, "files": {"/etc/hostname": {"bytes": 6, "crc32": 0}}},
+        {"format": FORMAT, "files": {"a": {"bytes": "6", "crc32": 0}}},
+        {"format": FORMAT, "files": {"a": {"bytes": 6}}},
+        {"format": FORMAT, "files": {"a": None}},
+        {"format": FORMAT, "files": 3},
+        {"format": "two", "files": {}},
+        {"format": FORMAT},
+        [],
+        DEEP.decode(),
+    ],
+)
+def test_a_manifest_that_is_not_one_is_refused(tmp_path, manifest):
+    (tmp_path / "secret").write_text("secret")
+    folder = tmp_path / "ckpt"
+    folder.mkdir()
+    (folder / MANIFEST).write_text(manifest if isinstance(manifest, str) else json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=f"{MANIFEST} is damaged"):
+        verify_files(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"step": None}, {"step": "1"}, {"lr_scheduler": 3}, {"param_groups": 3}, {"param_groups": [3]}]
+    + [{"lora": lora} for lora in (3, {}, {"rank": 0, "alpha": 1}, {"rank": "8", "alpha": 1}, {"rank": 8})],
+)
+def test_a_trainers_state_that_is_not_one_is_refused(tmp_path, change):
+    state = {"step": 1, "lr_scheduler": None, "param_groups": None, "lora": None}
+    (tmp_path / STATE).write_text(json.dumps(state))
+    assert read_facts(tmp_path) == state
+    (tmp_path / STATE).write_text(json.dumps(state | change))
+    with pytest.raises(CheckpointError, match=f"{STATE} is damaged"):
+        read_facts(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"r": "8"},
+        {"r": True},
+        {"r": None},
+        {"lora_alpha": "x"},
+        {"target_modules": 3},
+        {"target_parameters": [3]},
+        3,
+        "{",
+    ],
+)
+def test_an_adapters_config_that_is_not_one_is_refused(tmp_path, change):
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
+    model = {"lora_rank": 8, "lora_adapter_path": str(tmp_path)}
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(config))
+    assert LoraSettings.of(model, "model").rank == 8
+    changed = config | change if isinstance(change, dict) else change
+    path.write_text(changed if isinstance(changed, str) else json.dumps(changed))
+    with pytest.raises(SettingError, match=r"adapter_config.json is damaged"):
+        LoraSettings.of(model, "model")
+
+
+def test_copied_files_are_those_of_the_folder_alone(tmp_path):
+    (tmp_path / "secret").write_text("secret")
+    folder, out = tmp_path / "huggingface", tmp_path / "out"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "same.json").symlink_to("config.json")
+    (folder / "model.safetensors").symlink_to("config.json")
+    copy_files(folder, out, "*.safetensors*")
+    assert {path.name for path in out.iterdir()} == {"config.json", "same.json", "sub"}
+    (folder / "sub" / "notes.txt").symlink_to("../../secret")
+    with pytest.raises(CheckpointError, match=r"links to files outside of it: .*notes.txt"):
+        copy_files(folder, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def _config_with(folder: Path, **entries) -> Path:
+    path = save_qwen3_moe(folder) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+    return path
+
+
+@pytest.mark.parametrize("name", ["_attn_implementation", "_experts_implementation", "attn_implementation"])
+def test_a_config_does_not_name_code_of_the_hub(tmp_path, name):
+    _config_with(tmp_path / "model", **{name: "stranger/kernel"})
+    with pytest.raises(SettingError, match="a repository of kernels, which would be run"):
+        config_of(str(tmp_path / "model"))
+    if name == "attn_implementation":  # an argument wins over it
+        inspect_model({"path": str(tmp_path / "model")})
+        return
+    with pytest.raises(SettingError, match="a repository of kernels, which would be run"):
+        inspect_model({"path": str(tmp_path / "model")})
+
+
+def test_a_config_with_code_beside_it_runs_none_of_it(tmp_path):
+    ran = tmp_path / "ran"
+    folder = _config_with(tmp_path / "model", model_type="own", auto_map={"AutoConfig": "code.Config"}).parent
+    (folder / "code.py").write_text(f"open({str(ran)!r}, 'w')\nfrom transformers import PretrainedConfig as Config\n")
+    with pytest.raises((ValueError, SettingError)):
+        config_of(str(folder))
+    with pytest.raises(SettingError, match="contains custom code"):
+        inspect_model({"path": str(folder)})
+    assert not ran.exists()

@@ -1,0 +1,336 @@
+"""What ``recipes/resilient`` decides, with a trainer's command that saves and fails on demand (``fake_verl``)."""
+
+import copy
+import inspect
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST
+from epfsdp2.engine.errors import SettingError
+from epfsdp2.recipes.resilient import cli, cluster
+from epfsdp2.recipes.resilient.checkpoints import NOTICE, latest, saved_steps
+from epfsdp2.recipes.resilient.command import Command
+from epfsdp2.recipes.resilient.decisions import Failure, backoff_seconds, reason_to_give_up, report
+from epfsdp2.recipes.resilient.mesh import divides, largest_mesh
+from tests.support.models import save_qwen3_moe
+
+FAKE, ROOT = Path(__file__).parent / "fake_verl", Path(__file__).parents[2]
+TRAINER = [sys.executable, "-m", "verl.trainer.main_ppo", "engine=epfsdp2"]
+CONFIG = {
+    "engine": {"_target_": "epfsdp2.engine.config.engine_config", "ep_size": 4, "model_dtype": "fp32"},
+    "trainer": {
+        **{"nnodes": 1, "n_gpus_per_node": 2, "save_freq": 2, "total_training_steps": 8, "resume_mode": "auto"},
+        **{"resume_from_path": None, "device": "cuda"},
+    },
+    "data": {"train_batch_size": 8, "max_prompt_length": 16, "max_response_length": 16},
+    "actor_rollout_ref": {
+        "model": {"path": "nowhere"},
+        "actor": {
+            **{"ppo_mini_batch_size": 4, "ppo_micro_batch_size_per_gpu": 1},
+            "checkpoint": {"save_contents": ["model", "optimizer", "extra"]},
+        },
+        "rollout": {"n": 1, "nnodes": 0, "tensor_model_parallel_size": 1},
+    },
+    "ray_kwargs": {"ray_init": {"address": "local"}},
+}
+
+
+class Run:
+    """One call of the recipe in a folder, and what became of it."""
+
+    def __init__(self, folder: Path, *fates: dict, config: dict = CONFIG, **trainer):
+        self.folder, self.root = folder, folder / "checkpoints"
+        config = copy.deepcopy(config)
+        config["trainer"] |= {"default_local_dir": str(self.root), **trainer}
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "plan.json").write_text(json.dumps(fates))
+        self.env = {
+            **{name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
+            **{"PYTHONPATH": os.pathsep.join([str(FAKE), str(ROOT)]), "FAKE_RUN": str(folder), "NO_COLOR": "1"},
+        }
+
+    def start(self, *options: str) -> subprocess.Popen:
+        words = [sys.executable, "-m", "epfsdp2.recipes.resilient", "--backoff-seconds", "0.1", *options]
+        return subprocess.Popen(
+            [*words, "--", *TRAINER], env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def to_the_end(self, *options: str) -> int:
+        process = self.start(*options)
+        self.output, self.said = process.communicate(timeout=120)
+        return process.returncode
+
+    @property
+    def attempts(self) -> list[list[str]]:
+        path = self.folder / "attempts.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def resumed(self) -> list[str]:
+        """Where each attempt went on from: a folder's name, or how else it began."""
+        found = []
+        for words in self.attempts:
+            given = dict(word.split("=", 1) for word in words if "=" in word)
+            path = given.get("trainer.resume_from_path", "").strip('"')
+            found.append(Path(path).name or given.get("trainer.resume_mode", "as it says"))
+        return found
+
+
+def test_a_run_goes_on_from_its_last_complete_checkpoint(tmp_path):
+    fates = [{"step": 5, "signal": "SIGKILL"}, {"step": 7, "cause": "first"}, {"step": 7, "cause": "second"}]
+    run = Run(tmp_path, *fates)
+    assert run.to_the_end() == 0, run.said
+    assert run.resumed() == ["as it says", "global_step_4", "global_step_6", "global_step_6"]
+    assert latest(run.root).step == 8
+    assert "step 7 has failed (RuntimeError: second at 0x" in run.said and "starts again from step 6" in run.said
+    assert run.output.count("step:5 - ") == 1 and run.output.count("step:8 - ") == 1
+    logs = sorted(path.name for path in (run.root / "resilient").iterdir())
+    assert logs == [f"attempt-{number}.log" for number in (1, 2, 3, 4)]
+    assert all(f'trainer.default_local_dir="{run.root}"' in words for words in run.attempts)
+
+
+def test_a_step_that_fails_twice_for_one_reason_ends_the_run_with_a_report(tmp_path):
+    run = Run(tmp_path, *[{"step": 5, "cause": "expert 3 of 8 is NaN"}] * 9)
+    assert run.to_the_end() == 1
+    assert run.resumed() == ["as it says", "global_step_4"]
+    written = (run.root / "resilient" / "report.txt").read_text()
+    assert "given up: step 5 has failed twice for the same reason" in written and written.split("\n")[0] in run.said
+    assert written.count("RuntimeError: expert 3 of 8 is NaN") == 2
+    assert "attempt 1, from the beginning" in written and "attempt 2, from step 4" in written
+
+
+def test_restarts_are_counted(tmp_path):
+    run = Run(tmp_path, *[{"step": step, "cause": "x"} for step in (3, 4, 5, 6)])
+    assert run.to_the_end("--max-restarts", "2") == 1
+    assert len(run.attempts) == 3 and "started again 2 times (--max-restarts)" in run.said
+
+
+@pytest.mark.parametrize("from_scratch", [False, True])
+def test_a_run_without_a_checkpoint_begins_anew_only_from_scratch(tmp_path, from_scratch):
+    run = Run(tmp_path, {"step": 2, "cause": "x"})
+    assert run.to_the_end(*(["--from-scratch"] if from_scratch else [])) == (0 if from_scratch else 1)
+    assert run.resumed() == (["as it says", "disable"] if from_scratch else ["as it says"])
+    assert from_scratch or "holds no complete checkpoint to go on from; --from-scratch begins anew" in run.said
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_sigterm_saves_first_within_the_grace(tmp_path, deaf):
+    run = Run(tmp_path, {"seconds": 0.5, "deaf": deaf}, save_freq=1000, total_training_steps=1000)
+    process = run.start("--grace-seconds", "3" if deaf else "60")
+    log = run.root / "resilient" / "attempt-1.log"
+    deadline = time.monotonic() + 60
+    while not (log.exists() and "step:2 - " in log.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.1)
+    family = psutil.Process(process.pid).children(recursive=True)
+    started = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert time.monotonic() - started < 30
+    assert not any(child.is_running() for child in family)
+    assert not (run.root / "save_now").exists()
+    assert len(run.attempts) == 1
+    if deaf:
+        assert "no save within 3 s; the last one is none" in said
+    else:
+        saved = latest(run.root)
+        assert saved.step >= 3 and f"step {saved.step} is saved" in said
+
+
+def test_a_run_goes_on_with_fewer_nodes_and_comes_back_to_all(tmp_path):
+    config = copy.deepcopy(CONFIG)
+    config["trainer"] |= {"nnodes": 2}
+    config["ray_kwargs"]["ray_init"]["address"] = "auto"
+    config["actor_rollout_ref"]["model"]["path"] = str(save_qwen3_moe(tmp_path / "model"))
+    fates = [{"step": 3, "cause": "a node died", "nodes": [2, 1]}, {"step": 5, "cause": "x", "nodes": [2, 2, 4]}]
+    run = Run(tmp_path, *fates, config=config)
+    (tmp_path / "nodes.json").write_text("[2, 2]")
+    assert run.to_the_end("--wait-for-nodes", "0.5") == 0, run.said
+    meshes = [[word for word in words if word.startswith(("trainer.nnodes", "engine."))] for words in run.attempts]
+    fewer = ["trainer.nnodes=1", "engine.ep_size=2", "engine.fsdp_size=-1", "engine.ulysses_sequence_parallel_size=1"]
+    assert meshes == [[], fewer, []]
+    assert run.resumed() == ["as it says", "global_step_2", "global_step_4"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (TRAINER, "-- is missing before the trainer's command"),
+        (["--max-restarts", "3", *TRAINER], "-- is missing"),
+        (["--"], "no command follows"),
+        (["--", "bash", "run.sh"], "is not python -m with one of verl's trainers"),
+        (["--", "python", "-m", "torch.distributed.run", "-m", "verl.trainer.sft_trainer"], "torchrun has"),
+        (["--", "torchrun", "-m", "verl.trainer.sft_trainer"], "torchrun has"),
+        (["--", sys.executable, "-m", "verl.no_such_trainer"], "can't be composed: .*No module named"),
+    ],
+)
+def test_a_command_that_cant_be_run_again_is_refused_in_one_paragraph(capsys, monkeypatch, words, told):
+    monkeypatch.setenv("PYTHONPATH", str(FAKE))
+    assert cli.main(words) == 2
+    said = capsys.readouterr().err.strip()
+    assert said.count("\n") == 0 and "What works: " in said
+    with pytest.raises(SettingError, match=told):
+        options, rest = cli.parse(words)
+        Command.of(rest)
+
+
+def test_a_command_of_another_engine_is_refused(tmp_path, monkeypatch):
+    run = Run(tmp_path, config=CONFIG | {"engine": {"_target_": "verl.workers.config.FSDPEngineConfig"}})
+    for name in ("PYTHONPATH", "FAKE_RUN"):
+        monkeypatch.setenv(name, run.env[name])
+    with pytest.raises(SettingError, match="has no engine=epfsdp2"):
+        Command.of(TRAINER)
+
+
+def _command(root: Path, **changes) -> Command:
+    config = copy.deepcopy(CONFIG)
+    config["trainer"] |= {"default_local_dir": str(root)}
+    for name, value in changes.items():
+        *path, last = name.split("__")
+        node = config
+        for part in path:
+            node = node[part]
+        node[last] = value
+    return Command(tuple(TRAINER), config)
+
+
+def _save(root: Path, step: int) -> Path:
+    actor = root / f"global_step_{step}" / "actor"
+    actor.mkdir(parents=True)
+    (actor / "weights").write_bytes(b"weights")
+    (actor / MANIFEST).write_text(json.dumps({"format": 2, "files": {"weights": {"bytes": 7, "crc32": 0}}}))
+    (actor.parent / "data.pt").write_bytes(b"PK\x05\x06" + bytes(18))
+    return actor
+
+
+@pytest.mark.parametrize(
+    ("damage", "fault"),
+    [
+        (lambda actor: (actor / MANIFEST).unlink(), "actor was not saved to its end"),
+        (lambda actor: (actor / "weights").write_bytes(b"wei"), r"weights \(3 of 7 bytes\)"),
+        (lambda actor: (actor / "weights").unlink(), r"weights \(0 of 7 bytes\)"),
+        (lambda actor: (actor.parent / "data.pt").write_bytes(b"PK"), "data.pt was not saved to its end"),
+        (lambda actor: (actor.parent / "critic.partial").mkdir(), "critic was not saved to its end"),
+        (lambda actor: actor.rename(actor.with_name("actor.partial")), "actor was not saved to its end"),
+    ],
+)
+def test_the_last_checkpoint_that_is_complete_is_taken(tmp_path, damage, fault):
+    assert latest(tmp_path) is None
+    for step in (2, 10):
+        _save(tmp_path, step)
+    assert latest(tmp_path).step == 10
+    damage(tmp_path / "global_step_10" / "actor")
+    assert latest(tmp_path).step == 2
+    assert re.search(fault, saved_steps(tmp_path)[-1].fault)
+
+
+def test_a_run_that_could_not_be_resumed_is_refused_at_the_start(tmp_path):
+    cli.check(_command(tmp_path), from_scratch=False)
+    with pytest.raises(SettingError, match=r"trainer.save_freq=-1: there will be no checkpoint"):
+        cli.check(_command(tmp_path, trainer__save_freq=-1), from_scratch=False)
+    cli.check(_command(tmp_path, trainer__save_freq=-1), from_scratch=True)
+    with pytest.raises(SettingError, match=r"can't go on without extra, optimizer"):
+        contents = {"actor_rollout_ref__actor__checkpoint__save_contents": ["model"]}
+        cli.check(_command(tmp_path, **contents), from_scratch=False)
+    with pytest.raises(SettingError, match=r"del_local_ckpt_after_load=True: removes the checkpoint"):
+        cli.check(_command(tmp_path, trainer__del_local_ckpt_after_load=True), from_scratch=False)
+    actor = _save(tmp_path, 2)
+    cli.check(_command(tmp_path), from_scratch=False)
+    with pytest.raises(SettingError, match=r"trainer.resume_mode=disable: .* could not tell whose they are"):
+        cli.check(_command(tmp_path, trainer__resume_mode="disable"), from_scratch=False)
+    (actor / MANIFEST).unlink()
+    with pytest.raises(SettingError, match=r"none of its 1 checkpoints is complete \(global_step_2: actor was not"):
+        cli.check(_command(tmp_path), from_scratch=False)
+    cli.check(_command(tmp_path), from_scratch=True)
+
+
+def test_failures_are_one_when_step_and_reason_are():
+    def failed(step, text):
+        return Failure(step, [text], "a mesh", 2)
+
+    same = [failed(3, f"CUDA error at 0x7f{i}ab on 10.0.0.{i}, rank {i}: out of memory") for i in range(2)]
+    assert same[0].reason == same[1].reason
+    assert "failed twice" in reason_to_give_up(same, 9)
+    assert reason_to_give_up([same[0], failed(4, same[1].lines[0])], 9) is None
+    assert reason_to_give_up([same[0], failed(3, "another")], 9) is None
+    assert "failed twice" in reason_to_give_up([same[0], failed(3, "another"), same[1]], 9)
+    assert reason_to_give_up(same[:1], 1) is None and "--max-restarts" in reason_to_give_up(same[:1], 0)
+    assert [backoff_seconds(n) for n in (1, 2, 3, 7, 99)] == [5.0, 10.0, 20.0, 300.0, 300.0]
+    assert report(same, "so")[0] == "The run was given up: so."
+
+
+def test_nodes_that_live_are_counted_and_waited_for(tmp_path):
+    command = _command(tmp_path, trainer__nnodes=3, trainer__n_gpus_per_node=8)
+    assert cluster.usable_nodes(command, [8, 8, 8, 8]) == 3
+    assert cluster.usable_nodes(command, [8, 4, 8]) == 2
+    assert cluster.usable_nodes(command, []) == 0
+    shared = _command(tmp_path, trainer__nnodes=3, trainer__n_gpus_per_node=8, actor_rollout_ref__rollout__nnodes=1)
+    assert cluster.usable_nodes(shared, [8, 8, 8]) == 2
+    assert cluster.address_of(command) is None
+    slept, counts = [], [1, 1, 3]
+    assert cluster.wait_for_nodes(lambda: counts.pop(0), 3, 60.0, slept.append) == 3
+    assert slept == [5.0, 5.0]
+    assert cluster.wait_for_nodes(lambda: 1, 3, 0.0, slept.append) == 1
+
+
+def test_the_cluster_is_asked_in_a_process_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(FAKE))
+    monkeypatch.setenv("FAKE_RUN", str(tmp_path))
+    assert cluster.living_gpus("auto") == []  # it does not answer
+    (tmp_path / "nodes.json").write_text("[8, 4]")
+    assert cluster.living_gpus("auto") == [8, 4]
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert cluster.address_of(_command(tmp_path, ray_kwargs__ray_init__address=None)) == "10.0.0.1:6379"
+
+
+def test_the_largest_mesh_that_fits_and_divides_is_taken(tmp_path):
+    model = {"actor_rollout_ref__model__path": str(save_qwen3_moe(tmp_path / "model"))}
+    command = _command(tmp_path, **model, trainer__nnodes=4)
+    assert largest_mesh(command, 2, 80.0)[:2] == ["trainer.nnodes=2", "engine.ep_size=4"]
+    # Six ranks do not share four sequences.
+    assert not divides(command, 6) and divides(command, 4)
+    assert largest_mesh(command, 3, 80.0)[0] == "trainer.nnodes=2"
+    assert largest_mesh(command, 1, 80.0)[:2] == ["trainer.nnodes=1", "engine.ep_size=2"]
+    with pytest.raises(SettingError, match=r"trainer.nnodes=2: such nodes of 2 GPUs with 1 GiB are left; on no mesh"):
+        largest_mesh(command, 2, 1.0)
+    with pytest.raises(SettingError, match="on no mesh"):
+        largest_mesh(command, 0, 80.0)
+    wide = _command(tmp_path, **model, actor_rollout_ref__rollout__tensor_model_parallel_size=4)
+    assert largest_mesh(wide, 3, 80.0)[0] == "trainer.nnodes=2"
+
+
+def test_a_notice_makes_the_trainer_save_at_the_end_of_each_step(tmp_path):
+    from omegaconf import OmegaConf
+
+    from epfsdp2.recipes.resilient.notice import SaveOnNotice
+
+    config = OmegaConf.create({"trainer": {"default_local_dir": str(tmp_path), "save_freq": 100}})
+    OmegaConf.set_struct(config, True)
+    callback = SaveOnNotice(config)
+    time.sleep(1.2)
+    assert config.trainer.save_freq == 100
+    (tmp_path / NOTICE).touch()
+    deadline = time.monotonic() + 20
+    while config.trainer.save_freq != 1 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert config.trainer.save_freq == 1
+    callback.stop()
+
+
+def test_verl_still_needs_the_notice_and_reads_save_freq_at_each_step():
+    from verl.trainer.ppo.v1 import trainer_base
+
+    text = inspect.getsource(trainer_base)
+    assert "should_save_ckpt_esi" not in text and "SIGTERM" not in text
+    step = text[text.index("while current_epoch <") :]
+    assert "self.config.trainer.save_freq > 0" in step and "self.global_steps % self.config.trainer.save_freq" in step
+    assert "self.checkpoint_callback = build_checkpoint_callback(config)" in text

@@ -191,13 +191,15 @@ FEATURES = (
     Feature(
         "[checkpoints](checkpoints.md)",
         "resumed on any other mesh; saved in the background; Hugging Face models out (`hf_model`, `recipes.export`); "
-        "verl's fsdp2 checkpoints in (`recipes.import_fsdp2`)",
+        "verl's fsdp2 checkpoints in (`recipes.import_fsdp2`), and FP8, INT4, MXFP4 and NVFP4 ones "
+        "(`recipes.dequantise`)",
         "",
         (
             "engine/test_resume_matrix.py::test_a_run_saved_on_any_mesh_goes_on_on_any_other",
             "e2e/test_resume.py::test_run_resumed_from_a_background_save_goes_on",
             "recipes/test_export.py::test_export_of_a_trained_model_has_its_weights_bit_for_bit",
             "recipes/test_import_fsdp2.py::test_import_of_a_run_of_verls_goes_on_here",
+            "recipes/test_dequantise.py::test_a_model_is_what_transformers_makes_of_the_quantised_one",
         ),
     ),
     Feature(

@@ -106,6 +106,8 @@ class WatchedUpdates:
             if has_our_extension(self.config) and selected.has_checksums:
                 kwargs["verify"] = True
                 source = _with_checksums(selected)
+            if getattr(selected, "is_quantised_here", False):  # adapters never are
+                kwargs["is_quantised"] = True
         if has_our_extension(self.config):  # verl's extension has no such argument
             kwargs["sync_timeout_seconds"] = _timeout_seconds
         future = await self._execute_method("update_weights_from_ipc", non_block=True, kwargs=kwargs)

@@ -26,7 +26,9 @@ from .layout.slice_names import NamedIndex, named_indices
 from .layout.sync_mode import choose_mode, quantisation_settings, rollout_of
 from .layout.trainer_tensors import sharded_tensor_specs
 from .layout.transfer_plan import Targets, make_transfer_plan, round_bytes
-from .layout.vllm_layout import Heads, Rollout, SyncMode, TargetSlice, TensorSpec, target_slices
+from .layout.vllm_layout import Heads, Rollout, SyncMode, TargetSlice, TensorSpec, is_quantised, target_slices
+from .quantise.blocks import FP8
+from .quantise.shards import QuantisedShards
 from .transport import full_gather
 from .transport.exchange import Exchange
 from .transport.report import SyncReport, Traffic
@@ -78,6 +80,9 @@ class RolloutSync:
         buffers = persistent_buffers(model)
         self.dtypes |= {name: buffer.dtype for name, buffer in buffers.items()}
         self._buffers = list(buffers)
+        self._fp8_dtypes = {
+            name: FP8 if is_quantised(name) and name not in buffers else dtype for name, dtype in self.dtypes.items()
+        }
         self.heads = Heads.of(model.config)
         self._exchanges: dict[tuple[SyncMode, Rollout, int], Exchange] = {}
         self._slices: dict[tuple[SyncMode, Rollout, int], dict[str, list[TargetSlice]]] = {}
@@ -142,11 +147,11 @@ class RolloutSync:
                     yield from hf_names.experts_from(self.model, rows.name, rows.values, rows.first)
 
     def shards(
-        self, traffic: Traffic, adapters: AdapterUse = "merged"
+        self, traffic: Traffic, adapters: AdapterUse = "merged", quantised: QuantisedShards | None = None
     ) -> Generator[full_gather.GatheredTensor, None, None]:
         """Yield all tensors as the shards of all ranks, without assembling them; collective."""
         limit = full_gather.gather_bytes(self.settings.memory_bytes, self.meshes.topology.fsdp)
-        return self.gather(limit, traffic, lambda name: True, adapters)
+        return self.gather(limit, traffic, lambda name: True, adapters, quantised)
 
     def gather(
         self,
@@ -154,10 +159,12 @@ class RolloutSync:
         traffic: Traffic,
         may_split: Callable[[str], bool] = lambda name: False,
         adapters: AdapterUse = "merged",
+        quantised: QuantisedShards | None = None,
     ) -> Generator[full_gather.GatheredTensor, None, None]:
         """Gather the weights or the adapters, in the dtypes in which they are sent; see ``full_gather.gather``."""
+        dtypes = self.dtypes if quantised is None else self._fp8_dtypes
         return full_gather.gather(
-            self.model, self.meshes, self.layers, limit, self.dtypes, traffic, may_split, adapters
+            self.model, self.meshes, self.layers, limit, dtypes, traffic, may_split, adapters, quantised
         )
 
     @property
@@ -190,14 +197,25 @@ class RolloutSync:
         """Return a function from a parameter to this rank's values to send; collective where adapters are merged."""
         return local_values(self.model, self.meshes.dense.device_type, adapters)
 
+    def dtypes_for(self, rollout: Rollout) -> Mapping[str, torch.dtype]:
+        """Return the dtype in which each tensor is sent in slices to such a rollout."""
+        return self._fp8_dtypes if rollout.block else self.dtypes
+
+    def quantised(self, block: int, values: LocalValues) -> QuantisedShards:
+        """Return this rank's values with the weights that vLLM holds in FP8 quantised; collective."""
+        names = [name for name, dtype in self._fp8_dtypes.items() if dtype == FP8]
+        params = {name: self.model.get_parameter(name) for name in names}
+        return QuantisedShards(params, values, block, self.meshes.dense.device_type)
+
     def missing_bytes(self, adapters: bool = False) -> int:
         """Return the bytes, as they are sent, of all weights or adapters that this rank does not hold."""
         params = (adapter_weights if adapters else weights)(self.model)
         return sum((p.numel() - local_tensor(p).numel()) * self.dtypes[name].itemsize for name, p in params)
 
-    def tensor_specs(self) -> list[TensorSpec]:
-        """Describe the tensors to send for the transfer plan."""
-        return sharded_tensor_specs(self.model, {name: dtype.itemsize for name, dtype in self.dtypes.items()})
+    def tensor_specs(self, rollout: Rollout | None = None) -> list[TensorSpec]:
+        """Describe the tensors to send in slices to such a rollout, for the plan; one without FP8 by default."""
+        dtypes = self.dtypes if rollout is None else self.dtypes_for(rollout)
+        return sharded_tensor_specs(self.model, {name: dtype.itemsize for name, dtype in dtypes.items()})
 
     def worker_weights(
         self,
@@ -245,7 +263,7 @@ class RolloutSync:
                 return target_slices(tensor, rollout, index % rollout.workers, self.heads, mode)
 
             plan = make_transfer_plan(
-                self.tensor_specs(),
+                self.tensor_specs(rollout),
                 self.layers,
                 self.meshes.topology,
                 Targets(world),

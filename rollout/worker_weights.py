@@ -11,7 +11,9 @@ from ..engine.lora.merge import AdapterUse
 from ..engine.model import hf_names
 from ..engine.topology.rank_consistency import check_agreement
 from .layout.layout_check import planned_layouts
-from .layout.vllm_layout import Rollout, SyncMode, TensorSpec
+from .layout.slice_names import slice_name
+from .layout.vllm_layout import Rollout, SyncMode, TensorSpec, scale_slices
+from .quantise.shards import QuantisedShards
 from .transport.cast import CastOnCopy
 from .transport.checksums import has_checksums
 from .transport.exchange import Exchange, ReceiveBuffers
@@ -26,13 +28,14 @@ class WorkerWeights:
 
     Args:
         sync: the engine's ``RolloutSync``.
-        is_quantised: vLLM quantises the weights in verl's own loader, which accepts neither stacks of experts nor
-            checksums.
+        is_quantised: whether vLLM holds weights in a quantised form. This rank quantises slices; full tensors are
+            quantised by verl's own loader, which accepts neither stacks of experts nor checksums.
         adapters: whether adapters are merged into the weights.
 
     Attributes:
         mode: what is sent: full tensors, slices, or the worker's own experts.
         has_checksums: whether the tensors are to be followed by their checksums.
+        is_quantised_here: whether weights are sent as values in FP8 and scales.
         traffic: bytes that this sync has moved so far.
     """
 
@@ -49,8 +52,11 @@ class WorkerWeights:
         self._adapters = adapters
         self._sync, self._number, self.mode, self._rollout, self._worker = sync, number, mode, rollout, worker
         self._is_quantised = is_quantised
-        self.has_checksums = not is_quantised and has_checksums(number, sync.settings.verify_syncs)
+        self.has_checksums = not (is_quantised and mode == "full") and has_checksums(number, sync.settings.verify_syncs)
         self._indices = sync.indices_of(mode, rollout, worker)
+        self._slices_of = sync.slices_of(mode, rollout, worker)
+        self._dtypes = sync.dtypes_for(rollout)
+        self.is_quantised_here = rollout.block > 0 and mode == "sliced"
         self.traffic = Traffic()
 
     def tensors(self, receive_buffers: ReceiveBuffers | None = None) -> Generator[tuple[str, torch.Tensor]]:
@@ -77,11 +83,12 @@ class WorkerWeights:
 
     def _slices(self, receive_buffers: ReceiveBuffers | None) -> Generator[tuple[str, torch.Tensor]]:
         sync = self._sync
-        values = sync.values(self._adapters)
-        blocks = self._exchange.run(sync.state(), sync.dtypes, self.traffic, values, receive_buffers)
+        quantised, values = self._quantised(), sync.values(self._adapters)
+        blocks = self._exchange.run(sync.state(), self._dtypes, self.traffic, quantised or values, receive_buffers)
         with contextlib.closing(blocks):
             for found in blocks:
-                dtype = sync.dtypes[found.tensor.name]
+                dtype = self._dtypes[found.tensor.name]
+                yield from self._scales(quantised, found.tensor)
                 for name, inside in self._indices(found.tensor, found.block):
                     yield name, self._as_sent(found.values[inside], dtype)
 
@@ -98,13 +105,33 @@ class WorkerWeights:
 
         An all-gather sends a shard to each other node once, where an exchange would send it once per rank.
         """
-        gathered = self._sync.shards(self.traffic, self._adapters)
+        quantised = self._quantised()
+        gathered = self._sync.shards(self.traffic, self._adapters, quantised)
         with contextlib.closing(gathered):
             for found in gathered:
-                tensor = TensorSpec(found.name, tuple(found.shape), self._sync.dtypes[found.name].itemsize)
+                tensor = TensorSpec(found.name, tuple(found.shape), self._dtypes[found.name].itemsize)
+                yield from self._scales(quantised, tensor)
                 for block, values in found.shards:
                     for name, inside in self._indices(tensor, block):
                         yield name, values[inside]
+
+    def _quantised(self) -> QuantisedShards | None:
+        """Return the values to send to a worker that holds weights in FP8, None for any other; collective."""
+        if not self.is_quantised_here:
+            return None
+        quantised = self._sync.quantised(self._rollout.block, self._sync.values(self._adapters))
+        self.traffic.sent += quantised.nbytes
+        self.traffic.received += quantised.nbytes
+        return quantised
+
+    def _scales(
+        self, quantised: QuantisedShards | None, tensor: TensorSpec
+    ) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """Yield the scales of what the worker keeps of a tensor, before the first of its blocks."""
+        if quantised is None or (scales := quantised.scales.pop(tensor.name, None)) is None:
+            return
+        for part in scale_slices(tensor, self._slices_of(tensor), self._rollout.block):
+            yield slice_name(part.parameter, part.at), scales[part.block.slices]
 
     @property
     def _exchange(self) -> Exchange:
@@ -132,7 +159,7 @@ class WorkerWeights:
 
     def planned_layouts(self) -> list[dict[str, str]]:
         """Return the layout that this engine plans for each worker of the replica (``layout/layout_check.py``)."""
-        return planned_layouts(self._sync.tensor_specs(), self._rollout, self._sync.heads)
+        return planned_layouts(self._sync.tensor_specs(self._rollout), self._rollout, self._sync.heads)
 
     def min_received_bytes(self) -> int:
         """Return the bytes of what this rank sends to its worker that it does not hold itself."""

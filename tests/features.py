@@ -201,13 +201,15 @@ FEATURES = (
     Feature(
         "[checkpoints](checkpoints.md)",
         "resumed on any other mesh; saved in the background; Hugging Face models out (`hf_model`, `recipes.export`); "
-        "verl's fsdp2 checkpoints in (`recipes.import_fsdp2`)",
+        "verl's fsdp2 checkpoints in (`recipes.import_fsdp2`), and FP8, INT4, MXFP4 and NVFP4 ones "
+        "(`recipes.dequantise`)",
         "",
         (
             "engine/test_resume_matrix.py::test_a_run_saved_on_any_mesh_goes_on_on_any_other",
             "e2e/test_resume.py::test_run_resumed_from_a_background_save_goes_on",
             "recipes/test_export.py::test_export_of_a_trained_model_has_its_weights_bit_for_bit",
             "recipes/test_import_fsdp2.py::test_import_of_a_run_of_verls_goes_on_here",
+            "recipes/test_dequantise.py::test_a_model_is_what_transformers_makes_of_the_quantised_one",
         ),
     ),
     Feature(
@@ -221,6 +223,13 @@ FEATURES = (
             "test_backends_that_iterate_get_full_tensors_and_delta_gets_what_has_changed",
             "e2e/test_standalone.py::test_standalone_rollout_follows_the_trainer",
         ),
+    ),
+    Feature(
+        "[rollouts in FP8](weight_sync.md#rollouts-in-fp8)",
+        "`rollout.quantization=fp8` with `engine.rollout_sync=sliced`: slices of ten families are quantised where they "
+        "are, with the bits of vLLM's own quantisation; full tensors by default, and for other families",
+        "workers apart from the trainer; tensor-parallel sizes that cut a block of 128 x 128",
+        ("rollout/test_quantise.py::test_slices_have_the_bits_that_vllm_makes_of_the_whole_weights",),
     ),
     Feature(
         "verl's own engine cases",

@@ -51,6 +51,7 @@ THIRD_PARTIES: dict[str, frozenset[str]] = {
     "rollout/vllm": TORCH | {"verl", "vllm"},
     "rollout/transport": TORCH | {"zmq"},
     "rollout/transport/sender.py": TORCH | {"verl", "zmq"},
+    "rollout/quantise": TORCH,
     "rollout/layout": TORCH,
     "engine/lora": TORCH | {"safetensors"},
     "engine/parallelize.py": TORCH,

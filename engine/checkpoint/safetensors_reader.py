@@ -18,10 +18,12 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from ..errors import SettingError
 from ..model.safetensors_files import DamagedFileError, SafetensorsFile, check_within
 from ..topology.rank_consistency import raise_on_all_ranks
+from .safetensors_writer import DTYPES
 
 __all__ = ["CheckpointFiles", "check_files", "local_checkpoint", "open_checkpoint"]
 
 _SETTING = "actor_rollout_ref.model.path"
+_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -37,6 +39,10 @@ class CheckpointFiles:
         """Return the shape of one tensor, from the file's header."""
         with _as_setting():
             return self._file(key).shapes[key]
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Return the dtype of one tensor, from the file's header."""
+        return _DTYPES[self._file(key).get_slice(key).get_dtype()]
 
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
         """Read one tensor, or the slices ``index`` of it; only those bytes are read."""

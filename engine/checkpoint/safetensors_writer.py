@@ -13,15 +13,16 @@ from typing import Protocol, TypeVar
 import torch
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-__all__ = ["Entry", "split_into_files", "write_file", "write_index", "write_safetensors"]
+__all__ = ["DTYPES", "Entry", "split_into_files", "write_file", "write_index", "write_safetensors"]
 
-_DTYPES = {
+DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
@@ -116,7 +117,7 @@ def _header(entries: Sequence[Entry]) -> bytes:
     at = 0
     for entry in entries:
         header[entry.name] = {
-            "dtype": _DTYPES[entry.dtype],
+            "dtype": DTYPES[entry.dtype],
             "shape": entry.shape,
             "data_offsets": (at, at + entry.nbytes),
         }

@@ -6,7 +6,7 @@ instead of being trained from whatever was in memory.
 
 import copy
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from ..moe.outside.families import prepare
 from ..topology.dtensor import local_tensor
 
 __all__ = [
+    "DEQUANTISED",
     "UninitializedError",
     "build_on_meta",
     "check_initialized",
@@ -39,10 +40,13 @@ __all__ = [
     "kept_in_float32",
     "materialize",
     "model_of_checkpoint",
+    "quantisation_of",
 ]
 
 _SMALL = 1 << 20  # elements; larger tensors go to meta at once, without memory
 _CHUNK = 1 << 24  # elements looked at together
+# quant_method of checkpoints that recipes.dequantise makes bfloat16 ones of.
+DEQUANTISED = ("fp8", "mxfp4", "compressed-tensors", "modelopt", "modelopt_fp4")
 
 
 class UninitializedError(ValueError):
@@ -180,24 +184,37 @@ def check_no_kernels(config: PretrainedConfig, path: str, setting: str = "--mode
                 raise SettingError(f"{setting}.path" if setting[0] != "-" else setting, path, rule, works)
 
 
+def quantisation_of(config: PretrainedConfig | Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what a config, or that of its text model, says of quantised weights; None if they are not quantised."""
+    fields = config if isinstance(config, Mapping) else config.to_dict()
+    for of in (fields, fields.get("text_config") or {}):
+        found = of.get("quantization_config") or of.get("compression_config")
+        if found is not None:
+            return dict(found) if isinstance(found, Mapping) else found.to_dict()
+    return None
+
+
 def check_not_quantised(config: PretrainedConfig, path: str, setting: str = "actor_rollout_ref.model") -> None:
     """Check that the weights of a checkpoint are not quantised.
 
     Raises:
         SettingError: they are MXFP4, FP8 or the like.
     """
-    quantised = getattr(config, "quantization_config", None)
-    if quantised is None:
+    found = quantisation_of(config)
+    if found is None:
         return
-    found = quantised if isinstance(quantised, dict) else quantised.to_dict()
     kind = found.get("quant_method", "unknown")
-    raise SettingError(
-        f"{setting}.path",
-        path,
-        f"its config says that the weights are quantised ({kind}); weights to train have to be in bfloat16 or float32.",
-        "the same model dequantised: from_pretrained with a quantization_config that has dequantize=True (Mxfp4Config, "
-        "FineGrainedFP8Config), then save_pretrained",
+    rule = (
+        f"its config says that the weights are quantised ({kind}); weights to train have to be in bfloat16 or float32."
     )
+    if kind in DEQUANTISED:
+        works = f"the folder that `python -m epfsdp2.recipes.dequantise {path} <new folder>` writes"
+        if not Path(path).is_dir():
+            works += f", where {path} is downloaded to a folder first (hf download)"
+    else:
+        works = "the same model in bfloat16: from_pretrained with a quantization_config that dequantises, if there is "
+        works += f"one for {kind}, then save_pretrained"
+    raise SettingError(f"{setting}.path", path, rule, works)
 
 
 def _poison(tensor: torch.Tensor) -> None:

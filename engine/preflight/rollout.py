@@ -20,7 +20,15 @@ from ...rollout.layout.sync_mode import (
 )
 from ...rollout.layout.trainer_tensors import tensor_specs_of
 from ...rollout.layout.transfer_plan import ROUND_BUFFERS, Targets, make_transfer_plan, round_bytes
-from ...rollout.layout.vllm_layout import Heads, SyncMode, TargetSlice, TensorSpec, target_slices
+from ...rollout.layout.vllm_layout import (
+    Heads,
+    SyncMode,
+    TargetSlice,
+    TensorSpec,
+    is_quantised,
+    scale_slices,
+    target_slices,
+)
 from ..compat import versions
 from ..declared.derived import sharding_options
 from ..errors import SettingError
@@ -144,7 +152,10 @@ def _check_plan(
     placement, heads = rollout_of(rollout), Heads.of(facts.model.config)
 
     def slices_of(tensor: TensorSpec, worker: int) -> list[TargetSlice]:
-        return target_slices(tensor, placement, worker % placement.workers, heads, kind)
+        slices = target_slices(tensor, placement, worker % placement.workers, heads, kind)
+        if placement.block and is_quantised(tensor.name):
+            scale_slices(tensor, slices, placement.block)
+        return slices
 
     topology = Topology.arrange(n_gpus, engine.ep_size, engine.fsdp_size, engine.etp_size)
     tensors = tensors_before_sharding(

@@ -1,1 +1,1 @@
-"""Checkpoints of a run as Hugging Face models, and checkpoints of verl's fsdp2 engine as this engine's."""
+"""Checkpoints of a run as Hugging Face models; those of verl's fsdp2 engine and quantised ones as this engine's."""

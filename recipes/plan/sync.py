@@ -21,18 +21,22 @@ from ...engine.model.meta import build_on_meta
 from ...engine.moe.find import UnsupportedModelError
 from ...engine.preflight.rollout import tensors_before_sharding
 from ...engine.topology.expert_placement import check_experts_divide
+from ...engine.topology.index_ranges import IndexRange
 from ...engine.topology.mesh import Topology
 from ...rollout.layout.transfer_plan import Targets, make_transfer_plan
 from ...rollout.layout.vllm_layout import (
+    FP8_FAMILIES,
     SYNC_MODES,
     Heads,
     Rollout,
     SyncMode,
     TensorSpec,
+    is_quantised,
     known_families,
     loads_own_experts,
     target_slices,
 )
+from ...rollout.quantise.blocks import blocks_of
 from .cards import MODEL_HELP, config_of
 
 __all__ = ["main", "parse"]
@@ -46,7 +50,8 @@ _LEGEND = (
     "GB, the largest of any rank. Floor: seconds for the bytes from other nodes over one network interface, or, where "
     "there are none, for all received bytes at the same rate. Buffers: MB, two to send and two to receive."
 )
-_DTYPES = {"bf16": 2, "fp32": 4}
+_DTYPES = {"bf16": 2, "fp32": 4, "fp8": 2}  # those of fp8 that are not quantised
+_BLOCK = 128
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -66,7 +71,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--rollout-dp", type=int, default=1, help="data parallel size of a vLLM replica")
     add("--rollout-ep", action="store_true", help="vLLM with enable_expert_parallel")
     add("--standalone", type=int, default=0, help="vLLM workers of their own; 0: on the trainer's ranks")
-    add("--dtype", default="bf16", choices=_DTYPES, help="in which weights are sent")
+    add("--dtype", default="bf16", choices=_DTYPES, help="in which weights are sent; fp8: rollout.quantization=fp8")
     add("--round-megabytes", type=int, default=512, help="what a rank sends or receives in one round")
     add("--gpus-per-node", type=int, default=8, help="ranks on a node")
     add("--bandwidth", type=float, default=45.0, help="GB/s of a rank's network interface")
@@ -91,7 +96,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = config_of(options.model)
         model = build_on_meta(AutoModelForCausalLM, config, torch.bfloat16)
         shard_dim = options.expert_shard_dim if options.expert_shard_dim == "auto" else int(options.expert_shard_dim)
-        tensors = tensors_before_sharding(model, topology, shard_dim, itemsize=_DTYPES[options.dtype])
+        itemsize: dict[str, int] | int = _DTYPES[options.dtype]
+        if options.dtype == "fp8":
+            itemsize = {name: 1 for name, _ in model.named_parameters() if is_quantised(name)}
+        tensors = tensors_before_sharding(model, topology, shard_dim, itemsize=itemsize)
         check_experts_divide(
             [t.shape[0] for t in tensors if t.cuts and t.cuts[0].axis == "ep"], topology, options.model
         )
@@ -108,8 +116,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not is_known:
         known = ", ".join(sorted(known_families()))
         console.print(f"How vLLM cuts a {family} is not known here (only {known}): mode full alone.")
+    modes = SYNC_MODES if is_known else SYNC_MODES[:1]
+    if options.dtype == "fp8":
+        if family not in FP8_FAMILIES:
+            known = ", ".join(sorted(FP8_FAMILIES))
+            console.print(f"Which weights of a {family} vLLM quantises is not known here (only {known}).", style="red")
+            return 1
+        modes = ("sliced",)
+        blocks = sum(blocks_of(IndexRange.of(t.shape), _BLOCK).numel for t in tensors if is_quantised(t.name))
+        console.print(f"Besides, {4 * blocks / _GB:.3f} GB of scales are reduced over all ranks.")
     table = Table(*_COLUMNS)
-    for mode in SYNC_MODES if is_known else SYNC_MODES[:1]:
+    for mode in modes:
         if mode == "expert_local" and not (options.rollout_ep and loads_own_experts(family)):
             continue
         try:

@@ -10,7 +10,16 @@ from typing import Any
 
 import torch
 
-from .vllm_layout import Heads, Rollout, TargetSlice, TensorSpec, has_known_rows, target_slices
+from .vllm_layout import (
+    Heads,
+    Rollout,
+    TargetSlice,
+    TensorSpec,
+    has_known_rows,
+    is_quantised,
+    scale_slices,
+    target_slices,
+)
 
 __all__ = [
     "RANK",
@@ -55,7 +64,10 @@ def planned_layout(tensors: Iterable[TensorSpec], rollout: Rollout, worker: int,
     placed: dict[str, list[TargetSlice]] = {}
     first: dict[str, int] = {}
     for tensor in tensors:
-        for part in target_slices(tensor, rollout, worker, heads):
+        slices = target_slices(tensor, rollout, worker, heads)
+        if rollout.block and is_quantised(tensor.name):
+            slices += scale_slices(tensor, slices, rollout.block)
+        for part in slices:
             placed.setdefault(part.parameter, []).append(part)
             if has_known_rows(tensor.name):
                 first[part.parameter] = part.block.low[0]

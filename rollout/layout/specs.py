@@ -63,6 +63,7 @@ class Rollout:
             alone.
         tower: of a model that sees images.
         server: names the workers' parameters.
+        block: rows and columns that share a scale where the workers hold weights in FP8; 0 where they do not.
     """
 
     tp: int = 1
@@ -70,6 +71,7 @@ class Rollout:
     expert_parallel: bool = False
     tower: Tower = "sharded"
     server: Server = "vllm"
+    block: int = 0
 
     @property
     def workers(self) -> int:

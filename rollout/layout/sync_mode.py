@@ -12,7 +12,7 @@ from ...engine.errors import SettingError
 from ...engine.topology.mesh import divisors
 from . import sglang_layout
 from .specs import Server, Tower
-from .vllm_layout import Rollout, SyncMode, known_families, loads_own_experts, padded_vocabulary
+from .vllm_layout import FP8_FAMILIES, Rollout, SyncMode, known_families, loads_own_experts, padded_vocabulary
 
 __all__ = [
     "BACKEND",
@@ -37,6 +37,7 @@ _TP = f"{_ROLLOUT}.tensor_model_parallel_size"
 _SGLANG = f"{_ROLLOUT}.engine_kwargs.sglang"
 _SETTING = "engine.rollout_sync"
 _SERVERS: dict[str, str] = {"vllm": "vLLM", "sglang": "SGLang"}
+_BLOCK = 128  # of a rollout.quantization=fp8, whose kind verl chooses (``_apply_quantization``)
 _QUANTISES = "SGLang quantises the weights and needs full tensors for that."
 _MOVES = "SGLang stores experts in another order or more than once."
 _CUTS = "it cuts the model in ways that transfer plans do not know."
@@ -86,7 +87,8 @@ def rollout_of(config: Any) -> Rollout:
     """Read how one rollout replica is sharded."""
     tp, dp = _size(config, "tensor_model_parallel_size"), _size(config, "data_parallel_size")
     server: Server = "sglang" if _rollout_name(config) == "sglang" else "vllm"
-    return Rollout(tp, dp, _size(config, "expert_parallel_size") > 1, _tower(_vllm(config)), server)
+    block = _BLOCK if server == "vllm" and config.get("quantization") == "fp8" else 0
+    return Rollout(tp, dp, _size(config, "expert_parallel_size") > 1, _tower(_vllm(config)), server, block)
 
 
 def _tower(vllm: Mapping[str, Any]) -> Tower:
@@ -129,6 +131,9 @@ def choose_mode(
         workers = rollout.workers
         reason = f"{server} runs without expert parallelism, so every worker keeps a part of every expert."
         found = _Obstacle(f"{_ROLLOUT}.expert_parallel_size", 1, reason, str(workers) if workers > 1 else "")
+    if found is None and requested == "expert_local" and rollout.block:
+        reason = "ranks quantise the slices that they send, and this mode sends whole tensors beside the experts."
+        found = _Obstacle(f"{_ROLLOUT}.quantization", config.get("quantization"), reason, "null")
     if found is None and requested == "expert_local" and family is not None and not loads_own_experts(family):
         reason = f"its checkpoints have experts as stacks, of which {server}'s loader takes no part."
         found = _Obstacle("actor_rollout_ref.model", family, reason, "")
@@ -136,6 +141,9 @@ def choose_mode(
     if found is None and requested == "auto" and not is_compared:
         reason = f"no SGLang with slices of it was compared with a fresh one; {_SETTING}=sliced sends them."
         found = _Obstacle("actor_rollout_ref.model", family, reason, "")
+    if found is None and requested == "auto" and rollout.block:
+        reason = f"no worker in FP8 that was sent slices was compared with a fresh one; {_SETTING}=sliced sends them."
+        found = _Obstacle(f"{_ROLLOUT}.quantization", config.get("quantization"), reason, "null")
     if found is None:
         return ("sliced" if requested == "auto" else cast(SyncMode, requested)), ""
     if requested == "auto":
@@ -164,7 +172,15 @@ def _obstacle(config: Any, family: str | None, untested: str, backend: str) -> _
     if _is_disaggregated(config):
         return _DISAGGREGATED
     for setting, value in quantisation_settings(config):
-        return _Obstacle(setting, value, "vLLM quantises the weights and needs full tensors for that.", "null")
+        if (setting, value) != (f"{_ROLLOUT}.quantization", "fp8"):
+            return _Obstacle(setting, value, "vLLM quantises the weights and needs full tensors for that.", "null")
+        if backend != "naive":
+            reason = "ranks quantise slices for the workers beside them alone."
+            return _Obstacle(setting, value, reason, "null")
+        if family is not None and family not in FP8_FAMILIES:
+            known = ", ".join(sorted(FP8_FAMILIES))
+            reason = f"which weights of a {family} vLLM quantises is not known (known: {known})."
+            return _Obstacle(setting, value, reason, "null")
     placement = vllm.get("expert_placement_strategy") or "linear"
     if placement != "linear":
         reason = "transfer plans assume that experts are placed in linear order."

@@ -16,6 +16,7 @@ compare the result with the layout that they trace from vLLM's own loaders (``te
 """
 
 import re
+from collections.abc import Iterable
 from functools import cache
 from typing import Literal
 
@@ -26,6 +27,7 @@ from .rules import Family, NamedRules, named_rules, padded_vocabulary
 from .specs import Heads, Rollout, TargetSlice, TensorSpec, TrainerTopology
 
 __all__ = [
+    "FP8_FAMILIES",
     "SYNC_MODES",
     "Heads",
     "TargetSlice",
@@ -35,9 +37,11 @@ __all__ = [
     "TrainerTopology",
     "holders",
     "has_known_rows",
+    "is_quantised",
     "known_families",
     "loads_own_experts",
     "padded_vocabulary",
+    "scale_slices",
     "target_slices",
 ]
 
@@ -92,6 +96,33 @@ def target_slices(
     return family.renamed_slices(whole)
 
 
+def is_quantised(name: str) -> bool:
+    """Tell whether vLLM holds this weight of ``FP8_FAMILIES`` in FP8 where verl asks for it: experts and linears."""
+    return _QUANTISED.search(name) is not None
+
+
+def scale_slices(tensor: TensorSpec, slices: Iterable[TargetSlice], block: int) -> list[TargetSlice]:
+    """Return where the scales of a weight's slices go; their blocks are of the tensor of all scales of the weight.
+
+    Raises:
+        ValueError: a slice begins or ends inside of a block, whose scale vLLM could not place either.
+    """
+    found = []
+    for part in slices:
+        low, high = part.block.low[-2:], part.block.high[-2:]
+        ends = zip(high, tensor.shape[-2:], strict=True)
+        if any(i % block for i in (*low, *part.at[-2:])) or any(i % block and i != size for i, size in ends):
+            raise ValueError(
+                f"{part.parameter} holds {tensor.name} {list(low)} to {list(high)} at {list(part.at[-2:])}, and blocks "
+                f"of {block} x {block} share a scale."
+            )
+        low, high = (tuple(-(-i // block) for i in corner) for corner in (low, high))
+        at = (*part.at[:-2], *(i // block for i in part.at[-2:]))
+        scales = IndexRange((*part.block.low[:-2], *low), (*part.block.high[:-2], *high))
+        found.append(TargetSlice(scales, f"{part.parameter}_scale_inv", at))
+    return found
+
+
 def has_known_rows(name: str) -> bool:
     """Tell whether a vLLM worker records which rows of this tensor it holds: those of vocabularies and experts."""
     return (_EXPERTS.search(name) or _VOCABULARY.search(name)) is not None
@@ -105,6 +136,7 @@ def loads_own_experts(family: str) -> bool:
 _EXPERTS = re.compile(r"\.experts\.(?:gate_up|down)_proj(?:_bias)?$")
 _TOWER = ("model.visual.", "model.vision_tower.", "model.embed_vision.")
 _VOCABULARY = re.compile(r"(?:^|\.)(embed_tokens|lm_head)\.weight$")
+_QUANTISED = re.compile(r"\.layers\.\d+\.(?:.*\.experts\.(?:gate_up|down)_proj|.*_proj(?:_with_mqa)?\.weight)$")
 _RULES: NamedRules = (
     *named_rules(
         (r"\.experts\.(gate_up_proj)", rules.gate_up_experts),
@@ -169,6 +201,11 @@ _FAMILIES = {
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), Family(_BESIDE_A_TOWER, _QWEN_TOWER, is_stacked=True)),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), Family(_BESIDE_A_TOWER, (*_QWEN_TOWER, *_LINEAR_ATTENTION))),
 }
+# Families whose layers have no other matrices in FP8 than ``is_quantised`` says; read in vLLM's models. The names that
+# a worker has are compared before the first sync.
+FP8_FAMILIES = frozenset(
+    ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "glm4_moe", "dots1", "deepseek_v3", "qwen3", "qwen2", "llama")
+)
 # The vLLM releases that have the layout above, for families where not all do. vLLM dropped its own models of dots1 and
 # hunyuan_v1_moe in 0.23 and 0.29 and runs transformers' instead, whose shared experts' gate and up it fuses since 0.27.
 # vLLM 0.24 can load neither a gpt_oss that is not quantised nor a Qwen3.5 without its vision tower, and its CPU build

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...engine.lora.merge import AdapterUse, adapter_weights, local_values, weights
+from ...engine.lora.merge import AdapterUse, LocalValues, adapter_weights, local_values, weights
 from ...engine.topology.dtensor import persistent_buffers, shard_steps
 from ...engine.topology.index_ranges import IndexRange, chunk_range, shard_ranges, slices_in_shard
 from ...engine.topology.mesh import Meshes
@@ -144,6 +144,7 @@ def gather(
     traffic: Traffic | None = None,
     may_split: Callable[[str], bool] = lambda name: False,
     adapters: AdapterUse = "merged",
+    values: LocalValues | None = None,
 ) -> Generator[GatheredTensor, None, None]:
     """Gather every parameter and persistent buffer of the model to every rank, in the model's order; collective.
 
@@ -160,6 +161,7 @@ def gather(
         may_split: tells by name whether a parameter that is too large for one gather may be gathered in parts, each of
             at least one row of every rank's shard.
         adapters: whether low-rank adapters are merged into the weights that they adapt, left out, or gathered alone.
+        values: returns the values to send for a tensor; by default its local shard, with its adapters merged.
     """
     traffic = traffic or Traffic()
     device, ranks = torch.device(meshes.dense.device_type), meshes.topology.fsdp
@@ -177,7 +179,7 @@ def gather(
     max_rank_bytes = max((group.rank_bytes for group in groups), default=0)
     buffers = [torch.empty((ranks + 1) * max_rank_bytes, dtype=torch.uint8, device=device) for _ in groups[:2]]
     traffic.hold(sum(buffer.nbytes for buffer in buffers))
-    started, values = 0, local_values(model, device, adapters)
+    started, values = 0, values or local_values(model, device, adapters)
 
     def start() -> tuple[_Group, torch.Tensor, dist.Work] | None:
         """Start the next gather; return None after the last."""

@@ -50,6 +50,12 @@ def running_weights(model: torch.nn.Module, packed_linears: bool = True) -> Iter
             if tensor_name == "weight" and hasattr(layer, "_cpu_unpacked_conv_weight"):
                 # The CPU build packs a convolution of linear attention on processors with AMX, and keeps this beside.
                 tensor = layer._cpu_unpacked_conv_weight[:, None]
+            elif tensor.dtype == torch.float8_e4m3fn:
+                if (values := _unpacked_fp8(tensor)) is None:
+                    continue
+                tensor = values
+            elif tensor_name.endswith("weight_scale_inv") and tensor.device.type != "cpu":
+                continue  # its kernel may have packed them with the values
             elif tensor_name == "weight" and hasattr(layer, "cpu_linear") and not is_table:
                 if not packed_linears:
                     continue
@@ -78,6 +84,15 @@ def _packed_linear(layer: Any) -> torch.Tensor:
     return layer.quant_method.apply(layer, torch.eye(size, dtype=dtype)).t().contiguous()
 
 
+def _unpacked_fp8(weight: torch.Tensor) -> torch.Tensor | None:
+    """Return FP8 values as they were loaded, ``[E, N, K]`` or ``[N, K]``; None on a GPU, where kernels reorder them."""
+    if weight.device.type != "cpu":
+        _warn_of("FP8")
+        return None
+    stack = weight.detach().view(-1, *weight.shape[-2:])
+    return unpack_by_index(stack, torch.ops._C.convert_weight_packed).view(weight.shape)
+
+
 def _experts(prefix: str, layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
     weights = _expert_weights(layer)
     if weights is None:
@@ -90,12 +105,16 @@ def _experts(prefix: str, layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
     yield prefix + "w13_weight", w13
     yield prefix + "w2_weight", w2
     for name, tensor in _own_tensors(layer):
-        if name not in ("w13_weight", "w2_weight"):
+        is_packed = name.endswith("_scale_inv") and tensor.device.type != "cpu"
+        if name not in ("w13_weight", "w2_weight") and not is_packed:
             yield prefix + name, tensor.detach()
 
 
 def _expert_weights(layer: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
     method = layer.quant_method
+    if layer.w13_weight.dtype == torch.float8_e4m3fn:
+        w13, w2 = _unpacked_fp8(layer.w13_weight), _unpacked_fp8(layer.w2_weight)
+        return None if w13 is None or w2 is None else (w13, w2)
     kernel = getattr(method, "cpu_fused_moe", None)
     # From 0.29 on the kernel is another object, with one class per instruction set.
     isa = getattr(getattr(getattr(method, "moe_kernel", None), "fused_experts", None), "isa", None)
@@ -131,7 +150,7 @@ def _expert_weights(layer: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
 @functools.cache
 def _warn_of(backend: str) -> None:
     logger.warning(
-        "epfsdp2: experts of vLLM's %s backend can't be read back, because their layout is not known here; of these a "
+        "epfsdp2: weights of vLLM's %s backend can't be read back, because their layout is not known here; of these a "
         "sync verifies what was received, and not what the model computes with. engine_kwargs.vllm.moe_backend=triton "
         "has a known layout.",
         backend,
@@ -160,8 +179,11 @@ def unpack_by_index(packed: torch.Tensor, pack: Callable[[torch.Tensor], torch.T
     base = 1
     while base <= rows * columns:
         # Pack the indices one base-256 digit at a time: 0..255 is exact in every floating-point dtype of weights.
-        digit = (index // base % 256).to(packed.dtype).view(1, rows, columns)
-        source += pack(digit).flatten().long() * base
+        digit = (index // base % 256).view(1, rows, columns)
+        if packed.element_size() == 1:  # a packing of FP8 values moves their bytes
+            source += pack(digit.to(torch.uint8).view(packed.dtype)).view(torch.uint8).flatten().long() * base
+        else:
+            source += pack(digit.to(packed.dtype)).flatten().long() * base
         base *= 256
     if not torch.equal(source.sort().values, index):
         raise RuntimeError(f"this packing of a {rows} x {columns} expert is not a permutation")

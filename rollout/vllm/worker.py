@@ -39,7 +39,8 @@ _DEFAULT_TIMEOUT_SECONDS = 300.0
 class WeightSyncExtension(vLLMColocateWorkerExtension):
     """verl's worker extension with a checked layer-wise reload; see the module's docstring.
 
-    Models that are quantised or trained with quantisation are passed on to verl's class.
+    Models that are quantised or trained with quantisation are passed on to verl's class, unless their weights come
+    quantised.
     """
 
     device: torch.device | None  # set by vLLM's worker
@@ -56,6 +57,7 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
         use_shm: bool = False,
         sync_timeout_seconds: float = _DEFAULT_TIMEOUT_SECONDS,
         verify: bool = False,
+        is_quantised: bool = False,
     ) -> None:
         """Receive all weights of the model from this worker's trainer rank and load them, or its adapters alone.
 
@@ -66,13 +68,14 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
             sync_timeout_seconds: longest wait for one message of the sender.
             verify: whether to compare the sender's checksums, which come last, with the received tensors, and slices
                 with the weights that the model then computes with.
+            is_quantised: whether values and scales come, as the model's parameters hold them.
 
         Raises:
             WeightSyncError: the sender stopped sending, a layer did not receive every element, no parameter took a
                 name, or values differ from those that were sent.
         """
-        quantised = self._is_qat_model or self._is_modelopt_qat or is_quantized_model(self.model_runner.vllm_config)
-        if quantised:
+        quantises = self._is_qat_model or self._is_modelopt_qat or is_quantized_model(self.model_runner.vllm_config)
+        if quantises and not is_quantised:
             return super().update_weights_from_ipc(peft_config, base_sync_done, use_shm)
         received = ReceivedChecksums(verify)
         if peft_config is not None and base_sync_done:

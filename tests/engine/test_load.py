@@ -315,7 +315,10 @@ def test_load_weights_names_an_unreadable_file_on_every_rank(tmp_path):
 
 def test_check_not_quantised_refuses_quantised_weights():
     config = Qwen3MoeConfig(quantization_config={"quant_method": "fp8"})
-    with pytest.raises(SettingError, match=r"model.path=some/moe: .* quantised \(fp8\).*dequantize=True"):
+    with pytest.raises(SettingError, match=r"model.path=some/moe: .* quantised \(fp8\).*recipes.dequantise some/moe "):
+        check_not_quantised(config, "some/moe")
+    config = Qwen3MoeConfig(quantization_config={"quant_method": "awq", "bits": 4})
+    with pytest.raises(SettingError, match=r"quantised \(awq\).*save_pretrained"):
         check_not_quantised(config, "some/moe")
     check_not_quantised(Qwen3MoeConfig(), "some/moe")
 

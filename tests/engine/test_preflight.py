@@ -730,7 +730,7 @@ OBSTACLES = [
     ({"vllm": {"expert_placement_strategy": "round_robin"}}, f"{VLLM}.expert_placement_strategy=round_robin"),
     ({"pipeline_model_parallel_size": 2}, "actor_rollout_ref.rollout.pipeline_model_parallel_size=2"),
     ({"disaggregation": {"enabled": True}}, "actor_rollout_ref.rollout.disaggregation.enabled=True"),
-    ({"quantization": "fp8"}, "actor_rollout_ref.rollout.quantization=fp8"),
+    ({"quantization": "torchao"}, "actor_rollout_ref.rollout.quantization=torchao"),
     ({"vllm": {"quantization": "fp8"}}, f"{VLLM}.quantization=fp8"),
     ({"qat": {"enable": True}}, "actor_rollout_ref.rollout.qat.enable=True"),
     ({"backend": "nccl"}, f"{BACKEND}=nccl"),
@@ -756,6 +756,18 @@ def test_a_quantised_rollout_has_to_be_beside_the_trainer(model, backend):
         check_run(engine(), 8, model, rollout(quantization="fp8", backend=backend), device="cpu")
     text = paragraph(caught.value, "actor_rollout_ref.rollout.quantization", "fp8")
     assert text.endswith(f"What works: {BACKEND}=naive, or actor_rollout_ref.rollout.quantization=null")
+
+
+def test_slices_of_a_quantised_rollout_need_whole_blocks(tmp_path, model):
+    with pytest.raises(SettingError, match=r"tensor_model_parallel_size=1: .* blocks of 128 x 128 share a scale"):
+        check_run(engine(rollout_sync="sliced"), 8, model, rollout(quantization="fp8"), device="cpu")
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "num_experts": 8, "vocab_size": 64}
+    fits = checkpoint(tmp_path / "fits", **sizes, **heads)
+    check_run(engine(rollout_sync="sliced"), 8, fits, rollout(2, quantization="fp8"), device="cpu")
+    with pytest.raises(SettingError, match="this mode sends whole tensors beside the experts"):
+        whole = rollout(2, quantization="fp8", expert_parallel_size=2)
+        check_run(engine(rollout_sync="expert_local"), 8, fits, whole, device="cpu")
 
 
 def test_whole_experts_need_expert_parallelism(model):

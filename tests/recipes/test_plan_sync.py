@@ -39,6 +39,18 @@ def test_plan_sync_prints_the_bytes_of_each_mode(qwen3_30b, capsys):
     assert rows["sliced"][-1] == "0.09"
 
 
+def test_plan_sync_of_a_quantised_rollout_has_half_the_bytes(qwen3_30b, capsys):
+    sizes = ["--model", qwen3_30b, "--world", "16", "--ep", "8", "--rollout-tp", "2"]
+    assert main(sizes) == 0
+    needed = float(_rows(capsys.readouterr().out)["sliced"][0])
+    assert main([*sizes, "--dtype", "fp8"]) == 0
+    text = capsys.readouterr().out
+    rows = _rows(text)
+    assert "31.17 GB in fp8" in text and "Besides, 0.007 GB of scales are reduced" in text
+    assert list(rows) == ["sliced"]
+    assert 0.5 < float(rows["sliced"][0]) / needed < 0.52, "embeddings and norms stay in bfloat16"
+
+
 def test_plan_sync_of_a_family_with_stacks_alone_sends_slices_and_no_own_experts(capsys):
     assert main(["--model", "gpt-oss-20b", "--world", "64", "--ep", "32", "--rollout-tp", "8", "--rollout-ep"]) == 0
     rows = _rows(capsys.readouterr().out)

@@ -31,6 +31,7 @@ MEMORY, ROOMY = 30_000, 1 << 22
 OURS = {"engine_kwargs": {"vllm": {"worker_extension_cls": EXTENSION}}}
 TP2 = {"tensor_model_parallel_size": 2, **OURS}
 EP2 = {"data_parallel_size": 2, "expert_parallel_size": 2, **OURS}
+FP8 = {**TP2, "quantization": "fp8"}
 SGLANG = {
     "name": "sglang",
     "tensor_model_parallel_size": 2,
@@ -52,7 +53,10 @@ def _sglang(**arguments):
         ("auto", "no_such", TP2, "full", "actor_rollout_ref.model=no_such: how vLLM cuts it is not known"),
         ("auto", "no_such", {}, "full", ""),
         ("auto", "qwen3_moe", {"tensor_model_parallel_size": 2}, "full", "worker_extension_cls=None: only this"),
-        ("auto", "qwen3_moe", {**TP2, "quantization": "fp8"}, "full", "rollout.quantization=fp8: vLLM quantises"),
+        ("auto", "qwen3_moe", FP8, "full", "rollout.quantization=fp8: no worker in FP8 that was sent slices"),
+        ("sliced", "qwen3_moe", FP8, "sliced", ""),
+        ("auto", "minimax_m2", FP8, "full", "rollout.quantization=fp8: which weights of a minimax_m2 vLLM"),
+        ("auto", "qwen3_moe", {**FP8, "quantization": "torchao"}, "full", "quantization=torchao: vLLM quantises"),
         ("sliced", "qwen3_moe", OURS, "sliced", ""),
         ("expert_local", "qwen3_moe", EP2, "expert_local", ""),
         ("full", "no_such", {**TP2, "quantization": "fp8"}, "full", ""),

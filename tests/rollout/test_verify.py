@@ -87,15 +87,15 @@ def test_compare_names_every_kind_of_difference():
     ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_unpack_by_index_inverts_a_packing_in_every_dtype(dtype):
     def pack(weight):
         return weight.view(-1, 20, 4, 30).transpose(1, 3).contiguous().view(weight.shape)
 
     plain = torch.randn(3, 80, 30).to(dtype)
-    assert torch.equal(unpack_by_index(pack(plain), pack), plain)
+    assert torch.equal(unpack_by_index(pack(plain), pack).float(), plain.float())
     with pytest.raises(RuntimeError, match="80 x 30 expert is not a permutation"):
-        unpack_by_index(plain, lambda weight: weight.clamp(max=7))
+        unpack_by_index(plain, lambda weight: torch.zeros_like(weight))
 
 
 def _experts(backend, w13, w2):

@@ -37,6 +37,7 @@ ROOMS = (
     "rollout/sglang",
     "rollout/vllm",
     "rollout/transport",
+    "rollout/quantise",
     "rollout/layout",
     "rollout/cleanup.py",
     "engine/declared",

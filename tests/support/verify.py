@@ -17,7 +17,9 @@ __all__ = ["compare", "digest", "expected_digests", "expected_tensors"]
 
 def digest(tensor: torch.Tensor) -> str:
     """Return dtype, shape and a hash of the values, e.g. ``float32[8, 128, 96]:0a1b...``; ``-0.0`` equals ``0.0``."""
-    plain = (tensor.detach().cpu() + 0).contiguous()  # reading back through a matrix product turns -0.0 into 0.0
+    plain = tensor.detach().cpu().contiguous()
+    if plain.element_size() > 1:
+        plain = plain + 0  # reading back through a matrix product turns -0.0 into 0.0
     dtype = str(plain.dtype).removeprefix("torch.")
     data = hashlib.blake2b(plain.reshape(-1).view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()
     return f"{dtype}{list(plain.shape)}:{data}"

@@ -1,0 +1,120 @@
+"""A quantised Hugging Face checkpoint as one in bfloat16, which can be trained.
+
+    python -m epfsdp2.recipes.dequantise gpt-oss-20b gpt-oss-20b-bf16
+
+Runs on one process without a GPU and holds one tensor at a time. Tensors that are not quantised are copied as they are,
+and so are config and tokenizer, but for what they say of the quantisation. ``quantised_weights.py`` has the formats.
+"""
+
+import argparse
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from tqdm import tqdm
+
+from ...engine.checkpoint.atomic_folder import CheckpointError, atomic_dir
+from ...engine.checkpoint.export_hf import FILE_BYTES
+from ...engine.checkpoint.safetensors_reader import CheckpointFiles, check_files, open_checkpoint
+from ...engine.checkpoint.safetensors_writer import Entry, write_safetensors
+from ...engine.model.meta import DEQUANTISED, quantisation_of
+from .quantised_weights import QuantisationError, QuantisedWeight, find_quantised
+
+__all__ = ["dequantise", "main"]
+
+_CONFIG = "config.json"
+# Of ModelOpt, which some loaders read in place of the config.
+_MORE_CONFIGS = ("hf_quant_config.json",)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m epfsdp2.recipes.dequantise",
+        description="Write a quantised Hugging Face checkpoint in bfloat16: safetensors, config and tokenizer.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("checkpoint", type=Path, help="folder of the quantised checkpoint (hf download fetches one)")
+    parser.add_argument("out", type=Path, help="folder to write; must not exist")
+    parser.add_argument("--file-gigabytes", type=float, default=FILE_BYTES / 1e9, help="size of a file, at most")
+    options = parser.parse_args(arguments)
+    console = Console(highlight=False, soft_wrap=True, stderr=True)
+    try:
+        weights = dequantise(options.checkpoint, options.out, int(options.file_gigabytes * 1e9))
+    except (CheckpointError, OSError, ValueError) as error:
+        console.print(str(error), style="red", markup=False)
+        return 1
+    console.print(f"wrote {options.out}: {weights} weights were dequantised", markup=False)
+    return 0
+
+
+def dequantise(checkpoint: Path, out: Path, file_bytes: int = FILE_BYTES) -> int:
+    """Write a quantised checkpoint to ``out`` in bfloat16, and return the number of weights that were quantised.
+
+    Raises:
+        QuantisationError: it is not quantised, or in a way that is not known.
+        SettingError: the checkpoint is not complete.
+        FileExistsError: ``out`` is there already.
+    """
+    files = open_checkpoint(checkpoint)
+    check_files(files)
+    if out.exists():
+        raise FileExistsError(f"{out} is there already.")
+    config = json.loads((checkpoint / _CONFIG).read_text())
+    quantisation = _quantisation(checkpoint, config)
+    weights, scales = find_quantised(files, quantisation)
+    by_values = {weight.values: weight for weight in weights}
+    with atomic_dir(out) as partial:
+        ignored = shutil.ignore_patterns("*.safetensors*", _CONFIG, *_MORE_CONFIGS)
+        shutil.copytree(checkpoint, partial, ignore=ignored, dirs_exist_ok=True)
+        (partial / _CONFIG).write_text(json.dumps(_plain(config), indent=2) + "\n")
+        tensors = [(key, by_values.get(key)) for key in files.file_of if key not in scales]
+        entries = [_entry(files, key, weight) for key, weight in tensors]
+        write_safetensors(partial, entries, _values(files, tensors), file_bytes)
+    return len(weights)
+
+
+def _quantisation(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the config says of the quantisation.
+
+    Raises:
+        QuantisationError: nothing, or a method that is not known.
+    """
+    found = quantisation_of(config)
+    if found is None:
+        raise QuantisationError(f"{checkpoint}/{_CONFIG} has no quantization_config: its weights are not quantised.")
+    if found.get("quant_method") not in DEQUANTISED:
+        raise QuantisationError(
+            f"{checkpoint}/{_CONFIG} has quant_method={found.get('quant_method')}; known are {', '.join(DEQUANTISED)}."
+        )
+    return found
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config, and those inside of it, without their quantisation and with bfloat16 as dtype."""
+    plain: dict[str, Any] = {}
+    for name, value in config.items():
+        if name in ("dtype", "torch_dtype"):
+            plain[name] = "bfloat16"
+        elif name not in ("quantization_config", "compression_config"):
+            plain[name] = _plain(value) if isinstance(value, dict) and name.endswith("_config") else value
+    return plain
+
+
+def _entry(files: CheckpointFiles, key: str, weight: QuantisedWeight | None) -> Entry:
+    if weight is not None:
+        return Entry(weight.name, weight.shape, torch.bfloat16)
+    return Entry(key, files.shape(key), files.dtype(key))
+
+
+def _values(
+    files: CheckpointFiles, tensors: Sequence[tuple[str, QuantisedWeight | None]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for key, weight in tqdm(tensors, desc="Dequantising"):
+        if weight is None:
+            yield key, files.read(key)
+        else:
+            yield weight.name, weight.dequantised(files, torch.bfloat16)

@@ -1,0 +1,80 @@
+"""A rank's shards in FP8, with the scales of whole weights."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+
+from ...engine.lora.merge import LocalValues
+from ...engine.topology.dtensor import local_ranges
+from ...engine.topology.index_ranges import IndexRange, slices_in_shard
+from .blocks import FP8, block_maxima, blocks_of, quantise, scales_of
+
+__all__ = ["QuantisedShards"]
+
+_MOST = 1 << 24  # elements
+
+
+class QuantisedShards:
+    """Maps a tensor to this rank's values to send: in FP8 where it is one of ``weights``, else as they are.
+
+    Scales are of blocks of whole weights: the largest value of each block is reduced over all ranks, in one all-reduce
+    for the model, so that every rank has all scales. They are 4 bytes for each ``block * block`` elements.
+
+    Args:
+        weights: sharded weights ``[..., rows, columns]`` by name, equal on all ranks.
+        values: returns the local values of a tensor; they are rounded to bfloat16 before they are quantised.
+        device: device type of the tensors that the default group's backend sends.
+    """
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], values: LocalValues, block: int, device: str):
+        self._weights, self._values, self._block = weights, values, block
+        self._last: tuple[str, torch.Tensor] | None = None  # a tensor that is sent in parts is needed several times
+        shapes = {name: blocks_of(IndexRange.of(weight.shape), block).shape for name, weight in weights.items()}
+        sizes = [torch.Size(shape).numel() for shape in shapes.values()]
+        maxima = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+        grids = {
+            name: part.view(shape) for (name, shape), part in zip(shapes.items(), maxima.split(sizes), strict=True)
+        }
+        with torch.no_grad():
+            for name, weight in weights.items():
+                self._add_maxima(grids[name], name, weight)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX)
+        self.nbytes = maxima.nbytes
+        self.scales = {name: scales_of(grid) for name, grid in grids.items()}
+
+    def __call__(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name not in self._weights:
+            return self._values(name, tensor)
+        if self._last is None or self._last[0] != name:
+            self._last = None
+            with torch.no_grad():
+                self._last = (name, self._quantised(name, tensor))
+        return self._last[1]
+
+    def _add_maxima(self, grid: torch.Tensor, name: str, weight: torch.Tensor) -> None:
+        local, ranges = self._values(name, weight), local_ranges(weight)
+        for held in ranges:
+            for part in _parts(held):
+                found = block_maxima(local[slices_in_shard(part, ranges)], part.low[-2:], self._block)
+                at = grid[blocks_of(part, self._block).slices]
+                at.copy_(torch.maximum(at, found.to(grid.device)))
+
+    def _quantised(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        local, ranges = self._values(name, weight), local_ranges(weight)
+        found = torch.empty(local.shape, dtype=FP8, device=local.device)
+        for held in ranges:
+            for part in _parts(held):
+                inside = slices_in_shard(part, ranges)
+                scales = self.scales[name][blocks_of(part, self._block).slices].to(local.device)
+                quantise(local[inside], scales, part.low[-2:], self._block, found[inside])
+        return found
+
+
+def _parts(held: IndexRange) -> Iterator[IndexRange]:
+    """Yield a range in parts of a stack of experts, so that few values are in float32 at a time."""
+    if not held.numel:
+        return
+    each = max(1, _MOST * held.shape[0] // held.numel) if len(held.shape) > 2 else held.shape[0]
+    for first in range(held.low[0], held.high[0], each):
+        yield held.with_dim(0, first, min(first + each, held.high[0]))

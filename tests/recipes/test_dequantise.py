@@ -1,0 +1,247 @@
+"""Quantised checkpoints become bfloat16 ones, with the values that the libraries which made them compute."""
+
+import json
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.entrypoints.convert.converters.fp8block_dequantizer import FP8BlockDequantizer
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from safetensors.torch import load_file, save_file
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    FineGrainedFP8Config,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Mxfp4Config,
+)
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from epfsdp2.recipes.convert import dequantise
+from tests.support.memory import peak_of
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def _save(folder, tensors, quantisation, files=1, **config):
+    """A checkpoint of these tensors, spread over files."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantisation}))
+    (folder / "tokenizer.json").write_text("{}")
+    names = sorted(tensors, reverse=True)  # scales may be in other files than their weights
+    parts = [names[i::files] for i in range(files)]
+    of = {name: f"model-{i}.safetensors" for i, part in enumerate(parts) for name in part}
+    for i, part in enumerate(parts):
+        save_file({name: tensors[name].contiguous() for name in part}, folder / f"model-{i}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": of}))
+    return folder
+
+
+def _converted(tmp_path, tensors, quantisation, files=2):
+    out = tmp_path / "out"
+    assert dequantise.main([str(_save(tmp_path / "in", tensors, quantisation, files)), str(out)]) == 0
+    return {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def _fp8(*shape):
+    return torch.randn(shape).to(torch.float8_e4m3fn)
+
+
+def _bytes(*shape):
+    return torch.randint(0, 256, shape, dtype=torch.uint8)
+
+
+def _exponents(*shape):
+    return torch.randint(117, 133, shape, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
+def test_blocks_of_fp8_as_deepseek_v3_has_them(tmp_path, scale_dtype):
+    """Among them a shape that blocks do not divide, and a tensor that is not quantised."""
+    weight, scales = _fp8(200, 576), (torch.rand(2, 5) + 0.1).to(scale_dtype)
+    bias = torch.randn(8)
+    found = _converted(
+        tmp_path, {"a.weight": weight, "a.weight_scale_inv": scales, "gate.e_score_correction_bias": bias}, FP8
+    )
+    assert found.keys() == {"a.weight", "gate.e_score_correction_bias"}
+    expected = FP8BlockDequantizer(targets=["a"])._create_dequantized_weight(weight, scales)
+    assert found["a.weight"].dtype == torch.bfloat16
+    assert torch.equal(found["a.weight"], expected)
+    assert torch.equal(found["gate.e_score_correction_bias"], bias)
+    assert json.loads((tmp_path / "out/config.json").read_text()) == {}
+    assert (tmp_path / "out/tokenizer.json").is_file()
+
+
+def test_fp4_experts_beside_fp8_linears_as_deepseek_v4_has_them(tmp_path):
+    experts, of_experts = _bytes(64, 64).view(torch.int8), _exponents(64, 4).view(torch.float8_e8m0fnu)
+    linear, of_linear = _fp8(256, 128), _exponents(2, 1).view(torch.float8_e8m0fnu)
+    stored = {"e.weight": experts, "e.scale": of_experts, "l.weight": linear, "l.scale": of_linear}
+    found = _converted(tmp_path, stored, FP8)
+    library = Fp8Dequantize(None)
+    assert torch.equal(found["e.weight"], library._dequantize_one(experts, of_experts))
+    assert torch.equal(found["l.weight"], library._dequantize_one(linear, of_linear))
+
+
+def test_mxfp4_stacks_as_gpt_oss_has_them(tmp_path):
+    blocks, scales, bias = _bytes(4, 64, 3, 16), _exponents(4, 64, 3), torch.randn(4, 64).bfloat16()
+    stored = {"x.gate_up_proj_blocks": blocks, "x.gate_up_proj_scales": scales, "x.gate_up_proj_bias": bias}
+    found = _converted(tmp_path, stored, {"quant_method": "mxfp4"})
+    assert found.keys() == {"x.gate_up_proj", "x.gate_up_proj_bias"}
+    assert torch.equal(found["x.gate_up_proj"], convert_moe_packed_tensors(blocks, scales))
+
+
+def _group(bits, kind, strategy, **more):
+    return QuantizationArgs(num_bits=bits, type=kind, strategy=strategy, symmetric=True, **more)
+
+
+COMPRESSED = {
+    "nvfp4-pack-quantized": (_group(4, "float", "tensor_group", group_size=16), (64, 4), torch.bfloat16),
+    "mxfp4-pack-quantized": (_group(4, "float", "group", group_size=32), (64, 2), torch.bfloat16),
+    "pack-quantized": (_group(4, "int", "group", group_size=32), (64, 2), torch.bfloat16),
+    "float-quantized": (_group(8, "float", "channel"), (64, 1), torch.float32),
+    "int-quantized": (_group(8, "int", "channel"), (64, 1), torch.bfloat16),
+    "naive-quantized": (_group(8, "float", "tensor"), (1,), torch.float32),
+}
+
+
+@pytest.mark.parametrize("form", COMPRESSED)
+def test_checkpoints_of_compressed_tensors(tmp_path, form):
+    args, grid, scale_dtype = COMPRESSED[form]
+    scheme = QuantizationScheme(targets=["Linear"], weights=args, format=form)
+    compressor = BaseCompressor.get_value_from_registry(form)
+    weight = torch.randn(64, 64).bfloat16()
+    scale = (torch.rand(grid) / 8 + 0.05).to(scale_dtype)
+    if form.startswith("mxfp4"):
+        scale = torch.exp2(torch.randint(-4, 1, grid)).to(scale_dtype)
+    state = {"weight": weight, "weight_scale": scale}
+    if form.startswith("nvfp4"):
+        state |= {"weight_scale": (scale * 100).bfloat16(), "weight_global_scale": torch.tensor([100.0])}
+    stored = compressor.compress(state, scheme)
+    group = {"weights": json.loads(args.model_dump_json()), "format": form, "targets": ["Linear"]}
+    config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    more = {"a.input_global_scale": torch.ones(1), "a.k_scale": torch.ones(1)}
+    found = _converted(tmp_path, {f"a.{name}": tensor for name, tensor in stored.items()} | more, config)
+    assert found.keys() == {"a.weight"}
+    expected = compressor.decompress(dict(stored), scheme)["weight"].bfloat16()
+    assert torch.equal(found["a.weight"], expected)
+    assert (expected.float() - weight.float()).abs().mean() < 0.5
+
+
+def test_nvfp4_as_modelopt_has_it(tmp_path):
+    """It stores the inverse of the scale that compressed-tensors stores of a whole tensor."""
+    packed, scales, whole = _bytes(64, 32), (torch.rand(64, 4) * 9).to(torch.float8_e4m3fn), torch.tensor(0.0078125)
+    stored = {"a.weight": packed, "a.weight_scale": scales, "a.weight_scale_2": whole, "a.input_scale": torch.ones(1)}
+    found = _converted(tmp_path, stored, {"quant_method": "modelopt"})
+    scheme = QuantizationScheme(targets=["Linear"], weights=COMPRESSED["nvfp4-pack-quantized"][0])
+    state = {"weight_packed": packed, "weight_scale": scales, "weight_global_scale": 1 / whole.reshape(1)}
+    expected = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized").decompress(state, scheme)["weight"]
+    assert found.keys() == {"a.weight"}
+    assert torch.equal(found["a.weight"], expected)
+
+
+def _sizes(**more):
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 64}
+    return {"hidden_size": 128, "intermediate_size": 128, "max_position_embeddings": 64, **heads, **more}
+
+
+def _gpt_oss(folder):
+    config = GptOssConfig(**_sizes(), head_dim=32, num_local_experts=4, num_experts_per_tok=2)
+    GptOssForCausalLM(config).bfloat16().save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inner, outputs = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = _bytes(experts, outputs, inner // 32, 16)
+        tensors[f"{name}_scales"] = _exponents(experts, outputs, inner // 32)
+    return tensors, {"quant_method": "mxfp4"}, Mxfp4Config(dequantize=True)
+
+
+def _deepseek(folder):
+    latent = {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_rope_head_dim": 128, "qk_nope_head_dim": 128}
+    experts = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    }
+    config = DeepseekV3Config(
+        **_sizes(num_key_value_heads=4), **latent, **experts, v_head_dim=128, moe_intermediate_size=128
+    )
+    DeepseekV3ForCausalLM(config).bfloat16().save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight") or "_with_mqa.weight" in name]:
+        rows, columns = tensors[name].shape
+        tensors[name] = (tensors[name].float() * 64).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = torch.rand(-(-rows // 128), -(-columns // 128)) / 64
+    return tensors, FP8, FineGrainedFP8Config(dequantize=True)
+
+
+@pytest.mark.parametrize("make", [_gpt_oss, _deepseek])
+def test_a_model_is_what_transformers_makes_of_the_quantised_one(tmp_path, make):
+    folder = tmp_path / "in"
+    tensors, quantisation, of_transformers = make(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "model.safetensors").unlink()
+    _save(folder, tensors, quantisation, 3, **config)
+    assert dequantise.main([str(folder), str(tmp_path / "out"), "--file-gigabytes", "0.0002"]) == 0
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    expected = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, quantization_config=of_transformers, device_map="cpu"
+    )
+    wanted = dict(expected.named_parameters())
+    assert wanted.keys() == dict(found.named_parameters()).keys()
+    for name, param in found.named_parameters():
+        assert param.dtype == torch.bfloat16
+        assert torch.equal(param, wanted[name].to(torch.bfloat16)), name
+
+
+def _peak(tmp_path, tensors):
+    """Bytes that torch allocates at once while a checkpoint of ``tensors`` weights is converted."""
+    stored = {}
+    for i in range(tensors):
+        stored |= {f"{i}.weight": _fp8(1024, 1024), f"{i}.weight_scale_inv": torch.rand(8, 8)}
+    folder = _save(tmp_path / f"{tensors}", stored, FP8, files=4)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, record_function("convert"):
+        dequantise.dequantise(folder, tmp_path / f"{tensors}-out")
+    files = [file.stat().st_size for file in folder.glob("*.safetensors")]
+    return peak_of(profiler, "convert", files)[0]
+
+
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
+    few, many = _peak(tmp_path, 4), _peak(tmp_path, 24)
+    assert many <= 1.05 * few
+
+
+@pytest.mark.parametrize(
+    ("tensors", "quantisation", "words"),
+    [
+        ({"a.weight": _fp8(4, 4)}, None, "no quantization_config: its weights are not quantised"),
+        ({"a.qweight": torch.ones(2, dtype=torch.int32)}, {"quant_method": "awq"}, "quant_method=awq; known are fp8, "),
+        ({"a.weight": _fp8(4, 4)}, FP8, "quantised tensors without scales: a.weight"),
+        (
+            {"a.weight": _fp8(4, 4), "a.weight_scale": torch.ones(3, 3)},
+            FP8,
+            r"a.weight is \[4, 4\], and its scales are",
+        ),
+        ({"a.weight": _fp8(4, 4), "a.weight_zero_point": torch.ones(4)}, FP8, "not understood: a.weight_zero_point"),
+        ({"a.weight": _fp8(4, 4)}, {**FP8, "transform_config": {"R1": 1}}, "has weights that were rotated"),
+    ],
+)
+def test_what_is_not_known_is_named(tmp_path, tensors, quantisation, words):
+    with pytest.raises(dequantise.QuantisationError, match=words):
+        dequantise.dequantise(_save(tmp_path / "in", tensors, quantisation), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_input_of_the_command_is_one_line(tmp_path, capsys):
+    assert dequantise.main([str(tmp_path / "none"), str(tmp_path / "out")]) == 1
+    assert "is not a folder" in capsys.readouterr().err

@@ -1,0 +1,149 @@
+"""Weights quantised on the trainer's ranks have the bits that vLLM makes of the same weights in bfloat16."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from epfsdp2.engine.model.layers import layer_names
+from epfsdp2.engine.topology.index_ranges import IndexRange
+from epfsdp2.rollout.layout.layout_check import difference, planned_layout
+from epfsdp2.rollout.layout.slice_names import parse_slice
+from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, TensorSpec, is_quantised, scale_slices, target_slices
+from epfsdp2.rollout.quantise.blocks import FP8, block_maxima, blocks_of, quantise, scales_of
+from epfsdp2.rollout.sync import RolloutSync, SyncSettings
+from tests.support.engine import sharded_model
+from tests.support.models import reference_model, save_qwen3_moe
+from tests.support.ranks import run_ranks
+
+BLOCK = 128
+# Blocks of these cross the borders of the trainer's shards: 96 or 192 rows of the hidden size on a rank.
+SIZES = {
+    "hidden_size": 384,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "num_experts": 4,
+}
+
+
+def _of_vllm(weight):
+    """Values and scales as vLLM's online quantisation makes them; of stacks, expert by expert."""
+    from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+    if weight.dim() == 2:
+        return per_block_cast_to_fp8(weight, [BLOCK, BLOCK], use_ue8m0=False)
+    values, scales = zip(*map(_of_vllm, weight), strict=True)
+    return torch.stack(values), torch.stack(scales)
+
+
+def _bits(tensor):
+    return tensor.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("shape", [(256, 384), (200, 576), (1, 130), (127, 3)])
+def test_parts_of_a_weight_are_quantised_as_the_whole(shape):
+    torch.manual_seed(sum(shape))
+    weight = (torch.randn(shape) * torch.randn(shape).exp()).bfloat16()
+    weight[:64, :128] = 0.0  # a whole block of zeros has a scale too
+    values, scales = _of_vllm(weight)
+    rows, columns = (sorted({0, size, *torch.randint(0, size + 1, (3,)).tolist()}) for size in shape)
+    parts = [
+        IndexRange((a, c), (b, d))
+        for a, b in zip(rows, rows[1:], strict=False)
+        for c, d in zip(columns, columns[1:], strict=False)
+    ]
+    maxima = torch.zeros(blocks_of(IndexRange.of(shape), BLOCK).shape)
+    for part in parts:
+        at = maxima[blocks_of(part, BLOCK).slices]
+        at.copy_(torch.maximum(at, block_maxima(weight[part.slices], part.low, BLOCK)))
+    assert torch.equal(scales_of(maxima), scales)
+    for part in parts:
+        own = scales[blocks_of(part, BLOCK).slices]
+        found = torch.empty(part.shape, dtype=FP8)
+        quantise(weight[part.slices], own, part.low, BLOCK, found)
+        assert torch.equal(_bits(found), _bits(values[part.slices]))
+
+
+def _expected(folder, rollout, worker):
+    """By parameter of vLLM's, with positions: what a worker has to be sent."""
+    model, found = reference_model(folder), {}
+    heads = Heads.of(model.config)
+    for name, weight in model.named_parameters():
+        tensor, weight = TensorSpec(name, tuple(weight.shape), 1), weight.detach().bfloat16()
+        slices = target_slices(tensor, rollout, worker, heads)
+        kinds = [(slices, weight)]
+        if is_quantised(name):
+            values, scales = _of_vllm(weight)
+            kinds = [(slices, values), (scale_slices(tensor, slices, BLOCK), scales)]
+        for parts, whole in kinds:
+            for part in parts:
+                found.setdefault(part.parameter, []).append((part, whole[part.block.slices]))
+    return found
+
+
+def _assembled(shape, pieces, dtype):
+    whole = torch.zeros(shape, dtype=dtype)
+    for corner, values in pieces:
+        whole[tuple(slice(low, low + size) for low, size in zip(corner, values.shape, strict=True))] = values
+    return whole
+
+
+def _sent(folder, cases):
+    rank = dist.get_rank()
+    for ep, etp, rollout in cases:
+        model, meshes = sharded_model(folder, 4, ep, etp=etp)
+        dtypes = dict.fromkeys((name for name, _ in model.named_parameters()), torch.bfloat16)
+        sync = RolloutSync(model, meshes, layer_names(model), dtypes, SyncSettings("sliced", 1 << 21))
+        worker = rank % rollout.workers
+        sent = {}
+        weights = sync.worker_weights("sliced", rollout, worker, is_quantised=True)
+        for name, values in weights.tensors():
+            parameter, corner, _ = parse_slice(name)
+            copied = torch.empty(values.shape, dtype=values.dtype).copy_(values)
+            sent.setdefault(parameter, []).append((corner, copied))
+        expected = _expected(folder, rollout, worker)
+        assert sent.keys() == expected.keys()
+        assert any(parameter.endswith("w13_weight_scale_inv") for parameter in sent)
+        for parameter, parts in expected.items():
+            shape = [max(part.end[dim] for part, _ in parts) for dim in range(len(parts[0][0].at))]
+            dtype = parts[0][1].dtype
+            assert {values.dtype for _, values in sent[parameter]} == {dtype}, parameter
+            assert dtype in (FP8, torch.bfloat16, torch.float32)
+            found = _assembled(shape, sent[parameter], dtype)
+            wanted = _assembled(shape, [(part.at, values) for part, values in parts], dtype)
+            assert torch.equal(_bits(found), _bits(wanted)), (parameter, ep, etp, rollout)
+            assert weights.planned_layouts()[worker][parameter].startswith(str(shape)), parameter
+        plain = sync.worker_weights("sliced", replace(rollout, block=0), worker)
+        assert sum(1 for _ in plain.tensors()) < sum(map(len, sent.values()))
+        assert weights.traffic.received < 0.6 * plain.traffic.received, "embeddings and norms stay in bfloat16"
+
+
+CASES = [
+    (2, 1, Rollout(1, block=BLOCK)),
+    (2, 1, Rollout(2, block=BLOCK)),
+    (1, 2, Rollout(2, block=BLOCK)),
+    (4, 1, Rollout(2, 2, expert_parallel=True, block=BLOCK)),
+]
+
+
+def test_slices_have_the_bits_that_vllm_makes_of_the_whole_weights(tmp_path):
+    run_ranks(_sent, 4, save_qwen3_moe(tmp_path, **SIZES), CASES, timeout=600)
+
+
+def test_a_slice_that_cuts_a_block_is_refused():
+    tensor = TensorSpec("model.layers.0.self_attn.q_proj.weight", (384, 256), 1)
+    heads = Heads(6, 6, 64, "qwen3_moe")
+    assert len(scale_slices(tensor, target_slices(tensor, Rollout(1), 0, heads), BLOCK)) == 1
+    with pytest.raises(ValueError, match=r"qkv_proj.weight holds .*q_proj.weight \[0, 0\] to \[192, 256\].* 128 x 128"):
+        planned_layout([tensor], Rollout(2, block=BLOCK), 0, heads)
+
+
+def test_a_worker_that_holds_something_else_is_named():
+    tensor, heads = TensorSpec("model.layers.0.self_attn.o_proj.weight", (256, 256), 1), Heads(4, 4, 64, "qwen3_moe")
+    planned, plain = (planned_layout([tensor], Rollout(2, block=block), 1, heads) for block in (BLOCK, 0))
+    said = difference(planned, plain)
+    assert "first model.layers.0.self_attn.o_proj.weight_scale_inv: planned is [2, 1] from 0, actual is nothing" in said

@@ -261,7 +261,7 @@ def _is_read(model: nn.Module, name: str) -> bool:
 
 
 @functools.cache
-def _code(kind: type) -> str:
+def _code(kind: Any) -> str:
     """The source of a module's class, without comments; empty where there is none."""
     try:
         return re.sub("#.*", "", inspect.getsource(kind))

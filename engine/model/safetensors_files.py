@@ -73,6 +73,10 @@ class SafetensorsFile:
     def metadata(self) -> dict[str, str]:
         return self._file.metadata() or {}
 
+    def dtype(self, key: str) -> str:
+        """The dtype of a tensor by the name that safetensors has for it."""
+        return self._file.get_slice(key).get_dtype()
+
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
         """Read a tensor, or the slices ``index`` of it; only those bytes are read."""
         try:

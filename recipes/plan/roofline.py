@@ -25,7 +25,7 @@ class Cluster:
         inside, between: GB/s of a rank to others of its node, and of its network interface.
         tflops: of matrix products in bfloat16, as published.
         efficiency, attention: share of these that linears and experts reach, and attention. Both stand for what is not
-            counted beside them, too; ``benchmarks/published.py`` fits them on published figures.
+            counted beside them, too; ``benchmarks/update/published.py`` fits them on published figures.
         hbm: GB/s of a GPU's memory.
     """
 

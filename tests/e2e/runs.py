@@ -78,6 +78,18 @@ class Run:
                 continue
         return alive
 
+    def listening_beyond_loopback(self) -> set[str]:
+        """Names of the processes, up to the first dot or blank, that other machines can connect to."""
+        found = set()
+        for process in self.family:
+            try:
+                places = [each.laddr.ip for each in process.net_connections() if each.status == psutil.CONN_LISTEN]
+                if not all(ip.removeprefix("::ffff:").startswith("127.") or ip == "::1" for ip in places):
+                    found.add(re.split(r"[. ]", process.name())[0])
+            except psutil.NoSuchProcess:
+                continue
+        return found
+
     def steps(self) -> list[dict]:
         path = self.output / "metrics.jsonl"
         return [json.loads(line)["data"] for line in path.read_text().splitlines()] if path.exists() else []

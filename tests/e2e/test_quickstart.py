@@ -51,6 +51,7 @@ def interrupted_run(folder, warmed_up):
         patch.setenv("EPFSDP2_TEST_DIGESTS", str(folder / "digests"))
         with running(folder / "second", *options) as run:
             run.wait(until=lambda: len(run.steps()) >= 2)
+            run.open_to_others = run.listening_beyond_loopback()
             run.status_before = run.process.poll()
             run.status = run.interrupt(signal.SIGINT)
     run.left = unused(leftovers() - before)
@@ -69,6 +70,11 @@ def test_sync_of_every_step_leaves_the_trainers_weights_in_every_worker(folder, 
             assert verify.compare(wanted, answer["digests"]) == "", (step, replica)
             held[step, replica] = answer["digests"]
     assert held[1, 0] != held[2, 0]
+
+
+def test_quickstart_listens_on_loopback_but_for_torchs_stores(interrupted_run):
+    """torch's ``TCPStore`` listens on every interface: one of the trainer's rank 0, one of each vLLM worker."""
+    assert interrupted_run.open_to_others <= {"ray::WorkerDict", "VLLM::Worker"}
 
 
 def test_quickstart_interrupted_in_a_step_leaves_nothing(interrupted_run):

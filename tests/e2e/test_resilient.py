@@ -28,7 +28,7 @@ def _command(folder: Path, model: str, ray_dir: str, *extra: str) -> list[str]:
     if not data.exists():
         task.write_datasets(data, 1, 4, 0.6)
     values = {
-        **{"group_size": 4, "batch_size": 8, "seed": 1, "lr": 5e-4, "steps": 4, "grpo_data": data / "grpo.parquet"},
+        **{"group_size": 4, "batch_size": 16, "seed": 1, "lr": 5e-4, "steps": 4, "grpo_data": data / "grpo.parquet"},
         **{"reward_file": RECIPE / "task.py", "sampler_file": RECIPE / "sampler.py", "output": folder},
         **{"model": model, "ray_dir": ray_dir},
     }

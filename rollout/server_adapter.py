@@ -17,10 +17,8 @@ from typing import Any
 import torch
 import zmq
 
-from .adapter_sync import RolloutAdapters
 from .layout.sync_mode import has_our_extension
 from .sglang import adapter as sglang_adapter
-from .sync import WorkerWeights
 from .transport.checksums import with_checksums
 from .transport.exchange import ReceiveBuffers
 from .transport.report import TransferStats
@@ -95,10 +93,24 @@ class WatchedUpdates:
             stock = super().update_weights  # type: ignore[misc]
             return await stock(weights, global_steps, wire_format=wire_format, **kwargs)
 
+        for stage, arguments in self._stages(weights):
+            await self._update(stage, weights, {**kwargs, **arguments})
+        if self._has_server:
+            # Cached keys and values are of the old weights.
+            await self.server_handle.clear_kv_cache.remote()
+            if global_steps is not None:
+                await self.server_handle.set_global_steps.remote(global_steps)
+
+    def _stages(self, weights: Any) -> Iterable[tuple[Any, dict[str, Any]]]:
+        """What the worker loads one after the other; of another engine's weights, which are sent as they are, None."""
+        if hasattr(weights, "stages"):
+            return weights.stages(self.config, self.rollout_rank)
+        return [(weights.for_rollout(self.config, self.rollout_rank) if hasattr(weights, "for_rollout") else None, {})]
+
+    async def _update(self, selected: Any, weights: Weights, kwargs: dict[str, Any]) -> None:
+        """Have the worker receive and load one stage, and send it."""
         kwargs["use_shm"] = self.use_shm
         rank = int(os.environ.get("RANK", str(self.rollout_rank)))
-        # Weights of another engine have no `for_rollout` and are sent as they are.
-        selected = weights.for_rollout(self.config, self.rollout_rank) if hasattr(weights, "for_rollout") else None
         source: Source = weights
         if selected is not None:
             await self._check_layout(selected)
@@ -124,13 +136,8 @@ class WatchedUpdates:
             report = selected.report(transfer)
             if rank == 0:
                 print(f"[epfsdp2] {report}", flush=True)
-        if self._has_server:
-            # Cached keys and values are of the old weights.
-            await self.server_handle.clear_kv_cache.remote()
-            if global_steps is not None:
-                await self.server_handle.set_global_steps.remote(global_steps)
 
-    async def _check_layout(self, weights: WorkerWeights | RolloutAdapters) -> None:
+    async def _check_layout(self, weights: Any) -> None:
         """Compare the planned layout with that of vLLM's workers before the first sync; collective.
 
         verl builds the rollout before its server, so the first sync is the earliest call that can reach the workers.
@@ -138,7 +145,7 @@ class WatchedUpdates:
         Raises:
             WeightSyncError: on all ranks, with the first difference.
         """
-        if isinstance(weights, RolloutAdapters) or weights.mode in ("full", self._checked_mode):
+        if weights.mode in ("adapters", "full", self._checked_mode):
             return
         failure: Exception | None = None
         try:
@@ -153,7 +160,7 @@ class WatchedUpdates:
         self._checked_mode = weights.mode
 
 
-def _with_checksums(weights: WorkerWeights | RolloutAdapters) -> Source:
+def _with_checksums(weights: Any) -> Source:
     return lambda receive_buffers: with_checksums(weights.tensors(receive_buffers))
 
 

@@ -21,7 +21,7 @@ from ..engine.model import hf_names
 from ..engine.topology.dtensor import local_tensor, persistent_buffers
 from ..engine.topology.index_ranges import IndexRange
 from ..engine.topology.mesh import Meshes
-from .adapter_sync import RolloutAdapters
+from .adapter_sync import RolloutAdapters, SentBase
 from .layout.slice_names import NamedIndex, named_indices
 from .layout.sync_mode import choose_mode, quantisation_settings, rollout_of
 from .layout.trainer_tensors import sharded_tensor_specs
@@ -90,12 +90,17 @@ class RolloutSync:
         self._by_expert: dict[str, bool] = {}
         self._last_warning = ""
         self._adapter_names: RolloutNames | None = None
+        self.base = SentBase(model)
         self._sync_count = 0
         self.last_report: SyncReport | None = None
 
-    def weights(self, adapters: AdapterUse = "merged") -> "RolloutWeights":
-        """Return the weights of the next sync, with adapters merged or left out."""
-        return RolloutWeights(self, adapters)
+    def weights(self, adapters: AdapterUse = "merged", peft_config: dict[str, Any] | None = None) -> "RolloutWeights":
+        """Return the weights of the next sync, with adapters merged or left out.
+
+        Args:
+            peft_config: of adapters that rollout ranks in other processes are sent apart from the weights.
+        """
+        return RolloutWeights(self, adapters, peft_config)
 
     def adapters(self) -> RolloutAdapters:
         """Return the adapters of the next sync, for a rollout that has the weights without them."""
@@ -278,11 +283,11 @@ class RolloutSync:
 class RolloutWeights:
     """The weights of one sync: iterate it for full tensors, or use ``for_rollout``; both are collective."""
 
-    def __init__(self, sync: RolloutSync, adapters: AdapterUse = "merged"):
-        self._sync, self._adapters = sync, adapters
+    def __init__(self, sync: RolloutSync, adapters: AdapterUse = "merged", peft_config: dict[str, Any] | None = None):
+        self._sync, self.adapters, self.peft_config = sync, adapters, peft_config
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._sync.full(as_checkpoint=not self._sync.settings.is_for_vllm, adapters=self._adapters)
+        return self._sync.full(as_checkpoint=not self._sync.settings.is_for_vllm, adapters=self.adapters)
 
     @property
     def sync(self) -> RolloutSync:
@@ -298,5 +303,7 @@ class RolloutWeights:
         Raises:
             SettingError: the rollout does not support the mode that ``engine.rollout_sync`` names.
         """
+        if self.adapters == "left out":
+            self._sync.base.record()
         is_quantised, mode = bool(quantisation_settings(config)), self._sync.choose_mode(config)
-        return self._sync.worker_weights(mode, rollout_of(config), worker, is_quantised, self._adapters)
+        return self._sync.worker_weights(mode, rollout_of(config), worker, is_quantised, self.adapters)

@@ -72,9 +72,10 @@ FEATURES = (
     Feature(
         "critic",
         "one-output head from a causal LM or a checkpoint with a head; GAE, warm-up, its own optimizer and checkpoints",
-        "adapters on it",
+        "",
         (
             "engine/test_value_update.py::test_gradients_equal_the_plain_model",
+            "engine/test_value_update.py::test_a_critic_with_adapters_trains_them_and_its_head",
             "engine/test_value_update.py::test_a_trained_head_is_read_also_where_transformers_has_no_class_for_it",
             "e2e/test_ppo.py::test_ppo_run_with_critic_and_reference_raises_the_reward",
         ),
@@ -122,10 +123,11 @@ FEATURES = (
         "routers",
         "[load-balancing loss and z-loss](engine.md#load-of-the-experts) over all ranks' tokens, load and "
         "dropped-token metrics",
-        "ERNIE-4.5-VL; the losses with LoRA",
+        "ERNIE-4.5-VL",
         (
             "engine/test_router_losses.py::test_router_losses_of_every_family_equal_their_formula",
             "engine/test_router_losses.py::test_router_losses_are_over_the_tokens_of_all_ranks",
+            "engine/test_router_losses.py::test_router_losses_reach_adapters",
             "engine/test_router_losses.py::test_router_losses_of_unsuitable_models_are_refused",
         ),
     ),
@@ -165,13 +167,19 @@ FEATURES = (
     ),
     Feature(
         "[LoRA](engine.md#lora)",
-        "linears and experts; to vLLM merged (`lora.merge=True`), or to a colocated one apart from the weights, where "
-        "those of experts need a GPU; a peft adapter in each checkpoint; the base as reference",
-        "a critic; Muon",
+        "linears and experts; to vLLM merged (`lora.merge=True`), or apart from the weights (colocated, "
+        "`epfsdp2_p2p`), where those of experts need a GPU; rsLoRA, DoRA of linears, `modules_to_save` and patterns as "
+        "peft's; a peft adapter in each checkpoint, without the frozen weights; the base as reference",
+        "dropout; DoRA of experts; apart from the weights DoRA, `modules_to_save` and patterns of ranks",
         (
+            "engine/test_peft.py::test_adapters_equal_those_of_peft",
+            "engine/test_peft.py::test_adapters_that_peft_has_saved_are_read_as_they_are",
+            "engine/test_lora.py::test_lora_resumes_on_another_mesh_and_exports_merged_weights",
+            "engine/test_muon.py::test_muon_on_adapters_steps_like_torch_muon_on_their_matrices",
             "engine/test_lora.py::test_lora_log_probs_gradients_and_two_updates_equal_the_plain_model",
             "engine/test_lora.py::test_lora_adapter_that_was_saved_is_loaded_by_peft",
             "engine/test_lora.py::test_lora_check_refuses_bad_settings",
+            "rollout/test_checkpoint_engine.py::test_checkpoint_engine_sends_the_base_once_and_adapters_in_every_sync",
             "rollout/test_adapters.py::test_adapters_alone_equal_those_that_vllm_loads_from_a_file",
             "e2e/test_lora.py::test_lora_run_trains_adapters_that_reach_the_rollout",
         ),

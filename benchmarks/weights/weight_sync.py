@@ -12,7 +12,7 @@ A second figure is the trainer's part alone, gathering and one copy into a buffe
 collectives of the same bytes and one copy of what is handed over, as bfloat16; and against the same with a copy that
 reads what is stored, which for float32 masters is a cast. The last is the most memory that it had allocated at once.
 ``--trainer-only`` measures that alone, in a few minutes, and writes nothing. ``--rollout sglang``, on the stack of that
-name, is ``weight_sync_sglang.py``, whose table stands below this one.
+name, is ``weight_sync_sglang.py``, whose table stands below this one; ``weight_sync_adapters.py`` sends adapters alone.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3
 
 from benchmarks.machine import machine
 from benchmarks.tables import RESULTS, write_table
-from benchmarks.weights import weight_sync_sglang
+from benchmarks.weights import weight_sync_adapters, weight_sync_sglang
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes
 from epfsdp2.engine.model.layers import layer_names
@@ -238,7 +238,7 @@ def run(tp: int, repeats: int, trainer_only: bool) -> list[dict]:
         workers = 0 if trainer_only else WORLD
         engines = [Engine(str(folder), tp_size=tp, dtype="bfloat16") for _ in range(workers // tp)]
         try:
-            ended = [[_when_done(engine) for _ in turns] for engine in engines]
+            ended = [[when_done(engine) for _ in turns] for engine in engines]
             handles = [engine.handle(rank) for engine in engines for rank in range(tp)]
             run_ranks(ranks, WORLD, folder, tp, handles, turns, out, timeout=1800)
             figures = json.loads(out.read_text())
@@ -266,11 +266,12 @@ def run(tp: int, repeats: int, trainer_only: bool) -> list[dict]:
     return rows
 
 
-def _when_done(engine):
-    """Ask for one sync; returns what tells, once it has ended, when that was."""
+def when_done(engine, **arguments):
+    """Ask for one sync, with arguments of vLLM's worker; returns what tells, once it has ended, when that was."""
     ended: list[float] = []
     done = threading.Event()
-    future = engine.call("update_weights_from_ipc", timeout=600.0, use_shm=True, sync_timeout_seconds=500.0)
+    arguments |= {"use_shm": True, "sync_timeout_seconds": 500.0}
+    future = engine.call("update_weights_from_ipc", timeout=600.0, **arguments)
 
     def note(_):
         ended.append(time.monotonic())
@@ -324,7 +325,7 @@ def write(result: dict) -> None:
     ]
     on = f"{where['cpu']}, {where['cores']} cores; torch {where['versions']['torch']}"
     heading = "A weight sync, end to end"
-    more = weight_sync_sglang.section()
+    more = [*weight_sync_adapters.section(result.get("adapters", [])), *weight_sync_sglang.section()]
     write_table(
         "weight_sync", result, heading, "make bench-sync", on, text, COLUMNS, [*map(cells, result["rows"])], more
     )
@@ -353,9 +354,13 @@ def main() -> int:
     for row in rows:
         shown.add_row(*cells(row))
     Console(width=140).print(shown)
+    alone: list[dict] = []
+    for tp in () if asked.trainer_only else asked.tp:
+        alone += weight_sync_adapters.run(MODEL, tp, asked.repeats, BUCKET_MEGABYTES)
+    print("\n".join(weight_sync_adapters.section(alone)))
     if not asked.trainer_only and asked.tp == [1, 2]:
-        write({"machine": machine(), "model": MODEL, "repeats": asked.repeats, "rows": rows})
-    return 0 if all(map(holds, rows)) else 1
+        write({"machine": machine(), "model": MODEL, "repeats": asked.repeats, "rows": rows, "adapters": alone})
+    return 0 if all(map(holds, rows)) and all(map(weight_sync_adapters.holds, alone)) else 1
 
 
 if __name__ == "__main__":

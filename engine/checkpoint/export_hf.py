@@ -12,16 +12,18 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from tqdm import tqdm
 
-from ..lora.adapters import A, B
+from ..lora.adapters import MAGNITUDE, SAVED, A, B
 from ..lora.merge import merged
+from ..lora.targets import Target
 from ..model import hf_names
 from ..model.hf_convert import converted_together
 from ..model.safetensors_files import SafetensorsFile
+from ..topology.dtensor import checkpoint_tensors
 from .atomic_folder import CheckpointError
 from .safetensors_writer import Entry, split_into_files, write_file, write_index
 from .stored_shards import shards_metadata
 
-__all__ = ["FILE_BYTES", "MODEL", "reader", "write_hf_weights"]
+__all__ = ["FILE_BYTES", "MODEL", "Base", "reader", "write_hf_weights"]
 
 MODEL = "model."  # prefix of the names of a model's tensors in a checkpoint
 FILE_BYTES = 5 * 10**9
@@ -42,6 +44,8 @@ class _StoredTensor:
     pieces: list[tuple[torch.Size, str]]
     """Offset and file of each shard."""
     adapter: "_Adapter | None" = None
+    elsewhere: Callable[[str], torch.Tensor] | None = None
+    """Reads it by its name, if it is not in the checkpoint."""
 
     @property
     def nbytes(self) -> int:
@@ -49,24 +53,42 @@ class _StoredTensor:
 
     def read(self) -> torch.Tensor:
         """Read the full tensor, with its adapter merged."""
-        tensor = torch.empty(self.shape, dtype=self.stored)
-        for offset, path in self.pieces:
-            values = SafetensorsFile(Path(path)).read(MODEL + self.name)
-            tensor[tuple(slice(at, at + size) for at, size in zip(offset, values.shape, strict=True))] = values
+        if self.elsewhere is not None:
+            tensor = self.elsewhere(self.name)
+        else:
+            tensor = torch.empty(self.shape, dtype=self.stored)
+            for offset, path in self.pieces:
+                values = SafetensorsFile(Path(path)).read(MODEL + self.name)
+                tensor[tuple(slice(at, at + size) for at, size in zip(offset, values.shape, strict=True))] = values
         return (tensor if self.adapter is None else self.adapter.merged_into(tensor)).to(self.dtype)
 
 
 @dataclass(frozen=True)
 class _Adapter:
-    """The two matrices of an adapter, and how they are merged (``lora.merge.merged``)."""
+    """The tensors of an adapter, and how they are merged (``lora.merge.merged``)."""
 
     a: _StoredTensor
     b: _StoredTensor
-    scaling: float
-    is_transposed: bool
+    magnitude: _StoredTensor | None
+    target: Target
 
     def merged_into(self, weight: torch.Tensor) -> torch.Tensor:
-        return merged(weight, self.a.read(), self.b.read(), self.scaling, self.is_transposed)
+        magnitude = None if self.magnitude is None else self.magnitude.read()
+        target = self.target
+        return merged(weight, self.a.read(), self.b.read(), target.scaling, target.is_transposed, magnitude)
+
+
+@dataclass(frozen=True)
+class Base:
+    """Frozen weights that a checkpoint does not have.
+
+    Args:
+        read: reads one by its name in the model.
+        dtypes: the dtype in which the run kept each.
+    """
+
+    read: Callable[[str], torch.Tensor]
+    dtypes: Mapping[str, torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -86,7 +108,8 @@ def write_hf_weights(
     out: Path,
     dtypes: Mapping[str, torch.dtype | None],
     file_bytes: int = FILE_BYTES,
-    scaling: float | None = None,
+    targets: Mapping[str, Target] | None = None,
+    base: Base | None = None,
     share: tuple[int, int] = (0, 1),
     progress: bool = False,
 ) -> None:
@@ -97,7 +120,8 @@ def write_hf_weights(
         shards: folder of a torch distributed checkpoint.
         dtypes: name of each tensor -> the dtype to write, None for the stored one.
         file_bytes: size of a file at most, unless one tensor is larger.
-        scaling: scaling of the adapters in ``shards``, which are merged; None without adapters.
+        targets: weights with adapters in ``shards``, which are merged; None without adapters.
+        base: of what ``shards`` does not have.
         share: rank and number of the ranks that each write some of the files; all write the index.
         progress: show a progress bar.
 
@@ -106,7 +130,8 @@ def write_hf_weights(
     """
     metadata = shards_metadata(shards)
     files = split_into_files(
-        _converted_groups(model, _with_adapters(model, metadata, _stored(metadata, dtypes), scaling)), file_bytes
+        _converted_groups(model, _with_adapters(metadata, _stored(model, metadata, dtypes, base), targets or {})),
+        file_bytes,
     )
     entries = [[entry for group in file for entry in _entries(model, group)] for file in files]
     rank, ranks = share
@@ -121,41 +146,47 @@ def reader(shards: Path) -> Callable[[str], torch.Tensor]:
     """Return a function that reads one of the model's full tensors by its name."""
     metadata = shards_metadata(shards)
     names = [name.removeprefix(MODEL) for name in metadata.state_dict_metadata if name.startswith(MODEL)]
-    known = {tensor.name: tensor for tensor in _stored(metadata, dict.fromkeys(names))}
+    known = {tensor.name: tensor for tensor in _stored(None, metadata, dict.fromkeys(names))}
     return lambda name: known[name].read()
 
 
 def _with_adapters(
-    model: Any, metadata: Metadata, tensors: list[_StoredTensor], scaling: float | None
+    metadata: Metadata, tensors: list[_StoredTensor], targets: Mapping[str, Target]
 ) -> list[_StoredTensor]:
-    if scaling is None:
-        return tensors
-    names = [tensor.name for tensor in tensors if MODEL + tensor.name + A in metadata.state_dict_metadata]
-    halves = {
-        half.name: half for half in _stored(metadata, dict.fromkeys(n + suffix for n in names for suffix in (A, B)))
-    }
+    """Merge the adapters of tensors into them, and replace those that were trained as a whole."""
+    ends = (A, B, MAGNITUDE, SAVED)
+    beside = [t.name + end for t in tensors for end in ends if MODEL + t.name + end in metadata.state_dict_metadata]
+    found = {stored.name: stored for stored in _stored(None, metadata, dict.fromkeys(beside))}
 
     def adapted(tensor: _StoredTensor) -> _StoredTensor:
-        if tensor.name + A not in halves:
+        copy, a = found.get(tensor.name + SAVED), found.get(tensor.name + A)
+        if copy is not None:
+            return replace(tensor, shape=copy.shape, stored=copy.stored, elsewhere=lambda name: copy.read())
+        if a is None:
             return tensor
-        module = model.get_submodule(tensor.name.rpartition(".")[0])
-        is_transposed = getattr(module, "is_transposed", False)
-        return replace(
-            tensor, adapter=_Adapter(halves[tensor.name + A], halves[tensor.name + B], scaling, is_transposed)
-        )
+        b, magnitude = found[tensor.name + B], found.get(tensor.name + MAGNITUDE)
+        return replace(tensor, adapter=_Adapter(a, b, magnitude, targets[tensor.name]))
 
     return [adapted(tensor) for tensor in tensors]
 
 
-def _stored(metadata: Metadata, dtypes: Mapping[str, torch.dtype | None]) -> list[_StoredTensor]:
+def _stored(
+    model: Any, metadata: Metadata, dtypes: Mapping[str, torch.dtype | None], base: Base | None = None
+) -> list[_StoredTensor]:
     pieces: dict[str, list[tuple[torch.Size, str]]] = {}
     for index, stored in metadata.storage_data.items():
         pieces.setdefault(index.fqn, []).append((index.offset, stored.relative_path))
     missing = [name for name in dtypes if MODEL + name not in pieces]
-    if missing:
+    if missing and base is None:
         raise CheckpointError(f"the checkpoint lacks {len(missing)} tensors of the model, first {missing[0]}.")
     found = []
+    of_base = checkpoint_tensors(model) if base is not None else {}
     for name, dtype in dtypes.items():
+        if base is not None and MODEL + name not in pieces:
+            own = of_base[name]
+            kept = base.dtypes.get(name, own.dtype)
+            found.append(_StoredTensor(name, tuple(own.shape), kept, dtype or kept, [], elsewhere=base.read))
+            continue
         entry = metadata.state_dict_metadata[MODEL + name]
         assert isinstance(entry, TensorStorageMetadata), "safetensors hold nothing else"
         stored = entry.properties.dtype

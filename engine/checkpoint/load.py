@@ -34,7 +34,7 @@ from ..topology.rank_consistency import raise_on_all_ranks
 from .hf_slices import CheckpointSlice, find_slices
 from .safetensors_reader import CheckpointFiles
 
-__all__ = ["load_weights", "verify_experts"]
+__all__ = ["load_weights", "tensor_reader", "verify_experts"]
 
 # Computed at run time, but stored in old checkpoints; transformers ignores them too.
 _COMPUTED = r"rotary_emb\.inv_freq$"
@@ -129,6 +129,25 @@ def load_weights(
         for target in checkpoint_tensors(model).values():
             _copy_of_first_replica(local_tensor(target), meshes)
     return unused
+
+
+def tensor_reader(model: nn.Module, files: CheckpointFiles) -> Callable[[str], torch.Tensor]:
+    """Return a function that reads one of a model's full tensors by its name, as transformers' converters make it.
+
+    Args:
+        model: on the meta device, not sharded.
+    """
+    sources, tensors = _match_sources(model, files), checkpoint_tensors(model)
+
+    def read(name: str) -> torch.Tensor:
+        if name not in sources:
+            raise ValueError(f"{files.folder} has nothing for {name} of the model.")
+        source, target = sources[name], tensors[name]
+        if source.converter is None or _is_unconverted(target, source, files):
+            return files.read(source.keys[-1][1])
+        return _convert(name, target, source, IndexRange.of(target.shape).slices, model, files)
+
+    return read
 
 
 def verify_experts(model: nn.Module, files: CheckpointFiles, count: int = 2) -> list[str]:

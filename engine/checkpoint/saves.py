@@ -1,5 +1,6 @@
 """Write the checkpoints of a run, in the foreground or in the background, and remove the oldest."""
 
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,9 @@ import torch.distributed as dist
 from . import state as checkpoint
 from .background import Background
 
-__all__ = ["CheckpointSaver"]
+__all__ = ["CheckpointSaver", "name_as_latest", "remove_old"]
+
+_TRACKER = "latest_checkpointed_iteration.txt"  # verl's
 
 
 class CheckpointSaver:
@@ -58,6 +61,38 @@ class CheckpointSaver:
     ) -> None:
         snapshot.write(folder, self._save_config, device, group)
         if group is not None and dist.get_rank() == 0:
-            checkpoint.name_as_latest(folder, snapshot.facts["step"])
+            name_as_latest(folder, snapshot.facts["step"])
         # Only after the newest is complete.
-        self._folders = checkpoint.remove_old([*self._folders, folder], max_to_keep)
+        self._folders = remove_old([*self._folders, folder], max_to_keep)
+
+
+def remove_old(saved: list[Path], max_to_keep: int | None) -> list[Path]:
+    """Delete the oldest of ``saved`` (oldest first) beyond ``max_to_keep``; return those that are left.
+
+    verl writes the step to resume from into a file after a save, so during the next save that is the previous
+    checkpoint. It is kept, even if it is one too many.
+    """
+    if not max_to_keep or max_to_keep < 1:
+        return saved
+    old = [path for path in saved[:-max_to_keep] if not _is_named(path)]
+    if dist.get_rank() == 0:
+        for path in old:
+            shutil.rmtree(path, ignore_errors=True)
+    return [path for path in saved if path not in old]
+
+
+def name_as_latest(folder: Path, step: int) -> None:
+    """Make verl resume from this step, as its trainers do after a save that they wait for."""
+    tracker = folder.parent.parent / _TRACKER
+    written = tracker.with_suffix(".new")
+    written.write_text(str(step))
+    written.replace(tracker)
+
+
+def _is_named(path: Path) -> bool:
+    """Return whether verl would resume from the ``global_step_<n>`` that the folder is, or is in."""
+    for step in (path, *path.parents):
+        tracker = step.parent / _TRACKER
+        if step.name.startswith("global_step_") and tracker.is_file():
+            return tracker.read_text().strip() == step.name.removeprefix("global_step_")
+    return False

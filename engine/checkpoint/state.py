@@ -10,6 +10,8 @@ A checkpoint folder of one role holds
     huggingface/             config, tokenizer; with ``hf_model`` also the weights in the family's checkpoint layout,
                              adapters merged
     lora_adapter/            adapters, if there are any, as peft saves them
+    frozen_base.json         of a run with adapters whose frozen weights are not stored: the model that they are of, and
+                             shape and checksum of each
 
 All of it is safetensors and JSON: nothing is ever unpickled.
 """
@@ -19,7 +21,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,6 +34,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from ..errors import listed
 from ..lora.adapters import lora_of
+from ..lora.frozen_base import base_checksums, difference
 from ..lora.peft_files import ADAPTER, write_adapter
 from ..model.hf_convert import cache_shapes
 from ..model.safetensors_files import DamagedFileError, SafetensorsFile
@@ -46,6 +49,7 @@ from .export_hf import MODEL, reader, write_hf_weights
 from .stored_shards import STATE, read_facts, shards_metadata
 
 __all__ = [
+    "BASE",
     "HF",
     "KNOWN_CONTENTS",
     "OPTIMIZER",
@@ -54,9 +58,7 @@ __all__ = [
     "STATE",
     "Snapshot",
     "load_checkpoint",
-    "name_as_latest",
     "plain_value",
-    "remove_old",
     "save_checkpoint",
 ]
 
@@ -64,9 +66,8 @@ logger = logging.getLogger("epfsdp2")
 
 KNOWN_CONTENTS = frozenset({"model", "optimizer", "extra", "hf_model"})
 SHARDS, HF = "dist_ckpt", "huggingface"
-RNG, _FOR_HF = "rng", "for_hf"
+BASE, RNG, _FOR_HF = "frozen_base.json", "rng", "for_hf"
 OPTIMIZER = "optimizer."  # prefix of names in SHARDS
-_TRACKER = "latest_checkpointed_iteration.txt"  # verl's
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class Snapshot:
         tensors: sharded tensors by their names in SHARDS.
         facts: the content of ``trainer_state.json``.
         random: torch's random state of this rank.
+        base: the content of ``BASE``; empty where the tensors of a model are stored all.
     """
 
     model: nn.Module
@@ -84,6 +86,7 @@ class Snapshot:
     tensors: dict[str, torch.Tensor]
     facts: dict[str, Any]
     random: dict[str, torch.Tensor]
+    base: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -94,8 +97,13 @@ class Snapshot:
         contents: Iterable[str],
         step: int,
         loss_scale: LossScale | None = None,
+        with_base: bool = True,
     ) -> "Snapshot":
-        """Take what ``contents`` names as it is now; tensors are not copied."""
+        """Take what ``contents`` names as it is now; tensors are not copied. Collective where the base is left out.
+
+        Args:
+            with_base: whether to store the weights that adapters are trained on, where there are some.
+        """
         contents = frozenset(contents)
         if "hf_model" in contents:
             cache_shapes(model)  # ``write`` may run in another thread, during a forward
@@ -110,7 +118,10 @@ class Snapshot:
         if "extra" in contents and loss_scale is not None:
             facts["loss_scale"] = loss_scale.state_dict()
         facts = json.loads(json.dumps(facts, default=plain_value))
-        return cls(model, contents, tensors, facts, _random_state() if "extra" in contents else {})
+        base = {}
+        if "model" in contents and not with_base and lora_of(model) is not None:
+            base = {"model": cast(Any, model).config.name_or_path, "tensors": base_checksums(model)}
+        return cls(model, contents, tensors, facts, _random_state() if "extra" in contents else {}, base)
 
     def on_host(self) -> "Snapshot":
         """Copy the tensors to host memory, where training does not change them."""
@@ -134,10 +145,9 @@ class Snapshot:
         with atomic_dir_all_ranks(folder, device, group) as partial:
             shards = partial / SHARDS
             of_model = {name: t for name, t in self.tensors.items() if name.startswith(MODEL)}
-            if "model" in self.contents:
-                _write_shards(shards, self.tensors, group)
-            else:
-                _write_shards(shards, {n: t for n, t in self.tensors.items() if n not in of_model}, group)
+            left_out = {name for name in of_model if "model" not in self.contents or self.base and not is_adapter(name)}
+            _write_shards(shards, {n: t for n, t in self.tensors.items() if n not in left_out}, group)
+            if left_out and "hf_model" in self.contents:
                 shards = partial / _FOR_HF
                 _write_shards(shards, of_model, group)
             with raise_on_all_ranks(device, group):
@@ -147,12 +157,14 @@ class Snapshot:
                 (partial / HF).mkdir(exist_ok=True)
                 if rank == 0:
                     (partial / STATE).write_text(json.dumps(self.facts))
+                    if self.base:
+                        (partial / BASE).write_text(json.dumps(self.base))
                     describe(partial / HF)
                 lora = lora_of(self.model)
                 if "hf_model" in self.contents:
                     dtypes = dict.fromkeys(n.removeprefix(MODEL) for n in of_model if not is_adapter(n))
-                    scaling = None if lora is None else lora.scaling
-                    write_hf_weights(self.model, shards, partial / HF, dtypes, scaling=scaling, share=(rank, ranks))
+                    targets = None if lora is None else lora.targets
+                    write_hf_weights(self.model, shards, partial / HF, dtypes, targets=targets, share=(rank, ranks))
                 if lora is not None and of_model and rank == 0:
                     base = cast(Any, self.model).config.name_or_path
                     write_adapter(partial / ADAPTER, lora, base, reader(shards))
@@ -170,9 +182,10 @@ def save_checkpoint(
     step: int,
     describe: Callable[[Path], None] = lambda folder: None,
     device: torch.device | str = "cpu",
+    with_base: bool = True,
 ) -> None:
     """Write what ``contents`` names; collective. See ``Snapshot``."""
-    Snapshot.of(model, optimizer, lr_scheduler, contents, step).write(folder, describe, device)
+    Snapshot.of(model, optimizer, lr_scheduler, contents, step, with_base=with_base).write(folder, describe, device)
 
 
 def load_checkpoint(
@@ -186,8 +199,11 @@ def load_checkpoint(
 ) -> None:
     """Restore what ``contents`` names, on any mesh; collective.
 
+    Frozen weights that a checkpoint does not have stay as they are: those of the model that this run has loaded.
+
     Raises:
-        CheckpointError: the folder holds no complete checkpoint, files are damaged, or its tensors are not the model's.
+        CheckpointError: the folder holds no complete checkpoint, files are damaged, its tensors are not the model's, or
+            its adapters were trained on other weights.
         ValueError: the optimizer's state was not saved, or belongs to another model or algorithm; or the schedule
             belongs to other optimizers. All of these are raised before a parameter has changed.
     """
@@ -204,6 +220,9 @@ def load_checkpoint(
     state: dict[str, torch.Tensor] = {}
     if "model" in contents:
         own = _of_model(model)
+        if (folder / BASE).is_file():
+            _check_base(folder, model)
+            own = {name: tensor for name, tensor in own.items() if is_adapter(name)}
         _check_tensors(folder, metadata, own)
         state |= own
     packed = None
@@ -223,39 +242,23 @@ def load_checkpoint(
     dist.barrier()
 
 
-def remove_old(saved: list[Path], max_to_keep: int | None) -> list[Path]:
-    """Delete the oldest of ``saved`` (oldest first) beyond ``max_to_keep``; return those that are left.
+def _check_base(folder: Path, model: nn.Module) -> None:
+    """Compare the weights that a checkpoint's adapters were trained on with this model's; collective.
 
-    verl writes the step to resume from into a file after a save, so during the next save that is the previous
-    checkpoint. It is kept, even if it is one too many.
+    Raises:
+        CheckpointError: with the first that differ.
     """
-    if not max_to_keep or max_to_keep < 1:
-        return saved
-    old = [path for path in saved[:-max_to_keep] if not _is_named(path)]
-    if dist.get_rank() == 0:
-        for path in old:
-            shutil.rmtree(path, ignore_errors=True)
-    return [path for path in saved if path not in old]
+    base = json.loads((folder / BASE).read_text())
+    wrong = difference(base["tensors"], base_checksums(model))
+    if wrong:
+        name = cast(Any, model).config.name_or_path
+        raise CheckpointError(
+            f"{folder} holds adapters without the frozen weights that they were trained on, those of {base['model']}, "
+            f"and the weights of {name} are others: {listed(wrong)}. Resume with model.path={base['model']} as it was."
+        )
 
 
-def name_as_latest(folder: Path, step: int) -> None:
-    """Make verl resume from this step, as its trainers do after a save that they wait for."""
-    tracker = folder.parent.parent / _TRACKER
-    written = tracker.with_suffix(".new")
-    written.write_text(str(step))
-    written.replace(tracker)
-
-
-def _is_named(path: Path) -> bool:
-    """Return whether verl would resume from the ``global_step_<n>`` that the folder is, or is in."""
-    for step in (path, *path.parents):
-        tracker = step.parent / _TRACKER
-        if step.name.startswith("global_step_") and tracker.is_file():
-            return tracker.read_text().strip() == step.name.removeprefix("global_step_")
-    return False
-
-
-def _lora_facts(model: nn.Module) -> dict[str, float] | None:
+def _lora_facts(model: nn.Module) -> dict[str, Any] | None:
     lora = lora_of(model)
     return None if lora is None else lora.facts()
 

@@ -80,8 +80,8 @@ class EngineSettings:
         "Expert tensor parallelism: neighbouring ranks that share each expert, cut along its inner dim. They gather "
         "the tokens that were dispatched to them and add up their outputs, so that as many times more rows travel "
         "among them; what FSDP gathers of experts gets smaller. For few large experts, and where there are more ranks "
-        "than experts. Has to divide the experts' inner size, with biases their hidden size, and fsdp_size / ep_size. "
-        "1: a rank holds its experts whole",
+        "than experts. Has to divide the experts' inner size, with biases or adapters their hidden size, and "
+        "fsdp_size / ep_size. 1: a rank holds its experts whole",
         of_experts=True,
     )
     expert_shard_dim: Any = setting(
@@ -142,6 +142,12 @@ class EngineSettings:
         KEPT_DTYPE,
         "dtype of the parameters that the optimizer steps on. (Weights are handed to the rollout in the dtype "
         "that the forward computes with.) fp32 or bf16",
+    )
+    save_frozen_base: bool = setting(
+        False,
+        FLAG,
+        "Whether checkpoints of a run with adapters hold the frozen weights too. Otherwise they hold the adapters, and "
+        "checksums of the weights: a run that resumes has these from its model.path, and is refused where they differ",
     )
     allow_unused_weights: bool = setting(
         False,

@@ -166,7 +166,7 @@ class BuildsModel:
         if self.ulysses_parallel_group is not None:
             assert self.packed is not None, "check_sequence_parallel refuses rows that are not packed"
             SequenceParallel(module, self.ulysses_parallel_group, self.packed)
-        lora = LoraSettings.of(self.model_config, "model")
+        lora = self._lora_settings()
         if lora is not None:
             self._lora = Lora(module, lora, self.engine_config.expert_plan)
             self.without_adapters = self._lora.disabled
@@ -174,6 +174,10 @@ class BuildsModel:
                 self.adapters_config = adapter_config(self._lora, self.model_config.local_path)
         self.router_features: list[StepFeature] = self._routers_of(module)
         return module
+
+    def _lora_settings(self) -> LoraSettings | None:
+        """What is trained instead of the weights; None where the weights are."""
+        return LoraSettings.of(self.model_config, "model")
 
     def _plain_module(self) -> nn.Module:
         """The model on the meta device, as its family has it."""
@@ -226,7 +230,7 @@ class BuildsModel:
     def _module_to_plan(self, dtype: torch.dtype) -> nn.Module:
         """The plain model with its adapters, and a config of its own."""
         module = copy_on_meta(self._plain, dtype)
-        lora = LoraSettings.of(self.model_config, "model")
+        lora = self._lora_settings()
         if lora is not None:
             Lora(module, lora, self.engine_config.expert_plan)
         return module
@@ -254,7 +258,7 @@ class BuildsModel:
             return
         folder = lora.settings.adapter
         with raise_on_all_ranks(get_device_name()):
-            read = None if folder is None else read_adapter(folder, lora.targets, "model.lora_adapter_path")
+            read = None if folder is None else read_adapter(folder, lora, "model.lora_adapter_path")
             lora.initialize(module, self.engine_config.seed, read)
 
     def _name_unused(self, unused: list[str]) -> None:

@@ -24,9 +24,11 @@ class WritesCheckpoints:
     optimizer: Any
     lr_scheduler: Any
     scaler: LossScale | None
+    rollout_sync: Any
     rank: int
     model_config: Any
     checkpoint_config: Any
+    engine_config: Any
     optimizer_config: Any
     to: Any
     _is_offload_param: bool
@@ -46,7 +48,8 @@ class WritesCheckpoints:
             )
         contents = self.checkpoint_config.get("save_contents") or ()
         state = (self.module, self.optimizer, self.lr_scheduler)
-        snapshot, folder = checkpoint.Snapshot.of(*state, contents, global_step, self.scaler), Path(local_path)
+        with_base, folder = self.engine_config.save_frozen_base, Path(local_path)
+        snapshot = checkpoint.Snapshot.of(*state, contents, global_step, self.scaler, with_base)
         in_background = self._saves_in_background(folder)
         self._saves.save(snapshot, folder, max_ckpt_to_keep, in_background)
         if in_background and self._trained_to_the_end(global_step):
@@ -77,6 +80,7 @@ class WritesCheckpoints:
         self.to(get_device_name(), model=self._is_offload_param, optimizer=False, grad=False)
         state = (self.module, self.optimizer, self.lr_scheduler)
         checkpoint.load_checkpoint(Path(local_path), *state, contents, get_device_name(), self.scaler)
+        self.rollout_sync.base.loaded()
         # A forward-only pass may have left parameters gathered, with the weights from before.
         reshard_all(self.module)
         self.to("cpu", model=self._is_offload_param, optimizer=self._is_offload_optimizer, grad=False)

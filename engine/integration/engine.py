@@ -194,11 +194,12 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
 
         In the dtype that this engine's own forward computes with: masters are cast before they are gathered. Adapters
         are merged into what they adapt, so there is none for the rollout; but with ``lora.merge=False`` a colocated
-        rollout, for which ``base_sync_done`` is given, gets the weights once and then the adapters alone.
+        rollout, for which ``base_sync_done`` is given, gets the weights once and then the adapters alone, and so do
+        those in other processes by this package's checkpoint engine, which looks at ``peft_config`` of what it gets.
         """
         config = self.adapters_config
         if config is None or base_sync_done is None:
-            return self.rollout_sync.weights(), None
+            return self.rollout_sync.weights(peft_config=config), None
         return self.rollout_sync.adapters() if base_sync_done else self.rollout_sync.weights("left out"), config
 
     def get_per_tensor_param_shard(self, **kwargs):

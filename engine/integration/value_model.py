@@ -1,5 +1,6 @@
 """The value model behind verl's engine interface: the same sharding, a head with one output."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from transformers import AutoModelForTokenClassification
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 
+from ..lora.settings import LoraSettings
 from ..settings.roles import STRATEGY
 from .engine import DEVICES, EPFSDP2Engine
 
@@ -19,7 +21,8 @@ class EPFSDP2EngineWithValueHead(EPFSDP2Engine, FSDPEngineWithValueHead):
     """Critic, from a causal-LM checkpoint (the head starts at random) or from one with a ``score`` head.
 
     Families without a token-classification class in transformers (GLM-4.5, OLMoE, those with images, ...) get their
-    causal LM with a one-output head instead of the language-model head.
+    causal LM with a one-output head in the place of the language-model head. Where there are adapters, the head is
+    trained as a whole beside them.
     """
 
     _may_be_unused = r"^(lm_head|score)\."  # another head than this model's
@@ -40,6 +43,15 @@ class EPFSDP2EngineWithValueHead(EPFSDP2Engine, FSDPEngineWithValueHead):
             )
         return module
 
+    def _lora_settings(self) -> LoraSettings | None:
+        settings = super()._lora_settings()
+        return None if settings is None else replace(settings, value_head=self._head)
+
+    @property
+    def _head(self) -> str:
+        """Name of the module that returns the values."""
+        return "score" if self._has_own_class() else "lm_head"
+
     def _auto_class(self) -> Any:
         return AutoModelForTokenClassification if self._has_own_class() else super()._auto_class()
 
@@ -48,8 +60,9 @@ class EPFSDP2EngineWithValueHead(EPFSDP2Engine, FSDPEngineWithValueHead):
 
     def _initialize(self, name: str, tensor: torch.Tensor, fits: bool) -> bool:
         """Draw the head's rows where the checkpoint has none that fits; equal on all replicas."""
-        head = "score." if self._has_own_class() else "lm_head."
-        if fits or not name.startswith(head):
+        if super()._initialize(name, tensor, fits):
+            return True
+        if fits or not name.startswith(f"{self._head}."):
             return False
         generator = torch.Generator().manual_seed(self.engine_config.seed + self.meshes.fsdp_rank)
         scale = getattr(self.model_config.hf_config, "initializer_range", 0.02) if name.endswith("weight") else 0.0

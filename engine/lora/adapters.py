@@ -1,9 +1,11 @@
-"""Low-rank adapters on linears and on stacks of experts: frozen weights ``W`` that compute as ``W + alpha/r * B @ A``.
+"""Low-rank adapters on linears and on stacks of experts: frozen weights ``W`` that compute as ``W + scaling * B @ A``.
 
 An adapter is two more parameters of the module that owns the weight: ``<weight>_lora_A`` ``[r, in]`` and
-``<weight>_lora_B`` ``[out, r]``; a stack of experts has a pair per expert, ``[E, r, in]`` and ``[E, out, r]``. No
-module is wrapped, so all other names in the model are unchanged. Adapters of experts are in the same module as the
-weights, and are sharded, gathered and reduced with them, so they need no collectives of their own.
+``<weight>_lora_B`` ``[out, r]``; a stack of experts has a pair per expert, ``[E, r, in]`` and ``[E, out, r]``. With
+DoRA (https://arxiv.org/abs/2402.09353) a linear has ``<weight>_lora_magnitude`` ``[out]`` too. A module that is trained
+as a whole has a trained ``<parameter>_lora_saved`` beside each frozen parameter. No module is wrapped, so all other
+names in the model are unchanged. Adapters of experts are in the same module as the weights, and are sharded, gathered
+and reduced with them.
 """
 
 import contextlib
@@ -17,54 +19,78 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..moe.forward import adapt_experts
-from ..topology.dtensor import is_adapter, local_range, local_tensor
-from .settings import LoraSettings, Target, find_targets
+from ..topology.dtensor import is_adapter, local_pieces, local_tensor
+from ..wrap_forward import wrap_forward
+from .settings import LoraSettings
+from .targets import Target, find_saved, find_targets, has_experts
 
-__all__ = ["A", "B", "Lora", "lora_of"]
+__all__ = ["A", "B", "MAGNITUDE", "SAVED", "Lora", "lora_of", "row_norms"]
 
-A, B = "_lora_A", "_lora_B"
+A, B, MAGNITUDE, SAVED = "_lora_A", "_lora_B", "_lora_magnitude", "_lora_saved"
 _HANDLE = "_epfsdp2_lora"
 
 
 class Lora:
-    """The adapters of one model.
+    """The adapters of one model, and its modules that are trained as a whole.
 
     Args:
         model: a model that is not sharded yet, on any device; gets the adapters' parameters, without values.
-        settings: rank, alpha and targets.
+        settings: ranks, alphas and targets.
         plan: ``engine.expert_plan``.
 
     Attributes:
         targets: the adapted weights by name.
-        enabled: whether a forward adds the adapters.
+        saved: names of the parameters that are trained as a whole, whose copies end with ``SAVED``.
+        has_experts: whether the model has some.
+        enabled: whether a forward adds the adapters and computes with these copies.
 
     Raises:
-        SettingError: the settings name weights that the model does not have.
+        SettingError: the settings name weights that the model does not have, or that can't be adapted.
     """
 
     def __init__(self, model: Any, settings: LoraSettings, plan: Mapping[str, int] | None = None):
-        self.settings, self.scaling, self.enabled = settings, settings.scaling, True
+        self.settings, self.enabled = settings, True
         self.targets: dict[str, Target] = {target.name: target for target in find_targets(model, settings, plan)}
+        self.has_experts = has_experts(model, plan)
+        self.saved: list[str] = []
+        saved_modules = find_saved(model, settings, plan)
         for target in self.targets.values():
             self._attach(target)
+        for fqn in saved_modules:
+            self._copy(fqn, model.get_submodule(fqn))
         # So that the backward of the first layer issues the same collectives as the others, whatever is adapted in it.
         model.get_input_embeddings().register_forward_hook(_requires_grad)
         setattr(model, _HANDLE, self)
 
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """What the parameters of an adapter end with."""
+        return (A, B, MAGNITUDE) if self.settings.use_dora else (A, B)
+
     def _attach(self, target: Target) -> None:
         weight, (size_in, size_out) = target.module.get_parameter(target.own), target.sizes
         stack = () if target.experts is None else (target.experts,)
-        for suffix, shape in ((A, (self.settings.rank, size_in)), (B, (size_out, self.settings.rank))):
-            adapter = nn.Parameter(torch.empty((*stack, *shape), dtype=weight.dtype, device=weight.device))
+        shapes = {A: (*stack, target.rank, size_in), B: (*stack, size_out, target.rank)}
+        if self.settings.use_dora:
+            shapes[MAGNITUDE] = (size_out,)
+        for suffix, shape in shapes.items():
+            adapter = nn.Parameter(torch.empty(shape, dtype=weight.dtype, device=weight.device))
             target.module.register_parameter(target.own + suffix, adapter)
         if target.experts is None:
             # Before FSDP's own hook, which frees the gathered parameters.
-            target.module.register_forward_hook(partial(_add, self))
+            target.module.register_forward_hook(partial(_add, self, target.scaling))
         else:
-            adapt_experts(target.module, self)
+            adapt_experts(target.module, self, target.own, target.scaling)
+
+    def _copy(self, fqn: str, module: nn.Module) -> None:
+        names = [name for name, param in module.named_parameters(recurse=False) if param.requires_grad]
+        for name in names:
+            module.register_parameter(name + SAVED, nn.Parameter(torch.empty_like(module.get_parameter(name))))
+        self.saved += [f"{fqn}.{name}" for name in names]
+        wrap_forward(module, "saved_modules", partial(_with_copies, self, module, names))
 
     def freeze_base(self, model: nn.Module) -> None:
-        """Freeze everything but the adapters.
+        """Freeze everything but the adapters and the copies.
 
         Call it after ``parallelize``, which treats parameters that a family keeps frozen differently
         (``fp32_modules.correction_biases``), and before the first forward, when FSDP reads ``requires_grad``.
@@ -77,25 +103,30 @@ class Lora:
         """Fill this rank's shards, from a saved adapter or with an adapter that adds nothing.
 
         The latter has ``B = 0`` and draws ``A`` as peft does, uniformly within ``1 / sqrt(in)``, from the seed and the
-        name of the weight (and the number of the expert), so that it is equal on every mesh.
+        name of the weight (and the number of the expert), so that it is equal on every mesh. Magnitudes are the norms
+        of the weight's rows. The weights have to be loaded.
 
         Args:
             read: returns an adapter's full parameter by its name in the model.
         """
+        for name in self.saved:
+            copy = model.get_parameter(name + SAVED)
+            if read is not None:
+                _set(copy, read(name + SAVED))
+            else:
+                local_tensor(copy).copy_(local_tensor(model.get_parameter(name)))
         for name, target in self.targets.items():
-            for suffix in (A, B):
+            for suffix in self.suffixes:
                 param = model.get_parameter(name + suffix)
-                held, local = local_range(param), local_tensor(param)
                 if read is not None:
-                    local.copy_(read(name + suffix)[held.slices])
+                    _set(param, read(name + suffix))
+                elif suffix == A:
+                    _draw(param, f"{seed} {name}", target.experts is not None)
                 elif suffix == B:
-                    local.zero_()
-                elif target.experts is None:
-                    local.copy_(_drawn(f"{seed} {name}", tuple(param.shape))[held.slices])
+                    local_tensor(param).zero_()
                 else:
-                    for i, expert in enumerate(range(held.low[0], held.high[0])):
-                        drawn = _drawn(f"{seed} {name} {expert}", tuple(param.shape[1:]))
-                        local[i].copy_(drawn[held.slices[1:]])
+                    # FSDP cuts both along their rows, in the same places.
+                    local_tensor(param).copy_(local_tensor(model.get_parameter(name)).float().norm(dim=1))
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
@@ -106,9 +137,15 @@ class Lora:
         finally:
             self.enabled = True
 
-    def facts(self) -> dict[str, float]:
+    def facts(self) -> dict[str, Any]:
         """Return the facts that a checkpoint and a run must have in common; plain values."""
-        return {"rank": self.settings.rank, "alpha": self.settings.alpha}
+        own, found = self.settings, dict[str, Any]()
+        found |= {name: True for name in ("use_rslora", "use_dora") if getattr(own, name)}
+        for name, default in (("rank", own.rank), ("alpha", own.alpha)):
+            others = {t.name: getattr(t, name) for t in self.targets.values() if getattr(t, name) != default}
+            found |= {f"{name}_of": others} if others else {}
+        found |= {"saved": self.saved} if self.saved else {}
+        return {"rank": own.rank, "alpha": own.alpha, **found}
 
 
 def lora_of(model: nn.Module) -> Lora | None:
@@ -116,16 +153,58 @@ def lora_of(model: nn.Module) -> Lora | None:
     return getattr(model, _HANDLE, None)
 
 
-def _add(lora: Lora, module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+def row_norms(weight: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """Return the norms that DoRA divides the rows of ``weight + delta`` by; float32 ``[out]``."""
+    return torch.linalg.norm(weight.float() + delta.float(), dim=1)
+
+
+def _add(lora: Lora, scaling: float, module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
     if not lora.enabled:
         return output
-    low = F.linear(args[0], module.weight_lora_A)
-    return output + lora.scaling * F.linear(low, module.weight_lora_B)
+    a, b = module.weight_lora_A, module.weight_lora_B
+    added = scaling * F.linear(F.linear(args[0], a), b)
+    if not lora.settings.use_dora:
+        return output + added
+    with torch.no_grad():  # the norm is a constant to the gradient (section 4.3 of the paper)
+        norms = row_norms(module.weight, scaling * (b @ a))
+    factor = (module.weight_lora_magnitude / norms).to(output.dtype)
+    without_bias = output if module.bias is None else output - module.bias
+    return output + (factor - 1) * without_bias + factor * added
+
+
+def _with_copies(
+    lora: Lora, module: nn.Module, names: list[str], forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Run a module's forward with the trained copies in the place of its parameters, as FSDP has gathered them."""
+    if not lora.enabled:
+        return forward(*args, **kwargs)
+    held = module._parameters
+    originals = {name: held[name] for name in names}
+    held.update({name: held[name + SAVED] for name in names})
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        held.update(originals)
 
 
 def _requires_grad(module: nn.Module, args: Any, output: torch.Tensor) -> None:
     if torch.is_grad_enabled() and not output.requires_grad:
         output.requires_grad_(True)
+
+
+def _set(param: torch.Tensor, values: torch.Tensor) -> None:
+    """Fill this rank's shard from the full parameter."""
+    for held, local in local_pieces(param):
+        local.copy_(values[held.slices])
+
+
+def _draw(param: torch.Tensor, what: str, is_stack: bool) -> None:
+    for held, local in local_pieces(param):
+        if not is_stack:
+            local.copy_(_drawn(what, tuple(param.shape))[held.slices])
+            continue
+        for i, expert in enumerate(range(held.low[0], held.high[0])):
+            local[i].copy_(_drawn(f"{what} {expert}", tuple(param.shape[1:]))[held.slices[1:]])
 
 
 def _drawn(what: str, shape: tuple[int, ...]) -> torch.Tensor:

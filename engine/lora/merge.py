@@ -1,9 +1,11 @@
 """Merge adapters into weights, one weight at a time and shard by shard; the trained parameters are unchanged.
 
-A shard of ``W + alpha/r * B @ A`` needs the matching rows of ``B`` and columns of ``A``. So adapters are gathered over
-the FSDP axes, those of experts among the ranks that share these experts; weights are not gathered.
+A shard of ``W + scaling * B @ A`` needs the matching rows of ``B`` and columns of ``A``. So adapters are gathered over
+the axes that cut them, those of experts among the ranks that share these experts; weights are not gathered. What DoRA
+divides by is the norm of a row, which no rank has a part of. A module that is trained as a whole is sent as its copy.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -12,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..topology.dtensor import is_adapter, local_range, local_tensor, shard_steps
-from ..topology.index_ranges import IndexRange, bounding_range
-from .adapters import A, B, lora_of
+from ..topology.dtensor import is_adapter, local_pieces, local_ranges, local_tensor, shard_steps
+from ..topology.index_ranges import IndexRange, bounding_range, slices_in_shard
+from .adapters import MAGNITUDE, SAVED, A, B, lora_of, row_norms
 
 __all__ = ["AdapterUse", "LocalValues", "adapter_weights", "local_values", "merged", "weights"]
 
@@ -46,17 +48,26 @@ def local_values(model: nn.Module, device: torch.device | str, adapters: Adapter
 
 
 def merged(
-    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, is_transposed: bool = False
+    weight: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scaling: float,
+    is_transposed: bool = False,
+    magnitude: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return ``weight + scaling * b @ a``, computed in float32, in the weight's dtype.
+    """Return ``weight + scaling * b @ a``, computed in float32, in the weight's dtype; with DoRA its rows scaled.
 
     Args:
         weight: ``(..., out, in)``, or ``(..., in, out)`` where ``is_transposed``.
         a: ``(..., r, in)``.
         b: ``(..., out, r)``.
+        magnitude: DoRA's ``(out,)``.
     """
     left, right = (a.mT, b.mT) if is_transposed else (b, a)
-    return torch.add(weight.float(), left.float() @ right.float(), alpha=scaling).to(weight.dtype)
+    whole = torch.add(weight.float(), left.float() @ right.float(), alpha=scaling)
+    if magnitude is not None:
+        whole *= (magnitude.float() / row_norms(whole, torch.zeros(()).to(whole)))[:, None]
+    return whole.to(weight.dtype)
 
 
 @dataclass(frozen=True)
@@ -75,7 +86,8 @@ class _MergedShards:
     def __init__(self, model: nn.Module, device: torch.device | str):
         lora = lora_of(model)
         assert lora is not None, "a model without adapters has nothing to merge"
-        self._lora = lora
+        self._lora, self._model = lora, model
+        self._saved = set(lora.saved)
         self._halves = {
             name: (_gathered(model.get_parameter(name + A), device), _gathered(model.get_parameter(name + B), device))
             for name in lora.targets
@@ -84,45 +96,72 @@ class _MergedShards:
 
     @torch.no_grad()
     def __call__(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        local = local_tensor(tensor).detach()
+        if name in self._saved:
+            return local_tensor(self._model.get_parameter(name + SAVED)).detach()
         if name not in self._halves:
-            return local
+            return local_tensor(tensor).detach()
         if self._last is None or self._last[0] != name:
             self._last = None
-            self._last = (name, self._merged(name, local, local_range(tensor)))
+            self._last = (name, self._merged(name, tensor.detach()))
         return self._last[1]
 
-    def _merged(self, name: str, local: torch.Tensor, held: IndexRange) -> torch.Tensor:
-        a, b = self._halves[name]
-        transposed, rank = self._lora.targets[name].is_transposed, self._lora.settings.rank
+    def _merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        ranges, out = local_ranges(weight), torch.empty_like(local_tensor(weight))
+        for held, local in local_pieces(weight):
+            into = out if len(ranges) == 1 else out[slices_in_shard(held, ranges)]
+            into.copy_(self._merged_piece(name, local, held))
+        return out
+
+    def _merged_piece(self, name: str, local: torch.Tensor, held: IndexRange) -> torch.Tensor:
+        (a, b), target = self._halves[name], self._lora.targets[name]
+        transposed, rank = target.is_transposed, target.rank
         experts = slice(0, len(held.low) - 2)
         (low, high), (first, second) = (
             (held.low[experts], held.high[experts]),
             zip(held.low[-2:], held.high[-2:], strict=True),
         )
         into, out = (first, second) if transposed else (second, first)
-        of_a = a.part((*low, 0, into[0]), (*high, rank, into[1]))
-        of_b = b.part((*low, out[0], 0), (*high, out[1], rank))
-        return merged(local, of_a.to(local.device), of_b.to(local.device), self._lora.scaling, transposed)
+        of_a = a.part((*low, 0, into[0]), (*high, rank, into[1])).to(local.device)
+        of_b = b.part((*low, out[0], 0), (*high, out[1], rank)).to(local.device)
+        magnitude = None
+        if self._lora.settings.use_dora:
+            magnitude = local_tensor(self._model.get_parameter(name + MAGNITUDE)).detach()  # of the same rows
+        return merged(local, of_a, of_b, target.scaling, transposed, magnitude)
 
 
 def _gathered(param: torch.Tensor, device: torch.device | str) -> _Gathered:
-    """Gather a parameter over the FSDP axis, for experts within the ranks that share them; collective."""
+    """Gather a parameter over the axes that cut it but ``ep``; collective."""
     shard = local_tensor(param).detach().to(device)
     axes = [step.axis for step in shard_steps(param) if step.axis != "ep" and step.parts > 1]
     if not axes:
-        return _Gathered(local_range(param), shard)
-    (axis,) = axes
+        return _Gathered(local_ranges(param)[0], shard)
     mesh = param.device_mesh  # type: ignore[attr-defined]
-    ranges = [local_range(param, {axis: index}) for index in range(mesh[axis].size())]
-    most = max(each.numel for each in ranges)
-    mine = shard.new_zeros(most)
-    mine[: shard.numel()] = shard.reshape(-1)
-    everyone = shard.new_empty(len(ranges) * most)
-    dist.all_gather_into_tensor(everyone, mine, group=mesh.get_group(axis))
-    whole = bounding_range(ranges)
-    values = shard.new_empty(whole.shape)
-    for each, padded in zip(ranges, everyone.split(most), strict=True):
-        if each.numel:
-            values[each.slices_in(whole)] = padded[: each.numel].view(each.shape)
-    return _Gathered(whole, values)
+    # In the order of the values: the last axis is gathered last, and counts slowest.
+    places = [
+        dict(zip(axes, at[::-1], strict=True)) for at in itertools.product(*(range(mesh[a].size()) for a in axes[::-1]))
+    ]
+    held_by = [local_ranges(param, at) for at in places]
+    most = max(sum(held.numel for held in ranges) for ranges in held_by)
+    values = shard.new_zeros(most)
+    values[: shard.numel()] = shard.reshape(-1)
+    for axis in axes:
+        everyone = values.new_empty(mesh[axis].size() * values.numel())
+        dist.all_gather_into_tensor(everyone, values, group=mesh.get_group(axis))
+        values = everyone
+    whole = bounding_range([held for ranges in held_by for held in ranges])
+    found = shard.new_empty(whole.shape)
+    for ranges, padded in zip(held_by, values.split(most), strict=True):
+        part = padded[: sum(held.numel for held in ranges)]
+        for held in ranges if part.numel() else ():
+            found[held.slices_in(whole)] = _in_shard(part, held, ranges)
+    return _Gathered(whole, found)
+
+
+def _in_shard(part: torch.Tensor, held: IndexRange, ranges: tuple[IndexRange, ...]) -> torch.Tensor:
+    """Return the values of one range of a flattened shard."""
+    if len(ranges) == 1:
+        return part.view(held.shape)
+    shape = list(held.shape)
+    (dim,) = {d for other in ranges for d in range(len(shape)) if other.low[d] != held.low[d]}
+    shape[dim] = sum(other.shape[dim] for other in ranges)
+    return part.view(shape)[slices_in_shard(held, ranges)]

@@ -3,11 +3,14 @@
 In peft, linears are ``target_modules`` and stacks of experts ``target_parameters``. For the latter it concatenates the
 experts, ``A`` as ``[E * r, in]`` and ``B`` as ``[out, r * E]``, and nests the adapters of one module (peft 0.21,
 ``tuners/lora/layer.py``, ``ParamWrapper``). For some MoE families it assumes that any name such as ``gate_proj`` means
-experts (``_MOE_TARGET_MODULE_MAPPING``), so linears with such names are written as parameters too.
+experts (``_MOE_TARGET_MODULE_MAPPING``), so linears of an MoE with such names are written as parameters too. What is
+adapted, and with which rank, is written with whole names. Modules that are trained as a whole are ``modules_to_save``,
+under their own names.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,10 +20,11 @@ from safetensors.torch import save_file
 
 from ..errors import SettingError, listed
 from ..model.safetensors_files import DamagedFileError, SafetensorsFile
-from .adapters import A, B, Lora
-from .settings import ADAPTER_CONFIG, Target
+from .adapters import MAGNITUDE, SAVED, A, B, Lora
+from .settings import ADAPTER_CONFIG
+from .targets import Target
 
-__all__ = ["ADAPTER", "adapter_config", "as_peft", "peft_names", "read_adapter", "write_adapter"]
+__all__ = ["ADAPTER", "adapter_config", "as_peft", "check_dora", "peft_names", "read_adapter", "write_adapter"]
 
 ADAPTER = "lora_adapter"  # the folder's name in a checkpoint
 _FILE = "adapter_model.safetensors"
@@ -35,23 +39,22 @@ def write_adapter(out: Path, lora: Lora, base: str, read: Callable[[str], torch.
         base: name or path of the base model.
         read: returns an adapter's full parameter by its name in the model.
     """
-    keys = peft_names(lora.targets)
     tensors = {
-        key: as_peft(read(name + suffix), suffix, lora.targets[name].experts).contiguous()
-        for (name, suffix), key in keys.items()
+        key: as_peft(read(name + suffix), suffix, _experts(lora, name)).contiguous()
+        for (name, suffix), key in peft_names(lora).items()
     }
     out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, out / _FILE, metadata={"format": "pt"})
     (out / ADAPTER_CONFIG).write_text(json.dumps(adapter_config(lora, base), indent=2))
 
 
-def read_adapter(folder: Path, targets: Mapping[str, Target], setting: str) -> Callable[[str], torch.Tensor]:
+def read_adapter(folder: Path, lora: Lora, setting: str) -> Callable[[str], torch.Tensor]:
     """Return a function that reads an adapter's full parameter by its name in the model.
 
     Raises:
-        SettingError: the folder's adapters are not those of the targets.
+        SettingError: the folder's adapters are not those of the model.
     """
-    path, keys = folder / _FILE, peft_names(targets)
+    path, keys = folder / _FILE, peft_names(lora)
     if not path.is_file():
         raise SettingError(setting, folder, f"it holds no {_FILE}.", "a complete adapter")
     with _as_setting(setting, folder):
@@ -65,9 +68,10 @@ def read_adapter(folder: Path, targets: Mapping[str, Target], setting: str) -> C
         raise SettingError(setting, folder, f"it does not fit the model: {listed(wrong)}.", "an adapter of this model")
 
     def read(name: str) -> torch.Tensor:
-        weight, suffix = (name.removesuffix(A), A) if name.endswith(A) else (name.removesuffix(B), B)
+        suffix = next(suffix for suffix in (A, B, MAGNITUDE, SAVED) if name.endswith(suffix))
+        weight = name.removesuffix(suffix)
         with _as_setting(setting, folder):
-            return _from_peft(file.read(keys[weight, suffix]), suffix, targets[weight].experts)
+            return _from_peft(file.read(keys[weight, suffix]), suffix, _experts(lora, weight))
 
     return read
 
@@ -80,9 +84,10 @@ def _as_setting(setting: str, folder: Path) -> Iterator[None]:
         raise SettingError(setting, folder, f"{_FILE}: {error}.", "a complete adapter of this model") from error
 
 
-def peft_names(targets: Mapping[str, Target]) -> dict[tuple[str, str], str]:
-    """Map each target's name and suffix (``A`` or ``B``) to peft's name."""
-    found = {}
+def peft_names(lora: Lora) -> dict[tuple[str, str], str]:
+    """Map the name of each weight with its suffix (``A``, ``B``, ``MAGNITUDE`` or ``SAVED``) to peft's name."""
+    found = {(name, SAVED): _PREFIX + name for name in lora.saved}
+    targets = lora.targets
     for name, target in targets.items():
         module = name.rpartition(".")[0]
         beside = [other for other in targets if other.rpartition(".")[0] == module]
@@ -91,11 +96,17 @@ def peft_names(targets: Mapping[str, Target]) -> dict[tuple[str, str], str]:
         nested = ".base_layer" * (len(ordered) - 1 - ordered.index(target.own))
         for suffix in (A, B):
             found[name, suffix] = f"{_PREFIX}{module}{nested}.{suffix.strip('_')}.weight"
+        if MAGNITUDE in lora.suffixes:
+            found[name, MAGNITUDE] = f"{_PREFIX}{module}.lora_magnitude_vector"
     return found
 
 
 def _in_order(target: Target) -> list[str]:
     return [name for name, _ in target.module.named_parameters(recurse=False)]
+
+
+def _experts(lora: Lora, name: str) -> int | None:
+    return lora.targets[name].experts if name in lora.targets else None
 
 
 def as_peft(half: torch.Tensor, suffix: str, experts: int | None) -> torch.Tensor:
@@ -120,14 +131,27 @@ def adapter_config(lora: Lora, base: str) -> dict[str, Any]:
         base: name or path of the base model.
     """
     linears = {name.removesuffix(".weight") for name, target in lora.targets.items() if target.experts is None}
-    modules = {name for name in linears if name.rpartition(".")[2] not in _TAKEN_FOR_EXPERTS}
+    modules = {name for name in linears if not _is_taken_for_experts(lora, name)}
     parameters = [name for name in lora.targets if name.removesuffix(".weight") not in modules]
+    # By peft's name of each: that of the module, or of the parameter.
+    named = {
+        name if name in parameters else name.removesuffix(".weight"): target for name, target in lora.targets.items()
+    }
+    settings = lora.settings
+    ranks = {re.escape(name): t.rank for name, t in named.items() if t.rank != settings.rank}
+    alphas = {re.escape(name): t.alpha for name, t in named.items() if t.alpha != settings.alpha}
+    saved = list(dict.fromkeys(name.rpartition(".")[0] for name in lora.saved))
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "TOKEN_CLS" if settings.value_head else "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": lora.settings.rank,
-        "lora_alpha": lora.settings.alpha,
+        "r": settings.rank,
+        "lora_alpha": settings.alpha,
+        "use_rslora": settings.use_rslora,
+        "use_dora": settings.use_dora,
+        "rank_pattern": ranks,
+        "alpha_pattern": alphas,
+        "modules_to_save": saved or None,
         "lora_dropout": 0.0,
         "bias": "none",
         "target_modules": sorted(modules),
@@ -135,3 +159,21 @@ def adapter_config(lora: Lora, base: str) -> dict[str, Any]:
         "init_lora_weights": True,
         "inference_mode": True,
     }
+
+
+def check_dora(lora: Lora, setting: str) -> None:
+    """peft has DoRA for modules, and takes some linears for parameters.
+
+    Raises:
+        SettingError: with the first of these.
+    """
+    linears = [name.removesuffix(".weight") for name in lora.targets]
+    taken = [name for name in linears if _is_taken_for_experts(lora, name)]
+    if lora.settings.use_dora and taken:
+        rule = f"peft takes {taken[0]} for a parameter in models with experts, and has DoRA for linears alone."
+        works = f"{setting}.target_modules=[q_proj,k_proj,v_proj,o_proj], or use_dora=False"
+        raise SettingError(f"{setting}.lora.use_dora", True, rule, works)
+
+
+def _is_taken_for_experts(lora: Lora, linear: str) -> bool:
+    return lora.has_experts and linear.rpartition(".")[2] in _TAKEN_FOR_EXPERTS

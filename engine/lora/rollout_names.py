@@ -35,7 +35,7 @@ class RolloutNames:
     """
 
     def __init__(self, model: Any, lora: Lora):
-        self._model, self._targets, self._peft_names = model, lora.targets, peft_names(lora.targets)
+        self._model, self._targets, self._peft_names = model, lora.targets, peft_names(lora)
         self._is_stacked = model.config.model_type in ADAPTED_AS_STACKS_IN_VLLM
 
     def tensors(self, name: str, a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

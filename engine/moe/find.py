@@ -82,8 +82,9 @@ class ExpertsInfo:
         """Parameter name in the module -> its dim that expert tensor parallelism shards.
 
         It is the inner dim of both linears, so that a rank computes with a part of it and its outputs are a summand.
-        The bias of the outputs has no inner dim and is sharded along the hidden one: each rank adds its part. Custom
-        experts and adapters are left out.
+        The bias of the outputs has no inner dim and is sharded along the hidden one: each rank adds its part. One half
+        of an adapter has the inner dim; the other is sharded along the hidden one, and gathered. Custom experts are
+        left out.
         """
         module: Any = self.module
         if not is_on_interface(module):
@@ -96,6 +97,10 @@ class ExpertsInfo:
             f"{up}_bias": EtpDim(1, parts),
             "down_proj": EtpDim(inputs),
             "down_proj_bias": EtpDim(1),
+            f"{up}_lora_A": EtpDim(2),
+            f"{up}_lora_B": EtpDim(1, parts),
+            "down_proj_lora_A": EtpDim(2),
+            "down_proj_lora_B": EtpDim(1),
         }
         return {name: known[name] for name in self.ep_dims if name in known}
 
@@ -269,7 +274,7 @@ def check_etp(experts: Sequence[ExpertsInfo], topology: Topology, model: str) ->
                 "engine.etp_size",
                 topology.etp,
                 f"it is not known how to cut {info.fqn}.{unknown[0]}: experts are cut that are the two linears of "
-                "transformers' interface, without adapters.",
+                "transformers' interface, and their adapters.",
                 "engine.etp_size=1",
             )
     check_inner_divides([size for info in experts for size in info.etp_sizes], topology, model)

@@ -77,7 +77,14 @@ class Adapters(Protocol):
     """What the experts function needs to know about low-rank adapters (``lora/adapters.py``)."""
 
     enabled: bool
-    scaling: float
+
+
+@dataclass(frozen=True)
+class _Adapted:
+    """The adapters of an experts module, and what those of each of its weights are multiplied by."""
+
+    adapters: Adapters
+    scalings: dict[str, float]
 
 
 def attach(module: nn.Module, runtime: ExpertsRuntime) -> None:
@@ -88,9 +95,17 @@ def attach(module: nn.Module, runtime: ExpertsRuntime) -> None:
         setattr(module, _HANDLE, runtime)
 
 
-def adapt_experts(module: nn.Module, adapters: Adapters) -> None:
-    """Add the module's ``<weight>_lora_A`` ``[E, r, in]`` and ``<weight>_lora_B`` ``[E, out, r]`` in its forward."""
-    setattr(module, _ADAPTERS, adapters)
+def adapt_experts(module: nn.Module, adapters: Adapters, weight: str, scaling: float) -> None:
+    """Add a weight's ``<weight>_lora_A`` ``[E, r, in]`` and ``<weight>_lora_B`` ``[E, out, r]`` in the forward."""
+    adapted: _Adapted = getattr(module, _ADAPTERS, None) or _Adapted(adapters, {})
+    adapted.scalings[weight] = scaling
+    setattr(module, _ADAPTERS, adapted)
+
+
+def _scaling(module: nn.Module, weight: str) -> float | None:
+    """Return what a weight's adapter is multiplied by; None where there is none, or it is left out."""
+    adapted: _Adapted | None = getattr(module, _ADAPTERS, None)
+    return adapted.scalings.get(weight) if adapted is not None and adapted.adapters.enabled else None
 
 
 def rows_computed(module: nn.Module) -> int | None:
@@ -176,10 +191,8 @@ def compute(
 
 def linears(module: Any, weight: Mapping[str, torch.Tensor]) -> tuple[Linear, Linear]:
     """Return an experts module's first and second linear, made of its own parameters by name."""
-    adapters: Adapters | None = getattr(module, _ADAPTERS, None)
-    scaling = adapters.scaling if adapters is not None and adapters.enabled else None
     names = (_up_name(module), "down_proj")
-    up, down = (Linear.of(name, weight, module.is_transposed, scaling) for name in names)
+    up, down = (Linear.of(name, weight, module.is_transposed, _scaling(module, name)) for name in names)
     return up, down
 
 
@@ -192,11 +205,11 @@ def _linear(
 ) -> torch.Tensor:
     """Apply one of the experts' linears, with its adapter if it has one, in plain operators."""
     out = grouped_linear(rows, weight[name], counts_e, weight.get(f"{name}_bias"), module.is_transposed)
-    adapters: Adapters | None = getattr(module, _ADAPTERS, None)
-    if adapters is None or not adapters.enabled or f"{name}_lora_A" not in weight:
+    scaling = _scaling(module, name)
+    if scaling is None:
         return out
     low = grouped_linear(rows, weight[f"{name}_lora_A"], counts_e, None, False)
-    return out + adapters.scaling * grouped_linear(low, weight[f"{name}_lora_B"], counts_e, None, False)
+    return out + scaling * grouped_linear(low, weight[f"{name}_lora_B"], counts_e, None, False)
 
 
 def grouped_linear(

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ..model.layers import layer_names
 from ..moe.find import UnsupportedModelError, find_experts, is_interleaved
-from ..topology.dtensor import local_ranges, shard_steps
+from ..topology.dtensor import is_adapter, local_ranges, shard_steps
 from ..topology.index_ranges import IndexRange, ShardStep
 
 __all__ = [
@@ -54,6 +54,8 @@ def muon_parameters(model: nn.Module) -> dict[str, Layout]:
     * Stacked expert weights ``[E, ..., ...]`` on transformers' experts interface: one matrix per expert, gate and up
       separately. The module's flags and its ``_apply_gate`` determine the layout.
     * 2-D weights of ``nn.Linear`` inside the model's layers. A fused projection (q, k and v in one) is one matrix.
+    * The two matrices of each low-rank adapter of these, ``[r, in]`` and ``[out, r]``; the latter has the rows of the
+      weight, so that gate and up are separate in it too.
 
     Everything else is for AdamW: embeddings and head; routers, because each of their rows scores one expert; norms,
     biases (also stacked ones of experts), convolutions, parameters outside of modules; linears with one output or one
@@ -69,15 +71,18 @@ def muon_parameters(model: nn.Module) -> dict[str, Layout]:
         out_dim = -1 if module.is_transposed else -2
         for name, param in module.named_parameters(recurse=False):
             if param.dim() == 3:
-                gated = module.has_gate and name == "gate_up_proj"
-                parts = Layout(2, out_dim, is_interleaved(module)) if gated else Layout(1, out_dim)
-                found[f"{info.fqn}.{name}"] = parts
+                gated = module.has_gate and name in ("gate_up_proj", "gate_up_proj_lora_B")
+                outputs = -2 if is_adapter(name) else out_dim
+                found[f"{info.fqn}.{name}"] = (
+                    Layout(2, outputs, is_interleaved(module)) if gated else Layout(1, outputs)
+                )
     layers = tuple(f"{name}." for name in layer_names(model))
     routers = _routers(model, {info.fqn: info.num_experts for info in experts} | _planned_experts(model))
     for fqn, module in model.named_modules():
         linear = isinstance(module, nn.Linear) and fqn.startswith(layers) and module not in routers
-        if linear and module.weight.dim() == 2 and min(module.weight.shape) > 1:
-            found[f"{fqn}.weight"] = Layout()
+        for name, param in module.named_parameters(recurse=False) if linear else ():
+            if name.startswith("weight") and param.dim() == 2 and min(param.shape) > 1:
+                found[f"{fqn}.{name}"] = Layout()
     # In the model's order, without parameters that are frozen or tied to one outside the layers.
     return {name: found[name] for name, p in model.named_parameters() if name in found and p.requires_grad}
 

@@ -1,4 +1,4 @@
-"""Check that experts can be sharded over ``etp`` (expert tensor parallelism) together with a run's other settings."""
+"""Whether experts can be cut over ``ep``, ``ep_fsdp`` and ``etp`` in a run, and with what else is switched on."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,13 +7,27 @@ from ..errors import SettingError
 from ..moe.find import check_etp, find_experts
 from ..optim.settings import wants_muon
 from ..settings.values import OPTIMIZERS
-from ..topology.expert_placement import ep_fsdp_dim
+from ..topology.expert_placement import check_experts_divide, ep_fsdp_dim
 from ..topology.mesh import Topology
 from .model_facts import ModelFacts
 
-__all__ = ["check_cut_experts", "check_cut_experts_sync"]
+__all__ = ["check_cut_experts", "check_cut_experts_sync", "check_experts"]
 
 _BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
+
+
+def check_experts(topology: Topology, facts: ModelFacts, shard_dim: int | str = "auto") -> None:
+    """``ep_size`` has to divide the number of experts of every layer, and ``ep_fsdp`` what is left of them.
+
+    Args:
+        shard_dim: ``engine.expert_shard_dim``.
+
+    Raises:
+        SettingError: with the values that divide the ranks too.
+    """
+    check_experts_divide(facts.experts, topology, facts.name)
+    for shape, ep_dim, etp_dim in facts.stacked:
+        ep_fsdp_dim(shape, topology, shard_dim, ep_dim, etp_dim)
 
 
 def check_cut_experts(engine: Any, topology: Topology, facts: ModelFacts, optim: Any, setting: str) -> None:

@@ -12,31 +12,22 @@ from ..declared.derived import param_dtype
 from ..errors import SettingError
 from ..fsdp.ulysses import SETTING as SEQUENCE
 from ..fsdp.ulysses import check_attention_splits
-from ..lora.adapters import Lora, lora_of
-from ..lora.peft_files import read_adapter
-from ..lora.rollout_names import has_form
-from ..lora.settings import LoraSettings
 from ..model.vision import images_error, tower_parameters, why_not_images
 from ..moe.deepep import check_deepep
 from ..moe.find import UnsupportedModelError, experts_by_layer, find_experts
-from ..moe.gemm.backends import REGISTERED
 from ..moe.router.losses import check_router_logits
-from ..optim.settings import wants_muon
 from ..packing.sequences import why_not_packed
-from ..settings.values import ACTOR_MODEL, OPTIMIZERS, get_setting, overrides_of, plain
-from ..topology.expert_placement import ep_fsdp_dim
-from ..topology.mesh import Topology, check_sequence_size
+from ..settings.values import ACTOR_MODEL, get_setting, overrides_of, plain
+from ..topology.mesh import check_sequence_size
 from .model_facts import ModelFacts
 
 __all__ = [
     "check_activation_offload",
-    "check_adapters_alone",
     "check_attention",
     "check_dispatcher",
     "check_distillation",
     "check_fused_kernels",
     "check_images",
-    "check_lora",
     "check_packing",
     "check_replay",
     "check_routers",
@@ -159,85 +150,6 @@ def check_fused_kernels(
         raise SettingError(name, True, rule, f"{name}=False")
 
 
-def check_lora(
-    engine: Any,
-    topology: Topology,
-    model: Any,
-    facts: ModelFacts | None,
-    optim: Any = None,
-    setting: str = ACTOR_MODEL,
-) -> None:
-    """Check that adapters match weights of the model, and that they can be trained and sharded.
-
-    Args:
-        facts: None for a model that is not on this machine: what does not depend on it is checked. Its model gets the
-            adapters.
-
-    Raises:
-        SettingError: for the first setting that can't work.
-    """
-    megatron = get_setting(model, "lora")
-    if megatron and megatron.get("rank"):
-        rule = "is verl's setting for Megatron."
-        raise SettingError(f"{setting}.lora.rank", megatron["rank"], rule, f"{setting}.lora_rank={megatron['rank']}")
-    settings = LoraSettings.of(model, setting)
-    if settings is None:
-        return
-    if setting == "critic.model":
-        rule = "a critic's head is trained whole, and adapters leave everything else as it is."
-        raise SettingError(f"{setting}.lora_rank", settings.rank, rule, f"{setting}.lora_rank=0")
-    if optim is not None and wants_muon(optim):
-        rule = f"orthogonalises whole matrices, and with {setting}.lora_rank={settings.rank} thin ones are trained."
-        name = f"{OPTIMIZERS.get(setting, 'optim')}.optimizer"
-        raise SettingError(name, "Muon", rule, f"{name}=AdamW")
-    if facts is None:
-        return
-    lora = Lora(facts.model, settings, engine.expert_plan)
-    on_experts = [name for name, target in lora.targets.items() if target.experts is not None]
-    if on_experts and engine.experts_backend.startswith(REGISTERED):
-        rule = f"adds no adapter, and {on_experts[0]} gets one."
-        raise SettingError("engine.experts_backend", engine.experts_backend, rule, "engine.experts_backend=auto")
-    if settings.adapter is not None:
-        read_adapter(settings.adapter, lora.targets, f"{setting}.lora_adapter_path")
-    if on_experts and topology.etp > 1:
-        rule = f"cuts experts whose adapters it can't cut, and {on_experts[0]} gets one."
-        works = f"engine.etp_size=1, or {setting}.target_modules without experts"
-        raise SettingError("engine.etp_size", topology.etp, rule, works)
-    for info in find_experts(facts.model, engine.expert_plan):
-        for name, dim in info.ep_dims.items():
-            ep_fsdp_dim(info.module.get_parameter(name).shape, topology, engine.expert_shard_dim, dim)
-
-
-def check_adapters_alone(model: Any, rollout: Mapping[str, Any], facts: ModelFacts | None, device: str) -> None:
-    """Check that the rollout can compute with adapters that are not merged.
-
-    Only vLLM is sent such adapters, and its CPU build has no kernels for adapters of experts.
-
-    Args:
-        facts: None for a model that is not on this machine. Its model has the adapters (``check_lora``).
-    """
-    if not model.get("lora_rank") or not rollout.get("name") or (model.get("lora") or {}).get("merge"):
-        return
-    setting, works = f"{ACTOR_MODEL}.lora.merge", f"{ACTOR_MODEL}.lora.merge=True"
-    if rollout["name"] != "vllm":
-        rule = f"{rollout['name']} is sent adapters merged into the weights, and in no other way."
-        raise SettingError(setting, False, rule, works)
-    if facts is None or facts.is_dense:
-        return
-    lora = lora_of(facts.model)
-    adapted = [name for name, target in lora.targets.items() if target.experts is not None] if lora is not None else []
-    some = model.get("target_modules")
-    if device == "cpu" and (adapted or not some or isinstance(some, str)):
-        what = f"{adapted[0]} gets one" if adapted else "it prepares them unless target_modules is a list"
-        rule = f"vLLM's CPU build has no kernels for adapters of experts, and {what}."
-        works += f", or {ACTOR_MODEL}.target_modules=[q_proj,k_proj,v_proj,o_proj]"
-        raise SettingError(setting, False, rule, works)
-    unknown = [name for name in adapted if not has_form(facts.model, name)]
-    if unknown:
-        rule = f"it is not known in which form vLLM takes adapters of {unknown[0]} of {facts.name}."
-        raise SettingError(setting, False, rule, works)
-
-
 def check_sequence_parallel(
     size: int, world: int, model: Mapping[str, Any], facts: ModelFacts | None, *, setting: str = ACTOR_MODEL
 ) -> None:
@@ -324,9 +236,6 @@ def check_routers(engine: Any, model: Any, facts: ModelFacts) -> None:
         value = getattr(engine, name)
         if not value:
             continue
-        if name != "router_metrics" and get_setting(model, "lora_rank"):
-            rule = "adapters may be a part of a router's logits, and the loss would not see it."
-            raise SettingError(f"engine.{name}", value, rule, f"engine.{name}=0")
         try:
             layers = facts.model.config.get_text_config().num_hidden_layers
             check_router_logits(find_experts(facts.model, engine.expert_plan), layers)

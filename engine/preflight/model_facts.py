@@ -25,7 +25,7 @@ from ..moe.outside.families import prepare
 from ..settings.values import ACTOR_MODEL, overrides_of, plain
 from ..topology.expert_placement import EtpDim
 
-__all__ = ["ModelFacts", "check_model_path", "import_external", "inspect_model", "largest_sent"]
+__all__ = ["ModelFacts", "check_model_path", "facts_of", "import_external", "inspect_model", "largest_sent"]
 
 logger = logging.getLogger("epfsdp2")
 
@@ -110,7 +110,7 @@ def inspect_model(
     unmatched = unmatched_patterns(built, fp32_modules) if dense else ()
     patterns = [pattern for pattern in fp32_modules if pattern not in unmatched]
     find_float32_modules(built, [info.module for info in experts], patterns)
-    return _facts(built, experts)
+    return facts_of(built, experts)
 
 
 def _model_folder(path: str, setting: str) -> str | None:
@@ -191,7 +191,8 @@ def _auto_class(config: PretrainedConfig, trust: bool) -> Any:
     return AutoModelForCausalLM
 
 
-def _facts(model: Any, experts: Sequence[ExpertsInfo]) -> ModelFacts:
+def facts_of(model: Any, experts: Sequence[ExpertsInfo]) -> ModelFacts:
+    """What is known of a model on the meta device, which may have adapters."""
     stacked = {
         (tuple(info.module.get_parameter(name).shape), dim, etp_dims.get(name))
         for info in experts

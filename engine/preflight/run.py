@@ -22,19 +22,17 @@ from ..moe.gemm.backends import choose_backend
 from ..moe.overlap import check_overlap
 from ..optim.settings import check_optimizer
 from ..settings.values import ACTOR_MODEL, OPTIMIZERS, get_setting, plain
-from ..topology.expert_placement import check_experts_divide, ep_fsdp_dim
 from ..topology.mesh import Topology
-from .cut_experts import check_cut_experts, check_cut_experts_sync
+from .adapters import check_adapters_alone, check_lora
+from .cut_experts import check_cut_experts, check_cut_experts_sync, check_experts
 from .dense_models import check_alone, without_experts
 from .features import (
     check_activation_offload,
-    check_adapters_alone,
     check_attention,
     check_dispatcher,
     check_distillation,
     check_fused_kernels,
     check_images,
-    check_lora,
     check_packing,
     check_replay,
     check_routers,
@@ -246,17 +244,3 @@ def check_versions(rollout_name: str | None) -> None:
             raise SettingError(name, version, rule, f"pip install '{name}{accepted}'")
         if warning := versions.untested(name):
             logger.warning("epfsdp2: %s", warning)
-
-
-def check_experts(topology: Topology, facts: ModelFacts, shard_dim: int | str = "auto") -> None:
-    """Check that ``ep_size`` divides the experts of every layer, and that ``ep_fsdp`` divides a dim of what is left.
-
-    Args:
-        shard_dim: ``engine.expert_shard_dim``.
-
-    Raises:
-        SettingError: names values that divide the experts and the ranks.
-    """
-    check_experts_divide(facts.experts, topology, facts.name)
-    for shape, ep_dim, etp_dim in facts.stacked:
-        ep_fsdp_dim(shape, topology, shard_dim, ep_dim, etp_dim)

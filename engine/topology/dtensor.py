@@ -89,8 +89,9 @@ def is_expert_parameter(param: torch.Tensor) -> bool:
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter of that name is the ``A`` or ``B`` of a low-rank adapter (``lora/adapters.py``)."""
-    return name.endswith(("_lora_A", "_lora_B"))
+    """Return whether a parameter of that name is trained beside frozen weights: a part of a low-rank adapter, or a copy
+    of a weight that is trained as a whole (``lora/adapters.py``)."""
+    return name.endswith(("_lora_A", "_lora_B", "_lora_magnitude", "_lora_saved"))
 
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -135,6 +135,7 @@ def check_inner_divides(inner: Sequence[int], topology: Topology, model: str) ->
         raise SettingError(
             "engine.etp_size",
             topology.etp,
-            f"has to divide the inner size of the experts, and with biases their hidden size; {model} has {wrong[0]}.",
+            "has to divide the inner size of the experts, and with biases or adapters their hidden size; "
+            f"{model} has {wrong[0]}.",
             f"engine.etp_size= one of {fits}",
         )

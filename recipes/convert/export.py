@@ -4,20 +4,29 @@
 
 Runs on one process without a GPU and holds one of the model's tensors at a time. Names and layout are those of the
 family's own checkpoints, so transformers and vLLM load the result; the values are the trained ones, bit for bit.
-Low-rank adapters are merged into the weights that they adapt.
+Low-rank adapters are merged into the weights that they adapt. A checkpoint without the frozen weights
+(engine.save_frozen_base) takes them from the model that they were trained on, whose values are compared.
 """
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from rich.console import Console
+from torch import nn
 
 from ...engine.checkpoint.atomic_folder import CheckpointError, atomic_dir, copy_files, verify_files
-from ...engine.checkpoint.export_hf import FILE_BYTES, MODEL, write_hf_weights
-from ...engine.checkpoint.state import HF, SHARDS
+from ...engine.checkpoint.export_hf import FILE_BYTES, MODEL, Base, write_hf_weights
+from ...engine.checkpoint.load import tensor_reader
+from ...engine.checkpoint.safetensors_reader import open_checkpoint
+from ...engine.checkpoint.state import BASE, HF, SHARDS
 from ...engine.checkpoint.stored_shards import read_facts, shards_metadata
+from ...engine.lora.frozen_base import checksum
+from ...engine.lora.peft_files import ADAPTER
+from ...engine.lora.settings import LoraSettings
+from ...engine.lora.targets import find_targets
 from ...engine.model.meta import model_of_checkpoint
 from ...engine.topology.dtensor import checkpoint_tensors
 
@@ -36,10 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="folder to write; must not exist")
     parser.add_argument("--dtype", choices=_DTYPES, default="trained", help="what to store; trained: as it is")
     parser.add_argument("--file-gigabytes", type=float, default=FILE_BYTES / 1e9, help="size of a file, at most")
+    parser.add_argument("--base", type=Path, help="folder of the model that adapters were trained on, if it has moved")
     options = parser.parse_args(arguments)
     console = Console(highlight=False, soft_wrap=True, stderr=True)
     try:
-        export(options.checkpoint, options.out, _DTYPES[options.dtype], int(options.file_gigabytes * 1e9))
+        file_bytes = int(options.file_gigabytes * 1e9)
+        export(options.checkpoint, options.out, _DTYPES[options.dtype], file_bytes, options.base)
     except (CheckpointError, OSError, ValueError) as error:
         console.print(str(error), style="red", markup=False)
         return 1
@@ -47,14 +58,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, file_bytes: int = FILE_BYTES) -> None:
+def export(
+    checkpoint: Path,
+    out: Path,
+    dtype: torch.dtype | None = None,
+    file_bytes: int = FILE_BYTES,
+    base: Path | None = None,
+) -> None:
     """Write the model of a checkpoint to ``out``.
 
     Args:
         dtype: of floating-point tensors, but for those that the model's class keeps in float32; as trained by default.
+        base: folder of the model that adapters were trained on, where it is not where it was.
 
     Raises:
-        CheckpointError: the checkpoint is not complete, or holds no model.
+        CheckpointError: the checkpoint is not complete, or holds no model, or the base's values are others.
         FileExistsError: ``out`` is there already.
     """
     verify_files(checkpoint)
@@ -69,8 +87,32 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, file_b
         name: own.dtype if dtype is not None and own.is_floating_point() else None
         for name, own in checkpoint_tensors(model).items()
     }
+    lora, targets = read_facts(checkpoint).get("lora"), None
+    if lora is not None:
+        settings = LoraSettings.of_folder(checkpoint / ADAPTER, "model")
+        targets = {target.name: target for target in find_targets(model, settings)}
+    frozen = _frozen_base(checkpoint, model, base) if (checkpoint / BASE).is_file() else None
     with atomic_dir(out) as partial:
         copy_files(checkpoint / HF, partial, "*.safetensors*")
-        lora = read_facts(checkpoint).get("lora")
-        scaling = None if lora is None else lora["alpha"] / lora["rank"]
-        write_hf_weights(model, checkpoint / SHARDS, partial, dtypes, file_bytes, scaling, progress=True)
+        write_hf_weights(model, checkpoint / SHARDS, partial, dtypes, file_bytes, targets, frozen, progress=True)
+
+
+def _frozen_base(checkpoint: Path, model: nn.Module, folder: Path | None) -> Base:
+    """Return what reads the frozen weights, from the model's own checkpoint, and compares them with the run's."""
+    saved = json.loads((checkpoint / BASE).read_text())
+    path = Path(saved["model"]) if folder is None else folder
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{checkpoint} holds adapters without the frozen weights that they were trained on, those of "
+            f"{saved['model']}, which is no folder here: name one with --base."
+        )
+    read = tensor_reader(model, open_checkpoint(path))
+    dtypes = {name: getattr(torch, dtype) for name, (_, _, dtype) in saved["tensors"].items()}
+
+    def compared(name: str) -> torch.Tensor:
+        values = read(name).to(dtypes[name])
+        if checksum(values) != saved["tensors"][name][1]:
+            raise CheckpointError(f"{name} of {path} is not what the adapters of {checkpoint} were trained on.")
+        return values
+
+    return Base(compared, dtypes)

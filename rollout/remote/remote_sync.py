@@ -4,36 +4,43 @@ The trainer publishes its tensors and their sharding (``TrainerLayout``); every 
 (``WorkerRequest``). From these every member computes the same plan, with the trainer's ranks as sources and the
 rollout's as targets, and executes its part: each slice is sent from the rank that owns it to the ranks that keep it. If
 any rollout rank supports full tensors only, all receive them, broadcast from trainer rank 0 in bounded buckets.
+
+Where vLLM computes with adapters, the weights come without them, and only in a sync in which a rollout rank lacks them;
+the adapters follow in every sync, broadcast to all.
 """
 
 import contextlib
+import json
 import logging
 import time
 from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ...engine.compat import versions
-from ...engine.topology.index_ranges import ShardStep
-from ...engine.topology.mesh import Topology
 from ..layout.layout_check import planned_layouts
 from ..layout.slice_names import named_values
 from ..layout.sync_mode import BACKEND, choose_mode, rollout_of
-from ..layout.transfer_plan import Targets, make_transfer_plan, round_bytes
-from ..layout.vllm_layout import Heads, Rollout, SyncMode, TargetSlice, TensorSpec, target_slices
+from ..layout.transfer_plan import Targets, make_transfer_plan
+from ..layout.vllm_layout import Rollout, SyncMode, TargetSlice, TensorSpec, target_slices
 from ..sync import RolloutSync, RolloutWeights
 from ..transport.checksums import has_checksums
 from ..transport.exchange import Exchange, ReceiveBuffers
 from ..transport.report import SyncReport, Traffic, TransferStats
 from ..transport.watched_sockets import WeightSyncError
-from .process_group import SyncGroup, register_message_types
+from .buckets import Chunk, buckets_of, bytes_of
+from .messages import TrainerLayout, WorkerRequest, trainer_layout
+from .process_group import SyncGroup
 from .relay import RelayedExchange, with_relays
 
 __all__ = ["ReceivedWorkerWeights", "ReceivedWeights", "Receiver", "Sender"]
 
 logger = logging.getLogger("epfsdp2")
+
+# What numbered buckets are published as.
+_BUCKETS, _ADAPTERS = "bucket", "adapters"
 
 
 class _EmptyTensors(dict):
@@ -41,58 +48,6 @@ class _EmptyTensors(dict):
 
     def __missing__(self, name: str) -> torch.Tensor:
         return torch.empty(0)
-
-
-@dataclass(frozen=True)
-class ShardedModel:
-    """The trainer's tensors, sharding and dtypes, from which a plan is made."""
-
-    tensors: tuple[TensorSpec, ...]
-    dtypes: tuple[tuple[str, torch.dtype], ...]
-    layers: tuple[str, ...]
-    topology: Topology
-    heads: Heads
-
-
-@dataclass(frozen=True)
-class TrainerLayout:
-    """The trainer's settings and model, as trainer rank 0 publishes them.
-
-    Args:
-        requested: the user's ``engine.rollout_sync``.
-        verify_syncs: number of first syncs that carry checksums; -1 for all.
-        family: ``model_type`` of the model.
-        limit: bytes of a round, or of a bucket of full tensors.
-        model: None for weights of another engine, which are sent as full tensors.
-    """
-
-    requested: str
-    verify_syncs: int
-    family: str
-    limit: int
-    model: ShardedModel | None = None
-
-
-@dataclass(frozen=True)
-class WorkerRequest:
-    """What a rollout rank requests: a sync mode, and its index in its replica."""
-
-    mode: SyncMode
-    rollout: Rollout
-    worker: int
-
-
-def _trainer_layout(weights: Any, bucket_bytes: int) -> TrainerLayout:
-    if not isinstance(weights, RolloutWeights):
-        return TrainerLayout("full", 0, "", bucket_bytes)
-    sync = weights.sync
-    model = ShardedModel(
-        tuple(sync.tensor_specs()), tuple(sync.dtypes.items()), tuple(sync.layers), sync.meshes.topology, sync.heads
-    )
-    settings = sync.settings
-    return TrainerLayout(
-        settings.requested, settings.verify_syncs, sync.family, round_bytes(settings.memory_bytes), model
-    )
 
 
 class _Endpoint:
@@ -108,6 +63,7 @@ class _Endpoint:
         Raises:
             WeightSyncError: this rank's plan differs from that of trainer rank 0.
         """
+        requests = [replace(request, needs_base=True) for request in requests]  # which does not change the plan
         if self._cached_plan is None or self._cached_plan[:2] != (layout, requests):
             exchange = self._plan(layout, requests)
             self._cached_plan = (layout, requests, exchange, exchange.plan.digest())
@@ -167,35 +123,49 @@ class Sender(_Endpoint):
         with self.group.abort_on_error():
             self.group.begin_sync()
             if self.group.rank == 0:
-                self.group.publish("layout", _trainer_layout(weights, bucket_bytes))
+                self.group.publish("layout", trainer_layout(weights, bucket_bytes))
             layout, requests = self.group.wait_for("layout"), self._wait_for_requests()
-            if any(request.mode == "full" for request in requests):
-                sent = self._broadcast(weights, layout.limit)
+            if layout.peft_config:
+                assert isinstance(weights, RolloutWeights), "adapters of other engines are merged"
+                sent = self._adapters(weights.sync, layout, requests)
             else:
-                assert isinstance(weights, RolloutWeights), "weights of other engines are sent as full tensors"
-                sent = self._slices(weights.sync, self._exchange(layout, requests))
+                sent = self._weights(weights, layout, requests)
         if self.group.rank > 0:
             return {}
         return {"weight_sync/sent_megabytes": sent / 2**20, "weight_sync/seconds": time.monotonic() - started}
 
-    def _slices(self, sync: RolloutSync, exchange: Exchange) -> int:
-        for _ in exchange.run(sync.state(), sync.dtypes, values=sync.values()):
+    def _adapters(self, sync: RolloutSync, layout: TrainerLayout, requests: list[WorkerRequest]) -> int:
+        """Send the weights without adapters to those of whom some have none yet, then the adapters."""
+        sent, number = 0, sync.next_number()
+        if any(request.needs_base for request in requests):
+            sync.base.record()
+            sent = self._weights(sync.weights("left out"), layout, requests)
+        else:
+            sync.base.check(has_checksums(number, layout.verify_syncs))
+        return sent + self._broadcast(sync.adapters(), layout.limit, _ADAPTERS)
+
+    def _weights(self, weights: Any, layout: TrainerLayout, requests: list[WorkerRequest]) -> int:
+        if any(request.mode == "full" for request in requests):
+            return self._broadcast(weights, layout.limit)
+        assert isinstance(weights, RolloutWeights), "weights of other engines are sent as full tensors"
+        sync, exchange = weights.sync, self._exchange(layout, requests)
+        for _ in exchange.run(sync.state(), sync.dtypes, values=sync.values(weights.adapters)):
             raise AssertionError("a trainer rank receives no blocks")
         return max(exchange.plan.sent.get(rank, 0) for rank in range(self.group.members.trainers))
 
-    def _broadcast(self, weights: Iterable[tuple[str, torch.Tensor]], limit: int) -> int:
+    def _broadcast(self, weights: Iterable[tuple[str, torch.Tensor]], limit: int, name: str = _BUCKETS) -> int:
         if self.group.rank > 0:
             for _ in weights:
                 pass  # gathering a tensor is collective over the trainer's ranks
             return 0
         sent, index, pending = 0, 0, None
-        for chunks, bucket in _buckets(weights, limit, self.group.device):
-            self.group.publish(f"bucket {index}", chunks)
+        for chunks, bucket in buckets_of(weights, limit, self.group.device):
+            self.group.publish(f"{name} {index}", chunks)
             if pending is not None:
                 self.group.finish(pending)
             pending = self.group.broadcast(bucket)
             sent, index = sent + bucket.numel(), index + 1
-        self.group.publish(f"bucket {index}", None)
+        self.group.publish(f"{name} {index}", None)
         if pending is not None:
             self.group.finish(pending)
         return sent
@@ -206,9 +176,11 @@ class Receiver(_Endpoint):
 
     Attributes:
         syncs: number of syncs that have begun.
+        has_base: whether the worker has the weights, where adapters come apart from them; None before the first sync.
     """
 
     syncs = 0
+    has_base: bool | None = None
 
     def receive(self) -> "ReceivedWeights":
         """Begin a sync and return its weights.
@@ -221,17 +193,27 @@ class Receiver(_Endpoint):
             self.syncs += 1
             return ReceivedWeights(self, self.group.wait_for("layout"))
 
+    def exchange_requests(self, request: WorkerRequest) -> list[WorkerRequest]:
+        """Publish what the worker requests, and return what all do."""
+        with self.group.abort_on_error():
+            self.group.publish(f"request {self.group.rank}", request)
+            return self._wait_for_requests()
+
     def tensors(
         self,
         layout: TrainerLayout,
         request: WorkerRequest,
         traffic: Traffic,
         receive_buffers: ReceiveBuffers | None,
+        requests: list[WorkerRequest] | None = None,
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """Yield what the worker requested; collective over all members, even if the consumer stops early."""
+        """Yield what the worker requested; collective over all members, even if the consumer stops early.
+
+        Args:
+            requests: what all members requested, where they are exchanged already.
+        """
+        requests = requests or self.exchange_requests(request)
         with self.group.abort_on_error():
-            self.group.publish(f"request {self.group.rank}", request)
-            requests = self._wait_for_requests()
             if any(other.mode == "full" for other in requests):
                 yield from self._full(traffic)
                 return
@@ -243,31 +225,36 @@ class Receiver(_Endpoint):
                     slices = target_slices(found.tensor, request.rollout, request.worker, sharded.heads, request.mode)
                     yield from named_values(found.block, found.values, slices)
 
-    def _full(self, traffic: Traffic) -> Generator[tuple[str, torch.Tensor], None, None]:
-        index, pending = 0, self._bucket(0)
+    def adapters(self, traffic: Traffic) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """Yield the adapters of a sync; collective as ``tensors``."""
+        with self.group.abort_on_error():
+            yield from self._full(traffic, _ADAPTERS)
+
+    def _full(self, traffic: Traffic, name: str = _BUCKETS) -> Generator[tuple[str, torch.Tensor], None, None]:
+        index, pending = 0, self._bucket(name, 0)
         try:
             while pending is not None:
                 chunks, bucket, work = pending
                 index += 1
-                pending = self._bucket(index)
+                pending = self._bucket(name, index)
                 self.group.finish(work)
                 traffic.received += bucket.numel()
                 for chunk in chunks:
                     if chunk.start == 0:
                         tensor = torch.empty(chunk.shape, dtype=chunk.dtype, device=self.group.device)
                     stop = chunk.start + chunk.nbytes
-                    _bytes(tensor)[chunk.start : stop] = bucket[chunk.at : chunk.at + chunk.nbytes]
+                    bytes_of(tensor)[chunk.start : stop] = bucket[chunk.at : chunk.at + chunk.nbytes]
                     if stop == tensor.nbytes:
                         yield chunk.name, tensor
         finally:
             while pending is not None:
                 self.group.finish(pending[2])
                 index += 1
-                pending = self._bucket(index)
+                pending = self._bucket(name, index)
 
-    def _bucket(self, index: int) -> tuple[tuple["_Chunk", ...], torch.Tensor, Any] | None:
+    def _bucket(self, name: str, index: int) -> tuple[tuple["Chunk", ...], torch.Tensor, Any] | None:
         """Start to receive the next bucket; return None after the last."""
-        chunks = self.group.wait_for(f"bucket {index}")
+        chunks = self.group.wait_for(f"{name} {index}")
         if chunks is None:
             return None
         bucket = torch.empty(sum(c.nbytes for c in chunks), dtype=torch.uint8, device=self.group.device)
@@ -299,15 +286,59 @@ class ReceivedWeights:
                 logger.warning("epfsdp2: engine.rollout_sync=%s falls back to full: %s", self._layout.requested, reason)
         return ReceivedWorkerWeights(self._receiver, self._layout, WorkerRequest(mode, rollout_of(config), worker))
 
+    def stages(self, config: Any, worker: int) -> Iterator[tuple["ReceivedWorkerWeights | ReceivedAdapters", dict]]:
+        """Yield what the worker loads one after the other, each with the arguments that vLLM's worker takes with it.
+
+        It is the weights, where adapters are merged into them. Otherwise the weights without adapters, if any rollout
+        rank has none yet, and the adapters; a stage is loaded when the next is asked for.
+        """
+        weights, receiver = self.for_rollout(config, worker), self._receiver
+        if not self._layout.peft_config:
+            yield weights, {}
+            return
+        if receiver.has_base is None:
+            receiver.has_base = "dummy" not in str(config.get("load_format"))  # as in verl's colocated worker
+        requests = weights.request(needs_base=not receiver.has_base)
+        arguments = {"peft_config": json.loads(self._layout.peft_config)}
+        if any(request.needs_base for request in requests):
+            receiver.has_base = False
+            yield weights, {**arguments, "base_sync_done": False}
+            receiver.has_base = True
+        yield ReceivedAdapters(receiver, weights.has_checksums), {**arguments, "base_sync_done": True}
+
+
+class ReceivedAdapters:
+    """The adapters of one sync for a worker that has the weights."""
+
+    mode = "adapters"
+
+    def __init__(self, receiver: Receiver, has_checksums: bool):
+        self._receiver, self.has_checksums, self.traffic = receiver, has_checksums, Traffic()
+
+    def tensors(self, receive_buffers: ReceiveBuffers | None = None) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """Yield all adapters in full, under names that vLLM's adapter loader takes; collective."""
+        return self._receiver.adapters(self.traffic)
+
+    def report(self, transfer: TransferStats) -> SyncReport:
+        """Make this sync's report."""
+        return SyncReport(self._receiver.syncs, self.mode, self.traffic, transfer.nbytes, transfer)
+
 
 class ReceivedWorkerWeights:
     """The weights of one sync for one worker (see ``sync.WorkerWeights``): full tensors if any worker requires them."""
 
     def __init__(self, receiver: Receiver, layout: TrainerLayout, request: WorkerRequest):
         self._receiver, self._layout, self._request = receiver, layout, request
+        self._requests: list[WorkerRequest] | None = None
         self.mode = request.mode
         self.has_checksums = has_checksums(receiver.syncs, layout.verify_syncs)
         self.traffic = Traffic()
+
+    def request(self, needs_base: bool) -> list[WorkerRequest]:
+        """Publish the worker's request; return those of all members."""
+        self._request = replace(self._request, needs_base=needs_base)
+        self._requests = self._receiver.exchange_requests(self._request)
+        return self._requests
 
     def tensors(self, receive_buffers: ReceiveBuffers | None = None) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield tensors or slices under names that the worker accepts; collective.
@@ -315,7 +346,7 @@ class ReceivedWorkerWeights:
         Args:
             receive_buffers: memory to receive slices into, which saves a copy.
         """
-        return self._receiver.tensors(self._layout, self._request, self.traffic, receive_buffers)
+        return self._receiver.tensors(self._layout, self._request, self.traffic, receive_buffers, self._requests)
 
     def planned_layouts(self) -> list[dict[str, str]]:
         """Return the layout that is planned for each worker of the replica (``layout/layout_check.py``)."""
@@ -336,44 +367,3 @@ class ReceivedWorkerWeights:
     def report(self, transfer: TransferStats) -> SyncReport:
         """Make this sync's report."""
         return SyncReport(self._receiver.syncs, self.mode, self.traffic, transfer.nbytes, transfer)
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """Bytes of a tensor from ``start`` on, at byte ``at`` of a bucket."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    at: int
-    nbytes: int
-
-
-register_message_types(
-    TrainerLayout, ShardedModel, WorkerRequest, _Chunk, TensorSpec, ShardStep, Topology, Heads, Rollout
-)
-
-
-def _buckets(
-    weights: Iterable[tuple[str, torch.Tensor]], limit: int, device: torch.device
-) -> Iterator[tuple[list[_Chunk], torch.Tensor]]:
-    """Pack tensors in order into buckets of ``limit`` bytes; a tensor may continue in the next bucket."""
-    bucket, used = torch.empty(limit, dtype=torch.uint8, device=device), 0
-    chunks: list[_Chunk] = []
-    for name, tensor in weights:
-        values, start = _bytes(tensor.detach().contiguous()), 0
-        while start < values.numel() or not chunks or chunks[-1].name != name:  # empty tensors get a chunk too
-            if used == limit and start < values.numel():
-                yield chunks, bucket
-                bucket, chunks, used = torch.empty_like(bucket), [], 0
-            nbytes = min(values.numel() - start, limit - used)
-            bucket[used : used + nbytes] = values[start : start + nbytes]
-            chunks.append(_Chunk(name, tensor.dtype, tuple(tensor.shape), start, used, nbytes))
-            start, used = start + nbytes, used + nbytes
-    if chunks:
-        yield chunks, bucket[:used]
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)

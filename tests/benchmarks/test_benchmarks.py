@@ -12,7 +12,7 @@ from benchmarks import tables
 from benchmarks.experts import compare
 from benchmarks.experts.layer import Geometry, kept_bytes, passes
 from benchmarks.update import growth, packing, step
-from benchmarks.weights import weight_sync
+from benchmarks.weights import weight_sync, weight_sync_adapters
 
 TINY = Geometry("tiny", tokens=24, experts=4, top_k=2, hidden=32, intermediate=16)
 MODEL = {**step.MODEL, "vocab_size": 96, "hidden_size": 32, "moe_intermediate_size": 48, "num_hidden_layers": 2}
@@ -137,6 +137,13 @@ def test_growth_fits_and_plots_its_rows(tmp_path):
     growth.plot({"tokens": points}, tmp_path / "growth.png")
     assert (tmp_path / "growth.png").stat().st_size > 1000
     assert all(len(growth.cells("tokens", *point)) == len(growth.COLUMNS) for point in points)
+
+
+def test_adapters_of_rank_32_are_held_to_a_share_of_the_base():
+    row = {"tp": 1, "sync": "adapters", "bytes": 2, "of_bytes": 0.02, "seconds": 1.0, "of_seconds": 0.5}
+    assert weight_sync_adapters.holds(row) and not weight_sync_adapters.holds(row | {"of_bytes": 0.021})
+    assert weight_sync_adapters.holds(row | {"sync": "base", "of_bytes": 1.0})
+    assert weight_sync_adapters.section([row])[-1] == "| TP 1 | adapters | 0.00 | 2.00% | 1.00 | 0.50 x |"
 
 
 def test_weight_sync_bounds_refuse_slower_rows():

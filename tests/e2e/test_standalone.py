@@ -27,3 +27,27 @@ def test_standalone_rollout_follows_the_trainer(tmp_path, monkeypatch):
     # Each of the trainer's two ranks sends what it owns, half of the model; full tensors would be 9.4 from one.
     assert all(step["weight_sync/sent_megabytes"] == pytest.approx(4.71, rel=0.02) for step in steps)
     assert run.living() == []
+
+
+def test_standalone_rollout_gets_the_base_once_and_then_adapters(tmp_path, monkeypatch):
+    monkeypatch.setenv("VERL_LOGGING_LEVEL", "WARNING")
+    write_model(tmp_path / "model", 1)
+    adapters = [
+        "actor_rollout_ref.model.lora_rank=8",
+        "actor_rollout_ref.model.lora_alpha=32",
+        "actor_rollout_ref.model.target_modules=[q_proj,k_proj,v_proj,o_proj]",
+        "actor_rollout_ref.actor.optim.lr=1e-2",
+        "engine.rollout_sync_verify=-1",
+    ]
+    options = ["--model", str(tmp_path / "model"), "--steps", "4", *overrides(*STANDALONE, *adapters)]
+    with running(tmp_path / "run", *options) as run:
+        run.wait()
+    steps = run.steps()
+    assert len(steps) == 4, run.text()[-3000:]
+    difference = [step["training/rollout_probs_diff_mean"] for step in steps]
+    # As above: vLLM, which starts with random weights, has the base before the first step, and the adapters of two
+    # updates before the last.
+    assert difference[0] < 1e-5 and difference[1] > 1e-4 and difference[3] < 1e-5, difference
+    # The base would be 4.7; those of one rank go to all.
+    assert all(step["weight_sync/sent_megabytes"] < 0.5 for step in steps)
+    assert run.living() == []

@@ -21,6 +21,7 @@ from epfsdp2.engine.checkpoint import state as checkpoint
 from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST, CheckpointError
 from epfsdp2.engine.checkpoint.background import Background
 from epfsdp2.engine.checkpoint.export_hf import write_hf_weights
+from epfsdp2.engine.checkpoint.saves import name_as_latest, remove_old
 from epfsdp2.engine.model import hf_convert
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.optim.clip import clip_grad_norm_
@@ -273,7 +274,7 @@ def _in_background(folder, out):
         may_write.wait()
         snapshot.write(step / "actor", describe, "cpu", saves.group)
         if dist.get_rank() == 0:
-            checkpoint.name_as_latest(step / "actor", 1)
+            name_as_latest(step / "actor", 1)
 
     saves.start("a save", job)
     _step(trainer, ids)  # with collectives of its own, while the save waits
@@ -395,8 +396,8 @@ def _keeps(folder):
     paths = [folder / f"global_step_{i}" for i in range(4)]
     for path in paths:
         path.mkdir()
-    assert checkpoint.remove_old(paths, None) == paths
-    assert checkpoint.remove_old(paths, 2) == paths[2:]
+    assert remove_old(paths, None) == paths
+    assert remove_old(paths, 2) == paths[2:]
     assert [p.exists() for p in paths] == [False, False, True, True]
 
 
@@ -409,9 +410,9 @@ def _keeps_the_named(folder):
     for path in paths:
         path.mkdir(parents=True)
     (folder / "latest_checkpointed_iteration.txt").write_text("2")
-    assert checkpoint.remove_old(paths, 1) == paths[2:]
+    assert remove_old(paths, 1) == paths[2:]
     (folder / "latest_checkpointed_iteration.txt").write_text("3")
-    assert checkpoint.remove_old(paths[2:], 1) == paths[3:]
+    assert remove_old(paths[2:], 1) == paths[3:]
     assert [p.exists() for p in paths] == [False, False, False, True]
 
 

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch.func import functional_call
 
 from epfsdp2.engine.checkpoint.atomic_folder import CheckpointError
-from epfsdp2.engine.checkpoint.state import HF, load_checkpoint, save_checkpoint
+from epfsdp2.engine.checkpoint.export_hf import MODEL
+from epfsdp2.engine.checkpoint.state import HF, SHARDS, load_checkpoint, save_checkpoint
 from epfsdp2.engine.config import EPFSDP2EngineConfig
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.lora.adapters import A, B, Lora, lora_of
@@ -250,14 +251,16 @@ def _saves(folder, out):
     for _ in range(2):
         update(model, meshes, optimizer)
     contents = ("model", "optimizer", "hf_model")
-    save_checkpoint(out / "saved", model, optimizer, None, contents, 2, model.config.save_pretrained)
+    for name, with_base in (("saved", True), ("alone", False)):
+        describe = model.config.save_pretrained
+        save_checkpoint(out / name, model, optimizer, None, contents, 2, describe, with_base=with_base)
     wanted = _wanted_weights(folder, model)
     update(model, meshes, optimizer)
 
-    for ep, options in ((4, {}), (1, {"expert_shard_dim": 0}), (2, {})):
+    for name, ep, options in (("alone", 4, {}), ("alone", 1, {"expert_shard_dim": 0}), ("saved", 2, {})):
         resumed, other, _ = _sharded(folder, ep, seed=99, **options)
         again = build_multi_optimizer(resumed, adam)
-        load_checkpoint(out / "saved", resumed, again, None, ("model", "optimizer"))
+        load_checkpoint(out / name, resumed, again, None, ("model", "optimizer"))
         update(resumed, other, again)
         for (name, a), (_, b) in zip(model.named_parameters(), resumed.named_parameters(), strict=True):
             torch.testing.assert_close(whole(a), whole(b), rtol=1e-5, atol=1e-7, msg=f"{ep} {name}")
@@ -265,14 +268,53 @@ def _saves(folder, out):
     differing, _, _ = _sharded(folder, 2, changes={"lora_alpha": 4})
     with pytest.raises(CheckpointError, match="'alpha': 12"):
         load_checkpoint(out / "saved", differing, None, None, ("model",))
+    _without_the_base(out, model)
     if rank == 0:
         exported = reference_model(out / "saved" / HF)
         for name, param in exported.named_parameters():
             torch.testing.assert_close(param.detach(), wanted[name], rtol=1e-6, atol=1e-7, msg=name)
-        export(out / "saved", out / "exported")
-        assert (out / "exported" / "model.safetensors").read_bytes() == (
-            out / "saved" / HF / "model.safetensors"
-        ).read_bytes()
+        written = (out / "saved" / HF / "model.safetensors").read_bytes()
+        assert (out / "alone" / HF / "model.safetensors").read_bytes() == written
+        for name, base in (("saved", None), ("alone", None), ("alone", folder)):
+            to = out / f"{name} {base is None}"
+            export(out / name, to, base=base)
+            assert (to / "model.safetensors").read_bytes() == written
+
+
+def _without_the_base(out, model):
+    """What a checkpoint without the frozen weights holds, and that other weights are refused."""
+    held = {n for path in (out / "alone" / SHARDS).glob("*.safetensors") for n in load_file(path)}
+    assert held and all(is_adapter(name) for name in held if name.startswith(MODEL))
+    own = model.get_parameter("model.layers.1.self_attn.q_proj.weight")
+    with torch.no_grad():
+        whole_weight = own.full_tensor()
+        if dist.get_rank() == 0:
+            own.to_local()[0, 0] += 2**-20 * whole_weight[0, 0].abs()
+    before = {name: whole(param) for name, param in adapters_of(model).items()}
+    with pytest.raises(CheckpointError, match=r"1.self_attn.q_proj.weight differs. Resume with model.path="):
+        load_checkpoint(out / "alone", model, None, None, ("model",))
+    assert all(torch.equal(whole(param), before[name]) for name, param in adapters_of(model).items())
+    load_checkpoint(out / "saved", model, None, None, ("model",))
+    assert torch.equal(own.full_tensor(), whole_weight)
+
+
+def test_a_changed_base_is_refused_by_the_export(tmp_path):
+    folder, out = save_qwen3_moe(tmp_path / "model"), tmp_path / "out"
+    run_ranks(_saves_alone, 1, folder, out)
+    export(out, tmp_path / "first")
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"][0, 0] += 1
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="lm_head.weight of .* is not what the adapters of"):
+        export(out, tmp_path / "second")
+    with pytest.raises(CheckpointError, match="is no folder here: name one with --base"):
+        export(out, tmp_path / "third", base=tmp_path / "nowhere")
+    assert not (tmp_path / "second").exists()
+
+
+def _saves_alone(folder, out):
+    model, *_ = _sharded(folder, 1)
+    save_checkpoint(out, model, None, None, ("model",), 1, model.config.save_pretrained, with_base=False)
 
 
 def test_lora_resumes_on_another_mesh_and_exports_merged_weights(tmp_path):
@@ -290,7 +332,7 @@ def _writes_an_adapter(folder, out, changes):
     if dist.get_rank() == 0:
         save_file({"logits": logits}, out.with_suffix(".logits"))
     again, _, lora = _sharded(folder, 1, changes={"lora_adapter_path": str(out / ADAPTER)})
-    lora.initialize(again, 0, read_adapter(out / ADAPTER, lora.targets, "lora_adapter_path"))
+    lora.initialize(again, 0, read_adapter(out / ADAPTER, lora, "lora_adapter_path"))
     for name, param in adapters_of(again).items():
         assert torch.equal(whole(param), whole(model.get_parameter(name))), name
 
@@ -324,8 +366,9 @@ def test_lora_adapter_that_was_saved_is_loaded_by_peft(tmp_path, changes):
     own = Lora(reference_model(folder), lora_settings(**changes))
     for path in (out / ADAPTER, out.with_suffix(".peft")):
         lora = Lora(reference_model(folder), lora_settings(lora_alpha=1, lora_adapter_path=str(path)))
-        assert lora.targets.keys() == own.targets.keys() and lora.scaling == SCALING
-        read_adapter(path, lora.targets, "lora_adapter_path")
+        assert lora.targets.keys() == own.targets.keys()
+        assert {target.scaling for target in lora.targets.values()} == {SCALING}
+        read_adapter(path, lora, "lora_adapter_path")
 
 
 def _by_verl(folder, out):
@@ -404,6 +447,10 @@ def test_lora_check_accepts_a_run_that_works(checked):
     assert checked({"target_modules": None, "target_parameters": ["experts.down_proj"]}) is not None
     assert checked({"target_modules": r".*self_attn\.[qv]_proj"}) is not None
     assert checked({"lora_rank": 0}) is not None
+    assert checked(setting="critic.model") is not None
+    assert checked({"lora": {"modules_to_save": ["lm_head"]}}) is not None
+    muon = {"optimizer": "Muon", "optimizer_impl": "torch.optim", "lr": 1e-3, "weight_decay": 0.0, "betas": (0.9, 0.99)}
+    assert checked(optim=muon, router_aux_loss_coef=0.1) is not None
 
 
 @pytest.mark.parametrize(
@@ -424,8 +471,17 @@ def test_lora_check_accepts_a_run_that_works(checked):
         ({"lora_adapter_path": "/no/such"}, {}, "lora_adapter_path=/no/such: it holds no adapter_config.json"),
         ({"lora_adapter_path": "$/adapter"}, {}, "lora_adapter_path=$/adapter: it holds no adapter_model.safetensors"),
         ({"lora_adapter_path": "$/adapter", "lora_rank": 0}, {}, "lora_rank=0: differs from the rank of"),
-        ({}, {"setting": "critic.model"}, "lora_rank=4: a critic's head is trained whole"),
-        ({}, {"optim": {"optimizer": "Muon"}}, "optimizer=Muon: orthogonalises whole matrices"),
+        ({"lora": {"use_dora": True}}, {}, "lora.use_dora=True: peft has DoRA for linears alone"),
+        (
+            {"lora": {"modules_to_save": ["lm_head"]}, "use_fused_kernels": True},
+            {},
+            "lora.modules_to_save=['lm_head']: verl's fused kernels read the head's weight",
+        ),
+        (
+            {"lora": {"modules_to_save": ["norm"]}},
+            {"compile_dense": True},
+            "lora.modules_to_save=['norm']: its modules exchange their weights in a forward",
+        ),
         (
             {},
             {"experts_backend": "transformers:grouped_mm"},
@@ -446,10 +502,10 @@ def test_lora_check_refuses_bad_settings(checked, tmp_path, changes, rest, said)
 
 def test_lora_check_refuses_an_adapter_of_another_kind(checked, tmp_path):
     path = tmp_path / "adapter" / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"use_dora": True}))
-    with pytest.raises(SettingError, match="its use_dora is True"):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_dropout": 0.1}))
+    with pytest.raises(SettingError, match="its lora_dropout is 0.1"):
         checked({"lora_adapter_path": "$/adapter"})
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"use_dora": False}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_dropout": 0.0}))
     save_file({"base_model.model.q_proj.lora_A.weight": torch.zeros(1)}, path.with_name("adapter_model.safetensors"))
     with pytest.raises(SettingError, match="q_proj.lora_A.weight is missing"):
         checked({"lora_adapter_path": "$/adapter"})

@@ -16,7 +16,7 @@ from epfsdp2.engine.checkpoint.safetensors_reader import open_checkpoint
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.lora.adapters import A, B, Lora
-from epfsdp2.engine.lora.settings import find_targets
+from epfsdp2.engine.lora.targets import find_targets
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.model.meta import build_on_meta
 from epfsdp2.engine.moe.outside.families import prepare

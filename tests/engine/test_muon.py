@@ -24,6 +24,8 @@ from transformers import (
 )
 
 from epfsdp2.engine.fsdp.options import ShardingOptions
+from epfsdp2.engine.lora.adapters import Lora
+from epfsdp2.engine.lora.settings import LoraSettings
 from epfsdp2.engine.model.meta import build_on_meta, materialize
 from epfsdp2.engine.optim import muon as muon_module
 from epfsdp2.engine.optim import muon_partition
@@ -93,25 +95,30 @@ def _model(config):
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def _reference(config):
+def _reference(config, lora=None):
     torch.manual_seed(0)
     model = _model(config)
+    if lora is not None:
+        Lora(model, lora).freeze_base(model)
     with torch.no_grad():
         for param in model.parameters():
             param.normal_(std=0.02)
     return model
 
 
-def _sharded(config, reference, ep, fsdp_size, **options):
+def _sharded(config, reference, ep, fsdp_size, lora=None, **options):
     meshes = build_meshes("cpu", Topology.arrange(WORLD, ep, fsdp_size))
     config._attn_implementation = "eager"
     model = build_on_meta(AutoModelForCausalLM, config, torch.float32)
+    if lora is not None:
+        Lora(model, lora)
     parallelize(model, meshes, ShardingOptions(param_dtype=torch.float32, **options))
     materialize(model, "cpu")
     wanted = dict(reference.named_parameters())
     with torch.no_grad():
         for name, param in model.named_parameters():
             local_tensor(param).copy_(_mine(param, wanted[name]))
+            param.requires_grad_(wanted[name].requires_grad)
     return model
 
 
@@ -130,13 +137,13 @@ def _split(name, weight):
     experts = ".experts." in name
     if not experts:
         return [weight]
-    transposed = "gpt_oss" in name
+    gpt_oss, is_adapter = "gpt_oss" in name, "_lora_" in name
     matrices = []
     for expert in weight:
-        expert = expert.T if transposed else expert
-        if not name.endswith("gate_up_proj"):
+        expert = expert.T if gpt_oss and not is_adapter else expert
+        if not name.endswith(("gate_up_proj", "gate_up_proj_lora_B")):
             matrices.append(expert)
-        elif transposed:
+        elif gpt_oss:
             matrices += [expert[0::2], expert[1::2]]
         else:
             matrices += [expert[: len(expert) // 2], expert[len(expert) // 2 :]]
@@ -175,16 +182,16 @@ def _relative(value, reference):
     return ((value - reference).norm() / reference.norm().clamp_min(1e-12)).item()
 
 
-def _equals_torch(family, cases, options):
+def _equals_torch(family, cases, options, lora=None):
     config = CONFIGS[family]()
-    reference = _reference(config)
+    reference = _reference(config, lora)
     key = "gpt_oss." if family.startswith("gpt-oss") else ""
     names = list(muon_parameters(reference))
     weights = {key + n: p.detach() for n, p in reference.named_parameters() if n in names}
     gradients = [{n: _gradient(n, w.shape, step) for n, w in weights.items()} for step in range(2)]
     expected = _torch_muon(weights, gradients, **options)
     for ep, fsdp_size, sharding in cases:
-        model = _sharded(config, reference, ep, fsdp_size, **sharding)
+        model = _sharded(config, reference, ep, fsdp_size, lora, **sharding)
         assert list(muon_parameters(model)) == names
         optimizer = Muon(matrix_groups(model), **options, bucket_bytes=4096)
         params = {key + n: p for n, p in model.named_parameters() if n in names}
@@ -214,6 +221,16 @@ def test_muon_with_torch_s_other_learning_rates_and_plain_momentum_steps_like_to
     options = {"lr": 0.02, "weight_decay": 0.0, "adjust_lr_fn": "original", "nesterov": False, "momentum": 0.9}
     options["ns_steps"] = 3
     run_ranks(_equals_torch, WORLD, family, [(2, -1, {}), (1, -1, {})], options)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt-oss"])
+def test_muon_on_adapters_steps_like_torch_muon_on_their_matrices(family):
+    lora = LoraSettings("model", 4, 8, "all-linear", modules_to_save=("norm", "lm_head"))
+    options = {"lr": 0.02, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    cases = [(2, -1, {"expert_shard_dim": 0}), (1, -1, {}), (2, 2, {"cpu_offload": True})]
+    names = list(muon_parameters(_reference(CONFIGS[family](), lora)))
+    assert names and all(name.endswith(("_lora_A", "_lora_B")) for name in names)
+    run_ranks(_equals_torch, WORLD, family, cases, options, lora)
 
 
 def _wrong_splits_are_seen(cases):
@@ -281,6 +298,7 @@ def test_muon_two_steps_of_training_equal_the_reference(tmp_path):
     folder = save_qwen3_moe(tmp_path)
     cases = [(1, -1, {}), (2, -1, {}), (4, -1, {}), (2, -1, {"expert_shard_dim": 1}), (2, 2, {})]
     cases += [(2, -1, {"cpu_offload": True}), (2, -1, {"checkpointing": "full"})]
+    cases += [(2, -1, {"etp": 2}), (1, -1, {"etp": 2, "expert_shard_dim": 0})]
     run_ranks(_trains_like_the_reference, WORLD, folder, cases)
 
 

@@ -176,9 +176,11 @@ def test_what_can_not_be_with_cut_experts_is_refused(model):
         check_cut_experts_sync(cut, {"backend": "delta_sharded"})
     paragraph(caught.value, "actor_rollout_ref.rollout.checkpoint_engine.backend", "delta_sharded")
     check_cut_experts_sync(cut, {"backend": "naive"})
+    adapters = {**model, "lora_rank": 8, "target_modules": "all-linear"}
+    check_training(cut, 8, adapters, optim=muon, device="cpu")
     with pytest.raises(SettingError) as caught:
-        check_training(cut, 8, {**model, "lora_rank": 8, "target_modules": "all-linear"}, device="cpu")
-    paragraph(caught.value, "engine.etp_size", 2)
+        check_training(engine(ep_size=8, etp_size=2), 64, adapters, device="cpu", optim=muon)
+    paragraph(caught.value, f"{OPTIMIZERS[MODEL]}.optimizer", "Muon")
 
 
 def test_a_plan_of_experts_for_a_dense_model_alone_is_refused(dense):
@@ -941,6 +943,16 @@ def test_validate_config_refuses(model, override, rule):
     with pytest.raises(SettingError) as caught:
         validate(model, "engine.ep_size=2", override)
     assert str(caught.value).startswith(rule)
+
+
+@pytest.mark.parametrize("kind", ["use_dora=True", "modules_to_save=[lm_head]", "rank_pattern={q_proj:4}"])
+def test_validate_config_refuses_adapters_alone_that_vllm_does_not_serve(model, kind):
+    settings = f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=[q_proj]", f"+{MODEL}.lora.{kind}"
+    with pytest.raises(SettingError) as caught:
+        validate(model, "engine.ep_size=2", *settings)
+    rule = f"{MODEL}.lora.merge=False: vLLM serves no adapter with {kind.partition('=')[0]}."
+    assert str(caught.value) == f"{rule} What works: {MODEL}.lora.merge=True"
+    validate(model, "engine.ep_size=2", *settings, f"{MODEL}.lora.merge=True")
 
 
 @pytest.mark.parametrize(

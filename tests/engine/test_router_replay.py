@@ -183,19 +183,22 @@ def _on_ranks(folder):
     replay.replay(routes)
     token_loss(plain, ids).backward()
     wanted = {name: p.grad for name, p in plain.named_parameters()}
-    for checkpointing in CHECKPOINTING:
+    meshes = [(2, 1, checkpointing) for checkpointing in CHECKPOINTING] + [(1, 2, "full")]
+    for ep, etp, checkpointing in meshes:
         installed = []
 
         def install(model, installed=installed):
             installed.append(_with_replay(model))
 
-        model, _ = sharded_model(folder, 2, 2, before=install, checkpointing=checkpointing)
+        model, _ = sharded_model(folder, 2, ep, etp=etp, before=install, checkpointing=checkpointing)
         model.train()
         installed[0].replay(routes.view(2, 9, *routes.shape[1:])[rank])
         token_loss(model, ids[rank : rank + 1]).backward()
         for name, param in model.named_parameters():
             found = param.grad.full_tensor()
-            torch.testing.assert_close(found, wanted[name], rtol=1e-4, atol=1e-6, msg=f"{checkpointing}: {name}")
+            torch.testing.assert_close(
+                found, wanted[name], rtol=1e-4, atol=1e-6, msg=f"{ep} x {etp}, {checkpointing}: {name}"
+            )
 
 
 def test_replay_with_every_checkpointing_has_the_plain_gradients(tmp_path):

@@ -5,6 +5,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification
 
+from epfsdp2.engine.lora.adapters import SAVED, lora_of
+from epfsdp2.recipes.convert.export import export
+from tests.support.lora import SETTINGS, adapt, adapters_of, stirred, whole
 from tests.support.models import VOCAB, save_glm4_moe, save_qwen3, save_qwen3_moe
 from tests.support.ppo import PADDED, RESPONSE, of_this_rank, ppo_batch, ppo_samples
 from tests.support.ranks import run_ranks
@@ -68,6 +71,9 @@ def _value_update(folder, own_class, model, settings):
     if worker.engine.scaler is not None:
         # So small a model overflows with the scale that a run starts with.
         worker.engine.scaler.value, bound = 2.0**8, OF_FLOAT16
+    lora = lora_of(worker.engine.module)
+    if lora is not None:
+        lora.initialize(worker.engine.module, 0, stirred(worker.engine.module))
     seen = {}
     step = worker.engine.optimizer.step
 
@@ -76,10 +82,10 @@ def _value_update(folder, own_class, model, settings):
         return step(*args)
 
     worker.engine.optimizer.step = spying
-    head = {
-        name: p.detach().full_tensor()
+    head = {  # with adapters the copy that is trained
+        name.removesuffix(SAVED): p.detach().full_tensor()
         for name, p in worker.engine.module.named_parameters()
-        if name.startswith(("score.", "lm_head."))
+        if name.startswith(("score.", "lm_head.")) and (lora is None or name.endswith(SAVED))
     }
     width = worker.engine.module.config.get_text_config().hidden_size
     assert sum(tensor.numel() for name, tensor in head.items() if name.endswith("weight")) == width
@@ -97,9 +103,12 @@ def _value_update(folder, own_class, model, settings):
         tu.assign_non_tensor(data, global_batch_size=WORLD * PER_RANK)
         return data
 
+    plain = _plain_model(folder, own_class, head)
+    leaves = {} if lora is None else adapt(plain, worker.engine.module)
+    if lora is not None:
+        leaves |= {name + SAVED: plain.get_parameter(name).requires_grad_() for name in head}
     worker.train_batch(batch(of_this_rank(worker, samples)))
 
-    plain = _plain_model(folder, own_class, head)
     tokens = sum(len(old) for _, _, old, _ in samples)
     losses = []
     for ids, prompt, old, advantage in samples:
@@ -107,11 +116,39 @@ def _value_update(folder, own_class, model, settings):
         clipped = torch.minimum(torch.maximum(values, old * 0.1 - 0.5), old * 0.1 + 0.5)
         losses.append(0.5 * torch.maximum((values - advantage) ** 2, (clipped - advantage) ** 2).sum())
     (torch.stack(losses).sum() / tokens).backward()
-    wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    leaves = leaves or dict(plain.named_parameters())
+    wanted = {name: p.grad for name, p in leaves.items() if p.grad is not None}
     assert wanted.keys() == seen.keys()
     for name, want in wanted.items():
         error = ((seen[name] - want).norm() / want.norm().clamp_min(1e-12)).item()
         assert error < bound, (name, error)
+
+
+@pytest.mark.parametrize("own_class", [True, False], ids=["own class", "other head"])
+def test_a_critic_with_adapters_trains_them_and_its_head(tmp_path, own_class):
+    folder = save_qwen3_moe(tmp_path) if own_class else save_glm4_moe(tmp_path)
+    run_ranks(_value_update, WORLD, folder, own_class, SETTINGS, {})
+
+
+def _resumes(folder, out):
+    """A critic's checkpoint without the frozen weights has the head, and another run another drawn one."""
+    worker = _worker(folder, 2, SETTINGS)
+    lora_of(worker.engine.module).initialize(worker.engine.module, 0, stirred(worker.engine.module))
+    worker.save_checkpoint(str(out), global_step=1)
+    again = _worker(folder, 1, SETTINGS, seed=7)
+    again.load_checkpoint(str(out))
+    wanted = adapters_of(worker.engine.module)
+    for name, param in adapters_of(again.engine.module).items():
+        assert torch.equal(whole(param), whole(wanted[name])), name
+    assert any(name.startswith("score.") for name in wanted)
+
+
+def test_a_critic_with_adapters_resumes_with_its_head(tmp_path):
+    folder, out = save_qwen3_moe(tmp_path / "model"), tmp_path / "out"
+    run_ranks(_resumes, WORLD, folder, out)
+    export(out, tmp_path / "exported")
+    head = load_file(out / "lora_adapter" / "adapter_model.safetensors")["base_model.model.score.weight"]
+    assert torch.equal(load_file(tmp_path / "exported" / "model.safetensors")["score.weight"], head)
 
 
 SHARED = {"ulysses_sequence_parallel_size": 2}

@@ -13,9 +13,12 @@ import torch.distributed as dist
 from verl.checkpoint_engine import CheckpointEngineRegistry
 from verl.workers.config import RolloutConfig
 
+from epfsdp2.engine.lora.adapters import A, B, Lora, lora_of
+from epfsdp2.engine.lora.rollout_names import RolloutNames
 from epfsdp2.engine.model import hf_names
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.preflight.rollout import tensors_before_sharding
+from epfsdp2.engine.topology.dtensor import is_adapter
 from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.rollout.layout.slice_names import is_slice, parse_slice, slice_name
 from epfsdp2.rollout.layout.sync_mode import EXTENSION
@@ -24,6 +27,7 @@ from epfsdp2.rollout.remote import checkpoint_engine
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
 from tests.support.engine import sharded_model
+from tests.support.lora import lora_settings, stirred
 from tests.support.models import reference_model, save_qwen3_moe
 from tests.support.ranks import run_ranks
 
@@ -34,6 +38,8 @@ SECONDS = 15.0
 
 class Member:
     """One process: the first ``TRAINERS`` ranks of a test are a trainer's, the others a rollout's on another node."""
+
+    building = {}  # further arguments of ``sharded_model``
 
     def __init__(self, folder, seconds=60.0):
         self.seconds = seconds
@@ -54,7 +60,7 @@ class Member:
         self.new_engine()
         self.whole = dict(reference_model(folder / "model").named_parameters())
         if self.is_trainer:
-            self.model, self.meshes = sharded_model(folder / "model", TRAINERS, 2)
+            self.model, self.meshes = sharded_model(folder / "model", TRAINERS, 2, **self.building)
 
     def new_engine(self):
         role = {"is_master": self.index == 0} if self.is_trainer else {}
@@ -85,9 +91,11 @@ class Member:
         return asyncio.run(self.engine.send_weights(weights))
 
     def receive(self, is_ours=True):
+        return self.engine.receive_weights().for_rollout(self.config(is_ours), self.index % TP).tensors()
+
+    def config(self, is_ours=True, **settings):
         engine_kwargs = {"vllm": {"worker_extension_cls": EXTENSION if is_ours else "another"}}
-        config = RolloutConfig(name="vllm", tensor_model_parallel_size=TP, engine_kwargs=engine_kwargs)
-        return self.engine.receive_weights().for_rollout(config, self.index % TP).tensors()
+        return RolloutConfig(name="vllm", tensor_model_parallel_size=TP, engine_kwargs=engine_kwargs, **settings)
 
     def sync(self, wanted="auto", is_ours=True, weights=None):
         """Run a sync; return what a rollout rank received and the bytes sent from here to the other node."""
@@ -208,6 +216,77 @@ def _syncs(folder):
 def test_checkpoint_engine_sends_rollout_ranks_what_they_keep_every_sync(tmp_path):
     save_qwen3_moe(tmp_path / "model")
     run_ranks(_syncs, TRAINERS + 2 * TP, tmp_path, timeout=400)
+
+
+class _WithAdapters(Member):
+    building = {
+        "before": lambda model: Lora(model, lora_settings()),
+        "initialize": lambda name, tensor, fits: is_adapter(name),
+        "finish": lambda model: lora_of(model).initialize(model, 0),
+    }
+
+    def stages(self, weights, **settings):
+        """Run a sync; return what a rollout rank loads, stage by stage, with the arguments of vLLM's worker."""
+        self.connect()
+        if self.is_trainer:
+            found = self.send(weights)
+        else:
+            received = self.engine.receive_weights().stages(self.config(**settings), self.index % TP)
+            found = [(arguments, _taken(stage.tensors())) for stage, arguments in received]
+        self.finalize()
+        return found
+
+
+def _adapters_of(folder, seed):
+    """Adapters that vLLM's loader takes, of the plain model."""
+    model = reference_model(folder / "model")
+    lora, read = Lora(model, lora_settings()), stirred(model, seed)
+    names = RolloutNames(model, lora)
+    return {own: t for name in lora.targets for own, t in names.tensors(name, read(name + A), read(name + B))}
+
+
+def _apart(folder):
+    member, config = _WithAdapters(folder), {"r": 4}
+    sync = None
+    if member.is_trainer:
+        settings = SyncSettings("auto", 5 * LIMIT, verify_syncs=-1)
+        sync = RolloutSync(member.model, member.meshes, layer_names(member.model), {}, settings)
+    # A rollout rank that was restarted has no weights, unless vLLM reads them from the checkpoint.
+    for seed, (restarts, load_format, has_base) in enumerate(
+        [(False, "dummy", False), (False, "dummy", True), (True, "dummy", False), (True, "auto", True)]
+    ):
+        if restarts and member.rank == TRAINERS:
+            member.new_engine()
+        weights = None
+        if member.is_trainer:
+            lora_of(member.model).initialize(member.model, 0, stirred(member.model, seed))
+            weights = sync.weights(peft_config=config)
+        stages = member.stages(weights, load_format=load_format)
+        if member.is_trainer:
+            continue
+        apart = [{"peft_config": config, "base_sync_done": done} for done in (False, True)]
+        assert [arguments for arguments, _ in stages] == (apart[1:] if has_base else apart), seed
+        _equal(stages[-1][1], _adapters_of(folder, seed))
+        if not has_base:
+            _equal(stages[0][1], member.slices())
+
+    # The weights below the adapters change: the sync ends with a reason.
+    member.connect()
+    if member.is_trainer:
+        with torch.no_grad():
+            member.model.get_parameter("model.norm.weight").mul_(2)
+        with pytest.raises(WeightSyncError, match="have changed after they were sent.*model.norm.weight differs"):
+            member.send(sync.weights(peft_config=config))
+    else:
+        with pytest.raises(WeightSyncError, match="BaseChangedError: .*model.norm.weight differs"):
+            received = member.engine.receive_weights()
+            for stage, _ in received.stages(member.config(load_format="auto"), member.index % TP):
+                dict(stage.tensors())
+
+
+def test_checkpoint_engine_sends_the_base_once_and_adapters_in_every_sync(tmp_path):
+    save_qwen3_moe(tmp_path / "model")
+    run_ranks(_apart, TRAINERS + TP, tmp_path, timeout=400)
 
 
 def _raising():

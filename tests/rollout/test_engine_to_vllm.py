@@ -17,7 +17,7 @@ from tests.support.ranks import run_ranks
 pytestmark = pytest.mark.e2e
 
 
-def _train_and_sync(folder: str, exports: list[str], handles: list[str], kind: str) -> None:
+def _train_and_sync(folder: str, exports: list[str], handles: list[str], kind: str, etp: int = 1) -> None:
     """Take one optimizer step before each sync, and export every synced state as ``hf_model``; nobody to send to, none.
 
     The steps are equal bit for bit in every run.
@@ -30,7 +30,7 @@ def _train_and_sync(folder: str, exports: list[str], handles: list[str], kind: s
     from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 
     rank = dist.get_rank()
-    model, meshes = sharded_model(Path(folder), 2, ep=2)
+    model, meshes = sharded_model(Path(folder), 2, ep=2 // etp, etp=etp)
     optimizer = build_multi_optimizer(model, lambda params: torch.optim.AdamW(params, lr=0.05))
 
     layers = layer_names(model)
@@ -74,9 +74,11 @@ def generated_by_a_fresh_engine(start_engine, checkpoints, tmp_path_factory):
     return start_engine(str(exports[1]), tp_size=2).generate()
 
 
-@pytest.mark.parametrize("kind", ["full", "sliced"])
+@pytest.mark.parametrize(
+    ("kind", "etp"), [("full", 1), ("sliced", 1), pytest.param("sliced", 2, marks=pytest.mark.long)]
+)
 def test_workers_hold_the_trainers_weights_after_each_of_two_syncs(
-    start_engine, checkpoints, generated_by_a_fresh_engine, tmp_path, kind
+    start_engine, checkpoints, generated_by_a_fresh_engine, tmp_path, kind, etp
 ):
     checkpoint = checkpoints[0]
     exports = [tmp_path / name / HF for name in ("first", "second")]
@@ -87,7 +89,7 @@ def test_workers_hold_the_trainers_weights_after_each_of_two_syncs(
         engine.call("update_weights_from_ipc", timeout=120.0, use_shm=True, sync_timeout_seconds=100.0)
         answers.append(engine.call("epfsdp2_digests"))
     handles = [engine.handle(rank) for rank in range(2)]
-    run_ranks(_train_and_sync, 2, checkpoint.path, [str(e) for e in exports], handles, kind)
+    run_ranks(_train_and_sync, 2, checkpoint.path, [str(e) for e in exports], handles, kind, etp)
     config = AutoConfig.from_pretrained(checkpoint.path)
     held = [[answer["digests"] for answer in answered.result()] for answered in answers]
     for export, digests in zip(exports, held, strict=True):
@@ -95,4 +97,5 @@ def test_workers_hold_the_trainers_weights_after_each_of_two_syncs(
             assert verify.compare(verify.expected_digests(_exported(export), config, 2, rank), found) == ""
     assert held[0] != held[1]
     assert engine.leftovers() == []
-    assert engine.generate() == generated_by_a_fresh_engine
+    if etp == 1:  # whose sums are other ones, so that steps are not equal bit for bit
+        assert engine.generate() == generated_by_a_fresh_engine

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from epfsdp2.engine.topology.index_ranges import ShardStep
 from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.rollout.layout import vllm_layout
+from epfsdp2.rollout.remote import buckets as filling
+from epfsdp2.rollout.remote import messages as published
 from epfsdp2.rollout.remote import process_group, remote_sync
 from epfsdp2.rollout.remote.process_group import Members, SyncGroup
 from epfsdp2.rollout.transport.exchange import PendingRound
@@ -96,11 +98,11 @@ def test_published_messages_are_received_unchanged(together):
     )
     heads = vllm_layout.Heads(4, 2, 8, "gemma4_text", layers=((2, 8, False), (1, 16, True)))
     dtypes = (("a", torch.bfloat16), ("b", torch.float32))
-    sharded = remote_sync.ShardedModel(tensors, dtypes, ("layers.0",), Topology.arrange(8, 2, 4), heads)
-    chunks = [remote_sync._Chunk("a", torch.float32, (4, 2), 0, 16, 32)]
+    sharded = published.ShardedModel(tensors, dtypes, ("layers.0",), Topology.arrange(8, 2, 4), heads)
+    chunks = [filling.Chunk("a", torch.float32, (4, 2), 0, 16, 32)]
     messages = {
-        "layout": remote_sync.TrainerLayout("auto", 2, "qwen3_moe", 1 << 20, sharded),
-        "request": remote_sync.WorkerRequest("sliced", vllm_layout.Rollout(2, 2, True), 3),
+        "layout": published.TrainerLayout("auto", 2, "qwen3_moe", 1 << 20, sharded),
+        "request": published.WorkerRequest("sliced", vllm_layout.Rollout(2, 2, True), 3),
         "chunks": tuple(chunks),
         "digest": "abc",
         "nothing": None,
@@ -175,11 +177,9 @@ def test_rounds_and_buckets_are_waited_for_on_the_host(together):
     first.timeout_seconds = 0.1
     heads = vllm_layout.Heads(4, 2, 8, "qwen3_moe")
     tensors = (vllm_layout.TensorSpec("model.norm.weight", (4,), 2, (ShardStep(0, "fsdp", 2),)),)
-    sharded = remote_sync.ShardedModel(
-        tensors, (("model.norm.weight", torch.bfloat16),), (), Topology(2, 1, 2, 1), heads
-    )
-    layout = remote_sync.TrainerLayout("auto", 0, "qwen3_moe", 1 << 20, sharded)
-    request = remote_sync.WorkerRequest("sliced", vllm_layout.Rollout(1), 0)
+    sharded = published.ShardedModel(tensors, (("model.norm.weight", torch.bfloat16),), (), Topology(2, 1, 2, 1), heads)
+    layout = published.TrainerLayout("auto", 0, "qwen3_moe", 1 << 20, sharded)
+    request = published.WorkerRequest("sliced", vllm_layout.Rollout(1), 0)
     exchange = remote_sync._Endpoint(first)._plan(layout, [request])
     with pytest.raises(WeightSyncError, match="took no part"):
         exchange._wait(PendingRound(0, _LikeNccls(), None))

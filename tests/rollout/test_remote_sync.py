@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from epfsdp2.rollout.remote import remote_sync
+from epfsdp2.rollout.remote import buckets as filling
+from epfsdp2.rollout.remote import messages, remote_sync
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
 from tests.support.peers import three_members
 
@@ -32,7 +33,7 @@ def _tensors():
 
 def test_sender_broadcasts_full_tensors_in_order_in_bounded_buckets(together):
     members, each = together
-    buckets = list(remote_sync._buckets(_tensors().items(), LIMIT, torch.device("cpu")))
+    buckets = list(filling.buckets_of(_tensors().items(), LIMIT, torch.device("cpu")))
     assert [bucket.numel() for _, bucket in buckets[:-1]] == [LIMIT] * (len(buckets) - 1) and len(buckets) == 4
 
     def part(group):
@@ -65,7 +66,7 @@ def test_endpoint_raises_on_a_differing_plan_and_caches_equal_ones(together):
     members, each = together
     endpoints, layouts = (
         [_Fixed(group) for group in members],
-        [remote_sync.TrainerLayout("auto", 0, "a", n) for n in (1, 1, 2)],
+        [messages.TrainerLayout("auto", 0, "a", n) for n in (1, 1, 2)],
     )
     for endpoint, digest in zip(endpoints, "aab", strict=True):
         endpoint.digest = digest

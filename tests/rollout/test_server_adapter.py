@@ -227,6 +227,28 @@ def test_adapter_checks_layouts_before_the_first_sync_and_prints_reports(handle,
     assert capsys.readouterr().out == "[epfsdp2] a report\n" * 2
 
 
+def test_adapter_loads_the_stages_of_a_sync_one_after_the_other(handle, monkeypatch):
+    """A stage is loaded when the next one is asked for, and the cache is cleared once."""
+    adapter, loaded = Adapter(handle, EXTENSION), []
+
+    async def sends(source, **kwargs):
+        loaded.append([name for name, _ in source(None)])
+
+    class Staged:
+        def stages(self, config, worker):
+            yield FakeWorkerWeights("full", has_checksums=False), {"peft_config": {"r": 4}, "base_sync_done": False}
+            assert loaded == [["a"]]
+            yield FakeWorkerWeights("adapters", has_checksums=False), {"peft_config": {"r": 4}, "base_sync_done": True}
+
+    monkeypatch.setattr(server_adapter, "send_weights", sends)
+    asyncio.run(adapter.update_weights(Staged()))
+    taken = {"use_shm": True, "sync_timeout_seconds": server_adapter._timeout_seconds, "peft_config": {"r": 4}}
+    assert [call for call in adapter.calls if call[0] == "update_weights_from_ipc"] == [
+        ("update_weights_from_ipc", {**taken, "base_sync_done": done}) for done in (False, True)
+    ]
+    assert len(loaded) == 2 and [name for name, *_ in adapter.calls].count("clear_kv_cache") == 1
+
+
 def test_adapter_in_full_mode_with_another_extension_sends_only_tensors(handle, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     adapter, weights = Adapter(handle, "theirs.Extension"), FakeWorkerWeights("full")

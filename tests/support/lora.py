@@ -5,11 +5,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
+from epfsdp2.engine.lora.adapters import A, B, lora_of
 from epfsdp2.engine.lora.settings import LoraSettings
 from epfsdp2.engine.topology.dtensor import is_adapter
 
-__all__ = ["SCALING", "SETTINGS", "adapters_of", "lora_settings", "stirred", "whole"]
+__all__ = ["SCALING", "SETTINGS", "adapt", "adapters_of", "lora_settings", "stirred", "whole"]
 
 SETTINGS = {"lora_rank": 4, "lora_alpha": 12, "target_modules": "all-linear"}
 SCALING = 3.0
@@ -35,3 +37,25 @@ def stirred(model: nn.Module, seed: int = 5) -> Callable[[str], torch.Tensor]:
 
 def whole(param: Any) -> torch.Tensor:
     return param.detach().full_tensor()
+
+
+def adapt(plain: nn.Module, model: nn.Module) -> dict[str, nn.Parameter]:
+    """Have a plain model compute with the adapters of a sharded one; collective. Return its leaves by their names."""
+    leaves, lora = dict[str, nn.Parameter](), lora_of(model)
+    plain.requires_grad_(False)
+    for name, target in lora.targets.items():
+        a, b = (nn.Parameter(whole(model.get_parameter(name + end)).clone()) for end in (A, B))
+        leaves |= {name + A: a, name + B: b}
+        module = plain.get_submodule(name.rpartition(".")[0])
+        parametrize.register_parametrization(module, target.own, _Adapted(a, b, target.scaling, target.is_transposed))
+    return leaves
+
+
+class _Adapted(nn.Module):
+    def __init__(self, a: nn.Parameter, b: nn.Parameter, scaling: float, is_transposed: bool):
+        super().__init__()
+        self.a, self.b, self.scaling, self.is_transposed = a, b, scaling, is_transposed
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        delta = self.scaling * self.b @ self.a
+        return weight + (delta.mT if self.is_transposed else delta)

@@ -1,6 +1,7 @@
 """What the ranks of an ``etp`` group hold parts of along the hidden dim, and compute with as a whole."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -8,16 +9,42 @@ from torch.nn import functional as F
 
 __all__ = ["with_whole_outputs"]
 
+# The halves of an adapter without the inner dim, and the dim along which they are sharded.
+_UP_LORA_A, _DOWN_LORA_B = ("gate_up_proj_lora_A", "up_proj_lora_A"), ("down_proj_lora_B",)
+
 
 def with_whole_outputs(weight: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
     """Return an experts module's local parameters as its linears take them.
 
     Every rank of the group computes a summand of the outputs, so their bias is to be added once: each rank adds its
-    part, and zeros elsewhere.
+    part, and zeros elsewhere. The halves of adapters that have no inner dim are gathered, and as every rank has a part
+    of their gradient, these are added up. Collective where there are some, in forward and in backward.
     """
     whole = dict(weight)
     if "down_proj_bias" in weight:
         bias = weight["down_proj_bias"]
         part, rank, ranks = bias.shape[-1], dist.get_rank(group), dist.get_world_size(group)
         whole["down_proj_bias"] = F.pad(bias, (rank * part, (ranks - 1 - rank) * part))
+    for names, dim in ((_UP_LORA_A, 2), (_DOWN_LORA_B, 1)):
+        whole |= {name: _Gather.apply(weight[name], dim, group) for name in names if name in weight}
     return whole
+
+
+class _Gather(torch.autograd.Function):
+    """All ranks' parts of a tensor along a dim; its gradient is the sum of all ranks', of which each takes its part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.dim, ctx.group = dim, group
+        ranks = dist.get_world_size(group)
+        parts = part.new_empty(ranks * part.shape[0], *part.shape[1:])
+        dist.all_gather_into_tensor(parts, part.contiguous(), group=group)
+        return torch.cat(parts.chunk(ranks), dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ranks = dist.get_world_size(ctx.group)
+        parts = torch.cat(grads[0].chunk(ranks, ctx.dim))
+        part = parts.new_empty(parts.shape[0] // ranks, *parts.shape[1:])
+        dist.reduce_scatter_tensor(part, parts, group=ctx.group)
+        return part, None, None

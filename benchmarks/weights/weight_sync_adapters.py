@@ -1,0 +1,147 @@
+"""Adapters alone into vLLM: a sync of the base, then syncs of adapters of rank 32, on the models of ``weight_sync.py``.
+
+Two trainer ranks with ``ep_size=2`` have adapters on the linears of attention, which vLLM's CPU build has kernels for.
+vLLM computes with them, as with ``lora.merge=False``. Bytes are what one worker is handed.
+"""
+
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from benchmarks.tables import rows_of
+from epfsdp2.engine.fsdp.options import ShardingOptions
+from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes
+from epfsdp2.engine.lora.adapters import Lora, lora_of
+from epfsdp2.engine.lora.peft_files import adapter_config
+from epfsdp2.engine.lora.settings import LoraSettings
+from epfsdp2.engine.model.layers import layer_names
+from epfsdp2.engine.model.meta import build_on_meta
+from epfsdp2.engine.topology.dtensor import is_adapter
+from epfsdp2.rollout.layout.vllm_layout import Rollout
+from epfsdp2.rollout.server_adapter import send_weights
+from epfsdp2.rollout.sync import RolloutSync, SyncSettings
+from tests.support.engine import sharded_model
+from tests.support.ranks import run_ranks
+
+__all__ = ["MOST_OF_BASE", "RANK", "holds", "run", "section"]
+
+WORLD, RANK = 2, 32
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+MOST_OF_BASE = 0.02  # bytes of the adapters over those of the base
+COLUMNS = ["rollout", "sync", "MB", "of the base", "end to end s", "of the base"]
+
+
+def _settings() -> LoraSettings:
+    return LoraSettings("model", RANK, RANK, TARGETS)
+
+
+def ranks(folder: Path, tp: int, handles: list[str], turns: int, megabytes: int, out: Path) -> None:
+    """Send the base and then the adapters so many times; write when each sync began, and its bytes."""
+    rank, options = dist.get_rank(), {"param_dtype": torch.bfloat16}
+    model, meshes = sharded_model(
+        folder,
+        WORLD,
+        2,
+        before=lambda model: Lora(model, _settings()),
+        initialize=lambda name, tensor, fits: is_adapter(name),
+        finish=lambda model: lora_of(model).initialize(model, 0),
+        **options,
+    )
+    dtypes = compute_dtypes(model, ShardingOptions(**options))
+    sync = RolloutSync(model, meshes, layer_names(model), dtypes, SyncSettings("auto", megabytes << 20))
+    base = sync.worker_weights("sliced", Rollout(tp), rank % tp, adapters="left out")
+    began, sent = [], []
+    for weights in (base, *(sync.adapters() for _ in range(turns))):
+        dist.barrier()
+        began.append(time.monotonic())
+        sending = send_weights(
+            weights.tensors,
+            zmq_handle=handles[rank],
+            bucket_megabytes=megabytes,
+            use_shm=True,
+            timeout_seconds=300,
+            rank=rank,
+        )
+        sent.append(asyncio.run(sending).nbytes)
+    if rank == 0:
+        out.write_text(json.dumps({"began": began, "sent": sent}))
+
+
+def run(model: dict[str, Any], tp: int, repeats: int, megabytes: int) -> list[dict]:
+    """Rows of the base and of the adapters at one rollout TP; the first sync of adapters warms up."""
+    from benchmarks.weights.weight_sync import when_done
+    from tests.support.vllm_engine import Engine
+
+    with tempfile.TemporaryDirectory() as name:
+        folder, out = Path(name) / "model", Path(name) / "figures.json"
+        torch.manual_seed(0)
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**model)).float().save_pretrained(folder)
+        meta = build_on_meta(AutoModelForCausalLM, AutoConfig.from_pretrained(folder), torch.float32)
+        config = adapter_config(Lora(meta, _settings()), str(folder))
+        lora = {"enable_lora": True, "max_lora_rank": RANK, "lora_target_modules": list(TARGETS)}
+        engines = [Engine(str(folder), tp_size=tp, dtype="bfloat16", **lora) for _ in range(WORLD // tp)]
+        try:
+            ask = partial(when_done, peft_config=config)
+            stages = [False, *[True] * (repeats + 1)]
+            ended = [[ask(engine, base_sync_done=done) for done in stages] for engine in engines]
+            handles = [engine.handle(rank) for engine in engines for rank in range(tp)]
+            run_ranks(ranks, WORLD, folder, tp, handles, repeats + 1, megabytes, out, timeout=1800)
+            figures = json.loads(out.read_text())
+            took = [max(each[i]() for each in ended) - began for i, began in enumerate(figures["began"])]
+        finally:
+            for engine in engines:
+                engine.stop()
+    found = {"base": (figures["sent"][0], took[0]), "adapters": (figures["sent"][-1], statistics.median(took[2:]))}
+    return [
+        {
+            "tp": tp,
+            "sync": sync,
+            "bytes": nbytes,
+            "of_bytes": nbytes / found["base"][0],
+            "seconds": seconds,
+            "of_seconds": seconds / found["base"][1],
+        }
+        for sync, (nbytes, seconds) in found.items()
+    ]
+
+
+def holds(row: dict) -> bool:
+    """Whether adapters are as few bytes as they are held to."""
+    return row["sync"] == "base" or row["of_bytes"] <= MOST_OF_BASE
+
+
+def section(rows: list[dict]) -> list[str]:
+    """The lines of the table; none where nothing was measured."""
+    if not rows:
+        return []
+    cells = [
+        [
+            f"TP {row['tp']}",
+            row["sync"],
+            f"{row['bytes'] / 1e6:.2f}",
+            f"{row['of_bytes']:.2%}",
+            f"{row['seconds']:.2f}",
+            f"{row['of_seconds']:.2f} x",
+        ]
+        for row in rows
+    ]
+    return [
+        "",
+        "## Adapters alone",
+        "",
+        f"The same model with adapters of rank {RANK} on the linears of attention, which vLLM computes with: the base",
+        "once, in slices, then the adapters in every sync, whole to each worker. MB: handed to one worker.",
+        "",
+        f"Bound: adapters are at most {MOST_OF_BASE:.0%} of the base's bytes.",
+        "",
+        *rows_of(COLUMNS, cells),
+    ]

@@ -1,0 +1,112 @@
+"""Whether adapters can be trained as the settings say, and served by the rollout."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import SettingError
+from ..lora.adapters import Lora, lora_of
+from ..lora.peft_files import check_dora, read_adapter
+from ..lora.rollout_names import has_form
+from ..lora.settings import LoraSettings
+from ..moe.find import find_experts
+from ..moe.gemm.backends import REGISTERED
+from ..settings.values import ACTOR_MODEL, get_setting
+from ..topology.mesh import Topology
+from .cut_experts import check_cut_experts, check_experts
+from .model_facts import ModelFacts, facts_of
+
+__all__ = ["check_adapters_alone", "check_lora"]
+
+_CRITIC = "critic.model"
+# What adapters may have and vLLM's have not (0.27, lora/peft_helper.py); it scales all of an adapter alike.
+_NOT_IN_VLLM = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern")
+
+
+def check_lora(
+    engine: Any,
+    topology: Topology,
+    model: Any,
+    facts: ModelFacts | None,
+    optim: Any = None,
+    setting: str = ACTOR_MODEL,
+) -> None:
+    """Adapters have to be of weights that there are, and something that can be trained and cut.
+
+    Args:
+        facts: None for a model that is not on this machine: what does not depend on it is checked. Its model gets the
+            adapters.
+
+    Raises:
+        SettingError: for the first setting that can't work.
+    """
+    megatron = get_setting(model, "lora")
+    if megatron and megatron.get("rank"):
+        rule = "is verl's setting for Megatron."
+        raise SettingError(f"{setting}.lora.rank", megatron["rank"], rule, f"{setting}.lora_rank={megatron['rank']}")
+    settings = LoraSettings.of(model, setting)
+    if settings is None:
+        return
+    if facts is None or (setting == _CRITIC and settings.adapter is not None):
+        return  # such an adapter has a head, which a critic's worker gives its model
+    lora = Lora(facts.model, settings, engine.expert_plan)
+    on_experts = [name for name, target in lora.targets.items() if target.experts is not None]
+    if on_experts and engine.experts_backend.startswith(REGISTERED):
+        rule = f"adds no adapter, and {on_experts[0]} gets one."
+        raise SettingError("engine.experts_backend", engine.experts_backend, rule, "engine.experts_backend=auto")
+    if settings.adapter is not None:
+        read_adapter(settings.adapter, lora, f"{setting}.lora_adapter_path")
+    check_dora(lora, setting)
+    _check_saved(engine, model, lora, facts, setting)
+    adapted = facts_of(facts.model, find_experts(facts.model, engine.expert_plan) if lora.has_experts else [])
+    check_experts(topology, adapted, engine.expert_shard_dim)
+    check_cut_experts(engine, topology, adapted, optim, setting)
+
+
+def _check_saved(engine: Any, model: Any, lora: Lora, facts: ModelFacts, setting: str) -> None:
+    """Modules that are trained as a whole compute with copies of their weights inside of their own forward.
+
+    Raises:
+        SettingError: something reads their weights in another way.
+    """
+    saved = {name.rpartition(".")[0] for name in lora.saved}
+    name, value = f"{setting}.lora.modules_to_save", list(lora.settings.modules_to_save)
+    head = facts.model.get_output_embeddings()
+    if get_setting(model, "use_fused_kernels") and any(facts.model.get_submodule(fqn) is head for fqn in saved):
+        rule = "verl's fused kernels read the head's weight, and not the copy that is trained."
+        raise SettingError(name, value, rule, f"{setting}.use_fused_kernels=False, or modules without the head")
+    if saved and engine.compile_dense:
+        rule = "its modules exchange their weights in a forward, which torch.compile does not follow."
+        raise SettingError(name, value, rule, "engine.compile_dense=False")
+
+
+def check_adapters_alone(model: Any, rollout: Mapping[str, Any], facts: ModelFacts | None, device: str) -> None:
+    """Adapters that are not merged go to vLLM alone, whose CPU build has no kernels for those of experts.
+
+    Args:
+        facts: None for a model that is not on this machine. Its model has the adapters (``check_lora``).
+    """
+    if not model.get("lora_rank") or not rollout.get("name") or (model.get("lora") or {}).get("merge"):
+        return
+    setting, works = f"{ACTOR_MODEL}.lora.merge", f"{ACTOR_MODEL}.lora.merge=True"
+    if rollout["name"] != "vllm":
+        rule = f"{rollout['name']} is sent adapters merged into the weights, and in no other way."
+        raise SettingError(setting, False, rule, works)
+    settings = LoraSettings.of(model, ACTOR_MODEL)
+    unserved = [name for name in _NOT_IN_VLLM if getattr(settings, name)]
+    if unserved:
+        rule = f"vLLM serves no adapter with {unserved[0]}."
+        raise SettingError(setting, False, rule, works)
+    if facts is None or facts.is_dense:
+        return
+    lora = lora_of(facts.model)
+    adapted = [name for name, target in lora.targets.items() if target.experts is not None] if lora is not None else []
+    some = model.get("target_modules")
+    if device == "cpu" and (adapted or not some or isinstance(some, str)):
+        what = f"{adapted[0]} gets one" if adapted else "it prepares them unless target_modules is a list"
+        rule = f"vLLM's CPU build has no kernels for adapters of experts, and {what}."
+        works += f", or {ACTOR_MODEL}.target_modules=[q_proj,k_proj,v_proj,o_proj]"
+        raise SettingError(setting, False, rule, works)
+    unknown = [name for name in adapted if not has_form(facts.model, name)]
+    if unknown:
+        rule = f"it is not known in which form vLLM takes adapters of {unknown[0]} of {facts.name}."
+        raise SettingError(setting, False, rule, works)

@@ -382,8 +382,9 @@ def _forwards_replaced(files: Mapping[str, str]) -> list[str]:
 
 def test_forwards_are_replaced_in_one_place():
     # vision.py puts a class's own forward back after verl has patched it; blocks.py gives a block another as its own.
-    # causal_head.py asks a model's forward what it does with logits, on meta, and puts all back.
-    others = ["engine/head/causal_head.py", "engine/model/vision.py", "engine/moe/outside/blocks.py"]
+    # causal_head.py asks a model's forward what it does with logits, on meta, and puts both back.
+    head = ["engine/head/causal_head.py"] * 2
+    others = [*head, "engine/model/vision.py", "engine/moe/outside/blocks.py"]
     assert _forwards_replaced(SOURCES) == [*others, "engine/wrap_forward.py"]
 
 

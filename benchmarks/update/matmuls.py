@@ -36,25 +36,25 @@ def _with_backward(m: int, k: int, n: int, forwards: int, times: int = 1) -> Ite
     yield Matmul(k, m, n, times)
 
 
-def matmuls(model: dict[str, Any], lengths: Sequence[int]) -> Iterator[Matmul]:
+def matmuls(config: Any, lengths: Sequence[int]) -> Iterator[Matmul]:
     """Of one update of a Qwen3-MoE on a rank that has sequences of such lengths.
 
     Args:
-        model: the config's sizes.
+        config: the model's.
     """
-    tokens, hidden, heads, dim = sum(lengths), model["hidden_size"], model["num_attention_heads"], model["head_dim"]
-    layers, experts, inner = model["num_hidden_layers"], model["num_experts"], model["moe_intermediate_size"]
-    keys = model["num_key_value_heads"] * dim
+    tokens, hidden, heads, dim = sum(lengths), config.hidden_size, config.num_attention_heads, config.head_dim
+    layers, experts, inner = config.num_hidden_layers, config.num_experts, config.moe_intermediate_size
+    keys = config.num_key_value_heads * dim
     for out in (heads * dim, keys, keys, experts):
         yield from _with_backward(tokens, hidden, out, 2, layers)
     yield from _with_backward(tokens, heads * dim, hidden, 2, layers)
     for length in lengths:  # half of the scores are of later tokens
         for k, n in ((dim, -(-length // 2)), (-(-length // 2), dim)):
             yield from _with_backward(length, k, n, 2, layers * heads)
-    rows = -(-tokens * model["num_experts_per_tok"] // experts)  # of an expert: tokens of all ranks, experts of one
+    rows = -(-tokens * config.num_experts_per_tok // experts)  # of an expert: tokens of all ranks, experts of one
     for k, n in ((hidden, 2 * inner), (inner, hidden)):
         yield from _with_backward(rows, k, n, 2, layers * experts)
-    yield from _with_backward(tokens, hidden, model["vocab_size"], 1)
+    yield from _with_backward(tokens, hidden, config.vocab_size, 1)
 
 
 def seconds(products: Sequence[Matmul]) -> float:

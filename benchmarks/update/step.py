@@ -148,19 +148,19 @@ def stock_worker(folder: Path, loss: Any) -> Any:
 
 def measure(folder: Path, out: Path, eps: Sequence[int], tokens: Sequence[int], repeats: int) -> None:
     """Rank 0 writes, for each number of tokens, seconds of each turn and bytes of all ranks, by side."""
-    world, model, figures = dist.get_world_size(), AutoConfig.from_pretrained(folder).to_dict(), []
+    world, config, figures = dist.get_world_size(), AutoConfig.from_pretrained(folder), []
     workers = {f"ep {ep}": ppo_worker(folder, ep, micro_batch=PER_RANK) for ep in eps}
     ours = dict(workers)
     workers[STOCK] = stock_worker(folder, next(iter(workers.values())).loss_fn)
     for count in tokens:
-        samples = samples_of(world, count, model["vocab_size"])
+        samples = samples_of(world, count, config.vocab_size)
         sides: dict[str, list[tuple[float, float]]] = {name: [] for name in workers}
         bound: list[float] = []
         for turn in range(repeats + 1):
             names = [*workers][turn % len(workers) :] + [*workers][: turn % len(workers)]  # each is the first at times
             for name in names:
                 sides[name].append(_step(workers[name], samples))
-            bound.append(_bound(model, samples))
+            bound.append(_bound(config, samples))
         wire = {name: _wire(worker, samples) for name, worker in workers.items()}
         planned = {name: _planned(folder, worker, count) for name, worker in ours.items()}
         for name, plan in planned.items():
@@ -196,9 +196,9 @@ def _step(worker: Any, samples: Sequence[Sample]) -> tuple[float, float]:
     return half - began, time.monotonic() - half
 
 
-def _bound(model: dict[str, Any], samples: Sequence[Sample]) -> float:
+def _bound(config: Any, samples: Sequence[Sample]) -> float:
     """Seconds of an update's matrix multiplications, on all ranks at once."""
-    products = list(matmuls(model, [len(ids) for ids, *_ in samples[:PER_RANK]]))
+    products = list(matmuls(config, [len(ids) for ids, *_ in samples[:PER_RANK]]))
     dist.barrier()
     took = torch.tensor(seconds(products))
     dist.all_reduce(took, op=dist.ReduceOp.MAX)

@@ -790,8 +790,8 @@ def test_slices_need_a_family_and_a_vllm_that_are_known(tmp_path, model, install
     # Of a model that is not here yet, what can be judged is.
     later = {"path": "some-org/not-here", **SDPA}
     check_run(engine(rollout_sync="sliced"), 2, later, rollout(), device="cpu")
-    with pytest.raises(SettingError, match="quantization=fp8"):
-        check_run(engine(rollout_sync="sliced"), 2, later, rollout(quantization="fp8"), device="cpu")
+    with pytest.raises(SettingError, match="quantization=torchao"):
+        check_run(engine(rollout_sync="sliced"), 2, later, rollout(quantization="torchao"), device="cpu")
 
     installs("vllm", "0.25.1")
     with pytest.raises(SettingError, match="vllm 0.25.1 was not tested with; .*a layout may have changed") as caught:
@@ -982,7 +982,7 @@ def test_validate_config_refuses_a_critic_without_a_model(model):
     "override, named",
     [
         ("actor_rollout_ref.rollout.disaggregation.enabled=True", "rollout.disaggregation.enabled=True"),
-        ("actor_rollout_ref.rollout.quantization=fp8", "rollout.quantization=fp8"),
+        ("actor_rollout_ref.rollout.quantization=torchao", "rollout.quantization=torchao"),
         ("actor_rollout_ref.rollout.pipeline_model_parallel_size=2", "rollout.pipeline_model_parallel_size=2"),
         (f"{VLLM}.worker_extension_cls=theirs.Extension", f"{VLLM}.worker_extension_cls=theirs.Extension"),
         (f"+{VLLM}.expert_placement_strategy=round_robin", "expert_placement_strategy=round_robin"),

@@ -18,6 +18,7 @@ from epfsdp2.engine.checkpoint import safetensors_reader
 from epfsdp2.engine.checkpoint import state as checkpoint
 from epfsdp2.engine.checkpoint.load import load_weights
 from epfsdp2.engine.fsdp.options import ShardingOptions
+from epfsdp2.engine.model import safetensors_files
 from epfsdp2.engine.model.meta import build_on_meta, check_initialized, materialize
 from epfsdp2.engine.parallelize import parallelize
 from epfsdp2.engine.topology.dtensor import checkpoint_tensors, is_expert_parameter
@@ -171,7 +172,7 @@ def _loaded(trip: Trip, files: Path, meshes: Meshes, report: dict) -> nn.Module:
     model = build_on_meta(AsAuto(type(plain)), plain.config, dtype)
     parallelize(model, meshes, ShardingOptions(param_dtype=dtype))
     materialize(model, "cpu")
-    with mock.patch.object(safetensors_reader, "safe_open", _Counting()) as counting:
+    with mock.patch.object(safetensors_files, "safe_open", _Counting()) as counting:
         assert not load_weights(model, safetensors_reader.open_checkpoint(files), meshes)
     check_initialized(model)
     report["read"] = sum(count for key, count in counting.bytes.items() if EXPERT.search(key))

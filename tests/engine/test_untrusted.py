@@ -4,6 +4,7 @@ import json
 import random
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -115,7 +116,7 @@ def _of_a_model(path):
 
 
 def _of_an_adapter(path):
-    read_adapter(path.parent, {}, "model.lora_adapter_path")
+    read_adapter(path.parent, SimpleNamespace(targets={}, saved=[]), "model.lora_adapter_path")
 
 
 def _of_a_run(path):

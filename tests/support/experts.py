@@ -54,7 +54,7 @@ FAMILIES = {
 
 
 class Enabled:
-    enabled, scaling = True, 0.5
+    enabled = True
 
 
 def make(family, dtype=torch.float32, adapters=False, config=Config):
@@ -62,10 +62,11 @@ def make(family, dtype=torch.float32, adapters=False, config=Config):
     torch.manual_seed(1)
     module = FAMILIES[family](config())
     if adapters:
+        enabled = Enabled()
         for name, (out, inner) in {"gate_up_proj": (2 * INNER, D), "down_proj": (D, INNER)}.items():
             module.register_parameter(f"{name}_lora_A", nn.Parameter(torch.empty(E, 3, inner)))
             module.register_parameter(f"{name}_lora_B", nn.Parameter(torch.empty(E, out, 3)))
-        adapt_experts(module, Enabled())
+            adapt_experts(module, enabled, name, 0.5)
     for param in module.parameters():
         nn.init.normal_(param, std=0.5)
     return module.to(dtype)

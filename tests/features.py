@@ -234,8 +234,8 @@ FEATURES = (
     ),
     Feature(
         "[rollouts in FP8](weight_sync.md#rollouts-in-fp8)",
-        "`rollout.quantization=fp8` with `engine.rollout_sync=sliced`: slices of nine families are quantised where they "
-        "are, with the bits of vLLM's own quantisation; full tensors by default, and for other families",
+        "`rollout.quantization=fp8` with `engine.rollout_sync=sliced`: slices of nine families are quantised where "
+        "they are, with the bits of vLLM's own quantisation; full tensors by default, and for other families",
         "workers apart from the trainer; tensor-parallel sizes that cut a block of 128 x 128",
         (
             "rollout/test_quantise.py::test_slices_have_the_bits_that_vllm_makes_of_the_whole_weights",

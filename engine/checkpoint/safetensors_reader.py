@@ -42,7 +42,8 @@ class CheckpointFiles:
 
     def dtype(self, key: str) -> torch.dtype:
         """Return the dtype of one tensor, from the file's header."""
-        return _DTYPES[self._file(key).dtype(key)]
+        with _as_setting():
+            return _DTYPES[self._file(key).dtype(key)]
 
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
         """Read one tensor, or the slices ``index`` of it; only those bytes are read."""

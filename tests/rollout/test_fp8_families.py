@@ -1,6 +1,5 @@
 """Where vLLM's own loaders put FP8 values and scales of every family that is sent them, on two workers."""
 
-import glob
 import os
 from pathlib import Path
 from unittest import mock
@@ -26,6 +25,7 @@ from epfsdp2.rollout.layout.vllm_layout import (
 from tests.rollout.families import config_of
 from tests.rollout.served_families import SERVED, randomise
 from tests.support.ranks import run_ranks
+from tests.support.vllm_segments import no_segments_are_left, segments_identity  # noqa: F401  (a fixture)
 
 pytestmark = pytest.mark.skipif(not versions.vllm_in(">=0.27"), reason="vLLM before 0.27 has other FP8 loaders")
 
@@ -44,18 +44,6 @@ CASES = {
     "qwen2": {"intermediate_size": 512},
     "llama": {"intermediate_size": 512},
 }
-
-
-def _identity(folder):
-    """What vLLM's segments are named by."""
-    return str(folder).replace("/", ".")
-
-
-@pytest.fixture(autouse=True)
-def _no_segments_are_left(tmp_path):
-    yield
-    for path in glob.glob(f"/dev/shm/{_identity(tmp_path)}-*"):
-        os.unlink(path)
 
 
 def _of_vllm(weight):
@@ -140,7 +128,7 @@ def _planned(model, rank, world, held):
 
 def _compare(folder, families):
     os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    os.environ["VLLM_DIST_IDENT"] = _identity(folder)
+    os.environ["VLLM_DIST_IDENT"] = segments_identity(folder)
     from transformers import AutoModelForCausalLM
 
     rank, world = dist.get_rank(), dist.get_world_size()

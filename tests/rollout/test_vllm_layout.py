@@ -1,6 +1,5 @@
 """The layout that ``layout/vllm_layout.py`` computes equals the one traced from vLLM's own loaders."""
 
-import glob
 import os
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from tests.rollout.families import DENSE, FAMILIES, config_of, known, model_on_m
 from tests.rollout.served_families import SERVED
 from tests.support.loader_trace import LoaderTracer, View, differing_layouts, merge_slices
 from tests.support.ranks import run_ranks
+from tests.support.vllm_segments import no_segments_are_left, segments_identity  # noqa: F401  (a fixture)
 
 _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -34,21 +34,9 @@ class _NoAttention(torch.nn.Module):
         super().__init__()
 
 
-def _identity(folder):
-    """What vLLM's segments are named by."""
-    return str(folder).replace("/", ".")
-
-
-@pytest.fixture(autouse=True)
-def _no_segments_are_left(tmp_path):
-    yield
-    for path in glob.glob(f"/dev/shm/{_identity(tmp_path)}-*"):
-        os.unlink(path)
-
-
 def _compare(folder, cases, is_data_parallel=False, tower="sharded"):
     """Compare both layouts; a case is a family, changes of its config, and whether vLLM runs expert parallel."""
-    os.environ.update(_ENVIRONMENT, VLLM_DIST_IDENT=_identity(folder))
+    os.environ.update(_ENVIRONMENT, VLLM_DIST_IDENT=segments_identity(folder))
     # Before vLLM is imported, which changes some of transformers' classes (Dots1Model).
     models = [model_on_meta(config_of(family, **sizes)) for family, sizes, _ in cases]
     from vllm.config import set_current_vllm_config

@@ -3,7 +3,7 @@
     python .ci/vllm_names.py
 
 downloads the wheels of the versions below and reads them (nothing is installed or imported), and writes
-``tests/rollout/vllm_names.json``.
+``tests/rollout/vllm/vllm_names.json``.
 """
 
 import ast
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LIST = ROOT / "tests" / "rollout" / "vllm_names.json"
+LIST = ROOT / "tests" / "rollout" / "vllm" / "vllm_names.json"
 VERSIONS = ("0.24.0", "0.29.0", "0.32.0")  # the stacks `users` and `next`, and what comes after them
 
 

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e import test_families as test_other_families
-from tests.engine import test_lora_families, test_packing, test_router_replay, test_ulysses
+from tests.engine.fsdp import test_ulysses
+from tests.engine.lora import test_lora_families
+from tests.engine.moe.router import test_router_replay
+from tests.engine.packing import test_packing
 from tests.parity import families
 from tests.parity.newer_families import KNOWN
 from tests.rollout import test_families as test_served
-from tests.rollout import test_vllm_families
 from tests.rollout.served_families import SERVED
+from tests.rollout.vllm import test_vllm_families
 from tests.support.vlm import VLMS
 
 __all__ = ["families_page"]
@@ -27,19 +30,19 @@ transformers, small and random, made from a seed.
 
 * **parity**: the sharded model equals the plain one; on how many meshes, with which transformers where it is not 5.9
   ([parity](../benchmarks/results/parity.md), [newest](../benchmarks/results/parity_newest.md)). Loading and export are
-  tested of the same families ([test_round_trip.py](../tests/engine/test_round_trip.py)).
+  tested of the same families ([test_round_trip.py](../tests/engine/checkpoint/test_round_trip.py)).
 * **packed**: sequences in one row are computed as if apart
-  ([test_packing.py](../tests/engine/test_packing.py)), and on how many meshes the gradients of packed rows
+  ([test_packing.py](../tests/engine/packing/test_packing.py)), and on how many meshes the gradients of packed rows
   equal those of one sequence per row
   ([packed](../benchmarks/results/parity_packed.md), [newest](../benchmarks/results/parity_newest_packed.md)).
-* **SP**: ranks share rows: by heads ([test_ulysses.py](../tests/engine/test_ulysses.py)), or by sequences where
-  a state is carried along them ([test_shared_mixers.py](../tests/engine/test_shared_mixers.py)).
-* **images**: updates on images ([test_vision.py](../tests/engine/test_vision.py)).
-* **LoRA** ([test_lora_families.py](../tests/engine/test_lora_families.py)), **replay** of routes
-  ([test_router_replay.py](../tests/engine/test_router_replay.py)).
+* **SP**: ranks share rows: by heads ([test_ulysses.py](../tests/engine/fsdp/test_ulysses.py)), or by sequences where
+  a state is carried along them ([test_shared_mixers.py](../tests/engine/packing/test_shared_mixers.py)).
+* **images**: updates on images ([test_vision.py](../tests/engine/model/test_vision.py)).
+* **LoRA** ([test_lora_families.py](../tests/engine/lora/test_lora_families.py)), **replay** of routes
+  ([test_router_replay.py](../tests/engine/moe/router/test_router_replay.py)).
 * **weight sync**: three syncs into vLLM, each compared bit for bit with an engine started on the same weights: of full
   tensors ([test_families.py](../tests/rollout/test_families.py)), of slices with tensor parallelism 1 and 2 and with
-  expert parallelism ([test_vllm_families.py](../tests/rollout/test_vllm_families.py)).
+  expert parallelism ([test_vllm_families.py](../tests/rollout/vllm/test_vllm_families.py)).
 * **end to end**: verl's trainer, Ray and vLLM ([tests/e2e](../tests/e2e)).
 
 Empty: no test has it. Refused: the driver ends the run with the reason. How to add a family:

@@ -37,7 +37,7 @@ FEATURES = (
             "e2e/test_standalone.py::test_standalone_rollout_follows_the_trainer",
             "e2e/test_trainers.py::test_one_step_off_trainer_trains",
             "e2e/test_trainers.py::test_fully_async_trainer_trains",
-            "engine/test_preflight.py::test_any_rollout_is_sent_full_tensors_and_only_vllm_slices",
+            "engine/preflight/test_preflight.py::test_any_rollout_is_sent_full_tensors_and_only_vllm_slices",
             "e2e/test_sglang.py::test_sglang_run_raises_the_reward_and_agrees_with_the_trainer",
         ),
     ),
@@ -49,10 +49,10 @@ FEATURES = (
         "estimators and top-k",
         "top-k distillation with fused kernels or `pad_to_length`",
         (
-            "engine/test_algorithms.py::test_an_update_by_every_algorithm_equals_the_plain_model",
-            "engine/test_algorithms.py::test_no_policy_loss_of_verl_is_left_out",
+            "engine/integration/test_algorithms.py::test_an_update_by_every_algorithm_equals_the_plain_model",
+            "engine/integration/test_algorithms.py::test_no_policy_loss_of_verl_is_left_out",
             "e2e/test_dapo.py::test_dapo_run_filters_groups_and_punishes_long_answers",
-            "engine/test_preflight.py::test_top_k_distillation_needs_logits_of_the_batch_s_tokens",
+            "engine/preflight/test_preflight.py::test_top_k_distillation_needs_logits_of_the_batch_s_tokens",
         ),
     ),
     Feature(
@@ -62,7 +62,7 @@ FEATURES = (
         "batches and R3",
         "",
         (
-            "engine/test_multi_turn.py::test_an_update_of_turns_with_a_tool_equals_the_plain_model",
+            "engine/integration/test_multi_turn.py::test_an_update_of_turns_with_a_tool_equals_the_plain_model",
             "e2e/test_agents.py::test_agent_that_calls_a_tool_raises_its_reward",
             "e2e/test_agents.py::test_what_the_tool_answered_has_routes_and_no_part_in_the_loss",
             "e2e/test_partial_rollouts.py::"
@@ -74,9 +74,9 @@ FEATURES = (
         "one-output head from a causal LM or a checkpoint with a head; GAE, warm-up, its own optimizer and checkpoints",
         "",
         (
-            "engine/test_value_update.py::test_gradients_equal_the_plain_model",
-            "engine/test_value_update.py::test_a_critic_with_adapters_trains_them_and_its_head",
-            "engine/test_value_update.py::test_a_trained_head_is_read_also_where_transformers_has_no_class_for_it",
+            "engine/integration/test_value_update.py::test_gradients_equal_the_plain_model",
+            "engine/integration/test_value_update.py::test_a_critic_with_adapters_trains_them_and_its_head",
+            "engine/integration/test_value_update.py::test_a_trained_head_is_read_also_where_transformers_has_no_class_for_it",
             "e2e/test_ppo.py::test_ppo_run_with_critic_and_reference_raises_the_reward",
         ),
     ),
@@ -85,7 +85,7 @@ FEATURES = (
         "forward only, offloaded",
         "",
         (
-            "engine/test_ppo_update.py::test_reference_policy_is_forward_only",
+            "engine/integration/test_ppo_update.py::test_reference_policy_is_forward_only",
             "e2e/test_ppo.py::test_ppo_run_with_critic_and_reference_raises_the_reward",
         ),
     ),
@@ -95,9 +95,9 @@ FEATURES = (
         "recomputed, `pad_to_length`",
         "GLM-4.5V and ERNIE-4.5-VL packed with flash attention",
         (
-            "engine/test_ppo_update.py::test_gradients_and_norm_equal_the_plain_model",
-            "engine/test_packing.py::test_packed_sequences_are_computed_as_if_apart",
-            "engine/test_packing.py::test_ppo_updates_of_packed_rows_equal_the_plain_model",
+            "engine/integration/test_ppo_update.py::test_gradients_and_norm_equal_the_plain_model",
+            "engine/packing/test_packing.py::test_packed_sequences_are_computed_as_if_apart",
+            "engine/packing/test_packing.py::test_ppo_updates_of_packed_rows_equal_the_plain_model",
         ),
     ),
     Feature(
@@ -106,8 +106,8 @@ FEATURES = (
         "capped or read",
         "",
         (
-            "engine/test_head.py::test_every_family_is_exact_or_keeps_whole_logits",
-            "engine/test_head.py::test_logits_are_whole_where_verl_reads_them",
+            "engine/head/test_head.py::test_every_family_is_exact_or_keeps_whole_logits",
+            "engine/head/test_head.py::test_logits_are_whole_where_verl_reads_them",
         ),
     ),
     Feature(
@@ -115,8 +115,8 @@ FEATURES = (
         "`use_fused_kernels`",
         "heads with a bias or scaled logits",
         (
-            "engine/test_fused_kernels.py::test_every_family_is_exact_or_refused",
-            "engine/test_fused_kernels.py::test_an_update_equals_the_plain_model",
+            "engine/integration/test_fused_kernels.py::test_every_family_is_exact_or_refused",
+            "engine/integration/test_fused_kernels.py::test_an_update_equals_the_plain_model",
         ),
     ),
     Feature(
@@ -125,10 +125,10 @@ FEATURES = (
         "dropped-token metrics",
         "ERNIE-4.5-VL",
         (
-            "engine/test_router_losses.py::test_router_losses_of_every_family_equal_their_formula",
-            "engine/test_router_losses.py::test_router_losses_are_over_the_tokens_of_all_ranks",
-            "engine/test_router_losses.py::test_router_losses_reach_adapters",
-            "engine/test_router_losses.py::test_router_losses_of_unsuitable_models_are_refused",
+            "engine/moe/router/test_router_losses.py::test_router_losses_of_every_family_equal_their_formula",
+            "engine/moe/router/test_router_losses.py::test_router_losses_are_over_the_tokens_of_all_ranks",
+            "engine/moe/router/test_router_losses.py::test_router_losses_reach_adapters",
+            "engine/moe/router/test_router_losses.py::test_router_losses_of_unsuitable_models_are_refused",
         ),
     ),
     Feature(
@@ -137,8 +137,8 @@ FEATURES = (
         "checkpointing",
         "",
         (
-            "engine/test_held_memory.py::test_what_was_gathered_is_given_back",
-            "engine/test_activation_checkpoint.py::test_offloaded_inputs_leave_the_device_and_change_nothing",
+            "engine/planner/test_held_memory.py::test_what_was_gathered_is_given_back",
+            "engine/fsdp/test_activation_checkpoint.py::test_offloaded_inputs_leave_the_device_and_change_nothing",
         ),
     ),
     Feature(
@@ -147,10 +147,10 @@ FEATURES = (
         "state spaces; images; with every `ep`, HSDP, the critic, replay",
         "padded batches; an indexer that chooses keys (GLM-MoE-DSA, DeepSeek-V4); Llama 4",
         (
-            "engine/test_ulysses.py::test_every_family_equals_the_plain_model",
-            "engine/test_shared_mixers.py::test_a_family_that_carries_a_state_equals_the_plain_model",
-            "engine/test_vision.py::test_updates_of_shared_rows_equal_the_plain_model",
-            "engine/test_ulysses.py::test_what_mixes_tokens_otherwise_is_refused",
+            "engine/fsdp/test_ulysses.py::test_every_family_equals_the_plain_model",
+            "engine/packing/test_shared_mixers.py::test_a_family_that_carries_a_state_equals_the_plain_model",
+            "engine/model/test_vision.py::test_updates_of_shared_rows_equal_the_plain_model",
+            "engine/fsdp/test_ulysses.py::test_what_mixes_tokens_otherwise_is_refused",
             "e2e/test_sequence_parallel.py::test_sequence_parallel_run_trains",
         ),
     ),
@@ -160,8 +160,8 @@ FEATURES = (
         "padded batches; R2 with bypass mode; ERNIE-4.5-VL (two experts modules in a layer), Llama 4 (one expert "
         "for each token)",
         (
-            "engine/test_router_replay.py::test_replay_of_every_family_takes_the_recorded_routes",
-            "engine/test_router_replay.py::test_replay_of_unusable_routes_raises",
+            "engine/moe/router/test_router_replay.py::test_replay_of_every_family_takes_the_recorded_routes",
+            "engine/moe/router/test_router_replay.py::test_replay_of_unusable_routes_raises",
             "e2e/test_router_replay.py::test_router_replay_of_rollout_routes_brings_log_probs_together",
         ),
     ),
@@ -172,14 +172,14 @@ FEATURES = (
         "peft's; a peft adapter in each checkpoint, without the frozen weights; the base as reference",
         "dropout; DoRA of experts; apart from the weights DoRA, `modules_to_save` and patterns of ranks",
         (
-            "engine/test_peft.py::test_adapters_equal_those_of_peft",
-            "engine/test_peft.py::test_adapters_that_peft_has_saved_are_read_as_they_are",
-            "engine/test_lora.py::test_lora_resumes_on_another_mesh_and_exports_merged_weights",
-            "engine/test_muon.py::test_muon_on_adapters_steps_like_torch_muon_on_their_matrices",
-            "engine/test_lora.py::test_lora_log_probs_gradients_and_two_updates_equal_the_plain_model",
-            "engine/test_lora.py::test_lora_adapter_that_was_saved_is_loaded_by_peft",
-            "engine/test_lora.py::test_lora_check_refuses_bad_settings",
-            "rollout/test_checkpoint_engine.py::test_checkpoint_engine_sends_the_base_once_and_adapters_in_every_sync",
+            "engine/lora/test_peft.py::test_adapters_equal_those_of_peft",
+            "engine/lora/test_peft.py::test_adapters_that_peft_has_saved_are_read_as_they_are",
+            "engine/lora/test_lora.py::test_lora_resumes_on_another_mesh_and_exports_merged_weights",
+            "engine/optim/test_muon.py::test_muon_on_adapters_steps_like_torch_muon_on_their_matrices",
+            "engine/lora/test_lora.py::test_lora_log_probs_gradients_and_two_updates_equal_the_plain_model",
+            "engine/lora/test_lora.py::test_lora_adapter_that_was_saved_is_loaded_by_peft",
+            "engine/lora/test_lora.py::test_lora_check_refuses_bad_settings",
+            "rollout/remote/test_checkpoint_engine.py::test_checkpoint_engine_sends_the_base_once_and_adapters_in_every_sync",
             "rollout/test_adapters.py::test_adapters_alone_equal_those_that_vllm_loads_from_a_file",
             "e2e/test_lora.py::test_lora_run_trains_adapters_that_reach_the_rollout",
         ),
@@ -190,10 +190,10 @@ FEATURES = (
         "`freeze_vision_tower`",
         "ERNIE-4.5-VL, Qwen3-Omni, Gemma 4; audio",
         (
-            "engine/test_vision.py::test_two_updates_equal_the_plain_model",
-            "engine/test_vision.py::test_two_updates_beside_a_frozen_tower_equal_the_plain_model",
-            "engine/test_vision.py::test_glm4v_moe",
-            "rollout/test_vllm_images.py::test_vllm_sees_an_image_as_a_fresh_engine_on_the_export_does",
+            "engine/model/test_vision.py::test_two_updates_equal_the_plain_model",
+            "engine/model/test_vision.py::test_two_updates_beside_a_frozen_tower_equal_the_plain_model",
+            "engine/model/test_vision.py::test_glm4v_moe",
+            "rollout/vllm/test_vllm_images.py::test_vllm_sees_an_image_as_a_fresh_engine_on_the_export_does",
             "e2e/test_images.py::test_grpo_run_on_images_trains",
         ),
     ),
@@ -202,8 +202,8 @@ FEATURES = (
         "any of `torch.optim` by `optim.optimizer`; `Muon`, which orthogonalises each expert's matrices by themselves",
         "",
         (
-            "engine/test_optimizer.py::test_optimizer_from_config_chooses_the_algorithms",
-            "engine/test_muon.py::test_muon_two_steps_of_training_equal_the_reference",
+            "engine/optim/test_optimizer.py::test_optimizer_from_config_chooses_the_algorithms",
+            "engine/optim/test_muon.py::test_muon_two_steps_of_training_equal_the_reference",
         ),
     ),
     Feature(
@@ -213,7 +213,7 @@ FEATURES = (
         "(`recipes.dequantise`)",
         "",
         (
-            "engine/test_resume_matrix.py::test_a_run_saved_on_any_mesh_goes_on_on_any_other",
+            "engine/checkpoint/test_resume_matrix.py::test_a_run_saved_on_any_mesh_goes_on_on_any_other",
             "e2e/test_resume.py::test_run_resumed_from_a_background_save_goes_on",
             "recipes/test_export.py::test_export_of_a_trained_model_has_its_weights_bit_for_bit",
             "recipes/test_import_fsdp2.py::test_import_of_a_run_of_verls_goes_on_here",
@@ -226,7 +226,7 @@ FEATURES = (
         "",
         (
             "e2e/test_quickstart.py::test_sync_of_every_step_leaves_the_trainers_weights_in_every_worker",
-            "rollout/test_vllm_families.py::test_three_syncs_of_slices",
+            "rollout/vllm/test_vllm_families.py::test_three_syncs_of_slices",
             "rollout/test_other_backends.py::"
             "test_backends_that_iterate_get_full_tensors_and_delta_gets_what_has_changed",
             "e2e/test_standalone.py::test_standalone_rollout_follows_the_trainer",
@@ -238,9 +238,9 @@ FEATURES = (
         "they are, with the bits of vLLM's own quantisation; full tensors by default, and for other families",
         "workers apart from the trainer; tensor-parallel sizes that cut a block of 128 x 128",
         (
-            "rollout/test_quantise.py::test_slices_have_the_bits_that_vllm_makes_of_the_whole_weights",
-            "rollout/test_fp8_families.py::test_values_and_scales_of_every_family_are_where_vllms_loaders_put_them",
-            "rollout/test_vllm_fp8.py::test_workers_hold_what_vllm_loads_of_a_quantised_checkpoint",
+            "rollout/quantise/test_quantise.py::test_slices_have_the_bits_that_vllm_makes_of_the_whole_weights",
+            "rollout/layout/test_fp8_families.py::test_values_and_scales_of_every_family_are_where_vllms_loaders_put_them",
+            "rollout/vllm/test_vllm_fp8.py::test_workers_hold_what_vllm_loads_of_a_quantised_checkpoint",
         ),
     ),
     Feature(
@@ -248,8 +248,8 @@ FEATURES = (
         "actor and critic through Ray worker groups",
         "",
         (
-            "engine/test_verl_engine_cases.py::test_actor_engine",
-            "engine/test_verl_engine_cases.py::test_critic_engine",
+            "engine/integration/test_verl_engine_cases.py::test_actor_engine",
+            "engine/integration/test_verl_engine_cases.py::test_critic_engine",
         ),
     ),
     Feature(
@@ -258,7 +258,7 @@ FEATURES = (
         "([each of them](../benchmarks/results/verl_scripts.md))",
         "keys whose meaning can't be kept; two spellings that contradict each other",
         (
-            "engine/test_role_settings.py::test_a_role_spelled_either_way_counts_before_engine",
+            "engine/settings/test_role_settings.py::test_a_role_spelled_either_way_counts_before_engine",
             "e2e/test_verl_scripts.py::test_sft_script_with_two_words_trains",
             "e2e/test_verl_scripts.py::test_grpo_script_with_two_words_trains",
             "e2e/test_verl_scripts.py::test_fully_async_script_with_two_words_trains",
@@ -271,11 +271,11 @@ FEATURES = (
         "LoRA and a critic; [what it changes](../benchmarks/results/dtypes.md)",
         "`model_dtype` or `reduce_dtype` in float16",
         (
-            "engine/test_loss_scale.py::test_scaled_loss_in_float32_gives_the_same_updates_bit_for_bit",
-            "engine/test_loss_scale.py::test_update_in_float16_has_the_gradients_of_float32_to_its_precision",
-            "engine/test_loss_scale.py::test_adapters_in_float16_have_the_gradients_of_float32_to_its_precision",
-            "engine/test_value_update.py::test_gradients_equal_the_plain_model",
-            "engine/test_loss_scale.py::"
+            "engine/optim/test_loss_scale.py::test_scaled_loss_in_float32_gives_the_same_updates_bit_for_bit",
+            "engine/optim/test_loss_scale.py::test_update_in_float16_has_the_gradients_of_float32_to_its_precision",
+            "engine/optim/test_loss_scale.py::test_adapters_in_float16_have_the_gradients_of_float32_to_its_precision",
+            "engine/integration/test_value_update.py::test_gradients_equal_the_plain_model",
+            "engine/optim/test_loss_scale.py::"
             "test_overflow_in_one_expert_of_one_rank_skips_the_step_of_all_optimizers_on_all_ranks",
         ),
     ),
@@ -285,9 +285,9 @@ FEATURES = (
         "experts, another one says so in a line",
         "`ep_size` and other settings of experts where no trained model has any; models whose experts are elsewhere",
         (
-            "engine/test_preflight.py::test_a_dense_model_beside_another_is_sharded_over_all_ranks",
-            "engine/test_preflight.py::test_a_setting_of_experts_for_a_dense_model_alone_is_refused",
-            "engine/test_value_update.py::test_gradients_equal_the_plain_model",
+            "engine/preflight/test_preflight.py::test_a_dense_model_beside_another_is_sharded_over_all_ranks",
+            "engine/preflight/test_preflight.py::test_a_setting_of_experts_for_a_dense_model_alone_is_refused",
+            "engine/integration/test_value_update.py::test_gradients_equal_the_plain_model",
             "e2e/test_ppo.py::test_ppo_run_with_a_dense_critic_beside_experts_trains_both",
         ),
     ),
@@ -298,8 +298,8 @@ FEATURES = (
         "tiled MLP; multi-token prediction",
         (
             "parity/test_parity.py::test_every_family_equals_the_plain_model",
-            "engine/test_refused_families.py::test_a_family_outside_the_interface_is_refused_with_a_reason",
-            "engine/test_preflight.py::test_what_the_engine_does_not_do_is_refused",
+            "engine/moe/test_refused_families.py::test_a_family_outside_the_interface_is_refused_with_a_reason",
+            "engine/preflight/test_preflight.py::test_what_the_engine_does_not_do_is_refused",
         ),
     ),
 )

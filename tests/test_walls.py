@@ -264,10 +264,10 @@ def test_no_file_is_too_long_and_no_room_too_full():
         (planner, "rollout/sync.py", "from ..engine.planner import memory"),
         (public, "benchmarks/update/step.py", "from epfsdp2.engine.planner.memory import _states"),
         (public, "recipes/plan/cli.py", "from .tables import _mesh"),
-        (alone, "tests/engine/test_order.py", "from tests.engine.test_dispatch import EXPERTS"),
-        (alone, "tests/engine/test_order.py", "from tests.engine import test_dispatch"),
+        (alone, "tests/engine/test_order.py", "from tests.engine.moe.test_dispatch import EXPERTS"),
+        (alone, "tests/engine/test_order.py", "from tests.engine.moe import test_dispatch"),
         (alone, "tests/engine/test_order.py", "from .test_dispatch import EXPERTS"),
-        (alone, "tests/rollout/test_transfer_plan.py", "import tests.rollout.conftest"),
+        (alone, "tests/rollout/layout/test_transfer_plan.py", "import tests.rollout.conftest"),
         (alone, "tests/engine/test_order.py", "from benchmarks import step"),
     ],
 )

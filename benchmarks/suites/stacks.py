@@ -47,13 +47,13 @@ _NEED_NEITHER = (
 CORE = (
     *map(_test_of_the_engine, _NEED_NEITHER),
     "tests/parity/test_parity.py",
-    "tests/rollout/test_hf_names.py",
-    "tests/rollout/test_transfer_plan.py",
-    "tests/rollout/test_full_gather.py",
+    "tests/engine/model/test_hf_names.py",
+    "tests/rollout/layout/test_transfer_plan.py",
+    "tests/rollout/transport/test_full_gather.py",
 )
 SGLANG = (
     *("tests/e2e/test_sglang.py", "tests/e2e/test_sglang_trainers.py"),
-    *("tests/rollout/test_sglang.py", "tests/rollout/test_sglang_layout.py"),
+    *("tests/rollout/sglang/test_sglang.py", "tests/rollout/layout/test_sglang_layout.py"),
 )
 FOR = {
     "users": "What `verl[vllm]` 0.9.1 pins, which `pip install 'epfsdp2[gpu]'` brings, on a CPU: the whole suite.",

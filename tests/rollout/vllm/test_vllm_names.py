@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / ".ci" / "vllm_names.py"
-LIST = json.loads((ROOT / "tests" / "rollout" / "vllm_names.json").read_text())
+LIST = json.loads((ROOT / "tests" / "rollout" / "vllm" / "vllm_names.json").read_text())
 
 
 @pytest.fixture(scope="module")

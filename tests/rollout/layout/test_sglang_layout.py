@@ -19,7 +19,7 @@ from epfsdp2.rollout.layout.sglang_layout import FAMILIES as KNOWN
 from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout
 from tests.rollout.families import config_of, model_on_meta
 from tests.rollout.served_families import SERVED
-from tests.rollout.sglang_families import SIZES
+from tests.rollout.sglang.sglang_families import SIZES
 from tests.support.loader_trace import differing_layouts
 from tests.support.ranks import each_case, run_ranks
 

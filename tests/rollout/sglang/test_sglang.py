@@ -11,9 +11,9 @@ import pytest
 
 from epfsdp2.recipes.quickstart.commands import sglang_environment
 from tests.rollout.families import save
-from tests.rollout.sglang_families import SIZES
+from tests.rollout.sglang.sglang_families import SIZES
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed (make setup STACK=sglang)")
 
 _SENDS = """

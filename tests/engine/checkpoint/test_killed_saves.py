@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.models import save_qwen3_moe
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("moments", [3, pytest.param(20, marks=pytest.mark.long)])

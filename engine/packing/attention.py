@@ -146,10 +146,10 @@ class PackedAttention:
             raise ValueError(f"attention over {query.shape[2]} tokens in a packed row of {spans[-1][1]}.")
         if not isinstance(attention_mask, PackedMask):
             raise ValueError(f"{type(module).__name__} is handed a mask that is not made for packed rows.")
-        outputs = []
-        for start, end in spans:
-            q, k, v = (each[:, :, start:end] for each in (query, key, value))
-            outputs.append(self._of_one(module, q, k, v, attention_mask, (start, end), kwargs))
+        # Gradients of a split are written once; those of as many slices would each be as long as the row.
+        lengths = [end - start for start, end in spans]
+        parts = zip(*(each.split(lengths, dim=2) for each in (query, key, value)), spans, strict=True)
+        outputs = [self._of_one(module, q, k, v, attention_mask, span, kwargs) for q, k, v, span in parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
 
     def _of_one(
@@ -166,12 +166,13 @@ class PackedAttention:
         if window is None or length <= 2 * window:
             return self.real(module, query, key, value, masks.of(span, self.explicit), **kwargs)[0]
         # Queries in blocks of a window, each with the keys of its block and of the one before.
-        outputs = []
-        for start in range(0, length, window):
-            first, end = max(0, start - window + 1), min(start + window, length)
-            mask = _window_mask(query, start - first, end - start, window, self.explicit)
-            keys = (each[:, :, first:end] for each in (key, value))
-            outputs.append(self.real(module, query[:, :, start:end], *keys, mask, **kwargs)[0])
+        blocks = [each.split(window, dim=2) for each in (query, key, value)]
+        outputs, before = [], ()
+        for q, *block in zip(*blocks, strict=True):
+            mask = _window_mask(query, window * len(before[:1]), q.shape[2], window, self.explicit)
+            keys = [torch.cat(pair, dim=2) for pair in zip(before, block, strict=True)] if before else block
+            outputs.append(self.real(module, q, *keys, mask, **kwargs)[0])
+            before = block
         return torch.cat(outputs, dim=1)
 
 

@@ -195,8 +195,8 @@ def test_a_sliding_window_is_computed_in_blocks(monkeypatch):
     PackedSequences(model)
     counted = _Pairs(monkeypatch)
     _packed(model, ids)
-    # 14 tokens: 5 x 5, then 5 x 9 and 4 x 8; so 11: 5 x 5, 5 x 9, 1 x 5; the others whole.
-    assert counted.pairs == model.config.num_hidden_layers * (25 + 45 + 32 + 25 + 45 + 5 + 36 + 1)
+    # 14 tokens: 5 x 5, then 5 x 10 and 4 x 9; so 11: 5 x 5, 5 x 10, 1 x 6; the others whole.
+    assert counted.pairs == model.config.num_hidden_layers * (25 + 50 + 36 + 25 + 50 + 6 + 36 + 1)
 
 
 def test_one_mask_of_a_row_keeps_its_sequences_apart(monkeypatch):

@@ -173,8 +173,9 @@ class SharedMixers:
     def _on_heads(self, parts: HeadParts, hidden_states: torch.Tensor, *_: Any, **__: Any) -> Any:
         """A mixer of the slice, ``[1, s, D]``, whose recurrence is of the whole row and this rank's heads."""
         whole = to_heads(self.group, *parts.project(hidden_states))
-        rows = [x.transpose(1, 2).flatten(2) for x in whole]
-        mixed = torch.cat([parts.mix(*(x[:, start:end] for x in rows)) for start, end in self._spans], dim=1)
+        lengths = [end - start for start, end in self._spans]
+        sequences = zip(*(x.transpose(1, 2).flatten(2).split(lengths, dim=1) for x in whole), strict=True)
+        mixed = torch.cat([parts.mix(*each) for each in sequences], dim=1)
         return parts.finish(hidden_states, to_tokens(self.group, mixed.unflatten(2, (parts.heads, -1))).flatten(2))
 
     def _with_tokens_before(self, x: torch.Tensor, reach: int) -> torch.Tensor:

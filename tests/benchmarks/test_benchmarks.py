@@ -82,7 +82,7 @@ def test_peer_that_fails_answers_with_its_error():
 
 
 @pytest.mark.skipif(not compare.PEERS_PYTHON.exists(), reason="needs `make peers`")
-def test_torchtitans_layer_computes_the_same():
+def test_torchtitans_layer_with_equal_weights_computes_the_same():
     """Or ``measure`` would say so."""
     rows = compare.measure(replace(TINY, dtype="bfloat16"), 1, compare.PEERS_PYTHON)
     assert next(row for row in rows if row.side == "torchtitan").kept > 0
@@ -112,7 +112,7 @@ def test_step_bounds_refuse_slower_rows_and_experts_are_95_percent():
     assert 0.945 < step.share_of_experts(step.MODEL) < 0.955
 
 
-def test_packing_is_timed_beside_a_mask_of_the_row_and_padded_batches():
+def test_packing_benchmark_times_a_mask_of_the_row_and_padded_batches_too():
     linear = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 16}
     layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
     rows = packing.run(1, MODEL, {**packing.LINEAR, **MODEL, **linear, **layers}, sizes=(64, 9))
@@ -126,7 +126,7 @@ def test_packing_is_timed_beside_a_mask_of_the_row_and_padded_batches():
     assert {len(packing.cells(row)) for row in rows} == {len(packing.COLUMNS)}
 
 
-def test_growth_fits_and_plots_its_rows(tmp_path):
+def test_growth_benchmark_fits_and_plots_its_rows(tmp_path):
     assert growth.exponent([(x, 3 * x**0.7) for x in (1, 2, 4, 8)]) == pytest.approx(0.7)
     points = [
         (x, step.Row(2, 128 * x, side, ep, 0.1, 0.5 * x, 1.0, 1, 1))
@@ -139,7 +139,7 @@ def test_growth_fits_and_plots_its_rows(tmp_path):
     assert all(len(growth.cells("tokens", *point)) == len(growth.COLUMNS) for point in points)
 
 
-def test_adapters_of_rank_32_are_held_to_a_share_of_the_base():
+def test_adapter_benchmark_of_rank_32_is_held_to_a_share_of_the_base():
     row = {"tp": 1, "sync": "adapters", "bytes": 2, "of_bytes": 0.02, "seconds": 1.0, "of_seconds": 0.5}
     assert weight_sync_adapters.holds(row) and not weight_sync_adapters.holds(row | {"of_bytes": 0.021})
     assert weight_sync_adapters.holds(row | {"sync": "base", "of_bytes": 1.0})
@@ -156,7 +156,7 @@ def test_weight_sync_bounds_refuse_slower_rows():
     assert not weight_sync.holds({"side": "full", "tp": 2, "times_stock": 1.0, "peak_megabytes": 288})
 
 
-def test_newest_keeps_rows_that_were_not_run_again(tmp_path, monkeypatch):
+def test_newest_results_keep_rows_that_were_not_run_again(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     assert tables.newest("bench", "rows", "name", []) == {}
     (tmp_path / "bench.json").write_text('{"rows": [{"name": "step", "status": 1}, {"name": "memory", "status": 0}]}')

@@ -30,7 +30,7 @@ MMA = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_every_kernel_compiles_for_every_gpu_within_its_budgets():
+def test_kernel_model_of_every_kernel_and_gpu_compiles_within_its_budgets():
     """In a process of its own: Triton decides once, at import, whether kernels are interpreted."""
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.kernels", "--few"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -79,7 +79,7 @@ def launch(kernel="grouped_mm", arch=90, dtype="bfloat16", **made):
     return Launch(compiled, 12 * 1152, dtype, values, {}, is_first_choice=True)
 
 
-def test_a_kernel_over_a_budget_is_named_with_what_is_over():
+def test_kernel_model_of_a_kernel_over_a_budget_names_what_is_over():
     assert over_budget(launch()) == over_budget(launch(stack=64)) == []
     for made, problem in (
         ({"stack": 72}, "72 bytes of stack"),
@@ -109,7 +109,7 @@ def persistent(arch=90, **made):
     return replace(one, compiled=compiled, values=values | {"K": 2048, "N": 1536}, is_first_choice=False)
 
 
-def test_a_persistent_kernel_whose_loops_or_warps_are_not_as_designed_is_named():
+def test_kernel_model_of_a_persistent_kernel_with_other_loops_or_warps_names_it():
     assert over_budget(persistent()) == over_budget(persistent(100)) == []
     for arch, made, problem in (
         (90, {"TMA": 1}, "1 loads by TMA, not 4: its loops are not one"),
@@ -121,7 +121,7 @@ def test_a_persistent_kernel_whose_loops_or_warps_are_not_as_designed_is_named()
         assert problem in said
 
 
-def test_a_persistent_kernel_fills_its_pipeline_once_and_where_warps_are_specialised_hides_what_it_stores():
+def test_kernel_model_of_a_persistent_kernel_fills_its_pipeline_once_and_hides_its_stores():
     times = {}
     for arch in (90, 100):
         one, gpu = persistent(arch), GPUS[arch]
@@ -135,14 +135,14 @@ def test_a_persistent_kernel_fills_its_pipeline_once_and_where_warps_are_special
 
 
 @pytest.mark.parametrize("product", ["HMMA.16816.F32.BF16", "HGMMA.64x128x16.F32.BF16", "UTCHMMA", "FFMA"])
-def test_a_spill_is_in_the_loop_if_it_is_between_two_products(product):
+def test_kernel_model_of_a_spill_between_two_products_counts_it_in_the_loop(product):
     loop = [f"{product} R4, R8 ;", "MOV R1, R2 ;", f"{product} R4, R8 ;"]
     assert not spills_in_loop(["STL [R1], R0 ;", *loop, "LDL R0, [R1] ;"])
     assert spills_in_loop([*loop, "LDL R0, [R1] ;", *loop])
     assert spills_in_loop(["STL [R1], R0 ;"])  # a kernel without products is one loop over rows
 
 
-def test_bytes_from_hbm_show_which_order_of_programs_reads_rows_again_for_each_block_of_columns():
+def test_kernel_model_bytes_from_hbm_of_each_program_order_show_which_reads_rows_again():
     """Qwen3-30B-A3B's up projection on an H100: neighbours that share nothing read 7 GB where 0.5 + 0.8 would do."""
     tiles, blocks, a, b = 1152, 12, 128 * 2048 * 2, 128 * 2048 * 2
     rows_first = [(tile, block) for block in range(blocks) for tile in range(tiles)]
@@ -155,7 +155,7 @@ def test_bytes_from_hbm_show_which_order_of_programs_reads_rows_again_for_each_b
 
 
 @pytest.mark.parametrize("kernel", ["grouped_mm", "grouped_outer"])
-def test_rows_that_are_read_through_an_index_come_from_hbm_again_unless_the_cache_still_has_them(kernel):
+def test_kernel_model_of_indexed_rows_reads_them_from_hbm_again_unless_cached(kernel):
     routing, wide, inner, size = routed(4096, 2, 8), 2048, 1536, 2
     rows, tokens = len(routing.tokens), 4096
     assert sum(routing.counts) == rows == 2 * tokens
@@ -174,7 +174,7 @@ def test_rows_that_are_read_through_an_index_come_from_hbm_again_unless_the_cach
     assert 0.8 * read[0.0, False] < read[0.0, True] <= read[0.0, False]  # programs of a wave share some tokens
 
 
-def test_a_lone_cta_and_rows_that_fill_no_tile_cost_time():
+def test_kernel_model_of_a_lone_cta_or_a_partial_tile_costs_time():
     counts, gpu = (1024,) * 128, GPUS[90]
     times = []
     for registers, rows in ((116, counts), (200, counts), (116, (1025,) * 128)):

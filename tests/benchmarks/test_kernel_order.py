@@ -32,7 +32,7 @@ def _written(kernel, out, *args, **constants):
     return corners
 
 
-def test_programs_run_in_the_order_that_their_bytes_are_counted_by(kernels):
+def test_kernel_programs_run_in_the_order_that_their_bytes_are_counted_by(kernels):
     gemms, groups = kernels.triton_gemms, Groups(torch.tensor([16, 32]), 48)
     table, rows, pre, gate = kernels.tiles_of(groups, 16).table, drawn(48, 16), drawn(48, 64), (1.0, 0.0, math.inf)
     wanted = [(16 * tile, 16 * block) for tile, block in mm_order(3, 2)]

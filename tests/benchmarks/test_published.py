@@ -7,7 +7,7 @@ from benchmarks.update import published
 from epfsdp2.recipes.plan.roofline import ERROR, Cluster
 
 
-def test_constants_and_error_are_those_of_the_table():
+def test_published_constants_and_error_are_those_of_the_table():
     found = json.loads((RESULTS / "published.json").read_text())
     own = Cluster(nodes=1, gpus=8)
     assert found["constants"] == {"efficiency": own.efficiency, "attention": own.attention}
@@ -18,7 +18,7 @@ def test_constants_and_error_are_those_of_the_table():
     assert all(0.6 < row["fitted"] < 1.5 for row in found["rows"])
 
 
-def test_a_row_is_predicted_as_the_table_says():
+def test_published_row_is_predicted_as_the_table_says():
     found = json.loads((RESULTS / "published.json").read_text())
     row, written = published.ROWS[4], found["rows"][4]
     rate = published.predicted(row, published.request(row), **found["constants"])
@@ -27,7 +27,7 @@ def test_a_row_is_predicted_as_the_table_says():
     assert slower < 0.9 * rate
 
 
-def test_constants_are_found_again():
+def test_published_constants_when_fitted_again_are_the_same():
     row = published.ROWS[4]
     asked = published.request(row)
     wanted = {"efficiency": 0.4, "attention": 0.3}

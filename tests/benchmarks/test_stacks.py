@@ -32,7 +32,7 @@ def pins(stack):
     return found
 
 
-def test_tested_versions_are_those_of_stacks_whose_whole_suite_passed():
+def test_stacks_whose_whole_suite_passed_are_the_tested_versions():
     shown = stacks.shown(json.loads(RESULTS.read_text()))
     for stack, claimed in versions.TESTED.items():
         assert stack in shown, f"{stack} is called tested, and stacks.json shows no whole run of it that passed"
@@ -40,7 +40,7 @@ def test_tested_versions_are_those_of_stacks_whose_whole_suite_passed():
         assert claimed == {name: ran[name] for name in claimed}
 
 
-def test_layouts_are_known_of_the_vllm_with_which_all_tests_of_the_rollout_passed():
+def test_stacks_whose_rollout_tests_passed_are_the_known_layouts():
     known = set()
     for result in json.loads(RESULTS.read_text()).values():
         of = {path for path in result["of"] if path.startswith("tests/rollout/")}
@@ -51,13 +51,13 @@ def test_layouts_are_known_of_the_vllm_with_which_all_tests_of_the_rollout_passe
 
 
 @pytest.mark.parametrize("stack", WHOLE)
-def test_pins_of_a_whole_stack_are_in_the_accepted_ranges(stack):
+def test_stack_pins_of_a_whole_stack_are_in_the_accepted_ranges(stack):
     named = {name.removesuffix("-cpu"): version for name, version in pins(stack).items()}
     for name in ("torch", "transformers", "vllm", "verl", "ray"):
         assert versions.is_accepted(name, named[name]), f"{name} {named[name]}"
 
 
-def test_core_of_the_newest_stack_names_files_that_are_there():
+def test_stack_core_of_the_newest_names_files_that_are_there():
     assert all((ROOT / path).exists() for path in stacks.CORE)
 
 
@@ -128,7 +128,7 @@ def event(test, outcome, reason="", seconds=1.0):
 STAMP = {"machine": "one, 2 cores", "python": "3.11.7", "date": "2026-11-23", "commit": "c" * 40}
 
 
-def test_outcomes_of_a_run_that_was_cut_short_say_which_test_had_begun(tmp_path):
+def test_stack_outcomes_of_a_run_that_was_cut_short_say_which_test_had_begun(tmp_path):
     started = {"test": "tests/a.py::x", "outcome": "unfinished"}
     events = [started, event("tests/a.py::x", "passed"), event("tests/a.py::x", "error", "teardown")]
     events += [{"test": "tests/a.py::y", "outcome": "unfinished"}, event("tests/a.py::y", "")]
@@ -154,7 +154,7 @@ def test_stack_is_tested_by_a_whole_suite_without_failures_alone(tmp_path):
         assert not stacks.shown({"s": result(["tests/a.py", "tests/b.py", "tests/c.py"], suite)})
 
 
-def test_results_keep_files_that_were_not_run_again_with_the_same_versions(tmp_path):
+def test_stack_results_keep_files_that_were_not_run_again_with_the_same_versions(tmp_path):
     first = result(["a", "b"], {"a": {"counts": {"failed": 1}}, "b": {"counts": {"passed": 1}}})
     again = result(["a", "b"], {"a": {"counts": {"passed": 1}}})
     assert stacks.merged(first, again)["suite"] == {"a": {"counts": {"passed": 1}}, "b": {"counts": {"passed": 1}}}
@@ -168,7 +168,7 @@ def test_results_keep_files_that_were_not_run_again_with_the_same_versions(tmp_p
     assert stacks.merged(both, other) == other | {"quickstart": quick["quickstart"]}
 
 
-def test_long_tests_keep_those_that_were_not_run_again(tmp_path):
+def test_long_test_results_keep_those_that_were_not_run_again(tmp_path):
     def long_of(*events):
         rows = stacks.by_file(stacks.outcomes(log(tmp_path, *events)), STAMP, "long")
         return result(["tests/a.py"], {}) | {"long": rows}
@@ -184,7 +184,7 @@ def test_long_tests_keep_those_that_were_not_run_again(tmp_path):
     assert "| `tests` | 1 | 2 | 0 | 0 |" in stacks.as_markdown({"users": both})
 
 
-def test_page_of_stacks_names_failures_skips_and_what_was_not_run(tmp_path):
+def test_stack_page_names_failures_skips_and_what_was_not_run(tmp_path):
     events = [event("tests/a.py::x", "failed", "boom"), event("tests/a.py::y", "skipped", "no GPU")]
     suite = stacks.by_file(stacks.outcomes(log(tmp_path, *events)), STAMP)
     text = stacks.as_markdown({"users": result(["tests/a.py", "tests/b.py"], suite)})
@@ -192,7 +192,7 @@ def test_page_of_stacks_names_failures_skips_and_what_was_not_run(tmp_path):
     assert "Not run: `tests/b.py`." in text and "1 skipped, 1 failed" in text
 
 
-def test_run_past_its_minutes_is_ended_with_what_it_recorded(tmp_path):
+def test_stack_run_past_its_minutes_is_ended_with_what_it_recorded(tmp_path):
     # In the background of a shell SIGINT is ignored, and the run would be waited for for a minute.
     program = "import pathlib, signal, time; signal.signal(signal.SIGINT, signal.default_int_handler); "
     program += f"pathlib.Path({str(tmp_path / 'begun')!r}).touch(); time.sleep(600)"

@@ -17,7 +17,7 @@ SCRIPTS = {
 }
 
 
-def test_record_runs_a_script_and_adds_the_words(tmp_path):
+def test_verl_script_record_runs_the_script_and_adds_the_words(tmp_path):
     (tmp_path / "verl").mkdir()
     found = {}
     for name, text in SCRIPTS.items():
@@ -34,7 +34,7 @@ def test_record_runs_a_script_and_adds_the_words(tmp_path):
 
 @pytest.mark.parametrize("file", DATA, ids=lambda file: file.stem)
 @pytest.mark.filterwarnings("ignore:Disabled critic")
-def test_recorded_scripts_compose_and_pass_the_drivers_checks(file, tmp_path):
+def test_verl_scripts_recorded_compose_and_pass_the_drivers_checks(file, tmp_path):
     facts = json.loads(file.read_text())
     assert composed(facts["module"], facts["arguments"])
     # The SFT script's model is dense; here as in the end-to-end run it gets experts.
@@ -44,7 +44,7 @@ def test_recorded_scripts_compose_and_pass_the_drivers_checks(file, tmp_path):
     assert checks(facts["module"], [*facts["arguments"], path]) == "passes"
 
 
-def test_refusal_of_a_script_is_quoted_with_its_first_sentence(tmp_path):
+def test_verl_script_that_is_refused_is_quoted_with_its_first_sentence(tmp_path):
     arguments = ["actor_rollout_ref.model.path=x/Qwen3-30B-A3B", "actor_rollout_ref.actor.use_dynamic_bsz=True"]
     wrong = [*arguments, "actor_rollout_ref.actor.fsdp_config.param_ofload=True", *ADDED]
     row = examine({"module": "verl.trainer.main_ppo", "arguments": wrong, "added": ""}, tmp_path)

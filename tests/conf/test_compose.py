@@ -98,7 +98,7 @@ def compose_in_process(plugins):
     return json.loads(done.stdout.partition("COMPOSED")[2])
 
 
-def test_stock_choices_compose_to_what_they_were():
+def test_compose_of_stock_choices_is_unchanged():
     with_us, loaded = compose_in_process("auto")
     without_us, absent = compose_in_process("none")
     assert loaded and not absent
@@ -116,7 +116,7 @@ def test_stock_choices_compose_to_what_they_were():
     [["engine=epfsdp2"], ["model_engine=epfsdp2"], ["engine=epfsdp2", "model_engine=epfsdp2"]],
     ids=["engine", "model_engine", "both"],
 )
-def test_main_ppo_has_one_engine_node_that_all_roles_share(choice, module):
+def test_compose_of_main_ppo_has_one_engine_node_that_all_roles_share(choice, module):
     config = composed("ppo_trainer", *choice, "engine.ep_size=8", "engine.seed=7", *SIZES, module=module)
     roles = {
         "actor": config.actor_rollout_ref.actor,
@@ -133,13 +133,13 @@ def test_main_ppo_has_one_engine_node_that_all_roles_share(choice, module):
     assert config.critic.optim._target_ == "verl.workers.config.FSDPOptimizerConfig"
 
 
-def test_engine_chosen_either_way_composes_to_the_same():
+def test_compose_with_the_engine_chosen_either_way_is_the_same():
     choices = [["engine=epfsdp2"], ["model_engine=epfsdp2"], ["engine=epfsdp2", "model_engine=epfsdp2"]]
     yaml = {OmegaConf.to_yaml(composed("ppo_trainer", *choice), sort_keys=True) for choice in choices}
     assert len(yaml) == 1
 
 
-def test_engine_chosen_leaves_everything_else_verls():
+def test_compose_with_the_engine_chosen_leaves_everything_else_verls():
     stock = composed("ppo_trainer")
     ours = composed("ppo_trainer", "engine=epfsdp2")
     for key in stock:
@@ -197,7 +197,7 @@ def test_sglang_weight_loader_is_the_default_and_the_user_wins():
 
 
 @pytest.mark.parametrize("module", [False, True], ids=["file", "pkg"])
-def test_sft_trainer_takes_the_engine(module):
+def test_compose_of_the_sft_trainer_takes_the_engine(module):
     config = composed("sft_trainer_engine", "engine=epfsdp2", "engine.ep_size=4", module=module)
     engine = omega_conf_to_dataclass(config.engine)
     assert isinstance(engine, EPFSDP2EngineConfig) and engine.ep_size == 4
@@ -210,7 +210,7 @@ def test_sft_trainer_takes_the_engine(module):
 @pytest.mark.parametrize("path", [[], [IN_THE_PACKAGE]], ids=["as it is", "pkg"])
 @pytest.mark.parametrize(("folder", "name"), OTHER_TRAINERS, ids=[name for _, name in OTHER_TRAINERS])
 @pytest.mark.filterwarnings("ignore:provider=hydra.searchpath")  # verl's own entry, where there is no checkout
-def test_other_trainers_take_the_engine(folder, name, path):
+def test_compose_of_other_trainers_takes_the_engine(folder, name, path):
     with initialize_config_dir(folder, version_base=None):
         config = compose(name, ["engine=epfsdp2", "engine.ep_size=2", *path, *SIZES])
     assert config.actor_rollout_ref.actor.strategy == "epfsdp2" and config.critic.shared_engine.ep_size == 2
@@ -257,7 +257,7 @@ def test_critic_is_built_of_verls_parts_and_follows_its_own_token_limit(tmp_path
     assert mine.critic.ppo_infer_max_token_len_per_gpu == 4096
 
 
-def test_roles_are_instantiated_with_a_config_of_their_own():
+def test_compose_instantiates_each_role_with_a_config_of_its_own():
     config = composed("ppo_trainer", "engine=epfsdp2", "engine.ep_size=2", *SIZES)
     OmegaConf.resolve(config)  # as verl's TaskRunner does before it hands the nodes to the workers
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
@@ -307,7 +307,7 @@ def test_search_path_imports_hydra_alone():
 
 
 @pytest.mark.parametrize("choice", ["engine=epfsdp2", "model_engine=epfsdp2"])
-def test_backend_for_separate_rollouts_needs_no_other_setting(choice):
+def test_compose_with_the_backend_for_separate_rollouts_needs_no_other_setting(choice):
     road = "actor_rollout_ref.rollout.checkpoint_engine"
     backend = f"{road}.backend=epfsdp2_p2p"
     config = composed("ppo_trainer", *SIZES, choice, backend, "engine.sync_timeout_seconds=7").actor_rollout_ref.rollout
@@ -317,7 +317,7 @@ def test_backend_for_separate_rollouts_needs_no_other_setting(choice):
     assert mine.checkpoint_engine.custom_backend_module == "mine"
 
 
-def test_unknown_layouts_are_left_alone():
+def test_compose_of_unknown_layouts_changes_nothing():
     known = [{"model_engine": "dp"}, {"actor@a.actor": "${model_engine}_actor"}, "legacy", "_self_"]
     new = with_engine_entry(known)
     assert new[1] == {"engine": None} and len(new) == len(known) + 1
@@ -333,7 +333,7 @@ def test_unknown_layouts_are_left_alone():
         assert with_engine_entry(layout) is None
 
 
-def test_unknown_layout_with_the_engine_is_said_once(tmp_path, monkeypatch, capsys):
+def test_compose_of_an_unknown_layout_with_the_engine_says_so_once(tmp_path, monkeypatch, capsys):
     from epfsdp2.conf import search_path
 
     (tmp_path / "ppo_trainer.yaml").write_text("defaults:\n  - _self_\n\ntrainer: 1\n")
@@ -345,7 +345,7 @@ def test_unknown_layout_with_the_engine_is_said_once(tmp_path, monkeypatch, caps
         assert capsys.readouterr().err.count("engine=epfsdp2 can't be offered") == said
 
 
-def test_configs_that_are_not_verls_are_left_alone(tmp_path):
+def test_compose_of_configs_that_are_not_verls_changes_nothing(tmp_path):
     (tmp_path / "mine.yaml").write_text("defaults:\n  - model_engine: dp\n  - other: ${model_engine}_x\n  - _self_\n")
     for folder, text in {"model_engine/dp.yaml": "a: 1\n", "other/dp_x.yaml": "b: 2\n"}.items():
         (tmp_path / folder).parent.mkdir(exist_ok=True)
@@ -356,7 +356,7 @@ def test_configs_that_are_not_verls_are_left_alone(tmp_path):
             compose("mine", ["engine=epfsdp2"])
 
 
-def test_primary_config_of_a_users_own_takes_model_engine(tmp_path):
+def test_compose_of_a_users_own_primary_config_takes_model_engine(tmp_path):
     (tmp_path / "mine.yaml").write_text(
         f"hydra:\n  searchpath: [file://{VERL_CONFIG}]\ndefaults:\n  - ppo_trainer\n  - _self_\nengine:\n  ep_size: 4\n"
     )
@@ -365,7 +365,7 @@ def test_primary_config_of_a_users_own_takes_model_engine(tmp_path):
     assert (config.actor_rollout_ref.actor.shared_engine.ep_size, config.critic.shared_engine.seed) == (4, 3)
 
 
-def test_expert_plan_and_fp32_modules_are_taken_from_the_command_line():
+def test_compose_with_expert_plan_and_fp32_modules_takes_them_from_the_command_line():
     config = composed(
         "ppo_trainer",
         "engine=epfsdp2",

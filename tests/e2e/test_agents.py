@@ -58,7 +58,7 @@ def test_agent_that_calls_a_tool_raises_its_reward(run):
     assert all(step["actor/router_replay_differing"] < 1e-3 for step in steps)
 
 
-def test_what_the_tool_answered_has_routes_and_no_part_in_the_loss(run):
+def test_agent_loop_with_a_tool_records_routes_of_its_answers_and_masks_them_in_the_loss(run):
     answer, end = run.tokenizer.convert_tokens_to_ids(["<|tool|>", "<|im_end|>"])
     with_tool = cut_off = 0
     for batch in run.batches:

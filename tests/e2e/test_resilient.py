@@ -63,7 +63,7 @@ def _inputs(folder: Path) -> list[torch.Tensor]:
     ]
 
 
-def test_a_run_whose_rank_is_killed_in_an_update_goes_on_as_one_that_was_never_broken(folder, warmed_up):
+def test_resilient_run_whose_rank_is_killed_in_an_update_equals_an_uninterrupted_run(folder, warmed_up):
     before, broken, whole = leftovers(), folder / "broken", folder / "whole"
     with _running(broken, warmed_up) as run:
         run.wait()
@@ -92,7 +92,7 @@ def test_a_run_whose_rank_is_killed_in_an_update_goes_on_as_one_that_was_never_b
         assert mine["critic/score/mean"] == wanted["critic/score/mean"]
 
 
-def test_nodes_of_a_real_cluster_are_counted_while_they_live():
+def test_living_gpus_of_a_real_cluster_leaves_out_nodes_that_stopped():
     from ray.cluster_utils import Cluster
 
     with tempfile.TemporaryDirectory(prefix="epr-", dir="/tmp") as ray_dir:
@@ -111,7 +111,7 @@ def test_nodes_of_a_real_cluster_are_counted_while_they_live():
         assert living_gpus(cluster.address) == []  # nobody answers
 
 
-def test_sigterm_saves_the_step_before_the_run_ends(folder, warmed_up):
+def test_resilient_run_at_sigterm_saves_the_step_before_it_ends(folder, warmed_up):
     before, cut = leftovers(), folder / "cut"
     cut.mkdir()
     (cut / "killed").touch()

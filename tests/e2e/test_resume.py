@@ -10,7 +10,7 @@ from tests.e2e.runs import overrides, running
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 
-def test_run_resumed_from_a_background_save_goes_on(folder, warmed_up):
+def test_run_resumed_from_a_background_save_continues(folder, warmed_up):
     kept = folder / "kept"
     settings = overrides(
         "trainer.resume_mode=auto",

@@ -86,7 +86,7 @@ def _both(folder, out):
 
 
 @pytest.mark.parametrize("save", [save_qwen3_moe, save_glm4_moe])
-def test_bfloat16_is_no_further_from_float32_than_verls_fsdp2(tmp_path, save):
+def test_update_in_bfloat16_is_no_further_from_float32_than_verls_fsdp2(tmp_path, save):
     run_ranks(_both, WORLD, save(tmp_path / "model"), tmp_path / "errors.json")
     errors = json.loads((tmp_path / "errors.json").read_text())
     ours, verl = errors["ours"], errors["verl"]
@@ -119,6 +119,6 @@ def _travels_as(folder):
     assert gathered == {torch.bfloat16} and reduced == {torch.float32}
 
 
-def test_weights_travel_in_bfloat16_and_gradients_are_reduced_in_float32(tmp_path):
+def test_update_in_bfloat16_gathers_weights_in_it_and_reduces_gradients_in_float32(tmp_path):
     """Reduced in bfloat16 they would be off by 1 % more, too little to be told from chance above."""
     run_ranks(_travels_as, WORLD, save_qwen3_moe(tmp_path))

@@ -98,7 +98,7 @@ from epfsdp2.rollout.layout.vllm_layout import SYNC_MODES
         ({"use_remove_padding": True}, "engine.use_remove_padding=True: the engine has no such setting."),
     ],
 )
-def test_wrong_settings(settings, words):
+def test_engine_config_with_wrong_settings_names_setting_and_rule(settings, words):
     with pytest.raises(SettingError) as caught:
         engine_config(**settings)
     text = str(caught.value)
@@ -106,7 +106,7 @@ def test_wrong_settings(settings, words):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "float32", "bf16", "bfloat16"])
-def test_right_dtypes(dtype):
+def test_engine_config_with_every_dtype_takes_it(dtype):
     precision = {"param_dtype": dtype, "reduce_dtype": dtype, "buffer_dtype": "fp32"}
     config = engine_config(model_dtype=dtype, dtype=dtype, mixed_precision=precision)
     assert (config.model_dtype, config.dtype, config.mixed_precision) == (dtype, dtype, precision)
@@ -115,11 +115,11 @@ def test_right_dtypes(dtype):
 
 
 @pytest.mark.parametrize("settings", [{"dtype": "float16"}, {"mixed_precision": {"param_dtype": "fp16"}}])
-def test_float16_is_what_is_computed_with(settings):
+def test_param_dtype_of_a_float16_config_is_float16(settings):
     assert param_dtype(engine_config(**settings)) is torch.float16
 
 
-def test_sharding_options_come_from_the_settings_that_are_declared_to_feed_them():
+def test_sharding_options_of_a_config_come_from_the_settings_declared_to_feed_them():
     model = {"enable_gradient_checkpointing": True, "enable_activation_offload": True, "use_fused_kernels": True}
     assert sharding_options(engine_config(), model) == ShardingOptions(
         fp32_modules=[], checkpointing="full", activation_offload=True, head_in_root=True
@@ -130,14 +130,14 @@ def test_sharding_options_come_from_the_settings_that_are_declared_to_feed_them(
     )
 
 
-def test_every_sharding_option_is_fed():
+def test_sharding_options_are_each_fed_by_a_setting():
     """By one setting, by the settings of dtypes, or by verl's settings of the model."""
     declared = [f.name if f.metadata["shards"] is True else f.metadata["shards"] for f in fields(EngineSettings)]
     fed = [name for name in declared if name] + ["param_dtype", "reduce_dtype", "activation_offload", "head_in_root"]
     assert sorted(fed) == sorted(f.name for f in fields(ShardingOptions))
 
 
-def test_planned_overrides_are_read_back():
+def test_planned_overrides_of_a_plan_are_read_back():
     settings = {"dispatch_chunks": 2, "fp32_modules": ["*.gate"], "mixed_precision": {"reduce_dtype": "bf16"}}
     config = engine_config(ep_size=2, reshard_experts_after_forward=False, **settings)
     overrides = planned_overrides(config, sharding_options(config))
@@ -149,7 +149,7 @@ def test_planned_overrides_are_read_back():
     assert planned_overrides(engine_config(), ShardingOptions(checkpointing="full")) == []
 
 
-def test_right_shard_dims():
+def test_engine_config_with_every_expert_shard_dim_takes_it():
     for dim in ("auto", 0, 1):
         assert engine_config(expert_shard_dim=dim).expert_shard_dim == dim
 
@@ -158,7 +158,7 @@ def critic(folder):
     return EPFSDP2CriticConfig(ppo_micro_batch_size_per_gpu=1, model={"path": str(folder)})
 
 
-def test_a_critic_whose_model_is_not_there(tmp_path):
+def test_critic_config_whose_model_is_not_there_is_refused(tmp_path):
     for path, rule in (("/no/such/critic", "there is no such folder"), (tmp_path, "safetensors")):
         with pytest.raises(DriverError, match=rule) as caught:
             critic(path).validate(2, 256)
@@ -168,7 +168,7 @@ def test_a_critic_whose_model_is_not_there(tmp_path):
         assert str(caught.value).startswith(f"critic.model.path={path}: ")
 
 
-def test_what_is_saved_has_to_be_known_for_each_role(tmp_path):
+def test_checkpoint_config_of_each_role_with_unknown_contents_is_refused(tmp_path):
     wrong = CheckpointConfig(save_contents=["model", "hf"], load_contents=["model"])
     actor = EPFSDP2ActorConfig(rollout_n=1, ppo_micro_batch_size_per_gpu=1, checkpoint=wrong)
     with pytest.raises(DriverError, match="there is no hf in a checkpoint") as caught:
@@ -181,7 +181,7 @@ def test_what_is_saved_has_to_be_known_for_each_role(tmp_path):
     assert caught.value.setting == "critic.checkpoint.load_contents"
 
 
-def test_what_it_names_as_working_works():
+def test_engine_config_with_the_values_named_as_working_is_taken():
     for settings in (
         {"ep_size": 0},
         {"fsdp_size": 0},
@@ -198,7 +198,7 @@ def test_what_it_names_as_working_works():
         engine_config(**{key: int(value) if value.lstrip("-").isdigit() else value})
 
 
-def test_the_nearest_setting_is_named():
+def test_engine_config_with_an_unknown_key_names_the_nearest_setting():
     for wrong, right in {"fsdp_sise": "fsdp_size", "prefetch": "prefetch_depth", "seeds": "seed"}.items():
         with pytest.raises(SettingError) as caught:
             engine_config(**{wrong: 1})
@@ -208,7 +208,7 @@ def test_the_nearest_setting_is_named():
     assert set(caught.value.works.removeprefix("one of: ").split(", ")) == engine_settings()
 
 
-def test_hydra_prints_the_paragraph_and_ray_can_pickle_it():
+def test_setting_error_through_hydra_prints_the_paragraph_and_can_be_pickled():
     with pytest.raises(DriverError) as caught:
         engine_config(ep_size=0)
     assert isinstance(caught.value, CompactHydraException)
@@ -216,7 +216,7 @@ def test_hydra_prints_the_paragraph_and_ray_can_pickle_it():
     assert (type(copy), repr(copy), str(copy)) == (DriverError, str(caught.value), str(caught.value))
 
 
-def test_settings_that_mean_what_verls_mean_have_its_names_and_defaults():
+def test_engine_config_settings_shared_with_verl_have_its_names_and_defaults():
     ours = EPFSDP2EngineConfig()
     path = os.path.join(os.path.dirname(verl.trainer.config.__file__), "engine", "fsdp.yaml")
     theirs = OmegaConf.to_container(OmegaConf.load(path))
@@ -228,7 +228,7 @@ def test_settings_that_mean_what_verls_mean_have_its_names_and_defaults():
     assert different == {"use_torch_compile"} and not ours.use_torch_compile
 
 
-def test_router_replay():
+def test_engine_config_with_router_replay_takes_its_modes_and_refuses_others():
     assert engine_config(router_replay={"mode": "R2"}).router_replay.mode == "R2"
     assert engine_config(router_replay={"mode": "disabled"}) == engine_config()
     with pytest.raises(SettingError, match="engine.router_replay.mode=R4: is one of disabled, R2, R3"):
@@ -237,7 +237,7 @@ def test_router_replay():
         engine_config(router_replay={"mode": "R2", "record_file": "routes.pt"})
 
 
-def test_each_role_has_an_engine_config_of_its_own():
+def test_engine_config_of_each_role_is_an_object_of_its_own():
     engine = engine_config(ep_size=2)
     actor = EPFSDP2ActorConfig(rollout_n=1, ppo_micro_batch_size_per_gpu=1, engine=engine)
     ref = EPFSDP2ActorConfig(rollout_n=1, ppo_micro_batch_size_per_gpu=1, engine=engine, forward_only=True)
@@ -248,7 +248,7 @@ def test_each_role_has_an_engine_config_of_its_own():
     assert engine.use_remove_padding and ref.engine.use_remove_padding and critic.engine.use_remove_padding
 
 
-def test_verl_counts_the_ranks_that_share_rows(tmp_path):
+def test_engine_config_with_sequence_parallelism_divides_the_ranks_that_verl_counts(tmp_path):
     """Two samples at once are too few for four ranks, but not for two pairs of them."""
     batches = {"rollout_n": 1, "ppo_mini_batch_size": 8, "ppo_micro_batch_size": 2}
     with pytest.raises(ValueError, match=r"ulysses_sequence_parallel_size \(1\) must be >= n_gpus \(4\)"):
@@ -259,14 +259,14 @@ def test_verl_counts_the_ranks_that_share_rows(tmp_path):
 
 
 @pytest.mark.parametrize("model_type", ["language_model", "value_model"])
-def test_whoever_builds_the_settings_finds_the_engine_on_every_device(model_type):
+def test_engine_config_when_built_registers_the_engine_on_every_device(model_type):
     from verl.workers.engine.base import EngineRegistry
 
     engine_config()
     assert set(EngineRegistry._engines[model_type]["epfsdp2"]) == {"cuda", "npu", "cpu"}
 
 
-def test_a_process_that_is_handed_a_config_has_the_engine(tmp_path):
+def test_engine_config_unpickled_in_a_new_process_registers_the_engine(tmp_path):
     """As verl hands the critic's to its workers, which make none of their own."""
     (tmp_path / "config").write_bytes(pickle.dumps(engine_config(ep_size=2)))
     code = """if True:
@@ -283,6 +283,6 @@ def test_a_process_that_is_handed_a_config_has_the_engine(tmp_path):
     assert found.stdout.split() == ["EPFSDP2EngineWithLMHead", "EPFSDP2EngineWithValueHead"], found.stderr[-2000:]
 
 
-def test_rollout_sync_takes_auto_and_each_way_that_the_rollout_has():
+def test_engine_config_with_rollout_sync_takes_auto_and_each_mode_of_the_rollout():
     with pytest.raises(SettingError, match=f"is one of {', '.join(('auto', *SYNC_MODES))}\\."):
         EPFSDP2EngineConfig(rollout_sync="slices")

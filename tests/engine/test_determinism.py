@@ -38,6 +38,6 @@ def _equal_twice(folders):
                 assert torch.equal(grad, second[name]), (ep, fsdp_size, options, name)
 
 
-def test_two_runs_are_equal_bit_for_bit(tmp_path):
+def test_training_run_twice_is_equal_bit_for_bit(tmp_path):
     # Biased, transposed and interleaved experts; routing in groups with a correction bias.
     run_ranks(_equal_twice, WORLD, [families.save(name, tmp_path / name) for name in ("gpt_oss", "glm4_moe")])

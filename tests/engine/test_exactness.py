@@ -58,7 +58,7 @@ def _two_steps_equal_the_reference(folder, cases):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_gradients_norm_and_steps_on_every_mesh(tmp_path, tied):
+def test_training_on_every_mesh_has_the_gradients_norm_and_steps_of_the_plain_model(tmp_path, tied):
     folder = save_qwen3_moe(tmp_path, tie_word_embeddings=tied)
     meshes = [(1, -1), (2, -1), (4, -1), (1, 2), (2, 2), (1, 1)]
     options = [{"expert_shard_dim": 1, "checkpointing": "full"}, {"expert_shard_dim": 0}]
@@ -79,7 +79,7 @@ def test_gradients_norm_and_steps_on_every_mesh(tmp_path, tied):
 @pytest.mark.parametrize(
     ("world", "meshes"), [(3, [(1, -1), (3, -1)]), (6, [(1, -1), (2, -1), (3, -1), (6, -1), (3, 3)])]
 )
-def test_ranks_and_experts_that_are_no_powers_of_two(tmp_path, world, meshes):
+def test_training_on_ranks_and_experts_that_are_no_powers_of_two_equals_the_plain_model(tmp_path, world, meshes):
     folder = save_qwen3_moe(tmp_path, num_experts=12, hidden_size=60, moe_intermediate_size=18)
     cases = [(ep, fsdp, {"expert_shard_dim": 1, "checkpointing": "full"}) for ep, fsdp in meshes]
     cases += [(ep, fsdp, {"expert_shard_dim": 0}) for ep, fsdp in meshes]
@@ -118,10 +118,10 @@ def _sums_where_nccl_can_not_multiply(folder):
         assert sums.call_count == summed
 
 
-def test_a_reduction_in_bfloat16_or_over_gloo_on_a_gpu_sums_and_divides_after(tmp_path):
+def test_gradient_reduction_in_bfloat16_or_over_gloo_on_a_gpu_sums_and_divides_after(tmp_path):
     """NCCL's PREMUL_SUM gets a factor of zero in bfloat16 (pytorch#190745), and gloo has none."""
     run_ranks(_sums_where_nccl_can_not_multiply, WORLD, save_qwen3_moe(tmp_path))
 
 
-def test_a_wrong_divide_factor_fails_by_orders_of_magnitude(tmp_path):
+def test_gradients_with_a_wrong_divide_factor_differ_by_orders_of_magnitude(tmp_path):
     run_ranks(_wrong_factor_is_seen, WORLD, save_qwen3_moe(tmp_path))

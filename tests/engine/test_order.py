@@ -61,7 +61,7 @@ def _gathers_run_ahead(folder, options, depth):
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("options", [{}, {"checkpointing": "full"}], ids=["kept", "recomputed"])
-def test_the_next_layers_are_gathered_before_this_layers_experts_compute(tmp_path, options, depth):
+def test_prefetch_gathers_the_next_layers_before_this_layers_experts_compute(tmp_path, options, depth):
     folder = save_qwen3_moe(tmp_path, num_hidden_layers=LAYERS, mlp_only_layers=[])
     run_ranks(_gathers_run_ahead, WORLD, folder, options, depth)
 
@@ -72,7 +72,7 @@ def _nothing_runs_ahead(folder):
         assert events.index(("gather", f"layers.{i + 1}.experts")) > events.index(("forward", f"experts {i}"))
 
 
-def test_without_prefetch_the_recorder_sees_no_gather_ahead(tmp_path):
+def test_prefetch_of_depth_0_gathers_nothing_ahead(tmp_path):
     folder = save_qwen3_moe(tmp_path, num_hidden_layers=LAYERS, mlp_only_layers=[])
     run_ranks(_nothing_runs_ahead, WORLD, folder)
 
@@ -88,6 +88,6 @@ def _experts_stay(folder):
     assert sum(e == ("all-to-all", torch.float32) for e in events) == 6 * LAYERS
 
 
-def test_experts_stay_gathered_and_are_not_recomputed_where_asked(tmp_path):
+def test_experts_without_reshard_stay_gathered_and_are_not_recomputed(tmp_path):
     folder = save_qwen3_moe(tmp_path, num_hidden_layers=LAYERS, mlp_only_layers=[])
     run_ranks(_experts_stay, WORLD, folder)

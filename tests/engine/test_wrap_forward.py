@@ -54,7 +54,7 @@ def _glm():
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def test_features_wrap_the_forwards_of_a_model_in_the_order():
+def test_wrap_forward_of_every_feature_wraps_in_the_listed_order():
     model = _glm()
     experts, layers = find_experts(model), list(model.model.layers)
     RouterLosses(model, experts, aux_coef=0.1)
@@ -72,7 +72,7 @@ def test_features_wrap_the_forwards_of_a_model_in_the_order():
         RouterReplay(model, experts, 2)
 
 
-def test_a_part_that_is_compiled_and_computed_again_is_compiled_inside():
+def test_wrap_forward_of_a_compiled_and_recomputed_part_compiles_inside():
     model = _glm()
     layers, modules = list(model.model.layers), [info.module for info in find_experts(model)]
     compile_dense_parts(layers, modules, backend="eager")

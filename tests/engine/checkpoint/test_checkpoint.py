@@ -83,7 +83,7 @@ def _other_algorithms_are_refused(folder, out):
         dist.barrier()
 
 
-def test_a_checkpoint_of_another_algorithm_is_refused_before_anything_changes(tmp_path):
+def test_load_checkpoint_of_another_algorithm_is_refused_before_anything_changes(tmp_path):
     run_ranks(_other_algorithms_are_refused, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
 
 
@@ -95,7 +95,7 @@ def _weights_alone_hold_no_optimizer(folder, out):
     checkpoint.load_checkpoint(out, model, optimizer, schedule, {"model", "extra"})
 
 
-def test_a_checkpoint_without_the_optimizer_says_so(tmp_path):
+def test_load_checkpoint_without_the_optimizer_says_so(tmp_path):
     run_ranks(_weights_alone_hold_no_optimizer, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
     assert json.loads((tmp_path / "ckpt/trainer_state.json").read_text())["step"] == 1
     assert not (tmp_path / "ckpt.partial").exists()
@@ -115,7 +115,7 @@ def _unstepped_parameters(folder, out):
     assert all(param.grad is None for param in other.parameters())
 
 
-def test_a_parameter_that_was_never_stepped_has_no_state_after_resume_either(tmp_path):
+def test_load_checkpoint_of_a_parameter_without_steps_gives_it_no_optimizer_state(tmp_path):
     run_ranks(_unstepped_parameters, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
 
 
@@ -234,7 +234,7 @@ def _of_another_model(folder, other, out):
         checkpoint.load_checkpoint(out, different, None, None, {"model"})
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+def test_load_checkpoint_of_another_model_is_refused(tmp_path):
     other = save_qwen3_moe(tmp_path / "other", hidden_size=32)
     run_ranks(_of_another_model, 2, save_qwen3_moe(tmp_path / "model"), other, tmp_path / "ckpt")
 
@@ -255,7 +255,7 @@ def _full_disk(*args):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_save_that_fails_on_one_rank_fails_on_all_and_replaces_nothing(tmp_path):
+def test_save_that_fails_on_one_rank_fails_on_all_and_replaces_nothing(tmp_path):
     run_ranks(_fails_on_one_rank, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
 
 
@@ -289,7 +289,7 @@ def _in_background(folder, out):
     assert other[3].last_epoch == 1
 
 
-def test_a_save_in_the_background_has_what_was_there_when_it_began(tmp_path):
+def test_background_save_during_an_update_has_the_values_from_before_it(tmp_path):
     run_ranks(_in_background, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "run")
 
 
@@ -319,7 +319,7 @@ def _export_in_background(folder, out):
     assert all(torch.equal(exported[name], tensor) for name, tensor in wanted.items())
 
 
-def test_an_export_in_the_background_leaves_the_model_to_the_forward(tmp_path):
+def test_background_export_during_a_forward_leaves_the_model_unchanged(tmp_path):
     run_ranks(_export_in_background, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
 
 
@@ -373,7 +373,7 @@ def _fails_in_background(folder, out):
     saves.wait()
 
 
-def test_a_save_in_the_background_that_fails_is_told_when_the_next_begins(tmp_path):
+def test_background_save_that_fails_is_reported_when_the_next_begins(tmp_path):
     run_ranks(_fails_in_background, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
 
 
@@ -416,7 +416,7 @@ def _keeps_the_named(folder):
     assert [p.exists() for p in paths] == [False, False, False, True]
 
 
-def test_a_device_is_copied_to_the_host_through_two_pinned_buffers(monkeypatch):
+def test_background_save_of_device_tensors_copies_them_through_two_pinned_buffers(monkeypatch):
     """Larger than a buffer, smaller, and of none; a buffer is read only when what was copied to it has arrived."""
     log = []
 

@@ -52,7 +52,7 @@ def _does_not_fit(folder, disk):
     checkpoint.load_checkpoint(disk / "global_step_1", model, optimizer, None, ALL)
 
 
-def test_the_last_complete_checkpoint_stays_and_the_space_is_given_back(tmp_path):
+def test_save_on_a_full_disk_keeps_the_last_checkpoint_and_frees_the_space(tmp_path):
     folder, measured = save_qwen3_moe(tmp_path / "model"), tmp_path / "measured"
     run_ranks(_saves, 2, folder, measured)
     size = sum(path.stat().st_size for path in measured.rglob("*"))

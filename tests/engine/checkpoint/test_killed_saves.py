@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("moments", [3, pytest.param(20, marks=pytest.mark.long)])
-def test_a_rank_killed_at_random_moments_of_a_save(tmp_path, moments):
+def test_save_with_a_rank_killed_at_a_random_moment_leaves_a_complete_checkpoint(tmp_path, moments):
     folder, out = save_qwen3_moe(tmp_path / "model"), tmp_path / "out"
     command = [sys.executable, str(Path(__file__).with_name("save_process.py")), str(folder), str(out), str(moments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(tmp_path)}

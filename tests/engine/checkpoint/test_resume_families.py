@@ -82,6 +82,6 @@ def resumed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_resumed_run_of_a_family_goes_on_bit_for_bit(resumed, name):
+def test_resume_of_every_family_continues_bit_for_bit(resumed, name):
     reports = [json.loads((resumed / f"{name}.{rank}.json").read_text()) for rank in range(2)]
     assert reports == [[], []]

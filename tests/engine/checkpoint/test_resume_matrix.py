@@ -242,7 +242,7 @@ def resumed(tmp_path_factory):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("source", "target"), FAST, ids=lambda name: name)
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(resumed, source, target, optimizer):
+def test_resume_on_another_mesh_equals_an_uninterrupted_run(resumed, source, target, optimizer):
     assert not _faults(resumed[optimizer, source, target])
 
 
@@ -254,7 +254,7 @@ def saved(tmp_path_factory):
 @pytest.mark.long
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("world", WORLDS, ids=lambda world: f"{world}ranks")
-def test_a_run_saved_on_any_mesh_goes_on_on_any_other(saved, tmp_path, world, optimizer):
+def test_resume_of_every_mesh_on_every_other_equals_an_uninterrupted_run(saved, tmp_path, world, optimizer):
     pairs = [(optimizer, source, target) for target in ALL if ALL[target].world == world for source in ALL]
     rows = _resume_all(*saved, tmp_path / "results.jsonl", pairs)
     assert {(row["optimizer"], row["source"], row["target"]) for row in rows} == set(pairs)

@@ -123,7 +123,7 @@ def _of_a_run(path):
     shards_metadata(path.parent)
 
 
-def test_ten_thousand_damaged_headers_are_errors_with_the_files_name(tmp_path):
+def test_safetensors_readers_of_ten_thousand_damaged_headers_raise_with_the_files_name(tmp_path):
     places = {
         _of_a_model: (tmp_path / "model" / "model.safetensors", SettingError),
         _of_an_adapter: (tmp_path / "adapter" / "adapter_model.safetensors", SettingError),
@@ -147,7 +147,7 @@ def test_ten_thousand_damaged_headers_are_errors_with_the_files_name(tmp_path):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10, "KiB"
 
 
-def test_a_changed_byte_of_a_header_is_an_error_or_reads_what_the_file_holds(tmp_path):
+def test_safetensors_file_with_a_changed_byte_in_its_header_raises_or_reads_what_it_holds(tmp_path):
     path, rng = tmp_path / "model.safetensors", random.Random(1)
     save_file({"a": torch.ones(3, 4), "b": torch.ones(5)}, path)
     data, failed = path.read_bytes(), 0
@@ -182,7 +182,7 @@ def _shard(path, places, shape=(2, 4), name="model.a"):
         (DEEP.decode(), "are damaged"),
     ],
 )
-def test_shards_whose_places_are_wrong_are_refused_before_anything_is_allocated(tmp_path, places, words):
+def test_shards_metadata_of_wrong_offsets_is_refused_before_anything_is_allocated(tmp_path, places, words):
     path = tmp_path / "dist_ckpt" / "shard-00001-model-00001-of-00001.safetensors"
     _shard(path, places)
     with pytest.raises(CheckpointError, match=words) as caught:
@@ -190,7 +190,7 @@ def test_shards_whose_places_are_wrong_are_refused_before_anything_is_allocated(
     assert path.name in str(caught.value) or "model.a" in str(caught.value)
 
 
-def test_shards_that_make_up_a_tensor_are_taken_and_a_second_copy_is_not(tmp_path):
+def test_shards_metadata_of_a_covered_tensor_is_taken_and_a_second_copy_refused(tmp_path):
     folder = tmp_path / "dist_ckpt"
     for number, at in enumerate((0, 2, 4)):
         _shard(folder / f"{number}.safetensors", {"model.a": {"saved_offsets": [at, 0]}})
@@ -201,7 +201,7 @@ def test_shards_that_make_up_a_tensor_are_taken_and_a_second_copy_is_not(tmp_pat
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/hostname", "a/../../b.safetensors", "", 3, None, ["a"]])
-def test_an_index_names_files_of_its_own_folder_alone(tmp_path, name):
+def test_open_checkpoint_whose_index_names_files_elsewhere_is_refused(tmp_path, name):
     folder = tmp_path / "model"
     folder.mkdir()
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
@@ -229,7 +229,7 @@ def test_an_index_names_files_of_its_own_folder_alone(tmp_path, name):
         DEEP.decode(),
     ],
 )
-def test_a_manifest_that_is_not_one_is_refused(tmp_path, manifest):
+def test_verify_files_with_a_malformed_manifest_is_refused(tmp_path, manifest):
     (tmp_path / "secret").write_text("secret")
     folder = tmp_path / "ckpt"
     folder.mkdir()
@@ -243,7 +243,7 @@ def test_a_manifest_that_is_not_one_is_refused(tmp_path, manifest):
     [{"step": None}, {"step": "1"}, {"lr_scheduler": 3}, {"param_groups": 3}, {"param_groups": [3]}]
     + [{"lora": lora} for lora in (3, {}, {"rank": 0, "alpha": 1}, {"rank": "8", "alpha": 1}, {"rank": 8})],
 )
-def test_a_trainers_state_that_is_not_one_is_refused(tmp_path, change):
+def test_read_facts_of_a_malformed_trainer_state_is_refused(tmp_path, change):
     state = {"step": 1, "lr_scheduler": None, "param_groups": None, "lora": None}
     (tmp_path / STATE).write_text(json.dumps(state))
     assert read_facts(tmp_path) == state
@@ -265,7 +265,7 @@ def test_a_trainers_state_that_is_not_one_is_refused(tmp_path, change):
         "{",
     ],
 )
-def test_an_adapters_config_that_is_not_one_is_refused(tmp_path, change):
+def test_lora_settings_of_a_malformed_adapter_config_are_refused(tmp_path, change):
     config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
     model = {"lora_rank": 8, "lora_adapter_path": str(tmp_path)}
     path = tmp_path / "adapter_config.json"
@@ -277,7 +277,7 @@ def test_an_adapters_config_that_is_not_one_is_refused(tmp_path, change):
         LoraSettings.of(model, "model")
 
 
-def test_copied_files_are_those_of_the_folder_alone(tmp_path):
+def test_copy_files_of_a_folder_with_links_copies_its_own_files_alone(tmp_path):
     (tmp_path / "secret").write_text("secret")
     folder, out = tmp_path / "huggingface", tmp_path / "out"
     (folder / "sub").mkdir(parents=True)
@@ -299,7 +299,7 @@ def _config_with(folder: Path, **entries) -> Path:
 
 
 @pytest.mark.parametrize("name", ["_attn_implementation", "_experts_implementation", "attn_implementation"])
-def test_a_config_does_not_name_code_of_the_hub(tmp_path, name):
+def test_model_config_that_names_a_kernel_of_the_hub_is_refused(tmp_path, name):
     _config_with(tmp_path / "model", **{name: "stranger/kernel"})
     with pytest.raises(SettingError, match="a repository of kernels, which would be run"):
         config_of(str(tmp_path / "model"))
@@ -310,7 +310,7 @@ def test_a_config_does_not_name_code_of_the_hub(tmp_path, name):
         inspect_model({"path": str(tmp_path / "model")})
 
 
-def test_a_config_with_code_beside_it_runs_none_of_it(tmp_path):
+def test_model_config_with_code_beside_it_runs_none_of_it(tmp_path):
     ran = tmp_path / "ran"
     folder = _config_with(tmp_path / "model", model_type="own", auto_map={"AutoConfig": "code.Config"}).parent
     (folder / "code.py").write_text(f"open({str(ran)!r}, 'w')\nfrom transformers import PretrainedConfig as Config\n")

@@ -33,7 +33,7 @@ def test_look_up_of_a_missing_name_says_version_places_and_what_works():
     assert not isinstance(error.value, ImportError)
 
 
-def test_renamed_adds_the_prefix_whatever_its_parameter_is_called():
+def test_renamed_with_any_parameter_name_adds_the_prefix():
     known = {"model.norm.weight": 1}
     assert transformers_names.renamed("norm.weight", [], [], "model", known) == ("model.norm.weight", None)
     swap = transformers_names.WeightRenaming("old", "norm")
@@ -49,11 +49,11 @@ class _Experts(nn.Module):
 
 
 @pytest.mark.parametrize("flags", [{}, {"has_post_expert_norm": False}])
-def test_experts_without_a_post_expert_norm_are_found(flags):
+def test_find_experts_without_a_post_expert_norm_finds_them(flags):
     assert [info.num_experts for info in find_experts(nn.ModuleDict({"experts": _Experts(**flags)}))] == [4]
 
 
-def test_experts_with_a_post_expert_norm_are_refused_by_its_name():
+def test_find_experts_with_a_post_expert_norm_refuses_it_by_name():
     experts = _Experts(has_post_expert_norm=True)
     experts.post_expert_norm = nn.RMSNorm(5)
     with pytest.raises(UnsupportedModelError, match=re.escape("experts (_Experts) has post_expert_norm")):
@@ -89,5 +89,5 @@ def _compare_conversions():
     assert isinstance(model, FSDPModule) and isinstance(model.model, FSDPModule)
 
 
-def test_conversions_of_a_sharded_model_are_those_of_the_plain_one():
+def test_hf_conversions_of_a_sharded_model_are_those_of_the_plain_one():
     run_ranks(_compare_conversions, 1)

@@ -59,7 +59,7 @@ def _routing_is_kept(folder):
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_a_recomputed_router_chooses_the_experts_of_the_forward(tmp_path):
+def test_checkpointed_router_when_recomputed_chooses_the_experts_of_the_forward(tmp_path):
     run_ranks(_routing_is_kept, WORLD, save_qwen3_moe(tmp_path))
 
 
@@ -76,7 +76,7 @@ def _routing_changes_without(folder):
     assert not any(torch.equal(forward, again) for forward, again in chosen.values())
 
 
-def test_with_plain_checkpointing_the_restless_routers_choose_others(tmp_path):
+def test_plain_checkpointing_with_random_routers_chooses_other_experts(tmp_path):
     run_ranks(_routing_changes_without, WORLD, save_qwen3_moe(tmp_path))
 
 
@@ -98,7 +98,7 @@ def _selective_keeps_the_experts(folder):
         assert (param.grad.full_tensor() - want).norm() <= 1e-5 * want.norm(), name
 
 
-def test_selective_recomputes_attention_and_keeps_the_experts(tmp_path):
+def test_selective_checkpointing_recomputes_attention_and_keeps_the_experts_outputs(tmp_path):
     run_ranks(_selective_keeps_the_experts, WORLD, save_qwen3_moe(tmp_path))
 
 
@@ -124,7 +124,7 @@ def _inputs_on_host(folder):
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def test_offloaded_inputs_leave_the_device_and_change_nothing(tmp_path):
+def test_activation_offload_moves_layer_inputs_off_the_device_and_changes_no_gradient(tmp_path):
     run_ranks(_inputs_on_host, WORLD, save_qwen3_moe(tmp_path))
 
 
@@ -170,7 +170,7 @@ class _AddsOne(torch.nn.Module):
         return hidden_states * self.weight + 1
 
 
-def test_offloaded_inputs_are_copied_beside_the_computing_stream_and_fetched_a_layer_ahead(monkeypatch):
+def test_activation_offload_copies_on_a_second_stream_and_fetches_a_layer_ahead(monkeypatch):
     streams = _FakeStreams(monkeypatch)
     layers = [_AddsOne(streams.log) for _ in range(3)]
     activation_checkpoint.checkpoint_layers(layers, (), 8, "full", inputs_on_host=True)
@@ -208,11 +208,11 @@ def _plans_are_kept(folder):
     assert all(torch.equal(a, b) for a, b in zip(grads, wanted, strict=True))
 
 
-def test_a_recomputation_dispatches_by_the_plan_of_the_forward(tmp_path):
+def test_checkpointed_layer_when_recomputed_reuses_the_dispatch_plan_of_the_forward(tmp_path):
     run_ranks(_plans_are_kept, WORLD, save_qwen3_moe(tmp_path, mlp_only_layers=[]))
 
 
-def test_the_random_state_is_kept_where_a_layer_may_draw_numbers():
+def test_checkpointed_layer_that_may_draw_numbers_has_its_random_state_kept():
     def layer(family, **settings):
         return FAMILIES[family].build(**settings).model.layers[0]
 
@@ -227,7 +227,7 @@ def test_the_random_state_is_kept_where_a_layer_may_draw_numbers():
 
 
 @pytest.mark.parametrize("experts", [8, 40000])
-def test_kept_ids_give_topks_values_and_gradient(experts):
+def test_replayed_topk_with_kept_ids_gives_topks_values_and_gradient(experts):
     scores = torch.randn(5, experts, requires_grad=True)
     record, replay = activation_checkpoint._routing_contexts(experts)
     with record:
@@ -242,7 +242,7 @@ def test_kept_ids_give_topks_values_and_gradient(experts):
         assert torch.equal(torch.autograd.grad(got.values, scores, seed)[0], expected)
 
 
-def test_a_topk_over_more_than_the_experts_is_left_alone():
+def test_replayed_topk_over_more_than_the_experts_is_unchanged():
     record, replay = activation_checkpoint._routing_contexts(8)
     with record:
         torch.randn(2, 9).topk(2)

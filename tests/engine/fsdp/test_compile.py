@@ -73,11 +73,11 @@ def _compiled_and_broken(folder):
         assert len(log.lines) == 1 and len(compiled) == 3
 
 
-def test_compiled_parts_give_the_eager_gradients_and_fall_back_with_one_line(tmp_path):
+def test_compile_of_dense_parts_gives_the_eager_gradients_and_falls_back_with_one_line(tmp_path):
     run_ranks(_compiled_and_broken, WORLD, save_qwen3_moe(tmp_path))
 
 
-def test_nothing_with_experts_is_compiled(tmp_path):
+def test_compile_of_a_layer_with_experts_leaves_the_experts_out(tmp_path):
     layer = torch.nn.Module()
     layer.attention, layer.norm = torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)
     layer.mlp = torch.nn.Module()

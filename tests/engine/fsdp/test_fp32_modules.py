@@ -64,11 +64,11 @@ def _routers_stay(folder):
     assert all(p.grad is not None and torch.isfinite(p.grad.full_tensor()).all() for p in model.parameters())
 
 
-def test_named_routers_compute_in_float32_and_the_rest_in_bfloat16(tmp_path):
+def test_fp32_modules_of_named_routers_compute_in_float32_and_the_rest_in_bfloat16(tmp_path):
     run_ranks(_routers_stay, WORLD, save_qwen3_moe(tmp_path))
 
 
-def test_a_router_that_is_not_called_can_not_be_named():
+def test_fp32_modules_with_a_router_that_is_never_called_is_refused():
     with torch.device("meta"):
         model = DeepseekV2ForCausalLM(DeepseekV2Config(num_hidden_layers=2, first_k_dense_replace=1))
     with pytest.raises(SettingError, match=r"model.layers.1.mlp.gate, whose weight the model's code reads"):
@@ -122,7 +122,7 @@ def _strict_names_stay(folder):
     assert _as_fsdp_gathers(model) == expected  # after a forward, which names the parameters
 
 
-def test_what_the_class_keeps_in_float32_is_not_rounded(tmp_path):
+def test_fp32_modules_that_the_class_names_are_not_rounded(tmp_path):
     run_ranks(_strict_names_stay, WORLD, _save_ernie(tmp_path))
 
 
@@ -163,11 +163,11 @@ def _frozen_bias_stays(folder, bias):
     assert _as_fsdp_gathers(model) == expected  # after a forward, which names the parameters
 
 
-def test_a_correction_bias_that_is_a_frozen_parameter_is_neither_cast_nor_cut(tmp_path):
+def test_correction_bias_that_is_a_frozen_parameter_is_neither_cast_nor_sharded(tmp_path):
     run_ranks(_frozen_bias_stays, WORLD, *_save_afmoe(tmp_path))
 
 
-def test_correction_biases_of_another_frozen_parameter_of_that_size_are_the_biases_alone():
+def test_correction_biases_beside_a_frozen_parameter_of_their_size_are_the_biases_alone():
     with torch.device("meta"):
         sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "head_dim": 8, "num_experts": 8}
         model = AfmoeForCausalLM(AfmoeConfig(**sizes, num_dense_layers=1, num_experts_per_tok=2, vocab_size=VOCAB))
@@ -207,13 +207,13 @@ def _model(strict):
     return model
 
 
-def test_a_parameter_among_others_gets_its_owner_and_leaves_the_owners_children():
+def test_fp32_parameter_among_others_keeps_its_owner_in_float32_and_not_the_owners_children():
     model = _model(["sinks", "norm"])
     found = [(each.module, each.low_precision_children) for each in find_float32_modules(model, [])]
     assert found == [(model.attention.norm, ()), (model.attention, (model.attention.q,))]
 
 
-def test_a_convolution_that_the_class_keeps_in_float32_is_its_parents():
+def test_fp32_convolution_that_the_class_names_is_wrapped_with_its_parent():
     """Bailing's linear attention hands its weight to a kernel and does not call it, so FSDP would not gather it."""
 
     class Attention(nn.Module):
@@ -237,7 +237,7 @@ def test_find_float32_modules_of_a_pattern_has_inner_modules_first():
 @pytest.mark.parametrize(
     ("pattern", "rule"), [("*.rooter", "matches no module"), ("*", "holds experts"), ("attention", "holds experts")]
 )
-def test_a_wrong_pattern_is_refused(pattern, rule):
+def test_fp32_modules_with_a_wrong_pattern_is_refused(pattern, rule):
     model = _model([])
     with pytest.raises(SettingError, match=rule):
         find_float32_modules(model, [model.attention.q], [pattern])

@@ -38,11 +38,11 @@ def _two_meshes(folder):
     _one_buffer(folder, 2, 2)  # with replicas
 
 
-def test_what_fsdp_packs_becomes_the_gradient(tmp_path):
+def test_single_rank_reduce_on_two_meshes_makes_fsdps_packed_buffer_the_gradient(tmp_path):
     run_ranks(_two_meshes, WORLD, save_qwen3_moe(tmp_path))
 
 
-def test_a_buffer_that_an_error_left_is_not_taken_for_the_next():
+def test_same_buffer_after_an_error_is_allocated_anew():
     cpu, buffer = torch.device("cpu"), single_rank_reduce._SameBuffer()
 
     def fails():
@@ -58,7 +58,7 @@ def test_a_buffer_that_an_error_left_is_not_taken_for_the_next():
     buffer.check_is_complete()
 
 
-def test_buffers_that_are_not_asked_for_in_pairs_of_one_size_are_an_error():
+def test_same_buffer_asked_for_pairs_of_two_sizes_raises():
     cpu, buffer = torch.device("cpu"), single_rank_reduce._SameBuffer()
     for size, dtype in ((5, torch.float32), (4, torch.bfloat16)):
         packed = buffer.allocate((4,), dtype=torch.float32, device=cpu)

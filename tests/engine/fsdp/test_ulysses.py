@@ -123,12 +123,12 @@ def _compare(names, checkpointings):
             assert not bad, (name, dist.get_world_size(group), how, bad)
 
 
-def test_every_kind_of_attention_equals_the_plain_model():
+def test_ulysses_with_every_kind_of_attention_equals_the_plain_model():
     run_ranks(_compare, WORLD, KINDS, ["none", "full"])
 
 
 @pytest.mark.long
-def test_every_family_equals_the_plain_model():
+def test_ulysses_of_every_family_equals_the_plain_model():
     run_ranks(_compare, WORLD, SPLIT, ["none", "full", "selective"], timeout=500)
 
 
@@ -148,7 +148,7 @@ def _wrong_ones_differ():
         assert error > 1e-2
 
 
-def test_the_comparison_tells_wrong_ones():
+def test_ulysses_computed_wrongly_differs_from_the_plain_model():
     run_ranks(_wrong_ones_differ, 2)
 
 
@@ -177,7 +177,7 @@ def _flash_sees_whole_rows():
     assert handed == [(ends, ends, None)] * len(layer_names(model))
 
 
-def test_flash_attention_is_handed_the_lengths_of_the_whole_row():
+def test_ulysses_with_flash_attention_passes_it_the_lengths_of_the_whole_row():
     run_ranks(_flash_sees_whole_rows, 2)
 
 
@@ -185,7 +185,7 @@ def _sp(size, ep, **settings):
     return {"ep": ep, "ulysses_sequence_parallel_size": size, **settings}
 
 
-def test_a_ppo_update_equals_the_plain_model(tmp_path):
+def test_ulysses_in_a_ppo_update_equals_the_plain_model(tmp_path):
     """The model has two heads of keys, so four ranks have each of them twice."""
     pytest.importorskip("verl")
     cases = [
@@ -196,7 +196,7 @@ def test_a_ppo_update_equals_the_plain_model(tmp_path):
 
 
 @pytest.mark.long
-def test_a_ppo_update_equals_the_plain_model_on_every_mesh(tmp_path):
+def test_ulysses_in_a_ppo_update_on_every_mesh_equals_the_plain_model(tmp_path):
     pytest.importorskip("verl")
     cases = [_sp(sp, ep) for sp in (2, 4) for ep in (1, 2, 4)]
     cases += [
@@ -253,18 +253,18 @@ def _replays(folder):
     assert min(of_ranks) - 1e-9 <= of_all <= max(of_ranks) + 1e-9 and of_all > 0.9
 
 
-def test_router_replay_of_shared_rows(tmp_path):
+def test_ulysses_with_router_replay_takes_the_recorded_routes(tmp_path):
     pytest.importorskip("verl")
     run_ranks(_replays, 2, save_qwen3_moe(tmp_path))
 
 
 @pytest.mark.parametrize("name", [name for name in NOT_SPLIT if name in ALL])
-def test_what_mixes_tokens_otherwise_is_refused(name):
+def test_check_attention_splits_of_other_token_mixers_refuses_them(name):
     with torch.device("meta"), pytest.raises(UnsupportedModelError, match=NOT_SPLIT[name]):
         check_attention_splits(ALL[name].build(), 2)
 
 
-def test_heads_have_to_divide():
+def test_check_attention_splits_of_heads_that_do_not_divide_names_the_sizes_that_work():
     with torch.device("meta"):
         model = FAMILIES["qwen3_moe"].build()
     check_attention_splits(model, 4)

@@ -208,7 +208,7 @@ def test_unit_of_one_rank_has_a_divide_factor_of_its_own_and_every_other_the_com
     assert experts.ranks(Topology.arrange(8, 4)) == 2 and layer.ranks(Topology.arrange(8, 4)) == 8
 
 
-def test_unit_says_how_its_parameters_are_cut():
+def test_unit_of_experts_or_of_a_layer_says_how_its_parameters_are_sharded():
     experts, layer = (wrap_plan(_moe(), ShardingOptions())[i] for i in (0, 2))
     weight, topology = _layer(0, ".mlp.experts.gate_up_proj"), Topology.arrange(8, 4)
     assert experts.cuts(weight, topology) == (ShardStep(0, "ep", 4), ShardStep(0, "ep_fsdp", 2))
@@ -392,5 +392,5 @@ def _is_what_fsdp_has(cases):
     assert dist.get_world_size() == WORLD
 
 
-def test_parallelize_does_what_the_plan_says():
+def test_parallelize_of_every_unit_does_what_the_wrap_plan_says():
     run_ranks(_is_what_fsdp_has, WORLD, CASES)

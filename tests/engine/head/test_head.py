@@ -42,7 +42,7 @@ def _error(found, wanted):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("with_entropy", [True, False])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_values_and_gradients_are_those_of_whole_logits(small_tiles, dtype, with_entropy, has_bias):
+def test_head_in_parts_has_the_values_and_gradients_of_whole_logits(small_tiles, dtype, with_entropy, has_bias):
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape):
@@ -64,7 +64,7 @@ def test_values_and_gradients_are_those_of_whole_logits(small_tiles, dtype, with
         assert ours.grad.dtype == dtype and _error(ours.grad, theirs.grad) < bound
 
 
-def test_logits_of_a_lower_precision_are_reduced_in_float32():
+def test_head_in_parts_with_bfloat16_logits_reduces_them_in_float32():
     torch.manual_seed(0)
     hidden, weight = torch.randn(23, 16).bfloat16(), torch.randn(50, 16).bfloat16()
     labels, temperature, grad = torch.randint(0, 50, (23,)), torch.full((23,), 0.7), torch.randn(23, 2)
@@ -84,7 +84,7 @@ def test_logits_of_a_lower_precision_are_reduced_in_float32():
     [(name, {}) for name in FAMILIES] + [(name, {key: value}) for name, key, value in HEADS],
     ids=[*FAMILIES] + [f"{name} {key}" for name, key, _ in HEADS],
 )
-def test_every_family_is_exact_or_keeps_whole_logits(small_tiles, name, sizes):
+def test_head_in_parts_of_every_family_is_exact_or_keeps_whole_logits(small_tiles, name, sizes):
     family = replace(FAMILIES[name], sizes=FAMILIES[name].sizes | sizes)
     why = why_whole_logits(family.build().to("meta"))
     assert bool(why) == (name in WHOLE or "final_logit_softcapping" in sizes), why
@@ -117,7 +117,7 @@ def _qwen3(**sizes):
     return FAMILIES["qwen3_moe"].build(**sizes).to("meta")
 
 
-def test_a_head_with_adapters_and_what_can_not_be_followed_keep_whole_logits():
+def test_head_in_parts_with_adapters_or_an_unknown_forward_keeps_whole_logits():
     model = _qwen3()
     model.lm_head.register_parameter("weight_lora_A", nn.Parameter(torch.empty(4, 48, device="meta")))
     assert why_whole_logits(model) == "its head has parameters besides weight and bias"
@@ -130,7 +130,7 @@ def test_a_head_with_adapters_and_what_can_not_be_followed_keep_whole_logits():
     assert why_whole_logits(model) == "its head is a Sequential"
 
 
-def test_what_is_not_what_the_head_returned_is_no_log_probs():
+def test_head_in_parts_whose_output_was_changed_has_no_log_probs():
     model = FAMILIES["qwen3_moe"].build()
     model.set_experts_implementation("eager")
     head, ids = CausalHead(model), torch.arange(3, 9)[None]
@@ -177,5 +177,5 @@ def _logits_are_whole_where_they_are_read(folder):
     dist.barrier()
 
 
-def test_logits_are_whole_where_verl_reads_them(tmp_path):
+def test_head_in_parts_where_verl_reads_logits_keeps_them_whole(tmp_path):
     run_ranks(_logits_are_whole_where_they_are_read, 2, save_qwen3_moe(tmp_path))

@@ -284,12 +284,12 @@ def _update_by_every_algorithm(folder, configs):
     each_case(configs.items(), check)
 
 
-def test_an_update_by_every_algorithm_equals_the_plain_model(tmp_path):
+def test_update_with_every_algorithm_equals_the_plain_model(tmp_path):
     configs = {name: _composed(overrides) for name, overrides in ALGORITHMS.items()}
     run_ranks(_update_by_every_algorithm, WORLD, save_qwen3_moe(tmp_path), configs, timeout=400)
 
 
-def test_no_policy_loss_of_verl_is_left_out():
+def test_update_cases_name_every_policy_loss_of_verl():
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
     from verl.workers.config import PolicyLossConfig
 

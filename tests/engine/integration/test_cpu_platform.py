@@ -25,14 +25,14 @@ def platform():
     return PlatformCPU()
 
 
-def test_it_is_registered_and_complete(platform):
+def test_cpu_platform_is_registered_and_complete(platform):
     assert PlatformRegistry.get("cpu") is PlatformCPU
     assert (platform.device_name, platform.communication_backend_name()) == ("cpu", "gloo")
     assert platform.ray_resource_name() == "GPU"
     assert not platform.is_ipc_supported()
 
 
-def test_everything_that_verl_calls_on_the_device_module_is_there(platform):
+def test_cpu_device_module_has_every_name_that_verl_calls(platform):
     used = set()
     for path in VERL.rglob("*.py"):
         used |= set(re.findall(r"get_torch_device\(\)\.(\w+)", path.read_text(encoding="utf-8")))
@@ -40,7 +40,7 @@ def test_everything_that_verl_calls_on_the_device_module_is_there(platform):
     assert {name for name in used if not hasattr(platform.device_module, name)} == set()
 
 
-def test_the_device_module_answers_for_a_cpu(platform):
+def test_cpu_device_module_when_asked_answers_for_a_cpu(platform):
     device = platform.device_module
     state = device.get_rng_state()
     first = torch.rand(3)
@@ -61,7 +61,9 @@ def test_the_device_module_answers_for_a_cpu(platform):
     "cuda, asked, available",
     [(None, "", True), ("13.0", "", False), ("13.0", "cpu", True), ("13.0", "nvidia", False)],
 )
-def test_it_takes_effect_on_a_cpu_build_of_torch_or_when_asked_for(platform, monkeypatch, cuda, asked, available):
+def test_cpu_platform_takes_effect_on_a_cpu_build_of_torch_or_when_asked_for(
+    platform, monkeypatch, cuda, asked, available
+):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.version, "hip", None, raising=False)
     monkeypatch.setenv("VERL_PLATFORM", asked)
@@ -69,13 +71,13 @@ def test_it_takes_effect_on_a_cpu_build_of_torch_or_when_asked_for(platform, mon
     assert platform.is_platform_available(use_smi_check=True) is available
 
 
-def test_a_rocm_build_is_no_cpu_build(monkeypatch):
+def test_cpu_platform_on_a_rocm_build_takes_no_effect(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", "7.0", raising=False)
     assert not torch_is_cpu_only()
 
 
-def test_rollout_processes_inherit_what_the_user_set(platform, monkeypatch):
+def test_rollout_env_vars_of_the_cpu_platform_keep_what_the_user_set(platform, monkeypatch):
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     environment = platform.rollout_env_vars()
@@ -99,7 +101,7 @@ def single_rank(monkeypatch, query):
     "name, query",
     [("initialize_global_process_group", "?rank=0&world_size=1"), ("initialize_global_process_group_ray", "")],
 )
-def test_process_groups_start_through_the_shim_and_still_need_it(monkeypatch, name, query):
+def test_cpu_backend_shim_starts_process_groups_that_verl_alone_can_not(monkeypatch, name, query):
     shimmed = getattr(verl_distributed, name)
     single_rank(monkeypatch, query)
     with pytest.raises(ValueError, match="(?i)duplicate device type cpu"):
@@ -113,7 +115,7 @@ def test_process_groups_start_through_the_shim_and_still_need_it(monkeypatch, na
         torch.distributed.destroy_process_group()
 
 
-def test_the_shim_wraps_once():
+def test_cpu_backend_shim_installed_twice_wraps_once():
     before = verl_distributed.initialize_global_process_group_ray
     cpu_backend_shim.install()
     assert verl_distributed.initialize_global_process_group_ray is before
@@ -125,7 +127,7 @@ def fake_distribution(folder, name, version):
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
-def test_the_cpu_build_answers_for_vllm_and_a_real_one_wins(monkeypatch, tmp_path):
+def test_vllm_distribution_of_a_cpu_build_answers_for_vllm_and_a_real_one_wins(monkeypatch, tmp_path):
     vllm_distribution.install()
     count = sum(type(finder).__name__ == "_VllmCpuFinder" for finder in sys.meta_path)
     assert count == 1
@@ -153,7 +155,7 @@ def in_process(code, **environment):
     )
 
 
-def test_a_plugin_that_cannot_load_says_why():
+def test_plugin_that_can_not_load_says_why():
     # A None in sys.modules makes the import of exactly this module fail.
     done = in_process("import sys; sys.modules['epfsdp2.conf.search_path'] = None; import verl; print('verl', verl)")
     assert "verl" in done.stdout, done.stderr
@@ -161,7 +163,7 @@ def test_a_plugin_that_cannot_load_says_why():
     assert "epfsdp2.conf.search_path" in done.stderr and "Traceback" in done.stderr
 
 
-def test_import_verl_loads_the_plugin_and_nothing_heavy():
+def test_plugin_at_import_verl_is_loaded_and_imports_nothing_heavy():
     code = (
         "import sys, verl; from verl.plugin.platform import get_platform;"
         "heavy = {'vllm', 'ray.serve', 'epfsdp2.engine.integration.engine', 'verl.workers.engine'} & set(sys.modules);"

@@ -20,7 +20,7 @@ def _inputs():
     return logits, teacher
 
 
-def test_upstream_still_needs_it_and_other_strategies_are_left_alone(monkeypatch):
+def test_distillation_shim_is_still_needed_and_leaves_other_strategies_unchanged(monkeypatch):
     from verl.trainer.distillation import losses
     from verl.workers.config import DistillationConfig
 

@@ -26,7 +26,7 @@ TEXT = [name for name, family in FAMILIES.items() if family.model.endswith("ForC
     ids=TEXT + [f"{name} {key}" for name, key, _ in HEADS],
 )
 @torch.no_grad()
-def test_every_family_is_exact_or_refused(name, sizes, monkeypatch):
+def test_fused_kernels_of_every_family_are_exact_or_refused(name, sizes, monkeypatch):
     from verl.models.transformers.monkey_patch import patch_forward_with_backends
 
     torch.manual_seed(0)
@@ -52,7 +52,7 @@ def test_every_family_is_exact_or_refused(name, sizes, monkeypatch):
         assert exact
 
 
-def test_a_critic_has_no_log_probs_and_triton_needs_an_accelerator():
+def test_fused_kernels_of_a_critic_or_of_triton_without_an_accelerator_are_refused():
     with pytest.raises(SettingError, match="critic.model.use_fused_kernels=True: .* a critic has none"):
         check_fused_kernels(FUSED, None, setting="critic.model")
     triton = FUSED | {"fused_kernel_options": {"impl_backend": "triton"}}
@@ -93,5 +93,5 @@ def _update(folder):
             assert error < 1e-5, (model, name, error)
 
 
-def test_an_update_equals_the_plain_model(tmp_path):
+def test_fused_kernels_in_an_update_equal_the_plain_model(tmp_path):
     run_ranks(_update, 2, save_qwen3_moe(tmp_path))

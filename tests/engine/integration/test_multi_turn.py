@@ -88,5 +88,5 @@ def _on_ranks(folder, cases):
         assert _largest_error(seen, wanted) < RELATIVE, settings
 
 
-def test_an_update_of_turns_with_a_tool_equals_the_plain_model(tmp_path):
+def test_update_of_turns_with_a_tool_equals_the_plain_model(tmp_path):
     run_ranks(_on_ranks, 2, save_qwen3_moe(tmp_path), CASES)

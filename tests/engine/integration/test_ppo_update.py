@@ -22,7 +22,7 @@ RELATIVE = 1e-5
 WHOLE = {"chunked_logits": False}  # logits
 
 
-def test_gradients_and_norm_equal_the_plain_model(tmp_path):
+def test_ppo_update_on_every_mesh_has_the_gradients_and_norm_of_the_plain_model(tmp_path):
     cases = [
         {"ep": 1},
         {"ep": 2},
@@ -44,7 +44,7 @@ def test_gradients_and_norm_equal_the_plain_model(tmp_path):
     run_ranks(check_ppo_updates, WORLD, save_qwen3_moe(tmp_path), cases, timeout=500)
 
 
-def test_a_dense_role_of_a_run_with_experts_equals_the_plain_model(tmp_path):
+def test_ppo_update_of_a_dense_role_beside_experts_equals_the_plain_model(tmp_path):
     """What the settings say of experts is for another role's model."""
     role = {"ep": 8, "dispatch_chunks": 2, "expert_plan": {"model.layers.*.moe.w1": 0}, "_of_a_role": True}
     cases = [
@@ -77,7 +77,7 @@ def _uneven(folder):
         assert abs(metrics["grad_norm"] / norm - 1) < RELATIVE
 
 
-def test_ranks_with_less_to_do_take_as_many_micro_batches(tmp_path):
+def test_ppo_update_with_fewer_samples_on_a_rank_takes_as_many_micro_batches_on_all(tmp_path):
     run_ranks(_uneven, 2, save_qwen3_moe(tmp_path))
 
 
@@ -102,7 +102,7 @@ def _reference_policy(folder, model):
 
 
 @pytest.mark.parametrize("model", [{}, PADDED], ids=["packed", "padded"])
-def test_reference_policy_is_forward_only(tmp_path, model):
+def test_reference_policy_of_packed_or_padded_rows_is_forward_only(tmp_path, model):
     run_ranks(_reference_policy, 2, save_qwen3_moe(tmp_path), model)
 
 
@@ -122,7 +122,7 @@ def _weights_after_evaluation(folder):
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
-def test_weights_handed_over_after_an_evaluation(tmp_path):
+def test_weights_out_after_an_evaluation_are_those_of_the_model(tmp_path):
     run_ranks(_weights_after_evaluation, 2, save_qwen3_moe(tmp_path))
 
 
@@ -150,7 +150,7 @@ def _saves_and_resumes(folder, out, ep):
         torch.testing.assert_close(a.detach().full_tensor(), b.detach().full_tensor(), rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_saves_keeps_the_newest_and_resumes_on_another_mesh(tmp_path):
+def test_ppo_worker_saves_keep_the_newest_and_resume_on_another_mesh(tmp_path):
     run_ranks(_saves_and_resumes, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "out", 2)
 
 
@@ -161,7 +161,7 @@ def _dense_alone(folder, out):
     _saves_and_resumes(folder, out, 1)
 
 
-def test_a_dense_model_alone_refuses_ep_size_and_resumes_on_another_mesh(tmp_path):
+def test_ppo_worker_of_a_dense_model_refuses_ep_size_and_resumes_on_another_mesh(tmp_path):
     run_ranks(_dense_alone, 2, save_qwen3(tmp_path / "model"), tmp_path / "out")
 
 
@@ -185,7 +185,7 @@ def _waits_for_the_last(folder, out):
     assert tracker.read_text() == "2"
 
 
-def test_of_saves_in_the_background_the_run_s_last_is_waited_for(tmp_path):
+def test_ppo_worker_with_background_saves_waits_for_the_last_at_the_end(tmp_path):
     run_ranks(_waits_for_the_last, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "out")
 
 
@@ -206,5 +206,5 @@ def _of_another_version(self):
     return self.renamed_since
 
 
-def test_an_error_before_the_first_forward_is_the_one_that_is_seen():
+def test_ppo_worker_with_an_error_before_the_first_forward_raises_that_error():
     run_ranks(_leaves, 1)

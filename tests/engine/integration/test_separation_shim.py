@@ -21,7 +21,7 @@ def _worker(strategy):
     return worker
 
 
-def test_upstream_still_needs_it_and_other_strategies_are_left_alone(monkeypatch):
+def test_separation_shim_is_still_needed_and_leaves_other_strategies_unchanged(monkeypatch):
     worker = _worker("epfsdp2")
     kind = type(worker)
     stock = getattr(kind._get_strategy_handlers, "__wrapped__", kind._get_strategy_handlers)
@@ -57,5 +57,5 @@ def _round_trip(folder):
     assert not any(torch.equal(before[name], changed[name]) for name in before if before[name].numel())
 
 
-def test_weights_come_back(tmp_path):
+def test_separation_shim_after_save_and_restore_gives_the_same_weights(tmp_path):
     run_ranks(_round_trip, 2, save_qwen3_moe(tmp_path))

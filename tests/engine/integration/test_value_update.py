@@ -55,7 +55,7 @@ def _keeps_its_head(folder):
     assert torch.equal(head, load_file(folder / "model.safetensors")["lm_head.weight"])
 
 
-def test_a_trained_head_is_read_also_where_transformers_has_no_class_for_it(tmp_path):
+def test_critic_of_a_trained_head_reads_it_also_without_a_class_in_transformers(tmp_path):
     folder = save_glm4_moe(tmp_path)
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = torch.randn(1, tensors["lm_head.weight"].shape[1])
@@ -125,7 +125,7 @@ def _value_update(folder, own_class, model, settings):
 
 
 @pytest.mark.parametrize("own_class", [True, False], ids=["own class", "other head"])
-def test_a_critic_with_adapters_trains_them_and_its_head(tmp_path, own_class):
+def test_critic_with_adapters_trains_them_and_its_head(tmp_path, own_class):
     folder = save_qwen3_moe(tmp_path) if own_class else save_glm4_moe(tmp_path)
     run_ranks(_value_update, WORLD, folder, own_class, SETTINGS, {})
 
@@ -143,7 +143,7 @@ def _resumes(folder, out):
     assert any(name.startswith("score.") for name in wanted)
 
 
-def test_a_critic_with_adapters_resumes_with_its_head(tmp_path):
+def test_critic_with_adapters_resumes_with_its_head(tmp_path):
     folder, out = save_qwen3_moe(tmp_path / "model"), tmp_path / "out"
     run_ranks(_resumes, WORLD, folder, out)
     export(out, tmp_path / "exported")
@@ -156,11 +156,11 @@ FLOAT16 = {"mixed_precision": {"param_dtype": "fp16", "reduce_dtype": "fp32"}}
 
 
 @pytest.mark.parametrize("settings", [{}, SHARED], ids=["", "shared rows"])
-def test_so_do_those_of_a_model_that_could_see_images(tmp_path, settings):
+def test_critic_update_of_a_vision_model_has_the_gradients_of_the_plain_model(tmp_path, settings):
     run_ranks(_value_update, WORLD, save_vlm("qwen3_vl_moe", tmp_path), False, {}, settings)
 
 
-def test_a_dense_critic_beside_an_actor_with_experts_equals_the_plain_model(tmp_path):
+def test_critic_update_of_a_dense_model_beside_experts_equals_the_plain_model(tmp_path):
     run_ranks(_value_update, WORLD, save_qwen3(tmp_path), True, {}, {"_of_a_role": True, "router_aux_loss_coef": 0.1})
 
 
@@ -176,7 +176,7 @@ def test_a_dense_critic_beside_an_actor_with_experts_equals_the_plain_model(tmp_
         "float16",
     ],
 )
-def test_gradients_equal_the_plain_model(tmp_path, own_class, model, settings):
+def test_critic_update_with_every_head_has_the_gradients_of_the_plain_model(tmp_path, own_class, model, settings):
     """Qwen3-MoE has a token-classification class in transformers, GLM-4-MoE has none."""
     folder = save_qwen3_moe(tmp_path) if own_class else save_glm4_moe(tmp_path)
     run_ranks(_value_update, WORLD, folder, own_class, model, settings)

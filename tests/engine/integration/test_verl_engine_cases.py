@@ -111,7 +111,7 @@ def _sft_batch():
     return batch
 
 
-def test_actor_engine(cluster, tmp_path):
+def test_actor_engine_in_verls_workers_equals_the_plain_model_and_resumes(cluster, tmp_path):
     from verl.trainer.config import CheckpointConfig
     from verl.workers.utils.losses import ppo_loss, sft_loss
 
@@ -160,7 +160,7 @@ def test_actor_engine(cluster, tmp_path):
 
 
 @pytest.mark.long
-def test_critic_engine(cluster, tmp_path):
+def test_critic_engine_in_verls_workers_equals_the_plain_model(cluster, tmp_path):
     from verl.workers.utils.losses import value_loss
 
     config = AutoConfig.from_pretrained(save_qwen3_moe(tmp_path / "language"), num_labels=1, classifier_dropout=0.0)

@@ -298,7 +298,7 @@ def _without_the_base(out, model):
     assert torch.equal(own.full_tensor(), whole_weight)
 
 
-def test_a_changed_base_is_refused_by_the_export(tmp_path):
+def test_lora_export_of_a_changed_base_is_refused(tmp_path):
     folder, out = save_qwen3_moe(tmp_path / "model"), tmp_path / "out"
     run_ranks(_saves_alone, 1, folder, out)
     export(out, tmp_path / "first")

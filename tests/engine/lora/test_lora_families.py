@@ -122,11 +122,11 @@ def _compare_families(tmp_path, names):
     assert not off, "\n".join(str(row.get("failed") or row) + f" ({row['family']})" for row in off)
 
 
-def test_lora_on_transposed_experts_with_biases_and_shared_experts(tmp_path):
+def test_lora_on_transposed_experts_with_biases_and_shared_experts_equals_the_plain_model(tmp_path):
     _compare_families(tmp_path, ["gpt_oss", "glm4_moe"])
 
 
-def test_lora_on_linears_of_dense_models(tmp_path):
+def test_lora_on_linears_of_dense_models_equals_the_plain_model(tmp_path):
     _compare_families(tmp_path, ["qwen3", "llama"])
 
 
@@ -137,7 +137,7 @@ def _targets(name, **settings):
     return {target.name for target in find_targets(model, lora_settings(**settings))}
 
 
-def test_what_a_familys_code_reads_without_a_call_has_no_adapter():
+def test_lora_on_weights_that_are_read_without_a_call_adds_no_adapter():
     """Kernels that fuse Mamba2's last projection take its weight."""
     mixer = "model.layers.0.mixer"
     targets = _targets("nemotron_h")
@@ -149,11 +149,11 @@ def test_what_a_familys_code_reads_without_a_call_has_no_adapter():
 
 
 @pytest.mark.parametrize("name", ["afmoe", "gemma4", "granitemoe", "hunyuan_v1_moe", "qwen3_moe", "deepseek_v2"])
-def test_routers_have_no_adapter(name):
+def test_lora_on_routers_adds_no_adapter(name):
     targets = _targets(name)
     assert targets and not any(re.search(r"\.(gate|router)\.", target) for target in targets)
 
 
 @pytest.mark.long
-def test_lora_on_every_family(tmp_path):
+def test_lora_on_every_family_equals_the_plain_model(tmp_path):
     _compare_families(tmp_path, ADAPTED)

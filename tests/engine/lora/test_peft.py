@@ -103,13 +103,13 @@ def _compared_with_peft(folder, out, meshes_of_kinds):
             torch.testing.assert_close(tensor.cpu(), merged[name], rtol=1e-5, atol=1e-6, msg=f"{where} {name}")
 
 
-def test_adapters_equal_those_of_peft(tmp_path):
+def test_adapters_of_every_setting_equal_those_of_peft(tmp_path):
     (tmp_path / "out").mkdir()
     run_ranks(_compared_with_peft, WORLD, save_qwen3_moe(tmp_path / "model"), tmp_path / "out", MESHES, timeout=900)
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_adapters_that_peft_has_saved_are_read_as_they_are(tmp_path, kind):
+def test_adapters_that_peft_has_saved_are_read_unchanged(tmp_path, kind):
     """From a config as users write it for peft, not as this engine writes it."""
     folder, changes = save_qwen3_moe(tmp_path / "model"), dict(KINDS[kind])
     config = LoraConfig(
@@ -142,7 +142,7 @@ def test_adapters_that_peft_has_saved_are_read_as_they_are(tmp_path, kind):
         )
 
 
-def test_layers_to_transform_are_those_of_peft(tmp_path):
+def test_adapters_with_layers_to_transform_are_those_of_peft(tmp_path):
     folder = save_qwen3_moe(tmp_path / "model")
     for pattern in (None, ["layers"]):
         chosen = {"layers_to_transform": [1], "layers_pattern": pattern}
@@ -168,7 +168,7 @@ def test_layers_to_transform_are_those_of_peft(tmp_path):
         ({"lora": {"use_dora": True}}, "peft has DoRA for linears alone, and model.layers.0.mlp.experts"),
     ],
 )
-def test_settings_of_peft_that_can_not_work_are_refused(tmp_path, changes, said):
+def test_adapters_with_settings_of_peft_that_can_not_work_are_refused(tmp_path, changes, said):
     model = reference_model(save_qwen3_moe(tmp_path))
     with pytest.raises(SettingError) as caught:
         Lora(model, LoraSettings.of({"lora_rank": 4, "target_modules": "all-linear", **changes}, "model"))

@@ -81,14 +81,14 @@ def _loaded_equals_the_plain_model(folder: Path) -> None:
     assert relative_error(families.logits(model.eval(), mine), families.logits(plain.eval(), mine)) < 1e-5
 
 
-def test_code_of_a_family_that_transformers_has_is_not_run(tmp_path):
+def test_remote_code_of_a_family_that_transformers_has_is_not_run(tmp_path):
     folder = _checkpoint(tmp_path / "moonlight", "deepseek_v3", DEEPSEEK)
     facts = inspect_model({"path": str(folder)})
     assert facts is not None and type(facts.model) is DeepseekV3ForCausalLM and set(facts.experts) == {8}
     run_ranks(_loaded_equals_the_plain_model, 2, folder)
 
 
-def test_code_that_is_run_and_keeps_experts_in_a_list_is_refused_with_what_works(tmp_path, monkeypatch):
+def test_remote_code_that_keeps_experts_in_a_list_is_refused_with_what_works(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "cache"))
     folder = _checkpoint(tmp_path / "moonlight", "deepseek_v3", DEEPSEEK)
     with pytest.raises(SettingError, match="keeps its experts in DeepseekV3MoE") as error:
@@ -107,14 +107,16 @@ def test_code_that_is_run_and_keeps_experts_in_a_list_is_refused_with_what_works
         ("bailing_moe", BAILING, "a module of your own"),
     ],
 )
-def test_code_of_a_family_that_transformers_has_not_is_refused_with_what_works(tmp_path, model_type, auto_map, works):
+def test_remote_code_of_a_family_that_transformers_has_not_is_refused_with_what_works(
+    tmp_path, model_type, auto_map, works
+):
     folder = _checkpoint(tmp_path / model_type, model_type, auto_map)
     with pytest.raises(SettingError, match="contains custom code|model type") as error:
         inspect_model({"path": str(folder)})
     assert works in str(error.value).partition("What works:")[2]
 
 
-def test_what_is_said_to_work_for_kimi_k2_does(tmp_path):
+def test_inspect_model_of_kimi_k2_with_the_advised_model_type_works(tmp_path):
     folder = _checkpoint(tmp_path / "kimi", "kimi_k2", DEEPSEEK)
     text = (folder / "config.json").read_text().replace('"kimi_k2"', '"deepseek_v3"')
     (folder / "config.json").write_text(text)

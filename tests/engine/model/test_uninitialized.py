@@ -57,7 +57,7 @@ def _what_is_left_out_is_named(folder):
     check_initialized(model)
 
 
-def test_a_parameter_or_buffer_that_nothing_filled_is_named_on_all_ranks(tmp_path):
+def test_build_with_a_parameter_or_buffer_that_nothing_filled_names_it_on_all_ranks(tmp_path):
     run_ranks(_what_is_left_out_is_named, WORLD, save_qwen3_moe(tmp_path))
 
 
@@ -76,7 +76,7 @@ class _Forgetful(nn.Module):
         return cls()
 
 
-def test_a_buffer_that_is_left_empty_is_poison():
+def test_build_on_meta_with_an_empty_buffer_fills_it_with_nan():
     model = build_on_meta(_Forgetful, None, torch.float32)
     assert model.weight.is_meta
     assert model.forgotten.isnan().all() and model.ids.eq(torch.iinfo(torch.int64).min).all()
@@ -95,7 +95,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
-def test_building_40_gigabytes_of_parameters_takes_none_of_them():
+def test_build_on_meta_of_40_gigabytes_allocates_none_of_them():
     limit = 24 << 30  # of address space, so that memory that is reserved but not touched counts too
     done = subprocess.run(
         [sys.executable, "-c", BUILD],
@@ -109,7 +109,7 @@ def test_building_40_gigabytes_of_parameters_takes_none_of_them():
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "ernie4_5_moe", "nemotron_h", "deepseek_v4"])
-def test_a_bfloat16_model_keeps_what_from_pretrained_keeps_in_float32(tmp_path, name):
+def test_build_on_meta_in_bfloat16_keeps_what_from_pretrained_keeps_in_float32(tmp_path, name):
     folder = families.save(name, tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     ours = build_on_meta(AutoModelForCausalLM, plain.config, torch.bfloat16)

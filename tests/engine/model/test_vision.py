@@ -158,7 +158,7 @@ def _refuses_on_all_ranks(name):
 
 
 @pytest.mark.parametrize("name", ["ernie4_5_vl_moe", "qwen3_omni_moe"])
-def test_images_that_would_go_wrong_are_refused_on_all_ranks_and_on_the_driver(tmp_path, name):
+def test_vision_update_of_unsuitable_images_is_refused_on_all_ranks_and_on_the_driver(tmp_path, name):
     run_ranks(_refuses_on_all_ranks, 2, name)
     data = tmp_path / "train.parquet"
     facts = SimpleNamespace(model=FAMILIES[name].build(), name=name)
@@ -169,12 +169,12 @@ def test_images_that_would_go_wrong_are_refused_on_all_ranks_and_on_the_driver(t
         check_images({"train_files": [str(data)], "image_key": "images"}, facts)
 
 
-def test_two_updates_equal_the_plain_model(tmp_path):
+def test_vision_updates_of_two_steps_equal_the_plain_model(tmp_path):
     cases = [("one rank has none", {"ep": 2}), ("none has any", {"ep": 2}), ("some have none", {"ep": 4})]
     run_ranks(_updates, WORLD, save_vlm("qwen3_vl_moe", tmp_path), cases)
 
 
-def test_two_updates_beside_a_frozen_tower_equal_the_plain_model(tmp_path):
+def test_vision_updates_with_a_frozen_tower_equal_the_plain_model(tmp_path):
     frozen = {"freeze_vision_tower": True}
     cases = [
         ("one rank has none", {"ep": 2, **frozen}),
@@ -186,38 +186,38 @@ def test_two_updates_beside_a_frozen_tower_equal_the_plain_model(tmp_path):
     run_ranks(_updates, 2, save_vlm("qwen3_vl_moe", tmp_path), cases)
 
 
-def test_updates_of_shared_rows_equal_the_plain_model(tmp_path):
+def test_vision_updates_of_shared_rows_equal_the_plain_model(tmp_path):
     """Slices end within images, and some have none."""
     cases = [("some have none", {"ep": 2, "ulysses_sequence_parallel_size": 2, "dynamic": True})]
     run_ranks(_updates, WORLD, save_vlm("qwen3_vl_moe", tmp_path), cases)
 
 
-def test_an_update_of_linear_attention_equals_the_plain_model(tmp_path):
+def test_vision_update_of_linear_attention_equals_the_plain_model(tmp_path):
     """One: in another, rounding errors of the first are magnified beyond 1e-5 where no row is shared, too."""
     cases = [("some have none", {"ep": 2, "ulysses_sequence_parallel_size": 2})]
     run_ranks(_updates, 2, save_vlm("qwen3_5_moe", tmp_path), cases, 1, True)
 
 
-def test_updates_of_a_dense_model_equal_the_plain_model(tmp_path):
+def test_vision_updates_of_a_dense_model_equal_the_plain_model(tmp_path):
     cases = [("one rank has none", {"ep": 1})]
     run_ranks(_updates, WORLD, save_vlm("qwen3_vl", tmp_path), cases)
 
 
 @pytest.mark.long
-def test_a_tower_in_bfloat16_is_no_further_from_float32_than_the_plain_one(tmp_path):
+def test_vision_tower_in_bfloat16_is_no_further_from_float32_than_the_plain_one(tmp_path):
     """Log-probs can't show it: with so small a model they are moved far more by other experts chosen in a near tie."""
     run_ranks(_in_bfloat16, 2, save_vlm("qwen3_vl_moe", tmp_path))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("ep", [1, 2, 4])
-def test_whoever_has_images(tmp_path, ep):
+def test_vision_updates_with_images_on_any_ranks_equal_the_plain_model(tmp_path, ep):
     cases = [(which, {"ep": ep}) for which in WITHOUT]
     run_ranks(_updates, WORLD, save_vlm("qwen3_vl_moe", tmp_path), cases, timeout=500)
 
 
 @pytest.mark.long
-def test_with_every_setting(tmp_path):
+def test_vision_updates_with_every_setting_equal_the_plain_model(tmp_path):
     settings = [
         {"ep": 2, "fsdp_size": 2},
         {"ep": 2, "dynamic": True},
@@ -236,13 +236,13 @@ def test_with_every_setting(tmp_path):
 
 
 @pytest.mark.long
-def test_glm4v_moe(tmp_path):
+def test_vision_updates_of_glm4v_moe_equal_the_plain_model(tmp_path):
     cases = [(which, {"ep": ep}) for which in WITHOUT for ep in (2, 4)]
     cases += [("some have none", {"ep": 2, "ulysses_sequence_parallel_size": 2})]
     run_ranks(_updates, WORLD, save_vlm("glm4v_moe", tmp_path), cases, timeout=500)
 
 
-def test_a_model_that_could_not_be_patched_has_its_forward(monkeypatch):
+def test_preserve_forward_after_a_failed_patch_restores_the_forward(monkeypatch):
     own = nn.Linear.forward
     model = SimpleNamespace(base_model=nn.Linear(1, 1))
     with pytest.raises(OSError, match="half way"), preserve_forward(model):

@@ -108,16 +108,16 @@ def _every_routing():
             torch.testing.assert_close(exchanged(hidden, ids, weights), want, msg=name)
 
 
-def test_around_a_documented_buffer_it_gives_what_our_dispatch_gives():
+def test_deepep_around_a_documented_buffer_gives_what_our_dispatch_gives():
     run_ranks(_every_routing, 2)
 
 
-def test_it_is_refused_by_name_where_there_is_no_gpu(tmp_path):
+def test_deepep_without_a_gpu_is_refused_by_name(tmp_path):
     with pytest.raises(SettingError, match=r"engine.dispatcher=deepep: .* device is cpu. .*dispatcher=all_to_all"):
         check_training(engine(ep_size=2, dispatcher="deepep"), 2, checkpoint(tmp_path), device="cpu")
 
 
-def test_dispatcher_deepep_where_it_can_be_used_warns_that_it_was_never_run(monkeypatch, caplog):
+def test_deepep_where_it_can_be_used_warns_that_it_was_never_run(monkeypatch, caplog):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     facts = SimpleNamespace(model=SimpleNamespace(config=Qwen3MoeConfig(hidden_size=2048)))
     for dispatcher, warnings in (("all_to_all", 0), ("deepep", 1)):
@@ -125,7 +125,7 @@ def test_dispatcher_deepep_where_it_can_be_used_warns_that_it_was_never_run(monk
         assert caplog.text.count("was never run with DeepEP") == warnings
 
 
-def test_it_is_refused_by_name_where_it_is_not_installed():
+def test_deepep_that_is_not_installed_is_refused_by_name():
     with pytest.raises(SettingError, match=r"engine.dispatcher=deepep: deep_ep is not installed."):
         check_deepep("cuda", 8, 2048, torch.bfloat16)
 
@@ -138,7 +138,7 @@ def test_it_is_refused_by_name_where_it_is_not_installed():
         ((8, 2880, torch.bfloat16), "hidden size is 2880"),
     ],
 )
-def test_what_it_has_no_kernel_for_is_refused(monkeypatch, asked, words):
+def test_deepep_with_settings_it_has_no_kernel_for_is_refused(monkeypatch, asked, words):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     with pytest.raises(SettingError, match=f"engine.dispatcher=deepep: .*{words}"):
         check_deepep("cuda", *asked)

@@ -40,7 +40,7 @@ def _every_routing():
 
 
 @pytest.mark.parametrize(("experts", "dtype"), [(128, torch.int16), (2**15, torch.int16), (2**15 + 1, torch.int64)])
-def test_slots_are_sorted_by_the_smallest_keys(monkeypatch, experts, dtype):
+def test_sort_slots_of_any_experts_uses_the_smallest_keys(monkeypatch, experts, dtype):
     """A GPU's radix sort takes a pass for each byte of a key."""
     ids = torch.randint(0, experts, (50, K), generator=torch.Generator().manual_seed(0))
     ids[7, 0] = experts - 1
@@ -74,7 +74,7 @@ def test_dispatch_on_one_rank_with_any_routing_equals_the_dense_loop(tokens, ids
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("counts", [[0, 3, 0, 5], [0, 0, 0, 0], [8, 0, 0, 0]])
-def test_grouped_linear_with_empty_groups(dtype, transposed, counts):
+def test_grouped_linear_with_empty_groups_equals_a_loop_over_groups(dtype, transposed, counts):
     weight = torch.randn(4, 32, 16, dtype=dtype, requires_grad=True)
     bias = torch.randn(4, 16 if transposed else 32, dtype=dtype, requires_grad=True)
     rows = torch.randn(sum(counts), 32 if transposed else 16, dtype=dtype, requires_grad=True)

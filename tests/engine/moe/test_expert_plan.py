@@ -45,11 +45,11 @@ def _planned_model_is_exact():
             assert (param.grad.full_tensor() - want).norm() <= 1e-5 * want.norm(), (ep, dim, name)
 
 
-def test_a_planned_model_has_the_gradients_of_the_unsharded_one():
+def test_expert_plan_of_a_custom_model_has_the_gradients_of_the_unsharded_one():
     run_ranks(_planned_model_is_exact, WORLD)
 
 
-def test_without_the_plan_the_model_is_refused():
+def test_expert_plan_that_is_missing_refuses_the_model():
     with pytest.raises(UnsupportedModelError, match="OwnModel"):
         find_experts(_model())
 
@@ -63,13 +63,13 @@ def test_without_the_plan_the_model_is_refused():
         ({"*.router.weight": 0}, ["Linear", "set_expert_parallel", "use_experts_implementation"]),
     ],
 )
-def test_a_wrong_plan_says_what_is_wrong(plan, words):
+def test_expert_plan_that_is_wrong_says_what_is_wrong(plan, words):
     with pytest.raises(SettingError) as error:
         find_experts(_model(), plan)
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-def test_what_is_not_cut_over_experts_may_not_be_in_their_module():
+def test_expert_plan_of_a_module_with_other_parameters_is_refused():
     model = _model()
     model.layers[1].pool.scale = nn.Parameter(torch.ones(HIDDEN))
     with pytest.raises(SettingError, match=r"Pool has parameters without a dim for its experts: scale") as error:
@@ -77,7 +77,7 @@ def test_what_is_not_cut_over_experts_may_not_be_in_their_module():
     assert "move the rest to its parent" in str(error.value)
 
 
-def test_experts_on_the_interface_are_planned_along_dim_0_only(tmp_path):
+def test_expert_plan_of_experts_on_the_interface_takes_dim_0_only(tmp_path):
     model = reference_model(save_qwen3_moe(tmp_path))
     found = find_experts(model, {"model.layers.0.mlp.experts.*": 0})
     assert [info.fqn for info in found] == ["model.layers.0.mlp.experts", "model.layers.2.mlp.experts"]

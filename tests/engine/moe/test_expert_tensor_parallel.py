@@ -62,7 +62,7 @@ def _every_routing(ep, etp):
 
 
 @pytest.mark.parametrize(("ep", "etp"), [(2, 2), (1, 2), (1, 4)])
-def test_cut_experts_compute_every_routing_as_whole_ones_do(ep, etp):
+def test_etp_experts_with_every_routing_compute_what_whole_ones_do(ep, etp):
     run_ranks(_every_routing, WORLD, ep, etp)
 
 
@@ -78,7 +78,7 @@ def _summed(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gather_orders_its_rows_and_its_reverse_adds_summands_in_float32(dtype):
+def test_etp_gather_orders_its_rows_and_its_reverse_adds_summands_in_float32(dtype):
     run_ranks(_summed, 3, dtype)
 
 
@@ -100,14 +100,14 @@ def _same_order(folder, cases):
             assert ("all-to-all", torch.float32) in last[reduced : last.index(("backward", f"experts {i}"))]
 
 
-def test_collectives_of_cut_experts_come_in_one_order_whatever_the_routing_is(tmp_path):
+def test_etp_collectives_with_any_routing_come_in_one_order(tmp_path):
     folder = save_qwen3_moe(tmp_path, num_hidden_layers=2, mlp_only_layers=[])
     cases = [(2, -1, {}), (1, -1, {"checkpointing": "full"}), (1, 2, {"expert_shard_dim": 1})]
     cases += [(2, -1, {"dispatch_chunks": 2, "checkpointing": "full"})]
     run_ranks(_same_order, WORLD, folder, cases)
 
 
-def test_ppo_updates_with_cut_experts_equal_the_plain_model(tmp_path):
+def test_etp_in_ppo_updates_equals_the_plain_model(tmp_path):
     cut = {"ep": 2, "etp_size": 2}
     cases = [
         {**cut, "param_offload": True, "optimizer_offload": True, "activation_checkpointing": "full"},
@@ -117,6 +117,6 @@ def test_ppo_updates_with_cut_experts_equal_the_plain_model(tmp_path):
     run_ranks(check_ppo_updates, WORLD, save_qwen3_moe(tmp_path), cases, timeout=300)
 
 
-def test_a_ppo_update_with_cut_experts_computes_shared_experts_ahead(tmp_path):
+def test_etp_in_a_ppo_update_computes_shared_experts_ahead(tmp_path):
     case = {"ep": 2, "etp_size": 2, "overlap_shared_experts": True, "activation_checkpointing": "full"}
     run_ranks(check_ppo_updates, WORLD, save_glm4_moe(tmp_path), [case])

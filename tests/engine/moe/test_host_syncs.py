@@ -108,11 +108,11 @@ def _once():
     assert _waits(1, etp=dist.get_world_size()) == (["tolist"], [])
 
 
-def test_a_layer_waits_once_in_forward_and_never_in_backward_or_when_computed_again():
+def test_host_syncs_of_a_layer_are_one_in_forward_and_none_in_backward_or_when_recomputed():
     run_ranks(_once, 2)
 
 
-def test_without_expert_parallelism_it_never_waits():
+def test_host_syncs_without_expert_parallelism_are_none():
     assert _waits(1) == ([], [])
 
 
@@ -134,7 +134,7 @@ def _model_waits(folder):
     assert forward.found[before_layers[0] :] == ["tolist"] * 3 and backward.found == []
 
 
-def test_every_layer_of_a_model_waits_once_in_forward_and_never_in_backward(tmp_path):
+def test_host_syncs_of_a_model_are_one_a_layer_in_forward_and_none_in_backward(tmp_path):
     run_ranks(_model_waits, 2, save_qwen3_moe(tmp_path, mlp_only_layers=[]))
 
 
@@ -154,11 +154,11 @@ def _router_losses_wait():
     assert waits.found == []
 
 
-def test_router_losses_never_wait():
+def test_host_syncs_of_router_losses_are_none():
     run_ranks(_router_losses_wait, 1)
 
 
-def test_what_would_wait_is_seen():
+def test_host_syncs_of_operators_that_wait_are_counted():
     waits, tensor = Waits(), torch.arange(3)
     with waits.counting():
         tensor[tensor > 1], tensor.nonzero(), torch.repeat_interleave(tensor, tensor), int(tensor[0]), tensor[1].item()
@@ -167,7 +167,7 @@ def test_what_would_wait_is_seen():
     assert waits.found.count("repeat_interleave") == 1, "with its size given it does not wait"
 
 
-def test_log_probs_a_tile_at_a_time_read_nothing(monkeypatch):
+def test_host_syncs_of_log_probs_in_tiles_are_none(monkeypatch):
     monkeypatch.setattr(log_probs, "tile_sizes", lambda device: (5, 16))
     hidden, weight = (torch.randn(n, D, requires_grad=True) for n in (TOKENS, 40))
     labels, temperature, waits = torch.arange(TOKENS), torch.ones(TOKENS), Waits()

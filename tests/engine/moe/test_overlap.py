@@ -31,7 +31,7 @@ BEFORE = ["afmoe", "ernie4_5_moe", "hunyuan_v1_moe", "laguna", "qwen2_moe", "qwe
 
 
 @pytest.mark.parametrize(("tokens", "chunks"), [(0, 3), (1, 4), (7, 3), (12, 4), (5, 1)])
-def test_chunk_bounds_differ_by_a_token_at_most_and_hold_every_token(tokens, chunks):
+def test_chunk_bounds_of_any_size_differ_by_a_token_at_most_and_hold_every_token(tokens, chunks):
     edges = chunk_bounds(tokens, chunks)
     sizes = [b - a for a, b in zip(edges, edges[1:], strict=False)]
     assert len(sizes) == chunks and sum(sizes) == tokens and max(sizes) - min(sizes) <= 1
@@ -106,7 +106,7 @@ def test_exchange_in_chunks_has_the_gradients_of_the_plain_model(tmp_path):
     run_ranks(_gradients_equal_the_reference, 4, save_qwen3_moe(tmp_path), 4, cases)
 
 
-def test_shared_experts_computed_ahead_have_the_gradients_of_the_plain_model(tmp_path):
+def test_overlap_of_shared_experts_has_the_gradients_of_the_plain_model(tmp_path):
     cases = [
         (2, {"overlap_shared_experts": True, "dispatch_chunks": chunks, "checkpointing": mode})
         for chunks, mode in [(1, "none"), (2, "full"), (3, "selective")]
@@ -114,7 +114,7 @@ def test_shared_experts_computed_ahead_have_the_gradients_of_the_plain_model(tmp
     run_ranks(_gradients_equal_the_reference, 2, save_glm4_moe(tmp_path), 2, cases)
 
 
-def test_a_ppo_update_through_verl_overlaps_and_is_exact(tmp_path):
+def test_overlap_in_a_ppo_update_through_verl_is_exact(tmp_path):
     pytest.importorskip("verl")
     case = {"ep": 2, "dispatch_chunks": 2, "overlap_shared_experts": True, "activation_checkpointing": "full"}
     run_ranks(_ppo_update, 4, save_glm4_moe(tmp_path), case)
@@ -268,7 +268,7 @@ def _gathered_behind_attention(folder, layers):
         assert backward.index(("gather", f"layers.{i - 1}.experts")) < backward.index(("backward", f"attention {i}"))
 
 
-def test_prefetch_gathers_experts_while_attention_computes(tmp_path):
+def test_prefetch_of_experts_gathers_them_while_attention_computes(tmp_path):
     folder = save_qwen3_moe(tmp_path, num_hidden_layers=3, mlp_only_layers=[])
     run_ranks(_gathered_behind_attention, 4, folder, 3)
 
@@ -312,7 +312,7 @@ def _saved(names, folder):
     return {name: families.save(name, folder / name) for name in names}
 
 
-def test_shared_experts_of_every_family_that_allows_it_are_computed_ahead(tmp_path):
+def test_overlap_of_shared_experts_in_every_family_that_allows_it_computes_them_ahead(tmp_path):
     run_ranks(_families_are_exact, 2, _saved(AFTER, tmp_path))
 
 

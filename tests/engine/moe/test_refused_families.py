@@ -28,7 +28,7 @@ def _on_meta(family, **settings):
 
 
 @pytest.mark.parametrize("family", OUTSIDE)
-def test_a_family_outside_the_interface_is_refused_with_a_reason(family):
+def test_find_experts_of_a_family_outside_the_interface_refuses_with_a_reason(family):
     settings, holder = OUTSIDE[family]
     model = _on_meta(family, **settings)
     if any(map(is_on_interface, model.modules())):  # transformers has put it there since
@@ -39,7 +39,7 @@ def test_a_family_outside_the_interface_is_refused_with_a_reason(family):
     assert holder in str(error.value)
 
 
-def test_a_family_that_denoises_is_refused_for_its_logits(tmp_path):
+def test_inspect_model_of_a_family_that_denoises_is_refused_for_its_logits(tmp_path):
     built = _on_meta("qwen3_moe", num_hidden_layers=1, num_experts=8)
     path = str(save_qwen3_moe(tmp_path))
     assert inspect_model({"path": path}, built=built) is not None
@@ -48,7 +48,7 @@ def test_a_family_that_denoises_is_refused_for_its_logits(tmp_path):
         inspect_model({"path": path}, built=built)
 
 
-def test_a_family_with_a_norm_after_its_experts_is_refused():
+def test_find_experts_of_a_family_with_a_norm_after_its_experts_refuses():
     module = pytest.importorskip("transformers.models.muse_spark.modeling_muse_spark")
     with torch.device("meta"):
         experts = module.MuseSparkExperts(AutoConfig.for_model("muse_spark_text", num_local_experts=4))

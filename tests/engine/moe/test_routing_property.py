@@ -192,5 +192,5 @@ def _all_examples(world):
 
 
 @pytest.mark.parametrize("world", [3, 4])
-def test_any_routing_on_any_mesh_equals_the_dense_loop(world):
+def test_experts_with_any_routing_on_any_mesh_equal_the_dense_loop(world):
     run_ranks(_all_examples, world, world, timeout=400)

@@ -194,7 +194,7 @@ def _ends(folder):
         worker.train_batch(ppo_batch(batch))
 
 
-def test_activations_beyond_float16_end_the_run_with_the_layers_name(tmp_path):
+def test_update_with_activations_beyond_float16_raises_with_the_layers_name(tmp_path):
     run_ranks(_ends, 2, save_qwen3_moe(tmp_path))
 
 
@@ -214,5 +214,5 @@ def _resumes(folder, out):
     ppo_worker(folder, 1).load_checkpoint(str(out))
 
 
-def test_scale_and_its_counter_are_resumed_on_another_mesh(tmp_path):
+def test_loss_scale_and_its_counter_resume_on_another_mesh(tmp_path):
     run_ranks(_resumes, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "saved")

@@ -29,7 +29,7 @@ def _warming_up(optimizer):
     return LambdaLR(optimizer, lambda step: min(1.0, step / 4))
 
 
-def test_rates_are_those_of_the_groups_in_their_order():
+def test_lr_scheduler_of_two_optimizers_has_the_rates_of_their_groups_in_order():
     optimizer = _optimizer()
     schedule = build_multi_lr_scheduler(optimizer, _halving)
     assert isinstance(schedule, LRScheduler) and schedule.optimizer is optimizer
@@ -42,7 +42,7 @@ def test_rates_are_those_of_the_groups_in_their_order():
         schedule.step()
 
 
-def test_stepping_in_the_right_order_warns_of_nothing_and_in_the_wrong_one_does():
+def test_lr_scheduler_stepped_in_the_wrong_order_warns_and_in_the_right_one_does_not():
     optimizer = _optimizer()
     schedule = build_multi_lr_scheduler(optimizer, _halving)
     with warnings.catch_warnings():
@@ -54,7 +54,7 @@ def test_stepping_in_the_right_order_warns_of_nothing_and_in_the_wrong_one_does(
         build_multi_lr_scheduler(_optimizer(), _halving).step()
 
 
-def test_the_state_is_plain_json_and_goes_on_with_its_rates():
+def test_lr_scheduler_state_is_plain_json_and_continues_with_its_rates():
     optimizer = _optimizer()
     schedule = build_multi_lr_scheduler(optimizer, _warming_up)
     for _ in range(3):
@@ -75,7 +75,7 @@ def test_the_state_is_plain_json_and_goes_on_with_its_rates():
     assert resumed.get_last_lr() == schedule.get_last_lr() == [0.1, 0.5, 1.0]
 
 
-def test_a_schedule_of_other_optimizers_is_refused():
+def test_lr_scheduler_state_of_other_optimizers_is_refused():
     schedule = build_multi_lr_scheduler(_optimizer(), _halving)
     with pytest.raises(ValueError, match=r"to the optimizers \['dense'\], but this run has \['dense', 'experts'\]"):
         schedule.load_state_dict({"dense": schedule.state_dict()["dense"]})
@@ -86,7 +86,7 @@ def test_a_schedule_of_other_optimizers_is_refused():
         MultiLRScheduler(optimizer, {name: _halving(optimizer.optimizers["dense"]) for name in optimizer.optimizers})
 
 
-def test_verl_s_schedules_work():
+def test_lr_scheduler_with_verls_schedules_has_their_rates():
     functional = pytest.importorskip("verl.utils.torch_functional")
     optimizer = _optimizer()
     schedule = build_multi_lr_scheduler(

@@ -58,10 +58,10 @@ def _planted_leak(folder):
     assert grown > GROWTH_BYTES and tensors >= 40
 
 
-def test_a_planted_leak_is_seen(tmp_path):
+def test_soak_with_a_planted_leak_fails(tmp_path):
     run_ranks(_planted_leak, WORLD, save_qwen3_moe(tmp_path))
 
 
 @pytest.mark.long
-def test_a_thousand_steps_of_random_routing_end_and_leave_memory_flat(tmp_path):
+def test_soak_of_a_thousand_steps_with_random_routing_leaves_memory_flat(tmp_path):
     run_ranks(_soak, WORLD, save_qwen3_moe(tmp_path, num_hidden_layers=2, mlp_only_layers=[]), timeout=1500)

@@ -144,17 +144,17 @@ def _check_family(name, attention):
 
 
 @pytest.mark.parametrize("name", families.ALL)
-def test_packed_sequences_are_computed_as_if_apart(name):
+def test_packed_sequences_of_every_family_equal_separate_ones(name):
     with float64() if name in IN_FLOAT64 else contextlib.nullcontext():
         _check_family(name, families.ALL[name].attention)
 
 
 @pytest.mark.parametrize("name", EAGER)
-def test_packed_sequences_are_computed_as_if_apart_by_eager_attention(name):
+def test_packed_sequences_with_eager_attention_equal_separate_ones(name):
     _check_family(name, "eager")
 
 
-def test_the_comparison_tells_sequences_that_see_each_other():
+def test_packed_sequences_that_attend_to_each_other_differ_from_separate_ones():
     model, (ids, targets) = _model("qwen3_next"), _sequences()
     assert relative_error(_packed(model, ids), _apart(model, ids)) > 1e-3
     assert _seen_gradient(model, ids, targets, [CHANGED])[CHANGED - 1].any()
@@ -175,7 +175,7 @@ class _Pairs:
         return self._real(query, key, value, attn_mask=attn_mask, **kwargs)
 
 
-def test_no_mask_is_made_and_no_pair_across_sequences_computed(monkeypatch):
+def test_packed_sequences_make_no_mask_and_compute_no_pair_across_sequences(monkeypatch):
     model, (ids, _) = _model("qwen3_moe"), _sequences()
     asked = []
     for name in ("sdpa", "eager"):
@@ -190,7 +190,7 @@ def test_no_mask_is_made_and_no_pair_across_sequences_computed(monkeypatch):
     assert asked and all(mask is None for mask in asked)
 
 
-def test_a_sliding_window_is_computed_in_blocks(monkeypatch):
+def test_packed_sequences_with_a_sliding_window_compute_it_in_blocks(monkeypatch):
     model, (ids, _) = _model("mistral"), _sequences()
     PackedSequences(model)
     counted = _Pairs(monkeypatch)
@@ -199,7 +199,7 @@ def test_a_sliding_window_is_computed_in_blocks(monkeypatch):
     assert counted.pairs == model.config.num_hidden_layers * (25 + 50 + 36 + 25 + 50 + 6 + 36 + 1)
 
 
-def test_one_mask_of_a_row_keeps_its_sequences_apart(monkeypatch):
+def test_packed_sequences_with_one_mask_of_the_row_stay_separate(monkeypatch):
     """Flex attention, in whose place sdpa is handed what it would be: AFMoE asks for no mask between sequences."""
     for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
         monkeypatch.setitem(interface._global_mapping, "flex_attention", interface["sdpa"])
@@ -213,7 +213,7 @@ def test_one_mask_of_a_row_keeps_its_sequences_apart(monkeypatch):
     assert counted.pairs == model.config.num_hidden_layers * sum(LENGTHS) ** 2
 
 
-def test_rows_that_are_not_packed_are_as_they_were():
+def test_packed_attention_of_rows_that_are_not_packed_changes_nothing():
     model, plain, (ids, _) = _model("qwen3_next"), _model("qwen3_next"), _sequences()
     PackedSequences(model)
     batch = {
@@ -265,7 +265,7 @@ KERNELS_OF_THE_MODULE = pytest.mark.skipif(
 
 
 @KERNELS_OF_THE_MODULE
-def test_kernels_that_take_lengths_are_handed_them(monkeypatch):
+def test_packed_sequences_pass_their_lengths_to_kernels_that_take_them(monkeypatch):
     model, (ids, _) = _model("qwen3_next"), _sequences()
     apart = _apart(model, ids)
     mixers = [layer.linear_attn for layer in model.model.layers if hasattr(layer, "linear_attn")]
@@ -295,7 +295,7 @@ def _fake_flash(module, query, key, value, attention_mask, position_ids=None, **
 
 
 @pytest.mark.parametrize("sequences", [LENGTHS, LENGTHS[:1]])
-def test_flash_attention_is_handed_the_lengths_of_a_row_once_computed(monkeypatch, sequences):
+def test_packed_sequences_with_flash_attention_compute_the_lengths_of_a_row_once(monkeypatch, sequences):
     model, (ids, _) = _model("qwen3_moe", "sdpa"), _sequences()
     ids = ids[: len(sequences)]
     apart = _apart(model, ids)
@@ -318,7 +318,7 @@ def test_flash_attention_is_handed_the_lengths_of_a_row_once_computed(monkeypatc
 
 
 @KERNELS_OF_THE_MODULE
-def test_a_kernel_without_the_argument_is_called_for_each_sequence(monkeypatch):
+def test_packed_sequences_with_a_kernel_without_lengths_call_it_for_each_sequence(monkeypatch):
     monkeypatch.setattr(modeling_qwen3_next, "is_fast_path_available", True)
     mixer = next(layer.linear_attn for layer in _model("qwen3_next").model.layers if hasattr(layer, "linear_attn"))
     mixer.causal_conv1d_fn = lambda x, weight, bias, activation: x
@@ -326,7 +326,7 @@ def test_a_kernel_without_the_argument_is_called_for_each_sequence(monkeypatch):
     assert lengths_taken(mixer) == ()
 
 
-def test_what_cannot_be_told_apart_is_refused(tmp_path):
+def test_packed_sequences_of_unknown_mixers_are_refused(tmp_path):
     from epfsdp2.engine.preflight.model_facts import inspect_model
 
     model = _model("lfm2_moe")
@@ -345,7 +345,7 @@ def test_what_cannot_be_told_apart_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "gpt_oss"])
-def test_ppo_updates_of_packed_rows_equal_the_plain_model(tmp_path, name):
+def test_packed_sequences_in_ppo_updates_equal_the_plain_model(tmp_path, name):
     pytest.importorskip("verl")
     attention = families.ALL[name].attention
     cases = [{"ep": 2}, {"ep": 2, "dynamic": True, "activation_checkpointing": "full"}]
@@ -378,5 +378,5 @@ def _uneven():
         _check_close({n: p.grad.full_tensor() for n, p in model.named_parameters()}, wanted, EXACT)
 
 
-def test_ranks_with_other_numbers_of_sequences_call_alike():
+def test_packed_sequences_of_unequal_number_on_ranks_make_the_same_collectives():
     run_ranks(_uneven, 2, timeout=120)

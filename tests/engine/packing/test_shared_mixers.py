@@ -129,14 +129,14 @@ def _compare(names, rows, checkpointings=("none",)):
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_a_family_that_carries_a_state_equals_the_plain_model(name):
+def test_shared_mixer_of_every_family_with_a_state_equals_the_plain_model(name):
     run_ranks(_compare, 2, [name], [UNEVEN, LONG, MOSTLY_ONE], ["none", "full", "selective"])
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param("granitemoehybrid", marks=pytest.mark.long), "lfm2_moe", "nemotron_h", "qwen3_next"]
 )
-def test_more_ranks_than_sequences_equal_the_plain_model(name):
+def test_shared_mixer_on_more_ranks_than_sequences_equals_the_plain_model(name):
     run_ranks(_compare, 4, [name], [UNEVEN, LONG, (*FEW, 2)], ["selective", "none"])
 
 
@@ -156,7 +156,7 @@ def _kernels():
 @pytest.mark.skipif(
     not hasattr(modeling_qwen3_next, "is_fast_path_available"), reason="this transformers takes kernels from its hub"
 )
-def test_kernels_that_take_lengths_are_handed_those_of_what_they_compute():
+def test_shared_mixer_passes_kernels_the_lengths_of_what_they_compute():
     run_ranks(_kernels, 2)
 
 
@@ -195,7 +195,7 @@ def _ways():
     assert "Lfm2MoeShortConv: whole sequences by rank, a long one by slices" in packed.line()
 
 
-def test_sequences_are_assigned_and_a_long_one_is_spread_over_heads():
+def test_shared_mixer_of_a_long_sequence_splits_it_over_heads():
     run_ranks(_ways, 2)
 
 
@@ -219,7 +219,7 @@ def _recurrences():
         assert "by one rank" not in packed.line(), packed.line()
 
 
-def test_every_state_that_is_known_is_spread_over_heads():
+def test_shared_mixer_of_every_known_state_is_split_over_heads():
     run_ranks(_recurrences, 2)
 
 
@@ -231,7 +231,7 @@ def _without_tokens_before(real):
     return wrong
 
 
-def test_a_mixer_that_does_not_divide_or_has_adapters_where_it_is_not_called_is_not_spread():
+def test_shared_mixer_that_does_not_divide_or_has_adapters_without_a_call_is_not_split():
     mixers = PackedSequences(ALL["jamba"].build_random("sdpa"))._mixers.others.values()
     mixer = next(m for m in mixers if type(m).__name__ == "JambaMambaMixer")
     assert head_parts_of(mixer, 2) is not None and head_parts_of(mixer, 5) is None
@@ -257,7 +257,7 @@ def _wrong_ones_differ():
         assert error > 1e-3, method
 
 
-def test_the_comparison_tells_wrong_ones():
+def test_shared_mixer_computed_wrongly_differs_from_the_plain_model():
     run_ranks(_wrong_ones_differ, 2)
 
 
@@ -287,11 +287,11 @@ def _uneven(name):
 
 
 @pytest.mark.parametrize("name", [pytest.param("minimax", marks=pytest.mark.long), "nemotron_h", "qwen3_next"])
-def test_ranks_that_share_other_rows_call_alike(name):
+def test_shared_mixer_of_unequal_rows_on_ranks_makes_the_same_collectives(name):
     run_ranks(_uneven, 4, name, timeout=120)
 
 
-def test_sequences_are_assigned_by_their_lengths():
+def test_assign_of_sequences_balances_their_lengths():
     assert assign([11, 1, 14, 6], 2) == [1, 0, 0, 1]
     assert assign([5, 5, 5], 2) == [0, 1, 0]
     assert assign([7], 3) == [0]
@@ -303,7 +303,7 @@ def _updates_in_float64(*args):
 
 
 @pytest.mark.parametrize(("name", "world"), [("qwen3_next", 4), ("jamba", 2)])
-def test_ppo_updates_of_shared_rows_equal_the_plain_model(tmp_path, name, world):
+def test_shared_mixer_in_ppo_updates_equals_the_plain_model(tmp_path, name, world):
     pytest.importorskip("verl")
     shared = {"ep": 2, "ulysses_sequence_parallel_size": 2}
     cases = [shared, {**shared, "dynamic": True, "activation_checkpointing": "full"}]

@@ -56,5 +56,5 @@ def _phases(folder, reshard):
 
 
 @pytest.mark.parametrize("reshard", [pytest.param(True, marks=pytest.mark.long), False])
-def test_what_was_gathered_is_given_back(tmp_path, reshard):
+def test_gathered_parameters_after_each_phase_are_freed(tmp_path, reshard):
     run_ranks(_phases, 2, save_qwen3_moe(tmp_path), reshard)

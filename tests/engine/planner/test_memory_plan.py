@@ -78,7 +78,7 @@ def test_timeline_parts_add_up_and_the_peak_is_the_largest_point():
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_peak_on_more_ranks_is_never_larger(checkpointing):
+def test_planned_peak_on_more_ranks_is_never_larger(checkpointing):
     options = ShardingOptions(checkpointing=checkpointing)
     sizes = _sizes(options, num_experts=16, head_dim=16)  # FSDP pads no parameter here
     for ep in (1, 2, 4, 8):
@@ -153,7 +153,7 @@ def test_model_sizes_of_a_dense_model_have_no_experts_and_refuse_a_mesh_that_spl
         peak(_sizes(), Topology.arrange(16, 16), FLOAT32, Batch(1))
 
 
-def test_trace_counts_what_a_real_forward_saves():
+def test_trace_of_a_forward_counts_what_a_real_one_saves():
     """Count what the layers of the plain model save outside the experts, on 24 tokens on a CPU with sdpa."""
     traced = trace(build_on_meta(AutoModelForCausalLM, Qwen3MoeConfig(**TINY), torch.float32))
     layer = next(iter(traced.layers.values()))
@@ -231,7 +231,9 @@ def _step_is_counted(folder, ep, fsdp_size, etp, options, tokens, sp, lora, expe
     ],
     ids=["ep_fsdp", "replicas", "chunks", "glm", "sp and LoRA", "shared experts", "reference", "ep etp", "etp", "cut"],
 )
-def test_collectives_are_the_bytes_of_a_real_step(tmp_path, save, world, ep, fsdp_size, etp, options, sp, lora):
+def test_planned_collectives_of_a_step_have_the_bytes_of_a_real_one(
+    tmp_path, save, world, ep, fsdp_size, etp, options, sp, lora
+):
     folder = save(tmp_path)
     sharding, config = replace(FLOAT32, **options), AutoConfig.from_pretrained(folder)
 

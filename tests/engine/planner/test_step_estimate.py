@@ -114,7 +114,7 @@ def test_step_estimate_without_a_sequence_length_is_an_example(tmp_path):
     run_ranks(_example, 2, save_qwen3_moe(tmp_path))
 
 
-def test_configured_batch_follows_the_actors_settings():
+def test_configured_batch_of_an_actor_follows_its_settings():
     lengths = {"max_prompt_length": 100, "max_response_length": 28}
     sizes = {"rollout_n": 4, "ppo_mini_batch_size": 32, "ppo_micro_batch_size_per_gpu": 2}
     engine = EPFSDP2ActorConfig(**sizes, rollout=lengths, engine=EPFSDP2EngineConfig(ulysses_sequence_parallel_size=2))
@@ -144,7 +144,7 @@ def _example(folder):
     assert any(line.startswith("not counted: ") and "foreach" in line for line in lines)
 
 
-def test_what_is_outside_of_torchs_allocator_is_named(monkeypatch):
+def test_step_estimate_names_memory_outside_of_torchs_allocator(monkeypatch):
     sizes = SimpleNamespace(
         get_nvl_buffer_size_hint=lambda nbytes, ranks: nbytes * ranks << 10,
         get_rdma_buffer_size_hint=lambda *_: 1 << 30,

@@ -60,7 +60,7 @@ def paragraph(error: SettingError, setting: str, value: object) -> str:
     return text
 
 
-def test_a_right_run_passes_and_is_counted(model, stacks_are_sent):
+def test_check_training_of_a_valid_run_passes_and_counts_its_experts(model, stacks_are_sent):
     facts = check_training(engine(ep_size=4), 8, model, device="cpu")
     assert facts.experts == (8, 8)
     assert facts.stacked == (((8, 32, 16), 0, EtpDim(2)), ((8, 32, 32), 0, EtpDim(1, parts=2)))
@@ -81,21 +81,21 @@ def flash_attn(monkeypatch):
 
 
 @pytest.mark.parametrize("ep_size, world, works", [(3, 8, "[1, 2, 4, 8]"), (4, 6, "[1, 2, 3, 6]"), (8, 4, "[1, 2, 4]")])
-def test_ep_size_has_to_divide_the_ranks(model, ep_size, world, works):
+def test_ep_size_that_does_not_divide_the_ranks_is_refused(model, ep_size, world, works):
     with pytest.raises(SettingError) as caught:
         check_training(engine(ep_size=ep_size), world, model, device="cpu")
     text = paragraph(caught.value, "engine.ep_size", ep_size)
     assert "number of ranks" in text and works in text
 
 
-def test_ep_size_has_to_divide_the_ranks_of_one_copy(model):
+def test_ep_size_that_does_not_divide_the_ranks_of_a_replica_is_refused(model):
     with pytest.raises(SettingError, match=r"engine.ep_size=8: .*engine.fsdp_size=4"):
         check_training(engine(ep_size=8, fsdp_size=4), 16, model, device="cpu")
     with pytest.raises(SettingError, match=r"engine.fsdp_size=3: .*\[1, 2, 4, 8\]"):
         check_training(engine(fsdp_size=3), 8, model, device="cpu")
 
 
-def test_ep_size_has_to_divide_the_experts(tmp_path):
+def test_ep_size_that_does_not_divide_the_experts_is_refused(tmp_path):
     model = checkpoint(tmp_path)
     model["override_config"]["num_experts"] = 6
     with pytest.raises(SettingError) as caught:
@@ -110,7 +110,7 @@ def dense(tmp_path):
     return checkpoint(tmp_path / "dense", "qwen3", num_hidden_layers=1, hidden_size=32, vocab_size=64)
 
 
-def test_a_dense_model_beside_another_is_sharded_over_all_ranks(dense):
+def test_check_training_of_a_dense_model_beside_experts_applies_no_ep_size(dense):
     facts = check_training(engine(ep_size=8, expert_shard_dim=1, expert_plan={"w1": 0}), 4, dense, device="cpu")
     assert facts.is_dense and facts.experts == ()
     said = not_applied(engine(ep_size=8), "its/path", facts.model)
@@ -118,7 +118,7 @@ def test_a_dense_model_beside_another_is_sharded_over_all_ranks(dense):
     assert not_applied(engine(), "its/path", facts.model) == ""
 
 
-def test_patterns_of_routers_are_for_the_models_that_have_some(dense):
+def test_fp32_modules_of_routers_apply_to_models_with_routers_alone(dense):
     patterns = ["*.mlp.gate", "*.self_attn"]
     facts = check_training(engine(fp32_modules=patterns), 4, dense, device="cpu")
     assert without_experts(engine(fp32_modules=patterns), facts.model).fp32_modules == ["*.self_attn"]
@@ -144,7 +144,7 @@ def test_patterns_of_routers_are_for_the_models_that_have_some(dense):
         ("router_replay.mode", "R2"),
     ],
 )
-def test_a_setting_of_experts_for_a_dense_model_alone_is_refused(dense, name, value):
+def test_setting_of_experts_for_a_dense_model_alone_is_refused(dense, name, value):
     settings = engine(replay=value) if name.startswith("router_replay") else engine(**{name: value})
     for critic in ({}, {"critic_enable": True, "critic_path": dense["path"]}, {"critic_path": "no/such"}):
         with pytest.raises(SettingError) as caught:
@@ -155,7 +155,7 @@ def test_a_setting_of_experts_for_a_dense_model_alone_is_refused(dense, name, va
     check_run(engine(), 4, dense, {}, device="cpu")
 
 
-def test_an_etp_size_that_does_not_fit_is_refused_with_those_that_do(model):
+def test_etp_size_that_does_not_fit_is_refused_with_those_that_do(model):
     check_training(engine(ep_size=2, etp_size=2), 8, model, device="cpu")
     with pytest.raises(SettingError) as caught:
         check_training(engine(ep_size=4, etp_size=4), 8, model, device="cpu")
@@ -165,7 +165,7 @@ def test_an_etp_size_that_does_not_fit_is_refused_with_those_that_do(model):
     assert "engine.etp_size= one of [1, 2, 4, 8, 16]" in paragraph(caught.value, "engine.etp_size", 32)
 
 
-def test_what_can_not_be_with_cut_experts_is_refused(model):
+def test_etp_size_with_settings_that_exclude_it_is_refused(model):
     cut = engine(ep_size=2, etp_size=2)
     muon = {"optimizer": "Muon", "optimizer_impl": "torch.optim", "lr": 1e-3, "weight_decay": 0.0, "betas": (0.9, 0.99)}
     check_training(cut, 8, model, optim=muon, device="cpu")
@@ -183,13 +183,13 @@ def test_what_can_not_be_with_cut_experts_is_refused(model):
     paragraph(caught.value, f"{OPTIMIZERS[MODEL]}.optimizer", "Muon")
 
 
-def test_a_plan_of_experts_for_a_dense_model_alone_is_refused(dense):
+def test_expert_plan_of_a_dense_model_alone_is_refused(dense):
     with pytest.raises(SettingError, match=r"engine.expert_plan=\*.w1: matches no parameter of the model"):
         check_run(engine(expert_plan={"*.w1": 0}), 4, dense, {}, device="cpu")
 
 
 @pytest.mark.parametrize("which", [{"critic_enable": True}, {"critic_enable": None, "adv_estimator": "gae"}])
-def test_settings_of_experts_are_the_critics_where_it_alone_has_some(dense, model, which):
+def test_settings_of_experts_where_the_critic_alone_has_some_are_checked_for_it(dense, model, which):
     beside = {**which, "critic_path": model["path"]}
     check_run(engine(ep_size=2, router_z_loss_coef=0.1), 4, dense, beside, device="cpu")
     with pytest.raises(SettingError, match="engine.router_replay.mode=R2: can't be with Qwen3ForCausalLM"):
@@ -198,7 +198,7 @@ def test_settings_of_experts_are_the_critics_where_it_alone_has_some(dense, mode
         check_run(engine(ep_size=2), 4, dense, {**beside, "critic_enable": False}, device="cpu")
 
 
-def test_whole_experts_in_the_rollout_of_a_dense_model_are_refused(dense):
+def test_rollout_expert_parallel_size_of_a_dense_model_is_refused(dense):
     rollout = {"name": "vllm", "tensor_model_parallel_size": 2, "expert_parallel_size": 2}
     with pytest.raises(SettingError, match="rollout.expert_parallel_size=2: vLLM spreads experts, and the model has"):
         check_run(engine(), 4, dense, rollout, device="cuda")
@@ -212,7 +212,7 @@ def test_whole_experts_in_the_rollout_of_a_dense_model_are_refused(dense):
         ("dbrx", "DbrxExperts"),
     ],
 )
-def test_experts_outside_the_interface_are_refused_by_their_class(tmp_path, kind, experts):
+def test_inspect_model_of_experts_outside_the_interface_refuses_their_class(tmp_path, kind, experts):
     settings = {"n_layers": 1} if kind == "dbrx" else {"num_hidden_layers": 2}
     settings |= {"num_layers": 1} if kind == "longcat_flash" else {}
     if kind == "dbrx":
@@ -226,12 +226,12 @@ def test_experts_outside_the_interface_are_refused_by_their_class(tmp_path, kind
 
 
 @pytest.mark.parametrize("use_remove_padding", [True, False])
-def test_eager_attention_takes_packed_inputs_too(model, use_remove_padding):
+def test_attention_eager_with_packed_inputs_passes(model, use_remove_padding):
     model |= {"use_remove_padding": use_remove_padding, "override_config": {"attn_implementation": "eager"}}
     assert check_training(engine(), 2, model, device="cpu") is not None
 
 
-def test_gpt_oss_has_no_sdpa_and_runs_eager_without_an_accelerator(tmp_path, flash_attn):
+def test_attention_of_gpt_oss_without_an_accelerator_refuses_sdpa_and_takes_eager(tmp_path, flash_attn):
     flash_attn(True)
     model = checkpoint(tmp_path, "gpt_oss", num_hidden_layers=1)
     with pytest.raises(SettingError, match="GptOssForCausalLM does not support it.*attn_implementation=eager"):
@@ -250,7 +250,7 @@ def test_gpt_oss_has_no_sdpa_and_runs_eager_without_an_accelerator(tmp_path, fla
         check_training(engine(), 2, model, device="cpu")
 
 
-def test_verls_default_attention_needs_an_accelerator(model, flash_attn):
+def test_attention_by_verls_default_without_an_accelerator_is_refused(model, flash_attn):
     flash_attn(True)
     del model["override_config"]
     assert check_training(engine(), 2, model, device="cuda") is not None
@@ -261,7 +261,7 @@ def test_verls_default_attention_needs_an_accelerator(model, flash_attn):
 
 
 @pytest.mark.parametrize("wanted", [None, "flash_attention_2", "paged|flash_attention_2"])
-def test_flash_attention_2_on_a_gpu_needs_flash_attn(model, flash_attn, wanted):
+def test_attention_flash_attention_2_without_flash_attn_is_refused(model, flash_attn, wanted):
     model["override_config"] = {} if wanted is None else {"attn_implementation": wanted}
     flash_attn(True)
     assert check_training(engine(), 2, model, device="cuda") is not None
@@ -286,7 +286,7 @@ def test_flash_attention_2_on_a_gpu_needs_flash_attn(model, flash_attn, wanted):
         ("mtp.enable", True, {"mtp": {"enable": True}}),
     ],
 )
-def test_what_the_engine_does_not_do_is_refused(model, setting, name, value, settings):
+def test_check_training_of_unsupported_settings_refuses_each(model, setting, name, value, settings):
     for asked in (settings, SimpleNamespace(**settings), OmegaConf.create(settings)):
         with pytest.raises(SettingError) as caught:
             check_model_settings(asked, setting)
@@ -298,14 +298,14 @@ def test_what_the_engine_does_not_do_is_refused(model, setting, name, value, set
         check_training(engine(), 2, {"path": "some-org/not-here"} | settings, device="cpu", setting=setting)
 
 
-def test_a_tower_that_there_is_not_is_not_left_as_it_is(model):
+def test_freeze_vision_tower_of_a_model_without_one_is_refused(model):
     with pytest.raises(SettingError) as caught:
         check_training(engine(freeze_vision_tower=True), 2, model, device="cpu")
     assert "has no vision tower" in paragraph(caught.value, "engine.freeze_vision_tower", True)
 
 
 @pytest.mark.parametrize("setting", [MODEL, "critic.model", "model"])
-def test_activations_are_offloaded_where_layers_are_computed_again(model, setting):
+def test_activation_offload_without_checkpointing_is_refused(model, setting):
     for checkpointing, recomputed in (("none", True), ("selective", True), ("auto", False)):
         asked = model | {"enable_activation_offload": True, "enable_gradient_checkpointing": recomputed}
         with pytest.raises(SettingError) as caught:
@@ -318,7 +318,7 @@ def test_activations_are_offloaded_where_layers_are_computed_again(model, settin
         check_training(engine(activation_checkpointing=checkpointing), 2, asked, device="cpu", setting=setting)
 
 
-def test_verls_own_model_settings_ask_for_nothing_else():
+def test_model_settings_by_verls_defaults_pass():
     path = Path(verl.trainer.config.__file__).parent / "model" / "hf_model.yaml"
     check_model_settings(OmegaConf.load(path))
     assert {name.partition(".")[0] for name in preflight._UNSUPPORTED} <= {f.name for f in fields(HFModelConfig)}
@@ -331,7 +331,7 @@ def test_verls_own_model_settings_ask_for_nothing_else():
 
 @pytest.mark.parametrize("key", ["save_contents", "load_contents"])
 @pytest.mark.parametrize("setting", [MODEL, "critic.model", "model"])
-def test_checkpoint_contents_have_to_be_known(model, key, setting):
+def test_checkpoint_contents_that_are_unknown_are_refused(model, key, setting):
     node = {MODEL: "actor_rollout_ref.actor.checkpoint", "critic.model": "critic.checkpoint"}.get(setting, "checkpoint")
     for contents, unknown in ((["model", "hf"], "hf"), (["optim"], "optim"), ("modle", "modle")):
         with pytest.raises(SettingError) as caught:
@@ -341,7 +341,7 @@ def test_checkpoint_contents_have_to_be_known(model, key, setting):
         assert check_training(engine(), 2, model, checkpoint={key: contents}, device="cpu", setting=setting)
 
 
-def test_a_critic_is_not_saved_in_the_background(model):
+def test_background_save_of_a_critic_is_refused(model):
     def check(setting):
         check_training(engine(), 2, model, checkpoint={"async_save": True}, device="cpu", setting=setting)
 
@@ -356,7 +356,7 @@ ROUTES = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 RECORDED = {"enable_rollout_routing_replay": True}
 
 
-def test_what_is_replayed_has_to_be_recorded(model):
+def test_router_replay_without_recorded_routes_is_refused(model):
     for mode, rollout in (("disabled", {}), ("disabled", RECORDED), ("R2", {}), ("R3", RECORDED)):
         check_run(engine(replay=mode), 2, model, {"name": None} | rollout, device="cpu")
     bypass = {"bypass_mode": True}
@@ -371,7 +371,7 @@ def test_what_is_replayed_has_to_be_recorded(model):
         assert REPLAY in paragraph(caught.value, setting, value)
 
 
-def test_what_cannot_be_replayed(tmp_path, model):
+def test_router_replay_of_unsuitable_models_is_refused(tmp_path, model):
     def refused(model, setting, value, words):
         with pytest.raises(SettingError) as caught:
             check_run(engine(replay="R2"), 2, model, {"name": None}, device="cpu")
@@ -383,7 +383,7 @@ def test_what_cannot_be_replayed(tmp_path, model):
     refused(one, REPLAY, "R2", "a token takes one expert")
 
 
-def test_top_k_distillation_needs_logits_of_the_batch_s_tokens(model):
+def test_top_k_distillation_without_logits_of_the_batchs_tokens_is_refused(model):
     def run(engine, model, loss="forward_kl_topk", enabled=True):
         rollout = {"name": None, "distillation": enabled, "distillation_loss": loss}
         check_run(engine, 2, model, rollout, device="cpu")
@@ -401,7 +401,7 @@ def test_top_k_distillation_needs_logits_of_the_batch_s_tokens(model):
         assert "distillation_loss.loss_mode=forward_kl_topk" in paragraph(caught.value, setting, True)
 
 
-def test_any_rollout_is_sent_full_tensors_and_only_vllm_slices(model, installs, caplog):
+def test_rollout_of_any_kind_gets_full_tensors_and_only_vllm_slices(model, installs, caplog):
     road = {"name": "vllm", "update_weights_bucket_megabytes": 1024}
     for backend in ("naive", "nccl", "epfsdp2_p2p", "delta_sharded", None):
         check_run(engine(), 2, model, road | {"backend": backend}, device="cpu")
@@ -423,7 +423,7 @@ def test_any_rollout_is_sent_full_tensors_and_only_vllm_slices(model, installs, 
 @pytest.mark.parametrize(
     "argument, value", [("tp_size", 2), ("dp_size", 2), ("pp_size", 2), ("ep_size", 2)], ids=lambda it: str(it)
 )
-def test_sizes_among_sglangs_arguments_are_verls_own(model, installs, argument, value):
+def test_sglang_sizes_among_its_arguments_that_contradict_verls_are_refused(model, installs, argument, value):
     installs("sglang", "0.5.12")
     setting = f"actor_rollout_ref.rollout.engine_kwargs.sglang.{argument}"
     check_run(engine(), 2, model, {"name": "sglang", "engine_kwargs": {"sglang": {argument: 1}}}, device="cpu")
@@ -432,7 +432,7 @@ def test_sizes_among_sglangs_arguments_are_verls_own(model, installs, argument, 
     paragraph(caught.value, setting, value)
 
 
-def test_slices_that_sglang_can_not_cut_are_refused(model, installs):
+def test_sglang_slices_that_it_can_not_cut_are_refused(model, installs):
     installs("sglang", "0.5.12")
     kwargs = {"sglang": {"custom_weight_loader": [SGLANG_LOADER]}}
     rollout = {"name": "sglang", "backend": "epfsdp2_p2p", "tensor_model_parallel_size": 3, "engine_kwargs": kwargs}
@@ -442,7 +442,7 @@ def test_slices_that_sglang_can_not_cut_are_refused(model, installs):
     assert "SGLang can't cut this model so" in text
 
 
-def test_routes_of_a_family_that_sglang_records_none_of_are_refused(model, installs, monkeypatch):
+def test_router_replay_of_a_family_without_routes_in_sglang_is_refused(model, installs, monkeypatch):
     installs("sglang", "0.5.12")
     rollout = {"name": "sglang", "enable_rollout_routing_replay": True}
     replay = engine("R3")
@@ -466,7 +466,7 @@ def test_routes_of_a_family_that_sglang_records_none_of_are_refused(model, insta
         ("auto", 2, 6, None),
     ],
 )
-def test_an_explicit_expert_shard_dim_has_to_divide(model, dim, ep, world, rest):
+def test_expert_shard_dim_that_does_not_divide_is_refused(model, dim, ep, world, rest):
     def check():
         check_training(engine(ep_size=ep, expert_shard_dim=dim), world, model, device="cpu")
 
@@ -479,20 +479,20 @@ def test_an_explicit_expert_shard_dim_has_to_divide(model, dim, ep, world, rest)
 
 
 @pytest.mark.parametrize("path", ["/no/such/model", "~/no-such-model", "./no/such", "a/b/c"])
-def test_a_path_that_is_not_there(path):
+def test_inspect_model_of_a_path_that_is_not_there_is_refused(path):
     with pytest.raises(SettingError, match="there is no such folder") as caught:
         inspect_model({"path": path})
     paragraph(caught.value, f"{MODEL}.path", path)
 
 
-def test_a_folder_without_safetensors(tmp_path, model):
+def test_inspect_model_of_a_folder_without_safetensors_is_refused(tmp_path, model):
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(SettingError, match="has no .*safetensors") as caught:
         inspect_model(model)
     paragraph(caught.value, f"{MODEL}.path", model["path"])
 
 
-def test_an_index_with_missing_shards(tmp_path, model):
+def test_inspect_model_of_an_index_with_missing_shards_is_refused(tmp_path, model):
     index = {"weight_map": {"a": "model.safetensors", "b": "model-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(SettingError, match="model-00002.safetensors, which is not there"):
@@ -500,7 +500,7 @@ def test_an_index_with_missing_shards(tmp_path, model):
 
 
 @pytest.mark.parametrize("path", ["hdfs://host/model", "no-such-org/no-such-model-123"])
-def test_what_is_not_here_yet_is_not_checked_and_said_so(path, caplog):
+def test_check_training_of_a_model_that_is_not_local_is_skipped_with_a_warning(path, caplog):
     with caplog.at_level(logging.WARNING, "epfsdp2"):
         assert check_training(engine(), 2, {"path": path} | SDPA, device="cpu") is None
     assert [record.getMessage() for record in caplog.records] == [
@@ -516,7 +516,7 @@ def test_what_is_not_here_yet_is_not_checked_and_said_so(path, caplog):
 SEQUENCE = "engine.ulysses_sequence_parallel_size"
 
 
-def test_ranks_that_share_rows(model, tmp_path):
+def test_sequence_parallel_size_that_does_not_fit_is_refused_with_those_that_do(model, tmp_path):
     """The model has two heads."""
     assert check_training(engine(ulysses_sequence_parallel_size=2), 4, model, device="cpu") is not None
 
@@ -538,19 +538,19 @@ def test_ranks_that_share_rows(model, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["deepseek_v4", "glm_moe_dsa"])
-def test_ranks_can_not_share_rows_of_which_an_indexer_chooses_keys(tmp_path, name):
+def test_sequence_parallel_size_of_a_model_with_an_indexer_is_refused(tmp_path, name):
     model = {"path": str(save(name, tmp_path)), "override_config": {"attn_implementation": "eager"}}
     words = rf"^{SEQUENCE}=2: can't be with \w+: an indexer of \w+ chooses among the keys .*What works: {SEQUENCE}=1$"
     with pytest.raises(SettingError, match=words):
         check_training(engine(ulysses_sequence_parallel_size=2), 2, model, device="cpu")
 
 
-def test_a_hub_id_in_the_cache_is_checked(tmp_path, model, monkeypatch):
+def test_inspect_model_of_a_hub_id_in_the_cache_checks_it(tmp_path, model, monkeypatch):
     monkeypatch.setattr(model_facts, "try_to_load_from_cache", lambda path, name: str(tmp_path / name))
     assert inspect_model({"path": "some-org/some-model"}).experts == (8, 8)
 
 
-def test_a_config_that_transformers_cannot_build(tmp_path, model):
+def test_inspect_model_of_a_config_that_transformers_can_not_build_is_refused(tmp_path, model):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "no_such_type"}))
     with pytest.raises(SettingError, match="transformers can't build") as caught:
@@ -562,7 +562,7 @@ def test_a_config_that_transformers_cannot_build(tmp_path, model):
 
 
 @pytest.mark.parametrize("name", ["verl", "ray", "vllm", "sglang"])
-def test_a_missing_distribution_is_refused(monkeypatch, name):
+def test_check_versions_of_a_missing_distribution_is_refused(monkeypatch, name):
     version = versions.installed
     monkeypatch.setattr(versions, "installed", lambda asked: None if asked == name else version(asked))
     with pytest.raises(SettingError, match=f"(?i){name} is not installed.*pip install"):
@@ -603,7 +603,7 @@ def test_check_versions_in_the_range_and_not_run_warns_with_those_that_were(inst
     assert record.getMessage() == f"epfsdp2: {name} {version} was not tested with; tested: {name} {shown}"
 
 
-def test_the_installed_versions_are_tested_ones(caplog):
+def test_check_versions_of_the_installed_ones_warns_of_nothing(caplog):
     with caplog.at_level(logging.WARNING, "epfsdp2"):
         check_versions("vllm")
     assert not caplog.records
@@ -612,7 +612,7 @@ def test_the_installed_versions_are_tested_ones(caplog):
 @pytest.mark.parametrize(
     "stored, computed, megabytes", [("fp32", "fp32", 16), ("fp32", "bf16", 8), ("bf16", "bf16", 8), ("bf16", "fp32", 8)]
 )
-def test_the_bucket_has_to_hold_the_largest_tensor_whole_as_it_is_sent(
+def test_bucket_smaller_than_the_largest_tensor_as_it_is_sent_is_refused(
     tmp_path, monkeypatch, stacks_are_sent, stored, computed, megabytes
 ):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: DISK(0, 0, 1 << 40))
@@ -631,7 +631,7 @@ def test_the_bucket_has_to_hold_the_largest_tensor_whole_as_it_is_sent(
     check_run(settings, 2, model, too_small, device="cpu", ipc=True)
 
 
-def test_of_modules_in_float32_the_largest_tensor_is_sent_in_it(tmp_path, monkeypatch):
+def test_bucket_of_modules_in_float32_counts_the_largest_tensor_in_float32(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: DISK(0, 0, 1 << 40))
     model = checkpoint(tmp_path)
     # A head of 6 M elements; gate_up_proj has 8 M.
@@ -645,7 +645,7 @@ def test_of_modules_in_float32_the_largest_tensor_is_sent_in_it(tmp_path, monkey
         check_run(settings, 2, model, rollout, device="cpu", ipc=False)
 
 
-def test_the_bucket_has_to_hold_one_expert_where_vllm_takes_them_one_by_one(tmp_path, monkeypatch):
+def test_bucket_where_vllm_takes_experts_one_by_one_has_to_hold_one(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: DISK(0, 0, 1 << 40))
     sizes = {"hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 1, "vocab_size": 64}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_experts": 8}
@@ -663,7 +663,7 @@ def test_the_bucket_has_to_hold_one_expert_where_vllm_takes_them_one_by_one(tmp_
     assert largest_sent(inspect_model(model).model)[1] == 4096 * 1024
 
 
-def test_rollouts_in_other_processes_have_buckets_too_but_elsewhere(model, monkeypatch):
+def test_bucket_of_rollouts_in_other_processes_is_checked_and_needs_no_dev_shm(model, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: DISK(1, 1, 0))
     apart = {"name": "vllm", "backend": "epfsdp2_p2p", "update_weights_bucket_megabytes": 1}
     check_run(engine(), 2, model, apart, device="cpu", ipc=False)
@@ -671,7 +671,7 @@ def test_rollouts_in_other_processes_have_buckets_too_but_elsewhere(model, monke
         check_run(engine(), 2, model, apart | {"update_weights_bucket_megabytes": 0}, device="cpu", ipc=False)
 
 
-def test_dev_shm_has_to_hold_one_bucket_per_local_rank(model, monkeypatch):
+def test_dev_shm_smaller_than_one_bucket_per_local_rank_is_refused(model, monkeypatch):
     facts = inspect_model(model)
     rollout = {"n_gpus_per_node": 4, "update_weights_bucket_megabytes": 100}
 
@@ -697,7 +697,7 @@ def rollout(tp=2, **settings):
     return {"name": "vllm", "tensor_model_parallel_size": tp, "engine_kwargs": {"vllm": vllm}, **settings}
 
 
-def test_latent_attention_in_cuda_graphs_needs_a_vllm_that_keeps_its_matrices(tmp_path, model, installs):
+def test_check_graphs_with_latent_attention_in_an_old_vllm_is_refused(tmp_path, model, installs):
     latent = checkpoint(tmp_path / "latent", "deepseek_v3", num_hidden_layers=2, first_k_dense_replace=1)
     facts, plain = (check_training(engine(), 2, model, device="cpu") for model in (latent, model))
     installs("vllm", "0.24.0")
@@ -718,7 +718,7 @@ def test_latent_attention_in_cuda_graphs_needs_a_vllm_that_keeps_its_matrices(tm
 
 
 @pytest.mark.parametrize("wanted", ["full", "auto", "sliced", "expert_local"])
-def test_a_stream_that_the_rollout_takes(model, wanted):
+def test_rollout_sync_that_the_rollout_takes_passes(model, wanted):
     expert_parallel = rollout(2, data_parallel_size=2, expert_parallel_size=4)
     check_run(engine(rollout_sync=wanted), 8, model, expert_parallel, device="cpu")
     if wanted != "expert_local":
@@ -741,7 +741,7 @@ OBSTACLES = [
 
 @pytest.mark.parametrize("wanted", ["sliced", "expert_local"])
 @pytest.mark.parametrize("settings, named", OBSTACLES)
-def test_a_stream_that_the_rollout_cannot_take_is_refused_by_name_alone(model, wanted, settings, named):
+def test_rollout_sync_that_the_rollout_can_not_take_is_refused_by_name_alone(model, wanted, settings, named):
     placed = rollout(2, **{"data_parallel_size": 2, "expert_parallel_size": 4, **settings})
     with pytest.raises(SettingError) as caught:
         check_run(engine(rollout_sync=wanted), 8, model, placed, device="cpu")
@@ -752,7 +752,7 @@ def test_a_stream_that_the_rollout_cannot_take_is_refused_by_name_alone(model, w
 
 
 @pytest.mark.parametrize("backend", ["nccl", "epfsdp2_p2p"])
-def test_a_quantised_rollout_has_to_be_beside_the_trainer(model, backend):
+def test_quantised_rollout_away_from_the_trainer_is_refused(model, backend):
     check_run(engine(), 8, model, rollout(quantization="fp8"), device="cpu")
     with pytest.raises(SettingError) as caught:
         check_run(engine(), 8, model, rollout(quantization="fp8", backend=backend), device="cpu")
@@ -760,7 +760,7 @@ def test_a_quantised_rollout_has_to_be_beside_the_trainer(model, backend):
     assert text.endswith(f"What works: {BACKEND}=naive, or actor_rollout_ref.rollout.quantization=null")
 
 
-def test_slices_of_a_quantised_rollout_need_whole_blocks(tmp_path, model):
+def test_quantised_rollout_with_slices_that_cut_blocks_is_refused(tmp_path, model):
     with pytest.raises(SettingError, match=r"tensor_model_parallel_size=2: .* blocks of 128 x 128 share a scale"):
         check_run(engine(rollout_sync="sliced"), 8, model, rollout(quantization="fp8"), device="cpu")
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 64, "num_experts": 8}
@@ -772,14 +772,14 @@ def test_slices_of_a_quantised_rollout_need_whole_blocks(tmp_path, model):
         check_run(engine(rollout_sync="expert_local"), 8, fits, whole, device="cpu")
 
 
-def test_whole_experts_need_expert_parallelism(model):
+def test_expert_local_without_expert_parallelism_is_refused(model):
     with pytest.raises(SettingError) as caught:
         check_run(engine(rollout_sync="expert_local"), 8, model, rollout(2, data_parallel_size=2), device="cpu")
     text = paragraph(caught.value, "engine.rollout_sync", "expert_local")
     assert text.endswith("engine.rollout_sync=auto, or actor_rollout_ref.rollout.expert_parallel_size=4")
 
 
-def test_slices_need_a_family_and_a_vllm_that_are_known(tmp_path, model, installs, monkeypatch, caplog):
+def test_rollout_sync_sliced_of_an_unknown_family_or_vllm_is_refused(tmp_path, model, installs, monkeypatch, caplog):
     sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 64}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4}
     other = checkpoint(tmp_path / "other", "minimax", **sizes, **heads) | {"use_remove_padding": False}
@@ -815,7 +815,7 @@ def test_slices_need_a_family_and_a_vllm_that_are_known(tmp_path, model, install
         ({"tp": 4}, TENSOR_PARALLEL, 4, "vLLM can't cut 2 attention heads so. What works: .* one of [1, 2]"),
     ],
 )
-def test_a_rollout_that_nothing_reaches_is_refused(model, wanted, settings, setting, value, words):
+def test_rollout_that_no_sync_reaches_is_refused(model, wanted, settings, setting, value, words):
     with pytest.raises(SettingError) as caught:
         check_run(engine(rollout_sync=wanted), 8, model, rollout(**settings), device="cpu")
     assert re.search(words.replace("[", r"\["), paragraph(caught.value, setting, value))
@@ -834,7 +834,7 @@ def test_a_rollout_that_nothing_reaches_is_refused(model, wanted, settings, sett
         ({"num_attention_heads": 16, "num_experts": 8}, 16, "8 experts"),
     ],
 )
-def test_what_vllm_cannot_cut(model, sizes, tp, words):
+def test_tensor_parallel_size_that_vllm_can_not_shard_by_is_refused(model, sizes, tp, words):
     model["override_config"] |= sizes
     with pytest.raises(SettingError) as caught:
         check_run(engine(), 48, model, rollout(tp), device="cpu")
@@ -843,7 +843,7 @@ def test_what_vllm_cannot_cut(model, sizes, tp, words):
     check_run(engine(), 48, model, rollout(2), device="cpu")
 
 
-def test_experts_are_cut_over_data_parallel_workers_too(model):
+def test_tensor_parallel_size_with_data_parallel_workers_counts_them_for_experts(model):
     model["override_config"] |= {"moe_intermediate_size": 6}
     with pytest.raises(SettingError) as caught:
         check_run(engine(), 8, model, rollout(1, data_parallel_size=4), device="cpu")
@@ -853,7 +853,7 @@ def test_experts_are_cut_over_data_parallel_workers_too(model):
     check_run(engine(), 8, model, rollout(1, data_parallel_size=4, expert_parallel_size=4), device="cpu")
 
 
-def test_a_dense_part_that_does_not_divide_is_found_by_the_plan(model):
+def test_transfer_plan_of_a_dense_part_that_does_not_divide_refuses_it(model):
     model["override_config"] |= {"intermediate_size": 33, "mlp_only_layers": [0]}
     with pytest.raises(SettingError, match=r"gate_proj.weight has 33 along dim 0, which tensor parallelism 2"):
         check_run(engine(), 2, model, rollout(), device="cpu")
@@ -861,7 +861,7 @@ def test_a_dense_part_that_does_not_divide_is_found_by_the_plan(model):
 
 
 @pytest.mark.parametrize("wanted, expert_parallel", [("sliced", 1), ("auto", 1), ("expert_local", 2)])
-def test_a_round_has_to_hold_one_row(model, wanted, expert_parallel):
+def test_sync_megabytes_below_one_row_are_refused(model, wanted, expert_parallel):
     # gate_up_proj [2048, 2048, 2048] in bfloat16: a worker takes half of it, half of that from the other rank, in 2048
     # parts at most: 2 MB each.
     model["override_config"] |= {"num_experts": 2048, "moe_intermediate_size": 1024, "hidden_size": 2048}
@@ -907,7 +907,7 @@ def validate(model, *overrides, critic=False):
     validate_config(config, use_reference_policy=False, use_critic=critic)
 
 
-def test_validate_config_lets_a_right_run_pass(model, installs):
+def test_validate_config_of_a_valid_run_passes(model, installs):
     installs("sglang", "0.5.12")
     validate(model, "engine.ep_size=2")
     validate(model, "engine.ep_size=2", "actor_rollout_ref.rollout.name=sglang")
@@ -939,7 +939,7 @@ def test_validate_config_lets_a_right_run_pass(model, installs):
         (f"{BUCKET}=100000000", f"{BUCKET}=100000000: each of the 2 ranks of a node"),
     ],
 )
-def test_validate_config_refuses(model, override, rule):
+def test_validate_config_of_every_wrong_override_refuses_it_by_its_rule(model, override, rule):
     with pytest.raises(SettingError) as caught:
         validate(model, "engine.ep_size=2", override)
     assert str(caught.value).startswith(rule)

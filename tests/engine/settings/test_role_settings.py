@@ -106,7 +106,7 @@ def field_names(*kinds):
     return {f.name for kind in kinds for f in fields(kind)} - {"_target_"}
 
 
-def test_every_key_of_verls_fsdp_engine_is_in_one_list():
+def test_role_settings_hold_every_key_of_verls_fsdp_engine_in_one_list():
     keys = field_names(FSDPEngineConfig, EngineConfig) | yaml_keys("engine", "fsdp.yaml")
     tables = [ENGINE_TAKEN, set(ENGINE_NO_USE), set(ENGINE_REFUSED), SET_BY_VERL]
     assert keys == set().union(*tables) and sum(map(len, tables)) == len(keys)
@@ -114,7 +114,7 @@ def test_every_key_of_verls_fsdp_engine_is_in_one_list():
     assert {f.name for f in fields(EngineConfig)} >= SET_BY_VERL
 
 
-def test_every_key_of_verls_roles_is_in_one_list():
+def test_role_settings_hold_every_key_of_verls_roles_in_one_list():
     keys = field_names(ActorConfig, FSDPActorConfig, CriticConfig, FSDPCriticConfig)
     for group in ("actor", "ref", "critic"):
         keys |= yaml_keys(group, f"{group}.yaml") | yaml_keys(group, f"dp_{group}.yaml")
@@ -127,7 +127,7 @@ def test_every_key_of_verls_roles_is_in_one_list():
     assert engine_settings() >= ROLE_TAKEN
 
 
-def test_defaults_are_verls():
+def test_role_settings_by_default_are_verls():
     stock = FSDPEngineConfig()
     path = os.path.join(VERL_CONFIG, "engine", "fsdp.yaml")
     yaml = OmegaConf.to_container(OmegaConf.load(path))
@@ -148,7 +148,7 @@ def test_defaults_are_verls():
     ],
     ids=["actor", "ref", "critic"],
 )
-def test_a_role_spelled_either_way_counts_before_engine(name, nodes, plus, model):
+def test_role_settings_spelled_either_way_override_engine(name, nodes, plus, model):
     for node in nodes if not plus else nodes[1:2]:
         given = [f"{plus}{name}.{node}.param_offload=True", f"{plus}{name}.{node}.mixed_precision.reduce_dtype=bf16"]
         shared = ["engine.ep_size=2", "engine.param_offload=False", "engine.mixed_precision={param_dtype:bf16}"]
@@ -165,7 +165,7 @@ def test_a_role_spelled_either_way_counts_before_engine(name, nodes, plus, model
             assert config.ep_size == 2 and config.forward_only is (other == REF)
 
 
-def test_the_keys_beside_the_node_count_and_the_reference_follows_the_actor_as_in_verl():
+def test_role_settings_beside_the_node_count_and_the_reference_follows_the_actor():
     given = [
         f"{ACTOR}.ulysses_sequence_parallel_size=4",
         f"{ACTOR}.entropy_checkpointing=True",
@@ -188,7 +188,7 @@ def test_the_keys_beside_the_node_count_and_the_reference_follows_the_actor_as_i
     assert not actor(*given, f"{ACTOR}.use_torch_compile=False").engine.use_torch_compile
 
 
-def test_engine_of_a_role_without_settings_is_the_shared_one():
+def test_role_settings_that_are_empty_give_the_shared_engine():
     shared = engine_config(ep_size=2, seed=7)
     for name, forward_only in ((ACTOR, False), (REF, True)):
         config = role(name, "engine.ep_size=2", "engine.seed=7")
@@ -237,14 +237,14 @@ def test_engine_of_a_role_without_settings_is_the_shared_one():
         ([f"{REF}.fsdp_config.reshard=True"], f"{REF}.fsdp_config.reshard=True: verl's FSDP engine has no such"),
     ],
 )
-def test_wrong_settings_of_a_role_are_refused_by_their_names(overrides, words):
+def test_role_settings_that_are_wrong_are_refused_by_their_names(overrides, words):
     with pytest.raises(DriverError) as caught:
         actor(*overrides)
     text = str(caught.value)
     assert words in text and "What works: " in text and "\n" not in text
 
 
-def test_hydra_hands_unknown_keys_and_contradictions_to_the_check():
+def test_role_settings_with_unknown_keys_or_contradictions_reach_the_check():
     wrong = [f"{ACTOR}.fsdp_config.parm_offload=True", f"{REF}.fsdp_config.param_offload=True"]
     for overrides in (wrong[:1], [*wrong[1:], f"+{REF}.engine.param_offload=False"]):
         with pytest.raises(HydraException) as caught:
@@ -253,7 +253,7 @@ def test_hydra_hands_unknown_keys_and_contradictions_to_the_check():
         assert str(caught.value.__cause__) in str(caught.value)
 
 
-def test_spellings_that_agree_are_taken():
+def test_role_settings_whose_spellings_agree_are_taken():
     same = [f"{ACTOR}.{node}.param_offload=True" for node in ("engine", "fsdp_config")]
     assert actor(*same).engine.param_offload
 
@@ -272,7 +272,7 @@ def validated(model, *overrides, world=2):
     actor(*overrides).validate(world, 256, model)
 
 
-def test_what_has_no_use_is_said_once_on_the_driver(model, said, monkeypatch):
+def test_role_settings_without_effect_are_reported_once_on_the_driver(model, said, monkeypatch):
     monkeypatch.setattr("epfsdp2.engine.config.check_run", lambda *args, **kwargs: None)
     quiet = [f"{ACTOR}.fsdp_config.wrap_policy.min_num_params=0", f"{ACTOR}.fsdp_config.forward_prefetch=False"]
     validated(model, *quiet, f"{ACTOR}.fsdp_config.use_orig_params=False", f"{ACTOR}.fsdp_config.qat.enable=False")
@@ -288,7 +288,7 @@ def test_what_has_no_use_is_said_once_on_the_driver(model, said, monkeypatch):
     assert len(said()) == 4 and all("has no use here: " in line for line in said())
 
 
-def test_strategy_fsdp2_beside_the_engine_runs_the_engine_and_says_so(model, said, monkeypatch):
+def test_role_settings_with_strategy_fsdp2_run_the_engine_and_say_so(model, said, monkeypatch):
     monkeypatch.setattr("epfsdp2.engine.config.check_run", lambda *args, **kwargs: None)
     given = [f"{ACTOR}.strategy=fsdp2", "critic.strategy=fsdp2", f"critic.model.path={model}"]
     given.append("+critic.model.load_tokenizer=False")
@@ -303,7 +303,7 @@ def test_strategy_fsdp2_beside_the_engine_runs_the_engine_and_says_so(model, sai
     ]
 
 
-def test_lines_are_logged_on_rank_0_alone(said, monkeypatch):
+def test_role_settings_of_many_ranks_are_logged_on_rank_0_alone(said, monkeypatch):
     for rank, lines in (("1", 0), ("0", 1)):
         monkeypatch.setenv("RANK", rank)
         actor(f"{ACTOR}.strategy=fsdp2")
@@ -320,7 +320,7 @@ def test_sft_trainer_takes_verls_keys_in_its_one_node(said):
     assert len(said()) == 2
 
 
-def test_the_reference_is_checked_against_the_world_by_its_own_names(model, monkeypatch):
+def test_role_settings_of_the_reference_are_checked_against_the_world_by_its_own_names(model, monkeypatch):
     monkeypatch.setattr("epfsdp2.engine.config.check_run", lambda *args, **kwargs: None)
     monkeypatch.setattr("epfsdp2.engine.config.get_device_name", lambda: "cpu")
     validated(model, "engine.ep_size=2", f"{REF}.engine.ep_size=1", f"{REF}.fsdp_config.param_offload=True")
@@ -334,7 +334,7 @@ def test_the_reference_is_checked_against_the_world_by_its_own_names(model, monk
         assert str(caught.value).startswith(words)
 
 
-def test_the_critic_is_checked_by_its_own_names(model, monkeypatch):
+def test_role_settings_of_the_critic_are_checked_by_its_own_names(model, monkeypatch):
     monkeypatch.setattr("epfsdp2.engine.config.get_device_name", lambda: "cpu")
     paths = [f"critic.model.path={model}", "+critic.model.load_tokenizer=False"]
     paths.append("+critic.model.override_config.attn_implementation=sdpa")
@@ -367,7 +367,7 @@ PROPERTY = settings(max_examples=60, deadline=None, suppress_health_check=[Healt
 @PROPERTY
 @given(value=WRONG)
 @pytest.mark.parametrize("name", sorted(engine_settings()))
-def test_engine_given_any_value_takes_it_or_names_the_setting(name, value):
+def test_engine_settings_of_any_value_are_taken_or_named(name, value):
     try:
         config = engine_config(**{name: value})
     except DriverError as error:
@@ -382,7 +382,7 @@ def test_engine_given_any_value_takes_it_or_names_the_setting(name, value):
 
 @PROPERTY
 @given(key=st.sampled_from(sorted(ENGINE_TAKEN | set(ENGINE_NO_USE) | set(ENGINE_REFUSED) | SET_BY_VERL)), value=WRONG)
-def test_a_role_given_any_value_takes_it_or_names_the_setting(key, value):
+def test_role_settings_of_any_value_are_taken_or_named(key, value):
     batch = {"rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1}
     try:
         actor_config(**batch, fsdp_config={key: value})
@@ -392,7 +392,7 @@ def test_a_role_given_any_value_takes_it_or_names_the_setting(key, value):
 
 @PROPERTY
 @given(key=st.sampled_from(["engine", "fsdp", *sorted(ROLE_TAKEN), *ROLE_NO_USE, "strategy"]), value=WRONG)
-def test_a_critic_given_any_value_takes_it_or_names_the_setting(model, key, value):
+def test_critic_settings_of_any_value_are_taken_or_named(model, key, value):
     try:
         critic_config(ppo_micro_batch_size_per_gpu=1, model={"path": str(model)}, **{key: value})
     except DriverError as error:

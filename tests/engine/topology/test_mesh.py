@@ -119,11 +119,11 @@ def _ep_of_all_ranks():
     assert gathered.tolist() == received.tolist() == list(range(t.world))
 
 
-def test_ep_of_all_ranks_has_a_group_of_its_own_beside_fsdps():
+def test_build_meshes_with_ep_of_all_ranks_gives_it_a_group_beside_fsdps():
     run_ranks(_ep_of_all_ranks, 2)
 
 
-def test_communicators_of_axes_of_all_ranks_are_the_worlds_but_for_ep():
+def test_communicators_of_axes_of_all_ranks_are_the_worlds_except_eps():
     assert Topology.arrange(1, 1).communicators() == {}
     assert Topology.arrange(8, 1).communicators() == {"world": 8}
     assert Topology.arrange(8, 8).communicators() == {"world": 8, "ep": 8}

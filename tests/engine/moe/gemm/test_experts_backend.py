@@ -288,7 +288,7 @@ def test_choose_backend_with_an_unknown_name_is_refused():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_in_the_order_in_which_they_were_received_give_what_grouped_ones_do(family):
+def test_fused_experts_of_rows_in_the_order_received_equal_those_of_grouped_rows(family):
     """By operators that read rows through an index and store them in an order."""
     module, counts_e = make(family), torch.tensor([18, 0, 4, 0, 1, 3])
     total = int(counts_e.sum())

@@ -54,7 +54,9 @@ def drawn(*shape, dtype=torch.float32, seed=0):
         ((13, 0), "triton", "triton"),  # nobody knows it
     ],
 )
-def test_mixed_takes_the_grouped_gemm_that_torch_has_a_right_kernel_for(kernels, monkeypatch, capability, mm, outer):
+def test_mixed_backend_on_every_gpu_takes_torchs_grouped_gemm_where_it_has_a_kernel(
+    kernels, monkeypatch, capability, mm, outer
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     torchs = SimpleNamespace(mm=lambda *args: "torch", outer=lambda *args: "torch")
@@ -66,7 +68,7 @@ def test_mixed_takes_the_grouped_gemm_that_torch_has_a_right_kernel_for(kernels,
     assert (mixed.mm(rows, weight, None), mixed.outer(rows, rows, None)) == (mm, outer)
 
 
-def test_torch_leaves_no_garbage_for_experts_without_rows_where_its_kernel_does(monkeypatch):
+def test_torch_outer_of_experts_without_rows_is_zero_where_the_kernel_leaves_garbage(monkeypatch):
     """As CUTLASS on compute capability 10.x (pytorch#172439)."""
     groups, rows = Groups(torch.tensor(COUNTS), sum(COUNTS)), drawn(sum(COUNTS), 16)
     want = TorchBackend().outer(rows, rows, groups)
@@ -145,7 +147,7 @@ def test_triton_operators_on_small_integers_are_torchs_bit_for_bit(kernels, dtyp
 
 
 @pytest.mark.parametrize("gate", GATES, ids=str)
-def test_a_gate_that_is_fused_into_a_gemm_is_the_separate_one_bit_for_bit(kernels, gate):
+def test_triton_gemm_with_a_fused_gate_equals_the_separate_gate_bit_for_bit(kernels, gate):
     ours, total, (hidden, inner) = kernels.TritonBackend(), sum(RAGGED), (24, 20)
     groups, rows, scale = Groups(torch.tensor(RAGGED), total), drawn(total, hidden), drawn(total, seed=3)
     up, down, bias = drawn(6, hidden, 2 * inner), drawn(6, inner, hidden, seed=1), drawn(6, 2 * inner, seed=2)
@@ -167,7 +169,7 @@ def test_a_gate_that_is_fused_into_a_gemm_is_the_separate_one_bit_for_bit(kernel
     + [(torch.float32, counts) for counts in ([1, 0, 1], [0, 32], [0, 0])],
     ids=str,
 )
-def test_rows_that_are_read_through_an_index_give_what_their_copy_does_bit_for_bit(kernels, dtype, counts):
+def test_triton_gemm_of_rows_read_through_an_index_equals_that_of_their_copy_bit_for_bit(kernels, dtype, counts):
     ours, total, experts, (hidden, inner) = kernels.TritonBackend(), sum(counts), len(counts), (19, 18)
     groups, x = Groups(torch.tensor(counts), total), drawn(11, hidden, dtype=dtype)
     index = torch.randint(11, (total + 1,), generator=torch.Generator().manual_seed(5))[1:]  # of another alignment
@@ -207,7 +209,7 @@ def test_triton_experts_copy_no_rows_where_tokens_are_not_sent(kernels, monkeypa
 
 
 @pytest.mark.parametrize("gate", GATES, ids=str)
-def test_the_gates_kernels_equal_autograd(kernels, gate):
+def test_triton_gate_kernels_of_every_activation_equal_autograd(kernels, gate):
     ours, pre, grad, scale = kernels.TritonBackend(), drawn(37, 2 * 20), drawn(37, 20, seed=1), drawn(37, seed=2)
     leaf, scale_leaf = pre.clone().requires_grad_(), scale.clone().requires_grad_()
     act = gate(leaf)
@@ -218,7 +220,7 @@ def test_the_gates_kernels_equal_autograd(kernels, gate):
         assert relative_error(got, want) < 1e-6
 
 
-def test_tiles_cover_every_row_once_and_those_too_many_none(kernels):
+def test_triton_tiles_of_any_counts_cover_every_row_once_and_surplus_tiles_none(kernels):
     for counts in (RAGGED, [0, 0, 5], [16, 16], [0], [1]):
         tiles = kernels.tiles_of(Groups(torch.tensor(counts), sum(counts)), 16)
         covered = []
@@ -231,7 +233,7 @@ def test_tiles_cover_every_row_once_and_those_too_many_none(kernels):
             assert end - first == -(-count // 16) and (tiles.expert[first:end] == expert).all()
 
 
-def test_the_fastest_tile_is_measured_once_for_each_key_and_printed(kernels, monkeypatch, capsys):
+def test_fastest_tile_is_measured_once_for_each_key_and_printed(kernels, monkeypatch, capsys):
     launch_fastest = kernels.launch_fastest
     tiles = importlib.import_module("epfsdp2.engine.moe.gemm.triton_tiles")
     choices, launched = [tiles.Tile(16, n, 16) for n in (16, 32, 64)], []
@@ -304,7 +306,7 @@ def _equal_the_reference(folder, cases):
             assert error < RELATIVE, (ep, backend, checkpointing, name, error)
 
 
-def test_every_backend_on_two_ranks_has_the_gradients_of_the_plain_model(tmp_path):
+def test_experts_with_every_backend_on_two_ranks_have_the_gradients_of_the_plain_model(tmp_path):
     folder = save_qwen3_moe(
         tmp_path, hidden_size=24, moe_intermediate_size=20, num_experts=4, num_hidden_layers=2, mlp_only_layers=[]
     )

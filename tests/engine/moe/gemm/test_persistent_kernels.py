@@ -141,7 +141,7 @@ def test_fastest_tile_with_other_results_or_one_that_does_not_compile_is_not_tak
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_sum_of_bits_tells_results_that_differ_in_one_bit(tiles, dtype):
+def test_sum_of_bits_of_results_that_differ_in_one_bit_differs(tiles, dtype):
     x = drawn(3, 5, dtype=dtype)
     x[0, 0] = math.nan
     other = x.clone()
@@ -164,7 +164,7 @@ def test_persistent_tile_is_one_of_three_where_a_gpu_has_tma(tiles, monkeypatch,
         assert few[0] == more[0] and len(more) <= 3 and sum(tile.is_persistent for tile in more) == wanted
 
 
-def test_gemms_leave_the_sms_that_are_asked_for_to_collectives(kernels, monkeypatch):
+def test_persistent_gemms_with_reserved_sms_leave_them_to_collectives(kernels, monkeypatch):
     """Torch's grouped GEMM reads the number from where it is set (cuda/GroupMM.cu, ``_SMCarveout_EXPERIMENTAL``)."""
     launch, before = kernels.persistent_launch, torch._C._get_sm_carveout_experimental()
     monkeypatch.setattr(launch, "INTERPRETED", False)
@@ -187,7 +187,7 @@ def _leaves_sms(folder):
     assert (before, sms_left()) == (0, 20)
 
 
-def test_sharding_a_model_leaves_the_sms_that_the_setting_asks_for(tmp_path):
+def test_parallelize_with_reserved_sms_passes_them_to_the_gemms(tmp_path):
     run_ranks(_leaves_sms, 1, save_qwen3_moe(tmp_path))
 
 

@@ -36,7 +36,7 @@ def _run(block, hidden):
 
 @pytest.mark.parametrize("top_k", [1, 2, 3])
 @pytest.mark.parametrize("name", families.OUTSIDE)
-def test_the_block_computes_what_the_familys_own_does(name, top_k):
+def test_outside_block_of_every_family_computes_what_the_familys_own_does(name, top_k):
     family = FAMILIES[name]
     text = family.sizes.get("text_config", family.sizes) | {"num_experts_per_tok": top_k}
     plain = family.build_random("eager", **({"text_config": text} if "text_config" in family.sizes else text))
@@ -61,7 +61,7 @@ def test_the_block_computes_what_the_familys_own_does(name, top_k):
             assert relative_error(param.grad, found) < EXACT, own_name
 
 
-def test_a_model_without_such_a_block_is_left_as_it_is():
+def test_outside_blocks_of_a_model_without_one_leave_it_unchanged():
     model = FAMILIES["qwen3_moe"].build()
     before = {name: type(module) for name, module in model.named_modules()}
     prepare(model)
@@ -134,7 +134,7 @@ def users_module(tmp_path, monkeypatch):
     OUTSIDE.pop("UsersBlock", None)
 
 
-def test_a_family_of_a_users_own_module_is_checked_on_the_driver(tmp_path, users_module):
+def test_outside_family_of_a_users_own_module_is_checked_on_the_driver(tmp_path, users_module):
     folder = tmp_path / "model"
     settings = {"path": str(folder), "external_lib": "no_such_module"}
     AutoConfig.for_model("qwen3", vocab_size=64, hidden_size=HIDDEN, num_hidden_layers=2).save_pretrained(folder)
@@ -151,7 +151,7 @@ def test_a_family_of_a_users_own_module_is_checked_on_the_driver(tmp_path, users
     assert facts is not None and facts.name == "UsersForCausalLM" and facts.experts == (6, 6)
 
 
-def test_a_family_of_a_users_own_module_is_planned(tmp_path, users_module, capsys):
+def test_outside_family_of_a_users_own_module_is_planned(tmp_path, users_module, capsys):
     config = AutoConfig.for_model("qwen3", vocab_size=64, hidden_size=HIDDEN, num_hidden_layers=2)
     config.save_pretrained(tmp_path)
     text = (tmp_path / "config.json").read_text().replace('"qwen3"', '"users_family"')

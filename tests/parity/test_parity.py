@@ -13,7 +13,7 @@ AT_A_TIME = 9  # families per set of ranks: starting one costs more than a famil
 
 
 @pytest.mark.parametrize("start", range(0, len(NAMES), AT_A_TIME), ids=lambda i: "+".join(NAMES[i : i + AT_A_TIME]))
-def test_every_family_equals_the_plain_model(tmp_path, start):
+def test_training_of_every_family_equals_the_plain_model(tmp_path, start):
     chosen = list(enumerate(NAMES))[start : start + AT_A_TIME]
     work = [(name, families.save(name, tmp_path / name), [fast_case(i, name)]) for i, name in chosen]
     run_ranks(compare, WORLD, work, tmp_path / "results.jsonl", timeout=600)

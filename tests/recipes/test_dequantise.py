@@ -65,7 +65,7 @@ def _exponents(*shape):
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
-def test_blocks_of_fp8_as_deepseek_v3_has_them(tmp_path, scale_dtype):
+def test_dequantise_of_fp8_blocks_as_deepseek_v3_has_them_equals_transformers(tmp_path, scale_dtype):
     """Among them a shape that blocks do not divide, and a tensor that is not quantised."""
     weight, scales = _fp8(200, 576), (torch.rand(2, 5) + 0.1).to(scale_dtype)
     bias = torch.randn(8)
@@ -81,7 +81,7 @@ def test_blocks_of_fp8_as_deepseek_v3_has_them(tmp_path, scale_dtype):
     assert (tmp_path / "out/tokenizer.json").is_file()
 
 
-def test_fp4_experts_beside_fp8_linears_as_deepseek_v4_has_them(tmp_path):
+def test_dequantise_of_fp4_experts_beside_fp8_linears_as_deepseek_v4_has_them_is_exact(tmp_path):
     experts, of_experts = _bytes(64, 64).view(torch.int8), _exponents(64, 4).view(torch.float8_e8m0fnu)
     linear, of_linear = _fp8(256, 128), _exponents(2, 1).view(torch.float8_e8m0fnu)
     stored = {"e.weight": experts, "e.scale": of_experts, "l.weight": linear, "l.scale": of_linear}
@@ -91,7 +91,7 @@ def test_fp4_experts_beside_fp8_linears_as_deepseek_v4_has_them(tmp_path):
     assert torch.equal(found["l.weight"], library._dequantize_one(linear, of_linear))
 
 
-def test_mxfp4_stacks_as_gpt_oss_has_them(tmp_path):
+def test_dequantise_of_mxfp4_stacks_as_gpt_oss_has_them_equals_transformers(tmp_path):
     blocks, scales, bias = _bytes(4, 64, 3, 16), _exponents(4, 64, 3), torch.randn(4, 64).bfloat16()
     stored = {"x.gate_up_proj_blocks": blocks, "x.gate_up_proj_scales": scales, "x.gate_up_proj_bias": bias}
     found = _converted(tmp_path, stored, {"quant_method": "mxfp4"})
@@ -114,7 +114,7 @@ COMPRESSED = {
 
 
 @pytest.mark.parametrize("form", COMPRESSED)
-def test_checkpoints_of_compressed_tensors(tmp_path, form):
+def test_dequantise_of_compressed_tensors_equals_its_decompressor(tmp_path, form):
     args, grid, scale_dtype = COMPRESSED[form]
     scheme = QuantizationScheme(targets=["Linear"], weights=args, format=form)
     compressor = BaseCompressor.get_value_from_registry(form)
@@ -136,7 +136,7 @@ def test_checkpoints_of_compressed_tensors(tmp_path, form):
     assert (expected.float() - weight.float()).abs().mean() < 0.5
 
 
-def test_nvfp4_as_modelopt_has_it(tmp_path):
+def test_dequantise_of_nvfp4_as_modelopt_has_it_equals_compressed_tensors(tmp_path):
     """It stores the inverse of the scale that compressed-tensors stores of a whole tensor."""
     packed, scales, whole = _bytes(64, 32), (torch.rand(64, 4) * 9).to(torch.float8_e4m3fn), torch.tensor(0.0078125)
     stored = {"a.weight": packed, "a.weight_scale": scales, "a.weight_scale_2": whole, "a.input_scale": torch.ones(1)}
@@ -186,7 +186,7 @@ def _deepseek(folder):
 
 
 @pytest.mark.parametrize("make", [_gpt_oss, _deepseek])
-def test_a_model_is_what_transformers_makes_of_the_quantised_one(tmp_path, make):
+def test_dequantise_of_a_model_equals_what_transformers_makes_of_it(tmp_path, make):
     folder = tmp_path / "in"
     tensors, quantisation, of_transformers = make(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -216,7 +216,7 @@ def _peak(tmp_path, tensors):
     return peak_of(profiler, "convert", files)[0]
 
 
-def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
+def test_dequantise_of_a_larger_checkpoint_takes_no_more_memory(tmp_path):
     few, many = _peak(tmp_path, 4), _peak(tmp_path, 24)
     assert many <= 1.05 * few
 
@@ -236,12 +236,12 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
         ({"a.weight": _fp8(4, 4)}, {**FP8, "transform_config": {"R1": 1}}, "has weights that were rotated"),
     ],
 )
-def test_what_is_not_known_is_named(tmp_path, tensors, quantisation, words):
+def test_dequantise_of_an_unknown_format_names_it(tmp_path, tensors, quantisation, words):
     with pytest.raises(dequantise.QuantisationError, match=words):
         dequantise.dequantise(_save(tmp_path / "in", tensors, quantisation), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_bad_input_of_the_command_is_one_line(tmp_path, capsys):
+def test_dequantise_command_with_bad_input_prints_one_line(tmp_path, capsys):
     assert dequantise.main([str(tmp_path / "none"), str(tmp_path / "out")]) == 1
     assert "is not a folder" in capsys.readouterr().err

@@ -147,11 +147,11 @@ def local_model(tmp_path):
 
 
 @pytest.mark.parametrize("path", MODELS)
-def test_table_of_sizes_equals_the_model(path):
+def test_gpu_recipe_table_of_sizes_equals_the_model(path):
     assert parameters(path) / 1e9 == pytest.approx(MODELS[path][1], rel=0.01)
 
 
-def test_recipes_hold_every_model_and_algorithm():
+def test_gpu_recipes_hold_every_model_and_algorithm():
     assert set(GPUS) == set(CLUSTERS)
 
 
@@ -165,7 +165,7 @@ def test_command_of_recipe_is_verls_with_our_engine(cluster, algorithm):
     assert len(keys) == len(set(keys))
 
 
-def test_print_shows_the_command_that_would_run():
+def test_gpu_recipe_with_print_shows_the_command_that_would_run():
     done = subprocess.run(
         [sys.executable, "-m", "epfsdp2.recipes.gpu.run", "--print", "gpt_oss_120b_32gpu", "ppo", "trainer.nnodes=1"],
         capture_output=True,

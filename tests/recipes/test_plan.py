@@ -63,7 +63,7 @@ def test_plan_all_lists_every_mesh(capsys, qwen3_30b):
     assert {row.split("│")[13].strip() for row in rows} == {"yes", "no"}
 
 
-def test_meshes_are_those_that_the_engine_takes(qwen3_30b):
+def test_plan_meshes_are_those_that_the_engine_takes(qwen3_30b):
     for world, nodes in ((16, 2), (24, 3)):
         legal = set()
         for ep in range(1, world + 1):
@@ -79,7 +79,7 @@ def test_meshes_are_those_that_the_engine_takes(qwen3_30b):
         assert {(c.topology, c.sp) for c in found} == legal and len(found) == len(legal)
 
 
-def test_recommendation_is_the_fastest_mesh_that_fits(qwen3_30b):
+def test_plan_recommendation_is_the_fastest_mesh_that_fits(qwen3_30b):
     found = choices(qwen3_30b, Cluster(2, 8))
     best = recommended(found)
     assert best.fits and best.gib <= 0.9 * 80
@@ -87,7 +87,7 @@ def test_recommendation_is_the_fastest_mesh_that_fits(qwen3_30b):
     assert any(not c.fits for c in found)  # one GPU with 30 billion parameters and their states
 
 
-def test_few_large_experts_on_more_ranks_are_recommended_to_be_cut(tmp_path):
+def test_plan_of_few_large_experts_on_more_ranks_recommends_etp(tmp_path):
     """Mixtral 8x7B on 16 GPUs, a micro-batch of 1,024 tokens: to gather experts costs more than to gather rows."""
     MixtralConfig().save_pretrained(tmp_path)
     request = request_of(parse(["--model", str(tmp_path), "--tokens", "1024"]), config_of(str(tmp_path)))
@@ -104,13 +104,13 @@ def _planned_sizes(folder, out):
     return {choice["sp"] for choice in json.loads(out.read_text())["choices"]}
 
 
-def test_meshes_of_rows_that_cannot_be_shared_are_left_out(capsys, tmp_path):
+def test_plan_of_rows_that_can_not_be_shared_leaves_those_meshes_out(capsys, tmp_path):
     FAMILIES["glm_moe_dsa"].build().config.save_pretrained(tmp_path)
     assert _planned_sizes(tmp_path, tmp_path / "plan.json") == {1}
     assert "sp is 1: an indexer of GlmMoeDsaForCausalLM chooses among the keys" in _joined(capsys.readouterr().out)
 
 
-def test_what_is_not_counted_of_shared_rows_is_said(capsys, tmp_path):
+def test_plan_of_shared_rows_says_what_is_not_counted(capsys, tmp_path):
     Qwen3NextConfig(num_hidden_layers=4, num_experts=16, num_experts_per_tok=2).save_pretrained(tmp_path)
     assert _planned_sizes(tmp_path, tmp_path / "plan.json") == {1, 2}
     said = _joined(capsys.readouterr().out)
@@ -189,7 +189,7 @@ def test_plan_with_adapters_chunks_or_another_backend_changes(tmp_path):
         ("Kimi-K2", 1026.4),
     ],
 )
-def test_cards_have_the_published_number_of_parameters(card, billions):
+def test_cards_of_known_models_have_the_published_number_of_parameters(card, billions):
     sizes = request_of(parse(["--model", card]), config_of(card)).sizes
     alone = Topology.arrange(1, 1)
     count = sum(unit.sizes(alone).full for stage in sizes.stages for unit in stage.units)
@@ -248,7 +248,7 @@ def test_plan_help_names_the_settings(capsys):
     assert "activation_checkpointing" in text and "engine.SETTING=VALUE" in text and "Kimi-K2" in text
 
 
-def test_seconds_of_a_collective_equal_those_by_hand():
+def test_roofline_seconds_of_a_collective_equal_those_by_hand():
     cluster = Cluster(nodes=2, gpus=8, inside=100, between=10)
     inside = Collective("all-gather dense", ranks=8, stride=1, calls=1, nbytes=80 * 10**9)
     assert inside.wire == 70e9 and seconds(inside, cluster) == pytest.approx(0.7)

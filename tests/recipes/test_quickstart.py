@@ -32,12 +32,12 @@ def test_reward_of_other_data_is_refused():
         task.compute_score("openai/gsm8k", "12", "12")
 
 
-def test_problems_have_right_answers():
+def test_task_problems_have_right_answers():
     assert len(set(task.problems())) == 100
     assert all(eval(question.rstrip("=")) == int(answer) for question, answer in task.problems())
 
 
-def test_labels_are_as_noisy_as_asked_and_right_answers_win():
+def test_task_labels_are_as_noisy_as_asked_and_right_answers_win():
     answers = dict(task.problems())
     rows = task.warmup_rows(seed=3, copies=200, right_share=0.4)
     told = pd.DataFrame([(m[0]["content"], m[1]["content"]) for m in (row["messages"] for row in rows)])
@@ -49,12 +49,12 @@ def test_labels_are_as_noisy_as_asked_and_right_answers_win():
 
 
 @pytest.mark.parametrize("share", [0.0, -0.1, 1.1])
-def test_share_of_right_labels_out_of_range_is_refused(share):
+def test_task_with_a_share_of_right_labels_out_of_range_is_refused(share):
     with pytest.raises(ValueError, match="right_share"):
         task.warmup_rows(1, 1, share)
 
 
-def test_datasets_depend_on_the_seed_alone(tmp_path):
+def test_task_datasets_depend_on_the_seed_alone(tmp_path):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         task.write_datasets(tmp_path / name, seed, copies=2, right_share=0.5)
     for file in ("warmup.parquet", "grpo.parquet"):
@@ -73,7 +73,7 @@ def saved_model(tmp_path_factory):
     return folder
 
 
-def test_tokenizer_decodes_what_it_encoded(saved_model):
+def test_tokenizer_of_any_text_decodes_what_it_encoded(saved_model):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(saved_model)
@@ -97,7 +97,7 @@ def test_chat_template_is_the_sum_of_its_turns(saved_model):
     assert apply(turns)[-1] == tokenizer.eos_token_id
 
 
-def test_vocabulary_is_exactly_the_tokenizers(saved_model):
+def test_model_vocabulary_is_exactly_the_tokenizers(saved_model):
     """vLLM masks logits beyond the tokenizer; one row too many would be a constant log-prob difference."""
     from transformers import AutoConfig, AutoTokenizer
 
@@ -107,7 +107,7 @@ def test_vocabulary_is_exactly_the_tokenizers(saved_model):
         assert file.get_tensor("lm_head.weight").shape[0] == len(tokenizer)
 
 
-def test_checkpoint_has_the_original_names_and_useful_shapes(saved_model):
+def test_model_checkpoint_has_the_original_names_and_useful_shapes(saved_model):
     with safe_open(saved_model / "model.safetensors", "pt") as file:
         names = set(file.keys())
         gate = file.get_tensor("model.layers.1.mlp.experts.15.gate_proj.weight")
@@ -127,7 +127,7 @@ def test_model_depends_on_the_seed_alone_and_leaves_torch_alone():
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_bucket_holds_every_expert_tensor_and_not_the_model(tmp_path):
+def test_quickstart_bucket_holds_every_expert_tensor_and_not_the_model(tmp_path):
     experts = model.build_model(model.build_tokenizer(), 1)
     bucket = next(o for o in commands.overrides("grpo", _values(tmp_path)) if "bucket_megabytes" in o)
     size = int(bucket.split("=")[1]) << 20
@@ -145,7 +145,7 @@ def _values(folder: Path) -> dict:
     return vars(cli.parse([])) | {name: folder / name for name in names}
 
 
-def test_commands_are_verls_own(tmp_path):
+def test_quickstart_commands_are_verls_own(tmp_path):
     words = commands.grpo_command(_values(tmp_path), ["trainer.save_freq=5"])
     assert words[1:5] == ["-m", "verl.trainer.main_ppo", "engine=epfsdp2", "engine.ep_size=2"]
     assert words[-1] == "trainer.save_freq=5"
@@ -155,14 +155,14 @@ def test_commands_are_verls_own(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["grpo", "warmup"])
-def test_command_has_every_name_filled(name, tmp_path):
+def test_quickstart_command_has_every_name_filled(name, tmp_path):
     filled = commands.overrides(name, _values(tmp_path))
     assert not [line for line in filled if "$" in line.replace("${algorithm.", "") or "None" in line]
     keys = [line.split("=")[0].lstrip("+") for line in filled]
     assert len(keys) == len(set(keys))
 
 
-def test_pretty_command_is_the_command(tmp_path):
+def test_quickstart_command_when_printed_is_the_command(tmp_path):
     words = commands.grpo_command(_values(tmp_path), [])
     printed = subprocess.run(
         ["bash", "-c", f'python() {{ printf "%s\\n" "$@"; }}; {commands.pretty(words)}'],
@@ -182,7 +182,7 @@ def test_pretty_command_is_the_command(tmp_path):
         (["--model", "/nowhere"], "no config.json"),
     ],
 )
-def test_options_out_of_range_are_refused(arguments, says, capsys):
+def test_quickstart_options_out_of_range_are_refused(arguments, says, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.parse(arguments)
     assert stopped.value.code == 2
@@ -275,7 +275,7 @@ def test_quickstart_run_without_matplotlib_ends_well_and_says_how_to_get_it(
 
 
 @pytest.mark.parametrize("mode, kind", [("sync", "ReplayBuffer"), ("separate_async", "ReplayBufferAsync")])
-def test_replay_buffer_is_verls_own_and_asks_ten_times_a_second(mode, kind):
+def test_replay_buffer_of_the_quickstart_is_verls_own_and_asks_ten_times_a_second(mode, kind):
     settings = {"trainer_config": {}, "max_off_policy_threshold": None, "max_off_policy_strategy": "drop"}
     made = sampler.replay_buffer(mode, **settings, sampler_kwargs={"filter_groups": False}, refill_fn=None)
     assert type(made).__name__ == kind and made.poll_interval == 0.1

@@ -84,7 +84,7 @@ class Run:
         return found
 
 
-def test_a_run_goes_on_from_its_last_complete_checkpoint(tmp_path):
+def test_resilient_run_that_fails_continues_from_its_last_complete_checkpoint(tmp_path):
     fates = [{"step": 5, "signal": "SIGKILL"}, {"step": 7, "cause": "first"}, {"step": 7, "cause": "second"}]
     run = Run(tmp_path, *fates)
     assert run.to_the_end() == 0, run.said
@@ -97,7 +97,7 @@ def test_a_run_goes_on_from_its_last_complete_checkpoint(tmp_path):
     assert all(f'trainer.default_local_dir="{run.root}"' in words for words in run.attempts)
 
 
-def test_a_step_that_fails_twice_for_one_reason_ends_the_run_with_a_report(tmp_path):
+def test_resilient_run_with_a_step_that_fails_twice_ends_with_a_report(tmp_path):
     run = Run(tmp_path, *[{"step": 5, "cause": "expert 3 of 8 is NaN"}] * 9)
     assert run.to_the_end() == 1
     assert run.resumed() == ["as it says", "global_step_4"]
@@ -107,14 +107,14 @@ def test_a_step_that_fails_twice_for_one_reason_ends_the_run_with_a_report(tmp_p
     assert "attempt 1, from the beginning" in written and "attempt 2, from step 4" in written
 
 
-def test_restarts_are_counted(tmp_path):
+def test_resilient_run_with_max_restarts_ends_after_them(tmp_path):
     run = Run(tmp_path, *[{"step": step, "cause": "x"} for step in (3, 4, 5, 6)])
     assert run.to_the_end("--max-restarts", "2") == 1
     assert len(run.attempts) == 3 and "started again 2 times (--max-restarts)" in run.said
 
 
 @pytest.mark.parametrize("from_scratch", [False, True])
-def test_a_run_without_a_checkpoint_begins_anew_only_from_scratch(tmp_path, from_scratch):
+def test_resilient_run_without_a_checkpoint_restarts_only_from_scratch(tmp_path, from_scratch):
     run = Run(tmp_path, {"step": 2, "cause": "x"})
     assert run.to_the_end(*(["--from-scratch"] if from_scratch else [])) == (0 if from_scratch else 1)
     assert run.resumed() == (["as it says", "disable"] if from_scratch else ["as it says"])
@@ -122,7 +122,7 @@ def test_a_run_without_a_checkpoint_begins_anew_only_from_scratch(tmp_path, from
 
 
 @pytest.mark.parametrize("deaf", [False, True])
-def test_sigterm_saves_first_within_the_grace(tmp_path, deaf):
+def test_resilient_run_at_sigterm_saves_within_the_grace(tmp_path, deaf):
     run = Run(tmp_path, {"seconds": 0.5, "deaf": deaf}, save_freq=1000, total_training_steps=1000)
     process = run.start("--grace-seconds", "3" if deaf else "60")
     log = run.root / "resilient" / "attempt-1.log"
@@ -146,7 +146,7 @@ def test_sigterm_saves_first_within_the_grace(tmp_path, deaf):
         assert saved.step >= 3 and f"step {saved.step} is saved" in said
 
 
-def test_a_run_goes_on_with_fewer_nodes_and_comes_back_to_all(tmp_path):
+def test_resilient_run_that_loses_a_node_continues_on_fewer_and_returns_to_all(tmp_path):
     config = copy.deepcopy(CONFIG)
     config["trainer"] |= {"nnodes": 2}
     config["ray_kwargs"]["ray_init"]["address"] = "auto"
@@ -173,7 +173,7 @@ def test_a_run_goes_on_with_fewer_nodes_and_comes_back_to_all(tmp_path):
         (["--", sys.executable, "-m", "verl.no_such_trainer"], "can't be composed: .*No module named"),
     ],
 )
-def test_a_command_that_cant_be_run_again_is_refused_in_one_paragraph(capsys, monkeypatch, words, told):
+def test_resilient_command_that_can_not_run_again_is_refused_in_one_paragraph(capsys, monkeypatch, words, told):
     monkeypatch.setenv("PYTHONPATH", str(FAKE))
     assert cli.main(words) == 2
     said = capsys.readouterr().err.strip()
@@ -183,7 +183,7 @@ def test_a_command_that_cant_be_run_again_is_refused_in_one_paragraph(capsys, mo
         Command.of(rest)
 
 
-def test_a_command_of_another_engine_is_refused(tmp_path, monkeypatch):
+def test_resilient_command_of_another_engine_is_refused(tmp_path, monkeypatch):
     run = Run(tmp_path, config=CONFIG | {"engine": {"_target_": "verl.workers.config.FSDPEngineConfig"}})
     for name in ("PYTHONPATH", "FAKE_RUN"):
         monkeypatch.setenv(name, run.env[name])
@@ -223,7 +223,7 @@ def _save(root: Path, step: int) -> Path:
         (lambda actor: actor.rename(actor.with_name("actor.partial")), "actor was not saved to its end"),
     ],
 )
-def test_the_last_checkpoint_that_is_complete_is_taken(tmp_path, damage, fault):
+def test_last_complete_checkpoint_beside_broken_ones_is_taken(tmp_path, damage, fault):
     assert latest(tmp_path) is None
     for step in (2, 10):
         _save(tmp_path, step)
@@ -233,7 +233,7 @@ def test_the_last_checkpoint_that_is_complete_is_taken(tmp_path, damage, fault):
     assert re.search(fault, saved_steps(tmp_path)[-1].fault)
 
 
-def test_a_run_that_could_not_be_resumed_is_refused_at_the_start(tmp_path):
+def test_resilient_run_that_could_not_resume_is_refused_at_the_start(tmp_path):
     cli.check(_command(tmp_path), from_scratch=False)
     with pytest.raises(SettingError, match=r"trainer.save_freq=-1: there will be no checkpoint"):
         cli.check(_command(tmp_path, trainer__save_freq=-1), from_scratch=False)
@@ -253,7 +253,7 @@ def test_a_run_that_could_not_be_resumed_is_refused_at_the_start(tmp_path):
     cli.check(_command(tmp_path), from_scratch=True)
 
 
-def test_failures_are_one_when_step_and_reason_are():
+def test_reason_to_give_up_of_equal_steps_and_reasons_counts_one_failure():
     def failed(step, text):
         return Failure(step, [text], "a mesh", 2)
 
@@ -268,7 +268,7 @@ def test_failures_are_one_when_step_and_reason_are():
     assert report(same, "so")[0] == "The run was given up: so."
 
 
-def test_nodes_that_live_are_counted_and_waited_for(tmp_path):
+def test_resilient_run_counts_live_nodes_and_waits_for_them(tmp_path):
     command = _command(tmp_path, trainer__nnodes=3, trainer__n_gpus_per_node=8)
     assert cluster.usable_nodes(command, [8, 8, 8, 8]) == 3
     assert cluster.usable_nodes(command, [8, 4, 8]) == 2
@@ -282,7 +282,7 @@ def test_nodes_that_live_are_counted_and_waited_for(tmp_path):
     assert cluster.wait_for_nodes(lambda: 1, 3, 0.0, slept.append) == 1
 
 
-def test_the_cluster_is_asked_in_a_process_of_its_own(tmp_path, monkeypatch):
+def test_resilient_run_asks_the_cluster_in_a_process_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(FAKE))
     monkeypatch.setenv("FAKE_RUN", str(tmp_path))
     assert cluster.living_gpus("auto") == []  # it does not answer
@@ -292,7 +292,7 @@ def test_the_cluster_is_asked_in_a_process_of_its_own(tmp_path, monkeypatch):
     assert cluster.address_of(_command(tmp_path, ray_kwargs__ray_init__address=None)) == "10.0.0.1:6379"
 
 
-def test_the_largest_mesh_that_fits_and_divides_is_taken(tmp_path):
+def test_largest_mesh_of_fewer_nodes_fits_and_divides(tmp_path):
     model = {"actor_rollout_ref__model__path": str(save_qwen3_moe(tmp_path / "model"))}
     command = _command(tmp_path, **model, trainer__nnodes=4)
     assert largest_mesh(command, 2, 80.0)[:2] == ["trainer.nnodes=2", "engine.ep_size=4"]
@@ -308,7 +308,7 @@ def test_the_largest_mesh_that_fits_and_divides_is_taken(tmp_path):
     assert largest_mesh(wide, 3, 80.0)[0] == "trainer.nnodes=2"
 
 
-def test_a_notice_makes_the_trainer_save_at_the_end_of_each_step(tmp_path):
+def test_notice_of_an_end_makes_the_trainer_save_at_the_end_of_each_step(tmp_path):
     from omegaconf import OmegaConf
 
     from epfsdp2.recipes.resilient.notice import SaveOnNotice
@@ -326,7 +326,7 @@ def test_a_notice_makes_the_trainer_save_at_the_end_of_each_step(tmp_path):
     callback.stop()
 
 
-def test_verl_still_needs_the_notice_and_reads_save_freq_at_each_step():
+def test_notice_is_still_needed_and_verl_reads_save_freq_at_each_step():
     from verl.trainer.ppo.v1 import trainer_base
 
     text = inspect.getsource(trainer_base)

@@ -215,7 +215,7 @@ def _same(name, module):
     return name.split(".")[:3] == module.split(".")[:3]
 
 
-def test_an_adapter_without_a_layer_ends_the_sync_with_its_name(start_engine, checkpoints, tmp_path):
+def test_adapters_without_a_layer_end_the_sync_with_their_name(start_engine, checkpoints, tmp_path):
     served = checkpoints[0]
     settings = {"distributed_executor_backend": "uni", "again": True, "enable_lora": True, "max_lora_rank": RANK}
     engine = start_engine(served.path, **settings, lora_target_modules=["q_proj"])

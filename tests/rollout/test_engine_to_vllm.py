@@ -77,7 +77,7 @@ def generated_by_a_fresh_engine(start_engine, checkpoints, tmp_path_factory):
 @pytest.mark.parametrize(
     ("kind", "etp"), [("full", 1), ("sliced", 1), pytest.param("sliced", 2, marks=pytest.mark.long)]
 )
-def test_workers_hold_the_trainers_weights_after_each_of_two_syncs(
+def test_vllm_workers_after_each_of_two_syncs_hold_the_trainers_weights(
     start_engine, checkpoints, generated_by_a_fresh_engine, tmp_path, kind, etp
 ):
     checkpoint = checkpoints[0]

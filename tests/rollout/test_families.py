@@ -15,7 +15,7 @@ QUICK = ("gpt_oss", "mixtral", "gemma4", "qwen3", "llama")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.long) for n in SERVED])
-def test_three_syncs_give_what_a_fresh_engine_has(name, start_engine, tmp_path):
+def test_vllm_after_three_syncs_of_full_tensors_equals_a_fresh_engine(name, start_engine, tmp_path):
     served = SERVED[name]
     served.skip_where_broken()
     dtype = getattr(torch, served.dtype)

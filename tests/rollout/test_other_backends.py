@@ -73,7 +73,7 @@ def _full_and_deltas(folder):
         assert count == (saved[name].numel() if is_changed else 0), name
 
 
-def test_backends_that_iterate_get_full_tensors_and_delta_gets_what_has_changed(tmp_path):
+def test_other_backends_that_iterate_get_full_tensors_and_delta_gets_what_has_changed(tmp_path):
     run_ranks(_full_and_deltas, 2, save_qwen3_moe(tmp_path))
 
 
@@ -85,5 +85,5 @@ def _by_the_names_of_checkpoints(folder):
     assert all(torch.equal(sent[name], saved[name]) for name in saved)
 
 
-def test_a_rollout_that_is_not_vllm_gets_the_names_of_checkpoints(tmp_path):
+def test_other_backends_get_the_names_of_checkpoints(tmp_path):
     run_ranks(_by_the_names_of_checkpoints, 2, save_qwen3_moe(tmp_path))

@@ -149,7 +149,7 @@ def _compare(folder, families):
     assert not wrong, wrong[:10]
 
 
-def test_values_and_scales_of_every_family_are_where_vllms_loaders_put_them(tmp_path):
+def test_fp8_slices_of_every_family_are_where_vllms_loaders_put_them(tmp_path):
     assert {config_of(family).model_type for family in CASES} == FP8_FAMILIES
     families = [family for family in CASES if config_of(family).model_type in known_families()]
     run_ranks(_compare, 2, str(tmp_path), families, timeout=600)

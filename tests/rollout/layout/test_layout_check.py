@@ -19,7 +19,7 @@ TENSORS = [
 ]
 
 
-def test_planned_layout_under_tensor_parallelism():
+def test_planned_layout_under_tensor_parallelism_has_each_workers_slices():
     planned = [planned_layout(TENSORS, Rollout(2), worker, HEADS) for worker in (0, 1)]
     assert planned[1] == {
         RANK: "1 of 2 in tensor parallel, experts cut",
@@ -43,7 +43,7 @@ def test_planned_layout_of_a_norm_sharded_by_heads_equals_the_actual_one():
     assert difference(planned, held) == ""
 
 
-def test_planned_layout_of_experts_that_do_not_divide():
+def test_planned_layout_of_experts_that_do_not_divide_gives_the_first_workers_more():
     planned = [planned_layout(TENSORS, Rollout(2, 2, expert_parallel=True), worker, HEADS) for worker in range(4)]
     assert [p["model.layers.0.mlp.experts.w2_weight"] for p in planned] == [
         "[2, 64, 48] from 0",
@@ -76,7 +76,7 @@ def test_actual_layout_names_experts():
     assert set(_held([0, 1, -1, -1])) == {RANK, "mlp.experts.w2_weight"}
 
 
-def test_padded_experts_differ_from_every_plan():
+def test_actual_layout_of_padded_experts_differs_from_every_plan():
     """Slices would be placed as if there were no padding between the gate and the up projection."""
     planned, held = {"mlp.experts.w2_weight": "[2, 64, 40] from 2"}, _held([-1, -1, 0, 1], unpadded=40)
     assert held["mlp.experts.w2_weight"] == "[2, 64, 40] from 2, padded to [2, 64, 48]"

@@ -80,17 +80,17 @@ def _cases(family):
     return [(family, {}), (family, {"num_key_value_heads": 1})]
 
 
-def test_layout_of_every_family_on_two_workers_equals_the_traced_one(tmp_path):
+def test_sglang_layout_of_every_family_on_two_workers_equals_the_traced_one(tmp_path):
     run_ranks(_compare, 2, str(tmp_path), [case for family in sorted(KNOWN) for case in _cases(family)], False)
 
 
-def test_layout_of_whole_experts_on_two_workers_equals_the_traced_one(tmp_path):
+def test_sglang_layout_of_whole_experts_on_two_workers_equals_the_traced_one(tmp_path):
     families = [family for family in sorted(KNOWN) if family not in DENSE]
     run_ranks(_compare, 2, str(tmp_path), [case for family in families for case in _cases(family)], True)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("world", "whole"), [(1, False), (4, False), (4, True)])
-def test_layout_on_one_worker_and_on_four(tmp_path, world, whole):
+def test_sglang_layout_on_one_worker_and_on_four_equals_the_traced_one(tmp_path, world, whole):
     families = [family for family in sorted(KNOWN) if not (whole and family in DENSE)]
     run_ranks(_compare, world, str(tmp_path), [(family, {}) for family in families], whole)

@@ -89,25 +89,25 @@ def test_choose_mode_returns_mode_and_reason(requested, family, config, mode, re
     assert found == mode and reason in why and bool(reason) == bool(why)
 
 
-def test_own_experts_can_not_be_sent_to_a_family_with_stacks_alone():
+def test_choose_mode_expert_local_for_a_family_with_stacks_alone_is_refused():
     assert choose_mode("auto", EP2, "gemma4_text") == ("sliced", "")
     with pytest.raises(SettingError, match="actor_rollout_ref.model=gemma4_text: its checkpoints have experts as"):
         choose_mode("expert_local", EP2, "gemma4_text")
 
 
 @pytest.mark.parametrize(("name", "config"), [("vllm", OURS), ("sglang", SGLANG)])
-def test_slices_are_not_sent_to_a_version_whose_layout_is_unknown(name, config):
+def test_choose_mode_sliced_for_a_version_of_unknown_layout_is_refused(name, config):
     with pytest.raises(SettingError, match=f"{name}=installed: {name} 9.9 was not tested with, and a layout may"):
         choose_mode("sliced", config, "qwen3_moe", untested=f"{name} 9.9 was not tested with")
 
 
-def test_layout_of_an_sglang_that_was_not_shown_is_unknown(monkeypatch):
+def test_unknown_layout_of_an_untested_sglang_is_named(monkeypatch):
     assert versions.unknown_layout("trtllm") == ""
     monkeypatch.setattr(versions, "installed", lambda name: "0.5.13")
     assert versions.unknown_layout("sglang") == "sglang 0.5.13 was not tested with; tested: sglang 0.5.12"
 
 
-def test_own_experts_can_not_be_sent_to_sglang_without_expert_parallelism():
+def test_choose_mode_expert_local_for_sglang_without_expert_parallelism_is_refused():
     with pytest.raises(SettingError, match="expert_parallel_size=1: SGLang runs without expert parallelism.*size=2"):
         choose_mode("expert_local", SGLANG, "qwen3_moe")
 
@@ -170,7 +170,7 @@ def _cast_slices(folder):
         assert torch.equal(values, wide[name].to(values.dtype)), name
 
 
-def test_slices_of_float32_parameters_equal_their_casts(tmp_path):
+def test_sliced_sends_float32_parameters_as_their_casts(tmp_path):
     run_ranks(_cast_slices, WORLD, save_qwen3_moe(tmp_path))
 
 
@@ -188,7 +188,7 @@ def _for_a_quantised_rollout(folder):
             assert got.keys() == wanted.keys() and all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
-def test_quantised_rollout_gets_checkpoint_tensors_without_checksums(tmp_path):
+def test_quantised_rollout_of_mode_full_gets_checkpoint_tensors_without_checksums(tmp_path):
     run_ranks(_for_a_quantised_rollout, WORLD, save_qwen3_moe(tmp_path))
 
 
@@ -204,7 +204,7 @@ def _said_once(folder):
     assert [line.startswith(said) for line in lines] == [True] * (dist.get_rank() == 0)
 
 
-def test_auto_that_falls_back_to_full_warns_once_on_rank_0(tmp_path):
+def test_mode_auto_that_falls_back_to_full_warns_once_on_rank_0(tmp_path):
     run_ranks(_said_once, 2, save_qwen3_moe(tmp_path))
 
 

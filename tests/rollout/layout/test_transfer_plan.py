@@ -253,7 +253,7 @@ def test_target_slices_name_a_tensor_parallel_size_that_divides_no_heads():
         target_slices(tensor, Rollout(4), 0, Heads(12, 6, 3))
 
 
-def test_a_block_that_a_worker_keeps_twice_is_sent_once():
+def test_plan_of_a_block_that_a_worker_keeps_twice_sends_it_once():
     """Gemma 4's full attention, whose keys are values too: one of its two heads on each of two workers."""
     heads = Heads(4, 2, 6, "gemma4_text", layers=((2, 6, False), (2, 12, True)))
     keys = TensorSpec("model.layers.1.self_attn.k_proj.weight", (24, 20), 2, (ShardStep(dim=0, axis="fsdp", parts=2),))
@@ -268,7 +268,7 @@ def test_a_block_that_a_worker_keeps_twice_is_sent_once():
     assert names == [("model.layers.1.self_attn.qkv_proj.weight", (at, 0)) for at in (24, 36)]
 
 
-def test_parts_of_transposed_experts_are_named_by_their_place_in_vllms():
+def test_target_slices_of_transposed_experts_are_named_by_their_place_in_vllms():
     """gpt-oss: ``[E, D, 2 I]`` of the trainer, in blocks of any size, is ``[E, 2 I / tp, D]`` of a worker."""
     heads, values = Heads(4, 4, 6, "gpt_oss"), torch.arange(3 * 4 * 8).view(3, 4, 8)
     stack = TensorSpec("model.layers.0.mlp.experts.gate_up_proj", (3, 4, 8), 2)

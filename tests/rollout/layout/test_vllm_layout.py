@@ -118,12 +118,12 @@ _KNOWN = [family for family in FAMILIES if known(family)]
 _SEEING = [family for family in _KNOWN if "vision_config" in SERVED[family].family.sizes]  # vLLM starts them slowly
 
 
-def test_layout_of_every_family_on_two_workers_equals_the_traced_one(tmp_path):
+def test_vllm_layout_of_every_family_on_two_workers_equals_the_traced_one(tmp_path):
     cases = [case for family in _KNOWN if family not in _SEEING for case in _cases(family)]
     run_ranks(_compare, 2, str(tmp_path), cases, timeout=600)
 
 
-def test_layout_of_data_parallel_workers_equals_the_traced_one(tmp_path):
+def test_vllm_layout_of_data_parallel_workers_equals_the_traced_one(tmp_path):
     """vLLM cuts experts over data-parallel workers too, and nothing else."""
     cases = [(name, {}, False) for name in ("qwen3_moe", "deepseek_v3", "gpt_oss") if known(name)]
     run_ranks(_compare, 2, str(tmp_path), cases, True)
@@ -131,20 +131,20 @@ def test_layout_of_data_parallel_workers_equals_the_traced_one(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("tower", ["sharded", "whole", "none"])
-def test_layout_of_a_model_with_a_vision_tower_equals_the_traced_one(tmp_path, tower):
+def test_vllm_layout_of_a_model_with_a_vision_tower_equals_the_traced_one(tmp_path, tower):
     cases = [case for family in _SEEING for case in (_cases(family) if tower == "sharded" else [(family, {}, False)])]
     run_ranks(_compare, 2, str(tmp_path), cases, False, tower, timeout=600)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("world", [1, 4])
-def test_every_family_on_one_worker_and_on_four(tmp_path, world):
+def test_vllm_layout_of_every_family_on_one_worker_and_on_four_equals_the_traced_one(tmp_path, world):
     modes = [(family, whole) for family in _KNOWN for whole in (False, world > 1)]
     cases = [(family, {}, whole) for family, whole in modes if not (whole and family in DENSE)]
     run_ranks(_compare, world, str(tmp_path), cases, timeout=600)
 
 
-def test_known_families_are_all_tested_here():
+def test_vllm_layout_cases_hold_every_known_family():
     assert {config_of(family).model_type for family in FAMILIES} == known_families() | vllm_layout._RELEASES.keys()
 
 

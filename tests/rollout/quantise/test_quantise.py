@@ -45,7 +45,7 @@ def _bits(tensor):
 
 
 @pytest.mark.parametrize("shape", [(256, 384), (200, 576), (1, 130), (127, 3)])
-def test_parts_of_a_weight_are_quantised_as_the_whole(shape):
+def test_quantise_of_parts_of_a_weight_equals_that_of_the_whole(shape):
     torch.manual_seed(sum(shape))
     weight = (torch.randn(shape) * torch.randn(shape).exp()).bfloat16()
     weight[:64, :128] = 0.0  # a whole block of zeros has a scale too
@@ -132,11 +132,11 @@ CASES = [
 ]
 
 
-def test_slices_have_the_bits_that_vllm_makes_of_the_whole_weights(tmp_path):
+def test_quantise_of_slices_has_the_bits_that_vllm_makes_of_the_whole_weights(tmp_path):
     run_ranks(_sent, 4, save_qwen3_moe(tmp_path, **SIZES), CASES, timeout=600)
 
 
-def test_a_slice_that_cuts_a_block_is_refused():
+def test_quantise_of_a_slice_that_cuts_a_block_is_refused():
     tensor = TensorSpec("model.layers.0.self_attn.q_proj.weight", (384, 256), 1)
     heads = Heads(6, 6, 64, "qwen3_moe")
     assert len(scale_slices(tensor, target_slices(tensor, Rollout(1), 0, heads), BLOCK)) == 1
@@ -144,7 +144,7 @@ def test_a_slice_that_cuts_a_block_is_refused():
         planned_layout([tensor], Rollout(2, block=BLOCK), 0, heads)
 
 
-def test_a_worker_that_holds_something_else_is_named():
+def test_layout_difference_of_a_worker_that_is_not_quantised_names_the_first_scale():
     tensor, heads = TensorSpec("model.layers.0.self_attn.o_proj.weight", (256, 256), 1), Heads(4, 4, 64, "qwen3_moe")
     planned, plain = (planned_layout([tensor], Rollout(2, block=block), 1, heads) for block in (BLOCK, 0))
     said = difference(planned, plain)

@@ -146,7 +146,7 @@ class _LikeNccls:
         return True
 
 
-def test_a_wait_of_nccls_ends_with_the_cause_when_a_member_fails(together):
+def test_sync_group_of_nccl_whose_member_fails_ends_its_waits_with_the_cause(together):
     members, each = together
 
     def part(group):
@@ -165,14 +165,14 @@ def test_a_wait_of_nccls_ends_with_the_cause_when_a_member_fails(together):
     assert all(group.failed and group.process_group is None for group in members), "everyone's kernels are aborted"
 
 
-def test_a_collective_that_a_member_never_joins_ends_in_time(together):
+def test_sync_group_with_a_collective_that_a_member_never_joins_ends_in_time(together):
     (first, *_), _ = together
     first.timeout_seconds = 0.1
     with pytest.raises(WeightSyncError, match=r"another rank took no part in a collective within 0.1 s"):
         first.finish(_LikeNccls())
 
 
-def test_rounds_and_buckets_are_waited_for_on_the_host(together):
+def test_sync_group_waits_on_the_host_for_rounds_and_buckets(together):
     (first, *_), _ = together
     first.timeout_seconds = 0.1
     heads = vllm_layout.Heads(4, 2, 8, "qwen3_moe")
@@ -188,7 +188,7 @@ def test_rounds_and_buckets_are_waited_for_on_the_host(together):
         remote_sync.Sender(first)._broadcast(iter({"a": torch.ones(4)}.items()), 8)
 
 
-def test_nccls_watchdog_leaves_the_process_alone(monkeypatch):
+def test_sync_group_of_nccl_when_constructed_sets_blocking_wait(monkeypatch):
     """It reads the environment when a backend is constructed, and kills the process at a time-out otherwise."""
     made = []
 

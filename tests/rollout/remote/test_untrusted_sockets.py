@@ -29,7 +29,7 @@ def _others() -> list[str]:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_the_store_listens_on_its_address_alone(host):
+def test_store_listens_on_its_address_alone(host):
     if host == "::1" and not any(a.address == "::1" for a in psutil.net_if_addrs().get("lo", ())):
         pytest.skip("no IPv6 on this machine's loopback")
     store = serve_store(host, SECONDS)
@@ -42,13 +42,13 @@ def test_the_store_listens_on_its_address_alone(host):
     assert store.get("a") == b"b"
 
 
-def test_a_store_of_an_address_that_is_not_this_machines_is_refused():
+def test_store_of_an_address_that_is_not_this_machines_is_refused():
     with pytest.raises(WeightSyncError, match="can't listen on 192.0.2.1"):
         serve_store("192.0.2.1", SECONDS)
 
 
 @pytest.mark.parametrize("written", [b"", b"x" * 31, b"x" * 100, b'{"a": 1}', "another token", "another key"])
-def test_an_entry_without_the_runs_signature_is_refused(written):
+def test_store_entry_without_the_runs_signature_is_refused(written):
     inner, token = dist.HashStore(), new_token()
     store = SignedStore(inner, token)
     store.set("key", "value")
@@ -68,7 +68,7 @@ def _join(store, token, rank, seconds=SECONDS):
     return SyncGroup(SignedStore(store, token), rank, Members(1, ("one", "two")), "cpu", seconds)
 
 
-def test_members_with_the_token_make_a_group_and_a_stranger_does_not(monkeypatch):
+def test_sync_group_of_members_with_the_token_excludes_a_stranger(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     served, token = serve_store("127.0.0.1", SECONDS), new_token()
     stores = [served, connect_store("127.0.0.1", served.port, SECONDS)]
@@ -119,7 +119,7 @@ METADATA = [
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_metadata_of_a_bucket_is_read_as_it_was_sent(protocol):
+def test_watched_socket_with_bucket_metadata_reads_it_as_it_was_sent(protocol):
     for message in METADATA[: 3 if protocol > 2 else 2]:
         assert read_metadata(pickle.dumps(message, protocol)) == message
 
@@ -140,7 +140,7 @@ def test_metadata_of_a_bucket_is_read_as_it_was_sent(protocol):
         b"\x80\x04]" + b"(" * 100_000,
     ],
 )
-def test_nothing_of_a_message_is_run(tmp_path, message):
+def test_watched_socket_with_a_pickled_message_runs_nothing_of_it(tmp_path, message):
     with _connected(tmp_path / "socket") as (sender, receiver):
         sender.send(message)
         with pytest.raises(WeightSyncError, match="no metadata of a weight sync"):
@@ -148,7 +148,7 @@ def test_nothing_of_a_message_is_run(tmp_path, message):
     assert not _Runs.ran
 
 
-def test_the_socket_of_another_user_is_refused(tmp_path, monkeypatch):
+def test_watched_socket_of_another_user_is_refused(tmp_path, monkeypatch):
     with _connected(tmp_path / "socket") as (sender, receiver):
         sender.send_pyobj(METADATA[1])
         assert receiver.recv_pyobj() == METADATA[1]
@@ -160,7 +160,7 @@ def test_the_socket_of_another_user_is_refused(tmp_path, monkeypatch):
             receiver.recv_pyobj()
 
 
-def test_a_bound_socket_is_its_users_alone(tmp_path):
+def test_watched_socket_when_bound_is_its_users_alone(tmp_path):
     path, before = tmp_path / "socket", os.umask(0)
     try:
         bound = WatchedContext(zmq.Context(), SECONDS, "a test").socket(zmq.REQ)

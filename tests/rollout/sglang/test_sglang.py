@@ -42,7 +42,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("how", ["stock", "shim"])
-def test_tensors_on_the_cpu_can_be_sent_with_the_shim_alone(tmp_path, how):
+def test_sglang_cpu_shim_is_needed_to_send_tensors_on_the_cpu(tmp_path, how):
     script = tmp_path / "sends.py"
     script.write_text(_SENDS)
     environment = os.environ | sglang_environment() | {"VERL_PLATFORM": "cpu"}
@@ -66,7 +66,7 @@ assert BaseHostCache(4, 2, 3, "routes").buffer.shape == (4, 2, 3)
 
 
 @pytest.mark.parametrize("how", ["stock", "shim"])
-def test_routes_are_kept_on_the_cpu_with_the_shim_alone(tmp_path, how):
+def test_sglang_cpu_shim_is_needed_to_keep_routes_on_the_cpu(tmp_path, how):
     script = tmp_path / "keeps.py"
     script.write_text(_KEEPS)
     environment = os.environ | sglang_environment() | {"VERL_PLATFORM": "cpu"}
@@ -108,7 +108,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "tp"), CASES)
-def test_three_syncs_of_slices_give_what_a_fresh_sglang_has(tmp_path, family, tp):
+def test_sglang_after_three_syncs_of_slices_equals_a_fresh_one(tmp_path, family, tp):
     _, failures = _compared(tmp_path, family, tp)
     incomplete, too_large, twice = failures
     assert "did not receive every element" in incomplete
@@ -125,7 +125,7 @@ def test_three_syncs_of_slices_give_what_a_fresh_sglang_has(tmp_path, family, tp
         pytest.param("deepseek_v3", "sliced", marks=pytest.mark.long),
     ],
 )
-def test_three_syncs_of_whole_experts_give_what_a_fresh_sglang_has(tmp_path, family, mode):
+def test_sglang_after_three_syncs_of_whole_experts_equals_a_fresh_one(tmp_path, family, mode):
     """SGLang can't compute with them on a CPU."""
     _, (incomplete, _, twice) = _compared(tmp_path, family, 2, "--ep", "--mode", mode)
     assert "did not receive every element" in incomplete
@@ -171,7 +171,7 @@ except WeightSyncError as error:
 """
 
 
-def test_a_server_that_does_not_answer_ends_the_sync_with_the_cause(tmp_path):
+def test_sglang_that_does_not_answer_ends_the_sync_with_the_cause(tmp_path):
     script = tmp_path / "ends.py"
     script.write_text(_ENDS)
     environment = os.environ | sglang_environment() | {"VERL_PLATFORM": "cpu"}

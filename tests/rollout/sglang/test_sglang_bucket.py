@@ -10,7 +10,7 @@ def allocate(nbytes):
     return torch.zeros(nbytes, dtype=torch.uint8)
 
 
-def test_what_fills_buckets_is_what_they_hold():
+def test_sglang_bucket_filled_with_any_tensors_holds_them():
     tensors = [
         ("first", torch.arange(6.0).view(2, 3)),
         ("cast", CastOnCopy(torch.arange(5.0), torch.bfloat16)),
@@ -30,7 +30,7 @@ def test_what_fills_buckets_is_what_they_hold():
     assert last == [False] * (len(last) - 1) + [True] and len(last) > 1
 
 
-def test_two_buckets_in_turn_are_not_the_same_memory():
+def test_sglang_buckets_in_turn_do_not_share_memory():
     tensors = [(str(i), torch.full((16,), float(i))) for i in range(5)]
     buffers = [allocate(ANSWER_BYTES + 64) for _ in range(2)]
     pointers = [memory.data_ptr() for _, memory in fill(iter(tensors), buffers, allocate)]
@@ -38,7 +38,7 @@ def test_two_buckets_in_turn_are_not_the_same_memory():
     assert all(one != other for one, other in zip(pointers, pointers[1:], strict=False))
 
 
-def test_an_answer_is_read_as_written_and_a_long_one_is_cut():
+def test_sglang_answer_is_read_as_written_and_a_long_one_is_cut():
     memory = allocate(ANSWER_BYTES)
     write_answer(memory, "layers.0: größer")
     assert answer_of(memory) == "layers.0: größer"

@@ -79,7 +79,7 @@ def _slices(form=""):
     yield slice_name("bias", (0,), form), torch.ones(4)
 
 
-def test_slices_are_stored_as_their_names_say_and_what_follows_is_computed_again(model):
+def test_sglang_loader_of_slices_stores_them_by_name_and_recomputes_what_follows(model):
     assert _send(model, _slices()) == ""
     assert torch.equal(model.get_parameter(FUSED), torch.arange(15.0).view(5, 3))
     assert torch.equal(model.twice, 2 * torch.ones(4))
@@ -87,7 +87,7 @@ def test_slices_are_stored_as_their_names_say_and_what_follows_is_computed_again
     assert torch.equal(model.bias, torch.zeros(4)) and torch.equal(model.twice, torch.zeros(4))
 
 
-def test_tensors_by_name_go_through_the_models_own_loader_two_projections_together(model):
+def test_sglang_loader_of_checkpoint_names_uses_the_models_own_with_projections_together(model):
     named = [(Q, torch.ones(2, 3)), (BIAS, torch.ones(4)), (KV, 2 * torch.ones(3, 3))]
     assert _send(model, named) == ""
     assert torch.equal(model.get_parameter(FUSED), torch.cat([torch.ones(2, 3), 2 * torch.ones(3, 3)]))
@@ -95,12 +95,12 @@ def test_tensors_by_name_go_through_the_models_own_loader_two_projections_togeth
     assert torch.equal(model.twice, 2 * torch.ones(4))
 
 
-def test_a_tensor_by_name_that_nobody_took_is_missed_in_a_verified_sync(model):
+def test_sglang_loader_in_a_verified_sync_reports_a_tensor_that_nobody_took(model):
     answer = _send(model, [(Q, torch.ones(2, 3)), (KV, torch.ones(3, 3))])
     assert "1 parameters of SGLang's model did not receive every element, first bias (0 of 4)" in answer
 
 
-def test_a_model_that_is_laid_out_otherwise_is_refused(model, monkeypatch):
+def test_sglang_loader_of_a_model_with_another_layout_is_refused(model, monkeypatch):
     assert "first bias: planned is [4] from 0" not in _send(model, _slices())
     answer = _send(model, _slices(), layout={**LAYOUT, "bias": entry((5,))})
     assert "bias: planned is [5] from 0, actual is [4] from 0" in answer and "rollout_sync=full works" in answer
@@ -108,7 +108,7 @@ def test_a_model_that_is_laid_out_otherwise_is_refused(model, monkeypatch):
     assert "worker 0 of a replica: experts runs on another kernel" in _send(model, _slices())
 
 
-def test_kernels_that_store_weights_otherwise_are_named(monkeypatch):
+def test_sglang_loader_names_kernels_that_store_weights_otherwise(monkeypatch):
     class Plain:
         use_triton_kernels = use_flashinfer_cutlass = use_flashinfer_trtllm_moe = False
 

@@ -160,7 +160,7 @@ def _through_verls(folder, handle):
         assert min(transfer.gather_seconds, transfer.wire_seconds, transfer.load_seconds) > 0
 
 
-def test_verls_receiver_reads_rounds_received_in_the_bucket(tmp_path):
+def test_bucket_with_rounds_in_place_is_read_by_verls_receiver(tmp_path):
     run_ranks(_through_verls, 2, save_qwen3_moe(tmp_path), f"ipc:///tmp/epfsdp2-test-{os.getpid()}")
 
 
@@ -187,7 +187,7 @@ def _views_of_the_bucket(bucket):
         bucket.flush()
 
 
-def test_nothing_views_the_bucket_when_its_memory_is_given_back(monkeypatch):
+def test_bucket_memory_when_given_back_has_no_views(monkeypatch):
     """What is still referenced stays reserved on the GPU, beside vLLM's cache."""
     references, cls = [], sender._class()
     cleanup = cls._cleanup
@@ -203,7 +203,7 @@ def test_nothing_views_the_bucket_when_its_memory_is_given_back(monkeypatch):
     assert references == [torch._C._storage_Use_Count(alone.untyped_storage()._cdata)]
 
 
-def test_before_a_bucket_is_sent_its_own_stream_is_waited_for_and_not_the_device(monkeypatch):
+def test_bucket_before_it_is_sent_waits_for_its_own_stream_and_not_the_device(monkeypatch):
     """The next round is in flight on other streams."""
     waits = []
     stream = SimpleNamespace(synchronize=lambda: waits.append("stream"))
@@ -219,7 +219,7 @@ def test_before_a_bucket_is_sent_its_own_stream_is_waited_for_and_not_the_device
     assert waits == ["stream"] * len(buckets) and len(buckets) == 4
 
 
-def test_fingerprint_of_installed_verl_is_known():
+def test_sender_fingerprint_of_installed_verl_is_known():
     assert sender.fingerprint() in sender._KNOWN
 
 

@@ -108,7 +108,7 @@ def _experts(backend, w13, w2):
     return model
 
 
-def test_swapped_experts_are_read_back_and_unknown_layouts_are_left_out_with_a_warning(caplog):
+def test_loaded_weights_with_swapped_experts_are_read_back_and_unknown_layouts_left_out(caplog):
     w13, w2 = torch.randn(3, 8, 6), torch.randn(3, 6, 4)
     placed = PlacedChecksums()
     placed.add("experts.w13_weight", (0, 0, 0), w13[:, :4])

@@ -33,7 +33,7 @@ def test_cpu_experts_module_is_found_in_either_place(compat, monkeypatch, presen
 
 
 @pytest.mark.parametrize("shim", ["amx_shim", "routes_shim"])
-def test_shim_without_a_cpu_experts_module_does_nothing(compat, monkeypatch, shim):
+def test_cpu_shims_without_a_cpu_experts_module_change_nothing(compat, monkeypatch, shim):
     for place in PLACES:
         monkeypatch.setitem(sys.modules, place, None)
     module = importlib.import_module(f"epfsdp2.rollout.vllm.{shim}")

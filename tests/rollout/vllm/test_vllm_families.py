@@ -116,14 +116,14 @@ def _compare(start_engine, folder, family, tp, modes, *, expert_parallel=False, 
     shutil.rmtree(folder)
 
 
-def test_expert_parallel_workers_hold_slices_and_own_experts(start_engine, tmp_path):
+def test_vllm_with_expert_parallelism_of_a_family_with_biases_equals_a_fresh_engine(start_engine, tmp_path):
     """The family has biases, which vLLM's reload handles differently from weights."""
     _matches_fresh_engines(start_engine, tmp_path, "qwen2_moe", 2, BOTH, expert_parallel=True)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", [name for name in BY_EXPERTS if name != "qwen2_moe"])
-def test_the_same_of_every_other_family(start_engine, tmp_path, family):
+def test_vllm_with_expert_parallelism_of_every_other_family_equals_a_fresh_engine(start_engine, tmp_path, family):
     modes = BOTH if loads_own_experts(config_of(family).model_type) else ["sliced"] * 3
     _matches_fresh_engines(start_engine, tmp_path, family, 2, modes, expert_parallel=True)
 
@@ -131,7 +131,7 @@ def test_the_same_of_every_other_family(start_engine, tmp_path, family):
 @pytest.mark.long
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_three_syncs_of_slices(start_engine, tmp_path, family, tp):
+def test_vllm_of_every_family_after_three_syncs_of_slices_equals_a_fresh_engine(start_engine, tmp_path, family, tp):
     # The head that two workers have a part of each is the embedding, where vLLM's class knows that.
     tied = tp == 2 and FAMILIES[family].may_be_tied
     _matches_fresh_engines(start_engine, tmp_path, family, tp, ["sliced"] * 3, tie_word_embeddings=tied)

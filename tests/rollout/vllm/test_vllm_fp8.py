@@ -117,7 +117,7 @@ def _synced(engine, folders, wrong=False):
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_workers_hold_what_vllm_loads_of_a_quantised_checkpoint(start_engine, tmp_path, tp):
+def test_vllm_fp8_workers_after_syncs_hold_what_vllm_loads_of_a_quantised_checkpoint(start_engine, tmp_path, tp):
     first, second = (save_qwen3_moe(tmp_path / str(seed), seed, **SIZES) for seed in (1, 2))
     engine = start_engine(
         str(_quantised(first, tmp_path / "quantised")),

@@ -24,7 +24,7 @@ def _buffer(running):
 TARGET = torch.empty(4, 6, dtype=torch.bfloat16, device="meta")
 
 
-def test_slice_buffer_is_the_running_parameter_of_equal_layout():
+def test_slice_buffer_of_equal_layout_is_the_running_parameter():
     running = torch.zeros(4, 6, dtype=torch.bfloat16)
     assert _buffer({"weight": running}).data_ptr() == running.data_ptr()
 
@@ -40,7 +40,7 @@ def test_slice_buffer_is_the_running_parameter_of_equal_layout():
     ],
     ids=["none", "dropped", "another dtype", "another layout", "shared"],
 )
-def test_slice_buffer_is_new_memory_otherwise(running):
+def test_slice_buffer_of_another_layout_is_new_memory(running):
     buffer = _buffer(running)
     assert (buffer.shape, buffer.dtype, buffer.device.type) == (TARGET.shape, TARGET.dtype, "cpu")
     assert buffer.data_ptr() not in {tensor.data_ptr() for tensor in running.values()}
@@ -122,7 +122,7 @@ def _experts(seed):
     ("process", "backend"),
     [(_replaced, "FLASHINFER_CUTLASS"), (_in_place, "FLASHINFER_CUTLASS"), (_as_blocks, "FLASHINFER_TRTLLM")],
 )
-def test_slices_reach_the_layout_that_a_kernel_wants_in_the_memory_that_it_has(process, backend):
+def test_sync_of_slices_to_a_kernels_own_layout_keeps_its_memory(process, backend):
     """Layouts of the experts that vLLM has on GPUs of compute capability 10 and 12."""
     model, wanted = _worker(process, backend), torch.nn.Module()
     memory = [tensor.data_ptr() for tensor in model.parameters()]
@@ -136,6 +136,6 @@ def test_slices_reach_the_layout_that_a_kernel_wants_in_the_memory_that_it_has(p
         assert [tensor.data_ptr() for tensor in model.parameters()] == memory, "kernels and graphs have these addresses"
 
 
-def test_a_layout_that_is_not_its_kernels_is_seen():
+def test_verified_sync_of_experts_in_another_kernel_layout_raises():
     with pytest.raises(WeightSyncError, match="the values of experts.w13_weight on the worker differ"):
         _synced(_worker(_replaced, "TRITON"), *_experts(0))

@@ -119,6 +119,6 @@ def _synchronised(folder):
 @pytest.mark.skipif(
     not torch.cpu._is_amx_tile_supported(), reason="vLLM's CPU build has FP8 kernels for processors with AMX alone"
 )
-def test_verls_quantising_loader_accepts_checkpoint_tensors_only(tmp_path):
+def test_vllm_quantising_loader_of_verl_accepts_checkpoint_tensors_only(tmp_path):
     """``test_streams.py`` checks that ``WorkerWeights`` sends these to such a rollout."""
     run_ranks(_synchronised, 1, tmp_path)

@@ -52,7 +52,7 @@ def _three_syncs_of_slices(start_engine, checkpoints, tp, first):
     assert engine.leftovers() == []
 
 
-def test_three_syncs_of_slices_to_one_worker(start_engine, checkpoints):
+def test_vllm_on_one_worker_after_three_syncs_of_slices_equals_a_fresh_engine(start_engine, checkpoints):
     _three_syncs_of_slices(start_engine, checkpoints, 1, 0)
 
 
@@ -129,7 +129,7 @@ def test_reload_of_wrong_slices_raises(start_engine, checkpoints):
     assert engine.difference(checkpoint) == ""
 
 
-def test_three_syncs_of_slices_to_two_workers(start_engine, checkpoints):
+def test_vllm_on_two_workers_after_three_syncs_of_slices_equals_a_fresh_engine(start_engine, checkpoints):
     _three_syncs_of_slices(start_engine, checkpoints, 2, 0)
 
 
@@ -145,7 +145,7 @@ def test_check_layout_compares_each_workers_own(start_engine, checkpoints):
     assert f"first {RANK}: planned is 1 of 2 in tensor parallel, experts cut, actual is 0 of 2 in tensor " in said
 
 
-def test_three_syncs_of_slices_to_two_workers_with_tied_embeddings(start_engine, checkpoints):
+def test_vllm_on_two_workers_with_tied_embeddings_after_three_syncs_equals_a_fresh_engine(start_engine, checkpoints):
     _three_syncs_of_slices(start_engine, checkpoints, 2, 2)
 
 

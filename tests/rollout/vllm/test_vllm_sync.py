@@ -46,7 +46,7 @@ def synced(engine, checkpoints):
     return outputs
 
 
-def test_two_syncs_leave_exactly_the_senders_weights(engine, checkpoints, synced):
+def test_vllm_after_two_syncs_has_exactly_the_senders_weights(engine, checkpoints, synced):
     assert engine.difference(checkpoints[1]) == ""
     engine.sync(same_on_all_ranks(checkpoints[0].weights))
     assert engine.difference(checkpoints[0]) == ""

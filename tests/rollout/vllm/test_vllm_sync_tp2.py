@@ -16,7 +16,7 @@ def engine(start_engine, checkpoints):
     return start_engine(checkpoints[2].path, tp_size=2)
 
 
-def test_two_syncs_leave_exactly_the_senders_weights(engine, checkpoints):
+def test_vllm_on_two_workers_after_two_syncs_has_exactly_the_senders_weights(engine, checkpoints):
     first, second = checkpoints[2:4]
     assert "lm_head.weight" not in first.weights
     fresh = engine.generate()
@@ -38,7 +38,7 @@ def test_digests_with_one_ranks_weights_changed_differ_on_that_rank_only(engine,
     assert report.startswith("21 of 21 tensors differ:")
 
 
-def test_error_on_one_rank_reaches_the_first(engine, checkpoints):
+def test_vllm_on_two_workers_with_an_error_on_one_reports_it_to_the_first(engine, checkpoints):
     weights = checkpoints[2].weights
     short = {name: tensor for name, tensor in weights.items() if name != "model.norm.weight"}
     with pytest.raises(WeightSyncError, match=r"trainer rank 0 .*model\.norm \(0 of 96\)"):

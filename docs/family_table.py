@@ -61,7 +61,9 @@ def families_page() -> str:
             name,
             parity.get(name, ""),
             packed.get(name)
-            or _yes(_is_run("packing", name, _names(test_packing.test_packed_sequences_are_computed_as_if_apart))),
+            or _yes(
+                _is_run("packing", name, _names(test_packing.test_packed_sequences_of_every_family_equal_separate_ones))
+            ),
             _sequence_parallel(name),
             _yes(kinds[name] in images),
             _yes(_is_run("lora_families", name, test_lora_families.ADAPTED, "long")),
@@ -124,8 +126,15 @@ def _weight_sync(model: str) -> str:
     """A family is served under the class of its model; variants of one class count for it."""
     served = {name: served.family.model for name, served in SERVED.items()}
     experts = {served[name] for name in test_vllm_families.BY_EXPERTS}
-    slices = {served[name] for name in _names(test_vllm_families.test_three_syncs_of_slices)}
-    full = {served[name] for name in _names(test_served.test_three_syncs_give_what_a_fresh_engine_has)}
+    slices = {
+        served[name]
+        for name in _names(
+            test_vllm_families.test_vllm_of_every_family_after_three_syncs_of_slices_equals_a_fresh_engine
+        )
+    }
+    full = {
+        served[name] for name in _names(test_served.test_vllm_after_three_syncs_of_full_tensors_equals_a_fresh_engine)
+    }
     words = ["full"] * (model in full) + ["slices TP 1, TP 2"] * (model in slices) + ["EP"] * (model in experts)
     return ", ".join(words)
 

@@ -37,7 +37,7 @@ FEATURES = (
             "e2e/test_standalone.py::test_standalone_rollout_follows_the_trainer",
             "e2e/test_trainers.py::test_one_step_off_trainer_trains",
             "e2e/test_trainers.py::test_fully_async_trainer_trains",
-            "engine/preflight/test_preflight.py::test_any_rollout_is_sent_full_tensors_and_only_vllm_slices",
+            "engine/preflight/test_preflight.py::test_rollout_of_any_kind_gets_full_tensors_and_only_vllm_slices",
             "e2e/test_sglang.py::test_sglang_run_raises_the_reward_and_agrees_with_the_trainer",
         ),
     ),
@@ -49,10 +49,10 @@ FEATURES = (
         "estimators and top-k",
         "top-k distillation with fused kernels or `pad_to_length`",
         (
-            "engine/integration/test_algorithms.py::test_an_update_by_every_algorithm_equals_the_plain_model",
-            "engine/integration/test_algorithms.py::test_no_policy_loss_of_verl_is_left_out",
+            "engine/integration/test_algorithms.py::test_update_with_every_algorithm_equals_the_plain_model",
+            "engine/integration/test_algorithms.py::test_update_cases_name_every_policy_loss_of_verl",
             "e2e/test_dapo.py::test_dapo_run_filters_groups_and_punishes_long_answers",
-            "engine/preflight/test_preflight.py::test_top_k_distillation_needs_logits_of_the_batch_s_tokens",
+            "engine/preflight/test_preflight.py::test_top_k_distillation_without_logits_of_the_batchs_tokens_is_refused",
         ),
     ),
     Feature(
@@ -62,9 +62,9 @@ FEATURES = (
         "batches and R3",
         "",
         (
-            "engine/integration/test_multi_turn.py::test_an_update_of_turns_with_a_tool_equals_the_plain_model",
+            "engine/integration/test_multi_turn.py::test_update_of_turns_with_a_tool_equals_the_plain_model",
             "e2e/test_agents.py::test_agent_that_calls_a_tool_raises_its_reward",
-            "e2e/test_agents.py::test_what_the_tool_answered_has_routes_and_no_part_in_the_loss",
+            "e2e/test_agents.py::test_agent_loop_with_a_tool_records_routes_of_its_answers_and_masks_them_in_the_loss",
             "e2e/test_partial_rollouts.py::"
             "test_partial_rollout_keeps_the_log_prob_of_the_weights_that_wrote_each_token",
         ),
@@ -74,9 +74,9 @@ FEATURES = (
         "one-output head from a causal LM or a checkpoint with a head; GAE, warm-up, its own optimizer and checkpoints",
         "",
         (
-            "engine/integration/test_value_update.py::test_gradients_equal_the_plain_model",
-            "engine/integration/test_value_update.py::test_a_critic_with_adapters_trains_them_and_its_head",
-            "engine/integration/test_value_update.py::test_a_trained_head_is_read_also_where_transformers_has_no_class_for_it",
+            "engine/integration/test_value_update.py::test_critic_update_with_every_head_has_the_gradients_of_the_plain_model",
+            "engine/integration/test_value_update.py::test_critic_with_adapters_trains_them_and_its_head",
+            "engine/integration/test_value_update.py::test_critic_of_a_trained_head_reads_it_also_without_a_class_in_transformers",
             "e2e/test_ppo.py::test_ppo_run_with_critic_and_reference_raises_the_reward",
         ),
     ),
@@ -85,7 +85,7 @@ FEATURES = (
         "forward only, offloaded",
         "",
         (
-            "engine/integration/test_ppo_update.py::test_reference_policy_is_forward_only",
+            "engine/integration/test_ppo_update.py::test_reference_policy_of_packed_or_padded_rows_is_forward_only",
             "e2e/test_ppo.py::test_ppo_run_with_critic_and_reference_raises_the_reward",
         ),
     ),
@@ -95,9 +95,9 @@ FEATURES = (
         "recomputed, `pad_to_length`",
         "GLM-4.5V and ERNIE-4.5-VL packed with flash attention",
         (
-            "engine/integration/test_ppo_update.py::test_gradients_and_norm_equal_the_plain_model",
-            "engine/packing/test_packing.py::test_packed_sequences_are_computed_as_if_apart",
-            "engine/packing/test_packing.py::test_ppo_updates_of_packed_rows_equal_the_plain_model",
+            "engine/integration/test_ppo_update.py::test_ppo_update_on_every_mesh_has_the_gradients_and_norm_of_the_plain_model",
+            "engine/packing/test_packing.py::test_packed_sequences_of_every_family_equal_separate_ones",
+            "engine/packing/test_packing.py::test_packed_sequences_in_ppo_updates_equal_the_plain_model",
         ),
     ),
     Feature(
@@ -106,8 +106,8 @@ FEATURES = (
         "capped or read",
         "",
         (
-            "engine/head/test_head.py::test_every_family_is_exact_or_keeps_whole_logits",
-            "engine/head/test_head.py::test_logits_are_whole_where_verl_reads_them",
+            "engine/head/test_head.py::test_head_in_parts_of_every_family_is_exact_or_keeps_whole_logits",
+            "engine/head/test_head.py::test_head_in_parts_where_verl_reads_logits_keeps_them_whole",
         ),
     ),
     Feature(
@@ -115,8 +115,8 @@ FEATURES = (
         "`use_fused_kernels`",
         "heads with a bias or scaled logits",
         (
-            "engine/integration/test_fused_kernels.py::test_every_family_is_exact_or_refused",
-            "engine/integration/test_fused_kernels.py::test_an_update_equals_the_plain_model",
+            "engine/integration/test_fused_kernels.py::test_fused_kernels_of_every_family_are_exact_or_refused",
+            "engine/integration/test_fused_kernels.py::test_fused_kernels_in_an_update_equal_the_plain_model",
         ),
     ),
     Feature(
@@ -137,8 +137,8 @@ FEATURES = (
         "checkpointing",
         "",
         (
-            "engine/planner/test_held_memory.py::test_what_was_gathered_is_given_back",
-            "engine/fsdp/test_activation_checkpoint.py::test_offloaded_inputs_leave_the_device_and_change_nothing",
+            "engine/planner/test_held_memory.py::test_gathered_parameters_after_each_phase_are_freed",
+            "engine/fsdp/test_activation_checkpoint.py::test_activation_offload_moves_layer_inputs_off_the_device_and_changes_no_gradient",
         ),
     ),
     Feature(
@@ -147,10 +147,10 @@ FEATURES = (
         "state spaces; images; with every `ep`, HSDP, the critic, replay",
         "padded batches; an indexer that chooses keys (GLM-MoE-DSA, DeepSeek-V4); Llama 4",
         (
-            "engine/fsdp/test_ulysses.py::test_every_family_equals_the_plain_model",
-            "engine/packing/test_shared_mixers.py::test_a_family_that_carries_a_state_equals_the_plain_model",
-            "engine/model/test_vision.py::test_updates_of_shared_rows_equal_the_plain_model",
-            "engine/fsdp/test_ulysses.py::test_what_mixes_tokens_otherwise_is_refused",
+            "engine/fsdp/test_ulysses.py::test_ulysses_of_every_family_equals_the_plain_model",
+            "engine/packing/test_shared_mixers.py::test_shared_mixer_of_every_family_with_a_state_equals_the_plain_model",
+            "engine/model/test_vision.py::test_vision_updates_of_shared_rows_equal_the_plain_model",
+            "engine/fsdp/test_ulysses.py::test_check_attention_splits_of_other_token_mixers_refuses_them",
             "e2e/test_sequence_parallel.py::test_sequence_parallel_run_trains",
         ),
     ),
@@ -172,8 +172,8 @@ FEATURES = (
         "peft's; a peft adapter in each checkpoint, without the frozen weights; the base as reference",
         "dropout; DoRA of experts; apart from the weights DoRA, `modules_to_save` and patterns of ranks",
         (
-            "engine/lora/test_peft.py::test_adapters_equal_those_of_peft",
-            "engine/lora/test_peft.py::test_adapters_that_peft_has_saved_are_read_as_they_are",
+            "engine/lora/test_peft.py::test_adapters_of_every_setting_equal_those_of_peft",
+            "engine/lora/test_peft.py::test_adapters_that_peft_has_saved_are_read_unchanged",
             "engine/lora/test_lora.py::test_lora_resumes_on_another_mesh_and_exports_merged_weights",
             "engine/optim/test_muon.py::test_muon_on_adapters_steps_like_torch_muon_on_their_matrices",
             "engine/lora/test_lora.py::test_lora_log_probs_gradients_and_two_updates_equal_the_plain_model",
@@ -190,9 +190,9 @@ FEATURES = (
         "`freeze_vision_tower`",
         "ERNIE-4.5-VL, Qwen3-Omni, Gemma 4; audio",
         (
-            "engine/model/test_vision.py::test_two_updates_equal_the_plain_model",
-            "engine/model/test_vision.py::test_two_updates_beside_a_frozen_tower_equal_the_plain_model",
-            "engine/model/test_vision.py::test_glm4v_moe",
+            "engine/model/test_vision.py::test_vision_updates_of_two_steps_equal_the_plain_model",
+            "engine/model/test_vision.py::test_vision_updates_with_a_frozen_tower_equal_the_plain_model",
+            "engine/model/test_vision.py::test_vision_updates_of_glm4v_moe_equal_the_plain_model",
             "rollout/vllm/test_vllm_images.py::test_vllm_sees_an_image_as_a_fresh_engine_on_the_export_does",
             "e2e/test_images.py::test_grpo_run_on_images_trains",
         ),
@@ -213,11 +213,11 @@ FEATURES = (
         "(`recipes.dequantise`)",
         "",
         (
-            "engine/checkpoint/test_resume_matrix.py::test_a_run_saved_on_any_mesh_goes_on_on_any_other",
-            "e2e/test_resume.py::test_run_resumed_from_a_background_save_goes_on",
+            "engine/checkpoint/test_resume_matrix.py::test_resume_of_every_mesh_on_every_other_equals_an_uninterrupted_run",
+            "e2e/test_resume.py::test_run_resumed_from_a_background_save_continues",
             "recipes/test_export.py::test_export_of_a_trained_model_has_its_weights_bit_for_bit",
             "recipes/test_import_fsdp2.py::test_import_of_a_run_of_verls_goes_on_here",
-            "recipes/test_dequantise.py::test_a_model_is_what_transformers_makes_of_the_quantised_one",
+            "recipes/test_dequantise.py::test_dequantise_of_a_model_equals_what_transformers_makes_of_it",
         ),
     ),
     Feature(
@@ -226,9 +226,9 @@ FEATURES = (
         "",
         (
             "e2e/test_quickstart.py::test_sync_of_every_step_leaves_the_trainers_weights_in_every_worker",
-            "rollout/vllm/test_vllm_families.py::test_three_syncs_of_slices",
+            "rollout/vllm/test_vllm_families.py::test_vllm_of_every_family_after_three_syncs_of_slices_equals_a_fresh_engine",
             "rollout/test_other_backends.py::"
-            "test_backends_that_iterate_get_full_tensors_and_delta_gets_what_has_changed",
+            "test_other_backends_that_iterate_get_full_tensors_and_delta_gets_what_has_changed",
             "e2e/test_standalone.py::test_standalone_rollout_follows_the_trainer",
         ),
     ),
@@ -238,9 +238,9 @@ FEATURES = (
         "they are, with the bits of vLLM's own quantisation; full tensors by default, and for other families",
         "workers apart from the trainer; tensor-parallel sizes that cut a block of 128 x 128",
         (
-            "rollout/quantise/test_quantise.py::test_slices_have_the_bits_that_vllm_makes_of_the_whole_weights",
-            "rollout/layout/test_fp8_families.py::test_values_and_scales_of_every_family_are_where_vllms_loaders_put_them",
-            "rollout/vllm/test_vllm_fp8.py::test_workers_hold_what_vllm_loads_of_a_quantised_checkpoint",
+            "rollout/quantise/test_quantise.py::test_quantise_of_slices_has_the_bits_that_vllm_makes_of_the_whole_weights",
+            "rollout/layout/test_fp8_families.py::test_fp8_slices_of_every_family_are_where_vllms_loaders_put_them",
+            "rollout/vllm/test_vllm_fp8.py::test_vllm_fp8_workers_after_syncs_hold_what_vllm_loads_of_a_quantised_checkpoint",
         ),
     ),
     Feature(
@@ -248,8 +248,8 @@ FEATURES = (
         "actor and critic through Ray worker groups",
         "",
         (
-            "engine/integration/test_verl_engine_cases.py::test_actor_engine",
-            "engine/integration/test_verl_engine_cases.py::test_critic_engine",
+            "engine/integration/test_verl_engine_cases.py::test_actor_engine_in_verls_workers_equals_the_plain_model_and_resumes",
+            "engine/integration/test_verl_engine_cases.py::test_critic_engine_in_verls_workers_equals_the_plain_model",
         ),
     ),
     Feature(
@@ -258,7 +258,7 @@ FEATURES = (
         "([each of them](../benchmarks/results/verl_scripts.md))",
         "keys whose meaning can't be kept; two spellings that contradict each other",
         (
-            "engine/settings/test_role_settings.py::test_a_role_spelled_either_way_counts_before_engine",
+            "engine/settings/test_role_settings.py::test_role_settings_spelled_either_way_override_engine",
             "e2e/test_verl_scripts.py::test_sft_script_with_two_words_trains",
             "e2e/test_verl_scripts.py::test_grpo_script_with_two_words_trains",
             "e2e/test_verl_scripts.py::test_fully_async_script_with_two_words_trains",
@@ -274,7 +274,7 @@ FEATURES = (
             "engine/optim/test_loss_scale.py::test_scaled_loss_in_float32_gives_the_same_updates_bit_for_bit",
             "engine/optim/test_loss_scale.py::test_update_in_float16_has_the_gradients_of_float32_to_its_precision",
             "engine/optim/test_loss_scale.py::test_adapters_in_float16_have_the_gradients_of_float32_to_its_precision",
-            "engine/integration/test_value_update.py::test_gradients_equal_the_plain_model",
+            "engine/integration/test_value_update.py::test_critic_update_with_every_head_has_the_gradients_of_the_plain_model",
             "engine/optim/test_loss_scale.py::"
             "test_overflow_in_one_expert_of_one_rank_skips_the_step_of_all_optimizers_on_all_ranks",
         ),
@@ -285,9 +285,9 @@ FEATURES = (
         "experts, another one says so in a line",
         "`ep_size` and other settings of experts where no trained model has any; models whose experts are elsewhere",
         (
-            "engine/preflight/test_preflight.py::test_a_dense_model_beside_another_is_sharded_over_all_ranks",
-            "engine/preflight/test_preflight.py::test_a_setting_of_experts_for_a_dense_model_alone_is_refused",
-            "engine/integration/test_value_update.py::test_gradients_equal_the_plain_model",
+            "engine/preflight/test_preflight.py::test_check_training_of_a_dense_model_beside_experts_applies_no_ep_size",
+            "engine/preflight/test_preflight.py::test_setting_of_experts_for_a_dense_model_alone_is_refused",
+            "engine/integration/test_value_update.py::test_critic_update_with_every_head_has_the_gradients_of_the_plain_model",
             "e2e/test_ppo.py::test_ppo_run_with_a_dense_critic_beside_experts_trains_both",
         ),
     ),
@@ -297,9 +297,9 @@ FEATURES = (
         "experts outside that interface (dbrx, jetmoe, ...) that [nobody has added](new_family.md); liger; "
         "tiled MLP; multi-token prediction",
         (
-            "parity/test_parity.py::test_every_family_equals_the_plain_model",
-            "engine/moe/test_refused_families.py::test_a_family_outside_the_interface_is_refused_with_a_reason",
-            "engine/preflight/test_preflight.py::test_what_the_engine_does_not_do_is_refused",
+            "parity/test_parity.py::test_training_of_every_family_equals_the_plain_model",
+            "engine/moe/test_refused_families.py::test_find_experts_of_a_family_outside_the_interface_refuses_with_a_reason",
+            "engine/preflight/test_preflight.py::test_check_training_of_unsupported_settings_refuses_each",
         ),
     ),
 )

@@ -40,11 +40,11 @@ def found(file: str, name: str):
 
 
 @pytest.mark.parametrize(("file", "name"), dict.fromkeys(NAMED.findall(PAGE) + NAMED.findall(QUESTIONS)))
-def test_name_of_the_page_is_there(file, name):
+def test_flow_page_names_are_where_it_says(file, name):
     assert callable(found(file, name))
 
 
-def test_a_name_that_has_moved_is_seen():
+def test_flow_page_name_that_has_moved_raises():
     with pytest.raises(AttributeError):
         found("engine/build", "parallelize_and_load")
     with pytest.raises(AttributeError, match="is in epfsdp2.engine.parallelize"):
@@ -54,7 +54,7 @@ def test_a_name_that_has_moved_is_seen():
 
 
 @pytest.mark.parametrize(("flow", "package"), [("An update", "engine"), ("A sync", "rollout")])
-def test_picture_of_a_package_has_the_hops_of_the_page_in_order(flow, package):
+def test_flow_picture_of_a_package_has_the_hops_of_the_page_in_order(flow, package):
     assert list(HOPS) == ["An update", "A sync"] and len(HOPS[flow]) == 3
     picture = (ROOT / package / "__init__.py").read_text()
     files = [f"{file}.py".removeprefix(f"{package}/") for file, _ in HOPS[flow]]
@@ -64,7 +64,7 @@ def test_picture_of_a_package_has_the_hops_of_the_page_in_order(flow, package):
         assert set(name.split(".")) <= set(re.findall(r"\w+", picture)), name
 
 
-def test_hops_of_an_update_lead_from_one_to_the_next():
+def test_flow_hops_of_an_update_lead_from_one_to_the_next():
     config, engine, recipe = (found(*hop).__module__ for hop in HOPS["An update"])
     from verl.workers.engine.base import EngineRegistry
 
@@ -95,7 +95,7 @@ def _code(function: ast.FunctionDef) -> list[str]:
     return ast.unparse(ast.Module(body, [])).splitlines()
 
 
-def test_overrides_of_the_engine_stand_in_the_order_of_its_docstring_and_are_short():
+def test_engine_overrides_stand_in_the_order_of_its_docstring_and_are_short():
     engine, parsed, bases = _engine_of_verl()
     methods = [node for node in parsed.body if isinstance(node, ast.FunctionDef)]
     lines = [line for line in engine.__doc__.splitlines() if not re.search(r"\((building|checkpoints)\.py\)", line)]
@@ -109,7 +109,7 @@ def test_overrides_of_the_engine_stand_in_the_order_of_its_docstring_and_are_sho
         assert asked == [], f"{method.name} asks whether a feature is there"
 
 
-def test_call_order_of_the_docstring_is_verls():
+def test_engine_docstrings_call_order_is_verls():
     _, _, (base, fsdp, language_model) = _engine_of_verl()
     for function, calls in {
         fsdp.__init__: ["_init_device_mesh"],
@@ -124,7 +124,7 @@ def test_call_order_of_the_docstring_is_verls():
         assert -1 not in at and at == sorted(at), (function.__qualname__, dict(zip(calls, at, strict=True)))
 
 
-def test_the_page_on_expert_parallelism_is_short_and_has_seven_steps():
+def test_parallelize_page_is_short_and_has_seven_steps():
     page = (ROOT / "engine/parallelize.py").read_text()
     assert len(page.splitlines()) < 200
     body = page[page.index("def parallelize") : page.index("def shard_experts")]
@@ -132,7 +132,7 @@ def test_the_page_on_expert_parallelism_is_short_and_has_seven_steps():
     assert re.findall(r"^(\d)\. ", page, flags=re.M) == list("123"), "three invariants"
 
 
-def test_example_of_a_slice_has_the_rows_that_the_page_says():
+def test_flow_example_of_a_slice_has_the_rows_that_the_page_says():
     name, shape = "model.layers.0.mlp.experts.gate_up_proj", (128, 1536, 2048)
     tensor = TensorSpec(name, shape, 2, (ShardStep(0, "ep", 8), ShardStep(0, "ep_fsdp", 2)))
     assert {block.shape for block in holders(tensor, Topology.arrange(16, 8))} == {(8, 1536, 2048)}

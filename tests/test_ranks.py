@@ -13,7 +13,7 @@ def _some_fail():
     each_case([("first", 1), ("second", None), ("third", 0)], check)
 
 
-def test_each_case_with_failures_names_every_case_and_rank():
+def test_run_ranks_each_case_with_failures_names_every_case_and_rank():
     with pytest.raises(Exception, match="planted") as caught:
         run_ranks(_some_fail, 2)
     assert "first, 1, rank 1: AssertionError: planted" in str(caught.value)

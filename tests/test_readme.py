@@ -29,7 +29,7 @@ GENERATE = runpy.run_path(str(ROOT / "docs/generate.py"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_tests_and_links_are_there(page):
+def test_page_names_tests_and_links_that_exist(page):
     text = page.read_text()
     tests = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
     assert set(re.findall(r"\btest_\w+\.py\b", text)) <= tests
@@ -38,7 +38,7 @@ def test_tests_and_links_are_there(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_sections_are_there(page):
+def test_page_links_to_sections_that_exist(page):
     for target, section in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
         other = page.parent / target if target else page
         titles = re.findall(r"^#+ (.+)$", other.read_text(), flags=re.M)
@@ -52,7 +52,7 @@ def _commands(page, start):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_of_make_and_modules_are_there(page):
+def test_page_names_commands_of_make_and_modules_that_exist(page):
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.M)
     for command in _commands(page, r"(?:^ {4}|`)make "):
         assert shlex.split(command.strip(" `"))[1] in targets, command
@@ -61,7 +61,7 @@ def test_commands_of_make_and_modules_are_there(page):
 
 
 @pytest.mark.parametrize("recipe", ["plan.cli", "plan_sync", "quickstart.cli"])
-def test_options_of_recipes_are_there(recipe):
+def test_page_names_options_of_recipes_that_exist(recipe):
     module = f"epfsdp2.recipes.{recipe.removesuffix('.cli')}"
     commands = [command for page in PAGES for command in _commands(page, rf"python -m {re.escape(module)} --")]
     assert commands
@@ -75,11 +75,11 @@ def test_options_of_recipes_are_there(recipe):
 
 
 @pytest.mark.parametrize("name", GENERATE["PAGES"])
-def test_generated_page_is_what_the_generator_writes(name):
+def test_page_that_is_generated_is_what_the_generator_writes(name):
     assert (ROOT / name).read_text() == GENERATE["PAGES"][name](), "run python docs/generate.py"
 
 
-def test_features_name_tests_that_are_there():
+def test_features_table_names_tests_that_exist():
     assert GENERATE["missing_tests"]() == []
     gone = Feature("it", "works", "", ("test_flow.py::test_that_never_was", "engine/no_such_file.py::test_it"))
     assert GENERATE["missing_tests"]((gone,)) == list(gone.tests)
@@ -93,7 +93,7 @@ def test_generator_marks_long_tests_by_function_and_by_module():
     assert long["e2e/test_dapo.py::test_dapo_run_filters_groups_and_punishes_long_answers"]
 
 
-def test_settings_page_has_a_row_for_every_setting_that_a_user_may_give():
+def test_settings_page_has_a_row_for_every_setting():
     page = (ROOT / "docs" / "settings.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)[.\w]*` \| `(.*?)` \|", page, re.MULTILINE))
     assert set(rows) == engine_settings() - {"strategy", "forward_only"}
@@ -118,7 +118,7 @@ def test_readme_says_of_kernels_what_their_table_predicts_and_whether_a_gpu_has_
     assert ("Measured: nothing" in text) != (results / "gpu.md").exists()
 
 
-def test_loop_is_well_formed_and_says_which_part_is_ours():
+def test_loop_picture_is_well_formed_and_says_which_part_is_ours():
     picture = ElementTree.fromstring((ROOT / "docs/loop.svg").read_text())
     words = [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")]
     assert {"rollout", "reward", "update", "reshard", "epfsdp2"} <= set(words)

@@ -216,26 +216,26 @@ def underscores_read(files: Mapping[str, str]) -> list[str]:
     return broken
 
 
-def test_every_file_stands_in_a_room_of_the_list():
+def test_walls_list_every_file_in_a_room():
     assert {room_of(path) for path in SOURCES} == set(ROOMS)
     assert {room_of(one.module) for one in IMPORTS if one.is_ours} <= set(ROOMS)
     assert {path for path in THIRD_PARTIES if path.endswith(".py")} <= set(SOURCES)
 
 
 @pytest.mark.parametrize("wall", WALLS, ids=lambda wall: wall.__name__)
-def test_wall_of_the_packages(wall):
+def test_wall_between_packages_lets_imports_go_downward_only(wall):
     assert wall(IMPORTS) == []
 
 
-def test_recipes_and_benchmarks_import_nobodys_underscore():
+def test_wall_of_recipes_and_benchmarks_has_no_import_of_an_underscore():
     assert public(OF_RECIPES_AND_BENCHMARKS) == [] and underscores_read(OUTSIDE) == []
 
 
-def test_no_test_imports_another_or_benchmarks():
+def test_wall_of_tests_has_no_import_of_a_test_or_benchmarks():
     assert alone(OF_TESTS) == []
 
 
-def test_no_file_is_too_long_and_no_room_too_full():
+def test_wall_of_sizes_holds_for_every_file_and_room():
     measured = SOURCES | OUTSIDE
     assert too_long(measured) == [] and too_full(measured) == []
 
@@ -286,7 +286,7 @@ def test_wall_lets_through_what_is_allowed(wall: Wall):
     assert wall(list(imports(allowed))) == []
 
 
-def test_every_test_of_the_fast_ones_is_there():
+def test_fast_tests_name_tests_that_exist():
     missing = []
     for listed in (*fast.FAST, *fast.LEFT_OUT):
         path, _, name = listed.partition("::")
@@ -303,7 +303,7 @@ def test_wall_lets_tests_import_what_holds_no_tests():
     assert alone(imports(allowed)) == []
 
 
-def test_a_long_file_a_full_room_and_an_underscore_that_is_read_are_seen():
+def test_wall_sees_a_long_file_a_full_room_and_an_underscore_that_is_read():
     assert too_long({"engine/a.py": "x = 1\n" * MOST_LINES, "engine/b.py": "x = 1\n" * (MOST_LINES + 1)}) == [
         "engine/b.py"
     ]
@@ -313,14 +313,14 @@ def test_a_long_file_a_full_room_and_an_underscore_that_is_read_are_seen():
     assert underscores_read({"benchmarks/x.py": text}) == ["benchmarks/x.py: m._states"]
 
 
-def test_every_package_is_installed():
+def test_distribution_installs_every_package():
     text = (ROOT / "pyproject.toml").read_text()
     listed = re.findall(r'"([\w.]+)"', text[text.index("packages = [") : text.index("[tool.setuptools.package-dir]")])
     folders = {path.rpartition("/")[0] for path in SOURCES if path.endswith("/__init__.py")}
     assert sorted(listed) == sorted(f"epfsdp2.{folder.replace('/', '.')}" for folder in folders)
 
 
-def test_the_core_imports_without_verl_and_vllm():
+def test_core_imports_without_verl_and_vllm():
     core = [
         "engine.build",
         "engine.checkpoint.load",
@@ -351,14 +351,14 @@ def test_the_core_imports_without_verl_and_vllm():
         ("recipes.import_fsdp2", "recipes.convert.import_fsdp2", "main"),
     ],
 )
-def test_names_that_users_have_lead_to_where_the_code_is(old, new, name):
+def test_old_names_that_users_have_lead_to_the_code(old, new, name):
     if name == "WeightSyncExtension":
         pytest.importorskip("vllm")
     found = getattr(importlib.import_module(f"epfsdp2.{old}"), name)
     assert found is getattr(importlib.import_module(f"epfsdp2.{new}"), name)
 
 
-def test_the_checkpoint_engine_is_registered_by_the_module_that_configs_name():
+def test_checkpoint_engine_is_registered_by_the_module_that_configs_name():
     code = (
         "import epfsdp2.rollout.checkpoint_backend\n"
         "from verl.checkpoint_engine import CheckpointEngineRegistry\n"
@@ -380,7 +380,7 @@ def _forwards_replaced(files: Mapping[str, str]) -> list[str]:
     ]
 
 
-def test_forwards_are_replaced_in_one_place():
+def test_wall_of_forwards_replaces_them_in_one_place():
     # vision.py puts a class's own forward back after verl has patched it; blocks.py gives a block another as its own.
     # causal_head.py asks a model's forward what it does with logits, on meta, and puts both back.
     head = ["engine/head/causal_head.py"] * 2
@@ -388,6 +388,6 @@ def test_forwards_are_replaced_in_one_place():
     assert _forwards_replaced(SOURCES) == [*others, "engine/wrap_forward.py"]
 
 
-def test_nothing_is_left_for_later():
+def test_wall_of_todos_finds_none():
     marks = ("TODO", "FIXME", "XXX", "NotImplementedError")
     assert not [f"{path}: {mark}" for path, text in SOURCES.items() for mark in marks if mark in text]

@@ -12,8 +12,8 @@ FAST = (
     "tests/engine/optim/test_clip.py",
     "tests/engine/test_config.py",
     "tests/engine/moe/test_dispatch.py",
-    "tests/engine/test_exactness.py::test_gradients_norm_and_steps_on_every_mesh[False]",
-    "tests/engine/test_exactness.py::test_a_wrong_divide_factor_fails_by_orders_of_magnitude",
+    "tests/engine/test_exactness.py::test_training_on_every_mesh_has_the_gradients_norm_and_steps_of_the_plain_model[False]",
+    "tests/engine/test_exactness.py::test_gradients_with_a_wrong_divide_factor_differ_by_orders_of_magnitude",
     "tests/engine/moe/gemm/test_experts_backend.py",
     "tests/engine/moe/gemm/test_kernels.py",
     "tests/engine/checkpoint/test_load.py",
@@ -34,11 +34,11 @@ FAST = (
     "tests/test_walls.py",
 )
 LEFT_OUT = (
-    "tests/engine/test_config.py::test_a_process_that_is_handed_a_config_has_the_engine",
-    "tests/engine/optim/test_optimizer.py::test_the_fused_kernel_steps_every_placement_as_the_plain_one_does",
+    "tests/engine/test_config.py::test_engine_config_unpickled_in_a_new_process_registers_the_engine",
+    "tests/engine/optim/test_optimizer.py::test_fused_adamw_of_every_placement_steps_as_the_plain_one_does",
     "tests/recipes/test_plan.py::test_plan_that_does_not_fit_names_the_part_and_the_cluster_that_does",
-    "tests/test_walls.py::test_names_that_users_have_lead_to_where_the_code_is",
-    "tests/test_walls.py::test_the_checkpoint_engine_is_registered_by_the_module_that_configs_name",
+    "tests/test_walls.py::test_old_names_that_users_have_lead_to_the_code",
+    "tests/test_walls.py::test_checkpoint_engine_is_registered_by_the_module_that_configs_name",
 )
 
 

@@ -37,7 +37,7 @@ FEATURES = (
             "e2e/test_standalone.py::test_standalone_rollout_follows_the_trainer",
             "e2e/test_trainers.py::test_one_step_off_trainer_trains",
             "e2e/test_trainers.py::test_fully_async_trainer_trains",
-            "engine/preflight/test_preflight.py::test_rollout_of_any_kind_gets_full_tensors_and_only_vllm_slices",
+            "engine/preflight/test_rollout.py::test_rollout_of_any_kind_gets_full_tensors_and_only_vllm_slices",
             "e2e/test_sglang.py::test_sglang_run_raises_the_reward_and_agrees_with_the_trainer",
         ),
     ),
@@ -52,7 +52,7 @@ FEATURES = (
             "engine/integration/test_algorithms.py::test_update_with_every_algorithm_equals_the_plain_model",
             "engine/integration/test_algorithms.py::test_update_cases_name_every_policy_loss_of_verl",
             "e2e/test_dapo.py::test_dapo_run_filters_groups_and_punishes_long_answers",
-            "engine/preflight/test_preflight.py::test_top_k_distillation_without_logits_of_the_batchs_tokens_is_refused",
+            "engine/preflight/test_features.py::test_top_k_distillation_without_logits_of_the_batchs_tokens_is_refused",
         ),
     ),
     Feature(
@@ -174,11 +174,11 @@ FEATURES = (
         (
             "engine/lora/test_peft.py::test_adapters_of_every_setting_equal_those_of_peft",
             "engine/lora/test_peft.py::test_adapters_that_peft_has_saved_are_read_unchanged",
-            "engine/lora/test_lora.py::test_lora_resumes_on_another_mesh_and_exports_merged_weights",
+            "engine/lora/test_lora_files.py::test_lora_resumes_on_another_mesh_and_exports_merged_weights",
             "engine/optim/test_muon.py::test_muon_on_adapters_steps_like_torch_muon_on_their_matrices",
             "engine/lora/test_lora.py::test_lora_log_probs_gradients_and_two_updates_equal_the_plain_model",
-            "engine/lora/test_lora.py::test_lora_adapter_that_was_saved_is_loaded_by_peft",
-            "engine/lora/test_lora.py::test_lora_check_refuses_bad_settings",
+            "engine/lora/test_lora_files.py::test_lora_adapter_that_was_saved_is_loaded_by_peft",
+            "engine/lora/test_lora_settings.py::test_lora_check_refuses_bad_settings",
             "rollout/remote/test_checkpoint_engine.py::test_checkpoint_engine_sends_the_base_once_and_adapters_in_every_sync",
             "rollout/test_adapters.py::test_adapters_alone_equal_those_that_vllm_loads_from_a_file",
             "e2e/test_lora.py::test_lora_run_trains_adapters_that_reach_the_rollout",
@@ -202,7 +202,7 @@ FEATURES = (
         "any of `torch.optim` by `optim.optimizer`; `Muon`, which orthogonalises each expert's matrices by themselves",
         "",
         (
-            "engine/optim/test_optimizer.py::test_optimizer_from_config_chooses_the_algorithms",
+            "engine/optim/test_optimizer_settings.py::test_optimizer_from_config_chooses_the_algorithms",
             "engine/optim/test_muon.py::test_muon_two_steps_of_training_equal_the_reference",
         ),
     ),
@@ -285,8 +285,8 @@ FEATURES = (
         "experts, another one says so in a line",
         "`ep_size` and other settings of experts where no trained model has any; models whose experts are elsewhere",
         (
-            "engine/preflight/test_preflight.py::test_check_training_of_a_dense_model_beside_experts_applies_no_ep_size",
-            "engine/preflight/test_preflight.py::test_setting_of_experts_for_a_dense_model_alone_is_refused",
+            "engine/preflight/test_dense_models.py::test_check_training_of_a_dense_model_beside_experts_applies_no_ep_size",
+            "engine/preflight/test_dense_models.py::test_setting_of_experts_for_a_dense_model_alone_is_refused",
             "engine/integration/test_value_update.py::test_critic_update_with_every_head_has_the_gradients_of_the_plain_model",
             "e2e/test_ppo.py::test_ppo_run_with_a_dense_critic_beside_experts_trains_both",
         ),
@@ -299,7 +299,7 @@ FEATURES = (
         (
             "parity/test_parity.py::test_training_of_every_family_equals_the_plain_model",
             "engine/moe/test_refused_families.py::test_find_experts_of_a_family_outside_the_interface_refuses_with_a_reason",
-            "engine/preflight/test_preflight.py::test_check_training_of_unsupported_settings_refuses_each",
+            "engine/preflight/test_features.py::test_check_training_of_unsupported_settings_refuses_each",
         ),
     ),
 )

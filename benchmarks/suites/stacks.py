@@ -39,7 +39,8 @@ def _test_of_the_engine(name: str) -> str:
 _NEED_NEITHER = (
     *("activation_checkpoint", "clip", "determinism", "dispatch", "exactness", "expert_plan"),
     *("experts_backend", "fp32_modules", "kernels", "load", "lora_families", "lr_scheduler", "mesh"),
-    *("muon", "optimizer", "order", "outside_families", "overlap", "packing", "rank_consistency"),
+    *("muon", "muon_parameters", "muon_partition", "optimizer", "optimizer_settings", "order"),
+    *("outside_families", "overlap", "packing", "rank_consistency"),
     *("refused_families", "resume_families", "round_trip", "router_replay", "routing_property"),
     *("shared_mixers", "single_rank_reduce", "ulysses", "uninitialized"),
 )

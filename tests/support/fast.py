@@ -9,6 +9,7 @@ __all__ = ["FAST", "LEFT_OUT", "is_fast"]
 # A file, or a test in one.
 FAST = (
     "tests/engine/checkpoint/test_checkpoint.py",
+    "tests/engine/checkpoint/test_background_saves.py",
     "tests/engine/optim/test_clip.py",
     "tests/engine/test_config.py",
     "tests/engine/moe/test_dispatch.py",
@@ -20,6 +21,7 @@ FAST = (
     "tests/engine/planner/test_memory_plan.py",
     "tests/engine/topology/test_mesh.py",
     "tests/engine/optim/test_optimizer.py",
+    "tests/engine/optim/test_optimizer_settings.py",
     "tests/engine/test_order.py",
     "tests/engine/settings/test_role_settings.py",
     "tests/recipes/test_plan.py",

@@ -1,73 +1,34 @@
 """Save, resume on other ranks, export to Hugging Face format."""
 
-import contextlib
-import errno
 import json
-import threading
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import nn
 from transformers import AutoConfig
 
-from epfsdp2.engine.checkpoint import background
 from epfsdp2.engine.checkpoint import state as checkpoint
 from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST, CheckpointError
-from epfsdp2.engine.checkpoint.background import Background
 from epfsdp2.engine.checkpoint.export_hf import write_hf_weights
-from epfsdp2.engine.checkpoint.saves import name_as_latest, remove_old
-from epfsdp2.engine.model import hf_convert
-from epfsdp2.engine.model.layers import layer_names
-from epfsdp2.engine.optim.clip import clip_grad_norm_
-from epfsdp2.engine.optim.lr_scheduler import build_multi_lr_scheduler
-from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
-from epfsdp2.engine.optim.muon import Muon
+from epfsdp2.engine.checkpoint.saves import remove_old
 from epfsdp2.engine.topology.rank_consistency import RankMismatchError
-from tests.support.engine import full_tensors, sharded_model
-from tests.support.models import VOCAB, reference_model, save_qwen3_moe, token_loss
+from tests.support.checkpoints import ALL, build_trainer, raise_full_disk, train_step
+from tests.support.engine import sharded_model
+from tests.support.models import VOCAB, reference_model, save_qwen3_moe
 from tests.support.permissions import obey_permissions
 from tests.support.ranks import run_ranks
-
-ALL = {"model", "optimizer", "extra"}
-
-
-def _trainer(folder, ep, fsdp_size=-1, dim="auto", muon=False):
-    model, meshes = sharded_model(folder, dist.get_world_size(), ep, fsdp_size, expert_shard_dim=dim)
-    matrices = (lambda groups: Muon(groups, lr=1e-2, weight_decay=0.01)) if muon else None
-    optimizer = build_multi_optimizer(model, lambda params: torch.optim.AdamW(params, lr=1e-2), matrices)
-    schedule = build_multi_lr_scheduler(
-        optimizer, lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 1 / (step + 1))
-    )
-    return model, meshes, optimizer, schedule
-
-
-def _step(trainer, ids):
-    model, meshes, optimizer, schedule = trainer
-    optimizer.zero_grad()
-    rank, each = dist.get_rank(), len(ids) // dist.get_world_size()
-    token_loss(model, ids[rank * each : (rank + 1) * each]).backward()
-    clip_grad_norm_(model.parameters(), 1.0, meshes)
-    optimizer.step()
-    schedule.step()
-
-
-def _full(model, meshes):
-    return dict(full_tensors(model, meshes, layer_names(model), 1 << 30))
 
 
 def _other_algorithms_are_refused(folder, out):
     ids = torch.randint(0, VOCAB, (8, 11), generator=torch.Generator().manual_seed(2))
     for saves in (False, True):
-        trainer = _trainer(folder, 2, muon=saves)
-        _step(trainer, ids)
+        trainer = build_trainer(folder, 2, muon=saves)
+        train_step(trainer, ids)
         checkpoint.save_checkpoint(out, trainer[0], trainer[2], trainer[3], ALL, step=1)
-        model, _, optimizer, schedule = _trainer(folder, 2, muon=not saves)
+        model, _, optimizer, schedule = build_trainer(folder, 2, muon=not saves)
         before = {name: param.to_local().clone() for name, param in model.named_parameters()}
         was, now = ("Muon", "AdamW") if saves else ("AdamW", "Muon")
         with pytest.raises(ValueError, match=rf"self_attn.*q_proj.* is {was}'s, this run's optimizer for it is {now}"):
@@ -88,7 +49,7 @@ def test_load_checkpoint_of_another_algorithm_is_refused_before_anything_changes
 
 
 def _weights_alone_hold_no_optimizer(folder, out):
-    model, _, optimizer, schedule = _trainer(folder, 1)
+    model, _, optimizer, schedule = build_trainer(folder, 1)
     checkpoint.save_checkpoint(out, model, optimizer, schedule, {"model", "extra"}, step=1)
     with pytest.raises(ValueError, match="holds no optimizer state: leave the optimizer out"):
         checkpoint.load_checkpoint(out, model, optimizer, schedule, ALL)
@@ -102,13 +63,13 @@ def test_load_checkpoint_without_the_optimizer_says_so(tmp_path):
 
 
 def _unstepped_parameters(folder, out):
-    model, _, optimizer, schedule = _trainer(folder, 2, muon=True)
+    model, _, optimizer, schedule = build_trainer(folder, 2, muon=True)
     name = "model.layers.0.mlp.experts.down_proj"
     for fqn, param in model.named_parameters():
         param.grad = None if fqn == name else torch.ones_like(param)
     optimizer.step()
     checkpoint.save_checkpoint(out, model, optimizer, schedule, ALL, step=1)
-    other, _, fresh, schedule = _trainer(folder, 1, muon=True)
+    other, _, fresh, schedule = build_trainer(folder, 1, muon=True)
     checkpoint.load_checkpoint(out, other, fresh, schedule, ALL)
     state = fresh.state_dict()["state"]
     assert name not in state and state.keys() == {n for n, _ in other.named_parameters()} - {name}
@@ -156,8 +117,8 @@ def test_load_checkpoint_names_a_folder_without_one(tmp_path):
 
 
 def _damaged(folder, out):
-    model, _, optimizer, schedule = trainer = _trainer(folder, 2)
-    _step(trainer, torch.randint(0, VOCAB, (8, 11), generator=torch.Generator().manual_seed(2)))
+    model, _, optimizer, schedule = trainer = build_trainer(folder, 2)
+    train_step(trainer, torch.randint(0, VOCAB, (8, 11), generator=torch.Generator().manual_seed(2)))
     checkpoint.save_checkpoint(out, model, optimizer, schedule, ALL, step=1)
     before = {name: param.to_local().clone() for name, param in model.named_parameters()}
 
@@ -192,7 +153,7 @@ def test_verify_all_ranks_names_damaged_files_on_every_rank(tmp_path):
 
 
 def _without_permission(folder, out, read_only):
-    model, _, optimizer, schedule = _trainer(folder, 2)
+    model, _, optimizer, schedule = build_trainer(folder, 2)
     checkpoint.save_checkpoint(out, model, optimizer, schedule, ALL, step=1)
     shard = next((out / "dist_ckpt").glob("*00002*.safetensors"))
     obey_permissions()
@@ -227,9 +188,9 @@ def test_verify_all_ranks_names_unreadable_files_on_every_rank(tmp_path):
 
 
 def _of_another_model(folder, other, out):
-    model, _, _, schedule = _trainer(folder, 2)
+    model, _, _, schedule = build_trainer(folder, 2)
     checkpoint.save_checkpoint(out, model, None, schedule, {"model"}, step=1)
-    different, *_ = _trainer(other, 2)
+    different, *_ = build_trainer(other, 2)
     with pytest.raises(CheckpointError, match=r"another model: .*weight \(in .*safetensors\) is \(.*the model's is"):
         checkpoint.load_checkpoint(out, different, None, None, {"model"})
 
@@ -240,10 +201,10 @@ def test_load_checkpoint_of_another_model_is_refused(tmp_path):
 
 
 def _fails_on_one_rank(folder, out):
-    model, _, optimizer, schedule = _trainer(folder, 2)
+    model, _, optimizer, schedule = build_trainer(folder, 2)
     checkpoint.save_checkpoint(out, model, optimizer, schedule, ALL, step=1)
     if dist.get_rank() == 1:
-        checkpoint.save_file = _full_disk
+        checkpoint.save_file = raise_full_disk
     with pytest.raises((OSError, RankMismatchError), match="No space left on device"):
         checkpoint.save_checkpoint(out, model, optimizer, schedule, ALL, step=2)
     assert not out.with_name("ckpt.partial").exists() or dist.get_rank() != 0
@@ -251,86 +212,18 @@ def _fails_on_one_rank(folder, out):
     assert json.loads((out / "trainer_state.json").read_text())["step"] == 1
 
 
-def _full_disk(*args):
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
 def test_save_that_fails_on_one_rank_fails_on_all_and_replaces_nothing(tmp_path):
     run_ranks(_fails_on_one_rank, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
 
 
-def _in_background(folder, out):
-    ids = torch.randint(0, VOCAB, (8, 11), generator=torch.Generator().manual_seed(2))
-    model, meshes, optimizer, schedule = trainer = _trainer(folder, 2)
-    _step(trainer, ids)
-    step = out / "global_step_1"
-    wanted = _full(model, meshes)
-    saves = Background()
-    may_write = threading.Event()
-    snapshot = checkpoint.Snapshot.of(model, optimizer, schedule, ALL, 1).on_host()
-    describe = AutoConfig.from_pretrained(folder).save_pretrained
-
-    def job():
-        may_write.wait()
-        snapshot.write(step / "actor", describe, "cpu", saves.group)
-        if dist.get_rank() == 0:
-            name_as_latest(step / "actor", 1)
-
-    saves.start("a save", job)
-    _step(trainer, ids)  # with collectives of its own, while the save waits
-    assert not (step / "actor").exists()
-    may_write.set()
-    saves.wait()
-    dist.barrier()  # rank 0 names the checkpoint, the others' jobs may end before
-    assert (out / "latest_checkpointed_iteration.txt").read_text() == "1"
-    other = _trainer(folder, 1)
-    checkpoint.load_checkpoint(step / "actor", other[0], other[2], other[3], ALL)
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in _full(*other[:2]).items())
-    assert other[3].last_epoch == 1
-
-
-def test_background_save_during_an_update_has_the_values_from_before_it(tmp_path):
-    run_ranks(_in_background, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "run")
-
-
-def _export_in_background(folder, out):
-    trainer = _trainer(folder, 2)
-    model, wanted = trainer[0], _full(*trainer[:2])
-    hf_convert._SHAPES.clear()  # as if nothing had been loaded or synchronised by this process
-    saves, elsewhere = Background(), []
-    with contextlib.ExitStack() as watched:
-        for name in ("state_dict", "named_parameters", "named_buffers"):
-            method = getattr(nn.Module, name)
-
-            def noted(self, *args, _method=method, _name=name, **kwargs):
-                if threading.current_thread() is not threading.main_thread():
-                    elsewhere.append(_name)
-                return _method(self, *args, **kwargs)
-
-            watched.enter_context(mock.patch.object(nn.Module, name, noted))
-        snapshot = checkpoint.Snapshot.of(model, None, None, {"hf_model"}, 1).on_host()
-        write = partial(snapshot.write, out, AutoConfig.from_pretrained(folder).save_pretrained, "cpu", saves.group)
-        saves.start("an export", write)
-        _step(trainer, torch.randint(0, VOCAB, (8, 11), generator=torch.Generator().manual_seed(2)))
-        saves.wait()
-    assert elsewhere == []
-    dist.barrier()
-    exported = dict(reference_model(out / checkpoint.HF).named_parameters())
-    assert all(torch.equal(exported[name], tensor) for name, tensor in wanted.items())
-
-
-def test_background_export_during_a_forward_leaves_the_model_unchanged(tmp_path):
-    run_ranks(_export_in_background, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
-
-
 def _saves_random_state(folder, out):
-    model, _, optimizer, schedule = _trainer(folder, 1)
+    model, _, optimizer, schedule = build_trainer(folder, 1)
     torch.manual_seed(100 + dist.get_rank())
     checkpoint.save_checkpoint(out, model, optimizer, schedule, ALL, step=1)
 
 
 def _resumes_with_more_ranks(folder, out):
-    model, _, optimizer, schedule = _trainer(folder, 1)
+    model, _, optimizer, schedule = build_trainer(folder, 1)
     lines = []
     checkpoint.logger.addFilter(lambda record: lines.append(record.getMessage()))
     drawn = []
@@ -353,37 +246,13 @@ def test_load_checkpoint_on_more_ranks_seeds_them_and_logs_it(tmp_path):
     run_ranks(_resumes_with_more_ranks, 4, folder, tmp_path / "ckpt")
 
 
-def _fails_in_background(folder, out):
-    model, _, optimizer, schedule = _trainer(folder, 2)
-    saves = Background()
-
-    def save(step):
-        snapshot = checkpoint.Snapshot.of(model, optimizer, schedule, ALL, step).on_host()
-        job = partial(snapshot.write, out, lambda folder: None, "cpu", saves.group)
-        saves.start(f"saving {step}", job)
-
-    save(1)
-    saves.wait()
-    if dist.get_rank() == 1:
-        checkpoint.save_file = _full_disk
-    save(2)
-    with pytest.raises((OSError, RankMismatchError), match="No space left on device"):
-        save(3)
-    assert json.loads((out / "trainer_state.json").read_text())["step"] == 1
-    saves.wait()
-
-
-def test_background_save_that_fails_is_reported_when_the_next_begins(tmp_path):
-    run_ranks(_fails_in_background, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
-
-
 def test_load_checkpoint_unpickles_nothing(tmp_path):
     run_ranks(_without_pickle, 1, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
 
 
 def _without_pickle(folder, out):
-    model, _, optimizer, schedule = trainer = _trainer(folder, 1)
-    _step(trainer, torch.randint(0, VOCAB, (8, 11), generator=torch.Generator().manual_seed(2)))
+    model, _, optimizer, schedule = trainer = build_trainer(folder, 1)
+    train_step(trainer, torch.randint(0, VOCAB, (8, 11), generator=torch.Generator().manual_seed(2)))
     checkpoint.save_checkpoint(out, model, optimizer, schedule, ALL, step=1)
     assert {path.suffix for path in out.rglob("*") if path.is_file()} == {".safetensors", ".json"}
 
@@ -414,40 +283,3 @@ def _keeps_the_named(folder):
     (folder / "latest_checkpointed_iteration.txt").write_text("3")
     assert remove_old(paths[2:], 1) == paths[3:]
     assert [p.exists() for p in paths] == [False, False, False, True]
-
-
-def test_background_save_of_device_tensors_copies_them_through_two_pinned_buffers(monkeypatch):
-    """Larger than a buffer, smaller, and of none; a buffer is read only when what was copied to it has arrived."""
-    log = []
-
-    class Event:
-        def __init__(self):
-            self.name, self.recorded = f"{sum(e == 'made' for e in log)}", False
-            log.append("made")
-
-        def record(self, stream):
-            assert stream == "the stream that computes" and not self.recorded
-            self.recorded = True
-
-        def synchronize(self):
-            assert self.recorded
-            self.recorded = False
-            log.append(f"emptied {self.name}")
-
-    stream = "the stream that computes"
-    module = SimpleNamespace(Event=Event, current_stream=lambda device: stream, is_available=lambda: False)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    monkeypatch.setattr(background, "_on_host", lambda tensor: False)
-    monkeypatch.setattr(background, "_Staging", partial(background._Staging, nbytes=64))
-    tensors = {
-        "large": torch.randn(7, 9),
-        "step": torch.tensor(3.0),
-        "half": torch.randn(5).bfloat16(),
-        "none": torch.empty(0, 2),
-        "transposed": torch.randn(3, 4).t(),
-    }
-    copies = background.copied_to_host(tensors)
-    assert all(torch.equal(copies[name], tensor) for name, tensor in tensors.items())
-    tensors["large"].zero_()
-    assert copies["large"].any()
-    assert log == ["made"] * 2 + ["emptied 0", "emptied 1"] * 3 + ["emptied 0"]

@@ -9,18 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import _muon as torch_muon
 from transformers import (
     AutoModelForCausalLM,
-    DeepseekV2Config,
-    Gemma4TextConfig,
-    GptOssConfig,
-    JambaConfig,
-    NemotronHConfig,
-    Qwen2MoeConfig,
-    Qwen3MoeConfig,
 )
 
 from epfsdp2.engine.fsdp.options import ShardingOptions
@@ -28,76 +19,25 @@ from epfsdp2.engine.lora.adapters import Lora
 from epfsdp2.engine.lora.settings import LoraSettings
 from epfsdp2.engine.model.meta import build_on_meta, materialize
 from epfsdp2.engine.optim import muon as muon_module
-from epfsdp2.engine.optim import muon_partition
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.optim.muon import Muon, newton_schulz
-from epfsdp2.engine.optim.muon_partition import Layout, matrix_groups, matrix_shard_step, muon_parameters
+from epfsdp2.engine.optim.muon_partition import matrix_groups, matrix_shard_step, muon_parameters
 from epfsdp2.engine.parallelize import parallelize
 from epfsdp2.engine.topology.dtensor import local_range, local_tensor
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, reference_model, save_qwen3, save_qwen3_moe, token_loss
+from tests.support.muon import CONFIGS, muon_model, stepped_by_torch
 from tests.support.ranks import run_ranks
 
 WORLD = 4
 RELATIVE = 1e-5
 MESHES = [(1, -1), (2, -1), (4, -1), (1, 2), (2, 2), (1, 1)]
-COMMON = {
-    "vocab_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 6,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-}
-
-
-def _qwen3(**sizes):
-    return Qwen3MoeConfig(
-        **{**COMMON, "num_hidden_layers": 2, "num_experts_per_tok": 2, "mlp_only_layers": [1], **sizes}
-    )
-
-
-CONFIGS = {
-    # 5 rows over 4 ranks leave the last one with none; 2I = 44 is cut through gate and up.
-    "qwen3": lambda: _qwen3(hidden_size=20, intermediate_size=5, moe_intermediate_size=22, num_experts=8),
-    # 12 experts, and 2I = 46, which 4 does not divide: ep_fsdp=4 cuts columns.
-    "qwen3-odd": lambda: _qwen3(hidden_size=28, intermediate_size=9, moe_intermediate_size=23, num_experts=12),
-    # Nothing but the 6 experts can be cut over 4 ranks: 2, 2, 2 and none.
-    "qwen3-uneven": lambda: _qwen3(hidden_size=26, intermediate_size=9, moe_intermediate_size=23, num_experts=6),
-    "gpt-oss": lambda: GptOssConfig(
-        **COMMON, hidden_size=20, intermediate_size=14, num_local_experts=4, num_experts_per_tok=2, num_hidden_layers=2
-    ),
-    # ep_fsdp=4 can't cut 18 rows: it cuts 2I = 28 columns, in which gate and up alternate.
-    "gpt-oss-columns": lambda: GptOssConfig(
-        **COMMON, hidden_size=18, intermediate_size=14, num_local_experts=4, num_experts_per_tok=2, num_hidden_layers=1
-    ),
-    "nemotron-h": lambda: NemotronHConfig(
-        **COMMON,
-        hidden_size=20,
-        layers_block_type=["moe", "attention", "mamba", "mlp"],
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=12,
-        moe_shared_expert_intermediate_size=14,
-        moe_latent_size=16,
-        intermediate_size=10,
-        mamba_num_heads=4,
-        mamba_head_dim=6,
-        ssm_state_size=8,
-        n_groups=2,
-    ),
-}
-
-
-def _model(config):
-    config._attn_implementation = "eager"
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def _reference(config, lora=None):
     torch.manual_seed(0)
-    model = _model(config)
+    model = muon_model(config)
     if lora is not None:
         Lora(model, lora).freeze_base(model)
     with torch.no_grad():
@@ -132,52 +72,6 @@ def _gradient(name, shape, step):
     return torch.randn(shape, generator=generator) * torch.linspace(0.1, 2, shape[-2]).unsqueeze(-1)
 
 
-def _split(name, weight):
-    """Split a parameter into its matrices, output dim first, by the family's layout, independently of the module."""
-    experts = ".experts." in name
-    if not experts:
-        return [weight]
-    gpt_oss, is_adapter = "gpt_oss" in name, "_lora_" in name
-    matrices = []
-    for expert in weight:
-        expert = expert.T if gpt_oss and not is_adapter else expert
-        if not name.endswith(("gate_up_proj", "gate_up_proj_lora_B")):
-            matrices.append(expert)
-        elif gpt_oss:
-            matrices += [expert[0::2], expert[1::2]]
-        else:
-            matrices += [expert[: len(expert) // 2], expert[len(expert) // 2 :]]
-    return matrices
-
-
-def _zeropower_fp32(grad, coefficients, steps, eps):
-    a, b, c = coefficients
-    x = grad / grad.norm().clamp(min=eps)
-    for _ in range(steps):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x
-
-
-def _torch_muon(weights, gradients, **options):
-    """Return the weights after each step, stepped by torch's Muon as separate matrices in float32."""
-    pieces = {name: [nn.Parameter(m.clone()) for m in _split(name, w)] for name, w in weights.items()}
-    optimizer = torch.optim.Muon([p for parts in pieces.values() for p in parts], **options)
-    after = []
-    with mock.patch.object(torch_muon, "_zeropower_via_newtonschulz", _zeropower_fp32):
-        for grads in gradients:
-            for name, parts in pieces.items():
-                for part, grad in zip(parts, _split(name, grads[name]), strict=True):
-                    part.grad = grad.clone()
-            optimizer.step()
-            stepped = {name: w.clone() for name, w in weights.items()}
-            for name, parts in pieces.items():
-                for view, part in zip(_split(name, stepped[name]), parts, strict=True):
-                    view.copy_(part.detach())
-            after.append(stepped)
-    return after
-
-
 def _relative(value, reference):
     return ((value - reference).norm() / reference.norm().clamp_min(1e-12)).item()
 
@@ -189,7 +83,7 @@ def _equals_torch(family, cases, options, lora=None):
     names = list(muon_parameters(reference))
     weights = {key + n: p.detach() for n, p in reference.named_parameters() if n in names}
     gradients = [{n: _gradient(n, w.shape, step) for n, w in weights.items()} for step in range(2)]
-    expected = _torch_muon(weights, gradients, **options)
+    expected = stepped_by_torch(weights, gradients, **options)
     for ep, fsdp_size, sharding in cases:
         model = _sharded(config, reference, ep, fsdp_size, lora, **sharding)
         assert list(muon_parameters(model)) == names
@@ -427,7 +321,7 @@ def test_newton_schulz_in_bfloat16_equals_torch():
 
 def test_muon_steps_a_plain_model_in_one_process():
     weight = nn.Parameter(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)))
-    wanted = _torch_muon(
+    wanted = stepped_by_torch(
         {"w": weight.detach().clone()}, [{"w": torch.ones(6, 4).tril()}], lr=0.1, adjust_lr_fn="original"
     )
     optimizer = Muon([weight], lr=0.1, adjust_lr_fn="original")
@@ -456,156 +350,3 @@ def test_muon_refuses_options_out_of_range(options, said):
         )
     with pytest.raises(ValueError, match="matrices and stacks"):
         Muon([nn.Parameter(torch.ones(3))])
-
-
-# -- which parameters -------------------------------------------------------------------------------------------------
-
-SMALL = {**COMMON, "hidden_size": 24, "num_hidden_layers": 2, "num_experts_per_tok": 2}
-
-
-def _names(config):
-    config._attn_implementation = "eager"
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return model, muon_parameters(model)
-
-
-def test_muon_parameters_of_qwen2_moe_leave_router_and_shared_expert_gate_out():
-    config = Qwen2MoeConfig(**SMALL, num_experts=8, moe_intermediate_size=20, shared_expert_intermediate_size=22)
-    model, found = _names(config)
-    layer = {name.removeprefix("model.layers.1.") for name in found if ".1." in name}
-    assert layer == {
-        *(f"self_attn.{p}_proj.weight" for p in "qkvo"),
-        *(f"mlp.shared_expert.{p}_proj.weight" for p in ("gate", "up", "down")),
-        "mlp.experts.gate_up_proj",
-        "mlp.experts.down_proj",
-    }
-    rest = {name for name, _ in model.named_parameters()} - found.keys()
-    assert {"model.embed_tokens.weight", "lm_head.weight", "model.layers.0.mlp.gate.weight"} <= rest
-    assert "model.layers.0.mlp.shared_expert_gate.weight" in rest and "model.layers.0.self_attn.q_proj.bias" in rest
-    assert found["model.layers.0.mlp.experts.gate_up_proj"] == Layout(parts=2)
-    assert found["model.layers.0.mlp.experts.down_proj"] == Layout()
-
-
-def test_muon_parameters_of_gpt_oss_are_interleaved_and_leave_stacked_biases_out():
-    _, found = _names(CONFIGS["gpt-oss"]())
-    assert found["model.layers.0.mlp.experts.gate_up_proj"] == Layout(parts=2, out_dim=-1, interleaved=True)
-    assert found["model.layers.0.mlp.experts.down_proj"] == Layout(out_dim=-1)
-    assert not any("bias" in name or "router" in name for name in found)
-
-
-def test_muon_parameters_of_nemotron_h_have_one_part_and_leave_its_convolution_out():
-    _, found = _names(CONFIGS["nemotron-h"]())
-    assert found["model.layers.0.mixer.experts.up_proj"] == Layout()
-    assert "model.layers.0.mixer.fc1_latent_proj.weight" in found and "model.layers.2.mixer.in_proj.weight" in found
-    assert not any("conv1d" in name or ".gate." in name for name in found)
-
-
-@pytest.mark.parametrize(
-    ("config", "router"),
-    [
-        (
-            DeepseekV2Config(
-                **{k: v for k, v in SMALL.items() if k not in ("head_dim", "num_key_value_heads")},
-                n_routed_experts=8,
-                moe_intermediate_size=20,
-                intermediate_size=26,
-                first_k_dense_replace=1,
-                kv_lora_rank=10,
-                q_lora_rank=12,
-                qk_nope_head_dim=6,
-                qk_rope_head_dim=4,
-                v_head_dim=6,
-            ),
-            "model.layers.1.mlp.gate.weight",
-        ),
-        (
-            JambaConfig(
-                **{k: v for k, v in SMALL.items() if k != "head_dim"},
-                num_experts=8,
-                intermediate_size=20,
-                expert_layer_offset=1,
-                expert_layer_period=2,
-                attn_layer_offset=1,
-                attn_layer_period=2,
-                mamba_dt_rank=4,
-                mamba_d_state=4,
-            ),
-            "model.layers.1.feed_forward.router.weight",
-        ),
-        (
-            Gemma4TextConfig(
-                **{**SMALL, "num_experts_per_tok": None},
-                enable_moe_block=True,
-                num_experts=8,
-                top_k_experts=2,
-                moe_intermediate_size=20,
-                intermediate_size=26,
-                global_head_dim=6,
-                hidden_size_per_layer_input=0,
-            ),
-            "model.layers.1.router.proj.weight",
-        ),
-    ],
-    ids=["deepseek-v2", "jamba", "gemma4"],
-)
-def test_muon_parameters_leave_routers_that_are_linears_out(config, router):
-    model, found = _names(config)
-    names = [name for name, _ in model.named_parameters()]
-    assert router in names and router not in found
-    assert any("experts.gate_up_proj" in name for name in found)
-    assert any(name.endswith(("q_proj.weight", "q_b_proj.weight")) for name in found)
-    assert not any(".experts." not in name and model.get_parameter(name).shape[0] == 8 for name in found)
-
-
-class _PlannedExperts(nn.Module):
-    def __init__(self, mesh):
-        super().__init__()
-        self.weight = nn.Parameter(distribute_tensor(torch.ones(6, 4, 10), mesh, [Shard(1)]))
-
-
-class _PlannedLayer(nn.Module):
-    def __init__(self, mesh):
-        super().__init__()
-        self.proj, self.gate, self.experts = nn.Linear(6, 6), nn.Linear(6, 4), _PlannedExperts(mesh)
-
-
-def _a_plan_s_experts():
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ep_fsdp", "ep"))["ep"]
-    model = nn.Sequential(_PlannedLayer(mesh))
-    model._no_split_modules = ["_PlannedLayer"]
-    assert list(muon_parameters(model)) == ["0.proj.weight"]
-
-
-def test_muon_parameters_leave_planned_experts_and_their_router_to_adamw():
-    run_ranks(_a_plan_s_experts, 2)
-
-
-def test_muon_parameters_leave_frozen_parameters_out():
-    model = _model(CONFIGS["qwen3"]())
-    model.model.layers[0].mlp.experts.down_proj.requires_grad_(False)
-    assert "model.layers.0.mlp.experts.down_proj" not in muon_parameters(model)
-
-
-# -- who orthogonalises what -------------------------------------------------------------------------------------------
-
-
-def test_buckets_balance_cost_each_and_in_all():
-    shapes = [(24, 40)] * 5 + [(40, 40)] * 3 + [(8, 200)] * 7 + [(100, 100)]
-    blocks = [muon_partition.Block(None, (1, *shape), ()) for shape in shapes * 3]
-    total = [0] * 4
-    buckets = list(muon_partition._split_into_buckets(blocks, 4 * 4000, 4))
-    assigned = [muon_partition._assign_to_ranks(bucket, total) for bucket in buckets]
-    assert [b for bucket in buckets for b in bucket] == blocks and len(buckets) > 1
-    for bucket, hands in zip(buckets, assigned, strict=True):
-        # The largest matrix is more than a rank's share of bytes: then a bucket has as much as four such.
-        assert sum(block.numel for block in bucket) <= 4 * 100 * 100
-        loads = [sum(block.cost for block in hand) for hand in hands]
-        assert max(loads) - min(loads) <= max(block.cost for block in bucket)
-    assert sum(total) == sum(block.cost for block in blocks)
-    assert max(total) - min(total) <= 1.5 * max(block.cost for block in blocks)
-
-
-def test_buckets_of_large_matrices_give_every_rank_one():
-    blocks = [muon_partition.Block(None, (1, 100, 100), ()) for _ in range(8)]
-    assert [len(bucket) for bucket in muon_partition._split_into_buckets(blocks, 1, 4)] == [4, 4]

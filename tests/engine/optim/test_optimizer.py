@@ -1,26 +1,20 @@
 """MultiOptimizer acts as one optimizer: state by name, hooks, kernels; and the settings that it is built from."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.optim.multi_optimizer import (
     MultiOptimizer,
     build_multi_optimizer,
-    check_optimizer,
-    optimizer_from_config,
 )
 from epfsdp2.engine.optim.muon import Muon
 from tests.support.engine import sharded_model
 from tests.support.models import VOCAB, reference_model, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks
-
-SETTING = "actor_rollout_ref.actor.optim"
 
 
 def _two(second=torch.optim.SGD, **options):
@@ -289,114 +283,3 @@ def test_fused_adamw_of_every_placement_steps_as_the_plain_one_does(tmp_path):
     cases = [(1, -1, {}), (2, -1, {"expert_shard_dim": 0}), (2, -1, {"expert_shard_dim": 1}), (2, 2, {})]
     cases += [(2, -1, {"cpu_offload": True})]
     run_ranks(_fused_is_called, 4, save_qwen3_moe(tmp_path), cases)
-
-
-# -- settings ----------------------------------------------------------------------------------------------------------
-
-
-def _config(**fields):
-    defaults = {"lr": 1e-3, "weight_decay": 0.01, "betas": [0.9, 0.95], "optimizer": "AdamW"}
-    return SimpleNamespace(**{**defaults, "optimizer_impl": "torch.optim", "override_optimizer_config": None, **fields})
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"optimizer": "SGD", "override_optimizer_config": {"momentum": 0.9}},
-        {"override_optimizer_config": {"fused": False, "eps": 1e-6}},
-        {"optimizer": "Muon"},
-        {"optimizer": "Muon", "override_optimizer_config": {"momentum": 0.9, "ns_steps": 3, "adamw": {"eps": 1e-6}}},
-        {"optimizer": "Muon", "override_optimizer_config": {"adjust_lr_fn": "original", "adamw": {"lr": 3e-4}}},
-    ],
-)
-def test_check_optimizer_accepts_settings_that_work(fields):
-    check_optimizer(_config(**fields), SETTING)
-    check_optimizer(vars(_config(**fields)), SETTING)
-
-
-@pytest.mark.parametrize(
-    ("fields", "setting", "said"),
-    [
-        ({"optimizer": "adamw"}, "optimizer", "optimizer=AdamW"),
-        ({"optimizer": "AdamWW"}, "optimizer", "AdamW"),
-        ({"optimizer": "LBFGS"}, "optimizer", "can't train a sharded model"),
-        ({"optimizer": "zzz"}, "optimizer", "torch.optim has no such optimizer"),
-        ({"optimizer_impl": "no_such_package"}, "optimizer_impl", "can't be imported"),
-        (
-            {"override_optimizer_config": {"epss": 1}},
-            "override_optimizer_config.epss",
-            "override_optimizer_config.eps=",
-        ),
-        ({"override_optimizer_config": {"eps": -1}}, "", "Invalid epsilon value"),
-        ({"betas": [1.5, 0.9]}, "", "Invalid beta parameter"),
-        ({"lr": -1.0}, "", "Invalid learning rate"),
-        ({"optimizer": "Rprop"}, "", "unexpected keyword argument 'weight_decay'"),
-        (
-            {"optimizer": "Muon", "override_optimizer_config": {"momentun": 1}},
-            "override_optimizer_config.momentun",
-            "momentum=",
-        ),
-        (
-            {"optimizer": "Muon", "override_optimizer_config": {"weight_decay": 1}},
-            "override_optimizer_config.weight_decay",
-            "no such",
-        ),
-        ({"optimizer": "Muon", "override_optimizer_config": {"momentum": 2}}, "", "momentum has to be in"),
-        (
-            {"optimizer": "Muon", "override_optimizer_config": {"adamw": {"epps": 1}}},
-            "override_optimizer_config.adamw.epps",
-            "adamw.eps=",
-        ),
-        (
-            {"optimizer": "Muon", "override_optimizer_config": {"adamw": 3}},
-            "override_optimizer_config.adamw",
-            "adamw.eps",
-        ),
-        ({"optimizer": "Muon", "betas": [0.9, 1.5]}, "", "Invalid beta parameter"),
-    ],
-)
-def test_check_optimizer_refuses_settings_with_one_that_works(fields, setting, said):
-    with pytest.raises(SettingError) as error:
-        check_optimizer(_config(**fields), SETTING)
-    assert error.value.setting == (f"{SETTING}.{setting}" if setting else SETTING)
-    assert said in str(error.value)
-
-
-def test_check_optimizer_accepts_omegaconf_settings():
-    omegaconf = pytest.importorskip("omegaconf")
-    fields = {"optimizer": "Muon", "override_optimizer_config": {"ns_steps": 3, "adamw": {"eps": 1e-6}}}
-    check_optimizer(omegaconf.OmegaConf.create(vars(_config(**fields))), SETTING)
-
-
-def _built_from_config(folder):
-    model, _ = sharded_model(folder, 2, 2)
-    overrides = {"momentum": 0.9, "adamw": {"eps": 1e-6}}
-    multi = optimizer_from_config(model, _config(optimizer="Muon", override_optimizer_config=overrides), None)
-    dense, muon = multi.optimizers["dense"], multi.optimizers["muon"]
-    assert isinstance(dense, torch.optim.AdamW) and isinstance(muon, Muon)
-    assert {group["weight_decay"] for group in multi.param_groups} == {0.01}
-    assert {group["lr"] for group in multi.param_groups} == {1e-3}
-    assert {(g["betas"], g["eps"], g["fused"]) for g in dense.param_groups} == {((0.9, 0.95), 1e-6, True)}
-    assert {(g["momentum"], g["adjust_lr_fn"]) for g in muon.param_groups} == {(0.9, "match_rms_adamw")}
-    held = [name for group in multi.state_dict()["param_groups"] for name in group["params"]]
-    assert sorted(held) == sorted(name for name, _ in model.named_parameters())
-    other = optimizer_from_config(model, _config(), _adamw)
-    assert {type(o) for o in other.optimizers.values()} == {torch.optim.AdamW}
-    assert list(other.optimizers) == ["dense", "experts"]
-
-
-def test_optimizer_from_config_chooses_the_algorithms(tmp_path):
-    run_ranks(_built_from_config, 2, save_qwen3_moe(tmp_path))
-
-
-def test_optimizer_from_config_passes_arguments_as_verl_does():
-    optimizer = pytest.importorskip("verl.workers.config.optimizer")
-    from epfsdp2.engine.optim.settings import _arguments_by_verl
-
-    for fields in ({}, {"optimizer": "SGD"}, {"optimizer": "RAdam", "override_optimizer_config": {"eps": 1e-6}}):
-        config = optimizer.FSDPOptimizerConfig(**vars(_config(**fields)))
-        built = optimizer.build_optimizer([nn.Parameter(torch.ones(1))], config)
-        for key, value in _arguments_by_verl(config).items():
-            got = built.defaults[key]
-            assert (tuple(got) if key == "betas" else got) == value

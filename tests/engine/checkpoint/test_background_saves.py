@@ -1,0 +1,155 @@
+"""Saves that are written in the background while training goes on."""
+
+import contextlib
+import json
+import threading
+from functools import partial
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import AutoConfig
+
+from epfsdp2.engine.checkpoint import background
+from epfsdp2.engine.checkpoint import state as checkpoint
+from epfsdp2.engine.checkpoint.background import Background
+from epfsdp2.engine.checkpoint.saves import name_as_latest
+from epfsdp2.engine.model import hf_convert
+from epfsdp2.engine.model.layers import layer_names
+from epfsdp2.engine.topology.rank_consistency import RankMismatchError
+from tests.support.checkpoints import ALL, build_trainer, raise_full_disk, train_step
+from tests.support.engine import full_tensors
+from tests.support.models import VOCAB, reference_model, save_qwen3_moe
+from tests.support.ranks import run_ranks
+
+
+def _full(model, meshes):
+    return dict(full_tensors(model, meshes, layer_names(model), 1 << 30))
+
+
+def _in_background(folder, out):
+    ids = torch.randint(0, VOCAB, (8, 11), generator=torch.Generator().manual_seed(2))
+    model, meshes, optimizer, schedule = trainer = build_trainer(folder, 2)
+    train_step(trainer, ids)
+    step = out / "global_step_1"
+    wanted = _full(model, meshes)
+    saves = Background()
+    may_write = threading.Event()
+    snapshot = checkpoint.Snapshot.of(model, optimizer, schedule, ALL, 1).on_host()
+    describe = AutoConfig.from_pretrained(folder).save_pretrained
+
+    def job():
+        may_write.wait()
+        snapshot.write(step / "actor", describe, "cpu", saves.group)
+        if dist.get_rank() == 0:
+            name_as_latest(step / "actor", 1)
+
+    saves.start("a save", job)
+    train_step(trainer, ids)  # with collectives of its own, while the save waits
+    assert not (step / "actor").exists()
+    may_write.set()
+    saves.wait()
+    dist.barrier()  # rank 0 names the checkpoint, the others' jobs may end before
+    assert (out / "latest_checkpointed_iteration.txt").read_text() == "1"
+    other = build_trainer(folder, 1)
+    checkpoint.load_checkpoint(step / "actor", other[0], other[2], other[3], ALL)
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in _full(*other[:2]).items())
+    assert other[3].last_epoch == 1
+
+
+def test_background_save_during_an_update_has_the_values_from_before_it(tmp_path):
+    run_ranks(_in_background, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "run")
+
+
+def _export_in_background(folder, out):
+    trainer = build_trainer(folder, 2)
+    model, wanted = trainer[0], _full(*trainer[:2])
+    hf_convert._SHAPES.clear()  # as if nothing had been loaded or synchronised by this process
+    saves, elsewhere = Background(), []
+    with contextlib.ExitStack() as watched:
+        for name in ("state_dict", "named_parameters", "named_buffers"):
+            method = getattr(nn.Module, name)
+
+            def noted(self, *args, _method=method, _name=name, **kwargs):
+                if threading.current_thread() is not threading.main_thread():
+                    elsewhere.append(_name)
+                return _method(self, *args, **kwargs)
+
+            watched.enter_context(mock.patch.object(nn.Module, name, noted))
+        snapshot = checkpoint.Snapshot.of(model, None, None, {"hf_model"}, 1).on_host()
+        write = partial(snapshot.write, out, AutoConfig.from_pretrained(folder).save_pretrained, "cpu", saves.group)
+        saves.start("an export", write)
+        train_step(trainer, torch.randint(0, VOCAB, (8, 11), generator=torch.Generator().manual_seed(2)))
+        saves.wait()
+    assert elsewhere == []
+    dist.barrier()
+    exported = dict(reference_model(out / checkpoint.HF).named_parameters())
+    assert all(torch.equal(exported[name], tensor) for name, tensor in wanted.items())
+
+
+def test_background_export_during_a_forward_leaves_the_model_unchanged(tmp_path):
+    run_ranks(_export_in_background, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
+
+
+def _fails_in_background(folder, out):
+    model, _, optimizer, schedule = build_trainer(folder, 2)
+    saves = Background()
+
+    def save(step):
+        snapshot = checkpoint.Snapshot.of(model, optimizer, schedule, ALL, step).on_host()
+        job = partial(snapshot.write, out, lambda folder: None, "cpu", saves.group)
+        saves.start(f"saving {step}", job)
+
+    save(1)
+    saves.wait()
+    if dist.get_rank() == 1:
+        checkpoint.save_file = raise_full_disk
+    save(2)
+    with pytest.raises((OSError, RankMismatchError), match="No space left on device"):
+        save(3)
+    assert json.loads((out / "trainer_state.json").read_text())["step"] == 1
+    saves.wait()
+
+
+def test_background_save_that_fails_is_reported_when_the_next_begins(tmp_path):
+    run_ranks(_fails_in_background, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
+
+
+def test_background_save_of_device_tensors_copies_them_through_two_pinned_buffers(monkeypatch):
+    """Larger than a buffer, smaller, and of none; a buffer is read only when what was copied to it has arrived."""
+    log = []
+
+    class Event:
+        def __init__(self):
+            self.name, self.recorded = f"{sum(e == 'made' for e in log)}", False
+            log.append("made")
+
+        def record(self, stream):
+            assert stream == "the stream that computes" and not self.recorded
+            self.recorded = True
+
+        def synchronize(self):
+            assert self.recorded
+            self.recorded = False
+            log.append(f"emptied {self.name}")
+
+    stream = "the stream that computes"
+    module = SimpleNamespace(Event=Event, current_stream=lambda device: stream, is_available=lambda: False)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(background, "_on_host", lambda tensor: False)
+    monkeypatch.setattr(background, "_Staging", partial(background._Staging, nbytes=64))
+    tensors = {
+        "large": torch.randn(7, 9),
+        "step": torch.tensor(3.0),
+        "half": torch.randn(5).bfloat16(),
+        "none": torch.empty(0, 2),
+        "transposed": torch.randn(3, 4).t(),
+    }
+    copies = background.copied_to_host(tensors)
+    assert all(torch.equal(copies[name], tensor) for name, tensor in tensors.items())
+    tensors["large"].zero_()
+    assert copies["large"].any()
+    assert log == ["made"] * 2 + ["emptied 0", "emptied 1"] * 3 + ["emptied 0"]

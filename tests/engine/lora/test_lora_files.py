@@ -1,0 +1,166 @@
+"""Adapters in checkpoints, exports and files of peft."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+
+from epfsdp2.engine.checkpoint.atomic_folder import CheckpointError
+from epfsdp2.engine.checkpoint.export_hf import MODEL
+from epfsdp2.engine.checkpoint.state import HF, SHARDS, load_checkpoint, save_checkpoint
+from epfsdp2.engine.lora.adapters import Lora
+from epfsdp2.engine.lora.peft_files import ADAPTER, read_adapter
+from epfsdp2.engine.optim.clip import clip_grad_norm_
+from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
+from epfsdp2.engine.topology.dtensor import is_adapter
+from epfsdp2.recipes.convert.export import export
+from tests.support.lora import SCALING, adapters_of, lora_settings, stirred, whole
+from tests.support.lora_runs import (
+    CLIP,
+    WORLD,
+    logits_of,
+    next_token_loss,
+    sharded_with_adapters,
+    weights_with_adapters,
+)
+from tests.support.models import adam, reference_model, save_qwen3_moe, token_batch
+from tests.support.ranks import run_ranks
+
+
+def _saves(folder, out):
+    """Run two updates, save everything, run one more; a resumed run on another mesh does the same."""
+    rank = dist.get_rank()
+    ids = token_batch(dist.get_world_size())
+
+    def update(model, meshes, optimizer):
+        optimizer.zero_grad()
+        next_token_loss(logits_of(model, ids[2 * rank : 2 * rank + 2]), ids[2 * rank : 2 * rank + 2]).backward()
+        clip_grad_norm_(model.parameters(), CLIP, meshes)
+        optimizer.step()
+
+    model, meshes, _ = sharded_with_adapters(folder, 2)
+    optimizer = build_multi_optimizer(model, adam)
+    for _ in range(2):
+        update(model, meshes, optimizer)
+    contents = ("model", "optimizer", "hf_model")
+    for name, with_base in (("saved", True), ("alone", False)):
+        describe = model.config.save_pretrained
+        save_checkpoint(out / name, model, optimizer, None, contents, 2, describe, with_base=with_base)
+    wanted = weights_with_adapters(folder, model)
+    update(model, meshes, optimizer)
+
+    for name, ep, options in (("alone", 4, {}), ("alone", 1, {"expert_shard_dim": 0}), ("saved", 2, {})):
+        resumed, other, _ = sharded_with_adapters(folder, ep, seed=99, **options)
+        again = build_multi_optimizer(resumed, adam)
+        load_checkpoint(out / name, resumed, again, None, ("model", "optimizer"))
+        update(resumed, other, again)
+        for (name, a), (_, b) in zip(model.named_parameters(), resumed.named_parameters(), strict=True):
+            torch.testing.assert_close(whole(a), whole(b), rtol=1e-5, atol=1e-7, msg=f"{ep} {name}")
+
+    differing, _, _ = sharded_with_adapters(folder, 2, changes={"lora_alpha": 4})
+    with pytest.raises(CheckpointError, match="'alpha': 12"):
+        load_checkpoint(out / "saved", differing, None, None, ("model",))
+    _without_the_base(out, model)
+    if rank == 0:
+        exported = reference_model(out / "saved" / HF)
+        for name, param in exported.named_parameters():
+            torch.testing.assert_close(param.detach(), wanted[name], rtol=1e-6, atol=1e-7, msg=name)
+        written = (out / "saved" / HF / "model.safetensors").read_bytes()
+        assert (out / "alone" / HF / "model.safetensors").read_bytes() == written
+        for name, base in (("saved", None), ("alone", None), ("alone", folder)):
+            to = out / f"{name} {base is None}"
+            export(out / name, to, base=base)
+            assert (to / "model.safetensors").read_bytes() == written
+
+
+def _without_the_base(out, model):
+    """What a checkpoint without the frozen weights holds, and that other weights are refused."""
+    held = {n for path in (out / "alone" / SHARDS).glob("*.safetensors") for n in load_file(path)}
+    assert held and all(is_adapter(name) for name in held if name.startswith(MODEL))
+    own = model.get_parameter("model.layers.1.self_attn.q_proj.weight")
+    with torch.no_grad():
+        whole_weight = own.full_tensor()
+        if dist.get_rank() == 0:
+            own.to_local()[0, 0] += 2**-20 * whole_weight[0, 0].abs()
+    before = {name: whole(param) for name, param in adapters_of(model).items()}
+    with pytest.raises(CheckpointError, match=r"1.self_attn.q_proj.weight differs. Resume with model.path="):
+        load_checkpoint(out / "alone", model, None, None, ("model",))
+    assert all(torch.equal(whole(param), before[name]) for name, param in adapters_of(model).items())
+    load_checkpoint(out / "saved", model, None, None, ("model",))
+    assert torch.equal(own.full_tensor(), whole_weight)
+
+
+def test_lora_export_of_a_changed_base_is_refused(tmp_path):
+    folder, out = save_qwen3_moe(tmp_path / "model"), tmp_path / "out"
+    run_ranks(_saves_alone, 1, folder, out)
+    export(out, tmp_path / "first")
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"][0, 0] += 1
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="lm_head.weight of .* is not what the adapters of"):
+        export(out, tmp_path / "second")
+    with pytest.raises(CheckpointError, match="is no folder here: name one with --base"):
+        export(out, tmp_path / "third", base=tmp_path / "nowhere")
+    assert not (tmp_path / "second").exists()
+
+
+def _saves_alone(folder, out):
+    model, *_ = sharded_with_adapters(folder, 1)
+    save_checkpoint(out, model, None, None, ("model",), 1, model.config.save_pretrained, with_base=False)
+
+
+def test_lora_resumes_on_another_mesh_and_exports_merged_weights(tmp_path):
+    folder, out = save_qwen3_moe(tmp_path / "model"), tmp_path / "out"
+    run_ranks(_saves, WORLD, folder, out)
+
+
+def _writes_an_adapter(folder, out, changes):
+    model, _, lora = sharded_with_adapters(folder, 2, changes=changes)
+    lora.initialize(model, 0, stirred(model))
+    save_checkpoint(out, model, None, None, ("model",), 1, model.config.save_pretrained)
+    ids = token_batch(1)
+    with torch.no_grad():
+        logits = logits_of(model.eval(), ids)
+    if dist.get_rank() == 0:
+        save_file({"logits": logits}, out.with_suffix(".logits"))
+    again, _, lora = sharded_with_adapters(folder, 1, changes={"lora_adapter_path": str(out / ADAPTER)})
+    lora.initialize(again, 0, read_adapter(out / ADAPTER, lora, "lora_adapter_path"))
+    for name, param in adapters_of(again).items():
+        assert torch.equal(whole(param), whole(model.get_parameter(name))), name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="everything"),
+        pytest.param({"target_modules": ["q_proj", "o_proj"]}, id="attention", marks=pytest.mark.long),
+        pytest.param(
+            {"target_modules": ["experts.down_proj", "layers.1.mlp.up_proj"]}, id="experts", marks=pytest.mark.long
+        ),
+    ],
+)
+def test_lora_adapter_that_was_saved_is_loaded_by_peft(tmp_path, changes):
+    folder, out = save_qwen3_moe(tmp_path / "model"), tmp_path / "out"
+    run_ranks(_writes_an_adapter, 2, folder, out, changes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # peft warns of keys that it misses, or has no place for
+        adapted = PeftModel.from_pretrained(reference_model(folder), out / ADAPTER)
+    with torch.no_grad():
+        logits = adapted(input_ids=token_batch(1), use_cache=False).logits
+        with adapted.disable_adapter():
+            base = adapted(input_ids=token_batch(1), use_cache=False).logits
+    torch.testing.assert_close(logits, load_file(out.with_suffix(".logits"))["logits"], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(logits, base, atol=1e-2)
+    # What peft saves itself is what we read.
+    adapted.save_pretrained(out.with_suffix(".peft"))
+    ours, theirs = (load_file(path / "adapter_model.safetensors") for path in (out / ADAPTER, out.with_suffix(".peft")))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    own = Lora(reference_model(folder), lora_settings(**changes))
+    for path in (out / ADAPTER, out.with_suffix(".peft")):
+        lora = Lora(reference_model(folder), lora_settings(lora_alpha=1, lora_adapter_path=str(path)))
+        assert lora.targets.keys() == own.targets.keys()
+        assert {target.scaling for target in lora.targets.values()} == {SCALING}
+        read_adapter(path, lora, "lora_adapter_path")

@@ -1,0 +1,101 @@
+"""Adapter settings that a run takes or refuses on the driver."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from epfsdp2.engine.config import EPFSDP2EngineConfig
+from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.preflight.run import check_training
+from tests.support.lora import SETTINGS
+from tests.support.models import save_qwen3_moe
+
+
+@pytest.fixture
+def checked(tmp_path):
+    """Return ``check_training`` for a run with adapters, with changes to verl's model settings."""
+    folder = save_qwen3_moe(tmp_path / "model")
+    (tmp_path / "adapter").mkdir()
+    config = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "use_dora": False}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+
+    def check(changes=None, setting="actor_rollout_ref.model", optim=None, **engine):
+        model = {"path": str(folder), "override_config": {"attn_implementation": "sdpa"}, **SETTINGS, **(changes or {})}
+        model = {
+            key: value.replace("$", str(tmp_path)) if isinstance(value, str) else value for key, value in model.items()
+        }
+        return check_training(EPFSDP2EngineConfig(**engine), 8, model, device="cpu", setting=setting, optim=optim)
+
+    return check
+
+
+def test_lora_check_accepts_a_run_that_works(checked):
+    assert checked().name == "Qwen3MoeForCausalLM"
+    assert checked(ep_size=8, fsdp_size=8) is not None
+    assert checked({"target_modules": None, "target_parameters": ["experts.down_proj"]}) is not None
+    assert checked({"target_modules": r".*self_attn\.[qv]_proj"}) is not None
+    assert checked({"lora_rank": 0}) is not None
+    assert checked(setting="critic.model") is not None
+    assert checked({"lora": {"modules_to_save": ["lm_head"]}}) is not None
+    muon = {"optimizer": "Muon", "optimizer_impl": "torch.optim", "lr": 1e-3, "weight_decay": 0.0, "betas": (0.9, 0.99)}
+    assert checked(optim=muon, router_aux_loss_coef=0.1) is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "rest", "said"),
+    [
+        ({"target_modules": ["qproj"]}, {}, "target_modules=['qproj']: qproj matches no linear of a layer"),
+        ({"target_modules": "q_proj"}, {}, "target_modules=q_proj: q_proj matches no linear of a layer"),
+        ({"target_modules": ["lm_head"]}, {}, "target_modules=['lm_head']: lm_head matches no linear of a layer"),
+        ({"target_modules": ["up_proj"]}, {}, "target_modules=['up_proj']: model.layers.0.mlp.experts.gate_up_proj is"),
+        ({"target_modules": None}, {}, "target_modules=null: neither this nor target_parameters"),
+        ({"target_parameters": ["experts.w1"]}, {}, "target_parameters=['experts.w1']: experts.w1 matches no"),
+        ({"exclude_modules": ["x_proj"]}, {}, "exclude_modules=['x_proj']: x_proj matches no"),
+        ({"exclude_modules": ".*"}, {}, "exclude_modules=.*: it excludes all weights"),
+        ({"lora_rank": -1}, {}, "lora_rank=-1: has to be an integer"),
+        ({"lora_rank": 2.0}, {}, "lora_rank=2.0: has to be an integer"),
+        ({"lora_alpha": 0}, {}, "lora_alpha=0: has to be a positive number"),
+        ({"lora": {"rank": 8}}, {}, "lora.rank=8: is verl's setting for Megatron"),
+        ({"lora_adapter_path": "/no/such"}, {}, "lora_adapter_path=/no/such: it holds no adapter_config.json"),
+        ({"lora_adapter_path": "$/adapter"}, {}, "lora_adapter_path=$/adapter: it holds no adapter_model.safetensors"),
+        ({"lora_adapter_path": "$/adapter", "lora_rank": 0}, {}, "lora_rank=0: differs from the rank of"),
+        ({"lora": {"use_dora": True}}, {}, "lora.use_dora=True: peft has DoRA for linears alone"),
+        (
+            {"lora": {"modules_to_save": ["lm_head"]}, "use_fused_kernels": True},
+            {},
+            "lora.modules_to_save=['lm_head']: verl's fused kernels read the head's weight",
+        ),
+        (
+            {"lora": {"modules_to_save": ["norm"]}},
+            {"compile_dense": True},
+            "lora.modules_to_save=['norm']: its modules exchange their weights in a forward",
+        ),
+        (
+            {},
+            {"experts_backend": "transformers:grouped_mm"},
+            "transformers:grouped_mm: adds no adapter",
+        ),
+        (
+            {"lora_rank": 6},
+            {"expert_shard_dim": 1},
+            "engine.expert_shard_dim=1: an expert weight has size 6 along this dim",
+        ),
+    ],
+)
+def test_lora_check_refuses_bad_settings(checked, tmp_path, changes, rest, said):
+    with pytest.raises(SettingError) as caught:
+        checked(changes, **rest)
+    assert said.replace("$", str(tmp_path)) in str(caught.value)
+
+
+def test_lora_check_refuses_an_adapter_of_another_kind(checked, tmp_path):
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_dropout": 0.1}))
+    with pytest.raises(SettingError, match="its lora_dropout is 0.1"):
+        checked({"lora_adapter_path": "$/adapter"})
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_dropout": 0.0}))
+    save_file({"base_model.model.q_proj.lora_A.weight": torch.zeros(1)}, path.with_name("adapter_model.safetensors"))
+    with pytest.raises(SettingError, match="q_proj.lora_A.weight is missing"):
+        checked({"lora_adapter_path": "$/adapter"})

@@ -1,0 +1,22 @@
+"""Models and installed versions that the checks of a run are shown."""
+
+import pytest
+
+from epfsdp2.engine.compat import versions
+from tests.support.settings import checkpoint
+
+
+@pytest.fixture
+def model(tmp_path):
+    return checkpoint(tmp_path)
+
+
+@pytest.fixture
+def installs(monkeypatch):
+    """Has a distribution seem to be there in a version."""
+
+    def install(name, version):
+        installed = versions.installed
+        monkeypatch.setattr(versions, "installed", lambda asked: version if asked == name else installed(asked))
+
+    return install

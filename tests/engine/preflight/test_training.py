@@ -1,0 +1,132 @@
+"""What a training worker would refuse is refused in one paragraph that names setting, value, rule and what works."""
+
+import pytest
+
+from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.preflight.cut_experts import check_cut_experts_sync
+from epfsdp2.engine.preflight.model_facts import largest_sent
+from epfsdp2.engine.preflight.run import check_training
+from epfsdp2.engine.settings.values import OPTIMIZERS
+from epfsdp2.engine.topology.expert_placement import EtpDim
+from tests.parity.families import save
+from tests.support.preflight import MODEL, SDPA, paragraph
+from tests.support.settings import TINY, checkpoint, engine
+
+# Elements of the largest tensor of that model: gate_up_proj [E, 2I, D].
+GATE_UP = 8 * 2 * 16 * 32
+
+
+def test_check_training_of_a_valid_run_passes_and_counts_its_experts(model, stacks_are_sent):
+    facts = check_training(engine(ep_size=4), 8, model, device="cpu")
+    assert facts.experts == (8, 8)
+    assert facts.stacked == (((8, 32, 16), 0, EtpDim(2)), ((8, 32, 32), 0, EtpDim(1, parts=2)))
+    assert largest_sent(facts.model) == ("model.layers.0.mlp.experts.gate_up_proj", GATE_UP)
+
+
+@pytest.mark.parametrize("ep_size, world, works", [(3, 8, "[1, 2, 4, 8]"), (4, 6, "[1, 2, 3, 6]"), (8, 4, "[1, 2, 4]")])
+def test_ep_size_that_does_not_divide_the_ranks_is_refused(model, ep_size, world, works):
+    with pytest.raises(SettingError) as caught:
+        check_training(engine(ep_size=ep_size), world, model, device="cpu")
+    text = paragraph(caught.value, "engine.ep_size", ep_size)
+    assert "number of ranks" in text and works in text
+
+
+def test_ep_size_that_does_not_divide_the_ranks_of_a_replica_is_refused(model):
+    with pytest.raises(SettingError, match=r"engine.ep_size=8: .*engine.fsdp_size=4"):
+        check_training(engine(ep_size=8, fsdp_size=4), 16, model, device="cpu")
+    with pytest.raises(SettingError, match=r"engine.fsdp_size=3: .*\[1, 2, 4, 8\]"):
+        check_training(engine(fsdp_size=3), 8, model, device="cpu")
+
+
+def test_ep_size_that_does_not_divide_the_experts_is_refused(tmp_path):
+    model = checkpoint(tmp_path)
+    model["override_config"]["num_experts"] = 6
+    with pytest.raises(SettingError) as caught:
+        check_training(engine(ep_size=4), 12, model, device="cpu")
+    text = paragraph(caught.value, "engine.ep_size", 4)
+    assert "number of experts" in text and "6 in Qwen3MoeForCausalLM" in text and "[1, 2, 3, 6]" in text
+
+
+def test_etp_size_that_does_not_fit_is_refused_with_those_that_do(model):
+    check_training(engine(ep_size=2, etp_size=2), 8, model, device="cpu")
+    with pytest.raises(SettingError) as caught:
+        check_training(engine(ep_size=4, etp_size=4), 8, model, device="cpu")
+    assert "engine.etp_size= one of [1, 2]" in paragraph(caught.value, "engine.etp_size", 4)
+    with pytest.raises(SettingError) as caught:  # the inner size is 16
+        check_training(engine(etp_size=32), 32, model, device="cpu")
+    assert "engine.etp_size= one of [1, 2, 4, 8, 16]" in paragraph(caught.value, "engine.etp_size", 32)
+
+
+def test_etp_size_with_settings_that_exclude_it_is_refused(model):
+    cut = engine(ep_size=2, etp_size=2)
+    muon = {"optimizer": "Muon", "optimizer_impl": "torch.optim", "lr": 1e-3, "weight_decay": 0.0, "betas": (0.9, 0.99)}
+    check_training(cut, 8, model, optim=muon, device="cpu")
+    with pytest.raises(SettingError) as caught:
+        check_training(engine(ep_size=8, etp_size=2), 64, model, optim=muon, device="cpu")
+    paragraph(caught.value, f"{OPTIMIZERS[MODEL]}.optimizer", "Muon")
+    with pytest.raises(SettingError) as caught:
+        check_cut_experts_sync(cut, {"backend": "delta_sharded"})
+    paragraph(caught.value, "actor_rollout_ref.rollout.checkpoint_engine.backend", "delta_sharded")
+    check_cut_experts_sync(cut, {"backend": "naive"})
+    adapters = {**model, "lora_rank": 8, "target_modules": "all-linear"}
+    check_training(cut, 8, adapters, optim=muon, device="cpu")
+    with pytest.raises(SettingError) as caught:
+        check_training(engine(ep_size=8, etp_size=2), 64, adapters, device="cpu", optim=muon)
+    paragraph(caught.value, f"{OPTIMIZERS[MODEL]}.optimizer", "Muon")
+
+
+@pytest.mark.parametrize(
+    "dim, ep, world, rest",
+    # gate_up_proj [8, 32, 32], down_proj [8, 32, 16]
+    [
+        (0, 2, 4, None),
+        (0, 8, 8, None),
+        (0, 4, 12, 2),
+        (0, 2, 32, 4),
+        (1, 2, 64, None),
+        (1, 2, 6, 32),
+        ("auto", 2, 6, None),
+    ],
+)
+def test_expert_shard_dim_that_does_not_divide_is_refused(model, dim, ep, world, rest):
+    def check():
+        check_training(engine(ep_size=ep, expert_shard_dim=dim), world, model, device="cpu")
+
+    if rest is None:
+        return check()
+    with pytest.raises(SettingError) as caught:
+        check()
+    text = paragraph(caught.value, "engine.expert_shard_dim", dim)
+    assert f"size {rest} along this dim" in text and f"ep_fsdp={world // ep} " in text
+
+
+SEQUENCE = "engine.ulysses_sequence_parallel_size"
+
+
+def test_sequence_parallel_size_that_does_not_fit_is_refused_with_those_that_do(model, tmp_path):
+    """The model has two heads."""
+    assert check_training(engine(ulysses_sequence_parallel_size=2), 4, model, device="cpu") is not None
+
+    def refused(size, world, model, words, name=SEQUENCE, value=None):
+        with pytest.raises(SettingError) as caught:
+            check_training(engine(ulysses_sequence_parallel_size=size), world, model, device="cpu")
+        assert words in paragraph(caught.value, name, size if value is None else value)
+
+    works = "What works: engine.ulysses_sequence_parallel_size= one of [1, 2]"
+    refused(4, 6, model, "has to divide the number of ranks, 6 (dp * sp == 6)")
+    refused(4, 4, model, f"has to divide the number of attention heads of Qwen3MoeForCausalLM, 2. {works}")
+    unpacked, name = model | {"use_remove_padding": False}, f"{MODEL}.use_remove_padding"
+    refused(2, 4, unpacked, f"it is packed rows that are cut ({SEQUENCE}=2). What works: {name}=True", name, "False")
+    refused(2, 4, {"path": "hdfs://host/model"} | SDPA | {"use_remove_padding": False}, "packed rows", name, "False")
+    linear = {"num_hidden_layers": 2, "num_experts": 8, "layer_types": ["linear_attention", "full_attention"]}
+    next_ = checkpoint(tmp_path / "next", "qwen3_next", **{**TINY, **linear})
+    assert check_training(engine(ulysses_sequence_parallel_size=2), 4, next_, device="cpu") is not None
+    refused(4, 4, next_, f"has to divide the number of attention heads of Qwen3NextForCausalLM, 2. {works}")
+
+
+@pytest.mark.parametrize("name", ["deepseek_v4", "glm_moe_dsa"])
+def test_sequence_parallel_size_of_a_model_with_an_indexer_is_refused(tmp_path, name):
+    model = {"path": str(save(name, tmp_path)), "override_config": {"attn_implementation": "eager"}}
+    words = rf"^{SEQUENCE}=2: can't be with \w+: an indexer of \w+ chooses among the keys .*What works: {SEQUENCE}=1$"
+    with pytest.raises(SettingError, match=words):
+        check_training(engine(ulysses_sequence_parallel_size=2), 2, model, device="cpu")

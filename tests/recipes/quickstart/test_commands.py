@@ -1,0 +1,143 @@
+"""The quickstart's options and commands, and the folders it writes to."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from epfsdp2.recipes.quickstart import cli, commands, metrics, sampler
+from tests.support.quickstart import command_values
+
+
+def test_quickstart_commands_are_verls_own(tmp_path):
+    words = commands.grpo_command(command_values(tmp_path), ["trainer.save_freq=5"])
+    assert words[1:5] == ["-m", "verl.trainer.main_ppo", "engine=epfsdp2", "engine.ep_size=2"]
+    assert words[-1] == "trainer.save_freq=5"
+    words = commands.warmup_command(command_values(tmp_path))
+    at = words.index("verl.trainer.sft_trainer")
+    assert words[at + 1 : at + 3] == ["engine=epfsdp2", "engine.ep_size=2"]
+
+
+@pytest.mark.parametrize("name", ["grpo", "warmup"])
+def test_quickstart_command_has_every_name_filled(name, tmp_path):
+    filled = commands.overrides(name, command_values(tmp_path))
+    assert not [line for line in filled if "$" in line.replace("${algorithm.", "") or "None" in line]
+    keys = [line.split("=")[0].lstrip("+") for line in filled]
+    assert len(keys) == len(set(keys))
+
+
+def test_quickstart_command_when_printed_is_the_command(tmp_path):
+    words = commands.grpo_command(command_values(tmp_path), [])
+    printed = subprocess.run(
+        ["bash", "-c", f'python() {{ printf "%s\\n" "$@"; }}; {commands.pretty(words)}'],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert printed.stdout.splitlines() == words[1:]
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["--steps", "1"], "--steps is 1"),
+        (["--batch-size", "7"], "even"),
+        (["--batch-size", "102"], "100 questions"),
+        (["--model", "/nowhere"], "no config.json"),
+    ],
+)
+def test_quickstart_options_out_of_range_are_refused(arguments, says, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.parse(arguments)
+    assert stopped.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def _earlier_run(folder: Path) -> dict[str, bytes]:
+    """What an earlier run left, and what somebody put beside it."""
+    names = (
+        "metrics.jsonl",
+        "summary.json",
+        "quickstart.png",
+        "checkpoints/global_step_5/model",
+        "logs/grpo.log",
+        "my",
+    )
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    return _content(folder)
+
+
+def _content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+class _NoProcesses:
+    """In the place of ``ProcessTree``, which would end pytest's own children: both trainers just leave their files."""
+
+    def __enter__(self):
+        self.folder = Path("/tmp/nothing-is-written-here")
+        return self
+
+    def __exit__(self, *_exc):
+        pass
+
+    def run(self, command, env, log, tick):
+        file = Path(env["VERL_FILE_LOGGER_PATH"])
+        if file.name == "warmup.jsonl":
+            last = file.parent / "warmup/global_step_80/huggingface"
+            last.mkdir(parents=True)
+            (last / "config.json").write_text("{}")
+        else:
+            data = {"timing_s/step": 1.0, "perf/total_num_tokens": 10, metrics.PROBS_DIFF: 0.0}
+            lines = [{"step": i, "data": {**data, metrics.REWARD: 0.4 + i / 40}} for i in range(1, 21)]
+            file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        tick()
+        return 0
+
+
+@pytest.fixture
+def no_processes(monkeypatch):
+    monkeypatch.setattr(cli, "ProcessTree", _NoProcesses)
+
+
+def test_quickstart_dry_run_in_a_folder_with_results_writes_and_removes_nothing(tmp_path, capsys, no_processes):
+    before = _earlier_run(tmp_path / "run")
+    assert cli.main(["--output", str(tmp_path / "run"), "--dry-run"]) == 0
+    assert _content(tmp_path / "run") == before and [path.name for path in tmp_path.iterdir()] == ["run"]
+    said = capsys.readouterr().out
+    assert "verl.trainer.sft_trainer" in said and "verl.trainer.main_ppo" in said
+
+
+def test_quickstart_run_where_earlier_ones_are_takes_the_next_folder(tmp_path, capsys, no_processes):
+    before = _earlier_run(tmp_path / "run")
+    for number in (2, 3):
+        assert cli.main(["--output", str(tmp_path / "run")]) == 0
+        said = capsys.readouterr().out
+        assert f"{tmp_path / 'run'} has an earlier run, which is kept" in said
+        assert f"model and data in {tmp_path / f'run-{number}'}" in said
+        assert "step   1/12  reward 0.425  train/rollout difference 0.0e+00  1.0 s" in said
+        assert said.count("train/rollout difference 0") == 20
+        assert json.loads((tmp_path / f"run-{number}/summary.json").read_text())["passed"]
+    assert _content(tmp_path / "run") == before
+
+
+def test_quickstart_run_without_matplotlib_ends_well_and_says_how_to_get_it(
+    tmp_path, capsys, monkeypatch, no_processes
+):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["--output", str(tmp_path / "run")]) == 0
+    assert "no plot: matplotlib is not installed (pip install matplotlib" in capsys.readouterr().out
+    assert not (tmp_path / "run/quickstart.png").exists() and (tmp_path / "run/summary.json").exists()
+
+
+@pytest.mark.parametrize("mode, kind", [("sync", "ReplayBuffer"), ("separate_async", "ReplayBufferAsync")])
+def test_replay_buffer_of_the_quickstart_is_verls_own_and_asks_ten_times_a_second(mode, kind):
+    settings = {"trainer_config": {}, "max_off_policy_threshold": None, "max_off_policy_strategy": "drop"}
+    made = sampler.replay_buffer(mode, **settings, sampler_kwargs={"filter_groups": False}, refill_fn=None)
+    assert type(made).__name__ == kind and made.poll_interval == 0.1
+    with pytest.raises(ValueError, match="custom_sampler.path=null"):
+        sampler.replay_buffer(mode, **settings, sampler_kwargs={"filter_groups": True}, refill_fn=None)

@@ -1,0 +1,28 @@
+"""What the tests of a run's checks share: names of settings, and the form of a refusal."""
+
+from epfsdp2.engine.errors import SettingError
+from epfsdp2.rollout.layout.sync_mode import EXTENSION
+
+__all__ = ["BACKEND", "BUCKET", "MODEL", "SDPA", "TENSOR_PARALLEL", "VLLM", "paragraph", "rollout"]
+
+MODEL = "actor_rollout_ref.model"
+BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
+SDPA = {"override_config": {"attn_implementation": "sdpa"}}
+TENSOR_PARALLEL = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
+
+
+def paragraph(error: SettingError, setting: str, value: object) -> str:
+    text = str(error)
+    assert text.startswith(f"{setting}={value}: ")
+    assert "What works: " in text and "\n" not in text
+    return text
+
+
+def rollout(tp=2, **settings):
+    """A rollout of verl's that slices can be sent to; keys of ``vllm`` are vLLM's own."""
+    vllm = {"worker_extension_cls": EXTENSION, **settings.pop("vllm", {})}
+    return {"name": "vllm", "tensor_model_parallel_size": tp, "engine_kwargs": {"vllm": vllm}, **settings}
+
+
+VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"

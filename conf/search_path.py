@@ -129,7 +129,7 @@ def _add_engine_entry(config: Any, name: str) -> None:
 
 
 def _model_engine(engine: str | None, model_engine: str) -> str:
-    """The prefix of the actor, ref and critic configs. Hydra shows what is returned when no such config exists."""
+    """Return the prefix of the actor, ref and critic configs, which Hydra shows when no such config exists."""
     if engine is None or engine == ENGINE:
         return engine or model_engine
     # Stock verl has no engine group here. Accepting `engine=veomni` would add an `engine` node that nothing reads.
@@ -167,7 +167,7 @@ def _is_verl(path: str, verl_folder: str) -> bool:
 
 
 def _is_other_trainer(path: str, verl_folder: str) -> bool:
-    """Whether a search path element has the primary config of one of verl's trainers outside ``verl.trainer``."""
+    """Tell whether a search path element has the primary config of one of verl's trainers outside ``verl.trainer``."""
     scheme, separator, rest = path.partition("://")
     if separator and scheme == "pkg":
         return rest.replace("/", ".").startswith(_OTHER_TRAINERS)

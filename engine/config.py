@@ -64,7 +64,7 @@ class DriverError(SettingError, CompactHydraException):
 
 @contextmanager
 def _on_the_driver(names: Mapping[str, str] | None = None) -> Iterator[None]:
-    """A ``SettingError`` becomes a ``DriverError``, by the name under which the setting was given for a role."""
+    """Turn a ``SettingError`` into a ``DriverError``, with the name under which the setting was given for a role."""
     try:
         yield
     except SettingError as error:
@@ -92,7 +92,7 @@ class EPFSDP2EngineConfig(EngineSettings, EngineConfig):
         _register()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A critic's worker is handed the config that the driver made.
+        # A critic's worker receives the config that the driver made.
         self.__dict__.update(state)
         _register()
 
@@ -128,7 +128,7 @@ def _engine(values: Mapping[str, Any]) -> EPFSDP2EngineConfig:
 
 
 def engine_settings() -> set[str]:
-    """Names of the settings under ``engine.`` that a user may give."""
+    """Return the names of the settings under ``engine.`` that a user may give."""
     return {f.name for f in fields(EPFSDP2EngineConfig) if not f.name.startswith("_")} - SET_BY_VERL
 
 
@@ -166,7 +166,7 @@ class EPFSDP2ActorConfig(ActorConfig):
         return self.engine.ulysses_sequence_parallel_size
 
     def validate(self, n_gpus: int, train_batch_size: int, model_config: dict | None = None) -> None:
-        """Check what only the whole run knows, on the driver, before Ray starts.
+        """Check as the actor's config does, for the critic's model.
 
         Raises:
             DriverError: see ``preflight.check_run``.
@@ -206,7 +206,7 @@ class EPFSDP2CriticConfig(CriticConfig):
         self.engine = replace(self.engine, forward_only=False, _of_a_role=True)
 
     def validate(self, n_gpus: int, train_batch_size: int) -> None:
-        """As the actor's, for the critic's model.
+        """Check what only the whole run knows, on the driver, before Ray starts.
 
         Raises:
             DriverError: see ``preflight.check_training``.

@@ -206,7 +206,7 @@ def _bound(config: Any, samples: Sequence[Sample]) -> float:
 
 
 def _wire(worker: Any, samples: Sequence[Sample]) -> dict[str, Counted]:
-    """What all ranks hand to collectives in an update, by kind. Routing is uneven; its sum over the ranks is not."""
+    """What all ranks pass to collectives in an update, by kind. Routing is uneven; its sum over the ranks is not."""
     with counted_collectives() as counted:
         worker.train_batch(_batch(worker, samples))
     everyone: list[dict[str, Counted]] = [{} for _ in range(dist.get_world_size())]

@@ -206,7 +206,7 @@ def _bare(trainer: Trainer, side: str, handed: int, buffer: torch.Tensor) -> dic
 def _copy_seconds(handed: int, buffer: torch.Tensor, stored: torch.dtype) -> float:
     """Seconds to fill a buffer again and again with bfloat16 out of memory of another dtype, on all ranks at once.
 
-    All that is handed over lies there, and was written: pages that never were are all the same one, which is cached.
+    All that is sent lies there, and was written: pages that never were are all the same one, which is cached.
     """
     into = buffer.view(torch.bfloat16)
     out_of = torch.ones(handed // into.itemsize, dtype=stored)

@@ -40,7 +40,7 @@ def _only_whole_experts(config: Any) -> None:
 def _only_with_ep(config: Any) -> None:
     for name, value, default in _given_dispatch(config):
         if config.ep_size == 1:
-            rule = "no token travels where a rank holds all experts (engine.ep_size=1)."
+            rule = "no token is sent where a rank holds all experts (engine.ep_size=1)."
             raise SettingError(f"engine.{name}", value, rule, f"engine.{name}={default}, or a larger ep_size")
 
 

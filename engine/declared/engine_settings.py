@@ -78,8 +78,8 @@ class EngineSettings:
         1,
         POSITIVE,
         "Expert tensor parallelism: neighbouring ranks that share each expert, cut along its inner dim. They gather "
-        "the tokens that were dispatched to them and add up their outputs, so that as many times more rows travel "
-        "among them; what FSDP gathers of experts gets smaller. For few large experts, and where there are more ranks "
+        "the tokens that were dispatched to them and add up their outputs, so that they exchange as many times more "
+        "rows; what FSDP gathers of experts gets smaller. For few large experts, and where there are more ranks "
         "than experts. Has to divide the experts' inner size, with biases or adapters their hidden size, and "
         "fsdp_size / ep_size. 1: a rank holds its experts whole",
         of_experts=True,
@@ -140,7 +140,7 @@ class EngineSettings:
     model_dtype: str = setting(
         "fp32",
         KEPT_DTYPE,
-        "dtype of the parameters that the optimizer steps on. (Weights are handed to the rollout in the dtype "
+        "dtype of the parameters that the optimizer steps on. (Weights are sent to the rollout in the dtype "
         "that the forward computes with.) fp32 or bf16",
     )
     save_frozen_base: bool = setting(
@@ -198,15 +198,15 @@ class EngineSettings:
     dispatch_chunks: int = setting(
         1,
         _CHUNKS,
-        "Parts in which a layer's tokens are dispatched to their experts: one travels while another computes, in "
-        "both directions. More than 1 needs ep_size > 1; the same rows travel, in as many times more messages",
+        "Parts in which a layer's tokens are dispatched to their experts: one is exchanged while another computes, "
+        "in both directions. More than 1 needs ep_size > 1; the same rows are sent, in as many times more messages",
         shards=True,
         of_experts=True,
     )
     overlap_shared_experts: bool = setting(
         False,
         FLAG,
-        "Compute a layer's shared experts while its tokens travel. For families whose layers ask for them after "
+        "Compute a layer's shared experts while its tokens are exchanged. For families whose layers call them after "
         "the experts (DeepSeek, GLM, Nemotron-H, ...; docs/engine.md); needs ep_size > 1",
         shards=True,
         of_experts=True,
@@ -324,7 +324,7 @@ class EngineSettings:
     rollout_sync: str = setting(
         "auto",
         one_of(_SYNCED_AS, "auto"),
-        "What a trainer rank hands to the vLLM worker beside it: full, every tensor whole; sliced, what the "
+        "What a trainer rank sends to the vLLM worker beside it: full, every tensor whole; sliced, what the "
         "worker keeps; expert_local, its experts whole and everything else whole (vLLM with expert parallelism); "
         "auto, sliced, or full with one line of log where the rollout, vLLM's version or the family allows no "
         "other",
@@ -332,14 +332,14 @@ class EngineSettings:
     rollout_sync_verify: int = setting(
         2,
         _SYNCS,
-        "How many of the first syncs are verified: checksums of every tensor where it is handed over and where it "
+        "How many of the first syncs are verified: checksums of every tensor where it is sent and where it "
         "arrives, and of slices once more in vLLM's parameters. -1: all syncs; 0: none",
     )
     sync_megabytes: int = setting(
         2048,
         POSITIVE,
         "Upper bound in MB on the buffers that a rank holds during a weight sync: two gathers of a full sync, one "
-        "under way and one that is handed over, and what is put together of the latter (a tensor that a "
+        "in flight and one that is sent on, and what is assembled from the latter (a tensor that a "
         "checkpoint has whole and that does not fit is gathered alone); or the four buffers of two rounds of the "
         "others. The transport's bucket comes on top",
     )

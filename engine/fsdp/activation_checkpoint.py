@@ -130,7 +130,7 @@ class HostInputs:
         self._stream: Any = None
 
     def holding(self, hidden: torch.Tensor) -> AbstractContextManager:
-        """Of what autograd saves inside, ``hidden`` is held on the host."""
+        """Hold ``hidden`` on the host where autograd saves it inside."""
         address, shape = hidden.data_ptr(), hidden.shape  # hooks live as long as what they saved
 
         def pack(saved: torch.Tensor) -> "torch.Tensor | _Held":

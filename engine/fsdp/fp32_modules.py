@@ -136,7 +136,7 @@ def _under_autocast(
 
 
 def keep_input_dtype(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """Forward hook: cast the output to the dtype of the input.
+    """Cast the output to the dtype of the input; a forward hook.
 
     A float32 weight makes some families' norms return float32, which the next linear can't take (DeepSeek-V4).
     """
@@ -180,7 +180,7 @@ def _owners(model: nn.Module, kept: set[nn.Parameter]) -> Iterator[Float32Module
     """The largest modules that hold nothing but ``kept``, and the modules that hold some of it directly; a module comes
     before those below it.
 
-    A convolution's parameters count as its parent's: linear attention hands them to a kernel and does not call the
+    A convolution's parameters count as its parent's: linear attention passes them to a kernel and does not call the
     convolution (Bailing), so that FSDP would never gather them.
     """
     todo = [model]

@@ -8,7 +8,7 @@ its part of the heads, the attention that was configured runs, and another all-t
 
 The model is handed its slice of the tokens and the positions of the whole row. From these its own code makes rotary
 embeddings, of which each rank keeps its slice; masks are of the sequences (``packing/attention.py``). A model with
-a vision tower is handed all tokens, puts images among their embeddings, and what its decoder gets is cut. Layers that
+a vision tower gets all tokens, puts images among their embeddings, and what its decoder gets is cut. Layers that
 carry a state along the row are shared otherwise (``packing/shared_mixers.py``).
 
 Shapes: ``B`` rows (1 where they are packed), ``S`` tokens of the whole row, ``s = S / sp`` of this rank, ``H`` heads.
@@ -43,7 +43,7 @@ __all__ = [
 
 SETTING = "engine.ulysses_sequence_parallel_size"
 _HANDLE = "_epfsdp2_sequence"
-# Tensors that attention may be handed: what is cut here, and what is of the whole row for every head.
+# Tensors that attention may get: those that are sliced here, and those of the whole row for every head.
 _KNOWN = ("position_ids", "s_aux", "cu_seq_lens_q", "cu_seq_lens_k")
 # Arguments of an attention module that are of its queries, and their dim of tokens (Beam scales queries by the second).
 _OF_QUERIES = {"position_ids": -1, "attention_scaling": -2}
@@ -155,7 +155,7 @@ class SequenceParallel:
         self._positions = positions if positions.dim() == 2 else positions[0]
 
     def _cut_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What was embedded before the decoder is of the whole row: text with images in their places."""
+        """Slice the embeddings of the whole row, text with images in their places, before the decoder."""
         whole = kwargs.get("inputs_embeds")
         if whole is None:
             return None
@@ -174,7 +174,7 @@ class SequenceParallel:
         return type(output)(own_part(part, -2, self.group) for part in output)
 
     def _cut_positions(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Positions that scale queries are of these queries; the attention itself gets all again."""
+        """Slice the positions that scale queries to those of these queries; the attention itself gets all of them."""
         whole = {name: (kwargs[name], dim) for name, dim in _OF_QUERIES.items() if kwargs.get(name) is not None}
         return args, kwargs | {name: own_part(tensor, dim, self.group) for name, (tensor, dim) in whole.items()}
 
@@ -198,7 +198,7 @@ class SequenceParallel:
             ``[B, s, H, D]``, and no weights.
 
         Raises:
-            UnsupportedModelError: the attention is handed a tensor of which is not known how it would be cut.
+            UnsupportedModelError: the attention gets a tensor of which is not known how it would be sliced.
         """
         unknown = [n for n, x in kwargs.items() if isinstance(x, torch.Tensor) and n not in _KNOWN]
         if unknown:
@@ -220,7 +220,7 @@ class SequenceParallel:
 
 
 def _embeds_positions(module: nn.Module) -> bool:
-    """Whether it computes something of each position and of nothing that is trained: a rotary embedding."""
+    """Tell whether it computes something of each position and of nothing that is trained: a rotary embedding."""
     takes_positions = "position_ids" in inspect.signature(type(module).forward).parameters
     return takes_positions and next(module.parameters(), None) is None
 

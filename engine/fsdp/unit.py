@@ -113,11 +113,11 @@ class Unit:
         return self.is_freed and self.unshard_in_backward
 
     def ranks(self, topology: Topology) -> int:
-        """Ranks that the unit is sharded over."""
+        """Return the ranks that the unit is sharded over."""
         return topology.ep_fsdp if self.is_experts else topology.fsdp
 
     def divide_factor(self, topology: Topology) -> float:
-        """What the gradient is divided by after it has been summed over the unit's ranks.
+        """Return what the gradient is divided by after it has been summed over the unit's ranks.
 
         The one factor of all units, the number of ranks that the loss is averaged over. A unit of one rank is an
         exception: FSDP takes the mean over replicas there, so that the rest of the factor is left to divide by.
@@ -125,7 +125,7 @@ class Unit:
         return topology.world / (topology.dp_replicate if self.ranks(topology) == 1 else 1)
 
     def shard_dim(self, name: str, topology: Topology, expert_shard_dim: int | str = "auto") -> int:
-        """The dim of a parameter that FSDP shards over the unit's ranks.
+        """Return the dim of a parameter that FSDP shards over the unit's ranks.
 
         Args:
             expert_shard_dim: as ``ShardingOptions``'s; it concerns experts alone.
@@ -139,7 +139,7 @@ class Unit:
         return ep_fsdp_dim(self.shapes[name], topology, expert_shard_dim, ep_dim, etp_dim)
 
     def cuts(self, name: str, topology: Topology, expert_shard_dim: int | str = "auto") -> tuple[ShardStep, ...]:
-        """How a parameter is cut over the axes of its mesh, the outermost cut first; arguments as ``shard_dim``'s."""
+        """Return how a parameter is sharded over the axes of its mesh, the outermost first; arguments as ``shard_dim``'s."""
         dim = self.shard_dim(name, topology, expert_shard_dim)
         if not self.is_experts:
             return (ShardStep(dim, "fsdp", topology.fsdp),)
@@ -150,7 +150,7 @@ class Unit:
         return (*steps, ShardStep(dim, "ep_fsdp", topology.ep_fsdp))
 
     def local_numel(self, name: str, topology: Topology, expert_shard_dim: int | str = "auto") -> int:
-        """Elements of a rank's padded shard of one parameter; arguments as ``shard_dim``'s."""
+        """Return the elements of a rank's padded shard of one parameter; arguments as ``shard_dim``'s."""
         shape, dim = list(self.shapes[name]), self.shard_dim(name, topology, expert_shard_dim)
         if name in self.ep_dims:
             shape[self.ep_dims[name]] //= topology.ep
@@ -185,7 +185,7 @@ class Stage:
 
 
 def stages_of(plan: Sequence[Unit], layers: Sequence[str]) -> list[Stage]:
-    """The units that hold parameters, in the order of the forward.
+    """Return the units that hold parameters, in the order of the forward.
 
     Args:
         layers: FQNs of the model's layers, in their order.

@@ -160,7 +160,7 @@ class _Units:
         return next((name for name, module in self._stages.items() if f"{fqn}.".startswith(f"{module}.")), ROOT)
 
     def with_prefetch(self) -> list[Unit]:
-        """The units; those that a stage starts with say what is gathered ahead.
+        """Return the units; those that a stage starts with say what is gathered ahead.
 
         Stages run root, embeddings, layers, head in forward, and root, head, layers in backward, whose gradient of the
         embeddings gathers nothing. The layers of a vision tower, which a batch without images leaves out, are a chain
@@ -187,7 +187,7 @@ class _Units:
         ]
 
     def _layers_of_every_batch(self, chains: Sequence[list[str]]) -> list[str]:
-        """Layers that every batch runs: those with experts, or of a dense model those of its language model."""
+        """Return the layers that every batch runs: with experts, or of a dense model's language model."""
         if not self._experts and len(chains) > 1:
             decoder = {self._fqns[module] for module in self.model.get_decoder().modules()}
             return next((chain for chain in chains if decoder.issuperset(chain)), [])
@@ -195,7 +195,7 @@ class _Units:
         return next((chain for chain in chains if not self._experts or hold.intersection(chain)), [])
 
     def _ahead(self, stages: Sequence[str]) -> dict[str, tuple[str, ...]]:
-        """What is gathered when each stage starts, by the name of the unit that wraps the stage's module.
+        """Return what is gathered when each stage starts, by the name of the unit that wraps the stage's module.
 
         Args:
             stages: in the order in which a pass runs them.
@@ -208,14 +208,14 @@ class _Units:
         return found
 
     def _gathered_for(self, stage: str) -> list[str]:
-        """Names of a stage's units, dense ones before experts: attention needs its parameters first."""
+        """Return the names of a stage's units, dense ones before experts: attention needs its parameters first."""
         units = [unit for unit in self._units if unit.stage == stage]
         units.sort(key=lambda unit: (unit.is_experts, min(self._order[fqn] for fqn in unit.modules)))
         return [unit.name for unit in units]
 
 
 def _backward_reads_weights(embeddings: nn.Module) -> bool:
-    """Whether there is more than a table, whose gradient reads no weight: Inkling's embeddings end with a norm."""
+    """Tell whether there is more than a table, whose gradient reads no weight: Inkling's embeddings end with a norm."""
     return not isinstance(embeddings, nn.Embedding) or [name for name, _ in embeddings.named_parameters()] != ["weight"]
 
 

@@ -87,7 +87,7 @@ class CausalHead:
 
 
 def why_whole_logits(model: Any) -> str:
-    """Why a head can't return log-probs; empty if it can.
+    """Return why a head can't return log-probs; empty if it can.
 
     The model's own forward is run on the meta device with a base model that returns hidden states at once. Its logits
     have to be what the head returned, the same tensor.

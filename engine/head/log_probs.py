@@ -21,12 +21,12 @@ __all__ = ["log_probs_and_entropy", "tile_bytes", "tile_sizes"]
 
 
 def tile_sizes(device_type: str) -> tuple[int, int]:
-    """Tokens and rows of the vocabulary in a tile: 1 MiB of float32 on a CPU; on a GPU large GEMMs."""
+    """Return the tokens and the rows of the vocabulary in a tile: 1 MiB of float32 on a CPU, large GEMMs on a GPU."""
     return (256, 1024) if device_type == "cpu" else (2048, 16384)
 
 
 def tile_bytes(tokens: int, outputs: int, width: int, dtype: torch.dtype, device_type: str) -> int:
-    """Bytes that a backward holds at most besides gradients of ``dtype``.
+    """Return the bytes that a backward holds at most besides gradients of ``dtype``.
 
     These are the tile twice in float32; and where the compute dtype is a lower one, the tile and its gradient in it,
     the gradients of the hidden states and of the tile's weights, which are summed in float32, and one product of them.
@@ -73,7 +73,7 @@ class _Tile:
 
 
 def _tiles(tokens: int, outputs: int, device_type: str) -> Iterator[_Tile]:
-    """The tokens of a part of the vocabulary one after the other, so that its weights and their gradients stay near."""
+    """Yield the tokens of one part of the vocabulary after the other, so that its weights and their gradients stay cached."""
     rows, columns = tile_sizes(device_type)
     for first in range(0, outputs, columns):
         for token in range(0, tokens, rows):
@@ -83,7 +83,7 @@ def _tiles(tokens: int, outputs: int, device_type: str) -> Iterator[_Tile]:
 def _logits(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: _Tile, out: torch.Tensor
 ) -> torch.Tensor:
-    """A tile of the logits before they are scaled, in memory of ``out``."""
+    """Compute a tile of the logits before they are scaled, in memory of ``out``."""
     rows, columns = hidden[tile.tokens], weight[tile.columns]
     logits = out[: len(rows) * len(columns)].view(len(rows), len(columns))
     torch.mm(rows, columns.t(), out=logits)
@@ -148,7 +148,7 @@ class _LogProbs(torch.autograd.Function):
 
 
 def _zeros(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros to sum in: ``like`` itself if it has the dtype."""
+    """Return zeros to sum in: ``like`` itself if it has the dtype."""
     return like.zero_() if like.dtype == dtype else torch.zeros_like(like, dtype=dtype)
 
 

@@ -42,7 +42,7 @@ def gradient_of(
     of_entropy: torch.Tensor | None,
     of_label: torch.Tensor,
 ) -> torch.Tensor:
-    """The gradient of a tile's logits, ``p (common + of_entropy log p) + of_label [column == label]``, in their dtype.
+    """Return a tile's gradient, ``p (common + of_entropy log p) + of_label [column == label]``, in the logits' dtype.
 
     Args:
         logits: may be overwritten.
@@ -63,7 +63,7 @@ def gradient_of(
 
 
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """``total += a @ b``; a product of a lower dtype is rounded to it before it is added."""
+    """Add ``a @ b`` to ``total``; a product of a lower dtype is rounded to it before it is added."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     else:
@@ -71,10 +71,10 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def _scaled(logits: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """In the dtype of the scale, which is the higher one."""
+    """Scale in the dtype of the scale, which is the higher one."""
     return logits.mul_(scale[:, None]) if logits.dtype == scale.dtype else logits * scale[:, None]
 
 
 def _columns(labels: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which labels are in the tile, and a column of it for each."""
+    """Tell which labels are in the tile, and return a column of it for each."""
     return (labels >= 0) & (labels < z.shape[1]), labels.clamp(0, z.shape[1] - 1)

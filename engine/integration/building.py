@@ -157,7 +157,7 @@ class BuildsModel:
         return module, files
 
     def _build_module(self) -> nn.Module:
-        """The model on meta, with everything that has to be installed before FSDP's hooks and recomputation."""
+        """Return the model on meta, with everything that has to be installed before FSDP's hooks and recomputation."""
         module = self._plain
         if not self.engine_config.forward_only:
             self._plain = copy.deepcopy(module)  # for the plan, as it is before anything is installed
@@ -176,11 +176,11 @@ class BuildsModel:
         return module
 
     def _lora_settings(self) -> LoraSettings | None:
-        """What is trained instead of the weights; None where the weights are."""
+        """Return what is trained instead of the weights; None where the weights are."""
         return LoraSettings.of(self.model_config, "model")
 
     def _plain_module(self) -> nn.Module:
-        """The model on the meta device, as its family has it."""
+        """Return the model on the meta device, as its family has it."""
         config, dtype = self.model_config.hf_config, DTYPES[self.engine_config.model_dtype]
         return build_on_meta(self._auto_class(), config, dtype, self.model_config.trust_remote_code)
 
@@ -200,7 +200,7 @@ class BuildsModel:
             )
 
     def _routers_of(self, module: nn.Module) -> list[StepFeature]:
-        """What watches the routers."""
+        """Return what watches the routers."""
         config = self.engine_config
         aux, z = config.router_aux_loss_coef, config.router_z_loss_coef
         if config.forward_only or not (aux or z or config.router_metrics):
@@ -228,7 +228,7 @@ class BuildsModel:
             print("\n".join(f"[epfsdp2] {line}" for line in lines), flush=True)
 
     def _module_to_plan(self, dtype: torch.dtype) -> nn.Module:
-        """The plain model with its adapters, and a config of its own."""
+        """Return the plain model with its adapters, and a config of its own."""
         module = copy_on_meta(self._plain, dtype)
         lora = self._lora_settings()
         if lora is not None:
@@ -238,7 +238,7 @@ class BuildsModel:
     # -- while it is loaded -------------------------------------------------------------------------------------
 
     def _loading(self) -> dict[str, Any]:
-        """Arguments of ``shard_and_load`` that say where shards are allocated and how they are filled."""
+        """Return the arguments of ``shard_and_load`` that say where shards are allocated and how they are filled."""
         return {
             "device": get_device_name(),
             "device_id": get_device_id(),
@@ -301,7 +301,7 @@ class BuildsModel:
         return [*vision, *self.router_features, *planned, SyncMetrics(self.rollout_sync)]
 
     def _build_training(self, module: nn.Module) -> None:
-        """The optimizer, its schedule and its step; of a role that does not train, none."""
+        """Return the optimizer, its schedule and its step; of a role that does not train, none."""
         self.optimizer: Any = None
         self.lr_scheduler: Any = None
         if not self.engine_config.forward_only:

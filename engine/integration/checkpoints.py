@@ -56,7 +56,7 @@ class WritesCheckpoints:
             self._saves.wait()
 
     def _trained_to_the_end(self, global_step: int) -> bool:
-        """Whether a save at this step is the run's last.
+        """Tell whether a save at this step is the run's last.
 
         verl counts the optimizer's steps in its trainers' own, or in updates where some of those make a step, as the
         schedule does (``trainer.v1.separate_async.parameter_sync_step``).

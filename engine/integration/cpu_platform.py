@@ -1,6 +1,6 @@
 """verl's platform plug-in for machines without an accelerator.
 
-verl asks a platform object for the device, the collective backend, Ray's resource name and the way weights travel.
+verl asks a platform object for the device, the collective backend, Ray's resource name and the way weights are sent.
 Stock verl knows NVIDIA, Ascend and ROCm, and falls back to NVIDIA. This one answers ``cpu``: gloo, Ray's ``GPU``
 resource as a plain counter (``ray_kwargs.ray_init.num_gpus=N`` hands out N slots, nothing is used), and shared
 memory instead of CUDA IPC.
@@ -88,7 +88,7 @@ _ROLLOUT_ENV = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "
 
 
 def torch_is_cpu_only() -> bool:
-    """Whether the installed torch can't drive any accelerator, whatever is plugged in."""
+    """Tell whether the installed torch can't drive any accelerator, whatever is plugged in."""
     if torch.version.cuda is not None or torch.version.hip is not None:
         return False
     return not any(hasattr(torch, name) and getattr(torch, name).is_available() for name in ("npu", "xpu", "mps"))

@@ -184,13 +184,13 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
         return rate
 
     def disable_adapter(self) -> contextlib.AbstractContextManager[None]:
-        """The model without its adapters: verl's reference policy where there are some."""
+        """Compute without the adapters inside: verl's reference policy where there are some."""
         return self.without_adapters()
 
     # -- weights out --------------------------------------------------------------------------------------------
 
     def get_per_tensor_param(self, layered_summon=False, base_sync_done=None, **kwargs):
-        """The weights for the rollout: iterated, full tensors under names that vLLM's loader takes, on every rank.
+        """Return the weights for the rollout; iterated, full tensors under names that vLLM's loader takes, on every rank.
 
         In the dtype that this engine's own forward computes with: masters are cast before they are gathered. Adapters
         are merged into what they adapt, so there is none for the rollout; but with ``lora.merge=False`` a colocated
@@ -203,7 +203,7 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
         return self.rollout_sync.adapters() if base_sync_done else self.rollout_sync.weights("left out"), config
 
     def get_per_tensor_param_shard(self, **kwargs):
-        """``(name, flat values, spec)`` of this rank's shards, for verl's ``delta_sharded`` backend; in bfloat16."""
+        """Return ``(name, flat values, spec)`` of this rank's shards in bfloat16, for verl's ``delta_sharded``."""
         return self.shard_export.shards(), None
 
     def _hf_delta_entry(self, name, spec, place, lidx, lval):

@@ -49,7 +49,7 @@ class EPFSDP2EngineWithLMHead(EPFSDP2Engine):
                 print(f"[epfsdp2] logits are whole: {why}", flush=True)
 
     def _is_reference(self) -> bool:
-        """Whether the model is the reference policy now: the actor without its adapters."""
+        """Tell whether the model is the reference policy now: the actor without its adapters."""
         return self._lora is not None and not self._lora.enabled
 
     def prepare_model_inputs(self, micro_batch):
@@ -68,13 +68,13 @@ class EPFSDP2EngineWithLMHead(EPFSDP2Engine):
 
 
 def _reads_logits(micro_batch: TensorDict) -> bool:
-    """Whether verl computes something else of a micro-batch's logits than log-probs and entropies."""
+    """Tell whether verl computes something else of a micro-batch's logits than log-probs and entropies."""
     others = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
     return any(tu.get_non_tensor_data(micro_batch, key=key, default=False) for key in others)
 
 
 def _wanted(arguments: dict[str, Any], micro_batch: TensorDict) -> Wanted:
-    """What verl computes of a micro-batch's logits.
+    """Return what verl computes of a micro-batch's logits.
 
     Args:
         arguments: what verl's ``prepare_model_inputs`` returns for its ``prepare_model_outputs``.

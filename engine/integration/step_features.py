@@ -27,13 +27,13 @@ class StepFeature:
     """The protocol, in the order of the calls; here every method does nothing."""
 
     def begin_update(self) -> None:
-        """Before the forward of a mini-batch that is trained on."""
+        """Run before the forward of a mini-batch that is trained on."""
 
     def begin_batch(self, data: TensorDict, forward_only: bool) -> None:
-        """Before a batch is divided into micro-batches, trained on or not."""
+        """Run before a batch is divided into micro-batches, trained on or not."""
 
     def begin_micro_batch(self, forward_only: bool) -> None:
-        """Before a micro-batch's inputs are made."""
+        """Run before a micro-batch's inputs are made."""
 
     def prepare_inputs(self, inputs: dict[str, Any], micro_batch: TensorDict) -> None:
         """Look at, or change, the arguments of the model's forward."""
@@ -42,15 +42,15 @@ class StepFeature:
         """Look at, or change, what verl keeps of the model's forward."""
 
     def add_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss that backward starts from, given the one of verl's loss function."""
+        """Return the loss that backward starts from, given the one of verl's loss function."""
         return loss
 
     def metrics(self) -> Mapping[str, float]:
-        """Of the update, after the optimizer's step; called on all ranks."""
+        """Return the metrics of the update, after the optimizer's step; called on all ranks."""
         return {}
 
     def outcome(self) -> str | None:
-        """A line to print after the run's last update, on rank 0."""
+        """Return a line to print after the run's last update, on rank 0."""
         return None
 
 

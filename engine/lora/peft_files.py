@@ -162,7 +162,7 @@ def adapter_config(lora: Lora, base: str) -> dict[str, Any]:
 
 
 def check_dora(lora: Lora, setting: str) -> None:
-    """peft has DoRA for modules, and takes some linears for parameters.
+    """Refuse DoRA where peft has none: it has it for modules, and takes some linears for parameters.
 
     Raises:
         SettingError: with the first of these.

@@ -172,12 +172,12 @@ def _check_dora(settings: LoraSettings, chosen: Sequence[Target]) -> None:
 
 
 def _is_saved(name: str, settings: LoraSettings) -> bool:
-    """Whether the module is trained as a whole; it gets no adapter then, as in peft."""
+    """Tell whether the module is trained as a whole; it gets no adapter then, as in peft."""
     return any(re.match(rf"(^|.*\.){re.escape(entry)}($|\..*)", name) for entry in settings.modules_to_save)
 
 
 def _is_in_layers(name: str, settings: LoraSettings) -> bool:
-    """Whether a weight is in one of the layers that get adapters, whose number is the first one in its name."""
+    """Tell whether a weight is in one of the layers that get adapters, whose number is the first one in its name."""
     if not settings.layers_to_transform:
         return True
     lists = "|".join(settings.layers_pattern) or r"[^.]*"
@@ -226,7 +226,7 @@ def _is_read(model: nn.Module, name: str) -> bool:
 
 @functools.cache
 def _code(kind: Any) -> str:
-    """The source of a module's class, without comments; empty where there is none."""
+    """Return the source of a module's class, without comments; empty where there is none."""
     try:
         return re.sub("#.*", "", inspect.getsource(kind))
     except (OSError, TypeError):

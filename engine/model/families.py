@@ -36,7 +36,7 @@ NOT_CAUSAL = {
 """Families that give a response no log-probs, and why."""
 
 PLACES_AS_POSITIONS = {"Llama4TextAttention": {"attn_temperature_tuning": True, "use_rope": 0}}
-"""Class of an attention that scales queries by their place in what it is handed, whatever their position -> its
+"""Class of an attention that scales queries by their place in its input, whatever their position -> its
 attributes where it does. In a packed row such a module has to be called once for each sequence."""
 
 READ_WITHOUT_A_CALL = {("DeepseekV2Moe", "gate")}

@@ -39,7 +39,7 @@ def _recorded_classes(model: nn.Module) -> set[str]:
 
 
 def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """By name, the modules whose forward takes its attention from transformers' interface."""
+    """Return by name the modules whose forward takes its attention from transformers' interface."""
     return {fqn: module for fqn, module in model.named_modules() if _calls_the_interface(type(module))}
 
 

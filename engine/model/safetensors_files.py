@@ -74,7 +74,7 @@ class SafetensorsFile:
         return self._file.metadata() or {}
 
     def dtype(self, key: str) -> str:
-        """The dtype of a tensor by the name that safetensors has for it."""
+        """Return the dtype of a tensor by the name that safetensors has for it."""
         return self._file.get_slice(key).get_dtype()
 
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:

@@ -61,7 +61,7 @@ class DispatchPlan:
 
 @dataclass(frozen=True)
 class Dispatched(DispatchPlan):
-    """What ``dispatch`` hands to ``combine``: its plan and the rows that it received."""
+    """What ``dispatch`` passes to ``combine``: its plan and the rows that it received."""
 
     rows_RD: torch.Tensor
     """Received rows, grouped by local expert."""
@@ -182,7 +182,7 @@ _kept = threading.local()  # backward, which recomputes, may run in another thre
 
 @contextmanager
 def keep_plans(tape: list[list[DispatchPlan]], replay: bool) -> Iterator[None]:
-    """Append the plans that are built to ``tape``, or hand out those on it; every token has to be routed as before."""
+    """Append the plans that are built to ``tape``, or reuse those on it; every token has to be routed as before."""
     before, _kept.plans = getattr(_kept, "plans", None), _KeptPlans(tape, replay)
     try:
         yield

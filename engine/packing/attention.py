@@ -7,7 +7,7 @@ configured attention is called once for each sequence, without a mask where it i
     q, k, v  [1, H, S, D]  ->  attention of each [1, H, n, D]  ->  [1, S, H, D]
 
 Both go by transformers' interfaces: an attention function and a maker of masks are registered under ``NAME``. What the
-maker returns is handed through the family's code as its mask, and makes the mask of a sequence when it is asked for.
+maker returns is passed through the family's code as its mask, and makes the mask of a sequence when it is asked for.
 """
 
 import functools
@@ -93,7 +93,7 @@ class PackedMask:
 
 
 def _intersected(function: Callable[..., Any]) -> list[Callable[..., Any]]:
-    """The mask functions whose intersection this one is; itself where that is not known."""
+    """Return the mask functions whose intersection this one is; itself where that is not known."""
     inner = inspect.getclosurevars(function).nonlocals
     if function.__qualname__ == _REMAPPED:
         return _intersected(inner["mask_function"])
@@ -145,7 +145,7 @@ class PackedAttention:
         if query.shape[2] != spans[-1][1] or key.shape[2] != spans[-1][1]:
             raise ValueError(f"attention over {query.shape[2]} tokens in a packed row of {spans[-1][1]}.")
         if not isinstance(attention_mask, PackedMask):
-            raise ValueError(f"{type(module).__name__} is handed a mask that is not made for packed rows.")
+            raise ValueError(f"{type(module).__name__} gets a mask that is not made for packed rows.")
         # Gradients of a split are written once; those of as many slices would each be as long as the row.
         lengths = [end - start for start, end in spans]
         parts = zip(*(each.split(lengths, dim=2) for each in (query, key, value)), spans, strict=True)
@@ -177,7 +177,7 @@ class PackedAttention:
 
 
 def _window_mask(like: torch.Tensor, before: int, queries: int, window: int, explicit: bool) -> torch.Tensor:
-    """The mask of a block of queries whose keys begin ``before`` tokens earlier, ``[1, 1, queries, before + queries]``.
+    """Return the mask of a block of queries whose keys begin ``before`` tokens earlier: ``[1, 1, queries, keys]``.
 
     Args:
         explicit: what is masked is added to scores, in the dtype of ``like``; else what is not masked is true.
@@ -197,7 +197,7 @@ ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
 
 
 def hand_lengths(name: str) -> None:
-    """Have flash attention be handed the lengths of a row's sequences, of modules that know them.
+    """Pass flash attention the lengths of a row's sequences, in modules that know them.
 
     transformers computes them from the positions otherwise, in every layer and recomputation, and waits for the device
     each time (5.9, ``modeling_flash_attention_utils.py``, ``_is_packed_sequence`` and ``_prepare_from_posids``).

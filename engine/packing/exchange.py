@@ -36,7 +36,7 @@ def _exchange(x: torch.Tensor, group: Any, send: list[int] | None, receive: list
 
 
 def to_heads(group: dist.ProcessGroup, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """``[B, H, s, D]`` each -> ``[B, H / sp, S, D]`` each, in one exchange."""
+    """Exchange ``[B, H, s, D]`` each for ``[B, H / sp, S, D]`` each, in one all-to-all."""
     size = dist.get_world_size(group)
     by_rank = [x.unflatten(1, (size, -1)).permute(1, 3, 0, 2, 4) for x in tensors]  # [sp, s, B, H / sp, D]
     arrived = Exchange.apply(torch.cat([x.flatten(2) for x in by_rank], dim=-1), group).flatten(0, 1)
@@ -47,6 +47,6 @@ def to_heads(group: dist.ProcessGroup, *tensors: torch.Tensor) -> list[torch.Ten
 
 
 def to_tokens(group: dist.ProcessGroup, output: torch.Tensor) -> torch.Tensor:
-    """``[B, S, H / sp, D]`` -> ``[B, s, H, D]``."""
+    """Exchange ``[B, S, H / sp, D]`` for ``[B, s, H, D]``."""
     by_rank = output.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1)  # [sp, B, s, H / sp, D]
     return Exchange.apply(by_rank, group).permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous()

@@ -76,7 +76,7 @@ def find_mixers(model: Any) -> Mixers:
     for layer in decoder_layers(model):
         parts = {f"{layer}.{fqn}": m for fqn, m in model.get_submodule(layer).named_modules() if fqn}
         taking = {fqn: m for fqn, m in parts.items() if _OF_TOKENS & set(_parameters(m))}
-        # An indexer in one, and in those of its class that are handed what it chose.
+        # An indexer in one, and in those of its class that get what it chose.
         choosing |= {type(m) for fqn, m in taking.items() if any(_below(taking, fqn))}
         whole = {fqn for fqn, m in taking.items() if type(m) in choosing or _places_are_positions(m)}
         attentions = {fqn: m for fqn, m in taking.items() if fqn in interface and fqn not in whole}
@@ -132,8 +132,8 @@ class PackedSequences:
             raise ValueError(f"{type(model).__name__}: {why}.")
         self._mixers = find_mixers(model)
         self._spans: tuple[Span, ...] | None = None
-        self._own: Sequence[Span] = ()  # the sequences of the row that the other mixers are handed
-        self._places: Sequence[Span] = ()  # where these are in what they are handed
+        self._own: Sequence[Span] = ()  # the sequences of the row that the other mixers get
+        self._places: Sequence[Span] = ()  # where these are in what they get
         self._calls = 0  # of each of the other mixers in this forward
         self._shared: SharedMixers | None = None
         self._arguments: dict[str, torch.Tensor] = {}
@@ -158,7 +158,7 @@ class PackedSequences:
             wrap_forward(module, "packed_sequences", torch.compiler.disable(call, recursive=False))
 
     def share(self, group: dist.ProcessGroup) -> None:
-        """From now on a model is called with a slice of the row's tokens, and the positions of the whole row.
+        """Prepare for calls of the model with a slice of the row's tokens, and the positions of the whole row.
 
         Args:
             group: the ranks that share rows, in the order of the slices.
@@ -217,7 +217,7 @@ class PackedSequences:
         return None
 
     def _agreed_calls(self, device: torch.device) -> int:
-        """Calls of each of the other mixers: as many on all ranks where FSDP gathers parts of it by calls."""
+        """Return the calls of each other mixer: equally many on all ranks where FSDP gathers parts of it by calls."""
         if not self._gathers_by_calls or not dist.is_initialized():
             return len(self._own)
         most = torch.tensor(len(self._own), device=device)
@@ -294,7 +294,7 @@ class PackedSequences:
 
 
 def lengths_taken(module: nn.Module) -> tuple[str, ...]:
-    """The arguments by which a mixer's kernels are told the sequences of a row; none where they ignore some of them."""
+    """Return the arguments that tell a mixer's kernels the sequences of a row; none where some kernel ignores them."""
     forward = inspect.unwrap(type(module).forward)
     code = forward.__globals__
     if not code.get("is_fast_path_available"):
@@ -323,10 +323,10 @@ def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
 
 
 def _of_sequence(length: int, number: int, place: Span, span: Span, value: Any) -> Any:
-    """The part of a mixer's argument that is of one sequence.
+    """Return the part of a mixer's argument that is of one sequence.
 
     Args:
-        length: tokens that the mixer is handed.
+        length: tokens that the mixer gets.
         place: of the sequence among these.
         span: of the sequence in the row, whose masks are those of the model.
     """
@@ -345,7 +345,7 @@ def _of_sequence(length: int, number: int, place: Span, span: Span, value: Any) 
 
 
 def _joined(outputs: Sequence[Any], sequences: int) -> Any:
-    """The outputs of all calls as one of the row; those beyond ``sequences`` count nothing, but have a gradient."""
+    """Join the outputs of all calls into one row; those beyond ``sequences`` are multiplied by zero."""
     first = outputs[0]
     if not isinstance(first, tuple):
         return torch.cat([*outputs[: sequences - 1], _with_rest(outputs[sequences - 1 :])], dim=1)

@@ -45,7 +45,7 @@ def assign(lengths: Sequence[int], ranks: int) -> list[int]:
 
 
 def kernel_argument(name: str, spans: Sequence[Span]) -> torch.Tensor:
-    """The cumulative lengths ``[sequences + 1]``, or the number of each token's sequence ``[1, S]``.
+    """Return the cumulative lengths ``[sequences + 1]``, or the number of each token's sequence ``[1, S]``.
 
     Args:
         name: ``cu_seq_lens_q`` or ``seq_idx``.
@@ -113,7 +113,7 @@ class SharedMixers:
         return not any(self._received)
 
     def _hand(self, value: Any) -> Any:
-        """What is of the tokens of the slice, or of the row, as it is of the sequences of this rank."""
+        """Return what belongs to the tokens of the slice, or of the row, as it is for the sequences of this rank."""
         if not isinstance(value, torch.Tensor) or value.dim() < 2:
             return value
         row = self._slice * self.size
@@ -136,7 +136,7 @@ class SharedMixers:
     # -- slices -------------------------------------------------------------------------------------------------
 
     def spreads(self, module: nn.Module, gathers_by_calls: bool) -> bool:
-        """Whether the ranks compute their slices of this row, by heads or with the tokens before.
+        """Tell whether the ranks compute their slices of this row, by heads or with the tokens before.
 
         Args:
             gathers_by_calls: the ranks have to call parts of the module equally often.
@@ -145,11 +145,11 @@ class SharedMixers:
         return self._is_unbalanced and self._can_spread(module) and not by_calls
 
     def _can_spread(self, module: Any) -> bool:
-        """Whether it is a short convolution, or has heads that divide by the ranks."""
+        """Tell whether it is a short convolution, or has heads that divide by the ranks."""
         return _reach(module) is not None or head_parts_of(module, self.size) is not None
 
     def spread(self, module: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """What computes the slice of the tokens, of a module that ``spreads``.
+        """Return what computes the slice of the tokens, for a module that ``spreads``.
 
         Args:
             forward: the module's.
@@ -209,7 +209,7 @@ class SharedMixers:
 
 
 def _reach(module: nn.Module) -> int | None:
-    """How many tokens before one a short convolution takes with it; None of other mixers."""
+    """Return how many tokens before one a short convolution takes with it; None of other mixers."""
     names = (SHORT_CONVOLUTIONS.get(each.__name__) for each in type(module).__mro__)
     convolution = next(filter(None, names), None)
     return None if convolution is None else getattr(module, convolution).kernel_size[0] - 1

@@ -187,7 +187,7 @@ def _uncounted(engine: Any, model: Any, optimizer: Any, sizes: ModelSizes, devic
 
 
 def _outside(engine: Any, model: Any, topology: Topology, device: str) -> list[str]:
-    """What takes memory outside of torch's allocator of the GPU, for as long as the process lives."""
+    """Return what takes memory outside of torch's allocator of the GPU, for as long as the process lives."""
     groups = topology.communicators(engine.ulysses_sequence_parallel_size) if device == "cuda" else {}
     found = [f"buffers of {len(groups)} NCCL communicators ({', '.join(groups)})"] if groups else []
     if engine.dispatcher == "deepep" and topology.ep > 1:

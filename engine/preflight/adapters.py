@@ -18,7 +18,7 @@ from .model_facts import ModelFacts, facts_of
 __all__ = ["check_adapters_alone", "check_lora"]
 
 _CRITIC = "critic.model"
-# What adapters may have and vLLM's have not (0.27, lora/peft_helper.py); it scales all of an adapter alike.
+# What adapters may have and vLLM's have not (0.27, lora/peft_helper.py); it scales all of an adapter by one factor.
 _NOT_IN_VLLM = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern")
 
 
@@ -30,7 +30,7 @@ def check_lora(
     optim: Any = None,
     setting: str = ACTOR_MODEL,
 ) -> None:
-    """Adapters have to be of weights that there are, and something that can be trained and cut.
+    """Check that adapters are of weights that exist, and that their sharding and training are possible.
 
     Args:
         facts: None for a model that is not on this machine: what does not depend on it is checked. Its model gets the
@@ -63,7 +63,7 @@ def check_lora(
 
 
 def _check_saved(engine: Any, model: Any, lora: Lora, facts: ModelFacts, setting: str) -> None:
-    """Modules that are trained as a whole compute with copies of their weights inside of their own forward.
+    """Check modules that are trained as a whole, which compute with copies of their weights inside of their own forward.
 
     Raises:
         SettingError: something reads their weights in another way.
@@ -80,7 +80,7 @@ def _check_saved(engine: Any, model: Any, lora: Lora, facts: ModelFacts, setting
 
 
 def check_adapters_alone(model: Any, rollout: Mapping[str, Any], facts: ModelFacts | None, device: str) -> None:
-    """Adapters that are not merged go to vLLM alone, whose CPU build has no kernels for those of experts.
+    """Check adapters that go to vLLM without the weights: its CPU build has no kernels for those of experts.
 
     Args:
         facts: None for a model that is not on this machine. Its model has the adapters (``check_lora``).

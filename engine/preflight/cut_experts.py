@@ -17,7 +17,7 @@ _BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 
 
 def check_experts(topology: Topology, facts: ModelFacts, shard_dim: int | str = "auto") -> None:
-    """``ep_size`` has to divide the number of experts of every layer, and ``ep_fsdp`` what is left of them.
+    """Check that ``ep_size`` divides the number of experts of every layer, and ``ep_fsdp`` what is left of them.
 
     Args:
         shard_dim: ``engine.expert_shard_dim``.

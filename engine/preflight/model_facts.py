@@ -57,7 +57,7 @@ class ModelFacts:
 
 
 def check_model_path(model: Mapping[str, Any], setting: str = ACTOR_MODEL) -> str | None:
-    """The folder with the model's config; None if it is not on this machine: a hub id outside the cache, or remote.
+    """Return the folder with the model's config; None if it is not here: a hub id outside the cache, or a remote path.
 
     Raises:
         SettingError: if it is no such folder and can't be a hub id, or the folder has no complete safetensors.
@@ -114,7 +114,7 @@ def inspect_model(
 
 
 def _model_folder(path: str, setting: str) -> str | None:
-    """The local folder with the model's config, or None if there is none yet but may be later."""
+    """Return the local folder with the model's config, or None if there is none yet but may be later."""
     local = os.path.expanduser(path)
     if os.path.isdir(local):
         try:
@@ -133,7 +133,7 @@ def _model_folder(path: str, setting: str) -> str | None:
 
 
 def _build(model: Mapping[str, Any], config_path: str, setting: str) -> nn.Module:
-    """The model on the meta device, from its config with the user's overrides."""
+    """Return the model on the meta device, from its config with the user's overrides."""
     import_external(model, setting)
     trust = bool(model.get("trust_remote_code", False))
     overrides = overrides_of(model)
@@ -160,7 +160,7 @@ def _build(model: Mapping[str, Any], config_path: str, setting: str) -> nn.Modul
 
 
 def _model_type(path: str) -> str:
-    """What a config.json says of its family, whether transformers knows it or not; empty where there is none."""
+    """Return what a config.json says of its family, whether transformers knows it or not; empty where there is none."""
     try:
         return str(PretrainedConfig.get_config_dict(path)[0].get("model_type", ""))
     except OSError:
@@ -192,7 +192,7 @@ def _auto_class(config: PretrainedConfig, trust: bool) -> Any:
 
 
 def facts_of(model: Any, experts: Sequence[ExpertsInfo]) -> ModelFacts:
-    """What is known of a model on the meta device, which may have adapters."""
+    """Return what is known of a model on the meta device, which may have adapters."""
     stacked = {
         (tuple(info.module.get_parameter(name).shape), dim, etp_dims.get(name))
         for info in experts

@@ -146,7 +146,7 @@ class _Stored:
 
 
 def _rank_files(checkpoint: Path) -> dict[str, list[Path]]:
-    """The files of what was saved, by kind, in the order of ranks.
+    """Return the files of what was saved, by kind, in the order of ranks.
 
     Raises:
         CheckpointError: some are missing, or they are not of fsdp2.
@@ -186,7 +186,7 @@ def _global_step(*folders: Path) -> int:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A state dict of ``torch.save``; its tensors stay in the file until they are used.
+    """Read a state dict of ``torch.save``; its tensors stay in the file until they are used.
 
     Raises:
         CheckpointError: the file is damaged, or holds anything but tensors and plain values.
@@ -213,7 +213,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _without_word_of_groups() -> Iterator[None]:
-    """Without a warning per file that there are no process groups, which nothing here needs."""
+    """Suppress torch's warning for each file that there are no process groups, which nothing here needs."""
     logger = logging.getLogger("torch.distributed.device_mesh")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -226,7 +226,7 @@ def _without_word_of_groups() -> Iterator[None]:
 def _model(
     checkpoint: Path, files: Sequence[Path], of_ranks: Sequence[Mapping[str, Any]], model: nn.Module
 ) -> Iterator[tuple[str, _Stored]]:
-    """The model's tensors by name, a tied one once.
+    """Return the model's tensors by name, a tied one once.
 
     Raises:
         CheckpointError: they are not the model's.
@@ -249,7 +249,7 @@ def _optimizer(
     order: Sequence[str],
     algorithm: str | None,
 ) -> tuple[list[dict[str, Any]], dict[str, _Stored]]:
-    """The groups as ``MultiOptimizer.state_dict`` has them, and the state as ``<parameter>.<key>``.
+    """Return the groups as ``MultiOptimizer.state_dict`` has them, and the state as ``<parameter>.<key>``.
 
     Args:
         order: the parameters as verl's model has them one after the other, which its optimizer numbers.
@@ -285,21 +285,21 @@ def _optimizer(
 
 
 def _algorithm(path: Path, options: Mapping[str, Any]) -> str:
-    """Which of Adam and AdamW a group is of; both have these two options, and no other optimizer of torch has."""
+    """Tell Adam's groups from AdamW's; both have these two options, and no other optimizer of torch has."""
     if not {"amsgrad", "decoupled_weight_decay"} <= options.keys():
         raise CheckpointError(f"{path} does not say whose state it is: give the optimizer's class as --optimizer.")
     return "AdamW" if options["decoupled_weight_decay"] else "Adam"
 
 
 def _parts(model: nn.Module) -> dict[str, list[str]]:
-    """Names of the parameters of each of the optimizers that ``build_multi_optimizer`` makes."""
+    """Return the parameters' names of each optimizer that ``build_multi_optimizer`` makes."""
     experts = {f"{info.fqn}.{name}" for info in find_experts(model) for name in info.ep_dims}
     names = [name for name, _ in model.named_parameters()]
     return {"dense": [n for n in names if n not in experts], "experts": [n for n in names if n in experts]}
 
 
 def _joined(files: Sequence[Path], of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, _Stored]:
-    """The tensors that the ranks hold in pieces.
+    """Join the tensors that the ranks hold in pieces.
 
     Raises:
         CheckpointError: the ranks' files do not fit together.
@@ -359,6 +359,6 @@ def _entry(path: Path, state: Mapping[str, Any], key: str) -> Any:
 
 
 def _random_state(saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """torch's of a rank, of the CPU and of its device, whose name verl keeps it under."""
+    """Return torch's random state of a rank, of the CPU and of its device, under the device's name in verl's files."""
     device = [state for name, state in saved.items() if name not in ("cpu", "numpy", "random")]
     return {"cpu": saved["cpu"], **({"device": device[0]} if device else {})}

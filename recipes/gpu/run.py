@@ -25,7 +25,7 @@ CLUSTERS = tuple(sorted(p.stem for p in _HERE.glob("*.yaml") if p.stem not in (*
 
 
 def overrides(cluster: str, algorithm: str) -> list[str]:
-    """The overrides of a recipe, in the order in which they are given to Hydra.
+    """Return the overrides of a recipe, in the order in which Hydra reads them.
 
     Args:
         cluster: model and number of GPUs, one of ``CLUSTERS``.
@@ -36,7 +36,7 @@ def overrides(cluster: str, algorithm: str) -> list[str]:
 
 
 def command(cluster: str, algorithm: str, more: Sequence[str] = ()) -> list[str]:
-    """The words of the command line, without the interpreter."""
+    """Return the words of the command line, without the interpreter."""
     return ["-m", "verl.trainer.main_ppo", *overrides(cluster, algorithm), *more]
 
 

@@ -58,7 +58,7 @@ MODEL_HELP = f"folder with config.json, one of {', '.join(CARDS)}, or a name on 
 
 
 def config_of(model: str) -> PretrainedConfig:
-    """The config of a folder, of a card, or of a model on the hub, in this order.
+    """Return the config of a folder, of a card, or of a model on the hub, tried in this order.
 
     Raises:
         SettingError: there is none, or it asks for code.
@@ -83,7 +83,7 @@ def _config_of(model: str) -> PretrainedConfig:
 
 
 def _of_the_hub(model: str, works: str) -> PretrainedConfig:
-    """One request: the hub's own client repeats one that fails for half a minute."""
+    """Make one request to the hub, whose own client would repeat one that fails for half a minute."""
     cached = try_to_load_from_cache(model, "config.json")
     if isinstance(cached, str):
         return AutoConfig.from_pretrained(Path(cached).parent, trust_remote_code=False)

@@ -93,7 +93,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _overrides(words: Sequence[str]) -> dict[str, Any]:
-    """Values by their names under ``engine.``; a dotted name is a key of a mapping.
+    """Return the values by their names under ``engine.``; a dotted name is a key of a mapping.
 
     Raises:
         SettingError: for a word that is not ``engine.SETTING=VALUE``.
@@ -107,7 +107,8 @@ def _overrides(words: Sequence[str]) -> dict[str, Any]:
 
 
 def request_of(options: argparse.Namespace, config: PretrainedConfig) -> Request:
-    """
+    """Return what the options and a config ask the planner for.
+
     Raises:
         UnsupportedModelError: its experts can't be dispatched, or it can't be traced.
     """

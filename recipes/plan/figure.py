@@ -51,7 +51,7 @@ def draw(model: str, sizes: ModelSizes, choice: Choice, cluster: Cluster, path: 
 
 
 def held(rank: int, topology: Topology, sizes: ModelSizes) -> str:
-    """What one rank holds, in three lines."""
+    """Describe what one rank holds, in three lines."""
     at = topology.coordinate(rank % topology.fsdp)
     experts = max(sizes.num_experts, default=0) // topology.ep
     parts = topology.ep_fsdp * topology.etp

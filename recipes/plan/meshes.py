@@ -73,7 +73,7 @@ class Choice:
         return [f"engine.{name}={value}" for name, value in values.items()]
 
     def wire(self, kind: str) -> float:
-        """Bytes of a kind that the rank receives in a step."""
+        """Return the bytes of a kind that the rank receives in a step."""
         return sum(c.wire for c in self.traffic if c.name.endswith(kind))
 
     def as_json(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class Choice:
 
 
 def choices(request: Request, cluster: Cluster) -> list[Choice]:
-    """Every mesh that ``engine/topology/mesh.py`` and ``expert_placement.py`` allow, by time."""
+    """Return every mesh that ``engine/topology/mesh.py`` and ``expert_placement.py`` allow, the fastest first."""
     shared = [sp for sp in divisors(cluster.world) if request.sizes.heads % sp == 0 and request.batch.tokens % sp == 0]
     found = [_choice(request, cluster, topology, sp) for topology in _meshes(request, cluster.world) for sp in shared]
     return sorted(found, key=lambda c: (c.time.step, c.gib))
@@ -127,19 +127,19 @@ def _choice(request: Request, cluster: Cluster, topology: Topology, sp: int) -> 
 
 
 def _sync(sizes: ModelSizes, topology: Topology, options: ShardingOptions, cluster: Cluster) -> float:
-    """Seconds of the full stream: every rank receives what it does not hold (``plan_sync`` has the others)."""
+    """Return the seconds of a full sync: every rank receives what it does not hold (``plan_sync`` has the others)."""
     itemsize = options.param_dtype.itemsize
     whole = sum(size.full for _, _, size in unit_sizes(sizes, Topology.arrange(1, 1))) * itemsize
     return seconds(Collective("all-gather", topology.fsdp, 1, 1, whole), cluster)
 
 
 def recommended(found: Sequence[Choice]) -> Choice | None:
-    """The fastest that fits."""
+    """Return the fastest mesh that fits."""
     return next((choice for choice in found if choice.fits), None)
 
 
 def smallest(request: Request, cluster: Cluster) -> tuple[Cluster, Choice] | None:
-    """The fewest nodes of the same shape on which the model fits, and how."""
+    """Return the fewest nodes of the same shape on which the model fits, and on which mesh."""
     alone = Topology.arrange(1, 1)
     elements = sum(size.full for _, _, size in unit_sizes(request.sizes, alone))
     copies = 3 if request.optimizer == "muon" else 4  # the weights, their gradients and the states

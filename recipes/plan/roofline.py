@@ -63,7 +63,7 @@ class Roofline:
 
 
 def seconds(collective: Collective, cluster: Cluster) -> float:
-    """At the rate of the slower of the two kinds of links, without latency."""
+    """Return the time at the rate of the slower of the two kinds of links, without latency."""
     ranks, nbytes = collective.ranks, collective.nbytes
     if ranks == 1:
         return 0.0
@@ -85,7 +85,8 @@ def roofline(
     moved: Sequence[Collective],
     length: int,
 ) -> Roofline:
-    """
+    """Return the least time of a step.
+
     Args:
         moved: the collectives of the step.
         length: tokens of a sequence, for attention.
@@ -116,7 +117,7 @@ def roofline(
         # Causal: half of the products of queries and keys, and of their weights and values.
         products = batch.tokens * length * (layer.attention.query + layer.attention.output)
         compute += (forwards + 2.5) * products / (cluster.tflops * cluster.attention * 1e12)
-    # All chunks but one travel while another computes.
+    # All chunks but one are exchanged while another computes.
     rows = sum(seconds(c, cluster) for c in moved if c.name == "all-to-all tokens")
     by_tokens -= min(rows, by_experts * batch.micro_batches) * (1 - 1 / options.dispatch_chunks)
     shards = sum(size.local for _, _, size in sharded)

@@ -37,7 +37,7 @@ def print_wrapped(console: Console, paragraphs: Sequence[str]) -> None:
 
 
 def table(found: Sequence[Choice], best: Choice | None, is_all: bool) -> tuple[Table, str]:
-    """All meshes, or the fastest that fit; where none does, those that need least. And what the columns are."""
+    """Print all meshes, or the fastest that fit, or where none does those that need least, and explain the columns."""
     shown = found if is_all else ([c for c in found if c.fits] or sorted(found, key=lambda c: c.gib))[:_BEST]
     made = Table(*(_COLUMNS_OF_ALL if is_all else _COLUMNS))
     for c in shown:
@@ -57,7 +57,7 @@ def table(found: Sequence[Choice], best: Choice | None, is_all: bool) -> tuple[T
 
 
 def after_the_best(found: Sequence[Choice]) -> list[str]:
-    """Why the fastest of those that don't fit does not, and what else there is."""
+    """Explain why the fastest of the meshes that don't fit does not, and name the alternatives."""
     fit = [c for c in found if c.fits]
     said = []
     if fit and len(fit) < len(found):
@@ -73,7 +73,7 @@ def after_the_best(found: Sequence[Choice]) -> list[str]:
 
 
 def refusal(least: Choice, larger: tuple[Cluster, Choice] | None, request: Request, cluster: Cluster) -> list[str]:
-    """What is too big, in which mesh, and what would do."""
+    """Name the part that is too large, in which mesh, and what would fit."""
     said = [
         f"It does not fit. Of {cluster.gib:g} GiB {least.room:.1f} are for a rank's tensors ({request.margin:.0%} stay "
         f"free, {least.reserve:g} GiB are reserved), and every mesh needs more.",
@@ -95,13 +95,13 @@ def refusal(least: Choice, larger: tuple[Cluster, Choice] | None, request: Reque
 
 
 def _largest(choice: Choice) -> list[str]:
-    """The parts of the memory, the largest first."""
+    """Return the parts of the memory, the largest first."""
     parts = sorted(choice.peak.parts.items(), key=lambda part: -part[1])
     return [f"{name} {nbytes / _GIB:.1f}" for name, nbytes in parts if nbytes]
 
 
 def _leaner(request: Request, cluster: Cluster, nodes: int) -> Iterator[tuple[str, int]]:
-    """Settings that make the states smaller, and how many nodes do then; those that save any."""
+    """Return the settings that make the states smaller, and how many nodes fit the model then; those that save any."""
     bf16 = replace(request.sizes, master=torch.bfloat16)
     settings = {
         "--optimizer muon": replace(request, optimizer="muon"),

@@ -86,7 +86,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the quickstart; 0 where the reward clearly rose and vLLM agreed with the trainer at every step."""
+    """Run the quickstart; return 0 where the reward clearly rose and vLLM agreed with the trainer at every step."""
     options = parse(arguments)
     console = Console(highlight=False, soft_wrap=True)
     try:

@@ -16,7 +16,7 @@ RANKS = 2
 
 
 def overrides(name: str, values: dict) -> list[str]:
-    """The overrides of ``<name>.yaml`` with its ``$names`` filled in.
+    """Return the overrides of ``<name>.yaml`` with its ``$names`` filled in.
 
     Raises:
         KeyError: for a name that ``values`` lacks.
@@ -26,18 +26,18 @@ def overrides(name: str, values: dict) -> list[str]:
 
 
 def warmup_command(values: dict) -> list[str]:
-    """verl's SFT trainer on two ranks. ``torch.distributed.run`` is torchrun, for this very interpreter."""
+    """Return the command of verl's SFT trainer on two ranks, started by this interpreter's torchrun."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     return [*torchrun, "-m", "verl.trainer.sft_trainer", *ENGINE, *overrides("warmup", values)]
 
 
 def grpo_command(values: dict, extra: list[str]) -> list[str]:
-    """verl's PPO trainer; ``extra`` overrides come last and win."""
+    """Return the command of verl's PPO trainer; ``extra`` overrides come last and win."""
     return [sys.executable, "-m", "verl.trainer.main_ppo", *ENGINE, *overrides("grpo", values), *extra]
 
 
 def sglang_environment() -> dict[str, str]:
-    """The variables that SGLang needs on a machine without a GPU, besides the library that ``.ci/setup`` puts there."""
+    """Return the variables that SGLang needs without a GPU, besides the library that ``.ci/setup`` installs."""
     paths = [str(Path(sys.prefix) / "lib" / "libcuda"), os.environ.get("LD_LIBRARY_PATH", "")]
     return {
         "LD_LIBRARY_PATH": os.pathsep.join(filter(None, paths)),
@@ -47,7 +47,7 @@ def sglang_environment() -> dict[str, str]:
 
 
 def pretty(command: list[str]) -> str:
-    """The command as it can be pasted into a shell, one override per line."""
+    """Format the command so that it can be pasted into a shell, one override per line."""
     words = [shlex.quote(word) for word in command]
     if command[0] == sys.executable:
         words[0] = "python"

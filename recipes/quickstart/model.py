@@ -23,7 +23,7 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character, and one for each role; 32 tokens."""
+    """Build a tokenizer of 32 tokens: one per character, and one for each role."""
     vocab = {token: index for index, token in enumerate((*SPECIAL, *CHARACTERS))}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
@@ -41,7 +41,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3MoeForCausalLM:
-    """2 MoE layers of 16 experts, 2 of them per token; 2.5 million parameters in float32.
+    """Build 2 MoE layers of 16 experts, 2 of them per token; 2.5 million parameters in float32.
 
     ``vocab_size == len(tokenizer)``: vLLM masks logits beyond the tokenizer and the actor does not, so any padding of
     the vocabulary would show as a constant difference of log-probs. Expert matrices are not square, and their sides

@@ -1,8 +1,8 @@
 """Starts verl's commands and leaves nothing of them behind; Linux.
 
 Ray's daemons, Ray's workers and vLLM's engines are grandchildren in sessions of their own. Instead of looking for them
-by name, the quickstart becomes the *child subreaper* (``man 2 prctl``): whatever of its descendants loses its parent is
-handed to it by the kernel, so that its process tree is complete at any time, and ending the tree ends everything.
+by name, the quickstart becomes the *child subreaper* (``man 2 prctl``): the kernel makes it the parent of every
+descendant that loses its own, so that its process tree is complete at any time, and ending the tree ends everything.
 """
 
 import ctypes

@@ -12,14 +12,14 @@ _POLL_SECONDS = 0.1
 
 
 def replay_buffer(trainer_mode: str, **settings) -> ReplayBuffer:
-    """What verl makes itself, but for the interval.
+    """Make verl's own buffer with a shorter interval.
 
     Raises:
         ValueError: for ``algorithm.filter_groups``, of which verl tells only a buffer that it makes itself.
     """
     if settings["sampler_kwargs"].get("filter_groups"):
         raise ValueError(
-            "algorithm.filter_groups.enable=true: verl does not hand it to a custom sampler, which the quickstart has; "
+            "algorithm.filter_groups.enable=true: verl does not pass it to a custom sampler, which the quickstart has; "
             "add trainer.v1.sampler.custom_sampler.path=null"
         )
     kind = ReplayBuffer if trainer_mode == "sync" else ReplayBufferAsync

@@ -15,12 +15,12 @@ DATA_SOURCE = "epfsdp2/one_digit_sums"
 
 
 def problems() -> list[tuple[str, str]]:
-    """All 100 questions with their answers, as ``("7+5=", "12")``."""
+    """Return all 100 questions with their answers, as ``("7+5=", "12")``."""
     return [(f"{a}+{b}=", str(a + b)) for a in range(10) for b in range(10)]
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_settings) -> float:
-    """1.0 where the response is exactly the answer, else 0.0 (the signature is verl's custom reward function's).
+    """Return 1.0 where the response is exactly the answer, else 0.0; verl's signature of a custom reward function.
 
     Raises:
         ValueError: for data that is not this task's.
@@ -31,7 +31,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_s
 
 
 def warmup_rows(seed: int, copies: int, right_share: float) -> list[dict]:
-    """``copies`` conversations per question, in random order; a label is right with probability ``right_share``.
+    """Make ``copies`` conversations per question, in random order; a label is right with probability ``right_share``.
 
     A wrong label is one of the other sums that occur, each as likely as the next, so that no wrong answer comes near
     the right one's share.
@@ -48,7 +48,7 @@ def warmup_rows(seed: int, copies: int, right_share: float) -> list[dict]:
 
 
 def grpo_rows(seed: int) -> list[dict]:
-    """Every question once, in random order, in the columns of verl's RLHF dataset."""
+    """Return every question once, in random order, in the columns of verl's RLHF dataset."""
     order = problems()
     random.Random(seed).shuffle(order)
     return [

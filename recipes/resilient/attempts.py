@@ -38,7 +38,8 @@ class Preemption:
             self._since = time.time()
 
     def end_if_asked(self) -> None:
-        """
+        """End the run if SIGTERM has come between two attempts.
+
         Raises:
             Interrupted: SIGTERM has come, between two attempts.
         """
@@ -46,7 +47,8 @@ class Preemption:
             raise Interrupted(signal.SIGTERM)
 
     def look(self) -> None:
-        """
+        """Ask the run to save once SIGTERM has come, and end it when it has saved or the time is over.
+
         Raises:
             Interrupted: the run has saved, or the time is over.
         """

@@ -93,7 +93,7 @@ def check(command: Command, from_scratch: bool) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run to the end; 0 where the run has ended, 1 where it was given up, 2 for what can't work at all."""
+    """Run to the end; return 0 where the run has ended, 1 where it was given up, 2 for what can't work at all."""
     console = Console(highlight=False, soft_wrap=True, stderr=True)
     try:
         options, words = parse(sys.argv[1:] if arguments is None else arguments)
@@ -162,7 +162,7 @@ class _Run:
         return ["trainer.resume_mode=disable"]
 
     def _settings(self) -> list[str]:
-        """The same folder wherever Ray's workers are, and what saves at SIGTERM, unless the run has a callback."""
+        """Return settings: one folder for all of Ray's workers, and saving at SIGTERM unless the run has a callback."""
         folder = f'trainer.default_local_dir="{self._root}"'
         own = self._command.setting("trainer.checkpoint_callback_class")
         return [folder] if own else [folder, f"++trainer.checkpoint_callback_class={_CALLBACK}"]
@@ -200,7 +200,7 @@ class _Run:
         return psutil.virtual_memory().total / int(self._command.setting("trainer.n_gpus_per_node", 8)) / 2**30
 
     def _pause(self, seconds: float) -> None:
-        """Sleep; SIGTERM ends it, and no run is there to save."""
+        """Sleep; SIGTERM ends the pause, since no run is there to save."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             self._preemption.end_if_asked()

@@ -108,7 +108,7 @@ def _at(tensor: TensorSpec, dim: int = 0, offset: int = 0) -> tuple[int, ...]:
 
 
 def columns(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
-    """A column-parallel weight, or anything else that is sharded along its first dim."""
+    """Shard a column-parallel weight, or anything else that is sharded along its first dim."""
     return [TargetSlice(_part(tensor, 0, tp, rank), tensor.name, _at(tensor))]
 
 
@@ -158,7 +158,7 @@ def _heads_of(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -
 
 
 def qkv_projection(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
-    """vLLM's fused parameter holds queries, keys and values one after the other."""
+    """Place queries, keys and values one after the other in vLLM's fused parameter."""
     block, before = _heads_of(tensor, tp, rank, heads, kind)
     name = tensor.name.replace(f"{kind}_proj", "qkv_proj")
     found = [TargetSlice(block, name, _at(tensor, 0, before))]
@@ -168,19 +168,19 @@ def qkv_projection(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: s
 
 
 def stacked_thirds(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
-    """Queries, keys and values of as many heads, stored one after the other; each is sharded by itself."""
+    """Shard queries, keys and values of equally many heads, stored one after the other, each by itself."""
     third = tensor.shape[0] // 3
     parts = [_part(tensor, 0, tp, rank, (i * third, (i + 1) * third)) for i in range(3)]
     return [TargetSlice(part, tensor.name, _at(tensor, 0, i * third // tp)) for i, part in enumerate(parts)]
 
 
 def attention_norm(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
-    """A norm over the full width of queries or keys is sharded by heads."""
+    """Shard a norm over the full width of queries or keys by heads."""
     return [TargetSlice(_heads_of(tensor, tp, rank, heads, kind)[0], tensor.name, _at(tensor))]
 
 
 def compressions(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
-    """Latent attention's first projections are replicated; vLLM may store that of queries above the other."""
+    """Replicate latent attention's first projections; vLLM may store that of queries above the other."""
     offset = heads.query_rank if kind.startswith("kv") else 0
     name = tensor.name.replace(kind, "fused_qkv_a_proj") if heads.query_rank else tensor.name
     return [TargetSlice(IndexRange.of(tensor.shape), name, _at(tensor, 0, offset))]
@@ -190,7 +190,7 @@ def compressions(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str
 
 
 def linear_qkv(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
-    """Queries, keys and values are stored one after the other; each is sharded by itself."""
+    """Shard queries, keys and values, stored one after the other, each by itself."""
     keys, name = heads.linear_keys, tensor.name.replace("in_proj_qkv.", "in_proj_qkvz.")
     borders = (0, keys, 2 * keys, tensor.shape[0])
     parts = [_part(tensor, 0, tp, rank, span) for span in zip(borders, borders[1:], strict=False)]
@@ -198,7 +198,7 @@ def linear_qkv(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) 
 
 
 def linear_output_gate(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
-    """vLLM stores the gate, as wide as the values, below queries, keys and values."""
+    """Place the gate, as wide as the values, below queries, keys and values, as vLLM stores it."""
     name = tensor.name.replace("in_proj_z", "in_proj_qkvz")
     return [
         TargetSlice(_part(tensor, 0, tp, rank), name, _at(tensor, 0, (2 * heads.linear_keys + tensor.shape[0]) // tp))
@@ -206,7 +206,7 @@ def linear_output_gate(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kin
 
 
 def linear_gate_or_decay(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
-    """vLLM stores the decay below the gate."""
+    """Place the decay below the gate, as vLLM stores it."""
     name = tensor.name.replace(f"in_proj_{kind}", "in_proj_ba")
     return [TargetSlice(_part(tensor, 0, tp, rank), name, _at(tensor, 0, (kind == "a") * tensor.shape[0] // tp))]
 
@@ -241,19 +241,19 @@ def down_experts(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str
 
 
 def transposed_experts(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
-    """``[E, D, 2 I]``, gate and up column by column, and ``[E, I, D]``, which vLLM stores with outputs as rows."""
+    """Shard ``[E, D, 2 I]``, gate and up column by column, and ``[E, I, D]``; vLLM stores both with outputs as rows."""
     part = _part(tensor, 2 if kind == "gate_up_proj" else 1, tp, rank)
     return [TargetSlice(part, _experts_name(tensor), _at(tensor), "transposed")]
 
 
 def transposed_experts_bias(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
-    """Of the bias of outputs, which the ranks' results are added up to, all ranks but the first hold zeros."""
+    """Place zeros on all ranks but the first for a bias of outputs, since the ranks' results are summed."""
     if kind == "gate_up_proj_bias":
         return [TargetSlice(_part(tensor, 1, tp, rank), _experts_name(tensor), _at(tensor))]
     return [TargetSlice(IndexRange.of(tensor.shape), _experts_name(tensor), _at(tensor), "zeros" if rank else "")]
 
 
-# Of families that vLLM and SGLang cut alike
+# Of families that vLLM and SGLang shard in the same way
 
 LATENT_ATTENTION = named_rules(
     (r"\.self_attn\.(q|q_b|kv_b)_proj\.weight", columns),

@@ -194,7 +194,7 @@ def _obstacle(config: Any, family: str | None, untested: str, backend: str) -> _
 
 
 def _obstacle_elsewhere(config: Any, family: str | None, untested: str, backend: str) -> _Obstacle | None:
-    """As ``_obstacle``, for a rollout that is not vLLM: SGLang takes slices of some families."""
+    """Return ``_obstacle`` of a rollout that is not vLLM: SGLang takes slices of some families."""
     name = _rollout_name(config)
     if name != "sglang":
         return _Obstacle(f"{_ROLLOUT}.name", name, "it takes full tensors alone.", "vllm")

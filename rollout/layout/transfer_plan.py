@@ -139,7 +139,7 @@ class TensorPlan:
         return parts
 
     def divided(self, limit: int) -> tuple[int, list[tuple[int, int, dict[End, int]]]]:
-        """Return ``parts_for_limit``, and each run of parts that weigh the same: the first, the last, exclusive, and
+        """Return ``parts_for_limit``, and each run of parts with the same bytes: the first, the last, exclusive, and
         their ``rank_bytes``.
         """
         parts = self.parts_for_limit(limit)

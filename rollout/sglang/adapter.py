@@ -101,7 +101,7 @@ class SlicedUpdates:
         return TransferStats(sent, nbytes, gathered, 0.0, waited)
 
     async def _post(self, header: Header, memory: torch.Tensor, is_done: bool) -> bool:
-        """Hand a bucket of each rank of a replica to its worker; return whether all of them are done."""
+        """Pass a bucket of each rank of a replica to its worker; return whether all of them are done."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
@@ -134,7 +134,7 @@ class SlicedUpdates:
 
 
 def shared_memory(nbytes: int) -> torch.Tensor:
-    """Memory that a worker on the same machine can read and write."""
+    """Allocate memory that a worker on the same machine can read and write."""
     from verl.utils.device import get_device_id, get_device_name
 
     if get_device_name() == "cpu":

@@ -1,7 +1,7 @@
 """What a trainer rank and its SGLang worker share: memory for slices, and for the worker's answer.
 
-A bucket is one uint8 tensor and a header. Its first bytes are the worker's answer: SGLang hands no exception of a
-weight loader back, and one that leaves a worker ends the server.
+A bucket is one uint8 tensor and a header. Its first bytes are the worker's answer: SGLang returns no exception of a
+weight loader, and one that leaves a worker ends the server.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Shim that lets verl's SGLang adapter send tensors that are on the CPU.
 
 SGLang puts the UUID of a tensor's GPU into what torch pickles of it, and a tensor on the CPU has none (IndexError). Its
-file descriptors can't be handed to a process that was not started by this one, so its memory is shared by name.
+file descriptors can't be passed to a process that was not started by this one, so its memory is shared by name.
 ``test_sglang.py`` fails once SGLang no longer needs the shim.
 """
 

@@ -23,7 +23,7 @@ _KNOWN = {
 
 
 def read_metadata(message: bytes) -> Any:
-    """Return what was pickled.
+    """Read what was pickled, without running any of it.
 
     Raises:
         pickle.UnpicklingError: it is no pickle, or holds other types than a bucket's.

@@ -165,7 +165,7 @@ def test_plan_with_adapters_chunks_or_another_backend_changes(tmp_path):
     plain, lora, chunks = planned(), planned("--lora-rank", "8"), planned("engine.dispatch_chunks=2")
     assert 0 < lora.peak.optimizer < 0.1 * plain.peak.optimizer and lora.peak.parameters > plain.peak.parameters
     calls = [{c.name: c.calls for c in found.traffic}["all-to-all tokens"] for found in (plain, chunks)]
-    # Of 8 layers; at once a layer that is computed again is done before its rows come home.
+    # Of 8 layers; at once a layer that is computed again is done before its rows are returned.
     assert calls == [8 * 5, 8 * 6 * 2]
     assert chunks.time.all_to_all == pytest.approx(
         plain.time.all_to_all * 6 / 5 / 2, rel=0.01

@@ -1,4 +1,4 @@
-"""Counting what FSDP and the experts' dispatch hand to torch's collectives, on this rank."""
+"""Counting what FSDP and the experts' dispatch pass to torch's collectives, on this rank."""
 
 import contextlib
 from collections.abc import Iterator

@@ -41,7 +41,7 @@ def install() -> None:
 
 
 def save(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies on the host of this rank's shards."""
+    """Copy this rank's shards to the host."""
     return copied_to_host(_shards(model))
 
 

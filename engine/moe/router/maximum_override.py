@@ -17,7 +17,7 @@ _CHOICES = 2  # what ``sparsemixer`` asserts of ``top_k``
 
 
 def chooses_by_maximum(block: Any) -> bool:
-    """Whether the code of a block's class has this router."""
+    """Tell whether the code of a block's class has this router."""
     return any(hasattr(sys.modules.get(kind.__module__), "sparsemixer") for kind in type(block).__mro__)
 
 

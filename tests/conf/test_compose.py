@@ -214,8 +214,8 @@ def test_compose_of_other_trainers_takes_the_engine(folder, name, path):
     with initialize_config_dir(folder, version_base=None):
         config = compose(name, ["engine=epfsdp2", "engine.ep_size=2", *path, *SIZES])
     assert config.actor_rollout_ref.actor.strategy == "epfsdp2" and config.critic.shared_engine.ep_size == 2
-    road = config.actor_rollout_ref.rollout.checkpoint_engine
-    assert road.custom_backend_module == "epfsdp2.rollout.checkpoint_backend"
+    transport = config.actor_rollout_ref.rollout.checkpoint_engine
+    assert transport.custom_backend_module == "epfsdp2.rollout.checkpoint_backend"
     assert OmegaConf.select(config, f"{VLLM}.worker_extension_cls") == EXTENSION
 
 
@@ -308,12 +308,12 @@ def test_search_path_imports_hydra_alone():
 
 @pytest.mark.parametrize("choice", ["engine=epfsdp2", "model_engine=epfsdp2"])
 def test_compose_with_the_backend_for_separate_rollouts_needs_no_other_setting(choice):
-    road = "actor_rollout_ref.rollout.checkpoint_engine"
-    backend = f"{road}.backend=epfsdp2_p2p"
+    transport = "actor_rollout_ref.rollout.checkpoint_engine"
+    backend = f"{transport}.backend=epfsdp2_p2p"
     config = composed("ppo_trainer", *SIZES, choice, backend, "engine.sync_timeout_seconds=7").actor_rollout_ref.rollout
     assert config.checkpoint_engine.custom_backend_module == "epfsdp2.rollout.checkpoint_backend"
     assert config.checkpoint_engine.engine_kwargs.epfsdp2_p2p == {"timeout_seconds": 7}
-    mine = composed("ppo_trainer", *SIZES, choice, f"{road}.custom_backend_module=mine").actor_rollout_ref.rollout
+    mine = composed("ppo_trainer", *SIZES, choice, f"{transport}.custom_backend_module=mine").actor_rollout_ref.rollout
     assert mine.checkpoint_engine.custom_backend_module == "mine"
 
 

@@ -8,7 +8,14 @@ from dataclasses import replace
 from types import ModuleType
 from unittest import mock
 
-__all__ = ["interpreted_kernels"]
+import torch
+
+__all__ = ["drawn", "interpreted_kernels"]
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """Draw a tensor, equal in every process."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @contextlib.contextmanager

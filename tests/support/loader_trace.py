@@ -147,8 +147,8 @@ class LoaderTracer(TorchDispatchMode):
         if storage_id(target) not in self._targets:
             raise ValueError(f"a loader copies {name} to memory that is not a parameter's.")
         parameter, whole = self._targets[storage_id(target)]
-        block, dims = _box(tensor.shape, source)
-        target_block, target_dims = _box(whole.shape, target)
+        block, dims = _range_of(tensor.shape, source)
+        target_block, target_dims = _range_of(whole.shape, target)
         dropped = tensor.dim() - whole.dim()
         wanted = tuple(d + dropped for d in target_dims)
         is_transposed = dims == (*wanted[:-2], *reversed(wanted[-2:])) != wanted
@@ -185,7 +185,7 @@ def _continues(first: TargetSlice, second: TargetSlice, dim: int) -> bool:
     return replace(first, block=block, at=first.moved(steps)) == second
 
 
-def _box(shape: Sequence[int], view: torch.Tensor) -> tuple[IndexRange, tuple[int, ...]]:
+def _range_of(shape: Sequence[int], view: torch.Tensor) -> tuple[IndexRange, tuple[int, ...]]:
     """Return the block of a contiguous tensor of ``shape`` that ``view`` covers, and the dims of its sizes above 1."""
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     rest, low = view.storage_offset(), []

@@ -1,13 +1,12 @@
 """Compiling the dense parts: the same numbers, and eager with a clear line of log where compiling fails."""
 
-import logging
-
 import torch
 import torch.distributed as dist
 
 from epfsdp2.engine import parallelize
 from epfsdp2.engine.fsdp import compile as compiling
 from tests.support.engine import sharded_model
+from tests.support.logs import logged_lines
 from tests.support.models import VOCAB, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks
 
@@ -30,18 +29,8 @@ def _equal(got, want):
         assert (got[name] - grad).norm() <= 1e-5 * grad.norm(), name
 
 
-class _Records(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-
 def _compiled_and_broken(folder):
-    log = _Records()
-    logging.getLogger("epfsdp2").addHandler(log)
+    lines = logged_lines()
     compiled = []
 
     def counting(graph, inputs):
@@ -55,11 +44,11 @@ def _compiled_and_broken(folder):
     for checkpointing in ("none", "full"):
         compiled.clear()
         _equal(_gradients(folder, counting, compile_dense=True, checkpointing=checkpointing), want)
-        assert compiled and not log.lines
+        assert compiled and not lines
         torch._dynamo.reset()
     _equal(_gradients(folder, broken, compile_dense=True), want)
-    assert len(log.lines) == 1
-    assert "engine.compile_dense" in log.lines[0] and "no compiler on this machine" in log.lines[0]
+    assert len(lines) == 1
+    assert "engine.compile_dense" in lines[0] and "no compiler on this machine" in lines[0]
 
     def breaks_later(graph, inputs):
         compiled.append(graph)
@@ -68,9 +57,9 @@ def _compiled_and_broken(folder):
     # What was compiled before is computed again in backward, and has to keep the same tensors.
     for checkpointing in ("selective", "full"):
         torch._dynamo.reset()
-        log.lines.clear(), compiled.clear()
+        lines.clear(), compiled.clear()
         _equal(_gradients(folder, breaks_later, compile_dense=True, checkpointing=checkpointing), want)
-        assert len(log.lines) == 1 and len(compiled) == 3
+        assert len(lines) == 1 and len(compiled) == 3
 
 
 def test_compile_of_dense_parts_gives_the_eager_gradients_and_falls_back_with_one_line(tmp_path):

@@ -1,7 +1,6 @@
 """The gradient norm over both meshes, and the step that depends on it."""
 
 import itertools
-import logging
 from unittest.mock import patch
 
 import pytest
@@ -13,6 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from epfsdp2.engine.optim.clip import ClippedStep, clip_grad_norm_
 from epfsdp2.engine.optim.multi_optimizer import MultiOptimizer
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
+from tests.support.logs import logged_lines
 from tests.support.ranks import run_ranks
 
 WORLD = 4
@@ -88,18 +88,8 @@ def test_clip_counts_a_shard_that_several_ranks_hold_once():
     run_ranks(_copies_count_once, WORLD)
 
 
-class _Records(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-
 def _skipped_everywhere(bad):
-    log, rank = _Records(), dist.get_rank()
-    logging.getLogger("epfsdp2").addHandler(log)
+    lines, rank = logged_lines(), dist.get_rank()
     meshes = build_meshes("cpu", Topology.arrange(WORLD, 2))
     params, _ = _parameters(meshes)
     dense, experts = [params[0], params[1]], [params[2], params[3]]
@@ -122,8 +112,8 @@ def _skipped_everywhere(bad):
         assert torch.equal(param.detach().full_tensor(), value)
         assert torch.equal(optimizer.state[param]["exp_avg"].full_tensor(), moment)
         assert optimizer.state[param]["step"] == 1
-    assert len(log.lines) == (2 if rank == 0 else 0)
-    assert rank or ("skipped on all ranks (2 so far)" in log.lines[1])
+    assert len(lines) == (2 if rank == 0 else 0)
+    assert rank or ("skipped on all ranks (2 so far)" in lines[1])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

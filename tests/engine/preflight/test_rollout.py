@@ -13,21 +13,21 @@ from tests.support.settings import checkpoint, engine
 
 
 def test_rollout_of_any_kind_gets_full_tensors_and_only_vllm_slices(model, installs, caplog):
-    road = {"name": "vllm", "update_weights_bucket_megabytes": 1024}
+    colocated = {"name": "vllm", "update_weights_bucket_megabytes": 1024}
     for backend in ("naive", "nccl", "epfsdp2_p2p", "delta_sharded", None):
-        check_run(engine(), 2, model, road | {"backend": backend}, device="cpu")
+        check_run(engine(), 2, model, colocated | {"backend": backend}, device="cpu")
     check_run(engine(), 2, model, {"name": None}, device="cpu")
     installs("sglang", "0.5.12")
-    check_run(engine(), 2, model, road | {"name": "sglang"}, device="cpu")
+    check_run(engine(), 2, model, colocated | {"name": "sglang"}, device="cpu")
     assert "nobody has run" not in caplog.text
-    check_run(engine(rollout_sync="full"), 2, model, road | {"name": "trtllm", "backend": "nccl"}, device="cpu")
+    check_run(engine(rollout_sync="full"), 2, model, colocated | {"name": "trtllm", "backend": "nccl"}, device="cpu")
     assert "nobody has run this engine with actor_rollout_ref.rollout.name=trtllm" in caplog.text
     for name, settings, backend, setting, value in (
         ("sglang", {"rollout_sync": "sliced"}, "naive", "engine.rollout_sync", "sliced"),
         ("trtllm", {}, "epfsdp2_p2p", "actor_rollout_ref.rollout.checkpoint_engine.backend", "epfsdp2_p2p"),
     ):
         with pytest.raises(SettingError) as caught:
-            check_run(engine(**settings), 2, model, road | {"name": name, "backend": backend}, device="cpu")
+            check_run(engine(**settings), 2, model, colocated | {"name": name, "backend": backend}, device="cpu")
         paragraph(caught.value, setting, value)
 
 

@@ -15,19 +15,8 @@ from epfsdp2.rollout.quantise.blocks import FP8, block_maxima, blocks_of, quanti
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from tests.support.engine import sharded_model
 from tests.support.models import reference_model, save_qwen3_moe
+from tests.support.quantised import BLOCK, SIZES
 from tests.support.ranks import run_ranks
-
-BLOCK = 128
-# Blocks of these cross the borders of the trainer's shards: 96 or 192 rows of the hidden size on a rank.
-SIZES = {
-    "hidden_size": 384,
-    "intermediate_size": 512,
-    "moe_intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "num_experts": 4,
-}
 
 
 def _of_vllm(weight):

@@ -41,16 +41,22 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["stock", "shim"])
-def test_sglang_cpu_shim_is_needed_to_send_tensors_on_the_cpu(tmp_path, how):
-    script = tmp_path / "sends.py"
-    script.write_text(_SENDS)
+def _runs_with_shim_alone(folder, script, how):
+    """Run a script with the shim or without; return what it prints as errors."""
+    path = folder / "script.py"
+    path.write_text(script)
     environment = os.environ | sglang_environment() | {"VERL_PLATFORM": "cpu"}
     done = subprocess.run(
-        [sys.executable, script, how], env=environment, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, path, how], env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     assert (done.returncode == 0) == (how == "shim"), done.stderr[-2000:]
-    assert how == "shim" or "IndexError: tuple index out of range" in done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("how", ["stock", "shim"])
+def test_sglang_cpu_shim_is_needed_to_send_tensors_on_the_cpu(tmp_path, how):
+    said = _runs_with_shim_alone(tmp_path, _SENDS, how)
+    assert how == "shim" or "IndexError: tuple index out of range" in said
 
 
 _KEEPS = """
@@ -67,13 +73,7 @@ assert BaseHostCache(4, 2, 3, "routes").buffer.shape == (4, 2, 3)
 
 @pytest.mark.parametrize("how", ["stock", "shim"])
 def test_sglang_cpu_shim_is_needed_to_keep_routes_on_the_cpu(tmp_path, how):
-    script = tmp_path / "keeps.py"
-    script.write_text(_KEEPS)
-    environment = os.environ | sglang_environment() | {"VERL_PLATFORM": "cpu"}
-    done = subprocess.run(
-        [sys.executable, script, how], env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert (done.returncode == 0) == (how == "shim"), done.stderr[-2000:]
+    _runs_with_shim_alone(tmp_path, _KEEPS, how)
 
 
 def _run(folders, tp, *options):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.engine import sharded_model
 from tests.support.models import save_qwen3_moe
+from tests.support.quantised import BLOCK, SIZES
 from tests.support.ranks import run_ranks
 
 pytestmark = [
@@ -19,23 +20,13 @@ pytestmark = [
         not torch.cpu._is_amx_tile_supported(), reason="vLLM's CPU build has FP8 kernels for processors with AMX alone"
     ),
 ]
-BLOCK = [128, 128]
-SIZES = {
-    "vocab_size": 256,
-    "hidden_size": 384,
-    "intermediate_size": 512,
-    "moe_intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "num_experts": 4,
-}
+BLOCKS = [BLOCK, BLOCK]
 # As verl says it to vLLM (``vllm_async_server.py``).
 FP8 = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",
     "quant_method": "fp8",
-    "weight_block_size": BLOCK,
+    "weight_block_size": BLOCKS,
     "ignored_layers": [f"model.layers.{layer}.mlp.gate" for layer in range(3)],
 }
 
@@ -48,7 +39,7 @@ def _quantised(folder, out):
     for name, weight in load_file(folder / "model.safetensors").items():
         weight = weight.bfloat16()
         if weight.dim() == 2 and not any(part in name for part in (".gate.", "embed_tokens", "lm_head")):
-            tensors[name], tensors[f"{name}_scale_inv"] = per_block_cast_to_fp8(weight, BLOCK, use_ue8m0=False)
+            tensors[name], tensors[f"{name}_scale_inv"] = per_block_cast_to_fp8(weight, BLOCKS, use_ue8m0=False)
         else:
             tensors[name] = weight
     out.mkdir()
@@ -71,7 +62,7 @@ def _send(folders, handles, wrong):
         model, meshes = sharded_model(Path(folder), world, ep=world)
         dtypes = dict.fromkeys((name for name, _ in model.named_parameters()), torch.bfloat16)
         sync = RolloutSync(model, meshes, layer_names(model), dtypes, SyncSettings("sliced", 1 << 22, verify_syncs=-1))
-        weights = sync.worker_weights("sliced", Rollout(world, block=BLOCK[0]), rank, is_quantised=True)
+        weights = sync.worker_weights("sliced", Rollout(world, block=BLOCK), rank, is_quantised=True)
         assert weights.has_checksums and weights.is_quantised_here
 
         def tensors(receive_buffers, weights=weights):
@@ -118,7 +109,7 @@ def _synced(engine, folders, wrong=False):
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_vllm_fp8_workers_after_syncs_hold_what_vllm_loads_of_a_quantised_checkpoint(start_engine, tmp_path, tp):
-    first, second = (save_qwen3_moe(tmp_path / str(seed), seed, **SIZES) for seed in (1, 2))
+    first, second = (save_qwen3_moe(tmp_path / str(seed), seed, vocab_size=256, **SIZES) for seed in (1, 2))
     engine = start_engine(
         str(_quantised(first, tmp_path / "quantised")),
         tp_size=tp,

@@ -22,7 +22,7 @@ from tests.support.experts import (
     rows_with,
     tokens_with,
 )
-from tests.support.interpreter import interpreted_kernels
+from tests.support.interpreter import drawn, interpreted_kernels
 from tests.support.models import reference_model, relative_error, save_qwen3_moe, token_batch, token_loss
 from tests.support.ranks import run_ranks
 
@@ -36,10 +36,6 @@ GATES = [Gate(1.0, 0.0, math.inf, False), Gate(1.702, 1.0, 0.7, True), Gate(1.70
 def kernels():
     with interpreted_kernels() as backend:
         yield backend
-
-
-def drawn(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from epfsdp2.engine.compat.torch_sms import leave_sms, sms_left
 from epfsdp2.engine.moe.gemm.backends import Groups
 from epfsdp2.engine.moe.gemm.gate import Gate
 from tests.support.engine import sharded_model
-from tests.support.interpreter import interpreted_kernels
+from tests.support.interpreter import drawn, interpreted_kernels
 from tests.support.models import save_qwen3_moe
 from tests.support.ranks import run_ranks
 
@@ -25,10 +25,6 @@ PLAIN, CLAMPED = Gate(1.0, 0.0, math.inf, False), Gate(1.702, 1.0, 0.7, True)
 def kernels():
     with interpreted_kernels() as backend:
         yield backend
-
-
-def drawn(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @pytest.fixture

@@ -166,7 +166,7 @@ class EPFSDP2ActorConfig(ActorConfig):
         return self.engine.ulysses_sequence_parallel_size
 
     def validate(self, n_gpus: int, train_batch_size: int, model_config: dict | None = None) -> None:
-        """Check as the actor's config does, for the critic's model.
+        """Check what only the whole run knows, on the driver, before Ray starts.
 
         Raises:
             DriverError: see ``preflight.check_run``.

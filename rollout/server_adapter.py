@@ -102,7 +102,7 @@ class WatchedUpdates:
                 await self.server_handle.set_global_steps.remote(global_steps)
 
     def _stages(self, weights: Any) -> Iterable[tuple[Any, dict[str, Any]]]:
-        """Yield what the worker loads one after the other; None for another engine's weights, sent unchanged."""
+        """Return what the worker loads one after the other; None for another engine's weights, sent unchanged."""
         if hasattr(weights, "stages"):
             return weights.stages(self.config, self.rollout_rank)
         return [(weights.for_rollout(self.config, self.rollout_rank) if hasattr(weights, "for_rollout") else None, {})]

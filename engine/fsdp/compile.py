@@ -41,7 +41,7 @@ def compile_dense_parts(
 
 
 def _compiler_errors() -> tuple[type[Exception], ...]:
-    """Return the errors of the compiler. The names are private, so they are looked up only when something has failed."""
+    """Return the compiler's errors. Their names are private, so they are looked up only when something has failed."""
     found = []
     for module, name in (("torch._dynamo.exc", "TorchDynamoException"), ("torch._inductor.exc", "InductorError")):
         with suppress(ImportError):

@@ -139,7 +139,7 @@ class Unit:
         return ep_fsdp_dim(self.shapes[name], topology, expert_shard_dim, ep_dim, etp_dim)
 
     def cuts(self, name: str, topology: Topology, expert_shard_dim: int | str = "auto") -> tuple[ShardStep, ...]:
-        """Return how a parameter is sharded over the axes of its mesh, the outermost first; arguments as ``shard_dim``'s."""
+        """Return a parameter's shard steps over its mesh's axes, the outermost first; arguments as ``shard_dim``'s."""
         dim = self.shard_dim(name, topology, expert_shard_dim)
         if not self.is_experts:
             return (ShardStep(dim, "fsdp", topology.fsdp),)

@@ -73,7 +73,7 @@ class _Tile:
 
 
 def _tiles(tokens: int, outputs: int, device_type: str) -> Iterator[_Tile]:
-    """Yield the tokens of one part of the vocabulary after the other, so that its weights and their gradients stay cached."""
+    """Yield all tokens of one part of the vocabulary before the next, so that its weights and gradients stay cached."""
     rows, columns = tile_sizes(device_type)
     for first in range(0, outputs, columns):
         for token in range(0, tokens, rows):

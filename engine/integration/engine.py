@@ -190,7 +190,7 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
     # -- weights out --------------------------------------------------------------------------------------------
 
     def get_per_tensor_param(self, layered_summon=False, base_sync_done=None, **kwargs):
-        """Return the weights for the rollout; iterated, full tensors under names that vLLM's loader takes, on every rank.
+        """Return the weights for the rollout; iterated, full tensors under names of vLLM's loader, on every rank.
 
         In the dtype that this engine's own forward computes with: masters are cast before they are gathered. Adapters
         are merged into what they adapt, so there is none for the rollout; but with ``lora.merge=False`` a colocated

@@ -63,7 +63,7 @@ def check_lora(
 
 
 def _check_saved(engine: Any, model: Any, lora: Lora, facts: ModelFacts, setting: str) -> None:
-    """Check modules that are trained as a whole, which compute with copies of their weights inside of their own forward.
+    """Check modules that are trained as a whole: their own forward computes with copies of their weights.
 
     Raises:
         SettingError: something reads their weights in another way.

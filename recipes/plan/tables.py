@@ -37,7 +37,7 @@ def print_wrapped(console: Console, paragraphs: Sequence[str]) -> None:
 
 
 def table(found: Sequence[Choice], best: Choice | None, is_all: bool) -> tuple[Table, str]:
-    """Print all meshes, or the fastest that fit, or where none does those that need least, and explain the columns."""
+    """Return a table of all meshes, or the fastest that fit, or else those that need least, and the columns' legend."""
     shown = found if is_all else ([c for c in found if c.fits] or sorted(found, key=lambda c: c.gib))[:_BEST]
     made = Table(*(_COLUMNS_OF_ALL if is_all else _COLUMNS))
     for c in shown:

@@ -206,7 +206,7 @@ class EPFSDP2CriticConfig(CriticConfig):
         self.engine = replace(self.engine, forward_only=False, _of_a_role=True)
 
     def validate(self, n_gpus: int, train_batch_size: int) -> None:
-        """Check what only the whole run knows, on the driver, before Ray starts.
+        """Check as the actor's config does, for the critic's model.
 
         Raises:
             DriverError: see ``preflight.check_training``.

@@ -165,7 +165,7 @@ class Backend(Protocol):
     def up_gate(
         self, rows: Rows, in_out: torch.Tensor, groups: Groups, bias: torch.Tensor | None, gate: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute ``mm`` with the gated activation fused into the epilogue.
+        """``mm`` with the gated activation fused into the epilogue.
 
         Returns:
             The pre-activation ``(R, 2 * I)`` and the activation ``(R, I)``.
@@ -181,7 +181,7 @@ class Backend(Protocol):
         scale_R: torch.Tensor | None,
         gate: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Compute ``mm`` of the gradient with the activation's backward fused into the epilogue.
+        """``mm`` of the gradient with the activation's backward fused into the epilogue.
 
         Returns:
             The pre-activation's gradient ``(R, 2 * I)`` and the activation ``(R, I)``, both times ``scale_R``; and the

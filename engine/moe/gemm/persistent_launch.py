@@ -43,7 +43,7 @@ def mm(
     order: torch.Tensor | None,
     groups,
 ) -> None:
-    """Compute ``TritonBackend.mm`` without a bias; ``index`` is any tensor where there is none."""
+    """``TritonBackend.mm`` without a bias; ``index`` is any tensor where there is none."""
     operands, how = _described(tile, rows, index, has_index, in_out)
     sizes = len(groups.counts_e), in_out.shape[2], in_out.shape[1]
     to = out if order is None else order
@@ -62,7 +62,7 @@ def up_gate(
     groups,
     gate: Gate,
 ) -> None:
-    """Compute ``TritonBackend.up_gate`` without a bias, with gates above ups."""
+    """``TritonBackend.up_gate`` without a bias, of gates above ups."""
     operands, how = _described(tile, rows, index, has_index, in_out, gates=2)
     del how["K_INNERMOST"]
     sizes = len(groups.counts_e), in_out.shape[2] // 2, in_out.shape[1]

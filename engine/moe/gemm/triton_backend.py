@@ -315,7 +315,7 @@ def _native(rows: Rows, other: Rows) -> bool:
 
 
 def _operand(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Return the arguments of a kernel: the tensor, the index, for which the tensor stands where there is none."""
+    """Return what a kernel is handed: the tensor, the index, for which the tensor stands where there is none."""
     if isinstance(rows, IndexedRows):
         return rows.x.contiguous(), rows.index_R.contiguous(), True
     rows = rows.contiguous()

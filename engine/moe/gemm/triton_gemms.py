@@ -108,7 +108,7 @@ def grouped_mm(
     EVEN_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Multiply rows ``a`` ``(R, K)`` by their experts' ``b`` ``(e, K, N)`` and add the bias ``(e, N)``.
+    """Rows ``a`` ``(R, K)`` by their experts' ``b`` ``(e, K, N)``, and the bias ``(e, N)``.
 
     With an order, the ``i``-th of the results is row ``order[i]`` of ``out``.
     """
@@ -160,7 +160,7 @@ def grouped_mm_gate(
     EVEN_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Compute ``grouped_mm`` and its activation; a tile has ``BN`` gates and their ups, which one product computes."""
+    """``grouped_mm`` and its activation; a tile has ``BN`` gates and their ups, which one product computes."""
     expert, first, rows, in_rows, block = _tile(expert_of, first_of, end_of, INNER, BM, BN)
     if expert < EXPERTS:
         begin, both = block * BN, tl.arange(0, 2 * BN)
@@ -231,7 +231,7 @@ def grouped_mm_gate_backward(
     EVEN_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Compute ``grouped_mm`` of ``grad`` ``(R, K)`` by ``b`` ``(e, K, INNER)``, and ``gate_backward`` of the product.
+    """``grouped_mm`` of ``grad`` ``(R, K)`` by ``b`` ``(e, K, INNER)``, and ``gate_backward`` of the product.
 
     Each block of columns adds its part of the gradient of ``scale`` to a row of ``parts``.
     """
@@ -284,7 +284,7 @@ def grouped_outer(
     BK: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Compute ``a.T @ b`` over each expert's rows of ``a`` ``(R, M)`` and ``b`` ``(R, N)``; zero without rows."""
+    """``a.T @ b`` over each expert's rows of ``a`` ``(R, M)`` and ``b`` ``(R, N)``; zero without rows."""
     columns = (N + BN - 1) // BN
     blocks = (M + BM - 1) // BM * columns
     expert, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks

@@ -85,7 +85,7 @@ def grouped_mm(
     EVEN_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Compute ``triton_gemms.grouped_mm`` without a bias; ``b`` is ``(e, N, K)`` if ``K_INNERMOST``, else the other."""
+    """``triton_gemms.grouped_mm`` without a bias; ``b`` describes ``(e, N, K)`` if ``K_INNERMOST``, else the other."""
     blocks, rows = (N + BN - 1) // BN, tl.arange(0, BM)
     tiles = tl.load(tile_ends + EXPERTS - 1)
     for number in tl.range(

@@ -226,7 +226,7 @@ def gate(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the activation ``(R, INNER)`` of a pre-activation ``(R, 2 * INNER)``."""
+    """The activation ``(R, INNER)`` of a pre-activation ``(R, 2 * INNER)``."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     rows, begin = tl.arange(0, ROWS), tl.program_id(1) * BLOCK
     in_rows, n = rows < R - first, begin + tl.arange(0, BLOCK)

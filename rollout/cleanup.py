@@ -3,7 +3,7 @@
 A normal end of a verl job with vLLM leaves a few ``psm_*`` segments in /dev/shm, a killed one also its weight bucket
 (``verl_weights_*``) and its sockets. That a file looks unused is not enough to remove it: other containers may share
 /dev/shm (``docker run --ipc=host``), and their processes do not appear in this one's /proc. So a run notes what its own
-processes hold, and removes what of that nobody holds after they have ended. Uses /proc, so Linux.
+processes hold, and when they have ended removes what no process holds any more. Uses /proc, so Linux only.
 """
 
 import glob

@@ -1,1 +1,1 @@
-"""Checkpoints of a run as Hugging Face models; those of verl's fsdp2 engine and quantised ones as this engine's."""
+"""Converts checkpoints: of a run to a Hugging Face model, of verl's fsdp2 engine to this one's, quantised to bfloat16."""

@@ -2,8 +2,8 @@
 
     python -m epfsdp2.recipes.dequantise gpt-oss-20b gpt-oss-20b-bf16
 
-Runs on one process without a GPU and holds one tensor at a time. Tensors that are not quantised are copied as they are,
-and so are config and tokenizer, but for what they say of the quantisation. ``quantised_weights.py`` has the formats.
+Runs in one process without a GPU and holds one tensor at a time. Tensors that are not quantised are copied unchanged,
+and so are config and tokenizer, except for their entries about quantisation. ``quantised_weights.py`` has the formats.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
     python -m epfsdp2.recipes.export checkpoints/global_step_100/actor my-model
 
-Runs on one process without a GPU and holds one of the model's tensors at a time. Names and layout are those of the
+Runs in one process without a GPU and holds one of the model's tensors at a time. Names and layout are those of the
 family's own checkpoints, so transformers and vLLM load the result; the values are the trained ones, bit for bit.
 Low-rank adapters are merged into the weights that they adapt. A checkpoint without the frozen weights
 (engine.save_frozen_base) takes them from the model that they were trained on, whose values are compared.

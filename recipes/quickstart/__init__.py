@@ -1,1 +1,1 @@
-"""GRPO on a tiny Mixture-of-Experts, offline, on one machine without a GPU."""
+"""Runs GRPO on a tiny Mixture-of-Experts, offline, on one machine without a GPU."""

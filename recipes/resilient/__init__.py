@@ -1,1 +1,1 @@
-"""A run that is started again from its last complete checkpoint, on what is left of the cluster."""
+"""Restarts a failed run from its last complete checkpoint, on the nodes of the cluster that are left."""

@@ -1,9 +1,9 @@
-"""Start a run again, from its last complete checkpoint, on what is left.
+"""Restart a failed run from its last complete checkpoint, on the nodes that are left.
 
     python -m epfsdp2.recipes.resilient [options] -- python -m verl.trainer.main_ppo engine=epfsdp2 ...
 
-What runs is the command itself with a few overrides behind it. When it fails, the nodes of the Ray cluster that it
-joins are counted again; where some are gone, it goes on with the largest mesh that the plan says fits, and the same
+It runs the command itself with a few overrides behind it. When the command fails, the nodes of the Ray cluster that it
+joins are counted again; if some are gone, the run continues on the largest mesh that fits by the plan, with the same
 batch.
 """
 

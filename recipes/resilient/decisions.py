@@ -1,4 +1,4 @@
-"""What follows from a failed attempt: another one, after which pause, or the end, and why."""
+"""Decides after a failed attempt whether to restart, after which pause, or to give up, and why."""
 
 import re
 from collections.abc import Sequence

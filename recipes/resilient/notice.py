@@ -1,4 +1,4 @@
-"""Saves at the end of the current step when a file appears: a machine that is preempted has so long and no longer.
+"""Saves at the end of the current step when a file appears, since a machine that is preempted ends soon after.
 
 verl 0.9.1 saves before a known end of a machine's time (``trainer.esi_redundant_time``) in its old and its fully-async
 trainers, not in those of ``trainer.use_v1``, and in none at a signal. The latter make

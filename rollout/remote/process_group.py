@@ -127,7 +127,7 @@ class SyncGroup:
         """Wait until a collective has ended on this rank, or has failed on any.
 
         The host waits, since NCCL's ``wait`` does neither that nor raise, and its kernels go on when another member
-        leaves the group: whoever sees the failure in the store leaves it too (``abort_on_error``).
+        leaves the group: every member that sees the failure in the store leaves it too (``abort_on_error``).
 
         Raises:
             WeightSyncError: a member failed, or did not take part in time.

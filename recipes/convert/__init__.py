@@ -1,1 +1,1 @@
-"""Converts checkpoints: of a run to a Hugging Face model, of verl's fsdp2 engine to this one's, quantised to bfloat16."""
+"""Converts checkpoints: runs to Hugging Face models, verl's fsdp2 checkpoints to this engine's, quantised ones to bfloat16."""

@@ -2,8 +2,8 @@
 
 A slice is copied to where it belongs, and nothing is converted; what a family computes from its weights is computed
 again. Elements are counted, and compared with their checksums after the last bucket, as in vLLM's workers. Tensors
-under the names of checkpoints (``expert_local``) go through the model's own loader, which does not report what it took: in
-syncs with checksums no element may be left that was there before.
+under the names of checkpoints (``expert_local``) go through the model's own loader, which does not report what it took:
+in syncs with checksums no element may be left that was there before.
 """
 
 import traceback

@@ -1,1 +1,1 @@
-"""Converts checkpoints: runs to Hugging Face models, verl's fsdp2 checkpoints to this engine's, quantised ones to bfloat16."""
+"""Converts checkpoints: of a run for transformers, of verl's fsdp2 engine for this one, quantised ones to bfloat16."""

@@ -14,7 +14,7 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(((".mlp.", ".block_sparse_moe."),)),
 }
 
-COMPARED = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe"})
+COMPARED = frozenset({"llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
 """Families of which ``test_sglang.py`` has compared a running engine with a fresh one: ``auto`` sends slices of these.
 
 Of the others the layouts were compared with those traced from SGLang's loaders alone.

@@ -61,6 +61,7 @@ def _sglang(**arguments):
         ("expert_local", "qwen3_moe", EP2, "expert_local", ""),
         ("full", "no_such", {**TP2, "quantization": "fp8"}, "full", ""),
         ("auto", "qwen3_moe", SGLANG, "sliced", ""),
+        ("auto", "qwen2_moe", SGLANG, "sliced", ""),
         ("auto", "gpt_oss", SGLANG, "full", "actor_rollout_ref.model=gpt_oss: how SGLang cuts it was not compared"),
         ("auto", "dots1", SGLANG, "full", "actor_rollout_ref.model=dots1: how SGLang cuts it was not compared"),
         ("auto", "dots1", {**SGLANG, "tensor_model_parallel_size": 1}, "full", "how SGLang cuts it was not compared"),

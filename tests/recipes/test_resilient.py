@@ -191,6 +191,21 @@ def test_a_command_of_another_engine_is_refused(tmp_path, monkeypatch):
         Command.of(TRAINER)
 
 
+def test_a_setting_that_the_engine_has_not_is_refused_before_an_attempt(tmp_path, monkeypatch):
+    run = Run(tmp_path)
+    for name in ("PYTHONPATH", "FAKE_RUN"):
+        monkeypatch.setenv(name, run.env[name])
+    with pytest.raises(SettingError, match=r"engine.ep_sizee=2: .*no such setting.*What works: engine.ep_size"):
+        Command.of([*TRAINER, "engine.ep_sizee=2"])
+    assert Command.of([*TRAINER, "engine.ep_size=2"]).setting("engine.ep_size") == 2
+
+
+def test_every_setting_of_a_real_command_is_known():
+    pytest.importorskip("verl")
+    command = Command.of([*TRAINER, "trainer.save_freq=1"])
+    assert command.setting("engine.ep_size") == 1 and command.setting("trainer.save_freq") == 1
+
+
 def _command(root: Path, **changes) -> Command:
     config = copy.deepcopy(CONFIG)
     config["trainer"] |= {"default_local_dir": str(root)}

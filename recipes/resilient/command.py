@@ -38,8 +38,8 @@ class Command:
         """Check a command and let it say its settings, which starts nothing.
 
         Raises:
-            SettingError: it is not one of verl's RL trainers with this engine, Hydra can't compose it, or the engine has
-                no such setting.
+            SettingError: it is not one of verl's RL trainers with this engine, Hydra can't compose it, or it gives the
+                engine a setting that there is none of.
         """
         said = " ".join(words)[:_SHOWN]
         if not words:

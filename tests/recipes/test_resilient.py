@@ -95,6 +95,8 @@ def test_a_run_goes_on_from_its_last_complete_checkpoint(tmp_path):
     logs = sorted(path.name for path in (run.root / "resilient").iterdir())
     assert logs == [f"attempt-{number}.log" for number in (1, 2, 3, 4)]
     assert all(f'trainer.default_local_dir="{run.root}"' in words for words in run.attempts)
+    left = [Path(line) for line in (tmp_path / "left.txt").read_text().splitlines()]
+    assert len(left) == 4 and not any(path.exists() for path in left)  # where vLLM's sockets are, too
 
 
 def test_a_step_that_fails_twice_for_one_reason_ends_the_run_with_a_report(tmp_path):

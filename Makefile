@@ -11,6 +11,7 @@
 #   make bench       every benchmark below, one after the other, and a table of what came of them (about 45 min)
 #   make bench-experts  the experts layer beside transformers', torchtitan's and VeOmni's (about 5 min)
 #   make bench-step  the engine's step beside verl's fsdp2 engine, and its bytes on the wire (about 6 min)
+#   make bench-rivals  an update beside transformers' own expert parallelism, in the stack newest (about 12 min)
 #   make bench-growth  how the cost grows with tokens, experts and ranks (about 4 min)
 #   make kernels     every Triton kernel, compiled for GPUs that need not be there, and what is predicted of it (about 5 min)
 #   make peers       the environment of torchtitan and VeOmni, for bench-experts
@@ -18,6 +19,7 @@
 #   make bench-checkpoint  memory to load and export, and what a save in the background costs (about 3 min)
 #   make bench-dtypes  train/rollout difference of GRPO in float32, bfloat16 and float16 (about 15 min)
 #   make bench-packing  packed rows: attention per sequence, and packed beside padded (about 10 min)
+#   make long-run    what a run of 500 GRPO steps holds on to: memory, descriptors, threads (up to an hour)
 #   make bench-features  what router replay and offloading cost a step (about 5 min)
 #   make verl-scripts  verl's own example scripts with engine=epfsdp2 added (VERL=a checkout of verl; about 5 min)
 #   make gpu-check  everything that a visit to a machine with a GPU can tell, in under ten minutes; without one, what can run
@@ -32,7 +34,7 @@ PEERS := .venv_peers
 BIN := $(VENV)/bin
 
 .PHONY: help setup quickstart test test-fast test-stack test-long parity memory peers bench bench-experts bench-step \
-	bench-growth bench-sync bench-checkpoint bench-features bench-dtypes bench-packing kernels verl-scripts gpu-check gpu-wheels lint clean
+	bench-rivals bench-growth bench-sync bench-checkpoint bench-features bench-dtypes bench-packing long-run kernels verl-scripts gpu-check gpu-wheels lint clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -79,6 +81,10 @@ bench-experts: setup peers
 bench-step: setup
 	$(BIN)/python -m benchmarks.update.step $(ARGS)
 
+bench-rivals:
+	$(MAKE) setup STACK=newest
+	.venv_newest/bin/python -W ignore -m benchmarks.rivals.compare $(ARGS)
+
 bench-growth: setup
 	$(BIN)/python -m benchmarks.update.growth $(ARGS)
 
@@ -87,6 +93,9 @@ bench-sync: setup
 
 bench-checkpoint: setup
 	$(BIN)/python -m benchmarks.weights.checkpoint $(ARGS)
+
+long-run: setup
+	$(BIN)/python -m benchmarks.training.long_run $(ARGS)
 
 bench-features: setup
 	$(BIN)/python -m benchmarks.update.features $(ARGS)

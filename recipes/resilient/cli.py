@@ -132,7 +132,9 @@ class _Run:
             words = self._command.with_overrides([*on_mesh, *self._resume(saved), *self._settings()])
             if self._failures:
                 self._say(f"starts again {self._from(saved)}: {' '.join([*on_mesh, *self._resume(saved)])}")
-            status = attempt.run(self._tree, words, os.environ, self._preemption.look)
+            # vLLM's sockets go where the recipe cleans up: one that is killed leaves them.
+            paths = {"VLLM_RPC_BASE_PATH": str(self._tree.folder)}
+            status = attempt.run(self._tree, words, {**paths, **os.environ}, self._preemption.look)
             if status == 0:
                 return 0
             begun = saved.step if saved else 0

@@ -3,13 +3,15 @@
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from ...engine.declared.engine_settings import EngineSettings
 from ...engine.errors import SettingError
+from ...engine.settings.roles import ENGINE_TAKEN, without_verls_keys
 from ...engine.settings.values import get_setting
 
 __all__ = ["Command"]
@@ -36,7 +38,8 @@ class Command:
         """Check a command and let it say its settings, which starts nothing.
 
         Raises:
-            SettingError: it is not one of verl's RL trainers with this engine, or Hydra can't compose it.
+            SettingError: it is not one of verl's RL trainers with this engine, Hydra can't compose it, or it gives the
+                engine a setting that there is none of.
         """
         said = " ".join(words)[:_SHOWN]
         if not words:
@@ -48,6 +51,9 @@ class Command:
         config = _composed(words)
         if "epfsdp2" not in str(get_setting(config, "engine._target_")):
             raise SettingError("resilient", said, "has no engine=epfsdp2, whose checkpoints fit another mesh.", _WORKS)
+        # Hydra lets any key of the engine through: the trainer is to refuse it, which here would be an attempt.
+        known = {field.name for field in fields(EngineSettings)} | ENGINE_TAKEN
+        without_verls_keys("engine", get_setting(config, "engine"), known, [])
         return cls(tuple(words), config)
 
     def setting(self, name: str, default: Any = None) -> Any:

@@ -49,6 +49,8 @@ def _running(
         "PYTHONPATH": os.pathsep.join(filter(None, [str(HOOKS), os.environ.get("PYTHONPATH")])),
     }
     with tempfile.TemporaryDirectory(prefix="epr-", dir="/tmp") as ray_dir:
+        if not program:
+            environment["VLLM_RPC_BASE_PATH"] = ray_dir  # which the recipe sets itself
         words = _command(folder, model, ray_dir, *extra)
         module = [*program, *words] if program else words[words.index("-m") + 1 :]
         with running(folder, program=module, environment=environment) as run:

@@ -95,6 +95,8 @@ def test_resilient_run_that_fails_continues_from_its_last_complete_checkpoint(tm
     logs = sorted(path.name for path in (run.root / "resilient").iterdir())
     assert logs == [f"attempt-{number}.log" for number in (1, 2, 3, 4)]
     assert all(f'trainer.default_local_dir="{run.root}"' in words for words in run.attempts)
+    left = [Path(line) for line in (tmp_path / "left.txt").read_text().splitlines()]
+    assert len(left) == 4 and not any(path.exists() for path in left)  # where vLLM's sockets are, too
 
 
 def test_resilient_run_with_a_step_that_fails_twice_ends_with_a_report(tmp_path):
@@ -189,6 +191,21 @@ def test_resilient_command_of_another_engine_is_refused(tmp_path, monkeypatch):
         monkeypatch.setenv(name, run.env[name])
     with pytest.raises(SettingError, match="has no engine=epfsdp2"):
         Command.of(TRAINER)
+
+
+def test_a_setting_that_the_engine_has_not_is_refused_before_an_attempt(tmp_path, monkeypatch):
+    run = Run(tmp_path)
+    for name in ("PYTHONPATH", "FAKE_RUN"):
+        monkeypatch.setenv(name, run.env[name])
+    with pytest.raises(SettingError, match=r"engine.ep_sizee=2: .*no such setting.*What works: engine.ep_size"):
+        Command.of([*TRAINER, "engine.ep_sizee=2"])
+    assert Command.of([*TRAINER, "engine.ep_size=2"]).setting("engine.ep_size") == 2
+
+
+def test_every_setting_of_a_real_command_is_known():
+    pytest.importorskip("verl")
+    command = Command.of([*TRAINER, "trainer.save_freq=1"])
+    assert command.setting("engine.ep_size") == 1 and command.setting("trainer.save_freq") == 1
 
 
 def _command(root: Path, **changes) -> Command:

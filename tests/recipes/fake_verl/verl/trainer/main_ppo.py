@@ -53,6 +53,10 @@ def main() -> None:
     number = len(attempts.read_text().splitlines()) if attempts.exists() else 0
     with attempts.open("a") as file:
         file.write(json.dumps(sys.argv[1:]) + "\n")
+    left = Path(os.environ["VLLM_RPC_BASE_PATH"]) / f"socket-{number}"  # as vLLM leaves it where it is killed
+    left.touch()
+    with (RUN / "left.txt").open("a") as file:
+        file.write(f"{left}\n")
     resumed = trainer.get("resume_from_path") if trainer["resume_mode"] == "resume_path" else None
     begun = int(str(resumed).rpartition("_")[2]) if resumed else 0
     fate = plan[number] if number < len(plan) else {}

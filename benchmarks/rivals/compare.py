@@ -1,0 +1,267 @@
+"""Updates of this engine's core beside other libraries' own expert parallelism, in turns on the same cores.
+
+    python -m benchmarks.rivals.compare [--repeats 5] [--only TEXT]
+
+transformers has had the same mesh since 5.23: FSDP over all ranks, experts over ``ep``, tokens by all-to-all. Both
+sides are in the same processes, with the same checkpoint, sequences, loss, AdamW and activation checkpointing, in
+float32, one thread a rank (``sides.py``); ratios are taken within a turn. A batch has four sequences a rank: of lengths
+that differ, as answers do, with the loss of a policy and its entropy; or of one length with the plain loss of next
+tokens, which is where a padded batch loses nothing.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.machine import machine
+from benchmarks.rivals.measured import gradient_error, memory_bytes, wire_bytes
+from benchmarks.rivals.sides import OURS, THEIRS, Batch, Ours, Side, Theirs
+from benchmarks.tables import write_table
+from benchmarks.update.step import LARGE_VOCABULARY, MODEL, samples_of
+from tests.support.ranks import run_ranks
+
+PER_RANK = 4
+POLICY, TEXT = "policy", "next tokens"
+# Of tokens per second over the fastest rival's: with ep over all ranks, and elsewhere.
+FULL_EP_SPEEDUP, LEAST_SPEEDUP = 1.15, 1.0
+LARGEST_ERROR = 1e-5
+QWEN, DEEPSEEK = "Qwen3-MoE", "DeepSeek-V3"
+SIZES: dict[str, dict[str, Any]] = {
+    QWEN: {"model_type": "qwen3_moe", **MODEL},
+    DEEPSEEK: {
+        "model_type": "deepseek_v3",
+        **{key: size for key, size in MODEL.items() if key not in ("num_experts", "head_dim", "num_key_value_heads")},
+        "num_key_value_heads": 4,
+        "n_routed_experts": 32,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "intermediate_size": 1024,
+        "q_lora_rank": 96,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 64,
+    },
+}
+COLUMNS = [
+    "model",
+    "vocabulary",
+    "ranks",
+    "ep",
+    "tokens of a rank",
+    "loss",
+    "side",
+    "update s",
+    "tokens/s",
+    "of the rival's",
+    "peak MB",
+    "wire MB",
+    "gradient error",
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained on which mesh, by one group of processes.
+
+    Args:
+        batches: tokens of a rank, and the loss.
+    """
+
+    model: str
+    vocabulary: int
+    world: int
+    ep: int
+    batches: tuple[tuple[int, str], ...]
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.vocabulary} {self.world} ranks ep {self.ep}"
+
+
+SMALL = MODEL["vocab_size"]
+ANSWERS = tuple((tokens, POLICY) for tokens in (256, 1024, 4096))
+CASES = [
+    *(Case(QWEN, SMALL, world, world, (*ANSWERS, (1024, TEXT))) for world in (2, 4)),
+    Case(QWEN, SMALL, 4, 2, ((1024, POLICY),)),
+    Case(QWEN, LARGE_VOCABULARY, 2, 2, ((1024, POLICY),)),
+    Case(QWEN, LARGE_VOCABULARY, 4, 4, ((256, POLICY),)),
+    Case(DEEPSEEK, SMALL, 2, 2, ANSWERS),
+    Case(DEEPSEEK, SMALL, 4, 4, ANSWERS[:2]),
+]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One side's medians; bytes are those of ``measured.py``."""
+
+    model: str
+    vocabulary: int
+    world: int
+    ep: int
+    tokens: int  # of a rank
+    loss: str
+    side: str
+    update: float
+    speedup: float  # over the rival's
+    memory: int
+    wire: float
+    error: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.world * self.tokens / self.update
+
+    @property
+    def holds(self) -> bool:
+        least = FULL_EP_SPEEDUP if self.ep == self.world else LEAST_SPEEDUP
+        return self.side != OURS or (self.speedup >= least and self.error <= LARGEST_ERROR)
+
+
+def batch_of(rank: int, world: int, tokens: int, loss: str, vocabulary: int) -> Batch:
+    """A rank's sequences; those of ``step.py``, or of one length."""
+    if loss == TEXT:
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randint(0, vocabulary, (world * PER_RANK, tokens // PER_RANK), generator=generator)
+        return Batch([*rows[rank * PER_RANK :][:PER_RANK]], None, tokens)
+    samples = samples_of(world, tokens, vocabulary)[rank * PER_RANK :][:PER_RANK]
+    generator = torch.Generator().manual_seed(rank)
+    ids = [ids for ids, *_ in samples]
+    return Batch(ids, [torch.randn(len(each) - 1, generator=generator) for each in ids], tokens)
+
+
+def measure(folder: Path, out: Path, case: Case, repeats: int) -> None:
+    """Rank 0 writes the figures of each number of tokens and loss."""
+    rank, world = dist.get_rank(), case.world
+    sides: dict[str, Side] = {THEIRS: Theirs(folder, world, case.ep), OURS: Ours(folder, world, case.ep)}
+    small = batch_of(rank, world, *min(case.batches), case.vocabulary)
+    errors = {name: gradient_error(side, folder, small) for name, side in sides.items()}
+    found = []
+    for tokens, loss in case.batches:
+        batch = batch_of(rank, world, tokens, loss, case.vocabulary)
+        seconds: dict[str, list[float]] = {name: [] for name in sides}
+        for turn in range(repeats + 1):
+            for name in [*sides][:: 1 if turn % 2 else -1]:
+                seconds[name].append(_seconds(sides[name], batch))
+        found.append(
+            {
+                "tokens": tokens,
+                "loss": loss,
+                "seconds": {name: took[1:] for name, took in seconds.items()},
+                "memory": {name: memory_bytes(side, batch) for name, side in sides.items()},
+                "wire": {name: wire_bytes(side, batch) for name, side in sides.items()},
+                "error": errors,
+            }
+        )
+    if rank == 0:
+        out.write_text(json.dumps(found))
+
+
+def _seconds(side: Side, batch: Batch) -> float:
+    """Seconds of an update, until all ranks have ended."""
+    dist.barrier()
+    began = time.monotonic()
+    side.update(batch)
+    dist.barrier()
+    return time.monotonic() - began
+
+
+def run(case: Case, repeats: int, sizes: dict[str, Any]) -> list[Row]:
+    """Both sides on a model of these sizes, made from a seed."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, out = Path(name) / "model", Path(name) / "figures.json"
+        own = {key: size for key, size in sizes.items() if key != "model_type"} | {"vocab_size": case.vocabulary}
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(sizes["model_type"], **own))
+        model.float().save_pretrained(folder)
+        run_ranks(measure, case.world, folder, out, case, repeats, timeout=1800)
+        figures = json.loads(out.read_text())
+    return [row for found in figures for row in rows_of(case, found)]
+
+
+def rows_of(case: Case, found: dict[str, Any]) -> list[Row]:
+    """Medians, and ratios that are taken within each turn; the rival's first."""
+    mesh = case.model, case.vocabulary, case.world, case.ep
+    rows = []
+    for side in (THEIRS, OURS):
+        seconds = found["seconds"][side]
+        speedup = statistics.median(t / o for t, o in zip(found["seconds"][THEIRS], seconds, strict=True))
+        bytes_ = found["memory"][side], found["wire"][side]
+        batch = found["tokens"], found["loss"]
+        rows.append(Row(*mesh, *batch, side, statistics.median(seconds), speedup, *bytes_, found["error"][side]))
+    return rows
+
+
+def cells(row: Row) -> list[str]:
+    return [
+        row.model,
+        str(row.vocabulary),
+        str(row.world),
+        str(row.ep),
+        str(row.tokens),
+        row.loss,
+        row.side,
+        f"{row.update:.2f}",
+        f"{row.tokens_per_second:.0f}",
+        f"{row.speedup:.2f} x" + ("" if row.holds else " (below the bound)"),
+        f"{row.memory / 1e6:.0f}",
+        f"{row.wire / 1e6:.1f}",
+        f"{row.error:.1e}",
+    ]
+
+
+def write(rows: Sequence[Row], repeats: int) -> None:
+    where = machine()
+    text = [
+        "Updates with AdamW in float32 with activation checkpointing, one thread a rank; sides take turns in the",
+        f"same processes, medians of {repeats}, ratios within a turn. Tokens/s are of all ranks, without padding. A",
+        f"policy's loss has entropies and {PER_RANK} sequences a rank of different lengths; `{TEXT}` is the plain",
+        "loss on sequences of one length. Peak: what an update allocates besides weights and optimizer, on the rank",
+        "where it is most. Wire: what all ranks together receive. Gradient error: the largest of a parameter's,",
+        "relative, against the plain model in one process.",
+        "",
+        f"Bounds: {FULL_EP_SPEEDUP} x with `ep` over all ranks, nowhere below {LEAST_SPEEDUP} x.",
+    ]
+    kept = [asdict(row) | {"tokens_per_second": row.tokens_per_second, "holds": row.holds} for row in rows]
+    result = {"machine": where, "models": SIZES, "repeats": repeats, "rows": kept}
+    versions = ", ".join(f"{name} {where['versions'][name]}" for name in ("torch", "transformers"))
+    on = f"{where['cpu']}, {where['cores']} cores; {versions}"
+    heading = "An update beside other libraries' expert parallelism"
+    write_table("rivals", result, heading, "make bench-rivals", on, text, COLUMNS, [*map(cells, rows)])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5, help="turns that count")
+    parser.add_argument("--only", default="", help="cases whose name holds this; writes no result file")
+    asked = parser.parse_args()
+    chosen = [case for case in CASES if asked.only in str(case)]
+    rows: list[Row] = []
+    for case in track(chosen, "measuring", console=Console(stderr=True)):
+        rows += run(case, asked.repeats, SIZES[case.model])
+    shown = Table(*COLUMNS)
+    for row in rows:
+        shown.add_row(*cells(row))
+    Console(width=200).print(shown)
+    if chosen == CASES:
+        write(rows, asked.repeats)
+    return 0 if all(row.holds for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

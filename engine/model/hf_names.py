@@ -15,7 +15,7 @@ import torch
 
 from ..compat import versions
 from ..compat.transformers_names import revert_weight_conversion
-from .families import FUSED_IN_VLLM, SPLIT_BEFORE_0_27
+from .families import FUSED_IN_VLLM, SPLIT_IN_VLLM
 from .hf_convert import converted_together, revert
 
 __all__ = [
@@ -49,8 +49,7 @@ def for_vllm(
     fused = FUSED_IN_VLLM.get(model.config.model_type)
     if fused is None or not may_be_fused or not _takes_stacks():
         named = as_checkpoint(model, tensors, waiting)
-        is_split = model.config.model_type in SPLIT_BEFORE_0_27 and not _takes_stacks()
-        yield from _single_experts(named) if is_split else named
+        yield from _single_experts(named) if model.config.model_type in SPLIT_IN_VLLM else named
         return
     known = _KNOWN.setdefault(model, {})
     for name, tensor in tensors:

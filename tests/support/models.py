@@ -1,8 +1,10 @@
 """Tiny random Mixture-of-Experts models, from seeds."""
 
+import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -18,6 +20,8 @@ from transformers import (
 __all__ = [
     "VOCAB",
     "adam",
+    "as_published",
+    "publish",
     "reference_model",
     "relative_error",
     "save_glm4_moe",
@@ -111,6 +115,24 @@ def save_random(model: nn.Module, folder: Path, seed: int) -> Path:
                 buffer.uniform_(-0.1, 0.1)
     model.save_pretrained(folder)
     return folder
+
+
+def as_published(tensors: dict[str, torch.Tensor], model_type: str) -> dict[str, torch.Tensor]:
+    """Return tensors that transformers writes as published checkpoints of the family have them.
+
+    Stacks of experts of Qwen3-VL-MoE are ``[E, in, out]`` there. transformers loads both and writes ``[E, out, in]``.
+    """
+    if model_type != "qwen3_vl_moe":
+        return tensors
+    stacks = (".experts.gate_up_proj", ".experts.down_proj")
+    return {n: t.transpose(1, 2).contiguous() if n.endswith(stacks) else t for n, t in tensors.items()}
+
+
+def publish(folder: Path) -> None:
+    """Rewrite the files of a saved or exported model by ``as_published``."""
+    model_type = json.loads((folder / "config.json").read_text())["model_type"]
+    for file in folder.glob("*.safetensors"):
+        save_file(as_published(load_file(file), model_type), file, metadata={"format": "pt"})
 
 
 def reference_model(folder: Path, attention: str = "sdpa") -> nn.Module:

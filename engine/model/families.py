@@ -12,8 +12,8 @@ __all__ = [
     "PLACES_AS_POSITIONS",
     "READ_WITHOUT_A_CALL",
     "SHORT_CONVOLUTIONS",
-    "SPLIT_IN_VLLM",
     "SPREAD_OVER_HEADS",
+    "TRANSPOSED_WHEN_PUBLISHED",
     "UNPACKED_WITH_FLASH",
 ]
 
@@ -69,10 +69,10 @@ FUSED_IN_VLLM: dict[str, dict[str, str]] = {
 ADAPTED_AS_STACKS_IN_VLLM = frozenset({"gpt_oss", "qwen3_vl_moe", "qwen3_5_moe", "qwen3_5_moe_text"})
 """Families whose experts vLLM adapts by peft's stacks (``is_3d_moe_weight`` of its classes), and not one by one."""
 
-SPLIT_IN_VLLM = frozenset({"qwen3_vl_moe"})
-"""Families whose experts every vLLM loads one by one, as no checkpoint has them, and not every vLLM as stacks.
-Published stacks are ``[E, in, out]``, transformers writes ``[E, out, in]``: vLLM 0.24 and 0.29 read only the first, and
-the reload of 0.24 loses a part of them."""
+TRANSPOSED_WHEN_PUBLISHED = frozenset({"qwen3_vl_moe"})
+"""Families whose published checkpoints have stacks of experts ``[E, in, out]``. transformers has them ``[E, out, in]``,
+reads both, told apart by their shapes, and writes its own; vLLM 0.24 and 0.29 read the published ones alone, and the
+reload of 0.24 loses a part of them. Single experts, which no checkpoint has, every vLLM loads."""
 
 UNPACKED_WITH_FLASH = dict.fromkeys(
     ("glm4v_moe_text", "ernie4_5_vl_moe_text"),

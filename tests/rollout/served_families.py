@@ -17,7 +17,6 @@ from epfsdp2.engine.model import hf_names
 from epfsdp2.engine.topology.dtensor import persistent_buffers
 from epfsdp2.rollout.transport.full_gather import narrower
 from tests.parity.families import Family
-from tests.support.models import as_published
 from tests.support.vlm import IMAGE_TOKENS
 
 __all__ = ["SERVED", "Served", "build", "export", "randomise", "sent"]
@@ -295,8 +294,7 @@ def export(model: Any, dtype: torch.dtype, folder: Path) -> str:
     """Write the model in the dtype that a trainer computes in, as vLLM can load it; return ``folder`` as a string."""
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
-    weights = {n: t.contiguous() for n, t in hf_names.as_checkpoint(model, sent(model, dtype))}
-    weights = as_published(weights, model.config.model_type)
+    weights = {n: t.contiguous() for n, t in hf_names.as_published(model, sent(model, dtype))}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return str(folder)
 

@@ -17,10 +17,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from epfsdp2.engine.model.families import TRANSPOSED_WHEN_PUBLISHED
+
 __all__ = [
     "VOCAB",
     "adam",
-    "as_published",
     "publish",
     "reference_model",
     "relative_error",
@@ -117,22 +118,16 @@ def save_random(model: nn.Module, folder: Path, seed: int) -> Path:
     return folder
 
 
-def as_published(tensors: dict[str, torch.Tensor], model_type: str) -> dict[str, torch.Tensor]:
-    """Return tensors that transformers writes as published checkpoints of the family have them.
-
-    Stacks of experts of Qwen3-VL-MoE are ``[E, in, out]`` there. transformers loads both and writes ``[E, out, in]``.
-    """
-    if model_type != "qwen3_vl_moe":
-        return tensors
-    stacks = (".experts.gate_up_proj", ".experts.down_proj")
-    return {n: t.transpose(1, 2).contiguous() if n.endswith(stacks) else t for n, t in tensors.items()}
-
-
 def publish(folder: Path) -> None:
-    """Rewrite the files of a saved or exported model by ``as_published``."""
-    model_type = json.loads((folder / "config.json").read_text())["model_type"]
+    """Give stacks of experts that transformers has saved ``[E, out, in]`` the published layout, ``[E, in, out]``."""
+    if json.loads((folder / "config.json").read_text())["model_type"] not in TRANSPOSED_WHEN_PUBLISHED:
+        return
     for file in folder.glob("*.safetensors"):
-        save_file(as_published(load_file(file), model_type), file, metadata={"format": "pt"})
+        tensors = load_file(file)
+        for name in tensors:
+            if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+                tensors[name] = tensors[name].transpose(1, 2).contiguous()
+        save_file(tensors, file, metadata={"format": "pt"})
 
 
 def reference_model(folder: Path, attention: str = "sdpa") -> nn.Module:

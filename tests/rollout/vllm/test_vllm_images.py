@@ -80,7 +80,6 @@ def test_vllm_sees_an_image_as_a_fresh_engine_on_the_export_does(start_engine, t
     assert engine.leftovers() == []
 
     save_processor(export, VOCAB, _PATCH)
-    publish(export)
     fresh = start_engine(str(export), **_SETTINGS)
     assert [fresh.digests(), fresh.generating(_prompts()).result()] == synced
     assert before[0] != synced[0] and before[1] != synced[1]

@@ -167,7 +167,7 @@ class PackedAttention:
             return self.real(module, query, key, value, masks.of(span, self.explicit), **kwargs)[0]
         # Queries in blocks of a window, each with the keys of its block and of the one before.
         blocks = [each.split(window, dim=2) for each in (query, key, value)]
-        outputs, before = [], ()
+        outputs, before = [], list[torch.Tensor]()
         for q, *block in zip(*blocks, strict=True):
             mask = _window_mask(query, window * len(before[:1]), q.shape[2], window, self.explicit)
             keys = [torch.cat(pair, dim=2) for pair in zip(before, block, strict=True)] if before else block

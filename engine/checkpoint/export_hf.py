@@ -203,10 +203,10 @@ def _converted_groups(model: Any, tensors: list[_StoredTensor]) -> list[_Convert
 
 def _entries(model: Any, group: _ConvertedGroup) -> list[Entry]:
     values = [(t.name, torch.empty(t.shape, dtype=t.dtype, device="meta")) for t in group.members]
-    return [Entry(name, tuple(part.shape), part.dtype) for name, part in hf_names.as_checkpoint(model, values)]
+    return [Entry(name, tuple(part.shape), part.dtype) for name, part in hf_names.as_published(model, values)]
 
 
 def _values(model: Any, file: list[_ConvertedGroup], bar: tqdm) -> Iterator[tuple[str, torch.Tensor]]:
     for group in file:
-        yield from hf_names.as_checkpoint(model, ((t.name, t.read()) for t in group.members))
+        yield from hf_names.as_published(model, ((t.name, t.read()) for t in group.members))
         bar.update()

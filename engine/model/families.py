@@ -12,8 +12,8 @@ __all__ = [
     "PLACES_AS_POSITIONS",
     "READ_WITHOUT_A_CALL",
     "SHORT_CONVOLUTIONS",
-    "SPLIT_BEFORE_0_27",
     "SPREAD_OVER_HEADS",
+    "TRANSPOSED_WHEN_PUBLISHED",
     "UNPACKED_WITH_FLASH",
 ]
 
@@ -57,8 +57,8 @@ SPREAD_OVER_HEADS = {
 _OWN = {"gate_up_proj": "gate_up_proj", "down_proj": "down_proj"}
 _LETTERED = {"gate_up_proj": "w13", "down_proj": "w2"}
 # Bit-exactly in the CPU builds of vLLM 0.27 and 0.30 (tested). vLLM silently drops unknown fused names, so nothing is
-# assumed: a family that is not here gets its checkpoint's names (which are fused ones for gpt_oss, gemma4 and
-# qwen3_vl_moe), and so does every family before 0.27: vLLM 0.24 drops the stacks of Qwen3-MoE and fails on Mixtral's.
+# assumed: a family that is not here gets its checkpoint's names (which are fused ones for gpt_oss and gemma4), and so
+# does every family before 0.27: vLLM 0.24 drops the stacks of Qwen3-MoE and fails on Mixtral's.
 FUSED_IN_VLLM: dict[str, dict[str, str]] = {
     **dict.fromkeys(("qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe", "dots1", "ernie4_5_moe"), _OWN),
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), _OWN),
@@ -69,8 +69,10 @@ FUSED_IN_VLLM: dict[str, dict[str, str]] = {
 ADAPTED_AS_STACKS_IN_VLLM = frozenset({"gpt_oss", "qwen3_vl_moe", "qwen3_5_moe", "qwen3_5_moe_text"})
 """Families whose experts vLLM adapts by peft's stacks (``is_3d_moe_weight`` of its classes), and not one by one."""
 
-SPLIT_BEFORE_0_27 = frozenset({"qwen3_vl_moe"})
-"""Families whose stacks of experts vLLM before 0.27 can't reload; single experts, which no checkpoint has, it can."""
+TRANSPOSED_WHEN_PUBLISHED = frozenset({"qwen3_vl_moe"})
+"""Families whose published checkpoints have stacks of experts ``[E, in, out]``. transformers has them ``[E, out, in]``,
+reads both, told apart by their shapes, and writes its own; vLLM 0.24 and 0.29 read the published ones alone, and the
+reload of 0.24 loses a part of them. Single experts, which no checkpoint has, every vLLM loads."""
 
 UNPACKED_WITH_FLASH = dict.fromkeys(
     ("glm4v_moe_text", "ernie4_5_vl_moe_text"),

@@ -15,11 +15,12 @@ import torch
 
 from ..compat import versions
 from ..compat.transformers_names import revert_weight_conversion
-from .families import FUSED_IN_VLLM, SPLIT_BEFORE_0_27
+from .families import FUSED_IN_VLLM, TRANSPOSED_WHEN_PUBLISHED
 from .hf_convert import converted_together, revert
 
 __all__ = [
     "as_checkpoint",
+    "as_published",
     "expert_of",
     "experts_from",
     "for_vllm",
@@ -28,6 +29,7 @@ __all__ = [
     "shift_expert_index",
 ]
 
+_STACKS = (".experts.gate_up_proj", ".experts.down_proj")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 # Running a converter takes over a millisecond per tensor, too long for a sync of gigabytes per second.
 _KNOWN: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()
@@ -49,8 +51,7 @@ def for_vllm(
     fused = FUSED_IN_VLLM.get(model.config.model_type)
     if fused is None or not may_be_fused or not _takes_stacks():
         named = as_checkpoint(model, tensors, waiting)
-        is_split = model.config.model_type in SPLIT_BEFORE_0_27 and not _takes_stacks()
-        yield from _single_experts(named) if is_split else named
+        yield from _single_experts(named) if model.config.model_type in TRANSPOSED_WHEN_PUBLISHED else named
         return
     known = _KNOWN.setdefault(model, {})
     for name, tensor in tensors:
@@ -63,7 +64,7 @@ def _single_experts(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tup
     """Yield the matrices of each expert, ``[I, D]`` and ``[D, I]``, instead of stacks."""
     for name, tensor in tensors:
         module, _, own = name.rpartition(".experts.")
-        if own not in ("gate_up_proj", "down_proj"):
+        if not name.endswith(_STACKS):
             yield name, tensor
             continue
         parts = ("gate_proj", "up_proj") if own == "gate_up_proj" else (own,)
@@ -149,3 +150,12 @@ def as_checkpoint(
             yield from revert_weight_conversion(model, {other: kept.pop(other) for other in together}).items()
     if waiting is None and kept:
         raise ValueError(f"{', '.join(kept)}: only a part of the parameters that a checkpoint's tensor is made of.")
+
+
+def as_published(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what ``as_checkpoint`` does, with stacks of experts in the layout of the family's published checkpoints."""
+    is_transposed = model.config.model_type in TRANSPOSED_WHEN_PUBLISHED
+    for name, tensor in as_checkpoint(model, tensors):
+        # transformers, which tells the layouts apart by shape, takes a square stack as it is.
+        swaps = is_transposed and name.endswith(_STACKS) and tensor.shape[1] != tensor.shape[2]
+        yield name, tensor.mT if swaps else tensor

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
 from epfsdp2.recipes.quickstart.model import SPECIAL, build_tokenizer
-from tests.support.models import save_random
+from tests.support.models import publish, save_random
 from tests.support.vlm import VLMS, processor_config
 
 __all__ = ["Pictures", "compute_score", "write_task"]
@@ -80,6 +80,7 @@ def write_task(folder: Path, rows: int) -> tuple[Path, Path]:
         tie_word_embeddings=False,
     )
     save_random(getattr(transformers, f"{kind}ForConditionalGeneration")(config), model, seed=1)
+    publish(model)
     tokenizer.save_pretrained(model)
     processor_config(model, PATCH, chat_template=_TEMPLATE)
     pd.DataFrame([_row(i) for i in range(rows)]).to_parquet(folder / "train.parquet")

@@ -9,7 +9,7 @@ import transformers
 
 from epfsdp2.rollout.layout.vllm_layout import known_families
 from tests.rollout.served_families import SERVED
-from tests.support.models import save_random
+from tests.support.models import publish, save_random
 
 __all__ = ["DENSE", "FAMILIES", "Family", "config_of", "known", "model_on_meta", "save"]
 
@@ -87,9 +87,11 @@ def model_on_meta(config: Any) -> Any:
 
 
 def save(family: str, folder: Path, seed: int, **overrides: Any) -> Path:
-    """Save a family's tiny model with random weights."""
+    """Save a family's tiny model with random weights, as vLLM can load it."""
     config = config_of(family, **overrides)
-    return save_random(_auto_class(config).from_config(config), folder, seed)
+    save_random(_auto_class(config).from_config(config), folder, seed)
+    publish(folder)
+    return folder
 
 
 def _auto_class(config: Any) -> Any:

@@ -294,7 +294,7 @@ def export(model: Any, dtype: torch.dtype, folder: Path) -> str:
     """Write the model in the dtype that a trainer computes in, as vLLM can load it; return ``folder`` as a string."""
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
-    weights = {n: t.contiguous() for n, t in hf_names.for_vllm(model, sent(model, dtype), may_be_fused=False)}
+    weights = {n: t.contiguous() for n, t in hf_names.as_published(model, sent(model, dtype))}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return str(folder)
 

@@ -1,8 +1,10 @@
 """Tiny random Mixture-of-Experts models, from seeds."""
 
+import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -15,9 +17,12 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from epfsdp2.engine.model.families import TRANSPOSED_WHEN_PUBLISHED
+
 __all__ = [
     "VOCAB",
     "adam",
+    "publish",
     "reference_model",
     "relative_error",
     "save_glm4_moe",
@@ -111,6 +116,18 @@ def save_random(model: nn.Module, folder: Path, seed: int) -> Path:
                 buffer.uniform_(-0.1, 0.1)
     model.save_pretrained(folder)
     return folder
+
+
+def publish(folder: Path) -> None:
+    """Give stacks of experts that transformers has saved ``[E, out, in]`` the published layout, ``[E, in, out]``."""
+    if json.loads((folder / "config.json").read_text())["model_type"] not in TRANSPOSED_WHEN_PUBLISHED:
+        return
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in tensors:
+            if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+                tensors[name] = tensors[name].transpose(1, 2).contiguous()
+        save_file(tensors, file, metadata={"format": "pt"})
 
 
 def reference_model(folder: Path, attention: str = "sdpa") -> nn.Module:

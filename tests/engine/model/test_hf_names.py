@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from epfsdp2.engine.model import hf_names
-from epfsdp2.engine.model.families import FUSED_IN_VLLM
+from epfsdp2.engine.model.families import FUSED_IN_VLLM, TRANSPOSED_WHEN_PUBLISHED
 from tests.parity.families import FAMILIES
 from tests.rollout.served_families import SERVED, build, randomise, sent
 
@@ -37,24 +37,35 @@ def test_for_vllm_sends_stacks_only_where_vllm_loads_them(stacks_are_sent, name,
 
 @pytest.mark.parametrize("name", SERVED)
 def test_for_vllm_and_as_checkpoint_yield_equal_values(name, stacks_are_sent):
-    """Split into experts again, the tensors for vLLM equal those of a checkpoint."""
+    """Split into experts, the tensors for vLLM equal those of a checkpoint."""
     model = build(name)
     randomise(model, 1)
     written = dict(hf_names.as_checkpoint(model, sent(model, torch.float32)))
+    if model.config.model_type in TRANSPOSED_WHEN_PUBLISHED:
+        written = dict(part for key, tensor in written.items() for part in _one_by_one(key, tensor))
     whole = 0
     for key, tensor in hf_names.for_vllm(model, sent(model, torch.float32)):
         if key in written:
             assert torch.equal(tensor, written.pop(key))
             continue
         whole += 1
-        prefix, _, stack = key.rpartition(".")
-        gate, up, down = ("w1", "w3", "w2") if stack.startswith("w") else ("gate_proj", "up_proj", "down_proj")
-        for expert, matrix in enumerate(tensor):
-            kinds = (gate, up) if stack in ("gate_up_proj", "w13") else (down,)
-            for kind, part in zip(kinds, matrix.chunk(len(kinds)), strict=True):
-                assert torch.equal(part, written.pop(f"{prefix}.{expert}.{kind}.weight"))
+        for own, part in _one_by_one(key, tensor):
+            assert torch.equal(part, written.pop(own))
     assert written == {}
     assert (whole > 0) == (model.config.model_type in FUSED_IN_VLLM)
+
+
+def _one_by_one(key, tensor):
+    """Yield the matrices of a stack of experts ``[E, out, in]``, and every other tensor as it is."""
+    prefix, _, stack = key.rpartition(".")
+    if not prefix.endswith(".experts") or tensor.dim() != 3:
+        yield key, tensor
+        return
+    gate, up, down = ("w1", "w3", "w2") if stack.startswith("w") else ("gate_proj", "up_proj", "down_proj")
+    kinds = (gate, up) if stack in ("gate_up_proj", "w13") else (down,)
+    for expert, matrix in enumerate(tensor):
+        for kind, part in zip(kinds, matrix.chunk(len(kinds)), strict=True):
+            yield f"{prefix}.{expert}.{kind}.weight", part
 
 
 def test_as_checkpoint_merges_parameters_that_share_a_tensor(tmp_path):
@@ -96,10 +107,11 @@ def test_for_vllm_before_0_27_uses_checkpoint_names_for_all_families(monkeypatch
     assert any(hf_names.is_of_expert(name) for name in old)
 
 
-def test_for_vllm_before_0_27_splits_stacks_that_its_reload_loses(monkeypatch):
+@pytest.mark.parametrize("takes_stacks", [True, False])
+def test_for_vllm_splits_stacks_that_not_every_vllm_loads(monkeypatch, takes_stacks):
     model = build("qwen3_vl_moe")
     tensors = dict(sent(model, torch.float32))
-    monkeypatch.setattr(hf_names, "_takes_stacks", lambda: False)
+    monkeypatch.setattr(hf_names, "_takes_stacks", lambda: takes_stacks)
     found = dict(hf_names.for_vllm(model, tensors.items()))
     moe = "model.language_model.layers.1.mlp.experts"
     assert not any(name.endswith(("experts.gate_up_proj", "experts.down_proj")) for name in found)

@@ -9,8 +9,6 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from epfsdp2.engine.compat import versions
-from epfsdp2.engine.model.families import SPLIT_BEFORE_0_27
 from epfsdp2.engine.preflight.rollout import tensors_before_sharding
 from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.rollout.layout.layout_check import planned_layout
@@ -71,8 +69,6 @@ def _matches_fresh_engines(start_engine, folder, family, *args, **options):
     if not known(family):
         pytest.skip(f"how the installed vLLM shards {family} is not known")
     SERVED[family].skip_where_broken()
-    if family in SPLIT_BEFORE_0_27 and not versions.vllm_in(">=0.27"):
-        pytest.skip("vLLM before 0.27 can't load the file that transformers writes")
     # What vLLM's environment decides of its layout, the trainer reads in its own.
     environment = {name: value for name, value in SERVED[family].environment.items() if name.startswith("VLLM_")}
     with mock.patch.dict(os.environ, environment):

@@ -10,6 +10,7 @@ from transformers import AutoConfig
 
 from epfsdp2.engine.checkpoint.state import HF
 from tests.rollout.served_families import SERVED, VOCAB, build, randomise
+from tests.support.models import publish
 from tests.support.ranks import run_ranks
 from tests.support.vlm import IMAGE_TOKENS, save_processor
 
@@ -66,6 +67,7 @@ def test_vllm_sees_an_image_as_a_fresh_engine_on_the_export_does(start_engine, t
     model = build("qwen3_vl_moe")
     randomise(model, 1)
     model.save_pretrained(folder)
+    publish(folder)
     save_processor(folder, VOCAB, _PATCH)
 
     engine = start_engine(str(folder), **_SETTINGS)

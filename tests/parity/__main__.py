@@ -149,11 +149,12 @@ def _write(rows: list[Row], minutes: float, results: Path) -> None:
         "transformers": transformers.__version__,
         "minutes": round(minutes),
     }
-    mine = {row.family for row in rows}
-    runs = [{**about, "families": sorted(mine), "rows": [row.as_json() for row in rows]}]
+    mine = {(row.family, row.case.mesh) for row in rows}
+    runs = [{**about, "families": sorted({name for name, _ in mine}), "rows": [row.as_json() for row in rows]}]
     path = results.with_suffix(".json")
     for run in json.loads(path.read_text())["runs"] if path.exists() else ():
-        kept = [row for row in run["rows"] if row["family"] in families.ALL and row["family"] not in mine]
+        known = [row for row in run["rows"] if row["family"] in families.ALL]
+        kept = [row for row in known if (row["family"], row["mesh"]) not in mine]
         if kept:
             runs.insert(0, {**run, "families": sorted({row["family"] for row in kept}), "rows": kept})
     path.write_text(json.dumps({"runs": runs}, indent=1) + "\n")

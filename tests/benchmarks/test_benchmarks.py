@@ -7,12 +7,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import Qwen3MoeConfig
 
 from benchmarks import tables
 from benchmarks.experts import compare
 from benchmarks.experts.layer import Geometry, kept_bytes, passes
 from benchmarks.update import growth, packing, step
 from benchmarks.weights import weight_sync, weight_sync_adapters
+from epfsdp2.recipes.plan.cards import config_of
+from epfsdp2.recipes.plan.cli import parse, request_of
+from epfsdp2.recipes.plan.meshes import choices, recommended
+from epfsdp2.recipes.plan.roofline import Cluster
 
 TINY = Geometry("tiny", tokens=24, experts=4, top_k=2, hidden=32, intermediate=16)
 MODEL = {**step.MODEL, "vocab_size": 96, "hidden_size": 32, "moe_intermediate_size": 48, "num_hidden_layers": 2}
@@ -113,6 +118,13 @@ def test_step_bounds_refuse_slower_rows_and_experts_are_95_percent():
     shared = replace(row, ep=1, etp=2, over_ep=step.ETP_SPEEDUP)
     assert shared.holds and not replace(shared, over_ep=step.ETP_SPEEDUP - 0.01).holds
     assert 0.945 < step.share_of_experts(step.MODEL) < 0.955
+
+
+def test_step_of_few_large_experts_is_on_the_mesh_that_the_plan_recommends(tmp_path):
+    Qwen3MoeConfig(**step.FEW).save_pretrained(tmp_path)
+    request = request_of(parse(["--model", str(tmp_path), "--tokens", str(step.FEW_TOKENS)]), config_of(str(tmp_path)))
+    best = recommended(choices(request, Cluster(1, step.FEW_RANKS))).topology
+    assert (best.ep, best.etp, best.ep_fsdp) == (step.FEW["num_experts"], 2, 1)
 
 
 def test_packing_is_timed_beside_a_mask_of_the_row_and_padded_batches():

@@ -166,6 +166,21 @@ FEATURES = (
         ),
     ),
     Feature(
+        "[expert tensor parallelism](engine.md#expert-tensor-parallelism)",
+        "`engine.etp_size` with every family, `ep`, HSDP, both shard dims, checkpointing, chunks, Muon, LoRA, replay, "
+        "shared rows and offload; resumes from and to any mesh; slices to vLLM",
+        "sizes that do not divide; `dispatcher=deepep`; `delta_sharded`; experts of an `expert_plan`; Muon where "
+        "`ep_fsdp` cuts matrices too",
+        (
+            "parity/test_parity.py::test_training_of_every_family_equals_the_plain_model",
+            "engine/moe/test_expert_tensor_parallel.py::test_etp_in_ppo_updates_equals_the_plain_model",
+            "engine/checkpoint/test_resume_matrix.py::test_resume_of_every_mesh_on_every_other_equals_an_uninterrupted_run",
+            "rollout/test_engine_to_vllm.py::test_vllm_workers_after_each_of_two_syncs_hold_the_trainers_weights",
+            "engine/preflight/test_training.py::test_etp_size_that_does_not_fit_is_refused_with_those_that_do",
+            "e2e/test_expert_tensor_parallel.py::test_run_with_cut_experts_trains_and_vllm_has_its_weights",
+        ),
+    ),
+    Feature(
         "[LoRA](engine.md#lora)",
         "linears and experts; to vLLM merged (`lora.merge=True`), or apart from the weights (colocated, "
         "`epfsdp2_p2p`), where those of experts need a GPU; rsLoRA, DoRA of linears, `modules_to_save` and patterns as "
@@ -182,6 +197,11 @@ FEATURES = (
             "rollout/remote/test_checkpoint_engine.py::test_checkpoint_engine_sends_the_base_once_and_adapters_in_every_sync",
             "rollout/test_adapters.py::test_adapters_alone_equal_those_that_vllm_loads_from_a_file",
             "e2e/test_lora.py::test_lora_run_trains_adapters_that_reach_the_rollout",
+            "e2e/test_standalone.py::test_standalone_rollout_gets_the_base_once_and_then_adapters",
+            "e2e/test_trainers.py::test_one_step_off_trainer_sends_the_base_once_and_then_adapters",
+            "e2e/test_trainers.py::test_fully_async_trainer_sends_the_base_once_and_then_adapters",
+            "engine/integration/test_value_update.py"
+            "::test_a_critics_adapter_is_checked_with_its_head_before_a_worker_starts",
         ),
     ),
     Feature(

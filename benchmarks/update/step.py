@@ -8,6 +8,9 @@ compared. The model is a Qwen3-MoE with 95 % of its weights in experts, of which
 Qwen3-30B-A3B. Bytes on the wire are counted where FSDP and the dispatch call torch, in one more update; they have to
 equal the plan's (``engine/planner/traffic.py``), byte for byte. In each turn the ranks also multiply the matrices of an
 update and do nothing else (``matmuls.py``): no update is faster. Two rows have a vocabulary as large as users' models.
+
+The last rows are of few large experts and twice as many ranks, as of Mixtral 8x7B on 16 GPUs: with ``ep`` over as many
+ranks as there are experts, and with ``etp`` over the rest of them too.
 """
 
 import argparse
@@ -39,19 +42,23 @@ from epfsdp2.engine.model.meta import build_on_meta
 from epfsdp2.engine.planner.memory import Batch
 from epfsdp2.engine.planner.model_sizes import ModelSizes
 from epfsdp2.engine.planner.traffic import Collective, collectives
-from epfsdp2.engine.topology.mesh import Topology, divisors
+from epfsdp2.engine.topology.mesh import divisors
 from tests.support.ppo import Sample, of_this_rank, ppo_batch, ppo_worker
 from tests.support.ranks import run_ranks
 from tests.support.verl_worker import training_worker
 from tests.support.wire import Counted, counted_collectives
 
 STOCK = "verl fsdp2"
+Mesh = tuple[int, int]  # ep and etp
 WORLDS, TOKENS, PER_RANK = (1, 2, 4), (256, 1024), 4
 LARGE_VOCABULARY = 65536  # measured on two ranks with the most tokens
+FEW_RANKS, FEW_TOKENS = 8, 64  # of the model with few large experts
 # Of tokens per second in an update; the first with ep over all ranks and the fewest tokens.
 FULL_EP_SPEEDUP, LEAST_SPEEDUP = 2.0, 0.95
+ETP_SPEEDUP = 1.1  # over the same ep without etp
 COLUMNS = [
     "ranks",
+    "experts",
     "vocabulary",
     "tokens of a rank",
     "side",
@@ -59,6 +66,7 @@ COLUMNS = [
     "update s",
     "tokens/s",
     "of verl's",
+    "of ep's",
     "wire MB",
     "plan MB",
     "of the matmuls'",
@@ -76,6 +84,7 @@ MODEL = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }
+FEW = MODEL | {"num_experts": 4, "moe_intermediate_size": 4096, "num_hidden_layers": 2}
 
 
 @dataclass(frozen=True)
@@ -93,6 +102,9 @@ class Row:
     plan: float
     vocabulary: int = MODEL["vocab_size"]
     matmuls: float = 0.0  # seconds of the update's matrix multiplications alone
+    experts: int = MODEL["num_experts"]
+    etp: int = 1
+    over_ep: float = 0.0  # of the update's speed, over the same ``ep`` without ``etp``; 0 without
 
     @property
     def tokens_per_second(self) -> float:
@@ -105,7 +117,9 @@ class Row:
 
     @property
     def holds(self) -> bool:
-        gathers_most = self.ep == self.world > 1 and self.tokens <= TOKENS[0]
+        if self.etp > 1 and self.over_ep < ETP_SPEEDUP:
+            return False
+        gathers_most = self.ep * self.etp == self.world > 1 and self.tokens <= TOKENS[0]
         least = FULL_EP_SPEEDUP if gathers_most else LEAST_SPEEDUP
         return self.ep == 0 or self.speedup >= least
 
@@ -146,10 +160,14 @@ def stock_worker(folder: Path, loss: Any) -> Any:
         return training_worker(folder, "language_model", engine, loss)
 
 
-def measure(folder: Path, out: Path, eps: Sequence[int], tokens: Sequence[int], repeats: int) -> None:
+def side_of(ep: int, etp: int) -> str:
+    return f"ep {ep}" + (f" etp {etp}" if etp > 1 else "")
+
+
+def measure(folder: Path, out: Path, meshes: Sequence[Mesh], tokens: Sequence[int], repeats: int) -> None:
     """Rank 0 writes, for each number of tokens, seconds of each turn and bytes of all ranks, by side."""
     world, config, figures = dist.get_world_size(), AutoConfig.from_pretrained(folder), []
-    workers = {f"ep {ep}": ppo_worker(folder, ep, micro_batch=PER_RANK) for ep in eps}
+    workers = {side_of(ep, etp): ppo_worker(folder, ep, micro_batch=PER_RANK, etp_size=etp) for ep, etp in meshes}
     ours = dict(workers)
     workers[STOCK] = stock_worker(folder, next(iter(workers.values())).loss_fn)
     for count in tokens:
@@ -207,7 +225,8 @@ def _bound(config: Any, samples: Sequence[Sample]) -> float:
 
 def _wire(worker: Any, samples: Sequence[Sample]) -> dict[str, Counted]:
     """What all ranks pass to collectives in an update, by kind. Routing is uneven; its sum over the ranks is not."""
-    with counted_collectives() as counted:
+    meshes = getattr(worker.engine, "meshes", None)  # verl's engine has other ones
+    with counted_collectives(meshes and meshes.etp_group) as counted:
         worker.train_batch(_batch(worker, samples))
     everyone: list[dict[str, Counted]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, counted)
@@ -222,20 +241,22 @@ def _planned(folder: Path, worker: Any, tokens: int) -> list[Collective]:
     options = sharding_options(worker.engine.engine_config, worker.engine.model_config)
     config = AutoConfig.from_pretrained(folder)
     sizes = ModelSizes.built_by(partial(build_on_meta, AutoModelForCausalLM, config), options)
-    topology = Topology.arrange(dist.get_world_size(), worker.engine.engine_config.ep_size)
-    return collectives(sizes, topology, options, Batch(tokens))
+    return collectives(sizes, worker.engine.meshes.topology, options, Batch(tokens))
 
 
-def run(model: dict[str, Any], world: int, eps: Sequence[int], tokens: Sequence[int], repeats: int) -> list[Row]:
-    """Both engines on a model of these sizes, made from a seed."""
+def run(
+    model: dict[str, Any], world: int, eps: Sequence[int], tokens: Sequence[int], repeats: int, etp: int = 1
+) -> list[Row]:
+    """Both engines on a model of these sizes, made from a seed; this one with each ``ep``, without and with ``etp``."""
+    meshes = [(ep, size) for ep in eps for size in sorted({1, etp}) if ep * size <= world]
     with tempfile.TemporaryDirectory() as name:
         folder, out = Path(name) / "model", Path(name) / "figures.json"
         torch.manual_seed(0)
         Qwen3MoeForCausalLM(Qwen3MoeConfig(**model)).float().save_pretrained(folder)
-        run_ranks(measure, world, folder, out, eps, tokens, repeats, timeout=1800)
+        run_ranks(measure, world, folder, out, meshes, tokens, repeats, timeout=1800)
         figures = json.loads(out.read_text())
     rows = [row for count, found in zip(tokens, figures, strict=True) for row in rows_of(world, count, found)]
-    return [replace(row, vocabulary=model["vocab_size"]) for row in rows]
+    return [replace(row, vocabulary=model["vocab_size"], experts=model["num_experts"]) for row in rows]
 
 
 def rows_of(world: int, tokens: int, figures: dict[str, Any]) -> list[Row]:
@@ -245,10 +266,15 @@ def rows_of(world: int, tokens: int, figures: dict[str, Any]) -> list[Row]:
     for side in (STOCK, *(name for name in seconds if name != STOCK)):
         log_probs, update = (statistics.median(turn[part] for turn in seconds[side]) for part in (0, 1))
         speedup = statistics.median(v[1] / o[1] for v, o in zip(seconds[STOCK], seconds[side], strict=True))
-        ep = 0 if side == STOCK else int(side.removeprefix("ep "))
+        ep, etp = (0, 1) if side == STOCK else (int(size) for size in f"{side} etp 1".split()[1:4:2])
         wire, plan = figures["wire"][side], figures["plan"].get(side, 0)
         matmuls = statistics.median(figures["matmuls"])
-        rows.append(Row(world, tokens, side, ep, log_probs, update, speedup, wire, plan, matmuls=matmuls))
+        row = Row(world, tokens, side, ep, log_probs, update, speedup, wire, plan, matmuls=matmuls, etp=etp)
+        if etp > 1:
+            whole = seconds[side_of(ep, 1)]
+            over = statistics.median(w[1] / o[1] for w, o in zip(whole, seconds[side], strict=True))
+            row = replace(row, over_ep=over)
+        rows.append(row)
     return rows
 
 
@@ -263,6 +289,7 @@ def share_of_experts(model: dict[str, Any]) -> float:
 def cells(row: Row) -> list[str]:
     return [
         str(row.world),
+        str(row.experts),
         str(row.vocabulary),
         str(row.tokens),
         row.side,
@@ -270,6 +297,7 @@ def cells(row: Row) -> list[str]:
         f"{row.update:.2f}",
         f"{row.tokens_per_second:.0f}",
         f"{row.speedup:.2f} x" + ("" if row.holds else " (below the bound)"),
+        f"{row.over_ep:.2f} x" if row.etp > 1 else "",
         f"{row.wire / 1e6:.3f}",
         "" if row.ep == 0 else f"{row.plan / 1e6:.3f}",
         f"{row.of_matmuls:.2f}",
@@ -285,13 +313,18 @@ def write(rows: list[Row], repeats: int) -> None:
         "plan: what `engine/planner/traffic.py` says, which is asserted to be the same, by bytes and by calls.",
         "Of the matmuls': seconds of an update's matrix multiplications alone (`benchmarks/update/matmuls.py`), in the",
         "same turns, over those of the update: 1 is what no engine is faster than.",
+        f"The last rows: {FEW['num_experts']} experts with an inner size of {FEW['moe_intermediate_size']},",
+        f"on {FEW_RANKS} ranks: `ep` alone has two ranks gather each expert, `etp` has them share it.",
+        "Of ep's: tokens/s over those of the same `ep` without `etp`.",
         "",
         f"Bounds: `ep` over all ranks with {TOKENS[0]} tokens at least {FULL_EP_SPEEDUP} x, every other row at least",
-        f"{LEAST_SPEEDUP} x verl's. What EP saves does not grow with tokens, which both sides compute alike.",
+        f"{LEAST_SPEEDUP} x verl's; `etp` at least {ETP_SPEEDUP} x `ep` alone.",
+        "What EP saves does not grow with tokens, which both sides compute alike.",
     ]
     result = {
         "machine": where,
         "model": MODEL,
+        "few": FEW,
         "repeats": repeats,
         "rows": [
             asdict(row) | {"tokens_per_second": row.tokens_per_second, "of_matmuls": row.of_matmuls, "holds": row.holds}
@@ -307,10 +340,13 @@ def write(rows: list[Row], repeats: int) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="turns that count")
-    parser.add_argument("--worlds", type=int, nargs="+", default=WORLDS, help="ranks; fewer write no result file")
+    parser.add_argument("--worlds", type=int, nargs="*", default=WORLDS, help="ranks; fewer write no result file")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="of a rank in an update")
     parser.add_argument(
         "--large", action=argparse.BooleanOptionalAction, default=True, help=f"a vocabulary of {LARGE_VOCABULARY:,} too"
+    )
+    parser.add_argument(
+        "--few", action=argparse.BooleanOptionalAction, default=True, help="few large experts, with etp, too"
     )
     asked = parser.parse_args()
     rows: list[Row] = []
@@ -319,11 +355,13 @@ def main() -> int:
         if world == 2 and asked.large:
             large = MODEL | {"vocab_size": LARGE_VOCABULARY}
             rows += run(large, world, [world], asked.tokens[-1:], asked.repeats)
+    if asked.few:
+        rows += run(FEW, FEW_RANKS, [FEW["num_experts"]], [FEW_TOKENS], asked.repeats, etp=2)
     shown = Table(*COLUMNS)
     for row in rows:
         shown.add_row(*cells(row))
     Console(width=160).print(shown)
-    if (*asked.worlds,) == WORLDS and (*asked.tokens,) == TOKENS and asked.large:
+    if (*asked.worlds,) == WORLDS and (*asked.tokens,) == TOKENS and asked.large and asked.few:
         write(rows, asked.repeats)
     return 0 if all(row.holds for row in rows) else 1
 

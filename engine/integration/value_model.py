@@ -10,6 +10,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 
 from ..lora.settings import LoraSettings
+from ..model.value_head import give_value_head, has_value_class, prepare_config, value_head
 from ..settings.roles import STRATEGY
 from .engine import DEVICES, EPFSDP2Engine
 
@@ -29,18 +30,10 @@ class EPFSDP2EngineWithValueHead(EPFSDP2Engine, FSDPEngineWithValueHead):
 
     def _plain_module(self) -> nn.Module:
         config = self.model_config.hf_config
-        config.num_labels = 1
-        # As verl's own value engine sets them: values are regressed, so nothing is dropped.
-        config.classifier_dropout = 0.0
-        config.hidden_dropout = 0.0
-        if not self._has_own_class():
-            config.tie_word_embeddings = False
+        prepare_config(config)
         module: Any = super()._plain_module()
-        if not self._has_own_class():
-            head = module.get_output_embeddings()
-            module.set_output_embeddings(
-                nn.Linear(head.in_features, 1, bias=False, device="meta", dtype=head.weight.dtype)
-            )
+        if not has_value_class(config):
+            give_value_head(module)
         return module
 
     def _lora_settings(self) -> LoraSettings | None:
@@ -49,14 +42,11 @@ class EPFSDP2EngineWithValueHead(EPFSDP2Engine, FSDPEngineWithValueHead):
 
     @property
     def _head(self) -> str:
-        """Name of the module that returns the values."""
-        return "score" if self._has_own_class() else "lm_head"
+        return value_head(self.model_config.hf_config)
 
     def _auto_class(self) -> Any:
-        return AutoModelForTokenClassification if self._has_own_class() else super()._auto_class()
-
-    def _has_own_class(self) -> bool:
-        return type(self.model_config.hf_config) in AutoModelForTokenClassification._model_mapping
+        own = has_value_class(self.model_config.hf_config)
+        return AutoModelForTokenClassification if own else super()._auto_class()
 
     def _initialize(self, name: str, tensor: torch.Tensor, fits: bool) -> bool:
         """Draw the head's rows where the checkpoint has none that fits; equal on all replicas."""

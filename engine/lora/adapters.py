@@ -41,6 +41,7 @@ class Lora:
     Attributes:
         targets: the adapted weights by name.
         saved: names of the parameters that are trained as a whole, whose copies end with ``SAVED``.
+        shapes: of the parameters that are trained, by name; global.
         has_experts: whether the model has some.
         enabled: whether a forward adds the adapters and computes with these copies.
 
@@ -53,6 +54,7 @@ class Lora:
         self.targets: dict[str, Target] = {target.name: target for target in find_targets(model, settings, plan)}
         self.has_experts = has_experts(model, plan)
         self.saved: list[str] = []
+        self.shapes: dict[str, tuple[int, ...]] = {}
         saved_modules = find_saved(model, settings, plan)
         for target in self.targets.values():
             self._attach(target)
@@ -73,6 +75,7 @@ class Lora:
         shapes = {A: (*stack, target.rank, size_in), B: (*stack, size_out, target.rank)}
         if self.settings.use_dora:
             shapes[MAGNITUDE] = (size_out,)
+        self.shapes |= {target.name + suffix: shape for suffix, shape in shapes.items()}
         for suffix, shape in shapes.items():
             adapter = nn.Parameter(torch.empty(shape, dtype=weight.dtype, device=weight.device))
             target.module.register_parameter(target.own + suffix, adapter)
@@ -86,6 +89,7 @@ class Lora:
         names = [name for name, param in module.named_parameters(recurse=False) if param.requires_grad]
         for name in names:
             module.register_parameter(name + SAVED, nn.Parameter(torch.empty_like(module.get_parameter(name))))
+            self.shapes[f"{fqn}.{name}{SAVED}"] = tuple(module.get_parameter(name).shape)
         self.saved += [f"{fqn}.{name}" for name in names]
         wrap_forward(module, "saved_modules", partial(_with_copies, self, module, names))
 

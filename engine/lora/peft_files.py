@@ -64,6 +64,10 @@ def read_adapter(folder: Path, lora: Lora, setting: str) -> Callable[[str], torc
     wrong += [
         f"{key} belongs to no weight that the adapter's config names" for key in sorted(there - set(keys.values()))
     ]
+    for (name, suffix), key in keys.items():
+        shape = as_peft(torch.empty(lora.shapes[name + suffix], device="meta"), suffix, _experts(lora, name)).shape
+        if key in there and tuple(file.shapes[key]) != tuple(shape):
+            wrong.append(f"{key} is {list(file.shapes[key])}, and the model's {list(shape)}")
     if wrong:
         raise SettingError(setting, folder, f"it does not fit the model: {listed(wrong)}.", "an adapter of this model")
 

@@ -1,9 +1,11 @@
 """Predict the bytes of every collective of a training step, from sizes alone."""
 
+import math
 from dataclasses import dataclass
 
 from ..fsdp.options import ShardingOptions
 from ..fsdp.unit import ROOT
+from ..moe.collectives.weights import is_gathered
 from ..moe.gemm.backends import has_backend
 from ..topology.mesh import Topology
 from .memory import Batch
@@ -52,6 +54,7 @@ def collectives(sizes: ModelSizes, topology: Topology, options: ShardingOptions,
             calls, nbytes = old.calls + calls * batch.micro_batches, old.nbytes + nbytes * batch.micro_batches
             found[name] = Collective(name, ranks, stride, calls, nbytes)
 
+    forwards = 2 if options.checkpointing == "full" else 1
     for stage, unit, size in unit_sizes(sizes, topology, options.expert_shard_dim):
         kind = "experts" if unit.is_experts else "dense"
         stride = topology.ep * topology.etp if unit.is_experts else 1
@@ -60,8 +63,12 @@ def collectives(sizes: ModelSizes, topology: Topology, options: ShardingOptions,
         add(f"all-gather {kind}", size.ranks, stride, gathers, gathers * size.full * unit.param_dtype.itemsize)
         add(f"reduce-scatter {kind}", size.ranks, stride, 1, size.reduced * reduce)
         add(f"all-reduce {kind}", topology.dp_replicate, topology.fsdp, 1, size.trained * reduce)
+        # The halves of adapters that every rank of etp computes with; their gradients are added up.
+        halves = [math.prod(unit.shapes[name]) for name in unit.ep_dims if is_gathered(name)]
+        whole = sum(halves) // topology.ep * unit.param_dtype.itemsize
+        add("all-gather etp adapters", topology.etp, 1, forwards * len(halves), forwards * whole)
+        add("reduce-scatter etp adapters", topology.etp, 1, len(halves), whole)
     chunks = options.dispatch_chunks
-    forwards = 2 if options.checkpointing == "full" else 1
     counts = iter(sizes.num_experts)
     element = options.param_dtype.itemsize
     at_once = chunks == 1 and not options.overlap_shared_experts

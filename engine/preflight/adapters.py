@@ -1,25 +1,38 @@
 """Whether adapters can be trained as the settings say, and served by the rollout."""
 
+import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from ...rollout.layout.sync_mode import BACKEND
 from ..errors import SettingError
 from ..lora.adapters import Lora, lora_of
 from ..lora.peft_files import check_dora, read_adapter
 from ..lora.rollout_names import has_form
 from ..lora.settings import LoraSettings
+from ..model.value_head import as_critic, value_head
 from ..moe.find import find_experts
 from ..moe.gemm.backends import REGISTERED
-from ..settings.values import ACTOR_MODEL, get_setting
+from ..settings.values import ACTOR_MODEL, CHECKPOINT_BACKEND, get_setting
 from ..topology.mesh import Topology
 from .cut_experts import check_cut_experts, check_experts
 from .model_facts import ModelFacts, facts_of
 
-__all__ = ["check_adapters_alone", "check_lora"]
+__all__ = ["check_adapters_alone", "check_lora", "with_value_head"]
+
+logger = logging.getLogger("epfsdp2")
 
 _CRITIC = "critic.model"
 # What adapters may have and vLLM's have not (0.27, lora/peft_helper.py); it scales all of an adapter by one factor.
 _NOT_IN_VLLM = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern")
+
+
+def with_value_head(model: Any, facts: ModelFacts | None, setting: str) -> ModelFacts | None:
+    """Give a critic with adapters the head that its worker trains beside them; any other model stays as it is."""
+    if facts is None or setting != _CRITIC or LoraSettings.of(model, setting) is None:
+        return facts
+    return replace(facts, model=as_critic(facts.model))
 
 
 def check_lora(
@@ -34,7 +47,7 @@ def check_lora(
 
     Args:
         facts: None for a model that is not on this machine: what does not depend on it is checked. Its model gets the
-            adapters.
+            adapters; that of a critic has its head (``with_value_head``).
 
     Raises:
         SettingError: for the first setting that can't work.
@@ -46,8 +59,10 @@ def check_lora(
     settings = LoraSettings.of(model, setting)
     if settings is None:
         return
-    if facts is None or (setting == _CRITIC and settings.adapter is not None):
-        return  # such an adapter has a head, which a critic's worker gives its model
+    if facts is None:
+        return
+    if setting == _CRITIC:
+        settings = replace(settings, value_head=value_head(facts.model.config))
     lora = Lora(facts.model, settings, engine.expert_plan)
     on_experts = [name for name, target in lora.targets.items() if target.experts is not None]
     if on_experts and engine.experts_backend.startswith(REGISTERED):
@@ -96,6 +111,14 @@ def check_adapters_alone(model: Any, rollout: Mapping[str, Any], facts: ModelFac
     if unserved:
         rule = f"vLLM serves no adapter with {unserved[0]}."
         raise SettingError(setting, False, rule, works)
+    backend = rollout.get("backend") or "naive"
+    if backend not in ("naive", BACKEND):
+        logger.warning(
+            "epfsdp2: %s=%s sends all weights in every sync, with adapters merged into them; %s sends adapters alone",
+            CHECKPOINT_BACKEND,
+            backend,
+            BACKEND,
+        )
     if facts is None or facts.is_dense:
         return
     lora = lora_of(facts.model)

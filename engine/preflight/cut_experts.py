@@ -6,14 +6,12 @@ from typing import Any
 from ..errors import SettingError
 from ..moe.find import check_etp, find_experts
 from ..optim.settings import wants_muon
-from ..settings.values import OPTIMIZERS
+from ..settings.values import CHECKPOINT_BACKEND, OPTIMIZERS
 from ..topology.expert_placement import check_experts_divide, ep_fsdp_dim
 from ..topology.mesh import Topology
 from .model_facts import ModelFacts
 
 __all__ = ["check_cut_experts", "check_cut_experts_sync", "check_experts"]
-
-_BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 
 
 def check_experts(topology: Topology, facts: ModelFacts, shard_dim: int | str = "auto") -> None:
@@ -63,4 +61,6 @@ def check_cut_experts_sync(engine: Any, rollout: Mapping[str, Any]) -> None:
     """
     if engine.etp_size > 1 and rollout.get("backend") == "delta_sharded":
         rule = f"takes a shard to be one block, and with engine.etp_size={engine.etp_size} that of gate and up is two."
-        raise SettingError(_BACKEND, "delta_sharded", rule, f"{_BACKEND}=naive, or engine.etp_size=1")
+        raise SettingError(
+            CHECKPOINT_BACKEND, "delta_sharded", rule, f"{CHECKPOINT_BACKEND}=naive, or engine.etp_size=1"
+        )

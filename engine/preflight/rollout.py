@@ -34,7 +34,7 @@ from ..declared.derived import sharding_options
 from ..errors import SettingError
 from ..fsdp.wrap_plan import compute_dtypes, cuts_before_sharding
 from ..model.layers import layer_names
-from ..settings.values import DTYPES
+from ..settings.values import CHECKPOINT_BACKEND, DTYPES
 from ..topology.mesh import Topology
 from .model_facts import ModelFacts, largest_sent
 
@@ -51,7 +51,6 @@ logger = logging.getLogger("epfsdp2")
 
 # The rollouts besides vLLM that a committed run shows.
 _RUN_WITH = ("sglang",)
-_BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 _BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
 _TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _MEMORY = "engine.sync_megabytes"
@@ -77,7 +76,7 @@ def check_other_rollout(
     name, backend = rollout["name"], rollout.get("backend") or "naive"
     if name != "sglang" and backend == BACKEND:
         rule = f"it feeds the workers of vLLM and SGLang, and not those of {name}."
-        raise SettingError(_BACKEND, backend, rule, f"{_BACKEND}=naive, or one of verl's own")
+        raise SettingError(CHECKPOINT_BACKEND, backend, rule, f"{CHECKPOINT_BACKEND}=naive, or one of verl's own")
     family = None if facts is None else facts.model.config.model_type
     untested = versions.unknown_layout(name)
     kind, _ = choose_mode(engine.rollout_sync, rollout, family, untested=untested, backend=backend)
@@ -132,8 +131,8 @@ def check_stream(
     if quantised and not colocated:
         setting, value = quantised[0]
         backend = rollout.get("backend")
-        rule = f"vLLM's quantising loader takes checkpoints' names, and {_BACKEND}={backend} carries others."
-        raise SettingError(setting, value, rule, f"{_BACKEND}=naive, or {setting}=null")
+        rule = f"vLLM's quantising loader takes checkpoints' names, and {CHECKPOINT_BACKEND}={backend} carries others."
+        raise SettingError(setting, value, rule, f"{CHECKPOINT_BACKEND}=naive, or {setting}=null")
     kind, _ = choose_mode(
         engine.rollout_sync,
         rollout,

@@ -23,7 +23,7 @@ from ..moe.overlap import check_overlap
 from ..optim.settings import check_optimizer
 from ..settings.values import ACTOR_MODEL, OPTIMIZERS, get_setting, plain
 from ..topology.mesh import Topology
-from .adapters import check_adapters_alone, check_lora
+from .adapters import check_adapters_alone, check_lora, with_value_head
 from .cut_experts import check_cut_experts, check_cut_experts_sync, check_experts
 from .dense_models import check_alone, without_experts
 from .features import (
@@ -153,6 +153,7 @@ def check_training(
     check_activation_offload(engine, model, setting)
     check_checkpoint(checkpoint or {}, _CHECKPOINTS.get(setting, "checkpoint"))
     facts = inspect_model(model, setting, engine.expert_plan, engine.fp32_modules, built)
+    facts = with_value_head(model, facts, setting)
     if facts is not None and facts.is_dense:
         engine = without_experts(engine, facts.model)
     topology = Topology.arrange(world, engine.ep_size, engine.fsdp_size, engine.etp_size)

@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["ACTOR_MODEL", "DTYPES", "OPTIMIZERS", "overrides_of", "plain", "get_setting"]
+__all__ = ["ACTOR_MODEL", "CHECKPOINT_BACKEND", "DTYPES", "OPTIMIZERS", "overrides_of", "plain", "get_setting"]
 
 ACTOR_MODEL = "actor_rollout_ref.model"
+CHECKPOINT_BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 # How a user calls the optimizer's node, by how they call the model's.
 OPTIMIZERS = {ACTOR_MODEL: "actor_rollout_ref.actor.optim", "critic.model": "critic.optim", "model": "optim"}
 # What a setting of the engine may call a dtype; float16 only for what is computed with.

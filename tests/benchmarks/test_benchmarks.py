@@ -7,12 +7,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import Qwen3MoeConfig
 
 from benchmarks import tables
 from benchmarks.experts import compare
 from benchmarks.experts.layer import Geometry, kept_bytes, passes
 from benchmarks.update import growth, packing, step
 from benchmarks.weights import weight_sync, weight_sync_adapters
+from epfsdp2.recipes.plan.cards import config_of
+from epfsdp2.recipes.plan.cli import parse, request_of
+from epfsdp2.recipes.plan.meshes import choices, recommended
+from epfsdp2.recipes.plan.roofline import Cluster
 
 TINY = Geometry("tiny", tokens=24, experts=4, top_k=2, hidden=32, intermediate=16)
 MODEL = {**step.MODEL, "vocab_size": 96, "hidden_size": 32, "moe_intermediate_size": 48, "num_hidden_layers": 2}
@@ -89,9 +94,10 @@ def test_torchtitans_layer_with_equal_weights_computes_the_same():
 
 
 def test_step_of_both_engines_moves_the_planned_bytes():
-    rows = step.run(MODEL, 2, [1, 2], [32], 1)
-    assert [row.side for row in rows] == [step.STOCK, "ep 1", "ep 2"]
-    stock, whole, split = rows
+    rows = step.run(MODEL, 2, [1, 2], [32], 1, etp=2)
+    assert [row.side for row in rows] == [step.STOCK, "ep 1", "ep 1 etp 2", "ep 2"]
+    stock, whole, shared, split = rows
+    assert (shared.ep, shared.etp) == (1, 2) and shared.over_ep > 0 and whole.wire > shared.wire == shared.plan
     assert stock.speedup == 1 and stock.holds and stock.plan == 0
     assert whole.wire == whole.plan > split.wire == split.plan > 0
     assert stock.wire > split.wire and split.tokens_per_second == 2 * 32 / split.update
@@ -109,7 +115,16 @@ def test_step_bounds_refuse_slower_rows_and_experts_are_95_percent():
     assert row.holds and not replace(row, speedup=1.99).holds and replace(row, tokens=1024, speedup=1.99).holds
     assert replace(row, ep=1, speedup=0.95).holds and not replace(row, ep=1, speedup=0.94).holds
     assert replace(row, world=1, ep=1, speedup=0.95).holds
+    shared = replace(row, ep=1, etp=2, over_ep=step.ETP_SPEEDUP)
+    assert shared.holds and not replace(shared, over_ep=step.ETP_SPEEDUP - 0.01).holds
     assert 0.945 < step.share_of_experts(step.MODEL) < 0.955
+
+
+def test_step_of_few_large_experts_is_on_the_mesh_that_the_plan_recommends(tmp_path):
+    Qwen3MoeConfig(**step.FEW).save_pretrained(tmp_path)
+    request = request_of(parse(["--model", str(tmp_path), "--tokens", str(step.FEW_TOKENS)]), config_of(str(tmp_path)))
+    best = recommended(choices(request, Cluster(1, step.FEW_RANKS))).topology
+    assert (best.ep, best.etp, best.ep_fsdp) == (step.FEW["num_experts"], 2, 1)
 
 
 def test_packing_benchmark_times_a_mask_of_the_row_and_padded_batches_too():
@@ -144,6 +159,13 @@ def test_adapter_benchmark_of_rank_32_is_held_to_a_share_of_the_base():
     assert weight_sync_adapters.holds(row) and not weight_sync_adapters.holds(row | {"of_bytes": 0.021})
     assert weight_sync_adapters.holds(row | {"sync": "base", "of_bytes": 1.0})
     assert weight_sync_adapters.section([row])[-1] == "| TP 1 | adapters | 0.00 | 2.00% | 1.00 | 0.50 x |"
+    # Of Qwen3-30B-A3B the q_proj of 48 layers are [4096, 2048]; its experts are far more than the bound.
+    base = 30_532_122_624
+    assert weight_sync_adapters.share(("q_proj",)) == pytest.approx(48 * 32 * (4096 + 2048) / base)
+    of_expert = 2 * 32 * (2048 + 768) + 32 * (768 + 2048)  # gate and up, and down
+    assert weight_sync_adapters.share(("experts.gate_up_proj", "experts.down_proj")) == pytest.approx(
+        48 * 128 * of_expert / base
+    )
 
 
 def test_weight_sync_bounds_refuse_slower_rows():

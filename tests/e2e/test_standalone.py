@@ -4,7 +4,7 @@ import pytest
 
 from epfsdp2.recipes.quickstart.model import write_model
 from tests.e2e.runs import overrides, running
-from tests.e2e.trainers import STANDALONE
+from tests.e2e.trainers import ADAPTERS, FEW, SAME, STANDALONE, differences
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -32,22 +32,15 @@ def test_standalone_rollout_follows_the_trainer(tmp_path, monkeypatch):
 def test_standalone_rollout_gets_the_base_once_and_then_adapters(tmp_path, monkeypatch):
     monkeypatch.setenv("VERL_LOGGING_LEVEL", "WARNING")
     write_model(tmp_path / "model", 1)
-    adapters = [
-        "actor_rollout_ref.model.lora_rank=8",
-        "actor_rollout_ref.model.lora_alpha=32",
-        "actor_rollout_ref.model.target_modules=[q_proj,k_proj,v_proj,o_proj]",
-        "actor_rollout_ref.actor.optim.lr=1e-2",
-        "engine.rollout_sync_verify=-1",
-    ]
-    options = ["--model", str(tmp_path / "model"), "--steps", "4", *overrides(*STANDALONE, *adapters)]
+    options = ["--model", str(tmp_path / "model"), "--steps", "4", *overrides(*STANDALONE, *ADAPTERS)]
     with running(tmp_path / "run", *options) as run:
         run.wait()
     steps = run.steps()
     assert len(steps) == 4, run.text()[-3000:]
-    difference = [step["training/rollout_probs_diff_mean"] for step in steps]
+    first, second, _, fourth = differences(steps)
     # As above: vLLM, which starts with random weights, has the base before the first step, and the adapters of two
     # updates before the last.
-    assert difference[0] < 1e-5 and difference[1] > 1e-4 and difference[3] < 1e-5, difference
+    assert first < SAME and second > FEW and fourth < SAME, (first, second, fourth)
     # The base would be 4.7; those of one rank go to all.
     assert all(step["weight_sync/sent_megabytes"] < 0.5 for step in steps)
     assert run.living() == []

@@ -8,6 +8,8 @@ import json
 import pytest
 
 from tests.e2e.trainers import (
+    ADAPTERS,
+    FEW,
     FULLY_ASYNC,
     ONE_AT_A_TIME,
     ONE_STEP_OFF,
@@ -18,6 +20,7 @@ from tests.e2e.trainers import (
     differences,
     is_learning,
     steps_of,
+    syncs,
 )
 
 pytestmark = pytest.mark.e2e
@@ -55,3 +58,20 @@ def test_fully_async_trainer_trains(tmp_path):
     steps = steps_of(tmp_path, 3, *SEPARATE, *ONE_AT_A_TIME, program=FULLY_ASYNC)
     assert all(difference < SAME for difference in differences(steps)), differences(steps)
     assert is_learning(steps)
+
+
+@pytest.mark.long
+def test_one_step_off_trainer_sends_the_base_once_and_then_adapters(tmp_path):
+    steps = steps_of(tmp_path, 4, *SEPARATE, *ZERO_IN_THE_THIRD, *ADAPTERS, program=ONE_STEP_OFF)
+    first, second, third, fourth = differences(steps)
+    assert first < SAME and second > FEW and third > FEW and fourth < SAME, (first, second, third, fourth)
+    base, *others = syncs(tmp_path / "run")
+    assert base == "sliced" and len(others) >= len(steps) and set(others) == {"adapters"}, (base, others)
+
+
+@pytest.mark.long
+def test_fully_async_trainer_sends_the_base_once_and_then_adapters(tmp_path):
+    steps = steps_of(tmp_path, 3, *SEPARATE, *ONE_AT_A_TIME, *ADAPTERS, program=FULLY_ASYNC)
+    assert all(difference < SAME for difference in differences(steps)), differences(steps)
+    base, *others = syncs(tmp_path / "run")
+    assert base == "sliced" and len(others) >= len(steps) and set(others) == {"adapters"}, (base, others)

@@ -1,10 +1,14 @@
 """Runs of verl's trainers that generate in processes of their own, and what is asked of each."""
 
+import re
+
 from epfsdp2.recipes.quickstart.model import write_model
 from tests.e2e.runs import leftovers, overrides, running, unused
 
 __all__ = [
+    "ADAPTERS",
     "CHANGES",
+    "FEW",
     "FULLY_ASYNC",
     "ONE_STEP_OFF",
     "OTHER",
@@ -16,6 +20,7 @@ __all__ = [
     "differences",
     "is_learning",
     "steps_of",
+    "syncs",
 ]
 
 # A model that knows nothing earns no reward to learn from; this changes its weights all the same.
@@ -36,6 +41,15 @@ SEPARATE = [
     "ray_kwargs.ray_init.num_cpus=64",
 ]
 SAME, OTHER = 1e-5, 1e-3
+FEW = 1e-4  # what an update of adapters changes at least
+# Adapters that vLLM computes with itself, every sync with checksums.
+ADAPTERS = [
+    "actor_rollout_ref.model.lora_rank=8",
+    "actor_rollout_ref.model.lora_alpha=32",
+    "actor_rollout_ref.model.target_modules=[q_proj,k_proj,v_proj,o_proj]",
+    "actor_rollout_ref.actor.optim.lr=1e-2",
+    "engine.rollout_sync_verify=-1",
+]
 # verl's v1 trainer ``separate_async``.
 STANDALONE = [
     "trainer.v1.trainer_mode=separate_async",
@@ -88,3 +102,9 @@ def is_learning(steps: list[dict]) -> bool:
     """The entropy rises, which is all that these runs learn."""
     entropies = [step["actor/entropy"] for step in steps]
     return entropies[-1] > entropies[0] + 0.05
+
+
+def syncs(output) -> list[str]:
+    """What each weight sync of a run sent, as a rollout worker has printed it."""
+    log = (output / "logs" / "grpo.log").read_text(errors="replace")
+    return re.findall(r"weight sync \d+, (\w+)", log)

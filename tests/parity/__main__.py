@@ -38,6 +38,7 @@ def main() -> int:
     parser.add_argument(
         "--meshes", default="", help="those to run alone, as the table heads them: '1 x 2 x 2,1 x 1 x 4'"
     )
+    parser.add_argument("--once", action="store_true", help="one setting of each mesh, in turn, and not all of them")
     asked = parser.parse_args()
     names = asked.families.split(",") if asked.families else list(families.ALL)
     if asked.packed and "packed" not in asked.results:
@@ -51,15 +52,22 @@ def main() -> int:
         for i, name in enumerate(progress.track(names, description="Families")):
             todo = [fast_case(i, name)] if asked.fast else packed_cases(name) if asked.packed else cases(name)
             wanted = asked.meshes.split(",") if asked.meshes else {case.mesh for case in todo}
-            rows += run_family(name, [case for case in todo if case.mesh in wanted])
+            chosen = [[case for case in todo if case.mesh == mesh] for mesh in _in_order(todo) if mesh in wanted]
+            chosen = [[some[i % len(some)]] for some in chosen] if asked.once else chosen
+            rows += run_family(name, [case for some in chosen for case in some])
             console.print(_cells(name, [row for row in rows if row.family == name]), highlight=False)
     minutes = (time.monotonic() - start) / 60
     console.print(_table(names, rows))
     good = all(row.good for row in rows)
     console.print(_summary(rows, minutes))
     if not asked.fast:
-        _write(rows, minutes, RESULTS / asked.results)
+        _write(rows, minutes, RESULTS / asked.results, {"settings": "one of each mesh"} if asked.once else {})
     return 0 if good else 1
+
+
+def _in_order(todo: list[Case]) -> list[str]:
+    """The meshes of some cases, each once."""
+    return list(dict.fromkeys(case.mesh for case in todo))
 
 
 def run_family(name: str, todo: list[Case]) -> list[Row]:
@@ -138,8 +146,8 @@ def _summary(rows: list[Row], minutes: float) -> str:
     return f"{len(rows)} cases, {failed} failed, {refused} refused, worst {worst:.1e}, {minutes:.0f} min"
 
 
-def _write(rows: list[Row], minutes: float, results: Path) -> None:
-    """What of an earlier run was not run again stays, with what it ran with."""
+def _write(rows: list[Row], minutes: float, results: Path, more: dict[str, str]) -> None:
+    """What of an earlier run was not run again stays, with what it ran with, and what more there is to say of this."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     about = {
         "date": date.today().isoformat(),
@@ -148,12 +156,14 @@ def _write(rows: list[Row], minutes: float, results: Path) -> None:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "minutes": round(minutes),
+        **more,
     }
-    mine = {row.family for row in rows}
-    runs = [{**about, "families": sorted(mine), "rows": [row.as_json() for row in rows]}]
+    mine = {(row.family, row.case.mesh) for row in rows}
+    runs = [{**about, "families": sorted({name for name, _ in mine}), "rows": [row.as_json() for row in rows]}]
     path = results.with_suffix(".json")
     for run in json.loads(path.read_text())["runs"] if path.exists() else ():
-        kept = [row for row in run["rows"] if row["family"] in families.ALL and row["family"] not in mine]
+        known = [row for row in run["rows"] if row["family"] in families.ALL]
+        kept = [row for row in known if (row["family"], row["mesh"]) not in mine]
         if kept:
             runs.insert(0, {**run, "families": sorted({row["family"] for row in kept}), "rows": kept})
     path.write_text(json.dumps({"runs": runs}, indent=1) + "\n")

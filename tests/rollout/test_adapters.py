@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from epfsdp2.engine.lora.adapters import A, B, Lora, lora_of
 from epfsdp2.engine.lora.peft_files import adapter_config, write_adapter
@@ -21,12 +21,14 @@ from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport.checksums import with_checksums
 from tests.rollout.served_families import build
 from tests.support.engine import sharded_model
+from tests.support.models import save_qwen3
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.e2e
 
 RANK = 8
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+LINEARS = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]  # of a dense model
 SEEDS = (5, 6)
 # verl's names of the one adapter that a server has.
 NAME = ("123", 123, "simon_lora_path")
@@ -46,15 +48,15 @@ def _drawn(model, seed):
     return read
 
 
-def _send(folder, adapters, handles, mode, tp):
+def _send(folder, targets, adapters, handles, mode, tp):
     """Send the base without adapters, then two adapters one after the other."""
     rank = dist.get_rank()
     model, meshes = sharded_model(
         Path(folder),
         tp,
-        ep=tp,
+        ep=tp if targets == ATTENTION else 1,
         attention="eager",
-        before=lambda model: Lora(model, _settings()),
+        before=lambda model: Lora(model, _settings(targets)),
         initialize=lambda name, tensor, fits: is_adapter(name),
         finish=lambda model: lora_of(model).initialize(model, 0),
     )
@@ -94,16 +96,25 @@ def _send(folder, adapters, handles, mode, tp):
 
 
 @pytest.mark.parametrize(
-    ("mode", "tp"),
-    [("sliced", 1), pytest.param("full", 2, marks=pytest.mark.long), pytest.param("sliced", 2, marks=pytest.mark.long)],
+    ("mode", "tp", "targets"),
+    [
+        ("sliced", 1, ATTENTION),
+        pytest.param("full", 2, ATTENTION, marks=pytest.mark.long),
+        pytest.param("sliced", 2, ATTENTION, marks=pytest.mark.long),
+        pytest.param("sliced", 2, LINEARS, marks=pytest.mark.long),
+    ],
+    ids=["sliced-1", "full-2", "sliced-2", "sliced-2-dense"],
 )
-def test_adapters_alone_equal_those_that_vllm_loads_from_a_file(start_engine, checkpoints, tmp_path, mode, tp):
-    served, trained = checkpoints[:2]
-    settings = {"tp_size": tp, "enable_lora": True, "max_lora_rank": RANK, "lora_target_modules": ATTENTION}
+def test_adapters_alone_equal_those_that_vllm_loads_from_a_file(start_engine, checkpoints, tmp_path, mode, tp, targets):
+    served, trained = (Path(each.path) for each in checkpoints[:2])
+    if targets == LINEARS:
+        sizes = {"vocab_size": 200, "head_dim": 32}  # of the prompts, and of vLLM's attention on a CPU
+        served, trained = (save_qwen3(tmp_path / f"model {seed}", seed, **sizes) for seed in (1, 2))
+    settings = {"tp_size": tp, "enable_lora": True, "max_lora_rank": RANK, "lora_target_modules": targets}
     if tp == 1:
         settings |= {"distributed_executor_backend": "uni", "again": True}
-    config = _config(trained)
-    engine = start_engine(served.path, **settings)
+    config = _config(trained, targets)
+    engine = start_engine(str(served), **settings)
     handles, found = [engine.handle(rank) for rank in range(tp)], []
     for is_base in (True, False, False):
         engine.call(
@@ -117,10 +128,10 @@ def test_adapters_alone_equal_those_that_vllm_loads_from_a_file(start_engine, ch
         )
         found.append(_state(engine, None if is_base else NAME))
     adapters = [str(tmp_path / str(seed)) for seed in SEEDS]
-    run_ranks(_send, tp, trained.path, adapters, handles, mode, tp)
+    run_ranks(_send, tp, str(trained), targets, adapters, handles, mode, tp)
     (base, _, generated), *synced = [[part.result() for part in parts] for parts in found]
     assert engine.leftovers() == []
-    fresh = start_engine(trained.path, **settings)
+    fresh = start_engine(str(trained), **settings)
     wanted, _, plain = (part.result() for part in _state(fresh, None))
     assert (base, generated) == (wanted, plain)
     for number, folder in enumerate(adapters):
@@ -143,9 +154,9 @@ def _state(engine, adapter):
     )
 
 
-def _config(checkpoint):
-    model = build_on_meta(AutoModelForCausalLM, checkpoint.config, torch.float32)
-    return adapter_config(Lora(model, _settings()), checkpoint.path)
+def _config(folder, targets=ATTENTION):
+    model = build_on_meta(AutoModelForCausalLM, AutoConfig.from_pretrained(folder), torch.float32)
+    return adapter_config(Lora(model, _settings(targets)), str(folder))
 
 
 def _sent_of(family, targets="all-linear"):
@@ -224,7 +235,7 @@ def test_adapters_without_a_layer_end_the_sync_with_their_name(start_engine, che
         timeout=100.0,
         use_shm=True,
         sync_timeout_seconds=60.0,
-        peft_config=_config(served),
+        peft_config=_config(served.path),
         base_sync_done=True,
     )
     run_ranks(_send_adapters, 1, served.path, engine.handle())

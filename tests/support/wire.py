@@ -41,7 +41,8 @@ def counted_collectives(etp_group: dist.ProcessGroup | None = None) -> Iterator[
         entry.wire += (2 if name.startswith("all-reduce") else 1) * nbytes * (ranks - 1) / ranks
 
     gather, scatter = DefaultAllGather.__call__, DefaultReduceScatter.__call__
-    exchange, reduce, gather_counts = dist.all_to_all_single, dist.all_reduce, dist.all_gather_into_tensor
+    exchange, reduce = dist.all_to_all_single, dist.all_reduce
+    gather_tensor, scatter_tensor = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
     now = []
 
     def experts_or_dense(params):
@@ -81,10 +82,16 @@ def counted_collectives(etp_group: dist.ProcessGroup | None = None) -> Iterator[
             count(f"all-to-all {what}", input, group)
         return exchange(output, input, *args, **kwargs)
 
-    def all_gather_counts(output, input, *args, **kwargs):
+    def all_gather_etp(output, input, *args, **kwargs):
         if etp_group is not None and kwargs.get("group") is etp_group:
-            count("all-gather etp counts", output, etp_group)
-        return gather_counts(output, input, *args, **kwargs)
+            what = "counts" if input.dtype == torch.int64 else "adapters"
+            count(f"all-gather etp {what}", output, etp_group)
+        return gather_tensor(output, input, *args, **kwargs)
+
+    def reduce_scatter_etp(output, input, *args, **kwargs):
+        if etp_group is not None and kwargs.get("group") is etp_group:
+            count("reduce-scatter etp adapters", input, etp_group)
+        return scatter_tensor(output, input, *args, **kwargs)
 
     with (
         patch.object(_fsdp_param_group, "foreach_all_gather", told(_fsdp_param_group.foreach_all_gather)),
@@ -93,6 +100,7 @@ def counted_collectives(etp_group: dist.ProcessGroup | None = None) -> Iterator[
         patch.object(DefaultReduceScatter, "__call__", reduce_scatter),
         patch.object(dist, "all_reduce", all_reduce),
         patch.object(dist, "all_to_all_single", all_to_all),
-        patch.object(dist, "all_gather_into_tensor", all_gather_counts),
+        patch.object(dist, "all_gather_into_tensor", all_gather_etp),
+        patch.object(dist, "reduce_scatter_tensor", reduce_scatter_etp),
     ):
         yield counted

@@ -7,10 +7,15 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-__all__ = ["with_whole_outputs"]
+__all__ = ["is_gathered", "with_whole_outputs"]
 
 # The halves of an adapter without the inner dim, and the dim along which they are sharded.
 _UP_LORA_A, _DOWN_LORA_B = ("gate_up_proj_lora_A", "up_proj_lora_A"), ("down_proj_lora_B",)
+
+
+def is_gathered(name: str) -> bool:
+    """Return whether every rank of ``etp`` computes with all of this parameter, of which it holds a part."""
+    return name.endswith((*_UP_LORA_A, *_DOWN_LORA_B))
 
 
 def with_whole_outputs(weight: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> dict[str, torch.Tensor]:

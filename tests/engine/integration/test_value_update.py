@@ -5,7 +5,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification
 
+from epfsdp2.engine.config import EPFSDP2EngineConfig
+from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.lora.adapters import SAVED, lora_of
+from epfsdp2.engine.preflight.run import check_training
 from epfsdp2.recipes.convert.export import export
 from tests.support.lora import SETTINGS, adapt, adapters_of, stirred, whole
 from tests.support.models import VOCAB, save_glm4_moe, save_qwen3, save_qwen3_moe
@@ -23,7 +26,7 @@ def _worker(folder, ep, model=None, **settings):
 
     from verl.workers.utils.losses import value_loss
 
-    from epfsdp2.engine.config import EPFSDP2CriticConfig, EPFSDP2EngineConfig
+    from epfsdp2.engine.config import EPFSDP2CriticConfig
 
     engine = EPFSDP2EngineConfig(
         ep_size=ep,
@@ -128,6 +131,33 @@ def _value_update(folder, own_class, model, settings):
 def test_critic_with_adapters_trains_them_and_its_head(tmp_path, own_class):
     folder = save_qwen3_moe(tmp_path) if own_class else save_glm4_moe(tmp_path)
     run_ranks(_value_update, WORLD, folder, own_class, SETTINGS, {})
+
+
+def _saves(folder, out):
+    _worker(folder, 2, SETTINGS).save_checkpoint(str(out), global_step=1)
+
+
+@pytest.mark.parametrize("own_class", [True, False], ids=["own class", "other head"])
+def test_a_critics_adapter_is_checked_with_its_head_before_a_worker_starts(tmp_path, own_class):
+    folder = (save_qwen3_moe if own_class else save_glm4_moe)(tmp_path / "model")
+    run_ranks(_saves, WORLD, folder, tmp_path / "saved")
+    adapter, head = tmp_path / "saved" / "lora_adapter", "score" if own_class else "lm_head"
+    attention = {"attn_implementation": "sdpa"}
+    model = {"path": str(folder), "override_config": attention, "lora_rank": 4, "lora_adapter_path": str(adapter)}
+
+    def check(setting):
+        return check_training(EPFSDP2EngineConfig(ep_size=2), WORLD, model, device="cpu", setting=setting)
+
+    assert check("critic.model") is not None
+    # The actor has no such module, or one with as many outputs as it has tokens.
+    with pytest.raises(SettingError, match=rf"^actor_rollout_ref\.model\..*{head}"):
+        check("actor_rollout_ref.model")
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    del tensors[f"base_model.model.{head}.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(SettingError, match=rf"^critic\.model\.lora_adapter_path=.*{head}\.weight is missing"):
+        check("critic.model")
 
 
 def _resumes(folder, out):

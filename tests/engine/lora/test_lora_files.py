@@ -52,7 +52,9 @@ def _saves(folder, out):
     wanted = weights_with_adapters(folder, model)
     update(model, meshes, optimizer)
 
-    for name, ep, options in (("alone", 4, {}), ("alone", 1, {"expert_shard_dim": 0}), ("saved", 2, {})):
+    cut = {"etp": 2}
+    meshes_to = [("alone", 4, {}), ("alone", 1, {"expert_shard_dim": 0}), ("saved", 2, {}), ("alone", 2, cut)]
+    for name, ep, options in [*meshes_to, ("saved", 1, cut)]:
         resumed, other, _ = sharded_with_adapters(folder, ep, seed=99, **options)
         again = build_multi_optimizer(resumed, adam)
         load_checkpoint(out / name, resumed, again, None, ("model", "optimizer"))

@@ -228,8 +228,12 @@ def _step_is_counted(folder, ep, fsdp_size, etp, options, tokens, sp, lora, expe
         (save_qwen3_moe, 4, 2, -1, 2, {"checkpointing": "full", "dispatch_chunks": 2}, 1, None),
         (save_qwen3_moe, 4, 1, -1, 4, {}, 1, None),
         (save_qwen3_moe, 4, 1, -1, 2, {"checkpointing": "full"}, 1, None),
+        (save_qwen3_moe, 4, 2, -1, 2, {"checkpointing": "full"}, 1, LORA),
     ],
-    ids=["ep_fsdp", "replicas", "chunks", "glm", "sp and LoRA", "shared experts", "reference", "ep etp", "etp", "cut"],
+    ids=[
+        *("ep_fsdp", "replicas", "chunks", "glm", "sp and LoRA", "shared experts", "reference", "ep etp", "etp", "cut"),
+        "etp and LoRA",
+    ],
 )
 def test_planned_collectives_of_a_step_have_the_bytes_of_a_real_one(
     tmp_path, save, world, ep, fsdp_size, etp, options, sp, lora

@@ -82,7 +82,17 @@ def test_validate_config_of_every_wrong_override_refuses_it_by_its_rule(model, o
     assert str(caught.value).startswith(rule)
 
 
-@pytest.mark.parametrize("kind", ["use_dora=True", "modules_to_save=[lm_head]", "rank_pattern={q_proj:4}"])
+def test_validate_config_says_that_a_backend_of_verls_sends_merged_weights(model, caplog):
+    settings = f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=[q_proj]", "trainer.n_gpus_per_node=4"
+    for backend, merge, says in (("nccl", False, True), ("nccl", True, False), ("naive", False, False)):
+        caplog.clear()
+        validate(model, "engine.ep_size=2", *settings, f"{BACKEND}={backend}", f"{MODEL}.lora.merge={merge}")
+        assert (f"{BACKEND}={backend} sends all weights in every sync" in caplog.text) == says, (backend, merge)
+
+
+@pytest.mark.parametrize(
+    "kind", ["use_dora=True", "modules_to_save=[lm_head]", "rank_pattern={q_proj:4}", "alpha_pattern={q_proj:4}"]
+)
 def test_validate_config_refuses_adapters_alone_that_vllm_does_not_serve(model, kind):
     settings = f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=[q_proj]", f"+{MODEL}.lora.{kind}"
     with pytest.raises(SettingError) as caught:

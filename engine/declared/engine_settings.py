@@ -44,6 +44,11 @@ _SHARD_DIM = must(
 _CHUNKS = whole(1, "is the number of parts in which a layer's tokens are dispatched.", "1")
 # How weights may be sent; rollout/layout/vllm_layout.py has the ways, and a test compares.
 _SYNCED_AS = ("auto", "full", "expert_local", "sliced")
+_ROUNDED = must(
+    lambda value: isinstance(value, bool) or value == "experts",
+    "is true (all weights that the rollout quantises), experts (theirs alone) or false.",
+    "true",
+)
 _SYNCS = whole(0, "is the number of syncs that are verified, or -1 for all of them.", "2", besides=(-1,))
 
 
@@ -328,6 +333,13 @@ class EngineSettings:
         "worker keeps; expert_local, its experts whole and everything else whole (vLLM with expert parallelism); "
         "auto, sliced, or full with one line of log where the rollout, vLLM's version or the family allows no "
         "other",
+    )
+    rollout_quantization_aware: Any = setting(
+        False,
+        _ROUNDED,
+        "Compute with weights rounded as they are sent to a rollout in FP8 (actor_rollout_ref.rollout.quantization=fp8 "
+        "and slices): true, all that it quantises; experts, theirs alone. Gradients are those of the rounded "
+        "weights, and are applied to the weights as they are. For the actor and the reference policy",
     )
     rollout_sync_verify: int = setting(
         2,

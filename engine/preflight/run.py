@@ -42,6 +42,7 @@ from .features import (
 )
 from .model_facts import ModelFacts, inspect_model
 from .rollout import check_graphs, check_other_rollout, check_rollout, check_stream
+from .rounding import check_rounding, check_rounding_alone
 
 __all__ = [
     "check_checkpoint",
@@ -119,6 +120,7 @@ def check_run(
     if is_vllm:
         check_graphs(rollout, facts, device)
         check_stream(engine, n_gpus, rollout, facts, colocated=colocated)
+    check_rounding(engine, rollout, facts)
     if is_vllm and not ipc:
         check_rollout(engine, n_gpus if colocated else 0, rollout, facts)
 
@@ -168,6 +170,7 @@ def check_training(
     check_attention(model, facts, device=device, setting=setting)
     check_fused_kernels(model, facts, device=device, setting=setting)
     check_lora(engine, topology, model, facts, optim, setting)
+    check_rounding_alone(engine, topology, model, facts, setting)
     check_sequence_parallel(engine.ulysses_sequence_parallel_size, world, model, facts, setting=setting)
     check_packing(model, facts, setting)
     if optim is not None:

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from ...engine.topology.index_ranges import IndexRange
 
-__all__ = ["FP8", "block_maxima", "blocks_of", "quantise", "scales_of"]
+__all__ = ["FP8", "block_maxima", "blocks_of", "quantise", "round_in_place", "scales_of"]
 
 FP8 = torch.float8_e4m3fn
 _LEAST = 1e-4  # of a block's largest value, so that a block of zeros has a scale
@@ -61,3 +61,21 @@ def quantise(values: torch.Tensor, scales: torch.Tensor, first: Sequence[int], b
     for i in range(inverse.shape[-2]):  # rows of one block, which a CPU's cache holds
         own = slice(max(0, i * block - top), min(rows, (i + 1) * block - top))
         into[..., own, :].copy_(values[..., own, :].bfloat16().float().mul_(inverse[..., i : i + 1, :]))
+
+
+def round_in_place(values: torch.Tensor, block: int) -> None:
+    """Replace whole matrices ``[..., rows, columns]`` by what a rollout has of them: FP8 values times their scales."""
+    for matrix in values.flatten(0, -3) if values.dim() > 2 else [values]:
+        scales = scales_of(block_maxima(matrix, (0, 0), block))
+        rounded = torch.empty(matrix.shape, dtype=FP8, device=matrix.device)
+        quantise(matrix, scales, (0, 0), block, rounded)
+        dequantise(rounded, scales, block, matrix)
+
+
+def dequantise(values: torch.Tensor, scales: torch.Tensor, block: int, into: torch.Tensor) -> None:
+    """Write FP8 values ``[rows, columns]`` times the scales of their blocks, computed in float32, to ``into``."""
+    rows, columns = values.shape
+    of_columns = scales.repeat_interleave(block, -1)[:, :columns]
+    for i, own in enumerate(of_columns):
+        at = slice(i * block, min(rows, (i + 1) * block))
+        into[at].copy_(values[at].float().mul_(own))

@@ -753,7 +753,7 @@ def test_a_stream_that_the_rollout_cannot_take_is_refused_by_name_alone(model, w
 
 @pytest.mark.parametrize("backend", ["nccl", "epfsdp2_p2p"])
 def test_a_quantised_rollout_has_to_be_beside_the_trainer(model, backend):
-    check_run(engine(), 8, model, rollout(quantization="fp8"), device="cpu")
+    check_run(engine(rollout_sync="full"), 8, model, rollout(quantization="fp8"), device="cpu")
     with pytest.raises(SettingError) as caught:
         check_run(engine(), 8, model, rollout(quantization="fp8", backend=backend), device="cpu")
     text = paragraph(caught.value, "actor_rollout_ref.rollout.quantization", "fp8")
@@ -762,11 +762,11 @@ def test_a_quantised_rollout_has_to_be_beside_the_trainer(model, backend):
 
 def test_slices_of_a_quantised_rollout_need_whole_blocks(tmp_path, model):
     with pytest.raises(SettingError, match=r"tensor_model_parallel_size=2: .* blocks of 128 x 128 share a scale"):
-        check_run(engine(rollout_sync="sliced"), 8, model, rollout(quantization="fp8"), device="cpu")
+        check_run(engine(), 8, model, rollout(quantization="fp8"), device="cpu")
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 64, "num_experts": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
     fits = checkpoint(tmp_path / "fits", "olmoe", **sizes, **heads)
-    check_run(engine(rollout_sync="sliced"), 8, fits, rollout(2, quantization="fp8"), device="cpu")
+    check_run(engine(), 8, fits, rollout(2, quantization="fp8"), device="cpu")
     with pytest.raises(SettingError, match="this mode sends whole tensors beside the experts"):
         whole = rollout(2, quantization="fp8", expert_parallel_size=2)
         check_run(engine(rollout_sync="expert_local"), 8, fits, whole, device="cpu")

@@ -53,7 +53,7 @@ def _sglang(**arguments):
         ("auto", "no_such", TP2, "full", "actor_rollout_ref.model=no_such: how vLLM cuts it is not known"),
         ("auto", "no_such", {}, "full", ""),
         ("auto", "qwen3_moe", {"tensor_model_parallel_size": 2}, "full", "worker_extension_cls=None: only this"),
-        ("auto", "qwen3_moe", FP8, "full", "rollout.quantization=fp8: no worker in FP8 that was sent slices"),
+        ("auto", "qwen3_moe", FP8, "sliced", ""),
         ("sliced", "qwen3_moe", FP8, "sliced", ""),
         ("auto", "minimax_m2", FP8, "full", "rollout.quantization=fp8: which weights of a minimax_m2 vLLM"),
         ("auto", "qwen3_moe", {**FP8, "quantization": "torchao"}, "full", "quantization=torchao: vLLM quantises"),

@@ -120,9 +120,9 @@ def write(result: dict) -> None:
             "(`rollout.quantization=fp8`, slices), the trainer in bfloat16, its parameters in float32. The difference "
             "is that of a sampled token's probability, KL (k3) that of the two policies, the spread the mean of the "
             "squared ratio of their probabilities, less 1 (`chi2_token`): all as verl logs them, before its "
-            "correction, which weighs tokens by the ratio (`rollout_correction.rollout_is=token`) and leaves the difference as it "
-            "is. vLLM's CPU kernels keep activations in bfloat16; on a GPU they are rounded to FP8 too, which the "
-            "trainer's are not.",
+            "correction, which weighs tokens by the ratio (`rollout_correction.rollout_is=token`) and leaves the "
+            "difference as it is. vLLM's CPU kernels keep activations in bfloat16; on a GPU they are rounded to FP8 "
+            "too, which the trainer's are not.",
         ],
         [
             "what is done",

@@ -4,8 +4,8 @@ import pytest
 
 from epfsdp2.engine.declared.checks import check_settings
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.preflight.run import check_run, check_training
 from epfsdp2.engine.preflight.rounding import check_rounding
+from epfsdp2.engine.preflight.run import check_run, check_training
 from epfsdp2.rollout.layout.sync_mode import EXTENSION
 from tests.support.settings import checkpoint, engine
 
@@ -53,7 +53,12 @@ def test_other_trainers_and_models_are_refused(tmp_path):
     dense = checkpoint(tmp_path / "dense", "qwen2", hidden_size=256, intermediate_size=256, num_hidden_layers=1)
     for asked, given, setting, says in (
         (True, model, "model", "this trainer has none"),
-        (True, {**model, "lora_rank": 8, "target_modules": "all-linear"}, "actor_rollout_ref.model", "with their adapters merged"),
+        (
+            True,
+            {**model, "lora_rank": 8, "target_modules": "all-linear"},
+            "actor_rollout_ref.model",
+            "with their adapters merged",
+        ),
         ("experts", dense, "actor_rollout_ref.model", "has no experts"),
     ):
         with pytest.raises(SettingError, match=f"^{SETTING}={asked}: .*{says}"):

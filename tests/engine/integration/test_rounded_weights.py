@@ -1,12 +1,15 @@
 """A model that computes with the weights of a rollout in FP8 has the gradients of a plain model with those weights."""
 
 import functools
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.fsdp import after_gather as after_gather_module
 from epfsdp2.engine.integration.rounded_weights import compute_as_rollout
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.topology.dtensor import local_pieces, local_tensor
@@ -16,7 +19,6 @@ from tests.support.engine import sharded_model, whole_tensor
 from tests.support.models import adam, reference_model, relative_error, save_qwen3_moe, token_batch, token_loss
 from tests.support.ranks import each_case, run_ranks
 
-WORLD = 4
 RELATIVE = 1e-5
 BLOCK = 128
 # Blocks of these cross the borders of shards: 96 or 192 rows of the hidden size on a rank.
@@ -89,12 +91,12 @@ def _differing(model, which, run):
 
 
 def _equals_the_plain_model_with_rounded_weights(folder, which, cases):
-    rank = dist.get_rank()
-    ids = token_batch(WORLD)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    ids = token_batch(world)
     grads, stepped = _reference(folder, which, ids)
 
     def check(ep, fsdp_size, options):
-        model, _ = sharded_model(folder, WORLD, ep, fsdp_size, **options)
+        model, _ = sharded_model(folder, world, ep, fsdp_size, **options)
         compute_as_rollout(model.train(), which)
         optimizer = build_multi_optimizer(model, adam)
 
@@ -114,11 +116,18 @@ def _equals_the_plain_model_with_rounded_weights(folder, which, cases):
     each_case(cases, check)
 
 
+DIM0, DIM1 = {"expert_shard_dim": 0}, {"expert_shard_dim": 1}
+
+
+def test_gradients_and_steps_over_two_ranks(tmp_path):
+    cases = [(1, -1, {**DIM1, "checkpointing": "full"}), (2, -1, {}), (1, -1, {"etp": 2})]
+    run_ranks(_equals_the_plain_model_with_rounded_weights, 2, save_qwen3_moe(tmp_path, **SIZES), True, cases)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("which", [True, "experts"])
 def test_gradients_and_steps_on_every_mesh(tmp_path, which):
-    folder = save_qwen3_moe(tmp_path, **SIZES)
-    dim1, dim0 = {"expert_shard_dim": 1}, {"expert_shard_dim": 0}
-    cases = [(1, -1, dim1), (2, -1, {**dim1, "checkpointing": "full"}), (2, -1, dim0), (4, -1, {}), (2, 2, dim1)]
+    cases = [(1, -1, DIM1), (2, -1, {**DIM1, "checkpointing": "full"}), (2, -1, DIM0), (4, -1, {}), (2, 2, DIM1)]
     if which is True:
         cases += [
             (2, -1, {"etp": 2}),
@@ -126,4 +135,19 @@ def test_gradients_and_steps_on_every_mesh(tmp_path, which):
             (2, -1, {"cpu_offload": True}),
             (2, -1, {"checkpointing": "selective", "prefetch_depth": 2}),
         ]
-    run_ranks(_equals_the_plain_model_with_rounded_weights, WORLD, folder, which, cases, timeout=600)
+    folder = save_qwen3_moe(tmp_path, **SIZES)
+    run_ranks(_equals_the_plain_model_with_rounded_weights, 4, folder, which, cases, timeout=600)
+
+
+def _is_refused(folder):
+    model, _ = sharded_model(folder, 1)
+    with pytest.raises(SettingError, match=r"quantization_aware=True: which weights of a glm4v_moe vLLM quantises"):
+        model.config.model_type = "glm4v_moe"
+        compute_as_rollout(model, True)
+    other_torch = mock.patch.object(after_gather_module, "_groups", lambda module: [])
+    with other_torch, pytest.raises(RuntimeError, match="has no gathered model.embed_tokens.weight"):
+        after_gather_module.after_gather(model, ["model.embed_tokens.weight"], lambda values: None)
+
+
+def test_other_families_and_another_torch_are_refused(tmp_path):
+    run_ranks(_is_refused, 1, save_qwen3_moe(tmp_path))

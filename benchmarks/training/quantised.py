@@ -123,8 +123,8 @@ def write(result: dict) -> None:
             "is that of a sampled token's probability, the deviation its standard deviation, KL (k3) that of the two "
             "policies, the spread the mean of the squared ratio of their probabilities, less 1 (`chi2_token`; both "
             "medians of the steps): all as verl logs them, before its correction, which weighs tokens by the ratio "
-            "(`rollout_correction.rollout_is=token`) and leaves the difference as it is. vLLM's CPU kernels keep activations in bfloat16; on a GPU they are rounded to FP8 "
-            "too, which the trainer's are not.",
+            "(`rollout_correction.rollout_is=token`) and leaves the difference as it is. vLLM's CPU kernels keep "
+            "activations in bfloat16; on a GPU they are rounded to FP8 too, which the trainer's are not.",
         ],
         [
             "what is done",

@@ -18,6 +18,7 @@ __all__ = [
     "BACKEND",
     "BLOCK",
     "EXTENSION",
+    "OVERRIDES",
     "SGLANG_LOADER",
     "check_rollout_parallelism",
     "check_sglang_sizes",
@@ -36,6 +37,7 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _VLLM = f"{_ROLLOUT}.engine_kwargs.vllm"
 _TP = f"{_ROLLOUT}.tensor_model_parallel_size"
 _SGLANG = f"{_ROLLOUT}.engine_kwargs.sglang"
+OVERRIDES = f"{_VLLM}.hf_overrides.quantization_config"
 _SETTING = "engine.rollout_sync"
 _SERVERS: dict[str, str] = {"vllm": "vLLM", "sglang": "SGLang"}
 BLOCK = 128  # of a rollout.quantization=fp8, whose kind verl chooses (``_apply_quantization``)
@@ -237,10 +239,11 @@ def _rollout_name(config: Any) -> str:
 
 def quantisation_settings(config: Any) -> list[tuple[str, object]]:
     """Return the settings, with their values, that make vLLM quantise the weights that it receives."""
-    qat = config.get("qat")
+    qat, overrides = config.get("qat"), _vllm(config).get("hf_overrides")
     asked = [
         (f"{_ROLLOUT}.quantization", config.get("quantization")),
         (f"{_VLLM}.quantization", _vllm(config).get("quantization")),
+        (OVERRIDES, isinstance(overrides, Mapping) and overrides.get("quantization_config")),
         (f"{_ROLLOUT}.qat.enable", qat is not None and qat.get("enable")),
     ]
     return [(setting, value) for setting, value in asked if value]

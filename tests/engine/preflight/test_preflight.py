@@ -772,6 +772,23 @@ def test_slices_of_a_quantised_rollout_need_whole_blocks(tmp_path, model):
         check_run(engine(rollout_sync="expert_local"), 8, fits, whole, device="cpu")
 
 
+@pytest.mark.parametrize("key", ["ignored_layers", "ignore"])
+def test_layers_that_are_not_to_be_quantised_have_to_be_there(model, key):
+    layer = "model.layers.1"
+    named = [f"{layer}.mlp.gate", f"{layer}.self_attn.qkv_proj", f"{layer}.self_attn.q_proj", "lm_head", "re:.*gate"]
+    given = {"quantization_config": {"quant_method": "fp8", key: named}}
+    check_run(engine(), 2, model, rollout(vllm={"hf_overrides": given}), device="cpu")
+    for name, near in ((f"{layer}.mlp.gatee", f"{layer}.mlp.gate"), ("model.layers.2.mlp.gate", "layers")):
+        named.append(name)
+        with pytest.raises(SettingError) as caught:
+            check_run(engine(), 2, model, rollout(vllm={"hf_overrides": given}), device="cpu")
+        text = paragraph(caught.value, f"{VLLM}.hf_overrides.quantization_config.{key}", name)
+        assert "has no such layer" in text and near in text.partition("What works: ")[2]
+        named.pop()
+    with pytest.raises(SettingError, match="hf_overrides.quantization_config=.* needs full tensors"):
+        check_run(engine(rollout_sync="sliced"), 2, model, rollout(vllm={"hf_overrides": given}), device="cpu")
+
+
 def test_whole_experts_need_expert_parallelism(model):
     with pytest.raises(SettingError) as caught:
         check_run(engine(rollout_sync="expert_local"), 8, model, rollout(2, data_parallel_size=2), device="cpu")

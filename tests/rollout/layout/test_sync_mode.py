@@ -181,8 +181,13 @@ def _for_a_quantised_rollout(folder):
     for memory in (ROOMY, MEMORY):
         sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("auto", memory, verify_syncs=-1))
         assert sync.weights().for_rollout(TP2, dist.get_rank() % 2).has_checksums
-        for settings in ({"quantization": "fp8"}, {"qat": {"enable": True}}):
-            weights = sync.weights().for_rollout({**TP2, **settings}, dist.get_rank() % 2)
+        full = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("full", memory, verify_syncs=-1))
+        for own, settings in (
+            (full, {"quantization": "fp8"}),
+            (sync, {"quantization": "torchao"}),
+            (sync, {"qat": {"enable": True}}),
+        ):
+            weights = own.weights().for_rollout({**TP2, **settings}, dist.get_rank() % 2)
             assert (weights.mode, weights.has_checksums) == ("full", False)
             got = {name: tensor.clone() for name, tensor in weights.tensors()}
             assert got.keys() == wanted.keys() and all(torch.equal(got[name], wanted[name]) for name in wanted)

@@ -2,9 +2,8 @@
 
     python -m benchmarks.weights.quantising [--repeats 9]
 
-The weights of one layer of a Qwen3-30B-A3B, experts of one rank of eight, in float32. Casting and quantising take turns:
-largest values of all blocks, then values in FP8, as ``rollout/quantise/shards.py`` calls them. Bytes are those that a
-sync of the layer sends. It writes ``benchmarks/results/quantising.json`` and ``quantising.md``.
+The weights of one layer of a Qwen3-30B-A3B, experts of one rank of eight, in float32. Casting and quantising take
+turns: largest values of all blocks, then values in FP8, as ``rollout/quantise/shards.py`` calls them. It writes ``benchmarks/results/quantising.json`` and ``quantising.md``.
 """
 
 import argparse
@@ -54,10 +53,10 @@ def main() -> int:
         "python -m benchmarks.weights.quantising",
         f"{where['cpu']}, {where['cores']} cores, one thread; torch {where['versions']['torch']}",
         [
-            "Weights of a layer of Qwen3-30B-A3B, experts of one rank of eight, stored in float32: cast to bfloat16, or "
-            f"quantised to FP8 by blocks of {BLOCK} x {BLOCK}, scales counted as bytes. Sides take turns, medians of "
-            f"{repeats}. The bound, {MOST} x the cast, does not hold on a CPU, where torch's conversion of float32 to FP8 "
-            "alone takes twice as long as that to bfloat16; no GPU has measured it.",
+            "Weights of a layer of Qwen3-30B-A3B, experts of one rank of eight, stored in float32: cast to bfloat16, "
+            f"or quantised to FP8 by blocks of {BLOCK} x {BLOCK}, scales counted as bytes. Sides take turns, medians "
+            f"of {repeats}. The bound, {MOST} x the cast, does not hold on a CPU, where torch's conversion of float32 "
+            "to FP8 alone takes twice as long as that to bfloat16; no GPU has measured it.",
         ],
         COLUMNS,
         [cells(row) for row in rows],

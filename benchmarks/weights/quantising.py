@@ -3,7 +3,8 @@
     python -m benchmarks.weights.quantising [--repeats 9]
 
 The weights of one layer of a Qwen3-30B-A3B, experts of one rank of eight, in float32. Casting and quantising take
-turns: largest values of all blocks, then values in FP8, as ``rollout/quantise/shards.py`` calls them. It writes ``benchmarks/results/quantising.json`` and ``quantising.md``.
+turns: largest values of all blocks, then values in FP8, as ``rollout/quantise/shards.py`` calls them. It writes
+``benchmarks/results/quantising.json`` and ``quantising.md``.
 """
 
 import argparse

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 
 from benchmarks.machine import machine
 from benchmarks.tables import write_table
@@ -83,9 +83,8 @@ def run(output: Path, kind: str, seed: int, steps: int, warm: Path | None) -> di
     return {
         "mean": mean(step[f"{_DIFFERENCE}_mean"] for step in metrics),
         "largest": max(step[f"{_DIFFERENCE}_max"] for step in metrics),
-        "deviation": mean(step[f"{_DIFFERENCE}_std"] for step in metrics),
-        "kl": median(step[_KL] for step in metrics),
-        "spread": median(step[_SPREAD] for step in metrics),
+        "kl": mean(step[_KL] for step in metrics),
+        "spread": mean(step[_SPREAD] for step in metrics),
         "rewards": [mean(rewards[:2]), mean(rewards[-2:])],
         "seconds": mean(step["timing_s/update_actor"] for step in metrics[1:]),
     }
@@ -101,7 +100,6 @@ def write(result: dict) -> None:
                 kind,
                 f"{mean(one['mean'] for one in runs):.1e}",
                 f"{max(one['largest'] for one in runs):.1e}",
-                f"{mean(one['deviation'] for one in runs):.1e}",
                 f"{mean(one['kl'] for one in runs):.1e}",
                 f"{mean(one['spread'] for one in runs):.1e}",
                 f"{first:.2f}, {last:.2f}",
@@ -120,9 +118,9 @@ def write(result: dict) -> None:
         [
             f"The quickstart's GRPO, {result['steps']} steps, seed {seeds}, two ranks with vLLM in FP8 "
             "(`rollout.quantization=fp8`, slices), the trainer in bfloat16, its parameters in float32. The difference "
-            "is that of a sampled token's probability, the deviation its standard deviation, KL (k3) that of the two "
-            "policies, the spread the mean of the squared ratio of their probabilities, less 1 (`chi2_token`; both "
-            "medians of the steps): all as verl logs them, before its correction, which weighs tokens by the ratio "
+            "is that of a sampled token's probability, KL (k3) that of the two policies, the spread the mean of the "
+            "squared ratio of their probabilities, less 1 (`chi2_token`): all as verl logs them, before its "
+            "correction, which weighs tokens by the ratio "
             "(`rollout_correction.rollout_is=token`) and leaves the difference as it is. vLLM's CPU kernels keep "
             "activations in bfloat16; on a GPU they are rounded to FP8 too, which the trainer's are not.",
         ],
@@ -130,7 +128,6 @@ def write(result: dict) -> None:
             "what is done",
             "difference, mean",
             "largest",
-            "deviation",
             "KL",
             "spread",
             "reward, first and last two steps",

@@ -202,10 +202,10 @@ def _said_once(folder):
     sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("auto", ROOMY))
     lines = []
     rollout_sync.logger.addFilter(lambda record: lines.append(record.getMessage()))
-    config = {**TP2, "quantization": "fp8"}
+    config = {**TP2, "quantization": "torchao"}
     for _ in range(3):
         assert len(dict(sync.weights().for_rollout(config, dist.get_rank()).tensors())) > 0
-    said = "epfsdp2: engine.rollout_sync=auto falls back to full: actor_rollout_ref.rollout.quantization=fp8: "
+    said = "epfsdp2: engine.rollout_sync=auto falls back to full: actor_rollout_ref.rollout.quantization=torchao: "
     assert [line.startswith(said) for line in lines] == [True] * (dist.get_rank() == 0)
 
 

@@ -203,7 +203,8 @@ class EPFSDP2CriticConfig(CriticConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        self.engine = replace(self.engine, forward_only=False, _of_a_role=True)
+        # No rollout computes with a critic's weights.
+        self.engine = replace(self.engine, forward_only=False, rollout_quantization_aware=False, _of_a_role=True)
 
     def validate(self, n_gpus: int, train_batch_size: int) -> None:
         """Check as the actor's config does, for the critic's model.

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..fsdp.activation_checkpoint import CHECKPOINTING
 from ..moe.deepep import DISPATCHERS
-from ..moe.gemm.backends import BACKENDS, REGISTERED
+from ..moe.gemm.backends import BACKENDS, REGISTERED, TORCHAO
 from ..settings.roles import STRATEGY
 from ..settings.rules import (
     DTYPE,
@@ -44,6 +44,7 @@ _SHARD_DIM = must(
 _CHUNKS = whole(1, "is the number of parts in which a layer's tokens are dispatched.", "1")
 # How weights may be sent; rollout/layout/vllm_layout.py has the ways, and a test compares.
 _SYNCED_AS = ("auto", "full", "expert_local", "sliced")
+_ROUNDED = must(lambda v: isinstance(v, bool) or v == "experts", "is true, false or experts.", "true")
 _SYNCS = whole(0, "is the number of syncs that are verified, or -1 for all of them.", "2", besides=(-1,))
 
 
@@ -104,13 +105,14 @@ class EngineSettings:
     experts_backend: str = setting(
         "auto",
         must(
-            lambda value: isinstance(value, str) and (value in BACKENDS or value.startswith(REGISTERED)),
-            f"is {', '.join(BACKENDS)} or {REGISTERED}NAME.",
+            lambda value: isinstance(value, str) and (value in BACKENDS or value.startswith((REGISTERED, TORCHAO))),
+            f"is {', '.join(BACKENDS)}, {TORCHAO}mxfp8 or {REGISTERED}NAME.",
             "auto",
         ),
         "What computes the experts: torch; triton, kernels for a GPU of compute capability 8.0 and up; auto, what "
         "is fastest of them for the machine and the dtype; reference, plain operators, which keep several times "
-        "as much for backward; transformers:NAME, the function of that name in transformers' ALL_EXPERTS_FUNCTIONS "
+        "as much for backward; torchao:mxfp8, products of values in MXFP8 by torchao, for a GPU of compute capability "
+        "10; transformers:NAME, the function of that name in transformers' ALL_EXPERTS_FUNCTIONS "
         "(grouped_mm, batched_mm, sonicmoe, ... or one of your own)",
         shards=True,
         of_experts=True,
@@ -311,11 +313,7 @@ class EngineSettings:
         SEED,
         "Random seed",
     )
-    full_determinism: bool = setting(
-        False,
-        FLAG,
-        "Whether to enable full determinism, for debugging",
-    )
+    full_determinism: bool = setting(False, FLAG, "Whether to enable full determinism, for debugging")
     forward_only: bool = setting(
         False,
         FLAG,
@@ -328,6 +326,12 @@ class EngineSettings:
         "worker keeps; expert_local, its experts whole and everything else whole (vLLM with expert parallelism); "
         "auto, sliced, or full with one line of log where the rollout, vLLM's version or the family allows no "
         "other",
+    )
+    rollout_quantization_aware: Any = setting(
+        False,
+        _ROUNDED,
+        "Compute with weights rounded as they are sent to a vLLM in FP8 (rollout.quantization=fp8): true, all that it "
+        "quantises; experts, theirs alone. What is trained stays as it is. Of actor and reference policy",
     )
     rollout_sync_verify: int = setting(
         2,

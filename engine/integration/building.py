@@ -42,6 +42,7 @@ from ..settings.values import DTYPES
 from ..topology.dtensor import is_adapter
 from ..topology.mesh import Meshes
 from ..topology.rank_consistency import check_agreement, model_facts, raise_on_all_ranks, without_paths
+from .rounded_weights import compute_as_rollout
 from .step_features import PlannedMemory, RouterTerms, StepFeature, SyncMetrics, VisionTowers
 
 __all__ = ["BuildsModel"]
@@ -275,6 +276,8 @@ class BuildsModel:
         """
         config = self.engine_config
         self.layer_names = layer_names(module)
+        if config.rollout_quantization_aware:
+            compute_as_rollout(module, config.rollout_quantization_aware)
         self.rollout_sync = RolloutSync(
             module,
             self.meshes,

@@ -20,6 +20,7 @@ from .dispatch import build_dispatch_plans, combine, deferred_router_grad, dispa
 from .find import CustomExperts
 from .gemm.backends import (
     EXPERTS_IMPLEMENTATION,
+    TORCHAO,
     backend_named,
     has_backend,
     supports_grouped_mm,
@@ -27,6 +28,7 @@ from .gemm.backends import (
     zeroes_empty_groups,
 )
 from .gemm.linear import Linear
+from .gemm.torchao_gemm import mxfp8_linear
 from .registered import compute_registered
 
 __all__ = [
@@ -180,10 +182,11 @@ def compute(
         up, down = linears(module, weight)
         return fused.on_rows(module, backend_named(runtime.backend), up, down, rows_RD, counts_e, scale_R, order_R)
     assert order_R is None, f"{runtime.backend} reads no rows through an index"
-    if runtime.backend == "reference":
-        h = _linear(module, rows_RD, _up_name(module), weight, counts_e)
+    if runtime.backend == "reference" or runtime.backend.startswith(TORCHAO):
+        product = grouped_linear if runtime.backend == "reference" else mxfp8_linear
+        h = _linear(module, rows_RD, _up_name(module), weight, counts_e, product)
         h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
-        out = _linear(module, h, "down_proj", weight, counts_e)
+        out = _linear(module, h, "down_proj", weight, counts_e, product)
     else:
         out = compute_registered(runtime.backend, module, weight, rows_RD, counts_e)
     return out if scale_R is None else deferred_router_grad(out, scale_R)
@@ -201,10 +204,19 @@ def _up_name(module: Any) -> str:
 
 
 def _linear(
-    module: Any, rows: torch.Tensor, name: str, weight: Mapping[str, torch.Tensor], counts_e: torch.Tensor
+    module: Any,
+    rows: torch.Tensor,
+    name: str,
+    weight: Mapping[str, torch.Tensor],
+    counts_e: torch.Tensor,
+    product: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """Apply one of the experts' linears, with its adapter if it has one, in plain operators."""
-    out = grouped_linear(rows, weight[name], counts_e, weight.get(f"{name}_bias"), module.is_transposed)
+    """Apply one of the experts' linears, with its adapter if it has one, in plain operators.
+
+    Args:
+        product: ``grouped_linear`` or another with its arguments.
+    """
+    out = product(rows, weight[name], counts_e, weight.get(f"{name}_bias"), module.is_transposed)
     scaling = _scaling(module, name)
     if scaling is None:
         return out

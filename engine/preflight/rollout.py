@@ -12,6 +12,7 @@ from ...rollout.cleanup import report_leftovers
 from ...rollout.layout.sglang_layout import RECORDS_NO_ROUTES
 from ...rollout.layout.sync_mode import (
     BACKEND,
+    OVERRIDES,
     check_rollout_parallelism,
     check_sglang_sizes,
     choose_mode,
@@ -31,7 +32,7 @@ from ...rollout.layout.vllm_layout import (
 )
 from ..compat import versions
 from ..declared.derived import sharding_options
-from ..errors import SettingError
+from ..errors import SettingError, close_matches
 from ..fsdp.wrap_plan import compute_dtypes, cuts_before_sharding
 from ..model.layers import layer_names
 from ..settings.values import CHECKPOINT_BACKEND, DTYPES
@@ -58,6 +59,9 @@ _SHM = Path("/dev/shm")
 _ROUTES = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 # From here on mla_attention.py copies into W_UV and W_UK_T (replace_parameter, vllm#48251); in 0.24 it assigns them.
 _KEEPS_LATENT_MATRICES = ">=0.27.1"
+# What vLLM's kinds of quantisation call the layers that they leave alone, and what vLLM fuses layers to.
+_IGNORED = ("ignored_layers", "modules_to_not_convert", "ignore")
+_FUSED = ("qkv_proj", "gate_up_proj")
 # Left free in /dev/shm besides the buckets: verl's and gloo's own segments are small.
 _SHM_MARGIN = 64 << 20
 
@@ -128,6 +132,8 @@ def check_stream(
     config = None if facts is None else facts.model.config.get_text_config()
     check_rollout_parallelism(rollout, n_gpus if colocated else 0, config)
     quantised = quantisation_settings(rollout)
+    if facts is not None:
+        _check_ignored(dict(quantised).get(OVERRIDES), facts)
     if quantised and not colocated:
         setting, value = quantised[0]
         backend = rollout.get("backend")
@@ -142,6 +148,23 @@ def check_stream(
     )
     if facts is not None and kind != "full":
         _check_plan(engine, n_gpus, rollout, facts, kind, colocated)
+
+
+def _check_ignored(quantization: Any, facts: ModelFacts) -> None:
+    """Check that layers which vLLM is not to quantise are there; it takes any names, and quantises what they miss.
+
+    Raises:
+        SettingError: for the first that is not.
+    """
+    modules = dict(facts.model.named_modules())
+    for key in _IGNORED if isinstance(quantization, Mapping) else ():
+        for name in quantization.get(key) or ():
+            parent, _, own = name.rpartition(".")
+            if name.startswith("re:") or name in modules or (parent in modules and own in _FUSED):
+                continue
+            rule = f"{facts.name} has no such layer, so that vLLM would quantise the one that was meant."
+            near = close_matches(name, [*modules, *(f"{layer}.{own}" for layer in modules for own in _FUSED)], most=1)
+            raise SettingError(f"{OVERRIDES}.{key}", name, rule, f"one like {near}" if near else "leave it out")
 
 
 def _check_plan(

@@ -24,7 +24,7 @@ from ..optim.settings import check_optimizer
 from ..settings.values import ACTOR_MODEL, OPTIMIZERS, get_setting, plain
 from ..topology.mesh import Topology
 from .adapters import check_adapters_alone, check_lora, with_value_head
-from .cut_experts import check_cut_experts, check_cut_experts_sync, check_experts
+from .cut_experts import check_cut_experts, check_cut_experts_sync, check_experts, check_mxfp8
 from .dense_models import check_alone, without_experts
 from .features import (
     check_activation_offload,
@@ -42,6 +42,7 @@ from .features import (
 )
 from .model_facts import ModelFacts, inspect_model
 from .rollout import check_graphs, check_other_rollout, check_rollout, check_stream
+from .rounding import check_rounding, check_rounding_alone
 
 __all__ = [
     "check_checkpoint",
@@ -119,6 +120,7 @@ def check_run(
     if is_vllm:
         check_graphs(rollout, facts, device)
         check_stream(engine, n_gpus, rollout, facts, colocated=colocated)
+    check_rounding(engine, rollout, facts)
     if is_vllm and not ipc:
         check_rollout(engine, n_gpus if colocated else 0, rollout, facts)
 
@@ -161,6 +163,7 @@ def check_training(
     if facts is not None:
         check_experts(topology, facts, engine.expert_shard_dim)
         check_cut_experts(engine, topology, facts, optim, setting)
+        check_mxfp8(engine, topology, facts)
         check_routers(engine, model, facts)
         experts = find_experts(facts.model, engine.expert_plan)
         check_overlap(engine.dispatch_chunks, engine.overlap_shared_experts, engine.dispatcher, facts.model, experts)
@@ -169,6 +172,7 @@ def check_training(
     check_attention(model, facts, device=device, setting=setting)
     check_fused_kernels(model, facts, device=device, setting=setting)
     check_lora(engine, topology, model, facts, optim, setting)
+    check_rounding_alone(engine, topology, model, facts, setting)
     check_sequence_parallel(engine.ulysses_sequence_parallel_size, world, model, facts, setting=setting)
     check_packing(model, facts, setting)
     if optim is not None:

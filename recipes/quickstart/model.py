@@ -1,6 +1,7 @@
 """The quickstart's model and tokenizer: a small Qwen3-MoE with random weights, made offline from a seed."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -40,14 +41,17 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3MoeForCausalLM:
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, **sizes: Any) -> Qwen3MoeForCausalLM:
     """Build 2 MoE layers of 16 experts, 2 of them per token; 2.5 million parameters in float32.
 
     ``vocab_size == len(tokenizer)``: vLLM masks logits beyond the tokenizer and the actor does not, so any padding of
     the vocabulary would show as a constant difference of log-probs. Expert matrices are not square, and their sides
     are multiples of 32, as vLLM's packed CPU kernels want them.
+
+    Args:
+        sizes: other ones, as the config has them.
     """
-    config = Qwen3MoeConfig(
+    own = dict(
         vocab_size=len(tokenizer),
         hidden_size=128,
         intermediate_size=384,
@@ -66,6 +70,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3MoeForCau
         eos_token_id=tokenizer.eos_token_id,
         dtype="float32",
     )
+    config = Qwen3MoeConfig(**{**own, **sizes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3MoeForCausalLM(config)

@@ -16,7 +16,9 @@ from .vllm_layout import FP8_FAMILIES, Rollout, SyncMode, known_families, loads_
 
 __all__ = [
     "BACKEND",
+    "BLOCK",
     "EXTENSION",
+    "OVERRIDES",
     "SGLANG_LOADER",
     "check_rollout_parallelism",
     "check_sglang_sizes",
@@ -35,9 +37,10 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _VLLM = f"{_ROLLOUT}.engine_kwargs.vllm"
 _TP = f"{_ROLLOUT}.tensor_model_parallel_size"
 _SGLANG = f"{_ROLLOUT}.engine_kwargs.sglang"
+OVERRIDES = f"{_VLLM}.hf_overrides.quantization_config"
 _SETTING = "engine.rollout_sync"
 _SERVERS: dict[str, str] = {"vllm": "vLLM", "sglang": "SGLang"}
-_BLOCK = 128  # of a rollout.quantization=fp8, whose kind verl chooses (``_apply_quantization``)
+BLOCK = 128  # of a rollout.quantization=fp8, whose kind verl chooses (``_apply_quantization``)
 _QUANTISES = "SGLang quantises the weights and needs full tensors for that."
 _MOVES = "SGLang stores experts in another order or more than once."
 _CUTS = "it cuts the model in ways that transfer plans do not know."
@@ -87,7 +90,7 @@ def rollout_of(config: Any) -> Rollout:
     """Read how one rollout replica is sharded."""
     tp, dp = _size(config, "tensor_model_parallel_size"), _size(config, "data_parallel_size")
     server: Server = "sglang" if _rollout_name(config) == "sglang" else "vllm"
-    block = _BLOCK if server == "vllm" and config.get("quantization") == "fp8" else 0
+    block = BLOCK if server == "vllm" and config.get("quantization") == "fp8" else 0
     return Rollout(tp, dp, _size(config, "expert_parallel_size") > 1, _tower(_vllm(config)), server, block)
 
 
@@ -141,14 +144,11 @@ def choose_mode(
     if found is None and requested == "auto" and not is_compared:
         reason = f"no SGLang with slices of it was compared with a fresh one; {_SETTING}=sliced sends them."
         found = _Obstacle("actor_rollout_ref.model", family, reason, "")
-    if found is None and requested == "auto" and rollout.block:
-        reason = f"no worker in FP8 that was sent slices was compared with a fresh one; {_SETTING}=sliced sends them."
-        found = _Obstacle(f"{_ROLLOUT}.quantization", config.get("quantization"), reason, "null")
     if found is None:
         return ("sliced" if requested == "auto" else cast(SyncMode, requested)), ""
     if requested == "auto":
         # A worker of vLLM that keeps the whole model receives the same bytes in either mode, as fast.
-        is_as_good = rollout.keeps_all and rollout.server == "vllm"
+        is_as_good = rollout.keeps_all and rollout.server == "vllm" and not rollout.block
         return "full", "" if is_as_good else f"{found.setting}={found.value}: {found.reason}"
     works = f"{_SETTING}=auto" + (f", or {found.setting}={found.works}" if found.works else "")
     raise SettingError(_SETTING, requested, f"can't be with {found.setting}={found.value}: {found.reason}", works)
@@ -239,10 +239,11 @@ def _rollout_name(config: Any) -> str:
 
 def quantisation_settings(config: Any) -> list[tuple[str, object]]:
     """Return the settings, with their values, that make vLLM quantise the weights that it receives."""
-    qat = config.get("qat")
+    qat, overrides = config.get("qat"), _vllm(config).get("hf_overrides")
     asked = [
         (f"{_ROLLOUT}.quantization", config.get("quantization")),
         (f"{_VLLM}.quantization", _vllm(config).get("quantization")),
+        (OVERRIDES, isinstance(overrides, Mapping) and overrides.get("quantization_config")),
         (f"{_ROLLOUT}.qat.enable", qat is not None and qat.get("enable")),
     ]
     return [(setting, value) for setting, value in asked if value]

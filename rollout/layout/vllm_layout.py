@@ -37,6 +37,7 @@ __all__ = [
     "TrainerTopology",
     "holders",
     "has_known_rows",
+    "is_experts",
     "is_quantised",
     "known_families",
     "loads_own_experts",
@@ -73,20 +74,20 @@ def target_slices(
         ValueError: vLLM could not shard the tensor by this tensor-parallel size either.
     """
     whole = [TargetSlice(IndexRange.of(tensor.shape), tensor.name, (0,) * len(tensor.shape))]
-    is_experts = _EXPERTS.search(tensor.name) is not None
-    if mode == "full" or (not is_experts and mode == "expert_local"):
+    of_experts = is_experts(tensor.name)
+    if mode == "full" or (not of_experts and mode == "expert_local"):
         return whole
     families = sglang_layout.FAMILIES if rollout.server == "sglang" else _FAMILIES
     family = families.get(heads.family, Family())
     in_tower = tensor.name.startswith(_TOWER)
     if in_tower and rollout.tower == "none":
         return []
-    if is_experts and rollout.expert_parallel:
+    if of_experts and rollout.expert_parallel:
         return family.renamed_slices(rules.own_experts(tensor, rollout.workers, worker, family.is_transposed))
     if mode == "expert_local":
         return whole
     # vLLM cuts experts over data-parallel workers too (``FusedMoEParallelConfig.flatten_tp_across_dp_and_pcp``).
-    size, rank = (rollout.workers, worker) if is_experts else (rollout.tp, worker % rollout.tp)
+    size, rank = (rollout.workers, worker) if of_experts else (rollout.tp, worker % rollout.tp)
     if in_tower and rollout.tower == "whole":
         size, rank = 1, 0
     for pattern, rule in (*family.rules, *_RULES):
@@ -99,6 +100,11 @@ def target_slices(
 def is_quantised(name: str) -> bool:
     """Tell whether vLLM holds this weight of ``FP8_FAMILIES`` in FP8 where verl asks for it: experts and linears."""
     return _QUANTISED.search(name) is not None
+
+
+def is_experts(name: str) -> bool:
+    """Tell whether this is a stack of experts' weights."""
+    return _EXPERTS.search(name) is not None
 
 
 def scale_slices(tensor: TensorSpec, slices: Iterable[TargetSlice], block: int) -> list[TargetSlice]:
@@ -125,7 +131,7 @@ def scale_slices(tensor: TensorSpec, slices: Iterable[TargetSlice], block: int) 
 
 def has_known_rows(name: str) -> bool:
     """Tell whether a vLLM worker records which rows of this tensor it holds: those of vocabularies and experts."""
-    return (_EXPERTS.search(name) or _VOCABULARY.search(name)) is not None
+    return is_experts(name) or _VOCABULARY.search(name) is not None
 
 
 def loads_own_experts(family: str) -> bool:

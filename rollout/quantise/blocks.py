@@ -12,9 +12,10 @@ from torch.nn.functional import pad
 
 from ...engine.topology.index_ranges import IndexRange
 
-__all__ = ["FP8", "block_maxima", "blocks_of", "quantise", "scales_of"]
+__all__ = ["FP8", "block_maxima", "blocks_of", "dequantise", "quantise", "round_in_place", "scales_of"]
 
 FP8 = torch.float8_e4m3fn
+_FP8_VALUES = torch.arange(256, dtype=torch.uint8).view(FP8).float()
 _LEAST = 1e-4  # of a block's largest value, so that a block of zeros has a scale
 
 
@@ -33,11 +34,16 @@ def block_maxima(values: torch.Tensor, first: Sequence[int], block: int) -> torc
     """
     top, left = (i % block for i in first)
     bottom, right = -(top + values.shape[-2]) % block, -(left + values.shape[-1]) % block
-    sizes = values.bfloat16().abs()
-    if top or left or bottom or right:
-        sizes = pad(sizes, (left, right, top, bottom))
-    of_rows = sizes.unflatten(-1, (-1, block)).amax(-1)  # columns before rows: twice as fast on a CPU as both at once
-    return of_rows.unflatten(-2, (-1, block)).amax(-2).float()
+    # Columns before rows, and largest and smallest instead of absolute values: six times as fast on a CPU.
+    of_rows = _largest(pad(values, (left, right)) if left or right else values, block)
+    of_rows = pad(of_rows, (0, 0, top, bottom)) if top or bottom else of_rows
+    # The largest of rounded values is the largest, rounded.
+    return of_rows.unflatten(-2, (-1, block)).amax(-2).bfloat16().float()
+
+
+def _largest(values: torch.Tensor, block: int) -> torch.Tensor:
+    parts = values.unflatten(-1, (-1, block))
+    return torch.maximum(parts.amax(-1), parts.amin(-1).neg_())
 
 
 def scales_of(maxima: torch.Tensor) -> torch.Tensor:
@@ -49,15 +55,44 @@ def quantise(values: torch.Tensor, scales: torch.Tensor, first: Sequence[int], b
     """Write ``values``, rounded to bfloat16, as FP8 to ``into``.
 
     Args:
+        values: ``[..., rows, columns]``.
         scales: of the blocks that they touch; see ``block_maxima``.
         into: of the same shape.
     """
-    (top, left), (rows, columns) = (i % block for i in first), values.shape[-2:]
-    inverse = (1.0 / scales).repeat_interleave(block, -1)[..., left : left + columns]
+    if values.dim() > 2:  # one matrix at a time, so that only one is in float32
+        for matrix, own, target in zip(values, scales, into, strict=True):
+            quantise(matrix, own, first, block, target)
+        return
+    (top, left), (rows, columns) = (i % block for i in first), values.shape
+    inverse = (1.0 / scales).repeat_interleave(block, -1)[:, left : left + columns]
     if values.device.type != "cpu":
-        spread = inverse.repeat_interleave(block, -2)[..., top : top + rows, :]
+        spread = inverse.repeat_interleave(block, 0)[top : top + rows]
         into.copy_(values.bfloat16().float().mul_(spread))
         return
-    for i in range(inverse.shape[-2]):  # rows of one block, which a CPU's cache holds
+    rounded = torch.empty(min(block, rows), columns, dtype=torch.bfloat16)
+    wide = torch.empty(rounded.shape)
+    for i, factors in enumerate(inverse):  # rows of one block, which a CPU's cache holds
         own = slice(max(0, i * block - top), min(rows, (i + 1) * block - top))
-        into[..., own, :].copy_(values[..., own, :].bfloat16().float().mul_(inverse[..., i : i + 1, :]))
+        count = own.stop - own.start
+        into[own].copy_(wide[:count].copy_(rounded[:count].copy_(values[own])).mul_(factors))
+
+
+def dequantise(values: torch.Tensor, scales: torch.Tensor, block: int, into: torch.Tensor) -> None:
+    """Write whole FP8 values ``[rows, columns]`` times the scales of their blocks, in float32, to ``into``."""
+    rows, columns = values.shape
+    spread = scales.repeat_interleave(block, 0)[:rows] if rows > block else scales
+    if values.device.type == "cpu":  # where torch converts them one by one, and looks them up seven times as fast
+        wide = _FP8_VALUES.index_select(0, values.view(torch.uint8).flatten().int()).view(rows, columns)
+    else:
+        wide = values.float()
+    into.copy_(wide.mul_(spread.repeat_interleave(block, -1)[:, :columns]))
+
+
+def round_in_place(values: torch.Tensor, block: int) -> None:
+    """Replace whole matrices ``[..., rows, columns]`` by what a rollout has of them: FP8 values times their scales."""
+    for matrix in values.flatten(0, -3) if values.dim() > 2 else [values]:
+        for part in matrix.split(block if matrix.device.type == "cpu" else matrix.shape[0]):
+            scales = scales_of(block_maxima(part, (0, 0), block))
+            rounded = torch.empty(part.shape, dtype=FP8, device=part.device)
+            quantise(part, scales, (0, 0), block, rounded)
+            dequantise(rounded, scales, block, part)

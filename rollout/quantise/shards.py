@@ -1,6 +1,6 @@
 """A rank's shards in FP8, with the scales of whole weights."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -11,8 +11,6 @@ from ...engine.topology.index_ranges import IndexRange, slices_in_shard
 from .blocks import FP8, block_maxima, blocks_of, quantise, scales_of
 
 __all__ = ["QuantisedShards"]
-
-_MOST = 1 << 24  # elements
 
 
 class QuantisedShards:
@@ -54,27 +52,20 @@ class QuantisedShards:
 
     def _add_maxima(self, grid: torch.Tensor, name: str, weight: torch.Tensor) -> None:
         local, ranges = self._values(name, weight), local_ranges(weight)
-        for held in ranges:
-            for part in _parts(held):
-                found = block_maxima(local[slices_in_shard(part, ranges)], part.low[-2:], self._block)
-                at = grid[blocks_of(part, self._block).slices]
-                at.copy_(torch.maximum(at, found.to(grid.device)))
+        for held in filter(_has_elements, ranges):
+            found = block_maxima(local[slices_in_shard(held, ranges)], held.low[-2:], self._block)
+            at = grid[blocks_of(held, self._block).slices]
+            at.copy_(torch.maximum(at, found.to(grid.device)))
 
     def _quantised(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         local, ranges = self._values(name, weight), local_ranges(weight)
         found = torch.empty(local.shape, dtype=FP8, device=local.device)
-        for held in ranges:
-            for part in _parts(held):
-                inside = slices_in_shard(part, ranges)
-                scales = self.scales[name][blocks_of(part, self._block).slices].to(local.device)
-                quantise(local[inside], scales, part.low[-2:], self._block, found[inside])
+        for held in filter(_has_elements, ranges):
+            inside = slices_in_shard(held, ranges)
+            scales = self.scales[name][blocks_of(held, self._block).slices].to(local.device)
+            quantise(local[inside], scales, held.low[-2:], self._block, found[inside])
         return found
 
 
-def _parts(held: IndexRange) -> Iterator[IndexRange]:
-    """Yield a range in parts of a stack of experts, so that few values are in float32 at a time."""
-    if not held.numel:
-        return
-    each = max(1, _MOST * held.shape[0] // held.numel) if len(held.shape) > 2 else held.shape[0]
-    for first in range(held.low[0], held.high[0], each):
-        yield held.with_dim(0, first, min(first + each, held.high[0]))
+def _has_elements(held: IndexRange) -> bool:
+    return held.numel > 0

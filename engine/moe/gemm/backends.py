@@ -1,8 +1,8 @@
 """The operators of the experts' compute, in torch, and the choice of a backend for a machine.
 
-Tests compare the Triton kernels (``triton_backend.py``) with ``TorchBackend``. The settings ``reference`` and
-``transformers:NAME`` have no ``Backend``: autograd goes through plain operators (``moe/forward.py``), or through a
-function that is registered with transformers (``moe/registered.py``).
+Tests compare the Triton kernels (``triton_backend.py``) with ``TorchBackend``. The settings ``reference``,
+``torchao:NAME`` and ``transformers:NAME`` have no ``Backend``: autograd goes through plain operators
+(``moe/forward.py``), or through a function that is registered with transformers (``moe/registered.py``).
 
 Shapes: ``R`` rows grouped by expert, ``e`` experts, ``T`` tokens, ``K`` experts per token.
 """
@@ -19,12 +19,14 @@ import torch.nn.functional as F
 
 from ...compat.transformers_names import ALL_EXPERTS_FUNCTIONS
 from ...errors import SettingError
+from .torchao_gemm import check_torchao
 
 __all__ = [
     "BACKENDS",
     "EXPERTS_IMPLEMENTATION",
     "REGISTERED",
     "TORCH",
+    "TORCHAO",
     "Backend",
     "BackendChoice",
     "Groups",
@@ -42,7 +44,7 @@ __all__ = [
 ]
 
 BACKENDS = ("auto", "torch", "triton", "reference")
-REGISTERED = "transformers:"
+REGISTERED, TORCHAO = "transformers:", "torchao:"
 EXPERTS_IMPLEMENTATION = "epfsdp2"  # what calls all of them is registered with transformers by this name
 _SETTING = "engine.experts_backend"
 _NO_GATE = "this backend computes no activation: its gate() is None"
@@ -319,7 +321,7 @@ def choose_backend(wanted: str, device_type: str, dtype: torch.dtype) -> Backend
     """Choose the backend that ``engine.experts_backend`` means on this machine.
 
     Args:
-        wanted: one of ``BACKENDS``, or ``transformers:NAME``.
+        wanted: one of ``BACKENDS``, ``torchao:NAME`` or ``transformers:NAME``.
         device_type: ``cpu``, ``cuda``, ...
         dtype: that the experts compute in.
 
@@ -333,6 +335,8 @@ def choose_backend(wanted: str, device_type: str, dtype: torch.dtype) -> Backend
             works = "import the module that registers it in every process, by VERL_USE_EXTERNAL_MODULES=MODULE"
             raise SettingError(_SETTING, wanted, rule, works)
         return BackendChoice(wanted)
+    if wanted.startswith(TORCHAO):
+        return BackendChoice(wanted, check_torchao(wanted, device_type, dtype))
     if wanted not in BACKENDS:
         raise SettingError(_SETTING, wanted, f"is {', '.join(BACKENDS)} or {REGISTERED}NAME.", f"{_SETTING}=auto")
     if wanted in ("torch", "reference"):
@@ -351,7 +355,7 @@ def choose_backend(wanted: str, device_type: str, dtype: torch.dtype) -> Backend
 
 def has_backend(setting: str) -> bool:
     """Tell whether a setting means a ``Backend``, whose gradients are this package's own."""
-    return setting != "reference" and not setting.startswith(REGISTERED)
+    return setting != "reference" and not setting.startswith((REGISTERED, TORCHAO))
 
 
 def backend_named(name: str) -> Backend:

@@ -13,21 +13,21 @@ from tests.support.settings import checkpoint, engine
 
 
 def test_rollout_of_any_kind_gets_full_tensors_and_only_vllm_slices(model, installs, caplog):
-    colocated = {"name": "vllm", "update_weights_bucket_megabytes": 1024}
+    road = {"name": "vllm", "update_weights_bucket_megabytes": 1024}
     for backend in ("naive", "nccl", "epfsdp2_p2p", "delta_sharded", None):
-        check_run(engine(), 2, model, colocated | {"backend": backend}, device="cpu")
+        check_run(engine(), 2, model, road | {"backend": backend}, device="cpu")
     check_run(engine(), 2, model, {"name": None}, device="cpu")
     installs("sglang", "0.5.12")
-    check_run(engine(), 2, model, colocated | {"name": "sglang"}, device="cpu")
+    check_run(engine(), 2, model, road | {"name": "sglang"}, device="cpu")
     assert "nobody has run" not in caplog.text
-    check_run(engine(rollout_sync="full"), 2, model, colocated | {"name": "trtllm", "backend": "nccl"}, device="cpu")
+    check_run(engine(rollout_sync="full"), 2, model, road | {"name": "trtllm", "backend": "nccl"}, device="cpu")
     assert "nobody has run this engine with actor_rollout_ref.rollout.name=trtllm" in caplog.text
     for name, settings, backend, setting, value in (
         ("sglang", {"rollout_sync": "sliced"}, "naive", "engine.rollout_sync", "sliced"),
         ("trtllm", {}, "epfsdp2_p2p", "actor_rollout_ref.rollout.checkpoint_engine.backend", "epfsdp2_p2p"),
     ):
         with pytest.raises(SettingError) as caught:
-            check_run(engine(**settings), 2, model, colocated | {"name": name, "backend": backend}, device="cpu")
+            check_run(engine(**settings), 2, model, road | {"name": name, "backend": backend}, device="cpu")
         paragraph(caught.value, setting, value)
 
 
@@ -108,7 +108,7 @@ def test_rollout_sync_that_the_rollout_can_not_take_is_refused_by_name_alone(mod
 
 @pytest.mark.parametrize("backend", ["nccl", "epfsdp2_p2p"])
 def test_quantised_rollout_away_from_the_trainer_is_refused(model, backend):
-    check_run(engine(), 8, model, rollout(quantization="fp8"), device="cpu")
+    check_run(engine(rollout_sync="full"), 8, model, rollout(quantization="fp8"), device="cpu")
     with pytest.raises(SettingError) as caught:
         check_run(engine(), 8, model, rollout(quantization="fp8", backend=backend), device="cpu")
     text = paragraph(caught.value, "actor_rollout_ref.rollout.quantization", "fp8")
@@ -117,14 +117,31 @@ def test_quantised_rollout_away_from_the_trainer_is_refused(model, backend):
 
 def test_quantised_rollout_with_slices_that_cut_blocks_is_refused(tmp_path, model):
     with pytest.raises(SettingError, match=r"tensor_model_parallel_size=2: .* blocks of 128 x 128 share a scale"):
-        check_run(engine(rollout_sync="sliced"), 8, model, rollout(quantization="fp8"), device="cpu")
+        check_run(engine(), 8, model, rollout(quantization="fp8"), device="cpu")
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 64, "num_experts": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
     fits = checkpoint(tmp_path / "fits", "olmoe", **sizes, **heads)
-    check_run(engine(rollout_sync="sliced"), 8, fits, rollout(2, quantization="fp8"), device="cpu")
+    check_run(engine(), 8, fits, rollout(2, quantization="fp8"), device="cpu")
     with pytest.raises(SettingError, match="this mode sends whole tensors beside the experts"):
         whole = rollout(2, quantization="fp8", expert_parallel_size=2)
         check_run(engine(rollout_sync="expert_local"), 8, fits, whole, device="cpu")
+
+
+@pytest.mark.parametrize("key", ["ignored_layers", "ignore"])
+def test_layers_that_are_not_to_be_quantised_have_to_be_there(model, key):
+    layer = "model.layers.1"
+    named = [f"{layer}.mlp.gate", f"{layer}.self_attn.qkv_proj", f"{layer}.self_attn.q_proj", "lm_head", "re:.*gate"]
+    given = {"quantization_config": {"quant_method": "fp8", key: named}}
+    check_run(engine(), 2, model, rollout(vllm={"hf_overrides": given}), device="cpu")
+    for name, near in ((f"{layer}.mlp.gatee", f"{layer}.mlp.gate"), ("model.layers.2.mlp.gate", "layers")):
+        named.append(name)
+        with pytest.raises(SettingError) as caught:
+            check_run(engine(), 2, model, rollout(vllm={"hf_overrides": given}), device="cpu")
+        text = paragraph(caught.value, f"{VLLM}.hf_overrides.quantization_config.{key}", name)
+        assert "has no such layer" in text and near in text.partition("What works: ")[2]
+        named.pop()
+    with pytest.raises(SettingError, match="hf_overrides.quantization_config=.* needs full tensors"):
+        check_run(engine(rollout_sync="sliced"), 2, model, rollout(vllm={"hf_overrides": given}), device="cpu")
 
 
 def test_expert_local_without_expert_parallelism_is_refused(model):

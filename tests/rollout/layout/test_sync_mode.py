@@ -53,7 +53,7 @@ def _sglang(**arguments):
         ("auto", "no_such", TP2, "full", "actor_rollout_ref.model=no_such: how vLLM cuts it is not known"),
         ("auto", "no_such", {}, "full", ""),
         ("auto", "qwen3_moe", {"tensor_model_parallel_size": 2}, "full", "worker_extension_cls=None: only this"),
-        ("auto", "qwen3_moe", FP8, "full", "rollout.quantization=fp8: no worker in FP8 that was sent slices"),
+        ("auto", "qwen3_moe", FP8, "sliced", ""),
         ("sliced", "qwen3_moe", FP8, "sliced", ""),
         ("auto", "minimax_m2", FP8, "full", "rollout.quantization=fp8: which weights of a minimax_m2 vLLM"),
         ("auto", "qwen3_moe", {**FP8, "quantization": "torchao"}, "full", "quantization=torchao: vLLM quantises"),
@@ -182,8 +182,13 @@ def _for_a_quantised_rollout(folder):
     for memory in (ROOMY, MEMORY):
         sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("auto", memory, verify_syncs=-1))
         assert sync.weights().for_rollout(TP2, dist.get_rank() % 2).has_checksums
-        for settings in ({"quantization": "fp8"}, {"qat": {"enable": True}}):
-            weights = sync.weights().for_rollout({**TP2, **settings}, dist.get_rank() % 2)
+        full = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("full", memory, verify_syncs=-1))
+        for own, settings in (
+            (full, {"quantization": "fp8"}),
+            (sync, {"quantization": "torchao"}),
+            (sync, {"qat": {"enable": True}}),
+        ):
+            weights = own.weights().for_rollout({**TP2, **settings}, dist.get_rank() % 2)
             assert (weights.mode, weights.has_checksums) == ("full", False)
             got = {name: tensor.clone() for name, tensor in weights.tensors()}
             assert got.keys() == wanted.keys() and all(torch.equal(got[name], wanted[name]) for name in wanted)
@@ -198,10 +203,10 @@ def _said_once(folder):
     sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("auto", ROOMY))
     lines = []
     rollout_sync.logger.addFilter(lambda record: lines.append(record.getMessage()))
-    config = {**TP2, "quantization": "fp8"}
+    config = {**TP2, "quantization": "torchao"}
     for _ in range(3):
         assert len(dict(sync.weights().for_rollout(config, dist.get_rank()).tensors())) > 0
-    said = "epfsdp2: engine.rollout_sync=auto falls back to full: actor_rollout_ref.rollout.quantization=fp8: "
+    said = "epfsdp2: engine.rollout_sync=auto falls back to full: actor_rollout_ref.rollout.quantization=torchao: "
     assert [line.startswith(said) for line in lines] == [True] * (dist.get_rank() == 0)
 
 

@@ -1,0 +1,36 @@
+"""Training with the weights that a rollout in FP8 computes with (``engine.rollout_quantization_aware``)."""
+
+import functools
+from typing import Any, Literal
+
+from ...rollout.layout.sync_mode import BLOCK
+from ...rollout.layout.vllm_layout import FP8_FAMILIES, is_experts, is_quantised
+from ...rollout.quantise.blocks import round_in_place
+from ..errors import SettingError
+from ..fsdp.after_gather import after_gather
+
+__all__ = ["compute_as_rollout"]
+
+
+def compute_as_rollout(model: Any, which: Literal[True, "experts"]) -> None:
+    """Have a sharded model compute with its weights rounded as they are sent to a rollout in FP8.
+
+    Each is rounded where FSDP has gathered it, and has the bits of the values and scales that are sent, times each
+    other. A matrix is gathered whole there, or is cut at borders of blocks (``check_rounding``).
+
+    Args:
+        which: True for all weights that the rollout quantises, or the experts' alone.
+
+    Raises:
+        SettingError: which weights of the family a rollout quantises is not known.
+    """
+    family = model.config.model_type
+    if family not in FP8_FAMILIES:
+        known = ", ".join(sorted(FP8_FAMILIES))
+        rule = f"which weights of a {family} vLLM quantises is not known (known: {known})."
+        setting = "engine.rollout_quantization_aware"
+        raise SettingError(setting, which, rule, f"{setting}=False")
+    names = [name for name, _ in model.named_parameters() if is_quantised(name)]
+    if which == "experts":
+        names = [name for name in names if is_experts(name)]
+    after_gather(model, names, functools.partial(round_in_place, block=BLOCK))

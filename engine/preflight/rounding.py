@@ -1,0 +1,74 @@
+"""Whether a run can compute with the weights of its rollout (``engine.rollout_quantization_aware``)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...rollout.layout.sync_mode import BLOCK, choose_mode, rollout_of
+from ..compat import versions
+from ..errors import SettingError
+from ..lora.settings import LoraSettings
+from ..topology.mesh import Topology
+from .model_facts import ModelFacts
+
+__all__ = ["check_rounding", "check_rounding_alone"]
+
+_SETTING = "engine.rollout_quantization_aware"
+_OFF = f"{_SETTING}=False"
+_NAME = "actor_rollout_ref.rollout.name"
+_QUANTIZATION = "actor_rollout_ref.rollout.quantization"
+
+
+def check_rounding_alone(engine: Any, topology: Topology, model: Any, facts: ModelFacts | None, setting: str) -> None:
+    """Check what needs no rollout: that weights are rounded whole, and are the ones that are sent.
+
+    Args:
+        setting: how the user calls the model's node.
+
+    Raises:
+        SettingError: for adapters, for a mesh that cuts blocks, for a trainer without a rollout, or where there is
+            nothing to round.
+    """
+    asked = engine.rollout_quantization_aware
+    if not asked:
+        return
+    if setting == "model" and not getattr(engine, "_of_a_role", False):
+        raise SettingError(_SETTING, asked, "rounds as for a rollout, and this trainer has none.", _OFF)
+    if LoraSettings.of(model, setting) is not None:
+        rule = "a rollout rounds weights with their adapters merged, and a trainer keeps the two apart."
+        raise SettingError(_SETTING, asked, rule, f"{_OFF}, or {setting}.lora_rank=0")
+    if facts is None:
+        return
+    if asked == "experts" and facts.is_dense:
+        raise SettingError(_SETTING, asked, f"{facts.name} has no experts.", f"{_SETTING}=True, or {_OFF}")
+    inner = getattr(facts.model.config.get_text_config(), "moe_intermediate_size", None)
+    if topology.etp > 1 and inner and inner % (topology.etp * BLOCK):
+        rule = (
+            f"weights are rounded by blocks of {BLOCK} rows, and engine.etp_size={topology.etp} cuts the {inner} of an "
+            "expert inside of one."
+        )
+        raise SettingError(_SETTING, asked, rule, f"{_OFF}, or engine.etp_size=1")
+
+
+def check_rounding(engine: Any, rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:
+    """Check that the run's rollout is sent weights that are quantised here, by blocks.
+
+    Raises:
+        SettingError: with the first setting that has it sent others.
+    """
+    asked = engine.rollout_quantization_aware
+    if not asked:
+        return
+    works = f"{_QUANTIZATION}=fp8 with a colocated vLLM that takes slices, or {_OFF}"
+    if not rollout_of(rollout).block:
+        name = rollout.get("name")
+        found = f"{_QUANTIZATION}={rollout.get('quantization')}" if name == "vllm" else f"{_NAME}={name}"
+        rule = f"weights are rounded as they are for a vLLM in FP8, and {found}."
+        raise SettingError(_SETTING, asked, rule, works)
+    family = None if facts is None else facts.model.config.model_type
+    backend = rollout.get("backend") or "naive"
+    mode, reason = choose_mode(
+        engine.rollout_sync, rollout, family, untested=versions.unknown_layout(), backend=backend
+    )
+    if mode != "sliced":
+        why = reason or f"engine.rollout_sync={engine.rollout_sync} has vLLM's workers quantise whole tensors."
+        raise SettingError(_SETTING, asked, f"weights are rounded as slices of them are sent. {why}", works)

@@ -1,0 +1,153 @@
+"""A model that computes with the weights of a rollout in FP8 has the gradients of a plain model with those weights."""
+
+import functools
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.fsdp import after_gather as after_gather_module
+from epfsdp2.engine.integration.rounded_weights import compute_as_rollout
+from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
+from epfsdp2.engine.topology.dtensor import local_pieces, local_tensor
+from epfsdp2.engine.topology.index_ranges import IndexRange
+from epfsdp2.rollout.layout.vllm_layout import is_experts, is_quantised
+from tests.support.engine import sharded_model, whole_tensor
+from tests.support.models import adam, reference_model, relative_error, save_qwen3_moe, token_batch, token_loss
+from tests.support.ranks import each_case, run_ranks
+
+RELATIVE = 1e-5
+BLOCK = 128
+# Blocks of these cross the borders of shards: 96 or 192 rows of the hidden size on a rank.
+SIZES = {
+    "hidden_size": 384,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "num_experts": 4,
+}
+
+
+def _rounded(weight):
+    """What a worker of vLLM has of a weight, of its own quantisation of the whole of it."""
+    from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+    if weight.dim() == 3:
+        return torch.stack([_rounded(one) for one in weight])
+    values, scales = per_block_cast_to_fp8(weight.bfloat16(), [BLOCK, BLOCK], use_ue8m0=False)
+    spread = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    return values.float() * spread[: weight.shape[0], : weight.shape[1]]
+
+
+def _rounded_names(model, which):
+    names = [name for name, _ in model.named_parameters() if is_quantised(name)]
+    return {name for name in names if which is True or is_experts(name)}
+
+
+def _reference(folder, which, ids):
+    """Gradients with rounded weights, and the weights after a step of the plain ones."""
+    model = reference_model(folder).train()
+    names = _rounded_names(model, which)
+    assert {"o_proj" in name for name in names} == ({True, False} if which is True else {False})
+    plain = {name: param.detach().clone() for name, param in model.named_parameters()}
+    optimizer = adam(model.parameters())
+    with torch.no_grad():
+        for name in names:
+            model.get_parameter(name).copy_(_rounded(plain[name]))
+    token_loss(model, ids).backward()
+    with torch.no_grad():
+        for name in names:
+            model.get_parameter(name).copy_(plain[name])
+    optimizer.step()
+    return {name: param.grad for name, param in model.named_parameters()}, dict(model.named_parameters())
+
+
+def _differing(model, which, run):
+    """Names of what a forward computes with in other bits than vLLM's own quantisation has; collective."""
+    names, found, hooks = _rounded_names(model, which), [], []
+    expected = {name: whole_tensor(param.detach()) for name, param in model.named_parameters()}
+    expected |= {name: _rounded(expected[name]) for name in names}
+
+    def look(fqn, module, args):
+        for own, param in module.named_parameters(recurse=False):
+            name = f"{fqn}.{own}"
+            pieces = local_pieces(param) if isinstance(param, DTensor) else [(IndexRange.of(param.shape), param)]
+            found.extend(name for at, values in pieces if not torch.equal(values, expected[name][at.slices]))
+            seen.add(name)
+
+    seen = set()
+    for fqn, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(functools.partial(look, fqn)))
+    run()
+    for hook in hooks:
+        hook.remove()
+    assert names <= seen
+    return found
+
+
+def _equals_the_plain_model_with_rounded_weights(folder, which, cases):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    ids = token_batch(world)
+    grads, stepped = _reference(folder, which, ids)
+
+    def check(ep, fsdp_size, options):
+        model, _ = sharded_model(folder, world, ep, fsdp_size, **options)
+        compute_as_rollout(model.train(), which)
+        optimizer = build_multi_optimizer(model, adam)
+
+        def update():
+            token_loss(model, ids[2 * rank : 2 * rank + 2]).backward()
+
+        before = [local_tensor(param).clone() for param in model.parameters()]
+        assert _differing(model, which, update) == []
+        assert all(map(torch.equal, map(local_tensor, model.parameters()), before)), "shards stay as they are"
+        errors = {n: relative_error(whole_tensor(p.grad), grads[n]) for n, p in model.named_parameters()}
+        assert {name: error for name, error in errors.items() if not error < RELATIVE} == {}, errors
+        optimizer.step()
+        errors = {n: relative_error(whole_tensor(p.detach()), stepped[n]) for n, p in model.named_parameters()}
+        assert {name: error for name, error in errors.items() if not error < RELATIVE} == {}, errors
+        assert _differing(model, which, update) == [], "weights are rounded anew"
+
+    each_case(cases, check)
+
+
+DIM0, DIM1 = {"expert_shard_dim": 0}, {"expert_shard_dim": 1}
+
+
+def test_gradients_and_steps_over_two_ranks(tmp_path):
+    cases = [(1, -1, {**DIM1, "checkpointing": "full"}), (2, -1, {}), (1, -1, {"etp": 2})]
+    run_ranks(_equals_the_plain_model_with_rounded_weights, 2, save_qwen3_moe(tmp_path, **SIZES), True, cases)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("which", [True, "experts"])
+def test_gradients_and_steps_on_every_mesh(tmp_path, which):
+    cases = [(1, -1, DIM1), (2, -1, {**DIM1, "checkpointing": "full"}), (2, -1, DIM0), (4, -1, {}), (2, 2, DIM1)]
+    if which is True:
+        cases += [
+            (2, -1, {"etp": 2}),
+            (2, -1, {"reshard_after_forward": False}),
+            (2, -1, {"cpu_offload": True}),
+            (2, -1, {"checkpointing": "selective", "prefetch_depth": 2}),
+        ]
+    folder = save_qwen3_moe(tmp_path, **SIZES)
+    run_ranks(_equals_the_plain_model_with_rounded_weights, 4, folder, which, cases, timeout=600)
+
+
+def _is_refused(folder):
+    model, _ = sharded_model(folder, 1)
+    with pytest.raises(SettingError, match=r"quantization_aware=True: which weights of a glm4v_moe vLLM quantises"):
+        model.config.model_type = "glm4v_moe"
+        compute_as_rollout(model, True)
+    other_torch = mock.patch.object(after_gather_module, "_groups", lambda module: [])
+    with other_torch, pytest.raises(RuntimeError, match="has no gathered model.embed_tokens.weight"):
+        after_gather_module.after_gather(model, ["model.embed_tokens.weight"], lambda values: None)
+
+
+def test_other_families_and_another_torch_are_refused(tmp_path):
+    run_ranks(_is_refused, 1, save_qwen3_moe(tmp_path))

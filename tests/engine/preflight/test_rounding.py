@@ -1,0 +1,69 @@
+"""Which runs may compute with the weights of their rollout, and which setting is named where one may not."""
+
+import pytest
+
+from epfsdp2.engine.declared.checks import check_settings
+from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.preflight.rounding import check_rounding
+from epfsdp2.engine.preflight.run import check_run, check_training
+from epfsdp2.rollout.layout.sync_mode import EXTENSION
+from tests.support.settings import checkpoint, engine
+
+SETTING = "engine.rollout_quantization_aware"
+FP8 = {"quantization": "fp8"}
+
+
+def _model(folder, **sizes):
+    plain = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 64, "num_experts": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "moe_intermediate_size": 256}
+    return checkpoint(folder, "qwen2_moe", **{**plain, **heads, "shared_expert_intermediate_size": 256, **sizes})
+
+
+def _rollout(**settings):
+    extension = {"worker_extension_cls": EXTENSION}
+    sizes = {"n_gpus_per_node": 4, "update_weights_bucket_megabytes": 64}
+    return {"name": "vllm", "engine_kwargs": {"vllm": extension}, **sizes, **FP8, **settings}
+
+
+@pytest.mark.parametrize("which", [True, "experts"])
+@pytest.mark.parametrize("size", [{}, {"ep_size": 2}, {"ep_size": 4}, {"etp_size": 2}])
+def test_a_rollout_that_is_sent_quantised_slices_is_taken(tmp_path, which, size):
+    check_run(engine(rollout_quantization_aware=which, **size), 4, _model(tmp_path), _rollout(), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("settings", "rollout", "says"),
+    [
+        ({}, {"quantization": None}, r"for a vLLM in FP8, and .*rollout.quantization=None"),
+        ({}, {"quantization": "torchao"}, r"for a vLLM in FP8, and .*rollout.quantization=torchao"),
+        ({"rollout_sync": "full"}, {}, "engine.rollout_sync=full has vLLM's workers quantise whole tensors"),
+        ({}, {"engine_kwargs": {}}, "worker_extension_cls=None: only this package's extension can load slices"),
+        ({"etp_size": 4}, {}, "engine.etp_size=4 cuts the 256 of an expert inside of one"),
+    ],
+)
+def test_a_rollout_that_is_sent_other_weights_is_refused(tmp_path, settings, rollout, says):
+    with pytest.raises(SettingError, match=f"^{SETTING}=True: .*{says}") as caught:
+        asked = engine(rollout_quantization_aware=True, **settings)
+        check_run(asked, 4, _model(tmp_path), _rollout(**rollout), device="cpu")
+    assert f"{SETTING}=False" in str(caught.value).partition("What works: ")[2]
+
+
+def test_other_trainers_and_models_are_refused(tmp_path):
+    model = _model(tmp_path / "moe")
+    dense = checkpoint(tmp_path / "dense", "qwen2", hidden_size=256, intermediate_size=256, num_hidden_layers=1)
+    for asked, given, setting, says in (
+        (True, model, "model", "this trainer has none"),
+        (
+            True,
+            {**model, "lora_rank": 8, "target_modules": "all-linear"},
+            "actor_rollout_ref.model",
+            "with their adapters merged",
+        ),
+        ("experts", dense, "actor_rollout_ref.model", "has no experts"),
+    ):
+        with pytest.raises(SettingError, match=f"^{SETTING}={asked}: .*{says}"):
+            check_training(engine(rollout_quantization_aware=asked), 4, given, device="cpu", setting=setting)
+    with pytest.raises(SettingError, match="for a vLLM in FP8, and actor_rollout_ref.rollout.name=sglang"):
+        check_rounding(engine(rollout_quantization_aware=True), _rollout(name="sglang"), None)
+    with pytest.raises(SettingError, match=f"^{SETTING}=all: is true"):
+        check_settings(engine(rollout_quantization_aware="all"))

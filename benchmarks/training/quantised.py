@@ -10,15 +10,12 @@ warm-up of each seed: as it is, with verl's correction by importance sampling, a
 
 import argparse
 import functools
-import json
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from statistics import mean
 
 from benchmarks.machine import machine
 from benchmarks.tables import write_table
+from benchmarks.training.quickstart_runs import compare, summary
 from epfsdp2.recipes.quickstart import cli, model
 
 # What verl and we are told, beside what every run is.
@@ -40,7 +37,8 @@ COMMON = [
 ]
 # vLLM refuses FP8 where a block holds rows of two projections.
 SIZES = {"moe_intermediate_size": 128, "intermediate_size": 256, "num_key_value_heads": 4}
-_DIFFERENCE, _SPREAD, _KL = "training/rollout_probs_diff", "rollout_corr/chi2_token", "rollout_corr/k3_kl"
+QUICKSTART = ("-m", "benchmarks.training.quantised", "quickstart")
+_SPREAD, _KL = "rollout_corr/chi2_token", "rollout_corr/k3_kl"
 
 
 def main() -> int:
@@ -50,44 +48,20 @@ def main() -> int:
         "--seeds", type=int, nargs="+", default=[1, 2], help="a warm-up, and one run of each kind, each"
     )
     options = parser.parse_args()
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        for seed in options.seeds:
-            warm = None
-            for kind in RUNS:
-                output = Path(folder) / f"{kind.replace(' ', '-')}-{seed}"
-                rows.append({"kind": kind, "seed": seed, **run(output, kind, seed, options.steps, warm)})
-                warm = warm or next((output / "warmup").rglob("config.json")).parent
-                print(rows[-1], flush=True)
+    settings = {kind: [*COMMON, *own] for kind, own in RUNS.items()}
+    rows = [
+        {
+            "kind": kind,
+            "seed": seed,
+            **summary(metrics),
+            "kl": mean(step[_KL] for step in metrics),
+            "spread": mean(step[_SPREAD] for step in metrics),
+            "seconds": mean(step["timing_s/update_actor"] for step in metrics[1:]),
+        }
+        for kind, seed, metrics in compare(settings, options.seeds, options.steps, QUICKSTART)
+    ]
     write({"machine": machine(), "steps": options.steps, "runs": rows})
     return 0
-
-
-def run(output: Path, kind: str, seed: int, steps: int, warm: Path | None) -> dict:
-    """Run the quickstart once; ``warm`` is the checkpoint of an earlier run's warm-up.
-
-    Raises:
-        RuntimeError: it has not made its steps.
-    """
-    command = [sys.executable, "-m", "benchmarks.training.quantised", "quickstart", "--output", str(output)]
-    command += ["--seed", str(seed), "--steps", str(steps), *(["--model", str(warm)] if warm else [])]
-    settings = [f"--override={one}" for one in (*COMMON, *RUNS[kind])]
-    # Its exit status also says whether the difference is what float32 has.
-    done = subprocess.run([*command, *settings], capture_output=True, text=True)
-    path = output / "metrics.jsonl"
-    metrics = [json.loads(line)["data"] for line in path.read_text().splitlines()] if path.exists() else []
-    metrics = [step for step in metrics if f"{_DIFFERENCE}_mean" in step]
-    if len(metrics) < steps:
-        raise RuntimeError(f"{kind} made {len(metrics)} of {steps} steps:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    rewards = [step["critic/rewards/mean"] for step in metrics]
-    return {
-        "mean": mean(step[f"{_DIFFERENCE}_mean"] for step in metrics),
-        "largest": max(step[f"{_DIFFERENCE}_max"] for step in metrics),
-        "kl": mean(step[_KL] for step in metrics),
-        "spread": mean(step[_SPREAD] for step in metrics),
-        "rewards": [mean(rewards[:2]), mean(rewards[-2:])],
-        "seconds": mean(step["timing_s/update_actor"] for step in metrics[1:]),
-    }
 
 
 def write(result: dict) -> None:

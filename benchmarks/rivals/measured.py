@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.rivals.sides import Batch, Side, loss_of
+from benchmarks.rivals.sides import Batch, Side, log_probs_and_entropies, loss_of
 from tests.support.engine import whole_tensor
 from tests.support.memory import peak_of
 from tests.support.models import reference_model
@@ -92,9 +92,8 @@ def gradient_error(side: Side, folder: Path, batch: Batch) -> float:
         model = reference_model(folder)
         for each in (b for b in everyones if b is not None):
             for one in _one_by_one(each):
-                log_probs_TV = model(input_ids=one.ids[0][None], use_cache=False).logits[0, :-1].log_softmax(-1)
-                log_probs = log_probs_TV.gather(-1, one.ids[0][1:, None])[:, 0]
-                loss = loss_of(one, log_probs, -(log_probs_TV.exp() * log_probs_TV).sum(-1))
+                logits_TV = model(input_ids=one.ids[0][None], use_cache=False).logits[0, :-1]
+                loss = loss_of(one, *log_probs_and_entropies(logits_TV, one.ids[0][1:]))
                 (loss / dist.get_world_size()).backward()
         wanted = {name: param.grad for name, param in model.named_parameters()}
     errors = [0.0]

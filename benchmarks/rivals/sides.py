@@ -21,7 +21,7 @@ from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.packing.sequences import PackedSequences
 from tests.support.engine import sharded_model
 
-__all__ = ["OURS", "THEIRS", "Batch", "Ours", "Side", "Theirs", "loss_of"]
+__all__ = ["OURS", "THEIRS", "Batch", "Ours", "Side", "Theirs", "log_probs_and_entropies", "loss_of"]
 
 OURS, THEIRS = "epfsdp2", "transformers"
 LEARNING_RATE, MAX_NORM, ENTROPY = 1e-4, 1.0, 0.01
@@ -52,6 +52,13 @@ def loss_of(batch: Batch, log_probs: torch.Tensor, entropies: torch.Tensor | Non
     if batch.advantages is None or entropies is None:
         return -log_probs.sum() / batch.tokens
     return -(log_probs * torch.cat([*batch.advantages]) + ENTROPY * entropies).sum() / batch.tokens
+
+
+def log_probs_and_entropies(logits_TV: torch.Tensor, labels_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the labels' log-probs and the entropies of whole logits, each ``[T]``."""
+    log_probs_TV = logits_TV.log_softmax(-1)
+    log_probs_T = log_probs_TV.gather(-1, labels_T[:, None])[:, 0]
+    return log_probs_T, -(log_probs_TV.exp() * log_probs_TV).sum(-1)
 
 
 class Side(ABC):
@@ -151,10 +158,7 @@ class Theirs(Side):
                 input_ids=rows, labels=labels, use_cache=False, num_items_in_batch=batch.tokens
             ).loss  # its sum over as many
         logits = self.model(input_ids=rows, use_cache=False).logits[:, :-1][is_token[:, 1:]]
-        log_probs_TV = logits.log_softmax(-1)
-        labels_T = rows[:, 1:][is_token[:, 1:]]
-        log_probs = log_probs_TV.gather(-1, labels_T[:, None])[:, 0]
-        return loss_of(batch, log_probs, -(log_probs_TV.exp() * log_probs_TV).sum(-1))
+        return loss_of(batch, *log_probs_and_entropies(logits, rows[:, 1:][is_token[:, 1:]]))
 
     def step(self) -> None:
         norms = [nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]) for params in self._params]

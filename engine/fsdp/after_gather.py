@@ -14,6 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ..compat.fsdp_groups import parameter_groups
+
 __all__ = ["after_gather"]
 
 
@@ -26,21 +28,16 @@ def after_gather(model: nn.Module, names: Collection[str], change: Callable[[tor
 
     Raises:
         RuntimeError: torch gathers parameters in another way than this was made for.
+        MissingNameError: torch has what this changes under other names.
     """
     wanted = {id(model.get_parameter(name)): name for name in names}
     for module in model.modules():
-        for group in _groups(module) if isinstance(module, FSDPModule) else ():
+        for group in parameter_groups(module) if isinstance(module, FSDPModule) else ():
             own = [param for param in group.fsdp_params if wanted.pop(id(param.sharded_param), None)]
             if own:
                 _wrap(group, own, change)
     if wanted:
         raise RuntimeError(f"torch {torch.__version__} has no gathered {', '.join(wanted.values())}.")
-
-
-def _groups(module: FSDPModule) -> list[Any]:
-    state: Any = module._get_fsdp_state()
-    found = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12; one or none before
-    return [g for g in ([state._fsdp_param_group] if found is None else found) if g is not None]
 
 
 def _wrap(group: Any, params: list[Any], change: Callable[[torch.Tensor], None]) -> None:

@@ -169,7 +169,7 @@ class PackedAttention:
         blocks = [each.split(window, dim=2) for each in (query, key, value)]
         outputs, before = [], list[torch.Tensor]()  # no keys come before the first block
         for q, *block in zip(*blocks, strict=True):
-            mask = _window_mask(query, window * len(before[:1]), q.shape[2], window, self.explicit)
+            mask = _window_mask(query, window if before else 0, q.shape[2], window, self.explicit)
             keys = [torch.cat(pair, dim=2) for pair in zip(before, block, strict=True)] if before else block
             outputs.append(self.real(module, q, *keys, mask, **kwargs)[0])
             before = block

@@ -16,6 +16,7 @@ from transformers import (
     Ernie4_5_MoeForCausalLM,
 )
 
+from epfsdp2.engine.compat.fsdp_groups import parameter_groups
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.fsdp.fp32_modules import correction_biases, find_float32_modules
 from epfsdp2.engine.fsdp.options import ShardingOptions
@@ -95,10 +96,8 @@ def _save_ernie(folder):
 
 def _as_fsdp_gathers(model):
     """dtype of every parameter that FSDP gathers, as its own records have it."""
-    states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
-    # Since torch 2.12 a module can have several groups.
-    groups = [getattr(s, "_fsdp_param_groups", None) or [s._fsdp_param_group] for s in states]
-    params = [p for found in groups for group in found if group is not None for p in group.fsdp_params]
+    groups = [group for m in model.modules() if isinstance(m, FSDPModule) for group in parameter_groups(m)]
+    params = [p for group in groups for p in group.fsdp_params]
     return {p._param_fqn: p.param_dtype or p.orig_dtype for p in params}
 
 

@@ -13,6 +13,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from epfsdp2.engine.compat.fsdp_groups import parameter_groups
 from epfsdp2.engine.fsdp import single_rank_reduce
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.fsdp.unit import stages_of
@@ -314,22 +315,16 @@ def _as_fsdp_has_it(model):
             "backward": [fqns[ahead._modules[0]] for ahead in state._states_to_backward_prefetch],
             "params": set(),
         }
-        # Since torch 2.12 a module can have several groups; it has none without parameters.
-        groups = getattr(state, "_fsdp_param_groups", None)
-        for group in [state._fsdp_param_group] if groups is None else groups:
-            infos = [] if group is None else [param._module_info for param in group.fsdp_params]
-            found[fqns[state._modules[0]]] |= (
-                {}
-                if group is None
-                else {
-                    "params": {f"{fqns[info.module]}.{info.param_name}" for info in infos},
-                    "mesh": group.mesh_info.mesh,
-                    "reshards": group.post_forward_mesh_info is not None,
-                    "unshards": group.unshard_in_backward,
-                    "factor": group.gradient_divide_factor,
-                    "in place": isinstance(group._reduce_scatter_comm, single_rank_reduce._SameBuffer),
-                }
-            )
+        for group in parameter_groups(state._modules[0]):
+            infos = [param._module_info for param in group.fsdp_params]
+            found[fqns[state._modules[0]]] |= {
+                "params": {f"{fqns[info.module]}.{info.param_name}" for info in infos},
+                "mesh": group.mesh_info.mesh,
+                "reshards": group.post_forward_mesh_info is not None,
+                "unshards": group.unshard_in_backward,
+                "factor": group.gradient_divide_factor,
+                "in place": isinstance(group._reduce_scatter_comm, single_rank_reduce._SameBuffer),
+            }
     return found
 
 

@@ -17,20 +17,10 @@ from epfsdp2.engine.topology.index_ranges import IndexRange
 from epfsdp2.rollout.layout.vllm_layout import is_experts, is_quantised
 from tests.support.engine import sharded_model, whole_tensor
 from tests.support.models import adam, reference_model, relative_error, save_qwen3_moe, token_batch, token_loss
+from tests.support.quantised import BLOCK, SIZES
 from tests.support.ranks import each_case, run_ranks
 
 RELATIVE = 1e-5
-BLOCK = 128
-# Blocks of these cross the borders of shards: 96 or 192 rows of the hidden size on a rank.
-SIZES = {
-    "hidden_size": 384,
-    "intermediate_size": 512,
-    "moe_intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "num_experts": 4,
-}
 
 
 def _rounded(weight):
@@ -144,7 +134,7 @@ def _is_refused(folder):
     with pytest.raises(SettingError, match=r"quantization_aware=True: which weights of a glm4v_moe vLLM quantises"):
         model.config.model_type = "glm4v_moe"
         compute_as_rollout(model, True)
-    other_torch = mock.patch.object(after_gather_module, "_groups", lambda module: [])
+    other_torch = mock.patch.object(after_gather_module, "parameter_groups", lambda module: [])
     with other_torch, pytest.raises(RuntimeError, match="has no gathered model.embed_tokens.weight"):
         after_gather_module.after_gather(model, ["model.embed_tokens.weight"], lambda values: None)
 

@@ -47,6 +47,7 @@ class Member:
         self.is_trainer = self.rank < TRAINERS
         self.index = self.rank if self.is_trainer else self.rank - TRAINERS
         self.facts, self.syncs = dist.FileStore(str(folder / "facts"), self.world), 0
+        dist.barrier()  # a rank that is still connecting fails when another one has left
         dist.destroy_process_group()
         dist.init_process_group(
             "cpu:gloo",

@@ -18,6 +18,7 @@
 #   make bench-sync  a weight sync against verl's stock export; prints and writes the table (about 10 min)
 #   make bench-checkpoint  memory to load and export, and what a save in the background costs (about 3 min)
 #   make bench-dtypes  train/rollout difference of GRPO in float32, bfloat16 and float16 (about 15 min)
+#   make bench-drop-in  runs with verl's fsdp2 engine and with this one side by side (STACK=sglang; about 15 min)
 #   make bench-packing  packed rows: attention per sequence, and packed beside padded (about 10 min)
 #   make long-run    what a run of 500 GRPO steps holds on to: memory, descriptors, threads (up to an hour)
 #   make bench-features  what router replay and offloading cost a step (about 5 min)
@@ -34,7 +35,7 @@ PEERS := .venv_peers
 BIN := $(VENV)/bin
 
 .PHONY: help setup quickstart test test-fast test-stack test-long parity memory peers bench bench-experts bench-step \
-	bench-rivals bench-growth bench-sync bench-checkpoint bench-features bench-dtypes bench-packing long-run kernels verl-scripts gpu-check gpu-wheels lint clean
+	bench-rivals bench-growth bench-sync bench-checkpoint bench-features bench-dtypes bench-drop-in bench-packing long-run kernels verl-scripts gpu-check gpu-wheels lint clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -102,6 +103,9 @@ bench-features: setup
 
 bench-dtypes: setup
 	$(BIN)/python -m benchmarks.training.dtypes $(ARGS)
+
+bench-drop-in: setup
+	$(BIN)/python -m benchmarks.training.drop_in $(ARGS)
 
 bench-packing: setup
 	$(BIN)/python -m benchmarks.update.packing $(ARGS)

@@ -1,0 +1,36 @@
+"""The quickstart with one of two engines: ``python -m benchmarks.training.drop_in.run stock|epfsdp2 ...``."""
+
+import sys
+
+from epfsdp2.recipes.quickstart import cli, commands
+
+__all__ = ["STOCK_ENGINE"]
+
+# verl's fsdp2 engine in float32, as verl's settings say it for each role.
+STOCK_ENGINE = [
+    setting
+    for node, engine in (
+        ("actor_rollout_ref.actor", "fsdp_config"),
+        ("actor_rollout_ref.ref", "fsdp_config"),
+        ("critic", "fsdp"),
+    )
+    for setting in (
+        f"{node}.strategy=fsdp2",
+        f"{node}.{engine}.strategy=fsdp2",
+        f"{node}.{engine}.model_dtype=fp32",
+        f"{node}.{engine}.use_torch_compile=False",
+        f"+{node}.{engine}.mixed_precision={{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}}",
+    )
+]
+
+
+def _stock_command(values: dict, extra: list[str]) -> list[str]:
+    own = [setting for setting in commands.overrides("grpo", values) if not setting.startswith("engine.")]
+    return [sys.executable, "-m", "verl.trainer.main_ppo", *own, *STOCK_ENGINE, *extra]
+
+
+if __name__ == "__main__":
+    _, side, *options = sys.argv
+    if side == "stock":
+        cli.grpo_command = _stock_command
+    raise SystemExit(cli.main(options))

@@ -114,7 +114,7 @@ def run(side: str, folder: Path, model: Path, steps: int, settings: list[str]) -
     settings += [f"{_ROLLOUT}.agent.agent_loop_config_path={plugins / 'agents.yaml'}"]
     settings += [f"{_ROLLOUT}.agent.default_agent_loop=seeded"]
     if side == "stock":
-        settings.append(f"actor_rollout_ref.model.external_lib={_HERE}.unpinned")
+        settings.append(f"actor_rollout_ref.model.external_lib={_HERE}.stock_on_cpu")
     else:
         settings.append(f"engine.ep_size={side.removeprefix('ep ')}")
     command = [sys.executable, "-m", f"{_HERE}.run", side.split()[0], "--rollout", "sglang", "--output", str(output)]

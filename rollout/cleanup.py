@@ -1,9 +1,11 @@
-"""Finds and removes shared-memory segments and socket files that a weight sync and vLLM leave behind.
+"""Finds and removes shared-memory segments and socket files that a weight sync, vLLM and SGLang leave behind.
 
-A normal end of a verl job with vLLM leaves a few ``psm_*`` segments in /dev/shm, a killed one also its weight bucket
-(``verl_weights_*``) and its sockets. That a file looks unused is not enough to remove it: other containers may share
-/dev/shm (``docker run --ipc=host``), and their processes do not appear in this one's /proc. So a run notes what its own
-processes hold, and when they have ended removes what no process holds any more. Uses /proc, so Linux only.
+A normal end of a verl job with vLLM, or with tensor-parallel workers of SGLang, leaves a few ``psm_*`` segments in
+/dev/shm: the workers are killed, and no longer remove the message queues between them. A killed job also leaves its
+weight bucket (``verl_weights_*``) and its sockets. That a file looks unused is not enough to remove it: other
+containers may share /dev/shm (``docker run --ipc=host``), and their processes do not appear in this one's /proc. So a
+run notes what its own processes hold, and when they have ended removes what no process holds any more. Uses /proc, so
+Linux only.
 """
 
 import glob
@@ -16,7 +18,7 @@ from contextlib import suppress
 
 __all__ = ["held_by", "remove_unused", "report_leftovers"]
 
-# verl's weight buckets, Python's unnamed segments (vLLM's message queues), the CPU build's tensor-parallel collectives.
+# verl's weight buckets, Python's unnamed segments (message queues), the CPU build's tensor-parallel collectives.
 SEGMENTS = ("/dev/shm/verl_weights_*", "/dev/shm/*-cpushm_*", "/dev/shm/psm_*")
 SOCKETS = ("/tmp/rl-colocate-zmq-*.sock",)
 

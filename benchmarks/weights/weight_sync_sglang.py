@@ -31,6 +31,7 @@ import torch.distributed as dist
 from benchmarks.machine import machine
 from benchmarks.tables import RESULTS, rows_of
 from epfsdp2.recipes.quickstart.commands import sglang_environment
+from epfsdp2.rollout.cleanup import held_by, remove_unused
 from tests.support.ranks import run_ranks
 
 __all__ = ["main", "section"]
@@ -105,10 +106,14 @@ def _wait_until_it_answers(port: int) -> None:
 def _end(process: subprocess.Popen) -> None:
     import psutil
 
-    for one in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    segments = held_by(one.pid for one in family)  # message queues, which killed workers leave
+    for one in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()
     process.wait()
+    psutil.wait_procs(family, timeout=30)
+    remove_unused(segments)
 
 
 def _adapter(tp: int, port: int):

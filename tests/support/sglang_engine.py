@@ -14,8 +14,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
+from epfsdp2.rollout.cleanup import held_by, remove_unused
 from tests.support.verify import digest
 
 _DIGESTS = "EPFSDP2_TEST_DIGESTS"
@@ -117,6 +119,13 @@ class _Engine:
             answers = [before or answer_of(memory) for before, (_, memory) in zip(answers, now, strict=True)]
         return answers
 
+    def stop(self) -> None:
+        """End the engine, and remove the message queues of its workers, which SGLang kills."""
+        segments = held_by(process.pid for process in psutil.Process().children(recursive=True))
+        self.engine.shutdown()
+        remove_unused(segments)
+        assert not any(map(os.path.exists, segments))
+
     def _post(self, tensors: list, loader: str) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
@@ -177,18 +186,20 @@ def main() -> None:
     folders = asked.folders
     engine = _Engine(folders[0], asked)
     held, failures = [], []
-    if len(folders) == 1:
-        held.append(engine.held())
-    for folder in folders[1:]:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        assert not any(answers := engine.update(model)), answers
-        held.append(engine.held())
-    if len(folders) > 1:
-        failures = [engine.update(model, change)[0] for change in (_without_one, _of_another_size, _twice)]
-        assert not any(engine.update(model))  # after failures
-        held.append(engine.held())
-    print("RESULT", json.dumps([held, failures]))
-    engine.engine.shutdown()
+    try:
+        if len(folders) == 1:
+            held.append(engine.held())
+        for folder in folders[1:]:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            assert not any(answers := engine.update(model)), answers
+            held.append(engine.held())
+        if len(folders) > 1:
+            failures = [engine.update(model, change)[0] for change in (_without_one, _of_another_size, _twice)]
+            assert not any(engine.update(model))  # after failures
+            held.append(engine.held())
+        print("RESULT", json.dumps([held, failures]))
+    finally:
+        engine.stop()
 
 
 if __name__ == "__main__":

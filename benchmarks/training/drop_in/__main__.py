@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from transformers import AutoModelForTokenClassification
 
 from benchmarks.machine import machine
 from benchmarks.tables import ROOT, newest, write_table
@@ -38,7 +39,7 @@ ABSOLUTE = (
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _PPO = [
     "algorithm.adv_estimator=gae",
-    "critic.model.path={model}",
+    "critic.model.path={model}_critic",
     "+critic.model.override_config.attn_implementation=sdpa",
     "critic.model.use_remove_padding=True",
     "critic.model.enable_gradient_checkpointing=False",
@@ -66,7 +67,7 @@ COLUMNS = ["run", "engine", "figures", "first step, largest difference", "of", "
 
 
 def write_model(folder: Path, kind: str) -> Path:
-    """Save a model that answers about half of the questions, so that GRPO has a gradient."""
+    """Save a model that answers about half of the questions, so that GRPO has a gradient, and a critic beside it."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     tokenizer = build_tokenizer()
@@ -92,6 +93,10 @@ def write_model(folder: Path, kind: str) -> Path:
         optimizer.zero_grad()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    # Its head is in the checkpoint, as engines draw one that is not from numbers of their own.
+    critic = AutoModelForTokenClassification.from_pretrained(folder, num_labels=1)
+    critic.save_pretrained(f"{folder}_critic")
+    tokenizer.save_pretrained(f"{folder}_critic")
     return folder
 
 
@@ -114,7 +119,7 @@ def run(side: str, folder: Path, model: Path, steps: int, settings: list[str]) -
     settings += [f"{_ROLLOUT}.agent.agent_loop_config_path={plugins / 'agents.yaml'}"]
     settings += [f"{_ROLLOUT}.agent.default_agent_loop=seeded"]
     if side == "stock":
-        settings.append(f"actor_rollout_ref.model.external_lib={_HERE}.stock_on_cpu")
+        settings += [f"{node}.model.external_lib={_HERE}.stock_on_cpu" for node in ("actor_rollout_ref", "critic")]
     else:
         settings.append(f"engine.ep_size={side.removeprefix('ep ')}")
     command = [sys.executable, "-m", f"{_HERE}.run", side.split()[0], "--rollout", "sglang", "--output", str(output)]

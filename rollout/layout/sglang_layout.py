@@ -1,11 +1,12 @@
 """How SGLang's layout of a family differs from the common rules (``vllm_layout.py``), which hold for it as well.
 
-Tests compare it with the layout that they trace from SGLang's own loaders, and with a fresh engine's parameters.
+Tests compare it with the layout that they trace from SGLang's own loaders (``test_sglang_layout.py``), and a running
+engine after syncs of slices with a fresh one (``test_sglang.py``).
 """
 
 from .rules import LATENT_ATTENTION, Family
 
-__all__ = ["COMPARED", "FAMILIES", "RECORDS_NO_ROUTES"]
+__all__ = ["FAMILIES", "RECORDS_NO_ROUTES"]
 
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe"), Family()),
@@ -13,12 +14,6 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(((".fused_qkv_a_proj.", ".fused_qkv_a_proj_with_mqa."),), LATENT_ATTENTION),
     "mixtral": Family(((".mlp.", ".block_sparse_moe."),)),
 }
-
-COMPARED = frozenset({"llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
-"""Families of which ``test_sglang.py`` has compared a running engine with a fresh one: ``auto`` sends slices of these.
-
-Of the others the layouts were compared with those traced from SGLang's loaders alone.
-"""
 
 # SGLang 0.5.12 makes the routers of these without the layer's number, so that it can't say whose routes it recorded.
 RECORDS_NO_ROUTES = ("mixtral", "olmoe")

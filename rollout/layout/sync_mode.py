@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from ...engine.errors import SettingError
 from ...engine.topology.mesh import divisors
-from . import sglang_layout
+from .sglang_layout import FAMILIES as SGLANG_FAMILIES
 from .specs import Server, Tower
 from .vllm_layout import FP8_FAMILIES, Rollout, SyncMode, known_families, loads_own_experts, padded_vocabulary
 
@@ -140,10 +140,6 @@ def choose_mode(
     if found is None and requested == "expert_local" and family is not None and not loads_own_experts(family):
         reason = f"its checkpoints have experts as stacks, of which {server}'s loader takes no part."
         found = _Obstacle("actor_rollout_ref.model", family, reason, "")
-    is_compared = rollout.server == "vllm" or family in sglang_layout.COMPARED
-    if found is None and requested == "auto" and not is_compared:
-        reason = f"no SGLang with slices of it was compared with a fresh one; {_SETTING}=sliced sends them."
-        found = _Obstacle("actor_rollout_ref.model", family, reason, "")
     if found is None:
         return ("sliced" if requested == "auto" else cast(SyncMode, requested)), ""
     if requested == "auto":
@@ -222,8 +218,8 @@ def _obstacle_elsewhere(config: Any, family: str | None, untested: str, backend:
     for name, (served, reason) in _SGLANG_ARGUMENTS.items():
         if (value := sglang.get(name)) is not None and value not in served:
             return _Obstacle(f"{_SGLANG}.{name}", value, reason, str(served[0]) if served else "null")
-    if family is not None and family not in sglang_layout.FAMILIES:
-        known = ", ".join(sorted(sglang_layout.FAMILIES))
+    if family is not None and family not in SGLANG_FAMILIES:
+        known = ", ".join(sorted(SGLANG_FAMILIES))
         reason = f"how SGLang cuts it was not compared (known: {known})."
         return _Obstacle("actor_rollout_ref.model", family, reason, "")
     if family in _SGLANG_ON_GPU and sglang.get("device") != "cpu":

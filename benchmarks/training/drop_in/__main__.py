@@ -194,7 +194,7 @@ def main() -> int:
                 rows.append({"row": f"{case}, {side}", "case": case, "side": side, "apart": compare(stock, ours)})
                 rows[-1] |= {"stock": _shown(stock), "ours": _shown(ours)}
                 print(_cells(rows[-1]), flush=True)
-    _write(rows, asked.steps)
+                _write(rows, asked.steps)
     return int(any(values[0] > BOUND for row in rows for values in row["apart"].values()))
 
 

@@ -65,10 +65,10 @@ def test_router_replay_of_sglangs_routes_brings_log_probs_together(tmp_path):
     write_model(tmp_path / "plain", 1)
     model, found = with_near_ties(tmp_path / "plain", tmp_path / "near_ties"), []
     for name, settings in (("native", BFLOAT16), ("replayed", [*BFLOAT16, *REPLAY])):
-        options = ["--rollout", "sglang", "--model", model, "--steps", "1", *overrides(*settings)]
+        options = ["--rollout", "sglang", "--model", model, "--steps", "2", *overrides(*settings)]
         with running(tmp_path / name, *options) as run:
             run.wait()
-        assert len(run.steps()) == 1, run.text()[-3000:]
+        assert len(run.steps()) == 2, run.text()[-3000:]
         found.append(run.steps()[0])
     native, replayed = found
     assert "actor/router_replay_differing" not in native

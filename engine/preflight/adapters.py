@@ -97,6 +97,9 @@ def _check_saved(engine: Any, model: Any, lora: Lora, facts: ModelFacts, setting
 def check_adapters_alone(model: Any, rollout: Mapping[str, Any], facts: ModelFacts | None, device: str) -> None:
     """Check adapters that go to vLLM without the weights: its CPU build has no kernels for those of experts.
 
+    With ``lora.merge=False`` verl starts vLLM with kernels for adapters, but its own checkpoint engines send none: they
+    send merged weights, so that any adapter can be trained.
+
     Args:
         facts: None for a model that is not on this machine. Its model has the adapters (``check_lora``).
     """
@@ -107,18 +110,19 @@ def check_adapters_alone(model: Any, rollout: Mapping[str, Any], facts: ModelFac
         rule = f"{rollout['name']} is sent adapters merged into the weights, and in no other way."
         raise SettingError(setting, False, rule, works)
     settings = LoraSettings.of(model, ACTOR_MODEL)
-    unserved = [name for name in _NOT_IN_VLLM if getattr(settings, name)]
-    if unserved:
-        rule = f"vLLM serves no adapter with {unserved[0]}."
-        raise SettingError(setting, False, rule, works)
     backend = rollout.get("backend") or "naive"
-    if backend not in ("naive", BACKEND):
+    is_merged = backend not in ("naive", BACKEND)
+    if is_merged:
         logger.warning(
             "epfsdp2: %s=%s sends all weights in every sync, with adapters merged into them; %s sends adapters alone",
             CHECKPOINT_BACKEND,
             backend,
             BACKEND,
         )
+    unserved = [name for name in _NOT_IN_VLLM if getattr(settings, name)]
+    if unserved and not is_merged:
+        rule = f"vLLM serves no adapter with {unserved[0]}."
+        raise SettingError(setting, False, rule, works)
     if facts is None or facts.is_dense:
         return
     lora = lora_of(facts.model)
@@ -130,6 +134,6 @@ def check_adapters_alone(model: Any, rollout: Mapping[str, Any], facts: ModelFac
         works += f", or {ACTOR_MODEL}.target_modules=[q_proj,k_proj,v_proj,o_proj]"
         raise SettingError(setting, False, rule, works)
     unknown = [name for name in adapted if not has_form(facts.model, name)]
-    if unknown:
+    if unknown and not is_merged:
         rule = f"it is not known in which form vLLM takes adapters of {unknown[0]} of {facts.name}."
         raise SettingError(setting, False, rule, works)

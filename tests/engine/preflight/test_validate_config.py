@@ -100,6 +100,8 @@ def test_validate_config_refuses_adapters_alone_that_vllm_does_not_serve(model, 
     rule = f"{MODEL}.lora.merge=False: vLLM serves no adapter with {kind.partition('=')[0]}."
     assert str(caught.value) == f"{rule} What works: {MODEL}.lora.merge=True"
     validate(model, "engine.ep_size=2", *settings, f"{MODEL}.lora.merge=True")
+    # A backend of verl's sends merged weights, whatever the adapters are.
+    validate(model, "engine.ep_size=2", "trainer.n_gpus_per_node=4", *settings, f"{BACKEND}=nccl")
 
 
 @pytest.mark.parametrize(

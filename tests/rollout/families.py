@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import transformers
 
+from epfsdp2.engine.moe.outside.families import prepare
 from epfsdp2.rollout.layout.vllm_layout import known_families
 from tests.rollout.served_families import SERVED
 from tests.support.models import publish, save_random
@@ -48,6 +49,12 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3_latent": Family(may_be_tied=False),
     "gemma4": Family(_SHARED_KEYS),
     "gemma4_vl": Family(_SHARED_KEYS),
+    "deepseek_v2": Family(may_be_tied=False),
+    "glm4_moe_lite": Family(may_be_tied=False),
+    "flex_olmo": Family({**_WIDE, "intermediate_size": 96}, may_be_tied=False),
+    "afmoe": Family(),
+    "granitemoe": Family({**_WIDE, "intermediate_size": 96}),
+    "granitemoeshared": Family({**_WIDE, "intermediate_size": 96}),
     # vLLM 0.29 does not pad experts whose gate and up are interleaved: four workers have 32 rows each.
     "gpt_oss": Family({"num_key_value_heads": 4, "intermediate_size": 128}, may_be_tied=False),
     "qwen3_next": Family(_FOUR_KEYS, may_be_tied=False),
@@ -83,7 +90,9 @@ def known(family: str) -> bool:
 def model_on_meta(config: Any) -> Any:
     """Build the trainer's model on meta."""
     with torch.device("meta"):
-        return _auto_class(config).from_config(config)
+        model = _auto_class(config).from_config(config)
+        prepare(model)
+    return model
 
 
 def save(family: str, folder: Path, seed: int, **overrides: Any) -> Path:

@@ -14,6 +14,7 @@ from epfsdp2.engine.compat import versions
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes
 from epfsdp2.engine.model import hf_names
+from epfsdp2.engine.moe.outside.families import prepare
 from epfsdp2.engine.topology.dtensor import persistent_buffers
 from epfsdp2.rollout.transport.full_gather import narrower
 from tests.parity.families import Family
@@ -104,6 +105,15 @@ _DEEPSEEK = {
     "n_group": 2,
     "topk_group": 1,
     "norm_topk_prob": True,
+}
+_MLA = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "head_dim": 64,
 }
 _LOCAL = {"intermediate_size": 64, "num_local_experts": 8, "num_experts_per_tok": 2}
 _DENSE = {"intermediate_size": 160}
@@ -203,16 +213,9 @@ SERVED: dict[str, Served] = {
     "deepseek_v3": Served(
         _of(
             "DeepseekV3",
-            **_DEEPSEEK,
+            **{**_DEEPSEEK, **_MLA},
             topk_method="noaux_tc",
             scoring_func="sigmoid",  # without it, as transformers writes it, vLLM computes another model
-            num_key_value_heads=4,
-            q_lora_rank=64,
-            kv_lora_rank=512,
-            qk_rope_head_dim=64,
-            qk_nope_head_dim=64,
-            v_head_dim=64,
-            head_dim=64,
         ),
         settings=_PLAIN_ROTARY,
         environment={"VLLM_MLA_DISABLE": "1"},
@@ -222,6 +225,22 @@ SERVED: dict[str, Served] = {
         settings=_TEXT_ALONE,
         environment=_TORCHVISION,
     ),
+    "deepseek_v2": Served(
+        _of("DeepseekV2", **{**_DEEPSEEK, **_MLA}, topk_method="greedy"),
+        settings=_PLAIN_ROTARY,
+        environment={"VLLM_MLA_DISABLE": "1"},
+    ),
+    "glm4_moe_lite": Served(
+        _of("Glm4MoeLite", **{**_DEEPSEEK, **_MLA}, mlp_layer_types=["dense", "sparse"]),
+        settings=_PLAIN_ROTARY,
+        environment={"VLLM_MLA_DISABLE": "1"},
+    ),
+    "flex_olmo": Served(_of("FlexOlmo", intermediate_size=64, num_experts=8, num_experts_per_tok=2, **_THREE_HEADS)),
+    "afmoe": Served(
+        _of("Afmoe", **_QWEN, num_dense_layers=1, num_shared_experts=1, layer_types=["full_attention"] * 2)
+    ),
+    "granitemoe": Served(_of("GraniteMoe", **_LOCAL, **_THREE_HEADS)),
+    "granitemoeshared": Served(_of("GraniteMoeShared", **_LOCAL, **_THREE_HEADS, shared_intermediate_size=96)),
     "gpt_oss": Served(
         _of("GptOss", **_LOCAL, layer_types=["sliding_attention", "full_attention"]),
         dtype="bfloat16",
@@ -278,7 +297,9 @@ SERVED["deepseek_v3_latent"] = replace(
 
 def build(name: str) -> Any:
     """Build the family's model in float32 on the CPU, like a trainer's parameters."""
-    return SERVED[name].family.build().float()
+    model = SERVED[name].family.build().float()
+    prepare(model)
+    return model
 
 
 def randomise(model: Any, seed: int) -> None:

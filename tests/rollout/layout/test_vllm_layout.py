@@ -106,10 +106,12 @@ def _cases(family: str) -> list:
     experts = next(name for name in counts if name in sizes.get("text_config", sizes))
     if family == "gpt_oss":  # vLLM's class takes neither
         return [(family, {}, False), (family, {"tie_word_embeddings": True}, True)]
+    uncompressed = [(family, {"q_lora_rank": None}, False)] if family == "deepseek_v2" else []  # as V2-Lite's queries
     return [
         (family, {}, False),
         (family, {"num_key_value_heads": 1}, False),
         (family, {"tie_word_embeddings": True, experts: 9}, True),
+        *uncompressed,
     ]
 
 

@@ -1,4 +1,9 @@
-"""GRPO with an agent: verl's agent loop, its parser of calls, a tool that answers from a table, and real vLLM."""
+"""GRPO with an agent: verl's agent loop, its parser of calls, a tool that answers from a table, and a real rollout.
+
+The rollout is SGLang on its stack, and vLLM on the others.
+"""
+
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -11,6 +16,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 STEPS = 8
 _ROLLOUT = "actor_rollout_ref.rollout"
+SERVER = ["--rollout", "sglang"] if find_spec("sglang") else []
 AGENT = [
     f"data.max_prompt_length={agent_task.PROMPT}",
     f"data.max_response_length={agent_task.RESPONSE}",
@@ -34,7 +40,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("agent")
     model, data = agent_task.write_task(folder, steps=250)
     files = [f"data.train_files={data}", f"data.val_files={data}"]
-    options = ["--model", str(model), "--steps", str(STEPS), *overrides(*files, *AGENT, *DYNAMIC, *REPLAY)]
+    options = [*SERVER, "--model", str(model), "--steps", str(STEPS), *overrides(*files, *AGENT, *DYNAMIC, *REPLAY)]
     environment = {"EPFSDP2_TEST_BATCHES": str(folder / "batches")}
     with running(folder / "run", *options, environment=environment) as run:
         run.wait()
@@ -51,10 +57,10 @@ def test_agent_that_calls_a_tool_raises_its_reward(run):
     assert sum(rewards[-2:]) > sum(rewards[:2]) + 0.4, rewards
     # A question, a call, the tool's answer, an answer; without a call there are two.
     assert turns[-1] > turns[0] + 0.4, turns
-    # In float32 trainer and vLLM agree on every token of every turn.
+    # In float32 trainer and rollout agree on every token of every turn.
     assert all(step["training/rollout_probs_diff_mean"] < 1e-5 for step in steps)
     assert all(step["actor/grad_norm"] > 0 and step["actor/skipped_steps"] == 0 for step in steps)
-    # vLLM's experts are those that the trainer's routers would choose.
+    # The rollout's experts are those that the trainer's routers would choose.
     assert all(step["actor/router_replay_differing"] < 1e-3 for step in steps)
 
 
@@ -64,7 +70,7 @@ def test_agent_loop_with_a_tool_records_routes_of_its_answers_and_masks_them_in_
     for batch in run.batches:
         for i, response in enumerate(batch["responses"]):
             mask, routes = batch["response_mask"][i].bool(), batch["routed_experts"][i]
-            # Only the last token was never computed by vLLM, and not that one where verl cut what it had generated.
+            # The rollout has computed all tokens but the last, and that one too where verl cut what it had generated.
             chosen = routes[: len(batch["input_ids"][i]) - 1].sort(-1).values
             assert (chosen[..., 1:] != chosen[..., :-1]).all()
             assert mask[0] and mask[-1] and len(response) <= agent_task.RESPONSE

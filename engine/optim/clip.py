@@ -98,10 +98,11 @@ def clip_grad_norm_(
         total += (torch.stack(norms).square().sum() / copies).to(total.device)
     dist.all_reduce(total, group=meshes.replica_group)
     norm = total.sqrt() / loss_scale
-    factor = None if loss_scale == 1.0 else torch.full_like(norm, 1 / loss_scale)
+    factor = torch.full_like(norm, 1 / loss_scale)
     if max_norm is not None and 0 < max_norm < float("inf"):
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) / loss_scale
-    if factor is not None and torch.isfinite(norm):
+    factor = torch.where(torch.isfinite(norm), factor, 1.0)
+    if factor != 1.0:  # a pass over all gradients
         for (device, _), group in shards.items():
             torch._foreach_mul_(group, factor.to(device))
     return norm

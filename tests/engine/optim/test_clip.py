@@ -42,9 +42,12 @@ def _one_norm_and_one_coefficient():
         meshes = build_meshes("cpu", Topology.arrange(WORLD, ep, fsdp_size))
         for dtype, max_norm in itertools.product((torch.float32, torch.bfloat16), (0.5, 1e9, None, 0.0, float("inf"))):
             params, grads = _parameters(meshes, dtype)
+            before = [p.grad.to_local()._version for p in params[:4]]
             with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
                 norm = clip_grad_norm_(params, max_norm, meshes)
             assert reduced.call_count == 1
+            passes = [p.grad.to_local()._version - v for p, v in zip(params, before, strict=False)]
+            assert passes == [int(max_norm == 0.5)] * 4, (max_norm, passes)
             want = _reference(grads)
             assert norm.dtype == torch.float32 and abs(norm / want - 1) < 1e-6, (ep, fsdp_size, dtype)
             factor = 0.5 / (want + 1e-6) if max_norm == 0.5 else 1.0

@@ -100,17 +100,21 @@ def _names(test: Any) -> list[str]:
 
 
 def _parity(*results: str) -> dict[str, str]:
-    """Of each family, how many meshes it was exact on."""
+    """Of each family, how many meshes it was exact on, by the last of the results that has it."""
     found: dict[str, str] = {}
     for path in (ROOT / f"benchmarks/results/{result}.json" for result in results):
+        good: dict[str, set[str]] = {}
+        bad: dict[str, set[str]] = {}
         for run in json.loads(path.read_text())["runs"] if path.exists() else ():
-            for name in run["families"]:
-                rows = [row for row in run["rows"] if row["family"] == name and row["case"]["dtype"] != "bfloat16"]
-                bad = {row["mesh"] for row in rows if row["failed"]}
-                meshes = {row["mesh"] for row in rows if not row["refused"]} - bad
-                version = run["transformers"].rpartition(".")[0]
+            version = run["transformers"].rpartition(".")[0]
+            for row in run["rows"]:
+                if row["case"]["dtype"] != "bfloat16" and not row["refused"]:
+                    (bad if row["failed"] else good).setdefault(row["family"], set()).add(row["mesh"])
+            for name in run["families"]:  # whose other meshes may be of another run
+                failed = bad.get(name, set())
+                meshes = good.get(name, set()) - failed
                 words = f"{len(meshes)} mesh{'es' * (len(meshes) > 1)}" + f", {version}" * (version != "5.9")
-                found[name] = words + f", {len(bad)} FAILED" * bool(bad)
+                found[name] = words + f", {len(failed)} FAILED" * bool(failed)
     return found
 
 

@@ -83,6 +83,7 @@ def _servers(folder: Path, tp: int):
         ]
         cores = "|".join("01"[first : first + tp])
         environment = os.environ | {"OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": cores}
+        environment["TMPDIR"] = str(folder.parent)  # where SGLang leaves its sockets
         flags = [f"--{flag}" for flag in flags]
         processes.append(subprocess.Popen([*command, *flags], env=environment, start_new_session=True))
     try:

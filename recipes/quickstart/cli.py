@@ -114,7 +114,8 @@ class _Quickstart:
         # Also where torch is a CUDA build on a machine without a GPU, which the platform can't tell by itself.
         device = {} if torch.accelerator.is_available() else {"VERL_PLATFORM": "cpu"}
         if options.rollout == "sglang":
-            device |= sglang_environment()
+            # SGLang leaves its sockets in the folder for temporary files.
+            device |= sglang_environment() | {"TMPDIR": str(tree.folder)}
         # Whoever has no token of this run is refused by Ray; versions before 2.52 do not ask for one.
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         own = {k: v for k, v in os.environ.items() if k not in _RAY_ENV}

@@ -46,7 +46,7 @@ class _Engine:
 
         cpu_shim.install()
         self.rollout = Rollout(asked.tp, expert_parallel=asked.ep, server="sglang")
-        self.folder, self.mode, self.generates = Path(tempfile.mkdtemp()), asked.mode, asked.generates
+        self.folder, self.mode, self.generates = Path(tempfile.gettempdir()), asked.mode, asked.generates
         os.environ[_DIGESTS] = str(self.folder)
         self.engine = Engine(
             model_path=folder,
@@ -173,8 +173,6 @@ def _twice(slices):
 
 
 def main() -> None:
-    from transformers import AutoModelForCausalLM
-
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--ep", action="store_true", help="whole experts, spread over the workers")
@@ -183,9 +181,17 @@ def main() -> None:
     parser.add_argument("--generates", action="store_true")
     parser.add_argument("folders", nargs="+")
     asked = parser.parse_args()
-    folders = asked.folders
+    # SGLang leaves its sockets in the folder for temporary files.
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        print("RESULT", json.dumps(_run(asked)))
+
+
+def _run(asked: argparse.Namespace) -> list[list]:
+    from transformers import AutoModelForCausalLM
+
+    folders, held, failures = asked.folders, [], []
     engine = _Engine(folders[0], asked)
-    held, failures = [], []
     try:
         if len(folders) == 1:
             held.append(engine.held())
@@ -197,9 +203,9 @@ def main() -> None:
             failures = [engine.update(model, change)[0] for change in (_without_one, _of_another_size, _twice)]
             assert not any(engine.update(model))  # after failures
             held.append(engine.held())
-        print("RESULT", json.dumps([held, failures]))
     finally:
         engine.stop()
+    return [held, failures]
 
 
 if __name__ == "__main__":

@@ -57,6 +57,7 @@ _TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _MEMORY = "engine.sync_megabytes"
 _SHM = Path("/dev/shm")
 _ROUTES = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+_NO_TOKENIZER = "actor_rollout_ref.rollout.skip_tokenizer_init"
 # From here on mla_attention.py copies into W_UV and W_UK_T (replace_parameter, vllm#48251); in 0.24 it assigns them.
 _KEEPS_LATENT_MATRICES = ">=0.27.1"
 # What vLLM's kinds of quantisation call the layers that they leave alone, and what vLLM fuses layers to.
@@ -89,6 +90,9 @@ def check_other_rollout(
         if rollout.get("enable_rollout_routing_replay") and family in RECORDS_NO_ROUTES:
             rule = f"SGLang does not say which layer the routes of a {family} are of."
             raise SettingError(_ROUTES, True, rule, f"{_ROUTES}=False, or actor_rollout_ref.rollout.name=vllm")
+        if rollout.get("enable_rollout_routing_replay") and rollout.get("skip_tokenizer_init", True):
+            rule = f"with {_ROUTES}=True SGLang sends routes as text, which verl 0.9.1 reads where this is False."
+            raise SettingError(_NO_TOKENIZER, True, rule, f"{_NO_TOKENIZER}=False")
     if name not in _RUN_WITH:
         logger.warning(
             "epfsdp2: nobody has run this engine with actor_rollout_ref.rollout.name=%s. It is sent full tensors under "

@@ -209,11 +209,14 @@ def test_top_k_distillation_without_logits_of_the_batchs_tokens_is_refused(model
         assert "distillation_loss.loss_mode=forward_kl_topk" in paragraph(caught.value, setting, True)
 
 
-def test_router_replay_of_a_family_without_routes_in_sglang_is_refused(model, installs, monkeypatch):
+def test_router_replay_of_routes_that_sglang_or_verl_cannot_say_is_refused(model, installs, monkeypatch):
     installs("sglang", "0.5.12")
-    rollout = {"name": "sglang", "enable_rollout_routing_replay": True}
+    rollout = {"name": "sglang", "enable_rollout_routing_replay": True, "skip_tokenizer_init": False}
     replay = engine("R3")
     check_run(replay, 2, model, rollout, device="cpu")
+    with pytest.raises(SettingError) as caught:
+        check_run(replay, 2, model, {**rollout, "skip_tokenizer_init": True}, device="cpu")
+    paragraph(caught.value, "actor_rollout_ref.rollout.skip_tokenizer_init", True)
     monkeypatch.setattr(rollout_checks, "RECORDS_NO_ROUTES", ("qwen3_moe",))
     with pytest.raises(SettingError) as caught:
         check_run(replay, 2, model, rollout, device="cpu")

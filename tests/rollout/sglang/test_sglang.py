@@ -41,13 +41,13 @@ if __name__ == "__main__":
 """
 
 
-def _runs_with_shim_alone(folder, script, how):
+def _runs_with_shim_alone(folder, script, how, *more):
     """Run a script with the shim or without; return what it prints as errors."""
     path = folder / "script.py"
     path.write_text(script)
     environment = os.environ | sglang_environment() | {"VERL_PLATFORM": "cpu"}
     done = subprocess.run(
-        [sys.executable, path, how], env=environment, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, path, how, *more], env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     assert (done.returncode == 0) == (how == "shim"), done.stderr[-2000:]
     return done.stderr
@@ -61,19 +61,26 @@ def test_sglang_cpu_shim_is_needed_to_send_tensors_on_the_cpu(tmp_path, how):
 
 _KEEPS = """
 import sys
+import sglang.srt.server_args
 from sglang.srt.state_capturer.base import BaseHostCache
 from epfsdp2.rollout.sglang import routes_shim
 
 if sys.argv[1] == "shim":
     routes_shim.install()
     routes_shim.install()  # once
+if sys.argv[2] == "name":
+    from sglang.srt.layers.moe.routed_experts_capturer import extract_routed_experts_from_meta_info
+    routes = extract_routed_experts_from_meta_info({"meta_info": {"routed_experts": "AQAAAAIAAAA="}})
+    assert routes.tolist() == [1, 2]
+    sys.exit()
 assert BaseHostCache(4, 2, 3, "routes").buffer.shape == (4, 2, 3)
 """
 
 
+@pytest.mark.parametrize("what", ["memory", "name"])
 @pytest.mark.parametrize("how", ["stock", "shim"])
-def test_sglang_cpu_shim_is_needed_to_keep_routes_on_the_cpu(tmp_path, how):
-    _runs_with_shim_alone(tmp_path, _KEEPS, how)
+def test_sglang_routes_shim_is_needed_to_keep_routes_on_the_cpu_and_for_verl_to_read_them(tmp_path, how, what):
+    _runs_with_shim_alone(tmp_path, _KEEPS, how, what)
 
 
 def _run(folders, tp, *options):

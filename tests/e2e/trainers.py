@@ -90,7 +90,8 @@ def steps_of(tmp_path, steps: int, *settings: str, rollout: str = "vllm", **prog
     assert len(logged) == steps, run.text()[-3000:]
     assert all(step["actor/grad_norm"] > 0 for step in logged)
     assert run.living() == []
-    assert unused(leftovers() - before) == set()
+    left = unused(leftovers() - before)
+    assert not left, left
     return logged
 
 

@@ -243,7 +243,8 @@ def main(repeats: int, sizes: list[int]) -> int:
     """
     if "SGLANG_USE_CPU_ENGINE" not in os.environ:  # which is read, with the library's path, when a process starts
         environment = os.environ | sglang_environment() | {"VERL_PLATFORM": "cpu"}
-        os.execvpe(sys.executable, [sys.executable, *sys.argv], environment)
+        command = [sys.executable, "-m", "benchmarks.weights.weight_sync", *sys.argv[1:]]
+        os.execvpe(sys.executable, command, environment)
     import sglang
 
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no server is left

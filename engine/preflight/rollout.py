@@ -90,7 +90,7 @@ def check_other_rollout(
         if rollout.get("enable_rollout_routing_replay") and family in RECORDS_NO_ROUTES:
             rule = f"SGLang does not say which layer the routes of a {family} are of."
             raise SettingError(_ROUTES, True, rule, f"{_ROUTES}=False, or actor_rollout_ref.rollout.name=vllm")
-        if rollout.get("enable_rollout_routing_replay") and rollout.get("skip_tokenizer_init", True):
+        if rollout.get("enable_rollout_routing_replay") and rollout.get("skip_tokenizer_init"):
             rule = f"with {_ROUTES}=True SGLang sends routes as text, which verl 0.9.1 reads where this is False."
             raise SettingError(_NO_TOKENIZER, True, rule, f"{_NO_TOKENIZER}=False")
     if name not in _RUN_WITH:

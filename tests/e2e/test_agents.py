@@ -16,7 +16,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 STEPS = 8
 _ROLLOUT = "actor_rollout_ref.rollout"
-SERVER = ["--rollout", "sglang"] if find_spec("sglang") else []
+# SGLang's routes reach verl where it has a tokenizer.
+_SGLANG = ["--rollout", "sglang", *overrides(f"{_ROLLOUT}.skip_tokenizer_init=False")]
+SERVER = _SGLANG if find_spec("sglang") else []
 AGENT = [
     f"data.max_prompt_length={agent_task.PROMPT}",
     f"data.max_response_length={agent_task.RESPONSE}",

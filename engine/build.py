@@ -1,4 +1,6 @@
-"""From a model on the meta device to one that is sharded, loaded and verified: parallelize, allocate, load, verify.
+"""From a model on the meta device to one that is sharded, loaded and verified.
+
+The sequence is parallelize, compare with the checkpoint, allocate, load, verify.
 
 It knows nothing of verl. ``integration/engine.py`` calls it with the model as verl's settings have it, and the tests
 with a tiny one (``tests/support/engine.py``), so that what is tested is the sequence that runs.
@@ -10,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .checkpoint.load import load_weights, verify_experts
+from .checkpoint.load import check_weights, load_weights, verify_experts
 from .checkpoint.safetensors_reader import CheckpointFiles
 from .fsdp.options import ShardingOptions
 from .model.meta import check_initialized, materialize
@@ -49,9 +51,10 @@ def shard_and_load(
 
     Raises:
         UninitializedError: something has been filled by nothing.
-        Exception: whatever ``parallelize``, ``load_weights`` and ``verify_experts`` raise.
+        Exception: whatever ``parallelize``, ``check_weights``, ``load_weights`` and ``verify_experts`` raise.
     """
     parallelize(model, meshes, options)
+    check_weights(model, files, meshes, initialize, may_be_unused)
     materialize(model, device_id, shards="cpu" if options.cpu_offload else None)
     unused = load_weights(model, files, meshes, initialize, progress, may_be_unused)
     if finish is not None:

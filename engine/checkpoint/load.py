@@ -7,7 +7,7 @@ broadcasts to the others. Names and layouts come from transformers' own weight c
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -34,7 +34,7 @@ from ..topology.rank_consistency import raise_on_all_ranks
 from .hf_slices import CheckpointSlice, find_slices
 from .safetensors_reader import CheckpointFiles
 
-__all__ = ["load_weights", "tensor_reader", "verify_experts"]
+__all__ = ["check_weights", "load_weights", "tensor_reader", "verify_experts"]
 
 # Computed at run time, but stored in old checkpoints; transformers ignores them too.
 _COMPUTED = r"rotary_emb\.inv_freq$"
@@ -105,30 +105,29 @@ def load_weights(
     device = meshes.dense.device_type
     first_replica = meshes.dense.get_local_rank("dp_replicate") == 0
     with raise_on_all_ranks(device), torch.no_grad():
-        sources = _match_sources(model, files)
-        wanted: list[_Target] = []
-        wrong: list[str] = []
-        for name, target in checkpoint_tensors(model).items():
-            source = sources.get(name)
-            if initialize(name, local_tensor(target), _fits(target, source, files)):
-                continue
-            if source is None:
-                wrong.append(f"{name} is missing")
-                continue
-            tensor = _Target(name, target, source, _slices_of(name, target, source, model, files))
-            wrong += _faults(tensor, files)
-            wanted.append(tensor)
-        unused = [name for name in sources if name not in model.state_dict()]
-        wrong += _unknown([name for name in unused if not re.search(may_be_unused, name)], sources, model, files)
-        if wrong:
-            kind = type(model).__name__.removeprefix("FSDP")
-            raise ValueError(f"{files.folder} is no checkpoint of {kind}: {listed(wrong)}.")
+        wanted, unused = _match(model, files, initialize, may_be_unused)
         for tensor in tqdm(wanted if first_replica else (), desc="Loading weights", disable=not progress):
             _fill(tensor, model, files)
     if meshes.topology.dp_replicate > 1:
         for target in checkpoint_tensors(model).values():
             _copy_of_first_replica(local_tensor(target), meshes)
     return unused
+
+
+def check_weights(
+    model: nn.Module,
+    files: CheckpointFiles,
+    meshes: Meshes,
+    initialize: Callable[[str, torch.Tensor, bool], bool],
+    may_be_unused: str,
+) -> None:
+    """Do what ``load_weights`` does up to the reading, with a model whose shards are on the meta device; collective.
+
+    Otherwise a config with larger sizes than the checkpoint's would have a rank allocate them before it is refused.
+    """
+    tied = getattr(model, "all_tied_weights_keys", {})  # which are tied once they are allocated
+    with raise_on_all_ranks(meshes.dense.device_type), torch.no_grad():
+        _match(model, files, initialize, may_be_unused, tied)
 
 
 def tensor_reader(model: nn.Module, files: CheckpointFiles) -> Callable[[str], torch.Tensor]:
@@ -184,6 +183,42 @@ def verify_experts(model: nn.Module, files: CheckpointFiles, count: int = 2) -> 
                 raise ValueError(f"{name}[{expert}] differs from {files.folder} after loading.")
         done.append(f"{name}[{expert}]")
     return done
+
+
+def _match(
+    model: nn.Module,
+    files: CheckpointFiles,
+    initialize: Callable[[str, torch.Tensor, bool], bool],
+    may_be_unused: str,
+    tied: Container[str] = (),
+) -> tuple[list[_Target], list[str]]:
+    """Return the tensors to fill, and the names of the checkpoint's that have no place; reads no tensor.
+
+    Raises:
+        ValueError: with the first tensors that are missing, unknown or of another shape, and their files.
+    """
+    sources = _match_sources(model, files)
+    wanted: list[_Target] = []
+    wrong: list[str] = []
+    for name, target in checkpoint_tensors(model).items():
+        if name in tied:
+            continue
+        source = sources.get(name)
+        if initialize(name, local_tensor(target), _fits(target, source, files)):
+            continue
+        if source is None:
+            wrong.append(f"{name} is missing")
+            continue
+        tensor = _Target(name, target, source, _slices_of(name, target, source, model, files))
+        wrong += _faults(tensor, files)
+        wanted.append(tensor)
+    known = model.state_dict()
+    unused = [name for name in sources if name not in known]
+    wrong += _unknown([name for name in unused if not re.search(may_be_unused, name)], sources, model, files)
+    if wrong:
+        kind = type(model).__name__.removeprefix("FSDP")
+        raise ValueError(f"{files.folder} is no checkpoint of {kind}: {listed(wrong)}.")
+    return wanted, unused
 
 
 def _match_sources(model: nn.Module, files: CheckpointFiles) -> dict[str, _Source]:

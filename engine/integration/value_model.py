@@ -54,6 +54,8 @@ class EPFSDP2EngineWithValueHead(EPFSDP2Engine, FSDPEngineWithValueHead):
             return True
         if fits or not name.startswith(f"{self._head}."):
             return False
+        if tensor.is_meta:  # it is only compared yet
+            return True
         generator = torch.Generator().manual_seed(self.engine_config.seed + self.meshes.fsdp_rank)
         scale = getattr(self.model_config.hf_config, "initializer_range", 0.02) if name.endswith("weight") else 0.0
         tensor.copy_(torch.randn(tensor.shape, generator=generator) * scale)

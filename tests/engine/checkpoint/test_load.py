@@ -182,6 +182,13 @@ def test_load_weights_names_a_wrong_shape_on_every_rank(tmp_path):
     run_ranks(_fails_with, 2, folder, ["model.norm.weight (in model.safetensors) is (66,)", "needs (64,)"])
 
 
+def test_model_config_of_larger_sizes_than_the_checkpoints_is_refused_before_allocation(tmp_path):
+    folder = save_qwen3_moe(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 2**40}))  # 256 TiB on two ranks
+    run_ranks(_fails_with, 2, folder, ["model.embed_tokens.weight (in model.safetensors) is", f"needs ({2**40}, 64)"])
+
+
 def test_load_weights_lists_the_first_offenders_together(tmp_path):
     folder = save_qwen3_moe(tmp_path)
     tensors = load_file(folder / "model.safetensors")

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..quickstart.failure import cause
 from ..quickstart.processes import Interrupted, ProcessTree
-from .checkpoints import NOTICE, latest
+from .checkpoints import NOTICE, Saved
 
 __all__ = ["Attempt", "Preemption"]
 
@@ -23,10 +23,11 @@ class Preemption:
 
     Args:
         root: the run's folder of checkpoints.
+        newest: returns the last complete one.
     """
 
-    def __init__(self, root: Path, grace_seconds: float, say: Callable[[str], Any]):
-        self._root, self._grace, self._say = root, grace_seconds, say
+    def __init__(self, root: Path, newest: Callable[[], Saved | None], grace_seconds: float, say: Callable[[str], Any]):
+        self._root, self._newest, self._grace, self._say = root, newest, grace_seconds, say
         self._since: float | None = None
         (root / NOTICE).unlink(missing_ok=True)
 
@@ -59,13 +60,13 @@ class Preemption:
             self._say(f"SIGTERM: the run saves at the end of its step, within {self._grace:g} s (--grace-seconds)")
             notice.parent.mkdir(parents=True, exist_ok=True)
             notice.touch()
-        saved = latest(self._root) if tracker.is_file() and tracker.stat().st_mtime > self._since else None
+        saved = self._newest() if tracker.is_file() and tracker.stat().st_mtime > self._since else None
         if saved is not None:
             self._say(f"step {saved.step} is saved in {saved.folder}")
         elif time.time() < self._since + self._grace:
             return
         else:
-            last = latest(self._root)
+            last = self._newest()
             self._say(f"no save within {self._grace:g} s; the last one is {last.folder if last else 'none'}")
         notice.unlink(missing_ok=True)
         raise Interrupted(signal.SIGTERM)

@@ -83,11 +83,12 @@ def check(command: Command, from_scratch: bool) -> None:
         rule = "removes the checkpoint that the next restart would need."
         works = "trainer.del_local_ckpt_after_load=False"
         raise SettingError("trainer.del_local_ckpt_after_load", True, rule, works)
-    root, found = command.checkpoints, saved_steps(command.checkpoints)
+    root, queue = command.checkpoints, command.saves_queue
+    found = saved_steps(root, queue)
     if found and command.setting("trainer.resume_mode") == "disable":
         rule = f"{root} holds checkpoints, of which a later restart could not tell whose they are."
         raise SettingError("trainer.resume_mode", "disable", rule, "trainer.resume_mode=auto, or a folder of its own")
-    if found and latest(root) is None and not from_scratch:
+    if found and latest(root, queue) is None and not from_scratch:
         rule = f"none of its {len(found)} checkpoints is complete ({found[-1].folder.name}: {found[-1].fault})."
         raise SettingError("trainer.default_local_dir", root, rule, "--from-scratch, which begins anew")
 
@@ -116,7 +117,7 @@ class _Run:
         self._options, self._command, self._console, self._tree = options, command, console, tree
         self._root = command.checkpoints
         self._failures: list[Failure] = []
-        self._preemption = Preemption(self._root, options.grace_seconds, self._say)
+        self._preemption = Preemption(self._root, self._newest, options.grace_seconds, self._say)
         self._preemption.install()
 
     def to_the_end(self) -> int:
@@ -127,20 +128,21 @@ class _Run:
                 if not self._failures:
                     raise
                 return self._give_up(str(error))
-            saved = latest(self._root)
+            saved = self._newest()
             attempt = Attempt(self._free_log())
-            words = self._command.with_overrides([*on_mesh, *self._resume(saved), *self._settings()])
-            if self._failures:
-                self._say(f"starts again {self._from(saved)}: {' '.join([*on_mesh, *self._resume(saved)])}")
+            changed = [*on_mesh, *self._resume(saved)]
+            words = self._command.with_overrides([*changed, *self._settings()])
+            if self._failures or changed:
+                self._say(f"starts {'again ' if self._failures else ''}{self._from(saved)}: {' '.join(changed)}")
             # vLLM's sockets go where the recipe cleans up: one that is killed leaves them.
             paths = {"VLLM_RPC_BASE_PATH": str(self._tree.folder)}
             status = attempt.run(self._tree, words, {**paths, **os.environ}, self._preemption.look)
             if status == 0:
                 return 0
-            begun = saved.step if saved else 0
-            step = (begun if attempt.step is None else attempt.step) + 1
+            begun = self._begun(saved)
+            step = (attempt.step if attempt.step is not None else begun or 0) + 1
             mesh = " ".join(on_mesh) or "the command's own mesh"
-            self._failures.append(Failure(step, attempt.cause(), mesh, saved.step if saved else None))
+            self._failures.append(Failure(step, attempt.cause(), mesh, begun))
             if (why := self._why_not_again()) is not None:
                 return self._give_up(why)
             pause = backoff_seconds(len(self._failures), self._options.backoff_seconds)
@@ -153,13 +155,16 @@ class _Run:
             why = f"{self._root} holds no complete checkpoint to go on from; --from-scratch begins anew"
         return why
 
+    def _newest(self) -> Saved | None:
+        return latest(self._root, self._command.saves_queue)
+
     def _can_resume(self) -> bool:
-        return latest(self._root) is not None or self._command.setting("trainer.resume_mode") == "resume_path"
+        return self._newest() is not None or self._command.setting("trainer.resume_mode") == "resume_path"
 
     def _resume(self, saved: Saved | None) -> list[str]:
         if saved is not None:
             return ["trainer.resume_mode=resume_path", f'trainer.resume_from_path="{saved.folder}"']
-        if self._can_resume() or not (self._failures or saved_steps(self._root)):
+        if self._can_resume() or not (self._failures or saved_steps(self._root, self._command.saves_queue)):
             return []  # as the command says
         return ["trainer.resume_mode=disable"]
 
@@ -173,18 +178,29 @@ class _Run:
         """Return the settings of the mesh on the nodes that live; none where all are there.
 
         Raises:
-            SettingError: what is left is too small.
+            SettingError: what is left is too small, or the cluster does not answer.
         """
         wanted, address = int(self._command.setting("trainer.nnodes", 1)), address_of(self._command)
         if address is None:
             return []
+        gpus: list[int] = []
+        told = {wanted}
 
         def usable() -> int:
-            return usable_nodes(self._command, living_gpus(address, self._resource))
+            gpus[:] = living_gpus(address, self._resource)
+            nodes = usable_nodes(self._command, gpus)
+            if nodes not in told:
+                told.add(nodes)
+                self._say(f"{nodes} of the run's {wanted} nodes are there")
+            return nodes
 
         nodes = wait_for_nodes(usable, wanted, self._options.wait_for_nodes, self._pause)
         if nodes == wanted:
             return []
+        if not gpus:
+            rule = "no Ray cluster answers there, and a run can't go on without the cluster's head node."
+            works = "the address of a cluster that answers, and --wait-for-nodes 600 for one that is started again"
+            raise SettingError("ray_kwargs.ray_init.address", address, rule, works)
         from .mesh import largest_mesh  # takes seconds to import, and is seldom needed
 
         return largest_mesh(self._command, nodes, self._gib)
@@ -222,8 +238,16 @@ class _Run:
         taken = [int(path.stem.rpartition("-")[2]) for path in folder.glob("attempt-*.log")]
         return folder / f"attempt-{max(taken, default=0) + 1}.log"
 
+    def _begun(self, saved: Saved | None) -> int | None:
+        """Return the step that an attempt goes on from; None if it begins anew."""
+        given = str(self._command.setting("trainer.resume_from_path", "")).rstrip("/").rpartition("global_step_")[2]
+        if saved is None and self._command.setting("trainer.resume_mode") == "resume_path" and given.isdecimal():
+            return int(given)
+        return None if saved is None else saved.step
+
     def _from(self, saved: Saved | None) -> str:
-        return "from the beginning" if saved is None else f"from step {saved.step}"
+        begun = self._begun(saved)
+        return "from the beginning" if begun is None else f"from step {begun}"
 
     def _say(self, text: str) -> None:
         self._console.print(f"[resilient] {text}", style="yellow", markup=False)

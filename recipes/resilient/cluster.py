@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from .command import Command
 
@@ -14,23 +15,44 @@ __all__ = ["address_of", "living_gpus", "usable_nodes", "wait_for_nodes"]
 _SECONDS = 120.0
 _POLL_SECONDS = 5.0
 _MARK = "living nodes: "
-# In a process of its own: a driver of a cluster that dies hangs or ends with it.
+# Ray takes up to half a minute to find out that a node is gone, which is longer than a run takes to fail: each node is
+# asked. In a process of its own: a driver of a cluster that dies hangs or ends with it.
 _QUERY = f"""
-import json, sys, ray
+import json, socket, sys, ray
+from concurrent.futures import ThreadPoolExecutor
+
+def answers(node):
+    if sys.argv[1].startswith("ray://"):  # nodes can't be reached from here
+        return True
+    try:
+        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), 5).close()
+    except OSError:
+        return False
+    return True
+
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR", include_dashboard=False)
 alive = [node for node in ray.nodes() if node["Alive"]]
+with ThreadPoolExecutor(32) as asking:
+    alive = [node for node, there in zip(alive, asking.map(answers, alive)) if there]
 print({_MARK!r} + json.dumps([node["Resources"].get(sys.argv[2], 0) for node in alive]))
 """
 
 
 def address_of(command: Command) -> str | None:
-    """Return the address of the cluster that a command joins; None if it starts a Ray of its own on this machine."""
+    """Return the address of the cluster that a command joins; None if it starts a Ray of its own on this machine.
+
+    Without an address Ray joins what ``ray start`` has left in a file (``ray.init``'s docstring).
+    """
     address = command.setting("ray_kwargs.ray_init.address") or os.environ.get("RAY_ADDRESS")
-    return None if address in (None, "local") else str(address)
+    if address is None:
+        default = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray")
+        started = Path(str(command.setting("ray_kwargs.ray_init._temp_dir", default)), "ray_current_cluster")
+        address = started.read_text().strip() if started.is_file() else None
+    return None if address in (None, "", "local") else str(address)
 
 
 def living_gpus(address: str, resource: str = "GPU") -> list[int]:
-    """Return the number of GPUs of each node that lives, as Ray counts them; empty if the cluster does not answer."""
+    """Return the number of GPUs of each node that answers, as Ray counts them; empty if the cluster does not."""
     try:
         said = subprocess.run(
             [sys.executable, "-c", _QUERY, address, resource], capture_output=True, text=True, timeout=_SECONDS

@@ -69,6 +69,11 @@ class Command:
         """The folder of the run's ``global_step_<n>``."""
         return Path(str(self.setting("trainer.default_local_dir"))).absolute()
 
+    @property
+    def saves_queue(self) -> bool:
+        """Whether its trainer saves prompts that are under way with each checkpoint."""
+        return self.setting("trainer.v1.trainer_mode", "sync") != "sync"
+
 
 def _composed(words: Sequence[str]) -> Mapping[str, Any]:
     """Run the command with Hydra's ``--cfg job``, which prints the settings and ends.

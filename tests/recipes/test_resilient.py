@@ -1,12 +1,7 @@
 """What ``recipes/resilient`` decides, with a trainer's command that saves and fails on demand (``fake_verl``)."""
 
 import copy
-import inspect
-import json
-import os
-import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,71 +12,12 @@ import pytest
 from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.recipes.resilient import cli, cluster
-from epfsdp2.recipes.resilient.checkpoints import NOTICE, latest, saved_steps
+from epfsdp2.recipes.resilient.checkpoints import latest
 from epfsdp2.recipes.resilient.command import Command
 from epfsdp2.recipes.resilient.decisions import Failure, backoff_seconds, reason_to_give_up, report
 from epfsdp2.recipes.resilient.mesh import divides, largest_mesh
 from tests.support.models import save_qwen3_moe
-
-FAKE, ROOT = Path(__file__).parent / "fake_verl", Path(__file__).parents[2]
-TRAINER = [sys.executable, "-m", "verl.trainer.main_ppo", "engine=epfsdp2"]
-CONFIG = {
-    "engine": {"_target_": "epfsdp2.engine.config.engine_config", "ep_size": 4, "model_dtype": "fp32"},
-    "trainer": {
-        **{"nnodes": 1, "n_gpus_per_node": 2, "save_freq": 2, "total_training_steps": 8, "resume_mode": "auto"},
-        **{"resume_from_path": None, "device": "cuda"},
-    },
-    "data": {"train_batch_size": 8, "max_prompt_length": 16, "max_response_length": 16},
-    "actor_rollout_ref": {
-        "model": {"path": "nowhere"},
-        "actor": {
-            **{"ppo_mini_batch_size": 4, "ppo_micro_batch_size_per_gpu": 1},
-            "checkpoint": {"save_contents": ["model", "optimizer", "extra"]},
-        },
-        "rollout": {"n": 1, "nnodes": 0, "tensor_model_parallel_size": 1},
-    },
-    "ray_kwargs": {"ray_init": {"address": "local"}},
-}
-
-
-class Run:
-    """One call of the recipe in a folder, and what became of it."""
-
-    def __init__(self, folder: Path, *fates: dict, config: dict = CONFIG, **trainer):
-        self.folder, self.root = folder, folder / "checkpoints"
-        config = copy.deepcopy(config)
-        config["trainer"] |= {"default_local_dir": str(self.root), **trainer}
-        (folder / "config.json").write_text(json.dumps(config))
-        (folder / "plan.json").write_text(json.dumps(fates))
-        self.env = {
-            **{name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
-            **{"PYTHONPATH": os.pathsep.join([str(FAKE), str(ROOT)]), "FAKE_RUN": str(folder), "NO_COLOR": "1"},
-        }
-
-    def start(self, *options: str) -> subprocess.Popen:
-        words = [sys.executable, "-m", "epfsdp2.recipes.resilient", "--backoff-seconds", "0.1", *options]
-        return subprocess.Popen(
-            [*words, "--", *TRAINER], env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-
-    def to_the_end(self, *options: str) -> int:
-        process = self.start(*options)
-        self.output, self.said = process.communicate(timeout=120)
-        return process.returncode
-
-    @property
-    def attempts(self) -> list[list[str]]:
-        path = self.folder / "attempts.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-    def resumed(self) -> list[str]:
-        """Where each attempt went on from: a folder's name, or how else it began."""
-        found = []
-        for words in self.attempts:
-            given = dict(word.split("=", 1) for word in words if "=" in word)
-            path = given.get("trainer.resume_from_path", "").strip('"')
-            found.append(Path(path).name or given.get("trainer.resume_mode", "as it says"))
-        return found
+from tests.support.resilient import CONFIG, FAKE, TRAINER, Run, command_of, save_step
 
 
 def test_resilient_run_that_fails_continues_from_its_last_complete_checkpoint(tmp_path):
@@ -153,7 +89,7 @@ def test_resilient_run_that_loses_a_node_continues_on_fewer_and_returns_to_all(t
     config["trainer"] |= {"nnodes": 2}
     config["ray_kwargs"]["ray_init"]["address"] = "auto"
     config["actor_rollout_ref"]["model"]["path"] = str(save_qwen3_moe(tmp_path / "model"))
-    fates = [{"step": 3, "cause": "a node died", "nodes": [2, 1]}, {"step": 5, "cause": "x", "nodes": [2, 2, 4]}]
+    fates = [{"step": 3, "cause": "a node died", "nodes": [2, -2]}, {"step": 5, "cause": "x", "nodes": [2, 2, 4]}]
     run = Run(tmp_path, *fates, config=config)
     (tmp_path / "nodes.json").write_text("[2, 2]")
     assert run.to_the_end("--wait-for-nodes", "0.5") == 0, run.said
@@ -161,6 +97,30 @@ def test_resilient_run_that_loses_a_node_continues_on_fewer_and_returns_to_all(t
     fewer = ["trainer.nnodes=1", "engine.ep_size=2", "engine.fsdp_size=-1", "engine.ulysses_sequence_parallel_size=1"]
     assert meshes == [[], fewer, []]
     assert run.resumed() == ["as it says", "global_step_2", "global_step_4"]
+    assert run.said.count("1 of the run's 2 nodes are there") == 1
+
+
+def test_resilient_run_on_a_small_or_silent_cluster_says_so_at_its_start(tmp_path):
+    config = copy.deepcopy(CONFIG)
+    config["trainer"] |= {"nnodes": 2}
+    config["ray_kwargs"]["ray_init"]["address"] = "10.0.0.1:6379"
+    config["actor_rollout_ref"]["model"]["path"] = str(save_qwen3_moe(tmp_path / "model"))
+    run = Run(tmp_path, config=config)
+    assert run.to_the_end() == 2 and run.attempts == []
+    assert "ray_kwargs.ray_init.address=10.0.0.1:6379: no Ray cluster answers there" in run.said
+    assert "0 of the run's 2 nodes are there" in run.said
+    (tmp_path / "nodes.json").write_text("[2]")
+    assert run.to_the_end() == 0, run.said
+    assert "starts from the beginning: trainer.nnodes=1 engine.ep_size=2" in run.said
+    assert "trainer.nnodes=1" in run.attempts[0]
+
+
+def test_resilient_run_that_starts_from_a_given_checkpoint_reports_the_step(tmp_path):
+    given = tmp_path / "other" / "global_step_3"
+    run = Run(tmp_path, *[{"step": 4, "cause": "x"}] * 2, resume_mode="resume_path", resume_from_path=str(given))
+    assert run.to_the_end() == 1
+    assert run.resumed() == ["as it says", "as it says"] and "starts again from step 3" in run.said
+    assert "attempt 1, from step 3, on the command's own mesh, failed in step 4" in run.said
 
 
 @pytest.mark.parametrize(
@@ -208,66 +168,24 @@ def test_every_setting_of_a_real_command_is_known():
     assert command.setting("engine.ep_size") == 1 and command.setting("trainer.save_freq") == 1
 
 
-def _command(root: Path, **changes) -> Command:
-    config = copy.deepcopy(CONFIG)
-    config["trainer"] |= {"default_local_dir": str(root)}
-    for name, value in changes.items():
-        *path, last = name.split("__")
-        node = config
-        for part in path:
-            node = node[part]
-        node[last] = value
-    return Command(tuple(TRAINER), config)
-
-
-def _save(root: Path, step: int) -> Path:
-    actor = root / f"global_step_{step}" / "actor"
-    actor.mkdir(parents=True)
-    (actor / "weights").write_bytes(b"weights")
-    (actor / MANIFEST).write_text(json.dumps({"format": 2, "files": {"weights": {"bytes": 7, "crc32": 0}}}))
-    (actor.parent / "data.pt").write_bytes(b"PK\x05\x06" + bytes(18))
-    return actor
-
-
-@pytest.mark.parametrize(
-    ("damage", "fault"),
-    [
-        (lambda actor: (actor / MANIFEST).unlink(), "actor was not saved to its end"),
-        (lambda actor: (actor / "weights").write_bytes(b"wei"), r"weights \(3 of 7 bytes\)"),
-        (lambda actor: (actor / "weights").unlink(), r"weights \(0 of 7 bytes\)"),
-        (lambda actor: (actor.parent / "data.pt").write_bytes(b"PK"), "data.pt was not saved to its end"),
-        (lambda actor: (actor.parent / "critic.partial").mkdir(), "critic was not saved to its end"),
-        (lambda actor: actor.rename(actor.with_name("actor.partial")), "actor was not saved to its end"),
-    ],
-)
-def test_last_complete_checkpoint_beside_broken_ones_is_taken(tmp_path, damage, fault):
-    assert latest(tmp_path) is None
-    for step in (2, 10):
-        _save(tmp_path, step)
-    assert latest(tmp_path).step == 10
-    damage(tmp_path / "global_step_10" / "actor")
-    assert latest(tmp_path).step == 2
-    assert re.search(fault, saved_steps(tmp_path)[-1].fault)
-
-
 def test_resilient_run_that_could_not_resume_is_refused_at_the_start(tmp_path):
-    cli.check(_command(tmp_path), from_scratch=False)
+    cli.check(command_of(tmp_path), from_scratch=False)
     with pytest.raises(SettingError, match=r"trainer.save_freq=-1: there will be no checkpoint"):
-        cli.check(_command(tmp_path, trainer__save_freq=-1), from_scratch=False)
-    cli.check(_command(tmp_path, trainer__save_freq=-1), from_scratch=True)
+        cli.check(command_of(tmp_path, trainer__save_freq=-1), from_scratch=False)
+    cli.check(command_of(tmp_path, trainer__save_freq=-1), from_scratch=True)
     with pytest.raises(SettingError, match=r"can't go on without extra, optimizer"):
         contents = {"actor_rollout_ref__actor__checkpoint__save_contents": ["model"]}
-        cli.check(_command(tmp_path, **contents), from_scratch=False)
+        cli.check(command_of(tmp_path, **contents), from_scratch=False)
     with pytest.raises(SettingError, match=r"del_local_ckpt_after_load=True: removes the checkpoint"):
-        cli.check(_command(tmp_path, trainer__del_local_ckpt_after_load=True), from_scratch=False)
-    actor = _save(tmp_path, 2)
-    cli.check(_command(tmp_path), from_scratch=False)
+        cli.check(command_of(tmp_path, trainer__del_local_ckpt_after_load=True), from_scratch=False)
+    actor = save_step(tmp_path, 2)
+    cli.check(command_of(tmp_path), from_scratch=False)
     with pytest.raises(SettingError, match=r"trainer.resume_mode=disable: .* could not tell whose they are"):
-        cli.check(_command(tmp_path, trainer__resume_mode="disable"), from_scratch=False)
+        cli.check(command_of(tmp_path, trainer__resume_mode="disable"), from_scratch=False)
     (actor / MANIFEST).unlink()
     with pytest.raises(SettingError, match=r"none of its 1 checkpoints is complete \(global_step_2: actor was not"):
-        cli.check(_command(tmp_path), from_scratch=False)
-    cli.check(_command(tmp_path), from_scratch=True)
+        cli.check(command_of(tmp_path), from_scratch=False)
+    cli.check(command_of(tmp_path), from_scratch=True)
 
 
 def test_reason_to_give_up_of_equal_steps_and_reasons_counts_one_failure():
@@ -286,11 +204,11 @@ def test_reason_to_give_up_of_equal_steps_and_reasons_counts_one_failure():
 
 
 def test_resilient_run_counts_live_nodes_and_waits_for_them(tmp_path):
-    command = _command(tmp_path, trainer__nnodes=3, trainer__n_gpus_per_node=8)
+    command = command_of(tmp_path, trainer__nnodes=3, trainer__n_gpus_per_node=8)
     assert cluster.usable_nodes(command, [8, 8, 8, 8]) == 3
     assert cluster.usable_nodes(command, [8, 4, 8]) == 2
     assert cluster.usable_nodes(command, []) == 0
-    shared = _command(tmp_path, trainer__nnodes=3, trainer__n_gpus_per_node=8, actor_rollout_ref__rollout__nnodes=1)
+    shared = command_of(tmp_path, trainer__nnodes=3, trainer__n_gpus_per_node=8, actor_rollout_ref__rollout__nnodes=1)
     assert cluster.usable_nodes(shared, [8, 8, 8]) == 2
     assert cluster.address_of(command) is None
     slept, counts = [], [1, 1, 3]
@@ -303,15 +221,23 @@ def test_resilient_run_asks_the_cluster_in_a_process_of_its_own(tmp_path, monkey
     monkeypatch.setenv("PYTHONPATH", str(FAKE))
     monkeypatch.setenv("FAKE_RUN", str(tmp_path))
     assert cluster.living_gpus("auto") == []  # it does not answer
-    (tmp_path / "nodes.json").write_text("[8, 4]")
-    assert cluster.living_gpus("auto") == [8, 4]
+    (tmp_path / "nodes.json").write_text("[8, 4, -8]")
+    assert cluster.living_gpus("auto") == [8, 4]  # without the node that does not answer
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert cluster.address_of(_command(tmp_path, ray_kwargs__ray_init__address=None)) == "10.0.0.1:6379"
+    joins = command_of(tmp_path, ray_kwargs__ray_init__address=None)
+    assert cluster.address_of(joins) == "10.0.0.1:6379"
+    monkeypatch.delenv("RAY_ADDRESS")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    assert cluster.address_of(joins) is None
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text("10.0.0.2:6379\n")  # what ray start leaves
+    assert cluster.address_of(joins) == "10.0.0.2:6379"
+    assert cluster.address_of(command_of(tmp_path)) is None  # address=local
 
 
 def test_largest_mesh_of_fewer_nodes_fits_and_divides(tmp_path):
     model = {"actor_rollout_ref__model__path": str(save_qwen3_moe(tmp_path / "model"))}
-    command = _command(tmp_path, **model, trainer__nnodes=4)
+    command = command_of(tmp_path, **model, trainer__nnodes=4)
     assert largest_mesh(command, 2, 80.0)[:2] == ["trainer.nnodes=2", "engine.ep_size=4"]
     # Six ranks do not share four sequences.
     assert not divides(command, 6) and divides(command, 4)
@@ -321,33 +247,5 @@ def test_largest_mesh_of_fewer_nodes_fits_and_divides(tmp_path):
         largest_mesh(command, 2, 1.0)
     with pytest.raises(SettingError, match="on no mesh"):
         largest_mesh(command, 0, 80.0)
-    wide = _command(tmp_path, **model, actor_rollout_ref__rollout__tensor_model_parallel_size=4)
+    wide = command_of(tmp_path, **model, actor_rollout_ref__rollout__tensor_model_parallel_size=4)
     assert largest_mesh(wide, 3, 80.0)[0] == "trainer.nnodes=2"
-
-
-def test_notice_of_an_end_makes_the_trainer_save_at_the_end_of_each_step(tmp_path):
-    from omegaconf import OmegaConf
-
-    from epfsdp2.recipes.resilient.notice import SaveOnNotice
-
-    config = OmegaConf.create({"trainer": {"default_local_dir": str(tmp_path), "save_freq": 100}})
-    OmegaConf.set_struct(config, True)
-    callback = SaveOnNotice(config)
-    time.sleep(1.2)
-    assert config.trainer.save_freq == 100
-    (tmp_path / NOTICE).touch()
-    deadline = time.monotonic() + 20
-    while config.trainer.save_freq != 1 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert config.trainer.save_freq == 1
-    callback.stop()
-
-
-def test_notice_is_still_needed_and_verl_reads_save_freq_at_each_step():
-    from verl.trainer.ppo.v1 import trainer_base
-
-    text = inspect.getsource(trainer_base)
-    assert "should_save_ckpt_esi" not in text and "SIGTERM" not in text
-    step = text[text.index("while current_epoch <") :]
-    assert "self.config.trainer.save_freq > 0" in step and "self.global_steps % self.config.trainer.save_freq" in step
-    assert "self.checkpoint_callback = build_checkpoint_callback(config)" in text

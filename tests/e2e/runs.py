@@ -30,6 +30,7 @@ class Run:
         program: the module to run and its first arguments: the quickstart, one of ``hooks`` that changes it, or another
             program, which is not given ``--output``.
         environment: variables beside the test's own; ``PYTHONPATH`` is added to it.
+        before: words of a command that runs the program, elsewhere or otherwise.
     """
 
     def __init__(
@@ -38,11 +39,12 @@ class Run:
         *options: str,
         program: Sequence[str] = ("epfsdp2.recipes.quickstart",),
         environment: Mapping[str, str] = MappingProxyType({}),
+        before: Sequence[str] = (),
     ):
         self.output = output
         self.log = output.with_suffix(".out")
         given = [] if program[0] in ANOTHER else ["--output", str(output)]
-        words = [sys.executable, "-m", *program, *given, *options]
+        words = [*before, sys.executable, "-m", *program, *given, *options]
         paths = filter(None, [str(HOOKS), str(ROOT), environment.get("PYTHONPATH"), os.environ.get("PYTHONPATH")])
         env = {**os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)}
         with self.log.open("wb") as log:
@@ -111,9 +113,13 @@ def running(*arguments, **keywords):
 
 
 def leftovers() -> set[str]:
-    """Segments that a weight sync, or vLLM and Python beside it, make, and sockets in /tmp."""
+    """Segments that a weight sync, or vLLM and Python beside it, make, and sockets in /tmp.
+
+    Not those with names of Python's ``tempfile``: SGLang leaves them, of another run on the same machine, too.
+    """
     segments = {p.name for p in Path("/dev/shm").iterdir() if p.name.startswith(("verl_weights_", "psm_"))}
-    return segments | {str(p) for p in Path("/tmp").iterdir() if p.is_socket()}
+    sockets = (p for p in Path("/tmp").iterdir() if not re.fullmatch(r"tmp[a-z0-9_]{8}", p.name))
+    return segments | {str(p) for p in sockets if p.is_socket()}
 
 
 def unused(names: set[str]) -> set[str]:

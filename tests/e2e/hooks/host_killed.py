@@ -1,0 +1,74 @@
+"""A test hook: on the host whose name ends in ``b``, the second step waits in one of its parts to be killed.
+
+verl's workers take this module as ``model.external_lib``. ``EPFSDP2_TEST_PART`` is ``update``, ``sync`` or ``save``,
+and the file ``EPFSDP2_TEST_REACHED`` is written there; while it is there nothing waits. For ``generation`` this file is
+the run's reward function, too: answers of the second step wait for their scores.
+
+With ``EPFSDP2_TEST_BACK``, a trainer that goes on without that host waits in its second update for that file, and is
+killed. Batches are written down as by ``batches.py``.
+"""
+
+import itertools
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import batches  # noqa: F401
+
+from epfsdp2.recipes.quickstart.task import compute_score as _stock_score
+
+PART, _REACHED = os.environ["EPFSDP2_TEST_PART"], Path(os.environ["EPFSDP2_TEST_REACHED"])
+_BACK = os.environ.get("EPFSDP2_TEST_BACK")
+SECOND = {"update": 2, "sync": 2, "save": 2}  # the first sync is before the first step
+FIRST_ANSWERS = 64  # of a step
+_WAIT_SECONDS = 300
+_times, _scores = itertools.count(1), itertools.count(1)
+
+
+def compute_score(*args, **kwargs):
+    if PART == "generation" and next(_scores) == FIRST_ANSWERS + 8 and not _REACHED.exists():
+        _REACHED.write_text(str(time.time()))
+        time.sleep(20)  # the step can't go on meanwhile
+    return _stock_score(*args, **kwargs)
+
+
+def _waits(stock):
+    def waiting(*args, **kwargs):
+        if next(_times) == SECOND[PART] and not _REACHED.exists():
+            _REACHED.write_text(str(time.time()))
+            time.sleep(_WAIT_SECONDS)
+        return stock(*args, **kwargs)
+
+    return waiting
+
+
+def _is_killed_when_the_other_is_back(stock):
+    back, waits = Path(_BACK), Path(_BACK).with_name("waits")
+
+    def killed(*args, **kwargs):
+        if _REACHED.exists() and not back.exists() and next(_times) == 2:
+            waits.write_text(str(time.time()))
+            while not back.exists():
+                time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return stock(*args, **kwargs)
+
+    return killed
+
+
+if socket.gethostname().endswith("b") and PART in SECOND:
+    from epfsdp2.engine.integration.engine import EPFSDP2Engine
+    from epfsdp2.rollout import sync
+
+    if PART == "update":
+        EPFSDP2Engine.train_batch = _waits(EPFSDP2Engine.train_batch)
+    elif PART == "save":
+        EPFSDP2Engine.save_checkpoint = _waits(EPFSDP2Engine.save_checkpoint)
+    else:
+        sync.WorkerWeights.tensors = _waits(sync.WorkerWeights.tensors)
+elif _BACK:
+    from epfsdp2.engine.integration.engine import EPFSDP2Engine
+
+    EPFSDP2Engine.train_batch = _is_killed_when_the_other_is_back(EPFSDP2Engine.train_batch)

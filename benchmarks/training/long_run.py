@@ -27,6 +27,8 @@ from benchmarks.tables import rows_of, write_table
 FIRST, MOST_MORE, LEAST_BYTES = 50, 0.03, 1 << 20
 SMALL = ["--batch-size", "4", "--group-size", "2"]
 ONE_OF_EACH = ["trainer.n_gpus_per_node=1", "engine.ep_size=1"]
+# The eight answers of a step, which the quickstart's micro-batches of 32 do not divide.
+MICRO_BATCHES = [f"actor_rollout_ref.{name}_micro_batch_size_per_gpu=8" for name in ("actor.ppo", "rollout.log_prob")]
 COLUMNS = ["step", "seconds a step", "processes", "resident MB", "file descriptors", "threads", "shared MB"]
 
 
@@ -91,7 +93,7 @@ def measure(steps: int, every: int, options: Sequence[str]) -> list[Sample]:
     found: list[Sample] = []
     with tempfile.TemporaryDirectory() as name:
         output = Path(name) / "run"
-        settings = [f"--override={setting}" for setting in ONE_OF_EACH]
+        settings = [f"--override={setting}" for setting in [*ONE_OF_EACH, *MICRO_BATCHES]]
         command = [sys.executable, "-m", "epfsdp2.recipes.quickstart", "--output", str(output), "--steps", str(steps)]
         began, log = time.monotonic(), Path(name) / "log"
         with log.open("wb") as out:

@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForTokenClassification
 
 from benchmarks.machine import machine
 from benchmarks.tables import ROOT, newest, write_table
@@ -30,44 +29,23 @@ _HERE = "benchmarks.training.drop_in"
 BOUND = 1e-5
 # What verl logs of a step, by what is compared: a difference over the stock figure, or the difference itself where the
 # figure is near zero.
-RELATIVE = ("actor/grad_norm", "actor/entropy", "critic/grad_norm", "critic/vf_loss")
+RELATIVE = ("actor/grad_norm", "actor/entropy")
 ABSOLUTE = (
-    *("actor/loss", "actor/pg_loss", "actor/kl_loss", "actor/ppo_kl", "critic/score/mean", "critic/rewards/mean"),
-    *("critic/advantages/max", "critic/advantages/min", "critic/values/mean", "response_length/mean"),
+    *("actor/loss", "actor/pg_loss", "actor/ppo_kl", "critic/score/mean", "critic/rewards/mean"),
+    *("critic/advantages/max", "critic/advantages/min", "response_length/mean"),
     *("training/rollout_probs_diff_mean", "training/rollout_probs_diff_max"),
 )
-_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-_PPO = [
-    "algorithm.adv_estimator=gae",
-    "critic.model.path={model}_critic",
-    "+critic.model.override_config.attn_implementation=sdpa",
-    "critic.model.use_remove_padding=True",
-    "critic.model.enable_gradient_checkpointing=False",
-    "critic.optim.lr=1e-4",
-    "critic.ppo_mini_batch_size=16",
-    "critic.use_dynamic_bsz=True",
-    "critic.ppo_max_token_len_per_gpu=300",
-    "critic.forward_max_token_len_per_gpu=300",
-    f"{_ACTOR}.use_kl_loss=True",
-    f"{_ACTOR}.kl_loss_coef=0.01",
-    f"{_ACTOR}.use_dynamic_bsz=True",
-    f"{_ACTOR}.ppo_max_token_len_per_gpu=300",
-    f"{_ROLLOUT}.log_prob_use_dynamic_bsz=True",
-    f"{_ROLLOUT}.log_prob_max_token_len_per_gpu=300",
-    "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True",
-    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=300",
-]
-# Name -> the model's kind, settings of both sides, expert-parallel sizes.
-CASES: dict[str, tuple[str, list[str], list[int]]] = {
-    "GRPO, 16 experts": ("moe", [], [1, 2]),
-    "GRPO, dense": ("dense", [], [1]),
-    "PPO: critic, KL loss, dynamic batches": ("moe", _PPO, [1, 2]),
+_ROLLOUT = "actor_rollout_ref.rollout"
+# Name -> the model's kind, expert-parallel sizes.
+CASES: dict[str, tuple[str, list[int]]] = {
+    "GRPO, 16 experts": ("moe", [1, 2]),
+    "GRPO, dense": ("dense", [1]),
 }
 COLUMNS = ["run", "engine", "figures", "first step, largest difference", "of", "all steps, largest difference", "of"]
 
 
 def write_model(folder: Path, kind: str) -> Path:
-    """Save a model that answers about half of the questions, so that GRPO has a gradient, and a critic beside it."""
+    """Save a model that answers about half of the questions, so that GRPO has a gradient."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     tokenizer = build_tokenizer()
@@ -93,10 +71,6 @@ def write_model(folder: Path, kind: str) -> Path:
         optimizer.zero_grad()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    # Its head is in the checkpoint, as engines draw one that is not from numbers of their own.
-    critic = AutoModelForTokenClassification.from_pretrained(folder, num_labels=1)
-    critic.save_pretrained(f"{folder}_critic")
-    tokenizer.save_pretrained(f"{folder}_critic")
     return folder
 
 
@@ -104,7 +78,7 @@ def _batches(rows: list[dict], size: int) -> Iterator[list[dict]]:
     return (rows[first : first + size] for first in range(0, len(rows) - size + 1, size))
 
 
-def run(side: str, folder: Path, model: Path, steps: int, settings: list[str]) -> list[dict]:
+def run(side: str, folder: Path, model: Path, steps: int) -> list[dict]:
     """Run verl's trainer once; return what it logged of each step.
 
     Args:
@@ -115,11 +89,10 @@ def run(side: str, folder: Path, model: Path, steps: int, settings: list[str]) -
     """
     plugins = _plugin(folder / "plugins")
     output = folder / side.replace(" ", "_")
-    settings = [one.format(model=model) for one in settings]
-    settings += [f"{_ROLLOUT}.agent.agent_loop_config_path={plugins / 'agents.yaml'}"]
+    settings = [f"{_ROLLOUT}.agent.agent_loop_config_path={plugins / 'agents.yaml'}"]
     settings += [f"{_ROLLOUT}.agent.default_agent_loop=seeded"]
     if side == "stock":
-        settings += [f"{node}.model.external_lib={_HERE}.stock_on_cpu" for node in ("actor_rollout_ref", "critic")]
+        settings.append(f"actor_rollout_ref.model.external_lib={_HERE}.stock_on_cpu")
     else:
         settings.append(f"engine.ep_size={side.removeprefix('ep ')}")
     command = [sys.executable, "-m", f"{_HERE}.run", side.split()[0], "--rollout", "sglang", "--output", str(output)]
@@ -183,14 +156,14 @@ def main() -> int:
         parser.error(f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     rows = []
     for case in asked.cases or CASES:
-        kind, settings, sizes = CASES[case]
+        kind, sizes = CASES[case]
         with tempfile.TemporaryDirectory() as one:
             folder = Path(one)
             model = write_model(folder / "model", kind)
-            stock = run("stock", folder, model, asked.steps, settings)
+            stock = run("stock", folder, model, asked.steps)
             for ep in sizes:
                 side = f"ep {ep}"
-                ours = run(side, folder, model, asked.steps, settings)
+                ours = run(side, folder, model, asked.steps)
                 rows.append({"row": f"{case}, {side}", "case": case, "side": side, "apart": compare(stock, ours)})
                 rows[-1] |= {"stock": _shown(stock), "ours": _shown(ours)}
                 print(_cells(rows[-1]), flush=True)
@@ -207,7 +180,7 @@ def _write(rows: list[dict], steps: int) -> None:
 
     where = machine()
     found = newest("drop_in", "rows", "row", rows)
-    order = [f"{case}, ep {ep}" for case, (_, _, sizes) in CASES.items() for ep in sizes]
+    order = [f"{case}, ep {ep}" for case, (_, sizes) in CASES.items() for ep in sizes]
     kept = [found[name] for name in order if name in found]
     versions = where["versions"]
     write_table(
@@ -221,8 +194,8 @@ def _write(rows: list[dict], steps: int) -> None:
             f"`main_ppo` from one checkpoint and seed, {steps} steps of 128 answers, float32, two ranks, real SGLang:",
             "verl's fsdp2 engine, then `engine=epfsdp2`. The largest difference of what both logged: of",
             f"{_names(RELATIVE)}",
-            f"over verl's figure; of {_names(ABSOLUTE[:6])},",
-            f"{_names(ABSOLUTE[6:])} itself.",
+            f"over verl's figure; of {_names(ABSOLUTE[:5])},",
+            f"{_names(ABSOLUTE[5:])} itself.",
             f"Bound of the first step: {BOUND:.0e}.",
         ],
         COLUMNS,

@@ -9,17 +9,13 @@ __all__ = ["STOCK_ENGINE"]
 # verl's fsdp2 engine in float32, as verl's settings say it for each role.
 STOCK_ENGINE = [
     setting
-    for node, engine in (
-        ("actor_rollout_ref.actor", "fsdp_config"),
-        ("actor_rollout_ref.ref", "fsdp_config"),
-        ("critic", "fsdp"),
-    )
+    for node in ("actor_rollout_ref.actor", "actor_rollout_ref.ref")
     for setting in (
         f"{node}.strategy=fsdp2",
-        f"{node}.{engine}.strategy=fsdp2",
-        f"{node}.{engine}.model_dtype=fp32",
-        f"{node}.{engine}.use_torch_compile=False",
-        f"+{node}.{engine}.mixed_precision={{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}}",
+        f"{node}.fsdp_config.strategy=fsdp2",
+        f"{node}.fsdp_config.model_dtype=fp32",
+        f"{node}.fsdp_config.use_torch_compile=False",
+        f"+{node}.fsdp_config.mixed_precision={{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}}",
     )
 ]
 

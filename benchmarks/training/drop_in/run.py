@@ -4,10 +4,8 @@ import sys
 
 from epfsdp2.recipes.quickstart import cli, commands
 
-__all__ = ["STOCK_ENGINE"]
-
 # verl's fsdp2 engine in float32, as verl's settings say it for each role.
-STOCK_ENGINE = [
+_STOCK_ENGINE = [
     setting
     for node in ("actor_rollout_ref.actor", "actor_rollout_ref.ref")
     for setting in (
@@ -22,7 +20,7 @@ STOCK_ENGINE = [
 
 def _stock_command(values: dict, extra: list[str]) -> list[str]:
     own = [setting for setting in commands.overrides("grpo", values) if not setting.startswith("engine.")]
-    return [sys.executable, "-m", "verl.trainer.main_ppo", *own, *STOCK_ENGINE, *extra]
+    return [sys.executable, "-m", "verl.trainer.main_ppo", *own, *_STOCK_ENGINE, *extra]
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.e2e import test_families as test_other_families
+from tests.e2e.models import test_families as test_other_families
 from tests.engine.fsdp import test_ulysses
 from tests.engine.lora import test_lora_families
 from tests.engine.moe.router import test_router_replay
@@ -15,8 +15,8 @@ from tests.parity import families
 from tests.parity.newer_families import KNOWN
 from tests.rollout import test_families as test_served
 from tests.rollout.served_families import SERVED
-from tests.rollout.vllm import test_vllm_families
-from tests.support.vlm import VLMS
+from tests.rollout.vllm_workers import test_vllm_families
+from tests.support.models.vlm import VLMS
 
 __all__ = ["families_page"]
 
@@ -42,7 +42,7 @@ transformers, small and random, made from a seed.
   ([test_router_replay.py](../tests/engine/moe/router/test_router_replay.py)).
 * **weight sync**: three syncs into vLLM, each compared bit for bit with an engine started on the same weights: of full
   tensors ([test_families.py](../tests/rollout/test_families.py)), of slices with tensor parallelism 1 and 2 and with
-  expert parallelism ([test_vllm_families.py](../tests/rollout/vllm/test_vllm_families.py)).
+  expert parallelism ([test_vllm_families.py](../tests/rollout/vllm_workers/test_vllm_families.py)).
 * **end to end**: verl's trainer, Ray and vLLM ([tests/e2e](../tests/e2e)).
 
 Empty: no test has it. Refused: the driver ends the run with the reason. How to add a family:
@@ -162,7 +162,7 @@ def _end_to_end() -> Iterator[str]:
     """The kinds of model that runs are started with: what the quickstart makes, and what its tests make instead."""
     for name in _names(test_other_families.test_grpo_run_of_a_family_raises_the_reward):
         yield _kind(SERVED[name].family.model)
-    files = [ROOT / "recipes/quickstart/model.py", *sorted((ROOT / "tests/e2e").glob("*.py"))]
+    files = [ROOT / "recipes/quickstart/model.py", *sorted((ROOT / "tests/e2e").rglob("*.py"))]
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Name) and node.id.endswith("Config"):

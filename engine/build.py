@@ -3,7 +3,7 @@
 The sequence is parallelize, compare with the checkpoint, allocate, load, verify.
 
 It knows nothing of verl. ``integration/engine.py`` calls it with the model as verl's settings have it, and the tests
-with a tiny one (``tests/support/engine.py``), so that what is tested is the sequence that runs.
+with a tiny one (``tests/support/engine/sharded.py``), so that what is tested is the sequence that runs.
 """
 
 from collections.abc import Callable

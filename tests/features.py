@@ -31,14 +31,14 @@ FEATURES = (
         "SGLang and [others](weight_sync.md#rollouts-other-than-vllm)",
         "EPLB",
         (
-            "e2e/test_quickstart.py::test_quickstart_raises_the_reward_with_the_trainers_weights_in_vllm",
-            "e2e/test_trainers.py::test_sft_trainer_lowers_the_loss",
-            "e2e/test_trainers.py::test_colocate_async_trainer_trains",
-            "e2e/test_standalone.py::test_standalone_rollout_follows_the_trainer",
-            "e2e/test_trainers.py::test_one_step_off_trainer_trains",
-            "e2e/test_trainers.py::test_fully_async_trainer_trains",
+            "e2e/trainers/test_quickstart.py::test_quickstart_raises_the_reward_with_the_trainers_weights_in_vllm",
+            "e2e/trainers/test_trainers.py::test_sft_trainer_lowers_the_loss",
+            "e2e/trainers/test_trainers.py::test_colocate_async_trainer_trains",
+            "e2e/trainers/test_standalone.py::test_standalone_rollout_follows_the_trainer",
+            "e2e/trainers/test_trainers.py::test_one_step_off_trainer_trains",
+            "e2e/trainers/test_trainers.py::test_fully_async_trainer_trains",
             "engine/preflight/test_rollout.py::test_rollout_of_any_kind_gets_full_tensors_and_only_vllm_slices",
-            "e2e/test_sglang.py::test_sglang_run_raises_the_reward_and_agrees_with_the_trainer",
+            "e2e/sglang/test_sglang.py::test_sglang_run_raises_the_reward_and_agrees_with_the_trainer",
         ),
     ),
     Feature(
@@ -51,7 +51,7 @@ FEATURES = (
         (
             "engine/integration/test_algorithms.py::test_update_with_every_algorithm_equals_the_plain_model",
             "engine/integration/test_algorithms.py::test_update_cases_name_every_policy_loss_of_verl",
-            "e2e/test_dapo.py::test_dapo_run_filters_groups_and_punishes_long_answers",
+            "e2e/trainers/test_dapo.py::test_dapo_run_filters_groups_and_punishes_long_answers",
             "engine/preflight/test_features.py::test_top_k_distillation_without_logits_of_the_batchs_tokens_is_refused",
         ),
     ),
@@ -63,9 +63,9 @@ FEATURES = (
         "",
         (
             "engine/integration/test_multi_turn.py::test_update_of_turns_with_a_tool_equals_the_plain_model",
-            "e2e/test_agents.py::test_agent_that_calls_a_tool_raises_its_reward",
-            "e2e/test_agents.py::test_agent_loop_with_a_tool_records_routes_of_its_answers_and_masks_them_in_the_loss",
-            "e2e/test_partial_rollouts.py::"
+            "e2e/agents/test_agents.py::test_agent_that_calls_a_tool_raises_its_reward",
+            "e2e/agents/test_agents.py::test_agent_loop_with_a_tool_records_routes_of_its_answers_and_masks_them_in_the_loss",
+            "e2e/trainers/test_partial_rollouts.py::"
             "test_partial_rollout_keeps_the_log_prob_of_the_weights_that_wrote_each_token",
         ),
     ),
@@ -77,7 +77,7 @@ FEATURES = (
             "engine/integration/test_value_update.py::test_critic_update_with_every_head_has_the_gradients_of_the_plain_model",
             "engine/integration/test_value_update.py::test_critic_with_adapters_trains_them_and_its_head",
             "engine/integration/test_value_update.py::test_critic_of_a_trained_head_reads_it_also_without_a_class_in_transformers",
-            "e2e/test_ppo.py::test_ppo_run_with_critic_and_reference_raises_the_reward",
+            "e2e/trainers/test_ppo.py::test_ppo_run_with_critic_and_reference_raises_the_reward",
         ),
     ),
     Feature(
@@ -86,7 +86,7 @@ FEATURES = (
         "",
         (
             "engine/integration/test_ppo_update.py::test_reference_policy_of_packed_or_padded_rows_is_forward_only",
-            "e2e/test_ppo.py::test_ppo_run_with_critic_and_reference_raises_the_reward",
+            "e2e/trainers/test_ppo.py::test_ppo_run_with_critic_and_reference_raises_the_reward",
         ),
     ),
     Feature(
@@ -151,7 +151,7 @@ FEATURES = (
             "engine/packing/test_shared_mixers.py::test_shared_mixer_of_every_family_with_a_state_equals_the_plain_model",
             "engine/model/test_vision.py::test_vision_updates_of_shared_rows_equal_the_plain_model",
             "engine/fsdp/test_ulysses.py::test_check_attention_splits_of_other_token_mixers_refuses_them",
-            "e2e/test_sequence_parallel.py::test_sequence_parallel_run_trains",
+            "e2e/models/test_sequence_parallel.py::test_sequence_parallel_run_trains",
         ),
     ),
     Feature(
@@ -162,7 +162,7 @@ FEATURES = (
         (
             "engine/moe/router/test_router_replay.py::test_replay_of_every_family_takes_the_recorded_routes",
             "engine/moe/router/test_router_replay.py::test_replay_of_unusable_routes_raises",
-            "e2e/test_router_replay.py::test_router_replay_of_rollout_routes_brings_log_probs_together",
+            "e2e/models/test_router_replay.py::test_router_replay_of_rollout_routes_brings_log_probs_together",
         ),
     ),
     Feature(
@@ -177,7 +177,7 @@ FEATURES = (
             "engine/checkpoint/test_resume_matrix.py::test_resume_of_every_mesh_on_every_other_equals_an_uninterrupted_run",
             "rollout/test_engine_to_vllm.py::test_vllm_workers_after_each_of_two_syncs_hold_the_trainers_weights",
             "engine/preflight/test_training.py::test_etp_size_that_does_not_fit_is_refused_with_those_that_do",
-            "e2e/test_expert_tensor_parallel.py::test_run_with_cut_experts_trains_and_vllm_has_its_weights",
+            "e2e/models/test_expert_tensor_parallel.py::test_run_with_cut_experts_trains_and_vllm_has_its_weights",
         ),
     ),
     Feature(
@@ -196,10 +196,10 @@ FEATURES = (
             "engine/lora/test_lora_settings.py::test_lora_check_refuses_bad_settings",
             "rollout/remote/test_checkpoint_engine.py::test_checkpoint_engine_sends_the_base_once_and_adapters_in_every_sync",
             "rollout/test_adapters.py::test_adapters_alone_equal_those_that_vllm_loads_from_a_file",
-            "e2e/test_lora.py::test_lora_run_trains_adapters_that_reach_the_rollout",
-            "e2e/test_standalone.py::test_standalone_rollout_gets_the_base_once_and_then_adapters",
-            "e2e/test_trainers.py::test_one_step_off_trainer_sends_the_base_once_and_then_adapters",
-            "e2e/test_trainers.py::test_fully_async_trainer_sends_the_base_once_and_then_adapters",
+            "e2e/models/test_lora.py::test_lora_run_trains_adapters_that_reach_the_rollout",
+            "e2e/trainers/test_standalone.py::test_standalone_rollout_gets_the_base_once_and_then_adapters",
+            "e2e/trainers/test_trainers.py::test_one_step_off_trainer_sends_the_base_once_and_then_adapters",
+            "e2e/trainers/test_trainers.py::test_fully_async_trainer_sends_the_base_once_and_then_adapters",
             "engine/integration/test_value_update.py"
             "::test_a_critics_adapter_is_checked_with_its_head_before_a_worker_starts",
         ),
@@ -213,8 +213,8 @@ FEATURES = (
             "engine/model/test_vision.py::test_vision_updates_of_two_steps_equal_the_plain_model",
             "engine/model/test_vision.py::test_vision_updates_with_a_frozen_tower_equal_the_plain_model",
             "engine/model/test_vision.py::test_vision_updates_of_glm4v_moe_equal_the_plain_model",
-            "rollout/vllm/test_vllm_images.py::test_vllm_sees_an_image_as_a_fresh_engine_on_the_export_does",
-            "e2e/test_images.py::test_grpo_run_on_images_trains",
+            "rollout/vllm_workers/test_vllm_images.py::test_vllm_sees_an_image_as_a_fresh_engine_on_the_export_does",
+            "e2e/models/test_images.py::test_grpo_run_on_images_trains",
         ),
     ),
     Feature(
@@ -234,7 +234,7 @@ FEATURES = (
         "",
         (
             "engine/checkpoint/test_resume_matrix.py::test_resume_of_every_mesh_on_every_other_equals_an_uninterrupted_run",
-            "e2e/test_resume.py::test_run_resumed_from_a_background_save_continues",
+            "e2e/failures/test_resume.py::test_run_resumed_from_a_background_save_continues",
             "recipes/test_export.py::test_export_of_a_trained_model_has_its_weights_bit_for_bit",
             "recipes/test_import_fsdp2.py::test_import_of_a_run_of_verls_goes_on_here",
             "recipes/test_dequantise.py::test_dequantise_of_a_model_equals_what_transformers_makes_of_it",
@@ -245,11 +245,11 @@ FEATURES = (
         "colocated, and to rollouts apart from the trainer (`checkpoint_engine.backend=epfsdp2_p2p`, or verl's own)",
         "",
         (
-            "e2e/test_quickstart.py::test_sync_of_every_step_leaves_the_trainers_weights_in_every_worker",
-            "rollout/vllm/test_vllm_families.py::test_vllm_of_every_family_after_three_syncs_of_slices_equals_a_fresh_engine",
+            "e2e/trainers/test_quickstart.py::test_sync_of_every_step_leaves_the_trainers_weights_in_every_worker",
+            "rollout/vllm_workers/test_vllm_families.py::test_vllm_of_every_family_after_three_syncs_of_slices_equals_a_fresh_engine",
             "rollout/test_other_backends.py::"
             "test_other_backends_that_iterate_get_full_tensors_and_delta_gets_what_has_changed",
-            "e2e/test_standalone.py::test_standalone_rollout_follows_the_trainer",
+            "e2e/trainers/test_standalone.py::test_standalone_rollout_follows_the_trainer",
         ),
     ),
     Feature(
@@ -261,9 +261,9 @@ FEATURES = (
         (
             "rollout/quantise/test_quantise.py::test_quantise_of_slices_has_the_bits_that_vllm_makes_of_the_whole_weights",
             "rollout/layout/test_fp8_families.py::test_fp8_slices_of_every_family_are_where_vllms_loaders_put_them",
-            "rollout/vllm/test_vllm_fp8.py::test_vllm_fp8_workers_after_syncs_hold_what_vllm_loads_of_a_quantised_checkpoint",
+            "rollout/vllm_workers/test_vllm_fp8.py::test_vllm_fp8_workers_after_syncs_hold_what_vllm_loads_of_a_quantised_checkpoint",
             "engine/integration/test_rounded_weights.py::test_gradients_and_steps_on_every_mesh",
-            "e2e/test_fp8.py::test_a_rollout_in_fp8_follows_a_trainer_that_rounds_its_weights",
+            "e2e/models/test_fp8.py::test_a_rollout_in_fp8_follows_a_trainer_that_rounds_its_weights",
         ),
     ),
     Feature(
@@ -282,9 +282,9 @@ FEATURES = (
         "keys whose meaning can't be kept; two spellings that contradict each other",
         (
             "engine/settings/test_role_settings.py::test_role_settings_spelled_either_way_override_engine",
-            "e2e/test_verl_scripts.py::test_sft_script_with_two_words_trains",
-            "e2e/test_verl_scripts.py::test_grpo_script_with_two_words_trains",
-            "e2e/test_verl_scripts.py::test_fully_async_script_with_two_words_trains",
+            "e2e/trainers/test_verl_scripts.py::test_sft_script_with_two_words_trains",
+            "e2e/trainers/test_verl_scripts.py::test_grpo_script_with_two_words_trains",
+            "e2e/trainers/test_verl_scripts.py::test_fully_async_script_with_two_words_trains",
         ),
     ),
     Feature(
@@ -311,7 +311,7 @@ FEATURES = (
             "engine/preflight/test_dense_models.py::test_check_training_of_a_dense_model_beside_experts_applies_no_ep_size",
             "engine/preflight/test_dense_models.py::test_setting_of_experts_for_a_dense_model_alone_is_refused",
             "engine/integration/test_value_update.py::test_critic_update_with_every_head_has_the_gradients_of_the_plain_model",
-            "e2e/test_ppo.py::test_ppo_run_with_a_dense_critic_beside_experts_trains_both",
+            "e2e/trainers/test_ppo.py::test_ppo_run_with_a_dense_critic_beside_experts_trains_both",
         ),
     ),
     Feature(

@@ -88,9 +88,9 @@ def test_features_table_names_tests_that_exist():
 
 def test_generator_marks_long_tests_by_function_and_by_module():
     long = {name: GENERATE["is_long"](name) for f in FEATURES for name in f.tests if name.startswith("e2e/")}
-    assert long["e2e/test_trainers.py::test_fully_async_trainer_trains"]
-    assert not long["e2e/test_trainers.py::test_sft_trainer_lowers_the_loss"]
-    assert long["e2e/test_dapo.py::test_dapo_run_filters_groups_and_punishes_long_answers"]
+    assert long["e2e/trainers/test_trainers.py::test_fully_async_trainer_trains"]
+    assert not long["e2e/trainers/test_trainers.py::test_sft_trainer_lowers_the_loss"]
+    assert long["e2e/trainers/test_dapo.py::test_dapo_run_filters_groups_and_punishes_long_answers"]
 
 
 def test_settings_page_has_a_row_for_every_setting():

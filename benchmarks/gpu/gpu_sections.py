@@ -39,11 +39,11 @@ from epfsdp2.engine.planner.model_sizes import ModelSizes
 from epfsdp2.engine.topology.dtensor import local_tensor
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from epfsdp2.rollout.remote.process_group import Members, SyncGroup
-from tests.support.engine import sharded_model
-from tests.support.experts import FAMILIES, Config, make, routed, tokens_with
-from tests.support.models import reference_model, relative_error, save_qwen3_moe, token_batch, token_loss
+from tests.support.engine.sharded import sharded_model
+from tests.support.models.tiny import reference_model, relative_error, save_qwen3_moe, token_batch, token_loss
+from tests.support.moe.experts import FAMILIES, Config, make, routed, tokens_with
 from tests.support.ranks import run_ranks
-from tests.support.verls_transport import find_verls_transport, receive
+from tests.support.rollout.verls_transport import find_verls_transport, receive
 
 __all__ = ["SECTIONS", "Row"]
 

@@ -10,9 +10,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.rivals.sides import Batch, Side, log_probs_and_entropies, loss_of
-from tests.support.engine import whole_tensor
-from tests.support.memory import peak_of
-from tests.support.models import reference_model
+from tests.support.engine.memory import peak_of
+from tests.support.engine.sharded import whole_tensor
+from tests.support.models.tiny import reference_model
 
 __all__ = ["gradient_error", "memory_bytes", "wire_bytes"]
 

@@ -19,7 +19,7 @@ from epfsdp2.engine.head.causal_head import CausalHead, Wanted
 from epfsdp2.engine.optim.clip import ClippedStep
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.packing.sequences import PackedSequences
-from tests.support.engine import sharded_model
+from tests.support.engine.sharded import sharded_model
 
 __all__ = ["OURS", "THEIRS", "Batch", "Ours", "Side", "Theirs", "log_probs_and_entropies", "loss_of"]
 

@@ -53,7 +53,7 @@ CORE = (
     "tests/rollout/transport/test_full_gather.py",
 )
 SGLANG = (
-    *("tests/e2e/test_sglang.py", "tests/e2e/test_sglang_trainers.py", "tests/e2e/test_agents.py"),
+    *("tests/e2e/sglang/test_sglang.py", "tests/e2e/sglang/test_sglang_trainers.py", "tests/e2e/agents/test_agents.py"),
     *("tests/rollout/sglang/test_sglang.py", "tests/rollout/layout/test_sglang_layout.py"),
 )
 FOR = {

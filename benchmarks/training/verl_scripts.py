@@ -37,7 +37,7 @@ from epfsdp2.engine.compat import versions
 from epfsdp2.engine.compat.versions import installed
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight.run import check_training
-from tests.e2e import small_families
+from tests.e2e.models import small_families
 from tests.e2e.runs import overrides, running
 from tests.rollout.served_families import SERVED
 
@@ -197,7 +197,7 @@ def composed(module: str, arguments: list[str]):
 
 
 def runs_here(row: dict) -> str | None:
-    """Return the family of ``tests/e2e/small_families.py`` that stands for the script's model; None for SFT."""
+    """Return the family of ``tests/e2e/models/small_families.py`` that stands for the script's model; None for SFT."""
     if row["checks"] != "passes" or row["module"] == SFT:
         return None
     return kind if (kind := architecture(row["model"])[0]) in small_families.FAMILIES else None

@@ -25,9 +25,9 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.machine import machine
 from benchmarks.tables import write_table
-from tests.support.memory import MODEL, peak_of
-from tests.support.ppo import of_this_rank, ppo_batch, ppo_samples, ppo_worker
+from tests.support.engine.memory import MODEL, peak_of
 from tests.support.ranks import run_ranks
+from tests.support.trainer.ppo import of_this_rank, ppo_batch, ppo_samples, ppo_worker
 
 WORLD, PER_RANK, PROMPT, RESPONSE = 2, 4, 64, 448
 R3_LIMIT = 0.03  # of a step

@@ -2,7 +2,7 @@
 
     python -m benchmarks.update.memory [--fast]
 
-``tests/support/memory.py`` measures; this has the settings and writes the table.
+``tests/support/engine/memory.py`` measures; this has the settings and writes the table.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from rich.table import Table
 
 from benchmarks.machine import machine
 from benchmarks.tables import write_table
-from tests.support.memory import MODEL, Row, run
+from tests.support.engine.memory import MODEL, Row, run
 
 COLUMNS = [
     "mesh",
@@ -81,7 +81,8 @@ def write(rows: list[Row]) -> None:
         "peak; tokens are of a rank. Predicted: `engine/planner/memory.py`, from sizes and from how unevenly the",
         "routers, which are random, spread the rows. Largest: the largest single allocation over the stack",
         "`[E, 2I, D]` of a layer's `gate_up_proj`. With `ep` = 1 FSDP gathers whole stacks by design; EP is for that.",
-        "By index: operators that allocate what the Triton kernels do on a GPU (`tests/support/indexed_backend.py`).",
+        "By index: operators that allocate what the Triton kernels do on a GPU",
+        "(`tests/support/moe/indexed_backend.py`).",
     ]
     on = f"{where['cpu']}; torch {where['versions']['torch']}"
     write_table("memory", result, "Peak memory of a step", "make memory", on, text, COLUMNS, [*map(cells, rows)])

@@ -36,8 +36,8 @@ from epfsdp2.engine.integration import building
 from epfsdp2.engine.packing import sequences as packing
 from epfsdp2.engine.packing.attention import PackedAttention
 from epfsdp2.engine.packing.sequences import find_mixers
-from tests.support.ppo import PADDED, Sample, of_this_rank, ppo_batch, ppo_worker
 from tests.support.ranks import run_ranks
+from tests.support.trainer.ppo import PADDED, Sample, of_this_rank, ppo_batch, ppo_worker
 
 WORLD, ROW = 2, 4096
 COLUMNS = ["model", "sequences of a rank", "side", "update s", "tokens/s", "speedup", "commit"]

@@ -43,10 +43,10 @@ from epfsdp2.engine.planner.memory import Batch
 from epfsdp2.engine.planner.model_sizes import ModelSizes
 from epfsdp2.engine.planner.traffic import Collective, collectives
 from epfsdp2.engine.topology.mesh import divisors
-from tests.support.ppo import Sample, of_this_rank, ppo_batch, ppo_worker
+from tests.support.engine.wire import Counted, counted_collectives
 from tests.support.ranks import run_ranks
-from tests.support.verl_worker import training_worker
-from tests.support.wire import Counted, counted_collectives
+from tests.support.trainer.ppo import Sample, of_this_rank, ppo_batch, ppo_worker
+from tests.support.trainer.verl_worker import training_worker
 
 STOCK = "verl fsdp2"
 Mesh = tuple[int, int]  # ep and etp

@@ -47,8 +47,8 @@ from epfsdp2.rollout.server_adapter import send_weights
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport.sender import Bucket
 from epfsdp2.rollout.worker_weights import WorkerWeights
-from tests.support.engine import sharded_model
-from tests.support.memory import peak_of
+from tests.support.engine.memory import peak_of
+from tests.support.engine.sharded import sharded_model
 from tests.support.ranks import run_ranks
 
 WORLD = 2
@@ -227,7 +227,7 @@ def peak_memory(trainer: Trainer, side: str) -> int:
 
 def run(tp: int, repeats: int, trainer_only: bool) -> list[dict]:
     """Medians of each side at one rollout TP."""
-    from tests.support.vllm_engine import Engine
+    from tests.support.rollout.vllm_engine import Engine
 
     turns = [side for _ in range(repeats + 1) for side in SIDES]  # the first of each warms up
     with tempfile.TemporaryDirectory() as name:

@@ -31,7 +31,7 @@ from epfsdp2.recipes.plan.cards import config_of
 from epfsdp2.rollout.layout.vllm_layout import Rollout
 from epfsdp2.rollout.server_adapter import send_weights
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
-from tests.support.engine import sharded_model
+from tests.support.engine.sharded import sharded_model
 from tests.support.ranks import run_ranks
 
 __all__ = ["MOST_OF_BASE", "RANK", "holds", "run", "section", "share"]
@@ -82,7 +82,7 @@ def ranks(folder: Path, tp: int, handles: list[str], turns: int, megabytes: int,
 def run(model: dict[str, Any], tp: int, repeats: int, megabytes: int) -> list[dict]:
     """Rows of the base and of the adapters at one rollout TP; the first sync of adapters warms up."""
     from benchmarks.weights.weight_sync import when_done
-    from tests.support.vllm_engine import Engine
+    from tests.support.rollout.vllm_engine import Engine
 
     with tempfile.TemporaryDirectory() as name:
         folder, out = Path(name) / "model", Path(name) / "figures.json"

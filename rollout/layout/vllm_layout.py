@@ -12,7 +12,7 @@ shards a model under tensor, expert and data parallelism:
 * everything else is replicated on each worker.
 
 The rules are in ``rules.py``; which of them a family has, and its names, stand in one table (``_FAMILIES``). Tests
-compare the result with the layout that they trace from vLLM's own loaders (``tests/support/loader_trace.py``).
+compare the result with the layout that they trace from vLLM's own loaders (``tests/support/rollout/loader_trace.py``).
 """
 
 import re

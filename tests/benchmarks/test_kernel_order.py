@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.kernels.kernel_model import mm_order, outer_order
 from epfsdp2.engine.moe.gemm.backends import Groups
-from tests.support.interpreter import interpreted_kernels
+from tests.support.moe.interpreter import interpreted_kernels
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.rivals import compare
 from benchmarks.rivals.measured import gradient_error, memory_bytes, wire_bytes
 from benchmarks.rivals.sides import OURS, THEIRS, Ours, loss_of
+from tests.support.engine.wire import counted_collectives
 from tests.support.ranks import run_ranks
-from tests.support.wire import counted_collectives
 
 SIZES = compare.SIZES[compare.QWEN] | {"hidden_size": 32, "moe_intermediate_size": 48, "num_hidden_layers": 2}
 SIZES |= {"head_dim": 8, "num_experts": 8}

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.training.verl_scripts import ADDED, checks, composed, examine, record, small_model
 
-DATA = sorted((Path(__file__).parents[1] / "e2e" / "data").glob("*.json"))
+DATA = sorted((Path(__file__).parents[1] / "e2e" / "trainers" / "data").glob("*.json"))
 SCRIPTS = {
     "on.sh": 'uv run python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path="$HOME/Qwen3-30B-A3B" "$@"',
     "not_on.sh": "ray job submit -- python3 -m verl.experimental.fully_async_policy.fully_async_main a.b=1",

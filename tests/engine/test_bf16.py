@@ -17,8 +17,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 from epfsdp2.engine.moe.find import find_experts
 from epfsdp2.engine.moe.router.replay import RouterReplay
-from tests.support.engine import sharded_model
-from tests.support.models import VOCAB, reference_model, save_glm4_moe, save_qwen3_moe, token_loss
+from tests.support.engine.sharded import sharded_model
+from tests.support.models.tiny import VOCAB, reference_model, save_glm4_moe, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks
 
 WORLD, BATCHES = 4, 24

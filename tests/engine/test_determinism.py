@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from tests.parity import families
-from tests.support.engine import sharded_model
-from tests.support.models import VOCAB, token_loss
+from tests.support.engine.sharded import sharded_model
+from tests.support.models.tiny import VOCAB, token_loss
 from tests.support.ranks import run_ranks
 
 WORLD = 4

@@ -15,8 +15,8 @@ from epfsdp2.engine.fsdp.wrap_plan import wrap_plan
 from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.topology.mesh import Meshes
-from tests.support.engine import sharded_model
-from tests.support.models import adam, reference_model, relative_error, save_qwen3_moe, token_batch, token_loss
+from tests.support.engine.sharded import sharded_model
+from tests.support.models.tiny import adam, reference_model, relative_error, save_qwen3_moe, token_batch, token_loss
 from tests.support.ranks import each_case, run_ranks
 
 WORLD = 4

@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.engine import sharded_model
-from tests.support.models import VOCAB, save_qwen3_moe, token_loss
+from tests.support.engine.recorder import Recorder
+from tests.support.engine.sharded import sharded_model
+from tests.support.models.tiny import VOCAB, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks
-from tests.support.recorder import Recorder
 
 WORLD, LAYERS = 4, 4
 

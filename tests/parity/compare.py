@@ -28,7 +28,7 @@ from epfsdp2.engine.topology.dtensor import local_pieces, local_tensor
 from epfsdp2.engine.topology.mesh import Meshes, Topology, build_meshes
 from tests.parity import families
 from tests.parity.float64 import float64
-from tests.support.models import VOCAB
+from tests.support.models.tiny import VOCAB
 
 __all__ = ["BOUND", "WORLD", "Case", "Row", "cases", "compare", "fast_case", "packed_cases"]
 

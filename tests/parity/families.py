@@ -26,7 +26,7 @@ from tests.parity.family import (
     sizes,
 )
 from tests.parity.newer_families import NEWER
-from tests.support.models import VOCAB
+from tests.support.models.tiny import VOCAB
 
 __all__ = [
     "ALL",

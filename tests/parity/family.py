@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import transformers
 
-from tests.support.models import VOCAB
+from tests.support.models.tiny import VOCAB
 
 __all__ = [
     "DEEPSEEK",

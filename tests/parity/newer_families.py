@@ -3,7 +3,7 @@
 import importlib
 
 from tests.parity.family import DEEPSEEK, GRANITE, LOCAL, MLA, QWEN, SPARSE_LAYERS, VISION, Family, of, sizes
-from tests.support.models import VOCAB
+from tests.support.models.tiny import VOCAB
 
 __all__ = ["KNOWN", "NEWER", "REFUSED"]
 

@@ -22,7 +22,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from epfsdp2.recipes.convert import dequantise
-from tests.support.memory import peak_of
+from tests.support.engine.memory import peak_of
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 

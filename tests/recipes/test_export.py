@@ -7,8 +7,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from epfsdp2.engine.checkpoint import state as checkpoint
 from epfsdp2.recipes.convert import export
-from tests.support.engine import sharded_model
-from tests.support.models import save_qwen3_moe
+from tests.support.engine.sharded import sharded_model
+from tests.support.models.tiny import save_qwen3_moe
 from tests.support.ranks import run_ranks
 
 

@@ -16,8 +16,8 @@ from epfsdp2.recipes.resilient.checkpoints import latest
 from epfsdp2.recipes.resilient.command import Command
 from epfsdp2.recipes.resilient.decisions import Failure, backoff_seconds, reason_to_give_up, report
 from epfsdp2.recipes.resilient.mesh import divides, largest_mesh
-from tests.support.models import save_qwen3_moe
-from tests.support.resilient import CONFIG, FAKE, TRAINER, Run, command_of, save_step
+from tests.support.models.tiny import save_qwen3_moe
+from tests.support.trainer.resilient import CONFIG, FAKE, TRAINER, Run, command_of, save_step
 
 
 def test_resilient_run_that_fails_continues_from_its_last_complete_checkpoint(tmp_path):

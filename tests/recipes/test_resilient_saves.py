@@ -8,7 +8,7 @@ import pytest
 
 from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST
 from epfsdp2.recipes.resilient.checkpoints import NOTICE, latest, saved_steps
-from tests.support.resilient import command_of, save_step
+from tests.support.trainer.resilient import command_of, save_step
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.vllm_engine import Checkpoint, Engine, make_checkpoint
+from tests.support.rollout.vllm_engine import Checkpoint, Engine, make_checkpoint
 
 
 @pytest.fixture(scope="session")

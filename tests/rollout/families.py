@@ -10,7 +10,7 @@ import transformers
 from epfsdp2.engine.moe.outside.families import prepare
 from epfsdp2.rollout.layout.vllm_layout import known_families
 from tests.rollout.served_families import SERVED
-from tests.support.models import publish, save_random
+from tests.support.models.tiny import publish, save_random
 
 __all__ = ["DENSE", "FAMILIES", "Family", "config_of", "known", "model_on_meta", "save"]
 

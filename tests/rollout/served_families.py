@@ -18,7 +18,7 @@ from epfsdp2.engine.moe.outside.families import prepare
 from epfsdp2.engine.topology.dtensor import persistent_buffers
 from epfsdp2.rollout.transport.full_gather import narrower
 from tests.parity.families import Family
-from tests.support.vlm import IMAGE_TOKENS
+from tests.support.models.vlm import IMAGE_TOKENS
 
 __all__ = ["SERVED", "Served", "build", "export", "randomise", "sent"]
 

@@ -20,8 +20,8 @@ from epfsdp2.rollout.server_adapter import send_weights
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport.checksums import with_checksums
 from tests.rollout.served_families import build
-from tests.support.engine import sharded_model
-from tests.support.models import save_qwen3
+from tests.support.engine.sharded import sharded_model
+from tests.support.models.tiny import save_qwen3
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.e2e

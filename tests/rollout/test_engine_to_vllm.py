@@ -9,10 +9,10 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from epfsdp2.engine.checkpoint.state import HF
-from tests.support import verify
-from tests.support.engine import sharded_model
-from tests.support.models import token_loss
+from tests.support.engine.sharded import sharded_model
+from tests.support.models.tiny import token_loss
 from tests.support.ranks import run_ranks
+from tests.support.rollout import verify
 
 pytestmark = pytest.mark.e2e
 

@@ -5,7 +5,7 @@ import torch
 
 from epfsdp2.engine.model import hf_names
 from tests.rollout.served_families import SERVED, build, export, randomise, sent
-from tests.support import verify
+from tests.support.rollout import verify
 
 pytestmark = pytest.mark.e2e
 

@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tests.support.models import reference_model, save_qwen3_moe
-from tests.support.names import send_stacks
+from tests.support.models.tiny import reference_model, save_qwen3_moe
 from tests.support.ranks import run_ranks
-from tests.support.verl_worker import training_worker
+from tests.support.rollout.names import send_stacks
+from tests.support.trainer.verl_worker import training_worker
 
 
 def _worker(folder, **settings):

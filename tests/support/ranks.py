@@ -20,7 +20,9 @@ import torch.multiprocessing as mp
 __all__ = ["each_case", "run_ranks"]
 
 # verl's workers take 2.5 s of a core to import, on every rank that has not got them from here.
-multiprocessing.set_forkserver_preload(["tests.support.models", "tests.support.engine", "verl.workers.engine_workers"])
+multiprocessing.set_forkserver_preload(
+    ["tests.support.models.tiny", "tests.support.engine.sharded", "verl.workers.engine_workers"]
+)
 
 
 def run_ranks(

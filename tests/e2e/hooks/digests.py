@@ -2,7 +2,7 @@
 
 import os
 
-from tests.support.vllm_extension import ReadableWorker
+from tests.support.rollout.vllm_extension import ReadableWorker
 
 
 class WritesDigests(ReadableWorker):

@@ -4,7 +4,7 @@ import functools
 import sys
 
 from epfsdp2.recipes.quickstart import cli, commands, model
-from tests.e2e import small_families
+from tests.e2e.models import small_families
 
 _, _FAMILY, *_OPTIONS = sys.argv
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from epfsdp2.engine.checkpoint import state as checkpoint
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
-from tests.support.engine import sharded_model
+from tests.support.engine.sharded import sharded_model
 
 WORLD = 2
 CONTENTS = {"model", "optimizer", "extra"}

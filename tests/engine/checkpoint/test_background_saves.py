@@ -20,9 +20,9 @@ from epfsdp2.engine.checkpoint.saves import name_as_latest
 from epfsdp2.engine.model import hf_convert
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.topology.rank_consistency import RankMismatchError
-from tests.support.checkpoints import ALL, build_trainer, raise_full_disk, train_step
-from tests.support.engine import full_tensors
-from tests.support.models import VOCAB, reference_model, save_qwen3_moe
+from tests.support.engine.checkpoints import ALL, build_trainer, raise_full_disk, train_step
+from tests.support.engine.sharded import full_tensors
+from tests.support.models.tiny import VOCAB, reference_model, save_qwen3_moe
 from tests.support.ranks import run_ranks
 
 

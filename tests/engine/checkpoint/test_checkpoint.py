@@ -15,9 +15,9 @@ from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST, CheckpointError
 from epfsdp2.engine.checkpoint.export_hf import write_hf_weights
 from epfsdp2.engine.checkpoint.saves import remove_old
 from epfsdp2.engine.topology.rank_consistency import RankMismatchError
-from tests.support.checkpoints import ALL, build_trainer, raise_full_disk, train_step
-from tests.support.engine import sharded_model
-from tests.support.models import VOCAB, reference_model, save_qwen3_moe
+from tests.support.engine.checkpoints import ALL, build_trainer, raise_full_disk, train_step
+from tests.support.engine.sharded import sharded_model
+from tests.support.models.tiny import VOCAB, reference_model, save_qwen3_moe
 from tests.support.permissions import obey_permissions
 from tests.support.ranks import run_ranks
 

@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from epfsdp2.engine.checkpoint import state as checkpoint
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.topology.rank_consistency import RankMismatchError
-from tests.support.engine import sharded_model
-from tests.support.models import save_qwen3_moe
+from tests.support.engine.sharded import sharded_model
+from tests.support.models.tiny import save_qwen3_moe
 from tests.support.ranks import run_ranks
 
 ALL = {"model", "optimizer", "extra"}

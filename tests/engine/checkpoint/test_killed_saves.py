@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.models import save_qwen3_moe
+from tests.support.models.tiny import save_qwen3_moe
 
 ROOT = Path(__file__).parents[3]
 

@@ -20,8 +20,8 @@ from epfsdp2.engine.model.meta import check_not_quantised
 from epfsdp2.engine.preflight.model_facts import check_model_path
 from epfsdp2.engine.topology.dtensor import is_expert_parameter
 from epfsdp2.engine.topology.rank_consistency import RankMismatchError
-from tests.support.engine import sharded_model
-from tests.support.models import reference_model, save_qwen3_moe
+from tests.support.engine.sharded import sharded_model
+from tests.support.models.tiny import reference_model, save_qwen3_moe
 from tests.support.permissions import obey_permissions
 from tests.support.ranks import run_ranks
 

@@ -18,7 +18,7 @@ from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.topology.dtensor import checkpoint_tensors, local_tensor
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from tests.parity import families
-from tests.support.models import VOCAB
+from tests.support.models.tiny import VOCAB
 from tests.support.ranks import run_ranks
 
 CONTENTS = {"model", "optimizer"}

@@ -19,8 +19,8 @@ from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.optim.muon import Muon
 from epfsdp2.engine.topology.dtensor import checkpoint_tensors, local_pieces
 from epfsdp2.engine.topology.mesh import Topology, build_meshes, divisors
-from tests.support.engine import sharded_model, whole_tensor
-from tests.support.models import VOCAB, save_qwen3_moe, token_loss
+from tests.support.engine.sharded import sharded_model, whole_tensor
+from tests.support.models.tiny import VOCAB, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks
 
 CONTENTS = {"model", "optimizer", "extra"}
@@ -92,7 +92,7 @@ _shared_meshes = functools.cache(build_meshes)
 class _Trainer:
     def __init__(self, folder: Path, mesh: Mesh, optimizer: str):
         topology = Topology.arrange(mesh.world, mesh.ep, mesh.world // mesh.replicas, mesh.etp)
-        with mock.patch("tests.support.engine.build_meshes", _shared_meshes):
+        with mock.patch("tests.support.engine.sharded.build_meshes", _shared_meshes):
             self.model, self.meshes = sharded_model(folder, topology, expert_shard_dim=mesh.dim)
         matrices = (lambda groups: Muon(groups, lr=1e-3, weight_decay=0.01)) if optimizer == "muon" else None
         self.optimizer = build_multi_optimizer(self.model, _adamw, matrices)

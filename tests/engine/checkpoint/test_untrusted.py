@@ -19,7 +19,7 @@ from epfsdp2.engine.lora.settings import LoraSettings
 from epfsdp2.engine.model.safetensors_files import DamagedFileError, SafetensorsFile
 from epfsdp2.engine.preflight.model_facts import inspect_model
 from epfsdp2.recipes.plan.cards import config_of
-from tests.support.models import save_qwen3_moe
+from tests.support.models.tiny import save_qwen3_moe
 
 HUGE = (2**31, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**40)
 NUMBERS = (*HUGE, -1, -(2**63), 1.5, 1e308, True, None, "4", [], [4], {}, "4" * 1000)

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from epfsdp2.engine.fsdp import activation_checkpoint
 from tests.parity.families import FAMILIES
-from tests.support.engine import sharded_model
-from tests.support.models import VOCAB, reference_model, save_qwen3_moe, token_loss
+from tests.support.engine.recorder import Recorder
+from tests.support.engine.sharded import sharded_model
+from tests.support.models.tiny import VOCAB, reference_model, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks
-from tests.support.recorder import Recorder
 
 WORLD = 2
 

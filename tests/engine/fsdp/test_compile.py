@@ -5,9 +5,9 @@ import torch.distributed as dist
 
 from epfsdp2.engine import parallelize
 from epfsdp2.engine.fsdp import compile as compiling
-from tests.support.engine import sharded_model
+from tests.support.engine.sharded import sharded_model
 from tests.support.logs import logged_lines
-from tests.support.models import VOCAB, save_qwen3_moe, token_loss
+from tests.support.models.tiny import VOCAB, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks
 
 WORLD = 2

@@ -22,8 +22,8 @@ from epfsdp2.engine.fsdp.fp32_modules import correction_biases, find_float32_mod
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes
 from tests.parity import families
-from tests.support.engine import sharded_model
-from tests.support.models import VOCAB, save_qwen3_moe, save_random, token_loss
+from tests.support.engine.sharded import sharded_model
+from tests.support.models.tiny import VOCAB, save_qwen3_moe, save_random, token_loss
 from tests.support.ranks import run_ranks
 
 WORLD = 2

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from epfsdp2.engine.fsdp import single_rank_reduce
-from tests.support.engine import sharded_model
-from tests.support.models import save_qwen3_moe, token_batch, token_loss
+from tests.support.engine.sharded import sharded_model
+from tests.support.models.tiny import save_qwen3_moe, token_batch, token_loss
 from tests.support.ranks import run_ranks
 
 WORLD = 4

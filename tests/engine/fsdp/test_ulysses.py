@@ -16,9 +16,9 @@ from epfsdp2.engine.model.vision import VisionTowerSync
 from epfsdp2.engine.moe.find import UnsupportedModelError
 from epfsdp2.engine.packing.sequences import PackedSequences
 from tests.parity.families import ALL, FAMILIES, STATES
-from tests.support.models import VOCAB, save_qwen3_moe
-from tests.support.ppo import check_ppo_updates, of_this_rank, ppo_batch, ppo_samples, ppo_worker
+from tests.support.models.tiny import VOCAB, save_qwen3_moe
 from tests.support.ranks import run_ranks
+from tests.support.trainer.ppo import check_ppo_updates, of_this_rank, ppo_batch, ppo_samples, ppo_worker
 
 WORLD = 4
 RELATIVE = 1e-5  # of updates, in float32

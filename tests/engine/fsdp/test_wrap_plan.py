@@ -24,8 +24,8 @@ from epfsdp2.engine.parallelize import parallelize
 from epfsdp2.engine.topology.dtensor import shard_steps
 from epfsdp2.engine.topology.index_ranges import ShardStep
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
+from tests.support.models.vlm import vlm_config
 from tests.support.ranks import run_ranks
-from tests.support.vlm import vlm_config
 
 WORLD = 4
 LOW, FULL = torch.bfloat16, torch.float32

@@ -16,9 +16,9 @@ from epfsdp2.engine.lora.settings import LoraSettings
 from tests.parity.families import FAMILIES
 from tests.parity.family import HEADS, SCALED
 from tests.parity.float64 import float64
-from tests.support.models import reference_model, save_qwen3_moe
-from tests.support.ppo import PADDED, of_this_rank, ppo_batch, ppo_samples, ppo_worker
+from tests.support.models.tiny import reference_model, save_qwen3_moe
 from tests.support.ranks import run_ranks
+from tests.support.trainer.ppo import PADDED, of_this_rank, ppo_batch, ppo_samples, ppo_worker
 
 # Beside those that scale logits: a model around another that has the head, and one without a head.
 WHOLE = {*SCALED, "llama4", "openai_privacy_filter", "qwen3_omni_moe"}

@@ -10,9 +10,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from tests.support.models import reference_model, save_qwen3_moe
-from tests.support.ppo import RESPONSE, SAMPLES, ppo_batch, ppo_samples, ppo_worker
+from tests.support.models.tiny import reference_model, save_qwen3_moe
 from tests.support.ranks import each_case, run_ranks
+from tests.support.trainer.ppo import RESPONSE, SAMPLES, ppo_batch, ppo_samples, ppo_worker
 
 WORLD, MICRO = 2, 2
 PER_RANK = SAMPLES // WORLD

@@ -11,9 +11,9 @@ from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight.features import check_fused_kernels
 from tests.parity.families import FAMILIES
 from tests.parity.family import HEADS, SCALED
-from tests.support.models import reference_model, save_qwen3_moe
-from tests.support.ppo import PADDED, ppo_batch, ppo_samples, ppo_worker, reference_update
+from tests.support.models.tiny import reference_model, save_qwen3_moe
 from tests.support.ranks import run_ranks
+from tests.support.trainer.ppo import PADDED, ppo_batch, ppo_samples, ppo_worker, reference_update
 
 FUSED = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}
 # verl has forwards of its own for models with images.

@@ -5,9 +5,9 @@ import torch.distributed as dist
 
 from epfsdp2.engine.moe.find import find_experts
 from epfsdp2.engine.moe.router.replay import RouterReplay
-from tests.support.models import reference_model, save_qwen3_moe
-from tests.support.ppo import of_this_rank, plain_ppo_loss, ppo_batch, ppo_samples, ppo_worker
+from tests.support.models.tiny import reference_model, save_qwen3_moe
 from tests.support.ranks import run_ranks
+from tests.support.trainer.ppo import of_this_rank, plain_ppo_loss, ppo_batch, ppo_samples, ppo_worker
 
 RELATIVE = 1e-5
 LAYERS, EXPERTS = 3, 8

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from epfsdp2.engine.integration.shims import separation_shim
-from tests.support.engine import sharded_model
-from tests.support.models import save_qwen3_moe
+from tests.support.engine.sharded import sharded_model
+from tests.support.models.tiny import save_qwen3_moe
 from tests.support.ranks import run_ranks
 
 

@@ -10,12 +10,12 @@ from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.lora.adapters import SAVED, lora_of
 from epfsdp2.engine.preflight.run import check_training
 from epfsdp2.recipes.convert.export import export
-from tests.support.lora import SETTINGS, adapt, adapters_of, stirred, whole
-from tests.support.models import VOCAB, save_glm4_moe, save_qwen3, save_qwen3_moe
-from tests.support.ppo import PADDED, RESPONSE, of_this_rank, ppo_batch, ppo_samples
+from tests.support.engine.lora import SETTINGS, adapt, adapters_of, stirred, whole
+from tests.support.models.tiny import VOCAB, save_glm4_moe, save_qwen3, save_qwen3_moe
+from tests.support.models.vlm import save_vlm
 from tests.support.ranks import run_ranks
-from tests.support.verl_worker import training_worker
-from tests.support.vlm import save_vlm
+from tests.support.trainer.ppo import PADDED, RESPONSE, of_this_rank, ppo_batch, ppo_samples
+from tests.support.trainer.verl_worker import training_worker
 
 WORLD, PER_RANK = 2, 4
 RELATIVE, OF_FLOAT16 = 1e-5, 2e-2

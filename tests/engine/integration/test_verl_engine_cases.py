@@ -14,8 +14,8 @@ import torch
 from transformers import AutoConfig, AutoModelForTokenClassification
 
 from epfsdp2.engine.config import EPFSDP2ActorConfig, EPFSDP2CriticConfig, EPFSDP2EngineConfig
-from tests.support.models import reference_model, save_qwen3_moe, save_random
-from tests.support.ppo import RESPONSE, SAMPLES, ppo_batch, ppo_samples, reference_update
+from tests.support.models.tiny import reference_model, save_qwen3_moe, save_random
+from tests.support.trainer.ppo import RESPONSE, SAMPLES, ppo_batch, ppo_samples, reference_update
 
 pytestmark = pytest.mark.e2e
 

@@ -16,8 +16,8 @@ from epfsdp2.rollout.adapter_sync import BaseChangedError
 from epfsdp2.rollout.layout.vllm_layout import Rollout
 from epfsdp2.rollout.remote.delta_shards import ShardExport
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
-from tests.support.lora import SETTINGS, adapters_of, stirred, whole
-from tests.support.lora_runs import (
+from tests.support.engine.lora import SETTINGS, adapters_of, stirred, whole
+from tests.support.engine.lora_runs import (
     CLIP,
     WORLD,
     logits_of,
@@ -26,10 +26,10 @@ from tests.support.lora_runs import (
     sharded_with_adapters,
     weights_with_adapters,
 )
-from tests.support.models import adam, reference_model, relative_error, save_qwen3_moe, token_batch
-from tests.support.names import send_stacks
-from tests.support.ppo import ppo_batch, ppo_samples, ppo_worker
+from tests.support.models.tiny import adam, reference_model, relative_error, save_qwen3_moe, token_batch
 from tests.support.ranks import run_ranks
+from tests.support.rollout.names import send_stacks
+from tests.support.trainer.ppo import ppo_batch, ppo_samples, ppo_worker
 
 RELATIVE = 1e-5
 

@@ -24,9 +24,9 @@ from epfsdp2.engine.topology.dtensor import is_adapter
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from tests.parity import families
 from tests.parity.float64 import float64
-from tests.support.engine import full_tensors
-from tests.support.lora import SCALING, adapters_of, lora_settings, stirred, whole
-from tests.support.models import VOCAB, relative_error
+from tests.support.engine.lora import SCALING, adapters_of, lora_settings, stirred, whole
+from tests.support.engine.sharded import full_tensors
+from tests.support.models.tiny import VOCAB, relative_error
 from tests.support.ranks import run_ranks
 
 RELATIVE = 1e-5

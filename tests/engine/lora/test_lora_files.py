@@ -17,8 +17,8 @@ from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.topology.dtensor import is_adapter
 from epfsdp2.recipes.convert.export import export
-from tests.support.lora import SCALING, adapters_of, lora_settings, stirred, whole
-from tests.support.lora_runs import (
+from tests.support.engine.lora import SCALING, adapters_of, lora_settings, stirred, whole
+from tests.support.engine.lora_runs import (
     CLIP,
     WORLD,
     logits_of,
@@ -26,7 +26,7 @@ from tests.support.lora_runs import (
     sharded_with_adapters,
     weights_with_adapters,
 )
-from tests.support.models import adam, reference_model, save_qwen3_moe, token_batch
+from tests.support.models.tiny import adam, reference_model, save_qwen3_moe, token_batch
 from tests.support.ranks import run_ranks
 
 

@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from epfsdp2.engine.config import EPFSDP2EngineConfig
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight.run import check_training
-from tests.support.lora import SETTINGS
-from tests.support.models import save_qwen3_moe
+from tests.support.engine.lora import SETTINGS
+from tests.support.models.tiny import save_qwen3_moe
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ from epfsdp2.engine.lora.peft_files import ADAPTER, as_peft, peft_names, read_ad
 from epfsdp2.engine.lora.settings import LoraSettings
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.topology.dtensor import is_adapter
-from tests.support.engine import full_tensors, sharded_model
-from tests.support.lora import adapters_of, lora_settings, stirred
-from tests.support.models import VOCAB, reference_model, relative_error, save_qwen3_moe, token_batch
+from tests.support.engine.lora import adapters_of, lora_settings, stirred
+from tests.support.engine.sharded import full_tensors, sharded_model
+from tests.support.models.tiny import VOCAB, reference_model, relative_error, save_qwen3_moe, token_batch
 from tests.support.ranks import run_ranks
 
 WORLD = 4

@@ -6,9 +6,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from epfsdp2.engine.config import EPFSDP2EngineConfig
 from epfsdp2.engine.model.meta import build_on_meta, copy_on_meta
-from tests.support.models import reference_model, save_qwen3, save_qwen3_moe
+from tests.support.models.tiny import reference_model, save_qwen3, save_qwen3_moe
 from tests.support.ranks import run_ranks
-from tests.support.verl_worker import training_worker
+from tests.support.trainer.verl_worker import training_worker
 
 
 def _counted(folder, model_type, settings, model):

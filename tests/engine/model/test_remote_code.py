@@ -16,7 +16,7 @@ from epfsdp2.engine.model.meta import build_on_meta
 from epfsdp2.engine.preflight.model_facts import inspect_model
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from tests.parity import families
-from tests.support.models import VOCAB, relative_error
+from tests.support.models.tiny import VOCAB, relative_error
 from tests.support.ranks import run_ranks
 
 # As in the config.json of moonshotai/Moonlight-16B-A3B, moonshotai/Kimi-K2-Instruct and inclusionAI/Ling-mini-2.0.

@@ -16,8 +16,8 @@ from epfsdp2.engine.parallelize import parallelize
 from epfsdp2.engine.topology.dtensor import local_tensor
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from tests.parity import families
-from tests.support.engine import sharded_model
-from tests.support.models import save_qwen3_moe
+from tests.support.engine.sharded import sharded_model
+from tests.support.models.tiny import save_qwen3_moe
 from tests.support.ranks import run_ranks
 
 WORLD = 2

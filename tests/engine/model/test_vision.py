@@ -13,9 +13,9 @@ from epfsdp2.engine.model.vision import VisionTowerSync, preserve_forward
 from epfsdp2.engine.preflight.features import check_images
 from tests.parity.families import FAMILIES
 from tests.parity.float64 import float64
-from tests.support.ppo import SAMPLES, of_this_rank, plain_ppo_loss, ppo_worker
+from tests.support.models.vlm import plain_vlm, save_vlm, vlm_batch, vlm_logits, vlm_samples
 from tests.support.ranks import run_ranks
-from tests.support.vlm import plain_vlm, save_vlm, vlm_batch, vlm_logits, vlm_samples
+from tests.support.trainer.ppo import SAMPLES, of_this_rank, plain_ppo_loss, ppo_worker
 
 WORLD = 4
 RELATIVE = 1e-5

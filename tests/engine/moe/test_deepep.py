@@ -18,9 +18,9 @@ from epfsdp2.engine.moe.deepep import check_deepep, exchange
 from epfsdp2.engine.moe.dispatch import combine, deferred_router_grad, dispatch
 from epfsdp2.engine.preflight.features import check_dispatcher
 from epfsdp2.engine.preflight.run import check_training
+from tests.support.moe.routing import EXPERTS, D, K, routings
 from tests.support.ranks import run_ranks
-from tests.support.routing import EXPERTS, D, K, routings
-from tests.support.settings import checkpoint, engine
+from tests.support.trainer.settings import checkpoint, engine
 
 
 def _to_each(pieces):

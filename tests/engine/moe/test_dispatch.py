@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from epfsdp2.engine.moe.dispatch import build_dispatch_plans, combine, dispatch
 from epfsdp2.engine.moe.forward import grouped_linear
+from tests.support.moe.routing import EXPERTS, D, K, routings
 from tests.support.ranks import run_ranks
-from tests.support.routing import EXPERTS, D, K, routings
 
 
 def _expected(hidden, ids, weights, scale_E):

@@ -13,8 +13,8 @@ from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.moe.find import UnsupportedModelError, find_experts
 from epfsdp2.engine.parallelize import parallelize
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
-from tests.support.models import VOCAB, reference_model, save_qwen3_moe, token_loss
-from tests.support.own_model import EXPERTS, HIDDEN, INNER, PLAN, OwnModel
+from tests.support.models.own_model import EXPERTS, HIDDEN, INNER, PLAN, OwnModel
+from tests.support.models.tiny import VOCAB, reference_model, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks
 
 WORLD = 4

@@ -12,12 +12,12 @@ from epfsdp2.engine.moe.collectives.rows import AllToAll, Gather
 from epfsdp2.engine.moe.dispatch import combine, deferred_router_grad, dispatch
 from epfsdp2.engine.moe.overlap import exchange
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
-from tests.support.engine import sharded_model
-from tests.support.models import VOCAB, save_glm4_moe, save_qwen3_moe, token_loss
-from tests.support.ppo import check_ppo_updates
+from tests.support.engine.recorder import Recorder
+from tests.support.engine.sharded import sharded_model
+from tests.support.models.tiny import VOCAB, save_glm4_moe, save_qwen3_moe, token_loss
+from tests.support.moe.routing import EXPERTS, D, routings
 from tests.support.ranks import run_ranks
-from tests.support.recorder import Recorder
-from tests.support.routing import EXPERTS, D, routings
+from tests.support.trainer.ppo import check_ppo_updates
 
 WORLD, INNER = 4, 8
 

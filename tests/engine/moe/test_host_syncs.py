@@ -24,10 +24,10 @@ from epfsdp2.engine.moe.forward import ExpertsRuntime, attach, experts_forward
 from epfsdp2.engine.moe.gemm import backends
 from epfsdp2.engine.moe.router.losses import RouterLosses
 from epfsdp2.engine.packing.sequences import PackedSequences
-from tests.support.engine import sharded_model
-from tests.support.models import VOCAB, save_qwen3_moe
+from tests.support.engine.sharded import sharded_model
+from tests.support.models.tiny import VOCAB, save_qwen3_moe
 from tests.support.ranks import run_ranks
-from tests.support.settings import TINY
+from tests.support.trainer.settings import TINY
 
 E, K, D, TOKENS = 8, 2, 16, 12
 READS = ("item", "tolist", "numpy", "__bool__", "__int__", "__index__", "__float__")

@@ -15,13 +15,13 @@ from epfsdp2.engine.moe.dispatch import chunk_bounds, combine, deferred_router_g
 from epfsdp2.engine.moe.find import find_experts
 from epfsdp2.engine.moe.overlap import check_overlap, exchange
 from tests.parity import families
-from tests.support.engine import sharded_model
-from tests.support.models import VOCAB, reference_model, relative_error, save_glm4_moe, save_qwen3_moe, token_loss
-from tests.support.own_model import PLAN, OwnModel
-from tests.support.ppo import check_ppo_updates
+from tests.support.engine.recorder import Recorder
+from tests.support.engine.sharded import sharded_model
+from tests.support.models.own_model import PLAN, OwnModel
+from tests.support.models.tiny import VOCAB, reference_model, relative_error, save_glm4_moe, save_qwen3_moe, token_loss
+from tests.support.moe.routing import EXPERTS, D, routings
 from tests.support.ranks import each_case, run_ranks
-from tests.support.recorder import Recorder
-from tests.support.routing import EXPERTS, D, routings
+from tests.support.trainer.ppo import check_ppo_updates
 
 RELATIVE = 1e-5
 # Of transformers' families, by whether the block calls its shared experts after the experts or before.

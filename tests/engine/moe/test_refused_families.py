@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.moe.find import UnsupportedModelError, find_experts, is_dense, is_on_interface
 from epfsdp2.engine.preflight.model_facts import inspect_model
-from tests.support.models import save_qwen3_moe
+from tests.support.models.tiny import save_qwen3_moe
 
 OUTSIDE = {
     "longcat_flash": ({"num_layers": 2}, "LongcatFlashExperts"),

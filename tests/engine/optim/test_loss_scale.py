@@ -10,10 +10,10 @@ from torch import nn
 from epfsdp2.engine.optim.loss_scale import LossOverflowError, LossScale
 from epfsdp2.engine.optim.multi_optimizer import optimizer_from_config
 from epfsdp2.engine.topology.dtensor import is_adapter, is_expert_parameter, local_tensor
-from tests.support.models import reference_model, save_qwen3_moe
-from tests.support.ppo import of_this_rank, ppo_batch, ppo_samples, ppo_worker, reference_update
+from tests.support.models.tiny import reference_model, save_qwen3_moe
 from tests.support.ranks import run_ranks
-from tests.support.verl_worker import optimizer_config
+from tests.support.trainer.ppo import of_this_rank, ppo_batch, ppo_samples, ppo_worker, reference_update
+from tests.support.trainer.verl_worker import optimizer_config
 
 START = 2.0**8  # these models are so small that their gradients overflow with the scale that a run starts with
 OVER_TWO_RANKS = {"ulysses_sequence_parallel_size": 2}

@@ -25,9 +25,9 @@ from epfsdp2.engine.optim.muon_partition import matrix_groups, matrix_shard_step
 from epfsdp2.engine.parallelize import parallelize
 from epfsdp2.engine.topology.dtensor import local_range, local_tensor
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
-from tests.support.engine import sharded_model
-from tests.support.models import VOCAB, reference_model, save_qwen3, save_qwen3_moe, token_loss
-from tests.support.muon import CONFIGS, muon_model, stepped_by_torch
+from tests.support.engine.muon import CONFIGS, muon_model, stepped_by_torch
+from tests.support.engine.sharded import sharded_model
+from tests.support.models.tiny import VOCAB, reference_model, save_qwen3, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks
 
 WORLD = 4

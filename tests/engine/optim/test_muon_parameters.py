@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from epfsdp2.engine.optim.muon_partition import Layout, muon_parameters
-from tests.support.muon import COMMON, CONFIGS, muon_model
+from tests.support.engine.muon import COMMON, CONFIGS, muon_model
 from tests.support.ranks import run_ranks
 
 # -- which parameters -------------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from epfsdp2.engine.optim.multi_optimizer import (
     build_multi_optimizer,
 )
 from epfsdp2.engine.optim.muon import Muon
-from tests.support.engine import sharded_model
-from tests.support.models import VOCAB, reference_model, save_qwen3_moe, token_loss
+from tests.support.engine.sharded import sharded_model
+from tests.support.models.tiny import VOCAB, reference_model, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks
 
 

@@ -12,8 +12,8 @@ from epfsdp2.engine.optim.multi_optimizer import (
     optimizer_from_config,
 )
 from epfsdp2.engine.optim.muon import Muon
-from tests.support.engine import sharded_model
-from tests.support.models import save_qwen3_moe
+from tests.support.engine.sharded import sharded_model
+from tests.support.models.tiny import save_qwen3_moe
 from tests.support.ranks import run_ranks
 
 SETTING = "actor_rollout_ref.actor.optim"

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from epfsdp2.engine.optim.clip import ClippedStep
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
-from tests.support.engine import sharded_model
-from tests.support.models import VOCAB, save_qwen3_moe, token_loss
+from tests.support.engine.sharded import sharded_model
+from tests.support.models.tiny import VOCAB, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks
 
 WORLD, STEPS, WARM_UP = 4, 1000, 200

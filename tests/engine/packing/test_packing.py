@@ -23,9 +23,9 @@ from epfsdp2.engine.packing.sequences import PackedSequences, lengths_taken, why
 from epfsdp2.engine.preflight.features import check_packing
 from tests.parity import families
 from tests.parity.float64 import float64
-from tests.support.models import VOCAB, relative_error
-from tests.support.ppo import check_ppo_updates
+from tests.support.models.tiny import VOCAB, relative_error
 from tests.support.ranks import run_ranks
+from tests.support.trainer.ppo import check_ppo_updates
 
 EXACT = 1e-6  # in float64; norms, some softmaxes and some routers compute in float32 whatever they are given
 # Where that is more (hyper-connections, sinks), or is a mistake in float64, what names float32 gets float64.

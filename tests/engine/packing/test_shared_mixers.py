@@ -20,9 +20,9 @@ from epfsdp2.engine.packing.sequences import PackedSequences
 from epfsdp2.engine.packing.shared_mixers import SharedMixers, assign
 from tests.parity.families import ALL, STATES, save
 from tests.parity.float64 import float64
-from tests.support.models import VOCAB, relative_error
-from tests.support.ppo import check_ppo_updates
+from tests.support.models.tiny import VOCAB, relative_error
 from tests.support.ranks import run_ranks
+from tests.support.trainer.ppo import check_ppo_updates
 
 EXACT = 1e-6  # in float64; norms and some routers compute in float32 whatever they are given
 DELTA_RULES = ["qwen3_5_moe", "qwen3_next"]

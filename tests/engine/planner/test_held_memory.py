@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from tests.support.models import save_qwen3_moe
-from tests.support.ppo import ppo_batch, ppo_samples, ppo_worker
+from tests.support.models.tiny import save_qwen3_moe
 from tests.support.ranks import run_ranks
+from tests.support.trainer.ppo import ppo_batch, ppo_samples, ppo_worker
 
 
 def _held() -> int:

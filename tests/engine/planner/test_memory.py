@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.memory import Row, run
+from tests.support.engine.memory import Row, run
 
 ROWS = [Row(2), Row(4), Row(2, shard_dim=1)]
 

@@ -23,10 +23,10 @@ from epfsdp2.engine.planner.model_sizes import ModelSizes
 from epfsdp2.engine.planner.traffic import collectives
 from epfsdp2.engine.topology.dtensor import is_adapter
 from epfsdp2.engine.topology.mesh import Topology, build_sequence_mesh, divisors
-from tests.support.engine import sharded_model
-from tests.support.models import VOCAB, save_glm4_moe, save_qwen3_moe
+from tests.support.engine.sharded import sharded_model
+from tests.support.engine.wire import counted_collectives
+from tests.support.models.tiny import VOCAB, save_glm4_moe, save_qwen3_moe
 from tests.support.ranks import run_ranks
-from tests.support.wire import counted_collectives
 
 LORA = LoraSettings("model", 4, 8, "all-linear")
 FLOAT32 = ShardingOptions(param_dtype=torch.float32)

@@ -21,12 +21,12 @@ from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.recipes.plan.cards import config_of
 from epfsdp2.recipes.plan.cli import parse, request_of
 from tests.parity.families import save
-from tests.support.memory import peak_of
-from tests.support.models import save_qwen3_moe
-from tests.support.ppo import of_this_rank, ppo_batch, ppo_samples, ppo_worker
+from tests.support.engine.memory import peak_of
+from tests.support.models.tiny import save_qwen3_moe
 from tests.support.ranks import run_ranks
+from tests.support.trainer.ppo import of_this_rank, ppo_batch, ppo_samples, ppo_worker
 
-UPDATES = 10  # of the optimizer's schedule in tests/support/verl_worker.py
+UPDATES = 10  # of the optimizer's schedule in tests/support/trainer/verl_worker.py
 # 16 sequences of at most 14 tokens: 8 on each of 2 ranks, 112 tokens, 3 times 40.
 CONFIGURED = {"dynamic": True, "tokens": 40, "_sequences_per_update": 16, "_longest_sequence": 14}
 

@@ -3,7 +3,7 @@
 import pytest
 
 from epfsdp2.engine.compat import versions
-from tests.support.settings import checkpoint
+from tests.support.trainer.settings import checkpoint
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight.model_facts import inspect_model, largest_sent
 from epfsdp2.engine.preflight.rollout import check_rollout
 from epfsdp2.engine.preflight.run import check_run
-from tests.support.preflight import BUCKET, paragraph, rollout
-from tests.support.settings import checkpoint, engine
+from tests.support.trainer.preflight import BUCKET, paragraph, rollout
+from tests.support.trainer.settings import checkpoint, engine
 
 DISK = namedtuple("DISK", "total used free")
 

@@ -5,8 +5,8 @@ import pytest
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight.dense_models import not_applied, without_experts
 from epfsdp2.engine.preflight.run import check_run, check_training
-from tests.support.preflight import MODEL, paragraph
-from tests.support.settings import checkpoint, engine
+from tests.support.trainer.preflight import MODEL, paragraph
+from tests.support.trainer.settings import checkpoint, engine
 
 
 @pytest.fixture

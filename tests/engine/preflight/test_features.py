@@ -16,8 +16,8 @@ from epfsdp2.engine.preflight import run as preflight
 from epfsdp2.engine.preflight.features import check_attention
 from epfsdp2.engine.preflight.model_facts import inspect_model
 from epfsdp2.engine.preflight.run import check_model_settings, check_run, check_training
-from tests.support.preflight import MODEL, paragraph
-from tests.support.settings import checkpoint, engine
+from tests.support.trainer.preflight import MODEL, paragraph
+from tests.support.trainer.settings import checkpoint, engine
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight import model_facts
 from epfsdp2.engine.preflight.model_facts import inspect_model
 from epfsdp2.engine.preflight.run import check_training
-from tests.support.preflight import MODEL, SDPA, paragraph
-from tests.support.settings import checkpoint, engine
+from tests.support.trainer.preflight import MODEL, SDPA, paragraph
+from tests.support.trainer.settings import checkpoint, engine
 
 
 @pytest.mark.parametrize(

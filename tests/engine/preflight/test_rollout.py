@@ -8,8 +8,8 @@ from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight.rollout import check_graphs
 from epfsdp2.engine.preflight.run import check_run, check_training
 from epfsdp2.rollout.layout.sync_mode import SGLANG_LOADER
-from tests.support.preflight import BACKEND, SDPA, TENSOR_PARALLEL, VLLM, paragraph, rollout
-from tests.support.settings import checkpoint, engine
+from tests.support.trainer.preflight import BACKEND, SDPA, TENSOR_PARALLEL, VLLM, paragraph, rollout
+from tests.support.trainer.settings import checkpoint, engine
 
 
 def test_rollout_of_any_kind_gets_full_tensors_and_only_vllm_slices(model, installs, caplog):

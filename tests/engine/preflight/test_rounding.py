@@ -7,7 +7,7 @@ from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight.rounding import check_rounding
 from epfsdp2.engine.preflight.run import check_run, check_training
 from epfsdp2.rollout.layout.sync_mode import EXTENSION
-from tests.support.settings import checkpoint, engine
+from tests.support.trainer.settings import checkpoint, engine
 
 SETTING = "engine.rollout_quantization_aware"
 FP8 = {"quantization": "fp8"}

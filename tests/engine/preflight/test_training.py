@@ -9,8 +9,8 @@ from epfsdp2.engine.preflight.run import check_training
 from epfsdp2.engine.settings.values import OPTIMIZERS
 from epfsdp2.engine.topology.expert_placement import EtpDim
 from tests.parity.families import save
-from tests.support.preflight import MODEL, SDPA, paragraph
-from tests.support.settings import TINY, checkpoint, engine
+from tests.support.trainer.preflight import MODEL, SDPA, paragraph
+from tests.support.trainer.settings import TINY, checkpoint, engine
 
 # Elements of the largest tensor of that model: gate_up_proj [E, 2I, D].
 GATE_UP = 8 * 2 * 16 * 32

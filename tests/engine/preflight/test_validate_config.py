@@ -11,7 +11,7 @@ from hydra.errors import InstantiationException
 
 from epfsdp2.engine import config as engine_config_module
 from epfsdp2.engine.errors import SettingError
-from tests.support.preflight import BACKEND, BUCKET, MODEL, TENSOR_PARALLEL, VLLM, paragraph
+from tests.support.trainer.preflight import BACKEND, BUCKET, MODEL, TENSOR_PARALLEL, VLLM, paragraph
 
 RUN = [
     "engine=epfsdp2",

@@ -7,7 +7,7 @@ import pytest
 from epfsdp2.engine.compat import versions
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight.run import check_versions
-from tests.support.preflight import paragraph
+from tests.support.trainer.preflight import paragraph
 
 
 @pytest.mark.parametrize("name", ["verl", "ray", "vllm", "sglang"])

@@ -23,8 +23,8 @@ from epfsdp2.engine.topology.expert_placement import (
 )
 from epfsdp2.engine.topology.index_ranges import ShardStep, shard_ranges, slices_in_shard
 from epfsdp2.engine.topology.mesh import Topology, build_meshes, divisors
-from tests.support.engine import sharded_model
-from tests.support.models import VOCAB, reference_model, save_qwen3_moe, token_loss
+from tests.support.engine.sharded import sharded_model
+from tests.support.models.tiny import VOCAB, reference_model, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks
 
 WORLD = 4

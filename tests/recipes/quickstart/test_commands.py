@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from epfsdp2.recipes.quickstart import cli, commands, metrics, sampler
-from tests.support.quickstart import command_values
+from tests.support.trainer.quickstart import command_values
 
 
 def test_quickstart_commands_are_verls_own(tmp_path):

@@ -6,7 +6,7 @@ import torch
 from safetensors import safe_open
 
 from epfsdp2.recipes.quickstart import commands, model, task
-from tests.support.quickstart import command_values
+from tests.support.trainer.quickstart import command_values
 
 
 def test_reward_of_any_answer_is_exact():

@@ -20,8 +20,8 @@ from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout
 from tests.rollout.families import config_of, model_on_meta
 from tests.rollout.served_families import SERVED
 from tests.rollout.sglang.sglang_families import SIZES
-from tests.support.loader_trace import differing_layouts
 from tests.support.ranks import each_case, run_ranks
+from tests.support.rollout.loader_trace import differing_layouts
 
 pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed (make setup STACK=sglang)")
 

@@ -14,8 +14,8 @@ from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.rollout.layout.slice_names import named_values, parse_slice
 from epfsdp2.rollout.layout.transfer_plan import Targets, make_transfer_plan
 from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, TensorSpec, target_slices
-from tests.support.plans import problems
-from tests.support.verify import expected_tensors
+from tests.support.rollout.plans import problems
+from tests.support.rollout.verify import expected_tensors
 
 PREFIX = "model.layers.0."
 

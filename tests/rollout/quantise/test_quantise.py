@@ -13,9 +13,9 @@ from epfsdp2.rollout.layout.slice_names import parse_slice
 from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, TensorSpec, is_quantised, scale_slices, target_slices
 from epfsdp2.rollout.quantise.blocks import FP8, block_maxima, blocks_of, quantise, scales_of
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
-from tests.support.engine import sharded_model
-from tests.support.models import reference_model, save_qwen3_moe
-from tests.support.quantised import BLOCK, SIZES
+from tests.support.engine.sharded import sharded_model
+from tests.support.models.quantised import BLOCK, SIZES
+from tests.support.models.tiny import reference_model, save_qwen3_moe
 from tests.support.ranks import run_ranks
 
 

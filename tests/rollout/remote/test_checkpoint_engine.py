@@ -26,9 +26,9 @@ from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, target_slices
 from epfsdp2.rollout.remote import checkpoint_engine
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
-from tests.support.engine import sharded_model
-from tests.support.lora import lora_settings, stirred
-from tests.support.models import reference_model, save_qwen3_moe
+from tests.support.engine.lora import lora_settings, stirred
+from tests.support.engine.sharded import sharded_model
+from tests.support.models.tiny import reference_model, save_qwen3_moe
 from tests.support.ranks import run_ranks
 
 TRAINERS, TP = 2, 2

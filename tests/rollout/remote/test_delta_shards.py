@@ -11,8 +11,8 @@ from verl.workers.engine.spec import derive_dtensor_placement
 from verl.workers.engine.utils import _hf_entry_identity, hf_delta_export, prime_delta_snapshots
 
 from epfsdp2.rollout.remote.delta_shards import ExpertsSpec, ShardExport, experts_entry
-from tests.support.engine import sharded_model
-from tests.support.models import save_glm4_moe, save_qwen3_moe
+from tests.support.engine.sharded import sharded_model
+from tests.support.models.tiny import save_glm4_moe, save_qwen3_moe
 from tests.support.ranks import run_ranks
 
 WORLD = 4

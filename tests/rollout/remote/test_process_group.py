@@ -19,7 +19,7 @@ from epfsdp2.rollout.remote import process_group, remote_sync
 from epfsdp2.rollout.remote.process_group import Members, SyncGroup
 from epfsdp2.rollout.transport.exchange import PendingRound
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
-from tests.support.peers import three_members
+from tests.support.rollout.peers import three_members
 
 SECONDS = 3.0
 

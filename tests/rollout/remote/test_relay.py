@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from epfsdp2.rollout.layout.transfer_plan import Targets, make_transfer_plan
 from epfsdp2.rollout.layout.vllm_layout import target_slices
 from epfsdp2.rollout.remote.relay import with_relays
-from tests.support.plans import problems
+from tests.support.rollout.plans import problems
 
 
 @st.composite

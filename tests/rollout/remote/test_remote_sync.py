@@ -8,7 +8,7 @@ import torch
 from epfsdp2.rollout.remote import buckets as filling
 from epfsdp2.rollout.remote import messages, remote_sync
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
-from tests.support.peers import three_members
+from tests.support.rollout.peers import three_members
 
 LIMIT = 1000
 

@@ -11,8 +11,8 @@ from epfsdp2.rollout.layout.trainer_tensors import sharded_tensor_specs
 from epfsdp2.rollout.layout.transfer_plan import ROUND_BUFFERS, Targets, make_transfer_plan
 from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, holders, target_slices
 from epfsdp2.rollout.transport.exchange import Exchange
-from tests.support.engine import sharded_model
-from tests.support.models import reference_model, save_glm4_moe, save_qwen3_moe
+from tests.support.engine.sharded import sharded_model
+from tests.support.models.tiny import reference_model, save_glm4_moe, save_qwen3_moe
 from tests.support.ranks import run_ranks
 
 WORLD = 4

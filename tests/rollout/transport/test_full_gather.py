@@ -17,8 +17,8 @@ from epfsdp2.rollout import sync as rollout_sync
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport.report import Traffic
 from tests.rollout.served_families import build
-from tests.support.engine import full_tensors, sharded_model
-from tests.support.models import reference_model, save_glm4_moe, save_qwen3_moe, save_random
+from tests.support.engine.sharded import full_tensors, sharded_model
+from tests.support.models.tiny import reference_model, save_glm4_moe, save_qwen3_moe, save_random
 from tests.support.ranks import run_ranks
 
 

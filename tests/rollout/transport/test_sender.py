@@ -18,8 +18,8 @@ from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport import sender
 from epfsdp2.rollout.transport.cast import CastOnCopy
 from epfsdp2.rollout.transport.sender import Bucket
-from tests.support.engine import sharded_model
-from tests.support.models import save_qwen3_moe
+from tests.support.engine.sharded import sharded_model
+from tests.support.models.tiny import save_qwen3_moe
 from tests.support.ranks import run_ranks
 
 MEMORY = 30_000

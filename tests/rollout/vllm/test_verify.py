@@ -8,7 +8,7 @@ import torch
 from epfsdp2.rollout.transport.checksums import PlacedChecksums
 from epfsdp2.rollout.vllm.accounting import unpadded_numel
 from epfsdp2.rollout.vllm.loaded_weights import running_weights, unpack_by_index
-from tests.support import verify
+from tests.support.rollout import verify
 
 CONFIG = SimpleNamespace(
     num_attention_heads=4,

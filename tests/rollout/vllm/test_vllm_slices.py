@@ -8,8 +8,8 @@ from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, TensorSpec, targe
 from epfsdp2.rollout.server_adapter import WeightSyncError
 from epfsdp2.rollout.transport.checksums import CHECKSUMS, with_checksums
 from tests.rollout.families import model_on_meta
-from tests.support.loader_trace import checkpoint_views, merge_slices
-from tests.support.vllm_engine import as_taken
+from tests.support.rollout.loader_trace import checkpoint_views, merge_slices
+from tests.support.rollout.vllm_engine import as_taken
 
 pytestmark = pytest.mark.e2e
 

@@ -18,7 +18,8 @@ from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.moe.forward import ExpertsRuntime, attach, experts_forward, linears
 from epfsdp2.engine.moe.fused import on_rows
 from epfsdp2.engine.moe.gemm.backends import BackendChoice, TorchBackend, choose_backend
-from tests.support.experts import (
+from tests.support.models.tiny import relative_error
+from tests.support.moe.experts import (
     ENDS,
     FAMILIES,
     INNER,
@@ -34,8 +35,7 @@ from tests.support.experts import (
     rows_with,
     tokens_with,
 )
-from tests.support.indexed_backend import IndexedBackend
-from tests.support.models import relative_error
+from tests.support.moe.indexed_backend import IndexedBackend
 from tests.support.ranks import run_ranks
 
 

@@ -11,8 +11,9 @@ from epfsdp2.engine.moe import forward
 from epfsdp2.engine.moe.gemm import backends
 from epfsdp2.engine.moe.gemm.backends import Groups, IndexedRows, TorchBackend
 from epfsdp2.engine.moe.gemm.gate import Gate
-from tests.support.engine import sharded_model
-from tests.support.experts import (
+from tests.support.engine.sharded import sharded_model
+from tests.support.models.tiny import reference_model, relative_error, save_qwen3_moe, token_batch, token_loss
+from tests.support.moe.experts import (
     FAMILIES,
     RELATIVE,
     D,
@@ -22,8 +23,7 @@ from tests.support.experts import (
     rows_with,
     tokens_with,
 )
-from tests.support.interpreter import drawn, interpreted_kernels
-from tests.support.models import reference_model, relative_error, save_qwen3_moe, token_batch, token_loss
+from tests.support.moe.interpreter import drawn, interpreted_kernels
 from tests.support.ranks import run_ranks
 
 COUNTS = [21, 0, 3, 17, 0]

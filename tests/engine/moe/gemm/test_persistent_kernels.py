@@ -12,9 +12,9 @@ from epfsdp2.engine.compat.private_names import MissingNameError
 from epfsdp2.engine.compat.torch_sms import leave_sms, sms_left
 from epfsdp2.engine.moe.gemm.backends import Groups
 from epfsdp2.engine.moe.gemm.gate import Gate
-from tests.support.engine import sharded_model
-from tests.support.interpreter import drawn, interpreted_kernels
-from tests.support.models import save_qwen3_moe
+from tests.support.engine.sharded import sharded_model
+from tests.support.models.tiny import save_qwen3_moe
+from tests.support.moe.interpreter import drawn, interpreted_kernels
 from tests.support.ranks import run_ranks
 
 RAGGED = [5, 0, 1, 16, 0, 18]  # without rows, with one, with a whole tile, with a part of one

@@ -12,10 +12,10 @@ from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.moe.forward import ExpertsRuntime, attach, experts_forward
 from epfsdp2.engine.moe.gemm.backends import choose_backend
 from epfsdp2.engine.preflight.run import check_training
-from tests.support.experts import FAMILIES, Config, E, assert_equal, grads_of, make, routed, rows_with, tokens_with
-from tests.support.models import relative_error
+from tests.support.models.tiny import relative_error
+from tests.support.moe.experts import FAMILIES, Config, E, assert_equal, grads_of, make, routed, rows_with, tokens_with
 from tests.support.ranks import run_ranks
-from tests.support.settings import checkpoint, engine
+from tests.support.trainer.settings import checkpoint, engine
 
 MXFP8 = "torchao:mxfp8"
 WIDTH, INNER = 64, 96

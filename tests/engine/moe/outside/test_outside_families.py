@@ -16,7 +16,7 @@ from epfsdp2.engine.preflight.model_facts import inspect_model
 from epfsdp2.recipes.plan.cli import main as plan
 from tests.parity import families
 from tests.parity.families import FAMILIES, plain_name
-from tests.support.models import relative_error
+from tests.support.models.tiny import relative_error
 
 EXACT = 1e-12  # in float64; the largest seen is 2e-15
 HIDDEN = 48

@@ -16,10 +16,10 @@ from epfsdp2.engine.moe.outside.families import prepare
 from epfsdp2.engine.moe.router.losses import RouterLosses
 from epfsdp2.engine.preflight.run import check_training
 from tests.parity.families import FAMILIES, save
-from tests.support.lora import SETTINGS, adapt, stirred
-from tests.support.models import reference_model, save_glm4_moe, save_qwen3_moe
-from tests.support.ppo import SAMPLES, of_this_rank, ppo_batch, ppo_samples, ppo_worker
+from tests.support.engine.lora import SETTINGS, adapt, stirred
+from tests.support.models.tiny import reference_model, save_glm4_moe, save_qwen3_moe
 from tests.support.ranks import run_ranks
+from tests.support.trainer.ppo import SAMPLES, of_this_rank, ppo_batch, ppo_samples, ppo_worker
 
 AUX, Z = 0.3, 0.05
 WORLD = 2

@@ -13,10 +13,10 @@ from epfsdp2.engine.moe.find import UnsupportedModelError, find_experts
 from epfsdp2.engine.moe.outside.families import prepare
 from epfsdp2.engine.moe.router.replay import ReplayError, RouterReplay
 from tests.parity.families import FAMILIES, NEWER
-from tests.support.engine import sharded_model
-from tests.support.models import VOCAB, reference_model, save_qwen3_moe, token_loss
-from tests.support.ppo import PADDED, ppo_batch, ppo_samples, ppo_worker
+from tests.support.engine.sharded import sharded_model
+from tests.support.models.tiny import VOCAB, reference_model, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks
+from tests.support.trainer.ppo import PADDED, ppo_batch, ppo_samples, ppo_worker
 
 MODELS = {**FAMILIES, **NEWER}
 # Two experts modules in a layer; one expert for each token.

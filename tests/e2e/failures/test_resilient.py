@@ -1,0 +1,83 @@
+"""A real GRPO run under ``recipes/resilient``: a trainer rank is killed in an update, and SIGTERM saves first."""
+
+import json
+import re
+import shutil
+import signal
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from epfsdp2.engine.checkpoint.atomic_folder import verify_files
+from epfsdp2.recipes.resilient.checkpoints import latest
+from tests.e2e.failures.resilient_runs import command, environment, prompts
+from tests.e2e.runs import leftovers, running, unused
+
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
+
+
+@contextmanager
+def _running(
+    folder: Path, model: str, *extra: str, program=("epfsdp2.recipes.resilient", "--backoff-seconds", "1", "--")
+):
+    """The recipe on a run of four steps; a run without the recipe for an empty ``program``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    variables = environment(folder, EPFSDP2_TEST_KILLED=str(folder / "killed"))
+    with tempfile.TemporaryDirectory(prefix="epr-", dir="/tmp") as ray_dir:
+        if not program:
+            variables["VLLM_RPC_BASE_PATH"] = ray_dir  # which the recipe sets itself
+        words = command(folder, model, ray_dir, *extra, steps=4, hook="killed_in_update")
+        module = [*program, *words] if program else words[words.index("-m") + 1 :]
+        with running(folder, program=module, environment=variables) as run:
+            yield run
+
+
+def test_resilient_run_whose_rank_is_killed_in_an_update_equals_an_uninterrupted_run(folder, warmed_up):
+    before, broken, whole = leftovers(), folder / "broken", folder / "whole"
+    with _running(broken, warmed_up) as run:
+        run.wait()
+    assert run.process.returncode == 0, run.text()[-3000:]
+    assert (broken / "killed").exists() and "starts again from step 2" in run.text()
+    assert run.living() == [] and unused(leftovers() - before) == set()
+    saved = broken / "saved"
+    assert (saved / "latest_checkpointed_iteration.txt").read_text() == "4"
+    for step in (1, 2, 3, 4):
+        verify_files(saved / f"global_step_{step}" / "actor")
+    assert sorted(path.name for path in (saved / "resilient").iterdir()) == ["attempt-1.log", "attempt-2.log"]
+
+    (whole / "saved").mkdir(parents=True)
+    shutil.copytree(saved / "global_step_2", whole / "saved" / "global_step_2")
+    (whole / "killed").touch()
+    resumed = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={whole / 'saved' / 'global_step_2'}"]
+    with _running(whole, warmed_up, *resumed, program=()) as unbroken:
+        unbroken.wait()
+    assert unbroken.process.returncode == 0, unbroken.text()[-3000:]
+    assert [step["training/global_step"] for step in run.steps()] == [3, 4]
+    assert [step["training/global_step"] for step in unbroken.steps()] == [3, 4]
+    assert prompts(broken)[:2] == prompts(whole)
+    for mine, wanted in zip(run.steps(), unbroken.steps(), strict=True):
+        assert mine["critic/score/mean"] == wanted["critic/score/mean"]
+
+
+def test_resilient_run_at_sigterm_saves_the_step_before_it_ends(folder, warmed_up):
+    before, cut = leftovers(), folder / "cut"
+    cut.mkdir()
+    (cut / "killed").touch()
+    changed = ["trainer.save_freq=1000", "trainer.total_training_steps=500", "trainer.total_epochs=500"]
+    program = ("epfsdp2.recipes.resilient", "--grace-seconds", "300", "--")
+    with _running(cut, warmed_up, *changed, program=program) as run:
+        run.wait(until=lambda: len(run.steps()) >= 2)
+        assert run.process.poll() is None, run.text()[-3000:]
+        run.process.send_signal(signal.SIGTERM)
+        status = run.process.wait(timeout=360)
+    assert status == 128 + signal.SIGTERM, run.text()[-3000:]
+    (step,) = map(int, re.findall(r"step (\d+) is saved in", run.text()))
+    assert step >= 2
+    actor = cut / "saved" / f"global_step_{step}" / "actor"
+    assert json.loads((actor / "trainer_state.json").read_text())["step"] == step
+    verify_files(actor)
+    # The run goes on while it is ended, and may save another step.
+    assert latest(cut / "saved").step >= step
+    assert run.living() == [] and unused(leftovers() - before) == set()

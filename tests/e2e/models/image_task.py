@@ -1,0 +1,100 @@
+"""A task with images, made offline: a coloured square is shown, and the answer is its colour's digit.
+
+verl reads images with ``qwen_vl_utils``, which needs torchvision; ``Pictures`` is verl's dataset without that.
+"""
+
+from io import BytesIO
+from pathlib import Path
+
+import pandas as pd
+import transformers
+from PIL import Image
+from transformers import PreTrainedTokenizerFast
+from verl.utils.dataset.rl_dataset import RLHFDataset
+
+from epfsdp2.recipes.quickstart.model import SPECIAL, build_tokenizer
+from tests.support.models.tiny import publish, save_random
+from tests.support.models.vlm import VLMS, processor_config
+
+__all__ = ["Pictures", "compute_score", "write_task"]
+
+SOURCE = "epfsdp2/colours"
+COLOURS = ("black", "red", "lime", "blue", "yellow", "magenta", "cyan", "white", "gray", "purple")
+PATCH = 16
+_VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+class Pictures(RLHFDataset):
+    """verl's dataset, for images that are images already."""
+
+    @classmethod
+    def _process_multi_modal_info(cls, messages, image_patch_size, config):
+        parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+        return [part["image"].convert("RGB") for part in parts if part["type"] == "image"] or None, None, None
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_settings) -> float:
+    """The share of digits in the answer, and 1.0 more for the colour's digit alone: random models get some too."""
+    assert data_source == SOURCE
+    return sum(c.isdigit() for c in solution_str) / max(len(solution_str), 1) + (solution_str == ground_truth)
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = build_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL[2:5], *_VISION]})
+    tokenizer.chat_template = _TEMPLATE
+    return tokenizer
+
+
+def write_task(folder: Path, rows: int) -> tuple[Path, Path]:
+    """Write a model with its processor, and data of which every fifth row has no image; the folder and the file."""
+    model, tokenizer = folder / "model", _tokenizer()
+    kind, sizes = VLMS["qwen3_vl_moe"]
+    start, end, image, video = tokenizer.convert_tokens_to_ids(_VISION)
+    text = {
+        **sizes["text_config"],
+        **{"vocab_size": len(tokenizer), "hidden_size": 96, "moe_intermediate_size": 64, "head_dim": 32},
+        "norm_topk_prob": True,  # transformers always does; vLLM asks
+        **{"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": [8, 4, 4],
+            "mrope_interleaved": True,
+        },
+    }
+    vision = {**sizes["vision_config"], "patch_size": PATCH, "hidden_size": 64, "out_hidden_size": 96}
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=text,
+        vision_config=vision,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+        image_token_id=image,
+        video_token_id=video,
+        tie_word_embeddings=False,
+    )
+    save_random(getattr(transformers, f"{kind}ForConditionalGeneration")(config), model, seed=1)
+    publish(model)
+    tokenizer.save_pretrained(model)
+    processor_config(model, PATCH, chat_template=_TEMPLATE)
+    pd.DataFrame([_row(i) for i in range(rows)]).to_parquet(folder / "train.parquet")
+    return model, folder / "train.parquet"
+
+
+def _row(i: int) -> dict:
+    digit, file = i % len(COLOURS), BytesIO()
+    Image.new("RGB", (4 * PATCH, (2 + 2 * (i % 2)) * PATCH), COLOURS[digit]).save(file, "PNG")
+    seen = i % 5 != 4
+    return {
+        "data_source": SOURCE,
+        "prompt": [{"role": "user", "content": "<image>=" if seen else f"{digit}="}],
+        "images": [{"bytes": file.getvalue()}] if seen else [],
+        "reward_model": {"style": "rule", "ground_truth": str(digit)},
+        "extra_info": {"index": i},
+    }

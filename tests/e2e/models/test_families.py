@@ -1,0 +1,35 @@
+"""GRPO with small models of other families, from the warm-up to a reward that rises."""
+
+import json
+
+import pytest
+
+from tests.e2e.models import small_families
+from tests.e2e.runs import overrides, running
+from tests.rollout.served_families import SERVED
+
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
+
+# Packed rows of at most 512 tokens, as many sequences as fit.
+DYNAMIC = (
+    "actor_rollout_ref.actor.use_dynamic_bsz=True",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=512",
+    "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True",
+    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=512",
+)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "gpt_oss", "deepseek_v3"])
+def test_grpo_run_of_a_family_raises_the_reward(family, tmp_path):
+    served = SERVED[family]
+    served.skip_where_broken()
+    state = {key: value for key, value in served.settings.items() if key == "mamba_ssm_cache_dtype"}
+    vllm = [f"+actor_rollout_ref.rollout.engine_kwargs.vllm.{key}={value}" for key, value in state.items()]
+    settings = overrides(*DYNAMIC, *small_families.settings(family), *vllm)
+    other = {"program": ("other_family", family), "environment": served.environment}
+    with running(tmp_path / "run", *settings, **other) as run:
+        run.wait()
+    summary = json.loads((run.output / "summary.json").read_text())
+    assert summary["steps"] == 12, run.text()[-3000:]
+    assert summary["last_reward"] > summary["first_reward"] + 0.1, summary
+    assert summary["worst_probs_diff"] < (5e-3 if served.dtype == "float32" else 2e-2), summary

@@ -1,0 +1,113 @@
+"""The quickstart as a user runs it: verl's trainer, Ray, vLLM, a reward that rises, and nothing left behind.
+
+The tests share one warm-up and run in their order here. Each has an outer time-out, after which the run is ended as
+an interrupted one is.
+"""
+
+import json
+import re
+import signal
+
+import pytest
+from transformers import AutoConfig
+
+from tests.e2e.runs import EXTENSION, leftovers, running, unused
+from tests.support.models.tiny import reference_model
+from tests.support.rollout import verify
+
+pytestmark = pytest.mark.e2e
+
+
+def test_quickstart_raises_the_reward_with_the_trainers_weights_in_vllm(first_run):
+    assert first_run.process.returncode == 0, first_run.text()[-3000:]
+    steps = first_run.steps()
+    assert len(steps) == 12
+    assert all(step["training/rollout_probs_diff_mean"] < 5e-3 for step in steps)
+    assert all(step["actor/sync_received_gb"] >= step["actor/sync_least_gb"] > 0 for step in steps)
+    assert all(step["actor/sync_load_seconds"] > 0 for step in steps)
+    log = (first_run.output / "logs" / "grpo.log").read_text(errors="replace")
+    said = re.findall(r"\[epfsdp2\] weight sync (\d+), sliced: \d+ tensors, .* held \S+ at most", log)
+    assert said == [str(i + 1) for i in range(13)]
+    summary = json.loads((first_run.output / "summary.json").read_text())
+    assert summary["passed"]
+    assert summary["last_reward"] > summary["first_reward"] + 0.1
+    assert (first_run.output / "quickstart.png").stat().st_size > 10_000
+    assert "-m verl.trainer.main_ppo engine=epfsdp2 engine.ep_size=2" in first_run.text()
+
+
+def test_quickstart_that_ends_leaves_nothing(first_run):
+    assert first_run.living() == []
+    assert first_run.left == set()
+
+
+@pytest.fixture(scope="module")
+def interrupted_run(folder, warmed_up):
+    """Saves the weights of every step, writes down what vLLM holds after every sync, and is interrupted in step 3."""
+    options = ["--model", warmed_up, "--steps", "200", "--override", f"{EXTENSION}=digests.WritesDigests"]
+    options += ["--override", "trainer.save_freq=1"]
+    options += ["--override", "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]"]
+    before = leftovers()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EPFSDP2_TEST_DIGESTS", str(folder / "digests"))
+        with running(folder / "second", *options) as run:
+            run.wait(until=lambda: len(run.steps()) >= 2)
+            run.open_to_others = run.listening_beyond_loopback()
+            run.status_before = run.process.poll()
+            run.status = run.interrupt(signal.SIGINT)
+    run.left = unused(leftovers() - before)
+    return run
+
+
+def test_sync_of_every_step_leaves_the_trainers_weights_in_every_worker(folder, interrupted_run):
+    """The first sync is the one before the first step; those after steps 1 and 2 are compared with what was saved."""
+    config = AutoConfig.from_pretrained(folder / "second/checkpoints/global_step_1/actor/huggingface")
+    held = {}
+    for step in (1, 2):
+        saved = reference_model(folder / f"second/checkpoints/global_step_{step}/actor/huggingface")
+        wanted = verify.expected_digests(dict(saved.named_parameters()), config)
+        for replica in (0, 1):
+            answer = json.loads((folder / f"digests.sync-{step + 1}.replica-{replica}.rank-0.json").read_text())
+            assert verify.compare(wanted, answer["digests"]) == "", (step, replica)
+            held[step, replica] = answer["digests"]
+    assert held[1, 0] != held[2, 0]
+
+
+def test_quickstart_listens_on_loopback_but_for_torchs_stores(interrupted_run):
+    """torch's ``TCPStore`` listens on every interface: one of the trainer's rank 0, one of each vLLM worker."""
+    assert interrupted_run.open_to_others <= {"ray::WorkerDict", "VLLM::Worker"}
+
+
+def test_quickstart_interrupted_in_a_step_leaves_nothing(interrupted_run):
+    run = interrupted_run
+    assert run.status_before is None, run.text()[-3000:]
+    assert len(run.family) > 10
+    assert run.status == 130
+    assert "interrupted by SIGINT" in run.text()
+    assert run.living() == []
+    assert run.left == set()
+
+
+@pytest.mark.long
+def test_quickstart_without_weight_syncs_fails_its_reward_check(folder, warmed_up):
+    """vLLM starts from the same checkpoint as the trainer and then never learns: the reward stays where it was."""
+    options = ["--model", warmed_up, "--steps", "8"]
+    options += ["--override", f"{EXTENSION}=dropped_weights.DroppedWeights"]
+    options += ["--override", "actor_rollout_ref.rollout.load_format=auto"]
+    with running(folder / "third", *options) as run:
+        run.wait()
+    assert len(run.steps()) == 8, run.text()[-3000:]
+    assert run.process.returncode == 1
+    summary = json.loads((run.output / "summary.json").read_text())
+    assert any("the reward did not clearly rise" in failure for failure in summary["failures"])
+    assert "FAILED: the reward did not clearly rise" in run.text()
+    # At the first step vLLM still has the trainer's weights, so it is the sync that is missing and nothing else.
+    assert run.steps()[0]["training/rollout_probs_diff_mean"] < 5e-3
+    assert run.steps()[-1]["training/rollout_probs_diff_mean"] > 5e-3
+
+
+def test_quickstart_interrupted_in_the_warm_up_leaves_nothing(folder):
+    with running(folder / "warming_up", "--warmup-steps", "1000") as run:
+        run.wait(until=lambda: (run.output / "warmup.jsonl").exists() and (run.output / "warmup.jsonl").stat().st_size)
+        assert len(run.family) >= 4
+        assert run.interrupt(signal.SIGTERM) == 143
+    assert run.living() == []

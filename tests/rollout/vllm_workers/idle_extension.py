@@ -1,0 +1,14 @@
+"""A worker extension whose engine starts without a forward.
+
+vLLM's CPU build also computes experts that a worker lacks, which reads memory beyond its weights and may crash.
+"""
+
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+from tests.support.rollout.vllm_extension import ReadableWorker
+
+CPUModelRunner.warming_up_model = lambda runner: None
+
+
+class NeverComputes(ReadableWorker):
+    pass

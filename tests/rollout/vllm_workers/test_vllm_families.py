@@ -1,0 +1,133 @@
+"""Slices from real trainer ranks to real vLLM workers, which equal a fresh engine after each of three syncs."""
+
+import asyncio
+import os
+import shutil
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from epfsdp2.engine.preflight.rollout import tensors_before_sharding
+from epfsdp2.engine.topology.mesh import Topology
+from epfsdp2.rollout.layout.layout_check import planned_layout
+from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, holders, loads_own_experts, target_slices
+from tests.rollout.families import DENSE, FAMILIES, config_of, known, model_on_meta, save
+from tests.rollout.served_families import SERVED
+from tests.support.engine.sharded import sharded_model
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.e2e
+
+BY_EXPERTS = [name for name in FAMILIES if name not in DENSE]
+BOTH = ["expert_local", "sliced", "sliced", "expert_local"]
+
+
+def _sync(syncs: list[tuple[str, str]], handles: list[str], ep: int, rollout: Rollout) -> None:
+    """Send each sync's checkpoint as the trainer's weights, in the sync's mode."""
+    from epfsdp2.engine.model.layers import layer_names
+    from epfsdp2.rollout.layout.trainer_tensors import sharded_tensor_specs
+    from epfsdp2.rollout.server_adapter import send_weights
+    from epfsdp2.rollout.sync import RolloutSync, SyncSettings
+    from epfsdp2.rollout.transport.checksums import with_checksums
+
+    rank, workers = dist.get_rank(), dist.get_world_size()
+    for folder, mode in syncs:
+        model, meshes = sharded_model(Path(folder), workers, ep=ep, attention="eager")
+        sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings(mode, 5 << 18))
+        weights = sync.worker_weights(mode, rollout, rank)
+        sending = send_weights(
+            lambda receive_buffers, weights=weights: with_checksums(weights.tensors(receive_buffers)),
+            zmq_handle=handles[rank],
+            bucket_megabytes=2,
+            use_shm=True,
+            timeout_seconds=100,
+            rank=rank,
+        )
+        asyncio.run(sending)
+        needed = received = 0
+        for tensor in sharded_tensor_specs(model):
+            mine = next((block for block, ranks in holders(tensor, meshes.topology).items() if rank in ranks), None)
+            for need in {part.block for part in target_slices(tensor, rollout, rank, Heads.of(model.config), mode)}:
+                own = need.intersection(mine) if mine else None
+                needed += need.numel * tensor.itemsize
+                received += (need.numel - (own.numel if own else 0)) * tensor.itemsize
+        exchange = sync.exchange(mode, rollout, rank)
+        assert exchange.plan.needed[rank] == needed
+        assert exchange.traffic.received == received
+        assert exchange.traffic.sent == exchange.plan.sent.get(rank, 0)
+
+
+def _layouts(config, rollout):
+    tensors = tensors_before_sharding(model_on_meta(config), Topology.arrange(rollout.workers, 1))
+    return [planned_layout(tensors, rollout, worker, Heads.of(config)) for worker in range(rollout.workers)]
+
+
+def _matches_fresh_engines(start_engine, folder, family, *args, **options):
+    """Sync the second and the first of two checkpoints in turn, in these modes, and compare with fresh engines."""
+    if not known(family):
+        pytest.skip(f"how the installed vLLM shards {family} is not known")
+    SERVED[family].skip_where_broken()
+    # What vLLM's environment decides of its layout, the trainer reads in its own.
+    environment = {name: value for name, value in SERVED[family].environment.items() if name.startswith("VLLM_")}
+    with mock.patch.dict(os.environ, environment):
+        _compare(start_engine, folder, family, *args, **options)
+
+
+def _compare(start_engine, folder, family, tp, modes, *, expert_parallel=False, **sizes):
+    served = SERVED[family]
+    first, second = (str(save(family, folder / str(seed), seed, **sizes)) for seed in (1, 2))
+    # Towers are compared in test_vllm_images.py.
+    rollout = Rollout(tp, 1, expert_parallel, "none" if "limit_mm_per_prompt" in served.settings else "sharded")
+    settings = {"tp_size": tp, "dtype": served.dtype, "environment": served.environment, **served.settings}
+    if tp == 1:  # in one process engines start in a moment
+        settings |= {"distributed_executor_backend": "uni", "again": True}
+    if expert_parallel:
+        settings |= {"enable_expert_parallel": True, "extension": "idle_extension.NeverComputes"}
+
+    def computes(engine):
+        return engine.call("epfsdp2_digests"), None if expert_parallel or served.is_mute else engine.generating()
+
+    def found(computed):
+        digests, generated = computed
+        return [answer["digests"] for answer in digests.result()], generated and generated.result()
+
+    engine = start_engine(first, **settings)
+    fresh = {first: found(computes(engine))}
+    engine.call("epfsdp2_check_layout", layouts=_layouts(config_of(family, **sizes), rollout)).result()
+    syncs = [([second, first][i % 2], mode) for i, mode in enumerate(modes)]
+    after = []
+    for _ in syncs:
+        engine.call("update_weights_from_ipc", timeout=200.0, use_shm=True, sync_timeout_seconds=150.0, verify=True)
+        after.append(computes(engine))
+    ep = 1 if family in DENSE else tp
+    run_ranks(_sync, tp, syncs, [engine.handle(rank) for rank in range(tp)], ep, rollout)
+    after = [found(computed) for computed in after]
+    assert engine.leftovers() == []
+    fresh[second] = found(computes(start_engine(second, **settings)))
+    for (checkpoint, _), computed in zip(syncs, after, strict=True):
+        assert computed == fresh[checkpoint]
+    assert fresh[first] != fresh[second]
+    shutil.rmtree(folder)
+
+
+def test_vllm_with_expert_parallelism_of_a_family_with_biases_equals_a_fresh_engine(start_engine, tmp_path):
+    """The family has biases, which vLLM's reload handles differently from weights."""
+    _matches_fresh_engines(start_engine, tmp_path, "qwen2_moe", 2, BOTH, expert_parallel=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", [name for name in BY_EXPERTS if name != "qwen2_moe"])
+def test_vllm_with_expert_parallelism_of_every_other_family_equals_a_fresh_engine(start_engine, tmp_path, family):
+    modes = BOTH if loads_own_experts(config_of(family).model_type) else ["sliced"] * 3
+    _matches_fresh_engines(start_engine, tmp_path, family, 2, modes, expert_parallel=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_vllm_of_every_family_after_three_syncs_of_slices_equals_a_fresh_engine(start_engine, tmp_path, family, tp):
+    # The head that two workers have a part of each is the embedding, where vLLM's class knows that.
+    tied = tp == 2 and FAMILIES[family].may_be_tied
+    _matches_fresh_engines(start_engine, tmp_path, family, tp, ["sliced"] * 3, tie_word_embeddings=tied)

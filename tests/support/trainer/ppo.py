@@ -1,0 +1,238 @@
+"""PPO updates through verl's own TrainingWorker: samples, the batch that verl makes of them, an actor; and a check."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.support.models.tiny import VOCAB, reference_model
+from tests.support.trainer.verl_worker import optimizer_config, training_worker
+
+__all__ = [
+    "PADDED",
+    "PROMPT",
+    "RESPONSE",
+    "SAMPLES",
+    "Sample",
+    "check_ppo_updates",
+    "of_this_rank",
+    "plain_ppo_loss",
+    "ppo_batch",
+    "ppo_samples",
+    "ppo_worker",
+    "reference_update",
+]
+
+SAMPLES, PROMPT, RESPONSE = 16, 5, 9
+PADDED = {"use_remove_padding": False}
+_RELATIVE = 1e-5
+
+Sample = tuple[torch.Tensor, int, torch.Tensor, torch.Tensor]
+
+
+def ppo_samples(count: int = SAMPLES, prompt: int = PROMPT, response: int = RESPONSE) -> list[Sample]:
+    """Per sample: ids, length of the prompt in them, old log-probs and advantages of the response.
+
+    Args:
+        prompt: the longest; lengths differ.
+        response: the longest.
+    """
+    generator = torch.Generator().manual_seed(3)
+    samples = []
+    for i in range(count):
+        before, after = 2 + i % (prompt - 1), 3 + (5 * i) % (response - 2)
+        ids = torch.randint(0, VOCAB, (before + after,), generator=generator)
+        old = -2.0 - torch.rand(after, generator=generator)
+        samples.append((ids, before, old, torch.randn(after, generator=generator)))
+    return samples
+
+
+def plain_ppo_loss(
+    samples: Sequence[Sample], logits: Sequence[torch.Tensor], masks: Sequence[torch.Tensor] | None = None
+) -> torch.Tensor:
+    """verl's formula: clipped ratio, mean over all response tokens, entropy bonus.
+
+    Args:
+        logits: of each sample the plain model's, ``(T, VOCAB)``.
+        masks: of each sample which tokens of the response the policy wrote; all of them by default.
+    """
+    masks = masks or [torch.ones(len(old), dtype=torch.bool) for _, _, old, _ in samples]
+    losses = []
+    for (ids, prompt, old, advantage), scores, mask in zip(samples, logits, masks, strict=True):
+        log_probs = (scores[prompt - 1 : -1] / 0.7).log_softmax(-1)
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+        log_prob = log_probs.gather(-1, ids[prompt:, None])[:, 0]
+        ratio = (log_prob - old).clamp(-20, 20).exp()
+        clipped = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
+        dual = torch.minimum(-advantage * 3.0, clipped)
+        losses.append((torch.where(advantage < 0, dual, clipped) - 0.01 * entropy)[mask].sum())
+    return torch.stack(losses).sum() / sum(int(mask.sum()) for mask in masks)
+
+
+def ppo_batch(
+    samples: Sequence[Sample],
+    of_all_ranks: int = SAMPLES,
+    prompt: int = PROMPT,
+    response: int = RESPONSE,
+    positions: Sequence[torch.Tensor] | None = None,
+    images: Sequence[Mapping[str, torch.Tensor]] | None = None,
+    masks: Sequence[torch.Tensor] | None = None,
+):
+    """verl's no-padding batch of some samples, which are a part of so many.
+
+    Args:
+        masks: see ``plain_ppo_loss``.
+        positions: of each sample the position ids, ``(4, T)`` with images.
+        images: of each sample what verl calls its ``multi_modal_inputs``.
+    """
+    from tensordict import TensorDict
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.utils.padding import left_right_2_no_padding
+
+    n, width = len(samples), prompt + response
+    positions = positions or [torch.arange(len(ids)) for ids, *_ in samples]
+    data = {
+        "input_ids": torch.zeros(n, width, dtype=torch.long),
+        "attention_mask": torch.zeros(n, width, dtype=torch.long),
+        "position_ids": torch.zeros(n, *positions[0].shape[:-1], width, dtype=torch.long),
+        "prompts": torch.zeros(n, prompt, dtype=torch.long),
+        "responses": torch.zeros(n, response, dtype=torch.long),
+        "response_mask": torch.zeros(n, response, dtype=torch.long),
+        "old_log_probs": torch.zeros(n, response),
+        "advantages": torch.zeros(n, response),
+    }
+    for i, (ids, before, old, advantage) in enumerate(samples):
+        after, start = len(ids) - before, prompt - before
+        data["input_ids"][i, start : start + len(ids)] = ids
+        data["attention_mask"][i, start : start + len(ids)] = 1
+        data["position_ids"][i, ..., start : start + len(ids)] = positions[i]
+        data["prompts"][i, start:] = ids[:before]
+        data["responses"][i, :after] = ids[before:]
+        data["response_mask"][i, :after] = 1 if masks is None else masks[i]
+        data["old_log_probs"][i, :after] = old
+        data["advantages"][i, :after] = advantage
+    batch = left_right_2_no_padding(TensorDict(data, batch_size=[n]))
+    tu.assign_non_tensor(batch, global_batch_size=of_all_ranks, temperature=0.7, calculate_entropy=True)
+    if images is not None:
+        tu.assign_non_tensor_stack(batch, "multi_modal_inputs", list(images))
+    return batch
+
+
+def ppo_worker(
+    folder: Path,
+    ep: int,
+    fsdp_size: int = -1,
+    dynamic: bool = False,
+    micro_batch: int = 2,
+    model: Mapping[str, Any] | None = None,
+    optimizer: Mapping[str, Any] | None = None,
+    tokens: int = 40,
+    **settings: Any,
+) -> Any:
+    """An actor in float32.
+
+    Args:
+        model: verl's settings of the model.
+        optimizer: what torch's AdamW takes besides the learning rate.
+        tokens: how many a dynamic micro-batch may have.
+        settings: the engine's.
+    """
+    from verl.workers.utils.losses import ppo_loss
+
+    from epfsdp2.engine.config import EPFSDP2ActorConfig, EPFSDP2EngineConfig
+
+    engine = EPFSDP2EngineConfig(
+        ep_size=ep,
+        fsdp_size=fsdp_size,
+        use_dynamic_bsz=dynamic,
+        max_token_len_per_gpu=tokens,
+        infer_max_token_len_per_gpu=tokens,
+        micro_batch_size_per_gpu=micro_batch,
+        infer_micro_batch_size_per_gpu=micro_batch,
+        **{"mixed_precision": {"param_dtype": "fp32", "reduce_dtype": "fp32"}, **settings},
+    )
+    actor = EPFSDP2ActorConfig(
+        engine=engine, rollout_n=1, ppo_micro_batch_size_per_gpu=micro_batch, entropy_coeff=0.01, clip_ratio_c=3.0
+    )
+    loss = partial(ppo_loss, config=actor)
+    return training_worker(folder, "language_model", engine, loss, optimizer=optimizer, **(model or {}))
+
+
+def reference_update(model: nn.Module, samples: Sequence[Sample]) -> float:
+    """The loss of the plain model, one sample at a time; the gradients are left in its parameters."""
+    loss = plain_ppo_loss(samples, [model(input_ids=ids[None], use_cache=False).logits[0] for ids, *_ in samples])
+    loss.backward()
+    return loss.item()
+
+
+def of_this_rank(worker: Any, samples: Sequence[Any]) -> Sequence[Any]:
+    """What verl's dispatch hands this rank: ranks that share rows get the same."""
+    rank, each = worker.engine.get_data_parallel_rank(), len(samples) // worker.engine.get_data_parallel_size()
+    return samples[rank * each : (rank + 1) * each]
+
+
+def check_ppo_updates(
+    folder: Path, cases: Sequence[dict[str, Any]], attention: str = "sdpa", optimizer: Mapping[str, Any] | None = None
+) -> None:
+    """On each rank: log-probs, loss, gradients, norm and parameters of an update are the plain model's.
+
+    Args:
+        cases: arguments of ``ppo_worker``.
+        attention: of both, as transformers calls it.
+        optimizer: what torch's AdamW takes besides the learning rate, of both.
+    """
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.config.optimizer import build_optimizer
+
+    samples, reference = ppo_samples(), reference_model(folder, attention)
+    with torch.no_grad():
+        log_probs = [_log_probs(reference, ids) for ids, *_ in samples]
+    loss = reference_update(reference, samples)
+    wanted = {n: p.grad for n, p in reference.named_parameters()}
+    wanted_norm = torch.stack([g.square().sum() for g in wanted.values()]).sum().sqrt().item()
+    build_optimizer(reference.parameters(), optimizer_config(**(optimizer or {}))).step()
+
+    for settings in cases:
+        where = str(settings)
+        model = {"override_config": {"attn_implementation": attention}, **settings.get("model", {})}
+        worker = ppo_worker(folder, **{"optimizer": optimizer, **settings, "model": model})
+        mine = of_this_rank(worker, samples)
+
+        # Log-probs as the actor and the reference policy compute them.
+        infer = ppo_batch(mine)
+        tu.assign_non_tensor(infer, compute_loss=False)
+        output = worker.infer_batch(infer)
+        if worker.engine.is_mp_src_rank_with_outputs():
+            wanted_here = of_this_rank(worker, log_probs)
+            for want, got in zip(wanted_here, tu.get(output, "log_probs").unbind(), strict=True):
+                torch.testing.assert_close(got[:-1], want.to(got.dtype), rtol=1e-5, atol=1e-5)
+
+        # train_mode drops the gradients when it ends, so read them where the step uses them.
+        seen = {}
+        step = worker.engine.optimizer.step
+        worker.engine.optimizer.step = lambda *a, seen=seen, engine=worker.engine, step=step: (
+            seen.update({n: p.grad.full_tensor() for n, p in engine.module.named_parameters()}),
+            step(*a),
+        )
+        output = worker.train_batch(ppo_batch(mine))
+        for name, want in wanted.items():
+            error = ((seen[name] - want).norm() / want.norm()).item()
+            assert error < _RELATIVE, (where, name, error)
+        after = dict(worker.engine.module.named_parameters())
+        for name, want in reference.named_parameters():
+            error = ((after[name].detach().full_tensor() - want.detach()).norm() / want.detach().norm()).item()
+            assert error < _RELATIVE, (where, name, error)
+        assert all(p.grad is None for p in after.values())
+        if worker.engine.is_mp_src_rank_with_outputs():
+            metrics = tu.get(output, "metrics")
+            assert abs(metrics["grad_norm"] / wanted_norm - 1) < _RELATIVE, where
+            assert abs(metrics["loss"] - loss) < 1e-5 * abs(loss) + 1e-6, where
+
+
+def _log_probs(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """Of each token but the first."""
+    full = (model(input_ids=ids[None], use_cache=False).logits[0] / 0.7).log_softmax(-1)
+    return full[:-1].gather(-1, ids[1:, None])[:, 0]

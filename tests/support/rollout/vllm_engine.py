@@ -28,7 +28,7 @@ __all__ = ["Checkpoint", "Engine", "as_taken", "make_checkpoint", "one_by_one"]
 
 # Where the program of an engine's process is, and the extensions that tests give to workers.
 ROOT = Path(__file__).parents[3]
-FOLDER = ROOT / "tests" / "rollout" / "vllm"
+FOLDER = ROOT / "tests" / "rollout" / "vllm_workers"
 READABLE = "tests.support.rollout.vllm_extension.ReadableWorker"
 PROMPTS = [[5, 6, 7, 8], [9, 3, 100, 42, 17, 150], [199]]
 _ENVIRONMENT = {

@@ -4,6 +4,7 @@ Ranks are forked from a process of their own that has imported what most of them
 take longer than most tests.
 """
 
+import faulthandler
 import multiprocessing
 import os
 import tempfile
@@ -88,6 +89,7 @@ def _rank(
     function: Callable[..., None],
     args: tuple,
 ) -> None:
+    faulthandler.enable()  # a rank that dies of a signal prints what its threads were at
     os.environ.clear()
     os.environ.update(environment)  # of now; that of the process that forks is of its start
     # verl reads these; the rendezvous itself is a file, so no port is needed.

@@ -1,16 +1,14 @@
 """Real vLLM workers in FP8 that trainer ranks send values and scales hold and compute what vLLM loads itself."""
 
 import asyncio
-import json
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 
 from tests.support.engine.sharded import sharded_model
-from tests.support.models.quantised import BLOCK, SIZES
+from tests.support.models.quantised import BLOCK, SIZES, save_quantised
 from tests.support.models.tiny import save_qwen3_moe
 from tests.support.ranks import run_ranks
 
@@ -20,33 +18,6 @@ pytestmark = [
         not torch.cpu._is_amx_tile_supported(), reason="vLLM's CPU build has FP8 kernels for processors with AMX alone"
     ),
 ]
-BLOCKS = [BLOCK, BLOCK]
-# As verl says it to vLLM (``vllm_async_server.py``).
-FP8 = {
-    "activation_scheme": "dynamic",
-    "fmt": "e4m3",
-    "quant_method": "fp8",
-    "weight_block_size": BLOCKS,
-    "ignored_layers": [f"model.layers.{layer}.mlp.gate" for layer in range(3)],
-}
-
-
-def _quantised(folder, out):
-    """The checkpoint as vLLM's own quantisation makes it, which it loads as it does DeepSeek's."""
-    from vllm.utils.deep_gemm import per_block_cast_to_fp8
-
-    tensors = {}
-    for name, weight in load_file(folder / "model.safetensors").items():
-        weight = weight.bfloat16()
-        if weight.dim() == 2 and not any(part in name for part in (".gate.", "embed_tokens", "lm_head")):
-            tensors[name], tensors[f"{name}_scale_inv"] = per_block_cast_to_fp8(weight, BLOCKS, use_ue8m0=False)
-        else:
-            tensors[name] = weight
-    out.mkdir()
-    config = json.loads((folder / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps(config | {"quantization_config": FP8, "dtype": "bfloat16"}))
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    return out
 
 
 def _send(folders, handles, wrong):
@@ -111,7 +82,7 @@ def _synced(engine, folders, wrong=False):
 def test_vllm_fp8_workers_after_syncs_hold_what_vllm_loads_of_a_quantised_checkpoint(start_engine, tmp_path, tp):
     first, second = (save_qwen3_moe(tmp_path / str(seed), seed, vocab_size=256, **SIZES) for seed in (1, 2))
     engine = start_engine(
-        str(_quantised(first, tmp_path / "quantised")),
+        str(save_quantised(first, tmp_path / "quantised")),
         tp_size=tp,
         dtype="bfloat16",
         environment={"VERL_VLLM_FP8_QUANT_ENABLED": "1"},

@@ -1,6 +1,6 @@
 """A weight sync end to end: verl's stock export beside this engine's streams, into the same vLLM.
 
-    python -m benchmarks.weights.weight_sync [--repeats 5] [--trainer-only] [--rollout sglang]
+    python -m benchmarks.weights.weight_sync [--repeats 5] [--trainer-only] [--rollout sglang|vllm-fp8]
 
 Two trainer ranks hold a Qwen3-MoE of half a gigabyte in bfloat16, once sharded by verl's fsdp2, once by this engine
 with ``ep_size=2``; masters are float32, as is both engines' default. Their weights go over verl's bucketed transport
@@ -12,7 +12,8 @@ A second figure is the trainer's part alone, gathering and one copy into a buffe
 collectives of the same bytes and one copy of what is handed over, as bfloat16; and against the same with a copy that
 reads what is stored, which for float32 masters is a cast. The last is the most memory that it had allocated at once.
 ``--trainer-only`` measures that alone, in a few minutes, and writes nothing. ``--rollout sglang``, on the stack of that
-name, is ``weight_sync_sglang.py``, whose table stands below this one; ``weight_sync_adapters.py`` sends adapters alone.
+name, is ``weight_sync_sglang.py``, ``--rollout vllm-fp8`` is ``weight_sync_fp8.py``; their tables stand below this one.
+``weight_sync_adapters.py`` sends adapters alone.
 """
 
 import argparse
@@ -38,7 +39,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3
 
 from benchmarks.machine import machine
 from benchmarks.tables import RESULTS, write_table
-from benchmarks.weights import weight_sync_adapters, weight_sync_sglang
+from benchmarks.weights import weight_sync_adapters, weight_sync_fp8, weight_sync_sglang
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes
 from epfsdp2.engine.model.layers import layer_names
@@ -56,6 +57,7 @@ SIDES = ("stock", "stock-bf16", "full", "sliced", "sliced-bf16")
 BUCKET_MEGABYTES = SYNC_MEGABYTES = 128
 TURNS_ALONE = 3  # of the trainer's part, which is short, for each turn of a sync
 BARE = ("bare", "cast")
+OTHERS = {"sglang": weight_sync_sglang, "vllm-fp8": weight_sync_fp8}  # rollouts with tables of their own
 LEAST = {1: 2.0, 2: 3.0}  # times as fast as stock, by TP, of "sliced"
 MOST_OF_BARE = 1.3
 COLUMNS = ["rollout", "side", "GB", "end to end s", "against stock", "trainer's part s", "against bare"]
@@ -325,7 +327,8 @@ def write(result: dict) -> None:
     ]
     on = f"{where['cpu']}, {where['cores']} cores; torch {where['versions']['torch']}"
     heading = "A weight sync, end to end"
-    more = [*weight_sync_adapters.section(result.get("adapters", [])), *weight_sync_sglang.section()]
+    more = [*weight_sync_adapters.section(result.get("adapters", []))]
+    more += [*weight_sync_fp8.section(), *weight_sync_sglang.section()]
     write_table(
         "weight_sync", result, heading, "make bench-sync", on, text, COLUMNS, [*map(cells, result["rows"])], more
     )
@@ -343,10 +346,10 @@ def main() -> int:
         help="the rollout's; of vLLM one alone writes nothing",
     )
     parser.add_argument("--trainer-only", action="store_true", help="without vLLM: the trainer's part alone")
-    parser.add_argument("--rollout", choices=["vllm", "sglang"], default="vllm")
+    parser.add_argument("--rollout", choices=["vllm", *OTHERS], default="vllm")
     asked = parser.parse_args()
-    if asked.rollout == "sglang":
-        status = weight_sync_sglang.main(asked.repeats, asked.tp)
+    if asked.rollout in OTHERS:
+        status = OTHERS[asked.rollout].main(asked.repeats, asked.tp)
         write(json.loads((RESULTS / "weight_sync.json").read_text()))
         return status
     rows = [row for tp in asked.tp for row in run(tp, asked.repeats, asked.trainer_only)]

@@ -13,7 +13,7 @@ from benchmarks import tables
 from benchmarks.experts import compare
 from benchmarks.experts.layer import Geometry, kept_bytes, passes
 from benchmarks.update import growth, packing, step
-from benchmarks.weights import weight_sync, weight_sync_adapters
+from benchmarks.weights import weight_sync, weight_sync_adapters, weight_sync_fp8
 from epfsdp2.recipes.plan.cards import config_of
 from epfsdp2.recipes.plan.cli import parse, request_of
 from epfsdp2.recipes.plan.meshes import choices, recommended
@@ -176,6 +176,12 @@ def test_weight_sync_bounds_refuse_slower_rows():
     assert weight_sync.holds(row | {"tp": 1, "times_stock": 2.0})
     assert weight_sync.holds({"side": "stock", "tp": 2, "times_stock": 1.0, "peak_megabytes": 288})
     assert not weight_sync.holds({"side": "full", "tp": 2, "times_stock": 1.0, "peak_megabytes": 288})
+
+
+def test_fp8_weight_sync_bounds_refuse_slower_rows_and_more_bytes():
+    row = {"side": "sliced", "times_stock": 1.5, "of_bfloat16": 0.55}
+    assert weight_sync_fp8.holds(row) and weight_sync_fp8.holds({"side": "stock"})
+    assert not weight_sync_fp8.holds(row | {"times_stock": 1.4}) and not weight_sync_fp8.holds(row | {"of_bfloat16": 1})
 
 
 def test_newest_results_keep_rows_that_were_not_run_again(tmp_path, monkeypatch):

@@ -1,0 +1,174 @@
+"""A weight sync into vLLM workers in FP8: verl's stock path beside slices that trainer ranks quantise.
+
+    python -m benchmarks.weights.weight_sync --rollout vllm-fp8 [--repeats 5]
+
+Two trainer ranks hold a Qwen3-MoE in float32, once sharded by verl's fsdp2 engine, whose whole tensors each worker
+quantises by verl's own loader, once by this engine with ``ep_size=2``: as whole tensors for that loader as well, and as
+slices in FP8 with their scales. Blocks are 128 x 128, sizes of the model multiples of them. It needs a processor with
+AMX, as vLLM's CPU build does for FP8. verl's loader is not written for that build: for it the workers keep the routers
+that vLLM frees (``kept_weights.py``), and time alone is compared.
+"""
+
+import asyncio
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from benchmarks.machine import machine
+from benchmarks.tables import RESULTS, rows_of
+from epfsdp2.rollout.layout.vllm_layout import Rollout
+from epfsdp2.rollout.server_adapter import send_weights
+from tests.support.models.quantised import BLOCK, save_quantised
+from tests.support.ranks import run_ranks
+
+__all__ = ["main", "section"]
+
+WORLD, SIDES = 2, ("stock", "full", "sliced")
+LEAST, MOST_BYTES = 1.5, 0.55  # times as fast as stock; of the bytes in bfloat16, with scales
+COLUMNS = ["rollout", "side", "GB", "of bfloat16", "end to end s", "against stock"]
+_RESULT = RESULTS / "weight_sync_fp8.json"
+# verl chooses a Triton kernel wherever Triton can be imported, also for tensors on a CPU.
+_EXTENSION = "benchmarks.weights.kept_weights.KeepsRouters"
+_ENVIRONMENT = {"VERL_VLLM_FP8_QUANT_ENABLED": "1", "VERL_DISABLE_TRITON_FP8": "1"}
+
+
+def _model() -> dict:
+    from benchmarks.weights.weight_sync import MODEL
+
+    return MODEL | {"moe_intermediate_size": 4 * BLOCK}  # two blocks at TP 2
+
+
+def _ranks(folder: Path, tp: int, handles: list[str], turns: list[str], out: Path) -> None:
+    """Send the weights of each turn; write when each began, and what was handed over."""
+    from benchmarks.weights.weight_sync import BUCKET_MEGABYTES, ours, stock_weights, verls
+
+    rank = dist.get_rank()
+    model, sync = verls(folder, torch.float32), ours(folder, torch.float32)
+    began, sent = [], {}
+    for side in turns:
+        if side == "stock":
+            source = partial(_ignoring_buffers, partial(stock_weights, model))
+        else:
+            rollout = Rollout(tp, block=BLOCK)
+            source = sync.worker_weights(side, rollout, rank % tp, is_quantised=True).tensors
+        dist.barrier()
+        began.append(time.monotonic())
+        sending = send_weights(
+            source,
+            zmq_handle=handles[rank],
+            bucket_megabytes=BUCKET_MEGABYTES,
+            use_shm=True,
+            timeout_seconds=300,
+            rank=rank,
+        )
+        sent[side] = asyncio.run(sending).nbytes
+    if rank == 0:
+        whole = 2 * sum(p.numel() for p in sync.model.parameters()) / tp
+        out.write_text(json.dumps({"began": began, "sent": sent, "bfloat16": whole}))
+
+
+def _ignoring_buffers(weights, receive_buffers):
+    return weights()
+
+
+def _run(tp: int, repeats: int) -> list[dict]:
+    """Medians of each side at one rollout TP."""
+    from benchmarks.weights.weight_sync import when_done
+    from tests.support.rollout.vllm_engine import Engine
+
+    turns = [side for _ in range(repeats + 1) for side in SIDES]  # the first of each warms up
+    with tempfile.TemporaryDirectory() as name:
+        folder, out = Path(name) / "model", Path(name) / "figures.json"
+        torch.manual_seed(0)
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**_model())).float().save_pretrained(folder, max_shard_size="10GB")
+        quantised = save_quantised(folder, Path(name) / "quantised")
+        settings = {"extension": _EXTENSION, "dtype": "bfloat16", "environment": _ENVIRONMENT}
+        engines = [Engine(str(quantised), tp, **settings) for _ in range(WORLD // tp)]
+        try:
+            ended = [[when_done(engine, is_quantised=side == "sliced") for side in turns] for engine in engines]
+            handles = [engine.handle(rank) for engine in engines for rank in range(tp)]
+            run_ranks(_ranks, WORLD, folder, tp, handles, turns, out, timeout=1800)
+            figures = json.loads(out.read_text())
+            took = [max(each[i]() for each in ended) - began for i, began in enumerate(figures["began"])]
+        finally:
+            for engine in engines:
+                engine.stop()
+    rows: list[dict] = []
+    for side in SIDES:
+        seconds = statistics.median([took[i] for i, turn in enumerate(turns) if turn == side][1:])
+        row = {"tp": tp, "side": side, "gigabytes": figures["sent"][side] / 1e9, "seconds": seconds}
+        row["of_bfloat16"] = figures["sent"][side] / figures["bfloat16"]
+        row["times_stock"] = (rows[0]["seconds"] if rows else seconds) / seconds
+        rows.append(row)
+    return rows
+
+
+def _cells(row: dict) -> list[str]:
+    return [
+        f"TP {row['tp']}",
+        row["side"],
+        f"{row['gigabytes']:.2f}",
+        f"{row['of_bfloat16']:.2f} x",
+        f"{row['seconds']:.2f}",
+        f"{row['times_stock']:.1f} x",
+    ]
+
+
+def holds(row: dict) -> bool:
+    """Whether slices are as fast and as few bytes as they are held to."""
+    return row["side"] != "sliced" or (row["times_stock"] >= LEAST and row["of_bfloat16"] <= MOST_BYTES)
+
+
+def section() -> list[str]:
+    """The lines of the table of the last run; none where there was none."""
+    if not _RESULT.exists():
+        return []
+    result = json.loads(_RESULT.read_text())
+    where = result["machine"]
+    return [
+        "",
+        "## Into vLLM in FP8",
+        "",
+        "Written by `make bench-sync ARGS='--rollout vllm-fp8'`.",
+        "",
+        f"{where['cpu']}, {where['cores']} cores; torch {where['versions']['torch']}; {where['date']}; "
+        f"commit {where['commit'][:12]}.",
+        "",
+        "Two trainer ranks with float32 masters send a Qwen3-MoE to vLLM workers that hold weights in FP8, with scales",
+        f"of blocks of {BLOCK} x {BLOCK}; sides take turns, medians of {result['repeats']}. Stock: verl's fsdp2",
+        "engine, whose whole tensors every worker quantises by verl's loader. Full: whole tensors of this engine, in",
+        "bfloat16, for the same loader. Sliced: trainer ranks quantise what they own. GB: handed to one worker; then",
+        "against its share of the model in bfloat16. The embedding and the head stay in bfloat16 on all sides. verl's",
+        "loader is not written for vLLM's CPU build, so time alone is compared.",
+        "",
+        f"Bounds of `sliced`: {LEAST} x stock, and {MOST_BYTES} x the bytes in bfloat16, scales counted.",
+        "",
+        *rows_of(COLUMNS, [*map(_cells, result["rows"])]),
+    ]
+
+
+def main(repeats: int, sizes: list[int]) -> int:
+    """Measure, print and write the figures.
+
+    Args:
+        sizes: vLLM's tensor-parallel sizes.
+    """
+    if not torch.cpu._is_amx_tile_supported():
+        raise SystemExit("vLLM's CPU build has FP8 kernels for processors with AMX alone")
+    rows = []
+    for tp in sizes:
+        rows += _run(tp, repeats)
+        print("\n".join(" | ".join(_cells(row)) for row in rows[-len(SIDES) :]), flush=True)
+    before = json.loads(_RESULT.read_text())["rows"] if _RESULT.exists() else []
+    found = {(row["tp"], row["side"]): row for row in (*before, *rows)}
+    kept = [found[key] for key in itertools.product((1, 2), SIDES) if key in found]
+    _RESULT.write_text(json.dumps({"machine": machine(), "repeats": repeats, "rows": kept}, indent=1) + "\n")
+    return 0 if all(map(holds, rows)) else 1

@@ -35,6 +35,7 @@ __all__ = [
     "qkv_projection",
     "replicated",
     "row_parallel",
+    "stacked_halves",
     "stacked_thirds",
     "transposed_experts",
     "transposed_experts_bias",
@@ -169,9 +170,18 @@ def qkv_projection(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: s
 
 def stacked_thirds(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
     """Shard queries, keys and values of equally many heads, stored one after the other, each by itself."""
-    third = tensor.shape[0] // 3
-    parts = [_part(tensor, 0, tp, rank, (i * third, (i + 1) * third)) for i in range(3)]
-    return [TargetSlice(part, tensor.name, _at(tensor, 0, i * third // tp)) for i, part in enumerate(parts)]
+    return _stacked(tensor, tp, rank, 3)
+
+
+def stacked_halves(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
+    """Shard gate and up, stored one after the other, each by itself."""
+    return _stacked(tensor, tp, rank, 2)
+
+
+def _stacked(tensor: TensorSpec, tp: int, rank: int, number: int) -> list[TargetSlice]:
+    each = tensor.shape[0] // number
+    parts = [_part(tensor, 0, tp, rank, (i * each, (i + 1) * each)) for i in range(number)]
+    return [TargetSlice(part, tensor.name, _at(tensor, 0, i * each // tp)) for i, part in enumerate(parts)]
 
 
 def attention_norm(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:

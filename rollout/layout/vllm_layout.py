@@ -180,6 +180,7 @@ _FAMILIES = {
     **dict.fromkeys(("dots1", "flex_olmo", "glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe"), Family()),
     **dict.fromkeys(("llama", "qwen2", "qwen3"), Family()),  # dense
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), Family(rules=rules.LATENT_ATTENTION)),
+    "afmoe": Family(((".router.gate.", ".gate."),), named_rules((r"\.self_attn\.(gate)_proj\.weight", rules.columns))),
     "ernie4_5_moe": Family(
         ((".gate.moe_statics.", ".gate."),),
         named_rules((r"\.moe_statics\.(e_score_correction_bias)", rules.without_first_dim)),
@@ -196,6 +197,17 @@ _FAMILIES = {
         rules.TRANSPOSED_EXPERTS,
         is_stacked=True,
         is_transposed=True,
+    ),
+    **dict.fromkeys(
+        ("granitemoe", "granitemoeshared"),
+        Family(
+            ((".router.layer.", ".gate."),),
+            named_rules(
+                (r"\.shared_mlp\.(input)_linear\.weight", rules.stacked_halves),
+                (r"\.shared_mlp\.(output)_linear\.weight", rules.row_parallel),
+            ),
+            is_stacked=True,
+        ),
     ),
     "hunyuan_v1_moe": Family(((".mlp.gate.wg.", ".mlp.gate."),)),
     "minimax_m2": Family(
@@ -215,7 +227,7 @@ FP8_FAMILIES = frozenset(("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "glm4_mo
 # vLLM 0.24 can load neither a gpt_oss that is not quantised nor a Qwen3.5 without its vision tower, and its CPU build
 # can't run one with it; GLM-4.5V and Gemma 4 with their towers were not tried there.
 # The layouts of ``_IN_0_27`` were compared with vLLM 0.27 alone.
-_IN_0_27 = ("deepseek_v2", "flex_olmo", "glm4_moe_lite")
+_IN_0_27 = ("afmoe", "deepseek_v2", "flex_olmo", "glm4_moe_lite", "granitemoe", "granitemoeshared")
 _SINCE = ("dots1", "gemma4", "glm4v_moe", "gpt_oss", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
 _RELEASES = {
     "hunyuan_v1_moe": "<0.29",

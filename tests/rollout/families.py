@@ -52,6 +52,9 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family(may_be_tied=False),
     "glm4_moe_lite": Family(may_be_tied=False),
     "flex_olmo": Family({**_WIDE, "intermediate_size": 96}, may_be_tied=False),
+    "afmoe": Family(may_be_tied=False),
+    "granitemoe": Family({**_WIDE, "intermediate_size": 96}),
+    "granitemoeshared": Family({**_WIDE, "intermediate_size": 96}),
     # vLLM 0.29 does not pad experts whose gate and up are interleaved: four workers have 32 rows each.
     "gpt_oss": Family({"num_key_value_heads": 4, "intermediate_size": 128}, may_be_tied=False),
     "qwen3_next": Family(_FOUR_KEYS, may_be_tied=False),

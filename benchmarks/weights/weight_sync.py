@@ -22,7 +22,6 @@ import json
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -40,6 +39,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3
 from benchmarks.machine import machine
 from benchmarks.tables import RESULTS, write_table
 from benchmarks.weights import weight_sync_adapters, weight_sync_fp8, weight_sync_sglang
+from benchmarks.weights.into_vllm import WORLD, seconds_of_syncs
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes
 from epfsdp2.engine.model.layers import layer_names
@@ -50,9 +50,7 @@ from epfsdp2.rollout.transport.sender import Bucket
 from epfsdp2.rollout.worker_weights import WorkerWeights
 from tests.support.engine.memory import peak_of
 from tests.support.engine.sharded import sharded_model
-from tests.support.ranks import run_ranks
 
-WORLD = 2
 SIDES = ("stock", "stock-bf16", "full", "sliced", "sliced-bf16")
 BUCKET_MEGABYTES = SYNC_MEGABYTES = 128
 TURNS_ALONE = 3  # of the trainer's part, which is short, for each turn of a sync
@@ -123,7 +121,7 @@ def verls(folder: Path, dtype: torch.dtype):
     return model
 
 
-def ranks(folder: Path, tp: int, handles: list[str], turns: list[str], out: Path) -> None:
+def ranks(tp: int, handles: list[str], folder: Path, turns: list[str], out: Path) -> None:
     """Send the weights of each turn; write when each began, and what the trainer's part takes alone."""
     trainer = Trainer(folder, tp)
     peaks = {side: peak_memory(trainer, side) for side in SIDES}  # of first syncs: on a CPU buffers stay
@@ -229,25 +227,14 @@ def peak_memory(trainer: Trainer, side: str) -> int:
 
 def run(tp: int, repeats: int, trainer_only: bool) -> list[dict]:
     """Medians of each side at one rollout TP."""
-    from tests.support.rollout.vllm_engine import Engine
-
     turns = [side for _ in range(repeats + 1) for side in SIDES]  # the first of each warms up
     with tempfile.TemporaryDirectory() as name:
         folder, out = Path(name) / "model", Path(name) / "figures.json"
         torch.manual_seed(0)
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**MODEL)).float()
         model.save_pretrained(folder)
-        workers = 0 if trainer_only else WORLD
-        engines = [Engine(str(folder), tp_size=tp, dtype="bfloat16") for _ in range(workers // tp)]
-        try:
-            ended = [[when_done(engine) for _ in turns] for engine in engines]
-            handles = [engine.handle(rank) for engine in engines for rank in range(tp)]
-            run_ranks(ranks, WORLD, folder, tp, handles, turns, out, timeout=1800)
-            figures = json.loads(out.read_text())
-            took = [max(e[i]() for e in ended) - began for i, began in enumerate(figures["began"])]
-        finally:
-            for engine in engines:
-                engine.stop()
+        syncs: list[dict] = [{} for _ in turns]
+        figures, took = seconds_of_syncs(folder, tp, syncs, ranks, folder, turns, out=out, has_engines=not trainer_only)
     rows: list[dict] = []
     for side in SIDES:
         chosen = [i for i, turn in enumerate(turns) if turn == side][1:]
@@ -266,27 +253,6 @@ def run(tp: int, repeats: int, trainer_only: bool) -> list[dict]:
             row |= {f"times_{key}": statistics.median(a["seconds"] / a[key] for a in alone) for key in BARE}
         rows.append(row)
     return rows
-
-
-def when_done(engine, **arguments):
-    """Ask for one sync, with arguments of vLLM's worker; returns what tells, once it has ended, when that was."""
-    ended: list[float] = []
-    done = threading.Event()
-    arguments |= {"use_shm": True, "sync_timeout_seconds": 500.0}
-    future = engine.call("update_weights_from_ipc", timeout=600.0, **arguments)
-
-    def note(_):
-        ended.append(time.monotonic())
-        done.set()
-
-    future.add_done_callback(note)
-
-    def when() -> float:
-        future.result()
-        done.wait()
-        return ended[0]
-
-    return when
 
 
 def cells(row: dict) -> list[str]:

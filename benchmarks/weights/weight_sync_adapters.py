@@ -9,7 +9,6 @@ import json
 import statistics
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.tables import rows_of
+from benchmarks.weights.into_vllm import WORLD, seconds_of_syncs
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes
 from epfsdp2.engine.lora.adapters import A, B, Lora, lora_of
@@ -32,11 +32,10 @@ from epfsdp2.rollout.layout.vllm_layout import Rollout
 from epfsdp2.rollout.server_adapter import send_weights
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from tests.support.engine.sharded import sharded_model
-from tests.support.ranks import run_ranks
 
 __all__ = ["MOST_OF_BASE", "RANK", "holds", "run", "section", "share"]
 
-WORLD, RANK = 2, 32
+RANK = 32
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MOST_OF_BASE = 0.02  # bytes of the adapters over those of the base
 LARGE = "Qwen3-30B-A3B"  # of which shares are computed
@@ -47,7 +46,7 @@ def _settings(targets: str | tuple[str, ...] = TARGETS) -> LoraSettings:
     return LoraSettings("model", RANK, RANK, targets)
 
 
-def ranks(folder: Path, tp: int, handles: list[str], turns: int, megabytes: int, out: Path) -> None:
+def ranks(tp: int, handles: list[str], folder: Path, turns: int, megabytes: int, out: Path) -> None:
     """Send the base and then the adapters so many times; write when each sync began, and its bytes."""
     rank, options = dist.get_rank(), {"param_dtype": torch.bfloat16}
     model, meshes = sharded_model(
@@ -81,9 +80,6 @@ def ranks(folder: Path, tp: int, handles: list[str], turns: int, megabytes: int,
 
 def run(model: dict[str, Any], tp: int, repeats: int, megabytes: int) -> list[dict]:
     """Rows of the base and of the adapters at one rollout TP; the first sync of adapters warms up."""
-    from benchmarks.weights.weight_sync import when_done
-    from tests.support.rollout.vllm_engine import Engine
-
     with tempfile.TemporaryDirectory() as name:
         folder, out = Path(name) / "model", Path(name) / "figures.json"
         torch.manual_seed(0)
@@ -91,18 +87,9 @@ def run(model: dict[str, Any], tp: int, repeats: int, megabytes: int) -> list[di
         meta = build_on_meta(AutoModelForCausalLM, AutoConfig.from_pretrained(folder), torch.float32)
         config = adapter_config(Lora(meta, _settings()), str(folder))
         lora = {"enable_lora": True, "max_lora_rank": RANK, "lora_target_modules": list(TARGETS)}
-        engines = [Engine(str(folder), tp_size=tp, dtype="bfloat16", **lora) for _ in range(WORLD // tp)]
-        try:
-            ask = partial(when_done, peft_config=config)
-            stages = [False, *[True] * (repeats + 1)]
-            ended = [[ask(engine, base_sync_done=done) for done in stages] for engine in engines]
-            handles = [engine.handle(rank) for engine in engines for rank in range(tp)]
-            run_ranks(ranks, WORLD, folder, tp, handles, repeats + 1, megabytes, out, timeout=1800)
-            figures = json.loads(out.read_text())
-            took = [max(each[i]() for each in ended) - began for i, began in enumerate(figures["began"])]
-        finally:
-            for engine in engines:
-                engine.stop()
+        stages = [False, *[True] * (repeats + 1)]
+        syncs = [{"peft_config": config, "base_sync_done": done} for done in stages]
+        figures, took = seconds_of_syncs(folder, tp, syncs, ranks, folder, repeats + 1, megabytes, out=out, **lora)
     found = {"base": (figures["sent"][0], took[0]), "adapters": (figures["sent"][-1], statistics.median(took[2:]))}
     return [
         {

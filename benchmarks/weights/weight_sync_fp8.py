@@ -24,14 +24,14 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.machine import machine
 from benchmarks.tables import RESULTS, rows_of
+from benchmarks.weights.into_vllm import seconds_of_syncs
 from epfsdp2.rollout.layout.vllm_layout import Rollout
 from epfsdp2.rollout.server_adapter import send_weights
 from tests.support.models.quantised import BLOCK, save_quantised
-from tests.support.ranks import run_ranks
 
 __all__ = ["main", "section"]
 
-WORLD, SIDES = 2, ("stock", "full", "sliced")
+SIDES = ("stock", "full", "sliced")
 LEAST, MOST_BYTES = 1.5, 0.55  # times as fast as stock; of the bytes in bfloat16, with scales
 COLUMNS = ["rollout", "side", "GB", "of bfloat16", "end to end s", "against stock"]
 _RESULT = RESULTS / "weight_sync_fp8.json"
@@ -46,7 +46,7 @@ def _model() -> dict:
     return MODEL | {"moe_intermediate_size": 4 * BLOCK}  # two blocks at TP 2
 
 
-def _ranks(folder: Path, tp: int, handles: list[str], turns: list[str], out: Path) -> None:
+def _ranks(tp: int, handles: list[str], folder: Path, turns: list[str], out: Path) -> None:
     """Send the weights of each turn; write when each began, and what was handed over."""
     from benchmarks.weights.weight_sync import BUCKET_MEGABYTES, ours, stock_weights, verls
 
@@ -81,26 +81,16 @@ def _ignoring_buffers(weights, receive_buffers):
 
 def _run(tp: int, repeats: int) -> list[dict]:
     """Medians of each side at one rollout TP."""
-    from benchmarks.weights.weight_sync import when_done
-    from tests.support.rollout.vllm_engine import Engine
-
     turns = [side for _ in range(repeats + 1) for side in SIDES]  # the first of each warms up
     with tempfile.TemporaryDirectory() as name:
         folder, out = Path(name) / "model", Path(name) / "figures.json"
         torch.manual_seed(0)
         Qwen3MoeForCausalLM(Qwen3MoeConfig(**_model())).float().save_pretrained(folder, max_shard_size="10GB")
         quantised = save_quantised(folder, Path(name) / "quantised")
-        settings = {"extension": _EXTENSION, "dtype": "bfloat16", "environment": _ENVIRONMENT}
-        engines = [Engine(str(quantised), tp, **settings) for _ in range(WORLD // tp)]
-        try:
-            ended = [[when_done(engine, is_quantised=side == "sliced") for side in turns] for engine in engines]
-            handles = [engine.handle(rank) for engine in engines for rank in range(tp)]
-            run_ranks(_ranks, WORLD, folder, tp, handles, turns, out, timeout=1800)
-            figures = json.loads(out.read_text())
-            took = [max(each[i]() for each in ended) - began for i, began in enumerate(figures["began"])]
-        finally:
-            for engine in engines:
-                engine.stop()
+        syncs = [{"is_quantised": side == "sliced"} for side in turns]
+        figures, took = seconds_of_syncs(
+            quantised, tp, syncs, _ranks, folder, turns, out=out, extension=_EXTENSION, environment=_ENVIRONMENT
+        )
     rows: list[dict] = []
     for side in SIDES:
         seconds = statistics.median([took[i] for i, turn in enumerate(turns) if turn == side][1:])

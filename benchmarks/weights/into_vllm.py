@@ -1,0 +1,75 @@
+"""Syncs of trainer ranks into vLLM engines that are started for them, one after the other, and what each took."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.support.ranks import run_ranks
+
+__all__ = ["WORLD", "seconds_of_syncs"]
+
+WORLD = 2
+
+
+def seconds_of_syncs(
+    model: Path,
+    tp: int,
+    syncs: Sequence[Mapping[str, Any]],
+    ranks: Callable[..., None],
+    *args: Any,
+    out: Path,
+    has_engines: bool = True,
+    **settings: Any,
+) -> tuple[dict, list[float]]:
+    """Run ``ranks(tp, handles, *args, out)`` on trainer ranks beside a replica for each of them, or one for both.
+
+    Args:
+        model: the checkpoint that vLLM starts with.
+        syncs: arguments of vLLM's worker for each sync, in turn.
+        ranks: makes as many syncs, and has rank 0 write figures to ``out``, with ``began``, when each was begun.
+        out: a JSON file.
+        has_engines: whether anything is to be synced; without it ``handles`` are empty.
+        settings: of ``Engine``.
+
+    Returns:
+        The figures, and the seconds of each sync until the last engine has loaded it.
+    """
+    from tests.support.rollout.vllm_engine import Engine
+
+    settings = {"dtype": "bfloat16", **settings}
+    engines: list[Engine] = []
+    try:
+        for _ in range(WORLD // tp if has_engines else 0):
+            engines.append(Engine(str(model), tp_size=tp, **settings))
+        ended = [[_when_done(engine, **sync) for sync in syncs] for engine in engines]
+        handles = [engine.handle(rank) for engine in engines for rank in range(tp)]
+        run_ranks(ranks, WORLD, tp, handles, *args, out, timeout=1800)
+        figures = json.loads(out.read_text())
+        return figures, [max(each[i]() for each in ended) - began for i, began in enumerate(figures["began"])]
+    finally:
+        for engine in engines:
+            engine.stop()
+
+
+def _when_done(engine: Any, **arguments: Any) -> Callable[[], float]:
+    """Ask for one sync; returns what tells, once it has ended, when that was."""
+    ended: list[float] = []
+    done = threading.Event()
+    arguments |= {"use_shm": True, "sync_timeout_seconds": 500.0}
+    future = engine.call("update_weights_from_ipc", timeout=600.0, **arguments)
+
+    def note(_):
+        ended.append(time.monotonic())
+        done.set()
+
+    future.add_done_callback(note)
+
+    def when() -> float:
+        future.result()
+        done.wait()
+        return ended[0]
+
+    return when

@@ -78,7 +78,8 @@ class ProcessTree:
         """Run ``command`` with its output in ``log``, calling ``on_tick`` a few times a second; return its exit status.
 
         The command gets a session of its own: a Ctrl-C in the terminal reaches the quickstart alone, which then ends
-        the command in order. Descendants that outlive the command are ended before this returns.
+        the command in order. Descendants that outlive the command are ended before this returns, and all of them where
+        ``on_tick`` raises.
         """
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as output:
@@ -92,13 +93,15 @@ class ProcessTree:
                 # Where the quickstart is killed and can't clean up; Ray's daemons follow their driver.
                 preexec_fn=lambda: _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
             )
-        while (status := process.poll()) is None:
+        try:
+            while (status := process.poll()) is None:
+                on_tick()
+                if time.monotonic() - self._looked > _LOOK_SECONDS:
+                    self._look()
+                time.sleep(_POLL_SECONDS)
             on_tick()
-            if time.monotonic() - self._looked > _LOOK_SECONDS:
-                self._look()
-            time.sleep(_POLL_SECONDS)
-        on_tick()
-        self._end_descendants()
+        finally:
+            self._end_descendants()
         return status
 
     def _look(self) -> None:

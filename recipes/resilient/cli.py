@@ -11,7 +11,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -21,7 +21,16 @@ from ...engine.errors import SettingError
 from ..quickstart.processes import Interrupted, ProcessTree
 from .attempts import Attempt, Preemption
 from .checkpoints import Saved, latest, saved_steps
-from .cluster import address_of, living_gpus, usable_nodes, wait_for_nodes
+from .cluster import (
+    LostNodes,
+    Node,
+    NodesLostError,
+    address_of,
+    living_nodes,
+    needed_nodes,
+    usable_nodes,
+    wait_for_nodes,
+)
 from .command import Command
 from .decisions import Failure, backoff_seconds, reason_to_give_up, report
 
@@ -47,6 +56,13 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--max-restarts", type=int, default=10, help="starts after the first")
     add("--grace-seconds", type=float, default=30.0, help="for a save between SIGTERM and the end")
     add("--wait-for-nodes", type=float, default=0.0, metavar="S", help="seconds to wait for nodes that are gone")
+    add(
+        "--lost-node-seconds",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="end a run whose node gives no answer so long",
+    )
     add("--from-scratch", action="store_true", help="begin anew where no checkpoint is complete")
     add(
         "--gib", type=float, help="memory of a GPU, for the plan on fewer nodes; by default 80, without GPUs the host's"
@@ -58,7 +74,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         raise SettingError("resilient", " ".join(arguments), "-- is missing before the trainer's command.", works)
     at = list(arguments).index("--")
     options = parser.parse_args(arguments[:at])
-    for name in ("max_restarts", "grace_seconds", "wait_for_nodes", "backoff_seconds"):
+    for name in ("max_restarts", "grace_seconds", "wait_for_nodes", "lost_node_seconds", "backoff_seconds"):
         if getattr(options, name) < 0:
             parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it has to be at least 0")
     return options, list(arguments[at + 1 :])
@@ -117,6 +133,7 @@ class _Run:
         self._options, self._command, self._console, self._tree = options, command, console, tree
         self._root = command.checkpoints
         self._failures: list[Failure] = []
+        self._needed: list[Node] = []
         self._preemption = Preemption(self._root, self._newest, options.grace_seconds, self._say)
         self._preemption.install()
 
@@ -136,18 +153,30 @@ class _Run:
                 self._say(f"starts {'again ' if self._failures else ''}{self._from(saved)}: {' '.join(changed)}")
             # vLLM's sockets go where the recipe cleans up: one that is killed leaves them.
             paths = {"VLLM_RPC_BASE_PATH": str(self._tree.folder)}
-            status = attempt.run(self._tree, words, {**paths, **os.environ}, self._preemption.look)
-            if status == 0:
-                return 0
+            try:
+                if attempt.run(self._tree, words, {**paths, **os.environ}, self._looks()) == 0:
+                    return 0
+                lines = attempt.cause()
+            except NodesLostError as error:
+                lines = [str(error), *attempt.cause()]
             begun = self._begun(saved)
             step = (attempt.step if attempt.step is not None else begun or 0) + 1
             mesh = " ".join(on_mesh) or "the command's own mesh"
-            self._failures.append(Failure(step, attempt.cause(), mesh, begun))
+            self._failures.append(Failure(step, lines, mesh, begun))
             if (why := self._why_not_again()) is not None:
                 return self._give_up(why)
             pause = backoff_seconds(len(self._failures), self._options.backoff_seconds)
             self._say(f"step {step} has failed ({self._failures[-1].lines[0]}); a pause of {pause:g} s")
             self._pause(pause)
+
+    def _looks(self) -> Callable[[], None]:
+        lost = LostNodes(self._needed, self._options.lost_node_seconds)
+
+        def look() -> None:
+            self._preemption.look()
+            lost.look()
+
+        return look
 
     def _why_not_again(self) -> str | None:
         why = reason_to_give_up(self._failures, self._options.max_restarts)
@@ -183,21 +212,22 @@ class _Run:
         wanted, address = int(self._command.setting("trainer.nnodes", 1)), address_of(self._command)
         if address is None:
             return []
-        gpus: list[int] = []
+        living: list[Node] = []
         told = {wanted}
 
         def usable() -> int:
-            gpus[:] = living_gpus(address, self._resource)
-            nodes = usable_nodes(self._command, gpus)
+            living[:] = living_nodes(address, self._resource)
+            nodes = usable_nodes(self._command, living)
             if nodes not in told:
                 told.add(nodes)
                 self._say(f"{nodes} of the run's {wanted} nodes are there")
             return nodes
 
         nodes = wait_for_nodes(usable, wanted, self._options.wait_for_nodes, self._pause)
+        self._needed = [] if address.startswith("ray://") else needed_nodes(self._command, living, nodes)
         if nodes == wanted:
             return []
-        if not gpus:
+        if not living:
             rule = "no Ray cluster answers there, and a run can't go on without the cluster's head node."
             works = "the address of a cluster that answers, and --wait-for-nodes 600 for one that is started again"
             raise SettingError("ray_kwargs.ray_init.address", address, rule, works)

@@ -1,41 +1,103 @@
-"""Which nodes of a Ray cluster live, and how many of them a run's trainer can have."""
+"""Which nodes of a Ray cluster live, how many of them a run's trainer can have, and which of them are lost."""
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from .command import Command
 
-__all__ = ["address_of", "living_gpus", "usable_nodes", "wait_for_nodes"]
+__all__ = [
+    "LostNodes",
+    "Node",
+    "NodesLostError",
+    "address_of",
+    "living_nodes",
+    "needed_nodes",
+    "usable_nodes",
+    "wait_for_nodes",
+]
 
 _SECONDS = 120.0
 _POLL_SECONDS = 5.0
+_ANSWER_SECONDS = 5.0
 _MARK = "living nodes: "
-# Ray takes up to half a minute to find out that a node is gone, which is longer than a run takes to fail: each node is
-# asked. In a process of its own: a driver of a cluster that dies hangs or ends with it.
+# In a process of its own: a driver of a cluster that dies hangs or ends with it.
 _QUERY = f"""
-import json, socket, sys, ray
-from concurrent.futures import ThreadPoolExecutor
-
-def answers(node):
-    if sys.argv[1].startswith("ray://"):  # nodes can't be reached from here
-        return True
-    try:
-        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), 5).close()
-    except OSError:
-        return False
-    return True
-
+import json, sys, ray
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR", include_dashboard=False)
-alive = [node for node in ray.nodes() if node["Alive"]]
-with ThreadPoolExecutor(32) as asking:
-    alive = [node for node, there in zip(alive, asking.map(answers, alive)) if there]
-print({_MARK!r} + json.dumps([node["Resources"].get(sys.argv[2], 0) for node in alive]))
+place = ("NodeManagerAddress", "NodeManagerPort")
+alive = [[*map(node.get, place), int(node["Resources"].get(sys.argv[2], 0))] for node in ray.nodes() if node["Alive"]]
+print({_MARK!r} + json.dumps(alive))
 """
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of a Ray cluster.
+
+    Args:
+        host: address of its raylet.
+        gpus: as Ray counts them.
+    """
+
+    host: str
+    port: int
+    gpus: int
+
+    def answers(self) -> bool:
+        """Whether a connection to the raylet can be opened."""
+        try:
+            socket.create_connection((self.host, self.port), _ANSWER_SECONDS).close()
+        except OSError:
+            return False
+        return True
+
+
+class NodesLostError(RuntimeError):
+    """Nodes that a run needs do not answer any more."""
+
+
+class LostNodes:
+    """Notices that a run has lost nodes while it goes on.
+
+    A run fails with most of what it loses. But verl 0.9.1 waits without end for generations of a node that is gone.
+
+    Args:
+        nodes: those that the run needs.
+        seconds: how long one has not answered when it is lost.
+    """
+
+    def __init__(self, nodes: Sequence[Node], seconds: float):
+        self._seconds, self._next_ask = seconds, time.monotonic()
+        self._answered = dict.fromkeys(nodes, self._next_ask)
+        self._asked: dict[Node, Future[bool]] = {}
+        self._asking = ThreadPoolExecutor(32)
+
+    def look(self) -> None:
+        """Ask the nodes now and then; does not wait for an answer.
+
+        Raises:
+            NodesLostError: with the hosts.
+        """
+        now = time.monotonic()
+        for node, asked in list(self._asked.items()):
+            if asked.done():
+                if asked.result():
+                    self._answered[node] = now
+                del self._asked[node]
+        if now >= self._next_ask:
+            self._next_ask = now + min(_POLL_SECONDS, self._seconds / 4)
+            for node in self._answered.keys() - self._asked.keys():
+                self._asked[node] = self._asking.submit(node.answers)
+        if lost := [node.host for node, at in self._answered.items() if now - at > self._seconds]:
+            raise NodesLostError(f"no answer from {', '.join(lost)} for {self._seconds:g} s")
 
 
 def address_of(command: Command) -> str | None:
@@ -51,8 +113,12 @@ def address_of(command: Command) -> str | None:
     return None if address in (None, "", "local") else str(address)
 
 
-def living_gpus(address: str, resource: str = "GPU") -> list[int]:
-    """Return the number of GPUs of each node that answers, as Ray counts them; empty if the cluster does not."""
+def living_nodes(address: str, resource: str = "GPU") -> list[Node]:
+    """Return the nodes that answer; empty if the cluster does not.
+
+    Ray takes up to half a minute to find out that a node is gone, which is longer than a run takes to fail, so each is
+    asked; behind ``ray://`` none can be reached.
+    """
     try:
         said = subprocess.run(
             [sys.executable, "-c", _QUERY, address, resource], capture_output=True, text=True, timeout=_SECONDS
@@ -60,15 +126,31 @@ def living_gpus(address: str, resource: str = "GPU") -> list[int]:
     except subprocess.TimeoutExpired:
         return []
     found = [line.removeprefix(_MARK) for line in said.stdout.splitlines() if line.startswith(_MARK)]
-    return [int(gpus) for gpus in json.loads(found[-1])] if found else []
+    nodes = [Node(*facts) for facts in json.loads(found[-1])] if found else []
+    if address.startswith("ray://"):
+        return nodes
+    with ThreadPoolExecutor(32) as asking:
+        return [node for node, there in zip(nodes, asking.map(Node.answers, nodes), strict=True) if there]
 
 
-def usable_nodes(command: Command, gpus: Sequence[int]) -> int:
+def usable_nodes(command: Command, nodes: Sequence[Node]) -> int:
     """Return how many nodes the trainer can have: those with the run's GPUs, without those of its rollout."""
-    wanted, of_node = int(command.setting("trainer.nnodes", 1)), int(command.setting("trainer.n_gpus_per_node", 8))
-    of_rollout = int(command.setting("actor_rollout_ref.rollout.nnodes", 0))
-    there = sum(count >= of_node for count in gpus)
-    return max(0, min(wanted, there - of_rollout))
+    wanted = int(command.setting("trainer.nnodes", 1))
+    return max(0, min(wanted, len(_large_enough(command, nodes)) - _of_rollout(command)))
+
+
+def needed_nodes(command: Command, nodes: Sequence[Node], trainers: int) -> list[Node]:
+    """Return the nodes that a run of so many trainer nodes can't do without; none where there are spare ones."""
+    there = _large_enough(command, nodes)
+    return there if len(there) == trainers + _of_rollout(command) else []
+
+
+def _large_enough(command: Command, nodes: Sequence[Node]) -> list[Node]:
+    return [node for node in nodes if node.gpus >= int(command.setting("trainer.n_gpus_per_node", 8))]
+
+
+def _of_rollout(command: Command) -> int:
+    return int(command.setting("actor_rollout_ref.rollout.nnodes", 0))
 
 
 def wait_for_nodes(

@@ -1,7 +1,9 @@
 """What ``recipes/resilient`` decides, with a trainer's command that saves and fails on demand (``fake_verl``)."""
 
 import copy
+import json
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -98,6 +100,27 @@ def test_resilient_run_that_loses_a_node_continues_on_fewer_and_returns_to_all(t
     assert meshes == [[], fewer, []]
     assert run.resumed() == ["as it says", "global_step_2", "global_step_4"]
     assert run.said.count("1 of the run's 2 nodes are there") == 1
+
+
+def test_resilient_run_that_waits_for_a_node_that_is_gone_is_ended_and_continues_on_fewer(tmp_path):
+    config = copy.deepcopy(CONFIG)
+    config["trainer"] |= {"nnodes": 2}
+    config["ray_kwargs"]["ray_init"]["address"] = "auto"
+    config["actor_rollout_ref"]["model"]["path"] = str(save_qwen3_moe(tmp_path / "model"))
+    run = Run(tmp_path, {"step": 3, "hangs": True, "nodes": [2]}, config=config)
+    with socket.create_server(("127.0.0.1", 0)) as second:
+        (tmp_path / "nodes.json").write_text(json.dumps([2, [2, second.getsockname()[1]]]))
+        process = run.start("--lost-node-seconds", "1")
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "hangs").exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        time.sleep(2)
+        assert process.poll() is None and len(run.attempts) == 1  # while all answer
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert "step 3 has failed (no answer from 127.0.0.1 for 1 s)" in said
+    assert len(run.attempts) == 2 and "trainer.nnodes=1" in run.attempts[1]
 
 
 def test_resilient_run_on_a_small_or_silent_cluster_says_so_at_its_start(tmp_path):
@@ -205,11 +228,15 @@ def test_reason_to_give_up_of_equal_steps_and_reasons_counts_one_failure():
 
 def test_resilient_run_counts_live_nodes_and_waits_for_them(tmp_path):
     command = command_of(tmp_path, trainer__nnodes=3, trainer__n_gpus_per_node=8)
-    assert cluster.usable_nodes(command, [8, 8, 8, 8]) == 3
-    assert cluster.usable_nodes(command, [8, 4, 8]) == 2
+    large, small = cluster.Node("10.0.0.1", 1, 8), cluster.Node("10.0.0.2", 1, 4)
+    assert cluster.usable_nodes(command, [large] * 4) == 3
+    assert cluster.usable_nodes(command, [large, small, large]) == 2
     assert cluster.usable_nodes(command, []) == 0
+    assert cluster.needed_nodes(command, [large, small, large], 2) == [large, large]
+    assert cluster.needed_nodes(command, [large] * 4, 3) == []  # any of them may be the spare one
     shared = command_of(tmp_path, trainer__nnodes=3, trainer__n_gpus_per_node=8, actor_rollout_ref__rollout__nnodes=1)
-    assert cluster.usable_nodes(shared, [8, 8, 8]) == 2
+    assert cluster.usable_nodes(shared, [large] * 3) == 2
+    assert cluster.needed_nodes(shared, [large] * 3, 2) == [large] * 3
     assert cluster.address_of(command) is None
     slept, counts = [], [1, 1, 3]
     assert cluster.wait_for_nodes(lambda: counts.pop(0), 3, 60.0, slept.append) == 3
@@ -220,9 +247,12 @@ def test_resilient_run_counts_live_nodes_and_waits_for_them(tmp_path):
 def test_resilient_run_asks_the_cluster_in_a_process_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(FAKE))
     monkeypatch.setenv("FAKE_RUN", str(tmp_path))
-    assert cluster.living_gpus("auto") == []  # it does not answer
-    (tmp_path / "nodes.json").write_text("[8, 4, -8]")
-    assert cluster.living_gpus("auto") == [8, 4]  # without the node that does not answer
+    assert cluster.living_nodes("auto") == []  # it does not answer
+    with socket.create_server(("127.0.0.1", 0)) as node:
+        monkeypatch.setenv("FAKE_NODE_PORT", str(node.getsockname()[1]))
+        (tmp_path / "nodes.json").write_text("[8, 4, -8]")
+        assert [node.gpus for node in cluster.living_nodes("auto")] == [8, 4]  # without the one that does not answer
+        assert [node.gpus for node in cluster.living_nodes("ray://head")] == [8, 4, 8]  # which can't be asked
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     joins = command_of(tmp_path, ray_kwargs__ray_init__address=None)
     assert cluster.address_of(joins) == "10.0.0.1:6379"

@@ -88,7 +88,10 @@ def _uninterrupted(folder: Path, model: str, part: str, saved: Path, settings: l
 
 
 def _living(first: Host, variables: dict[str, str]) -> list[int]:
-    ask = f"print(__import__('epfsdp2.recipes.resilient.cluster', fromlist=['']).living_gpus('{first.address}:{PORT}'))"
+    ask = (
+        "from epfsdp2.recipes.resilient.cluster import living_nodes\n"
+        f"print([node.gpus for node in living_nodes('{first.address}:{PORT}')])"
+    )
     words = [*first.words(), sys.executable, "-c", ask]
     done = subprocess.run(words, env={**os.environ, **variables}, capture_output=True, text=True, check=True)
     return json.loads(done.stdout)

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -43,9 +44,11 @@ class Run:
         config["trainer"] |= {"default_local_dir": str(self.root), **trainer}
         (folder / "config.json").write_text(json.dumps(config))
         (folder / "plan.json").write_text(json.dumps(fates))
+        self.node = socket.create_server(("127.0.0.1", 0))  # what living nodes answer by
         self.env = {
             **{name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
             **{"PYTHONPATH": os.pathsep.join([str(FAKE), str(ROOT)]), "FAKE_RUN": str(folder), "NO_COLOR": "1"},
+            "FAKE_NODE_PORT": str(self.node.getsockname()[1]),
         }
 
     def start(self, *options: str) -> subprocess.Popen:

@@ -63,6 +63,9 @@ def main() -> None:
     for step in range(begun + 1, trainer["total_training_steps"] + 1):
         if step == fate.get("step"):
             (RUN / "nodes.json").write_text(json.dumps(fate.get("nodes", [])))
+            if fate.get("hangs"):
+                (RUN / "hangs").touch()
+                time.sleep(1000)
             if fate.get("signal"):
                 os.kill(os.getpid(), getattr(signal, fate["signal"]))
             print(

@@ -76,14 +76,13 @@ def test_agent_loop_with_a_tool_records_routes_of_its_answers_and_masks_them_in_
             chosen = routes[: len(batch["input_ids"][i]) - 1].sort(-1).values
             assert (chosen[..., 1:] != chosen[..., :-1]).all()
             assert mask[0] and mask[-1] and len(response) <= agent_task.RESPONSE
-            if answer in response:
-                with_tool += 1
-                # The newline after a call, the tool's turn, and what opens the next.
-                first = int((response == answer).nonzero()[0])
+            # What follows the end of a policy's turn is the loop's. A policy can write what opens a tool's turn, too.
+            turns = [int(at) for at in (response == answer).nonzero() if at > 1 and response[at - 2] == end]
+            wanted = torch.ones_like(mask)
+            for first in turns:  # the newline after a call, the tool's turn, and what opens the next
                 length = int((response[first:] == end).nonzero()[0]) + 3
-                wanted = torch.ones_like(mask)
                 wanted[first - 1 : first + length] = False
-                if answer not in response[first + length :]:
-                    assert torch.equal(mask, wanted), (response, mask)
-                cut_off += len(response) == agent_task.RESPONSE and response[-1] != end
+            assert torch.equal(mask, wanted), (response, mask)
+            with_tool += bool(turns)
+            cut_off += bool(turns) and len(response) == agent_task.RESPONSE and bool(response[-1] != end)
     assert with_tool > 100 and cut_off > 10, (with_tool, cut_off)

@@ -117,7 +117,7 @@ def _end(process: subprocess.Popen) -> None:
     remove_unused(segments)
 
 
-def _adapter(tp: int, port: int):
+def _adapter(folder: Path, tp: int, port: int):
     """This rank's adapter, as verl builds it, on a server that nobody started through Ray."""
     from torch.distributed.device_mesh import init_device_mesh
     from verl.workers.config import RolloutConfig
@@ -138,7 +138,7 @@ def _adapter(tp: int, port: int):
     one.rollout_rank, one._pd_role, one._engine = dist.get_rank() % tp, None, None
     if one.rollout_rank == 0:
         one._engine = AsyncHttpServerAdapter(
-            model_path="", host="127.0.0.1", port=port, launch_server=False, timeout=600.0
+            model_path=str(folder), host="127.0.0.1", port=port, launch_server=False, timeout=600.0
         )
 
     async def there() -> None:
@@ -154,7 +154,7 @@ def _ranks(folder: Path, tp: int, ports: list[int], turns: list[str], out: Path)
     from epfsdp2.rollout.sync import RolloutWeights
 
     model, sync = verls(folder, torch.float32), ours(folder, torch.float32)
-    adapter, took = _adapter(tp, ports[dist.get_rank() // tp]), []
+    adapter, took = _adapter(folder, tp, ports[dist.get_rank() // tp]), []
     for side in turns:
         weights = RolloutWeights(sync) if side == "sliced" else stock_weights(model)
         dist.barrier()

@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import json
 import os
+import random
 import signal
 import socket
 import statistics
@@ -67,9 +68,7 @@ def _servers(folder: Path, tp: int):
     """A replica for each rank, or one for all: their ports."""
     ports, processes = [], []
     for first in range(0, WORLD, tp):
-        with socket.socket() as one:
-            one.bind(("127.0.0.1", 0))
-            ports.append(one.getsockname()[1])
+        ports.append(_free_port())
         words = {"model-path": folder, "port": ports[-1], "tp-size": tp, "dtype": "bfloat16", "device": "cpu"}
         words |= {"attention-backend": "torch_native", "max-total-tokens": 1024, "log-level": "error"}
         words |= {"custom-weight-loader": "epfsdp2.rollout.sglang.loader.load"}
@@ -87,21 +86,30 @@ def _servers(folder: Path, tp: int):
         flags = [f"--{flag}" for flag in flags]
         processes.append(subprocess.Popen([*command, *flags], env=environment, start_new_session=True))
     try:
-        for port in ports:
-            _wait_until_it_answers(port)
+        for port, process in zip(ports, processes, strict=True):
+            _wait_until_it_answers(port, process)
         yield ports
     finally:
         for process in processes:
-            _end(process)
+            if process.poll() is None:
+                _end(process)
 
 
-def _wait_until_it_answers(port: int) -> None:
+def _free_port() -> int:
+    """A port below those that the system hands out: SGLang takes the one that is 10,000 above as well."""
+    while True:
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", random.randrange(20_000, 22_000)))
+            return one.getsockname()[1]
+
+
+def _wait_until_it_answers(port: int, process: subprocess.Popen) -> None:
     deadline = time.monotonic() + 300
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
             return
         time.sleep(0.5)
-    raise TimeoutError("SGLang's server does not answer")
+    raise RuntimeError(f"SGLang's server does not answer; its exit status: {process.poll()}")
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -120,7 +128,7 @@ def _end(process: subprocess.Popen) -> None:
 def _adapter(folder: Path, tp: int, port: int):
     """This rank's adapter, as verl builds it, on a server that nobody started through Ray."""
     from torch.distributed.device_mesh import init_device_mesh
-    from verl.workers.config import RolloutConfig
+    from verl.workers.config import CheckpointEngineConfig, RolloutConfig
     from verl.workers.rollout.sglang_rollout.http_server_engine import AsyncHttpServerAdapter
 
     from epfsdp2.rollout.layout.sync_mode import SGLANG_LOADER
@@ -130,7 +138,7 @@ def _adapter(folder: Path, tp: int, port: int):
     one.config = RolloutConfig(
         name="sglang",
         tensor_model_parallel_size=tp,
-        checkpoint_engine={"update_weights_bucket_megabytes": BUCKET_MEGABYTES},
+        checkpoint_engine=CheckpointEngineConfig(update_weights_bucket_megabytes=BUCKET_MEGABYTES),
         engine_kwargs={"sglang": {"custom_weight_loader": [SGLANG_LOADER], "device": "cpu"}},
     )
     one.model_config = SimpleNamespace(hf_config=SimpleNamespace(model_type="qwen3_moe"))

@@ -56,13 +56,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--max-restarts", type=int, default=10, help="starts after the first")
     add("--grace-seconds", type=float, default=30.0, help="for a save between SIGTERM and the end")
     add("--wait-for-nodes", type=float, default=0.0, metavar="S", help="seconds to wait for nodes that are gone")
-    add(
-        "--lost-node-seconds",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="end a run whose node gives no answer so long",
-    )
+    add("--lost-node-seconds", type=float, default=60.0, metavar="S", help="end an attempt that lost a node; 0: never")
     add("--from-scratch", action="store_true", help="begin anew where no checkpoint is complete")
     add(
         "--gib", type=float, help="memory of a GPU, for the plan on fewer nodes; by default 80, without GPUs the host's"
@@ -170,7 +164,8 @@ class _Run:
             self._pause(pause)
 
     def _looks(self) -> Callable[[], None]:
-        lost = LostNodes(self._needed, self._options.lost_node_seconds)
+        seconds = self._options.lost_node_seconds
+        lost = LostNodes(self._needed if seconds else [], seconds)
 
         def look() -> None:
             self._preemption.look()
@@ -224,7 +219,8 @@ class _Run:
             return nodes
 
         nodes = wait_for_nodes(usable, wanted, self._options.wait_for_nodes, self._pause)
-        self._needed = [] if address.startswith("ray://") else needed_nodes(self._command, living, nodes)
+        asked = [] if address.startswith("ray://") else living
+        self._needed = needed_nodes(self._command, asked, nodes)
         if nodes == wanted:
             return []
         if not living:
@@ -233,7 +229,9 @@ class _Run:
             raise SettingError("ray_kwargs.ray_init.address", address, rule, works)
         from .mesh import largest_mesh  # takes seconds to import, and is seldom needed
 
-        return largest_mesh(self._command, nodes, self._gib)
+        mesh = largest_mesh(self._command, nodes, self._gib)
+        self._needed = needed_nodes(self._command, asked, int(mesh[0].removeprefix("trainer.nnodes=")))
+        return mesh
 
     @property
     def _resource(self) -> str:

@@ -4,7 +4,7 @@ Which rule holds for which name stands in ``vllm_layout.py``, and in ``sglang_la
 
 Sources: vLLM ``model_executor/layers/linear.py``, ``vocab_parallel_embedding.py``, ``fused_moe/routed_experts.py``,
 ``fused_moe/expert_map_manager.py``, ``mamba/gdn/qwen_gdn_linear_attn.py``, ``model_executor/models/deepseek_v2.py``,
-``gpt_oss.py``.
+``gpt_oss.py``, ``mamba/mamba_mixer.py``, ``mamba/mamba_mixer2.py``, ``mamba/short_conv.py``.
 """
 
 import re
@@ -23,6 +23,7 @@ __all__ = [
     "attention_norm",
     "columns",
     "compressions",
+    "decay",
     "down_experts",
     "gate_or_up",
     "gate_up_experts",
@@ -37,8 +38,10 @@ __all__ = [
     "row_parallel",
     "stacked_halves",
     "stacked_thirds",
+    "state_columns",
     "transposed_experts",
     "transposed_experts_bias",
+    "up_experts",
     "vocabulary",
     "without_first_dim",
 ]
@@ -49,6 +52,7 @@ NamedRules = tuple[tuple[re.Pattern[str], Rule], ...]
 
 _VLLM_EXPERTS = {
     "gate_up_proj": "w13_weight",
+    "up_proj": "w13_weight",
     "down_proj": "w2_weight",
     "gate_up_proj_bias": "w13_bias",
     "down_proj_bias": "w2_bias",
@@ -129,8 +133,11 @@ def vocabulary(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) 
 
 
 def gate_or_up(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
-    name = tensor.name.replace(f"{kind}_proj", "gate_up_proj")
-    offset = tensor.shape[0] // tp if kind == "up" else 0
+    """Shard gate and up, which vLLM stores one after the other; in some families they are ``w1`` and ``w3``."""
+    is_lettered = kind in ("w1", "w3")
+    own, fused = (kind, "w13") if is_lettered else (f"{kind}_proj", "gate_up_proj")
+    offset = tensor.shape[0] // tp if kind in ("up", "w3") else 0
+    name = tensor.name.replace(f".{own}.", f".{fused}.")
     return [TargetSlice(_part(tensor, 0, tp, rank), name, _at(tensor, 0, offset))]
 
 
@@ -221,6 +228,28 @@ def linear_gate_or_decay(tensor: TensorSpec, tp: int, rank: int, heads: Heads, k
     return [TargetSlice(_part(tensor, 0, tp, rank), name, _at(tensor, 0, (kind == "a") * tensor.shape[0] // tp))]
 
 
+# State spaces
+
+
+def state_columns(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
+    """Shard what Mamba2 stores one after the other, by heads or by groups; each worker has a single group whole."""
+    inner, group_rows, groups = heads.state
+    one = (1, 0) if groups == 1 else (tp, rank)
+    parts = [(inner, tp, rank), (group_rows, *one), (group_rows, *one)]
+    if kind == "in_proj":  # a gate before, a time step for each head behind
+        parts = [(inner, tp, rank), *parts, (tensor.shape[0] - 2 * inner - 2 * group_rows, tp, rank)]
+    found, start, at = [], 0, 0
+    for rows, size, place in parts:
+        found.append(TargetSlice(_part(tensor, 0, size, place, (start, start + rows)), tensor.name, _at(tensor, 0, at)))
+        start, at = start + rows, at + rows // size
+    return found
+
+
+def decay(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
+    """Shard a state's decay by heads; vLLM stores the negative exponential of its logarithm."""
+    return [TargetSlice(_part(tensor, 0, tp, rank), tensor.name.replace(kind, "A"), _at(tensor), "decay")]
+
+
 # Experts
 
 
@@ -244,6 +273,11 @@ def gate_up_experts(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: 
     up = _part(tensor, 1, tp, rank, (half, 2 * half))
     name = _experts_name(tensor)
     return TargetSlice(gate, name, _at(tensor)), TargetSlice(up, name, _at(tensor, 1, half // tp))
+
+
+def up_experts(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
+    """Shard the up projection of experts that have no gate."""
+    return [TargetSlice(_part(tensor, 1, tp, rank), _experts_name(tensor), _at(tensor))]
 
 
 def down_experts(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:

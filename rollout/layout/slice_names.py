@@ -77,6 +77,8 @@ def as_stored(values: torch.Tensor, corner: Sequence[int], form: SliceForm) -> t
         values = values.transpose(-1, -2)
     elif form == "zeros":
         values = torch.zeros_like(values)
+    elif form == "decay":
+        values = -torch.exp(values.float())
     extra = max(0, values.dim() - len(corner))
     if math.prod(values.shape[:extra]) == 1:  # leading dims that the parameter lacks
         values = values.reshape(values.shape[extra:])

@@ -10,9 +10,9 @@ from ...engine.topology.index_ranges import IndexRange, ShardStep
 
 __all__ = ["Heads", "Rollout", "Server", "SliceForm", "TargetSlice", "TensorSpec", "Tower", "TrainerTopology"]
 
-# What a worker does with the values of a block before it stores them: nothing, it swaps the last two dims, or it stores
-# as many zeros.
-SliceForm = Literal["", "transposed", "zeros"]
+# What a worker does with the values of a block before it stores them: nothing, it swaps the last two dims, it stores as
+# many zeros, or their negative exponentials in float32.
+SliceForm = Literal["", "transposed", "zeros", "decay"]
 # How the workers hold a vision tower: each a part of it, each the whole, or not at all.
 Tower = Literal["sharded", "whole", "none"]
 # Whose workers a rollout has.
@@ -97,6 +97,7 @@ class Heads:
         query_rank: rows of the queries' compression, where vLLM stores that of keys and values below it in the same
             parameter; 0 elsewhere.
         linear_keys: rows of the keys of linear attention.
+        state: of Mamba2, rows of all heads, of all groups' states, and the number of groups.
     """
 
     queries: int
@@ -107,6 +108,7 @@ class Heads:
     layers: tuple[tuple[int, int, bool], ...] = ()
     query_rank: int = 0
     linear_keys: int = 0
+    state: tuple[int, int, int] = (0, 0, 0)
 
     @classmethod
     def of(cls, config: Any) -> "Heads":
@@ -119,6 +121,12 @@ class Heads:
             gated = getattr(config, "attn_output_gate", True)
             keys = config.linear_num_key_heads * config.linear_key_head_dim
             return replace(heads, queries=queries * (1 + gated), linear_keys=keys)
+        if getattr(config, "mamba_n_groups", None):  # Granite
+            inner, groups = config.mamba_n_heads * config.mamba_d_head, config.mamba_n_groups
+            return replace(heads, state=(inner, groups * config.mamba_d_state, groups))
+        if getattr(config, "mamba_num_heads", None):  # Nemotron-H
+            inner, groups = config.mamba_num_heads * config.mamba_head_dim, config.n_groups
+            return replace(heads, state=(inner, groups * config.ssm_state_size, groups))
         if getattr(config, "global_head_dim", None):
             return replace(heads, layers=tuple(_sizes_of_layer(heads, config, kind) for kind in config.layer_types))
         # vLLM fuses these for its latent attention, which this variable turns off.

@@ -139,13 +139,14 @@ def loads_own_experts(family: str) -> bool:
     return not _FAMILIES[family].is_stacked
 
 
-_EXPERTS = re.compile(r"\.experts\.(?:gate_up|down)_proj(?:_bias)?$")
+_EXPERTS = re.compile(r"\.experts\.(?:gate_up|up|down)_proj(?:_bias)?$")
 _TOWER = ("model.visual.", "model.vision_tower.", "model.embed_vision.")
-_VOCABULARY = re.compile(r"(?:^|\.)(embed_tokens|lm_head)\.weight$")
+_VOCABULARY = re.compile(r"(?:^|\.)(embed_tokens|lm_head)\.(?:weight|bias)$")
 _QUANTISED = re.compile(r"\.layers\.\d+\.(?:.*\.experts\.(?:gate_up|down)_proj|.*_proj(?:_with_mqa)?\.weight)$")
 _RULES: NamedRules = (
     *named_rules(
         (r"\.experts\.(gate_up_proj)", rules.gate_up_experts),
+        (r"\.experts\.(up_proj)", rules.up_experts),
         (r"\.experts\.(down_proj)", rules.down_experts),
         (r"\.self_attn\.(q|k|v)_proj\.(?:weight|bias)", rules.qkv_projection),
         (r"\.(gate|up)_proj\.(?:weight|bias)", rules.gate_or_up),
@@ -176,8 +177,26 @@ _QWEN_TOWER = named_rules(
 )
 _GEMMA_EXPERTS = ((".experts.", ".moe.experts."), (".router.per_expert_scale", ".moe.per_expert_scale"))
 _GLM_TOWER = (*_QWEN_TOWER, *named_rules((r"\.visual\.merger\.(proj)\.weight", rules.columns)))
+_MAMBA2 = named_rules(
+    (r"\.(?:mamba|mixer)\.(conv1d|in_proj)\.(?:weight|bias)", rules.state_columns),
+    (r"\.(?:mamba|mixer)\.(dt_bias|D|norm\.weight)", rules.columns),
+    (r"\.(?:mamba|mixer)\.(A_log)", rules.decay),
+    (r"\.(?:mamba|mixer)\.(out)_proj\.weight", rules.row_parallel),
+)
+_GRANITE = Family(
+    ((".router.layer.", ".gate."),),
+    (
+        *named_rules(
+            (r"\.shared_mlp\.(input)_linear\.weight", rules.stacked_halves),
+            (r"\.shared_mlp\.(output)_linear\.weight", rules.row_parallel),
+        ),
+        *_MAMBA2,
+    ),
+    is_stacked=True,
+)
 _FAMILIES = {
     **dict.fromkeys(("dots1", "flex_olmo", "glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe"), Family()),
+    **dict.fromkeys(("cohere2_moe", "solar_open"), Family()),
     **dict.fromkeys(("llama", "qwen2", "qwen3"), Family()),  # dense
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), Family(rules=rules.LATENT_ATTENTION)),
     "afmoe": Family(((".router.gate.", ".gate."),), named_rules((r"\.self_attn\.(gate)_proj\.weight", rules.columns))),
@@ -185,6 +204,7 @@ _FAMILIES = {
         ((".gate.moe_statics.", ".gate."),),
         named_rules((r"\.moe_statics\.(e_score_correction_bias)", rules.without_first_dim)),
     ),
+    "exaone_moe": Family(((".gate.e_score_correction_bias", ".e_score_correction_bias"),)),
     "gemma4": Family(
         (*_BESIDE_A_TOWER, *_GEMMA_EXPERTS),
         named_rules((r"\.(vision_tower|embed_vision)\..*", rules.replicated)),  # transformers' own module
@@ -198,23 +218,42 @@ _FAMILIES = {
         is_stacked=True,
         is_transposed=True,
     ),
-    **dict.fromkeys(
-        ("granitemoe", "granitemoeshared"),
-        Family(
-            ((".router.layer.", ".gate."),),
-            named_rules(
-                (r"\.shared_mlp\.(input)_linear\.weight", rules.stacked_halves),
-                (r"\.shared_mlp\.(output)_linear\.weight", rules.row_parallel),
-            ),
-            is_stacked=True,
+    **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared"), _GRANITE),
+    "hy_v3": Family(((".shared_experts.", ".shared_mlp."), (".e_score_correction_bias", ".expert_bias"))),
+    "hunyuan_v1_moe": Family(((".mlp.gate.wg.", ".mlp.gate."),)),
+    "jamba": Family(
+        ((".self_attn.", "."),),
+        named_rules(
+            (r"\.mamba\.(in_proj)\.(?:weight|bias)", rules.stacked_halves),
+            (r"\.mamba\.(conv1d\.weight|conv1d\.bias|dt_proj\.weight|dt_proj\.bias|D)", rules.columns),
+            (r"\.mamba\.(A_log)", rules.decay),
+            (r"\.mamba\.(x|out)_proj\.weight", rules.row_parallel),
         ),
     ),
-    "hunyuan_v1_moe": Family(((".mlp.gate.wg.", ".mlp.gate."),)),
+    "lfm2_moe": Family(
+        ((".conv.", ".short_conv."), (".expert_bias", ".gate.e_score_correction_bias")),
+        named_rules(
+            (r"\.conv\.(conv)\.(?:weight|bias)", rules.columns),
+            (r"\.conv\.(in_proj)\.(?:weight|bias)", rules.stacked_thirds),
+            (r"\.feed_forward\.(w1|w3)\.weight", rules.gate_or_up),
+            (r"\.(out_proj|feed_forward\.w2)\.weight", rules.row_parallel),
+        ),
+    ),
     "minimax_m2": Family(
         ((".mlp.", ".block_sparse_moe."),),
         named_rules((r"\.self_attn\.(q|k)_norm\.weight", rules.attention_norm)),
     ),
     "mixtral": Family(((".mlp.", ".block_sparse_moe."),)),
+    "nemotron_h": Family(
+        rules=(
+            *named_rules(
+                (r"\.mixer\.(q|k|v)_proj\.weight", rules.qkv_projection),
+                (r"\.mixer\.(up_proj|shared_experts\.up_proj)\.(?:weight|bias)", rules.columns),
+            ),
+            *_MAMBA2,
+        ),
+    ),
+    "phimoe": Family(((".mlp.router.", ".block_sparse_moe.gate."), (".mlp.", ".block_sparse_moe."))),
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_next"), Family(rules=_LINEAR_ATTENTION)),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), Family(_BESIDE_A_TOWER, _QWEN_TOWER, is_stacked=True)),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), Family(_BESIDE_A_TOWER, (*_QWEN_TOWER, *_LINEAR_ATTENTION))),
@@ -227,7 +266,10 @@ FP8_FAMILIES = frozenset(("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "glm4_mo
 # vLLM 0.24 can load neither a gpt_oss that is not quantised nor a Qwen3.5 without its vision tower, and its CPU build
 # can't run one with it; GLM-4.5V and Gemma 4 with their towers were not tried there.
 # The layouts of ``_IN_0_27`` were compared with vLLM 0.27 alone.
-_IN_0_27 = ("afmoe", "deepseek_v2", "flex_olmo", "glm4_moe_lite", "granitemoe", "granitemoeshared")
+_IN_0_27 = (
+    *("afmoe", "cohere2_moe", "deepseek_v2", "exaone_moe", "flex_olmo", "glm4_moe_lite", "granitemoe"),
+    *("granitemoehybrid", "granitemoeshared", "hy_v3", "jamba", "lfm2_moe", "nemotron_h", "phimoe", "solar_open"),
+)
 _SINCE = ("dots1", "gemma4", "glm4v_moe", "gpt_oss", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
 _RELEASES = {
     "hunyuan_v1_moe": "<0.29",

@@ -276,8 +276,9 @@ class Reload:
     def _may_be_unused(self, name: str) -> bool:
         config = self._models[0][1].hf_text_config
         last = name.rpartition(".")[2]
-        if last in SKIP_LOAD_TENSORS or last == "inv_freq":
-            return True  # loaded without the counting wrappers, or computed
+        # Loaded without the counting wrappers (as is a correction bias that LFM2's checkpoints name so), or computed.
+        if last in SKIP_LOAD_TENSORS or last in ("expert_bias", "inv_freq"):
+            return True
         if name.endswith("lm_head.weight") and getattr(config, "tie_word_embeddings", False):
             return True
         if self._parallel.enable_expert_parallel and ".experts." in name:

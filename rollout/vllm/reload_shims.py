@@ -49,11 +49,17 @@ def prepare_model(model: torch.nn.Module) -> None:
 
 
 def finish_model(model: torch.nn.Module) -> None:
-    """Renew the float32 attention sinks of FlashInfer, which vLLM 0.24 makes of the first weights and then keeps.
+    """Renew what vLLM has made of the first weights and then keeps.
 
-    They keep their memory, which CUDA graphs have the address of. vLLM 0.27.1 renews them itself.
+    These are the float32 attention sinks of FlashInfer, which vLLM 0.27.1 renews itself, and the convolution's weights
+    beside those that the CPU build has packed (``MambaMixer2``). They keep their memory, which CUDA graphs have the
+    address of.
     """
     for part in model.modules():
+        unpacked = getattr(getattr(part, "conv1d", None), "_cpu_unpacked_conv_weight", None)
+        kept = part._buffers.get("conv_weights")
+        if unpacked is not None and kept is not None:
+            kept.copy_(unpacked)
         own = getattr(part, "sinks", None)
         kept = getattr(getattr(getattr(part, "attn", None), "impl", None), "sinks", None)
         if own is not None and kept is not None and kept is not own:

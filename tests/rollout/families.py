@@ -22,10 +22,12 @@ class Family:
     Args:
         sizes: arguments of its config.
         may_be_tied: whether vLLM's class knows a head that is the embedding.
+        is_tied: whether it knows no other.
     """
 
     sizes: dict[str, Any] = field(default_factory=dict)
     may_be_tied: bool = True
+    is_tied: bool = False
 
 
 # Heads that divide, where the head size is hidden / heads and vLLM's CPU attention takes 32.
@@ -55,6 +57,15 @@ FAMILIES: dict[str, Family] = {
     "afmoe": Family(may_be_tied=False),
     "granitemoe": Family({**_WIDE, "intermediate_size": 96}),
     "granitemoeshared": Family({**_WIDE, "intermediate_size": 96}),
+    "granitemoehybrid": Family({**_WIDE, "intermediate_size": 96, "mamba_d_head": 64}),
+    "phimoe": Family(may_be_tied=False),
+    "exaone_moe": Family(may_be_tied=False),
+    "lfm2_moe": Family(_WIDE, is_tied=True),
+    "hy_v3": Family(),
+    "cohere2_moe": Family(is_tied=True),
+    "solar_open": Family(may_be_tied=False),
+    "nemotron_h": Family({"mamba_head_dim": 64, "n_groups": 4}, may_be_tied=False),
+    "jamba": Family(_WIDE, may_be_tied=False),
     # vLLM 0.29 does not pad experts whose gate and up are interleaved: four workers have 32 rows each.
     "gpt_oss": Family({"num_key_value_heads": 4, "intermediate_size": 128}, may_be_tied=False),
     "qwen3_next": Family(_FOUR_KEYS, may_be_tied=False),

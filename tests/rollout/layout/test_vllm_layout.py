@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from epfsdp2.engine.topology.index_ranges import IndexRange
 from epfsdp2.rollout.layout import vllm_layout
+from epfsdp2.rollout.layout.slice_names import as_stored
 from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, TargetSlice, known_families
 from tests.rollout.families import DENSE, FAMILIES, config_of, known, model_on_meta
 from tests.rollout.served_families import SERVED
@@ -48,6 +49,9 @@ def _compare(folder, cases, is_data_parallel=False, tower="sharded"):
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models import ModelRegistry
 
+    from tests.rollout.served import ungated_experts
+
+    ungated_experts.allow()
     rank, world = dist.get_rank(), dist.get_world_size()
     tp, dp = (1, world) if is_data_parallel else (world, 1)
     differing = []
@@ -55,7 +59,8 @@ def _compare(folder, cases, is_data_parallel=False, tower="sharded"):
         environment = SERVED[family].environment
         os.environ.update(environment)
         sys.path += filter(None, [environment.get("PYTHONPATH")])
-        architecture = type(model).__name__
+        overrides = SERVED[family].settings.get("hf_overrides", {})
+        (architecture,) = overrides.get("architectures", [type(model).__name__])
         model.config.architectures = [architecture]
         # vLLM inspects a class that it has not imported in a process of its own, which takes seconds to start.
         if architecture in ModelRegistry.models:
@@ -106,12 +111,13 @@ def _cases(family: str) -> list:
     experts = next(name for name in counts if name in sizes.get("text_config", sizes))
     if family == "gpt_oss":  # vLLM's class takes neither
         return [(family, {}, False), (family, {"tie_word_embeddings": True}, True)]
-    uncompressed = [(family, {"q_lora_rank": None}, False)] if family == "deepseek_v2" else []  # as V2-Lite's queries
+    # As in DeepSeek-V2-Lite and in Nemotron 3 Super.
+    others = {"deepseek_v2": {"q_lora_rank": None}, "nemotron_h": {"moe_latent_size": 64}}
     return [
         (family, {}, False),
         (family, {"num_key_value_heads": 1}, False),
         (family, {"tie_word_embeddings": True, experts: 9}, True),
-        *uncompressed,
+        *([(family, others[family], False)] if family in others else []),
     ]
 
 
@@ -183,6 +189,26 @@ def test_loader_tracer_follows_transposed_copies_and_zeros():
     assert found == {"t": [TargetSlice(block, "p", (0, 0, 0), "transposed")]}
     whole = IndexRange((0, 0), (6, 4))
     assert _traced(lambda t: t.zero_(), lambda p: p) == {"t": [TargetSlice(whole, "p", (0, 0), "zeros")]}
+
+
+def test_loader_tracer_follows_a_decay_that_is_computed_before_or_in_its_parameter():
+    """As in vLLM's Mamba and in its Mamba2."""
+    block = IndexRange((2, 0), (4, 4))
+    before = _traced(lambda t: (-torch.exp(t.float())).chunk(3)[1], lambda p: p[:2])
+    assert before == {"t": [TargetSlice(block, "p", (0, 0), "decay")]}
+    target = torch.zeros(2, 4)
+    strides = torch.empty(6, 4, device="meta").stride()
+    with LoaderTracer([View("a", "t", (6, 4), (6, 4), strides, 0)], {"p": target}) as tracer:
+        ((_, tensor),) = tracer.weights()
+        target.data.copy_(tensor[2:4])
+        target.data.copy_(-torch.exp(target.float()))
+    assert tracer.slices() == before
+
+
+def test_slice_of_a_decay_is_stored_as_its_negative_exponential():
+    values = torch.tensor([0.5, -1.25], dtype=torch.bfloat16)
+    stored = as_stored(values, (0,), "decay")
+    assert stored.dtype == torch.float32 and torch.equal(stored, -torch.exp(values.float()))
 
 
 def test_loader_tracer_follows_views_that_are_joined():

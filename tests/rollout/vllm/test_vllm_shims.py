@@ -57,6 +57,18 @@ def test_finish_model_renews_sinks_that_vllm_keeps_in_float32(shims):
     assert model.attn.impl.sinks is sinks
 
 
+def test_finish_model_renews_a_convolution_that_vllm_keeps_beside_the_packed_one(shims):
+    """As its CPU build's Mamba2, which makes a view of weights that are then packed elsewhere."""
+    mixer, weights = torch.nn.Module(), torch.zeros(3, 4)
+    mixer.conv1d = torch.nn.Module()
+    mixer.register_buffer("conv_weights", weights, persistent=False)
+    shims.finish_model(mixer)  # where nothing is packed the view has the new weights
+    assert not weights.any()
+    mixer.conv1d._cpu_unpacked_conv_weight = torch.ones(3, 4)
+    shims.finish_model(mixer)
+    assert mixer.conv_weights is weights and weights.all()
+
+
 @pytest.mark.parametrize("name", ["GptOssModel", "AnotherModel"])
 def test_prepare_model_counts_direct_copies_of_gpt_oss(shims, name):
     """vLLM's own reload loses such tensors, which is why gpt-oss needs it; other models are left as they are."""

@@ -129,5 +129,5 @@ def test_vllm_with_expert_parallelism_of_every_other_family_equals_a_fresh_engin
 @pytest.mark.parametrize("family", FAMILIES)
 def test_vllm_of_every_family_after_three_syncs_of_slices_equals_a_fresh_engine(start_engine, tmp_path, family, tp):
     # The head that two workers have a part of each is the embedding, where vLLM's class knows that.
-    tied = tp == 2 and FAMILIES[family].may_be_tied
+    tied = FAMILIES[family].is_tied or (tp == 2 and FAMILIES[family].may_be_tied)
     _matches_fresh_engines(start_engine, tmp_path, family, tp, ["sliced"] * 3, tie_word_embeddings=tied)

@@ -9,7 +9,8 @@ from PIL import Image
 from transformers import AutoConfig
 
 from epfsdp2.engine.checkpoint.state import HF
-from tests.rollout.served_families import SERVED, VOCAB, build, randomise
+from tests.rollout.served.served_family import VOCAB
+from tests.rollout.served_families import SERVED, build, randomise
 from tests.support.models.tiny import publish
 from tests.support.models.vlm import IMAGE_TOKENS, save_processor
 from tests.support.ranks import run_ranks

@@ -23,6 +23,8 @@ from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, target_slices
 
 __all__ = ["LoaderTracer", "View", "checkpoint_views", "differing_layouts", "merge_slices"]
 
+_DECAY = (torch.ops.aten.exp.default, torch.ops.aten.neg.default)
+
 
 @dataclass(frozen=True)
 class View:
@@ -101,6 +103,8 @@ class LoaderTracer(TorchDispatchMode):
         # Keyed by storage, since ``parameter.data`` in a loader is another tensor of the same storage.
         self._sources = {storage_id(tensor): (name, tensor) for name, tensor in self._tensors.items()}
         self._zeroed: set[int] = set()
+        self._decaying: set[int] = set()
+        self._decayed: set[str] = set()
         self._joined: dict[int, tuple[torch.Tensor, Sequence[torch.Tensor], int]] = {}
         self._targets: dict[int, tuple[str, torch.Tensor]] = {}
         for name, tensor in parameters.items():  # a parameter with several names gets the first
@@ -114,7 +118,10 @@ class LoaderTracer(TorchDispatchMode):
 
     def slices(self) -> dict[str, list[TargetSlice]]:
         """Return the slices that the model loaded, merged, by the trainer's name; ignored tensors have no entry."""
-        return {name: merge_slices(slices) for name, slices in self._slices.items()}
+        return {name: merge_slices(map(self._with_form, slices)) for name, slices in self._slices.items()}
+
+    def _with_form(self, part: TargetSlice) -> TargetSlice:
+        return replace(part, form="decay") if part.parameter in self._decayed else part
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.clone.default and storage_id(args[0]) in self._sources:
@@ -122,6 +129,11 @@ class LoaderTracer(TorchDispatchMode):
         if func is torch.ops.aten.zero_.default and storage_id(args[0]) in self._sources:
             self._zeroed.add(storage_id(args[0]))
             return args[0]
+        if func in _DECAY and storage_id(args[0]) in self._sources:  # vLLM's loader of Mamba's decay
+            self._decaying.add(storage_id(args[0]))
+            return args[0]
+        if func is torch.ops.aten.exp.default and storage_id(args[0]) in self._targets:  # of Mamba2's, once it is there
+            self._decayed.add(self._targets[storage_id(args[0])][0])
         if func is torch.ops.aten.cat.default and all(storage_id(part) in self._sources for part in args[0]):
             joined = func(*args, **(kwargs or {}))
             self._joined[storage_id(joined)] = (joined, args[0], args[1] if len(args) > 1 else 0)
@@ -157,6 +169,8 @@ class LoaderTracer(TorchDispatchMode):
                 f"a loader permutes dims of {name} {list(tensor.shape)} for {parameter} {list(whole.shape)}."
             )
         form: SliceForm = "zeros" if storage_id(source) in self._zeroed else "transposed" if is_transposed else ""
+        if storage_id(source) in self._decaying:
+            form = "decay"
         self._slices.setdefault(name, set()).add(TargetSlice(block, parameter, target_block.low, form))
         return target
 

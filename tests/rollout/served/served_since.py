@@ -1,0 +1,133 @@
+"""Families that get slices from vLLM 0.27 on, in tiny random models."""
+
+from tests.rollout.served.served_family import (
+    DEEPSEEK,
+    LOCAL,
+    MAMBA2,
+    MAMBA2_LAYER,
+    MLA,
+    PLAIN_ROTARY,
+    QWEN,
+    THREE_HEADS,
+    Served,
+    of,
+)
+
+__all__ = ["SINCE"]
+
+SINCE: dict[str, Served] = {
+    "flex_olmo": Served(of("FlexOlmo", intermediate_size=64, num_experts=8, num_experts_per_tok=2, **THREE_HEADS)),
+    "afmoe": Served(of("Afmoe", **QWEN, num_dense_layers=1, num_shared_experts=1, layer_types=["full_attention"] * 2)),
+    "granitemoe": Served(of("GraniteMoe", **LOCAL, **THREE_HEADS)),
+    "granitemoeshared": Served(of("GraniteMoeShared", **LOCAL, **THREE_HEADS, shared_intermediate_size=96)),
+    "granitemoehybrid": Served(
+        of(
+            "GraniteMoeHybrid",
+            **LOCAL,
+            **THREE_HEADS,
+            **MAMBA2,
+            shared_intermediate_size=96,
+            layer_types=[MAMBA2_LAYER, "attention"],
+        ),
+        dtype="bfloat16",  # the CPU kernel takes nothing else
+    ),
+    "phimoe": Served(
+        of("Phimoe", **LOCAL, attention_bias=True, lm_head_bias=True),
+        settings={
+            "hf_overrides": {"architectures": ["PhiMoEForCausalLM"]},  # as its checkpoints call the class
+            "extension": "tests.rollout.served.int_routes_extension.IntRoutes",
+        },
+    ),
+    "exaone_moe": Served(
+        of(
+            "ExaoneMoe",
+            **QWEN,
+            num_shared_experts=1,
+            mlp_layer_types=["dense", "sparse"],
+            layer_types=["full_attention"] * 2,
+            n_group=1,
+            topk_group=1,
+            sliding_windows=None,  # which vLLM reads
+        )
+    ),
+    "lfm2_moe": Served(
+        of(
+            "Lfm2Moe",
+            **QWEN,
+            **THREE_HEADS,
+            num_dense_layers=1,
+            layer_types=["conv", "full_attention"],
+            conv_L_cache=4,  # vLLM's CPU kernel takes no other width
+            tie_word_embeddings=True,
+        ),
+        dtype="bfloat16",  # the CPU kernel takes nothing else
+        settings={"extension": "idle_extension.NeverComputes"},
+        mute={"0.27": "its CPU build packs the weights of a convolution that it then reads unpacked"},
+    ),
+    "hy_v3": Served(
+        of(
+            "HYV3",
+            **QWEN,
+            num_shared_experts=1,
+            mlp_layer_types=["dense", "sparse"],
+            # As vLLM calls what transformers has above.
+            first_k_dense_replace=1,
+            expert_hidden_dim=64,
+            route_norm=True,
+        )
+    ),
+    "cohere2_moe": Served(
+        of(
+            "Cohere2Moe",
+            **{**QWEN, "intermediate_size": 64},
+            layer_types=["full_attention"] * 2,
+            tie_word_embeddings=True,
+        )
+    ),
+    "solar_open": Served(of("SolarOpen", **DEEPSEEK)),
+    "jamba": Served(
+        of(
+            "Jamba",
+            **THREE_HEADS,
+            intermediate_size=64,
+            num_experts=8,
+            num_experts_per_tok=2,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            expert_layer_period=2,
+            expert_layer_offset=1,
+            use_mamba_kernels=False,
+            mamba_d_state=16,
+            mamba_dt_rank=8,
+        ),
+        dtype="bfloat16",  # the CPU kernel takes nothing else
+        settings={"extension": "idle_extension.NeverComputes"},
+        mute={"0.27": "its CPU build has no selective scan of Mamba's first kind"},
+    ),
+    "deepseek_v2": Served(
+        of("DeepseekV2", **{**DEEPSEEK, **MLA}, topk_method="greedy"),
+        settings=PLAIN_ROTARY,
+        environment={"VLLM_MLA_DISABLE": "1"},
+    ),
+    "glm4_moe_lite": Served(
+        of("Glm4MoeLite", **{**DEEPSEEK, **MLA}, mlp_layer_types=["dense", "sparse"]),
+        settings=PLAIN_ROTARY,
+        environment={"VLLM_MLA_DISABLE": "1"},
+    ),
+    "nemotron_h": Served(
+        of(
+            "NemotronH",
+            **{**DEEPSEEK, "n_groups": 2},
+            layers_block_type=["mamba", "moe", "attention", "mlp"],
+            moe_shared_expert_intermediate_size=64,
+            use_mamba_kernels=False,
+            ssm_state_size=16,
+            mamba_num_heads=4,
+            mamba_head_dim=48,
+            chunk_size=8,
+        ),
+        dtype="bfloat16",
+        settings={"extension": "idle_extension.NeverComputes"},
+        mute={"0.27": "its CPU build has no kernel for experts without a gate"},
+    ),
+}

@@ -42,8 +42,8 @@ transformers, small and random, made from a seed.
   ([test_router_replay.py](../tests/engine/moe/router/test_router_replay.py)).
 * **weight sync**: three syncs into vLLM, each compared bit for bit with an engine started on the same weights: of full
   tensors ([test_families.py](../tests/rollout/test_families.py)), of slices with tensor parallelism 1 and 2 and with
-  expert parallelism ([test_vllm_families.py](../tests/rollout/vllm_workers/test_vllm_families.py)); parameters alone with
-  the latter, and where vLLM's CPU build can't compute a family ([weight_sync.md](weight_sync.md#families)).
+  expert parallelism ([test_vllm_families.py](../tests/rollout/vllm_workers/test_vllm_families.py)); parameters alone
+  with the latter, and where vLLM's CPU build can't compute a family ([weight_sync.md](weight_sync.md#families)).
 * **end to end**: verl's trainer, Ray and vLLM ([tests/e2e](../tests/e2e)).
 
 Empty: no test has it. Refused: the driver ends the run with the reason. How to add a family:

@@ -41,7 +41,6 @@ __all__ = [
     "state_columns",
     "transposed_experts",
     "transposed_experts_bias",
-    "up_experts",
     "vocabulary",
     "without_first_dim",
 ]
@@ -52,7 +51,6 @@ NamedRules = tuple[tuple[re.Pattern[str], Rule], ...]
 
 _VLLM_EXPERTS = {
     "gate_up_proj": "w13_weight",
-    "up_proj": "w13_weight",
     "down_proj": "w2_weight",
     "gate_up_proj_bias": "w13_bias",
     "down_proj_bias": "w2_bias",
@@ -273,11 +271,6 @@ def gate_up_experts(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: 
     up = _part(tensor, 1, tp, rank, (half, 2 * half))
     name = _experts_name(tensor)
     return TargetSlice(gate, name, _at(tensor)), TargetSlice(up, name, _at(tensor, 1, half // tp))
-
-
-def up_experts(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
-    """Shard the up projection of experts that have no gate."""
-    return [TargetSlice(_part(tensor, 1, tp, rank), _experts_name(tensor), _at(tensor))]
 
 
 def down_experts(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:

@@ -139,14 +139,13 @@ def loads_own_experts(family: str) -> bool:
     return not _FAMILIES[family].is_stacked
 
 
-_EXPERTS = re.compile(r"\.experts\.(?:gate_up|up|down)_proj(?:_bias)?$")
+_EXPERTS = re.compile(r"\.experts\.(?:gate_up|down)_proj(?:_bias)?$")
 _TOWER = ("model.visual.", "model.vision_tower.", "model.embed_vision.")
 _VOCABULARY = re.compile(r"(?:^|\.)(embed_tokens|lm_head)\.(?:weight|bias)$")
 _QUANTISED = re.compile(r"\.layers\.\d+\.(?:.*\.experts\.(?:gate_up|down)_proj|.*_proj(?:_with_mqa)?\.weight)$")
 _RULES: NamedRules = (
     *named_rules(
         (r"\.experts\.(gate_up_proj)", rules.gate_up_experts),
-        (r"\.experts\.(up_proj)", rules.up_experts),
         (r"\.experts\.(down_proj)", rules.down_experts),
         (r"\.self_attn\.(q|k|v)_proj\.(?:weight|bias)", rules.qkv_projection),
         (r"\.(gate|up)_proj\.(?:weight|bias)", rules.gate_or_up),
@@ -178,10 +177,10 @@ _QWEN_TOWER = named_rules(
 _GEMMA_EXPERTS = ((".experts.", ".moe.experts."), (".router.per_expert_scale", ".moe.per_expert_scale"))
 _GLM_TOWER = (*_QWEN_TOWER, *named_rules((r"\.visual\.merger\.(proj)\.weight", rules.columns)))
 _MAMBA2 = named_rules(
-    (r"\.(?:mamba|mixer)\.(conv1d|in_proj)\.(?:weight|bias)", rules.state_columns),
-    (r"\.(?:mamba|mixer)\.(dt_bias|D|norm\.weight)", rules.columns),
-    (r"\.(?:mamba|mixer)\.(A_log)", rules.decay),
-    (r"\.(?:mamba|mixer)\.(out)_proj\.weight", rules.row_parallel),
+    (r"\.mamba\.(conv1d|in_proj)\.(?:weight|bias)", rules.state_columns),
+    (r"\.mamba\.(dt_bias|D|norm\.weight)", rules.columns),
+    (r"\.mamba\.(A_log)", rules.decay),
+    (r"\.mamba\.(out)_proj\.weight", rules.row_parallel),
 )
 _GRANITE = Family(
     ((".router.layer.", ".gate."),),
@@ -244,15 +243,6 @@ _FAMILIES = {
         named_rules((r"\.self_attn\.(q|k)_norm\.weight", rules.attention_norm)),
     ),
     "mixtral": Family(((".mlp.", ".block_sparse_moe."),)),
-    "nemotron_h": Family(
-        rules=(
-            *named_rules(
-                (r"\.mixer\.(q|k|v)_proj\.weight", rules.qkv_projection),
-                (r"\.mixer\.(up_proj|shared_experts\.up_proj)\.(?:weight|bias)", rules.columns),
-            ),
-            *_MAMBA2,
-        ),
-    ),
     "phimoe": Family(((".mlp.router.", ".block_sparse_moe.gate."), (".mlp.", ".block_sparse_moe."))),
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_next"), Family(rules=_LINEAR_ATTENTION)),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), Family(_BESIDE_A_TOWER, _QWEN_TOWER, is_stacked=True)),
@@ -268,7 +258,7 @@ FP8_FAMILIES = frozenset(("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "glm4_mo
 # The layouts of ``_IN_0_27`` were compared with vLLM 0.27 alone.
 _IN_0_27 = (
     *("afmoe", "cohere2_moe", "deepseek_v2", "exaone_moe", "flex_olmo", "glm4_moe_lite", "granitemoe"),
-    *("granitemoehybrid", "granitemoeshared", "hy_v3", "jamba", "lfm2_moe", "nemotron_h", "phimoe", "solar_open"),
+    *("granitemoehybrid", "granitemoeshared", "hy_v3", "jamba", "lfm2_moe", "phimoe", "solar_open"),
 )
 _SINCE = ("dots1", "gemma4", "glm4v_moe", "gpt_oss", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
 _RELEASES = {

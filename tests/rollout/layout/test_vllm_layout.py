@@ -49,9 +49,6 @@ def _compare(folder, cases, is_data_parallel=False, tower="sharded"):
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models import ModelRegistry
 
-    from tests.rollout.served import ungated_experts
-
-    ungated_experts.allow()
     rank, world = dist.get_rank(), dist.get_world_size()
     tp, dp = (1, world) if is_data_parallel else (world, 1)
     differing = []
@@ -111,13 +108,12 @@ def _cases(family: str) -> list:
     experts = next(name for name in counts if name in sizes.get("text_config", sizes))
     if family == "gpt_oss":  # vLLM's class takes neither
         return [(family, {}, False), (family, {"tie_word_embeddings": True}, True)]
-    # As in DeepSeek-V2-Lite and in Nemotron 3 Super.
-    others = {"deepseek_v2": {"q_lora_rank": None}, "nemotron_h": {"moe_latent_size": 64}}
+    uncompressed = [(family, {"q_lora_rank": None}, False)] if family == "deepseek_v2" else []  # as V2-Lite's queries
     return [
         (family, {}, False),
         (family, {"num_key_value_heads": 1}, False),
         (family, {"tie_word_embeddings": True, experts: 9}, True),
-        *([(family, others[family], False)] if family in others else []),
+        *uncompressed,
     ]
 
 

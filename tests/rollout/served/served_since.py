@@ -114,20 +114,4 @@ SINCE: dict[str, Served] = {
         settings=PLAIN_ROTARY,
         environment={"VLLM_MLA_DISABLE": "1"},
     ),
-    "nemotron_h": Served(
-        of(
-            "NemotronH",
-            **{**DEEPSEEK, "n_groups": 2},
-            layers_block_type=["mamba", "moe", "attention", "mlp"],
-            moe_shared_expert_intermediate_size=64,
-            use_mamba_kernels=False,
-            ssm_state_size=16,
-            mamba_num_heads=4,
-            mamba_head_dim=48,
-            chunk_size=8,
-        ),
-        dtype="bfloat16",
-        settings={"extension": "idle_extension.NeverComputes"},
-        mute={"0.27": "its CPU build has no kernel for experts without a gate"},
-    ),
 }

@@ -11,7 +11,6 @@ __all__ = [
     "NOT_CAUSAL",
     "PLACES_AS_POSITIONS",
     "READ_WITHOUT_A_CALL",
-    "RENAMED_WHEN_PUBLISHED",
     "SHORT_CONVOLUTIONS",
     "SPREAD_OVER_HEADS",
     "TRANSPOSED_WHEN_PUBLISHED",
@@ -42,9 +41,6 @@ attributes where it does. In a packed row such a module has to be called once fo
 
 READ_WITHOUT_A_CALL = {("DeepseekV2Moe", "gate")}
 """Class and child whose weight the class reads without calling it; FSDP gathers it only when it is called."""
-
-RENAMED_WHEN_PUBLISHED = {"nemotron_h": (".embedding.", ".embeddings.")}
-"""Family -> a part of names that transformers 5.9 writes and vLLM does not know, and what both of them read."""
 
 SHORT_CONVOLUTIONS = {"Lfm2MoeShortConv": "conv"}
 """Class of a mixer that is one causal convolution -> its child that has the weight."""

@@ -15,7 +15,7 @@ import torch
 
 from ..compat import versions
 from ..compat.transformers_names import revert_weight_conversion
-from .families import FUSED_IN_VLLM, RENAMED_WHEN_PUBLISHED, TRANSPOSED_WHEN_PUBLISHED
+from .families import FUSED_IN_VLLM, TRANSPOSED_WHEN_PUBLISHED
 from .hf_convert import converted_together, revert
 
 __all__ = [
@@ -143,9 +143,7 @@ def as_checkpoint(
     for name, tensor in tensors:
         together = converted_together(model, name)
         if len(together) == 1:
-            own, published = RENAMED_WHEN_PUBLISHED.get(model.config.model_type, ("", ""))
-            for part, values in revert(model, name, tensor).items():
-                yield part.replace(own, published, 1) if own else part, values
+            yield from revert(model, name, tensor).items()
             continue
         kept[name] = tensor.clone()  # the caller may use its memory again
         if all(other in kept for other in together):

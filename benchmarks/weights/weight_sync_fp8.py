@@ -15,7 +15,6 @@ import json
 import statistics
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -35,8 +34,8 @@ SIDES = ("stock", "full", "sliced")
 LEAST, MOST_BYTES = 1.5, 0.55  # times as fast as stock; of the bytes in bfloat16, with scales
 COLUMNS = ["rollout", "side", "GB", "of bfloat16", "end to end s", "against stock"]
 _RESULT = RESULTS / "weight_sync_fp8.json"
-# verl chooses a Triton kernel wherever Triton can be imported, also for tensors on a CPU.
 _EXTENSION = "benchmarks.weights.kept_weights.KeepsRouters"
+# verl chooses a Triton kernel wherever Triton can be imported, also for tensors on a CPU.
 _ENVIRONMENT = {"VERL_VLLM_FP8_QUANT_ENABLED": "1", "VERL_DISABLE_TRITON_FP8": "1"}
 
 
@@ -55,7 +54,7 @@ def _ranks(tp: int, handles: list[str], folder: Path, turns: list[str], out: Pat
     began, sent = [], {}
     for side in turns:
         if side == "stock":
-            source = partial(_ignoring_buffers, partial(stock_weights, model))
+            source = stock_weights(model)
         else:
             rollout = Rollout(tp, block=BLOCK)
             source = sync.worker_weights(side, rollout, rank % tp, is_quantised=True).tensors
@@ -73,10 +72,6 @@ def _ranks(tp: int, handles: list[str], folder: Path, turns: list[str], out: Pat
     if rank == 0:
         whole = 2 * sum(p.numel() for p in sync.model.parameters()) / tp
         out.write_text(json.dumps({"began": began, "sent": sent, "bfloat16": whole}))
-
-
-def _ignoring_buffers(weights, receive_buffers):
-    return weights()
 
 
 def _run(tp: int, repeats: int) -> list[dict]:

@@ -67,7 +67,7 @@ class NodesLostError(RuntimeError):
 class LostNodes:
     """Notices that a run has lost nodes while it goes on.
 
-    A run fails with most of what it loses. But verl 0.9.1 waits without end for generations of a node that is gone.
+    Most runs fail by themselves then. But verl 0.9.1 can wait without end for generations of a node that is gone.
 
     Args:
         nodes: those that the run needs.

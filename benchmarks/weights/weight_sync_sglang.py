@@ -73,7 +73,7 @@ def _servers(folder: Path, tp: int):
         words |= {"attention-backend": "torch_native", "max-total-tokens": 1024, "log-level": "error"}
         words |= {"custom-weight-loader": "epfsdp2.rollout.sglang.loader.load"}
         flags = ["disable-overlap-schedule", "disable-cuda-graph", "disable-radix-cache", "skip-tokenizer-init"]
-        flags += ["skip-server-warmup"]
+        flags += ["skip-server-warmup", "sleep-on-idle"]
         command = [
             sys.executable,
             "-m",

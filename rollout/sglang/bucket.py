@@ -6,7 +6,7 @@ weight loader, and one that leaves a worker ends the server.
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import torch
 
@@ -28,18 +28,21 @@ class Header:
 
     Args:
         entries: name, shape, dtype and offset of each tensor.
-        layouts: the planned layout of each worker, in the first bucket of a sync (``layout/layout_check.py``).
+        is_first: whether a sync begins with this bucket.
+        layouts: in the first bucket of an adapter's first sync, the planned layout of each worker
+            (``layout/layout_check.py``).
         verify: in the first bucket, whether checksums come last.
         is_last: whether the worker has everything after this bucket.
     """
 
     entries: list[tuple[str, list[int], str, int]] = field(default_factory=list)
+    is_first: bool = False
     layouts: list[dict[str, str]] | None = None
     verify: bool = False
     is_last: bool = False
 
     def as_text(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps(vars(self))
 
     @classmethod
     def of(cls, text: str) -> "Header":
@@ -65,7 +68,7 @@ def fill(
         buffers: two of ``allocate``'s; a larger one replaces that which a tensor does not fit in.
         allocate: returns a uint8 tensor of so many bytes that the worker can read.
     """
-    turn, at, header = 0, ANSWER_BYTES, Header()
+    turn, at, header = 0, ANSWER_BYTES, Header(is_first=True)
     for name, tensor in tensors:
         at = -(-at // _ALIGNMENT) * _ALIGNMENT
         if header.entries and at + tensor.nbytes > buffers[turn].numel():

@@ -42,7 +42,7 @@ def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
 def _load(model: Any, header: Header, memory: torch.Tensor) -> None:
     if not header.entries and not header.is_last:
         return  # another worker of the replica has more to load
-    if header.layouts is not None:
+    if header.is_first:
         setattr(model, _STATE, _Update(model, header.layouts, header.verify))
     update: _Update | None = getattr(model, _STATE, None)
     if update is None:
@@ -57,30 +57,36 @@ def _load(model: Any, header: Header, memory: torch.Tensor) -> None:
         raise
 
 
+def _check(model: Any, layers: list[tuple[str, Any, dict[str, torch.Tensor]]], layouts: list[dict[str, str]]) -> None:
+    rank, size, entry = rank_of()
+    if len(layouts) != size:
+        raise WeightSyncError(f"the trainer plans for {len(layouts)} workers per replica; SGLang has {size}")
+    held = actual_layout(layers, entry, lambda name, own, is_parameter: True)
+    if wrong := changed_layout(model) or difference(layouts[rank], held):
+        raise WeightSyncError(f"worker {rank} of a replica: {wrong}. engine.rollout_sync=full works without a plan.")
+
+
 class _Update:
     """One update of a worker's model.
+
+    Args:
+        layouts: of each worker, to compare the model's with; None in later syncs.
 
     Raises:
         WeightSyncError: the model is laid out otherwise than the trainer plans.
     """
 
-    def __init__(self, model: Any, layouts: list[dict[str, str]], verify: bool):
-        rank, size, entry = rank_of()
-        if len(layouts) != size:
-            raise WeightSyncError(f"the trainer plans for {len(layouts)} workers per replica; SGLang has {size}")
+    def __init__(self, model: Any, layouts: list[dict[str, str]] | None, verify: bool):
         layers = [
             (name, layer, {own: tensor for own, tensor in layer._parameters.items() if tensor is not None})
             for name, layer in model.named_modules()
         ]
+        if layouts is not None:
+            _check(model, layers, layouts)
         self._model = model
         self._parameters = {
             prefix_of(name) + own: (layer, tensor) for name, layer, tensors in layers for own, tensor in tensors.items()
         }
-        held = actual_layout(layers, entry, lambda name, own, is_parameter: True)
-        if wrong := changed_layout(model) or difference(layouts[rank], held):
-            raise WeightSyncError(
-                f"worker {rank} of a replica: {wrong}. engine.rollout_sync=full works without a plan."
-            )
         self._received = ReceivedChecksums(verify)
         self._placed = PlacedChecksums() if verify else None
         self._names: set[str] = set()

@@ -16,9 +16,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from transformers import AutoModelForTokenClassification, AutoTokenizer
 
 from benchmarks.machine import machine
 from benchmarks.tables import ROOT, newest, write_table
@@ -29,17 +31,49 @@ _HERE = "benchmarks.training.drop_in"
 BOUND = 1e-5
 # What verl logs of a step, by what is compared: a difference over the stock figure, or the difference itself where the
 # figure is near zero.
-RELATIVE = ("actor/grad_norm", "actor/entropy")
+RELATIVE = ("actor/grad_norm", "actor/entropy", "critic/grad_norm")
 ABSOLUTE = (
-    *("actor/loss", "actor/pg_loss", "actor/ppo_kl", "critic/score/mean", "critic/rewards/mean"),
+    *("actor/loss", "actor/pg_loss", "actor/ppo_kl", "actor/kl_loss", "critic/score/mean", "critic/rewards/mean"),
     *("critic/advantages/max", "critic/advantages/min", "response_length/mean"),
     *("training/rollout_probs_diff_mean", "training/rollout_probs_diff_max"),
+    *("critic/vf_loss", "critic/vpred_mean", "critic/values/mean", "critic/values/max", "critic/values/min"),
 )
 _ROLLOUT = "actor_rollout_ref.rollout"
-# Name -> the model's kind, expert-parallel sizes.
-CASES: dict[str, tuple[str, list[int]]] = {
-    "GRPO, 16 experts": ("moe", [1, 2]),
-    "GRPO, dense": ("dense", [1]),
+_PPO = [
+    "algorithm.adv_estimator=gae",
+    "actor_rollout_ref.actor.use_kl_loss=True",
+    "actor_rollout_ref.actor.kl_loss_coef=0.1",
+    "+critic.model.override_config.attn_implementation=sdpa",
+    "critic.model.use_remove_padding=True",
+    "critic.model.enable_gradient_checkpointing=False",
+    "critic.model.path=$critic",
+    "critic.optim.lr=1e-3",
+    # Batches of as many sequences as 256 tokens hold.
+    "actor_rollout_ref.actor.use_dynamic_bsz=True",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=256",
+    "critic.ppo_max_token_len_per_gpu=256",
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Runs that are compared.
+
+    Args:
+        model: ``moe`` or ``dense``.
+        ep_sizes: expert-parallel sizes of the runs beside verl's.
+        settings: of both engines; ``$critic`` is a critic of the actor's kind.
+    """
+
+    model: str
+    ep_sizes: list[int]
+    settings: list[str] = field(default_factory=list)
+
+
+CASES = {
+    "GRPO, 16 experts": Case("moe", [1, 2]),
+    "GRPO, dense": Case("dense", [1]),
+    "PPO, 16 experts: critic, KL loss, dynamic batches": Case("moe", [2], _PPO),
 }
 COLUMNS = ["run", "engine", "figures", "first step, largest difference", "of", "all steps, largest difference", "of"]
 
@@ -74,23 +108,33 @@ def write_model(folder: Path, kind: str) -> Path:
     return folder
 
 
+def write_critic(folder: Path, model: Path) -> Path:
+    """Save a critic that begins as ``model`` with a value head."""
+    torch.manual_seed(2)
+    critic = AutoModelForTokenClassification.from_pretrained(model, num_labels=1)
+    critic.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    return folder
+
+
 def _batches(rows: list[dict], size: int) -> Iterator[list[dict]]:
     return (rows[first : first + size] for first in range(0, len(rows) - size + 1, size))
 
 
-def run(side: str, folder: Path, model: Path, steps: int) -> list[dict]:
+def run(side: str, folder: Path, model: Path, steps: int, settings: list[str]) -> list[dict]:
     """Run verl's trainer once; return what it logged of each step.
 
     Args:
         side: ``stock``, or ``ep 1`` and the like.
+        settings: of verl, beside the quickstart's.
 
     Raises:
         RuntimeError: it has not made its steps.
     """
     plugins = _plugin(folder / "plugins")
     output = folder / side.replace(" ", "_")
-    settings = [f"{_ROLLOUT}.agent.agent_loop_config_path={plugins / 'agents.yaml'}"]
-    settings += [f"{_ROLLOUT}.agent.default_agent_loop=seeded"]
+    settings = [*settings, f"{_ROLLOUT}.agent.agent_loop_config_path={plugins / 'agents.yaml'}"]
+    settings.append(f"{_ROLLOUT}.agent.default_agent_loop=seeded")
     if side == "stock":
         settings.append(f"actor_rollout_ref.model.external_lib={_HERE}.stock_on_cpu")
     else:
@@ -156,14 +200,16 @@ def main() -> int:
         parser.error(f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     rows = []
     for case in asked.cases or CASES:
-        kind, sizes = CASES[case]
+        asks = CASES[case]
         with tempfile.TemporaryDirectory() as one:
             folder = Path(one)
-            model = write_model(folder / "model", kind)
-            stock = run("stock", folder, model, asked.steps)
-            for ep in sizes:
+            model = write_model(folder / "model", asks.model)
+            critic = write_critic(folder / "critic", model)
+            settings = [setting.replace("$critic", str(critic)) for setting in asks.settings]
+            stock = run("stock", folder, model, asked.steps, settings)
+            for ep in asks.ep_sizes:
                 side = f"ep {ep}"
-                ours = run(side, folder, model, asked.steps)
+                ours = run(side, folder, model, asked.steps, settings)
                 rows.append({"row": f"{case}, {side}", "case": case, "side": side, "apart": compare(stock, ours)})
                 rows[-1] |= {"stock": _shown(stock), "ours": _shown(ours)}
                 print(_cells(rows[-1]), flush=True)
@@ -180,7 +226,7 @@ def _write(rows: list[dict], steps: int) -> None:
 
     where = machine()
     found = newest("drop_in", "rows", "row", rows)
-    order = [f"{case}, ep {ep}" for case, (_, sizes) in CASES.items() for ep in sizes]
+    order = [f"{case}, ep {ep}" for case, asks in CASES.items() for ep in asks.ep_sizes]
     kept = [found[name] for name in order if name in found]
     versions = where["versions"]
     write_table(
@@ -195,7 +241,8 @@ def _write(rows: list[dict], steps: int) -> None:
             "verl's fsdp2 engine, then `engine=epfsdp2`. The largest difference of what both logged: of",
             f"{_names(RELATIVE)}",
             f"over verl's figure; of {_names(ABSOLUTE[:5])},",
-            f"{_names(ABSOLUTE[5:])} itself.",
+            f"{_names(ABSOLUTE[5:11])},",
+            f"{_names(ABSOLUTE[11:])} itself.",
             f"Bound of the first step: {BOUND:.0e}.",
         ],
         COLUMNS,

@@ -7,15 +7,20 @@ from epfsdp2.recipes.quickstart import cli, commands
 # verl's fsdp2 engine in float32, as verl's settings say it for each role.
 _STOCK_ENGINE = [
     setting
-    for node in ("actor_rollout_ref.actor", "actor_rollout_ref.ref")
+    for role, engine in {
+        "actor_rollout_ref.actor": "fsdp_config",
+        "actor_rollout_ref.ref": "fsdp_config",
+        "critic": "fsdp",
+    }.items()
     for setting in (
-        f"{node}.strategy=fsdp2",
-        f"{node}.fsdp_config.strategy=fsdp2",
-        f"{node}.fsdp_config.model_dtype=fp32",
-        f"{node}.fsdp_config.use_torch_compile=False",
-        f"+{node}.fsdp_config.mixed_precision={{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}}",
+        f"{role}.strategy=fsdp2",
+        f"{role}.{engine}.strategy=fsdp2",
+        f"{role}.{engine}.model_dtype=fp32",
+        f"{role}.{engine}.use_torch_compile=False",
+        f"+{role}.{engine}.mixed_precision={{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}}",
     )
 ]
+_STOCK_ENGINE.append("critic.model._target_=benchmarks.training.drop_in.stock_on_cpu.CriticModel")
 
 
 def _stock_command(values: dict, extra: list[str]) -> list[str]:

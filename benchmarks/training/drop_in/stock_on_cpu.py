@@ -1,5 +1,34 @@
-"""Lets verl's SGLang adapter run without a GPU beside its fsdp2 engine; verl's workers take it as ``external_lib``."""
+"""Lets verl's fsdp2 engine, its critic and its SGLang adapter run without a GPU.
+
+The workers of an actor take this module as ``external_lib``; that of a critic, which reads no such setting before it
+loads its model, by unpickling ``CriticModel``.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.utils import model as verl_models
+from verl.workers.config import HFModelConfig
+from verl.workers.engine.fsdp import transformer_impl
 
 from epfsdp2.rollout.sglang import cpu_shim
 
+__all__ = ["CriticModel"]
+
+
+@dataclass
+class CriticModel(HFModelConfig):
+    """verl's settings of a critic's model."""
+
+
+def _load_critic(local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool) -> Any:
+    """Load a model with a value head; verl's function asks for flash attention."""
+    from transformers import AutoModelForTokenClassification
+
+    return AutoModelForTokenClassification.from_pretrained(local_path, dtype=torch_dtype, config=model_config)
+
+
 cpu_shim.install()
+verl_models.load_valuehead_model = _load_critic
+# Of a reference policy, in pinned memory, which only a GPU has; its parameters are on the CPU as it is.
+transformer_impl.CPUOffloadPolicy = lambda pin_memory: None

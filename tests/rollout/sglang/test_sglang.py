@@ -168,7 +168,7 @@ updates = SlicedUpdates()
 updates.device_mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "infer_tp"))
 updates.config = SimpleNamespace(checkpoint_engine=SimpleNamespace(update_weights_bucket_megabytes=16))
 updates._engine = Server()
-weights = SimpleNamespace(tensors=tensors, has_checksums=True, planned_layouts=lambda: [{}])
+weights = SimpleNamespace(tensors=tensors, mode="sliced", has_checksums=True, planned_layouts=lambda: [{}])
 try:
     asyncio.run(updates._send(weights))
 except WeightSyncError as error:

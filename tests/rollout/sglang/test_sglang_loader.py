@@ -65,7 +65,7 @@ def _send(model, tensors, *, verify=True, layout=LAYOUT, bucket=64):
     answers = []
     for index, (header, memory) in enumerate(buckets):
         if index == 0:
-            header.layouts, header.verify = [layout], verify
+            header.layouts, header.verify = layout and [layout], verify
         loader.load(model, [(header.as_text(), memory)])
         answers.append(answer_of(memory))
     assert len(answers) > 1
@@ -106,6 +106,12 @@ def test_sglang_loader_of_a_model_with_another_layout_is_refused(model, monkeypa
     assert "bias: planned is [5] from 0, actual is [4] from 0" in answer and "rollout_sync=full works" in answer
     monkeypatch.setattr(loader, "changed_layout", lambda model: "experts runs on another kernel")
     assert "worker 0 of a replica: experts runs on another kernel" in _send(model, _slices())
+
+
+def test_sglang_loader_compares_layouts_in_the_sync_that_has_them(model, monkeypatch):
+    monkeypatch.setattr(loader, "changed_layout", lambda model: "experts runs on another kernel")
+    assert "another kernel" in _send(model, _slices())
+    assert _send(model, _slices(), layout=None) == ""
 
 
 def test_sglang_loader_names_kernels_that_store_weights_otherwise(monkeypatch):

@@ -9,13 +9,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 
 import psutil
 import pytest
 
-__all__ = ["EXTENSION", "Run", "leftovers", "overrides", "running", "unused"]
+__all__ = ["EXTENSION", "SERVER", "Run", "leftovers", "overrides", "running", "unused"]
 
 HOOKS, ROOT = Path(__file__).parent / "hooks", Path(__file__).parents[2]
 ANOTHER = ("epfsdp2.recipes.resilient", "verl.trainer.main_ppo")
@@ -100,6 +101,14 @@ class Run:
 def overrides(*settings: str) -> list[str]:
     """The quickstart's options that hand settings to Hydra."""
     return [f"--override={setting}" for setting in settings]
+
+
+# What generates: SGLang on its stack, whose routes and images reach verl where it has a tokenizer; vLLM on the others.
+SERVER = (
+    ["--rollout", "sglang", *overrides("actor_rollout_ref.rollout.skip_tokenizer_init=False")]
+    if find_spec("sglang")
+    else []
+)
 
 
 @contextmanager

@@ -3,22 +3,17 @@
 The rollout is SGLang on its stack, and vLLM on the others.
 """
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 from transformers import AutoTokenizer
 
 from tests.e2e.agents import agent_task
-from tests.e2e.runs import overrides, running
+from tests.e2e.runs import SERVER, overrides, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 STEPS = 8
 _ROLLOUT = "actor_rollout_ref.rollout"
-# SGLang's routes reach verl where it has a tokenizer.
-_SGLANG = ["--rollout", "sglang", *overrides(f"{_ROLLOUT}.skip_tokenizer_init=False")]
-SERVER = _SGLANG if find_spec("sglang") else []
 AGENT = [
     f"data.max_prompt_length={agent_task.PROMPT}",
     f"data.max_response_length={agent_task.RESPONSE}",

@@ -1,9 +1,12 @@
-"""GRPO on images: verl's trainer, Ray, vLLM generating from images, a sharded Qwen3-VL-MoE with its vision tower."""
+"""GRPO on images: verl's trainer, Ray, a rollout that sees images, a sharded Qwen3-VL-MoE with its vision tower.
+
+The rollout is SGLang on its stack, and vLLM on the others.
+"""
 
 import pytest
 
 from tests.e2e.models import image_task
-from tests.e2e.runs import overrides, running
+from tests.e2e.runs import SERVER, overrides, running
 from tests.rollout.served_families import SERVED
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
@@ -23,9 +26,21 @@ def test_grpo_run_on_images_trains(tmp_path):
         "actor_rollout_ref.rollout.max_num_batched_tokens=64",
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.limit_mm_per_prompt={image:1,video:0}",
     )
-    options = ["--model", str(model), "--steps", "3", "--batch-size", "10", "--group-size", "4", "--lr", "1e-3"]
+    options = [
+        *SERVER,
+        "--model",
+        str(model),
+        "--steps",
+        "3",
+        "--batch-size",
+        "10",
+        "--group-size",
+        "4",
+        "--lr",
+        "1e-3",
+    ]
     environment = SERVED["qwen3_vl_moe"].environment
-    with running(tmp_path / "run", *options, *settings, environment=environment) as run:
+    with running(tmp_path / "run", *options, *SERVER, *settings, environment=environment) as run:
         run.wait()
     steps = run.steps()
     assert len(steps) == 3, run.text()[-3000:] + (run.output / "logs/grpo.log").read_text(errors="replace")[-6000:]

@@ -18,8 +18,8 @@ from .bucket import ANSWER_BYTES, Header, answer_of, fill, synchronize
 
 __all__ = ["ADAPTER", "shared_memory"]
 
-# As in ``transport/sender.py``: fresh pages of shared memory cost more than messages.
-_SHM_BYTES = 16 << 20
+# On a CPU, where memory that a worker maps costs more than messages.
+_SHM_BYTES = 32 << 20
 ADAPTER = f"{__name__}.SlicingServerAdapter"  # as verl's registry names it
 
 

@@ -11,6 +11,7 @@ __all__ = [
     "NOT_CAUSAL",
     "PLACES_AS_POSITIONS",
     "READ_WITHOUT_A_CALL",
+    "RENAMED_WHEN_PUBLISHED",
     "SHORT_CONVOLUTIONS",
     "SPREAD_OVER_HEADS",
     "TRANSPOSED_WHEN_PUBLISHED",
@@ -37,10 +38,13 @@ NOT_CAUSAL = {
 
 PLACES_AS_POSITIONS = {"Llama4TextAttention": {"attn_temperature_tuning": True, "use_rope": 0}}
 """Class of an attention that scales queries by their place in its input, whatever their position -> its
-attributes where it does. In a packed row such a module has to be called once for each sequence."""
+attributes where it does. Its queries are scaled where its attention gets the whole row (``packing/attention.py``)."""
 
 READ_WITHOUT_A_CALL = {("DeepseekV2Moe", "gate")}
 """Class and child whose weight the class reads without calling it; FSDP gathers it only when it is called."""
+
+RENAMED_WHEN_PUBLISHED = {"nemotron_h": (".embedding.", ".embeddings.")}
+"""Family -> a part of names that transformers 5.9 writes and vLLM does not know, and what both of them read."""
 
 SHORT_CONVOLUTIONS = {"Lfm2MoeShortConv": "conv"}
 """Class of a mixer that is one causal convolution -> its child that has the weight."""

@@ -15,7 +15,7 @@ import torch
 
 from ..compat import versions
 from ..compat.transformers_names import revert_weight_conversion
-from .families import FUSED_IN_VLLM, TRANSPOSED_WHEN_PUBLISHED
+from .families import FUSED_IN_VLLM, RENAMED_WHEN_PUBLISHED, TRANSPOSED_WHEN_PUBLISHED
 from .hf_convert import converted_together, revert
 
 __all__ = [
@@ -50,7 +50,7 @@ def for_vllm(
     """
     fused = FUSED_IN_VLLM.get(model.config.model_type)
     if fused is None or not may_be_fused or not _takes_stacks():
-        named = as_checkpoint(model, tensors, waiting)
+        named = _as_read(model, as_checkpoint(model, tensors, waiting))
         yield from _single_experts(named) if model.config.model_type in TRANSPOSED_WHEN_PUBLISHED else named
         return
     known = _KNOWN.setdefault(model, {})
@@ -58,6 +58,13 @@ def for_vllm(
         if name not in known:
             known[name] = _fused_name(model, name, tensor, fused)
         yield known[name], tensor
+
+
+def _as_read(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors with the names of published checkpoints where transformers writes others."""
+    own, published = RENAMED_WHEN_PUBLISHED.get(model.config.model_type, ("", ""))
+    for name, tensor in tensors:
+        yield name.replace(own, published) if own else name, tensor
 
 
 def _single_experts(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -153,9 +160,9 @@ def as_checkpoint(
 
 
 def as_published(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what ``as_checkpoint`` does, with stacks of experts in the layout of the family's published checkpoints."""
+    """Yield what ``as_checkpoint`` does in the names and the layout of stacks of the family's published checkpoints."""
     is_transposed = model.config.model_type in TRANSPOSED_WHEN_PUBLISHED
-    for name, tensor in as_checkpoint(model, tensors):
+    for name, tensor in _as_read(model, as_checkpoint(model, tensors)):
         # transformers, which tells the layouts apart by shape, takes a square stack as it is.
         swaps = is_transposed and name.endswith(_STACKS) and tensor.shape[1] != tensor.shape[2]
         yield name, tensor.mT if swaps else tensor

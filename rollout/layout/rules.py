@@ -4,7 +4,8 @@ Which rule holds for which name stands in ``vllm_layout.py``, and in ``sglang_la
 
 Sources: vLLM ``model_executor/layers/linear.py``, ``vocab_parallel_embedding.py``, ``fused_moe/routed_experts.py``,
 ``fused_moe/expert_map_manager.py``, ``mamba/gdn/qwen_gdn_linear_attn.py``, ``model_executor/models/deepseek_v2.py``,
-``gpt_oss.py``, ``mamba/mamba_mixer.py``, ``mamba/mamba_mixer2.py``, ``mamba/short_conv.py``.
+``gpt_oss.py``, ``llama4.py``, ``mllama4.py``, ``mamba/mamba_mixer.py``, ``mamba/mamba_mixer2.py``,
+``mamba/short_conv.py``.
 """
 
 import re
@@ -20,6 +21,7 @@ __all__ = [
     "Family",
     "NamedRules",
     "Rule",
+    "as_many_heads",
     "attention_norm",
     "columns",
     "compressions",
@@ -27,6 +29,7 @@ __all__ = [
     "down_experts",
     "gate_or_up",
     "gate_up_experts",
+    "halved_heads",
     "linear_gate_or_decay",
     "linear_output_gate",
     "linear_qkv",
@@ -41,6 +44,8 @@ __all__ = [
     "state_columns",
     "transposed_experts",
     "transposed_experts_bias",
+    "transposed_gate_up",
+    "up_experts",
     "vocabulary",
     "without_first_dim",
 ]
@@ -51,6 +56,7 @@ NamedRules = tuple[tuple[re.Pattern[str], Rule], ...]
 
 _VLLM_EXPERTS = {
     "gate_up_proj": "w13_weight",
+    "up_proj": "w13_weight",
     "down_proj": "w2_weight",
     "gate_up_proj_bias": "w13_bias",
     "down_proj_bias": "w2_bias",
@@ -173,6 +179,19 @@ def qkv_projection(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: s
     return found
 
 
+def halved_heads(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
+    """Place queries or keys of which a worker stores the even rows of each head before the odd ones."""
+    return [replace(part, form="halves") for part in qkv_projection(tensor, tp, rank, heads, kind)]
+
+
+def as_many_heads(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
+    """Place queries, keys and values of equally many heads, as in a vision tower, in vLLM's fused parameter."""
+    before = "qkv".index(kind) * tensor.shape[0] // tp
+    return [
+        TargetSlice(_part(tensor, 0, tp, rank), tensor.name.replace(f"{kind}_proj", "qkv_proj"), _at(tensor, 0, before))
+    ]
+
+
 def stacked_thirds(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
     """Shard queries, keys and values of equally many heads, stored one after the other, each by itself."""
     return _stacked(tensor, tp, rank, 3)
@@ -273,6 +292,11 @@ def gate_up_experts(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: 
     return TargetSlice(gate, name, _at(tensor)), TargetSlice(up, name, _at(tensor, 1, half // tp))
 
 
+def up_experts(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
+    """Shard the up projection of experts that have no gate."""
+    return [TargetSlice(_part(tensor, 1, tp, rank), _experts_name(tensor), _at(tensor))]
+
+
 def down_experts(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
     return [TargetSlice(_part(tensor, 2, tp, rank), _experts_name(tensor), _at(tensor))]
 
@@ -281,6 +305,14 @@ def transposed_experts(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kin
     """Shard ``[E, D, 2 I]``, gate and up column by column, and ``[E, I, D]``; vLLM stores both with outputs as rows."""
     part = _part(tensor, 2 if kind == "gate_up_proj" else 1, tp, rank)
     return [TargetSlice(part, _experts_name(tensor), _at(tensor), "transposed")]
+
+
+def transposed_gate_up(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
+    """Shard ``[E, D, 2 I]``, gate before up, each by itself; vLLM stores outputs as rows."""
+    half = tensor.shape[2] // 2
+    for i in (0, 1):
+        part = _part(tensor, 2, tp, rank, (i * half, (i + 1) * half))
+        yield TargetSlice(part, _experts_name(tensor), _at(tensor, 1, i * half // tp), "transposed")
 
 
 def transposed_experts_bias(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:

@@ -16,6 +16,7 @@ __all__ = [
     "is_slice",
     "named_indices",
     "named_values",
+    "in_halves",
     "parse_slice",
     "slice_name",
 ]
@@ -83,6 +84,23 @@ def as_stored(values: torch.Tensor, corner: Sequence[int], form: SliceForm) -> t
     if math.prod(values.shape[:extra]) == 1:  # leading dims that the parameter lacks
         values = values.reshape(values.shape[extra:])
     return values
+
+
+def in_halves(values: torch.Tensor, corner: Sequence[int], rows: int) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
+    """Yield the blocks, and where each begins, that a parameter stores of a slice of the form ``halves``.
+
+    Args:
+        values: rows of a parameter from ``corner`` on, as if its even rows were not before its odd ones.
+        rows: of a head; the first head begins at row 0.
+    """
+    first, last = corner[0], corner[0] + values.shape[0]
+    for head in range(first // rows, -(-last // rows)):
+        low, high = max(first, head * rows), min(last, (head + 1) * rows)
+        for odd in (0, 1):
+            start = low + (low + odd) % 2
+            if start < high:
+                at = head * rows + odd * (rows // 2) + (start - head * rows) // 2
+                yield values[start - first : high - first : 2], (at, *corner[1:])
 
 
 def block_at(corner: Sequence[int], values: torch.Tensor) -> tuple[slice, ...]:

@@ -11,8 +11,8 @@ from ...engine.topology.index_ranges import IndexRange, ShardStep
 __all__ = ["Heads", "Rollout", "Server", "SliceForm", "TargetSlice", "TensorSpec", "Tower", "TrainerTopology"]
 
 # What a worker does with the values of a block before it stores them: nothing, it swaps the last two dims, it stores as
-# many zeros, or their negative exponentials in float32.
-SliceForm = Literal["", "transposed", "zeros", "decay"]
+# many zeros, or their negative exponentials in float32, or in each head the even rows before the odd ones.
+SliceForm = Literal["", "transposed", "zeros", "decay", "halves"]
 # How the workers hold a vision tower: each a part of it, each the whole, or not at all.
 Tower = Literal["sharded", "whole", "none"]
 # Whose workers a rollout has.
@@ -121,9 +121,12 @@ class Heads:
             gated = getattr(config, "attn_output_gate", True)
             keys = config.linear_num_key_heads * config.linear_key_head_dim
             return replace(heads, queries=queries * (1 + gated), linear_keys=keys)
-        if getattr(config, "mamba_n_groups", None):
+        if getattr(config, "mamba_n_groups", None):  # Granite
             inner, groups = config.mamba_n_heads * config.mamba_d_head, config.mamba_n_groups
             return replace(heads, state=(inner, groups * config.mamba_d_state, groups))
+        if getattr(config, "mamba_num_heads", None):  # Nemotron-H
+            inner, groups = config.mamba_num_heads * config.mamba_head_dim, config.n_groups
+            return replace(heads, state=(inner, groups * config.ssm_state_size, groups))
         if getattr(config, "global_head_dim", None):
             return replace(heads, layers=tuple(_sizes_of_layer(heads, config, kind) for kind in config.layer_types))
         # vLLM fuses these for its latent attention, which this variable turns off.

@@ -88,7 +88,7 @@ def target_slices(
         return whole
     # vLLM cuts experts over data-parallel workers too (``FusedMoEParallelConfig.flatten_tp_across_dp_and_pcp``).
     size, rank = (rollout.workers, worker) if of_experts else (rollout.tp, worker % rollout.tp)
-    if in_tower and rollout.tower == "whole":
+    if in_tower and rollout.tower == "whole" and not tensor.name.startswith("multi_modal_projector."):  # Llama 4's
         size, rank = 1, 0
     for pattern, rule in (*family.rules, *_RULES):
         found = pattern.search(tensor.name)
@@ -139,13 +139,14 @@ def loads_own_experts(family: str) -> bool:
     return not _FAMILIES[family].is_stacked
 
 
-_EXPERTS = re.compile(r"\.experts\.(?:gate_up|down)_proj(?:_bias)?$")
-_TOWER = ("model.visual.", "model.vision_tower.", "model.embed_vision.")
-_VOCABULARY = re.compile(r"(?:^|\.)(embed_tokens|lm_head)\.(?:weight|bias)$")
+_EXPERTS = re.compile(r"\.experts\.(?:gate_up|up|down)_proj(?:_bias)?$")
+_TOWER = ("model.visual.", "model.vision_tower.", "model.embed_vision.", "vision_model.", "multi_modal_projector.")
+_VOCABULARY = re.compile(r"(?:^|\.)(embed_tokens|lm_head|(?<=^model\.)embeddings)\.(?:weight|bias)$")
 _QUANTISED = re.compile(r"\.layers\.\d+\.(?:.*\.experts\.(?:gate_up|down)_proj|.*_proj(?:_with_mqa)?\.weight)$")
 _RULES: NamedRules = (
     *named_rules(
         (r"\.experts\.(gate_up_proj)", rules.gate_up_experts),
+        (r"\.experts\.(up_proj)", rules.up_experts),
         (r"\.experts\.(down_proj)", rules.down_experts),
         (r"\.self_attn\.(q|k|v)_proj\.(?:weight|bias)", rules.qkv_projection),
         (r"\.(gate|up)_proj\.(?:weight|bias)", rules.gate_or_up),
@@ -165,7 +166,7 @@ _LINEAR_ATTENTION = named_rules(
 )
 # A language model beside a vision tower, whose linears are sharded by the same size.
 _BESIDE_A_TOWER = (
-    *((name, name.removeprefix("model.")) for name in _TOWER),
+    *((name, name.removeprefix("model.")) for name in _TOWER if name.startswith("model.")),
     ("model.language_model.", "language_model.model."),
     ("lm_head.", "language_model.lm_head."),
 )
@@ -177,10 +178,10 @@ _QWEN_TOWER = named_rules(
 _GEMMA_EXPERTS = ((".experts.", ".moe.experts."), (".router.per_expert_scale", ".moe.per_expert_scale"))
 _GLM_TOWER = (*_QWEN_TOWER, *named_rules((r"\.visual\.merger\.(proj)\.weight", rules.columns)))
 _MAMBA2 = named_rules(
-    (r"\.mamba\.(conv1d|in_proj)\.(?:weight|bias)", rules.state_columns),
-    (r"\.mamba\.(dt_bias|D|norm\.weight)", rules.columns),
-    (r"\.mamba\.(A_log)", rules.decay),
-    (r"\.mamba\.(out)_proj\.weight", rules.row_parallel),
+    (r"\.(?:mamba|mixer)\.(conv1d|in_proj)\.(?:weight|bias)", rules.state_columns),
+    (r"\.(?:mamba|mixer)\.(dt_bias|D|norm\.weight)", rules.columns),
+    (r"\.(?:mamba|mixer)\.(A_log)", rules.decay),
+    (r"\.(?:mamba|mixer)\.(out)_proj\.weight", rules.row_parallel),
 )
 _GRANITE = Family(
     ((".router.layer.", ".gate."),),
@@ -192,6 +193,15 @@ _GRANITE = Family(
         *_MAMBA2,
     ),
     is_stacked=True,
+)
+_LLAMA4 = named_rules(
+    (r"^vision_model\..*\.self_attn\.(q|k|v)_proj\.(?:weight|bias)", rules.as_many_heads),
+    (r"^vision_model\..*(fc1\.weight|fc1\.bias|patch_embedding\.linear\.weight)", rules.columns),
+    (r"^vision_model\..*\.(fc2)\.weight", rules.row_parallel),
+    (r"^multi_modal_projector\.(linear_1)\.weight", rules.columns),
+    (r"\.self_attn\.(q|k)_proj\.weight", rules.halved_heads),
+    (r"\.experts\.(gate_up_proj)", rules.transposed_gate_up),
+    (r"\.experts\.(down_proj)", rules.transposed_experts),
 )
 _FAMILIES = {
     **dict.fromkeys(("dots1", "flex_olmo", "glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe"), Family()),
@@ -229,6 +239,13 @@ _FAMILIES = {
             (r"\.mamba\.(x|out)_proj\.weight", rules.row_parallel),
         ),
     ),
+    "laguna": Family(
+        ((".mlp.gate.e_score", ".mlp.experts.e_score"), (".shared_experts.", ".shared_expert.")),
+        named_rules(
+            (r"\.self_attn\.(g)_proj\.weight", rules.columns),
+            (r"\.(?:mlp|shared_experts)\.(gate|up)_proj\.weight", rules.columns),
+        ),
+    ),
     "lfm2_moe": Family(
         ((".conv.", ".short_conv."), (".expert_bias", ".gate.e_score_correction_bias")),
         named_rules(
@@ -238,11 +255,22 @@ _FAMILIES = {
             (r"\.(out_proj|feed_forward\.w2)\.weight", rules.row_parallel),
         ),
     ),
+    **dict.fromkeys(("llama4", "llama4_text"), Family(rules=_LLAMA4, is_stacked=True, is_transposed=True)),
     "minimax_m2": Family(
         ((".mlp.", ".block_sparse_moe."),),
         named_rules((r"\.self_attn\.(q|k)_norm\.weight", rules.attention_norm)),
     ),
     "mixtral": Family(((".mlp.", ".block_sparse_moe."),)),
+    "nemotron_h": Family(
+        (("model.embeddings.", "model.embed_tokens."),),
+        (
+            *named_rules(
+                (r"\.mixer\.(q|k|v)_proj\.weight", rules.qkv_projection),
+                (r"\.mixer\.(up_proj|shared_experts\.up_proj)\.(?:weight|bias)", rules.columns),
+            ),
+            *_MAMBA2,
+        ),
+    ),
     "phimoe": Family(((".mlp.router.", ".block_sparse_moe.gate."), (".mlp.", ".block_sparse_moe."))),
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_next"), Family(rules=_LINEAR_ATTENTION)),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), Family(_BESIDE_A_TOWER, _QWEN_TOWER, is_stacked=True)),
@@ -258,7 +286,8 @@ FP8_FAMILIES = frozenset(("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "glm4_mo
 # The layouts of ``_IN_0_27`` were compared with vLLM 0.27 alone.
 _IN_0_27 = (
     *("afmoe", "cohere2_moe", "deepseek_v2", "exaone_moe", "flex_olmo", "glm4_moe_lite", "granitemoe"),
-    *("granitemoehybrid", "granitemoeshared", "hy_v3", "jamba", "lfm2_moe", "phimoe", "solar_open"),
+    *("granitemoehybrid", "granitemoeshared", "hy_v3", "jamba", "laguna", "lfm2_moe", "llama4", "llama4_text"),
+    *("nemotron_h", "phimoe", "solar_open"),
 )
 _SINCE = ("dots1", "gemma4", "glm4v_moe", "gpt_oss", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
 _RELEASES = {

@@ -15,7 +15,7 @@ from verl.workers.rollout.vllm_rollout.weight_update_utils import apply_buffer_u
 
 from ...engine.errors import listed
 from ..layout.layout_check import prefix_of
-from ..layout.slice_names import as_stored, block_at, is_slice, parse_slice
+from ..layout.slice_names import as_stored, block_at, in_halves, is_slice, parse_slice
 from ..layout.specs import SliceForm
 from ..transport.checksums import PlacedChecksums
 from ..transport.watched_sockets import WeightSyncError
@@ -123,6 +123,11 @@ class Reload:
         if parameter not in self._owners:
             raise WeightSyncError(f"a slice of {parameter} was sent, which vLLM's model does not have on this worker")
         layer, own = self._owners[parameter]
+        if form == "halves":
+            rows: Any = layer.head_size
+            for part, at in in_halves(values, corner, rows):
+                self._load_slice(parameter, at, "", part)
+            return
         target = getattr(layer, own)
         stop = [c + s for c, s in zip(corner, values.shape, strict=False)]
         fits = len(corner) == target.dim() == values.dim() and all(

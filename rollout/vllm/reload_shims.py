@@ -1,6 +1,8 @@
-"""Shims for defects of vLLM's layer-wise reload; each is a no-op where its cause is absent."""
+"""Shims for defects of vLLM's layer-wise reload and of its loaders; each is a no-op where its cause is absent."""
 
 import functools
+import importlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -8,10 +10,42 @@ from vllm.platforms import current_platform
 
 from .compat import get_layerwise_info
 
-__all__ = ["finish_model", "prepare_layer", "prepare_model"]
+__all__ = ["finish_model", "install", "prepare_layer", "prepare_model"]
 
 # Models whose loader copies into these parameters directly instead of calling their weight loaders.
 _DIRECT_COPIES = {"GptOssModel": ("w13_weight", "w13_bias", "w2_weight", "w2_bias", "sinks")}
+_BIAS = "e_score_correction_bias"
+
+
+def install() -> None:
+    """Let experts load the correction bias that Laguna's checkpoints have among them, once per process.
+
+    vLLM 0.27 drops it without a word and routes with zeros. Source: ``fused_moe/routed_experts.py``.
+    """
+    try:
+        experts: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.routed_experts").RoutedExperts
+        load = experts.load_weights
+    except (ImportError, AttributeError):
+        return
+    if hasattr(load, "__wrapped__"):
+        return
+
+    @functools.wraps(load)
+    def load_weights(self: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str]:
+        biases: list[str] = []
+
+        def others() -> Iterable[tuple[str, torch.Tensor]]:
+            for name, values in weights:
+                if name != _BIAS or (own := self._parameters.get(_BIAS)) is None:
+                    yield name, values
+                    continue
+                getattr(own, "weight_loader", _copy_values)(own, values)
+                biases.append(name)
+
+        yield from load(self, others())
+        yield from biases
+
+    experts.load_weights = load_weights
 
 
 def prepare_layer(layer: Any) -> Any:
@@ -85,4 +119,4 @@ class _DirectlyCopiedParameter(torch.nn.Parameter):
 
 
 def _copy_values(param: torch.Tensor, values: torch.Tensor) -> None:
-    torch.Tensor.copy_(param, values)
+    torch.Tensor.copy_(param.data, values)

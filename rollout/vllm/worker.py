@@ -23,7 +23,7 @@ from ..layout.layout_check import actual_layout, difference, rank_entry
 from ..layout.vllm_layout import Rollout
 from ..transport.checksums import ReceivedChecksums
 from ..transport.watched_sockets import WatchedContext, WeightSyncError
-from . import amx_shim, routes_shim
+from . import amx_shim, reload_shims, routes_shim
 from .adapters import load_adapters, without_adapters
 from .compat import ATTENTION, SKIP_LOAD_TENSORS, SKIP_TENSORS, get_layer_tensors, get_layerwise_info
 from .reload import Reload
@@ -48,6 +48,7 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
     def __new__(cls, **kwargs):
         amx_shim.install()
         routes_shim.install()
+        reload_shims.install()
         return super().__new__(cls, **kwargs)
 
     def update_weights_from_ipc(

@@ -65,6 +65,10 @@ FAMILIES: dict[str, Family] = {
     "cohere2_moe": Family(is_tied=True),
     "solar_open": Family(may_be_tied=False),
     "jamba": Family(_WIDE, may_be_tied=False),
+    "laguna": Family(),
+    "llama4": Family(),
+    "llama4_text": Family(),
+    "nemotron_h": Family({"mamba_head_dim": 64, "n_groups": 4}, may_be_tied=False),
     # vLLM 0.29 does not pad experts whose gate and up are interleaved: four workers have 32 rows each.
     "gpt_oss": Family({"num_key_value_heads": 4, "intermediate_size": 128}, may_be_tied=False),
     "qwen3_next": Family(_FOUR_KEYS, may_be_tied=False),

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from epfsdp2.engine.model import hf_names
-from epfsdp2.engine.model.families import FUSED_IN_VLLM, TRANSPOSED_WHEN_PUBLISHED
+from epfsdp2.engine.model.families import FUSED_IN_VLLM, RENAMED_WHEN_PUBLISHED, TRANSPOSED_WHEN_PUBLISHED
 from tests.parity.families import FAMILIES
 from tests.rollout.served_families import SERVED, build, randomise, sent
 
@@ -43,6 +43,8 @@ def test_for_vllm_and_as_checkpoint_yield_equal_values(name, stacks_are_sent):
     written = dict(hf_names.as_checkpoint(model, sent(model, torch.float32)))
     if model.config.model_type in TRANSPOSED_WHEN_PUBLISHED:
         written = dict(part for key, tensor in written.items() for part in _one_by_one(key, tensor))
+    transformers_name, published = RENAMED_WHEN_PUBLISHED.get(model.config.model_type, ("", ""))
+    written = {key.replace(transformers_name, published): tensor for key, tensor in written.items()}
     whole = 0
     for key, tensor in hf_names.for_vllm(model, sent(model, torch.float32)):
         if key in written:

@@ -1,5 +1,6 @@
 """The layout that ``layout/vllm_layout.py`` computes equals the one traced from vLLM's own loaders."""
 
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from epfsdp2.engine.topology.index_ranges import IndexRange
 from epfsdp2.rollout.layout import vllm_layout
-from epfsdp2.rollout.layout.slice_names import as_stored
+from epfsdp2.rollout.layout.slice_names import as_stored, block_at, in_halves
 from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, TargetSlice, known_families
 from tests.rollout.families import DENSE, FAMILIES, config_of, known, model_on_meta
 from tests.rollout.served_families import SERVED
@@ -49,6 +50,11 @@ def _compare(folder, cases, is_data_parallel=False, tower="sharded"):
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models import ModelRegistry
 
+    from epfsdp2.rollout.vllm import reload_shims
+    from tests.rollout.served import ungated_experts
+
+    reload_shims.install()
+    ungated_experts.allow()
     rank, world = dist.get_rank(), dist.get_world_size()
     tp, dp = (1, world) if is_data_parallel else (world, 1)
     differing = []
@@ -108,12 +114,13 @@ def _cases(family: str) -> list:
     experts = next(name for name in counts if name in sizes.get("text_config", sizes))
     if family == "gpt_oss":  # vLLM's class takes neither
         return [(family, {}, False), (family, {"tie_word_embeddings": True}, True)]
-    uncompressed = [(family, {"q_lora_rank": None}, False)] if family == "deepseek_v2" else []  # as V2-Lite's queries
+    # As in DeepSeek-V2-Lite and in Nemotron 3 Super.
+    others = {"deepseek_v2": {"q_lora_rank": None}, "nemotron_h": {"moe_latent_size": 64}}
     return [
         (family, {}, False),
         (family, {"num_key_value_heads": 1}, False),
         (family, {"tie_word_embeddings": True, experts: 9}, True),
-        *uncompressed,
+        *([(family, others[family], False)] if family in others else []),
     ]
 
 
@@ -205,6 +212,28 @@ def test_slice_of_a_decay_is_stored_as_its_negative_exponential():
     values = torch.tensor([0.5, -1.25], dtype=torch.bfloat16)
     stored = as_stored(values, (0,), "decay")
     assert stored.dtype == torch.float32 and torch.equal(stored, -torch.exp(values.float()))
+
+
+def test_slices_in_halves_are_stored_as_llama_4_stores_them():
+    """Whatever part of the heads comes in a slice, down to a row."""
+    whole = torch.arange(24.0).view(12, 2)  # two heads of six rows
+    stored = whole.view(2, 3, 2, 2).transpose(1, 2).reshape(12, 2)
+    for cuts in ([0, 12], [0, 5, 8, 12], list(range(13))):
+        found = torch.full((14, 2), -1.0)
+        for first, last in itertools.pairwise(cuts):
+            for values, corner in in_halves(whole[first:last], (first, 0), 6):
+                found[block_at(corner, values)] = values
+        assert torch.equal(found[:12], stored) and (found[12:] == -1).all()
+
+
+def test_loader_tracer_follows_queries_in_halves():
+    found = _traced(lambda t: t.view(2, 2, 2, 4).transpose(1, 2).reshape(8, 4)[4:], lambda p: p[:4], (8, 4))
+    assert found == {"t": [TargetSlice(IndexRange((4, 0), (8, 4)), "p", (0, 0), "halves")]}
+
+
+def test_loader_tracer_follows_the_experts_that_a_worker_picks():
+    found = _traced(lambda t: t[torch.tensor([2, 3])], lambda p: p[:2], (6, 4))
+    assert found == {"t": [TargetSlice(IndexRange((2, 0), (4, 4)), "p", (0, 0))]}
 
 
 def test_loader_tracer_follows_views_that_are_joined():

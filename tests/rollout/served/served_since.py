@@ -1,5 +1,6 @@
 """Families that get slices from vLLM 0.27 on, in tiny random models."""
 
+from tests.parity.families import Family
 from tests.rollout.served.served_family import (
     DEEPSEEK,
     LOCAL,
@@ -8,12 +9,35 @@ from tests.rollout.served.served_family import (
     MLA,
     PLAIN_ROTARY,
     QWEN,
+    TEXT_ALONE,
     THREE_HEADS,
+    TORCHVISION,
     Served,
     of,
+    text_sizes,
 )
 
 __all__ = ["SINCE"]
+
+# A dense layer with rotary embeddings, and one with experts and without them.
+_LLAMA4 = text_sizes(
+    **{**LOCAL, "num_experts_per_tok": 1},
+    intermediate_size_mlp=128,
+    interleave_moe_layer_step=2,
+    no_rope_layers=[1, 0],
+    attention_chunk_size=128,  # a multiple of vLLM's blocks
+)
+_LLAMA4_TOWER = {
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 14,
+    "vision_output_dim": 96,
+    "projector_input_dim": 96,
+    "projector_output_dim": 96,
+}
 
 SINCE: dict[str, Served] = {
     "flex_olmo": Served(of("FlexOlmo", intermediate_size=64, num_experts=8, num_experts_per_tok=2, **THREE_HEADS)),
@@ -114,4 +138,48 @@ SINCE: dict[str, Served] = {
         settings=PLAIN_ROTARY,
         environment={"VLLM_MLA_DISABLE": "1"},
     ),
+    "laguna": Served(
+        of(
+            "Laguna",
+            **QWEN,
+            shared_expert_intermediate_size=64,
+            mlp_layer_types=["dense", "sparse"],
+            layer_types=["full_attention"] * 2,
+            num_attention_heads_per_layer=[4, 4],
+        ),
+        settings={"extension": "idle_extension.NeverComputes"},
+        mute={"0.27": "its CPU routing refuses sigmoid scores without groups of experts"},
+    ),
+    "nemotron_h": Served(
+        of(
+            "NemotronH",
+            **{**DEEPSEEK, "n_groups": 2},
+            layers_block_type=["mamba", "moe", "attention", "mlp"],
+            moe_shared_expert_intermediate_size=64,
+            use_mamba_kernels=False,
+            ssm_state_size=16,
+            mamba_num_heads=4,
+            mamba_head_dim=48,
+            chunk_size=8,
+        ),
+        dtype="bfloat16",
+        settings={"extension": "idle_extension.NeverComputes"},
+        mute={"0.27": "its CPU build has no kernel for experts without a gate"},
+    ),
+    **{
+        name: Served(
+            Family(f"Llama4For{kind}", config, sizes),
+            settings={**TEXT_ALONE, **PLAIN_ROTARY} if "text_config" in sizes else PLAIN_ROTARY,
+            environment=TORCHVISION,
+        )
+        for name, kind, config, sizes in (
+            (
+                "llama4",
+                "ConditionalGeneration",
+                "Llama4Config",
+                {"text_config": _LLAMA4, "vision_config": _LLAMA4_TOWER, "tie_word_embeddings": False},
+            ),
+            ("llama4_text", "CausalLM", "Llama4TextConfig", _LLAMA4),
+        )
+    },
 }

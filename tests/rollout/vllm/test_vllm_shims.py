@@ -69,6 +69,32 @@ def test_finish_model_renews_a_convolution_that_vllm_keeps_beside_the_packed_one
     assert mixer.conv_weights is weights and weights.all()
 
 
+def test_install_has_experts_load_the_correction_bias_that_is_among_them(shims):
+    """Of Laguna; vLLM 0.27 drops it."""
+    experts = pytest.importorskip("vllm.model_executor.layers.fused_moe.routed_experts").RoutedExperts
+    weights = [("e_score_correction_bias", torch.arange(4.0)), ("0.up_proj.weight", torch.ones(2))]
+    shims.install()
+    shims.install()
+    load, seen = experts.load_weights, []
+
+    def others(self, weights):
+        seen.extend(name for name, _ in weights)
+        yield "w13_weight"
+
+    assert not hasattr(load.__wrapped__, "__wrapped__")
+    holder = torch.nn.Module()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts, "load_weights", others)
+        shims.install()
+        assert list(experts.load_weights(holder, iter(weights))) == ["w13_weight"]  # it has no such bias
+        assert seen == [name for name, _ in weights]
+        holder.e_score_correction_bias = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+        seen.clear()
+        found = list(experts.load_weights(holder, iter(weights)))
+    assert found == ["w13_weight", "e_score_correction_bias"] and seen == ["0.up_proj.weight"]
+    assert holder.e_score_correction_bias.tolist() == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("name", ["GptOssModel", "AnotherModel"])
 def test_prepare_model_counts_direct_copies_of_gpt_oss(shims, name):
     """vLLM's own reload loses such tensors, which is why gpt-oss needs it; other models are left as they are."""

@@ -17,7 +17,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from epfsdp2.engine.model.families import TRANSPOSED_WHEN_PUBLISHED
+from epfsdp2.engine.model.families import RENAMED_WHEN_PUBLISHED, TRANSPOSED_WHEN_PUBLISHED
 
 __all__ = [
     "VOCAB",
@@ -119,12 +119,14 @@ def save_random(model: nn.Module, folder: Path, seed: int) -> Path:
 
 
 def publish(folder: Path) -> None:
-    """Give stacks of experts that transformers has saved ``[E, out, in]`` the published layout, ``[E, in, out]``."""
-    if json.loads((folder / "config.json").read_text())["model_type"] not in TRANSPOSED_WHEN_PUBLISHED:
+    """Give what transformers has saved the published names, and stacks of experts the published ``[E, in, out]``."""
+    family = json.loads((folder / "config.json").read_text())["model_type"]
+    if family not in TRANSPOSED_WHEN_PUBLISHED and family not in RENAMED_WHEN_PUBLISHED:
         return
     for file in folder.glob("*.safetensors"):
-        tensors = load_file(file)
-        for name in tensors:
+        own, published = RENAMED_WHEN_PUBLISHED.get(family, ("", ""))
+        tensors = {name.replace(own, published): tensor for name, tensor in load_file(file).items()}
+        for name in tensors if family in TRANSPOSED_WHEN_PUBLISHED else ():
             if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
                 tensors[name] = tensors[name].transpose(1, 2).contiguous()
         save_file(tensors, file, metadata={"format": "pt"})

@@ -105,6 +105,8 @@ class LoaderTracer(TorchDispatchMode):
         self._zeroed: set[int] = set()
         self._decaying: set[int] = set()
         self._decayed: set[str] = set()
+        self._halved: set[int] = set()
+        self._kept: list[torch.Tensor] = []
         self._joined: dict[int, tuple[torch.Tensor, Sequence[torch.Tensor], int]] = {}
         self._targets: dict[int, tuple[str, torch.Tensor]] = {}
         for name, tensor in parameters.items():  # a parameter with several names gets the first
@@ -125,7 +127,7 @@ class LoaderTracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.clone.default and storage_id(args[0]) in self._sources:
-            return args[0]
+            return self._in_halves(args[0])
         if func is torch.ops.aten.zero_.default and storage_id(args[0]) in self._sources:
             self._zeroed.add(storage_id(args[0]))
             return args[0]
@@ -138,6 +140,12 @@ class LoaderTracer(TorchDispatchMode):
             joined = func(*args, **(kwargs or {}))
             self._joined[storage_id(joined)] = (joined, args[0], args[1] if len(args) > 1 else 0)
             return joined
+        if func is torch.ops.aten._to_copy.default and not args[0].is_meta and _is_to_meta(kwargs):
+            return args[0]  # indices, moved to where the weights are
+        if func is torch.ops.aten.index.Tensor and storage_id(args[0]) in self._sources and not args[1][0].is_meta:
+            rows = args[1][0].tolist()
+            if len(args[1]) == 1 and rows == list(range(rows[0], rows[0] + len(rows))):
+                return args[0].narrow(0, rows[0], len(rows))
         if func is not torch.ops.aten.copy_.default:
             return func(*args, **(kwargs or {}))
         target, source = args[:2]
@@ -147,6 +155,21 @@ class LoaderTracer(TorchDispatchMode):
                 self._record(place, part)
             return target
         return self._record(target, source, *args[2:], **(kwargs or {}))
+
+    def _in_halves(self, source: torch.Tensor) -> torch.Tensor:
+        """Return what stands for a copy: the source, or a tensor with the even rows of each head before the odd ones.
+
+        Such a copy, ``[heads, 2, rows / 2, inputs]``, is of the whole source.
+        """
+        name, whole = self._sources[storage_id(source)]
+        is_halved = source.dim() == 4 and source.shape[1] == 2 and source.numel() == whole.numel()
+        if not is_halved or source.is_contiguous() or not source.transpose(1, 2).is_contiguous():
+            return source
+        copy = torch.empty(source.shape, device="meta")
+        self._sources[storage_id(copy)] = (name, whole)
+        self._halved.add(storage_id(copy))
+        self._kept.append(copy)
+        return copy
 
     def _record(self, target: torch.Tensor, source: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         if storage_id(source) not in self._sources:
@@ -171,8 +194,15 @@ class LoaderTracer(TorchDispatchMode):
         form: SliceForm = "zeros" if storage_id(source) in self._zeroed else "transposed" if is_transposed else ""
         if storage_id(source) in self._decaying:
             form = "decay"
+        if storage_id(source) in self._halved:
+            form = "halves"
         self._slices.setdefault(name, set()).add(TargetSlice(block, parameter, target_block.low, form))
         return target
+
+
+def _is_to_meta(arguments: Mapping[str, Any] | None) -> bool:
+    device = (arguments or {}).get("device")
+    return device is not None and torch.device(device).type == "meta"
 
 
 def merge_slices(slices: Iterable[TargetSlice]) -> list[TargetSlice]:

@@ -145,7 +145,7 @@ FEATURES = (
         "[sequence parallelism](engine.md#sequence-parallelism)",
         "Ulysses for any family on transformers' attention interface: full, sliding, MLA, sinks; linear attention and "
         "state spaces; images; with every `ep`, HSDP, the critic, replay",
-        "padded batches; an indexer that chooses keys (GLM-MoE-DSA, DeepSeek-V4); Llama 4",
+        "padded batches; an indexer that chooses keys (GLM-MoE-DSA, DeepSeek-V4)",
         (
             "engine/fsdp/test_ulysses.py::test_ulysses_of_every_family_equals_the_plain_model",
             "engine/packing/test_shared_mixers.py::test_shared_mixer_of_every_family_with_a_state_equals_the_plain_model",

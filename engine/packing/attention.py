@@ -20,9 +20,22 @@ import torch
 from transformers.masking_utils import and_masks
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-__all__ = ["HANDLE", "LENGTHS", "NAME", "PackedAttention", "PackedMask", "Span", "hand_lengths", "spans_of"]
+from ..model.families import PLACES_AS_POSITIONS
+
+__all__ = [
+    "LENGTHS",
+    "NAME",
+    "PackedAttention",
+    "PackedMask",
+    "Span",
+    "attach",
+    "counts_places",
+    "hand_lengths",
+    "spans_of",
+]
 
 NAME = "epfsdp2_packed"
+_EAGER = "eager_attention_forward"  # what every family calls its own
 HANDLE = "_epfsdp2_packed"  # attribute of an attention module: its ``PackedAttention``
 LENGTHS = "_epfsdp2_lengths"  # attribute of an attention module: returns what ``hand_lengths`` hands its attention
 
@@ -111,11 +124,15 @@ class PackedAttention:
         real: the attention that was configured, as on transformers' interface.
         explicit: whether it knows nothing of causality but by a mask (eager attention).
         spans: where the sequences of the row under way are; None where its rows are not packed.
+        is_whole: whether it gets the row as it is, with a mask of the row (flex attention).
+        scale: ``_scale_of_places`` of the module.
     """
 
     real: Callable[..., Any]
     explicit: bool
     spans: Callable[[], Sequence[Span] | None]
+    is_whole: bool = False
+    scale: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
 
     def attend(
         self,
@@ -140,7 +157,11 @@ class PackedAttention:
                 own.
         """
         spans = self.spans()
-        if spans is None:
+        if self.scale is not None:
+            lengths = [end - start for start, end in spans or [(0, query.shape[2])]]
+            places = torch.cat([torch.arange(length, device=query.device) for length in lengths])
+            query = (query * self.scale(module, places)[:, None]).to(query.dtype)
+        if spans is None or self.is_whole:
             return self.real(module, query, key, value, attention_mask, **kwargs)
         if query.shape[2] != spans[-1][1] or key.shape[2] != spans[-1][1]:
             raise ValueError(f"attention over {query.shape[2]} tokens in a packed row of {spans[-1][1]}.")
@@ -186,6 +207,35 @@ def _window_mask(like: torch.Tensor, before: int, queries: int, window: int, exp
     key = torch.arange(before + queries, device=like.device)
     seen = ((key <= query) & (key > query - window))[None, None]
     return like.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(like.dtype).min) if explicit else seen
+
+
+def attach(module: Any, configured: str, spans: Callable[[], Sequence[Span] | None], is_whole: bool) -> None:
+    """Give an attention module its ``PackedAttention``.
+
+    Args:
+        configured: the attention that is to run, as transformers calls it.
+    """
+    explicit = configured == "eager"
+    code = inspect.unwrap(type(module).forward).__globals__
+    real = code[_EAGER] if explicit else ALL_ATTENTION_FUNCTIONS[configured]
+    setattr(module, HANDLE, PackedAttention(real, explicit, spans, is_whole, _scale_of_places(module)))
+
+
+def counts_places(module: Any) -> bool:
+    """Tell whether an attention scales its queries by their places in what it gets, not by their positions."""
+    attributes = PLACES_AS_POSITIONS.get(type(module).__name__)
+    return attributes is not None and all(getattr(module, name) == value for name, value in attributes.items())
+
+
+def _scale_of_places(module: Any) -> Callable[[Any, torch.Tensor], torch.Tensor] | None:
+    """Return what such a module multiplies queries by, ``[S]`` given places ``[S]``, and have it leave that to others.
+
+    Source: ``Llama4TextAttention`` of transformers 5.9.
+    """
+    if not counts_places(module):
+        return None
+    module.attn_temperature_tuning = False
+    return lambda of, places: torch.log1p(torch.floor((places.float() + 1.0) / of.floor_scale)) * of.attn_scale + 1.0
 
 
 @torch.compiler.disable

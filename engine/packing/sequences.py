@@ -31,19 +31,17 @@ from transformers.masking_utils import (
     eager_mask,
     packed_sequence_mask_function,
 )
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..model.families import PLACES_AS_POSITIONS, UNPACKED_WITH_FLASH
+from ..model.families import UNPACKED_WITH_FLASH
 from ..model.layers import attention_modules, decoder_layers
 from ..wrap_forward import wrap_forward
-from .attention import HANDLE, LENGTHS, NAME, PackedAttention, PackedMask, Span, hand_lengths, spans_of
+from .attention import LENGTHS, NAME, PackedMask, Span, attach, counts_places, hand_lengths, spans_of
 from .shared_mixers import SharedMixers, kernel_argument
 
 __all__ = ["Mixers", "PackedSequences", "find_mixers", "lengths_taken", "why_not_packed"]
 
 # What a module's forward takes if tokens meet in it: what hides tokens, or what is kept of earlier ones.
 _OF_TOKENS = {"attention_mask", "cache_params", "layer_past", "past_key_value", "past_key_values"}
-_EAGER = "eager_attention_forward"  # what every family calls its own
 # Kernels of states: their argument for the sequences of a row, and the one of the module's forward that becomes it.
 _KERNELS = {
     "causal_conv1d_fn": ("seq_idx", "seq_idx"),
@@ -78,7 +76,7 @@ def find_mixers(model: Any) -> Mixers:
         taking = {fqn: m for fqn, m in parts.items() if _OF_TOKENS & set(_parameters(m))}
         # An indexer in one, and in those of its class that get what it chose.
         choosing |= {type(m) for fqn, m in taking.items() if any(_below(taking, fqn))}
-        whole = {fqn for fqn, m in taking.items() if type(m) in choosing or _places_are_positions(m)}
+        whole = {fqn for fqn, m in taking.items() if type(m) in choosing}
         attentions = {fqn: m for fqn, m in taking.items() if fqn in interface and fqn not in whole}
         others = {fqn: m for fqn, m in taking.items() if fqn not in attentions and not any(_below(attentions, fqn))}
         found.attentions.update(attentions)
@@ -103,7 +101,9 @@ def why_not_packed(model: Any, attention: str) -> str | None:
         return mixers.why_not
     if attention in _SPLIT:
         return None
-    if choosing := {type(m).__name__ for fqn, m in mixers.others.items() if fqn in attention_modules(model)}:
+    choosing = {type(m).__name__ for fqn, m in mixers.others.items() if fqn in attention_modules(model)}
+    choosing |= {type(m).__name__ for m in mixers.attentions.values() if "flash" in attention and counts_places(m)}
+    if choosing:
         return f"{' and '.join(sorted(choosing))} needs masks, which {attention} has none of"
     return UNPACKED_WITH_FLASH.get(model.config.get_text_config().model_type) if "flash" in attention else None
 
@@ -146,8 +146,7 @@ class PackedSequences:
         if name in _WITH_MASKS:
             self._make_mask = ALL_MASK_ATTENTION_FUNCTIONS[name]
             for module in self._mixers.attentions.values():
-                # Flex's mask is of the row, in blocks.
-                self._attach(module, (lambda: None) if name == _FLEX else (lambda: self._spans))
+                attach(module, name, lambda: self._spans, is_whole=name == _FLEX)
             _rename_attention(model, self._mixers.others.values())
         if "flash" in name:
             hand_lengths(name)
@@ -230,12 +229,6 @@ class PackedSequences:
         return any(isinstance(part, FSDPModule) for part in inner)
 
     # -- attention ----------------------------------------------------------------------------------------------
-
-    def _attach(self, module: Any, spans: Callable[[], Sequence[Span] | None]) -> None:
-        explicit = self._configured == "eager"
-        code = inspect.unwrap(type(module).forward).__globals__
-        real = code[_EAGER] if explicit else ALL_ATTENTION_FUNCTIONS[self._configured]
-        setattr(module, HANDLE, PackedAttention(real, explicit, spans))
 
     def mask(self, **asked: Any) -> Any:
         """Return the mask for the family's code: of a packed row, one that is made when it is first read."""
@@ -375,11 +368,6 @@ def _rename_attention(model: Any, others: Iterable[nn.Module]) -> None:
             if type(module.config) is text and module not in kept:
                 module.config._attn_implementation = NAME
     model.config.get_text_config()._attn_implementation = NAME
-
-
-def _places_are_positions(module: nn.Module) -> bool:
-    attributes = PLACES_AS_POSITIONS.get(type(module).__name__)
-    return attributes is not None and all(getattr(module, name) == value for name, value in attributes.items())
 
 
 def _below(named: dict[str, Any], fqn: str) -> Iterator[str]:

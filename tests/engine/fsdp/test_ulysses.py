@@ -31,7 +31,7 @@ WINDOWS = {
     "mixtral": {"sliding_window": 5},
 }
 INDEXED = ("axk2", "deepseek_v32", "deepseek_v4", "dots3_note", "glm5_next", "glm_moe_dsa", "hy_v4", "mistral_large4")
-WHOLE = {"inkling": "Inkling", "inkling2": "Inkling2Full", "llama4": "Llama4Text", "minimax_m3_vl": "MiniMaxM3VL"}
+WHOLE = {"inkling": "Inkling", "inkling2": "Inkling2Full", "minimax_m3_vl": "MiniMaxM3VL"}
 WHOLE |= {"qwen4_exp": "Qwen4ExpText", "zaya": "Zaya"}
 NOT_SPLIT = {
     **dict.fromkeys(INDEXED, "indexer"),
@@ -41,8 +41,8 @@ NOT_SPLIT = {
 # A classifier that sees both ways, and has no attention on transformers' interface that runs on a CPU.
 SPLIT = [name for name in ALL if name not in (*NOT_SPLIT, *STATES, "openai_privacy_filter")]
 # Keys of fewer heads than ranks; windows and full attention in turns; values narrower than keys; sinks; queries that
-# are scaled by their position.
-KINDS = ["qwen3_moe", "gemma4", "deepseek_v3", "gpt_oss", "mistral4"]
+# are scaled by their position or by their place.
+KINDS = ["qwen3_moe", "gemma4", "deepseek_v3", "gpt_oss", "mistral4", "llama4"]
 
 
 def _family(name):

@@ -27,7 +27,8 @@ from .layout.sync_mode import choose_mode, quantisation_settings, rollout_of
 from .layout.trainer_tensors import sharded_tensor_specs
 from .layout.transfer_plan import Targets, make_transfer_plan, round_bytes
 from .layout.vllm_layout import Heads, Rollout, SyncMode, TargetSlice, TensorSpec, is_quantised, target_slices
-from .quantise.blocks import FP8
+from .quantise.channels import CHANNEL_DTYPES
+from .quantise.schemes import Blocks, Channels, Scheme
 from .quantise.shards import QuantisedShards
 from .transport import full_gather
 from .transport.exchange import Exchange
@@ -80,9 +81,7 @@ class RolloutSync:
         buffers = persistent_buffers(model)
         self.dtypes |= {name: buffer.dtype for name, buffer in buffers.items()}
         self._buffers = list(buffers)
-        self._fp8_dtypes = {
-            name: FP8 if is_quantised(name) and name not in buffers else dtype for name, dtype in self.dtypes.items()
-        }
+        self._quantised = [name for name in stored if is_quantised(name)]
         self.heads = Heads.of(model.config)
         self._exchanges: dict[tuple[SyncMode, Rollout, int], Exchange] = {}
         self._slices: dict[tuple[SyncMode, Rollout, int], dict[str, list[TargetSlice]]] = {}
@@ -167,7 +166,7 @@ class RolloutSync:
         quantised: QuantisedShards | None = None,
     ) -> Generator[full_gather.GatheredTensor, None, None]:
         """Gather the weights or the adapters, in the dtypes in which they are sent; see ``full_gather.gather``."""
-        dtypes = self.dtypes if quantised is None else self._fp8_dtypes
+        dtypes = self.dtypes if quantised is None else self._with(quantised.scheme.dtype)
         return full_gather.gather(
             self.model, self.meshes, self.layers, limit, dtypes, traffic, may_split, adapters, quantised
         )
@@ -204,13 +203,15 @@ class RolloutSync:
 
     def dtypes_for(self, rollout: Rollout) -> Mapping[str, torch.dtype]:
         """Return the dtype in which each tensor is sent in slices to such a rollout."""
-        return self._fp8_dtypes if rollout.block else self.dtypes
+        return self._with(_scheme_of(rollout).dtype) if rollout.is_quantised else self.dtypes
 
-    def quantised(self, block: int, values: LocalValues) -> QuantisedShards:
-        """Return this rank's values with the weights that vLLM holds in FP8 quantised; collective."""
-        names = [name for name, dtype in self._fp8_dtypes.items() if dtype == FP8]
-        params = {name: self.model.get_parameter(name) for name in names}
-        return QuantisedShards(params, values, block, self.meshes.dense.device_type)
+    def _with(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        return {**self.dtypes, **dict.fromkeys(self._quantised, dtype)}
+
+    def quantised(self, rollout: Rollout, values: LocalValues) -> QuantisedShards:
+        """Return this rank's values with the weights quantised that such a rollout holds so; collective."""
+        params = {name: self.model.get_parameter(name) for name in self._quantised}
+        return QuantisedShards(params, values, _scheme_of(rollout), self.meshes.dense.device_type)
 
     def missing_bytes(self, adapters: bool = False) -> int:
         """Return the bytes, as they are sent, of all weights or adapters that this rank does not hold."""
@@ -218,7 +219,7 @@ class RolloutSync:
         return sum((p.numel() - local_tensor(p).numel()) * self.dtypes[name].itemsize for name, p in params)
 
     def tensor_specs(self, rollout: Rollout | None = None) -> list[TensorSpec]:
-        """Describe the tensors to send in slices to such a rollout, for the plan; one without FP8 by default."""
+        """Describe the tensors to send in slices to such a rollout, for the plan; one in bfloat16 by default."""
         dtypes = self.dtypes if rollout is None else self.dtypes_for(rollout)
         return sharded_tensor_specs(self.model, {name: dtype.itemsize for name, dtype in dtypes.items()})
 
@@ -278,6 +279,10 @@ class RolloutSync:
             device = self.meshes.dense.device_type
             self._exchanges[key] = Exchange(plan, self.slices_of(*key), dist.get_rank(), device)
         return self._exchanges[key]
+
+
+def _scheme_of(rollout: Rollout) -> Scheme:
+    return Blocks(rollout.block) if rollout.block else Channels(CHANNEL_DTYPES[rollout.channels])
 
 
 class RolloutWeights:

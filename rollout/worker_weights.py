@@ -12,7 +12,7 @@ from ..engine.model import hf_names
 from ..engine.topology.rank_consistency import check_agreement
 from .layout.layout_check import planned_layouts
 from .layout.slice_names import slice_name
-from .layout.vllm_layout import Rollout, SyncMode, TensorSpec, scale_slices
+from .layout.vllm_layout import Rollout, SyncMode, TensorSpec, slices_of_scales
 from .quantise.shards import QuantisedShards
 from .transport.cast import CastOnCopy
 from .transport.checksums import has_checksums
@@ -35,7 +35,7 @@ class WorkerWeights:
     Attributes:
         mode: what is sent: full tensors, slices, or the worker's own experts.
         has_checksums: whether the tensors are to be followed by their checksums.
-        is_quantised_here: whether weights are sent as values in FP8 and scales.
+        is_quantised_here: whether weights are sent as values in FP8 or INT8 and scales.
         traffic: bytes that this sync has moved so far.
     """
 
@@ -56,7 +56,7 @@ class WorkerWeights:
         self._indices = sync.indices_of(mode, rollout, worker)
         self._slices_of = sync.slices_of(mode, rollout, worker)
         self._dtypes = sync.dtypes_for(rollout)
-        self.is_quantised_here = rollout.block > 0 and mode == "sliced"
+        self.is_quantised_here = rollout.is_quantised and mode == "sliced"
         self.traffic = Traffic()
 
     def tensors(self, receive_buffers: ReceiveBuffers | None = None) -> Generator[tuple[str, torch.Tensor]]:
@@ -116,10 +116,10 @@ class WorkerWeights:
                         yield name, values[inside]
 
     def _quantised(self) -> QuantisedShards | None:
-        """Return the values to send to a worker that holds weights in FP8, None for any other; collective."""
+        """Return the values to send to a worker that holds quantised weights, None for any other; collective."""
         if not self.is_quantised_here:
             return None
-        quantised = self._sync.quantised(self._rollout.block, self._sync.values(self._adapters))
+        quantised = self._sync.quantised(self._rollout, self._sync.values(self._adapters))
         self.traffic.sent += quantised.nbytes
         self.traffic.received += quantised.nbytes
         return quantised
@@ -130,7 +130,7 @@ class WorkerWeights:
         """Yield the scales of what the worker keeps of a tensor, before the first of its blocks."""
         if quantised is None or (scales := quantised.scales.pop(tensor.name, None)) is None:
             return
-        for part in scale_slices(tensor, self._slices_of(tensor), self._rollout.block):
+        for part in slices_of_scales(tensor, self._slices_of(tensor), self._rollout):
             yield slice_name(part.parameter, part.at), scales[part.block.slices]
 
     @property

@@ -256,11 +256,13 @@ FEATURES = (
         "[rollouts in FP8](weight_sync.md#rollouts-in-fp8)",
         "`rollout.quantization=fp8`: slices of nine families are quantised where they are, with the bits of vLLM's own "
         "quantisation, and the trainer may compute with them (`engine.rollout_quantization_aware`); full tensors for "
-        "other families",
-        "workers apart from the trainer; tensor-parallel sizes that cut a block of 128 x 128",
+        "other families; slices in FP8 and INT8 by rows, as compressed-tensors makes them",
+        "workers apart from the trainer; tensor-parallel sizes that cut a block of 128 x 128; other kinds of "
+        "compressed-tensors",
         (
             "rollout/quantise/test_quantise.py::test_quantise_of_slices_has_the_bits_that_vllm_makes_of_the_whole_weights",
             "rollout/layout/test_fp8_families.py::test_fp8_slices_of_every_family_are_where_vllms_loaders_put_them",
+            "rollout/quantise/test_channels.py::test_slices_with_scales_of_rows_are_those_of_the_whole_weights",
             "rollout/vllm_workers/test_vllm_fp8.py::test_vllm_fp8_workers_after_syncs_hold_what_vllm_loads_of_a_quantised_checkpoint",
             "engine/integration/test_rounded_weights.py::test_gradients_and_steps_on_every_mesh",
             "e2e/models/test_fp8.py::test_a_rollout_in_fp8_follows_a_trainer_that_rounds_its_weights",

@@ -12,10 +12,12 @@ from ...rollout.cleanup import report_leftovers
 from ...rollout.layout.sglang_layout import RECORDS_NO_ROUTES
 from ...rollout.layout.sync_mode import (
     BACKEND,
+    COMPRESSED,
     OVERRIDES,
     check_rollout_parallelism,
     check_sglang_sizes,
     choose_mode,
+    compressed_kind,
     quantisation_settings,
     rollout_of,
 )
@@ -26,8 +28,7 @@ from ...rollout.layout.vllm_layout import (
     SyncMode,
     TargetSlice,
     TensorSpec,
-    is_quantised,
-    scale_slices,
+    slices_of_scales,
     target_slices,
 )
 from ..compat import versions
@@ -55,6 +56,7 @@ _RUN_WITH = ("sglang",)
 _BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
 _TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _MEMORY = "engine.sync_megabytes"
+_QUANTIZATION = "actor_rollout_ref.rollout.quantization"
 _SHM = Path("/dev/shm")
 _ROUTES = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 _NO_TOKENIZER = "actor_rollout_ref.rollout.skip_tokenizer_init"
@@ -143,13 +145,18 @@ def check_stream(
         backend = rollout.get("backend")
         rule = f"vLLM's quantising loader takes checkpoints' names, and {CHECKPOINT_BACKEND}={backend} carries others."
         raise SettingError(setting, value, rule, f"{CHECKPOINT_BACKEND}=naive, or {setting}=null")
-    kind, _ = choose_mode(
+    kind, reason = choose_mode(
         engine.rollout_sync,
         rollout,
         None if facts is None else facts.model.config.model_type,
         untested=versions.unknown_layout(),
         backend=rollout.get("backend") or "naive",
     )
+    compressed = dict(quantised).get(OVERRIDES)
+    if kind == "full" and isinstance(compressed, Mapping) and compressed.get("quant_method") == COMPRESSED:
+        why = compressed_kind(compressed)[1] or reason or "its values and scales are sent in slices alone."
+        rule = f"vLLM quantises nothing for {COMPRESSED}, and full tensors have no scales: {why}"
+        raise SettingError(OVERRIDES, compressed, rule, f"{_QUANTIZATION}=fp8")
     if facts is not None and kind != "full":
         _check_plan(engine, n_gpus, rollout, facts, kind, colocated)
 
@@ -179,8 +186,7 @@ def _check_plan(
 
     def slices_of(tensor: TensorSpec, worker: int) -> list[TargetSlice]:
         slices = target_slices(tensor, placement, worker % placement.workers, heads, kind)
-        if placement.block and is_quantised(tensor.name):
-            scale_slices(tensor, slices, placement.block)
+        slices_of_scales(tensor, slices, placement)
         return slices
 
     topology = Topology.arrange(n_gpus, engine.ep_size, engine.fsdp_size, engine.etp_size)

@@ -16,8 +16,7 @@ from .vllm_layout import (
     TargetSlice,
     TensorSpec,
     has_known_rows,
-    is_quantised,
-    scale_slices,
+    slices_of_scales,
     target_slices,
 )
 
@@ -65,8 +64,7 @@ def planned_layout(tensors: Iterable[TensorSpec], rollout: Rollout, worker: int,
     first: dict[str, int] = {}
     for tensor in tensors:
         slices = target_slices(tensor, rollout, worker, heads)
-        if rollout.block and is_quantised(tensor.name):
-            slices += scale_slices(tensor, slices, rollout.block)
+        slices += slices_of_scales(tensor, slices, rollout)
         for part in slices:
             placed.setdefault(part.parameter, []).append(part)
             if has_known_rows(tensor.name):

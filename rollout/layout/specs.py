@@ -8,13 +8,25 @@ from typing import Any, Literal, Protocol
 
 from ...engine.topology.index_ranges import IndexRange, ShardStep
 
-__all__ = ["Heads", "Rollout", "Server", "SliceForm", "TargetSlice", "TensorSpec", "Tower", "TrainerTopology"]
+__all__ = [
+    "Channels",
+    "Heads",
+    "Rollout",
+    "Server",
+    "SliceForm",
+    "TargetSlice",
+    "TensorSpec",
+    "Tower",
+    "TrainerTopology",
+]
 
 # What a worker does with the values of a block before it stores them: nothing, it swaps the last two dims, it stores as
 # many zeros, or their negative exponentials in float32, or in each head the even rows before the odd ones.
 SliceForm = Literal["", "transposed", "zeros", "decay", "halves"]
 # How the workers hold a vision tower: each a part of it, each the whole, or not at all.
 Tower = Literal["sharded", "whole", "none"]
+# What weights with one scale for each row, an output channel, are held in.
+Channels = Literal["", "fp8", "int8"]
 # Whose workers a rollout has.
 Server = Literal["vllm", "sglang"]
 
@@ -63,7 +75,8 @@ class Rollout:
             alone.
         tower: of a model that sees images.
         server: names the workers' parameters.
-        block: rows and columns that share a scale where the workers hold weights in FP8; 0 where they do not.
+        block: rows and columns that share a scale where the workers hold weights in FP8 by blocks; 0 elsewhere.
+        channels: what the workers hold weights in where each row has a scale.
     """
 
     tp: int = 1
@@ -72,6 +85,12 @@ class Rollout:
     tower: Tower = "sharded"
     server: Server = "vllm"
     block: int = 0
+    channels: Channels = ""
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether the workers hold weights as values and scales, as they are sent."""
+        return self.block > 0 or self.channels != ""
 
     @property
     def workers(self) -> int:

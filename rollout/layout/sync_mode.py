@@ -11,18 +11,20 @@ from typing import Any, cast
 from ...engine.errors import SettingError
 from ...engine.topology.mesh import divisors
 from .sglang_layout import FAMILIES as SGLANG_FAMILIES
-from .specs import Server, Tower
+from .specs import Channels, Server, Tower
 from .vllm_layout import FP8_FAMILIES, Rollout, SyncMode, known_families, loads_own_experts, padded_vocabulary
 
 __all__ = [
     "BACKEND",
     "BLOCK",
+    "COMPRESSED",
     "EXTENSION",
     "OVERRIDES",
     "SGLANG_LOADER",
     "check_rollout_parallelism",
     "check_sglang_sizes",
     "choose_mode",
+    "compressed_kind",
     "has_our_extension",
     "quantisation_settings",
     "rollout_of",
@@ -40,6 +42,7 @@ _SGLANG = f"{_ROLLOUT}.engine_kwargs.sglang"
 OVERRIDES = f"{_VLLM}.hf_overrides.quantization_config"
 _SETTING = "engine.rollout_sync"
 _SERVERS: dict[str, str] = {"vllm": "vLLM", "sglang": "SGLang"}
+COMPRESSED = "compressed-tensors"
 BLOCK = 128  # of a rollout.quantization=fp8, whose kind verl chooses (``_apply_quantization``)
 _QUANTISES = "SGLang quantises the weights and needs full tensors for that."
 _MOVES = "SGLang stores experts in another order or more than once."
@@ -91,7 +94,40 @@ def rollout_of(config: Any) -> Rollout:
     tp, dp = _size(config, "tensor_model_parallel_size"), _size(config, "data_parallel_size")
     server: Server = "sglang" if _rollout_name(config) == "sglang" else "vllm"
     block = BLOCK if server == "vllm" and config.get("quantization") == "fp8" else 0
-    return Rollout(tp, dp, _size(config, "expert_parallel_size") > 1, _tower(_vllm(config)), server, block)
+    channels: Channels = "" if block or server != "vllm" else compressed_kind(_overrides(config))[0]
+    has_experts = _size(config, "expert_parallel_size") > 1
+    return Rollout(tp, dp, has_experts, _tower(_vllm(config)), server, block, channels)
+
+
+def compressed_kind(config: Any) -> tuple[Channels, str]:
+    """Return what a config of compressed-tensors has weights held in; where slices can't serve it, "" and the reason.
+
+    Args:
+        config: vLLM's ``quantization_config``.
+    """
+    if isinstance(config, str) and "_per_" in config:  # of vLLM's own
+        return "", "each worker quantises what it has fused and cut, in parameters that are in bfloat16 until then."
+    if not isinstance(config, Mapping) or config.get("quant_method") != COMPRESSED:
+        return "", "vLLM quantises the weights and needs full tensors for that."
+    groups = list((config.get("config_groups") or {}).values())
+    if len(groups) != 1 or list(groups[0].get("targets") or ()) != ["Linear"]:
+        return "", "ranks quantise all linears in one way, so it needs one group, of targets [Linear]."
+    weights, inputs = groups[0].get("weights") or {}, groups[0].get("input_activations") or {}
+    if weights.get("strategy") == "tensor":
+        return "", "vLLM's workers quantise fused weights with one scale for each tensor anew, by their own largest."
+    kind = {"float": "fp8", "int": "int8"}.get(weights.get("type", "int"), "")
+    if weights.get("num_bits") != 8 or weights.get("strategy") != "channel" or not weights.get("symmetric", True):
+        return "", "ranks quantise to 8 bits with one scale for each row (strategy channel), around zero."
+    if not inputs.get("dynamic") or inputs.get("type", "int") != weights.get("type", "int"):
+        return "", "only a calibration has scales of inputs; ranks serve dynamic ones, of the weights' type."
+    if config.get("kv_cache_scheme"):
+        return "", "only a calibration has scales of the cache (kv_cache_scheme)."
+    return cast(Channels, kind), ""
+
+
+def _overrides(config: Any) -> Any:
+    overrides = _vllm(config).get("hf_overrides")
+    return overrides.get("quantization_config") if isinstance(overrides, Mapping) else None
 
 
 def _tower(vllm: Mapping[str, Any]) -> Tower:
@@ -134,9 +170,9 @@ def choose_mode(
         workers = rollout.workers
         reason = f"{server} runs without expert parallelism, so every worker keeps a part of every expert."
         found = _Obstacle(f"{_ROLLOUT}.expert_parallel_size", 1, reason, str(workers) if workers > 1 else "")
-    if found is None and requested == "expert_local" and rollout.block:
+    if found is None and requested == "expert_local" and rollout.is_quantised:
         reason = "ranks quantise the slices that they send, and this mode sends whole tensors beside the experts."
-        found = _Obstacle(f"{_ROLLOUT}.quantization", config.get("quantization"), reason, "null")
+        found = _Obstacle(*quantisation_settings(config)[0], reason, "null")
     if found is None and requested == "expert_local" and family is not None and not loads_own_experts(family):
         reason = f"its checkpoints have experts as stacks, of which {server}'s loader takes no part."
         found = _Obstacle("actor_rollout_ref.model", family, reason, "")
@@ -144,7 +180,7 @@ def choose_mode(
         return ("sliced" if requested == "auto" else cast(SyncMode, requested)), ""
     if requested == "auto":
         # A worker of vLLM that keeps the whole model receives the same bytes in either mode, as fast.
-        is_as_good = rollout.keeps_all and rollout.server == "vllm" and not rollout.block
+        is_as_good = rollout.keeps_all and rollout.server == "vllm" and not rollout.is_quantised
         return "full", "" if is_as_good else f"{found.setting}={found.value}: {found.reason}"
     works = f"{_SETTING}=auto" + (f", or {found.setting}={found.works}" if found.works else "")
     raise SettingError(_SETTING, requested, f"can't be with {found.setting}={found.value}: {found.reason}", works)
@@ -169,7 +205,9 @@ def _obstacle(config: Any, family: str | None, untested: str, backend: str) -> _
         return _DISAGGREGATED
     for setting, value in quantisation_settings(config):
         if (setting, value) != (f"{_ROLLOUT}.quantization", "fp8"):
-            return _Obstacle(setting, value, "vLLM quantises the weights and needs full tensors for that.", "null")
+            kind, reason = compressed_kind(value)
+            if not kind or setting != OVERRIDES:
+                return _Obstacle(setting, value, reason, "null")
         if backend != "naive":
             reason = "ranks quantise slices for the workers beside them alone."
             return _Obstacle(setting, value, reason, "null")
@@ -235,11 +273,11 @@ def _rollout_name(config: Any) -> str:
 
 def quantisation_settings(config: Any) -> list[tuple[str, object]]:
     """Return the settings, with their values, that make vLLM quantise the weights that it receives."""
-    qat, overrides = config.get("qat"), _vllm(config).get("hf_overrides")
+    qat = config.get("qat")
     asked = [
         (f"{_ROLLOUT}.quantization", config.get("quantization")),
         (f"{_VLLM}.quantization", _vllm(config).get("quantization")),
-        (OVERRIDES, isinstance(overrides, Mapping) and overrides.get("quantization_config")),
+        (OVERRIDES, _overrides(config)),
         (f"{_ROLLOUT}.qat.enable", qat is not None and qat.get("enable")),
     ]
     return [(setting, value) for setting, value in asked if value]

@@ -43,6 +43,7 @@ __all__ = [
     "loads_own_experts",
     "padded_vocabulary",
     "scale_slices",
+    "slices_of_scales",
     "target_slices",
 ]
 
@@ -98,7 +99,7 @@ def target_slices(
 
 
 def is_quantised(name: str) -> bool:
-    """Tell whether vLLM holds this weight of ``FP8_FAMILIES`` in FP8 where verl asks for it: experts and linears."""
+    """Tell whether vLLM holds this weight of ``FP8_FAMILIES`` in FP8 or INT8 where it is asked to: experts, linears."""
     return _QUANTISED.search(name) is not None
 
 
@@ -127,6 +128,26 @@ def scale_slices(tensor: TensorSpec, slices: Iterable[TargetSlice], block: int) 
         scales = IndexRange((*part.block.low[:-2], *low), (*part.block.high[:-2], *high))
         found.append(TargetSlice(scales, f"{part.parameter}_scale_inv", at))
     return found
+
+
+def channel_slices(slices: Iterable[TargetSlice]) -> list[TargetSlice]:
+    """Return where the scales of the rows of a weight's slices go; their blocks are of the tensor of all its scales."""
+    found = []
+    for part in slices:
+        scales = IndexRange((*part.block.low[:-1], 0), (*part.block.high[:-1], 1))
+        found.append(TargetSlice(scales, f"{part.parameter}_scale", (*part.at[:-1], 0)))
+    return found
+
+
+def slices_of_scales(tensor: TensorSpec, slices: Iterable[TargetSlice], rollout: Rollout) -> list[TargetSlice]:
+    """Return where the scales of a weight's slices go in a worker; none where its values have none.
+
+    Raises:
+        ValueError: a slice begins or ends inside of a block (``scale_slices``).
+    """
+    if not rollout.is_quantised or not is_quantised(tensor.name):
+        return []
+    return scale_slices(tensor, slices, rollout.block) if rollout.block else channel_slices(slices)
 
 
 def has_known_rows(name: str) -> bool:

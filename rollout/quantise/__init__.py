@@ -1,1 +1,1 @@
-"""Quantises weights on the trainer's ranks as vLLM does when it loads them, for workers that hold them in FP8."""
+"""Quantises weights on the trainer's ranks as vLLM does when it loads them, for workers in FP8 or INT8."""

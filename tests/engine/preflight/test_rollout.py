@@ -1,5 +1,6 @@
 """What a rollout can be sent, and how vLLM and SGLang would shard it."""
 
+import copy
 import re
 
 import pytest
@@ -8,6 +9,7 @@ from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight.rollout import check_graphs
 from epfsdp2.engine.preflight.run import check_run, check_training
 from epfsdp2.rollout.layout.sync_mode import SGLANG_LOADER
+from tests.support.models.quantised import COMPRESSED
 from tests.support.trainer.preflight import BACKEND, SDPA, TENSOR_PARALLEL, VLLM, paragraph, rollout
 from tests.support.trainer.settings import checkpoint, engine
 
@@ -113,6 +115,22 @@ def test_quantised_rollout_away_from_the_trainer_is_refused(model, backend):
         check_run(engine(), 8, model, rollout(quantization="fp8", backend=backend), device="cpu")
     text = paragraph(caught.value, "actor_rollout_ref.rollout.quantization", "fp8")
     assert text.endswith(f"What works: {BACKEND}=naive, or actor_rollout_ref.rollout.quantization=null")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "changes", "why"),
+    [
+        ("auto", {"strategy": "tensor"}, "quantise fused weights with one scale for each tensor anew"),
+        ("full", {}, "its values and scales are sent in slices alone"),
+    ],
+)
+def test_compressed_rollout_that_would_get_full_tensors_is_refused(model, wanted, changes, why):
+    asked = copy.deepcopy(COMPRESSED["int8"])
+    check_run(engine(), 8, model, rollout(vllm={"hf_overrides": {"quantization_config": asked}}), device="cpu")
+    asked["config_groups"]["group_0"]["weights"] |= changes
+    placed = rollout(vllm={"hf_overrides": {"quantization_config": asked}})
+    with pytest.raises(SettingError, match="full tensors have no scales: .*" + why):
+        check_run(engine(rollout_sync=wanted), 8, model, placed, device="cpu")
 
 
 def test_quantised_rollout_with_slices_that_cut_blocks_is_refused(tmp_path, model):

@@ -1,6 +1,7 @@
-"""Where vLLM's own loaders put FP8 values and scales of every family that is sent them, on two workers."""
+"""Where vLLM's own loaders put values and scales of every family that is sent them in FP8 or INT8, on two workers."""
 
 import os
+import re
 from pathlib import Path
 from unittest import mock
 
@@ -19,11 +20,12 @@ from epfsdp2.rollout.layout.vllm_layout import (
     TensorSpec,
     is_quantised,
     known_families,
-    scale_slices,
+    slices_of_scales,
     target_slices,
 )
 from tests.rollout.families import config_of
 from tests.rollout.served_families import SERVED, randomise
+from tests.support.models.quantised import COMPRESSED, compressed
 from tests.support.ranks import run_ranks
 from tests.support.rollout.vllm_segments import no_segments_are_left, segments_identity  # noqa: F401  (a fixture)
 
@@ -46,87 +48,112 @@ CASES = {
 }
 
 
-def _of_vllm(weight):
-    """Values and scales as vLLM's online quantisation makes them; of stacks, expert by expert."""
+# How the workers hold weights, by the name of a kind.
+KINDS = {"blocks": {"block": BLOCK}, "fp8": {"channels": "fp8"}, "int8": {"channels": "int8"}}
+
+
+def _quantised(weight, kind):
+    """Values and scales as vLLM's online quantisation or compressed-tensors makes them; of stacks, by expert."""
     from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
+    if kind != "blocks":
+        return compressed(weight, kind)
     if weight.dim() == 2:
         return per_block_cast_to_fp8(weight, [BLOCK, BLOCK], use_ue8m0=False)
-    values, scales = zip(*map(_of_vllm, weight), strict=True)
+    values, scales = zip(*(_quantised(one, kind) for one in weight), strict=True)
     return torch.stack(values), torch.stack(scales)
 
 
-def _theirs(model, folder):
-    """vLLM's model in FP8 as verl asks for it, without its kernels, which not every processor has."""
+def _theirs(model, folder, kind):
+    """vLLM's model as it is asked for in FP8 or INT8, without its kernels, which not every processor has."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.layers.quantization import fp8
+    from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w8a8_fp8 as moe_fp8,
+    )
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w8a8_int8 as moe_int8,
+    )
+    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_w8a8_fp8 as w8a8
     from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.model_executor.models import registry
 
     model.config.architectures = [type(model).__name__]
     gates = [f"model.layers.{layer}.mlp.gate" for layer in range(model.config.num_hidden_layers)]
-    kind = {"activation_scheme": "dynamic", "quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
-    model.config.quantization_config = {**kind, "fmt": "e4m3", "ignored_layers": gates}
+    blocks = {"activation_scheme": "dynamic", "quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
+    blocks |= {"fmt": "e4m3", "ignored_layers": gates}
+    model.config.quantization_config = blocks if kind == "blocks" else COMPRESSED[kind]
     model.config.save_pretrained(folder)
     world = dist.get_world_size()
-    engine = EngineArgs(
+    asked = EngineArgs(
         model=str(folder),
         dtype="bfloat16",
         tensor_parallel_size=world,
         skip_tokenizer_init=True,
         enforce_eager=True,
-    ).create_engine_config()
-    backend = (fp8.Fp8MoeBackend.TRITON, None)
+    )
+    with mock.patch.object(registry, "_run_in_subprocess", lambda inspect: inspect()):  # it would import vLLM anew
+        engine = asked.create_engine_config()
+    triton = (fp8.Fp8MoeBackend.TRITON, None)
+    config = compressed_tensors.CompressedTensorsConfig
     with (
         set_current_vllm_config(engine),
         mock.patch.object(fp8, "init_fp8_linear_kernel"),
-        mock.patch.object(fp8, "select_fp8_moe_backend", return_value=backend),
+        mock.patch.object(fp8, "select_fp8_moe_backend", return_value=triton),
+        mock.patch.object(w8a8, "init_fp8_linear_kernel"),
+        mock.patch.object(moe_fp8, "select_fp8_moe_backend", return_value=triton),
+        mock.patch.object(moe_int8, "select_int8_moe_backend", return_value=(None, None)),
+        mock.patch.object(config, "_check_scheme_supported", return_value=True),
     ):
         init_distributed_environment(world, dist.get_rank(), "env://", dist.get_rank(), "gloo")
         ensure_model_parallel_initialized(world, 1)
         return initialize_model(engine)
 
 
-def _loaded(theirs, model):
-    """What vLLM's loaders make of the checkpoint that verl's quantiser would write: FP8 parameters and scales."""
-    from verl.utils.vllm.vllm_quant_utils import fp8_state, is_fp8_weight
-
-    fp8_state.seen_params.clear()
-    fp8_state.fp8_param_names.clear()
-    tensors = []
+def _loaded(theirs, model, kind):
+    """What vLLM's loaders make of a checkpoint with these values and scales."""
+    tensors, suffix = [], "_scale_inv" if kind == "blocks" else "_scale"
     for name, weight in hf_names.as_checkpoint(model, model.named_parameters()):
-        if is_fp8_weight(name, theirs):
-            values, scales = _of_vllm(weight.detach())
-            tensors += [(name, values), (f"{name}_scale_inv", scales)]
+        if weight.dim() == 2 and not _STAYS.search(name):
+            values, scales = _quantised(weight.detach(), kind)
+            tensors += [(name, values), (f"{name}{suffix}", scales)]
         else:
             tensors.append((name, weight.detach()))
     theirs.load_weights(iter(tensors))
     held = {name.replace(".routed_experts", ""): param.detach() for name, param in theirs.named_parameters()}
-    return {n: p for n, p in held.items() if p.dtype == torch.float8_e4m3fn or n.endswith("_scale_inv")}
+    return {n: p for n, p in held.items() if p.dtype in (torch.float8_e4m3fn, torch.int8) or _SCALE.search(n)}
 
 
-def _planned(model, rank, world, held):
+# What checkpoints have in bfloat16: what their config names, and what vLLM does not quantise.
+_STAYS = re.compile(r"embed_tokens|lm_head|gate\.weight$")
+_SCALE = re.compile(r"weight_scale(?:_inv)?$")
+
+
+def _planned(model, rank, world, held, kind):
     """The same parameters from what the trainer sends."""
-    heads, rollout = Heads.of(model.config), Rollout(world, block=BLOCK)
+    heads, rollout = Heads.of(model.config), Rollout(world, **KINDS[kind])
     found = {name: torch.zeros_like(param) for name, param in held.items()}
     for name, weight in model.named_parameters():
         if not is_quantised(name):
             continue
         tensor = TensorSpec(name, tuple(weight.shape), 1)
         slices = target_slices(tensor, rollout, rank, heads)
-        values, scales = _of_vllm(weight.detach())
-        for parts, whole in ((slices, values), (scale_slices(tensor, slices, BLOCK), scales)):
+        values, scales = _quantised(weight.detach(), kind)
+        for parts, whole in ((slices, values), (slices_of_scales(tensor, slices, rollout), scales)):
             for part in parts:
                 own = whole[part.block.slices]
                 found[part.parameter][block_at(part.at, own)] = own
     specs = [TensorSpec(name, tuple(p.shape), 1) for name, p in model.named_parameters()]
     layout = planned_layout(specs, rollout, rank, heads)
-    assert {name for name in layout if name.endswith("_scale_inv")} == {n for n in held if n.endswith("_scale_inv")}
+    missing = {name for name in layout if _SCALE.search(name)} ^ {name for name in held if _SCALE.search(name)}
+    assert not missing, missing
     return found
 
 
-def _compare(folder, families):
+def _compare(folder, families, kind):
     os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     os.environ["VLLM_DIST_IDENT"] = segments_identity(folder)
     from transformers import AutoModelForCausalLM
@@ -138,18 +165,27 @@ def _compare(folder, families):
             model = AutoModelForCausalLM.from_config(config_of(family, **_SIZES, **CASES[family]))
             randomise(model, 1)
             model.bfloat16().requires_grad_(False)
-            held = _loaded(_theirs(model, Path(folder) / f"{family}-{rank}"), model)
-            planned = _planned(model, rank, world, held)
+            held = _loaded(_theirs(model, Path(folder) / f"{family}-{rank}", kind), model, kind)
+            planned = _planned(model, rank, world, held, kind)
         wrong += [
             (family, name)
             for name, param in held.items()
             if not torch.equal(param.contiguous().view(torch.uint8), planned[name].contiguous().view(torch.uint8))
         ]
-        assert any(name.endswith("_scale_inv") for name in held), family
+        assert any(_SCALE.search(name) for name in held), family
     assert not wrong, wrong[:10]
 
 
-def test_fp8_slices_of_every_family_are_where_vllms_loaders_put_them(tmp_path):
+def _families():
     assert {config_of(family).model_type for family in CASES} == FP8_FAMILIES
-    families = [family for family in CASES if config_of(family).model_type in known_families()]
-    run_ranks(_compare, 2, str(tmp_path), families, timeout=600)
+    return [family for family in CASES if config_of(family).model_type in known_families()]
+
+
+def test_fp8_slices_of_every_family_are_where_vllms_loaders_put_them(tmp_path):
+    run_ranks(_compare, 2, str(tmp_path), _families(), "blocks", timeout=600)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_slices_with_scales_of_rows_of_every_family_are_where_vllms_loaders_put_them(tmp_path, kind):
+    run_ranks(_compare, 2, str(tmp_path), _families(), kind, timeout=600)

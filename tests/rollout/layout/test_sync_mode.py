@@ -1,5 +1,6 @@
 """Which sync mode a rollout gets, and what each mode sends to a worker."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -20,6 +21,7 @@ from epfsdp2.rollout.transport.cast import CastOnCopy
 from epfsdp2.rollout.transport.report import TransferStats
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
 from tests.support.engine.sharded import sharded_model
+from tests.support.models.quantised import COMPRESSED
 from tests.support.models.tiny import reference_model, save_qwen3_moe
 from tests.support.ranks import run_ranks
 from tests.support.rollout.names import send_stacks
@@ -32,6 +34,20 @@ OURS = {"engine_kwargs": {"vllm": {"worker_extension_cls": EXTENSION}}}
 TP2 = {"tensor_model_parallel_size": 2, **OURS}
 EP2 = {"data_parallel_size": 2, "expert_parallel_size": 2, **OURS}
 FP8 = {**TP2, "quantization": "fp8"}
+ONLINE = {**TP2, "engine_kwargs": {"vllm": {"worker_extension_cls": EXTENSION, "quantization": "fp8_per_tensor"}}}
+
+
+KIND = "quantization_config"
+
+
+def _compressed(kind="int8", group=None, **settings):
+    """A rollout that holds weights as compressed-tensors does, with other settings of its config or of its group."""
+    asked = copy.deepcopy(COMPRESSED[kind]) | settings
+    for key, values in (group or {}).items():
+        asked["config_groups"]["group_0"][key] = {**(asked["config_groups"]["group_0"][key] or {}), **values}
+    return {**TP2, "engine_kwargs": {"vllm": {"worker_extension_cls": EXTENSION, "hf_overrides": {KIND: asked}}}}
+
+
 SGLANG = {
     "name": "sglang",
     "tensor_model_parallel_size": 2,
@@ -57,6 +73,18 @@ def _sglang(**arguments):
         ("sliced", "qwen3_moe", FP8, "sliced", ""),
         ("auto", "minimax_m2", FP8, "full", "rollout.quantization=fp8: which weights of a minimax_m2 vLLM"),
         ("auto", "qwen3_moe", {**FP8, "quantization": "torchao"}, "full", "quantization=torchao: vLLM quantises"),
+        ("auto", "qwen3_moe", ONLINE, "full", "quantization=fp8_per_tensor: each worker quantises what it has"),
+        ("auto", "qwen3_moe", _compressed("int8"), "sliced", ""),
+        ("auto", "qwen3_moe", _compressed("fp8"), "sliced", ""),
+        ("auto", "minimax_m2", _compressed("fp8"), "full", "which weights of a minimax_m2 vLLM"),
+        ("auto", "qwen3_moe", _compressed(quant_method="gptq"), "full", "vLLM quantises the weights"),
+        ("auto", "qwen3_moe", _compressed(group={"weights": {"strategy": "tensor"}}), "full", "fused weights with one"),
+        ("auto", "qwen3_moe", _compressed(group={"weights": {"strategy": "group"}}), "full", "one scale for each row"),
+        ("auto", "qwen3_moe", _compressed(group={"weights": {"num_bits": 4}}), "full", "quantise to 8 bits"),
+        ("auto", "qwen3_moe", _compressed(group={"weights": {"symmetric": False}}), "full", "around zero"),
+        ("auto", "qwen3_moe", _compressed(group={"input_activations": {"dynamic": False}}), "full", "a calibration"),
+        ("auto", "qwen3_moe", _compressed(kv_cache_scheme={"num_bits": 8}), "full", "scales of the cache"),
+        ("auto", "qwen3_moe", _compressed(config_groups={}), "full", "one group, of targets [Linear]"),
         ("sliced", "qwen3_moe", OURS, "sliced", ""),
         ("expert_local", "qwen3_moe", EP2, "expert_local", ""),
         ("full", "no_such", {**TP2, "quantization": "fp8"}, "full", ""),
@@ -87,6 +115,14 @@ def _sglang(**arguments):
 def test_choose_mode_returns_mode_and_reason(requested, family, config, mode, reason):
     found, why = choose_mode(requested, config, family)
     assert found == mode and reason in why and bool(reason) == bool(why)
+
+
+def test_rollout_of_compressed_tensors_has_a_scale_for_each_row():
+    assert [rollout_of(_compressed(kind)).channels for kind in ("int8", "fp8")] == ["int8", "fp8"]
+    assert rollout_of(_compressed()).is_quantised and not rollout_of(TP2).is_quantised
+    assert rollout_of(_compressed(group={"weights": {"strategy": "tensor"}})).channels == ""
+    with pytest.raises(SettingError, match="this mode sends whole tensors beside the experts"):
+        choose_mode("expert_local", _compressed() | {"expert_parallel_size": 2}, "qwen3_moe")
 
 
 def test_choose_mode_expert_local_for_a_family_with_stacks_alone_is_refused():

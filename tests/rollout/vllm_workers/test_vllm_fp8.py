@@ -1,6 +1,7 @@
-"""Real vLLM workers in FP8 that trainer ranks send values and scales hold and compute what vLLM loads itself."""
+"""Real vLLM workers in FP8 and INT8 that ranks send values and scales hold and compute what vLLM loads itself."""
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
@@ -8,19 +9,18 @@ import torch
 import torch.distributed as dist
 
 from tests.support.engine.sharded import sharded_model
-from tests.support.models.quantised import BLOCK, SIZES, save_quantised
-from tests.support.models.tiny import save_qwen3_moe
+from tests.support.models.quantised import BLOCK, SIZES, save_compressed, save_quantised
+from tests.support.models.tiny import save_qwen3, save_qwen3_moe
 from tests.support.ranks import run_ranks
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.skipif(
-        not torch.cpu._is_amx_tile_supported(), reason="vLLM's CPU build has FP8 kernels for processors with AMX alone"
-    ),
-]
+pytestmark = pytest.mark.e2e
+with_amx = pytest.mark.skipif(
+    not torch.cpu._is_amx_tile_supported(),
+    reason="vLLM's CPU build has kernels for FP8, and for experts in INT8, for processors with AMX alone",
+)
 
 
-def _send(folders, handles, wrong):
+def _send(folders, handles, held, wrong):
     from epfsdp2.engine.model.layers import layer_names
     from epfsdp2.rollout.layout.vllm_layout import Rollout
     from epfsdp2.rollout.server_adapter import send_weights
@@ -30,15 +30,16 @@ def _send(folders, handles, wrong):
 
     rank, world = dist.get_rank(), dist.get_world_size()
     for folder in folders:
-        model, meshes = sharded_model(Path(folder), world, ep=world)
+        has_experts = "moe" in json.loads((Path(folder) / "config.json").read_text())["model_type"]
+        model, meshes = sharded_model(Path(folder), world, ep=world if has_experts else 1)
         dtypes = dict.fromkeys((name for name, _ in model.named_parameters()), torch.bfloat16)
         sync = RolloutSync(model, meshes, layer_names(model), dtypes, SyncSettings("sliced", 1 << 22, verify_syncs=-1))
-        weights = sync.worker_weights("sliced", Rollout(world, block=BLOCK), rank, is_quantised=True)
+        weights = sync.worker_weights("sliced", Rollout(world, **held), rank, is_quantised=True)
         assert weights.has_checksums and weights.is_quantised_here
 
         def tensors(receive_buffers, weights=weights):
             for name, values in with_checksums(weights.tensors(receive_buffers)):
-                if wrong and name.endswith("w2_weight_scale_inv/0,0,0"):
+                if wrong and name.endswith(wrong):
                     values = values * 2
                 yield name, values
 
@@ -57,7 +58,7 @@ def _send(folders, handles, wrong):
             assert wrong
 
 
-def _synced(engine, folders, wrong=False):
+def _synced(engine, folders, held, wrong=""):
     """What each worker then holds, by name."""
     calls = []
     for _ in folders:
@@ -72,12 +73,27 @@ def _synced(engine, folders, wrong=False):
             )
         )
     handles = [engine.handle(rank) for rank in range(engine.tp_size)]
-    run_ranks(_send, engine.tp_size, [str(folder) for folder in folders], handles, wrong, timeout=400)
+    run_ranks(_send, engine.tp_size, [str(folder) for folder in folders], handles, held, wrong, timeout=400)
     for call in calls:
         call.result()
     return engine.digests()
 
 
+def _check(engine, first, second, held, wrong):
+    loaded, generated = engine.digests(), engine.generate()
+    changed = _synced(engine, [second], held)
+    # An underscore begins what vLLM has of its own, such as scales of its cache.
+    trained = [name for name in loaded[0] if "norm" not in name and "._" not in name]
+    assert [name for name in trained if changed[0][name] == loaded[0][name]] == []
+    assert engine.generate() != generated
+    assert _synced(engine, [first], held) == loaded
+    assert engine.generate() == generated
+    with pytest.raises(RuntimeError, match=f"the received values of .*{wrong} differ"):
+        _synced(engine, [second], held, wrong)
+    assert engine.leftovers() == []
+
+
+@with_amx
 @pytest.mark.parametrize("tp", [1, 2])
 def test_vllm_fp8_workers_after_syncs_hold_what_vllm_loads_of_a_quantised_checkpoint(start_engine, tmp_path, tp):
     first, second = (save_qwen3_moe(tmp_path / str(seed), seed, vocab_size=256, **SIZES) for seed in (1, 2))
@@ -87,13 +103,20 @@ def test_vllm_fp8_workers_after_syncs_hold_what_vllm_loads_of_a_quantised_checkp
         dtype="bfloat16",
         environment={"VERL_VLLM_FP8_QUANT_ENABLED": "1"},
     )
-    loaded, generated = engine.digests(), engine.generate()
-    assert any(digest.startswith("float8_e4m3fn[4, ") for digest in loaded[0].values())
-    changed = _synced(engine, [second])
-    assert [name for name in loaded[0] if changed[0][name] == loaded[0][name] and "norm" not in name] == []
-    assert engine.generate() != generated
-    assert _synced(engine, [first]) == loaded
-    assert engine.generate() == generated
-    with pytest.raises(RuntimeError, match="the received values of .*w2_weight_scale_inv/0,0,0 differ"):
-        _synced(engine, [second], wrong=True)
-    assert engine.leftovers() == []
+    assert any(digest.startswith("float8_e4m3fn[4, ") for digest in engine.digests()[0].values())
+    _check(engine, first, second, {"block": BLOCK}, "w2_weight_scale_inv/0,0,0")
+
+
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("save", [save_qwen3, pytest.param(save_qwen3_moe, marks=with_amx)])
+def test_vllm_int8_workers_after_syncs_hold_what_vllm_loads_of_a_compressed_checkpoint(
+    start_engine, tmp_path, save, tp
+):
+    sizes = {"vocab_size": 256, **SIZES}
+    if save is save_qwen3:
+        sizes = {name: size for name, size in sizes.items() if "experts" not in name and "moe" not in name}
+    first, second = (save(tmp_path / str(seed), seed, **sizes) for seed in (1, 2))
+    engine = start_engine(str(save_compressed(first, tmp_path / "quantised", "int8")), tp_size=tp, dtype="bfloat16")
+    digests = engine.digests()[0]
+    assert digests["model.layers.0.self_attn.qkv_proj.weight_scale"].startswith("float32["), digests
+    _check(engine, first, second, {"channels": "int8"}, "qkv_proj.weight_scale/0,0")

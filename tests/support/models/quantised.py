@@ -1,11 +1,12 @@
-"""A model whose weights vLLM quantises in blocks of 128 x 128, and its checkpoint in FP8."""
+"""A model whose weights vLLM holds in FP8 or INT8, and its checkpoints: by blocks of 128 x 128, or by rows."""
 
 import json
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file, save_file
 
-__all__ = ["BLOCK", "SIZES", "save_quantised"]
+__all__ = ["BLOCK", "COMPRESSED", "SIZES", "compressed", "save_compressed", "save_quantised"]
 
 BLOCK = 128
 # Blocks of these cross the borders of the trainer's shards: 96 or 192 rows of the hidden size on a rank.
@@ -18,6 +19,64 @@ SIZES = {
     "head_dim": 64,
     "num_experts": 4,
 }
+
+
+# ``quantization_config`` of a checkpoint of compressed-tensors with a scale for each row.
+COMPRESSED = {
+    kind: {
+        "quant_method": "compressed-tensors",
+        "format": f"{type_}-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head", "re:.*gate$"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": type_, "strategy": "channel", "symmetric": True, "dynamic": False},
+                "input_activations": {
+                    "num_bits": 8,
+                    "type": type_,
+                    "strategy": "token",
+                    "symmetric": True,
+                    "dynamic": True,
+                },
+            }
+        },
+    }
+    for kind, type_ in (("fp8", "float"), ("int8", "int"))
+}
+
+
+def compressed(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return values, and scales in float32, that compressed-tensors makes of the rows of a weight in bfloat16."""
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import quantize
+    from compressed_tensors.quantization.utils.helpers import calculate_qparams
+
+    if weight.dim() > 2:
+        values, scales = zip(*(compressed(one, kind) for one in weight), strict=True)
+        return torch.stack(values), torch.stack(scales)
+    args = QuantizationArgs(**COMPRESSED[kind]["config_groups"]["group_0"]["weights"])
+    ends = weight.amin(-1, keepdim=True), weight.amax(-1, keepdim=True)
+    scales, _ = calculate_qparams(*ends, args)
+    dtype = torch.int8 if kind == "int8" else torch.float8_e4m3fn
+    return quantize(weight, scales, None, args, dtype=dtype), scales.float()
+
+
+def save_compressed(folder: Path, out: Path, kind: str) -> Path:
+    """Write the checkpoint of ``folder`` to ``out`` as compressed-tensors stores it; return ``out``."""
+    tensors = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        weight = weight.bfloat16()
+        if weight.dim() == 2 and not any(part in name for part in (".gate.", "embed_tokens", "lm_head")):
+            tensors[name], tensors[f"{name}_scale"] = compressed(weight, kind)
+        else:
+            tensors[name] = weight
+    config = json.loads((folder / "config.json").read_text())
+    out.mkdir()
+    config |= {"quantization_config": COMPRESSED[kind], "dtype": "bfloat16"}
+    (out / "config.json").write_text(json.dumps(config))
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out
 
 
 def save_quantised(folder: Path, out: Path) -> Path:

@@ -1,0 +1,76 @@
+"""How the elements of a weight share scales: by blocks, or by rows."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ...engine.topology.index_ranges import IndexRange
+from .blocks import FP8, block_maxima, blocks_of, quantise, scales_of
+from .channels import quantise_rows, row_maxima, row_scales
+
+__all__ = ["Blocks", "Channels", "Scheme"]
+
+
+class Scheme(Protocol):
+    """What quantises a part of a weight by the scales of the whole weight."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the values."""
+        ...
+
+    def sharing(self, held: IndexRange) -> IndexRange:
+        """Return the scales of a range of a weight ``[..., rows, columns]``, in the tensor of its scales."""
+        ...
+
+    def maxima(self, values: torch.Tensor, held: IndexRange) -> torch.Tensor:
+        """Return the largest absolute values of a range, in the shape of its scales."""
+        ...
+
+    def scales(self, maxima: torch.Tensor) -> torch.Tensor:
+        """Return the scales of whole weights with these maxima, in float32."""
+        ...
+
+    def quantise(self, values: torch.Tensor, scales: torch.Tensor, held: IndexRange, into: torch.Tensor) -> None:
+        """Write the values of a range, whose scales these are, to ``into``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """FP8 with one scale for each block of ``size`` rows and columns (``blocks.py``)."""
+
+    size: int
+    dtype: torch.dtype = FP8
+
+    def sharing(self, held: IndexRange) -> IndexRange:
+        return blocks_of(held, self.size)
+
+    def maxima(self, values: torch.Tensor, held: IndexRange) -> torch.Tensor:
+        return block_maxima(values, held.low[-2:], self.size)
+
+    def scales(self, maxima: torch.Tensor) -> torch.Tensor:
+        return scales_of(maxima)
+
+    def quantise(self, values: torch.Tensor, scales: torch.Tensor, held: IndexRange, into: torch.Tensor) -> None:
+        quantise(values, scales, held.low[-2:], self.size, into)
+
+
+@dataclass(frozen=True)
+class Channels:
+    """FP8 or INT8 with one scale for each row (``channels.py``)."""
+
+    dtype: torch.dtype
+
+    def sharing(self, held: IndexRange) -> IndexRange:
+        return IndexRange((*held.low[:-1], 0), (*held.high[:-1], 1))
+
+    def maxima(self, values: torch.Tensor, held: IndexRange) -> torch.Tensor:
+        return row_maxima(values)
+
+    def scales(self, maxima: torch.Tensor) -> torch.Tensor:
+        return row_scales(maxima, self.dtype)
+
+    def quantise(self, values: torch.Tensor, scales: torch.Tensor, held: IndexRange, into: torch.Tensor) -> None:
+        quantise_rows(values, scales, into)

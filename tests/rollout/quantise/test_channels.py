@@ -1,0 +1,138 @@
+"""Weights quantised by rows have the bits that compressed-tensors makes of the whole weights in bfloat16."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from epfsdp2.engine.model.layers import layer_names
+from epfsdp2.engine.topology.index_ranges import IndexRange
+from epfsdp2.rollout.layout.layout_check import planned_layout
+from epfsdp2.rollout.layout.slice_names import parse_slice
+from epfsdp2.rollout.layout.vllm_layout import (
+    Heads,
+    Rollout,
+    TensorSpec,
+    is_quantised,
+    slices_of_scales,
+    target_slices,
+)
+from epfsdp2.rollout.quantise.channels import CHANNEL_DTYPES, quantise_rows, row_scales
+from epfsdp2.rollout.quantise.schemes import Channels
+from epfsdp2.rollout.sync import RolloutSync, SyncSettings
+from tests.support.engine.sharded import sharded_model
+from tests.support.models.quantised import SIZES, compressed
+from tests.support.models.tiny import reference_model, save_qwen3_moe
+from tests.support.ranks import run_ranks
+
+
+def _bits(tensor):
+    return tensor.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("shape", [(96, 200), (3, 33, 7), (5, 1)])
+def test_quantise_rows_of_parts_of_a_weight_equals_the_library_on_the_whole(shape, kind):
+    torch.manual_seed(sum(shape))
+    weight = torch.randn(shape) * torch.randn(shape).exp()
+    weight[..., 0, :] = 0.0  # a row of zeros has a scale too
+    values, scales = compressed(weight.bfloat16(), kind)
+    scheme, dtype = Channels(CHANNEL_DTYPES[kind]), CHANNEL_DTYPES[kind]
+    whole, (rows, columns) = IndexRange.of(shape), shape[-2:]
+    cuts = [(0, rows // 3, rows), (0, columns // 2, columns)]
+    parts = [
+        IndexRange((*whole.low[:-2], top, left), (*whole.high[:-2], bottom, right))
+        for top, bottom in zip(cuts[0], cuts[0][1:], strict=False)
+        for left, right in zip(cuts[1], cuts[1][1:], strict=False)
+        if top < bottom and left < right
+    ]
+    maxima = torch.zeros(scheme.sharing(whole).shape)
+    for part in parts:
+        at = maxima[scheme.sharing(part).slices]
+        at.copy_(torch.maximum(at, scheme.maxima(weight[part.slices], part)))
+    found_scales = scheme.scales(maxima)
+    assert torch.equal(found_scales, scales)
+    found = torch.empty(shape, dtype=dtype)
+    for part in parts:
+        scheme.quantise(weight[part.slices], scales[scheme.sharing(part).slices], part, found[part.slices])
+    assert torch.equal(_bits(found), _bits(values))
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_quantise_rows_of_every_bfloat16_equals_the_library(kind):
+    every = torch.arange(1 << 16, dtype=torch.int32).short().view(torch.bfloat16)
+    weight = every[every.isfinite()].reshape(255, -1)  # rows of one exponent, or less
+    values, scales = compressed(weight, kind)
+    found = torch.empty(weight.shape, dtype=CHANNEL_DTYPES[kind])
+    quantise_rows(weight.float(), scales, found)
+    largest = weight.abs().amax(-1, keepdim=True).float()
+    assert torch.equal(row_scales(largest, CHANNEL_DTYPES[kind]), scales)
+    assert torch.equal(_bits(found), _bits(values))
+
+
+def _expected(folder, rollout, worker):
+    """What a worker has to be sent, whole parameters with their scales, by vLLM's names."""
+    model, found = reference_model(folder), {}
+    heads = Heads.of(model.config)
+    for name, weight in model.named_parameters():
+        tensor, weight = TensorSpec(name, tuple(weight.shape), 1), weight.detach().bfloat16()
+        slices = target_slices(tensor, rollout, worker, heads)
+        kinds = [(slices, weight)]
+        if is_quantised(name):
+            values, scales = compressed(weight, rollout.channels)
+            kinds = [(slices, values), (slices_of_scales(tensor, slices, rollout), scales)]
+        for parts, whole in kinds:
+            for part in parts:
+                found.setdefault(part.parameter, []).append((part.at, whole[part.block.slices]))
+    return found
+
+
+def _assembled(pieces):
+    shape = [
+        max(c + s for c, s in ends) for ends in zip(*(zip(at, v.shape, strict=True) for at, v in pieces), strict=True)
+    ]
+    whole = torch.zeros(shape, dtype=pieces[0][1].dtype)
+    for corner, values in pieces:
+        whole[tuple(slice(low, low + size) for low, size in zip(corner, values.shape, strict=True))] = values
+    return whole
+
+
+def _sent(folder, cases):
+    for ep, etp, rollout in cases:
+        model, meshes = sharded_model(folder, 4, ep, etp=etp)
+        dtypes = dict.fromkeys((name for name, _ in model.named_parameters()), torch.bfloat16)
+        sync = RolloutSync(model, meshes, layer_names(model), dtypes, SyncSettings("sliced", 1 << 21))
+        worker = dist.get_rank() % rollout.workers
+        weights = sync.worker_weights("sliced", rollout, worker, is_quantised=True)
+        assert weights.is_quantised_here
+        sent = {}
+        for name, values in weights.tensors():
+            parameter, corner, _ = parse_slice(name)
+            sent.setdefault(parameter, []).append((corner, torch.empty_like(values).copy_(values)))
+        expected = _expected(folder, rollout, worker)
+        assert sent.keys() == expected.keys()
+        assert {"w13_weight_scale", "w2_weight_scale", "weight_scale"} <= {name.rpartition(".")[2] for name in sent}
+        for parameter, parts in expected.items():
+            found, wanted = _assembled(sent[parameter]), _assembled(parts)
+            assert found.dtype == wanted.dtype, parameter
+            assert torch.equal(_bits(found), _bits(wanted)), (parameter, ep, etp, rollout)
+            layout = weights.planned_layouts()[worker][parameter]
+            assert layout.startswith(str(list(wanted.shape))), (parameter, layout)
+
+
+CASES = [
+    (2, 1, Rollout(1, channels="int8")),
+    (2, 1, Rollout(2, channels="fp8")),
+    (1, 2, Rollout(2, channels="int8")),
+    (4, 1, Rollout(2, 2, expert_parallel=True, channels="int8")),
+]
+
+
+def test_slices_with_scales_of_rows_are_those_of_the_whole_weights(tmp_path):
+    run_ranks(_sent, 4, save_qwen3_moe(tmp_path, **SIZES), CASES, timeout=600)
+
+
+def test_layout_of_rows_that_are_cut_has_all_their_scales_on_every_worker():
+    tensor, heads = TensorSpec("model.layers.0.self_attn.o_proj.weight", (256, 192), 1), Heads(4, 4, 64, "qwen3_moe")
+    found = planned_layout([tensor], Rollout(2, channels="int8"), 1, heads)
+    assert found["model.layers.0.self_attn.o_proj.weight"].startswith("[256, 96]")
+    assert found["model.layers.0.self_attn.o_proj.weight_scale"].startswith("[256, 1]")

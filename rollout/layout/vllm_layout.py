@@ -299,7 +299,9 @@ _FAMILIES = {
 }
 # Families whose layers have no other matrices in FP8 than ``is_quantised`` says; read in vLLM's models. The names that
 # a worker has are compared before the first sync.
-FP8_FAMILIES = frozenset(("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "glm4_moe", "dots1", "qwen3", "qwen2", "llama"))
+FP8_FAMILIES = frozenset(
+    ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "glm4_moe", "dots1", "deepseek_v3", "qwen3", "qwen2", "llama")
+)
 # The vLLM releases that have the layout above, for families where not all do. vLLM dropped its own models of dots1 and
 # hunyuan_v1_moe in 0.23 and 0.29 and runs transformers' instead, whose shared experts' gate and up it fuses since 0.27.
 # vLLM 0.24 can load neither a gpt_oss that is not quantised nor a Qwen3.5 without its vision tower, and its CPU build

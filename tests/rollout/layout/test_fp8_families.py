@@ -35,6 +35,14 @@ BLOCK = 128
 # Blocks divide what a worker keeps of these.
 _SIZES = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
 _EXPERTS = {"intermediate_size": 512, "moe_intermediate_size": 256, "n_routed_experts": 4}
+# The last block of the keys' compression is a part of one, as DeepSeek's is (576 rows).
+_LATENT = {
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+}
 CASES = {
     "qwen3_moe": {**_EXPERTS, "num_experts": 4},
     "qwen2_moe": {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 256},
@@ -42,6 +50,8 @@ CASES = {
     "mixtral": {"intermediate_size": 256, "num_local_experts": 4},
     "glm4_moe": _EXPERTS,
     "dots1": _EXPERTS,
+    "deepseek_v3": {**_EXPERTS, **_LATENT},
+    "deepseek_v3_latent": {**_EXPERTS, **_LATENT},
     "qwen3": {"intermediate_size": 512},
     "qwen2": {"intermediate_size": 512},
     "llama": {"intermediate_size": 512},
@@ -79,7 +89,7 @@ def _theirs(model, folder, kind):
     )
     from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_w8a8_fp8 as w8a8
     from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.model_executor.models import registry
+    from vllm.model_executor.models import deepseek_v2, registry
 
     model.config.architectures = [type(model).__name__]
     gates = [f"model.layers.{layer}.mlp.gate" for layer in range(model.config.num_hidden_layers)]
@@ -107,6 +117,7 @@ def _theirs(model, folder, kind):
         mock.patch.object(moe_fp8, "select_fp8_moe_backend", return_value=triton),
         mock.patch.object(moe_int8, "select_int8_moe_backend", return_value=(None, None)),
         mock.patch.object(config, "_check_scheme_supported", return_value=True),
+        mock.patch.object(deepseek_v2, "MultiHeadLatentAttentionWrapper", lambda *args, **kwargs: torch.nn.Module()),
     ):
         init_distributed_environment(world, dist.get_rank(), "env://", dist.get_rank(), "gloo")
         ensure_model_parallel_initialized(world, 1)

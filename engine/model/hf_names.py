@@ -50,7 +50,7 @@ def for_vllm(
     """
     fused = FUSED_IN_VLLM.get(model.config.model_type)
     if fused is None or not may_be_fused or not _takes_stacks():
-        named = _as_read(model, as_checkpoint(model, tensors, waiting))
+        named = as_checkpoint(model, tensors, waiting)
         yield from _single_experts(named) if model.config.model_type in TRANSPOSED_WHEN_PUBLISHED else named
         return
     known = _KNOWN.setdefault(model, {})
@@ -58,13 +58,6 @@ def for_vllm(
         if name not in known:
             known[name] = _fused_name(model, name, tensor, fused)
         yield known[name], tensor
-
-
-def _as_read(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors with the names of published checkpoints where transformers writes others."""
-    own, published = RENAMED_WHEN_PUBLISHED.get(model.config.model_type, ("", ""))
-    for name, tensor in tensors:
-        yield name.replace(own, published) if own else name, tensor
 
 
 def _single_experts(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -150,7 +143,9 @@ def as_checkpoint(
     for name, tensor in tensors:
         together = converted_together(model, name)
         if len(together) == 1:
-            yield from revert(model, name, tensor).items()
+            own, published = RENAMED_WHEN_PUBLISHED.get(model.config.model_type, ("", ""))
+            for part, values in revert(model, name, tensor).items():
+                yield part.replace(own, published) if own else part, values
             continue
         kept[name] = tensor.clone()  # the caller may use its memory again
         if all(other in kept for other in together):
@@ -160,9 +155,9 @@ def as_checkpoint(
 
 
 def as_published(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what ``as_checkpoint`` does in the names and the layout of stacks of the family's published checkpoints."""
+    """Yield what ``as_checkpoint`` does, with stacks of experts in the layout of the family's published checkpoints."""
     is_transposed = model.config.model_type in TRANSPOSED_WHEN_PUBLISHED
-    for name, tensor in _as_read(model, as_checkpoint(model, tensors)):
+    for name, tensor in as_checkpoint(model, tensors):
         # transformers, which tells the layouts apart by shape, takes a square stack as it is.
         swaps = is_transposed and name.endswith(_STACKS) and tensor.shape[1] != tensor.shape[2]
         yield name, tensor.mT if swaps else tensor

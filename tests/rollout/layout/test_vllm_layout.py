@@ -105,10 +105,10 @@ def _loader(engine):
 
 
 def _cases(family: str) -> list:
-    """Cases of tensor parallelism, of one shared key-value head, and of experts that the workers do not divide."""
-    if family in DENSE:
-        tied = {"tie_word_embeddings": True, "attention_bias": family == "llama"}  # vLLM's Qwen3 has none at o_proj
-        return [(family, {}, False), (family, {"num_key_value_heads": 1}, False), (family, tied, False)]
+    """A family as it is; and with one key-value head, a tied head and whole experts, which workers do not divide."""
+    other = {"num_key_value_heads": 1, "tie_word_embeddings": True}
+    if family in DENSE:  # vLLM's Qwen3 has no bias at o_proj
+        return [(family, {}, False), (family, {**other, "attention_bias": family == "llama"}, False)]
     counts = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
     sizes = SERVED[family].family.sizes
     experts = next(name for name in counts if name in sizes.get("text_config", sizes))
@@ -118,8 +118,7 @@ def _cases(family: str) -> list:
     others = {"deepseek_v2": {"q_lora_rank": None}, "nemotron_h": {"moe_latent_size": 64}}
     return [
         (family, {}, False),
-        (family, {"num_key_value_heads": 1}, False),
-        (family, {"tie_word_embeddings": True, experts: 9}, True),
+        (family, {**other, experts: 9}, True),
         *([(family, others[family], False)] if family in others else []),
     ]
 

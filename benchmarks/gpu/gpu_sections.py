@@ -358,7 +358,7 @@ def nccl() -> Iterator[Row]:
 
 
 SECTIONS: dict[str, tuple[Callable[[], Iterator[Row]], float]] = {
-    "kernels": (kernels, 150.0),
+    "kernels": (kernels, 300.0),
     "speeds": (speeds, 120.0),
     "step": (step, 120.0),
     "processes": (processes, 120.0),

@@ -25,7 +25,7 @@ from tests.parity import families
 from tests.parity.float64 import float64
 from tests.support.models.tiny import VOCAB, relative_error
 from tests.support.ranks import run_ranks
-from tests.support.trainer.ppo import check_ppo_updates
+from tests.support.trainer.ppo import check_ppo_updates_in_float64
 
 EXACT = 1e-6  # in float64; norms, some softmaxes and some routers compute in float32 whatever they are given
 # Where that is more (hyper-connections, sinks), or is a mistake in float64, what names float32 gets float64.
@@ -350,8 +350,10 @@ def test_packed_sequences_in_ppo_updates_equal_the_plain_model(tmp_path, name):
     pytest.importorskip("verl")
     attention = families.ALL[name].attention
     cases = [{"ep": 2}, {"ep": 2, "dynamic": True, "activation_checkpointing": "full"}]
+    with float64():
+        families.save(name, tmp_path)
     # An eps that does not magnify rounding errors of tiny gradients.
-    run_ranks(check_ppo_updates, 2, families.save(name, tmp_path), cases, attention, {"eps": 1e-5}, timeout=300)
+    run_ranks(check_ppo_updates_in_float64, 2, tmp_path, cases, attention, {"eps": 1e-5}, timeout=300)
 
 
 UNEVEN = ((9, 4, 7), (5,))  # lengths of the sequences of each rank's row

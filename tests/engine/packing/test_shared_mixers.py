@@ -22,7 +22,7 @@ from tests.parity.families import ALL, STATES, save
 from tests.parity.float64 import float64
 from tests.support.models.tiny import VOCAB, relative_error
 from tests.support.ranks import run_ranks
-from tests.support.trainer.ppo import check_ppo_updates
+from tests.support.trainer.ppo import check_ppo_updates_in_float64
 
 EXACT = 1e-6  # in float64; norms and some routers compute in float32 whatever they are given
 DELTA_RULES = ["qwen3_5_moe", "qwen3_next"]
@@ -297,18 +297,12 @@ def test_assign_of_sequences_balances_their_lengths():
     assert assign([7], 3) == [0]
 
 
-def _updates_in_float64(*args):
-    with float64():
-        check_ppo_updates(*args)
-
-
 @pytest.mark.parametrize(("name", "world"), [("qwen3_next", 4), ("jamba", 2)])
 def test_shared_mixer_in_ppo_updates_equals_the_plain_model(tmp_path, name, world):
     pytest.importorskip("verl")
     shared = {"ep": 2, "ulysses_sequence_parallel_size": 2}
     cases = [shared, {**shared, "dynamic": True, "activation_checkpointing": "full"}]
-    # In float32 Mamba's own gradients are up to 1e-5 off those in float64, on some processors more.
     with float64():
         save(name, tmp_path)
     # An eps that does not magnify rounding errors of tiny gradients.
-    run_ranks(_updates_in_float64, world, tmp_path, cases, "sdpa", {"eps": 1e-5}, timeout=300)
+    run_ranks(check_ppo_updates_in_float64, world, tmp_path, cases, "sdpa", {"eps": 1e-5}, timeout=300)

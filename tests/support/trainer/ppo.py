@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.parity.float64 import float64
 from tests.support.models.tiny import VOCAB, reference_model
 from tests.support.trainer.verl_worker import optimizer_config, training_worker
 
@@ -18,6 +19,7 @@ __all__ = [
     "SAMPLES",
     "Sample",
     "check_ppo_updates",
+    "check_ppo_updates_in_float64",
     "of_this_rank",
     "plain_ppo_loss",
     "ppo_batch",
@@ -236,3 +238,13 @@ def _log_probs(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """Of each token but the first."""
     full = (model(input_ids=ids[None], use_cache=False).logits[0] / 0.7).log_softmax(-1)
     return full[:-1].gather(-1, ids[1:, None])[:, 0]
+
+
+def check_ppo_updates_in_float64(*arguments: Any) -> None:
+    """``check_ppo_updates`` of families whose gradients in float32 are about 1e-5 off those in float64.
+
+    Args:
+        arguments: as there; the folder's model is saved in float64.
+    """
+    with float64():
+        check_ppo_updates(*arguments)

@@ -33,7 +33,7 @@ from benchmarks.machine import machine
 from benchmarks.tables import newest, write_table
 from benchmarks.update.step import MODEL
 from epfsdp2.engine.integration import building
-from epfsdp2.engine.packing import sequences as packing
+from epfsdp2.engine.packing import attention, sequences
 from epfsdp2.engine.packing.attention import PackedAttention
 from epfsdp2.engine.packing.sequences import find_mixers
 from tests.support.ranks import run_ranks
@@ -107,10 +107,10 @@ def _built(side: str) -> Iterator[dict[str, Any]]:
         with mock.patch.object(building, "PackedSequences", lambda module: None):
             yield {}
     elif side == NOTHING:
-        with mock.patch.object(packing, "PackedAttention", _NoAttention):
+        with mock.patch.object(attention, "PackedAttention", _NoAttention):
             yield {}
     elif side == ONE_CALL:
-        with mock.patch.object(packing, "find_mixers", lambda model: replace(find_mixers(model), others={})):
+        with mock.patch.object(sequences, "find_mixers", lambda model: replace(find_mixers(model), others={})):
             yield {}
     else:
         yield {}

@@ -26,19 +26,7 @@ def test_grpo_run_on_images_trains(tmp_path):
         "actor_rollout_ref.rollout.max_num_batched_tokens=64",
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.limit_mm_per_prompt={image:1,video:0}",
     )
-    options = [
-        *SERVER,
-        "--model",
-        str(model),
-        "--steps",
-        "3",
-        "--batch-size",
-        "10",
-        "--group-size",
-        "4",
-        "--lr",
-        "1e-3",
-    ]
+    options = ["--model", str(model), "--steps", "3", "--batch-size", "10", "--group-size", "4", "--lr", "1e-3"]
     environment = SERVED["qwen3_vl_moe"].environment
     with running(tmp_path / "run", *options, *SERVER, *settings, environment=environment) as run:
         run.wait()

@@ -26,8 +26,13 @@ from tests.support.engine.lora_runs import (
     sharded_with_adapters,
     weights_with_adapters,
 )
-from tests.support.models.tiny import adam, reference_model, save_qwen3_moe, token_batch
+from tests.support.models.tiny import reference_model, save_qwen3_moe, token_batch
 from tests.support.ranks import run_ranks
+
+
+def _adam(params):
+    """As ``adam``; the smallest gradients of adapters need a larger eps where a processor has no AVX-512."""
+    return torch.optim.AdamW(params, lr=1e-3, eps=1e-5)
 
 
 def _saves(folder, out):
@@ -42,7 +47,7 @@ def _saves(folder, out):
         optimizer.step()
 
     model, meshes, _ = sharded_with_adapters(folder, 2)
-    optimizer = build_multi_optimizer(model, adam)
+    optimizer = build_multi_optimizer(model, _adam)
     for _ in range(2):
         update(model, meshes, optimizer)
     contents = ("model", "optimizer", "hf_model")
@@ -56,7 +61,7 @@ def _saves(folder, out):
     meshes_to = [("alone", 4, {}), ("alone", 1, {"expert_shard_dim": 0}), ("saved", 2, {}), ("alone", 2, cut)]
     for name, ep, options in [*meshes_to, ("saved", 1, cut)]:
         resumed, other, _ = sharded_with_adapters(folder, ep, seed=99, **options)
-        again = build_multi_optimizer(resumed, adam)
+        again = build_multi_optimizer(resumed, _adam)
         load_checkpoint(out / name, resumed, again, None, ("model", "optimizer"))
         update(resumed, other, again)
         for (name, a), (_, b) in zip(model.named_parameters(), resumed.named_parameters(), strict=True):

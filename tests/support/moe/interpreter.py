@@ -10,12 +10,17 @@ from unittest import mock
 
 import torch
 
-__all__ = ["drawn", "interpreted_kernels"]
+__all__ = ["drawn", "integers", "interpreted_kernels"]
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     """Draw a tensor, equal in every process."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def integers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """Draw from -2 to 2: sums are exact in any order, which depends on the processor and the shapes of a product."""
+    return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from tests.support.moe.experts import (
     rows_with,
     tokens_with,
 )
-from tests.support.moe.interpreter import drawn, interpreted_kernels
+from tests.support.moe.interpreter import drawn, integers, interpreted_kernels
 from tests.support.ranks import run_ranks
 
 COUNTS = [21, 0, 3, 17, 0]
@@ -117,15 +117,10 @@ def test_triton_gemms_and_sums_accumulate_in_float32(kernels):
     assert (ours.gather_sum(ones[:, :3], torch.arange(n).view(1, n), None, torch.float32) == n).all()
 
 
-def _whole(*shape, dtype=torch.float32, seed=0):
-    """Small integers: their sums are exact in any order, which depends on the processor and the shapes of a product."""
-    return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_triton_operators_on_small_integers_are_torchs_bit_for_bit(kernels, dtype):
     ours, twin, total = kernels.TritonBackend(), TorchBackend(), sum(RAGGED)
-    groups, whole = Groups(torch.tensor(RAGGED), total), partial(_whole, dtype=dtype)
+    groups, whole = Groups(torch.tensor(RAGGED), total), partial(integers, dtype=dtype)
     rows, weight, bias, other = whole(total, 37), whole(6, 37, 23, seed=1), whole(6, 23, seed=2), whole(total, 18)
     scale = 2.0 ** whole(total, seed=3).float()
     order = torch.randperm(total + 1, generator=torch.Generator().manual_seed(5))
@@ -146,8 +141,8 @@ def test_triton_operators_on_small_integers_are_torchs_bit_for_bit(kernels, dtyp
 @pytest.mark.parametrize("gate", GATES, ids=str)
 def test_triton_gemm_with_a_fused_gate_equals_the_separate_gate_bit_for_bit(kernels, gate):
     ours, total, (hidden, inner) = kernels.TritonBackend(), sum(RAGGED), (24, 20)
-    groups, rows, scale = Groups(torch.tensor(RAGGED), total), _whole(total, hidden), drawn(total, seed=3)
-    up, down, bias = _whole(6, hidden, 2 * inner), _whole(6, inner, hidden, seed=1), _whole(6, 2 * inner, seed=2)
+    groups, rows, scale = Groups(torch.tensor(RAGGED), total), integers(total, hidden), drawn(total, seed=3)
+    up, down, bias = integers(6, hidden, 2 * inner), integers(6, inner, hidden, seed=1), integers(6, 2 * inner, seed=2)
     for in_out, b in ((up, bias), (up.mT.contiguous().mT, None)):
         pre, act = ours.up_gate(rows, in_out, groups, b, gate)
         assert torch.equal(pre, ours.mm(rows, in_out, groups, b)) and torch.equal(act, ours.activate(pre, gate))

@@ -14,7 +14,7 @@ from epfsdp2.engine.moe.gemm.backends import Groups
 from epfsdp2.engine.moe.gemm.gate import Gate
 from tests.support.engine.sharded import sharded_model
 from tests.support.models.tiny import save_qwen3_moe
-from tests.support.moe.interpreter import drawn, interpreted_kernels
+from tests.support.moe.interpreter import drawn, integers, interpreted_kernels
 from tests.support.ranks import run_ranks
 
 RAGGED = [5, 0, 1, 16, 0, 18]  # without rows, with one, with a whole tile, with a part of one
@@ -69,20 +69,20 @@ def same(found, wanted):
 )
 def test_persistent_kernels_give_what_the_others_do_bit_for_bit(kernels, persistent, launched, dtype, counts):
     ours, (hidden, inner), e, total = kernels.TritonBackend(), (24, 24), len(counts), sum(counts)
-    groups, x = Groups(torch.tensor(counts), total), drawn(11, hidden, dtype=dtype)
+    groups, x = Groups(torch.tensor(counts), total), integers(11, hidden, dtype=dtype)
     index = torch.randint(11, (total,), generator=torch.Generator().manual_seed(5))
     order = torch.randperm(total, generator=torch.Generator().manual_seed(6))
     pre, scale = drawn(total, 2 * inner, dtype=dtype, seed=4), drawn(total, seed=3)
     for is_indexed, is_transposed in itertools.product((False, True), (False, True)):
         rows = ours.indexed(x, index) if is_indexed else x[index]
-        down = drawn(e, hidden, inner, dtype=dtype, seed=1)
+        down = integers(e, hidden, inner, dtype=dtype, seed=1)
         down = down.mT.contiguous().mT if is_transposed else down
         calls = [lambda rows=rows, down=down, to=to: (ours.mm(rows, down, groups, None, to),) for to in (None, order)]
         for gate, by in ((PLAIN, scale), (CLAMPED, None)):
             operands = rows, down, groups, pre, by, gate
             calls.append(lambda operands=operands: ours.down_gate_backward(*operands))
         if not is_transposed:
-            up = drawn(e, 2 * inner, hidden, dtype=dtype, seed=2).mT
+            up = integers(e, 2 * inner, hidden, dtype=dtype, seed=2).mT
             limited = PLAIN._replace(limit=0.7)
             calls += [lambda up=up, g=g, rows=rows: ours.up_gate(rows, up, groups, None, g) for g in (PLAIN, limited)]
         for call in calls:
@@ -95,7 +95,7 @@ def test_persistent_kernels_read_rows_by_copies_what_they_read_by_tma(kernels, p
     """On compute capability 9 rows of an index come by asynchronous copies, also where tiles don't divide ``k``."""
     launch = kernels.persistent_launch
     ours, total, e = kernels.TritonBackend(), sum(RAGGED), len(RAGGED)
-    groups, x, index = Groups(torch.tensor(RAGGED), total), drawn(11, 40), torch.arange(total) % 11
+    groups, x, index = Groups(torch.tensor(RAGGED), total), integers(11, 40), torch.arange(total) % 11
     described = launch._described
 
     def without_gather(tile, rows, index, has_index, in_out, gates=1):
@@ -104,7 +104,7 @@ def test_persistent_kernels_read_rows_by_copies_what_they_read_by_tma(kernels, p
 
     rows = ours.indexed(x, index)
     for k in (40, 32):
-        weight, rows = drawn(e, k, 24), ours.indexed(x[:, :k].contiguous(), index)
+        weight, rows = integers(e, k, 24), ours.indexed(x[:, :k].contiguous(), index)
         wanted = ours.mm(rows, weight, groups)
         monkeypatch.setattr(launch, "_described", without_gather)
         found = persistent(lambda rows=rows, weight=weight: ours.mm(rows, weight, groups))

@@ -51,8 +51,8 @@ def interrupted_run(folder, warmed_up):
         patch.setenv("EPFSDP2_TEST_DIGESTS", str(folder / "digests"))
         with running(folder / "second", *options) as run:
             run.wait(until=lambda: len(run.steps()) >= 2)
+            assert run.process.poll() is None, run.text()[-3000:]
             run.open_to_others = run.listening_beyond_loopback()
-            run.status_before = run.process.poll()
             run.status = run.interrupt(signal.SIGINT)
     run.left = unused(leftovers() - before)
     return run
@@ -79,7 +79,6 @@ def test_quickstart_listens_on_loopback_but_for_torchs_stores(interrupted_run):
 
 def test_quickstart_interrupted_in_a_step_leaves_nothing(interrupted_run):
     run = interrupted_run
-    assert run.status_before is None, run.text()[-3000:]
     assert len(run.family) > 10
     assert run.status == 130
     assert "interrupted by SIGINT" in run.text()

@@ -1,32 +1,19 @@
 """Weights quantised by rows have the bits that compressed-tensors makes of the whole weights in bfloat16."""
 
+from functools import partial
+
 import pytest
 import torch
-import torch.distributed as dist
 
-from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.topology.index_ranges import IndexRange
 from epfsdp2.rollout.layout.layout_check import planned_layout
-from epfsdp2.rollout.layout.slice_names import parse_slice
-from epfsdp2.rollout.layout.vllm_layout import (
-    Heads,
-    Rollout,
-    TensorSpec,
-    is_quantised,
-    slices_of_scales,
-    target_slices,
-)
+from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, TensorSpec
 from epfsdp2.rollout.quantise.channels import CHANNEL_DTYPES, quantise_rows, row_scales
 from epfsdp2.rollout.quantise.schemes import Channels
-from epfsdp2.rollout.sync import RolloutSync, SyncSettings
-from tests.support.engine.sharded import sharded_model
 from tests.support.models.quantised import SIZES, compressed
-from tests.support.models.tiny import reference_model, save_qwen3_moe
+from tests.support.models.tiny import save_qwen3_moe
 from tests.support.ranks import run_ranks
-
-
-def _bits(tensor):
-    return tensor.contiguous().view(torch.uint8)
+from tests.support.rollout.quantised_slices import bits, check_slices_of_the_whole
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
@@ -54,7 +41,7 @@ def test_quantise_rows_of_parts_of_a_weight_equals_the_library_on_the_whole(shap
     found = torch.empty(shape, dtype=dtype)
     for part in parts:
         scheme.quantise(weight[part.slices], scales[scheme.sharing(part).slices], part, found[part.slices])
-    assert torch.equal(_bits(found), _bits(values))
+    assert torch.equal(bits(found), bits(values))
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
@@ -66,57 +53,15 @@ def test_quantise_rows_of_every_bfloat16_equals_the_library(kind):
     quantise_rows(weight.float(), scales, found)
     largest = weight.abs().amax(-1, keepdim=True).float()
     assert torch.equal(row_scales(largest, CHANNEL_DTYPES[kind]), scales)
-    assert torch.equal(_bits(found), _bits(values))
-
-
-def _expected(folder, rollout, worker):
-    """What a worker has to be sent, whole parameters with their scales, by vLLM's names."""
-    model, found = reference_model(folder), {}
-    heads = Heads.of(model.config)
-    for name, weight in model.named_parameters():
-        tensor, weight = TensorSpec(name, tuple(weight.shape), 1), weight.detach().bfloat16()
-        slices = target_slices(tensor, rollout, worker, heads)
-        kinds = [(slices, weight)]
-        if is_quantised(name):
-            values, scales = compressed(weight, rollout.channels)
-            kinds = [(slices, values), (slices_of_scales(tensor, slices, rollout), scales)]
-        for parts, whole in kinds:
-            for part in parts:
-                found.setdefault(part.parameter, []).append((part.at, whole[part.block.slices]))
-    return found
-
-
-def _assembled(pieces):
-    shape = [
-        max(c + s for c, s in ends) for ends in zip(*(zip(at, v.shape, strict=True) for at, v in pieces), strict=True)
-    ]
-    whole = torch.zeros(shape, dtype=pieces[0][1].dtype)
-    for corner, values in pieces:
-        whole[tuple(slice(low, low + size) for low, size in zip(corner, values.shape, strict=True))] = values
-    return whole
+    assert torch.equal(bits(found), bits(values))
 
 
 def _sent(folder, cases):
-    for ep, etp, rollout in cases:
-        model, meshes = sharded_model(folder, 4, ep, etp=etp)
-        dtypes = dict.fromkeys((name for name, _ in model.named_parameters()), torch.bfloat16)
-        sync = RolloutSync(model, meshes, layer_names(model), dtypes, SyncSettings("sliced", 1 << 21))
-        worker = dist.get_rank() % rollout.workers
-        weights = sync.worker_weights("sliced", rollout, worker, is_quantised=True)
-        assert weights.is_quantised_here
-        sent = {}
-        for name, values in weights.tensors():
-            parameter, corner, _ = parse_slice(name)
-            sent.setdefault(parameter, []).append((corner, torch.empty_like(values).copy_(values)))
-        expected = _expected(folder, rollout, worker)
-        assert sent.keys() == expected.keys()
+    for *mesh, rollout in cases:
+        sent = check_slices_of_the_whole(
+            folder, tuple(mesh), rollout, partial(compressed, kind=rollout.channels)
+        ).pieces
         assert {"w13_weight_scale", "w2_weight_scale", "weight_scale"} <= {name.rpartition(".")[2] for name in sent}
-        for parameter, parts in expected.items():
-            found, wanted = _assembled(sent[parameter]), _assembled(parts)
-            assert found.dtype == wanted.dtype, parameter
-            assert torch.equal(_bits(found), _bits(wanted)), (parameter, ep, etp, rollout)
-            layout = weights.planned_layouts()[worker][parameter]
-            assert layout.startswith(str(list(wanted.shape))), (parameter, layout)
 
 
 CASES = [

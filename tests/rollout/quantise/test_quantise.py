@@ -6,17 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.topology.index_ranges import IndexRange
 from epfsdp2.rollout.layout.layout_check import difference, planned_layout
-from epfsdp2.rollout.layout.slice_names import parse_slice
-from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, TensorSpec, is_quantised, scale_slices, target_slices
+from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, TensorSpec, scale_slices, target_slices
 from epfsdp2.rollout.quantise.blocks import FP8, block_maxima, blocks_of, quantise, scales_of
-from epfsdp2.rollout.sync import RolloutSync, SyncSettings
-from tests.support.engine.sharded import sharded_model
 from tests.support.models.quantised import BLOCK, SIZES
-from tests.support.models.tiny import reference_model, save_qwen3_moe
+from tests.support.models.tiny import save_qwen3_moe
 from tests.support.ranks import run_ranks
+from tests.support.rollout.quantised_slices import bits, check_slices_of_the_whole
 
 
 def _of_vllm(weight):
@@ -27,10 +24,6 @@ def _of_vllm(weight):
         return per_block_cast_to_fp8(weight, [BLOCK, BLOCK], use_ue8m0=False)
     values, scales = zip(*map(_of_vllm, weight), strict=True)
     return torch.stack(values), torch.stack(scales)
-
-
-def _bits(tensor):
-    return tensor.contiguous().view(torch.uint8)
 
 
 @pytest.mark.parametrize("shape", [(256, 384), (200, 576), (1, 130), (127, 3)])
@@ -54,59 +47,14 @@ def test_quantise_of_parts_of_a_weight_equals_that_of_the_whole(shape):
         own = scales[blocks_of(part, BLOCK).slices]
         found = torch.empty(part.shape, dtype=FP8)
         quantise(weight[part.slices], own, part.low, BLOCK, found)
-        assert torch.equal(_bits(found), _bits(values[part.slices]))
-
-
-def _expected(folder, rollout, worker):
-    """By parameter of vLLM's, with positions: what a worker has to be sent."""
-    model, found = reference_model(folder), {}
-    heads = Heads.of(model.config)
-    for name, weight in model.named_parameters():
-        tensor, weight = TensorSpec(name, tuple(weight.shape), 1), weight.detach().bfloat16()
-        slices = target_slices(tensor, rollout, worker, heads)
-        kinds = [(slices, weight)]
-        if is_quantised(name):
-            values, scales = _of_vllm(weight)
-            kinds = [(slices, values), (scale_slices(tensor, slices, BLOCK), scales)]
-        for parts, whole in kinds:
-            for part in parts:
-                found.setdefault(part.parameter, []).append((part, whole[part.block.slices]))
-    return found
-
-
-def _assembled(shape, pieces, dtype):
-    whole = torch.zeros(shape, dtype=dtype)
-    for corner, values in pieces:
-        whole[tuple(slice(low, low + size) for low, size in zip(corner, values.shape, strict=True))] = values
-    return whole
+        assert torch.equal(bits(found), bits(values[part.slices]))
 
 
 def _sent(folder, cases):
-    rank = dist.get_rank()
-    for ep, etp, rollout in cases:
-        model, meshes = sharded_model(folder, 4, ep, etp=etp)
-        dtypes = dict.fromkeys((name for name, _ in model.named_parameters()), torch.bfloat16)
-        sync = RolloutSync(model, meshes, layer_names(model), dtypes, SyncSettings("sliced", 1 << 21))
-        worker = rank % rollout.workers
-        sent = {}
-        weights = sync.worker_weights("sliced", rollout, worker, is_quantised=True)
-        for name, values in weights.tensors():
-            parameter, corner, _ = parse_slice(name)
-            copied = torch.empty(values.shape, dtype=values.dtype).copy_(values)
-            sent.setdefault(parameter, []).append((corner, copied))
-        expected = _expected(folder, rollout, worker)
-        assert sent.keys() == expected.keys()
+    for *mesh, rollout in cases:
+        sync, weights, sent = check_slices_of_the_whole(folder, tuple(mesh), rollout, _of_vllm)
         assert any(parameter.endswith("w13_weight_scale_inv") for parameter in sent)
-        for parameter, parts in expected.items():
-            shape = [max(part.end[dim] for part, _ in parts) for dim in range(len(parts[0][0].at))]
-            dtype = parts[0][1].dtype
-            assert {values.dtype for _, values in sent[parameter]} == {dtype}, parameter
-            assert dtype in (FP8, torch.bfloat16, torch.float32)
-            found = _assembled(shape, sent[parameter], dtype)
-            wanted = _assembled(shape, [(part.at, values) for part, values in parts], dtype)
-            assert torch.equal(_bits(found), _bits(wanted)), (parameter, ep, etp, rollout)
-            assert weights.planned_layouts()[worker][parameter].startswith(str(shape)), parameter
-        plain = sync.worker_weights("sliced", replace(rollout, block=0), worker)
+        plain = sync.worker_weights("sliced", replace(rollout, block=0), dist.get_rank() % rollout.workers)
         elements = sum(values.numel() for _, values in plain.tensors())
         scales = sum(v.numel() for name, parts in sent.items() if name.endswith("_scale_inv") for _, v in parts)
         assert elements == sum(v.numel() for parts in sent.values() for _, v in parts) - scales

@@ -22,8 +22,8 @@ from tests.support.fast import is_fast
 if torch.version.cuda is not None and not torch.cuda.is_available():
     os.environ.setdefault("VERL_PLATFORM", "cpu")
 
-# `make test` has a worker for each core: threads of both would wait for each other, and Ray's processes, which it starts
-# at nice 15, for the ranks that the other worker starts.
+# `make test` has a worker for each core: threads of both would wait for each other, and Ray's processes, which start
+# at nice 15, for the ranks of the other worker.
 torch.set_num_threads(1)
 os.environ.setdefault("RAY_worker_niceness", "0")
 

@@ -43,6 +43,7 @@ THIRD_PARTIES: dict[str, frozenset[str]] = {
     "rollout/remote": TORCH,
     "rollout/remote/checkpoint_engine.py": TORCH | {"ray", "verl"},
     "rollout/remote/delta_shards.py": TORCH | {"verl"},
+    "rollout/quantise/triton_blocks.py": TORCH | {"triton"},
     "rollout/server_adapter.py": TORCH | {"ray", "verl", "zmq"},
     "rollout/sync.py": TORCH,
     "rollout/worker_weights.py": TORCH,

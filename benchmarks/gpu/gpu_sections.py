@@ -38,6 +38,7 @@ from epfsdp2.engine.planner.memory import Batch, peak
 from epfsdp2.engine.planner.model_sizes import ModelSizes
 from epfsdp2.engine.topology.dtensor import local_tensor
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
+from epfsdp2.rollout.quantise import blocks
 from epfsdp2.rollout.remote.process_group import Members, SyncGroup
 from tests.support.engine.sharded import sharded_model
 from tests.support.models.tiny import reference_model, relative_error, save_qwen3_moe, token_batch, token_loss
@@ -341,6 +342,35 @@ def weights() -> Iterator[Row]:
         yield Row("still reserved afterwards", NEEDS_A_GPU)
 
 
+def quantise() -> Iterator[Row]:
+    """Weights in FP8, bit for bit as torch's operators make them on a CPU, and the time beside a cast to bfloat16."""
+    if not HAS_GPU:
+        yield Row("kernels of FP8 blocks", NEEDS_A_GPU)
+        return
+    from triton.testing import do_bench
+
+    def fp8(values: torch.Tensor, first: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        scales, out = (
+            blocks.scales_of(blocks.block_maxima(values, first, 128)),
+            torch.empty_like(values, dtype=blocks.FP8),
+        )
+        blocks.quantise(values, scales, first, 128, out)
+        return scales, out
+
+    def all_of(weight: torch.Tensor) -> list[torch.Tensor]:
+        found = [*fp8(weight, (0, 0)), *fp8(weight[:, 100:1500, 50:1999], (100, 50))]
+        blocks.round_in_place(weight, 128)
+        return [tensor.cpu().float() for tensor in (*found, weight)]
+
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = torch.randn(4, 1536, 2048).mul_(torch.randn(2048).exp()).to(dtype)
+        same = all(map(torch.equal, all_of(weight.to(DEVICE)), all_of(weight)))
+        yield Row(f"FP8 from {dtype}, and rounded in place", "equal" if same else "differs", "equal", same)
+    weight = torch.randn(64, 1536, 2048, device=DEVICE)
+    cast, took = (do_bench(what, return_mode="median") for what in (weight.bfloat16, lambda: fp8(weight, (0, 0))))
+    yield Row("scales and FP8 values of float32", f"{took / cast:.2f} x a cast to bfloat16")
+
+
 def nccl() -> Iterator[Row]:
     """The group between trainer and rollout, of one rank: made, used, and left."""
     group = SyncGroup(dist.HashStore(), 0, Members(1, ("one",)), DEVICE, 30.0)
@@ -363,6 +393,7 @@ SECTIONS: dict[str, tuple[Callable[[], Iterator[Row]], float]] = {
     "step": (step, 120.0),
     "processes": (processes, 120.0),
     "weights": (weights, 120.0),
+    "quantise": (quantise, 120.0),
     "nccl": (nccl, 120.0),
 }
 """By name: what yields the rows, and the seconds that it may take."""

@@ -3,9 +3,14 @@
 A block is square and counted from a weight's first row and column, wherever a shard of it begins. So the largest value
 of a block can be computed in parts, and a part quantised by itself. Source: vLLM ``utils/deep_gemm.py``,
 ``per_block_cast_to_fp8``.
+
+A GPU with instructions for FP8 (compute capability 8.9) computes all of it by the kernels in ``triton_blocks.py``.
 """
 
+import functools
+import importlib.util
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from torch.nn.functional import pad
@@ -17,6 +22,17 @@ __all__ = ["FP8", "block_maxima", "blocks_of", "dequantise", "quantise", "round_
 FP8 = torch.float8_e4m3fn
 _FP8_VALUES = torch.arange(256, dtype=torch.uint8).view(FP8).float()
 _LEAST = 1e-4  # of a block's largest value, so that a block of zeros has a scale
+
+
+@functools.cache
+def _kernels(device: torch.device) -> ModuleType | None:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+        return None
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from . import triton_blocks
+
+    return triton_blocks
 
 
 def blocks_of(held: IndexRange, block: int) -> IndexRange:
@@ -32,6 +48,8 @@ def block_maxima(values: torch.Tensor, first: Sequence[int], block: int) -> torc
         values: ``[..., rows, columns]`` of a weight; they are rounded to bfloat16.
         first: number of their first row and first column in the weight.
     """
+    if (kernels := _kernels(values.device)) is not None:
+        return kernels.block_maxima(values, first, block)
     top, left = (i % block for i in first)
     bottom, right = -(top + values.shape[-2]) % block, -(left + values.shape[-1]) % block
     # Columns before rows, and largest and smallest instead of absolute values: six times as fast on a CPU.
@@ -59,6 +77,8 @@ def quantise(values: torch.Tensor, scales: torch.Tensor, first: Sequence[int], b
         scales: of the blocks that they touch; see ``block_maxima``.
         into: of the same shape.
     """
+    if (kernels := _kernels(values.device)) is not None:
+        return kernels.quantise(values, scales, first, block, into)
     if values.dim() > 2:  # one matrix at a time, so that only one is in float32
         for matrix, own, target in zip(values, scales, into, strict=True):
             quantise(matrix, own, first, block, target)
@@ -90,6 +110,8 @@ def dequantise(values: torch.Tensor, scales: torch.Tensor, block: int, into: tor
 
 def round_in_place(values: torch.Tensor, block: int) -> None:
     """Replace whole matrices ``[..., rows, columns]`` by what a rollout has of them: FP8 values times their scales."""
+    if (kernels := _kernels(values.device)) is not None:
+        return kernels.round_in_place(values, block, _LEAST, torch.finfo(FP8).max)
     for matrix in values.flatten(0, -3) if values.dim() > 2 else [values]:
         for part in matrix.split(block if matrix.device.type == "cpu" else matrix.shape[0]):
             scales = scales_of(block_maxima(part, (0, 0), block))

@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import ModuleType
 from unittest import mock
 
+import numpy as np
 import torch
 
 __all__ = ["drawn", "integers", "interpreted_kernels"]
@@ -24,11 +25,22 @@ def integers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
 
 
 @contextlib.contextmanager
-def interpreted_kernels() -> Iterator[ModuleType]:
-    """Import the Triton backend interpreted, which Triton decides at import."""
+def interpreted_kernels(module: str = "epfsdp2.engine.moe.gemm.triton_backend") -> Iterator[ModuleType]:
+    """Import a module of kernels, interpreted, which Triton decides at import."""
     with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
-        backend = importlib.import_module("epfsdp2.engine.moe.gemm.triton_backend")
-        builder = importlib.import_module("triton.runtime.interpreter").interpreter_builder
+        kernels = importlib.import_module(module)
+        interpreter = importlib.import_module("triton.runtime.interpreter")
         # It would compute every sum of indices once more, in 64 bits, which indices of tests do not need.
-        with mock.patch.object(builder, "options", replace(builder.options, sanitize_overflow=False)):
-            yield backend
+        options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+        with (
+            mock.patch.object(interpreter.interpreter_builder, "options", options),
+            mock.patch.object(interpreter, "_convert_float", _converted),
+        ):
+            yield kernels
+
+
+def _converted(values: np.ndarray, source: object, target: object, rounding: object) -> np.ndarray:
+    """Round as a GPU does; the interpreter's own function (Triton 3.9) cuts bfloat16, and carries nothing in FP8."""
+    dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn}
+    tensor = torch.from_numpy(np.ascontiguousarray(values)).view(dtypes[str(source)]).to(dtypes[str(target)])
+    return tensor.view(torch.uint8).numpy()

@@ -1,0 +1,143 @@
+"""Triton kernels of ``blocks.py``: each program has one block in registers, so that its values are read once."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = ["block_maxima", "quantise", "round_in_place"]
+
+_WARPS = 8  # 64 values in a thread, of a block of 128 x 128
+
+
+# Only builtins of Triton's language, as in ``engine/moe/gemm/triton_rows.py``.
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _largest(values):
+    return tl.reduce(tl.reduce(tl.abs(values), 1, _larger), 0, _larger)
+
+
+@triton.jit
+def _corner(matrices, top, left, stride, row_stride, column_stride, BLOCK: tl.constexpr):
+    """Where the block of this program begins; before a shard that begins inside of it."""
+    row, column = tl.program_id(1) * BLOCK - top, tl.program_id(0) * BLOCK - left
+    start = tl.program_id(2).to(tl.int64) * stride
+    return matrices + start + row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
+
+
+@triton.jit
+def _is_inside(rows, columns, top, left, BLOCK: tl.constexpr):
+    row = tl.program_id(1) * BLOCK - top + tl.arange(0, BLOCK)
+    column = tl.program_id(0) * BLOCK - left + tl.arange(0, BLOCK)
+    return ((row >= 0) & (row < rows))[:, None] & ((column >= 0) & (column < columns))[None, :]
+
+
+@triton.jit
+def _offsets(row_stride, column_stride, BLOCK: tl.constexpr):
+    along = tl.arange(0, BLOCK)
+    return along[:, None] * row_stride + along[None, :] * column_stride
+
+
+@triton.jit
+def _load(values, rows, columns, top, left, stride, row_stride, column_stride, BLOCK: tl.constexpr):
+    at = _corner(values, top, left, stride, row_stride, column_stride, BLOCK)
+    inside = _is_inside(rows, columns, top, left, BLOCK)
+    found = tl.load(at + _offsets(row_stride, column_stride, BLOCK), mask=inside, other=0.0)
+    return found.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def _number(blocks):
+    """Number of this program's block in a contiguous tensor of them."""
+    return (tl.program_id(2).to(tl.int64) * blocks + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
+
+
+@triton.jit
+def maxima_of_blocks(values, maxima, rows, columns, top, left, stride, row_stride, column_stride, BLOCK: tl.constexpr):
+    block = _load(values, rows, columns, top, left, stride, row_stride, column_stride, BLOCK)
+    tl.store(maxima + _number(tl.num_programs(1)), _largest(block))
+
+
+@triton.jit
+def quantise_blocks(
+    values,
+    inverse,
+    out,
+    rows,
+    columns,
+    top,
+    left,
+    stride,
+    row_stride,
+    column_stride,
+    out_stride,
+    out_row_stride,
+    BLOCK: tl.constexpr,
+):
+    block = _load(values, rows, columns, top, left, stride, row_stride, column_stride, BLOCK)
+    scaled = block * tl.load(inverse + _number(tl.num_programs(1)))
+    at = _corner(out, top, left, out_stride, out_row_stride, 1, BLOCK) + _offsets(out_row_stride, 1, BLOCK)
+    tl.store(at, scaled.to(out.dtype.element_ty), mask=_is_inside(rows, columns, top, left, BLOCK))
+
+
+@triton.jit
+def round_blocks(
+    values,
+    rows,
+    columns,
+    stride,
+    row_stride,
+    column_stride,
+    LEAST: tl.constexpr,
+    MOST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    block = _load(values, rows, columns, 0, 0, stride, row_stride, column_stride, BLOCK)
+    # ``/`` is an approximation here.
+    scale = tl.div_rn(tl.maximum(_largest(block), LEAST), MOST)
+    rounded = (block * tl.div_rn(1.0, scale)).to(tl.float8e4nv).to(tl.float32) * scale
+    at = _corner(values, 0, 0, stride, row_stride, column_stride, BLOCK) + _offsets(row_stride, column_stride, BLOCK)
+    tl.store(at, rounded.to(values.dtype.element_ty), mask=_is_inside(rows, columns, 0, 0, BLOCK))
+
+
+def block_maxima(values: torch.Tensor, first: Sequence[int], block: int) -> torch.Tensor:
+    """As ``blocks.block_maxima``."""
+    matrices, top, left = _matrices(values), *(i % block for i in first)
+    grid = _grid(matrices, top, left, block)
+    found = torch.empty(*grid[::-1], dtype=torch.float32, device=values.device)
+    shape = matrices.shape[1:]
+    maxima_of_blocks[grid](matrices, found, *shape, top, left, *matrices.stride(), BLOCK=block, num_warps=_WARPS)
+    return found.view(*values.shape[:-2], *found.shape[-2:])
+
+
+def quantise(values: torch.Tensor, scales: torch.Tensor, first: Sequence[int], block: int, into: torch.Tensor) -> None:
+    """As ``blocks.quantise``; the columns of ``into`` are contiguous."""
+    matrices, out, top, left = _matrices(values), _matrices(into), *(i % block for i in first)
+    assert out.stride(2) == 1, "rows of FP8 values are contiguous"
+    grid, shape = _grid(matrices, top, left, block), matrices.shape[1:]
+    inverse = (1.0 / scales).contiguous()
+    strides = *matrices.stride(), *out.stride()[:2]
+    quantise_blocks[grid](matrices, inverse, out, *shape, top, left, *strides, BLOCK=block, num_warps=_WARPS)
+
+
+def round_in_place(values: torch.Tensor, block: int, least: float, most: float) -> None:
+    """As ``blocks.round_in_place``; no maximum is below ``least``, and ``most`` is the largest FP8 value."""
+    matrices = _matrices(values)
+    grid = _grid(matrices, 0, 0, block)
+    sizes = *matrices.shape[1:], *matrices.stride()
+    round_blocks[grid](matrices, *sizes, LEAST=least, MOST=most, BLOCK=block, num_warps=_WARPS)
+
+
+def _matrices(values: torch.Tensor) -> torch.Tensor:
+    """View ``[rows, columns]`` or ``[E, rows, columns]`` as the latter."""
+    return values[None] if values.dim() == 2 else values
+
+
+def _grid(matrices: torch.Tensor, top: int, left: int, block: int) -> tuple[int, int, int]:
+    count, rows, columns = matrices.shape
+    return -(-(left + columns) // block), -(-(top + rows) // block), count

@@ -1,0 +1,67 @@
+"""The kernels of FP8 blocks have the bits of torch's operators, in Triton's interpreter, and compile for GPUs."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from epfsdp2.rollout.quantise import blocks
+from tests.support.moe.interpreter import drawn, interpreted_kernels
+from tests.support.rollout.quantised_slices import bits
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+BLOCK = 16  # of 128 the interpreter takes a minute
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    with interpreted_kernels("epfsdp2.rollout.quantise.triton_blocks") as found:
+        yield found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "first"), [((2, 33, 17), (0, 0)), ((1, 30), (15, 3)), ((2, 10, 9), (12, 30))], ids=str
+)
+def test_triton_blocks_equal_torchs_bit_for_bit(kernels, shape, first, dtype):
+    whole = drawn(*shape[:-1], shape[-1] + 3, seed=sum(shape)) * drawn(*shape[:-1], shape[-1] + 3, seed=1).exp()
+    values = whole.to(dtype)[..., 2:-1]  # of a shard, whose rows are not contiguous
+    values[..., :4, :] = 0.0
+    maxima = blocks.block_maxima(values, first, BLOCK)
+    assert torch.equal(kernels.block_maxima(values, first, BLOCK), maxima)
+    found, wanted = (torch.empty(shape, dtype=blocks.FP8) for _ in range(2))
+    for quantise, into in ((kernels.quantise, found), (blocks.quantise, wanted)):
+        quantise(values, blocks.scales_of(maxima), first, BLOCK, into)
+    assert torch.equal(bits(found), bits(wanted))
+    found, wanted = values.clone(), values.clone()
+    kernels.round_in_place(found, BLOCK, 1e-4, 448.0)
+    blocks.round_in_place(wanted, BLOCK)
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "used"), [("cuda", (8, 9), True), ("cuda", (8, 0), False), ("cpu", (), False)]
+)
+def test_triton_blocks_are_used_on_gpus_with_fp8(kernels, monkeypatch, device, capability, used):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    found = blocks._kernels.__wrapped__(torch.device(device))
+    assert found is (kernels if used else None)
+
+
+def test_triton_blocks_compile_for_gpus_with_fp8_without_spills():
+    """In a process of its own: Triton decides once, at import, whether kernels are interpreted."""
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.kernels.quantise"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = Path(__file__).parents[3]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(done.stdout)
+    assert {(row["kernel"], row["arch"]) for row in rows} == {
+        (kernel, arch) for kernel in ("maxima_of_blocks", "quantise_blocks", "round_blocks") for arch in (90, 100)
+    }
+    assert all(row["stack"] == 0 and row["ctas"] >= 2 for row in rows)

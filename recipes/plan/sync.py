@@ -23,6 +23,7 @@ from ...engine.preflight.rollout import tensors_before_sharding
 from ...engine.topology.expert_placement import check_experts_divide
 from ...engine.topology.index_ranges import IndexRange
 from ...engine.topology.mesh import Topology
+from ...rollout.layout.sync_mode import BLOCK
 from ...rollout.layout.transfer_plan import Targets, make_transfer_plan
 from ...rollout.layout.vllm_layout import (
     FP8_FAMILIES,
@@ -36,7 +37,8 @@ from ...rollout.layout.vllm_layout import (
     loads_own_experts,
     target_slices,
 )
-from ...rollout.quantise.blocks import blocks_of
+from ...rollout.quantise.channels import CHANNEL_DTYPES
+from ...rollout.quantise.schemes import Blocks, Channels, Scheme
 from .cards import MODEL_HELP, config_of
 
 __all__ = ["main", "parse"]
@@ -50,8 +52,12 @@ _LEGEND = (
     "GB, the largest of any rank. Floor: seconds for the bytes from other nodes over one network interface, or, where "
     "there are none, for all received bytes at the same rate. Buffers: MB, two to send and two to receive."
 )
-_DTYPES = {"bf16": 2, "fp32": 4, "fp8": 2}  # those of fp8 that are not quantised
-_BLOCK = 128
+_ITEMSIZE = {"bf16": 2, "fp32": 4}
+_QUANTISED: dict[str, Scheme] = {
+    "fp8": Blocks(BLOCK),
+    "fp8-rows": Channels(CHANNEL_DTYPES["fp8"]),
+    "int8-rows": Channels(CHANNEL_DTYPES["int8"]),
+}
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -71,7 +77,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--rollout-dp", type=int, default=1, help="data parallel size of a vLLM replica")
     add("--rollout-ep", action="store_true", help="vLLM with enable_expert_parallel")
     add("--standalone", type=int, default=0, help="vLLM workers of their own; 0: on the trainer's ranks")
-    add("--dtype", default="bf16", choices=_DTYPES, help="in which weights are sent; fp8: rollout.quantization=fp8")
+    kinds = "fp8: rollout.quantization=fp8; -rows: compressed-tensors with a scale for each row"
+    add("--dtype", default="bf16", choices=[*_ITEMSIZE, *_QUANTISED], help=f"in which weights are sent; {kinds}")
     add("--round-megabytes", type=int, default=512, help="what a rank sends or receives in one round")
     add("--gpus-per-node", type=int, default=8, help="ranks on a node")
     add("--bandwidth", type=float, default=45.0, help="GB/s of a rank's network interface")
@@ -79,6 +86,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for name in ("world", "ep", "etp", "rollout_tp", "rollout_dp", "round_megabytes", "gpus_per_node"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it has to be at least 1")
+    if options.standalone and options.dtype in _QUANTISED:
+        parser.error("--standalone workers are sent bfloat16: ranks quantise for the workers beside them alone")
     if options.bandwidth <= 0:
         parser.error(f"--bandwidth is {options.bandwidth}; it has to be positive")
     workers = options.standalone or options.world
@@ -90,14 +99,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    scheme = _QUANTISED.get(options.dtype)
     console = Console(highlight=False, soft_wrap=True, width=max(_WIDTH, Console().width))
     try:
         topology = Topology.arrange(options.world, options.ep, options.fsdp_size, options.etp)
         config = config_of(options.model)
         model = build_on_meta(AutoModelForCausalLM, config, torch.bfloat16)
         shard_dim = options.expert_shard_dim if options.expert_shard_dim == "auto" else int(options.expert_shard_dim)
-        itemsize: dict[str, int] | int = _DTYPES[options.dtype]
-        if options.dtype == "fp8":
+        itemsize: dict[str, int] | int = _ITEMSIZE.get(options.dtype, 2)
+        if scheme is not None:
             itemsize = {name: 1 for name, _ in model.named_parameters() if is_quantised(name)}
         tensors = tensors_before_sharding(model, topology, shard_dim, itemsize=itemsize)
         check_experts_divide(
@@ -117,14 +127,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = ", ".join(sorted(known_families()))
         console.print(f"How vLLM cuts a {family} is not known here (only {known}): mode full alone.")
     modes = SYNC_MODES if is_known else SYNC_MODES[:1]
-    if options.dtype == "fp8":
+    if scheme is not None:
         if family not in FP8_FAMILIES:
             known = ", ".join(sorted(FP8_FAMILIES))
             console.print(f"Which weights of a {family} vLLM quantises is not known here (only {known}).", style="red")
             return 1
         modes = ("sliced",)
-        blocks = sum(blocks_of(IndexRange.of(t.shape), _BLOCK).numel for t in tensors if is_quantised(t.name))
-        console.print(f"Besides, {4 * blocks / _GB:.3f} GB of scales are reduced over all ranks.")
+        scales = sum(scheme.sharing(IndexRange.of(t.shape)).numel for t in tensors if is_quantised(t.name))
+        console.print(f"Besides, {4 * scales / _GB:.3f} GB of scales are reduced over all ranks.")
     table = Table(*_COLUMNS)
     for mode in modes:
         if mode == "expert_local" and not (options.rollout_ep and loads_own_experts(family)):

@@ -39,14 +39,15 @@ def test_plan_sync_prints_the_bytes_of_each_mode(qwen3_30b, capsys):
     assert rows["sliced"][-1] == "0.09"
 
 
-def test_plan_sync_of_a_quantised_rollout_has_half_the_bytes(qwen3_30b, capsys):
+@pytest.mark.parametrize(("dtype", "scales"), [("fp8", "0.007"), ("int8-rows", "0.089")])
+def test_plan_sync_of_a_quantised_rollout_has_half_the_bytes(qwen3_30b, capsys, dtype, scales):
     sizes = ["--model", qwen3_30b, "--world", "16", "--ep", "8", "--rollout-tp", "2"]
     assert main(sizes) == 0
     needed = float(_rows(capsys.readouterr().out)["sliced"][0])
-    assert main([*sizes, "--dtype", "fp8"]) == 0
+    assert main([*sizes, "--dtype", dtype]) == 0
     text = capsys.readouterr().out
     rows = _rows(text)
-    assert "31.17 GB in fp8" in text and "Besides, 0.007 GB of scales are reduced" in text
+    assert f"31.17 GB in {dtype}" in text and f"Besides, {scales} GB of scales are reduced" in text
     assert list(rows) == ["sliced"]
     assert 0.5 < float(rows["sliced"][0]) / needed < 0.52, "embeddings and norms stay in bfloat16"
 
@@ -92,7 +93,14 @@ def test_plan_sync_of_a_dense_model_has_no_expert_parallelism(tmp_path, capsys):
     assert f"engine.ep_size=8: {tmp_path} has no experts to split." in capsys.readouterr().out
 
 
-def test_plan_sync_of_workers_that_make_no_whole_replica_is_refused(qwen3_30b, capsys):
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--rollout-tp", "3"], "--world is 8, which a replica"),
+        (["--standalone", "8", "--dtype", "fp8"], "--standalone workers are sent bfloat16"),
+    ],
+)
+def test_plan_sync_of_workers_that_no_sync_serves_is_refused(qwen3_30b, capsys, options, words):
     with pytest.raises(SystemExit):
-        main(["--model", qwen3_30b, "--world", "8", "--rollout-tp", "3"])
-    assert "--world is 8, which a replica" in capsys.readouterr().err
+        main(["--model", qwen3_30b, "--world", "8", *options])
+    assert words in capsys.readouterr().err

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from tests.support.models.names import send_stacks
 from tests.support.models.tiny import reference_model, save_qwen3_moe
 from tests.support.ranks import run_ranks
-from tests.support.rollout.names import send_stacks
 from tests.support.trainer.verl_worker import training_worker
 
 

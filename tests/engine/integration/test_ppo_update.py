@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from epfsdp2.engine.integration import modes
+from tests.support.models.names import send_stacks
 from tests.support.models.tiny import reference_model, save_qwen3, save_qwen3_moe
 from tests.support.ranks import run_ranks
-from tests.support.rollout.names import send_stacks
 from tests.support.trainer.ppo import PADDED, check_ppo_updates, ppo_batch, ppo_samples, ppo_worker, reference_update
 
 WORLD = 4

@@ -26,9 +26,9 @@ from tests.support.engine.lora_runs import (
     sharded_with_adapters,
     weights_with_adapters,
 )
+from tests.support.models.names import send_stacks
 from tests.support.models.tiny import adam, reference_model, relative_error, save_qwen3_moe, token_batch
 from tests.support.ranks import run_ranks
-from tests.support.rollout.names import send_stacks
 from tests.support.trainer.ppo import ppo_batch, ppo_samples, ppo_worker
 
 RELATIVE = 1e-5

@@ -21,10 +21,10 @@ from epfsdp2.rollout.transport.cast import CastOnCopy
 from epfsdp2.rollout.transport.report import TransferStats
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
 from tests.support.engine.sharded import sharded_model
+from tests.support.models.names import send_stacks
 from tests.support.models.quantised import COMPRESSED
 from tests.support.models.tiny import reference_model, save_qwen3_moe
 from tests.support.ranks import run_ranks
-from tests.support.rollout.names import send_stacks
 
 WORLD = 4
 MEMORY, ROOMY = 30_000, 1 << 22

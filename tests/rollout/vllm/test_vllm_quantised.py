@@ -18,8 +18,8 @@ from vllm.model_executor.model_loader import get_model
 
 from epfsdp2.engine.model import hf_names
 from epfsdp2.rollout.transport.checksums import CHECKSUMS, checksum, with_checksums
+from tests.support.models.names import send_stacks
 from tests.support.ranks import run_ranks
-from tests.support.rollout.names import send_stacks
 
 BLOCK = [128, 128]
 # As verl says it to vLLM (``vllm_async_server.py``).

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import zmq
 
-from .layout.sync_mode import has_our_extension
+from .layout.rollout_config import has_our_extension
 from .sglang import adapter as sglang_adapter
 from .transport.checksums import with_checksums
 from .transport.exchange import ReceiveBuffers

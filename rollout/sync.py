@@ -22,8 +22,9 @@ from ..engine.topology.dtensor import local_tensor, persistent_buffers
 from ..engine.topology.index_ranges import IndexRange
 from ..engine.topology.mesh import Meshes
 from .adapter_sync import RolloutAdapters, SentBase
+from .layout.rollout_config import quantisation_settings, rollout_of
 from .layout.slice_names import NamedIndex, named_indices
-from .layout.sync_mode import choose_mode, quantisation_settings, rollout_of
+from .layout.sync_mode import choose_mode
 from .layout.trainer_tensors import sharded_tensor_specs
 from .layout.transfer_plan import Targets, make_transfer_plan, round_bytes
 from .layout.vllm_layout import Heads, Rollout, SyncMode, TargetSlice, TensorSpec, is_quantised, target_slices

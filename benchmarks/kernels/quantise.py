@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.kernels.kernel_compile import on_gpu
 from benchmarks.kernels.kernel_model import Launch
-from epfsdp2.rollout.layout.sync_mode import BLOCK
+from epfsdp2.rollout.layout.rollout_config import BLOCK
 from epfsdp2.rollout.quantise import triton_blocks
 from epfsdp2.rollout.quantise.blocks import FP8
 

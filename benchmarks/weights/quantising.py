@@ -19,7 +19,7 @@ from benchmarks.kernels import quantise as quantise_kernels
 from benchmarks.kernels.kernel_model import GPUS
 from benchmarks.machine import machine
 from benchmarks.tables import rows_of, write_table
-from epfsdp2.rollout.layout.sync_mode import BLOCK
+from epfsdp2.rollout.layout.rollout_config import BLOCK
 from epfsdp2.rollout.quantise.blocks import FP8, block_maxima, quantise, scales_of
 
 SHAPES = {

@@ -3,7 +3,7 @@
 import functools
 from typing import Any, Literal
 
-from ...rollout.layout.sync_mode import BLOCK
+from ...rollout.layout.rollout_config import BLOCK
 from ...rollout.layout.vllm_layout import FP8_FAMILIES, is_experts, is_quantised
 from ...rollout.quantise.blocks import round_in_place
 from ..errors import SettingError

@@ -9,18 +9,9 @@ from typing import Any
 from torch import nn
 
 from ...rollout.cleanup import report_leftovers
+from ...rollout.layout.rollout_config import COMPRESSED, OVERRIDES, compressed_kind, quantisation_settings, rollout_of
 from ...rollout.layout.sglang_layout import RECORDS_NO_ROUTES
-from ...rollout.layout.sync_mode import (
-    BACKEND,
-    COMPRESSED,
-    OVERRIDES,
-    check_rollout_parallelism,
-    check_sglang_sizes,
-    choose_mode,
-    compressed_kind,
-    quantisation_settings,
-    rollout_of,
-)
+from ...rollout.layout.sync_mode import BACKEND, check_rollout_parallelism, check_sglang_sizes, choose_mode
 from ...rollout.layout.trainer_tensors import tensor_specs_of
 from ...rollout.layout.transfer_plan import ROUND_BUFFERS, Targets, make_transfer_plan, round_bytes
 from ...rollout.layout.vllm_layout import (

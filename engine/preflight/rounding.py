@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ...rollout.layout.sync_mode import BLOCK, choose_mode, rollout_of
+from ...rollout.layout.rollout_config import BLOCK, rollout_of
+from ...rollout.layout.sync_mode import choose_mode
 from ..compat import versions
 from ..errors import SettingError
 from ..lora.settings import LoraSettings

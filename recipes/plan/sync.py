@@ -23,7 +23,7 @@ from ...engine.preflight.rollout import tensors_before_sharding
 from ...engine.topology.expert_placement import check_experts_divide
 from ...engine.topology.index_ranges import IndexRange
 from ...engine.topology.mesh import Topology
-from ...rollout.layout.sync_mode import BLOCK
+from ...rollout.layout.rollout_config import BLOCK
 from ...rollout.layout.transfer_plan import Targets, make_transfer_plan
 from ...rollout.layout.vllm_layout import (
     FP8_FAMILIES,

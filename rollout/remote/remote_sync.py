@@ -21,8 +21,9 @@ import torch
 
 from ...engine.compat import versions
 from ..layout.layout_check import planned_layouts
+from ..layout.rollout_config import rollout_of
 from ..layout.slice_names import named_values
-from ..layout.sync_mode import BACKEND, choose_mode, rollout_of
+from ..layout.sync_mode import BACKEND, choose_mode
 from ..layout.transfer_plan import Targets, make_transfer_plan
 from ..layout.vllm_layout import Rollout, SyncMode, TargetSlice, TensorSpec, target_slices
 from ..sync import RolloutSync, RolloutWeights

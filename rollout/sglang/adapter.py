@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..layout.sync_mode import SGLANG_LOADER
+from ..layout.rollout_config import SGLANG_LOADER
 from ..transport.checksums import with_checksums
 from ..transport.report import TransferStats
 from ..transport.watched_sockets import WeightSyncError

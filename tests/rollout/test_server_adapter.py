@@ -15,7 +15,7 @@ import torch
 import zmq
 
 from epfsdp2.rollout import server_adapter
-from epfsdp2.rollout.layout.sync_mode import EXTENSION
+from epfsdp2.rollout.layout.rollout_config import EXTENSION
 from epfsdp2.rollout.server_adapter import WatchedUpdates, WeightSyncError, send_weights
 from epfsdp2.rollout.sync import RolloutWeights
 
@@ -286,7 +286,7 @@ def test_install_imports_nothing_heavy_and_registers_the_adapter():
     code = """
 import sys
 from epfsdp2.rollout import server_adapter
-from epfsdp2.rollout.layout.sync_mode import EXTENSION
+from epfsdp2.rollout.layout.rollout_config import EXTENSION
 assert "ray" not in sys.modules and "verl" not in sys.modules and "vllm" not in sys.modules
 server_adapter.install(7.0)
 from verl.workers.rollout.base import get_rollout_class

@@ -8,7 +8,7 @@ import pytest
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight.rollout import check_graphs
 from epfsdp2.engine.preflight.run import check_run, check_training
-from epfsdp2.rollout.layout.sync_mode import SGLANG_LOADER
+from epfsdp2.rollout.layout.rollout_config import SGLANG_LOADER
 from tests.support.models.quantised import COMPRESSED
 from tests.support.trainer.preflight import BACKEND, SDPA, TENSOR_PARALLEL, VLLM, paragraph, rollout
 from tests.support.trainer.settings import checkpoint, engine

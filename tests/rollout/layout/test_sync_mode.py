@@ -14,7 +14,8 @@ from epfsdp2.engine.model import hf_names
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.topology.dtensor import local_tensor
 from epfsdp2.rollout import sync as rollout_sync
-from epfsdp2.rollout.layout.sync_mode import EXTENSION, SGLANG_LOADER, choose_mode, rollout_of
+from epfsdp2.rollout.layout.rollout_config import EXTENSION, SGLANG_LOADER, rollout_of
+from epfsdp2.rollout.layout.sync_mode import choose_mode
 from epfsdp2.rollout.layout.vllm_layout import Rollout
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport.cast import CastOnCopy

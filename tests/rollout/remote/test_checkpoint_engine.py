@@ -20,8 +20,8 @@ from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.preflight.rollout import tensors_before_sharding
 from epfsdp2.engine.topology.dtensor import is_adapter
 from epfsdp2.engine.topology.mesh import Topology
+from epfsdp2.rollout.layout.rollout_config import EXTENSION
 from epfsdp2.rollout.layout.slice_names import is_slice, parse_slice, slice_name
-from epfsdp2.rollout.layout.sync_mode import EXTENSION
 from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, target_slices
 from epfsdp2.rollout.remote import checkpoint_engine
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings

@@ -53,7 +53,7 @@ def test_compat_before_0_27_has_one_set_of_skipped_tensors(compat, monkeypatch):
 
 
 def test_compat_with_a_missing_name_raises_with_version_and_workaround(compat, monkeypatch):
-    from epfsdp2.rollout.layout.sync_mode import EXTENSION  # what the way around replaces
+    from epfsdp2.rollout.layout.rollout_config import EXTENSION  # what the way around replaces
 
     monkeypatch.delattr(importlib.import_module("vllm.model_executor.model_loader.reload"), "finalize_layerwise_reload")
     with pytest.raises(MissingNameError, match=r"vllm \S+ has no \S+:finalize_layerwise_reload.*0\.24") as error:

@@ -40,7 +40,7 @@ class _Engine:
     def __init__(self, folder: str, asked: argparse.Namespace):
         from sglang import Engine
 
-        from epfsdp2.rollout.layout.sync_mode import SGLANG_LOADER
+        from epfsdp2.rollout.layout.rollout_config import SGLANG_LOADER
         from epfsdp2.rollout.layout.vllm_layout import Rollout
         from epfsdp2.rollout.sglang import cpu_shim
 
@@ -85,8 +85,8 @@ class _Engine:
         from epfsdp2.engine.topology.dtensor import checkpoint_tensors
         from epfsdp2.engine.topology.index_ranges import IndexRange
         from epfsdp2.rollout.layout.layout_check import planned_layouts
+        from epfsdp2.rollout.layout.rollout_config import SGLANG_LOADER
         from epfsdp2.rollout.layout.slice_names import named_values
-        from epfsdp2.rollout.layout.sync_mode import SGLANG_LOADER
         from epfsdp2.rollout.layout.vllm_layout import Heads, TensorSpec, target_slices
         from epfsdp2.rollout.sglang.adapter import shared_memory
         from epfsdp2.rollout.sglang.bucket import ANSWER_BYTES, Header, answer_of, fill

@@ -57,13 +57,13 @@ def _number(blocks):
     return (tl.program_id(2).to(tl.int64) * blocks + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
 
 
-@triton.jit(do_not_specialize=["top", "left"])
+@triton.jit
 def maxima_of_blocks(values, maxima, rows, columns, top, left, stride, row_stride, column_stride, BLOCK: tl.constexpr):
     block = _load(values, rows, columns, top, left, stride, row_stride, column_stride, BLOCK)
     tl.store(maxima + _number(tl.num_programs(1)), _largest(block))
 
 
-@triton.jit(do_not_specialize=["top", "left"])
+@triton.jit
 def quantise_blocks(
     values,
     inverse,

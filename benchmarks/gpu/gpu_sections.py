@@ -350,10 +350,8 @@ def quantise() -> Iterator[Row]:
     from triton.testing import do_bench
 
     def fp8(values: torch.Tensor, first: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-        scales, out = (
-            blocks.scales_of(blocks.block_maxima(values, first, 128)),
-            torch.empty_like(values, dtype=blocks.FP8),
-        )
+        scales = blocks.scales_of(blocks.block_maxima(values, first, 128))
+        out = torch.empty_like(values, dtype=blocks.FP8)
         blocks.quantise(values, scales, first, 128, out)
         return scales, out
 

@@ -28,7 +28,7 @@ def rows() -> list[dict]:
             with on_gpu(arch, launches):
                 maxima = triton_blocks.block_maxima(weight, (0, 0), BLOCK)
                 triton_blocks.quantise(weight, maxima, (0, 0), BLOCK, weight.to(FP8))
-                triton_blocks.round_in_place(weight, BLOCK, 1e-4, 448.0)
+                triton_blocks.round_in_place(weight, BLOCK)
             found += [_row(launch, weight.numel()) for launch in launches]
     return found
 

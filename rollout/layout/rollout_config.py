@@ -16,6 +16,7 @@ __all__ = [
     "OVERRIDES",
     "ROLLOUT",
     "SGLANG_LOADER",
+    "VLLM",
     "compressed_kind",
     "has_our_extension",
     "is_disaggregated",
@@ -29,8 +30,8 @@ __all__ = [
 EXTENSION = "epfsdp2.rollout.vllm_worker.WeightSyncExtension"
 SGLANG_LOADER = "epfsdp2.rollout.sglang.loader.load"
 ROLLOUT = "actor_rollout_ref.rollout"
-_VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
-OVERRIDES = f"{_VLLM}.hf_overrides.quantization_config"
+VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
+OVERRIDES = f"{VLLM}.hf_overrides.quantization_config"
 COMPRESSED = "compressed-tensors"
 BLOCK = 128  # of a rollout.quantization=fp8, whose kind verl chooses (``_apply_quantization``)
 
@@ -98,7 +99,7 @@ def quantisation_settings(config: Any) -> list[tuple[str, object]]:
     qat = config.get("qat")
     asked = [
         (f"{ROLLOUT}.quantization", config.get("quantization")),
-        (f"{_VLLM}.quantization", server_arguments(config).get("quantization")),
+        (f"{VLLM}.quantization", server_arguments(config).get("quantization")),
         (OVERRIDES, _overrides(config)),
         (f"{ROLLOUT}.qat.enable", qat is not None and qat.get("enable")),
     ]

@@ -14,6 +14,7 @@ from .rollout_config import (
     OVERRIDES,
     ROLLOUT,
     SGLANG_LOADER,
+    VLLM,
     compressed_kind,
     has_our_extension,
     is_disaggregated,
@@ -31,7 +32,6 @@ __all__ = ["BACKEND", "check_rollout_parallelism", "check_sglang_sizes", "choose
 # The checkpoint-engine backends that can send slices; all others broadcast full tensors.
 BACKEND = "epfsdp2_p2p"
 _SLICE_BACKENDS = ("naive", BACKEND)
-_VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
 _TP = f"{ROLLOUT}.tensor_model_parallel_size"
 _SGLANG = f"{ROLLOUT}.engine_kwargs.sglang"
 _SETTING = "engine.rollout_sync"
@@ -129,7 +129,7 @@ def _obstacle(config: Any, family: str | None, untested: str, backend: str) -> _
         return _Obstacle(f"{ROLLOUT}.checkpoint_engine.backend", backend, reason, "naive")
     if not has_our_extension(config):
         reason = "only this package's extension can load slices."
-        return _Obstacle(f"{_VLLM}.worker_extension_cls", vllm.get("worker_extension_cls"), reason, EXTENSION)
+        return _Obstacle(f"{VLLM}.worker_extension_cls", vllm.get("worker_extension_cls"), reason, EXTENSION)
     pipeline = size_of(config, "pipeline_model_parallel_size")
     if pipeline > 1:
         reason = "transfer plans do not support pipeline-parallel rollouts."
@@ -151,7 +151,7 @@ def _obstacle(config: Any, family: str | None, untested: str, backend: str) -> _
     placement = vllm.get("expert_placement_strategy") or "linear"
     if placement != "linear":
         reason = "transfer plans assume that experts are placed in linear order."
-        return _Obstacle(f"{_VLLM}.expert_placement_strategy", placement, reason, "linear")
+        return _Obstacle(f"{VLLM}.expert_placement_strategy", placement, reason, "linear")
     if untested:
         return _Obstacle("vllm", "installed", f"{untested}, and a layout may have changed.", "")
     if family is not None and family not in known_families():
@@ -222,13 +222,13 @@ def check_rollout_parallelism(config: Any, ranks: int, model: Any) -> None:
         given = vllm.get(name)
         if given is not None and given != size:
             rule = f"verl finds each rank's worker by {ROLLOUT}.{own}={size}, so another value feeds the wrong ones."
-            raise SettingError(f"{_VLLM}.{name}", given, rule, f"{ROLLOUT}.{own}={given}, and no {_VLLM}.{name}")
+            raise SettingError(f"{VLLM}.{name}", given, rule, f"{ROLLOUT}.{own}={given}, and no {VLLM}.{name}")
     if vllm.get("enable_eplb"):
         rule = (
             "vLLM's loaders place experts in their start-up order while the router uses the rebalanced one, so after a "
             "sync the weights would be silently wrong."
         )
-        raise SettingError(f"{_VLLM}.enable_eplb", True, rule, f"{_VLLM}.enable_eplb=False")
+        raise SettingError(f"{VLLM}.enable_eplb", True, rule, f"{VLLM}.enable_eplb=False")
     experts = size_of(config, "expert_parallel_size")
     if experts not in (1, rollout.workers):
         rule = f"vLLM spreads experts over all {rollout.workers} workers of a replica (tensor x data parallel)."

@@ -17,11 +17,11 @@ from torch.nn.functional import pad
 
 from ...engine.topology.index_ranges import IndexRange
 
-__all__ = ["FP8", "block_maxima", "blocks_of", "dequantise", "quantise", "round_in_place", "scales_of"]
+__all__ = ["FP8", "LEAST", "block_maxima", "blocks_of", "dequantise", "quantise", "round_in_place", "scales_of"]
 
 FP8 = torch.float8_e4m3fn
 _FP8_VALUES = torch.arange(256, dtype=torch.uint8).view(FP8).float()
-_LEAST = 1e-4  # of a block's largest value, so that a block of zeros has a scale
+LEAST = 1e-4  # of a block's largest value, so that a block of zeros has a scale
 
 
 @functools.cache
@@ -66,7 +66,7 @@ def _largest(values: torch.Tensor, block: int) -> torch.Tensor:
 
 def scales_of(maxima: torch.Tensor) -> torch.Tensor:
     """Return the factors by which FP8 values are multiplied to give the weight, of blocks with these maxima."""
-    return maxima.clamp(_LEAST) / torch.finfo(FP8).max
+    return maxima.clamp(LEAST) / torch.finfo(FP8).max
 
 
 def quantise(values: torch.Tensor, scales: torch.Tensor, first: Sequence[int], block: int, into: torch.Tensor) -> None:
@@ -111,7 +111,7 @@ def dequantise(values: torch.Tensor, scales: torch.Tensor, block: int, into: tor
 def round_in_place(values: torch.Tensor, block: int) -> None:
     """Replace whole matrices ``[..., rows, columns]`` by what a rollout has of them: FP8 values times their scales."""
     if (kernels := _kernels(values.device)) is not None:
-        return kernels.round_in_place(values, block, _LEAST, torch.finfo(FP8).max)
+        return kernels.round_in_place(values, block)
     for matrix in values.flatten(0, -3) if values.dim() > 2 else [values]:
         for part in matrix.split(block if matrix.device.type == "cpu" else matrix.shape[0]):
             scales = scales_of(block_maxima(part, (0, 0), block))

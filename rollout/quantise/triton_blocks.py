@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .blocks import FP8, LEAST
+
 __all__ = ["block_maxima", "quantise", "round_in_place"]
 
 _WARPS = 8  # 64 values in a thread, of a block of 128 x 128
@@ -52,15 +54,17 @@ def _load(values, rows, columns, top, left, stride, row_stride, column_stride, B
 
 
 @triton.jit
-def _number(blocks):
+def _number():
     """Number of this program's block in a contiguous tensor of them."""
-    return (tl.program_id(2).to(tl.int64) * blocks + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
+    return (tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(
+        0
+    )
 
 
 @triton.jit
 def maxima_of_blocks(values, maxima, rows, columns, top, left, stride, row_stride, column_stride, BLOCK: tl.constexpr):
     block = _load(values, rows, columns, top, left, stride, row_stride, column_stride, BLOCK)
-    tl.store(maxima + _number(tl.num_programs(1)), _largest(block))
+    tl.store(maxima + _number(), _largest(block))
 
 
 @triton.jit
@@ -80,7 +84,7 @@ def quantise_blocks(
     BLOCK: tl.constexpr,
 ):
     block = _load(values, rows, columns, top, left, stride, row_stride, column_stride, BLOCK)
-    scaled = block * tl.load(inverse + _number(tl.num_programs(1)))
+    scaled = block * tl.load(inverse + _number())
     at = _corner(out, top, left, out_stride, out_row_stride, 1, BLOCK) + _offsets(out_row_stride, 1, BLOCK)
     tl.store(at, scaled.to(out.dtype.element_ty), mask=_is_inside(rows, columns, top, left, BLOCK))
 
@@ -125,12 +129,12 @@ def quantise(values: torch.Tensor, scales: torch.Tensor, first: Sequence[int], b
     quantise_blocks[grid](matrices, inverse, out, *shape, top, left, *strides, BLOCK=block, num_warps=_WARPS)
 
 
-def round_in_place(values: torch.Tensor, block: int, least: float, most: float) -> None:
-    """As ``blocks.round_in_place``; no maximum is below ``least``, and ``most`` is the largest FP8 value."""
+def round_in_place(values: torch.Tensor, block: int) -> None:
+    """As ``blocks.round_in_place``."""
     matrices = _matrices(values)
     grid = _grid(matrices, 0, 0, block)
     sizes = *matrices.shape[1:], *matrices.stride()
-    round_blocks[grid](matrices, *sizes, LEAST=least, MOST=most, BLOCK=block, num_warps=_WARPS)
+    round_blocks[grid](matrices, *sizes, LEAST=LEAST, MOST=torch.finfo(FP8).max, BLOCK=block, num_warps=_WARPS)
 
 
 def _matrices(values: torch.Tensor) -> torch.Tensor:

@@ -260,7 +260,6 @@ def test_triton_experts_of_every_layout_equal_plain_operators(kernels, family, b
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_triton_experts_in_half_precision_are_as_near_to_float32_as_torchs(kernels, family):
-    """In float16: the interpreter rounds float32 to bfloat16 toward zero, which no GPU does."""
     module, (hidden, ids, weights) = make(family), routed()
     wanted = tokens_with(module, "reference", hidden, ids, weights)
     half = module.to(torch.float16), hidden.half(), ids, weights

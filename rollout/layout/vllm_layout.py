@@ -303,20 +303,19 @@ FP8_FAMILIES = frozenset(
     ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "glm4_moe", "dots1", "deepseek_v3", "qwen3", "qwen2", "llama")
 )
 # The vLLM releases that have the layout above, for families where not all do. vLLM dropped its own models of dots1 and
-# hunyuan_v1_moe in 0.23 and 0.29 and runs transformers' instead, whose shared experts' gate and up it fuses since 0.27.
-# vLLM 0.24 can load neither a gpt_oss that is not quantised nor a Qwen3.5 without its vision tower, and its CPU build
-# can't run one with it; GLM-4.5V and Gemma 4 with their towers were not tried there.
-# The layouts of ``_IN_0_27`` were compared with vLLM 0.27 alone.
-_IN_0_27 = (
-    *("afmoe", "cohere2_moe", "deepseek_v2", "exaone_moe", "flex_olmo", "glm4_moe_lite", "granitemoe"),
-    *("granitemoehybrid", "granitemoeshared", "hy_v3", "jamba", "laguna", "lfm2_moe", "llama4", "llama4_text"),
-    *("nemotron_h", "phimoe", "solar_open"),
+# hunyuan_v1_moe in 0.23 and 0.29 and runs transformers' instead, whose shared experts' gate and up it fuses since 0.27,
+# as with exaone_moe and solar_open. vLLM 0.24 can load neither a gpt_oss that is not quantised, nor granitemoeshared,
+# nor Laguna's correction bias, nor a Qwen3.5 without its vision tower, and its CPU build can't run one with it;
+# GLM-4.5V and Gemma 4 with their towers were not tried there. The CPU build of 0.29 has no experts without a gate
+# (nemotron_h).
+_SINCE_0_27 = (
+    *("dots1", "exaone_moe", "gemma4", "glm4v_moe", "gpt_oss", "granitemoeshared", "laguna"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "solar_open"),
 )
-_SINCE = ("dots1", "gemma4", "glm4v_moe", "gpt_oss", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
 _RELEASES = {
     "hunyuan_v1_moe": "<0.29",
-    **dict.fromkeys(_SINCE, ">=0.27"),
-    **dict.fromkeys(_IN_0_27, "==0.27.*"),
+    "nemotron_h": "<0.28",
+    **dict.fromkeys(_SINCE_0_27, ">=0.27"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Families that get slices from vLLM 0.27 on, in tiny random models."""
+"""Families whose layouts were first traced in vLLM 0.27, in tiny random models."""
 
 from tests.parity.families import Family
 from tests.rollout.served.served_family import (

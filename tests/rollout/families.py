@@ -82,8 +82,10 @@ FAMILIES: dict[str, Family] = {
     "qwen3_vl": Family(),
     "qwen2": Family(_WIDE),
     "llama": Family(),
+    "gemma3": Family(),
+    "mistral": Family(),
 }
-DENSE = ("qwen3", "qwen3_5_vl", "qwen3_vl", "qwen2", "llama")
+DENSE = ("qwen3", "qwen3_5_vl", "qwen3_vl", "qwen2", "llama", "gemma3", "mistral")
 
 
 def config_of(family: str, **overrides: Any) -> Any:

@@ -3,6 +3,7 @@
 from tests.parity.families import Family
 from tests.rollout.served.served_family import (
     DEEPSEEK,
+    DENSE,
     LOCAL,
     MAMBA2,
     MAMBA2_LAYER,
@@ -109,6 +110,17 @@ SINCE: dict[str, Served] = {
         )
     ),
     "solar_open": Served(of("SolarOpen", **DEEPSEEK)),
+    "gemma3": Served(
+        of(
+            "Gemma3",
+            config="Gemma3TextConfig",
+            **DENSE,
+            layer_types=["sliding_attention", "full_attention"],
+            sliding_window=8,
+            query_pre_attn_scalar=32,
+        )
+    ),
+    "mistral": Served(of("Mistral", **DENSE, sliding_window=None)),
     "jamba": Served(
         of(
             "Jamba",

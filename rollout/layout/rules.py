@@ -30,6 +30,7 @@ __all__ = [
     "gate_or_up",
     "gate_up_experts",
     "halved_heads",
+    "indexer",
     "linear_gate_or_decay",
     "linear_output_gate",
     "linear_qkv",
@@ -217,6 +218,13 @@ def compressions(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str
     """Replicate latent attention's first projections; vLLM may store that of queries above the other."""
     offset = heads.query_rank if kind.startswith("kv") else 0
     name = tensor.name.replace(kind, "fused_qkv_a_proj") if heads.query_rank else tensor.name
+    return [TargetSlice(IndexRange.of(tensor.shape), name, _at(tensor, 0, offset))]
+
+
+def indexer(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
+    """Replicate an indexer's keys and, below them in the same parameter, the weights of its heads."""
+    offset = heads.index_rows if kind == "weights_proj" else 0
+    name = tensor.name.replace(f".{kind}.", ".wk_weights_proj.")
     return [TargetSlice(IndexRange.of(tensor.shape), name, _at(tensor, 0, offset))]
 
 

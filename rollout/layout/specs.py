@@ -115,6 +115,7 @@ class Heads:
         layers: ``(keys, dim, values_are_keys)`` of each layer, where layers differ.
         query_rank: rows of the queries' compression, where vLLM stores that of keys and values below it in the same
             parameter; 0 elsewhere.
+        index_rows: rows of the keys of an indexer, by which sparse attention chooses.
         linear_keys: rows of the keys of linear attention.
         state: of Mamba2, rows of all heads, of all groups' states, and the number of groups.
     """
@@ -126,6 +127,7 @@ class Heads:
     values_are_keys: bool = False
     layers: tuple[tuple[int, int, bool], ...] = ()
     query_rank: int = 0
+    index_rows: int = 0
     linear_keys: int = 0
     state: tuple[int, int, int] = (0, 0, 0)
 
@@ -148,6 +150,8 @@ class Heads:
             return replace(heads, state=(inner, groups * config.ssm_state_size, groups))
         if getattr(config, "global_head_dim", None):
             return replace(heads, layers=tuple(_sizes_of_layer(heads, config, kind) for kind in config.layer_types))
+        if getattr(config, "index_topk", None):
+            heads = replace(heads, index_rows=config.index_head_dim)
         # vLLM fuses these for its latent attention, which this variable turns off.
         if getattr(config, "kv_lora_rank", None) and not int(os.environ.get("VLLM_MLA_DISABLE", "0")):
             return replace(heads, query_rank=getattr(config, "q_lora_rank", None) or 0)

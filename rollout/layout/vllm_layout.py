@@ -242,6 +242,12 @@ _FAMILIES = {
     ),
     "gemma4_text": Family(_GEMMA_EXPERTS, is_stacked=True),
     "glm4v_moe": Family(_BESIDE_A_TOWER, _GLM_TOWER),
+    "glm_moe_dsa": Family(
+        rules=(
+            *rules.LATENT_ATTENTION,
+            *named_rules((r"\.self_attn\.indexer\.(wk|weights_proj)\.weight", rules.indexer)),
+        )
+    ),
     "gpt_oss": Family(
         ((".self_attn.", ".attn."), ("model.embed_tokens.", "model.embedding.")),
         rules.TRANSPOSED_EXPERTS,

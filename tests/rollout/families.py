@@ -53,6 +53,7 @@ FAMILIES: dict[str, Family] = {
     "gemma4_vl": Family(_SHARED_KEYS),
     "deepseek_v2": Family(may_be_tied=False),
     "glm4_moe_lite": Family(may_be_tied=False),
+    "glm_moe_dsa": Family(may_be_tied=False),
     "flex_olmo": Family({**_WIDE, "intermediate_size": 96}, may_be_tied=False),
     "afmoe": Family(may_be_tied=False),
     "granitemoe": Family({**_WIDE, "intermediate_size": 96}),

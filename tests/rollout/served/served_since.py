@@ -150,6 +150,20 @@ SINCE: dict[str, Served] = {
         settings=PLAIN_ROTARY,
         environment={"VLLM_MLA_DISABLE": "1"},
     ),
+    "glm_moe_dsa": Served(
+        of(
+            "GlmMoeDsa",
+            **{**DEEPSEEK, **MLA},
+            mlp_layer_types=["dense", "sparse"],
+            topk_method="noaux_tc",
+            scoring_func="sigmoid",
+            index_topk=64,
+            index_head_dim=128,
+            index_n_heads=2,
+        ),
+        settings={"extension": "idle_extension.NeverComputes"},
+        mute={"0.27": "its CPU build has neither latent attention nor an indexer"},
+    ),
     "laguna": Served(
         of(
             "Laguna",

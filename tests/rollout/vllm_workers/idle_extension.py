@@ -5,10 +5,11 @@ vLLM's CPU build also computes experts that a worker lacks, which reads memory b
 
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from tests.rollout.served import ungated_experts
+from tests.rollout.served import latent_attention, ungated_experts
 from tests.support.rollout.vllm_extension import ReadableWorker
 
 CPUModelRunner.warming_up_model = lambda runner: None
+latent_attention.allow()
 ungated_experts.allow()
 
 

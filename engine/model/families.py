@@ -9,6 +9,7 @@ __all__ = [
     "IMAGES_UNSUPPORTED",
     "KNOWN_AS",
     "NOT_CAUSAL",
+    "NOT_IN_VLLM",
     "PLACES_AS_POSITIONS",
     "READ_WITHOUT_A_CALL",
     "RENAMED_WHEN_PUBLISHED",
@@ -16,6 +17,7 @@ __all__ = [
     "SPREAD_OVER_HEADS",
     "TRANSPOSED_WHEN_PUBLISHED",
     "UNPACKED_WITH_FLASH",
+    "WHOLE_IN_VLLM",
 ]
 
 IMAGES_UNSUPPORTED = {
@@ -30,6 +32,22 @@ KNOWN_AS = {
     **dict.fromkeys(("bailing_moe", "bailing_moe_linear", "bailing_moe_v2"), _BAILING),
 }
 """``model_type`` of checkpoints that bring code of their own, for which transformers has no class -> what works."""
+
+NOT_IN_VLLM = {
+    "ernie4_5_vl_moe": (
+        "==0.27.*",
+        "vLLM's class reads the flat config of the published code, which transformers' class does not have.",
+        "moe_num_experts",
+    ),
+    "minimax": (
+        ">=0.23",
+        "vLLM has dropped its class and runs transformers' instead, without the state of its attention: rollouts would "
+        "be of another model.",
+        "",
+    ),
+}
+"""Families that vLLM can't start with or computes otherwise than transformers -> in which releases, why, and what
+an override of the config that vLLM reads has to name."""
 
 NOT_CAUSAL = {
     "diffusion_gemma": "its logits are of a canvas of tokens that is denoised, not of the next token.",
@@ -83,3 +101,8 @@ UNPACKED_WITH_FLASH = dict.fromkeys(
     "it passes three rows of positions to flash attention, which needs the one that separates packed sequences",
 )
 """Families whose packed sequences would see each other in flash attention, and why."""
+
+WHOLE_IN_VLLM = {
+    "mistral4": ("==0.27.*", "vLLM runs transformers' class, whose plan for tensor parallelism has no attention."),
+}
+"""Families that vLLM can't shard, in which of its releases, and why."""

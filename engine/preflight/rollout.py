@@ -9,7 +9,14 @@ from typing import Any
 from torch import nn
 
 from ...rollout.cleanup import report_leftovers
-from ...rollout.layout.rollout_config import COMPRESSED, OVERRIDES, compressed_kind, quantisation_settings, rollout_of
+from ...rollout.layout.rollout_config import (
+    COMPRESSED,
+    OVERRIDES,
+    compressed_kind,
+    quantisation_settings,
+    rollout_of,
+    server_arguments,
+)
 from ...rollout.layout.sglang_layout import RECORDS_NO_ROUTES
 from ...rollout.layout.sync_mode import BACKEND, check_rollout_parallelism, check_sglang_sizes, choose_mode
 from ...rollout.layout.trainer_tensors import tensor_specs_of
@@ -26,6 +33,7 @@ from ..compat import versions
 from ..declared.derived import sharding_options
 from ..errors import SettingError, close_matches
 from ..fsdp.wrap_plan import compute_dtypes, cuts_before_sharding
+from ..model.families import NOT_IN_VLLM, WHOLE_IN_VLLM
 from ..model.layers import layer_names
 from ..settings.values import CHECKPOINT_BACKEND, DTYPES
 from ..topology.mesh import Topology
@@ -124,8 +132,10 @@ def check_stream(
         colocated: whether each rank feeds the worker beside it; the workers are other processes otherwise.
 
     Raises:
-        SettingError: for the parallel sizes, the sync mode, or rounds that are too small for it.
+        SettingError: for a family that vLLM can't serve, the parallel sizes, the sync mode, or rounds too small for it.
     """
+    family = None if facts is None else facts.model.config.model_type
+    _check_family(family, rollout)
     config = None if facts is None else facts.model.config.get_text_config()
     check_rollout_parallelism(rollout, n_gpus if colocated else 0, config)
     quantised = quantisation_settings(rollout)
@@ -139,7 +149,7 @@ def check_stream(
     kind, reason = choose_mode(
         engine.rollout_sync,
         rollout,
-        None if facts is None else facts.model.config.model_type,
+        family,
         untested=versions.unknown_layout(),
         backend=rollout.get("backend") or "naive",
     )
@@ -150,6 +160,21 @@ def check_stream(
         raise SettingError(OVERRIDES, compressed, rule, f"{_QUANTIZATION}=fp8")
     if facts is not None and kind != "full":
         _check_plan(engine, n_gpus, rollout, facts, kind, colocated)
+
+
+def _check_family(family: str | None, rollout: Mapping[str, Any]) -> None:
+    """Check that the installed vLLM can serve the family, and on so many workers.
+
+    Raises:
+        SettingError: it can't, unless the user overrides the config that vLLM reads.
+    """
+    releases, rule, named = NOT_IN_VLLM.get(family or "", ("", "", ""))
+    if rule and named not in (server_arguments(rollout).get("hf_overrides") or ()) and versions.vllm_in(releases):
+        raise SettingError("actor_rollout_ref.model", family, rule, "another family; SFT trains this one")
+    releases, rule = WHOLE_IN_VLLM.get(family or "", ("", ""))
+    tp = rollout_of(rollout).tp
+    if rule and tp > 1 and versions.vllm_in(releases):
+        raise SettingError(_TP, tp, rule, f"{_TP}=1")
 
 
 def _check_ignored(quantization: Any, facts: ModelFacts) -> None:

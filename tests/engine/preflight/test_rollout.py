@@ -10,7 +10,7 @@ from epfsdp2.engine.preflight.rollout import check_graphs
 from epfsdp2.engine.preflight.run import check_run, check_training
 from epfsdp2.rollout.layout.rollout_config import SGLANG_LOADER
 from tests.support.models.quantised import COMPRESSED
-from tests.support.trainer.preflight import BACKEND, SDPA, TENSOR_PARALLEL, VLLM, paragraph, rollout
+from tests.support.trainer.preflight import BACKEND, MODEL, SDPA, TENSOR_PARALLEL, VLLM, paragraph, rollout
 from tests.support.trainer.settings import checkpoint, engine
 
 
@@ -53,6 +53,20 @@ def test_sglang_slices_that_it_can_not_cut_are_refused(model, installs):
         check_run(engine(), 2, model, rollout, device="cpu")
     text = paragraph(caught.value, "actor_rollout_ref.rollout.tensor_model_parallel_size", 3)
     assert "SGLang can't cut this model so" in text
+
+
+@pytest.mark.parametrize(
+    "family, words", [("minimax", "without the state of its attention"), ("ernie4_5_vl_moe", "reads the flat config")]
+)
+def test_family_that_vllm_can_not_serve_is_refused_with_vllm_alone(tmp_path, family, words, installs):
+    sizes = {"num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes = {"text_config": sizes} if family == "ernie4_5_vl_moe" else sizes
+    folder = checkpoint(tmp_path / family, family, **sizes)
+    installs("vllm", "0.27.1")
+    with pytest.raises(SettingError) as caught:
+        check_run(engine(), 2, folder, rollout(), device="cpu")
+    assert words in paragraph(caught.value, MODEL, family)
+    check_run(engine(), 2, folder, {"name": None}, device="cpu")
 
 
 def test_check_graphs_with_latent_attention_in_an_old_vllm_is_refused(tmp_path, model, installs):
@@ -171,11 +185,14 @@ def test_expert_local_without_expert_parallelism_is_refused(model):
 
 def test_rollout_sync_sliced_of_an_unknown_family_or_vllm_is_refused(tmp_path, model, installs, monkeypatch, caplog):
     sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 64}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4}
-    other = checkpoint(tmp_path / "other", "minimax", **sizes, **heads) | {"use_remove_padding": False}
-    with pytest.raises(SettingError, match="can't be with actor_rollout_ref.model=minimax: how vLLM cuts it"):
-        check_run(engine(rollout_sync="sliced"), 2, other, rollout(), device="cpu")
-    check_run(engine(), 2, other, rollout(), device="cpu")
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 4}
+    other = checkpoint(tmp_path / "other", "mistral4", **sizes, **heads)
+    with pytest.raises(SettingError, match="can't be with actor_rollout_ref.model=mistral4: how vLLM cuts it"):
+        check_run(engine(rollout_sync="sliced"), 2, other, rollout(1), device="cpu")
+    check_run(engine(), 2, other, rollout(1), device="cpu")
+    with pytest.raises(SettingError) as caught:
+        check_run(engine(), 2, other, rollout(2), device="cpu")
+    assert "has no attention" in paragraph(caught.value, TENSOR_PARALLEL, 2)
 
     # Of a model that is not here yet, what can be judged is.
     later = {"path": "some-org/not-here", **SDPA}

@@ -150,6 +150,7 @@ def check_stream(
         engine.rollout_sync,
         rollout,
         family,
+        architectures=None if facts is None else facts.model.config.architectures,
         untested=versions.unknown_layout(),
         backend=rollout.get("backend") or "naive",
     )

@@ -4,6 +4,7 @@ The driver and the trainer's ranks call the same functions. Each takes verl's ro
 dataclass, and reads nothing else of the run.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -25,7 +26,15 @@ from .rollout_config import (
     size_of,
 )
 from .sglang_layout import FAMILIES as SGLANG_FAMILIES
-from .vllm_layout import FP8_FAMILIES, Rollout, SyncMode, known_families, loads_own_experts, padded_vocabulary
+from .vllm_layout import (
+    CLASS_IN_VLLM,
+    FP8_FAMILIES,
+    Rollout,
+    SyncMode,
+    known_families,
+    loads_own_experts,
+    padded_vocabulary,
+)
 
 __all__ = ["BACKEND", "check_rollout_parallelism", "check_sglang_sizes", "choose_mode"]
 
@@ -82,13 +91,20 @@ _DISAGGREGATED = _Obstacle(
 
 
 def choose_mode(
-    requested: str, config: Any, family: str | None, *, untested: str = "", backend: str = "naive"
+    requested: str,
+    config: Any,
+    family: str | None,
+    *,
+    architectures: Sequence[str] | None = None,
+    untested: str = "",
+    backend: str = "naive",
 ) -> tuple[SyncMode, str]:
     """Return the sync mode for a rollout and, where ``auto`` had to fall back to ``full``, the reason.
 
     Args:
         requested: ``engine.rollout_sync``.
         family: ``model_type`` of the model; None skips the check where it is not known yet.
+        architectures: of the model's config, by which vLLM chooses its class; None skips the check.
         untested: the reason why the layout of the rollout's version is unknown (``versions.unknown_layout``).
         backend: name of the checkpoint-engine backend.
 
@@ -98,7 +114,7 @@ def choose_mode(
     rollout = rollout_of(config)
     if requested == "full":
         return "full", ""
-    found = _obstacle(config, family, untested, backend)
+    found = _obstacle(config, family, untested, backend) or _obstacle_of_class(config, family, architectures)
     server = _SERVERS[rollout.server]
     if found is None and requested == "expert_local" and not rollout.expert_parallel:
         workers = rollout.workers
@@ -158,6 +174,19 @@ def _obstacle(config: Any, family: str | None, untested: str, backend: str) -> _
         known = ", ".join(sorted(known_families()))
         return _Obstacle("actor_rollout_ref.model", family, f"how vLLM cuts it is not known here (known: {known}).", "")
     return None
+
+
+def _obstacle_of_class(config: Any, family: str | None, architectures: Sequence[str] | None) -> _Obstacle | None:
+    """Return what is wrong where vLLM does not know the class that a checkpoint names, but knows the family."""
+    overrides = server_arguments(config).get("hf_overrides")
+    asked = overrides.get("architectures") if isinstance(overrides, Mapping) else None
+    served, known = list(asked or architectures or ()), CLASS_IN_VLLM.get(family or "")
+    if rollout_name(config) != "vllm" or known is None or not served or known in served:
+        return None
+    reason = (
+        f"vLLM has this family as {known} alone and runs transformers' code for others, cut in ways not known here."
+    )
+    return _Obstacle(f"{VLLM}.hf_overrides.architectures", served, reason, f"[{known}]")
 
 
 def _obstacle_elsewhere(config: Any, family: str | None, untested: str, backend: str) -> _Obstacle | None:

@@ -27,6 +27,7 @@ from .rules import Family, NamedRules, named_rules, padded_vocabulary
 from .specs import Heads, Rollout, TargetSlice, TensorSpec, TrainerTopology
 
 __all__ = [
+    "CLASS_IN_VLLM",
     "FP8_FAMILIES",
     "SYNC_MODES",
     "Heads",
@@ -303,6 +304,9 @@ _FAMILIES = {
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), Family(_BESIDE_A_TOWER, _QWEN_TOWER, is_stacked=True)),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), Family(_BESIDE_A_TOWER, (*_QWEN_TOWER, *_LINEAR_ATTENTION))),
 }
+CLASS_IN_VLLM = {"phimoe": "PhiMoEForCausalLM"}
+"""Families whose layout is that of a class that vLLM knows by the name in their published checkpoints alone; under
+transformers' own name vLLM runs transformers' code, which has another."""
 # Families whose layers have no other matrices in FP8 than ``is_quantised`` says; read in vLLM's models. The names that
 # a worker has are compared before the first sync.
 FP8_FAMILIES = frozenset(

@@ -318,8 +318,8 @@ FEATURES = (
     ),
     Feature(
         "models",
-        "every Mixture-of-Experts on transformers' experts interface, Llama 4 and Granite ([each](families.md))",
-        "experts outside that interface (dbrx, jetmoe, ...) that [nobody has added](new_family.md); liger; "
+        "every Mixture-of-Experts on transformers' experts interface, Llama 4, Granite and DBRX ([each](families.md))",
+        "experts outside that interface (jetmoe, longcat_flash, ...) that [nobody has added](new_family.md); liger; "
         "tiled MLP; multi-token prediction",
         (
             "parity/test_parity.py::test_training_of_every_family_equals_the_plain_model",

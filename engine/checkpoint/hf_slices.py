@@ -6,7 +6,7 @@ elements of its own shard.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,12 @@ class SliceCopy:
     order: tuple[int, ...]
     target: tuple[slice | int, ...]
 
+    def of_expert(self, expert: int, rows: int) -> "SliceCopy":
+        """Return the copy of an expert whose rows are after those of the experts before it; this is the first one's."""
+        first = self.source[0]
+        moved = slice(first.start + expert * rows, first.stop + expert * rows)
+        return replace(self, source=(moved, *self.source[1:]))
+
     def copy(self, values: torch.Tensor, into: torch.Tensor) -> None:
         """Copy values that were read from ``source`` into the values of the range."""
         dropped = [d for d in range(values.dim()) if d not in self.order]
@@ -49,6 +55,8 @@ class CheckpointSlice:
         dims: the parameter's dim that each dim runs along; None for a dim of size 1.
         steps: the stride along each of these, in elements of the parameter.
         at: the index in the parameter of the tensor's first element.
+        rows: of each expert, in a tensor that has the rows of all experts one after the other; then all else describes
+            those of the first. 0 elsewhere.
     """
 
     name: str
@@ -56,6 +64,7 @@ class CheckpointSlice:
     dims: tuple[int | None, ...]
     steps: tuple[int, ...]
     at: tuple[int, ...]
+    rows: int = 0
 
     @classmethod
     def whole(cls, name: str, shape: tuple[int, ...]) -> "CheckpointSlice":
@@ -65,6 +74,8 @@ class CheckpointSlice:
 
     def expected(self, experts: int | None) -> tuple[int, ...]:
         """Return the tensor's shape in a checkpoint with that many experts."""
+        if self.rows and experts is not None:
+            return (experts * self.rows, *self.shape[1:])
         return tuple(
             experts if dim == 0 and experts is not None else size
             for dim, size in zip(self.dims, self.shape, strict=True)
@@ -113,18 +124,49 @@ def find_slices(model: Any, name: str, shape: Sequence[int], is_stack: bool) -> 
     if len(converted_together(model, name)) > 1:
         return None
     probed = (min(2, shape[0]), *shape[1:]) if is_stack else tuple(shape)
-    found: dict[str, list[torch.Tensor]] = {}
-    for dim, size in enumerate(probed):
-        places = torch.arange(size).view([-1 if d == dim else 1 for d in range(len(probed))]).expand(probed)
-        for tensor, values in revert(model, name, places).items():
-            found.setdefault(tensor, []).append(values)
+    found = _probe(model, name, probed)
     slices = [_as_slice(tensor, coordinates, probed) for tensor, coordinates in found.items()]
+    if None in slices and is_stack and probed[0] > 1:
+        first = (1, *shape[1:])
+        slices, probed = (
+            [_as_rows(tensor, of, first, found) for tensor, of in _probe(model, name, first).items()],
+            first,
+        )
     if any(piece is None for piece in slices):
         return None
     known = [piece for piece in slices if piece is not None]
     if sum(torch.Size(piece.shape).numel() for piece in known) != torch.Size(probed).numel():
         return None
     return [piece for piece in known if not (is_stack and 0 not in piece.dims and piece.at[0] > 0)]
+
+
+def _probe(model: Any, name: str, probed: tuple[int, ...]) -> dict[str, list[torch.Tensor]]:
+    """Return by the name of a checkpoint's tensor, dim by dim of the parameter, the index in it of each element."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for dim, size in enumerate(probed):
+        places = torch.arange(size).view([-1 if d == dim else 1 for d in range(len(probed))]).expand(probed)
+        for tensor, values in revert(model, name, places).items():
+            found.setdefault(tensor, []).append(values)
+    return found
+
+
+def _as_rows(
+    name: str, first: Sequence[torch.Tensor], probed: tuple[int, ...], found: dict[str, list[torch.Tensor]]
+) -> CheckpointSlice | None:
+    """Describe a tensor that has the rows of one expert after those of another.
+
+    Args:
+        first: as ``coordinates`` of ``_as_slice``, of the first expert alone.
+        found: by name, those of the first two.
+    """
+    piece, both = _as_slice(name, first, probed), found.get(name, ())
+    if piece is None or len(both) != len(first) or not first[0].dim():
+        return None
+    rows = piece.shape[0]
+    second = [first[0] + 1, *first[1:]]
+    if all(torch.equal(b, torch.cat([one, two])) for b, one, two in zip(both, first, second, strict=True)):
+        return replace(piece, rows=rows)
+    return None
 
 
 def _as_slice(name: str, coordinates: Sequence[torch.Tensor], probed: tuple[int, ...]) -> CheckpointSlice | None:

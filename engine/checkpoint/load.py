@@ -31,7 +31,7 @@ from ..topology.dtensor import checkpoint_tensors, is_expert_parameter, local_pi
 from ..topology.index_ranges import IndexRange, bounding_range
 from ..topology.mesh import Meshes
 from ..topology.rank_consistency import raise_on_all_ranks
-from .hf_slices import CheckpointSlice, find_slices
+from .hf_slices import CheckpointSlice, SliceCopy, find_slices
 from .safetensors_reader import CheckpointFiles
 
 __all__ = ["check_weights", "load_weights", "tensor_reader", "verify_experts"]
@@ -313,19 +313,24 @@ def _fill(tensor: _Target, model: nn.Module, files: CheckpointFiles) -> None:
         return
     for held, local in held_pieces:
         for piece, keys in tensor.slices:
-            for key, wanted, into in _keys_in(keys, held, local):
-                part = piece.copy_into(wanted, files.shape(key))
-                if part is not None:
-                    part.copy(files.read(key, part.source), into)
+            for key, part, into in _parts_in(piece, keys, held, local, files):
+                part.copy(files.read(key, part.source), into)
 
 
-def _keys_in(keys: list[str], held: IndexRange, local: torch.Tensor) -> Iterator[tuple[str, IndexRange, torch.Tensor]]:
-    """Yield the keys to read for a range, each with its part of the range, counted as if it were the first expert's."""
-    if len(keys) == 1:
-        yield keys[0], held, local
+def _parts_in(
+    piece: CheckpointSlice, keys: list[str], held: IndexRange, local: torch.Tensor, files: CheckpointFiles
+) -> Iterator[tuple[str, SliceCopy, torch.Tensor]]:
+    """Yield what to read for a range: the key, the part of its tensor, and where in the range's values it belongs."""
+    if len(keys) == 1 and not piece.rows:
+        part = piece.copy_into(held, files.shape(keys[0]))
+        if part is not None:
+            yield keys[0], part, local
         return
     for expert in range(held.low[0], held.high[0]):
-        yield keys[expert], held.with_dim(0, 0, 1), local[expert - held.low[0]].unsqueeze(0)
+        key = keys[0 if piece.rows else expert]
+        part = piece.copy_into(held.with_dim(0, 0, 1), piece.shape if piece.rows else files.shape(key))
+        if part is not None:
+            yield key, part.of_expert(expert, piece.rows), local[expert - held.low[0]].unsqueeze(0)
 
 
 def _copy_of_first_replica(local: torch.Tensor, meshes: Meshes) -> None:

@@ -5,6 +5,7 @@ Read in transformers 5.9.0, 5.12.1 and 5.23.0.
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,9 @@ from .private_names import look_up
 
 __all__ = [
     "ALL_EXPERTS_FUNCTIONS",
+    "FLATTENED",
     "RENAMED",
+    "Flattened",
     "Transpose",
     "WeightConverter",
     "WeightRenaming",
@@ -49,6 +52,43 @@ _rename_source_key = _find(f"{_LOADING}:rename_source_key")
 RENAMED = "_epfsdp2_renamed"
 """Attribute of a model: the ends of its parameters' names by those that transformers gives them, where they differ."""
 
+FLATTENED = "_epfsdp2_flattened"
+"""Attribute of a model: ``Flattened`` by the end of the name of a parameter that transformers has flattened."""
+
+
+@dataclass(frozen=True)
+class Flattened:
+    """A stack of experts that transformers, and with it a checkpoint, holds as matrices ``[E * rows, D]``.
+
+    Args:
+        names: the ends of the matrices' names. The stack is ``[E, len(names) * rows, D]``, in their order.
+        rows: of each expert in a matrix.
+        is_transposed: whether the stack is ``[E, D, rows]``; of one matrix.
+    """
+
+    names: tuple[str, ...]
+    rows: int
+    is_transposed: bool = False
+
+    def stack(self, matrices: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Return the stack of the matrices, which are in the order of their names."""
+        parts = [matrix.unflatten(0, (-1, self.rows)) for matrix in matrices]
+        return parts[0].mT if self.is_transposed else torch.cat(parts, dim=1)
+
+    def parts(self, stack: torch.Tensor) -> list[torch.Tensor]:
+        """Return the matrices of a stack, or of some of its experts, as views ``[E, rows, D]``."""
+        return [stack.mT] if self.is_transposed else list(stack.split(self.rows, dim=1))
+
+    def flatten(self, stack: torch.Tensor) -> list[torch.Tensor]:
+        """Return the matrices of a stack, or of some of its experts; copies, if there are two experts or more."""
+        return [part.flatten(0, 1) for part in self.parts(stack)]
+
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **_: Any
+    ) -> dict[str, torch.Tensor]:
+        """Do as an operation of transformers' ``WeightConverter`` does."""
+        return {target_patterns[0]: self.stack(input_dict[pattern][0] for pattern in source_patterns)}
+
 
 def renamed(
     key: str, renamings: Sequence[Any], converters: Sequence[Any], base_model_prefix: Any, known: Mapping[str, Any]
@@ -74,7 +114,11 @@ def own_name(model: nn.Module, name: str) -> str:
 def get_model_conversion_mapping(model: nn.Module, **kwargs: Any) -> list[Any]:
     """Return transformers' weight converters and renamings for a model, sharded or not, and the model's own."""
     own = [WeightRenaming(re.escape(old), new) for old, new in getattr(model, RENAMED, {}).items()]
-    return [*_get_mapping(_unsharded(model), **kwargs), *own]
+    flattened = [
+        WeightConverter([re.escape(name) for name in of.names], new, [of])
+        for new, of in getattr(model, FLATTENED, {}).items()
+    ]
+    return [*_get_mapping(_unsharded(model), **kwargs), *own, *flattened]
 
 
 def set_experts_implementation(model: Any, experts: Iterable[Any], name: str) -> None:
@@ -89,7 +133,13 @@ def set_experts_implementation(model: Any, experts: Iterable[Any], name: str) ->
 
 def revert_weight_conversion(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Convert a model's tensors to those of a checkpoint; the model may be sharded."""
-    reverted: dict[str, torch.Tensor] = _revert(_unsharded(model), state)
+    flattened: dict[str, torch.Tensor] = {}
+    for end, of in getattr(model, FLATTENED, {}).items():
+        for stack in [name for name in state if name.endswith(end)]:
+            names = [stack.removesuffix(end) + name for name in of.names]
+            flattened |= dict(zip(names, of.flatten(state[stack]), strict=True))
+            state = {name: tensor for name, tensor in state.items() if name != stack}
+    reverted: dict[str, torch.Tensor] = {**_revert(_unsharded(model), state), **flattened}
     for old, new in getattr(model, RENAMED, {}).items():
         reverted = {n.removesuffix(new) + old if n.endswith(new) else n: t for n, t in reverted.items()}
     return reverted

@@ -27,6 +27,7 @@ __all__ = [
     "compressions",
     "decay",
     "down_experts",
+    "fused_qkv",
     "gate_or_up",
     "gate_up_experts",
     "halved_heads",
@@ -178,6 +179,16 @@ def qkv_projection(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: s
     if kind == "k" and heads.values_are_keys:
         found.append(TargetSlice(block, name, _at(tensor, 0, before + block.shape[0])))
     return found
+
+
+def fused_qkv(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
+    """Shard queries, keys and values, stored one after the other in one parameter, each by its own heads."""
+    start = 0
+    for part, count in (("q", heads.queries), ("k", heads.keys), ("v", heads.keys)):
+        rows, before = _heads_of(tensor, tp, rank, heads, part)
+        block = rows.with_dim(0, start + rows.low[0], start + rows.high[0])
+        yield TargetSlice(block, tensor.name, _at(tensor, 0, before))
+        start += count * heads.dim
 
 
 def halved_heads(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:

@@ -29,6 +29,7 @@ from .sglang_layout import FAMILIES as SGLANG_FAMILIES
 from .vllm_layout import (
     CLASS_IN_VLLM,
     FP8_FAMILIES,
+    NOT_SPREAD_IN_VLLM,
     Rollout,
     SyncMode,
     known_families,
@@ -301,14 +302,20 @@ def _check_tensor_parallel(rollout: Rollout, model: Any) -> None:
     vocabulary = padded_vocabulary(model.vocab_size)
     heads = getattr(model, "num_attention_heads", 0)
     keys = heads if getattr(model, "kv_lora_rank", None) else getattr(model, "num_key_value_heads", None) or heads
-    experts = _first(model, "num_experts", "num_local_experts", "n_routed_experts")
+    sizes = getattr(model, "ffn_config", model)  # DBRX
+    experts = _first(sizes, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    if rollout.expert_parallel and getattr(model, "model_type", "") in NOT_SPREAD_IN_VLLM:
+        setting, rule = f"{ROLLOUT}.expert_parallel_size", f"vLLM's loader of a {model.model_type} spreads no experts."
+        raise SettingError(setting, rollout.workers, rule, f"{setting}=1")
     if rollout.expert_parallel and not experts:
         setting = f"{ROLLOUT}.expert_parallel_size"
         raise SettingError(setting, rollout.workers, "vLLM spreads experts, and the model has none.", f"{setting}=1")
     # Under expert parallelism experts are not sharded; without it data-parallel workers shard them too.
     dp = rollout.dp if experts else 1
     whose = " of an expert" if experts else ""
-    size = 0 if rollout.expert_parallel else _first(model, "moe_intermediate_size", "intermediate_size")
+    size = (
+        0 if rollout.expert_parallel else _first(sizes, "moe_intermediate_size", "ffn_hidden_size", "intermediate_size")
+    )
 
     def reasons(tp: int) -> list[str]:
         found = {

@@ -29,6 +29,7 @@ from .specs import Heads, Rollout, TargetSlice, TensorSpec, TrainerTopology
 __all__ = [
     "CLASS_IN_VLLM",
     "FP8_FAMILIES",
+    "NOT_SPREAD_IN_VLLM",
     "SYNC_MODES",
     "Heads",
     "TargetSlice",
@@ -163,7 +164,7 @@ def loads_own_experts(family: str) -> bool:
 
 _EXPERTS = re.compile(r"\.experts\.(?:gate_up|up|down)_proj(?:_bias)?$")
 _TOWER = ("model.visual.", "model.vision_tower.", "model.embed_vision.", "vision_model.", "multi_modal_projector.")
-_VOCABULARY = re.compile(r"(?:^|\.)(embed_tokens|lm_head|(?<=^model\.)embeddings)\.(?:weight|bias)$")
+_VOCABULARY = re.compile(r"(?:^|\.)(embed_tokens|wte|lm_head|(?<=^model\.)embeddings)\.(?:weight|bias)$")
 _QUANTISED = re.compile(r"\.layers\.\d+\.(?:.*\.experts\.(?:gate_up|down)_proj|.*_proj(?:_with_mqa)?\.weight)$")
 _RULES: NamedRules = (
     *named_rules(
@@ -229,6 +230,13 @@ _FAMILIES = {
     **dict.fromkeys(("dots1", "flex_olmo", "glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe"), Family()),
     **dict.fromkeys(("cohere2_moe", "solar_open"), Family()),
     **dict.fromkeys(("gemma3_text", "llama", "mistral", "qwen2", "qwen3"), Family()),  # dense
+    "dbrx": Family(
+        rules=named_rules(
+            (r"\.attn\.(Wqkv)\.weight", rules.fused_qkv),
+            (r"\.attn\.(out)_proj\.weight", rules.row_parallel),
+        ),
+        is_stacked=True,
+    ),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), Family(rules=rules.LATENT_ATTENTION)),
     "afmoe": Family(((".router.gate.", ".gate."),), named_rules((r"\.self_attn\.(gate)_proj\.weight", rules.columns))),
     "ernie4_5_moe": Family(
@@ -304,6 +312,8 @@ _FAMILIES = {
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), Family(_BESIDE_A_TOWER, _QWEN_TOWER, is_stacked=True)),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), Family(_BESIDE_A_TOWER, (*_QWEN_TOWER, *_LINEAR_ATTENTION))),
 }
+NOT_SPREAD_IN_VLLM = frozenset({"dbrx"})
+"""Families whose loader in vLLM puts all experts into each worker, so that expert parallelism can't be."""
 CLASS_IN_VLLM = {"phimoe": "PhiMoEForCausalLM"}
 """Families whose layout is that of a class that vLLM knows by the name in their published checkpoints alone; under
 transformers' own name vLLM runs transformers' code, which has another."""

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,10 +16,39 @@ __all__ = ["finish_model", "install", "prepare_layer", "prepare_model"]
 # Models whose loader copies into these parameters directly instead of calling their weight loaders.
 _DIRECT_COPIES = {"GptOssModel": ("w13_weight", "w13_bias", "w2_weight", "w2_bias", "sinks")}
 _BIAS = "e_score_correction_bias"
+_NESTED = "routed_experts"
 
 
 def install() -> None:
-    """Let experts load the correction bias that Laguna's checkpoints have among them, once per process.
+    """Let experts load what vLLM's own loaders lose or do not find, once per process."""
+    _load_bias_of_laguna()
+    _find_experts_of_dbrx()
+
+
+def _find_experts_of_dbrx() -> None:
+    """Let vLLM load DBRX at all: 0.27 looks for its experts' parameters where it has none (``KeyError``).
+
+    Source: ``DbrxModel.load_weights``, which makes a parameter's name of that of a checkpoint's tensor.
+    """
+    try:
+        model: Any = importlib.import_module("vllm.model_executor.models.dbrx").DbrxModel
+        load = model.load_weights
+    except (ImportError, AttributeError):
+        return
+    if hasattr(load, "__wrapped__") or _NESTED in inspect.getsource(load):
+        return
+
+    @functools.wraps(load)
+    def load_weights(self: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str]:
+        if any(f".{_NESTED}." in name for name, _ in self.named_parameters()):
+            weights = ((name.replace(".experts.mlp.", f".experts.{_NESTED}.mlp."), values) for name, values in weights)
+        return load(self, weights)
+
+    model.load_weights = load_weights
+
+
+def _load_bias_of_laguna() -> None:
+    """Let experts load the correction bias that Laguna's checkpoints have among them.
 
     vLLM 0.27 drops it without a word and routes with zeros. Source: ``fused_moe/routed_experts.py``.
     """

@@ -239,9 +239,8 @@ def _compare(name: str, folder: Path, case: Case, reference: _Reference) -> Row:
         return Row(name, case, failed="" if finite and all(finite) else "a gradient is not finite")
     optimizer = build_multi_optimizer(model, _adam)
     found: list[tuple[str, str, float]] = []
-    own = {families.plain_name(model, n): n for n, _ in model.named_parameters()}
     for step, plain in enumerate(reference.steps, start=1):
-        expected = {key: _renamed(value, own) for key, value in plain.items()}
+        expected = {key: _by_own_name(model, value) for key, value in plain.items()}
         optimizer.zero_grad()
         logits = (families.packed_logits if case.packed else families.logits)(model, _batch()[rows])
         families.loss(name, logits, _batch()[rows]).backward()
@@ -259,8 +258,18 @@ def _compare(name: str, folder: Path, case: Case, reference: _Reference) -> Row:
     return _row(name, case, found)
 
 
-def _renamed(values: Any, names: dict[str, str]) -> Any:
-    return {names[name]: value for name, value in values.items()} if isinstance(values, dict) else values
+def _by_own_name(model: nn.Module, of_plain: Any) -> Any:
+    """What the plain model has of its parameters, by name, as the engine's model has it; all else as it is."""
+    if not isinstance(of_plain, dict):
+        return of_plain
+    moments = {key for value in of_plain.values() if isinstance(value, dict) for key in value}
+    if not moments:
+        return families.own_values(model, of_plain)
+    found: dict[str, dict[str, torch.Tensor]] = {name: {} for name, _ in model.named_parameters()}
+    for key in moments:
+        for name, value in families.own_values(model, {n: v[key] for n, v in of_plain.items() if key in v}).items():
+            found[name][key] = value
+    return found
 
 
 def _gradients(model: nn.Module, wanted: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -8,9 +8,10 @@ import torch
 import transformers
 from torch import nn
 
-from epfsdp2.engine.compat.transformers_names import RENAMED
+from epfsdp2.engine.compat.transformers_names import FLATTENED, RENAMED
 from epfsdp2.engine.model.vision import VisionTowerSync
 from tests.parity.family import (
+    DBRX,
     DEEPSEEK,
     GRANITE,
     LINEAR,
@@ -42,8 +43,10 @@ __all__ = [
     "load",
     "logits",
     "loss",
+    "own_values",
     "packed_logits",
     "plain_name",
+    "plain_values",
     "save",
 ]
 
@@ -270,6 +273,8 @@ FAMILIES: dict[str, Family] = {
         note="text alone",
     ),
     "solar_open": of("SolarOpen", **DEEPSEEK),
+    # The place decides what a family's fast case has, so a new one is the last.
+    "dbrx": of("Dbrx", **DBRX),
 }
 
 # Without experts.
@@ -286,8 +291,8 @@ DENSE: dict[str, Family] = {
     ),
     "mistral": of("Mistral", **_DENSE, sliding_window=8),
 }
-# Whose experts are outside transformers' interface in 5.9.
-OUTSIDE = ("granitemoe", "granitemoehybrid", "granitemoeshared", "llama4")
+# Whose experts are outside transformers' interface in 5.9; DBRX's are still in 5.23.
+OUTSIDE = ("dbrx", "granitemoe", "granitemoehybrid", "granitemoeshared", "llama4")
 EVERY = {**FAMILIES, **DENSE}
 ALL = {**EVERY, **NEWER}
 # Those that carry a state along the row: ranks share rows of them by sequences. Some only newer transformers have.
@@ -334,6 +339,29 @@ def plain_name(model: nn.Module, name: str) -> str:
         if name.endswith(own):
             return name.removesuffix(own) + plain
     return name
+
+
+def plain_values(model: nn.Module, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What the plain model has of a parameter of one that the engine has built: one tensor, or several matrices."""
+    for end, was in getattr(model, FLATTENED, {}).items():
+        if name.endswith(end):
+            return {name.removesuffix(end) + own: part for own, part in zip(was.names, was.flatten(value), strict=True)}
+    return {plain_name(model, name): value}
+
+
+def own_values(model: nn.Module, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of the plain model's parameters as they are in the one that the engine has built, by its names."""
+    found = {}
+    for name, _ in model.named_parameters():
+        end = next((end for end in getattr(model, FLATTENED, {}) if name.endswith(end)), None)
+        if end is None:
+            parts = [plain_name(model, name)]
+        else:
+            was = getattr(model, FLATTENED)[end]
+            parts = [name.removesuffix(end) + own for own in was.names]
+        if all(part in values for part in parts):
+            found[name] = values[parts[0]] if end is None else was.stack(values[part] for part in parts)
+    return found
 
 
 def logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:

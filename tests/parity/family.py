@@ -6,9 +6,11 @@ from typing import Any
 import torch
 import transformers
 
+from tests.support.models.dbrx import plain_dbrx
 from tests.support.models.tiny import VOCAB
 
 __all__ = [
+    "DBRX",
     "DEEPSEEK",
     "GRANITE",
     "HEADS",
@@ -76,6 +78,8 @@ class Family:
 
 
 def model_class(name: str) -> Any:
+    if name == "DbrxForCausalLM":
+        return plain_dbrx()
     if hasattr(transformers, name):
         return getattr(transformers, name)
     if name.startswith("Qwen3_5Moe"):
@@ -121,6 +125,11 @@ def of(name: str, head: str = "ForCausalLM", **own: Any) -> Family:
     return Family(name + head, config, sizes(**own), **options)
 
 
+# A few queries, keys and values are clipped.
+DBRX = {
+    "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.0, "rope_theta": 1e4},
+    "ffn_config": {"hidden_size": 48, "ffn_hidden_size": 20, "moe_num_experts": 8, "moe_top_k": 2},
+}
 QWEN = {"intermediate_size": 40, "moe_intermediate_size": 18, "num_experts": 8, "num_experts_per_tok": 2}
 DEEPSEEK = {
     "intermediate_size": 40,

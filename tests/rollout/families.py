@@ -10,6 +10,7 @@ import transformers
 from epfsdp2.engine.moe.outside.families import prepare
 from epfsdp2.rollout.layout.vllm_layout import known_families
 from tests.rollout.served_families import SERVED
+from tests.support.models.dbrx import plain_dbrx
 from tests.support.models.tiny import publish, save_random
 
 __all__ = ["DENSE", "FAMILIES", "Family", "config_of", "known", "model_on_meta", "save"]
@@ -36,6 +37,10 @@ _WIDE = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 _BY_LAYER = {"moe_intermediate_size": [64, 64], "moe_topk": [2, 2], "num_shared_expert": [1, 1]}
 # Its full attention has other heads, whose keys are values too.
 _SHARED_KEYS = {"attention_k_eq_v": True, "global_head_dim": 64, "num_global_key_value_heads": 1}
+_DBRX = {
+    "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.0, "rope_theta": 1e4},
+    "ffn_config": {"hidden_size": 128, "ffn_hidden_size": 96, "moe_num_experts": 8, "moe_top_k": 2},
+}
 _FOUR_KEYS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 
 FAMILIES: dict[str, Family] = {
@@ -56,6 +61,7 @@ FAMILIES: dict[str, Family] = {
     "glm_moe_dsa": Family(may_be_tied=False),
     "flex_olmo": Family({**_WIDE, "intermediate_size": 96}, may_be_tied=False),
     "afmoe": Family(may_be_tied=False),
+    "dbrx": Family({**_WIDE, **_DBRX}, may_be_tied=False),
     "granitemoe": Family({**_WIDE, "intermediate_size": 96}),
     "granitemoeshared": Family({**_WIDE, "intermediate_size": 96}),
     "granitemoehybrid": Family({**_WIDE, "intermediate_size": 96, "mamba_d_head": 64}),
@@ -115,9 +121,13 @@ def model_on_meta(config: Any) -> Any:
 def save(family: str, folder: Path, seed: int, **overrides: Any) -> Path:
     """Save a family's tiny model with random weights, as vLLM can load it."""
     config = config_of(family, **overrides)
-    save_random(_auto_class(config).from_config(config), folder, seed)
+    save_random(_plain(config), folder, seed)
     publish(folder)
     return folder
+
+
+def _plain(config: Any) -> Any:
+    return plain_dbrx()(config) if config.model_type == "dbrx" else _auto_class(config).from_config(config)
 
 
 def _auto_class(config: Any) -> Any:

@@ -3,12 +3,14 @@
 from typing import Any
 
 from .blocks import Block, put_on_interface
+from .dbrx import DBRX
 from .granitemoe import GRANITE
 from .llama4 import LLAMA4
 
 __all__ = ["OUTSIDE", "prepare"]
 
 OUTSIDE: dict[str, Block] = {
+    "DbrxFFN": DBRX,
     "GraniteMoeHybridMoE": GRANITE,
     "GraniteMoeMoE": GRANITE,
     "GraniteMoeSharedMoE": GRANITE,

@@ -64,6 +64,7 @@ class Trip:
 # On 4 ranks the experts of an EP rank are cut as well. Each way in which checkpoints hold experts is among these.
 _CUT = (
     "cohere2_moe",
+    "dbrx",
     "deepseek_v3",
     "deepseek_v4",
     "ernie4_5_moe",

@@ -81,8 +81,8 @@ def _compared(name, folder, meshes):
     weights = {n: p.detach() for n, p in plain.named_parameters()}
     for target in lora.targets.values():
         delta = SCALING * leaves[target.name + B] @ leaves[target.name + A]
-        plain_name = families.plain_name(model, target.name)
-        weights[plain_name] = weights[plain_name] + (delta.mT if target.is_transposed else delta)
+        delta = delta.mT if target.is_transposed else delta
+        weights |= {n: weights[n] + part for n, part in families.plain_values(model, target.name, delta).items()}
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
     wanted = functional_call(plain, weights, kwargs=inputs).logits
     families.loss(name, wanted, ids).backward()
@@ -93,13 +93,12 @@ def _compared(name, folder, meshes):
         n: 1.0 if p.grad is None else relative_error(p.grad.full_tensor(), leaves[n].grad) for n, p in used.items()
     }
     streamed = dict(full_tensors(model, meshes, layer_names(model), 1 << 20))
+    merged = families.own_values(model, {n: weight.detach() for n, weight in weights.items()})
     return {
         "logits": relative_error(logits.detach(), wanted.detach()[mine]),
         "gradient": max(errors.values()),
         "of": max(errors, key=errors.get),
-        "merged": max(
-            (streamed[n] - weights[families.plain_name(model, n)].detach()).abs().max().item() for n in lora.targets
-        ),
+        "merged": max((streamed[n] - merged[n]).abs().max().item() for n in lora.targets),
         "targets": len(lora.targets),
     }
 

@@ -12,7 +12,6 @@ from tests.support.models.tiny import save_qwen3_moe
 OUTSIDE = {
     "longcat_flash": ({"num_layers": 2}, "LongcatFlashExperts"),
     "jetmoe": ({"num_hidden_layers": 2}, "JetMoeParallelExperts"),
-    "dbrx": ({"n_layers": 2, "attn_config": {"kv_n_heads": 8, "clip_qkv": 8.0, "rope_theta": 1e4}}, "DbrxExperts"),
     "aria_text": ({"num_hidden_layers": 2}, "AriaGroupedExpertsGemm"),
     "switch_transformers": ({"num_layers": 2}, "SwitchTransformersExperts"),
     "nllb-moe": ({"encoder_layers": 4, "decoder_layers": 4}, "NllbMoeExperts"),

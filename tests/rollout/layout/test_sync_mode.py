@@ -15,12 +15,13 @@ from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.topology.dtensor import local_tensor
 from epfsdp2.rollout import sync as rollout_sync
 from epfsdp2.rollout.layout.rollout_config import EXTENSION, SGLANG_LOADER, rollout_of
-from epfsdp2.rollout.layout.sync_mode import choose_mode
+from epfsdp2.rollout.layout.sync_mode import check_rollout_parallelism, choose_mode
 from epfsdp2.rollout.layout.vllm_layout import Rollout
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport.cast import CastOnCopy
 from epfsdp2.rollout.transport.report import TransferStats
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
+from tests.parity import families
 from tests.support.engine.sharded import sharded_model
 from tests.support.models.names import send_stacks
 from tests.support.models.quantised import COMPRESSED
@@ -130,6 +131,16 @@ def test_choose_mode_expert_local_for_a_family_with_stacks_alone_is_refused():
     assert choose_mode("auto", EP2, "gemma4_text") == ("sliced", "")
     with pytest.raises(SettingError, match="actor_rollout_ref.model=gemma4_text: its checkpoints have experts as"):
         choose_mode("expert_local", EP2, "gemma4_text")
+
+
+def test_rollout_parallelism_of_dbrx_is_checked_by_its_sizes_and_spreads_no_experts():
+    config = families.FAMILIES["dbrx"].build().config
+    check_rollout_parallelism(TP2, 4, config)
+    with pytest.raises(SettingError, match="expert_parallel_size=2: vLLM's loader of a dbrx spreads no experts"):
+        check_rollout_parallelism({**TP2, "expert_parallel_size": 2}, 4, config)
+    config.ffn_config.ffn_hidden_size = 18
+    with pytest.raises(SettingError, match="the intermediate size 18 of an expert, in 4 parts"):
+        check_rollout_parallelism({**TP2, "tensor_model_parallel_size": 4}, 4, config)
 
 
 def test_choose_mode_of_a_class_that_vllm_runs_by_transformers_code_is_full():

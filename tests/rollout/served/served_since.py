@@ -43,6 +43,14 @@ _LLAMA4_TOWER = {
 SINCE: dict[str, Served] = {
     "flex_olmo": Served(of("FlexOlmo", intermediate_size=64, num_experts=8, num_experts_per_tok=2, **THREE_HEADS)),
     "afmoe": Served(of("Afmoe", **QWEN, num_dense_layers=1, num_shared_experts=1, layer_types=["full_attention"] * 2)),
+    "dbrx": Served(
+        of(
+            "Dbrx",
+            **THREE_HEADS,
+            attn_config={"kv_n_heads": 3, "clip_qkv": 1.0, "rope_theta": 1e4},
+            ffn_config={"hidden_size": 96, "ffn_hidden_size": 64, "moe_num_experts": 8, "moe_top_k": 2},
+        )
+    ),
     "granitemoe": Served(of("GraniteMoe", **LOCAL, **THREE_HEADS)),
     "granitemoeshared": Served(of("GraniteMoeShared", **LOCAL, **THREE_HEADS, shared_intermediate_size=96)),
     "granitemoehybrid": Served(

@@ -95,6 +95,24 @@ def test_install_has_experts_load_the_correction_bias_that_is_among_them(shims):
     assert holder.e_score_correction_bias.tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("experts", ["experts", "experts.routed_experts"])
+def test_install_lets_dbrx_find_the_parameters_of_its_experts(shims, experts):
+    """vLLM 0.27 can't load it; where it finds them, names are left as they are."""
+    model, seen = pytest.importorskip("vllm.model_executor.models.dbrx").DbrxModel, []
+
+    def load(self, weights):
+        seen.extend(name for name, _ in weights)
+
+    holder = SimpleNamespace(named_parameters=lambda: [(f"blocks.0.ffn.{experts}.w13_weight", None)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "load_weights", load)
+        shims.install()
+        shims.install()
+        assert model.load_weights.__wrapped__ is load
+        model.load_weights(holder, [("blocks.0.ffn.experts.mlp.w1", 0), ("norm_f.weight", 0)])
+    assert seen == [f"blocks.0.ffn.{experts}.mlp.w1", "norm_f.weight"]
+
+
 @pytest.mark.parametrize("name", ["GptOssModel", "AnotherModel"])
 def test_prepare_model_counts_direct_copies_of_gpt_oss(shims, name):
     """vLLM's own reload loses such tensors, which is why gpt-oss needs it; other models are left as they are."""

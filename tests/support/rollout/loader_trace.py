@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from epfsdp2.engine.compat.transformers_names import FLATTENED
 from epfsdp2.engine.model import hf_names
 from epfsdp2.engine.model.hf_convert import storage_id
 from epfsdp2.engine.topology.dtensor import checkpoint_tensors
@@ -77,13 +78,31 @@ def checkpoint_views(model: Any, tensors: Iterable[TensorSpec]) -> list[View]:
     stand_ins = {t.name: torch.empty(t.shape, device="meta") for t in tensors}
     names = {storage_id(t): name for name, t in stand_ins.items()}
     views = []
-    for name, part in hf_names.for_vllm(model, stand_ins.items(), may_be_fused=False):
+    for name, part in _parts(model, stand_ins):
         if storage_id(part) not in names:
             raise ValueError(f"{name} is not a view of one trainer tensor.")
         own = names[storage_id(part)]
         shape = tuple(stand_ins[own].shape)
         views.append(View(name, own, shape, tuple(part.shape), tuple(part.stride()), int(part.storage_offset())))
     return views
+
+
+def _parts(model: Any, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors as vLLM's loader receives them; flattened experts, which are copies, in their three dims.
+
+    A loader of such a family gives them these dims before anything else.
+    """
+    flattened = {
+        name: (name.removesuffix(end), was)
+        for name in tensors
+        for end, was in getattr(model, FLATTENED, {}).items()
+        if name.endswith(end)
+    }
+    others = ((name, tensor) for name, tensor in tensors.items() if name not in flattened)
+    yield from hf_names.for_vllm(model, others, may_be_fused=False)
+    for name, (prefix, was) in flattened.items():
+        for own, part in zip(was.names, was.parts(tensors[name]), strict=True):
+            yield prefix + own, part
 
 
 class LoaderTracer(TorchDispatchMode):

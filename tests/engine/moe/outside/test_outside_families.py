@@ -15,7 +15,7 @@ from epfsdp2.engine.moe.outside.families import OUTSIDE, prepare
 from epfsdp2.engine.preflight.model_facts import inspect_model
 from epfsdp2.recipes.plan.cli import main as plan
 from tests.parity import families
-from tests.parity.families import FAMILIES, plain_name
+from tests.parity.families import FAMILIES, own_values
 from tests.support.models.tiny import relative_error
 
 EXACT = 1e-12  # in float64; the largest seen is 2e-15
@@ -39,6 +39,9 @@ def _run(block, hidden):
 def test_outside_block_of_every_family_computes_what_the_familys_own_does(name, top_k):
     family = FAMILIES[name]
     text = family.sizes.get("text_config", family.sizes) | {"num_experts_per_tok": top_k}
+    if "ffn_config" in text:
+        norm = 1.0 if top_k > 1 else None  # a single weight that is normalised has a gradient of zero
+        text |= {"ffn_config": text["ffn_config"] | {"moe_top_k": top_k, "moe_normalize_expert_weights": norm}}
     plain = family.build_random("eager", **({"text_config": text} if "text_config" in family.sizes else text))
     model = copy.deepcopy(plain)
     prepare(model)
@@ -55,10 +58,19 @@ def test_outside_block_of_every_family_computes_what_the_familys_own_does(name, 
         mine, wanted = (hidden.clone().requires_grad_() for _ in range(2))
         assert relative_error(_run(block, mine), _run(theirs[fqn], wanted)) < EXACT
         assert relative_error(mine.grad, wanted.grad) < EXACT
-        grads = {n: p.grad for n, p in theirs[fqn].named_parameters()}
+        grads = own_values(model, {f"{fqn}.{n}": p.grad for n, p in theirs[fqn].named_parameters()})
         for own_name, param in block.named_parameters():
-            found = grads[plain_name(model, f"{fqn}.{own_name}").removeprefix(f"{fqn}.")]
-            assert relative_error(param.grad, found) < EXACT, own_name
+            assert relative_error(param.grad, grads[f"{fqn}.{own_name}"]) < EXACT, own_name
+
+
+def test_outside_dbrx_whose_positions_transformers_would_misread_is_refused(tmp_path):
+    config = FAMILIES["dbrx"].build().config
+    path = families.save("dbrx", tmp_path)
+    assert inspect_model({"path": str(path)}).experts == (8, 8, 8)
+    config.attn_config.rope_theta = 5e5
+    config.save_pretrained(path)
+    with pytest.raises(SettingError, match=r"attn_config.rope_theta=500000.0 is not what .*rope_theta=10000.0; it is"):
+        inspect_model({"path": str(path)})
 
 
 def test_outside_blocks_of_a_model_without_one_leave_it_unchanged():

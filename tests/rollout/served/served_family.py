@@ -51,7 +51,7 @@ class Served:
         environment: the same.
         broken: release of vLLM -> why it can't run this family by itself, without any sync.
         mute: release of vLLM whose CPU build loads the family, but can't compute with it -> why: parameters alone are
-            compared.
+            compared, and in every release where the engine is one that never computes.
     """
 
     family: Family
@@ -68,7 +68,7 @@ class Served:
 
     @property
     def is_mute(self) -> bool:
-        return _release() in self.mute
+        return _release() in self.mute or self.settings.get("extension") == "idle_extension.NeverComputes"
 
 
 def _release() -> str:

@@ -8,7 +8,6 @@ import torch
 import transformers
 from torch import nn
 
-from epfsdp2.engine.compat.transformers_names import FLATTENED, RENAMED
 from epfsdp2.engine.model.vision import VisionTowerSync
 from tests.parity.family import (
     DBRX,
@@ -27,6 +26,7 @@ from tests.parity.family import (
     sizes,
 )
 from tests.parity.newer_families import NEWER
+from tests.parity.plain_names import own_values, plain_name, plain_values
 from tests.support.models.tiny import VOCAB
 
 __all__ = [
@@ -331,37 +331,6 @@ def load(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """The plain Hugging Face model, its experts computed by its own loop."""
     kind = model_class(ALL[name].model)
     return kind.from_pretrained(folder, dtype=dtype, experts_implementation="eager", attn_implementation="eager")
-
-
-def plain_name(model: nn.Module, name: str) -> str:
-    """What the plain model calls a parameter of one that the engine has built."""
-    for plain, own in getattr(model, RENAMED, {}).items():
-        if name.endswith(own):
-            return name.removesuffix(own) + plain
-    return name
-
-
-def plain_values(model: nn.Module, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What the plain model has of a parameter of one that the engine has built: one tensor, or several matrices."""
-    for end, was in getattr(model, FLATTENED, {}).items():
-        if name.endswith(end):
-            return {name.removesuffix(end) + own: part for own, part in zip(was.names, was.flatten(value), strict=True)}
-    return {plain_name(model, name): value}
-
-
-def own_values(model: nn.Module, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of the plain model's parameters as they are in the one that the engine has built, by its names."""
-    found = {}
-    for name, _ in model.named_parameters():
-        end = next((end for end in getattr(model, FLATTENED, {}) if name.endswith(end)), None)
-        if end is None:
-            parts = [plain_name(model, name)]
-        else:
-            was = getattr(model, FLATTENED)[end]
-            parts = [name.removesuffix(end) + own for own in was.names]
-        if all(part in values for part in parts):
-            found[name] = values[parts[0]] if end is None else was.stack(values[part] for part in parts)
-    return found
 
 
 def logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:

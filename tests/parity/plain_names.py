@@ -1,0 +1,39 @@
+"""Parameters of a model that the engine has built, and what the plain model calls and has of them."""
+
+import torch
+from torch import nn
+
+from epfsdp2.engine.compat.transformers_names import FLATTENED, RENAMED
+
+__all__ = ["own_values", "plain_name", "plain_values"]
+
+
+def plain_name(model: nn.Module, name: str) -> str:
+    """What the plain model calls a parameter of one that the engine has built."""
+    for plain, own in getattr(model, RENAMED, {}).items():
+        if name.endswith(own):
+            return name.removesuffix(own) + plain
+    return name
+
+
+def plain_values(model: nn.Module, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What the plain model has of a parameter of one that the engine has built: one tensor, or several matrices."""
+    for end, was in getattr(model, FLATTENED, {}).items():
+        if name.endswith(end):
+            return {name.removesuffix(end) + own: part for own, part in zip(was.names, was.flatten(value), strict=True)}
+    return {plain_name(model, name): value}
+
+
+def own_values(model: nn.Module, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of the plain model's parameters as they are in the one that the engine has built, by its names."""
+    found = {}
+    for name, _ in model.named_parameters():
+        end = next((end for end in getattr(model, FLATTENED, {}) if name.endswith(end)), None)
+        if end is None:
+            parts = [plain_name(model, name)]
+        else:
+            was = getattr(model, FLATTENED)[end]
+            parts = [name.removesuffix(end) + own for own in was.names]
+        if all(part in values for part in parts):
+            found[name] = values[parts[0]] if end is None else was.stack(values[part] for part in parts)
+    return found

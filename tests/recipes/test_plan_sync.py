@@ -1,7 +1,7 @@
 """The planner's command line, on published sizes."""
 
 import pytest
-from transformers import GlmMoeDsaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import DeepseekV4Config, Qwen3Config, Qwen3MoeConfig
 
 from epfsdp2.recipes.plan.sync import main
 
@@ -65,10 +65,10 @@ def test_plan_sync_of_a_standalone_rollout_has_nothing_of_its_own(qwen3_30b, cap
 
 
 def test_plan_sync_of_an_unknown_layout_has_mode_full_alone(tmp_path, capsys):
-    GlmMoeDsaConfig(num_hidden_layers=4).save_pretrained(tmp_path)
+    DeepseekV4Config(num_hidden_layers=4).save_pretrained(tmp_path)
     assert main(["--model", str(tmp_path), "--world", "8", "--ep", "8"]) == 0
     text = capsys.readouterr().out
-    assert "How vLLM cuts a glm_moe_dsa is not known" in text
+    assert "How vLLM cuts a deepseek_v4 is not known" in text
     assert set(_rows(text)) == {"full"}
 
 

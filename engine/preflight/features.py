@@ -123,13 +123,13 @@ def _attention_of(model: Mapping[str, Any]) -> str:
 def check_fused_kernels(
     model: Mapping[str, Any], facts: ModelFacts | None, *, device: str = "cuda", setting: str = ACTOR_MODEL
 ) -> None:
-    """Check that the head only multiplies by its weight, which is all that verl's fused linear cross-entropy does.
+    """Check that verl's fused linear cross-entropy finds the layers, and that the head only multiplies by its weight.
 
     Args:
         facts: None for a model that is not on this machine: what does not depend on it is checked.
 
     Raises:
-        SettingError: log-probs would silently be wrong, or the role computes none.
+        SettingError: log-probs would silently be wrong, the first update would fail, or the role computes none.
     """
     if not model.get("use_fused_kernels", False):
         return
@@ -146,6 +146,8 @@ def check_fused_kernels(
         besides += ["the head's bias"] if getattr(head, "bias", None) is not None else []
         if besides:
             rule = f"they compute log-probs by the head's weight alone; besides, {facts.name} has {', '.join(besides)}."
+        elif not hasattr(facts.model, "model"):
+            rule = f"verl's forward calls the layers as the model's attribute `model`, which {facts.name} has not."
     if rule:
         raise SettingError(name, True, rule, f"{name}=False")
 

@@ -127,11 +127,8 @@ def find_slices(model: Any, name: str, shape: Sequence[int], is_stack: bool) -> 
     found = _probe(model, name, probed)
     slices = [_as_slice(tensor, coordinates, probed) for tensor, coordinates in found.items()]
     if None in slices and is_stack and probed[0] > 1:
-        first = (1, *shape[1:])
-        slices, probed = (
-            [_as_rows(tensor, of, first, found) for tensor, of in _probe(model, name, first).items()],
-            first,
-        )
+        probed = (1, *shape[1:])
+        slices = [_as_rows(tensor, of, probed, found) for tensor, of in _probe(model, name, probed).items()]
     if any(piece is None for piece in slices):
         return None
     known = [piece for piece in slices if piece is not None]

@@ -25,6 +25,7 @@ __all__ = [
     "WeightConverter",
     "WeightRenaming",
     "dot_natural_key",
+    "flattened_matrices",
     "get_model_conversion_mapping",
     "no_init_weights",
     "own_name",
@@ -111,6 +112,14 @@ def own_name(model: nn.Module, name: str) -> str:
     return name
 
 
+def flattened_matrices(model: nn.Module, name: str) -> tuple[Flattened, list[str]] | None:
+    """Return how transformers has this stack of experts, and its matrices' names; None for any other parameter."""
+    for end, of in getattr(model, FLATTENED, {}).items():
+        if name.endswith(end):
+            return of, [name.removesuffix(end) + own for own in of.names]
+    return None
+
+
 def get_model_conversion_mapping(model: nn.Module, **kwargs: Any) -> list[Any]:
     """Return transformers' weight converters and renamings for a model, sharded or not, and the model's own."""
     own = [WeightRenaming(re.escape(old), new) for old, new in getattr(model, RENAMED, {}).items()]
@@ -134,12 +143,12 @@ def set_experts_implementation(model: Any, experts: Iterable[Any], name: str) ->
 def revert_weight_conversion(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Convert a model's tensors to those of a checkpoint; the model may be sharded."""
     flattened: dict[str, torch.Tensor] = {}
-    for end, of in getattr(model, FLATTENED, {}).items():
-        for stack in [name for name in state if name.endswith(end)]:
-            names = [stack.removesuffix(end) + name for name in of.names]
-            flattened |= dict(zip(names, of.flatten(state[stack]), strict=True))
-            state = {name: tensor for name, tensor in state.items() if name != stack}
-    reverted: dict[str, torch.Tensor] = {**_revert(_unsharded(model), state), **flattened}
+    others = dict(state)
+    for name in state:
+        if found := flattened_matrices(model, name):
+            of, names = found
+            flattened |= dict(zip(names, of.flatten(others.pop(name)), strict=True))
+    reverted: dict[str, torch.Tensor] = {**_revert(_unsharded(model), others), **flattened}
     for old, new in getattr(model, RENAMED, {}).items():
         reverted = {n.removesuffix(new) + old if n.endswith(new) else n: t for n, t in reverted.items()}
     return reverted

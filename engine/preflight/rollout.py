@@ -13,9 +13,9 @@ from ...rollout.layout.rollout_config import (
     COMPRESSED,
     OVERRIDES,
     compressed_kind,
+    overridden,
     quantisation_settings,
     rollout_of,
-    server_arguments,
 )
 from ...rollout.layout.sglang_layout import RECORDS_NO_ROUTES
 from ...rollout.layout.sync_mode import BACKEND, check_rollout_parallelism, check_sglang_sizes, choose_mode
@@ -170,7 +170,7 @@ def _check_family(family: str | None, rollout: Mapping[str, Any]) -> None:
         SettingError: it can't, unless the user overrides the config that vLLM reads.
     """
     releases, rule, named = NOT_IN_VLLM.get(family or "", ("", "", ""))
-    if rule and named not in (server_arguments(rollout).get("hf_overrides") or ()) and versions.vllm_in(releases):
+    if rule and named not in overridden(rollout) and versions.vllm_in(releases):
         raise SettingError("actor_rollout_ref.model", family, rule, "another family; SFT trains this one")
     releases, rule = WHOLE_IN_VLLM.get(family or "", ("", ""))
     tp = rollout_of(rollout).tp

@@ -3,6 +3,7 @@
 Each function takes the config as a mapping or as verl's dataclass.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ __all__ = [
     "compressed_kind",
     "has_our_extension",
     "is_disaggregated",
+    "overridden",
     "quantisation_settings",
     "rollout_name",
     "rollout_of",
@@ -41,7 +43,8 @@ def rollout_of(config: Any) -> Rollout:
     tp, dp = size_of(config, "tensor_model_parallel_size"), size_of(config, "data_parallel_size")
     server: Server = "sglang" if rollout_name(config) == "sglang" else "vllm"
     block = BLOCK if server == "vllm" and config.get("quantization") == "fp8" else 0
-    channels: Channels = "" if block or server != "vllm" else compressed_kind(_overrides(config))[0]
+    quantization = None if block or server != "vllm" else overridden(config).get("quantization_config")
+    channels = compressed_kind(quantization)[0]
     has_experts = size_of(config, "expert_parallel_size") > 1
     return Rollout(tp, dp, has_experts, _tower(server_arguments(config)), server, block, channels)
 
@@ -72,11 +75,6 @@ def compressed_kind(config: Any) -> tuple[Channels, str]:
     return cast(Channels, kind), ""
 
 
-def _overrides(config: Any) -> Any:
-    overrides = server_arguments(config).get("hf_overrides")
-    return overrides.get("quantization_config") if isinstance(overrides, Mapping) else None
-
-
 def _tower(vllm: Mapping[str, Any]) -> Tower:
     limits = vllm.get("limit_mm_per_prompt") or {}
     if vllm.get("language_model_only") or all(limits.get(kind) == 0 for kind in ("image", "video")):
@@ -100,7 +98,7 @@ def quantisation_settings(config: Any) -> list[tuple[str, object]]:
     asked = [
         (f"{ROLLOUT}.quantization", config.get("quantization")),
         (f"{VLLM}.quantization", server_arguments(config).get("quantization")),
-        (OVERRIDES, _overrides(config)),
+        (OVERRIDES, overridden(config).get("quantization_config")),
         (f"{ROLLOUT}.qat.enable", qat is not None and qat.get("enable")),
     ]
     return [(setting, value) for setting, value in asked if value]
@@ -113,6 +111,12 @@ def rollout_name(config: Any) -> str:
 def size_of(config: Any, name: str) -> int:
     size = config.get(name)
     return 1 if size is None else size
+
+
+def overridden(config: Any) -> Mapping[str, Any]:
+    """Return what the user overrides of the model's config for vLLM, given as a mapping or as JSON."""
+    overrides = server_arguments(config).get("hf_overrides") or {}
+    return json.loads(overrides) if isinstance(overrides, str) else overrides
 
 
 def server_arguments(config: Any, server: Server = "vllm") -> Mapping[str, Any]:

@@ -4,7 +4,7 @@ The driver and the trainer's ranks call the same functions. Each takes verl's ro
 dataclass, and reads nothing else of the run.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from .rollout_config import (
     compressed_kind,
     has_our_extension,
     is_disaggregated,
+    overridden,
     quantisation_settings,
     rollout_name,
     rollout_of,
@@ -179,9 +180,8 @@ def _obstacle(config: Any, family: str | None, untested: str, backend: str) -> _
 
 def _obstacle_of_class(config: Any, family: str | None, architectures: Sequence[str] | None) -> _Obstacle | None:
     """Return what is wrong where vLLM does not know the class that a checkpoint names, but knows the family."""
-    overrides = server_arguments(config).get("hf_overrides")
-    asked = overrides.get("architectures") if isinstance(overrides, Mapping) else None
-    served, known = list(asked or architectures or ()), CLASS_IN_VLLM.get(family or "")
+    served = list(overridden(config).get("architectures") or architectures or ())
+    known = CLASS_IN_VLLM.get(family or "")
     if rollout_name(config) != "vllm" or known is None or not served or known in served:
         return None
     reason = (

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from epfsdp2.engine.compat.transformers_names import FLATTENED, RENAMED
+from epfsdp2.engine.compat.transformers_names import RENAMED, flattened_matrices
 
 __all__ = ["own_values", "plain_name", "plain_values"]
 
@@ -18,22 +18,18 @@ def plain_name(model: nn.Module, name: str) -> str:
 
 def plain_values(model: nn.Module, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
     """What the plain model has of a parameter of one that the engine has built: one tensor, or several matrices."""
-    for end, was in getattr(model, FLATTENED, {}).items():
-        if name.endswith(end):
-            return {name.removesuffix(end) + own: part for own, part in zip(was.names, was.flatten(value), strict=True)}
+    if found := flattened_matrices(model, name):
+        was, names = found
+        return dict(zip(names, was.flatten(value), strict=True))
     return {plain_name(model, name): value}
 
 
 def own_values(model: nn.Module, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors of the plain model's parameters as they are in the one that the engine has built, by its names."""
-    found = {}
+    own = {}
     for name, _ in model.named_parameters():
-        end = next((end for end in getattr(model, FLATTENED, {}) if name.endswith(end)), None)
-        if end is None:
-            parts = [plain_name(model, name)]
-        else:
-            was = getattr(model, FLATTENED)[end]
-            parts = [name.removesuffix(end) + own for own in was.names]
+        found = flattened_matrices(model, name)
+        parts = found[1] if found else [plain_name(model, name)]
         if all(part in values for part in parts):
-            found[name] = values[parts[0]] if end is None else was.stack(values[part] for part in parts)
-    return found
+            own[name] = found[0].stack(values[part] for part in parts) if found else values[parts[0]]
+    return own

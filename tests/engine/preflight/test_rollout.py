@@ -1,6 +1,7 @@
 """What a rollout can be sent, and how vLLM and SGLang would shard it."""
 
 import copy
+import json
 import re
 
 import pytest
@@ -157,6 +158,12 @@ def test_quantised_rollout_with_slices_that_cut_blocks_is_refused(tmp_path, mode
     with pytest.raises(SettingError, match="this mode sends whole tensors beside the experts"):
         whole = rollout(2, quantization="fp8", expert_parallel_size=2)
         check_run(engine(rollout_sync="expert_local"), 8, fits, whole, device="cpu")
+
+
+def test_overrides_of_the_rollouts_config_are_read_as_json_too(model):
+    given = json.dumps({"quantization_config": COMPRESSED["int8"]})
+    with pytest.raises(SettingError, match="its values and scales are sent in slices alone"):
+        check_run(engine(rollout_sync="full"), 8, model, rollout(vllm={"hf_overrides": given}), device="cpu")
 
 
 @pytest.mark.parametrize("key", ["ignored_layers", "ignore"])

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from epfsdp2.engine.compat.transformers_names import FLATTENED
+from epfsdp2.engine.compat.transformers_names import flattened_matrices
 from epfsdp2.engine.model import hf_names
 from epfsdp2.engine.model.hf_convert import storage_id
 from epfsdp2.engine.topology.dtensor import checkpoint_tensors
@@ -92,17 +92,11 @@ def _parts(model: Any, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, 
 
     A loader of such a family gives them these dims before anything else.
     """
-    flattened = {
-        name: (name.removesuffix(end), was)
-        for name in tensors
-        for end, was in getattr(model, FLATTENED, {}).items()
-        if name.endswith(end)
-    }
+    flattened = {name: found for name in tensors if (found := flattened_matrices(model, name))}
     others = ((name, tensor) for name, tensor in tensors.items() if name not in flattened)
     yield from hf_names.for_vllm(model, others, may_be_fused=False)
-    for name, (prefix, was) in flattened.items():
-        for own, part in zip(was.names, was.parts(tensors[name]), strict=True):
-            yield prefix + own, part
+    for name, (was, names) in flattened.items():
+        yield from zip(names, was.parts(tensors[name]), strict=True)
 
 
 class LoaderTracer(TorchDispatchMode):

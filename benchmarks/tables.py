@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["RESULTS", "ROOT", "newest", "rows_of", "write_table"]
+__all__ = ["RESULTS", "ROOT", "newest", "rows_of", "section_of", "write_table"]
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -29,9 +29,24 @@ def write_table(
         text: lines between it and the table.
         more: lines below the table.
     """
+    lines = [*section_of(f"# {heading}", result, made_by, machine, text, columns, cells), *more]
+    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n")
+
+
+def section_of(
+    heading: str,
+    result: dict,
+    made_by: str,
+    machine: str,
+    text: Sequence[str],
+    columns: Sequence[str],
+    cells: Sequence[Sequence[str]],
+) -> list[str]:
+    """The lines of a table with its heading; arguments are as in ``write_table``."""
     where = result["machine"]
-    lines = [
-        f"# {heading}",
+    return [
+        heading,
         "",
         f"Written by `{made_by}`.",
         "",
@@ -40,10 +55,7 @@ def write_table(
         *text,
         "",
         *rows_of(columns, cells),
-        *more,
     ]
-    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n")
 
 
 def rows_of(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.machine import machine
-from benchmarks.tables import RESULTS, rows_of
+from benchmarks.tables import RESULTS, section_of
 from benchmarks.weights.into_vllm import seconds_of_syncs
 from epfsdp2.rollout.layout.vllm_layout import Rollout
 from epfsdp2.rollout.server_adapter import send_weights
@@ -118,15 +118,7 @@ def section() -> list[str]:
         return []
     result = json.loads(_RESULT.read_text())
     where = result["machine"]
-    return [
-        "",
-        "## Into vLLM in FP8",
-        "",
-        "Written by `make bench-sync ARGS='--rollout vllm-fp8'`.",
-        "",
-        f"{where['cpu']}, {where['cores']} cores; torch {where['versions']['torch']}; {where['date']}; "
-        f"commit {where['commit'][:12]}.",
-        "",
+    text = [
         "Two trainer ranks with float32 masters send a Qwen3-MoE to vLLM workers that hold weights in FP8, with scales",
         f"of blocks of {BLOCK} x {BLOCK}; sides take turns, medians of {result['repeats']}. Stock: verl's fsdp2",
         "engine, whose whole tensors every worker quantises by verl's loader. Full: whole tensors of this engine, in",
@@ -135,9 +127,10 @@ def section() -> list[str]:
         "loader is not written for vLLM's CPU build, so time alone is compared.",
         "",
         f"Bounds of `sliced`: {LEAST} x stock, and {MOST_BYTES} x the bytes in bfloat16, scales counted.",
-        "",
-        *rows_of(COLUMNS, [*map(_cells, result["rows"])]),
     ]
+    hardware = f"{where['cpu']}, {where['cores']} cores; torch {where['versions']['torch']}"
+    made_by, cells = "make bench-sync ARGS='--rollout vllm-fp8'", [*map(_cells, result["rows"])]
+    return ["", *section_of("## Into vLLM in FP8", result, made_by, hardware, text, COLUMNS, cells)]
 
 
 def main(repeats: int, sizes: list[int]) -> int:

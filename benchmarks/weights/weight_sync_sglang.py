@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.machine import machine
-from benchmarks.tables import RESULTS, rows_of
+from benchmarks.tables import RESULTS, section_of
 from epfsdp2.recipes.quickstart.commands import sglang_environment
 from epfsdp2.rollout.cleanup import held_by, remove_unused
 from tests.support.ranks import run_ranks
@@ -224,23 +224,17 @@ def section() -> list[str]:
         return []
     result = json.loads(_RESULT.read_text())
     where = result["machine"]
-    return [
-        "",
-        "## Into SGLang",
-        "",
-        "Written by `make bench-sync STACK=sglang ARGS='--rollout sglang'`.",
-        "",
-        f"{where['cpu']}, {where['cores']} cores; torch {where['versions']['torch']}, SGLang {result['sglang']}; "
-        f"{where['date']}; commit {where['commit'][:12]}.",
-        "",
+    text = [
         "Two trainer ranks with float32 masters update real SGLang servers in bfloat16, until everything is loaded",
         f"and the cache is flushed; sides take turns, medians of {result['repeats']}. Stock: verl's fsdp2 engine and",
         "verl's own adapter. Sliced: this engine and its adapter. GB: handed to one worker.",
         "",
         f"Bounds of `sliced`: {', '.join(f'{least:.0f} x with the {name} model' for name, least in LEAST.items())}.",
-        "",
-        *rows_of(COLUMNS, [*map(_cells, result["rows"])]),
     ]
+    versions = f"torch {where['versions']['torch']}, SGLang {result['sglang']}"
+    hardware = f"{where['cpu']}, {where['cores']} cores; {versions}"
+    made_by, cells = "make bench-sync STACK=sglang ARGS='--rollout sglang'", [*map(_cells, result["rows"])]
+    return ["", *section_of("## Into SGLang", result, made_by, hardware, text, COLUMNS, cells)]
 
 
 def main(repeats: int, sizes: list[int]) -> int:

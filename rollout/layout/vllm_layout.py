@@ -325,11 +325,10 @@ FP8_FAMILIES = frozenset(
 # The vLLM releases that have the layout above, for families where not all do. vLLM dropped its own models of dots1 and
 # hunyuan_v1_moe in 0.23 and 0.29 and runs transformers' instead, whose shared experts' gate and up it fuses since 0.27,
 # as with exaone_moe and solar_open. vLLM 0.24 can load neither a gpt_oss that is not quantised, nor granitemoeshared,
-# nor Laguna's correction bias, nor a Qwen3.5 without its vision tower, and its CPU build can't run one with it;
-# GLM-4.5V and Gemma 4 with their towers were not tried there. The CPU build of 0.29 has no experts without a gate
-# (nemotron_h).
+# nor Laguna's correction bias, nor a Qwen3.5 without its vision tower, and its CPU build can't run one with it. The CPU
+# build of 0.29 has no experts without a gate (nemotron_h).
 _SINCE_0_27 = (
-    *("dots1", "exaone_moe", "gemma4", "glm4v_moe", "gpt_oss", "granitemoeshared", "laguna"),
+    *("dots1", "exaone_moe", "gpt_oss", "granitemoeshared", "laguna"),
     *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "solar_open"),
 )
 _RELEASES = {

@@ -125,8 +125,10 @@ def of(name: str, head: str = "ForCausalLM", **own: Any) -> Family:
     return Family(name + head, config, sizes(**own), **options)
 
 
-# A few queries, keys and values are clipped.
+# A few queries, keys and values are clipped. transformers 5.23 makes the experts as wide as ``d_model``, whatever
+# ``hidden_size`` says.
 DBRX = {
+    "d_model": 48,
     "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.0, "rope_theta": 1e4},
     "ffn_config": {"hidden_size": 48, "ffn_hidden_size": 20, "moe_num_experts": 8, "moe_top_k": 2},
 }

@@ -123,8 +123,7 @@ class RolloutSync:
     def choose_mode(self, config: Any) -> SyncMode:
         """Choose the sync mode for a rollout; warns once, on rank 0, why ``auto`` fell back to ``full``."""
         requested, untested = self.settings.requested, versions.unknown_layout(config.get("name") or "vllm")
-        classes = self.model.config.architectures
-        mode, reason = choose_mode(requested, config, self.family, architectures=classes, untested=untested)
+        mode, reason = choose_mode(requested, config, self.family, untested=untested)
         if reason and reason != self._last_warning and dist.get_rank() == 0:
             logger.warning("epfsdp2: engine.rollout_sync=auto falls back to full: %s", reason)
         self._last_warning = reason

@@ -5,6 +5,7 @@ How vLLM cuts a family's weights is in ``rollout/layout/vllm_layout.py``.
 
 __all__ = [
     "ADAPTED_AS_STACKS_IN_VLLM",
+    "CLASS_IN_VLLM",
     "FUSED_IN_VLLM",
     "IMAGES_UNSUPPORTED",
     "KNOWN_AS",
@@ -32,6 +33,10 @@ KNOWN_AS = {
     **dict.fromkeys(("bailing_moe", "bailing_moe_linear", "bailing_moe_v2"), _BAILING),
 }
 """``model_type`` of checkpoints that bring code of their own, for which transformers has no class -> what works."""
+
+CLASS_IN_VLLM = {"phimoe": "PhiMoEForCausalLM"}
+"""Families that vLLM knows by the class that their published checkpoints name. For the one that transformers writes it
+starts transformers' code, which it can't run: 0.24 finds no bias of the head, later ones end at the first token."""
 
 NOT_IN_VLLM = {
     "ernie4_5_vl_moe": (
@@ -103,6 +108,6 @@ UNPACKED_WITH_FLASH = dict.fromkeys(
 """Families whose packed sequences would see each other in flash attention, and why."""
 
 WHOLE_IN_VLLM = {
-    "mistral4": ("==0.27.*", "vLLM runs transformers' class, whose plan for tensor parallelism has no attention."),
+    "mistral4": ("<0.28", "vLLM runs transformers' class, whose plan for tensor parallelism has no attention."),
 }
 """Families that vLLM can't shard, in which of its releases, and why."""

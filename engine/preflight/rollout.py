@@ -2,7 +2,7 @@
 
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from ...rollout.cleanup import report_leftovers
 from ...rollout.layout.rollout_config import (
     COMPRESSED,
     OVERRIDES,
+    VLLM,
     compressed_kind,
     overridden,
     quantisation_settings,
@@ -33,7 +34,7 @@ from ..compat import versions
 from ..declared.derived import sharding_options
 from ..errors import SettingError, close_matches
 from ..fsdp.wrap_plan import compute_dtypes, cuts_before_sharding
-from ..model.families import NOT_IN_VLLM, WHOLE_IN_VLLM
+from ..model.families import CLASS_IN_VLLM, NOT_IN_VLLM, WHOLE_IN_VLLM
 from ..model.layers import layer_names
 from ..settings.values import CHECKPOINT_BACKEND, DTYPES
 from ..topology.mesh import Topology
@@ -135,7 +136,7 @@ def check_stream(
         SettingError: for a family that vLLM can't serve, the parallel sizes, the sync mode, or rounds too small for it.
     """
     family = None if facts is None else facts.model.config.model_type
-    _check_family(family, rollout)
+    _check_family(family, () if facts is None else facts.model.config.architectures or (), rollout)
     config = None if facts is None else facts.model.config.get_text_config()
     check_rollout_parallelism(rollout, n_gpus if colocated else 0, config)
     quantised = quantisation_settings(rollout)
@@ -150,7 +151,6 @@ def check_stream(
         engine.rollout_sync,
         rollout,
         family,
-        architectures=None if facts is None else facts.model.config.architectures,
         untested=versions.unknown_layout(),
         backend=rollout.get("backend") or "naive",
     )
@@ -163,8 +163,11 @@ def check_stream(
         _check_plan(engine, n_gpus, rollout, facts, kind, colocated)
 
 
-def _check_family(family: str | None, rollout: Mapping[str, Any]) -> None:
+def _check_family(family: str | None, classes: Sequence[str], rollout: Mapping[str, Any]) -> None:
     """Check that the installed vLLM can serve the family, and on so many workers.
+
+    Args:
+        classes: that the checkpoint's config names (``architectures``).
 
     Raises:
         SettingError: it can't, unless the user overrides the config that vLLM reads.
@@ -172,6 +175,11 @@ def _check_family(family: str | None, rollout: Mapping[str, Any]) -> None:
     releases, rule, named = NOT_IN_VLLM.get(family or "", ("", "", ""))
     if rule and named not in overridden(rollout) and versions.vllm_in(releases):
         raise SettingError("actor_rollout_ref.model", family, rule, "another family; SFT trains this one")
+    classes, known = overridden(rollout).get("architectures") or classes, CLASS_IN_VLLM.get(family or "")
+    if known and classes and known not in classes:
+        setting = f"{VLLM}.hf_overrides.architectures"
+        rule = f"vLLM can run this family as {known} alone, as published checkpoints call the class."
+        raise SettingError(setting, list(classes), rule, f"{setting}=[{known}]")
     releases, rule = WHOLE_IN_VLLM.get(family or "", ("", ""))
     tp = rollout_of(rollout).tp
     if rule and tp > 1 and versions.vllm_in(releases):

@@ -4,7 +4,6 @@ The driver and the trainer's ranks call the same functions. Each takes verl's ro
 dataclass, and reads nothing else of the run.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,7 +18,6 @@ from .rollout_config import (
     compressed_kind,
     has_our_extension,
     is_disaggregated,
-    overridden,
     quantisation_settings,
     rollout_name,
     rollout_of,
@@ -28,7 +26,6 @@ from .rollout_config import (
 )
 from .sglang_layout import FAMILIES as SGLANG_FAMILIES
 from .vllm_layout import (
-    CLASS_IN_VLLM,
     FP8_FAMILIES,
     NOT_SPREAD_IN_VLLM,
     Rollout,
@@ -93,20 +90,13 @@ _DISAGGREGATED = _Obstacle(
 
 
 def choose_mode(
-    requested: str,
-    config: Any,
-    family: str | None,
-    *,
-    architectures: Sequence[str] | None = None,
-    untested: str = "",
-    backend: str = "naive",
+    requested: str, config: Any, family: str | None, *, untested: str = "", backend: str = "naive"
 ) -> tuple[SyncMode, str]:
     """Return the sync mode for a rollout and, where ``auto`` had to fall back to ``full``, the reason.
 
     Args:
         requested: ``engine.rollout_sync``.
         family: ``model_type`` of the model; None skips the check where it is not known yet.
-        architectures: of the model's config, by which vLLM chooses its class; None skips the check.
         untested: the reason why the layout of the rollout's version is unknown (``versions.unknown_layout``).
         backend: name of the checkpoint-engine backend.
 
@@ -116,7 +106,7 @@ def choose_mode(
     rollout = rollout_of(config)
     if requested == "full":
         return "full", ""
-    found = _obstacle(config, family, untested, backend) or _obstacle_of_class(config, family, architectures)
+    found = _obstacle(config, family, untested, backend)
     server = _SERVERS[rollout.server]
     if found is None and requested == "expert_local" and not rollout.expert_parallel:
         workers = rollout.workers
@@ -176,18 +166,6 @@ def _obstacle(config: Any, family: str | None, untested: str, backend: str) -> _
         known = ", ".join(sorted(known_families()))
         return _Obstacle("actor_rollout_ref.model", family, f"how vLLM cuts it is not known here (known: {known}).", "")
     return None
-
-
-def _obstacle_of_class(config: Any, family: str | None, architectures: Sequence[str] | None) -> _Obstacle | None:
-    """Return what is wrong where vLLM does not know the class that a checkpoint names, but knows the family."""
-    served = list(overridden(config).get("architectures") or architectures or ())
-    known = CLASS_IN_VLLM.get(family or "")
-    if rollout_name(config) != "vllm" or known is None or not served or known in served:
-        return None
-    reason = (
-        f"vLLM has this family as {known} alone and runs transformers' code for others, cut in ways not known here."
-    )
-    return _Obstacle(f"{VLLM}.hf_overrides.architectures", served, reason, f"[{known}]")
 
 
 def _obstacle_elsewhere(config: Any, family: str | None, untested: str, backend: str) -> _Obstacle | None:

@@ -27,7 +27,6 @@ from .rules import Family, NamedRules, named_rules, padded_vocabulary
 from .specs import Heads, Rollout, TargetSlice, TensorSpec, TrainerTopology
 
 __all__ = [
-    "CLASS_IN_VLLM",
     "FP8_FAMILIES",
     "NOT_SPREAD_IN_VLLM",
     "SYNC_MODES",
@@ -314,9 +313,6 @@ _FAMILIES = {
 }
 NOT_SPREAD_IN_VLLM = frozenset({"dbrx"})
 """Families whose loader in vLLM puts all experts into each worker, so that expert parallelism can't be."""
-CLASS_IN_VLLM = {"phimoe": "PhiMoEForCausalLM"}
-"""Families whose layout is that of a class that vLLM knows by the name in their published checkpoints alone; under
-transformers' own name vLLM runs transformers' code, which has another."""
 # Families whose layers have no other matrices in FP8 than ``is_quantised`` says; read in vLLM's models. The names that
 # a worker has are compared before the first sync.
 FP8_FAMILIES = frozenset(

@@ -38,7 +38,6 @@ class TrainerLayout:
         family: ``model_type`` of the model.
         limit: bytes of a round, or of a bucket of full tensors.
         peft_config: peft's config of adapters that are sent apart from the weights, as JSON; empty where they are not.
-        architectures: those of the model's config.
         model: None for weights of another engine, which are sent as full tensors.
     """
 
@@ -48,7 +47,6 @@ class TrainerLayout:
     limit: int
     model: ShardedModel | None = None
     peft_config: str = ""
-    architectures: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,8 +68,7 @@ def trainer_layout(weights: Any, bucket_bytes: int) -> TrainerLayout:
     )
     settings = sync.settings
     limit, config = round_bytes(settings.memory_bytes), json.dumps(weights.peft_config) if weights.peft_config else ""
-    classes = tuple(sync.model.config.architectures or ())
-    return TrainerLayout(settings.requested, settings.verify_syncs, sync.family, limit, model, config, classes)
+    return TrainerLayout(settings.requested, settings.verify_syncs, sync.family, limit, model, config)
 
 
 register_message_types(

@@ -282,14 +282,7 @@ class ReceivedWeights:
         mode: SyncMode = "full"
         if self._layout.requested != "full":
             untested = versions.unknown_layout(config.get("name") or "vllm")
-            mode, reason = choose_mode(
-                "auto",
-                config,
-                self._layout.family,
-                architectures=self._layout.architectures,
-                untested=untested,
-                backend=BACKEND,
-            )
+            mode, reason = choose_mode("auto", config, self._layout.family, untested=untested, backend=BACKEND)
             if reason and worker == 0:
                 logger.warning("epfsdp2: engine.rollout_sync=%s falls back to full: %s", self._layout.requested, reason)
         return ReceivedWorkerWeights(self._receiver, self._layout, WorkerRequest(mode, rollout_of(config), worker))

@@ -21,7 +21,7 @@ _NESTED = "routed_experts"
 
 def install() -> None:
     """Let experts load what vLLM's own loaders lose or do not find, once per process."""
-    _load_bias_of_laguna()
+    _mend_loader_of_experts()
     _find_experts_of_dbrx()
 
 
@@ -47,10 +47,12 @@ def _find_experts_of_dbrx() -> None:
     model.load_weights = load_weights
 
 
-def _load_bias_of_laguna() -> None:
-    """Let experts load the correction bias that Laguna's checkpoints have among them.
+def _mend_loader_of_experts() -> None:
+    """Let experts load by their parameters' loaders, and the correction bias that Laguna's checkpoints have among them.
 
-    vLLM 0.27 drops it without a word and routes with zeros. Source: ``fused_moe/routed_experts.py``.
+    vLLM 0.24 calls the module's loader, so that a reload, which counts by the parameters', loses the experts of what it
+    runs by transformers' code; 0.27 drops the bias without a word and routes with zeros. Source:
+    ``fused_moe/routed_experts.py``.
     """
     try:
         experts: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.routed_experts").RoutedExperts
@@ -59,6 +61,7 @@ def _load_bias_of_laguna() -> None:
         return
     if hasattr(load, "__wrapped__"):
         return
+    calls_the_modules = "self.weight_loader(" in inspect.getsource(load)
 
     @functools.wraps(load)
     def load_weights(self: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str]:
@@ -72,10 +75,20 @@ def _load_bias_of_laguna() -> None:
                 getattr(own, "weight_loader", _copy_values)(own, values)
                 biases.append(name)
 
-        yield from load(self, others())
+        if calls_the_modules:
+            self.weight_loader = _call_loader_of_parameter
+        try:
+            yield from load(self, others())
+        finally:
+            if calls_the_modules:
+                del self.weight_loader
         yield from biases
 
     experts.load_weights = load_weights
+
+
+def _call_loader_of_parameter(*, param: Any, **arguments: Any) -> Any:
+    return param.weight_loader(param=param, **arguments)
 
 
 def prepare_layer(layer: Any) -> Any:

@@ -159,13 +159,13 @@ def _write(rows: list[Row], minutes: float, results: Path, more: dict[str, str])
         **more,
     }
     mine = {(row.family, row.case.mesh) for row in rows}
-    runs = [{**about, "families": sorted({name for name, _ in mine}), "rows": [row.as_json() for row in rows]}]
-    path = results.with_suffix(".json")
+    path, runs = results.with_suffix(".json"), []
     for run in json.loads(path.read_text())["runs"] if path.exists() else ():
         known = [row for row in run["rows"] if row["family"] in families.ALL]
         kept = [row for row in known if (row["family"], row["mesh"]) not in mine]
         if kept:
-            runs.insert(0, {**run, "families": sorted({row["family"] for row in kept}), "rows": kept})
+            runs.append({**run, "families": sorted({row["family"] for row in kept}), "rows": kept})
+    runs.append({**about, "families": sorted({name for name, _ in mine}), "rows": [row.as_json() for row in rows]})
     path.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
     every = [Row.of_json(row) for run in runs for row in run["rows"]]
     names = [name for name in families.ALL if any(row.family == name for row in every)]

@@ -70,6 +70,20 @@ def test_family_that_vllm_can_not_serve_is_refused_with_vllm_alone(tmp_path, fam
     check_run(engine(), 2, folder, {"name": None}, device="cpu")
 
 
+def test_class_that_vllm_can_not_run_is_refused_with_the_one_that_it_can(tmp_path):
+    """Phi-3.5-MoE as transformers saves it; published checkpoints name the other."""
+    sizes = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    folder = checkpoint(tmp_path / "phimoe", "phimoe", **sizes)
+    given = {"hf_overrides": {"architectures": ["PhimoeForCausalLM"]}}
+    with pytest.raises(SettingError) as caught:
+        check_run(engine(), 2, folder, rollout(vllm=given), device="cpu")
+    setting = f"{VLLM}.hf_overrides.architectures"
+    text = paragraph(caught.value, setting, "['PhimoeForCausalLM']")
+    assert text.endswith(f"What works: {setting}=[PhiMoEForCausalLM]")
+    given["hf_overrides"]["architectures"] = ["PhiMoEForCausalLM"]
+    check_run(engine(), 2, folder, rollout(vllm=given), device="cpu")
+
+
 def test_check_graphs_with_latent_attention_in_an_old_vllm_is_refused(tmp_path, model, installs):
     latent = checkpoint(tmp_path / "latent", "deepseek_v3", num_hidden_layers=2, first_k_dense_replace=1)
     facts, plain = (check_training(engine(), 2, model, device="cpu") for model in (latent, model))

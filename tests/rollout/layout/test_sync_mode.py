@@ -143,21 +143,6 @@ def test_rollout_parallelism_of_dbrx_is_checked_by_its_sizes_and_spreads_no_expe
         check_rollout_parallelism({**TP2, "tensor_model_parallel_size": 4}, 4, config)
 
 
-def test_choose_mode_of_a_class_that_vllm_runs_by_transformers_code_is_full():
-    """Phi-3.5-MoE, as transformers saves it and as it is published."""
-    saved, published = ["PhimoeForCausalLM"], ["PhiMoEForCausalLM"]
-    mode, reason = choose_mode("auto", TP2, "phimoe", architectures=saved)
-    assert mode == "full" and "hf_overrides.architectures=['PhimoeForCausalLM']: vLLM has this family as Phi" in reason
-    assert choose_mode("auto", OURS, "phimoe", architectures=saved) == ("full", "")  # as good on one worker
-    with pytest.raises(SettingError, match=r"hf_overrides.architectures=\[PhiMoEForCausalLM\]"):
-        choose_mode("sliced", TP2, "phimoe", architectures=saved)
-    overridden = copy.deepcopy(TP2)
-    overridden["engine_kwargs"]["vllm"]["hf_overrides"] = {"architectures": published}
-    for config, classes in ((TP2, published), (overridden, saved), (TP2, None)):
-        assert choose_mode("auto", config, "phimoe", architectures=classes) == ("sliced", "")
-    assert choose_mode("auto", TP2, "qwen3_moe", architectures=["Other"]) == ("sliced", "")
-
-
 @pytest.mark.parametrize(("name", "config"), [("vllm", OURS), ("sglang", SGLANG)])
 def test_choose_mode_sliced_for_a_version_of_unknown_layout_is_refused(name, config):
     with pytest.raises(SettingError, match=f"{name}=installed: {name} 9.9 was not tested with, and a layout may"):

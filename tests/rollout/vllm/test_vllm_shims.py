@@ -95,6 +95,24 @@ def test_install_has_experts_load_the_correction_bias_that_is_among_them(shims):
     assert holder.e_score_correction_bias.tolist() == [0, 1, 2, 3]
 
 
+def test_install_has_experts_load_by_the_loaders_of_their_parameters(shims):
+    """vLLM 0.24 calls the module's, which a reload does not see."""
+    experts = pytest.importorskip("vllm.model_executor.layers.fused_moe.routed_experts").RoutedExperts
+
+    def of_module(self, weights):
+        for name, values in weights:
+            yield self.weight_loader(param=self.w13_weight, loaded_weight=values, expert_id=int(name))
+
+    holder, seen = torch.nn.Module(), []
+    holder.w13_weight = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+    holder.w13_weight.weight_loader = lambda param, loaded_weight, expert_id: seen.append(expert_id)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts, "load_weights", of_module)
+        shims.install()
+        list(experts.load_weights(holder, iter([("0", torch.ones(2)), ("1", torch.ones(2))])))
+    assert seen == [0, 1] and not hasattr(holder, "weight_loader")
+
+
 @pytest.mark.parametrize("experts", ["experts", "experts.routed_experts"])
 def test_install_lets_dbrx_find_the_parameters_of_its_experts(shims, experts):
     """vLLM 0.27 can't load it; where it finds them, names are left as they are."""

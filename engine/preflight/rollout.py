@@ -2,7 +2,7 @@
 
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +136,8 @@ def check_stream(
         SettingError: for a family that vLLM can't serve, the parallel sizes, the sync mode, or rounds too small for it.
     """
     family = None if facts is None else facts.model.config.model_type
-    _check_family(family, () if facts is None else facts.model.config.architectures or (), rollout)
+    if facts is not None:
+        _check_family(facts.model.config, rollout)
     config = None if facts is None else facts.model.config.get_text_config()
     check_rollout_parallelism(rollout, n_gpus if colocated else 0, config)
     quantised = quantisation_settings(rollout)
@@ -163,24 +164,22 @@ def check_stream(
         _check_plan(engine, n_gpus, rollout, facts, kind, colocated)
 
 
-def _check_family(family: str | None, classes: Sequence[str], rollout: Mapping[str, Any]) -> None:
-    """Check that the installed vLLM can serve the family, and on so many workers.
-
-    Args:
-        classes: that the checkpoint's config names (``architectures``).
+def _check_family(config: Any, rollout: Mapping[str, Any]) -> None:
+    """Check that the installed vLLM can serve the model's family, and on so many workers.
 
     Raises:
         SettingError: it can't, unless the user overrides the config that vLLM reads.
     """
-    releases, rule, named = NOT_IN_VLLM.get(family or "", ("", "", ""))
-    if rule and named not in overridden(rollout) and versions.vllm_in(releases):
+    family, overrides = config.model_type, overridden(rollout)
+    releases, rule, named = NOT_IN_VLLM.get(family, ("", "", ""))
+    if rule and named not in overrides and versions.vllm_in(releases):
         raise SettingError("actor_rollout_ref.model", family, rule, "another family; SFT trains this one")
-    classes, known = overridden(rollout).get("architectures") or classes, CLASS_IN_VLLM.get(family or "")
+    classes, known = overrides.get("architectures") or config.architectures, CLASS_IN_VLLM.get(family)
     if known and classes and known not in classes:
         setting = f"{VLLM}.hf_overrides.architectures"
         rule = f"vLLM can run this family as {known} alone, as published checkpoints call the class."
         raise SettingError(setting, list(classes), rule, f"{setting}=[{known}]")
-    releases, rule = WHOLE_IN_VLLM.get(family or "", ("", ""))
+    releases, rule = WHOLE_IN_VLLM.get(family, ("", ""))
     tp = rollout_of(rollout).tp
     if rule and tp > 1 and versions.vllm_in(releases):
         raise SettingError(_TP, tp, rule, f"{_TP}=1")

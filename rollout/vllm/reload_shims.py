@@ -64,7 +64,7 @@ def _mend_loader_of_experts() -> None:
     calls_the_modules = "self.weight_loader(" in inspect.getsource(load)
 
     @functools.wraps(load)
-    def load_weights(self: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str]:
+    def load_weights(self: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str]:
         biases: list[str] = []
 
         def others() -> Iterable[tuple[str, torch.Tensor]]:

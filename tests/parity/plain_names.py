@@ -28,8 +28,10 @@ def own_values(model: nn.Module, values: dict[str, torch.Tensor]) -> dict[str, t
     """Tensors of the plain model's parameters as they are in the one that the engine has built, by its names."""
     own = {}
     for name, _ in model.named_parameters():
-        found = flattened_matrices(model, name)
-        parts = found[1] if found else [plain_name(model, name)]
-        if all(part in values for part in parts):
-            own[name] = found[0].stack(values[part] for part in parts) if found else values[parts[0]]
+        if found := flattened_matrices(model, name):
+            was, names = found
+            if all(part in values for part in names):
+                own[name] = was.stack(values[part] for part in names)
+        elif (plain := plain_name(model, name)) in values:
+            own[name] = values[plain]
     return own

@@ -87,7 +87,13 @@ SERVED: dict[str, Served] = {
             "Gemma4Config",
             {
                 "text_config": text_sizes(**GEMMA),
-                "vision_config": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, **TWO_HEADS},
+                "vision_config": {
+                    "hidden_size": 64,
+                    "intermediate_size": 96,
+                    "num_hidden_layers": 1,
+                    "position_embedding_size": 16,
+                    **TWO_HEADS,
+                },
                 "audio_config": None,
                 "image_token_id": 94,
                 "video_token_id": 95,

@@ -79,7 +79,7 @@ def target_slices(
     of_experts = is_experts(tensor.name)
     if mode == "full" or (not of_experts and mode == "expert_local"):
         return whole
-    families = sglang_layout.FAMILIES if rollout.server == "sglang" else _FAMILIES
+    families = sglang_layout.FAMILIES if rollout.server == "sglang" else _families()
     family = families.get(heads.family, Family())
     in_tower = tensor.name.startswith(_TOWER)
     if in_tower and rollout.tower == "none":
@@ -311,6 +311,17 @@ _FAMILIES = {
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), Family(_BESIDE_A_TOWER, _QWEN_TOWER, is_stacked=True)),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), Family(_BESIDE_A_TOWER, (*_QWEN_TOWER, *_LINEAR_ATTENTION))),
 }
+# vLLM before 0.27 runs these by transformers' code and fuses nothing of it. Of K-EXAONE and Solar Open it keeps shared
+# experts whole, which transformers' plan of tensor parallelism does not name.
+_APART = named_rules(
+    (r"\.self_attn\.(q|k|v)_proj\.(?:weight|bias)", rules.columns),
+    (r"\.(gate|up)_proj\.weight", rules.columns),
+)
+_WHOLE_SHARED = named_rules((r"\.(shared_experts)\..*", rules.replicated))
+_BEFORE_0_27 = {
+    "dots1": Family(rules=_APART),
+    **dict.fromkeys(("exaone_moe", "solar_open"), Family(rules=(*_WHOLE_SHARED, *_APART))),
+}
 NOT_SPREAD_IN_VLLM = frozenset({"dbrx"})
 """Families whose loader in vLLM puts all experts into each worker, so that expert parallelism can't be."""
 # Families whose layers have no other matrices in FP8 than ``is_quantised`` says; read in vLLM's models. The names that
@@ -318,20 +329,21 @@ NOT_SPREAD_IN_VLLM = frozenset({"dbrx"})
 FP8_FAMILIES = frozenset(
     ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "glm4_moe", "dots1", "deepseek_v3", "qwen3", "qwen2", "llama")
 )
-# The vLLM releases that have the layout above, for families where not all do. vLLM dropped its own models of dots1 and
-# hunyuan_v1_moe in 0.23 and 0.29 and runs transformers' instead, whose shared experts' gate and up it fuses since 0.27,
-# as with exaone_moe and solar_open. vLLM 0.24 can load neither a gpt_oss that is not quantised, nor granitemoeshared,
-# nor Laguna's correction bias, nor a Qwen3.5 without its vision tower, and its CPU build can't run one with it. The CPU
-# build of 0.29 has no experts without a gate (nemotron_h).
-_SINCE_0_27 = (
-    *("dots1", "exaone_moe", "gpt_oss", "granitemoeshared", "laguna"),
-    *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "solar_open"),
-)
+# The vLLM releases that have the layout above, for families where not all do. vLLM 0.29 dropped its own model of
+# hunyuan_v1_moe and runs transformers' instead. vLLM 0.24 can load neither a gpt_oss that is not quantised, nor
+# granitemoeshared, nor Laguna's correction bias, nor a Qwen3.5 without its vision tower, and its CPU build can't run
+# one with it. The CPU build of 0.29 has no experts without a gate (nemotron_h).
+_SINCE_0_27 = ("gpt_oss", "granitemoeshared", "laguna", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
 _RELEASES = {
     "hunyuan_v1_moe": "<0.29",
     "nemotron_h": "<0.28",
     **dict.fromkeys(_SINCE_0_27, ">=0.27"),
 }
+
+
+@cache
+def _families() -> dict[str, Family]:
+    return _FAMILIES if versions.vllm_in(">=0.27") else _FAMILIES | _BEFORE_0_27
 
 
 @cache

@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from epfsdp2.engine.compat import versions
 from epfsdp2.engine.topology.index_ranges import IndexRange
 from epfsdp2.rollout.layout import vllm_layout
 from epfsdp2.rollout.layout.slice_names import as_stored, block_at, in_halves
-from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, TargetSlice, known_families
+from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, TargetSlice, TensorSpec, known_families, target_slices
 from tests.rollout.families import DENSE, FAMILIES, config_of, known, model_on_meta
 from tests.rollout.served_families import SERVED
 from tests.support.ranks import run_ranks
@@ -159,6 +160,24 @@ def test_vllm_layout_of_every_family_on_one_worker_and_on_four_equals_the_traced
 
 def test_vllm_layout_cases_hold_every_known_family():
     assert {config_of(family).model_type for family in FAMILIES} == known_families() | vllm_layout._RELEASES.keys()
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "release", "parameter", "first"),
+    [
+        ("dots1", "self_attn.k_proj", "0.24.0", "self_attn.k_proj", 8),
+        ("dots1", "self_attn.k_proj", "0.27.1", "self_attn.qkv_proj", 8),
+        ("solar_open", "mlp.shared_experts.up_proj", "0.24.0", "mlp.shared_experts.up_proj", 0),
+        ("solar_open", "mlp.shared_experts.up_proj", "0.27.1", "mlp.shared_experts.gate_up_proj", 8),
+        ("solar_open", "mlp.shared_experts.up_proj", None, "mlp.shared_experts.gate_up_proj", 8),
+    ],
+)
+def test_vllm_layout_of_transformers_code_is_that_of_the_release(monkeypatch, family, name, release, parameter, first):
+    monkeypatch.setattr(versions, "installed", lambda distribution: release)
+    monkeypatch.setattr(vllm_layout, "_families", vllm_layout._families.__wrapped__)
+    tensor = TensorSpec(f"model.layers.1.{name}.weight", (16, 32), 2)
+    (part,) = target_slices(tensor, Rollout(2), 1, Heads(4, 2, 8, family))
+    assert (part.parameter, part.block.low[0]) == (f"model.layers.1.{parameter}.weight", first)
 
 
 def _traced(view, place, shape=(6, 4), parameter=(6, 4)):

@@ -6,6 +6,7 @@ How vLLM cuts a family's weights is in ``rollout/layout/vllm_layout.py``.
 __all__ = [
     "ADAPTED_AS_STACKS_IN_VLLM",
     "CLASS_IN_VLLM",
+    "CLASS_OF_SLICES",
     "FUSED_IN_VLLM",
     "IMAGES_UNSUPPORTED",
     "KNOWN_AS",
@@ -37,6 +38,9 @@ KNOWN_AS = {
 CLASS_IN_VLLM = {"phimoe": "PhiMoEForCausalLM"}
 """Families that vLLM knows by the class that their published checkpoints name. For the one that transformers writes it
 starts transformers' code, which it can't run: 0.24 finds no bias of the head, later ones end at the first token."""
+
+CLASS_OF_SLICES = {"exaone_moe": ("<0.27", "ExaoneMoeForCausalLM")}
+"""Families for which these vLLM releases have two codes, and the class name of the one whose layout is known."""
 
 NOT_IN_VLLM = {
     "ernie4_5_vl_moe": (

@@ -34,7 +34,7 @@ from ..compat import versions
 from ..declared.derived import sharding_options
 from ..errors import SettingError, close_matches
 from ..fsdp.wrap_plan import compute_dtypes, cuts_before_sharding
-from ..model.families import CLASS_IN_VLLM, NOT_IN_VLLM, WHOLE_IN_VLLM
+from ..model.families import CLASS_IN_VLLM, CLASS_OF_SLICES, NOT_IN_VLLM, WHOLE_IN_VLLM
 from ..model.layers import layer_names
 from ..settings.values import CHECKPOINT_BACKEND, DTYPES
 from ..topology.mesh import Topology
@@ -137,7 +137,7 @@ def check_stream(
     """
     family = None if facts is None else facts.model.config.model_type
     if facts is not None:
-        _check_family(facts.model.config, rollout)
+        _check_family(facts.model.config, rollout, engine.rollout_sync)
     config = None if facts is None else facts.model.config.get_text_config()
     check_rollout_parallelism(rollout, n_gpus if colocated else 0, config)
     quantised = quantisation_settings(rollout)
@@ -164,8 +164,8 @@ def check_stream(
         _check_plan(engine, n_gpus, rollout, facts, kind, colocated)
 
 
-def _check_family(config: Any, rollout: Mapping[str, Any]) -> None:
-    """Check that the installed vLLM can serve the model's family, and on so many workers.
+def _check_family(config: Any, rollout: Mapping[str, Any], requested: str) -> None:
+    """Check that the installed vLLM can serve the model's family, in this sync mode and on so many workers.
 
     Raises:
         SettingError: it can't, unless the user overrides the config that vLLM reads.
@@ -175,10 +175,14 @@ def _check_family(config: Any, rollout: Mapping[str, Any]) -> None:
     if rule and named not in overrides and versions.vllm_in(releases):
         raise SettingError("actor_rollout_ref.model", family, rule, "another family; SFT trains this one")
     classes, known = overrides.get("architectures") or config.architectures, CLASS_IN_VLLM.get(family)
+    setting = f"{VLLM}.hf_overrides.architectures"
     if known and classes and known not in classes:
-        setting = f"{VLLM}.hf_overrides.architectures"
         rule = f"vLLM can run this family as {known} alone, as published checkpoints call the class."
         raise SettingError(setting, list(classes), rule, f"{setting}=[{known}]")
+    releases, known = CLASS_OF_SLICES.get(family, ("", ""))
+    if known and classes and known not in classes and requested != "full" and versions.vllm_in(releases):
+        rule = f"the installed vLLM runs another code by this name, whose layout is not known, than by {known}."
+        raise SettingError(setting, list(classes), rule, f"{setting}=[{known}], or engine.rollout_sync=full")
     releases, rule = WHOLE_IN_VLLM.get(family, ("", ""))
     tp = rollout_of(rollout).tp
     if rule and tp > 1 and versions.vllm_in(releases):

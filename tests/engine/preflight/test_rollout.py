@@ -84,6 +84,23 @@ def test_class_that_vllm_can_not_run_is_refused_with_the_one_that_it_can(tmp_pat
     check_run(engine(), 2, folder, rollout(vllm=given), device="cpu")
 
 
+def test_class_whose_layout_is_not_known_in_an_old_vllm_is_refused_where_slices_are_sent(tmp_path, installs):
+    """K-EXAONE as its checkpoints were spelled at first, for which vLLM 0.24 has code of its own."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    folder = checkpoint(tmp_path / "exaone", "exaone_moe", **sizes)
+    given = rollout(vllm={"hf_overrides": {"architectures": ["ExaoneMoEForCausalLM"]}})
+    installs("vllm", "0.24.0")
+    with pytest.raises(SettingError) as caught:
+        check_run(engine(), 2, folder, given, device="cpu")
+    setting = f"{VLLM}.hf_overrides.architectures"
+    text = paragraph(caught.value, setting, "['ExaoneMoEForCausalLM']")
+    assert text.endswith(f"What works: {setting}=[ExaoneMoeForCausalLM], or engine.rollout_sync=full")
+    check_run(engine(rollout_sync="full"), 2, folder, given, device="cpu")
+    check_run(engine(), 2, folder, rollout(), device="cpu")
+    installs("vllm", "0.27.1")
+    check_run(engine(), 2, folder, given, device="cpu")
+
+
 def test_check_graphs_with_latent_attention_in_an_old_vllm_is_refused(tmp_path, model, installs):
     latent = checkpoint(tmp_path / "latent", "deepseek_v3", num_hidden_layers=2, first_k_dense_replace=1)
     facts, plain = (check_training(engine(), 2, model, device="cpu") for model in (latent, model))

@@ -1,8 +1,8 @@
 """The experts' computation as autograd functions that save only their input and the pre-activation.
 
-Backward recomputes the rest: the activation, by the module's own code, and the gathered rows, unless the GEMMs read
-these through an index. The output that a routing weight ``w`` scales is not saved for the gradient of ``w`` either, as
-with ``out = act @ W``
+Backward recomputes the rest: the activation, by the module's own code where the backend has no operator for it, and the
+gathered rows, unless the GEMMs read these through an index. The output that a routing weight ``w`` scales is not saved
+for the gradient of ``w`` either, as with ``out = act @ W``
 
     <grad, out> = <grad @ W.T, act>
 

@@ -1,8 +1,8 @@
 """The experts' computation as autograd functions that save only their input and the pre-activation.
 
-Backward recomputes the rest: the activation, by the module's own code, and the gathered rows, unless the GEMMs read
-these through an index. The output that a routing weight ``w`` scales is not saved for the gradient of ``w`` either, as
-with ``out = act @ W``
+Backward recomputes the rest: the activation, by the module's own code where the backend has no operator for it, and the
+gathered rows, unless the GEMMs read these through an index. The output that a routing weight ``w`` scales is not saved
+for the gradient of ``w`` either, as with ``out = act @ W``
 
     <grad, out> = <grad @ W.T, act>
 
@@ -54,12 +54,11 @@ class _Experts:
         return act.to(self.down.weight.dtype)
 
     def forward_up(self, rows: Rows, groups: Groups) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute the pre-activation, and the activation where the backend computes it (else ``None``)."""
+        """Compute the pre-activation, and the activation where the backend fuses it (else ``None``)."""
         gate = self.backend.gate(self.module)
         if gate is not None and self.up.lora_A is None:
             return self.backend.up_gate(rows, self.up.in_out, groups, self.up.bias, gate)
-        pre = self.up.forward(self.backend, rows, groups)
-        return pre, None if gate is None else self.backend.activate(pre, gate)
+        return self.up.forward(self.backend, rows, groups), None
 
     def forward_down(
         self,
@@ -71,8 +70,9 @@ class _Experts:
     ) -> torch.Tensor:
         """Compute the output, by ``order_R`` as in ``Backend.mm``; ``act=None`` computes the activation first."""
         if act is None:
+            gate = self.backend.gate(self.module)
             with ambient:
-                act = self.activation(pre)
+                act = self.activation(pre) if gate is None else self.backend.activate(pre, gate)
         return self.down.forward(self.backend, act, groups, order_R)
 
     def backward(

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from ...compat.transformers_names import ALL_EXPERTS_FUNCTIONS
 from ...errors import SettingError
+from .gate import activate, activate_backward, gate_of
 from .torchao_gemm import check_torchao
 
 __all__ = [
@@ -47,7 +48,6 @@ BACKENDS = ("auto", "torch", "triton", "reference")
 REGISTERED, TORCHAO = "transformers:", "torchao:"
 EXPERTS_IMPLEMENTATION = "epfsdp2"  # what calls all of them is registered with transformers by this name
 _SETTING = "engine.experts_backend"
-_NO_GATE = "this backend computes no activation: its gate() is None"
 _WIDTH = 8  # a vector is a GEMM operand of this width: rows have at least 16 bytes in every dtype
 _OLDEST = (8, 0)  # compute capability that the Triton kernels are written for
 # The major compute capabilities that torch's grouped GEMM has a kernel for. On others it loops over the experts, and
@@ -159,6 +159,8 @@ class Backend(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """``activate``'s backward for ``grad`` ``(R, I)``, which with ``scale_R`` is that of the scaled activation.
 
+        It may write to ``grad``.
+
         Returns:
             As ``down_gate_backward``.
         """
@@ -166,11 +168,12 @@ class Backend(Protocol):
 
     def up_gate(
         self, rows: Rows, in_out: torch.Tensor, groups: Groups, bias: torch.Tensor | None, gate: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``mm`` with the gated activation fused into the epilogue.
 
         Returns:
-            The pre-activation ``(R, 2 * I)`` and the activation ``(R, I)``.
+            The pre-activation ``(R, 2 * I)``, and the activation ``(R, I)`` or ``None`` if it is not fused: then it is
+            computed after what checkpointing recomputes.
         """
         ...
 
@@ -255,19 +258,19 @@ class TorchBackend:
         return self.mm(rows, _columns(vectors), groups)[:, 0]
 
     def gate(self, module):
-        return None
+        return gate_of(module)
 
     def activate(self, pre, gate):
-        raise AssertionError(_NO_GATE)
+        return activate(pre, gate)
 
     def activate_backward(self, pre, grad, scale_R, gate):
-        raise AssertionError(_NO_GATE)
+        return activate_backward(pre, grad, scale_R, gate)
 
     def up_gate(self, rows, in_out, groups, bias, gate):
-        raise AssertionError(_NO_GATE)
+        return self.mm(rows, in_out, groups, bias), None
 
     def down_gate_backward(self, grad, out_in, groups, pre, scale_R, gate):
-        raise AssertionError(_NO_GATE)
+        return self.activate_backward(pre, self.mm(grad, out_in, groups), scale_R, gate)
 
 
 TORCH: Backend = TorchBackend()

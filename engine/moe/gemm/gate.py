@@ -1,13 +1,16 @@
-"""The gated activations that the Triton kernels compute, and which of them an experts module has."""
+"""The gated activations that the backends compute, in torch, and which of them an experts module has."""
 
 import itertools
 import math
 import weakref
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Gate", "gate_of"]
+__all__ = ["Gate", "activate", "activate_backward", "gate_of"]
+
+_BLOCK, _LARGE_BLOCK = 2**18, 2**25  # elements of a pre-activation that are computed at once on a CPU, and elsewhere
 
 
 class Gate(NamedTuple):
@@ -23,14 +26,82 @@ class Gate(NamedTuple):
     is_interleaved: bool
 
     def __call__(self, pre: torch.Tensor) -> torch.Tensor:
+        g, u, sigmoid = self._factors(*self.halves(pre))
+        return g * sigmoid * u
+
+    def halves(self, pre: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return views of the gates and of the ups."""
         inner = pre.shape[-1] // 2
-        g, u = (pre[..., ::2], pre[..., 1::2]) if self.is_interleaved else (pre[..., :inner], pre[..., inner:])
-        g, u = g.clamp(max=self.limit), u.clamp(-self.limit, self.limit)
-        return g * torch.sigmoid(self.alpha * g) * (u + self.beta)
+        return (pre[..., ::2], pre[..., 1::2]) if self.is_interleaved else (pre[..., :inner], pre[..., inner:])
+
+    def _factors(self, g: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if self.limit < math.inf:
+            g, u = g.clamp(max=self.limit), u.clamp(-self.limit, self.limit)
+        return g, u + self.beta if self.beta else u, torch.sigmoid(self.alpha * g if self.alpha != 1 else g)
+
+    def backward(
+        self, pre: torch.Tensor, grad: torch.Tensor, scale: torch.Tensor | None, grad_pre: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Write the gradient of ``pre``; return the activation times ``scale``, and the gradient of ``scale``."""
+        halves, (to_g, to_u) = self.halves(pre), self.halves(grad_pre)
+        g, u, sigmoid = self._factors(*halves)
+        gated = g * sigmoid
+        act, grad_scale = gated * u, None
+        if scale is not None:
+            scale = scale.unsqueeze(-1)
+            grad_scale = (grad * act).sum(-1)
+            grad, act = grad * scale, act.mul_(scale)
+        torch.mul(grad, gated, out=to_u)
+        slope = gated.addcmul_(gated, sigmoid, value=-1)  # of gated: s + alpha * g * s * (1 - s)
+        slope = slope.mul_(self.alpha).add_(sigmoid) if self.alpha != 1 else slope.add_(sigmoid)
+        torch.mul(slope.mul_(u), grad, out=to_g)
+        if self.limit < math.inf:
+            to_g.masked_fill_(halves[0] > self.limit, 0)
+            to_u.masked_fill_(halves[1].abs() > self.limit, 0)
+        return act, grad_scale
 
     def constants(self) -> dict[str, Any]:
         """Return what a kernel that computes it is compiled for."""
         return {"INTERLEAVED": self.is_interleaved, "LIMITED": self.limit < math.inf}
+
+
+def activate(pre: torch.Tensor, gate: Gate) -> torch.Tensor:
+    """Compute the activation, in float32 at least: ``(R, 2 * I)`` -> ``(R, I)``."""
+    act = pre.new_empty(pre.shape[0], pre.shape[1] // 2)
+    for rows in _blocks(pre):
+        act[rows] = gate(pre[rows].to(_promoted(pre)))
+    return act
+
+
+def activate_backward(
+    pre: torch.Tensor, grad: torch.Tensor, scale_R: torch.Tensor | None, gate: Gate
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Compute what ``Backend.activate_backward`` returns, in float32 at least; it writes the activation to ``grad``."""
+    dtype = _promoted(pre)
+    grad_pre, grad_scale = torch.empty_like(pre), None
+    if scale_R is not None:
+        grad_scale = pre.new_empty(pre.shape[0], dtype=dtype)
+    for rows in _blocks(pre):
+        scale = None if scale_R is None else scale_R[rows].to(dtype)
+        out = grad_pre[rows] if pre.dtype == dtype else pre.new_empty(pre[rows].shape, dtype=dtype)
+        act, of_scale = gate.backward(pre[rows].to(dtype), grad[rows].to(dtype), scale, out)
+        grad[rows] = act
+        if out.dtype != pre.dtype:
+            grad_pre[rows] = out
+        if grad_scale is not None and of_scale is not None:
+            grad_scale[rows] = of_scale
+    return grad_pre, grad, grad_scale
+
+
+def _promoted(pre: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(pre.dtype, torch.float32)
+
+
+def _blocks(pre: torch.Tensor) -> Iterator[slice]:
+    """Yield rows to compute at once: on a CPU no more than a cache holds, elsewhere so that temporaries stay small."""
+    count, width = pre.shape
+    rows = max(1, (_BLOCK if pre.device.type == "cpu" else _LARGE_BLOCK) // width)
+    yield from (slice(first, min(first + rows, count)) for first in range(0, count, rows))
 
 
 _gates: "weakref.WeakKeyDictionary[Any, Gate | None]" = weakref.WeakKeyDictionary()

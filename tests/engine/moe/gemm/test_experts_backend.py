@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import itertools
+import math
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.moe.forward import ExpertsRuntime, attach, experts_forward, linears
 from epfsdp2.engine.moe.fused import on_rows
+from epfsdp2.engine.moe.gemm import gate as gate_module
 from epfsdp2.engine.moe.gemm.backends import BackendChoice, TorchBackend, choose_backend
+from epfsdp2.engine.moe.gemm.gate import Gate, gate_of
 from tests.support.models.tiny import relative_error
 from tests.support.moe.experts import (
     ENDS,
@@ -131,17 +134,35 @@ def test_gather_sum_accumulates_in_float32():
         assert (TorchBackend().gather_sum(rows, slots, weights, torch.float32) >= 1024).all()
 
 
+@pytest.mark.parametrize("gate", [Gate(1.0, 0.0, math.inf, False), Gate(1.702, 1.0, 0.7, True)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torch_gate_in_blocks_of_rows_equals_autograd_in_float32(monkeypatch, gate, dtype):
+    monkeypatch.setattr(gate_module, "_BLOCK", 5 * 2 * INNER)
+    pre, grad, scale = (torch.randn(37, *width).to(dtype) for width in ((2 * INNER,), (INNER,), ()))
+    leaf, scale_leaf = (x.clone().float().requires_grad_() for x in (pre, scale))
+    act = gate(leaf)
+    (act * scale_leaf[:, None]).backward(grad.float())
+    names = "activation", "gradient", "scaled activation", "gradient of scale"
+    wanted = act.to(dtype), leaf.grad.to(dtype), (act * scale_leaf[:, None]).to(dtype), scale_leaf.grad
+    found = TorchBackend().activate(pre, gate), *TorchBackend().activate_backward(pre, grad, scale, gate)
+    bound = max(RELATIVE, torch.finfo(dtype).eps)
+    assert_equal(*(dict(zip(names, each, strict=True)) for each in (found, wanted)), bound)
+
+
 def test_fused_experts_under_autocast_recompute_the_activation_under_it():
     class Mixes(Qwen3MoeExperts):
         def _apply_gate(self, pre):
             seen.append(torch.is_autocast_enabled("cpu"))
             gate, up = pre.chunk(2, dim=-1)
-            return (self.act_fn(gate) * up) @ torch.eye(INNER, dtype=pre.dtype)  # which autocast computes in bfloat16
+            # No gate that a backend computes, and a product, which autocast computes in bfloat16.
+            return (gate.tanh() * up) @ torch.eye(gate.shape[-1], dtype=pre.dtype)
 
     seen = []
     module, (hidden, ids, weights) = Mixes(Config()), routed()
     for param in module.parameters():
         nn.init.normal_(param, std=0.5)
+    assert gate_of(module) is None
+    seen.clear()
     results = []
     for backend in ("torch", "reference"):
         attach(module, ExpertsRuntime(E, None, backend=backend))

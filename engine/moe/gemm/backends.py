@@ -159,10 +159,8 @@ class Backend(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """``activate``'s backward for ``grad`` ``(R, I)``, which with ``scale_R`` is that of the scaled activation.
 
-        It may write to ``grad``.
-
         Returns:
-            As ``down_gate_backward``.
+            As ``down_gate_backward``; ``grad`` may be written to.
         """
         ...
 
@@ -172,8 +170,7 @@ class Backend(Protocol):
         """``mm`` with the gated activation fused into the epilogue.
 
         Returns:
-            The pre-activation ``(R, 2 * I)``, and the activation ``(R, I)`` or ``None`` if it is not fused: then it is
-            computed after what checkpointing recomputes.
+            The pre-activation ``(R, 2 * I)`` and the activation ``(R, I)``, ``None`` if it is not fused.
         """
         ...
 
@@ -257,14 +254,9 @@ class TorchBackend:
     def row_dot(self, rows, vectors, groups):
         return self.mm(rows, _columns(vectors), groups)[:, 0]
 
-    def gate(self, module):
-        return gate_of(module)
-
-    def activate(self, pre, gate):
-        return activate(pre, gate)
-
-    def activate_backward(self, pre, grad, scale_R, gate):
-        return activate_backward(pre, grad, scale_R, gate)
+    gate = staticmethod(gate_of)
+    activate = staticmethod(activate)
+    activate_backward = staticmethod(activate_backward)
 
     def up_gate(self, rows, in_out, groups, bias, gate):
         return self.mm(rows, in_out, groups, bias), None

@@ -40,7 +40,7 @@ CLASS_IN_VLLM = {"phimoe": "PhiMoEForCausalLM"}
 starts transformers' code, which it can't run: 0.24 finds no bias of the head, later ones end at the first token."""
 
 CLASS_OF_SLICES = {"exaone_moe": ("<0.27", "ExaoneMoeForCausalLM")}
-"""Families for which these vLLM releases have two codes, and the class name of the one whose layout is known."""
+"""Families that these vLLM releases implement twice, and the class name of the one whose layout is known."""
 
 NOT_IN_VLLM = {
     "ernie4_5_vl_moe": (

@@ -181,7 +181,7 @@ def _check_family(config: Any, rollout: Mapping[str, Any], requested: str) -> No
         raise SettingError(setting, list(classes), rule, f"{setting}=[{known}]")
     releases, known = CLASS_OF_SLICES.get(family, ("", ""))
     if known and classes and known not in classes and requested != "full" and versions.vllm_in(releases):
-        rule = f"the installed vLLM runs another code by this name, whose layout is not known, than by {known}."
+        rule = "for this name the installed vLLM has a class of its own, whose layout is not known here."
         raise SettingError(setting, list(classes), rule, f"{setting}=[{known}], or engine.rollout_sync=full")
     releases, rule = WHOLE_IN_VLLM.get(family, ("", ""))
     tp = rollout_of(rollout).tp

@@ -11,7 +11,6 @@ import torch
 
 from epfsdp2.engine.moe import forward, install
 from epfsdp2.engine.moe.gemm.backends import Groups, IndexedRows, Rows, TorchBackend
-from epfsdp2.engine.moe.gemm.gate import gate_of
 
 __all__ = ["IndexedBackend", "stand_in"]
 
@@ -52,9 +51,6 @@ class IndexedBackend(TorchBackend):
         for expert, part, x in _pieces(rows, groups):
             out[part] = x @ vectors[expert]
         return out
-
-    def gate(self, module):
-        return gate_of(module)
 
     def activate(self, pre, gate):
         out = pre.new_empty(len(pre), pre.shape[1] // 2)

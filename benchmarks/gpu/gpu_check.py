@@ -29,7 +29,7 @@ from benchmarks.gpu.gpu_sections import SECTIONS, Row
 from benchmarks.machine import machine
 
 COLUMNS = ["section", "what", "measured", "wanted", "holds"]
-_TAIL = 600  # characters of a failed section's output
+_TAIL = 1500  # characters of a failed section's output
 
 
 def run(name: str, folder: Path) -> list[Row]:

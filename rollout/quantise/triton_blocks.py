@@ -98,12 +98,12 @@ def round_blocks(
     row_stride,
     column_stride,
     LEAST: tl.constexpr,
-    MOST: tl.constexpr,
+    INVERSE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     block = _load(values, rows, columns, 0, 0, stride, row_stride, column_stride, BLOCK)
-    # ``/`` is an approximation here.
-    scale = tl.div_rn(tl.maximum(_largest(block), LEAST), MOST)
+    # As ``blocks.scales_of`` on a GPU, where torch multiplies by the inverse of a number; ``/`` is an approximation.
+    scale = tl.maximum(_largest(block), LEAST) * INVERSE
     rounded = (block * tl.div_rn(1.0, scale)).to(tl.float8e4nv).to(tl.float32) * scale
     at = _corner(values, 0, 0, stride, row_stride, column_stride, BLOCK) + _offsets(row_stride, column_stride, BLOCK)
     tl.store(at, rounded.to(values.dtype.element_ty), mask=_is_inside(rows, columns, 0, 0, BLOCK))
@@ -134,7 +134,7 @@ def round_in_place(values: torch.Tensor, block: int) -> None:
     matrices = _matrices(values)
     grid = _grid(matrices, 0, 0, block)
     sizes = *matrices.shape[1:], *matrices.stride()
-    round_blocks[grid](matrices, *sizes, LEAST=LEAST, MOST=torch.finfo(FP8).max, BLOCK=block, num_warps=_WARPS)
+    round_blocks[grid](matrices, *sizes, LEAST=LEAST, INVERSE=1 / torch.finfo(FP8).max, BLOCK=block, num_warps=_WARPS)
 
 
 def _matrices(values: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,8 @@ from .triton_tiles import INTERPRETED, gate_tiles, launch_fastest, mm_tiles, out
 
 __all__ = ["MixedBackend", "TritonBackend"]
 
-_WIDEST = 16 if INTERPRETED else 1024  # columns of a row that one program copies
+_TAKEN = (4, 16) if INTERPRETED else (8, 256)  # rows and columns that one program copies
+_WIDEST = 16 if INTERPRETED else 1024  # columns of a row that one program sums
 _ROWS, _COLUMNS = (4, 16) if INTERPRETED else (4, 256)  # of an activation that one program computes at a time
 _SEGMENT = 16 if INTERPRETED else 128  # rows that one program sums
 
@@ -42,9 +43,10 @@ class TritonBackend:
     def take(self, x_TD, tokens_S):
         x_TD, width = x_TD.contiguous(), x_TD.shape[1]
         out = x_TD.new_empty(tokens_S.shape[0], width)
-        block = min(triton.next_power_of_2(width), _WIDEST)
+        rows, block = out.shape[0], min(triton.next_power_of_2(width), _TAKEN[1])
         if out.numel():
-            triton_rows.take[(out.shape[0], triton.cdiv(width, block))](x_TD, tokens_S, out, width, BLOCK=block)
+            grid = (triton.cdiv(rows, _TAKEN[0]), triton.cdiv(width, block))
+            triton_rows.take[grid](x_TD, tokens_S, out, rows, width, ROWS=_TAKEN[0], BLOCK=block)
         return out
 
     def gather_sum(self, rows_SD, slots_TK, weights_TK, dtype):

@@ -35,13 +35,14 @@ def sum_columns(x):
     return tl.reduce(x, 1, _add)
 
 
-@triton.jit
-def take(x, index, out, width, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    source = tl.load(index + row).to(tl.int64)
-    values = tl.load(x + source * width + columns, mask=columns < width)
-    tl.store(out + row * width + columns, values, mask=columns < width)
+@triton.jit(do_not_specialize=["R"], do_not_specialize_on_alignment=["index"])
+def take(x, index, out, R, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    rows, columns = tl.arange(0, ROWS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    sources = tl.load(index + first + rows, mask=rows < R - first, other=0).to(tl.int64)
+    inside = (rows < R - first)[:, None] & (columns < width)[None, :]
+    values = tl.load(x + sources[:, None] * width + columns[None, :], mask=inside)
+    tl.store(out + first * width + rows[:, None] * width + columns[None, :], values, mask=inside)
 
 
 @triton.jit

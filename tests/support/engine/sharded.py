@@ -86,7 +86,7 @@ def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    whole = torch.full(tensor.shape, -torch.inf, dtype=tensor.dtype)
+    whole = torch.full(tensor.shape, -torch.inf, dtype=tensor.dtype, device=tensor.device)
     for held, values in local_pieces(tensor):
         whole[held.slices] = values
     dist.all_reduce(whole, dist.ReduceOp.MAX)

@@ -87,7 +87,7 @@ def tokens_with(module, backend, hidden, ids, weights):
     attach(module, ExpertsRuntime(E, None, backend=backend))
     hidden, weights = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
     out = experts_forward(module, hidden, ids, weights)
-    (out.float() * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+    (out.float() * torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)).sum().backward()
     return {"out": out, "hidden": hidden.grad, "weights": weights.grad} | grads_of(module)
 
 
@@ -97,7 +97,7 @@ def rows_with(module, backend, rows, counts_e, scale=None):
     attach(module, ExpertsRuntime(E, None, backend=backend))
     rows, scale = rows.clone().requires_grad_(), None if scale is None else scale.clone().requires_grad_()
     out = compute(module, dict(module.named_parameters()), rows, counts_e, scale)
-    (out.float() * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+    (out.float() * torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)).sum().backward()
     grads = {"out": out, "rows": rows.grad} | grads_of(module)
     return grads if scale is None else grads | {"scale": scale.grad}
 

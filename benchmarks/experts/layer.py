@@ -3,6 +3,7 @@
 Imports torch alone, so that the peers (``peers.py``) are measured by the same code in an environment of their own.
 """
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -60,17 +61,17 @@ class Geometry:
 def passes(layer: Layer, inputs: tuple[torch.Tensor, ...], parameters: Iterable[nn.Parameter], times: int) -> dict:
     """Mean seconds of a forward, and of a forward and backward; and the norm of what came out."""
     leaves = [*parameters, *(tensor for tensor in inputs if tensor.requires_grad)]
-    forward = total = 0.0
+    gradient, marks = torch.ones_like(inputs[0]), []
     for _ in range(times):
         for leaf in leaves:
             leaf.grad = None
-        began = _now(inputs[0])
+        began = _mark(inputs[0])
         out = layer(*inputs)
-        forward += _now(inputs[0]) - began
-        gradient = torch.ones_like(out)
-        resumed = _now(inputs[0])
+        between = _mark(inputs[0])
         out.backward(gradient)
-        total += _now(inputs[0]) - resumed
+        marks.append((began, between, _mark(inputs[0])))
+    forward = sum(_seconds(began, between) for began, between, _ in marks)
+    total = sum(_seconds(between, ended) for _, between, ended in marks)
     return {"forward": forward / times, "total": (forward + total) / times, "norm": out.detach().float().norm().item()}
 
 
@@ -94,15 +95,24 @@ def kept_bytes(layer: Layer, inputs: tuple[torch.Tensor, ...], parameters: Itera
 def seconds_of(call: Callable[[], object], device: str, repeats: int = 5) -> float:
     """Median of some calls, after one that does not count."""
     like = torch.empty(0, device=device)
-    took = []
+    marks = [_mark(like)]
     for _ in range(repeats + 1):
-        began = _now(like)
         call()
-        took.append(_now(like) - began)
-    return statistics.median(took[1:])
+        marks.append(_mark(like))
+    return statistics.median(itertools.starmap(_seconds, itertools.pairwise(marks[1:])))
 
 
-def _now(like: torch.Tensor) -> float:
-    if like.is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter()
+def _mark(like: torch.Tensor) -> Any:
+    """Note the time; on a GPU, where the host is ahead as in a model's step, that of the device."""
+    if not like.is_cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(began: Any, ended: Any) -> float:
+    if isinstance(began, float):
+        return ended - began
+    ended.synchronize()
+    return began.elapsed_time(ended) / 1e3

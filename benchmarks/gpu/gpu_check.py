@@ -4,8 +4,9 @@
 
 Needs torch, Triton, transformers, and of verl one file; no network, no vLLM, no Ray. ``make gpu-wheels`` collects what
 such a machine may lack, ``make gpu-check`` uses it. Each section runs in a process of its own with a time limit, and
-one that fails has its error in the table. On a machine with a GPU the table is written to ``benchmarks/results/gpu.md``
-and ``gpu.json``; without one the same sections run what they can in Triton's interpreter and over gloo.
+one that fails has its error in the table. Those that measure times are alone on the GPU, the others share it. On a
+machine with a GPU the table is written to ``benchmarks/results/gpu.md`` and ``gpu.json``; without one the same sections
+run what they can in Triton's interpreter and over gloo.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,7 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import tables
-from benchmarks.gpu.gpu_sections import SECTIONS, Row
+from benchmarks.gpu.gpu_rows import Row
+from benchmarks.gpu.gpu_sections import SECTIONS, TIMED
 from benchmarks.machine import machine
 
 COLUMNS = ["section", "what", "measured", "wanted", "holds"]
@@ -99,11 +102,22 @@ def main() -> int:
     if unknown := set(asked.sections) - set(SECTIONS):
         parser.error(f"no such section: {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
     console, began = Console(width=160), time.monotonic()
-    found, shown = {}, Table(*COLUMNS)
+    shown = Table(*COLUMNS)
     with tempfile.TemporaryDirectory() as folder:
-        for name in asked.sections or SECTIONS:
+        names = asked.sections or [*SECTIONS]
+        alone = [name for name in names if name in TIMED]
+        together = [name for name in names if name not in TIMED]
+
+        def run_one(name: str) -> list[Row]:
             console.print(f"{time.monotonic() - began:4.0f} s: {name}: {SECTIONS[name][0].__doc__}")
-            found[name] = run(name, Path(folder))
+            return run(name, Path(folder))
+
+        with ThreadPoolExecutor(len(SECTIONS) if torch.cuda.is_available() else 1) as pool:
+            ran = {name: run_one(name) for name in alone} | dict(
+                zip(together, pool.map(run_one, together), strict=True)
+            )
+        found = {name: ran[name] for name in names}
+        for name in names:
             for row in found[name]:
                 shown.add_row(*cells(name, row))
     console.print(shown)

@@ -32,7 +32,7 @@ from epfsdp2.engine.moe.fused import on_rows, on_tokens
 from epfsdp2.engine.moe.gemm import triton_gemms, triton_persistent, triton_rows, triton_tiles
 from epfsdp2.engine.moe.gemm.gate import Gate
 from epfsdp2.engine.moe.gemm.linear import Linear
-from epfsdp2.engine.moe.gemm.triton_backend import MixedBackend, TritonBackend
+from epfsdp2.engine.moe.gemm.triton_backend import TritonBackend
 
 __all__ = ["FEW", "MODELS", "Model", "compile_model", "layers", "rows_of"]
 
@@ -67,7 +67,6 @@ MODELS = (
 )
 FEW = (MODELS[0], MODELS[3])
 _SOURCES = (triton_gemms, triton_persistent, triton_rows, triton_tiles)
-_BACKENDS = {"triton": TritonBackend(), "mixed": MixedBackend()}
 
 
 class _Module:
@@ -80,7 +79,7 @@ class _Module:
 
 
 def compile_model(
-    model: Model, arch: int, dtype: str, backend: str, every_tile: bool = True, received: bool = False
+    model: Model, arch: int, dtype: str, every_tile: bool = True, received: bool = False
 ) -> dict[str, list[Launch]]:
     """Compile what the model's experts launch, by pass: one rank, all weights trained.
 
@@ -104,7 +103,7 @@ def compile_model(
     weights = torch.empty(TOKENS, model.top_k, dtype=torch.float32, device="meta", requires_grad=True)
     tokens = torch.empty(TOKENS, h, **kwargs, requires_grad=True)
     rows = torch.empty(len(slots), h, **kwargs, requires_grad=True)
-    module, operators = _Module(model.gate), _BACKENDS[backend]
+    module, operators = _Module(model.gate), TritonBackend()
     linears = linear(2 * i, h), linear(h, i)
     plan = DispatchPlan(counts, slots, None, AllToAll([], [], None))
     ends = []
@@ -125,17 +124,15 @@ COLUMNS += ("GB from HBM (each operand once)", "of peak, at most")
 
 
 def rows_of(
-    model: Model, arch: int, dtype: str, backend: str, every_tile: bool = True, received: bool = False
+    model: Model, arch: int, dtype: str, every_tile: bool = True, received: bool = False
 ) -> tuple[list[dict], list[str]]:
     """Compile a model; return a row of each launch and what is over a budget."""
     routing, rows, problems = routed(TOKENS, model.top_k, model.experts), [], []
-    for direction, launches in compile_model(model, arch, dtype, backend, every_tile, received).items():
+    for direction, launches in compile_model(model, arch, dtype, every_tile, received).items():
         number = 0
         for launch in launches:
             number += launch.is_first_choice
-            rows.append(
-                {"backend": backend, "pass": direction, "launch": number, **_row(model, dtype, launch, routing)}
-            )
+            rows.append({"pass": direction, "launch": number, **_row(model, dtype, launch, routing)})
             problems += over_budget(launch)
     return rows, problems
 
@@ -186,10 +183,10 @@ def cells(row: dict) -> list[str]:
 
 
 def layers(rows: list[dict]) -> list[dict]:
-    """Add up the kernels of the ``triton`` backend's passes, each with the tile that is predicted to be the fastest."""
+    """Add up the kernels of each pass, each with the tile that is predicted to be the fastest."""
     fastest: dict[tuple, dict] = {}
     for row in rows:
-        if row["backend"] == "triton" and row["pass"] != "received":
+        if row["pass"] != "received":
             key = tuple(row[name] for name in ("model", "arch", "dtype", "pass", "launch"))
             fastest[key] = min(row, fastest.get(key, row), key=lambda row: row["ms"])
     sums: dict[tuple, dict] = {}
@@ -214,7 +211,7 @@ def write(rows: list[dict], sums: list[dict], problems: list[str]) -> None:
         "**Predicted**, by arithmetic (`benchmarks/kernels/kernel_model.py`; [the model](../../docs/benchmarks.md)):",
         f"bytes from HBM, shares and times, at {TOKENS:,} tokens on one rank with all experts. **Measured**: nothing.",
         "",
-        "The experts layer with `engine.experts_backend=triton`, predicted, at most:",
+        "The experts layer, predicted, at most:",
         "",
         "| model | GPU | forward | of peak | backward | of peak |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -274,21 +271,17 @@ def main() -> int:
     return 1 if problems else 0
 
 
-def _every() -> Iterator[tuple[Model, int, str, str, bool, bool]]:
-    """Iterate over all cases; ``mixed`` is ``triton`` where torch has no native grouped GEMM."""
+def _every() -> Iterator[tuple[Model, int, str, bool, bool]]:
     for model, arch, dtype in itertools.product(MODELS, GPUS, DTYPES):
-        yield model, arch, dtype, "triton", True, model in FEW
-        if arch >= 90 and dtype == "bfloat16":
-            yield model, arch, dtype, "mixed", True, False
+        yield model, arch, dtype, True, model in FEW
 
 
-def _few() -> Iterator[tuple[Model, int, str, str, bool, bool]]:
+def _few() -> Iterator[tuple[Model, int, str, bool, bool]]:
     """Iterate over cases with all that makes code differ: the sizes of the other models compile to the same."""
     for arch in GPUS:
-        yield from ((MODELS[0], arch, dtype, "triton", False, dtype == "bfloat16") for dtype in DTYPES)
-        yield from ((FEW[1], arch, "bfloat16", backend, False, False) for backend in _BACKENDS)
-    yield MODELS[0], 90, "bfloat16", "mixed", False, False
-    yield from ((model, 90, "bfloat16", "triton", False, False) for model in MODELS if model.lora)
+        yield from ((MODELS[0], arch, dtype, False, dtype == "bfloat16") for dtype in DTYPES)
+        yield FEW[1], arch, "bfloat16", False, False
+    yield from ((model, 90, "bfloat16", False, False) for model in MODELS if model.lora)
 
 
 def _code_of_others() -> list[str]:
@@ -297,7 +290,7 @@ def _code_of_others() -> list[str]:
     others = [model for model in MODELS if model not in FEW and not model.lora]
     with not_compiled(found):
         for model, arch, dtype in itertools.product(others, GPUS, DTYPES):
-            compile_model(model, arch, dtype, "triton", every_tile=False)
+            compile_model(model, arch, dtype, every_tile=False)
     return sorted(set(found))
 
 

@@ -90,17 +90,14 @@ class _Experts:
             grad: the gradient of the output, or with ``scale_R`` that of the output times ``scale_R``.
         """
         gate = self.backend.gate(self.module)
-        if gate is not None and self.down.lora_A is None:
-            out_in = self.down.in_out.mT
-            grad_pre, act, grad_scale = self.backend.down_gate_backward(grad, out_in, groups, pre, scale_R, gate)
-        elif gate is not None:
-            grad_act = self.down.grad_rows(self.backend, grad, groups)
+        grad_act = self.down.grad_rows(self.backend, grad, groups)
+        if gate is not None:
             grad_pre, act, grad_scale = self.backend.activate_backward(pre, grad_act, scale_R, gate)
         else:
             with torch.enable_grad(), ambient:
                 leaf = pre.detach().requires_grad_()
                 act = self.activation(leaf)
-            grad_act, grad_scale = self.down.grad_rows(self.backend, grad, groups), None
+            grad_scale = None
             if scale_R is not None:
                 grad_scale = (grad_act.to(torch.promote_types(grad_act.dtype, torch.float32)) * act.detach()).sum(-1)
                 grad_act.mul_(scale_R.unsqueeze(-1))

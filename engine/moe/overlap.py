@@ -110,7 +110,7 @@ def exchange(
     for pending, plan in zip(dispatches, plans, strict=True):
         assert plan.row_order is not None
         rows_RD, *scale_R = pending.wait()
-        if backend.reads_index(rows_RD):
+        if backend.reads_index:
             out_RD = compute(rows_RD, plan.counts_e, scale_R[0] if scale_R else None, plan.row_order)
         else:
             rows_RD = permute(rows_RD, plan.row_order, backend)

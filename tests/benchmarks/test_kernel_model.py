@@ -47,19 +47,18 @@ def test_kernel_model_of_every_kernel_and_gpu_compiles_within_its_budgets():
     assert kernels >= {"sum_rows", "row_dot", "gate", "gate_backward"}
     # Where the grid's order is right, an operand comes from HBM hardly more often than once.
     assert all(row["gb"] <= 1.1 * row["gb_once"] for row in rows)
-    # Every GEMM reads rows through an index, and nothing copies them, where they are not sent.
+    # Every GEMM reads rows through an index, and nothing copies them, where they are not sent,
     assert {row["kernel"] for row in rows if row["indexed"]} >= set(GEMMS)
     # The persistent kernels, through an index and not, and none where there is no TMA, in float32 or with a bias.
     persistent = {(row["arch"], row["kernel"], row["indexed"]) for row in rows if row["is_persistent"]}
-    assert persistent >= {(arch, "grouped_mm_gate", "a") for arch in (90, 100)} | {
-        (100, "grouped_mm_gate_backward", "a")
-    }
+    assert persistent >= {(arch, "grouped_mm_gate", "a") for arch in (90, 100)}
     assert persistent >= {(arch, "grouped_mm", "") for arch in (90, 100)}
     assert not any(row["arch"] == 80 or row["dtype"] == "float32" for row in rows if row["is_persistent"])
     # Under expert parallelism outputs and gradients of rows are stored in the order in which they are sent.
     assert {row["is_persistent"] for row in rows if row["is_scattered"]} == {False, True}
-    own = [row for row in rows if row["backend"] == "triton" and row["pass"] != "received"]
-    assert "take" not in {row["kernel"] for row in own}
+    # but for an outer product with many columns.
+    forward = [row for row in rows if row["pass"] == "forward"]
+    assert "take" not in {row["kernel"] for row in forward}
     # The sizes of the other models are no other code, but for the table of 256 experts' tiles.
     assert found["others"] == ["tile_table"]
     # Every model, dtype and tile was compiled too, of these kernels and within the budgets.

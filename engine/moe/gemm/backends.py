@@ -37,7 +37,6 @@ __all__ = [
     "backend_named",
     "choose_backend",
     "has_backend",
-    "has_native_grouped_mm",
     "inverse",
     "supports_grouped_mm",
     "torch_grouped_mm",
@@ -50,10 +49,7 @@ EXPERTS_IMPLEMENTATION = "epfsdp2"  # what calls all of them is registered with 
 _SETTING = "engine.experts_backend"
 _WIDTH = 8  # a vector is a GEMM operand of this width: rows have at least 16 bytes in every dtype
 _OLDEST = (8, 0)  # compute capability that the Triton kernels are written for
-# The major compute capabilities that torch's grouped GEMM has a kernel for. On others it loops over the experts, and
-# waits for their sizes (torch 2.13, cuda/GroupedBlas.cpp: _scaled_mm_allowed_device(sm90_only, sm100_only)).
-_NATIVE = (9, 10)
-_COMPILED = (8, 9, 10)  # and those that tests compile the Triton kernels for
+_COMPILED = (8, 9, 10)  # the major ones that tests compile them for
 _LEAVES_GARBAGE = 10  # where a product over no rows is what its memory was (pytorch#172439, CUTLASS#2674)
 
 
@@ -101,10 +97,8 @@ class Backend(Protocol):
     """The operators of ``moe/fused.py``; none is differentiable. GEMMs and sums accumulate in float32."""
 
     name: str
-
-    def reads_index(self, x: torch.Tensor) -> bool:
-        """Return whether the GEMMs read rows of ``x`` through an index."""
-        ...
+    reads_index: bool
+    """Whether the GEMMs read rows through an index."""
 
     def indexed(self, x: torch.Tensor, index_R: torch.Tensor) -> Rows:
         """Return ``x[index_R]`` as an operand of this backend: without a copy, if its GEMMs read through an index."""
@@ -160,7 +154,8 @@ class Backend(Protocol):
         """``activate``'s backward for ``grad`` ``(R, I)``, which with ``scale_R`` is that of the scaled activation.
 
         Returns:
-            As ``down_gate_backward``; ``grad`` may be written to.
+            The pre-activation's gradient ``(R, 2 * I)`` and the activation ``(R, I)``, both times ``scale_R``; and the
+            gradient of ``scale_R`` in float32, ``None`` without one. ``grad`` may be written to.
         """
         ...
 
@@ -174,31 +169,12 @@ class Backend(Protocol):
         """
         ...
 
-    def down_gate_backward(
-        self,
-        grad: Rows,
-        out_in: torch.Tensor,
-        groups: Groups,
-        pre: torch.Tensor,
-        scale_R: torch.Tensor | None,
-        gate: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """``mm`` of the gradient with the activation's backward fused into the epilogue.
-
-        Returns:
-            The pre-activation's gradient ``(R, 2 * I)`` and the activation ``(R, I)``, both times ``scale_R``; and the
-            gradient of ``scale_R`` in float32, ``None`` without one.
-        """
-        ...
-
 
 class TorchBackend:
     """Torch's operators: its grouped GEMM where that supports the operands, else a loop over experts."""
 
     name = "torch"
-
-    def reads_index(self, x):
-        return False
+    reads_index = False
 
     def indexed(self, x, index_R):
         return self.take(x, index_R)
@@ -261,9 +237,6 @@ class TorchBackend:
     def up_gate(self, rows, in_out, groups, bias, gate):
         return self.mm(rows, in_out, groups, bias), None
 
-    def down_gate_backward(self, grad, out_in, groups, pre, scale_R, gate):
-        return self.activate_backward(pre, self.mm(grad, out_in, groups), scale_R, gate)
-
 
 TORCH: Backend = TorchBackend()
 
@@ -292,11 +265,6 @@ def supports_grouped_mm(rows: torch.Tensor, other: torch.Tensor) -> bool:
     aligned = all(size * rows.element_size() % 16 == 0 for size in sizes)
     taken = rows.dtype == torch.bfloat16 or (rows.device.type == "cpu" and rows.dtype != torch.float64)
     return aligned and rows.shape[0] > 0 and taken
-
-
-def has_native_grouped_mm() -> bool:
-    """Return whether this machine's GPU has a kernel for torch's grouped GEMM in bfloat16."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in _NATIVE
 
 
 def zeroes_empty_groups() -> bool:
@@ -345,7 +313,7 @@ def choose_backend(wanted: str, device_type: str, dtype: torch.dtype) -> Backend
         return BackendChoice("torch", f"{_SETTING}=auto: torch computes the experts, because {reason}")
     if device_type == "cpu":  # the interpreter is for tests, which name it
         return BackendChoice("torch")
-    return BackendChoice("mixed", _new_gpu())
+    return BackendChoice("triton", _new_gpu())
 
 
 def has_backend(setting: str) -> bool:
@@ -359,7 +327,7 @@ def backend_named(name: str) -> Backend:
         return TORCH
     from . import triton_backend  # Triton need not be installed where it is not used
 
-    return triton_backend.TritonBackend() if name == "triton" else triton_backend.MixedBackend()
+    return triton_backend.TritonBackend()
 
 
 def _new_gpu() -> str | None:
@@ -371,7 +339,7 @@ def _new_gpu() -> str | None:
         return None
     return (
         f"{_SETTING}: the Triton kernels, which compute the experts, were compiled for compute capability 8, 9 and 10, "
-        f"and this GPU has {major}.{minor}; torch's grouped GEMM has kernels for 9 and 10 alone"
+        f"and this GPU has {major}.{minor}"
     )
 
 

@@ -10,7 +10,7 @@ from . import triton_persistent
 from .gate import Gate
 from .triton_tiles import INTERPRETED, Tile, tiles_of
 
-__all__ = ["GPUS", "down_gate_backward", "mm", "takes", "up_gate"]
+__all__ = ["GPUS", "mm", "takes", "up_gate"]
 
 # Major compute capabilities that the kernels were compiled for; with the second Triton divides the work among warps.
 # On the first it does so with descriptors made on the device alone, and does not compile these (3.7 and 3.9).
@@ -68,26 +68,6 @@ def up_gate(
     sizes = len(groups.counts_e), in_out.shape[2] // 2, in_out.shape[1]
     triton_persistent.grouped_mm_gate[(_programs(),)](
         *operands, *results, *_tiles(groups, tile), *sizes, *gate[:3], LIMITED=gate.constants()["LIMITED"], **how
-    )
-
-
-def down_gate_backward(
-    tile: Tile,
-    grad: torch.Tensor,
-    index: torch.Tensor,
-    has_index: bool,
-    out_in: torch.Tensor,
-    others: tuple[torch.Tensor, ...],
-    groups,
-    gate: Gate,
-    is_scaled: bool,
-) -> None:
-    """``TritonBackend.down_gate_backward``; ``others`` are its other tensors in the kernel's order."""
-    operands, how = _described(tile, grad, index, has_index, out_in)
-    sizes = len(groups.counts_e), out_in.shape[2], out_in.shape[1], groups.rows
-    how |= gate.constants() | {"SCALED": is_scaled}
-    triton_persistent.grouped_mm_gate_backward[(_programs(),)](
-        *operands, *others, *_tiles(groups, tile), *sizes, *gate[:3], **how
     )
 
 

@@ -9,23 +9,16 @@ import torch
 import triton
 
 from . import persistent_launch, triton_gemms, triton_rows
-from .backends import (
-    IndexedRows,
-    Rows,
-    TorchBackend,
-    has_native_grouped_mm,
-    inverse,
-    supports_grouped_mm,
-    zeroes_empty_groups,
-)
+from .backends import IndexedRows, Rows
 from .gate import gate_of
 from .triton_tiles import INTERPRETED, gate_tiles, launch_fastest, mm_tiles, outer_tiles, tiles_of
 
-__all__ = ["MixedBackend", "TritonBackend"]
+__all__ = ["TritonBackend"]
 
 _TAKEN = (4, 16) if INTERPRETED else (8, 256)  # rows and columns that one program copies
 _WIDEST = 16 if INTERPRETED else 1024  # columns of a row that one program sums
 _ROWS, _COLUMNS = (4, 16) if INTERPRETED else (4, 256)  # of an activation that one program computes at a time
+_INDEXED = 1024  # of the other operand's columns, for which an outer product reads rows through an index
 _SEGMENT = 16 if INTERPRETED else 128  # rows that one program sums
 
 
@@ -33,9 +26,7 @@ class TritonBackend:
     """Launches the kernels of ``triton_rows.py`` and ``triton_gemms.py``."""
 
     name = "triton"
-
-    def reads_index(self, x):
-        return True
+    reads_index = True
 
     def indexed(self, x, index_R):
         return IndexedRows(x, index_R)
@@ -96,8 +87,10 @@ class TritonBackend:
         return out
 
     def outer(self, a, b, groups):
+        m, n = _width(a), _width(b)
+        a, b = self._to_be_read(a, n), self._to_be_read(b, m)
         (a, a_index, a_indexed), (b, b_index, b_indexed) = _operand(a), _operand(b)
-        experts, m, n = groups.counts_e.shape[0], a.shape[1], b.shape[1]
+        experts = groups.counts_e.shape[0]
         out = a.new_empty(experts, m, n)
         if not groups.rows:
             return out.zero_()
@@ -113,6 +106,12 @@ class TritonBackend:
         choices = outer_tiles(a.dtype, m, n, a_indexed or b_indexed)
         launch_fastest("outer", (a.dtype, m, n, a_indexed, b_indexed), choices, launch, (out,))
         return out
+
+    def _to_be_read(self, rows, columns):
+        """Copy rows of an index, where many blocks of the other operand's columns would have them read through it."""
+        if isinstance(rows, IndexedRows) and columns > _INDEXED:
+            return self.take(rows.x, rows.index_R)
+        return rows
 
     def segment_sum(self, rows, groups, scale_R=None):
         rows, index, has_index = _operand(rows)
@@ -167,19 +166,15 @@ class TritonBackend:
 
     def activate_backward(self, pre, grad, scale_R, gate):
         rows, inner = grad.shape
-        grad_pre, act, block = (
-            torch.empty_like(pre),
-            torch.empty_like(grad),
-            min(triton.next_power_of_2(inner), _COLUMNS),
-        )
+        grad, grad_pre, block = grad.contiguous(), torch.empty_like(pre), min(triton.next_power_of_2(inner), _COLUMNS)
         grad_scale = None if scale_R is None else pre.new_empty(rows, dtype=torch.float32)
-        if act.numel():
+        if grad.numel():
             triton_rows.gate_backward[(triton.cdiv(rows, _ROWS),)](
                 pre,
-                grad.contiguous(),
+                grad,
                 pre if scale_R is None else scale_R.contiguous(),
                 grad_pre,
-                act,
+                grad,  # each block's activation takes the place of its gradient
                 pre if grad_scale is None else grad_scale,
                 rows,
                 inner,
@@ -189,7 +184,7 @@ class TritonBackend:
                 ROWS=_ROWS,
                 BLOCK=block,
             )
-        return grad_pre, act, grad_scale
+        return grad_pre, grad, grad_scale
 
     def up_gate(self, rows, in_out, groups, bias, gate):
         (experts, k, n), (rows, index, has_index) = in_out.shape, _operand(rows)
@@ -224,96 +219,13 @@ class TritonBackend:
         if act.numel():
             persistent = not gate.is_interleaved and persistent_launch.takes(rows, in_out, bias, gates=2)
             key = (rows.dtype, k, inner, in_out.stride(2) == 1, bias is not None, gate.is_interleaved, has_index)
-            choices = gate_tiles(rows.dtype, k, backward=False, persistent=persistent)
+            choices = gate_tiles(rows.dtype, k, persistent)
             launch_fastest("mm and gate", (*key, persistent), choices, launch, (pre, act))
         return pre, act
 
-    def down_gate_backward(self, grad, out_in, groups, pre, scale_R, gate):
-        (experts, k, inner), (grad, index, has_index) = out_in.shape, _operand(grad)
-        grad_pre, act = torch.empty_like(pre), pre.new_empty(groups.rows, inner)
-        persistent = persistent_launch.takes(grad, out_in, None)
-        choices = gate_tiles(grad.dtype, k, backward=True, persistent=persistent)
-        # One partial sum per row and block of columns; they are added in a fixed order, so the result is deterministic.
-        parts = grad.new_empty(triton.cdiv(inner, choices[0].n), groups.rows, dtype=torch.float32)
-        scale = grad if scale_R is None else scale_R.contiguous()
 
-        def launch(tile):
-            if tile.is_persistent:
-                others, is_scaled = (pre, scale, grad_pre, act, parts), scale_R is not None
-                operands = tile, grad, index, has_index, out_in
-                return persistent_launch.down_gate_backward(*operands, others, groups, gate, is_scaled)
-            tiles = tiles_of(groups, tile.m)
-            triton_gemms.grouped_mm_gate_backward[(len(tiles.expert) * len(parts),)](
-                grad,
-                index,
-                out_in,
-                pre,
-                scale,
-                grad_pre,
-                act,
-                parts,
-                *tiles.table,
-                experts,
-                inner,
-                k,
-                groups.rows,
-                *out_in.stride(),
-                *gate[:3],
-                HAS_INDEX=has_index,
-                SCALED=scale_R is not None,
-                **gate.constants(),
-                EVEN_K=k % tile.k == 0,
-                **tile.constants(grad.dtype),
-            )
-
-        if act.numel():
-            key = (grad.dtype, k, inner, out_in.stride(2) == 1, scale_R is not None, gate.is_interleaved, has_index)
-            results = (grad_pre, act) if scale_R is None else (grad_pre, act, parts)
-            launch_fastest("mm and gate's backward", (*key, persistent), choices, launch, results)
-        return grad_pre, act, None if scale_R is None else parts.sum(0)
-
-
-class MixedBackend(TritonBackend):
-    """Torch's grouped GEMM in bfloat16 where it has a kernel for the GPU, and that kernel is right; else Triton.
-
-    Beside torch's GEMM the gated activation is one kernel, and so is its backward.
-    """
-
-    name = "mixed"
-    _torch = TorchBackend()
-
-    def reads_index(self, x):
-        return not _native(x, x)  # torch's GEMM reads none
-
-    def indexed(self, x, index_R):
-        return super().indexed(x, index_R) if self.reads_index(x) else self.take(x, index_R)
-
-    def mm(self, rows, in_out, groups, bias=None, order_R=None):
-        if bias is not None or not _native(rows, in_out):
-            return super().mm(rows, in_out, groups, bias, order_R)
-        out = self._torch.mm(rows, in_out, groups)
-        return out if order_R is None else self.take(out, inverse(order_R))
-
-    def outer(self, a, b, groups):
-        is_native = _native(a, b) and zeroes_empty_groups()
-        return (self._torch.outer if is_native else super().outer)(a, b, groups)
-
-    def up_gate(self, rows, in_out, groups, bias, gate):
-        if bias is not None or not _native(rows, in_out):
-            return super().up_gate(rows, in_out, groups, bias, gate)
-        pre = self.mm(rows, in_out, groups)
-        return pre, self.activate(pre, gate)
-
-    def down_gate_backward(self, grad, out_in, groups, pre, scale_R, gate):
-        if not _native(grad, out_in):
-            return super().down_gate_backward(grad, out_in, groups, pre, scale_R, gate)
-        return self.activate_backward(pre, self.mm(grad, out_in, groups), scale_R, gate)
-
-
-def _native(rows: Rows, other: Rows) -> bool:
-    if isinstance(rows, IndexedRows) or isinstance(other, IndexedRows):
-        return False
-    return supports_grouped_mm(rows, other) and (rows.device.type == "cpu" or has_native_grouped_mm())
+def _width(rows: Rows) -> int:
+    return (rows.x if isinstance(rows, IndexedRows) else rows).shape[1]
 
 
 def _operand(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, bool]:

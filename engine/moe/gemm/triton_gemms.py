@@ -12,9 +12,9 @@ part of it once, before they sum along ``k``, and ``grouped_outer``, which sums 
 import triton
 import triton.language as tl
 
-from .triton_rows import activation, gate_gradients, load_halves, store_halves, store_rows, sum_columns
+from .triton_rows import activation, store_halves, store_rows
 
-__all__ = ["columns_halved", "dot", "grouped_mm", "grouped_mm_gate", "grouped_mm_gate_backward", "grouped_outer"]
+__all__ = ["columns_halved", "dot", "grouped_mm", "grouped_mm_gate", "grouped_outer"]
 
 
 @triton.jit
@@ -196,75 +196,6 @@ def grouped_mm_gate(
             store_halves(pre, g, u, rows, in_rows, at, INNER, INTERLEAVED, BM, BN // 2)
             out = activation(g.to(tl.float32), u.to(tl.float32), alpha, beta, limit, LIMITED)
             store_rows(act, out, rows, in_rows, at, INNER, BN // 2)
-
-
-@triton.jit(do_not_specialize=["R"], do_not_specialize_on_alignment=["index"])
-def grouped_mm_gate_backward(
-    grad,
-    index,
-    b,
-    pre,
-    scale,
-    grad_pre,
-    act,
-    parts,
-    expert_of,
-    first_of,
-    end_of,
-    EXPERTS,
-    INNER,
-    K,
-    R,
-    se,
-    sk,
-    sn,
-    alpha,
-    beta,
-    limit,
-    HAS_INDEX: tl.constexpr,
-    SCALED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    LIMITED: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """``grouped_mm`` of ``grad`` ``(R, K)`` by ``b`` ``(e, K, INNER)``, and ``gate_backward`` of the product.
-
-    Each block of columns adds its part of the gradient of ``scale`` to a row of ``parts``.
-    """
-    expert, first, rows, in_rows, block = _tile(expert_of, first_of, end_of, INNER, BM, BN)
-    if expert < EXPERTS:
-        begin = block * BN
-        n = begin + tl.arange(0, BN)
-        in_inner, own, d = n < INNER, b + expert * se, tl.full((BM, BN), 0.0, tl.float32)
-        d = _product(grad, index, first, rows, in_rows, own, n, in_inner, K, sk, sn, d, BK, HAS_INDEX, EVEN_K, UPCAST)
-        by = tl.full((BM, 1), 1.0, tl.float32)
-        if SCALED:
-            by = tl.load(scale + first + rows, mask=in_rows, other=0.0).to(tl.float32)[:, None]
-        pre += first * 2 * INNER
-        grad_pre += first * 2 * INNER
-        act += first * INNER
-        total = tl.full((BM,), 0.0, tl.float32)
-        # In quarters, each of which fits into the registers.
-        left, right = columns_halved(d, BM, BN)
-        for half in tl.static_range(2):
-            quarters = columns_halved(left if half == 0 else right, BM, BN // 2)
-            for quarter in tl.static_range(2):
-                d = quarters[quarter]
-                at = begin + (2 * half + quarter) * (BN // 4)
-                g, u = load_halves(pre, rows, in_rows, at, INNER, INTERLEAVED, BM, BN // 4)
-                out = activation(g, u, alpha, beta, limit, LIMITED)
-                if SCALED:
-                    total += sum_columns(d * out)
-                    d, out = d * by, out * by
-                store_rows(act, out, rows, in_rows, at, INNER, BN // 4)
-                d_gate, d_up = gate_gradients(d, g, u, alpha, beta, limit, LIMITED)
-                store_halves(grad_pre, d_gate, d_up, rows, in_rows, at, INNER, INTERLEAVED, BM, BN // 4)
-        if SCALED:
-            tl.store(parts + block.to(tl.int64) * R + first + rows, total, mask=in_rows)
 
 
 @triton.jit(do_not_specialize_on_alignment=["a_index", "b_index"])

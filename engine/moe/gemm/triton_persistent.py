@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 
 from .triton_gemms import columns_halved, dot
-from .triton_rows import activation, gate_gradients, load_halves, store_halves, store_rows, sum_columns
+from .triton_rows import activation, store_halves, store_rows
 
-__all__ = ["grouped_mm", "grouped_mm_gate", "grouped_mm_gate_backward"]
+__all__ = ["grouped_mm", "grouped_mm_gate"]
 
 
 @triton.jit
@@ -154,79 +154,3 @@ def grouped_mm_gate(
             store_halves(pre + row * 2 * INNER, g, u, rows, in_rows, at, INNER, False, BM, BN // 2)
             out = activation(g.to(tl.float32), u.to(tl.float32), alpha, beta, limit, LIMITED)
             store_rows(act + row * INNER, out, rows, in_rows, at, INNER, BN // 2)
-
-
-@triton.jit(do_not_specialize=["R"], do_not_specialize_on_alignment=["index"])
-def grouped_mm_gate_backward(
-    grad,
-    index,
-    b,
-    pre,
-    scale,
-    grad_pre,
-    act,
-    parts,
-    expert_of,
-    first_of,
-    end_of,
-    tile_ends,
-    EXPERTS,
-    INNER,
-    K,
-    R,
-    alpha,
-    beta,
-    limit,
-    HAS_INDEX: tl.constexpr,
-    GATHERS: tl.constexpr,
-    K_INNERMOST: tl.constexpr,
-    SPECIALIZED: tl.constexpr,
-    SCALED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    LIMITED: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """``triton_gemms.grouped_mm_gate_backward``; a tile has two of that kernel's blocks of columns."""
-    blocks, rows = (INNER + BN - 1) // BN, tl.arange(0, BM)
-    tiles = tl.load(tile_ends + EXPERTS - 1)
-    for number in tl.range(
-        tl.program_id(0), tiles * blocks, tl.num_programs(0), flatten=True, warp_specialize=SPECIALIZED
-    ):
-        expert, first, end, begin = _tile(number, blocks, expert_of, first_of, end_of, BN)
-        sources = _rows_of(grad, index, first, end, rows, K, HAS_INDEX, GATHERS)
-        product = tl.full((BM, BN), 0.0, tl.float32)
-        for k in range(0, K, BK):
-            a_tile = _row_tile(grad, sources, k, K, HAS_INDEX, GATHERS, EVEN_K, BK)
-            b_tile = _matrix_tile(b, expert, begin, k, K_INNERMOST, BN, BK)
-            product = dot(a_tile, b_tile, product, UPCAST)
-        in_rows, row = rows < end - first, first.to(tl.int64)
-        by = tl.full((BM, 1), 1.0, tl.float32)
-        if SCALED:
-            by = tl.load(scale + first + rows, mask=in_rows, other=0.0).to(tl.float32)[:, None]
-        both = columns_halved(product, BM, BN)
-        for side in tl.static_range(2):
-            total = tl.full((BM,), 0.0, tl.float32)
-            halves = columns_halved(both[side], BM, BN // 2)
-            for half in tl.static_range(2):
-                quarters = columns_halved(halves[half], BM, BN // 4)
-                for quarter in tl.static_range(2):
-                    d = quarters[quarter]
-                    at = begin + (4 * side + 2 * half + quarter) * (BN // 8)
-                    g, u = load_halves(pre + row * 2 * INNER, rows, in_rows, at, INNER, INTERLEAVED, BM, BN // 8)
-                    out = activation(g, u, alpha, beta, limit, LIMITED)
-                    if SCALED:
-                        total += sum_columns(d * out)
-                        d, out = d * by, out * by
-                    store_rows(act + row * INNER, out, rows, in_rows, at, INNER, BN // 8)
-                    d_gate, d_up = gate_gradients(d, g, u, alpha, beta, limit, LIMITED)
-                    own = grad_pre + row * 2 * INNER
-                    store_halves(own, d_gate, d_up, rows, in_rows, at, INNER, INTERLEAVED, BM, BN // 8)
-            if SCALED:
-                column = begin + side * (BN // 2)
-                part = parts + (column // (BN // 2)).to(tl.int64) * R + first + rows
-                # No row of a block that begins behind the last column.
-                tl.store(part, total, mask=rows < tl.minimum(end - first, (INNER - column) * BM))

@@ -65,18 +65,12 @@ def mm_tiles(dtype: torch.dtype, n: int, k: int, persistent: bool = False) -> Se
     return _of_128_columns(k, persistent)
 
 
-def gate_tiles(dtype: torch.dtype, k: int, backward: bool, persistent: bool = False) -> Sequence[Tile]:
-    """Return those of ``grouped_mm_gate``, which has ``n`` gates and their ups, or of its backward."""
+def gate_tiles(dtype: torch.dtype, k: int, persistent: bool = False) -> Sequence[Tile]:
+    """Return those of ``grouped_mm_gate``, which has ``n`` gates and their ups."""
     if INTERPRETED:
         return _SMALL
     if dtype == torch.float32:
         return (Tile(64, 32, 32, 4),)
-    if backward:
-        tile = Tile(128, 64, _fitting(k, 64), registers=_HALF)
-        # The persistent kernel has room for one CTA on an SM: it pays where other warps finish a tile.
-        if persistent and _capability()[0] == 10:
-            return (tile, Tile(128, 128, tile.k, stages=4, is_persistent=True))
-        return (tile, tile._replace(stages=4))
     return tuple(tile._replace(n=tile.n // 2) for tile in _of_128_columns(k, persistent))
 
 

@@ -19,9 +19,7 @@ _ROWS = 32
 
 class IndexedBackend(TorchBackend):
     name = "triton"
-
-    def reads_index(self, x):
-        return True
+    reads_index = True
 
     def indexed(self, x, index_R):
         return IndexedRows(x, index_R)
@@ -62,20 +60,16 @@ class IndexedBackend(TorchBackend):
         pre = self.mm(rows, in_out, groups, bias)
         return pre, self.activate(pre, gate)
 
-    def down_gate_backward(self, grad, out_in, groups, pre, scale_R, gate):
-        grad_pre, act = torch.empty_like(pre), pre.new_empty(len(pre), pre.shape[1] // 2)
+    def activate_backward(self, pre, grad, scale_R, gate):
+        grad_pre = torch.empty_like(pre)
         grad_scale = None if scale_R is None else pre.new_empty(len(pre), dtype=torch.float32)
-        for expert, part, x in _pieces(grad, groups):
-            d = x @ out_in[expert]
-            with torch.enable_grad():
-                leaf = pre[part].detach().requires_grad_()
-                out = gate(leaf)
-            scale = 1.0 if scale_R is None else scale_R[part, None]
+        for begin in range(0, len(pre), _ROWS):
+            part = slice(begin, begin + _ROWS)
+            scale = None if scale_R is None else scale_R[part].to(pre.dtype)
+            grad[part], of_scale = gate.backward(pre[part], grad[part], scale, grad_pre[part])
             if grad_scale is not None:
-                grad_scale[part] = (d * out.detach()).sum(-1)
-            (grad_pre[part],) = torch.autograd.grad(out, leaf, d * scale)
-            act[part] = out.detach() * scale
-        return grad_pre, act, grad_scale
+                grad_scale[part] = of_scale
+        return grad_pre, grad, grad_scale
 
 
 def _tensor(rows: Rows) -> torch.Tensor:

@@ -284,14 +284,14 @@ def test_choose_backend_that_can_not_run_is_refused_by_name_and_skipped_by_auto(
     assert choose_backend("triton", "cpu", torch.float32).name == "triton"
     assert choose_backend("auto", "cpu", torch.float32) == BackendChoice("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for capability, auto in (((7, 5), "torch"), ((8, 0), "mixed"), ((9, 0), "mixed")):
+    for capability, auto in (((7, 5), "torch"), ((8, 0), "triton"), ((9, 0), "triton")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
         choice = choose_backend("auto", "cuda", torch.bfloat16)
-        assert choice.name == auto and (choice.line is None) == (auto == "mixed")
+        assert choice.name == auto and (choice.line is None) == (auto == "triton")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (13, 0))  # which nobody knows
-    for wanted, name in (("auto", "mixed"), ("triton", "triton")):
+    for wanted in ("auto", "triton"):
         choice = choose_backend(wanted, "cuda", torch.bfloat16)
-        assert choice.name == name and "and this GPU has 13.0" in choice.line
+        assert choice.name == "triton" and "and this GPU has 13.0" in choice.line
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     with pytest.raises(SettingError, match=r"compute capability 8.0, and this GPU has 7.5"):
         choose_backend("triton", "cuda", torch.bfloat16)

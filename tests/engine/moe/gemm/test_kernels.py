@@ -3,7 +3,6 @@
 import importlib
 import math
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,32 +36,6 @@ GATES = [Gate(1.0, 0.0, math.inf, False), Gate(1.702, 1.0, 0.7, True), Gate(1.70
 def kernels():
     with interpreted_kernels() as backend:
         yield backend
-
-
-@pytest.mark.parametrize(
-    ("capability", "mm", "outer"),
-    [
-        ((8, 6), "triton", "triton"),
-        ((9, 0), "torch", "torch"),
-        ((10, 0), "torch", "triton"),  # torch has a kernel that leaves garbage for experts without rows
-        ((10, 3), "torch", "triton"),
-        ((11, 0), "triton", "triton"),  # torch loops over the experts
-        ((12, 0), "triton", "triton"),
-        ((13, 0), "triton", "triton"),  # nobody knows it
-    ],
-)
-def test_mixed_backend_on_every_gpu_takes_torchs_grouped_gemm_where_it_has_a_kernel(
-    kernels, monkeypatch, capability, mm, outer
-):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    torchs = SimpleNamespace(mm=lambda *args: "torch", outer=lambda *args: "torch")
-    monkeypatch.setattr(kernels.MixedBackend, "_torch", torchs)
-    for operator in ("mm", "outer"):
-        monkeypatch.setattr(kernels.TritonBackend, operator, lambda *args: "triton")
-    rows = torch.empty(64, 16, dtype=torch.bfloat16, device="meta")
-    weight, mixed = rows.new_empty(4, 16, 16), kernels.MixedBackend()
-    assert (mixed.mm(rows, weight, None), mixed.outer(rows, rows, None)) == (mm, outer)
 
 
 def test_torch_outer_of_experts_without_rows_is_zero_where_the_kernel_leaves_garbage(monkeypatch):
@@ -129,7 +102,7 @@ def test_triton_operators_on_small_integers_are_torchs_bit_for_bit(kernels, dtyp
         assert torch.equal(ours.mm(rows, in_out, groups, bias), twin.mm(rows, in_out, groups, bias))
         sent = torch.empty(total, 23, dtype=dtype)
         sent[order] = twin.mm(rows, in_out, groups, bias)
-        for backend in (ours, twin, kernels.MixedBackend()):
+        for backend in (ours, twin):
             assert torch.equal(backend.mm(rows, in_out, groups, bias, order), sent)
     assert torch.equal(ours.outer(rows, other, groups), twin.outer(rows, other, groups))
     for scale_R in (None, scale):
@@ -141,18 +114,11 @@ def test_triton_operators_on_small_integers_are_torchs_bit_for_bit(kernels, dtyp
 @pytest.mark.parametrize("gate", GATES, ids=str)
 def test_triton_gemm_with_a_fused_gate_equals_the_separate_gate_bit_for_bit(kernels, gate):
     ours, total, (hidden, inner) = kernels.TritonBackend(), sum(RAGGED), (24, 20)
-    groups, rows, scale = Groups(torch.tensor(RAGGED), total), integers(total, hidden), drawn(total, seed=3)
-    up, down, bias = integers(6, hidden, 2 * inner), integers(6, inner, hidden, seed=1), integers(6, 2 * inner, seed=2)
+    groups, rows = Groups(torch.tensor(RAGGED), total), integers(total, hidden)
+    up, bias = integers(6, hidden, 2 * inner), integers(6, 2 * inner, seed=2)
     for in_out, b in ((up, bias), (up.mT.contiguous().mT, None)):
         pre, act = ours.up_gate(rows, in_out, groups, b, gate)
         assert torch.equal(pre, ours.mm(rows, in_out, groups, b)) and torch.equal(act, ours.activate(pre, gate))
-    for out_in in (down.mT, down.mT.contiguous()):
-        for scale_R in (None, scale):
-            got = ours.down_gate_backward(rows, out_in, groups, pre, scale_R, gate)
-            want = ours.activate_backward(pre, ours.mm(rows, out_in, groups), scale_R, gate)
-            assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
-            assert (got[2] is None) == (want[2] is None) == (scale_R is None)
-        assert relative_error(got[2], want[2]) < 1e-6  # its blocks of columns are added up in another order
 
 
 @pytest.mark.parametrize(
@@ -169,20 +135,32 @@ def test_triton_gemm_of_rows_read_through_an_index_equals_that_of_their_copy_bit
     assert isinstance(rows, IndexedRows) and torch.equal(copied, TorchBackend().indexed(x, index))
     scale, other = drawn(total, seed=3), drawn(total, inner, dtype=dtype, seed=1)
     up, bias = drawn(experts, hidden, 2 * inner, dtype=dtype), drawn(experts, 2 * inner, dtype=dtype, seed=2)
-    down, vectors = drawn(experts, hidden, inner, dtype=dtype), drawn(experts, hidden, dtype=dtype)
-    pre = drawn(total, 2 * inner, dtype=dtype, seed=4)
+    vectors = drawn(experts, hidden, dtype=dtype)
     linears = (up, None), (up.mT.contiguous().mT, bias)
     calls = [lambda r, w=w, b=b: ours.mm(r, w, groups, b) for w, b in linears]
     calls += [lambda r: ours.outer(r, other, groups), lambda r: ours.outer(other, r, groups)]
     calls += [lambda r: ours.outer(r, r, groups), lambda r: ours.row_dot(r, vectors, groups)]
     calls += [lambda r, s=s: ours.segment_sum(r, groups, s) for s in (None, scale)]
-    for g, (w, b), s in zip(GATES[:2], linears, (scale, None), strict=True):
-        calls.append(lambda r, g=g, w=w, b=b: ours.up_gate(r, w, groups, b, g))
-        calls.append(lambda r, g=g, s=s: ours.down_gate_backward(r, down, groups, pre, s, g))
+    calls += [
+        lambda r, g=g, w=w, b=b: ours.up_gate(r, w, groups, b, g) for g, (w, b) in zip(GATES[:2], linears, strict=True)
+    ]
     for call in calls:
         got, want = call(rows), call(copied)
         for found, wanted in zip(*(x if isinstance(x, tuple) else (x,) for x in (got, want)), strict=True):
             assert found is wanted is None or torch.equal(found, wanted)
+
+
+def test_triton_outer_of_many_columns_copies_the_rows_that_are_read_through_an_index(kernels, monkeypatch):
+    ours, taken = kernels.TritonBackend(), []
+    take = ours.take
+    monkeypatch.setattr(ours, "take", lambda x, index: taken.append(x) or take(x, index), raising=False)
+    groups, x, other = Groups(torch.tensor(COUNTS), sum(COUNTS)), drawn(11, 19), drawn(sum(COUNTS), 18, seed=1)
+    rows = ours.indexed(x, torch.arange(sum(COUNTS)) % 11)
+    wanted = ours.outer(rows, other, groups), ours.outer(other, rows, groups)
+    assert not taken
+    monkeypatch.setattr(kernels, "_INDEXED", 17)
+    found = ours.outer(rows, other, groups), ours.outer(other, rows, groups)
+    assert len(taken) == 2 and all(map(torch.equal, found, wanted))
 
 
 @pytest.mark.parametrize("family", ["plain", "interleaved, transposed, biases", "no gate"])
@@ -208,7 +186,7 @@ def test_triton_gate_kernels_of_every_activation_equal_autograd(kernels, gate):
     (act * scale_leaf[:, None]).backward(grad)
     assert relative_error(ours.activate(pre, gate), act.detach()) < 1e-6
     wanted = leaf.grad, (act * scale[:, None]).detach(), scale_leaf.grad
-    for got, want in zip(ours.activate_backward(pre, grad, scale, gate), wanted, strict=True):
+    for got, want in zip(ours.activate_backward(pre, grad.clone(), scale, gate), wanted, strict=True):
         assert relative_error(got, want) < 1e-6
 
 
@@ -244,18 +222,17 @@ def test_fastest_tile_is_measured_once_for_each_key_and_printed(kernels, monkeyp
     assert launched[-1] == choices[0] and not capsys.readouterr().out
 
 
-@pytest.mark.parametrize("backend", ["triton", "mixed"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_triton_experts_of_every_layout_equal_plain_operators(kernels, family, backend):
+def test_triton_experts_of_every_layout_equal_plain_operators(kernels, family):
     module, inputs = make(family), routed()
     fused = kernels.TritonBackend().gate(module)
     assert (fused is None) == (family == "no gate")
-    assert_equal(tokens_with(module, backend, *inputs), tokens_with(module, "reference", *inputs))
+    assert_equal(tokens_with(module, "triton", *inputs), tokens_with(module, "reference", *inputs))
     counts_e = torch.tensor([18, 0, 4, 0, 1, 3])
     rows = drawn(int(counts_e.sum()), D)
-    assert_equal(rows_with(module, backend, rows, counts_e), rows_with(module, "reference", rows, counts_e))
+    assert_equal(rows_with(module, "triton", rows, counts_e), rows_with(module, "reference", rows, counts_e))
     none = counts_e * 0
-    assert_equal(rows_with(module, backend, rows[:0], none), rows_with(module, "reference", rows[:0], none))
+    assert_equal(rows_with(module, "triton", rows[:0], none), rows_with(module, "reference", rows[:0], none))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

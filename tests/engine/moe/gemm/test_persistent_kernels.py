@@ -18,7 +18,7 @@ from tests.support.moe.interpreter import drawn, integers, interpreted_kernels
 from tests.support.ranks import run_ranks
 
 RAGGED = [5, 0, 1, 16, 0, 18]  # without rows, with one, with a whole tile, with a part of one
-PLAIN, CLAMPED = Gate(1.0, 0.0, math.inf, False), Gate(1.702, 1.0, 0.7, True)
+GATES = Gate(1.0, 0.0, math.inf, False), Gate(1.0, 0.0, 0.7, False)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,8 +40,7 @@ def persistent(kernels, launched, monkeypatch):
     def call(function):
         def launch_it(what, key, choices, launch, results=()):
             assert key[-1] is True, "the operands are not such that the persistent kernel takes them"
-            # The backward's kernel has two of the other's blocks of columns.
-            launch(tiles.Tile(16, 32 if "backward" in what else 16, 16, is_persistent=True))
+            launch(tiles.Tile(16, 16, 16, is_persistent=True))
             launched.add(what)
 
         with monkeypatch.context() as patched:
@@ -72,23 +71,18 @@ def test_persistent_kernels_give_what_the_others_do_bit_for_bit(kernels, persist
     groups, x = Groups(torch.tensor(counts), total), integers(11, hidden, dtype=dtype)
     index = torch.randint(11, (total,), generator=torch.Generator().manual_seed(5))
     order = torch.randperm(total, generator=torch.Generator().manual_seed(6))
-    pre, scale = drawn(total, 2 * inner, dtype=dtype, seed=4), drawn(total, seed=3)
     for is_indexed, is_transposed in itertools.product((False, True), (False, True)):
         rows = ours.indexed(x, index) if is_indexed else x[index]
         down = integers(e, hidden, inner, dtype=dtype, seed=1)
         down = down.mT.contiguous().mT if is_transposed else down
         calls = [lambda rows=rows, down=down, to=to: (ours.mm(rows, down, groups, None, to),) for to in (None, order)]
-        for gate, by in ((PLAIN, scale), (CLAMPED, None)):
-            operands = rows, down, groups, pre, by, gate
-            calls.append(lambda operands=operands: ours.down_gate_backward(*operands))
         if not is_transposed:
             up = integers(e, 2 * inner, hidden, dtype=dtype, seed=2).mT
-            limited = PLAIN._replace(limit=0.7)
-            calls += [lambda up=up, g=g, rows=rows: ours.up_gate(rows, up, groups, None, g) for g in (PLAIN, limited)]
+            calls += [lambda up=up, g=g, rows=rows: ours.up_gate(rows, up, groups, None, g) for g in GATES]
         for call in calls:
             wanted = call()
             same(persistent(call), wanted)
-    assert launched == {"mm", "mm and gate", "mm and gate's backward"}
+    assert launched == {"mm", "mm and gate"}
 
 
 def test_persistent_kernels_read_rows_by_copies_what_they_read_by_tma(kernels, persistent, monkeypatch):
@@ -146,16 +140,15 @@ def test_sum_of_bits_of_results_that_differ_in_one_bit_differs(tiles, dtype):
     assert tiles._sum_of_bits(x) != tiles._sum_of_bits(other)
 
 
-@pytest.mark.parametrize(("capability", "forward", "backward"), [((8, 0), 0, 0), ((9, 0), 1, 0), ((10, 0), 1, 1)])
-def test_persistent_tile_is_one_of_three_where_a_gpu_has_tma(tiles, monkeypatch, capability, forward, backward):
+@pytest.mark.parametrize(("capability", "wanted"), [((8, 0), 0), ((9, 0), 1), ((10, 0), 1)])
+def test_persistent_tile_is_one_of_three_where_a_gpu_has_tma(tiles, monkeypatch, capability, wanted):
     monkeypatch.setattr(tiles, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     half, lists = torch.bfloat16, {}
     for takes in (False, True):
-        lists[takes] = [tiles.mm_tiles(half, 2048, 768, takes), tiles.gate_tiles(half, 2048, False, takes)]
-        lists[takes].append(tiles.gate_tiles(half, 768, True, takes))
-    for few, more, wanted in zip(lists[False], lists[True], (forward, forward, backward), strict=True):
+        lists[takes] = [tiles.mm_tiles(half, 2048, 768, takes), tiles.gate_tiles(half, 2048, takes)]
+    for few, more in zip(lists[False], lists[True], strict=True):
         assert not any(tile.is_persistent for tile in few)
         assert few[0] == more[0] and len(more) <= 3 and sum(tile.is_persistent for tile in more) == wanted
 

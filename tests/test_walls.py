@@ -58,6 +58,7 @@ THIRD_PARTIES: dict[str, frozenset[str]] = {
     "engine/parallelize.py": TORCH,
     "engine/fsdp": MODEL,
     "engine/head": TORCH,
+    "engine/head/triton_tiles.py": TORCH | {"triton"},
     "engine/packing": MODEL,
     "engine/model": MODEL,
     "engine/model/safetensors_files.py": TORCH | {"safetensors"},

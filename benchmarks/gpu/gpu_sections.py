@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.gpu.gpu_rows import DEVICE, HAS_GPU, MIB, NEEDS_A_GPU, Row
-from benchmarks.gpu.gpu_timed import quantise, speeds, step
+from benchmarks.gpu.gpu_timed import head, quantise, speeds, step
 from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.rollout.remote.process_group import Members, SyncGroup
 from tests.support.engine.sharded import sharded_model, whole_tensor
@@ -174,11 +174,12 @@ SECTIONS: dict[str, tuple[Callable[[], Iterator[Row]], float]] = {
     "kernels": (kernels, 300.0),
     "speeds": (speeds, 120.0),
     "step": (step, 120.0),
+    "head": (head, 120.0),
     "processes": (processes, 120.0),
     "weights": (weights, 120.0),
     "quantise": (quantise, 120.0),
     "nccl": (nccl, 120.0),
 }
 """By name: what yields the rows, and the seconds that it may take."""
-TIMED = ("speeds", "step", "quantise")
+TIMED = ("speeds", "step", "head", "quantise")
 """Those that are alone on the GPU."""

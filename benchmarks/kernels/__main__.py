@@ -209,7 +209,7 @@ def write(rows: list[dict], sums: list[dict], problems: list[str]) -> None:
         "",
         "**Compiled**, ahead of time and without a GPU: registers, stack, shared memory, CTAs per SM, instructions.",
         "**Predicted**, by arithmetic (`benchmarks/kernels/kernel_model.py`; [the model](../../docs/benchmarks.md)):",
-        f"bytes from HBM, shares and times, at {TOKENS:,} tokens on one rank with all experts. **Measured**: nothing.",
+        f"bytes from HBM, shares and times, at {TOKENS:,} tokens on one rank with all experts. **Measured** on a GPU: [gpu.md](gpu.md).",
         "",
         "The experts layer, predicted, at most:",
         "",

@@ -15,7 +15,7 @@ from statistics import median
 import torch
 import triton
 
-from benchmarks.kernels import quantise as quantise_kernels
+from benchmarks.kernels import passes
 from benchmarks.kernels.kernel_model import GPUS
 from benchmarks.machine import machine
 from benchmarks.tables import rows_of, write_table
@@ -51,7 +51,7 @@ def main() -> int:
     rows = [measure(name, shape, repeats) for name, shape in SHAPES.items()]
     for row in rows:
         print(row, flush=True)
-    where, compiled = machine(), quantise_kernels.rows()
+    where, compiled = machine(), passes.fp8()
     write_table(
         "quantising",
         {"machine": where, "repeats": repeats, "rows": rows, "compiled": compiled},

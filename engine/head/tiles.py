@@ -1,4 +1,11 @@
-"""What is computed of a tile of logits ``[n, k]``: reduced in forward, replaced by its gradient in backward."""
+"""What is computed of a tile of logits ``[n, k]``: reduced in forward, replaced by its gradient in backward.
+
+A GPU computes both by the kernels in ``triton_tiles.py``.
+"""
+
+import functools
+import importlib.util
+from types import ModuleType
 
 import torch
 
@@ -7,6 +14,15 @@ __all__ = ["LABEL", "MOST", "TOTAL", "WEIGHTED", "add_product", "gradient_of", "
 # Rows of what was reduced of each token so far, with its maximum m: m, the sum of e^(z - m), the sum of
 # e^(z - m) (z - m), and the label's z.
 MOST, TOTAL, WEIGHTED, LABEL = range(4)
+
+
+@functools.cache
+def _kernels(device: str, dtype: torch.dtype) -> ModuleType | None:
+    if device != "cuda" or dtype != torch.float32 or importlib.util.find_spec("triton") is None:
+        return None
+    from . import triton_tiles
+
+    return triton_tiles
 
 
 def reduce_tile(
@@ -19,6 +35,8 @@ def reduce_tile(
         labels: ``[n]``, columns of the tile, where they are outside of it another tile's.
         sums: ``[4, n]``, changed.
     """
+    if (kernels := _kernels(logits.device.type, scale.dtype)) is not None:
+        return kernels.reduce_tile(logits, scale, labels, sums, with_entropy)
     z = _scaled(logits, scale)
     inside, column = _columns(labels, z)
     sums[LABEL] = torch.where(inside, z.gather(1, column[:, None])[:, 0], sums[LABEL])
@@ -49,6 +67,8 @@ def gradient_of(
         scale, labels: as ``reduce_tile``'s.
         lse, common, of_entropy, of_label: ``[n]``.
     """
+    if (kernels := _kernels(logits.device.type, scale.dtype)) is not None:
+        return kernels.gradient_of(logits, scale, labels, lse, common, of_entropy, of_label)
     dtype, z = logits.dtype, _scaled(logits, scale)
     z -= lse[:, None]
     if of_entropy is None:

@@ -56,12 +56,12 @@ _OF_DISTANCES = {
 
 
 def spans_of(positions: torch.Tensor) -> tuple[Span, ...]:
-    """Return where the sequences of a row are; on a GPU this waits for the device.
+    """Return where the sequences of a row are; on a GPU this waits for the device, once.
 
     Args:
         positions: ``[S]``, counting up by one within a sequence.
     """
-    ends = [*((positions.diff() != 1).nonzero()[:, 0] + 1).tolist(), positions.shape[0]]
+    ends = [*((positions.diff() != 1).cpu().nonzero()[:, 0] + 1).tolist(), positions.shape[0]]
     return tuple(zip([0, *ends[:-1]], ends, strict=True))
 
 

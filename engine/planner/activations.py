@@ -23,6 +23,7 @@ from ..fsdp.activation_checkpoint import units_recomputed
 from ..model.layers import layer_names
 from ..moe.find import CustomExperts, UnsupportedModelError, find_experts
 from ..moe.forward import linears
+from ..moe.gemm.backends import MOST_BY_INDEX
 from ..moe.gemm.gate import gate_of
 
 __all__ = ["Attention", "LayerActivations", "Traced", "trace"]
@@ -59,9 +60,8 @@ class LayerActivations:
         backward: what a backward holds at most besides saved tensors and gradients of weights: that of the experts,
             which grows as ``experts`` does, or that of a layer without experts. The experts' is that of torch's
             operators.
-        backward_of_kernels: the same where kernels compute the activation and its backward, beside torch's GEMM.
-        backward_by_index: the same where the GEMMs read rows through an index too, and rows are not sent; gradients of
-            rows that were received are ``row_width`` more.
+        backward_by_index: the same by the Triton kernels, which read rows through an index, where rows are not sent;
+            gradients of rows that were received are ``row_width`` more.
         selective: the part of ``dense`` that selective checkpointing saves.
         recomputed: under selective checkpointing, saved by the largest part of the layer while it is recomputed.
         rows: rows per token that are dispatched; 0 without experts.
@@ -77,7 +77,6 @@ class LayerActivations:
     experts: float = 0.0
     sent: float = 0.0
     backward: float = 0.0
-    backward_of_kernels: float = 0.0
     backward_by_index: float = 0.0
     rows: int = 0
     row_width: int = 0
@@ -279,7 +278,7 @@ def _experts(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, 
         # The gradient of the output's rows, and with it what the activation saves, its output and gradient, and either
         # its input's gradient, while that is put together, or two float32 tensors for the routing weights' gradient;
         # in the backward of the first linear instead of these the gradients of its output and of the rows. A kernel
-        # needs of the activation its output and its input's gradient alone, and its output's gradient if it is apart.
+        # needs of the activation its input's gradient and its output, which takes the place of its output's gradient.
         element = rows.element_size()
         adapted = up.lora_A is not None or down.lora_A is not None  # whose activation is not computed in the GEMM
         has_kernel = tape.recompute_activations and not adapted and gate_of(self) is not None
@@ -287,12 +286,11 @@ def _experts(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, 
         of_gate += 2 * wide_act * element + max((wide_pre + wide_act) * element, 2 * wide_act * torch.float32.itemsize)
         of_first = wide + wide_pre
         backward = k * (wide * element + max(of_gate, of_first * element))
-        of_kernels = k * element * (wide + max(of_first, 2 * wide_act + wide_pre))
-        by_index = k * element * max(of_first, wide_act + wide_pre)
+        copied = wide if wide_act > MOST_BY_INDEX else 0
+        by_index = k * element * max(of_first, wide_act + wide_pre + copied)
         tape.layer.facts |= {
             "sent": sum(t.nbytes for t in (rows, weights, row_order)) / tokens if tape.recompute_activations else 0,
             "backward": backward,
-            "backward_of_kernels": of_kernels if has_kernel else backward,
             "backward_by_index": by_index if has_kernel else backward,
             "rows": k,
             "row_width": k * wide,

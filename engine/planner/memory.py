@@ -236,8 +236,6 @@ class _Step:
         backend = self.options.experts_backend
         if not layer.rows or backend not in ("auto", "triton") or (backend == "auto" and self.gloo):
             return layer.backward
-        if backend == "auto":  # torch's GEMM, which reads through no index, where the GPU has one
-            return layer.backward_of_kernels
         received = layer.row_width * self.options.param_dtype.itemsize if self.topology.ep > 1 else 0
         return min(layer.backward_by_index + received, layer.backward)
 

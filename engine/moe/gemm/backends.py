@@ -25,6 +25,7 @@ from .torchao_gemm import check_torchao
 __all__ = [
     "BACKENDS",
     "EXPERTS_IMPLEMENTATION",
+    "MOST_BY_INDEX",
     "REGISTERED",
     "TORCH",
     "TORCHAO",
@@ -46,6 +47,7 @@ __all__ = [
 BACKENDS = ("auto", "torch", "triton", "reference")
 REGISTERED, TORCHAO = "transformers:", "torchao:"
 EXPERTS_IMPLEMENTATION = "epfsdp2"  # what calls all of them is registered with transformers by this name
+MOST_BY_INDEX = 1024  # columns that are beside the rows of an index in an outer product; for more, rows are copied
 _SETTING = "engine.experts_backend"
 _WIDTH = 8  # a vector is a GEMM operand of this width: rows have at least 16 bytes in every dtype
 _OLDEST = (8, 0)  # compute capability that the Triton kernels are written for

@@ -9,7 +9,7 @@ import torch
 import triton
 
 from . import persistent_launch, triton_gemms, triton_rows
-from .backends import IndexedRows, Rows
+from .backends import MOST_BY_INDEX, IndexedRows, Rows
 from .gate import gate_of
 from .triton_tiles import INTERPRETED, gate_tiles, launch_fastest, mm_tiles, outer_tiles, tiles_of
 
@@ -18,7 +18,6 @@ __all__ = ["TritonBackend"]
 _TAKEN = (4, 16) if INTERPRETED else (8, 256)  # rows and columns that one program copies
 _WIDEST = 16 if INTERPRETED else 1024  # columns of a row that one program sums
 _ROWS, _COLUMNS = (4, 16) if INTERPRETED else (4, 256)  # of an activation that one program computes at a time
-_INDEXED = 1024  # of the other operand's columns, for which an outer product reads rows through an index
 _SEGMENT = 16 if INTERPRETED else 128  # rows that one program sums
 
 
@@ -109,7 +108,7 @@ class TritonBackend:
 
     def _to_be_read(self, rows, columns):
         """Copy rows of an index, where many blocks of the other operand's columns would have them read through it."""
-        if isinstance(rows, IndexedRows) and columns > _INDEXED:
+        if isinstance(rows, IndexedRows) and columns > MOST_BY_INDEX:
             return self.take(rows.x, rows.index_R)
         return rows
 

@@ -57,7 +57,7 @@ def test_triton_blocks_are_used_on_gpus_with_fp8(kernels, monkeypatch, device, c
 
 def test_triton_blocks_compile_for_gpus_with_fp8_without_spills():
     """In a process of its own: Triton decides once, at import, whether kernels are interpreted."""
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.kernels.quantise"]
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.kernels.passes", "fp8"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = Path(__file__).parents[3]
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment, timeout=600)

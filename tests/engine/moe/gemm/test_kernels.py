@@ -158,7 +158,7 @@ def test_triton_outer_of_many_columns_copies_the_rows_that_are_read_through_an_i
     rows = ours.indexed(x, torch.arange(sum(COUNTS)) % 11)
     wanted = ours.outer(rows, other, groups), ours.outer(other, rows, groups)
     assert not taken
-    monkeypatch.setattr(kernels, "_INDEXED", 17)
+    monkeypatch.setattr(kernels, "MOST_BY_INDEX", 17)
     found = ours.outer(rows, other, groups), ours.outer(other, rows, groups)
     assert len(taken) == 2 and all(map(torch.equal, found, wanted))
 

@@ -1,0 +1,74 @@
+"""Compile the kernels that pass over values and multiply no matrices, for GPUs that need not be there.
+
+    python -m benchmarks.kernels.passes fp8|head
+
+It prints, as JSON, what each needs of a GPU and the bytes that it moves for each element: those that quantise weights
+to FP8, and those of a tile of logits.
+"""
+
+import json
+import sys
+
+import torch
+
+from benchmarks.kernels.kernel_compile import on_gpu
+from benchmarks.kernels.kernel_model import GPUS, Launch
+from epfsdp2.engine.head import triton_tiles
+from epfsdp2.engine.head.log_probs import tile_sizes
+from epfsdp2.rollout.layout.rollout_config import BLOCK
+from epfsdp2.rollout.quantise import triton_blocks
+from epfsdp2.rollout.quantise.blocks import FP8
+
+__all__ = ["fp8", "head"]
+
+_IN_PLACE = ("round_blocks", "write_gradients")
+
+
+def fp8() -> list[dict]:
+    """Compile the kernels of FP8 for experts of Qwen3-30B-A3B, stored in float32 and in bfloat16."""
+    found = []
+    for arch in (90, 100):
+        for dtype in (torch.float32, torch.bfloat16):
+            launches: list[Launch] = []
+            weight = torch.empty(16, 1536, 2048, dtype=dtype, device="meta")
+            with on_gpu(arch, launches):
+                maxima = triton_blocks.block_maxima(weight, (0, 0), BLOCK)
+                triton_blocks.quantise(weight, maxima, (0, 0), BLOCK, weight.to(FP8))
+                triton_blocks.round_in_place(weight, BLOCK)
+            found += [_row(launch, weight.numel()) for launch in launches]
+    return found
+
+
+def head() -> list[dict]:
+    """Compile the kernels of a tile of logits in every dtype, with entropies and without."""
+    found = []
+    for arch in GPUS:
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            launches: list[Launch] = []
+            logits = torch.empty(tile_sizes("cuda"), dtype=dtype, device="meta")
+            of_rows = torch.empty(len(logits), device="meta")
+            labels, sums = of_rows.long(), torch.empty(4, len(logits), device="meta")
+            with on_gpu(arch, launches):
+                for entropy in (None, of_rows):
+                    triton_tiles.reduce_tile(logits, of_rows, labels, sums, entropy is not None)
+                    triton_tiles.gradient_of(logits, of_rows, labels, of_rows, of_rows, entropy, of_rows)
+            found += [_row(launch, logits.numel()) for launch in launches]
+    return found
+
+
+def _row(launch: Launch, elements: int) -> dict:
+    made = launch.compiled
+    moved = sum(launch.nbytes.values()) * (2 if made.kernel in _IN_PLACE else 1)  # read and written
+    return {
+        "kernel": made.kernel,
+        "arch": made.arch,
+        "dtype": launch.dtype,
+        "registers": made.registers,
+        "stack": made.stack,
+        "ctas": made.ctas,
+        "bytes_of_an_element": round(moved / elements, 2),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps({"fp8": fp8, "head": head}[sys.argv[1]]()))

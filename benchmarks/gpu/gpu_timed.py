@@ -24,7 +24,7 @@ from benchmarks.experts.compare import BASE, OURS, Local, rates
 from benchmarks.experts.layer import Geometry, seconds_of
 from benchmarks.gpu.gpu_rows import DEVICE, HAS_GPU, MIB, NEEDS_A_GPU, Row
 from epfsdp2.engine.fsdp.options import ShardingOptions
-from epfsdp2.engine.head import tiles, triton_tiles
+from epfsdp2.engine.head import tiles
 from epfsdp2.engine.head.causal_head import CausalHead, Wanted
 from epfsdp2.engine.head.log_probs import log_probs_and_entropy
 from epfsdp2.engine.model.meta import build_on_meta, materialize
@@ -232,6 +232,8 @@ def _waits_for_the_device() -> Iterator[Counter]:
 
 def head() -> Iterator[Row]:
     """Log-probs and entropies of 8,192 tokens with Qwen3's vocabulary, by the kernels and by torch's operators."""
+    from epfsdp2.engine.head import triton_tiles  # which is interpreted, or is not, from its import on
+
     tokens, outputs, width, dtype = (8192, 151936, 2048, torch.bfloat16) if HAS_GPU else (8, 64, 16, torch.float32)
     generator = torch.Generator(DEVICE).manual_seed(0)
     leaves = [

@@ -102,7 +102,7 @@ def _against_one_process(folder: Path, ep: int, out: Path) -> None:
     norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
     errors.append(abs(clip_grad_norm_(model.parameters(), 1.0, meshes).item() / norm.item() - 1))
     if rank == 0:
-        out.write_text(json.dumps(max(errors)))
+        out.write_text(json.dumps(torch.tensor(errors).max().item()))
 
 
 def processes() -> Iterator[Row]:

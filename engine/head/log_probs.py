@@ -28,19 +28,19 @@ def tile_sizes(device_type: str) -> tuple[int, int]:
 def tile_bytes(tokens: int, outputs: int, width: int, dtype: torch.dtype, device_type: str) -> int:
     """Return the bytes that a backward holds at most besides gradients of ``dtype``.
 
-    These are the tile, on a CPU twice in float32; and where the compute dtype is a lower one, on a CPU the tile and its
-    gradient in it, the gradients of the hidden states and of the tile's weights, which are summed in float32, and one
-    product of them.
+    On a GPU these are the tile in the compute dtype; on a CPU the tile twice in float32, and in a lower compute dtype
+    the tile and its gradient in it. In a lower one also the gradients of the hidden states and of the tile's weights,
+    which are summed in float32, and one product of them.
 
     Args:
         width: of the hidden states.
     """
     rows, columns = (min(most, size) for most, size in zip(tile_sizes(device_type), (tokens, outputs), strict=True))
-    in_float32, in_dtype = (0, 1) if device_type == "cuda" else (2, 0 if dtype.itemsize >= 4 else 2)
-    tiles = (4 * in_float32 + dtype.itemsize * in_dtype) * rows * columns
-    if dtype.itemsize >= 4:
-        return tiles
-    return tiles + dtype.itemsize * width * max(rows, columns) + 4 * width * (tokens + columns)
+    is_lower = dtype.itemsize < 4
+    element = dtype.itemsize if device_type == "cuda" else 2 * (4 + dtype.itemsize * is_lower)
+    if not is_lower:
+        return element * rows * columns
+    return element * rows * columns + dtype.itemsize * width * max(rows, columns) + 4 * width * (tokens + columns)
 
 
 def log_probs_and_entropy(

@@ -1,18 +1,13 @@
 """The kernels of tiles of logits equal torch's operators, in Triton's interpreter, and compile for GPUs."""
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from epfsdp2.engine.head import log_probs, tiles
 from tests.support.models.tiny import relative_error
-from tests.support.moe.interpreter import drawn, interpreted_kernels
+from tests.support.moe.interpreter import compiled_passes, drawn, interpreted_kernels
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -69,13 +64,7 @@ def test_triton_tiles_are_used_on_gpus_in_float32(kernels):
 
 
 def test_triton_tiles_compile_for_gpus_without_spills():
-    """In a process of its own: Triton decides once, at import, whether kernels are interpreted."""
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.kernels.passes", "head"]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    root = Path(__file__).parents[3]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = json.loads(done.stdout)
+    rows = compiled_passes("head")
     assert {(row["kernel"], row["arch"]) for row in rows} == {
         (kernel, arch) for kernel in ("reduce_rows", "write_gradients") for arch in (80, 90, 100)
     }

@@ -1,17 +1,12 @@
 """The kernels of FP8 blocks have the bits of torch's operators, in Triton's interpreter, and compile for GPUs."""
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from epfsdp2.rollout.quantise import blocks
-from tests.support.moe.interpreter import drawn, interpreted_kernels
+from tests.support.moe.interpreter import compiled_passes, drawn, interpreted_kernels
 from tests.support.rollout.quantised_slices import bits
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -56,13 +51,7 @@ def test_triton_blocks_are_used_on_gpus_with_fp8(kernels, monkeypatch, device, c
 
 
 def test_triton_blocks_compile_for_gpus_with_fp8_without_spills():
-    """In a process of its own: Triton decides once, at import, whether kernels are interpreted."""
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.kernels.passes", "fp8"]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    root = Path(__file__).parents[3]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = json.loads(done.stdout)
+    rows = compiled_passes("fp8")
     assert {(row["kernel"], row["arch"]) for row in rows} == {
         (kernel, arch) for kernel in ("maxima_of_blocks", "quantise_blocks", "round_blocks") for arch in (90, 100)
     }

@@ -1,17 +1,22 @@
-"""The Triton kernels in Triton's interpreter."""
+"""The Triton kernels in Triton's interpreter, and compiled in a process of its own."""
 
 import contextlib
 import importlib
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
 
-__all__ = ["drawn", "integers", "interpreted_kernels"]
+__all__ = ["compiled_passes", "drawn", "integers", "interpreted_kernels"]
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -22,6 +27,16 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tor
 def integers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     """Draw from -2 to 2: sums are exact in any order, which depends on the processor and the shapes of a product."""
     return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def compiled_passes(which: str) -> list[dict[str, Any]]:
+    """Return what ``benchmarks/kernels/passes.py`` prints; Triton decides at import whether it interprets kernels."""
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.kernels.passes", which]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = Path(__file__).parents[3]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
 
 
 @contextlib.contextmanager

@@ -71,12 +71,14 @@ class LostNodes:
 
     Args:
         nodes: those that the run needs.
-        seconds: how long one has not answered when it is lost.
+        seconds: how long one has not answered when it is lost. A question that still waits does not count: on a
+            busy machine its thread may have had no turn.
     """
 
     def __init__(self, nodes: Sequence[Node], seconds: float):
         self._seconds, self._next_ask = seconds, time.monotonic()
         self._answered = dict.fromkeys(nodes, self._next_ask)
+        self._silent: set[Node] = set()
         self._asked: dict[Node, Future[bool]] = {}
         self._asking = ThreadPoolExecutor(32)
 
@@ -91,12 +93,15 @@ class LostNodes:
             if asked.done():
                 if asked.result():
                     self._answered[node] = now
+                    self._silent.discard(node)
+                else:
+                    self._silent.add(node)
                 del self._asked[node]
         if now >= self._next_ask:
             self._next_ask = now + min(_POLL_SECONDS, self._seconds / 4)
             for node in self._answered.keys() - self._asked.keys():
                 self._asked[node] = self._asking.submit(node.answers)
-        if lost := [node.host for node, at in self._answered.items() if now - at > self._seconds]:
+        if lost := [node.host for node in self._silent if now - self._answered[node] > self._seconds]:
             raise NodesLostError(f"no answer from {', '.join(lost)} for {self._seconds:g} s")
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import queue
 import signal
 import socket
 import sys
@@ -108,12 +109,12 @@ def test_resilient_run_that_waits_for_a_node_that_is_gone_is_ended_and_continues
     config["ray_kwargs"]["ray_init"]["address"] = "auto"
     config["actor_rollout_ref"]["model"]["path"] = str(save_qwen3_moe(tmp_path / "model"))
     run = Run(tmp_path, {"step": 3, "hangs": True, "nodes": [2]}, config=config)
-    with socket.create_server(("127.0.0.1", 0)) as second:
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) as second:
         (tmp_path / "nodes.json").write_text(json.dumps([2, [2, second.getsockname()[1]]]))
         process = run.start("--lost-node-seconds", "1")
         deadline = time.monotonic() + 60
         while not (tmp_path / "hangs").exists():
-            assert process.poll() is None and time.monotonic() < deadline
+            assert process.poll() is None and time.monotonic() < deadline, process.communicate()
             time.sleep(0.1)
         time.sleep(2)
         assert process.poll() is None and len(run.attempts) == 1  # while all answer
@@ -121,6 +122,26 @@ def test_resilient_run_that_waits_for_a_node_that_is_gone_is_ended_and_continues
     assert process.returncode == 0, said
     assert "step 3 has failed (no answer from 127.0.0.1 for 1 s)" in said
     assert len(run.attempts) == 2 and "trainer.nnodes=1" in run.attempts[1]
+
+
+def test_node_is_lost_by_refused_connections_and_not_by_one_that_waits(monkeypatch):
+    answers: queue.Queue[bool] = queue.Queue()
+    monkeypatch.setattr(cluster.Node, "answers", lambda _: answers.get(timeout=60))
+    lost = cluster.LostNodes([cluster.Node("10.0.0.1", 1, 8)], seconds=0.1)
+
+    def look(answer: bool | None = None) -> None:
+        if answer is not None:
+            answers.put(answer)
+        until = time.monotonic() + 0.3
+        while time.monotonic() < until:
+            lost.look()
+            time.sleep(0.01)
+
+    look()
+    look(True)
+    with pytest.raises(cluster.NodesLostError, match=r"no answer from 10.0.0.1 for 0.1 s"):
+        look(False)
+    answers.put(True)  # what the last question waits for
 
 
 def test_resilient_run_on_a_small_or_silent_cluster_says_so_at_its_start(tmp_path):

@@ -44,7 +44,8 @@ class Run:
         config["trainer"] |= {"default_local_dir": str(self.root), **trainer}
         (folder / "config.json").write_text(json.dumps(config))
         (folder / "plan.json").write_text(json.dumps(fates))
-        self.node = socket.create_server(("127.0.0.1", 0))  # what living nodes answer by
+        # What living nodes answer by: connections that nobody accepts, four a second.
+        self.node = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.env = {
             **{name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
             **{"PYTHONPATH": os.pathsep.join([str(FAKE), str(ROOT)]), "FAKE_RUN": str(folder), "NO_COLOR": "1"},

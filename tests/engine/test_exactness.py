@@ -15,7 +15,7 @@ from epfsdp2.engine.fsdp.wrap_plan import wrap_plan
 from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.topology.mesh import Meshes
-from tests.support.engine.sharded import sharded_model
+from tests.support.engine.sharded import sharded_model, whole_gradients, whole_parameters
 from tests.support.models.tiny import adam, reference_model, relative_error, save_qwen3_moe, token_batch, token_loss
 from tests.support.ranks import each_case, run_ranks
 
@@ -46,12 +46,12 @@ def _two_steps_equal_the_reference(folder, cases):
         for grads, norm, params in expected:
             optimizer.zero_grad()
             token_loss(model, ids[2 * rank : 2 * rank + 2]).backward()
-            errors = {n: relative_error(p.grad.full_tensor(), grads[n]) for n, p in model.named_parameters()}
+            errors = {n: relative_error(grad, grads[n]) for n, grad in whole_gradients(model).items()}
             assert {name: error for name, error in errors.items() if not error < RELATIVE} == {}
             got = clip_grad_norm_(model.parameters(), CLIP, meshes)
             assert abs(got.item() / norm.item() - 1) < RELATIVE
             optimizer.step()
-            errors = {n: relative_error(p.detach().full_tensor(), params[n]) for n, p in model.named_parameters()}
+            errors = {n: relative_error(param, params[n]) for n, param in whole_parameters(model).items()}
             assert {name: error for name, error in errors.items() if not error < RELATIVE} == {}
 
     each_case(cases, check)
@@ -96,7 +96,7 @@ def _wrong_factor_is_seen(folder):
     token_loss(reference, ids).backward()
     token_loss(model, ids[2 * rank : 2 * rank + 2]).backward()
     wanted = dict(reference.named_parameters())
-    errors = [relative_error(p.grad.full_tensor(), wanted[n].grad) for n, p in model.named_parameters()]
+    errors = [relative_error(grad, wanted[n].grad) for n, grad in whole_gradients(model).items()]
     assert min(errors) > 1e4 * RELATIVE
 
 

@@ -20,7 +20,7 @@ from epfsdp2.engine.model.meta import check_not_quantised
 from epfsdp2.engine.preflight.model_facts import check_model_path
 from epfsdp2.engine.topology.dtensor import is_expert_parameter
 from epfsdp2.engine.topology.rank_consistency import RankMismatchError
-from tests.support.engine.sharded import sharded_model
+from tests.support.engine.sharded import sharded_model, whole_parameters
 from tests.support.models.tiny import reference_model, save_qwen3_moe
 from tests.support.permissions import obey_permissions
 from tests.support.ranks import run_ranks
@@ -29,8 +29,8 @@ from tests.support.ranks import run_ranks
 def _every_parameter_is_the_checkpoints(folder, ep, fsdp_size, dim):
     wanted = dict(reference_model(folder).named_parameters())
     model, _ = sharded_model(folder, dist.get_world_size(), ep, fsdp_size, expert_shard_dim=dim)
-    for name, param in model.named_parameters():
-        assert torch.equal(param.detach().full_tensor(), wanted[name]), name
+    for name, param in whole_parameters(model).items():
+        assert torch.equal(param, wanted[name]), name
 
 
 def _every_parameter_in_all(folder, cases):

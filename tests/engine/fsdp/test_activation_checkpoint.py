@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from epfsdp2.engine.fsdp import activation_checkpoint
 from tests.parity.families import FAMILIES
 from tests.support.engine.recorder import Recorder
-from tests.support.engine.sharded import sharded_model
+from tests.support.engine.sharded import sharded_model, whole_gradients
 from tests.support.models.tiny import VOCAB, reference_model, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks
 
@@ -93,9 +93,9 @@ def _selective_keeps_the_experts(folder):
     assert len(attention) == 2
     assert all(len(calls) == 1 for calls in chosen.values())
     wanted = dict(reference.named_parameters())
-    for name, param in model.named_parameters():
+    for name, grad in whole_gradients(model).items():
         want = wanted[name].grad
-        assert (param.grad.full_tensor() - want).norm() <= 1e-5 * want.norm(), name
+        assert (grad - want).norm() <= 1e-5 * want.norm(), name
 
 
 def test_selective_checkpointing_recomputes_attention_and_keeps_the_experts_outputs(tmp_path):
@@ -120,8 +120,8 @@ def _inputs_on_host(folder):
         for hook in hooks:
             hook.remove()
         loss.backward()
-        gradients.append([p.grad.full_tensor() for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+        gradients.append(whole_gradients(model))
+    assert all(torch.equal(gradients[0][name], grad) for name, grad in gradients[1].items())
 
 
 def test_activation_offload_moves_layer_inputs_off_the_device_and_changes_no_gradient(tmp_path):
@@ -201,7 +201,7 @@ def _plans_are_kept(folder):
         with Recorder(model) as recorder, patch.object(torch, "argsort", side_effect=torch.argsort) as sorts:
             token_loss(model, ids).backward()
         counts = recorder.events.count(("all-to-all", torch.int64))
-        grads = [p.grad.full_tensor() for p in model.parameters()]
+        grads = list(whole_gradients(model).values())
         seen[checkpointing] = counts, sorts.call_count, grads
     (kept, kept_sorts, wanted), (again, sorts, grads) = seen["none"], seen["full"]
     assert kept == again > 0 and kept_sorts == sorts > 0

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from epfsdp2.engine import parallelize
 from epfsdp2.engine.fsdp import compile as compiling
-from tests.support.engine.sharded import sharded_model
+from tests.support.engine.sharded import sharded_model, whole_gradients
 from tests.support.logs import logged_lines
 from tests.support.models.tiny import VOCAB, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks
@@ -21,7 +21,7 @@ def _gradients(folder, backend, **options):
     model.train()
     ids = torch.randint(0, VOCAB, (2, 11), generator=torch.Generator().manual_seed(dist.get_rank()))
     token_loss(model, ids).backward()
-    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    return whole_gradients(model)
 
 
 def _equal(got, want):

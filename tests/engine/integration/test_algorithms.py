@@ -10,6 +10,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from tests.support.engine.sharded import whole_gradients
 from tests.support.models.tiny import reference_model, save_qwen3_moe
 from tests.support.ranks import each_case, run_ranks
 from tests.support.trainer.ppo import RESPONSE, SAMPLES, ppo_batch, ppo_samples, ppo_worker
@@ -232,8 +233,7 @@ def _expected(plain, loss, batch_of, with_entropy, distillation, by_micro_batch)
 def _spied(worker):
     """The gradients that the next step takes; parameters stay as they are."""
     seen = {}
-    named = dict(worker.engine.module.named_parameters())
-    worker.engine.optimizer.step = lambda *_: seen.update({n: p.grad.full_tensor() for n, p in named.items()})
+    worker.engine.optimizer.step = lambda *_: seen.update(whole_gradients(worker.engine.module))
     return seen
 
 

@@ -11,6 +11,7 @@ from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight.features import check_fused_kernels
 from tests.parity.families import FAMILIES
 from tests.parity.family import HEADS, SCALED
+from tests.support.engine.sharded import whole_gradients
 from tests.support.models.tiny import reference_model, save_qwen3_moe
 from tests.support.ranks import run_ranks
 from tests.support.trainer.ppo import PADDED, ppo_batch, ppo_samples, ppo_worker, reference_update
@@ -88,9 +89,8 @@ def _update(folder):
             torch.testing.assert_close(log_probs[:-1], wanted, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(entropy, -(every[i].exp() * every[i]).sum(-1), rtol=1e-5, atol=1e-5)
         seen = {}
-        named = dict(worker.engine.module.named_parameters())
-        worker.engine.optimizer.step = lambda *_, seen=seen, named=named: seen.update(
-            {name: p.grad.full_tensor() for name, p in named.items()}
+        worker.engine.optimizer.step = lambda *_, seen=seen, model=worker.engine.module: seen.update(
+            whole_gradients(model)
         )
         metrics = tu.get(worker.train_batch(ppo_batch(mine)), "metrics")
         assert abs(metrics["loss"] - loss) < 1e-5 * abs(loss) + 1e-6

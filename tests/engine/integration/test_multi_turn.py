@@ -5,6 +5,7 @@ import torch.distributed as dist
 
 from epfsdp2.engine.moe.find import find_experts
 from epfsdp2.engine.moe.router.replay import RouterReplay
+from tests.support.engine.sharded import whole_gradients
 from tests.support.models.tiny import reference_model, save_qwen3_moe
 from tests.support.ranks import run_ranks
 from tests.support.trainer.ppo import of_this_rank, plain_ppo_loss, ppo_batch, ppo_samples, ppo_worker
@@ -79,7 +80,7 @@ def _on_ranks(folder, cases):
         worker = ppo_worker(folder, router_replay=EngineRouterReplayConfig(mode="R3"), **settings)
         seen, step = {}, worker.engine.optimizer.step
         worker.engine.optimizer.step = lambda *a, seen=seen, worker=worker, step=step: (
-            seen.update({n: p.grad.full_tensor() for n, p in worker.engine.module.named_parameters()}),
+            seen.update(whole_gradients(worker.engine.module)),
             step(*a),
         )
         batch = ppo_batch(of_this_rank(worker, samples), masks=of_this_rank(worker, masks))

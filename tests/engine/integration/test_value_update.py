@@ -10,7 +10,8 @@ from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.lora.adapters import SAVED, lora_of
 from epfsdp2.engine.preflight.run import check_training
 from epfsdp2.recipes.convert.export import export
-from tests.support.engine.lora import SETTINGS, adapt, adapters_of, stirred, whole
+from tests.support.engine.lora import SETTINGS, adapt, adapters_of, stirred
+from tests.support.engine.sharded import whole_gradients, whole_parameters, whole_tensor, whole_tensors
 from tests.support.models.tiny import VOCAB, save_glm4_moe, save_qwen3, save_qwen3_moe
 from tests.support.models.vlm import save_vlm
 from tests.support.ranks import run_ranks
@@ -54,7 +55,7 @@ def _plain_model(folder, own_class, head):
 
 def _keeps_its_head(folder):
     worker = _worker(folder, 2)
-    head = dict(worker.engine.module.named_parameters())["lm_head.weight"].full_tensor()
+    head = whole_tensor(worker.engine.module.get_parameter("lm_head.weight"))
     assert torch.equal(head, load_file(folder / "model.safetensors")["lm_head.weight"])
 
 
@@ -81,13 +82,13 @@ def _value_update(folder, own_class, model, settings):
     step = worker.engine.optimizer.step
 
     def spying(*args):
-        seen.update({n: p.grad.full_tensor() for n, p in worker.engine.module.named_parameters() if p.grad is not None})
+        seen.update({n: grad for n, grad in whole_gradients(worker.engine.module).items() if grad is not None})
         return step(*args)
 
     worker.engine.optimizer.step = spying
     head = {  # with adapters the copy that is trained
-        name.removesuffix(SAVED): p.detach().full_tensor()
-        for name, p in worker.engine.module.named_parameters()
+        name.removesuffix(SAVED): param
+        for name, param in whole_parameters(worker.engine.module).items()
         if name.startswith(("score.", "lm_head.")) and (lora is None or name.endswith(SAVED))
     }
     width = worker.engine.module.config.get_text_config().hidden_size
@@ -167,9 +168,9 @@ def _resumes(folder, out):
     worker.save_checkpoint(str(out), global_step=1)
     again = _worker(folder, 1, SETTINGS, seed=7)
     again.load_checkpoint(str(out))
-    wanted = adapters_of(worker.engine.module)
-    for name, param in adapters_of(again.engine.module).items():
-        assert torch.equal(whole(param), whole(wanted[name])), name
+    wanted = whole_tensors(adapters_of(worker.engine.module))
+    for name, param in whole_tensors(adapters_of(again.engine.module)).items():
+        assert torch.equal(param, wanted[name]), name
     assert any(name.startswith("score.") for name in wanted)
 
 

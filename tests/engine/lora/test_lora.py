@@ -16,7 +16,7 @@ from epfsdp2.rollout.adapter_sync import BaseChangedError
 from epfsdp2.rollout.layout.vllm_layout import Rollout
 from epfsdp2.rollout.remote.delta_shards import ShardExport
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
-from tests.support.engine.lora import SETTINGS, adapters_of, stirred, whole
+from tests.support.engine.lora import SETTINGS, adapters_of, stirred
 from tests.support.engine.lora_runs import (
     CLIP,
     WORLD,
@@ -26,6 +26,7 @@ from tests.support.engine.lora_runs import (
     sharded_with_adapters,
     weights_with_adapters,
 )
+from tests.support.engine.sharded import whole_parameters, whole_tensor, whole_tensors
 from tests.support.models.names import send_stacks
 from tests.support.models.tiny import adam, reference_model, relative_error, save_qwen3_moe, token_batch
 from tests.support.ranks import run_ranks
@@ -59,9 +60,9 @@ def _two_updates(folder, cases):
         where = f"ep={ep} fsdp_size={fsdp_size} {options}"
         model, meshes, lora = sharded_with_adapters(folder, ep, fsdp_size, **options)
         lora.initialize(model, 0, stirred(model))
-        base = {n: whole(p).clone() for n, p in model.named_parameters() if not is_adapter(n)}
+        base = whole_tensors({n: p for n, p in model.named_parameters() if not is_adapter(n)})
         if expected is None:
-            expected = _updates(_Reference(folder, {n: whole(p) for n, p in adapters_of(model).items()}), ids)
+            expected = _updates(_Reference(folder, whole_tensors(adapters_of(model))), ids)
         optimizer = build_multi_optimizer(model, adam)
         held = [p for group in optimizer.param_groups for p in group["params"]]
         assert {id(p) for p in held} == {id(p) for p in adapters_of(model).values()}
@@ -71,14 +72,14 @@ def _two_updates(folder, cases):
             torch.testing.assert_close(got.detach().log_softmax(-1), logits[mine], rtol=1e-5, atol=1e-5)
             next_token_loss(got, ids[mine]).backward()
             assert all(p.grad is None for n, p in model.named_parameters() if not is_adapter(n)), where
-            for name, param in adapters_of(model).items():
-                assert relative_error(param.grad.full_tensor(), grads[name]) < RELATIVE, (where, name)
+            for name, grad in whole_tensors({n: p.grad for n, p in adapters_of(model).items()}).items():
+                assert relative_error(grad, grads[name]) < RELATIVE, (where, name)
             got = clip_grad_norm_(model.parameters(), CLIP, meshes)
             assert abs(got.item() / norm.item() - 1) < RELATIVE, where
             optimizer.step()
-            for name, param in adapters_of(model).items():
-                assert relative_error(whole(param), params[name]) < RELATIVE, (where, name)
-        assert all(torch.equal(whole(p), base[n]) for n, p in model.named_parameters() if n in base), where
+            for name, param in whole_tensors(adapters_of(model)).items():
+                assert relative_error(param, params[name]) < RELATIVE, (where, name)
+        assert all(torch.equal(p, base[n]) for n, p in whole_parameters(model).items() if n in base), where
 
 
 def _updates(reference, ids):
@@ -114,7 +115,7 @@ def _begins_as_the_base(folder):
     drawn = None
     for ep in (1, 2, 4):
         model, _, lora = sharded_with_adapters(folder, ep, seed=7)
-        adapters = {name: whole(param) for name, param in adapters_of(model).items()}
+        adapters = whole_tensors(adapters_of(model))
         assert all(not value.any() for name, value in adapters.items() if name.endswith(B))
         assert all(value.abs().max() <= value.shape[-1] ** -0.5 for value in adapters.values())
         assert len({value.flatten()[0].item() for name, value in adapters.items() if name.endswith(A)}) > 10
@@ -145,7 +146,7 @@ def _streamed(folder, cases):
         where = f"ep={ep} fsdp_size={fsdp_size} {options}"
         model, meshes, lora = sharded_with_adapters(folder, ep, fsdp_size, **options)
         lora.initialize(model, 0, stirred(model))
-        before = {name: whole(param).clone() for name, param in model.named_parameters()}
+        before = whole_parameters(model)
         wanted = weights_with_adapters(folder, model)
         sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("auto", 1 << 17))
 
@@ -177,7 +178,7 @@ def _streamed(folder, cases):
             if name in wanted and spec.place is not None:
                 slices = wanted[name][local_range(model.get_parameter(name)).slices].reshape(-1)
                 torch.testing.assert_close(values, slices, rtol=1e-6, atol=1e-7, msg=where + name)
-        assert all(torch.equal(whole(param), before[name]) for name, param in model.named_parameters()), where
+        assert all(torch.equal(param, before[name]) for name, param in whole_parameters(model).items()), where
 
 
 def test_lora_weights_are_merged_in_every_stream(tmp_path):
@@ -255,7 +256,7 @@ def _by_verl(folder, out):
         torch.testing.assert_close(trained[i], want, rtol=1e-5, atol=1e-5)
     assert max((a - b).abs().max() for a, b in zip(trained, base, strict=True)) > 1e-3
     for name, param in plain.named_parameters():
-        assert torch.equal(whole(module.get_parameter(name)), param), name
+        assert torch.equal(whole_tensor(module.get_parameter(name)), param), name
 
     worker.save_checkpoint(str(out), global_step=2)
     resumed = ppo_worker(folder, 1, model=model_settings)

@@ -24,8 +24,8 @@ from epfsdp2.engine.topology.dtensor import is_adapter
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from tests.parity import families
 from tests.parity.float64 import float64
-from tests.support.engine.lora import SCALING, adapters_of, lora_settings, stirred, whole
-from tests.support.engine.sharded import full_tensors
+from tests.support.engine.lora import SCALING, adapters_of, lora_settings, stirred
+from tests.support.engine.sharded import full_tensors, whole_tensors
 from tests.support.models.tiny import VOCAB, relative_error
 from tests.support.ranks import run_ranks
 
@@ -77,7 +77,7 @@ def _compared(name, folder, meshes):
     lora.freeze_base(model)
     model.train(train)
 
-    leaves = {n: whole(p).clone().requires_grad_() for n, p in adapters_of(model).items()}
+    leaves = {n: value.requires_grad_() for n, value in whole_tensors(adapters_of(model)).items()}
     weights = {n: p.detach() for n, p in plain.named_parameters()}
     for target in lora.targets.values():
         delta = SCALING * leaves[target.name + B] @ leaves[target.name + A]
@@ -89,9 +89,8 @@ def _compared(name, folder, meshes):
     logits = families.logits(model, ids[mine])
     families.loss(name, logits, ids[mine]).backward()
     used = {n: p for n, p in adapters_of(model).items() if leaves[n].grad is not None and leaves[n].grad.norm() > 1e-7}
-    errors = {
-        n: 1.0 if p.grad is None else relative_error(p.grad.full_tensor(), leaves[n].grad) for n, p in used.items()
-    }
+    grads = whole_tensors({n: p.grad for n, p in used.items()})
+    errors = {n: 1.0 if grad is None else relative_error(grad, leaves[n].grad) for n, grad in grads.items()}
     streamed = dict(full_tensors(model, meshes, layer_names(model), 1 << 20))
     merged = families.own_values(model, {n: weight.detach() for n, weight in weights.items()})
     return {

@@ -17,7 +17,7 @@ from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.topology.dtensor import is_adapter
 from epfsdp2.recipes.convert.export import export
-from tests.support.engine.lora import SCALING, adapters_of, lora_settings, stirred, whole
+from tests.support.engine.lora import SCALING, adapters_of, lora_settings, stirred
 from tests.support.engine.lora_runs import (
     CLIP,
     WORLD,
@@ -26,6 +26,7 @@ from tests.support.engine.lora_runs import (
     sharded_with_adapters,
     weights_with_adapters,
 )
+from tests.support.engine.sharded import whole_parameters, whole_tensor, whole_tensors
 from tests.support.models.tiny import reference_model, save_qwen3_moe, token_batch
 from tests.support.ranks import run_ranks
 
@@ -64,8 +65,9 @@ def _saves(folder, out):
         again = build_multi_optimizer(resumed, _adam)
         load_checkpoint(out / name, resumed, again, None, ("model", "optimizer"))
         update(resumed, other, again)
-        for (name, a), (_, b) in zip(model.named_parameters(), resumed.named_parameters(), strict=True):
-            torch.testing.assert_close(whole(a), whole(b), rtol=1e-5, atol=1e-7, msg=f"{ep} {name}")
+        ours, theirs = whole_parameters(model), whole_parameters(resumed)
+        for name, param in ours.items():
+            torch.testing.assert_close(param, theirs[name], rtol=1e-5, atol=1e-7, msg=f"{ep} {name}")
 
     differing, _, _ = sharded_with_adapters(folder, 2, changes={"lora_alpha": 4})
     with pytest.raises(CheckpointError, match="'alpha': 12"):
@@ -89,15 +91,15 @@ def _without_the_base(out, model):
     assert held and all(is_adapter(name) for name in held if name.startswith(MODEL))
     own = model.get_parameter("model.layers.1.self_attn.q_proj.weight")
     with torch.no_grad():
-        whole_weight = own.full_tensor()
+        whole_weight = whole_tensor(own)
         if dist.get_rank() == 0:
             own.to_local()[0, 0] += 2**-20 * whole_weight[0, 0].abs()
-    before = {name: whole(param) for name, param in adapters_of(model).items()}
+    before = whole_tensors(adapters_of(model))
     with pytest.raises(CheckpointError, match=r"1.self_attn.q_proj.weight differs. Resume with model.path="):
         load_checkpoint(out / "alone", model, None, None, ("model",))
-    assert all(torch.equal(whole(param), before[name]) for name, param in adapters_of(model).items())
+    assert all(torch.equal(param, before[name]) for name, param in whole_tensors(adapters_of(model)).items())
     load_checkpoint(out / "saved", model, None, None, ("model",))
-    assert torch.equal(own.full_tensor(), whole_weight)
+    assert torch.equal(whole_tensor(own), whole_weight)
 
 
 def test_lora_export_of_a_changed_base_is_refused(tmp_path):
@@ -135,8 +137,9 @@ def _writes_an_adapter(folder, out, changes):
         save_file({"logits": logits}, out.with_suffix(".logits"))
     again, _, lora = sharded_with_adapters(folder, 1, changes={"lora_adapter_path": str(out / ADAPTER)})
     lora.initialize(again, 0, read_adapter(out / ADAPTER, lora, "lora_adapter_path"))
-    for name, param in adapters_of(again).items():
-        assert torch.equal(whole(param), whole(model.get_parameter(name))), name
+    wanted = whole_tensors(adapters_of(model))
+    for name, param in whole_tensors(adapters_of(again)).items():
+        assert torch.equal(param, wanted[name]), name
 
 
 @pytest.mark.parametrize(

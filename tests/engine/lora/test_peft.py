@@ -19,7 +19,7 @@ from epfsdp2.engine.lora.settings import LoraSettings
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.topology.dtensor import is_adapter
 from tests.support.engine.lora import adapters_of, lora_settings, stirred
-from tests.support.engine.sharded import full_tensors, sharded_model
+from tests.support.engine.sharded import full_tensors, sharded_model, whole_tensors
 from tests.support.models.tiny import VOCAB, reference_model, relative_error, save_qwen3_moe, token_batch
 from tests.support.ranks import run_ranks
 
@@ -86,10 +86,10 @@ def _compared_with_peft(folder, out, meshes_of_kinds):
         names = {name + suffix: (key, suffix, name) for (name, suffix), key in peft_names(lora).items()}
         trained = adapters_of(model)
         assert names.keys() == trained.keys() and {key for key, *_ in names.values()} == grads.keys(), where
-        for name, param in trained.items():
+        for name, grad in whole_tensors({n: p.grad for n, p in trained.items()}).items():
             key, suffix, weight = names[name]
             experts = lora.targets[weight].experts if weight in lora.targets else None
-            own = as_peft(param.grad.full_tensor().cpu(), suffix, experts)
+            own = as_peft(grad.cpu(), suffix, experts)
             assert relative_error(own, grads[key]) < RELATIVE, (where, name)
         assert all(param.grad is None for name, param in model.named_parameters() if name not in trained), where
 

@@ -13,6 +13,7 @@ from epfsdp2.engine.model.vision import VisionTowerSync, preserve_forward
 from epfsdp2.engine.preflight.features import check_images
 from tests.parity.families import FAMILIES
 from tests.parity.float64 import float64
+from tests.support.engine.sharded import whole_gradients, whole_parameters
 from tests.support.models.vlm import plain_vlm, save_vlm, vlm_batch, vlm_logits, vlm_samples
 from tests.support.ranks import run_ranks
 from tests.support.trainer.ppo import SAMPLES, of_this_rank, plain_ppo_loss, ppo_worker
@@ -95,9 +96,7 @@ def _updates(folder, cases, updates=UPDATES, magnifies=False):
             # train_mode drops the gradients when it ends, so read them where the step uses them.
             seen, step = {}, worker.engine.optimizer.step
             worker.engine.optimizer.step = lambda *a, seen=seen, engine=worker.engine, step=step: (
-                seen.update(
-                    {n: p.grad if p.grad is None else p.grad.full_tensor() for n, p in engine.module.named_parameters()}
-                ),
+                seen.update(whole_gradients(engine.module)),
                 step(*a),
             )
             output = worker.train_batch(vlm_batch(mine))
@@ -113,8 +112,8 @@ def _updates(folder, cases, updates=UPDATES, magnifies=False):
                 metrics = tu.get(output, "metrics")
                 assert abs(metrics["grad_norm"] / norm - 1) < RELATIVE, where
                 assert abs(metrics["loss"] - loss) < 1e-5 * abs(loss) + 1e-6, where
-            for name, param in worker.engine.module.named_parameters():
-                assert _relative(param.detach().full_tensor(), after[name]) < RELATIVE, (where, name)
+            for name, param in whole_parameters(worker.engine.module).items():
+                assert _relative(param, after[name]) < RELATIVE, (where, name)
         everyone: list = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, len(calls))
         assert len(set(everyone)) == 1 and (everyone[0] > 0) == (which != "none has any"), (where, everyone)

@@ -16,7 +16,7 @@ from epfsdp2.engine.moe.find import find_experts
 from epfsdp2.engine.moe.overlap import check_overlap, exchange
 from tests.parity import families
 from tests.support.engine.recorder import Recorder
-from tests.support.engine.sharded import sharded_model
+from tests.support.engine.sharded import sharded_model, whole_gradients
 from tests.support.models.own_model import PLAN, OwnModel
 from tests.support.models.tiny import VOCAB, reference_model, relative_error, save_glm4_moe, save_qwen3_moe, token_loss
 from tests.support.moe.routing import EXPERTS, D, routings
@@ -92,7 +92,7 @@ def _gradients_equal_the_reference(folder, world, cases):
         model, _ = sharded_model(folder, world, ep, **options)
         model.train()
         token_loss(model, rows[rank]).backward()
-        errors = {name: relative_error(p.grad.full_tensor(), wanted[name]) for name, p in model.named_parameters()}
+        errors = {name: relative_error(grad, wanted[name]) for name, grad in whole_gradients(model).items()}
         assert {name: error for name, error in errors.items() if not error < RELATIVE} == {}
 
     each_case(cases, check)
@@ -134,7 +134,7 @@ def _bfloat16_is_close(folder):
     for options in ({}, {"dispatch_chunks": 3, "overlap_shared_experts": True}):
         model, _ = sharded_model(folder, 2, 2, param_dtype=torch.bfloat16, **options)
         token_loss(model.train(), ids).backward()
-        gradients.append({name: param.grad.full_tensor() for name, param in model.named_parameters()})
+        gradients.append(whole_gradients(model))
     for name, gradient in gradients[0].items():
         assert relative_error(gradients[1][name], gradient) < 2**-6, name
 
@@ -285,10 +285,10 @@ def _families_are_exact(folders):
         with torch.no_grad():
             assert relative_error(families.logits(model.eval(), ids), want) < RELATIVE, name
         families.loss(name, families.logits(model.train(), ids), ids).backward()
+        got = whole_gradients(model)
         for param_name, param in reference.named_parameters():
             if param.grad is not None:
-                got = model.get_parameter(param_name).grad.full_tensor()
-                assert relative_error(got, param.grad) < RELATIVE, (name, param_name)
+                assert relative_error(got[param_name], param.grad) < RELATIVE, (name, param_name)
 
 
 def _families_are_refused(folders):

@@ -10,6 +10,7 @@ from torch import nn
 from epfsdp2.engine.optim.loss_scale import LossOverflowError, LossScale
 from epfsdp2.engine.optim.multi_optimizer import optimizer_from_config
 from epfsdp2.engine.topology.dtensor import is_adapter, is_expert_parameter, local_tensor
+from tests.support.engine.sharded import whole_gradients, whole_tensors
 from tests.support.models.tiny import reference_model, save_qwen3_moe
 from tests.support.ranks import run_ranks
 from tests.support.trainer.ppo import of_this_rank, ppo_batch, ppo_samples, ppo_worker, reference_update
@@ -89,7 +90,7 @@ def _close_to_float32(folder, cases):
         worker = _half(folder, **settings)
         seen, step = {}, worker.engine.optimizer.step
         worker.engine.optimizer.step = lambda *a, seen=seen, worker=worker, step=step: (
-            seen.update({n: p.grad.full_tensor().cpu() for n, p in worker.engine.module.named_parameters()}),
+            seen.update({name: grad.cpu() for name, grad in whole_gradients(worker.engine.module).items()}),
             step(*a),
         )
         output = worker.train_batch(ppo_batch(of_this_rank(worker, samples)))
@@ -118,7 +119,7 @@ def _adapters_of(worker, batch):
         for param in adapters.values():
             local_tensor(param).normal_(std=0.1, generator=generator)
     step = engine.optimizer.step
-    engine.optimizer.step = lambda *a: (seen.update({n: p.grad.full_tensor() for n, p in adapters.items()}), step(*a))
+    engine.optimizer.step = lambda *a: (seen.update(whole_tensors({n: p.grad for n, p in adapters.items()})), step(*a))
     return seen, tu.get(worker.train_batch(ppo_batch(batch)), "metrics")["grad_norm"]
 
 

@@ -26,7 +26,7 @@ from epfsdp2.engine.parallelize import parallelize
 from epfsdp2.engine.topology.dtensor import local_range, local_tensor
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from tests.support.engine.muon import CONFIGS, muon_model, stepped_by_torch
-from tests.support.engine.sharded import sharded_model
+from tests.support.engine.sharded import sharded_model, whole_parameters, whole_tensors
 from tests.support.models.tiny import VOCAB, reference_model, save_qwen3, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks
 
@@ -94,9 +94,8 @@ def _equals_torch(family, cases, options, lora=None):
                 param.grad = torch.zeros_like(param)
                 local_tensor(param.grad).copy_(_mine(param, grads[name]))
             optimizer.step()
-            for name, param in params.items():
+            for name, got in whole_tensors(params).items():
                 where = (family, ep, fsdp_size, sharding, name)
-                got = param.detach().full_tensor() if hasattr(param, "full_tensor") else param.detach()
                 moved, should = got - weights[name], wanted[name] - weights[name]
                 assert _relative(moved, should) < RELATIVE, (where, _relative(moved, should))
 
@@ -167,9 +166,8 @@ def _trains_like_the_reference(folder, cases):
             optimizer.zero_grad()
             token_loss(model, ids[2 * rank : 2 * rank + 2]).backward()
             optimizer.step()
-        for name, param in model.named_parameters():
-            where = (ep, fsdp_size, options, name)
-            assert _relative(param.detach().full_tensor(), wanted[name].detach()) < RELATIVE, where
+        for name, param in whole_parameters(model).items():
+            assert _relative(param, wanted[name].detach()) < RELATIVE, (ep, fsdp_size, options, name)
         for name, state in optimizer.state_dict()["state"].items():
             assert ("momentum_buffer" in state) == (momentum[name] is not None), name
             if momentum[name] is not None:
@@ -293,8 +291,9 @@ def _bfloat16_is_sent():
     assert dtypes == {torch.bfloat16}
     before = {name: param.detach().clone() for name, param in plain.items()}
     Muon(matrix_groups(reference), weight_decay=0.0, ns_dtype="bf16").step()
+    after = whole_parameters(model)
     for name in muon_parameters(reference):
-        moved, should = model.get_parameter(name).detach().full_tensor() - before[name], plain[name] - before[name]
+        moved, should = after[name] - before[name], plain[name] - before[name]
         # The same roundings of the same matrices, but for the order of sums in a batch of another size.
         assert _relative(moved, should.detach()) < 2**-8, name
 

@@ -12,7 +12,7 @@ from epfsdp2.engine.optim.multi_optimizer import (
     build_multi_optimizer,
 )
 from epfsdp2.engine.optim.muon import Muon
-from tests.support.engine.sharded import sharded_model
+from tests.support.engine.sharded import sharded_model, whole_parameters
 from tests.support.models.tiny import VOCAB, reference_model, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks
 
@@ -274,7 +274,7 @@ def _fused_is_called(folder, cases):
                 _step(model, optimizer, ids)
             called = {event.name for event in profile.events()}
             assert ("aten::_fused_adamw_" in called) == (fused is None), (ep, fsdp_size, options, fused)
-            after.append({name: param.detach().full_tensor() for name, param in model.named_parameters()})
+            after.append(whole_parameters(model))
         for name, value in after[0].items():
             torch.testing.assert_close(value, after[1][name], rtol=1e-5, atol=1e-6, msg=f"{ep} {options} {name}")
 

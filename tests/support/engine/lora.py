@@ -10,8 +10,9 @@ from torch.nn.utils import parametrize
 from epfsdp2.engine.lora.adapters import A, B, lora_of
 from epfsdp2.engine.lora.settings import LoraSettings
 from epfsdp2.engine.topology.dtensor import is_adapter
+from tests.support.engine.sharded import whole_tensor
 
-__all__ = ["SCALING", "SETTINGS", "adapt", "adapters_of", "lora_settings", "stirred", "whole"]
+__all__ = ["SCALING", "SETTINGS", "adapt", "adapters_of", "lora_settings", "stirred"]
 
 SETTINGS = {"lora_rank": 4, "lora_alpha": 12, "target_modules": "all-linear"}
 SCALING = 3.0
@@ -35,16 +36,12 @@ def stirred(model: nn.Module, seed: int = 5) -> Callable[[str], torch.Tensor]:
     return read
 
 
-def whole(param: Any) -> torch.Tensor:
-    return param.detach().full_tensor()
-
-
 def adapt(plain: nn.Module, model: nn.Module) -> dict[str, nn.Parameter]:
     """Have a plain model compute with the adapters of a sharded one; collective. Return its leaves by their names."""
     leaves, lora = dict[str, nn.Parameter](), lora_of(model)
     plain.requires_grad_(False)
     for name, target in lora.targets.items():
-        a, b = (nn.Parameter(whole(model.get_parameter(name + end)).clone()) for end in (A, B))
+        a, b = (nn.Parameter(whole_tensor(model.get_parameter(name + end))) for end in (A, B))
         leaves |= {name + A: a, name + B: b}
         module = plain.get_submodule(name.rpartition(".")[0])
         parametrize.register_parametrization(module, target.own, _Adapted(a, b, target.scaling, target.is_transposed))

@@ -5,8 +5,8 @@ import torch.distributed as dist
 
 from epfsdp2.engine.lora.adapters import A, B, Lora, lora_of
 from epfsdp2.engine.topology.dtensor import is_adapter
-from tests.support.engine.lora import SCALING, adapters_of, lora_settings, whole
-from tests.support.engine.sharded import sharded_model
+from tests.support.engine.lora import SCALING, adapters_of, lora_settings
+from tests.support.engine.sharded import sharded_model, whole_tensors
 from tests.support.models.tiny import VOCAB, reference_model
 
 __all__ = [
@@ -59,5 +59,5 @@ def logits_of(model, ids):
 
 def weights_with_adapters(folder, model):
     """Merge the adapters of a sharded model into the plain model's weights, by hand."""
-    adapters = {name: whole(param) for name, param in adapters_of(model).items()}
+    adapters = whole_tensors(adapters_of(model))
     return merged_weights({n: p.detach() for n, p in reference_model(folder).named_parameters()}, adapters)

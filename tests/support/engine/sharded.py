@@ -19,7 +19,7 @@ from epfsdp2.engine.topology.mesh import Meshes, Topology, build_meshes
 from epfsdp2.rollout.transport import full_gather
 from epfsdp2.rollout.transport.report import Traffic
 
-__all__ = ["full_tensors", "sharded_model", "whole_tensor"]
+__all__ = ["full_tensors", "sharded_model", "whole_gradients", "whole_parameters", "whole_tensor", "whole_tensors"]
 
 
 def sharded_model(
@@ -79,15 +79,38 @@ def full_tensors(
 
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The full values of a DTensor of any of our meshes, on every rank; collective.
+    """The full values of a DTensor of any of our meshes, on every rank; collective."""
+    return whole_tensors({"": tensor})[""]
 
-    torch 2.13's ``full_tensor`` raises for ``(_StridedShard(0), Shard(0), _StridedShard(1))``, whole experts over
-    ``ep`` and ``ep_fsdp`` whose gate and up are cut over ``etp``.
+
+def whole_tensors(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+    """The full values of DTensors of any of our meshes, on every rank, and what else is there as it is; collective.
+
+    One all-reduce for each dtype: ``full_tensor`` of each took 40 % of the time of a test with four ranks. torch 2.13's
+    also raises for ``(_StridedShard(0), Shard(0), _StridedShard(1))``, whole experts over ``ep`` and ``ep_fsdp`` whose
+    gate and up are cut over ``etp``.
     """
-    if not isinstance(tensor, DTensor):
-        return tensor
-    whole = torch.full(tensor.shape, -torch.inf, dtype=tensor.dtype, device=tensor.device)
-    for held, values in local_pieces(tensor):
-        whole[held.slices] = values
-    dist.all_reduce(whole, dist.ReduceOp.MAX)
+    whole = {name: None if tensor is None else tensor.detach() for name, tensor in tensors.items()}
+    sharded = {name: tensor for name, tensor in whole.items() if isinstance(tensor, DTensor)}
+    for dtype in dict.fromkeys(tensor.dtype for tensor in sharded.values()):
+        found = {name: tensor for name, tensor in sharded.items() if tensor.dtype == dtype}
+        sizes = [tensor.numel() for tensor in found.values()]
+        device = next(iter(found.values())).device
+        flat = torch.full((sum(sizes),), -torch.inf, dtype=dtype, device=device)
+        parts = flat.split(sizes)
+        whole |= {name: part.view(tensor.shape) for (name, tensor), part in zip(found.items(), parts, strict=True)}
+        for name, tensor in found.items():
+            for held, values in local_pieces(tensor):
+                whole[name][held.slices] = values
+        dist.all_reduce(flat, dist.ReduceOp.MAX)
     return whole
+
+
+def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """By their names; collective."""
+    return whole_tensors(dict(model.named_parameters()))
+
+
+def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """By their parameters' names; collective."""
+    return whole_tensors({name: param.grad for name, param in model.named_parameters()})

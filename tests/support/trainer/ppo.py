@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.parity.float64 import float64
+from tests.support.engine.sharded import whole_gradients, whole_parameters
 from tests.support.models.tiny import VOCAB, reference_model
 from tests.support.trainer.verl_worker import optimizer_config, training_worker
 
@@ -216,18 +217,18 @@ def check_ppo_updates(
         seen = {}
         step = worker.engine.optimizer.step
         worker.engine.optimizer.step = lambda *a, seen=seen, engine=worker.engine, step=step: (
-            seen.update({n: p.grad.full_tensor() for n, p in engine.module.named_parameters()}),
+            seen.update(whole_gradients(engine.module)),
             step(*a),
         )
         output = worker.train_batch(ppo_batch(mine))
         for name, want in wanted.items():
             error = ((seen[name] - want).norm() / want.norm()).item()
             assert error < _RELATIVE, (where, name, error)
-        after = dict(worker.engine.module.named_parameters())
+        after = whole_parameters(worker.engine.module)
         for name, want in reference.named_parameters():
-            error = ((after[name].detach().full_tensor() - want.detach()).norm() / want.detach().norm()).item()
+            error = ((after[name] - want.detach()).norm() / want.detach().norm()).item()
             assert error < _RELATIVE, (where, name, error)
-        assert all(p.grad is None for p in after.values())
+        assert all(p.grad is None for p in worker.engine.module.parameters())
         if worker.engine.is_mp_src_rank_with_outputs():
             metrics = tu.get(output, "metrics")
             assert abs(metrics["grad_norm"] / wanted_norm - 1) < _RELATIVE, where

@@ -13,7 +13,7 @@ from epfsdp2.engine.moe.find import UnsupportedModelError, find_experts
 from epfsdp2.engine.moe.outside.families import prepare
 from epfsdp2.engine.moe.router.replay import ReplayError, RouterReplay
 from tests.parity.families import FAMILIES, NEWER
-from tests.support.engine.sharded import sharded_model
+from tests.support.engine.sharded import sharded_model, whole_gradients
 from tests.support.models.tiny import VOCAB, reference_model, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks
 from tests.support.trainer.ppo import PADDED, ppo_batch, ppo_samples, ppo_worker
@@ -194,8 +194,7 @@ def _on_ranks(folder):
         model.train()
         installed[0].replay(routes.view(2, 9, *routes.shape[1:])[rank])
         token_loss(model, ids[rank : rank + 1]).backward()
-        for name, param in model.named_parameters():
-            found = param.grad.full_tensor()
+        for name, found in whole_gradients(model).items():
             torch.testing.assert_close(
                 found, wanted[name], rtol=1e-4, atol=1e-6, msg=f"{ep} x {etp}, {checkpointing}: {name}"
             )

@@ -12,9 +12,10 @@
 #   make bench-experts  the experts layer beside transformers', torchtitan's and VeOmni's (about 5 min)
 #   make bench-step  the engine's step beside verl's fsdp2 engine, and its bytes on the wire (about 6 min)
 #   make bench-rivals  an update beside transformers' own expert parallelism, in the stack newest (about 12 min)
+#   make bench-blocks  an MoE block with expert parallelism beside torchtitan's (about 3 min)
 #   make bench-growth  how the cost grows with tokens, experts and ranks (about 4 min)
 #   make kernels     every Triton kernel, compiled for GPUs that need not be there, and what is predicted of it (about 5 min)
-#   make peers       the environment of torchtitan and VeOmni, for bench-experts
+#   make peers       the environment of torchtitan and VeOmni, for bench-experts and bench-blocks
 #   make bench-sync  a weight sync against verl's stock export; prints and writes the table (about 10 min)
 #   make bench-checkpoint  memory to load and export, and what a save in the background costs (about 3 min)
 #   make bench-dtypes  train/rollout difference of GRPO in float32, bfloat16 and float16 (about 15 min)
@@ -35,7 +36,7 @@ PEERS := .venv_peers
 BIN := $(VENV)/bin
 
 .PHONY: help setup quickstart test test-fast test-stack test-long parity memory peers bench bench-experts bench-step \
-	bench-rivals bench-growth bench-sync bench-checkpoint bench-features bench-dtypes bench-drop-in bench-packing long-run kernels verl-scripts gpu-check gpu-wheels lint clean
+	bench-rivals bench-blocks bench-growth bench-sync bench-checkpoint bench-features bench-dtypes bench-drop-in bench-packing long-run kernels verl-scripts gpu-check gpu-wheels lint clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -85,6 +86,9 @@ bench-step: setup
 bench-rivals:
 	$(MAKE) setup STACK=newest
 	.venv_newest/bin/python -W ignore -m benchmarks.rivals.compare $(ARGS)
+
+bench-blocks: peers
+	$(PEERS)/bin/python -W ignore -m benchmarks.rivals.blocks $(ARGS)
 
 bench-growth: setup
 	$(BIN)/python -m benchmarks.update.growth $(ARGS)

@@ -14,9 +14,9 @@ import json
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.machine import machine
-from benchmarks.rivals.measured import gradient_error, memory_bytes, wire_bytes
+from benchmarks.rivals.measured import gradient_error, in_turns, memory_bytes, wire_bytes
 from benchmarks.rivals.sides import OURS, THEIRS, Batch, Ours, Side, Theirs
 from benchmarks.tables import write_table
 from benchmarks.update.step import LARGE_VOCABULARY, MODEL, samples_of
@@ -154,31 +154,20 @@ def measure(folder: Path, out: Path, case: Case, repeats: int) -> None:
     found = []
     for tokens, loss in case.batches:
         batch = batch_of(rank, world, tokens, loss, case.vocabulary)
-        seconds: dict[str, list[float]] = {name: [] for name in sides}
-        for turn in range(repeats + 1):
-            for name in [*sides][:: 1 if turn % 2 else -1]:
-                seconds[name].append(_seconds(sides[name], batch))
+        updates = {name: partial(side.update, batch) for name, side in sides.items()}
+        seconds = in_turns(updates, repeats)
         found.append(
             {
                 "tokens": tokens,
                 "loss": loss,
-                "seconds": {name: took[1:] for name, took in seconds.items()},
-                "memory": {name: memory_bytes(side, batch) for name, side in sides.items()},
-                "wire": {name: wire_bytes(side, batch) for name, side in sides.items()},
+                "seconds": seconds,
+                "memory": {name: memory_bytes(update) for name, update in updates.items()},
+                "wire": {name: wire_bytes(update) for name, update in updates.items()},
                 "error": errors,
             }
         )
     if rank == 0:
         out.write_text(json.dumps(found))
-
-
-def _seconds(side: Side, batch: Batch) -> float:
-    """Seconds of an update, until all ranks have ended."""
-    dist.barrier()
-    began = time.monotonic()
-    side.update(batch)
-    dist.barrier()
-    return time.monotonic() - began
 
 
 def run(case: Case, repeats: int, sizes: dict[str, Any]) -> list[Row]:

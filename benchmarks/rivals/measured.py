@@ -1,6 +1,7 @@
 """What is measured of a side besides its time: bytes on the wire, memory of an update, and errors of its gradients."""
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.support.engine.memory import peak_of
 from tests.support.engine.sharded import whole_tensor
 from tests.support.models.tiny import reference_model
 
-__all__ = ["gradient_error", "memory_bytes", "wire_bytes"]
+__all__ = ["gradient_error", "in_turns", "memory_bytes", "wire_bytes"]
 
 # By torch's names of collectives: the argument whose bytes are meant, and how often each byte is received.
 _COLLECTIVES = {
@@ -57,22 +58,35 @@ def _ranks_of(func: Any, args: Sequence[Any]) -> int:
     raise AssertionError(f"{func} has no group")
 
 
-def wire_bytes(side: Side, batch: Batch) -> float:
+def in_turns(updates: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each side's updates until all ranks have ended; sides take turns, and the first does not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in updates}
+    for turn in range(repeats + 1):
+        for name in [*updates][:: 1 if turn % 2 else -1]:
+            dist.barrier()
+            began = time.monotonic()
+            updates[name]()
+            dist.barrier()
+            seconds[name].append(time.monotonic() - began)
+    return {name: took[1:] for name, took in seconds.items()}
+
+
+def wire_bytes(update: Callable[[], object]) -> float:
     """Bytes that all ranks together receive in an update; collective."""
     with _Wire() as wire:
-        side.update(batch)
+        update()
     total = torch.tensor(wire.nbytes, dtype=torch.float64)
     dist.all_reduce(total)
     return total.item()
 
 
-def memory_bytes(side: Side, batch: Batch) -> int:
+def memory_bytes(update: Callable[[], object]) -> int:
     """Most bytes that an update allocates at once, on the rank where it is most; collective.
 
     Weights and the optimizer's state, which are there before, are not counted.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, record_function("update"):
-        side.update(batch)
+        update()
     most = torch.tensor(peak_of(profiler, "update")[0])
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return int(most)

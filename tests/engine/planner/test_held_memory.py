@@ -1,6 +1,7 @@
 """What a rank holds between verl's phases: its shards, their moments once it has stepped, and nothing else."""
 
 import gc
+import time
 
 import pytest
 import torch
@@ -40,19 +41,28 @@ def _phases(folder, reshard):
         worker.infer_batch(infer)
 
     evaluate()  # what is made once, such as position embeddings
-    before = _held()
+    before = min(_held(), _held())
+
+    def holds(wanted):
+        for _ in range(5):  # gloo's threads let go of a collective's tensors a moment after it has ended
+            held = _held() - before
+            if abs(held - wanted) < little:
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"{held} bytes more than before, not {wanted}")
+
     inside.clear()
     evaluate()
     # The root stays gathered after a forward, and without reshard_after_forward all of the model.
     assert max(inside) - before > (little if reshard else shards)
-    assert abs(_held() - before) < little
+    holds(0)
     for _ in range(2):
         worker.train_batch(ppo_batch(mine))
-        assert abs(_held() - before - 2 * shards) < little
+        holds(2 * shards)
     evaluate()
-    assert abs(_held() - before - 2 * shards) < little
+    holds(2 * shards)
     list(worker.engine.get_per_tensor_param()[0])
-    assert abs(_held() - before - 2 * shards) < little
+    holds(2 * shards)
 
 
 @pytest.mark.parametrize("reshard", [pytest.param(True, marks=pytest.mark.long), False])

@@ -1,0 +1,312 @@
+"""The MoE block of this engine beside torchtitan's, each by its own ``parallelize``, in turns on the same cores.
+
+    .venv_peers/bin/python -m benchmarks.rivals.blocks [--repeats 5]
+
+A forward and backward of router, dispatch and experts of Qwen3-MoE with ``ep`` over all ranks, weights sharded and
+gradients reduced by FSDP: torchtitan's experts compute in bfloat16 alone, so both sides do, with gradients reduced in
+float32. Its attention needs a GPU, so that this block is what of its model runs here; VeOmni's fused experts are
+kernels for a GPU, and its row says so.
+"""
+
+import argparse
+import copy
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import nn
+from transformers import PreTrainedModel, Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+from benchmarks.experts.layer import Geometry
+from benchmarks.experts.peers import veomni
+from benchmarks.machine import machine
+from benchmarks.rivals.measured import in_turns, wire_bytes
+from benchmarks.tables import write_table
+from epfsdp2.engine.fsdp.options import ShardingOptions
+from epfsdp2.engine.parallelize import parallelize
+from epfsdp2.engine.topology.mesh import Topology, build_meshes
+from tests.support.engine.sharded import whole_gradients
+from tests.support.models.tiny import relative_error
+from tests.support.ranks import run_ranks
+
+OURS, TITAN, VEOMNI = "epfsdp2", "torchtitan", "VeOmni"
+SPEEDUP = 1.15  # over the rival's, as in compare.py
+LARGEST_ERROR = 2e-2  # of gradients in bfloat16
+CONFIG = Qwen3MoeConfig(
+    hidden_size=256, moe_intermediate_size=512, num_experts=32, num_experts_per_tok=2, norm_topk_prob=True
+)
+CASES = [(world, tokens) for world in (2, 4) for tokens in (256, 1024, 4096)]
+COLUMNS = ["ranks", "tokens of a rank", "side", "forward and backward s", "of the rival's", "wire MB"]
+COLUMNS += ["gradient error", ""]
+# Of torchtitan's parameters, by the block's.
+NAMES = {
+    "gate.weight": "router.gate.weight",
+    "experts.down_proj": "routed_experts.inner_experts.w2_EDF",
+    "experts.gate_proj": "routed_experts.inner_experts.w1_EFD",
+    "experts.up_proj": "routed_experts.inner_experts.w3_EFD",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One side's medians; ``wire`` is what all ranks receive, in bytes; ``note`` says why there are none."""
+
+    world: int
+    tokens: int  # of a rank
+    side: str
+    seconds: float = 0.0
+    speedup: float = 0.0  # over torchtitan's
+    wire: float = 0.0
+    error: float = 0.0
+    note: str = ""
+
+    @property
+    def holds(self) -> bool:
+        return self.side != OURS or (self.speedup >= SPEEDUP and self.error <= LARGEST_ERROR)
+
+
+class Layer(nn.Module):
+    def __init__(self, config: Qwen3MoeConfig):
+        super().__init__()
+        self.mlp = Qwen3MoeSparseMoeBlock(config)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.mlp(hidden)
+
+
+class OneLayer(PreTrainedModel):
+    """A model of this block alone."""
+
+    config_class = Qwen3MoeConfig
+    _no_split_modules = ["Layer"]
+
+    def __init__(self) -> None:
+        super().__init__(copy.deepcopy(CONFIG))  # which names the experts' implementation
+        self.layers = nn.ModuleList([Layer(self.config)])
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.normal_(std=0.02, generator=generator)
+            gate = self.layers[0].mlp.gate.weight
+            gate.copy_(nn.functional.normalize(gate) / 4)
+
+    def get_input_embeddings(self) -> None: ...
+
+    def get_output_embeddings(self) -> None: ...
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](hidden)
+
+
+def ours(world: int) -> nn.Module:
+    model = OneLayer()
+    options = ShardingOptions(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    parallelize(model, build_meshes("cpu", Topology.arrange(world, world)), options)
+    return model
+
+
+def torchtitan(world: int) -> nn.Module:
+    """Its block, sharded by its ``parallelize`` and ``apply_fsdp_to_decoder``."""
+    from torchtitan.distributed import parallel_dims
+    from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
+    from torchtitan.distributed.utils import set_spmd_backend
+    from torchtitan.models.common import config_utils
+    from torchtitan.models.common.moe_sharding import set_moe_sharding_config
+    from torchtitan.models.qwen3.sharding import _GROUPED_EXPERTS_PARAM_LAYOUT as PARAMETERS
+
+    parallel_dims.device_type = "cpu"  # else it takes "cuda" where it finds no accelerator
+    backend = "partial_dtensor"
+    set_spmd_backend(backend)
+    dims = parallel_dims.ParallelDims(1, world, 1, 1, 1, world, world, backend)
+    dims.build_mesh()
+    sizes = {"dim": CONFIG.hidden_size, "num_experts": CONFIG.num_experts, "top_k": CONFIG.num_experts_per_tok}
+    zeros = dict.fromkeys(("weight", *PARAMETERS), nn.init.zeros_)
+    router = config_utils.make_router_config(**sizes, gate_param_init=zeros, score_func="softmax", route_norm=True)
+    experts = config_utils.make_routed_experts_config(
+        **sizes, hidden_dim=CONFIG.moe_intermediate_size, param_init=zeros, comm_backend="standard"
+    )
+    config = config_utils.make_moe_config(
+        num_experts=CONFIG.num_experts, router=router, routed_experts=experts, load_balance_coeff=None
+    )
+    set_moe_sharding_config(config, enable_ep=True, enable_sp=False, expert_param_layout=PARAMETERS)
+    moe = config.build()
+    weights = by_rivals_names({name: param.detach() for name, param in OneLayer().layers[0].mlp.named_parameters()})
+    with torch.no_grad():
+        for name, param in moe.named_parameters():
+            param.copy_(weights[name])
+    moe.parallelize(dims)
+
+    class Block(nn.Module):
+        moe_enabled = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.moe = moe
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return self.moe(hidden)
+
+    class Decoder(nn.Module):
+        enable_weight_tying, tok_embeddings, norm, lm_head = False, None, None, None
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleDict({"0": Block()})
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return self.layers["0"](hidden)
+
+    decoder = Decoder()
+    meshes = dims.get_mesh(["fsdp"]), dims.get_optional_mesh(["efsdp"])
+    apply_fsdp_to_decoder(decoder, meshes[0], torch.bfloat16, torch.float32, False, ep_degree=world, edp_mesh=meshes[1])
+    for module in decoder.modules():
+        if hasattr(module, "set_force_sum_reduction_for_comms"):
+            module.set_force_sum_reduction_for_comms(True)  # gloo can't multiply as it sums
+    return decoder
+
+
+def by_rivals_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of the block's parameters, or of their shapes, by torchtitan's names."""
+    gate, up = tensors["experts.gate_up_proj"].chunk(2, dim=1)
+    return {NAMES[n]: t for n, t in {**tensors, "experts.gate_proj": gate, "experts.up_proj": up}.items() if n in NAMES}
+
+
+class Side:
+    """A block on this rank.
+
+    Args:
+        scale: of the loss, so that gradients are of the sum over the ranks.
+        prefix: of its parameters' names.
+        names: the plain block's tensors by the names here.
+    """
+
+    def __init__(self, model: nn.Module, scale: float, prefix: str, names: Callable[[dict], dict] = dict):
+        self.model, self.scale, self.prefix, self.names = model.train(), scale, prefix, names
+
+    def update(self, hidden: torch.Tensor) -> None:
+        """A forward and backward; gradients of before are dropped."""
+        for param in self.model.parameters():
+            param.grad = None
+        (self.scale * self.model(hidden).float().square().sum()).backward()
+
+    def error(self, hidden: torch.Tensor, wanted: dict[str, torch.Tensor]) -> float:
+        """The largest relative error of a gradient; collective."""
+        self.update(hidden)
+        found, wanted = whole_gradients(self.model), self.names(wanted)
+        assert found.keys() == {self.prefix + name for name in wanted}
+        return max(relative_error(found[self.prefix + name].float(), want) for name, want in wanted.items())
+
+
+def inputs_and_gradients(world: int, tokens: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Hidden states of each rank, ``[world, 1, tokens, D]`` in bfloat16, and the plain block's gradients in float32.
+
+    A token's two experts are drawn, and clear in bfloat16 as well, for one that goes elsewhere is an error of its own.
+    """
+    plain = OneLayer()
+    block, generator = plain.layers[0].mlp, torch.Generator().manual_seed(tokens)
+    rows = torch.randn(world, 1, tokens, CONFIG.hidden_size, generator=generator)
+    chosen = torch.rand(world, 1, tokens, CONFIG.num_experts, generator=generator).topk(2, dim=-1).indices
+    first, second = block.gate.weight.detach()[chosen].unbind(-2)
+    whole = (rows + 48 * first + 32 * second).bfloat16()
+    for row in whole:
+        plain(row.float()).square().sum().backward()
+    return whole, {name: param.grad for name, param in block.named_parameters() if param.grad is not None}
+
+
+def measure(out: Path, tokens: list[int], repeats: int) -> None:
+    """Rank 0 writes the figures of each number of tokens."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sides = {
+        TITAN: Side(torchtitan(world), 1.0, "layers.0.moe.", by_rivals_names),
+        OURS: Side(ours(world), float(world), "layers.0.mlp."),
+    }
+    found = []
+    for count in tokens:
+        whole, wanted = inputs_and_gradients(world, count)
+        hidden = whole[rank].clone().requires_grad_()
+        errors = {name: side.error(hidden, wanted) for name, side in sides.items()}
+        updates = {name: partial(side.update, hidden) for name, side in sides.items()}
+        wire = {name: wire_bytes(update) for name, update in updates.items()}
+        found.append({"seconds": in_turns(updates, repeats), "wire": wire, "error": errors})
+    if rank == 0:
+        out.write_text(json.dumps(found))
+
+
+def run(world: int, tokens: list[int], repeats: int) -> list[Row]:
+    """Both sides on as many ranks, in turns; and why the third does not run."""
+    with tempfile.TemporaryDirectory() as name:
+        out = Path(name) / "figures.json"
+        run_ranks(measure, world, out, tokens, repeats, timeout=1800)
+        figures = json.loads(out.read_text())
+    rows = []
+    for count, found in zip(tokens, figures, strict=True):
+        for side, took in found["seconds"].items():
+            speedup = statistics.median(t / o for t, o in zip(found["seconds"][TITAN], took, strict=True))
+            rows.append(
+                Row(world, count, side, statistics.median(took), speedup, found["wire"][side], found["error"][side])
+            )
+        rows.append(Row(world, count, VEOMNI, note=why_veomni_does_not_run()))
+    return rows
+
+
+def why_veomni_does_not_run() -> str:
+    """The error of its experts layer on this machine."""
+    try:
+        layer, _ = veomni(Geometry("", 8, 4, 2, 32, 16, "bfloat16"))
+        layer(*Geometry("", 8, 4, 2, 32, 16, "bfloat16").inputs())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "not measured: its experts run here"
+
+
+def cells(row: Row) -> list[str]:
+    measured = [
+        f"{row.seconds:.3f}",
+        f"{row.speedup:.2f} x" + ("" if row.holds else " (below the bound)"),
+        f"{row.wire / 1e6:.1f}",
+        f"{row.error:.1e}",
+    ]
+    return [str(row.world), str(row.tokens), row.side, *([""] * 4 if row.note else measured), row.note]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5, help="turns that count")
+    repeats = parser.parse_args().repeats
+    rows: list[Row] = []
+    for world in track(sorted({world for world, _ in CASES}), "measuring", console=Console(stderr=True)):
+        rows += run(world, [tokens for ranks, tokens in CASES if ranks == world], repeats)
+    shown = Table(*COLUMNS)
+    for row in rows:
+        shown.add_row(*cells(row))
+    Console(width=200).print(shown)
+    where = machine()
+    text = [
+        "A forward and backward in bfloat16 of router, dispatch and experts with `ep` over all ranks, gradients",
+        f"reduced in float32, one thread a rank; sides take turns in the same processes, medians of {repeats}, ratios",
+        f"within a turn. Hidden {CONFIG.hidden_size}, {CONFIG.num_experts} experts of {CONFIG.moe_intermediate_size},",
+        f"{CONFIG.num_experts_per_tok} for each token. Wire: what all ranks together receive. Gradient error: the",
+        "largest of a parameter's, relative, against the plain block in float32 in one process.",
+        "",
+        f"Bound: {SPEEDUP} x.",
+    ]
+    result = {"machine": where, "repeats": repeats, "rows": [asdict(row) | {"holds": row.holds} for row in rows]}
+    on = f"{where['cpu']}, {where['cores']} cores; torch {where['versions']['torch']}"
+    heading = "An MoE block beside torchtitan's"
+    write_table("blocks", result, heading, "make bench-blocks", on, text, COLUMNS, [*map(cells, rows)])
+    return 0 if all(row.holds for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

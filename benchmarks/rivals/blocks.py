@@ -1,6 +1,6 @@
 """The MoE block of this engine beside torchtitan's, each by its own ``parallelize``, in turns on the same cores.
 
-    .venv_peers/bin/python -m benchmarks.rivals.blocks [--repeats 5]
+    .venv_peers/bin/python -m benchmarks.rivals.blocks [--repeats 25]
 
 A forward and backward of router, dispatch and experts of Qwen3-MoE with ``ep`` over all ranks, weights sharded and
 gradients reduced by FSDP: torchtitan's experts compute in bfloat16 alone, so both sides do, with gradients reduced in
@@ -282,7 +282,7 @@ def cells(row: Row) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5, help="turns that count")
+    parser.add_argument("--repeats", type=int, default=25, help="turns that count")
     repeats = parser.parse_args().repeats
     rows: list[Row] = []
     for world in track(sorted({world for world, _ in CASES}), "measuring", console=Console(stderr=True)):

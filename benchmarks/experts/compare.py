@@ -54,7 +54,7 @@ ON_A_GPU = (
     Geometry("Qwen3-30B-A3B, 16k tokens", 16384, 128, 8, 2048, 768, "bfloat16", "cuda"),
     Geometry("DeepSeek-V3, 64 of 256 experts, 16k tokens", 16384, 64, 8, 7168, 2048, "bfloat16", "cuda"),
 )
-READY = "no GPU here: `make bench-experts` on a machine with one also measures the H200's rows"
+READY = "No GPU here: `make bench-experts` on a machine with one also measures rows of 16k tokens."
 
 # Of grouped_mm's. On a GPU the first counts the other way: how many times as fast.
 TIME_LIMIT, KEPT_LIMIT, GPU_SPEEDUP, RATE_SHARE, BANDWIDTH_SHARE = 1.0, 0.4, 1.5, 0.5, 0.7
@@ -296,7 +296,7 @@ def write(rows: list[Row], on_gpu: dict[str, Any], repeats: int) -> None:
         f"`{OURS}` was faster on a CPU while its gradients were in memory of its own, which a whole update gained less",
         "than a tenth of ([decisions](../../docs/decisions.md)).",
         "",
-        json.dumps(on_gpu) if on_gpu else READY.capitalize() + ".",
+        json.dumps(on_gpu) if on_gpu else READY,
     ]
     result = {
         "machine": where,

@@ -60,7 +60,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Row:
-    """One side's medians; ``wire`` is what all ranks receive, in bytes; ``note`` says why there are none."""
+    """One side's medians; ``wire`` is what all ranks receive, in bytes; ``note`` says why there are none at all."""
 
     world: int
     tokens: int  # of a rank
@@ -128,7 +128,9 @@ def torchtitan(world: int) -> nn.Module:
     parallel_dims.device_type = "cpu"  # else it takes "cuda" where it finds no accelerator
     backend = "partial_dtensor"
     set_spmd_backend(backend)
-    dims = parallel_dims.ParallelDims(1, world, 1, 1, 1, world, world, backend)
+    dims = parallel_dims.ParallelDims(
+        dp_replicate=1, dp_shard=world, cp=1, tp=1, pp=1, ep=world, world_size=world, spmd_backend=backend
+    )
     dims.build_mesh()
     sizes = {"dim": CONFIG.hidden_size, "num_experts": CONFIG.num_experts, "top_k": CONFIG.num_experts_per_tok}
     zeros = dict.fromkeys(("weight", *PARAMETERS), nn.init.zeros_)
@@ -168,8 +170,15 @@ def torchtitan(world: int) -> nn.Module:
             return self.layers["0"](hidden)
 
     decoder = Decoder()
-    meshes = dims.get_mesh(["fsdp"]), dims.get_optional_mesh(["efsdp"])
-    apply_fsdp_to_decoder(decoder, meshes[0], torch.bfloat16, torch.float32, False, ep_degree=world, edp_mesh=meshes[1])
+    apply_fsdp_to_decoder(
+        decoder,
+        dims.get_mesh(["fsdp"]),
+        param_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+        pp_enabled=False,
+        ep_degree=world,
+        edp_mesh=dims.get_mesh(["efsdp"]),
+    )
     for module in decoder.modules():
         if hasattr(module, "set_force_sum_reduction_for_comms"):
             module.set_force_sum_reduction_for_comms(True)  # gloo can't multiply as it sums
@@ -179,7 +188,8 @@ def torchtitan(world: int) -> nn.Module:
 def by_rivals_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors of the block's parameters, or of their shapes, by torchtitan's names."""
     gate, up = tensors["experts.gate_up_proj"].chunk(2, dim=1)
-    return {NAMES[n]: t for n, t in {**tensors, "experts.gate_proj": gate, "experts.up_proj": up}.items() if n in NAMES}
+    split = {**tensors, "experts.gate_proj": gate, "experts.up_proj": up}
+    return {theirs: split[name] for name, theirs in NAMES.items()}
 
 
 class Side:
@@ -244,7 +254,7 @@ def measure(out: Path, tokens: list[int], repeats: int) -> None:
 
 
 def run(world: int, tokens: list[int], repeats: int) -> list[Row]:
-    """Both sides on as many ranks, in turns; and why the third does not run."""
+    """Both sides on as many ranks, in turns."""
     with tempfile.TemporaryDirectory() as name:
         out = Path(name) / "figures.json"
         run_ranks(measure, world, out, tokens, repeats, timeout=1800)
@@ -256,15 +266,15 @@ def run(world: int, tokens: list[int], repeats: int) -> list[Row]:
             rows.append(
                 Row(world, count, side, statistics.median(took), speedup, found["wire"][side], found["error"][side])
             )
-        rows.append(Row(world, count, VEOMNI, note=why_veomni_does_not_run()))
     return rows
 
 
 def why_veomni_does_not_run() -> str:
     """The error of its experts layer on this machine."""
     try:
-        layer, _ = veomni(Geometry("", 8, 4, 2, 32, 16, "bfloat16"))
-        layer(*Geometry("", 8, 4, 2, 32, 16, "bfloat16").inputs())
+        geometry = Geometry("", 8, 4, 2, 32, 16, "bfloat16")
+        layer, _ = veomni(geometry)
+        layer(*geometry.inputs())
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "not measured: its experts run here"
@@ -277,7 +287,9 @@ def cells(row: Row) -> list[str]:
         f"{row.wire / 1e6:.1f}",
         f"{row.error:.1e}",
     ]
-    return [str(row.world), str(row.tokens), row.side, *([""] * 4 if row.note else measured), row.note]
+    if row.note:
+        return ["", "", row.side, *[""] * len(measured), row.note]
+    return [str(row.world), str(row.tokens), row.side, *measured, ""]
 
 
 def main() -> int:
@@ -287,6 +299,7 @@ def main() -> int:
     rows: list[Row] = []
     for world in track(sorted({world for world, _ in CASES}), "measuring", console=Console(stderr=True)):
         rows += run(world, [tokens for ranks, tokens in CASES if ranks == world], repeats)
+    rows.append(Row(0, 0, VEOMNI, note=why_veomni_does_not_run()))
     shown = Table(*COLUMNS)
     for row in rows:
         shown.add_row(*cells(row))

@@ -26,6 +26,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from benchmarks.machine import machine
 from benchmarks.tables import write_table
 from tests.support.engine.memory import MODEL, peak_of
+from tests.support.models.tiny import reference_model
 from tests.support.ranks import run_ranks
 from tests.support.trainer.ppo import of_this_rank, ppo_batch, ppo_samples, ppo_worker
 
@@ -48,7 +49,7 @@ def measure(folder: Path, out: Path, repeats: int) -> None:
     samples = ppo_samples(WORLD * PER_RANK, PROMPT, RESPONSE)
     workers = {name: _worker(folder, **settings) for name, settings in FEATURES.items()}
     mine = {name: of_this_rank(worker, samples) for name, worker in workers.items()}
-    routes = _routes(mine["none"])
+    routes = _routes(folder, mine["none"])
     seconds: dict[str, list[float]] = {name: [] for name in FEATURES}
     for turn in range(repeats + 1):
         names = [*workers][turn % len(workers) :] + [*workers][: turn % len(workers)]  # each is the first at times
@@ -80,12 +81,15 @@ def _worker(folder: Path, router_replay: str = "disabled", **settings):
     return ppo_worker(folder, WORLD, router_replay=EngineRouterReplayConfig(mode=router_replay), **settings)
 
 
-def _routes(samples) -> list[torch.Tensor]:
-    """Of a rollout whose routers differ: two experts of each token in each layer."""
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    layers, experts = MODEL["num_hidden_layers"], MODEL["num_experts"]
-    first = [torch.randint(0, experts, (len(ids), layers, 1), generator=generator) for ids, *_ in samples]
-    return [torch.cat([ids, (ids + 1) % experts], dim=-1).to(torch.int16) for ids in first]
+def _routes(folder: Path, samples) -> list[torch.Tensor]:
+    """The model's own, so that experts get as many tokens as without replay: others would be another load."""
+    model, top_k = reference_model(folder), MODEL["num_experts_per_tok"]
+    routes = []
+    for ids, *_ in samples:
+        with torch.no_grad():
+            logits = model(input_ids=ids[None], use_cache=False, output_router_logits=True).router_logits
+        routes.append(torch.stack([each.topk(top_k).indices for each in logits], dim=1).to(torch.int16))
+    return routes
 
 
 def _step(worker, samples, routes) -> None:

@@ -10,7 +10,7 @@ from epfsdp2.recipes.quickstart import task
 from epfsdp2.recipes.quickstart.commands import grpo_command
 from tests.e2e.runs import HOOKS, ROOT, Run
 
-__all__ = ["KINDS", "command", "environment", "processes", "prompts"]
+__all__ = ["KINDS", "check_equal_from", "command", "environment", "processes"]
 
 RECIPE = Path(task.__file__).parent
 # Trainer ranks, vLLM's servers and engines, verl's trainer, its driver, Ray's daemons.
@@ -66,7 +66,7 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
     }
 
 
-def prompts(folder: Path) -> list[list[list[int]]]:
+def _prompts(folder: Path) -> list[list[list[int]]]:
     """The prompts of each mini-batch of all ranks, in the order of the updates; those of one are sorted.
 
     An attempt's numbers begin at 0 again and replace those of the attempt before it.
@@ -75,6 +75,15 @@ def prompts(folder: Path) -> list[list[list[int]]]:
     for path in (folder / "batches").glob("*.pt"):
         found.setdefault(path.name.partition("-")[0], []).extend(p.tolist() for p in torch.load(path)["prompts"])
     return [sorted(found[update]) for update in sorted(found)]
+
+
+def check_equal_from(step: int, run: Run, unbroken: Run) -> None:
+    """Two runs, each in its ``output``, have made the same two steps from this one on, of the same prompts."""
+    for each in (run, unbroken):
+        assert [made["training/global_step"] for made in each.steps()] == [step, step + 1]
+    assert _prompts(run.output)[:2] == _prompts(unbroken.output)
+    for mine, wanted in zip(run.steps(), unbroken.steps(), strict=True):
+        assert mine["critic/score/mean"] == wanted["critic/score/mean"]
 
 
 def processes(run: Run) -> dict[str, list[psutil.Process]]:

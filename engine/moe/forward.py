@@ -130,7 +130,18 @@ def experts_forward(
     Returns:
         ``(T, D)`` in the dtype of ``hidden_states``.
     """
-    runtime: ExpertsRuntime = getattr(self, _HANDLE)
+    # Modes that override the router's choice (router/topk_override.py) cost each call of torch microseconds.
+    with torch._C.DisableTorchFunction():
+        return _experts_forward(self, getattr(self, _HANDLE), hidden_states, top_k_index, top_k_weights)
+
+
+def _experts_forward(
+    self: Any,
+    runtime: ExpertsRuntime,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
     weight = {name: _local(p) for name, p in self.named_parameters(recurse=False)}
     if runtime.etp_group is not None:
         weight = with_whole_outputs(weight, runtime.etp_group)

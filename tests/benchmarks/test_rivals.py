@@ -1,4 +1,4 @@
-"""The update beside rivals: both sides train the same, and what is counted of them is what there is."""
+"""The update and the MoE block beside rivals: sides compute the same, and what is counted of them is what there is."""
 
 import json
 from dataclasses import replace
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.rivals import compare
+from benchmarks.rivals import blocks, compare
 from benchmarks.rivals.measured import gradient_error, memory_bytes, wire_bytes
 from benchmarks.rivals.sides import OURS, THEIRS, Ours, loss_of
 from tests.support.engine.wire import counted_collectives
@@ -82,3 +82,35 @@ def test_a_ranks_batch_has_the_tokens_asked_for_and_its_loss_is_a_mean_of_them()
     assert loss_of(text, zeros - 2, None).item() == pytest.approx(2 * 28 / 32)
     wanted = -sum(float(each.sum()) for each in answers.advantages) * -3 / 32
     assert loss_of(answers, zeros - 3, zeros).item() == pytest.approx(wanted, rel=1e-4)
+
+
+def _our_error(out):
+    world = dist.get_world_size()
+    whole, wanted = blocks.inputs_and_gradients(world, 64)
+    side = blocks.Side(blocks.ours(world), float(world), "layers.0.mlp.")
+    error = side.error(whole[dist.get_rank()], wanted)
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps([error, *whole.shape]))
+
+
+def test_our_block_has_the_plain_blocks_gradients_to_the_precision_of_bfloat16(tmp_path):
+    run_ranks(_our_error, 2, tmp_path / "error.json")
+    error, *shape = json.loads((tmp_path / "error.json").read_text())
+    assert 1e-4 < error < blocks.LARGEST_ERROR
+    assert shape == [2, 1, 64, blocks.CONFIG.hidden_size]
+
+
+def test_rivals_names_hold_gate_and_up_of_the_plain_block():
+    block = blocks.OneLayer().layers[0].mlp
+    named = blocks.by_rivals_names({name: param.detach() for name, param in block.named_parameters()})
+    assert named.keys() == set(blocks.NAMES.values())
+    gate, up = (named[f"routed_experts.inner_experts.{name}_EFD"] for name in ("w1", "w3"))
+    assert torch.equal(torch.cat([gate, up], dim=1), block.experts.gate_up_proj)
+
+
+def test_block_bounds_refuse_slower_rows_and_wrong_gradients():
+    row = blocks.Row(2, 64, blocks.OURS, 1.0, 1.15, 1.0, 1e-2)
+    assert row.holds and not replace(row, speedup=1.14).holds and not replace(row, error=3e-2).holds
+    assert replace(row, side=blocks.TITAN, speedup=1.0).holds
+    noted = replace(row, side=blocks.VEOMNI, note="no GPU")
+    assert {len(blocks.cells(each)) for each in (row, noted)} == {len(blocks.COLUMNS)}

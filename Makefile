@@ -12,7 +12,7 @@
 #   make bench-experts  the experts layer beside transformers', torchtitan's and VeOmni's (about 5 min)
 #   make bench-step  the engine's step beside verl's fsdp2 engine, and its bytes on the wire (about 6 min)
 #   make bench-rivals  an update beside transformers' own expert parallelism, in the stack newest (about 12 min)
-#   make bench-blocks  an MoE block with expert parallelism beside torchtitan's (about 3 min)
+#   make bench-blocks  an MoE block with expert parallelism beside torchtitan's (about 1 min)
 #   make bench-growth  how the cost grows with tokens, experts and ranks (about 4 min)
 #   make kernels     every Triton kernel, compiled for GPUs that need not be there, and what is predicted of it (about 5 min)
 #   make peers       the environment of torchtitan and VeOmni, for bench-experts and bench-blocks

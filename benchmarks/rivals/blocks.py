@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
@@ -123,7 +124,6 @@ def torchtitan(world: int) -> nn.Module:
     from torchtitan.distributed.utils import set_spmd_backend
     from torchtitan.models.common import config_utils
     from torchtitan.models.common.moe_sharding import set_moe_sharding_config
-    from torchtitan.models.qwen3.sharding import _GROUPED_EXPERTS_PARAM_LAYOUT as PARAMETERS
 
     parallel_dims.device_type = "cpu"  # else it takes "cuda" where it finds no accelerator
     backend = "partial_dtensor"
@@ -133,7 +133,8 @@ def torchtitan(world: int) -> nn.Module:
     )
     dims.build_mesh()
     sizes = {"dim": CONFIG.hidden_size, "num_experts": CONFIG.num_experts, "top_k": CONFIG.num_experts_per_tok}
-    zeros = dict.fromkeys(("weight", *PARAMETERS), nn.init.zeros_)
+    weights = ("w1_EFD", "w2_EDF", "w3_EFD")
+    zeros = dict.fromkeys(("weight", *weights), nn.init.zeros_)
     router = config_utils.make_router_config(**sizes, gate_param_init=zeros, score_func="softmax", route_norm=True)
     experts = config_utils.make_routed_experts_config(
         **sizes, hidden_dim=CONFIG.moe_intermediate_size, param_init=zeros, comm_backend="standard"
@@ -141,12 +142,14 @@ def torchtitan(world: int) -> nn.Module:
     config = config_utils.make_moe_config(
         num_experts=CONFIG.num_experts, router=router, routed_experts=experts, load_balance_coeff=None
     )
-    set_moe_sharding_config(config, enable_ep=True, enable_sp=False, expert_param_layout=PARAMETERS)
+    # How tensor parallelism, which is off, would cut them.
+    layouts = dict.fromkeys(weights)
+    set_moe_sharding_config(config, enable_ep=True, enable_sp=False, expert_param_layout=layouts)
     moe = config.build()
-    weights = by_rivals_names({name: param.detach() for name, param in OneLayer().layers[0].mlp.named_parameters()})
+    values = by_rivals_names({name: param.detach() for name, param in OneLayer().layers[0].mlp.named_parameters()})
     with torch.no_grad():
         for name, param in moe.named_parameters():
-            param.copy_(weights[name])
+            param.copy_(values[name])
     moe.parallelize(dims)
 
     class Block(nn.Module):
@@ -180,13 +183,13 @@ def torchtitan(world: int) -> nn.Module:
         edp_mesh=dims.get_mesh(["efsdp"]),
     )
     for module in decoder.modules():
-        if hasattr(module, "set_force_sum_reduction_for_comms"):
+        if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo can't multiply as it sums
     return decoder
 
 
 def by_rivals_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of the block's parameters, or of their shapes, by torchtitan's names."""
+    """The values or gradients of the block's parameters by torchtitan's names, gate and up apart."""
     gate, up = tensors["experts.gate_up_proj"].chunk(2, dim=1)
     split = {**tensors, "experts.gate_proj": gate, "experts.up_proj": up}
     return {theirs: split[name] for name, theirs in NAMES.items()}
@@ -215,7 +218,8 @@ class Side:
         self.update(hidden)
         found, wanted = whole_gradients(self.model), self.names(wanted)
         assert found.keys() == {self.prefix + name for name in wanted}
-        return max(relative_error(found[self.prefix + name].float(), want) for name, want in wanted.items())
+        errors = [relative_error(found[self.prefix + name].float(), want) for name, want in wanted.items()]
+        return torch.tensor(errors).max().item()  # NaN if one is
 
 
 def inputs_and_gradients(world: int, tokens: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -116,7 +116,7 @@ def gradient_error(side: Side, folder: Path, batch: Batch) -> float:
         if wanted:
             errors.append(((whole - wanted[name]).norm() / wanted[name].norm()).item())
     assert not wanted or len(errors) == len(wanted) + 1
-    largest = torch.tensor(max(errors))
+    largest = torch.tensor(errors).max()  # NaN if one is
     dist.broadcast(largest, 0)
     return largest.item()
 

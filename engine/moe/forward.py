@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..compat.function_modes import without_function_modes
 from ..compat.transformers_names import ALL_EXPERTS_FUNCTIONS
 from . import fused
 from .collectives.weights import with_whole_outputs
@@ -130,8 +131,9 @@ def experts_forward(
     Returns:
         ``(T, D)`` in the dtype of ``hidden_states``.
     """
-    # Modes that override the router's choice (router/topk_override.py) cost each call of torch microseconds.
-    with torch._C.DisableTorchFunction():
+    # Those that override the router's choice (router/topk_override.py) have nothing to do here, and would be asked at
+    # each call of torch.
+    with without_function_modes():
         return _experts_forward(self, getattr(self, _HANDLE), hidden_states, top_k_index, top_k_weights)
 
 

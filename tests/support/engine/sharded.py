@@ -103,6 +103,7 @@ def whole_tensors(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch
             for held, values in local_pieces(tensor):
                 whole[name][held.slices] = values
         dist.all_reduce(flat, dist.ReduceOp.MAX)
+        flat.masked_fill_(flat.isneginf(), torch.nan)  # every element is held by a rank: that one had NaN
     return whole
 
 

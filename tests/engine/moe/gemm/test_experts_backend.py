@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3MoeConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
@@ -327,3 +328,24 @@ def test_fused_experts_of_rows_in_the_order_received_equal_those_of_grouped_rows
         found.append([out, x.grad, by.grad, *(param.grad.clone() for param in module.parameters())])
         module.zero_grad()
     assert all(relative_error(one, other) < RELATIVE for one, other in zip(*found, strict=True))
+
+
+class _Calls(TorchFunctionMode):
+    """Lists the functions of torch that it is asked at."""
+
+    def __init__(self):
+        super().__init__()
+        self.functions = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.functions.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_experts_forward_asks_no_function_mode():
+    """Those that override the router's choice would be asked at each of its calls."""
+    module, (hidden, ids, weights) = make("plain"), routed()
+    attach(module, ExpertsRuntime(E, None, backend="torch"))
+    with _Calls() as calls:
+        experts_forward(module, hidden.add(1), ids, weights)
+    assert calls.functions == [torch.Tensor.add]

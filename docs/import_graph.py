@@ -50,7 +50,7 @@ By the number of all ranks, `world`, in FSDP's reduction of the experts' unit. T
    top of that file says why it is the same for experts and the rest.
 2. `engine/fsdp/unit.py` `Unit.divide_factor` is that factor.
 3. `engine/parallelize.py` `divide_gradient` passes it to FSDP, with a sum as the reduction where a division inside of
-   it is not exact; `engine/fsdp/single_rank_reduce.py` `reduce_in_place` divides where `ep == world`, since FSDP has
+   it is not exact; `engine/fsdp/single_rank.py` `keep_gradients` divides where `ep == world`, since FSDP has
    nothing to reduce there.
 
 The loss is a mean over `world` ranks. An expert's gradient is a sum over the tokens of all ranks, and takes two

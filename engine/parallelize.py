@@ -67,7 +67,7 @@ from .fsdp.activation_checkpoint import checkpoint_layers
 from .fsdp.compile import compile_dense_parts
 from .fsdp.fp32_modules import keep_input_dtype, run_under_autocast
 from .fsdp.options import ShardingOptions
-from .fsdp.single_rank_reduce import reduce_in_place
+from .fsdp.single_rank import compute_with_shards, keep_gradients, reduce_in_place
 from .fsdp.unit import Unit
 from .fsdp.wrap_plan import wrap_plan
 from .model.layers import layer_names
@@ -129,7 +129,7 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
 
     # 6. Give every unit the one factor that its gradient is divided by.
     for unit in plan:
-        divide_gradient(_fsdp_module(model, unit.name), unit, meshes)
+        divide_gradient(_fsdp_module(model, unit.name), unit, meshes, options)
 
     # 7. Have the units that are needed next gathered while one computes, in forward and in backward.
     for unit in plan:
@@ -171,16 +171,20 @@ def wrap(model: nn.Module, unit: Unit, meshes: Meshes, options: ShardingOptions)
         offload_policy=offload,
         ignored_params={model.get_parameter(name) for name in unit.unsharded},
     )
+    module = cast(FSDPModule, modules[0])
     if not unit.unshard_in_backward:
-        cast(FSDPModule, modules[0]).set_unshard_in_backward(False)
+        module.set_unshard_in_backward(False)
+    if unit.ranks(topology) == 1:
+        compute_with_shards(module)
 
 
-def divide_gradient(module: FSDPModule, unit: Unit, meshes: Meshes) -> None:
+def divide_gradient(module: FSDPModule, unit: Unit, meshes: Meshes, options: ShardingOptions) -> None:
     """Have FSDP divide as invariant 1 says; it divides by the number of ranks of the unit where nothing is set."""
     factor = unit.divide_factor(meshes.topology)
     if unit.ranks(meshes.topology) == 1:
         # FSDP would copy what it has nothing to reduce of; and with summed reductions torch 2.13 divides twice.
-        reduce_in_place(module, factor)
+        reduces = meshes.topology.dp_replicate > 1 or options.cpu_offload
+        (reduce_in_place if reduces else keep_gradients)(module, factor)
         return
     module.set_gradient_divide_factor(factor)
     # FSDP divides by PREMUL_SUM, which NCCL alone has, and which its float16 and bfloat16 kernels get a factor of zero

@@ -42,7 +42,7 @@ _NEED_NEITHER = (
     *("muon", "muon_parameters", "muon_partition", "optimizer", "optimizer_settings", "order"),
     *("outside_families", "overlap", "packing", "rank_consistency"),
     *("refused_families", "resume_families", "round_trip", "router_replay", "routing_property"),
-    *("shared_mixers", "single_rank_reduce", "ulysses", "uninitialized"),
+    *("shared_mixers", "single_rank", "ulysses", "uninitialized"),
 )
 # What ``newest`` is for, and what needs neither verl nor vLLM.
 CORE = (

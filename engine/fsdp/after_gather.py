@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ..compat.fsdp_groups import parameter_groups
+from .single_rank import compute_with_copies
 
 __all__ = ["after_gather"]
 
@@ -41,6 +42,7 @@ def after_gather(model: nn.Module, names: Collection[str], change: Callable[[tor
 
 
 def _wrap(group: Any, params: list[Any], change: Callable[[torch.Tensor], None]) -> None:
+    compute_with_copies(group)
     gathers = group.wait_for_unshard
 
     def wait_for_unshard() -> None:

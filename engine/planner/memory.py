@@ -14,9 +14,11 @@ computes with: of experts its own over ``ep``, gathered over ``ep_fsdp``. "Ahead
   last parameter's gradient.
 
 In backward there are also the gradients of the finished stages, and the saved tensors of the others. A unit that no
-other rank shares is not gathered. Weights that are not freed after the forward stay until the backward, and are not
-gathered again. With several micro-batches all gradients exist from the second on. What exists for a part of a point is
-counted for all of it, so that the prediction errs on the high side.
+other rank shares is not gathered: there is no buffer, and where its shards have the dtype that it computes in they are
+its weights. Its gradients are packed only with replicas or offloading; else they are cast, if at all
+(``fsdp/single_rank.py``). Weights that are not freed after the forward stay until the backward, and are not gathered
+again. With several micro-batches all gradients exist from the second on. What exists for a part of a point is counted
+for all of it, so that the prediction errs on the high side.
 """
 
 from collections.abc import Iterator, Sequence
@@ -144,8 +146,12 @@ class _Step:
         dim = self.options.expert_shard_dim
         return sum(u.local_numel(n, self.topology, dim) for u, n in trained if n in self.sizes.matrices)
 
-    def gathered(self, unit: Unit) -> int:
+    def whole(self, unit: Unit) -> int:
         return self.size[id(unit)].full * unit.param_dtype.itemsize
+
+    def gathered(self, unit: Unit) -> int:
+        is_shard = self.size[id(unit)].ranks == 1 and unit.param_dtype == self.sizes.master
+        return 0 if is_shard and not self.options.cpu_offload else self.whole(unit)
 
     def ahead(self, stages: Sequence[Stage], forward: bool) -> int:
         """Return the bytes of the buffers of prefetched stages."""
@@ -155,7 +161,7 @@ class _Step:
     def of_stage(self, i: int) -> Iterator[tuple[str, bool, int, int]]:
         """Yield each point's name, whether it is in backward, and bytes of weights with buffers, and of activations."""
         stages, depth = self.sizes.stages, self.options.prefetch_depth
-        main = max(stages[i].units, key=self.gathered)
+        main = max(stages[i].units, key=self.whole)
         size, compute, reduce = self.size[id(main)], main.param_dtype.itemsize, self.options.reduce_dtype.itemsize
         weights = self.gathered(main)
         gathering = (weights if size.ranks > 1 else 0) + weights + size.moved * compute
@@ -169,14 +175,18 @@ class _Step:
             yield "gathering in backward", True, held + gathering, alone if is_recomputed else with_experts
         read = 0 if main.is_freed and not main.is_gathered_again else weights
         gradients, packed, last = size.reduced * compute, size.reduced * reduce, size.last * compute
+        is_kept = size.ranks == self.topology.dp_replicate == 1 and not self.options.cpu_offload
+        if is_kept and main.param_dtype == self.options.reduce_dtype:
+            packed = 0
         # Each chunk of a layer's tokens makes gradients of all its experts, which are added to those before.
         sets = 2 if main.is_experts and self.options.dispatch_chunks > 1 else 1
         yield "gradients", True, held + read + sets * gradients, in_backward
         left = alone if main.is_experts else with_experts
         written = gradients + last if size.moved else gradients
         yield "packing gradients", True, held + written + packed, left
-        # With one rank the packed gradients are the result (fsdp/single_rank_reduce.py).
-        if size.ranks == 1:
+        if is_kept:
+            summed = packed or gradients
+        elif size.ranks == 1:  # what is packed is the result
             # On a GPU a buffer that is added to earlier gradients is reused only when another stream has passed it.
             summed = packed * (1 + (self.batch.micro_batches > 1 and not self.gloo))
         else:

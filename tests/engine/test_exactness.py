@@ -110,11 +110,12 @@ def _sums_where_nccl_can_not_multiply(folder):
         ("cpu:gloo,cuda:nccl", torch.bfloat16, units),
         (dist.get_backend_config(), torch.float32, units),  # that of these ranks: gloo, also for CUDA tensors
     ):
-        plan = wrap_plan(model, ShardingOptions(param_dtype=torch.float32, reduce_dtype=dtype))
+        options = ShardingOptions(param_dtype=torch.float32, reduce_dtype=dtype)
+        plan = wrap_plan(model, options)
         sums = mock.patch.object(FSDPModule, "set_force_sum_reduction_for_comms")
         with mock.patch.object(dist, "get_backend_config", return_value=backends), sums as sums:
             for unit in plan:
-                parallelize.divide_gradient(model.get_submodule(unit.name), unit, on_gpu)
+                parallelize.divide_gradient(model.get_submodule(unit.name), unit, on_gpu, options)
         assert sums.call_count == summed
 
 

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from epfsdp2.engine.compat.fsdp_groups import parameter_groups
-from epfsdp2.engine.fsdp import single_rank_reduce
+from epfsdp2.engine.fsdp import single_rank
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.fsdp.unit import stages_of
 from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes, cuts_before_sharding, wrap_plan
@@ -323,7 +323,8 @@ def _as_fsdp_has_it(model):
                 "reshards": group.post_forward_mesh_info is not None,
                 "unshards": group.unshard_in_backward,
                 "factor": group.gradient_divide_factor,
-                "in place": isinstance(group._reduce_scatter_comm, single_rank_reduce._SameBuffer),
+                "reduced in place": isinstance(group._reduce_scatter_comm, single_rank._SameBuffer),
+                "copies nothing": "post_backward" in vars(group),
             }
     return found
 
@@ -349,7 +350,8 @@ def _as_planned(plan, meshes):
                 "reshards": decides or unit.reshard_after_forward,  # until FSDP knows which module is the root
                 "unshards": unit.unshard_in_backward,
                 "factor": None if alone else unit.divide_factor(meshes.topology),
-                "in place": alone,
+                "reduced in place": alone and meshes.topology.dp_replicate > 1,
+                "copies nothing": alone and meshes.topology.dp_replicate == 1,
             }
         )
     return found

@@ -70,6 +70,18 @@ def test_timeline_of_one_case_equals_arithmetic_by_hand():
     assert packing.buffers == 4 * (32 + dense + 2 * held + held // 3)
 
 
+def test_timeline_of_experts_that_no_rank_shares_has_neither_gathered_weights_nor_packed_gradients():
+    sizes, alone = _sizes(), Topology.arrange(4, 4)
+    found = {m.when: m.buffers for m in timeline(sizes, alone, FLOAT32, Batch(16))}
+    experts, dense = 8 * 3 * 32 * 48 // 4, 2 * 32 * 32 + 2 * 32 * 16 + 8 * 32 + 2 * 32 + 2 * 8
+    others = 4 * (32 + dense)  # gathered: the final norm and the rest of the layer
+    assert found["model.layers.1, forward"] == others + 4 * 64 * 32  # and the head ahead
+    assert found["model.layers.0, gradients"] == found["model.layers.0, reducing gradients"] == others + 4 * experts
+    cast = replace(FLOAT32, param_dtype=torch.bfloat16)
+    half = {m.when: m.buffers for m in timeline(_sizes(cast), alone, cast, Batch(16))}
+    assert half["model.layers.0, gradients"] == others // 2 + 2 * 2 * experts  # with weights in bfloat16
+
+
 def test_timeline_parts_add_up_and_the_peak_is_the_largest_point():
     sizes, topology = _sizes(), Topology.arrange(8, 4)
     for point in (all_ := list(timeline(sizes, topology, FLOAT32, Batch(64)))):
@@ -106,8 +118,8 @@ def test_timeline_changes_with_the_settings():
     )
     fetched = {on_a_gpu[when] - offloaded[when] for when in offloaded if "layers.1," in when}
     assert fetched == {4096 * sizes.traced.layers["model.layers.1"].input}, "the input before it arrives ahead"
-    # With ep over all ranks nothing is reduced; a GPU holds the packed gradients of two layers' experts for a while.
-    alone = Topology.arrange(4, 4)
+    # With ep over all ranks of a replica FSDP packs; a GPU holds what it packed of two layers' experts for a while.
+    alone = Topology.arrange(8, 4, 4)
     buffers = [
         {p.when: p.buffers for p in timeline(sizes, alone, bf16, batch, gloo=gloo)}
         for batch, gloo in ((two, False), (two, True), (Batch(4096), False))

@@ -1,0 +1,186 @@
+"""Skip FSDP2's copies where a unit's shard group has a single rank (experts with ``ep * etp == world``).
+
+FSDP2 copies the shards of such a unit into the parameters that it computes with, packs its gradients into a buffer,
+divides that into another and copies the result into a third (``FSDPParamGroup.wait_for_unshard`` and ``post_backward``,
+``foreach_reduce``; torch 2.13). Here it computes with the shards themselves where it needs no other dtype, and its
+gradients, divided in place, are those of the shards. FSDP2 has no extension point for either, so two methods of the
+parameter groups concerned are wrapped, and two of their parameters. With replicas (HSDP) FSDP2 reduces over these what
+it has packed; ``set_custom_reduce_scatter`` and ``set_all_reduce_hook`` let that buffer become the gradient.
+"""
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from ..compat.fsdp_groups import parameter_groups
+
+__all__ = ["compute_with_copies", "compute_with_shards", "keep_gradients", "reduce_in_place"]
+
+
+def compute_with_shards(module: FSDPModule) -> None:
+    """Have a unit compute with its shards wherever FSDP would only copy them; its shard group has one rank."""
+    for group in parameter_groups(module):
+        _wrap_unshard(group, [_OwnShard(param) for param in group.fsdp_params])
+
+
+def compute_with_copies(group: Any) -> None:
+    """Leave a parameter group the copies that FSDP makes, for code that changes them."""
+    group.computes_with_copies = True
+
+
+def _wrap_unshard(group: Any, shards: list["_OwnShard"]) -> None:
+    fsdps = group.wait_for_unshard
+
+    def wait_for_unshard() -> None:
+        if group._all_gather_result is not None and not getattr(group, "computes_with_copies", False):
+            for shard in shards:
+                shard.use()
+        fsdps()
+
+    group.wait_for_unshard = wait_for_unshard
+
+
+class _OwnShard:
+    """Has one ``FSDPParam`` take its shard for what was gathered: FSDP then copies it to itself, which does nothing.
+
+    FSDP keeps the parameter that it computes with, whose data are the shard's, from one step to the next. Where the
+    shard moves (offloading) both are made anew, so that nothing holds the memory that it was in.
+    """
+
+    def __init__(self, param: Any):
+        self._param = param
+        self._free, self._reset = param.free_unsharded_param, param.reset_sharded_param
+        param.free_unsharded_param, param.reset_sharded_param = self._free_copy, self._reset_shard
+
+    def use(self) -> None:
+        """Before FSDP unshards: take the shard, unless it has another dtype, is on the host, or is part of a storage,
+        of which FSDP would take the whole."""
+        param, shard = self._param, self._param._sharded_param_data
+        if param.all_gather_outputs or param.param_dtype is not None or param.offload_to_cpu:
+            return
+        if type(shard) is torch.Tensor and shard.untyped_storage().size() == shard.nbytes:
+            param.all_gather_outputs = [shard]
+
+    @property
+    def _is_used(self) -> bool:
+        return any(gathered is self._param._sharded_param_data for gathered in self._param.all_gather_outputs)
+
+    def _free_copy(self) -> None:
+        if not self._is_used:
+            self._free()
+
+    def _reset_shard(self) -> None:
+        was_used = self._is_used
+        self._reset()
+        if was_used and not self._is_used:
+            self._param.all_gather_outputs = []
+            vars(self._param).pop("_unsharded_param", None)
+
+
+def keep_gradients(module: FSDPModule, divide_by: float) -> None:
+    """Make a unit's gradients, divided in place, those of its shards; its shard group has one rank and no replicas."""
+    for group in parameter_groups(module):
+        _wrap_post_backward(group, divide_by)
+
+
+def _wrap_post_backward(group: Any, divide_by: float) -> None:
+    fsdps = group.post_backward
+
+    def post_backward(*unused: Any) -> None:
+        if group.reduce_grads:
+            for param in group.fsdp_params:
+                _keep_gradient(param, divide_by)
+        fsdps(*unused)  # finds no gradients
+
+    group.post_backward = post_backward
+
+
+@torch.no_grad()
+def _keep_gradient(param: Any, divide_by: float) -> None:
+    gradient, unsharded = None, getattr(param, "_unsharded_param", None)
+    if unsharded is None:
+        return
+    if hasattr(param, "accumulate_unsharded_grad_if_needed"):  # torch 2.13 holds what it has not reduced apart
+        param.accumulate_unsharded_grad_if_needed()
+        if param.unsharded_accumulated_grad is not None:
+            gradient, param.unsharded_accumulated_grad = param.unsharded_accumulated_grad_data, None
+    if gradient is None and unsharded.grad is not None:
+        gradient, unsharded.grad = param.unsharded_grad_data, None
+    if gradient is None:
+        return
+    gradient = gradient.to(param.reduce_dtype or gradient.dtype)
+    if divide_by != 1:
+        gradient.div_(divide_by)
+    sharded, gradient = param.sharded_param, gradient.to(param.orig_dtype)
+    if sharded.grad is None:
+        sharded.grad = param.to_sharded_dtensor(gradient)
+    else:
+        sharded.grad._local_tensor += gradient
+    for hook in (sharded._post_accumulate_grad_hooks or {}).values():
+        hook(sharded)
+
+
+def reduce_in_place(module: FSDPModule, divide_by: float) -> None:
+    """Divide the packed gradients of a module in place, in addition to the mean over replicas that FSDP takes; its
+    shard group has one rank."""
+    module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+    buffer = _SameBuffer()
+    module.set_custom_reduce_scatter(cast(Any, buffer))
+
+    def divide(gradients: torch.Tensor) -> None:
+        buffer.check_is_complete()
+        if divide_by != 1:
+            gradients.div_(divide_by)
+        if gradients.is_cuda:  # allocated on another stream than this one
+            gradients.record_stream(torch.cuda.current_stream())
+
+    module.set_all_reduce_hook(divide)
+
+
+class _SameBuffer:
+    """Replaces FSDP's reduce-scatter: input and output are one buffer, so FSDP's copy between them is a no-op.
+
+    FSDP allocates the buffer that it packs into, then the one for the result. Only FSDP holds the first, so an error
+    between the two leaves no buffer behind for the next backward.
+    """
+
+    def __init__(self) -> None:
+        self._packed: Callable[[], torch.Tensor | None] = lambda: None
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a new buffer to pack into, or the packed one for the result.
+
+        Raises:
+            RuntimeError: the result is not of the size and dtype of what was packed.
+        """
+        packed = self._packed()
+        if packed is None:
+            packed = torch.empty(*size, dtype=dtype, device=device)
+            self._packed = weakref.ref(packed)
+            return packed
+        self._packed = lambda: None
+        if (packed.numel(), packed.dtype) != (math.prod(size), dtype):
+            raise RuntimeError(
+                f"FSDP packed {packed.numel()} gradients of {packed.dtype} and asks for {math.prod(size)} of {dtype} "
+                f"to reduce them into: torch {torch.__version__} reduces in another way than this was made for."
+            )
+        return packed
+
+    def check_is_complete(self) -> None:
+        """Check that the result was allocated as well.
+
+        Raises:
+            RuntimeError: a buffer was packed, and the result is another one.
+        """
+        if self._packed() is not None:
+            raise RuntimeError(
+                f"FSDP asked for gradients' buffers an odd number of times: torch {torch.__version__} reduces in "
+                "another way than this was made for, or goes on after an error in a backward."
+            )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a group of one rank has nothing to reduce")

@@ -1,0 +1,164 @@
+"""Units of one rank: they compute with their shards, and what autograd or FSDP has made becomes the gradient."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from epfsdp2.engine.fsdp import single_rank
+from tests.support.engine.sharded import sharded_model, whole_gradients
+from tests.support.models.tiny import reference_model, relative_error, save_qwen3_moe, token_batch, token_loss
+from tests.support.ranks import run_ranks
+
+WORLD = 4
+
+
+def _pointer(tensor):
+    return tensor.to_local().untyped_storage().data_ptr()
+
+
+def _experts(model):
+    return {name: p for name, p in model.named_parameters() if ".experts." in name}
+
+
+def _computed_with(model, ids):
+    """Where the data of each expert parameter are while its module computes."""
+    found, hooks = {}, []
+    for fqn, module in model.named_modules():
+        if fqn.endswith(".experts"):
+
+            def record(module, _, fqn=fqn):
+                found.update({f"{fqn}.{name}": _pointer(p) for name, p in module.named_parameters()})
+
+            hooks.append(module.register_forward_pre_hook(record))
+    loss = token_loss(model, ids)
+    for hook in hooks:
+        hook.remove()
+    return loss, found
+
+
+def _own_tokens():
+    return token_batch(WORLD)[2 * dist.get_rank() : 2 * dist.get_rank() + 2]
+
+
+def _no_copies(folder):
+    model, _ = sharded_model(folder, WORLD, WORLD)
+    reduced = []
+    reduce = _fsdp_param_group.foreach_reduce
+
+    def recorded(params, *args, **kwargs):
+        reduced.extend(param._param_fqn for param in params)
+        return reduce(params, *args, **kwargs)
+
+    with mock.patch.object(_fsdp_param_group, "foreach_reduce", recorded):
+        for _ in range(2):
+            loss, found = _computed_with(model, _own_tokens())
+            assert found == {name: _pointer(p) for name, p in _experts(model).items()}
+            loss.backward()
+    assert reduced and not any(".experts." in name for name in reduced)
+    _are_those_of_two_batches(folder, model)
+
+
+def _are_those_of_two_batches(folder, model):
+    reference = reference_model(folder)
+    for _ in range(2):
+        token_loss(reference, token_batch(WORLD)).backward()
+    wanted = dict(reference.named_parameters())
+    assert max(relative_error(grad, wanted[n].grad) for n, grad in whole_gradients(model).items()) < 1e-5
+
+
+def test_single_rank_unit_computes_with_its_shards_and_keeps_its_gradients(tmp_path):
+    run_ranks(_no_copies, WORLD, save_qwen3_moe(tmp_path))
+
+
+def _not_reduced_at_first(folder):
+    model, _ = sharded_model(folder, WORLD, WORLD)
+    for is_last in (False, True):
+        model.set_requires_gradient_sync(is_last)
+        token_loss(model, _own_tokens()).backward()
+    _are_those_of_two_batches(folder, model)
+
+
+def test_single_rank_unit_whose_first_gradients_are_not_reduced_adds_them_to_the_next(tmp_path):
+    run_ranks(_not_reduced_at_first, WORLD, save_qwen3_moe(tmp_path))
+
+
+def _moved(folder):
+    model, _ = sharded_model(folder, WORLD, WORLD)
+    before, _ = _computed_with(model, _own_tokens())
+    before.backward()
+    before = before.detach()  # a graph holds the parameters
+    first = [StorageWeakRef(p.to_local().untyped_storage()) for p in _experts(model).values()]
+    model.zero_grad()
+    model._apply(torch.clone)  # as ``model.to`` does on a GPU
+    assert all(storage.expired() for storage in first)
+    after, found = _computed_with(model, _own_tokens())
+    assert found == {name: _pointer(p) for name, p in _experts(model).items()}
+    assert torch.equal(before, after)
+
+
+def test_single_rank_unit_whose_shards_move_holds_nothing_of_where_they_were(tmp_path):
+    run_ranks(_moved, WORLD, save_qwen3_moe(tmp_path))
+
+
+def _copies(folder):
+    for options in ({"param_dtype": torch.bfloat16}, {"cpu_offload": True}):
+        model, _ = sharded_model(folder, WORLD, WORLD, **options)
+        loss, found = _computed_with(model, _own_tokens())
+        loss.backward()
+        assert not {_pointer(p) for p in _experts(model).values()} & {*found.values()}
+        assert all(p.grad.dtype == torch.float32 for p in _experts(model).values())
+
+
+def test_single_rank_unit_of_another_dtype_or_on_the_host_computes_with_copies(tmp_path):
+    run_ranks(_copies, WORLD, save_qwen3_moe(tmp_path))
+
+
+def _one_buffer(folder):
+    allocate, packed = single_rank._SameBuffer.allocate, []
+
+    def recorded(self, *args, **kwargs):
+        packed.append(allocate(self, *args, **kwargs))
+        return packed[-1]
+
+    with mock.patch.object(single_rank._SameBuffer, "allocate", recorded):
+        model, _ = sharded_model(folder, WORLD, 2, 2)
+        for _ in range(2):  # the second adds to what there is
+            token_loss(model, _own_tokens()).backward()
+    experts = _experts(model)
+    layers = len(experts) // 2
+    first = [p.untyped_storage().data_ptr() for p in packed[: 2 * layers]]
+    assert len(packed) == 2 * 2 * layers and first[::2] == first[1::2]
+    assert {_pointer(p.grad) for p in experts.values()} == set(first)
+
+
+def test_single_rank_reduce_with_replicas_makes_fsdps_packed_buffer_the_gradient(tmp_path):
+    run_ranks(_one_buffer, WORLD, save_qwen3_moe(tmp_path))
+
+
+def test_same_buffer_after_an_error_is_allocated_anew():
+    cpu, buffer = torch.device("cpu"), single_rank._SameBuffer()
+
+    def fails():
+        packed = buffer.allocate((4,), dtype=torch.float32, device=cpu)
+        raise OSError(f"out of memory after {packed.numel()}")
+
+    with pytest.raises(OSError):
+        fails()
+    packed = buffer.allocate((4,), dtype=torch.float32, device=cpu)
+    with pytest.raises(RuntimeError, match="an odd number of times"):
+        buffer.check_is_complete()
+    assert buffer.allocate((4,), dtype=torch.float32, device=cpu) is packed
+    buffer.check_is_complete()
+
+
+def test_same_buffer_asked_for_pairs_of_two_sizes_raises():
+    cpu, buffer = torch.device("cpu"), single_rank._SameBuffer()
+    for size, dtype in ((5, torch.float32), (4, torch.bfloat16)):
+        packed = buffer.allocate((4,), dtype=torch.float32, device=cpu)
+        with pytest.raises(RuntimeError, match=f"packed 4 gradients of torch.float32 and asks for {size} of {dtype}"):
+            buffer.allocate((size,), dtype=dtype, device=cpu)
+        del packed  # nobody else holds it

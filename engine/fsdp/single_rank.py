@@ -2,15 +2,17 @@
 
 FSDP2 copies the shards of such a unit into the parameters that it computes with, packs its gradients into a buffer,
 divides that into another and copies the result into a third (``FSDPParamGroup.wait_for_unshard`` and ``post_backward``,
-``foreach_reduce``; torch 2.13). Here it computes with the shards themselves where it needs no other dtype, and its
-gradients, divided in place, are those of the shards. FSDP2 has no extension point for either, so two methods of the
-parameter groups concerned are wrapped, and two of their parameters. With replicas (HSDP) FSDP2 reduces over these what
-it has packed; ``set_custom_reduce_scatter`` and ``set_all_reduce_hook`` let that buffer become the gradient.
+``foreach_reduce``; torch 2.13). Here it computes with the shards themselves, or casts them once where it needs another
+dtype, and its gradients, divided in place, are those of the shards. FSDP2 has no extension point for either, so two
+methods of the parameter groups concerned are wrapped, and two of their parameters. With replicas (HSDP) FSDP2 reduces
+over these what it has packed; ``set_custom_reduce_scatter`` and ``set_all_reduce_hook`` let that buffer become the
+gradient.
 """
 
+import contextlib
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -22,7 +24,7 @@ __all__ = ["compute_with_copies", "compute_with_shards", "keep_gradients", "redu
 
 
 def compute_with_shards(module: FSDPModule) -> None:
-    """Have a unit compute with its shards wherever FSDP would only copy them; its shard group has one rank."""
+    """Have a unit compute with its shards, or with what they are in its dtype; its shard group has one rank."""
     for group in parameter_groups(module):
         _wrap_unshard(group, [_OwnShard(param) for param in group.fsdp_params])
 
@@ -36,10 +38,12 @@ def _wrap_unshard(group: Any, shards: list["_OwnShard"]) -> None:
     fsdps = group.wait_for_unshard
 
     def wait_for_unshard() -> None:
-        if group._all_gather_result is not None and not getattr(group, "computes_with_copies", False):
+        if group._all_gather_result is None or getattr(group, "computes_with_copies", False):
+            return fsdps()
+        with contextlib.ExitStack() as unsharding:
             for shard in shards:
-                shard.use()
-        fsdps()
+                unsharding.enter_context(shard.as_gathered())
+            fsdps()
 
     group.wait_for_unshard = wait_for_unshard
 
@@ -56,14 +60,34 @@ class _OwnShard:
         self._free, self._reset = param.free_unsharded_param, param.reset_sharded_param
         param.free_unsharded_param, param.reset_sharded_param = self._free_copy, self._reset_shard
 
-    def use(self) -> None:
-        """Before FSDP unshards: take the shard, unless it has another dtype, is on the host, or is part of a storage,
-        of which FSDP would take the whole."""
+    @contextlib.contextmanager
+    def as_gathered(self) -> Iterator[None]:
+        """While FSDP unshards, the shard is what was gathered, or is cast into that; FSDP casts it apart, then copies.
+
+        FSDP has its way with a shard on the host, and with one that is a part of its storage: it would take the whole.
+        """
         param, shard = self._param, self._param._sharded_param_data
-        if param.all_gather_outputs or param.param_dtype is not None or param.offload_to_cpu:
-            return
-        if type(shard) is torch.Tensor and shard.untyped_storage().size() == shard.nbytes:
-            param.all_gather_outputs = [shard]
+        if type(shard) is not torch.Tensor or param.offload_to_cpu:
+            yield
+        elif param.param_dtype is None:
+            if not param.all_gather_outputs and shard.untyped_storage().size() == shard.nbytes:
+                param.all_gather_outputs = [shard]
+            yield
+        else:
+            param._sharded_param_data = self._cast(shard)
+            try:
+                yield
+            finally:
+                param._sharded_param_data = shard
+
+    @torch.no_grad()
+    def _cast(self, shard: torch.Tensor) -> torch.Tensor:
+        param = self._param
+        param.init_all_gather_outputs([shard.numel()], [param.param_dtype], 1, shard.device)
+        param.alloc_all_gather_outputs()
+        (gathered,) = param.all_gather_outputs
+        with torch.autograd._unsafe_preserve_version_counter(gathered):
+            return gathered.copy_(shard)
 
     @property
     def _is_used(self) -> bool:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from epfsdp2.engine.fsdp import single_rank
 from tests.support.engine.sharded import sharded_model, whole_gradients
@@ -104,17 +105,46 @@ def test_single_rank_unit_whose_shards_move_holds_nothing_of_where_they_were(tmp
     run_ranks(_moved, WORLD, save_qwen3_moe(tmp_path))
 
 
-def _copies(folder):
-    for options in ({"param_dtype": torch.bfloat16}, {"cpu_offload": True}):
-        model, _ = sharded_model(folder, WORLD, WORLD, **options)
+class _Allocated(TorchDispatchMode):
+    """Elements of each tensor that an operator made."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            self.sizes.append(out.numel())
+        return out
+
+
+def _casts(folder):
+    model, _ = sharded_model(folder, WORLD, WORLD, param_dtype=torch.bfloat16)
+    with _Allocated() as cast:
+        loss, found = _computed_with(model, _own_tokens())
+    loss.backward()
+    experts = _experts(model)
+    assert not {_pointer(p) for p in experts.values()} & {*found.values()}
+    assert not {p.to_local().numel() for p in experts.values()} & {*cast.sizes}
+    assert all(p.grad.dtype == torch.float32 for p in experts.values())
+
+
+def test_single_rank_unit_of_another_dtype_casts_its_shards_into_what_it_computes_with(tmp_path):
+    run_ranks(_casts, WORLD, save_qwen3_moe(tmp_path))
+
+
+def _on_the_host(folder):
+    model, _ = sharded_model(folder, WORLD, WORLD, cpu_offload=True)
+    for _ in range(2):
         loss, found = _computed_with(model, _own_tokens())
         loss.backward()
-        assert not {_pointer(p) for p in _experts(model).values()} & {*found.values()}
-        assert all(p.grad.dtype == torch.float32 for p in _experts(model).values())
+    assert not {_pointer(p) for p in _experts(model).values()} & {*found.values()}
+    _are_those_of_two_batches(folder, model)
 
 
-def test_single_rank_unit_of_another_dtype_or_on_the_host_computes_with_copies(tmp_path):
-    run_ranks(_copies, WORLD, save_qwen3_moe(tmp_path))
+def test_single_rank_unit_on_the_host_computes_with_copies(tmp_path):
+    run_ranks(_on_the_host, WORLD, save_qwen3_moe(tmp_path))
 
 
 def _one_buffer(folder):

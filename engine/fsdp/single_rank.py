@@ -64,7 +64,7 @@ class _OwnShard:
     def as_gathered(self) -> Iterator[None]:
         """While FSDP unshards, the shard is what was gathered, or is cast into that; FSDP casts it apart, then copies.
 
-        FSDP has its way with a shard on the host, and with one that is a part of its storage: it would take the whole.
+        A shard on the host is left to FSDP, and one that is a part of its storage, of which FSDP would take the whole.
         """
         param, shard = self._param, self._param._sharded_param_data
         if type(shard) is not torch.Tensor or param.offload_to_cpu:

@@ -20,7 +20,7 @@ def _saved(folder: Path) -> int:
     return int(tracker.read_text() or 0) if tracker.exists() else 0
 
 
-@pytest.mark.parametrize("kills", [2, 20])
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.timeout(7200))])
 def test_run_survives_random_kills_of_any_process_that_it_needs(folder, warmed_up, kills):
     before, here, rng, killed = leftovers(), folder / f"kills-{kills}", random.Random(kills), []
     here.mkdir()

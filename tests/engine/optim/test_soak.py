@@ -22,11 +22,14 @@ def _live_tensors():
     return sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
 
 
-def _steps(folder, steps, warm_up, leak):
-    """Train; returns bytes of the process's own, and tensors, that were added after the warm-up.
+def _anonymous(process):
+    """Bytes in memory but those of files, as libraries are, which a machine drops and reads again as it likes."""
+    memory = process.memory_info()
+    return memory.rss - memory.shared
 
-    Pages of libraries, which a machine drops and reads again as it likes, are not counted.
-    """
+
+def _steps(folder, steps, warm_up, leak):
+    """Train; returns bytes and tensors that were added after the warm-up."""
     rank = dist.get_rank()
     model, meshes = sharded_model(folder, WORLD, 2, expert_shard_dim=1, checkpointing="full")
     model.train()
@@ -36,7 +39,7 @@ def _steps(folder, steps, warm_up, leak):
     process, kept, before = psutil.Process(), [], None
     for step in range(steps):
         if step == warm_up:
-            before = process.memory_full_info().uss, _live_tensors()
+            before = _anonymous(process), _live_tensors()
         # Between 1 and 24 tokens, of few kinds or many: some experts, and some ranks, get nothing.
         length = int(torch.randint(2, 24, (), generator=generator))
         kinds = 1 if step % 7 == rank else VOCAB
@@ -47,7 +50,7 @@ def _steps(folder, steps, warm_up, leak):
         if leak:
             kept.append(torch.ones(1 << 18))
     assert step_if_finite.skipped == 0
-    return process.memory_full_info().uss - before[0], _live_tensors() - before[1]
+    return _anonymous(process) - before[0], _live_tensors() - before[1]
 
 
 def _soak(folder):

@@ -116,14 +116,18 @@ def _wrap_post_backward(group: Any, divide_by: float) -> None:
 
     def post_backward(*unused: Any) -> None:
         if group.reduce_grads:
-            for param in group.fsdp_params:
-                _keep_gradient(param, divide_by)
+            _keep_gradients(group.fsdp_params, divide_by)
         fsdps(*unused)  # finds no gradients
 
     group.post_backward = post_backward
 
 
 @torch.no_grad()
+def _keep_gradients(params: list[Any], divide_by: float) -> None:
+    for param in params:
+        _keep_gradient(param, divide_by)
+
+
 def _keep_gradient(param: Any, divide_by: float) -> None:
     gradient, unsharded = None, getattr(param, "_unsharded_param", None)
     if unsharded is None:

@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
+from epfsdp2.engine.fsdp import single_rank
+
 __all__ = ["Recorder"]
 
 
@@ -33,7 +35,7 @@ class Recorder:
 
     def __enter__(self):
         gather, reduce = _fsdp_param_group.foreach_all_gather, _fsdp_param_group.foreach_reduce
-        exchange = dist.all_to_all_single
+        exchange, keep = dist.all_to_all_single, single_rank._keep_gradients
 
         def all_gather(params, *args, **kwargs):
             self.events.append(("gather", _module(params)))
@@ -43,11 +45,17 @@ class Recorder:
             self.events.append(("reduce", _module(params)))
             return reduce(params, *args, **kwargs)
 
+        def keep_gradients(params, divide_by):
+            if any(getattr(param, "_unsharded_param", param.sharded_param).grad is not None for param in params):
+                self.events.append(("reduce", _module(params)))  # over the one rank that there is
+            return keep(params, divide_by)
+
         def all_to_all(output, *args, **kwargs):
             self.events.append(("all-to-all", output.dtype))
             return exchange(output, *args, **kwargs)
 
         self.patches = [
+            patch.object(single_rank, "_keep_gradients", keep_gradients),
             patch.object(_fsdp_param_group, "foreach_all_gather", all_gather),
             patch.object(_fsdp_param_group, "foreach_reduce", reduce_scatter),
             patch.object(dist, "all_to_all_single", all_to_all),

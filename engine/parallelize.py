@@ -183,8 +183,8 @@ def divide_gradient(module: FSDPModule, unit: Unit, meshes: Meshes, options: Sha
     factor = unit.divide_factor(meshes.topology)
     if unit.ranks(meshes.topology) == 1:
         # FSDP would copy what it has nothing to reduce of; and with summed reductions torch 2.13 divides twice.
-        reduces = meshes.topology.dp_replicate > 1 or options.cpu_offload
-        (reduce_in_place if reduces else keep_gradients)(module, factor)
+        is_kept = unit.keeps_gradients(meshes.topology, options.cpu_offload)
+        (keep_gradients if is_kept else reduce_in_place)(module, factor)
         return
     module.set_gradient_divide_factor(factor)
     # FSDP divides by PREMUL_SUM, which NCCL alone has, and which its float16 and bfloat16 kernels get a factor of zero

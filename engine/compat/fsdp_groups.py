@@ -5,13 +5,19 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from .private_names import MissingNameError
+from .private_names import MissingNameError, look_up
 
-__all__ = ["parameter_groups"]
+__all__ = ["keeping_version", "parameter_groups"]
 
-# What ``fsdp/single_rank.py`` and ``fsdp/after_gather.py`` wrap or read.
+# A context manager: writing to a tensor inside of it does not count as a change of what autograd has saved.
+keeping_version = look_up("torch.autograd:_unsafe_preserve_version_counter", known="2.11 to 2.15")
+# What ``fsdp/single_rank.py`` and ``fsdp/after_gather.py`` wrap, call or read.
 _GROUP = ("fsdp_params", "wait_for_unshard", "post_backward", "_all_gather_result", "reduce_grads")
-_PARAM = ("all_gather_outputs", "free_unsharded_param", "reset_sharded_param", "_sharded_param_data", "sharded_param")
+_PARAM = (
+    *("all_gather_outputs", "init_all_gather_outputs", "alloc_all_gather_outputs", "free_unsharded_param"),
+    *("reset_sharded_param", "to_sharded_dtensor", "sharded_param", "_sharded_param_data", "_unsharded_param"),
+    *("unsharded_grad_data", "param_dtype", "reduce_dtype", "orig_dtype", "offload_to_cpu"),
+)
 
 
 def parameter_groups(module: FSDPModule) -> list[Any]:
@@ -34,9 +40,10 @@ def parameter_groups(module: FSDPModule) -> list[Any]:
 
 
 def _check(part: Any, names: tuple[str, ...]) -> None:
-    for name in names:
-        if not hasattr(part, name):
-            raise _missing(f"{type(part).__name__}.{name}")
+    cls = type(part)
+    for name in names:  # on the class where they can be: some are set, or can be read, in a step alone
+        if not (name in cls.__annotations__ or hasattr(cls, name) or hasattr(part, name)):
+            raise _missing(f"{cls.__name__}.{name}")
 
 
 def _missing(name: str) -> MissingNameError:

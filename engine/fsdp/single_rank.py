@@ -18,7 +18,8 @@ from typing import Any, cast
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from ..compat.fsdp_groups import parameter_groups
+from ..compat.fsdp_groups import keeping_version, parameter_groups
+from ..topology.dtensor import local_tensor
 
 __all__ = ["compute_with_copies", "compute_with_shards", "keep_gradients", "reduce_in_place"]
 
@@ -62,9 +63,10 @@ class _OwnShard:
 
     @contextlib.contextmanager
     def as_gathered(self) -> Iterator[None]:
-        """While FSDP unshards, the shard is what was gathered, or is cast into that; FSDP casts it apart, then copies.
+        """While FSDP unshards, it finds the shard as what was gathered, or, in another dtype, what it was cast into.
 
-        A shard on the host is left to FSDP, and one that is a part of its storage, of which FSDP would take the whole.
+        FSDP itself would cast it into a new tensor and copy that. A shard on the host is left to FSDP, and so is one
+        that is a part of a larger storage, which FSDP would resize.
         """
         param, shard = self._param, self._param._sharded_param_data
         if type(shard) is not torch.Tensor or param.offload_to_cpu:
@@ -86,7 +88,7 @@ class _OwnShard:
         param.init_all_gather_outputs([shard.numel()], [param.param_dtype], 1, shard.device)
         param.alloc_all_gather_outputs()
         (gathered,) = param.all_gather_outputs
-        with torch.autograd._unsafe_preserve_version_counter(gathered):
+        with keeping_version(gathered):
             return gathered.copy_(shard)
 
     @property
@@ -147,7 +149,7 @@ def _keep_gradient(param: Any, divide_by: float) -> None:
     if sharded.grad is None:
         sharded.grad = param.to_sharded_dtensor(gradient)
     else:
-        sharded.grad._local_tensor += gradient
+        local_tensor(sharded.grad).add_(gradient)
     for hook in (sharded._post_accumulate_grad_hooks or {}).values():
         hook(sharded)
 

@@ -124,6 +124,10 @@ class Unit:
         """
         return topology.world / (topology.dp_replicate if self.ranks(topology) == 1 else 1)
 
+    def keeps_gradients(self, topology: Topology, cpu_offload: bool) -> bool:
+        """Return whether gradients stay where autograd made them: they are neither reduced nor moved to the host."""
+        return self.ranks(topology) == topology.dp_replicate == 1 and not cpu_offload
+
     def shard_dim(self, name: str, topology: Topology, expert_shard_dim: int | str = "auto") -> int:
         """Return the dim of a parameter that FSDP shards over the unit's ranks.
 

@@ -175,7 +175,7 @@ class _Step:
             yield "gathering in backward", True, held + gathering, alone if is_recomputed else with_experts
         read = 0 if main.is_freed and not main.is_gathered_again else weights
         gradients, packed, last = size.reduced * compute, size.reduced * reduce, size.last * compute
-        is_kept = size.ranks == self.topology.dp_replicate == 1 and not self.options.cpu_offload
+        is_kept = main.keeps_gradients(self.topology, self.options.cpu_offload)
         if is_kept and main.param_dtype == self.options.reduce_dtype:
             packed = 0
         # Each chunk of a layer's tokens makes gradients of all its experts, which are added to those before.

@@ -9,6 +9,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from epfsdp2.engine.compat import fsdp_groups
+from epfsdp2.engine.compat.private_names import MissingNameError
 from epfsdp2.engine.fsdp import single_rank
 from tests.support.engine.sharded import sharded_model, whole_gradients
 from tests.support.models.tiny import reference_model, relative_error, save_qwen3_moe, token_batch, token_loss
@@ -105,8 +107,8 @@ def test_single_rank_unit_whose_shards_move_holds_nothing_of_where_they_were(tmp
     run_ranks(_moved, WORLD, save_qwen3_moe(tmp_path))
 
 
-class _Allocated(TorchDispatchMode):
-    """Elements of each tensor that an operator made."""
+class _Casts(TorchDispatchMode):
+    """Elements of each tensor that was cast or copied to another dtype or device."""
 
     def __init__(self):
         super().__init__()
@@ -121,7 +123,7 @@ class _Allocated(TorchDispatchMode):
 
 def _casts(folder):
     model, _ = sharded_model(folder, WORLD, WORLD, param_dtype=torch.bfloat16)
-    with _Allocated() as cast:
+    with _Casts() as cast:
         loss, found = _computed_with(model, _own_tokens())
     loss.backward()
     experts = _experts(model)
@@ -145,6 +147,16 @@ def _on_the_host(folder):
 
 def test_single_rank_unit_on_the_host_computes_with_copies(tmp_path):
     run_ranks(_on_the_host, WORLD, save_qwen3_moe(tmp_path))
+
+
+def _renamed(folder):
+    with mock.patch.object(fsdp_groups, "_PARAM", ("_sharded_param_data", "_data_of_the_shard")):
+        with pytest.raises(MissingNameError, match="has no FSDPParam._data_of_the_shard, which epfsdp2 needs"):
+            sharded_model(folder, 1)
+
+
+def test_parameter_groups_of_a_torch_with_other_names_raise(tmp_path):
+    run_ranks(_renamed, 1, save_qwen3_moe(tmp_path))
 
 
 def _one_buffer(folder):

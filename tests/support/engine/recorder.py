@@ -46,7 +46,7 @@ class Recorder:
             return reduce(params, *args, **kwargs)
 
         def keep_gradients(params, divide_by):
-            if any(getattr(param, "_unsharded_param", param.sharded_param).grad is not None for param in params):
+            if any(hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None for param in params):
                 self.events.append(("reduce", _module(params)))  # over the one rank that there is
             return keep(params, divide_by)
 

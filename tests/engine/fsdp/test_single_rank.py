@@ -150,9 +150,10 @@ def test_single_rank_unit_on_the_host_computes_with_copies(tmp_path):
 
 
 def _renamed(folder):
-    with mock.patch.object(fsdp_groups, "_PARAM", ("_sharded_param_data", "_data_of_the_shard")):
-        with pytest.raises(MissingNameError, match="has no FSDPParam._data_of_the_shard, which epfsdp2 needs"):
-            sharded_model(folder, 1)
+    other_names = mock.patch.object(fsdp_groups, "_PARAM", ("_sharded_param_data", "_data_of_the_shard"))
+    missing = pytest.raises(MissingNameError, match="has no FSDPParam._data_of_the_shard, which epfsdp2 needs")
+    with other_names, missing:
+        sharded_model(folder, 1)
 
 
 def test_parameter_groups_of_a_torch_with_other_names_raise(tmp_path):

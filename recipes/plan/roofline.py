@@ -14,7 +14,7 @@ from ...engine.topology.mesh import Topology
 __all__ = ["ERROR", "Cluster", "Roofline", "roofline", "seconds"]
 
 # The most that a published figure was off of what was fitted on others (benchmarks/results/published.md).
-ERROR = 0.42
+ERROR = 0.22
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,9 @@ class Cluster:
         tflops: of matrix products in bfloat16, as published.
         efficiency, attention: share of these that linears and experts reach, and attention. Both stand for what is not
             counted beside them, too; ``benchmarks/update/published.py`` fits them on published figures.
+        half_rate_rows: rows with which a product of matrices reaches half of its rate; ``rows`` reach
+            ``rows / (rows + half_rate_rows)`` of it. From the experts on an H100 (benchmarks/results/gpu.md): 60 % of
+            the card's rate with 1,024 rows of an expert, 69 % with 2,048.
         hbm: GB/s of a GPU's memory.
     """
 
@@ -35,8 +38,9 @@ class Cluster:
     inside: float = 400.0
     between: float = 45.0
     tflops: float = 989.0
-    efficiency: float = 0.54
+    efficiency: float = 0.58
     attention: float = 0.2
+    half_rate_rows: float = 400.0
     hbm: float = 3350.0
 
     @property
@@ -101,16 +105,17 @@ def roofline(
     for stage, unit, size in sharded:
         if stage == EMBEDDINGS:
             continue
-        elements, again = float(size.full), float(forwards - 1)
+        elements, rows, again = float(size.full), float(batch.tokens), float(forwards - 1)
         if unit.is_experts:
             # Balanced: of a layer's experts a token uses K, wherever they are.
             layer = sizes.traced.layers[stage]
-            elements = size.full * topology.ep * topology.etp * layer.rows / next(counts) * batch.imbalance
+            share = layer.rows / next(counts)
+            elements *= topology.ep * topology.etp * share * batch.imbalance
+            rows *= topology.ep * topology.etp * share
             if layer.ends_with_experts:  # which are computed again up to their last linear
                 shapes = {name: math.prod(shape) for name, shape in unit.shapes.items()}
                 again *= 1 - sum(n for name, n in shapes.items() if name.endswith("down_proj")) / sum(shapes.values())
-        reading = size.full * unit.param_dtype.itemsize / cluster.hbm / 1e9
-        took = (3 + again) * max(2 * elements * batch.tokens / rate, reading)
+        took = (3 + again) * 2 * elements * batch.tokens / rate * (1 + cluster.half_rate_rows / rows)
         compute += took
         by_experts += took if unit.is_experts else 0
     for layer in sizes.traced.layers.values():

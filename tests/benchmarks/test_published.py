@@ -36,3 +36,10 @@ def test_published_constants_when_fitted_again_are_the_same():
     again = published.request(longer)
     rows.append(published.replace(longer, rate=published.predicted(longer, again, **wanted)))
     assert published.fit(list(zip(rows, (asked, again), strict=True))) == wanted
+
+
+def test_published_row_with_few_rows_of_an_expert_is_predicted_slower_than_by_its_products():
+    row = next(row for row in published.ROWS if row.name == "Qwen3-30B-A3B, no EP")
+    asked = published.request(row)
+    at_full_rate = published.predicted(row, asked, half_rate_rows=0.0)
+    assert 1.05 < at_full_rate / published.predicted(row, asked) < 1.4

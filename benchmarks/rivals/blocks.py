@@ -34,6 +34,7 @@ from benchmarks.experts.peers import veomni
 from benchmarks.machine import machine
 from benchmarks.rivals.measured import in_turns, wire_bytes
 from benchmarks.tables import write_table
+from benchmarks.update.matmuls import multiplying, with_backward
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.parallelize import parallelize
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
@@ -41,15 +42,15 @@ from tests.support.engine.sharded import whole_gradients
 from tests.support.models.tiny import relative_error
 from tests.support.ranks import run_ranks
 
-OURS, TITAN, VEOMNI = "epfsdp2", "torchtitan", "VeOmni"
+OURS, TITAN, VEOMNI, FLOOR = "epfsdp2", "torchtitan", "VeOmni", "floor"
 SPEEDUP = 1.15  # over the rival's, as in compare.py
 LARGEST_ERROR = 2e-2  # of gradients in bfloat16
 CONFIG = Qwen3MoeConfig(
     hidden_size=256, moe_intermediate_size=512, num_experts=32, num_experts_per_tok=2, norm_topk_prob=True
 )
 CASES = [(world, tokens) for world in (2, 4) for tokens in (256, 1024, 4096)]
-COLUMNS = ["ranks", "tokens of a rank", "side", "forward and backward s", "of the rival's", "wire MB"]
-COLUMNS += ["gradient error", ""]
+COLUMNS = ["ranks", "tokens of a rank", "side", "forward and backward s", "of the rival's", "of the floor"]
+COLUMNS += ["wire MB", "gradient error", ""]
 # Of torchtitan's parameters, by the block's.
 NAMES = {
     "gate.weight": "router.gate.weight",
@@ -68,6 +69,7 @@ class Row:
     side: str
     seconds: float = 0.0
     speedup: float = 0.0  # over torchtitan's
+    of_floor: float = 0.0  # the floor's seconds over these
     wire: float = 0.0
     error: float = 0.0
     note: str = ""
@@ -238,6 +240,28 @@ def inputs_and_gradients(world: int, tokens: int) -> tuple[torch.Tensor, dict[st
     return whole, {name: param.grad for name, param in block.named_parameters() if param.grad is not None}
 
 
+def floor(world: int, tokens: int) -> Callable[[], None]:
+    """Return the block's matrix multiplications and its four all-to-alls of rows, without anything beside them.
+
+    Rows are spread evenly over the experts; a token of two experts of one rank is sent twice, as both sides send it.
+    """
+    hidden, inner, experts = CONFIG.hidden_size, CONFIG.moe_intermediate_size, CONFIG.num_experts
+    rows, own = tokens * CONFIG.num_experts_per_tok, experts // world
+    products = [*with_backward(tokens, hidden, experts, 1)]
+    for k, n in ((hidden, 2 * inner), (inner, hidden)):
+        products += with_backward(rows // own, k, n, 1, own)
+    multiply = multiplying(products, torch.bfloat16)
+    sent = torch.zeros(rows, hidden, dtype=torch.bfloat16)
+    received = torch.empty_like(sent)
+
+    def run() -> None:
+        multiply()
+        for _ in range(4):
+            dist.all_to_all_single(received, sent)
+
+    return run
+
+
 def measure(out: Path, tokens: list[int], repeats: int) -> None:
     """Rank 0 writes the figures of each number of tokens."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -252,7 +276,8 @@ def measure(out: Path, tokens: list[int], repeats: int) -> None:
         errors = {name: side.error(hidden, wanted) for name, side in sides.items()}
         updates = {name: partial(side.update, hidden) for name, side in sides.items()}
         wire = {name: wire_bytes(update) for name, update in updates.items()}
-        found.append({"seconds": in_turns(updates, repeats), "wire": wire, "error": errors})
+        seconds = in_turns({**updates, FLOOR: floor(world, count)}, repeats)
+        found.append({"seconds": seconds, "wire": wire, "error": errors})
     if rank == 0:
         out.write_text(json.dumps(found))
 
@@ -265,11 +290,14 @@ def run(world: int, tokens: list[int], repeats: int) -> list[Row]:
         figures = json.loads(out.read_text())
     rows = []
     for count, found in zip(tokens, figures, strict=True):
-        for side, took in found["seconds"].items():
-            speedup = statistics.median(t / o for t, o in zip(found["seconds"][TITAN], took, strict=True))
-            rows.append(
-                Row(world, count, side, statistics.median(took), speedup, found["wire"][side], found["error"][side])
+        seconds = found["seconds"]
+        for side, wire in found["wire"].items():
+            speedup, of_floor = (
+                statistics.median(t / o for t, o in zip(seconds[other], seconds[side], strict=True))
+                for other in (TITAN, FLOOR)
             )
+            took, error = statistics.median(seconds[side]), found["error"][side]
+            rows.append(Row(world, count, side, took, speedup, of_floor, wire, error))
     return rows
 
 
@@ -288,6 +316,7 @@ def cells(row: Row) -> list[str]:
     measured = [
         f"{row.seconds:.3f}",
         f"{row.speedup:.2f} x" + ("" if row.holds else " (below the bound)"),
+        f"{row.of_floor:.2f}",
         f"{row.wire / 1e6:.1f}",
         f"{row.error:.1e}",
     ]
@@ -314,7 +343,8 @@ def main() -> int:
         f"reduced in float32, one thread a rank; sides take turns in the same processes, medians of {repeats}, ratios",
         f"within a turn. Hidden {CONFIG.hidden_size}, {CONFIG.num_experts} experts of {CONFIG.moe_intermediate_size},",
         f"{CONFIG.num_experts_per_tok} for each token. Wire: what all ranks together receive. Gradient error: the",
-        "largest of a parameter's, relative, against the plain block in float32 in one process.",
+        "largest of a parameter's, relative, against the plain block in float32 in one process. Of the floor: seconds",
+        "of the block's matrix multiplications and all-to-alls alone, in the same turns, over the side's.",
         "",
         f"Bound: {SPEEDUP} x.",
     ]

@@ -6,13 +6,13 @@ other, in the shapes of the model, in memory that is there.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-__all__ = ["Matmul", "matmuls", "seconds"]
+__all__ = ["Matmul", "matmuls", "multiplying", "seconds", "with_backward"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Matmul:
         return 2 * self.m * self.k * self.n * self.times
 
 
-def _with_backward(m: int, k: int, n: int, forwards: int, times: int = 1) -> Iterator[Matmul]:
+def with_backward(m: int, k: int, n: int, forwards: int, times: int = 1) -> Iterator[Matmul]:
     """A product's forward, so many times, and the gradients of both of its factors."""
     yield Matmul(m, k, n, forwards * times)
     yield Matmul(m, n, k, times)
@@ -46,25 +46,36 @@ def matmuls(config: Any, lengths: Sequence[int]) -> Iterator[Matmul]:
     layers, experts, inner = config.num_hidden_layers, config.num_experts, config.moe_intermediate_size
     keys = config.num_key_value_heads * dim
     for out in (heads * dim, keys, keys, experts):
-        yield from _with_backward(tokens, hidden, out, 2, layers)
-    yield from _with_backward(tokens, heads * dim, hidden, 2, layers)
+        yield from with_backward(tokens, hidden, out, 2, layers)
+    yield from with_backward(tokens, heads * dim, hidden, 2, layers)
     for length in lengths:  # half of the scores are of later tokens
         for k, n in ((dim, -(-length // 2)), (-(-length // 2), dim)):
-            yield from _with_backward(length, k, n, 2, layers * heads)
+            yield from with_backward(length, k, n, 2, layers * heads)
     rows = -(-tokens * config.num_experts_per_tok // experts)  # of an expert: tokens of all ranks, experts of one
     for k, n in ((hidden, 2 * inner), (inner, hidden)):
-        yield from _with_backward(rows, k, n, 2, layers * experts)
-    yield from _with_backward(tokens, hidden, config.vocab_size, 1)
+        yield from with_backward(rows, k, n, 2, layers * experts)
+    yield from with_backward(tokens, hidden, config.vocab_size, 1)
+
+
+def multiplying(products: Sequence[Matmul], dtype: torch.dtype = torch.float32) -> Callable[[], None]:
+    """Return what multiplies all of them, in memory that is there."""
+    operands = {
+        (p.m, p.k, p.n): [torch.randn(shape, dtype=dtype) for shape in ((p.m, p.k), (p.k, p.n), (p.m, p.n))]
+        for p in products
+    }
+
+    def multiply() -> None:
+        for product in products:
+            a, b, out = operands[product.m, product.k, product.n]
+            for _ in range(product.times):
+                torch.mm(a, b, out=out)
+
+    return multiply
 
 
 def seconds(products: Sequence[Matmul]) -> float:
     """Seconds to multiply all of them."""
-    operands = {
-        (p.m, p.k, p.n): (torch.randn(p.m, p.k), torch.randn(p.k, p.n), torch.empty(p.m, p.n)) for p in products
-    }
+    multiply = multiplying(products)
     began = time.monotonic()
-    for product in products:
-        a, b, out = operands[product.m, product.k, product.n]
-        for _ in range(product.times):
-            torch.mm(a, b, out=out)
+    multiply()
     return time.monotonic() - began

@@ -166,9 +166,9 @@ def main() -> None:
     more = [
         "",
         "What a GPU reaches with few rows of an expert is not fitted: it is from this package's kernels on an H100 "
-        "(gpu.md). Without it the row without EP, whose experts have 1,024 rows each, would be off by 33%. Whether layers "
-        "were computed again is what the configs said when the figures appeared: Automodel's of gpt-oss-20b (79d0ccfd) "
-        "and gpt-oss-120b (2c236e08) have changed since. prime-rl's runs have two micro-batches.",
+        "(gpu.md). Without it the row without EP, whose experts have 1,024 rows each, would be off by 33%. Whether "
+        "layers were computed again is what the configs said when the figures appeared: Automodel's of gpt-oss-20b "
+        "(79d0ccfd) and gpt-oss-120b (2c236e08) have changed since. prime-rl's runs have two micro-batches.",
         "",
         "Mesh: ep, ranks of a sequence (sp); then micro-batches x sequences x tokens. Not predicted: pipelines "
         '(DeepSeek-V3, Kimi-K2), FP8 and MXFP8, state spaces (Nemotron), adapters, and prime-rl\'s rows of "RL Full", '

@@ -23,9 +23,7 @@ DYNAMIC = (
 def test_grpo_run_of_a_family_raises_the_reward(family, tmp_path):
     served = SERVED[family]
     served.skip_where_broken()
-    state = {key: value for key, value in served.settings.items() if key == "mamba_ssm_cache_dtype"}
-    vllm = [f"+actor_rollout_ref.rollout.engine_kwargs.vllm.{key}={value}" for key, value in state.items()]
-    settings = overrides(*DYNAMIC, *small_families.settings(family), *vllm)
+    settings = overrides(*DYNAMIC, *small_families.settings(family))
     other = {"program": ("other_family", family), "environment": served.environment}
     with running(tmp_path / "run", *settings, **other) as run:
         run.wait()

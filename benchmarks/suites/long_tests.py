@@ -42,9 +42,10 @@ def main() -> int:
         status = subprocess.run(pytest, cwd=ROOT, check=False).returncode
         if not report.exists():
             return status
-        where = machine()
+        where, names = machine(), existing()
+        # Read last, for another run of these may have written its own meanwhile.
         found = newest("test_long", "tests", "test", [{**row, "commit": where["commit"]} for row in outcomes(report)])
-    tests = [found[name] for name in sorted(found.keys() & existing())]
+    tests = [found[name] for name in sorted(found.keys() & names)]
     cells = [[f"`{r['test']}`", r["outcome"], f"{r['seconds']:.0f}", r["commit"][:9]] for r in tests]
     result, on = {"machine": where, "tests": tests}, f"{where['cpu']}, {where['cores']} cores"
     text = ["The last run of each."]

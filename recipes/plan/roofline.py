@@ -26,9 +26,9 @@ class Cluster:
         tflops: of matrix products in bfloat16, as published.
         efficiency, attention: share of these that linears and experts reach, and attention. Both stand for what is not
             counted beside them, too; ``benchmarks/update/published.py`` fits them on published figures.
-        half_rate_rows: rows with which a product of matrices reaches half of its rate; ``rows`` reach
-            ``rows / (rows + half_rate_rows)`` of it. From the experts on an H100 (benchmarks/results/gpu.md): 60 % of
-            the card's rate with 1,024 rows of an expert, 69 % with 2,048.
+        half_rate_rows: rows with which a matrix product reaches half of its rate: it reaches
+            ``rows / (rows + half_rate_rows)`` of it. This package's kernels on an H100 (benchmarks/results/gpu.md)
+            reach 59 % of a large product's rate with 1,024 rows of each expert, and 69 % with 2,048.
         hbm: GB/s of a GPU's memory.
     """
 
@@ -109,9 +109,9 @@ def roofline(
         if unit.is_experts:
             # Balanced: of a layer's experts a token uses K, wherever they are.
             layer = sizes.traced.layers[stage]
-            share = layer.rows / next(counts)
-            elements *= topology.ep * topology.etp * share * batch.imbalance
-            rows *= topology.ep * topology.etp * share
+            share = topology.ep * topology.etp * layer.rows / next(counts)
+            elements *= share * batch.imbalance
+            rows *= share
             if layer.ends_with_experts:  # which are computed again up to their last linear
                 shapes = {name: math.prod(shape) for name, shape in unit.shapes.items()}
                 again *= 1 - sum(n for name, n in shapes.items() if name.endswith("down_proj")) / sum(shapes.values())

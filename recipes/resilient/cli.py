@@ -61,7 +61,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add(
         "--gib", type=float, help="memory of a GPU, for the plan on fewer nodes; by default 80, without GPUs the host's"
     )
-    add("--backoff-seconds", type=float, default=5.0, help="pause before the first restart; doubles, up to 300")
+    add("--backoff-seconds", type=float, default=5.0, help="pause before a restart; doubles up to 300 while no step is saved")
     if "--" not in arguments:
         parser.parse_args([word for word in arguments if word in ("-h", "--help")])
         works = "python -m epfsdp2.recipes.resilient -- python -m verl.trainer.main_ppo engine=epfsdp2 ..."
@@ -159,7 +159,7 @@ class _Run:
             self._failures.append(Failure(step, lines, mesh, begun))
             if (why := self._why_not_again()) is not None:
                 return self._give_up(why)
-            pause = backoff_seconds(len(self._failures), self._options.backoff_seconds)
+            pause = backoff_seconds(self._failures, self._options.backoff_seconds)
             self._say(f"step {step} has failed ({self._failures[-1].lines[0]}); a pause of {pause:g} s")
             self._pause(pause)
 

@@ -1,5 +1,6 @@
 """Decides after a failed attempt whether to restart, after which pause, or to give up, and why."""
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -43,9 +44,10 @@ def reason_to_give_up(failures: Sequence[Failure], max_restarts: int) -> str | N
     return None
 
 
-def backoff_seconds(failures: int, first: float = _FIRST_PAUSE) -> float:
-    """Return the pause after so many failures: it doubles, up to five minutes."""
-    return min(_LONGEST_PAUSE, first * 2 ** (failures - 1))
+def backoff_seconds(failures: Sequence[Failure], first: float = _FIRST_PAUSE) -> float:
+    """Return the pause after the last failure: it doubles while no attempt saves a step, up to five minutes."""
+    without_a_save = itertools.takewhile(lambda failure: failure.resumed == failures[-1].resumed, reversed(failures))
+    return min(_LONGEST_PAUSE, first * 2 ** (sum(1 for _ in without_a_save) - 1))
 
 
 def report(failures: Sequence[Failure], why: str) -> list[str]:

@@ -243,7 +243,9 @@ def test_reason_to_give_up_of_equal_steps_and_reasons_counts_one_failure():
     assert reason_to_give_up([same[0], failed(3, "another")], 9) is None
     assert "failed twice" in reason_to_give_up([same[0], failed(3, "another"), same[1]], 9)
     assert reason_to_give_up(same[:1], 1) is None and "--max-restarts" in reason_to_give_up(same[:1], 0)
-    assert [backoff_seconds(n) for n in (1, 2, 3, 7, 99)] == [5.0, 10.0, 20.0, 300.0, 300.0]
+    stuck = [Failure(1, ["a"])] * 99
+    assert [backoff_seconds(stuck[:n]) for n in (1, 2, 3, 7, 99)] == [5.0, 10.0, 20.0, 300.0, 300.0]
+    assert backoff_seconds([*stuck, Failure(9, ["a"], resumed=8)]) == 5.0
     assert report(same, "so")[0] == "The run was given up: so."
 
 

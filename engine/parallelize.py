@@ -70,7 +70,7 @@ from .fsdp.options import ShardingOptions
 from .fsdp.single_rank import compute_with_shards, keep_gradients, reduce_in_place
 from .fsdp.unit import Unit
 from .fsdp.wrap_plan import wrap_plan
-from .model.layers import layer_names
+from .model.layers import decoder_layers, layer_names
 from .moe.find import ExpertsInfo, check_etp, find_experts
 from .moe.gemm.backends import choose_backend
 from .moe.install import install_experts_forward
@@ -116,12 +116,14 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
     leave_sms(options.communication_sms)
 
     # 4. Wrap forwards, before FSDP puts its hooks outside of them: autocast innermost, then compilation of what holds
-    #    no experts, then recomputation in backward.
+    #    no experts, then recomputation in backward of all layers but the last.
     run_under_autocast(model, experts_modules, device_type, options.param_dtype)
     if options.compile_dense:
         compile_dense_parts(layers, experts_modules)
     most_experts = max((info.num_experts for info in experts), default=0)
-    checkpoint_layers(layers, experts_modules, most_experts, options.checkpointing, options.activation_offload)
+    last = model.get_submodule(decoder_layers(model)[-1])
+    recomputed = [layer for layer in layers if layer is not last]
+    checkpoint_layers(recomputed, experts_modules, most_experts, options.checkpointing, options.activation_offload)
 
     # 5. Wrap each unit of the plan.
     for unit in plan:

@@ -40,6 +40,8 @@ def checkpoint_layers(
     """Have layers, or parts of them, computed again in backward instead of keeping their activations.
 
     Args:
+        layers: without the last one of a forward: its backward comes first, when what it keeps would have to be there
+            again.
         experts: the experts modules of the model.
         num_experts: the largest number of experts: a ``topk`` over more than these is no routing.
         mode: ``full`` recomputes each layer whole, dispatch and experts included; ``selective`` the parts of a layer

@@ -7,7 +7,8 @@ With logits ``z_t = (weight @ hidden_t + bias) / temperature_t`` of a token, ``p
 
 A tile is some tokens by some of the vocabulary, small enough that what is computed of it finds it in a cache. The
 forward keeps running maxima and sums over the tiles of a row (Milakov and Gimelshein, arXiv:1805.02867) and of them
-``lse``; the backward multiplies once more, and then by the tile's gradient. Whole logits never exist.
+``lse``; the backward multiplies once more, and then by the tile's gradient. Whole logits never exist, but on a CPU those
+of a few tokens or a small vocabulary, which backward then need not compute again.
 """
 
 from collections.abc import Iterator
@@ -20,6 +21,9 @@ from .tiles import LABEL, MOST, TOTAL, WEIGHTED, add_product, gradient_of, reduc
 __all__ = ["log_probs_and_entropy", "tile_bytes", "tile_sizes"]
 
 
+_KEPT_BYTES = 64 << 20  # most bytes of whole logits that a CPU keeps for backward
+
+
 def tile_sizes(device_type: str) -> tuple[int, int]:
     """Return the tokens and the rows of the vocabulary in a tile: 1 MiB of float32 on a CPU, large GEMMs on a GPU."""
     return (256, 1024) if device_type == "cpu" else (2048, 16384)
@@ -29,8 +33,8 @@ def tile_bytes(tokens: int, outputs: int, width: int, dtype: torch.dtype, device
     """Return the bytes that a backward holds at most besides gradients of ``dtype``.
 
     On a GPU these are the tile in the compute dtype; on a CPU the tile twice in float32, and in a lower compute dtype
-    the tile and its gradient in it. In a lower one also the gradients of the hidden states and of the tile's weights,
-    which are summed in float32, and one product of them.
+    the tile and its gradient in it, and whole logits that are kept. In a lower one also the gradients of the hidden
+    states and of the tile's weights, which are summed in float32, and one product of them.
 
     Args:
         width: of the hidden states.
@@ -38,9 +42,16 @@ def tile_bytes(tokens: int, outputs: int, width: int, dtype: torch.dtype, device
     rows, columns = (min(most, size) for most, size in zip(tile_sizes(device_type), (tokens, outputs), strict=True))
     is_lower = dtype.itemsize < 4
     element = dtype.itemsize if device_type == "cuda" else 2 * (4 + dtype.itemsize * is_lower)
+    of_tile = element * rows * columns + _kept_bytes(tokens, outputs, dtype, device_type)
     if not is_lower:
-        return element * rows * columns
-    return element * rows * columns + dtype.itemsize * width * max(rows, columns) + 4 * width * (tokens + columns)
+        return of_tile
+    return of_tile + dtype.itemsize * width * max(rows, columns) + 4 * width * (tokens + columns)
+
+
+def _kept_bytes(tokens: int, outputs: int, dtype: torch.dtype, device_type: str) -> int:
+    """Return the bytes of the logits if forward keeps them for backward, else 0."""
+    whole = tokens * outputs * dtype.itemsize
+    return whole if device_type == "cpu" and whole <= _KEPT_BYTES else 0
 
 
 def log_probs_and_entropy(
@@ -82,11 +93,18 @@ def _tiles(tokens: int, outputs: int, device_type: str) -> Iterator[_Tile]:
 
 
 def _logits(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: _Tile, out: torch.Tensor
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tile: _Tile,
+    out: torch.Tensor,
+    kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute a tile of the logits before they are scaled, in memory of ``out``."""
+    """Compute a tile of the logits before they are scaled, or take it of those that were kept, in memory of ``out``."""
     rows, columns = hidden[tile.tokens], weight[tile.columns]
     logits = out[: len(rows) * len(columns)].view(len(rows), len(columns))
+    if kept is not None:
+        return logits.copy_(kept[tile.tokens, tile.columns])
     torch.mm(rows, columns.t(), out=logits)
     return logits if bias is None else logits.add_(bias[tile.columns])
 
@@ -103,21 +121,25 @@ class _LogProbs(torch.autograd.Function):
         scale = temperature.to(dtype).clamp(min=1e-8).reciprocal()  # verl's bound
         sums = scale.new_zeros((4, len(hidden)))
         sums[MOST] = torch.finfo(dtype).min  # minus infinity has no difference to itself
-        room = _room_for_a_tile(hidden, weight)
+        room, kept = _room_for_a_tile(hidden, weight), None
+        if any(ctx.needs_input_grad) and _kept_bytes(len(hidden), len(weight), weight.dtype, hidden.device.type):
+            kept = weight.new_empty(len(hidden), len(weight))
         for tile in _tiles(len(hidden), len(weight), hidden.device.type):
             logits = _logits(hidden, weight, bias, tile, room)
+            if kept is not None:
+                kept[tile.tokens, tile.columns] = logits
             own = labels[tile.tokens] - tile.columns.start
             reduce_tile(logits, scale[tile.tokens], own, sums[:, tile.tokens], with_entropy)
         log_total = sums[TOTAL].log()
         lse, entropy = sums[MOST] + log_total, log_total - sums[WEIGHTED] / sums[TOTAL]
-        ctx.save_for_backward(hidden, weight, bias, labels, scale, lse, entropy)
+        ctx.save_for_backward(hidden, weight, bias, labels, scale, lse, entropy, kept)
         ctx.with_entropy = with_entropy
         log_probs = sums[LABEL] - lse
         return torch.stack((log_probs, entropy) if with_entropy else (log_probs,), dim=-1)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[override]
-        hidden, weight, bias, labels, scale, lse, entropy = ctx.saved_tensors
+        hidden, weight, bias, labels, scale, lse, entropy, kept = ctx.saved_tensors
         # p (common + of_entropy log p) + of_label [j == y] is the gradient of a logit.
         of_label, of_entropy = grad[:, 0] * scale, None
         common = -of_label
@@ -131,7 +153,7 @@ class _LogProbs(torch.autograd.Function):
         room = _room_for_a_tile(hidden, weight)
         for tile in _tiles(len(hidden), len(weight), hidden.device.type):
             rows, columns = tile.tokens, tile.columns
-            logits = _logits(hidden, weight, bias, tile, room)
+            logits = _logits(hidden, weight, bias, tile, room, kept)
             entropies = None if of_entropy is None else of_entropy[rows]
             own = labels[rows] - columns.start
             grads = gradient_of(logits, scale[rows], own, lse[rows], common[rows], entropies, of_label[rows])

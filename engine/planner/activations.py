@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from ..compat.transformers_names import ALL_EXPERTS_FUNCTIONS, set_experts_implementation
-from ..fsdp.activation_checkpoint import units_recomputed
+from ..fsdp.activation_checkpoint import Checkpointing, units_recomputed
 from ..model.layers import layer_names
 from ..moe.find import CustomExperts, UnsupportedModelError, find_experts
 from ..moe.forward import linears
@@ -88,8 +88,12 @@ class LayerActivations:
 class Traced:
     """The result of ``trace``; ``outside`` are bytes per token saved outside the layers (rotary, the head's input)."""
 
-    layers: Mapping[str, LayerActivations]
+    layers: dict[str, LayerActivations]
     outside: float
+
+    def checkpointing(self, layer: str, mode: Checkpointing) -> Checkpointing:
+        """Return how a layer is recomputed: the last one is not (``parallelize``)."""
+        return "none" if layer == next(reversed(self.layers), None) else mode
 
 
 def trace(model: Any, expert_plan: Mapping[str, int] | None = None, recompute_activations: bool = False) -> Traced:

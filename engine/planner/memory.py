@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from ..fsdp.activation_checkpoint import Checkpointing
 from ..fsdp.options import ShardingOptions
 from ..fsdp.unit import EMBEDDINGS, HEAD, Stage, Unit
 from ..head.log_probs import tile_bytes
@@ -133,7 +134,10 @@ class _Step:
         for stage in sizes.stages:
             layer = sizes.traced.layers.get(stage.name)
             self.stays.append(self.stays[-1] + sum(self.gathered(u) for u in stage.units if not u.is_freed))
-            self.kept.append(self.kept[-1] + (self._kept(layer) if layer else 0.0))
+            self.kept.append(self.kept[-1] + (self._kept(layer, self._checkpointing(stage.name)) if layer else 0.0))
+
+    def _checkpointing(self, layer: str) -> Checkpointing:
+        return self.sizes.traced.checkpointing(layer, self.options.checkpointing)
 
     def trained(self, stages: Sequence[Stage]) -> int:
         """Return the elements of a rank's gradients of these stages."""
@@ -171,7 +175,7 @@ class _Step:
 
         held += self.ahead([s for s in stages[max(i - depth, 0) : i] if s.name != EMBEDDINGS], False)
         if main.is_gathered_again:
-            is_recomputed = main.is_experts and self.options.checkpointing == "full"
+            is_recomputed = main.is_experts and self._checkpointing(stages[i].name) == "full"
             yield "gathering in backward", True, held + gathering, alone if is_recomputed else with_experts
         read = 0 if main.is_freed and not main.is_gathered_again else weights
         gradients, packed, last = size.reduced * compute, size.reduced * reduce, size.last * compute
@@ -206,7 +210,9 @@ class _Step:
         name, per_token = self.sizes.stages[i].name, self.kept[i]
         layer = self.sizes.traced.layers.get(name)
         if layer is not None:
-            per_token += self._working(layer) + (0 if what == "dense" else self._experts(layer))
+            per_token += self._working(layer, self._checkpointing(name)) + (
+                0 if what == "dense" else self._experts(layer)
+            )
             if what == "backward":
                 # With etp as many times more rows have their gradients, and no inner part of them is larger.
                 rows = self.batch.imbalance * self.topology.etp / self.options.dispatch_chunks if layer.rows else 1
@@ -215,10 +221,10 @@ class _Step:
             per_token += self.sizes.traced.outside
         return int(per_token * self.batch.tokens)
 
-    def _kept(self, layer: LayerActivations) -> float:
-        if self.options.checkpointing == "full":
+    def _kept(self, layer: LayerActivations, checkpointing: Checkpointing) -> float:
+        if checkpointing == "full":
             return self._plan(layer) + (0 if self.options.activation_offload else layer.input)
-        if self.options.checkpointing == "selective":
+        if checkpointing == "selective":
             return layer.selective + self._experts(layer)
         return layer.dense + self._by_sequences(layer) + self._experts(layer)
 
@@ -227,11 +233,11 @@ class _Step:
         etp = self.topology.etp
         return _ORDER * layer.rows * (1 + (self.batch.imbalance * etp if self.topology.ep * etp > 1 else 0))
 
-    def _working(self, layer: LayerActivations) -> float:
+    def _working(self, layer: LayerActivations, checkpointing: Checkpointing) -> float:
         """Return bytes per token of the layer that computes, without its experts'."""
-        if self.options.checkpointing == "selective":
+        if checkpointing == "selective":
             return layer.selective + layer.recomputed + self._by_sequences(layer)
-        kept = layer.input if self.options.checkpointing == "full" else 0
+        kept = layer.input if checkpointing == "full" else 0
         if self.options.activation_offload and not self.gloo:
             kept *= 2  # the one before it arrives from the host
         return layer.dense + self._by_sequences(layer) + kept

@@ -54,7 +54,7 @@ def collectives(sizes: ModelSizes, topology: Topology, options: ShardingOptions,
             calls, nbytes = old.calls + calls * batch.micro_batches, old.nbytes + nbytes * batch.micro_batches
             found[name] = Collective(name, ranks, stride, calls, nbytes)
 
-    forwards = 2 if options.checkpointing == "full" else 1
+    modes = {name: sizes.traced.checkpointing(name, options.checkpointing) for name in sizes.traced.layers}
     for stage, unit, size in unit_sizes(sizes, topology, options.expert_shard_dim):
         kind = "experts" if unit.is_experts else "dense"
         stride = topology.ep * topology.etp if unit.is_experts else 1
@@ -66,6 +66,7 @@ def collectives(sizes: ModelSizes, topology: Topology, options: ShardingOptions,
         # The halves of adapters that every rank of etp computes with; their gradients are added up.
         halves = [math.prod(unit.shapes[name]) for name in unit.ep_dims if is_gathered(name)]
         whole = sum(halves) // topology.ep * unit.param_dtype.itemsize
+        forwards = 1 + (modes.get(stage) == "full")
         add("all-gather etp adapters", topology.etp, 1, forwards * len(halves), forwards * whole)
         add("reduce-scatter etp adapters", topology.etp, 1, len(halves), whole)
     chunks = options.dispatch_chunks
@@ -73,7 +74,8 @@ def collectives(sizes: ModelSizes, topology: Topology, options: ShardingOptions,
     element = options.param_dtype.itemsize
     at_once = chunks == 1 and not options.overlap_shared_experts
     plain = at_once and not has_backend(options.experts_backend)
-    for layer in sizes.traced.layers.values():
+    for name, layer in sizes.traced.layers.items():
+        forwards = 1 + (modes[name] == "full")
         if layer.row_width:
             rows = batch.tokens * layer.row_width * element
             # A recomputation of a layer may end before combine (moe/fused.py).
@@ -90,6 +92,6 @@ def collectives(sizes: ModelSizes, topology: Topology, options: ShardingOptions,
             add("all-gather etp counts", etp, 1, 1, of_counts * etp)
         at = layer.attention
         width = at.query + at.output + (at.key + at.value) * at.copies(batch.sp)
-        passes = forwards + 1 if options.checkpointing != "selective" else 3
+        passes = 2 if modes[name] == "none" else 3
         add("all-to-all sp", batch.sp, 1, 2 * passes, passes * batch.tokens * width * element)
     return list(found.values())

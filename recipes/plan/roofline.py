@@ -97,7 +97,10 @@ def roofline(
     """
     by_tokens = sum(seconds(c, cluster) for c in moved if c.name.startswith("all-to-all"))
     by_fsdp = sum(seconds(c, cluster) for c in moved if not c.name.startswith("all-to-all"))
-    forwards = 2 if options.checkpointing == "full" else 1
+
+    def is_recomputed(stage: str) -> bool:
+        return sizes.traced.checkpointing(stage, options.checkpointing) == "full"
+
     compute = by_experts = 0.0
     rate = cluster.tflops * cluster.efficiency * 1e12
     counts = iter(sizes.num_experts)
@@ -105,7 +108,8 @@ def roofline(
     for stage, unit, size in sharded:
         if stage == EMBEDDINGS:
             continue
-        elements, rows, again = float(size.full), float(batch.tokens), float(forwards - 1)
+        again = float(is_recomputed(stage))
+        elements, rows = float(size.full), float(batch.tokens)
         if unit.is_experts:
             # Balanced: of a layer's experts a token uses K, wherever they are.
             layer = sizes.traced.layers[stage]
@@ -118,10 +122,10 @@ def roofline(
         took = (3 + again) * 2 * elements * batch.tokens / rate * (1 + cluster.half_rate_rows / rows)
         compute += took
         by_experts += took if unit.is_experts else 0
-    for layer in sizes.traced.layers.values():
+    for name, layer in sizes.traced.layers.items():
         # Causal: half of the products of queries and keys, and of their weights and values.
         products = batch.tokens * length * (layer.attention.query + layer.attention.output)
-        compute += (forwards + 2.5) * products / (cluster.tflops * cluster.attention * 1e12)
+        compute += (3.5 + is_recomputed(name)) * products / (cluster.tflops * cluster.attention * 1e12)
     # All chunks but one are exchanged while another computes.
     rows = sum(seconds(c, cluster) for c in moved if c.name == "all-to-all tokens")
     by_tokens -= min(rows, by_experts * batch.micro_batches) * (1 - 1 / options.dispatch_chunks)

@@ -165,10 +165,10 @@ def test_plan_with_adapters_chunks_or_another_backend_changes(tmp_path):
     plain, lora, chunks = planned(), planned("--lora-rank", "8"), planned("engine.dispatch_chunks=2")
     assert 0 < lora.peak.optimizer < 0.1 * plain.peak.optimizer and lora.peak.parameters > plain.peak.parameters
     calls = [{c.name: c.calls for c in found.traffic}["all-to-all tokens"] for found in (plain, chunks)]
-    # Of 8 layers; at once a layer that is computed again is done before its rows are returned.
-    assert calls == [8 * 5, 8 * 6 * 2]
+    # Of 8 layers, 7 of them computed again; at once such a one is done before its rows are returned.
+    assert calls == [7 * 5 + 4, (7 * 6 + 4) * 2]
     assert chunks.time.all_to_all == pytest.approx(
-        plain.time.all_to_all * 6 / 5 / 2, rel=0.01
+        plain.time.all_to_all * 46 / 39 / 2, rel=0.01
     )  # counts and weights apart
     assert planned("engine.dispatch_chunks=4").time.all_to_all < chunks.time.all_to_all
     wide = planned("engine.mixed_precision=null", "engine.mixed_precision.param_dtype=fp32").traffic

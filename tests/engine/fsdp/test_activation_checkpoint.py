@@ -54,8 +54,10 @@ def _routing_is_kept(folder):
     _restless_routers(model)
     chosen = _chosen(model)
     token_loss(model, _batch(dist.get_rank())).backward()
-    for forward, again in chosen.values():
+    *recomputed, last = chosen.values()
+    for forward, again in recomputed:
         assert torch.equal(forward, again)
+    assert len(last) == 1  # its backward comes first
     assert all(p.grad is not None for p in model.parameters())
 
 
@@ -73,7 +75,8 @@ def _routing_changes_without(folder):
     _restless_routers(model)
     chosen = _chosen(model)
     token_loss(model, _batch(dist.get_rank())).backward()
-    assert not any(torch.equal(forward, again) for forward, again in chosen.values())
+    *recomputed, _ = chosen.values()
+    assert not any(torch.equal(forward, again) for forward, again in recomputed)
 
 
 def test_plain_checkpointing_with_random_routers_chooses_other_experts(tmp_path):
@@ -116,7 +119,8 @@ def _inputs_on_host(folder):
 
         hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in model.model.layers]
         loss = token_loss(model, ids)
-        assert [storage.expired() for storage in inputs] == [offload] * len(model.model.layers)
+        *recomputed, last = (storage.expired() for storage in inputs)
+        assert recomputed == [offload] * len(recomputed) and not last
         for hook in hooks:
             hook.remove()
         loss.backward()

@@ -249,12 +249,14 @@ def _recomputed_equally(folder):
         [event.split()[0] for event in _flights_and_compute(_traced(folder, 2, checkpointing=mode, **options))]
         for mode in ("none", "full")
     )
-    forward = kept[: len(_FORWARD.split(","))]
-    assert forward.count("wait") == 4 and recomputed == forward + kept
+    size = len(_FORWARD.split(","))
+    forward, backward = kept[:size], kept[-len(_BACKWARD.split(",")) :]
+    assert forward.count("wait") == 4 and kept == forward * 2 + backward * 2
+    assert recomputed == forward * 2 + backward + forward + backward  # the last layer is not recomputed
 
 
 def test_exchange_in_a_recomputed_layer_overlaps_as_in_its_forward(tmp_path):
-    folder = save_glm4_moe(tmp_path, num_hidden_layers=1, first_k_dense_replace=0)
+    folder = save_glm4_moe(tmp_path, num_hidden_layers=2, first_k_dense_replace=0)
     run_ranks(_recomputed_equally, 2, folder)
 
 

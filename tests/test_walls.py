@@ -24,7 +24,8 @@ MODEL = frozenset({"torch", "transformers"})
 THIRD_PARTIES: dict[str, frozenset[str]] = {
     "recipes/gpu": frozenset({"yaml"}),
     "recipes/resilient": frozenset({"psutil", "rich", "yaml"}),
-    "recipes/resilient/notice.py": frozenset({"verl"}),
+    "recipes/resilient/saving/notice.py": frozenset({"verl"}),
+    "recipes/resilient/saving/failure.py": frozenset({"torch", "verl"}),
     "recipes/quickstart": MODEL | {"matplotlib", "pandas", "psutil", "rich", "tokenizers", "yaml"},
     "recipes/quickstart/sampler.py": frozenset({"verl"}),
     "recipes/plan": MODEL | {"huggingface_hub", "matplotlib", "omegaconf", "rich"},
@@ -37,6 +38,7 @@ THIRD_PARTIES: dict[str, frozenset[str]] = {
     "engine/build.py": TORCH,
     "engine/planner": MODEL,
     "engine/checkpoint": MODEL | {"huggingface_hub", "safetensors", "tqdm"},
+    "engine/survivors": TORCH | {"safetensors"},
     "engine/optim": TORCH,
     "engine/declared": TORCH,
     # verl's side of a sync: its server adapter, its bucketed sender, its checkpoint engines, its worker extension.

@@ -31,7 +31,11 @@ __all__ = [
     "atomic_checkpoint_dir",
     "atomic_dir",
     "atomic_dir_all_ranks",
+    "complete_dir",
     "copy_files",
+    "file_facts",
+    "file_names",
+    "partial_dir",
 ]
 
 FORMAT = 2
@@ -58,7 +62,7 @@ def atomic_dir_all_ranks(
     Raises:
         RankMismatchError: with the errors of the ranks that failed; ``folder`` is unchanged then.
     """
-    partial, is_first = _partial(folder), dist.get_rank() == 0
+    partial, is_first = partial_dir(folder), dist.get_rank() == 0
     with raise_on_all_ranks(device, group):
         if is_first:
             shutil.rmtree(partial, ignore_errors=True)
@@ -68,7 +72,7 @@ def atomic_dir_all_ranks(
         dist.barrier(group)
         mine: dict[str, dict[str, int]] = {}
         with raise_on_all_ranks(device, group):
-            mine = {name: _facts(partial / name, sync=True) for name in _share(_files(partial))}
+            mine = {name: file_facts(partial / name, sync=True) for name in _share(file_names(partial))}
         files = {name: facts for part in _gathered(mine, group) for name, facts in part.items()}
         with raise_on_all_ranks(device, group):
             if is_first:
@@ -85,13 +89,13 @@ def atomic_checkpoint_dir(folder: Path) -> Iterator[Path]:
     """Do what ``atomic_dir_all_ranks`` does, manifest included, in one process without a group."""
     with atomic_dir(folder) as partial:
         yield partial
-        _write_manifest(partial, {name: _facts(partial / name, sync=True) for name in _files(partial)})
+        _write_manifest(partial, {name: file_facts(partial / name, sync=True) for name in file_names(partial)})
 
 
 @contextlib.contextmanager
 def atomic_dir(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder that replaces ``folder`` after the block; one process, no manifest."""
-    partial = _partial(folder)
+    partial = partial_dir(folder)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
@@ -102,6 +106,17 @@ def atomic_dir(folder: Path) -> Iterator[Path]:
         raise
 
 
+def complete_dir(folder: Path, files: dict[str, dict[str, int]]) -> None:
+    """Make ``partial_dir(folder)``, into which all of these files were written, the folder.
+
+    Args:
+        files: size and checksum of each by its name (``file_facts``).
+    """
+    partial = partial_dir(folder)
+    _write_manifest(partial, files)
+    _replace(partial, folder)
+
+
 def verify_all_ranks(folder: Path, device: torch.device | str = "cpu") -> None:
     """Compare every file with the manifest, each rank a part of the files; collective.
 
@@ -110,8 +125,8 @@ def verify_all_ranks(folder: Path, device: torch.device | str = "cpu") -> None:
             or damaged.
     """
     with raise_on_all_ranks(device):
-        if dist.get_rank() == 0 and not folder.exists() and (_partial(folder) / MANIFEST).is_file():
-            _partial(folder).replace(folder)  # the save was killed between its last two steps
+        if dist.get_rank() == 0 and not folder.exists() and (partial_dir(folder) / MANIFEST).is_file():
+            partial_dir(folder).replace(folder)  # the save was killed between its last two steps
     wrong: list[str] = []
     with raise_on_all_ranks(device):
         files = _manifest(folder)["files"]
@@ -189,12 +204,12 @@ def _fault(path: Path, facts: dict[str, int]) -> str:
         found = path.stat().st_size
         if found != facts["bytes"]:
             return f"{found} of {facts['bytes']} bytes"
-        return "" if _facts(path) == facts else "its checksum differs"
+        return "" if file_facts(path) == facts else "its checksum differs"
     except OSError as error:
         return f"can't be read: {error.strerror}"
 
 
-def _facts(path: Path, sync: bool = False) -> dict[str, int]:
+def file_facts(path: Path, sync: bool = False) -> dict[str, int]:
     """Return size and checksum of a file; with ``sync`` it has reached the disk when this returns."""
     checksum = 0
     with path.open("rb") as file:
@@ -240,11 +255,13 @@ def _opened(folder: Path) -> Iterator[int]:
         os.close(directory)
 
 
-def _partial(folder: Path) -> Path:
+def partial_dir(folder: Path) -> Path:
+    """Return the name under which a folder is written."""
     return folder.with_name(folder.name + ".partial")
 
 
-def _files(folder: Path) -> list[str]:
+def file_names(folder: Path) -> list[str]:
+    """Return the names of all files below a folder, relative to it."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 

@@ -59,6 +59,7 @@ __all__ = [
     "Snapshot",
     "load_checkpoint",
     "plain_value",
+    "random_state",
     "save_checkpoint",
 ]
 
@@ -98,16 +99,18 @@ class Snapshot:
         step: int,
         loss_scale: LossScale | None = None,
         with_base: bool = True,
+        parameters: Mapping[str, torch.Tensor] | None = None,
     ) -> "Snapshot":
         """Take what ``contents`` names as it is now; tensors are not copied. Collective where the base is left out.
 
         Args:
+            parameters: the model's, sharded, by name; by default what it has now, gathered while it computes.
             with_base: whether to store the weights that adapters are trained on, where there are some.
         """
         contents = frozenset(contents)
         if "hf_model" in contents:
             cache_shapes(model)  # ``write`` may run in another thread, during a forward
-        tensors = _of_model(model) if contents & {"model", "hf_model"} else {}
+        tensors = _of_model(model, parameters) if contents & {"model", "hf_model"} else {}
         groups = None
         if "optimizer" in contents and optimizer is not None:
             packed = optimizer.state_dict()
@@ -121,7 +124,7 @@ class Snapshot:
         base = {}
         if "model" in contents and not with_base and lora_of(model) is not None:
             base = {"model": cast(Any, model).config.name_or_path, "tensors": base_checksums(model)}
-        return cls(model, contents, tensors, facts, _random_state() if "extra" in contents else {}, base)
+        return cls(model, contents, tensors, facts, random_state() if "extra" in contents else {}, base)
 
     def on_host(self) -> "Snapshot":
         """Copy the tensors to host memory, where training does not change them."""
@@ -263,7 +266,8 @@ def _lora_facts(model: nn.Module) -> dict[str, Any] | None:
     return None if lora is None else lora.facts()
 
 
-def _random_state() -> dict[str, torch.Tensor]:
+def random_state() -> dict[str, torch.Tensor]:
+    """Return torch's random state of this rank, of the CPU and of its device."""
     state = {"cpu": torch.get_rng_state()}
     if torch.accelerator.is_available():
         state["device"] = torch.get_device_module().get_rng_state()
@@ -311,9 +315,10 @@ def _write_shards(folder: Path, tensors: dict[str, torch.Tensor], group: dist.Pr
         dcp.save(chunked(tensors), storage_writer=ShardWriter(str(folder)), process_group=group)
 
 
-def _of_model(model: nn.Module) -> dict[str, torch.Tensor]:
+def _of_model(model: nn.Module, parameters: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
     """Return the tensors of a model to save, or to load in place, by name; tied parameters once."""
-    return {MODEL + name: tensor.detach() for name, tensor in checkpoint_tensors(model).items()}
+    tensors = {**checkpoint_tensors(model), **(parameters or {})}
+    return {MODEL + name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def _flat(state: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -353,6 +353,12 @@ class EngineSettings:
         "Seconds after which a weight sync without progress ends the run with its cause; vLLM's final processing "
         "of the weights, which shows no progress, has to end within them too",
     )
+    survivors_folder: str | None = setting(
+        None,
+        optional(must(lambda v: isinstance(v, str) and bool(v), "is a folder that all nodes see.", "null")),
+        "Folder through which living ranks are told after a failure to write what they hold; set by "
+        "recipes.resilient --save-on-failure. null: they are not",
+    )
     router_aux_loss_coef: float = setting(
         0.0,
         LOSS_WEIGHT,
@@ -360,12 +366,7 @@ class EngineSettings:
         "none. The model's own router_aux_loss_coef is not read",
         of_experts=True,
     )
-    router_z_loss_coef: float = setting(
-        0.0,
-        LOSS_WEIGHT,
-        "Weight of the routers' z-loss; 0 for none",
-        of_experts=True,
-    )
+    router_z_loss_coef: float = setting(0.0, LOSS_WEIGHT, "Weight of the routers' z-loss; 0 for none", of_experts=True)
     router_metrics: bool = setting(
         False,
         FLAG,

@@ -7,8 +7,8 @@ With logits ``z_t = (weight @ hidden_t + bias) / temperature_t`` of a token, ``p
 
 A tile is some tokens by some of the vocabulary, small enough that what is computed of it finds it in a cache. The
 forward keeps running maxima and sums over the tiles of a row (Milakov and Gimelshein, arXiv:1805.02867) and of them
-``lse``; the backward multiplies once more, and then by the tile's gradient. Whole logits never exist, but on a CPU those
-of a few tokens or a small vocabulary, which backward then need not compute again.
+``lse``; the backward multiplies once more, and then by the tile's gradient. Whole logits never exist, but those of few
+tokens or a small vocabulary on a CPU, which backward then need not compute again.
 """
 
 from collections.abc import Iterator

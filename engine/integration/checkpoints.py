@@ -10,6 +10,7 @@ from ..checkpoint import state as checkpoint
 from ..checkpoint.saves import CheckpointSaver
 from ..fsdp.reshard import reshard_all
 from ..optim.loss_scale import LossScale
+from ..survivors.watch import Watch
 
 __all__ = ["WritesCheckpoints"]
 
@@ -26,14 +27,17 @@ class WritesCheckpoints:
     scaler: LossScale | None
     rollout_sync: Any
     rank: int
+    meshes: Any
     model_config: Any
     checkpoint_config: Any
     engine_config: Any
     optimizer_config: Any
     to: Any
+    _is_value_model = False
     _is_offload_param: bool
     _is_offload_optimizer: bool
     _saves: CheckpointSaver
+    _survivors: Watch | None
 
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None, **kwargs) -> None:
         """Write what ``checkpoint.save_contents`` names under ``local_path`` (``checkpoint/state.py`` has the layout).
@@ -80,10 +84,28 @@ class WritesCheckpoints:
         self.to(get_device_name(), model=self._is_offload_param, optimizer=False, grad=False)
         state = (self.module, self.optimizer, self.lr_scheduler)
         checkpoint.load_checkpoint(Path(local_path), *state, contents, get_device_name(), self.scaler)
+        if self._survivors is not None:
+            self._survivors.restart()
         self.rollout_sync.base.loaded()
         # A forward-only pass may have left parameters gathered, with the weights from before.
         reshard_all(self.module)
         self.to("cpu", model=self._is_offload_param, optimizer=self._is_offload_optimizer, grad=False)
+
+    def _watch_for_failures(self) -> None:
+        """Let this rank be asked for its state after a failure, if it is to be and trains."""
+        self._survivors = None
+        if self.engine_config.survivors_folder and self.optimizer is not None:
+            self._survivors = Watch(
+                Path(self.engine_config.survivors_folder),
+                "critic" if self._is_value_model else "actor",
+                self.module,
+                self.optimizer,
+                self.lr_scheduler,
+                self.scaler,
+                self.checkpoint_config.get("save_contents") or (),
+                self.meshes.topology,
+                self._save_hf_config,
+            )
 
     def _save_hf_config(self, folder: Path) -> None:
         self.module.config.save_pretrained(folder)

@@ -110,6 +110,7 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
         self._take_shards(module, options)
         self.module, self.features = module, self._features_of(module)
         self._build_training(module)
+        self._watch_for_failures()
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         BaseEngine.to(self, device=device, model=model, optimizer=optimizer, grad=grad)
@@ -177,6 +178,8 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
 
     def lr_scheduler_step(self):
         rate = super().lr_scheduler_step()
+        if self._survivors is not None:
+            self._survivors.updated()
         # The end of the run, as far as an engine is told: verl kills its workers.
         if self.rank == 0 and self.lr_scheduler.last_epoch == self.optimizer_config.total_training_steps:
             for outcome in filter(None, (feature.outcome() for feature in self.features)):

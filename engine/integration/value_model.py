@@ -26,6 +26,7 @@ class EPFSDP2EngineWithValueHead(EPFSDP2Engine, FSDPEngineWithValueHead):
     trained as a whole beside them.
     """
 
+    _is_value_model = True
     _may_be_unused = r"^(lm_head|score)\."  # another head than this model's
 
     def _plain_module(self) -> nn.Module:

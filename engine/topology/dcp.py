@@ -62,10 +62,14 @@ class ShardWriter(dcp.HuggingFaceStorageWriter):
     """Writes each rank's chunks to a file of its own; second chunks of a tensor to another.
 
     A safetensors file has one entry of a name.
+
+    Args:
+        number: of this rank's file, from 1; by default the one that its plan has in a save by all ranks.
     """
 
-    def __init__(self, folder: str):
+    def __init__(self, folder: str, number: int | None = None):
         super().__init__(folder, save_distributed=True)
+        self._number = number
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
         files: list[list[WriteItem]] = [[]]
@@ -78,6 +82,8 @@ class ShardWriter(dcp.HuggingFaceStorageWriter):
         done = []
         for nth, items in enumerate(files):
             where: Any = plan.storage_data
+            if self._number is not None:
+                where = {**where, "shard_index": self._number}
             if nth:  # the number of the file, which the writer counts from 1 by rank
                 where = {**where, "shard_index": where["shard_index"] + nth * dist.get_world_size()}
             done.append(super().write_data(dataclasses.replace(plan, items=items, storage_data=where), planner))

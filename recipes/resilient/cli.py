@@ -9,6 +9,7 @@ batch.
 
 import argparse
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -33,10 +34,14 @@ from .cluster import (
 )
 from .command import Command
 from .decisions import Failure, backoff_seconds, reason_to_give_up, report
+from .saving.survivors import FOLDER, ask_trainer
 
 __all__ = ["check", "main", "parse"]
 
-_CALLBACK = "epfsdp2.recipes.resilient.notice.SaveOnNotice"
+_CALLBACK = "epfsdp2.recipes.resilient.saving.notice.SaveOnNotice"
+_CALLBACK_ON_FAILURE = "epfsdp2.recipes.resilient.saving.failure.SaveOnFailure"
+# By default a rank whose peer has died ends its process; by this it ends the collective (torch's ProcessGroupNCCL.hpp).
+_ABORT_ONLY = '++ray_kwargs.ray_init.runtime_env.env_vars.TORCH_NCCL_ASYNC_ERROR_HANDLING="2"'
 _RESUMED = {"model", "optimizer", "extra"}
 
 
@@ -57,11 +62,17 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--grace-seconds", type=float, default=30.0, help="for a save between SIGTERM and the end")
     add("--wait-for-nodes", type=float, default=0.0, metavar="S", help="seconds to wait for nodes that are gone")
     add("--lost-node-seconds", type=float, default=60.0, metavar="S", help="end an attempt that lost a node; 0: never")
+    add("--save-on-failure", action="store_true", help="have the ranks that are left save the last complete step")
     add("--from-scratch", action="store_true", help="begin anew where no checkpoint is complete")
     add(
         "--gib", type=float, help="memory of a GPU, for the plan on fewer nodes; by default 80, without GPUs the host's"
     )
-    add("--backoff-seconds", type=float, default=5.0, help="pause before a restart; doubles up to 300 while no step is saved")
+    add(
+        "--backoff-seconds",
+        type=float,
+        default=5.0,
+        help="pause before a restart; doubles up to 300 while no step is saved",
+    )
     if "--" not in arguments:
         parser.parse_args([word for word in arguments if word in ("-h", "--help")])
         works = "python -m epfsdp2.recipes.resilient -- python -m verl.trainer.main_ppo engine=epfsdp2 ..."
@@ -103,6 +114,21 @@ def check(command: Command, from_scratch: bool) -> None:
         raise SettingError("trainer.default_local_dir", root, rule, "--from-scratch, which begins anew")
 
 
+def check_survivors(command: Command) -> None:
+    """Check that a run can be saved by the ranks that are left after a failure.
+
+    Raises:
+        SettingError: verl's trainer would not say when it fails, or has more state than its ranks.
+    """
+    if command.saves_queue or not command.setting("trainer.use_v1", True):
+        rule = "has prompts under way that ranks don't hold, or does not say that it fails."
+        mode = command.setting("trainer.v1.trainer_mode")
+        raise SettingError("--save-on-failure", mode, rule, "trainer.use_v1=True trainer.v1.trainer_mode=sync")
+    if own := command.setting("trainer.checkpoint_callback_class"):
+        rule = "is in the place of the callback that --save-on-failure needs."
+        raise SettingError("trainer.checkpoint_callback_class", own, rule, "a command without it")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run to the end; return 0 where the run has ended, 1 where it was given up, 2 for what can't work at all."""
     console = Console(highlight=False, soft_wrap=True, stderr=True)
@@ -110,6 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, words = parse(sys.argv[1:] if arguments is None else arguments)
         command = Command.of(words)
         check(command, options.from_scratch)
+        if options.save_on_failure:
+            check_survivors(command)
         with ProcessTree() as tree:
             return _Run(options, command, console, tree).to_the_end()
     except Interrupted as interrupted:
@@ -139,6 +167,7 @@ class _Run:
                 if not self._failures:
                     raise
                 return self._give_up(str(error))
+            shutil.rmtree(self._root / FOLDER, ignore_errors=True)
             saved = self._newest()
             attempt = Attempt(self._free_log())
             changed = [*on_mesh, *self._resume(saved)]
@@ -169,7 +198,12 @@ class _Run:
 
         def look() -> None:
             self._preemption.look()
-            lost.look()
+            try:
+                lost.look()
+            except NodesLostError:
+                if self._options.save_on_failure:
+                    ask_trainer(self._root)
+                raise
 
         return look
 
@@ -195,6 +229,9 @@ class _Run:
     def _settings(self) -> list[str]:
         """Return settings: one folder for all of Ray's workers, and saving at SIGTERM unless the run has a callback."""
         folder = f'trainer.default_local_dir="{self._root}"'
+        if self._options.save_on_failure:
+            messages = f'engine.survivors_folder="{self._root / FOLDER}"'
+            return [folder, messages, _ABORT_ONLY, f"++trainer.checkpoint_callback_class={_CALLBACK_ON_FAILURE}"]
         own = self._command.setting("trainer.checkpoint_callback_class")
         return [folder] if own else [folder, f"++trainer.checkpoint_callback_class={_CALLBACK}"]
 

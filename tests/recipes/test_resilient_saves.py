@@ -47,7 +47,7 @@ def test_last_complete_checkpoint_of_an_async_trainer_has_its_queue(tmp_path):
 def test_notice_of_an_end_makes_the_trainer_save_at_the_end_of_each_step(tmp_path):
     from omegaconf import OmegaConf
 
-    from epfsdp2.recipes.resilient.notice import SaveOnNotice
+    from epfsdp2.recipes.resilient.saving.notice import SaveOnNotice
 
     config = OmegaConf.create({"trainer": {"default_local_dir": str(tmp_path), "save_freq": 100}})
     OmegaConf.set_struct(config, True)

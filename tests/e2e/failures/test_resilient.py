@@ -17,11 +17,11 @@ from tests.e2e.runs import leftovers, running, unused
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
+_PROGRAM = ("epfsdp2.recipes.resilient", "--backoff-seconds", "1", "--")
+
 
 @contextmanager
-def _running(
-    folder: Path, model: str, *extra: str, program=("epfsdp2.recipes.resilient", "--backoff-seconds", "1", "--")
-):
+def _running(folder: Path, model: str, *extra: str, program: tuple[str, ...]):
     """The recipe on a run of four steps; a run without the recipe for an empty ``program``."""
     folder.mkdir(parents=True, exist_ok=True)
     variables = environment(folder, EPFSDP2_TEST_KILLED=str(folder / "killed"))
@@ -34,16 +34,20 @@ def _running(
             yield run
 
 
-def test_resilient_run_whose_rank_is_killed_in_an_update_equals_an_uninterrupted_run(folder, warmed_up):
+def _check_goes_on(
+    folder: Path, model: str, *extra: str, program: tuple[str, ...], saved_steps: tuple[int, ...]
+) -> None:
+    """A run whose rank is killed in the update of step 3 goes on from step 2 as a run that begins there."""
     before, broken, whole = leftovers(), folder / "broken", folder / "whole"
-    with _running(broken, warmed_up) as run:
+    with _running(broken, model, *extra, program=program) as run:
         run.wait()
     assert run.process.returncode == 0, run.text()[-3000:]
     assert (broken / "killed").exists() and "starts again from step 2" in run.text()
     assert run.living() == [] and unused(leftovers() - before) == set()
     saved = broken / "saved"
     assert (saved / "latest_checkpointed_iteration.txt").read_text() == "4"
-    for step in (1, 2, 3, 4):
+    assert sorted(path.name for path in saved.glob("global_step_*")) == [f"global_step_{step}" for step in saved_steps]
+    for step in saved_steps:
         verify_files(saved / f"global_step_{step}" / "actor")
     assert sorted(path.name for path in (saved / "resilient").iterdir()) == ["attempt-1.log", "attempt-2.log"]
 
@@ -51,10 +55,20 @@ def test_resilient_run_whose_rank_is_killed_in_an_update_equals_an_uninterrupted
     shutil.copytree(saved / "global_step_2", whole / "saved" / "global_step_2")
     (whole / "killed").touch()
     resumed = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={whole / 'saved' / 'global_step_2'}"]
-    with _running(whole, warmed_up, *resumed, program=()) as unbroken:
+    with _running(whole, model, *extra, *resumed, program=()) as unbroken:
         unbroken.wait()
     assert unbroken.process.returncode == 0, unbroken.text()[-3000:]
     check_equal_from(3, run, unbroken)
+
+
+def test_resilient_run_whose_rank_is_killed_in_an_update_equals_an_uninterrupted_run(folder, warmed_up):
+    _check_goes_on(folder, warmed_up, program=_PROGRAM, saved_steps=(1, 2, 3, 4))
+
+
+def test_replica_that_is_left_saves_the_step_before_that_in_which_the_other_one_is_killed(folder, warmed_up):
+    program = (*_PROGRAM[:-1], "--save-on-failure", "--")
+    replicas = ["engine.ep_size=1", "engine.fsdp_size=1", "trainer.save_freq=1000"]
+    _check_goes_on(folder / "replicas", warmed_up, *replicas, program=program, saved_steps=(2, 4))
 
 
 def test_resilient_run_at_sigterm_saves_the_step_before_it_ends(folder, warmed_up):

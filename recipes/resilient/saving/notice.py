@@ -12,7 +12,7 @@ from typing import Any
 
 from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 
-from .checkpoints import NOTICE
+from ..checkpoints import NOTICE
 
 __all__ = ["SaveOnNotice"]
 
@@ -31,9 +31,11 @@ class SaveOnNotice(CheckpointCallback):
 
     def _look(self) -> None:
         while not self._ended.wait(_LOOK_SECONDS):
-            if self._notice.exists():
-                self.config.trainer.save_freq = 1
-                return
+            self._tick()
+
+    def _tick(self) -> None:
+        if self._notice.exists():
+            self.config.trainer.save_freq = 1
 
     def stop(self) -> None:
         """End the watch."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..quickstart.failure import cause
 from ..quickstart.processes import Interrupted, ProcessTree
-from .checkpoints import NOTICE, Saved
+from .saving.checkpoints import NOTICE, Saved
 
 __all__ = ["Attempt", "Preemption"]
 

@@ -21,7 +21,6 @@ from rich.console import Console
 from ...engine.errors import SettingError
 from ..quickstart.processes import Interrupted, ProcessTree
 from .attempts import Attempt, Preemption
-from .checkpoints import Saved, latest, saved_steps
 from .cluster import (
     LostNodes,
     Node,
@@ -34,6 +33,7 @@ from .cluster import (
 )
 from .command import Command
 from .decisions import Failure, backoff_seconds, reason_to_give_up, report
+from .saving.checkpoints import Saved, latest, saved_steps
 from .saving.survivors import FOLDER, ask_trainer
 
 __all__ = ["check", "main", "parse"]

@@ -15,10 +15,10 @@ import pytest
 from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.recipes.resilient import cli, cluster
-from epfsdp2.recipes.resilient.checkpoints import latest
 from epfsdp2.recipes.resilient.command import Command
 from epfsdp2.recipes.resilient.decisions import Failure, backoff_seconds, reason_to_give_up, report
 from epfsdp2.recipes.resilient.mesh import divides, largest_mesh
+from epfsdp2.recipes.resilient.saving.checkpoints import latest
 from tests.support.models.tiny import save_qwen3_moe
 from tests.support.trainer.resilient import CONFIG, FAKE, TRAINER, Run, command_of, save_step
 

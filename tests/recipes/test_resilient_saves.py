@@ -7,7 +7,7 @@ import time
 import pytest
 
 from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST
-from epfsdp2.recipes.resilient.checkpoints import NOTICE, latest, saved_steps
+from epfsdp2.recipes.resilient.saving.checkpoints import NOTICE, latest, saved_steps
 from tests.support.trainer.resilient import command_of, save_step
 
 

@@ -1,1 +1,1 @@
-"""Save a run that is about to end: at SIGTERM, and after a failure by the ranks that are left."""
+"""Which checkpoints of a run are complete, and what saves one when it is about to end: at SIGTERM, after a failure."""

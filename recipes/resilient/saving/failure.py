@@ -15,7 +15,7 @@ import torch
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from ....engine.survivors.messages import read, tell
-from ..checkpoints import saved_steps
+from .checkpoints import saved_steps
 from .notice import SaveOnNotice
 from .survivors import ENDED, FOLDER, NOW, CantSaveError, save_step
 

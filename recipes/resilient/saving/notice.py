@@ -12,7 +12,7 @@ from typing import Any
 
 from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 
-from ..checkpoints import NOTICE
+from .checkpoints import NOTICE
 
 __all__ = ["SaveOnNotice"]
 

@@ -12,8 +12,8 @@ from transformers import AutoConfig
 from epfsdp2.engine.checkpoint import state as checkpoint
 from epfsdp2.engine.checkpoint.atomic_folder import verify_files
 from epfsdp2.engine.survivors.watch import Watch
-from epfsdp2.recipes.resilient.checkpoints import latest
 from epfsdp2.recipes.resilient.saving import survivors
+from epfsdp2.recipes.resilient.saving.checkpoints import latest
 from tests.support.engine.checkpoints import ALL, build_trainer, raise_full_disk, train_step
 from tests.support.engine.sharded import whole_tensors
 from tests.support.models.tiny import VOCAB, save_qwen3_moe

@@ -5,7 +5,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...engine.checkpoint.atomic_folder import MANIFEST, CheckpointError, verify_sizes
+from ....engine.checkpoint.atomic_folder import MANIFEST, CheckpointError, verify_sizes
 
 __all__ = ["NOTICE", "Saved", "latest", "saved_steps"]
 

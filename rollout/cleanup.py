@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
-__all__ = ["held_by", "remove_unused", "report_leftovers"]
+__all__ = ["held_by", "present", "remove_unused", "report_leftovers"]
 
 # verl's weight buckets, Python's unnamed segments (message queues), the CPU build's tensor-parallel collectives.
 SEGMENTS = ("/dev/shm/verl_weights_*", "/dev/shm/*-cpushm_*", "/dev/shm/psm_*")
@@ -28,9 +28,14 @@ _MINIMUM_AGE_SECONDS = 2.0
 logger = logging.getLogger("epfsdp2")
 
 
+def present() -> set[str]:
+    """Return the paths of this user's segments and sockets, whoever holds them."""
+    return set(_own((*SEGMENTS, *SOCKETS)))
+
+
 def held_by(processes: Iterable[int]) -> set[str]:
     """Return the paths of this user's segments and sockets that any of these processes has mapped, open or bound."""
-    return _used_files(f"/proc/{number}" for number in processes) & _own((*SEGMENTS, *SOCKETS)).keys()
+    return _used_files(f"/proc/{number}" for number in processes) & present()
 
 
 def remove_unused(paths: Iterable[str]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from ...rollout.cleanup import held_by, remove_unused
+from ...rollout.cleanup import held_by, present, remove_unused
 
 __all__ = ["Interrupted", "ProcessTree"]
 
@@ -28,7 +28,7 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Ray's own shutdown takes about two seconds; what has not gone by then is killed.
 _GRACE_SECONDS = 8.0
 _POLL_SECONDS = 0.3
-_LOOK_SECONDS = 5.0  # between two looks at which shared memory and sockets the processes have
+_LOOK_SECONDS = 5.0  # between two looks at what the processes hold, unless there is something new
 _libc = ctypes.CDLL(None)
 
 
@@ -61,6 +61,7 @@ class ProcessTree:
     def __enter__(self) -> "ProcessTree":
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._held: set[str] = set()
+        self._present: set[str] = set()
         self._looked = time.monotonic()
         self.folder = Path(tempfile.mkdtemp(prefix="epfsdp2-", dir="/tmp"))
         _on_signals(_interrupt)
@@ -96,7 +97,8 @@ class ProcessTree:
         try:
             while (status := process.poll()) is None:
                 on_tick()
-                if time.monotonic() - self._looked > _LOOK_SECONDS:
+                # What a sync uses is there for less than a second, and stays if its process is killed meanwhile.
+                if present() - self._held != self._present or time.monotonic() - self._looked > _LOOK_SECONDS:
                     self._look()
                 time.sleep(_POLL_SECONDS)
             on_tick()
@@ -107,7 +109,9 @@ class ProcessTree:
     def _look(self) -> None:
         """Note the shared memory and the sockets that the processes have."""
         self._looked = time.monotonic()
+        there = present()
         self._held |= held_by(process.pid for process in psutil.Process().children(recursive=True))
+        self._present = there - self._held
 
     def _end_descendants(self) -> None:
         """Terminate the children, whose own clean-up is the most orderly one, and kill all that remain.

@@ -82,7 +82,6 @@ if os.fork() == 0:
 _TREE_OF_ONE = """
 import os, pathlib, sys
 from epfsdp2.recipes.quickstart import processes
-processes._LOOK_SECONDS = 0.1
 mine, others = (pathlib.Path("/dev/shm") / name for name in sys.argv[2:4])
 with processes.ProcessTree() as tree:
     others.write_bytes(b"")

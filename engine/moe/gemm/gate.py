@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional
 
 __all__ = ["Gate", "activate", "activate_backward", "gate_of"]
 
-_BLOCK, _LARGE_BLOCK = 2**18, 2**25  # elements of a pre-activation that are computed at once on a CPU, and elsewhere
+_BLOCK, _LARGE_BLOCK = 2**17, 2**25  # elements of a pre-activation that are computed at once on a CPU, and elsewhere
 
 
 class Gate(NamedTuple):
@@ -26,35 +27,39 @@ class Gate(NamedTuple):
     is_interleaved: bool
 
     def __call__(self, pre: torch.Tensor) -> torch.Tensor:
-        g, u, sigmoid = self._factors(*self.halves(pre))
-        return g * sigmoid * u
+        z, u = self._inputs(*self.halves(pre))
+        return self._gated(z) * u
 
     def halves(self, pre: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return views of the gates and of the ups."""
         inner = pre.shape[-1] // 2
         return (pre[..., ::2], pre[..., 1::2]) if self.is_interleaved else (pre[..., :inner], pre[..., inner:])
 
-    def _factors(self, g: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _inputs(self, g: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``alpha * g`` and ``u + beta``, both limited."""
         if self.limit < math.inf:
             g, u = g.clamp(max=self.limit), u.clamp(-self.limit, self.limit)
-        return g, u + self.beta if self.beta else u, torch.sigmoid(self.alpha * g if self.alpha != 1 else g)
+        return self.alpha * g if self.alpha != 1 else g, u + self.beta if self.beta else u
+
+    def _gated(self, z: torch.Tensor) -> torch.Tensor:
+        gated = functional.silu(z)
+        return gated / self.alpha if self.alpha != 1 else gated
 
     def backward(
         self, pre: torch.Tensor, grad: torch.Tensor, scale: torch.Tensor | None, grad_pre: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Write the gradient of ``pre``; return the activation times ``scale``, and the gradient of ``scale``."""
         halves, (to_g, to_u) = self.halves(pre), self.halves(grad_pre)
-        g, u, sigmoid = self._factors(*halves)
-        gated = g * sigmoid
+        z, u = self._inputs(*halves)
+        gated = self._gated(z)
         act, grad_scale = gated * u, None
         if scale is not None:
             scale = scale.unsqueeze(-1)
             grad_scale = (grad * act).sum(-1)
             grad, act = grad * scale, act.mul_(scale)
         torch.mul(grad, gated, out=to_u)
-        slope = gated.addcmul_(gated, sigmoid, value=-1)  # of gated: s + alpha * g * s * (1 - s)
-        slope = slope.mul_(self.alpha).add_(sigmoid) if self.alpha != 1 else slope.add_(sigmoid)
-        torch.mul(slope.mul_(u), grad, out=to_g)
+        # The gradient of gated to g is that of silu(z) to z.
+        torch.ops.aten.silu_backward.grad_input(grad * u, z, grad_input=to_g)
         if self.limit < math.inf:
             to_g.masked_fill_(halves[0] > self.limit, 0)
             to_u.masked_fill_(halves[1].abs() > self.limit, 0)

@@ -222,7 +222,7 @@ def write(rows: Sequence[Row], repeats: int) -> None:
         f"policy's loss has entropies and {PER_RANK} sequences a rank of different lengths; `{TEXT}` is the plain",
         "loss on sequences of one length. Peak: what an update allocates besides weights and optimizer, on the rank",
         "where it is most. Wire: what all ranks together receive. Gradient error: the largest of a parameter's,",
-        "relative, against the plain model in one process.",
+        "relative, against the plain model in one process. This engine's last layer is not recomputed.",
         "",
         f"Bounds: {FULL_EP_SPEEDUP} x with `ep` over all ranks, nowhere below {LEAST_SPEEDUP} x.",
     ]

@@ -18,6 +18,7 @@ from tests.support.engine.checkpoints import ALL, build_trainer, raise_full_disk
 from tests.support.engine.sharded import whole_tensors
 from tests.support.models.tiny import VOCAB, save_qwen3_moe
 from tests.support.ranks import run_ranks
+from tests.support.trainer.ppo import ppo_worker
 
 WORLD, EP, FSDP = 4, 2, 2  # two replicas of two ranks
 
@@ -119,6 +120,25 @@ def _not_saved(folder, root):
 def test_ranks_that_lack_a_shard_of_the_step_save_nothing(tmp_path):
     run_ranks(_not_saved, WORLD, save_qwen3_moe(tmp_path / "model"), tmp_path / "run")
     assert not list((tmp_path / "run").glob("global_step_*"))
+
+
+def _engine_counts_updates(folder, root):
+    worker = ppo_worker(folder, 2, survivors_folder=str(root / survivors.FOLDER))
+    engine = worker.engine
+    watch = engine._survivors
+    assert watch._updates == 0
+    engine.optimizer.step()
+    assert watch._updates is None
+    engine.lr_scheduler_step()
+    assert watch._updates == 1
+    worker.save_checkpoint(str(root / "saved"), global_step=1)
+    worker.load_checkpoint(str(root / "saved"))
+    assert watch._updates == 0
+    assert ppo_worker(folder, 2).engine._survivors is None
+
+
+def test_engine_that_is_told_of_a_folder_counts_its_updates_from_the_last_load(tmp_path):
+    run_ranks(_engine_counts_updates, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "run")
 
 
 def _disk_is_full(folder, root):

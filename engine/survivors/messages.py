@@ -1,9 +1,9 @@
 """What the trainer's process and its ranks tell each other after a failure: JSON files in a folder that all see.
 
-    ask.json                      from the trainer: how many updates each role has made in its last complete step
-    <ask>-<role>-<rank>.json      from a rank: how many its state has, or None in the middle of an optimizer's step
-    write.json                    from the trainer: which ranks of a role are to write, and where
-    <ask>-<role>-<rank>-w.json    from such a rank: the files that it has written, or its error
+    ask.json                      from the trainer: the id of a question
+    <id>-<role>-<rank>.json       from a rank: how many updates its state has had; None once an optimizer steps again
+    write.json                    from the trainer: which ranks of a role are to write, where, and after which update
+    <id>-<role>-<rank>-w.json     from such a rank: the files that it has written, or its error
 
 Ranks may be in the middle of a collective that never ends, so a thread of each reads and writes these.
 """

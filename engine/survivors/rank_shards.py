@@ -44,7 +44,8 @@ def write_rank(
     tensors = {name: tensor for name, tensor in snapshot.tensors.items() if _writes(position, tensor)}
     if tensors:
         writer = ShardWriter(str(own / SHARDS), number=rank + 1)
-        with warnings.catch_warnings(category=UserWarning, action="ignore"):  # that one process saves
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that one process saves
             dcp.save(chunked(tensors), storage_writer=writer, no_dist=True)
     if snapshot.random:
         save_file(snapshot.random, own / RNG / f"{rank:05d}.safetensors")

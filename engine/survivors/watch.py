@@ -99,7 +99,7 @@ class Watch:
         task = read(self._folder, WRITE)
         if task is None or task["id"] != ask["id"] or self._written == ask["id"]:
             return
-        if rank in task["writers"][self._role]:
+        if rank in task["writers"].get(self._role, ()):
             self._written = ask["id"]
             tell(self._folder, answer_name(ask["id"], self._role, rank, has_written=True), self._write(task))
 

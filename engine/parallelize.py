@@ -121,8 +121,8 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
     if options.compile_dense:
         compile_dense_parts(layers, experts_modules)
     most_experts = max((info.num_experts for info in experts), default=0)
-    last = model.get_submodule(decoder_layers(model)[-1])
-    recomputed = [layer for layer in layers if layer is not last]
+    last = decoder_layers(model)[-1:]
+    recomputed = [model.get_submodule(fqn) for fqn in layer_names(model) if fqn not in last]
     checkpoint_layers(recomputed, experts_modules, most_experts, options.checkpointing, options.activation_offload)
 
     # 5. Wrap each unit of the plan.

@@ -45,7 +45,7 @@ def _gathers_run_ahead(folder, options, depth):
         for name in ahead:
             assert forward.index(("gather", name)) < forward.index(("forward", f"experts {i}")), (i, name)
         ahead = [f"layers.{j}{part}" for j in range(max(i - depth, 0), i) for part in ("", ".experts")]
-        start = ("recompute" if recomputes else "backward", f"experts {i}")
+        start = ("recompute" if recomputes and i < LAYERS - 1 else "backward", f"experts {i}")
         for name in ahead:
             assert backward.index(("gather", name)) < backward.index(start), (i, name)
     # Not further ahead than asked for: that is memory.

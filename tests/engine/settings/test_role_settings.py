@@ -360,7 +360,13 @@ WRONG = st.one_of(
         max_size=2,
     ),
 )
-_OF_SEVERAL_TYPES = ("expert_plan", "mixed_precision", "reshard_experts_after_forward", "expert_shard_dim")
+_OF_SEVERAL_TYPES = (
+    "expert_plan",
+    "expert_shard_dim",
+    "mixed_precision",
+    "reshard_experts_after_forward",
+    "survivors_folder",
+)
 PROPERTY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 

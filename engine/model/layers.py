@@ -23,6 +23,8 @@ def layer_names(model: nn.Module) -> list[str]:
 
 def decoder_layers(model: Any) -> list[str]:
     """Return the FQNs of the layers that tokens pass: those of no vision or audio tower, whose config is another."""
+    if not isinstance(model, PreTrainedModel):
+        return layer_names(model)
     own = {type(model.config), type(model.config.get_text_config())}
     towers = [fqn for fqn, m in model.named_modules() if isinstance(m, PreTrainedModel) and type(m.config) not in own]
     return [layer for layer in layer_names(model) if not any(layer.startswith(f"{tower}.") for tower in towers)]

@@ -82,8 +82,8 @@ class RolloutSync:
         buffers = persistent_buffers(model)
         self.dtypes |= {name: buffer.dtype for name, buffer in buffers.items()}
         self._buffers = list(buffers)
-        self._quantised = [name for name in stored if is_quantised(name)]
         self.heads = Heads.of(model.config)
+        self._quantised = [name for name in stored if is_quantised(self.heads.family, name)]
         self._exchanges: dict[tuple[SyncMode, Rollout, int], Exchange] = {}
         self._slices: dict[tuple[SyncMode, Rollout, int], dict[str, list[TargetSlice]]] = {}
         self._indices: dict[tuple[SyncMode, Rollout, int], dict[tuple[str, IndexRange], list[NamedIndex]]] = {}

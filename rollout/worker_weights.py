@@ -130,7 +130,8 @@ class WorkerWeights:
         """Yield the scales of what the worker keeps of a tensor, before the first of its blocks."""
         if quantised is None or (scales := quantised.scales.pop(tensor.name, None)) is None:
             return
-        for part in slices_of_scales(tensor, self._slices_of(tensor), self._rollout):
+        family = self._sync.heads.family
+        for part in slices_of_scales(tensor, self._slices_of(tensor), self._rollout, family):
             yield slice_name(part.parameter, part.at), scales[part.block.slices]
 
     @property

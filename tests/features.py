@@ -254,7 +254,7 @@ FEATURES = (
     ),
     Feature(
         "[rollouts in FP8](weight_sync.md#rollouts-in-fp8)",
-        "`rollout.quantization=fp8`: slices of ten families are quantised where they are, with the bits of vLLM's own "
+        "`rollout.quantization=fp8`: slices of 32 families are quantised where they are, with the bits of vLLM's own "
         "quantisation, and the trainer may compute with them (`engine.rollout_quantization_aware`); full tensors for "
         "other families; slices in FP8 and INT8 by rows, as compressed-tensors makes them",
         "workers apart from the trainer; tensor-parallel sizes that cut a block of 128 x 128; other kinds of "

@@ -30,7 +30,7 @@ def compute_as_rollout(model: Any, which: Literal[True, "experts"]) -> None:
         rule = f"which weights of a {family} vLLM quantises is not known (known: {known})."
         setting = "engine.rollout_quantization_aware"
         raise SettingError(setting, which, rule, f"{setting}=False")
-    names = [name for name, _ in model.named_parameters() if is_quantised(name)]
+    names = [name for name, _ in model.named_parameters() if is_quantised(family, name)]
     if which == "experts":
         names = [name for name in names if is_experts(name)]
     after_gather(model, names, functools.partial(round_in_place, block=BLOCK))

@@ -214,7 +214,7 @@ def _check_plan(
 
     def slices_of(tensor: TensorSpec, worker: int) -> list[TargetSlice]:
         slices = target_slices(tensor, placement, worker % placement.workers, heads, kind)
-        slices_of_scales(tensor, slices, placement)
+        slices_of_scales(tensor, slices, placement, heads.family)
         return slices
 
     topology = Topology.arrange(n_gpus, engine.ep_size, engine.fsdp_size, engine.etp_size)

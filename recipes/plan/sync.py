@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shard_dim = options.expert_shard_dim if options.expert_shard_dim == "auto" else int(options.expert_shard_dim)
         itemsize: dict[str, int] | int = _ITEMSIZE.get(options.dtype, 2)
         if scheme is not None:
-            itemsize = {name: 1 for name, _ in model.named_parameters() if is_quantised(name)}
+            itemsize = {name: 1 for name, _ in model.named_parameters() if is_quantised(config.model_type, name)}
         tensors = tensors_before_sharding(model, topology, shard_dim, itemsize=itemsize)
         check_experts_divide(
             [t.shape[0] for t in tensors if t.cuts and t.cuts[0].axis == "ep"], topology, options.model
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(f"Which weights of a {family} vLLM quantises is not known here (only {known}).", style="red")
             return 1
         modes = ("sliced",)
-        scales = sum(scheme.sharing(IndexRange.of(t.shape)).numel for t in tensors if is_quantised(t.name))
+        scales = sum(scheme.sharing(IndexRange.of(t.shape)).numel for t in tensors if is_quantised(family, t.name))
         console.print(f"Besides, {4 * scales / _GB:.3f} GB of scales are reduced over all ranks.")
     table = Table(*_COLUMNS)
     for mode in modes:

@@ -64,7 +64,7 @@ def planned_layout(tensors: Iterable[TensorSpec], rollout: Rollout, worker: int,
     first: dict[str, int] = {}
     for tensor in tensors:
         slices = target_slices(tensor, rollout, worker, heads)
-        slices += slices_of_scales(tensor, slices, rollout)
+        slices += slices_of_scales(tensor, slices, rollout, heads.family)
         for part in slices:
             placed.setdefault(part.parameter, []).append(part)
             if has_known_rows(tensor.name):

@@ -99,9 +99,9 @@ def target_slices(
     return family.renamed_slices(whole)
 
 
-def is_quantised(name: str) -> bool:
+def is_quantised(family: str, name: str) -> bool:
     """Tell whether vLLM holds this weight of ``FP8_FAMILIES`` in FP8 or INT8 where it is asked to: experts, linears."""
-    return _QUANTISED.search(name) is not None
+    return family in FP8_FAMILIES and FP8_FAMILIES[family].search(name) is not None
 
 
 def is_experts(name: str) -> bool:
@@ -140,13 +140,15 @@ def channel_slices(slices: Iterable[TargetSlice]) -> list[TargetSlice]:
     return found
 
 
-def slices_of_scales(tensor: TensorSpec, slices: Iterable[TargetSlice], rollout: Rollout) -> list[TargetSlice]:
+def slices_of_scales(
+    tensor: TensorSpec, slices: Iterable[TargetSlice], rollout: Rollout, family: str
+) -> list[TargetSlice]:
     """Return where the scales of a weight's slices go in a worker; none where its values have none.
 
     Raises:
         ValueError: a slice begins or ends inside of a block (``scale_slices``).
     """
-    if not rollout.is_quantised or not is_quantised(tensor.name):
+    if not rollout.is_quantised or not is_quantised(family, tensor.name):
         return []
     return scale_slices(tensor, slices, rollout.block) if rollout.block else channel_slices(slices)
 
@@ -164,7 +166,6 @@ def loads_own_experts(family: str) -> bool:
 _EXPERTS = re.compile(r"\.experts\.(?:gate_up|up|down)_proj(?:_bias)?$")
 _TOWER = ("model.visual.", "model.vision_tower.", "model.embed_vision.", "vision_model.", "multi_modal_projector.")
 _VOCABULARY = re.compile(r"(?:^|\.)(embed_tokens|wte|lm_head|(?<=^model\.)embeddings)\.(?:weight|bias)$")
-_QUANTISED = re.compile(r"\.layers\.\d+\.(?:.*\.experts\.(?:gate_up|down)_proj|.*_proj(?:_with_mqa)?\.weight)$")
 _RULES: NamedRules = (
     *named_rules(
         (r"\.experts\.(gate_up_proj)", rules.gate_up_experts),
@@ -324,11 +325,33 @@ _BEFORE_0_27 = {
 }
 NOT_SPREAD_IN_VLLM = frozenset({"dbrx"})
 """Families whose loader in vLLM puts all experts into each worker, so that expert parallelism can't be."""
-# Families whose layers have no other matrices in FP8 than ``is_quantised`` says; read in vLLM's models. The names that
-# a worker has are compared before the first sync.
-FP8_FAMILIES = frozenset(
-    ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "glm4_moe", "dots1", "deepseek_v3", "qwen3", "qwen2", "llama")
+
+
+def _quantised(*also: str, but: str = "") -> re.Pattern[str]:
+    """Match the experts and linears of a layer, with names that few families have, ``but`` for some of them."""
+    names = "|".join((r"experts\.(?:gate_up|down)_proj", r"\w+_proj(?:_with_mqa)?\.weight", *also))
+    apart = f"(?!.*{but})" if but else ""
+    return re.compile(rf"\.layers\.\d+\.{apart}(?:.*\.)?(?:{names})$")
+
+
+_PLAIN_FP8 = (
+    *("afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "gemma3_text"),
+    *("gemma4_text", "glm4_moe", "glm4_moe_lite", "hunyuan_v1_moe", "hy_v3", "laguna", "llama", "minimax_m2"),
+    *("mistral", "mixtral", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "solar_open"),
 )
+_GRANITE_FP8 = _quantised(r"(?:input|output)_linear\.weight")
+# The weights that vLLM quantises, of families in which they were compared. Left out: those whose experts it holds
+# transposed (gpt_oss, llama4), those with a vision tower, nemotron_h, whose experts the CPU build lacks, those whose
+# router verl has it quantise (lfm2_moe, phimoe), and dbrx, whose experts are quantised in one kind and not in another.
+# The names that a worker has are compared before the first sync.
+FP8_FAMILIES: dict[str, re.Pattern[str]] = {
+    **dict.fromkeys(_PLAIN_FP8, _quantised()),
+    "flex_olmo": _quantised(but=r"experts\."),
+    "glm_moe_dsa": _quantised(r"indexer\.wq_b\.weight", but=r"indexer\.weights_proj"),
+    **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared"), _GRANITE_FP8),
+    "jamba": _quantised(but=r"mamba\."),
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_next"), _quantised(r"linear_attn\.in_proj_\w+\.weight")),
+}
 # The vLLM releases that have the layout above, for families where not all do. vLLM 0.29 dropped its own model of
 # hunyuan_v1_moe and runs transformers' instead. vLLM 0.24 can load neither a gpt_oss that is not quantised, nor
 # granitemoeshared, nor Laguna's correction bias, nor a Qwen3.5 without its vision tower, and its CPU build can't run

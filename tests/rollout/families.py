@@ -13,7 +13,7 @@ from tests.rollout.served_families import SERVED
 from tests.support.models.dbrx import plain_dbrx
 from tests.support.models.tiny import publish, save_random
 
-__all__ = ["DENSE", "FAMILIES", "Family", "config_of", "known", "model_on_meta", "save"]
+__all__ = ["DENSE", "FAMILIES", "Family", "config_of", "known", "model_of", "model_on_meta", "save"]
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,13 @@ def known(family: str) -> bool:
 def model_on_meta(config: Any) -> Any:
     """Build the trainer's model on meta."""
     with torch.device("meta"):
-        model = _auto_class(config).from_config(config)
-        prepare(model)
+        return model_of(config)
+
+
+def model_of(config: Any) -> Any:
+    """Build the trainer's model."""
+    model = _plain(config)
+    prepare(model)
     return model
 
 

@@ -35,7 +35,7 @@ def _rounded(weight):
 
 
 def _rounded_names(model, which):
-    names = [name for name, _ in model.named_parameters() if is_quantised(name)]
+    names = [name for name, _ in model.named_parameters() if is_quantised(model.config.model_type, name)]
     return {name for name in names if which is True or is_experts(name)}
 
 

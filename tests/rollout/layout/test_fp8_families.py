@@ -1,7 +1,8 @@
-"""Where vLLM's own loaders put values and scales of every family that is sent them in FP8 or INT8, on two workers."""
+"""Which weights vLLM quantises, and where its own loaders put values and scales, of every family that is sent them."""
 
 import os
 import re
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -23,7 +24,7 @@ from epfsdp2.rollout.layout.vllm_layout import (
     slices_of_scales,
     target_slices,
 )
-from tests.rollout.families import config_of
+from tests.rollout.families import config_of, model_of
 from tests.rollout.served_families import SERVED, randomise
 from tests.support.models.quantised import COMPRESSED, compressed
 from tests.support.ranks import run_ranks
@@ -43,6 +44,7 @@ _LATENT = {
     "qk_nope_head_dim": 64,
     "v_head_dim": 64,
 }
+# Families whose loaders take a checkpoint with scales.
 CASES = {
     "qwen3_moe": {**_EXPERTS, "num_experts": 4},
     "qwen2_moe": {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 256},
@@ -57,6 +59,44 @@ CASES = {
     "llama": {"intermediate_size": 512},
 }
 
+# Families that are compared with vLLM's parameters in bfloat16, which are then quantised by vLLM's function.
+OTHERS = {
+    "afmoe": {**_EXPERTS, "num_experts": 4},
+    "cohere2_moe": {"intermediate_size": 256, "num_experts": 4},
+    "deepseek_v2": {**_EXPERTS, **_LATENT},
+    "ernie4_5_moe": {**_EXPERTS, "moe_num_experts": 4},
+    "exaone_moe": {**_EXPERTS, "num_experts": 4},
+    "flex_olmo": {"intermediate_size": 256, "num_experts": 4},
+    "gemma3": {"intermediate_size": 512},
+    "gemma4": {**_EXPERTS, "num_experts": 4, "global_head_dim": 64, "num_global_key_value_heads": 4},
+    "glm4_moe_lite": {**_EXPERTS, **_LATENT},
+    "glm_moe_dsa": {**_EXPERTS, **_LATENT},
+    "granitemoe": {"intermediate_size": 256, "num_local_experts": 4},
+    "granitemoeshared": {"intermediate_size": 256, "num_local_experts": 4, "shared_intermediate_size": 256},
+    "granitemoehybrid": {
+        "intermediate_size": 256,
+        "num_local_experts": 4,
+        "shared_intermediate_size": 256,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+        "mamba_n_groups": 2,
+    },
+    "hunyuan_v1_moe": {"intermediate_size": 256, "moe_intermediate_size": [256, 256], "num_experts": 4},
+    "hy_v3": {**_EXPERTS, "num_experts": 4, "expert_hidden_dim": 256},
+    "jamba": {"intermediate_size": 256, "num_experts": 4},
+    "laguna": {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 256},
+    "minimax_m2": {"intermediate_size": 256, "num_local_experts": 4},
+    "mistral": {"intermediate_size": 512},
+    "qwen3_5_moe": {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 256},
+    "qwen3_next": {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 256},
+    "solar_open": _EXPERTS,
+}
+
+# Two workers would cut blocks of a projection with a row for each head, and vLLM refuses that.
+_WHOLE_BLOCKS = {"granitemoehybrid", "laguna", "qwen3_next"}
+# Two such projections are one parameter, which blocks cut on one worker too.
+_WITHOUT_BLOCKS = {"qwen3_5_moe"}
 
 # How the workers hold weights, by the name of a kind.
 KINDS = {"blocks": {"block": BLOCK}, "fp8": {"channels": "fp8"}, "int8": {"channels": "int8"}}
@@ -75,7 +115,7 @@ def _quantised(weight, kind):
 
 
 def _theirs(model, folder, kind):
-    """vLLM's model as it is asked for in FP8 or INT8, without its kernels, which not every processor has."""
+    """vLLM's model as it is asked for in FP8 or INT8, without its kernels, which not every processor has; or plain."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
     from vllm.engine.arg_utils import EngineArgs
@@ -95,7 +135,8 @@ def _theirs(model, folder, kind):
     gates = [f"model.layers.{layer}.mlp.gate" for layer in range(model.config.num_hidden_layers)]
     blocks = {"activation_scheme": "dynamic", "quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
     blocks |= {"fmt": "e4m3", "ignored_layers": gates}
-    model.config.quantization_config = blocks if kind == "blocks" else COMPRESSED[kind]
+    if kind:
+        model.config.quantization_config = blocks if kind == "blocks" else COMPRESSED[kind]
     model.config.save_pretrained(folder)
     world = dist.get_world_size()
     asked = EngineArgs(
@@ -138,22 +179,38 @@ def _loaded(theirs, model, kind):
     return {n: p for n, p in held.items() if p.dtype in (torch.float8_e4m3fn, torch.int8) or _SCALE.search(n)}
 
 
+def _quantised_parameters(theirs, plain, model, kind):
+    """What vLLM's function makes of the parameters that its loaders fill in bfloat16, where it has them quantised."""
+    plain.load_weights(iter(hf_names.as_checkpoint(model, ((n, p.detach()) for n, p in model.named_parameters()))))
+    loaded = {name: param.detach().bfloat16() for name, param in plain.named_parameters()}
+    held = {}
+    for name, param in theirs.named_parameters():
+        if param.dtype not in (torch.float8_e4m3fn, torch.int8):
+            continue
+        values, scales = _quantised(loaded[name], kind)
+        suffix = "_scale_inv" if kind == "blocks" else "_scale"
+        assert values.shape == param.shape and f"{name}{suffix}" in dict(theirs.named_parameters()), name
+        name = name.replace(".routed_experts", "")
+        held |= {name: values, f"{name}{suffix}": scales}
+    return held
+
+
 # What checkpoints have in bfloat16: what their config names, and what vLLM does not quantise.
 _STAYS = re.compile(r"embed_tokens|lm_head|gate\.weight$")
 _SCALE = re.compile(r"weight_scale(?:_inv)?$")
 
 
 def _planned(model, rank, world, held, kind):
-    """The same parameters from what the trainer sends."""
+    """The same parameters from what the trainer sends; raises if it does not send one."""
     heads, rollout = Heads.of(model.config), Rollout(world, **KINDS[kind])
     found = {name: torch.zeros_like(param) for name, param in held.items()}
     for name, weight in model.named_parameters():
-        if not is_quantised(name):
+        if not is_quantised(heads.family, name):
             continue
         tensor = TensorSpec(name, tuple(weight.shape), 1)
         slices = target_slices(tensor, rollout, rank, heads)
         values, scales = _quantised(weight.detach(), kind)
-        for parts, whole in ((slices, values), (slices_of_scales(tensor, slices, rollout), scales)):
+        for parts, whole in ((slices, values), (slices_of_scales(tensor, slices, rollout, heads.family), scales)):
             for part in parts:
                 own = whole[part.block.slices]
                 found[part.parameter][block_at(part.at, own)] = own
@@ -167,16 +224,19 @@ def _planned(model, rank, world, held, kind):
 def _compare(folder, families, kind):
     os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     os.environ["VLLM_DIST_IDENT"] = segments_identity(folder)
-    from transformers import AutoModelForCausalLM
 
     rank, world = dist.get_rank(), dist.get_world_size()
     wrong = []
     for family in families:
-        with mock.patch.dict(os.environ, SERVED[family].environment):
-            model = AutoModelForCausalLM.from_config(config_of(family, **_SIZES, **CASES[family]))
+        stubs = SERVED[family].environment.get("PYTHONPATH")
+        with mock.patch.dict(os.environ, SERVED[family].environment), mock.patch.object(sys, "path", sys.path[:]):
+            sys.path += [stubs] if stubs else []
+            model = model_of(config_of(family, **{**_SIZES, **(CASES | OTHERS)[family]}))
             randomise(model, 1)
             model.bfloat16().requires_grad_(False)
-            held = _loaded(_theirs(model, Path(folder) / f"{family}-{rank}", kind), model, kind)
+            plain = _theirs(model, Path(folder) / f"{family}-{rank}-plain", "") if family in OTHERS else None
+            theirs = _theirs(model, Path(folder) / f"{family}-{rank}", kind)
+            held = _quantised_parameters(theirs, plain, model, kind) if plain else _loaded(theirs, model, kind)
             planned = _planned(model, rank, world, held, kind)
         wrong += [
             (family, name)
@@ -187,16 +247,33 @@ def _compare(folder, families, kind):
     assert not wrong, wrong[:10]
 
 
-def _families():
-    assert {config_of(family).model_type for family in CASES} == FP8_FAMILIES
-    return [family for family in CASES if config_of(family).model_type in known_families()]
+def _known(families):
+    return [family for family in families if config_of(family).model_type in known_families()]
+
+
+def test_families_in_fp8_are_compared():
+    assert {config_of(family).model_type for family in (*CASES, *OTHERS)} == FP8_FAMILIES.keys()
 
 
 def test_fp8_slices_of_every_family_are_where_vllms_loaders_put_them(tmp_path):
-    run_ranks(_compare, 2, str(tmp_path), _families(), "blocks", timeout=600)
+    run_ranks(_compare, 2, str(tmp_path), _known(CASES), "blocks", timeout=600)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 def test_slices_with_scales_of_rows_of_every_family_are_where_vllms_loaders_put_them(tmp_path, kind):
-    run_ranks(_compare, 2, str(tmp_path), _families(), kind, timeout=600)
+    run_ranks(_compare, 2, str(tmp_path), _known(CASES), kind, timeout=600)
+
+
+@pytest.mark.long
+def test_fp8_slices_of_other_families_are_as_vllm_quantises_its_parameters(tmp_path):
+    cut = OTHERS.keys() - _WHOLE_BLOCKS - _WITHOUT_BLOCKS
+    run_ranks(_compare, 2, str(tmp_path), _known(sorted(cut)), "blocks", timeout=600)
+    run_ranks(_compare, 1, str(tmp_path), _known(sorted(_WHOLE_BLOCKS)), "blocks", timeout=600)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_slices_with_scales_of_rows_of_other_families_are_as_vllm_quantises_its_parameters(tmp_path, kind):
+    # On one worker: of a row that is cut, a worker's parameter has not the whole.
+    run_ranks(_compare, 1, str(tmp_path), _known(OTHERS), kind, timeout=600)

@@ -76,9 +76,9 @@ def _expected(folder: Path, rollout: Rollout, worker: int, quantise: Quantise) -
         tensor, weight = TensorSpec(name, tuple(weight.shape), 1), weight.detach().bfloat16()
         slices = target_slices(tensor, rollout, worker, heads)
         kinds = [(slices, weight)]
-        if is_quantised(name):
+        if is_quantised(heads.family, name):
             values, scales = quantise(weight)
-            kinds = [(slices, values), (slices_of_scales(tensor, slices, rollout), scales)]
+            kinds = [(slices, values), (slices_of_scales(tensor, slices, rollout, heads.family), scales)]
         for parts, whole in kinds:
             for part in parts:
                 found.setdefault(part.parameter, []).append((part.at, whole[part.block.slices]))

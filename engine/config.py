@@ -22,6 +22,7 @@ from .declared.engine_settings import EngineSettings
 from .errors import SettingError
 from .preflight.model_facts import check_model_path
 from .preflight.rollout import report_leftovers
+from .preflight.rounding import rows_held_in
 from .preflight.run import check_run, check_training
 from .settings.roles import (
     ROLES,
@@ -83,6 +84,8 @@ class EPFSDP2EngineConfig(EngineSettings, EngineConfig):
     _longest_sequence: int = 0
     # Name of the actor's rollout, whose loader decides under which names weights are sent.
     _rollout: str = "vllm"
+    # What it holds weights in where each row has a scale, so that they are rounded so.
+    _rollout_channels: str = ""
     # Whether several roles have these settings, and the driver has seen which of their models have experts.
     _of_a_role: bool = False
 
@@ -153,8 +156,9 @@ class EPFSDP2ActorConfig(ActorConfig):
     def __post_init__(self):
         super().__post_init__()
         # A config of its own: verl writes batch sizes into it.
-        rollout = self.rollout.get("name") or "vllm"
-        self.engine = replace(self.engine, forward_only=self.forward_only, _of_a_role=True, _rollout=rollout)
+        rollout, channels = self.rollout.get("name") or "vllm", rows_held_in(self.rollout)
+        role = {"forward_only": self.forward_only, "_of_a_role": True}
+        self.engine = replace(self.engine, **role, _rollout=rollout, _rollout_channels=channels)
         lengths = [self.rollout.get(f"max_{part}_length") for part in ("prompt", "response")]
         if all(lengths):
             sequences = self.ppo_mini_batch_size * self.rollout_n
@@ -186,7 +190,7 @@ class EPFSDP2ActorConfig(ActorConfig):
         if self.reference is not None:
             # What is given for the reference policy alone; all else is the actor's, and was looked at.
             with _on_the_driver(self.reference.names):
-                engine = _engine(self.reference.values)
+                engine = replace(_engine(self.reference.values), _rollout_channels=self.engine._rollout_channels)
                 if self.reference.names:
                     check_training(engine, n_gpus, model_config or {}, device=get_device_name())
         report_leftovers()

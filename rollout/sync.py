@@ -28,8 +28,7 @@ from .layout.sync_mode import choose_mode
 from .layout.trainer_tensors import sharded_tensor_specs
 from .layout.transfer_plan import Targets, make_transfer_plan, round_bytes
 from .layout.vllm_layout import Heads, Rollout, SyncMode, TargetSlice, TensorSpec, is_quantised, target_slices
-from .quantise.channels import CHANNEL_DTYPES
-from .quantise.schemes import Blocks, Channels, Scheme
+from .quantise.schemes import scheme_of
 from .quantise.shards import QuantisedShards
 from .transport import full_gather
 from .transport.exchange import Exchange
@@ -204,7 +203,7 @@ class RolloutSync:
 
     def dtypes_for(self, rollout: Rollout) -> Mapping[str, torch.dtype]:
         """Return the dtype in which each tensor is sent in slices to such a rollout."""
-        return self._with(_scheme_of(rollout).dtype) if rollout.is_quantised else self.dtypes
+        return self._with(scheme_of(rollout.block, rollout.channels).dtype) if rollout.is_quantised else self.dtypes
 
     def _with(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         return {**self.dtypes, **dict.fromkeys(self._quantised, dtype)}
@@ -212,7 +211,8 @@ class RolloutSync:
     def quantised(self, rollout: Rollout, values: LocalValues) -> QuantisedShards:
         """Return this rank's values with the weights quantised that such a rollout holds so; collective."""
         params = {name: self.model.get_parameter(name) for name in self._quantised}
-        return QuantisedShards(params, values, _scheme_of(rollout), self.meshes.dense.device_type)
+        scheme = scheme_of(rollout.block, rollout.channels)
+        return QuantisedShards(params, values, scheme, self.meshes.dense.device_type)
 
     def missing_bytes(self, adapters: bool = False) -> int:
         """Return the bytes, as they are sent, of all weights or adapters that this rank does not hold."""
@@ -280,10 +280,6 @@ class RolloutSync:
             device = self.meshes.dense.device_type
             self._exchanges[key] = Exchange(plan, self.slices_of(*key), dist.get_rank(), device)
         return self._exchanges[key]
-
-
-def _scheme_of(rollout: Rollout) -> Scheme:
-    return Blocks(rollout.block) if rollout.block else Channels(CHANNEL_DTYPES[rollout.channels])
 
 
 class RolloutWeights:

@@ -277,7 +277,7 @@ class BuildsModel:
         config = self.engine_config
         self.layer_names = layer_names(module)
         if config.rollout_quantization_aware:
-            compute_as_rollout(module, config.rollout_quantization_aware)
+            compute_as_rollout(module, config.rollout_quantization_aware, config._rollout_channels)
         self.rollout_sync = RolloutSync(
             module,
             self.meshes,

@@ -1,25 +1,26 @@
-"""Training with the weights that a rollout in FP8 computes with (``engine.rollout_quantization_aware``)."""
+"""Training with the weights that a rollout in FP8 or INT8 computes with (``engine.rollout_quantization_aware``)."""
 
-import functools
 from typing import Any, Literal
 
 from ...rollout.layout.rollout_config import BLOCK
+from ...rollout.layout.specs import Channels
 from ...rollout.layout.vllm_layout import FP8_FAMILIES, is_experts, is_quantised
-from ...rollout.quantise.blocks import round_in_place
+from ...rollout.quantise.schemes import scheme_of
 from ..errors import SettingError
 from ..fsdp.after_gather import after_gather
 
 __all__ = ["compute_as_rollout"]
 
 
-def compute_as_rollout(model: Any, which: Literal[True, "experts"]) -> None:
-    """Have a sharded model compute with its weights rounded as they are sent to a rollout in FP8.
+def compute_as_rollout(model: Any, which: Literal[True, "experts"], channels: Channels = "") -> None:
+    """Have a sharded model compute with its weights rounded as they are sent to a rollout in FP8 or INT8.
 
     Each is rounded where FSDP has gathered it, and has the bits of the values and scales that are sent, times each
     other. A matrix is gathered whole there, or is cut at borders of blocks (``check_rounding``).
 
     Args:
         which: True for all weights that the rollout quantises, or the experts' alone.
+        channels: what the rollout holds weights in where each row has a scale; "" for FP8 by blocks.
 
     Raises:
         SettingError: which weights of the family a rollout quantises is not known.
@@ -33,4 +34,4 @@ def compute_as_rollout(model: Any, which: Literal[True, "experts"]) -> None:
     names = [name for name, _ in model.named_parameters() if is_quantised(family, name)]
     if which == "experts":
         names = [name for name in names if is_experts(name)]
-    after_gather(model, names, functools.partial(round_in_place, block=BLOCK))
+    after_gather(model, names, scheme_of(0 if channels else BLOCK, channels).round_in_place)

@@ -11,12 +11,17 @@ from ..lora.settings import LoraSettings
 from ..topology.mesh import Topology
 from .model_facts import ModelFacts
 
-__all__ = ["check_rounding", "check_rounding_alone"]
+__all__ = ["check_rounding", "check_rounding_alone", "rows_held_in"]
 
 _SETTING = "engine.rollout_quantization_aware"
 _OFF = f"{_SETTING}=False"
 _NAME = "actor_rollout_ref.rollout.name"
 _QUANTIZATION = "actor_rollout_ref.rollout.quantization"
+
+
+def rows_held_in(rollout: Mapping[str, Any]) -> str:
+    """Return what a rollout holds weights in where each row has a scale (``rollout/layout/specs.py``), or ""."""
+    return rollout_of(rollout).channels
 
 
 def check_rounding_alone(engine: Any, topology: Topology, model: Any, facts: ModelFacts | None, setting: str) -> None:
@@ -41,6 +46,10 @@ def check_rounding_alone(engine: Any, topology: Topology, model: Any, facts: Mod
         return
     if asked == "experts" and facts.is_dense:
         raise SettingError(_SETTING, asked, f"{facts.name} has no experts.", f"{_SETTING}=True, or {_OFF}")
+    has_rows = getattr(engine, "_rollout_channels", "") != ""
+    if topology.etp > 1 and has_rows and not facts.is_dense:
+        rule = f"weights are rounded by rows, and engine.etp_size={topology.etp} cuts those of experts."
+        raise SettingError(_SETTING, asked, rule, f"{_OFF}, or engine.etp_size=1")
     inner = getattr(facts.model.config.get_text_config(), "moe_intermediate_size", None)
     if topology.etp > 1 and inner and inner % (topology.etp * BLOCK):
         rule = (
@@ -51,7 +60,7 @@ def check_rounding_alone(engine: Any, topology: Topology, model: Any, facts: Mod
 
 
 def check_rounding(engine: Any, rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:
-    """Check that the run's rollout is sent weights that are quantised here, by blocks.
+    """Check that the run's rollout is sent weights that are quantised here.
 
     Raises:
         SettingError: with the first setting that has it sent others.
@@ -60,10 +69,10 @@ def check_rounding(engine: Any, rollout: Mapping[str, Any], facts: ModelFacts | 
     if not asked:
         return
     works = f"{_QUANTIZATION}=fp8 with a colocated vLLM that takes slices, or {_OFF}"
-    if not rollout_of(rollout).block:
+    if not rollout_of(rollout).is_quantised:
         name = rollout.get("name")
         found = f"{_QUANTIZATION}={rollout.get('quantization')}" if name == "vllm" else f"{_NAME}={name}"
-        rule = f"weights are rounded as they are for a vLLM in FP8, and {found}."
+        rule = f"weights are rounded as they are for a vLLM in FP8 or INT8, and {found}."
         raise SettingError(_SETTING, asked, rule, works)
     family = None if facts is None else facts.model.config.model_type
     backend = rollout.get("backend") or "naive"

@@ -7,7 +7,7 @@ compressed_tensors ``quantization/utils/helpers.py``, ``calculate_qparams``, and
 
 import torch
 
-__all__ = ["CHANNEL_DTYPES", "quantise_rows", "row_maxima", "row_scales"]
+__all__ = ["CHANNEL_DTYPES", "quantise_rows", "round_rows_in_place", "row_maxima", "row_scales"]
 
 CHANNEL_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 # The least and largest value, and half the range of both, by which the library divides.
@@ -35,7 +35,22 @@ def quantise_rows(values: torch.Tensor, scales: torch.Tensor, into: torch.Tensor
             quantise_rows(matrix, own, target)
         return
     low, high, _ = _RANGES[into.dtype]
-    rows = max(1, _AT_ONCE // max(1, values.shape[1])) if values.device.type == "cpu" else max(1, values.shape[0])
+    rows = _rows_at_once(values)
     for part, own, target in zip(values.split(rows), scales.split(rows), into.split(rows), strict=True):
         quotient = (part.bfloat16() / own.bfloat16()).clamp_(low, high)
         target.copy_(quotient if into.dtype.is_floating_point else quotient.round_())
+
+
+def round_rows_in_place(values: torch.Tensor, dtype: torch.dtype) -> None:
+    """Replace ``[..., rows, columns]`` with whole rows by what a rollout has of them: values times scales."""
+    for matrix in values.flatten(0, -3) if values.dim() > 2 else [values]:
+        for part in matrix.split(_rows_at_once(matrix)):
+            scales = row_scales(row_maxima(part), dtype)
+            rounded = torch.empty(part.shape, dtype=dtype, device=part.device)
+            quantise_rows(part, scales, rounded)
+            part.copy_(rounded.float().mul_(scales))
+
+
+def _rows_at_once(matrix: torch.Tensor) -> int:
+    rows, columns = matrix.shape
+    return max(1, _AT_ONCE // max(1, columns) if matrix.device.type == "cpu" else rows)

@@ -6,10 +6,11 @@ from typing import Protocol
 import torch
 
 from ...engine.topology.index_ranges import IndexRange
-from .blocks import FP8, block_maxima, blocks_of, quantise, scales_of
-from .channels import quantise_rows, row_maxima, row_scales
+from ..layout.specs import Channels as Kind
+from .blocks import FP8, block_maxima, blocks_of, quantise, round_in_place, scales_of
+from .channels import CHANNEL_DTYPES, quantise_rows, round_rows_in_place, row_maxima, row_scales
 
-__all__ = ["Blocks", "Channels", "Scheme"]
+__all__ = ["Blocks", "Channels", "Scheme", "scheme_of"]
 
 
 class Scheme(Protocol):
@@ -36,6 +37,10 @@ class Scheme(Protocol):
         """Write the values of a range, whose scales these are, to ``into``."""
         ...
 
+    def round_in_place(self, values: torch.Tensor) -> None:
+        """Replace a whole weight by what a rollout has of it: values times scales."""
+        ...
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -56,6 +61,9 @@ class Blocks:
     def quantise(self, values: torch.Tensor, scales: torch.Tensor, held: IndexRange, into: torch.Tensor) -> None:
         quantise(values, scales, held.low[-2:], self.size, into)
 
+    def round_in_place(self, values: torch.Tensor) -> None:
+        round_in_place(values, self.size)
+
 
 @dataclass(frozen=True)
 class Channels:
@@ -74,3 +82,11 @@ class Channels:
 
     def quantise(self, values: torch.Tensor, scales: torch.Tensor, held: IndexRange, into: torch.Tensor) -> None:
         quantise_rows(values, scales, into)
+
+    def round_in_place(self, values: torch.Tensor) -> None:
+        round_rows_in_place(values, self.dtype)
+
+
+def scheme_of(block: int, channels: Kind) -> Scheme:
+    """Return what a rollout holds weights in (``layout/specs.py``, ``Rollout``)."""
+    return Blocks(block) if block else Channels(CHANNEL_DTYPES[channels])

@@ -16,19 +16,22 @@ from epfsdp2.engine.topology.dtensor import local_pieces, local_tensor
 from epfsdp2.engine.topology.index_ranges import IndexRange
 from epfsdp2.rollout.layout.vllm_layout import is_experts, is_quantised
 from tests.support.engine.sharded import sharded_model, whole_tensor
-from tests.support.models.quantised import BLOCK, SIZES
+from tests.support.models.quantised import BLOCK, SIZES, compressed
 from tests.support.models.tiny import adam, reference_model, relative_error, save_qwen3_moe, token_batch, token_loss
 from tests.support.ranks import each_case, run_ranks
 
 RELATIVE = 1e-5
 
 
-def _rounded(weight):
-    """What a worker of vLLM has of a weight, of its own quantisation of the whole of it."""
+def _rounded(weight, channels):
+    """What a worker of vLLM has of a weight, of its own quantisation of the whole of it, or of compressed-tensors'."""
     from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
+    if channels:
+        values, scales = compressed(weight.bfloat16(), channels)
+        return values.float() * scales
     if weight.dim() == 3:
-        return torch.stack([_rounded(one) for one in weight])
+        return torch.stack([_rounded(one, channels) for one in weight])
     values, scales = per_block_cast_to_fp8(weight.bfloat16(), [BLOCK, BLOCK], use_ue8m0=False)
     spread = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
     return values.float() * spread[: weight.shape[0], : weight.shape[1]]
@@ -39,7 +42,7 @@ def _rounded_names(model, which):
     return {name for name in names if which is True or is_experts(name)}
 
 
-def _reference(folder, which, ids):
+def _reference(folder, which, channels, ids):
     """Gradients with rounded weights, and the weights after a step of the plain ones."""
     model = reference_model(folder).train()
     names = _rounded_names(model, which)
@@ -48,7 +51,7 @@ def _reference(folder, which, ids):
     optimizer = adam(model.parameters())
     with torch.no_grad():
         for name in names:
-            model.get_parameter(name).copy_(_rounded(plain[name]))
+            model.get_parameter(name).copy_(_rounded(plain[name], channels))
     token_loss(model, ids).backward()
     with torch.no_grad():
         for name in names:
@@ -57,11 +60,11 @@ def _reference(folder, which, ids):
     return {name: param.grad for name, param in model.named_parameters()}, dict(model.named_parameters())
 
 
-def _differing(model, which, run):
+def _differing(model, which, channels, run):
     """Names of what a forward computes with in other bits than vLLM's own quantisation has; collective."""
     names, found, hooks = _rounded_names(model, which), [], []
     expected = {name: whole_tensor(param.detach()) for name, param in model.named_parameters()}
-    expected |= {name: _rounded(expected[name]) for name in names}
+    expected |= {name: _rounded(expected[name], channels) for name in names}
 
     def look(fqn, module, args):
         for own, param in module.named_parameters(recurse=False):
@@ -80,28 +83,28 @@ def _differing(model, which, run):
     return found
 
 
-def _equals_the_plain_model_with_rounded_weights(folder, which, cases):
+def _equals_the_plain_model_with_rounded_weights(folder, which, channels, cases):
     rank, world = dist.get_rank(), dist.get_world_size()
     ids = token_batch(world)
-    grads, stepped = _reference(folder, which, ids)
+    grads, stepped = _reference(folder, which, channels, ids)
 
     def check(ep, fsdp_size, options):
         model, _ = sharded_model(folder, world, ep, fsdp_size, **options)
-        compute_as_rollout(model.train(), which)
+        compute_as_rollout(model.train(), which, channels)
         optimizer = build_multi_optimizer(model, adam)
 
         def update():
             token_loss(model, ids[2 * rank : 2 * rank + 2]).backward()
 
         before = [local_tensor(param).clone() for param in model.parameters()]
-        assert _differing(model, which, update) == []
+        assert _differing(model, which, channels, update) == []
         assert all(map(torch.equal, map(local_tensor, model.parameters()), before)), "shards stay as they are"
         errors = {n: relative_error(whole_tensor(p.grad), grads[n]) for n, p in model.named_parameters()}
         assert {name: error for name, error in errors.items() if not error < RELATIVE} == {}, errors
         optimizer.step()
         errors = {n: relative_error(whole_tensor(p.detach()), stepped[n]) for n, p in model.named_parameters()}
         assert {name: error for name, error in errors.items() if not error < RELATIVE} == {}, errors
-        assert _differing(model, which, update) == [], "weights are rounded anew"
+        assert _differing(model, which, channels, update) == [], "weights are rounded anew"
 
     each_case(cases, check)
 
@@ -111,7 +114,13 @@ DIM0, DIM1 = {"expert_shard_dim": 0}, {"expert_shard_dim": 1}
 
 def test_gradients_and_steps_over_two_ranks(tmp_path):
     cases = [(1, -1, {**DIM1, "checkpointing": "full"}), (2, -1, {}), (1, -1, {"etp": 2})]
-    run_ranks(_equals_the_plain_model_with_rounded_weights, 2, save_qwen3_moe(tmp_path, **SIZES), True, cases)
+    run_ranks(_equals_the_plain_model_with_rounded_weights, 2, save_qwen3_moe(tmp_path, **SIZES), True, "", cases)
+
+
+@pytest.mark.parametrize("channels", [pytest.param("fp8", marks=pytest.mark.long), "int8"])
+def test_gradients_and_steps_with_weights_rounded_by_rows(tmp_path, channels):
+    cases = [(1, -1, DIM1), (2, -1, {"checkpointing": "full"})]
+    run_ranks(_equals_the_plain_model_with_rounded_weights, 2, save_qwen3_moe(tmp_path, **SIZES), True, channels, cases)
 
 
 @pytest.mark.long
@@ -126,7 +135,7 @@ def test_gradients_and_steps_on_every_mesh(tmp_path, which):
             (2, -1, {"checkpointing": "selective", "prefetch_depth": 2}),
         ]
     folder = save_qwen3_moe(tmp_path, **SIZES)
-    run_ranks(_equals_the_plain_model_with_rounded_weights, 4, folder, which, cases, timeout=600)
+    run_ranks(_equals_the_plain_model_with_rounded_weights, 4, folder, which, "", cases, timeout=600)
 
 
 def _is_refused(folder):

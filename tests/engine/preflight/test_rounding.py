@@ -1,12 +1,16 @@
 """Which runs may compute with the weights of their rollout, and which setting is named where one may not."""
 
 import pytest
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
 
+from epfsdp2.engine.config import EPFSDP2ActorConfig
 from epfsdp2.engine.declared.checks import check_settings
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight.rounding import check_rounding
 from epfsdp2.engine.preflight.run import check_run, check_training
 from epfsdp2.rollout.layout.rollout_config import EXTENSION
+from tests.support.models.quantised import COMPRESSED
 from tests.support.trainer.settings import checkpoint, engine
 
 SETTING = "engine.rollout_quantization_aware"
@@ -31,11 +35,40 @@ def test_a_rollout_that_is_sent_quantised_slices_is_taken(tmp_path, which, size)
     check_run(engine(rollout_quantization_aware=which, **size), 4, _model(tmp_path), _rollout(), device="cpu")
 
 
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_a_rollout_with_scales_of_rows_is_taken_where_rows_are_whole(tmp_path, kind):
+    held = {"worker_extension_cls": EXTENSION, "hf_overrides": {"quantization_config": COMPRESSED[kind]}}
+    rollout = _rollout(quantization=None, engine_kwargs={"vllm": held})
+    check_run(_rounds_rows(kind, ep_size=2), 4, _model(tmp_path), rollout, device="cpu")
+    with pytest.raises(SettingError, match=f"^{SETTING}=True: .*engine.etp_size=2 cuts those of experts"):
+        check_run(_rounds_rows(kind, etp_size=2), 4, _model(tmp_path), rollout, device="cpu")
+
+
+def _rounds_rows(kind, **settings):
+    asked = engine(rollout_quantization_aware=True, **settings)
+    asked._rollout_channels = kind  # as the actor's config says it
+    return asked
+
+
+def test_actor_and_reference_policy_round_as_the_rollout_does():
+    tensors = "num_bits:8,type:int,symmetric:true"
+    group = f"targets:[Linear],weights:{{{tensors},strategy:channel}},input_activations:{{{tensors},dynamic:true}}"
+    quantised = f"quantization_config:{{quant_method:compressed-tensors,config_groups:{{group_0:{{{group}}}}}}}"
+    overrides = f"+actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides={{{quantised}}}"
+    for given, held in (([overrides], "int8"), ([], "")):
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            roles = compose("ppo_trainer", ["engine=epfsdp2", *given]).actor_rollout_ref
+        for role in (roles.actor, roles.ref):
+            rollout = OmegaConf.to_container(role.rollout, resolve=True)
+            sizes = {"rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1, "ppo_mini_batch_size": 8}
+            assert EPFSDP2ActorConfig(rollout=rollout, **sizes).engine._rollout_channels == held
+
+
 @pytest.mark.parametrize(
     ("settings", "rollout", "says"),
     [
-        ({}, {"quantization": None}, r"for a vLLM in FP8, and .*rollout.quantization=None"),
-        ({}, {"quantization": "torchao"}, r"for a vLLM in FP8, and .*rollout.quantization=torchao"),
+        ({}, {"quantization": None}, r"for a vLLM in FP8 or INT8, and .*rollout.quantization=None"),
+        ({}, {"quantization": "torchao"}, r"for a vLLM in FP8 or INT8, and .*rollout.quantization=torchao"),
         ({"rollout_sync": "full"}, {}, "engine.rollout_sync=full has vLLM's workers quantise whole tensors"),
         ({}, {"engine_kwargs": {}}, "worker_extension_cls=None: only this package's extension can load slices"),
         ({"etp_size": 4}, {}, "engine.etp_size=4 cuts the 256 of an expert inside of one"),
@@ -63,7 +96,7 @@ def test_other_trainers_and_models_are_refused(tmp_path):
     ):
         with pytest.raises(SettingError, match=f"^{SETTING}={asked}: .*{says}"):
             check_training(engine(rollout_quantization_aware=asked), 4, given, device="cpu", setting=setting)
-    with pytest.raises(SettingError, match="for a vLLM in FP8, and actor_rollout_ref.rollout.name=sglang"):
+    with pytest.raises(SettingError, match="for a vLLM in FP8 or INT8, and actor_rollout_ref.rollout.name=sglang"):
         check_rounding(engine(rollout_quantization_aware=True), _rollout(name="sglang"), None)
     with pytest.raises(SettingError, match=f"^{SETTING}=all: is true"):
         check_settings(engine(rollout_quantization_aware="all"))

@@ -330,8 +330,8 @@ class EngineSettings:
     rollout_quantization_aware: Any = setting(
         False,
         _ROUNDED,
-        "Compute with weights rounded as they are sent to a vLLM in FP8 or INT8 (rollout.quantization=fp8): true, all "
-        "that it quantises; experts, theirs alone. What is trained stays as it is. Of actor and reference policy",
+        "Compute with weights rounded as a vLLM in FP8 (rollout.quantization=fp8) or compressed-tensors is sent them: "
+        "true, all that it quantises; experts, theirs. What is trained stays as it is. Of actor and reference policy",
     )
     rollout_sync_verify: int = setting(
         2,

@@ -34,4 +34,4 @@ def compute_as_rollout(model: Any, which: Literal[True, "experts"], channels: Ch
     names = [name for name, _ in model.named_parameters() if is_quantised(family, name)]
     if which == "experts":
         names = [name for name in names if is_experts(name)]
-    after_gather(model, names, scheme_of(0 if channels else BLOCK, channels).round_in_place)
+    after_gather(model, names, scheme_of(BLOCK, channels).round_in_place)

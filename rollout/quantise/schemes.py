@@ -88,5 +88,5 @@ class Channels:
 
 
 def scheme_of(block: int, channels: Kind) -> Scheme:
-    """Return what a rollout holds weights in (``layout/specs.py``, ``Rollout``)."""
-    return Blocks(block) if block else Channels(CHANNEL_DTYPES[channels])
+    """Return what a rollout holds weights in: ``channels``, or by blocks (``layout/specs.py``, ``Rollout``)."""
+    return Channels(CHANNEL_DTYPES[channels]) if channels else Blocks(block)

@@ -38,7 +38,7 @@ from ..packing.sequences import PackedSequences
 from ..planner.run import StepEstimate, estimate_step, format_mesh
 from ..preflight.dense_models import check_alone, not_applied, without_experts
 from ..preflight.run import check_training
-from ..settings.values import DTYPES
+from ..settings.values import DTYPES, attention_of
 from ..topology.dtensor import is_adapter
 from ..topology.mesh import Meshes
 from ..topology.rank_consistency import check_agreement, model_facts, raise_on_all_ranks, without_paths
@@ -183,6 +183,8 @@ class BuildsModel:
     def _plain_module(self) -> nn.Module:
         """Return the model on the meta device, as its family has it."""
         config, dtype = self.model_config.hf_config, DTYPES[self.engine_config.model_dtype]
+        # verl loads the config with this as an argument, and ``_attn_implementation`` of a config.json wins over it.
+        config._attn_implementation = attention_of(self.model_config)
         return build_on_meta(self._auto_class(), config, dtype, self.model_config.trust_remote_code)
 
     def _auto_class(self) -> Any:

@@ -28,6 +28,7 @@ from ..compat.transformers_names import no_init_weights
 from ..errors import SettingError, listed
 from ..moe.outside.families import prepare
 from ..topology.dtensor import local_tensor
+from .run_config import config_parts, for_run
 
 __all__ = [
     "DEQUANTISED",
@@ -60,6 +61,7 @@ def build_on_meta(
 
     Computed buffers (rotary frequencies) are in no checkpoint, so they must keep their values. No parameter beyond
     ``_SMALL`` elements is allocated. Modules that the class always keeps in float32 are, as by ``from_pretrained``.
+    The model has a config of its own, in which the run's settings replace the checkpoint's (``run_config.py``).
     Families outside transformers' experts interface that are known are brought onto it.
 
     Args:
@@ -67,7 +69,7 @@ def build_on_meta(
         dtype: dtype of the parameters.
     """
     with _parameters_on_meta(), no_init_weights(), _PoisonEmpty():
-        model = auto_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = auto_class.from_config(for_run(config, dtype), dtype=dtype, trust_remote_code=trust_remote_code)
     prepare(model)
     kept = kept_in_float32(model)
     for module_name, module in model.named_modules():
@@ -175,9 +177,8 @@ def check_no_kernels(config: PretrainedConfig, path: str, setting: str = "--mode
     Raises:
         SettingError: it does.
     """
-    parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
     for name in ("_attn_implementation", "_experts_implementation"):
-        for value in (getattr(part, name, None) for part in parts):
+        for value in (getattr(part, name, None) for part in config_parts(config)):
             if "/" in str(value):
                 rule = f"its config.json has {name}={value}, a repository of kernels, which would be run."
                 works = "the config without it; kernels that you chose go into model.override_config"
@@ -185,13 +186,13 @@ def check_no_kernels(config: PretrainedConfig, path: str, setting: str = "--mode
 
 
 def quantisation_of(config: PretrainedConfig | Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what a config, or that of its text model, says of quantised weights; None if they are not quantised."""
+    """Return the quantisation that a config, or one nested in it, gives its weights; None without one."""
     fields = config if isinstance(config, Mapping) else config.to_dict()
-    for of in (fields, fields.get("text_config") or {}):
-        found = of.get("quantization_config") or of.get("compression_config")
-        if found is not None:
-            return dict(found) if isinstance(found, Mapping) else found.to_dict()
-    return None
+    found = fields.get("quantization_config") or fields.get("compression_config")
+    if found is not None:
+        return dict(found) if isinstance(found, Mapping) else found.to_dict()
+    nested = (value for name, value in fields.items() if name.endswith("_config") and isinstance(value, Mapping))
+    return next((of for value in nested if (of := quantisation_of(value)) is not None), None)
 
 
 def check_not_quantised(config: PretrainedConfig, path: str, setting: str = "actor_rollout_ref.model") -> None:

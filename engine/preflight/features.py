@@ -17,7 +17,7 @@ from ..moe.deepep import check_deepep
 from ..moe.find import UnsupportedModelError, experts_by_layer, find_experts
 from ..moe.router.losses import check_router_logits
 from ..packing.sequences import why_not_packed
-from ..settings.values import ACTOR_MODEL, get_setting, overrides_of, plain
+from ..settings.values import ACTOR_MODEL, DEFAULT_ATTENTION, attention_of, get_setting, plain
 from ..topology.mesh import check_sequence_size
 from .model_facts import ModelFacts
 
@@ -44,7 +44,6 @@ _BYPASS = "algorithm.rollout_correction.bypass_mode"
 # What a config may ask to be done with a head's logits.
 _AFTER_THE_HEAD = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 _TOP_K_DISTILLATION = ("forward_kl_topk",)
-_DEFAULT_ATTENTION = "flash_attention_2"  # verl 0.9.1, workers/config/model.py
 
 
 def check_activation_offload(engine: Any, model: Any, setting: str = ACTOR_MODEL) -> None:
@@ -78,26 +77,26 @@ def check_attention(
         SettingError: names an implementation that works.
     """
     name = f"{setting}.override_config.attn_implementation"
-    wanted = _attention_of(model)
-    kind = _DEFAULT_ATTENTION if "flash" in wanted else wanted.rpartition("|")[2]
+    wanted = attention_of(model)
+    kind = DEFAULT_ATTENTION if "flash" in wanted else wanted.rpartition("|")[2]
     accelerator = device != "cpu"
     # On an NPU transformers takes torch_npu's.
     installed = device != "cuda" or versions.installed("flash-attn") is not None
     in_class = {
-        _DEFAULT_ATTENTION: facts is None or facts.flash,
+        DEFAULT_ATTENTION: facts is None or facts.flash,
         "sdpa": facts is None or facts.sdpa,
         "flex_attention": facts is None or facts.flex,
     }
-    here = {_DEFAULT_ATTENTION: accelerator and installed, "sdpa": True, "flex_attention": accelerator}
+    here = {DEFAULT_ATTENTION: accelerator and installed, "sdpa": True, "flex_attention": accelerator}
     exist = [option for option in in_class if in_class[option] and here[option]]
     works = f"+{name}={exist[0] if exist else 'eager'}"
-    if kind == _DEFAULT_ATTENTION and not accelerator:
+    if kind == DEFAULT_ATTENTION and not accelerator:
         raise SettingError(name, wanted, "flash attention (verl's default) needs an accelerator; here is none.", works)
     if facts is not None and not in_class.get(kind, True):
         raise SettingError(name, wanted, f"{facts.name} does not support it in transformers.", works)
     if kind == "flex_attention" and not accelerator:
         raise SettingError(name, wanted, "flex attention needs an accelerator; here is none.", works)
-    if wanted.rpartition("|")[2] == _DEFAULT_ATTENTION and not installed:
+    if wanted.rpartition("|")[2] == DEFAULT_ATTENTION and not installed:
         rule = "flash attention 2 (verl's default) needs the distribution flash-attn, which is not installed."
         raise SettingError(name, wanted, rule, f"pip install 'verl[vllm,fsdp]' (it brings flash-attn), or {works}")
 
@@ -110,14 +109,10 @@ def check_packing(model: Mapping[str, Any], facts: ModelFacts | None, setting: s
     """
     if facts is None or not model.get("use_remove_padding", True):
         return
-    why = why_not_packed(facts.model, _attention_of(model))
+    why = why_not_packed(facts.model, attention_of(model))
     if why:
         name = f"{setting}.use_remove_padding"
         raise SettingError(name, True, f"packs sequences, and in {facts.name} {why}.", f"{name}=False")
-
-
-def _attention_of(model: Mapping[str, Any]) -> str:
-    return str(overrides_of(model).get("attn_implementation", _DEFAULT_ATTENTION))
 
 
 def check_fused_kernels(

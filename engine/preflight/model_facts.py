@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
@@ -22,7 +23,7 @@ from ..model.hf_names import for_vllm
 from ..model.meta import check_no_kernels, check_not_quantised
 from ..moe.find import ExpertsInfo, UnsupportedModelError, find_experts, is_dense
 from ..moe.outside.families import prepare
-from ..settings.values import ACTOR_MODEL, overrides_of, plain
+from ..settings.values import ACTOR_MODEL, attention_of, overrides_of, plain
 from ..topology.expert_placement import EtpDim
 
 __all__ = ["ModelFacts", "check_model_path", "facts_of", "import_external", "inspect_model", "largest_sent"]
@@ -137,11 +138,15 @@ def _build(model: Mapping[str, Any], config_path: str, setting: str) -> nn.Modul
     import_external(model, setting)
     trust = bool(model.get("trust_remote_code", False))
     overrides = overrides_of(model)
-    # Built with eager attention, which every class has; what it supports is read from the class.
     overrides.pop("attn_implementation", None)
     try:
-        config = AutoConfig.from_pretrained(config_path, trust_remote_code=trust, attn_implementation="eager")
+        # As verl loads it: transformers refuses some values beside some attention implementations.
+        config = AutoConfig.from_pretrained(
+            config_path, trust_remote_code=trust, attn_implementation=attention_of(model)
+        )
         check_no_kernels(config, str(model.get("path")), setting)
+        # Every class has it, with or without flash attention on this machine; the class says what else it supports.
+        config._attn_implementation = "eager"
         _override(config, overrides)
         check_not_quantised(config, str(model.get("path")), setting)
         # All of it on meta, buffers too: nothing is computed, and a fused stack can be larger than the driver's memory.
@@ -151,7 +156,7 @@ def _build(model: Mapping[str, Any], config_path: str, setting: str) -> nn.Modul
         return built
     except SettingError:
         raise
-    except (OSError, ValueError, TypeError, AttributeError, KeyError, ImportError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, ImportError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())[:300]
         rule = f"transformers can't build a model from its config: {type(error).__name__}: {reason}."
         works = f"a config.json of a causal language model; and look at {setting}.override_config"

@@ -5,12 +5,23 @@ from typing import Any
 
 import torch
 
-__all__ = ["ACTOR_MODEL", "CHECKPOINT_BACKEND", "DTYPES", "OPTIMIZERS", "overrides_of", "plain", "get_setting"]
+__all__ = [
+    "ACTOR_MODEL",
+    "CHECKPOINT_BACKEND",
+    "DEFAULT_ATTENTION",
+    "DTYPES",
+    "OPTIMIZERS",
+    "attention_of",
+    "get_setting",
+    "overrides_of",
+    "plain",
+]
 
 ACTOR_MODEL = "actor_rollout_ref.model"
 CHECKPOINT_BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 # How a user calls the optimizer's node, by how they call the model's.
 OPTIMIZERS = {ACTOR_MODEL: "actor_rollout_ref.actor.optim", "critic.model": "critic.optim", "model": "optim"}
+DEFAULT_ATTENTION = "flash_attention_2"  # verl 0.9.1, workers/config/model.py
 # What a setting of the engine may call a dtype; float16 only for what is computed with.
 DTYPES = {
     **{"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16},
@@ -22,6 +33,11 @@ def overrides_of(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the user's overrides of the model's config, from either of the two places where verl accepts them."""
     overrides = plain(model.get("override_config") or {})
     return overrides.get("model_config", overrides)
+
+
+def attention_of(model: Mapping[str, Any]) -> str:
+    """Return the attention implementation that the run asks for, whatever the model's config.json says."""
+    return str(overrides_of(model).get("attn_implementation", DEFAULT_ATTENTION))
 
 
 def plain(value: Any) -> Any:

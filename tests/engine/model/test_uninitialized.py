@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.model.meta import UninitializedError, build_on_meta, check_initialized, materialize
@@ -77,7 +77,7 @@ class _Forgetful(nn.Module):
 
 
 def test_build_on_meta_with_an_empty_buffer_fills_it_with_nan():
-    model = build_on_meta(_Forgetful, None, torch.float32)
+    model = build_on_meta(_Forgetful, PretrainedConfig(), torch.float32)
     assert model.weight.is_meta
     assert model.forgotten.isnan().all() and model.ids.eq(torch.iinfo(torch.int64).min).all()
     assert torch.equal(model.computed, torch.arange(3.0))

@@ -27,6 +27,7 @@ from tests.parity.family import (
 )
 from tests.parity.newer_families import NEWER
 from tests.parity.plain_names import own_values, plain_name, plain_values
+from tests.support.models.published import save_published
 from tests.support.models.tiny import VOCAB
 
 __all__ = [
@@ -304,7 +305,7 @@ STATES = tuple(name for name in STATEFUL if name in ALL)
 
 
 def save(name: str, folder: Path) -> Path:
-    """Save the family's model, in its dtype, with every weight and every correction bias random, from a seed."""
+    """Save the family's model as published, with every weight and every correction bias random, from a seed."""
     family = ALL[name]
     torch.manual_seed(12)
     model = family.build()
@@ -323,8 +324,7 @@ def save(name: str, folder: Path) -> Path:
                     buffer[-1] = -1.0  # which transformers 5.23 writes over what it has loaded (Zaya)
             elif "tid2eid" in buffer_name:  # a router that looks experts up by token
                 buffer.random_(0, 8)
-    model.to(getattr(torch, family.dtype)).save_pretrained(folder)
-    return folder
+    return save_published(model, folder, seed=list(ALL).index(name))
 
 
 def load(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:

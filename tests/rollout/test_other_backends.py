@@ -4,9 +4,9 @@ import asyncio
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 
 from tests.support.models.names import send_stacks
+from tests.support.models.published import stored_values
 from tests.support.models.tiny import reference_model, save_qwen3_moe
 from tests.support.ranks import run_ranks
 from tests.support.trainer.verl_worker import training_worker
@@ -64,7 +64,7 @@ def _full_and_deltas(folder):
         assert dtype == "bfloat16"
         for (name, shape), count in zip(slots, counts.tolist(), strict=True):
             changed[name] = (shape, count)
-    saved = load_file(folder / "model.safetensors")
+    saved = stored_values(folder)
     assert {name: shape for name, (shape, _) in changed.items()} == {n: tuple(t.shape) for n, t in saved.items()}
     here = torch.tensor([changed[name][1] for name in sorted(changed)])
     dist.all_reduce(here)
@@ -80,7 +80,7 @@ def test_other_backends_that_iterate_get_full_tensors_and_delta_gets_what_has_ch
 def _by_the_names_of_checkpoints(folder):
     send_stacks()
     weights, _ = _worker(folder, _rollout="sglang").engine.get_per_tensor_param()
-    saved, sent = load_file(folder / "model.safetensors"), dict(weights)
+    saved, sent = stored_values(folder), dict(weights)
     assert sent.keys() == saved.keys()
     assert all(torch.equal(sent[name], saved[name]) for name in saved)
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from epfsdp2.engine.checkpoint import state as checkpoint
@@ -17,6 +16,7 @@ from epfsdp2.engine.checkpoint.saves import remove_old
 from epfsdp2.engine.topology.rank_consistency import RankMismatchError
 from tests.support.engine.checkpoints import ALL, build_trainer, raise_full_disk, train_step
 from tests.support.engine.sharded import sharded_model
+from tests.support.models.published import stored_values
 from tests.support.models.tiny import VOCAB, reference_model, save_qwen3_moe
 from tests.support.permissions import obey_permissions
 from tests.support.ranks import run_ranks
@@ -94,8 +94,7 @@ def test_export_equals_the_loaded_checkpoint(tmp_path, file_bytes, contents):
     assert (saved / checkpoint.SHARDS).exists() == ("model" in contents)
     assert {path.name for path in saved.iterdir()} <= {MANIFEST, checkpoint.SHARDS, checkpoint.HF, "trainer_state.json"}
     out = saved / checkpoint.HF
-    original = load_file(folder / "model.safetensors")
-    exported = {k: v for file in out.glob("*.safetensors") for k, v in load_file(file).items()}
+    original, exported = stored_values(folder), stored_values(out)
     assert exported.keys() == original.keys()
     assert all(torch.equal(exported[name], original[name]) for name in original)
     assert len(list(out.glob("*.safetensors"))) == (1 if file_bytes == 1 << 30 else len(_files_of(out)))

@@ -38,21 +38,8 @@ def _every_parameter_in_all(folder, cases):
         _every_parameter_is_the_checkpoints(folder, *case)
 
 
-def _sharded_into_files(folder):
-    """Split the checkpoint into three files with an index."""
-    tensors = load_file(folder / "model.safetensors")
-    weight_map = {}
-    for i in range(3):
-        part = dict(sorted(tensors.items())[i::3])
-        save_file(part, folder / f"model-{i + 1:05d}-of-00003.safetensors", metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(part, f"model-{i + 1:05d}-of-00003.safetensors"))
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    os.remove(folder / "model.safetensors")
-    return folder
-
-
 def test_load_weights_from_one_file_on_every_placement(tmp_path):
-    folder = save_qwen3_moe(tmp_path, num_experts=12, moe_intermediate_size=36)
+    folder = save_qwen3_moe(tmp_path, one_file=True, num_experts=12, moe_intermediate_size=36)
     run_ranks(_every_parameter_in_all, 3, folder, [(1, -1, "auto"), (3, -1, "auto"), (1, -1, 0), (1, 1, "auto")])
 
 
@@ -62,7 +49,7 @@ def test_load_weights_on_a_rank_without_experts_loads_the_rest(tmp_path):
 
 
 def test_load_weights_from_several_files_with_tied_weights(tmp_path):
-    folder = _sharded_into_files(save_qwen3_moe(tmp_path, tie_word_embeddings=True))
+    folder = save_qwen3_moe(tmp_path, tie_word_embeddings=True)
     run_ranks(_every_parameter_in_all, 2, folder, [(2, -1, "auto"), (1, -1, 0)])
 
 
@@ -86,7 +73,8 @@ def _counted(folder, cases):
         for of_experts in (True, False):
             found = sum(nbytes for key, nbytes in read.items() if (".experts." in key) == of_experts)
             held = [p for p in model.parameters() if is_expert_parameter(p) == of_experts]
-            assert found == is_first * sum(p.to_local().nbytes for p in held), (ep, fsdp_size, dim, etp, of_experts)
+            wanted = is_first * sum(p.to_local().numel() * torch.bfloat16.itemsize for p in held)
+            assert found == wanted, (ep, fsdp_size, dim, etp, of_experts)
     safetensors_reader.CheckpointFiles.read = original
 
 
@@ -167,7 +155,7 @@ def _fails_with(folder, parts):
 
 
 def test_load_weights_names_a_missing_tensor_on_every_rank(tmp_path):
-    folder = save_qwen3_moe(tmp_path)
+    folder = save_qwen3_moe(tmp_path, one_file=True)
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -175,7 +163,7 @@ def test_load_weights_names_a_missing_tensor_on_every_rank(tmp_path):
 
 
 def test_load_weights_names_a_wrong_shape_on_every_rank(tmp_path):
-    folder = save_qwen3_moe(tmp_path)
+    folder = save_qwen3_moe(tmp_path, one_file=True)
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"] = torch.ones(66)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -183,14 +171,14 @@ def test_load_weights_names_a_wrong_shape_on_every_rank(tmp_path):
 
 
 def test_model_config_of_larger_sizes_than_the_checkpoints_is_refused_before_allocation(tmp_path):
-    folder = save_qwen3_moe(tmp_path)
+    folder = save_qwen3_moe(tmp_path, one_file=True)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 2**40}))  # 256 TiB on two ranks
     run_ranks(_fails_with, 2, folder, ["model.embed_tokens.weight (in model.safetensors) is", f"needs ({2**40}, 64)"])
 
 
 def test_load_weights_lists_the_first_offenders_together(tmp_path):
-    folder = save_qwen3_moe(tmp_path)
+    folder = save_qwen3_moe(tmp_path, one_file=True)
     tensors = load_file(folder / "model.safetensors")
     tensors["some.new.weight"], tensors["model.norm.weight"] = torch.ones(3), torch.ones(66)
     del tensors["model.embed_tokens.weight"]
@@ -215,21 +203,21 @@ def _allowed(folder):
 
 
 def test_load_weights_allows_unused_tensors_if_told_to(tmp_path):
-    run_ranks(_allowed, 2, save_qwen3_moe(tmp_path))
+    run_ranks(_allowed, 2, save_qwen3_moe(tmp_path, one_file=True))
 
 
 def _unreadable_on_one(folder):
     own = folder if dist.get_rank() == 0 else folder.with_name("damaged")
     with pytest.raises(
-        RankMismatchError, match=r"(?s)rank 1: SettingError: .*damaged: model-00002-of-00003.safetensors"
+        RankMismatchError, match=r"(?s)rank 1: SettingError: .*damaged: model-00002-of-00004.safetensors"
     ):
         sharded_model(own, dist.get_world_size(), 2)
 
 
 def test_load_weights_names_a_truncated_file_on_every_rank(tmp_path):
-    folder = _sharded_into_files(save_qwen3_moe(tmp_path / "model"))
+    folder = save_qwen3_moe(tmp_path / "model")
     shutil.copytree(folder, tmp_path / "damaged")
-    with (tmp_path / "damaged" / "model-00002-of-00003.safetensors").open("r+b") as file:
+    with (tmp_path / "damaged" / "model-00002-of-00004.safetensors").open("r+b") as file:
         file.truncate(5000)
     run_ranks(_unreadable_on_one, 2, folder)
 
@@ -310,13 +298,13 @@ def test_check_files_refuses_an_index_of_other_files(tmp_path, index, words):
 
 def _without_permission(folder):
     obey_permissions()
-    with pytest.raises(SettingError, match=r"model-00002-of-00003.safetensors can't be read: .*Permission denied"):
+    with pytest.raises(SettingError, match=r"model-00002-of-00004.safetensors can't be read: .*Permission denied"):
         sharded_model(folder, dist.get_world_size(), 2)
 
 
 def test_load_weights_names_an_unreadable_file_on_every_rank(tmp_path):
-    folder = _sharded_into_files(save_qwen3_moe(tmp_path / "model"))
-    (folder / "model-00002-of-00003.safetensors").chmod(0o000)
+    folder = save_qwen3_moe(tmp_path / "model")
+    (folder / "model-00002-of-00004.safetensors").chmod(0o000)
     run_ranks(_without_permission, 2, folder)
 
 
@@ -331,7 +319,7 @@ def test_check_not_quantised_refuses_quantised_weights():
 
 
 def test_load_weights_names_a_missing_expert(tmp_path):
-    folder = save_qwen3_moe(tmp_path)
+    folder = save_qwen3_moe(tmp_path, one_file=True)
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.0.mlp.experts.7.up_proj.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

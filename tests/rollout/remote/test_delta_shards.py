@@ -6,12 +6,12 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from verl.workers.engine.spec import derive_dtensor_placement
 from verl.workers.engine.utils import _hf_entry_identity, hf_delta_export, prime_delta_snapshots
 
 from epfsdp2.rollout.remote.delta_shards import ExpertsSpec, ShardExport, experts_entry
 from tests.support.engine.sharded import sharded_model
+from tests.support.models.published import stored_values
 from tests.support.models.tiny import save_glm4_moe, save_qwen3_moe
 from tests.support.ranks import run_ranks
 
@@ -21,7 +21,7 @@ MESHES = [(2, -1, 1), (4, -1, 1), (2, 2, 1), (2, -1, 0)]
 
 
 def _checkpoint(folder, dtype=None):
-    tensors = load_file(folder / "model.safetensors")
+    tensors = stored_values(folder)
     return {name: t.to(dtype) if dtype is not None and t.is_floating_point() else t for name, t in tensors.items()}
 
 

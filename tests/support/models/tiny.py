@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from epfsdp2.engine.model.families import RENAMED_WHEN_PUBLISHED, TRANSPOSED_WHEN_PUBLISHED
+from tests.support.models.published import save_published
 
 __all__ = [
     "VOCAB",
@@ -36,7 +37,7 @@ __all__ = [
 VOCAB = 96
 
 
-def save_qwen3_moe(folder: Path, seed: int = 0, **overrides) -> Path:
+def save_qwen3_moe(folder: Path, seed: int = 0, one_file: bool = False, **overrides) -> Path:
     """Save a Qwen3-MoE with 8 experts in 2 of 3 layers, every weight random; sizes are odd on purpose."""
     config = Qwen3MoeConfig(
         **{
@@ -54,13 +55,16 @@ def save_qwen3_moe(folder: Path, seed: int = 0, **overrides) -> Path:
             "mlp_only_layers": [1],
             "max_position_embeddings": 256,
             "tie_word_embeddings": False,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
             **overrides,
         }
     )
-    return save_random(Qwen3MoeForCausalLM(config), folder, seed)
+    return save_random(Qwen3MoeForCausalLM(config), folder, seed, one_file)
 
 
-def save_qwen3(folder: Path, seed: int = 0, **overrides) -> Path:
+def save_qwen3(folder: Path, seed: int = 0, one_file: bool = False, **overrides) -> Path:
     """Save a dense Qwen3 of three layers, every weight random."""
     config = Qwen3Config(
         **{
@@ -73,13 +77,16 @@ def save_qwen3(folder: Path, seed: int = 0, **overrides) -> Path:
             "head_dim": 16,
             "max_position_embeddings": 256,
             "tie_word_embeddings": False,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
             **overrides,
         }
     )
-    return save_random(Qwen3ForCausalLM(config), folder, seed)
+    return save_random(Qwen3ForCausalLM(config), folder, seed, one_file)
 
 
-def save_glm4_moe(folder: Path, seed: int = 0, **overrides) -> Path:
+def save_glm4_moe(folder: Path, seed: int = 0, one_file: bool = False, **overrides) -> Path:
     """Save a GLM-4-MoE: sigmoid routing with a correction bias (a persistent buffer), shared experts, a dense layer."""
     config = Glm4MoeConfig(
         **{
@@ -99,14 +106,17 @@ def save_glm4_moe(folder: Path, seed: int = 0, **overrides) -> Path:
             "topk_group": 1,
             "max_position_embeddings": 256,
             "tie_word_embeddings": False,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
             **overrides,
         }
     )
-    return save_random(Glm4MoeForCausalLM(config), folder, seed)
+    return save_random(Glm4MoeForCausalLM(config), folder, seed, one_file)
 
 
-def save_random(model: nn.Module, folder: Path, seed: int) -> Path:
-    """Save a model with every weight, and every correction bias, drawn from ``seed``."""
+def save_random(model: nn.Module, folder: Path, seed: int, one_file: bool = False) -> Path:
+    """Save a model with every weight and every correction bias drawn from ``seed``, as ``save_published`` does."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for param in model.parameters():
@@ -114,8 +124,7 @@ def save_random(model: nn.Module, folder: Path, seed: int) -> Path:
         for name, buffer in model.named_buffers():
             if name.endswith(("correction_bias", "expert_bias", "layer_scalar")):
                 buffer.uniform_(-0.1, 0.1)
-    model.save_pretrained(folder)
-    return folder
+    return save_published(model, folder, seed, one_file)
 
 
 def publish(folder: Path) -> None:

@@ -72,6 +72,8 @@ def make_checkpoint(path: Path, seed: int, tied: bool = False) -> Checkpoint:
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+    from tests.support.models.published import save_published
+
     # hidden != 2 x intermediate, so that a transposed expert can't pass; the vocabulary is padded.
     config = Qwen3MoeConfig(
         vocab_size=200,
@@ -94,7 +96,7 @@ def make_checkpoint(path: Path, seed: int, tied: bool = False) -> Checkpoint:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(mean=0.0 if parameter.dim() > 1 else 1.0, std=0.2, generator=generator)
-    model.save_pretrained(path)
+    save_published(model, Path(path), seed)
     return Checkpoint(str(path), config, {name: p.detach() for name, p in model.named_parameters()})
 
 

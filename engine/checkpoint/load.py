@@ -7,8 +7,8 @@ broadcasts to the others. Names and layouts come from transformers' own weight c
 
 import copy
 import re
-from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,16 +17,10 @@ import torch.distributed as dist
 from torch import nn
 from tqdm import tqdm
 
-from ..compat.transformers_names import (
-    Transpose,
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    get_model_conversion_mapping,
-    renamed,
-)
-from ..errors import listed
-from ..model.hf_convert import converter_targets
+from ..compat.transformers_names import Transpose
+from ..errors import SettingError, listed
+from ..model.weight_sources import Source, list_numbers, match_sources, tied_names
+from ..settings.values import ACTOR_MODEL
 from ..topology.dtensor import checkpoint_tensors, is_expert_parameter, local_pieces, local_tensor
 from ..topology.index_ranges import IndexRange, bounding_range
 from ..topology.mesh import Meshes
@@ -40,26 +34,6 @@ __all__ = ["check_weights", "load_weights", "tensor_reader", "verify_experts"]
 _COMPUTED = r"rotary_emb\.inv_freq$"
 
 
-@dataclass
-class _Source:
-    """How one target tensor is made from checkpoint tensors: a plain copy, or a converter over lists of them.
-
-    Args:
-        part: the index of the tensor among the converter's targets.
-    """
-
-    converter: WeightConverter | None = None
-    part: int = 0
-    keys: list[tuple[str | None, str]] = field(default_factory=list)
-    """(source pattern of the converter, checkpoint key), in natural order."""
-
-    def by_pattern(self) -> dict[str | None, list[str]]:
-        found: dict[str | None, list[str]] = {}
-        for pattern, key in self.keys:
-            found.setdefault(pattern, []).append(key)
-        return found
-
-
 @dataclass(frozen=True)
 class _Target:
     """A tensor to fill.
@@ -67,12 +41,14 @@ class _Target:
     Args:
         slices: the checkpoint's slices of it, each with its keys, one per expert or a single one; None if a converter
             has to make it from whole tensors.
+        copies: other tensors of the checkpoint that the model ties to this one.
     """
 
     name: str
     target: torch.Tensor
-    source: _Source
+    source: Source
     slices: list[tuple[CheckpointSlice, list[str]]] | None
+    copies: tuple["_Target", ...] = ()
 
 
 def load_weights(
@@ -95,18 +71,22 @@ def load_weights(
             that the model's class ignores are allowed anyway.
 
     Returns:
-        Names of the tensors in the checkpoint that the model does not have.
+        Names of the tensors in the checkpoint that are not read.
 
     Raises:
-        ValueError: with the first tensors that are missing, unknown or of another shape, and their files.
+        ValueError: with the first tensors that are missing, unknown, of another shape or there twice, and their files.
+        SettingError: the config ties two tensors that differ in the checkpoint.
         RankMismatchError: some ranks could not read their shards.
     """
+    wanted: list[_Target] = []
     unused: list[str] = []
     device = meshes.dense.device_type
-    first_replica = meshes.dense.get_local_rank("dp_replicate") == 0
     with raise_on_all_ranks(device), torch.no_grad():
         wanted, unused = _match(model, files, initialize, may_be_unused)
-        for tensor in tqdm(wanted if first_replica else (), desc="Loading weights", disable=not progress):
+    to_read = wanted if meshes.dense.get_local_rank("dp_replicate") == 0 else []
+    _check_tied(wanted, bool(to_read), model, files, device)
+    with raise_on_all_ranks(device), torch.no_grad():
+        for tensor in tqdm(to_read, desc="Loading weights", disable=not progress):
             _fill(tensor, model, files)
     if meshes.topology.dp_replicate > 1:
         for target in checkpoint_tensors(model).values():
@@ -125,9 +105,8 @@ def check_weights(
 
     Otherwise a config with larger sizes than the checkpoint's would have a rank allocate them before it is refused.
     """
-    tied = getattr(model, "all_tied_weights_keys", {})  # which are tied once they are allocated
     with raise_on_all_ranks(meshes.dense.device_type), torch.no_grad():
-        _match(model, files, initialize, may_be_unused, tied)
+        _match(model, files, initialize, may_be_unused)
 
 
 def tensor_reader(model: nn.Module, files: CheckpointFiles) -> Callable[[str], torch.Tensor]:
@@ -136,7 +115,7 @@ def tensor_reader(model: nn.Module, files: CheckpointFiles) -> Callable[[str], t
     Args:
         model: on the meta device, not sharded.
     """
-    sources, tensors = _match_sources(model, files), checkpoint_tensors(model)
+    sources, tensors = match_sources(model, files.file_of), checkpoint_tensors(model)
 
     def read(name: str) -> torch.Tensor:
         if name not in sources:
@@ -161,7 +140,7 @@ def verify_experts(model: nn.Module, files: CheckpointFiles, count: int = 2) -> 
     Raises:
         ValueError: an expert differs from the checkpoint.
     """
-    sources = _match_sources(model, files)
+    sources = match_sources(model, files.file_of)
     held = {
         name: target
         for name, target in checkpoint_tensors(model).items()
@@ -190,57 +169,78 @@ def _match(
     files: CheckpointFiles,
     initialize: Callable[[str, torch.Tensor, bool], bool],
     may_be_unused: str,
-    tied: Container[str] = (),
 ) -> tuple[list[_Target], list[str]]:
     """Return the tensors to fill, and the names of the checkpoint's that have no place; reads no tensor.
 
     Raises:
-        ValueError: with the first tensors that are missing, unknown or of another shape, and their files.
+        ValueError: with the first tensors that are missing, unknown, of another shape or there twice, and their files.
     """
-    sources = _match_sources(model, files)
+    sources, known = match_sources(model, files.file_of), model.state_dict()
+    tied = {first: others for first, *others in tied_names(model)}
+    copies = {name for others in tied.values() for name in others}
     wanted: list[_Target] = []
     wrong: list[str] = []
-    for name, target in checkpoint_tensors(model).items():
-        if name in tied:
-            continue
-        source = sources.get(name)
-        if initialize(name, local_tensor(target), _fits(target, source, files)):
-            continue
-        if source is None:
-            wrong.append(f"{name} is missing")
-            continue
-        tensor = _Target(name, target, source, _slices_of(name, target, source, model, files))
-        wrong += _faults(tensor, files)
-        wanted.append(tensor)
-    known = model.state_dict()
     unused = [name for name in sources if name not in known]
     wrong += _unknown([name for name in unused if not re.search(may_be_unused, name)], sources, model, files)
+    for name, target in checkpoint_tensors(model).items():
+        if name in copies:
+            continue
+        stored = [own for own in (name, *tied.get(name, ())) if own in sources]
+        if initialize(name, local_tensor(target), _fits(target, sources.get(name), files)):
+            unused += stored
+            continue
+        if not stored:
+            wrong.append(f"{name} is missing")
+            continue
+        rivals = [pair for own in stored if (pair := sources[own].rivals()) is not None]
+        if rivals:
+            wrong += [f"{_named(a, files)} and {_named(b, files)} are both {name} of the model" for a, b in rivals]
+            continue
+        found = [_Target(n, target, sources[n], _slices_of(n, target, sources[n], model, files)) for n in stored]
+        wrong += [fault for tensor in found for fault in _faults(tensor, files)]
+        wanted.append(replace(found[0], copies=tuple(found[1:])))
     if wrong:
         kind = type(model).__name__.removeprefix("FSDP")
         raise ValueError(f"{files.folder} is no checkpoint of {kind}: {listed(wrong)}.")
-    return wanted, unused
+    return wanted, [key for name in unused for _, key in sources[name].keys]
 
 
-def _match_sources(model: nn.Module, files: CheckpointFiles) -> dict[str, _Source]:
-    """Map each target name to the checkpoint tensors that it is made of; reads no tensor."""
-    mapping = get_model_conversion_mapping(model)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
-    prefix, known = str(model.base_model_prefix), model.state_dict()
+def _check_tied(
+    wanted: list[_Target], reads: bool, model: nn.Module, files: CheckpointFiles, device: torch.device | str
+) -> None:
+    """Check that tensors which the model ties are equal in the checkpoint, where it has several; collective.
 
-    sources: dict[str, _Source] = {}
-    for key in sorted(files.file_of, key=dot_natural_key):
-        name, pattern = renamed(key, renamings, converters, prefix, known)
-        if name not in known and key in known:
-            name, pattern = key, None
-        converter = by_pattern[pattern] if pattern is not None else None
-        for part, target in enumerate(converter_targets(name, converter)):
-            sources.setdefault(target, _Source(converter, part)).keys.append((pattern, key))
-    return sources
+    ``from_pretrained`` unties those that differ, and vLLM reads one of them alone. Each rank compares its own shard.
+
+    Args:
+        reads: whether this rank is of the first replica.
+
+    Raises:
+        SettingError: on all ranks, with the first tensors that differ.
+    """
+    pairs = [(tensor, other) for tensor in wanted for other in tensor.copies]
+    if not pairs:
+        return
+    differs = torch.zeros(len(pairs), dtype=torch.int32)
+    with raise_on_all_ranks(device), torch.no_grad():
+        for i, pair in enumerate(pairs if reads else ()):
+            shards = []
+            for tensor in pair:
+                shard = torch.empty_like(tensor.target, device="cpu")
+                _fill(replace(tensor, target=shard), model, files)
+                shards.append(local_tensor(shard))
+            differs[i] = not torch.equal(*shards)
+    differs = differs.to(device)
+    dist.all_reduce(differs, dist.ReduceOp.MAX)
+    for pair, differ in zip(pairs, differs.tolist(), strict=True):
+        if differ:
+            first, other = (_named(tensor.source.keys[0][1], files) for tensor in pair)
+            rule = f"its config ties {other} to {first} (tie_word_embeddings), but their values differ."
+            works = '"tie_word_embeddings": false in its config.json, or a checkpoint without one of the two'
+            raise SettingError(f"{ACTOR_MODEL}.path", files.folder, rule, works)
 
 
-def _fits(target: torch.Tensor, source: _Source | None, files: CheckpointFiles) -> bool:
+def _fits(target: torch.Tensor, source: Source | None, files: CheckpointFiles) -> bool:
     """Return whether the checkpoint has the tensor; without a converter, whether in its shape."""
     if source is None or source.converter is not None:
         return source is not None
@@ -248,7 +248,7 @@ def _fits(target: torch.Tensor, source: _Source | None, files: CheckpointFiles) 
 
 
 def _slices_of(
-    name: str, target: torch.Tensor, source: _Source, model: Any, files: CheckpointFiles
+    name: str, target: torch.Tensor, source: Source, model: Any, files: CheckpointFiles
 ) -> list[tuple[CheckpointSlice, list[str]]] | None:
     """Find the checkpoint's slices of a target; see ``_Target.slices``.
 
@@ -273,7 +273,7 @@ def _slices_of(
     return [(piece, keys_of[piece.name]) for piece in found]
 
 
-def _is_unconverted(target: torch.Tensor, source: _Source, files: CheckpointFiles) -> bool:
+def _is_unconverted(target: torch.Tensor, source: Source, files: CheckpointFiles) -> bool:
     """Return whether the tensor has the target's shape already and the converter only transposes those that don't."""
     operations = source.converter.operations if source.converter is not None else []
     lenient = all(
@@ -289,15 +289,19 @@ def _faults(tensor: _Target, files: CheckpointFiles) -> list[str]:
         shape = piece.expected(tensor.target.shape[0] if is_expert_parameter(tensor.target) else None)
         for key in keys:
             if files.shape(key) != shape:
-                where = f"{key} (in {files.file_of[key]})"
-                wrong.append(f"{where} is {files.shape(key)}, but {tensor.name} of the model needs {shape}")
+                found = f"{_named(key, files)} is {files.shape(key)}"
+                wrong.append(f"{found}, but {tensor.name} of the model needs {shape}")
     return wrong
 
 
-def _unknown(names: list[str], sources: Mapping[str, _Source], model: Any, files: CheckpointFiles) -> list[str]:
+def _unknown(names: list[str], sources: Mapping[str, Source], model: Any, files: CheckpointFiles) -> list[str]:
     patterns = [_COMPUTED, *(model._keys_to_ignore_on_load_unexpected or ())]
     keys = [sources[name].keys[0][1] for name in names if not any(re.search(p, name) for p in patterns)]
-    return [f"{key} (in {files.file_of[key]}) is no tensor of the model" for key in keys]
+    return [f"{_named(key, files)} is no tensor of the model" for key in keys]
+
+
+def _named(key: str, files: CheckpointFiles) -> str:
+    return f"{key} (in {files.file_of[key]})"
 
 
 def _fill(tensor: _Target, model: nn.Module, files: CheckpointFiles) -> None:
@@ -342,7 +346,7 @@ def _copy_of_first_replica(local: torch.Tensor, meshes: Meshes) -> None:
 
 
 def _convert(
-    name: str, target: torch.Tensor, source: _Source, index: tuple[slice, ...], model: nn.Module, files: CheckpointFiles
+    name: str, target: torch.Tensor, source: Source, index: tuple[slice, ...], model: nn.Module, files: CheckpointFiles
 ) -> torch.Tensor:
     """Run transformers' converter; only on the experts of ``index`` if the checkpoint stores them one by one."""
     by_pattern = source.by_pattern()
@@ -371,8 +375,8 @@ def _convert(
 
 
 def _check_experts(name: str, keys: list[str], experts: int, targets: int, files: CheckpointFiles) -> None:
-    if len(keys) != targets * experts:
+    if len(keys) != targets * experts or (len(keys) > 1 and list_numbers(keys) != list(range(len(keys)))):
         raise ValueError(
-            f"{files.folder}: {name} stacks {experts} experts, but the checkpoint has {len(keys)} tensors like "
-            f"{keys[0]}."
+            f"{files.folder}: {name} stacks {experts} experts, but the checkpoint has {len(keys)} tensors from "
+            f"{keys[0]} to {keys[-1]}."
         )

@@ -5,40 +5,50 @@ import os
 import re
 import socket
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from huggingface_hub import snapshot_download
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..errors import SettingError
 from ..model.safetensors_files import DamagedFileError, SafetensorsFile, check_within
 from ..topology.rank_consistency import raise_on_all_ranks
 from .safetensors_writer import DTYPES
 
-__all__ = ["CheckpointFiles", "check_files", "local_checkpoint", "open_checkpoint"]
+__all__ = ["HUB_ID", "CheckpointFiles", "cached_checkpoint", "local_checkpoint", "open_checkpoint"]
 
 _SETTING = "actor_rollout_ref.model.path"
 _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_DOWNLOADED = ["*.safetensors", SAFE_WEIGHTS_INDEX_NAME]
+_NOT_DOWNLOADED = ["*/*", "consolidated*.safetensors"]  # other formats of the same weights
+_POLL_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """Maps each tensor of a checkpoint to its file. A file stays open, memory-mapped, after its first read."""
+    """Maps each tensor of a checkpoint to its file; the files are open, memory-mapped.
+
+    Args:
+        unread: files of weights beside them in the folder, which transformers does not read either.
+    """
 
     folder: Path
     file_of: Mapping[str, str]
-    _open: dict[str, SafetensorsFile] = field(default_factory=dict, repr=False, compare=False)
+    unread: tuple[str, ...]
+    _open: Mapping[str, SafetensorsFile] = field(repr=False, compare=False)
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Return the shape of one tensor, from the file's header."""
-        with _as_setting():
-            return self._file(key).shapes[key]
+        return self._file(key).shapes[key]
 
     def dtype(self, key: str) -> torch.dtype:
         """Return the dtype of one tensor, from the file's header."""
@@ -51,89 +61,152 @@ class CheckpointFiles:
             return self._file(key).read(key, index)
 
     def _file(self, key: str) -> SafetensorsFile:
-        """Open the file of a tensor.
-
-        Raises:
-            SettingError: the file can't be read, is truncated or damaged.
-        """
-        name = self.file_of[key]
-        if name not in self._open:
-            self._open[name] = _opened(self.folder / name)
-        return self._open[name]
+        return self._open[self.file_of[key]]
 
 
 def local_checkpoint(path: str, revision: str | None = None, device: torch.device | str = "cpu") -> str:
     """Return the folder of a checkpoint that is given as a folder or as an id on the Hugging Face hub; collective.
 
-    verl passes a hub id on unchanged. One rank of each host downloads, the others find the files in the cache.
+    verl passes a hub id on unchanged. The hub is asked only where its cache lacks files, by one rank of each host.
 
     Args:
         revision: the commit of the model's config, so that the weights are those of the same commit.
         device: device type of the tensors that the default group's backend sends.
 
     Raises:
+        SettingError: files are in no cache and can't be downloaded (``HF_HUB_OFFLINE``), or are not on the hub.
         Exception: the error of the hub, if it is the same on all ranks.
         RankMismatchError: on all ranks, if the download failed on some.
     """
-    if os.path.isdir(path) or not _HUB_ID.fullmatch(path):
+    if os.path.isdir(path) or not HUB_ID.fullmatch(path):
         return path
-    hosts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())  # LOCAL_RANK is 0 on each of verl's Ray workers
-    rank, folder = dist.get_rank(), ""
-    wanted = ["*.safetensors", "*.safetensors.index.json"]
+    folder, lacking = "", [""]
     with raise_on_all_ranks(device):
-        if hosts.index(hosts[rank]) == rank:
-            snapshot_download(path, revision=revision, allow_patterns=wanted)
-    with raise_on_all_ranks(device):
-        folder = snapshot_download(path, revision=revision, allow_patterns=wanted, local_files_only=True)
+        folder, lacking = cached_checkpoint(path, revision)
+    # LOCAL_RANK is 0 on each of verl's Ray workers, so hosts are compared.
+    mine: Any = (socket.gethostname(), bool(lacking))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    if any(lacks for _, lacks in everyone):
+        _download(path, revision, bool(lacking) and everyone.index(mine) == dist.get_rank(), device)
+        with raise_on_all_ranks(device):
+            folder, lacking = cached_checkpoint(path, revision)
+            if lacking:
+                _refuse_cached(path, folder, lacking, "the hub has not")
     return folder
 
 
-def open_checkpoint(folder: str | Path) -> CheckpointFiles:
-    """Find the safetensors of a Hugging Face checkpoint.
+def cached_checkpoint(hub_id: str, revision: str | None = None) -> tuple[str, list[str]]:
+    """Find a model in the hub's cache without the network.
+
+    Args:
+        revision: a commit, or a branch; ``main`` by default.
+
+    Returns:
+        The folder of the snapshot, empty without one; and the files of weights that it lacks, as transformers finds
+        them: ``model.safetensors``, or those of the index.
 
     Raises:
-        SettingError: the folder is missing or holds no safetensors, or a file can't be read.
+        SettingError: it lacks some, and ``HF_HUB_OFFLINE`` forbids to download them.
+    """
+    names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, CONFIG_NAME)
+    cached = (try_to_load_from_cache(hub_id, name, revision=revision) for name in names)
+    folder, name = os.path.split(next((path for path in cached if isinstance(path, str)), ""))
+    lacking = [] if name == SAFE_WEIGHTS_NAME else [f"{SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}"]
+    if name == SAFE_WEIGHTS_INDEX_NAME:
+        with _as_setting():
+            shards = set(_weight_map(Path(folder)).values())
+        lacking = sorted(shard for shard in shards if not os.path.isfile(os.path.join(folder, shard)))
+    if lacking and constants.HF_HUB_OFFLINE:
+        _refuse_cached(hub_id, folder, lacking, "HF_HUB_OFFLINE forbids to download")
+    return folder, lacking
+
+
+def open_checkpoint(folder: str | Path) -> CheckpointFiles:
+    """Find the safetensors of a Hugging Face checkpoint, and check that they are complete, by their headers alone.
+
+    These are the files that transformers reads: ``model.safetensors``, or those that the index names, with all their
+    tensors. Without either of them, all safetensors of the folder are.
+
+    Raises:
+        SettingError: the folder is missing or holds no safetensors, a file is missing or can't be read, or two files
+            have a tensor of the same name.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise SettingError(_SETTING, folder, "is not a folder.", "the folder of a Hugging Face checkpoint")
+    weight_map: dict[str, str] = {}
+    there = sorted(path.name for pattern in _WEIGHTS for path in folder.glob(pattern))
     if (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
         with _as_setting():
-            return CheckpointFiles(folder, _weight_map(folder))
-    single = folder / SAFE_WEIGHTS_NAME
-    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-    if not files:
+            weight_map = _weight_map(folder)
+        names = sorted(set(weight_map.values()))
+        _check_one_set(folder, names)
+    else:
+        names = [SAFE_WEIGHTS_NAME] if SAFE_WEIGHTS_NAME in there else [n for n in there if n.endswith(".safetensors")]
+    if not names:
         raise SettingError(
             _SETTING,
             folder,
             "has no *.safetensors file.",
             "a checkpoint saved with safetensors (model.save_pretrained writes them)",
         )
+    opened = {name: _opened(folder / name) for name in names}
     file_of: dict[str, str] = {}
-    for file in files:
-        file_of.update(dict.fromkeys(_opened(file).shapes, file.name))
-    return CheckpointFiles(folder, file_of)
+    for name, file in opened.items():
+        for key in file.shapes:
+            if key in file_of:
+                rule = f"{key} stands in two of its files, {file_of[key]} and {name}."
+                raise SettingError(_SETTING, folder, rule, "a folder that has only the one that belongs to the model")
+            file_of[key] = name
+    for key, name in weight_map.items():
+        if key not in opened[name].shapes:
+            with _as_setting():
+                raise DamagedFileError(folder / name, f"it lacks {key}, which the index lists")
+    return CheckpointFiles(folder, file_of, tuple(name for name in there if name not in opened), opened)
 
 
-def check_files(checkpoint: CheckpointFiles) -> None:
-    """Check that all files exist and are complete, by their headers alone.
+def _check_one_set(folder: Path, of_index: list[str]) -> None:
+    """Check that the files of an index are there, and are the only set of weights of the folder.
 
     Raises:
-        SettingError: naming the first file that is missing or damaged.
+        SettingError: naming the files that are missing, or that transformers would read instead.
     """
-    keys_of: dict[str, set[str]] = {}
-    for key, name in checkpoint.file_of.items():
-        keys_of.setdefault(name, set()).add(key)
-    missing = [name for name in sorted(keys_of) if not (checkpoint.folder / name).is_file()]
+    missing = [name for name in of_index if not (folder / name).is_file()]
     if missing:
         rule = f"its index names {', '.join(missing[:3])}, which {'is' if len(missing) == 1 else 'are'} not there."
-        raise SettingError(_SETTING, checkpoint.folder, rule, "a complete checkpoint")
-    for name, keys in keys_of.items():
-        with _as_setting():
-            file = SafetensorsFile(checkpoint.folder / name)
-            if lacking := keys - file.shapes.keys():
-                raise DamagedFileError(file.path, f"it lacks {min(lacking)}, which the index lists")
+        raise SettingError(_SETTING, folder, rule, "a complete checkpoint")
+    if (folder / SAFE_WEIGHTS_NAME).is_file() and of_index != [SAFE_WEIGHTS_NAME]:
+        other = next(name for name in of_index if name != SAFE_WEIGHTS_NAME)
+        rule = f"it has {SAFE_WEIGHTS_NAME}, which transformers reads, and {other} of its index, which vLLM reads."
+        raise SettingError(_SETTING, folder, rule, f"a folder with one of the two, {SAFE_WEIGHTS_NAME} or the index")
+
+
+def _download(hub_id: str, revision: str | None, on_this_rank: bool, device: torch.device | str) -> None:
+    """Download weights on some ranks; collective.
+
+    The others wait in short collectives, because a long one would end by its time-out before most downloads do.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        patterns: dict[str, Any] = {"allow_patterns": _DOWNLOADED, "ignore_patterns": _NOT_DOWNLOADED}
+        ask = partial(snapshot_download, hub_id, revision=revision, **patterns)
+        download = pool.submit(ask) if on_this_rank else None
+        running = torch.ones((), dtype=torch.int32, device=device)
+        while running:
+            if download is not None:
+                wait([download], timeout=_POLL_SECONDS)
+            running.fill_(download is not None and not download.done())
+            dist.all_reduce(running, dist.ReduceOp.MAX)
+    with raise_on_all_ranks(device):
+        if download is not None:
+            download.result()
+
+
+def _refuse_cached(hub_id: str, folder: str, lacking: list[str], why: str) -> NoReturn:
+    where = f"its snapshot {folder}" if folder else f"the cache {constants.HF_HUB_CACHE}"
+    rule = f"{where} lacks {', '.join(lacking[:3])}, which {why}."
+    works = f"a cache that `hf download {hub_id}` has filled on this machine, or the model's folder"
+    raise SettingError(_SETTING, hub_id, rule, works)
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

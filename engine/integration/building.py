@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -145,16 +147,20 @@ class BuildsModel:
 
     def _open(self) -> tuple[nn.Module, CheckpointFiles]:
         """Build the model on the meta device and open its checkpoint; all ranks have the same, or all raise."""
-        revision = getattr(self.model_config.hf_config, "_commit_hash", None)  # as transformers notes it
-        folder = local_checkpoint(self.model_config.local_path, revision, get_device_name())
+        config = self.model_config
+        # As transformers notes it; the config may be another model's.
+        revision = getattr(config.hf_config, "_commit_hash", None) if config.hf_config_path == config.path else None
+        folder = local_checkpoint(config.local_path, revision, get_device_name())
         facts, failure = {}, None
         try:
-            check_not_quantised(self.model_config.hf_config, folder)
+            check_not_quantised(config.hf_config, folder)
             files, module = open_checkpoint(folder), self._build_module()
             facts = {"model": model_facts(module), "checkpoint": files.file_of}
         except Exception as error:
             failure = error
         check_agreement(facts, device=get_device_name(), failure=failure)
+        if files.unread and self.rank == 0:
+            print(f"[epfsdp2] not read from {folder}, as by transformers: {', '.join(files.unread)}", flush=True)
         return module, files
 
     def _build_module(self) -> nn.Module:
@@ -266,7 +272,9 @@ class BuildsModel:
 
     def _name_unused(self, unused: list[str]) -> None:
         if unused and self.rank == 0:
-            print(f"[epfsdp2] {len(unused)} tensors of the checkpoint have no place in the model, e.g. {unused[:3]}")
+            counts = Counter(re.sub(r"\d+", "*", key) for key in unused)
+            named = ", ".join(f"{key} ({count})" if count > 1 else key for key, count in counts.items())
+            print(f"[epfsdp2] {len(unused)} tensors of the checkpoint have no place in the model: {named}", flush=True)
 
     # -- when it is sharded -------------------------------------------------------------------------------------
 

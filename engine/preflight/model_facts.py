@@ -3,7 +3,6 @@
 import importlib
 import logging
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
-from ..checkpoint.safetensors_reader import check_files, open_checkpoint
+from ..checkpoint.safetensors_reader import HUB_ID, cached_checkpoint, open_checkpoint
 from ..compat.transformers_names import no_init_weights
 from ..errors import SettingError
 from ..fsdp.fp32_modules import find_float32_modules, unmatched_patterns
@@ -117,20 +116,23 @@ def inspect_model(
 def _model_folder(path: str, setting: str) -> str | None:
     """Return the local folder with the model's config, or None if there is none yet but may be later."""
     local = os.path.expanduser(path)
-    if os.path.isdir(local):
-        try:
-            check_files(open_checkpoint(local))
-        except SettingError as error:
-            raise SettingError(setting, path, error.rule, error.works) from None
-        return local
-    if "://" in path:
-        return None
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", path):
-        raise SettingError(
-            setting, path, "there is no such folder.", "an existing folder with config.json and *.safetensors"
-        )
-    cached = try_to_load_from_cache(path, "config.json")
-    return os.path.dirname(cached) if isinstance(cached, str) else None
+    try:
+        if os.path.isdir(local):
+            open_checkpoint(local)
+            return local
+        if "://" in path:
+            return None
+        if not HUB_ID.fullmatch(path):
+            works = "an existing folder with config.json and *.safetensors"
+            raise SettingError(setting, path, "there is no such folder.", works)
+        if not isinstance(try_to_load_from_cache(path, "config.json"), str):
+            return None
+        folder, lacking = cached_checkpoint(path)
+        if not lacking:
+            open_checkpoint(folder)
+        return folder
+    except SettingError as error:
+        raise SettingError(setting, path, error.rule, error.works) from None
 
 
 def _build(model: Mapping[str, Any], config_path: str, setting: str) -> nn.Module:

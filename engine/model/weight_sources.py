@@ -49,8 +49,11 @@ class Source:
             if pattern not in of_converter:
                 return self.keys[0][1], keys[0]
             if len(keys) > 1 and (pattern is None or list_numbers(keys) is None):
-                pairs = [(keys[0], key) for key in keys[1:]]
-                return next((pair for pair in pairs if list_numbers(pair) is None), pairs[0])
+                same: dict[tuple[str, ...], list[str]] = {}
+                for key in keys:
+                    same.setdefault(tuple(_NUMBERS.findall(key)), []).append(key)
+                first, second, *_ = max(same.values(), key=len) if len(same) < len(keys) else keys
+                return first, second
         return None
 
 

@@ -8,7 +8,9 @@ and so are config and tokenizer, except for their entries about quantisation. ``
 
 import argparse
 import json
+import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,9 @@ from ...engine.checkpoint.atomic_folder import CheckpointError, atomic_dir
 from ...engine.checkpoint.export_hf import FILE_BYTES
 from ...engine.checkpoint.safetensors_reader import CheckpointFiles, open_checkpoint
 from ...engine.checkpoint.safetensors_writer import Entry, write_safetensors
+from ...engine.errors import listed
 from ...engine.model.meta import DEQUANTISED, quantisation_of
-from .quantised_weights import QuantisationError, QuantisedWeight, find_quantised
+from .quantised_weights import OF_ACTIVATIONS, QuantisationError, QuantisedWeight, find_quantised
 
 __all__ = ["dequantise", "main"]
 
@@ -43,19 +46,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     console = Console(highlight=False, soft_wrap=True, stderr=True)
     try:
-        weights = dequantise(options.checkpoint, options.out, int(options.file_gigabytes * 1e9))
+        weights, left_out = dequantise(options.checkpoint, options.out, int(options.file_gigabytes * 1e9))
     except (CheckpointError, OSError, ValueError) as error:
         console.print(str(error), style="red", markup=False)
         return 1
+    for name in left_out:
+        console.print(f"left out: {name}", style="yellow", markup=False)
     console.print(f"wrote {options.out}: {weights} weights were dequantised", markup=False)
     return 0
 
 
-def dequantise(checkpoint: Path, out: Path, file_bytes: int = FILE_BYTES) -> int:
-    """Write a quantised checkpoint to ``out`` in bfloat16, and return the number of weights that were quantised.
+def dequantise(checkpoint: Path, out: Path, file_bytes: int = FILE_BYTES) -> tuple[int, list[str]]:
+    """Write a quantised checkpoint to ``out`` in bfloat16.
+
+    Returns:
+        The number of weights that were quantised; and what is not in ``out``: files that are no part of the checkpoint,
+        and scales of activations, with a star for each number in their names.
 
     Raises:
-        QuantisationError: it is not quantised, or in a way that is not known.
+        QuantisationError: it is not quantised, or in a way that is not known, or has a weight quantised and plain.
         SettingError: the checkpoint is not complete.
         FileExistsError: ``out`` is there already.
     """
@@ -66,14 +75,17 @@ def dequantise(checkpoint: Path, out: Path, file_bytes: int = FILE_BYTES) -> int
     quantisation = _quantisation(checkpoint, config)
     weights, scales = find_quantised(files, quantisation)
     by_values = {weight.values: weight for weight in weights}
+    tensors = [(key, by_values.get(key)) for key in files.file_of if key not in scales]
+    entries = [_entry(files, key, weight) for key, weight in tensors]
+    if twice := [name for name, count in Counter(entry.name for entry in entries).items() if count > 1]:
+        raise QuantisationError(f"{checkpoint} has weights twice, quantised and plain: {listed(twice)}.")
     with atomic_dir(out) as partial:
         ignored = shutil.ignore_patterns("*.safetensors*", _CONFIG, *_MORE_CONFIGS)
         shutil.copytree(checkpoint, partial, ignore=ignored, dirs_exist_ok=True)
         (partial / _CONFIG).write_text(json.dumps(_plain(config), indent=2) + "\n")
-        tensors = [(key, by_values.get(key)) for key in files.file_of if key not in scales]
-        entries = [_entry(files, key, weight) for key, weight in tensors]
         write_safetensors(partial, entries, _values(files, tensors), file_bytes)
-    return len(weights)
+    of_activations = {re.sub(r"\d+", "*", key) for key in scales if OF_ACTIVATIONS.search(key)}
+    return len(weights), [*files.unread, *sorted(of_activations)]
 
 
 def _quantisation(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from ...engine.checkpoint.state import HF, OPTIMIZER, RNG, SHARDS, STATE, plain_
 from ...engine.compat.transformers_names import own_name
 from ...engine.errors import listed
 from ...engine.model.meta import model_of_checkpoint
+from ...engine.model.weight_sources import tied_names
 from ...engine.moe.find import find_experts
 from ...engine.topology.dtensor import checkpoint_tensors
 
@@ -233,9 +234,15 @@ def _model(
     """
     if adapters := [name for name in of_ranks[0] if "lora_" in name]:
         raise CheckpointError(f"{files[0]} holds LoRA adapters, which have other names here: {listed(adapters)}.")
-    saved, own, tied = _joined(files, of_ranks), checkpoint_tensors(model), model.state_dict().keys()
+    saved, own = _joined(files, of_ranks), checkpoint_tensors(model)
+    tied_to = {name: first for first, *others in tied_names(model) for name in others}
     wrong = [f"{name} is missing" for name in own if name not in saved]
-    wrong += [f"{name} is no tensor of the model" for name in saved if name not in own and name not in tied]
+    wrong += [f"{name} is no tensor of the model" for name in saved if name not in own and name not in tied_to]
+    wrong += [
+        f"{name} is tied to {first} by {HF}/config.json, but their values differ"
+        for name, first in tied_to.items()
+        if name in saved and first in saved and not torch.equal(saved[name].whole(), saved[first].whole())
+    ]
     wrong += _misshapen({name: (saved[name], own[name]) for name in own if name in saved})
     _raise_for(checkpoint, files, wrong)
     return ((name, saved[name]) for name in own)

@@ -23,7 +23,7 @@ import torch
 from ...engine.checkpoint.safetensors_reader import CheckpointFiles
 from ...engine.errors import listed
 
-__all__ = ["QuantisationError", "QuantisedWeight", "find_quantised", "unpack_fp4", "unpack_int32"]
+__all__ = ["OF_ACTIVATIONS", "QuantisationError", "QuantisedWeight", "find_quantised", "unpack_fp4", "unpack_int32"]
 
 _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 _CHUNK = 1 << 24  # elements that are computed together, in float32
@@ -35,7 +35,7 @@ _SCALES = {
     "_blocks": (("_scales",), ()),
     "": (("_scale_inv",), ()),
 }
-_OF_ACTIVATIONS = re.compile(r"(^|[._])(input_scale|input_global_scale|activation_scale|output_scale|[kvq]_scale)$")
+OF_ACTIVATIONS = re.compile(r"(^|[._])(input_scale|input_global_scale|activation_scale|output_scale|[kvq]_scale)$")
 _UNKNOWN = re.compile(r"(^|\.)(weight_zero_point|weight_g_idx|qweight|qzeros)$")
 
 
@@ -120,7 +120,7 @@ def find_quantised(files: CheckpointFiles, config: Mapping[str, Any]) -> tuple[l
         what = f"tensors that are not understood: {listed(unknown)}" if unknown else "weights that were rotated"
         raise QuantisationError(f"{files.folder} has {what}. {_known()}")
     found: list[QuantisedWeight] = []
-    consumed = {key for key in keys if _OF_ACTIVATIONS.search(key)}
+    consumed = {key for key in keys if OF_ACTIVATIONS.search(key)}
     for key in keys:
         weight = _quantised(key, files, config)
         if weight is None:

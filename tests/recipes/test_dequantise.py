@@ -232,6 +232,11 @@ def test_dequantise_of_a_larger_checkpoint_takes_no_more_memory(tmp_path):
             FP8,
             r"a.weight is \[4, 4\], and its scales are",
         ),
+        (
+            {"a.weight": torch.ones(4, 4), "a.weight_packed": _bytes(4, 2), "a.weight_scale": torch.ones(4, 1)},
+            {"quant_method": "compressed-tensors"},
+            "twice, quantised and plain: a.weight",
+        ),
         ({"a.weight": _fp8(4, 4), "a.weight_zero_point": torch.ones(4)}, FP8, "not understood: a.weight_zero_point"),
         ({"a.weight": _fp8(4, 4)}, {**FP8, "transform_config": {"R1": 1}}, "has weights that were rotated"),
     ],
@@ -240,6 +245,18 @@ def test_dequantise_of_an_unknown_format_names_it(tmp_path, tensors, quantisatio
     with pytest.raises(dequantise.QuantisationError, match=words):
         dequantise.dequantise(_save(tmp_path / "in", tensors, quantisation), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_dequantise_command_names_what_it_leaves_out(tmp_path, capsys):
+    scales = {f"layers.{i}.{name}": torch.ones(1) for i in range(2) for name in ("a.input_scale", "attn.k_scale")}
+    weights = {"layers.0.a.weight": _fp8(4, 4), "layers.0.a.weight_scale": torch.ones(1)}
+    folder = _save(tmp_path / "in", weights | scales, {"quant_method": "fp8"})
+    save_file({"tok_embeddings.weight": torch.ones(2)}, folder / "consolidated.safetensors")
+    assert dequantise.main([str(folder), str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().err.splitlines()
+    named = ["consolidated.safetensors", "layers.*.a.input_scale", "layers.*.attn.k_scale"]
+    assert [line for line in said if line.startswith("left out")] == [f"left out: {name}" for name in named]
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"layers.0.a.weight"}
 
 
 def test_dequantise_command_with_bad_input_prints_one_line(tmp_path, capsys):

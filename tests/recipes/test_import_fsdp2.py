@@ -244,6 +244,16 @@ def _is_refused(saved, out, capsys, *words):
     assert sorted(out.parent.rglob("*")) == before
 
 
+def test_import_of_a_head_that_the_config_ties_to_other_values_is_refused(verls, tmp_path, capsys):
+    saved = shutil.copytree(verls, tmp_path / STEP / "actor")
+    config = json.loads((saved / "huggingface/config.json").read_text())
+    (saved / "huggingface/config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    for kind in ("optim", "extra_state"):
+        for rank in range(WORLD):
+            _rank_file(saved, kind, rank).unlink()
+    _is_refused(saved, tmp_path / "out", capsys, "lm_head.weight is tied to model.embed_tokens.weight")
+
+
 def _rank_file(saved, kind, rank=1):
     return saved / f"{kind}_world_size_{WORLD}_rank_{rank}.pt"
 

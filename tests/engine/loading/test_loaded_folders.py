@@ -67,7 +67,7 @@ def test_engine_names_files_and_tensors_that_it_does_not_read(tmp_path):
     _add(unused, **{"model.layers.92.eh_proj.weight": torch.ones(2), "some.weight": torch.ones(2)})
     qwen = save_qwen3_moe(tmp_path / "qwen")
     no_place = "tensors of the checkpoint have no place in the model"
-    listed = "model.layers.*.eh_proj.weight, model.layers.*.self_attn.rotary_emb.inv_freq (3), some.weight"
+    listed = "model.layers.*.self_attn.rotary_emb.inv_freq (3), model.layers.*.eh_proj.weight, some.weight"
     cases = [
         (actor, "language_model", {}),
         (strays, "language_model", {}, f"not read from {strays}, as by transformers: consolidated.safetensors"),

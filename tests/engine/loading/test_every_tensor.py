@@ -1,5 +1,6 @@
 """Every tensor in every file of a checkpoint is read, or named as left out, or ends the run."""
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from epfsdp2.engine.checkpoint.safetensors_reader import CheckpointFiles, open_c
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.model.meta import build_on_meta
-from epfsdp2.engine.topology.mesh import Topology, build_meshes
+from epfsdp2.engine.topology.mesh import Meshes, Topology, build_meshes
 from tests.support.engine.sharded import sharded_model, whole_parameters
 from tests.support.models.tiny import reference_model, save_glm4_moe, save_qwen3_moe, save_random
 from tests.support.ranks import each_case, run_ranks
@@ -203,10 +204,15 @@ def _write_index(folder: Path, weight_map: dict[str, str]) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
+@functools.cache
+def _meshes() -> Meshes:
+    """Once for each rank, because each example's own would leave its groups and their threads behind."""
+    return build_meshes("cpu", Topology.arrange(WORLD, 2))
+
+
 def _load(folder: Path, config) -> tuple[nn.Module, CheckpointFiles, set[str]]:
     """Load a checkpoint, and return the model, its files and the tensors that were left out."""
     model, left_out = build_on_meta(AutoModelForCausalLM, config, torch.float32), set()
-    meshes = build_meshes("cpu", Topology.arrange(WORLD, 2))
     files = open_checkpoint(folder)
 
     def noted(*args, **kwargs):
@@ -215,11 +221,11 @@ def _load(folder: Path, config) -> tuple[nn.Module, CheckpointFiles, set[str]]:
 
     with mock.patch.object(build, "load_weights", noted):
         options = ShardingOptions(param_dtype=torch.float32)
-        build.shard_and_load(model, files, meshes, options, device="cpu", device_id="cpu")
+        build.shard_and_load(model, files, _meshes(), options, device="cpu", device_id="cpu")
     return model, files, left_out
 
 
-def _property(folder, examples, seed):
+def _property(folder, examples):
     configs, saved = {}, {}
     for family, save in SAVE.items():
         for tied in (False, True):
@@ -292,9 +298,9 @@ def _is_accounted_for(folder, config, wrong, counted):
 
 
 def test_load_weights_of_made_up_checkpoints_reads_or_names_every_tensor(tmp_path):
-    run_ranks(_property, WORLD, tmp_path, EXAMPLES, 0)
+    run_ranks(_property, WORLD, tmp_path, EXAMPLES)
 
 
 @pytest.mark.long
 def test_load_weights_of_many_made_up_checkpoints_reads_or_names_every_tensor(tmp_path):
-    run_ranks(_property, WORLD, tmp_path, 20 * EXAMPLES, 0, timeout=900.0)
+    run_ranks(_property, WORLD, tmp_path, 8 * EXAMPLES, timeout=900.0)

@@ -1,7 +1,6 @@
 """Loading reads only a rank's own shards, and its errors name the offender."""
 
 import json
-import os
 import shutil
 from unittest import mock
 

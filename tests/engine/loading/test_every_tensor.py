@@ -45,13 +45,13 @@ def _save_mixtral(folder: Path, **overrides) -> Path:
         num_local_experts=8,
         **overrides,
     )
-    return save_random(MixtralForCausalLM(config), folder, 0)
+    return save_random(MixtralForCausalLM(config), folder, 0, one_file=True)
 
 
 SAVE: dict[str, Callable[..., Path]] = {
-    "qwen3_moe": save_qwen3_moe,
+    "qwen3_moe": functools.partial(save_qwen3_moe, one_file=True),
     "mixtral": _save_mixtral,
-    "glm4_moe": save_glm4_moe,
+    "glm4_moe": functools.partial(save_glm4_moe, one_file=True),
 }
 
 
@@ -116,7 +116,7 @@ def _compared_in_its_dtype(folder):
 
 def test_load_weights_compares_tied_weights_in_the_models_dtype(tmp_path):
     """A float32 head beside a bfloat16 embedding: ``from_pretrained`` ties them in bfloat16 and not in float32."""
-    folder = save_qwen3_moe(tmp_path, tie_word_embeddings=True)
+    folder = save_qwen3_moe(tmp_path, one_file=True, tie_word_embeddings=True)
     (file,) = folder.glob("*.safetensors")
     tensors = load_file(file)
     tensors[HEAD] = tensors[EMBEDDING].float() * (1 + 2**-12)

@@ -61,7 +61,8 @@ def _add(folder: Path, **tensors: torch.Tensor) -> None:
 
 def test_engine_names_files_and_tensors_that_it_does_not_read(tmp_path):
     """Files of another set, computed buffers and a prediction layer; and a critic's former head, of either kind."""
-    strays, unused, actor, critic = (save_glm4_moe(tmp_path / name) for name in ("strays", "unused", "actor", "critic"))
+    names = ("strays", "unused", "actor", "critic")
+    strays, unused, actor, critic = (save_glm4_moe(tmp_path / name, one_file=True) for name in names)
     save_file({"tok_embeddings.weight": torch.ones(2)}, strays / "consolidated.safetensors")
     _add(unused, **{f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in range(3)})
     _add(unused, **{"model.layers.92.eh_proj.weight": torch.ones(2), "some.weight": torch.ones(2)})

@@ -142,7 +142,7 @@ def _save_afmoe(folder):
     )
     model = AfmoeForCausalLM(config)
     bias = torch.empty(8).uniform_(-0.1, 0.1, generator=torch.Generator().manual_seed(3))
-    save_random(model, folder, seed=0)
+    save_random(model, folder, seed=0, one_file=True)
     model.model.layers[1].mlp.expert_bias.data.copy_(bias)
     model.save_pretrained(folder)
     return folder, bias

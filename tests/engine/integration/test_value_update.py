@@ -210,5 +210,6 @@ def test_critic_update_of_a_dense_model_beside_experts_equals_the_plain_model(tm
 )
 def test_critic_update_with_every_head_has_the_gradients_of_the_plain_model(tmp_path, own_class, model, settings):
     """Qwen3-MoE has a token-classification class in transformers, GLM-4-MoE has none."""
-    folder = save_qwen3_moe(tmp_path) if own_class else save_glm4_moe(tmp_path)
+    # With seed 0 a value is so close to where the loss clips it that the plain model in float16 is off by 9 % as well.
+    folder = save_qwen3_moe(tmp_path, seed=1) if own_class else save_glm4_moe(tmp_path)
     run_ranks(_value_update, WORLD, folder, own_class, model, settings)

@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from epfsdp2.engine.model.meta import kept_in_float32
+
 __all__ = [
     "CHAT_TEMPLATE",
     "GENERATION",
@@ -61,8 +63,9 @@ def save_published(model: Any, folder: Path, seed: int = 0, one_file: bool = Fal
 
 
 def _stored(model: Any) -> list[torch.Tensor]:
-    """Parameters and buffers that a checkpoint has, but for integers."""
-    return [tensor for tensor in model.state_dict(keep_vars=True).values() if tensor.is_floating_point()]
+    """Parameters and buffers that a checkpoint has, but for integers and those that the class keeps in float32."""
+    kept, tensors = kept_in_float32(model), model.state_dict(keep_vars=True).items()
+    return [tensor for name, tensor in tensors if tensor.is_floating_point() and not kept.search(name)]
 
 
 def _tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:

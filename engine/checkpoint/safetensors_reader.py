@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,10 @@ _SETTING = "actor_rollout_ref.model.path"
 _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-_DOWNLOADED = ["*.safetensors", SAFE_WEIGHTS_INDEX_NAME]
-_NOT_DOWNLOADED = ["*/*", "consolidated*.safetensors"]  # other formats of the same weights
+_DOWNLOADED: dict[str, Any] = {
+    "allow_patterns": ["*.safetensors", SAFE_WEIGHTS_INDEX_NAME],
+    "ignore_patterns": ["*/*", "consolidated*.safetensors"],  # other formats of the same weights
+}
 _POLL_SECONDS = 10.0
 
 
@@ -74,7 +76,7 @@ def local_checkpoint(path: str, revision: str | None = None, device: torch.devic
         device: device type of the tensors that the default group's backend sends.
 
     Raises:
-        SettingError: files are in no cache and can't be downloaded (``HF_HUB_OFFLINE``), or are not on the hub.
+        SettingError: files are not in the cache, and ``HF_HUB_OFFLINE`` forbids to download them.
         Exception: the error of the hub, if it is the same on all ranks.
         RankMismatchError: on all ranks, if the download failed on some.
     """
@@ -90,9 +92,8 @@ def local_checkpoint(path: str, revision: str | None = None, device: torch.devic
     if any(lacks for _, lacks in everyone):
         _download(path, revision, bool(lacking) and everyone.index(mine) == dist.get_rank(), device)
         with raise_on_all_ranks(device):
-            folder, lacking = cached_checkpoint(path, revision)
             if lacking:
-                _refuse_cached(path, folder, lacking, "the hub has not")
+                folder = snapshot_download(path, revision=revision, local_files_only=True, **_DOWNLOADED)
     return folder
 
 
@@ -118,7 +119,10 @@ def cached_checkpoint(hub_id: str, revision: str | None = None) -> tuple[str, li
             shards = set(_weight_map(Path(folder)).values())
         lacking = sorted(shard for shard in shards if not os.path.isfile(os.path.join(folder, shard)))
     if lacking and constants.HF_HUB_OFFLINE:
-        _refuse_cached(hub_id, folder, lacking, "HF_HUB_OFFLINE forbids to download")
+        where = f"its snapshot {folder}" if folder else f"the cache {constants.HF_HUB_CACHE}"
+        rule = f"{where} lacks {', '.join(lacking[:3])}, which HF_HUB_OFFLINE forbids to download."
+        works = f"a cache that `hf download {hub_id}` has filled on this machine, or the model's folder"
+        raise SettingError(_SETTING, hub_id, rule, works)
     return folder, lacking
 
 
@@ -135,6 +139,7 @@ def open_checkpoint(folder: str | Path) -> CheckpointFiles:
     folder = Path(folder)
     if not folder.is_dir():
         raise SettingError(_SETTING, folder, "is not a folder.", "the folder of a Hugging Face checkpoint")
+    _check_config(folder)
     weight_map: dict[str, str] = {}
     there = sorted(path.name for pattern in _WEIGHTS for path in folder.glob(pattern))
     if (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
@@ -166,6 +171,21 @@ def open_checkpoint(folder: str | Path) -> CheckpointFiles:
     return CheckpointFiles(folder, file_of, tuple(name for name in there if name not in opened), opened)
 
 
+def _check_config(folder: Path) -> None:
+    """Check that the config names no file of weights of its own; what else is wrong with it is refused elsewhere.
+
+    Raises:
+        SettingError: with the file, which transformers would read.
+    """
+    try:
+        named = json.loads((folder / CONFIG_NAME).read_text()).get("transformers_weights")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return
+    if named not in (None, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
+        rule = f"its config.json has transformers_weights={named}, which transformers reads and vLLM does not."
+        raise SettingError(_SETTING, folder, rule, f"the weights as {SAFE_WEIGHTS_NAME}, and a config.json without it")
+
+
 def _check_one_set(folder: Path, of_index: list[str]) -> None:
     """Check that the files of an index are there, and are the only set of weights of the folder.
 
@@ -188,8 +208,7 @@ def _download(hub_id: str, revision: str | None, on_this_rank: bool, device: tor
     The others wait in short collectives, because a long one would end by its time-out before most downloads do.
     """
     with ThreadPoolExecutor(1) as pool:
-        patterns: dict[str, Any] = {"allow_patterns": _DOWNLOADED, "ignore_patterns": _NOT_DOWNLOADED}
-        ask = partial(snapshot_download, hub_id, revision=revision, **patterns)
+        ask = partial(snapshot_download, hub_id, revision=revision, **_DOWNLOADED)
         download = pool.submit(ask) if on_this_rank else None
         running = torch.ones((), dtype=torch.int32, device=device)
         while running:
@@ -200,13 +219,6 @@ def _download(hub_id: str, revision: str | None, on_this_rank: bool, device: tor
     with raise_on_all_ranks(device):
         if download is not None:
             download.result()
-
-
-def _refuse_cached(hub_id: str, folder: str, lacking: list[str], why: str) -> NoReturn:
-    where = f"its snapshot {folder}" if folder else f"the cache {constants.HF_HUB_CACHE}"
-    rule = f"{where} lacks {', '.join(lacking[:3])}, which {why}."
-    works = f"a cache that `hf download {hub_id}` has filled on this machine, or the model's folder"
-    raise SettingError(_SETTING, hub_id, rule, works)
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

@@ -5,6 +5,7 @@ import shutil
 import time
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch.distributed as dist
 from transformers import AutoConfig
@@ -40,11 +41,9 @@ def shard(model):
 @pytest.fixture
 def offline(tmp_path, monkeypatch):
     """Make this process use an empty cache without the network; returns the cache's folder."""
-    import huggingface_hub.constants as hub
-
     cache = tmp_path / "cache"
-    monkeypatch.setattr(hub, "HF_HUB_CACHE", str(cache))
-    monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     return cache
 
 
@@ -122,12 +121,14 @@ def _downloads(cache, folder, without, lacking_hosts, fails_on):
         save_in_hub_cache(cache / str(host), ID, folder)
     dist.barrier()
 
-    def snapshot_download(hub_id, *, revision, allow_patterns, ignore_patterns):
+    def snapshot_download(hub_id, *, revision, local_files_only=False, **patterns):
+        if local_files_only:
+            return huggingface_hub.snapshot_download(hub_id, revision=revision, local_files_only=True, **patterns)
         calls.append((hub_id, revision))
         time.sleep(1.5)
         if rank == fails_on:
             raise OSError("401 Client Error: Unauthorized")
-        save_in_hub_cache(cache / str(host), ID, folder, {file.name for file in folder.iterdir()} - set(without))
+        return save_in_hub_cache(cache / str(host), ID, folder, {file.name for file in folder.iterdir()} - set(without))
 
     safetensors_reader.snapshot_download = snapshot_download
     safetensors_reader.socket.gethostname = lambda: f"host {host}"
@@ -151,10 +152,16 @@ def test_local_checkpoint_downloads_once_on_each_host_that_lacks_files(tmp_path,
 
 def _has_no_safetensors(cache, folder):
     use_hub_cache(cache, offline=False)
-    safetensors_reader.snapshot_download = lambda *_, **__: save_in_hub_cache(cache, ID, folder, [INDEX])
-    with pytest.raises(SettingError, match=r"lacks model.safetensors or .*, which the hub has not"):
-        local_checkpoint(ID)
+
+    def snapshot_download(*args, local_files_only=False, **kwargs):
+        if local_files_only:
+            return huggingface_hub.snapshot_download(*args, local_files_only=True, **kwargs)
+        return save_in_hub_cache(cache, ID, folder, {file.name for file in folder.glob("*.safetensors*")})
+
+    safetensors_reader.snapshot_download = snapshot_download
+    with pytest.raises(SettingError, match=r"has no \*.safetensors file"):
+        open_checkpoint(local_checkpoint(ID))
 
 
-def test_local_checkpoint_of_a_hub_id_without_safetensors_is_refused(tmp_path, model):
+def test_open_checkpoint_of_a_hub_id_without_safetensors_is_refused(tmp_path, model):
     run_ranks(_has_no_safetensors, 2, tmp_path / "cache", model)

@@ -59,6 +59,14 @@ def test_open_checkpoint_of_an_index_of_the_single_file_reads_it(tmp_path):
     assert _read(tmp_path) == {"a": 1.0} and open_checkpoint(tmp_path).unread == ()
 
 
+def test_open_checkpoint_of_a_config_that_names_other_weights_names_them(tmp_path):
+    _write(tmp_path, model={"a": 1.0}, other={"a": 2.0})
+    (tmp_path / "config.json").write_text(json.dumps({"transformers_weights": "other.safetensors"}))
+    assert "transformers_weights=other.safetensors, which transformers reads" in _refusal(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"transformers_weights": SINGLE}))
+    assert _read(tmp_path) == {"a": 1.0}
+
+
 @pytest.mark.parametrize("has_index", [True, False])
 def test_open_checkpoint_of_a_tensor_in_two_files_names_both(tmp_path, has_index):
     _write(tmp_path, model_1={"a": 1.0, "b": 2.0}, model_2={"b": 3.0, "c": 4.0})

@@ -6,7 +6,7 @@ import re
 import socket
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from ..model.safetensors_files import DamagedFileError, SafetensorsFile, check_w
 from ..topology.rank_consistency import raise_on_all_ranks
 from .safetensors_writer import DTYPES
 
-__all__ = ["HUB_ID", "CheckpointFiles", "cached_checkpoint", "local_checkpoint", "open_checkpoint"]
+__all__ = ["HUB_ID", "CheckpointFiles", "check_files", "local_checkpoint", "missing_weights", "open_checkpoint"]
 
 _SETTING = "actor_rollout_ref.model.path"
 _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
@@ -37,7 +37,7 @@ _POLL_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """Maps each tensor of a checkpoint to its file; the files are open, memory-mapped.
+    """Maps each tensor of a checkpoint to its file. An open file is memory-mapped.
 
     Args:
         unread: files of weights beside them in the folder, which transformers does not read either.
@@ -46,11 +46,12 @@ class CheckpointFiles:
     folder: Path
     file_of: Mapping[str, str]
     unread: tuple[str, ...]
-    _open: Mapping[str, SafetensorsFile] = field(repr=False, compare=False)
+    _open: dict[str, SafetensorsFile] = field(repr=False, compare=False)
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Return the shape of one tensor, from the file's header."""
-        return self._file(key).shapes[key]
+        with _as_setting():
+            return self._file(key).shapes[key]
 
     def dtype(self, key: str) -> torch.dtype:
         """Return the dtype of one tensor, from the file's header."""
@@ -63,7 +64,18 @@ class CheckpointFiles:
             return self._file(key).read(key, index)
 
     def _file(self, key: str) -> SafetensorsFile:
-        return self._open[self.file_of[key]]
+        """Return the file of a tensor, opened again if ``open_checkpoint`` could not open it.
+
+        Raises:
+            DamagedFileError: it can't be read, or lacks the tensor, which the index lists.
+        """
+        name = self.file_of[key]
+        if name not in self._open:
+            self._open[name] = SafetensorsFile(self.folder / name)
+        file = self._open[name]
+        if key not in file.shapes:
+            raise DamagedFileError(file.path, f"it lacks {key}, which the index lists")
+        return file
 
 
 def local_checkpoint(path: str, revision: str | None = None, device: torch.device | str = "cpu") -> str:
@@ -84,7 +96,10 @@ def local_checkpoint(path: str, revision: str | None = None, device: torch.devic
         return path
     folder, lacking = "", [""]
     with raise_on_all_ranks(device):
-        folder, lacking = cached_checkpoint(path, revision)
+        names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, CONFIG_NAME)
+        cached = (try_to_load_from_cache(path, name, revision=revision) for name in names)
+        folder = os.path.dirname(next((file for file in cached if isinstance(file, str)), ""))
+        lacking = missing_weights(path, folder)
     # LOCAL_RANK is 0 on each of verl's Ray workers, so hosts are compared.
     mine: Any = (socket.gethostname(), bool(lacking))
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -97,58 +112,60 @@ def local_checkpoint(path: str, revision: str | None = None, device: torch.devic
     return folder
 
 
-def cached_checkpoint(hub_id: str, revision: str | None = None) -> tuple[str, list[str]]:
-    """Find a model in the hub's cache without the network.
+def missing_weights(hub_id: str, folder: str) -> list[str]:
+    """List the files of weights that a snapshot in the hub's cache lacks, of those that transformers reads.
 
     Args:
-        revision: a commit, or a branch; ``main`` by default.
-
-    Returns:
-        The folder of the snapshot, empty without one; and the files of weights that it lacks, as transformers finds
-        them: ``model.safetensors``, or those of the index.
+        folder: of the snapshot; empty if the cache has none.
 
     Raises:
         SettingError: it lacks some, and ``HF_HUB_OFFLINE`` forbids to download them.
     """
-    names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, CONFIG_NAME)
-    cached = (try_to_load_from_cache(hub_id, name, revision=revision) for name in names)
-    folder, name = os.path.split(next((path for path in cached if isinstance(path, str)), ""))
-    lacking = [] if name == SAFE_WEIGHTS_NAME else [f"{SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}"]
-    if name == SAFE_WEIGHTS_INDEX_NAME:
+    lacking = [f"{SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}"]
+    if folder and os.path.isfile(os.path.join(folder, SAFE_WEIGHTS_NAME)):
+        lacking = []
+    elif folder and os.path.isfile(os.path.join(folder, SAFE_WEIGHTS_INDEX_NAME)):
         with _as_setting():
-            shards = set(_weight_map(Path(folder)).values())
-        lacking = sorted(shard for shard in shards if not os.path.isfile(os.path.join(folder, shard)))
+            shards = sorted(set(_weight_map(Path(folder)).values()))
+        lacking = [shard for shard in shards if not os.path.isfile(os.path.join(folder, shard))]
     if lacking and constants.HF_HUB_OFFLINE:
         where = f"its snapshot {folder}" if folder else f"the cache {constants.HF_HUB_CACHE}"
         rule = f"{where} lacks {', '.join(lacking[:3])}, which HF_HUB_OFFLINE forbids to download."
         works = f"a cache that `hf download {hub_id}` has filled on this machine, or the model's folder"
         raise SettingError(_SETTING, hub_id, rule, works)
-    return folder, lacking
+    return lacking
 
 
 def open_checkpoint(folder: str | Path) -> CheckpointFiles:
-    """Find the safetensors of a Hugging Face checkpoint, and check that they are complete, by their headers alone.
+    """Find the safetensors of a Hugging Face checkpoint, and their tensors by the headers alone.
 
     These are the files that transformers reads: ``model.safetensors``, or those that the index names, with all their
-    tensors. Without either of them, all safetensors of the folder are.
+    tensors. Without either of them, all safetensors of the folder are. A file of the index that is missing or damaged
+    is left to ``check_files``, or to the first read of it.
 
     Raises:
-        SettingError: the folder is missing or holds no safetensors, a file is missing or can't be read, or two files
-            have a tensor of the same name.
+        SettingError: the folder is missing or holds no safetensors, a file can't be read, or two files have a tensor of
+            the same name.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise SettingError(_SETTING, folder, "is not a folder.", "the folder of a Hugging Face checkpoint")
     _check_config(folder)
-    weight_map: dict[str, str] = {}
     there = sorted(path.name for pattern in _WEIGHTS for path in folder.glob(pattern))
+    weight_map: dict[str, str] = {}
+    opened: dict[str, SafetensorsFile] = {}
     if (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
         with _as_setting():
             weight_map = _weight_map(folder)
         names = sorted(set(weight_map.values()))
         _check_one_set(folder, names)
+        for name in names:
+            with suppress(DamagedFileError):
+                opened[name] = SafetensorsFile(folder / name)
     else:
         names = [SAFE_WEIGHTS_NAME] if SAFE_WEIGHTS_NAME in there else [n for n in there if n.endswith(".safetensors")]
+        with _as_setting():
+            opened = {name: SafetensorsFile(folder / name) for name in names}
     if not names:
         raise SettingError(
             _SETTING,
@@ -156,7 +173,6 @@ def open_checkpoint(folder: str | Path) -> CheckpointFiles:
             "has no *.safetensors file.",
             "a checkpoint saved with safetensors (model.save_pretrained writes them)",
         )
-    opened = {name: _opened(folder / name) for name in names}
     file_of: dict[str, str] = {}
     for name, file in opened.items():
         for key in file.shapes:
@@ -164,11 +180,22 @@ def open_checkpoint(folder: str | Path) -> CheckpointFiles:
                 rule = f"{key} stands in two of its files, {file_of[key]} and {name}."
                 raise SettingError(_SETTING, folder, rule, "a folder that has only the one that belongs to the model")
             file_of[key] = name
-    for key, name in weight_map.items():
-        if key not in opened[name].shapes:
-            with _as_setting():
-                raise DamagedFileError(folder / name, f"it lacks {key}, which the index lists")
-    return CheckpointFiles(folder, file_of, tuple(name for name in there if name not in opened), opened)
+    return CheckpointFiles(folder, weight_map | file_of, tuple(name for name in there if name not in names), opened)
+
+
+def check_files(checkpoint: CheckpointFiles) -> None:
+    """Check that all files exist and are complete, by their headers alone.
+
+    Raises:
+        SettingError: naming the first file that is missing or damaged.
+    """
+    names = sorted(set(checkpoint.file_of.values()))
+    missing = [name for name in names if not (checkpoint.folder / name).is_file()]
+    if missing:
+        rule = f"its index names {', '.join(missing[:3])}, which {'is' if len(missing) == 1 else 'are'} not there."
+        raise SettingError(_SETTING, checkpoint.folder, rule, "a complete checkpoint")
+    for key in checkpoint.file_of:
+        checkpoint.shape(key)
 
 
 def _check_config(folder: Path) -> None:
@@ -187,18 +214,14 @@ def _check_config(folder: Path) -> None:
 
 
 def _check_one_set(folder: Path, of_index: list[str]) -> None:
-    """Check that the files of an index are there, and are the only set of weights of the folder.
+    """Check that the files of an index are the only set of weights of the folder.
 
     Raises:
-        SettingError: naming the files that are missing, or that transformers would read instead.
+        SettingError: naming the file that transformers would read instead.
     """
-    missing = [name for name in of_index if not (folder / name).is_file()]
-    if missing:
-        rule = f"its index names {', '.join(missing[:3])}, which {'is' if len(missing) == 1 else 'are'} not there."
-        raise SettingError(_SETTING, folder, rule, "a complete checkpoint")
-    if (folder / SAFE_WEIGHTS_NAME).is_file() and of_index != [SAFE_WEIGHTS_NAME]:
-        other = next(name for name in of_index if name != SAFE_WEIGHTS_NAME)
-        rule = f"it has {SAFE_WEIGHTS_NAME}, which transformers reads, and {other} of its index, which vLLM reads."
+    others = [name for name in of_index if name != SAFE_WEIGHTS_NAME and (folder / name).is_file()]
+    if others and (folder / SAFE_WEIGHTS_NAME).is_file():
+        rule = f"it has {SAFE_WEIGHTS_NAME}, which transformers reads, and {others[0]} of its index, which vLLM reads."
         raise SettingError(_SETTING, folder, rule, f"a folder with one of the two, {SAFE_WEIGHTS_NAME} or the index")
 
 
@@ -238,16 +261,6 @@ def _weight_map(folder: Path) -> dict[str, str]:
         except DamagedFileError as error:
             raise DamagedFileError(path, error.fault) from error
     return weight_map
-
-
-def _opened(path: Path) -> SafetensorsFile:
-    """Open a file.
-
-    Raises:
-        SettingError: it can't be read.
-    """
-    with _as_setting():
-        return SafetensorsFile(path)
 
 
 @contextmanager

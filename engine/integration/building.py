@@ -18,7 +18,7 @@ from verl.workers.config.optimizer import build_optimizer
 
 from ...rollout.remote.delta_shards import ShardExport
 from ...rollout.sync import RolloutSync, SyncSettings
-from ..checkpoint.safetensors_reader import CheckpointFiles, local_checkpoint, open_checkpoint
+from ..checkpoint.safetensors_reader import CheckpointFiles, check_files, local_checkpoint, open_checkpoint
 from ..declared.derived import param_dtype
 from ..fsdp.options import ShardingOptions
 from ..fsdp.ulysses import SequenceParallel
@@ -154,7 +154,9 @@ class BuildsModel:
         facts, failure = {}, None
         try:
             check_not_quantised(config.hf_config, folder)
-            files, module = open_checkpoint(folder), self._build_module()
+            files = open_checkpoint(folder)
+            check_files(files)
+            module = self._build_module()
             facts = {"model": model_facts(module), "checkpoint": files.file_of}
         except Exception as error:
             failure = error

@@ -13,7 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
-from ..checkpoint.safetensors_reader import HUB_ID, cached_checkpoint, open_checkpoint
+from ..checkpoint.safetensors_reader import HUB_ID, check_files, missing_weights, open_checkpoint
 from ..compat.transformers_names import no_init_weights
 from ..errors import SettingError
 from ..fsdp.fp32_modules import find_float32_modules, unmatched_patterns
@@ -118,18 +118,19 @@ def _model_folder(path: str, setting: str) -> str | None:
     local = os.path.expanduser(path)
     try:
         if os.path.isdir(local):
-            open_checkpoint(local)
+            check_files(open_checkpoint(local))
             return local
         if "://" in path:
             return None
         if not HUB_ID.fullmatch(path):
             works = "an existing folder with config.json and *.safetensors"
             raise SettingError(setting, path, "there is no such folder.", works)
-        if not isinstance(try_to_load_from_cache(path, "config.json"), str):
+        cached = try_to_load_from_cache(path, "config.json")
+        if not isinstance(cached, str):
             return None
-        folder, lacking = cached_checkpoint(path)
-        if not lacking:
-            open_checkpoint(folder)
+        folder = os.path.dirname(cached)
+        if not missing_weights(path, folder):
+            check_files(open_checkpoint(folder))
         return folder
     except SettingError as error:
         raise SettingError(setting, path, error.rule, error.works) from None

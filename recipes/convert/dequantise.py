@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from ...engine.checkpoint.atomic_folder import CheckpointError, atomic_dir
 from ...engine.checkpoint.export_hf import FILE_BYTES
-from ...engine.checkpoint.safetensors_reader import CheckpointFiles, open_checkpoint
+from ...engine.checkpoint.safetensors_reader import CheckpointFiles, check_files, open_checkpoint
 from ...engine.checkpoint.safetensors_writer import Entry, write_safetensors
 from ...engine.errors import listed
 from ...engine.model.meta import DEQUANTISED, quantisation_of
@@ -69,6 +69,7 @@ def dequantise(checkpoint: Path, out: Path, file_bytes: int = FILE_BYTES) -> tup
         FileExistsError: ``out`` is there already.
     """
     files = open_checkpoint(checkpoint)
+    check_files(files)
     if out.exists():
         raise FileExistsError(f"{out} is there already.")
     config = json.loads((checkpoint / _CONFIG).read_text())

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from unittest import mock
 
 import pytest
@@ -98,6 +99,52 @@ def _verified(folder):
 
 def test_verify_experts_compares_a_few_experts(tmp_path):
     run_ranks(_verified, 2, save_qwen3_moe(tmp_path))
+
+
+def _loads_from_the_hub_cache(cache, hub_id, folder):
+    os.environ.update(HF_HUB_CACHE=str(cache), HF_HUB_OFFLINE="1")
+    import huggingface_hub.constants as hub
+
+    hub.HF_HUB_CACHE, hub.HF_HUB_OFFLINE = str(cache), True
+    found = safetensors_reader.open_checkpoint(safetensors_reader.local_checkpoint(hub_id))
+    assert found.file_of.keys() == safetensors_reader.open_checkpoint(folder).file_of.keys()
+
+
+def test_local_checkpoint_finds_a_hub_id_in_the_cache(tmp_path):
+    folder = save_qwen3_moe(tmp_path / "model")
+    repository = tmp_path / "cache" / "models--some--moe"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(folder, repository / "snapshots" / ("0" * 40))
+    run_ranks(_loads_from_the_hub_cache, 2, tmp_path / "cache", "some/moe", folder)
+
+
+def _downloads(fails_on):
+    rank, calls = dist.get_rank(), []
+
+    def snapshot_download(path, *, local_files_only=False, revision=None, **_):
+        calls.append(("finds" if local_files_only else "downloads", revision))
+        if rank == fails_on and not local_files_only:
+            raise OSError("401 Client Error: Unauthorized")
+        return f"the folder of {path}"
+
+    safetensors_reader.snapshot_download = snapshot_download
+    safetensors_reader.socket.gethostname = lambda: f"host {rank // 2}"
+    os.environ["LOCAL_RANK"] = "0"  # as on verl's Ray workers
+    started = time.monotonic()
+    if fails_on is None:
+        assert safetensors_reader.local_checkpoint("some/moe", "a commit") == "the folder of some/moe"
+    else:
+        with pytest.raises(RankMismatchError, match=f"rank {fails_on}: OSError: 401 Client Error"):
+            safetensors_reader.local_checkpoint("some/moe", "a commit")
+    assert time.monotonic() - started < 20
+    finds = [] if fails_on is not None else [("finds", "a commit")]
+    assert calls == [("downloads", "a commit")] * (rank in (0, 2)) + finds
+
+
+@pytest.mark.parametrize("fails_on", [None, 0, 2])
+def test_local_checkpoint_downloads_once_per_host_and_fails_on_all_ranks(fails_on):
+    run_ranks(_downloads, 4, fails_on)
 
 
 def _fails_with(folder, parts):
@@ -210,21 +257,22 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("has_index", [False, True])
-def test_open_checkpoint_says_what_is_wrong_with_a_damaged_file(tmp_path, damage, has_index):
+def test_check_files_says_what_is_wrong_with_a_damaged_file(tmp_path, damage, has_index):
     file, (change, words) = tmp_path / "model.safetensors", DAMAGES[damage]
     save_file({"a": torch.ones(3, 4), "b": torch.ones(5)}, file)
     if has_index:
         weight_map = dict.fromkeys("ab", file.name)
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    safetensors_reader.open_checkpoint(tmp_path)
+    safetensors_reader.check_files(safetensors_reader.open_checkpoint(tmp_path))
     file.write_bytes(change(file.read_bytes()))
     with pytest.raises(
         SettingError, match=rf"^critic.model.path={tmp_path}: {file.name} can't be read: .*{words}"
     ) as error:
         check_model_path({"path": str(tmp_path)}, "critic.model")
     assert "What works: " in str(error.value) and "\n" not in str(error.value)
-    with pytest.raises(SettingError, match=words):  # as where it is downloaded later: on load
-        safetensors_reader.open_checkpoint(tmp_path)
+    if has_index:  # as where it is downloaded later: on load
+        with pytest.raises(SettingError, match=words):
+            safetensors_reader.open_checkpoint(tmp_path).read("a")
 
 
 @pytest.mark.parametrize(
@@ -240,7 +288,7 @@ def test_open_checkpoint_says_what_is_wrong_with_a_damaged_file(tmp_path, damage
         ('{"weight_map": {"a": "gone.safetensors"}}', "its index names gone.safetensors, which is not there"),
     ],
 )
-def test_open_checkpoint_refuses_an_index_of_other_files(tmp_path, index, words):
+def test_check_files_refuses_an_index_of_other_files(tmp_path, index, words):
     save_file({"a": torch.ones(3, 4)}, tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(SettingError, match=words):

@@ -110,6 +110,7 @@ def _damaged(data, rng):
 
 def _of_a_model(path):
     files = safetensors_reader.open_checkpoint(path.parent)
+    safetensors_reader.check_files(files)
     for name in files.file_of:
         files.read(name)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from epfsdp2.engine.checkpoint.safetensors_reader import open_checkpoint
+from epfsdp2.engine.checkpoint.safetensors_reader import check_files, open_checkpoint
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight.model_facts import check_model_path
 
@@ -36,7 +36,7 @@ def _read(folder: Path) -> dict[str, float]:
 def _refusal(folder: Path) -> str:
     """Return the driver's error, which the ranks' equals but for the setting's name."""
     with pytest.raises(SettingError) as on_rank:
-        open_checkpoint(folder)
+        check_files(open_checkpoint(folder))
     with pytest.raises(SettingError) as error:
         check_model_path({"path": str(folder)}, "critic.model")
     assert error.value.rule == on_rank.value.rule and "\n" not in str(error.value)
@@ -84,6 +84,13 @@ def test_open_checkpoint_of_an_index_without_some_tensors_of_its_shards_reads_th
     _write(tmp_path, model_1={"a": 1.0, "left_out": 5.0}, model_2={"b": 2.0})
     _index(tmp_path, a=1, b=2)
     assert _read(tmp_path) == {"a": 1.0, "b": 2.0, "left_out": 5.0}
+
+
+def test_open_checkpoint_of_an_index_with_the_files_exchanged_reads_as_transformers_does(tmp_path):
+    _write(tmp_path, model_1={"a": 1.0}, model_2={"b": 2.0})
+    _index(tmp_path, a=2, b=1)
+    check_files(open_checkpoint(tmp_path))
+    assert _read(tmp_path) == {"a": 1.0, "b": 2.0}
 
 
 @pytest.mark.parametrize("has_index", [True, False])

@@ -6,6 +6,7 @@ import logging
 import pytest
 
 from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.preflight import model_facts
 from epfsdp2.engine.preflight.model_facts import inspect_model
 from epfsdp2.engine.preflight.run import check_training
 from tests.support.trainer.preflight import MODEL, SDPA, paragraph
@@ -63,6 +64,11 @@ def test_check_training_of_a_model_that_is_not_local_is_skipped_with_a_warning(p
     # What does not depend on the model is.
     with pytest.raises(SettingError, match="needs an accelerator"):
         check_training(engine(), 2, {"path": path}, device="cpu")
+
+
+def test_inspect_model_of_a_hub_id_in_the_cache_checks_it(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(model_facts, "try_to_load_from_cache", lambda path, name: str(tmp_path / name))
+    assert inspect_model({"path": "some-org/some-model"}).experts == (8, 8)
 
 
 def test_inspect_model_of_a_config_that_transformers_can_not_build_is_refused(tmp_path, model):

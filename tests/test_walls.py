@@ -80,6 +80,7 @@ THIRD_PARTIES: dict[str, frozenset[str]] = {
     "engine/settings": TORCH,
     "engine/compat": MODEL | {"packaging"},
     "engine/wrap_forward.py": TORCH,
+    "engine/model_files.py": frozenset({"huggingface_hub", "transformers"}),
 }
 # compat says which versions there are and looks up vLLM's private names; the rest is what a weight is: where its parts
 # are, what it is called in a checkpoint, and what is merged into it.

@@ -19,6 +19,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 
 from ..errors import SettingError
 from ..model.safetensors_files import DamagedFileError, SafetensorsFile, check_within
+from ..model_files import PATTERNS
 from ..topology.rank_consistency import raise_on_all_ranks
 from .safetensors_writer import DTYPES
 
@@ -29,8 +30,8 @@ _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _DOWNLOADED: dict[str, Any] = {
-    "allow_patterns": ["*.safetensors", SAFE_WEIGHTS_INDEX_NAME],
-    "ignore_patterns": ["*/*", "consolidated*.safetensors"],  # other formats of the same weights
+    "allow_patterns": ["*.safetensors", *PATTERNS],  # a save copies the small files
+    "ignore_patterns": ["*/*.safetensors", "consolidated*.safetensors"],  # other formats of the same weights
 }
 _POLL_SECONDS = 10.0
 

@@ -7,8 +7,8 @@ A checkpoint folder of one role holds
                              real placements
     trainer_state.json       step, learning-rate schedule, the optimizer's settings
     rng/                     torch's random state on each rank, of the CPU and of its device
-    huggingface/             config, tokenizer; with ``hf_model`` also the weights in the family's checkpoint layout,
-                             adapters merged
+    huggingface/             config and small files of the base; with ``hf_model`` also the weights in the layout of the
+                             family's checkpoints, adapters merged
     lora_adapter/            adapters, if there are any, as peft saves them
     frozen_base.json         of a run with adapters whose frozen weights are not stored: the model that they are of, and
                              shape and checksum of each

@@ -1,5 +1,6 @@
 """The part of the engine that verl calls to save and to resume."""
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,22 @@ from verl.utils.device import get_device_name
 from ..checkpoint import state as checkpoint
 from ..checkpoint.saves import CheckpointSaver
 from ..fsdp.reshard import reshard_all
+from ..model.value_head import value_fields
+from ..model_files import (
+    CONFIG,
+    GENERATION_CONFIG,
+    folder_of,
+    is_code,
+    json_bytes,
+    read_small_files,
+    with_chat_template,
+    with_overrides,
+    write_files,
+)
 from ..optim.loss_scale import LossScale
+from ..settings.values import overrides_of
 from ..survivors.watch import Watch
+from ..topology.rank_consistency import raise_on_all_ranks
 
 __all__ = ["WritesCheckpoints"]
 
@@ -107,10 +122,36 @@ class WritesCheckpoints:
                 self._save_hf_config,
             )
 
+    def _read_model_files(self, base: Path) -> None:
+        """Read what a save writes beside the weights, on the ranks that may write it; the base may be gone by then.
+
+        A tokenizer from another folder (``tokenizer_path``) counts before the base's, and so does a chat template that
+        is set for the run.
+        """
+        self._model_files: dict[str, bytes] = {}
+        topology = self.meshes.topology
+        is_first = self.rank % (topology.world // topology.dp_replicate) == 0
+        with raise_on_all_ranks(get_device_name()):
+            if is_first and not self.engine_config.forward_only:
+                self._model_files = self._files_of(base)
+
+    def _files_of(self, base: Path) -> dict[str, bytes]:
+        model = self.model_config
+        files = read_small_files(base)
+        if model.tokenizer_path != model.path:
+            of_model = {name: files[name] for name in files if name == GENERATION_CONFIG or is_code(name)}
+            files = read_small_files(folder_of(model.local_tokenizer_path or model.tokenizer_path))
+            files.pop(GENERATION_CONFIG, None)
+            files |= of_model
+        if model.hf_config_path != model.path:
+            base = folder_of(model.local_hf_config_path)
+            files |= {name: content for name, content in read_small_files(base).items() if is_code(name)}
+        if model.custom_chat_template is not None:
+            files = with_chat_template(files, model.custom_chat_template)
+        plain = (base / CONFIG).read_bytes()
+        fields = json.loads(plain)
+        config = {**with_overrides(fields, overrides_of(model), self.module.config), **value_fields(self.module)}
+        return {**files, CONFIG: plain if config == fields else json_bytes(config)}
+
     def _save_hf_config(self, folder: Path) -> None:
-        self.module.config.save_pretrained(folder)
-        if getattr(self.module, "generation_config", None) is not None:
-            self.module.generation_config.save_pretrained(folder)
-        processor = self.model_config.get_processor()
-        if processor is not None:
-            processor.save_pretrained(folder)
+        write_files(folder, self._model_files)

@@ -1,6 +1,7 @@
 """The model of a critic: a head with one output in the place of the language-model head."""
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from transformers import AutoModelForTokenClassification, PretrainedConfig
 
 from .meta import build_on_meta
 
-__all__ = ["as_critic", "give_value_head", "has_value_class", "prepare_config", "value_head"]
+__all__ = ["as_critic", "give_value_head", "has_value_class", "prepare_config", "value_fields", "value_head"]
 
 
 def has_value_class(config: PretrainedConfig) -> bool:
@@ -20,6 +21,18 @@ def has_value_class(config: PretrainedConfig) -> bool:
 def value_head(config: PretrainedConfig) -> str:
     """Return the name of the module that returns the values."""
     return "score" if has_value_class(config) else "lm_head"
+
+
+def value_fields(model: Any) -> Mapping[str, Any]:
+    """Return the fields of a ``config.json`` by which transformers loads a critic's weights; none for another model.
+
+    A critic whose family has no token-classification class has none either, because no class loads its weights.
+    """
+    if not hasattr(model, "score"):
+        return {}
+    name = AutoModelForTokenClassification._model_mapping[type(model.config)].__name__
+    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return {"architectures": [name], "classifier_dropout": 0.0, **labels}
 
 
 def prepare_config(config: Any) -> None:

@@ -3,13 +3,13 @@
     python -m epfsdp2.recipes.dequantise gpt-oss-20b gpt-oss-20b-bf16
 
 Runs in one process without a GPU and holds one tensor at a time. Tensors that are not quantised are copied unchanged,
-and so are config and tokenizer, except for their entries about quantisation. ``quantised_weights.py`` has the formats.
+and so are the folder's small files, tokenizer and generation config among them, and the config except for its entries
+about quantisation. ``quantised_weights.py`` has the formats.
 """
 
 import argparse
 import json
 import re
-import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,13 +25,10 @@ from ...engine.checkpoint.safetensors_reader import CheckpointFiles, check_files
 from ...engine.checkpoint.safetensors_writer import Entry, write_safetensors
 from ...engine.errors import listed
 from ...engine.model.meta import DEQUANTISED, quantisation_of
+from ...engine.model_files import CONFIG, json_bytes, read_small_files, write_files
 from .quantised_weights import OF_ACTIVATIONS, QuantisationError, QuantisedWeight, find_quantised
 
 __all__ = ["dequantise", "main"]
-
-_CONFIG = "config.json"
-# Of ModelOpt, which some loaders read in place of the config.
-_MORE_CONFIGS = ("hf_quant_config.json",)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,7 +69,7 @@ def dequantise(checkpoint: Path, out: Path, file_bytes: int = FILE_BYTES) -> tup
     check_files(files)
     if out.exists():
         raise FileExistsError(f"{out} is there already.")
-    config = json.loads((checkpoint / _CONFIG).read_text())
+    config = json.loads((checkpoint / CONFIG).read_text())
     quantisation = _quantisation(checkpoint, config)
     weights, scales = find_quantised(files, quantisation)
     by_values = {weight.values: weight for weight in weights}
@@ -81,9 +78,7 @@ def dequantise(checkpoint: Path, out: Path, file_bytes: int = FILE_BYTES) -> tup
     if twice := [name for name, count in Counter(entry.name for entry in entries).items() if count > 1]:
         raise QuantisationError(f"{checkpoint} has weights twice, quantised and plain: {listed(twice)}.")
     with atomic_dir(out) as partial:
-        ignored = shutil.ignore_patterns("*.safetensors*", _CONFIG, *_MORE_CONFIGS)
-        shutil.copytree(checkpoint, partial, ignore=ignored, dirs_exist_ok=True)
-        (partial / _CONFIG).write_text(json.dumps(_plain(config), indent=2) + "\n")
+        write_files(partial, {**read_small_files(checkpoint), CONFIG: json_bytes(_plain(config))})
         write_safetensors(partial, entries, _values(files, tensors), file_bytes)
     of_activations = {re.sub(r"\d+", "*", key) for key in scales if OF_ACTIVATIONS.search(key)}
     return len(weights), [*files.unread, *sorted(of_activations)]
@@ -97,10 +92,10 @@ def _quantisation(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Any]
     """
     found = quantisation_of(config)
     if found is None:
-        raise QuantisationError(f"{checkpoint}/{_CONFIG} has no quantization_config: its weights are not quantised.")
+        raise QuantisationError(f"{checkpoint}/{CONFIG} has no quantization_config: its weights are not quantised.")
     if found.get("quant_method") not in DEQUANTISED:
         raise QuantisationError(
-            f"{checkpoint}/{_CONFIG} has quant_method={found.get('quant_method')}; known are {', '.join(DEQUANTISED)}."
+            f"{checkpoint}/{CONFIG} has quant_method={found.get('quant_method')}; known are {', '.join(DEQUANTISED)}."
         )
     return found
 

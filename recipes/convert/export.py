@@ -4,8 +4,9 @@
 
 Runs in one process without a GPU and holds one of the model's tensors at a time. Names and layout are those of the
 family's own checkpoints, so transformers and vLLM load the result; the values are the trained ones, bit for bit.
-Low-rank adapters are merged into the weights that they adapt. A checkpoint without the frozen weights
-(engine.save_frozen_base) takes them from the model that they were trained on, whose values are compared.
+Config, generation config, tokenizer and custom code are those in the checkpoint's ``huggingface`` folder. Low-rank
+adapters are merged into the weights that they adapt. A checkpoint without the frozen weights (engine.save_frozen_base)
+takes them from the model that they were trained on, whose values are compared.
 """
 
 import argparse
@@ -28,6 +29,8 @@ from ...engine.lora.peft_files import ADAPTER
 from ...engine.lora.settings import LoraSettings
 from ...engine.lora.targets import find_targets
 from ...engine.model.meta import model_of_checkpoint
+from ...engine.model.value_head import value_fields
+from ...engine.model_files import CONFIG, json_bytes, with_dtype
 from ...engine.topology.dtensor import checkpoint_tensors
 
 __all__ = ["export", "main"]
@@ -94,6 +97,10 @@ def export(
     frozen = _frozen_base(checkpoint, model, base) if (checkpoint / BASE).is_file() else None
     with atomic_dir(out) as partial:
         copy_files(checkpoint / HF, partial, "*.safetensors*")
+        config = {**json.loads((partial / CONFIG).read_text()), **value_fields(model)}
+        if dtype is not None:
+            config = with_dtype(config, str(dtype).removeprefix("torch."))
+        (partial / CONFIG).write_bytes(json_bytes(config))
         write_hf_weights(model, checkpoint / SHARDS, partial, dtypes, file_bytes, targets, frozen, progress=True)
 
 

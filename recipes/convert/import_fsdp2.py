@@ -4,7 +4,8 @@
 
 Weights, optimizer state, schedule and torch's random state are taken over, bit for bit. What verl wrote are pickles,
 and only torch's restricted unpickler reads them: nothing in them is run. The import takes one process without a GPU,
-and has one whole tensor in memory at a time.
+and has one whole tensor in memory at a time. verl's checkpoint has its tokenizer as transformers writes it, and no
+generation config that transformers finds invalid; ``--base`` copies these files from the model that was trained.
 
 To resume with ``trainer.resume_mode=auto``, ``after/latest_checkpointed_iteration.txt`` has to say ``100``. The place
 in the data, ``global_step_100/data.pt``, is verl's own for every engine and can be copied.
@@ -36,7 +37,9 @@ from ...engine.checkpoint.state import HF, OPTIMIZER, RNG, SHARDS, STATE, plain_
 from ...engine.compat.transformers_names import own_name
 from ...engine.errors import listed
 from ...engine.model.meta import model_of_checkpoint
+from ...engine.model.value_head import value_fields
 from ...engine.model.weight_sources import tied_names
+from ...engine.model_files import CONFIG, json_bytes, read_small_files, write_files
 from ...engine.moe.find import find_experts
 from ...engine.topology.dtensor import checkpoint_tensors
 
@@ -66,10 +69,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="folder to write, e.g. .../global_step_100/actor; must not exist")
     parser.add_argument("--step", type=int, help="the trainer's step; by default that of the folder's global_step_<n>")
     parser.add_argument("--optimizer", help="class of the optimizer; files of Adam and AdamW tell it themselves")
+    parser.add_argument("--base", type=Path, help="folder of model.path, for tokenizer and generation config as there")
     options = parser.parse_args(arguments)
     console = Console(highlight=False, soft_wrap=True, stderr=True)
     try:
-        missing = import_fsdp2(options.checkpoint, options.out, options.step, options.optimizer)
+        missing = import_fsdp2(options.checkpoint, options.out, options.step, options.optimizer, options.base)
     except (CheckpointError, OSError, ValueError) as error:
         console.print(str(error), style="red", markup=False)
         return 1
@@ -79,12 +83,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def import_fsdp2(checkpoint: Path, out: Path, step: int | None = None, optimizer: str | None = None) -> list[str]:
+def import_fsdp2(
+    checkpoint: Path, out: Path, step: int | None = None, optimizer: str | None = None, base: Path | None = None
+) -> list[str]:
     """Write verl's checkpoint of a role to ``out``, whole or not at all.
 
     Args:
         step: the trainer's; None for that of the folders' names.
         optimizer: name of the class whose state it is; None if it is Adam or AdamW, whose files say so.
+        base: folder of the model that was trained, whose small files replace those that verl wrote.
 
     Returns:
         What the checkpoint was saved without, and ``out`` is without then.
@@ -126,6 +133,10 @@ def import_fsdp2(checkpoint: Path, out: Path, step: int | None = None, optimizer
                 save_file(_random_state(extra["rng"]), partial / RNG / f"{rank:05d}.safetensors")
         (partial / STATE).write_text(json.dumps(facts, default=plain_value))
         copy_files(checkpoint / HF, partial / HF)
+        write_files(partial / HF, {} if base is None else read_small_files(base))
+        if fields := value_fields(model):
+            config = json.loads((partial / HF / CONFIG).read_text())
+            (partial / HF / CONFIG).write_bytes(json_bytes({**config, **fields}))
     told = {"optimizer state": groups, "learning-rate schedule": schedule}
     return [content for content, found in told.items() if found is None]
 

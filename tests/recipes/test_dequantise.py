@@ -37,6 +37,7 @@ def _save(folder, tensors, quantisation, files=1, **config):
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantisation}))
     (folder / "tokenizer.json").write_text("{}")
+    (folder / "pytorch_model.bin").write_text("the quantised weights once more")
     names = sorted(tensors, reverse=True)  # scales may be in other files than their weights
     parts = [names[i::files] for i in range(files)]
     of = {name: f"model-{i}.safetensors" for i, part in enumerate(parts) for name in part}
@@ -78,7 +79,7 @@ def test_dequantise_of_fp8_blocks_as_deepseek_v3_has_them_equals_transformers(tm
     assert torch.equal(found["a.weight"], expected)
     assert torch.equal(found["gate.e_score_correction_bias"], bias)
     assert json.loads((tmp_path / "out/config.json").read_text()) == {}
-    assert (tmp_path / "out/tokenizer.json").is_file()
+    assert (tmp_path / "out/tokenizer.json").is_file() and not (tmp_path / "out/pytorch_model.bin").exists()
 
 
 def test_dequantise_of_fp4_experts_beside_fp8_linears_as_deepseek_v4_has_them_is_exact(tmp_path):

@@ -152,7 +152,12 @@ def verls(tmp_path_factory):
 
 def test_import_of_a_run_of_verls_goes_on_here(verls, tmp_path):
     out = tmp_path / STEP / "actor"
-    assert import_fsdp2.main([str(verls), str(out)]) == 0
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')  # verl does not save it
+    assert import_fsdp2.main([str(verls), str(out), "--base", str(base)]) == 0
+    generation = out / "huggingface/generation_config.json"
+    assert generation.read_bytes() == (base / "generation_config.json").read_bytes()
     assert json.loads((out / "trainer_state.json").read_text())["step"] == 2
     assert (out / "huggingface/config.json").read_text() == (verls / "huggingface/config.json").read_text()
     assert [path.name for path in out.parent.iterdir()] == ["actor"]
@@ -175,11 +180,16 @@ def _save_actor_and_critic(folder, step):
 
 def test_import_of_replicas_tied_parameters_and_value_models_takes_each_once(tmp_path):
     run_ranks(_save_actor_and_critic, 4, save_qwen3_moe(tmp_path / "model", tie_word_embeddings=True), tmp_path / STEP)
-    for role, has in (("actor", "model.model.norm.weight"), ("critic", "model.score.weight")):
+    roles = {
+        "actor": ("model.model.norm.weight", "Qwen3MoeForCausalLM"),
+        "critic": ("model.score.weight", "Qwen3MoeForTokenClassification"),
+    }
+    for role, (has, loads_it) in roles.items():
         out = tmp_path / "out" / role
         assert import_fsdp2.main([str(tmp_path / STEP / role), str(out)]) == 0
         _is_what_was_saved(out, tmp_path / STEP / role)
         assert has in _imported(out) and "model.lm_head.weight" not in _imported(out)
+        assert AutoConfig.from_pretrained(out / "huggingface").architectures == [loads_it]
 
 
 def test_import_of_a_family_that_the_engine_brings_onto_the_interface_goes_on_here(tmp_path):

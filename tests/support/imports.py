@@ -58,6 +58,7 @@ ROOMS = (
     "engine/settings",
     "engine/compat",
     "engine/wrap_forward.py",
+    "engine/model_files.py",
     "engine/errors.py",
     "engine",
 )

@@ -37,11 +37,11 @@ def training_worker(
     from verl.workers.config import HFModelConfig
     from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
 
-    model = {"override_config": {"attn_implementation": "sdpa"}, **model}
+    model = {"override_config": {"attn_implementation": "sdpa"}, "load_tokenizer": False, **model}
     worker = TrainingWorker(
         TrainingWorkerConfig(
             model_type=model_type,
-            model_config=HFModelConfig(path=str(folder), load_tokenizer=False, **model),
+            model_config=HFModelConfig(path=str(folder), **model),
             engine_config=engine,
             optimizer_config=optimizer_config(**(optimizer or {})),
             checkpoint_config=CheckpointConfig(save_contents=list(saved), load_contents=list(saved)),

@@ -1,0 +1,157 @@
+"""The small files of a checkpoint's folder, which a save passes on with the trained weights.
+
+Generation config, tokenizer, chat templates, processor and custom code decide how a model is served, so they are copied
+byte for byte. transformers' ``save_pretrained`` would write other files, and none that it finds invalid.
+"""
+
+import copy
+import json
+import logging
+import os
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+from transformers import PretrainedConfig
+
+from .errors import listed
+
+__all__ = [
+    "CONFIG",
+    "GENERATION_CONFIG",
+    "PATTERNS",
+    "folder_of",
+    "is_code",
+    "json_bytes",
+    "read_small_files",
+    "with_chat_template",
+    "with_dtype",
+    "with_overrides",
+    "write_files",
+]
+
+logger = logging.getLogger("epfsdp2")
+
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+# What a download of the weights brings along.
+PATTERNS = ("*.json", "*.jinja", "*.model", "*.model.*", "*.py", "*.tiktoken", "*.txt", "LICENSE*")
+_MOST_BYTES = 256 << 20  # the largest tokenizers have 40 MB
+_TEMPLATE, _TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+_LEFT_OUT = (
+    # the weights, also in other frameworks' formats, and their indices
+    *("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx*"),
+    # configs of weights that are not written: of this format, of Mistral's, of quantised ones, of adapters
+    *(CONFIG, "params.json", "hf_quant_config.json", "quant*_config.json", "adapter_*"),
+    # a trainer's state, and what describes the base alone
+    *("optimizer*", "scheduler*", "rng_state*", "training_args*", "trainer_state.json", "README*", ".*"),
+)
+# Layers of multi-token prediction, which no class of transformers loads, so that an export is without them.
+_PREDICTED = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+
+
+def read_small_files(folder: Path) -> dict[str, bytes]:
+    """Read the files that belong to a model beside its config and its weights, by their names in the folder.
+
+    A file that is larger than any tokenizer is left out, with a warning, and so is a link to outside of the folder.
+    Links of a hub's cache lead to the blobs of the repository, and are read.
+    """
+    own = folder.resolve()
+    places = [own, own.parent.parent / "blobs"] if own.parent.name == "snapshots" else [own]
+    files, left_out = {}, []
+    for path in sorted((*folder.glob("*"), *folder.glob(f"{_TEMPLATES}/*.jinja"))):
+        name = path.relative_to(folder).as_posix()
+        if not path.is_file() or any(fnmatch(path.name, pattern) for pattern in _LEFT_OUT):
+            continue
+        inside = any(path.resolve().is_relative_to(place) for place in places)
+        if inside and path.stat().st_size <= _MOST_BYTES:
+            files[name] = path.read_bytes()
+        else:
+            left_out.append(name)
+    if left_out:
+        logger.warning(
+            "epfsdp2: not copied from %s, as links to outside of it or as too large: %s", folder, listed(left_out)
+        )
+    return files
+
+
+def folder_of(path: str) -> Path:
+    """Return the folder of a model that is given as a folder or as an id on the hub, of which verl has read files.
+
+    Raises:
+        FileNotFoundError: the hub's cache has none of its files.
+    """
+    if os.path.isdir(path):
+        return Path(path)
+    for name in (CONFIG, "tokenizer_config.json"):
+        found = try_to_load_from_cache(path, name)
+        if isinstance(found, str):
+            return Path(found).parent
+    raise FileNotFoundError(f"{path} is no folder, and the hub's cache has no {CONFIG} of it.")
+
+
+def is_code(name: str) -> bool:
+    return name.endswith(".py")
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def json_bytes(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def with_chat_template(files: Mapping[str, bytes], template: str) -> dict[str, bytes]:
+    """Replace the chat template, wherever the files have it."""
+    kept = {name: content for name, content in files.items() if not name.startswith((_TEMPLATES, "chat_template."))}
+    for name in kept.keys() & {"tokenizer_config.json", "processor_config.json"}:
+        fields = json.loads(kept[name])
+        if fields.pop("chat_template", None) is not None:
+            kept[name] = json_bytes(fields)
+    return {**kept, _TEMPLATE: template.encode()}
+
+
+def with_overrides(base: Mapping[str, Any], overrides: Mapping[str, Any], trained: PretrainedConfig) -> dict[str, Any]:
+    """Return the ``config.json`` of the trained weights: the base's fields under the base's names, and the overrides.
+
+    The base's fields count before transformers' reading of them. An older transformers or vLLM does not know the newer
+    names, and verl replaces the list of end tokens by the tokenizer's one.
+
+    Args:
+        overrides: the run's. Left out is what the family's config does not have, such as the attention implementation,
+            and the dtype, because a model is served in its base's.
+        trained: the config of the model that was trained.
+    """
+    known = type(trained).from_dict(copy.deepcopy(dict(base)))
+    written = _overridden(base, overrides, known.to_dict())
+    tied = getattr(trained, "tie_word_embeddings", None)
+    if tied != getattr(known, "tie_word_embeddings", None):
+        written["tie_word_embeddings"] = tied
+    for part in (written, written.get("text_config")):
+        if isinstance(part, dict):
+            part.update({name: 0 for name in _PREDICTED if part.get(name)})
+    return written
+
+
+def _overridden(base: Mapping[str, Any], overrides: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    written = copy.deepcopy(dict(base))
+    for name, value in overrides.items():
+        if isinstance(value, Mapping):
+            written[name] = _overridden(base.get(name) or {}, value, known.get(name) or {})
+        elif name in known and name not in ("dtype", "torch_dtype"):
+            written[name] = value
+    return written
+
+
+def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Return a config whose weights, and those of the configs inside of it, are said to be of a dtype."""
+    written = {
+        name: with_dtype(value, dtype) if isinstance(value, Mapping) and name.endswith("_config") else value
+        for name, value in config.items()
+    }
+    written.update({name: dtype for name in ("dtype", "torch_dtype") if name in config})
+    return written

@@ -21,11 +21,10 @@ from ..model.safetensors_files import SafetensorsFile
 from ..topology.dtensor import checkpoint_tensors
 from .atomic_folder import CheckpointError
 from .safetensors_writer import Entry, split_into_files, write_file, write_index
-from .stored_shards import shards_metadata
+from .stored_shards import MODEL, shards_metadata
 
 __all__ = ["FILE_BYTES", "MODEL", "Base", "reader", "write_hf_weights"]
 
-MODEL = "model."  # prefix of the names of a model's tensors in a checkpoint
 FILE_BYTES = 5 * 10**9
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from . import state as checkpoint
 from .background import Background
 
-__all__ = ["CheckpointSaver", "name_as_latest", "remove_old"]
+__all__ = ["CheckpointSaver", "latest_step", "name_as_latest", "remove_old"]
 
 _TRACKER = "latest_checkpointed_iteration.txt"  # verl's
 
@@ -89,10 +89,15 @@ def name_as_latest(folder: Path, step: int) -> None:
     written.replace(tracker)
 
 
+def latest_step(root: Path) -> str | None:
+    """Return the number of the step that verl would resume from; None if a run's folder names none."""
+    tracker = root / _TRACKER
+    return tracker.read_text().strip() if tracker.is_file() else None
+
+
 def _is_named(path: Path) -> bool:
     """Return whether verl would resume from the ``global_step_<n>`` that the folder is, or is in."""
     for step in (path, *path.parents):
-        tracker = step.parent / _TRACKER
-        if step.name.startswith("global_step_") and tracker.is_file():
-            return tracker.read_text().strip() == step.name.removeprefix("global_step_")
+        if step.name.startswith("global_step_") and (latest := latest_step(step.parent)) is not None:
+            return latest == step.name.removeprefix("global_step_")
     return False

@@ -16,11 +16,11 @@ A checkpoint folder of one role holds
 All of it is safetensors and JSON: nothing is ever unpickled.
 """
 
+import contextlib
 import json
 import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -46,7 +46,7 @@ from ..topology.rank_consistency import raise_on_all_ranks
 from .atomic_folder import CheckpointError, atomic_dir_all_ranks, verify_all_ranks
 from .background import copied_to_host
 from .export_hf import MODEL, reader, write_hf_weights
-from .stored_shards import STATE, read_facts, shards_metadata
+from .stored_shards import HF, SHARDS, STATE, check_contents, contents_of, read_facts, shards_metadata
 
 __all__ = [
     "BASE",
@@ -66,7 +66,6 @@ __all__ = [
 logger = logging.getLogger("epfsdp2")
 
 KNOWN_CONTENTS = frozenset({"model", "optimizer", "extra", "hf_model"})
-SHARDS, HF = "dist_ckpt", "huggingface"
 BASE, RNG, _FOR_HF = "frozen_base.json", "rng", "for_hf"
 OPTIMIZER = "optimizer."  # prefix of names in SHARDS
 
@@ -207,11 +206,15 @@ def load_checkpoint(
     Raises:
         CheckpointError: the folder holds no complete checkpoint, files are damaged, its tensors are not the model's, or
             its adapters were trained on other weights.
-        ValueError: the optimizer's state was not saved, or belongs to another model or algorithm; or the schedule
-            belongs to other optimizers. All of these are raised before a parameter has changed.
+        SettingError: it has no weights or optimizer state to load, or its weights are not to be loaded.
+        ValueError: the optimizer's state belongs to another model or algorithm, or the schedule to other optimizers.
+            All of these are raised before a parameter has changed.
     """
     contents = set(contents)
+    with contextlib.suppress(CheckpointError):  # damage is reported next, with every file
+        check_contents(folder, contents)  # before its bytes are read
     verify_all_ranks(folder, device)
+    check_contents(folder, contents)
     facts = read_facts(folder)
     if "model" in contents and facts.get("lora") != _lora_facts(model):
         raise CheckpointError(f"{folder} has adapters {facts.get('lora')}, but this run's are {_lora_facts(model)}.")
@@ -230,7 +233,7 @@ def load_checkpoint(
         state |= own
     packed = None
     if "optimizer" in contents and optimizer is not None:
-        packed = _optimizer_template(folder, facts["param_groups"], metadata, optimizer)
+        packed = _optimizer_template(facts["param_groups"], metadata, optimizer)
         state |= _flat(packed["state"])
     if state:
         dcp.load(chunked(state), storage_reader=reader)
@@ -242,6 +245,9 @@ def load_checkpoint(
         if loss_scale is not None and "loss_scale" in facts:
             loss_scale.load_state_dict(facts["loss_scale"])
         _restore_random_state(folder)
+    anew = sorted({"optimizer", "extra"} - (contents & contents_of(folder)))
+    if anew and optimizer is not None and dist.get_rank() == 0:
+        logger.warning("epfsdp2: resumed from %s without %s (checkpoint.load_contents); it starts anew", folder, anew)
     dist.barrier()
 
 
@@ -298,7 +304,7 @@ def _restore_random_state(folder: Path) -> None:
         )
 
 
-@contextmanager
+@contextlib.contextmanager
 def _readable(path: Path) -> Iterator[SafetensorsFile]:
     """
     Raises:
@@ -349,16 +355,12 @@ def _check_tensors(folder: Path, metadata: Metadata, own: Mapping[str, torch.Ten
         raise CheckpointError(f"{folder} is the checkpoint of another model: {listed(wrong)}.")
 
 
-def _optimizer_template(
-    folder: Path, groups: list[dict[str, Any]] | None, metadata: Metadata, optimizer: MultiOptimizer
-) -> dict[str, Any]:
+def _optimizer_template(groups: list[dict[str, Any]], metadata: Metadata, optimizer: MultiOptimizer) -> dict[str, Any]:
     """Return this optimizer's own state tensors for the entries that the checkpoint has, to read into; collective.
 
     Raises:
         ValueError: the state does not fit.
     """
-    if groups is None:
-        raise ValueError(f"{folder} holds no optimizer state: leave the optimizer out of what is loaded.")
     optimizer.check_groups(groups)
     saved = _saved_state(metadata)
     # torch allocates state at the first step, and loading needs tensors to read into.

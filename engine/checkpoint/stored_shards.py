@@ -7,20 +7,21 @@ allocates for it is what the files hold.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ..errors import listed
+from ..errors import SettingError, listed
 from ..model.safetensors_files import DamagedFileError, SafetensorsFile
 from .atomic_folder import CheckpointError
 
-__all__ = ["STATE", "read_facts", "shards_metadata"]
+__all__ = ["HF", "MODEL", "SHARDS", "STATE", "check_contents", "contents_of", "read_facts", "shards_metadata"]
 
-STATE = "trainer_state.json"
+SHARDS, HF, STATE = "dist_ckpt", "huggingface", "trainer_state.json"
+MODEL = "model."  # prefix of the names of a model's tensors in SHARDS
 # Of the format (torch/distributed/checkpoint/_hf_utils.py): the metadata's key, and that of a shard's place.
 _PLACES, _OFFSET = "DCP_SHARDING_INFO", "saved_offsets"
 
@@ -41,6 +42,49 @@ def shards_metadata(folder: Path) -> Metadata:
     if wrong:
         raise CheckpointError(f"{folder}: its shards do not make up whole tensors: {listed(wrong)}.")
     return dcp.HuggingFaceStorageReader(str(folder)).read_metadata()
+
+
+def contents_of(folder: Path) -> set[str]:
+    """Return which of ``model``, ``optimizer`` and ``extra`` a checkpoint holds.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    facts, files = read_facts(folder), sorted((folder / SHARDS).glob("*.safetensors"))
+    try:
+        has_model = any(name.startswith(MODEL) for file in files for name in SafetensorsFile(file).shapes)
+    except DamagedFileError as error:
+        raise CheckpointError(f"{error.path.parent}: {error}.") from error
+    found = {"model": has_model, "optimizer": facts["param_groups"] is not None, "extra": bool(facts["lr_scheduler"])}
+    return {content for content, is_there in found.items() if is_there}
+
+
+def check_contents(folder: Path, contents: Collection[str], node: str = "checkpoint") -> None:
+    """Check that a run can resume from a checkpoint by what it loads of it.
+
+    Args:
+        node: how the user calls the role's checkpoint settings.
+
+    Raises:
+        SettingError: the checkpoint has no weights or no optimizer state to load, or its weights are not loaded, so
+            that a run would go on from its step with the weights of ``model.path``.
+        CheckpointError: it is damaged.
+    """
+    held, setting = contents_of(folder), f"{node}.load_contents"
+    resumed = [content for content in ("model", "optimizer", "extra") if content in held]
+    works = f"{setting}=[{','.join(resumed)}]"
+    if "model" not in held:
+        rule = f"{folder} holds no state to resume from, because it was saved with {node}.save_contents without model."
+        works = "trainer.resume_mode=disable"
+        if any((folder / HF).glob("*.safetensors")):
+            works += f", with model.path={folder / HF} to train on from its weights"
+    elif "model" not in contents:
+        rule = "is without model, so that a run would go on with the weights of model.path instead of the trained ones."
+    elif "optimizer" in set(contents) - held:
+        rule = f"{folder} holds no optimizer state."
+    else:
+        return
+    raise SettingError(setting, list(contents), rule, works)
 
 
 def read_facts(folder: Path) -> dict[str, Any]:

@@ -122,12 +122,19 @@ class WritesCheckpoints:
                 self._save_hf_config,
             )
 
-    def _read_model_files(self, base: Path) -> None:
-        """Read what a save writes beside the weights, on the ranks that may write it; the base may be gone by then.
+    def _prepare_saves(self, base: Path) -> None:
+        """Read what saves write beside the weights, on the ranks that may write it, as the base may be gone by then.
 
         A tokenizer from another folder (``tokenizer_path``) counts before the base's, and so does a chat template that
         is set for the run.
         """
+        contents = list(self.checkpoint_config.get("save_contents") or ())
+        if self.rank == 0 and contents and "model" not in contents and not self.engine_config.forward_only:
+            print(
+                f"[epfsdp2] no run can resume from this run's checkpoints: checkpoint.save_contents={contents} is "
+                "without model",
+                flush=True,
+            )
         self._model_files: dict[str, bytes] = {}
         topology = self.meshes.topology
         is_first = self.rank % (topology.world // topology.dp_replicate) == 0

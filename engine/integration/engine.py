@@ -109,7 +109,7 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
         self._name_unused(unused)
         self._take_shards(module, options)
         self.module, self.features = module, self._features_of(module)
-        self._read_model_files(files.folder)
+        self._prepare_saves(files.folder)
         self._build_training(module)
         self._watch_for_failures()
 

@@ -41,6 +41,7 @@ from .features import (
     check_tower,
 )
 from .model_facts import ModelFacts, inspect_model
+from .resume import check_resume
 from .rollout import check_graphs, check_other_rollout, check_rollout, check_stream
 from .rounding import check_rounding, check_rounding_alone
 
@@ -92,7 +93,8 @@ def check_run(
         n_gpus: ranks of the trainer.
         model: verl's model settings.
         rollout: ``n_gpus_per_node``, ``backend`` and ``update_weights_bucket_megabytes``, and under their own names
-            those of verl's rollout settings that say how it is placed (``rollout/layout/sync_mode.py`` reads them).
+            those of verl's rollout settings that say how it is placed (``rollout/layout/sync_mode.py`` reads them);
+            ``resume`` is for ``check_resume``, with the critic's ``load_contents`` as ``critic_contents``.
         checkpoint: the actor's checkpoint settings.
         optim: the actor's optimizer settings.
         device: verl's device name; ``cpu`` where there is no accelerator.
@@ -105,6 +107,7 @@ def check_run(
     is_vllm = rollout.get("name") == "vllm"
     check_routes(engine, rollout)
     facts = check_training(engine, n_gpus, model, checkpoint=checkpoint, optim=optim, device=device)
+    _check_resume(rollout, checkpoint or {})
     if facts is not None and facts.is_dense:
         check_alone(engine, facts, ACTOR_MODEL, _critic_of(rollout))
     check_replay(engine, model, facts)
@@ -180,6 +183,13 @@ def check_training(
     return facts
 
 
+def _check_resume(rollout: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> None:
+    resume = rollout.get("resume") or {}
+    check_resume(resume, "actor", checkpoint.get("load_contents") or (), _CHECKPOINTS[ACTOR_MODEL])
+    if _critic_of(rollout) is not None:
+        check_resume(resume, "critic", resume.get("critic_contents") or (), _CHECKPOINTS["critic.model"])
+
+
 def _critic_of(rollout: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the model settings of the run's critic; None if it has none (verl's ``need_critic``)."""
     wanted = rollout.get("critic_enable")
@@ -223,6 +233,8 @@ def check_checkpoint(checkpoint: Mapping[str, Any], setting: str) -> None:
                 f"there is no {' and no '.join(unknown)} in a checkpoint.",
                 f"{setting}.{key}=[{known}], or some of them",
             )
+        if isinstance(contents, str):
+            raise SettingError(f"{setting}.{key}", contents, "is a list.", f"{setting}.{key}=[{contents}]")
     if checkpoint.get("async_save") and setting == _CHECKPOINTS["critic.model"]:
         rule = "a step is complete, and named the latest, when the actor's part is; the critic's has to be there then."
         raise SettingError(f"{setting}.async_save", True, rule, f"{setting}.async_save=False")

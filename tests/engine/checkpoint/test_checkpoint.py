@@ -3,6 +3,7 @@
 import json
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from epfsdp2.engine.checkpoint import state as checkpoint
 from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST, CheckpointError
 from epfsdp2.engine.checkpoint.export_hf import write_hf_weights
 from epfsdp2.engine.checkpoint.saves import remove_old
+from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.topology.rank_consistency import RankMismatchError
 from tests.support.engine.checkpoints import ALL, build_trainer, raise_full_disk, train_step
 from tests.support.engine.sharded import sharded_model
@@ -51,7 +53,7 @@ def test_load_checkpoint_of_another_algorithm_is_refused_before_anything_changes
 def _weights_alone_hold_no_optimizer(folder, out):
     model, _, optimizer, schedule = build_trainer(folder, 1)
     checkpoint.save_checkpoint(out, model, optimizer, schedule, {"model", "extra"}, step=1)
-    with pytest.raises(ValueError, match="holds no optimizer state: leave the optimizer out"):
+    with pytest.raises(SettingError, match=r"holds no optimizer state. What works: .*load_contents=\[model,extra\]"):
         checkpoint.load_checkpoint(out, model, optimizer, schedule, ALL)
     checkpoint.load_checkpoint(out, model, optimizer, schedule, {"model", "extra"})
 
@@ -60,6 +62,32 @@ def test_load_checkpoint_without_the_optimizer_says_so(tmp_path):
     run_ranks(_weights_alone_hold_no_optimizer, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
     assert json.loads((tmp_path / "ckpt/trainer_state.json").read_text())["step"] == 1
     assert not (tmp_path / "ckpt.partial").exists()
+
+
+def _loads_without(folder, out):
+    model, _, optimizer, schedule = build_trainer(folder, 2)
+    before = {name: param.to_local().clone() for name, param in model.named_parameters()}
+    checkpoint.save_checkpoint(out / "whole", model, optimizer, schedule, ALL, step=1)
+    checkpoint.save_checkpoint(out / "weights", model, optimizer, schedule, {"hf_model"}, step=1)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    for name, contents, words in (
+        ("weights", {"hf_model"}, "holds no state to resume from.*model.path=.*weights/huggingface"),
+        ("weights", ALL, "holds no state to resume from"),
+        ("whole", {"optimizer", "extra"}, "is without model"),
+        ("whole", set(), "is without model"),
+    ):
+        with pytest.raises(SettingError, match=words):
+            checkpoint.load_checkpoint(out / name, model, optimizer, schedule, contents)
+    with mock.patch.object(checkpoint.logger, "warning") as warned:
+        checkpoint.load_checkpoint(out / "whole", model, optimizer, schedule, {"model"})
+    assert warned.call_args_list == [mock.call(mock.ANY, out / "whole", ["extra", "optimizer"])][dist.get_rank() :]
+    assert all(torch.equal(before[name], param.to_local()) for name, param in model.named_parameters())
+
+
+def test_load_checkpoint_without_the_model_is_refused_and_without_the_rest_named(tmp_path):
+    run_ranks(_loads_without, 2, save_qwen3_moe(tmp_path / "model"), tmp_path)
 
 
 def _unstepped_parameters(folder, out):

@@ -145,6 +145,9 @@ def test_checkpoint_contents_that_are_unknown_are_refused(model, key, setting):
         with pytest.raises(SettingError) as caught:
             check_training(engine(), 2, model, checkpoint={key: contents}, device="cpu", setting=setting)
         assert f"there is no {unknown} in a checkpoint" in paragraph(caught.value, f"{node}.{key}", contents)
+    with pytest.raises(SettingError) as caught:
+        check_training(engine(), 2, model, checkpoint={key: "model"}, device="cpu", setting=setting)
+    assert f"{node}.{key}=[model]" in paragraph(caught.value, f"{node}.{key}", "model")
     for contents in (None, [], ["model"], OmegaConf.create(["model", "optimizer", "extra", "hf_model"])):
         assert check_training(engine(), 2, model, checkpoint={key: contents}, device="cpu", setting=setting)
 

@@ -1,11 +1,16 @@
 """What a training worker would refuse is refused in one paragraph that names setting, value, rule and what works."""
 
-import pytest
+import json
 
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST, atomic_checkpoint_dir
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight.cut_experts import check_cut_experts_sync
 from epfsdp2.engine.preflight.model_facts import largest_sent
-from epfsdp2.engine.preflight.run import check_training
+from epfsdp2.engine.preflight.run import check_run, check_training
 from epfsdp2.engine.settings.values import OPTIMIZERS
 from epfsdp2.engine.topology.expert_placement import EtpDim
 from tests.parity.families import save
@@ -130,3 +135,86 @@ def test_sequence_parallel_size_of_a_model_with_an_indexer_is_refused(tmp_path, 
     words = rf"^{SEQUENCE}=2: can't be with \w+: an indexer of \w+ chooses among the keys .*What works: {SEQUENCE}=1$"
     with pytest.raises(SettingError, match=words):
         check_training(engine(ulysses_sequence_parallel_size=2), 2, model, device="cpu")
+
+
+def _saved(root, step, contents, role="actor"):
+    """A checkpoint of a role, with nothing in its files."""
+    facts = {"step": step, "lr_scheduler": None, "param_groups": [] if "optimizer" in contents else None}
+    (root / f"global_step_{step}").mkdir(parents=True, exist_ok=True)
+    with atomic_checkpoint_dir(root / f"global_step_{step}" / role) as folder:
+        (folder / "trainer_state.json").write_text(json.dumps(facts))
+        for name in ("dist_ckpt", "huggingface"):
+            (folder / name).mkdir()
+        prefixes = {"model": "model.", "optimizer": "optimizer."}
+        tensors = {f"{prefixes[content]}x": torch.zeros(1) for content in contents if content in prefixes}
+        if tensors:
+            save_file(tensors, folder / "dist_ckpt" / "shard.safetensors")
+        if "hf_model" in contents:
+            save_file({"x": torch.zeros(1)}, folder / "huggingface" / "model.safetensors")
+    (root / "latest_checkpointed_iteration.txt").write_text(str(step))
+    return root / f"global_step_{step}"
+
+
+def _resumes(model, root, contents, mode="auto", from_path=None, **rollout):
+    resume = {"mode": mode, "from_path": from_path, "folder": str(root), **rollout.pop("resume", {})}
+    check_run(engine(), 2, model, {"resume": resume, **rollout}, checkpoint={"load_contents": contents}, device="cpu")
+
+
+ACTOR, CRITIC = "actor_rollout_ref.actor.checkpoint.load_contents", "critic.checkpoint.load_contents"
+ALL = ["model", "optimizer", "extra"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "words"),
+    [
+        (["hf_model"], ["hf_model"], "holds no state to resume from"),
+        (["hf_model"], ALL, "holds no state to resume from"),
+        (["optimizer", "extra"], ["optimizer", "extra"], "holds no state to resume from"),
+        (["model", "hf_model"], ["hf_model"], "is without model"),
+        (ALL, ["optimizer", "extra"], "is without model"),
+        (ALL, ["extra"], "is without model"),
+        (ALL, [], "is without model"),
+        (["model", "extra"], ALL, "holds no optimizer state"),
+    ],
+)
+def test_resume_from_a_folder_that_lacks_what_is_loaded_is_refused(model, tmp_path, saved, loaded, words):
+    root = tmp_path / "runs"
+    step = _saved(root, 3, saved)
+    for place in ({}, {"mode": "resume_path", "from_path": str(step)}):
+        with pytest.raises(SettingError) as caught:
+            _resumes(model, root, loaded, **place)
+        text = paragraph(caught.value, ACTOR, loaded)
+        assert words in text and (f"model.path={step}/actor/huggingface" in text) == (saved == ["hf_model"])
+    _resumes(model, root, loaded, mode="disable")
+    _resumes(model, tmp_path / "no run yet", loaded)
+
+
+@pytest.mark.parametrize("loaded", [ALL, ["model"], ["model", "optimizer"], [*ALL, "hf_model"]])
+def test_resume_with_the_model_and_any_of_the_rest_passes(model, tmp_path, loaded):
+    _saved(tmp_path / "runs", 3, ALL)
+    _resumes(model, tmp_path / "runs", loaded)
+
+
+def test_resume_of_a_critic_is_checked_where_the_run_has_one(model, tmp_path):
+    root = tmp_path / "runs"
+    _saved(root, 3, ALL)
+    _saved(root, 3, ["hf_model"], "critic")
+    critic = {"critic_path": model["path"], "resume": {"critic_contents": ["hf_model"]}}
+    with pytest.raises(SettingError) as caught:
+        _resumes(model, root, ALL, adv_estimator="gae", **critic)
+    paragraph(caught.value, CRITIC, ["hf_model"])
+    _resumes(model, root, ALL, adv_estimator="grpo", **critic)
+
+
+def test_resume_from_an_incomplete_or_damaged_folder_is_refused(model, tmp_path):
+    root = tmp_path / "runs"
+    step = _saved(root, 3, ALL)
+    (step / "actor/trainer_state.json").write_text("{")
+    with pytest.raises(SettingError, match="trainer_state.json is damaged") as caught:
+        _resumes(model, root, ALL)
+    paragraph(caught.value, "trainer.resume_mode", "auto")
+    (step / "actor" / MANIFEST).unlink()
+    with pytest.raises(SettingError, match="no complete checkpoint of this engine"):
+        _resumes(model, root, ALL)
+    (step / "actor").rename(step / "elsewhere")  # such as on another machine
+    _resumes(model, root, ALL)

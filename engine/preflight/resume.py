@@ -1,0 +1,51 @@
+"""Whether verl's trainer will find in its folder what the run loads, before a worker is started.
+
+verl looks for a checkpoint when its workers hold their models. Where the driver sees the same folder, it can tell then.
+"""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.atomic_folder import MANIFEST, CheckpointError, partial_dir
+from ..checkpoint.saves import latest_step
+from ..checkpoint.stored_shards import check_contents
+from ..errors import SettingError
+from ..settings.values import plain
+
+__all__ = ["check_resume"]
+
+
+def check_resume(trainer: Mapping[str, Any], role: str, contents: Collection[str], node: str) -> None:
+    """Check that a role can resume from the checkpoint that verl's trainer takes, if there is one.
+
+    Args:
+        trainer: ``mode``, ``from_path`` and ``folder``: verl's ``trainer.resume_mode``, ``resume_from_path`` and
+            ``default_local_dir``.
+        role: ``actor`` or ``critic``, the name of its folder.
+        contents: the role's ``load_contents``.
+        node: how the user calls the role's checkpoint settings.
+
+    Raises:
+        SettingError: the checkpoint is not complete, or lacks what is to be loaded.
+    """
+    step = _resumed_step(trainer)
+    if step is None or not (step / role).is_dir() or (partial_dir(step / role) / MANIFEST).is_file():
+        return
+    try:
+        if not (step / role / MANIFEST).is_file():
+            raise CheckpointError(f"{step / role} holds no {MANIFEST}: it is no complete checkpoint of this engine.")
+        check_contents(step / role, plain(contents), node)
+    except CheckpointError as error:
+        works = "trainer.resume_mode=resume_path with a complete checkpoint as trainer.resume_from_path, or disable"
+        raise SettingError("trainer.resume_mode", trainer["mode"], str(error), works) from error
+
+
+def _resumed_step(trainer: Mapping[str, Any]) -> Path | None:
+    """Return the folder that verl's trainers resume from (verl 0.9.1, ``trainer/ppo/v1/trainer_base.py``)."""
+    if trainer.get("mode") == "auto" and trainer.get("folder"):
+        number = latest_step(Path(trainer["folder"]))
+        return None if number is None else Path(trainer["folder"]) / f"global_step_{number}"
+    if trainer.get("mode") == "resume_path" and trainer.get("from_path"):
+        return Path(trainer["from_path"])
+    return None

@@ -21,6 +21,7 @@ from .declared.checks import check_settings
 from .declared.engine_settings import EngineSettings
 from .errors import SettingError
 from .preflight.model_facts import check_model_path
+from .preflight.resume import check_background_saves
 from .preflight.rollout import report_leftovers
 from .preflight.rounding import rows_held_in
 from .preflight.run import check_run, check_training
@@ -235,6 +236,8 @@ def actor_config(**settings: Any) -> EPFSDP2ActorConfig:
     Raises:
         DriverError: for a setting of the role that is not there, is wrong, or contradicts another of its spellings.
     """
+    with _on_the_driver():
+        check_background_saves(settings.get("checkpoint") or {}, settings.get("rollout") or {})
     reference = settings.pop("reference", None)
     role = ROLES["ref" if settings.get("forward_only") else "actor"]
     if reference is not None:

@@ -1,6 +1,7 @@
 """Write the checkpoints of a run, in the foreground or in the background, and remove the oldest."""
 
 import shutil
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,42 +29,67 @@ class CheckpointSaver:
         self._save_config = save_config
         self._folders: list[Path] = []
         self._background: Background | None = None
+        self._after_both: _AfterBoth | None = None
 
     def save(self, snapshot: checkpoint.Snapshot, folder: Path, max_to_keep: int | None, in_background: bool) -> None:
         """Write a snapshot; collective. In the background, return as soon as it is copied to host memory.
 
-        A save in the background updates verl's ``latest_checkpointed_iteration.txt`` itself, when it is complete.
+        After a save in the background verl's ``latest_checkpointed_iteration.txt`` is updated here, because verl does
+        not wait for it. It names the step when this folder is complete and verl's trainer has gone on, which writes the
+        critic's part, its place in the data and its queue meanwhile.
 
         Raises:
             BaseException: the error of the previous save in the background.
         """
+        self.trainer_goes_on()
         self.wait()
         if not in_background:
-            self._write(snapshot, folder, max_to_keep, self._device)
+            snapshot.write(folder, self._save_config, self._device)
+            self._remove_old(folder, max_to_keep)
             return
-        self._background = self._background or Background()
-        group = self._background.group
-        job = partial(self._write, snapshot.on_host(), folder, max_to_keep, "cpu", group)
-        self._background.start(f"saving {folder}", job)
+        background = self._background = self._background or Background()
+        taken, step = snapshot.on_host(), snapshot.facts["step"]
+        after_both = self._after_both = _AfterBoth(partial(self._name_as_latest, folder, step, max_to_keep))
+
+        def job() -> None:
+            taken.write(folder, self._save_config, "cpu", background.group)
+            after_both()
+
+        background.start(f"saving {folder}", job)
+
+    def trainer_goes_on(self) -> None:
+        """Note that verl's trainer, which waits for each call of a worker, has ended its own part of the last save."""
+        after_both, self._after_both = self._after_both, None
+        if after_both is not None:
+            after_both()
 
     def wait(self) -> None:
-        """Wait for the save in the background to end; raise its error."""
+        """Wait until the folder of the save in the background is complete; raise its error."""
         if self._background is not None:
             self._background.wait()
 
-    def _write(
-        self,
-        snapshot: checkpoint.Snapshot,
-        folder: Path,
-        max_to_keep: int | None,
-        device: str,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        snapshot.write(folder, self._save_config, device, group)
-        if group is not None and dist.get_rank() == 0:
-            name_as_latest(folder, snapshot.facts["step"])
-        # Only after the newest is complete.
-        self._folders = remove_old([*self._folders, folder], max_to_keep)
+    def _name_as_latest(self, folder: Path, step: int, max_to_keep: int | None) -> None:
+        if dist.get_rank() == 0:
+            name_as_latest(folder, step)
+        self._remove_old(folder, max_to_keep)
+
+    def _remove_old(self, newest: Path, max_to_keep: int | None) -> None:
+        self._folders = remove_old([*self._folders, newest], max_to_keep)
+
+
+class _AfterBoth:
+    """Runs a job in the second of two threads that call it."""
+
+    def __init__(self, job: Callable[[], None]):
+        self._job = job
+        self._lock = threading.Lock()
+        self._is_second = False
+
+    def __call__(self) -> None:
+        with self._lock:
+            is_second, self._is_second = self._is_second, True
+        if is_second:
+            self._job()
 
 
 def remove_old(saved: list[Path], max_to_keep: int | None) -> list[Path]:

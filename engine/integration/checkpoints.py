@@ -58,8 +58,8 @@ class WritesCheckpoints:
         """Write what ``checkpoint.save_contents`` names under ``local_path`` (``checkpoint/state.py`` has the layout).
 
         With ``checkpoint.async_save`` the training goes on once the state is copied to the host's memory. Such a save
-        ends before the next one begins, and the run's last before this returns; verl then leaves it to the engine to
-        say which checkpoint is the latest.
+        ends before the next one begins, and the run's last before this returns. verl then leaves it to the engine to
+        name the latest checkpoint, which it does once verl's trainer has called it again (``CheckpointSaver``).
         """
         if hdfs_path is not None and self.rank == 0:
             logger.warning(
@@ -93,6 +93,7 @@ class WritesCheckpoints:
         return wanted
 
     def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=True, **kwargs) -> None:
+        self._saves.trainer_goes_on()
         self._saves.wait()
         contents = set(self.checkpoint_config.get("load_contents") or ())
         # Optimizer state is created where the parameters are.

@@ -128,9 +128,11 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
     # -- running ------------------------------------------------------------------------------------------------
 
     def train_mode(self, **kwargs):
+        self._saves.trainer_goes_on()
         return TrainMode(self, **kwargs)
 
     def eval_mode(self, **kwargs):
+        self._saves.trainer_goes_on()
         return EvalMode(self, **kwargs)
 
     def train_batch(self, data, loss_function):
@@ -201,6 +203,7 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
         rollout, for which ``base_sync_done`` is given, gets the weights once and then the adapters alone, and so do
         those in other processes by this package's checkpoint engine, which looks at ``peft_config`` of what it gets.
         """
+        self._saves.trainer_goes_on()
         config = self.adapters_config
         if config is None or base_sync_done is None:
             return self.rollout_sync.weights(peft_config=config), None
@@ -208,6 +211,7 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
 
     def get_per_tensor_param_shard(self, **kwargs):
         """Return ``(name, flat values, spec)`` of this rank's shards in bfloat16, for verl's ``delta_sharded``."""
+        self._saves.trainer_goes_on()
         return self.shard_export.shards(), None
 
     def _hf_delta_entry(self, name, spec, place, lidx, lval):

@@ -1,6 +1,6 @@
-"""Whether verl's trainer will find in its folder what the run loads, before a worker is started.
+"""Checks of saves and of the checkpoint that a run resumes from, before a worker is started.
 
-verl looks for a checkpoint when its workers hold their models. Where the driver sees the same folder, it can tell then.
+verl reads a checkpoint when its workers have built their models. A driver that sees the folder can read it before.
 """
 
 from collections.abc import Collection, Mapping
@@ -13,7 +13,7 @@ from ..checkpoint.stored_shards import check_contents
 from ..errors import SettingError
 from ..settings.values import plain
 
-__all__ = ["check_resume"]
+__all__ = ["check_background_saves", "check_resume"]
 
 
 def check_resume(trainer: Mapping[str, Any], role: str, contents: Collection[str], node: str) -> None:
@@ -39,6 +39,19 @@ def check_resume(trainer: Mapping[str, Any], role: str, contents: Collection[str
     except CheckpointError as error:
         works = "trainer.resume_mode=resume_path with a complete checkpoint as trainer.resume_from_path, or disable"
         raise SettingError("trainer.resume_mode", trainer["mode"], str(error), works) from error
+
+
+def check_background_saves(checkpoint: Mapping[str, Any], rollout: Mapping[str, Any]) -> None:
+    """Check that verl's trainer leaves it to the engine to name the latest checkpoint, and calls it after each save.
+
+    Raises:
+        SettingError: fully-async names a step before a save in the background has ended, and one-step-off calls the
+            engine no more after its last save, so that nothing would name it.
+    """
+    if checkpoint.get("async_save") and rollout.get("separate_nodes") is not None:
+        setting = "actor_rollout_ref.actor.checkpoint.async_save"
+        rule = "is for main_ppo: one-step-off and fully-async don't name the latest checkpoint when it is complete."
+        raise SettingError(setting, True, rule, f"{setting}=False")
 
 
 def _resumed_step(trainer: Mapping[str, Any]) -> Path | None:

@@ -217,6 +217,15 @@ def test_compose_of_other_trainers_takes_the_engine(folder, name, path):
     transport = config.actor_rollout_ref.rollout.checkpoint_engine
     assert transport.custom_backend_module == "epfsdp2.rollout.checkpoint_backend"
     assert OmegaConf.select(config, f"{VLLM}.worker_extension_cls") == EXTENSION
+    # They don't leave it to the engine to name the latest checkpoint when it is complete.
+    config.actor_rollout_ref.actor.checkpoint.async_save = True
+    with pytest.raises(HydraException, match="async_save=True: is for main_ppo"):
+        omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+
+
+def test_compose_of_main_ppo_takes_saves_in_the_background():
+    config = composed("ppo_trainer", "engine=epfsdp2", "actor_rollout_ref.actor.checkpoint.async_save=True", *SIZES)
+    assert omega_conf_to_dataclass(config.actor_rollout_ref.actor).checkpoint.async_save
 
 
 def test_grad_clip_by_either_name_is_the_optimizers():

@@ -15,8 +15,9 @@ from transformers import AutoConfig
 
 from epfsdp2.engine.checkpoint import background
 from epfsdp2.engine.checkpoint import state as checkpoint
+from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST
 from epfsdp2.engine.checkpoint.background import Background
-from epfsdp2.engine.checkpoint.saves import name_as_latest
+from epfsdp2.engine.checkpoint.saves import CheckpointSaver, name_as_latest
 from epfsdp2.engine.model import hf_convert
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.topology.rank_consistency import RankMismatchError
@@ -92,6 +93,42 @@ def _export_in_background(folder, out):
 
 def test_background_export_during_a_forward_leaves_the_model_unchanged(tmp_path):
     run_ranks(_export_in_background, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
+
+
+def _named_when_both_have_ended(folder, out):
+    model, _, optimizer, schedule = build_trainer(folder, 2)
+    tracker, may_write = out / "latest_checkpointed_iteration.txt", threading.Event()
+    saver = CheckpointSaver("cpu", lambda folder: may_write.wait())  # called on rank 0, and all write together
+
+    def save(step):
+        snapshot = checkpoint.Snapshot.of(model, optimizer, schedule, ALL, step)
+        saver.save(snapshot, out / f"global_step_{step}" / "actor", 1, in_background=True)
+
+    save(1)
+    may_write.set()
+    saver.wait()
+    dist.barrier()
+    assert (out / "global_step_1/actor" / MANIFEST).is_file()
+    assert not tracker.exists()  # the critic's part and data.pt are still to come
+    dist.barrier()
+    saver.trainer_goes_on()
+    dist.barrier()
+    assert tracker.read_text() == "1"
+    may_write.clear()
+    save(2)
+    saver.trainer_goes_on()
+    saver.trainer_goes_on()  # by each call of a worker
+    dist.barrier()
+    assert tracker.read_text() == "1" and (out / "global_step_1/actor").is_dir()
+    dist.barrier()
+    may_write.set()
+    saver.wait()
+    dist.barrier()
+    assert tracker.read_text() == "2" and not (out / "global_step_1/actor").exists()
+
+
+def test_background_save_is_named_latest_when_its_folder_is_complete_and_the_trainer_has_gone_on(tmp_path):
+    run_ranks(_named_when_both_have_ended, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "run")
 
 
 def _fails_in_background(folder, out):

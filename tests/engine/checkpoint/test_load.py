@@ -1,6 +1,7 @@
 """Loading reads only a rank's own shards, and its errors name the offender."""
 
 import json
+import os
 import shutil
 import time
 from unittest import mock

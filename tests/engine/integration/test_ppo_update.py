@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST
 from epfsdp2.engine.integration import modes
 from tests.support.engine.sharded import whole_parameters
 from tests.support.models.names import send_stacks
@@ -181,7 +182,11 @@ def _waits_for_the_last(folder, out):
         for _ in range(2):
             engine.lr_scheduler_step()
         worker.save_checkpoint(str(out / f"global_step_{step}" / "actor"), global_step=step)
-    dist.barrier()  # rank 0 names it
+    dist.barrier()  # rank 0 names them
+    assert (out / "global_step_2/actor" / MANIFEST).is_file()
+    assert tracker.read_text() == "1"  # verl's trainer still has to write its own part of the step
+    engine.get_per_tensor_param()
+    dist.barrier()
     assert tracker.read_text() == "2"
 
 

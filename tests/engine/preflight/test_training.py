@@ -1,12 +1,8 @@
 """What a training worker would refuse is refused in one paragraph that names setting, value, rule and what works."""
 
-import json
-
 import pytest
-import torch
-from safetensors.torch import save_file
 
-from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST, atomic_checkpoint_dir
+from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight.cut_experts import check_cut_experts_sync
 from epfsdp2.engine.preflight.model_facts import largest_sent
@@ -15,7 +11,7 @@ from epfsdp2.engine.settings.values import OPTIMIZERS
 from epfsdp2.engine.topology.expert_placement import EtpDim
 from tests.parity.families import save
 from tests.support.trainer.preflight import MODEL, SDPA, paragraph
-from tests.support.trainer.settings import TINY, checkpoint, engine
+from tests.support.trainer.settings import TINY, checkpoint, engine, saved_checkpoint
 
 # Elements of the largest tensor of that model: gate_up_proj [E, 2I, D].
 GATE_UP = 8 * 2 * 16 * 32
@@ -137,24 +133,6 @@ def test_sequence_parallel_size_of_a_model_with_an_indexer_is_refused(tmp_path, 
         check_training(engine(ulysses_sequence_parallel_size=2), 2, model, device="cpu")
 
 
-def _saved(root, step, contents, role="actor"):
-    """A checkpoint of a role, with nothing in its files."""
-    facts = {"step": step, "lr_scheduler": None, "param_groups": [] if "optimizer" in contents else None}
-    (root / f"global_step_{step}").mkdir(parents=True, exist_ok=True)
-    with atomic_checkpoint_dir(root / f"global_step_{step}" / role) as folder:
-        (folder / "trainer_state.json").write_text(json.dumps(facts))
-        for name in ("dist_ckpt", "huggingface"):
-            (folder / name).mkdir()
-        prefixes = {"model": "model.", "optimizer": "optimizer."}
-        tensors = {f"{prefixes[content]}x": torch.zeros(1) for content in contents if content in prefixes}
-        if tensors:
-            save_file(tensors, folder / "dist_ckpt" / "shard.safetensors")
-        if "hf_model" in contents:
-            save_file({"x": torch.zeros(1)}, folder / "huggingface" / "model.safetensors")
-    (root / "latest_checkpointed_iteration.txt").write_text(str(step))
-    return root / f"global_step_{step}"
-
-
 def _resumes(model, root, contents, mode="auto", from_path=None, **rollout):
     resume = {"mode": mode, "from_path": from_path, "folder": str(root), **rollout.pop("resume", {})}
     check_run(engine(), 2, model, {"resume": resume, **rollout}, checkpoint={"load_contents": contents}, device="cpu")
@@ -179,7 +157,7 @@ ALL = ["model", "optimizer", "extra"]
 )
 def test_resume_from_a_folder_that_lacks_what_is_loaded_is_refused(model, tmp_path, saved, loaded, words):
     root = tmp_path / "runs"
-    step = _saved(root, 3, saved)
+    step = saved_checkpoint(root, 3, saved)
     for place in ({}, {"mode": "resume_path", "from_path": str(step)}):
         with pytest.raises(SettingError) as caught:
             _resumes(model, root, loaded, **place)
@@ -191,14 +169,14 @@ def test_resume_from_a_folder_that_lacks_what_is_loaded_is_refused(model, tmp_pa
 
 @pytest.mark.parametrize("loaded", [ALL, ["model"], ["model", "optimizer"], [*ALL, "hf_model"]])
 def test_resume_with_the_model_and_any_of_the_rest_passes(model, tmp_path, loaded):
-    _saved(tmp_path / "runs", 3, ALL)
+    saved_checkpoint(tmp_path / "runs", 3, ALL)
     _resumes(model, tmp_path / "runs", loaded)
 
 
 def test_resume_of_a_critic_is_checked_where_the_run_has_one(model, tmp_path):
     root = tmp_path / "runs"
-    _saved(root, 3, ALL)
-    _saved(root, 3, ["hf_model"], "critic")
+    saved_checkpoint(root, 3, ALL)
+    saved_checkpoint(root, 3, ["hf_model"], "critic")
     critic = {"critic_path": model["path"], "resume": {"critic_contents": ["hf_model"]}}
     with pytest.raises(SettingError) as caught:
         _resumes(model, root, ALL, adv_estimator="gae", **critic)
@@ -208,7 +186,7 @@ def test_resume_of_a_critic_is_checked_where_the_run_has_one(model, tmp_path):
 
 def test_resume_from_an_incomplete_or_damaged_folder_is_refused(model, tmp_path):
     root = tmp_path / "runs"
-    step = _saved(root, 3, ALL)
+    step = saved_checkpoint(root, 3, ALL)
     (step / "actor/trainer_state.json").write_text("{")
     with pytest.raises(SettingError, match="trainer_state.json is damaged") as caught:
         _resumes(model, root, ALL)

@@ -12,6 +12,7 @@ from hydra.errors import InstantiationException
 from epfsdp2.engine import config as engine_config_module
 from epfsdp2.engine.errors import SettingError
 from tests.support.trainer.preflight import BACKEND, BUCKET, MODEL, TENSOR_PARALLEL, VLLM, paragraph
+from tests.support.trainer.settings import saved_checkpoint
 
 RUN = [
     "engine=epfsdp2",
@@ -52,6 +53,19 @@ def test_validate_config_of_a_valid_run_passes(model, installs):
     validate(model, "engine.ep_size=2", *adapters)
     with pytest.raises(SettingError, match="lora.merge=False: sglang is sent adapters merged"):
         validate(model, "engine.ep_size=2", "actor_rollout_ref.rollout.name=sglang", *adapters)
+
+
+def test_validate_config_of_a_run_that_cannot_resume_is_refused(model, tmp_path):
+    root = tmp_path / "runs"
+    saved_checkpoint(root, 3, ["hf_model"])
+    settings = (
+        f"trainer.default_local_dir={root}",
+        "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]",  # which load_contents follows
+    )
+    with pytest.raises(SettingError) as caught:
+        validate(model, *settings)
+    paragraph(caught.value, "actor_rollout_ref.actor.checkpoint.load_contents", ["hf_model"])
+    validate(model, *settings, "trainer.resume_mode=disable")
 
 
 @pytest.mark.parametrize(

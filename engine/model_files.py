@@ -4,7 +4,6 @@ Generation config, tokenizer, chat templates, processor and custom code decide h
 byte for byte. transformers' ``save_pretrained`` would write other files, and none that it finds invalid.
 """
 
-import copy
 import json
 import logging
 import os
@@ -115,19 +114,20 @@ def with_chat_template(files: Mapping[str, bytes], template: str) -> dict[str, b
     return {**kept, _TEMPLATE: template.encode()}
 
 
-def with_overrides(base: Mapping[str, Any], overrides: Mapping[str, Any], trained: PretrainedConfig) -> dict[str, Any]:
+def with_overrides(base: Path, overrides: Mapping[str, Any], trained: PretrainedConfig) -> dict[str, Any]:
     """Return the ``config.json`` of the trained weights: the base's fields under the base's names, and the overrides.
 
     The base's fields count before transformers' reading of them. An older transformers or vLLM does not know the newer
     names, and verl replaces the list of end tokens by the tokenizer's one.
 
     Args:
+        base: the base's file.
         overrides: the run's. Left out is what the family's config does not have, such as the attention implementation,
             and the dtype, because a model is served in its base's.
         trained: the config of the model that was trained.
     """
-    known = type(trained).from_dict(copy.deepcopy(dict(base)))
-    written = _overridden(base, overrides, known.to_dict())
+    known = type(trained).from_json_file(base)
+    written = _overridden(json.loads(base.read_text()), overrides, known.to_dict())
     tied = getattr(trained, "tie_word_embeddings", None)
     if tied != getattr(known, "tie_word_embeddings", None):
         written["tie_word_embeddings"] = tied
@@ -138,7 +138,7 @@ def with_overrides(base: Mapping[str, Any], overrides: Mapping[str, Any], traine
 
 
 def _overridden(base: Mapping[str, Any], overrides: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    written = copy.deepcopy(dict(base))
+    written = dict(base)
     for name, value in overrides.items():
         if isinstance(value, Mapping):
             written[name] = _overridden(base.get(name) or {}, value, known.get(name) or {})

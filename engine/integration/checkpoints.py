@@ -157,9 +157,8 @@ class WritesCheckpoints:
         if model.custom_chat_template is not None:
             files = with_chat_template(files, model.custom_chat_template)
         plain = (base / CONFIG).read_bytes()
-        fields = json.loads(plain)
-        config = {**with_overrides(fields, overrides_of(model), self.module.config), **value_fields(self.module)}
-        return {**files, CONFIG: plain if config == fields else json_bytes(config)}
+        config = with_overrides(base / CONFIG, overrides_of(model), self.module.config) | value_fields(self.module)
+        return {**files, CONFIG: plain if config == json.loads(plain) else json_bytes(config)}
 
     def _save_hf_config(self, folder: Path) -> None:
         write_files(folder, self._model_files)

@@ -1,7 +1,6 @@
 """The model of a critic: a head with one output in the place of the language-model head."""
 
 import copy
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ def value_head(config: PretrainedConfig) -> str:
     return "score" if has_value_class(config) else "lm_head"
 
 
-def value_fields(model: Any) -> Mapping[str, Any]:
+def value_fields(model: Any) -> dict[str, Any]:
     """Return the fields of a ``config.json`` by which transformers loads a critic's weights; none for another model.
 
     A critic whose family has no token-classification class has none either, because no class loads its weights.

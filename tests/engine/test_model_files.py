@@ -1,12 +1,12 @@
 """The small files of a base's folder and its config, as a save writes them."""
 
-import copy
 import json
 
 import pytest
-from transformers import Qwen3MoeConfig, Qwen3VLMoeConfig
+from transformers import AutoConfig
 
 from epfsdp2.engine.model_files import folder_of, read_small_files, with_chat_template, with_dtype, with_overrides
+from tests.parity.families import ALL
 
 OLDER = {
     "model_type": "qwen3_moe",
@@ -62,20 +62,36 @@ def test_folder_of_a_hub_id_is_its_snapshot_in_the_cache(tmp_path, monkeypatch):
         folder_of("org/other")
 
 
-def test_with_overrides_keeps_the_fields_and_names_of_the_base_but_for_the_runs_own():
-    trained = Qwen3MoeConfig.from_dict(copy.deepcopy(OLDER))
+def _read(folder, fields):
+    """Return the file of a config, and what transformers reads there."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder / "config.json", AutoConfig.from_pretrained(folder)
+
+
+def test_with_overrides_keeps_the_fields_and_names_of_the_base_but_for_the_runs_own(tmp_path):
+    file, trained = _read(tmp_path / "older", OLDER)
     trained.eos_token_id = 2  # by verl, of the tokenizer
     overrides = {"attn_implementation": "sdpa", "max_position_embeddings": 64, "torch_dtype": "float32"}
     wanted = {**OLDER, "num_nextn_predict_layers": 0, "max_position_embeddings": 64}
-    assert with_overrides(OLDER, overrides, trained) == wanted
-    assert with_overrides(OLDER, {"eos_token_id": 7}, trained)["eos_token_id"] == 7
+    assert with_overrides(file, overrides, trained) == wanted
+    assert with_overrides(file, {"eos_token_id": 7}, trained)["eos_token_id"] == 7
     trained.tie_word_embeddings = True
-    assert with_overrides(OLDER, {}, trained)["tie_word_embeddings"] is True
+    assert with_overrides(file, {}, trained)["tie_word_embeddings"] is True
     nested = {"model_type": "qwen3_vl_moe", "text_config": {"mtp_num_hidden_layers": 1, "rope_theta": 5.0}}
-    trained = Qwen3VLMoeConfig.from_dict(copy.deepcopy(nested))
-    got = with_overrides(nested, {"text_config": {"max_position_embeddings": 64}}, trained)
-    text = {"mtp_num_hidden_layers": 0, "rope_theta": 5.0, "max_position_embeddings": 64}
+    file, trained = _read(tmp_path / "nested", nested)
+    got = with_overrides(file, {"text_config": {"vocab_size": 64}}, trained)
+    text = {"mtp_num_hidden_layers": 0, "rope_theta": 5.0, "vocab_size": 64}
     assert got == {**nested, "text_config": text}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_with_overrides_of_a_config_of_any_family_is_the_base(name, tmp_path):
+    ALL[name].build().config.save_pretrained(tmp_path)
+    trained = AutoConfig.from_pretrained(tmp_path)
+    assert with_overrides(tmp_path / "config.json", {"attn_implementation": "sdpa"}, trained) == json.loads(
+        (tmp_path / "config.json").read_text()
+    )
 
 
 def test_with_dtype_changes_each_dtype_that_a_config_has_under_its_own_name():

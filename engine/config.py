@@ -22,7 +22,7 @@ from .declared.engine_settings import EngineSettings
 from .errors import SettingError
 from .preflight.model_facts import check_model_path
 from .preflight.resume import check_background_saves
-from .preflight.rollout import report_leftovers
+from .preflight.rollout import max_model_len, report_leftovers
 from .preflight.rounding import rows_held_in
 from .preflight.run import check_run, check_training
 from .settings.roles import (
@@ -87,6 +87,8 @@ class EPFSDP2EngineConfig(EngineSettings, EngineConfig):
     _rollout: str = "vllm"
     # What it holds weights in where each row has a scale, so that they are rounded so.
     _rollout_channels: str = ""
+    # Tokens of a sequence that the actor's vLLM is started for (``max_model_len``).
+    _max_model_len: int | None = None
     # Whether several roles have these settings, and the driver has seen which of their models have experts.
     _of_a_role: bool = False
 
@@ -159,6 +161,7 @@ class EPFSDP2ActorConfig(ActorConfig):
         # A config of its own: verl writes batch sizes into it.
         rollout, channels = self.rollout.get("name") or "vllm", rows_held_in(self.rollout)
         role = {"forward_only": self.forward_only, "_of_a_role": True}
+        role["_max_model_len"] = max_model_len(self.rollout)
         self.engine = replace(self.engine, **role, _rollout=rollout, _rollout_channels=channels)
         lengths = [self.rollout.get(f"max_{part}_length") for part in ("prompt", "response")]
         if all(lengths):

@@ -12,6 +12,7 @@ ORDER = (
     "saved_modules",
     "log_probs",
     "packed_sequences",
+    "positions",
     "router_losses",
     "router_replay",
     "shared_experts",

@@ -36,6 +36,7 @@ from ..optim.clip import ClippedStep
 from ..optim.loss_scale import LossScale
 from ..optim.lr_scheduler import build_multi_lr_scheduler
 from ..optim.multi_optimizer import optimizer_from_config
+from ..packing.positions import embed_apart, positions_line
 from ..packing.sequences import PackedSequences
 from ..planner.run import StepEstimate, estimate_step, format_mesh
 from ..preflight.dense_models import check_alone, not_applied, without_experts
@@ -171,7 +172,10 @@ class BuildsModel:
         if not self.engine_config.forward_only:
             self._plain = copy.deepcopy(module)  # for the plan, as it is before anything is installed
         self._patch(module)
-        self.packed = PackedSequences(module) if self.use_remove_padding else None
+        longest = self._longest()
+        self.packed = PackedSequences(module, longest) if self.use_remove_padding else None
+        if self.packed is None:
+            embed_apart(module, lambda: None, longest)
         if self.ulysses_parallel_group is not None:
             assert self.packed is not None, "check_sequence_parallel refuses rows that are not packed"
             SequenceParallel(module, self.ulysses_parallel_group, self.packed)
@@ -183,6 +187,11 @@ class BuildsModel:
                 self.adapters_config = adapter_config(self._lora, self.model_config.local_path)
         self.router_features: list[StepFeature] = self._routers_of(module)
         return module
+
+    def _longest(self) -> int:
+        """Return the length that decides all rotary frequencies: the rollout's, or 0 for each sequence's own."""
+        limit, config = self.engine_config._max_model_len, self.model_config.hf_config.get_text_config()
+        return getattr(config, "max_position_embeddings", 0) if limit == 0 else limit or 0
 
     def _lora_settings(self) -> LoraSettings | None:
         """Return what is trained instead of the weights; None where the weights are."""
@@ -227,6 +236,8 @@ class BuildsModel:
             lines.append(said)
         if self.packed is not None:
             lines.append(self.packed.line())
+        if positions := positions_line(module, self._longest()):
+            lines.append(positions)
         config, topology = self.engine_config, self.meshes.topology
         if not config.forward_only:
             memory, device, build = get_torch_device(), get_device_name(), self._module_to_plan

@@ -15,6 +15,7 @@ __all__ = [
     "PLACES_AS_POSITIONS",
     "READ_WITHOUT_A_CALL",
     "RENAMED_WHEN_PUBLISHED",
+    "SCALED_BY_LENGTH",
     "SHORT_CONVOLUTIONS",
     "SPREAD_OVER_HEADS",
     "TRANSPOSED_WHEN_PUBLISHED",
@@ -72,6 +73,9 @@ READ_WITHOUT_A_CALL = {("DeepseekV2Moe", "gate")}
 
 RENAMED_WHEN_PUBLISHED = {"nemotron_h": (".embedding.", ".embeddings.")}
 """Family -> a part of names that transformers 5.9 writes and vLLM does not know, and what both of them read."""
+
+SCALED_BY_LENGTH = frozenset({"PhimoeRotaryEmbedding"})
+"""Rotary embeddings that are scaled by the length of what they get, whatever the kind of their frequencies."""
 
 SHORT_CONVOLUTIONS = {"Lfm2MoeShortConv": "conv"}
 """Class of a mixer that is one causal convolution -> its child that has the weight."""

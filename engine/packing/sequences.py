@@ -36,6 +36,7 @@ from ..model.families import UNPACKED_WITH_FLASH
 from ..model.layers import attention_modules, decoder_layers
 from ..wrap_forward import wrap_forward
 from .attention import LENGTHS, NAME, PackedMask, Span, attach, counts_places, hand_lengths, spans_of
+from .positions import embed_apart
 from .shared_mixers import SharedMixers, kernel_argument
 
 __all__ = ["Mixers", "PackedSequences", "find_mixers", "lengths_taken", "why_not_packed"]
@@ -117,6 +118,7 @@ class PackedSequences:
 
     Args:
         model: a causal LM or the like; its config names the attention that is to run.
+        longest: see ``embed_apart``.
 
     Raises:
         ValueError: the sequences of its rows can't be told apart, see ``why_not_packed``.
@@ -125,7 +127,7 @@ class PackedSequences:
     running: ClassVar["PackedSequences | None"] = None
     """That of the model whose forward is under way: transformers' masks are asked for without saying by whom."""
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, longest: int = 0):
         name = model.config.get_text_config()._attn_implementation
         why = why_not_packed(model, name)
         if why is not None:
@@ -148,6 +150,7 @@ class PackedSequences:
             for module in self._mixers.attentions.values():
                 attach(module, name, lambda: self._spans, is_whole=name == _FLEX)
             _rename_attention(model, self._mixers.others.values())
+        embed_apart(model, lambda: self._spans, longest)
         if "flash" in name:
             hand_lengths(name)
             for module in self._mixers.attentions.values():

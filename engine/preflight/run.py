@@ -42,7 +42,7 @@ from .features import (
 )
 from .model_facts import ModelFacts, inspect_model
 from .resume import check_resume
-from .rollout import check_graphs, check_other_rollout, check_rollout, check_stream
+from .rollout import check_graphs, check_other_rollout, check_positions, check_rollout, check_stream
 from .rounding import check_rounding, check_rounding_alone
 
 __all__ = [
@@ -123,6 +123,7 @@ def check_run(
     if is_vllm:
         check_graphs(rollout, facts, device)
         check_stream(engine, n_gpus, rollout, facts, colocated=colocated)
+    check_positions(rollout, facts)
     check_rounding(engine, rollout, facts)
     if is_vllm and not ipc:
         check_rollout(engine, n_gpus if colocated else 0, rollout, facts)

@@ -17,7 +17,6 @@ from ...rollout.layout.rollout_config import (
     overridden,
     quantisation_settings,
     rollout_of,
-    server_arguments,
 )
 from ...rollout.layout.sglang_layout import RECORDS_NO_ROUTES
 from ...rollout.layout.sync_mode import BACKEND, check_rollout_parallelism, check_sglang_sizes, choose_mode
@@ -37,7 +36,6 @@ from ..errors import SettingError, close_matches
 from ..fsdp.wrap_plan import compute_dtypes, cuts_before_sharding
 from ..model.families import CLASS_IN_VLLM, CLASS_OF_SLICES, NOT_IN_VLLM, WHOLE_IN_VLLM
 from ..model.layers import layer_names
-from ..packing.positions import rotary_by_length, rotary_kinds
 from ..settings.values import CHECKPOINT_BACKEND, DTYPES
 from ..topology.mesh import Topology
 from .model_facts import ModelFacts, largest_sent
@@ -45,10 +43,8 @@ from .model_facts import ModelFacts, largest_sent
 __all__ = [
     "check_graphs",
     "check_other_rollout",
-    "check_positions",
     "check_rollout",
     "check_stream",
-    "max_model_len",
     "report_leftovers",
     "tensors_before_sharding",
 ]
@@ -61,8 +57,6 @@ _BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_meg
 _TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _MEMORY = "engine.sync_megabytes"
 _QUANTIZATION = "actor_rollout_ref.rollout.quantization"
-_LENGTH = "actor_rollout_ref.rollout.max_model_len"
-_NAME = "actor_rollout_ref.rollout.name"
 _SHM = Path("/dev/shm")
 _ROUTES = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 _NO_TOKENIZER = "actor_rollout_ref.rollout.skip_tokenizer_init"
@@ -128,59 +122,6 @@ def check_graphs(rollout: Mapping[str, Any], facts: ModelFacts | None, device: s
         )
         setting = "actor_rollout_ref.rollout.enforce_eager"
         raise SettingError(setting, False, rule, f"{setting}=True, or vllm{_KEEPS_LATENT_MATRICES}")
-
-
-def check_positions(rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:
-    """Check that the rollout rotates by the frequencies that are trained with, where they depend on the length.
-
-    vLLM 0.24 to 0.29 chooses longrope's once, by its ``max_model_len``, and never changes those of dynamic NTK. SGLang
-    0.5 chooses longrope's by the longest sequence under way, and has dynamic NTK's of the longest from the start.
-
-    Raises:
-        SettingError: for a length that the rollout computes otherwise, or for the rollout.
-    """
-    server = rollout.get("name")
-    if facts is None or server not in ("vllm", "sglang"):
-        return
-    for module in rotary_by_length(facts.model):
-        most = module.config.max_position_embeddings
-        for layers, kind in rotary_kinds(module).items():
-            parameters = module.config.rope_parameters
-            parameters = parameters if layers is None else parameters[layers]
-            if server == "vllm":
-                _check_vllm_length(max_model_len(rollout), kind, most)
-            elif kind == "longrope":
-                _check_sglang_length(rollout, parameters["original_max_position_embeddings"], most)
-            elif kind == "dynamic" and "alpha" not in parameters and parameters["factor"] != 1:
-                rule = "SGLang has dynamic NTK's frequencies of the longest sequence for every sequence."
-                raise SettingError(_NAME, server, rule, f"{_NAME}=vllm")
-
-
-def max_model_len(rollout: Mapping[str, Any]) -> Any:
-    """Return the tokens of a sequence that vLLM is started for; None for another server, or without any.
-
-    0 stands for the model's ``max_position_embeddings``, which verl 0.9.1 takes where the setting is null.
-    """
-    if rollout.get("name") != "vllm":
-        return None
-    own = server_arguments(rollout).get("max_model_len")
-    return (rollout.get("max_model_len") if own is None else own) or 0
-
-
-def _check_vllm_length(limit: Any, kind: str, most: int) -> None:
-    if not isinstance(limit, int) or not 0 <= limit <= most:
-        rule = f"frequencies of {kind} depend on it, so that it has to be a number, and vLLM has {most} positions."
-        raise SettingError(f"{VLLM}.max_model_len", limit, rule, f"{_LENGTH}={most}, or less")
-
-
-def _check_sglang_length(rollout: Mapping[str, Any], original: int, most: int) -> None:
-    limit = rollout.get("max_model_len") or most
-    lengths = [rollout.get(f"max_{part}_length") for part in ("prompt", "response")]
-    if (min(limit, sum(lengths)) if all(lengths) else limit) > original:
-        rule = (
-            f"SGLang has longrope's long frequencies for every sequence while one under way is over {original} tokens."
-        )
-        raise SettingError(_LENGTH, limit, rule, f"{_LENGTH}={original}, or {_NAME}=vllm")
 
 
 def check_stream(

@@ -41,8 +41,9 @@ from .features import (
     check_tower,
 )
 from .model_facts import ModelFacts, inspect_model
+from .positions import check_positions
 from .resume import check_resume
-from .rollout import check_graphs, check_other_rollout, check_positions, check_rollout, check_stream
+from .rollout import check_graphs, check_other_rollout, check_rollout, check_stream
 from .rounding import check_rounding, check_rounding_alone
 
 __all__ = [

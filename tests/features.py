@@ -101,6 +101,16 @@ FEATURES = (
         ),
     ),
     Feature(
+        "longrope, dynamic NTK",
+        "[frequencies](engine.md#packed-rows) of each sequence alone, packed or padded; beside a vLLM those of its "
+        "`max_model_len` for all",
+        "SGLang with longer sequences than longrope's short factors are for, or with dynamic NTK",
+        (
+            "engine/packing/test_positions.py::test_positions_in_ppo_updates_are_those_of_each_alone",
+            "rollout/vllm_workers/test_vllm_positions.py::test_longrope_of_an_actor_beside_vllm_is_chosen_by_its_max_model_len",
+        ),
+    ),
+    Feature(
         "log-probs without whole logits",
         "[`engine.chunked_logits`](engine.md#log-probs-and-entropy), by default; whole logits where they are scaled, "
         "capped or read",

@@ -64,7 +64,7 @@ def check_positions(rollout: Mapping[str, Any], facts: ModelFacts | None) -> Non
 
 
 def _longest(rollout: Mapping[str, Any], limit: int) -> int:
-    lengths = [rollout.get(f"max_{part}_length") for part in ("prompt", "response")]
+    lengths = [int(rollout.get(f"max_{part}_length") or 0) for part in ("prompt", "response")]
     return min(limit, sum(lengths)) if all(lengths) else limit
 
 
